@@ -1,0 +1,58 @@
+"""Stochastic caching for PyTorch Lightning: one cache per node, in memory, shared by all ranks and workers.
+
+The public names are resolved on first use (PEP 562), so importing the package imports neither torch nor Lightning.
+"""
+
+from importlib import import_module
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    from lightning_stocache.cache.cache import SharedCache, get_shm_size
+    from lightning_stocache.cache.spec import SampleSpec
+    from lightning_stocache.loading.dataset import CachedDataset
+    from lightning_stocache.training.callbacks import CacheMonitor, FillProgress, StochasticCache
+    from lightning_stocache.training.datamodule import StocacheDataModule, cache_datamodule
+
+    __version__: str
+
+__all__ = [
+    "CacheMonitor",
+    "CachedDataset",
+    "FillProgress",
+    "SampleSpec",
+    "SharedCache",
+    "StocacheDataModule",
+    "StochasticCache",
+    "cache_datamodule",
+    "get_shm_size",
+]
+
+_HOMES = {
+    "CacheMonitor": "training.callbacks",
+    "CachedDataset": "loading.dataset",
+    "FillProgress": "training.callbacks",
+    "SampleSpec": "cache.spec",
+    "SharedCache": "cache.cache",
+    "StocacheDataModule": "training.datamodule",
+    "StochasticCache": "training.callbacks",
+    "cache_datamodule": "training.datamodule",
+    "get_shm_size": "cache.cache",
+}
+
+
+def __getattr__(name: str) -> Any:
+    value: Any
+    if name == "__version__":
+        from importlib.metadata import version
+
+        value = version("lightning-stocache")
+    elif name in _HOMES:
+        value = getattr(import_module(f"{__name__}.{_HOMES[name]}"), name)
+    else:
+        raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+    globals()[name] = value
+    return value
+
+
+def __dir__() -> list[str]:
+    return sorted({*globals(), *__all__, "__version__"})

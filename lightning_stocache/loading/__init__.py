@@ -1,0 +1,1 @@
+"""How samples become a batch."""

@@ -1,0 +1,1 @@
+"""Lightning: the DataModule and the callbacks."""
