@@ -1,0 +1,305 @@
+"""One cache per node, which all its processes fill and read.
+
+A slot is filled like this, by whoever has loaded the sample:
+
+    check the sample against the spec -> claim the slot -> look again -> reserve its memory -> store -> fence -> READY -> give the claim up
+
+Who does not get the claim serves its sample unstored; a writer that is killed leaves the slot EMPTY and claimable. A reader looks at the state,
+fences, and copies the bytes out: READY is set after the bytes are there and is never taken back (only `clear` and an explicit overwrite do
+that, and then readers are the caller's business). Nobody is ever handed a view.
+
+The interface of the library that the idea comes from, stocaching (https://github.com/Charl-AI/stochastic-caching), is kept: constructor,
+`get_slot`, `set_slot`, `[]`, `len`, `array`, `aux_array`, `clear`. A cache made by that constructor holds the first indices of the dataset; one made
+by `create` holds the arc that it is given.
+"""
+
+from __future__ import annotations
+
+import errno
+import logging
+import os
+import time
+from collections.abc import Sequence
+from typing import Any, Protocol
+
+import torch
+
+from lightning_stocache.cache.claims import Claims
+from lightning_stocache.cache.placement import NO_SLOT, Arc
+from lightning_stocache.cache.slots import EMPTY, READY, FieldSlots
+from lightning_stocache.cache.spec import SampleSpec
+from lightning_stocache.node.fence import fence
+from lightning_stocache.node.segment import Backend, Segment, memory_directory
+
+__all__ = ["SharedCache", "Slots", "get_shm_size"]
+
+log = logging.getLogger(__name__)
+
+_OUT_OF_BOUNDS = 2
+_RETRY_SECONDS = 10.0  # after "no space left": a failing reservation costs a system call per sample, and space seldom comes back at once
+
+
+class Slots(Protocol):
+    """What a cache needs to know about the place where samples lie."""
+
+    count: int
+    states: torch.Tensor  # uint8 [count], live
+    state_bytes: memoryview  # the same, for single looks
+
+    def reserve(self, slot: int) -> None: ...
+    def write(self, slot: int, rows: Sequence[torch.Tensor]) -> None: ...
+    def read(self, slot: int) -> list[torch.Tensor]: ...
+    def gather(self, slots: torch.Tensor) -> list[torch.Tensor]: ...
+    def table(self, field: int) -> torch.Tensor: ...
+    def clear(self) -> None: ...
+    def close(self) -> None: ...
+
+
+class SharedCache:
+    """A cache of samples in memory that the processes of a node share, lazily filled and never evicted.
+
+    Args:
+        size_limit_gib: memory limit in GiB (a fraction will do), for the samples and one state byte per index of the dataset.
+        dataset_len: number of samples in the dataset.
+        data_dims: shape of one sample, without the batch dimension.
+        dtype: dtype of the samples.
+
+    Raises:
+        ValueError: a limit below zero or a dataset without samples.
+        OSError: the system has no memory for the segment's header.
+
+    Example:
+        >>> cache = SharedCache(size_limit_gib=1, dataset_len=10, data_dims=(3, 8, 8))
+        >>> cache.get_slot(4) is None
+        True
+        >>> cache.set_slot(4, torch.full((3, 8, 8), 7, dtype=torch.uint8))
+        >>> int(cache.get_slot(4).max())
+        7
+        >>> cache.close()
+    """
+
+    def __init__(
+        self, size_limit_gib: float, dataset_len: int, data_dims: tuple[int, ...], dtype: torch.dtype = torch.uint8
+    ) -> None:
+        if not 0 <= size_limit_gib < float("inf"):
+            raise ValueError(f"size_limit_gib must be a number of GiB, zero or more, got {size_limit_gib}")
+        if dataset_len < 1:
+            raise ValueError(f"dataset_len must be at least 1, got {dataset_len}")
+        spec = SampleSpec.infer(torch.empty(tuple(data_dims), dtype=dtype))
+        limit = int(size_limit_gib * 1024**3) - dataset_len
+        slots = min(max(limit, 0) // max(spec.nbytes, 1), dataset_len)
+        self._assemble(_new_segment(spec, slots, None), spec, Arc(dataset_len, slots))
+
+    @classmethod
+    def create(cls, spec: SampleSpec, arc: Arc, backend: Backend | None = None) -> SharedCache:
+        """Make an empty cache for any sample and any arc of the ring.
+
+        Args:
+            spec: what a sample looks like.
+            arc: which indices have a slot, and where.
+            backend: kind of segment, see `lightning_stocache.node.segment`.
+        """
+        return cls._over(_new_segment(spec, arc.slots, backend), spec, arc)
+
+    @classmethod
+    def _over(cls, segment: Segment, spec: SampleSpec, arc: Arc) -> SharedCache:
+        cache = cls.__new__(cls)
+        cache._assemble(segment, spec, arc)
+        return cache
+
+    def _assemble(self, segment: Segment, spec: SampleSpec, arc: Arc) -> None:
+        self.segment, self.spec, self.arc = segment, spec, arc
+        self.slots: Slots = FieldSlots(segment, spec.row_bytes, arc.slots)
+        self._claims = Claims(segment)
+        self._retry_at = 0.0
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        return SharedCache._over, (self.segment, self.spec, self.arc)
+
+    # ---- one sample ----
+
+    def get(self, index: int) -> Any | None:
+        """A copy of the sample of an index, or None when its slot is empty or it has none. The index lies in `[0, dataset_len)`."""
+        slot = self.arc.slot(index)
+        if slot == NO_SLOT or self.slots.state_bytes[slot] != READY:
+            return None
+        fence()
+        return self.spec.unflatten(self.slots.read(slot))
+
+    def fill(self, index: int, sample: Any) -> bool:
+        """Store a sample into the slot of an index, if it has one that is empty and nobody else is filling it.
+
+        Returns:
+            Whether this call stored it.
+
+        Raises:
+            SampleMismatchError: the sample differs from the spec; checked also where there is no slot.
+        """
+        rows = self.spec.flatten(sample, index)
+        slot = self.arc.slot(index)
+        if slot == NO_SLOT or self.slots.state_bytes[slot] == READY:
+            return False
+        with self._claims.trying(slot) as claimed:
+            return claimed and self.slots.state_bytes[slot] != READY and self._publish(slot, rows)
+
+    # ---- many samples ----
+
+    def ready_slots(self, indices: torch.Tensor) -> torch.Tensor:
+        """The slots of those indices (int64 `[samples]`) that can be read now, NO_SLOT for the others."""
+        slots = self.arc.slots_of(indices)
+        if self.arc.slots == 0:
+            return slots
+        ready = torch.index_select(self.slots.states, 0, slots.clamp(min=0)) == READY
+        fence()
+        return slots.masked_fill_(~ready, NO_SLOT)
+
+    def gather(self, slots: torch.Tensor) -> list[torch.Tensor]:
+        """Copies of READY slots (int64 `[samples]`), uint8 `[samples, nbytes]` per field: to be split or batched by the spec."""
+        return self.slots.gather(slots)
+
+    @property
+    def filled(self) -> int:
+        """Number of slots that are ready."""
+        return int(self.slots.states.count_nonzero())
+
+    @property
+    def memory_bytes(self) -> int:
+        """Bytes of memory that the cache holds on this node right now."""
+        return self.segment.allocated_bytes
+
+    @property
+    def closed(self) -> bool:
+        """Whether this process has given the cache up."""
+        return self.segment.closed
+
+    def close(self) -> None:
+        """Give the cache up in this process; the memory is free when all processes have."""
+        if not self.closed:
+            self.slots.close()
+        self.segment.close()
+
+    # ---- the ancestor's interface ----
+
+    def get_slot(self, idx: int, allow_oob_idx: bool = True, allow_empty_slot: bool = True) -> Any | None:
+        """A copy of the sample of an index.
+
+        Args:
+            idx: index in the dataset.
+            allow_oob_idx: whether an index without a slot gives None; else it is an error.
+            allow_empty_slot: whether an empty slot gives None; else it is an error.
+
+        Raises:
+            IndexError: the index is outside the dataset, or has no slot and `allow_oob_idx=False`.
+            RuntimeError: the slot is empty and `allow_empty_slot=False`.
+        """
+        if self._checked_slot(idx, allow_oob_idx) == NO_SLOT:
+            return None
+        sample = self.get(idx)
+        if sample is None and not allow_empty_slot:
+            raise RuntimeError(f"the slot of index {idx} is empty, and allow_empty_slot=False")
+        return sample
+
+    def set_slot(self, idx: int, value: Any, allow_oob_idx: bool = True, allow_overwrite: bool = False) -> None:
+        """Store a sample. Where it has no slot nothing happens; nor where the slot holds the same bytes already (two processes filled it).
+
+        Args:
+            idx: index in the dataset.
+            value: the sample, with exactly the dtype and shape of the cache.
+            allow_oob_idx: whether an index without a slot is ignored; else it is an error.
+            allow_overwrite: whether a slot that holds other bytes is overwritten; else it is an error.
+
+        Raises:
+            IndexError: the index is outside the dataset, or has no slot and `allow_oob_idx=False`.
+            RuntimeError: the slot holds other bytes and `allow_overwrite=False`.
+            SampleMismatchError: the sample has another dtype, shape or structure.
+        """
+        slot = self._checked_slot(idx, allow_oob_idx)
+        rows = self.spec.flatten(value, idx)
+        if slot == NO_SLOT:
+            return
+        with self._claims.waiting(slot):
+            if self.slots.state_bytes[slot] == READY:
+                if all(map(torch.equal, self.slots.read(slot), rows)):
+                    return
+                if not allow_overwrite:
+                    raise RuntimeError(
+                        f"the slot of index {idx} already holds another sample, and allow_overwrite=False"
+                    )
+                self.slots.state_bytes[slot] = EMPTY
+                fence()
+            self._publish(slot, rows)
+
+    def __getitem__(self, idx: int) -> Any:
+        """A copy of what lies in slot `idx`: zeroes where nothing has been stored."""
+        slot = range(len(self))[idx]
+        return self.spec.unflatten(self.slots.read(slot))
+
+    def __setitem__(self, idx: int, value: Any) -> None:
+        slot = range(len(self))[idx]
+        self.set_slot(
+            (slot + self.arc.start) * pow(self.arc.step, -1, self.arc.size) % self.arc.size, value, allow_overwrite=True
+        )
+
+    def __len__(self) -> int:
+        """Number of slots."""
+        return self.slots.count
+
+    @property
+    def array(self) -> torch.Tensor:
+        """The slots themselves, `[slots, *data_dims]`: the one live view. Writing to it goes past every check, and marks nothing as set."""
+        if len(self.spec.fields) != 1:
+            raise TypeError(f"array needs samples of a single tensor; these have {len(self.spec.fields)} fields")
+        return self.spec.fields[0].batch(self.slots.table(0).reshape(len(self), -1))
+
+    @property
+    def aux_array(self) -> torch.Tensor:
+        """The state of each index now, uint8 `[dataset_len]`: 0 empty, 1 set, 2 out of bounds (no slot)."""
+        slots = self.arc.slots_of(torch.arange(self.arc.size))
+        states = torch.full((self.arc.size,), _OUT_OF_BOUNDS, dtype=torch.uint8)
+        has_slot = slots != NO_SLOT
+        states[has_slot] = self.slots.states[slots[has_slot]]
+        return states
+
+    def clear(self) -> None:
+        """Empty all slots and give their memory back. No process may be reading or filling meanwhile."""
+        self.slots.clear()
+
+    def _checked_slot(self, idx: int, allow_oob_idx: bool) -> int:
+        if not 0 <= idx < self.arc.size:
+            raise IndexError(f"index {idx} is outside the dataset of {self.arc.size} samples")
+        slot = self.arc.slot(idx)
+        if slot == NO_SLOT and not allow_oob_idx:
+            raise IndexError(f"index {idx} has no slot in this cache of {len(self)}, and allow_oob_idx=False")
+        return slot
+
+    def _publish(self, slot: int, rows: list[torch.Tensor]) -> bool:
+        if time.monotonic() < self._retry_at:
+            return False
+        try:
+            self.slots.reserve(slot)
+        except OSError as error:
+            if error.errno != errno.ENOSPC:
+                raise
+            if not self._retry_at:
+                log.warning(
+                    "the cache cannot grow beyond %d of %d samples: no space left in %s; the others are loaded every time. Lower the "
+                    "budget, or enlarge the filesystem (Docker: --shm-size)", self.filled, len(self), memory_directory(),
+                )  # fmt: skip
+            self._retry_at = time.monotonic() + _RETRY_SECONDS
+            return False
+        self.slots.write(slot, rows)
+        fence()
+        self.slots.state_bytes[slot] = READY
+        return True
+
+
+def get_shm_size() -> int:
+    """Size of /dev/shm in whole GiB, 0 where there is none. What is free of it may be much less: see the command `doctor`."""
+    if not os.path.isdir("/dev/shm"):
+        return 0
+    stats = os.statvfs("/dev/shm")
+    return stats.f_frsize * stats.f_blocks // 1024**3
+
+
+def _new_segment(spec: SampleSpec, slots: int, backend: Backend | None) -> Segment:
+    return Segment.create(FieldSlots.bytes_for(spec.row_bytes, slots), backend)

@@ -1,0 +1,145 @@
+"""What a cache has done, counted by every process on its own row.
+
+A segment holds rows of sixteen 64-bit numbers: the rank (plus one; zero marks a row that nobody has used), then the columns of `Counts`. A
+process takes a row at its first count, by the lock of the row's byte, which the kernel gives back when the process ends; a row that is
+free again is taken only by a process of the same rank, which goes on adding. So nothing is ever reset, no two writers share a row, worker ids
+(which repeat) do not matter, and the counts of an epoch are the difference of two sums. One process writes a row, anybody may read it; what
+is read while somebody counts is at most one addition old.
+
+A thread besides the main one must not count: `+=` on a row is two steps.
+"""
+
+from __future__ import annotations
+
+import os
+from dataclasses import dataclass, fields
+
+from lightning_stocache.node.segment import Backend, Segment
+
+__all__ = ["Counters", "Counts"]
+
+_ROWS = 4096  # 512 KiB of addresses; only rows in use hold memory
+_COLUMNS = 16
+_ROW_BYTES = _COLUMNS * 8
+
+
+@dataclass(frozen=True)
+class Counts:
+    """Numbers of samples, bytes and nanoseconds; they add and subtract. `hits + misses + bypasses` is what was served.
+
+    Args:
+        hits: samples served from their slot.
+        misses: samples that had to be loaded although they have a slot here.
+        bypasses: samples loaded that have no slot here.
+        fills: samples stored into their slot.
+        bytes_from_cache: bytes of the hits.
+        bytes_from_source: bytes of the misses and bypasses, as they would lie in a slot.
+        source_ns: nanoseconds spent in the source, summed over processes.
+
+    Example:
+        >>> (Counts(hits=3, misses=1) - Counts(hits=1)).served
+        3
+    """
+
+    hits: int = 0
+    misses: int = 0
+    bypasses: int = 0
+    fills: int = 0
+    bytes_from_cache: int = 0
+    bytes_from_source: int = 0
+    source_ns: int = 0
+
+    @property
+    def served(self) -> int:
+        """Samples handed out by the cache layer, whether a trainer consumed them or not."""
+        return self.hits + self.misses + self.bypasses
+
+    def __add__(self, other: Counts) -> Counts:
+        return Counts(*(mine + its for mine, its in zip(self.values(), other.values(), strict=True)))
+
+    def __sub__(self, other: Counts) -> Counts:
+        return Counts(*(mine - its for mine, its in zip(self.values(), other.values(), strict=True)))
+
+    def values(self) -> tuple[int, ...]:
+        """The numbers in the order of the fields, as one vector to reduce over ranks."""
+        return tuple(getattr(self, name) for name in _NAMES)
+
+
+_NAMES = tuple(column.name for column in fields(Counts))
+_PLACE = {name: place for place, name in enumerate(_NAMES, start=1)}
+
+
+class Counters:
+    """The rows of all processes of a node that use one cache.
+
+    Args:
+        segment: where they lie.
+        rank: the rank that this process works for.
+
+    Raises:
+        RuntimeError: (`add`) all rows are taken by living processes.
+
+    Example:
+        >>> counters = Counters.create()
+        >>> counters.add(hits=2, bytes_from_cache=64)
+        >>> counters.totals().hits
+        2
+        >>> counters.close()
+    """
+
+    def __init__(self, segment: Segment, rank: int = 0) -> None:
+        self.segment = segment
+        self.rank = rank
+        self._numbers = segment.memory(0, _ROWS * _ROW_BYTES).cast("Q")
+        self._pid = 0
+        self._row = 0
+
+    @classmethod
+    def create(cls, rank: int = 0, backend: Backend | None = None) -> Counters:
+        """Make the rows; no process has one yet."""
+        return cls(Segment.create(_ROWS * _ROW_BYTES, backend), rank)
+
+    def add(self, **counts: int) -> None:
+        """Add to this process's row, by the names of `Counts`. 0.2 us per number."""
+        if self.segment.closed:
+            return
+        if self._pid != os.getpid():  # first use here, or after a fork
+            self._row, self._pid = self._take_row(), os.getpid()
+        for name, count in counts.items():
+            self._numbers[self._row + _PLACE[name]] += count
+
+    def totals(self, rank: int | None = None) -> Counts:
+        """The sum over all rows, or over those of one rank."""
+        if self.segment.closed:
+            return Counts()
+        total = Counts()
+        for row in range(0, _ROWS * _COLUMNS, _COLUMNS):
+            owner = self._numbers[row]
+            if owner == 0:  # rows are taken in order: the rest is unused
+                break
+            if rank is None or owner == rank + 1:
+                total += Counts(*self._numbers[row + 1 : row + 1 + len(_NAMES)])
+        return total
+
+    def close(self) -> None:
+        """Give the rows up; counting goes nowhere from then on."""
+        self._numbers.release()
+        self.segment.close()
+
+    def _take_row(self) -> int:
+        for number in range(_ROWS):
+            row = number * _COLUMNS
+            if self._numbers[row] in (0, self.rank + 1) and self.segment.lock(number):
+                if self._numbers[row] == 0:
+                    self.segment.reserve(number * _ROW_BYTES, _ROW_BYTES)
+                    self._numbers[row] = self.rank + 1
+                if self._numbers[row] == self.rank + 1:
+                    return row
+                self.segment.unlock(number)  # another rank's process took it between our look and our lock
+        raise RuntimeError(f"more than {_ROWS} processes use one cache at the same time")
+
+    def __getstate__(self) -> dict[str, object]:
+        return {"segment": self.segment, "rank": self.rank}
+
+    def __setstate__(self, state: dict[str, object]) -> None:
+        self.__init__(**state)  # type: ignore[misc]

@@ -1,0 +1,115 @@
+"""Where an index lives: node and slot, by arithmetic alone.
+
+The N indices of a dataset sit on a ring. `position(i) = i * step mod N` with a step that is coprime to N and close to N divided by the golden
+ratio, so that any arc of the ring takes its indices evenly from the whole dataset: from each class of a sorted folder, and from each
+stretch of an unshuffled one (Weyl's equidistribution; the golden ratio leaves the smallest gaps). With step 1 the order is that of the dataset.
+
+Node k trains on a share s_k of every global batch. Its arc starts at `N * (s_0 + ... + s_(k-1))` and is as long as its slots; the slot of an
+index is its distance from the start of the arc. So there is no table, no allocator and no message: every process can work out every node's
+ownership. Arcs longer than the node's share run on over its neighbours', and give those indices several homes.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import torch
+
+__all__ = ["NO_SLOT", "Arc", "Ring"]
+
+NO_SLOT = -1
+_GOLDEN = (math.sqrt(5) - 1) / 2
+
+
+@dataclass(frozen=True)
+class Arc:
+    """The part of the ring that one node holds.
+
+    Args:
+        size: number of indices on the ring, N.
+        slots: number of slots, that is the length of the arc.
+        start: position of slot 0.
+        step: what an index is multiplied with; 1 keeps the dataset's order.
+
+    Raises:
+        ValueError: a number is out of range, or step and size have a common divisor.
+
+    Example:
+        >>> Arc(size=10, slots=3).slot(2), Arc(size=10, slots=3).slot(3)
+        (2, -1)
+    """
+
+    size: int
+    slots: int
+    start: int = 0
+    step: int = 1
+
+    def __post_init__(self) -> None:
+        if not 0 <= self.slots <= self.size:
+            raise ValueError(f"slots must be between 0 and size={self.size}, got {self.slots}")
+        if not 0 <= self.start < max(self.size, 1):
+            raise ValueError(f"start must be below size={self.size}, got {self.start}")
+        if math.gcd(self.step, self.size) != 1:
+            raise ValueError(f"step must have no common divisor with size={self.size}, got {self.step}")
+
+    def slot(self, index: int) -> int:
+        """The slot of one index, or NO_SLOT. The index must lie in `[0, size)`."""
+        slot = (index * self.step - self.start) % self.size
+        return slot if slot < self.slots else NO_SLOT
+
+    def slots_of(self, indices: torch.Tensor) -> torch.Tensor:
+        """The slots of many indices, int64 of the same shape, NO_SLOT where there is none."""
+        slots = (indices * self.step - self.start).remainder_(self.size)
+        return slots if self.slots == self.size else slots.masked_fill_(slots >= self.slots, NO_SLOT)
+
+
+@dataclass(frozen=True)
+class Ring:
+    """The arcs of all nodes over one dataset.
+
+    Args:
+        arcs: one per node, in the order of the nodes.
+
+    Example:
+        >>> ring = Ring.cut(size=100, shares=(0.5, 0.5), slots=(30, 80))
+        >>> [(arc.start, arc.slots) for arc in ring.arcs], ring.coverage
+        ([(0, 30), (50, 80)], 0.8)
+    """
+
+    arcs: tuple[Arc, ...]
+
+    @classmethod
+    def cut(cls, size: int, shares: Sequence[float], slots: Sequence[int]) -> Ring:
+        """Lay one arc per node on a ring of `size` indices.
+
+        Args:
+            size: number of indices, N.
+            shares: share of every global batch that each node trains on; they sum to one.
+            slots: number of slots that each node has memory for; what exceeds N is left unused.
+        """
+        step = _coprime_near(round(size * _GOLDEN), size)
+        starts = [round(size * sum(shares[:node])) % max(size, 1) for node in range(len(shares))]
+        return cls(tuple(Arc(size, min(own, size), start, step) for start, own in zip(starts, slots, strict=True)))
+
+    @property
+    def coverage(self) -> float:
+        """Share of the indices that have a slot on some node."""
+        size = self.arcs[0].size
+        pieces = sorted((arc.start + lap, arc.start + lap + arc.slots) for arc in self.arcs for lap in (-size, 0))
+        covered = reached = 0
+        for begin, end in pieces:  # arcs that run over the end of the ring come in from below zero
+            begin, end = max(begin, reached), min(end, size)
+            covered += max(end - begin, 0)
+            reached = max(reached, end)
+        return covered / size if size else 0.0
+
+
+def _coprime_near(wanted: int, size: int) -> int:
+    """The number next to `wanted` without a common divisor with `size`."""
+    for distance in range(size):
+        for candidate in (wanted - distance, wanted + distance):
+            if candidate > 0 and math.gcd(candidate, size) == 1:
+                return candidate
+    return 1

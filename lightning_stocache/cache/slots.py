@@ -1,0 +1,124 @@
+"""How samples lie in a segment: one array per field.
+
+Layout of the memory: `count` state bytes, then for each field an array of `count` rows. Every array starts at a multiple of 64 bytes: rows
+copied from or to less aligned memory cost up to 1.6 times as much. One array per field, and not one record per sample, because then one
+`index_select` per field gives a whole batch that is already collated. Rows are copied as the widest integers that divide them: 8-byte words
+copy fastest.
+
+States are EMPTY and READY and nothing between: a writer that is killed half-way leaves EMPTY. This class only moves bytes; who may write a
+slot, and when it becomes READY, is the cache's protocol.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+
+import torch
+
+from lightning_stocache.node.segment import Segment
+
+__all__ = ["EMPTY", "READY", "FieldSlots"]
+
+EMPTY, READY = 0, 1
+_ALIGNMENT = 64
+_WORDS = ((8, torch.int64), (4, torch.int32), (2, torch.int16), (1, torch.uint8))
+
+
+class FieldSlots:
+    """The slots of a cache, as one array per field of the sample.
+
+    Args:
+        segment: where they lie; at least `bytes_for(row_bytes, count)` long.
+        row_bytes: bytes of one sample in each field.
+        count: number of slots.
+    """
+
+    def __init__(self, segment: Segment, row_bytes: Sequence[int], count: int) -> None:
+        self.count = count
+        self._segment = segment
+        self._row_bytes = tuple(row_bytes)
+        self._starts = list(_starts(row_bytes, count))
+        self.states = segment.bytes(0, count)
+        self.state_bytes = segment.memory(0, count)
+        self._tables = [
+            segment.bytes(start, count * nbytes) for start, nbytes in zip(self._starts, row_bytes, strict=True)
+        ]
+        self._words = [_as_words(table, count, nbytes) for table, nbytes in zip(self._tables, row_bytes, strict=True)]
+
+    @staticmethod
+    def bytes_for(row_bytes: Sequence[int], count: int) -> int:
+        """Bytes that `count` slots need, states and alignment included."""
+        return list(_starts([*row_bytes, 0], count))[-1]
+
+    @staticmethod
+    def fit(row_bytes: Sequence[int], budget: int) -> int:
+        """The largest number of slots whose memory stays within `budget` bytes."""
+        count = max(budget, 0) // (sum(row_bytes) + 1)
+        while count and FieldSlots.bytes_for(row_bytes, count) > budget:
+            count -= 1
+        return count
+
+    def reserve(self, slot: int) -> None:
+        """Have the kernel promise a slot's memory.
+
+        Raises:
+            OSError: there is none left (ENOSPC).
+        """
+        self._segment.reserve(slot, 1)
+        for start, nbytes in zip(self._starts, self._row_bytes, strict=True):
+            if nbytes:
+                self._segment.reserve(start + slot * nbytes, nbytes)
+
+    def write(self, slot: int, rows: Sequence[torch.Tensor]) -> None:
+        """Copy one sample in, uint8 `[nbytes]` per field."""
+        for table, row, nbytes in zip(self._tables, rows, self._row_bytes, strict=True):
+            table[slot * nbytes : (slot + 1) * nbytes].copy_(row)
+
+    def read(self, slot: int) -> list[torch.Tensor]:
+        """Copy one sample out, uint8 `[nbytes]` per field."""
+        return [
+            table[slot * nbytes : (slot + 1) * nbytes].clone()
+            for table, nbytes in zip(self._tables, self._row_bytes, strict=True)
+        ]
+
+    def gather(self, slots: torch.Tensor) -> list[torch.Tensor]:
+        """Copy many samples out, uint8 `[len(slots), nbytes]` per field, in fresh memory.
+
+        Args:
+            slots: int64 `[samples]`, each in `[0, count)`.
+        """
+        return [
+            torch.index_select(words, 0, slots).reshape(-1).view(torch.uint8).reshape(len(slots), nbytes)
+            for words, nbytes in zip(self._words, self._row_bytes, strict=True)
+        ]
+
+    def table(self, field: int) -> torch.Tensor:
+        """The live array of one field, uint8 `[count * nbytes]`."""
+        return self._tables[field]
+
+    def clear(self) -> None:
+        """Empty all slots and give their memory back."""
+        self.states.zero_()
+        self._segment.discard()
+
+    def close(self) -> None:
+        """Drop all views, without which the segment cannot be unmapped."""
+        self.state_bytes.release()
+        self.states = torch.empty(0, dtype=torch.uint8)
+        self._tables, self._words = [], []
+
+
+def _starts(row_bytes: Sequence[int], count: int) -> Iterator[int]:
+    """Where the array of each field begins."""
+    offset = count
+    for nbytes in row_bytes:
+        offset = -(-offset // _ALIGNMENT) * _ALIGNMENT
+        yield offset
+        offset += count * nbytes
+
+
+def _as_words(table: torch.Tensor, count: int, nbytes: int) -> torch.Tensor:
+    """The table `[count, words]` (one dimension where a row is a single word), in the widest word that divides a row."""
+    width, dtype = next((width, dtype) for width, dtype in _WORDS if nbytes % width == 0)
+    words = table.view(dtype)
+    return words if nbytes == width else words.reshape(count, nbytes // width)

@@ -1,0 +1,146 @@
+"""Which ranks share memory, and how they agree.
+
+A node is the set of ranks that can map the same memory: same boot id, same memory filesystem, whatever NODE_RANK says. Two "nodes" on one
+machine with one /dev/shm are one node here; two containers with a /dev/shm each are two.
+
+All of this is collective: every rank of the job makes the same calls in the same order. The talk goes over a private gloo group, so that it
+stays off the NCCL stream. Without a process group the job is one rank on one node and nothing is sent.
+
+An error during set-up is everybody's: `together` and `lead` end with the same outcome on all ranks, so that none waits for one that has failed.
+"""
+
+from __future__ import annotations
+
+import os
+import socket
+import weakref
+from collections.abc import Callable, Hashable
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, TypeVar
+
+import torch.distributed as dist
+
+from lightning_stocache.node.segment import memory_directory
+
+__all__ = ["NodeGroup", "memory_key"]
+
+T = TypeVar("T")
+
+# One private group per default process group; it ends with it.
+_private: weakref.WeakKeyDictionary[dist.ProcessGroup, dist.ProcessGroup] = weakref.WeakKeyDictionary()
+
+
+def memory_key() -> Hashable:
+    """What two processes have in common exactly when they can map the same files in memory."""
+    boot = Path("/proc/sys/kernel/random/boot_id")
+    machine = boot.read_text().strip() if boot.exists() else socket.gethostname()
+    return machine, os.stat(memory_directory()).st_dev
+
+
+@dataclass(frozen=True)
+class NodeGroup:
+    """The ranks of a job, grouped by the memory that they can share.
+
+    Args:
+        rank: this process's global rank.
+        nodes: the global ranks of each node, every node's in rising order, nodes by their first rank.
+
+    Raises:
+        ValueError: `rank` is on none of the nodes.
+
+    Example:
+        >>> group = NodeGroup(rank=2, nodes=((0, 1), (2, 3)))
+        >>> group.node, group.leader, group.is_leader, group.shares
+        (1, 2, True, (0.5, 0.5))
+    """
+
+    rank: int = 0
+    nodes: tuple[tuple[int, ...], ...] = ((0,),)
+
+    def __post_init__(self) -> None:
+        if not any(self.rank in node for node in self.nodes):
+            raise ValueError(f"rank must be on one of the nodes {self.nodes}, got rank={self.rank}")
+
+    @classmethod
+    def discover(cls, key: Hashable | None = None) -> NodeGroup:
+        """Group the ranks of the running job. Collective; without an initialised process group, the group of one.
+
+        Args:
+            key: what this rank's memory is known by; tests give one to play several nodes on one machine.
+        """
+        if not (dist.is_available() and dist.is_initialized()) or dist.get_world_size() == 1:
+            return cls()
+        keys = _exchange(memory_key() if key is None else key)
+        members: dict[Hashable, list[int]] = {}
+        for rank, its_key in enumerate(keys):
+            members.setdefault(its_key, []).append(rank)
+        return cls(dist.get_rank(), tuple(sorted(tuple(ranks) for ranks in members.values())))
+
+    @property
+    def world(self) -> int:
+        """Number of ranks in the job."""
+        return sum(len(node) for node in self.nodes)
+
+    @property
+    def node(self) -> int:
+        """Number of this rank's node."""
+        return next(number for number, ranks in enumerate(self.nodes) if self.rank in ranks)
+
+    @property
+    def leader(self) -> int:
+        """The rank that makes this node's segments: its first."""
+        return self.nodes[self.node][0]
+
+    @property
+    def is_leader(self) -> bool:
+        """Whether this rank leads its node."""
+        return self.rank == self.leader
+
+    @property
+    def shares(self) -> tuple[float, ...]:
+        """Share of every global batch that each node trains on: its ranks over all ranks."""
+        return tuple(len(node) / self.world for node in self.nodes)
+
+    def exchange(self, value: T) -> list[T]:
+        """Every rank's value, by rank. Collective."""
+        return [value] if self.world == 1 else _exchange(value)
+
+    def together(self, work: Callable[[], T]) -> T:
+        """Do something on every rank; if it fails on one, it fails on all. Collective.
+
+        Raises:
+            Exception: on the rank that failed, what it raised; on the others a RuntimeError that names that rank and its error.
+        """
+        return self._agree(work)[self.rank]
+
+    def lead(self, work: Callable[[], T]) -> T:
+        """Do something on each node's leader and give its result to the ranks of that node. Collective; errors as in `together`."""
+        return self._agree(work if self.is_leader else None)[self.leader]
+
+    def _agree(self, work: Callable[[], T] | None) -> list[Any]:
+        result: Any = None
+        failure: Exception | None = None
+        try:
+            result = work() if work is not None else None
+        except Exception as error:  # whatever it is, the others must hear of it before it goes on its way
+            if self.world == 1:
+                raise
+            failure = error
+        outcomes = self.exchange((repr(failure) if failure else None, None if failure else result))
+        if failure is not None:
+            raise failure
+        for rank, (error, _) in enumerate(outcomes):
+            if error is not None:
+                raise RuntimeError(f"setting up the cache failed on rank {rank}: {error}")
+        return [value for _, value in outcomes]
+
+
+def _exchange(value: Any) -> list[Any]:
+    world = dist.group.WORLD
+    assert world is not None
+    if world not in _private:
+        _private[world] = dist.new_group(backend="gloo")
+    gathered: list[Any] = [None] * dist.get_world_size()
+    dist.all_gather_object(gathered, value, group=_private[world])
+    return gathered

@@ -1,0 +1,293 @@
+"""One file, mapped into memory by every process of a node.
+
+Layout: a header of 4096 bytes (magic, token, size), then the payload, whose meaning only the owner of the segment knows. A second, empty
+file beside it carries byte locks; it is separate because closing *any* descriptor of a file drops all POSIX locks that the process holds on it.
+
+Who does what, in this order:
+
+1. The leader of a node calls `Segment.create`: the file has its full length at once but holds no memory yet.
+2. It sends `segment.handle` (plain values) to the other ranks, which call `Segment.attach`: they open the same file, through
+   `/proc/<pid>/fd/<n>` where it has no name, and check inode and token, so that a recycled pid can never lead to foreign memory.
+   DataLoader workers inherit the descriptors (fork) or are sent them while they are started (spawn, forkserver).
+3. Whoever is about to store calls `reserve` first: only then does the kernel promise the pages. Without it a full filesystem is
+   reported by SIGBUS in the middle of a store; with it, by `OSError(ENOSPC)` before.
+4. `close` gives up this process's mapping. The memory is free when the last process has closed or died, by SIGKILL too:
+   a file without a name cannot be left behind.
+
+Backends: `tmpfile` (O_TMPFILE in /dev/shm), `memfd` (where /dev/shm is small, as Docker's 64 MiB is) and `file`, a named file that carries a
+shared `flock` as long as anybody uses it: the fallback for ranks in different pid namespaces, and what macOS gets.
+
+Not promised: that two processes see each other's stores in a given order (that is the caller's protocol), and zeroes after `close`.
+"""
+
+from __future__ import annotations
+
+import logging
+import mmap
+import os
+import sys
+import tempfile
+import weakref
+from collections.abc import Callable
+from dataclasses import dataclass
+from multiprocessing import context, reduction
+from typing import Any, Literal
+
+import torch
+
+if sys.platform != "win32":
+    import fcntl
+
+__all__ = ["HEADER_BYTES", "Backend", "Segment", "SegmentHandle", "memory_directory"]
+
+log = logging.getLogger(__name__)
+
+Backend = Literal["tmpfile", "memfd", "file"]
+HEADER_BYTES = 4096
+_MAGIC = b"STOCACHE"
+_TOKEN_BYTES = 16
+_ZEROES = bytes(1 << 20)
+
+# The segments that this process has open, by token. Opening one a second time in the same process would make a second lock descriptor,
+# and closing either would drop the locks of both.
+_open_here: weakref.WeakValueDictionary[bytes, Segment] = weakref.WeakValueDictionary()
+
+
+def memory_directory() -> str:
+    """The directory whose files lie in memory: /dev/shm, or the temp folder where there is none (macOS)."""
+    return "/dev/shm" if os.path.isdir("/dev/shm") else tempfile.gettempdir()
+
+
+@dataclass(frozen=True)
+class SegmentHandle:
+    """What another process of the node needs to find a segment. Plain values: it can be pickled and sent anywhere."""
+
+    data: str  # paths: of a name, or of the creator's descriptors below /proc
+    locks: str
+    inode: int
+    token: bytes
+    size: int
+
+
+class Segment:
+    """A mapped file that the processes of a node share. Make one with `create`, open one with `attach`.
+
+    Args:
+        data: descriptor of the mapped file; the segment owns it from now on.
+        locks: descriptor of the lock file, likewise.
+        size: payload bytes, the header not counted.
+        path: the file's name, if it has one.
+
+    Raises:
+        ValueError: the file is not a segment.
+
+    Example:
+        >>> segment = Segment.create(1024)
+        >>> segment.reserve(0, 8)
+        >>> segment.bytes(0, 8)[:] = 7
+        >>> Segment.attach(segment.handle).bytes(0, 2).tolist()
+        [7, 7]
+        >>> segment.close()
+    """
+
+    def __init__(self, data: int, locks: int, size: int, path: str | None = None) -> None:
+        self.size = size
+        self.path = path
+        self._data, self._locks = data, locks
+        self._map: mmap.mmap | None = mmap.mmap(data, HEADER_BYTES + size)
+        self._finalizer = weakref.finalize(self, _close_descriptors, data, locks)
+        self.token = bytes(self._map[len(_MAGIC) : len(_MAGIC) + _TOKEN_BYTES])
+        if self._map[: len(_MAGIC)] != _MAGIC:
+            self.close()
+            raise ValueError("the file is not a segment of lightning_stocache: its header has another magic number")
+        _open_here[self.token] = self
+
+    @classmethod
+    def create(cls, size: int, backend: Backend | None = None) -> Segment:
+        """Make a segment of `size` payload bytes that holds no memory until it is reserved.
+
+        Args:
+            size: payload bytes.
+            backend: where the file lies; by default `tmpfile` where the system has it, else `file`.
+
+        Raises:
+            OSError: the system refuses the file, or has no room for the header.
+        """
+        make = _BACKENDS[backend or default_backend()]
+        data, path = make()
+        try:
+            locks = (
+                make()[0] if path is None else os.open(path + ".locks", os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o600)
+            )
+            os.ftruncate(data, HEADER_BYTES + size)
+            _reserve(data, 0, HEADER_BYTES)
+            os.pwrite(data, _MAGIC + os.urandom(_TOKEN_BYTES), 0)
+        except OSError:
+            os.close(data)
+            raise
+        return cls(data, locks, size, path)
+
+    @classmethod
+    def attach(cls, handle: SegmentHandle) -> Segment:
+        """Open the segment that another process of this node made.
+
+        Raises:
+            OSError: the file cannot be reached (another pid namespace, another user, or its creator is gone).
+            ValueError: what lies there now is not that segment.
+        """
+        if (known := _open_here.get(handle.token)) is not None and not known.closed:
+            return known
+        data = os.open(handle.data, os.O_RDWR | os.O_CLOEXEC)
+        try:
+            if os.fstat(data).st_ino != handle.inode:
+                raise ValueError(f"{handle.data} is another file by now: the process that made the segment has gone")
+            locks = os.open(handle.locks, os.O_RDWR | os.O_CLOEXEC)
+        except BaseException:
+            os.close(data)
+            raise
+        named = None if handle.data.startswith("/proc/") else handle.data
+        if named is not None:
+            fcntl.flock(data, fcntl.LOCK_SH)
+        segment = cls(data, locks, handle.size, named)
+        if segment.token != handle.token:
+            segment.close()
+            raise ValueError(
+                f"{handle.data} holds another segment (its token differs): these ranks do not share memory"
+            )
+        return segment
+
+    @property
+    def handle(self) -> SegmentHandle:
+        """The address of this segment for other processes of the node; valid while this process lives or the name exists."""
+        own = f"/proc/{os.getpid()}/fd"
+        data, locks = (
+            (self.path, self.path + ".locks") if self.path else (f"{own}/{self._data}", f"{own}/{self._locks}")
+        )
+        return SegmentHandle(data, locks, os.fstat(self._data).st_ino, self.token, self.size)
+
+    @property
+    def closed(self) -> bool:
+        """Whether this process has given the segment up."""
+        return self._map is None
+
+    @property
+    def allocated_bytes(self) -> int:
+        """Bytes of memory that the file holds on the node right now, the header included."""
+        return 0 if self.closed else os.fstat(self._data).st_blocks * 512
+
+    def bytes(self, offset: int, length: int) -> torch.Tensor:
+        """A live view, uint8 `[length]`, of the payload from `offset` on. Drop it before `close`."""
+        if length == 0:
+            return torch.empty(0, dtype=torch.uint8)
+        return torch.frombuffer(self._mapped, dtype=torch.uint8, count=length, offset=HEADER_BYTES + offset)
+
+    def memory(self, offset: int, length: int) -> memoryview:
+        """The same as a memoryview: reading one byte of it costs 30 ns, of a tensor 1 us. Release it before `close`."""
+        return memoryview(self._mapped)[HEADER_BYTES + offset : HEADER_BYTES + offset + length]
+
+    def reserve(self, offset: int, length: int) -> None:
+        """Have the kernel promise the pages below a range of the payload, whose contents stay as they are.
+
+        Raises:
+            OSError: there is no memory left (ENOSPC); nothing has changed.
+        """
+        _reserve(self._data, HEADER_BYTES + offset, length)
+
+    def discard(self) -> None:
+        """Give all pages of the payload back to the system at once; it reads as zeroes afterwards, in every process."""
+        if hasattr(mmap, "MADV_REMOVE"):
+            self._mapped.madvise(mmap.MADV_REMOVE, HEADER_BYTES)
+        else:
+            for offset in range(0, self.size, len(_ZEROES)):
+                os.pwrite(self._data, _ZEROES[: self.size - offset], HEADER_BYTES + offset)
+
+    def lock(self, byte: int, *, wait: bool = False) -> bool:
+        """Take the lock of one byte for this process (not for a thread of it); the kernel frees it when the process ends.
+
+        Returns:
+            Whether the lock is held now; with `wait` it always is. 1.5 us.
+        """
+        try:
+            fcntl.lockf(self._locks, fcntl.LOCK_EX if wait else fcntl.LOCK_EX | fcntl.LOCK_NB, 1, byte)
+        except (BlockingIOError, PermissionError):
+            return False
+        return True
+
+    def unlock(self, byte: int) -> None:
+        """Give the lock of one byte back."""
+        fcntl.lockf(self._locks, fcntl.LOCK_UN, 1, byte)
+
+    def unlink(self) -> None:
+        """Take the name away, if there is one: from then on the memory goes with the last process that uses it."""
+        if self.path is not None:
+            for name in (self.path, self.path + ".locks"):
+                if os.path.exists(name):
+                    os.unlink(name)
+            self.path = None
+
+    def close(self) -> None:
+        """Give up this process's mapping, for every copy of this object in the process. Views must have been dropped before."""
+        if self._map is None:
+            return
+        mapped, self._map = self._map, None
+        try:
+            mapped.close()
+        except BufferError:  # a view of the user's is alive: the mapping goes when that view does
+            log.debug("a view of a closed segment is still alive; its memory is freed with the view")
+        self._finalizer()
+
+    @property
+    def _mapped(self) -> mmap.mmap:
+        if self._map is None:
+            raise ValueError("the segment is closed")
+        return self._map
+
+    def __reduce__(self) -> tuple[Callable[..., Segment], tuple[Any, ...]]:
+        # A child that is being started gets the descriptors themselves. Everybody else (a Pool's task) gets the address: DupFd would
+        # duplicate and close a descriptor of the lock file here, and with it drop this process's locks.
+        if context.get_spawning_popen() is not None:
+            return _inherit, (reduction.DupFd(self._data), reduction.DupFd(self._locks), self.size, self.path)
+        return Segment.attach, (self.handle,)
+
+
+def default_backend() -> Backend:
+    """The backend for this system: anonymous memory where it exists."""
+    return "tmpfile" if hasattr(os, "O_TMPFILE") and os.path.isdir("/dev/shm") else "file"
+
+
+def _inherit(data: Any, locks: Any, size: int, path: str | None) -> Segment:
+    return Segment(data.detach(), locks.detach(), size, path)
+
+
+def _tmpfile() -> tuple[int, str | None]:
+    return os.open(memory_directory(), os.O_TMPFILE | os.O_RDWR | os.O_CLOEXEC, 0o600), None
+
+
+def _memfd() -> tuple[int, str | None]:
+    return os.memfd_create("lightning_stocache", os.MFD_CLOEXEC), None
+
+
+def _named_file() -> tuple[int, str | None]:
+    data, path = tempfile.mkstemp(prefix=f"lsc-{os.getuid()}-", dir=memory_directory())
+    fcntl.flock(data, fcntl.LOCK_SH)
+    return data, path
+
+
+_BACKENDS: dict[Backend, Callable[[], tuple[int, str | None]]] = {
+    "tmpfile": _tmpfile,
+    "memfd": _memfd,
+    "file": _named_file,
+}
+
+
+def _reserve(data: int, offset: int, length: int) -> None:
+    if hasattr(os, "posix_fallocate"):
+        os.posix_fallocate(data, offset, length)
+    else:  # macOS: storing zeroes allocates the blocks and reports a full disk by an error, too
+        for start in range(0, length, len(_ZEROES)):
+            os.pwrite(data, _ZEROES[: length - start], offset + start)
+
+
+def _close_descriptors(data: int, locks: int) -> None:
+    os.close(data)
+    os.close(locks)
