@@ -2,15 +2,17 @@
 
 A slot is filled like this, by whoever has loaded the sample:
 
-    check the sample against the spec -> claim the slot -> look again -> reserve its memory -> store -> fence -> READY -> give the claim up
+    check the sample against the spec -> claim the slot -> look again -> reserve its memory -> store -> fence -> READY
+    -> give the claim up
 
-Who does not get the claim serves its sample unstored; a writer that is killed leaves the slot EMPTY and claimable. A reader looks at the state,
-fences, and copies the bytes out: READY is set after the bytes are there and is never taken back (only `clear` and an explicit overwrite do
-that, and then readers are the caller's business). Nobody is ever handed a view.
+Who does not get the claim serves its sample unstored; a writer that is killed leaves the slot EMPTY and claimable. A
+reader looks at the state, fences, and copies the bytes out: READY is set after the bytes are there and is never taken
+back (only `clear` and an explicit overwrite do that, and then readers are the caller's business). Nobody is ever
+handed a view.
 
-The interface of the library that the idea comes from, stocaching (https://github.com/Charl-AI/stochastic-caching), is kept: constructor,
-`get_slot`, `set_slot`, `[]`, `len`, `array`, `aux_array`, `clear`. A cache made by that constructor holds the first indices of the dataset; one made
-by `create` holds the arc that it is given.
+The interface of the library that the idea comes from, stocaching (https://github.com/Charl-AI/stochastic-caching), is
+kept: constructor, `get_slot`, `set_slot`, `[]`, `len`, `array`, `aux_array`, `clear`. A cache made by that
+constructor holds the first indices of the dataset; one made by `create` holds the arc that it is given.
 """
 
 from __future__ import annotations
@@ -36,33 +38,46 @@ __all__ = ["SharedCache", "Slots", "get_shm_size"]
 log = logging.getLogger(__name__)
 
 _OUT_OF_BOUNDS = 2
-_RETRY_SECONDS = 10.0  # after "no space left": a failing reservation costs a system call per sample, and space seldom comes back at once
+_RETRY_SECONDS = 10.0  # after "no space left": it seldom comes back at once, and each try is a system call
 
 
 class Slots(Protocol):
     """What a cache needs to know about the place where samples lie."""
 
     count: int
-    states: torch.Tensor  # uint8 [count], live
-    state_bytes: memoryview  # the same, for single looks
+    states: torch.Tensor
+    """EMPTY or READY, uint8 `[count]`, live."""
+    state_bytes: memoryview
+    """The same, for single looks."""
 
-    def reserve(self, slot: int) -> None: ...
-    def write(self, slot: int, rows: Sequence[torch.Tensor]) -> None: ...
-    def read(self, slot: int) -> list[torch.Tensor]: ...
-    def gather(self, slots: torch.Tensor) -> list[torch.Tensor]: ...
-    def table(self, field: int) -> torch.Tensor: ...
-    def clear(self) -> None: ...
-    def close(self) -> None: ...
+    def reserve(self, slot: int) -> None:
+        """Have the kernel promise a slot's memory, or raise OSError (ENOSPC)."""
+
+    def write(self, slot: int, rows: Sequence[torch.Tensor]) -> None:
+        """Copy one sample in, uint8 `[nbytes]` per field."""
+
+    def read(self, slot: int) -> list[torch.Tensor]:
+        """Copy one sample out, uint8 `[nbytes]` per field."""
+
+    def gather(self, slots: torch.Tensor) -> list[torch.Tensor]:
+        """Copy many samples out, uint8 `[samples, nbytes]` per field."""
+
+    def table(self, field: int) -> torch.Tensor:
+        """The live array of one field, as bytes."""
+
+    def clear(self) -> None:
+        """Empty all slots and give their memory back."""
+
+    def close(self) -> None:
+        """Drop all views."""
 
 
 class SharedCache:
     """A cache of samples in memory that the processes of a node share, lazily filled and never evicted.
 
-    Args:
-        size_limit_gib: memory limit in GiB (a fraction will do), for the samples and one state byte per index of the dataset.
-        dataset_len: number of samples in the dataset.
-        data_dims: shape of one sample, without the batch dimension.
-        dtype: dtype of the samples.
+    Args: size_limit_gib: memory limit in GiB (a fraction will do), for the samples and one state byte per index of
+        the dataset. dataset_len: number of samples in the dataset. data_dims: shape of one sample, without the batch
+        dimension. dtype: dtype of the samples.
 
     Raises:
         ValueError: a limit below zero or a dataset without samples.
@@ -119,7 +134,10 @@ class SharedCache:
     # ---- one sample ----
 
     def get(self, index: int) -> Any | None:
-        """A copy of the sample of an index, or None when its slot is empty or it has none. The index lies in `[0, dataset_len)`."""
+        """A copy of the sample of an index, or None when its slot is empty or it has none.
+
+        The index lies in `[0, dataset_len)`.
+        """
         slot = self.arc.slot(index)
         if slot == NO_SLOT or self.slots.state_bytes[slot] != READY:
             return None
@@ -154,7 +172,10 @@ class SharedCache:
         return slots.masked_fill_(~ready, NO_SLOT)
 
     def gather(self, slots: torch.Tensor) -> list[torch.Tensor]:
-        """Copies of READY slots (int64 `[samples]`), uint8 `[samples, nbytes]` per field: to be split or batched by the spec."""
+        """Copies of READY slots (int64 `[samples]`), uint8 `[samples, nbytes]` per field.
+
+        The spec splits them into samples, or makes a batch of them.
+        """
         return self.slots.gather(slots)
 
     @property
@@ -200,7 +221,10 @@ class SharedCache:
         return sample
 
     def set_slot(self, idx: int, value: Any, allow_oob_idx: bool = True, allow_overwrite: bool = False) -> None:
-        """Store a sample. Where it has no slot nothing happens; nor where the slot holds the same bytes already (two processes filled it).
+        """Store a sample.
+
+        Nothing happens where the index has no slot, nor where the slot holds the same bytes already (two processes
+        filled it).
 
         Args:
             idx: index in the dataset.
@@ -246,7 +270,10 @@ class SharedCache:
 
     @property
     def array(self) -> torch.Tensor:
-        """The slots themselves, `[slots, *data_dims]`: the one live view. Writing to it goes past every check, and marks nothing as set."""
+        """The slots themselves, `[slots, *data_dims]`: the one live view.
+
+        Writing to it goes past every check, and marks nothing as set.
+        """
         if len(self.spec.fields) != 1:
             raise TypeError(f"array needs samples of a single tensor; these have {len(self.spec.fields)} fields")
         return self.spec.fields[0].batch(self.slots.table(0).reshape(len(self), -1))
@@ -282,9 +309,10 @@ class SharedCache:
                 raise
             if not self._retry_at:
                 log.warning(
-                    "the cache cannot grow beyond %d of %d samples: no space left in %s; the others are loaded every time. Lower the "
-                    "budget, or enlarge the filesystem (Docker: --shm-size)", self.filled, len(self), memory_directory(),
-                )  # fmt: skip
+                    "the cache stops at %d of %d samples: no space left in %s. The others are loaded every time; "
+                    "lower the budget, or enlarge the filesystem (Docker: --shm-size)",
+                    *(self.filled, len(self), memory_directory()),
+                )
             self._retry_at = time.monotonic() + _RETRY_SECONDS
             return False
         self.slots.write(slot, rows)
@@ -294,7 +322,10 @@ class SharedCache:
 
 
 def get_shm_size() -> int:
-    """Size of /dev/shm in whole GiB, 0 where there is none. What is free of it may be much less: see the command `doctor`."""
+    """Size of /dev/shm in whole GiB, 0 where there is none.
+
+    What is free of it may be much less: see the command `doctor`.
+    """
     if not os.path.isdir("/dev/shm"):
         return 0
     stats = os.statvfs("/dev/shm")

@@ -1,9 +1,9 @@
 """Who may write a slot: one process, and one thread of it, at a time.
 
-Processes are told apart by a byte lock on the segment's lock file. It costs 1.5 us, works between ranks that were started separately, and
-the kernel frees it when its holder dies (a `multiprocessing.Lock` would stay locked for ever). POSIX locks do not tell threads apart; inside a
-process the dict does, whose `setdefault` is atomic. A fork may copy an entry of a thread that does not exist in the child: the child then
-leaves that slot to others.
+Processes are told apart by a byte lock on the segment's lock file. It costs 1.5 us, works between ranks that were
+started separately, and the kernel frees it when its holder dies (a `multiprocessing.Lock` would stay locked for
+ever). POSIX locks do not tell threads apart; inside a process the dict does, whose `setdefault` is atomic. A fork may
+copy an entry of a thread that does not exist in the child: the child then leaves that slot to others.
 """
 
 from __future__ import annotations

@@ -1,10 +1,11 @@
 """What a cache has done, counted by every process on its own row.
 
-A segment holds rows of sixteen 64-bit numbers: the rank (plus one; zero marks a row that nobody has used), then the columns of `Counts`. A
-process takes a row at its first count, by the lock of the row's byte, which the kernel gives back when the process ends; a row that is
-free again is taken only by a process of the same rank, which goes on adding. So nothing is ever reset, no two writers share a row, worker ids
-(which repeat) do not matter, and the counts of an epoch are the difference of two sums. One process writes a row, anybody may read it; what
-is read while somebody counts is at most one addition old.
+A segment holds rows of sixteen 64-bit numbers: the rank (plus one; zero marks a row that nobody has used), then the
+columns of `Counts`. A process takes a row at its first count, by the lock of the row's byte, which the kernel gives
+back when the process ends; a row that is free again is taken only by a process of the same rank, which goes on
+adding. So nothing is ever reset, no two writers share a row, worker ids (which repeat) do not matter, and the counts
+of an epoch are the difference of two sums. One process writes a row, anybody may read it; what is read while somebody
+counts is at most one addition old.
 
 A thread besides the main one must not count: `+=` on a row is two steps.
 """

@@ -1,12 +1,14 @@
 """Where an index lives: node and slot, by arithmetic alone.
 
-The N indices of a dataset sit on a ring. `position(i) = i * step mod N` with a step that is coprime to N and close to N divided by the golden
-ratio, so that any arc of the ring takes its indices evenly from the whole dataset: from each class of a sorted folder, and from each
-stretch of an unshuffled one (Weyl's equidistribution; the golden ratio leaves the smallest gaps). With step 1 the order is that of the dataset.
+The N indices of a dataset sit on a ring. `position(i) = i * step mod N` with a step that is coprime to N and close to
+N divided by the golden ratio, so that any arc of the ring takes its indices evenly from the whole dataset: from each
+class of a sorted folder, and from each stretch of an unshuffled one (Weyl's equidistribution; the golden ratio leaves
+the smallest gaps). With step 1 the order is that of the dataset.
 
-Node k trains on a share s_k of every global batch. Its arc starts at `N * (s_0 + ... + s_(k-1))` and is as long as its slots; the slot of an
-index is its distance from the start of the arc. So there is no table, no allocator and no message: every process can work out every node's
-ownership. Arcs longer than the node's share run on over its neighbours', and give those indices several homes.
+Node k trains on a share s_k of every global batch. Its arc starts at `N * (s_0 + ... + s_(k-1))` and is as long as
+its slots; the slot of an index is its distance from the start of the arc. So there is no table, no allocator and no
+message: every process can work out every node's ownership. Arcs longer than the node's share run on over its
+neighbours', and give those indices several homes.
 """
 
 from __future__ import annotations

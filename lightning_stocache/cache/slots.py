@@ -1,12 +1,12 @@
 """How samples lie in a segment: one array per field.
 
-Layout of the memory: `count` state bytes, then for each field an array of `count` rows. Every array starts at a multiple of 64 bytes: rows
-copied from or to less aligned memory cost up to 1.6 times as much. One array per field, and not one record per sample, because then one
-`index_select` per field gives a whole batch that is already collated. Rows are copied as the widest integers that divide them: 8-byte words
-copy fastest.
+Layout of the memory: `count` state bytes, then for each field an array of `count` rows. Every array starts at a
+multiple of 64 bytes: rows copied from or to less aligned memory cost up to 1.6 times as much. One array per field,
+and not one record per sample, because then one `index_select` per field gives a whole batch that is already collated.
+Rows are copied as the widest integers that divide them: 8-byte words copy fastest.
 
-States are EMPTY and READY and nothing between: a writer that is killed half-way leaves EMPTY. This class only moves bytes; who may write a
-slot, and when it becomes READY, is the cache's protocol.
+States are EMPTY and READY and nothing between: a writer that is killed half-way leaves EMPTY. This class only moves
+bytes; who may write a slot, and when it becomes READY, is the cache's protocol.
 """
 
 from __future__ import annotations
@@ -118,7 +118,7 @@ def _starts(row_bytes: Sequence[int], count: int) -> Iterator[int]:
 
 
 def _as_words(table: torch.Tensor, count: int, nbytes: int) -> torch.Tensor:
-    """The table `[count, words]` (one dimension where a row is a single word), in the widest word that divides a row."""
+    """The table `[count, words]` in the widest word that divides a row; `[count]` where a row is a single word."""
     width, dtype = next((width, dtype) for width, dtype in _WORDS if nbytes % width == 0)
     words = table.view(dtype)
     return words if nbytes == width else words.reshape(count, nbytes // width)

@@ -1,9 +1,10 @@
 """What a sample looks like: the fields of the first one, to which all others are held.
 
-A sample is any nesting of dict, tuple, list and namedtuple around leaves. A leaf is a tensor (subclasses with their attributes included), a
-NumPy array or number, a Python int, float, complex or bool, or None. `flatten` checks a sample against the spec and gives the bytes of
-each leaf, uint8 and contiguous; `unflatten` makes the sample anew from such bytes, `split` makes many at once from the rows of a gather.
-What comes out has the structure, types, dtypes and values of what went in. Strides do not survive: what comes out is contiguous.
+A sample is any nesting of dict, tuple, list and namedtuple around leaves. A leaf is a tensor (subclasses with their
+attributes included), a NumPy array or number, a Python int, float, complex or bool, or None. `flatten` checks a
+sample against the spec and gives the bytes of each leaf, uint8 and contiguous; `unflatten` makes the sample anew from
+such bytes, `split` makes many at once from the rows of a gather. What comes out has the structure, types, dtypes and
+values of what went in. Strides do not survive: what comes out is contiguous.
 
 Nothing is ever cast, broadcast or cut to fit: a sample that differs is an error which names the index and the field.
 """
@@ -41,7 +42,7 @@ class Field:
     """One leaf of a sample: its place, its type, and how its bytes are read."""
 
     path: str
-    type: type
+    kind: type[Any]
     dtype: torch.dtype | np.dtype[Any] | None = None
     shape: tuple[int, ...] = ()
     attributes: dict[str, Any] = field(
@@ -69,7 +70,7 @@ class Field:
             if advice := _tensor_trouble(leaf):
                 raise UnsupportedSampleError(f"{_named(path)} is a tensor that {advice}")
             return cls(path, kind, leaf.dtype, tuple(leaf.shape), dict(leaf.__dict__))
-        if kind is np.ndarray or isinstance(leaf, np.memmap | np.generic):
+        if kind is np.ndarray or isinstance(leaf, (np.memmap, np.generic)):
             if leaf.dtype.kind in "OSUV":
                 raise UnsupportedSampleError(
                     f"{_named(path)} is a NumPy array of dtype {leaf.dtype}; return numbers instead"
@@ -98,14 +99,14 @@ class Field:
             return [None] * samples
         if isinstance(self.dtype, np.dtype):
             array = rows.numpy().reshape(-1).view(self.dtype).reshape(samples, *self.shape)
-            return list(array) if self.shape or self.type is not np.ndarray else [array[i, ...] for i in range(samples)]
+            return list(array) if self.shape or self.kind is not np.ndarray else [array[i, ...] for i in range(samples)]
         batch = self.batch(rows)
-        if self.type in _NUMBERS:
+        if self.kind in _NUMBERS:
             return batch.tolist()
         leaves = batch.unbind(0)
         return (
             list(leaves)
-            if self.type is torch.Tensor and not self.attributes
+            if self.kind is torch.Tensor and not self.attributes
             else [self._dress(leaf) for leaf in leaves]
         )
 
@@ -115,38 +116,38 @@ class Field:
         return rows.reshape(-1).view(self.dtype).reshape(len(rows), *self.shape)
 
     def _dress(self, leaf: torch.Tensor) -> torch.Tensor:
-        dressed = leaf.as_subclass(self.type)
+        dressed: torch.Tensor = leaf.as_subclass(self.kind)
         dressed.__dict__.update(self.attributes)
         return dressed
 
     def __str__(self) -> str:
-        if self.dtype is None or self.type in _NUMBERS:
-            return _type_name(self.type)
+        if self.dtype is None or self.kind in _NUMBERS:
+            return _type_name(self.kind)
         attributes = "".join(f", {name}={value!r}" for name, value in self.attributes.items())
-        return f"{_type_name(self.type)} of dtype {self.dtype} and shape {self.shape}{attributes}"
+        return f"{_type_name(self.kind)} of dtype {self.dtype} and shape {self.shape}{attributes}"
 
 
 @dataclass(frozen=True)
 class _Branch:
-    """A container of a sample: its type, its keys if it is a dict, and what hangs below it (branches, or places in the list of fields)."""
+    """A container of a sample, with its keys if it is a dict; children are branches or places in the list of fields."""
 
-    type: type
+    kind: type[Any]
     keys: tuple[Any, ...] | None
     children: tuple[_Branch | int, ...]
 
     def build(self, children: list[Any]) -> Any:
         if self.keys is not None:
-            return self.type(zip(self.keys, children, strict=True))
-        return self.type(*children) if hasattr(self.type, "_fields") else self.type(children)
+            return self.kind(zip(self.keys, children, strict=True))
+        return self.kind(*children) if hasattr(self.kind, "_fields") else self.kind(children)
 
 
 @dataclass(frozen=True)
 class SampleSpec:
     """The structure and fields that all samples of a cached source have. Make it from a sample with `infer`.
 
-    Raises:
-        UnsupportedSampleError: (`infer`) a leaf has no fixed size: images of PIL, strings, objects.
-        SampleMismatchError: (`flatten`) a sample differs; the message names index, field, what was expected and what came.
+    Raises: UnsupportedSampleError: (`infer`) a leaf has no fixed size: images of PIL, strings, objects.
+        SampleMismatchError: (`flatten`) a sample differs; the message names index, field, what was expected and what
+        came.
 
     Example:
         >>> spec = SampleSpec.infer({"image": torch.zeros(3, 8, 8, dtype=torch.uint8), "label": 7})
@@ -223,7 +224,7 @@ class SampleSpec:
             if isinstance(node, int):
                 return leaves[node].__getitem__
             makers, branch = [build(child) for child in node.children], node
-            if branch.type is tuple and len(makers) == 2:  # (image, label), by far the most common
+            if branch.kind is tuple and len(makers) == 2:  # (image, label), by far the most common
                 first, second = makers
                 return lambda i: (first(i), second(i))
             return lambda i: branch.build([make(i) for make in makers])
@@ -234,8 +235,8 @@ class SampleSpec:
         if isinstance(node, int):
             yield sample
             return
-        if type(sample) is not node.type or len(sample) != len(node.children):
-            expected = f"a {_type_name(node.type)} of {len(node.children)}"
+        if sample.__class__ is not node.kind or len(sample) != len(node.children):
+            expected = f"a {_type_name(node.kind)} of {len(node.children)}"
             came = f"a {_type_name(type(sample))}" + (f" of {len(sample)}" if hasattr(sample, "__len__") else "")
             raise SampleMismatchError(_mismatch(index, path, expected, came))
         if node.keys is not None:
@@ -254,14 +255,14 @@ class SampleSpec:
 
 def _agrees(field_: Field, leaf: Any) -> bool:
     """The quick yes for what nearly all samples are: the same plain tensor or number again."""
-    if type(leaf) is not field_.type:
+    if leaf.__class__ is not field_.kind:
         return False
-    if field_.type is torch.Tensor:
+    if field_.kind is torch.Tensor:
         plain = (
             leaf.layout is torch.strided and leaf.device.type == "cpu" and not leaf.requires_grad and not leaf.__dict__
         )
         return plain and leaf.dtype == field_.dtype and leaf.shape == field_.shape and not field_.attributes
-    return field_.type in _NUMBERS or leaf is None
+    return field_.kind in _NUMBERS or leaf is None
 
 
 def _tensor_trouble(leaf: torch.Tensor) -> str | None:
@@ -278,7 +279,7 @@ def _tensor_trouble(leaf: torch.Tensor) -> str | None:
 
 def _advice(kind: type) -> str:
     if kind.__module__.split(".")[0] == "PIL":
-        return "return a tensor, for instance torchvision.transforms.v2.functional.pil_to_tensor(image), resized to one size"
+        return "return a tensor of one size, for instance by torchvision.transforms.v2.functional.pil_to_tensor"
     if issubclass(kind, str | bytes):
         return "return a number for it (the class index), or a tensor of fixed length"
     if issubclass(kind, int | float | complex):

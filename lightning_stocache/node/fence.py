@@ -1,8 +1,9 @@
 """The order of stores, as other processors see it.
 
-A writer stores bytes, fences, and sets a state; a reader reads the state, fences, and reads the bytes. x86-64 keeps the order of stores and
-that of loads by itself, so there the fence is nothing. Elsewhere (arm64) a lock is acquired and released twice: nothing can pass both the first
-release and the second acquire, so no store or load crosses (0.2 us). That part follows from the memory model; it has not been run on arm64.
+A writer stores bytes, fences, and sets a state; a reader reads the state, fences, and reads the bytes. x86-64 keeps
+the order of stores and that of loads by itself, so there the fence is nothing. Elsewhere (arm64) a lock is acquired
+and released twice: nothing can pass both the first release and the second acquire, so no store or load crosses (0.2
+us). That part follows from the memory model; it has not been run on arm64.
 """
 
 from __future__ import annotations

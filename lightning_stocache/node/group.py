@@ -1,12 +1,14 @@
 """Which ranks share memory, and how they agree.
 
-A node is the set of ranks that can map the same memory: same boot id, same memory filesystem, whatever NODE_RANK says. Two "nodes" on one
-machine with one /dev/shm are one node here; two containers with a /dev/shm each are two.
+A node is the set of ranks that can map the same memory: same boot id, same memory filesystem, whatever NODE_RANK
+says. Two "nodes" on one machine with one /dev/shm are one node here; two containers with a /dev/shm each are two.
 
-All of this is collective: every rank of the job makes the same calls in the same order. The talk goes over a private gloo group, so that it
-stays off the NCCL stream. Without a process group the job is one rank on one node and nothing is sent.
+All of this is collective: every rank of the job makes the same calls in the same order. The talk goes over a private
+gloo group, so that it stays off the NCCL stream. Without a process group the job is one rank on one node and nothing
+is sent.
 
-An error during set-up is everybody's: `together` and `lead` end with the same outcome on all ranks, so that none waits for one that has failed.
+An error during set-up is everybody's: `together` and `lead` end with the same outcome on all ranks, so that none
+waits for one that has failed.
 """
 
 from __future__ import annotations
@@ -110,13 +112,19 @@ class NodeGroup:
         """Do something on every rank; if it fails on one, it fails on all. Collective.
 
         Raises:
-            Exception: on the rank that failed, what it raised; on the others a RuntimeError that names that rank and its error.
+            Exception: on the rank that failed, what it raised.
+            RuntimeError: on the others; it names that rank and its error.
         """
-        return self._agree(work)[self.rank]
+        outcome: T = self._agree(work)[self.rank]
+        return outcome
 
     def lead(self, work: Callable[[], T]) -> T:
-        """Do something on each node's leader and give its result to the ranks of that node. Collective; errors as in `together`."""
-        return self._agree(work if self.is_leader else None)[self.leader]
+        """Do something on each node's leader and give its result to the ranks of that node.
+
+        Collective; errors as in `together`.
+        """
+        outcome: T = self._agree(work if self.is_leader else None)[self.leader]
+        return outcome
 
     def _agree(self, work: Callable[[], T] | None) -> list[Any]:
         result: Any = None
@@ -130,9 +138,9 @@ class NodeGroup:
         outcomes = self.exchange((repr(failure) if failure else None, None if failure else result))
         if failure is not None:
             raise failure
-        for rank, (error, _) in enumerate(outcomes):
-            if error is not None:
-                raise RuntimeError(f"setting up the cache failed on rank {rank}: {error}")
+        for rank, (complaint, _) in enumerate(outcomes):
+            if complaint is not None:
+                raise RuntimeError(f"setting up the cache failed on rank {rank}: {complaint}")
         return [value for _, value in outcomes]
 
 
@@ -140,7 +148,9 @@ def _exchange(value: Any) -> list[Any]:
     world = dist.group.WORLD
     assert world is not None
     if world not in _private:
-        _private[world] = dist.new_group(backend="gloo")
+        private = dist.new_group(backend="gloo")
+        assert isinstance(private, dist.ProcessGroup)  # this rank is in it: all are
+        _private[world] = private
     gathered: list[Any] = [None] * dist.get_world_size()
     dist.all_gather_object(gathered, value, group=_private[world])
     return gathered

@@ -1,23 +1,27 @@
 """One file, mapped into memory by every process of a node.
 
-Layout: a header of 4096 bytes (magic, token, size), then the payload, whose meaning only the owner of the segment knows. A second, empty
-file beside it carries byte locks; it is separate because closing *any* descriptor of a file drops all POSIX locks that the process holds on it.
+Layout: a header of 4096 bytes (magic, token, size), then the payload, whose meaning only the owner of the segment
+knows. A second, empty file beside it carries byte locks; it is separate because closing *any* descriptor of a file
+drops all POSIX locks that the process holds on it.
 
 Who does what, in this order:
 
 1. The leader of a node calls `Segment.create`: the file has its full length at once but holds no memory yet.
-2. It sends `segment.handle` (plain values) to the other ranks, which call `Segment.attach`: they open the same file, through
-   `/proc/<pid>/fd/<n>` where it has no name, and check inode and token, so that a recycled pid can never lead to foreign memory.
-   DataLoader workers inherit the descriptors (fork) or are sent them while they are started (spawn, forkserver).
-3. Whoever is about to store calls `reserve` first: only then does the kernel promise the pages. Without it a full filesystem is
-   reported by SIGBUS in the middle of a store; with it, by `OSError(ENOSPC)` before.
+2. It sends `segment.handle` (plain values) to the other ranks, which call `Segment.attach`: they open the same file,
+   through `/proc/<pid>/fd/<n>` where it has no name, and check inode and token, so that a recycled pid can never lead
+   to foreign memory. DataLoader workers inherit the descriptors (fork) or are sent them while they are started
+   (spawn, forkserver).
+3. Whoever is about to store calls `reserve` first: only then does the kernel promise the pages. Without it a full
+   filesystem is reported by SIGBUS in the middle of a store; with it, by `OSError(ENOSPC)` before.
 4. `close` gives up this process's mapping. The memory is free when the last process has closed or died, by SIGKILL too:
    a file without a name cannot be left behind.
 
-Backends: `tmpfile` (O_TMPFILE in /dev/shm), `memfd` (where /dev/shm is small, as Docker's 64 MiB is) and `file`, a named file that carries a
-shared `flock` as long as anybody uses it: the fallback for ranks in different pid namespaces, and what macOS gets.
+Backends: `tmpfile` (O_TMPFILE in /dev/shm), `memfd` (where /dev/shm is small, as Docker's 64 MiB is) and `file`, a
+named file that carries a shared `flock` as long as anybody uses it: the fallback for ranks in different pid
+namespaces, and what macOS gets.
 
-Not promised: that two processes see each other's stores in a given order (that is the caller's protocol), and zeroes after `close`.
+Not promised: that two processes see each other's stores in a given order (that is the caller's protocol), and zeroes
+after `close`.
 """
 
 from __future__ import annotations
@@ -48,8 +52,8 @@ _MAGIC = b"STOCACHE"
 _TOKEN_BYTES = 16
 _ZEROES = bytes(1 << 20)
 
-# The segments that this process has open, by token. Opening one a second time in the same process would make a second lock descriptor,
-# and closing either would drop the locks of both.
+# The segments that this process has open, by token. Opening one a second time in the same process would make a second
+# lock descriptor, and closing either would drop the locks of both.
 _open_here: weakref.WeakValueDictionary[bytes, Segment] = weakref.WeakValueDictionary()
 
 
@@ -158,7 +162,10 @@ class Segment:
 
     @property
     def handle(self) -> SegmentHandle:
-        """The address of this segment for other processes of the node; valid while this process lives or the name exists."""
+        """The address of this segment for other processes of the node.
+
+        Valid while this process lives, or while the name exists.
+        """
         own = f"/proc/{os.getpid()}/fd"
         data, locks = (
             (self.path, self.path + ".locks") if self.path else (f"{own}/{self._data}", f"{own}/{self._locks}")
@@ -202,7 +209,7 @@ class Segment:
                 os.pwrite(self._data, _ZEROES[: self.size - offset], HEADER_BYTES + offset)
 
     def lock(self, byte: int, *, wait: bool = False) -> bool:
-        """Take the lock of one byte for this process (not for a thread of it); the kernel frees it when the process ends.
+        """Take the lock of one byte for this process (not for a thread of it); it is freed when the process ends.
 
         Returns:
             Whether the lock is held now; with `wait` it always is. 1.5 us.
@@ -226,7 +233,10 @@ class Segment:
             self.path = None
 
     def close(self) -> None:
-        """Give up this process's mapping, for every copy of this object in the process. Views must have been dropped before."""
+        """Give up this process's mapping, for every copy of this object in the process.
+
+        Views must have been dropped before.
+        """
         if self._map is None:
             return
         mapped, self._map = self._map, None
@@ -243,8 +253,9 @@ class Segment:
         return self._map
 
     def __reduce__(self) -> tuple[Callable[..., Segment], tuple[Any, ...]]:
-        # A child that is being started gets the descriptors themselves. Everybody else (a Pool's task) gets the address: DupFd would
-        # duplicate and close a descriptor of the lock file here, and with it drop this process's locks.
+        # A child that is being started gets the descriptors themselves. Everybody else (a Pool's task) gets the
+        # address: DupFd would duplicate and close a descriptor of the lock file here, and with it drop this process's
+        # locks.
         if context.get_spawning_popen() is not None:
             return _inherit, (reduction.DupFd(self._data), reduction.DupFd(self._locks), self.size, self.path)
         return Segment.attach, (self.handle,)
