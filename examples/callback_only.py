@@ -1,0 +1,38 @@
+"""The second door: model and loaders as they are, and one callback.
+
+python examples/callback_only.py
+"""
+
+import logging
+
+import lightning.pytorch as pl
+from torch.utils.data import DataLoader
+
+import photos
+from lightning_stocache import FillProgress, StochasticCache
+from model import ConvNet
+
+
+class Net(ConvNet):
+    """Normalises by itself, as a project does that knows nothing of the cache."""
+
+    def forward(self, images):
+        return super().forward(images.float() / 127.5 - 1)
+
+
+def main() -> None:
+    logging.basicConfig(level=logging.INFO, format="%(message)s")  # the monitor's line per epoch
+    photos.make()
+    train = DataLoader(photos.images("train"), batch_size=64, shuffle=True, num_workers=2)
+    val = DataLoader(photos.images("val"), batch_size=64, num_workers=2)
+    trainer = pl.Trainer(
+        max_epochs=4,
+        callbacks=[StochasticCache(budget="auto"), FillProgress()],
+        logger=False,
+        enable_checkpointing=False,
+    )
+    trainer.fit(Net(num_classes=2), train, val)
+
+
+if __name__ == "__main__":
+    main()

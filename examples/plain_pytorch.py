@@ -1,0 +1,37 @@
+"""The third door: a plain PyTorch loop over a cached dataset, without Lightning's Trainer.
+
+python examples/plain_pytorch.py
+"""
+
+import time
+
+import torch
+from torch.nn.functional import cross_entropy
+from torch.utils.data import DataLoader
+
+import photos
+from lightning_stocache import CachedDataset
+from model import ConvNet
+
+
+def main() -> None:
+    photos.make()
+    dataset = CachedDataset(photos.images("train"), budget="auto")
+    loader = DataLoader(dataset, batch_size=64, shuffle=True, num_workers=2)
+    model = ConvNet(num_classes=2)
+    optimizer = torch.optim.AdamW(model.parameters(), lr=3e-3)
+    for epoch in range(4):
+        start = time.perf_counter()
+        losses = []
+        for batch in loader:
+            images, labels = photos.normalise(batch)
+            loss = cross_entropy(model(images), labels)
+            optimizer.zero_grad()
+            loss.backward()
+            optimizer.step()
+            losses.append(loss.detach())
+        print(f"epoch {epoch}: loss {torch.stack(losses).mean():.3f}, {time.perf_counter() - start:.1f} s")
+
+
+if __name__ == "__main__":  # spawned workers import this file
+    main()

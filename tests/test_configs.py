@@ -1,0 +1,242 @@
+"""The Hydra configs: complete, true to the constructors, and usable both as an app and from another app."""
+
+import inspect
+import sys
+from collections.abc import Iterator
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import hydra
+import lightning.pytorch as pl
+import pytest
+import torch
+from hydra import compose, initialize_config_module
+from hydra.core.config_store import ConfigStore
+from hydra.core.global_hydra import GlobalHydra
+from hydra.core.hydra_config import HydraConfig
+from hydra.utils import instantiate
+from omegaconf import DictConfig, OmegaConf, open_dict
+
+import lightning_stocache
+
+ROOT = Path(__file__).parents[1]
+SHIPPED = sorted((ROOT / "configs").rglob("*.yaml"))
+OWN = sorted((ROOT / "examples" / "configs").rglob("*.yaml"))
+ConfigStore.instance().store(  # `model` is the app's own group
+    group="model", name="boring", node={"_target_": "lightning.pytorch.demos.boring_classes.BoringModel"}
+)
+BUDGET_KNOBS = ["allow_random", "backend", "budget", "keep_cache", "on_error", "stage_budgets"]
+
+
+@pytest.fixture(autouse=True)
+def hydra_and_example(monkeypatch, tmp_path):
+    """Hydra's global state is put back, the example's modules can be imported, its files are few and in tmp_path."""
+    monkeypatch.syspath_prepend(str(ROOT / "examples"))
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
+    yield
+    GlobalHydra.instance().clear()
+    HydraConfig.instance().cfg = None
+    for name in ("train", "photos", "model"):
+        sys.modules.pop(name, None)
+
+
+def composed(primary: str, *overrides: str, output: Path | None = None) -> DictConfig:
+    """The config as hydra.main hands it to the app."""
+    with initialize_config_module("lightning_stocache.configs", version_base="1.3"):
+        config = compose(primary, [*overrides], return_hydra_config=True)
+    with open_dict(config):
+        config.hydra.runtime.output_dir = str(output)
+        HydraConfig.instance().set_config(config)
+        del config["hydra"]
+    return config
+
+
+def targets(node: Any) -> Iterator[dict[str, Any]]:
+    """Every mapping with a _target_, at any depth."""
+    if isinstance(node, dict):
+        if "_target_" in node:
+            yield node
+        for child in node.values():
+            yield from targets(child)
+
+
+def leaves(paths: list[Path]) -> list[Any]:
+    found = [(path, node) for path in paths for node in targets(OmegaConf.to_container(OmegaConf.load(path)))]
+    return [pytest.param(path, node, id=f"{path.parent.name}/{path.stem}-{node['_target_']}") for path, node in found]
+
+
+def arguments(node: dict[str, Any]) -> set[str]:
+    return {key for key in node if not (key.startswith("_") and key.endswith("_"))}
+
+
+@pytest.mark.parametrize(("path", "node"), leaves(SHIPPED))
+def test_shipped_yaml_targets_what_ships(path, node):
+    """YAML that the wheel carries names only this package, by its public names, and Lightning."""
+    module, _, name = node["_target_"].rpartition(".")
+    assert module == "lightning_stocache" or module.startswith("lightning.pytorch")
+    if module == "lightning_stocache":
+        assert name in lightning_stocache.__all__
+
+
+@pytest.mark.parametrize(("path", "node"), leaves(SHIPPED))
+def test_shipped_keys_are_the_constructors(path, node):
+    """Keys and constructor arguments are the same sets, so that every knob can be overridden and none is invented."""
+    known = set(inspect.signature(hydra.utils.get_object(node["_target_"])).parameters)
+    if node["_target_"].startswith("lightning_stocache."):
+        assert arguments(node) == known
+    else:  # Lightning's own classes: the keys that matter here
+        assert arguments(node) <= known
+
+
+@pytest.mark.parametrize(("path", "node"), leaves(OWN))
+def test_example_keys_are_the_functions(path, node):
+    """The example's YAML names exactly the arguments of its modules; its DataModule inherits the shipped leaf."""
+    parameters = inspect.signature(hydra.utils.get_object(node["_target_"])).parameters
+    if any(parameter.kind is parameter.VAR_KEYWORD for parameter in parameters.values()):
+        inherited = set(inspect.signature(lightning_stocache.StocacheDataModule).parameters)
+        assert arguments(node) - {"defaults"} <= {*parameters, *inherited}
+    else:
+        at_the_call = {name for name, each in parameters.items() if each.default is each.empty}
+        assert arguments(node) | (at_the_call if node.get("_partial_") else set()) == set(parameters)
+
+
+@pytest.mark.parametrize("with_cache_group", [True, False])
+@pytest.mark.parametrize(
+    ("group", "name"),
+    [
+        ("data", "stocache"),
+        ("data", "stocache_wrapped"),
+        ("data", "stocache_dataset"),
+        ("callbacks", "stochastic_cache"),
+    ],
+)
+def test_defaults_are_the_constructors(group, name, with_cache_group):
+    """Without an override every key has the constructor's default, whether the app has the cache group or not."""
+    config = composed("train", "model=boring")
+    leaf = OmegaConf.load(ROOT / "configs" / group / f"{name}.yaml")
+    parts = {"cache": config.cache} if with_cache_group else {}
+    values = OmegaConf.to_container(OmegaConf.create({**parts, group: leaf}), resolve=True)[group]
+    for node in targets(values):
+        for key, parameter in inspect.signature(hydra.utils.get_object(node["_target_"])).parameters.items():
+            if parameter.default is not parameter.empty:
+                assert node[key] == parameter.default, key
+
+
+def test_cache_group_holds_the_budget_knobs():
+    """The cache group has the arguments that the doors share, as plain values."""
+    cache = OmegaConf.to_container(composed("train", "model=boring").cache)
+    assert sorted(cache) == BUDGET_KNOBS
+    assert all(value is None or isinstance(value, str | bool) for value in cache.values())
+
+
+@pytest.mark.parametrize(
+    ("text", "value"),
+    [("0", 0), ("25%", "25%"), ("8GiB", "8GiB"), ("60% of free", "60% of free"), ("8_000_000", 8_000_000)],
+)
+def test_cache_overrides_reach_every_door(text, value):
+    """cache.budget on the command line arrives in the DataModule and in the callback as the value that was typed."""
+    config = composed("train", "model=boring", "callbacks=stochastic_cache", f"cache.budget={text}")
+    assert config.data.budget == value
+    assert config.callbacks.stochastic_cache.budget == value
+
+
+def test_stage_budgets_arrive_as_a_dict():
+    """cache.stage_budgets={val: 1GiB} reaches the DataModule as a plain dict."""
+    config = composed("train", "model=boring", "cache.stage_budgets={val:1GiB}")
+    seen = instantiate({**config.data, "_target_": "builtins.dict"})
+    assert seen["stage_budgets"] == {"val": "1GiB"}
+    assert type(seen["stage_budgets"]) is dict
+
+
+def test_the_model_is_asked_for():
+    """The primary config says that the model is the app's own."""
+    with pytest.raises(hydra.errors.ConfigCompositionException, match="model"):
+        composed("train")
+
+
+@pytest.mark.parametrize("experiment", [path.stem for path in (ROOT / "configs" / "experiment").glob("*.yaml")])
+def test_experiments_compose(experiment):
+    """Each experiment changes the config."""
+    assert composed("train", "model=boring", f"experiment={experiment}") != composed("train", "model=boring")
+
+
+@pytest.mark.parametrize("logger", ["csv", "tensorboard", "[csv,tensorboard]"])
+@pytest.mark.parametrize("callbacks", ["stocache", "stochastic_cache"])
+def test_shipped_groups_instantiate(tmp_path, logger, callbacks):
+    """Loggers, callbacks and Trainer are made from the shipped YAML, and write into the run's own folder."""
+    config = composed("train", "model=boring", f"logger={logger}", f"callbacks={callbacks}", output=tmp_path)
+    loggers = [instantiate(entry) for entry in config.logger.values()]
+    made = [instantiate(entry) for entry in config.callbacks.values()]
+    trainer = instantiate(config.trainer, callbacks=made, logger=loggers)
+    assert trainer.default_root_dir == str(tmp_path)
+    assert all(Path(each.log_dir).is_relative_to(tmp_path) for each in loggers)
+    assert [callback for callback in trainer.callbacks if callback in made] == made
+
+
+def test_shipped_data_takes_partial_sources():
+    """data=stocache with _partial_ sources makes a DataModule that trains."""
+    source = "{_target_:lightning.pytorch.demos.boring_classes.RandomDataset,_partial_:true,size:32,length:8}"
+    config = composed("train", "model=boring", f"data.train={source}", "data.batch_size=4")
+    datamodule = instantiate(config.data)
+    trainer = pl.Trainer(fast_dev_run=True, accelerator="cpu", enable_progress_bar=False, enable_model_summary=False)
+    from lightning.pytorch.demos.boring_classes import BoringModel
+
+    class Training(BoringModel):
+        validation_step = None
+
+    trainer.fit(Training(), datamodule=datamodule)
+    assert trainer.global_step == 1
+
+
+def test_shipped_dataset_instantiates():
+    """data=stocache_dataset makes a CachedDataset around a source that YAML describes."""
+    source = "{_target_:lightning.pytorch.demos.boring_classes.RandomDataset,size:32,length:8}"
+    dataset = instantiate(composed("train", "model=boring", "data=stocache_dataset", f"data.source={source}").data)
+    assert len(dataset) == 8
+    assert torch.equal(dataset[3], dataset[3])
+
+
+def test_shipped_wrapper_instantiates():
+    """data=stocache_wrapped gives back the user's own DataModule."""
+    datamodule = "{_target_:lightning.pytorch.demos.boring_classes.BoringDataModule}"
+    config = composed("train", "model=boring", "data=stocache_wrapped", f"data.datamodule={datamodule}")
+    assert type(instantiate(config.data)).__name__ == "BoringDataModule"
+
+
+def test_the_example_primary_is_the_packages():
+    """The example's primary config is the package's `train` with data=photos and model=conv."""
+    import train  # noqa: F401  stores its primary config
+
+    ours = composed("photos")
+    theirs = composed(
+        "train", f"hydra.searchpath=[file://{ROOT / 'examples' / 'configs'}]", "data=photos", "model=conv"
+    )
+    assert ours == theirs
+
+
+def test_the_example_instantiates(tmp_path):
+    """DataModule and model of the example are made as YAML says; the sources wait until they are called."""
+    import model
+    import train
+
+    config = composed("photos", "data.prepare.train_files=8", "data.prepare.val_files=4", output=tmp_path)
+    datamodule = train.build(config.data)
+    assert isinstance(datamodule, lightning_stocache.StocacheDataModule)
+    network = train.build(config.model)
+    assert isinstance(network, model.ConvNet)
+    assert network(torch.zeros(1, 3, 96, 96)).shape == (1, 2)
+    prepare, source = instantiate(config.data.prepare), instantiate(config.data.train)
+    assert isinstance(prepare, partial)
+    prepare()
+    assert len(source()) == 8
+
+
+def test_groups_of_several_entries_may_be_missing(tmp_path):
+    """An app without callbacks, or with an entry that is no object, builds the rest."""
+    import train
+
+    assert train.build_each(OmegaConf.create({"callbacks": None}), "callbacks") == []
+    assert train.build_each(OmegaConf.create({}), "callbacks") == []
+    entries = {"a": {"_target_": "builtins.dict", "x": 1}, "b": None, "c": {"x": 2}}
+    assert train.build_each(OmegaConf.create({"callbacks": entries}), "callbacks") == [{"x": 1}]

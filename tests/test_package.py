@@ -1,0 +1,71 @@
+"""The package's face: its public names, what importing it costs, and what its build configuration lists."""
+
+import subprocess
+import sys
+import tomllib
+from importlib.metadata import version
+from pathlib import Path
+
+import pytest
+
+import lightning_stocache
+
+ROOT = Path(__file__).parents[1]
+SETUPTOOLS = tomllib.loads((ROOT / "pyproject.toml").read_text())["tool"]["setuptools"]
+
+
+def run_python(code: str, cwd: Path) -> str:
+    return subprocess.run([sys.executable, "-c", code], cwd=cwd, check=True, capture_output=True, text=True).stdout
+
+
+def test_import_is_free(tmp_path):
+    """Importing the package imports neither torch nor Lightning nor Hydra nor NumPy."""
+    code = "import sys, lightning_stocache; print(sorted({'torch', 'lightning', 'hydra', 'numpy'} & set(sys.modules)))"
+    assert run_python(code, tmp_path).strip() == "[]"
+
+
+def test_configs_import_is_free(tmp_path):
+    """Hydra's look at the configs imports neither torch nor Lightning."""
+    code = "import sys, lightning_stocache.configs; print(sorted({'torch', 'lightning'} & set(sys.modules)))"
+    assert run_python(code, tmp_path).strip() == "[]"
+
+
+def test_public_names_resolve():
+    """Every public name leads to an object of that name, and a second look gives the same object."""
+    for name in lightning_stocache.__all__:
+        value = getattr(lightning_stocache, name)
+        assert value.__name__ == name
+        assert getattr(lightning_stocache, name) is value
+
+
+def test_public_names_are_sorted_and_listed():
+    """__all__ is sorted, names what can be resolved, and dir() shows it."""
+    assert lightning_stocache.__all__ == sorted(lightning_stocache._HOMES)
+    assert set(lightning_stocache.__all__) < set(dir(lightning_stocache))
+
+
+def test_unknown_name_is_an_attribute_error():
+    """A name that the package lacks is an AttributeError with both names in it."""
+    with pytest.raises(AttributeError, match="'lightning_stocache' has no attribute 'no_such_name'"):
+        lightning_stocache.no_such_name  # noqa: B018
+
+
+def test_version_is_that_of_the_distribution():
+    """__version__ is what the installed distribution says."""
+    assert lightning_stocache.__version__ == version("lightning-stocache")
+
+
+def test_every_package_folder_is_built():
+    """Each room and each config group that exists is listed for the build, and nothing else."""
+    rooms = {path.parent for path in (ROOT / "lightning_stocache").rglob("__init__.py")}
+    groups = {path.parent for path in (ROOT / "configs").rglob("*.yaml")}
+    expected = {".".join(path.relative_to(ROOT).parts) for path in rooms}
+    expected |= {".".join(("lightning_stocache", *path.relative_to(ROOT).parts)) for path in groups}
+    assert sorted(SETUPTOOLS["packages"]) == sorted(expected)
+
+
+def test_nothing_shadows_the_configs():
+    """configs/ is a package of its own and no directory of that name lies in lightning_stocache/."""
+    assert (ROOT / "configs" / "__init__.py").is_file()
+    assert not (ROOT / "lightning_stocache" / "configs").exists()
+    assert SETUPTOOLS["package-dir"] == {"lightning_stocache.configs": "configs"}
