@@ -267,7 +267,7 @@ def _cut(source: Dataset[Any], originals: list[_Read], probe: _Probe) -> tuple[C
     position = min(_first_random(source, steps, index, probe) for index in probe.indices)
     if position == len(steps):
         raise _WholeError("no step of its transform is random by itself")
-    heads, cuts = [], set()
+    first, heads, cuts = _name(steps[position]), [], set()
     for original in originals:
         recorder = _Recorder(steps[:position], probe.generators)
         part = _with(source, recorder)
@@ -279,7 +279,7 @@ def _cut(source: Dataset[Any], originals: list[_Read], probe: _Probe) -> tuple[C
         outputs = [values for values, _ in recorder.calls]
         if any(_is_pil(value) for values in outputs for value in values):
             raise _WholeError(
-                f"before its first random step, {_name(steps[position])}, the transform holds a PIL image, which cannot "
+                f"before its first random step, {first}, the transform holds a PIL image, which cannot "
                 "be cached; let the steps before it end in a tensor of fixed shape, for instance by moving "
                 "`v2.Resize(...)` and `v2.PILToTensor()` before it"
             )
@@ -290,7 +290,7 @@ def _cut(source: Dataset[Any], originals: list[_Read], probe: _Probe) -> tuple[C
         whole = Tail(steps[position:], places)(once.sample)
         if probe.generators.state() != original.after or _bits(whole) != original.bits:
             raise _WholeError(
-                f"the steps from {_name(steps[position])} on, run after the dataset, do not give its sample again under "
+                f"the steps from {first} on, run after the dataset, do not give its sample again under "
                 "the same seed (a generator of their own, or a sample that needs their result?)"
             )
         heads.append(kept.sample)
