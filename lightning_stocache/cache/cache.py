@@ -114,10 +114,11 @@ class SharedCache:
             arc: which indices have a slot, and where.
             backend: kind of segment, see `lightning_stocache.node.segment`.
         """
-        return cls._over(_new_segment(spec, arc.slots, backend), spec, arc)
+        return cls.over(_new_segment(spec, arc.slots, backend), spec, arc)
 
     @classmethod
-    def _over(cls, segment: Segment, spec: SampleSpec, arc: Arc) -> SharedCache:
+    def over(cls, segment: Segment, spec: SampleSpec, arc: Arc) -> SharedCache:
+        """Open the cache that lies in a segment already."""
         cache = cls.__new__(cls)
         cache._assemble(segment, spec, arc)
         return cache
@@ -129,7 +130,7 @@ class SharedCache:
         self._retry_at = 0.0
 
     def __reduce__(self) -> tuple[Any, ...]:
-        return SharedCache._over, (self.segment, self.spec, self.arc)
+        return SharedCache.over, (self.segment, self.spec, self.arc)
 
     # ---- one sample ----
 

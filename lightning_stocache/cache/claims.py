@@ -8,7 +8,9 @@ copy an entry of a thread that does not exist in the child: the child then leave
 
 from __future__ import annotations
 
+import os
 import time
+import weakref
 from collections.abc import Iterator
 from contextlib import contextmanager
 

@@ -47,16 +47,8 @@ class FieldSlots:
 
     @staticmethod
     def bytes_for(row_bytes: Sequence[int], count: int) -> int:
-        """Bytes that `count` slots need, states and alignment included."""
+        """Bytes of address space that `count` slots need, states and alignment included."""
         return list(_starts([*row_bytes, 0], count))[-1]
-
-    @staticmethod
-    def fit(row_bytes: Sequence[int], budget: int) -> int:
-        """The largest number of slots whose memory stays within `budget` bytes."""
-        count = max(budget, 0) // (sum(row_bytes) + 1)
-        while count and FieldSlots.bytes_for(row_bytes, count) > budget:
-            count -= 1
-        return count
 
     def reserve(self, slot: int) -> None:
         """Have the kernel promise a slot's memory.

@@ -190,6 +190,11 @@ class SampleSpec:
         return sum(self.row_bytes)
 
     @property
+    def slot_bytes(self) -> int:
+        """Bytes that a slot costs: one sample and its state."""
+        return self.nbytes + 1
+
+    @property
     def row_bytes(self) -> tuple[int, ...]:
         """Bytes of one sample in each field."""
         return tuple(field.nbytes for field in self.fields)

@@ -14,6 +14,7 @@ waits for one that has failed.
 from __future__ import annotations
 
 import os
+import pickle
 import socket
 import weakref
 from collections.abc import Callable, Hashable
@@ -115,18 +116,27 @@ class NodeGroup:
             Exception: on the rank that failed, what it raised.
             RuntimeError: on the others; it names that rank and its error.
         """
-        outcome: T = self._agree(work)[self.rank]
-        return outcome
+        results: list[T] = []
+        self._agree(lambda: results.append(work()))
+        return results[0]
 
     def lead(self, work: Callable[[], T]) -> T:
-        """Do something on each node's leader and give its result to the ranks of that node.
+        """Do something on each node's leader and give its result, pickled, to the other ranks of that node.
 
-        Collective; errors as in `together`.
+        Collective; errors as in `together`, and a result that cannot be pickled is one.
         """
-        outcome: T = self._agree(work if self.is_leader else None)[self.leader]
+        results: list[T] = []
+
+        def work_and_pickle() -> bytes:
+            results.append(work())
+            return pickle.dumps(results[0]) if self.world > 1 else b""
+
+        sent = self._agree(work_and_pickle if self.is_leader else None)
+        outcome: T = results[0] if self.is_leader else pickle.loads(sent[self.leader])
         return outcome
 
-    def _agree(self, work: Callable[[], T] | None) -> list[Any]:
+    def _agree(self, work: Callable[[], Any] | None) -> list[Any]:
+        """Every rank's result, which must be plain values: what cannot be pickled here would leave the others waiting."""
         result: Any = None
         failure: Exception | None = None
         try:

@@ -16,6 +16,9 @@ Who does what, in this order:
 4. `close` gives up this process's mapping. The memory is free when the last process has closed or died, by SIGKILL too:
    a file without a name cannot be left behind.
 
+A page that nobody has reserved must not be read through the mapping either: the kernel takes one for the read, and where
+there is none the reader dies of SIGBUS, too.
+
 Backends: `tmpfile` (O_TMPFILE in /dev/shm), `memfd` (where /dev/shm is small, as Docker's 64 MiB is) and `file`, a
 named file that carries a shared `flock` as long as anybody uses it: the fallback for ranks in different pid
 namespaces, and what macOS gets.
@@ -26,6 +29,7 @@ after `close`.
 
 from __future__ import annotations
 
+import contextlib
 import logging
 import mmap
 import os
@@ -98,12 +102,15 @@ class Segment:
         self.size = size
         self.path = path
         self._data, self._locks = data, locks
-        self._map: mmap.mmap | None = mmap.mmap(data, HEADER_BYTES + size)
-        self._finalizer = weakref.finalize(self, _close_descriptors, data, locks)
-        self.token = bytes(self._map[len(_MAGIC) : len(_MAGIC) + _TOKEN_BYTES])
-        if self._map[: len(_MAGIC)] != _MAGIC:
-            self.close()
-            raise ValueError("the file is not a segment of lightning_stocache: its header has another magic number")
+        self._own_names: list[str] = []  # what the creator takes away at the latest when it closes or ends
+        self._map: mmap.mmap | None = None
+        self._finalizer = weakref.finalize(self, _give_up, data, locks, self._own_names, os.getpid())
+        try:
+            self.token = _token_of(data)
+            self._map = mmap.mmap(data, HEADER_BYTES + size)
+        except BaseException:
+            self._finalizer()
+            raise
         _open_here[self.token] = self
 
     @classmethod
@@ -118,18 +125,23 @@ class Segment:
             OSError: the system refuses the file, or has no room for the header.
         """
         make = _BACKENDS[backend or default_backend()]
-        data, path = make()
-        try:
-            locks = (
-                make()[0] if path is None else os.open(path + ".locks", os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o600)
-            )
+        with contextlib.ExitStack() as undo:
+            data, path = make()
+            undo.callback(os.close, data)
+            if path is None:
+                locks, _ = make()
+            else:
+                undo.callback(os.unlink, path)
+                locks = os.open(path + ".locks", os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o600)
+                undo.callback(os.unlink, path + ".locks")
+            undo.callback(os.close, locks)
             os.ftruncate(data, HEADER_BYTES + size)
             _reserve(data, 0, HEADER_BYTES)
             os.pwrite(data, _MAGIC + os.urandom(_TOKEN_BYTES), 0)
-        except OSError:
-            os.close(data)
-            raise
-        return cls(data, locks, size, path)
+            undo.pop_all()
+        segment = cls(data, locks, size, path)
+        segment._own_names += [] if path is None else [path, path + ".locks"]
+        return segment
 
     @classmethod
     def attach(cls, handle: SegmentHandle) -> Segment:
@@ -145,27 +157,29 @@ class Segment:
         try:
             if os.fstat(data).st_ino != handle.inode:
                 raise ValueError(f"{handle.data} is another file by now: the process that made the segment has gone")
+            if _token_of(data) != handle.token:
+                raise ValueError(
+                    f"{handle.data} holds another segment (its token differs): these ranks do not share memory"
+                )
+            named = None if handle.data.startswith("/proc/") else handle.data
+            if named is not None:
+                fcntl.flock(data, fcntl.LOCK_SH)
             locks = os.open(handle.locks, os.O_RDWR | os.O_CLOEXEC)
         except BaseException:
             os.close(data)
             raise
-        named = None if handle.data.startswith("/proc/") else handle.data
-        if named is not None:
-            fcntl.flock(data, fcntl.LOCK_SH)
-        segment = cls(data, locks, handle.size, named)
-        if segment.token != handle.token:
-            segment.close()
-            raise ValueError(
-                f"{handle.data} holds another segment (its token differs): these ranks do not share memory"
-            )
-        return segment
+        return cls(data, locks, handle.size, named)
 
     @property
     def handle(self) -> SegmentHandle:
         """The address of this segment for other processes of the node.
 
         Valid while this process lives, or while the name exists.
+
+        Raises:
+            ValueError: the segment is closed.
         """
+        self._check_open()
         own = f"/proc/{os.getpid()}/fd"
         data, locks = (
             (self.path, self.path + ".locks") if self.path else (f"{own}/{self._data}", f"{own}/{self._locks}")
@@ -183,37 +197,52 @@ class Segment:
         return 0 if self.closed else os.fstat(self._data).st_blocks * 512
 
     def bytes(self, offset: int, length: int) -> torch.Tensor:
-        """A live view, uint8 `[length]`, of the payload from `offset` on. Drop it before `close`."""
+        """A live view, uint8 `[length]`, of the payload from `offset` on. Drop it before `close`.
+
+        Reading or writing what has not been reserved takes memory, or dies of SIGBUS where there is none.
+        """
         if length == 0:
             return torch.empty(0, dtype=torch.uint8)
-        return torch.frombuffer(self._mapped, dtype=torch.uint8, count=length, offset=HEADER_BYTES + offset)
+        # Through a memoryview: torch keeps its object alive but releases the buffer, and `close` would unmap the memory
+        # below a view of the mmap itself.
+        return torch.frombuffer(self.memory(offset, length), dtype=torch.uint8)
 
     def memory(self, offset: int, length: int) -> memoryview:
         """The same as a memoryview: reading one byte of it costs 30 ns, of a tensor 1 us. Release it before `close`."""
-        return memoryview(self._mapped)[HEADER_BYTES + offset : HEADER_BYTES + offset + length]
+        return memoryview(self._check_open())[HEADER_BYTES + offset : HEADER_BYTES + offset + length]
 
     def reserve(self, offset: int, length: int) -> None:
         """Have the kernel promise the pages below a range of the payload, whose contents stay as they are.
 
         Raises:
             OSError: there is no memory left (ENOSPC); nothing has changed.
+            ValueError: the segment is closed.
         """
-        _reserve(self._data, HEADER_BYTES + offset, length)
+        self._check_open()
+        if length:
+            _reserve(self._data, HEADER_BYTES + offset, length)
 
-    def discard(self) -> None:
-        """Give all pages of the payload back to the system at once; it reads as zeroes afterwards, in every process."""
-        if hasattr(mmap, "MADV_REMOVE"):
-            self._mapped.madvise(mmap.MADV_REMOVE, HEADER_BYTES)
-        else:
-            for offset in range(0, self.size, len(_ZEROES)):
-                os.pwrite(self._data, _ZEROES[: self.size - offset], HEADER_BYTES + offset)
+    def discard(self, offset: int = 0) -> None:
+        """Zero the payload from `offset` on, in every process, and give its whole pages back to the system at once."""
+        mapped, end = self._check_open(), HEADER_BYTES + self.size
+        start = HEADER_BYTES + offset
+        first_page = -(-start // mmap.PAGESIZE) * mmap.PAGESIZE
+        if hasattr(mmap, "MADV_REMOVE") and first_page < end:
+            mapped.madvise(mmap.MADV_REMOVE, first_page, end - first_page)
+            end = first_page
+        for begin in range(start, end, len(_ZEROES)):
+            os.pwrite(self._data, _ZEROES[: end - begin], begin)
 
     def lock(self, byte: int, *, wait: bool = False) -> bool:
         """Take the lock of one byte for this process (not for a thread of it); it is freed when the process ends.
 
         Returns:
             Whether the lock is held now; with `wait` it always is. 1.5 us.
+
+        Raises:
+            ValueError: the segment is closed.
         """
+        self._check_open()
         try:
             fcntl.lockf(self._locks, fcntl.LOCK_EX if wait else fcntl.LOCK_EX | fcntl.LOCK_NB, 1, byte)
         except (BlockingIOError, PermissionError):
@@ -221,21 +250,24 @@ class Segment:
         return True
 
     def unlock(self, byte: int) -> None:
-        """Give the lock of one byte back."""
-        fcntl.lockf(self._locks, fcntl.LOCK_UN, 1, byte)
+        """Give the lock of one byte back; `close` has done so already."""
+        if not self.closed:
+            fcntl.lockf(self._locks, fcntl.LOCK_UN, 1, byte)
 
     def unlink(self) -> None:
         """Take the name away, if there is one: from then on the memory goes with the last process that uses it."""
         if self.path is not None:
             for name in (self.path, self.path + ".locks"):
-                if os.path.exists(name):
+                with contextlib.suppress(FileNotFoundError):  # another process was first
                     os.unlink(name)
             self.path = None
+            self._own_names.clear()
 
     def close(self) -> None:
         """Give up this process's mapping, for every copy of this object in the process.
 
-        Views must have been dropped before.
+        Views should have been dropped before: the memory of those that live on goes with the last of them. A name goes
+        when its creator closes.
         """
         if self._map is None:
             return
@@ -246,8 +278,7 @@ class Segment:
             log.debug("a view of a closed segment is still alive; its memory is freed with the view")
         self._finalizer()
 
-    @property
-    def _mapped(self) -> mmap.mmap:
+    def _check_open(self) -> mmap.mmap:
         if self._map is None:
             raise ValueError("the segment is closed")
         return self._map
@@ -256,6 +287,7 @@ class Segment:
         # A child that is being started gets the descriptors themselves. Everybody else (a Pool's task) gets the
         # address: DupFd would duplicate and close a descriptor of the lock file here, and with it drop this process's
         # locks.
+        self._check_open()
         if context.get_spawning_popen() is not None:
             return _inherit, (reduction.DupFd(self._data), reduction.DupFd(self._locks), self.size, self.path)
         return Segment.attach, (self.handle,)
@@ -299,6 +331,16 @@ def _reserve(data: int, offset: int, length: int) -> None:
             os.pwrite(data, _ZEROES[: length - start], offset + start)
 
 
-def _close_descriptors(data: int, locks: int) -> None:
+def _token_of(data: int) -> bytes:
+    header = os.pread(data, len(_MAGIC) + _TOKEN_BYTES, 0)
+    if not header.startswith(_MAGIC):
+        raise ValueError("the file is not a segment of lightning_stocache: its header has another magic number")
+    return header[len(_MAGIC) :]
+
+
+def _give_up(data: int, locks: int, own_names: list[str], pid: int) -> None:
     os.close(data)
     os.close(locks)
+    for name in own_names if os.getpid() == pid else ():  # a child that was forked since leaves them alone
+        with contextlib.suppress(FileNotFoundError):
+            os.unlink(name)

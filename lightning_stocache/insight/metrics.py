@@ -1,0 +1,93 @@
+"""Rates from counts.
+
+Every rank brings a `Tally` of its own node's cache; the sums are made first and divided afterwards, because the mean
+of per-rank hit rates is not the hit rate. What is read off the memory of a node (slots, bytes) is brought by its leader
+alone. No Trainer here, and no process group: whoever has the tallies calls `summarise`.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass, field
+
+from lightning_stocache.cache.counters import Counts
+
+__all__ = ["Tally", "rates", "summarise"]
+
+
+@dataclass(frozen=True)
+class Tally:
+    """What one rank knows of the caches of a stage.
+
+    Args:
+        node: number of the rank's node.
+        counts: what the rank's processes have served and filled in the epoch.
+        slots: slots on the node (leader only, as all below).
+        filled: slots that are ready.
+        memory_bytes: bytes in use by the caches.
+        budget_bytes: bytes that were granted for them.
+    """
+
+    node: int = 0
+    counts: Counts = field(default_factory=Counts)
+    slots: int = 0
+    filled: int = 0
+    memory_bytes: int = 0
+    budget_bytes: int = 0
+
+    def __add__(self, other: Tally) -> Tally:
+        return Tally(
+            self.node,
+            self.counts + other.counts,
+            self.slots + other.slots,
+            self.filled + other.filled,
+            self.memory_bytes + other.memory_bytes,
+            self.budget_bytes + other.budget_bytes,
+        )
+
+
+def rates(tally: Tally) -> dict[str, float]:
+    """The metrics of a tally, by the names of the metric keys. A rate over nothing is 0.
+
+    Example:
+        >>> rates(Tally(counts=Counts(hits=3, misses=1), slots=4, filled=2))["hit_rate"]
+        0.75
+    """
+    counts = tally.counts
+    return {
+        "hit_rate": counts.hits / max(counts.served, 1),
+        "fill_fraction": tally.filled / max(tally.slots, 1),
+        "hits": counts.hits,
+        "misses": counts.misses,
+        "bypasses": counts.bypasses,
+        "fills": counts.fills,
+        "bytes_from_cache": counts.bytes_from_cache,
+        "bytes_from_source": counts.bytes_from_source,
+        "source_seconds": counts.source_ns / 1e9,
+        "memory_bytes": tally.memory_bytes,
+        "budget_bytes": tally.budget_bytes,
+    }
+
+
+def summarise(tallies: Sequence[Tally]) -> dict[str, float]:
+    """The metrics of a job from the tallies of all its ranks; those of each node beside them, if there are several.
+
+    Example:
+        >>> job = summarise([Tally(0, Counts(hits=9, misses=1)), Tally(1, Counts(hits=0, misses=1))])
+        >>> round(job["hit_rate"], 3), job["node0/hit_rate"]
+        (0.818, 0.9)
+    """
+    nodes = sorted({tally.node for tally in tallies})
+    metrics = rates(_sum(tallies))
+    if len(nodes) > 1:
+        for node in nodes:
+            own = rates(_sum(tally for tally in tallies if tally.node == node))
+            metrics |= {f"node{node}/{name}": own[name] for name in ("hit_rate", "fill_fraction", "memory_bytes")}
+    return metrics
+
+
+def _sum(tallies: Iterable[Tally]) -> Tally:
+    total = Tally()
+    for tally in tallies:
+        total += tally
+    return total

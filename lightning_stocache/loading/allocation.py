@@ -1,0 +1,147 @@
+"""How the memory of a node is divided among the sources that are to be cached.
+
+A pot is a budget that several requests share; each gets of it by the size of its dataset. The pots are served in
+order, and what one has taken is no longer free for the next. What the loaders need for their own batches is kept back
+before anything is granted. This runs on the leader of a node only; nothing here touches memory.
+"""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Mapping, Sequence, Sized
+from dataclasses import dataclass, replace
+from typing import Literal, cast
+
+from torch.utils.data import Dataset
+
+from lightning_stocache.cache.spec import SampleSpec
+from lightning_stocache.node.budget import Budget, FreeMemory, format_bytes, grant, loader_reserve
+from lightning_stocache.node.segment import Backend, memory_directory
+
+__all__ = ["Allocation", "BackendChoice", "InFlight", "Request", "allocate"]
+
+BackendChoice = Literal["auto", "tmpfile", "memfd", "file"]
+
+
+@dataclass(frozen=True)
+class InFlight:
+    """What a loader keeps in memory besides the cache: batches that its workers have finished."""
+
+    batch_size: int
+    num_workers: int
+    prefetch_factor: int | None = None
+
+
+@dataclass(frozen=True)
+class Request:
+    """One source to be cached.
+
+    Args:
+        source: the map-style dataset.
+        pot: which budget it draws on.
+        spec: what its samples look like, if that is known: then no sample is read, and its randomness is not looked
+            for.
+        allow_random: cache it as it is even if it is random.
+        in_flight: the loader that will read it, if that is known.
+    """
+
+    source: Dataset[object]
+    pot: str = "train"
+    spec: SampleSpec | None = None
+    allow_random: bool = False
+    in_flight: InFlight | None = None
+
+    @property
+    def length(self) -> int:
+        """Number of samples in the source."""
+        return len(cast(Sized, self.source))
+
+    @property
+    def name(self) -> str:
+        """The source, for messages."""
+        return f"{type(self.source).__name__} ({self.length:,} samples, {self.pot})"
+
+
+@dataclass(frozen=True)
+class Allocation:
+    """What the requests get on one node.
+
+    Args:
+        slots: slots per request.
+        granted: bytes per request that these slots may take.
+        backend: kind of segment; None is the system's default.
+        warnings: one sentence per pot that gets less than it asked for.
+    """
+
+    slots: tuple[int, ...]
+    granted: tuple[int, ...]
+    backend: Backend | None
+    warnings: tuple[str, ...]
+
+
+def allocate(
+    requests: Sequence[Request],
+    specs: Sequence[SampleSpec | None],
+    budgets: Mapping[str, Budget],
+    ranks: int,
+    choice: BackendChoice = "auto",
+) -> Allocation:
+    """Divide this node's memory.
+
+    Args:
+        requests: what is to be cached.
+        specs: what the samples of each look like; None for what is not to be cached after all.
+        budgets: the budget of every pot, in the order in which they are served.
+        ranks: ranks on this node, each of which has loaders of its own.
+        choice: kind of segment. "auto" is /dev/shm, or a memfd where /dev/shm is short of what memory allows (Docker).
+    """
+    directory = None if choice == "memfd" else memory_directory()
+    division = _divide(requests, specs, budgets, ranks, FreeMemory.measure(directory))
+    if choice != "auto":
+        return replace(division, backend=choice)
+    if division.warnings and hasattr(os, "memfd_create"):
+        roomier = _divide(requests, specs, budgets, ranks, FreeMemory.measure(None))
+        if sum(roomier.slots) > sum(division.slots):
+            return replace(roomier, backend="memfd")
+    return division
+
+
+def _divide(
+    requests: Sequence[Request],
+    specs: Sequence[SampleSpec | None],
+    budgets: Mapping[str, Budget],
+    ranks: int,
+    free: FreeMemory,
+) -> Allocation:
+    slots, granted, warnings = [0] * len(requests), [0] * len(requests), []
+    kept_back = sum(_reserve(request, spec, ranks) for request, spec in zip(requests, specs, strict=True))
+    for pot, budget in budgets.items():
+        members = [
+            (number, request, spec, request.length * spec.slot_bytes)
+            for number, (request, spec) in enumerate(zip(requests, specs, strict=True))
+            if request.pot == pot and spec is not None
+        ]
+        if not members:
+            continue
+        size = sum(own for *_, own in members)
+        given = grant(budget, size, free, kept_back)
+        kept_back += given.bytes
+        for number, _, spec, own in members:
+            granted[number] = given.bytes * own // size
+            slots[number] = granted[number] // spec.slot_bytes
+        got, samples = sum(slots[number] for number, *_ in members), sum(request.length for _, request, *_ in members)
+        if given.limited_by is not None or not got:
+            warnings.append(
+                f"the cache has room for {got:,} of {samples:,} samples, {format_bytes(given.bytes)} of the "
+                f"{format_bytes(min(given.wanted, size))} that budget={str(budget)!r} asks for"
+                + (f": limited by {given.limited_by}" if given.limited_by else ": less than one sample")
+            )
+    return Allocation(tuple(slots), tuple(granted), None, tuple(warnings))
+
+
+def _reserve(request: Request, spec: SampleSpec | None, ranks: int) -> int:
+    """What the request's loaders hold on this node in finished batches."""
+    loader = request.in_flight
+    if loader is None or spec is None:
+        return 0
+    return loader_reserve(loader.batch_size * spec.nbytes, loader.num_workers, loader.prefetch_factor, ranks)

@@ -1,0 +1,231 @@
+"""The first door: a DataModule around datasets, or a cache for a DataModule that the user already has.
+
+Both live by the same calendar. `setup` (ours) or the first loader hook (the user's) opens the caches of the call, on
+every rank, with the process group up and no worker started. `teardown` closes them; after an exception Lightning calls
+`on_exception` instead. Between two Trainer calls nothing is open, unless `keep_cache=True`.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any, Literal, TypeAlias, TypeVar
+
+import torch
+from lightning.pytorch import LightningDataModule
+from torch.utils.data import DataLoader, Dataset
+
+from lightning_stocache.loading.allocation import BackendChoice, InFlight
+from lightning_stocache.loading.dataset import OnError
+from lightning_stocache.training.caches import CallCaches, Wanted
+from lightning_stocache.training.hooks import CachedHooks
+from lightning_stocache.training.options import CacheOptions
+
+__all__ = ["Source", "StocacheDataModule", "cache_datamodule"]
+
+Source: TypeAlias = Dataset[Any] | Callable[[], Dataset[Any]]
+Transform: TypeAlias = Callable[[Any], Any]
+M = TypeVar("M", bound=LightningDataModule)
+
+_STAGES_OF_CALL = {"fit": ("train", "val"), "validate": ("val",), "test": ("test",), "predict": ("predict",)}
+
+
+class StocacheDataModule(LightningDataModule):
+    """A LightningDataModule around map-style datasets, whose samples are cached once per node.
+
+    Args:
+        train: the training set, or a function without arguments that makes it (called in `setup`, after `prepare`).
+        val: the validation set, or a list of several.
+        test: the test set, or a list of several.
+        predict: the set to predict on, or a list of several.
+        batch_size: samples per batch and rank.
+        num_workers: worker processes per rank. They load what is not cached; a fully cached set without a CPU
+            `transform` is fastest with 0.
+        loader: further arguments for every DataLoader, for instance {"pin_memory": True, "drop_last": True}.
+        budget: memory per node, shared by the sets of a Trainer call by their size; see `CachedDataset`.
+        stage_budgets: a budget of its own for some stages, for instance {"val": "1GiB"} or {"test": 0}.
+        transform: per sample on the CPU, after the cache.
+        eval_transform: the same for val, test and predict: "same", None for nothing, or another one.
+        batch_transform: per batch on the device, after transfer; a `torch.nn.Module` is moved there.
+        eval_batch_transform: the same for val, test and predict: "same", None for nothing, or another one.
+        prepare: a function without arguments that is called once per node before anything else (download, unpack).
+        allow_random: cache a random set as it is, with its first draw frozen.
+        backend: where the memory lies, see `CachedDataset`.
+        on_error: "raise" or "disable" when the memory cannot be had.
+        keep_cache: keep the caches between Trainer calls of this process, until `close`.
+
+    Raises:
+        ValueError: an option that cannot be read.
+        TypeError: a set that is neither a map-style dataset nor a function.
+
+    Example:
+        >>> pixels = [(torch.full((3, 4, 4), i, dtype=torch.uint8), i % 2) for i in range(8)]
+        >>> dm = StocacheDataModule(train=pixels, batch_size=4, budget="1MiB")
+        >>> dm.setup("fit")
+        >>> [len(labels) for images, labels in dm.train_dataloader()]
+        [4, 4]
+        >>> dm.teardown("fit")
+    """
+
+    def __init__(
+        self,
+        train: Source | None = None,
+        val: Source | Sequence[Source] | None = None,
+        test: Source | Sequence[Source] | None = None,
+        predict: Source | Sequence[Source] | None = None,
+        *,
+        batch_size: int = 32,
+        num_workers: int = 0,
+        loader: Mapping[str, Any] | None = None,
+        budget: int | float | str = "auto",
+        stage_budgets: Mapping[str, int | float | str] | None = None,
+        transform: Transform | None = None,
+        eval_transform: Transform | Literal["same"] | None = "same",
+        batch_transform: Transform | None = None,
+        eval_batch_transform: Transform | Literal["same"] | None = "same",
+        prepare: Callable[[], None] | None = None,
+        allow_random: bool = False,
+        backend: BackendChoice = "auto",
+        on_error: OnError = "raise",
+        keep_cache: bool = False,
+    ) -> None:
+        super().__init__()
+        self.train, self.val, self.test, self.predict = train, val, test, predict
+        self.batch_size = batch_size
+        self.num_workers = num_workers
+        self.loader = dict(loader or {})
+        self.transform, self.batch_transform = transform, batch_transform
+        self.eval_transform = transform if isinstance(eval_transform, str) else eval_transform
+        self.eval_batch_transform = batch_transform if isinstance(eval_batch_transform, str) else eval_batch_transform
+        self.prepare = prepare
+        self.caches = CallCaches(CacheOptions(budget, stage_budgets, allow_random, backend, on_error, keep_cache))
+        self._datasets: dict[str, list[Dataset[Any]]] = {}
+
+    def prepare_data(self) -> None:
+        """Call `prepare`, once per node. Lightning keeps the other ranks waiting meanwhile."""
+        if self.prepare is not None:
+            self.prepare()
+
+    def setup(self, stage: str) -> None:
+        """Make the datasets of a Trainer call and open their caches. Collective over the ranks."""
+        stages = [name for name in _STAGES_OF_CALL[stage] if getattr(self, name) is not None]
+        for name in stages:
+            if name not in self._datasets:
+                sources = getattr(self, name)
+                several = name != "train" and isinstance(sources, list | tuple)
+                self._datasets[name] = [_make(one) for one in (sources if several else [sources])]
+        reader = InFlight(self.batch_size, self.num_workers, self.loader.get("prefetch_factor"))
+        self.caches.open(Wanted(one, name, reader) for name in stages for one in self._datasets[name])
+        for name in stages:
+            for one in self._datasets[name]:
+                self.caches[one].transform = self.transform if name == "train" else self.eval_transform
+
+    def train_dataloader(self) -> Any:
+        """The training loader, shuffled unless `loader` says otherwise; Lightning adds the DistributedSampler."""
+        return self._loaders("train")[0]
+
+    def val_dataloader(self) -> Any:
+        """One loader per validation set."""
+        return self._loaders("val")
+
+    def test_dataloader(self) -> Any:
+        """One loader per test set."""
+        return self._loaders("test")
+
+    def predict_dataloader(self) -> Any:
+        """One loader per set to predict on."""
+        return self._loaders("predict")
+
+    def _loaders(self, stage: str) -> list[DataLoader[Any]]:
+        if getattr(self, stage) is None:
+            return []
+        arguments: dict[str, Any] = {
+            "batch_size": self.batch_size,
+            "shuffle": stage == "train",
+            "num_workers": self.num_workers,
+            "persistent_workers": self.num_workers > 0,
+        } | self.loader
+        if stage != "train":
+            arguments |= {"shuffle": False, "drop_last": False}
+        return [DataLoader(self.caches[one], **arguments) for one in self._datasets[stage]]
+
+    def on_after_batch_transfer(self, batch: Any, dataloader_idx: int) -> Any:
+        """Run the batch transform of the stage, on the device."""
+        training = self.trainer is not None and self.trainer.training
+        transform = self.batch_transform if training else self.eval_batch_transform
+        if transform is None:
+            return batch
+        if isinstance(transform, torch.nn.Module) and self.trainer is not None:
+            transform.to(self.trainer.strategy.root_device)
+        return transform(batch)
+
+    def teardown(self, stage: str) -> None:
+        """Close the caches of the call, unless they are kept."""
+        self._end_call()
+
+    def on_exception(self, exception: BaseException) -> None:
+        """Close the caches of the call, unless they are kept; Lightning skips `teardown` after an exception."""
+        self._end_call()
+
+    def close(self) -> None:
+        """Close all caches, kept ones too."""
+        self.caches.close()
+        self._datasets.clear()
+
+    def _end_call(self) -> None:
+        self.caches.end_call()
+
+
+def cache_datamodule(
+    datamodule: M,
+    budget: int | float | str = "auto",
+    *,
+    stage_budgets: Mapping[str, int | float | str] | None = None,
+    allow_random: bool = False,
+    backend: BackendChoice = "auto",
+    on_error: OnError = "raise",
+    keep_cache: bool = False,
+) -> M:
+    """Cache the loaders of a DataModule, and return the same object.
+
+    Its loader hooks give the same loaders with cached datasets; class, hyperparameters, checkpoints and all other hooks
+    stay what they are. A dataset should be made once, in `setup` or `__init__`: one that is made anew in every call of
+    a loader hook starts with an empty cache each time.
+
+    Args:
+        datamodule: the user's own.
+        budget: memory per node, shared by the datasets of a Trainer call by their size; see `CachedDataset`.
+        stage_budgets: a budget of its own for some stages, for instance {"val": "1GiB"} or {"test": 0}.
+        allow_random: cache a random dataset as it is, with its first draw frozen.
+        backend: where the memory lies, see `CachedDataset`.
+        on_error: "raise" or "disable" when the memory cannot be had.
+        keep_cache: keep the caches between Trainer calls of this process, until `datamodule.caches.close()`.
+
+    Raises:
+        TypeError: what is given is no LightningDataModule, or caches already.
+        ValueError: an option that cannot be read.
+
+    Example:
+        >>> class Numbers(LightningDataModule):
+        ...     def __init__(self):
+        ...         super().__init__()
+        ...         self.numbers = [torch.tensor(i) for i in range(6)]
+        ...
+        ...     def train_dataloader(self):
+        ...         return DataLoader(self.numbers, batch_size=3)
+        >>> dm = cache_datamodule(Numbers(), budget="1MiB")
+        >>> [batch.tolist() for batch in dm.train_dataloader()]
+        [[0, 1, 2], [3, 4, 5]]
+        >>> dm.teardown("fit")
+    """
+    if not any(kind.__name__ == "LightningDataModule" for kind in type(datamodule).__mro__):  # of either package
+        raise TypeError(f"datamodule must be a LightningDataModule, got {type(datamodule).__name__}")
+    if isinstance(getattr(datamodule, "caches", None), CallCaches):
+        raise TypeError(f"datamodule must not be cached yet, got a {type(datamodule).__name__} that is")
+    caches = CallCaches(CacheOptions(budget, stage_budgets, allow_random, backend, on_error, keep_cache))
+    datamodule.caches = caches  # type: ignore[attr-defined]
+    CachedHooks(datamodule, caches).install()
+    return datamodule
+
+
+def _make(source: Source) -> Dataset[Any]:
+    return source() if callable(source) and not hasattr(source, "__getitem__") else source  # type: ignore[return-value]

@@ -1,0 +1,126 @@
+"""The Trainer's loaders: walk them, and make one anew around another dataset.
+
+Users hand Lightning a loader, or any nesting of dicts, lists and tuples of them, or a CombinedLoader. `rewrap` keeps
+that nesting. A loader cannot have its dataset swapped: Lightning re-creates loaders from their constructor's arguments
+to inject a DistributedSampler, and a swapped dataset is silently lost then. So a new loader is made, by keyword, from
+the attributes of the old one, of the same class; its sampler object is kept, since it only knows the length.
+"""
+
+from __future__ import annotations
+
+import inspect
+from collections.abc import Callable, Iterator, Mapping
+from typing import Any
+
+from lightning.pytorch.utilities.combined_loader import CombinedLoader
+from torch.utils.data import BatchSampler, ConcatDataset, DataLoader, Dataset, IterableDataset, Subset
+
+from lightning_stocache.loading.allocation import InFlight
+from lightning_stocache.loading.dataset import CachedDataset
+
+__all__ = ["cached_datasets", "in_flight", "loaders_in", "rewrap", "with_dataset"]
+
+_ALWAYS = ("num_workers", "collate_fn", "pin_memory", "timeout", "worker_init_fn", "generator", "in_order")
+_WITH_WORKERS = ("multiprocessing_context", "prefetch_factor", "persistent_workers")
+
+
+def loaders_in(loaders: Any) -> Iterator[DataLoader[Any]]:
+    """Every DataLoader in what a user gave the Trainer."""
+    if isinstance(loaders, DataLoader):
+        yield loaders
+    elif hasattr(loaders, "iterables"):  # CombinedLoader, of lightning.pytorch or of pytorch_lightning
+        yield from loaders_in(loaders.iterables)
+    elif isinstance(loaders, Mapping):
+        for one in loaders.values():
+            yield from loaders_in(one)
+    elif isinstance(loaders, list | tuple):
+        for one in loaders:
+            yield from loaders_in(one)
+
+
+def rewrap(loaders: Any, wrap: Callable[[DataLoader[Any]], DataLoader[Any]]) -> Any:
+    """The same nesting with every DataLoader replaced by `wrap(loader)`."""
+    if isinstance(loaders, DataLoader):
+        return wrap(loaders)
+    if hasattr(loaders, "iterables"):
+        return CombinedLoader(rewrap(loaders.iterables, wrap), getattr(loaders, "_mode", "max_size_cycle"))
+    if isinstance(loaders, Mapping):
+        return {name: rewrap(one, wrap) for name, one in loaders.items()}
+    if isinstance(loaders, list | tuple):
+        return type(loaders)([rewrap(one, wrap) for one in loaders])
+    return loaders
+
+
+def cached_datasets(loaders: Any) -> list[CachedDataset]:
+    """The CachedDatasets that the loaders read from, each once, through Subset and ConcatDataset."""
+    found: dict[int, CachedDataset] = {}
+    for loader in loaders_in(loaders):
+        for dataset in _inside(loader.dataset):
+            found[id(dataset)] = dataset
+    return list(found.values())
+
+
+def _inside(dataset: Dataset[Any]) -> Iterator[CachedDataset]:
+    if isinstance(dataset, CachedDataset):
+        yield dataset
+    elif isinstance(dataset, Subset):
+        yield from _inside(dataset.dataset)
+    elif isinstance(dataset, ConcatDataset):
+        for part in dataset.datasets:
+            yield from _inside(part)
+
+
+def in_flight(loader: DataLoader[Any]) -> InFlight:
+    """What a loader keeps in memory besides the cache."""
+    return InFlight(loader.batch_size or 1, loader.num_workers, loader.prefetch_factor)
+
+
+def with_dataset(loader: DataLoader[Any], dataset: Dataset[Any]) -> DataLoader[Any]:
+    """A loader of the same class and arguments that reads another dataset of the same length.
+
+    Raises:
+        TypeError: the loader reads an iterable-style dataset, or its class hides an argument that it needs.
+    """
+    if isinstance(loader.dataset, IterableDataset):
+        raise TypeError(
+            f"a loader around the iterable-style {type(loader.dataset).__name__} cannot be cached: without an index "
+            "there is nothing to cache by. Leave that stage out with stage_budgets, or use a map-style dataset"
+        )
+    names = _ALWAYS + (_WITH_WORKERS if loader.num_workers else ())
+    arguments = {name: getattr(loader, name) for name in names if hasattr(loader, name)}
+    if getattr(loader, "pin_memory_device", ""):
+        arguments["pin_memory_device"] = loader.pin_memory_device
+    if loader.batch_sampler is not None and (
+        loader.batch_size is None or type(loader.batch_sampler) is not BatchSampler
+    ):
+        arguments["batch_sampler"] = loader.batch_sampler
+    else:
+        arguments |= {"batch_size": loader.batch_size, "sampler": loader.sampler, "drop_last": loader.drop_last}
+    if type(loader) is DataLoader:
+        return DataLoader(dataset, **arguments)
+    return _of_subclass(loader, dataset, arguments)
+
+
+def _of_subclass(loader: DataLoader[Any], dataset: Dataset[Any], arguments: dict[str, Any]) -> DataLoader[Any]:
+    """A subclass is made from the arguments that it takes; its own ones are read from attributes of the same name."""
+    parameters = inspect.signature(type(loader).__init__).parameters
+    takes_all = any(one.kind is inspect.Parameter.VAR_KEYWORD for one in parameters.values())
+    own: dict[str, Any] = {}
+    for name, parameter in list(parameters.items())[1:]:
+        if parameter.kind in (inspect.Parameter.VAR_KEYWORD, inspect.Parameter.VAR_POSITIONAL):
+            continue
+        if name == "dataset":
+            own[name] = dataset
+        elif name in arguments:
+            own[name] = arguments[name]
+        elif name not in ("sampler", "batch_sampler", "batch_size", "shuffle", "drop_last") and hasattr(loader, name):
+            own[name] = getattr(loader, name)
+        elif parameter.default is inspect.Parameter.empty:
+            raise TypeError(
+                f"{type(loader).__name__} cannot be made anew around a cached dataset: its argument {name!r} is not "
+                "kept as an attribute. Wrap your dataset with CachedDataset where you make the loader instead"
+            )
+    if takes_all:
+        own |= {name: value for name, value in arguments.items() if name not in own}
+        own.setdefault("dataset", dataset)
+    return type(loader)(**own)

@@ -1,0 +1,56 @@
+"""What a user may say about the caches of a Trainer call. The three doors of Lightning take the same words."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+
+from lightning_stocache.loading.allocation import BackendChoice
+from lightning_stocache.loading.dataset import OnError
+from lightning_stocache.node.budget import Budget
+
+__all__ = ["STAGES", "CacheOptions"]
+
+STAGES = ("train", "val", "test", "predict")
+_BACKENDS = ("auto", "tmpfile", "memfd", "file")
+
+
+@dataclass(frozen=True)
+class CacheOptions:
+    """The options, checked.
+
+    Args:
+        budget: memory per node, shared by the datasets of a Trainer call by their size; see `CachedDataset`.
+        stage_budgets: a budget of its own for some stages, for instance {"val": "1GiB"} or {"test": 0}.
+        allow_random: cache random sources as they are, with their first draw frozen.
+        backend: where the memory lies, see `CachedDataset`.
+        on_error: "raise" or "disable" when the memory cannot be had.
+        keep_cache: keep the caches when the Trainer call ends, for the next call in this process.
+
+    Raises:
+        ValueError: an option that is none of these.
+    """
+
+    budget: int | float | str = "auto"
+    stage_budgets: Mapping[str, int | float | str] | None = None
+    allow_random: bool = False
+    backend: BackendChoice = "auto"
+    on_error: OnError = "raise"
+    keep_cache: bool = False
+    budgets: dict[str, Budget] = field(init=False)
+    """The budget of every pot; stages without one of their own share the pot ""."""
+
+    def __post_init__(self) -> None:
+        own = dict(self.stage_budgets or {})
+        if unknown := set(own) - set(STAGES):
+            raise ValueError(f"stage_budgets may name {', '.join(STAGES)}; got {', '.join(map(str, sorted(unknown)))}")
+        if self.backend not in _BACKENDS:
+            raise ValueError(f"backend must be one of {', '.join(_BACKENDS)}, got {self.backend!r}")
+        if self.on_error not in ("raise", "disable"):
+            raise ValueError(f"on_error must be 'raise' or 'disable', got {self.on_error!r}")
+        budgets = {stage: Budget.parse(budget) for stage, budget in own.items()}
+        object.__setattr__(self, "budgets", budgets | {"": Budget.parse(self.budget)})
+
+    def pot(self, stage: str) -> str:
+        """The pot that a stage's datasets draw on."""
+        return stage if stage in self.budgets else ""
