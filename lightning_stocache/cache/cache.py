@@ -75,13 +75,15 @@ class Slots(Protocol):
 class SharedCache:
     """A cache of samples in memory that the processes of a node share, lazily filled and never evicted.
 
-    Args: size_limit_gib: memory limit in GiB (a fraction will do), for the samples and one state byte per index of
-        the dataset. dataset_len: number of samples in the dataset. data_dims: shape of one sample, without the batch
-        dimension. dtype: dtype of the samples.
+    Args:
+        size_limit_gib: memory limit in GiB (a fraction will do), for the samples and one state byte per index.
+        dataset_len: number of samples in the dataset.
+        data_dims: shape of one sample, without the batch dimension.
+        dtype: dtype of the samples.
 
     Raises:
         ValueError: a limit below zero or a dataset without samples.
-        OSError: the system has no memory for the segment's header.
+        OSError: the system has no memory for the states of the slots.
 
     Example:
         >>> cache = SharedCache(size_limit_gib=1, dataset_len=10, data_dims=(3, 8, 8))
@@ -196,8 +198,7 @@ class SharedCache:
 
     def close(self) -> None:
         """Give the cache up in this process; the memory is free when all processes have."""
-        if not self.closed:
-            self.slots.close()
+        self.slots.close()  # also where another copy has closed the segment: these views are our own
         self.segment.close()
 
     # ---- the ancestor's interface ----
@@ -252,11 +253,15 @@ class SharedCache:
                     )
                 self.slots.state_bytes[slot] = EMPTY
                 fence()
-            self._publish(slot, rows)
+                self._store(slot, rows)  # its memory is reserved
+            else:
+                self._publish(slot, rows)
 
     def __getitem__(self, idx: int) -> Any:
-        """A copy of what lies in slot `idx`: zeroes where nothing has been stored."""
+        """A copy of what lies in slot `idx`: zeroes where nothing has been stored, for which memory is taken."""
         slot = range(len(self))[idx]
+        if self.slots.state_bytes[slot] != READY:
+            self.slots.reserve(slot)
         return self.spec.unflatten(self.slots.read(slot))
 
     def __setitem__(self, idx: int, value: Any) -> None:
@@ -273,11 +278,12 @@ class SharedCache:
     def array(self) -> torch.Tensor:
         """The slots themselves, `[slots, *data_dims]`: the one live view.
 
-        Writing to it goes past every check, and marks nothing as set.
+        Writing to it goes past every check, and marks nothing as set. Touching an empty slot takes memory; where there
+        is none the process dies of SIGBUS.
         """
         if len(self.spec.fields) != 1:
             raise TypeError(f"array needs samples of a single tensor; these have {len(self.spec.fields)} fields")
-        return self.spec.fields[0].batch(self.slots.table(0).reshape(len(self), -1))
+        return self.spec.fields[0].batch(self.slots.table(0).reshape(len(self), self.spec.nbytes))
 
     @property
     def aux_array(self) -> torch.Tensor:
@@ -308,7 +314,9 @@ class SharedCache:
         except OSError as error:
             if error.errno != errno.ENOSPC:
                 raise
-            if not self._retry_at:
+            if not self._retry_at and self.segment.lock(
+                len(self)
+            ):  # kept until this process ends: one warning per node
                 log.warning(
                     "the cache stops at %d of %d samples: no space left in %s. The others are loaded every time; "
                     "lower the budget, or enlarge the filesystem (Docker: --shm-size)",
@@ -316,10 +324,13 @@ class SharedCache:
                 )
             self._retry_at = time.monotonic() + _RETRY_SECONDS
             return False
+        self._store(slot, rows)
+        return True
+
+    def _store(self, slot: int, rows: list[torch.Tensor]) -> None:
         self.slots.write(slot, rows)
         fence()
         self.slots.state_bytes[slot] = READY
-        return True
 
 
 def get_shm_size() -> int:
@@ -334,4 +345,10 @@ def get_shm_size() -> int:
 
 
 def _new_segment(spec: SampleSpec, slots: int, backend: Backend | None) -> Segment:
-    return Segment.create(FieldSlots.bytes_for(spec.row_bytes, slots), backend)
+    segment = Segment.create(FieldSlots.bytes_for(spec.row_bytes, slots), backend)
+    try:
+        segment.reserve(0, slots)  # the states: they are read before anything is stored
+    except OSError:
+        segment.close()
+        raise
+    return segment

@@ -2,8 +2,9 @@
 
 Processes are told apart by a byte lock on the segment's lock file. It costs 1.5 us, works between ranks that were
 started separately, and the kernel frees it when its holder dies (a `multiprocessing.Lock` would stay locked for
-ever). POSIX locks do not tell threads apart; inside a process the dict does, whose `setdefault` is atomic. A fork may
-copy an entry of a thread that does not exist in the child: the child then leaves that slot to others.
+ever). POSIX locks do not tell threads apart; inside a process the dict does, whose `setdefault` is atomic. The dict
+belongs to the segment, so that two caches that were unpickled over one segment exclude each other, too; its entries
+carry the pid, because a fork may copy one of a thread that does not exist in the child.
 """
 
 from __future__ import annotations
@@ -17,6 +18,8 @@ from contextlib import contextmanager
 from lightning_stocache.node.segment import Segment
 
 __all__ = ["Claims"]
+
+_taken_here: weakref.WeakKeyDictionary[Segment, dict[tuple[int, int], object]] = weakref.WeakKeyDictionary()
 
 
 class Claims:
@@ -34,7 +37,7 @@ class Claims:
 
     def __init__(self, segment: Segment) -> None:
         self._segment = segment
-        self._taken: dict[int, object] = {}
+        self._taken = _taken_here.setdefault(segment, {})
 
     @contextmanager
     def trying(self, slot: int) -> Iterator[bool]:
@@ -57,14 +60,17 @@ class Claims:
             self._give_up(slot)
 
     def _take(self, slot: int, *, wait: bool) -> bool:
-        mine = object()
-        if self._taken.setdefault(slot, mine) is not mine:
+        key, mine = (os.getpid(), slot), object()
+        if self._taken.setdefault(key, mine) is not mine:
             return False
-        if self._segment.lock(slot, wait=wait):
-            return True
-        del self._taken[slot]
-        return False
+        locked = False
+        try:
+            locked = self._segment.lock(slot, wait=wait)
+        finally:
+            if not locked:
+                del self._taken[key]
+        return locked
 
     def _give_up(self, slot: int) -> None:
         self._segment.unlock(slot)
-        del self._taken[slot]
+        del self._taken[os.getpid(), slot]

@@ -19,7 +19,7 @@ from lightning_stocache.node.segment import Backend, Segment
 
 __all__ = ["Counters", "Counts"]
 
-_ROWS = 4096  # 512 KiB of addresses; only rows in use hold memory
+_ROWS = 1024  # 128 KiB, all of it reserved: a row that cannot be had, or read, must not end a training
 _COLUMNS = 16
 _ROW_BYTES = _COLUMNS * 8
 
@@ -97,8 +97,18 @@ class Counters:
 
     @classmethod
     def create(cls, rank: int = 0, backend: Backend | None = None) -> Counters:
-        """Make the rows; no process has one yet."""
-        return cls(Segment.create(_ROWS * _ROW_BYTES, backend), rank)
+        """Make the rows; no process has one yet.
+
+        Raises:
+            OSError: there is no memory for them.
+        """
+        segment = Segment.create(_ROWS * _ROW_BYTES, backend)
+        try:
+            segment.reserve(0, segment.size)
+        except OSError:
+            segment.close()
+            raise
+        return cls(segment, rank)
 
     def add(self, **counts: int) -> None:
         """Add to this process's row, by the names of `Counts`. 0.2 us per number."""
@@ -116,9 +126,7 @@ class Counters:
         total = Counts()
         for row in range(0, _ROWS * _COLUMNS, _COLUMNS):
             owner = self._numbers[row]
-            if owner == 0:  # rows are taken in order: the rest is unused
-                break
-            if rank is None or owner == rank + 1:
+            if owner and rank in (None, owner - 1):
                 total += Counts(*self._numbers[row + 1 : row + 1 + len(_NAMES)])
         return total
 
@@ -132,7 +140,6 @@ class Counters:
             row = number * _COLUMNS
             if self._numbers[row] in (0, self.rank + 1) and self.segment.lock(number):
                 if self._numbers[row] == 0:
-                    self.segment.reserve(number * _ROW_BYTES, _ROW_BYTES)
                     self._numbers[row] = self.rank + 1
                 if self._numbers[row] == self.rank + 1:
                     return row

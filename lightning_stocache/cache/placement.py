@@ -53,6 +53,8 @@ class Arc:
             raise ValueError(f"slots must be between 0 and size={self.size}, got {self.slots}")
         if not 0 <= self.start < max(self.size, 1):
             raise ValueError(f"start must be below size={self.size}, got {self.start}")
+        if self.size * self.step >= 2**63:
+            raise ValueError(f"size * step must stay below 2**63, got size={self.size}, step={self.step}")
         if math.gcd(self.step, self.size) != 1:
             raise ValueError(f"step must have no common divisor with size={self.size}, got {self.step}")
 
@@ -63,7 +65,7 @@ class Arc:
 
     def slots_of(self, indices: torch.Tensor) -> torch.Tensor:
         """The slots of many indices, int64 of the same shape, NO_SLOT where there is none."""
-        slots = (indices * self.step - self.start).remainder_(self.size)
+        slots = (indices.long() * self.step - self.start).remainder_(self.size)
         return slots if self.slots == self.size else slots.masked_fill_(slots >= self.slots, NO_SLOT)
 
 

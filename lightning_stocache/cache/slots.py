@@ -51,12 +51,11 @@ class FieldSlots:
         return list(_starts([*row_bytes, 0], count))[-1]
 
     def reserve(self, slot: int) -> None:
-        """Have the kernel promise a slot's memory.
+        """Have the kernel promise the memory of a slot's rows; that of the states was promised when the cache was made.
 
         Raises:
             OSError: there is none left (ENOSPC).
         """
-        self._segment.reserve(slot, 1)
         for start, nbytes in zip(self._starts, self._row_bytes, strict=True):
             if nbytes:
                 self._segment.reserve(start + slot * nbytes, nbytes)
@@ -91,7 +90,7 @@ class FieldSlots:
     def clear(self) -> None:
         """Empty all slots and give their memory back."""
         self.states.zero_()
-        self._segment.discard()
+        self._segment.discard(self.count)
 
     def close(self) -> None:
         """Drop all views, without which the segment cannot be unmapped."""

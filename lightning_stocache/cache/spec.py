@@ -1,10 +1,9 @@
 """What a sample looks like: the fields of the first one, to which all others are held.
 
-A sample is any nesting of dict, tuple, list and namedtuple around leaves. A leaf is a tensor (subclasses with their
-attributes included), a NumPy array or number, a Python int, float, complex or bool, or None. `flatten` checks a
-sample against the spec and gives the bytes of each leaf, uint8 and contiguous; `unflatten` makes the sample anew from
-such bytes, `split` makes many at once from the rows of a gather. What comes out has the structure, types, dtypes and
-values of what went in. Strides do not survive: what comes out is contiguous.
+A sample is any nesting of dict, OrderedDict, tuple, list and namedtuple around leaves, which `field` describes.
+`flatten` checks a sample against the spec and gives the bytes of each leaf, uint8 and contiguous; `unflatten` makes the
+sample anew from such bytes, `split` makes many at once from the rows of a gather. What comes out has the structure,
+types, dtypes and values of what went in; a dict has the key order of the first sample.
 
 Nothing is ever cast, broadcast or cut to fit: a sample that differs is an error which names the index and the field.
 """
@@ -13,118 +12,18 @@ from __future__ import annotations
 
 import collections
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, replace
 from typing import Any
 
-import numpy as np
 import torch
 
-__all__ = ["Field", "SampleMismatchError", "SampleSpec", "UnsupportedSampleError"]
+from lightning_stocache.cache.field import Field, UnsupportedSampleError, named, type_name
 
-_NUMBERS: dict[type, torch.dtype] = {
-    bool: torch.bool,
-    int: torch.int64,
-    float: torch.float64,
-    complex: torch.complex128,
-}
-
-
-class UnsupportedSampleError(TypeError):
-    """A sample holds something that has no fixed number of bytes."""
+__all__ = ["SampleMismatchError", "SampleSpec"]
 
 
 class SampleMismatchError(ValueError):
     """A sample differs from the spec in structure, type, dtype, shape or attributes."""
-
-
-@dataclass(frozen=True)
-class Field:
-    """One leaf of a sample: its place, its type, and how its bytes are read."""
-
-    path: str
-    kind: type[Any]
-    dtype: torch.dtype | np.dtype[Any] | None = None
-    shape: tuple[int, ...] = ()
-    attributes: dict[str, Any] = field(
-        default_factory=dict
-    )  # of a tensor subclass: the format of bounding boxes, for instance
-
-    @property
-    def nbytes(self) -> int:
-        """Bytes of one sample's leaf."""
-        return 0 if self.dtype is None else self.dtype.itemsize * int(np.prod(self.shape))
-
-    @classmethod
-    def of(cls, path: str, leaf: Any) -> Field:
-        """Describe a leaf.
-
-        Raises:
-            UnsupportedSampleError: it cannot be kept in a slot of fixed size; the message says what to return instead.
-        """
-        kind = type(leaf)
-        if leaf is None:
-            return cls(path, kind)
-        if kind in _NUMBERS:
-            return cls(path, kind, _NUMBERS[kind])
-        if isinstance(leaf, torch.Tensor):
-            if advice := _tensor_trouble(leaf):
-                raise UnsupportedSampleError(f"{_named(path)} is a tensor that {advice}")
-            return cls(path, kind, leaf.dtype, tuple(leaf.shape), dict(leaf.__dict__))
-        if kind is np.ndarray or isinstance(leaf, (np.memmap, np.generic)):
-            if leaf.dtype.kind in "OSUV":
-                raise UnsupportedSampleError(
-                    f"{_named(path)} is a NumPy array of dtype {leaf.dtype}; return numbers instead"
-                )
-            return cls(path, np.ndarray if isinstance(leaf, np.ndarray) else kind, leaf.dtype, leaf.shape)
-        raise UnsupportedSampleError(
-            f"{_named(path)} is a {_type_name(kind)}, which has no fixed size; {_advice(kind)}"
-        )
-
-    def encode(self, leaf: Any) -> torch.Tensor:
-        """The bytes of a leaf that agrees with this field, uint8 `[nbytes]`."""
-        if isinstance(leaf, torch.Tensor):
-            plain = leaf.as_subclass(torch.Tensor).resolve_conj().resolve_neg()
-            return plain.contiguous().reshape(-1).view(torch.uint8)
-        if self.dtype is None:
-            return torch.empty(0, dtype=torch.uint8)
-        if isinstance(self.dtype, torch.dtype):
-            return torch.tensor([leaf], dtype=self.dtype).view(torch.uint8)
-        array = np.array(leaf, order="C", ndmin=1)  # a copy: torch warns about arrays that cannot be written to
-        return torch.from_numpy(array.reshape(-1).view(np.uint8))
-
-    def decode(self, rows: torch.Tensor) -> list[Any]:
-        """The leaves of many samples from their bytes, uint8 `[samples, nbytes]`, which they then own."""
-        samples = len(rows)
-        if self.dtype is None:
-            return [None] * samples
-        if isinstance(self.dtype, np.dtype):
-            array = rows.numpy().reshape(-1).view(self.dtype).reshape(samples, *self.shape)
-            return list(array) if self.shape or self.kind is not np.ndarray else [array[i, ...] for i in range(samples)]
-        batch = self.batch(rows)
-        if self.kind in _NUMBERS:
-            return batch.tolist()
-        leaves = batch.unbind(0)
-        return (
-            list(leaves)
-            if self.kind is torch.Tensor and not self.attributes
-            else [self._dress(leaf) for leaf in leaves]
-        )
-
-    def batch(self, rows: torch.Tensor) -> torch.Tensor:
-        """The same as one tensor `[samples, *shape]` over the same memory; for fields with a torch dtype."""
-        assert isinstance(self.dtype, torch.dtype)
-        return rows.reshape(-1).view(self.dtype).reshape(len(rows), *self.shape)
-
-    def _dress(self, leaf: torch.Tensor) -> torch.Tensor:
-        dressed: torch.Tensor = leaf.as_subclass(self.kind)
-        dressed.__dict__.update(self.attributes)
-        return dressed
-
-    def __str__(self) -> str:
-        if self.dtype is None or self.kind in _NUMBERS:
-            return _type_name(self.kind)
-        attributes = "".join(f", {name}={value!r}" for name, value in self.attributes.items())
-        return f"{_type_name(self.kind)} of dtype {self.dtype} and shape {self.shape}{attributes}"
 
 
 @dataclass(frozen=True)
@@ -133,7 +32,30 @@ class _Branch:
 
     kind: type[Any]
     keys: tuple[Any, ...] | None
-    children: tuple[_Branch | int, ...]
+    children: tuple[_Branch | int, ...] = ()
+
+    def parts(self, node: Any) -> Sequence[Any]:
+        """What hangs below a container of this kind."""
+        return node if self.keys is None else [node[key] for key in self.keys]
+
+    def steps(self, parts: int) -> list[str]:
+        """How one goes to each of them in Python."""
+        if self.keys is not None:
+            return [f"[{key!r}]" for key in self.keys]
+        names = getattr(self.kind, "_fields", None)
+        return [f"[{number}]" for number in range(parts)] if names is None else [f".{name}" for name in names]
+
+    def difference(self, node: Any) -> tuple[str, str] | None:
+        """What was expected and what came, unless they agree."""
+        if node.__class__ is not self.kind:
+            return f"a {type_name(self.kind)} of {len(self.children)}", f"a {type_name(type(node))}"
+        if self.keys is not None:
+            ordered = self.kind is collections.OrderedDict  # two of them with another order are not equal
+            if tuple(node) != self.keys if ordered else node.keys() != set(self.keys):
+                return f"a {type_name(self.kind)} with the keys {list(self.keys)}", f"the keys {list(node)}"
+        elif len(node) != len(self.children):
+            return f"a {type_name(self.kind)} of {len(self.children)}", f"one of {len(node)}"
+        return None
 
     def build(self, children: list[Any]) -> Any:
         if self.keys is not None:
@@ -145,9 +67,10 @@ class _Branch:
 class SampleSpec:
     """The structure and fields that all samples of a cached source have. Make it from a sample with `infer`.
 
-    Raises: UnsupportedSampleError: (`infer`) a leaf has no fixed size: images of PIL, strings, objects.
+    Raises:
+        UnsupportedSampleError: (`infer`) a leaf has no fixed size: images of PIL, strings, objects.
         SampleMismatchError: (`flatten`) a sample differs; the message names index, field, what was expected and what
-        came.
+            came.
 
     Example:
         >>> spec = SampleSpec.infer({"image": torch.zeros(3, 8, 8, dtype=torch.uint8), "label": 7})
@@ -168,17 +91,14 @@ class SampleSpec:
         def grow(node: Any, path: str) -> _Branch | int:
             kind = type(node)
             if kind in (dict, collections.OrderedDict):
-                children = tuple(grow(child, f"{path}[{key!r}]") for key, child in node.items())
-                return _Branch(kind, tuple(node), children)
-            if kind in (tuple, list) or (isinstance(node, tuple) and hasattr(kind, "_fields")):
-                names = (
-                    [f".{name}" for name in kind._fields]
-                    if hasattr(kind, "_fields")
-                    else [f"[{i}]" for i in range(len(node))]
-                )
-                return _Branch(
-                    kind, None, tuple(grow(child, path + name) for name, child in zip(names, node, strict=True))
-                )
+                branch = _Branch(kind, tuple(node))
+            elif kind in (tuple, list) or (isinstance(node, tuple) and hasattr(kind, "_fields")):
+                branch = _Branch(kind, None)
+            else:
+                branch = None
+            if branch is not None:
+                children = zip(branch.steps(len(node)), branch.parts(node), strict=True)
+                return replace(branch, children=tuple(grow(child, path + step) for step, child in children))
             fields.append(Field.of(path, node))
             return len(fields) - 1
 
@@ -204,11 +124,11 @@ class SampleSpec:
         rows: list[torch.Tensor] = []
         for field_, leaf in zip(self.fields, self._leaves(self.tree, sample, "", index), strict=True):
             try:
-                same = _agrees(field_, leaf) or Field.of(field_.path, leaf) == field_
+                came = None if field_.agrees(leaf) else str(Field.of(field_.path, leaf))
             except UnsupportedSampleError as error:
-                raise SampleMismatchError(_mismatch(index, field_.path, str(field_), str(error))) from None
-            if not same:
-                raise SampleMismatchError(_mismatch(index, field_.path, str(field_), str(Field.of(field_.path, leaf))))
+                came = str(error)
+            if came is not None:
+                raise SampleMismatchError(_mismatch(index, field_.path, str(field_), came))
             try:
                 rows.append(field_.encode(leaf))
             except (OverflowError, RuntimeError) as error:
@@ -240,73 +160,18 @@ class SampleSpec:
         if isinstance(node, int):
             yield sample
             return
-        if sample.__class__ is not node.kind or len(sample) != len(node.children):
-            expected = f"a {_type_name(node.kind)} of {len(node.children)}"
-            came = f"a {_type_name(type(sample))}" + (f" of {len(sample)}" if hasattr(sample, "__len__") else "")
-            raise SampleMismatchError(_mismatch(index, path, expected, came))
-        if node.keys is not None:
-            if missing := [key for key in node.keys if key not in sample]:
-                raise SampleMismatchError(
-                    _mismatch(index, path, f"the keys {list(node.keys)}", f"{list(sample)} (without {missing})")
-                )
-            children: Sequence[Any] = [sample[key] for key in node.keys]
-        else:
-            children = sample
-        for number, (branch, child) in enumerate(zip(node.children, children, strict=True)):
-            yield from self._leaves(
-                branch, child, f"{path}[{number if node.keys is None else repr(node.keys[number])}]", index
-            )
-
-
-def _agrees(field_: Field, leaf: Any) -> bool:
-    """The quick yes for what nearly all samples are: the same plain tensor or number again."""
-    if leaf.__class__ is not field_.kind:
-        return False
-    if field_.kind is torch.Tensor:
-        plain = (
-            leaf.layout is torch.strided and leaf.device.type == "cpu" and not leaf.requires_grad and not leaf.__dict__
-        )
-        return plain and leaf.dtype == field_.dtype and leaf.shape == field_.shape and not field_.attributes
-    return field_.kind in _NUMBERS or leaf is None
-
-
-def _tensor_trouble(leaf: torch.Tensor) -> str | None:
-    if leaf.layout is not torch.strided or leaf.is_quantized or leaf.is_nested:
-        return "is not dense; return it with .to_dense()"
-    if leaf.device.type != "cpu":
-        return f"lies on {leaf.device}; return it with .cpu() and move batches to the device instead"
-    if leaf.requires_grad:
-        return "requires grad; return it with .detach()"
-    if any(isinstance(value, torch.Tensor | np.ndarray) for value in leaf.__dict__.values()):
-        return "carries other tensors as attributes; return them as fields of their own"
-    return None
-
-
-def _advice(kind: type) -> str:
-    if kind.__module__.split(".")[0] == "PIL":
-        return "return a tensor of one size, for instance by torchvision.transforms.v2.functional.pil_to_tensor"
-    if issubclass(kind, str | bytes):
-        return "return a number for it (the class index), or a tensor of fixed length"
-    if issubclass(kind, int | float | complex):
-        return f"return a plain {next(base.__name__ for base in kind.__mro__ if base in _NUMBERS)} instead"
-    if issubclass(kind, dict):
-        return "return a plain dict instead"
-    return "return tensors, NumPy arrays or numbers, in dicts, tuples, lists or namedtuples"
+        if difference := node.difference(sample):
+            raise SampleMismatchError(_mismatch(index, path, *difference))
+        for number, (branch, child) in enumerate(zip(node.children, node.parts(sample), strict=True)):
+            if isinstance(branch, int):
+                yield child
+            else:
+                yield from self._leaves(branch, child, path + node.steps(len(node.children))[number], index)
 
 
 def _mismatch(index: int | None, path: str, expected: str, came: str) -> str:
     sample = "a sample" if index is None else f"sample {index}"
     return (
-        f"{sample}: {_named(path)} must be {expected}, as in the first sample; got {came}. "
+        f"{sample}: {named(path)} must be {expected}, as in the first sample; got {came}. "
         "All samples of a cached source have one structure, dtype and shape: convert, resize or pad them in the source"
-    )
-
-
-def _named(path: str) -> str:
-    return f"field {path}" if path else "the sample"
-
-
-def _type_name(kind: type) -> str:
-    return (
-        kind.__name__ if kind.__module__ in ("builtins", "torch", "numpy") else f"{kind.__module__}.{kind.__qualname__}"
     )

@@ -136,7 +136,7 @@ class NodeGroup:
         return outcome
 
     def _agree(self, work: Callable[[], Any] | None) -> list[Any]:
-        """Every rank's result, which must be plain values: what cannot be pickled here would leave the others waiting."""
+        """Every rank's result. Plain values only: what cannot be pickled here would leave the others waiting."""
         result: Any = None
         failure: Exception | None = None
         try:

@@ -16,8 +16,8 @@ Who does what, in this order:
 4. `close` gives up this process's mapping. The memory is free when the last process has closed or died, by SIGKILL too:
    a file without a name cannot be left behind.
 
-A page that nobody has reserved must not be read through the mapping either: the kernel takes one for the read, and where
-there is none the reader dies of SIGBUS, too.
+A page that nobody has reserved must not be read through the mapping either: the kernel takes one for the read, and
+where there is none the reader dies of SIGBUS, too.
 
 Backends: `tmpfile` (O_TMPFILE in /dev/shm), `memfd` (where /dev/shm is small, as Docker's 64 MiB is) and `file`, a
 named file that carries a shared `flock` as long as anybody uses it: the fallback for ranks in different pid
@@ -85,6 +85,7 @@ class Segment:
         locks: descriptor of the lock file, likewise.
         size: payload bytes, the header not counted.
         path: the file's name, if it has one.
+        owned: whether this process takes the name away at the latest when it closes the segment or ends.
 
     Raises:
         ValueError: the file is not a segment.
@@ -98,11 +99,11 @@ class Segment:
         >>> segment.close()
     """
 
-    def __init__(self, data: int, locks: int, size: int, path: str | None = None) -> None:
+    def __init__(self, data: int, locks: int, size: int, path: str | None = None, *, owned: bool = False) -> None:
         self.size = size
         self.path = path
         self._data, self._locks = data, locks
-        self._own_names: list[str] = []  # what the creator takes away at the latest when it closes or ends
+        self._own_names = [path, path + ".locks"] if owned and path else []
         self._map: mmap.mmap | None = None
         self._finalizer = weakref.finalize(self, _give_up, data, locks, self._own_names, os.getpid())
         try:
@@ -139,9 +140,7 @@ class Segment:
             _reserve(data, 0, HEADER_BYTES)
             os.pwrite(data, _MAGIC + os.urandom(_TOKEN_BYTES), 0)
             undo.pop_all()
-        segment = cls(data, locks, size, path)
-        segment._own_names += [] if path is None else [path, path + ".locks"]
-        return segment
+        return cls(data, locks, size, path, owned=True)
 
     @classmethod
     def attach(cls, handle: SegmentHandle) -> Segment:

@@ -1,0 +1,179 @@
+"""One leaf of a sample: what it is, and how its bytes are read and written.
+
+A leaf is a tensor (subclasses with their attributes included), a NumPy array or number, a Python int, float, complex or
+bool, or None. Its bytes are those of its values in row order; dtype, shape, type and attributes are the same for all
+samples and lie in the `Field`. What comes out has the type, dtype and values of what went in, bit for bit. Not
+promised: strides (what comes out is contiguous), and `numpy.memmap`, which comes out as the array that it is.
+"""
+
+from __future__ import annotations
+
+import copy
+from dataclasses import dataclass, field
+from typing import Any
+
+import numpy as np
+import torch
+
+__all__ = ["Field", "UnsupportedSampleError", "named", "type_name"]
+
+_NUMBERS: dict[type, torch.dtype] = {
+    bool: torch.bool,
+    int: torch.int64,
+    float: torch.float64,
+    complex: torch.complex128,
+}
+
+
+class UnsupportedSampleError(TypeError):
+    """A sample holds something that has no fixed number of bytes."""
+
+
+@dataclass(frozen=True)
+class Field:
+    """One leaf of a sample: its place, its type, and how its bytes are read.
+
+    Args:
+        path: where in the sample it is, as one would write it in Python: `['image']`.
+        kind: its type.
+        dtype: of torch or NumPy; None for None.
+        shape: empty for numbers.
+        attributes: of a tensor subclass: the format of bounding boxes, for instance.
+
+    Example:
+        >>> field = Field.of("[0]", torch.zeros(2, dtype=torch.int16))
+        >>> field.nbytes, str(field)
+        (4, 'Tensor of dtype torch.int16 and shape (2,)')
+    """
+
+    path: str
+    kind: type[Any]
+    dtype: torch.dtype | np.dtype[Any] | None = None
+    shape: tuple[int, ...] = ()
+    attributes: dict[str, Any] = field(default_factory=dict)
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes of one sample's leaf."""
+        return 0 if self.dtype is None else self.dtype.itemsize * int(np.prod(self.shape))
+
+    @classmethod
+    def of(cls, path: str, leaf: Any) -> Field:
+        """Describe a leaf.
+
+        Raises:
+            UnsupportedSampleError: it cannot be kept in a slot of fixed size; the message says what to return instead.
+        """
+        kind = type(leaf)
+        if leaf is None:
+            return cls(path, kind)
+        if kind in _NUMBERS:
+            return cls(path, kind, _NUMBERS[kind])
+        if isinstance(leaf, torch.Tensor):
+            if advice := _tensor_trouble(leaf):
+                raise UnsupportedSampleError(f"{named(path)} is a tensor that {advice}")
+            return cls(path, kind, leaf.dtype, tuple(leaf.shape), copy.deepcopy(leaf.__dict__))
+        if kind is np.ndarray or isinstance(leaf, (np.memmap, np.generic)):
+            if leaf.dtype.kind in "OSUV":
+                raise UnsupportedSampleError(
+                    f"{named(path)} is a NumPy array of dtype {leaf.dtype}; return numbers instead"
+                )
+            return cls(path, np.ndarray if isinstance(leaf, np.ndarray) else kind, leaf.dtype, leaf.shape)
+        raise UnsupportedSampleError(f"{named(path)} is a {type_name(kind)}, which cannot be cached; {_advice(kind)}")
+
+    def agrees(self, leaf: Any) -> bool:
+        """Whether a leaf is of this field.
+
+        Raises:
+            UnsupportedSampleError: it could be of no field.
+        """
+        if leaf.__class__ is self.kind:  # quickly, what nearly all samples are: a plain tensor or a number
+            if self.kind is torch.Tensor and leaf.layout is torch.strided and leaf.device.type == "cpu":
+                quick = not (leaf.requires_grad or leaf.__dict__ or self.attributes or leaf.is_quantized)
+                if quick and leaf.dtype == self.dtype and leaf.shape == self.shape:
+                    return True
+            elif self.kind in _NUMBERS or leaf is None:
+                return True
+        return Field.of(self.path, leaf) == self
+
+    def encode(self, leaf: Any) -> torch.Tensor:
+        """The bytes of a leaf that agrees with this field, uint8 `[nbytes]`."""
+        if isinstance(leaf, torch.Tensor):
+            plain = leaf.as_subclass(torch.Tensor).resolve_conj().resolve_neg()
+            return plain.contiguous().reshape(-1).view(torch.uint8)
+        if self.dtype is None:
+            return torch.empty(0, dtype=torch.uint8)
+        if isinstance(self.dtype, torch.dtype):
+            return torch.tensor([leaf], dtype=self.dtype).view(torch.uint8)
+        array = np.array(leaf, order="C", ndmin=1)  # a copy: torch warns about arrays that cannot be written to
+        return torch.from_numpy(array.reshape(-1).view(np.uint8))
+
+    def decode(self, rows: torch.Tensor) -> list[Any]:
+        """The leaves of many samples from their bytes, uint8 `[samples, nbytes]`, which they then own."""
+        samples = len(rows)
+        if self.dtype is None:
+            return [None] * samples
+        if isinstance(self.dtype, np.dtype):
+            array = rows.numpy().reshape(-1).view(self.dtype).reshape(samples, *self.shape)
+            return list(array) if self.shape or self.kind is not np.ndarray else [array[i, ...] for i in range(samples)]
+        batch = self.batch(rows)
+        if self.kind in _NUMBERS:
+            return batch.tolist()
+        leaves = batch.unbind(0)
+        return (
+            list(leaves)
+            if self.kind is torch.Tensor and not self.attributes
+            else [self._dress(leaf) for leaf in leaves]
+        )
+
+    def batch(self, rows: torch.Tensor) -> torch.Tensor:
+        """The same as one tensor `[samples, *shape]` over the same memory; for fields with a torch dtype."""
+        assert isinstance(self.dtype, torch.dtype)
+        return rows.reshape(-1).view(self.dtype).reshape(len(rows), *self.shape)
+
+    def _dress(self, leaf: torch.Tensor) -> torch.Tensor:
+        dressed: torch.Tensor = leaf.as_subclass(self.kind)
+        dressed.__dict__.update(copy.deepcopy(self.attributes))  # who changes a sample in place changes only that one
+        return dressed
+
+    def __str__(self) -> str:
+        if self.dtype is None or self.kind in _NUMBERS:
+            return type_name(self.kind)
+        attributes = "".join(f", {name}={value!r}" for name, value in self.attributes.items())
+        return f"{type_name(self.kind)} of dtype {self.dtype} and shape {self.shape}{attributes}"
+
+
+def _tensor_trouble(leaf: torch.Tensor) -> str | None:
+    if leaf.layout is not torch.strided or leaf.is_quantized or leaf.is_nested:
+        return "is not dense; return it with .to_dense()"
+    if leaf.device.type != "cpu":
+        return f"lies on {leaf.device}; return it with .cpu() and move batches to the device instead"
+    if leaf.requires_grad:
+        return "requires grad; return it with .detach()"
+    if any(isinstance(value, torch.Tensor | np.ndarray) for value in leaf.__dict__.values()):
+        return "carries other tensors as attributes; return them as fields of their own"
+    return None
+
+
+def _advice(kind: type) -> str:
+    if kind.__module__.split(".")[0] == "PIL":
+        return "return a tensor of one size, for instance by torchvision.transforms.v2.functional.pil_to_tensor"
+    if issubclass(kind, str | bytes):
+        return "return a number for it (the class index), or a tensor of fixed length"
+    if issubclass(kind, int | float | complex):
+        return f"return a plain {next(base.__name__ for base in kind.__mro__ if base in _NUMBERS)} instead"
+    if issubclass(kind, dict):
+        return "return a plain dict instead"
+    return "return tensors, NumPy arrays or numbers, in dicts, tuples, lists or namedtuples"
+
+
+def named(path: str) -> str:
+    """A place in a sample, for messages."""
+    return f"field {path}" if path else "the sample"
+
+
+def type_name(kind: type) -> str:
+    """A type as its user knows it, for messages."""
+    return (
+        kind.__name__ if kind.__module__ in ("builtins", "torch", "numpy") else f"{kind.__module__}.{kind.__qualname__}"
+    )
