@@ -28,7 +28,8 @@ from lightning_stocache.cache.counters import Counters
 from lightning_stocache.cache.placement import Arc, Ring
 from lightning_stocache.cache.spec import SampleSpec
 from lightning_stocache.loading.allocation import BackendChoice, Request, allocate
-from lightning_stocache.loading.split import Cut, split
+from lightning_stocache.loading.cut import Cut
+from lightning_stocache.loading.split import split
 from lightning_stocache.node.budget import Budget
 from lightning_stocache.node.group import NodeGroup
 from lightning_stocache.node.segment import Backend, Segment, SegmentHandle

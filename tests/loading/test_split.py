@@ -22,7 +22,8 @@ from torchvision import tv_tensors
 from torchvision.datasets import FakeData, ImageFolder, VisionDataset
 from torchvision.transforms import v2
 
-from lightning_stocache.loading.split import Cut, Split, Tail, split
+from lightning_stocache.loading.cut import Cut, Tail
+from lightning_stocache.loading.split import Split, split
 
 Pair = namedtuple("Pair", "image label")
 
