@@ -1,0 +1,188 @@
+"""What is free: the memory that a cache on this node may take at all.
+
+`FreeMemory.measure` asks the kernel, once, when a cache opens: the bytes free in the backend's filesystem,
+MemAvailable, and the headroom of this process's memory cgroup and of all its visible parents, v1 and v2. What cannot
+be read is unknown and limits nothing.
+
+Filesystem and cgroup fail differently. A full /dev/shm is an error that a slot's reservation reports; above a
+cgroup's limit the kernel kills (measured: `posix_fallocate` beyond it ends in SIGKILL, not ENOSPC). So a limit
+cannot be found by trying: it is read here, before any memory is taken.
+"""
+
+from __future__ import annotations
+
+import os
+import re
+import shutil
+from collections.abc import Iterator
+from dataclasses import dataclass
+from pathlib import Path, PurePosixPath
+from typing import NamedTuple
+
+__all__ = ["FreeMemory"]
+
+
+@dataclass(frozen=True)
+class FreeMemory:
+    """What is free, in bytes, seen from three sides; None where there is no such limit or it cannot be known.
+
+    Args:
+        filesystem: Free in the filesystem that holds the cache; None for memory that no filesystem limits (memfd).
+        available: What the machine can give without swapping (MemAvailable).
+        cgroup: What this process's cgroup, or the tightest of its parents, still lets it have.
+        directory: The folder that `filesystem` speaks of, for messages.
+
+    Example:
+        >>> free = FreeMemory(filesystem=64 * 2**20, available=8 * 2**30, cgroup=None, directory="/dev/shm")
+        >>> free.bytes, free.limited_by
+        (67108864, '/dev/shm')
+    """
+
+    filesystem: int | None
+    available: int | None
+    cgroup: int | None
+    directory: str | None = None
+
+    @classmethod
+    def measure(cls, directory: str | None, root: Path = Path("/")) -> FreeMemory:
+        """Ask the kernel.
+
+        Args:
+            directory: Where the cache's file will lie, as it is (not below `root`); None for memory that no filesystem
+                limits (memfd).
+            root: Where `proc` and `sys` are found; another one is for tests.
+        """
+        return cls(_filesystem_free(directory), _memory_available(root), _cgroup_headroom(root), directory)
+
+    @property
+    def bytes(self) -> int:
+        """The smallest of the limits that are known; 0 if none is, because nothing is then safe."""
+        return self._tightest[0]
+
+    @property
+    def limited_by(self) -> str:
+        """The smallest limit, in words."""
+        return self._tightest[1]
+
+    @property
+    def _tightest(self) -> tuple[int, str]:
+        limits = (
+            (self.filesystem, self.directory or "the filesystem"),
+            (self.cgroup, "the cgroup's memory limit"),
+            (self.available, "MemAvailable"),
+        )
+        known = [(size, name) for size, name in limits if size is not None]
+        return min(known, key=lambda limit: limit[0], default=(0, "memory that cannot be measured here"))
+
+
+def _filesystem_free(directory: str | None) -> int | None:
+    if directory is None:
+        return None
+    try:
+        usage = shutil.disk_usage(directory)  # what an unprivileged process may use; exists on every system
+    except OSError:
+        return None
+    return usage.free if usage.total else None  # a tmpfs mounted with size=0 has no limit, and says so by a size of 0
+
+
+def _memory_available(root: Path) -> int | None:
+    for line in _lines(root / "proc/meminfo"):
+        if found := re.match(r"MemAvailable:\s*([0-9]+) kB", line):
+            return int(found[1]) * 1024
+    # macOS says only how much memory there is. Half of it is a guess that leaves the rest to everything else.
+    for name, share in (("SC_AVPHYS_PAGES", 1), ("SC_PHYS_PAGES", 2)):
+        try:
+            pages, page_bytes = os.sysconf(name), os.sysconf("SC_PAGE_SIZE")
+        except (AttributeError, ValueError, OSError):  # Windows has no sysconf, macOS not every name
+            continue
+        if pages > 0 and page_bytes > 0:
+            return pages * page_bytes // share
+    return None
+
+
+class _Hierarchy(NamedTuple):
+    """How one version of cgroups is mounted and named."""
+
+    filesystem: str
+    usual_mount: str
+    limits: tuple[str, ...]
+    usage: str
+    reclaimable: str
+
+
+_HIERARCHIES = (
+    # memory.high does not kill, but above it the kernel throttles: for ever, as it can reclaim no cache without swap.
+    _Hierarchy("cgroup2", "sys/fs/cgroup", ("memory.max", "memory.high"), "memory.current", "inactive_file"),
+    # Without "total_" v1 leaves out the children, whose pages are in the usage.
+    _Hierarchy(
+        "cgroup", "sys/fs/cgroup/memory", ("memory.limit_in_bytes",), "memory.usage_in_bytes", "total_inactive_file"
+    ),
+)
+
+
+def _cgroup_headroom(root: Path) -> int | None:
+    """The minimum over this process's cgroup and its parents, of both versions: a hybrid system mounts both."""
+    rooms = (_headroom(kind, folder) for kind in _HIERARCHIES for folder in _cgroup_folders(kind, root))
+    return min((room for room in rooms if room is not None), default=None)
+
+
+def _headroom(kind: _Hierarchy, folder: Path) -> int | None:
+    limits = [limit for name in kind.limits if (limit := _number(folder / name)) is not None]
+    # v1 says "unlimited" by the largest multiple of a page below 2**63.
+    limit = min((limit for limit in limits if limit < 2**60), default=None)
+    usage = _number(folder / kind.usage)
+    if limit is None or usage is None:
+        return None
+    # Page cache that nobody used lately is dropped before anybody is killed. A tmpfs's pages are not in it: the kernel
+    # keeps them on the anonymous lists.
+    stat = dict(line.partition(" ")[::2] for line in _lines(folder / "memory.stat"))
+    reclaimable = stat.get(kind.reclaimable, "")
+    return max(0, limit - usage + (min(int(reclaimable), usage) if reclaimable.isdecimal() else 0))
+
+
+def _cgroup_folders(kind: _Hierarchy, root: Path) -> Iterator[Path]:
+    """This process's cgroup and its parents up to the mount; only the mount if it does not show the cgroup's path."""
+    mounts = list(_mounts(kind, root)) or [("/", root / kind.usual_mount)]
+    own = _own_path(kind, root)
+    for mount_root, mount in mounts:
+        # A container on v1 mounts only the subtree that the path begins with; in a cgroup namespace both may have "..".
+        if own is None or ".." in own.parts or not own.is_relative_to(mount_root):
+            continue
+        below = own.relative_to(mount_root)
+        if os.path.isdir(mount / below):
+            yield from (mount / folder for folder in (below, *below.parents))
+            return
+    yield mounts[0][1]
+
+
+def _own_path(kind: _Hierarchy, root: Path) -> PurePosixPath | None:
+    for line in _lines(root / "proc/self/cgroup"):
+        _, _, rest = line.partition(":")
+        controllers, _, path = rest.partition(":")
+        if path and ("memory" in controllers.split(",") if kind.filesystem == "cgroup" else not controllers):
+            return PurePosixPath(path)
+    return None
+
+
+def _mounts(kind: _Hierarchy, root: Path) -> Iterator[tuple[str, Path]]:
+    for line in _lines(root / "proc/self/mountinfo"):
+        place, _, what = line.partition(" - ")
+        fields, kinds = place.split(), what.split()
+        if len(fields) < 5 or not kinds or kinds[0] != kind.filesystem:
+            continue
+        if kind.filesystem == "cgroup2" or "memory" in kinds[-1].split(","):
+            # The kernel writes a space in a path as \040.
+            mount_root, mount = (re.sub(r"\\([0-7]{3})", lambda c: chr(int(c[1], 8)), path) for path in fields[3:5])
+            yield mount_root, root / mount.lstrip("/")
+
+
+def _lines(path: Path) -> list[str]:
+    try:
+        return path.read_text(errors="replace").splitlines()
+    except OSError:
+        return []
+
+
+def _number(path: Path) -> int | None:
+    text = "".join(_lines(path)).strip()
+    return int(text) if text.isdecimal() else None  # v2 says "max" where there is no limit
