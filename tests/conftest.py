@@ -1,0 +1,157 @@
+"""What holds for every test: it leaves no memory, no child process and no environment variable behind."""
+
+from __future__ import annotations
+
+import gc
+import multiprocessing
+import os
+import random
+import re
+import time
+from collections.abc import Generator, Iterator
+from multiprocessing import forkserver, resource_tracker
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+
+torch.set_num_threads(1)  # a forked child would wait for the threads of its parent's pool for ever
+
+_MEMORY_FILE = re.compile(r"/dev/shm/|/memfd:lightning_stocache|/lsc-\d+-")
+_PATIENCE_SECONDS = 3.0  # for what ends by itself: a killed worker, a thread that holds a batch
+_LAUNCH_VARIABLES = re.compile(r"PYTEST_|PL_|KMP_|CUDA_|TORCH|(LOCAL_|NODE_|GROUP_)?RANK$|WORLD_SIZE$|MASTER_|OMP_")
+
+
+@pytest.fixture(autouse=True)
+def leaves_no_environment_variable_behind(request: pytest.FixtureRequest) -> Iterator[None]:
+    """Variables are as before; those that Lightning itself sets are put back without a word."""
+    before = dict(os.environ)
+    yield
+    after = dict(os.environ)
+    changed = {name for name in before.keys() | after.keys() if before.get(name) != after.get(name)}
+    for name in changed - {"PYTEST_CURRENT_TEST"}:
+        if name in before:
+            os.environ[name] = before[name]
+        else:
+            del os.environ[name]
+    ours = {name for name in changed if not _LAUNCH_VARIABLES.match(name)}
+    if ours and not _has_failed(request):
+        pytest.fail(f"the test left environment variables changed: {sorted(ours)}")
+
+
+@pytest.fixture(autouse=True)
+def leaves_no_process_and_no_memory_behind(request: pytest.FixtureRequest) -> Iterator[None]:
+    """Children have ended, and no process of this test run has a file in memory open that it did not have before.
+
+    Listing /dev/shm does not show anonymous files, so descriptors and mappings are looked at. The free bytes of the
+    filesystem would say the same, but other programs on the machine change them too.
+    """
+    if not os.path.isdir("/proc/self/fd"):
+        yield
+        return
+    children, memory = _descendants(), _memory_files()
+    yield
+    if _has_failed(request):
+        return  # the traceback holds on to the test's objects
+    deadline = time.monotonic() + _PATIENCE_SECONDS
+    while True:
+        multiprocessing.active_children()  # reaps those that have ended
+        left_children, left_memory = _descendants() - children, _memory_files() - memory
+        if not left_children and not left_memory:
+            return
+        if time.monotonic() > deadline:
+            break
+        gc.collect()  # 0.1 s: only where something is left
+        time.sleep(0.02)
+    if left_children:
+        pytest.fail(f"the test left child processes behind: {[_command_of(pid) for pid in left_children]}")
+    pytest.fail(f"the test left files in memory behind: {sorted(left_memory)}")
+
+
+@pytest.fixture
+def rng() -> random.Random:
+    """A random number generator that starts the same in every run."""
+    return random.Random(20240229)
+
+
+@pytest.fixture
+def seeded() -> Iterator[None]:
+    """All global generators start the same, and are as before afterwards."""
+    states = random.getstate(), np.random.get_state(), torch.get_rng_state()
+    random.seed(0), np.random.seed(0), torch.manual_seed(0)  # type: ignore[func-returns-value]
+    yield
+    random.setstate(states[0]), np.random.set_state(states[1]), torch.set_rng_state(states[2])  # type: ignore[func-returns-value]
+
+
+@pytest.hookimpl(wrapper=True)
+def pytest_runtest_makereport(
+    item: pytest.Item, call: pytest.CallInfo[None]
+) -> Generator[None, pytest.TestReport, pytest.TestReport]:
+    report = yield
+    if report.when == "call":
+        item.stash[_outcome] = report.failed
+    return report
+
+
+_outcome = pytest.StashKey[bool]()
+
+
+def _has_failed(request: pytest.FixtureRequest) -> bool:
+    return bool(request.node.stash.get(_outcome, False))
+
+
+def _descendants() -> set[int]:
+    """The children of this process and theirs, without the servants that multiprocessing keeps until the end."""
+    parents: dict[int, int] = {}
+    for entry in os.listdir("/proc"):
+        if entry.isdigit() and (stat := _read(f"/proc/{entry}/stat")):
+            parents[int(entry)] = int(stat.rpartition(")")[2].split()[1])
+    found, generation = set[int](), {os.getpid()}
+    while generation:
+        generation = {pid for pid, parent in parents.items() if parent in generation}
+        found |= generation
+    return found - _servants()
+
+
+def _servants() -> set[int]:
+    pids: list[Any] = [
+        getattr(forkserver._forkserver, "_forkserver_pid", None),  # type: ignore[attr-defined]
+        getattr(resource_tracker._resource_tracker, "_pid", None),  # type: ignore[attr-defined]
+    ]
+    return {pid for pid in pids if pid is not None}
+
+
+def _memory_files() -> set[tuple[str, str]]:
+    """Files in memory that this process or a descendant has open or mapped, or that have one of our names."""
+    found = {("/dev/shm", name) for name in os.listdir("/dev/shm") if name.startswith("lsc-")}
+    for pid in {os.getpid()} | _descendants():
+        for line in _read(f"/proc/{pid}/maps").splitlines():
+            if "/" in line and _MEMORY_FILE.search(line):
+                inode, _, path = line.split(None, 4)[4].partition(" ")
+                found.add((path.strip(), inode))
+        try:
+            descriptors = list(Path(f"/proc/{pid}/fd").iterdir())
+        except OSError:
+            continue
+        for descriptor in descriptors:
+            try:
+                target = os.readlink(descriptor)
+                if _MEMORY_FILE.search(target):
+                    found.add((target, str(descriptor.stat().st_ino)))
+            except OSError:
+                continue
+    return found
+
+
+def _read(path: str) -> str:
+    try:
+        with open(path) as file:
+            return file.read()
+    except OSError:  # the process has ended
+        return ""
+
+
+def _command_of(pid: int) -> str:
+    return f"{pid}: " + _read(f"/proc/{pid}/cmdline").replace("\0", " ").strip()

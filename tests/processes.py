@@ -1,0 +1,147 @@
+"""Functions run in processes of their own, under every start method, with results, readable failures and a time-out.
+
+A child writes what it returns into a file: a pipe would be held open by the children of a child that was killed.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import multiprocessing
+import os
+import pickle
+import signal
+import tempfile
+import time
+import traceback
+from collections.abc import Callable, Sequence
+from multiprocessing.process import BaseProcess
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+__all__ = ["Child", "call", "call_many", "context", "without_room"]
+
+_NEW_USERS, _NEW_MOUNTS, _PRIVATE = 0x10000000, 0x00020000, (1 << 18) | (1 << 14)
+
+
+class ChildError(AssertionError):
+    """A child process raised, died or did not end; the message holds its traceback."""
+
+
+def context(method: str) -> Any:
+    """The start method; the fork server has torch imported already, so its children start in no time."""
+    if method == "forkserver":
+        multiprocessing.get_context(method).set_forkserver_preload(["torch", "numpy"])
+    return multiprocessing.get_context(method)
+
+
+class Child:
+    """A function that runs in a process of its own.
+
+    Args:
+        function: what runs; importable by name unless `method` is fork.
+        args: its arguments, sent as any child's arguments are.
+        method: fork, spawn or forkserver.
+    """
+
+    def __init__(self, function: Callable[..., Any], *args: Any, method: str = "fork") -> None:
+        self._folder = tempfile.TemporaryDirectory()
+        self._answer = Path(self._folder.name) / "answer"
+        self.process: BaseProcess = context(method).Process(target=_run, args=(str(self._answer), function, args))
+        self.process.start()
+
+    def result(self, timeout: float = 60) -> Any:
+        """What the function returned.
+
+        Raises:
+            ChildError: it raised, the process died, or it has not ended in time (and is killed).
+        """
+        self.process.join(timeout)
+        code = self.process.exitcode
+        if code is None:
+            self.kill()
+            raise ChildError(f"the child did not end in {timeout} s")
+        answer = self._answer.read_bytes() if self._answer.exists() else None
+        self._folder.cleanup()
+        self.process.close()
+        if answer is None:
+            died = signal.Signals(-code).name if code < 0 else f"exit code {code}"
+            raise ChildError(f"the child died of {died}")
+        ended_well, value = pickle.loads(answer)
+        if not ended_well:
+            raise ChildError(f"in the child:\n{value}")
+        return value
+
+    def kill(self) -> None:
+        """SIGKILL it, and wait until it is gone."""
+        self.process.kill()
+        self.process.join()
+        self._folder.cleanup()
+
+
+def call(function: Callable[..., Any], *args: Any, method: str = "fork", timeout: float = 60) -> Any:
+    """What a function returns in a process of its own."""
+    return Child(function, *args, method=method).result(timeout)
+
+
+def call_many(
+    function: Callable[..., Any], arguments: Sequence[tuple[Any, ...]], *, method: str = "fork", timeout: float = 60
+) -> list[Any]:
+    """What a function returns in several processes at the same time, one per tuple of arguments."""
+    deadline = time.monotonic() + timeout
+    children = [Child(function, *args, method=method) for args in arguments]
+    try:
+        return [child.result(max(deadline - time.monotonic(), 0.1)) for child in children]
+    finally:
+        for child in children:
+            if child.process._popen is not None and child.process.is_alive():  # type: ignore[attr-defined]
+                child.kill()
+
+
+def without_room(function: Callable[..., Any], *args: Any, mib: int = 64) -> Any:
+    """What a function returns in a process that has a /dev/shm of its own, of 64 MiB as Docker makes it.
+
+    Skips the test where the system does not let a process have that.
+    """
+    value = call(_with_own_shm, mib, function, args)
+    if isinstance(value, _Refused):
+        pytest.skip(f"no private /dev/shm here: {value.why}")
+    return value
+
+
+class _Refused:
+    def __init__(self, why: str) -> None:
+        self.why = why
+
+
+def _with_own_shm(mib: int, function: Callable[..., Any], args: tuple[Any, ...]) -> Any:
+    libc = ctypes.CDLL(None, use_errno=True)
+    uid, gid = os.getuid(), os.getgid()
+    try:
+        if uid == 0:
+            _check(libc.unshare(_NEW_MOUNTS))
+        else:
+            _check(libc.unshare(_NEW_MOUNTS | _NEW_USERS))
+            Path("/proc/self/setgroups").write_text("deny")
+            Path("/proc/self/uid_map").write_text(f"{uid} {uid} 1")
+            Path("/proc/self/gid_map").write_text(f"{gid} {gid} 1")
+        _check(libc.mount(b"none", b"/", None, _PRIVATE, None))
+        _check(libc.mount(b"tmpfs", b"/dev/shm", b"tmpfs", 0, b"size=%dm" % mib))
+    except OSError as error:
+        return _Refused(str(error))
+    return function(*args)
+
+
+def _check(status: int) -> None:
+    if status:
+        raise OSError(ctypes.get_errno(), os.strerror(ctypes.get_errno()))
+
+
+def _run(answer: str, function: Callable[..., Any], args: tuple[Any, ...]) -> None:
+    try:
+        outcome = pickle.dumps((True, function(*args)))
+    except BaseException:
+        outcome = pickle.dumps((False, traceback.format_exc()))
+    Path(answer + ".part").write_bytes(outcome)
+    os.rename(answer + ".part", answer)

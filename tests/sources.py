@@ -1,0 +1,59 @@
+"""Sources for tests: deterministic from the index, and counted by something that no cache can reach."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Sequence
+from pathlib import Path
+
+import torch
+from torch.utils.data import Dataset
+
+__all__ = ["CountedSource"]
+
+_INDEX_BYTES = 8
+
+
+class CountedSource(Dataset[tuple[torch.Tensor, int]]):
+    """Samples `(uint8 tensor, label)` that follow from their index; every load, in any process, adds it to a file.
+
+    Args:
+        length: number of samples.
+        shape: of the tensor.
+        log_path: the file; what lies there already is counted too.
+        classes: labels go round from 0 to one less.
+    """
+
+    def __init__(self, length: int, shape: Sequence[int] = (3, 8, 8), log_path: str | Path = "", classes: int = 10):
+        self.length, self.shape, self.classes = length, tuple(shape), classes
+        self.log_path = str(log_path)
+
+    def __len__(self) -> int:
+        return self.length
+
+    def __getitem__(self, index: int) -> tuple[torch.Tensor, int]:
+        if not 0 <= index < self.length:
+            raise IndexError(f"index {index} is outside of {self.length} samples")
+        if self.log_path:
+            log = os.open(self.log_path, os.O_WRONLY | os.O_APPEND | os.O_CREAT, 0o600)
+            try:
+                os.write(log, int(index).to_bytes(_INDEX_BYTES, "little"))  # one write to its end: no load is lost
+            finally:
+                os.close(log)
+        return self.expected(index)
+
+    def expected(self, index: int) -> tuple[torch.Tensor, int]:
+        """The sample of an index, without a load."""
+        generator = torch.Generator().manual_seed(index)
+        return torch.randint(0, 256, self.shape, dtype=torch.uint8, generator=generator), index % self.classes
+
+    @property
+    def loaded(self) -> list[int]:
+        """The indices that have been loaded, in that order, by all processes together."""
+        data = Path(self.log_path).read_bytes() if os.path.exists(self.log_path) else b""
+        return [int.from_bytes(data[at : at + _INDEX_BYTES], "little") for at in range(0, len(data), _INDEX_BYTES)]
+
+    @property
+    def loads(self) -> int:
+        """How many that are."""
+        return os.path.getsize(self.log_path) // _INDEX_BYTES if os.path.exists(self.log_path) else 0
