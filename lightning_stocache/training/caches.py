@@ -1,30 +1,31 @@
 """The caches of one Trainer call: opened together, once, and closed at its end.
 
 All datasets of a call (train and val for `fit`) share the budget, so they must be known before the first of them opens.
-The DataModule of ours knows them. Where loaders come from the user's hooks, the first request of a call asks for all
-of them, and what was asked too early is handed out when its turn comes; each hook still runs as often as it would.
 
 A dataset is known by its object. The same object is never opened twice within a call: not for a second `setup`, nor
-for reloaded loaders. Another object is another dataset, even if it looks the same: its cache starts empty.
+for reloaded loaders. Another object is another dataset, even if it looks the same: its cache starts empty, and the
+caches of those that it replaces are closed.
+
+Caches that were opened by other ranks than those of now (by hand, before the Trainer had started its processes) are
+closed and opened again for all. A copy in another process (pickled for ddp_spawn) has the options and nothing open.
 """
 
 from __future__ import annotations
 
 import logging
-from collections.abc import Callable, Iterable, Mapping
-from dataclasses import dataclass
+from collections.abc import Collection, Iterable
+from dataclasses import dataclass, field
 from typing import Any
 
-from torch.utils.data import DataLoader, Dataset
+from torch.utils.data import Dataset
 
 from lightning_stocache.loading.allocation import InFlight
 from lightning_stocache.loading.dataset import CachedDataset, open_together
 from lightning_stocache.node.budget import Budget
 from lightning_stocache.node.group import NodeGroup
-from lightning_stocache.training.loaders import cached_datasets, in_flight, loaders_in, rewrap, with_dataset
 from lightning_stocache.training.options import CacheOptions
 
-__all__ = ["CallCaches", "LoaderTap", "Wanted"]
+__all__ = ["CallCaches", "Wanted"]
 
 log = logging.getLogger(__name__)
 
@@ -38,6 +39,15 @@ class Wanted:
     loader: InFlight
 
 
+@dataclass
+class _Open:
+    """A dataset whose cache is open, the pot that it drew on, and the stages that read it."""
+
+    dataset: CachedDataset
+    pot: str
+    stages: set[str] = field(default_factory=set)
+
+
 class CallCaches:
     """The open caches of the current Trainer call.
 
@@ -47,11 +57,13 @@ class CallCaches:
 
     def __init__(self, options: CacheOptions) -> None:
         self.options = options
-        self._open: dict[int, tuple[str, CachedDataset]] = {}
+        self._open: dict[int, _Open] = {}
+        self._group = NodeGroup()
+        self._warned = False
 
     def __getitem__(self, source: Dataset[Any]) -> CachedDataset:
         """The cached dataset around a source that has been opened."""
-        return self._open[id(source)][1]
+        return self._open[id(source)].dataset
 
     def __contains__(self, source: Dataset[Any]) -> bool:
         return id(source) in self._open
@@ -59,14 +71,27 @@ class CallCaches:
     def open(self, wanted: Iterable[Wanted], group: NodeGroup | None = None) -> None:
         """Open what is wanted and not open yet. Collective: every rank wants the same, in the same order.
 
+        Args:
+            wanted: all datasets of the stages that it names; what is open for these stages and not among them is
+                closed.
+            group: which ranks share memory; by default it is found out.
+
         Raises:
             CacheMemoryError: the memory cannot be had, and `on_error="raise"`.
             Exception: what a source raises when its first samples are read.
         """
-        new = {id(one.source): one for one in wanted if one.source not in self}
-        if not new:
-            return
+        wanted = list(wanted)
+        group = NodeGroup.discover() if group is None else group
+        if group != self._group:
+            self.close()
+            self._group = group
+        new: dict[int, Wanted] = {}
+        for one in wanted:
+            if one.source not in self:
+                new.setdefault(id(one.source), one)  # in several stages: it draws on the pot of the first
+        self._let_go(wanted, new.values())
         options = self.options
+        pots = {key: options.pot(one.stage) for key, one in new.items()}
         datasets = {
             key: CachedDataset(
                 one.source,
@@ -77,70 +102,62 @@ class CallCaches:
             )
             for key, one in new.items()
         }
-        pots = {key: options.pot(one.stage) for key, one in new.items()}
         open_together(
             list(datasets.values()),
-            {pot: self._left(pot, budget) for pot, budget in options.budgets.items()},
-            NodeGroup.discover() if group is None else group,
+            {pot: self._left(pot, budget) for pot, budget in options.budgets.items() if pot in pots.values()},
+            group,
             list(pots.values()),
             [one.loader for one in new.values()],
         )
-        self._open |= {key: (pots[key], dataset) for key, dataset in datasets.items()}
+        self._open |= {key: _Open(dataset, pots[key]) for key, dataset in datasets.items()}
+        for one in wanted:
+            self._open[id(one.source)].stages.add(one.stage)
 
     def close(self) -> None:
         """Close all caches; samples of the same datasets pass through uncached from then on."""
-        for _, dataset in self._open.values():
-            dataset.close()
+        for one in self._open.values():
+            one.dataset.close()
         self._open.clear()
 
     def end_call(self) -> None:
         """End of a Trainer call: close, unless the caches are to be kept for the next one."""
         if not self.options.keep_cache:
             self.close()
-        for _, dataset in self._open.values():
-            if dataset.counters is not None:
-                dataset.baseline = dataset.counters.totals(dataset.group.rank)
+        for one in self._open.values():
+            if (counters := one.dataset.counters) is not None:
+                one.dataset.baseline = counters.totals(one.dataset.group.rank)
+
+    def _let_go(self, wanted: Collection[Wanted], new: Collection[Wanted]) -> None:
+        """Close what the wanted stages do not read any more: a replaced dataset's memory is the new one's."""
+        for stage in {one.stage for one in wanted}:
+            still = {id(one.source) for one in wanted if one.stage == stage}
+            for key, one in list(self._open.items()):
+                if stage not in one.stages or key in still:
+                    continue
+                one.stages.remove(stage)
+                if not one.stages:
+                    one.dataset.close()
+                    del self._open[key]
+                if not self._warned and self._group.rank == 0 and any(it.stage == stage for it in new):
+                    self._warned = True
+                    log.warning(
+                        "the %s loader came with a new %s: the cache of the one before is closed, and this one starts "
+                        "empty. Make the dataset once, outside of the loader hook (with keep_cache: outside of setup)",
+                        *(stage, type(one.dataset.source).__name__),
+                    )
 
     def _left(self, pot: str, budget: Budget) -> Budget:
         """What a budget in bytes has left beside the caches that are open already."""
-        taken = sum(dataset.budget_bytes for own, dataset in self._open.values() if own == pot)
-        return Budget.parse(max(int(budget.amount) - taken, 0)) if taken and budget.unit == "bytes" else budget
+        taken = sum(one.dataset.budget_bytes for one in self._open.values() if one.pot == pot)
+        if not taken or budget.unit != "bytes":
+            return budget
+        left = max(int(budget.amount) - taken, 0)
+        if not left and self._group.rank == 0:
+            log.warning(
+                "the caches that are open use all of budget=%r: nothing is left for another dataset", str(budget)
+            )
+        return Budget.parse(left)
 
-
-class LoaderTap:
-    """Stands before the functions that give a Trainer call its loaders; gives the same ones with cached datasets.
-
-    Args:
-        caches: where the datasets are opened.
-        getters: the user's function for every stage of the call.
-    """
-
-    def __init__(self, caches: CallCaches, getters: Mapping[str, Callable[[], Any]]) -> None:
-        self._caches = caches
-        self._getters = dict(getters)
-        self._early: dict[str, Any] | None = None
-
-    def __call__(self, stage: str) -> Any:
-        """The loaders of a stage. Collective: every rank asks for the same stages in the same order."""
-        if self._early is None:  # the first request of the call
-            self._early = {name: getter() for name, getter in self._getters.items()}
-            self._open(self._early)
-        loaders = self._early.pop(stage) if stage in self._early else self._getters[stage]()
-        self._open({stage: loaders})
-        return rewrap(loaders, self._cached)
-
-    def _open(self, loaders_of: Mapping[str, Any]) -> None:
-        wanted = [
-            Wanted(loader.dataset, stage, in_flight(loader))
-            for stage, loaders in loaders_of.items()
-            for loader in loaders_in(loaders)
-            if not cached_datasets(loader)
-        ]
-        self._caches.open(wanted)
-        own = [dataset for loaders in loaders_of.values() for dataset in cached_datasets(loaders)]
-        for dataset in own:  # made by the user: it only has to become the node's common one
-            if dataset.group.world == 1:
-                dataset.share()
-
-    def _cached(self, loader: DataLoader[Any]) -> DataLoader[Any]:
-        return loader if cached_datasets(loader) else with_dataset(loader, self._caches[loader.dataset])
+    def __getstate__(self) -> dict[str, Any]:
+        # Datasets are known by their id here, which means nothing in another process.
+        return self.__dict__ | {"_open": {}, "_group": NodeGroup()}

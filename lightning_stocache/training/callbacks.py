@@ -1,16 +1,12 @@
-"""The second door, and what shows that it works.
+"""The second door, and what shows that a cache fills.
 
-`CacheMonitor` logs the metrics, `FillProgress` shows the first epoch's fill in the Trainer's own progress bar, and
 `StochasticCache` caches the loaders of any Trainer call, of a DataModule, of a module's hooks or given to `fit`,
-without a line of theirs being changed. All three find what they look at by walking the Trainer's loaders.
-
-The counts of an epoch are the difference between two of its ends: workers run ahead of the step, so an epoch's first
-samples are served before `on_train_epoch_start`. One exchange per epoch sums them over the ranks, on a private group.
+without a line of theirs being changed, and monitors them. `FillProgress` shows the first epoch's fill in the Trainer's
+own progress bar. Both find the caches by walking the Trainer's loaders, whichever door made them.
 """
 
 from __future__ import annotations
 
-import time
 from collections.abc import Mapping
 from functools import partial
 from typing import Any
@@ -18,108 +14,15 @@ from typing import Any
 from lightning.pytorch import Callback, LightningModule, Trainer
 from lightning.pytorch.utilities import rank_zero_info
 
-from lightning_stocache.cache.counters import Counts
-from lightning_stocache.insight.metrics import Tally, rates, summarise
 from lightning_stocache.loading.allocation import BackendChoice
 from lightning_stocache.loading.dataset import CachedDataset, OnError
 from lightning_stocache.node.budget import format_bytes
-from lightning_stocache.training.caches import CallCaches, LoaderTap
-from lightning_stocache.training.loaders import cached_datasets
+from lightning_stocache.training.caches import CallCaches
+from lightning_stocache.training.monitor import CacheMonitor, log_every, running_datasets
 from lightning_stocache.training.options import CacheOptions
+from lightning_stocache.training.tap import LoaderTap
 
 __all__ = ["CacheMonitor", "FillProgress", "StochasticCache"]
-
-
-class CacheMonitor(Callback):
-    """Logs what the caches of the Trainer's loaders did.
-
-    Epoch values go through `log_dict`, so that ModelCheckpoint and EarlyStopping can watch them; live values of this
-    node go to the loggers at the Trainer's logging cadence. Keys are `stocache/<metric>` for training, and
-    `stocache/val/<metric>`, `stocache/test/<metric>` for the other stages:
-
-    - `hit_rate`: hits over samples served. Served means handed out by the cache layer, consumed or not: workers run
-      ahead by `num_workers * prefetch_factor` batches.
-    - `fill_fraction`: share of the slots that are ready; `coverage`: share of the indices that have a slot on some
-      node.
-    - `hits`, `misses`, `bypasses`, `fills`: samples in this epoch, over all ranks.
-    - `bytes_from_cache`, `bytes_from_source`: bytes in this epoch; `source_seconds`: spent in the source, summed over
-      processes.
-    - `memory_bytes`, `budget_bytes`: memory in use and granted, summed over nodes.
-
-    With several nodes also `stocache/node<k>/` with `hit_rate`, `fill_fraction` and `memory_bytes`.
-
-    Example:
-        >>> trainer = Trainer(callbacks=[CacheMonitor()], logger=False, enable_checkpointing=False)
-    """
-
-    def __init__(self) -> None:
-        self._seen: dict[int, Counts] = {}
-        self._started = self._ended = 0.0
-        self._logged_step = -1
-
-    def on_train_epoch_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
-        """Start the epoch's clock."""
-        self._started = self._ended = time.perf_counter()
-
-    def on_train_batch_end(self, trainer: Trainer, pl_module: LightningModule, *_: Any) -> None:
-        """Log live values of this node, at the Trainer's logging cadence."""
-        self._ended = time.perf_counter()
-        step = trainer.global_step
-        if not trainer.loggers or step == self._logged_step or step % _log_every(trainer):
-            return
-        self._logged_step = step
-        tally = self._tally(_datasets(trainer, "train"), live=True)
-        if tally is not None:
-            live = rates(tally)
-            values = {f"stocache/{name}": live[name] for name in ("hit_rate", "fill_fraction", "memory_bytes")}
-            for logger in trainer.loggers:
-                logger.log_metrics(values, step=step)
-
-    def on_train_epoch_end(self, trainer: Trainer, pl_module: LightningModule) -> None:
-        """Log the epoch's values. Collective."""
-        metrics = self._epoch_end(trainer, pl_module, "train", "stocache")
-        if metrics:
-            rank_zero_info(
-                f"epoch {trainer.current_epoch}: hit rate {100 * metrics['hit_rate']:.1f} %, "
-                f"fill {100 * metrics['fill_fraction']:.1f} %, {self._ended - self._started:.1f} s"
-            )
-
-    def on_validation_epoch_end(self, trainer: Trainer, pl_module: LightningModule) -> None:
-        """Log the validation epoch's values. Collective."""
-        self._epoch_end(trainer, pl_module, "val", "stocache/val")
-
-    def on_test_epoch_end(self, trainer: Trainer, pl_module: LightningModule) -> None:
-        """Log the test epoch's values. Collective."""
-        self._epoch_end(trainer, pl_module, "test", "stocache/test")
-
-    def teardown(self, trainer: Trainer, pl_module: LightningModule, stage: str) -> None:
-        """Forget the caches of the call."""
-        self._seen.clear()
-
-    def _epoch_end(self, trainer: Trainer, pl_module: LightningModule, stage: str, prefix: str) -> dict[str, float]:
-        datasets = _datasets(trainer, stage)
-        tally = self._tally(datasets)
-        if tally is None or trainer.sanity_checking:
-            return {}
-        metrics = summarise(datasets[0].group.exchange(tally)) | {"coverage": _coverage(datasets)}
-        pl_module.log_dict({f"{prefix}/{name}": value for name, value in metrics.items()}, on_step=False, on_epoch=True)
-        return metrics
-
-    def _tally(self, datasets: list[CachedDataset], *, live: bool = False) -> Tally | None:
-        """What this rank brings: its own counts since the last epoch's end; live, those of the whole node."""
-        tally = None
-        for dataset in datasets:
-            group, counters, cache = dataset.group, dataset.counters, dataset.cache
-            if counters is None:
-                continue
-            now = counters.totals(group.rank)
-            own = Tally(group.node, now - self._seen.get(id(counters), dataset.baseline))
-            if not live:
-                self._seen[id(counters)] = now
-            if cache is not None and (group.is_leader or live):
-                own += Tally(group.node, Counts(), len(cache), cache.filled, cache.memory_bytes, dataset.budget_bytes)
-            tally = own if tally is None else tally + own
-        return tally
 
 
 class FillProgress(Callback):
@@ -133,20 +36,21 @@ class FillProgress(Callback):
 
     def on_train_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
         """Begin with the fill that the call begins with: a cache that was kept is full already."""
-        self._full = _filled(_datasets(trainer, "train"))[0] >= 1
+        self._full = _filled(running_datasets(trainer, "train"))[0] >= 1
 
     def on_train_batch_end(
         self, trainer: Trainer, pl_module: LightningModule, outputs: Any, batch: Any, batch_idx: int
     ) -> None:
         """Show the fill of this node, at the Trainer's logging cadence, but at least twenty times an epoch."""
-        if not self._full and batch_idx % min(_log_every(trainer), int(trainer.num_training_batches) // 20 + 1) == 0:
-            fill, _, slots = _filled(_datasets(trainer, "train"))
-            if slots:
+        cadence = min(log_every(trainer), int(min(trainer.num_training_batches, 10**6)) // 20 + 1)  # inf: no length
+        if not self._full and batch_idx % cadence == 0:
+            fill, _, slots = _filled(running_datasets(trainer, "train"))
+            if slots and not trainer.barebones:  # it has no bar
                 pl_module.log("cache", fill, prog_bar=True, logger=False, rank_zero_only=True, batch_size=1)
 
     def on_train_epoch_end(self, trainer: Trainer, pl_module: LightningModule) -> None:
         """Say so when the cache is full."""
-        datasets = _datasets(trainer, "train")
+        datasets = running_datasets(trainer, "train")
         fill, filled, slots = _filled(datasets)
         if self._full or not slots or fill < 1:
             return
@@ -201,9 +105,12 @@ class StochasticCache(CacheMonitor):
 
     def setup(self, trainer: Trainer, pl_module: LightningModule, stage: str) -> None:
         """Stand before the loaders of the call."""
-        self._monitors = not any(type(other) is CacheMonitor for other in trainer.callbacks)  # type: ignore[attr-defined]
+        self._monitors = not any(
+            isinstance(other, CacheMonitor) and not isinstance(other, StochasticCache)
+            for other in trainer.callbacks  # type: ignore[attr-defined]
+        )
         sources = _data_sources(trainer, stage)
-        tap = LoaderTap(self.caches, {name: source.dataloader for name, source in sources.items()})
+        tap = LoaderTap(self.caches, {name: source.dataloader for name, source in sources.items()}, list(sources))
         for name, source in sources.items():
             source.dataloader = partial(tap, name)
 
@@ -214,11 +121,17 @@ class StochasticCache(CacheMonitor):
 
     def on_exception(self, trainer: Trainer, pl_module: LightningModule, exception: BaseException) -> None:
         """Close the caches of the call, unless they are kept; Lightning skips `teardown` after an exception."""
+        super().on_exception(trainer, pl_module, exception)
         self._release(trainer)
 
     def close(self) -> None:
         """Close all caches, kept ones too."""
         self.caches.close()
+
+    def on_train_batch_end(self, trainer: Trainer, pl_module: LightningModule, *_: Any) -> None:
+        """Log live values, unless a CacheMonitor does."""
+        if self._monitors:
+            super().on_train_batch_end(trainer, pl_module, *_)
 
     def _epoch_end(self, trainer: Trainer, pl_module: LightningModule, stage: str, prefix: str) -> dict[str, float]:
         return super()._epoch_end(trainer, pl_module, stage, prefix) if self._monitors else {}
@@ -227,11 +140,6 @@ class StochasticCache(CacheMonitor):
         for loop in _loops(trainer).values():
             vars(loop._data_source).pop("dataloader", None)
         self.caches.end_call()
-
-
-def _log_every(trainer: Trainer) -> int:
-    """The Trainer's logging cadence in steps; a barebones Trainer has 0, and no loggers."""
-    return int(getattr(trainer, "log_every_n_steps", 0)) or 1
 
 
 def _loops(trainer: Trainer) -> dict[str, Any]:
@@ -257,17 +165,6 @@ def _data_sources(trainer: Trainer, stage: str) -> dict[str, Any]:
     else:
         names = {"val": "validate"} if stage == "validate" else {stage: stage}
     return {name: loops[loop]._data_source for name, loop in names.items()}
-
-
-def _datasets(trainer: Trainer, stage: str) -> list[CachedDataset]:
-    """The cached datasets that the loaders of a running stage read."""
-    return cached_datasets(getattr(trainer, "train_dataloader" if stage == "train" else f"{stage}_dataloaders"))
-
-
-def _coverage(datasets: list[CachedDataset]) -> float:
-    """Share of the indices of all these datasets that have a slot on some node."""
-    covered = sum(len(one) * one.ring.coverage for one in datasets if one.ring is not None)
-    return covered / sum(map(len, datasets))
 
 
 def _filled(datasets: list[CachedDataset]) -> tuple[float, int, int]:

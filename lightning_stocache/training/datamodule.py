@@ -7,6 +7,7 @@ every rank, with the process group up and no worker started. `teardown` closes t
 
 from __future__ import annotations
 
+import copy
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any, Literal, TypeAlias, TypeVar
 
@@ -34,13 +35,14 @@ class StocacheDataModule(LightningDataModule):
 
     Args:
         train: the training set, or a function without arguments that makes it (called in `setup`, after `prepare`).
-        val: the validation set, or a list of several.
+        val: the validation set, or a list of several (of Dataset objects or functions).
         test: the test set, or a list of several.
         predict: the set to predict on, or a list of several.
         batch_size: samples per batch and rank.
         num_workers: worker processes per rank. They load what is not cached; a fully cached set without a CPU
             `transform` is fastest with 0.
-        loader: further arguments for every DataLoader, for instance {"pin_memory": True, "drop_last": True}.
+        loader: further arguments for every DataLoader, for instance {"pin_memory": True}; `shuffle`, `drop_last` and
+            `sampler` are for the training loader alone.
         budget: memory per node, shared by the sets of a Trainer call by their size; see `CachedDataset`.
         stage_budgets: a budget of its own for some stages, for instance {"val": "1GiB"} or {"test": 0}.
         transform: per sample on the CPU, after the cache.
@@ -54,8 +56,9 @@ class StocacheDataModule(LightningDataModule):
         keep_cache: keep the caches between Trainer calls of this process, until `close`.
 
     Raises:
-        ValueError: an option that cannot be read.
-        TypeError: a set that is neither a map-style dataset nor a function.
+        ValueError: an option that cannot be read; (`setup`) an empty set.
+        TypeError: (`setup`) a set that is neither a map-style dataset nor a function that makes one.
+        RuntimeError: (loader hooks) `setup` has not run, or `teardown` has.
 
     Example:
         >>> pixels = [(torch.full((3, 4, 4), i, dtype=torch.uint8), i % 2) for i in range(8)]
@@ -99,6 +102,9 @@ class StocacheDataModule(LightningDataModule):
         self.prepare = prepare
         self.caches = CallCaches(CacheOptions(budget, stage_budgets, allow_random, backend, on_error, keep_cache))
         self._datasets: dict[str, list[Dataset[Any]]] = {}
+        if self.batch_transform is not None or self.eval_batch_transform is not None:
+            # Only then, and on the object: a hook of the DataModule hides that of the user's LightningModule.
+            self.on_after_batch_transfer = self._transform_batch  # type: ignore[method-assign]
 
     def prepare_data(self) -> None:
         """Call `prepare`, once per node. Lightning keeps the other ranks waiting meanwhile."""
@@ -111,17 +117,14 @@ class StocacheDataModule(LightningDataModule):
         for name in stages:
             if name not in self._datasets:
                 sources = getattr(self, name)
-                several = name != "train" and isinstance(sources, list | tuple)
+                several = name != "train" and _are_several(sources)
                 self._datasets[name] = [_make(one) for one in (sources if several else [sources])]
         reader = InFlight(self.batch_size, self.num_workers, self.loader.get("prefetch_factor"))
         self.caches.open(Wanted(one, name, reader) for name in stages for one in self._datasets[name])
-        for name in stages:
-            for one in self._datasets[name]:
-                self.caches[one].transform = self.transform if name == "train" else self.eval_transform
 
     def train_dataloader(self) -> Any:
         """The training loader, shuffled unless `loader` says otherwise; Lightning adds the DistributedSampler."""
-        return self._loaders("train")[0]
+        return next(iter(self._loaders("train")), [])
 
     def val_dataloader(self) -> Any:
         """One loader per validation set."""
@@ -136,19 +139,31 @@ class StocacheDataModule(LightningDataModule):
         return self._loaders("predict")
 
     def _loaders(self, stage: str) -> list[DataLoader[Any]]:
-        if getattr(self, stage) is None:
-            return []
         arguments: dict[str, Any] = {
             "batch_size": self.batch_size,
-            "shuffle": stage == "train",
+            "shuffle": stage == "train" and "sampler" not in self.loader,
             "num_workers": self.num_workers,
             "persistent_workers": self.num_workers > 0,
         } | self.loader
         if stage != "train":
-            arguments |= {"shuffle": False, "drop_last": False}
-        return [DataLoader(self.caches[one], **arguments) for one in self._datasets[stage]]
+            arguments |= {"shuffle": False, "drop_last": False, "sampler": None}
+        return [DataLoader(dataset, **arguments) for dataset in self._views(stage)]
 
-    def on_after_batch_transfer(self, batch: Any, dataloader_idx: int) -> Any:
+    def _views(self, stage: str) -> list[Dataset[Any]]:
+        """The cached datasets of a stage with its transform: a dataset may be in several stages."""
+        views: list[Dataset[Any]] = []
+        for one in self._datasets.get(stage, []):
+            if one not in self.caches:
+                break
+            view = copy.copy(self.caches[one])
+            view.transform = self.transform if stage == "train" else self.eval_transform
+            views.append(view)
+        if not views and getattr(self, stage) is not None:
+            call = next(call for call, stages in _STAGES_OF_CALL.items() if stage in stages)
+            raise RuntimeError(f"the {stage} loader needs open caches: call setup({call!r}) first")
+        return views
+
+    def _transform_batch(self, batch: Any, dataloader_idx: int) -> Any:
         """Run the batch transform of the stage, on the device."""
         training = self.trainer is not None and self.trainer.training
         transform = self.batch_transform if training else self.eval_batch_transform
@@ -160,19 +175,16 @@ class StocacheDataModule(LightningDataModule):
 
     def teardown(self, stage: str) -> None:
         """Close the caches of the call, unless they are kept."""
-        self._end_call()
+        self.caches.end_call()
 
     def on_exception(self, exception: BaseException) -> None:
         """Close the caches of the call, unless they are kept; Lightning skips `teardown` after an exception."""
-        self._end_call()
+        self.caches.end_call()
 
     def close(self) -> None:
         """Close all caches, kept ones too."""
         self.caches.close()
         self._datasets.clear()
-
-    def _end_call(self) -> None:
-        self.caches.end_call()
 
 
 def cache_datamodule(
@@ -225,6 +237,11 @@ def cache_datamodule(
     datamodule.caches = caches  # type: ignore[attr-defined]
     CachedHooks(datamodule, caches).install()
     return datamodule
+
+
+def _are_several(sources: Any) -> bool:
+    """Whether this is a list of datasets, and not one dataset that happens to be a list of samples."""
+    return isinstance(sources, list | tuple) and all(isinstance(one, Dataset) or callable(one) for one in sources)
 
 
 def _make(source: Source) -> Dataset[Any]:

@@ -2,7 +2,8 @@
 
 The hooks are replaced on the object, not on its class, so that the object stays what it is. Each becomes a partial of a
 function of this module: such a thing can be pickled (ddp_spawn), and Lightning looks through it when it asks whether a
-hook is overridden. Hooks that the user does not define stay undefined.
+hook is overridden. Loader hooks that the user does not define stay undefined. `setup` begins a call, `teardown` and
+`on_exception` end it; the user's own run first.
 """
 
 from __future__ import annotations
@@ -11,10 +12,13 @@ from collections.abc import Callable
 from functools import partial
 from typing import Any
 
-from lightning_stocache.training.caches import CallCaches, LoaderTap
+from lightning_stocache.training.caches import CallCaches
 from lightning_stocache.training.options import STAGES
+from lightning_stocache.training.tap import LoaderTap
 
 __all__ = ["CachedHooks"]
+
+_LOADERS = tuple(f"{stage}_dataloader" for stage in STAGES)
 
 
 class CachedHooks:
@@ -28,23 +32,28 @@ class CachedHooks:
     def __init__(self, datamodule: Any, caches: CallCaches) -> None:
         self.datamodule = datamodule
         self.caches = caches
-        self._functions = {name: value for name, value in vars(datamodule).items() if callable(value)}  # from_datasets
+        hooks = (*_LOADERS, "setup", "teardown", "on_exception")
+        self._functions = {name: vars(datamodule)[name] for name in hooks if name in vars(datamodule)}  # from_datasets
         self._tap: LoaderTap | None = None
 
     def install(self) -> None:
         """Put the hooks on the object."""
         for stage in filter(self._defines, STAGES):
             setattr(self.datamodule, f"{stage}_dataloader", partial(_give_loaders, self, stage))
+        self.datamodule.setup = partial(_begin_call, self)
         for hook in ("teardown", "on_exception"):
             setattr(self.datamodule, hook, partial(_end_call, self, hook))
+
+    def begin_call(self, stage: str) -> None:
+        """The user's own `setup`; the loaders of a new call are asked for together."""
+        self._tap = None
+        self._original("setup")(stage)
 
     def loaders(self, stage: str) -> Any:
         """The user's loaders of a stage, with cached datasets."""
         if self._tap is None:
-            stages = {stage, *self._others(stage)}
-            self._tap = LoaderTap(
-                self.caches, {one: self._original(f"{one}_dataloader") for one in STAGES if one in stages}
-            )
+            getters = {one: self._original(f"{one}_dataloader") for one in filter(self._defines, STAGES)}
+            self._tap = LoaderTap(self.caches, getters, [one for one in self._stages_of_call() if one in getters])
         return self._tap(stage)
 
     def end_call(self, hook: str, *arguments: Any) -> None:
@@ -55,8 +64,8 @@ class CachedHooks:
             self._tap = None
             self.caches.end_call()
 
-    def _others(self, stage: str) -> tuple[str, ...]:
-        """The stages of the running call besides this one: `fit` reads train and val, and they share the budget."""
+    def _stages_of_call(self) -> tuple[str, ...]:
+        """`fit` reads train and val, and they share the budget; outside of a Trainer nothing is known."""
         trainer = getattr(self.datamodule, "trainer", None)
         if trainer is None or trainer.state.fn != "fit":
             return ()
@@ -64,8 +73,9 @@ class CachedHooks:
 
     def _defines(self, stage: str) -> bool:
         hook = f"{stage}_dataloader"
-        module = str(getattr(type(self.datamodule), hook).__module__)
-        return hook in self._functions or module.split(".")[0] not in ("lightning", "pytorch_lightning")
+        kind = type(self.datamodule)
+        base = next(one for one in kind.__mro__ if one.__name__ == "LightningDataModule")
+        return hook in self._functions or getattr(kind, hook) is not getattr(base, hook)
 
     def _original(self, hook: str) -> Callable[..., Any]:
         own = self._functions.get(hook)
@@ -77,6 +87,10 @@ class CachedHooks:
 
 def _give_loaders(hooks: CachedHooks, stage: str) -> Any:
     return hooks.loaders(stage)
+
+
+def _begin_call(hooks: CachedHooks, stage: str) -> None:
+    hooks.begin_call(stage)
 
 
 def _end_call(hooks: CachedHooks, hook: str, *arguments: Any) -> None:

@@ -1,19 +1,20 @@
 """The Trainer's loaders: walk them, and make one anew around another dataset.
 
 Users hand Lightning a loader, or any nesting of dicts, lists and tuples of them, or a CombinedLoader. `rewrap` keeps
-that nesting. A loader cannot have its dataset swapped: Lightning re-creates loaders from their constructor's arguments
-to inject a DistributedSampler, and a swapped dataset is silently lost then. So a new loader is made, by keyword, from
-the attributes of the old one, of the same class; its sampler object is kept, since it only knows the length.
+that nesting and its types. A loader cannot have its dataset swapped: Lightning re-creates loaders from their
+constructor's arguments to inject a DistributedSampler, and a swapped dataset is silently lost then. So a new loader is
+made, by keyword, from the attributes of the old one, of the same class; its sampler object is kept, since it only knows
+the length.
 """
 
 from __future__ import annotations
 
+import copy
 import inspect
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, MutableMapping
 from typing import Any
 
-from lightning.pytorch.utilities.combined_loader import CombinedLoader
-from torch.utils.data import BatchSampler, ConcatDataset, DataLoader, Dataset, IterableDataset, Subset
+from torch.utils.data import BatchSampler, ConcatDataset, DataLoader, Dataset, Subset
 
 from lightning_stocache.loading.allocation import InFlight
 from lightning_stocache.loading.dataset import CachedDataset
@@ -30,7 +31,7 @@ def loaders_in(loaders: Any) -> Iterator[DataLoader[Any]]:
         yield loaders
     elif hasattr(loaders, "iterables"):  # CombinedLoader, of lightning.pytorch or of pytorch_lightning
         yield from loaders_in(loaders.iterables)
-    elif isinstance(loaders, Mapping):
+    elif isinstance(loaders, MutableMapping):
         for one in loaders.values():
             yield from loaders_in(one)
     elif isinstance(loaders, list | tuple):
@@ -43,20 +44,24 @@ def rewrap(loaders: Any, wrap: Callable[[DataLoader[Any]], DataLoader[Any]]) -> 
     if isinstance(loaders, DataLoader):
         return wrap(loaders)
     if hasattr(loaders, "iterables"):
-        return CombinedLoader(rewrap(loaders.iterables, wrap), getattr(loaders, "_mode", "max_size_cycle"))
-    if isinstance(loaders, Mapping):
-        return {name: rewrap(one, wrap) for name, one in loaders.items()}
+        return type(loaders)(rewrap(loaders.iterables, wrap), loaders._mode)
+    if isinstance(loaders, MutableMapping):
+        renewed = copy.copy(loaders)  # an OrderedDict stays one
+        renewed.update({name: rewrap(one, wrap) for name, one in loaders.items()})
+        return renewed
+    if isinstance(loaders, tuple) and hasattr(loaders, "_fields"):
+        return type(loaders)(*(rewrap(one, wrap) for one in loaders))
     if isinstance(loaders, list | tuple):
         return type(loaders)([rewrap(one, wrap) for one in loaders])
     return loaders
 
 
 def cached_datasets(loaders: Any) -> list[CachedDataset]:
-    """The CachedDatasets that the loaders read from, each once, through Subset and ConcatDataset."""
+    """The CachedDatasets that the loaders read from, through Subset and ConcatDataset; one per cache."""
     found: dict[int, CachedDataset] = {}
     for loader in loaders_in(loaders):
         for dataset in _inside(loader.dataset):
-            found[id(dataset)] = dataset
+            found.setdefault(id(dataset.counters or dataset), dataset)
     return list(found.values())
 
 
@@ -72,20 +77,16 @@ def _inside(dataset: Dataset[Any]) -> Iterator[CachedDataset]:
 
 def in_flight(loader: DataLoader[Any]) -> InFlight:
     """What a loader keeps in memory besides the cache."""
-    return InFlight(loader.batch_size or 1, loader.num_workers, loader.prefetch_factor)
+    batch_size = int(loader.batch_size or getattr(loader.batch_sampler, "batch_size", 1))
+    return InFlight(batch_size, loader.num_workers, loader.prefetch_factor)
 
 
 def with_dataset(loader: DataLoader[Any], dataset: Dataset[Any]) -> DataLoader[Any]:
     """A loader of the same class and arguments that reads another dataset of the same length.
 
     Raises:
-        TypeError: the loader reads an iterable-style dataset, or its class hides an argument that it needs.
+        TypeError: the loader's class hides an argument that it needs.
     """
-    if isinstance(loader.dataset, IterableDataset):
-        raise TypeError(
-            f"a loader around the iterable-style {type(loader.dataset).__name__} cannot be cached: without an index "
-            "there is nothing to cache by. Leave that stage out with stage_budgets, or use a map-style dataset"
-        )
     names = _ALWAYS + (_WITH_WORKERS if loader.num_workers else ())
     arguments = {name: getattr(loader, name) for name in names if hasattr(loader, name)}
     if getattr(loader, "pin_memory_device", ""):

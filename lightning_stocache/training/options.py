@@ -54,3 +54,7 @@ class CacheOptions:
     def pot(self, stage: str) -> str:
         """The pot that a stage's datasets draw on."""
         return stage if stage in self.budgets else ""
+
+    def is_off(self, stage: str) -> bool:
+        """Whether the budget of a stage is 0."""
+        return self.budgets[self.pot(stage)].off

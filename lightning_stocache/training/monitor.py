@@ -1,0 +1,160 @@
+"""What the caches of a Trainer call did, as metrics.
+
+The counts of an epoch are the difference between two of its ends: workers run ahead of the step, so an epoch's first
+samples are served before `on_train_epoch_start`. What training has been served is put aside when a validation starts,
+since one dataset may be in both stages. The sanity check moves the baseline and is not logged. One exchange per epoch
+sums the counts over the ranks, on a private group, before anything is divided.
+"""
+
+from __future__ import annotations
+
+import time
+from typing import Any
+
+from lightning.pytorch import Callback, LightningModule, Trainer
+from lightning.pytorch.utilities import rank_zero_info
+
+from lightning_stocache.cache.counters import Counters, Counts
+from lightning_stocache.insight.metrics import Tally, rates, summarise
+from lightning_stocache.loading.dataset import CachedDataset
+from lightning_stocache.training.loaders import cached_datasets
+
+__all__ = ["CacheMonitor", "log_every", "running_datasets"]
+
+
+class CacheMonitor(Callback):
+    """Logs what the caches of the Trainer's loaders did.
+
+    Epoch values go through `log_dict`, so that ModelCheckpoint and EarlyStopping can watch them; live values go to the
+    loggers at the Trainer's logging cadence. Keys are `stocache/<metric>` for training, and `stocache/val/<metric>`,
+    `stocache/test/<metric>` for the other stages:
+
+    - `hit_rate`: hits over samples served. Served means handed out by the cache layer, consumed or not: workers run
+      ahead by `num_workers * prefetch_factor` batches.
+    - `fill_fraction`: share of the slots that are ready; `coverage`: share of the indices that have a slot on some
+      node.
+    - `hits`, `misses`, `bypasses`, `fills`: samples in this epoch, over all ranks.
+    - `bytes_from_cache`, `bytes_from_source`: bytes in this epoch; `source_seconds`: spent in the source, summed over
+      processes.
+    - `memory_bytes`, `budget_bytes`: memory in use and granted, summed over nodes.
+
+    With several nodes also `stocache/node<k>/` with `hit_rate`, `fill_fraction` and `memory_bytes`. Live values are
+    `stocache/hit_rate` of rank zero in the epoch so far, `stocache/fill_fraction` and `stocache/memory_bytes` of its
+    node.
+
+    Example:
+        >>> trainer = Trainer(callbacks=[CacheMonitor()], logger=False, enable_checkpointing=False)
+    """
+
+    def __init__(self) -> None:
+        self._seen: dict[Counters, Counts] = {}
+        self._aside: dict[Counters, Counts] = {}  # served to training since its last epoch's end, but seen by now
+        self._started = self._ended = 0.0
+        self._logged_step = -1
+
+    def on_train_epoch_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
+        """Start the epoch's clock."""
+        self._started = self._ended = time.perf_counter()
+
+    def on_train_batch_end(self, trainer: Trainer, pl_module: LightningModule, *_: Any) -> None:
+        """Log live values, at the Trainer's logging cadence."""
+        self._ended = time.perf_counter()
+        step = trainer.global_step - 1  # as Lightning numbers the values of a step
+        if not trainer.loggers or step == self._logged_step or step < 0 or (step + 1) % log_every(trainer):
+            return
+        self._logged_step = step
+        tally = self._tally("train", running_datasets(trainer, "train"), live=True)
+        if tally is not None:
+            live = rates(tally)
+            values = {f"stocache/{name}": live[name] for name in ("hit_rate", "fill_fraction", "memory_bytes")}
+            for logger in trainer.loggers:
+                logger.log_metrics(values, step=step)
+
+    def on_train_epoch_end(self, trainer: Trainer, pl_module: LightningModule) -> None:
+        """Log the epoch's values. Collective."""
+        metrics = self._epoch_end(trainer, pl_module, "train", "stocache")
+        if metrics:
+            rank_zero_info(
+                f"epoch {trainer.current_epoch}: hit rate {100 * metrics['hit_rate']:.1f} %, "
+                f"fill {100 * metrics['fill_fraction']:.1f} %, {self._ended - self._started:.1f} s"
+            )
+
+    def on_validation_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
+        """Put aside what training has been served."""
+        if trainer.state.fn != "fit" or trainer.sanity_checking:
+            return
+        for dataset in running_datasets(trainer, "train"):
+            if (counters := dataset.counters) is not None:
+                self._aside[counters] = self._aside.get(counters, Counts()) + self._moved(dataset, counters)
+
+    def on_validation_epoch_end(self, trainer: Trainer, pl_module: LightningModule) -> None:
+        """Log the validation epoch's values. Collective."""
+        self._epoch_end(trainer, pl_module, "val", "stocache/val")
+
+    def on_test_epoch_end(self, trainer: Trainer, pl_module: LightningModule) -> None:
+        """Log the test epoch's values. Collective."""
+        self._epoch_end(trainer, pl_module, "test", "stocache/test")
+
+    def teardown(self, trainer: Trainer, pl_module: LightningModule, stage: str) -> None:
+        """Forget the caches of the call."""
+        self._forget()
+
+    def on_exception(self, trainer: Trainer, pl_module: LightningModule, exception: BaseException) -> None:
+        """Forget the caches of the call; Lightning skips `teardown` after an exception."""
+        self._forget()
+
+    def _forget(self) -> None:
+        self._seen.clear()
+        self._aside.clear()
+        self._logged_step = -1
+
+    def _epoch_end(self, trainer: Trainer, pl_module: LightningModule, stage: str, prefix: str) -> dict[str, float]:
+        datasets = running_datasets(trainer, stage)
+        tally = self._tally(stage, datasets)
+        if tally is None or trainer.sanity_checking:
+            return {}
+        metrics = summarise(datasets[0].group.exchange(tally)) | {"coverage": _coverage(datasets)}
+        if not trainer.barebones:  # it refuses to log
+            values = {f"{prefix}/{name}": value for name, value in metrics.items()}
+            pl_module.log_dict(values, on_step=False, on_epoch=True, batch_size=1)
+        return metrics
+
+    def _tally(self, stage: str, datasets: list[CachedDataset], *, live: bool = False) -> Tally | None:
+        """What this rank brings: its own counts since the stage's last epoch end; the node's memory from its leader."""
+        tally = None
+        for dataset in datasets:
+            group, counters, cache = dataset.group, dataset.counters, dataset.cache
+            if counters is None:
+                continue
+            counts = self._moved(dataset, counters, peek=live)
+            if stage == "train":
+                counts += self._aside.get(counters, Counts()) if live else self._aside.pop(counters, Counts())
+            own = Tally(group.node, counts)
+            if cache is not None and group.is_leader:
+                own += Tally(group.node, Counts(), len(cache), cache.filled, cache.memory_bytes, dataset.budget_bytes)
+            tally = own if tally is None else tally + own
+        return tally
+
+    def _moved(self, dataset: CachedDataset, counters: Counters, *, peek: bool = False) -> Counts:
+        """What this rank was served since the last look."""
+        now = counters.totals(dataset.group.rank)
+        moved = now - self._seen.get(counters, dataset.baseline)
+        if not peek:
+            self._seen[counters] = now
+        return moved
+
+
+def log_every(trainer: Trainer) -> int:
+    """The Trainer's logging cadence in steps; a barebones Trainer has 0, and no loggers."""
+    return int(getattr(trainer, "log_every_n_steps", 0)) or 1
+
+
+def running_datasets(trainer: Trainer, stage: str) -> list[CachedDataset]:
+    """The cached datasets that the loaders of a running stage read."""
+    return cached_datasets(getattr(trainer, "train_dataloader" if stage == "train" else f"{stage}_dataloaders"))
+
+
+def _coverage(datasets: list[CachedDataset]) -> float:
+    """Share of the indices of all these datasets that have a slot on some node."""
+    covered = sum(len(one) * one.ring.coverage for one in datasets if one.ring is not None)
+    return covered / sum(map(len, datasets))
