@@ -1,0 +1,411 @@
+"""A segment is one file in memory: shared by the processes of a node, promised before it is touched, never left."""
+
+from __future__ import annotations
+
+import dataclasses
+import errno
+import faulthandler
+import gc
+import itertools
+import mmap
+import os
+import pickle
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from lightning_stocache.node.segment import HEADER_BYTES, Backend, Segment, SegmentHandle
+from tests.processes import Child, ChildError, call, context, without_room
+
+BACKENDS: tuple[Backend, ...] = ("tmpfile", "memfd", "file")
+MIB = 2**20
+
+
+@pytest.fixture(params=BACKENDS)
+def segment(request: pytest.FixtureRequest) -> Iterator[Segment]:
+    segment = Segment.create(64 * 1024, request.param)
+    yield segment
+    segment.close()
+
+
+def stored(segment: Segment, value: int) -> Segment:
+    segment.reserve(0, segment.size)
+    segment.bytes(0, segment.size).fill_(value)
+    return segment
+
+
+def answer(segment: Segment) -> int:
+    """Add one to byte 0, and close; what stood there before."""
+    byte = segment.bytes(0, 1)
+    before = int(byte[0])
+    byte += 1
+    del byte
+    segment.close()
+    return before
+
+
+def names_in_memory() -> set[str]:
+    return {name for name in os.listdir("/dev/shm") if name.startswith("lsc-")}
+
+
+# --- the same memory in every process
+
+
+def test_a_new_segment_reads_as_zeroes_and_holds_its_header_only(segment: Segment) -> None:
+    """A segment has its whole length at once, but no memory before it is reserved."""
+    assert segment.allocated_bytes == HEADER_BYTES
+    segment.reserve(0, 2 * mmap.PAGESIZE)
+    assert segment.allocated_bytes == HEADER_BYTES + 2 * mmap.PAGESIZE
+    assert not segment.bytes(0, 2 * mmap.PAGESIZE).any()
+
+
+@pytest.mark.parametrize(
+    ("method", "backend"),  # spawn takes 2 s, and the way in is that of the fork server
+    [*itertools.product(("fork", "forkserver"), BACKENDS), ("spawn", "tmpfile")],
+)
+def test_a_child_shares_the_segment(method: str, backend: Backend) -> None:
+    """What a child stores is seen here, and the other way round, however the child was started."""
+    segment = stored(Segment.create(4096, backend), 7)
+    assert call(answer, segment, method=method) == 7
+    assert int(segment.bytes(0, 1)[0]) == 8
+    segment.close()
+
+
+def test_an_unrelated_process_attaches_by_the_handle() -> None:
+    """A process that this one did not start opens all kinds of segment by nothing but their handles."""
+    segments = [stored(Segment.create(4096, backend), 40 + number) for number, backend in enumerate(BACKENDS)]
+    program = (
+        "import pickle, sys; from lightning_stocache.node.segment import Segment\n"
+        "for handle in pickle.load(sys.stdin.buffer):\n"
+        "    segment = Segment.attach(handle); segment.bytes(0, 1).add_(10); segment.close()\n"
+    )
+    handles = pickle.dumps([segment.handle for segment in segments])
+    subprocess.run([sys.executable, "-c", program], input=handles, check=True, timeout=60)
+    assert [int(segment.bytes(0, 1)[0]) for segment in segments] == [50, 51, 52]
+    for segment in segments:
+        segment.close()
+
+
+def test_a_pool_shares_the_segment(segment: Segment) -> None:
+    """A segment can be an argument of a Pool's task, which is pickled without a process being started."""
+    stored(segment, 3)
+    with context("forkserver").Pool(1) as pool:
+        assert pool.apply(answer, (segment,)) == 3
+    assert int(segment.bytes(0, 1)[0]) == 4
+
+
+def test_attaching_twice_in_one_process_gives_one_segment(segment: Segment) -> None:
+    """A second attach is the same object: two lock descriptors would drop each other's locks."""
+    assert Segment.attach(segment.handle) is segment
+    assert pickle.loads(pickle.dumps(segment)) is segment
+
+
+# --- what is not that segment
+
+
+def other_process_says(handle: SegmentHandle) -> str:
+    try:
+        Segment.attach(handle)
+    except ValueError as error:
+        return str(error)
+    return "attached"
+
+
+@pytest.mark.parametrize(
+    ("change", "words"),
+    [({"inode": 1}, "another file by now"), ({"token": b"x" * 16}, "its token differs")],
+    ids=["inode", "token"],
+)
+def test_a_handle_that_leads_elsewhere_is_refused(segment: Segment, change: dict[str, Any], words: str) -> None:
+    """Another inode (a recycled pid) or another token behind a handle is an error, not foreign memory."""
+    assert words in call(other_process_says, dataclasses.replace(segment.handle, **change), method="forkserver")
+
+
+def test_a_file_of_somebody_else_is_refused(tmp_path: Path) -> None:
+    """A file without our magic number is an error, and its descriptors are closed."""
+    (tmp_path / "data").write_bytes(bytes(8192))
+    before = set(os.listdir("/proc/self/fd"))
+    inode = os.stat(tmp_path / "data").st_ino
+    with pytest.raises(ValueError, match="not a segment of lightning_stocache"):
+        Segment.attach(SegmentHandle(str(tmp_path / "data"), str(tmp_path / "data"), inode, b"y" * 16, 4096))
+    assert set(os.listdir("/proc/self/fd")) == before
+
+
+def test_a_handle_of_a_process_that_is_gone_is_an_error() -> None:
+    """Where the creator has ended there is nothing to open."""
+    handle = call(lambda: Segment.create(4096).handle)
+    with pytest.raises(OSError, match=r"No such file"):
+        Segment.attach(handle)
+
+
+@pytest.mark.parametrize("step", ["too large to map", "posix_fallocate", "pwrite"])
+@pytest.mark.parametrize("backend", BACKENDS)
+def test_a_create_that_fails_leaves_nothing(backend: Backend, step: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Whichever step fails, neither a descriptor nor a name is left."""
+
+    def refuse(*_: Any) -> None:
+        raise OSError(errno.ENOSPC, "No space left on device")
+
+    if step != "too large to map":
+        monkeypatch.setattr(os, step, refuse)
+    before = set(os.listdir("/proc/self/fd"))
+    with pytest.raises(OSError, match=r"Cannot allocate|No space"):
+        Segment.create(2**62 if step == "too large to map" else 4096, backend)
+    assert set(os.listdir("/proc/self/fd")) == before
+    assert names_in_memory() == set()
+
+
+# --- closing
+
+
+def test_views_that_live_on_keep_their_memory(segment: Segment) -> None:
+    """Closing under a live view is harmless: the view reads what it read before, and the memory goes with it."""
+    stored(segment, 9)
+    tensor, view = segment.bytes(0, 4096), segment.memory(4096, 4096)
+    segment.close()
+    assert segment.closed
+    assert int(tensor.sum()) == 9 * 4096
+    assert bytes(view) == bytes([9]) * 4096
+
+
+def test_a_closed_segment_says_so(segment: Segment) -> None:
+    """After close every use is an error in words, never an access to a descriptor that now means something else."""
+    segment.close()
+    segment.close()
+    uses: list[Callable[[], Any]] = [
+        lambda: segment.bytes(0, 1),
+        lambda: segment.memory(0, 1),
+        lambda: segment.reserve(0, 1),
+        lambda: segment.lock(0),
+        lambda: segment.handle,
+        lambda: pickle.dumps(segment),
+        segment.discard,
+    ]
+    for use in uses:
+        with pytest.raises(ValueError, match="closed"):
+            use()
+    segment.unlock(0)  # nothing to do: the locks went with the descriptor
+    assert segment.allocated_bytes == 0
+
+
+def test_closing_in_a_child_leaves_the_parent_s_segment_open(segment: Segment) -> None:
+    """A forked child gives up its own mapping only; a named file keeps its name as long as its creator has it."""
+    stored(segment, 5)
+    call(segment.close)
+    assert int(segment.bytes(0, 1)[0]) == 5
+    assert segment.path is None or os.path.exists(segment.path)
+
+
+def five_rounds() -> tuple[int, list[int]]:
+    used = []
+    before = os.statvfs("/dev/shm").f_bfree
+    for _ in range(5):
+        segment = stored(Segment.create(32 * MIB), 1)
+        used.append((before - os.statvfs("/dev/shm").f_bfree) * 4096 // MIB)
+        segment.close()
+    return before - os.statvfs("/dev/shm").f_bfree, used
+
+
+def test_five_rounds_hold_the_memory_of_one() -> None:
+    """Creating and closing five times never holds more than one segment, and nothing at the end."""
+    assert without_room(five_rounds) == (0, [32] * 5)
+
+
+def test_a_name_goes_with_its_creator() -> None:
+    """A named file that nobody has unlinked goes when its creator closes it, or drops it."""
+    closed, dropped = Segment.create(4096, "file"), Segment.create(4096, "file")
+    assert len(names_in_memory()) == 4  # two files, and a lock file for each
+    closed.close()
+    del dropped
+    gc.collect()
+    assert names_in_memory() == set()
+
+
+def test_unlink_takes_the_name_and_leaves_the_memory() -> None:
+    """Unlinked early, a named file is as anonymous as the others: still shared, and never left behind."""
+    segment = stored(Segment.create(4096, "file"), 6)
+    segment.unlink()
+    segment.unlink()
+    assert names_in_memory() == set()
+    assert call(answer, segment, method="forkserver") == 6
+    with context("forkserver").Pool(1) as pool:  # by the handle, which leads through /proc now
+        assert pool.apply(answer, (segment,)) == 7
+    segment.close()
+
+
+# --- death
+
+
+def hold(segment: Segment, ready: str) -> None:
+    Path(ready).touch()
+    time.sleep(60)
+
+
+def create_and_hold(backend: Backend, ready: str) -> None:
+    """What a rank does: make a segment, start workers, take the name away."""
+    segment = stored(Segment.create(16 * MIB, backend), 1)
+    workers = []
+    for number in range(2):
+        workers.append(os.fork())
+        if not workers[-1]:
+            hold(segment, f"{ready}{number}")
+            os._exit(0)
+    while not (os.path.exists(ready + "0") and os.path.exists(ready + "1")):
+        time.sleep(0.01)
+    segment.unlink()
+    Path(ready + "pids.part").write_text(" ".join(map(str, workers)))
+    os.rename(ready + "pids.part", ready + "pids")
+    time.sleep(60)
+
+
+def killed(backend: Backend, folder: str) -> dict[str, int]:
+    """MiB of the private /dev/shm in use: with everybody alive, after the creator's death, after everybody's."""
+
+    def used() -> int:
+        stats = os.statvfs("/dev/shm")
+        return (stats.f_blocks - stats.f_bfree) * stats.f_frsize // MIB
+
+    creator = os.fork()
+    if creator == 0:
+        try:
+            create_and_hold(backend, folder + "/")
+        finally:
+            os._exit(1)
+    pids = Path(folder, "pids")
+    while not pids.exists():
+        time.sleep(0.01)
+    seen = {"alive": used()}
+    os.kill(creator, signal.SIGKILL)
+    os.waitpid(creator, 0)
+    seen["creator killed"] = used()
+    workers = [int(pid) for pid in pids.read_text().split()]
+    os.kill(workers[0], signal.SIGKILL)
+    seen["one worker killed"] = used()
+    os.kill(workers[1], signal.SIGKILL)
+    deadline = time.monotonic() + 20
+    while used() and time.monotonic() < deadline:
+        time.sleep(0.01)
+    seen["all killed"] = used()
+    return seen
+
+
+@pytest.mark.parametrize("backend", ["tmpfile", "file"])
+def test_nothing_is_left_when_everybody_is_killed(backend: Backend, tmp_path: Path) -> None:
+    """SIGKILL of the creator and of one worker keeps the memory of those that live; the last one's frees it."""
+    seen = without_room(killed, backend, str(tmp_path))
+    assert seen == {"alive": 16, "creator killed": 16, "one worker killed": 16, "all killed": 0}
+
+
+# --- memory is promised before it is touched
+
+
+def reserve_too_much(reserve: bool) -> tuple[int | None, int]:
+    segment = Segment.create(256 * MIB)
+    free = os.statvfs("/dev/shm").f_bfree
+    faulthandler.disable()  # no report about the death that is wanted
+    try:
+        if reserve:
+            segment.reserve(0, 128 * MIB)
+        segment.bytes(0, 128 * MIB).fill_(1)
+    except OSError as error:
+        return error.errno, free - os.statvfs("/dev/shm").f_bfree
+    return None, 0
+
+
+def test_too_little_memory_is_an_error_before_the_store() -> None:
+    """In a /dev/shm of 64 MiB, reserving more raises ENOSPC and takes nothing."""
+    assert without_room(reserve_too_much, True) == (errno.ENOSPC, 0)
+
+
+def test_a_store_without_a_reservation_would_kill() -> None:
+    """The danger is real: the same store without a reservation dies of SIGBUS."""
+    with pytest.raises(ChildError, match="SIGBUS"):
+        without_room(reserve_too_much, False)
+
+
+def test_reserving_keeps_what_is_there(segment: Segment) -> None:
+    """A range can be reserved again, and contents stay."""
+    stored(segment, 8)
+    segment.reserve(0, 4096)
+    segment.reserve(10, 0)
+    assert segment.bytes(0, segment.size).eq(8).all()
+
+
+def test_discard_zeroes_from_an_offset_and_gives_pages_back(segment: Segment) -> None:
+    """What lies before the offset stays, all else reads as zeroes, and the whole pages among it are free."""
+    stored(segment, 8)
+    segment.discard(5000)
+    assert segment.bytes(0, 5000).eq(8).all()
+    assert segment.allocated_bytes == HEADER_BYTES + 2 * mmap.PAGESIZE
+    assert not segment.bytes(5000, segment.size - 5000).any()
+    stored(segment, 8).discard(segment.size - 1)  # within the last page
+    assert segment.bytes(0, segment.size - 1).eq(8).all()
+    assert not segment.bytes(segment.size - 1, 1).any()
+
+
+# --- locks
+
+
+def try_lock(segment: Segment, byte: int) -> bool:
+    return segment.lock(byte)
+
+
+def lock_and_hold(segment: Segment, byte: int, ready: str) -> None:
+    segment.lock(byte)
+    hold(segment, ready)
+
+
+def test_a_lock_is_one_process_s(segment: Segment) -> None:
+    """A byte that is locked here cannot be locked elsewhere, others can; unlocked, it can."""
+    assert segment.lock(3)
+    assert not call(try_lock, segment, 3)
+    assert call(try_lock, segment, 4)
+    segment.unlock(3)
+    assert call(try_lock, segment, 3)
+
+
+@pytest.mark.parametrize("backend", BACKENDS)
+def test_pickling_does_not_drop_locks(backend: Backend) -> None:
+    """Sending a segment to a Pool's task keeps the locks that this process holds."""
+    segment = Segment.create(4096, backend)
+    segment.lock(3)
+    with context("forkserver").Pool(1) as pool:
+        assert not pool.apply(try_lock, (segment, 3))
+        assert not pool.apply(try_lock, (segment, 3))
+    segment.close()
+
+
+def test_a_lock_is_freed_by_sigkill(segment: Segment, tmp_path: Path) -> None:
+    """A process that is killed holds nothing up: its lock is free as soon as it is gone."""
+    holder = Child(lock_and_hold, segment, 3, str(tmp_path / "ready"))
+    while not (tmp_path / "ready").exists():
+        time.sleep(0.005)
+    assert not segment.lock(3)
+    holder.kill()
+    assert segment.lock(3)
+
+
+def wait_for_lock(segment: Segment, ready: str) -> bool:
+    Path(ready).touch()
+    return segment.lock(3, wait=True)
+
+
+def test_waiting_for_a_lock_ends_when_it_is_free(segment: Segment, tmp_path: Path) -> None:
+    """With `wait` a process gets the lock as soon as its holder gives it back."""
+    segment.lock(3)
+    waiter = Child(wait_for_lock, segment, str(tmp_path / "ready"))
+    while not (tmp_path / "ready").exists():
+        time.sleep(0.005)
+    segment.unlock(3)
+    assert waiter.result()
+
+
+def test_only_addresses_are_pickled(segment: Segment) -> None:
+    """A pickled segment is an address of some hundred bytes, whatever it holds: a view would be a silent copy."""
+    assert len(pickle.dumps(stored(segment, 1))) < 1000
