@@ -11,29 +11,41 @@ process that it reaches by fork or by pickle works on the same memory.
 
 from __future__ import annotations
 
-import logging
 import operator
-import time
-from collections.abc import Callable, Mapping, Sequence
-from typing import Any, Literal, SupportsIndex
+from collections.abc import Callable, Sequence
+from typing import Any, Literal, NamedTuple, SupportsIndex, get_args
 
-import torch
-from torch.utils.data import Dataset, IterableDataset
+from torch.utils.data import ConcatDataset, Dataset, IterableDataset, Subset
 
 from lightning_stocache.cache.cache import SharedCache
 from lightning_stocache.cache.counters import Counters, Counts
-from lightning_stocache.cache.placement import NO_SLOT, Ring
+from lightning_stocache.cache.placement import Ring
 from lightning_stocache.cache.spec import SampleSpec
 from lightning_stocache.loading.allocation import BackendChoice, InFlight, Request
-from lightning_stocache.loading.opening import CacheMemoryError, Opened, open_caches
+from lightning_stocache.loading.opened import Opened
+from lightning_stocache.loading.opening import open_caches
 from lightning_stocache.node.budget import Budget, format_bytes
 from lightning_stocache.node.group import NodeGroup
 
-__all__ = ["CachedDataset", "OnError", "open_together"]
-
-log = logging.getLogger(__name__)
+__all__ = ["CachedDataset", "Delivery", "Errand", "OnError"]
 
 OnError = Literal["raise", "disable"]
+
+
+class Errand(list[int]):
+    """A batch of indices that a CachedLoader sends to a worker, with the place where the answer may be put."""
+
+    def __init__(self, indices: Sequence[int] = (), place: Any = None) -> None:
+        super().__init__(indices)
+        self.place = place
+
+
+class Delivery(NamedTuple):
+    """What a worker has fetched for an errand. The loader's clerk, its collate function, makes the answer of it."""
+
+    dataset: CachedDataset
+    errand: Errand
+    samples: list[Any]
 
 
 class CachedDataset(Dataset[Any]):
@@ -55,10 +67,13 @@ class CachedDataset(Dataset[Any]):
         defer: open nothing yet; samples pass through until `share` is called.
 
     Raises:
-        TypeError: the source is iterable-style, or its samples hold something of no fixed size.
-        ValueError: the source is empty, or the budget cannot be read.
+        TypeError: the source is iterable-style or cached already, its samples hold something of no fixed size
+            (`UnsupportedSampleError`), or an argument is of the wrong type.
+        ValueError: the source is empty, the budget cannot be read, or an argument is none of its choices.
+        CacheMemoryError: the memory cannot be had, and `on_error="raise"`.
 
     Example:
+        >>> import torch
         >>> squares = [torch.tensor([i, i * i]) for i in range(10)]
         >>> dataset = CachedDataset(squares, budget="50%")
         >>> [int(dataset[i][1]) for i in range(10)] == [int(dataset[i][1]) for i in range(10)]
@@ -81,6 +96,12 @@ class CachedDataset(Dataset[Any]):
         defer: bool = False,
     ) -> None:
         _check_source(source)
+        if spec is not None and not isinstance(spec, SampleSpec):
+            raise TypeError(f"spec must be a SampleSpec, as SampleSpec.infer(sample) makes it; got {spec!r}")
+        if backend not in get_args(BackendChoice):
+            raise ValueError(f"backend must be one of {', '.join(get_args(BackendChoice))}, got {backend!r}")
+        if on_error not in get_args(OnError):
+            raise ValueError(f"on_error must be 'raise' or 'disable', got {on_error!r}")
         self.source = source
         self.budget = Budget.parse(budget)
         self.transform = transform
@@ -96,20 +117,36 @@ class CachedDataset(Dataset[Any]):
     def share(self, group: NodeGroup | None = None) -> None:
         """Swap the cache for one that all ranks of the node have in common. Collective: every rank calls it.
 
-        What was cached before is given up, so call it before the first epoch. The leader of the node reads a few
-        samples and grants the budget; the other ranks read nothing.
+        What was cached before is given up, so call it before the first epoch, and make the dataset with `defer=True`
+        to read nothing twice. The leader of the node reads a few samples and grants the budget; the other ranks read
+        nothing.
 
         Args:
             group: which ranks share memory; by default it is found out from the running process group.
         """
+        self.close()
         group = NodeGroup.discover() if group is None else group
-        open_together([self], {"": self.budget}, group)
+        request = self.request("")
+        [opened] = open_caches([request], {"": self.budget}, group, self.backend, disable=self.on_error == "disable")
+        self.adopt(opened)
+
+    def request(self, pot: str, in_flight: InFlight | None = None) -> Request:
+        """What is asked of `open_caches` for this dataset.
+
+        Args:
+            pot: which budget it draws on.
+            in_flight: the loader that will read it, if that is known.
+        """
+        return Request(self.source, pot, self.spec, self.allow_random, in_flight)
+
+    def adopt(self, opened: Opened) -> None:
+        """Serve from a cache that was opened for this dataset's request; what was counted before is over."""
+        self._opened, self.baseline = opened, Counts()
 
     @property
     def cache(self) -> SharedCache | None:
         """The cache, or None while samples pass through."""
-        cache = self._opened.cache
-        return None if cache is None or cache.closed else cache
+        return self._opened.live_cache
 
     @property
     def counters(self) -> Counters | None:
@@ -155,13 +192,33 @@ class CachedDataset(Dataset[Any]):
         try:
             position = self._position(index)
         except TypeError:
-            self._count(bypasses=1)
-            return self._transformed(self.source[index])
-        return self._finish(self._serve(position))
+            sample = self.source[index]
+            self._opened.count(bypasses=1)
+            return self._transformed(sample)
+        return self._finish(self._opened.serve(position))
 
-    def __getitems__(self, indices: Sequence[SupportsIndex]) -> list[Any]:
-        """The samples of a batch: all hits are copied out by one gather per field."""
-        return [self._finish(sample) for sample in self._serve_many([self._position(index) for index in indices])]
+    def __getitems__(self, indices: Sequence[SupportsIndex]) -> Any:
+        """The samples of a batch, as a list: all hits are copied out by one gather per field."""
+        try:
+            positions = [self._position(index) for index in indices]
+        except TypeError:  # a sampler's keys, which only the source understands
+            return [self[index] for index in indices]
+        opened = self._opened
+        if opened.live_cache is None and opened.fetch is None:
+            samples = [self._finish(opened.serve(position)) for position in positions]
+        else:
+            samples = self._finish_many(opened.serve_many(positions))
+        return Delivery(self, indices, samples) if isinstance(indices, Errand) else samples
+
+    @property
+    def finishes(self) -> bool:
+        """Whether samples are transformed, one by one, after the cache."""
+        return self.transform is not None or self._opened.tail is not None
+
+    def count_hits(self, samples: int) -> None:
+        """Count samples that somebody else has copied out of the cache."""
+        if self.cache is not None:
+            self._opened.count(hits=samples, bytes_from_cache=samples * self.cache.spec.nbytes)
 
     def __getattr__(self, name: str) -> Any:
         # Names of the user's dataset (`classes`, `targets`) stay reachable; never dunder names: a forwarded
@@ -171,117 +228,36 @@ class CachedDataset(Dataset[Any]):
         return getattr(self.source, name)
 
     def _position(self, index: SupportsIndex) -> int:
-        position = operator.index(index)
-        return position + len(self) if position < 0 else position
+        """An index from the front. Outside the dataset it stays what it is: the source has its own error for it."""
+        if index.__class__ is not int:
+            if getattr(index, "ndim", 0):
+                raise TypeError("a tensor of one element is an index to torch, and a batch of one to a source")
+            index = operator.index(index)
+        if index >= 0:
+            return index
+        length = len(self)
+        return index + length if index >= -length else index
 
     def _finish(self, sample: Any) -> Any:
         if self._opened.tail is not None:
             sample = self._opened.tail(sample)
         return self._transformed(sample)
 
+    def _finish_many(self, samples: Any) -> Any:
+        # Draws come in the order of the uncached source: where it loads whole batches, all of its own come first.
+        if self._opened.fetch is None:
+            return [self._finish(sample) for sample in samples]
+        if self._opened.tail is not None:
+            samples = [self._opened.tail(sample) for sample in samples]
+        return samples if self.transform is None else [self.transform(sample) for sample in samples]
+
     def _transformed(self, sample: Any) -> Any:
         return sample if self.transform is None else self.transform(sample)
 
-    def _serve(self, index: int) -> Any:
-        cache = self.cache
-        if cache is not None and index < cache.arc.size and (sample := cache.get(index)) is not None:
-            self._count(hits=1, bytes_from_cache=cache.spec.nbytes)
-            return sample
-        start = time.perf_counter_ns()
-        sample = self._opened.source[index]
-        return self._keep(index, sample, time.perf_counter_ns() - start)
-
-    def _serve_many(self, indices: list[int]) -> list[Any]:
-        cache = self.cache
-        if cache is None or len(indices) == 1 or max(indices) >= cache.arc.size:
-            return self._load_many(indices)
-        slots = cache.ready_slots(torch.tensor(indices))
-        hits = (slots != NO_SLOT).nonzero().flatten()
-        samples: list[Any] = [None] * len(indices)
-        if len(hits):
-            found = cache.spec.split(cache.gather(slots[hits]), len(hits))
-            for place, sample in zip(hits.tolist(), found, strict=True):
-                samples[place] = sample
-            self._count(hits=len(hits), bytes_from_cache=len(hits) * cache.spec.nbytes)
-        if len(hits) < len(indices):
-            others = (slots == NO_SLOT).nonzero().flatten().tolist()
-            for place, sample in zip(others, self._load_many([indices[place] for place in others]), strict=True):
-                samples[place] = sample
-        return samples
-
-    def _load_many(self, indices: list[int]) -> list[Any]:
-        """Serve what was not ready a moment ago: in one call, if the source can."""
-        fetch = getattr(self._opened.source, "__getitems__", None)
-        if fetch is None:
-            return [self._serve(index) for index in indices]  # looks again: the batch may hold an index twice
-        start = time.perf_counter_ns()
-        samples = fetch(indices)
-        each = (time.perf_counter_ns() - start) // max(len(indices), 1)
-        return [self._keep(index, sample, each) for index, sample in zip(indices, samples, strict=True)]
-
-    def _keep(self, index: int, sample: Any, source_ns: int) -> Any:
-        """Store a sample that was loaded, if it has a slot, and count it."""
-        cache = self.cache
-        if cache is None or index >= cache.arc.size:
-            self._count(bypasses=1, source_ns=source_ns)
-            return sample
-        filled = cache.fill(index, sample)
-        has_slot = cache.arc.slot(index) != NO_SLOT
-        self._count(
-            misses=int(has_slot),
-            bypasses=int(not has_slot),
-            fills=int(filled),
-            bytes_from_source=cache.spec.nbytes,
-            source_ns=source_ns,
-        )
-        return sample
-
-    def _count(self, **counts: int) -> None:
-        if self._opened.counters is not None:
-            self._opened.counters.add(**counts)
-
-
-def open_together(
-    datasets: Sequence[CachedDataset],
-    budgets: Mapping[str, Budget],
-    group: NodeGroup,
-    pots: Sequence[str] | None = None,
-    in_flight: Sequence[InFlight | None] | None = None,
-) -> None:
-    """Open the caches of several datasets at once, which share budgets. Collective over the group.
-
-    Args:
-        datasets: the same ones in the same order on every rank.
-        budgets: the budget of every pot.
-        group: which ranks share memory.
-        pots: the pot of each dataset; by default the one pot that there is.
-        in_flight: the loader of each dataset, whose batches need memory too.
-    """
-    if not datasets:
-        return
-    only = next(iter(budgets))
-    requests = [
-        Request(one.source, pot, one.spec, one.allow_random, loader)
-        for one, pot, loader in zip(
-            datasets, pots or [only] * len(datasets), in_flight or [None] * len(datasets), strict=True
-        )
-    ]
-    for one in datasets:
-        one.close()
-    try:
-        opened = open_caches(requests, budgets, group, datasets[0].backend)
-    except CacheMemoryError as error:
-        if datasets[0].on_error == "raise":
-            raise
-        log.warning("the cache is off, all samples are loaded from their source: %s", error)
-        return
-    for one, its in zip(datasets, opened, strict=True):
-        one._opened, one.baseline = its, Counts()
-
 
 def _check_source(source: Any) -> None:
-    if isinstance(source, CachedDataset):
-        raise TypeError("source must be the dataset itself, got a CachedDataset: it is cached already")
+    if _is_cached(source):
+        raise TypeError(f"source must be the dataset itself, got a {type(source).__name__} that is cached already")
     if isinstance(source, IterableDataset) or not (hasattr(source, "__getitem__") and hasattr(source, "__len__")):
         raise TypeError(
             f"source must be a map-style dataset with __getitem__ and __len__, got {type(source).__name__}: without an "
@@ -289,3 +265,10 @@ def _check_source(source: Any) -> None:
         )
     if len(source) == 0:
         raise ValueError(f"source must have at least one sample, got an empty {type(source).__name__}")
+
+
+def _is_cached(source: Any) -> bool:
+    parts = [source.dataset] if isinstance(source, Subset) else getattr(source, "datasets", [])
+    return isinstance(source, CachedDataset) or (
+        isinstance(source, Subset | ConcatDataset) and any(map(_is_cached, parts))
+    )

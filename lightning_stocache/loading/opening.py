@@ -18,10 +18,7 @@ from __future__ import annotations
 import logging
 import sys
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, field
-from typing import Any
-
-from torch.utils.data import Dataset
+from dataclasses import dataclass
 
 from lightning_stocache.cache.cache import SharedCache
 from lightning_stocache.cache.counters import Counters
@@ -29,12 +26,14 @@ from lightning_stocache.cache.placement import Arc, Ring
 from lightning_stocache.cache.spec import SampleSpec
 from lightning_stocache.loading.allocation import BackendChoice, Request, allocate
 from lightning_stocache.loading.cut import Cut
+from lightning_stocache.loading.opened import Opened
+from lightning_stocache.loading.probe import Generators
 from lightning_stocache.loading.split import split
 from lightning_stocache.node.budget import Budget
 from lightning_stocache.node.group import NodeGroup
 from lightning_stocache.node.segment import Backend, Segment, SegmentHandle
 
-__all__ = ["CacheMemoryError", "Opened", "open_caches"]
+__all__ = ["CacheMemoryError", "open_caches"]
 
 log = logging.getLogger(__name__)
 
@@ -43,37 +42,13 @@ class CacheMemoryError(OSError):
     """The memory for a cache cannot be had, or not be reached by all ranks of a node."""
 
 
-@dataclass
-class Opened:
-    """What came of a request, in this process.
-
-    Args:
-        source: where misses are loaded from: the request's source, or its deterministic part.
-        tail: the random part, to be applied after the cache.
-        cache: None when the source is passed through uncached.
-        counters: None where counting is impossible (Windows).
-        ring: the arcs of all nodes.
-        group: the ranks that share it.
-        budget_bytes: memory that was granted on this node.
-    """
-
-    source: Dataset[Any]
-    tail: Callable[[Any], Any] | None = None
-    cache: SharedCache | None = None
-    counters: Counters | None = None
-    ring: Ring | None = None
-    group: NodeGroup = field(default_factory=NodeGroup)
-    budget_bytes: int = 0
-
-    def close(self) -> None:
-        """Give cache and counters up in this process."""
-        for part in (self.cache, self.counters):
-            if part is not None:
-                part.close()
-
-
 def open_caches(
-    requests: Sequence[Request], budgets: Mapping[str, Budget], group: NodeGroup, backend: BackendChoice = "auto"
+    requests: Sequence[Request],
+    budgets: Mapping[str, Budget],
+    group: NodeGroup,
+    backend: BackendChoice = "auto",
+    *,
+    disable: bool = False,
 ) -> list[Opened]:
     """Open a cache for every request. Collective: all ranks pass the same requests in the same order.
 
@@ -82,17 +57,27 @@ def open_caches(
         budgets: the budget of every pot, per node.
         group: which ranks share memory.
         backend: where segments lie, see `allocate`.
+        disable: whether to go on uncached, with a warning, where the memory cannot be had.
 
     Raises:
         UnsupportedSampleError: a sample holds something that has no fixed size.
         SampleMismatchError: the samples read at set-up differ in shape, dtype or structure.
-        CacheMemoryError: a segment could not be made or reached, not even by name; on all ranks alike.
+        ValueError: the ranks have sources of different lengths.
+        CacheMemoryError: a segment could not be made or reached, not even by name; on all ranks alike. Not with
+            `disable`, nor where nothing is to be cached.
         Exception: what a source itself raises, unchanged; on the other ranks a RuntimeError that names it.
     """
     if sys.platform == "win32":
         log.warning("there is no memory shared between processes on Windows: all samples pass through uncached")
         return [Opened(request.source) for request in requests]
+    _check_lengths(requests, group)
     findings = group.lead(lambda: [_look_at(request, budgets[request.pot]) for request in requests])
+    parts = group.together(
+        lambda: [
+            (request.source, None) if found.cut is None else found.cut.apply(request.source)
+            for request, found in zip(requests, findings, strict=True)
+        ]
+    )
     ranks = len(group.nodes[group.node])
     plan = group.lead(lambda: allocate(requests, [found.spec for found in findings], budgets, ranks, backend))
     slots = group.exchange(plan.slots)
@@ -103,19 +88,38 @@ def open_caches(
     if group.is_leader:
         for warning in plan.warnings:
             log.warning(warning)
-    segments = _make_and_attach(
-        lambda kind: [
-            _Segments.make(found.spec, ring.arcs[group.node], group.rank, kind)
-            for found, ring in zip(findings, rings, strict=True)
-        ],
-        plan.backend,
-        group,
-    )
-    opened = []
-    for number, (request, found, ring, own) in enumerate(zip(requests, findings, rings, segments, strict=True)):
-        source, tail = (request.source, None) if found.cut is None else found.cut.apply(request.source)
-        opened.append(Opened(source, tail, own.cache, own.counters, ring, group, plan.granted[number]))
-    return opened
+    try:
+        segments = _make_and_attach(
+            lambda kind: [
+                _Segments.make(found.spec, ring.arcs[group.node], group.rank, kind)
+                for found, ring in zip(findings, rings, strict=True)
+            ],
+            plan.backend,
+            group,
+        )
+    except CacheMemoryError as error:
+        wanted = any(arc.slots for ring in rings for arc in ring.arcs)
+        if wanted and not disable:
+            raise
+        if group.rank == 0:
+            log.warning("the cache is off, all samples are loaded from their source, uncounted: %s", error)
+        if wanted:
+            return [Opened(request.source, group=group) for request in requests]
+        segments = [_Segments(None, None) for _ in requests]
+    return [
+        Opened(source, tail, own.cache, own.counters, ring, group, granted)
+        for (source, tail), own, ring, granted in zip(parts, segments, rings, plan.granted, strict=True)
+    ]
+
+
+def _check_lengths(requests: Sequence[Request], group: NodeGroup) -> None:
+    lengths = group.exchange([request.length for request in requests])
+    for rank, its in enumerate(lengths):
+        if its != lengths[0]:
+            raise ValueError(
+                f"all ranks must open the same sources; those of rank 0 have {lengths[0]} samples, those of rank "
+                f"{rank} {its}. Give every rank the whole dataset and let a DistributedSampler divide it"
+            )
 
 
 @dataclass(frozen=True)
@@ -132,7 +136,13 @@ def _look_at(request: Request, budget: Budget) -> _Finding:
     if request.spec is not None:
         return _Finding(request.spec)
     if request.allow_random:
-        return _Finding(SampleSpec.infer(request.source[0]))
+        log.info("%s: 1 sample read at set-up, to learn its shape", request.name)
+        generators = Generators()
+        before = generators.state()
+        try:
+            return _Finding(SampleSpec.infer(request.source[0]))
+        finally:
+            generators.restore(before)
     parts = split(request.source)
     log.info("%s: %d samples read at set-up, to learn their shape and look for randomness", request.name, parts.reads)
     if parts.reason is not None:
@@ -164,7 +174,7 @@ class _Address:
 class _Segments:
     """The segments of one request, open in this process."""
 
-    counters: Counters
+    counters: Counters | None
     cache: SharedCache | None
 
     @classmethod
@@ -175,18 +185,19 @@ class _Segments:
     @property
     def address(self) -> _Address:
         cache = self.cache
+        assert self.counters is not None
         its = None if cache is None else (cache.segment.handle, cache.spec, cache.arc)
         return _Address(self.counters.segment.handle, its)
 
     def unlink(self) -> None:
-        self.counters.segment.unlink()
-        if self.cache is not None:
-            self.cache.segment.unlink()
+        for part in (self.counters, self.cache):
+            if part is not None:
+                part.segment.unlink()
 
     def close(self) -> None:
-        self.counters.close()
-        if self.cache is not None:
-            self.cache.close()
+        for part in (self.counters, self.cache):
+            if part is not None:
+                part.close()
 
 
 def _make_and_attach(
@@ -194,23 +205,24 @@ def _make_and_attach(
 ) -> list[_Segments]:
     """Make the segments on every leader and attach elsewhere; by name, where they cannot be reached without one."""
     troubles: list[str | None] = []
+    failure: Exception | None = None
     for kind in dict.fromkeys((backend, "file")):
         segments: list[_Segments] = []
-        trouble: str | None = None
         addresses: list[_Address] = []
+        failure = None
         try:
             if group.is_leader:
                 segments += make(kind)
                 addresses = [one.address for one in segments]
-        except OSError as error:
-            trouble = repr(error)
+        except Exception as error:  # whatever it is, the others are waiting for the addresses
+            failure = error
         addresses = group.exchange(addresses)[group.leader]
         try:
             if not group.is_leader:
                 segments += [address.attach(group.rank) for address in addresses]
-        except (OSError, ValueError) as error:
-            trouble = repr(error)
-        troubles = group.exchange(trouble)  # by now everybody has attached, or will not
+        except Exception as error:  # likewise
+            failure = error
+        troubles = group.exchange(repr(failure) if failure else None)  # by now everybody has attached, or will not
         for one in segments:
             one.unlink()
         if not any(troubles):
@@ -218,4 +230,7 @@ def _make_and_attach(
         for one in segments:
             one.close()
     rank, words = next((rank, words) for rank, words in enumerate(troubles) if words)
-    raise CacheMemoryError(f"rank {rank} could not make or reach the shared memory of its node: {words}")
+    raise CacheMemoryError(
+        f"rank {rank} could not make or reach the shared memory of its node: {words}. To go on uncached: "
+        "on_error='disable', or budget=0"
+    ) from failure

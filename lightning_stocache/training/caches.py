@@ -20,7 +20,8 @@ from typing import Any
 from torch.utils.data import Dataset
 
 from lightning_stocache.loading.allocation import InFlight
-from lightning_stocache.loading.dataset import CachedDataset, open_together
+from lightning_stocache.loading.dataset import CachedDataset
+from lightning_stocache.loading.together import open_together
 from lightning_stocache.node.budget import Budget
 from lightning_stocache.node.group import NodeGroup
 from lightning_stocache.training.options import CacheOptions

@@ -1,0 +1,147 @@
+"""A source with its cache open in this process: what it serves for an index, and how that is counted.
+
+A sample is a hit (its slot is ready: a copy of it), a miss (it has a slot that is not ready: it is loaded, and stored
+if nobody else is doing so), or a bypass (it has no slot, or there is no cache: it is loaded). Whatever has been loaded
+while there is a cache is checked against the spec, stored or not. What is served here is the deterministic part: the
+tail and the user's transform come after it.
+
+A batch is looked up at once, its hits are copied out by one gather per field, and the others are loaded in one call if
+the source has `__getitems__`. Counts are added when a sample has been served; a source that raises adds nothing.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+from torch.utils.data import Dataset
+
+from lightning_stocache.cache.cache import SharedCache
+from lightning_stocache.cache.counters import Counters
+from lightning_stocache.cache.placement import NO_SLOT, Ring
+from lightning_stocache.node.group import NodeGroup
+
+__all__ = ["Opened"]
+
+
+@dataclass
+class Opened:
+    """What came of a request, in this process.
+
+    Args:
+        source: where misses are loaded from: the request's source, or its deterministic part.
+        tail: the random part, to be applied after the cache.
+        cache: None when the source is passed through uncached.
+        counters: None where counting is impossible (Windows, or no memory at all).
+        ring: the arcs of all nodes.
+        group: the ranks that share it.
+        budget_bytes: memory that was granted on this node.
+
+    Raises:
+        SampleMismatchError: (`serve`, `serve_many`) a loaded sample differs from the cache's spec.
+        TypeError: (`serve_many`) the source's `__getitems__` does not give one sample per index.
+    """
+
+    source: Dataset[Any]
+    tail: Callable[[Any], Any] | None = None
+    cache: SharedCache | None = None
+    counters: Counters | None = None
+    ring: Ring | None = None
+    group: NodeGroup = field(default_factory=NodeGroup)
+    budget_bytes: int = 0
+
+    @property
+    def live_cache(self) -> SharedCache | None:
+        """The cache, unless this process has closed it."""
+        return None if self.cache is None or self.cache.closed else self.cache
+
+    @property
+    def fetch(self) -> Callable[[list[int]], Any] | None:
+        """The source's own way to load a batch, if it has one."""
+        return getattr(self.source, "__getitems__", None)
+
+    def serve(self, index: int) -> Any:
+        """The sample of an index. One that lies outside the dataset is the source's business."""
+        cache = self.live_cache
+        if cache is not None and 0 <= index < cache.arc.size and (sample := cache.get(index)) is not None:
+            self.count(hits=1, bytes_from_cache=cache.spec.nbytes)
+            return sample
+        start = time.perf_counter_ns()
+        sample = self.source[index]
+        self._keep(index, sample, time.perf_counter_ns() - start)
+        return sample
+
+    def serve_many(self, indices: list[int]) -> Any:
+        """The samples of a batch, as a list; without a cache, whatever the source's own `__getitems__` makes of it."""
+        cache = self.live_cache
+        if cache is None or not indices or min(indices) < 0 or max(indices) >= cache.arc.size:
+            return self._load(indices)
+        slots = cache.ready_slots(torch.tensor(indices))
+        hits = (slots != NO_SLOT).nonzero().flatten()
+        samples: list[Any] = [None] * len(indices)
+        if len(hits):
+            found = cache.spec.split(cache.gather(slots[hits]), len(hits))
+            for place, sample in zip(hits.tolist(), found, strict=True):
+                samples[place] = sample
+            self.count(hits=len(hits), bytes_from_cache=len(hits) * cache.spec.nbytes)
+        if len(hits) < len(indices):
+            others = (slots == NO_SLOT).nonzero().flatten().tolist()
+            for place, sample in zip(others, self._load([indices[place] for place in others]), strict=True):
+                samples[place] = sample
+        return samples
+
+    def count(self, **counts: int) -> None:
+        """Add to the counters, by the names of `Counts`."""
+        if self.counters is not None:
+            self.counters.add(**counts)
+
+    def close(self) -> None:
+        """Give cache and counters up in this process."""
+        for part in (self.cache, self.counters):
+            if part is not None:
+                part.close()
+
+    def _load(self, indices: list[int]) -> Any:
+        """Serve what was not ready a moment ago: in one call, if the source can."""
+        fetch = self.fetch
+        if fetch is None:
+            return [self.serve(index) for index in indices]  # looks again: the batch may hold an index twice
+        start = time.perf_counter_ns()
+        samples = fetch(indices)
+        each = (time.perf_counter_ns() - start) // max(len(indices), 1)
+        if self.live_cache is None:
+            self.count(bypasses=len(indices), source_ns=each * len(indices))
+            return samples
+        if not isinstance(samples, Sequence) or len(samples) != len(indices):
+            came = f"{len(samples)}" if isinstance(samples, Sequence) else f"a {type(samples).__name__}"
+            raise TypeError(
+                f"{type(self.source).__name__}.__getitems__ must return a list of one sample per index, here "
+                f"{len(indices)}; got {came}. Batches cannot be cached: make them in collate_fn"
+            )
+        for index, sample in zip(indices, samples, strict=True):
+            self._keep(index, sample, each)
+        return samples
+
+    def _keep(self, index: int, sample: Any, source_ns: int) -> None:
+        """Store a sample that was loaded, if it has a slot, and count it."""
+        cache = self.live_cache
+        if cache is None or not 0 <= index < cache.arc.size:
+            self.count(bypasses=1, source_ns=source_ns)
+            return
+        filled = cache.fill(index, sample)
+        has_slot = cache.arc.slot(index) != NO_SLOT
+        self.count(
+            misses=int(has_slot),
+            bypasses=int(not has_slot),
+            fills=int(filled),
+            bytes_from_source=cache.spec.nbytes,
+            source_ns=source_ns,
+        )
+
+    def __getstate__(self) -> dict[str, Any]:
+        # What this process has closed cannot be sent to another one, which passes samples through just the same.
+        counters = None if self.counters is None or self.counters.segment.closed else self.counters
+        return self.__dict__ | {"cache": self.live_cache, "counters": counters}

@@ -1,0 +1,57 @@
+"""Several cached datasets that open at once, because they share budgets."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+
+from lightning_stocache.loading.allocation import InFlight
+from lightning_stocache.loading.dataset import CachedDataset
+from lightning_stocache.loading.opening import open_caches
+from lightning_stocache.node.budget import Budget
+from lightning_stocache.node.group import NodeGroup
+
+__all__ = ["open_together"]
+
+
+def open_together(
+    datasets: Sequence[CachedDataset],
+    budgets: Mapping[str, Budget],
+    group: NodeGroup,
+    pots: Sequence[str] | None = None,
+    in_flight: Sequence[InFlight | None] | None = None,
+) -> None:
+    """Open the caches of several datasets at once. Collective over the group.
+
+    Args:
+        datasets: the same ones in the same order on every rank; `backend` and `on_error` are those of the first.
+        budgets: the budget of every pot.
+        group: which ranks share memory.
+        pots: the pot of each dataset; by default the one pot that there is.
+        in_flight: the loader of each dataset, whose batches need memory too.
+
+    Raises:
+        Exception: as `open_caches`.
+
+    Example:
+        >>> train, val = (CachedDataset(list(range(length)), defer=True) for length in (30, 10))
+        >>> open_together([train, val], {"": Budget.parse("50%")}, NodeGroup())
+        >>> len(train.cache), len(val.cache)
+        (15, 5)
+        >>> train.close(), val.close()
+        (None, None)
+    """
+    if not datasets:
+        return
+    only = next(iter(budgets))
+    requests = [
+        one.request(pot, loader)
+        for one, pot, loader in zip(
+            datasets, pots or [only] * len(datasets), in_flight or [None] * len(datasets), strict=True
+        )
+    ]
+    for one in datasets:
+        one.close()
+    first = datasets[0]
+    opened = open_caches(requests, budgets, group, first.backend, disable=first.on_error == "disable")
+    for one, its in zip(datasets, opened, strict=True):
+        one.adopt(its)
