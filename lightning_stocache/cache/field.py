@@ -68,6 +68,10 @@ class Field:
         if leaf is None:
             return cls(path, kind)
         if kind in _NUMBERS:
+            if kind is int and not -(2**63) <= leaf < 2**63:
+                raise UnsupportedSampleError(
+                    f"{named(path)} is an int of more than 64 bits, {leaf}; return a smaller one"
+                )
             return cls(path, kind, _NUMBERS[kind])
         if isinstance(leaf, torch.Tensor):
             if advice := _tensor_trouble(leaf):
@@ -91,6 +95,9 @@ class Field:
             if self.kind is torch.Tensor and leaf.layout is torch.strided and leaf.device.type == "cpu":
                 quick = not (leaf.requires_grad or leaf.__dict__ or self.attributes or leaf.is_quantized)
                 if quick and leaf.dtype == self.dtype and leaf.shape == self.shape:
+                    return True
+            elif self.kind is int:
+                if -(2**63) <= leaf < 2**63:
                     return True
             elif self.kind in _NUMBERS or leaf is None:
                 return True

@@ -129,12 +129,7 @@ class SampleSpec:
                 came = str(error)
             if came is not None:
                 raise SampleMismatchError(_mismatch(index, field_.path, str(field_), came))
-            try:
-                rows.append(field_.encode(leaf))
-            except (OverflowError, RuntimeError) as error:
-                raise SampleMismatchError(
-                    _mismatch(index, field_.path, "an int of 64 bits", f"{leaf} ({error})")
-                ) from None
+            rows.append(field_.encode(leaf))
         return rows
 
     def unflatten(self, rows: Sequence[torch.Tensor]) -> Any:

@@ -1,0 +1,361 @@
+"""A sample comes out of its bytes exactly as it went in, and one that differs from the first is refused in words."""
+
+from __future__ import annotations
+
+import collections
+import enum
+import math
+import pickle
+import struct
+from collections import OrderedDict
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import numpy as np
+import pytest
+import torch
+from hypothesis import given
+from hypothesis import strategies as st
+from PIL import Image
+from torchvision import tv_tensors
+
+from lightning_stocache.cache.field import UnsupportedSampleError
+from lightning_stocache.cache.spec import SampleMismatchError, SampleSpec
+
+_NAMES = """bool uint8 uint16 uint32 uint64 int8 int16 int32 int64 float16 bfloat16 float32 float64 complex32 complex64
+complex128 float8_e4m3fn float8_e5m2 float8_e4m3fnuz float8_e5m2fnuz float8_e8m0fnu"""
+DTYPES = [getattr(torch, name) for name in _NAMES.split() if hasattr(torch, name)]  # the last one came with torch 2.7
+
+
+class Pair(NamedTuple):
+    image: Any
+    label: Any
+
+
+class Colour(enum.IntEnum):
+    RED = 1
+
+
+def bits(tensor: torch.Tensor) -> torch.Tensor:
+    return tensor.as_subclass(torch.Tensor).resolve_conj().resolve_neg().contiguous().reshape(-1).view(torch.uint8)
+
+
+def assert_same(came: Any, went: Any) -> None:
+    """Equal in type, structure, dtype, shape, attributes and every bit."""
+    if isinstance(went, np.memmap):
+        went = np.array(went)
+    assert type(came) is type(went)
+    if isinstance(went, torch.Tensor):
+        assert came.dtype == went.dtype
+        assert came.shape == went.shape
+        assert came.__dict__ == went.__dict__
+        assert torch.equal(bits(came), bits(went))
+    elif isinstance(went, (np.ndarray, np.generic)):
+        assert came.dtype == went.dtype
+        assert came.shape == went.shape
+        assert came.tobytes() == went.tobytes()
+    elif isinstance(went, dict):
+        assert list(came) == list(went)
+        for key in went:
+            assert_same(came[key], went[key])
+    elif isinstance(went, (tuple, list)):
+        assert len(came) == len(went)
+        for one, other in zip(came, went, strict=True):
+            assert_same(one, other)
+    elif isinstance(went, float):
+        assert struct.pack("d", came) == struct.pack("d", went)
+    elif isinstance(went, complex):
+        assert struct.pack("dd", came.real, came.imag) == struct.pack("dd", went.real, went.imag)
+    else:
+        assert came == went
+
+
+def assert_round_trip(*samples: Any) -> None:
+    """Each of them alone, and all of them as the rows of one gather."""
+    spec = SampleSpec.infer(samples[0])
+    flat = [spec.flatten(sample) for sample in samples]
+    for rows, sample in zip(flat, samples, strict=True):
+        assert tuple(len(row) for row in rows) == spec.row_bytes
+        assert all(row.dtype == torch.uint8 and row.is_contiguous() for row in rows)
+        assert_same(spec.unflatten([row.clone() for row in rows]), sample)
+    columns = [torch.stack(column) for column in zip(*flat, strict=True)] if spec.fields else []
+    for came, sample in zip(spec.split(columns, len(samples)), samples, strict=True):
+        assert_same(came, sample)
+
+
+# --- what goes in comes out
+
+
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+def test_every_dtype_of_torch_comes_out_bit_for_bit(dtype: torch.dtype) -> None:
+    """All bytes that a dtype can hold come back, of whatever value they are."""
+    raw = torch.randint(0, 256, (2, 3, 4 * dtype.itemsize), dtype=torch.uint8).reshape(-1)
+    if dtype == torch.bool:
+        raw %= 2
+    tensors = raw.view(dtype).reshape(2, 3, 4)
+    assert_round_trip(tensors[0], tensors[1])
+    assert_round_trip({"scalar": tensors[0, 0, 0], "none of it": tensors[:, :0]})
+
+
+leaves = st.one_of(
+    st.none(),
+    st.booleans(),
+    st.integers(-(2**63), 2**63 - 1),
+    st.floats(),
+    st.complex_numbers(),
+    st.builds(
+        lambda shape, dtype: torch.arange(math.prod(shape)).reshape(shape).to(dtype),
+        st.lists(st.integers(0, 3), max_size=3),
+        st.sampled_from([torch.uint8, torch.float32, torch.bfloat16, torch.int64]),
+    ),
+    st.builds(
+        lambda shape, dtype: np.arange(math.prod(shape)).reshape(shape).astype(dtype),
+        st.lists(st.integers(0, 3), max_size=3),
+        st.sampled_from(["u1", ">f4", "i8", "?", "M8[s]"]),
+    ),
+)
+keys = st.one_of(st.text(max_size=3), st.integers(), st.tuples(st.integers(), st.text(max_size=1)))
+nestings = st.recursive(
+    leaves,
+    lambda inner: st.one_of(
+        st.lists(inner, max_size=3),
+        st.lists(inner, max_size=3).map(tuple),
+        st.dictionaries(keys, inner, max_size=3),
+        st.dictionaries(keys, inner, max_size=3).map(OrderedDict),
+        st.builds(Pair, inner, inner),
+    ),
+    max_leaves=8,
+)
+
+
+@given(sample=nestings)
+def test_any_nesting_comes_out_as_it_went_in(sample: Any) -> None:
+    """Dicts, lists, tuples and namedtuples around any leaves keep their structure, types and values."""
+    assert_round_trip(sample, sample)
+
+
+@pytest.mark.parametrize(
+    "sample",
+    [
+        pytest.param(np.array(3.5, dtype=np.float16), id="0-d"),
+        pytest.param(np.arange(24).reshape(4, 6)[::2, ::-1], id="strided"),
+        pytest.param(np.asfortranarray(np.arange(6.0).reshape(2, 3)), id="Fortran"),
+        pytest.param(np.arange(5, dtype=">i4"), id="big-endian"),
+        pytest.param(np.array([], dtype=np.float32), id="empty"),
+        pytest.param(np.array(["2024-02-29"], dtype="M8[D]"), id="dates"),
+        pytest.param(np.arange(3, dtype=np.longdouble), id="longdouble"),
+        pytest.param(np.float32(1.5), id="float32"),
+        pytest.param(np.bool_(True), id="bool_"),
+        pytest.param(np.uint64(2**64 - 1), id="uint64"),
+        pytest.param(np.complex64(1 - 2j), id="complex64"),
+    ],
+)
+def test_numpy_comes_out_as_numpy(sample: Any) -> None:
+    """Arrays of any stride and byte order, and NumPy's own numbers, come back as what they were."""
+    assert_round_trip(sample, sample)
+
+
+def test_read_only_arrays_come_out_as_arrays_of_one_s_own(tmp_path: Path) -> None:
+    """What cannot be written to (a read-only array, a memory-mapped file) is cached without a warning."""
+    frozen = np.arange(6)
+    frozen.flags.writeable = False
+    mapped = np.memmap(tmp_path / "file", dtype=np.int16, mode="w+", shape=(2, 3))
+    mapped[:] = 7
+    mapped.flush()
+    read_only = np.memmap(tmp_path / "file", dtype=np.int16, mode="r", shape=(2, 3))
+    assert_round_trip((frozen, read_only))
+    spec = SampleSpec.infer((frozen, read_only))
+    came = spec.unflatten(spec.flatten((frozen, read_only)))
+    came[0][:] = 0
+    assert frozen[5] == 5
+
+
+def test_tensors_of_any_stride_come_out() -> None:
+    """Transposed, expanded, conjugated and negated views come back with their values."""
+    base = torch.arange(6).reshape(2, 3) * torch.tensor(1 + 2j)
+    assert_round_trip((base.t(), base[0].expand(4, 3), base.conj(), base.conj().imag, base[:, ::2]))
+
+
+def test_numbers_come_out_bit_for_bit() -> None:
+    """A NaN keeps its payload, zero its sign, an int its type."""
+    odd_nan = struct.unpack("d", struct.pack("Q", 0x7FF8_0000_DEAD_BEEF))[0]
+    assert_round_trip((odd_nan, -0.0, math.inf, True, 1, 2**63 - 1, -(2**63), complex(-0.0, math.nan), None))
+    payloads = torch.tensor([0x7FC0_1234, -0x7FFF_FFFF - 1], dtype=torch.int32).view(torch.float32)
+    assert_round_trip(payloads)
+
+
+@pytest.mark.parametrize(
+    "sample",
+    [
+        pytest.param(tv_tensors.Image(torch.rand(3, 4, 5)), id="Image"),
+        pytest.param(tv_tensors.Video(torch.rand(2, 3, 4, 5)), id="Video"),
+        pytest.param(tv_tensors.Mask(torch.ones(4, 5, dtype=torch.bool)), id="Mask"),
+        pytest.param(
+            tv_tensors.BoundingBoxes(torch.rand(2, 4), format="XYWH", canvas_size=(4, 5)),  # type: ignore[call-overload]
+            id="BoundingBoxes",
+        ),
+        pytest.param(
+            tv_tensors.KeyPoints(torch.rand(6, 2), canvas_size=(4, 5)) if hasattr(tv_tensors, "KeyPoints") else 0,
+            id="KeyPoints",
+        ),
+        pytest.param(torch.nn.Parameter(torch.rand(3), requires_grad=False), id="Parameter"),
+    ],
+)
+def test_tensor_subclasses_keep_class_and_metadata(sample: Any) -> None:
+    """A Mask stays a Mask, and boxes keep their format and canvas."""
+    assert_round_trip((sample, 1), (sample, 2))
+
+
+def test_a_tensor_keeps_its_attributes_and_shares_them_with_nobody() -> None:
+    """Attributes come back; who changes one in place changes neither the spec nor the next sample."""
+    tensor = torch.arange(3)
+    tensor.history = ["read"]  # type: ignore[attr-defined]
+    spec = SampleSpec.infer(tensor)
+    tensor.history.append("changed later")  # type: ignore[attr-defined]
+    rows = [torch.arange(3).view(torch.uint8)]
+    spec.unflatten(rows).history.append("changed in place")
+    assert spec.unflatten(rows).history == ["read"]
+
+
+def test_samples_of_a_split_do_not_share_memory() -> None:
+    """Who changes one sample of a gather in place changes no other."""
+    spec = SampleSpec.infer((torch.zeros(2), np.zeros(2)))
+    rows = spec.flatten((torch.ones(2), np.ones(2)))
+    first, second = spec.split([row.expand(2, -1).clone() for row in rows], 2)
+    first[0].zero_()
+    first[1][:] = 0
+    assert second[0].tolist() == [1, 1]
+    assert second[1].tolist() == [1, 1]
+
+
+def test_a_dict_may_come_in_another_order() -> None:
+    """The keys of a dict are looked up; an OrderedDict in another order is another value, and refused."""
+    spec = SampleSpec.infer({"a": 1, "b": 2.0})
+    assert spec.unflatten(spec.flatten({"b": 3.0, "a": 4})) == {"a": 4, "b": 3.0}
+    with pytest.raises(SampleMismatchError, match=r"keys \['a', 'b'\].*got the keys \['b', 'a'\]"):
+        SampleSpec.infer(OrderedDict(a=1, b=2)).flatten(OrderedDict(b=2, a=1))
+
+
+@given(sample=nestings)
+def test_a_spec_travels(sample: Any) -> None:
+    """A pickled spec reads and writes the same bytes."""
+    spec = SampleSpec.infer(sample)
+    again = pickle.loads(pickle.dumps(spec))
+    assert again == spec
+    assert_same(again.unflatten(spec.flatten(sample)), sample)
+
+
+def test_bytes_are_counted_per_field() -> None:
+    """A field takes the bytes of its values and nothing else."""
+    spec = SampleSpec.infer({"image": torch.zeros(3, 2, dtype=torch.int16), "label": 1, "nothing": None, "ok": True})
+    assert spec.row_bytes == (12, 8, 0, 1)
+    assert (spec.nbytes, spec.slot_bytes) == (21, 22)
+
+
+# --- what is refused, and how
+
+
+class Tagged(dict):  # type: ignore[type-arg]
+    pass
+
+
+def with_tensor_attribute() -> torch.Tensor:
+    tensor = torch.zeros(2)
+    tensor.weights = torch.ones(2)  # type: ignore[attr-defined]
+    return tensor
+
+
+@pytest.mark.parametrize(
+    ("leaf", "words"),
+    [
+        pytest.param(lambda: Image.new("RGB", (2, 2)), "PIL.Image.Image.*pil_to_tensor", id="PIL"),
+        pytest.param(lambda: "cat", "a str,.*class index", id="str"),
+        pytest.param(lambda: b"\xff\xd8", "a bytes,.*tensor of fixed length", id="bytes"),
+        pytest.param(lambda: np.array(["cat"]), "dtype <U3; return numbers", id="array of str"),
+        pytest.param(lambda: np.array([None, 1]), "dtype object; return numbers", id="array of objects"),
+        pytest.param(lambda: np.zeros(2, dtype=[("x", "f4")]), "return numbers", id="structured array"),
+        pytest.param(lambda: np.ma.masked_array([1, 2]), "MaskedArray.*return tensors", id="masked array"),
+        pytest.param(lambda: torch.eye(2).to_sparse(), "not dense.*to_dense", id="sparse"),
+        pytest.param(lambda: torch.zeros(2, requires_grad=True), "requires grad.*detach", id="requires_grad"),
+        pytest.param(lambda: torch.zeros(2, device="meta"), "lies on meta", id="meta"),
+        pytest.param(with_tensor_attribute, "carries other tensors.*fields of their own", id="tensor attribute"),
+        pytest.param(lambda: 2**63, "more than 64 bits", id="large int"),
+        pytest.param(lambda: Colour.RED, "Colour,.*a plain int", id="IntEnum"),
+        pytest.param(lambda: Tagged(a=1), "Tagged,.*a plain dict", id="dict subclass"),
+        pytest.param(lambda: collections.defaultdict(int, a=1), "defaultdict,.*a plain dict", id="defaultdict"),
+        pytest.param(lambda: {1, 2}, "a set,.*return tensors", id="set"),
+        pytest.param(lambda: object(), "a object,.*return tensors", id="object"),
+    ],
+)
+def test_what_cannot_be_cached_is_refused_in_words(leaf: Callable[[], Any], words: str) -> None:
+    """The error names the field and what it is, and says what to return instead."""
+    with pytest.raises(UnsupportedSampleError, match=rf"(?s)field \['x'\]\[1\] is .*{words}"):
+        SampleSpec.infer({"x": (0, leaf())})
+    with pytest.raises(SampleMismatchError, match=rf"(?s)sample 5: field \['x'\]\[1\] must be .*; got .*{words}"):
+        SampleSpec.infer({"x": (0, torch.zeros(2))}).flatten({"x": (0, leaf())}, 5)
+
+
+IMAGE = torch.zeros(3, 4, dtype=torch.uint8)
+BOXES = tv_tensors.BoundingBoxes(torch.zeros(1, 4), format="XYXY", canvas_size=(4, 5))  # type: ignore[call-overload]
+OTHER_BOXES = tv_tensors.BoundingBoxes(torch.zeros(1, 4), format="XYXY", canvas_size=(9, 9))  # type: ignore[call-overload]
+
+
+@pytest.mark.parametrize(
+    ("first", "other", "expected", "came"),
+    [
+        pytest.param(IMAGE, torch.zeros(1, 4, dtype=torch.uint8), r"shape \(3, 4\)", r"shape \(1, 4\)", id="shape"),
+        pytest.param(IMAGE, IMAGE.float(), r"dtype torch.uint8", r"dtype torch.float32", id="dtype"),
+        pytest.param(IMAGE, IMAGE.numpy(), "Tensor of dtype torch.uint8", "ndarray of dtype uint8", id="array"),
+        pytest.param(IMAGE, tv_tensors.Image(IMAGE), "a? ?Tensor", "Image of dtype", id="subclass"),
+        pytest.param(tv_tensors.Mask(IMAGE), IMAGE, "Mask of dtype", "Tensor of dtype", id="lost subclass"),
+        pytest.param(BOXES, OTHER_BOXES, r"canvas_size=\(4, 5\)", r"canvas_size=\(9, 9\)", id="metadata"),
+        pytest.param(np.zeros(2, "<f4"), np.zeros(2, ">f4"), "float32", ">f4", id="byte order"),
+        pytest.param(np.zeros(()), np.float64(0), "ndarray", "float64 of dtype", id="0-d and scalar"),
+        pytest.param(1, 1.0, "int", "float", id="int and float"),
+        pytest.param(1, True, "int", "bool", id="int and bool"),
+        pytest.param(1, np.int64(1), "int", "int64 of dtype", id="int and int64"),
+        pytest.param(1, torch.tensor(1), "int", "Tensor", id="int and tensor"),
+        pytest.param(None, 1, "NoneType", "int", id="None and int"),
+        pytest.param(1, None, "int", "NoneType", id="int and None"),
+        pytest.param(1, (1,), "int", "tuple", id="int and tuple"),
+        pytest.param((1, 2), torch.tensor(1), "a tuple of 2", "a Tensor", id="tuple and 0-d tensor"),
+        pytest.param((1, 2), [1, 2], "a tuple of 2", "a list", id="tuple and list"),
+        pytest.param((1, 2), (1, 2, 3), "a tuple of 2", "one of 3", id="length"),
+        pytest.param(Pair(1, 2), (1, 2), r"Pair of 2", "a tuple", id="namedtuple"),
+        pytest.param({"a": 1}, {"a": 1, "b": 2}, r"the keys \['a'\]", r"the keys \['a', 'b'\]", id="key too many"),
+        pytest.param({"a": 1}, {"b": 1}, r"the keys \['a'\]", r"the keys \['b'\]", id="other key"),
+        pytest.param({"a": 1}, OrderedDict(a=1), "a dict of 1", "OrderedDict", id="OrderedDict"),
+        pytest.param(1, 2**63, "int", "an int of more than 64 bits: 9223372036854775808", id="int overflow"),
+        pytest.param(1, -(10**30), "int", "more than 64 bits: -1000000000000", id="int overflow far"),
+    ],
+)
+def test_every_mismatch_says_where_what_was_expected_and_what_came(
+    first: Any, other: Any, expected: str, came: str
+) -> None:
+    """The error names the index, the field, the expected and the actual; nothing is cast, broadcast or cut to fit."""
+    words = rf"sample 17: field \['x'\]\.label must be .*{expected}.*, as in the first sample; got .*{came}"
+    with pytest.raises(SampleMismatchError, match=words):
+        SampleSpec.infer({"x": Pair(0, first)}).flatten({"x": Pair(0, other)}, 17)
+
+
+def test_a_sample_that_is_a_single_leaf_is_named_so() -> None:
+    """Without structure and index the error still reads as a sentence."""
+    with pytest.raises(
+        SampleMismatchError, match=r"^a sample: the sample must be int, as in the first sample; got float"
+    ):
+        SampleSpec.infer(1).flatten(1.0)
+
+
+@given(first=nestings, other=nestings)
+def test_a_sample_agrees_exactly_when_its_spec_is_the_same(first: Any, other: Any) -> None:
+    """Whatever follows a first sample either has its structure, types, dtypes and shapes, or is refused."""
+    spec = SampleSpec.infer(first)
+    try:
+        rows = spec.flatten(other)
+    except SampleMismatchError:
+        assert SampleSpec.infer(other) != spec
+    else:
+        assert tuple(len(row) for row in rows) == spec.row_bytes
+        reordered = spec.unflatten(rows)
+        assert SampleSpec.infer(reordered) == spec
