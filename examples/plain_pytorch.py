@@ -15,6 +15,7 @@ from model import ConvNet
 
 
 def main() -> None:
+    torch.set_num_threads(1)  # see train.py
     photos.make()
     dataset = CachedDataset(photos.images("train"), budget="auto")
     loader = DataLoader(dataset, batch_size=64, shuffle=True, num_workers=2)
