@@ -59,7 +59,7 @@ class Slots(Protocol):
     def read(self, slot: int) -> list[torch.Tensor]:
         """Copy one sample out, uint8 `[nbytes]` per field."""
 
-    def gather(self, slots: torch.Tensor) -> list[torch.Tensor]:
+    def gather(self, slots: torch.Tensor, into: Sequence[torch.Tensor] | None = None) -> list[torch.Tensor]:
         """Copy many samples out, uint8 `[samples, nbytes]` per field."""
 
     def table(self, field: int) -> torch.Tensor:
@@ -174,12 +174,12 @@ class SharedCache:
         fence()
         return slots.masked_fill_(~ready, NO_SLOT)
 
-    def gather(self, slots: torch.Tensor) -> list[torch.Tensor]:
+    def gather(self, slots: torch.Tensor, into: Sequence[torch.Tensor] | None = None) -> list[torch.Tensor]:
         """Copies of READY slots (int64 `[samples]`), uint8 `[samples, nbytes]` per field.
 
         The spec splits them into samples, or makes a batch of them.
         """
-        return self.slots.gather(slots)
+        return self.slots.gather(slots, into)
 
     @property
     def filled(self) -> int:

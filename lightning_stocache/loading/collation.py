@@ -1,0 +1,78 @@
+"""The batch that `default_collate` would make, made from gathered fields.
+
+A field that was gathered for a whole batch is collated already: it only needs its dtype, its shape and its place in the
+structure. Which structure that is, `default_collate` itself is asked once, with two samples made of zeroes; where its
+answer is anything but plain tensors that hold the fields' bytes (a field that it refuses, a subclass that it keeps),
+there is no short cut, and the loader collates samples as DataLoader does.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import torch
+from torch.utils.data import default_collate
+
+from lightning_stocache.cache.spec import SampleSpec
+
+__all__ = ["Collation"]
+
+
+class Collation:
+    """How the rows of a batch become what `default_collate` returns.
+
+    Args:
+        spec: what a sample looks like.
+
+    Raises:
+        TypeError: `default_collate` makes something else of such samples than one plain tensor per field.
+
+    Example:
+        >>> spec = SampleSpec.infer((torch.zeros(2, dtype=torch.uint8), 7))
+        >>> rows = [torch.tensor([[1, 2], [3, 4]], dtype=torch.uint8), torch.tensor([[5], [6]]).view(torch.uint8)]
+        >>> Collation(spec).batch(rows)
+        [tensor([[1, 2],
+                [3, 4]], dtype=torch.uint8), tensor([5, 6])]
+    """
+
+    def __init__(self, spec: SampleSpec) -> None:
+        pattern = default_collate(
+            spec.split([torch.zeros(2, nbytes, dtype=torch.uint8) for nbytes in spec.row_bytes], 2)
+        )
+        self._dtypes: list[torch.dtype] = []
+        self._shapes: list[tuple[int, ...]] = []
+        self._build = self._builder(pattern)
+        bytes_per_row = [
+            dtype.itemsize * torch.Size(shape).numel() for dtype, shape in zip(self._dtypes, self._shapes, strict=True)
+        ]
+        if tuple(bytes_per_row) != spec.row_bytes:
+            raise TypeError("default_collate does not keep the bytes of these samples")
+
+    def batch(self, rows: Sequence[torch.Tensor]) -> Any:
+        """The batch from uint8 `[samples, nbytes]` per field, over the same memory."""
+        samples = len(rows[0])
+        return self._build(
+            [
+                row.reshape(-1).view(dtype).view(samples, *shape)
+                for row, dtype, shape in zip(rows, self._dtypes, self._shapes, strict=True)
+            ]
+        )
+
+    def _builder(self, pattern: Any) -> Callable[[list[torch.Tensor]], Any]:
+        """A function from fields, in the order of the spec, to the structure of the pattern."""
+        if type(pattern) is torch.Tensor:
+            place = len(self._dtypes)
+            self._dtypes.append(pattern.dtype)
+            self._shapes.append(tuple(pattern.shape[1:]))
+            return lambda fields: fields[place]
+        kind = type(pattern)
+        if isinstance(pattern, dict):
+            named = {key: self._builder(value) for key, value in pattern.items()}
+            return lambda fields: kind((key, build(fields)) for key, build in named.items())
+        if isinstance(pattern, list | tuple):
+            builders = [self._builder(value) for value in pattern]
+            if hasattr(kind, "_fields"):
+                return lambda fields: kind(*(build(fields) for build in builders))
+            return lambda fields: kind(build(fields) for build in builders)
+        raise TypeError(f"default_collate makes a {kind.__name__} of a field, not a plain tensor")

@@ -1,0 +1,95 @@
+"""Worker processes that run errands.
+
+DataLoader's own worker processes, with all it knows of starting, seeding, watching and ending them, but fed by
+errands instead of a sampler: an errand is a list of indices with a place where the answer may be put. The workers
+hold the loader's own dataset, so a `worker_init_fn` finds what it expects. What they answer is made by a clerk, which
+runs in the worker as the collate function.
+
+The feed is pushed by `_try_put_index`, one private method of DataLoader's iterator, the same from torch 2.4 to 2.15: an
+iterator that asked for errands itself would plan a whole epoch ahead when they are rare. Only the consumer's thread
+touches a crew.
+"""
+
+from __future__ import annotations
+
+from collections import deque
+from collections.abc import Callable, Iterator, Sequence
+from typing import Any
+
+import torch
+from torch.utils.data import DataLoader
+
+from lightning_stocache.loading.dataset import Errand
+
+__all__ = ["Crew"]
+
+
+class _Feed:
+    """The errands that wait. Empty is not the end: the next one may come."""
+
+    def __init__(self) -> None:
+        self.waiting: deque[Errand] = deque()
+
+    def __iter__(self) -> Iterator[Errand]:
+        return self
+
+    def __next__(self) -> Errand:
+        if not self.waiting:
+            raise StopIteration
+        return self.waiting.popleft()
+
+    def __len__(self) -> int:
+        return len(self.waiting)
+
+
+class Crew:
+    """The workers of a loader.
+
+    Args:
+        loader: number of workers, start method, time-out and the rest are its.
+        clerk: turns an errand and its samples into the answer, in the worker.
+        seed_state: state of the generator from which the base seed of the workers is drawn.
+    """
+
+    def __init__(self, loader: DataLoader[Any], clerk: Callable[[Any], Any], seed_state: torch.Tensor | None) -> None:
+        generator = torch.Generator()
+        if seed_state is not None:
+            generator.set_state(seed_state)
+        self._feed = _Feed()
+        self.most = (loader.prefetch_factor or 2) * loader.num_workers
+        self._loader: DataLoader[Any] = DataLoader(
+            loader.dataset,
+            batch_sampler=self._feed,
+            num_workers=loader.num_workers,
+            collate_fn=clerk,
+            timeout=loader.timeout,
+            worker_init_fn=loader.worker_init_fn,
+            multiprocessing_context=loader.multiprocessing_context,
+            generator=generator,
+            prefetch_factor=loader.prefetch_factor,
+            persistent_workers=True,  # an empty feed must not end them
+        )
+        self._workers: Any = iter(self._loader)
+
+    def begin_epoch(self) -> None:
+        """Wait for answers that nobody wants any more (of an epoch broken off); the first worker is next again."""
+        self._feed.waiting.clear()
+        self._workers = iter(self._loader)
+
+    def send(self, indices: Sequence[int], place: Any) -> None:
+        """Give an errand to the next worker."""
+        self._feed.waiting.append(Errand(indices, place))
+        if self._workers._tasks_outstanding < self.most:
+            self._workers._try_put_index()
+
+    def receive(self) -> Any:
+        """The answer to the earliest errand that has none yet.
+
+        Raises:
+            Exception: what the dataset raised in the worker, with the worker's traceback.
+        """
+        return next(self._workers)
+
+    def close(self) -> None:
+        """End the workers."""
+        self._workers._shutdown_workers()

@@ -1,0 +1,119 @@
+"""A DataLoader that reads a warm cache at memory speed.
+
+Sending a finished batch from a worker costs more than making it from memory. So each batch is planned: indices whose
+slots are READY are gathered in the main process, by one `index_select` per field into recycled memory, and only the
+others go to workers, which load and store them; what has no slot comes back through a staging area. A batch without a
+miss wakes no worker. Once everything is READY there are no workers at all, and while the trainer computes a thread
+gathers one batch ahead.
+
+With a per-sample transform on the CPU, whole batches are made by the workers, from the cache, into windows of shared
+memory that the trainer is lent.
+
+Order, contents and the random states are those of a plain DataLoader with the same arguments, bit for bit: all draws
+are made on the caller's thread at the moments at which DataLoader makes them (`schedule`). What has no short cut (a
+`collate_fn` of the user's, samples without batching, a dataset that is not cached) travels as DataLoader sends it.
+
+Not equal by nature: the storage of a batch cannot be resized, `is_shared()` is False where DataLoader's worker batches
+say True, and the workers' random streams see only the misses (a source must not be random).
+"""
+
+from __future__ import annotations
+
+import weakref
+from collections.abc import Iterable
+from typing import Any, Literal
+
+from torch.utils.data import DataLoader, Dataset, Sampler, default_collate
+
+from lightning_stocache.loading.collation import Collation
+from lightning_stocache.loading.dataset import CachedDataset
+from lightning_stocache.loading.epochs import Epoch, GatheredEpoch, Kept, MadeEpoch, Way
+from lightning_stocache.loading.schedule import Schedule
+
+__all__ = ["CachedLoader", "Gather"]
+
+Gather = Literal["auto", "main", "worker"]
+
+
+class CachedLoader(DataLoader[Any]):
+    """A DataLoader for a CachedDataset: the same batches, at memory speed where they are cached.
+
+    Args:
+        dataset: a CachedDataset; any other dataset is loaded as DataLoader does.
+        batch_size: samples per batch.
+        gather: who puts batches together: "main" (the main process, from memory; workers only load what is missing),
+            "worker" (workers make whole batches), or "auto": workers where there are some and each sample has a
+            transform to run, else the main process.
+        arguments: all others of `torch.utils.data.DataLoader`, with their meaning there.
+
+    Raises:
+        ValueError: `gather` is none of these, or "worker" without workers.
+
+    Example:
+        >>> dataset = CachedDataset([(torch.tensor([i, i]), i) for i in range(6)])
+        >>> loader = CachedLoader(dataset, batch_size=3)
+        >>> [labels.tolist() for pairs, labels in loader]
+        [[0, 1, 2], [3, 4, 5]]
+        >>> dataset.close()
+    """
+
+    def __init__(
+        self,
+        dataset: Dataset[Any],
+        batch_size: int | None = 1,
+        shuffle: bool | None = None,
+        sampler: Sampler[Any] | Iterable[Any] | None = None,
+        batch_sampler: Sampler[list[Any]] | Iterable[list[Any]] | None = None,
+        num_workers: int = 0,
+        *,
+        gather: Gather = "auto",
+        **arguments: Any,
+    ) -> None:
+        if gather not in ("auto", "main", "worker"):
+            raise ValueError(f"gather must be 'auto', 'main' or 'worker', got {gather!r}")
+        if gather == "worker" and num_workers == 0:
+            raise ValueError("gather='worker' needs num_workers > 0")
+        super().__init__(dataset, batch_size, shuffle, sampler, batch_sampler, num_workers, **arguments)
+        self.gather = gather
+        self._started = False
+        self._kept: Kept | None = None
+        self._current: weakref.ref[Epoch] | None = None
+
+    def __iter__(self) -> Any:
+        """A new epoch. With persistent workers it ends the one before, as DataLoader's does."""
+        way = self._way()
+        if way is None:
+            return super().__iter__()
+        persistent = self.persistent_workers and self.num_workers > 0
+        if persistent and self._current is not None and (last := self._current()) is not None:
+            last.close()
+        schedule = Schedule(self, first=not (persistent and self._started))
+        self._started = True
+        if self._kept is None or self._kept.way != way or self._kept.in_use:
+            self._kept = Kept(way, self)
+        epoch: Epoch = (GatheredEpoch if way == "main" else MadeEpoch)(self, schedule, self._kept)
+        self._current = weakref.ref(epoch)
+        return epoch
+
+    def close(self) -> None:
+        """End the epoch under way, and the workers."""
+        if self._current is not None and (epoch := self._current()) is not None:
+            epoch.close()
+        if self._kept is not None:
+            self._kept.end()
+            self._kept = None
+
+    def _way(self) -> Way | None:
+        """Who makes the batches; None where there is no short cut."""
+        dataset = self.dataset
+        if not isinstance(dataset, CachedDataset) or dataset.cache is None:
+            return None
+        if self.batch_sampler is None or self.collate_fn is not default_collate or not getattr(self, "in_order", True):
+            return None
+        if dataset.finishes or self.gather == "worker":
+            return "worker" if self.num_workers and self.gather != "main" else None
+        try:
+            Collation(dataset.cache.spec)
+        except (TypeError, RuntimeError):  # default_collate refuses these samples, or keeps a subclass
+            return None
+        return "main"
