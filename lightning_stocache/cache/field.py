@@ -69,9 +69,7 @@ class Field:
             return cls(path, kind)
         if kind in _NUMBERS:
             if kind is int and not -(2**63) <= leaf < 2**63:
-                raise UnsupportedSampleError(
-                    f"{named(path)} is an int of more than 64 bits, {leaf}; return a smaller one"
-                )
+                raise UnsupportedSampleError(f"{named(path)} is an int of more than 64 bits: {leaf}")
             return cls(path, kind, _NUMBERS[kind])
         if isinstance(leaf, torch.Tensor):
             if advice := _tensor_trouble(leaf):

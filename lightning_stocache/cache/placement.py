@@ -2,8 +2,9 @@
 
 The N indices of a dataset sit on a ring. `position(i) = i * step mod N` with a step that is coprime to N and close to
 N divided by the golden ratio, so that any arc of the ring takes its indices evenly from the whole dataset: from each
-class of a sorted folder, and from each stretch of an unshuffled one (Weyl's equidistribution; the golden ratio leaves
-the smallest gaps). With step 1 the order is that of the dataset.
+class of a sorted folder, and from each stretch of an unshuffled one (Weyl's equidistribution; how even it is depends on
+the partial quotients of step/N, and those of the golden ratio are the smallest there are). Of any stretch an arc takes
+its share to within 8 indices (measured up to 1.3 million). With step 1 the order is that of the dataset.
 
 Node k trains on a share s_k of every global batch. Its arc starts at `N * (s_0 + ... + s_(k-1))` and is as long as
 its slots; the slot of an index is its distance from the start of the arc. So there is no table, no allocator and no
@@ -23,6 +24,7 @@ __all__ = ["NO_SLOT", "Arc", "Ring"]
 
 NO_SLOT = -1
 _GOLDEN = (math.sqrt(5) - 1) / 2
+_CANDIDATES = 64
 
 
 @dataclass(frozen=True)
@@ -93,7 +95,7 @@ class Ring:
             shares: share of every global batch that each node trains on; they sum to one.
             slots: number of slots that each node has memory for; what exceeds N is left unused.
         """
-        step = _coprime_near(round(size * _GOLDEN), size)
+        step = _even_step(size)
         starts = [round(size * sum(shares[:node])) % max(size, 1) for node in range(len(shares))]
         return cls(tuple(Arc(size, min(own, size), start, step) for start, own in zip(starts, slots, strict=True)))
 
@@ -110,10 +112,22 @@ class Ring:
         return covered / size if size else 0.0
 
 
-def _coprime_near(wanted: int, size: int) -> int:
-    """The number next to `wanted` without a common divisor with `size`."""
-    for distance in range(size):
-        for candidate in (wanted - distance, wanted + distance):
-            if candidate > 0 and math.gcd(candidate, size) == 1:
-                return candidate
-    return 1
+def _even_step(size: int) -> int:
+    """The step whose multiples spread most evenly, of those next to the golden section.
+
+    The nearest one alone can be poor: 1714 of 2775 has a partial quotient of 81, and takes 21 indices too many of some
+    stretch; the best of 64 takes 4.
+    """
+    golden = round(size * _GOLDEN)
+    near = [step for step in range(max(golden - 150, 1), min(golden + 150, size)) if math.gcd(step, size) == 1]
+    near = sorted(near, key=lambda step: abs(step - golden))[:_CANDIDATES]
+    return min(near, key=lambda step: _largest_quotient(step, size), default=1)
+
+
+def _largest_quotient(step: int, size: int) -> int:
+    """The largest partial quotient of the continued fraction of step/size."""
+    largest = 0
+    while step:
+        largest = max(largest, size // step)
+        step, size = size % step, step
+    return largest

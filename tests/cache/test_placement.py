@@ -1,0 +1,122 @@
+"""An arc gives every slot to one index, spreads over the whole dataset, and needs no table to say so."""
+
+from __future__ import annotations
+
+from fractions import Fraction
+
+import pytest
+import torch
+from hypothesis import given
+from hypothesis import strategies as st
+
+from lightning_stocache.cache.placement import NO_SLOT, Arc, Ring
+
+sizes = st.integers(1, 300)
+
+
+@st.composite
+def rings(draw: st.DrawFn) -> Ring:
+    """Any number of indices, nodes of any number of ranks, and any number of slots for each."""
+    ranks = draw(st.lists(st.integers(1, 8), min_size=1, max_size=5))
+    size = draw(sizes)
+    slots = draw(st.lists(st.integers(0, 2 * size), min_size=len(ranks), max_size=len(ranks)))
+    return Ring.cut(size, [own / sum(ranks) for own in ranks], slots)
+
+
+@given(ring=rings())
+def test_every_slot_belongs_to_exactly_one_index(ring: Ring) -> None:
+    """The indices that have a slot on an arc have the slots 0, 1, 2 ... each, and all others have none."""
+    for arc in ring.arcs:
+        slots = [arc.slot(index) for index in range(arc.size)]
+        assert sorted(slot for slot in slots if slot != NO_SLOT) == list(range(arc.slots))
+
+
+@given(ring=rings())
+def test_many_indices_are_placed_as_one_is(ring: Ring) -> None:
+    """`slots_of` is `slot` for each index, whatever the integer type and shape of the tensor."""
+    for arc in ring.arcs:
+        expected = [arc.slot(index) for index in range(arc.size)]
+        for dtype in (torch.int64, torch.int32):
+            indices = torch.arange(arc.size, dtype=dtype)
+            slots = arc.slots_of(indices)
+            assert slots.dtype == torch.int64
+            assert slots.tolist() == expected
+            assert arc.slots_of(indices.view(-1, 1)).tolist() == [[slot] for slot in expected]
+            assert indices.tolist() == list(range(arc.size))
+
+
+@given(ring=rings())
+def test_coverage_is_the_share_of_indices_that_have_a_home(ring: Ring) -> None:
+    """Coverage equals what counting every index on every node gives."""
+    size = ring.arcs[0].size
+    homes = sum(any(arc.slot(index) != NO_SLOT for arc in ring.arcs) for index in range(size))
+    assert ring.coverage == pytest.approx(homes / size)
+
+
+@given(size=sizes, ranks=st.lists(st.integers(1, 8), min_size=1, max_size=5))
+def test_arcs_as_long_as_the_shares_cover_everything_once(size: int, ranks: list[int]) -> None:
+    """With slots for exactly its share of the indices on every node, each index lives on one node."""
+    ends = [round(Fraction(size * sum(ranks[: node + 1]), sum(ranks))) for node in range(len(ranks))]
+    slots = [end - begin for begin, end in zip([0, *ends], ends, strict=False)]
+    ring = Ring.cut(size, [own / sum(ranks) for own in ranks], slots)
+    homes = [sum(arc.slot(index) != NO_SLOT for arc in ring.arcs) for index in range(size)]
+    assert sum(homes) == size
+    assert ring.coverage == 1
+    assert homes == [1] * size
+
+
+@given(
+    size=st.one_of(st.integers(1, 5000), st.sampled_from([2775, 16_384, 30_030, 65_536, 510_510, 1_281_167])),
+    share=st.floats(0, 1),
+)
+def test_a_class_sorted_dataset_is_cached_evenly(size: int, share: float) -> None:
+    """Of any block of consecutive indices (a class of a sorted folder) an arc takes its share, to within 8."""
+    arc = Ring.cut(size, (1.0,), (round(size * share),)).arcs[0]
+    taken = torch.zeros(size + 1, dtype=torch.float64)
+    taken[1:] = (arc.slots_of(torch.arange(size)) != NO_SLOT).cumsum(0)
+    surplus = taken - torch.arange(size + 1) * (arc.slots / size)  # up to each index; a block's is a difference of two
+    assert surplus.max() - surplus.min() <= 8
+
+
+def test_a_part_of_the_ring_is_not_the_beginning_of_the_dataset() -> None:
+    """With step 1 a cache of a quarter holds the first quarter, as the ancestor's does; a ring takes of all four."""
+    assert [Arc(100, 25).slot(index) for index in (0, 24, 25, 99)] == [0, 24, NO_SLOT, NO_SLOT]
+    spread = Ring.cut(100, (1.0,), (25,)).arcs[0]
+    assert {index // 25 for index in range(100) if spread.slot(index) != NO_SLOT} == {0, 1, 2, 3}
+
+
+@pytest.mark.parametrize("size", [10**9, 3 * 10**9 + 17, 3_800_000_000])
+def test_billions_of_indices_do_not_overflow(size: int) -> None:
+    """In 64 bits the slots of many indices are those of exact arithmetic."""
+    arc = Ring.cut(size, (0.5, 0.5), (size // 3, size)).arcs[1]
+    indices = [0, 1, size // 2, size - 2, size - 1, *range(7, size, size // 97)]
+    assert arc.slots_of(torch.tensor(indices)).tolist() == [arc.slot(index) for index in indices]
+    assert all(arc.slot(index) == (index * arc.step - arc.start) % size for index in indices)
+
+
+def test_more_indices_than_64_bits_can_place_are_refused() -> None:
+    """Beyond that the constructor says so, where the arithmetic would go wrong in silence."""
+    with pytest.raises(ValueError, match=r"size \* step must stay below 2\*\*63, got size=4000000000"):
+        Ring.cut(4 * 10**9, (1.0,), (10,))
+    assert Arc(4 * 10**9, 10).slot(9) == 9  # in the order of the dataset there is room
+
+
+@pytest.mark.parametrize(
+    ("arguments", "words"),
+    [
+        ({"size": 10, "slots": 11}, r"slots must be between 0 and size=10, got 11"),
+        ({"size": 10, "slots": -1}, r"slots must be between 0 and size=10, got -1"),
+        ({"size": 10, "slots": 1, "start": 10}, r"start must be below size=10, got 10"),
+        ({"size": 10, "slots": 1, "step": 4}, r"no common divisor with size=10, got 4"),
+    ],
+)
+def test_impossible_arcs_are_refused(arguments: dict[str, int], words: str) -> None:
+    """Each number that cannot be is named with its rule and its value."""
+    with pytest.raises(ValueError, match=words):
+        Arc(**arguments)
+
+
+def test_every_process_lays_the_same_ring() -> None:
+    """The placement is fixed: a cache that is read by another process finds its samples."""
+    ring = Ring.cut(1000, (0.25, 0.75), (100, 900))
+    assert [(arc.start, arc.slots, arc.step) for arc in ring.arcs] == [(0, 100, 633), (250, 900, 633)]

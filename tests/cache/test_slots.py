@@ -1,0 +1,125 @@
+"""Slots lie one array per field: what is written to one is read from it, and from no other."""
+
+from __future__ import annotations
+
+import mmap
+from collections.abc import Iterator
+from contextlib import contextmanager
+
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from lightning_stocache.cache.slots import READY, FieldSlots
+from lightning_stocache.node.segment import HEADER_BYTES, Segment
+
+row_sizes = st.lists(st.sampled_from([0, 1, 2, 3, 4, 6, 7, 8, 12, 16, 63, 64, 65, 200]), min_size=1, max_size=4)
+counts = st.integers(0, 20)
+
+
+@contextmanager
+def opened(row_bytes: list[int], count: int) -> Iterator[FieldSlots]:
+    segment = Segment.create(FieldSlots.bytes_for(row_bytes, count))
+    slots = FieldSlots(segment, row_bytes, count)
+    yield slots
+    slots.close()
+    segment.close()
+
+
+def sample(row_bytes: list[int], seed: int) -> list[torch.Tensor]:
+    generator = torch.Generator().manual_seed(seed)
+    return [torch.randint(0, 256, (nbytes,), dtype=torch.uint8, generator=generator) for nbytes in row_bytes]
+
+
+def equal(one: list[torch.Tensor], other: list[torch.Tensor]) -> bool:
+    return all(map(torch.equal, one, other)) and len(one) == len(other)
+
+
+@settings(deadline=None)
+@given(row_bytes=row_sizes, count=counts)
+def test_every_slot_keeps_its_own_sample(row_bytes: list[int], count: int) -> None:
+    """After all slots are written, backwards, each reads as its own sample: no two overlap, whatever the sizes."""
+    with opened(row_bytes, count) as slots:
+        for slot in reversed(range(count)):
+            slots.reserve(slot)
+            slots.write(slot, sample(row_bytes, slot))
+        assert not slots.states.any()
+        assert all(equal(slots.read(slot), sample(row_bytes, slot)) for slot in range(count))
+
+
+@settings(deadline=None)
+@given(row_bytes=row_sizes, count=st.integers(1, 20), data=st.data())
+def test_a_gather_is_many_reads(row_bytes: list[int], count: int, data: st.DataObject) -> None:
+    """Gathered rows, in any order and with repetitions, are those that single reads give, in fresh memory or given."""
+    wanted = data.draw(st.lists(st.integers(0, count - 1), max_size=30))
+    with opened(row_bytes, count) as slots:
+        for slot in range(count):
+            slots.write(slot, sample(row_bytes, slot))
+        expected = [[slots.read(slot)[field] for slot in wanted] for field in range(len(row_bytes))]
+        memory = [torch.empty(len(wanted) * nbytes, dtype=torch.uint8) for nbytes in row_bytes]
+        indices = torch.tensor(wanted, dtype=torch.int64)
+        for columns in (slots.gather(indices), slots.gather(indices, memory)):
+            assert [column.shape for column in columns] == [(len(wanted), nbytes) for nbytes in row_bytes]
+            for column, rows in zip(columns, expected, strict=True):
+                assert equal(list(column), rows)
+        for column, own in zip(columns, memory, strict=True):
+            assert column.data_ptr() == own.data_ptr()
+    assert all(equal(list(column), rows) for column, rows in zip(columns, expected, strict=True))
+
+
+@given(row_bytes=row_sizes, count=counts)
+def test_arrays_are_aligned_and_follow_each_other(row_bytes: list[int], count: int) -> None:
+    """Every field's array begins at a multiple of 64 bytes, after the one before it, within the bytes asked for."""
+    with opened(row_bytes, count) as slots:
+        tables = [slots.table(field) for field in range(len(row_bytes))]
+        begin = slots.states.data_ptr() if count else 0
+        end = begin + count
+        for table, nbytes in zip(tables, row_bytes, strict=True):
+            assert table.numel() == count * nbytes
+            if table.numel():
+                assert table.data_ptr() % 64 == 0
+                assert table.data_ptr() >= end
+                end = table.data_ptr() + table.numel()
+        assert end - begin <= FieldSlots.bytes_for(row_bytes, count)
+        assert FieldSlots.bytes_for(row_bytes, count) <= count * (sum(row_bytes) + 1) + 64 * (len(row_bytes) + 1)
+
+
+@pytest.mark.parametrize("row_bytes", [[1 << 16, 8], [1 << 16, 0, 1]])
+def test_only_reserved_slots_hold_memory(row_bytes: list[int]) -> None:
+    """Reserving a slot takes its own pages, of every field, and no others."""
+    with opened(row_bytes, 100) as slots:
+        segment = slots._segment
+        assert segment.allocated_bytes == HEADER_BYTES
+        slots.reserve(50)
+        pages = (1 << 16) // mmap.PAGESIZE + 1 + sum(nbytes > 0 for nbytes in row_bytes[1:])
+        assert segment.allocated_bytes <= HEADER_BYTES + pages * mmap.PAGESIZE
+        before = segment.allocated_bytes
+        slots.write(50, sample(row_bytes, 0))
+        assert segment.allocated_bytes == before
+
+
+def test_clear_empties_all_and_gives_memory_back() -> None:
+    """After clear all states are EMPTY, all slots read as zeroes, and only the states hold memory."""
+    row_bytes = [5000, 8]
+    with opened(row_bytes, 50) as slots:
+        segment = slots._segment
+        for slot in range(50):
+            slots.reserve(slot)
+            slots.write(slot, sample(row_bytes, slot))
+        slots.states.fill_(READY)
+        slots.clear()
+        assert not slots.states.any()
+        assert segment.allocated_bytes == HEADER_BYTES + mmap.PAGESIZE
+        assert not any(row.any() for slot in range(50) for row in slots.read(slot))
+
+
+def test_a_closed_segment_is_unmapped() -> None:
+    """Closing the slots drops their views, so that the segment's memory goes at its close."""
+    segment = Segment.create(FieldSlots.bytes_for([64], 10))
+    mapped = segment.memory(0, 1).obj
+    slots = FieldSlots(segment, [64], 10)
+    slots.close()
+    segment.close()
+    assert isinstance(mapped, mmap.mmap)
+    assert mapped.closed
