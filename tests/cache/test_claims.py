@@ -1,0 +1,115 @@
+"""One process, and one thread of it, has a slot at a time; death gives it back."""
+
+from __future__ import annotations
+
+import pickle
+import threading
+from collections.abc import Iterator
+
+import pytest
+
+from lightning_stocache.cache.claims import Claims
+from lightning_stocache.node.segment import Segment
+from tests.processes import call, call_many
+
+
+@pytest.fixture
+def segment() -> Iterator[Segment]:
+    segment = Segment.create(4096)
+    segment.reserve(0, 8)
+    yield segment
+    segment.close()
+
+
+def can_claim(segment: Segment, slot: int) -> bool:
+    with Claims(segment).trying(slot) as mine:
+        return mine
+
+
+def test_a_claim_excludes_other_processes(segment: Segment) -> None:
+    """While a slot is claimed here, another process cannot claim it, but can claim others; afterwards it can."""
+    with Claims(segment).trying(3) as mine:
+        assert mine
+        assert not call(can_claim, segment, 3)
+        assert call(can_claim, segment, 4)
+    assert call(can_claim, segment, 3)
+
+
+def test_a_claim_excludes_other_threads(segment: Segment) -> None:
+    """POSIX locks do not tell threads apart; claims do."""
+    seen: list[bool] = []
+    with Claims(segment).trying(3):
+        thread = threading.Thread(target=lambda: seen.append(can_claim(segment, 3)))
+        thread.start()
+        thread.join()
+    assert seen == [False]
+    assert can_claim(segment, 3)
+
+
+def test_claims_on_one_segment_are_one(segment: Segment) -> None:
+    """Two caches that were unpickled over one segment exclude each other, and neither drops the other's lock."""
+    again = pickle.loads(pickle.dumps(segment))
+    with Claims(segment).trying(3):
+        assert not can_claim(again, 3)
+        assert not call(can_claim, segment, 3)
+
+
+def test_a_lost_claim_leaves_nothing(segment: Segment) -> None:
+    """Who did not get a slot can get it later."""
+    with Claims(segment).trying(3):
+        for _ in range(3):
+            assert not can_claim(segment, 3)
+    assert can_claim(segment, 3)
+
+
+def test_an_error_gives_the_claim_back(segment: Segment) -> None:
+    """A claim ends with its block, however that ends."""
+    with pytest.raises(KeyError):
+        with Claims(segment).trying(3):
+            raise KeyError
+    assert can_claim(segment, 3)
+    assert call(can_claim, segment, 3)
+
+
+def test_a_child_forked_during_a_claim_of_another_thread_waits_for_nobody(segment: Segment) -> None:
+    """The thread that held the slot does not exist in the child; once the parent is done the child gets the slot."""
+    claimed, done = threading.Event(), threading.Event()
+
+    def fill() -> None:
+        with Claims(segment).trying(3):
+            claimed.set()
+            done.wait()
+
+    def fork_and_wait() -> None:
+        with Claims(segment).waiting(3):
+            pass
+
+    thread = threading.Thread(target=fill)
+    thread.start()
+    claimed.wait()
+    release = threading.Timer(0.05, done.set)
+    release.start()
+    call(fork_and_wait, timeout=20)
+    thread.join()
+    release.join()
+
+
+def increase(segment: Segment, times: int) -> None:
+    memory, claims = segment.memory(0, 1), Claims(segment)
+    for _ in range(times):
+        with claims.waiting(0):
+            memory[0] += 1
+
+
+def test_waiting_claims_take_turns(segment: Segment) -> None:
+    """Several processes, and two threads in each, that wait for one slot all get it, one at a time."""
+
+    def by_two_threads() -> None:
+        threads = [threading.Thread(target=increase, args=(segment, 20)) for _ in range(2)]
+        for thread in threads:
+            thread.start()
+        for thread in threads:
+            thread.join()
+
+    call_many(by_two_threads, [()] * 3)
+    assert segment.memory(0, 1)[0] == 120

@@ -1,0 +1,179 @@
+"""Every process counts on a row of its own; sums are exact whatever is forked, spawned or killed."""
+
+from __future__ import annotations
+
+import pickle
+import threading
+import time
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from lightning_stocache.cache.counters import Counters, Counts
+from tests.processes import Child, call, call_many, context, without_room
+
+METHODS = ("fork", "spawn", "forkserver")
+
+
+@pytest.fixture
+def counters() -> Iterator[Counters]:
+    counters = Counters.create()
+    yield counters
+    counters.close()
+
+
+def count(counters: Counters, times: int, rank: int | None = None) -> None:
+    if rank is not None:
+        counters.rank = rank
+    for _ in range(times):
+        counters.add(hits=1, bytes_from_cache=10)
+
+
+def rows_in_use(counters: Counters) -> int:
+    return sum(counters._numbers[row] != 0 for row in range(0, len(counters._numbers), 16))
+
+
+numbers = st.builds(Counts, *[st.integers(0, 2**40)] * 7)
+
+
+@given(one=numbers, other=numbers)
+def test_counts_add_and_subtract(one: Counts, other: Counts) -> None:
+    """What an epoch counted is the difference of two sums, number by number."""
+    assert (one + other) - other == one
+    assert (one + other).served == one.served + other.served
+    assert one.served == one.hits + one.misses + one.bypasses
+    assert Counts(*one.values()) == one
+
+
+def test_a_process_adds_to_its_row(counters: Counters) -> None:
+    """Additions sum up, column by column."""
+    counters.add(hits=2, misses=1)
+    counters.add(hits=3, source_ns=2**40)
+    assert counters.totals() == Counts(hits=5, misses=1, source_ns=2**40)
+
+
+@pytest.mark.parametrize("method", METHODS)
+def test_no_count_is_lost(counters: Counters, method: str) -> None:
+    """Processes that count at the same time, this one among them, add up exactly."""
+    count(counters, 1)
+    children = 1 if method == "spawn" else 4
+    workers = [Child(count, counters, 2000, method=method) for _ in range(children)]
+    count(counters, 2000)
+    for worker in workers:
+        worker.result()
+    assert counters.totals() == Counts(hits=2000 * children + 2001, bytes_from_cache=10 * (2000 * children + 2001))
+
+
+def test_ranks_are_told_apart(counters: Counters) -> None:
+    """Each rank's own rows sum up by themselves, and together they are all."""
+    call_many(count, [(counters, 10 * (rank + 1), rank) for rank in (0, 1, 2, 1)])
+    assert [counters.totals(rank).hits for rank in range(4)] == [10, 40, 30, 0]
+    assert counters.totals().hits == 80
+
+
+def test_the_row_of_a_dead_process_goes_on(counters: Counters) -> None:
+    """Workers that are replaced every epoch take the rows of those that ended: rows do not run out."""
+    for _ in range(5):
+        call_many(count, [(counters, 10, rank) for rank in (0, 1)])
+    assert rows_in_use(counters) <= 3  # two in turn; a child may have found the other's still taken
+    assert (counters.totals(0).hits, counters.totals(1).hits) == (50, 50)
+
+
+def count_and_hang(counters: Counters, ready: str) -> None:
+    count(counters, 7)
+    Path(ready).touch()
+    time.sleep(60)
+
+
+def test_what_a_killed_process_counted_stays(counters: Counters, tmp_path: Path) -> None:
+    """SIGKILL takes no count away, and the next process of that rank goes on in the same row."""
+    worker = Child(count_and_hang, counters, str(tmp_path / "ready"))
+    while not (tmp_path / "ready").exists():
+        time.sleep(0.005)
+    worker.kill()
+    assert counters.totals().hits == 7
+    call(count, counters, 5)
+    assert counters.totals().hits == 12
+    assert rows_in_use(counters) == 1
+
+
+def test_a_row_that_nobody_has_marked_hides_no_other(counters: Counters) -> None:
+    """A process that dies between its row's lock and its mark leaves a gap, behind which rows are still summed."""
+    holder = counters.segment
+    assert holder.lock(0)  # as a process does that is about to mark row 0
+    call(count, counters, 4)
+    assert counters.totals().hits == 4
+
+
+def test_a_forked_child_takes_a_row_of_its_own(counters: Counters) -> None:
+    """A child that was forked after its parent counted does not share the parent's row."""
+    count(counters, 1)
+    call(count, counters, 1)
+    assert rows_in_use(counters) == 2
+    assert counters.totals().hits == 2
+
+
+def test_a_pool_counts(counters: Counters) -> None:
+    """Counters can be arguments of a Pool's task."""
+    count(counters, 1)
+    with context("forkserver").Pool(2) as pool:
+        pool.starmap(count, [(counters, 10)] * 6)
+    count(counters, 1)  # this process still has its row: pickling has not dropped its lock
+    assert counters.totals().hits == 62
+    assert pickle.loads(pickle.dumps(counters)).totals().hits == 62
+
+
+def test_threads_may_read_while_a_process_counts(counters: Counters) -> None:
+    """What is read meanwhile only grows."""
+    seen: list[int] = []
+    stop = threading.Event()
+
+    def watch() -> None:
+        while not stop.is_set():
+            seen.append(counters.totals().hits)
+
+    watcher = threading.Thread(target=watch)
+    watcher.start()
+    count(counters, 3000)
+    stop.set()
+    watcher.join()
+    assert seen == sorted(seen)
+    assert counters.totals().hits == 3000
+
+
+def test_closed_counters_count_nothing(counters: Counters) -> None:
+    """After close, counting goes nowhere and nothing fails: off means off."""
+    counters.add(hits=1)
+    counters.close()
+    counters.close()
+    counters.add(hits=1)
+    assert counters.totals() == Counts()
+
+
+def count_without_room() -> int:
+    counters = Counters.create()
+    with open("/dev/shm/all", "wb", buffering=0) as file:
+        try:
+            while True:
+                file.write(bytes(65536))
+        except OSError:
+            pass
+    count(counters, 5)
+    call_many(count, [(counters, 5)] * 3)
+    return counters.totals().hits
+
+
+def test_counting_needs_no_more_memory() -> None:
+    """Where /dev/shm is full, processes go on counting: their rows were promised when the counters were made."""
+    assert without_room(count_without_room, mib=2) == 20
+
+
+def test_more_processes_than_rows_is_an_error(counters: Counters, monkeypatch: pytest.MonkeyPatch) -> None:
+    """When all rows are taken by living processes the next one is told so."""
+    monkeypatch.setattr("lightning_stocache.cache.counters._ROWS", 1)
+    count(counters, 1)
+    with pytest.raises(AssertionError, match="more than 1 processes use one cache"):
+        call(count, counters, 1)
