@@ -1,14 +1,15 @@
 """The first door: a DataModule around datasets, or a cache for a DataModule that the user already has.
 
-Both live by the same calendar. `setup` (ours) or the first loader hook (the user's) opens the caches of the call, on
-every rank, with the process group up and no worker started. `teardown` closes them; after an exception Lightning calls
-`on_exception` instead. Between two Trainer calls nothing is open, unless `keep_cache=True`.
+`setup` (ours) or the first loader hook (the user's) opens the caches of a call, on every rank, with the process group
+up and no worker started. `teardown` closes them; after an exception Lightning calls `on_exception` instead. Between
+two Trainer calls nothing is open, unless `keep_cache=True`.
 """
 
 from __future__ import annotations
 
 import copy
 from collections.abc import Callable, Mapping, Sequence
+from functools import partial
 from typing import Any, Literal, TypeAlias, TypeVar
 
 import torch
@@ -19,7 +20,7 @@ from lightning_stocache.loading.allocation import BackendChoice, InFlight
 from lightning_stocache.loading.dataset import OnError
 from lightning_stocache.training.caches import CallCaches, Wanted
 from lightning_stocache.training.hooks import CachedHooks
-from lightning_stocache.training.options import CacheOptions
+from lightning_stocache.training.options import STAGES, CacheOptions
 
 __all__ = ["Source", "StocacheDataModule", "cache_datamodule"]
 
@@ -102,6 +103,11 @@ class StocacheDataModule(LightningDataModule):
         self.prepare = prepare
         self.caches = CallCaches(CacheOptions(budget, stage_budgets, allow_random, backend, on_error, keep_cache))
         self._datasets: dict[str, list[Dataset[Any]]] = {}
+        for hook in (f"{stage}_dataloader" for stage in STAGES if getattr(self, stage) is None):
+            if getattr(type(self), hook) is getattr(
+                StocacheDataModule, hook
+            ):  # Lightning is to see that it is undefined
+                setattr(self, hook, partial(getattr(LightningDataModule, hook), self))
         if self.batch_transform is not None or self.eval_batch_transform is not None:
             # Only then, and on the object: a hook of the DataModule hides that of the user's LightningModule.
             self.on_after_batch_transfer = self._transform_batch  # type: ignore[method-assign]
@@ -124,7 +130,7 @@ class StocacheDataModule(LightningDataModule):
 
     def train_dataloader(self) -> Any:
         """The training loader, shuffled unless `loader` says otherwise; Lightning adds the DistributedSampler."""
-        return next(iter(self._loaders("train")), [])
+        return self._loaders("train")[0]
 
     def val_dataloader(self) -> Any:
         """One loader per validation set."""
@@ -139,12 +145,8 @@ class StocacheDataModule(LightningDataModule):
         return self._loaders("predict")
 
     def _loaders(self, stage: str) -> list[DataLoader[Any]]:
-        arguments: dict[str, Any] = {
-            "batch_size": self.batch_size,
-            "shuffle": stage == "train" and "sampler" not in self.loader,
-            "num_workers": self.num_workers,
-            "persistent_workers": self.num_workers > 0,
-        } | self.loader
+        arguments: dict[str, Any] = {"batch_size": self.batch_size, "num_workers": self.num_workers}
+        arguments |= {"shuffle": "sampler" not in self.loader, "persistent_workers": self.num_workers > 0} | self.loader
         if stage != "train":
             arguments |= {"shuffle": False, "drop_last": False, "sampler": None}
         return [DataLoader(dataset, **arguments) for dataset in self._views(stage)]
@@ -152,15 +154,13 @@ class StocacheDataModule(LightningDataModule):
     def _views(self, stage: str) -> list[Dataset[Any]]:
         """The cached datasets of a stage with its transform: a dataset may be in several stages."""
         views: list[Dataset[Any]] = []
-        for one in self._datasets.get(stage, []):
+        for one in self._datasets.get(stage, [getattr(self, stage)]):
             if one not in self.caches:
-                break
+                call = next(call for call, stages in _STAGES_OF_CALL.items() if stage in stages)
+                raise RuntimeError(f"the {stage} loader needs open caches: call setup({call!r}) first")
             view = copy.copy(self.caches[one])
             view.transform = self.transform if stage == "train" else self.eval_transform
             views.append(view)
-        if not views and getattr(self, stage) is not None:
-            call = next(call for call, stages in _STAGES_OF_CALL.items() if stage in stages)
-            raise RuntimeError(f"the {stage} loader needs open caches: call setup({call!r}) first")
         return views
 
     def _transform_batch(self, batch: Any, dataloader_idx: int) -> Any:
@@ -240,7 +240,7 @@ def cache_datamodule(
 
 
 def _are_several(sources: Any) -> bool:
-    """Whether this is a list of datasets, and not one dataset that happens to be a list of samples."""
+    """Whether this is a list of datasets, and not a dataset that is a list of samples."""
     return isinstance(sources, list | tuple) and all(isinstance(one, Dataset) or callable(one) for one in sources)
 
 

@@ -44,10 +44,10 @@ class CachedHooks:
         for hook in ("teardown", "on_exception"):
             setattr(self.datamodule, hook, partial(_end_call, self, hook))
 
-    def begin_call(self, stage: str) -> None:
+    def begin_call(self, *args: Any, **kwargs: Any) -> None:
         """The user's own `setup`; the loaders of a new call are asked for together."""
         self._tap = None
-        self._original("setup")(stage)
+        self._original("setup")(*args, **kwargs)
 
     def loaders(self, stage: str) -> Any:
         """The user's loaders of a stage, with cached datasets."""
@@ -56,10 +56,10 @@ class CachedHooks:
             self._tap = LoaderTap(self.caches, getters, [one for one in self._stages_of_call() if one in getters])
         return self._tap(stage)
 
-    def end_call(self, hook: str, *arguments: Any) -> None:
+    def end_call(self, hook: str, *args: Any, **kwargs: Any) -> None:
         """The user's own hook, then the end of the call."""
         try:
-            self._original(hook)(*arguments)
+            self._original(hook)(*args, **kwargs)
         finally:
             self._tap = None
             self.caches.end_call()
@@ -89,9 +89,9 @@ def _give_loaders(hooks: CachedHooks, stage: str) -> Any:
     return hooks.loaders(stage)
 
 
-def _begin_call(hooks: CachedHooks, stage: str) -> None:
-    hooks.begin_call(stage)
+def _begin_call(hooks: CachedHooks, *args: Any, **kwargs: Any) -> None:
+    hooks.begin_call(*args, **kwargs)
 
 
-def _end_call(hooks: CachedHooks, hook: str, *arguments: Any) -> None:
-    hooks.end_call(hook, *arguments)
+def _end_call(hooks: CachedHooks, hook: str, *args: Any, **kwargs: Any) -> None:
+    hooks.end_call(hook, *args, **kwargs)

@@ -77,7 +77,7 @@ def _inside(dataset: Dataset[Any]) -> Iterator[CachedDataset]:
 
 def in_flight(loader: DataLoader[Any]) -> InFlight:
     """What a loader keeps in memory besides the cache."""
-    batch_size = int(loader.batch_size or getattr(loader.batch_sampler, "batch_size", 1))
+    batch_size: Any = loader.batch_size or getattr(loader.batch_sampler, "batch_size", 1)
     return InFlight(batch_size, loader.num_workers, loader.prefetch_factor)
 
 

@@ -1,0 +1,223 @@
+"""StochasticCache: nothing but a callback, and every loader of the call is cached."""
+
+from __future__ import annotations
+
+import logging
+from typing import Any
+
+import pytest
+import torch
+from lightning.pytorch import LightningDataModule, Trainer
+from lightning.pytorch.utilities import CombinedLoader
+from torch.utils.data import BatchSampler, DataLoader, IterableDataset, RandomSampler, WeightedRandomSampler
+
+from lightning_stocache.training.callbacks import CacheMonitor, FillProgress, StochasticCache
+from lightning_stocache.training.datamodule import StocacheDataModule
+from lightning_stocache.training.loaders import cached_datasets
+from tests.training.tiny import SAMPLES, Model, announced, logged, make_trainer, plain_loader, source
+
+
+@pytest.fixture(autouse=True)
+def _hear_announcements(caplog):
+    caplog.set_level(logging.INFO, logger="lightning_stocache")
+
+
+@pytest.mark.parametrize("origin", ["fit", "module", "datamodule", "from_datasets"])
+@pytest.mark.parametrize("reload", [0, 1])
+def test_loaders_from_anywhere_are_cached(tmp_path, caplog, origin, reload):
+    """Given to fit, from a module's hooks or from a DataModule: each sample is loaded once in three epochs."""
+    train, val = source(tmp_path), source(tmp_path, "val", 8)
+
+    class Hooks:
+        def train_dataloader(self) -> Any:
+            return plain_loader(train, shuffle=True)
+
+        def val_dataloader(self) -> Any:
+            return plain_loader(val)
+
+    class OwnData(Hooks, LightningDataModule):
+        pass
+
+    class OwnModel(Hooks, Model):
+        pass
+
+    trainer = make_trainer(tmp_path, [StochasticCache()], epochs=3, reload_dataloaders_every_n_epochs=reload)
+    if origin == "fit":
+        trainer.fit(Model(), plain_loader(train, shuffle=True), plain_loader(val))
+    elif origin == "module":
+        trainer.fit(OwnModel())
+    else:
+        trainer.fit(Model(), OwnData() if origin == "datamodule" else LightningDataModule.from_datasets(train, val))
+    assert train.loads + val.loads == SAMPLES + 8 + announced(caplog)
+    assert logged(trainer, "stocache/hit_rate")[-1] == 1
+
+
+def test_all_calls_of_a_trainer_are_cached(tmp_path, caplog):
+    """validate, test and predict are cached as fit is; the loaders are the user's own again between calls."""
+    sets = {name: source(tmp_path, name, 8) for name in ("validate", "test", "predict")}
+    trainer, model = make_trainer(tmp_path, [StochasticCache()]), Model()
+    loader = plain_loader(sets["validate"])
+    trainer.validate(model, loader, verbose=False)
+    trainer.test(model, plain_loader(sets["test"]), verbose=False)
+    assert sum(map(len, trainer.predict(model, [plain_loader(sets["predict"])]))) == 8
+    assert sum(one.loads for one in sets.values()) == 3 * 8 + announced(caplog)
+    assert loader.dataset is sets["validate"]
+    assert logged(trainer, "stocache/val/misses") == logged(trainer, "stocache/test/misses") == [8]
+
+
+class Tagged(DataLoader[Any]):
+    """A loader with an argument of its own."""
+
+    def __init__(self, dataset: Any, tag: str, **options: Any) -> None:
+        super().__init__(dataset, **options)
+        self.tag = tag
+
+
+def seeded() -> torch.Generator:
+    return torch.Generator().manual_seed(0)
+
+
+@pytest.mark.parametrize(
+    "make",
+    [
+        lambda data: Tagged(data, "blue", batch_size=4),
+        lambda data: plain_loader(data, sampler=RandomSampler(data, True, SAMPLES, seeded())),
+        lambda data: plain_loader(data, sampler=WeightedRandomSampler([1.0] * SAMPLES, SAMPLES, generator=seeded())),
+        lambda data: DataLoader(data, batch_sampler=BatchSampler(RandomSampler(data), 4, drop_last=True)),
+        lambda data: plain_loader(data, num_workers=2, persistent_workers=True),
+        lambda data: CombinedLoader(plain_loader(data), "min_size"),
+    ],
+    ids=["subclass", "replacement", "weighted", "batch_sampler", "workers", "CombinedLoader"],
+)
+def test_loaders_of_all_kinds_are_cached(tmp_path, make):
+    """Subclasses, samplers that repeat, batch samplers, workers: everything served is counted and hits in the end."""
+    train = source(tmp_path)
+    trainer = make_trainer(tmp_path, [StochasticCache()], epochs=12)
+    trainer.fit(Model(), make(train))
+    counts = {name: logged(trainer, f"stocache/{name}") for name in ("hits", "misses", "bypasses")}
+    assert [sum(epoch) for epoch in zip(*counts.values(), strict=True)] == [SAMPLES] * 12
+    assert counts["hits"][-1] == SAMPLES
+    assert train.loads <= SAMPLES + 8
+
+
+class Stream(IterableDataset[Any]):
+    """An iterable-style dataset of batches for Model."""
+
+    def __iter__(self):
+        return iter([(torch.zeros(3, 8, 8), 1)] * 8)
+
+
+def test_an_iterable_dataset_is_refused_in_words(tmp_path):
+    """The error names the stage and the class, and says how to leave the stage out."""
+    with pytest.raises(TypeError, match=r"train loader reads the iterable-style Stream.*stage_budgets={'train': 0}"):
+        make_trainer(tmp_path, [StochasticCache()]).fit(Model(), plain_loader(Stream()))
+
+
+def test_an_iterable_dataset_can_be_left_out(tmp_path, caplog):
+    """With its stage's budget at 0 an iterable-style set is passed on as it is, and the other stages are cached."""
+    val = source(tmp_path, "val", 8)
+    trainer = make_trainer(tmp_path, [StochasticCache(stage_budgets={"train": 0})], epochs=2)
+    trainer.fit(Model(), plain_loader(Stream()), plain_loader(val))
+    assert val.loads == 8 + announced(caplog)
+    assert logged(trainer, "stocache/hit_rate") == []
+
+
+@pytest.mark.parametrize(
+    ("options", "served"),
+    [
+        ({"limit_train_batches": 2}, 8),
+        ({"overfit_batches": 3}, 12),
+        ({"limit_val_batches": 0}, SAMPLES),
+        ({"num_sanity_val_steps": 0}, SAMPLES),
+        ({"limit_train_batches": 0.5, "val_check_interval": 2}, 12),
+    ],
+)
+def test_the_trainers_limits_hold(tmp_path, options, served):
+    """With limits of the Trainer's the samples served are those that are trained on, and the second epoch hits if it
+    sees the same ones."""
+    train, val = source(tmp_path), source(tmp_path, "val", 8)
+    trainer = make_trainer(tmp_path, [StochasticCache()], epochs=2, **options)
+    trainer.fit(Model(), plain_loader(train), plain_loader(val))
+    assert logged(trainer, "stocache/misses") == [served, 0]
+    assert logged(trainer, "stocache/hits") == [0, served]
+
+
+def test_fast_dev_run_and_barebones(tmp_path, recwarn):
+    """One batch of everything, and a Trainer that does not log: both run, and nobody is told that logging is off."""
+    barebones = Trainer(barebones=True, callbacks=[StochasticCache(), FillProgress()], accelerator="cpu", max_epochs=1)
+    for trainer in (make_trainer(tmp_path, [StochasticCache()], fast_dev_run=True), barebones):
+        trainer.fit(Model(), plain_loader(source(tmp_path)), plain_loader(source(tmp_path, "val", 8)))
+    assert not [one for one in recwarn if "self.log" in str(one.message)]
+
+
+def test_with_a_monitor_in_the_list_nothing_is_logged_twice(tmp_path):
+    """StochasticCache leaves logging to a CacheMonitor beside it: one value per epoch, one live row per step."""
+    trainer = make_trainer(tmp_path, [StochasticCache(), CacheMonitor()], epochs=2)
+    calls: list[dict[str, float]] = []
+    original = trainer.logger.log_metrics
+    trainer.logger.log_metrics = lambda metrics, step=None: (calls.append(metrics), original(metrics, step))[1]
+    trainer.fit(Model(), plain_loader(source(tmp_path)))
+    assert sum("stocache/hits" in one for one in calls) == 2
+    assert sum("stocache/hit_rate" in one and "stocache/hits" not in one for one in calls) == 12
+
+
+def test_around_the_datamodule_of_ours_it_only_monitors(tmp_path, caplog):
+    """Loaders that are cached already are not cached again, nor is their cache started anew."""
+    train = source(tmp_path)
+    dm = StocacheDataModule(train, batch_size=4)
+    callback = StochasticCache()
+    trainer = make_trainer(tmp_path, [callback], epochs=3, reload_dataloaders_every_n_epochs=1)
+    trainer.fit(Model(), dm)
+    assert train.loads == SAMPLES + announced(caplog)
+    assert logged(trainer, "stocache/hits")[-3:] == [0, SAMPLES, SAMPLES]
+
+
+def test_a_dataset_made_anew_for_every_epoch_is_served_right(tmp_path, caplog):
+    """Every epoch of a dataset that its hook makes anew is a first one; one warning says so."""
+
+    class Anew(Model):
+        def train_dataloader(self):
+            return plain_loader(source(tmp_path))
+
+    callback = StochasticCache()
+    trainer = make_trainer(tmp_path, [callback], epochs=3, reload_dataloaders_every_n_epochs=1)
+    trainer.fit(Anew())
+    assert logged(trainer, "stocache/misses") == [SAMPLES] * 3
+    assert sum("came with a new CountedSource" in record.getMessage() for record in caplog.records) == 1
+
+
+def test_keep_cache_and_close(tmp_path):
+    """With keep_cache=True a second fit on the same dataset loads nothing; close() ends that."""
+    train, callback = source(tmp_path), StochasticCache(keep_cache=True)
+    loads = []
+    for _ in range(2):
+        trainer = make_trainer(tmp_path, [callback])
+        trainer.fit(Model(), plain_loader(train))
+        loads.append(train.loads)
+    assert loads[1] == loads[0]
+    assert [dataset.cache.filled for dataset in cached_datasets(trainer.train_dataloader)] == [SAMPLES]
+    callback.close()
+    assert [dataset.cache for dataset in cached_datasets(trainer.train_dataloader)] == [None]
+
+
+def test_a_budget_that_is_used_up_says_so(tmp_path, caplog):
+    """Kept caches leave nothing of a budget in bytes for another call's dataset: it passes through, with a warning."""
+    callback = StochasticCache(budget=SAMPLES * (3 * 8 * 8 + 8 + 1), keep_cache=True)
+    make_trainer(tmp_path, [callback]).fit(Model(), plain_loader(source(tmp_path)))
+    trainer = make_trainer(tmp_path, [callback])
+    trainer.test(Model(), plain_loader(source(tmp_path, "test", 8)), verbose=False)
+    assert logged(trainer, "stocache/test/bypasses") == [8]
+    assert sum("nothing is left for another dataset" in record.getMessage() for record in caplog.records) == 1
+    callback.close()
+
+
+def test_bad_options_are_refused_at_once():
+    """Misspelt stages, backends and budgets are errors in the constructor."""
+    with pytest.raises(ValueError, match="stage_budgets may name train, val, test, predict; got valid"):
+        StochasticCache(stage_budgets={"valid": 0})
+    with pytest.raises(ValueError, match=r"backend must be one of.*got 'disk'"):
+        StochasticCache(backend="disk")  # type: ignore[arg-type]
+    with pytest.raises(ValueError, match="on_error must be 'raise' or 'disable', got 'ignore'"):
+        StochasticCache(on_error="ignore")  # type: ignore[arg-type]
+    with pytest.raises(ValueError, match="'lots'"):
+        StochasticCache("lots")

@@ -1,0 +1,320 @@
+"""StocacheDataModule: its loaders, its budget, its transforms, and that nothing is built twice."""
+
+from __future__ import annotations
+
+import logging
+import warnings
+from functools import partial
+
+import pytest
+import torch
+from lightning.pytorch import Callback, LightningModule
+from lightning.pytorch.utilities.exceptions import MisconfigurationException
+from torch.utils.data import RandomSampler, SequentialSampler, WeightedRandomSampler
+
+from lightning_stocache.loading.dataset import CachedDataset
+from lightning_stocache.training.datamodule import StocacheDataModule
+from lightning_stocache.training.monitor import CacheMonitor
+from tests.training.tiny import SAMPLES, Model, announced, logged, make_trainer, source
+
+
+@pytest.fixture(autouse=True)
+def _hear_announcements(caplog):
+    caplog.set_level(logging.INFO, logger="lightning_stocache")
+
+
+def caches_of(dm: StocacheDataModule, stage: str) -> list[CachedDataset]:
+    loaders = getattr(dm, f"{stage}_dataloader")()
+    return [loader.dataset for loader in (loaders if isinstance(loaders, list) else [loaders])]
+
+
+def test_every_sample_is_loaded_once_in_three_epochs(tmp_path, caplog):
+    """Over three epochs each set is loaded once, plus the reads that were announced."""
+    train, val = source(tmp_path), source(tmp_path, "val", 8)
+    dm = StocacheDataModule(train=train, val=val, batch_size=4)
+    make_trainer(tmp_path, epochs=3).fit(Model(), dm)
+    assert train.loads + val.loads == SAMPLES + 8 + announced(caplog)
+
+
+@pytest.mark.parametrize("workers", [0, 2])
+def test_all_stages_read_what_their_source_holds(tmp_path, workers):
+    """Train, several val sets, test and predict give the batches of their sources, with and without workers."""
+    sets = {name: source(tmp_path, name, 8) for name in ("train", "val", "other", "test", "predict")}
+    dm = StocacheDataModule(
+        sets["train"],
+        [sets["val"], sets["other"]],
+        sets["test"],
+        sets["predict"],
+        batch_size=4,
+        num_workers=workers,
+    )
+    for call, stages in {"fit": ("train", "val"), "test": ("test",), "predict": ("predict",)}.items():
+        dm.setup(call)
+        for stage in stages:
+            loaders = getattr(dm, f"{stage}_dataloader")()
+            for loader in loaders if isinstance(loaders, list) else [loaders]:
+                seen = sorted(image.sum().item() for batch, _ in loader for image in batch)
+                assert seen == sorted(sets["train"].expected(index)[0].sum().item() for index in range(8))
+        dm.teardown(call)
+
+
+def test_trainer_runs_all_its_calls(tmp_path):
+    """fit, validate, test and predict run one after the other; predictions come for every sample."""
+    dm = StocacheDataModule(
+        *(source(tmp_path, name, 8) for name in ("train", "val", "test", "predict")), batch_size=4, num_workers=0
+    )
+    trainer, model = make_trainer(tmp_path), Model()
+    trainer.fit(model, dm)
+    trainer.validate(model, dm, verbose=False)
+    trainer.test(model, dm, verbose=False)
+    assert sum(map(len, trainer.predict(model, dm))) == 8
+
+
+def test_sets_of_a_call_share_the_budget_by_size(tmp_path):
+    """One budget in bytes is split over train and val in proportion to their sizes."""
+    train, val = source(tmp_path, "train", 60), source(tmp_path, "val", 20)
+    dm = StocacheDataModule(train, val, budget=40 * (3 * 8 * 8 + 8 + 1))
+    dm.setup("fit")
+    slots = [len(dataset.cache) for stage in ("train", "val") for dataset in caches_of(dm, stage)]
+    dm.teardown("fit")
+    assert slots == [30, 10]
+
+
+def test_a_stage_can_have_a_budget_of_its_own(tmp_path):
+    """stage_budgets takes a stage out of the common pot; 0 leaves it uncached."""
+    train, val = source(tmp_path), source(tmp_path, "val")
+    dm = StocacheDataModule(train, val, budget="50%", stage_budgets={"val": 0})
+    dm.setup("fit")
+    assert len(caches_of(dm, "train")[0].cache) == SAMPLES // 2
+    assert caches_of(dm, "val")[0].cache is None
+    dm.teardown("fit")
+
+
+def test_factories_are_called_once_after_prepare(tmp_path):
+    """A function that makes a set is called in setup, after prepare, and once for all calls of the Trainer."""
+    order: list[str] = []
+
+    def make(name: str) -> object:
+        order.append(name)
+        return source(tmp_path, name, 8)
+
+    dm = StocacheDataModule(
+        train=partial(make, "train"), val=[partial(make, "val")], batch_size=4, prepare=lambda: order.append("prepare")
+    )
+    assert order == []
+    trainer = make_trainer(tmp_path)
+    trainer.fit(Model(), dm)
+    trainer.validate(Model(), dm, verbose=False)
+    assert order == ["prepare", "train", "val", "prepare"]
+
+
+def test_a_list_of_samples_is_one_set():
+    """A val set that is a plain list of samples is one set, not a list of sets."""
+    samples = [(torch.full((3, 8, 8), i, dtype=torch.uint8), i) for i in range(4)]
+    dm = StocacheDataModule(val=samples)
+    dm.setup("validate")
+    assert [len(dataset) for dataset in caches_of(dm, "val")] == [4]
+    dm.teardown("validate")
+
+
+def double(sample):
+    return sample[0] * 2, sample[1]
+
+
+def test_transforms_run_after_the_cache(tmp_path):
+    """`transform` sees what the source returns, in every epoch; val gets eval_transform, or the same by default."""
+    train, val = source(tmp_path), source(tmp_path, "val")
+    for option, factor in (({}, 2), ({"eval_transform": None}, 1)):
+        dm = StocacheDataModule(train, val, transform=double, **option)
+        dm.setup("fit")
+        for _ in range(2):
+            assert torch.equal(caches_of(dm, "train")[0][3][0], train.expected(3)[0] * 2)
+            assert torch.equal(caches_of(dm, "val")[0][3][0], val.expected(3)[0] * factor)
+        dm.teardown("fit")
+
+
+def test_one_set_in_two_stages_is_cached_once_with_both_transforms(tmp_path):
+    """The same object as train and val has one cache; each stage keeps its own transform."""
+    both = source(tmp_path)
+    dm = StocacheDataModule(both, both, transform=double, eval_transform=None)
+    dm.setup("fit")
+    [train], [val] = caches_of(dm, "train"), caches_of(dm, "val")
+    assert train.cache is val.cache
+    assert torch.equal(train[3][0], both.expected(3)[0] * 2)
+    assert torch.equal(val[3][0], both.expected(3)[0])
+    dm.teardown("fit")
+    assert train.cache is None
+
+
+class Halve(torch.nn.Module):
+    """A batch transform with a parameter, so that its device can be seen; it notes for whom it ran."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.factor = torch.nn.Parameter(torch.tensor(0.5))
+        self.shapes: list[tuple[int, ...]] = []
+
+    def forward(self, batch):
+        self.shapes.append(tuple(batch[0].shape))
+        return batch[0] * self.factor.detach(), batch[1]
+
+
+def test_batch_transforms_run_on_transferred_batches(tmp_path):
+    """A batch transform gets whole batches; validation, sanity check included, gets eval_batch_transform."""
+    training, evaluation = Halve(), Halve()
+    dm = StocacheDataModule(
+        source(tmp_path),
+        source(tmp_path, "val", 8),
+        batch_size=4,
+        batch_transform=training,
+        eval_batch_transform=evaluation,
+    )
+    make_trainer(tmp_path, num_sanity_val_steps=1).fit(Model(), dm)
+    assert training.shapes == [(4, 3, 8, 8)] * 6
+    assert evaluation.shapes == [(4, 3, 8, 8)] * 3
+
+
+def test_without_batch_transform_the_hook_of_the_module_is_used(tmp_path):
+    """A LightningModule's own on_after_batch_transfer is not hidden by a DataModule that has nothing to do there."""
+
+    class Own(Model):
+        transferred = 0
+
+        def on_after_batch_transfer(self, batch, dataloader_idx):
+            self.transferred += 1
+            return batch
+
+    model = Own()
+    make_trainer(tmp_path).fit(model, StocacheDataModule(source(tmp_path), batch_size=4))
+    assert model.transferred == 6
+
+
+def test_loader_options_reach_the_loaders(tmp_path):
+    """`loader` overrides the DataLoader's arguments; shuffling, dropping and samplers are for training alone."""
+    train = source(tmp_path, "train", 10)
+    sampler = WeightedRandomSampler([1.0] * 10, 7)
+    for loader, kind in (({}, RandomSampler), ({"shuffle": False}, SequentialSampler)):
+        dm = StocacheDataModule(train, train, batch_size=4, loader={"drop_last": True} | loader)
+        dm.setup("fit")
+        assert isinstance(dm.train_dataloader().sampler, kind)
+        assert [len(dm.train_dataloader()), len(dm.val_dataloader()[0])] == [2, 3]
+        dm.teardown("fit")
+    dm = StocacheDataModule(train, train, batch_size=4, loader={"sampler": sampler})
+    dm.setup("fit")
+    assert dm.train_dataloader().sampler is sampler
+    assert isinstance(dm.val_dataloader()[0].sampler, SequentialSampler)
+    dm.teardown("fit")
+
+
+def test_loaders_before_setup_say_what_to_call(tmp_path):
+    """Asking for a loader before setup, or after teardown, names the call that is missing."""
+    dm = StocacheDataModule(source(tmp_path))
+    with pytest.raises(RuntimeError, match=r"train loader needs open caches: call setup\('fit'\) first"):
+        dm.train_dataloader()
+
+
+class Openings(Callback):
+    """Notes which memory files the caches of a DataModule use at every batch."""
+
+    def __init__(self, dm: StocacheDataModule) -> None:
+        self.dm, self.inodes = dm, set()
+
+    def on_train_batch_end(self, *_):
+        self.inodes |= {dataset.cache.segment.handle.inode for dataset in caches_of(self.dm, "train")}
+
+
+def test_nothing_is_built_twice_within_a_call(tmp_path, caplog):
+    """Sanity check, validation and loaders reloaded in every epoch all use the caches of the call's beginning."""
+    train, val = source(tmp_path), source(tmp_path, "val", 8)
+    dm = StocacheDataModule(train, val, batch_size=4)
+    openings = Openings(dm)
+    make_trainer(tmp_path, [openings], epochs=3, reload_dataloaders_every_n_epochs=1).fit(Model(), dm)
+    assert len(openings.inodes) == 1
+    assert train.loads + val.loads == SAMPLES + 8 + announced(caplog)
+
+
+def test_setup_twice_opens_once(tmp_path):
+    """A second setup, before or by the Trainer, keeps the cache and reads nothing more."""
+    train = source(tmp_path)
+    dm = StocacheDataModule(train, batch_size=4)
+    dm.setup("fit")
+    reads, cache = train.loads, caches_of(dm, "train")[0].cache
+    dm.setup("fit")
+    assert caches_of(dm, "train")[0].cache is cache
+    make_trainer(tmp_path).fit(Model(), dm)
+    assert train.loads == reads + SAMPLES
+    assert cache.closed
+
+
+def test_a_kept_cache_starts_the_second_fit_warm(tmp_path):
+    """With keep_cache=True the second fit loads nothing and logs hits alone; close() gives the memory back."""
+    train = source(tmp_path)
+    dm = StocacheDataModule(train, batch_size=4, keep_cache=True)
+    make_trainer(tmp_path).fit(Model(), dm)
+    loads = train.loads
+    trainer = make_trainer(tmp_path, [CacheMonitor()])
+    trainer.fit(Model(), dm)
+    assert train.loads == loads
+    assert logged(trainer, "stocache/hits")[-1] == SAMPLES
+    assert logged(trainer, "stocache/misses") == [0]
+    dm.close()
+
+
+def test_without_keep_cache_nothing_is_open_between_calls(tmp_path):
+    """When a call has ended the datasets pass through, and the next call loads again."""
+    train = source(tmp_path)
+    dm = StocacheDataModule(train, batch_size=4)
+    make_trainer(tmp_path).fit(Model(), dm)
+    loads = train.loads
+    make_trainer(tmp_path).fit(Model(), dm)
+    assert train.loads == 2 * loads
+
+
+def test_used_outside_of_a_trainer(tmp_path):
+    """setup, loop, teardown by hand: the second pass loads nothing."""
+    train = source(tmp_path)
+    dm = StocacheDataModule(train, batch_size=4, num_workers=2)
+    dm.setup("fit")
+    loader = dm.train_dataloader()
+    assert len(list(loader)) == 6
+    loads = train.loads
+    assert len(list(loader)) == 6
+    assert train.loads == loads
+    dm.teardown("fit")
+
+
+def test_bad_sets_are_refused_in_words():
+    """An iterable-style set and an empty one are errors that say what was given."""
+
+    class Stream(torch.utils.data.IterableDataset):
+        def __iter__(self):
+            return iter(range(3))
+
+    with pytest.raises(TypeError, match=r"map-style dataset.*got Stream"):
+        StocacheDataModule(train=Stream()).setup("fit")
+    with pytest.raises(ValueError, match="at least one sample, got an empty list"):
+        StocacheDataModule(train=[]).setup("fit")
+
+
+def test_hparams_and_module_stay_the_users(tmp_path):
+    """A subclass may save its hyperparameters and add hooks as with any LightningDataModule."""
+
+    class Photos(StocacheDataModule):
+        def __init__(self, size: int = 3, **options):
+            super().__init__(train=source(tmp_path, "train", 4), **options)
+            self.save_hyperparameters("size")
+
+    assert Photos(size=5).hparams.size == 5
+    assert isinstance(Model(), LightningModule)
+
+
+def test_a_stage_without_a_set_is_undefined(tmp_path):
+    """Lightning sees no val loader where no val set was given, and says itself that there is no test loader."""
+    dm = StocacheDataModule(source(tmp_path), batch_size=4)
+    trainer = make_trainer(tmp_path)
+    with warnings.catch_warnings():
+        warnings.filterwarnings("error", message="Total length")
+        trainer.fit(Model(), dm)
+    assert trainer.val_dataloaders is None
+    with pytest.raises(MisconfigurationException, match="test_dataloader"):
+        trainer.test(Model(), dm)

@@ -1,0 +1,239 @@
+"""cache_datamodule: the user's own object, with cached loaders and nothing else changed."""
+
+from __future__ import annotations
+
+import collections
+import logging
+import pickle
+
+import pytest
+import torch
+from lightning.pytorch import LightningDataModule
+from lightning.pytorch.callbacks import ModelCheckpoint
+from lightning.pytorch.utilities import CombinedLoader
+from lightning.pytorch.utilities.model_helpers import is_overridden
+
+from lightning_stocache.loading.dataset import CachedDataset
+from lightning_stocache.training.datamodule import StocacheDataModule, cache_datamodule
+from lightning_stocache.training.loaders import cached_datasets
+from tests.training.tiny import SAMPLES, Model, announced, make_trainer, plain_loader, source
+
+
+class Photos(LightningDataModule):
+    """A DataModule as people write it: datasets in setup, a loader per stage, hooks that note that they ran."""
+
+    def __init__(self, folder: str, batch_size: int = 4) -> None:
+        super().__init__()
+        self.save_hyperparameters()
+        self.ran: list[str] = []
+
+    def setup(self, stage: str) -> None:
+        self.ran.append(f"setup {stage}")
+        if not hasattr(self, "train"):
+            self.train, self.val = source(self.hparams.folder), source(self.hparams.folder, "val", 8)
+
+    def train_dataloader(self):
+        self.ran.append("train_dataloader")
+        return plain_loader(self.train, batch_size=self.hparams.batch_size, shuffle=True)
+
+    def val_dataloader(self):
+        self.ran.append("val_dataloader")
+        return plain_loader(self.val, batch_size=self.hparams.batch_size)
+
+    def teardown(self, stage: str) -> None:
+        self.ran.append(f"teardown {stage}")
+
+    def on_exception(self, exception: BaseException) -> None:
+        self.ran.append(f"on_exception {type(exception).__name__}")
+
+    def state_dict(self):
+        return {"mine": len(self.ran)}
+
+    def load_state_dict(self, state) -> None:
+        self.ran.append("loaded")
+
+
+def test_the_object_stays_what_it_is(tmp_path):
+    """The same object comes back, of the same class, with its hyperparameters; undefined hooks stay undefined."""
+    dm = Photos(str(tmp_path))
+    cached = cache_datamodule(dm, budget="1MiB")
+    assert cached is dm
+    assert type(dm) is Photos
+    assert dm.hparams.batch_size == 4
+    overridden = {
+        hook for hook in vars(LightningDataModule.__mro__[1]) if "dataloader" in hook and is_overridden(hook, dm)
+    }
+    assert overridden == {"train_dataloader", "val_dataloader"}
+    assert not is_overridden("on_after_batch_transfer", dm)
+
+
+def test_every_sample_is_loaded_once(tmp_path, caplog):
+    """Over three epochs, loaders reloaded in each, both sets are loaded once plus the announced reads."""
+    caplog.set_level(logging.INFO, logger="lightning_stocache")
+    dm = cache_datamodule(Photos(str(tmp_path)))
+    make_trainer(tmp_path, epochs=3, reload_dataloaders_every_n_epochs=1).fit(Model(), dm)
+    assert dm.train.loads + dm.val.loads == SAMPLES + 8 + announced(caplog)
+
+
+def test_the_users_hooks_run_as_often_as_without_a_cache(tmp_path):
+    """setup, loader hooks and teardown of the user run as often as on an object that is not cached."""
+
+    def run(dm: Photos) -> dict[str, int]:
+        trainer = make_trainer(tmp_path, epochs=2, reload_dataloaders_every_n_epochs=1)
+        trainer.fit(Model(), dm)
+        trainer.validate(Model(), dm, verbose=False)
+        return collections.Counter(dm.ran)
+
+    assert run(cache_datamodule(Photos(str(tmp_path)))) == run(Photos(str(tmp_path)))
+
+
+def test_the_users_on_exception_runs_and_the_caches_close(tmp_path):
+    """An exception in training reaches the user's on_exception, and the caches are closed after it."""
+
+    class Failing(Model):
+        def training_step(self, batch, batch_idx):
+            raise ArithmeticError("mine")
+
+    dm = cache_datamodule(Photos(str(tmp_path)))
+    trainer = make_trainer(tmp_path)
+    with pytest.raises(ArithmeticError, match="mine"):
+        trainer.fit(Failing(), dm)
+    assert dm.ran[-1] == "on_exception ArithmeticError"
+    assert [dataset.cache for dataset in cached_datasets(trainer.train_dataloader)] == [None]
+
+
+def test_checkpoints_hold_what_they_held(tmp_path):
+    """The user's state is saved under the class's own name, and loaded again into a cached object."""
+    dm = cache_datamodule(Photos(str(tmp_path)))
+    saver = ModelCheckpoint(tmp_path / "kept", save_last=True)
+    make_trainer(tmp_path, [saver], enable_checkpointing=True).fit(Model(), dm)
+    kept = torch.load(saver.last_model_path, weights_only=False)
+    assert set(kept["Photos"]) == {"mine"}
+    assert kept["datamodule_hyper_parameters"]["batch_size"] == 4
+    again = cache_datamodule(Photos(str(tmp_path)))
+    make_trainer(tmp_path, epochs=2).fit(Model(), again, ckpt_path=saver.last_model_path)
+    assert "loaded" in again.ran
+
+
+def test_from_datasets(tmp_path):
+    """A DataModule made by LightningDataModule.from_datasets is cached like any other."""
+    train = source(tmp_path)
+    dm = cache_datamodule(LightningDataModule.from_datasets(train, batch_size=4))
+    make_trainer(tmp_path, epochs=3).fit(Model(), dm)
+    assert train.loads <= SAMPLES + 8
+    assert not is_overridden("val_dataloader", dm)
+
+
+@pytest.mark.parametrize("nest", ["dict", "list", "combined"])
+def test_loaders_may_be_nested(tmp_path, nest):
+    """A dict, a list or a CombinedLoader of loaders keeps its form; every dataset in it is cached once."""
+    first, second = source(tmp_path), source(tmp_path, "second", 12)
+
+    class Several(LightningDataModule):
+        def train_dataloader(self):
+            loaders = {"a": plain_loader(first), "b": plain_loader(second)}
+            return {"dict": loaders, "list": list(loaders.values()), "combined": CombinedLoader(loaders, "min_size")}[
+                nest
+            ]
+
+    class Both(Model):
+        batches = 0
+
+        def training_step(self, batch, batch_idx):
+            self.batches += 1
+            one, other = batch.values() if isinstance(batch, dict) else batch
+            return self.loss(one) + self.loss(other)
+
+    dm, model = cache_datamodule(Several()), Both()
+    make_trainer(tmp_path, epochs=2).fit(model, dm)
+    assert model.batches == 2 * (3 if nest == "combined" else 6)
+    assert first.loads <= SAMPLES + 8
+    assert second.loads <= 12 + 8
+
+
+def test_a_new_call_asks_for_its_loaders_again(tmp_path):
+    """Loaders that were looked at by hand before, without teardown, do not stand in the Trainer's way."""
+    dm = cache_datamodule(Photos(str(tmp_path)))
+    dm.setup("fit")
+    assert len(list(dm.train_dataloader())) == 6
+    assert len(list(dm.val_dataloader())) == 2
+    loads = dm.train.loads
+    make_trainer(tmp_path).fit(Model(), dm)
+    assert dm.train.loads == loads
+
+
+class Anew(LightningDataModule):
+    """Makes its dataset in the loader hook, as too many do."""
+
+    def __init__(self, folder) -> None:
+        super().__init__()
+        self.folder = folder
+
+    def train_dataloader(self):
+        return plain_loader(source(self.folder))
+
+
+def test_a_dataset_made_in_the_hook_gets_its_memory_back(tmp_path, caplog):
+    """A dataset that is made anew for every epoch is served right; one cache is open at a time; one warning says why
+    it is never warm."""
+    dm = cache_datamodule(Anew(tmp_path), keep_cache=True)
+    make_trainer(tmp_path, epochs=3, reload_dataloaders_every_n_epochs=1).fit(Model(), dm)
+    assert len(dm.caches._open) == 1
+    assert [
+        record.getMessage() for record in caplog.records if "came with a new CountedSource" in record.getMessage()
+    ] != []
+    assert sum("came with a new" in record.getMessage() for record in caplog.records) == 1
+    dm.caches.close()
+
+
+def test_a_kept_cache_is_replaced_when_setup_makes_a_new_dataset(tmp_path):
+    """keep_cache=True keeps no cache that nobody can reach: a second fit with new datasets closes the first one's."""
+
+    class Remaking(Photos):
+        def setup(self, stage):
+            self.train, self.val = source(self.hparams.folder), source(self.hparams.folder, "val", 8)
+
+    dm = cache_datamodule(Remaking(str(tmp_path)), keep_cache=True)
+    for _ in range(3):
+        make_trainer(tmp_path).fit(Model(), dm)
+    assert len(dm.caches._open) == 2
+    dm.caches.close()
+
+
+def test_users_own_cached_dataset_is_left_alone(tmp_path):
+    """A loader that reads a CachedDataset already is not cached again, nor started anew by a reload."""
+    train = source(tmp_path)
+    dataset = CachedDataset(train)
+
+    class Own(LightningDataModule):
+        def train_dataloader(self):
+            return plain_loader(dataset)
+
+    dm = cache_datamodule(Own())
+    make_trainer(tmp_path, epochs=3, reload_dataloaders_every_n_epochs=1).fit(Model(), dm)
+    assert train.loads <= SAMPLES + 8
+    assert dataset.cache.filled == SAMPLES
+    dataset.close()
+
+
+def test_a_copy_in_another_process_has_nothing_open(tmp_path):
+    """Pickled with open caches, a DataModule arrives with its hooks and options, and opens its own."""
+    dm = cache_datamodule(Photos(str(tmp_path)), budget="1MiB")
+    dm.setup("fit")
+    dm.train_dataloader()
+    copy = pickle.loads(pickle.dumps(dm))
+    assert copy.caches.options == dm.caches.options
+    assert copy.train not in copy.caches
+    assert cached_datasets(copy.train_dataloader())[0].cache is not cached_datasets(dm.train_dataloader())[0].cache
+    for one in (dm, copy):
+        one.teardown("fit")
+
+
+def test_what_cannot_be_cached_is_refused():
+    """Something that is no DataModule, and one that is cached already, are errors that say what came."""
+    with pytest.raises(TypeError, match="must be a LightningDataModule, got list"):
+        cache_datamodule([])
+    with pytest.raises(TypeError, match="must not be cached yet, got a StocacheDataModule"):
+        cache_datamodule(StocacheDataModule())
+    with pytest.raises(TypeError, match="must not be cached yet"):
+        cache_datamodule(cache_datamodule(Anew(".")))

@@ -1,0 +1,95 @@
+"""What the tests of the training room train: a model of one layer, a Trainer that is silent, and its CSV read back."""
+
+from __future__ import annotations
+
+import csv
+import re
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from lightning.pytorch import Callback, LightningModule, Trainer
+from lightning.pytorch.loggers import CSVLogger
+from torch.utils.data import DataLoader, Dataset
+
+from tests.sources import CountedSource
+
+__all__ = ["SAMPLES", "Model", "announced", "logged", "make_trainer", "plain_loader", "source"]
+
+SAMPLES = 24
+
+
+class Model(LightningModule):
+    """One layer on the bytes of an image; `shapes` and `devices` are what it was given."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        with torch.random.fork_rng():
+            torch.manual_seed(1)
+            self.layer = torch.nn.Linear(3 * 8 * 8, 10)
+
+    def loss(self, batch: Any) -> torch.Tensor:
+        images, labels = batch
+        return torch.nn.functional.cross_entropy(self.layer(images.flatten(1).float() / 255), labels)
+
+    def training_step(self, batch: Any, batch_idx: int) -> torch.Tensor:
+        return self.loss(batch)
+
+    def validation_step(self, batch: Any, batch_idx: int, dataloader_idx: int = 0) -> None:
+        self.loss(batch)
+
+    def test_step(self, batch: Any, batch_idx: int, dataloader_idx: int = 0) -> None:
+        self.loss(batch)
+
+    def predict_step(self, batch: Any, batch_idx: int, dataloader_idx: int = 0) -> torch.Tensor:
+        return self.layer(batch[0].flatten(1).float() / 255).argmax(1)
+
+    def configure_optimizers(self) -> torch.optim.Optimizer:
+        return torch.optim.SGD(self.parameters(), lr=0.1)
+
+    @property
+    def weights(self) -> torch.Tensor:
+        return self.layer.weight.detach().clone()
+
+
+def make_trainer(tmp_path: Path, callbacks: Sequence[Callback] = (), *, epochs: int = 1, **options: Any) -> Trainer:
+    """A Trainer on one CPU that logs every step to a CSV and says nothing."""
+    defaults: dict[str, Any] = {
+        "accelerator": "cpu",
+        "devices": 1,
+        "max_epochs": epochs,
+        "log_every_n_steps": 1,
+        "enable_progress_bar": False,
+        "enable_model_summary": False,
+        "enable_checkpointing": False,
+        "default_root_dir": str(tmp_path),
+    }
+    if "logger" not in options and not options.get("barebones"):
+        defaults["logger"] = CSVLogger(tmp_path, name="logs")
+    return Trainer(callbacks=list(callbacks), **defaults | options)
+
+
+def logged(trainer: Trainer, key: str) -> list[float]:
+    """The values of a key in the Trainer's CSV file, in the order of its rows."""
+    assert trainer.logger is not None
+    trainer.logger.save()
+    with open(Path(str(trainer.logger.log_dir)) / "metrics.csv") as file:  # type: ignore[attr-defined]
+        return [float(row[key]) for row in csv.DictReader(file) if row.get(key)]
+
+
+def source(tmp_path: Path | str, name: str = "train", samples: int = SAMPLES) -> CountedSource:
+    """A counted source; sources of one name in one folder count together."""
+    return CountedSource(samples, log_path=Path(tmp_path) / f"{name}.loads")
+
+
+def plain_loader(dataset: Dataset[Any], **options: Any) -> DataLoader[Any]:
+    """A loader as a user would make it."""
+    return DataLoader(dataset, **{"batch_size": 4} | options)
+
+
+def announced(caplog: pytest.LogCaptureFixture) -> int:
+    """How many samples the package says that it has read at set-up."""
+    said = [re.search(r"(\d+) samples read at set-up", record.getMessage()) for record in caplog.records]
+    return sum(int(one.group(1)) for one in said if one)
