@@ -84,7 +84,7 @@ class FieldSlots:
             into: where to, uint8 `[len(slots) * nbytes]` per field, aligned to 64 bytes; fresh memory by default, which
                 costs as much again in page faults.
         """
-        samples = len(slots)
+        samples = slots.shape[0]
         into = into or [torch.empty(samples * nbytes, dtype=torch.uint8) for nbytes in self._row_bytes]
         for words, memory in zip(self._words, into, strict=True):
             torch.index_select(words, 0, slots, out=memory.view(words.dtype).view(samples, *words.shape[1:]))

@@ -13,6 +13,7 @@ from __future__ import annotations
 import collections
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, replace
+from functools import cached_property
 from typing import Any
 
 import torch
@@ -114,7 +115,7 @@ class SampleSpec:
         """Bytes that a slot costs: one sample and its state."""
         return self.nbytes + 1
 
-    @property
+    @cached_property  # asked for once per batch
     def row_bytes(self) -> tuple[int, ...]:
         """Bytes of one sample in each field."""
         return tuple(field.nbytes for field in self.fields)

@@ -51,13 +51,9 @@ class Collation:
 
     def batch(self, rows: Sequence[torch.Tensor]) -> Any:
         """The batch from uint8 `[samples, nbytes]` per field, over the same memory."""
-        samples = len(rows[0])
-        return self._build(
-            [
-                row.reshape(-1).view(dtype).view(samples, *shape)
-                for row, dtype, shape in zip(rows, self._dtypes, self._shapes, strict=True)
-            ]
-        )
+        samples = rows[0].shape[0]
+        typed = zip(rows, self._dtypes, self._shapes, strict=True)
+        return self._build([row.view(dtype).view(samples, *shape) for row, dtype, shape in typed])
 
     def _builder(self, pattern: Any) -> Callable[[list[torch.Tensor]], Any]:
         """A function from fields, in the order of the spec, to the structure of the pattern."""

@@ -189,10 +189,13 @@ class GatheredEpoch:
         if indices is None:
             return False
         cache = self._cache
-        slots = cache.arc.slots_of(indices) if self._full else cache.ready_slots(indices)
-        if not self._schedule.trusted and len(indices) and int(indices.max()) >= cache.arc.size:
-            slots.masked_fill_(indices >= cache.arc.size, NO_SLOT)  # the source will say what is wrong with them
-        missing = [] if len(slots) and int(slots.min()) >= 0 else (slots == NO_SLOT).nonzero().flatten().tolist()
+        if self._full and self._schedule.trusted:  # nothing to look up, and nothing to look at
+            self._plans.append(_Plan(indices, cache.arc.slots_of(indices), []))
+            return True
+        slots = cache.ready_slots(indices)
+        outside = indices >= cache.arc.size  # the source will say what is wrong with them
+        missing = ((slots == NO_SLOT) | outside).nonzero().flatten().tolist()
+        slots[missing] = NO_SLOT
         plan = _Plan(indices, slots, missing)
         if missing and self._kept.crew is not None and self._kept.staging is not None:
             plan.window = self._kept.staging.window()
@@ -202,7 +205,7 @@ class GatheredEpoch:
 
     def _complete(self, plan: _Plan) -> Any:
         """The batch of a plan, counted."""
-        if self._cache.closed or not len(plan.indices):  # closed meanwhile: samples pass through
+        if self._cache.closed or not plan.indices.shape[0]:  # closed meanwhile: samples pass through
             return default_collate(self._dataset.__getitems__(plan.indices.tolist()))
         if plan.missing:
             rows = self._load(plan)
@@ -210,7 +213,7 @@ class GatheredEpoch:
             rows = plan.job.result()
         else:
             rows = _gather(self._cache, self._kept.buffers, plan.slots)
-        self._dataset.count_hits(len(plan.indices) - len(plan.missing))
+        self._dataset.count_hits(plan.indices.shape[0] - len(plan.missing))
         return self._collation.batch(rows)
 
     def _load(self, plan: _Plan) -> list[torch.Tensor]:
@@ -231,7 +234,7 @@ class GatheredEpoch:
             for place in (slots == NO_SLOT).nonzero().flatten().tolist():
                 loose[place] = cache.spec.flatten(samples[place], int(indices[place]))
         plan.slots[missing] = slots
-        rows = _gather(cache, kept.buffers, plan.slots)
+        rows = _gather(cache, kept.buffers, plan.slots, ready=False)
         for place in staged:
             assert kept.staging is not None
             assert plan.window is not None
@@ -299,12 +302,15 @@ class MadeEpoch:
             self._windows.append(window)
 
 
-def _gather(cache: SharedCache, buffers: Buffers, slots: torch.Tensor) -> list[torch.Tensor]:
-    """The rows of those slots, uint8 `[samples, nbytes]` per field; undefined where there is no slot."""
-    memory = [buffers.take(len(slots) * nbytes) for nbytes in cache.spec.row_bytes]
+def _gather(cache: SharedCache, buffers: Buffers, slots: torch.Tensor, ready: bool = True) -> list[torch.Tensor]:
+    """The rows of those slots, uint8 `[samples, nbytes]` per field; undefined for those that are not ready."""
+    samples = slots.shape[0]
+    memory = [buffers.take(samples * nbytes) for nbytes in cache.spec.row_bytes]
+    if ready:
+        return cache.gather(slots, memory)
     some = int(slots.max())
     if some == NO_SLOT:
-        return [one.view(len(slots), nbytes) for one, nbytes in zip(memory, cache.spec.row_bytes, strict=True)]
+        return [one.view(samples, nbytes) for one, nbytes in zip(memory, cache.spec.row_bytes, strict=True)]
     # Where there is no slot, one that is READY is read: a hole of the file would take a page, or fault where none is
     # left.
     return cache.gather(slots.masked_fill(slots == NO_SLOT, some), memory)
