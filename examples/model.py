@@ -9,7 +9,7 @@ from torch.nn import functional as F
 class ConvNet(pl.LightningModule):
     """Three strided convolutions and a linear layer; GroupNorm, because it does the same on one rank and on many."""
 
-    def __init__(self, num_classes: int, width: int = 16, lr: float = 3e-3) -> None:
+    def __init__(self, num_classes: int, width: int = 8, lr: float = 3e-3) -> None:
         super().__init__()
         self.lr = lr
         self.net = nn.Sequential(
