@@ -138,7 +138,7 @@ def test_subclasses_are_kept():
     assert (type(new), new.tag, len(new)) == (Tagged, "blue", 3)  # type: ignore[attr-defined]
     narrow = tens(Narrow(NUMBERS, 4))
     assert type(narrow) is Narrow
-    assert sorted(sum(read(narrow), [])) == [10 * i for i in range(12)]
+    assert sorted(number for batch in read(narrow) for number in batch) == [10 * i for i in range(12)]
 
 
 def test_a_subclass_that_hides_an_argument_is_refused():

@@ -1,0 +1,204 @@
+"""CacheMonitor: what it logs is what the source itself has counted."""
+
+from __future__ import annotations
+
+import csv
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from lightning.pytorch import LightningDataModule
+from lightning.pytorch.callbacks import EarlyStopping, ModelCheckpoint
+from lightning.pytorch.loggers import CSVLogger, TensorBoardLogger
+
+from lightning_stocache.loading.dataset import CachedDataset
+from lightning_stocache.training.callbacks import CacheMonitor, StochasticCache
+from lightning_stocache.training.datamodule import StocacheDataModule, cache_datamodule
+from tests.training.tiny import SAMPLES, Model, logged, make_trainer, plain_loader, source
+
+SLOT = 3 * 8 * 8 + 8 + 1
+KEYS = {
+    *("hit_rate", "fill_fraction", "coverage", "hits", "misses", "bypasses", "fills", "memory_bytes", "budget_bytes"),
+    *("bytes_from_cache", "bytes_from_source", "source_seconds"),
+}
+
+
+@pytest.mark.parametrize("workers", [0, 2])
+@pytest.mark.parametrize(("budget", "slots"), [("auto", 24), ("50%", 12), (0, 0)])
+def test_values_are_the_sources_own(tmp_path, workers, budget, slots):
+    """In every epoch hits, misses and bypasses add up to what was served, and the loads to what the source counted."""
+    train = source(tmp_path)
+    dm = StocacheDataModule(train, batch_size=4, num_workers=workers, budget=budget)
+    dm.setup("fit")
+    at_setup, loads = train.loads, []
+
+    class Counting(CacheMonitor):
+        def on_train_epoch_end(self, trainer, pl_module):
+            super().on_train_epoch_end(trainer, pl_module)
+            loads.append(train.loads)
+
+    trainer = make_trainer(tmp_path, [Counting()], epochs=3)
+    trainer.fit(Model(), dm)
+    values = {key: logged(trainer, f"stocache/{key}") for key in KEYS}
+    assert [now - before for before, now in zip([at_setup, *loads], loads, strict=False)] == [
+        misses + bypasses for misses, bypasses in zip(values["misses"], values["bypasses"], strict=True)
+    ]
+    assert values["hits"] == [0, slots, slots]
+    assert values["misses"] == values["fills"] == [slots, 0, 0]
+    assert values["bypasses"] == [SAMPLES - slots] * 3
+    assert values["coverage"] == [pytest.approx(slots / SAMPLES)] * 3
+    assert values["hit_rate"][-1] == pytest.approx(slots / SAMPLES)
+    assert values["bytes_from_cache"] == [0, *[slots * (SLOT - 1)] * 2]
+    assert values["budget_bytes"][0] <= SAMPLES * SLOT
+    assert (values["memory_bytes"][0] > 0) == (slots > 0)
+
+
+def test_only_one_epoch_row_per_key(tmp_path):
+    """Every documented key is logged once per epoch, and no other key is."""
+    trainer = make_trainer(tmp_path, [CacheMonitor()], epochs=2)
+    trainer.fit(Model(), StocacheDataModule(source(tmp_path), source(tmp_path, "val", 8), batch_size=4))
+    own = {key.removeprefix("stocache/") for key in trainer.callback_metrics if key.startswith("stocache/")}
+    assert own == KEYS | {f"val/{key}" for key in KEYS}
+    assert len(logged(trainer, "stocache/hits")) == len(logged(trainer, "stocache/val/hits")) == 2
+
+
+def test_live_values_come_at_the_trainers_cadence(tmp_path):
+    """Every log_every_n_steps a row with the epoch's hit rate so far, numbered as Lightning numbers its own."""
+
+    class Logging(Model):
+        def training_step(self, batch, batch_idx):
+            loss = super().training_step(batch, batch_idx)
+            self.log("loss", loss)
+            return loss
+
+    trainer = make_trainer(tmp_path, [CacheMonitor()], epochs=2, log_every_n_steps=2)
+    trainer.fit(Logging(), StocacheDataModule(source(tmp_path), batch_size=4))
+    trainer.logger.save()
+    with open(Path(trainer.logger.log_dir, "metrics.csv")) as file:
+        rows = list(csv.DictReader(file))
+    live = [row for row in rows if row["stocache/fill_fraction"] and not row["stocache/hits"]]
+    assert (
+        [row["step"] for row in live] == [row["step"] for row in rows if row["loss"]] == ["1", "3", "5", "7", "9", "11"]
+    )
+    assert [float(row["stocache/fill_fraction"]) for row in live] == pytest.approx([2 / 6, 4 / 6, 1, 1, 1, 1])
+    assert [float(row["stocache/hit_rate"]) for row in live] == [0, 0, 0, 1, 1, 1]
+
+
+def test_accumulated_gradients_log_a_step_once(tmp_path):
+    """With accumulate_grad_batches=3 there are two steps in six batches, and one live row for each."""
+    trainer = make_trainer(tmp_path, [CacheMonitor()], accumulate_grad_batches=3)
+    calls: list[int] = []
+    trainer.logger.log_metrics = lambda metrics, step=None: calls.append(step)
+    trainer.fit(Model(), StocacheDataModule(source(tmp_path), batch_size=4))
+    assert calls[:2] == [0, 1]
+    assert len(calls) == 3  # the third is the epoch's
+
+
+def test_sanity_check_moves_the_baseline_and_is_not_logged(tmp_path):
+    """What the sanity check fills are hits of the first validation, and its own misses appear nowhere."""
+    trainer = make_trainer(tmp_path, [CacheMonitor()], num_sanity_val_steps=1)
+    trainer.fit(Model(), StocacheDataModule(source(tmp_path), source(tmp_path, "val", 8), batch_size=4))
+    assert logged(trainer, "stocache/val/hits") == [4]
+    assert logged(trainer, "stocache/val/misses") == [4]
+
+
+def test_one_dataset_in_both_stages_is_counted_apart(tmp_path):
+    """Training and validation on the same object, in the middle of an epoch too, each log what they were served."""
+    both = source(tmp_path)
+    trainer = make_trainer(tmp_path, [StochasticCache()], epochs=2, num_sanity_val_steps=0, val_check_interval=3)
+    trainer.fit(Model(), plain_loader(both), plain_loader(both))
+    served = {
+        stage: [
+            sum(counts)
+            for counts in zip(*(logged(trainer, f"stocache/{stage}{key}") for key in ("hits", "misses")), strict=True)
+        ]
+        for stage in ("", "val/")
+    }
+    assert served == {"": [SAMPLES, SAMPLES], "val/": [SAMPLES] * 4}
+
+
+def test_checkpoints_and_early_stopping_can_watch_the_hit_rate(tmp_path):
+    """ModelCheckpoint and EarlyStopping, listed before the monitor, see each epoch's hit rate."""
+    saver = ModelCheckpoint(tmp_path / "kept", monitor="stocache/hit_rate", mode="max")
+    stopper = EarlyStopping("stocache/hit_rate", mode="max", patience=2)
+    trainer = make_trainer(tmp_path, [saver, stopper, CacheMonitor()], epochs=9, enable_checkpointing=True)
+    trainer.fit(Model(), StocacheDataModule(source(tmp_path), batch_size=4))
+    assert saver.best_model_score == 1
+    assert "epoch=1" in saver.best_model_path
+    assert trainer.current_epoch == 4
+
+
+def test_no_logger_and_several(tmp_path):
+    """Without a logger the values are in callback_metrics; with several each gets them."""
+    trainer = make_trainer(tmp_path, [CacheMonitor()], logger=False)
+    trainer.fit(Model(), StocacheDataModule(source(tmp_path), batch_size=4))
+    assert trainer.callback_metrics["stocache/misses"] == SAMPLES
+    loggers = [CSVLogger(tmp_path, name="one"), CSVLogger(tmp_path, name="two"), TensorBoardLogger(str(tmp_path))]
+    trainer = make_trainer(tmp_path, [CacheMonitor()], logger=loggers)
+    trainer.fit(Model(), StocacheDataModule(source(tmp_path), batch_size=4))
+    for logger in loggers[:2]:
+        assert "stocache/hit_rate" in Path(logger.log_dir, "metrics.csv").read_text()
+
+
+def test_validate_and_test_calls_have_keys_of_their_own(tmp_path):
+    """trainer.validate logs stocache/val/, trainer.test stocache/test/."""
+    dm = StocacheDataModule(val=source(tmp_path, "val", 8), test=source(tmp_path, "test", 8), batch_size=4)
+    trainer = make_trainer(tmp_path, [CacheMonitor()])
+    assert trainer.validate(Model(), dm, verbose=False)[0]["stocache/val/misses"] == 8
+    assert trainer.test(Model(), dm, verbose=False)[0]["stocache/test/misses"] == 8
+
+
+def test_several_sets_are_counted_together(tmp_path):
+    """Several val sets, and several loaders for training, make one sum."""
+    first, second = source(tmp_path), source(tmp_path, "second", 12)
+
+    class Several(LightningDataModule):
+        def train_dataloader(self) -> Any:
+            return [plain_loader(first), plain_loader(second)]
+
+        def val_dataloader(self) -> Any:
+            return [plain_loader(source(tmp_path, name, 8)) for name in ("val", "other")]
+
+    class Both(Model):
+        def training_step(self, batch, batch_idx):
+            return self.loss(batch[0]) + self.loss(batch[1])
+
+    dm = cache_datamodule(Several())
+    trainer = make_trainer(tmp_path, [CacheMonitor()], num_sanity_val_steps=0)
+    trainer.fit(Both(), dm)
+    assert logged(trainer, "stocache/val/misses") == [16]
+    assert logged(trainer, "stocache/fills") == [SAMPLES + 12]
+
+
+def test_without_any_cache_nothing_is_logged(tmp_path):
+    """A monitor beside plain loaders is silent."""
+    trainer = make_trainer(tmp_path, [CacheMonitor()])
+    trainer.fit(Model(), plain_loader(source(tmp_path)))
+    assert not [key for key in trainer.callback_metrics if "stocache" in key]
+
+
+def test_a_users_own_cached_dataset_is_monitored(tmp_path):
+    """A CachedDataset in a plain loader is found without any door of ours."""
+    dataset = CachedDataset(source(tmp_path))
+    trainer = make_trainer(tmp_path, [CacheMonitor()], epochs=2)
+    trainer.fit(Model(), plain_loader(torch.utils.data.Subset(dataset, range(8))))
+    assert logged(trainer, "stocache/hits") == [0, 8]
+    dataset.close()
+
+
+def test_counts_of_a_failed_call_are_forgotten(tmp_path):
+    """After an exception the same monitor counts the next fit from its beginning."""
+
+    class Failing(Model):
+        def on_train_epoch_end(self):
+            raise ArithmeticError("mine")
+
+    monitor = CacheMonitor()
+    train = source(tmp_path)
+    with pytest.raises(ArithmeticError):
+        make_trainer(tmp_path, [monitor], epochs=2).fit(Failing(), StocacheDataModule(train, batch_size=4))
+    trainer = make_trainer(tmp_path, [monitor])
+    trainer.fit(Model(), StocacheDataModule(train, batch_size=4))
+    assert logged(trainer, "stocache/misses") == [SAMPLES]
+    assert monitor._seen == {}

@@ -1,0 +1,72 @@
+"""FillProgress: the fill in the Trainer's own bar, and one line when the cache is full."""
+
+from __future__ import annotations
+
+import logging
+
+import pytest
+import tqdm
+from lightning.pytorch.callbacks import RichProgressBar, TQDMProgressBar
+
+from lightning_stocache.training.callbacks import FillProgress
+from lightning_stocache.training.datamodule import StocacheDataModule
+from tests.training.tiny import Model, make_trainer, source
+
+tqdm.tqdm.get_lock()  # a semaphore that tqdm makes once and keeps: not this test's to leave behind
+
+
+@pytest.fixture(autouse=True)
+def _hear_everything(caplog):
+    caplog.set_level(logging.INFO)
+
+
+def full_lines(caplog) -> list[str]:
+    return [one.getMessage() for one in caplog.records if one.getMessage().startswith("the cache is full")]
+
+
+@pytest.mark.parametrize("bar", [TQDMProgressBar, RichProgressBar])
+def test_the_fill_is_in_the_bar(tmp_path, bar):
+    """The bar's metrics hold the fill of the node after every batch of a short epoch."""
+
+    class Watching(bar):
+        def __init__(self):
+            super().__init__()
+            self.fills = []
+
+        def on_train_batch_end(self, trainer, pl_module, *rest):
+            super().on_train_batch_end(trainer, pl_module, *rest)
+            self.fills.append(self.get_metrics(trainer, pl_module).get("cache"))
+
+    watching = Watching()
+    trainer = make_trainer(tmp_path, [FillProgress(), watching], enable_progress_bar=True)
+    trainer.fit(Model(), StocacheDataModule(source(tmp_path), batch_size=4))
+    assert watching.fills == [pytest.approx((batch + 1) / 6, abs=1e-3) for batch in range(6)]
+
+
+def test_one_line_when_full(tmp_path, caplog):
+    """Once, at the end of the first epoch, a line says how many samples are cached and what that saves."""
+    trainer = make_trainer(tmp_path, [FillProgress()], epochs=3)
+    trainer.fit(Model(), StocacheDataModule(source(tmp_path), batch_size=4, budget="50%"))
+    [line] = full_lines(caplog)
+    assert "12 of 24 samples" in line
+    assert "will not be repeated" in line
+
+
+def test_silent_for_a_kept_cache(tmp_path, caplog):
+    """A fit that begins with a full cache says nothing."""
+    dm, progress = StocacheDataModule(source(tmp_path), batch_size=4, keep_cache=True), FillProgress()
+    make_trainer(tmp_path, [progress]).fit(Model(), dm)
+    caplog.clear()
+    trainer = make_trainer(tmp_path, [progress])
+    trainer.fit(Model(), dm)
+    dm.close()
+    assert full_lines(caplog) == []
+    assert "cache" not in trainer.progress_bar_metrics
+
+
+def test_silent_without_slots(tmp_path, caplog):
+    """With the cache off there is no fill to show."""
+    trainer = make_trainer(tmp_path, [FillProgress()])
+    trainer.fit(Model(), StocacheDataModule(source(tmp_path), batch_size=4, budget=0))
+    assert full_lines(caplog) == []
+    assert "cache" not in trainer.progress_bar_metrics

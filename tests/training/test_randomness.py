@@ -1,0 +1,105 @@
+"""Training with a cache is training without one, bit for bit."""
+
+from __future__ import annotations
+
+import logging
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from lightning.pytorch import LightningDataModule, seed_everything
+from torch.utils.data import random_split
+from torchvision.transforms import v2
+
+from lightning_stocache.training.callbacks import CacheMonitor, FillProgress, StochasticCache
+from lightning_stocache.training.datamodule import StocacheDataModule, cache_datamodule
+from tests.sources import CountedSource
+from tests.training.tiny import Model, announced, make_trainer, plain_loader, source
+
+pytestmark = pytest.mark.usefixtures("seeded")
+
+
+class Dropping(Model):
+    """A model that draws random numbers itself."""
+
+    def loss(self, batch: Any) -> torch.Tensor:
+        images, labels = batch
+        images = torch.nn.functional.dropout(images.flatten(1).float() / 255, training=self.training)
+        return torch.nn.functional.cross_entropy(self.layer(images), labels)
+
+
+class Data(LightningDataModule):
+    """Datasets and loaders of a user's."""
+
+    def __init__(self, train: Any, val: Any, workers: int) -> None:
+        super().__init__()
+        self.train, self.val = train, val
+        self.options = {"num_workers": workers, "persistent_workers": workers > 0}
+
+    def train_dataloader(self) -> Any:
+        return plain_loader(self.train, shuffle=True, **self.options)
+
+    def val_dataloader(self) -> Any:
+        return plain_loader(self.val, **self.options)
+
+
+class Splitting(Data):
+    """Draws the split inside of the loader hook, from the global generator."""
+
+    def train_dataloader(self) -> Any:
+        return plain_loader(random_split(self.train, [16, 8])[0], shuffle=True)
+
+
+def train(tmp_path: Path, dm: LightningDataModule, callbacks: list[Any], **options: Any) -> torch.Tensor:
+    seed_everything(3)
+    model = Dropping()
+    make_trainer(tmp_path, callbacks, epochs=3, **options).fit(model, dm)
+    return model.weights
+
+
+@pytest.mark.parametrize("workers", [0, 2])
+def test_weights_are_the_same_with_and_without_a_cache(tmp_path, workers):
+    """The same seed gives the same weights through every door, cached in full, in half, or not at all."""
+    sets = source(tmp_path), source(tmp_path, "val", 8)
+    plain = train(tmp_path, Data(*sets, workers), [])
+    watching = [CacheMonitor(), FillProgress()]
+    assert torch.equal(train(tmp_path, Data(*sets, workers), [StochasticCache()]), plain)
+    assert torch.equal(train(tmp_path, cache_datamodule(Data(*sets, workers), "50%"), watching), plain)
+    for budget in ("auto", 0):
+        dm = StocacheDataModule(*sets, batch_size=4, num_workers=workers, budget=budget)
+        assert torch.equal(train(tmp_path, dm, watching), plain)
+
+
+@pytest.mark.parametrize("sanity", [0, 2])
+def test_a_hook_that_draws_numbers_draws_the_same_ones(tmp_path, sanity):
+    """A split drawn in train_dataloader is the same with a cache, although the loaders are asked for early."""
+    sets = source(tmp_path), source(tmp_path, "val", 8)
+    options = {"num_sanity_val_steps": sanity}
+    plain = train(tmp_path, Splitting(*sets, 0), [], **options)
+    assert torch.equal(train(tmp_path, Splitting(*sets, 0), [StochasticCache()], **options), plain)
+    assert torch.equal(train(tmp_path, cache_datamodule(Splitting(*sets, 0)), [], **options), plain)
+
+
+class Augmented(CountedSource):
+    """A source with a torchvision transform inside, random from its second step on."""
+
+    def __init__(self, length: int, log_path: Path) -> None:
+        super().__init__(length, log_path=log_path)
+        self.transform = v2.Compose(
+            [v2.RandomHorizontalFlip(0.0), v2.RandomHorizontalFlip(), v2.RandomCrop(8, padding=2)]
+        )
+
+    def __getitem__(self, index: int) -> Any:
+        image, label = super().__getitem__(index)
+        return self.transform(image), label
+
+
+def test_a_split_random_transform_gives_the_same_weights(tmp_path, caplog):
+    """A random transform inside the source is drawn anew in every epoch, as without a cache, from one load each."""
+    caplog.set_level(logging.INFO, logger="lightning_stocache")
+    augmented = Augmented(24, tmp_path / "augmented.loads")
+    augmented, val = sets = augmented, source(tmp_path, "val", 8)
+    cached = train(tmp_path, Data(*sets, 0), [StochasticCache()])
+    assert augmented.loads + val.loads == 24 + 8 + announced(caplog)
+    assert torch.equal(cached, train(tmp_path, Data(*sets, 0), []))
