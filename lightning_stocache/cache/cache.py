@@ -281,8 +281,9 @@ class SharedCache:
         Writing to it goes past every check, and marks nothing as set. Touching an empty slot takes memory; where there
         is none the process dies of SIGBUS.
         """
-        if len(self.spec.fields) != 1:
-            raise TypeError(f"array needs samples of a single tensor; these have {len(self.spec.fields)} fields")
+        if len(self.spec.fields) != 1 or not isinstance(self.spec.fields[0].dtype, torch.dtype):
+            came = ", ".join(map(str, self.spec.fields))
+            raise TypeError(f"array needs samples of a single tensor; these are of {came or 'nothing'}")
         return self.spec.fields[0].batch(self.slots.table(0).reshape(len(self), self.spec.nbytes))
 
     @property
@@ -314,9 +315,8 @@ class SharedCache:
         except OSError as error:
             if error.errno != errno.ENOSPC:
                 raise
-            if not self._retry_at and self.segment.lock(
-                len(self)
-            ):  # kept until this process ends: one warning per node
+            # The lock behind those of the slots is kept until this process ends: one warning per node.
+            if not self._retry_at and self.segment.lock(len(self)):
                 log.warning(
                     "the cache stops at %d of %d samples: no space left in %s. The others are loaded every time; "
                     "lower the budget, or enlarge the filesystem (Docker: --shm-size)",

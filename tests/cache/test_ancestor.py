@@ -1,0 +1,247 @@
+"""The documented interface of stocaching: a user of that library changes one import."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from lightning_stocache.cache.cache import SharedCache, get_shm_size
+from lightning_stocache.cache.spec import SampleMismatchError
+from tests.processes import call, context
+
+GIB = 1024**3
+
+
+def make(
+    slots: int = 6, dataset_len: int = 10, dims: tuple[int, ...] = (2, 3), dtype: Any = torch.uint8
+) -> SharedCache:
+    """A cache of the constructor with that many slots."""
+    slot_bytes = torch.empty(dims, dtype=dtype).nbytes
+    return SharedCache((slots * slot_bytes + dataset_len) / GIB, dataset_len, dims, dtype)
+
+
+@pytest.fixture
+def cache() -> Iterator[SharedCache]:
+    cache = make()
+    yield cache
+    cache.close()
+
+
+def image(value: int) -> torch.Tensor:
+    return torch.full((2, 3), value, dtype=torch.uint8)
+
+
+@settings(deadline=None)
+@given(
+    limit=st.integers(0, 5000),
+    dataset_len=st.integers(1, 60),
+    dims=st.lists(st.integers(1, 4), max_size=3),
+    dtype=st.sampled_from([torch.uint8, torch.int16, torch.float32]),
+)
+def test_the_limit_holds_samples_and_one_byte_per_index(limit: int, dataset_len: int, dims: Any, dtype: Any) -> None:
+    """There are (limit - dataset_len) // slot_bytes slots, no more than indices and no fewer than none."""
+    cache = SharedCache(limit / GIB, dataset_len, tuple(dims), dtype)
+    slot_bytes = torch.empty(dims, dtype=dtype).nbytes
+    assert len(cache) == max(0, min((limit - dataset_len) // slot_bytes, dataset_len))
+    assert cache.array.shape == (len(cache), *dims)
+    assert cache.array.dtype == dtype
+    assert cache.aux_array.tolist() == [0] * len(cache) + [2] * (dataset_len - len(cache))
+    cache.close()
+
+
+def test_set_and_get(cache: SharedCache) -> None:
+    """The first indices have a slot; what is set is got; the others are ignored and give None."""
+    assert [cache.get_slot(index) for index in range(10)] == [None] * 10
+    for index in range(10):
+        cache.set_slot(index, image(index))
+    assert [None if (got := cache.get_slot(index)) is None else int(got.max()) for index in range(10)] == [
+        *range(6),
+        *[None] * 4,
+    ]
+    assert cache.aux_array.tolist() == [1] * 6 + [2] * 4
+    assert cache.aux_array.dtype == torch.uint8
+
+
+@pytest.mark.parametrize(
+    ("use", "error", "words"),
+    [
+        (lambda cache: cache.get_slot(10), IndexError, "index 10 is outside the dataset of 10 samples"),
+        (lambda cache: cache.get_slot(-1), IndexError, "index -1 is outside"),
+        (lambda cache: cache.set_slot(10, image(1)), IndexError, "index 10 is outside"),
+        (lambda cache: cache.set_slot(-1, image(1)), IndexError, "index -1 is outside"),
+        (lambda cache: cache.get_slot(6, allow_oob_idx=False), IndexError, "index 6 has no slot in this cache of 6"),
+        (lambda cache: cache.set_slot(6, image(1), allow_oob_idx=False), IndexError, "index 6 has no slot"),
+        (lambda cache: cache.get_slot(1, allow_empty_slot=False), RuntimeError, "slot of index 1 is empty"),
+        (lambda cache: cache.set_slot(0, image(1)), RuntimeError, "slot of index 0 already holds another sample"),
+        (lambda cache: cache.set_slot(1, image(1).float()), SampleMismatchError, "sample 1: .*uint8.*float32"),
+        (lambda cache: cache.set_slot(1, image(1)[:1]), SampleMismatchError, r"sample 1: .*\(2, 3\).*\(1, 3\)"),
+        (lambda cache: cache.set_slot(8, image(1)[0, 0]), SampleMismatchError, r"sample 8: .*\(2, 3\).*\(\)"),
+        (lambda cache: cache.set_slot(1, 5), SampleMismatchError, "sample 1: .*got int"),
+        (lambda cache: cache[6], IndexError, "range"),
+        (lambda cache: cache.__setitem__(6, image(1)), IndexError, "range"),
+        (lambda cache: cache.__setitem__(1, 5), SampleMismatchError, "got int"),
+    ],
+)
+def test_errors_of_every_flag(
+    cache: SharedCache, use: Callable[[SharedCache], Any], error: type[Exception], words: str
+) -> None:
+    """Each flag refuses what it says, with the ancestor's type of error; nothing is broadcast or cast into a slot."""
+    cache.set_slot(0, image(9))
+    with pytest.raises(error, match=words):
+        use(cache)
+    assert cache.aux_array.tolist() == [1, 0, 0, 0, 0, 0, 2, 2, 2, 2]
+    assert int(cache.get_slot(0).max()) == 9  # type: ignore[union-attr]
+
+
+def test_setting_the_same_bytes_again_does_nothing(cache: SharedCache) -> None:
+    """When two processes fill a slot with the same sample that is no error; another one needs `allow_overwrite`."""
+    cache.set_slot(2, image(5))
+    cache.set_slot(2, image(5))
+    cache.set_slot(2, image(6), allow_overwrite=True)
+    assert int(cache.get_slot(2, allow_oob_idx=False, allow_empty_slot=False).min()) == 6  # type: ignore[union-attr]
+
+
+def test_items_are_slots(cache: SharedCache) -> None:
+    """`cache[i]` is slot i, zeroes while it is empty; setting it marks it as set, and overwrites; -1 is the last."""
+    assert cache[0].tolist() == [[0, 0, 0]] * 2
+    cache[1] = image(4)
+    cache[1] = image(5)
+    cache[-1] = image(6)
+    assert int(cache[1].max()) == int(cache.get_slot(1).max()) == 5  # type: ignore[union-attr]
+    assert int(cache[5].max()) == int(cache[-1].max()) == 6
+    assert cache.aux_array.tolist() == [0, 1, 0, 0, 0, 1, 2, 2, 2, 2]
+    assert len(cache) == 6
+
+
+def store_directly(cache: SharedCache) -> None:
+    cache.array[3] = 7
+
+
+def test_array_is_the_one_live_view(cache: SharedCache) -> None:
+    """What is stored, in any process, is seen in `array` at once, and what is written to it lies in the slots."""
+    array = cache.array
+    assert array.shape == (6, 2, 3)
+    cache.set_slot(0, image(5))
+    call(store_directly, cache)
+    assert array[:, 0, 0].tolist() == [5, 0, 0, 7, 0, 0]
+    assert cache[3].tolist() == [[7] * 3] * 2
+    assert cache.get_slot(3) is None  # nothing has marked it as set
+
+
+def test_array_outlives_the_cache(cache: SharedCache) -> None:
+    """A live view that somebody kept goes on reading the memory after close."""
+    cache.set_slot(0, image(5))
+    array = cache.array
+    cache.close()
+    assert int(array.sum()) == 30
+
+
+def test_clear(cache: SharedCache) -> None:
+    """After clear all slots are empty and read as zeroes, and can be set to other bytes."""
+    cache.set_slot(0, image(5))
+    cache.clear()
+    assert cache.aux_array.tolist() == [0] * 6 + [2] * 4
+    assert not cache.array.any()
+    cache.set_slot(0, image(6))
+    assert int(cache.get_slot(0).max()) == 6  # type: ignore[union-attr]
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16, torch.uint16, torch.complex64, torch.bool])
+def test_more_dtypes_than_the_ancestor_s(dtype: torch.dtype) -> None:
+    """Any dtype of torch can be cached; the ancestor knew those that have a type in C."""
+    cache = make(dims=(4,), dtype=dtype)
+    value = torch.tensor([0, 1, 1, 0]).to(dtype)
+    cache.set_slot(3, value)
+    got = cache.get_slot(3)
+    assert got is not None
+    assert got.dtype == dtype
+    assert torch.equal(got, value)
+    cache.close()
+
+
+@pytest.mark.parametrize(
+    ("arguments", "words"),
+    [
+        ((-1, 10, (2,)), "size_limit_gib must be a number of GiB, zero or more, got -1"),
+        ((float("nan"), 10, (2,)), "size_limit_gib must be .*, got nan"),
+        ((float("inf"), 10, (2,)), "size_limit_gib must be .*, got inf"),
+        ((1, 0, (2,)), "dataset_len must be at least 1, got 0"),
+    ],
+)
+def test_impossible_caches_are_refused(arguments: Any, words: str) -> None:
+    """A limit that is no size and a dataset without samples are errors that name the argument and its value."""
+    with pytest.raises(ValueError, match=words):
+        SharedCache(*arguments)
+
+
+def fill_or_get(cache: SharedCache, index: int) -> int:
+    """What the ancestor's example does in `__getitem__`."""
+    value = cache.get_slot(index)
+    if value is None:
+        value = image(index)
+        cache.set_slot(index, value)
+    return int(value.max())
+
+
+@pytest.mark.parametrize("method", ["fork", "spawn"])
+def test_a_pool_shares_it(cache: SharedCache, method: str) -> None:
+    """Sent to a Pool with every task, under fork and spawn, it is the same cache in all processes."""
+    with context(method).Pool(2) as pool:
+        assert pool.starmap(fill_or_get, [(cache, index % 10) for index in range(30)]) == [*range(10)] * 3
+    assert cache.aux_array.tolist() == [1] * 6 + [2] * 4
+    assert [int(cache[slot].max()) for slot in range(6)] == list(range(6))
+
+
+def test_shm_size_is_in_whole_gib() -> None:
+    """The size of /dev/shm, rounded down; 0 on systems without."""
+    size = get_shm_size()
+    assert isinstance(size, int)
+    if os.path.isdir("/dev/shm"):
+        stats = os.statvfs("/dev/shm")
+        assert size == stats.f_frsize * stats.f_blocks // GIB
+
+
+def outcome(use: Callable[[], Any]) -> Any:
+    try:
+        result = use()
+    except Exception as error:
+        return type(error)
+    return result.tolist() if isinstance(result, torch.Tensor) else result
+
+
+def compare() -> None:
+    import stocaching
+
+    arguments = ((6 * 6 + 10) / GIB, 10, (2, 3), torch.uint8)
+    ours, theirs = SharedCache(*arguments), stocaching.SharedCache(*arguments)
+    calls: list[Callable[[Any], Any]] = [
+        lambda cache: len(cache),
+        *[lambda cache, i=i: cache.get_slot(i) for i in (-1, 0, 5, 6, 9, 10)],
+        *[lambda cache, i=i: cache.set_slot(i, image(i % 256)) for i in (-1, 0, 5, 6, 9, 10)],
+        *[lambda cache, i=i: cache.get_slot(i, allow_oob_idx=False) for i in (0, 6, 10)],
+        *[lambda cache, i=i: cache.get_slot(i, allow_empty_slot=False) for i in (0, 1, 6)],
+        lambda cache: cache.set_slot(6, image(1), allow_oob_idx=False),
+        lambda cache: cache.set_slot(0, image(2)),
+        lambda cache: cache.set_slot(0, image(2), allow_overwrite=True),
+        lambda cache: cache.get_slot(0),
+        lambda cache: cache[0],
+        lambda cache: cache[5],
+        lambda cache: cache[6],
+        lambda cache: cache.aux_array,
+        lambda cache: cache.array,
+    ]
+    for number, use in enumerate(calls):
+        assert outcome(lambda use=use: use(ours)) == outcome(lambda use=use: use(theirs)), f"call {number}"
+    assert stocaching.get_shm_size() == get_shm_size()
+
+
+def test_it_does_what_the_ancestor_does() -> None:
+    """Where the ancestor is installed, both give the same results and types of error for the same calls."""
+    pytest.importorskip("stocaching")
+    call(compare)  # the ancestor's memory stays until its process ends

@@ -1,0 +1,432 @@
+"""One contract for every way to reach a cache: what was stored is served, by every process, whole or not at all."""
+
+from __future__ import annotations
+
+import logging
+import os
+import pickle
+import random
+import signal
+import time
+import weakref
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from lightning_stocache.cache.cache import SharedCache
+from lightning_stocache.cache.placement import NO_SLOT, Arc, Ring
+from lightning_stocache.cache.slots import EMPTY
+from lightning_stocache.cache.spec import SampleMismatchError, SampleSpec
+from lightning_stocache.node.segment import Backend
+from tests.processes import Child, ChildError, call, call_many, context, without_room
+from tests.sources import CountedSource
+
+SOURCE = CountedSource(40, (3, 5, 7))
+SPEC = SampleSpec.infer(SOURCE[0])
+
+
+def made(share: float = 1.0, backend: Backend | None = None) -> SharedCache:
+    arc = Ring.cut(len(SOURCE), (1.0,), (round(len(SOURCE) * share),)).arcs[0]
+    return SharedCache.create(SPEC, arc, backend)
+
+
+@pytest.fixture
+def cache() -> Iterator[SharedCache]:
+    cache = made()
+    yield cache
+    cache.close()
+
+
+def same(one: Any, other: Any) -> bool:
+    return torch.equal(one[0], other[0]) and one[1] == other[1] and type(one[1]) is type(other[1])
+
+
+# --- one contract, however the process was started
+
+
+def use_elsewhere(cache: SharedCache) -> dict[str, Any]:
+    """In another process: read what is there, fill what is not, and say what was seen."""
+    before = {index: sample for index in range(len(SOURCE)) if (sample := cache.get(index)) is not None}
+    stored = [index for index in range(10, 20) if cache.fill(index, SOURCE.expected(index))]
+    seen = {"before": before, "stored": stored, "filled": cache.filled, "length": len(cache)}
+    cache.close()
+    return seen
+
+
+@pytest.mark.parametrize(
+    ("method", "backend"),
+    [("fork", "tmpfile"), ("fork", "file"), ("forkserver", "tmpfile"), ("forkserver", "memfd"), ("spawn", "tmpfile")],
+)
+def test_what_was_stored_is_served_in_every_process(method: str, backend: Backend) -> None:
+    """Samples are got after they were filled, here and elsewhere; each is stored once; the rest has no slot."""
+    cache = made(0.75, backend)
+    with_slot = [index for index in range(len(SOURCE)) if cache.arc.slot(index) != NO_SLOT]
+    assert len(with_slot) == len(cache) == 30
+    assert all(cache.get(index) is None for index in range(len(SOURCE)))
+    here = [index for index in range(15) if cache.fill(index, SOURCE.expected(index))]
+    assert here == [index for index in with_slot if index < 15]
+    seen = call(use_elsewhere, cache, method=method)
+    assert all(same(sample, SOURCE.expected(index)) for index, sample in seen["before"].items())
+    assert list(seen["before"]) == here
+    assert seen["stored"] == [index for index in with_slot if 15 <= index < 20]
+    assert seen["length"] == 30
+    assert cache.filled == seen["filled"] == len(here) + len(seen["stored"])
+    for index in range(20):
+        sample = cache.get(index)
+        assert (sample is not None) == (index in with_slot)
+        assert sample is None or same(sample, SOURCE.expected(index))
+    cache.close()
+
+
+def test_many_samples_are_gathered_as_single_ones_are_read(cache: SharedCache) -> None:
+    """Ready slots of a batch, repeated indices and empty slots among them, give the same samples as `get`."""
+    for index in range(0, len(SOURCE), 2):
+        cache.fill(index, SOURCE.expected(index))
+    indices = torch.tensor([4, 3, 4, 0, 39, 38])
+    slots = cache.ready_slots(indices)
+    assert (slots != NO_SLOT).tolist() == [True, False, True, True, False, True]
+    ready = slots[slots != NO_SLOT]
+    samples = SPEC.split(cache.gather(ready), len(ready))
+    assert all(same(one, cache.get(index)) for one, index in zip(samples, [4, 4, 0, 38], strict=True))
+
+
+def test_a_cache_without_slots_serves_nothing() -> None:
+    """Where the budget is too small for one sample everything is a bypass, and nothing fails."""
+    cache = made(0.0)
+    assert len(cache) == cache.filled == 0
+    assert not cache.fill(1, SOURCE.expected(1))
+    assert cache.get(1) is None
+    assert cache.ready_slots(torch.arange(5)).tolist() == [NO_SLOT] * 5
+    cache.clear()
+    cache.close()
+
+
+def test_a_sample_that_differs_is_refused_even_without_a_slot() -> None:
+    """Whether an index happens to have a slot does not decide whether its sample is checked."""
+    for share in (0.0, 1.0):
+        cache = made(share)
+        with pytest.raises(SampleMismatchError, match=r"sample 7: field \[0\] must be"):
+            cache.fill(7, (torch.zeros(3, 5, 8, dtype=torch.uint8), 0))
+        assert cache.filled == 0
+        cache.close()
+
+
+def test_memory_is_taken_by_what_is_stored_only() -> None:
+    """An empty cache holds its states; a stored sample adds its own pages; closing gives all back."""
+    spec = SampleSpec.infer(torch.zeros(1 << 20, dtype=torch.uint8))
+    cache = SharedCache.create(spec, Arc(64, 64))
+    assert cache.memory_bytes <= 2 * 4096
+    cache.fill(5, torch.ones(1 << 20, dtype=torch.uint8))
+    assert 1 << 20 <= cache.memory_bytes <= (1 << 20) + 3 * 4096
+    cache.clear()
+    assert cache.memory_bytes <= 2 * 4096
+    cache.close()
+    assert cache.memory_bytes == 0
+
+
+# --- nobody is handed a view
+
+
+def test_changing_a_served_sample_changes_nothing_else(cache: SharedCache) -> None:
+    """In-place changes to what was stored, got or gathered never reach the cache."""
+    image, label = SOURCE.expected(3)
+    cache.fill(3, (image, label))
+    image.zero_()
+    got = cache.get(3)
+    assert got is not None
+    got[0].fill_(255)
+    slots = cache.ready_slots(torch.tensor([3, 3]))
+    for one in SPEC.split(cache.gather(slots), 2):
+        one[0].fill_(255)
+    for column in cache.gather(slots):
+        column.fill_(255)
+    cache.get_slot(3)[0].fill_(255)  # type: ignore[index]
+    cache[int(slots[0])][0].fill_(255)
+    assert same(cache.get(3), SOURCE.expected(3))
+
+
+# --- several processes at once
+
+
+def operate(cache: SharedCache, seed: int, steps: int) -> list[int]:
+    """Random gets and fills; which indices this process has stored."""
+    rng, stored = random.Random(seed), []
+    for _ in range(steps):
+        index = rng.randrange(len(SOURCE))
+        expected = SOURCE.expected(index)
+        what = rng.choice(["get", "fill", "set", "batch"])
+        if what == "fill":
+            if cache.fill(index, expected):
+                stored.append(index)
+        elif what == "set":
+            cache.set_slot(index, expected)  # same bytes: never an error, whoever was first
+        elif what == "get":
+            sample = cache.get(index)
+            assert sample is None or same(sample, expected)
+        else:
+            batch = torch.tensor([rng.randrange(len(SOURCE)) for _ in range(8)])
+            slots = cache.ready_slots(batch)
+            found = slots != NO_SLOT
+            for one, wanted in zip(
+                SPEC.split(cache.gather(slots[found]), int(found.sum())), batch[found].tolist(), strict=True
+            ):
+                assert same(one, SOURCE.expected(wanted))
+    return stored
+
+
+def test_random_operations_of_several_processes_agree_with_a_dict(cache: SharedCache) -> None:
+    """Whatever processes do at the same time, nobody is served another sample than the plain dict holds."""
+    stored = call_many(operate, [(cache, seed, 300) for seed in range(3)])
+    stored.append(operate(cache, 99, 300))
+    flat = [index for own in stored for index in own]
+    assert len(flat) == len(set(flat))  # nobody stored what another had
+    assert cache.filled == len(SOURCE)
+    plain = {index: SOURCE.expected(index) for index in range(len(SOURCE))}
+    assert all(same(cache.get(index), plain[index]) for index in plain)
+
+
+def do(cache: SharedCache, what: str, index: int, value: int) -> Any:
+    sample = (torch.full((3, 5, 7), value, dtype=torch.uint8), value)
+    if what == "get":
+        got = cache.get_slot(index)
+        return None if got is None else (got[0].unique().tolist(), got[1])
+    if what == "clear":
+        return cache.clear()
+    try:
+        return cache.set_slot(index, sample, allow_overwrite=what == "overwrite")
+    except RuntimeError:
+        return "occupied"
+
+
+def test_overwriting_and_clearing_agree_with_a_dict(cache: SharedCache, rng: random.Random) -> None:
+    """Sets, overwrites and clears, each by a process drawn at random, leave what they would leave in a dict."""
+    plain: dict[int, int] = {}
+    with context("forkserver").Pool(2) as pool:
+        for _ in range(400):
+            what = rng.choices(["get", "set", "overwrite", "clear"], [10, 6, 3, 0.2])[0]
+            index, value = rng.randrange(12), rng.randrange(3)
+            came = do(cache, what, index, value) if rng.random() < 0.5 else pool.apply(do, (cache, what, index, value))
+            if what == "get":
+                assert came == (([plain[index]], plain[index]) if index in plain else None)
+            elif what == "clear":
+                plain.clear()
+            elif what == "set" and plain.get(index, value) != value:
+                assert came == "occupied"
+            else:
+                assert came is None
+                plain[index] = value
+    assert {index: cache.get(index)[1] for index in range(12) if cache.get(index)} == plain  # type: ignore[index]
+
+
+BIG = 1 << 16
+
+
+def write_and_read(cache: SharedCache, mark: int, rounds: int) -> int:
+    """Fill every slot with one's own mark and look whether what is served is of one mark; how many were not."""
+    own = torch.full((BIG,), mark, dtype=torch.uint8)
+    torn = 0
+    for index in range(rounds):
+        cache.fill(index, own)
+        served = cache.get(index)
+        if served is not None and int(served.min()) != int(served.max()):
+            torn += 1
+    return torn
+
+
+def test_two_writers_never_tear_a_sample() -> None:
+    """Processes that store different bytes into the same slot at the same time: one wins, and all see it whole."""
+    rounds = 1500
+    cache = SharedCache.create(SampleSpec.infer(torch.zeros(BIG, dtype=torch.uint8)), Arc(rounds, rounds))
+    assert call_many(write_and_read, [(cache, mark, rounds) for mark in (1, 2, 3)]) == [0, 0, 0]
+    assert cache.filled == rounds
+    assert all(
+        int(sample.min()) == int(sample.max()) for index in range(rounds) if (sample := cache.get(index)) is not None
+    )
+    cache.close()
+
+
+# --- death and shortage
+
+
+def die_half_way(cache: SharedCache) -> None:
+    """A writer that is killed when it has stored the first field, and half of nothing else."""
+    write = cache.slots.write
+
+    def half(slot: int, rows: list[torch.Tensor]) -> None:
+        write(slot, [rows[0], torch.zeros_like(rows[1])])
+        os.kill(os.getpid(), signal.SIGKILL)
+
+    cache.slots.write = half  # type: ignore[method-assign, assignment]
+    cache.fill(5, (torch.full((3, 5, 7), 255, dtype=torch.uint8), 1))
+
+
+def test_a_writer_that_is_killed_half_way_leaves_the_slot_empty(cache: SharedCache) -> None:
+    """What it had stored is served to nobody, and the next process fills the slot."""
+    with pytest.raises(ChildError, match="SIGKILL"):
+        call(die_half_way, cache)
+    assert int(cache.slots.read(cache.arc.slot(5))[0].max()) == 255  # it had begun
+    assert cache.get(5) is None
+    assert cache.filled == 0
+    assert call(lambda: cache.fill(5, SOURCE.expected(5)))
+    assert same(cache.get(5), SOURCE.expected(5))
+
+
+def test_a_store_that_fails_leaves_the_slot_empty(cache: SharedCache, monkeypatch: pytest.MonkeyPatch) -> None:
+    """An exception between claim and READY gives the claim back; the slot can be filled afterwards."""
+    with monkeypatch.context() as patch:
+        patch.setattr(cache.slots, "write", lambda *_: 1 / 0)
+        with pytest.raises(ZeroDivisionError):
+            cache.fill(5, SOURCE.expected(5))
+    assert cache.get(5) is None
+    assert cache.fill(5, SOURCE.expected(5))
+
+
+def hold_claim(cache: SharedCache, ready: str) -> None:
+    with cache._claims.trying(cache.arc.slot(5)):
+        Path(ready).touch()
+        time.sleep(60)
+
+
+def test_a_lost_claim_serves_the_sample_unstored(cache: SharedCache, tmp_path: Path) -> None:
+    """While another process fills a slot, nobody waits for it; when that one dies, the slot is free."""
+    other = Child(hold_claim, cache, str(tmp_path / "ready"))
+    while not (tmp_path / "ready").exists():
+        time.sleep(0.005)
+    assert not cache.fill(5, SOURCE.expected(5))
+    assert cache.fill(6, SOURCE.expected(6))
+    other.kill()
+    assert cache.fill(5, SOURCE.expected(5))
+
+
+class Log(logging.Handler):
+    """The messages of the package, in this process."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.lines: list[str] = []
+        logging.getLogger("lightning_stocache").addHandler(self)
+
+    def emit(self, record: logging.LogRecord) -> None:
+        self.lines.append(record.getMessage())
+
+
+MIB = 1 << 20
+
+
+def fill_without_room() -> dict[str, Any]:
+    log, cache = Log(), SharedCache.create(SampleSpec.infer(torch.zeros(MIB, dtype=torch.uint8)), Arc(100, 100))
+    with open("/dev/shm/other", "wb") as other:
+        os.posix_fallocate(other.fileno(), 0, 40 * MIB)
+
+    def sample(index: int) -> torch.Tensor:
+        return torch.full((MIB,), index, dtype=torch.uint8)
+
+    stored = [index for index in range(100) if cache.fill(index, sample(index))]
+    seen: dict[str, Any] = {"stored": stored}
+    cache.set_slot(99, sample(99))  # as a user of the ancestor's interface does
+    cache.set_slot(stored[0], sample(77), allow_overwrite=True)
+    seen["overwritten"] = int(cache.get(stored[0]).max())  # type: ignore[union-attr]
+    seen["served"] = [index for index in range(100) if cache.get(index) is not None]
+    seen["right"] = all(torch.equal(cache.get(index), sample(index)) for index in stored[1:])  # type: ignore[arg-type]
+    seen["counted"] = cache.filled, int((cache.aux_array == 1).sum())
+    seen["in a child"] = call(lambda: cache.fill(98, sample(98)))
+    seen["lines"] = list(log.lines)
+    os.unlink("/dev/shm/other")
+    seen["before the next try"] = cache.fill(98, sample(98))
+    cache._retry_at = 1.0
+    seen["with room again"] = cache.fill(98, sample(98)), int(cache.get(98).max())  # type: ignore[union-attr]
+    cache.close()
+    return seen
+
+
+def test_without_room_the_cache_stops_growing_and_goes_on() -> None:
+    """At ENOSPC a slot stays empty, with one warning; what is stored is served, can be overwritten, and grows later."""
+    seen = without_room(fill_without_room)
+    assert 20 <= len(seen["stored"]) <= 24
+    assert seen["served"] == seen["stored"] == list(range(len(seen["stored"])))
+    assert seen["overwritten"] == 77
+    assert seen["right"]
+    assert seen["counted"] == (len(seen["stored"]), len(seen["stored"]))
+    assert seen["in a child"] is False
+    assert len(seen["lines"]) == 1
+    assert f"stops at {len(seen['stored'])} of 100 samples: no space left in /dev/shm" in seen["lines"][0]
+    assert seen["before the next try"] is False
+    assert seen["with room again"] == (True, 98)
+
+
+def warn_elsewhere(cache: SharedCache) -> list[str]:
+    log = Log()
+    cache.fill(3, torch.ones(MIB, dtype=torch.uint8))
+    return log.lines
+
+
+def look_without_room(create_before: bool) -> tuple[Any, ...]:
+    spec, arc = SampleSpec.infer(torch.zeros(MIB, dtype=torch.uint8)), Arc(100_000, 100_000)
+    cache = SharedCache.create(spec, arc) if create_before else None
+    with open("/dev/shm/other", "wb", buffering=0) as other:
+        try:
+            while True:
+                other.write(bytes(65536))
+        except OSError:
+            pass
+    if cache is None:
+        try:
+            SharedCache.create(spec, arc)
+        except OSError as error:
+            return (error.strerror,)
+        return ("made",)
+    log = Log()
+    fills = [cache.fill(index, torch.ones(MIB, dtype=torch.uint8)) for index in (0, 50_000, 99_999)]
+    looks = cache.get(70_000), cache.filled, int(cache.ready_slots(torch.arange(100_000)).max())
+    elsewhere = call(warn_elsewhere, cache)
+    try:
+        cache[5]
+    except OSError as error:
+        looks = (*looks, error.strerror)  # type: ignore[assignment]
+    cache.clear()
+    cache.close()
+    return (*fills, *looks, len(log.lines), len(elsewhere))
+
+
+def test_looking_needs_no_room() -> None:
+    """In a full /dev/shm empty slots are looked at without SIGBUS, and all processes together warn once."""
+    seen = without_room(look_without_room, True, mib=4)
+    assert seen == (False, False, False, None, 0, NO_SLOT, "No space left on device", 1, 0)
+
+
+def test_a_cache_that_does_not_fit_at_all_is_an_error_at_once() -> None:
+    """Where there is no memory for the states, making the cache raises ENOSPC."""
+    assert without_room(look_without_room, False, mib=4) == ("No space left on device",)
+
+
+# --- life
+
+
+def test_a_closed_cache_gives_its_memory_back_even_with_a_copy(cache: SharedCache) -> None:
+    """A copy that was unpickled in this process drops its own views, whichever of the two is closed first."""
+    cache.fill(1, SOURCE.expected(1))
+    copy = pickle.loads(pickle.dumps(cache))
+    assert same(copy.get(1), SOURCE.expected(1))
+    mapped = weakref.ref(cache.segment._check_open())
+    cache.close()
+    assert copy.closed
+    assert mapped() is not None
+    copy.close()
+    cache.close()
+    assert mapped() is None
+
+
+def test_clear_empties_the_cache_for_everybody(cache: SharedCache) -> None:
+    """After clear all slots are EMPTY in every process, read as zeroes, and can be filled again."""
+    for index in range(len(SOURCE)):
+        cache.fill(index, SOURCE.expected(index))
+    call(cache.clear)
+    assert cache.filled == 0
+    assert cache.get(7) is None
+    assert set(cache.slots.state_bytes) == {EMPTY}
+    assert int(cache[3][0].max()) == 0
+    assert cache.fill(7, SOURCE.expected(7))
+    assert same(cache.get(7), SOURCE.expected(7))
