@@ -1,0 +1,909 @@
+"""CachedDataset as a user of plain PyTorch meets it: the samples of the source in any loader, each loaded once."""
+
+from __future__ import annotations
+
+import copy
+import functools
+import logging
+import os
+import pickle
+import random
+import re
+import traceback
+from collections import OrderedDict
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import closing
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from torch.utils.data import (
+    BatchSampler,
+    ConcatDataset,
+    DataLoader,
+    Dataset,
+    DistributedSampler,
+    IterableDataset,
+    SequentialSampler,
+    Subset,
+    TensorDataset,
+    WeightedRandomSampler,
+    random_split,
+)
+from torchvision import transforms as v1
+from torchvision.transforms import v2
+
+from lightning_stocache.cache.counters import Counts
+from lightning_stocache.cache.placement import NO_SLOT
+from lightning_stocache.cache.spec import SampleMismatchError, SampleSpec
+from lightning_stocache.loading import allocation
+from lightning_stocache.loading.dataset import CachedDataset
+from lightning_stocache.loading.opening import CacheMemoryError
+from lightning_stocache.node.free import FreeMemory
+from lightning_stocache.node.segment import Segment
+from tests.processes import context, without_room
+from tests.ranks import run_ranks
+from tests.sources import CountedSource
+
+LENGTH = 24
+SLOT_BYTES = 3 * 8 * 8 + 8 + 1  # the image, the label, the state
+
+
+@pytest.fixture
+def source(tmp_path: Path) -> CountedSource:
+    return CountedSource(LENGTH, log_path=tmp_path / "loads")
+
+
+@pytest.fixture(autouse=True)
+def told(caplog: pytest.LogCaptureFixture) -> None:
+    caplog.set_level(logging.INFO, logger="lightning_stocache")
+
+
+def announced(caplog: pytest.LogCaptureFixture) -> int:
+    """The reads that were announced at set-up."""
+    return sum(int(found[1]) for text in caplog.messages if (found := re.search(r"(\d+) samples? read", text)))
+
+
+def warnings(caplog: pytest.LogCaptureFixture) -> list[str]:
+    return [record.getMessage() for record in caplog.records if record.levelno >= logging.WARNING]
+
+
+def seed(value: int) -> None:
+    torch.manual_seed(value)
+    np.random.seed(value)
+    random.seed(value)
+
+
+def states() -> tuple[Any, ...]:
+    return torch.get_rng_state().tolist(), pickle.dumps(np.random.get_state()), random.getstate()
+
+
+def leaves(sample: Any) -> list[Any]:
+    """A sample or batch as plain values, with their types."""
+    if isinstance(sample, dict):
+        return [list(sample), *(leaf for value in sample.values() for leaf in leaves(value))]
+    if isinstance(sample, list | tuple):
+        return [type(sample), *(leaf for value in sample for leaf in leaves(value))]
+    if isinstance(sample, torch.Tensor | np.ndarray):
+        return [type(sample), sample.dtype, sample.tolist()]
+    return [sample]
+
+
+def totals(dataset: CachedDataset) -> Counts:
+    assert dataset.counters is not None
+    return dataset.counters.totals()
+
+
+def slots(dataset: CachedDataset) -> int:
+    return 0 if dataset.cache is None else len(dataset.cache)
+
+
+class Transformed(Dataset[Any]):
+    """What one would write without a cache: a source, and a transform after it."""
+
+    def __init__(self, source: Dataset[Any], transform: Callable[[Any], Any] = lambda sample: sample) -> None:
+        self.source, self.transform = source, transform
+
+    def __len__(self) -> int:
+        return len(self.source)  # type: ignore[arg-type]
+
+    def __getitem__(self, index: int) -> Any:
+        return self.transform(self.source[index])
+
+
+# --- in any loader
+
+
+@pytest.mark.parametrize(
+    ("num_workers", "method", "persistent"),
+    [
+        (0, None, False),
+        (2, "fork", False),
+        (2, "fork", True),
+        (2, "forkserver", False),
+        (2, "forkserver", True),
+        (2, "spawn", True),
+    ],
+)
+def test_every_sample_is_loaded_once_in_three_epochs(
+    source: CountedSource, caplog: pytest.LogCaptureFixture, num_workers: int, method: str | None, persistent: bool
+) -> None:
+    """Whatever starts the workers: the source's samples, for N loads and the announced ones, as the source counts."""
+    with closing(CachedDataset(source)) as dataset:
+        loader = DataLoader(
+            dataset,
+            5,
+            True,
+            num_workers=num_workers,
+            multiprocessing_context=context(method) if method else None,
+            persistent_workers=persistent,
+        )
+        for _ in range(3):
+            seen = {}
+            for images, labels, indices in map(functools.partial(numbered, source), loader):
+                seen |= dict(zip(indices, zip(images, labels.tolist(), strict=True), strict=True))
+            assert all(torch.equal(seen[i][0], source.expected(i)[0]) for i in range(LENGTH))
+        counts = totals(dataset)
+        del loader
+    assert source.loads == LENGTH + announced(caplog)
+    assert (counts.hits, counts.misses, counts.bypasses, counts.fills) == (2 * LENGTH, LENGTH, 0, LENGTH)
+
+
+def numbered(source: CountedSource, batch: Any) -> tuple[Any, Any, list[int]]:
+    """A batch with the index of each sample, by its pixels."""
+    by_pixels = {source.expected(i)[0].numpy().tobytes(): i for i in range(len(source))}
+    images, labels = batch
+    indices = [by_pixels[image.numpy().tobytes()] for image in images]
+    assert labels.tolist() == [source.expected(i)[1] for i in indices]
+    return images, labels, indices
+
+
+INSIDE: dict[str, Callable[[CountedSource], Dataset[Any]]] = {
+    "Subset": lambda source: CachedDataset(Subset(source, [7, 3, 3, 0, 20])),
+    "random_split": lambda source: CachedDataset(random_split(source, [10, 14])[0]),
+    "ConcatDataset": lambda source: CachedDataset(ConcatDataset([source, Subset(source, [1, 2])])),
+}
+AROUND: dict[str, Callable[[CountedSource], Dataset[Any]]] = {
+    "Subset": lambda source: Subset(CachedDataset(source), [7, 3, 3, 0, 20]),
+    "random_split": lambda source: random_split(CachedDataset(source), [10, 14])[0],
+    "ConcatDataset": lambda source: ConcatDataset([CachedDataset(source), CachedDataset(Subset(source, [1, 2]))]),
+}
+
+
+@pytest.mark.parametrize("num_workers", [0, 2])
+@pytest.mark.parametrize(
+    "make",
+    [*INSIDE.values(), *AROUND.values()],
+    ids=[*(f"in {name}" for name in INSIDE), *(f"{name} around" for name in AROUND)],
+)
+def test_datasets_of_datasets(source: CountedSource, make: Callable[..., Dataset[Any]], num_workers: int) -> None:
+    """Around and inside Subset, random_split and ConcatDataset: the same samples, and no load in the second epoch."""
+    dataset = make(source)
+    loader = DataLoader(dataset, 4, num_workers=num_workers)
+    first, loads = leaves(list(loader)), source.loads
+    assert first == leaves(list(loader))
+    assert source.loads == loads
+    plain = source.__class__(LENGTH)
+    uncached = {"Subset": lambda: Subset(plain, dataset.indices)}.get(type(dataset).__name__)
+    if uncached is not None:
+        assert first == leaves(list(DataLoader(uncached(), 4)))
+    elif isinstance(dataset, CachedDataset):
+        assert first == leaves(list(DataLoader(dataset.source, 4)))
+
+
+@pytest.mark.parametrize("budget", ["auto", "50%", 0])
+def test_a_batch_is_its_samples(source: CountedSource, budget: str | int) -> None:
+    """`__getitems__` gives what `__getitem__` gives: empty, filled, with repeated, negative and single indices."""
+    with closing(CachedDataset(source, budget)) as dataset:
+        for indices in ([3, 5, 3], [0], [-1, 1, np.int64(2), torch.tensor(5)], list(range(LENGTH)), []):
+            expected = leaves([source.expected(int(index) % LENGTH) for index in indices])
+            assert leaves(dataset.__getitems__(indices)) == expected
+            assert leaves([dataset[index] for index in indices]) == expected
+
+
+# --- sources that load whole batches
+
+
+class Batched(CountedSource):
+    """Loads whole batches."""
+
+    def __getitems__(self, indices: list[int]) -> Any:
+        return [self[index] for index in indices]
+
+
+class Collated(CountedSource):
+    """Loads whole batches and returns them as such, for an own collate_fn."""
+
+    def __getitems__(self, indices: list[int]) -> Any:
+        return torch.stack([self[index][0] for index in indices])
+
+
+@pytest.mark.parametrize("batch_size", [1, 5])
+@pytest.mark.parametrize("budget", ["auto", "50%"])
+def test_a_source_with_batches_of_its_own(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture, batch_size: int, budget: str
+) -> None:
+    """Its `__getitems__` is asked for what is missing, batches of one included, and for nothing else."""
+    source = Batched(LENGTH, log_path=tmp_path / "loads")
+    with closing(CachedDataset(source, budget)) as dataset:
+        uncached = LENGTH - slots(dataset)
+        for _ in range(3):
+            batches = list(DataLoader(dataset, batch_size))
+            assert leaves(batches) == leaves(list(DataLoader(CountedSource(LENGTH), batch_size)))
+        assert source.loads == LENGTH + 2 * uncached + announced(caplog)
+        assert totals(dataset).hits == 2 * slots(dataset)
+
+
+def test_batches_that_are_no_lists_of_samples(tmp_path: Path) -> None:
+    """A `__getitems__` that returns a finished batch is refused in words by a cache, and untouched without one."""
+    source = Collated(LENGTH)
+    with (
+        closing(CachedDataset(source)) as dataset,
+        pytest.raises(TypeError, match=r"Collated\.__getitems__ must return"),
+    ):
+        dataset.__getitems__([1, 2])
+    with closing(CachedDataset(source, 0)) as dataset:
+        [batch] = DataLoader(dataset, LENGTH, collate_fn=lambda batch: batch)
+        assert batch.shape == (LENGTH, 3, 8, 8)
+
+
+# --- indices
+
+
+@pytest.mark.parametrize("budget", ["auto", "50%", 0])
+def test_any_integer_is_an_index(source: CountedSource, budget: str | int) -> None:
+    """Negative, NumPy and torch integers name the same sample, cached or not."""
+    with closing(CachedDataset(source, budget)) as dataset:
+        for index in (5, 5 - LENGTH, np.int32(5), np.array(5), torch.tensor(5), torch.tensor(5 - LENGTH)):
+            for _ in range(2):
+                assert leaves(dataset[index]) == leaves(source.expected(5))
+        assert totals(dataset).served == 12
+
+
+@pytest.mark.parametrize("budget", ["auto", 0])
+def test_what_is_no_index_goes_to_the_source(budget: str | int) -> None:
+    """Lists, slices and tensors of indices get what the source makes of them, transformed, and are counted."""
+    data = TensorDataset(torch.arange(20).reshape(10, 2))
+    with closing(CachedDataset(data, budget, transform=lambda sample: sample[0] + 1)) as dataset:
+        for index in ([1, 3], slice(2, 5), torch.tensor([4]), np.array([4, 1])):
+            assert torch.equal(dataset[index], data[index][0] + 1)
+        assert totals(dataset).bypasses == 4
+        batches = DataLoader(dataset, sampler=BatchSampler(SequentialSampler(data), 5, False), batch_size=None)
+        assert [len(batch) for batch in batches] == [5, 5]
+
+
+def test_a_samplers_keys_go_to_the_source() -> None:
+    """A batch of what is no index (sizes of a multi-scale sampler) reaches the source item by item."""
+
+    class Scaled(CountedSource):
+        def __getitem__(self, key: Any) -> Any:
+            return torch.full((key[1],), key[0]) if isinstance(key, tuple) else super().__getitem__(key)
+
+    with closing(CachedDataset(Scaled(8))) as dataset:
+        [batch] = DataLoader(dataset, batch_sampler=[[(1, 4), (2, 4)]])
+        assert batch.tolist() == [[1] * 4, [2] * 4]
+
+
+@pytest.mark.parametrize("budget", ["auto", "50%", 0])
+@pytest.mark.parametrize("index", [LENGTH, LENGTH + 5, -LENGTH - 1])
+def test_an_index_outside_is_the_sources_own_error(source: CountedSource, budget: str | int, index: int) -> None:
+    """The source says what is wrong with it, with the index as it was given, also when everything is cached."""
+    with closing(CachedDataset(source, budget)) as dataset:
+        list(DataLoader(dataset))
+        for ask in (
+            lambda: dataset[index],
+            lambda: dataset.__getitems__([0, index]),
+            lambda: dataset.__getitems__([index]),
+        ):
+            with pytest.raises(IndexError, match=f"index {index} is outside of {LENGTH} samples"):
+                ask()
+
+
+def test_iteration_ends(source: CountedSource) -> None:
+    """`for sample in dataset` gives every sample once, like the source, cold and warm."""
+    with closing(CachedDataset(source)) as dataset:
+        for _ in range(2):
+            assert leaves(list(dataset)) == leaves([source.expected(i) for i in range(LENGTH)])
+
+
+# --- batches equal uncached batches
+
+
+class Augmented(CountedSource):
+    """A source with random augmentation inside, as most users' are."""
+
+    transform: Any = None
+
+    def __getitem__(self, index: int) -> Any:
+        image, label = super().__getitem__(index)
+        return self.transform(image), label
+
+
+class BatchedAugmented(Augmented):
+    """The same, loading whole batches."""
+
+    def __getitems__(self, indices: list[int]) -> Any:
+        return [self[index] for index in indices]
+
+
+class Noisy(CountedSource):
+    """A source that is random in itself: it cannot be split."""
+
+    def __getitem__(self, index: int) -> Any:
+        image, label = super().__getitem__(index)
+        return image + torch.rand(()), label
+
+
+AUGMENTATIONS = {
+    "v1": v1.Compose([v1.ConvertImageDtype(torch.float32), v1.RandomCrop(6), v1.RandomHorizontalFlip()]),
+    "v2": v2.Compose([v2.ToDtype(torch.float32, scale=True), v2.RandomCrop(6), v2.RandomErasing(0.5)]),
+}
+
+
+def augmented(kind: str, make: type[Augmented] = Augmented) -> Augmented:
+    source = make(LENGTH)
+    source.transform = AUGMENTATIONS[kind]
+    return source
+
+
+def jitter(sample: Any) -> Any:
+    """A transform that draws from every generator."""
+    return sample[0] + torch.rand(()), sample[1], random.random(), np.random.rand()
+
+
+def epochs(dataset: Dataset[Any], num_workers: int, shuffle: bool) -> tuple[list[Any], list[Any]]:
+    """The batches of three epochs, and the states of the generators after each."""
+    seed(11)
+    batches, after = [], []
+    for _ in range(3):
+        batches += leaves(list(DataLoader(dataset, 5, shuffle, num_workers=num_workers)))
+        after.append(states())
+    return batches, after
+
+
+@functools.cache
+def uncached_epochs(kind: str, num_workers: int, shuffle: bool) -> tuple[list[Any], list[Any]]:
+    return epochs(Transformed(augmented(kind), jitter), num_workers, shuffle)
+
+
+@pytest.mark.usefixtures("seeded")
+@pytest.mark.parametrize("budget", ["auto", "50%", 0])
+@pytest.mark.parametrize("shuffle", [False, True], ids=["in order", "shuffled"])
+@pytest.mark.parametrize("num_workers", [0, 2])
+@pytest.mark.parametrize("kind", AUGMENTATIONS)
+def test_batches_are_those_without_a_cache(kind: str, num_workers: int, shuffle: bool, budget: str | int) -> None:
+    """With a random transform in the source and another one after it: the same bits and draws in every epoch."""
+    with closing(CachedDataset(augmented(kind), budget, transform=jitter)) as dataset:
+        assert epochs(dataset, num_workers, shuffle) == uncached_epochs(kind, num_workers, shuffle)
+        assert totals(dataset).hits == 2 * slots(dataset)
+
+
+@pytest.mark.usefixtures("seeded")
+@pytest.mark.parametrize(
+    "make", [lambda: augmented("v2", BatchedAugmented), lambda: Noisy(LENGTH)], ids=["batched", "whole"]
+)
+def test_a_cache_draws_as_a_budget_of_zero_does(make: Callable[[], Dataset[Any]]) -> None:
+    """Sources that draw for a whole batch, or cannot be split, are followed by `transform` in the same order."""
+    results = []
+    for budget in (0, "auto", "50%"):
+        with closing(CachedDataset(make(), budget, transform=jitter)) as dataset:
+            results.append(epochs(dataset, 0, True))
+    assert results[0] == results[1] == results[2]
+
+
+# --- counts
+
+
+@pytest.mark.parametrize("num_workers", [0, 2])
+@pytest.mark.parametrize("budget", ["auto", "50%", 0])
+def test_counts_add_up(source: CountedSource, budget: str | int, num_workers: int) -> None:
+    """Hits, misses and bypasses sum to what was served, with replacement, padding and indices twice in a batch."""
+    samplers: list[Any] = [
+        WeightedRandomSampler([1.0] * LENGTH, 30, generator=torch.Generator().manual_seed(0)),
+        *(DistributedSampler(range(LENGTH + 1), 2, rank, shuffle=False) for rank in range(2)),
+        [3, 3, 3, 5, 5, 3],
+    ]
+    with closing(CachedDataset(ConcatDataset([source, Subset(source, [0])]), budget)) as dataset:
+        served = 0
+        for sampler in samplers:
+            for images, labels in DataLoader(dataset, 4, sampler=sampler, num_workers=num_workers):
+                numbered(source, (images, labels))  # every one is a whole sample of the source
+                served += len(images)
+        counts = totals(dataset)
+        assert counts.served == served == 30 + 13 + 13 + 6
+        assert counts.fills <= counts.misses
+        assert counts.fills == (dataset.cache.filled if dataset.cache else 0)
+
+
+def train_on_rank(rank: int, folder: str, num_workers: int) -> tuple[int, int, int, tuple[int, ...]]:
+    own = CountedSource(LENGTH, log_path=f"{folder}/{rank}")
+    dataset = CachedDataset(own, defer=True)
+    dataset.share()
+    at_set_up = own.loads
+    sampler = DistributedSampler(own, shuffle=True)
+    seen = 0
+    for epoch in range(3):
+        sampler.set_epoch(epoch)
+        loader = DataLoader(
+            dataset,
+            4,
+            sampler=sampler,
+            num_workers=num_workers,
+            multiprocessing_context="fork" if num_workers else None,
+        )
+        for batch in loader:
+            numbered(own, batch)
+            seen += len(batch[0])
+        torch.distributed.barrier()  # as the last step's all-reduce does: no rank begins before all have loaded
+    result = at_set_up, own.loads, seen, totals(dataset).values()
+    torch.distributed.barrier()
+    dataset.close()
+    return result
+
+
+@pytest.mark.parametrize("num_workers", [0, 2])
+def test_two_ranks_load_every_sample_once(tmp_path: Path, num_workers: int) -> None:
+    """After `share()` the ranks of a node have one cache: N loads in all, and only the leader reads at set-up."""
+    (at_first, first, seen, counts), (at_second, second, _, same_counts) = run_ranks(
+        train_on_rank, 2, str(tmp_path), num_workers
+    )
+    assert (at_first, at_second) == (8, 0)
+    assert first + second == LENGTH + 8
+    assert seen == 3 * LENGTH // 2
+    assert counts == same_counts
+    assert counts[:4] == (2 * LENGTH, LENGTH, 0, LENGTH)
+
+
+# --- what is served is the caller's own
+
+
+class Nested(CountedSource):
+    def __getitem__(self, index: int) -> Any:
+        image, label = super().__getitem__(index)
+        return {"image": image, "more": [image.numpy() + 1, OrderedDict(label=label)]}
+
+
+@pytest.mark.parametrize("budget", ["auto", "50%"])
+def test_changes_of_a_sample_stay_outside(budget: str) -> None:
+    """A served sample changed in place, loaded or from the cache, alone or in a batch, leaves the cache as it was."""
+    source = Nested(LENGTH)
+    expected = leaves([source[index] for index in range(LENGTH)])
+    with closing(CachedDataset(source, budget)) as dataset:
+        for _ in range(3):
+            for sample in [
+                *(dataset[index] for index in range(0, LENGTH, 2)),
+                *dataset.__getitems__(list(range(LENGTH))),
+            ]:
+                sample["image"].zero_()
+                sample["more"][0][:] = 7
+                sample["more"].append("more")
+            for batch in DataLoader(dataset, 6):
+                batch["image"].zero_()
+        assert leaves([dataset[index] for index in range(LENGTH)]) == expected
+
+
+def test_the_same_index_twice_is_two_samples(source: CountedSource) -> None:
+    """A change of one does not reach the other."""
+    with closing(CachedDataset(source)) as dataset:
+        for _ in range(2):
+            one, other = dataset.__getitems__([4, 4])
+            one[0].zero_()
+            assert leaves(other) == leaves(source.expected(4))
+
+
+# --- samples that differ
+
+
+class Odd(CountedSource):
+    """One sample is grey."""
+
+    odd = -1
+
+    def __getitem__(self, index: int) -> Any:
+        image, label = super().__getitem__(index)
+        return {"image": image[:1] if index == self.odd else image, "label": label}
+
+
+@pytest.mark.parametrize("num_workers", [0, 2])
+@pytest.mark.parametrize("has_slot", [True, False])
+def test_a_sample_that_differs_is_named(num_workers: int, has_slot: bool) -> None:
+    """The error names index, field, what was expected and what came, from workers and without a slot too."""
+    source = Odd(LENGTH)
+    with closing(CachedDataset(source, "50%")) as dataset:
+        assert dataset.cache is not None
+        arc = dataset.cache.arc
+        source.odd = next(i for i in range(LENGTH) if (arc.slot(i) != NO_SLOT) == has_slot)
+        expected = (
+            rf"sample {source.odd}: field \['image'\] must be Tensor of dtype torch.uint8 and shape \(3, 8, 8\).*"
+            r"got Tensor of dtype torch.uint8 and shape \(1, 8, 8\)"
+        )
+        served, error = until_the_end(DataLoader(dataset, 5, collate_fn=list, num_workers=num_workers))
+    assert len(served) == 4
+    assert type(error) is SampleMismatchError
+    assert re.search(expected, str(error))
+
+
+def until_the_end(loader: DataLoader[Any]) -> tuple[list[Any], Exception | None]:
+    """What a loader serves, and the last error that it raised on the way."""
+    batches, served, error = iter(loader), [], None
+    while True:
+        try:
+            served.append(next(batches))
+        except StopIteration:
+            return served, error
+        except Exception as its:
+            error = its
+
+
+# --- random sources
+
+
+def test_a_source_that_cannot_be_split_passes_through(caplog: pytest.LogCaptureFixture) -> None:
+    """It is not cached, and one warning says how to split it."""
+    with closing(CachedDataset(Noisy(LENGTH))) as dataset:
+        assert not torch.equal(dataset[3][0], dataset[3][0])
+        assert dataset.cache is None
+        assert totals(dataset).bypasses == 2
+        list(DataLoader(dataset, 5, num_workers=2))
+    [warning] = warnings(caplog)
+    assert re.search(
+        r"Noisy .*passes through uncached.*`transform=`, which runs after the cache.*allow_random=True", warning
+    )
+
+
+def test_allow_random_freezes_the_first_draw(caplog: pytest.LogCaptureFixture) -> None:
+    """A random source is cached as it is on demand, without a warning."""
+    with closing(CachedDataset(Noisy(LENGTH), allow_random=True)) as dataset:
+        assert torch.equal(dataset[3][0], dataset[3][0])
+    assert warnings(caplog) == []
+
+
+@pytest.mark.usefixtures("seeded")
+@pytest.mark.parametrize(
+    ("make", "options"),
+    [
+        (lambda: CountedSource(LENGTH), {}),
+        (lambda: augmented("v2"), {}),
+        (lambda: Noisy(LENGTH), {}),
+        (lambda: Noisy(LENGTH), {"allow_random": True}),
+        (lambda: Noisy(LENGTH), {"budget": 0}),
+    ],
+    ids=["deterministic", "split", "whole", "allowed", "off"],
+)
+def test_opening_moves_no_generator(make: Callable[[], Dataset[Any]], options: dict[str, Any]) -> None:
+    """All generators are where they were, whatever was read at set-up."""
+    before = states()
+    CachedDataset(make(), **options).close()
+    assert states() == before
+
+
+def test_a_given_spec_saves_the_reads(source: CountedSource) -> None:
+    """With `spec=` nothing is read at set-up, and samples are held to it."""
+    with closing(CachedDataset(source, spec=SampleSpec.infer(source.expected(0)))) as dataset:
+        assert source.loads == 0
+        assert leaves(list(dataset)) == leaves(list(dataset))
+        assert source.loads == LENGTH
+    wrong = SampleSpec.infer((torch.zeros(3, 8, 8), 1))
+    with (
+        closing(CachedDataset(source, spec=wrong)) as dataset,
+        pytest.raises(SampleMismatchError, match="sample 2: field"),
+    ):
+        dataset[2]
+
+
+# --- budgets
+
+
+@pytest.mark.parametrize(
+    ("budget", "expected"),
+    [
+        ("auto", LENGTH),
+        ("100%", LENGTH),
+        ("25%", LENGTH // 4),
+        ("50%", LENGTH // 2),
+        ("33.3%", 7),
+        ("1GiB", LENGTH),
+        (f"{5 * SLOT_BYTES}B", 5),
+        (5 * SLOT_BYTES + SLOT_BYTES - 1, 5),
+        ("2KB", 2000 // SLOT_BYTES),
+        (0, 0),
+        ("0%", 0),
+        ("100% of free", LENGTH),
+    ],
+)
+def test_a_budget_is_that_many_slots(
+    source: CountedSource, caplog: pytest.LogCaptureFixture, budget: str | int, expected: int
+) -> None:
+    """Each form of a budget gives exactly the slots that it pays for, and all of them are filled."""
+    with closing(CachedDataset(source, budget)) as dataset:
+        assert slots(dataset) == expected
+        assert dataset.budget_bytes <= LENGTH * SLOT_BYTES
+        for _ in range(2):
+            list(DataLoader(dataset, 5))
+        assert totals(dataset).hits == totals(dataset).fills == expected
+        assert totals(dataset).bypasses == 2 * (LENGTH - expected)
+        assert f"{expected:,} of {LENGTH:,}" in dataset.describe() or expected == 0
+    assert warnings(caplog) == []
+
+
+@pytest.mark.parametrize("budget", [-1, float("nan"), float("inf"), None, "lots", "150%", 0.5, True])
+def test_a_budget_that_cannot_be_read_is_refused(source: CountedSource, budget: Any) -> None:
+    """The error names the argument and lists what is accepted; the source is not read."""
+    with pytest.raises((ValueError, TypeError), match=r"budget .*Accepted are"):
+        CachedDataset(source, budget)
+    assert source.loads == 0
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        ({"backend": "shm"}, "backend must be one of auto, tmpfile, memfd, file, got 'shm'"),
+        ({"on_error": "ignore"}, "on_error must be 'raise' or 'disable', got 'ignore'"),
+        ({"spec": (3, 8, 8)}, r"spec must be a SampleSpec, .* got \(3, 8, 8\)"),
+    ],
+)
+def test_other_options_are_checked(source: CountedSource, options: dict[str, Any], message: str) -> None:
+    """An option that is none of its choices is refused with them."""
+    with pytest.raises((ValueError, TypeError), match=message):
+        CachedDataset(source, **options)
+
+
+def test_a_budget_below_one_slot_is_one_warning(source: CountedSource, caplog: pytest.LogCaptureFixture) -> None:
+    """Samples pass through, and the warning says what there would have been room for."""
+    with closing(CachedDataset(source, 10)) as dataset:
+        assert leaves(list(DataLoader(dataset, 5))) == leaves(list(DataLoader(CountedSource(LENGTH), 5)))
+        assert slots(dataset) == 0
+    [warning] = warnings(caplog)
+    assert "room for 0 of 24 samples" in warning
+    assert "less than one sample" in warning
+
+
+def test_a_budget_above_what_is_free_is_one_warning(
+    source: CountedSource, caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """As many slots as are safe, and the warning names the limit."""
+    free = FreeMemory(None, 16 * 2**20 + 7 * SLOT_BYTES, None)
+    monkeypatch.setattr(allocation.FreeMemory, "measure", lambda directory: free)
+    with closing(CachedDataset(source, "8GiB")) as dataset:
+        assert slots(dataset) == 7
+    [warning] = warnings(caplog)
+    assert "room for 7 of 24 samples" in warning
+    assert "limited by MemAvailable (16 MiB free)" in warning
+
+
+class Big(Dataset[torch.Tensor]):
+    """96 samples of 1 MiB."""
+
+    def __len__(self) -> int:
+        return 96
+
+    def __getitem__(self, index: int) -> torch.Tensor:
+        if not 0 <= index < 96:
+            raise IndexError(index)
+        return torch.full((4, 2**18), index, dtype=torch.uint8)
+
+
+def fill_in_small_shm(backend: Any) -> tuple[int, int, str, list[str]]:
+    heard: list[str] = []
+    handler = logging.Handler(logging.WARNING)
+    handler.emit = lambda record: heard.append(record.getMessage())  # type: ignore[method-assign]
+    logging.getLogger("lightning_stocache").addHandler(handler)
+    with closing(CachedDataset(Big(), backend=backend)) as dataset:
+        for _ in range(2):
+            for batch in DataLoader(dataset, 1, num_workers=2):  # torch sends batches through /dev/shm, too
+                assert torch.equal(batch[:, 0, 0], batch[:, -1, -1])
+        assert dataset.cache is not None
+        where = os.readlink(f"/proc/self/fd/{dataset.cache.segment._data}")
+        return len(dataset.cache), totals(dataset).hits, where, heard
+
+
+def test_a_small_dev_shm_is_gone_round() -> None:
+    """In 64 MiB of /dev/shm, as Docker makes it, a memfd holds everything, and nobody is warned."""
+    count, hits, where, heard = without_room(fill_in_small_shm, "auto")
+    assert (count, hits, heard) == (96, 96, [])
+    assert where.startswith("/memfd:")
+
+
+def test_a_small_dev_shm_is_never_overdrawn() -> None:
+    """With backend="tmpfile" there are fewer slots and one warning, and no SIGBUS."""
+    count, hits, where, heard = without_room(fill_in_small_shm, "tmpfile")
+    assert 32 <= count < 64
+    assert hits == count
+    assert where.startswith("/dev/shm/")
+    assert len(heard) == 1
+    assert re.search(rf"room for {count} of 96 samples.*limited by /dev/shm \(\d+(\.\d)? MiB free\)", heard[0])
+
+
+# --- sources that fail or do not fit
+
+
+class DiskError(Exception):
+    pass
+
+
+class Failing(CountedSource):
+    def __getitem__(self, index: int) -> Any:
+        if index == 6:
+            self.decode()
+        return super().__getitem__(index)
+
+    def decode(self) -> None:
+        raise DiskError("the disk is gone")
+
+
+@pytest.mark.parametrize("num_workers", [0, 2])
+@pytest.mark.parametrize("budget", ["auto", 0])
+def test_the_users_own_exception_comes_through(budget: str | int, num_workers: int) -> None:
+    """With its type, text and traceback; the batches before and after it are served."""
+    with closing(CachedDataset(Failing(LENGTH), budget)) as dataset:
+        served, error = until_the_end(DataLoader(dataset, 4, num_workers=num_workers))
+    assert leaves(served) == leaves([batch for k, batch in enumerate(DataLoader(CountedSource(LENGTH), 4)) if k != 1])
+    assert type(error) is DiskError
+    assert "the disk is gone" in str(error)
+    text = "".join(traceback.format_exception(error))
+    assert "in decode" in text
+    assert 'raise DiskError("the disk is gone")' in text
+
+
+class Stream(IterableDataset[int]):
+    def __iter__(self) -> Iterator[int]:
+        return iter(range(3))
+
+
+class Endless:
+    def __getitem__(self, index: int) -> int:
+        return index
+
+
+@pytest.mark.parametrize(
+    ("make", "error", "message"),
+    [
+        (Stream, TypeError, "map-style.*got Stream.*without an index"),
+        (Endless, TypeError, "with __getitem__ and __len__, got Endless"),
+        (lambda: 5, TypeError, "got int"),
+        (lambda: [], ValueError, "at least one sample, got an empty list"),
+        (lambda: Subset(CountedSource(3), []), ValueError, "got an empty Subset"),
+        (lambda: CachedDataset([1, 2], defer=True), TypeError, "got a CachedDataset that is cached already"),
+        (lambda: Subset(CachedDataset([1, 2], defer=True), [1]), TypeError, "got a Subset that is cached already"),
+        (
+            lambda: ConcatDataset([CountedSource(3), CachedDataset([1, 2], defer=True)]),
+            TypeError,
+            "got a ConcatDataset that is cached already",
+        ),
+        (lambda: ["a", "b"], TypeError, "is a str, which cannot be cached; return a number"),
+    ],
+)
+def test_what_cannot_be_cached_is_refused(make: Callable[[], Any], error: type[Exception], message: str) -> None:
+    """Iterable, unsized, empty and cached sources, and samples of no fixed size, are errors in words."""
+    with pytest.raises(error, match=message):
+        CachedDataset(make())
+
+
+# --- closing
+
+
+def held() -> int:
+    """Bytes of files in memory that this process has open."""
+    found = {}
+    for name in os.listdir("/proc/self/fd"):
+        try:
+            target, stat = os.readlink(f"/proc/self/fd/{name}"), os.stat(f"/proc/self/fd/{name}")
+        except OSError:
+            continue
+        if target.startswith(("/dev/shm/", "/memfd:lightning")):
+            found[stat.st_dev, stat.st_ino] = stat.st_blocks * 512
+    return sum(found.values())
+
+
+def test_a_closed_dataset_passes_through(source: CountedSource) -> None:
+    """After `close`, once or twice, samples come from the source, and nothing is kept."""
+    dataset = CachedDataset(source)
+    first = leaves(list(DataLoader(dataset, 5)))
+    dataset.close()
+    dataset.close()
+    loads = source.loads
+    assert leaves(list(DataLoader(dataset, 5, num_workers=2))) == first
+    assert source.loads == loads + LENGTH
+    assert (dataset.cache, dataset.counters, dataset.budget_bytes) == (None, None, 0)
+    assert dataset.describe() == "CountedSource: 24 samples, not cached"
+
+
+@pytest.mark.skipif(not os.path.isdir("/proc/self/fd"), reason="needs /proc")
+def test_five_cycles_end_with_the_memory_of_one(source: CountedSource) -> None:
+    """Opening again gives back all that was held before; closing, everything."""
+    before, while_open = held(), []
+    dataset = CachedDataset(source)
+    for _ in range(5):
+        list(DataLoader(dataset, 5))
+        while_open.append(held())
+        dataset.share()
+    dataset.close()
+    assert held() == before
+    assert len(set(while_open)) == 1
+    assert while_open[0] > before
+
+
+def test_a_deferred_dataset_opens_when_it_is_shared(source: CountedSource) -> None:
+    """With `defer=True` nothing is read or opened before `share()`."""
+    dataset = CachedDataset(source, defer=True)
+    assert (dataset.cache, source.loads) == (None, 0)
+    assert leaves(dataset[3]) == leaves(source.expected(3))
+    with closing(dataset):
+        dataset.share()
+        assert slots(dataset) == LENGTH
+
+
+def no_memory(*args: Any, **named: Any) -> Any:
+    raise OSError(28, "No space left on device")
+
+
+def test_memory_that_cannot_be_had_is_an_error(source: CountedSource, monkeypatch: pytest.MonkeyPatch) -> None:
+    """It says what failed and which knobs go on without a cache; the system's error is its cause."""
+    monkeypatch.setattr(Segment, "create", no_memory)
+    with pytest.raises(CacheMemoryError, match=r"No space left on device.*on_error='disable', or budget=0") as caught:
+        CachedDataset(source)
+    assert type(caught.value.__cause__) is OSError
+
+
+@pytest.mark.parametrize("options", [{"on_error": "disable"}, {"budget": 0}])
+def test_training_goes_on_without_memory(
+    source: CountedSource, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture, options: dict[str, Any]
+) -> None:
+    """With on_error="disable" or a budget of zero samples pass through, with one warning."""
+    monkeypatch.setattr(Segment, "create", no_memory)
+    dataset = CachedDataset(source, **options)
+    assert leaves(list(DataLoader(dataset, 5, num_workers=2))) == leaves(list(DataLoader(CountedSource(LENGTH), 5)))
+    [warning] = warnings(caplog)
+    assert "all samples are loaded from their source" in warning
+
+
+# --- attributes and copies
+
+
+class Named(CountedSource):
+    classes_seen: Sequence[str] = ("cat", "dog")
+    targets = torch.arange(LENGTH)
+
+    def __array__(self) -> Any:
+        raise AssertionError("never asked")
+
+    def _hidden(self) -> None: ...
+
+
+def test_the_sources_attributes_are_reachable() -> None:
+    """`classes` and `targets` are those of the source; its dunder and private names stay its own."""
+    with closing(CachedDataset(Named(LENGTH))) as dataset:
+        assert dataset.classes_seen == ("cat", "dog")
+        assert dataset.targets is Named.targets
+        for name in ("__array__", "_hidden", "nothing_of_this_name"):
+            assert not hasattr(dataset, name)
+        with pytest.raises(AttributeError, match="nothing_of_this_name"):
+            dataset.nothing_of_this_name  # noqa: B018
+    with pytest.raises(AttributeError, match="source"):
+        CachedDataset.__new__(CachedDataset).source  # noqa: B018  pickle asks before there is one
+
+
+@pytest.mark.parametrize("duplicate", [lambda dataset: pickle.loads(pickle.dumps(dataset)), copy.deepcopy, copy.copy])
+def test_copies_share_the_cache(source: CountedSource, duplicate: Callable[[Any], Any]) -> None:
+    """What the original fills, a copy serves, and one set of counts has both."""
+    with closing(CachedDataset(source)) as dataset:
+        other = duplicate(dataset)
+        loads = source.loads
+        assert leaves(dataset[3]) == leaves(other[3])
+        assert leaves(other[5]) == leaves(dataset.__getitems__([5, 3])[0])
+        assert source.loads == loads + 2
+        assert totals(dataset) == totals(other)
+        assert totals(dataset).hits == 3
+        del other
+
+
+def test_a_copy_whose_memory_is_closed_passes_through(source: CountedSource) -> None:
+    """A copy outlives `close` of the original: it serves the source, and can still be sent to workers."""
+    dataset = CachedDataset(source)
+    other = copy.deepcopy(dataset)
+    dataset.close()
+    assert leaves(other[3]) == leaves(source.expected(3))
+    assert leaves(other.__getitems__([3])) == leaves([source.expected(3)])
+    assert leaves(pickle.loads(pickle.dumps(other))[3]) == leaves(source.expected(3))
