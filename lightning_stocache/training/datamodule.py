@@ -21,10 +21,10 @@ from lightning_stocache.loading.dataset import OnError
 from lightning_stocache.training.caches import CallCaches, Wanted
 from lightning_stocache.training.hooks import CachedHooks
 from lightning_stocache.training.options import STAGES, CacheOptions
+from lightning_stocache.training.sources import Source, made
 
-__all__ = ["Source", "StocacheDataModule", "cache_datamodule"]
+__all__ = ["StocacheDataModule", "cache_datamodule"]
 
-Source: TypeAlias = Dataset[Any] | Callable[[], Dataset[Any]]
 Transform: TypeAlias = Callable[[Any], Any]
 M = TypeVar("M", bound=LightningDataModule)
 
@@ -122,9 +122,7 @@ class StocacheDataModule(LightningDataModule):
         stages = [name for name in _STAGES_OF_CALL[stage] if getattr(self, name) is not None]
         for name in stages:
             if name not in self._datasets:
-                sources = getattr(self, name)
-                several = name != "train" and _are_several(sources)
-                self._datasets[name] = [_make(one) for one in (sources if several else [sources])]
+                self._datasets[name] = made(getattr(self, name), several=name != "train")
         reader = InFlight(self.batch_size, self.num_workers, self.loader.get("prefetch_factor"))
         self.caches.open(Wanted(one, name, reader) for name in stages for one in self._datasets[name])
 
@@ -133,7 +131,7 @@ class StocacheDataModule(LightningDataModule):
         return self._loaders("train")[0]
 
     def val_dataloader(self) -> Any:
-        """One loader per validation set."""
+        """One loader per set."""
         return self._loaders("val")
 
     def test_dataloader(self) -> Any:
@@ -239,10 +237,5 @@ def cache_datamodule(
     return datamodule
 
 
-def _are_several(sources: Any) -> bool:
-    """Whether this is a list of datasets, and not a dataset that is a list of samples."""
-    return isinstance(sources, list | tuple) and all(isinstance(one, Dataset) or callable(one) for one in sources)
-
-
-def _make(source: Source) -> Dataset[Any]:
-    return source() if callable(source) and not hasattr(source, "__getitem__") else source  # type: ignore[return-value]
+# LightningCLI takes this in place of a class, if it finds a class here and not a type variable.
+cache_datamodule.__annotations__.update({"datamodule": LightningDataModule, "return": LightningDataModule})

@@ -117,6 +117,12 @@ def test_a_list_of_samples_is_one_set():
     dm.teardown("validate")
 
 
+def test_several_training_sets_are_refused(tmp_path):
+    """A list of training sets is an error that says how to make one of them."""
+    with pytest.raises(TypeError, match="train must be one dataset, got 2: join them with torch's ConcatDataset"):
+        StocacheDataModule(train=[source(tmp_path), source(tmp_path)]).setup("fit")
+
+
 def double(sample):
     return sample[0] * 2, sample[1]
 
