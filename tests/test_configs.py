@@ -17,8 +17,11 @@ from hydra.core.global_hydra import GlobalHydra
 from hydra.core.hydra_config import HydraConfig
 from hydra.utils import instantiate
 from omegaconf import DictConfig, OmegaConf, open_dict
+from tqdm import tqdm
 
 import lightning_stocache
+
+tqdm.get_lock()  # made once per process, and not what a test leaves behind
 
 ROOT = Path(__file__).parents[1]
 SHIPPED = sorted((ROOT / "configs").rglob("*.yaml"))

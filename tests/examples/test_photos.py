@@ -7,6 +7,9 @@ import pytest
 import torch
 from torch import Tensor
 from torchvision.io import decode_image, encode_jpeg, encode_png, read_file
+from tqdm import tqdm
+
+tqdm.get_lock()  # made once per process, and not what a test leaves behind
 
 EXAMPLES = Path(__file__).parents[2] / "examples"
 
