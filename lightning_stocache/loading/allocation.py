@@ -60,7 +60,8 @@ class Request:
     @property
     def name(self) -> str:
         """The source, for messages."""
-        return f"{type(self.source).__name__} ({self.length:,} samples, {self.pot})"
+        pot = f", {self.pot}" if self.pot else ""
+        return f"{type(self.source).__name__} ({self.length:,} samples{pot})"
 
 
 @dataclass(frozen=True)
@@ -132,10 +133,11 @@ def _divide(
             slots[number] = granted[number] // spec.slot_bytes
         got, samples = sum(slots[number] for number, *_ in members), sum(request.length for _, request, *_ in members)
         if given.limited_by is not None or not got:
+            whose = f" ({pot})" if pot else ""
+            limit = f"limited by {given.limited_by}" if given.limited_by else "less than one sample"
             warnings.append(
-                f"the cache has room for {got:,} of {samples:,} samples, {format_bytes(given.bytes)} of the "
-                f"{format_bytes(min(given.wanted, size))} that budget={str(budget)!r} asks for"
-                + (f": limited by {given.limited_by}" if given.limited_by else ": less than one sample")
+                f"the cache{whose} has room for {got:,} of {samples:,} samples, {format_bytes(given.bytes)} of the "
+                f"{format_bytes(min(given.wanted, size))} that budget={str(budget)!r} asks for: {limit}"
             )
     return Allocation(tuple(slots), tuple(granted), None, tuple(warnings))
 

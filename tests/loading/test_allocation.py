@@ -1,0 +1,179 @@
+"""A node's memory is divided by arithmetic alone: the loaders' batches first, pots in order, their members by size."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Callable, Sequence
+from typing import Any
+from unittest import mock
+
+import pytest
+import torch
+from hypothesis import given
+from hypothesis import strategies as st
+
+from lightning_stocache.cache.spec import SampleSpec
+from lightning_stocache.loading import allocation
+from lightning_stocache.loading.allocation import Allocation, InFlight, Request, allocate
+from lightning_stocache.node.budget import Budget, loader_reserve
+from lightning_stocache.node.free import FreeMemory
+from lightning_stocache.node.segment import memory_directory
+
+MIB = 2**20
+MARGIN = 16 * MIB
+PLENTY = FreeMemory(2**44, 2**44, None, "/dev/shm")
+
+
+def spec_of(slot_bytes: int) -> SampleSpec:
+    return SampleSpec.infer(torch.empty(slot_bytes - 1, dtype=torch.uint8))  # and one byte of state
+
+
+def divided(
+    requests: Sequence[Request],
+    slot_bytes: Sequence[int | None],
+    budgets: dict[str, int | str],
+    *,
+    free: FreeMemory | Callable[[str | None], FreeMemory] = PLENTY,
+    ranks: int = 1,
+    choice: Any = "auto",
+) -> Allocation:
+    measure = free if callable(free) else lambda directory: free
+    specs = [None if size is None else spec_of(size) for size in slot_bytes]
+    with mock.patch.object(allocation.FreeMemory, "measure", measure):
+        return allocate(requests, specs, {pot: Budget.parse(one) for pot, one in budgets.items()}, ranks, choice)
+
+
+def request(length: int, pot: str = "", in_flight: InFlight | None = None) -> Request:
+    return Request(range(length), pot, in_flight=in_flight)  # type: ignore[arg-type]
+
+
+@pytest.mark.parametrize(
+    ("budget", "slots"), [("auto", (30, 10, 20)), ("50%", (15, 5, 10)), (0, (0, 0, 0)), ("4000B", (15, 5, 10))]
+)
+def test_a_pot_is_divided_by_size(budget: int | str, slots: tuple[int, ...]) -> None:
+    """Every member gets the same share of its dataset, whatever its samples weigh."""
+    # 30 samples of 100 bytes, 10 of 300, 20 of 100
+    assert divided([request(30), request(10), request(20)], [100, 300, 100], {"": budget}).slots == slots
+
+
+@given(
+    members=st.lists(st.tuples(st.integers(1, 10**6), st.integers(2, 2**14)), min_size=1, max_size=5),
+    budget=st.one_of(st.just("auto"), st.integers(1, 100).map(lambda n: f"{n}%"), st.integers(0, 2**40)),
+    free=st.integers(0, 2**36),
+    batch=st.none() | st.builds(InFlight, st.integers(1, 512), st.integers(0, 8), st.none() | st.integers(1, 4)),
+    ranks=st.integers(1, 8),
+)
+def test_a_division_stays_within_every_bound(
+    members: list[tuple[int, int]], budget: int | str, free: int, batch: InFlight | None, ranks: int
+) -> None:
+    """No more than wish, datasets and safely free memory; slots cost what was granted; shares differ by one at most."""
+    lengths, sizes = zip(*members, strict=True)
+    whole = sum(length * size for length, size in members)
+    requests = [request(length, in_flight=batch) for length in lengths]
+    got = divided(requests, sizes, {"": budget}, free=FreeMemory(None, free, None), ranks=ranks)
+    reserve = 0
+    if batch is not None:
+        reserve = sum(
+            loader_reserve(batch.batch_size * (size - 1), batch.num_workers, batch.prefetch_factor, ranks)
+            for size in sizes
+        )
+    given_bytes = min(Budget.parse(budget).wanted(whole, free), whole, max(0, free - reserve - max(free // 50, MARGIN)))
+    assert sum(got.granted) <= given_bytes
+    for slots, granted, length, size in zip(got.slots, got.granted, lengths, sizes, strict=True):
+        assert 0 <= slots <= length
+        assert slots * size <= granted < (slots + 1) * size
+        assert abs(slots - length * given_bytes / whole) < 1 + 1e-6
+    assert bool(got.warnings) == (
+        given_bytes < min(Budget.parse(budget).wanted(whole, free), whole) or not any(got.slots)
+    )
+
+
+def test_pots_are_served_in_order() -> None:
+    """What one pot has taken is not free for the next, which says so."""
+    free = FreeMemory(None, MARGIN + 1000, None)
+    requests = [request(10, "val"), request(10, "train")]
+    got = divided(requests, [100, 100], {"train": "800B", "val": "auto"}, free=free)
+    assert got.slots == (2, 8)
+    assert got.granted == (200, 800)
+    [warning] = got.warnings
+    assert warning.startswith("the cache (val) has room for 2 of 10 samples")
+
+
+def test_a_share_of_free_is_of_what_is_left() -> None:
+    """Half of free, twice: a half, and then a half of the rest."""
+    free = FreeMemory(None, MARGIN + 1000, None)
+    requests = [request(100, "train"), request(100, "val")]
+    got = divided(requests, [10, 10], {"train": "50% of free", "val": "50% of free"}, free=free)
+    assert got.slots == (50, 25)
+    assert got.warnings == ()
+
+
+def test_who_is_not_cached_takes_nothing() -> None:
+    """A request without a spec, and a pot without members, have no slots, no bytes and no warning."""
+    got = divided([request(10), request(30)], [None, 100], {"": "1500B", "test": 10})
+    assert (got.slots, got.granted, got.warnings) == ((0, 15), (0, 1500), ())
+
+
+@pytest.mark.parametrize(
+    ("in_flight", "ranks", "kept_back"),
+    [(None, 4, 0), (InFlight(10, 0), 1, 3 * 990), (InFlight(10, 2), 1, 7 * 990), (InFlight(10, 2, 4), 2, 22 * 990)],
+)
+def test_the_loaders_batches_are_kept_back(in_flight: InFlight | None, ranks: int, kept_back: int) -> None:
+    """What each rank's workers make ahead, and three batches, are not granted."""
+    free = FreeMemory(None, MARGIN + 50_000, None)
+    got = divided([request(1000, in_flight=in_flight)], [100], {"": "auto"}, free=free, ranks=ranks)
+    assert got.granted == (50_000 - kept_back,)
+    assert got.slots == ((50_000 - kept_back) // 100,)
+
+
+def docker(directory: str | None) -> FreeMemory:
+    """64 MiB of /dev/shm, and a GiB of memory."""
+    return FreeMemory(None if directory is None else 64 * MIB, 1024 * MIB, None, directory)
+
+
+@pytest.mark.parametrize(
+    ("choice", "budget", "backend", "slots", "limited"),
+    [
+        ("auto", "40MiB", None, 40, False),  # /dev/shm is large enough
+        ("auto", "100MiB", "memfd", 100, False),
+        ("auto", "auto", "memfd", 1003, True),  # memory is short, too: 2 % margin
+        ("auto", 10, None, 0, True),  # below one sample: a memfd gains nothing
+        ("tmpfile", "100MiB", "tmpfile", 48, True),
+        ("file", "100MiB", "file", 48, True),
+        ("memfd", "100MiB", "memfd", 100, False),
+        ("tmpfile", "40MiB", "tmpfile", 40, False),
+    ],
+)
+def test_a_memfd_is_taken_where_dev_shm_is_short(
+    choice: str, budget: int | str, backend: str | None, slots: int, limited: bool
+) -> None:
+    """Under "auto" only, and only if more samples fit; what was chosen by hand stays."""
+    got = divided([request(2000)], [MIB], {"": budget}, free=docker, choice=choice)
+    assert (got.backend, got.slots, bool(got.warnings)) == (backend, (slots,), limited)
+
+
+def test_without_memfd_dev_shm_has_to_do(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A system that has no memfd gets what fits into /dev/shm, and the warning names it."""
+    monkeypatch.delattr(os, "memfd_create", raising=False)
+    got = divided([request(2000)], [MIB], {"": "100MiB"}, free=docker)
+    assert (got.backend, got.slots) == (None, (48,))
+    assert got.warnings == (
+        "the cache has room for 48 of 2,000 samples, 48 MiB of the 100 MiB that budget='100 MiB' asks for: limited by "
+        f"{memory_directory()} (64 MiB free)",
+    )
+
+
+def test_a_budget_below_one_sample_is_told() -> None:
+    """No memory is short, but not one slot can be paid."""
+    got = divided([request(2000, "val")], [MIB], {"val": "1MB"})
+    assert got.slots == (0,)
+    assert got.warnings == (
+        "the cache (val) has room for 0 of 2,000 samples, 976.6 KiB of the 976.6 KiB that budget='1 MB' asks for: less "
+        "than one sample",
+    )
+
+
+def test_a_request_has_a_name_for_messages() -> None:
+    """Its dataset's type, length and pot."""
+    assert request(2000, "val").name == "range (2,000 samples, val)"
+    assert request(2000).name == "range (2,000 samples)"
