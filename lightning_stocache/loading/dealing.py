@@ -71,12 +71,13 @@ class Dealer:
         ValueError: arcs and nodes differ in number, a node has no rank, or the arcs lie on different rings.
 
     Example:
-        >>> dealer = Dealer(Ring.cut(size=100, shares=(0.5, 0.5), slots=(50, 50)), nodes=((0, 1), (2, 3)))
-        >>> deal = dealer.deal(np.arange(8))
-        >>> deal.nodes.tolist(), int(deal.misses.sum())
-        ([0, 1, 0, 1, 0, 0, 1, 1], 1)
-        >>> dealer.share(deal, rank=2).tolist()
-        [3, 7]
+        >>> ring = Ring((Arc(size=8, slots=4, start=0), Arc(size=8, slots=4, start=4)))  # node 0 has the first half
+        >>> dealer = Dealer(ring, nodes=((0, 1), (2, 3)))
+        >>> deal = dealer.deal(np.array([5, 0, 1, 2]))
+        >>> deal.nodes.tolist(), deal.misses.tolist()
+        ([1, 0, 0, 1], [False, False, False, True])
+        >>> [dealer.share(deal, rank).tolist() for rank in range(4)]
+        [[1], [2], [3], [0]]
     """
 
     def __init__(self, ring: Ring, nodes: Sequence[Sequence[int]]) -> None:

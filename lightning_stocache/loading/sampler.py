@@ -63,12 +63,9 @@ class LocalitySampler(DistributedSampler[int]):
         ValueError: batch_size, mode, nodes or ring do not fit the rest.
 
     Example:
-        >>> ring = Ring.cut(size=8, shares=(0.5, 0.5), slots=(4, 4))
-        >>> samplers = [
-        ...     LocalitySampler(range(8), 2, rank, batch_size=2, ring=ring, nodes=((0,), (1,))) for rank in range(2)
-        ... ]
-        >>> [list(sampler) for sampler in samplers]
-        [[0, 7, 2, 5], [4, 3, 1, 6]]
+        >>> ring = Ring((Arc(size=8, slots=4, start=0), Arc(size=8, slots=4, start=4)))  # node 0 has the first half
+        >>> [list(LocalitySampler(range(8), 2, rank, batch_size=2, ring=ring, nodes=((0,), (1,)))) for rank in range(2)]
+        [[0, 3, 2, 1], [4, 7, 5, 6]]
         >>> [list(DistributedSampler(range(8), 2, rank)) for rank in range(2)]
         [[4, 7, 2, 1], [0, 3, 5, 6]]
     """
