@@ -6,6 +6,7 @@ import tomllib
 from importlib.metadata import version
 from pathlib import Path
 
+import lightning.pytorch  # noqa: F401  sets an environment variable when it is first imported
 import pytest
 
 import lightning_stocache

@@ -3,6 +3,7 @@
 import sys
 from pathlib import Path
 
+import lightning.pytorch  # noqa: F401  sets an environment variable when it is first imported
 import pytest
 import torch
 from torch import Tensor
