@@ -44,7 +44,6 @@ from lightning_stocache.loading.opening import CacheMemoryError
 from lightning_stocache.node.free import FreeMemory
 from lightning_stocache.node.segment import Segment
 from tests.processes import context, without_room
-from tests.ranks import run_ranks
 from tests.sources import CountedSource
 
 LENGTH = 24
@@ -415,45 +414,6 @@ def test_counts_add_up(source: CountedSource, budget: str | int, num_workers: in
         assert counts.served == served == 30 + 13 + 13 + 6
         assert counts.fills <= counts.misses
         assert counts.fills == (dataset.cache.filled if dataset.cache else 0)
-
-
-def train_on_rank(rank: int, folder: str, num_workers: int) -> tuple[int, int, int, tuple[int, ...]]:
-    own = CountedSource(LENGTH, log_path=f"{folder}/{rank}")
-    dataset = CachedDataset(own, defer=True)
-    dataset.share()
-    at_set_up = own.loads
-    sampler = DistributedSampler(own, shuffle=True)
-    seen = 0
-    for epoch in range(3):
-        sampler.set_epoch(epoch)
-        loader = DataLoader(
-            dataset,
-            4,
-            sampler=sampler,
-            num_workers=num_workers,
-            multiprocessing_context="fork" if num_workers else None,
-        )
-        for batch in loader:
-            numbered(own, batch)
-            seen += len(batch[0])
-        torch.distributed.barrier()  # as the last step's all-reduce does: no rank begins before all have loaded
-    result = at_set_up, own.loads, seen, totals(dataset).values()
-    torch.distributed.barrier()
-    dataset.close()
-    return result
-
-
-@pytest.mark.parametrize("num_workers", [0, 2])
-def test_two_ranks_load_every_sample_once(tmp_path: Path, num_workers: int) -> None:
-    """After `share()` the ranks of a node have one cache: N loads in all, and only the leader reads at set-up."""
-    (at_first, first, seen, counts), (at_second, second, _, same_counts) = run_ranks(
-        train_on_rank, 2, str(tmp_path), num_workers
-    )
-    assert (at_first, at_second) == (8, 0)
-    assert first + second == LENGTH + 8
-    assert seen == 3 * LENGTH // 2
-    assert counts == same_counts
-    assert counts[:4] == (2 * LENGTH, LENGTH, 0, LENGTH)
 
 
 # --- what is served is the caller's own
