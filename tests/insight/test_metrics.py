@@ -1,0 +1,68 @@
+"""Rates from counts: sums first, then the division."""
+
+from __future__ import annotations
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from lightning_stocache.cache.counters import Counts
+from lightning_stocache.insight.metrics import Tally, rates, summarise
+
+numbers = st.integers(0, 10**12)
+counts = st.builds(Counts, *[numbers] * len(Counts().values()))
+tallies = st.lists(
+    st.builds(Tally, st.integers(0, 3), counts, numbers, numbers, numbers, numbers), min_size=1, max_size=8
+)
+
+
+def test_the_hit_rate_of_a_job_is_no_mean_of_rates():
+    """9 of 10 on one rank and 0 of 1 on another are 9 of 11."""
+    job = summarise([Tally(0, Counts(hits=9, misses=1)), Tally(0, Counts(misses=1))])
+    assert job["hit_rate"] == pytest.approx(9 / 11)
+
+
+def test_a_rate_over_nothing_is_zero():
+    """An epoch without a sample, and a cache without a slot, have rates of 0."""
+    assert {rates(Tally())[name] for name in ("hit_rate", "fill_fraction")} == {0}
+
+
+def test_bypasses_are_served_too():
+    """What has no slot counts against the hit rate."""
+    assert rates(Tally(counts=Counts(hits=1, misses=1, bypasses=2)))["hit_rate"] == 0.25
+
+
+def test_seconds_and_bytes():
+    """Nanoseconds become seconds; bytes stay bytes."""
+    values = rates(Tally(counts=Counts(source_ns=1_500_000_000, bytes_from_cache=7), memory_bytes=9, budget_bytes=11))
+    assert (values["source_seconds"], values["bytes_from_cache"]) == (1.5, 7)
+    assert (values["memory_bytes"], values["budget_bytes"]) == (9, 11)
+
+
+def test_one_node_has_no_keys_of_its_own():
+    """Keys per node appear only where there are several nodes."""
+    assert not [key for key in summarise([Tally(0), Tally(0)]) if key.startswith("node")]
+
+
+def test_several_nodes_have_three_keys_each():
+    """hit_rate, fill_fraction and memory_bytes of each node, from its own ranks alone."""
+    job = summarise(
+        [
+            Tally(0, Counts(hits=1), slots=4, filled=2, memory_bytes=10),
+            Tally(0, Counts(misses=1)),
+            Tally(1, Counts(hits=3, misses=1), slots=4, filled=4, memory_bytes=30),
+        ]
+    )
+    assert (job["node0/hit_rate"], job["node0/fill_fraction"], job["node0/memory_bytes"]) == (0.5, 0.5, 10)
+    assert (job["node1/hit_rate"], job["node1/fill_fraction"], job["node1/memory_bytes"]) == (0.75, 1, 30)
+    assert (job["hit_rate"], job["fill_fraction"], job["memory_bytes"]) == (4 / 6, 0.75, 40)
+
+
+@given(tallies)
+def test_sums_do_not_depend_on_the_ranks_order(ranks):
+    """Whatever order the tallies come in, the metrics are the same; rates lie in [0, 1] where counts allow."""
+    forward, backward = summarise(ranks), summarise(ranks[::-1])
+    assert forward == backward
+    assert 0 <= forward["hit_rate"] <= 1
+    for name in ("hits", "misses", "bypasses", "fills"):
+        assert forward[name] == sum(getattr(rank.counts, name) for rank in ranks)

@@ -1,0 +1,90 @@
+"""The house: imports point one way, each room knows only what it may, and no file has two ideas."""
+
+from __future__ import annotations
+
+import ast
+from collections.abc import Iterator
+from graphlib import TopologicalSorter
+from pathlib import Path
+
+ROOT = Path(__file__).parents[1]
+PACKAGE = ROOT / "lightning_stocache"
+ROOMS = ["node", "cache", "loading", "insight", "training"]
+FILES = sorted(PACKAGE.rglob("*.py"))
+LONGEST = 300
+
+
+def name_of(path: Path) -> str:
+    return ".".join(path.relative_to(ROOT).with_suffix("").parts).removesuffix(".__init__")
+
+
+def imports_of(path: Path) -> Iterator[str]:
+    """The modules that a file imports, anywhere in it; `from x import y` is x."""
+    for node in ast.walk(ast.parse(path.read_text())):
+        if isinstance(node, ast.Import):
+            yield from (alias.name for alias in node.names)
+        elif isinstance(node, ast.ImportFrom):
+            assert node.level == 0, f"{path} imports relatively"
+            yield node.module or ""
+
+
+def room_of(module: str) -> str | None:
+    parts = module.split(".")
+    return parts[1] if parts[0] == PACKAGE.name and len(parts) > 1 and parts[1] in ROOMS else None
+
+
+def test_rooms_import_only_from_rooms_above():
+    """A module imports from its own room and from those before it: node, cache, loading, insight, training."""
+    wrong = []
+    for path in FILES:
+        room = room_of(name_of(path))
+        above = ROOMS[: ROOMS.index(room) + 1] if room else ROOMS
+        wrong += [
+            f"{name_of(path)} <- {module}" for module in imports_of(path) if room_of(module) not in (None, *above)
+        ]
+    assert wrong == []
+
+
+def test_names_come_from_the_leaf_that_defines_them():
+    """No module inside imports from the package's face, nor from a room's."""
+    faces = {PACKAGE.name, *(f"{PACKAGE.name}.{room}" for room in ROOMS)}
+    assert [name_of(path) for path in FILES if room_of(name_of(path)) and faces & set(imports_of(path))] == []
+
+
+def test_only_training_knows_lightning():
+    """Lightning is imported in training/ and nowhere else in the package."""
+    knowing = {room_of(name_of(path)) for path in FILES if {"lightning", "pytorch_lightning"} & tops(path)}
+    assert knowing == {"training"}
+
+
+def test_only_the_command_line_knows_hydra():
+    """Hydra and OmegaConf are imported by __main__ alone, if at all."""
+    knowing = {name_of(path) for path in FILES if {"hydra", "omegaconf"} & tops(path)}
+    assert knowing <= {f"{PACKAGE.name}.__main__"}
+
+
+def tops(path: Path) -> set[str]:
+    return {module.partition(".")[0] for module in imports_of(path)}
+
+
+def test_no_cycles():
+    """The modules can be put in an order in which each imports only what comes before it."""
+    known = {name_of(path) for path in FILES}
+    graph = {name_of(path): known & set(imports_of(path)) for path in FILES if name_of(path) != PACKAGE.name}
+    assert len(list(TopologicalSorter(graph).static_order())) >= len(graph)
+
+
+def test_no_file_is_long():
+    """Past 300 lines a file has two ideas."""
+    lines = {name_of(path): len(path.read_text().splitlines()) for path in FILES}
+    assert {name: count for name, count in lines.items() if count > LONGEST} == {}
+
+
+def test_every_module_says_what_it_is():
+    """Each module begins with a docstring."""
+    assert [name_of(path) for path in FILES if not ast.get_docstring(ast.parse(path.read_text()))] == []
+
+
+def test_no_catch_all_modules():
+    """There is no utils, common, helpers, core, types or constants."""
+    assert not {path.stem for path in FILES} & {"utils", "common", "helpers", "core", "types", "constants"}

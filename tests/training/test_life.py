@@ -1,0 +1,231 @@
+"""The life of the caches: opened once, closed at every kind of end, and nothing left."""
+
+from __future__ import annotations
+
+import re
+import signal
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+from lightning.pytorch import LightningDataModule
+
+from lightning_stocache.node.segment import Segment
+from lightning_stocache.training.callbacks import CacheMonitor, StochasticCache
+from lightning_stocache.training.datamodule import StocacheDataModule, cache_datamodule
+from tests.sources import CountedSource
+from tests.training.tiny import SAMPLES, Model, logged, make_trainer, plain_loader, source
+
+MIB = 2**20
+
+
+@pytest.fixture
+def segments(monkeypatch: pytest.MonkeyPatch) -> Iterator[list[Segment]]:
+    """The segments that this process makes, in that order."""
+    made: list[Segment] = []
+    create = Segment.create.__func__  # type: ignore[attr-defined]
+
+    def noting(cls: type[Segment], *args: Any, **options: Any) -> Segment:
+        made.append(create(cls, *args, **options))
+        return made[-1]
+
+    monkeypatch.setattr(Segment, "create", classmethod(noting))
+    yield made
+    made.clear()
+
+
+class Data(LightningDataModule):
+    """Two datasets of a user's, made in setup."""
+
+    def __init__(self, folder: Path, workers: int = 0) -> None:
+        super().__init__()
+        self.folder, self.workers = folder, workers
+
+    def setup(self, stage: str) -> None:
+        self.train, self.val = source(self.folder), source(self.folder, "val", 8)
+
+    def train_dataloader(self) -> Any:
+        return plain_loader(self.train, shuffle=True, num_workers=self.workers)
+
+    def val_dataloader(self) -> Any:
+        return plain_loader(self.val, num_workers=self.workers)
+
+
+def door(name: str, folder: Path, workers: int = 0, **options: Any) -> tuple[list[Any], LightningDataModule]:
+    """The callbacks and the DataModule with which a test trains through one of the doors."""
+    if name == "callback":
+        return [StochasticCache(**options)], Data(folder, workers)
+    if name == "cached":
+        return [CacheMonitor()], cache_datamodule(Data(folder, workers), **options)
+    sets = source(folder), source(folder, "val", 8)
+    return [CacheMonitor()], StocacheDataModule(*sets, batch_size=4, num_workers=workers, **options)
+
+
+DOORS = pytest.mark.parametrize("name", ["callback", "cached", "ours"])
+
+
+@DOORS
+def test_a_call_opens_two_segments_per_dataset(tmp_path, segments, name):
+    """Slots and counters of train and val are made once in a fit with sanity check and reloads, and closed after it."""
+    callbacks, dm = door(name, tmp_path)
+    trainer = make_trainer(tmp_path, callbacks, epochs=3, reload_dataloaders_every_n_epochs=1)
+    trainer.fit(Model(), dm)
+    assert len(segments) == 4
+    assert all(segment.closed for segment in segments)
+    trainer.validate(Model(), dm, verbose=False)
+    assert len(segments) == 6
+    assert all(segment.closed for segment in segments)
+
+
+class Failing(Model):
+    """Raises in the middle of an epoch."""
+
+    def __init__(self, error: type[BaseException]) -> None:
+        super().__init__()
+        self.error = error
+
+    def training_step(self, batch, batch_idx):
+        if batch_idx == 3:
+            raise self.error("mine")
+        return super().training_step(batch, batch_idx)
+
+
+@pytest.fixture
+def _interruptible() -> Iterator[None]:
+    """Lightning ignores Ctrl-C for good once it has seen one."""
+    handler = signal.getsignal(signal.SIGINT)
+    yield
+    signal.signal(signal.SIGINT, handler)
+
+
+@pytest.mark.parametrize(("name", "workers"), [("callback", 0), ("cached", 0), ("ours", 0), ("ours", 2)])
+@pytest.mark.parametrize("error", [ArithmeticError, KeyboardInterrupt, SystemExit])
+@pytest.mark.usefixtures("_interruptible")
+def test_caches_are_closed_after_every_kind_of_end(tmp_path, segments, name, error, workers):
+    """An exception, Ctrl-C or SystemExit in a step closes all segments at once, and the next fit works."""
+    callbacks, dm = door(name, tmp_path, workers)
+    expected = SystemExit if error is KeyboardInterrupt else error  # Lightning exits after Ctrl-C
+    with pytest.raises(expected):
+        make_trainer(tmp_path, callbacks).fit(Failing(error), dm)
+    assert len(segments) == 4
+    assert all(segment.closed for segment in segments)
+    trainer = make_trainer(tmp_path, callbacks, epochs=2)
+    trainer.fit(Model(), dm)
+    assert logged(trainer, "stocache/misses") == [SAMPLES, 0]
+    assert all(segment.closed for segment in segments)
+
+
+def test_the_same_trainer_can_fit_again_after_a_failure(tmp_path, segments):
+    """The loaders that a failed fit had replaced are the user's own again."""
+    callback, dm = StochasticCache(), Data(tmp_path)
+    trainer = make_trainer(tmp_path, [callback])
+    with pytest.raises(ArithmeticError):
+        trainer.fit(Failing(ArithmeticError), dm)
+    trainer.fit(Model(), dm)
+    assert trainer.callback_metrics["stocache/misses"] == SAMPLES
+    assert all(segment.closed for segment in segments)
+
+
+def test_a_kept_cache_outlives_a_failure(tmp_path, segments):
+    """With keep_cache=True what a failed fit had loaded is there for the next one."""
+    train = source(tmp_path)
+    dm = StocacheDataModule(train, batch_size=4, loader={"shuffle": False}, keep_cache=True)
+    with pytest.raises(ArithmeticError):
+        make_trainer(tmp_path).fit(Failing(ArithmeticError), dm)
+    trainer = make_trainer(tmp_path, [CacheMonitor()])
+    trainer.fit(Model(), dm)
+    assert logged(trainer, "stocache/hits")[-1] == 16
+    dm.close()
+    assert all(segment.closed for segment in segments)
+
+
+class Broken(CountedSource):
+    """A source one of whose samples cannot be read."""
+
+    broken = 13
+
+    def __getitem__(self, index: int) -> Any:
+        if index == self.broken:
+            raise ZeroDivisionError(f"sample {index} is mine")
+        return super().__getitem__(index)
+
+
+@pytest.mark.parametrize("workers", [0, 1])
+def test_an_error_of_the_source_is_the_users_own(tmp_path, segments, workers):
+    """A source that raises ends training with its own exception and traceback, the same with the cache off."""
+    ends = []
+    for budget in ("auto", 0):
+        dm = StocacheDataModule(Broken(SAMPLES), batch_size=4, num_workers=workers, budget=budget)
+        with pytest.raises(ZeroDivisionError, match="sample 13 is mine") as error:
+            make_trainer(tmp_path).fit(Model(), dm)
+        message = str(error.value)  # from a worker it holds the traceback, ours in front of the user's
+        ends.append(message[message.find(f'File "{__file__}"') :])
+        assert workers or any(Path(entry.path).name == Path(__file__).name for entry in error.traceback[1:])
+        assert all(segment.closed for segment in segments)
+    assert ends[0] == ends[1]
+    assert not workers or "in __getitem__" in ends[0]
+
+
+def test_an_error_of_the_source_at_set_up_is_the_users_own(tmp_path, segments):
+    """A source that raises for its first sample raises through the Trainer, and nothing stays open."""
+
+    class BrokenFirst(Broken):
+        broken = 0
+
+    for budget in ("auto", 0):
+        callbacks, dm = (
+            [StochasticCache(budget)],
+            LightningDataModule.from_datasets(BrokenFirst(SAMPLES), num_workers=0),
+        )
+        with pytest.raises(ZeroDivisionError, match="sample 0 is mine"):
+            make_trainer(tmp_path, callbacks).fit(Model(), dm)
+    assert all(segment.closed for segment in segments)
+
+
+def shared_memory() -> int:
+    """Bytes of shared memory that this process has mapped, its part of what others map too."""
+    rollup = Path("/proc/self/smaps_rollup").read_text()
+    return 1024 * int(re.search(r"^Pss_Shmem:\s+(\d+)", rollup, re.MULTILINE).group(1))  # type: ignore[union-attr]
+
+
+def own_memory() -> int:
+    """Bytes of memory that are this process's alone."""
+    rollup = Path("/proc/self/smaps_rollup").read_text()
+    return 1024 * int(re.search(r"^Pss_Anon:\s+(\d+)", rollup, re.MULTILINE).group(1))  # type: ignore[union-attr]
+
+
+class Wide(Model):
+    """Takes the first corner of a large image."""
+
+    def loss(self, batch):
+        return super().loss((batch[0][:, :, :8, :8], batch[1]))
+
+
+@DOORS
+def test_five_fits_end_with_the_memory_of_one(tmp_path, name):
+    """A cache of 12 MiB is in memory while a fit runs and gone after it; five fits leave no more than one does."""
+    big = CountedSource(64, (3, 256, 256))
+    after, within = [], []
+
+    class Looking(CacheMonitor):
+        def on_train_end(self, trainer, pl_module):
+            within.append(shared_memory())
+
+    class Big(Data):
+        def setup(self, stage):
+            self.train = self.val = big
+
+    before = shared_memory()
+    for _ in range(6):  # the first warms the allocator up
+        if name == "ours":
+            callbacks, dm = [], StocacheDataModule(big, big, batch_size=4)
+        elif name == "cached":
+            callbacks, dm = [], cache_datamodule(Big(tmp_path))
+        else:
+            callbacks, dm = [StochasticCache()], Big(tmp_path)
+        make_trainer(tmp_path, [*callbacks, Looking()], logger=False).fit(Wide(), dm)
+        after.append((shared_memory(), own_memory()))
+    assert all(one >= before + 11 * MIB for one in within)
+    assert all(abs(shared - before) < MIB for shared, _ in after)
+    assert after[-1][1] - after[1][1] < 12 * MIB
