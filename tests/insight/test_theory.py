@@ -79,6 +79,13 @@ def test_overlapping_arcs_move_nothing():
     assert moved_share(equal(3, 0.5), ranks(3), 256) < 0.001
 
 
+def test_what_nodes_cannot_hold_or_train_on_is_not_moved():
+    """The moved share counts what levelling loses, neither uncached samples nor memory beyond a node's training."""
+    assert moved_share(equal(4, 0.125), ranks(4), 256) < 0.001
+    uneven = Ring.cut(100_000, [1 / 3] * 3, [10_000, 90_000, 10_000])
+    assert moved_share(uneven, ranks(3), 256) < 0.005
+
+
 @pytest.mark.parametrize(
     ("changed", "message"),
     [
