@@ -15,7 +15,7 @@ import operator
 from collections.abc import Callable, Sequence
 from typing import Any, Literal, NamedTuple, SupportsIndex, get_args
 
-from torch.utils.data import ConcatDataset, Dataset, IterableDataset, Subset
+from torch.utils.data import Dataset
 
 from lightning_stocache.cache.cache import SharedCache
 from lightning_stocache.cache.counters import Counters, Counts
@@ -24,6 +24,7 @@ from lightning_stocache.cache.spec import SampleSpec
 from lightning_stocache.loading.allocation import BackendChoice, InFlight, Request
 from lightning_stocache.loading.opened import Opened
 from lightning_stocache.loading.opening import open_caches
+from lightning_stocache.loading.source import check_source
 from lightning_stocache.node.budget import Budget, format_bytes
 from lightning_stocache.node.group import NodeGroup
 
@@ -95,7 +96,7 @@ class CachedDataset(Dataset[Any]):
         on_error: OnError = "raise",
         defer: bool = False,
     ) -> None:
-        _check_source(source)
+        check_source(source, CachedDataset)
         if spec is not None and not isinstance(spec, SampleSpec):
             raise TypeError(f"spec must be a SampleSpec, as SampleSpec.infer(sample) makes it; got {spec!r}")
         if backend not in get_args(BackendChoice):
@@ -253,22 +254,3 @@ class CachedDataset(Dataset[Any]):
 
     def _transformed(self, sample: Any) -> Any:
         return sample if self.transform is None else self.transform(sample)
-
-
-def _check_source(source: Any) -> None:
-    if _is_cached(source):
-        raise TypeError(f"source must be the dataset itself, got a {type(source).__name__} that is cached already")
-    if isinstance(source, IterableDataset) or not (hasattr(source, "__getitem__") and hasattr(source, "__len__")):
-        raise TypeError(
-            f"source must be a map-style dataset with __getitem__ and __len__, got {type(source).__name__}: without an "
-            "index there is nothing to cache by"
-        )
-    if len(source) == 0:
-        raise ValueError(f"source must have at least one sample, got an empty {type(source).__name__}")
-
-
-def _is_cached(source: Any) -> bool:
-    parts = [source.dataset] if isinstance(source, Subset) else getattr(source, "datasets", [])
-    return isinstance(source, CachedDataset) or (
-        isinstance(source, Subset | ConcatDataset) and any(map(_is_cached, parts))
-    )

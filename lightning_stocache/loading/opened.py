@@ -17,7 +17,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 import torch
-from torch.utils.data import Dataset
+from torch.utils.data import Dataset, Subset
 
 from lightning_stocache.cache.cache import SharedCache
 from lightning_stocache.cache.counters import Counters
@@ -60,8 +60,11 @@ class Opened:
 
     @property
     def fetch(self) -> Callable[[list[int]], Any] | None:
-        """The source's own way to load a batch, if it has one."""
-        return getattr(self.source, "__getitems__", None)
+        """The source's own way to load a batch, if it has one: a Subset has none that its dataset has not."""
+        inner = self.source
+        while type(inner) is Subset:
+            inner = inner.dataset
+        return getattr(self.source, "__getitems__", None) if getattr(inner, "__getitems__", None) else None
 
     def serve(self, index: int) -> Any:
         """The sample of an index. One that lies outside the dataset is the source's business."""

@@ -381,13 +381,27 @@ def test_batches_are_those_without_a_cache(kind: str, num_workers: int, shuffle:
 
 @pytest.mark.usefixtures("seeded")
 @pytest.mark.parametrize(
-    "make", [lambda: augmented("v2", BatchedAugmented), lambda: Noisy(LENGTH)], ids=["batched", "whole"]
+    "make",
+    [
+        lambda: Noisy(LENGTH),
+        lambda: Subset(Noisy(LENGTH), range(3, LENGTH)),
+        lambda: Subset(augmented("v2"), range(3, LENGTH)),
+    ],
+    ids=["whole", "Subset of whole", "Subset of split"],
 )
-def test_a_cache_draws_as_a_budget_of_zero_does(make: Callable[[], Dataset[Any]]) -> None:
-    """Sources that draw for a whole batch, or cannot be split, are followed by `transform` in the same order."""
+@pytest.mark.parametrize("budget", ["auto", "50%", 0])
+def test_draws_are_those_without_a_cache(make: Callable[[], Dataset[Any]], budget: str | int) -> None:
+    """Each sample's own draws are followed by those of its `transform`, split or not, through Subset too."""
+    with closing(CachedDataset(make(), budget, transform=jitter)) as dataset:
+        assert epochs(dataset, 0, True) == epochs(Transformed(make(), jitter), 0, True)
+
+
+@pytest.mark.usefixtures("seeded")
+def test_whole_batches_draw_alike_at_every_budget() -> None:
+    """A source that loads whole batches draws for all of a batch before the first `transform`, cached or not."""
     results = []
     for budget in (0, "auto", "50%"):
-        with closing(CachedDataset(make(), budget, transform=jitter)) as dataset:
+        with closing(CachedDataset(augmented("v2", BatchedAugmented), budget, transform=jitter)) as dataset:
             results.append(epochs(dataset, 0, True))
     assert results[0] == results[1] == results[2]
 
