@@ -1,0 +1,46 @@
+"""How TensorBoard's Custom Scalars tab shows the metrics: the layout of its charts, as plain data.
+
+`LAYOUT` is what `SummaryWriter.add_custom_scalars` takes: category -> chart -> ["Multiline", patterns of tags]. A
+writer takes it once; several runs with the same layout share their charts. TensorBoard matches the beginning of a tag,
+so each pattern ends with `$`: without it `hit_rate` would bring `hit_rate_expected` along wherever it stands.
+
+TensorBoard cannot fix an axis, so a rate is drawn beside its ceiling, and it smooths by 0.6, by which a hit rate of
+0.70 in epoch two reads 0.43: `ADDRESS` is the tab without smoothing, to be printed for the user.
+"""
+
+from __future__ import annotations
+
+__all__ = ["ADDRESS", "LAYOUT"]
+
+ADDRESS = "/#custom_scalars&_smoothingWeight=0"
+
+
+def _chart(*metrics: str, stage: str = "") -> list[str | list[str]]:
+    return ["Multiline", [f"^stocache/{stage}{metric}$" for metric in metrics]]
+
+
+LAYOUT: dict[str, dict[str, list[str | list[str]]]] = {
+    "Stochastic cache": {
+        "Hit rate, its ceiling and what theory expects": _chart("hit_rate", "coverage", "hit_rate_expected"),
+        "Fill: slots that are ready": _chart("fill_fraction"),
+        "Bytes from cache and from source": _chart("bytes_from_cache", "bytes_from_source"),
+        "Seconds of waiting for data and of computing": _chart("data_wait_seconds", "compute_seconds"),
+        "Samples per second": _chart("samples_per_second"),
+        "Memory and budget, in bytes": _chart("memory_bytes", "budget_bytes"),
+    },
+    "Stochastic cache: samples": {
+        "Hits, misses and bypasses": _chart("hits", "misses", "bypasses"),
+        "Fills": _chart("fills"),
+        "Seconds in the source, over all processes": _chart("source_seconds"),
+    },
+    "Stochastic cache: validation and test": {
+        "Hit rate and its ceiling": _chart("hit_rate", "coverage", stage="(val|test)/"),
+        "Memory and budget, in bytes": _chart("memory_bytes", "budget_bytes", stage="(val|test)/"),
+    },
+    "Stochastic cache: nodes": {
+        "Hit rate per node": _chart("hit_rate", stage=r"node\d+/"),
+        "Fill per node": _chart("fill_fraction", stage=r"node\d+/"),
+        "Memory per node, in bytes": _chart("memory_bytes", stage=r"node\d+/"),
+    },
+}
+"""The layout. With one node or no validation the last categories stay empty."""
