@@ -1,0 +1,101 @@
+"""Which runs are found below a folder, what they are called, and what bad folders get."""
+
+import sys
+
+import pytest
+
+from lightning_stocache.insight.logs import LogError, read_log
+from lightning_stocache.insight.panels import panels
+from lightning_stocache.insight.runs import find_runs
+from lightning_stocache.insight.summary import table
+from tests.insight.logged import rows_of_a_run, write_csv, write_hydra, write_multirun
+
+
+@pytest.fixture
+def multirun(tmp_path):
+    return write_multirun(tmp_path / "sweep")
+
+
+def test_runs_of_a_multirun_are_named_by_what_differs(multirun):
+    """Overrides that all runs have are left out of their names; the order is that of the job numbers."""
+    runs, left_out = find_runs([multirun])
+    assert [run.name for run in runs] == ["cache.budget=0%", "cache.budget=50%", "cache.budget=100%"]
+    assert left_out == []
+
+
+def test_versions_of_a_logger_are_runs_in_the_order_of_their_numbers(tmp_path):
+    """lightning_logs/version_N are runs by that name, and version_10 comes after version_9."""
+    for number in (10, 9):
+        write_csv(tmp_path / "lightning_logs" / f"version_{number}", rows_of_a_run())
+    assert [run.name for run in find_runs([tmp_path])[0]] == ["version_9", "version_10"]
+
+
+def test_a_run_that_is_given_twice_is_shown_once(tmp_path):
+    """A folder and the folder above it lead to the same run."""
+    folder = write_csv(tmp_path / "run", rows_of_a_run())
+    assert len(find_runs([folder, tmp_path])[0]) == 1
+
+
+def test_tensorboard_says_the_same_as_csv(tmp_path):
+    """Event files, of which each tag lies by itself, give the panels that the CSV of the same run gives."""
+    tensorboard = pytest.importorskip("torch.utils.tensorboard")
+    writer = tensorboard.SummaryWriter(str(tmp_path / "events"))
+    for step, epoch, values in rows_of_a_run(0.5, nodes=2):
+        for name, value in {**values, **({} if epoch is None else {"epoch": epoch})}.items():
+            writer.add_scalar(name, value, step)
+    writer.close()
+    write_csv(tmp_path / "csv", rows_of_a_run(0.5, nodes=2))
+    (events,), (lines,) = find_runs([tmp_path / "events"])[0], find_runs([tmp_path / "csv"])[0]
+    assert table([events]) == table([lines])
+    for ours, theirs in zip(panels([events]), panels([lines]), strict=True):
+        assert [one.label for one in getattr(ours, "series", ())] == [
+            one.label for one in getattr(theirs, "series", ())
+        ]
+        for one, other in zip(getattr(ours, "series", ()), getattr(theirs, "series", ()), strict=True):
+            assert sum(one.points, ()) == pytest.approx(sum(other.points, ()))
+
+
+def test_tensorboard_that_is_missing_is_named(tmp_path, monkeypatch):
+    """Without TensorBoard the sentence says what to install, and that CSVLogger would do."""
+    (tmp_path / "events.out.tfevents.1.host").write_bytes(b"")
+    monkeypatch.setitem(sys.modules, "tensorboard.backend.event_processing.event_accumulator", None)
+    with pytest.raises(LogError, match=r"lightning-stocache\[tensorboard\].*CSVLogger"):
+        read_log(tmp_path)
+
+
+@pytest.mark.parametrize("overrides", ["{a: 1}", "[1, [2]]", "- [", "!!python/object/apply:os.getpid []", "\x00", ""])
+def test_overrides_that_are_no_list_of_texts_are_no_name(tmp_path, overrides):
+    """A run whose overrides cannot be read is called by its path."""
+    folder = write_hydra(tmp_path / "run", [], rows_of_a_run())
+    (folder / ".hydra" / "overrides.yaml").write_text(overrides)
+    assert [run.name for run in find_runs([tmp_path])[0]] == ["run"]
+
+
+@pytest.mark.parametrize(
+    ("text", "says"),
+    [
+        ("", "is empty"),
+        ("a,b\n1,2\n", "no column named step"),
+        ("epoch,step,train/loss\n0,9,0.5\n", "no stocache/ value"),
+        ("epoch,step,stoc", "no stocache/ value"),
+        ("epoch,step,stocache/hits\n0,9", "no stocache/ value"),
+        ("epoch,step,stocache/hits\n0,9,nan\n", "no stocache/ value"),
+        ("\x00\x01\x02", "no column named step"),
+        ("step," + "x" * 200_000, "cannot be read"),
+    ],
+)
+def test_a_bad_csv_is_one_sentence(tmp_path, text, says):
+    """Empty, foreign, truncated and binary files are refused by what is missing in them."""
+    (tmp_path / "metrics.csv").write_text(text)
+    with pytest.raises(LogError, match=says) as refused:
+        find_runs([tmp_path])
+    assert "\n" not in str(refused.value)
+
+
+def test_folders_that_are_none_are_refused(tmp_path):
+    """A folder that is missing, a file instead of one, and a folder without a run, each in a sentence."""
+    file = write_csv(tmp_path / "run", rows_of_a_run()) / "metrics.csv"
+    (tmp_path / "empty").mkdir()
+    for path, says in ((tmp_path / "no", "does not exist"), (file, "is a file"), (tmp_path / "empty", "holds no run")):
+        with pytest.raises(LogError, match=says):
+            find_runs([path])
