@@ -10,6 +10,8 @@ if TYPE_CHECKING:
     from lightning_stocache.cache.cache import SharedCache, get_shm_size
     from lightning_stocache.cache.spec import SampleSpec
     from lightning_stocache.loading.dataset import CachedDataset
+    from lightning_stocache.loading.loader import CachedLoader
+    from lightning_stocache.loading.sampler import LocalitySampler
     from lightning_stocache.training.callbacks import CacheMonitor, FillProgress, StochasticCache
     from lightning_stocache.training.datamodule import StocacheDataModule, cache_datamodule
 
@@ -18,7 +20,9 @@ if TYPE_CHECKING:
 __all__ = [
     "CacheMonitor",
     "CachedDataset",
+    "CachedLoader",
     "FillProgress",
+    "LocalitySampler",
     "SampleSpec",
     "SharedCache",
     "StocacheDataModule",
@@ -30,7 +34,9 @@ __all__ = [
 _HOMES = {
     "CacheMonitor": "training.callbacks",
     "CachedDataset": "loading.dataset",
+    "CachedLoader": "loading.loader",
     "FillProgress": "training.callbacks",
+    "LocalitySampler": "loading.sampler",
     "SampleSpec": "cache.spec",
     "SharedCache": "cache.cache",
     "StocacheDataModule": "training.datamodule",

@@ -16,10 +16,12 @@ from lightning.pytorch.utilities import rank_zero_info
 
 from lightning_stocache.loading.allocation import BackendChoice
 from lightning_stocache.loading.dataset import CachedDataset, OnError
+from lightning_stocache.loading.sampler import Mode
 from lightning_stocache.node.budget import format_bytes
 from lightning_stocache.training.caches import CallCaches
 from lightning_stocache.training.monitor import CacheMonitor, log_every, running_datasets
 from lightning_stocache.training.options import CacheOptions
+from lightning_stocache.training.sampling import replicas
 from lightning_stocache.training.tap import LoaderTap
 
 __all__ = ["CacheMonitor", "FillProgress", "StochasticCache"]
@@ -80,6 +82,7 @@ class StochasticCache(CacheMonitor):
         backend: where the memory lies, see `CachedDataset`.
         on_error: "raise" or "disable" when the memory cannot be had.
         keep_cache: keep the caches between Trainer calls of this process, until `close`.
+        sampling: how a training set with the default sampler is dealt to several nodes, see `StocacheDataModule`.
 
     Raises:
         ValueError: an option that cannot be read.
@@ -98,19 +101,24 @@ class StochasticCache(CacheMonitor):
         backend: BackendChoice = "auto",
         on_error: OnError = "raise",
         keep_cache: bool = False,
+        sampling: Mode = "locality",
     ) -> None:
         super().__init__()
-        self.caches = CallCaches(CacheOptions(budget, stage_budgets, allow_random, backend, on_error, keep_cache))
+        self.caches = CallCaches(
+            CacheOptions(budget, stage_budgets, allow_random, backend, on_error, keep_cache, sampling)
+        )
         self._monitors = True
 
     def setup(self, trainer: Trainer, pl_module: LightningModule, stage: str) -> None:
         """Stand before the loaders of the call."""
+        super().setup(trainer, pl_module, stage)
         self._monitors = not any(
             isinstance(other, CacheMonitor) and not isinstance(other, StochasticCache)
             for other in trainer.callbacks  # type: ignore[attr-defined]
         )
         sources = _data_sources(trainer, stage)
-        tap = LoaderTap(self.caches, {name: source.dataloader for name, source in sources.items()}, list(sources))
+        getters = {name: source.dataloader for name, source in sources.items()}
+        tap = LoaderTap(self.caches, getters, list(sources), partial(replicas, trainer))
         for name, source in sources.items():
             source.dataloader = partial(tap, name)
 

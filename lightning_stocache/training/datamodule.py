@@ -8,19 +8,24 @@ two Trainer calls nothing is open, unless `keep_cache=True`.
 from __future__ import annotations
 
 import copy
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence, Sized
 from functools import partial
-from typing import Any, Literal, TypeAlias, TypeVar
+from typing import Any, Literal, TypeAlias, TypeVar, cast
 
 import torch
 from lightning.pytorch import LightningDataModule
+from lightning.pytorch.utilities import rank_zero_warn
 from torch.utils.data import DataLoader, Dataset
 
 from lightning_stocache.loading.allocation import BackendChoice, InFlight
-from lightning_stocache.loading.dataset import OnError
+from lightning_stocache.loading.dataset import CachedDataset, OnError
+from lightning_stocache.loading.loader import CachedLoader
+from lightning_stocache.loading.sampler import LocalitySampler, Mode
 from lightning_stocache.training.caches import CallCaches, Wanted
 from lightning_stocache.training.hooks import CachedHooks
 from lightning_stocache.training.options import STAGES, CacheOptions
+from lightning_stocache.training.position import Position
+from lightning_stocache.training.sampling import epochs_done, global_seed, locality_sampler, replicas
 from lightning_stocache.training.sources import Source, made
 
 __all__ = ["StocacheDataModule", "cache_datamodule"]
@@ -55,6 +60,8 @@ class StocacheDataModule(LightningDataModule):
         backend: where the memory lies, see `CachedDataset`.
         on_error: "raise" or "disable" when the memory cannot be had.
         keep_cache: keep the caches between Trainer calls of this process, until `close`.
+        sampling: how the training set is dealt to ranks: "locality" (samples go to nodes that have them), "global" or
+            "sticky"; see `LocalitySampler`.
 
     Raises:
         ValueError: an option that cannot be read; (`setup`) an empty set.
@@ -91,6 +98,7 @@ class StocacheDataModule(LightningDataModule):
         backend: BackendChoice = "auto",
         on_error: OnError = "raise",
         keep_cache: bool = False,
+        sampling: Mode = "locality",
     ) -> None:
         super().__init__()
         self.train, self.val, self.test, self.predict = train, val, test, predict
@@ -101,7 +109,10 @@ class StocacheDataModule(LightningDataModule):
         self.eval_transform = transform if isinstance(eval_transform, str) else eval_transform
         self.eval_batch_transform = batch_transform if isinstance(eval_batch_transform, str) else eval_batch_transform
         self.prepare = prepare
-        self.caches = CallCaches(CacheOptions(budget, stage_budgets, allow_random, backend, on_error, keep_cache))
+        self.caches = CallCaches(
+            CacheOptions(budget, stage_budgets, allow_random, backend, on_error, keep_cache, sampling)
+        )
+        self._resume: Position | None = None
         self._datasets: dict[str, list[Dataset[Any]]] = {}
         for hook in (f"{stage}_dataloader" for stage in STAGES if getattr(self, stage) is None):
             if getattr(type(self), hook) is getattr(
@@ -127,7 +138,7 @@ class StocacheDataModule(LightningDataModule):
         self.caches.open(Wanted(one, name, reader) for name in stages for one in self._datasets[name])
 
     def train_dataloader(self) -> Any:
-        """The training loader, shuffled unless `loader` says otherwise; Lightning adds the DistributedSampler."""
+        """The training loader, shuffled unless `loader` says otherwise."""
         return self._loaders("train")[0]
 
     def val_dataloader(self) -> Any:
@@ -147,11 +158,51 @@ class StocacheDataModule(LightningDataModule):
         arguments |= {"shuffle": "sampler" not in self.loader, "persistent_workers": self.num_workers > 0} | self.loader
         if stage != "train":
             arguments |= {"shuffle": False, "drop_last": False, "sampler": None}
-        return [DataLoader(dataset, **arguments) for dataset in self._views(stage)]
+        views = self._views(stage)
+        if stage == "train" and not {"sampler", "batch_sampler"} & set(self.loader):
+            arguments["sampler"] = self._sampler(views[0], bool(arguments.pop("shuffle")))
+        return [CachedLoader(dataset, **arguments) for dataset in views]
 
-    def _views(self, stage: str) -> list[Dataset[Any]]:
+    def _sampler(self, dataset: CachedDataset, shuffle: bool) -> LocalitySampler:
+        """The sampler of the training loader, at the epoch and the batch where training stands.
+
+        `set_epoch` is called here too: Lightning calls it only after the workers have begun (Lightning #21938).
+        """
+        count = replicas(self.trainer)
+        sampler = locality_sampler(
+            dataset,
+            shuffle=shuffle,
+            batch_size=self.batch_size,
+            replicas=count,
+            mode=self.caches.options.sampling,
+        )
+        epoch = epochs_done(self.trainer)
+        if self._resume is not None and epoch <= self._resume.epoch:
+            epoch = self._resume.epoch
+            sampler.skip, change = self._resume.resumed(world=count[0], batch_size=self.batch_size)
+            if change and self._resume.batch:
+                rank_zero_warn(
+                    f"resuming in the middle of epoch {epoch}, but {change}: the loader goes on after {sampler.skip} "
+                    "batches of the new size, while Lightning counts on from those of the old one"
+                )
+        sampler.set_epoch(epoch)
+        return sampler
+
+    def state_dict(self) -> dict[str, Any]:
+        """Where in the epoch training stands."""
+        if self.trainer is None or not self._datasets.get("train"):
+            return {}
+        world, length = replicas(self.trainer)[0], len(cast(Sized, self._datasets["train"][0]))
+        position = Position.of(self.trainer, world=world, batch_size=self.batch_size, length=length, seed=global_seed())
+        return position.state()
+
+    def load_state_dict(self, state_dict: dict[str, Any]) -> None:
+        """Go on where training stood: the loader of this call leaves out what was trained on."""
+        self._resume = Position(**state_dict) if state_dict else None
+
+    def _views(self, stage: str) -> list[CachedDataset]:
         """The cached datasets of a stage with its transform: a dataset may be in several stages."""
-        views: list[Dataset[Any]] = []
+        views: list[CachedDataset] = []
         for one in self._datasets.get(stage, [getattr(self, stage)]):
             if one not in self.caches:
                 call = next(call for call, stages in _STAGES_OF_CALL.items() if stage in stages)
@@ -173,10 +224,14 @@ class StocacheDataModule(LightningDataModule):
 
     def teardown(self, stage: str) -> None:
         """Close the caches of the call, unless they are kept."""
-        self.caches.end_call()
+        self._end_call()
 
     def on_exception(self, exception: BaseException) -> None:
         """Close the caches of the call, unless they are kept; Lightning skips `teardown` after an exception."""
+        self._end_call()
+
+    def _end_call(self) -> None:
+        self._resume = None
         self.caches.end_call()
 
     def close(self) -> None:
@@ -194,6 +249,7 @@ def cache_datamodule(
     backend: BackendChoice = "auto",
     on_error: OnError = "raise",
     keep_cache: bool = False,
+    sampling: Mode = "locality",
 ) -> M:
     """Cache the loaders of a DataModule, and return the same object.
 
@@ -209,6 +265,7 @@ def cache_datamodule(
         backend: where the memory lies, see `CachedDataset`.
         on_error: "raise" or "disable" when the memory cannot be had.
         keep_cache: keep the caches between Trainer calls of this process, until `datamodule.caches.close()`.
+        sampling: how a training set with the default sampler is dealt to several nodes, see `StocacheDataModule`.
 
     Raises:
         TypeError: what is given is no LightningDataModule, or caches already.
@@ -231,7 +288,8 @@ def cache_datamodule(
         raise TypeError(f"datamodule must be a LightningDataModule, got {type(datamodule).__name__}")
     if isinstance(getattr(datamodule, "caches", None), CallCaches):
         raise TypeError(f"datamodule must not be cached yet, got a {type(datamodule).__name__} that is")
-    caches = CallCaches(CacheOptions(budget, stage_budgets, allow_random, backend, on_error, keep_cache))
+    options = CacheOptions(budget, stage_budgets, allow_random, backend, on_error, keep_cache, sampling)
+    caches = CallCaches(options)
     datamodule.caches = caches  # type: ignore[attr-defined]
     CachedHooks(datamodule, caches).install()
     return datamodule

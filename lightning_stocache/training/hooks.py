@@ -14,6 +14,7 @@ from typing import Any
 
 from lightning_stocache.training.caches import CallCaches
 from lightning_stocache.training.options import STAGES
+from lightning_stocache.training.sampling import replicas
 from lightning_stocache.training.tap import LoaderTap
 
 __all__ = ["CachedHooks"]
@@ -53,7 +54,9 @@ class CachedHooks:
         """The user's loaders of a stage, with cached datasets."""
         if self._tap is None:
             getters = {one: self._original(f"{one}_dataloader") for one in filter(self._defines, STAGES)}
-            self._tap = LoaderTap(self.caches, getters, [one for one in self._stages_of_call() if one in getters])
+            together = [one for one in self._stages_of_call() if one in getters]
+            trainer = getattr(self.datamodule, "trainer", None)
+            self._tap = LoaderTap(self.caches, getters, together, partial(replicas, trainer))
         return self._tap(stage)
 
     def end_call(self, hook: str, *args: Any, **kwargs: Any) -> None:

@@ -14,10 +14,11 @@ import inspect
 from collections.abc import Callable, Iterator, MutableMapping
 from typing import Any
 
-from torch.utils.data import BatchSampler, ConcatDataset, DataLoader, Dataset, Subset
+from torch.utils.data import BatchSampler, ConcatDataset, DataLoader, Dataset, Sampler, Subset
 
 from lightning_stocache.loading.allocation import InFlight
 from lightning_stocache.loading.dataset import CachedDataset
+from lightning_stocache.loading.loader import CachedLoader
 
 __all__ = ["cached_datasets", "in_flight", "loaders_in", "rewrap", "with_dataset"]
 
@@ -81,8 +82,17 @@ def in_flight(loader: DataLoader[Any]) -> InFlight:
     return InFlight(batch_size, loader.num_workers, loader.prefetch_factor)
 
 
-def with_dataset(loader: DataLoader[Any], dataset: Dataset[Any]) -> DataLoader[Any]:
+def with_dataset(
+    loader: DataLoader[Any], dataset: Dataset[Any], sampler: Sampler[Any] | None = None
+) -> DataLoader[Any]:
     """A loader of the same class and arguments that reads another dataset of the same length.
+
+    A plain DataLoader becomes a CachedLoader, which gives the same batches.
+
+    Args:
+        loader: the user's loader.
+        dataset: what the new one reads.
+        sampler: what it draws from, if not from the old one's.
 
     Raises:
         TypeError: the loader's class hides an argument that it needs.
@@ -96,9 +106,10 @@ def with_dataset(loader: DataLoader[Any], dataset: Dataset[Any]) -> DataLoader[A
     ):
         arguments["batch_sampler"] = loader.batch_sampler
     else:
-        arguments |= {"batch_size": loader.batch_size, "sampler": loader.sampler, "drop_last": loader.drop_last}
+        arguments |= {"batch_size": loader.batch_size, "sampler": sampler or loader.sampler}
+        arguments["drop_last"] = loader.drop_last
     if type(loader) is DataLoader:
-        return DataLoader(dataset, **arguments)
+        return CachedLoader(dataset, **arguments)
     return _of_subclass(loader, dataset, arguments)
 
 

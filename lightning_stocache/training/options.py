@@ -4,9 +4,11 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass, field
+from typing import get_args
 
 from lightning_stocache.loading.allocation import BackendChoice
 from lightning_stocache.loading.dataset import OnError
+from lightning_stocache.loading.sampler import Mode
 from lightning_stocache.node.budget import Budget
 
 __all__ = ["STAGES", "CacheOptions"]
@@ -26,6 +28,7 @@ class CacheOptions:
         backend: where the memory lies, see `CachedDataset`.
         on_error: "raise" or "disable" when the memory cannot be had.
         keep_cache: keep the caches when the Trainer call ends, for the next call in this process.
+        sampling: how the training set is dealt to ranks, see `LocalitySampler`.
 
     Raises:
         ValueError: an option that is none of these.
@@ -37,6 +40,7 @@ class CacheOptions:
     backend: BackendChoice = "auto"
     on_error: OnError = "raise"
     keep_cache: bool = False
+    sampling: Mode = "locality"
     budgets: dict[str, Budget] = field(init=False)
     """The budget of every pot; stages without one of their own share the pot ""."""
 
@@ -48,6 +52,8 @@ class CacheOptions:
             raise ValueError(f"backend must be one of {', '.join(_BACKENDS)}, got {self.backend!r}")
         if self.on_error not in ("raise", "disable"):
             raise ValueError(f"on_error must be 'raise' or 'disable', got {self.on_error!r}")
+        if self.sampling not in get_args(Mode):
+            raise ValueError(f"sampling must be one of {', '.join(get_args(Mode))}, got {self.sampling!r}")
         budgets = {stage: Budget.parse(budget) for stage, budget in own.items()}
         object.__setattr__(self, "budgets", budgets | {"": Budget.parse(self.budget)})
 

@@ -12,12 +12,13 @@ from collections.abc import Callable, Collection, Mapping
 from dataclasses import dataclass
 from typing import Any
 
-from torch.utils.data import DataLoader, IterableDataset
+from torch.utils.data import DataLoader, IterableDataset, RandomSampler
 
 from lightning_stocache.loading.probe import Generators
 from lightning_stocache.node.group import NodeGroup
 from lightning_stocache.training.caches import CallCaches, Wanted
 from lightning_stocache.training.loaders import cached_datasets, in_flight, loaders_in, rewrap, with_dataset
+from lightning_stocache.training.sampling import check_sampler, is_default, locality_sampler
 
 __all__ = ["LoaderTap"]
 
@@ -38,13 +39,19 @@ class LoaderTap:
         caches: where the datasets are opened.
         getters: the user's function for every stage that may be asked for.
         together: the stages that share the budget with the first one that is asked for.
+        replicas: says how many ranks share the data and which of them this is, once the Trainer knows.
     """
 
     def __init__(
-        self, caches: CallCaches, getters: Mapping[str, Callable[[], Any]], together: Collection[str] = ()
+        self,
+        caches: CallCaches,
+        getters: Mapping[str, Callable[[], Any]],
+        together: Collection[str] = (),
+        replicas: Callable[[], tuple[int, int]] = lambda: (1, 0),
     ) -> None:
         self._caches = caches
         self._getters = dict(getters)
+        self._replicas = replicas
         self._together: Collection[str] | None = together
         self._early: dict[str, _Early] = {}
 
@@ -87,7 +94,20 @@ class LoaderTap:
                 dataset.share(group)
 
     def _cached(self, stage: str, loader: DataLoader[Any]) -> DataLoader[Any]:
-        return with_dataset(loader, self._caches[loader.dataset]) if self._to_cache(stage, loader) else loader
+        if not self._to_cache(stage, loader):
+            return loader
+        dataset, replicas = self._caches[loader.dataset], self._replicas()
+        check_sampler(loader, replicas[0])
+        sampler = None
+        if stage == "train" and len(dataset.group.nodes) > 1 and loader.batch_size and is_default(loader):
+            sampler = locality_sampler(
+                dataset,
+                shuffle=isinstance(loader.sampler, RandomSampler),
+                batch_size=loader.batch_size,
+                replicas=replicas,
+                mode=self._caches.options.sampling,
+            )
+        return with_dataset(loader, dataset, sampler)
 
     def _to_cache(self, stage: str, loader: DataLoader[Any]) -> bool:
         """Whether a loader is to be cached: not if it is already, or if it cannot be and its stage is off."""

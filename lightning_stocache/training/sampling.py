@@ -1,0 +1,86 @@
+"""Which sampler a training loader gets.
+
+A loader that shuffles, or reads in order, with the default sampler gets a LocalitySampler: the global batches of
+DistributedSampler, dealt so that samples go to nodes that have them. Lightning keeps it, because it is a
+DistributedSampler, and calls its `set_epoch`. Any other sampler is the user's own and stays.
+"""
+
+from __future__ import annotations
+
+import os
+from typing import Any
+
+from torch.utils.data import DataLoader, DistributedSampler, RandomSampler, SequentialSampler
+
+from lightning_stocache.loading.dataset import CachedDataset
+from lightning_stocache.loading.sampler import LocalitySampler, Mode
+
+__all__ = ["check_sampler", "epochs_done", "global_seed", "is_default", "locality_sampler", "replicas"]
+
+
+def replicas(trainer: Any) -> tuple[int, int]:
+    """How many ranks share the data, and which of them this is: for tensor parallelism fewer than there are ranks."""
+    own = getattr(trainer, "distributed_sampler_kwargs", None) or {}
+    return own.get("num_replicas", 1), own.get("rank", 0)
+
+
+def epochs_done(trainer: Any) -> int:
+    """The epoch that the next training loader is for; right also while a checkpoint is being loaded."""
+    return int(trainer.fit_loop.epoch_progress.current.processed) if trainer is not None else 0
+
+
+def global_seed() -> int:
+    """The seed of `seed_everything`, which Lightning gives its own DistributedSampler too."""
+    return int(os.environ.get("PL_GLOBAL_SEED", 0))
+
+
+def locality_sampler(
+    dataset: CachedDataset, *, shuffle: bool, batch_size: int, replicas: tuple[int, int], mode: Mode
+) -> LocalitySampler:
+    """A sampler for the training loader of a cached dataset.
+
+    Args:
+        dataset: the dataset; its ring says which node has what.
+        shuffle: another order in every epoch, or the dataset's own.
+        batch_size: of one rank.
+        replicas: how many ranks share the data, and which of them this is.
+        mode: see `LocalitySampler`.
+    """
+    count, rank = replicas
+    group = dataset.group
+    whole = count == group.world  # else groups of ranks share their samples, and a node may hold parts of groups
+    return LocalitySampler(
+        dataset,
+        count,
+        rank,
+        shuffle=shuffle,
+        seed=global_seed(),
+        batch_size=batch_size,
+        ring=dataset.ring if whole else None,
+        nodes=group.nodes if whole else (tuple(range(count)),),
+        mode=mode,
+    )
+
+
+def is_default(loader: DataLoader[Any]) -> bool:
+    """Whether a loader has the sampler that DataLoader gives it by itself."""
+    sampler = loader.sampler
+    return type(sampler) is SequentialSampler or (
+        type(sampler) is RandomSampler and not sampler.replacement and sampler._num_samples is None
+    )
+
+
+def check_sampler(loader: DataLoader[Any], world: int) -> None:
+    """Refuse a sampler that deals to ranks by itself without being a DistributedSampler.
+
+    Raises:
+        TypeError: Lightning would wrap it in a DistributedSampler and halve its share once more, silently.
+    """
+    sampler = loader.sampler
+    deals = any(hasattr(sampler, name) for name in ("num_replicas", "world_size"))
+    if world > 1 and deals and not isinstance(sampler, DistributedSampler):
+        raise TypeError(
+            f"{type(sampler).__name__} deals samples to ranks, but is not a torch.utils.data.DistributedSampler: "
+            f"Lightning would wrap it in one, and each rank would get 1/{world} of its share. Derive it from "
+            "DistributedSampler, or give the Trainer use_distributed_sampler=False"
+        )
