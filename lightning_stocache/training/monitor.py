@@ -9,6 +9,7 @@ sums the counts over the ranks, on a private group, before anything is divided.
 from __future__ import annotations
 
 import time
+import warnings
 from typing import Any
 
 from lightning.pytorch import Callback, LightningModule, Trainer
@@ -51,6 +52,10 @@ class CacheMonitor(Callback):
         self._aside: dict[Counters, Counts] = {}  # served to training since its last epoch's end, but seen by now
         self._started = self._ended = 0.0
         self._logged_step = -1
+
+    def setup(self, trainer: Trainer, pl_module: LightningModule, stage: str) -> None:
+        """Keep Lightning from advising, once per key, to sum what has been summed over the ranks already."""
+        warnings.filterwarnings("ignore", message=r"It is recommended to use `self\.log\('stocache/")
 
     def on_train_epoch_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
         """Start the epoch's clock."""

@@ -1,0 +1,90 @@
+"""Two ranks share one cache, under every launcher; and whatever is killed, nothing is left."""
+
+from __future__ import annotations
+
+import json
+import os
+import re
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from tests.training.tiny import SAMPLES, source
+
+pytestmark = [pytest.mark.slow, pytest.mark.skipif(not Path("/proc/self/fd").is_dir(), reason="looks into /proc")]
+
+ROOT = Path(__file__).parents[2]
+SECONDS = 120  # a job takes ten; a machine with much else to do takes longer
+
+
+def start(folder: Path, door: str, strategy: str, epochs: int) -> subprocess.Popen[bytes]:
+    """The job, as its user would start it; what it says goes to `said`."""
+    command = [sys.executable, "-m", "tests.training.ddp_job", str(folder), door, strategy, str(epochs)]
+    with open(folder / "said", "wb") as said:
+        return subprocess.Popen(
+            command, cwd=ROOT, stdout=said, stderr=said, env={**os.environ, "PYTHONPATH": str(ROOT)}
+        )
+
+
+def wait_for(condition: Callable[[], Any], job: subprocess.Popen[bytes], folder: Path) -> None:
+    deadline = time.monotonic() + SECONDS
+    while not condition():
+        if job.poll() is not None or time.monotonic() > deadline:
+            job.kill()
+            pytest.fail(f"the job ended with {job.wait()}:\n{(folder / 'said').read_text()}")
+        time.sleep(0.05)
+
+
+@pytest.mark.parametrize(("door", "strategy"), [("ours", "ddp"), ("cached", "ddp_fork"), ("callback", "ddp_spawn")])
+def test_ranks_share_one_cache(tmp_path, door, strategy):
+    """In each of two fits both ranks map one segment, load every sample once between them, and log the same counts."""
+    job = start(tmp_path, door, strategy, 3)
+    wait_for(lambda: job.poll() == 0, job, tmp_path)
+    ranks = [
+        [json.loads(line) for line in (tmp_path / f"rank{rank}.jsonl").read_text().splitlines()] for rank in (0, 1)
+    ]
+    assert [len(fits) for fits in ranks] == [2, 2]
+    for one, other in zip(*ranks, strict=True):
+        assert one["inodes"] == other["inodes"]
+        assert one["weights"] == other["weights"]
+        assert one["epochs"] == other["epochs"]
+        epochs = {key: [epoch[f"stocache/{key}"] for epoch in one["epochs"]] for key in ("hits", "misses", "bypasses")}
+        assert epochs == {"hits": [0, SAMPLES, SAMPLES], "misses": [SAMPLES, 0, 0], "bypasses": [0, 0, 0]}
+    logs = "".join(log.read_text() for log in tmp_path.glob("*.log"))
+    reads = sum(map(int, re.findall(r"(\d+) samples read at set-up", logs)))
+    assert source(tmp_path).loads + source(tmp_path, "val").loads == 2 * (SAMPLES + 8) + reads
+    assert "sync_dist" not in (tmp_path / "said").read_text()
+
+
+def is_alive(pid: int) -> bool:
+    try:
+        return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0] != "Z"
+    except OSError:
+        return False
+
+
+def maps_memory(pid: int) -> bool:
+    return "/dev/shm/" in Path(f"/proc/{pid}/maps").read_text()
+
+
+@pytest.mark.parametrize("victim", ["rank 0", "rank 1", "worker"])
+def test_sigkill_of_any_process_ends_all_and_leaves_nothing(tmp_path, victim):
+    """When a rank or a worker is killed, all processes of the job end by themselves, and with them the memory."""
+    job = start(tmp_path, "workers" if victim == "worker" else "ours", "ddp", 10**6)
+    notes = [tmp_path / "rank0.pids", tmp_path / "rank1.pids"]
+    wait_for(lambda: all(note.exists() for note in notes), job, tmp_path)
+    ranks = [json.loads(note.read_text()) for note in notes]
+    everyone = {pid for rank in ranks for pid in rank}
+    assert all(maps_memory(rank[0]) for rank in ranks)
+    os.kill({"rank 0": ranks[0][0], "rank 1": ranks[1][0], "worker": ranks[1][-1]}[victim], signal.SIGKILL)
+    assert job.wait(SECONDS) != 0
+    deadline = time.monotonic() + SECONDS / 2
+    while any(map(is_alive, everyone)) and time.monotonic() < deadline:
+        time.sleep(0.05)
+    assert not [pid for pid in everyone if is_alive(pid)]
