@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import fcntl
 import gc
+import glob
 import multiprocessing
 import os
 import random
@@ -124,8 +126,8 @@ def _servants() -> set[int]:
 
 
 def _memory_files() -> set[tuple[str, str]]:
-    """Files in memory that this process or a descendant has open or mapped, or that have one of our names."""
-    found = {("/dev/shm", name) for name in os.listdir("/dev/shm") if name.startswith("lsc-")}
+    """Files in memory that this process or a descendant has open or mapped, and named ones that nobody uses."""
+    found = {("unused", path) for path in glob.glob("/dev/shm/lsc-*") if not _in_use(path)}
     for pid in {os.getpid()} | _descendants():
         for line in _read(f"/proc/{pid}/maps").splitlines():
             if "/" in line and _MEMORY_FILE.search(line):
@@ -143,6 +145,21 @@ def _memory_files() -> set[tuple[str, str]]:
             except OSError:
                 continue
     return found
+
+
+def _in_use(path: str) -> bool:
+    """Whether somebody holds the lock that says so: other programs on this machine may be using caches, too."""
+    try:
+        descriptor = os.open(path.removesuffix(".locks"), os.O_RDONLY)
+    except FileNotFoundError:
+        return not os.path.exists(path)
+    try:
+        fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
+    except BlockingIOError:
+        return True
+    finally:
+        os.close(descriptor)
+    return False
 
 
 def _read(path: str) -> str:

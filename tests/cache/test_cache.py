@@ -20,7 +20,7 @@ from lightning_stocache.cache.cache import SharedCache
 from lightning_stocache.cache.placement import NO_SLOT, Arc, Ring
 from lightning_stocache.cache.slots import EMPTY
 from lightning_stocache.cache.spec import SampleMismatchError, SampleSpec
-from lightning_stocache.node.segment import Backend
+from lightning_stocache.node.files import Backend
 from tests.processes import Child, ChildError, call, call_many, context, without_room
 from tests.sources import CountedSource
 
@@ -358,7 +358,7 @@ def test_without_room_the_cache_stops_growing_and_goes_on() -> None:
 
 
 def warn_elsewhere(cache: SharedCache) -> list[str]:
-    log = Log()
+    log, cache._retry_at = Log(), 0.0  # as in a process that has not tried yet
     cache.fill(3, torch.ones(MIB, dtype=torch.uint8))
     return log.lines
 
@@ -382,6 +382,8 @@ def look_without_room(create_before: bool) -> tuple[Any, ...]:
     fills = [cache.fill(index, torch.ones(MIB, dtype=torch.uint8)) for index in (0, 50_000, 99_999)]
     looks = cache.get(70_000), cache.filled, int(cache.ready_slots(torch.arange(100_000)).max())
     elsewhere = call(warn_elsewhere, cache)
+    cache._retry_at = 1.0  # long ago
+    cache.fill(3, torch.ones(MIB, dtype=torch.uint8))
     try:
         cache[5]
     except OSError as error:

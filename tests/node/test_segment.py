@@ -20,7 +20,8 @@ from typing import Any
 
 import pytest
 
-from lightning_stocache.node.segment import HEADER_BYTES, Backend, Segment, SegmentHandle
+from lightning_stocache.node.files import HEADER_BYTES, Backend
+from lightning_stocache.node.segment import Segment, SegmentHandle
 from tests.processes import Child, ChildError, call, context, without_room
 
 BACKENDS: tuple[Backend, ...] = ("tmpfile", "memfd", "file")
@@ -48,10 +49,6 @@ def answer(segment: Segment) -> int:
     del byte
     segment.close()
     return before
-
-
-def names_in_memory() -> set[str]:
-    return {name for name in os.listdir("/dev/shm") if name.startswith("lsc-")}
 
 
 # --- the same memory in every process
@@ -146,19 +143,23 @@ def test_a_handle_of_a_process_that_is_gone_is_an_error() -> None:
 
 @pytest.mark.parametrize("step", ["too large to map", "posix_fallocate", "pwrite"])
 @pytest.mark.parametrize("backend", BACKENDS)
-def test_a_create_that_fails_leaves_nothing(backend: Backend, step: str, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_create_that_fails_leaves_nothing(
+    backend: Backend, step: str, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
     """Whichever step fails, neither a descriptor nor a name is left."""
 
     def refuse(*_: Any) -> None:
         raise OSError(errno.ENOSPC, "No space left on device")
 
+    if backend == "file":
+        monkeypatch.setattr("lightning_stocache.node.segment.memory_directory", lambda: str(tmp_path))
     if step != "too large to map":
         monkeypatch.setattr(os, step, refuse)
     before = set(os.listdir("/proc/self/fd"))
-    with pytest.raises(OSError, match=r"Cannot allocate|No space"):
+    with pytest.raises(OSError, match=r"Cannot allocate|No space|too large"):
         Segment.create(2**62 if step == "too large to map" else 4096, backend)
     assert set(os.listdir("/proc/self/fd")) == before
-    assert names_in_memory() == set()
+    assert os.listdir(tmp_path) == []
 
 
 # --- closing
@@ -220,19 +221,23 @@ def test_five_rounds_hold_the_memory_of_one() -> None:
 def test_a_name_goes_with_its_creator() -> None:
     """A named file that nobody has unlinked goes when its creator closes it, or drops it."""
     closed, dropped = Segment.create(4096, "file"), Segment.create(4096, "file")
-    assert len(names_in_memory()) == 4  # two files, and a lock file for each
+    names = [f"{segment.path}{end}" for segment in (closed, dropped) for end in ("", ".locks")]
+    assert all(map(os.path.exists, names))
     closed.close()
     del dropped
     gc.collect()
-    assert names_in_memory() == set()
+    assert not any(map(os.path.exists, names))
 
 
 def test_unlink_takes_the_name_and_leaves_the_memory() -> None:
     """Unlinked early, a named file is as anonymous as the others: still shared, and never left behind."""
     segment = stored(Segment.create(4096, "file"), 6)
+    path = segment.path
+    assert path is not None
     segment.unlink()
     segment.unlink()
-    assert names_in_memory() == set()
+    assert not os.path.exists(path)
+    assert not os.path.exists(path + ".locks")
     assert call(answer, segment, method="forkserver") == 6
     with context("forkserver").Pool(1) as pool:  # by the handle, which leads through /proc now
         assert pool.apply(answer, (segment,)) == 7
