@@ -31,7 +31,8 @@ from lightning_stocache.cache.placement import NO_SLOT, Arc
 from lightning_stocache.cache.slots import EMPTY, READY, FieldSlots
 from lightning_stocache.cache.spec import SampleSpec
 from lightning_stocache.node.fence import fence
-from lightning_stocache.node.segment import Backend, Segment, memory_directory
+from lightning_stocache.node.files import Backend, memory_directory
+from lightning_stocache.node.segment import Segment
 
 __all__ = ["SharedCache", "Slots", "get_shm_size"]
 

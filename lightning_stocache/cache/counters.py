@@ -15,7 +15,8 @@ from __future__ import annotations
 import os
 from dataclasses import dataclass, fields
 
-from lightning_stocache.node.segment import Backend, Segment
+from lightning_stocache.node.files import Backend
+from lightning_stocache.node.segment import Segment
 
 __all__ = ["Counters", "Counts"]
 

@@ -16,8 +16,8 @@ from torch.utils.data import Dataset
 
 from lightning_stocache.cache.spec import SampleSpec
 from lightning_stocache.node.budget import Budget, format_bytes, grant, loader_reserve
+from lightning_stocache.node.files import Backend, memory_directory
 from lightning_stocache.node.free import FreeMemory
-from lightning_stocache.node.segment import Backend, memory_directory
 
 __all__ = ["Allocation", "BackendChoice", "InFlight", "Request", "allocate"]
 

@@ -30,8 +30,9 @@ from lightning_stocache.loading.opened import Opened
 from lightning_stocache.loading.probe import Generators
 from lightning_stocache.loading.split import split
 from lightning_stocache.node.budget import Budget
+from lightning_stocache.node.files import Backend
 from lightning_stocache.node.group import NodeGroup
-from lightning_stocache.node.segment import Backend, Segment, SegmentHandle
+from lightning_stocache.node.segment import Segment, SegmentHandle
 
 __all__ = ["CacheMemoryError", "open_caches"]
 

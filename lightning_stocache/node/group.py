@@ -24,7 +24,7 @@ from typing import Any, TypeVar
 
 import torch.distributed as dist
 
-from lightning_stocache.node.segment import memory_directory
+from lightning_stocache.node.files import memory_directory
 
 __all__ = ["NodeGroup", "memory_key"]
 

@@ -1,8 +1,8 @@
 """One file, mapped into memory by every process of a node.
 
-Layout: a header of 4096 bytes (magic, token, size), then the payload, whose meaning only the owner of the segment
-knows. A second, empty file beside it carries byte locks; it is separate because closing *any* descriptor of a file
-drops all POSIX locks that the process holds on it.
+Layout: a header (`files`), then the payload, whose meaning only the owner of the segment knows. A second, empty file
+beside it carries byte locks; it is separate because closing *any* descriptor of a file drops all POSIX locks that the
+process holds on it.
 
 Who does what, in this order:
 
@@ -19,10 +19,6 @@ Who does what, in this order:
 A page that nobody has reserved must not be read through the mapping either: the kernel takes one for the read, and
 where there is none the reader dies of SIGBUS, too.
 
-Backends: `tmpfile` (O_TMPFILE in /dev/shm), `memfd` (where /dev/shm is small, as Docker's 64 MiB is) and `file`, a
-named file that carries a shared `flock` as long as anybody uses it: the fallback for ranks in different pid
-namespaces, and what macOS gets.
-
 Not promised: that two processes see each other's stores in a given order (that is the caller's protocol), and zeroes
 after `close`.
 """
@@ -34,36 +30,35 @@ import logging
 import mmap
 import os
 import sys
-import tempfile
 import weakref
 from collections.abc import Callable
 from dataclasses import dataclass
 from multiprocessing import context, reduction
-from typing import Any, Literal
+from typing import Any
 
 import torch
+
+from lightning_stocache.node.files import (
+    HEADER_BYTES,
+    Backend,
+    default_backend,
+    make_file,
+    overwrite,
+    reserve,
+    token_of,
+    write_header,
+)
 
 if sys.platform != "win32":
     import fcntl
 
-__all__ = ["HEADER_BYTES", "Backend", "Segment", "SegmentHandle", "memory_directory"]
+__all__ = ["Segment", "SegmentHandle"]
 
 log = logging.getLogger(__name__)
-
-Backend = Literal["tmpfile", "memfd", "file"]
-HEADER_BYTES = 4096
-_MAGIC = b"STOCACHE"
-_TOKEN_BYTES = 16
-_ZEROES = bytes(1 << 20)
 
 # The segments that this process has open, by token. Opening one a second time in the same process would make a second
 # lock descriptor, and closing either would drop the locks of both.
 _open_here: weakref.WeakValueDictionary[bytes, Segment] = weakref.WeakValueDictionary()
-
-
-def memory_directory() -> str:
-    """The directory whose files lie in memory: /dev/shm, or the temp folder where there is none (macOS)."""
-    return "/dev/shm" if os.path.isdir("/dev/shm") else tempfile.gettempdir()
 
 
 @dataclass(frozen=True)
@@ -107,7 +102,7 @@ class Segment:
         self._map: mmap.mmap | None = None
         self._finalizer = weakref.finalize(self, _give_up, data, locks, self._own_names, os.getpid())
         try:
-            self.token = _token_of(data)
+            self.token = token_of(data)
             self._map = mmap.mmap(data, HEADER_BYTES + size)
         except BaseException:
             self._finalizer()
@@ -125,20 +120,18 @@ class Segment:
         Raises:
             OSError: the system refuses the file, or has no room for the header.
         """
-        make = _BACKENDS[backend or default_backend()]
+        backend = backend or default_backend()
         with contextlib.ExitStack() as undo:
-            data, path = make()
+            data, path = make_file(backend)
             undo.callback(os.close, data)
             if path is None:
-                locks, _ = make()
+                locks, _ = make_file(backend)
             else:
                 undo.callback(os.unlink, path)
                 locks = os.open(path + ".locks", os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o600)
                 undo.callback(os.unlink, path + ".locks")
             undo.callback(os.close, locks)
-            os.ftruncate(data, HEADER_BYTES + size)
-            _reserve(data, 0, HEADER_BYTES)
-            os.pwrite(data, _MAGIC + os.urandom(_TOKEN_BYTES), 0)
+            write_header(data, size)
             undo.pop_all()
         return cls(data, locks, size, path, owned=True)
 
@@ -150,13 +143,13 @@ class Segment:
             OSError: the file cannot be reached (another pid namespace, another user, or its creator is gone).
             ValueError: what lies there now is not that segment.
         """
-        if (known := _open_here.get(handle.token)) is not None and not known.closed:
+        if (known := cls.opened(handle.token)) is not None:
             return known
         data = os.open(handle.data, os.O_RDWR | os.O_CLOEXEC)
         try:
             if os.fstat(data).st_ino != handle.inode:
                 raise ValueError(f"{handle.data} is another file by now: the process that made the segment has gone")
-            if _token_of(data) != handle.token:
+            if token_of(data) != handle.token:
                 raise ValueError(
                     f"{handle.data} holds another segment (its token differs): these ranks do not share memory"
                 )
@@ -168,6 +161,12 @@ class Segment:
             os.close(data)
             raise
         return cls(data, locks, handle.size, named)
+
+    @staticmethod
+    def opened(token: bytes) -> Segment | None:
+        """The segment with this token that this process has open, if it has."""
+        known = _open_here.get(token)
+        return None if known is None or known.closed else known
 
     @property
     def handle(self) -> SegmentHandle:
@@ -184,6 +183,11 @@ class Segment:
             (self.path, self.path + ".locks") if self.path else (f"{own}/{self._data}", f"{own}/{self._locks}")
         )
         return SegmentHandle(data, locks, os.fstat(self._data).st_ino, self.token, self.size)
+
+    @property
+    def header(self) -> bytes:
+        """The header as it is."""
+        return bytes(self._check_open()[:HEADER_BYTES])
 
     @property
     def closed(self) -> bool:
@@ -219,7 +223,7 @@ class Segment:
         """
         self._check_open()
         if length:
-            _reserve(self._data, HEADER_BYTES + offset, length)
+            reserve(self._data, HEADER_BYTES + offset, length)
 
     def discard(self, offset: int = 0) -> None:
         """Zero the payload from `offset` on, in every process, and give its whole pages back to the system at once."""
@@ -229,8 +233,7 @@ class Segment:
         if hasattr(mmap, "MADV_REMOVE") and first_page < end:
             mapped.madvise(mmap.MADV_REMOVE, first_page, end - first_page)
             end = first_page
-        for begin in range(start, end, len(_ZEROES)):
-            os.pwrite(self._data, _ZEROES[: end - begin], begin)
+        overwrite(self._data, start, end - start)
 
     def lock(self, byte: int, *, wait: bool = False) -> bool:
         """Take the lock of one byte for this process (not for a thread of it); it is freed when the process ends.
@@ -292,49 +295,8 @@ class Segment:
         return Segment.attach, (self.handle,)
 
 
-def default_backend() -> Backend:
-    """The backend for this system: anonymous memory where it exists."""
-    return "tmpfile" if hasattr(os, "O_TMPFILE") and os.path.isdir("/dev/shm") else "file"
-
-
 def _inherit(data: Any, locks: Any, size: int, path: str | None) -> Segment:
     return Segment(data.detach(), locks.detach(), size, path)
-
-
-def _tmpfile() -> tuple[int, str | None]:
-    return os.open(memory_directory(), os.O_TMPFILE | os.O_RDWR | os.O_CLOEXEC, 0o600), None
-
-
-def _memfd() -> tuple[int, str | None]:
-    return os.memfd_create("lightning_stocache", os.MFD_CLOEXEC), None
-
-
-def _named_file() -> tuple[int, str | None]:
-    data, path = tempfile.mkstemp(prefix=f"lsc-{os.getuid()}-", dir=memory_directory())
-    fcntl.flock(data, fcntl.LOCK_SH)
-    return data, path
-
-
-_BACKENDS: dict[Backend, Callable[[], tuple[int, str | None]]] = {
-    "tmpfile": _tmpfile,
-    "memfd": _memfd,
-    "file": _named_file,
-}
-
-
-def _reserve(data: int, offset: int, length: int) -> None:
-    if hasattr(os, "posix_fallocate"):
-        os.posix_fallocate(data, offset, length)
-    else:  # macOS: storing zeroes allocates the blocks and reports a full disk by an error, too
-        for start in range(0, length, len(_ZEROES)):
-            os.pwrite(data, _ZEROES[: length - start], offset + start)
-
-
-def _token_of(data: int) -> bytes:
-    header = os.pread(data, len(_MAGIC) + _TOKEN_BYTES, 0)
-    if not header.startswith(_MAGIC):
-        raise ValueError("the file is not a segment of lightning_stocache: its header has another magic number")
-    return header[len(_MAGIC) :]
 
 
 def _give_up(data: int, locks: int, own_names: list[str], pid: int) -> None:

@@ -1,0 +1,104 @@
+"""The files that segments are made of: where they lie, how their memory is reserved, what their header says.
+
+Kinds: `tmpfile` (O_TMPFILE in /dev/shm) and `memfd` have no name, so nothing can guess or collide with it, and nothing
+is left behind; `file` has a name, and carries a shared `flock` as long as anybody uses it.
+
+The header is 4096 bytes: a magic number, a random token by which an attaching process knows the segment again, and from
+byte 64 on room for a manifest, if the segment has a name that is meant to last.
+"""
+
+from __future__ import annotations
+
+import os
+import sys
+import tempfile
+from typing import Literal
+
+if sys.platform != "win32":
+    import fcntl
+
+__all__ = [
+    "HEADER_BYTES",
+    "MANIFEST_OFFSET",
+    "Backend",
+    "default_backend",
+    "make_file",
+    "memory_directory",
+    "overwrite",
+    "reserve",
+    "token_of",
+    "write_header",
+]
+
+Backend = Literal["tmpfile", "memfd", "file"]
+HEADER_BYTES = 4096
+MANIFEST_OFFSET = 64
+_MAGIC = b"STOCACHE"
+_TOKEN_BYTES = 16
+_ZEROES = bytes(1 << 20)
+
+
+def memory_directory() -> str:
+    """The directory whose files lie in memory: /dev/shm, or the temp folder where there is none (macOS)."""
+    return "/dev/shm" if os.path.isdir("/dev/shm") else tempfile.gettempdir()
+
+
+def default_backend() -> Backend:
+    """The backend for this system: anonymous memory where it exists."""
+    return "tmpfile" if hasattr(os, "O_TMPFILE") and os.path.isdir("/dev/shm") else "file"
+
+
+def make_file(backend: Backend) -> tuple[int, str | None]:
+    """A new, empty file of a kind: its descriptor, and its name if it has one.
+
+    Raises:
+        OSError: the system refuses it.
+    """
+    if backend == "tmpfile":
+        return os.open(memory_directory(), os.O_TMPFILE | os.O_RDWR | os.O_CLOEXEC, 0o600), None
+    if backend == "memfd":
+        return os.memfd_create("lightning_stocache", os.MFD_CLOEXEC), None
+    data, path = tempfile.mkstemp(prefix=f"lsc-{os.getuid()}-", dir=memory_directory())
+    fcntl.flock(data, fcntl.LOCK_SH)
+    return data, path
+
+
+def write_header(data: int, size: int) -> None:
+    """Give a file its full length, `size` bytes after the header, and a header with a token of its own.
+
+    Raises:
+        OSError: there is no room for the header.
+    """
+    os.ftruncate(data, HEADER_BYTES + size)
+    reserve(data, 0, HEADER_BYTES)
+    os.pwrite(data, _MAGIC + os.urandom(_TOKEN_BYTES), 0)
+
+
+def token_of(data: int) -> bytes:
+    """The token of a segment's file.
+
+    Raises:
+        ValueError: the file is not a segment.
+    """
+    header = os.pread(data, len(_MAGIC) + _TOKEN_BYTES, 0)
+    if not header.startswith(_MAGIC):
+        raise ValueError("the file is not a segment of lightning_stocache: its header has another magic number")
+    return header[len(_MAGIC) :]
+
+
+def reserve(data: int, offset: int, length: int) -> None:
+    """Have the kernel promise the memory of a range, whose contents stay as they are.
+
+    Raises:
+        OSError: there is none left (ENOSPC); nothing has changed.
+    """
+    if hasattr(os, "posix_fallocate"):
+        os.posix_fallocate(data, offset, length)
+    else:  # macOS: storing zeroes allocates the blocks and reports a full disk by an error, too
+        overwrite(data, offset, length)
+
+
+def overwrite(data: int, offset: int, length: int) -> None:
+    """Store zeroes in a range."""
+    for start in range(0, length, len(_ZEROES)):
+        os.pwrite(data, _ZEROES[: length - start], offset + start)
