@@ -5,6 +5,9 @@ takes 15 to 17). So a buffer goes back when the batch that lies in it, and every
 the tensor is made over a NumPy array, and that array's finalizer returns the memory. Last in, first out, because three
 buffers in rotation stay in the processor's cache and ten do not.
 
+Each field has buffers of its own, all as large as the largest batch that it has had; a smaller batch takes a part of
+one. So batches of every size (a last one, a sampler's buckets) share them, and no size keeps memory for itself.
+
 Pinned batches come from torch's own caching host allocator instead: a copy to the device may still be reading a tensor
 that nobody holds, and only that allocator knows.
 """
@@ -18,43 +21,51 @@ import torch
 __all__ = ["Buffers"]
 
 _SMALL = 1 << 14  # below this (labels) a fresh tensor costs less than the finalizer: 1.5 us
-_KEPT = 8  # per size; a consumer that lets go of batches in bursts needs no more
+_KEPT = 8  # per field; a consumer that lets go of batches in bursts needs no more
 
 
 class Buffers:
-    """Gives out uint8 memory by size.
+    """Gives out uint8 memory.
 
     Args:
         pinned: whether it is page-locked memory, for copies to a device that overlap with compute.
 
     Example:
         >>> buffers = Buffers()
-        >>> address = buffers.take(1 << 20).data_ptr()  # given back at once: nobody holds it
-        >>> buffers.take(1 << 20).data_ptr() == address
+        >>> address = buffers.take(0, 1 << 20).data_ptr()  # given back at once: nobody holds it
+        >>> buffers.take(0, 1 << 20).data_ptr() == address
         True
     """
 
     def __init__(self, pinned: bool = False) -> None:
         self._pinned = pinned
         self._free: dict[int, list[torch.Tensor]] = {}
+        self._largest: dict[int, int] = {}
 
-    def take(self, nbytes: int) -> torch.Tensor:
-        """A uint8 tensor `[nbytes]` of undefined content, aligned to 64 bytes."""
+    def take(self, field: int, nbytes: int) -> torch.Tensor:
+        """A uint8 tensor `[nbytes]` of undefined content, aligned to 64 bytes, for a field of the sample."""
         if self._pinned:
             return torch.empty(nbytes, dtype=torch.uint8, pin_memory=True)
         if nbytes < _SMALL:
             return torch.empty(nbytes, dtype=torch.uint8)
-        free = self._free.setdefault(nbytes, [])
+        free = self._free.setdefault(field, [])
+        # Two threads may be here at once: each list operation is atomic, and what was popped is looked at.
+        if nbytes > self._largest.get(field, 0):
+            self._largest[field] = nbytes
+            free.clear()
         try:
             memory = free.pop()
         except IndexError:
-            memory = torch.empty(nbytes, dtype=torch.uint8)
-        view = memory.numpy()[:]
+            memory = None
+        if memory is None or memory.shape[0] < nbytes:
+            memory = torch.empty(self._largest[field], dtype=torch.uint8)
+        view = memory.numpy()[:nbytes]
         # May run in any thread, at any moment: it only appends, which is atomic.
         weakref.finalize(view, _give_back, free, memory).atexit = False
         return torch.from_numpy(view)
 
 
 def _give_back(free: list[torch.Tensor], memory: torch.Tensor) -> None:
-    if len(free) < _KEPT:
+    # Not into a list of larger ones: then `take` would throw it away.
+    if len(free) < _KEPT and (not free or free[-1].shape[0] <= memory.shape[0]):
         free.append(memory)

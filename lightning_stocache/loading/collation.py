@@ -46,7 +46,7 @@ class Collation:
         bytes_per_row = [
             dtype.itemsize * torch.Size(shape).numel() for dtype, shape in zip(self._dtypes, self._shapes, strict=True)
         ]
-        if tuple(bytes_per_row) != spec.row_bytes:
+        if not bytes_per_row or tuple(bytes_per_row) != spec.row_bytes:
             raise TypeError("default_collate does not keep the bytes of these samples")
 
     def batch(self, rows: Sequence[torch.Tensor]) -> Any:

@@ -5,8 +5,9 @@ errands instead of a sampler: an errand is a list of indices with a place where 
 hold the loader's own dataset, so a `worker_init_fn` finds what it expects. What they answer is made by a clerk, which
 runs in the worker as the collate function.
 
-The feed is pushed by `_try_put_index`, one private method of DataLoader's iterator, the same from torch 2.4 to 2.15: an
-iterator that asked for errands itself would plan a whole epoch ahead when they are rare. Only the consumer's thread
+Of DataLoader's iterator, three private names are used, which are the same from torch 2.4 to 2.15. `_try_put_index`
+pushes the feed: an iterator that asked for errands itself would plan a whole epoch ahead when they are rare.
+`_tasks_outstanding` says whether it may, `_rcvd_idx` how many answers have been handed out. Only the consumer's thread
 touches a crew.
 """
 
@@ -86,9 +87,15 @@ class Crew:
         """The answer to the earliest errand that has none yet.
 
         Raises:
-            Exception: what the dataset raised in the worker, with the worker's traceback.
+            Exception: what the dataset raised in the worker, with the worker's traceback: that is the answer. Where
+                there is none (a time-out, a worker that was killed, KeyboardInterrupt), `answered` stays what it was.
         """
         return next(self._workers)
+
+    @property
+    def answered(self) -> int:
+        """Number of answers, this epoch."""
+        return int(self._workers._rcvd_idx)
 
     def close(self) -> None:
         """End the workers."""

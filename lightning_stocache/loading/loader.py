@@ -21,18 +21,29 @@ from __future__ import annotations
 
 import weakref
 from collections.abc import Iterable
-from typing import Any, Literal
+from typing import Any, Literal, Protocol
 
 from torch.utils.data import DataLoader, Dataset, Sampler, default_collate
 
-from lightning_stocache.loading.collation import Collation
 from lightning_stocache.loading.dataset import CachedDataset
-from lightning_stocache.loading.epochs import Epoch, GatheredEpoch, Kept, MadeEpoch, Way
+from lightning_stocache.loading.gathered import GatheredEpoch
+from lightning_stocache.loading.kept import Kept, Way
+from lightning_stocache.loading.made import MadeEpoch
 from lightning_stocache.loading.schedule import Schedule
 
 __all__ = ["CachedLoader", "Gather"]
 
 Gather = Literal["auto", "main", "worker"]
+
+
+class _Epoch(Protocol):
+    """An iterator over batches that can be ended early."""
+
+    def __next__(self) -> Any:
+        """The next batch."""
+
+    def close(self) -> None:
+        """End it."""
 
 
 class CachedLoader(DataLoader[Any]):
@@ -50,6 +61,7 @@ class CachedLoader(DataLoader[Any]):
         ValueError: `gather` is none of these, or "worker" without workers.
 
     Example:
+        >>> import torch
         >>> dataset = CachedDataset([(torch.tensor([i, i]), i) for i in range(6)])
         >>> loader = CachedLoader(dataset, batch_size=3)
         >>> [labels.tolist() for pairs, labels in loader]
@@ -75,45 +87,73 @@ class CachedLoader(DataLoader[Any]):
             raise ValueError("gather='worker' needs num_workers > 0")
         super().__init__(dataset, batch_size, shuffle, sampler, batch_sampler, num_workers, **arguments)
         self.gather = gather
-        self._started = False
+        self._started = False  # whether a persistent loader has drawn its base seed
         self._kept: Kept | None = None
-        self._current: weakref.ref[Epoch] | None = None
+        self._current: weakref.ref[_Epoch] | None = None
 
     def __iter__(self) -> Any:
         """A new epoch. With persistent workers it ends the one before, as DataLoader's does."""
-        way = self._way()
-        if way is None:
-            return super().__iter__()
         persistent = self.persistent_workers and self.num_workers > 0
         if persistent and self._current is not None and (last := self._current()) is not None:
             last.close()
-        schedule = Schedule(self, first=not (persistent and self._started))
+        known, kept = self._kept, self._keep()
+        if known is not None and known is not kept and not known.in_use:
+            known.end()
+        self._kept = kept
+        if kept is None:
+            return super().__iter__()
+        # New workers with random transforms need a new seed; new ones that only load do not.
+        first = not persistent or not (self._started or self._plain is not None)
+        schedule = Schedule(self, first=first or (kept.way == "worker" and kept.crew is None))
         self._started = True
-        if self._kept is None or self._kept.way != way or self._kept.in_use:
-            self._kept = Kept(way, self)
-        epoch: Epoch = (GatheredEpoch if way == "main" else MadeEpoch)(self, schedule, self._kept)
+        epoch: _Epoch = (GatheredEpoch if kept.way == "main" else MadeEpoch)(self, schedule, kept)
         self._current = weakref.ref(epoch)
         return epoch
 
     def close(self) -> None:
-        """End the epoch under way, and the workers."""
+        """End the epoch under way, and the workers; a new epoch starts new ones."""
         if self._current is not None and (epoch := self._current()) is not None:
             epoch.close()
         if self._kept is not None:
             self._kept.end()
-            self._kept = None
+        self._kept, self._current, self._started = None, None, False
+
+    def _keep(self) -> Kept | None:
+        """What was kept for this cache and this way, or new; None where there is no short cut."""
+        cache = self.dataset.cache if isinstance(self.dataset, CachedDataset) else None
+        way = self._way()
+        if cache is None or way is None:
+            return None
+        kept = self._kept
+        if kept is not None and kept.cache is cache and kept.way == way and not kept.in_use:
+            return kept
+        try:
+            return Kept(self, cache, way)
+        except (TypeError, RuntimeError):  # default_collate refuses these samples, or keeps a subclass
+            return None
 
     def _way(self) -> Way | None:
         """Who makes the batches; None where there is no short cut."""
         dataset = self.dataset
-        if not isinstance(dataset, CachedDataset) or dataset.cache is None:
+        if not isinstance(dataset, CachedDataset) or self.batch_sampler is None:
             return None
-        if self.batch_sampler is None or self.collate_fn is not default_collate or not getattr(self, "in_order", True):
+        if self.collate_fn is not default_collate or not getattr(self, "in_order", True):
             return None
         if dataset.finishes or self.gather == "worker":
             return "worker" if self.num_workers and self.gather != "main" else None
-        try:
-            Collation(dataset.cache.spec)
-        except (TypeError, RuntimeError):  # default_collate refuses these samples, or keeps a subclass
-            return None
         return "main"
+
+    @property
+    def _iterator(self) -> Any:
+        """DataLoader's own persistent iterator. Lightning shuts a loader down by setting it to None."""
+        return self._plain
+
+    @_iterator.setter
+    def _iterator(self, iterator: Any) -> None:
+        if iterator is None and "_kept" in self.__dict__:
+            self.close()
+        self._plain = iterator
+
+    def __getstate__(self) -> dict[str, Any]:
+        # A copy, or a process that is sent the loader, starts with nothing.
+        return self.__dict__ | {"_kept": None, "_current": None, "_started": False, "_plain": None}

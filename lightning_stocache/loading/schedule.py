@@ -9,18 +9,21 @@ DataLoader makes it:
 - `next(iterator)`: with workers, one batch, after the current one has come; without, the current one.
 
 Without workers a batch may be drawn ahead only if nobody can notice: samplers that draw from a generator of their own.
-RandomSampler with a generator of the user's is not one: it draws a second permutation when the first runs out.
+RandomSampler with a generator of the user's is not one: it draws a second permutation when the first runs out. Nor is a
+subclass that has a way of its own to draw.
 """
 
 from __future__ import annotations
 
 from collections.abc import Iterator
-from typing import Any
+from typing import Any, cast
 
 import numpy as np
 import torch
 from torch.utils.data import BatchSampler, DataLoader, RandomSampler, SequentialSampler
 from torch.utils.data.distributed import DistributedSampler
+
+from lightning_stocache.loading.sampler import LocalitySampler
 
 __all__ = ["Schedule"]
 
@@ -34,56 +37,54 @@ class Schedule:
     """
 
     def __init__(self, loader: DataLoader[Any], first: bool) -> None:
-        sampler: Any = loader.batch_sampler
-        plain = type(sampler) is BatchSampler
-        inner: Any = loader.sampler
+        batches: Any = loader.batch_sampler
+        plain = type(batches) is BatchSampler
+        inner: Any = batches.sampler if plain else None  # not the loader's: the user may have given the BatchSampler
+        sequential = type(inner) is SequentialSampler
         private = type(inner) is RandomSampler and inner.generator is None
-        self.ahead_unseen = plain and (
-            private or type(inner) is SequentialSampler or isinstance(inner, DistributedSampler)
-        )
+        distributed = getattr(type(inner), "__iter__", None) in (DistributedSampler.__iter__, LocalitySampler.__iter__)
+        self.ahead_unseen = sequential or private or distributed
         self.seed_state: torch.Tensor | None = None
-        drawing = iter(sampler)
+        drawing = iter(batches)
         if first:
             generator = torch.default_generator if loader.generator is None else loader.generator
             self.seed_state = generator.get_state()
             torch.empty((), dtype=torch.int64).random_(generator=loader.generator)
             if loader.num_workers:
-                drawing = iter(sampler)
-        quick = plain and (
-            type(inner) is SequentialSampler or (private and not inner.replacement and inner._num_samples is None)
-        )
-        self.trusted = quick  # no index can lie outside the dataset
-        self._drawing = _slices(loader) if quick else map(_as_indices, drawing)
+                drawing = iter(batches)
+        quick = sequential or (private and not inner.replacement and inner._num_samples is None)
+        self.trusted = quick and len(inner) <= len(cast(Any, loader.dataset))  # no index lies outside the dataset
+        self._drawing = _slices(batches) if quick else map(_as_indices, drawing)
 
-    def draw(self) -> torch.Tensor | None:
-        """The next batch of indices, int64 `[samples]`; None when the epoch is over."""
+    def draw(self) -> Any:
+        """The next batch of indices, int64 `[samples]`; None when the epoch is over.
+
+        Keys that only the source understands come as the sampler gave them.
+        """
         return next(self._drawing, None)
 
 
-def _slices(loader: DataLoader[Any]) -> Iterator[torch.Tensor]:
+def _slices(batches: BatchSampler) -> Iterator[torch.Tensor]:
     """The batches of a shuffled or sequential loader without a list in between, which would cost 30 us each."""
-    length = len(loader.sampler)  # type: ignore[arg-type]
-    assert isinstance(loader.batch_size, int)
-    if type(loader.sampler) is RandomSampler:  # draws its seed here, with the first batch, as the sampler does
+    sampler, size = batches.sampler, batches.batch_size
+    length = len(cast(Any, sampler))
+    if type(sampler) is RandomSampler:  # draws its seed here, with the first batch, as the sampler does
         private = torch.Generator()
         private.manual_seed(int(torch.empty((), dtype=torch.int64).random_().item()))
         order = torch.randperm(length, generator=private)
     else:
         order = torch.arange(length)
-    end = length - length % loader.batch_size if loader.drop_last else length
-    for start in range(0, end, loader.batch_size):
-        yield order[start : min(start + loader.batch_size, end)]
+    end = length - length % size if batches.drop_last else length
+    for start in range(0, end, size):
+        yield order[start : min(start + size, end)]
 
 
-def _as_indices(batch: Any) -> torch.Tensor:
-    """A sampler's batch as a tensor.
-
-    Raises:
-        TypeError: it holds something that is not a whole number.
-    """
-    if isinstance(batch, torch.Tensor):
-        return batch.to(torch.int64)
-    indices = np.asarray(batch)
-    if indices.ndim != 1 or (indices.dtype.kind not in "iu" and indices.size):
-        raise TypeError(f"a CachedLoader's batch_sampler must give lists of whole numbers, got {batch!r:.80}")
+def _as_indices(batch: Any) -> Any:
+    """A sampler's batch as a tensor of its own, for the sampler may go on to change what it gave."""
+    try:
+        indices = np.array(batch)
+    except (TypeError, ValueError, RuntimeError):  # what is no list of numbers
+        return batch
+    if indices.ndim != 1 or indices.dtype.kind not in "iu":
+        return batch
     return torch.from_numpy(indices.astype(np.int64, copy=False))

@@ -3,7 +3,9 @@
 Sending samples through a queue costs more than loading them from memory: each would be fresh shared memory, opened,
 mapped and faulted in twice. So the samples of a batch that did not become READY (no slot here, or another process was
 filling it) are written into a fixed area that main process and workers share: a window for every batch that can be
-under way, a row for every sample of it. A message carries only the numbers of the rows.
+under way, a row for every sample of it. A message carries only the numbers of the rows. What has no row (a batch that
+is longer than a window, or no memory for the area at all) travels in the message as plain bytes: torch's own way to
+send a tensor takes shared memory, and dies of SIGBUS where there is none.
 
 A window is written by the one worker that has its errand, and read by the main process after the answer has come; it is
 given to another batch after that.
@@ -14,22 +16,26 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import Any, NamedTuple
 
+import numpy as np
+import numpy.typing as npt
 import torch
 
+from lightning_stocache.cache.cache import SharedCache
 from lightning_stocache.cache.placement import NO_SLOT
 from lightning_stocache.cache.slots import FieldSlots
 from lightning_stocache.cache.spec import SampleSpec
 from lightning_stocache.loading.dataset import Delivery
+from lightning_stocache.loading.transit import transit_memory
 from lightning_stocache.node.segment import Segment
 
-__all__ = ["Staged", "Staging"]
+__all__ = ["Staged", "Staging", "readable_slots"]
 
 
 class Staged(NamedTuple):
     """What of an errand did not become READY: places whose rows are in the window, and rows that are sent along."""
 
     places: list[int]
-    sent: dict[int, list[torch.Tensor]]
+    sent: dict[int, list[npt.NDArray[np.uint8]]]
 
 
 class Staging:
@@ -39,18 +45,22 @@ class Staging:
         spec: what a sample looks like.
         batch_size: rows per window.
         windows: batches that can be under way.
-
-    Raises:
-        OSError: there is no memory for it.
     """
 
     def __init__(self, spec: SampleSpec, batch_size: int, windows: int) -> None:
         self._spec, self._batch_size, self._windows = spec, batch_size, windows
-        size = FieldSlots.bytes_for(spec.row_bytes, batch_size * windows)
-        self._segment = Segment.create(size)
-        self._segment.reserve(0, size)
+        self._segment: Segment | None = None
+        try:
+            self._segment = transit_memory(FieldSlots.bytes_for(spec.row_bytes, batch_size * windows))
+        except OSError:
+            self._batch_size = 0
         self._rows: FieldSlots | None = None
         self._next = 0
+
+    @property
+    def room(self) -> int:
+        """Rows per window; 0 if there is no memory, and all is sent by message."""
+        return self._batch_size
 
     def window(self) -> int:
         """The window for the next batch."""
@@ -61,16 +71,17 @@ class Staging:
         """In a worker: write what is not READY, and answer with its places in the errand."""
         dataset, errand, samples = delivery
         cache = dataset.cache
-        slots = None if cache is None else cache.ready_slots(torch.tensor(errand))
-        places = range(len(errand)) if slots is None else (slots == NO_SLOT).nonzero().flatten().tolist()
+        places: Sequence[int] = range(len(errand))
+        if cache is not None:
+            places = (readable_slots(cache, torch.tensor(errand)) == NO_SLOT).nonzero().flatten().tolist()
         answer = Staged([], {})
         for place in places:
             rows = self._spec.flatten(samples[place], errand[place])
             if place < self._batch_size:
                 self._open.write(errand.place * self._batch_size + place, rows)
                 answer.places.append(place)
-            else:  # a batch_sampler's batch may be longer than a window
-                answer.sent[place] = rows
+            else:
+                answer.sent[place] = [row.numpy() for row in rows]
         return answer
 
     def copy_to(self, rows: Sequence[torch.Tensor], position: int, window: int, place: int) -> None:
@@ -83,13 +94,25 @@ class Staging:
         if self._rows is not None:
             self._rows.close()
             self._rows = None
-        self._segment.close()
+        if self._segment is not None:
+            self._segment.close()
 
     @property
     def _open(self) -> FieldSlots:
         if self._rows is None:
+            assert self._segment is not None
             self._rows = FieldSlots(self._segment, self._spec.row_bytes, self._batch_size * self._windows)
         return self._rows
 
     def __getstate__(self) -> dict[str, Any]:
         return self.__dict__ | {"_rows": None}
+
+
+def readable_slots(cache: SharedCache, indices: torch.Tensor) -> torch.Tensor:
+    """The slots of those indices that can be read now, NO_SLOT for the others.
+
+    An index from the end of the dataset has the slot of the same sample. One outside of it has none: the ring would
+    wrap it around, but what it means, if anything, the source knows.
+    """
+    size = cache.arc.size
+    return cache.ready_slots(indices).masked_fill_((indices >= size) | (indices < -size), NO_SLOT)

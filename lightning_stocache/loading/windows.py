@@ -2,38 +2,61 @@
 
 With a per-sample transform on the CPU, whole batches are made in workers. DataLoader sends each in fresh shared memory:
 page faults in the worker, a descriptor in the message, a mapping and page faults again in the main process. Here the
-same memory is used again and again: a worker writes the collated tensors into a window, the message says where they
+same memory is used again and again: a worker stacks the samples' tensors into a window, the message says where they
 lie, and the batch that the trainer gets *is* the window. When nobody holds a tensor of it any more, the window is free
-for another batch. If no window is free, a batch is copied out of its own, or travels as DataLoader sends it.
+for another batch. Is it the last free one, the batch is copied out, so that the next one has a window too.
 
 A window belongs, in turn, to the main process (free), to the one worker with its errand, to the main process again (the
-answer has come), and to the trainer (lent). The size is that of the first batch; what does not fit travels.
+answer has come), and to the trainer (lent). Windows are as large as the largest batch so far; what does not fit, what
+came before there was a window, and what is small (labels) travels in the message as plain bytes: torch's own way to
+send a tensor takes fresh memory in /dev/shm, and dies of SIGBUS where there is none. Only samples that hold other
+things than dicts, lists, tuples, numbers, strings, arrays and tensors travel as DataLoader sends them.
 """
 
 from __future__ import annotations
 
 import weakref
+from collections import OrderedDict
 from collections.abc import Callable
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, NamedTuple
 
+import numpy as np
+import numpy.typing as npt
 import torch
 from torch.utils.data import default_collate
 from torch.utils.data._utils.collate import collate, default_collate_fn_map
 
 from lightning_stocache.loading.dataset import Delivery
+from lightning_stocache.loading.transit import transit_memory
 from lightning_stocache.node.segment import Segment, SegmentHandle
 
-__all__ = ["WindowClerk", "Windows"]
+__all__ = ["Place", "WindowClerk", "Windows"]
 
 _ALIGNMENT = 64
 
 
+class Place(NamedTuple):
+    """A window, as a worker is told of it."""
+
+    number: int
+    handle: SegmentHandle
+
+
 @dataclass(frozen=True)
 class _Written:
-    """A tensor that lies in a window."""
+    """A tensor that lies in the window."""
 
     offset: int
+    dtype: torch.dtype
+    shape: tuple[int, ...]
+
+
+@dataclass(frozen=True)
+class _Sent:
+    """A tensor that lies in the message."""
+
+    content: npt.NDArray[np.uint8]
     dtype: torch.dtype
     shape: tuple[int, ...]
 
@@ -42,43 +65,47 @@ class WindowClerk:
     """In a worker: collates a batch into the window that came with the errand."""
 
     def __init__(self) -> None:
-        self._segments: dict[bytes, Segment] = {}
+        self._segments: dict[int, Segment] = {}
 
-    def __call__(self, delivery: Delivery) -> Any:
-        """The batch, with `_Written` in place of each tensor that lies in the window."""
+    def __call__(self, delivery: Delivery | list[Any]) -> Any:
+        """The batch, with `_Written` or `_Sent` in place of its tensors."""
+        if not isinstance(delivery, Delivery):  # keys that only the source understands
+            return default_collate(delivery)
         _, errand, samples = delivery
-        if errand.place is None:
+        if not samples or not _is_plain(samples[0]):
             return default_collate(samples)
-        handle: SegmentHandle = errand.place
-        segment = self._segments.get(handle.token)
-        if segment is None:
-            segment = self._segments[handle.token] = Segment.attach(handle)
-        return collate(samples, collate_fn_map={torch.Tensor: _Writer(segment)} | _other_types)
+        stack = _Stack(None if errand.place is None else self._segment(errand.place))
+        batch = collate(samples, collate_fn_map=default_collate_fn_map | {torch.Tensor: stack})
+        return _rebuilt(batch, lambda leaf: _sent(leaf) if _is_dense(leaf) else leaf)
+
+    def _segment(self, place: Place) -> Segment:
+        known = self._segments.get(place.number)
+        if known is None or known.token != place.handle.token:
+            if known is not None:  # it was too small
+                known.close()
+            known = self._segments[place.number] = Segment.attach(place.handle)
+        return known
 
     def __getstate__(self) -> dict[str, Any]:
         return {"_segments": {}}
 
 
-_other_types = {kind: function for kind, function in default_collate_fn_map.items() if kind is not torch.Tensor}
+class _Stack:
+    """Stacks tensors, into the window if there is one and as long as they fit."""
 
-
-class _Writer:
-    """Stacks plain tensors into a window, one field after the other."""
-
-    def __init__(self, segment: Segment) -> None:
+    def __init__(self, segment: Segment | None) -> None:
         self._segment, self._end = segment, 0
 
     def __call__(self, leaves: list[torch.Tensor], *, collate_fn_map: Any = None) -> Any:
         first = leaves[0]
-        plain = all(
-            type(leaf) is torch.Tensor and leaf.dtype == first.dtype and leaf.shape == first.shape for leaf in leaves
-        )
-        size = first.numel() * first.element_size() * len(leaves)
-        if not plain or not size or self._end + size > self._segment.size or first.layout is not torch.strided:
+        if not all(_is_dense(leaf) and leaf.dtype == first.dtype and leaf.shape == first.shape for leaf in leaves):
             return default_collate(leaves)
+        size = first.numel() * first.element_size() * len(leaves)
+        if self._segment is None or not size or self._end + size > self._segment.size:
+            return torch.stack(leaves)
         place = _Written(self._end, first.dtype, (len(leaves), *first.shape))
         torch.stack(leaves, out=self._segment.bytes(place.offset, size).view(place.dtype).view(place.shape))
-        self._end += -(-size // _ALIGNMENT) * _ALIGNMENT
+        self._end += _aligned(size)
         return place
 
 
@@ -91,32 +118,59 @@ class Windows:
 
     def __init__(self, count: int) -> None:
         self._count = count
-        self._segments: list[Segment] = []
+        self._size = 0
+        self._segments: dict[int, Segment] = {}
         self._free: list[int] = []
-        self._sized = False
 
     def take(self) -> int | None:
-        """A free window, to be filled by a worker; None if there is none."""
-        try:
-            return self._free.pop()
-        except IndexError:
-            return None
+        """A free window, to be filled by a worker; None if there is none, or no memory for it."""
+        while self._free:
+            window = self._free.pop()
+            segment = self._segments.get(window)
+            if segment is not None and segment.size >= self._size:
+                return window
+            if segment is not None:
+                self._segments.pop(window).close()
+            try:
+                self._segments[window] = transit_memory(self._size)
+            except OSError:  # from now on there is one less
+                continue
+            return window
+        return None
 
-    def handle(self, window: int) -> SegmentHandle:
-        """The address of a window."""
-        return self._segments[window].handle
+    def place(self, window: int) -> Place:
+        """What the worker is told of a window."""
+        return Place(window, self._segments[window].handle)
 
     def open(self, answer: Any, window: int | None) -> Any:
         """The batch of an answer. Its tensors are lent: the window is free again when the last of them is gone."""
-        if window is None:
-            self._make_for(answer)
-            return answer
-        memory = self._segments[window].memory(0, self._segments[window].size)
-        # May run in any thread, at any moment: it only appends, which is atomic.
-        weakref.finalize(memory, self._free.append, window).atexit = False
-        if self._free:
-            return _rebuilt(answer, lambda one: _tensor(memory, one))
-        return _rebuilt(answer, lambda one: _tensor(memory, one).clone())
+        memory: memoryview | None = None
+        lend = False
+        if window is not None:
+            memory = self._segments[window].memory(0, self._segments[window].size)
+            # May run in any thread, at any moment: it only appends, which is atomic.
+            weakref.finalize(memory, self._free.append, window).atexit = False
+            lend = bool(self._free)
+        size = 0
+
+        def arrived(leaf: Any) -> Any:
+            nonlocal size
+            if isinstance(leaf, _Written):
+                assert memory is not None
+                count = torch.Size(leaf.shape).numel()
+                tensor = torch.frombuffer(memory, dtype=leaf.dtype, count=count, offset=leaf.offset).view(leaf.shape)
+                size += _aligned(tensor.nbytes)
+                return tensor if lend else tensor.clone()
+            if isinstance(leaf, _Sent):
+                size += _aligned(leaf.content.nbytes)
+                return torch.from_numpy(leaf.content).view(leaf.dtype).view(leaf.shape)
+            return leaf
+
+        batch = _rebuilt(answer, arrived)
+        if not self._size and size:
+            self._free.extend(range(self._count))
+        self._size = max(self._size, size)
+        return batch
 
     def give_back(self, window: int | None) -> None:
         """A window whose errand came to nothing."""
@@ -126,45 +180,44 @@ class Windows:
     def close(self) -> None:
         """Give the windows up; a batch that is still held keeps its memory."""
         self._free.clear()
-        for segment in self._segments:
+        for segment in self._segments.values():
             segment.close()
 
-    def _make_for(self, batch: Any) -> None:
-        """Make the windows as large as this batch, which came without one."""
-        if self._sized:
-            return
-        self._sized = True
-        sizes: list[int] = []
-        _rebuilt(batch, lambda one: None, lambda one: sizes.append(one.numel() * one.element_size()))
-        size = sum(-(-size // _ALIGNMENT) * _ALIGNMENT for size in sizes)
-        if not size:
-            return
-        try:
-            for number in range(self._count):
-                segment = Segment.create(size)
-                segment.reserve(0, size)
-                self._segments.append(segment)
-                self._free.append(number)
-        except OSError:  # no memory: batches travel as DataLoader sends them
-            return
+
+def _is_plain(node: Any) -> bool:
+    """Whether a sample, and so the batch that is collated from it, can be walked by `_rebuilt`."""
+    kind = type(node)
+    if kind in (dict, OrderedDict):
+        return all(map(_is_plain, node.values()))
+    if isinstance(node, torch.Tensor | np.ndarray | np.generic | int | float | str | bytes):
+        return kind is torch.Tensor or not isinstance(node, torch.Tensor) or kind not in default_collate_fn_map
+    walked = kind in (list, tuple) or (isinstance(node, tuple) and hasattr(kind, "_fields"))
+    return walked and kind not in default_collate_fn_map and all(map(_is_plain, node))
 
 
-def _tensor(memory: memoryview, place: _Written) -> torch.Tensor:
-    count = torch.Size(place.shape).numel()
-    return torch.frombuffer(memory, dtype=place.dtype, count=count, offset=place.offset).view(place.shape)
+def _is_dense(leaf: Any) -> bool:
+    """Whether it is a tensor that is its bytes, dtype and shape, and nothing else."""
+    return (
+        type(leaf) is torch.Tensor
+        and leaf.layout is torch.strided
+        and leaf.device.type == "cpu"
+        and not (leaf.requires_grad or leaf.is_quantized or leaf.is_nested or leaf.is_conj() or leaf.is_neg())
+    )
 
 
-def _rebuilt(
-    node: Any, written: Callable[[_Written], Any], tensor: Callable[[torch.Tensor], Any] = lambda one: one
-) -> Any:
-    """The same structure with every `_Written`, and every tensor, replaced."""
-    if isinstance(node, _Written):
-        return written(node)
-    if isinstance(node, torch.Tensor):
-        return tensor(node)
-    if isinstance(node, dict):
-        return type(node)((key, _rebuilt(value, written, tensor)) for key, value in node.items())
-    if isinstance(node, list | tuple):
-        values = [_rebuilt(value, written, tensor) for value in node]
+def _sent(tensor: torch.Tensor) -> _Sent:
+    return _Sent(tensor.reshape(-1).view(torch.uint8).numpy(), tensor.dtype, tuple(tensor.shape))
+
+
+def _aligned(size: int) -> int:
+    return -(-size // _ALIGNMENT) * _ALIGNMENT
+
+
+def _rebuilt(node: Any, leaf: Callable[[Any], Any]) -> Any:
+    """The same structure with what `leaf` makes of each leaf."""
+    if type(node) in (dict, OrderedDict):
+        return type(node)((key, _rebuilt(value, leaf)) for key, value in node.items())
+    if type(node) is list or isinstance(node, tuple):
+        values = [_rebuilt(value, leaf) for value in node]
         return type(node)(*values) if hasattr(node, "_fields") else type(node)(values)
-    return node
+    return leaf(node)

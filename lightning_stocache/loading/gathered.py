@@ -1,0 +1,219 @@
+"""An epoch whose batches are put together in the main process.
+
+Each batch is planned when its indices are drawn, by the `Schedule`, on the caller's thread: what is not READY is sent
+to the workers at once, and the rest is gathered when the batch's turn comes, or on a thread just before. Where the
+cache has been closed meanwhile, and for keys that only the source understands, samples pass through.
+
+An iterator holds nothing that holds it: it ends its thread, and its workers if they are not persistent, when it is
+exhausted, closed, or no longer referred to.
+"""
+
+from __future__ import annotations
+
+import weakref
+from collections import deque
+from dataclasses import dataclass, field
+from functools import partial
+from typing import Any, cast
+
+import torch
+from torch.utils.data import DataLoader, default_collate
+from torch.utils.data._utils import pin_memory as pinning
+
+from lightning_stocache.cache.cache import SharedCache
+from lightning_stocache.cache.placement import NO_SLOT
+from lightning_stocache.loading.ahead import Ahead, Job
+from lightning_stocache.loading.buffers import Buffers
+from lightning_stocache.loading.crew import Crew
+from lightning_stocache.loading.dataset import CachedDataset
+from lightning_stocache.loading.kept import Kept
+from lightning_stocache.loading.schedule import Schedule
+from lightning_stocache.loading.staging import Staged, Staging, readable_slots
+
+__all__ = ["GatheredEpoch"]
+
+_ROWS = 256  # of a staging window, where a batch_sampler does not tell its batch size; more is sent by message
+
+
+@dataclass
+class _Plan:
+    """A batch to come.
+
+    Args:
+        indices: int64 `[samples]`, or a sampler's keys.
+        slots: where they lie; None for what passes through.
+        missing: positions in the batch that are being loaded.
+        window: where workers put what does not become READY; None if there is no errand.
+        job: the gather, once it has been offered to the thread.
+    """
+
+    indices: Any
+    slots: torch.Tensor | None = None
+    missing: list[int] = field(default_factory=list)
+    window: int | None = None
+    job: Job | None = None
+
+
+class GatheredEpoch:
+    """An iterator over the batches of one epoch.
+
+    Args:
+        loader: the loader; its dataset is a CachedDataset with an open cache.
+        schedule: when indices are drawn.
+        kept: buffers and workers.
+    """
+
+    def __init__(self, loader: DataLoader[Any], schedule: Schedule, kept: Kept) -> None:
+        assert isinstance(loader.dataset, CachedDataset)
+        assert kept.collation is not None
+        self._dataset, self._batches = loader.dataset, loader.batch_sampler
+        self._schedule, self._kept, self._cache, self._collation = schedule, kept, kept.cache, kept.collation
+        self._trusted = kept.full and schedule.trusted  # nothing to look up, and nothing to look at
+        self._with_workers = loader.num_workers > 0
+        self._plans: deque[_Plan] = deque()
+        self._ahead = Ahead()
+        self._finalizer = weakref.finalize(self, kept.end_epoch, self._ahead, deque())
+        if kept.full:
+            kept.end_workers()
+        kept.begin_epoch()
+        if self._with_workers:
+            self._hire(loader)
+            for _ in range((loader.prefetch_factor or 2) * loader.num_workers):
+                self._draw()
+
+    def __iter__(self) -> GatheredEpoch:
+        return self
+
+    def __len__(self) -> int:
+        """Number of batches in the epoch."""
+        return len(cast(Any, self._batches))
+
+    def __next__(self) -> Any:
+        """The next batch."""
+        if not self._with_workers:
+            while len(self._plans) < (2 if self._schedule.ahead_unseen else 1) and self._draw():
+                pass
+        if not self._plans:
+            self.close()
+            raise StopIteration
+        plan, crew = self._plans[0], self._kept.crew
+        answered = 0 if crew is None else crew.answered
+        try:
+            batch = self._complete(plan)
+        except BaseException as error:
+            # As in DataLoader: what the source raises takes the place of the batch, and so does anything without
+            # workers. With them, a batch that was interrupted, or whose answer has not come, is the next one again.
+            failed = isinstance(error, Exception) if plan.window is None or crew is None else crew.answered > answered
+            if failed or not self._with_workers:
+                self._go_on()
+            plan.job = None
+            raise
+        self._go_on()
+        following = self._plans[0] if self._plans else None
+        if following is not None and following.slots is not None and not following.missing:
+            following.job = Job(partial(_gather, self._cache, self._kept.buffers, following.slots))
+            self._ahead.offer(following.job)
+        return batch
+
+    def close(self) -> None:
+        """End the epoch: its thread, and its workers unless they are persistent."""
+        self._plans.clear()
+        self._finalizer()
+
+    def _hire(self, loader: DataLoader[Any]) -> None:
+        """Start the workers before the thread, if there is anything to load."""
+        kept = self._kept
+        if kept.crew is None and not kept.full:
+            rows: Any = loader.batch_size or getattr(loader.batch_sampler, "batch_size", None)
+            windows = (loader.prefetch_factor or 2) * loader.num_workers + 2
+            kept.staging = Staging(self._cache.spec, rows if isinstance(rows, int) and rows > 0 else _ROWS, windows)
+            kept.crew = Crew(loader, kept.staging, self._schedule.seed_state)
+
+    def _go_on(self) -> None:
+        """Leave the first plan behind; with workers, draw another, before the batch (or its error) is handed on."""
+        self._plans.popleft()
+        if self._with_workers:
+            self._draw()
+
+    def _draw(self) -> bool:
+        """Draw and plan one batch; whether there was one."""
+        indices = self._schedule.draw()
+        if indices is None:
+            return False
+        plan, cache = _Plan(indices), self._cache
+        self._plans.append(plan)
+        if cache.closed or not isinstance(indices, torch.Tensor) or not indices.shape[0]:
+            return True
+        if self._trusted:
+            plan.slots = cache.arc.slots_of(indices)
+            return True
+        slots = readable_slots(cache, indices)
+        plan.missing = (slots == NO_SLOT).nonzero().flatten().tolist()
+        plan.slots = slots
+        crew, staging = self._kept.crew, self._kept.staging
+        if plan.missing and crew is not None and staging is not None:
+            window = staging.window()
+            crew.send(indices[plan.missing].tolist(), window)
+            plan.window = window
+        return True
+
+    def _complete(self, plan: _Plan) -> Any:
+        """The batch of a plan, counted."""
+        if plan.slots is None or self._cache.closed:
+            return self._passed_through(plan.indices)
+        if plan.missing:
+            rows = self._load(plan, plan.slots)
+        elif plan.job is not None:
+            rows = plan.job.result()
+        else:
+            rows = _gather(self._cache, self._kept.buffers, plan.slots)
+        self._dataset.count_hits(plan.slots.shape[0] - len(plan.missing))
+        return self._collation.batch(rows)
+
+    def _passed_through(self, indices: Any) -> Any:
+        samples = self._dataset.__getitems__(indices.tolist() if isinstance(indices, torch.Tensor) else indices)
+        batch = default_collate(samples)
+        return cast(Any, pinning).pin_memory(batch) if self._kept.pins else batch
+
+    def _load(self, plan: _Plan, slots: torch.Tensor) -> list[torch.Tensor]:
+        """The rows of a batch with misses: workers have loaded them, or they are loaded here."""
+        missing, cache, kept = plan.missing, self._cache, self._kept
+        indices = plan.indices[missing]
+        staged: list[int] = []
+        loose: dict[int, list[torch.Tensor]] = {}
+        if plan.window is not None:
+            assert kept.crew is not None
+            answer: Staged = kept.crew.receive()
+            staged = answer.places
+            loose = {place: [torch.from_numpy(row) for row in rows] for place, rows in answer.sent.items()}
+            found = cache.arc.slots_of(indices)
+            found[[*staged, *loose]] = NO_SLOT
+        else:
+            samples = self._dataset.__getitems__(indices.tolist())
+            found = readable_slots(cache, indices)
+            for place in (found == NO_SLOT).nonzero().flatten().tolist():
+                loose[place] = cache.spec.flatten(samples[place], int(indices[place]))
+        slots[missing] = found
+        rows = _gather(cache, kept.buffers, slots, ready=False)
+        for place in staged:
+            assert kept.staging is not None
+            assert plan.window is not None
+            kept.staging.copy_to(rows, missing[place], plan.window, place)
+        for place, own in loose.items():
+            for row, one in zip(rows, own, strict=True):
+                row[missing[place]].copy_(one)
+        return rows
+
+
+def _gather(cache: SharedCache, buffers: Buffers, slots: torch.Tensor, ready: bool = True) -> list[torch.Tensor]:
+    """The rows of those slots, uint8 `[samples, nbytes]` per field; undefined for those that are not ready."""
+    samples, row_bytes = slots.shape[0], cache.spec.row_bytes
+    memory = [buffers.take(number, samples * nbytes) for number, nbytes in enumerate(row_bytes)]
+    if ready:
+        return cache.gather(slots, memory)
+    some = int(slots.max())
+    if some == NO_SLOT:
+        return [one.view(samples, nbytes) for one, nbytes in zip(memory, row_bytes, strict=True)]
+    # Where there is no slot, one that is READY is read: a hole of the file would take a page, or fault where none is
+    # left.
+    return cache.gather(slots.masked_fill(slots == NO_SLOT, some), memory)

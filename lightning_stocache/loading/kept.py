@@ -1,0 +1,93 @@
+"""What a CachedLoader keeps from one epoch to the next: buffers, windows, and persistent workers.
+
+It belongs to one cache: workers know the cache that the dataset had when they were started, and no other. An epoch
+takes it, and gives it back when it is exhausted, closed, or no longer referred to; a second epoch at the same time gets
+one of its own.
+"""
+
+from __future__ import annotations
+
+import os
+from collections import deque
+from typing import Any, Literal
+
+import torch
+from torch.utils.data import DataLoader
+
+from lightning_stocache.cache.cache import SharedCache
+from lightning_stocache.loading.ahead import Ahead
+from lightning_stocache.loading.buffers import Buffers
+from lightning_stocache.loading.collation import Collation
+from lightning_stocache.loading.crew import Crew
+from lightning_stocache.loading.staging import Staging
+from lightning_stocache.loading.windows import Windows
+
+__all__ = ["Kept", "Way"]
+
+Way = Literal["main", "worker"]
+_SLACK = 3  # windows beyond those under way: the batch of the step, the one fetched ahead of it, and one to spare
+
+
+class Kept:
+    """What outlives an epoch.
+
+    Args:
+        loader: the loader.
+        cache: what its dataset is cached in.
+        way: who makes the batches.
+
+    Raises:
+        TypeError: (also RuntimeError) the main process is to make them, and `default_collate` has another way to make
+            them than one tensor per field.
+    """
+
+    def __init__(self, loader: DataLoader[Any], cache: SharedCache, way: Way) -> None:
+        self.cache, self.way = cache, way
+        self.collation = Collation(cache.spec) if way == "main" else None
+        self.persistent = loader.persistent_workers and loader.num_workers > 0
+        self.pins = loader.pin_memory and torch.cuda.is_available()
+        self.buffers = Buffers(self.pins)
+        self.crew: Crew | None = None
+        self.staging: Staging | None = None
+        self.windows = Windows((loader.prefetch_factor or 0) * loader.num_workers + _SLACK)
+        self.abandoned: list[int | None] = []  # windows of errands that nobody will ask for
+        self.in_use = False
+        self._pid = os.getpid()
+
+    @property
+    def full(self) -> bool:
+        """Whether every index of the dataset has a slot that is READY."""
+        return len(self.cache) == self.cache.arc.size == self.cache.filled
+
+    def begin_epoch(self) -> None:
+        """Take what an epoch left behind that was broken off."""
+        self.in_use = True
+        if self.crew is not None:
+            self.crew.begin_epoch()
+        while self.abandoned:
+            self.windows.give_back(self.abandoned.pop())
+
+    def end_epoch(self, ahead: Ahead, windows: deque[int | None]) -> None:
+        """Stop the thread, and the workers too unless they are persistent and may still have something to load."""
+        if os.getpid() != self._pid:
+            return  # the copy of an iterator that a worker inherited ends nothing
+        ahead.stop()
+        self.abandoned.extend(windows)
+        windows.clear()
+        if not self.persistent or (self.way == "main" and self.full):
+            self.end_workers()
+        self.in_use = False
+
+    def end_workers(self) -> None:
+        """End the workers and give up their staging area."""
+        crew, self.crew = self.crew, None
+        staging, self.staging = self.staging, None
+        if crew is not None:
+            crew.close()
+        if staging is not None:
+            staging.close()
+
+    def end(self) -> None:
+        """End the workers and give up all memory."""
+        self.end_workers()
+        self.windows.close()

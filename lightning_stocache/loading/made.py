@@ -1,0 +1,85 @@
+"""An epoch whose batches are made by workers, in windows of shared memory that the trainer is lent.
+
+Indices are drawn by the `Schedule` on the caller's thread, and each batch of them is an errand for a worker, with a
+window to put the batch in if one is free. An iterator holds nothing that holds it: it ends its workers, if they are not
+persistent, when it is exhausted, closed, or no longer referred to.
+"""
+
+from __future__ import annotations
+
+import weakref
+from collections import deque
+from typing import Any, cast
+
+import torch
+from torch.utils.data import DataLoader
+from torch.utils.data._utils import pin_memory as pinning
+
+from lightning_stocache.loading.ahead import Ahead
+from lightning_stocache.loading.crew import Crew
+from lightning_stocache.loading.kept import Kept
+from lightning_stocache.loading.schedule import Schedule
+from lightning_stocache.loading.windows import WindowClerk
+
+__all__ = ["MadeEpoch"]
+
+
+class MadeEpoch:
+    """An iterator over the batches of one epoch.
+
+    Args:
+        loader: the loader; its dataset is a CachedDataset with an open cache.
+        schedule: when indices are drawn.
+        kept: windows and workers.
+    """
+
+    def __init__(self, loader: DataLoader[Any], schedule: Schedule, kept: Kept) -> None:
+        self._schedule, self._kept, self._batches = schedule, kept, loader.batch_sampler
+        self._windows: deque[int | None] = deque()  # of the errands under way
+        self._finalizer = weakref.finalize(self, kept.end_epoch, Ahead(), self._windows)
+        kept.begin_epoch()
+        if kept.crew is None:
+            kept.crew = Crew(loader, WindowClerk(), schedule.seed_state)
+        self._crew = kept.crew
+        for _ in range(self._crew.most):
+            self._draw()
+
+    def __iter__(self) -> MadeEpoch:
+        return self
+
+    def __len__(self) -> int:
+        """Number of batches in the epoch."""
+        return len(cast(Any, self._batches))
+
+    def __next__(self) -> Any:
+        """The next batch."""
+        if not self._windows:
+            self.close()
+            raise StopIteration
+        answered = self._crew.answered
+        try:
+            answer = self._crew.receive()
+        except BaseException:
+            if self._crew.answered > answered:  # else the answer is still to come, and is the next one
+                self._kept.windows.give_back(self._windows.popleft())
+                self._draw()  # before the error is handed on
+            raise
+        batch = self._kept.windows.open(answer, self._windows.popleft())
+        self._draw()
+        return cast(Any, pinning).pin_memory(batch) if self._kept.pins else batch
+
+    def close(self) -> None:
+        """End the epoch, and its workers unless they are persistent."""
+        self._finalizer()
+
+    def _draw(self) -> None:
+        indices = self._schedule.draw()
+        if indices is None:
+            return
+        windows = self._kept.windows
+        window = windows.take()
+        self._crew.send(
+            indices.tolist() if isinstance(indices, torch.Tensor) else indices,
+            None if window is None else windows.place(window),
+        )
+        self._windows.append(window)
