@@ -785,9 +785,15 @@ def test_a_closed_dataset_passes_through(source: CountedSource) -> None:
 
 
 @pytest.mark.skipif(not os.path.isdir("/proc/self/fd"), reason="needs /proc")
-def test_five_cycles_end_with_the_memory_of_one(source: CountedSource) -> None:
-    """Opening again gives back all that was held before; closing, everything."""
-    before, while_open = held(), []
+def test_five_cycles_end_with_the_memory_of_one(source: CountedSource, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Opening again gives back all that was held, before what is free is measured; closing, everything."""
+    before, while_open, measure, when_measured = held(), [], FreeMemory.measure, set()
+
+    def measure_and_note(directory: str | None) -> FreeMemory:
+        when_measured.add(held())
+        return measure(directory)
+
+    monkeypatch.setattr(allocation.FreeMemory, "measure", measure_and_note)
     dataset = CachedDataset(source)
     for _ in range(5):
         list(DataLoader(dataset, 5))
@@ -796,6 +802,7 @@ def test_five_cycles_end_with_the_memory_of_one(source: CountedSource) -> None:
     dataset.close()
     assert held() == before
     assert len(set(while_open)) == 1
+    assert when_measured == {before}
     assert while_open[0] > before
 
 
