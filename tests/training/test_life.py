@@ -108,7 +108,7 @@ def test_caches_are_closed_after_every_kind_of_end(tmp_path, segments, name, err
     expected = SystemExit if error is KeyboardInterrupt else error  # Lightning exits after Ctrl-C
     with pytest.raises(expected):
         make_trainer(tmp_path, callbacks).fit(Failing(error), dm)
-    assert len(segments) == 4
+    assert len(segments) >= 4
     assert all(segment.closed for segment in segments)
     trainer = make_trainer(tmp_path, callbacks, epochs=2)
     trainer.fit(Model(), dm)
