@@ -16,8 +16,8 @@ from lightning_stocache.cache.spec import SampleSpec
 from lightning_stocache.loading import allocation
 from lightning_stocache.loading.allocation import Allocation, InFlight, Request, allocate
 from lightning_stocache.node.budget import Budget, loader_reserve
-from lightning_stocache.node.free import FreeMemory
 from lightning_stocache.node.files import memory_directory
+from lightning_stocache.node.free import FreeMemory
 
 MIB = 2**20
 MARGIN = 16 * MIB
