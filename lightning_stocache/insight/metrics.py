@@ -26,6 +26,9 @@ class Tally:
         filled: slots that are ready.
         memory_bytes: bytes in use by the caches.
         budget_bytes: bytes that were granted for them.
+        wait_seconds: how long the rank's training has waited for data.
+        compute_seconds: how long it has computed.
+        ranks: ranks whose seconds these are.
     """
 
     node: int = 0
@@ -34,6 +37,9 @@ class Tally:
     filled: int = 0
     memory_bytes: int = 0
     budget_bytes: int = 0
+    wait_seconds: float = 0.0
+    compute_seconds: float = 0.0
+    ranks: int = 0
 
     def __add__(self, other: Tally) -> Tally:
         return Tally(
@@ -43,6 +49,9 @@ class Tally:
             self.filled + other.filled,
             self.memory_bytes + other.memory_bytes,
             self.budget_bytes + other.budget_bytes,
+            self.wait_seconds + other.wait_seconds,
+            self.compute_seconds + other.compute_seconds,
+            self.ranks + other.ranks,
         )
 
 
@@ -54,7 +63,7 @@ def rates(tally: Tally) -> dict[str, float]:
         0.75
     """
     counts = tally.counts
-    return {
+    metrics = {
         "hit_rate": counts.hits / max(counts.served, 1),
         "fill_fraction": tally.filled / max(tally.slots, 1),
         "hits": counts.hits,
@@ -67,6 +76,14 @@ def rates(tally: Tally) -> dict[str, float]:
         "memory_bytes": tally.memory_bytes,
         "budget_bytes": tally.budget_bytes,
     }
+    if tally.ranks:
+        seconds = tally.wait_seconds + tally.compute_seconds
+        metrics |= {
+            "data_wait_seconds": tally.wait_seconds / tally.ranks,
+            "compute_seconds": tally.compute_seconds / tally.ranks,
+            "samples_per_second": counts.served * tally.ranks / seconds if seconds else 0.0,
+        }
+    return metrics
 
 
 def summarise(tallies: Sequence[Tally]) -> dict[str, float]:

@@ -13,14 +13,18 @@ import warnings
 from typing import Any
 
 from lightning.pytorch import Callback, LightningModule, Trainer
-from lightning.pytorch.utilities import rank_zero_info
+from lightning.pytorch.utilities import rank_zero_info, rank_zero_warn
 
 from lightning_stocache.cache.counters import Counters, Counts
 from lightning_stocache.insight.metrics import Tally, rates, summarise
+from lightning_stocache.insight.stall import Stall
 from lightning_stocache.loading.dataset import CachedDataset
+from lightning_stocache.training.expectation import Expectation
 from lightning_stocache.training.loaders import cached_datasets
 
 __all__ = ["CacheMonitor", "log_every", "running_datasets"]
+
+_LIVE = ("hit_rate", "fill_fraction", "memory_bytes", "data_wait_seconds", "compute_seconds")
 
 
 class CacheMonitor(Callback):
@@ -38,10 +42,15 @@ class CacheMonitor(Callback):
     - `bytes_from_cache`, `bytes_from_source`: bytes in this epoch; `source_seconds`: spent in the source, summed over
       processes.
     - `memory_bytes`, `budget_bytes`: memory in use and granted, summed over nodes.
+    - `data_wait_seconds`, `compute_seconds`: what an epoch's training waited for data and computed, mean over ranks
+      (training only, as the next two). Waiting includes what other callbacks do between two steps.
+    - `samples_per_second`: samples served over those seconds, all ranks together.
+    - `hit_rate_expected`: what theory predicts for this sampler, these arcs and ranks; a hit rate well below it is
+      warned about once, with the likely cause.
 
     With several nodes also `stocache/node<k>/` with `hit_rate`, `fill_fraction` and `memory_bytes`. Live values are
-    `stocache/hit_rate` of rank zero in the epoch so far, `stocache/fill_fraction` and `stocache/memory_bytes` of its
-    node.
+    `hit_rate`, `data_wait_seconds` and `compute_seconds` of rank zero in the epoch so far, `fill_fraction` and
+    `memory_bytes` of its node.
 
     Example:
         >>> trainer = Trainer(callbacks=[CacheMonitor()], logger=False, enable_checkpointing=False)
@@ -51,6 +60,9 @@ class CacheMonitor(Callback):
         self._seen: dict[Counters, Counts] = {}
         self._aside: dict[Counters, Counts] = {}  # served to training since its last epoch's end, but seen by now
         self._started = self._ended = 0.0
+        self._stall = Stall()
+        self._expected: dict[Counters, Expectation] = {}
+        self._complained = False
         self._logged_step = -1
 
     def setup(self, trainer: Trainer, pl_module: LightningModule, stage: str) -> None:
@@ -60,10 +72,17 @@ class CacheMonitor(Callback):
     def on_train_epoch_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
         """Start the epoch's clock."""
         self._started = self._ended = time.perf_counter()
+        self._stall.take()
+        self._stall.resume(self._started)
+
+    def on_train_batch_start(self, *_: Any) -> None:
+        """The wait for this batch is over."""
+        self._stall.begin(time.perf_counter())
 
     def on_train_batch_end(self, trainer: Trainer, pl_module: LightningModule, *_: Any) -> None:
         """Log live values, at the Trainer's logging cadence."""
         self._ended = time.perf_counter()
+        self._stall.end(self._ended)
         step = trainer.global_step - 1  # as Lightning numbers the values of a step
         if not trainer.loggers or step == self._logged_step or step < 0 or (step + 1) % log_every(trainer):
             return
@@ -71,7 +90,7 @@ class CacheMonitor(Callback):
         tally = self._tally("train", running_datasets(trainer, "train"), live=True)
         if tally is not None:
             live = rates(tally)
-            values = {f"stocache/{name}": live[name] for name in ("hit_rate", "fill_fraction", "memory_bytes")}
+            values = {f"stocache/{name}": live[name] for name in _LIVE}
             for logger in trainer.loggers:
                 logger.log_metrics(values, step=step)
 
@@ -79,6 +98,7 @@ class CacheMonitor(Callback):
         """Log the epoch's values. Collective."""
         metrics = self._epoch_end(trainer, pl_module, "train", "stocache")
         if metrics:
+            self._compare(metrics, running_datasets(trainer, "train"))
             rank_zero_info(
                 f"epoch {trainer.current_epoch}: hit rate {100 * metrics['hit_rate']:.1f} %, "
                 f"fill {100 * metrics['fill_fraction']:.1f} %, {self._ended - self._started:.1f} s"
@@ -91,6 +111,10 @@ class CacheMonitor(Callback):
         for dataset in running_datasets(trainer, "train"):
             if (counters := dataset.counters) is not None:
                 self._aside[counters] = self._aside.get(counters, Counts()) + self._moved(dataset, counters)
+
+    def on_validation_end(self, trainer: Trainer, pl_module: LightningModule) -> None:
+        """What validation took is not a wait for data."""
+        self._stall.resume(time.perf_counter())
 
     def on_validation_epoch_end(self, trainer: Trainer, pl_module: LightningModule) -> None:
         """Log the validation epoch's values. Collective."""
@@ -111,6 +135,7 @@ class CacheMonitor(Callback):
     def _forget(self) -> None:
         self._seen.clear()
         self._aside.clear()
+        self._expected.clear()
         self._logged_step = -1
 
     def _epoch_end(self, trainer: Trainer, pl_module: LightningModule, stage: str, prefix: str) -> dict[str, float]:
@@ -119,6 +144,8 @@ class CacheMonitor(Callback):
         if tally is None or trainer.sanity_checking:
             return {}
         metrics = summarise(datasets[0].group.exchange(tally)) | {"coverage": _coverage(datasets)}
+        if stage == "train" and (expected := self._expectation(trainer, datasets)) is not None:
+            metrics["hit_rate_expected"] = expected
         if not trainer.barebones:  # it refuses to log
             values = {f"{prefix}/{name}": value for name, value in metrics.items()}
             pl_module.log_dict(values, on_step=False, on_epoch=True, batch_size=1)
@@ -138,7 +165,28 @@ class CacheMonitor(Callback):
             if cache is not None and group.is_leader:
                 own += Tally(group.node, Counts(), len(cache), cache.filled, cache.memory_bytes, dataset.budget_bytes)
             tally = own if tally is None else tally + own
+        if tally is not None and stage == "train":
+            waited, computed = self._stall.peek() if live else self._stall.take()
+            tally += Tally(wait_seconds=waited, compute_seconds=computed, ranks=1)
         return tally
+
+    def _expectation(self, trainer: Trainer, datasets: list[CachedDataset]) -> float | None:
+        """The predicted hit rate of the epoch that ends; None with several training sets, which have no one sampler."""
+        if len(datasets) != 1 or (counters := datasets[0].counters) is None:
+            return None
+        if counters not in self._expected:
+            self._expected[counters] = Expectation(trainer, datasets[0])
+        return self._expected[counters].hit_rate()
+
+    def _compare(self, metrics: dict[str, float], datasets: list[CachedDataset]) -> None:
+        expected = metrics.get("hit_rate_expected")
+        if expected is None or self._complained or datasets[0].counters not in self._expected:
+            return
+        expectation = self._expected[datasets[0].counters]
+        complaint = expectation.complaint(metrics["hit_rate"], expected, metrics["fill_fraction"])
+        if complaint is not None:
+            self._complained = True
+            rank_zero_warn(complaint)
 
     def _moved(self, dataset: CachedDataset, counters: Counters, *, peek: bool = False) -> Counts:
         """What this rank was served since the last look."""

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import csv
+import time
 from pathlib import Path
 from typing import Any
 
@@ -11,6 +12,7 @@ import torch
 from lightning.pytorch import LightningDataModule
 from lightning.pytorch.callbacks import EarlyStopping, ModelCheckpoint
 from lightning.pytorch.loggers import CSVLogger, TensorBoardLogger
+from torch.utils.data import Dataset
 
 from lightning_stocache.loading.dataset import CachedDataset
 from lightning_stocache.training.callbacks import CacheMonitor, StochasticCache
@@ -22,6 +24,7 @@ KEYS = {
     *("hit_rate", "fill_fraction", "coverage", "hits", "misses", "bypasses", "fills", "memory_bytes", "budget_bytes"),
     *("bytes_from_cache", "bytes_from_source", "source_seconds"),
 }
+OF_TRAINING = {"data_wait_seconds", "compute_seconds", "samples_per_second", "hit_rate_expected"}
 
 
 @pytest.mark.parametrize("workers", [0, 2])
@@ -59,8 +62,43 @@ def test_only_one_epoch_row_per_key(tmp_path):
     trainer = make_trainer(tmp_path, [CacheMonitor()], epochs=2)
     trainer.fit(Model(), StocacheDataModule(source(tmp_path), source(tmp_path, "val", 8), batch_size=4))
     own = {key.removeprefix("stocache/") for key in trainer.callback_metrics if key.startswith("stocache/")}
-    assert own == KEYS | {f"val/{key}" for key in KEYS}
+    assert own == KEYS | OF_TRAINING | {f"val/{key}" for key in KEYS}
     assert len(logged(trainer, "stocache/hits")) == len(logged(trainer, "stocache/val/hits")) == 2
+
+
+def test_wait_and_compute_are_the_epoch(tmp_path):
+    """Waiting for a slow source and computing in a slow step are told apart, and validation is neither."""
+
+    class Slow(Model):
+        def training_step(self, batch, batch_idx):
+            time.sleep(0.02)
+            return super().training_step(batch, batch_idx)
+
+        def validation_step(self, batch, batch_idx):
+            time.sleep(0.2)
+
+    class Drive(Dataset):
+        def __len__(self):
+            return SAMPLES
+
+        def __getitem__(self, index):
+            time.sleep(0.01)
+            return source(tmp_path)[index]
+
+    trainer = make_trainer(tmp_path, [CacheMonitor()], epochs=2, log_every_n_steps=100)  # no live values in between
+    trainer.fit(Slow(), StocacheDataModule(Drive(), source(tmp_path, "val", 8), batch_size=4))
+    waited, computed = (logged(trainer, f"stocache/{key}") for key in ("data_wait_seconds", "compute_seconds"))
+    assert waited[0] >= 0.01 * SAMPLES > waited[1]
+    assert all(seconds >= 0.02 * SAMPLES / 4 for seconds in computed)
+    assert logged(trainer, "stocache/hit_rate_expected") == [0, 1]
+
+
+def test_a_hit_rate_below_the_expected_one_is_warned_about_once(tmp_path):
+    """An epoch that is cut short does not fill the cache: one warning names the likely cause."""
+    trainer = make_trainer(tmp_path, [CacheMonitor()], epochs=4, limit_train_batches=2)
+    with pytest.warns(UserWarning, match="limits the batches") as caught:
+        trainer.fit(Model(), StocacheDataModule(source(tmp_path), batch_size=2))
+    assert sum("were to be expected" in str(one.message) for one in caught) == 1
 
 
 def test_live_values_come_at_the_trainers_cadence(tmp_path):
