@@ -16,8 +16,10 @@ from lightning.pytorch import Callback, LightningModule, Trainer
 from lightning.pytorch.utilities import rank_zero_info, rank_zero_warn
 
 from lightning_stocache.cache.counters import Counters, Counts
+from lightning_stocache.insight.layout import LAYOUT
 from lightning_stocache.insight.metrics import Tally, rates, summarise
 from lightning_stocache.insight.stall import Stall
+from lightning_stocache.insight.verdict import verdict
 from lightning_stocache.loading.dataset import CachedDataset
 from lightning_stocache.training.expectation import Expectation
 from lightning_stocache.training.loaders import cached_datasets
@@ -63,11 +65,27 @@ class CacheMonitor(Callback):
         self._stall = Stall()
         self._expected: dict[Counters, Expectation] = {}
         self._complained = False
+        self._epochs: list[dict[str, float]] = []
         self._logged_step = -1
 
     def setup(self, trainer: Trainer, pl_module: LightningModule, stage: str) -> None:
         """Keep Lightning from advising, once per key, to sum what has been summed over the ranks already."""
         warnings.filterwarnings("ignore", message=r"It is recommended to use `self\.log\('stocache/")
+
+    def on_train_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
+        """Give TensorBoard a tab of its own for the caches: custom scalars."""
+        self._epochs.clear()
+        for logger in trainer.loggers if trainer.is_global_zero else ():
+            lay_out = getattr(getattr(logger, "experiment", None), "add_custom_scalars", None)
+            if lay_out is not None:
+                lay_out(LAYOUT)
+
+    def on_train_end(self, trainer: Trainer, pl_module: LightningModule) -> None:
+        """Say what the caches were worth."""
+        if self._epochs:
+            samples = sum(map(len, running_datasets(trainer, "train")))
+            for sentence in verdict(self._epochs, samples):
+                rank_zero_info(f"stocache: {sentence}")
 
     def on_train_epoch_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
         """Start the epoch's clock."""
@@ -98,6 +116,7 @@ class CacheMonitor(Callback):
         """Log the epoch's values. Collective."""
         metrics = self._epoch_end(trainer, pl_module, "train", "stocache")
         if metrics:
+            self._epochs.append(metrics)
             self._compare(metrics, running_datasets(trainer, "train"))
             rank_zero_info(
                 f"epoch {trainer.current_epoch}: hit rate {100 * metrics['hit_rate']:.1f} %, "
