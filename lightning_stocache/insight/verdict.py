@@ -43,8 +43,8 @@ def verdict(epochs: Sequence[Mapping[str, float]], samples: int) -> list[str]:
     last = epochs[-1]
     shares = ", ".join([f"{100 * epoch['hit_rate']:.0f}" for epoch in epochs[:8]] + ["..."] * (len(epochs) > 8))
     said = [
-        f"{100 * last['coverage']:.0f} % of {samples:,} samples have a slot, {100 * last['fill_fraction']:.0f} % of the "
-        f"slots are filled, {format_bytes(int(last['memory_bytes']))} in use; hit rate per epoch: {shares} %",
+        f"{100 * last['coverage']:.0f} % of {samples:,} samples have a slot, {100 * last['fill_fraction']:.0f} % of "
+        f"the slots are filled, {format_bytes(int(last['memory_bytes']))} in use; hit rate per epoch: {shares} %",
     ]
     if (saved := saved_seconds(epochs)) > 0:
         said.append(f"about {saved:,.1f} s of loading were saved, summed over processes")
