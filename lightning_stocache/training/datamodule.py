@@ -179,26 +179,33 @@ class StocacheDataModule(LightningDataModule):
         epoch = epochs_done(self.trainer)
         if self._resume is not None and epoch <= self._resume.epoch:
             epoch = self._resume.epoch
-            sampler.skip, change = self._resume.resumed(world=count[0], batch_size=self.batch_size)
+            sampler.skip, change = self._resume.resumed(self._position(count[0], len(dataset)))
             if change and self._resume.batch:
                 rank_zero_warn(
                     f"resuming in the middle of epoch {epoch}, but {change}: the loader goes on after {sampler.skip} "
-                    "batches of the new size, while Lightning counts on from those of the old one"
+                    "batches of now, while Lightning counts on from the number of then, and may end this epoch early "
+                    "or late. From the next epoch on all is as usual"
                 )
         sampler.set_epoch(epoch)
         return sampler
+
+    def _position(self, world: int, length: int) -> Position:
+        return Position.of(self.trainer, world=world, batch_size=self.batch_size, length=length, seed=global_seed())
 
     def state_dict(self) -> dict[str, Any]:
         """Where in the epoch training stands."""
         if self.trainer is None or not self._datasets.get("train"):
             return {}
-        world, length = replicas(self.trainer)[0], len(cast(Sized, self._datasets["train"][0]))
-        position = Position.of(self.trainer, world=world, batch_size=self.batch_size, length=length, seed=global_seed())
-        return position.state()
+        return self._position(replicas(self.trainer)[0], len(cast(Sized, self._datasets["train"][0]))).state()
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
         """Go on where training stood: the loader of this call leaves out what was trained on."""
-        self._resume = Position(**state_dict) if state_dict else None
+        self._resume = Position.read(state_dict)
+        if state_dict and self._resume is None:
+            rank_zero_warn(
+                "the checkpoint does not say where in an epoch it was saved: if that was in the middle of one, its "
+                f"first samples come again, and its last ones do not. Its state has {', '.join(map(str, state_dict))}"
+            )
 
     def _views(self, stage: str) -> list[CachedDataset]:
         """The cached datasets of a stage with its transform: a dataset may be in several stages."""

@@ -6,12 +6,14 @@ anything asks for a loader (the loops come later: a scheduler that asks for `est
 none, Lightning #20550). The order of an epoch follows from seed and epoch alone, so the position is two numbers.
 
 A position counts samples of the global order. If the world or the batch size has changed, it is converted to whole
-global batches of the new size; Lightning's own count of batches cannot be, which is why there is a warning.
+global batches of the new size; Lightning's own count of batches cannot be, which is why there is a warning: it may end
+this epoch early or late. With another dataset or seed the order is another one, and the count of batches stays.
 """
 
 from __future__ import annotations
 
-from dataclasses import asdict, dataclass
+from collections.abc import Mapping
+from dataclasses import asdict, dataclass, fields
 from typing import Any
 
 __all__ = ["Position"]
@@ -30,7 +32,8 @@ class Position:
         seed: of the order.
 
     Example:
-        >>> Position(epoch=3, batch=10, world=4, batch_size=32, length=10_000, seed=0).resumed(world=2, batch_size=32)
+        >>> then = Position(epoch=3, batch=10, world=4, batch_size=32, length=10_000, seed=0)
+        >>> then.resumed(Position(epoch=0, batch=0, world=2, batch_size=32, length=10_000, seed=0))
         (20, 'the world has changed from 4 to 2')
     """
 
@@ -43,22 +46,38 @@ class Position:
 
     @classmethod
     def of(cls, trainer: Any, *, world: int, batch_size: int, length: int, seed: int) -> Position:
-        """Where a trainer stands now, in a training epoch or at its end."""
-        fit, epoch_loop = trainer.fit_loop, trainer.fit_loop.epoch_loop
-        epochs = fit.epoch_progress.current
-        at_end = bool(epoch_loop.batch_progress.is_last_batch)
-        epoch = epochs.processed + int(at_end and epochs.started > epochs.processed)
-        return cls(epoch, 0 if at_end else epoch_loop.batch_progress.current.ready, world, batch_size, length, seed)
+        """Where a trainer stands now, in a training epoch or between two.
 
-    def resumed(self, *, world: int, batch_size: int) -> tuple[int, str | None]:
+        A batch counts from when it has been processed: that is where Lightning goes on, whether the checkpoint was
+        saved after a batch, at the end of an epoch, or on an exception in the middle of a batch.
+        """
+        epochs, batches = trainer.fit_loop.epoch_progress.current, trainer.fit_loop.epoch_loop.batch_progress
+        epoch, batch = epochs.processed, 0
+        if epochs.started > epochs.processed:
+            done = batches.current.processed
+            if batches.is_last_batch and done == batches.current.ready:
+                epoch += 1
+            else:
+                batch = done
+        return cls(epoch, batch, world, batch_size, length, seed)
+
+    @classmethod
+    def read(cls, state: Mapping[str, Any]) -> Position | None:
+        """The position in a checkpoint; None if it holds none, as one of another version or DataModule."""
+        numbers = {field.name: state.get(field.name) for field in fields(cls)}
+        whole = all(isinstance(number, int) and number >= 0 for number in numbers.values())
+        return cls(**numbers) if whole and numbers["world"] and numbers["batch_size"] else None  # type: ignore[arg-type]
+
+    def resumed(self, now: Position) -> tuple[int, str | None]:
         """How many batches to leave out now, and what has changed since, in words."""
+        names = {"world": "world", "batch_size": "batch size", "length": "length of the dataset", "seed": "seed"}
         changes = [
-            f"the {name} has changed from {old} to {new}"
-            for name, old, new in (("world", self.world, world), ("batch size", self.batch_size, batch_size))
-            if old != new
+            f"the {words} has changed from {getattr(self, name)} to {getattr(now, name)}"
+            for name, words in names.items()
+            if getattr(self, name) != getattr(now, name)
         ]
         samples = self.batch * self.batch_size * self.world
-        return samples // (batch_size * world), " and ".join(changes) or None
+        return samples // (now.batch_size * now.world), " and ".join(changes) or None
 
     def state(self) -> dict[str, int]:
         """As plain numbers, for a checkpoint."""
