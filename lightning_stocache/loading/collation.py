@@ -53,7 +53,12 @@ class Collation:
         """The batch from uint8 `[samples, nbytes]` per field, over the same memory."""
         samples = rows[0].shape[0]
         typed = zip(rows, self._dtypes, self._shapes, strict=True)
-        return self._build([row.view(dtype).view(samples, *shape) for row, dtype, shape in typed])
+        return self._build(
+            [
+                row.view(dtype).view(samples, *shape) if row.numel() else torch.empty(samples, *shape, dtype=dtype)
+                for row, dtype, shape in typed
+            ]
+        )
 
     def _builder(self, pattern: Any) -> Callable[[list[torch.Tensor]], Any]:
         """A function from fields, in the order of the spec, to the structure of the pattern."""

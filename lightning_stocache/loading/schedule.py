@@ -82,7 +82,7 @@ def _slices(batches: BatchSampler) -> Iterator[torch.Tensor]:
 def _as_indices(batch: Any) -> Any:
     """A sampler's batch as a tensor of its own, for the sampler may go on to change what it gave."""
     try:
-        indices = np.array(batch)
+        indices = np.array(batch.numpy() if isinstance(batch, torch.Tensor) else batch)
     except (TypeError, ValueError, RuntimeError):  # what is no list of numbers
         return batch
     if indices.ndim != 1 or indices.dtype.kind not in "iu":

@@ -1,0 +1,458 @@
+"""CachedLoader gives the batches of a DataLoader, bit for bit, in any combination of arguments; and what it refuses."""
+
+from __future__ import annotations
+
+import collections
+import copy
+import itertools
+import pickle
+import random
+from collections.abc import Callable, Iterator
+from contextlib import closing
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from torch.utils.data import (
+    BatchSampler,
+    DataLoader,
+    Dataset,
+    DistributedSampler,
+    RandomSampler,
+    SequentialSampler,
+    Subset,
+    get_worker_info,
+)
+from torchvision import tv_tensors
+from torchvision.transforms import v2
+
+from lightning_stocache.loading.dataset import CachedDataset
+from lightning_stocache.loading.loader import CachedLoader
+from tests.loading.twins import Jitter, LazySampler, Numbers, Transformed, UnequalBatches, copied, pairwise, run, same
+
+LENGTH = 50
+
+pytestmark = pytest.mark.usefixtures("seeded")
+
+
+class Flipped(Dataset[Any]):
+    """A source that flips at random by itself: it is split before the flip."""
+
+    def __init__(self) -> None:
+        self.numbers = Numbers(LENGTH)
+        self.transform = v2.Compose([v2.ToDtype(torch.float32, scale=True), v2.RandomHorizontalFlip()])
+
+    def __len__(self) -> int:
+        return LENGTH
+
+    def __getitem__(self, index: int) -> tuple[torch.Tensor, int]:
+        image, label = self.numbers[index]
+        return self.transform(image), label
+
+
+def sampling(name: str, batch_size: int, drop_last: bool) -> dict[str, Any]:
+    """The arguments for a way to draw indices, with samplers of their own."""
+    plain: dict[str, Any] = {"batch_size": batch_size, "drop_last": drop_last}
+    indices = range(LENGTH)
+    return {
+        "shuffle": lambda: plain | {"shuffle": True},
+        "sequential": lambda: plain,
+        "lazy": lambda: plain | {"sampler": LazySampler(LENGTH)},
+        "replacement": lambda: plain | {"sampler": RandomSampler(indices, replacement=True, num_samples=61)},
+        "oversampled": lambda: plain | {"sampler": RandomSampler(indices, num_samples=83)},
+        "distributed": lambda: plain | {"sampler": DistributedSampler(indices, 2, 1)},
+        "own batches": lambda: {"batch_sampler": BatchSampler(RandomSampler(indices), batch_size, drop_last)},
+        "unequal": lambda: {"batch_sampler": UnequalBatches(LENGTH)},
+    }[name]()
+
+
+def source_and_transform(name: str) -> tuple[Dataset[Any], Callable[[Any], Any] | None]:
+    if name == "split":
+        return Flipped(), None
+    return Numbers(LENGTH), None if name == "none" else Jitter(name)
+
+
+def assert_equal_to_plain(
+    *, sampler: str, share: str, transform: str, batch_size: int, drop_last: bool, generator: bool, **options: Any
+) -> None:
+    """Three epochs of both loaders, the second one broken off: batches and all generators, after every batch."""
+    source, after = source_and_transform(transform)
+    budget: Any = {"off": 0, "quarter": "25%"}.get(share, "auto")
+
+    def arguments() -> dict[str, Any]:
+        own = {"generator": torch.Generator().manual_seed(5)} if generator else {}
+        return options | own | sampling(sampler, batch_size, drop_last)
+
+    def seed() -> None:
+        torch.manual_seed(3), np.random.seed(3), random.seed(3)  # type: ignore[func-returns-value]
+
+    seed()
+    expected = run(DataLoader(source if after is None else Transformed(source, after), **arguments()))
+    with closing(CachedDataset(source, budget, transform=after)) as dataset:
+        if share == "warm":
+            dataset.__getitems__(list(range(LENGTH)))
+        seed()
+        got = run(CachedLoader(dataset, **arguments()))
+    assert len(got) == len(expected)
+    for number, (one, other) in enumerate(zip(got, expected, strict=True)):
+        assert same(one, other), f"batch {number} or a generator's state after it differs"
+
+
+SAMPLERS = ("shuffle", "sequential", "lazy", "replacement", "oversampled", "distributed", "own batches", "unequal")
+SHARES = ("off", "quarter", "all", "warm")
+TRANSFORMS = ("none", "torch", "numpy", "random", "split")
+
+
+@pytest.mark.parametrize("sampler", SAMPLERS)
+@pytest.mark.parametrize("share", SHARES)
+def test_without_workers_batches_and_draws_are_those_of_dataloader(sampler, share):
+    """Whatever draws the indices, whatever is cached, whatever a transform draws from: nothing tells the two apart."""
+    for options in pairwise(
+        transform=TRANSFORMS, batch_size=(7, 1, 256), drop_last=(False, True), generator=(False, True)
+    ):
+        assert_equal_to_plain(sampler=sampler, share=share, **options)
+
+
+@pytest.mark.parametrize(
+    "options",
+    pairwise(
+        sampler=SAMPLERS,
+        share=SHARES,
+        transform=TRANSFORMS,
+        num_workers=(1, 2),
+        persistent_workers=(False, True),
+        batch_size=(7, 1, 256),
+        drop_last=(False, True),
+        generator=(False, True),
+        prefetch_factor=(2, 1),
+    ),
+    ids=lambda options: "-".join(str(value) for value in options.values()),
+)
+def test_with_workers_batches_and_draws_are_those_of_dataloader(options):
+    """The same with workers, persistent or not: every two values of all factors meet in one of these combinations."""
+    assert_equal_to_plain(**options)
+
+
+# ---- what samples look like ----
+
+Pair = collections.namedtuple("Pair", "image label")
+
+STRUCTURES: dict[str, Callable[[int], Any]] = {
+    "a tensor": lambda i: torch.full((2, 3), float(i)),
+    "a list": lambda i: [torch.tensor([i, -i]), i],
+    "a dict": lambda i: {"label": i, "image": torch.full((3,), i, dtype=torch.uint8)},
+    "an OrderedDict": lambda i: collections.OrderedDict(b=torch.tensor(i), a=float(i)),
+    "a namedtuple": lambda i: Pair(torch.tensor([i], dtype=torch.int16), i),
+    "nested": lambda i: {"pair": Pair([torch.tensor([i])], (i, {"deep": torch.tensor([i * 0.5])})), "one": (i,)},
+    "arrays": lambda i: (np.full((2, 2), i, dtype=np.float32), np.array(i), np.arange(3, dtype=np.int16) + i),
+    "scalars": lambda i: (i, float(i), i % 2 == 0, np.float32(i), np.int64(i), torch.tensor(i % 3 == 0)),
+    "half precision": lambda i: (torch.full((5,), i, dtype=torch.bfloat16), torch.full((3,), i, dtype=torch.half)),
+    "complex": lambda i: torch.tensor([complex(i, -i)]),
+    "an empty field": lambda i: (torch.empty(0, 3), torch.tensor([i])),
+    "odd rows": lambda i: (torch.full((3,), i, dtype=torch.uint8), torch.tensor([i, 1, 2], dtype=torch.int16)),
+    "tv_tensors": lambda i: {
+        "image": tv_tensors.Image(torch.full((3, 2, 2), i, dtype=torch.uint8)),
+        "boxes": tv_tensors.BoundingBoxes(torch.full((2, 4), i), format="XYXY", canvas_size=(9, 9)),
+        "mask": tv_tensors.Mask(torch.full((2, 2), i % 2 == 0)),
+    },
+    "nothing": lambda i: (),
+}
+
+
+def unchanged(sample: Any) -> Any:
+    return sample
+
+
+@pytest.mark.parametrize("options", [{}, {"num_workers": 1}], ids=["alone", "worker"])
+@pytest.mark.parametrize("transform", [None, unchanged], ids=["gathered", "made"])
+@pytest.mark.parametrize("name", STRUCTURES)
+def test_batches_have_the_structure_and_types_that_dataloader_gives_them(name, transform, options):
+    """Whatever default_collate makes of the samples comes out, cached or not, from the main process or from workers."""
+    source: Any = [STRUCTURES[name](i) for i in range(7)]
+    expected = [copied(batch) for batch in DataLoader(source, 3, **options)] * 2
+    with closing(CachedDataset(source, "50%", transform=transform)) as dataset:
+        loader = CachedLoader(dataset, 3, **options)
+        assert same([copied(batch) for batch in itertools.chain(loader, loader)], expected)
+
+
+def test_samples_that_cannot_be_collated_raise_what_dataloader_raises():
+    """Samples with a field that default_collate refuses are its business: the same error."""
+    source: Any = [(torch.tensor(i), np.array(i, dtype="datetime64[s]")) for i in range(4)]
+    with pytest.raises(TypeError) as expected:
+        next(iter(DataLoader(source, 2)))
+    with closing(CachedDataset(source)) as dataset, pytest.raises(TypeError) as got:
+        next(iter(CachedLoader(dataset, 2)))
+    assert str(got.value) == str(expected.value)
+
+
+# ---- what goes DataLoader's own way ----
+
+
+def as_list(samples: list[Any]) -> list[Any]:
+    return samples
+
+
+def later_first(samples: list[Any]) -> torch.Tensor:
+    return torch.stack([image for image, _ in reversed(samples)])
+
+
+OWN_WAY: dict[str, dict[str, Any]] = {
+    "a collate_fn": {"batch_size": 4, "collate_fn": later_first},
+    "no batches": {"batch_size": None},
+    "no batches, a sampler": {"batch_size": None, "sampler": list(range(9, -1, -1))},
+    "any order": {"batch_size": 4, "in_order": False, "num_workers": 1},
+    "a collate_fn, a worker": {"batch_size": 4, "collate_fn": later_first, "num_workers": 1},
+}
+
+
+@pytest.mark.parametrize("arguments", OWN_WAY.values(), ids=OWN_WAY)
+def test_what_has_no_short_cut_travels_as_dataloader_sends_it(arguments):
+    """A collate function of the user's, samples without batching and batches in any order come out as ever."""
+    with closing(CachedDataset(Numbers(10), "50%")) as dataset:
+        loader = CachedLoader(dataset, **arguments)
+        for _ in range(2):
+            assert same(list(loader), list(DataLoader(Numbers(10), **arguments)))
+        assert loader._kept is None
+        assert dataset.counters is not None
+        assert dataset.counters.totals().served == 20
+
+
+@pytest.mark.parametrize("num_workers", [0, 2])
+def test_a_subset_of_a_cached_dataset_is_loaded_as_any_dataset(num_workers):
+    """The loader sees no cache there, but the subset reads from it: right batches, and hits."""
+    with closing(CachedDataset(Numbers(10))) as dataset:
+        loader = CachedLoader(Subset(dataset, [1, 3, 5, 7]), 3, num_workers=num_workers)
+        expected = list(DataLoader(Subset(Numbers(10), [1, 3, 5, 7]), 3))
+        assert same(list(loader), expected)
+        assert same(list(loader), expected)
+        assert dataset.counters is not None
+        assert (dataset.counters.totals().misses, dataset.counters.totals().hits) == (4, 4)
+
+
+def test_a_dataset_that_is_not_cached_is_loaded_as_ever():
+    """Any dataset will do."""
+    assert same(list(CachedLoader(Numbers(5), 2)), list(DataLoader(Numbers(5), 2)))
+
+
+# ---- indices ----
+
+
+@pytest.mark.parametrize("budget", ["50%", "auto"])
+@pytest.mark.parametrize("num_workers", [0, 1])
+@pytest.mark.parametrize("transform", [None, unchanged], ids=["gathered", "made"])
+def test_negative_indices_count_from_the_end(transform, num_workers, budget):
+    """A sampler may give negative indices, as a source that knows them would take them."""
+    batches: Any = [[-1, 0, -10], [3, -4]]
+    expected = list(DataLoader(Numbers(10), batch_sampler=batches))
+    with closing(CachedDataset(Numbers(10), budget, transform=transform)) as dataset:
+        loader = CachedLoader(dataset, batch_sampler=batches, num_workers=num_workers)
+        assert same([copied(batch) for _ in range(2) for batch in loader], expected * 2)
+
+
+@pytest.mark.parametrize("index", [10, -11])
+@pytest.mark.parametrize("num_workers", [0, 1])
+@pytest.mark.parametrize("transform", [None, unchanged], ids=["gathered", "made"])
+def test_an_index_outside_is_the_error_of_the_source(transform, num_workers, index):
+    """Even where everything is cached it never wraps around; the next batch comes as usual."""
+    with closing(CachedDataset(Numbers(10), transform=transform)) as dataset:
+        dataset.__getitems__(list(range(10)))
+        batches: Any = [[0, 1], [2, index], [4, 5]]
+        iterator = iter(CachedLoader(dataset, batch_sampler=batches, num_workers=num_workers))
+        assert next(iterator)[1].tolist() == [0, 1]
+        with pytest.raises(IndexError, match=f"index {index} is outside of 10 samples"):
+            next(iterator)
+        assert next(iterator)[1].tolist() == [4, 5]
+
+
+class Endless(Numbers):
+    """Has a sample for every index, whatever its length says."""
+
+    def __getitem__(self, index: int) -> tuple[torch.Tensor, int]:
+        return torch.full(self.shape, index % 251, dtype=torch.uint8), index
+
+
+@pytest.mark.parametrize("num_workers", [0, 1])
+@pytest.mark.parametrize(
+    "arguments", [{"batch_sampler": [[0, 12, 3], [25, -13]]}, {"sampler": SequentialSampler(range(14))}], ids=str
+)
+def test_indices_outside_that_the_source_knows_are_served_by_it(arguments, num_workers):
+    """The ring would wrap them around to samples of other indices."""
+    with closing(CachedDataset(Endless(10))) as dataset:
+        dataset.__getitems__(list(range(10)))
+        batches = list(CachedLoader(dataset, num_workers=num_workers, **arguments))
+        assert same(batches, list(DataLoader(Endless(10), **arguments)))
+
+
+class Sized(Numbers):
+    """A source with keys of its own: an index and a size."""
+
+    def __getitem__(self, key: Any) -> Any:
+        index, size = key if isinstance(key, tuple) else (key, 2)
+        return torch.full((size,), index), index
+
+
+@pytest.mark.parametrize("num_workers", [0, 1])
+@pytest.mark.parametrize("transform", [None, unchanged], ids=["gathered", "made"])
+def test_keys_that_only_the_source_understands_pass_through(transform, num_workers):
+    """A sampler that gives (index, size) gets what the source makes of it, between batches from the cache."""
+    batches: Any = [[0, 1], [(2, 5), (3, 5)], [4, 0], [(1, 3)]]
+    with closing(CachedDataset(Sized(6), transform=transform)) as dataset:
+        loader = CachedLoader(dataset, batch_sampler=batches, num_workers=num_workers)
+        for _ in range(2):
+            got = [copied(batch) for batch in loader]
+            assert same(got, list(DataLoader(Sized(6), batch_sampler=batches)))
+
+
+def test_a_sampler_may_change_the_batch_that_it_gave():
+    """Indices are copied when they are drawn: a sampler that reuses its array does not change batches to come."""
+
+    class Reusing:
+        def __init__(self, kind: Callable[[Any], Any]) -> None:
+            self.batch = kind([0, 0])
+
+        def __iter__(self) -> Iterator[Any]:
+            for start in range(0, 10, 2):
+                self.batch[0], self.batch[1] = start, start + 1
+                yield self.batch
+
+    with closing(CachedDataset(Numbers(10))) as dataset:
+        dataset.__getitems__(list(range(10)))
+        for kind in (np.array, torch.tensor, list):
+            loader = CachedLoader(dataset, batch_sampler=Reusing(kind), num_workers=2)  # type: ignore[arg-type]
+            assert [batch[1].tolist() for batch in loader] == [[0, 1], [2, 3], [4, 5], [6, 7], [8, 9]]
+
+
+# ---- arguments ----
+
+
+@pytest.mark.parametrize("transform", [None, unchanged], ids=["gathered", "made"])
+def test_pin_memory_without_a_device_changes_nothing(transform):
+    """Where there is nothing to pin for, batches come as without it."""
+    if torch.cuda.is_available():
+        pytest.skip("there is a device")
+    for num_workers in (0, 1):
+        with closing(CachedDataset(Numbers(10), transform=transform)) as dataset:
+            loader = CachedLoader(dataset, 4, num_workers=num_workers, pin_memory=True)
+            assert same([copied(batch) for batch in loader], list(DataLoader(Numbers(10), 4)))
+
+
+@pytest.mark.gpu
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")
+@pytest.mark.parametrize("transform", [None, unchanged], ids=["gathered", "made"])
+@pytest.mark.parametrize("num_workers", [0, 2])
+def test_pinned_batches_may_be_copied_while_nobody_holds_them(transform, num_workers):
+    """Copies to the device that are still under way read the right batch, though the next ones are made meanwhile."""
+    with closing(CachedDataset(Numbers(400, (3, 128, 128)), transform=transform)) as dataset:
+        for _ in range(2):
+            loader = CachedLoader(dataset, 16, num_workers=num_workers, pin_memory=True)
+            on_device = []
+            for batch in loader:
+                assert all(part.is_pinned() for part in batch)
+                on_device.append([part.to("cuda", non_blocking=True) for part in batch])
+            torch.cuda.synchronize()
+            got = [[part.cpu() for part in batch] for batch in on_device]
+            assert same(got, list(DataLoader(Numbers(400, (3, 128, 128)), 16)))
+
+
+def note_worker(worker: int) -> None:
+    info = get_worker_info()
+    assert isinstance(info.dataset, CachedDataset)
+    info.dataset.source.told = (worker, info.id, info.num_workers)
+
+
+class Telling(Numbers):
+    """A source whose samples say what the worker that loaded them was told."""
+
+    told = (-1, -1, -1)
+
+    def __getitem__(self, index: int) -> Any:
+        info = get_worker_info()
+        return torch.tensor([*self.told, -1 if info is None else info.id]), index
+
+
+@pytest.mark.parametrize("transform", [None, unchanged], ids=["gathered", "made"])
+def test_worker_init_fn_finds_the_dataset_and_the_worker(transform):
+    """It runs in every worker, where get_worker_info says what it says under DataLoader."""
+    with closing(CachedDataset(Telling(8), transform=transform)) as dataset:
+        loader = CachedLoader(dataset, 2, num_workers=2, worker_init_fn=note_worker)
+        told = {tuple(row) for images, _ in loader for row in images.tolist()}
+        assert told == {(0, 0, 2, 0), (1, 1, 2, 1)}
+
+
+def test_gather_says_who_makes_the_batches():
+    """Workers where there are some and a transform to run, else the main process; or as one says by hand."""
+    with closing(CachedDataset(Numbers(8))) as plain, closing(CachedDataset(Numbers(8), transform=unchanged)) as after:
+        ways = {
+            ("auto", plain, 0): "main",
+            ("auto", plain, 1): "main",
+            ("main", plain, 1): "main",
+            ("worker", plain, 1): "worker",
+            ("auto", after, 0): None,
+            ("auto", after, 1): "worker",
+            ("worker", after, 1): "worker",
+            ("main", after, 1): None,
+        }
+        for (gather, dataset, num_workers), way in ways.items():
+            loader = CachedLoader(dataset, 4, gather=gather, num_workers=num_workers)  # type: ignore[arg-type]
+            assert loader._way() == way
+            assert same([copied(batch) for batch in loader], list(DataLoader(Numbers(8), 4)))
+
+
+def test_arguments_that_cannot_be_are_refused_in_words():
+    """The message names the argument, the rule and what came."""
+    with pytest.raises(ValueError, match="gather must be 'auto', 'main' or 'worker', got 'both'"):
+        CachedLoader(Numbers(4), 2, gather="both")  # type: ignore[arg-type]
+    with pytest.raises(ValueError, match="gather='worker' needs num_workers > 0"):
+        CachedLoader(Numbers(4), 2, gather="worker")
+    with pytest.raises(ValueError, match="mutually exclusive"):
+        CachedLoader(Numbers(4), shuffle=True, batch_sampler=[[0]])
+    with pytest.raises(TypeError, match="frobnicate"):
+        CachedLoader(Numbers(4), frobnicate=1)
+
+
+def test_the_length_is_that_of_the_batch_sampler_and_asked_for_only_then():
+    """A batch sampler without a length will do, as long as nobody wants to know."""
+    with closing(CachedDataset(Numbers(10))) as dataset:
+        iterator = iter(CachedLoader(dataset, 4))
+        assert len(iterator) == 3
+        unequal = iter(CachedLoader(dataset, batch_sampler=UnequalBatches(10)))  # type: ignore[arg-type]
+        with pytest.raises(TypeError):
+            len(unequal)
+
+
+@pytest.mark.parametrize("method", ["spawn", "forkserver"])
+@pytest.mark.parametrize("transform", [None, unchanged], ids=["gathered", "made"])
+def test_workers_may_be_started_by_any_method(transform, method):
+    """Spawned workers fill the same cache, stage what does not fit and use the same windows."""
+    with closing(CachedDataset(Numbers(12), "50%", transform=transform)) as dataset:
+        arguments: dict[str, Any] = {
+            "batch_size": 4,
+            "num_workers": 1,
+            "persistent_workers": True,
+            "multiprocessing_context": method,
+        }
+        loader = CachedLoader(dataset, **arguments)
+        expected = list(DataLoader(Numbers(12), 4))
+        for _ in range(3):
+            assert same([copied(batch) for batch in loader], expected)
+        assert dataset.cache is not None
+        assert dataset.cache.filled == 6
+        loader.close()
+
+
+# ---- copies ----
+
+
+def test_a_loader_that_is_running_can_be_copied_and_sent():
+    """A copy, or a loader that comes out of a pickle, iterates for itself."""
+    with closing(CachedDataset(Numbers(10))) as dataset:
+        loader = CachedLoader(dataset, 4, num_workers=1, persistent_workers=True, gather="main")
+        iterator = iter(loader)
+        expected = list(DataLoader(Numbers(10), 4))
+        for other in (copy.copy(loader), copy.deepcopy(loader), pickle.loads(pickle.dumps(loader))):
+            assert (other.gather, other.batch_size, other.persistent_workers) == ("main", 4, True)
+            assert same(list(other), expected)
+            other.close()
+        assert same(list(iterator), expected)
+        loader.close()

@@ -1,0 +1,163 @@
+"""A CachedLoader beside the DataLoader that it must equal, run in the same way and compared, and covering designs."""
+
+from __future__ import annotations
+
+import itertools
+import random
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from typing import Any
+
+import numpy as np
+import torch
+from torch.utils.data import DataLoader, Dataset, Sampler
+
+__all__ = ["Jitter", "LazySampler", "Numbers", "Transformed", "UnequalBatches", "copied", "pairwise", "run", "same"]
+
+
+class Numbers(Dataset[Any]):
+    """Samples `(uint8 tensor, label)` that follow from their index, which may not lie outside."""
+
+    def __init__(self, length: int, shape: tuple[int, ...] = (3, 5, 7)) -> None:
+        self.length, self.shape = length, shape
+
+    def __len__(self) -> int:
+        return self.length
+
+    def __getitem__(self, index: int) -> tuple[torch.Tensor, int]:
+        if not -self.length <= index < self.length:
+            raise IndexError(f"index {index} is outside of {self.length} samples")
+        index %= self.length
+        generator = torch.Generator().manual_seed(index)
+        return torch.randint(0, 256, self.shape, dtype=torch.uint8, generator=generator), index
+
+
+class Transformed(Dataset[Any]):
+    """A source and a transform, without any cache."""
+
+    def __init__(self, source: Dataset[Any], transform: Callable[[Any], Any]) -> None:
+        self.source, self.transform = source, transform
+
+    def __len__(self) -> int:
+        return len(self.source)  # type: ignore[arg-type]
+
+    def __getitem__(self, index: int) -> Any:
+        return self.transform(self.source[index])
+
+
+class Jitter:
+    """A transform that draws from the generator that its name says."""
+
+    def __init__(self, name: str) -> None:
+        self.name = name
+
+    def __call__(self, sample: Any) -> Any:
+        draw = {"torch": lambda: float(torch.rand(())), "numpy": np.random.rand, "random": random.random}[self.name]
+        return sample[0].float() / 255 + draw(), sample[1]
+
+
+class LazySampler(Sampler[int]):
+    """Draws every index from the global generator, when it is asked for."""
+
+    def __init__(self, length: int) -> None:
+        self.length = length
+
+    def __len__(self) -> int:
+        return self.length
+
+    def __iter__(self) -> Any:
+        for _ in range(self.length):
+            yield int(torch.randint(0, self.length, ()))
+
+
+class UnequalBatches:
+    """A batch sampler without a length, whose batches have 1 to 9 samples, drawn when they are asked for."""
+
+    def __init__(self, length: int) -> None:
+        self.length = length
+
+    def __iter__(self) -> Any:
+        order = torch.randperm(self.length).tolist()
+        while order:
+            size = int(torch.randint(1, 10, ()))
+            yield order[:size]
+            order = order[size:]
+
+
+def run(loader: DataLoader[Any], stops: Iterable[int | None] = (None, 2, None)) -> list[Any]:
+    """All batches of some epochs, each with the states of all generators after it; the consumer draws between batches.
+
+    Args:
+        loader: what is iterated over.
+        stops: for each epoch, the batch after which it is broken off.
+    """
+    seen: list[Any] = []
+    for epoch, stop in enumerate(stops):
+        if hasattr(loader.sampler, "set_epoch"):
+            loader.sampler.set_epoch(epoch)
+        for number, batch in enumerate(loader):
+            own = None if loader.generator is None else loader.generator.get_state()
+            seen.append((copied(batch), torch.get_rng_state(), own, _numpy_state(), hash(random.getstate())))
+            torch.rand(1)
+            if number == stop:
+                break
+    return seen
+
+
+def _numpy_state() -> tuple[bytes, int]:
+    state: Any = np.random.get_state()
+    return state[1].tobytes(), state[2]
+
+
+def copied(batch: Any) -> Any:
+    """The batch in memory of its own."""
+    if isinstance(batch, torch.Tensor):
+        return batch.clone()
+    if isinstance(batch, dict):
+        return type(batch)((key, copied(value)) for key, value in batch.items())
+    if isinstance(batch, tuple | list):
+        values = [copied(value) for value in batch]
+        return type(batch)(*values) if hasattr(batch, "_fields") else type(batch)(values)
+    return batch
+
+
+def same(one: Any, other: Any) -> bool:
+    """Whether two batches, or two runs, are equal in structure, types, dtypes, shapes and every bit."""
+    if type(one) is not type(other):
+        return False
+    if isinstance(one, torch.Tensor):
+        return one.dtype == other.dtype and one.shape == other.shape and torch.equal(_bits(one), _bits(other))
+    if isinstance(one, np.ndarray):
+        return one.dtype == other.dtype and np.array_equal(one, other)
+    if isinstance(one, Mapping):
+        return list(one) == list(other) and all(same(one[key], other[key]) for key in one)
+    if isinstance(one, Sequence) and not isinstance(one, str | bytes):
+        return len(one) == len(other) and all(map(same, one, other))
+    return bool(one == other)
+
+
+def _bits(tensor: torch.Tensor) -> torch.Tensor:
+    return tensor.contiguous().reshape(-1).view(torch.uint8)
+
+
+def pairwise(**factors: Sequence[Any]) -> list[dict[str, Any]]:
+    """Few combinations in which every two values of different factors meet (greedy, the same in every run)."""
+    names = list(factors)
+    wanted = {
+        ((one, a), (other, b))
+        for one, other in itertools.combinations(names, 2)
+        for a in range(len(factors[one]))
+        for b in range(len(factors[other]))
+    }
+    dice = random.Random(0)
+    chosen: list[dict[str, Any]] = []
+
+    def met(places: dict[str, int]) -> set[Any]:
+        return {((one, places[one]), (other, places[other])) for one, other in itertools.combinations(names, 2)}
+
+    while wanted:
+        first = dict(min(wanted))
+        tries = [{name: first.get(name, dice.randrange(len(factors[name]))) for name in names} for _ in range(60)]
+        best = max(tries, key=lambda places: len(met(places) & wanted))
+        wanted -= met(best)
+        chosen.append({name: factors[name][place] for name, place in best.items()})
+    return chosen
