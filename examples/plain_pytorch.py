@@ -7,10 +7,9 @@ import time
 
 import torch
 from torch.nn.functional import cross_entropy
-from torch.utils.data import DataLoader
 
 import photos
-from lightning_stocache import CachedDataset
+from lightning_stocache import CachedDataset, CachedLoader
 from model import ConvNet
 
 
@@ -18,7 +17,7 @@ def main() -> None:
     torch.set_num_threads(1)  # see train.py
     photos.make()
     dataset = CachedDataset(photos.images("train"), budget="auto")
-    loader = DataLoader(dataset, batch_size=64, shuffle=True, num_workers=2)
+    loader = CachedLoader(dataset, batch_size=64, shuffle=True, num_workers=2)
     model = ConvNet(num_classes=2)
     optimizer = torch.optim.AdamW(model.parameters(), lr=3e-3)
     for epoch in range(4):
