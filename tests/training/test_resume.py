@@ -69,6 +69,11 @@ def fit(folder: Path, dm: Any, model: Model, *callbacks: Callback, ckpt: Any = N
     return seen.batches
 
 
+def epoch(seen: dict[tuple[int, int], list[int]], number: int) -> list[int]:
+    """The indices of an epoch, in their order."""
+    return [index for (of, _), batch in seen.items() if of == number for index in batch]
+
+
 @pytest.mark.parametrize("model", [Model, Scheduled])
 @pytest.mark.parametrize("workers", [0, 2])
 def test_what_remains_is_what_would_have_come(tmp_path, workers, model):
@@ -78,7 +83,7 @@ def test_what_remains_is_what_would_have_come(tmp_path, workers, model):
     ends = ModelCheckpoint(tmp_path, "end-{epoch}-{step}", every_n_epochs=1, save_top_k=-1)
     whole = fit(tmp_path, ours(workers), model(), every, ends)
     assert len(whole) == 18
-    assert sorted(sum((whole[1, batch] for batch in range(6)), [])) == list(range(SAMPLES))
+    assert sorted(epoch(whole, 1)) == list(range(SAMPLES))
     assert whole[0, 0] != whole[1, 0]
     for at in ((1, 2), (1, 5)):  # in the middle of a batch, and of the last one
         rescue = ModelCheckpoint(tmp_path, f"broken-{at}", save_on_exception=True, every_n_epochs=10)
@@ -105,10 +110,10 @@ def test_another_batch_size_goes_on_after_the_same_samples(tmp_path, after_eight
     with pytest.warns(UserWarning, match=f"batch size has changed from 4 to {batch_size}: .* after {skipped} batches"):
         seen = fit(tmp_path, ours(batch_size=batch_size), Model(), ckpt=after_eight)
     order = torch.randperm(SAMPLES, generator=torch.Generator().manual_seed(1)).tolist()
-    rest = sum((batch for at, batch in seen.items() if at[0] == 1), [])
+    rest = epoch(seen, 1)
     assert rest
     assert rest == order[8 : 8 + len(rest)]
-    assert sorted(sum((batch for at, batch in seen.items() if at[0] == 2), [])) == list(range(SAMPLES))
+    assert sorted(epoch(seen, 2)) == list(range(SAMPLES))
 
 
 def test_position_in_another_world():
