@@ -131,6 +131,7 @@ class SharedCache:
         self.slots: Slots = FieldSlots(segment, spec.row_bytes, arc.slots)
         self._claims = Claims(segment)
         self._retry_at = 0.0
+        self._given_up = False
 
     def __reduce__(self) -> tuple[Any, ...]:
         return SharedCache.over, (self.segment, self.spec, self.arc)
@@ -195,12 +196,14 @@ class SharedCache:
     @property
     def closed(self) -> bool:
         """Whether this process has given the cache up."""
-        return self.segment.closed
+        return self._given_up or self.segment.closed
 
     def close(self) -> None:
         """Give the cache up in this process; the memory is free when all processes have."""
         self.slots.close()  # also where another copy has closed the segment: these views are our own
-        self.segment.close()
+        if not self._given_up:
+            self._given_up = True
+            self.segment.close()
 
     # ---- the ancestor's interface ----
 

@@ -42,10 +42,34 @@ from lightning_stocache.node.segment import Segment
 if sys.platform != "win32":
     import fcntl
 
-__all__ = ["NamedSegment", "clean", "named_segments", "open_named"]
+__all__ = ["NamedSegment", "check_name", "clean", "join_named", "named_segments", "open_named"]
 
 _NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]{0,99}")
 _LENGTH = struct.Struct("<I")
+
+
+def check_name(name: str) -> str:
+    """A name, if it is one.
+
+    Raises:
+        ValueError: it is none.
+
+    Example:
+        >>> check_name("photos-256")
+        'photos-256'
+    """
+    if not isinstance(name, str) or not _NAME.fullmatch(name) or name.endswith(".locks"):
+        raise ValueError(f"name must be letters, digits, dots, dashes and underscores, at most 100, got {name!r}")
+    return name
+
+
+def join_named(name: str) -> tuple[Segment, dict[str, Any]] | None:
+    """Open the segment of a name with its manifest, if there is one; errors as in `open_named`.
+
+    It is the same object where this process has it open already; it then has to be closed once more.
+    """
+    segment = _join(_path(name))
+    return None if segment is None else (segment, _manifest_of(segment))
 
 
 def open_named(name: str, size: int, manifest: dict[str, Any]) -> tuple[Segment, dict[str, Any]]:
@@ -58,10 +82,11 @@ def open_named(name: str, size: int, manifest: dict[str, Any]) -> tuple[Segment,
 
     Returns:
         The segment, and the manifest that it has: the given one if it was made now. It may differ otherwise, also in
-        what it says of the size.
+        what it says of the size. It is the same object where this process has it open already, and then has to be
+        closed once more.
 
     Raises:
-        ValueError: the name is none.
+        ValueError: the name is none, the manifest is too large, or what lies there is no segment.
         PermissionError: the name belongs to another user's file, or to one that others may write to.
         OSError: there is no memory for the header.
     """
@@ -110,7 +135,7 @@ def clean(name: str | None = None) -> list[NamedSegment]:
         What was removed.
     """
     if name is not None:
-        _path(name)  # refuses what is no name
+        check_name(name)
     return [found for found in _inspect(remove=True, only=name) if not found.in_use]
 
 
@@ -138,9 +163,7 @@ def _inspect(*, remove: bool, only: str | None = None) -> Iterator[NamedSegment]
 
 
 def _path(name: str) -> str:
-    if not _NAME.fullmatch(name) or name.endswith(".locks"):
-        raise ValueError(f"name must be letters, digits, dots, dashes and underscores, at most 100, got {name!r}")
-    return os.path.join(memory_directory(), f"lsc-{os.getuid()}-{name}")
+    return os.path.join(memory_directory(), f"lsc-{os.getuid()}-{check_name(name)}")
 
 
 def _join(path: str) -> Segment | None:
@@ -156,7 +179,7 @@ def _join(path: str) -> Segment | None:
             return None
         if (known := Segment.opened(token_of(data))) is not None:
             os.close(data)  # a second lock file's descriptor would drop the locks of the first when it is closed
-            return known
+            return known.hold()
         return Segment(data, _open_locks(path), os.fstat(data).st_size - HEADER_BYTES, path)
     except BaseException:
         with contextlib.suppress(OSError):

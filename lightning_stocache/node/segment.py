@@ -99,6 +99,7 @@ class Segment:
         self.path = path
         self._data, self._locks = data, locks
         self._own_names = [path, path + ".locks"] if owned and path else []
+        self._holds = 1
         self._map: mmap.mmap | None = None
         self._finalizer = weakref.finalize(self, _give_up, data, locks, self._own_names, os.getpid())
         try:
@@ -265,13 +266,21 @@ class Segment:
             self.path = None
             self._own_names.clear()
 
+    def hold(self) -> Segment:
+        """This segment for one more user in this process: it takes one more `close`."""
+        self._holds += 1
+        return self
+
     def close(self) -> None:
-        """Give up this process's mapping, for every copy of this object in the process.
+        """Give up this process's mapping, for every copy of this object in the process, once nobody else holds it.
 
         Views should have been dropped before: the memory of those that live on goes with the last of them. A name goes
         when its creator closes.
         """
         if self._map is None:
+            return
+        self._holds -= 1
+        if self._holds:
             return
         mapped, self._map = self._map, None
         try:

@@ -1,0 +1,267 @@
+"""A named segment outlives its job: whoever can see it can use it, and nobody loses it while it is used."""
+
+from __future__ import annotations
+
+import os
+import random
+import signal
+import time
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from lightning_stocache.node.files import HEADER_BYTES
+from lightning_stocache.node.named import check_name, clean, join_named, named_segments, open_named
+from lightning_stocache.node.segment import Segment
+from tests.processes import Child, call, call_many
+
+SIZE = 4096
+
+
+@pytest.fixture
+def name() -> Iterator[str]:
+    name = f"test-{os.getpid()}-{random.getrandbits(32)}"
+    yield name
+    for path in (path_of(name + ".locks"), path_of(name)):  # what is no segment, too
+        path.unlink(missing_ok=True)
+
+
+def path_of(name: str) -> Path:
+    return Path(f"/dev/shm/lsc-{os.getuid()}-{name}")
+
+
+def opened(name: str, manifest: dict[str, Any] | None = None) -> Segment:
+    return open_named(name, SIZE, manifest or {})[0]
+
+
+# --- make, join, remove
+
+
+def test_a_name_leads_to_the_same_memory_after_its_maker_has_gone(name: str) -> None:
+    """What one process stored and said, another finds, whatever it would have said itself."""
+    call(make, name)
+    segment, manifest = open_named(name, 10 * SIZE, {"by": "another"})
+    assert (int(segment.bytes(0, 1)[0]), segment.size, manifest) == (7, SIZE, {"by": "the first"})
+    segment.close()
+
+
+def make(name: str) -> None:
+    segment = opened(name, {"by": "the first"})
+    segment.reserve(0, SIZE)
+    segment.bytes(0, 1)[:] = 7
+    segment.close()
+
+
+def test_of_two_that_make_it_at_once_one_wins_and_both_share(name: str) -> None:
+    """All see one inode, and the manifest of the one that won."""
+    start = time.time() + 0.3
+    answers = call_many(race, [(name, start, number) for number in range(4)])
+    assert len({inode for inode, _ in answers}) == 1
+    assert len({by for _, by in answers}) == 1
+
+
+def race(name: str, start: float, number: int) -> tuple[int, int]:
+    while time.time() < start:
+        pass
+    keeper, manifest = open_named(name, SIZE, {"by": number})
+    time.sleep(0.2)  # until all are there
+    answer = keeper.handle.inode, manifest["by"]
+    keeper.close()
+    return answer
+
+
+def test_the_same_process_gets_the_same_object(name: str) -> None:
+    """Two lock descriptors in a process would drop each other's locks; it is closed as often as it was opened."""
+    first, second = opened(name), opened(name)
+    assert first is second
+    first.close()
+    assert not second.closed
+    second.close()
+    assert first.closed
+
+
+def test_joining_takes_only_what_is_there(name: str) -> None:
+    """A name that nobody has made is none."""
+    assert join_named(name) is None
+    segment = opened(name, {"a": 1})
+    joined = join_named(name)
+    assert joined == (segment, {"a": 1})
+    segment.close(), segment.close()
+
+
+def test_clean_leaves_what_is_in_use(name: str) -> None:
+    """A segment goes when nobody uses it, with its lock file, and the list says which that is."""
+    segment = opened(name, {"a": 1})
+    assert clean(name) == []
+    [found] = [one for one in named_segments() if one.name == name]
+    assert (found.in_use, found.manifest, found.allocated_bytes) == (True, {"a": 1}, HEADER_BYTES)
+    segment.close()
+    assert [one.in_use for one in named_segments() if one.name == name] == [False]
+    assert [one.name for one in clean(name)] == [name]
+    assert not path_of(name).exists()
+    assert not path_of(name + ".locks").exists()
+    assert clean(name) == []
+
+
+def test_who_opens_a_removed_name_makes_a_new_one(name: str) -> None:
+    """The old memory is not found again."""
+    make(name)
+    clean(name)
+    segment, manifest = open_named(name, SIZE, {"by": "a later one"})
+    assert manifest == {"by": "a later one"}
+    segment.close()
+
+
+# --- bad luck
+
+
+def test_a_killed_user_frees_it(name: str) -> None:
+    """The kernel gives up the lock of a process that is killed; until then nobody can remove its segment."""
+    child = Child(hold, name)
+    wait_for(lambda: any(one.name == name and one.in_use for one in named_segments()))
+    assert clean(name) == []
+    child.kill()
+    assert [one.name for one in clean(name)] == [name]
+
+
+def test_a_forked_worker_keeps_what_its_dead_rank_used(name: str, tmp_path: Path) -> None:
+    """The rank is killed and its worker reads on: the segment is in use until the worker has gone, too."""
+    child = Child(hold_with_worker, name, str(tmp_path / "pid"))
+    wait_for((tmp_path / "pid").exists)
+    worker = int((tmp_path / "pid").read_text())
+    child.kill()
+    try:
+        assert clean(name) == []
+    finally:
+        os.kill(worker, signal.SIGKILL)
+    wait_for(lambda: bool(clean(name)))
+
+
+def hold(name: str) -> None:
+    segment = opened(name)
+    time.sleep(60)
+    segment.close()
+
+
+def hold_with_worker(name: str, pid: str) -> None:
+    segment = opened(name)
+    worker = os.fork()
+    if worker:
+        Path(pid + ".part").write_text(str(worker))
+        os.rename(pid + ".part", pid)
+    time.sleep(60)
+    segment.close()
+
+
+def wait_for(condition: Any) -> None:
+    deadline = time.monotonic() + 10
+    while not condition():
+        assert time.monotonic() < deadline, "it did not come to that in 10 s"
+        time.sleep(0.01)
+
+
+def test_a_janitor_never_takes_a_live_file(name: str) -> None:
+    """Users come and go, some by SIGKILL, while a janitor cleans: who has it open finds the name leading to it."""
+    end = time.time() + 2
+    janitor = Child(sweep, name, end)
+    users = [Child(come_and_go, name, end, seed) for seed in range(3)]
+    victims = 0
+    while time.time() < end:
+        victim = Child(hold, name)
+        time.sleep(0.03)
+        victim.kill()
+        victims += 1
+    assert sum(user.result() for user in users) > 10
+    assert janitor.result() > 0
+    assert victims > 0
+
+
+def come_and_go(name: str, end: float, seed: int) -> int:
+    random.seed(seed)
+    rounds = 0
+    while time.time() < end:
+        segment = opened(name)
+        for _ in range(random.randrange(4)):
+            assert path_of(name).stat().st_ino == segment.handle.inode, "the name of a live segment was taken"
+            assert path_of(name + ".locks").stat().st_ino == os.fstat(segment._locks).st_ino, "its lock file was"
+        segment.close()
+        rounds += 1
+        time.sleep(random.random() / 200)
+    return rounds
+
+
+def sweep(name: str, end: float) -> int:
+    removed = 0
+    while time.time() < end:
+        removed += len(clean(name))
+    return removed
+
+
+# --- what is not trusted
+
+
+def test_a_file_that_others_may_write_to_is_refused(name: str) -> None:
+    """Nor is it removed or listed."""
+    make(name)
+    path_of(name).chmod(0o660)
+    with pytest.raises(PermissionError, match="not trusted"):
+        opened(name)
+    assert clean(name) == []
+    path_of(name).chmod(0o600)
+
+
+def test_a_link_is_refused(name: str, tmp_path: Path) -> None:
+    """It could lead anywhere."""
+    (tmp_path / "there").write_bytes(bytes(SIZE))
+    path_of(name).symlink_to(tmp_path / "there")
+    with pytest.raises(OSError, match="symbolic links"):
+        opened(name)
+    assert clean(name) == []
+    assert (tmp_path / "there").exists()
+
+
+def test_a_file_of_another_user_is_refused(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The name says whose it is, and the owner is looked at all the same."""
+    make(name)
+    if os.getuid() == 0:
+        os.chown(path_of(name), 12345, -1)
+    else:
+        uid, path = os.getuid(), path_of(name)
+        monkeypatch.setattr(os, "getuid", lambda: uid + 1)
+        path.rename(path_of(name))
+    with pytest.raises(PermissionError, match="not trusted"):
+        opened(name)
+    assert clean(name) == []
+    if os.getuid() == 0:
+        os.chown(path_of(name), 0, -1)
+    else:
+        path_of(name).rename(path)
+
+
+def test_what_is_no_segment_is_refused(name: str) -> None:
+    """A file that merely has the name is left as it is."""
+    path_of(name).touch(0o600)
+    path_of(name).write_bytes(b"something else" * 1000)
+    with pytest.raises(ValueError, match="not a segment"):
+        opened(name)
+    assert path_of(name).exists()
+
+
+@pytest.mark.parametrize("bad", ["", "../up", "a/b", ".hidden", "a b", "x" * 101, "a.locks", 7, None])
+def test_bad_names_are_refused(bad: Any) -> None:
+    """A name is one part of a path and nothing more."""
+    for function in (check_name, join_named, opened) if bad is not None else (check_name, join_named):
+        with pytest.raises(ValueError, match="name must be"):
+            function(bad)
+    if bad is not None:
+        with pytest.raises(ValueError, match="name must be"):
+            clean(bad)
+
+
+def test_a_manifest_that_does_not_fit_is_refused(name: str) -> None:
+    """It must lie in the header; nothing is made."""
+    with pytest.raises(ValueError, match="manifest must fit in"):
+        opened(name, {"text": "x" * HEADER_BYTES})
+    assert not path_of(name).exists()
