@@ -44,6 +44,8 @@ class Request:
             for.
         allow_random: cache it as it is even if it is random.
         in_flight: the loader that will read it, if that is known.
+        name: under which its cache outlives the job.
+        fingerprint: what the user says of the contents, compared where the name exists.
     """
 
     source: Dataset[object]
@@ -51,6 +53,8 @@ class Request:
     spec: SampleSpec | None = None
     allow_random: bool = False
     in_flight: InFlight | None = None
+    name: str | None = None
+    fingerprint: str = ""
 
     @property
     def length(self) -> int:
@@ -58,7 +62,7 @@ class Request:
         return len(cast(Sized, self.source))
 
     @property
-    def name(self) -> str:
+    def title(self) -> str:
         """The source, for messages."""
         pot = f", {self.pot}" if self.pot else ""
         return f"{type(self.source).__name__} ({self.length:,} samples{pot})"
@@ -87,6 +91,7 @@ def allocate(
     budgets: Mapping[str, Budget],
     ranks: int,
     choice: BackendChoice = "auto",
+    promised: int = 0,
 ) -> Allocation:
     """Divide this node's memory.
 
@@ -96,13 +101,14 @@ def allocate(
         budgets: the budget of every pot, in the order in which they are served.
         ranks: ranks on this node, each of which has loaders of its own.
         choice: kind of segment. "auto" is /dev/shm, or a memfd where /dev/shm is short of what memory allows (Docker).
+        promised: bytes that a named cache which exists may still take.
     """
     directory = None if choice == "memfd" else memory_directory()
-    division = _divide(requests, specs, budgets, ranks, FreeMemory.measure(directory))
+    division = _divide(requests, specs, budgets, ranks, FreeMemory.measure(directory), promised)
     if choice != "auto":
         return replace(division, backend=choice)
     if division.warnings and hasattr(os, "memfd_create"):
-        roomier = _divide(requests, specs, budgets, ranks, FreeMemory.measure(None))
+        roomier = _divide(requests, specs, budgets, ranks, FreeMemory.measure(None), promised)
         if sum(roomier.slots) > sum(division.slots):
             return replace(roomier, backend="memfd")
     return division
@@ -114,9 +120,10 @@ def _divide(
     budgets: Mapping[str, Budget],
     ranks: int,
     free: FreeMemory,
+    promised: int,
 ) -> Allocation:
     slots, granted, warnings = [0] * len(requests), [0] * len(requests), []
-    kept_back = sum(_reserve(request, spec, ranks) for request, spec in zip(requests, specs, strict=True))
+    kept_back = promised + sum(_reserve(request, spec, ranks) for request, spec in zip(requests, specs, strict=True))
     for pot, budget in budgets.items():
         members = [
             (number, request, spec, request.length * spec.slot_bytes)

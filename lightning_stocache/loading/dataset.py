@@ -27,6 +27,7 @@ from lightning_stocache.loading.opening import open_caches
 from lightning_stocache.loading.source import check_source
 from lightning_stocache.node.budget import Budget, format_bytes
 from lightning_stocache.node.group import NodeGroup
+from lightning_stocache.node.named import check_name
 
 __all__ = ["CachedDataset", "Delivery", "Errand", "OnError"]
 
@@ -66,12 +67,18 @@ class CachedDataset(Dataset[Any]):
         backend: where the memory lies: "tmpfile" (/dev/shm), "memfd", "file", or "auto".
         on_error: what happens when the memory cannot be had: "raise", or "disable" (go on uncached, with a warning).
         defer: open nothing yet; samples pass through until `share` is called.
+        name: under which the cache stays in memory when the job ends, so that the next one starts warm, and which jobs
+            that run at the same time share. It lies in /dev/shm, whatever `backend` says. The first job decides how
+            much is cached. `python -m lightning_stocache clean NAME` removes it.
+        fingerprint: what else decides what the samples are (a size, a version, a path): a job with the same name and
+            another fingerprint, length or sample is refused.
 
     Raises:
         TypeError: the source is iterable-style or cached already, its samples hold something of no fixed size
             (`UnsupportedSampleError`), or an argument is of the wrong type.
         ValueError: the source is empty, the budget cannot be read, or an argument is none of its choices.
         CacheMemoryError: the memory cannot be had, and `on_error="raise"`.
+        FingerprintError: the cache of this name holds something else.
 
     Example:
         >>> import torch
@@ -95,6 +102,8 @@ class CachedDataset(Dataset[Any]):
         backend: BackendChoice = "auto",
         on_error: OnError = "raise",
         defer: bool = False,
+        name: str | None = None,
+        fingerprint: str = "",
     ) -> None:
         check_source(source, CachedDataset)
         if spec is not None and not isinstance(spec, SampleSpec):
@@ -110,6 +119,8 @@ class CachedDataset(Dataset[Any]):
         self.allow_random = allow_random
         self.backend = backend
         self.on_error = on_error
+        self._name = None if name is None else check_name(name)  # not public: the source may have a `name`
+        self._fingerprint = fingerprint
         self.baseline = Counts()  # what had been counted when the current Trainer call began
         self._opened = Opened(source)
         if not defer:
@@ -138,7 +149,7 @@ class CachedDataset(Dataset[Any]):
             pot: which budget it draws on.
             in_flight: the loader that will read it, if that is known.
         """
-        return Request(self.source, pot, self.spec, self.allow_random, in_flight)
+        return Request(self.source, pot, self.spec, self.allow_random, in_flight, self._name, self._fingerprint)
 
     def adopt(self, opened: Opened) -> None:
         """Serve from a cache that was opened for this dataset's request; what was counted before is over."""

@@ -11,6 +11,7 @@ the source has `__getitems__`. Counts are added when a sample has been served; a
 
 from __future__ import annotations
 
+import logging
 import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
@@ -26,6 +27,8 @@ from lightning_stocache.node.group import NodeGroup
 
 __all__ = ["Opened"]
 
+log = logging.getLogger(__name__)
+
 
 @dataclass
 class Opened:
@@ -39,6 +42,7 @@ class Opened:
         ring: the arcs of all nodes.
         group: the ranks that share it.
         budget_bytes: memory that was granted on this node.
+        name: under which the cache stays in memory when it is closed.
 
     Raises:
         SampleMismatchError: (`serve`, `serve_many`) a loaded sample differs from the cache's spec.
@@ -52,6 +56,7 @@ class Opened:
     ring: Ring | None = None
     group: NodeGroup = field(default_factory=NodeGroup)
     budget_bytes: int = 0
+    name: str | None = None
 
     @property
     def live_cache(self) -> SharedCache | None:
@@ -102,7 +107,13 @@ class Opened:
             self.counters.add(**counts)
 
     def close(self) -> None:
-        """Give cache and counters up in this process."""
+        """Give cache and counters up in this process; a cache with a name stays for the next job."""
+        cache = self.live_cache
+        if cache is not None and self.name is not None and self.group.is_leader:
+            log.info(
+                "the cache is kept as %s, %d of %d slots filled; remove it with: python -m lightning_stocache clean %s",
+                *(self.name, cache.filled, len(cache), self.name),
+            )
         for part in (self.cache, self.counters):
             if part is not None:
                 part.close()

@@ -5,10 +5,12 @@ All requests of one call open together, because they share budgets. The steps, e
 1. The leader of each node reads a few samples of every source: the fields of the first one are the spec, and the
    random part is found (`split`). The other ranks read nothing; they cut their own copy of the source at the same
    place.
-2. Each leader divides the memory of its node (`allocate`).
-3. The leaders tell each other their slots, and every rank lays the same ring.
-4. Each leader makes the segments of its node; the other ranks attach. Where they cannot (another pid namespace), named
+2. Each leader joins the named caches that lie in its node's memory (`naming`).
+3. Each leader divides the memory of its node among the others (`allocate`).
+4. The leaders tell each other their slots, and every rank lays the same ring.
+5. Each leader makes the segments of its node; the other ranks attach. Where they cannot (another pid namespace), named
    files are tried, whose names go again as soon as all are attached.
+6. The leaders tell each other the arcs that they have: a named cache keeps its own, and the ring is made of those.
 
 What fails on one rank is raised on all. Nothing is kept here: an `Opened` holds all there is.
 """
@@ -26,6 +28,7 @@ from lightning_stocache.cache.placement import Arc, Ring
 from lightning_stocache.cache.spec import SampleSpec
 from lightning_stocache.loading.allocation import BackendChoice, Request, allocate
 from lightning_stocache.loading.cut import Cut
+from lightning_stocache.loading.naming import join_cache, join_caches, open_cache, rings_as_they_are
 from lightning_stocache.loading.opened import Opened
 from lightning_stocache.loading.probe import Generators
 from lightning_stocache.loading.split import split
@@ -66,6 +69,7 @@ def open_caches(
         ValueError: the ranks have sources of different lengths.
         CacheMemoryError: a segment could not be made or reached, not even by name; on all ranks alike. Not with
             `disable`, nor where nothing is to be cached.
+        FingerprintError: what lies under a name is the cache of something else; a RuntimeError on the other ranks.
         Exception: what a source itself raises, unchanged; on the other ranks a RuntimeError that names it.
     """
     if sys.platform == "win32":
@@ -80,7 +84,14 @@ def open_caches(
         ]
     )
     ranks = len(group.nodes[group.node])
-    plan = group.lead(lambda: allocate(requests, [found.spec for found in findings], budgets, ranks, backend))
+    joined = group.together(
+        lambda: join_caches(requests, [found.spec for found in findings]) if group.is_leader else {}
+    )
+    promised = sum(len(cache) * cache.spec.slot_bytes - cache.memory_bytes for cache in joined.values())
+    specs = [None if number in joined else found.spec for number, found in enumerate(findings)]
+    if named := any(request.name is not None for request in requests):
+        backend = "tmpfile"  # where names are
+    plan = group.lead(lambda: allocate(requests, specs, budgets, ranks, backend, max(promised, 0)))
     slots = group.exchange(plan.slots)
     rings = [
         Ring.cut(request.length, group.shares, [slots[ranks[0]][number] for ranks in group.nodes])
@@ -92,14 +103,14 @@ def open_caches(
     try:
         segments = _make_and_attach(
             lambda kind: [
-                _Segments.make(found.spec, ring.arcs[group.node], group.rank, kind)
-                for found, ring in zip(findings, rings, strict=True)
+                _Segments.make(request, found.spec, ring.arcs[group.node], group.rank, kind, joined.pop(number, None))
+                for number, (request, found, ring) in enumerate(zip(requests, findings, rings, strict=True))
             ],
             plan.backend,
             group,
         )
     except CacheMemoryError as error:
-        wanted = any(arc.slots for ring in rings for arc in ring.arcs)
+        wanted = named or any(arc.slots for ring in rings for arc in ring.arcs)
         if wanted and not disable:
             raise
         if group.rank == 0:
@@ -107,9 +118,14 @@ def open_caches(
         if wanted:
             return [Opened(request.source, group=group) for request in requests]
         segments = [_Segments(None, None) for _ in requests]
+    if named:
+        arcs = group.exchange([None if one.cache is None else one.cache.arc for one in segments])
+        rings = rings_as_they_are(rings, [arcs[ranks[0]] for ranks in group.nodes])
     return [
-        Opened(source, tail, own.cache, own.counters, ring, group, granted)
-        for (source, tail), own, ring, granted in zip(parts, segments, rings, plan.granted, strict=True)
+        Opened(source, tail, own.cache, own.counters, ring, group, own.bytes_of(granted), request.name)
+        for (source, tail), own, ring, granted, request in zip(
+            parts, segments, rings, plan.granted, requests, strict=True
+        )
     ]
 
 
@@ -137,7 +153,7 @@ def _look_at(request: Request, budget: Budget) -> _Finding:
     if request.spec is not None:
         return _Finding(request.spec)
     if request.allow_random:
-        log.info("%s: 1 sample read at set-up, to learn its shape", request.name)
+        log.info("%s: 1 sample read at set-up, to learn its shape", request.title)
         generators = Generators()
         before = generators.state()
         try:
@@ -145,10 +161,10 @@ def _look_at(request: Request, budget: Budget) -> _Finding:
         finally:
             generators.restore(before)
     parts = split(request.source)
-    log.info("%s: %d samples read at set-up, to learn their shape and look for randomness", request.name, parts.reads)
+    log.info("%s: %d samples read at set-up, to learn their shape and look for randomness", request.title, parts.reads)
     if parts.reason is not None:
         advice = "To cache it all the same, with its first draw frozen: allow_random=True"
-        log.warning("%s passes through uncached. %s %s", request.name, parts.reason, advice)
+        log.warning("%s passes through uncached. %s %s", request.title, parts.reason, advice)
         return _Finding()
     spec = SampleSpec.infer(parts.samples[0])
     for index, sample in zip(parts.indices, parts.samples, strict=True):
@@ -162,13 +178,16 @@ class _Address:
 
     counters: SegmentHandle
     cache: tuple[SegmentHandle, SampleSpec, Arc] | None
+    keeps_name: bool
 
     def attach(self, rank: int) -> _Segments:
         counters = Counters(Segment.attach(self.counters), rank)
         if self.cache is None:
             return _Segments(counters, None)
         handle, spec, arc = self.cache
-        return _Segments(counters, SharedCache.over(Segment.attach(handle), spec, arc))
+        known = Segment.opened(handle.token)  # another dataset of this process has the same name
+        segment = Segment.attach(handle) if known is None else known.hold()
+        return _Segments(counters, SharedCache.over(segment, spec, arc), self.keeps_name)
 
 
 @dataclass(frozen=True)
@@ -177,21 +196,41 @@ class _Segments:
 
     counters: Counters | None
     cache: SharedCache | None
+    keeps_name: bool = False
 
     @classmethod
-    def make(cls, spec: SampleSpec | None, arc: Arc, rank: int, backend: Backend | None) -> _Segments:
-        cache = SharedCache.create(spec, arc, backend) if spec is not None and arc.slots else None
-        return cls(Counters.create(rank, backend), cache)
+    def make(
+        cls,
+        request: Request,
+        spec: SampleSpec | None,
+        arc: Arc,
+        rank: int,
+        backend: Backend | None,
+        joined: SharedCache | None,
+    ) -> _Segments:
+        cache = joined
+        if spec is not None and request.name is not None:
+            if cache is None:  # it may have come since, or this is the second try
+                cache = open_cache(request, spec, arc) if arc.slots else join_cache(request, spec)
+        elif spec is not None and arc.slots:
+            cache = SharedCache.create(spec, arc, backend)
+        return cls(Counters.create(rank, backend), cache, request.name is not None)
 
     @property
     def address(self) -> _Address:
         cache = self.cache
         assert self.counters is not None
         its = None if cache is None else (cache.segment.handle, cache.spec, cache.arc)
-        return _Address(self.counters.segment.handle, its)
+        return _Address(self.counters.segment.handle, its, self.keeps_name)
+
+    def bytes_of(self, granted: int) -> int:
+        """The memory that the cache may take: what was granted, or what a named one was made with."""
+        if self.cache is None or not self.keeps_name:
+            return granted
+        return len(self.cache) * self.cache.spec.slot_bytes
 
     def unlink(self) -> None:
-        for part in (self.counters, self.cache):
+        for part in (self.counters, None if self.keeps_name else self.cache):
             if part is not None:
                 part.segment.unlink()
 

@@ -175,5 +175,5 @@ def test_a_budget_below_one_sample_is_told() -> None:
 
 def test_a_request_has_a_name_for_messages() -> None:
     """Its dataset's type, length and pot."""
-    assert request(2000, "val").name == "range (2,000 samples, val)"
-    assert request(2000).name == "range (2,000 samples)"
+    assert request(2000, "val").title == "range (2,000 samples, val)"
+    assert request(2000).title == "range (2,000 samples)"
