@@ -102,7 +102,7 @@ class CacheMonitor(Callback):
         self._ended = time.perf_counter()
         self._stall.end(self._ended)
         step = trainer.global_step - 1  # as Lightning numbers the values of a step
-        if not trainer.loggers or step == self._logged_step or step < 0 or (step + 1) % log_every(trainer):
+        if not trainer.loggers or step == self._logged_step or (step + 1) % log_every(trainer):
             return
         self._logged_step = step
         tally = self._tally("train", running_datasets(trainer, "train"), live=True)

@@ -3,7 +3,8 @@
 Train and val share the budget, so at the first request of a `fit` the loaders of both are asked for, and what was asked
 too early is handed out when its turn comes; each hook still runs as often as it would. A hook that draws random numbers
 draws the same ones, too: Lightning puts the generators back after the sanity check, in which the first request falls,
-so those of the early one are put back as well, and moved on when the hook's own turn has come.
+so those of the early one are put back as well, and moved on when the hook's own turn has come. Where the generators
+have moved meanwhile (no sanity check, and a val hook that draws), they stay where they are.
 """
 
 from __future__ import annotations
@@ -99,7 +100,8 @@ class LoaderTap:
         dataset, replicas = self._caches[loader.dataset], self._replicas()
         check_sampler(loader, replicas[0])
         sampler = None
-        if stage == "train" and len(dataset.group.nodes) > 1 and loader.batch_size and is_default(loader):
+        several = replicas[0] > 1 and len(dataset.group.nodes) > 1
+        if stage == "train" and several and loader.batch_size and is_default(loader):
             sampler = locality_sampler(
                 dataset,
                 shuffle=isinstance(loader.sampler, RandomSampler),

@@ -1,7 +1,8 @@
-"""A training job of two ranks, run as a user's script: `python -m tests.training.ddp_job FOLDER DOOR STRATEGY EPOCHS`.
+"""A training job of two ranks, run as a user's script.
 
-It fits twice, and leaves in the folder what each rank saw, one line per fit in `rank<k>.jsonl`, and what each process
-logged, in `<pid>.log`. When the second epoch begins each rank notes its processes in `rank<k>.pids`, its own first.
+Called with FOLDER DOOR STRATEGY EPOCHS FITS, it leaves in the folder what each rank saw, one line per fit in
+`rank<k>.jsonl`, and what each process logged, in `<pid>.log`. When the second epoch begins each rank notes its processes
+in `rank<k>.pids`, its own first.
 """
 
 from __future__ import annotations
@@ -68,7 +69,7 @@ class Witness(Callback):
         self.epochs = []
 
 
-def main(folder: Path, door: str, strategy: str, epochs: int) -> None:
+def main(folder: Path, door: str, strategy: str, epochs: int, fits: int) -> None:
     torch.set_num_threads(1)
     monitors: list[Callback] = [CacheMonitor()]
     dm: LightningDataModule
@@ -81,7 +82,7 @@ def main(folder: Path, door: str, strategy: str, epochs: int) -> None:
         dm = StocacheDataModule(source(folder), source(folder, "val", 8), batch_size=4, num_workers=workers)
         dm.setup("fit")  # as a user does who looks at a batch first: every rank alone, before there are ranks
         dm.train_dataloader()
-    for _ in range(2):
+    for _ in range(fits):
         options = {"accelerator": "cpu", "devices": 2, "strategy": strategy, "logger": False}
         make_trainer(folder, [*monitors, Witness(folder)], epochs=epochs, **options).fit(Model(), dm)
     if dist.is_initialized():
@@ -92,4 +93,4 @@ if __name__ in ("__main__", "__mp_main__"):  # in spawned ranks, too
     logging.basicConfig(filename=Path(sys.argv[1]) / f"{os.getpid()}.log", level=logging.INFO)
 
 if __name__ == "__main__":
-    main(Path(sys.argv[1]), sys.argv[2], sys.argv[3], int(sys.argv[4]))
+    main(Path(sys.argv[1]), sys.argv[2], sys.argv[3], *map(int, sys.argv[4:]))

@@ -8,7 +8,7 @@ import pickle
 
 import pytest
 import torch
-from lightning.pytorch import LightningDataModule
+from lightning.pytorch import Callback, LightningDataModule
 from lightning.pytorch.callbacks import ModelCheckpoint
 from lightning.pytorch.utilities import CombinedLoader
 from lightning.pytorch.utilities.model_helpers import is_overridden
@@ -173,6 +173,27 @@ class Anew(LightningDataModule):
         return plain_loader(source(self.folder))
 
 
+def test_a_new_call_shares_its_budget_anew(tmp_path):
+    """Datasets that setup makes anew share the whole budget, though one of before had it all."""
+
+    class Remaking(Photos):
+        def setup(self, stage):
+            self.train, self.val = source(self.hparams.folder), source(self.hparams.folder, "val", 8)
+
+    dm = cache_datamodule(Remaking(str(tmp_path)), 16 * (3 * 8 * 8 + 8 + 1))
+    dm.setup("fit")
+    dm.train_dataloader()
+    slots = []
+
+    class Looking(Callback):
+        def on_train_start(self, trainer, pl_module):
+            loaders = [trainer.train_dataloader, trainer.val_dataloaders]
+            slots.extend(len(dataset.cache) for dataset in cached_datasets(loaders))
+
+    make_trainer(tmp_path, [Looking()]).fit(Model(), dm)
+    assert slots == [12, 4]
+
+
 def test_a_dataset_made_in_the_hook_gets_its_memory_back(tmp_path, caplog):
     """A dataset that is made anew for every epoch is served right; one cache is open at a time; one warning says why
     it is never warm."""
@@ -223,7 +244,7 @@ def test_a_copy_in_another_process_has_nothing_open(tmp_path):
     dm.train_dataloader()
     copy = pickle.loads(pickle.dumps(dm))
     assert copy.caches.options == dm.caches.options
-    assert copy.train not in copy.caches
+    assert copy.caches._open == {}
     assert cached_datasets(copy.train_dataloader())[0].cache is not cached_datasets(dm.train_dataloader())[0].cache
     for one in (dm, copy):
         one.teardown("fit")

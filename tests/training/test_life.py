@@ -122,6 +122,7 @@ def test_the_same_trainer_can_fit_again_after_a_failure(tmp_path, segments):
     trainer = make_trainer(tmp_path, [callback])
     with pytest.raises(ArithmeticError):
         trainer.fit(Failing(ArithmeticError), dm)
+    assert "dataloader" not in vars(trainer.fit_loop._data_source)
     trainer.fit(Model(), dm)
     assert trainer.callback_metrics["stocache/misses"] == SAMPLES
     assert all(segment.closed for segment in segments)

@@ -236,7 +236,7 @@ def test_counts_of_a_failed_call_are_forgotten(tmp_path):
     train = source(tmp_path)
     with pytest.raises(ArithmeticError):
         make_trainer(tmp_path, [monitor], epochs=2).fit(Failing(), StocacheDataModule(train, batch_size=4))
+    assert monitor._seen == {}
     trainer = make_trainer(tmp_path, [monitor])
     trainer.fit(Model(), StocacheDataModule(train, batch_size=4))
     assert logged(trainer, "stocache/misses") == [SAMPLES]
-    assert monitor._seen == {}

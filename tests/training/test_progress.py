@@ -54,10 +54,9 @@ def test_one_line_when_full(tmp_path, caplog):
 
 def test_silent_for_a_kept_cache(tmp_path, caplog):
     """A fit that begins with a full cache says nothing."""
-    dm, progress = StocacheDataModule(source(tmp_path), batch_size=4, keep_cache=True), FillProgress()
-    make_trainer(tmp_path, [progress]).fit(Model(), dm)
-    caplog.clear()
-    trainer = make_trainer(tmp_path, [progress])
+    dm = StocacheDataModule(source(tmp_path), batch_size=4, keep_cache=True)
+    make_trainer(tmp_path).fit(Model(), dm)
+    trainer = make_trainer(tmp_path, [FillProgress()])
     trainer.fit(Model(), dm)
     dm.close()
     assert full_lines(caplog) == []

@@ -45,10 +45,18 @@ class Data(LightningDataModule):
 
 
 class Splitting(Data):
-    """Draws the split inside of the loader hook, from the global generator."""
+    """Draws its splits inside of the loader hooks, from the global generator, and remembers them."""
+
+    def draw(self, stage: str, dataset: Any) -> Any:
+        part = random_split(dataset, [0.75, 0.25])[0]
+        self.options[stage] = part.indices
+        return part
 
     def train_dataloader(self) -> Any:
-        return plain_loader(random_split(self.train, [16, 8])[0], shuffle=True)
+        return plain_loader(self.draw("train", self.train), shuffle=True)
+
+    def val_dataloader(self) -> Any:
+        return plain_loader(self.draw("val", self.val))
 
 
 def train(tmp_path: Path, dm: LightningDataModule, callbacks: list[Any], **options: Any) -> torch.Tensor:
@@ -77,14 +85,13 @@ def test_weights_are_the_same_with_and_without_a_cache(tmp_path, workers):
     assert torch.equal(half, off)
 
 
-@pytest.mark.parametrize("sanity", [0, 2])
-def test_a_hook_that_draws_numbers_draws_the_same_ones(tmp_path, sanity):
-    """A split drawn in train_dataloader is the same with a cache, although the loaders are asked for early."""
-    sets = source(tmp_path), source(tmp_path, "val", 8)
-    options = {"num_sanity_val_steps": sanity}
-    plain = train(tmp_path, Splitting(*sets, 0), [], **options)
-    assert torch.equal(train(tmp_path, Splitting(*sets, 0), [StochasticCache()], **options), plain)
-    assert torch.equal(train(tmp_path, cache_datamodule(Splitting(*sets, 0)), [], **options), plain)
+def test_hooks_that_draw_numbers_draw_the_same_ones(tmp_path):
+    """Splits drawn in loader hooks are the same with a cache, although the training loader is asked for early."""
+    plain, tapped, cached = (Splitting(source(tmp_path), source(tmp_path, "val", 8), 0) for _ in range(3))
+    weights = train(tmp_path, plain, [])
+    assert torch.equal(train(tmp_path, tapped, [StochasticCache()]), weights)
+    assert torch.equal(train(tmp_path, cache_datamodule(cached), []), weights)
+    assert plain.options == tapped.options == cached.options
 
 
 class Augmented(CountedSource):
