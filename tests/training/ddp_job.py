@@ -1,8 +1,8 @@
 """A training job of two ranks, run as a user's script.
 
 Called with FOLDER DOOR STRATEGY EPOCHS FITS, it leaves in the folder what each rank saw, one line per fit in
-`rank<k>.jsonl`, and what each process logged, in `<pid>.log`. When the second epoch begins each rank notes its processes
-in `rank<k>.pids`, its own first.
+`rank<k>.jsonl`, and what each process logged, in `<pid>.log`. When the second epoch begins each rank notes its
+processes in `rank<k>.pids`, its own first.
 """
 
 from __future__ import annotations
