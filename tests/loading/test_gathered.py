@@ -1,0 +1,334 @@
+"""Batches put together in the main process: what is counted, who is woken, what is reused, and what goes wrong."""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Iterator
+from contextlib import closing
+from multiprocessing import active_children
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from torch.utils.data import DataLoader, Dataset, RandomSampler
+
+from lightning_stocache.cache.counters import Counts
+from lightning_stocache.cache.spec import SampleMismatchError
+from lightning_stocache.loading import transit
+from lightning_stocache.loading.crew import Crew
+from lightning_stocache.loading.dataset import CachedDataset
+from lightning_stocache.loading.loader import CachedLoader
+from lightning_stocache.node.free import FreeMemory
+from tests.loading.twins import Numbers, copied, same
+from tests.sources import CountedSource
+
+LENGTH = 40
+WORKERS: list[dict[str, Any]] = [
+    {},
+    {"num_workers": 1},
+    {"num_workers": 2, "persistent_workers": True},
+]
+NAMES = ["alone", "a worker", "persistent workers"]
+BIG = (3, 64, 64)  # 48 KiB in a batch of 4: recycled, not too small
+
+pytestmark = pytest.mark.usefixtures("seeded")
+
+
+@pytest.fixture
+def errands(monkeypatch: pytest.MonkeyPatch) -> list[list[int]]:
+    """What has been sent to workers."""
+    sent: list[list[int]] = []
+    send = Crew.send
+
+    def noting(crew: Crew, indices: Any, place: Any) -> None:
+        sent.append(list(indices))
+        send(crew, indices, place)
+
+    monkeypatch.setattr(Crew, "send", noting)
+    return sent
+
+
+def counts(dataset: CachedDataset) -> Counts:
+    assert dataset.counters is not None
+    return dataset.counters.totals()
+
+
+def fill(dataset: CachedDataset, indices: Any) -> None:
+    dataset.__getitems__(list(indices))
+
+
+# ---- counts, and who is woken ----
+
+
+@pytest.mark.parametrize("workers", WORKERS, ids=NAMES)
+@pytest.mark.parametrize("budget", ["25%", "auto"])
+def test_every_sample_is_counted_once_and_loaded_once(tmp_path, workers, budget):
+    """Hits, misses and bypasses sum to what was served; what has a slot is loaded in the first epoch only."""
+    source = CountedSource(LENGTH, log_path=tmp_path / "loads")
+    with closing(CachedDataset(source, budget)) as dataset:
+        assert dataset.cache is not None
+        slots, at_setup = len(dataset.cache), source.loads
+        loader = CachedLoader(dataset, 7, shuffle=True, **workers)
+        for epoch in range(1, 4):
+            assert sum(len(labels) for _, labels in loader) == LENGTH
+            count = counts(dataset)
+            assert (count.misses, count.fills) == (slots, slots)
+            assert count.bypasses == epoch * (LENGTH - slots)
+            assert count.hits == (epoch - 1) * slots
+            assert count.bytes_from_cache == count.hits * dataset.cache.spec.nbytes
+            assert source.loads - at_setup == count.misses + count.bypasses
+        loader.close()
+
+
+@pytest.mark.parametrize("num_workers", [0, 2])
+def test_an_index_that_is_drawn_several_times_is_counted_each_time(num_workers):
+    """With replacement, the first is a miss and the others are hits, in one batch or in two that are under way."""
+    with closing(CachedDataset(Numbers(6))) as dataset:
+        sampler = RandomSampler(range(6), replacement=True, num_samples=60)
+        labels = torch.cat([batch[1] for batch in CachedLoader(dataset, 8, sampler=sampler, num_workers=num_workers)])
+        assert counts(dataset).served == 60
+        assert counts(dataset).fills == len(labels.unique())
+        assert counts(dataset).bypasses == 0
+
+
+def test_a_batch_without_a_miss_wakes_no_worker(errands):
+    """Only what is not READY is sent, and where nothing is missing nothing is."""
+    with closing(CachedDataset(Numbers(LENGTH))) as dataset:
+        fill(dataset, [*range(20), 33])
+        batches = list(CachedLoader(dataset, 5, num_workers=1))
+        assert same(batches, list(DataLoader(Numbers(LENGTH), 5)))
+        assert errands == [[20, 21, 22, 23, 24], [25, 26, 27, 28, 29], [30, 31, 32, 34], [35, 36, 37, 38, 39]]
+
+
+@pytest.mark.parametrize("persistent", [False, True])
+def test_a_loader_whose_cache_is_full_keeps_no_worker(errands, persistent):
+    """Persistent ones end with the epoch that fills the cache, and none is started after it."""
+    with closing(CachedDataset(Numbers(LENGTH))) as dataset:
+        loader = CachedLoader(dataset, 8, num_workers=2, persistent_workers=persistent)
+        first = list(loader)
+        assert active_children() == []
+        errands.clear()
+        iterator = iter(loader)
+        assert active_children() == []
+        assert same(list(iterator), first)
+        assert errands == []
+
+
+def test_persistent_workers_are_kept_as_long_as_something_has_no_slot():
+    """Half a cache misses in every epoch: the same workers load it."""
+    with closing(CachedDataset(Numbers(LENGTH), "50%")) as dataset:
+        loader = CachedLoader(dataset, 8, num_workers=2, persistent_workers=True)
+        list(loader)
+        workers = {process.pid for process in active_children()}
+        assert len(workers) == 2
+        list(loader)
+        assert {process.pid for process in active_children()} == workers
+        loader.close()
+        assert active_children() == []
+
+
+# ---- buffers ----
+
+
+@pytest.mark.parametrize("num_workers", [0, 1])
+@pytest.mark.parametrize("budget", ["50%", "auto"])
+def test_who_keeps_every_batch_sees_them_unchanged(num_workers, budget):
+    """Whole batches, views, arrays: nothing that is held is written to again."""
+    expected = list(DataLoader(Numbers(LENGTH, BIG), 4))
+    with closing(CachedDataset(Numbers(LENGTH, BIG), budget)) as dataset:
+        loader = CachedLoader(dataset, 4, num_workers=num_workers)
+        whole = list(loader)
+        rows = [image[1] for image, _ in loader]
+        arrays = [image.numpy()[2] for image, _ in loader]
+        views = [memoryview(image.numpy()) for image, _ in loader]
+        shared = [torch.from_dlpack(image) for image, _ in loader]
+        list(loader)
+        assert same(whole, expected)
+        for number, (image, _) in enumerate(expected):
+            assert torch.equal(rows[number], image[1])
+            assert np.array_equal(arrays[number], image[2].numpy())
+            assert bytes(views[number]) == image.numpy().tobytes()
+            assert torch.equal(shared[number], image)
+
+
+@pytest.mark.parametrize("num_workers", [0, 1])
+@pytest.mark.parametrize("budget", ["50%", "auto"])
+def test_batches_belong_to_who_gets_them(num_workers, budget):
+    """They may be overwritten: neither the cache nor a later batch changes."""
+    expected = list(DataLoader(Numbers(LENGTH, BIG), 4))
+    with closing(CachedDataset(Numbers(LENGTH, BIG), budget)) as dataset:
+        loader = CachedLoader(dataset, 4, num_workers=num_workers)
+        for _ in range(3):
+            for (image, label), wanted in zip(loader, expected, strict=True):
+                assert same([image, label], wanted)
+                image.zero_(), label.zero_()
+
+
+@pytest.mark.parametrize("num_workers", [0, 1])
+def test_later_epochs_take_no_new_memory(num_workers):
+    """The batches of all epochs lie in the few buffers of the first."""
+    with closing(CachedDataset(Numbers(LENGTH, BIG))) as dataset:
+        loader = CachedLoader(dataset, 4, shuffle=True, num_workers=num_workers)
+        list_of_addresses = [{image.data_ptr() for image, _ in loader} for _ in range(5)]
+        assert len(set.union(*list_of_addresses)) <= 4
+
+
+def test_batches_are_aligned():
+    """At 64 bytes, for wide copies; the last one, which is smaller, too."""
+    with closing(CachedDataset(Numbers(LENGTH, BIG))) as dataset:
+        assert all(image.data_ptr() % 64 == 0 for image, _ in CachedLoader(dataset, 7))
+
+
+# ---- errors ----
+
+
+class Faulty(Dataset[Any]):
+    """A source that cannot load some of its samples."""
+
+    def __init__(self, bad: dict[int, Any]) -> None:
+        self.numbers, self.bad = Numbers(LENGTH), bad
+
+    def __len__(self) -> int:
+        return LENGTH
+
+    def __getitem__(self, index: int) -> Any:
+        if index in self.bad and isinstance(self.bad[index], Exception):
+            raise self.bad[index]
+        return self.bad.get(index, self.numbers[index])
+
+
+def outcomes(loader: DataLoader[Any]) -> Iterator[Any]:
+    """Batches, and in their place types and texts of errors; then the iteration goes on."""
+    iterator = iter(loader)
+    while True:
+        try:
+            yield copied(next(iterator))
+        except StopIteration:
+            return
+        except Exception as error:
+            text = str(error)
+            yield type(error), text.rpartition("Error: ")[2].strip(), "self.bad[index]" in text
+
+
+@pytest.mark.parametrize("workers", WORKERS, ids=NAMES)
+@pytest.mark.parametrize("budget", ["50%", "auto"])
+def test_an_error_of_the_source_takes_the_place_of_its_batch(workers, budget):
+    """With the user's traceback where a worker raised it; the next batch is the one that DataLoader gives."""
+    source = Faulty({9: OSError("sample 9 is broken"), 22: ValueError("sample 22 is broken")})
+    arguments: dict[str, Any] = {"batch_size": 4, **workers}
+    plain = DataLoader(source, **arguments)
+    expected = [list(outcomes(plain)) for _ in range(2)]
+    assert next(one for one in expected[0] if type(one) is tuple)[0] is OSError
+    with closing(CachedDataset(source, budget)) as dataset:
+        loader = CachedLoader(dataset, **arguments)
+        assert same([list(outcomes(loader)) for _ in range(2)], expected)
+        loader.close()
+    del plain
+
+
+@pytest.mark.parametrize("num_workers", [0, 1])
+def test_a_sample_that_differs_from_the_others_is_an_error_with_its_index(num_workers):
+    """Also where it has no slot, and never a batch with something cut or cast."""
+    with closing(CachedDataset(Faulty({9: (torch.zeros(3, 5, 8, dtype=torch.uint8), 9)}))) as dataset:
+        iterator = iter(CachedLoader(dataset, 4, num_workers=num_workers))
+        next(iterator), next(iterator)
+        with pytest.raises(SampleMismatchError, match="sample 9: "):
+            next(iterator)
+        assert next(iterator)[1].tolist() == [12, 13, 14, 15]
+
+
+@pytest.mark.parametrize("num_workers", [0, 1])
+def test_an_empty_batch_is_the_error_that_dataloader_raises(num_workers):
+    """A batch sampler that gives no index at all has nothing to collate."""
+    with closing(CachedDataset(Numbers(4))) as dataset:
+        loader = CachedLoader(dataset, batch_sampler=[[0, 1], [], [2, 3]], num_workers=num_workers)
+        iterator = iter(loader)
+        next(iterator)
+        with pytest.raises(IndexError):
+            next(iterator)
+        assert next(iterator)[1].tolist() == [2, 3]
+
+
+# ---- a cache that changes ----
+
+
+@pytest.mark.parametrize("workers", WORKERS, ids=NAMES)
+@pytest.mark.parametrize("warm", [False, True])
+def test_closing_the_cache_in_the_middle_of_an_epoch_lets_samples_pass_through(workers, warm):
+    """The epoch ends with the right batches, and so do the next ones."""
+    expected = list(DataLoader(Numbers(LENGTH), 4))
+    dataset = CachedDataset(Numbers(LENGTH))
+    if warm:
+        fill(dataset, range(LENGTH))
+    loader = CachedLoader(dataset, 4, **workers)
+    got = []
+    for number, batch in enumerate(loader):
+        got.append(copied(batch))
+        if number == 3:
+            dataset.close()
+    assert same(got, expected)
+    assert same(list(loader), expected)
+    loader.close()
+
+
+@pytest.mark.parametrize("workers", WORKERS, ids=NAMES)
+@pytest.mark.parametrize("when", ["between epochs", "in the middle"])
+def test_sharing_anew_changes_the_cache_under_a_loader_that_goes_on(workers, when):
+    """Workers that know the old cache fill nothing for the new one: they are replaced."""
+    expected = list(DataLoader(Numbers(LENGTH), 4))
+    with closing(CachedDataset(Numbers(LENGTH), "75%")) as dataset:
+        loader = CachedLoader(dataset, 4, **workers)
+        for epoch in range(4):
+            got = []
+            for number, batch in enumerate(loader):
+                got.append(copied(batch))
+                if when == "in the middle" and (epoch, number) == (1, 2):
+                    dataset.share()
+            assert same(got, expected)
+            if when == "between epochs" and epoch == 1:
+                dataset.share()
+        assert dataset.cache is not None
+        assert dataset.cache.filled == len(dataset.cache)
+        loader.close()
+
+
+def test_what_does_not_fit_shared_memory_is_sent_by_message(monkeypatch, caplog):
+    """Without memory for a staging area, and for batches longer than a window, samples come all the same."""
+    batches: Any = [list(range(30)), [30], list(range(31, 40))]
+    expected = list(DataLoader(Numbers(LENGTH), batch_sampler=batches))
+    monkeypatch.setattr("lightning_stocache.loading.gathered._ROWS", 4)
+    with closing(CachedDataset(Numbers(LENGTH), "50%")) as dataset:
+        loader = CachedLoader(dataset, batch_sampler=batches, num_workers=2)
+        assert same(list(loader), expected)
+        monkeypatch.setattr(transit.FreeMemory, "measure", lambda directory: FreeMemory(0, 0, 0))
+        assert same([copied(batch) for _ in range(2) for batch in loader], expected * 2)
+
+
+def test_the_thread_runs_only_while_an_epoch_does():
+    """It starts with the first batch that can be gathered ahead, and ends with the epoch or the iterator."""
+
+    def threads() -> int:
+        return sum(thread.name == "stocache-ahead" for thread in threading.enumerate())
+
+    with closing(CachedDataset(Numbers(LENGTH))) as dataset:
+        fill(dataset, range(LENGTH))
+        loader = CachedLoader(dataset, 4)
+        for _ in loader:
+            assert threads() == 1 or _[1][-1] == LENGTH - 1
+        assert threads() == 0
+        iterator = iter(loader)
+        next(iterator)
+        assert threads() == 1
+        del iterator
+        assert threads() == 0
+
+
+def test_the_log_of_loads_agrees_with_the_errands(tmp_path: Path, errands):
+    """Workers load what they are sent, and the main process loads nothing."""
+    source = CountedSource(LENGTH, log_path=tmp_path / "loads")
+    with closing(CachedDataset(source, "50%")) as dataset:
+        at_setup = source.loads
+        list(CachedLoader(dataset, 6, shuffle=True, num_workers=2))
+        assert sorted(source.loaded[at_setup:]) == sorted(index for errand in errands for index in errand)
