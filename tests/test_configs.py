@@ -29,7 +29,8 @@ OWN = sorted((ROOT / "examples" / "configs").rglob("*.yaml"))
 ConfigStore.instance().store(  # `model` is the app's own group
     group="model", name="boring", node={"_target_": "lightning.pytorch.demos.boring_classes.BoringModel"}
 )
-BUDGET_KNOBS = ["allow_random", "backend", "budget", "keep_cache", "on_error", "sampling", "stage_budgets"]
+BUDGET_KNOBS = ["allow_random", "backend", "budget", "fingerprint", "keep_cache", "name", "on_error", "sampling"]
+BUDGET_KNOBS += ["stage_budgets"]
 
 
 @pytest.fixture(autouse=True)

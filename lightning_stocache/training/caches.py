@@ -13,6 +13,7 @@ closed and opened again for all. A copy in another process (pickled for ddp_spaw
 from __future__ import annotations
 
 import logging
+from collections import Counter
 from collections.abc import Collection, Iterable
 from dataclasses import dataclass, field
 from typing import Any
@@ -87,9 +88,13 @@ class CallCaches:
             self.close()
             self._group = group
         new: dict[int, Wanted] = {}
+        names: dict[int, str] = {}
+        number = Counter[str]()
         for one in wanted:
             if one.source not in self:
-                new.setdefault(id(one.source), one)  # in several stages: it draws on the pot of the first
+                new.setdefault(id(one.source), one)  # in several stages: pot and name are those of the first
+                names.setdefault(id(one.source), f"{self.options.name}-{one.stage}{number[one.stage]}")
+            number[one.stage] += 1
         self._let_go(wanted, new.values())
         options = self.options
         pots = {key: options.pot(one.stage) for key, one in new.items()}
@@ -100,6 +105,8 @@ class CallCaches:
                 backend=options.backend,
                 on_error=options.on_error,
                 defer=True,
+                name=None if options.name is None else names[key],
+                fingerprint=options.fingerprint,
             )
             for key, one in new.items()
         }

@@ -83,6 +83,9 @@ class StochasticCache(CacheMonitor):
         on_error: "raise" or "disable" when the memory cannot be had.
         keep_cache: keep the caches between Trainer calls of this process, until `close`.
         sampling: how a training set with the default sampler is dealt to several nodes, see `StocacheDataModule`.
+        name: under which the caches stay in memory when the job ends, so that the next one starts warm; that of the
+            n-th dataset of a stage is `<name>-<stage><n>`. See `CachedDataset`.
+        fingerprint: what else decides what the samples are (a size, a version, a path), see `CachedDataset`.
 
     Raises:
         ValueError: an option that cannot be read.
@@ -102,10 +105,14 @@ class StochasticCache(CacheMonitor):
         on_error: OnError = "raise",
         keep_cache: bool = False,
         sampling: Mode = "locality",
+        name: str | None = None,
+        fingerprint: str = "",
     ) -> None:
         super().__init__()
         self.caches = CallCaches(
-            CacheOptions(budget, stage_budgets, allow_random, backend, on_error, keep_cache, sampling)
+            CacheOptions(
+                budget, stage_budgets, allow_random, backend, on_error, keep_cache, sampling, name, fingerprint
+            )
         )
         self._monitors = True
 

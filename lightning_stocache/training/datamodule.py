@@ -62,6 +62,9 @@ class StocacheDataModule(LightningDataModule):
         keep_cache: keep the caches between Trainer calls of this process, until `close`.
         sampling: how the training set is dealt to ranks: "locality" (samples go to nodes that have them), "global" or
             "sticky"; see `LocalitySampler`.
+        name: under which the caches stay in memory when the job ends, so that the next one starts warm; that of the
+            n-th dataset of a stage is `<name>-<stage><n>`. See `CachedDataset`.
+        fingerprint: what else decides what the samples are (a size, a version, a path), see `CachedDataset`.
 
     Raises:
         ValueError: an option that cannot be read; (`setup`) an empty set.
@@ -99,6 +102,8 @@ class StocacheDataModule(LightningDataModule):
         on_error: OnError = "raise",
         keep_cache: bool = False,
         sampling: Mode = "locality",
+        name: str | None = None,
+        fingerprint: str = "",
     ) -> None:
         super().__init__()
         self.train, self.val, self.test, self.predict = train, val, test, predict
@@ -110,7 +115,9 @@ class StocacheDataModule(LightningDataModule):
         self.eval_batch_transform = batch_transform if isinstance(eval_batch_transform, str) else eval_batch_transform
         self.prepare = prepare
         self.caches = CallCaches(
-            CacheOptions(budget, stage_budgets, allow_random, backend, on_error, keep_cache, sampling)
+            CacheOptions(
+                budget, stage_budgets, allow_random, backend, on_error, keep_cache, sampling, name, fingerprint
+            )
         )
         self._resume: Position | None = None
         self._datasets: dict[str, list[Dataset[Any]]] = {}
@@ -257,6 +264,8 @@ def cache_datamodule(
     on_error: OnError = "raise",
     keep_cache: bool = False,
     sampling: Mode = "locality",
+    name: str | None = None,
+    fingerprint: str = "",
 ) -> M:
     """Cache the loaders of a DataModule, and return the same object.
 
@@ -273,6 +282,9 @@ def cache_datamodule(
         on_error: "raise" or "disable" when the memory cannot be had.
         keep_cache: keep the caches between Trainer calls of this process, until `datamodule.caches.close()`.
         sampling: how a training set with the default sampler is dealt to several nodes, see `StocacheDataModule`.
+        name: under which the caches stay in memory when the job ends, so that the next one starts warm; that of the
+            n-th dataset of a stage is `<name>-<stage><n>`. See `CachedDataset`.
+        fingerprint: what else decides what the samples are (a size, a version, a path), see `CachedDataset`.
 
     Raises:
         TypeError: what is given is no LightningDataModule, or caches already.
@@ -295,7 +307,9 @@ def cache_datamodule(
         raise TypeError(f"datamodule must be a LightningDataModule, got {type(datamodule).__name__}")
     if isinstance(getattr(datamodule, "caches", None), CallCaches):
         raise TypeError(f"datamodule must not be cached yet, got a {type(datamodule).__name__} that is")
-    options = CacheOptions(budget, stage_budgets, allow_random, backend, on_error, keep_cache, sampling)
+    options = CacheOptions(
+        budget, stage_budgets, allow_random, backend, on_error, keep_cache, sampling, name, fingerprint
+    )
     caches = CallCaches(options)
     datamodule.caches = caches  # type: ignore[attr-defined]
     CachedHooks(datamodule, caches).install()

@@ -10,6 +10,7 @@ from lightning_stocache.loading.allocation import BackendChoice
 from lightning_stocache.loading.dataset import OnError
 from lightning_stocache.loading.sampler import Mode
 from lightning_stocache.node.budget import Budget
+from lightning_stocache.node.named import check_name
 
 __all__ = ["STAGES", "CacheOptions"]
 
@@ -29,6 +30,8 @@ class CacheOptions:
         on_error: "raise" or "disable" when the memory cannot be had.
         keep_cache: keep the caches when the Trainer call ends, for the next call in this process.
         sampling: how the training set is dealt to ranks, see `LocalitySampler`.
+        name: under which the caches outlive the job; that of the n-th dataset of a stage is `<name>-<stage><n>`.
+        fingerprint: what else decides what the samples are, see `CachedDataset`.
 
     Raises:
         ValueError: an option that is none of these.
@@ -41,6 +44,8 @@ class CacheOptions:
     on_error: OnError = "raise"
     keep_cache: bool = False
     sampling: Mode = "locality"
+    name: str | None = None
+    fingerprint: str = ""
     budgets: dict[str, Budget] = field(init=False)
     """The budget of every pot; stages without one of their own share the pot ""."""
 
@@ -54,6 +59,8 @@ class CacheOptions:
             raise ValueError(f"on_error must be 'raise' or 'disable', got {self.on_error!r}")
         if self.sampling not in get_args(Mode):
             raise ValueError(f"sampling must be one of {', '.join(get_args(Mode))}, got {self.sampling!r}")
+        if self.name is not None:
+            check_name(self.name)
         budgets = {stage: Budget.parse(budget) for stage, budget in own.items()}
         object.__setattr__(self, "budgets", budgets | {"": Budget.parse(self.budget)})
 
