@@ -11,6 +11,7 @@ process that it reaches by fork or by pickle works on the same memory.
 
 from __future__ import annotations
 
+import logging
 import operator
 from collections.abc import Callable, Sequence
 from typing import Any, Literal, NamedTuple, SupportsIndex, get_args
@@ -30,6 +31,8 @@ from lightning_stocache.node.group import NodeGroup
 from lightning_stocache.node.named import check_name
 
 __all__ = ["CachedDataset", "Delivery", "Errand", "OnError"]
+
+log = logging.getLogger(__name__)
 
 OnError = Literal["raise", "disable"]
 
@@ -154,6 +157,8 @@ class CachedDataset(Dataset[Any]):
     def adopt(self, opened: Opened) -> None:
         """Serve from a cache that was opened for this dataset's request; what was counted before is over."""
         self._opened, self.baseline = opened, Counts()
+        if self.group.is_leader and self.cache is not None:
+            log.info(self.describe())
 
     @property
     def cache(self) -> SharedCache | None:
@@ -186,13 +191,17 @@ class CachedDataset(Dataset[Any]):
         self._opened = Opened(self.source)
 
     def describe(self) -> str:
-        """One line on what is cached here, for people."""
-        cache = self.cache
+        """One line on what is cached here, for people; with several nodes, on which one, and its arc of the ring."""
+        cache, nodes = self.cache, self.group.nodes
         name, samples = type(self.source).__name__, len(self)
         if cache is None:
             return f"{name}: {samples:,} samples, not cached"
+        where, arc = "", ""
+        if len(nodes) > 1:
+            where = f" on node{self.group.node} (ranks {', '.join(map(str, nodes[self.group.node]))})"
+            arc = f" in an arc that starts at {cache.arc.start:,}"
         return (
-            f"{name}: {len(cache):,} of {samples:,} samples have a slot, {cache.filled:,} are filled, "
+            f"{name}{where}: {len(cache):,} of {samples:,} samples have a slot{arc}, {cache.filled:,} are filled, "
             f"{format_bytes(cache.memory_bytes)} in use of {format_bytes(self.budget_bytes)}"
         )
 
