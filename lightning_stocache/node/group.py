@@ -8,7 +8,7 @@ gloo group, so that it stays off the NCCL stream. Without a process group the jo
 is sent.
 
 An error during set-up is everybody's: `together` and `lead` end with the same outcome on all ranks, so that none
-waits for one that has failed.
+waits for one that has failed. A rank that dies closes its connections, which ends the call of the others.
 """
 
 from __future__ import annotations
@@ -22,6 +22,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, TypeVar
 
+import torch
 import torch.distributed as dist
 
 from lightning_stocache.node.files import memory_directory
@@ -158,6 +159,10 @@ def _exchange(value: Any) -> list[Any]:
     world = dist.group.WORLD
     assert world is not None
     if world not in _private:
+        if dist.get_backend(world) == "gloo":
+            # A rank that dies before it comes here is noticed by its broken connection; making a group would wait for
+            # it until the time-out of the default group, 30 minutes. (NCCL notices neither: there the launcher has to.)
+            dist.all_reduce(torch.zeros(1))
         private = dist.new_group(backend="gloo")
         assert isinstance(private, dist.ProcessGroup)  # this rank is in it: all are
         _private[world] = private

@@ -78,22 +78,24 @@ class Deadly(CountedSource):
         os.kill(os.getpid(), signal.SIGKILL)
 
 
-def one_dies(rank: int, folder: str, leads: bool) -> None:
-    group = NodeGroup.discover(key=rank // 2)
-    deadly = rank == (2 if leads else 3)
-    dataset = CachedDataset(Deadly(LENGTH) if deadly else CountedSource(LENGTH), defer=True)
-    if deadly and not leads:
-        os.kill(os.getpid(), signal.SIGKILL)
+def one_dies(rank: int, folder: str, when: str) -> None:
+    victim = rank == (2 if when == "leader" else 3)
     try:
-        dataset.share(group)
+        if victim and when == "before":
+            os.kill(os.getpid(), signal.SIGKILL)
+        group = NodeGroup.discover(key=rank // 2)
+        if victim and when == "guest":
+            os.kill(os.getpid(), signal.SIGKILL)
+        CachedDataset(Deadly(LENGTH) if victim else CountedSource(LENGTH), defer=True).share(group)
     except Exception as error:
         Path(folder, str(rank)).write_text(f"{type(error).__name__}: {error}")
 
 
-@pytest.mark.parametrize("leads", [True, False])
-def test_a_rank_that_dies_while_caches_open_keeps_nobody_waiting(tmp_path, leads) -> None:
-    """All other ranks get an error at once, on the node of the dead one and on the other, leader or not."""
+@pytest.mark.parametrize("when", ["before", "leader", "guest"])
+def test_a_rank_that_dies_while_caches_open_keeps_nobody_waiting(tmp_path, when) -> None:
+    """All other ranks get an error, on the node of the dead one and on the other: it dies before the ranks have found
+    each other, as a leader that reads, or as a guest."""
     with pytest.raises(ChildError, match="SIGKILL"):
-        run_ranks(one_dies, 4, str(tmp_path), leads, timeout=60)
-    victim = "2" if leads else "3"
+        run_ranks(one_dies, 4, str(tmp_path), when, timeout=60)
+    victim = "2" if when == "leader" else "3"
     assert {path.name for path in tmp_path.iterdir()} == {"0", "1", "2", "3"} - {victim}
