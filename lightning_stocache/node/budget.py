@@ -91,7 +91,8 @@ class Budget:
         """
         if isinstance(value, Budget):
             return value
-        if isinstance(value, bool) or not isinstance(value, (str, float, SupportsIndex)):
+        is_bool = type(value).__name__ in ("bool", "bool_")  # NumPy's was an index before 2.0
+        if is_bool or not isinstance(value, (str, float, SupportsIndex)):
             raise TypeError(_refused(value, "must be a number or a string"))
         if isinstance(value, str):
             return cls._of_text(value)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import re
 import signal
 from collections.abc import Iterator
@@ -105,8 +106,9 @@ def _interruptible() -> Iterator[None]:
 def test_caches_are_closed_after_every_kind_of_end(tmp_path, segments, name, error, workers):
     """An exception, Ctrl-C or SystemExit in a step closes all segments at once, and the next fit works."""
     callbacks, dm = door(name, tmp_path, workers)
-    expected = SystemExit if error is KeyboardInterrupt else error  # Lightning exits after Ctrl-C
-    with pytest.raises(expected):
+    # After Ctrl-C Lightning exits; before 2.5 it returned.
+    end = contextlib.suppress(SystemExit) if error is KeyboardInterrupt else pytest.raises(error)
+    with end:
         make_trainer(tmp_path, callbacks).fit(Failing(error), dm)
     assert len(segments) >= 4
     assert all(segment.closed for segment in segments)
