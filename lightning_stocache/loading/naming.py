@@ -21,7 +21,7 @@ from lightning_stocache.cache.placement import Arc, Ring
 from lightning_stocache.cache.slots import FieldSlots
 from lightning_stocache.cache.spec import SampleSpec
 from lightning_stocache.loading.allocation import Request
-from lightning_stocache.node.named import join_named, open_named
+from lightning_stocache.node.named import clean, join_named, open_named
 from lightning_stocache.node.segment import Segment
 
 __all__ = ["FingerprintError", "fingerprint", "join_cache", "join_caches", "open_cache", "rings_as_they_are"]
@@ -73,7 +73,11 @@ def open_cache(request: Request, spec: SampleSpec, arc: Arc) -> SharedCache:
     assert request.name is not None
     manifest = {"fingerprint": fingerprint(request, spec), "geometry": asdict(arc)}
     size = FieldSlots.bytes_for(spec.row_bytes, arc.slots)
-    return _over(request, spec, *open_named(request.name, size, manifest))
+    try:
+        return _over(request, spec, *open_named(request.name, size, manifest))
+    except OSError:
+        clean(request.name)  # unless another job uses it: an empty cache of this size is no use to the next one
+        raise
 
 
 def join_caches(requests: Sequence[Request], specs: Sequence[SampleSpec | None]) -> dict[int, SharedCache]:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import errno
 import logging
 import os
 import random
@@ -18,10 +19,12 @@ from torch.utils.data import Subset
 from lightning_stocache.cache.spec import SampleSpec
 from lightning_stocache.loading.dataset import CachedDataset
 from lightning_stocache.loading.naming import FingerprintError
+from lightning_stocache.loading.opening import CacheMemoryError
 from lightning_stocache.loading.together import open_together
 from lightning_stocache.node.budget import Budget
 from lightning_stocache.node.group import NodeGroup
 from lightning_stocache.node.named import clean, named_segments, open_named
+from lightning_stocache.node.segment import Segment
 from lightning_stocache.training.datamodule import StocacheDataModule
 from tests.processes import Child, call, call_many
 from tests.ranks import run_ranks
@@ -259,6 +262,22 @@ def test_what_lies_there_is_no_cache(name: str) -> None:
     with pytest.raises(FingerprintError, match="holds something else"):
         cached(CountedSource(LENGTH), name)
     segment.close()
+
+
+def test_without_memory_no_name_is_left(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The error is that of any cache, `on_error="disable"` goes on uncached, and nothing lies under the name."""
+
+    def full(segment: Segment, offset: int, length: int) -> None:
+        if segment.path is not None:
+            raise OSError(errno.ENOSPC, "No space left on device")
+
+    monkeypatch.setattr(Segment, "reserve", full)
+    with pytest.raises(CacheMemoryError, match="No space left"):
+        cached(CountedSource(LENGTH), name)
+    dataset = cached(CountedSource(LENGTH), name, on_error="disable")
+    assert dataset.cache is None
+    check(dataset)
+    assert name not in [one.name for one in named_segments()]
 
 
 # --- several ranks
