@@ -25,7 +25,7 @@ from lightning_stocache.training.caches import CallCaches, Wanted
 from lightning_stocache.training.hooks import CachedHooks
 from lightning_stocache.training.options import STAGES, CacheOptions
 from lightning_stocache.training.position import Position
-from lightning_stocache.training.sampling import epochs_done, global_seed, locality_sampler, replicas
+from lightning_stocache.training.sampling import check_sampler, epochs_done, global_seed, locality_sampler, replicas
 from lightning_stocache.training.sources import Source, made
 
 __all__ = ["StocacheDataModule", "cache_datamodule"]
@@ -68,7 +68,8 @@ class StocacheDataModule(LightningDataModule):
 
     Raises:
         ValueError: an option that cannot be read; (`setup`) an empty set.
-        TypeError: (`setup`) a set that is neither a map-style dataset nor a function that makes one.
+        TypeError: (`setup`) a set that is neither a map-style dataset nor a function that makes one; (loader hooks) a
+            sampler that deals samples to ranks and is no DistributedSampler.
         RuntimeError: (loader hooks) `setup` has not run, or `teardown` has.
 
     Example:
@@ -168,14 +169,17 @@ class StocacheDataModule(LightningDataModule):
         views = self._views(stage)
         if stage == "train" and not {"sampler", "batch_sampler"} & set(self.loader):
             arguments["sampler"] = self._sampler(views[0], bool(arguments.pop("shuffle")))
-        return [CachedLoader(dataset, **arguments) for dataset in views]
+        loaders: list[DataLoader[Any]] = [CachedLoader(dataset, **arguments) for dataset in views]
+        for loader in loaders:
+            check_sampler(loader, replicas(self.trainer)[0])
+        return loaders
 
     def _sampler(self, dataset: CachedDataset, shuffle: bool) -> LocalitySampler:
         """The sampler of the training loader, at the epoch and the batch where training stands.
 
         `set_epoch` is called here too: Lightning calls it only after the workers have begun (Lightning #21938).
         """
-        count = replicas(self.trainer)
+        count = replicas(self.trainer, always=True)
         sampler = locality_sampler(
             dataset,
             shuffle=shuffle,
@@ -203,7 +207,9 @@ class StocacheDataModule(LightningDataModule):
         """Where in the epoch training stands."""
         if self.trainer is None or not self._datasets.get("train"):
             return {}
-        return self._position(replicas(self.trainer)[0], len(cast(Sized, self._datasets["train"][0]))).state()
+        return self._position(
+            replicas(self.trainer, always=True)[0], len(cast(Sized, self._datasets["train"][0]))
+        ).state()
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
         """Go on where training stood: the loader of this call leaves out what was trained on."""

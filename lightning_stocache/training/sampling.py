@@ -18,8 +18,17 @@ from lightning_stocache.loading.sampler import LocalitySampler, Mode
 __all__ = ["check_sampler", "epochs_done", "global_seed", "is_default", "locality_sampler", "replicas"]
 
 
-def replicas(trainer: Any) -> tuple[int, int]:
-    """How many ranks share the data, and which of them this is: for tensor parallelism fewer than there are ranks."""
+def replicas(trainer: Any, *, always: bool = False) -> tuple[int, int]:
+    """How many ranks share the data, and which of them this is: for tensor parallelism fewer than there are ranks.
+
+    Args:
+        trainer: whose ranks they are.
+        always: also where the Trainer has been told to leave samplers alone (`use_distributed_sampler=False`) and a
+            user's loader therefore is one rank's own.
+    """
+    connector = getattr(trainer, "_accelerator_connector", None)
+    if not always and not getattr(connector, "use_distributed_sampler", True):
+        return 1, 0
     own = getattr(trainer, "distributed_sampler_kwargs", None) or {}
     return own.get("num_replicas", 1), own.get("rank", 0)
 
@@ -72,6 +81,10 @@ def is_default(loader: DataLoader[Any]) -> bool:
 
 def check_sampler(loader: DataLoader[Any], world: int) -> None:
     """Refuse a sampler that deals to ranks by itself without being a DistributedSampler.
+
+    Args:
+        loader: of the training stage or another one.
+        world: ranks among which Lightning would divide it; 1 where the Trainer leaves samplers alone.
 
     Raises:
         TypeError: Lightning would wrap it in a DistributedSampler and halve its share once more, silently.

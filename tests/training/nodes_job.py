@@ -1,0 +1,103 @@
+"""A training job on two nodes of two ranks, as a user's script: `nodes_job FOLDER CASE EPOCHS`.
+
+Each rank leaves its metrics of every epoch in `rank<k>.json`, or its error in `rank<k>.error`. CASE is a
+way of sampling with half of the dataset per node (locality, global), `whole` (a cache of everything on each node), or
+a piece of bad luck: `full` (no memory on the second node), `dies` (the last rank is killed in `setup`), `wrapped` (a
+sampler that Lightning would wrap).
+"""
+
+from __future__ import annotations
+
+import errno
+import json
+import logging
+import os
+import signal
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from lightning.pytorch import Callback
+from torch.utils.data import Sampler
+
+from lightning_stocache.node.segment import Segment
+from lightning_stocache.training.datamodule import StocacheDataModule
+from lightning_stocache.training.monitor import CacheMonitor
+from tests.sources import CountedSource
+from tests.training.tiny import Model, make_trainer
+
+SAMPLES, BATCH = 16384, 64
+
+
+class Tiny(Model):
+    """One small layer: what counts here is which samples come."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.layer = torch.nn.Linear(8, 10)
+
+
+class Witness(Callback):
+    """Keeps what the monitor has logged."""
+
+    def __init__(self) -> None:
+        self.epochs: list[dict[str, float]] = []
+
+    def on_train_epoch_end(self, trainer, pl_module):
+        self.epochs.append({name: float(value) for name, value in trainer.callback_metrics.items()})
+
+
+class EveryOther(Sampler[int]):
+    """A user's own way of dealing to ranks."""
+
+    num_replicas = 4
+
+    def __iter__(self) -> Iterator[int]:
+        return iter(range(0, SAMPLES, self.num_replicas))
+
+    def __len__(self) -> int:
+        return SAMPLES // self.num_replicas
+
+
+def full(*_: Any) -> Segment:
+    raise OSError(errno.ENOSPC, "No space left on device")
+
+
+def main(folder: Path, case: str, epochs: int) -> None:
+    torch.set_num_threads(1)
+    witness = Witness()
+
+    def train() -> CountedSource:
+        if case == "dies" and dist.get_rank() == 3:
+            os.kill(os.getpid(), signal.SIGKILL)
+        if case == "full" and dist.get_rank() == 2:
+            Segment.create = full  # type: ignore[method-assign,assignment]
+        return CountedSource(SAMPLES, (8,), folder / "train.loads")
+
+    options: dict[str, Any] = {"sampler": EveryOther()} if case == "wrapped" else {}
+    dm = StocacheDataModule(
+        train,
+        batch_size=BATCH,
+        loader=options,
+        budget="auto" if case == "whole" else "50%",
+        sampling="global" if case in ("global", "whole") else "locality",
+    )
+    trainer = make_trainer(
+        folder, [CacheMonitor(), witness], epochs=epochs, devices=2, num_nodes=2, strategy="ddp", logger=False
+    )
+    try:
+        trainer.fit(Tiny(), dm)
+    except BaseException as error:
+        (folder / f"rank{trainer.global_rank}.error").write_text(f"{type(error).__name__}: {error}")
+        raise
+    rank = trainer.global_rank
+    (folder / f"rank{rank}.json").write_text(json.dumps(witness.epochs))
+    dist.destroy_process_group()
+
+
+if __name__ == "__main__":
+    logging.basicConfig(filename=Path(sys.argv[1]) / f"{os.getpid()}.log", level=logging.INFO)
+    main(Path(sys.argv[1]), sys.argv[2], int(sys.argv[3]))

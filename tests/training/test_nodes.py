@@ -1,0 +1,129 @@
+"""Two nodes on one machine, each with a /dev/shm of its own: their memory adds up, and bad luck on one reaches all."""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import os
+import re
+import signal
+import socket
+import subprocess
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+from lightning_stocache.cache.placement import Ring
+from lightning_stocache.insight.theory import moved_share
+from tests.training.nodes_job import BATCH, SAMPLES
+from tests.training.tiny import source
+
+pytestmark = [pytest.mark.slow, pytest.mark.timeout(300)]
+
+ROOT = Path(__file__).parents[2]
+NODES = ((0, 1), (2, 3))
+SECONDS = 150
+OWN_SHM = ["unshare", "--mount", "sh", "-c", 'mount -t tmpfs -o size=64m tmpfs /dev/shm && exec "$@"', "sh"]
+SLURM = 'for id in 0 1; do SLURM_LOCALID=$id SLURM_PROCID=$((2 * SLURM_NODEID + id)) "$@" & done; wait'
+
+
+@pytest.fixture(scope="module", autouse=True)
+def own_shm() -> None:
+    """Skips where a process may not have a /dev/shm of its own."""
+    try:
+        subprocess.run([*OWN_SHM, "true"], check=True, capture_output=True, text=True)
+    except FileNotFoundError:
+        pytest.skip("there is no unshare here to make two nodes with")
+    except subprocess.CalledProcessError as error:
+        pytest.skip(f"two nodes cannot be made here: {error.stderr.strip()}")
+
+
+def free_port() -> int:
+    with socket.socket() as one:
+        one.bind(("127.0.0.1", 0))
+        return int(one.getsockname()[1])
+
+
+def commands(launcher: str, *arguments: str) -> Iterator[tuple[list[str], dict[str, str]]]:
+    """What a user types on each node, and the environment that it has there."""
+    port, script = str(free_port()), ["-m", "tests.training.nodes_job", *arguments]
+    meeting = {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": port}
+    for node in ("0", "1"):
+        if launcher == "torchrun":
+            meet = [f"--node-rank={node}", "--master-addr=127.0.0.1", f"--master-port={port}"]
+            run = [sys.executable, "-m", "torch.distributed.run", "--nnodes=2", "--nproc-per-node=2"]
+            yield [*run, *meet, *script], {}
+        elif launcher == "slurm":
+            job = {"SLURM_JOB_ID": "1", "SLURM_JOB_NAME": "job", "SLURM_NTASKS": "4", "SLURM_NTASKS_PER_NODE": "2"}
+            yield ["sh", "-c", SLURM, "sh", sys.executable, *script], {**meeting, **job, "SLURM_NODEID": node}
+        else:
+            yield [sys.executable, *script], {**meeting, "NODE_RANK": node}
+
+
+def run_nodes(folder: Path, launcher: str, case: str, epochs: int) -> list[int]:
+    """Run the job on both nodes; their exit codes."""
+    environment = {**os.environ, "PYTHONPATH": str(ROOT), "GLOO_SOCKET_IFNAME": "lo", "OMP_NUM_THREADS": "1"}
+    jobs = []
+    with open(folder / "said", "wb") as said:
+        for command, more in commands(launcher, str(folder), case, str(epochs)):
+            whole = [*OWN_SHM, *command]
+            jobs.append(
+                subprocess.Popen(
+                    whole, cwd=ROOT, env=environment | more, stdout=said, stderr=said, start_new_session=True
+                )
+            )
+    try:
+        return [job.wait(SECONDS) for job in jobs]
+    finally:
+        for job in jobs:
+            job.terminate()  # torchrun ends its ranks, which have sessions of their own
+            with contextlib.suppress(ProcessLookupError):
+                os.killpg(job.pid, signal.SIGKILL)
+
+
+def said(folder: Path) -> str:
+    return (folder / "said").read_text()[-4000:]
+
+
+@pytest.mark.parametrize("launcher", ["torchrun", "NODE_RANK", "slurm"])
+def test_the_memory_of_two_nodes_adds_up(tmp_path, launcher):
+    """With half of the dataset per node all is covered, epoch two hits 1 - 2 m, later ones 1 - m, m being moved; the
+    metrics of all ranks are the same, per node too, and say what the source says."""
+    assert run_nodes(tmp_path, launcher, "locality", 3) == [0, 0], said(tmp_path)
+    ranks = [json.loads((tmp_path / f"rank{rank}.json").read_text()) for rank in range(4)]
+    assert ranks[0] == ranks[1] == ranks[2] == ranks[3]
+    half = SAMPLES // 2
+    moved = moved_share(Ring.cut(SAMPLES, (0.5, 0.5), (half, half)), NODES, BATCH)
+    epochs = [{name.removeprefix("stocache/"): value for name, value in epoch.items()} for epoch in ranks[0]]
+    rates = [epoch["hit_rate"] for epoch in epochs]
+    assert rates[0] == 0
+    assert rates[1] >= 1 - 2.2 * moved
+    assert rates[2] >= 1 - 1.2 * moved
+    for epoch in epochs:
+        assert epoch["coverage"] == 1
+        assert epoch["hits"] + epoch["misses"] + epoch["bypasses"] == SAMPLES
+        assert epoch["hit_rate"] == pytest.approx(sum(epoch[f"node{node}/hit_rate"] for node in (0, 1)) / 2, abs=1e-6)
+    assert epochs[0]["fills"] == pytest.approx(SAMPLES * (1 - moved), abs=SAMPLES * moved)
+    assert epochs[2]["node0/fill_fraction"] > 0.99
+    assert epochs[2]["node1/fill_fraction"] > 0.99
+    logs = "".join(log.read_text() for log in tmp_path.glob("*.log"))
+    loads = source(tmp_path).loads - sum(map(int, re.findall(r"(\d+) samples read at set-up", logs)))
+    assert loads == sum(epoch["misses"] + epoch["bypasses"] for epoch in epochs)
+    assert loads <= (1 + 4 * moved) * SAMPLES
+
+
+@pytest.mark.parametrize("case", ["full", "dies", "wrapped"])
+def test_bad_luck_on_one_node_ends_all(tmp_path, case):
+    """No memory on one node, a rank that dies in setup, a sampler that would be halved: all ranks hear of it and end;
+    the reason is the same everywhere, where there is somebody left to tell it."""
+    assert 0 not in run_nodes(tmp_path, "NODE_RANK", case, 1), said(tmp_path)
+    errors = {path.stem: path.read_text() for path in tmp_path.glob("*.error")}
+    if case == "dies":
+        assert "rank3" not in errors
+        return
+    assert errors, said(tmp_path)
+    assert len(set(errors.values())) == 1
+    expected = {"full": "CacheMemoryError: rank 2 could not make", "wrapped": "TypeError: EveryOther deals samples"}
+    assert next(iter(errors.values())).startswith(expected[case])
