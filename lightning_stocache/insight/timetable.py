@@ -1,0 +1,122 @@
+"""A plan, written down: as a table for people, as plain values for JSON, as a picture."""
+
+from __future__ import annotations
+
+from dataclasses import asdict
+from pathlib import Path
+from typing import Any
+
+from lightning_stocache.insight.panels import write
+from lightning_stocache.insight.planner import Plan, Row
+from lightning_stocache.node.budget import format_bytes
+
+__all__ = ["as_json", "as_text", "save"]
+
+_INK, _DIM, _RULE, _BLUE, _ORANGE, _GREEN = "#1b2330", "#667085", "#e4e7ec", "#0072b2", "#c2500a", "#00795c"
+
+
+def as_text(plan: Plan) -> str:
+    """The table and what follows from it; the last line is the budget, as it is written into a config."""
+    job, costs = plan.job, plan.costs
+    size = f" of {format_bytes(costs.spec.nbytes)}" if costs.spec is not None else ""
+    lines = [
+        f"{job.samples:,} samples{size}, batches of {job.batch_size}, num_workers={job.num_workers}, "
+        f"{job.nodes} node{'s' * (job.nodes > 1)} x {job.ranks} rank{'s' * (job.ranks > 1)}, {job.cores} cores",
+        "",
+        f"source     {_each(costs.reads.first)}, first read{_whence(plan)}; repeated {_each(costs.reads.repeated)}",
+        f"cache      {_each(costs.hit)}" if costs.spec is not None else "cache      none",
+        f"transform  {_each(costs.transform)}" if costs.transform else "transform  none after the cache",
+        f"step       {_each(plan.step.seconds, 'batch')}" if plan.step else "step       no model was given",
+        "",
+    ]
+    head = ["budget", "per node", "samples", "hit rate", "epoch one", "later", "faster"]
+    head += (["with step", "later", "faster"] if plan.step else []) + ["pays in"]
+    rows = [head] + [_cells(row, plan) for row in plan.rows]
+    widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
+    lines += ["  ".join(cell.rjust(width) for cell, width in zip(row, widths, strict=True)) for row in rows]
+    if not all(row.safe for row in plan.rows):
+        lines.append("* more than is safely free on this node")
+    return "\n".join([*lines, "", *plan.sentences, "", f"cache.budget={plan.budget}"])
+
+
+def as_json(plan: Plan) -> dict[str, Any]:
+    """The same as plain values: seconds, bytes, rates from 0 to 1."""
+    costs = {name: value for name, value in asdict(plan.costs).items() if name != "spec"}
+    costs |= {"sample_bytes": plan.costs.spec.nbytes if plan.costs.spec is not None else None}
+    return {
+        "budget": plan.budget,
+        "num_workers": plan.num_workers,
+        "sentences": list(plan.sentences),
+        "rows": [asdict(row) for row in plan.rows],
+        "job": asdict(plan.job),
+        "seconds_per_sample": costs,
+        "step": None if plan.step is None else asdict(plan.step),
+    }
+
+
+def save(plan: Plan, path: Path) -> None:
+    """Draw seconds per epoch over the budget into a PNG file.
+
+    Raises:
+        ModuleNotFoundError: matplotlib is not installed; the message says how to have it.
+        OSError: the file cannot be written.
+    """
+    try:
+        import matplotlib
+        from matplotlib.figure import Figure
+        from matplotlib.layout_engine import ConstrainedLayoutEngine
+    except ModuleNotFoundError as error:
+        raise ModuleNotFoundError(
+            'a PNG needs matplotlib, which is not installed: pip install "lightning-stocache[report]"'
+        ) from error
+    style: Any = {"font.family": "sans-serif", "font.size": 9, "text.parse_math": False, "text.color": _INK}
+    with matplotlib.rc_context(style):
+        figure = Figure(figsize=(7.5, 4.5), layout=ConstrainedLayoutEngine(w_pad=0.15, h_pad=0.15))
+        axes = figure.subplots()
+        gib = [row.budget_bytes / 2**30 for row in plan.rows]
+        axes.plot(gib, [row.first_epoch for row in plan.rows], "--", color=_DIM, label="epoch one, loader alone")
+        axes.plot(gib, [row.later_epoch for row in plan.rows], "-o", color=_BLUE, label="later epochs, loader alone")
+        if plan.step:
+            trained = [row.later_training or 0.0 for row in plan.rows]
+            axes.plot(gib, trained, "-s", color=_ORANGE, label="later epochs, with the step")
+        if plan.costs.spec is not None and plan.job.safe_bytes < plan.rows[-1].budget_bytes:
+            axes.axvspan(plan.job.safe_bytes / 2**30, gib[-1], color=_RULE, label="more than is safely free")
+        taken = next((row for row in plan.rows if row.budget == plan.budget), None)
+        if taken is not None:
+            axes.axvline(taken.budget_bytes / 2**30, color=_GREEN, linewidth=1.2, label=f"cache.budget={plan.budget}")
+        axes.set_ylim(bottom=0)
+        axes.set_xlabel("budget per node, GiB")
+        axes.set_ylabel("seconds per epoch")
+        axes.set_title("What a budget would give", loc="left", fontweight="bold")
+        axes.grid(color=_RULE)
+        axes.set_axisbelow(True)
+        axes.spines[:].set_visible(False)
+        axes.legend(frameon=False)
+        figure.savefig(path, format="png", dpi=120)
+
+
+def _cells(row: Row, plan: Plan) -> list[str]:
+    plain = plan.rows[0]
+    low, high = row.hit_rates[1], row.hit_rates[-1]
+    rates = f"{100 * low:.1f} to {100 * high:.1f} %" if abs(high - low) > 0.002 else write(high, "%")
+    fullest = plan.job.safe_bytes < plan.rows[-1].budget_bytes and row == [one for one in plan.rows if one.safe][-1]
+    name = row.budget + ("" if row.safe else "*") + (" (largest safe)" if fullest else "")
+    cells = [name, format_bytes(row.budget_bytes), f"{row.samples:,}", rates]
+    cells += [write(row.first_epoch, "s"), write(row.later_epoch, "s"), f"{plain.later_epoch / row.later_epoch:.1f}x"]
+    if row.first_training is not None and row.later_training and plain.later_training:
+        cells += [write(row.first_training, "s"), write(row.later_training, "s")]
+        cells.append(f"{plain.later_training / row.later_training:.1f}x")
+    return [*cells, f"epoch {row.pays_in}" if row.pays_in else "-"]
+
+
+def _each(seconds: float, what: str = "sample") -> str:
+    """Seconds per sample, at a scale at which they can be read."""
+    return f"{1e3 * seconds:.2f} ms a {what}" if seconds >= 1e-3 else f"{1e6 * seconds:.1f} us a {what}"
+
+
+def _whence(plan: Plan) -> str:
+    fetched = plan.costs.reads.from_disk
+    if fetched is None:
+        return ""
+    # Below that it is not the data: a page of a library, a folder.
+    return f" ({format_bytes(int(fetched))} from disk)" if fetched >= 1024 else " (from the page cache)"

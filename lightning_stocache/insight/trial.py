@@ -1,0 +1,264 @@
+"""The trial: what one sample costs, in the source, in the cache, in the transform, and in the loader as a whole.
+
+The source is read in this process, each sample twice: the first read may come from the disk (the kernel says how many
+bytes did), the second comes from the page cache. What the loader makes of it, with its workers, its transport and its
+cores, is not put together from parts but watched: the user's kind of loader runs over a few batches,
+
+- uncached, as with `budget=0`;
+- with every sample a miss that is stored, as in epoch one;
+- with every sample a hit: samples that were read before, over and over, in a real cache as long as the dataset if that
+  is small, else too large for the processor's own caches.
+
+With workers a loader delivers in waves of one batch per worker, so only whole waves after the first are counted; what
+the first took longer is what it costs to start the workers. Nothing here knows what a budget is: that is `planner`'s.
+"""
+
+from __future__ import annotations
+
+import copy
+import statistics
+import time
+from collections.abc import Callable, Iterator, Sequence, Sized
+from dataclasses import dataclass
+from itertools import islice
+from pathlib import Path
+from typing import Any, cast
+
+import torch
+from torch.utils.data import Dataset
+
+from lightning_stocache.cache.field import UnsupportedSampleError
+from lightning_stocache.cache.spec import SampleSpec
+from lightning_stocache.insight.costs import Costs, Loading, PlanError, Reads
+from lightning_stocache.loading.dataset import CachedDataset
+from lightning_stocache.loading.loader import CachedLoader
+from lightning_stocache.loading.sampler import LocalitySampler
+from lightning_stocache.loading.source import check_source
+from lightning_stocache.loading.split import split
+from lightning_stocache.node.budget import format_bytes
+
+__all__ = ["measure"]
+
+_LARGE = 256 * 2**20  # bytes of the cache that hits are measured in: more than the processor's caches hold
+_EPOCHS = 12  # of hits, at most; the first of them warms up
+
+
+def measure(
+    source: Dataset[Any],
+    loading: Loading,
+    room: int,
+    transform: Callable[[Any], Any] | None = None,
+    *,
+    allow_random: bool = False,
+    seconds: float = 3.0,
+) -> Costs:
+    """Measure what a sample of this source costs.
+
+    Args:
+        source: the user's dataset.
+        loading: how it is loaded.
+        room: bytes that a cache for the measurement may take for a moment.
+        transform: per sample, after the cache.
+        allow_random: whether a random source is cached as it is.
+        seconds: what each of the measurements may take; a slow source gets two batches per worker all the same.
+
+    Raises:
+        PlanError: the source is empty, iterable-style or raises, or there is no memory for a few samples.
+
+    Example:
+        >>> squares = [torch.tensor([i, i * i]) for i in range(64)]
+        >>> costs = measure(squares, Loading(batch_size=8), room=2**20, seconds=0.01)
+        >>> costs.spec.nbytes, costs.hit > 0
+        (16, True)
+    """
+    try:
+        check_source(source, CachedDataset)
+    except (TypeError, ValueError) as error:
+        raise PlanError(str(error)) from error
+    name = type(source).__name__
+    try:
+        tail, reason, inner, spec = None, None, source, None
+        if not allow_random:
+            parts = split(source)
+            inner, tail, reason = parts.source, parts.tail, parts.reason
+        try:
+            spec = None if reason else SampleSpec.infer(inner[0])
+        except UnsupportedSampleError as error:
+            reason = str(error)
+        return _Trial(inner, _after(tail, transform), loading, seconds, spec, reason).costs(room)
+    except PlanError:
+        raise
+    except Exception as error:  # code of the user's, here or in a worker: it may raise anything
+        raise PlanError(f"a sample of {name} cannot be had: {_words(error)}") from error
+
+
+class _Trial:
+    """The measurements, on shuffled indices: each takes others as long as there are enough."""
+
+    def __init__(
+        self,
+        source: Dataset[Any],
+        transform: Callable[[Any], Any] | None,
+        loading: Loading,
+        seconds: float,
+        spec: SampleSpec | None,
+        reason: str | None,
+    ) -> None:
+        self.source, self.transform, self.loading, self.seconds = source, transform, loading, seconds
+        self.spec, self.reason = spec, reason
+        self.length = len(cast(Sized, source))
+        generator = torch.Generator().manual_seed(0)
+        self.order: list[int] = torch.randperm(self.length, generator=generator).tolist()
+
+    def costs(self, room: int) -> Costs:
+        reads, samples = self._read(self.order[self.length // 2 :] + self.order[: self.length // 2])
+        transform = self._transformed(samples)
+        uncached, start = self._watch(0, self.order)
+        if self.spec is None:
+            return Costs(None, reads, transform, uncached, uncached, uncached, start, reason=self.reason)
+        if room < self.spec.slot_bytes:
+            raise PlanError(
+                f"there is no memory for one sample of {format_bytes(self.spec.slot_bytes)}: {format_bytes(room)} may "
+                "safely be taken here; what limits it: python -m lightning_stocache doctor"
+            )
+        missed, start = self._watch(min(self.length * self.spec.slot_bytes, room), self.order[::-1])
+        made = self.transform is not None and self.loading.num_workers > 0
+        hit = self._hit(self.spec, samples, room)
+        return Costs(self.spec, reads, transform, uncached, missed, hit, start, made)
+
+    def _read(self, indices: list[int]) -> tuple[Reads, list[Any]]:
+        """Read a few samples one by one, twice: at least two, at most two batches."""
+        begin, disk, samples = time.perf_counter(), _from_disk(), []
+        for index in indices[: 2 * self.loading.batch_size]:
+            samples.append(self.source[index])
+            if len(samples) > 1 and time.perf_counter() - begin > self.seconds:
+                break
+        first, disk_after = (time.perf_counter() - begin) / len(samples), _from_disk()
+        begin, cpu = time.perf_counter(), time.process_time()
+        for index in indices[: len(samples)]:
+            self.source[index]
+        repeated, cpu = ((now - then) / len(samples) for now, then in _since(begin, cpu))
+        fetched = None if disk is None or disk_after is None else (disk_after - disk) / len(samples)
+        return Reads(first, repeated, cpu, fetched), samples
+
+    def _transformed(self, samples: list[Any]) -> float:
+        if self.transform is None:
+            return 0.0
+        copies = copy.deepcopy(samples)  # it may work in place
+        begin = time.perf_counter()
+        for sample in copies:
+            self.transform(sample)
+        return (time.perf_counter() - begin) / len(copies)
+
+    def _watch(self, budget: int, order: list[int]) -> tuple[float, float]:
+        """Seconds per sample of the loader under way, and those until its workers were there."""
+        lap = max(self.loading.num_workers, 1)
+        size = max(min(self.loading.batch_size, self.length // (3 * lap)), 1)
+        batches = [order[begin : begin + size] for begin in range(0, self.length - size + 1, size)]
+        dataset = CachedDataset(self.source, budget, spec=self.spec, transform=self.transform, on_error="disable")
+        loader = _few(self.loading, dataset, batches)
+        begin, marks = time.perf_counter(), list[float]()
+        try:
+            for _ in loader:
+                marks.append(time.perf_counter())
+                if len(marks) % lap == 0 and len(marks) > 2 * lap and marks[-1] - begin > self.seconds:
+                    break
+        finally:
+            loader.close()
+            dataset.close()
+        waves = len(marks) // lap - 1
+        if waves < 1:
+            return (marks[-1] - begin) / len(marks) / size, 0.0
+        wave = (marks[(waves + 1) * lap - 1] - marks[lap - 1]) / waves
+        start = marks[lap - 1] - begin - wave if self.loading.num_workers else 0.0
+        return wave / lap / size, max(start, 0.0)
+
+    def _hit(self, spec: SampleSpec, samples: list[Any], room: int) -> float:
+        """Seconds per sample of a loader whose cache is full."""
+        wanted = min(self.length, max(self.loading.batch_size, _LARGE // spec.slot_bytes))
+        length = min(wanted, room // spec.slot_bytes)
+        dataset = CachedDataset(
+            _Repeated(samples, length), length * spec.slot_bytes, spec=spec, transform=self.transform
+        )
+        loader = _whole(self.loading, dataset)
+        try:
+            assert dataset.cache is not None
+            for index in range(length):
+                dataset.cache.fill(index, samples[index % len(samples)])
+            return statistics.median(islice(_epochs(loader, self.seconds), 1, None)) / length
+        finally:
+            loader.close()
+            dataset.close()
+
+
+def _few(loading: Loading, dataset: CachedDataset, batches: list[list[int]]) -> CachedLoader:
+    """A loader of these batches."""
+    return CachedLoader(dataset, batch_sampler=batches, num_workers=loading.num_workers, **loading.settings)
+
+
+def _whole(loading: Loading, dataset: CachedDataset) -> CachedLoader:
+    """A loader of whole epochs, sampled as in training."""
+    size, settings = loading.batch_size, dict(loading.settings) | {"persistent_workers": loading.num_workers > 0}
+    sampler = LocalitySampler(dataset, 1, 0, shuffle=loading.shuffle, batch_size=size, ring=None, nodes=((0,),))
+    return CachedLoader(dataset, size, sampler=sampler, num_workers=loading.num_workers, **settings)
+
+
+class _Repeated(Dataset[Any]):
+    """A few samples over and over."""
+
+    def __init__(self, samples: Sequence[Any], length: int) -> None:
+        self.samples, self.length = samples, length
+
+    def __len__(self) -> int:
+        return self.length
+
+    def __getitem__(self, index: int) -> Any:
+        return copy.deepcopy(self.samples[index % len(self.samples)])
+
+
+def _epochs(loader: CachedLoader, seconds: float) -> Iterator[float]:
+    """The seconds of each epoch: at least three, and the first warms up."""
+    started = time.perf_counter()
+    for number in range(_EPOCHS):
+        if number > 2 and time.perf_counter() - started > seconds:
+            return
+        begin = time.perf_counter()
+        for _ in loader:
+            pass
+        yield time.perf_counter() - begin
+
+
+def _after(tail: Callable[[Any], Any] | None, transform: Callable[[Any], Any] | None) -> Callable[[Any], Any] | None:
+    """What comes after the cache, as one function."""
+    return _Both(tail, transform) if tail is not None and transform is not None else tail or transform
+
+
+@dataclass(frozen=True)
+class _Both:
+    """One function after the other; a class, because workers may have to be sent it."""
+
+    tail: Callable[[Any], Any]
+    transform: Callable[[Any], Any]
+
+    def __call__(self, sample: Any) -> Any:
+        return self.transform(self.tail(sample))
+
+
+def _since(begin: float, cpu: float) -> tuple[tuple[float, float], tuple[float, float]]:
+    return (time.perf_counter(), begin), (time.process_time(), cpu)
+
+
+def _from_disk() -> int | None:
+    """Bytes that this process has caused to be fetched from a disk; None where the system does not say."""
+    try:
+        lines = Path("/proc/self/io").read_text().splitlines()
+    except OSError:
+        return None
+    return next((int(line.split()[1]) for line in lines if line.startswith("read_bytes:")), None)
+
+
+def _words(error: Exception) -> str:
+    """An exception in one line; of one that came from a worker the last, which has the original's words."""
+    lines = str(error).strip().splitlines() or [""]
+    text = lines[-1] if "Traceback" in str(error) else f"{type(error).__name__}: {lines[0]}"
+    return text.strip()

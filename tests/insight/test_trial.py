@@ -1,0 +1,143 @@
+"""The trial and the draft: what is measured is the user's own loading, and what is wrong is said in one sentence."""
+
+import os
+
+import pytest
+import torch
+from torch.utils.data import Dataset, IterableDataset
+
+from lightning_stocache.insight.costs import Loading, PlanError
+from lightning_stocache.insight.draft import draft
+from lightning_stocache.insight.trial import measure
+from tests.sources import CountedSource
+
+QUICK = 0.01
+
+
+class Broken(Dataset):
+    def __init__(self, sound: int) -> None:
+        self.sound = sound
+
+    def __len__(self):
+        return 40
+
+    def __getitem__(self, index):
+        if index >= self.sound:
+            raise ValueError(f"no file\nfor {index}")
+        return torch.tensor([index])
+
+
+class Strings(Broken):
+    def __getitem__(self, index):
+        return str(index)
+
+
+class Noise(Broken):
+    def __getitem__(self, index):
+        return torch.rand(3)
+
+
+class Endless(IterableDataset):
+    def __iter__(self):
+        yield 1
+
+
+def double(sample):
+    return sample * 2
+
+
+@pytest.mark.parametrize("workers", [0, 2])
+def test_all_costs_are_measured(workers):
+    """Source, cache and loader have costs above zero, with and without workers, and no memory is left behind."""
+    source = [torch.full((500,), index) for index in range(64)]
+    costs = measure(source, Loading(4, workers), 2**20, seconds=QUICK)
+    assert costs.spec is not None
+    assert costs.spec.nbytes == 4000
+    assert min(costs.reads.first, costs.reads.repeated, costs.uncached, costs.missed, costs.hit) > 0
+    assert costs.transform == 0
+    assert not costs.made_by_workers
+
+
+def test_a_transform_is_measured_too():
+    """A transform after the cache has a cost of its own, and with workers it is they who make the batches."""
+    source = [torch.full((500,), index) for index in range(64)]
+    costs = measure(source, Loading(4, 2), 2**20, double, seconds=QUICK)
+    assert costs.transform > 0
+    assert costs.made_by_workers
+
+
+@pytest.mark.parametrize("samples", [1, 2, 5])
+@pytest.mark.parametrize("workers", [0, 3])
+def test_tiny_datasets(samples, workers):
+    """Fewer samples than a batch, or than workers, are planned like any others."""
+    assert measure([torch.zeros(4)] * samples, Loading(8, workers), 2**20, seconds=QUICK).hit > 0
+
+
+def test_few_samples_are_read(tmp_path):
+    """A slow source is read for a few batches only: the time is limited, and more than two waves are not needed."""
+    source = CountedSource(10_000, log_path=tmp_path / "loads")
+    measure(source, Loading(4), 2**20, seconds=0)
+    assert 0 < source.loads < 100
+
+
+@pytest.mark.parametrize(
+    ("source", "words"),
+    [
+        ([], "at least one sample"),
+        (Endless(), "map-style"),
+        (Broken(0), "a sample of Broken cannot be had: ValueError: no file"),
+    ],
+)
+def test_bad_sources_are_one_sentence(source, words):
+    """Empty, iterable-style and raising datasets are refused by name and reason."""
+    with pytest.raises(PlanError, match=words):
+        draft(source, Loading(4), seconds=QUICK)
+
+
+def test_a_source_that_raises_in_a_worker_is_one_line():
+    """What a worker raises comes without its traceback."""
+
+    with pytest.raises(PlanError) as caught:
+        measure(InWorkers(os.getpid()), Loading(4, 2), 2**20, seconds=QUICK)
+    assert "only here" in str(caught.value)
+    assert "\n" not in str(caught.value)
+    assert "Traceback" not in str(caught.value)
+
+
+class InWorkers(Broken):
+    def __init__(self, parent: int) -> None:
+        self.parent = parent
+
+    def __getitem__(self, index):
+        if os.getpid() != self.parent:
+            raise RuntimeError("only here")
+        return torch.tensor([index])
+
+
+@pytest.mark.parametrize(("source", "words"), [(Strings(0), "str"), (Noise(0), "random")])
+def test_what_cannot_be_cached_has_a_reason(source, words):
+    """Samples without a fixed shape, and random ones that cannot be split, are measured uncached, with the reason."""
+    job, costs = draft(source, Loading(4), seconds=QUICK)
+    assert costs.spec is None
+    assert words in str(costs.reason)
+    assert costs.uncached > 0
+    assert job.samples == 40
+
+
+def test_allow_random_is_heeded():
+    """A random source that the user caches as it is can be cached in the plan, too."""
+    assert draft(Noise(0), Loading(4), allow_random=True, seconds=QUICK)[1].spec is not None
+
+
+def test_no_memory_is_one_sentence():
+    """Without room for a single sample the plan says so."""
+    with pytest.raises(PlanError, match="no memory for one sample"):
+        measure([torch.zeros(100)] * 8, Loading(4), 100, seconds=QUICK)
+
+
+def test_other_sets_count_their_cached_size():
+    """Validation sets take their share of the budget; one that cannot be cached takes none."""
+    job, _ = draft([torch.zeros(100)] * 8, Loading(4), others=[[torch.zeros(1)] * 5, ["a"], []], seconds=QUICK)
+    assert job.other_bytes == 5 * 5
+    with pytest.raises(PlanError, match="sample 0 of Broken"):
+        draft([torch.zeros(100)] * 8, Loading(4), others=[Broken(0)], seconds=QUICK)
