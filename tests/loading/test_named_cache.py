@@ -102,8 +102,10 @@ def test_a_second_dataset_in_the_process_starts_warm(name: str, tmp_path: Path) 
     first = cached(source(tmp_path), name)
     check(first)
     second = cached(source(tmp_path), name)
+    cache = first.cache
+    assert cache is not None
     first.close()
-    first.close()
+    cache.close()
     check(second)
     second.close()
     third = cached(source(tmp_path), name)
