@@ -34,6 +34,8 @@ class Expectation:
         self._sampler: Any = loader.sampler
         self._mode: Mode = self._sampler.mode if isinstance(self._sampler, LocalitySampler) else "global"
         self._limited = trainer.limit_train_batches not in (1.0, None) or bool(getattr(trainer, "overfit_batches", 0))
+        # Its first epoch may be the rest of one, which fills only a part of the cache.
+        self._resumed = trainer.ckpt_path is not None
         self._epochs = 0
         ring, group = dataset.ring, dataset.group
         self._moved = 0.0
@@ -53,8 +55,8 @@ class Expectation:
         ring = self._dataset.ring
         overlapping = ring is not None and sum(arc.slots for arc in ring.arcs) > ring.arcs[0].size
         several = len(self._dataset.group.nodes) > 1
-        if measured >= expected - _TOLERANCE or (several and overlapping):  # the formula leaves out a lag there
-            return None
+        if measured >= expected - _TOLERANCE or self._resumed or (several and overlapping):
+            return None  # where arcs overlap, the formula leaves out a lag
         return (
             f"the hit rate of this epoch is {100 * measured:.1f} %, where {100 * expected:.1f} % were to be expected: "
             f"{self._cause(fill_fraction)}"
