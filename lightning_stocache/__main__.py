@@ -8,9 +8,20 @@ costs nothing. Input that is no good is one sentence on stderr and exit code 2; 
 from __future__ import annotations
 
 import argparse
+import json
+import logging
+import os
 import sys
+import warnings
 from collections.abc import Callable, Sequence
+from datetime import timedelta
 from pathlib import Path
+from tempfile import TemporaryDirectory
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    from lightning_stocache.insight.planner import Plan
+    from lightning_stocache.node.named import NamedSegment
 
 __all__ = ["COMMANDS", "main"]
 
@@ -42,7 +53,182 @@ def report(parser: argparse.ArgumentParser) -> Action:
     return run
 
 
-COMMANDS: tuple[Callable[[argparse.ArgumentParser], Action], ...] = (report,)
+def plan(parser: argparse.ArgumentParser) -> Action:
+    """Say what a budget would give before it is paid, for your own data and model, by Hydra's configs."""
+    parser.add_argument("overrides", metavar="OVERRIDE", nargs="*", help="as Hydra takes them: data=photos model=conv")
+    parser.add_argument("--config-dir", type=Path, help="folder of your configs; modules beside it are found")
+    parser.add_argument("--config-name", help="your primary config there (default: this package's `train`)")
+    parser.add_argument("--json", action="store_true", help="plain values instead of the table")
+    parser.add_argument("--png", type=Path, help="seconds per epoch over the budget as a picture (needs matplotlib)")
+
+    def run(arguments: argparse.Namespace) -> None:
+        from lightning_stocache.insight.timetable import as_json, as_text, save
+
+        warnings.simplefilter("ignore")  # Lightning's advice is about training, of which this is none
+        logging.disable(logging.WARNING)
+        try:
+            with TemporaryDirectory() as folder:
+                made = _planned(arguments, folder)
+            sys.stdout.write((json.dumps(as_json(made)) if arguments.json else as_text(made)) + "\n")
+            if arguments.png is not None:
+                save(made, arguments.png)
+                sys.stderr.write(f"{arguments.png}\n")
+        except Exception as error:  # configs, data and model are the user's, and may raise anything
+            parser.exit(2, f"{parser.prog}: {_one_line(error)}\n")
+        finally:
+            logging.disable(logging.NOTSET)
+
+    return run
+
+
+def _planned(arguments: argparse.Namespace, folder: str) -> Plan:
+    """The plan for what the configs describe; what a Trainer leaves behind goes to the folder."""
+    from hydra.utils import instantiate
+    from omegaconf import OmegaConf
+
+    from lightning_stocache.insight.costs import PlanError
+    from lightning_stocache.insight.draft import draft
+    from lightning_stocache.insight.planner import Planner
+    from lightning_stocache.training.rehearsal import ARGUMENTS, step, subject, world
+
+    config = _composed(arguments, folder)
+    if config.get("data") is None:
+        raise PlanError("the config has no `data`; give yours, for instance data=photos --config-dir examples/configs")
+    trainer = dict(config.get("trainer") or {})
+    datamodule = instantiate(config.data)
+    data = subject(datamodule)
+    nodes, ranks = world(trainer)
+    job, costs = draft(
+        data.source,
+        data.loading,
+        data.transform,
+        others=data.others,
+        allow_random=data.allow_random,
+        mode=data.mode,
+        nodes=nodes,
+        ranks=ranks,
+        epochs=min(max(trainer.get("max_epochs") or 0, 0) or 10, 1000),
+    )
+    if config.get("model") is None:
+        return Planner(job, costs).plan()
+    base = {"_target_": "lightning.pytorch.Trainer"}
+    rehearsing = instantiate(OmegaConf.merge(base, trainer, ARGUMENTS, {"default_root_dir": folder}))
+    return Planner(job, costs, step(rehearsing, instantiate(config.model), datamodule, data.batch())).plan()
+
+
+def _composed(arguments: argparse.Namespace, folder: str) -> Any:
+    """The config, resolved as in a Hydra app that runs in this directory and leaves its files in the folder."""
+    from hydra import compose, initialize_config_dir, initialize_config_module
+    from hydra.core.hydra_config import HydraConfig
+    from omegaconf import open_dict
+
+    from lightning_stocache.insight.costs import PlanError
+
+    overrides, where = list(arguments.overrides), arguments.config_dir
+    if where is not None:
+        if not where.is_dir():
+            raise PlanError(f"--config-dir must be a folder of configs, got {where}")
+        sys.path[:0] = [str(where.resolve().parent)]
+    if arguments.config_name is not None:
+        if where is None:
+            raise PlanError(f"--config-name={arguments.config_name} needs the folder that it lies in: --config-dir")
+        begun: Any = initialize_config_dir(str(where.resolve()), version_base="1.3")
+    else:
+        begun = initialize_config_module("lightning_stocache.configs", version_base="1.3")
+        if where is not None:
+            overrides.append(f"hydra.searchpath=['file://{where.resolve()}']")
+        if not any(one.lstrip("+~").startswith("model") for one in overrides):
+            overrides.append("~model")
+    with begun:
+        config = compose(arguments.config_name or "train", overrides, return_hydra_config=True)
+    with open_dict(config):
+        config.hydra.runtime.output_dir, config.hydra.runtime.cwd = folder, os.getcwd()
+        HydraConfig.instance().set_config(config)
+        del config["hydra"]
+    return config
+
+
+def _one_line(error: Exception) -> str:
+    """The words of an exception: Hydra wraps what a constructor raises, and tells on several lines."""
+    from lightning_stocache.insight.costs import PlanError
+
+    while type(error).__name__ == "InstantiationException" and isinstance(error.__cause__, Exception):
+        error = error.__cause__
+    words = " ".join(str(error).split())
+    return words if isinstance(error, PlanError | ModuleNotFoundError) else f"{type(error).__name__}: {words}"
+
+
+def doctor(parser: argparse.ArgumentParser) -> Action:
+    """Say what this machine allows a cache, who holds memory, and how to mend what is wrong."""
+
+    def run(arguments: argparse.Namespace) -> None:
+        from lightning_stocache.insight.doctor import examine
+
+        try:
+            findings = examine()
+        except OSError as error:
+            parser.exit(2, f"{parser.prog}: {error}\n")
+        for one in findings:
+            sys.stdout.write(f"{one.topic}: {one.words}\n" + (f"    fix: {one.fix}\n" if one.fix else ""))
+
+    return run
+
+
+def list_(parser: argparse.ArgumentParser) -> Action:
+    """Show the named caches of this user on this node."""
+
+    def run(arguments: argparse.Namespace) -> None:
+        for one in _named(parser):
+            facts = ", ".join(f"{key}={value}" for key, value in one.manifest.items())
+            sys.stdout.write(f"{_told(one)}{': ' if facts else ''}{facts}\n")
+
+    return run
+
+
+def clean(parser: argparse.ArgumentParser) -> Action:
+    """Remove named caches that no process uses."""
+    parser.add_argument("name", metavar="NAME", nargs="?", help="only this one")
+    parser.add_argument("--yes", action="store_true", help="do not ask")
+
+    def run(arguments: argparse.Namespace) -> None:
+        from lightning_stocache.node.named import clean
+
+        known = [one for one in _named(parser) if arguments.name in (None, one.name)]
+        dead = [one for one in known if not one.in_use]
+        if arguments.name is not None and not dead:
+            why = "is in use" if known else "does not exist"
+            parser.exit(2, f"{parser.prog}: the cache {arguments.name!r} {why}; python -m lightning_stocache list\n")
+        if not dead:
+            sys.stdout.write("nothing to remove\n")
+            return
+        if not arguments.yes and sys.stdin.isatty():
+            sys.stdout.write("".join(f"{_told(one)}\n" for one in dead) + "remove? [y/N] ")
+            sys.stdout.flush()
+            if sys.stdin.readline().strip().lower() not in ("y", "yes"):
+                return
+        for name in [arguments.name] if arguments.name is not None else [one.name for one in dead]:
+            for one in clean(name):  # one by one: what has come since was not shown
+                sys.stdout.write(f"removed {_told(one)}\n")
+
+    return run
+
+
+def _named(parser: argparse.ArgumentParser) -> Sequence[NamedSegment]:
+    if sys.platform == "win32":
+        parser.exit(2, f"{parser.prog}: Windows has no named caches\n")
+    from lightning_stocache.node.named import named_segments
+
+    return named_segments()
+
+
+def _told(one: NamedSegment) -> str:
+    from lightning_stocache.node.budget import format_bytes
+
+    used, age = "in use" if one.in_use else "in use by nobody", timedelta(seconds=int(one.age_seconds))
+    return f"{one.name}  {format_bytes(one.allocated_bytes)}  {used}  written {age} ago"
+
+
+COMMANDS: tuple[Callable[[argparse.ArgumentParser], Action], ...] = (report, plan, doctor, list_, clean)
 
 
 def main(arguments: Sequence[str] | None = None) -> None:
@@ -60,9 +246,13 @@ def main(arguments: Sequence[str] | None = None) -> None:
     commands = parser.add_subparsers(metavar="COMMAND", required=True)
     for command in COMMANDS:
         text = command.__doc__ or ""
-        own = commands.add_parser(command.__name__, help=text, description=text)
+        own = commands.add_parser(command.__name__.rstrip("_"), help=text, description=text)
         own.set_defaults(run=command(own))
-    chosen = parser.parse_args(arguments)
+    chosen, rest = parser.parse_known_args(arguments)
+    if rest and (not hasattr(chosen, "overrides") or any(one.startswith("-") for one in rest)):
+        parser.error(f"unrecognized arguments: {' '.join(rest)}")
+    if rest:  # overrides that stand between options
+        chosen.overrides += rest
     chosen.run(chosen)
 
 

@@ -1,11 +1,15 @@
 """The command line: what it costs, what it writes, and what it says of input that is no good."""
 
+import io
+import json
 import subprocess
 import sys
 
+import lightning.pytorch  # noqa: F401  sets an environment variable when it is first imported
 import pytest
 
 from lightning_stocache.__main__ import COMMANDS, main
+from lightning_stocache.node.named import named_segments, open_named
 
 CSV = "epoch,step,stocache/hit_rate,stocache/hits\n0,9,0.5,5\n"
 
@@ -18,7 +22,7 @@ def test_help_lists_the_commands_and_imports_little(tmp_path):
         "print(sorted({'torch', 'lightning', 'hydra', 'numpy', 'matplotlib'} & set(sys.modules)))\n"
     )
     done = subprocess.run([sys.executable, "-c", code], cwd=tmp_path, capture_output=True, text=True, check=True)
-    assert all(command.__name__ in done.stdout for command in COMMANDS)
+    assert all(command.__name__.rstrip("_") in done.stdout for command in COMMANDS)
     assert done.stdout.splitlines()[-1] == "[]"
 
 
@@ -63,3 +67,186 @@ def test_runs_that_are_left_out_are_told(tmp_path, capsys):
     assert out == f"{tmp_path / 'report.html'}\n"
     assert "left out" in err
     assert "is empty" in err
+
+
+DATA = """
+import torch
+from torch.utils.data import Dataset, IterableDataset
+import lightning.pytorch as pl
+
+
+class Squares(Dataset):
+    def __init__(self, length=64, broken=False):
+        self.length, self.broken = length, broken
+
+    def __len__(self):
+        return self.length
+
+    def __getitem__(self, index):
+        if self.broken:
+            raise ValueError("no such file")
+        return torch.full((8,), float(index)), index % 2
+
+
+class Endless(IterableDataset):
+    def __iter__(self):
+        yield 1
+
+
+class Model(pl.LightningModule):
+    def __init__(self, broken=False):
+        super().__init__()
+        self.layer, self.broken = torch.nn.Linear(8, 1), broken
+
+    def training_step(self, batch, batch_idx):
+        if self.broken:
+            raise RuntimeError("no such layer")
+        return self.layer(batch[0]).sum()
+
+    def configure_optimizers(self):
+        return torch.optim.SGD(self.parameters(), 0.01)
+"""
+CONFIGS = {
+    "squares_for_plan.py": DATA,
+    "conf/data/squares.yaml": (
+        "defaults: [stocache, _self_]\nbatch_size: 4\n"
+        "train: {_target_: squares_for_plan.Squares, length: 64, broken: false}\n"
+    ),
+    "conf/data/endless.yaml": "defaults: [stocache, _self_]\ntrain: {_target_: squares_for_plan.Endless}\n",
+    "conf/model/line.yaml": "_target_: squares_for_plan.Model\nbroken: false\n",
+    "conf/mine.yaml": (
+        "hydra: {searchpath: ['pkg://lightning_stocache.configs']}\n"
+        "defaults: [data: squares, trainer: stocache, _self_]\n"
+        "trainer: {num_nodes: 2, accelerator: cpu}\n"
+    ),
+}
+
+
+@pytest.fixture
+def configs(tmp_path, monkeypatch):
+    """A folder of configs with the modules of their data and model beside it."""
+    for name, text in CONFIGS.items():
+        path = tmp_path / name
+        path.parent.mkdir(parents=True, exist_ok=True)
+        path.write_text(text)
+    monkeypatch.setattr(sys, "path", list(sys.path))
+    yield str(tmp_path / "conf")
+    sys.modules.pop("squares_for_plan", None)
+
+
+def test_plan_of_data_alone(configs, capsys):
+    """Without a model the table is about the loader, and the last line is for the config."""
+    main(["plan", "--config-dir", configs, "data=squares", "++trainer.accelerator=cpu"])
+    out, err = capsys.readouterr()
+    assert "64 samples of 40 B, batches of 4" in out
+    assert "no model was given" in out
+    assert out.splitlines()[-1].startswith("cache.budget=")
+    assert err == ""
+
+
+def test_plan_with_a_model_as_json_and_picture(configs, tmp_path, capsys):
+    """Overrides may stand between options; JSON has the rows, and the picture is written."""
+    png = tmp_path / "plan.png"
+    overrides = ["data=squares", "--json", "model=line", "--png", str(png), "++trainer.accelerator=cpu"]
+    main(["plan", "--config-dir", configs, *overrides, "data.train.length=32"])
+    values = json.loads(capsys.readouterr().out)
+    assert {0, 8, 16, 24, 32} <= {row["samples"] for row in values["rows"]}
+    assert values["step"]["seconds"] > 0
+    assert all(row["later_training"] > 0 for row in values["rows"])
+    assert png.read_bytes().startswith(b"\x89PNG")
+
+
+def test_plan_with_a_primary_config_of_the_users(configs, capsys):
+    """--config-name takes the user's own app: its choices, its trainer, its two nodes."""
+    main(["plan", "--config-dir", configs, "--config-name", "mine", "--json"])
+    values = json.loads(capsys.readouterr().out)
+    assert values["job"]["nodes"] == 2
+    assert values["step"] is None
+
+
+@pytest.mark.parametrize(
+    ("arguments", "words"),
+    [
+        (["--config-dir", "{}", "data=squares", "data.train.broken=true"], "no such file"),
+        (["--config-dir", "{}", "data=squares", "data.train.length=0"], "at least one sample"),
+        (["--config-dir", "{}", "data=endless"], "map-style"),
+        (["--config-dir", "{}", "data=squares", "model=line", "model.broken=true"], "no such layer"),
+        (["--config-dir", "{}", "data=squares", "data.train._target_=no_such_module.Thing"], "no_such_module"),
+        (["--config-dir", "{}", "data=no_such_data"], "no_such_data"),
+        (["--config-dir", "{}/missing", "data=squares"], "--config-dir must be a folder"),
+        (["--config-dir", "{}", "--config-name", "no_such_config"], "no_such_config"),
+        (["--config-name", "mine"], "--config-dir"),
+        (["--config-dir", "{}", "data=squares", "data.no_such_knob=1"], "no_such_knob"),
+        (["--config-dir", "{}"], "train"),
+    ],
+)
+def test_a_plan_that_cannot_be_made_is_one_sentence(configs, capsys, arguments, words):
+    """Data or a model that raises, data without samples or indices, and missing configs: one line, exit code 2."""
+    with pytest.raises(SystemExit) as end:
+        main(["plan", *(argument.format(configs) for argument in arguments), "++trainer.accelerator=cpu"])
+    out, err = capsys.readouterr()
+    assert end.value.code == 2
+    assert out == ""
+    assert words in err
+    assert err.count("\n") == 1
+    assert "Traceback" not in err
+
+
+@pytest.fixture
+def named(tmp_path):
+    """Two named caches, the second in use."""
+    name = f"test-main-{tmp_path.name[-20:]}".replace("_", "-")
+    dead, _ = open_named(f"{name}-dead", 4096, {"samples": 3})
+    dead.close()
+    used, _ = open_named(f"{name}-used", 4096, {"samples": 4})
+    yield name
+    used.close()
+    for one in ("dead", "used"):
+        with pytest.MonkeyPatch.context() as patch:
+            patch.setattr(sys, "stdout", io.StringIO())
+            try:
+                main(["clean", f"{name}-{one}", "--yes"])
+            except SystemExit:  # it is gone
+                continue
+
+
+def test_list_shows_what_the_manifest_says(named, capsys):
+    """Each named cache is one line: name, bytes, use, age, manifest."""
+    main(["list"])
+    lines = {line.split()[0]: line for line in capsys.readouterr().out.splitlines()}
+    assert "in use by nobody" in lines[f"{named}-dead"]
+    assert "samples=3" in lines[f"{named}-dead"]
+    assert "nobody" not in lines[f"{named}-used"]
+
+
+def test_clean_removes_the_dead_one(named, capsys):
+    """A cache that nobody uses is removed, and said so; one in use stays, and that is refused with code 2."""
+    main(["clean", f"{named}-dead", "--yes"])
+    assert capsys.readouterr().out.startswith(f"removed {named}-dead")
+    for name, words in ((f"{named}-used", "is in use"), (f"{named}-dead", "does not exist"), ("../x", "not exist")):
+        with pytest.raises(SystemExit) as end:
+            main(["clean", name])
+        assert end.value.code == 2
+        assert words in capsys.readouterr().err
+    assert [one.name for one in named_segments() if one.name.startswith(named)] == [f"{named}-used"]
+
+
+@pytest.mark.parametrize(("answer", "left"), [("n\n", True), ("\n", True), ("y\n", False)])
+def test_clean_asks_at_a_terminal(named, capsys, monkeypatch, answer, left):
+    """At a terminal nothing is removed without a yes."""
+
+    class Terminal(io.StringIO):
+        def isatty(self) -> bool:
+            return True
+
+    monkeypatch.setattr(sys, "stdin", Terminal(answer))
+    main(["clean", f"{named}-dead"])
+    assert "remove? [y/N]" in capsys.readouterr().out
+    assert (f"{named}-dead" in [one.name for one in named_segments()]) is left
+
+
+def test_clean_does_not_ask_a_script(named, monkeypatch):
+    """Without a terminal there is nobody to ask."""
+    monkeypatch.setattr(sys, "stdin", io.StringIO())
+    main(["clean", f"{named}-dead"])
+    assert f"{named}-dead" not in [one.name for one in named_segments()]

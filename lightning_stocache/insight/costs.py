@@ -8,7 +8,9 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from lightning_stocache.cache.spec import SampleSpec
-from lightning_stocache.loading.sampler import Mode
+from lightning_stocache.loading.dataset import CachedDataset
+from lightning_stocache.loading.loader import CachedLoader
+from lightning_stocache.loading.sampler import LocalitySampler, Mode
 
 __all__ = ["Costs", "Job", "Loading", "PlanError", "Reads", "Step"]
 
@@ -34,6 +36,16 @@ class Loading:
     shuffle: bool = True
     persistent: bool = True
     settings: Mapping[str, Any] = field(default_factory=dict)
+
+    def few(self, dataset: CachedDataset, batches: list[list[int]]) -> CachedLoader:
+        """A loader of these batches."""
+        return CachedLoader(dataset, batch_sampler=batches, num_workers=self.num_workers, **self.settings)
+
+    def whole(self, dataset: CachedDataset) -> CachedLoader:
+        """A loader of whole epochs, sampled as in training."""
+        size, settings = self.batch_size, dict(self.settings) | {"persistent_workers": self.num_workers > 0}
+        sampler = LocalitySampler(dataset, 1, 0, shuffle=self.shuffle, batch_size=size, ring=None, nodes=((0,),))
+        return CachedLoader(dataset, size, sampler=sampler, num_workers=self.num_workers, **settings)
 
 
 @dataclass(frozen=True)

@@ -1,7 +1,7 @@
 """What a budget would give, before it is paid.
 
 From what a sample costs (`costs`) and what hit rates theory predicts (`theory`) to seconds per epoch, for a table of
-budgets. Arithmetic alone: nothing is read or measured here but the memory that is free.
+budgets. Arithmetic alone; nothing is measured here but the memory that is free.
 
 Of the n samples of a rank a part h hits. As the loader does it:
 

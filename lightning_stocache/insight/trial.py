@@ -32,7 +32,6 @@ from lightning_stocache.cache.spec import SampleSpec
 from lightning_stocache.insight.costs import Costs, Loading, PlanError, Reads
 from lightning_stocache.loading.dataset import CachedDataset
 from lightning_stocache.loading.loader import CachedLoader
-from lightning_stocache.loading.sampler import LocalitySampler
 from lightning_stocache.loading.source import check_source
 from lightning_stocache.loading.split import split
 from lightning_stocache.node.budget import format_bytes
@@ -156,7 +155,7 @@ class _Trial:
         size = max(min(self.loading.batch_size, self.length // (3 * lap)), 1)
         batches = [order[begin : begin + size] for begin in range(0, self.length - size + 1, size)]
         dataset = CachedDataset(self.source, budget, spec=self.spec, transform=self.transform, on_error="disable")
-        loader = _few(self.loading, dataset, batches)
+        loader = self.loading.few(dataset, batches)
         begin, marks = time.perf_counter(), list[float]()
         try:
             for _ in loader:
@@ -180,7 +179,7 @@ class _Trial:
         dataset = CachedDataset(
             _Repeated(samples, length), length * spec.slot_bytes, spec=spec, transform=self.transform
         )
-        loader = _whole(self.loading, dataset)
+        loader = self.loading.whole(dataset)
         try:
             assert dataset.cache is not None
             for index in range(length):
@@ -189,18 +188,6 @@ class _Trial:
         finally:
             loader.close()
             dataset.close()
-
-
-def _few(loading: Loading, dataset: CachedDataset, batches: list[list[int]]) -> CachedLoader:
-    """A loader of these batches."""
-    return CachedLoader(dataset, batch_sampler=batches, num_workers=loading.num_workers, **loading.settings)
-
-
-def _whole(loading: Loading, dataset: CachedDataset) -> CachedLoader:
-    """A loader of whole epochs, sampled as in training."""
-    size, settings = loading.batch_size, dict(loading.settings) | {"persistent_workers": loading.num_workers > 0}
-    sampler = LocalitySampler(dataset, 1, 0, shuffle=loading.shuffle, batch_size=size, ring=None, nodes=((0,),))
-    return CachedLoader(dataset, size, sampler=sampler, num_workers=loading.num_workers, **settings)
 
 
 class _Repeated(Dataset[Any]):

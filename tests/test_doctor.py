@@ -1,0 +1,171 @@
+"""The doctor: what it makes of a machine, who holds memory, and that it never fails where it can say something."""
+
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from lightning_stocache.__main__ import main
+from lightning_stocache.insight import doctor, versions
+from lightning_stocache.insight.doctor import Finding, examine, shared_memory
+from lightning_stocache.node import holders
+from lightning_stocache.node.holders import held
+from lightning_stocache.node.segment import Segment
+
+MIB, GIB = 2**20, 2**30
+
+
+def words_of(findings: list[Finding], topic: str) -> str:
+    return " ".join(f"{one.words} {one.fix}" for one in findings if one.topic == topic)
+
+
+def test_dockers_default_gets_the_exact_fix():
+    """64 MiB of /dev/shm are named as Docker's default, with the option and the Kubernetes volume that mend it."""
+    found = shared_memory(64 * MIB, 60 * MIB, 32 * GIB)
+    assert "Docker's default" in found.words
+    assert "--shm-size=16g" in found.fix
+    assert "emptyDir: {medium: Memory, sizeLimit: 16Gi}" in found.fix
+
+
+def test_a_small_or_full_filesystem_is_told():
+    """Little beside the RAM: remount; nearly full: who holds it; enough: no fix."""
+    assert "remount,size=16G" in shared_memory(GIB, GIB, 32 * GIB).fix
+    assert "clean" in shared_memory(16 * GIB, GIB, 32 * GIB).fix
+    assert shared_memory(16 * GIB, 15 * GIB, 32 * GIB).fix == ""
+    assert shared_memory(0, 0, None).fix == ""
+
+
+def test_the_cgroup_is_read_where_it_lies(tmp_path):
+    """Limit and headroom are those of this process's cgroup and its parents; a tight one has a fix."""
+    files = {
+        "proc/self/cgroup": "0::/jobs/mine\n",
+        "proc/self/mountinfo": "30 25 0:26 / /sys/fs/cgroup rw - cgroup2 cgroup2 rw\n",
+        "proc/meminfo": "MemTotal: 33554432 kB\nMemAvailable: 16777216 kB\n",
+        "sys/fs/cgroup/jobs/memory.max": f"{2 * GIB}\n",
+        "sys/fs/cgroup/jobs/memory.current": f"{GIB}\n",
+        "sys/fs/cgroup/jobs/mine/memory.max": "max\n",
+        "sys/kernel/mm/transparent_hugepage/shmem_enabled": "always within_size [advise] never\n",
+        "proc/self/mounts": "tmpfs /dev/shm tmpfs rw,huge=within_size 0 0\n",
+    }
+    for name, text in files.items():
+        path = tmp_path / name
+        path.parent.mkdir(parents=True, exist_ok=True)
+        path.write_text(text)
+    (tmp_path / "proc/self/ns").mkdir()
+    (tmp_path / "proc/self/ns/pid").symlink_to("pid:[4026532000]")
+    findings = examine(tmp_path)
+    assert "limit 2 GiB, of which 1 GiB" in words_of(findings, "cgroup")
+    assert "--memory" in words_of(findings, "cgroup")
+    assert "32 GiB, of which 16 GiB" in words_of(findings, "RAM")
+    assert "within_size for /dev/shm, advise for memfds" in words_of(findings, "huge pages")
+    assert "that of a container" in words_of(findings, "pid namespace")
+
+
+def test_a_machine_without_proc_is_sentences(tmp_path):
+    """Without /proc and /sys (macOS) everything else is said, and nothing raises."""
+    findings = examine(tmp_path)
+    assert "cannot be seen" in words_of(findings, "held")
+    assert "by name" in words_of(findings, "processes")
+    assert words_of(findings, "torch")
+
+
+def test_a_machine_without_dev_shm_is_a_sentence(monkeypatch, tmp_path):
+    """Where there is no /dev/shm, the folder that takes its place is named."""
+    isdir = os.path.isdir
+    monkeypatch.setattr(doctor.os.path, "isdir", lambda path: path != "/dev/shm" and isdir(path))
+    monkeypatch.setattr(doctor, "memory_directory", lambda: str(tmp_path))
+    assert str(tmp_path) in words_of(examine(), "/dev/shm")
+
+
+def test_windows_is_a_sentence_and_code_2(monkeypatch, capsys):
+    """Where nothing can be shared the doctor says so, with exit code 2 and no traceback."""
+    monkeypatch.setattr(doctor.sys, "platform", "win32")
+    with pytest.raises(SystemExit) as end:
+        main(["doctor"])
+    assert end.value.code == 2
+    assert capsys.readouterr().err.count("\n") == 1
+
+
+def test_a_backend_that_fails_is_told(monkeypatch):
+    """A kind of segment that cannot be made, and one without room for a page, are told apart."""
+
+    def refuse(kind):
+        raise OSError(95, "Operation not supported")
+
+    monkeypatch.setattr(doctor, "make_file", refuse)
+    assert "cannot be made" in words_of(examine(), "tmpfile")
+    monkeypatch.undo()
+
+    def full(*range_):
+        raise OSError(28, "No space left on device")
+
+    monkeypatch.setattr(doctor, "reserve", full)
+    assert "No space left" in words_of(examine(), "memfd")
+
+
+@pytest.mark.parametrize("backend", ["tmpfile", "memfd", "file"])
+def test_segments_are_found_with_their_holders(backend):
+    """A segment of any kind is found in the process that has it open, with what it holds; lock files are not."""
+    before = {one.name for one in held()[0] if one.ours}
+    segment = Segment.create(8 * MIB, backend)
+    segment.reserve(0, MIB)
+    [found] = [one for one in held()[0] if one.ours and os.getpid() in [holder.pid for holder in one.holders]]
+    assert found.name not in before
+    assert MIB <= found.allocated_bytes < 2 * MIB
+    assert "python" in found.holders[0].command
+    segment.close()
+    assert not [one for one in held()[0] if one.ours and one.name == found.name]
+
+
+def test_other_files_in_memory_are_told_apart():
+    """A file in /dev/shm that is no segment is seen, and is not ours."""
+    descriptor = os.open("/dev/shm", os.O_TMPFILE | os.O_RDWR)
+    try:
+        os.write(descriptor, bytes(4096))
+        inode = os.fstat(descriptor).st_ino
+        [found] = [one for one in held()[0] if f"#{inode}" in one.name]
+        assert not found.ours
+    finally:
+        os.close(descriptor)
+
+
+def test_a_process_of_its_own_is_named():
+    """The doctor of one process names another one that holds a segment, by id and command line."""
+    code = (
+        "import sys; from lightning_stocache.node.segment import Segment; s = Segment.create(1 << 20);"
+        "s.reserve(0, 1 << 20); print('up', flush=True); sys.stdin.read()"
+    )
+    pipes = {"stdin": subprocess.PIPE, "stdout": subprocess.PIPE}
+    with subprocess.Popen([sys.executable, "-c", code], text=True, cwd=Path(__file__).parents[1], **pipes) as process:
+        assert process.stdout.readline() == "up\n"
+        assert f"{process.pid} (" in words_of(examine(), "held")
+        process.communicate()
+
+
+def test_processes_of_others_are_counted(tmp_path, monkeypatch):
+    """A process whose descriptors may not be listed is counted, not passed over in silence."""
+    (tmp_path / "proc/7/fd").mkdir(parents=True)
+    iterdir = Path.iterdir
+
+    def guarded(path):
+        if path.name == "fd":
+            raise PermissionError(13, "Permission denied")
+        return iterdir(path)
+
+    monkeypatch.setattr(holders.Path, "iterdir", guarded)
+    assert held(tmp_path) == ([], 1)
+
+
+def test_versions_that_are_not_allowed_have_a_fix(monkeypatch):
+    """A version outside of the allowed range is named, with the command that mends it."""
+    monkeypatch.setattr(versions, "_requirements", lambda: {"torch": ">=99"})
+    assert 'pip install "torch>=99"' in words_of(examine(), "torch")
+
+
+def test_fixes_are_printed_under_what_they_mend(monkeypatch, capsys):
+    """The command prints one line per finding, and its fix below it."""
+    monkeypatch.setattr(doctor, "examine", lambda: [Finding("a", "good."), Finding("b", "bad.", "mend it")])
+    main(["doctor"])
+    assert capsys.readouterr().out == "a: good.\nb: bad.\n    fix: mend it\n"

@@ -1,0 +1,122 @@
+"""What a plan learns from a DataModule and a model: the loader as it is, and the seconds of a real step."""
+
+import time
+
+import lightning.pytorch as pl
+import pytest
+import torch
+from torch.utils.data import DataLoader
+
+from lightning_stocache import StocacheDataModule, cache_datamodule
+from lightning_stocache.insight.costs import PlanError
+from lightning_stocache.training.rehearsal import ARGUMENTS, step, subject, world
+
+SAMPLES = [(torch.full((4,), float(index)), index % 2) for index in range(32)]
+
+
+class Own(pl.LightningDataModule):
+    """A DataModule of the user's."""
+
+    def __init__(self, loaders: int = 1) -> None:
+        super().__init__()
+        self.loaders = loaders
+
+    def train_dataloader(self):
+        loaders = [DataLoader(SAMPLES, batch_size=5, num_workers=2, prefetch_factor=3) for _ in range(self.loaders)]
+        return loaders if self.loaders > 1 else loaders[0]
+
+
+class Slow(pl.LightningModule):
+    """A model whose step takes a known time."""
+
+    def __init__(self, error: Exception | None = None) -> None:
+        super().__init__()
+        self.layer, self.error, self.seen = torch.nn.Linear(4, 1), error, []
+
+    def training_step(self, batch, batch_idx):
+        if self.error is not None:
+            raise self.error
+        self.seen.append(batch[0])
+        time.sleep(0.02)
+        return self.layer(batch[0]).sum()
+
+    def configure_optimizers(self):
+        return torch.optim.SGD(self.parameters(), 0.1)
+
+
+def trainer(tmp_path) -> pl.Trainer:
+    return pl.Trainer(**ARGUMENTS, accelerator="cpu", default_root_dir=tmp_path)
+
+
+def test_the_datamodule_of_the_first_door():
+    """Source, transform, loader and the sets that share the budget are those of the DataModule; no cache is open."""
+    module = StocacheDataModule(
+        train=SAMPLES, val=SAMPLES[:8], batch_size=4, num_workers=2, transform=id, sampling="sticky", allow_random=True
+    )
+    found = subject(module)
+    assert found.source is SAMPLES
+    assert found.transform is id
+    assert found.others == (SAMPLES[:8],) or list(map(len, found.others)) == [8]
+    assert (found.loading.batch_size, found.loading.num_workers) == (4, 2)
+    assert (found.loading.shuffle, found.loading.persistent) == (True, True)
+    assert (found.mode, found.allow_random) == ("sticky", True)
+    assert SAMPLES not in module.caches
+
+
+def test_a_set_with_a_budget_of_its_own_does_not_share():
+    """Validation with a stage budget draws on another pot."""
+    assert subject(StocacheDataModule(train=SAMPLES, val=SAMPLES[:8], stage_budgets={"val": 0})).others == ()
+
+
+@pytest.mark.parametrize("wrap", [cache_datamodule, lambda module: module])
+def test_a_datamodule_of_the_users(wrap):
+    """Wrapped or as it is, its own loader is read: batch size, workers, order, further arguments."""
+    found = subject(wrap(Own()))
+    assert found.source is SAMPLES
+    assert (found.loading.batch_size, found.loading.num_workers, found.loading.shuffle) == (5, 2, False)
+    assert found.loading.settings["prefetch_factor"] == 3
+    assert not found.loading.persistent
+    assert found.others == ()
+
+
+@pytest.mark.parametrize(("module", "words"), [(Own(loaders=2), "got 2 of them"), (object(), "got object")])
+def test_what_cannot_be_planned_is_said(module, words):
+    """Several training loaders, and what is no DataModule, are refused."""
+    with pytest.raises(PlanError, match=words):
+        subject(module)
+
+
+def test_the_step_is_that_of_a_real_trainer(tmp_path):
+    """The step takes what the model takes, with the batch transform of the DataModule, and it waits for no data."""
+    module = StocacheDataModule(train=SAMPLES, batch_size=4, batch_transform=lambda batch: (batch[0] + 100, batch[1]))
+    found, model = subject(module), Slow()
+    taken = step(trainer(tmp_path), model, module, found.batch())
+    assert taken.seconds >= 0.02
+    assert 0 <= taken.cpu <= taken.seconds * 64
+    assert 6 <= len(model.seen) <= 24
+    assert model.seen[0].shape == (4, 4)
+    assert all(float(one.min()) >= 100 for one in model.seen)
+
+
+def test_what_the_model_raises_comes_through(tmp_path):
+    """An error of the model is the model's."""
+    module = Own()
+    with pytest.raises(ValueError, match="mine"):
+        step(trainer(tmp_path), Slow(ValueError("mine")), module, subject(module).batch())
+
+
+@pytest.mark.parametrize(
+    ("arguments", "expected"),
+    [
+        ({}, (1, 1)),
+        ({"num_nodes": 3, "devices": 2}, (3, 2)),
+        ({"devices": "2"}, (1, 2)),
+        ({"devices": "0,1,"}, (1, 2)),
+        ({"devices": [0, 3]}, (1, 2)),
+        ({"devices": "auto", "accelerator": "cpu"}, (1, 1)),
+    ],
+)
+def test_world(arguments, expected, monkeypatch):
+    """Nodes and ranks are read from whatever a Trainer accepts."""
+    monkeypatch.setattr(torch.cuda, "device_count", lambda: 0)
+    assert world(arguments) == expected
