@@ -12,9 +12,7 @@ from lightning.pytorch import Callback, LightningDataModule
 from lightning.pytorch.callbacks import ModelCheckpoint
 from torch.utils.data import DataLoader
 
-from lightning_stocache.training.callbacks import StochasticCache
-from lightning_stocache.training.datamodule import StocacheDataModule
-from lightning_stocache.training.hooks import cache_datamodule
+from lightning_stocache import StocacheDataModule, StochasticCache, cache_datamodule
 from lightning_stocache.training.position import Position
 from tests.training.tiny import Model, make_trainer
 
