@@ -1,0 +1,136 @@
+"""Epoch one and epoch two over the cached share of the dataset, beside the linear law.
+
+    python examples/benchmarks/epochs.py                       # about 6 minutes on 2 cores
+    python examples/benchmarks/epochs.py --latency 0 20        # a slower network drive
+
+JPEG files (320x320, decoded and resized to 96x96) through a CachedLoader with 0 and with 2 persistent workers, with no
+model behind it. Share 0 is a plain DataLoader around the source. `--latency` adds milliseconds to each read, as a
+network drive does: the CPU is free meanwhile.
+
+The law: with a share f in memory, later epochs take `(1-f) * uncached + f * gather`, where `uncached` is epoch two of
+the plain DataLoader and `gather` is what one thread needs to copy the samples out of memory (`gather.py`). The table
+gives epoch one over uncached epoch one (1.02: filling costs 2 %) and epochs two and three over the law (1.00: as fast
+as it can be; less is possible with workers, because the plain DataLoader pays for the transport of whole batches). At
+100 % an epoch of this small dataset takes milliseconds, and in epoch two there is what happens once: touching cold
+pages, ending workers that are no longer needed. Files are read once beforehand, so a local "disk" is the page cache:
+what is saved here is decoding and resizing.
+
+There is no gain in epoch one, whatever the share, and none at all where one epoch is all there is. The gain of a small
+share is small: a quarter in memory saves a quarter.
+"""
+
+from __future__ import annotations
+
+from functools import partial
+from typing import Any
+
+import figure
+from gather import gather_seconds
+from measure import Report, Spread, epoch_seconds, fresh, parser, rounds
+from sources import Late, jpegs
+from torch.utils.data import DataLoader
+
+from lightning_stocache import CachedDataset
+from lightning_stocache.loading.loader import CachedLoader
+
+BATCH_SIZE = 64
+SHAPE = (3, 96, 96)
+
+
+def three_epochs(share: float, workers: int, samples: int, latency: float) -> dict[str, float]:
+    """Seconds of epochs one to three, and the share that is cached indeed. Uncached, epoch three is as epoch two."""
+    source = Late(jpegs(samples), latency) if latency else jpegs(samples)
+    settings: dict[str, Any] = {"shuffle": True, "num_workers": workers, "persistent_workers": workers > 0}
+    if not share:
+        loader = DataLoader(source, BATCH_SIZE, **settings)
+        return {"one": epoch_seconds(loader), "two": (two := epoch_seconds(loader)), "three": two, "cached": 0.0}
+    dataset = CachedDataset(source, f"{100 * share:g}%")
+    loader = CachedLoader(dataset, BATCH_SIZE, **settings)
+    cache = dataset.cache
+    assert cache is not None
+    return {name: epoch_seconds(loader) for name in ("one", "two", "three")} | {"cached": len(cache) / samples}
+
+
+def law(runs: list[dict[str, float]], uncached: list[dict[str, float]], gather: list[float]) -> list[float]:
+    """What a later epoch of each round should take, by the uncached epoch two of that round."""
+    return [
+        (1 - run["cached"]) * plain["two"] + run["cached"] * one
+        for run, plain, one in zip(runs, uncached, gather, strict=True)
+    ]
+
+
+def draw(report: Report, found: dict[Any, list[dict[str, float]]], gather: list[float], samples: int) -> None:
+    latencies, workers, shares = (sorted({key[place] for key in found}) for place in range(3))
+    made, axes = figure.new(len(latencies), len(workers), width=4.8, height=3.3, sharex=True, sharey="row")
+    for row, latency in zip(axes, latencies, strict=True):
+        for axis, number in zip(row, workers, strict=True):
+            uncached = found[latency, number, 0.0]
+            ends = [Spread.of(run["two"] for run in uncached).median, Spread.of(gather).median]
+            axis.plot([0, 100], ends, "--", color="black", linewidth=1.3, zorder=3, label="linear law")
+            for at, (key, name) in enumerate((("one", "epoch one (fills)"), ("two", "epoch two"))):
+                spreads = [Spread.of(run[key] for run in found[latency, number, share]) for share in shares]
+                axis.errorbar(
+                    [100 * share for share in shares],
+                    [spread.median for spread in spreads],
+                    yerr=list(zip(*(spread.bars for spread in spreads), strict=True)),
+                    fmt=figure.MARKS[at],
+                    color=figure.COLOURS[1 - at],
+                    linestyle="-" if at == 0 else "none",
+                    markersize=6,
+                    label=name,
+                )
+            where = f"{latency:g} ms of latency per read" if latency else "local files"
+            axis.set_title(f"{where}, {number} workers", loc="left")
+            axis.set_xticks([0, 25, 50, 75, 100])
+        row[0].set_ylabel(f"seconds per epoch of {samples} JPEGs")
+        row[0].set_ylim(bottom=0)  # shared, and only now: it ends the scaling to what is drawn
+    for axis in axes[-1]:
+        axis.set_xlabel("share of the dataset in memory, %")
+    axes[0, 0].legend(loc="lower left")
+    title = f"Epoch one fills, epoch two gains in proportion (medians of {report.rounds} runs, bars: lowest to highest)"
+    figure.save(made, report.folder / "epochs.png", title, report.machine)
+
+
+def main(arguments: list[str] | None = None) -> None:
+    options = parser(__doc__, rounds=3)
+    options.add_argument("--latency", type=float, nargs="+", default=[0.0, 4.0], help="ms added to each read (0 4)")
+    options.add_argument("--shares", type=float, nargs="+", default=[0.25, 0.5, 0.75, 0.9, 1.0], help="cached shares")
+    options.add_argument("--workers", type=int, nargs="+", default=[0, 2], help="num_workers (0 2)")
+    options.add_argument("--samples", type=int, help="JPEG files (1000; quick: 128)")
+    chosen = options.parse_args(arguments)
+    report = Report("epochs", chosen)
+    samples = chosen.samples or (128 if report.quick else 1000)
+    epoch_seconds(DataLoader(jpegs(samples), batch_size=64))  # into the page cache, for all runs alike
+    arms = {
+        (latency, workers, share): partial(fresh, three_epochs, share, workers, samples, latency)
+        for latency in chosen.latency
+        for workers in chosen.workers
+        for share in sorted({0.0, *chosen.shares})
+    }
+    found = rounds(arms, report.rounds)
+    gather = fresh(gather_seconds, samples, SHAPE, BATCH_SIZE, report.rounds)
+    rows = []
+    for (latency, workers, share), runs in found.items():
+        uncached = found[latency, workers, 0.0]
+        ideal = law(runs, uncached, gather)
+        one, two, three = ([run[key] for run in runs] for key in ("one", "two", "three"))
+        cells = [f"{latency:g} ms, {workers} workers, {100 * share:g} %", *(f"{Spread.of(x):.2f}" for x in (one, two))]
+        if share:
+            cells.append(f"{Spread.ratio(one, (run['one'] for run in uncached)):.2f}")
+            cells += [f"{Spread.ratio(later, ideal):.2f}" for later in (two, three)]
+        rows.append(cells + [""] * (6 - len(cells)))
+    columns = ("latency, workers, share", "epoch one, s", "epoch two, s", "one / uncached", "two / law", "three / law")
+    report.table(f"{samples} JPEG files, batches of {BATCH_SIZE}", columns, rows)
+    report.say(f"One thread gathers all {samples} samples from memory in {Spread.of(1000 * x for x in gather):.1f} ms.")
+    draw(report, found, gather, samples)
+    report.save(
+        gather_seconds=gather,
+        runs=[
+            {"latency_ms": latency, "workers": workers, "share": share, "rounds": runs}
+            for (latency, workers, share), runs in found.items()
+        ],
+    )
+
+
+if __name__ == "__main__":
+    main()

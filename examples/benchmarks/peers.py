@@ -1,0 +1,241 @@
+"""Warm and cold speed beside other caches, and beside the limit: what one thread needs to copy the samples.
+
+    python examples/benchmarks/peers.py                        # about 7 minutes on 2 cores
+    python examples/benchmarks/peers.py --only transforms
+
+Five ways to the same batches (uint8 images and int labels, shuffled), all fully cached but the last:
+
+CachedLoader    ours: hits are gathered in the main process
+CachedDataset   ours behind a plain DataLoader, as a user has it who changes the dataset only
+stocaching      the library that this idea comes from (`pip install --no-deps stocaching`), as its README shows it
+MONAI           `monai.data.CacheDataset` (`pip install --no-deps monai`), which fills before epoch one
+DataLoader      no cache; the source copies its samples out of a small pool, so there is next to nothing to save
+
+Workers persist. The tables:
+
+warm        samples/s of fully cached epochs, against the limit (one-thread `index_select` of wide words out of shared
+            memory into three buffers in rotation, indices drawn beforehand, first epochs left out, median of 5) and as
+            a multiple of the best of the others: stocaching, MONAI, DataLoader
+cold        seconds to the first batch (set-up and, for MONAI, the fill), seconds of epoch one, and memory: anonymous
+            and shared PSS of all processes in the middle of a warm epoch, above the process before, over the samples'
+            own bytes (1.0: one copy of the dataset, nothing else)
+wait        microseconds that a step of 2 ms waits for its batch; it sleeps, which releases the GIL as a GPU's step does
+python      microseconds per warm batch of 256 tiny samples beyond the gather of them: what planning and Python cost
+transforms  with a transform per sample on the CPU, after the cache, in 2 workers: samples/s for uint8 to normalised
+            float32 of 3x224x224 (last row: the same arithmetic on whole batches, as `batch_transform` does it, here on
+            the CPU too), and CPU seconds per sample for RandomResizedCrop and flip over those of the transform alone
+
+There is no gain where the step is slower than the slowest row here: a model that takes 10 ms for a batch does not
+become faster when the batch comes in 0.5 ms instead of 5. And none in epoch one.
+"""
+
+from __future__ import annotations
+
+import importlib.util
+import os
+import time
+from collections.abc import Callable, Iterable
+from functools import partial
+from typing import Any
+
+import figure
+import torch
+from footprint import Footprint
+from gather import gather_seconds
+from measure import Report, Spread, epoch_seconds, fresh, parser, rounds, thousands
+from rivals import DATASETS, OTHERS, OURS, import_peer, make_loader
+from sources import Pool
+from torch.utils.data import DataLoader
+from transforms import measure_transforms
+
+from lightning_stocache import CachedDataset
+
+# Samples of each shape, several times as large together as a large L3 cache, and the larger of two batch sizes.
+SHAPES = {(3, 32, 32): (40960, 256), (3, 64, 64): (16384, 256), (3, 224, 224): (1536, 64)}
+SMALL_BATCH = 8
+STEP_SECONDS = 0.002
+
+
+def run(peer: str, shape: tuple[int, ...], workers: int, samples: int, batch_size: int) -> dict[str, Any]:
+    """Start, epoch one, warm epochs at two batch sizes, memory, wait."""
+    import_peer(peer)
+    source = Pool(samples, shape)
+    before = Footprint.of([os.getpid()]).pss
+    start = time.perf_counter()
+    dataset = DATASETS[peer](source)
+    loader = make_loader(peer, dataset, batch_size, workers)
+    batches = iter(loader)
+    next(batches)
+    found: dict[str, Any] = {"start": time.perf_counter() - start}
+    for _ in batches:
+        pass
+    found["one"] = time.perf_counter() - start
+    found["warm"] = {batch_size: samples / warm_seconds(loader)}
+    found["pss"] = middle_of_epoch(loader).pss - before
+    found["wait"] = wait_seconds(loader)
+    del loader, batches
+    found["warm"][SMALL_BATCH] = samples / warm_seconds(make_loader(peer, dataset, SMALL_BATCH, workers))
+    return found
+
+
+def warm_seconds(loader: Iterable[Any], cold_epochs: int = 1) -> float:
+    """The median epoch: at least two, as many as fit into half a second, nine at most."""
+    for _ in range(cold_epochs):
+        epoch_seconds(loader)
+    found: list[float] = []
+    while len(found) < 2 or (sum(found) < 0.5 and len(found) < 9):
+        found.append(epoch_seconds(loader))
+    return Spread.of(found).median
+
+
+def middle_of_epoch(loader: DataLoader[Any]) -> Footprint:
+    seen = Footprint()
+    for number, _ in enumerate(loader):
+        if number == len(loader) // 2:
+            seen = Footprint.of([os.getpid()])
+    return seen
+
+
+def wait_seconds(loader: DataLoader[Any], steps: int = 120) -> float:
+    """The median wait for a batch behind a step. Not of an epoch's first batches: nothing could be made ready there."""
+    waits: list[float] = []
+    first = min(5, len(loader) - 1)
+    while len(waits) < steps:
+        batches = iter(loader)
+        for number in range(steps):
+            start = time.perf_counter()
+            if next(batches, None) is None:
+                break
+            if number >= first:
+                waits.append(time.perf_counter() - start)
+            time.sleep(STEP_SECONDS)
+    return Spread.of(waits).median
+
+
+def limit(shape: tuple[int, ...], samples: int, batch_size: int) -> float:
+    """Samples/s that one thread gathers."""
+    return samples / Spread.of(gather_seconds(samples, shape, batch_size)).median
+
+
+def measure_speed(report: Report, peers: list[str], quick: bool) -> dict[str, Any]:
+    shapes = {shape: (max(n // 32, 2 * b), b) for shape, (n, b) in SHAPES.items()} if quick else SHAPES
+    workers = (0, 2) if quick else (0, 1, 2)
+    arms: dict[Any, Callable[[], Any]] = {}
+    for shape, (samples, batch_size) in shapes.items():
+        for size in (batch_size, SMALL_BATCH):
+            arms["limit", shape, size] = partial(fresh, limit, shape, samples, size)
+        for number in workers:
+            for peer in peers:
+                arms[peer, shape, number] = partial(fresh, run, peer, shape, number, samples, batch_size)
+    found = rounds(arms, report.rounds)
+    others = [peer for peer in peers if peer in OTHERS]
+    warm: dict[tuple[str, tuple[int, ...], int, int], Spread] = {}
+    rows, cold, wait = [], [], []
+    for shape, (samples, batch_size) in shapes.items():
+        name = "x".join(map(str, shape))
+        for size in (batch_size, SMALL_BATCH):
+            limits = found["limit", shape, size]
+            rows.append([f"{name}, batch {size}: the limit", "", thousands(limits), "1", ""])
+            for number in workers:
+                rates = {peer: [one["warm"][size] for one in found[peer, shape, number]] for peer in peers}
+                best = [max(values) for values in zip(*(rates[peer] for peer in others), strict=True)]
+                for peer, values in rates.items():
+                    warm[peer, shape, number, size] = Spread.of(values)
+                    times = f"{Spread.ratio(values, best):.1f}" if peer in OURS and best else ""
+                    share = f"{Spread.ratio(values, limits):.2f}"
+                    rows.append([f"{name}, batch {size}: {peer}", number, thousands(values), share, times])
+        for number in workers:
+            for peer in peers:
+                runs = found[peer, shape, number]
+                payload = samples * torch.Size(shape).numel()
+                one = [f"{Spread.of(run[key] for run in runs):.2f}" for key in ("start", "one")]
+                pss = f"{Spread.of(run['pss'] / payload for run in runs):.2f}"
+                cold.append([f"{name}: {peer}", number, *one, pss])
+                wait.append([f"{name}: {peer}", number, f"{Spread.of(1e6 * run['wait'] for run in runs):.0f}"])
+    report.table("Warm, fully cached", ("", "workers", "1000 samples/s", "of the limit", "times the best other"), rows)
+    columns = ("", "workers", "start to first batch, s", "start to end of epoch one, s", "PSS / samples' bytes")
+    report.table(f"Cold ({', '.join(f'{n} samples of {s[-1]}' for s, (n, _) in shapes.items())})", columns, cold)
+    report.table("Wait behind a step of 2 ms that sleeps", ("", "workers", "us per batch"), wait)
+    draw(report, warm, found, shapes, peers, workers)
+    return {"runs": [{"arm": list(map(str, key)), "rounds": runs} for key, runs in found.items()]}
+
+
+def draw(report: Report, warm: Any, found: Any, shapes: Any, peers: list[str], workers: tuple[int, ...]) -> None:
+    made, axes = figure.new(2, len(shapes), width=4.2, height=2.9, sharex=True)
+    for column, (shape, (_, large)) in enumerate(shapes.items()):
+        for axis, size in zip(axes[:, column], (large, SMALL_BATCH), strict=True):
+            most = Spread.of(found["limit", shape, size])
+            axis.axhspan(most.low / 1000, most.high / 1000, color="#bbbbbb", alpha=0.5, linewidth=0)
+            axis.axhline(most.median / 1000, color="black", linestyle="--", linewidth=1.2, label="gather limit")
+            for place, peer in enumerate(peers):
+                spreads = [warm[peer, shape, number, size] for number in workers]
+                axis.errorbar(
+                    [at + 0.14 * (place - (len(peers) - 1) / 2) for at in range(len(workers))],
+                    [spread.median / 1000 for spread in spreads],
+                    yerr=[[end / 1000 for end in ends] for ends in zip(*(s.bars for s in spreads), strict=True)],
+                    fmt=figure.MARKS[place],
+                    color=figure.COLOURS[place],
+                    markersize=7,
+                    label={"CachedDataset": "DataLoader + CachedDataset"}.get(peer, peer),
+                )
+            figure.logarithmic(axis)
+            axis.set_title(f"{'x'.join(map(str, shape))} uint8, batches of {size}", loc="left")
+            axis.set_xticks(range(len(workers)), workers)
+            axis.set_xlim(-0.5, len(workers) - 0.5)
+    for axis in axes[-1]:
+        axis.set_xlabel("num_workers")
+    for row in axes:
+        row[0].set_ylabel("1000 samples/s, warm (log)")
+    figure.legend(made, axes[0, 0], len(peers) + 1)
+    title = f"Fully cached epochs (medians of {report.rounds} runs, bars and grey band: lowest to highest)"
+    figure.save(made, report.folder / "peers.png", title, report.machine)
+
+
+def tiny_batch_seconds(workers: int, samples: int) -> float:
+    """Seconds per warm batch of 256 tiny samples."""
+    dataset = CachedDataset(Pool(samples, (3, 4, 4)))
+    loader = make_loader("CachedLoader", dataset, 256, workers)
+    epoch_seconds(loader)
+    return warm_seconds(loader, 2) / len(loader)
+
+
+def tiny_gather_seconds(samples: int) -> float:
+    return Spread.of(gather_seconds(samples, (3, 4, 4), 256)).median / (samples // 256)
+
+
+def measure_python(report: Report, peers: list[str], quick: bool) -> dict[str, Spread]:
+    samples = 256 * (20 if quick else 200)
+    arms: dict[Any, Callable[[], float]] = {
+        number: partial(fresh, tiny_batch_seconds, number, samples) for number in (0, 2)
+    }
+    arms["limit"] = partial(fresh, tiny_gather_seconds, samples)
+    found = rounds(arms, max(report.rounds, 5))
+    beyond = {
+        f"{number} workers": Spread.of(1e6 * (a - b) for a, b in zip(found[number], found["limit"], strict=True))
+        for number in (0, 2)
+    }
+    rows = [[name, f"{spread:.0f}"] for name, spread in beyond.items()]
+    report.table("Python: a warm batch of 256 tiny samples beyond their gather", ("CachedLoader", "us per batch"), rows)
+    return beyond
+
+
+PARTS = {"speed": measure_speed, "python": measure_python, "transforms": measure_transforms}
+
+
+def main(arguments: list[str] | None = None) -> None:
+    options = parser(__doc__, rounds=3)
+    options.add_argument("--only", nargs="+", choices=list(PARTS), default=list(PARTS), help="some of the parts")
+    options.add_argument("--peers", nargs="+", choices=[*OTHERS], default=[*OTHERS], help="others to run")
+    chosen = options.parse_args(arguments)
+    report = Report("peers", chosen)
+    peers = list(OURS)
+    for peer in chosen.peers:
+        if importlib.util.find_spec(OTHERS[peer]):
+            peers.append(peer)
+        else:
+            report.say(f"{peer} is left out: it is not installed (pip install --no-deps {OTHERS[peer]}).")
+    report.save(**{part: PARTS[part](report, peers, report.quick) for part in chosen.only})
+
+
+if __name__ == "__main__":
+    main()

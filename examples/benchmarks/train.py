@@ -1,0 +1,177 @@
+"""End to end in Lightning: how long each epoch waits for data and how long it computes, cached and not.
+
+    python examples/benchmarks/train.py                        # about 6 minutes on 2 cores
+    python examples/benchmarks/train.py --models mobilenet_v3_small --samples 4000 --batch-size 256
+
+The example's small network and torchvision's mobilenet_v3_small train for three epochs on JPEG files (320x320, decoded
+and resized to 96x96) through a StocacheDataModule, normalised on the device, with budget=0 and with a budget for all
+samples. On a GPU where there is one, else on the CPU. An epoch's wait is the time between two steps: fetching the batch
+and moving it to the device; the rest of it is compute. Sanity check, validation and checkpoints are off.
+
+Read the two bars of an epoch together. Epoch one takes what it took before. From epoch two on the cached run waits for
+next to nothing, and the epoch cannot become shorter than its compute: where the network is slow (mobilenet on a CPU)
+the wait was a small part, and removing it gains little. With workers on a GPU the wait may have been hidden behind the
+step already; then there is no gain at all, except for the cores that are free for something else.
+"""
+
+from __future__ import annotations
+
+import logging
+import time
+import warnings
+from functools import partial
+from typing import Any
+
+import figure
+import lightning.pytorch as pl
+import torch
+from measure import Report, Spread, epoch_seconds, fresh, parser, rounds
+from sources import jpegs
+from torch import nn
+from torch.utils.data import DataLoader
+
+from lightning_stocache import StocacheDataModule
+
+MODELS = ("conv", "mobilenet_v3_small")
+EPOCHS = 3
+
+
+class Waiting(pl.Callback):
+    """Seconds of each epoch spent between steps and in them."""
+
+    def __init__(self) -> None:
+        self.epochs: list[dict[str, float]] = []
+        self._moment = 0.0
+
+    def on_train_epoch_start(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
+        self.epochs.append({"wait": 0.0, "compute": 0.0})
+        self._moment = time.perf_counter()
+
+    def on_train_batch_start(self, trainer: pl.Trainer, pl_module: pl.LightningModule, *_: Any) -> None:
+        self._lap("wait", pl_module)
+
+    def on_train_batch_end(self, trainer: pl.Trainer, pl_module: pl.LightningModule, *_: Any) -> None:
+        self._lap("compute", pl_module)
+
+    def _lap(self, part: str, pl_module: pl.LightningModule) -> None:
+        if pl_module.device.type == "cuda":  # a step has ended when its kernels have, not when they are queued
+            torch.cuda.synchronize()
+        now = time.perf_counter()
+        self.epochs[-1][part] += now - self._moment
+        self._moment = now
+
+
+def make_model(name: str) -> pl.LightningModule:
+    from model import ConvNet
+
+    model = ConvNet(num_classes=2)
+    if name == "mobilenet_v3_small":
+        from torchvision.models import mobilenet_v3_small
+
+        model.net = nn.Sequential(mobilenet_v3_small(num_classes=2))
+    return model
+
+
+def train(name: str, cached: bool, workers: int, batch_size: int, samples: int) -> list[dict[str, float]]:
+    """Seconds of wait and of compute, epoch by epoch."""
+    from photos import normalise
+
+    logging.getLogger("lightning.pytorch").setLevel(logging.ERROR)
+    warnings.filterwarnings("ignore", module="lightning")  # advice on loggers and workers, once per run
+    pl.seed_everything(0, verbose=False)
+    datamodule = StocacheDataModule(
+        train=jpegs(samples),
+        batch_size=batch_size,
+        num_workers=workers,
+        budget="auto" if cached else 0,
+        batch_transform=normalise,
+    )
+    clock = Waiting()
+    trainer = pl.Trainer(
+        accelerator="gpu" if torch.cuda.is_available() else "cpu",
+        devices=1,
+        max_epochs=EPOCHS,
+        callbacks=[clock],
+        logger=False,
+        enable_checkpointing=False,
+        enable_progress_bar=False,
+        enable_model_summary=False,
+        num_sanity_val_steps=0,
+    )
+    trainer.fit(make_model(name), datamodule=datamodule)
+    return clock.epochs
+
+
+def draw(report: Report, found: dict[Any, Any], models: list[str], workers: list[int]) -> None:
+    made, axes = figure.new(len(workers), len(models), width=4.6, height=2.9, sharex=True)
+    for row, number in zip(axes, workers, strict=True):
+        for axis, name in zip(row, models, strict=True):
+            for cached in (False, True):
+                runs = found[name, number, cached]
+                places = [epoch + (0.2 if cached else -0.2) for epoch in range(1, EPOCHS + 1)]
+                parts = [
+                    [Spread.of(run[epoch][part] for run in runs) for epoch in range(EPOCHS)]
+                    for part in ("compute", "wait")
+                ]
+                totals = [Spread.of(sum(run[epoch].values()) for run in runs) for epoch in range(EPOCHS)]
+                compute, wait = ([one.median for one in part] for part in parts)
+                style: dict[str, Any] = {"width": 0.36, "edgecolor": "white", "linewidth": 0.8}
+                words = "cached" if cached else "not cached"
+                axis.bar(places, compute, color=figure.COLOURS[0 if cached else 5], label=f"compute, {words}", **style)
+                colour = figure.COLOURS[1 if cached else 4]
+                axis.bar(places, wait, bottom=compute, color=colour, label=f"wait for data, {words}", **style)
+                tops = [a + b for a, b in zip(compute, wait, strict=True)]
+                ends = [[max(top - one.low, 0) for top, one in zip(tops, totals, strict=True)]]
+                ends.append([max(one.high - top, 0) for top, one in zip(tops, totals, strict=True)])
+                axis.errorbar(places, tops, yerr=ends, fmt="none", color="black", linewidth=1)
+            axis.set_title(f"{name}, {number} workers", loc="left")
+            axis.set_xticks(range(1, EPOCHS + 1))
+            axis.grid(axis="x", visible=False)
+        row[0].set_ylabel("seconds per epoch")
+    for axis in axes[-1]:
+        axis.set_xlabel("epoch (left: not cached, right: cached)")
+    figure.legend(made, axes[0, 0], 2)
+    title = f"Waiting and computing (medians of {report.rounds} runs, bars: lowest to highest epoch)"
+    figure.save(made, report.folder / "train.png", title, report.machine)
+
+
+def main(arguments: list[str] | None = None) -> None:
+    options = parser(__doc__, rounds=3)
+    options.add_argument("--models", nargs="+", choices=MODELS, default=list(MODELS), help="networks")
+    options.add_argument("--workers", type=int, nargs="+", default=[0, 2], help="num_workers (0 2)")
+    options.add_argument("--batch-size", type=int, default=64, help="samples per step (64)")
+    options.add_argument("--samples", type=int, help="JPEG files (1000; quick: 128)")
+    chosen = options.parse_args(arguments)
+    report = Report("train", chosen)
+    samples = chosen.samples or (128 if report.quick else 1000)
+    epoch_seconds(DataLoader(jpegs(samples), batch_size=64))  # into the page cache, for all runs alike
+    arms = {
+        (name, workers, cached): partial(fresh, train, name, cached, workers, chosen.batch_size, samples)
+        for name in chosen.models
+        for workers in chosen.workers
+        for cached in (False, True)
+    }
+    found = rounds(arms, report.rounds)
+    rows = []
+    for (name, workers, cached), runs in found.items():
+        label = f"{name}, {workers} workers, {'cached' if cached else 'not cached'}"
+        for epoch in range(EPOCHS):
+            wait, compute = (Spread.of(run[epoch][part] for run in runs) for part in ("wait", "compute"))
+            times = ""
+            if cached:
+                plain = (sum(run[epoch].values()) for run in found[name, workers, False])
+                times = f"{Spread.ratio(plain, (sum(run[epoch].values()) for run in runs)):.2f}"
+            rows.append([label, epoch + 1, f"{wait:.2f}", f"{compute:.2f}", times])
+    columns = ("model, workers", "epoch", "wait, s", "compute, s", "times faster than not cached")
+    report.table(f"{samples} JPEG files, batches of {chosen.batch_size}", columns, rows)
+    draw(report, found, chosen.models, chosen.workers)
+    report.save(
+        runs=[
+            {"model": name, "workers": workers, "cached": cached, "rounds": runs}
+            for (name, workers, cached), runs in found.items()
+        ]
+    )
+
+
+if __name__ == "__main__":
+    main()

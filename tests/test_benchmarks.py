@@ -1,0 +1,91 @@
+"""The benchmarks under examples/benchmarks: they start, explain themselves, and write what they say. No timing."""
+
+import json
+import math
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+ROOT = Path(__file__).parents[1]
+BENCHMARKS = ROOT / "examples" / "benchmarks"
+SCRIPTS = ("promises", "epochs", "peers", "workers", "train")
+PNG = b"\x89PNG\r\n"
+
+
+def start(script: str, tmp_path: Path, *arguments: str) -> subprocess.Popen[str]:
+    """A script as a user starts it, with the example's data and the output in tmp_path."""
+    environment = os.environ | {"XDG_CACHE_HOME": str(tmp_path / "cache")}
+    command = [sys.executable, str(BENCHMARKS / f"{script}.py"), *arguments]
+    return subprocess.Popen(
+        command, env=environment, cwd=tmp_path, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True
+    )
+
+
+def finish(process: subprocess.Popen[str]) -> str:
+    out, error = process.communicate(timeout=240)
+    assert process.returncode == 0, error
+    return out
+
+
+def test_every_script_explains_itself(tmp_path):
+    """--help says how to start it, how to read it, and when there is no gain."""
+    started = {script: start(script, tmp_path, "--help") for script in SCRIPTS}  # all at once: each imports torch
+    for script, process in started.items():
+        text = finish(process)
+        assert f"python examples/benchmarks/{script}.py" in text
+        assert "no gain" in text
+        assert "--output" in text
+
+
+@pytest.mark.slow
+def test_a_quick_run_writes_table_values_and_figure(tmp_path):
+    """The sweep over shares prints its table, keeps every value with the machine, and draws a picture."""
+    pytest.importorskip("matplotlib", reason="the picture needs it")
+    arguments = ["--quick", "--rounds", "1", "--samples", "32", "--shares", "0.5", "--workers", "0", "--latency", "0"]
+    text = finish(start("epochs", tmp_path, *arguments, "--output", "results"))
+    written = json.loads((tmp_path / "results" / "epochs.json").read_text())
+    assert "two / law" in text
+    assert written["machine"]["cores"] >= 1
+    assert [(run["share"], len(run["rounds"])) for run in written["runs"]] == [(0.0, 1), (0.5, 1)]
+    assert (tmp_path / "results" / "epochs.png").read_bytes().startswith(PNG)
+
+
+@pytest.mark.slow
+def test_nothing_is_loaded_twice(tmp_path):
+    """The source's own count over three epochs is N and what the package announced, on one process and on two ranks."""
+    finish(start("promises", tmp_path, "--quick", "--only", "loads", "--output", "results"))
+    found = json.loads((tmp_path / "results" / "promises.json").read_text())["loads"]
+    assert {(run["ranks"], run["loader"], run["workers"]) for run in found} == {
+        (ranks, loader, workers)
+        for ranks in (1, 2)
+        for loader in ("CachedDataset", "CachedLoader")
+        for workers in (0, 2)
+    }
+    for run in found:
+        assert run["announced"] == run["before_epoch_one"]
+        assert run["loads"] == run["n"] + run["announced"]
+
+
+@pytest.fixture
+def spread(monkeypatch):
+    """The Spread of the benchmarks."""
+    monkeypatch.syspath_prepend(str(BENCHMARKS))
+    before = set(sys.modules)
+    from measure import Spread
+
+    yield Spread
+    for name in set(sys.modules) - before:
+        if str(BENCHMARKS) in str(getattr(sys.modules[name], "__file__", "")):
+            del sys.modules[name]
+
+
+def test_a_spread_is_median_lowest_and_highest(spread):
+    """It shows the median and both ends, and ratios are taken run by run."""
+    assert f"{spread.of([3, 1, 2]):.0f}" == "2 [1..3]"
+    assert f"{spread.of([2]):.0f}" == "2"
+    assert spread.ratio([2, 6], [1, 2]).values == (2, 3)
+    assert spread.of([1, 2, 4]).bars == (1, 2)
+    assert math.isclose(spread.of([1, 3]).deviation, math.sqrt(2))
