@@ -33,7 +33,7 @@ from lightning_stocache.node.free import FreeMemory
 __all__ = ["Plan", "Planner", "Row", "largest_safe"]
 
 _SHARES = (0.0, 0.25, 0.5, 0.75, 1.0)
-_NOTHING = 0.01  # of an epoch's time: less is no gain
+_NOTHING = 0.02  # of an epoch's time: less is no gain, and cannot be told from noise
 
 
 @dataclass(frozen=True)
@@ -241,13 +241,10 @@ class Planner:
             return [f"Nothing can be cached. {self.costs.reason}"]
         told = []
         if safe < 1:
-            told.append(
-                f"This node has room for {100 * safe:.1f} % of the dataset: see python -m lightning_stocache doctor."
-            )
+            told.append(f"This node has room for {100 * safe:.1f} % of it: see python -m lightning_stocache doctor.")
         if share == 0:
             told.append("No budget gains anything: training waits for its steps, not for data.")
         elif share < safe:
-            told.append(
-                f"Beyond {100 * share:.0f} % of the dataset nothing is gained: training then waits for its steps."
-            )
+            why = ": training then waits for its steps" if self.step is not None else ""
+            told.append(f"Beyond {100 * share:.0f} % of the dataset nothing is gained{why}.")
         return told
