@@ -131,7 +131,7 @@ class Planner:
         """The table over shares of the dataset, with the largest budget that is safe and the one to take among them."""
         safe = min(self.job.safe_bytes / self.pot_bytes, 1.0) if self.pot_bytes else 0.0
         share = self.enough(safe)
-        percent = math.ceil(round(100 * share, 6))
+        percent = math.ceil(round(100 * share, 3))
         whole = percent >= math.floor(100 * safe)  # nothing less does: what is free when the job starts is then taken
         budget = "0" if percent == 0 else "auto" if whole else f"{percent}%"
         shares = {*_SHARES, *([safe] if self.pot_bytes else []), *([] if whole else [percent / 100])}
