@@ -12,8 +12,10 @@ if TYPE_CHECKING:
     from lightning_stocache.loading.dataset import CachedDataset
     from lightning_stocache.loading.loader import CachedLoader
     from lightning_stocache.loading.sampler import LocalitySampler
-    from lightning_stocache.training.callbacks import CacheMonitor, FillProgress, StochasticCache
-    from lightning_stocache.training.datamodule import StocacheDataModule, cache_datamodule
+    from lightning_stocache.training.callbacks import FillProgress, StochasticCache
+    from lightning_stocache.training.datamodule import StocacheDataModule
+    from lightning_stocache.training.hooks import cache_datamodule
+    from lightning_stocache.training.monitor import CacheMonitor
 
     __version__: str
 
@@ -32,7 +34,7 @@ __all__ = [
 ]
 
 _HOMES = {
-    "CacheMonitor": "training.callbacks",
+    "CacheMonitor": "training.monitor",
     "CachedDataset": "loading.dataset",
     "CachedLoader": "loading.loader",
     "FillProgress": "training.callbacks",
@@ -41,7 +43,7 @@ _HOMES = {
     "SharedCache": "cache.cache",
     "StocacheDataModule": "training.datamodule",
     "StochasticCache": "training.callbacks",
-    "cache_datamodule": "training.datamodule",
+    "cache_datamodule": "training.hooks",
     "get_shm_size": "cache.cache",
 }
 

@@ -1,14 +1,7 @@
 """One cache per node, which all its processes fill and read.
 
-A slot is filled like this, by whoever has loaded the sample:
-
-    check the sample against the spec -> claim the slot -> look again -> reserve its memory -> store -> fence -> READY
-    -> give the claim up
-
-Who does not get the claim serves its sample unstored; a writer that is killed leaves the slot EMPTY and claimable. A
-reader looks at the state, fences, and copies the bytes out: READY is set after the bytes are there and is never taken
-back (only `clear` and an explicit overwrite do that, and then readers are the caller's business). Nobody is ever
-handed a view.
+A sample that was loaded is checked against the spec and stored by `Filling`. A reader looks at the slot's state,
+fences, and copies the bytes out; nobody is ever handed a view.
 
 The interface of the library that the idea comes from, stocaching (https://github.com/Charl-AI/stochastic-caching), is
 kept: constructor, `get_slot`, `set_slot`, `[]`, `len`, `array`, `aux_array`, `clear`. A cache made by that
@@ -17,60 +10,23 @@ constructor holds the first indices of the dataset; one made by `create` holds t
 
 from __future__ import annotations
 
-import errno
-import logging
 import os
-import time
 from collections.abc import Sequence
-from typing import Any, Protocol
+from typing import Any
 
 import torch
 
-from lightning_stocache.cache.claims import Claims
+from lightning_stocache.cache.filling import Filling, Slots
 from lightning_stocache.cache.placement import NO_SLOT, Arc
-from lightning_stocache.cache.slots import EMPTY, READY, FieldSlots
+from lightning_stocache.cache.slots import READY, FieldSlots
 from lightning_stocache.cache.spec import SampleSpec
 from lightning_stocache.node.fence import fence
-from lightning_stocache.node.files import Backend, memory_directory
+from lightning_stocache.node.files import Backend
 from lightning_stocache.node.segment import Segment
 
-__all__ = ["SharedCache", "Slots", "get_shm_size"]
-
-log = logging.getLogger(__name__)
+__all__ = ["SharedCache", "get_shm_size"]
 
 _OUT_OF_BOUNDS = 2
-_RETRY_SECONDS = 10.0  # after "no space left": it seldom comes back at once, and each try is a system call
-
-
-class Slots(Protocol):
-    """What a cache needs to know about the place where samples lie."""
-
-    count: int
-    states: torch.Tensor
-    """EMPTY or READY, uint8 `[count]`, live."""
-    state_bytes: memoryview
-    """The same, for single looks."""
-
-    def reserve(self, slot: int) -> None:
-        """Have the kernel promise a slot's memory, or raise OSError (ENOSPC)."""
-
-    def write(self, slot: int, rows: Sequence[torch.Tensor]) -> None:
-        """Copy one sample in, uint8 `[nbytes]` per field."""
-
-    def read(self, slot: int) -> list[torch.Tensor]:
-        """Copy one sample out, uint8 `[nbytes]` per field."""
-
-    def gather(self, slots: torch.Tensor, into: Sequence[torch.Tensor] | None = None) -> list[torch.Tensor]:
-        """Copy many samples out, uint8 `[samples, nbytes]` per field."""
-
-    def table(self, field: int) -> torch.Tensor:
-        """The live array of one field, as bytes."""
-
-    def clear(self) -> None:
-        """Empty all slots and give their memory back."""
-
-    def close(self) -> None:
-        """Drop all views."""
 
 
 class SharedCache:
@@ -129,8 +85,7 @@ class SharedCache:
     def _assemble(self, segment: Segment, spec: SampleSpec, arc: Arc) -> None:
         self.segment, self.spec, self.arc = segment, spec, arc
         self.slots: Slots = FieldSlots(segment, spec.row_bytes, arc.slots)
-        self._claims = Claims(segment)
-        self._retry_at = 0.0
+        self._filling = Filling(segment, self.slots)
         self._given_up = False
 
     def __reduce__(self) -> tuple[Any, ...]:
@@ -160,10 +115,7 @@ class SharedCache:
         """
         rows = self.spec.flatten(sample, index)
         slot = self.arc.slot(index)
-        if slot == NO_SLOT or self.slots.state_bytes[slot] == READY:
-            return False
-        with self._claims.trying(slot) as claimed:
-            return claimed and self.slots.state_bytes[slot] != READY and self._publish(slot, rows)
+        return slot != NO_SLOT and self._filling.fill(slot, rows)
 
     # ---- many samples ----
 
@@ -247,19 +199,8 @@ class SharedCache:
         rows = self.spec.flatten(value, idx)
         if slot == NO_SLOT:
             return
-        with self._claims.waiting(slot):
-            if self.slots.state_bytes[slot] == READY:
-                if all(map(torch.equal, self.slots.read(slot), rows)):
-                    return
-                if not allow_overwrite:
-                    raise RuntimeError(
-                        f"the slot of index {idx} already holds another sample, and allow_overwrite=False"
-                    )
-                self.slots.state_bytes[slot] = EMPTY
-                fence()
-                self._store(slot, rows)  # its memory is reserved
-            else:
-                self._publish(slot, rows)
+        if not self._filling.put(slot, rows, overwrite=allow_overwrite):
+            raise RuntimeError(f"the slot of index {idx} already holds another sample, and allow_overwrite=False")
 
     def __getitem__(self, idx: int) -> Any:
         """A copy of what lies in slot `idx`: zeroes where nothing has been stored, for which memory is taken."""
@@ -310,31 +251,6 @@ class SharedCache:
         if slot == NO_SLOT and not allow_oob_idx:
             raise IndexError(f"index {idx} has no slot in this cache of {len(self)}, and allow_oob_idx=False")
         return slot
-
-    def _publish(self, slot: int, rows: list[torch.Tensor]) -> bool:
-        if time.monotonic() < self._retry_at:
-            return False
-        try:
-            self.slots.reserve(slot)
-        except OSError as error:
-            if error.errno != errno.ENOSPC:
-                raise
-            # The lock behind those of the slots is kept until this process ends: one warning per node.
-            if not self._retry_at and self.segment.lock(len(self)):
-                log.warning(
-                    "the cache stops at %d of %d samples: no space left in %s. The others are loaded every time; "
-                    "lower the budget, or enlarge the filesystem (Docker: --shm-size)",
-                    *(self.filled, len(self), memory_directory()),
-                )
-            self._retry_at = time.monotonic() + _RETRY_SECONDS
-            return False
-        self._store(slot, rows)
-        return True
-
-    def _store(self, slot: int, rows: list[torch.Tensor]) -> None:
-        self.slots.write(slot, rows)
-        fence()
-        self.slots.state_bytes[slot] = READY
 
 
 def get_shm_size() -> int:

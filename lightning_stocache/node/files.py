@@ -22,6 +22,7 @@ __all__ = [
     "MANIFEST_OFFSET",
     "Backend",
     "default_backend",
+    "hold",
     "make_file",
     "memory_directory",
     "overwrite",
@@ -59,8 +60,13 @@ def make_file(backend: Backend) -> tuple[int, str | None]:
     if backend == "memfd":
         return os.memfd_create("lightning_stocache", os.MFD_CLOEXEC), None
     data, path = tempfile.mkstemp(prefix=f"lsc-{os.getuid()}-", dir=memory_directory())
-    fcntl.flock(data, fcntl.LOCK_SH)
+    hold(data)
     return data, path
+
+
+def hold(data: int) -> None:
+    """Take the shared `flock` that says that a named file is in use; it goes with the last copy of the descriptor."""
+    fcntl.flock(data, fcntl.LOCK_SH)
 
 
 def write_header(data: int, size: int) -> None:

@@ -29,7 +29,6 @@ import contextlib
 import logging
 import mmap
 import os
-import sys
 import weakref
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -38,19 +37,8 @@ from typing import Any
 
 import torch
 
-from lightning_stocache.node.files import (
-    HEADER_BYTES,
-    Backend,
-    default_backend,
-    make_file,
-    overwrite,
-    reserve,
-    token_of,
-    write_header,
-)
-
-if sys.platform != "win32":
-    import fcntl
+from lightning_stocache.node import files, locks
+from lightning_stocache.node.files import HEADER_BYTES, Backend
 
 __all__ = ["Segment", "SegmentHandle"]
 
@@ -103,7 +91,7 @@ class Segment:
         self._map: mmap.mmap | None = None
         self._finalizer = weakref.finalize(self, _give_up, data, locks, self._own_names, os.getpid())
         try:
-            self.token = token_of(data)
+            self.token = files.token_of(data)
             self._map = mmap.mmap(data, HEADER_BYTES + size)
         except BaseException:
             self._finalizer()
@@ -121,18 +109,18 @@ class Segment:
         Raises:
             OSError: the system refuses the file, or has no room for the header.
         """
-        backend = backend or default_backend()
+        backend = backend or files.default_backend()
         with contextlib.ExitStack() as undo:
-            data, path = make_file(backend)
+            data, path = files.make_file(backend)
             undo.callback(os.close, data)
             if path is None:
-                locks, _ = make_file(backend)
+                locks, _ = files.make_file(backend)
             else:
                 undo.callback(os.unlink, path)
                 locks = os.open(path + ".locks", os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o600)
                 undo.callback(os.unlink, path + ".locks")
             undo.callback(os.close, locks)
-            write_header(data, size)
+            files.write_header(data, size)
             undo.pop_all()
         return cls(data, locks, size, path, owned=True)
 
@@ -150,13 +138,13 @@ class Segment:
         try:
             if os.fstat(data).st_ino != handle.inode:
                 raise ValueError(f"{handle.data} is another file by now: the process that made the segment has gone")
-            if token_of(data) != handle.token:
+            if files.token_of(data) != handle.token:
                 raise ValueError(
                     f"{handle.data} holds another segment (its token differs): these ranks do not share memory"
                 )
             named = None if handle.data.startswith("/proc/") else handle.data
             if named is not None:
-                fcntl.flock(data, fcntl.LOCK_SH)
+                files.hold(data)
             locks = os.open(handle.locks, os.O_RDWR | os.O_CLOEXEC)
         except BaseException:
             os.close(data)
@@ -224,7 +212,7 @@ class Segment:
         """
         self._check_open()
         if length:
-            reserve(self._data, HEADER_BYTES + offset, length)
+            files.reserve(self._data, HEADER_BYTES + offset, length)
 
     def discard(self, offset: int = 0) -> None:
         """Zero the payload from `offset` on, in every process, and give its whole pages back to the system at once."""
@@ -234,28 +222,21 @@ class Segment:
         if hasattr(mmap, "MADV_REMOVE") and first_page < end:
             mapped.madvise(mmap.MADV_REMOVE, first_page, end - first_page)
             end = first_page
-        overwrite(self._data, start, end - start)
+        files.overwrite(self._data, start, end - start)
 
     def lock(self, byte: int, *, wait: bool = False) -> bool:
-        """Take the lock of one byte for this process (not for a thread of it); it is freed when the process ends.
-
-        Returns:
-            Whether the lock is held now; with `wait` it always is. 1.5 us.
+        """Take the lock of one byte for this process; whether it is held now. See `node.locks`.
 
         Raises:
             ValueError: the segment is closed.
         """
         self._check_open()
-        try:
-            fcntl.lockf(self._locks, fcntl.LOCK_EX if wait else fcntl.LOCK_EX | fcntl.LOCK_NB, 1, byte)
-        except (BlockingIOError, PermissionError):
-            return False
-        return True
+        return locks.take(self._locks, byte, wait=wait)
 
     def unlock(self, byte: int) -> None:
         """Give the lock of one byte back; `close` has done so already."""
         if not self.closed:
-            fcntl.lockf(self._locks, fcntl.LOCK_UN, 1, byte)
+            locks.give_back(self._locks, byte)
 
     def unlink(self) -> None:
         """Take the name away, if there is one: from then on the memory goes with the last process that uses it."""

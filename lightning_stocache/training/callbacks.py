@@ -24,7 +24,7 @@ from lightning_stocache.training.options import CacheOptions
 from lightning_stocache.training.sampling import replicas
 from lightning_stocache.training.tap import LoaderTap
 
-__all__ = ["CacheMonitor", "FillProgress", "StochasticCache"]
+__all__ = ["FillProgress", "StochasticCache"]
 
 
 class FillProgress(Callback):

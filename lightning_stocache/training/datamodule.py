@@ -1,8 +1,8 @@
-"""The first door: a DataModule around datasets, or a cache for a DataModule that the user already has.
+"""The first door: a DataModule around datasets. For a DataModule that the user already has, see `hooks`.
 
-`setup` (ours) or the first loader hook (the user's) opens the caches of a call, on every rank, with the process group
-up and no worker started. `teardown` closes them; after an exception Lightning calls `on_exception` instead. Between
-two Trainer calls nothing is open, unless `keep_cache=True`.
+`setup` opens the caches of a call, on every rank, with the process group up and no worker started. `teardown` closes
+them; after an exception Lightning calls `on_exception` instead. Between two Trainer calls nothing is open, unless
+`keep_cache=True`.
 """
 
 from __future__ import annotations
@@ -10,7 +10,7 @@ from __future__ import annotations
 import copy
 from collections.abc import Callable, Mapping, Sequence, Sized
 from functools import partial
-from typing import Any, Literal, TypeAlias, TypeVar, cast
+from typing import Any, Literal, TypeAlias, cast
 
 import torch
 from lightning.pytorch import LightningDataModule
@@ -22,16 +22,14 @@ from lightning_stocache.loading.dataset import CachedDataset, OnError
 from lightning_stocache.loading.loader import CachedLoader
 from lightning_stocache.loading.sampler import LocalitySampler, Mode
 from lightning_stocache.training.caches import CallCaches, Wanted
-from lightning_stocache.training.hooks import CachedHooks
 from lightning_stocache.training.options import STAGES, CacheOptions
 from lightning_stocache.training.position import Position
 from lightning_stocache.training.sampling import check_sampler, epochs_done, global_seed, locality_sampler, replicas
 from lightning_stocache.training.sources import Source, made
 
-__all__ = ["StocacheDataModule", "cache_datamodule"]
+__all__ = ["StocacheDataModule"]
 
 Transform: TypeAlias = Callable[[Any], Any]
-M = TypeVar("M", bound=LightningDataModule)
 
 _STAGES_OF_CALL = {"fit": ("train", "val"), "validate": ("val",), "test": ("test",), "predict": ("predict",)}
 
@@ -258,69 +256,3 @@ class StocacheDataModule(LightningDataModule):
         """Close all caches, kept ones too."""
         self.caches.close()
         self._datasets.clear()
-
-
-def cache_datamodule(
-    datamodule: M,
-    budget: int | float | str = "auto",
-    *,
-    stage_budgets: Mapping[str, int | float | str] | None = None,
-    allow_random: bool = False,
-    backend: BackendChoice = "auto",
-    on_error: OnError = "raise",
-    keep_cache: bool = False,
-    sampling: Mode = "locality",
-    name: str | None = None,
-    fingerprint: str = "",
-) -> M:
-    """Cache the loaders of a DataModule, and return the same object.
-
-    Its loader hooks give the same loaders with cached datasets; class, hyperparameters, checkpoints and all other hooks
-    stay what they are. A dataset should be made once, in `setup` or `__init__`: one that is made anew in every call of
-    a loader hook starts with an empty cache each time.
-
-    Args:
-        datamodule: the user's own.
-        budget: memory per node, shared by the datasets of a Trainer call by their size; see `CachedDataset`.
-        stage_budgets: a budget of its own for some stages, for instance {"val": "1GiB"} or {"test": 0}.
-        allow_random: cache a random dataset as it is, with its first draw frozen.
-        backend: where the memory lies, see `CachedDataset`.
-        on_error: "raise" or "disable" when the memory cannot be had.
-        keep_cache: keep the caches between Trainer calls of this process, until `datamodule.caches.close()`.
-        sampling: how a training set with the default sampler is dealt to several nodes, see `StocacheDataModule`.
-        name: under which the caches stay in memory when the job ends, so that the next one starts warm; that of the
-            n-th dataset of a stage is `<name>-<stage><n>`. See `CachedDataset`.
-        fingerprint: what else decides what the samples are (a size, a version, a path), see `CachedDataset`.
-
-    Raises:
-        TypeError: what is given is no LightningDataModule, or caches already.
-        ValueError: an option that cannot be read.
-
-    Example:
-        >>> class Numbers(LightningDataModule):
-        ...     def __init__(self):
-        ...         super().__init__()
-        ...         self.numbers = [torch.tensor(i) for i in range(6)]
-        ...
-        ...     def train_dataloader(self):
-        ...         return DataLoader(self.numbers, batch_size=3)
-        >>> dm = cache_datamodule(Numbers(), budget="1MiB")
-        >>> [batch.tolist() for batch in dm.train_dataloader()]
-        [[0, 1, 2], [3, 4, 5]]
-        >>> dm.teardown("fit")
-    """
-    if not any(kind.__name__ == "LightningDataModule" for kind in type(datamodule).__mro__):  # of either package
-        raise TypeError(f"datamodule must be a LightningDataModule, got {type(datamodule).__name__}")
-    if isinstance(getattr(datamodule, "caches", None), CallCaches):
-        raise TypeError(f"datamodule must not be cached yet, got a {type(datamodule).__name__} that is")
-    options = CacheOptions(
-        budget, stage_budgets, allow_random, backend, on_error, keep_cache, sampling, name, fingerprint
-    )
-    caches = CallCaches(options)
-    datamodule.caches = caches  # type: ignore[attr-defined]
-    CachedHooks(datamodule, caches).install()
-    return datamodule
-
-
-# LightningCLI takes this in place of a class, if it finds a class here and not a type variable.
-cache_datamodule.__annotations__.update({"datamodule": LightningDataModule, "return": LightningDataModule})

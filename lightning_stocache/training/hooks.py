@@ -1,4 +1,4 @@
-"""The loader hooks of a user's DataModule, with cached datasets.
+"""The first door for a DataModule that the user already has: its own loader hooks, with cached datasets.
 
 The hooks are replaced on the object, not on its class, so that the object stays what it is. Each becomes a partial of a
 function of this module: such a thing can be pickled (ddp_spawn), and Lightning looks through it when it asks whether a
@@ -8,18 +8,90 @@ hook is overridden. Loader hooks that the user does not define stay undefined. `
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from functools import partial
-from typing import Any
+from typing import Any, TypeVar
 
+from lightning.pytorch import LightningDataModule
+
+from lightning_stocache.loading.allocation import BackendChoice
+from lightning_stocache.loading.dataset import OnError
+from lightning_stocache.loading.sampler import Mode
 from lightning_stocache.training.caches import CallCaches
-from lightning_stocache.training.options import STAGES
+from lightning_stocache.training.options import STAGES, CacheOptions
 from lightning_stocache.training.sampling import replicas
 from lightning_stocache.training.tap import LoaderTap
 
-__all__ = ["CachedHooks"]
+__all__ = ["CachedHooks", "cache_datamodule"]
 
+M = TypeVar("M", bound=LightningDataModule)
 _LOADERS = tuple(f"{stage}_dataloader" for stage in STAGES)
+
+
+def cache_datamodule(
+    datamodule: M,
+    budget: int | float | str = "auto",
+    *,
+    stage_budgets: Mapping[str, int | float | str] | None = None,
+    allow_random: bool = False,
+    backend: BackendChoice = "auto",
+    on_error: OnError = "raise",
+    keep_cache: bool = False,
+    sampling: Mode = "locality",
+    name: str | None = None,
+    fingerprint: str = "",
+) -> M:
+    """Cache the loaders of a DataModule, and return the same object.
+
+    Its loader hooks give the same loaders with cached datasets; class, hyperparameters, checkpoints and all other hooks
+    stay what they are. A dataset should be made once, in `setup` or `__init__`: one that is made anew in every call of
+    a loader hook starts with an empty cache each time.
+
+    Args:
+        datamodule: the user's own.
+        budget: memory per node, shared by the datasets of a Trainer call by their size; see `CachedDataset`.
+        stage_budgets: a budget of its own for some stages, for instance {"val": "1GiB"} or {"test": 0}.
+        allow_random: cache a random dataset as it is, with its first draw frozen.
+        backend: where the memory lies, see `CachedDataset`.
+        on_error: "raise" or "disable" when the memory cannot be had.
+        keep_cache: keep the caches between Trainer calls of this process, until `datamodule.caches.close()`.
+        sampling: how a training set with the default sampler is dealt to several nodes, see `StocacheDataModule`.
+        name: under which the caches stay in memory when the job ends, so that the next one starts warm; that of the
+            n-th dataset of a stage is `<name>-<stage><n>`. See `CachedDataset`.
+        fingerprint: what else decides what the samples are (a size, a version, a path), see `CachedDataset`.
+
+    Raises:
+        TypeError: what is given is no LightningDataModule, or caches already.
+        ValueError: an option that cannot be read.
+
+    Example:
+        >>> class Numbers(LightningDataModule):
+        ...     def __init__(self):
+        ...         super().__init__()
+        ...         self.numbers = [torch.tensor(i) for i in range(6)]
+        ...
+        ...     def train_dataloader(self):
+        ...         return DataLoader(self.numbers, batch_size=3)
+        >>> dm = cache_datamodule(Numbers(), budget="1MiB")
+        >>> [batch.tolist() for batch in dm.train_dataloader()]
+        [[0, 1, 2], [3, 4, 5]]
+        >>> dm.teardown("fit")
+    """
+    if not any(kind.__name__ == "LightningDataModule" for kind in type(datamodule).__mro__):  # of either package
+        raise TypeError(f"datamodule must be a LightningDataModule, got {type(datamodule).__name__}")
+    if isinstance(getattr(datamodule, "caches", None), CallCaches):
+        raise TypeError(f"datamodule must not be cached yet, got a {type(datamodule).__name__} that is")
+    options = CacheOptions(
+        budget, stage_budgets, allow_random, backend, on_error, keep_cache, sampling, name, fingerprint
+    )
+    caches = CallCaches(options)
+    datamodule.caches = caches  # type: ignore[attr-defined]
+    CachedHooks(datamodule, caches).install()
+    return datamodule
+
+
+# LightningCLI takes this in place of a class, if it finds a class here and not a type variable.
+cache_datamodule.__annotations__.update({"datamodule": LightningDataModule, "return": LightningDataModule})
 
 
 class CachedHooks:

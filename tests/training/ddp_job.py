@@ -20,7 +20,8 @@ import torch.distributed as dist
 from lightning.pytorch import Callback, LightningDataModule
 
 from lightning_stocache.training.callbacks import StochasticCache
-from lightning_stocache.training.datamodule import StocacheDataModule, cache_datamodule
+from lightning_stocache.training.datamodule import StocacheDataModule
+from lightning_stocache.training.hooks import cache_datamodule
 from lightning_stocache.training.loaders import cached_datasets
 from lightning_stocache.training.monitor import CacheMonitor
 from tests.training.tiny import Model, make_trainer, plain_loader, source

@@ -13,8 +13,10 @@ import pytest
 from lightning.pytorch import LightningDataModule
 
 from lightning_stocache.node.segment import Segment
-from lightning_stocache.training.callbacks import CacheMonitor, StochasticCache
-from lightning_stocache.training.datamodule import StocacheDataModule, cache_datamodule
+from lightning_stocache.training.callbacks import StochasticCache
+from lightning_stocache.training.datamodule import StocacheDataModule
+from lightning_stocache.training.hooks import cache_datamodule
+from lightning_stocache.training.monitor import CacheMonitor
 from tests.sources import CountedSource
 from tests.training.tiny import SAMPLES, Model, logged, make_trainer, plain_loader, source
 

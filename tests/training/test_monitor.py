@@ -15,8 +15,10 @@ from lightning.pytorch.loggers import CSVLogger, TensorBoardLogger
 from torch.utils.data import Dataset
 
 from lightning_stocache.loading.dataset import CachedDataset
-from lightning_stocache.training.callbacks import CacheMonitor, StochasticCache
-from lightning_stocache.training.datamodule import StocacheDataModule, cache_datamodule
+from lightning_stocache.training.callbacks import StochasticCache
+from lightning_stocache.training.datamodule import StocacheDataModule
+from lightning_stocache.training.hooks import cache_datamodule
+from lightning_stocache.training.monitor import CacheMonitor
 from tests.training.tiny import SAMPLES, Model, logged, make_trainer, plain_loader, source
 
 SLOT = 3 * 8 * 8 + 8 + 1

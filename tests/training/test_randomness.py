@@ -12,8 +12,10 @@ from lightning.pytorch import LightningDataModule, seed_everything
 from torch.utils.data import random_split
 from torchvision.transforms import v2
 
-from lightning_stocache.training.callbacks import CacheMonitor, FillProgress, StochasticCache
-from lightning_stocache.training.datamodule import StocacheDataModule, cache_datamodule
+from lightning_stocache.training.callbacks import FillProgress, StochasticCache
+from lightning_stocache.training.datamodule import StocacheDataModule
+from lightning_stocache.training.hooks import cache_datamodule
+from lightning_stocache.training.monitor import CacheMonitor
 from tests.sources import CountedSource
 from tests.training.tiny import Model, announced, make_trainer, plain_loader, source
 

@@ -1,0 +1,124 @@
+"""How a slot is filled, by whoever has loaded the sample.
+
+    claim the slot -> look again -> reserve its memory -> store -> fence -> READY -> give the claim up
+
+Who does not get the claim serves its sample unstored; a writer that is killed leaves the slot EMPTY and claimable.
+READY is set after the bytes are there and is never taken back, but by `clear` and an explicit overwrite; then readers
+are the caller's business. Where the kernel has no memory left the slot stays EMPTY, with one warning per node.
+"""
+
+from __future__ import annotations
+
+import errno
+import logging
+import time
+from collections.abc import Sequence
+from typing import Protocol
+
+import torch
+
+from lightning_stocache.cache.claims import Claims
+from lightning_stocache.cache.slots import EMPTY, READY
+from lightning_stocache.node.fence import fence
+from lightning_stocache.node.files import memory_directory
+from lightning_stocache.node.segment import Segment
+
+__all__ = ["Filling", "Slots"]
+
+log = logging.getLogger(__name__)
+
+_RETRY_SECONDS = 10.0  # after "no space left": it seldom comes back at once, and each try is a system call
+
+
+class Slots(Protocol):
+    """What a cache needs to know about the place where samples lie."""
+
+    count: int
+    states: torch.Tensor
+    """EMPTY or READY, uint8 `[count]`, live."""
+    state_bytes: memoryview
+    """The same, for single looks."""
+
+    def reserve(self, slot: int) -> None:
+        """Have the kernel promise a slot's memory, or raise OSError (ENOSPC)."""
+
+    def write(self, slot: int, rows: Sequence[torch.Tensor]) -> None:
+        """Copy one sample in, uint8 `[nbytes]` per field."""
+
+    def read(self, slot: int) -> list[torch.Tensor]:
+        """Copy one sample out, uint8 `[nbytes]` per field."""
+
+    def gather(self, slots: torch.Tensor, into: Sequence[torch.Tensor] | None = None) -> list[torch.Tensor]:
+        """Copy many samples out, uint8 `[samples, nbytes]` per field."""
+
+    def table(self, field: int) -> torch.Tensor:
+        """The live array of one field, as bytes."""
+
+    def clear(self) -> None:
+        """Empty all slots and give their memory back."""
+
+    def close(self) -> None:
+        """Drop all views."""
+
+
+class Filling:
+    """Fills the slots of a segment.
+
+    Args:
+        segment: where the locks are.
+        slots: where the samples go.
+    """
+
+    def __init__(self, segment: Segment, slots: Slots) -> None:
+        self._segment, self._slots = segment, slots
+        self._claims = Claims(segment)
+        self._retry_at = 0.0
+
+    def fill(self, slot: int, rows: Sequence[torch.Tensor]) -> bool:
+        """Store a sample's rows if the slot is empty and nobody else is filling it; whether this call has."""
+        if self._slots.state_bytes[slot] == READY:
+            return False
+        with self._claims.trying(slot) as claimed:
+            return claimed and self._slots.state_bytes[slot] != READY and self._publish(slot, rows)
+
+    def put(self, slot: int, rows: Sequence[torch.Tensor], *, overwrite: bool) -> bool:
+        """Store a sample's rows as soon as nobody else is filling the slot.
+
+        Returns:
+            False if the slot holds other bytes and is not to be overwritten.
+        """
+        with self._claims.waiting(slot):
+            if self._slots.state_bytes[slot] != READY:
+                self._publish(slot, rows)
+            elif not all(map(torch.equal, self._slots.read(slot), rows)):
+                if not overwrite:
+                    return False
+                self._slots.state_bytes[slot] = EMPTY
+                fence()
+                self._store(slot, rows)  # its memory is reserved
+        return True
+
+    def _publish(self, slot: int, rows: Sequence[torch.Tensor]) -> bool:
+        if time.monotonic() < self._retry_at:
+            return False
+        try:
+            self._slots.reserve(slot)
+        except OSError as error:
+            if error.errno != errno.ENOSPC:
+                raise
+            # The lock behind those of the slots is kept until this process ends: one warning per node.
+            if not self._retry_at and self._segment.lock(self._slots.count):
+                log.warning(
+                    "the cache stops at %d of %d samples: no space left in %s. The others are loaded every time; "
+                    "lower the budget, or enlarge the filesystem (Docker: --shm-size)",
+                    *(int(self._slots.states.count_nonzero()), self._slots.count, memory_directory()),
+                )
+            self._retry_at = time.monotonic() + _RETRY_SECONDS
+            return False
+        self._store(slot, rows)
+        return True
+
+    def _store(self, slot: int, rows: Sequence[torch.Tensor]) -> None:
+        self._slots.write(slot, rows)
+        fence()
+        self._slots.state_bytes[slot] = READY
