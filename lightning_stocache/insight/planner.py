@@ -132,7 +132,7 @@ class Planner:
         safe = min(self.job.safe_bytes / self.pot_bytes, 1.0) if self.pot_bytes else 0.0
         share = self.enough(safe)
         percent = math.ceil(round(100 * share, 3))
-        whole = percent >= math.floor(100 * safe)  # nothing less does: what is free when the job starts is then taken
+        whole = share > 0.95 * safe  # that near, what is free when the job starts may as well be taken
         budget = "0" if percent == 0 else "auto" if whole else f"{percent}%"
         shares = {*_SHARES, *([safe] if self.pot_bytes else []), *([] if whole else [percent / 100])}
         rows = tuple(self.row(one) for one in sorted(shares))
@@ -244,7 +244,7 @@ class Planner:
             told.append(f"This node has room for {100 * safe:.1f} % of it: see python -m lightning_stocache doctor.")
         if share == 0:
             told.append("No budget gains anything: training waits for its steps, not for data.")
-        elif share < safe:
+        elif share <= 0.95 * safe:
             why = ": training then waits for its steps" if self.step is not None else ""
             told.append(f"Beyond {100 * share:.0f} % of the dataset nothing is gained{why}.")
         return told
