@@ -90,7 +90,7 @@ class GatheredEpoch:
 
     def __next__(self) -> Any:
         """The next batch."""
-        if not self._with_workers:
+        if not self._with_workers and self._finalizer.alive:
             while len(self._plans) < (2 if self._schedule.ahead_unseen else 1) and self._draw():
                 pass
         if not self._plans:
