@@ -285,7 +285,7 @@ def test_a_store_that_fails_leaves_the_slot_empty(cache: SharedCache, monkeypatc
 
 
 def hold_claim(cache: SharedCache, ready: str) -> None:
-    with cache._claims.trying(cache.arc.slot(5)):
+    with cache._filling._claims.trying(cache.arc.slot(5)):
         Path(ready).touch()
         time.sleep(60)
 
@@ -336,7 +336,7 @@ def fill_without_room() -> dict[str, Any]:
     seen["lines"] = list(log.lines)
     os.unlink("/dev/shm/other")
     seen["before the next try"] = cache.fill(98, sample(98))
-    cache._retry_at = 1.0
+    cache._filling._retry_at = 1.0
     seen["with room again"] = cache.fill(98, sample(98)), int(cache.get(98).max())  # type: ignore[union-attr]
     cache.close()
     return seen
@@ -358,7 +358,7 @@ def test_without_room_the_cache_stops_growing_and_goes_on() -> None:
 
 
 def warn_elsewhere(cache: SharedCache) -> list[str]:
-    log, cache._retry_at = Log(), 0.0  # as in a process that has not tried yet
+    log, cache._filling._retry_at = Log(), 0.0  # as in a process that has not tried yet
     cache.fill(3, torch.ones(MIB, dtype=torch.uint8))
     return log.lines
 
@@ -382,7 +382,7 @@ def look_without_room(create_before: bool) -> tuple[Any, ...]:
     fills = [cache.fill(index, torch.ones(MIB, dtype=torch.uint8)) for index in (0, 50_000, 99_999)]
     looks = cache.get(70_000), cache.filled, int(cache.ready_slots(torch.arange(100_000)).max())
     elsewhere = call(warn_elsewhere, cache)
-    cache._retry_at = 1.0  # long ago
+    cache._filling._retry_at = 1.0  # long ago
     cache.fill(3, torch.ones(MIB, dtype=torch.uint8))
     try:
         cache[5]
