@@ -37,8 +37,9 @@ from typing import Any
 
 import torch
 
-from lightning_stocache.node import files, locks
+import lightning_stocache.node.files as files
 from lightning_stocache.node.files import HEADER_BYTES, Backend
+from lightning_stocache.node.locks import give_back, take
 
 __all__ = ["Segment", "SegmentHandle"]
 
@@ -231,12 +232,12 @@ class Segment:
             ValueError: the segment is closed.
         """
         self._check_open()
-        return locks.take(self._locks, byte, wait=wait)
+        return take(self._locks, byte, wait=wait)
 
     def unlock(self, byte: int) -> None:
         """Give the lock of one byte back; `close` has done so already."""
         if not self.closed:
-            locks.give_back(self._locks, byte)
+            give_back(self._locks, byte)
 
     def unlink(self) -> None:
         """Take the name away, if there is one: from then on the memory goes with the last process that uses it."""

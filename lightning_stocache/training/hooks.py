@@ -65,6 +65,8 @@ def cache_datamodule(
         ValueError: an option that cannot be read.
 
     Example:
+        >>> import torch
+        >>> from torch.utils.data import DataLoader
         >>> class Numbers(LightningDataModule):
         ...     def __init__(self):
         ...         super().__init__()
