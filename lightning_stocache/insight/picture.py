@@ -1,14 +1,12 @@
-"""Panels as a PNG, with matplotlib: for a README, a paper or a chat, where a page cannot go.
-
-No pyplot, so no window, no global state and no display is needed. A name with a dollar sign is not a formula.
-"""
+"""Panels as a PNG, with matplotlib: for a README, a paper or a chat, where a page cannot go."""
 
 from __future__ import annotations
 
 from collections.abc import Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
+from lightning_stocache.insight.canvas import COLOURS, DIM, RULE, canvas
 from lightning_stocache.insight.chart import scale, spread
 from lightning_stocache.insight.panels import Lines, Meters, Panel, Stacks, Unit, panels, write
 from lightning_stocache.insight.runs import Run
@@ -18,9 +16,7 @@ if TYPE_CHECKING:
 
 __all__ = ["save"]
 
-_INK, _DIM, _RULE = "#1b2330", "#667085", "#e4e7ec"
 _PARTS = ("#0072b2", "#e08a00")
-_COLOURS = ("#0072b2", "#c2500a", "#00795c", "#a34677", "#8a6a00", "#2c86c7", "#59616e", "#7a4fc9")
 _MARKS = "osD^"
 _STYLES = {"solid": ("-", 2.2), "dashed": ("--", 1.4), "dotted": (":", 1.8), "thin": ("-", 1.0)}
 
@@ -32,31 +28,20 @@ def save(runs: Sequence[Run], path: Path) -> None:
         ModuleNotFoundError: matplotlib is not installed; the message says how to have it.
         OSError: The file cannot be written.
     """
-    try:
-        import matplotlib
-        from matplotlib.figure import Figure
-        from matplotlib.layout_engine import ConstrainedLayoutEngine
-    except ModuleNotFoundError as error:
-        raise ModuleNotFoundError(
-            'a PNG needs matplotlib, which is not installed: pip install "lightning-stocache[report]"'
-        ) from error
-    style: Any = {"font.family": "sans-serif", "font.size": 9, "text.parse_math": False, "text.color": _INK}
-    with matplotlib.rc_context(style):
-        figure = Figure(figsize=(12, 10.5), layout=ConstrainedLayoutEngine(w_pad=0.15, h_pad=0.18))
+    with canvas(path, 12, 10.5, gap=0.18) as figure:
         for axes, panel in zip(figure.subplots(3, 2).flat, panels(runs), strict=True):
             axes.set_title(
                 panel.title, loc="left", fontweight="bold", fontsize=11, pad=30 if isinstance(panel, Stacks) else 14
             )
-            axes.tick_params(length=0, colors=_DIM)
+            axes.tick_params(length=0, colors=DIM)
             axes.spines[:].set_visible(False)
             _draw(axes, panel)
-        figure.savefig(path, format="png", dpi=120)
 
 
 def _draw(axes: Axes, panel: Panel) -> None:
     if panel.empty:
         axes.set_axis_off()
-        axes.text(0.5, 0.5, panel.empty, transform=axes.transAxes, ha="center", color=_DIM)
+        axes.text(0.5, 0.5, panel.empty, transform=axes.transAxes, ha="center", color=DIM)
     elif isinstance(panel, Lines):
         _lines(axes, panel)
     elif isinstance(panel, Stacks):
@@ -69,7 +54,7 @@ def _ticks(axes: Axes, top: float, unit: Unit) -> float:
     ticks = scale(top, unit)
     axes.set_yticks(ticks, [write(tick, unit) for tick in ticks])
     axes.set_ylim(0, ticks[-1] * 1.04)
-    axes.grid(axis="y", color=_RULE)
+    axes.grid(axis="y", color=RULE)
     axes.set_axisbelow(True)
     return ticks[-1]
 
@@ -81,16 +66,16 @@ def _lines(axes: Axes, panel: Lines) -> None:
         few = len(one.points) <= 20
         mark = _MARKS[one.colour % len(_MARKS)] if few and (one.style == "solid" or len(one.points) == 1) else ""
         xs, ys = zip(*one.points, strict=True)
-        colour = _COLOURS[one.colour % len(_COLOURS)]
+        colour = COLOURS[one.colour % len(COLOURS)]
         axes.plot(xs, ys, line, marker=mark, linewidth=width, markersize=4, color=colour, clip_on=False)
     named = [one for one in panel.series if one.label or one.style == "solid"]
     depths = spread([-min(one.points[-1][1], top) for one in named], 0.075 * top, -top, 0)
     for one, depth in zip(named, depths, strict=True):
         told = f"{write(one.points[-1][1], panel.unit)} {one.label}".strip()
         place = axes.get_yaxis_transform()
-        colour = _COLOURS[one.colour % len(_COLOURS)]
+        colour = COLOURS[one.colour % len(COLOURS)]
         axes.text(1.01, -depth, told, transform=place, va="center", color=colour, fontweight="bold")
-    axes.set_xlabel(panel.x, color=_DIM)
+    axes.set_xlabel(panel.x, color=DIM)
     axes.locator_params(axis="x", integer=True)
 
 
@@ -115,7 +100,7 @@ def _stacks(axes: Axes, panel: Stacks) -> None:
         axes.text(left + (len(stack.bars) - 1) / 2, 1.06 * top, stack.label, ha="center", va="bottom")
         left += len(stack.bars) + 1
     axes.set_xticks(places, labels)
-    axes.set_xlabel("epoch", color=_DIM)
+    axes.set_xlabel("epoch", color=DIM)
     keys = [Patch(color=colour, label=part) for part, colour in zip(panel.parts, _PARTS, strict=True)]
     axes.legend(handles=keys, loc="upper left", bbox_to_anchor=(1.0, 1.0), frameon=False, handlelength=0.8)
 
@@ -125,8 +110,8 @@ def _meters(axes: Axes, panel: Meters) -> None:
     axes.set_xticks([])
     most = max([max(row.used, row.granted) for row in panel.rows] + [1.0])
     for index, row in enumerate(panel.rows):
-        axes.barh(-index, row.granted, height=0.4, color=_RULE)
-        axes.barh(-index, row.used, height=0.4, color=_COLOURS[row.colour % len(_COLOURS)])
+        axes.barh(-index, row.granted, height=0.4, color=RULE)
+        axes.barh(-index, row.used, height=0.4, color=COLOURS[row.colour % len(COLOURS)])
         told = write(row.used, "bytes") + (f" of {write(row.granted, 'bytes')}" if row.granted else "")
         axes.text(0, 0.25 - index, row.label, va="bottom")
         axes.text(most, 0.25 - index, told, va="bottom", ha="right", fontweight="bold")

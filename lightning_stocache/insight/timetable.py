@@ -6,13 +6,14 @@ from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
+from lightning_stocache.insight.canvas import COLOURS, DIM, RULE, canvas
 from lightning_stocache.insight.panels import write
 from lightning_stocache.insight.planner import Plan, Row
 from lightning_stocache.node.budget import format_bytes
 
 __all__ = ["as_json", "as_text", "save"]
 
-_INK, _DIM, _RULE, _BLUE, _ORANGE, _GREEN = "#1b2330", "#667085", "#e4e7ec", "#0072b2", "#c2500a", "#00795c"
+_BLUE, _ORANGE, _GREEN = COLOURS[:3]
 
 
 def as_text(plan: Plan) -> str:
@@ -61,26 +62,16 @@ def save(plan: Plan, path: Path) -> None:
         ModuleNotFoundError: matplotlib is not installed; the message says how to have it.
         OSError: the file cannot be written.
     """
-    try:
-        import matplotlib
-        from matplotlib.figure import Figure
-        from matplotlib.layout_engine import ConstrainedLayoutEngine
-    except ModuleNotFoundError as error:
-        raise ModuleNotFoundError(
-            'a PNG needs matplotlib, which is not installed: pip install "lightning-stocache[report]"'
-        ) from error
-    style: Any = {"font.family": "sans-serif", "font.size": 9, "text.parse_math": False, "text.color": _INK}
-    with matplotlib.rc_context(style):
-        figure = Figure(figsize=(7.5, 4.5), layout=ConstrainedLayoutEngine(w_pad=0.15, h_pad=0.15))
+    with canvas(path, 7.5, 4.5) as figure:
         axes = figure.subplots()
         gib = [row.budget_bytes / 2**30 for row in plan.rows]
-        axes.plot(gib, [row.first_epoch for row in plan.rows], "--", color=_DIM, label="epoch one, loader alone")
+        axes.plot(gib, [row.first_epoch for row in plan.rows], "--", color=DIM, label="epoch one, loader alone")
         axes.plot(gib, [row.later_epoch for row in plan.rows], "-o", color=_BLUE, label="later epochs, loader alone")
         if plan.step:
             trained = [row.later_training or 0.0 for row in plan.rows]
             axes.plot(gib, trained, "-s", color=_ORANGE, label="later epochs, with the step")
         if plan.costs.spec is not None and plan.job.safe_bytes < plan.rows[-1].budget_bytes:
-            axes.axvspan(plan.job.safe_bytes / 2**30, gib[-1], color=_RULE, label="more than is safely free")
+            axes.axvspan(plan.job.safe_bytes / 2**30, gib[-1], color=RULE, label="more than is safely free")
         taken = next((row for row in plan.rows if row.budget == plan.budget), None)
         if taken is not None:
             axes.axvline(taken.budget_bytes / 2**30, color=_GREEN, linewidth=1.2, label=f"cache.budget={plan.budget}")
@@ -88,11 +79,10 @@ def save(plan: Plan, path: Path) -> None:
         axes.set_xlabel("budget per node, GiB")
         axes.set_ylabel("seconds per epoch")
         axes.set_title("What a budget would give", loc="left", fontweight="bold")
-        axes.grid(color=_RULE)
+        axes.grid(color=RULE)
         axes.set_axisbelow(True)
         axes.spines[:].set_visible(False)
         axes.legend(frameon=False)
-        figure.savefig(path, format="png", dpi=120)
 
 
 def _cells(row: Row, plan: Plan) -> list[str]:
