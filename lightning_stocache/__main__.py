@@ -107,13 +107,18 @@ def _planned(arguments: argparse.Namespace, folder: str) -> Plan:
         mode=data.mode,
         nodes=nodes,
         ranks=ranks,
-        epochs=min(max(trainer.get("max_epochs") or 0, 0) or 10, 1000),
+        epochs=_epochs(trainer.get("max_epochs")),
     )
     if config.get("model") is None:
         return Planner(job, costs).plan()
     base = {"_target_": "lightning.pytorch.Trainer"}
     rehearsing = instantiate(OmegaConf.merge(base, trainer, ARGUMENTS, {"default_root_dir": folder}))
     return Planner(job, costs, step(rehearsing, instantiate(config.model), datamodule, data.batch())).plan()
+
+
+def _epochs(max_epochs: int | None) -> int:
+    """The epochs to plan for: those of the Trainer, up to a thousand; ten where it has no number (None, 0, -1)."""
+    return min(max_epochs, 1000) if max_epochs and max_epochs > 0 else 10
 
 
 def _composed(arguments: argparse.Namespace, folder: str) -> Any:

@@ -5,14 +5,12 @@ writer takes it once; several runs with the same layout share their charts. Tens
 so each pattern ends with `$`: without it `hit_rate` would bring `hit_rate_expected` along wherever it stands.
 
 TensorBoard cannot fix an axis, so a rate is drawn beside its ceiling, and it smooths by 0.6, by which a hit rate of
-0.70 in epoch two reads 0.43: `ADDRESS` is the tab without smoothing, to be printed for the user.
+0.70 in epoch two reads 0.43: `/#custom_scalars&_smoothingWeight=0` is the address of the tab without smoothing.
 """
 
 from __future__ import annotations
 
-__all__ = ["ADDRESS", "LAYOUT"]
-
-ADDRESS = "/#custom_scalars&_smoothingWeight=0"
+__all__ = ["LAYOUT"]
 
 
 def _chart(*metrics: str, stage: str = "") -> list[str | list[str]]:

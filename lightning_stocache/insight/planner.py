@@ -74,7 +74,8 @@ class Plan:
         costs: what it is made from.
         step: the training step, if there is a model.
         rows: by rising budget, uncached first.
-        advice: the budget to write into the config, and for `num_workers`.
+        budget: what to write into the config as `cache.budget`.
+        num_workers: what to write there for each rank's loader.
         sentences: what follows, for people.
     """
 

@@ -136,7 +136,7 @@ class _Trial:
         begin, cpu = time.perf_counter(), time.process_time()
         for index in indices[: len(samples)]:
             self.source[index]
-        repeated, cpu = ((now - then) / len(samples) for now, then in _since(begin, cpu))
+        repeated, cpu = (time.perf_counter() - begin) / len(samples), (time.process_time() - cpu) / len(samples)
         fetched = None if disk is None or disk_after is None else (disk_after - disk) / len(samples)
         return Reads(first, repeated, cpu, fetched), samples
 
@@ -229,10 +229,6 @@ class _Both:
 
     def __call__(self, sample: Any) -> Any:
         return self.transform(self.tail(sample))
-
-
-def _since(begin: float, cpu: float) -> tuple[tuple[float, float], tuple[float, float]]:
-    return (time.perf_counter(), begin), (time.process_time(), cpu)
 
 
 def _from_disk() -> int | None:
