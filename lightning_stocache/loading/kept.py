@@ -67,11 +67,17 @@ class Kept:
         while self.abandoned:
             self.windows.give_back(self.abandoned.pop())
 
-    def end_epoch(self, ahead: Ahead, windows: deque[int | None]) -> None:
-        """Stop the thread, and the workers too unless they are persistent and may still have something to load."""
+    def end_epoch(self, ahead: Ahead | None, windows: deque[int | None]) -> None:
+        """Stop the workers, unless they are persistent and may still have something to load.
+
+        Args:
+            ahead: the epoch's thread, which is stopped too.
+            windows: those of the epoch's errands, which nobody will ask for any more.
+        """
         if os.getpid() != self._pid:
             return  # the copy of an iterator that a worker inherited ends nothing
-        ahead.stop()
+        if ahead is not None:
+            ahead.stop()
         self.abandoned.extend(windows)
         windows.clear()
         if not self.persistent or (self.way == "main" and self.full):

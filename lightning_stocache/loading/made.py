@@ -15,7 +15,6 @@ import torch
 from torch.utils.data import DataLoader
 from torch.utils.data._utils import pin_memory as pinning
 
-from lightning_stocache.loading.ahead import Ahead
 from lightning_stocache.loading.crew import Crew
 from lightning_stocache.loading.kept import Kept
 from lightning_stocache.loading.schedule import Schedule
@@ -36,7 +35,7 @@ class MadeEpoch:
     def __init__(self, loader: DataLoader[Any], schedule: Schedule, kept: Kept) -> None:
         self._schedule, self._kept, self._batches = schedule, kept, loader.batch_sampler
         self._windows: deque[int | None] = deque()  # of the errands under way
-        self._finalizer = weakref.finalize(self, kept.end_epoch, Ahead(), self._windows)
+        self._finalizer = weakref.finalize(self, kept.end_epoch, None, self._windows)
         kept.begin_epoch()
         if kept.crew is None:
             kept.crew = Crew(loader, WindowClerk(), schedule.seed_state)
