@@ -25,6 +25,7 @@ __all__ = ["NO_SLOT", "Arc", "Ring"]
 NO_SLOT = -1
 _GOLDEN = (math.sqrt(5) - 1) / 2
 _CANDIDATES = 64
+_REACH = 150  # numbers looked at on either side, to find that many that are coprime to N
 
 
 @dataclass(frozen=True)
@@ -119,7 +120,7 @@ def _even_step(size: int) -> int:
     stretch; the best of 64 takes 4.
     """
     golden = round(size * _GOLDEN)
-    near = [step for step in range(max(golden - 150, 1), min(golden + 150, size)) if math.gcd(step, size) == 1]
+    near = [step for step in range(max(golden - _REACH, 1), min(golden + _REACH, size)) if math.gcd(step, size) == 1]
     near = sorted(near, key=lambda step: abs(step - golden))[:_CANDIDATES]
     return min(near, key=lambda step: _largest_quotient(step, size), default=1)
 

@@ -21,7 +21,7 @@ from __future__ import annotations
 
 import weakref
 from collections.abc import Iterable
-from typing import Any, Literal, Protocol
+from typing import Any, Literal, Protocol, get_args
 
 from torch.utils.data import DataLoader, Dataset, Sampler, default_collate
 
@@ -81,7 +81,7 @@ class CachedLoader(DataLoader[Any]):
         gather: Gather = "auto",
         **arguments: Any,
     ) -> None:
-        if gather not in ("auto", "main", "worker"):
+        if gather not in get_args(Gather):
             raise ValueError(f"gather must be 'auto', 'main' or 'worker', got {gather!r}")
         if gather == "worker" and num_workers == 0:
             raise ValueError("gather='worker' needs num_workers > 0")

@@ -26,7 +26,7 @@ from lightning_stocache.node.segment import Segment
 
 __all__ = ["FingerprintError", "fingerprint", "join_cache", "join_caches", "open_cache", "rings_as_they_are"]
 
-_LONGEST = 800  # characters per entry: four of them and the geometry fit in the header
+_LONGEST = 400  # characters that are kept of an entry: the three of them and the geometry fit in the header
 
 
 class FingerprintError(ValueError):
@@ -148,6 +148,6 @@ def _identity(source: Dataset[Any]) -> str:
 
 
 def _short(text: str) -> str:
-    if len(text) <= _LONGEST // 2:
+    if len(text) <= _LONGEST:
         return text
-    return f"{text[: _LONGEST // 2]}... sha256 {hashlib.sha256(text.encode()).hexdigest()}"
+    return f"{text[:_LONGEST]}... sha256 {hashlib.sha256(text.encode()).hexdigest()}"

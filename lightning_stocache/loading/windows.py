@@ -33,7 +33,7 @@ from lightning_stocache.node.segment import Segment, SegmentHandle
 
 __all__ = ["Place", "WindowClerk", "Windows"]
 
-_ALIGNMENT = 64
+_ALIGNMENT = 64  # bytes, for the reason that `slots` gives
 
 
 class Place(NamedTuple):

@@ -15,7 +15,6 @@ from lightning_stocache.node.named import check_name
 __all__ = ["STAGES", "CacheOptions"]
 
 STAGES = ("train", "val", "test", "predict")
-_BACKENDS = ("auto", "tmpfile", "memfd", "file")
 
 
 @dataclass(frozen=True)
@@ -53,9 +52,9 @@ class CacheOptions:
         own = dict(self.stage_budgets or {})
         if unknown := set(own) - set(STAGES):
             raise ValueError(f"stage_budgets may name {', '.join(STAGES)}; got {', '.join(map(str, sorted(unknown)))}")
-        if self.backend not in _BACKENDS:
-            raise ValueError(f"backend must be one of {', '.join(_BACKENDS)}, got {self.backend!r}")
-        if self.on_error not in ("raise", "disable"):
+        if self.backend not in get_args(BackendChoice):
+            raise ValueError(f"backend must be one of {', '.join(get_args(BackendChoice))}, got {self.backend!r}")
+        if self.on_error not in get_args(OnError):
             raise ValueError(f"on_error must be 'raise' or 'disable', got {self.on_error!r}")
         if self.sampling not in get_args(Mode):
             raise ValueError(f"sampling must be one of {', '.join(get_args(Mode))}, got {self.sampling!r}")
