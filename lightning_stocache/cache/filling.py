@@ -111,7 +111,9 @@ class Filling:
                 log.warning(
                     "the cache stops at %d of %d samples: no space left in %s. The others are loaded every time; "
                     "lower the budget, or enlarge the filesystem (Docker: --shm-size)",
-                    *(int(self._slots.states.count_nonzero()), self._slots.count, memory_directory()),
+                    int(self._slots.states.count_nonzero()),
+                    self._slots.count,
+                    memory_directory(),
                 )
             self._retry_at = time.monotonic() + _RETRY_SECONDS
             return False

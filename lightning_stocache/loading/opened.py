@@ -112,7 +112,10 @@ class Opened:
         if cache is not None and self.name is not None and self.group.is_leader:
             log.info(
                 "the cache is kept as %s, %d of %d slots filled; remove it with: python -m lightning_stocache clean %s",
-                *(self.name, cache.filled, len(cache), self.name),
+                self.name,
+                cache.filled,
+                len(cache),
+                self.name,
             )
         for part in (self.cache, self.counters):
             if part is not None:

@@ -151,7 +151,8 @@ class CallCaches:
                     log.warning(
                         "the %s loader came with a new %s: the cache of the one before is closed, and this one starts "
                         "empty. Make the dataset once, outside of the loader hook (with keep_cache: outside of setup)",
-                        *(stage, type(one.dataset.source).__name__),
+                        stage,
+                        type(one.dataset.source).__name__,
                     )
 
     def _left(self, pot: str, budget: Budget) -> Budget:

@@ -43,8 +43,8 @@ class StocacheDataModule(LightningDataModule):
         test: the test set, or a list of several.
         predict: the set to predict on, or a list of several.
         batch_size: samples per batch and rank.
-        num_workers: worker processes per rank. They load what is not cached; a fully cached set without a CPU
-            `transform` is fastest with 0.
+        num_workers: worker processes per rank. They load what is not cached, and run `transform`; without one they end
+            when all is cached on this node.
         loader: further arguments for every DataLoader, for instance {"pin_memory": True}; `shuffle`, `drop_last` and
             `sampler` are for the training loader alone.
         budget: memory per node, shared by the sets of a Trainer call by their size; see `CachedDataset`.
@@ -121,9 +121,8 @@ class StocacheDataModule(LightningDataModule):
         self._resume: Position | None = None
         self._datasets: dict[str, list[Dataset[Any]]] = {}
         for hook in (f"{stage}_dataloader" for stage in STAGES if getattr(self, stage) is None):
-            if getattr(type(self), hook) is getattr(
-                StocacheDataModule, hook
-            ):  # Lightning is to see that it is undefined
+            # Lightning is to see that it is undefined, unless a subclass defines it.
+            if getattr(type(self), hook) is getattr(StocacheDataModule, hook):
                 setattr(self, hook, partial(getattr(LightningDataModule, hook), self))
         if self.batch_transform is not None or self.eval_batch_transform is not None:
             # Only then, and on the object: a hook of the DataModule hides that of the user's LightningModule.
