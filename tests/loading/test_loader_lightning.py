@@ -1,0 +1,118 @@
+"""CachedLoader in the hands of Lightning and Fabric: made anew with its attributes, sent to ranks, and shut down."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Iterator
+from contextlib import closing
+from multiprocessing import active_children
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from lightning.fabric import Fabric
+from torch.utils.data import DistributedSampler, SequentialSampler
+
+from lightning_stocache.loading.dataset import CachedDataset
+from lightning_stocache.loading.loader import CachedLoader
+from tests.ranks import run_ranks
+from tests.sources import CountedSource
+from tests.training.tiny import Model, make_trainer
+
+LENGTH = 24
+
+
+class Many(Model):
+    """Takes labels of more classes than it has, for they tell the samples apart."""
+
+    def loss(self, batch: Any) -> torch.Tensor:
+        images, labels = batch
+        return super().loss((images, labels % 10))
+
+
+class Seeing(Many):
+    """Notes the labels of all batches, and the loader of the first."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.labels: list[int] = []
+        self.loader: Any = None
+
+    def training_step(self, batch: Any, batch_idx: int) -> torch.Tensor:
+        self.loader = self.trainer.train_dataloader
+        self.labels += batch[1].tolist()
+        return super().training_step(batch, batch_idx)
+
+
+@pytest.fixture
+def dataset() -> Iterator[CachedDataset]:
+    with closing(CachedDataset(CountedSource(LENGTH, classes=LENGTH), "50%")) as dataset:
+        yield dataset
+
+
+@pytest.mark.parametrize("num_workers", [0, 2])
+def test_a_trainer_iterates_over_the_loader_itself(tmp_path: Path, dataset, num_workers):
+    """On one device nothing is made anew, and when the fit is over its persistent workers have ended."""
+    loader = CachedLoader(dataset, 4, shuffle=True, num_workers=num_workers, persistent_workers=num_workers > 0)
+    model = Seeing()
+    make_trainer(tmp_path, epochs=2).fit(model, loader)
+    assert model.loader is loader
+    assert sorted(model.labels) == sorted([*range(LENGTH)] * 2)
+    assert active_children() == []
+    assert sum(len(labels) for _, labels in loader) == LENGTH
+    loader.close()
+
+
+def test_a_trainer_that_overfits_makes_it_anew(tmp_path: Path, dataset):
+    """Without shuffling, and with all that was said of it."""
+    loader = CachedLoader(dataset, 4, shuffle=True, num_workers=1, prefetch_factor=3, gather="worker")
+    model = Seeing()
+    make_trainer(tmp_path, epochs=2, overfit_batches=2).fit(model, loader)
+    assert model.loader is not loader
+    assert type(model.loader) is CachedLoader
+    assert type(model.loader.sampler) is SequentialSampler
+    assert (model.loader.gather, model.loader.prefetch_factor, model.loader.dataset) == ("worker", 3, dataset)
+    assert model.labels == [*range(8)] * 2
+
+
+def _with_fabric(rank: int) -> list[tuple[Any, ...]]:
+    os.environ.update(
+        TORCHELASTIC_RUN_ID="test", RANK=str(rank), LOCAL_RANK=str(rank), WORLD_SIZE="2", LOCAL_WORLD_SIZE="2",
+        GROUP_RANK="0", MASTER_ADDR="localhost", MASTER_PORT="1",
+    )  # fmt: skip
+    fabric = Fabric(accelerator="cpu", devices=2, strategy="ddp")
+    fabric.launch()
+    seen = []
+    with closing(CachedDataset(CountedSource(LENGTH, classes=LENGTH), "50%")) as dataset:
+        loader = CachedLoader(dataset, 4, shuffle=True, num_workers=1, gather="main")
+        shared = fabric.setup_dataloaders(loader)
+        inner = shared._dataloader
+        seen.append((type(inner) is CachedLoader, isinstance(inner.sampler, DistributedSampler), inner.gather))
+        for _ in range(2):
+            seen.append(tuple(label for _, labels in shared for label in labels.tolist()))
+    return seen
+
+
+@pytest.mark.slow
+def test_fabric_gives_every_rank_its_share_of_the_batches():
+    """It is made anew with a DistributedSampler, whose epochs count."""
+    (first, *one), (second, *other) = run_ranks(_with_fabric, 2)
+    assert first == second == (True, True, "main")
+    for mine, its in zip(one, other, strict=True):
+        assert sorted(mine + its) == list(range(LENGTH))
+    assert one[0] != one[1]
+
+
+@pytest.mark.slow
+def test_spawned_ranks_get_a_loader_that_has_run_already(tmp_path: Path, dataset):
+    """It is pickled with its cache, in which all ranks count; the loader here goes on as before."""
+    loader = CachedLoader(dataset, 4, shuffle=True, num_workers=1, persistent_workers=True)
+    list(loader)
+    before = dataset.counters.totals()
+    make_trainer(tmp_path, epochs=2, devices=2, strategy="ddp_spawn").fit(Many(), loader)
+    count = dataset.counters.totals() - before
+    assert (count.served, count.fills, count.misses) == (2 * LENGTH, 0, 0)
+    assert count.bypasses == count.hits == LENGTH
+    assert sum(len(labels) for _, labels in loader) == LENGTH
+    loader.close()
