@@ -206,10 +206,11 @@ def clean(parser: argparse.ArgumentParser) -> Action:
         if not dead:
             sys.stdout.write("nothing to remove\n")
             return
-        if not arguments.yes and sys.stdin.isatty():
+        if not arguments.yes:  # a script that gives no answer has not said yes
             sys.stdout.write("".join(f"{_told(one)}\n" for one in dead) + "remove? [y/N] ")
             sys.stdout.flush()
             if sys.stdin.readline().strip().lower() not in ("y", "yes"):
+                sys.stdout.write("nothing removed; --yes removes without asking\n")
                 return
         for name in [arguments.name] if arguments.name is not None else [one.name for one in dead]:
             for one in clean(name):  # one by one: what has come since was not shown

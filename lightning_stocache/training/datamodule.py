@@ -31,6 +31,7 @@ __all__ = ["StocacheDataModule"]
 
 Transform: TypeAlias = Callable[[Any], Any]
 
+_SAID_BY_BATCH_SAMPLER = ("batch_size", "shuffle", "drop_last", "sampler")
 _STAGES_OF_CALL = {"fit": ("train", "val"), "validate": ("val",), "test": ("test",), "predict": ("predict",)}
 
 
@@ -105,6 +106,9 @@ class StocacheDataModule(LightningDataModule):
         fingerprint: str = "",
     ) -> None:
         super().__init__()
+        for argument, given in (("eval_transform", eval_transform), ("eval_batch_transform", eval_batch_transform)):
+            if isinstance(given, str) and given != "same":
+                raise ValueError(f"{argument} must be 'same', None or a function, got {given!r}")
         self.train, self.val, self.test, self.predict = train, val, test, predict
         self.batch_size = batch_size
         self.num_workers = num_workers
@@ -162,7 +166,9 @@ class StocacheDataModule(LightningDataModule):
         arguments: dict[str, Any] = {"batch_size": self.batch_size, "num_workers": self.num_workers}
         arguments |= {"shuffle": "sampler" not in self.loader, "persistent_workers": self.num_workers > 0} | self.loader
         if stage != "train":
-            arguments |= {"shuffle": False, "drop_last": False, "sampler": None}
+            arguments |= {"shuffle": False, "drop_last": False, "sampler": None, "batch_sampler": None}
+        elif "batch_sampler" in self.loader:  # it says all of this itself
+            arguments = {name: value for name, value in arguments.items() if name not in _SAID_BY_BATCH_SAMPLER}
         views = self._views(stage)
         if stage == "train" and not {"sampler", "batch_sampler"} & set(self.loader):
             arguments["sampler"] = self._sampler(views[0], bool(arguments.pop("shuffle")))

@@ -10,7 +10,7 @@ import pytest
 import torch
 from lightning.pytorch import Callback, LightningModule
 from lightning.pytorch.utilities.exceptions import MisconfigurationException
-from torch.utils.data import SequentialSampler, WeightedRandomSampler
+from torch.utils.data import BatchSampler, SequentialSampler, WeightedRandomSampler
 
 from lightning_stocache.loading.dataset import CachedDataset
 from lightning_stocache.training.datamodule import StocacheDataModule
@@ -324,3 +324,21 @@ def test_a_stage_without_a_set_is_undefined(tmp_path):
     assert trainer.val_dataloaders is None
     with pytest.raises(MisconfigurationException, match="test_dataloader"):
         trainer.test(Model(), dm)
+
+
+def test_a_batch_sampler_is_for_training_only(tmp_path):
+    """A batch_sampler says batch size, order and tail of the training loader; the other loaders have their own."""
+    train, val = source(tmp_path), source(tmp_path, "val", 8)
+    batches = BatchSampler(SequentialSampler(range(SAMPLES)), 5, False)
+    dm = StocacheDataModule(train, val, batch_size=4, loader={"batch_sampler": batches})
+    dm.setup("fit")
+    assert [len(labels) for _, labels in dm.train_dataloader()] == [5, 5, 5, 5, 4]
+    assert [len(labels) for _, labels in dm.val_dataloader()[0]] == [4, 4]
+    dm.teardown("fit")
+
+
+@pytest.mark.parametrize("argument", ["eval_transform", "eval_batch_transform"])
+def test_a_transform_that_is_a_word_is_refused(tmp_path, argument):
+    """The one word that is understood is "same"."""
+    with pytest.raises(ValueError, match=f"{argument} must be 'same', None or a function, got 'nope'"):
+        StocacheDataModule(source(tmp_path), **{argument: "nope"})
