@@ -65,7 +65,9 @@ def test_an_epoch_that_is_broken_off_leaves_nothing_behind_and_another_one_follo
                 if number == stop:
                     break
             assert threads() == 0
-            assert bool(active_children()) is bool(loader.persistent_workers)
+            if transform is not None or len(dataset.cache) < LENGTH or not loader.persistent_workers:
+                assert bool(active_children()) is bool(loader.persistent_workers)
+            # else: the workers may have filled the cache by now, and a full one keeps none
         assert same([copied(batch) for batch in loader], expected)
         loader.close()
         assert active_children() == []
