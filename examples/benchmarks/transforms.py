@@ -40,7 +40,7 @@ def run_transform(peer: str, name: str, samples: int) -> dict[str, float]:
     loader = make_loader(peer, DATASETS[peer](Pool(samples, (3, 224, 224)), transform=transform), 64, 2)
     for _ in range(2):
         epoch_seconds(loader)
-    cpu, seconds = cpu_seconds(), [epoch_seconds(loader) for _ in range(4 if name == "normalise" else 2)]
+    cpu, seconds = cpu_seconds(), [epoch_seconds(loader) for _ in range(3 if name == "normalise" else 2)]
     used = (cpu_seconds() - cpu) / (len(seconds) * samples)
     return {"rate": samples / Spread.of(seconds).median, "cpu": used}
 
@@ -64,7 +64,7 @@ def transform_alone(samples: int) -> float:
 
 
 def measure_transforms(report: Report, peers: list[str], quick: bool) -> dict[str, Any]:
-    samples = 192 if quick else 1536
+    samples = 192 if quick else 1024
     arms: dict[Any, Callable[[], Any]] = {
         (name, peer): partial(fresh, run_transform, peer, name, samples)
         for name in ("normalise", "crop")

@@ -232,7 +232,7 @@ def main(arguments: list[str] | None = None) -> None:
     options = parser(__doc__, rounds=5)
     usual = [number for number in (0, 1, 2, 4, 8) if number <= (os.cpu_count() or 1)]
     options.add_argument("--workers", type=int, nargs="+", default=usual, help="num_workers (up to the cores)")
-    options.add_argument("--batch-sizes", type=int, nargs="+", default=[8, 32, 128, 256], help="8 32 128 256")
+    options.add_argument("--batch-sizes", type=int, nargs="+", default=[8, 64, 256], help="8 64 256")
     options.add_argument("--samples", type=int, help="JPEG files (768, two batches at least; quick: 64)")
     chosen = options.parse_args(arguments)
     report = Report("workers", chosen)
