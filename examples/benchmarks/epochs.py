@@ -30,8 +30,7 @@ from measure import Report, Spread, epoch_seconds, fresh, parser, rounds
 from sources import Late, jpegs
 from torch.utils.data import DataLoader
 
-from lightning_stocache import CachedDataset
-from lightning_stocache.loading.loader import CachedLoader
+from lightning_stocache import CachedDataset, CachedLoader
 
 BATCH_SIZE = 64
 SHAPE = (3, 96, 96)

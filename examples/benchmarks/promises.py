@@ -39,8 +39,7 @@ from measure import Job, Report, Spread, epoch_seconds, fresh, parser, rounds
 from sources import Clocked, Counted, Pool, jpegs
 from torch.utils.data import DataLoader, DistributedSampler
 
-from lightning_stocache import CachedDataset
-from lightning_stocache.loading.loader import CachedLoader
+from lightning_stocache import CachedDataset, CachedLoader
 
 GIB = 2**30
 LOADERS = {"CachedDataset": DataLoader, "CachedLoader": CachedLoader}

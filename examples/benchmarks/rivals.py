@@ -11,8 +11,7 @@ import torch
 from sources import Pool
 from torch.utils.data import DataLoader, Dataset
 
-from lightning_stocache import CachedDataset
-from lightning_stocache.loading.loader import CachedLoader
+from lightning_stocache import CachedDataset, CachedLoader
 
 __all__ = ["DATASETS", "OTHERS", "OURS", "import_peer", "make_loader"]
 

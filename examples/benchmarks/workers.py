@@ -35,8 +35,7 @@ from torch.nn.functional import cross_entropy
 from torch.utils.data import DataLoader
 from torchvision.transforms import v2
 
-from lightning_stocache import CachedDataset
-from lightning_stocache.loading.loader import CachedLoader
+from lightning_stocache import CachedDataset, CachedLoader
 
 AUGMENTATIONS: dict[str, Callable[[Any], Any] | None] = {
     "none": None,
