@@ -32,6 +32,7 @@ def train(rank: int, budgets: list[str]) -> Any:
     assert dataset.ring is not None
     assert dataset.counters is not None
     said = dataset.describe()
+    dist.barrier()  # nobody fills before all have looked
     sampler = LocalitySampler(source, 3, rank, batch_size=BATCH, ring=dataset.ring, nodes=group.nodes)
     hits, seen = [0], []
     for epoch in range(EPOCHS):
