@@ -80,4 +80,3 @@ class Ahead:
 def _run(jobs: queue.SimpleQueue[Job | None]) -> None:
     while (job := jobs.get()) is not None:
         job.run()
-        del job  # or the batch would be held until the next one comes

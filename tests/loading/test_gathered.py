@@ -116,6 +116,18 @@ def test_a_loader_whose_cache_is_full_keeps_no_worker(errands, persistent):
         assert errands == []
 
 
+def test_persistent_workers_end_when_somebody_else_has_filled_the_cache():
+    """Another loader, another rank: the next epoch needs them no more."""
+    with closing(CachedDataset(Numbers(LENGTH))) as dataset:
+        loader = CachedLoader(dataset, 8, num_workers=2, persistent_workers=True)
+        next(iter(loader))
+        assert len(active_children()) == 2
+        fill(dataset, range(LENGTH))
+        iterator = iter(loader)
+        assert active_children() == []
+        assert same(list(iterator), list(DataLoader(Numbers(LENGTH), 8)))
+
+
 def test_persistent_workers_are_kept_as_long_as_something_has_no_slot():
     """Half a cache misses in every epoch: the same workers load it."""
     with closing(CachedDataset(Numbers(LENGTH), "50%")) as dataset:
@@ -287,6 +299,9 @@ def test_sharing_anew_changes_the_cache_under_a_loader_that_goes_on(workers, whe
                 if when == "in the middle" and (epoch, number) == (1, 2):
                     dataset.share()
             assert same(got, expected)
+            if when == "between epochs":
+                assert loader._kept is not None
+                assert loader._kept.cache is dataset.cache
             if when == "between epochs" and epoch == 1:
                 dataset.share()
         assert dataset.cache is not None

@@ -316,8 +316,7 @@ def test_a_sampler_may_change_the_batch_that_it_gave():
                 self.batch[0], self.batch[1] = start, start + 1
                 yield self.batch
 
-    with closing(CachedDataset(Numbers(10))) as dataset:
-        dataset.__getitems__(list(range(10)))
+    with closing(CachedDataset(Numbers(10), "50%")) as dataset:
         for kind in (np.array, torch.tensor, list):
             loader = CachedLoader(dataset, batch_sampler=Reusing(kind), num_workers=2)  # type: ignore[arg-type]
             assert [batch[1].tolist() for batch in loader] == [[0, 1], [2, 3], [4, 5], [6, 7], [8, 9]]

@@ -166,6 +166,19 @@ def test_an_error_takes_the_place_of_its_batch(persistent):
         loader.close()
 
 
+def test_any_number_of_errors_leaves_the_other_batches():
+    """Also where there are more of them than batches under way."""
+    with closing(CachedDataset(Faulty(LENGTH, BIG), transform=to_float)) as dataset:
+        iterator, seen = iter(CachedLoader(dataset, 2, num_workers=1, prefetch_factor=1)), 0
+        for _ in range(LENGTH // 2):
+            try:
+                seen += len(next(iterator)[1])
+            except OSError:
+                continue
+        assert seen == LENGTH - 4
+        assert next(iterator, None) is None
+
+
 @pytest.mark.parametrize("persistent", [False, True])
 def test_epochs_that_are_broken_off_lose_no_window(persistent):
     """Batches that nobody asks for any more give theirs back."""

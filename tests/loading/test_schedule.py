@@ -37,6 +37,13 @@ class LazyBatches(BatchSampler):
             yield batch
 
 
+class EagerBatches:
+    """A batch sampler that draws when it is asked for an iterator."""
+
+    def __iter__(self) -> Iterator[list[int]]:
+        return iter(torch.randperm(LENGTH).reshape(-1, 4).tolist())
+
+
 def distributed(kind: Any) -> Any:
     return kind(range(LENGTH), 2, 0)
 
@@ -44,6 +51,7 @@ def distributed(kind: Any) -> Any:
 OWN_SAMPLERS: dict[str, Callable[[], dict[str, Any]]] = {
     "a distributed sampler that draws": lambda: {"batch_size": 3, "sampler": distributed(LazyDistributed)},
     "a batch sampler that draws": lambda: {"batch_sampler": LazyBatches(SequentialSampler(range(LENGTH)), 3, False)},
+    "a batch sampler that draws at once": lambda: {"batch_sampler": EagerBatches()},
     "a subclass of RandomSampler": lambda: {
         "batch_size": 3,
         "sampler": type("Own", (RandomSampler,), {})(range(LENGTH)),
@@ -52,6 +60,10 @@ OWN_SAMPLERS: dict[str, Callable[[], dict[str, Any]]] = {
         "batch_size": 3,
         "sampler": RandomSampler(range(LENGTH), generator=torch.default_generator),
     },
+    "a generator in a BatchSampler": lambda: {
+        "batch_sampler": BatchSampler(RandomSampler(range(LENGTH), generator=torch.Generator().manual_seed(2)), 3, True)
+    },
+    "a sampler that draws in a BatchSampler": lambda: {"batch_sampler": BatchSampler(LazySampler(LENGTH), 3, False)},
     "a list": lambda: {"batch_size": 3, "sampler": list(range(0, LENGTH, 2))},
     "a list of lists": lambda: {"batch_sampler": [[1, 2], [3], [4, 5, 6]]},
     "a bare BatchSampler": lambda: {"batch_sampler": BatchSampler(range(LENGTH), 6, True)},
