@@ -126,7 +126,8 @@ class GatheredEpoch:
         if kept.crew is None and not kept.full:
             rows: Any = loader.batch_size or getattr(loader.batch_sampler, "batch_size", None)
             windows = (loader.prefetch_factor or 2) * loader.num_workers + 2
-            kept.staging = Staging(self._cache.spec, rows if isinstance(rows, int) and rows > 0 else _ROWS, windows)
+            rows = rows if isinstance(rows, int) and rows > 0 else _ROWS
+            kept.staging = Staging(self._cache.spec, rows, windows, kept.promised())
             kept.crew = Crew(loader, kept.staging, self._schedule.seed_state)
 
     def _go_on(self) -> None:

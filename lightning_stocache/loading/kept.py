@@ -49,7 +49,7 @@ class Kept:
         self.buffers = Buffers(self.pins)
         self.crew: Crew | None = None
         self.staging: Staging | None = None
-        self.windows = Windows((loader.prefetch_factor or 0) * loader.num_workers + _SLACK)
+        self.windows = Windows((loader.prefetch_factor or 0) * loader.num_workers + _SLACK, self.promised)
         self.abandoned: list[int | None] = []  # windows of errands that nobody will ask for
         self.in_use = False
         self._pid = os.getpid()
@@ -58,6 +58,10 @@ class Kept:
     def full(self) -> bool:
         """Whether every index of the dataset has a slot that is READY."""
         return len(self.cache) == self.cache.arc.size == self.cache.filled
+
+    def promised(self) -> int:
+        """Bytes that the cache has been granted and may still take."""
+        return 0 if self.cache.closed else max(self.cache.segment.size - self.cache.memory_bytes, 0)
 
     def begin_epoch(self) -> None:
         """Take what an epoch left behind that was broken off."""

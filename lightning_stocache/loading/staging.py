@@ -45,13 +45,14 @@ class Staging:
         spec: what a sample looks like.
         batch_size: rows per window.
         windows: batches that can be under way.
+        promised: bytes of free memory that are somebody else's.
     """
 
-    def __init__(self, spec: SampleSpec, batch_size: int, windows: int) -> None:
+    def __init__(self, spec: SampleSpec, batch_size: int, windows: int, promised: int = 0) -> None:
         self._spec, self._batch_size, self._windows = spec, batch_size, windows
         self._segment: Segment | None = None
         try:
-            self._segment = transit_memory(FieldSlots.bytes_for(spec.row_bytes, batch_size * windows))
+            self._segment = transit_memory(FieldSlots.bytes_for(spec.row_bytes, batch_size * windows), promised)
         except OSError:
             self._batch_size = 0
         self._rows: FieldSlots | None = None

@@ -114,10 +114,11 @@ class Windows:
 
     Args:
         count: batches that are under way or held by the trainer.
+        promised: says how many bytes of free memory are somebody else's.
     """
 
-    def __init__(self, count: int) -> None:
-        self._count = count
+    def __init__(self, count: int, promised: Callable[[], int] = int) -> None:
+        self._count, self._promised = count, promised
         self._size = 0
         self._segments: dict[int, Segment] = {}
         self._free: list[int] = []
@@ -132,7 +133,7 @@ class Windows:
             if segment is not None:
                 self._segments.pop(window).close()
             try:
-                self._segments[window] = transit_memory(self._size)
+                self._segments[window] = transit_memory(self._size, self._promised())
             except OSError:  # from now on there is one less
                 continue
             return window

@@ -93,6 +93,18 @@ def test_an_index_that_is_drawn_several_times_is_counted_each_time(num_workers):
         assert counts(dataset).bypasses == 0
 
 
+def test_what_was_only_looked_ahead_to_is_not_counted():
+    """An epoch that is broken off has served what it has given, also with a batch gathered ahead."""
+    with closing(CachedDataset(Numbers(LENGTH))) as dataset:
+        loader = CachedLoader(dataset, 4)
+        for stop in (2, 5, 0):
+            before = counts(dataset).served
+            for number, _ in enumerate(loader):
+                if number == stop:
+                    break
+            assert counts(dataset).served - before == 4 * (stop + 1)
+
+
 def test_a_batch_without_a_miss_wakes_no_worker(errands):
     """Only what is not READY is sent, and where nothing is missing nothing is."""
     with closing(CachedDataset(Numbers(LENGTH))) as dataset:
@@ -119,7 +131,7 @@ def test_a_loader_whose_cache_is_full_keeps_no_worker(errands, persistent):
 def test_persistent_workers_end_when_somebody_else_has_filled_the_cache():
     """Another loader, another rank: the next epoch needs them no more."""
     with closing(CachedDataset(Numbers(LENGTH))) as dataset:
-        loader = CachedLoader(dataset, 8, num_workers=2, persistent_workers=True)
+        loader = CachedLoader(dataset, 8, num_workers=2, persistent_workers=True, prefetch_factor=1)
         next(iter(loader))
         assert len(active_children()) == 2
         fill(dataset, range(LENGTH))

@@ -73,7 +73,7 @@ def test_what_is_longer_than_a_window_is_sent_by_message(dataset):
 def test_without_memory_all_of_it_is_sent(dataset, monkeypatch):
     """A staging area that cannot be had is no error."""
 
-    def refuse(size: int) -> Any:
+    def refuse(size: int, promised: int) -> Any:
         raise OSError("no memory")
 
     monkeypatch.setattr(staging_module, "transit_memory", refuse)

@@ -194,7 +194,7 @@ def test_windows_without_memory_are_not_asked_for_again_and_again(monkeypatch):
     """Each is tried once; then batches are sent."""
     tries: list[int] = []
 
-    def refuse(size: int) -> Any:
+    def refuse(size: int, promised: int) -> Any:
         tries.append(size)
         raise OSError("no memory")
 
