@@ -42,24 +42,25 @@ class Claims:
     @contextmanager
     def trying(self, slot: int) -> Iterator[bool]:
         """Claim a slot if nobody else has; yields whether it is ours."""
-        taken = self._take(slot, wait=False)
+        taken = self.take(slot, wait=False)
         try:
             yield taken
         finally:
             if taken:
-                self._give_up(slot)
+                self.give_up(slot)
 
     @contextmanager
     def waiting(self, slot: int) -> Iterator[None]:
         """Claim a slot as soon as nobody else has it."""
-        while not self._take(slot, wait=True):
+        while not self.take(slot, wait=True):
             time.sleep(0)  # another thread of this process has it
         try:
             yield
         finally:
-            self._give_up(slot)
+            self.give_up(slot)
 
-    def _take(self, slot: int, *, wait: bool) -> bool:
+    def take(self, slot: int, *, wait: bool = False) -> bool:
+        """Claim a slot; whether it is ours now. Who has it gives it up (`trying` and `waiting` do both)."""
         key, mine = (os.getpid(), slot), object()
         if self._taken.setdefault(key, mine) is not mine:
             return False
@@ -71,6 +72,7 @@ class Claims:
                 del self._taken[key]
         return locked
 
-    def _give_up(self, slot: int) -> None:
+    def give_up(self, slot: int) -> None:
+        """Give a slot up that is ours."""
         self._segment.unlock(slot)
         del self._taken[os.getpid(), slot]

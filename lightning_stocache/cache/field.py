@@ -104,8 +104,10 @@ class Field:
     def encode(self, leaf: Any) -> torch.Tensor:
         """The bytes of a leaf that agrees with this field, uint8 `[nbytes]`."""
         if isinstance(leaf, torch.Tensor):
-            plain = leaf.as_subclass(torch.Tensor).resolve_conj().resolve_neg()
-            return plain.contiguous().reshape(-1).view(torch.uint8)
+            plain = leaf if leaf.__class__ is torch.Tensor else leaf.as_subclass(torch.Tensor)
+            if plain.is_conj() or plain.is_neg():
+                plain = plain.resolve_conj().resolve_neg()
+            return plain.contiguous().view(-1).view(torch.uint8)
         if self.dtype is None:
             return torch.empty(0, dtype=torch.uint8)
         if isinstance(self.dtype, torch.dtype):

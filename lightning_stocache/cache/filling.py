@@ -78,8 +78,12 @@ class Filling:
         """Store a sample's rows if the slot is empty and nobody else is filling it; whether this call has."""
         if self._slots.state_bytes[slot] == READY:
             return False
-        with self._claims.trying(slot) as claimed:
-            return claimed and self._slots.state_bytes[slot] != READY and self._publish(slot, rows)
+        if not self._claims.take(slot):
+            return False
+        try:
+            return self._slots.state_bytes[slot] != READY and self._publish(slot, rows)
+        finally:
+            self._claims.give_up(slot)
 
     def put(self, slot: int, rows: Sequence[torch.Tensor], *, overwrite: bool) -> bool:
         """Store a sample's rows as soon as nobody else is filling the slot.

@@ -17,6 +17,7 @@ from __future__ import annotations
 import math
 from collections.abc import Sequence
 from dataclasses import dataclass
+from fractions import Fraction
 
 import torch
 
@@ -97,7 +98,9 @@ class Ring:
             slots: number of slots that each node has memory for; what exceeds N is left unused.
         """
         step = _even_step(size)
-        starts = [round(size * sum(shares[:node])) % max(size, 1) for node in range(len(shares))]
+        # Shares are ranks over ranks; as floats their sums miss half of an index by a hair, and with it leave a gap.
+        exact = [Fraction(share).limit_denominator(1 << 20) for share in shares]
+        starts = [round(size * sum(exact[:node])) % max(size, 1) for node in range(len(exact))]
         return cls(tuple(Arc(size, min(own, size), start, step) for start, own in zip(starts, slots, strict=True)))
 
     @property
