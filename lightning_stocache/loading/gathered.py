@@ -127,7 +127,7 @@ class GatheredEpoch:
             rows: Any = loader.batch_size or getattr(loader.batch_sampler, "batch_size", None)
             windows = (loader.prefetch_factor or 2) * loader.num_workers + 2
             rows = rows if isinstance(rows, int) and rows > 0 else _ROWS
-            kept.staging = Staging(self._cache.spec, rows, windows, kept.promised())
+            kept.staging = Staging(self._cache.spec, rows, windows, kept.promised)
             kept.crew = Crew(loader, kept.staging, self._schedule.seed_state)
 
     def _go_on(self) -> None:

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import os
 from collections import deque
+from functools import partial
 from typing import Any, Literal
 
 import torch
@@ -49,7 +50,7 @@ class Kept:
         self.buffers = Buffers(self.pins)
         self.crew: Crew | None = None
         self.staging: Staging | None = None
-        self.windows = Windows((loader.prefetch_factor or 0) * loader.num_workers + _SLACK, self.promised)
+        self.windows = Windows((loader.prefetch_factor or 0) * loader.num_workers + _SLACK, partial(_promised, cache))
         self.abandoned: list[int | None] = []  # windows of errands that nobody will ask for
         self.in_use = False
         self._pid = os.getpid()
@@ -59,9 +60,10 @@ class Kept:
         """Whether every index of the dataset has a slot that is READY."""
         return len(self.cache) == self.cache.arc.size == self.cache.filled
 
+    @property
     def promised(self) -> int:
         """Bytes that the cache has been granted and may still take."""
-        return 0 if self.cache.closed else max(self.cache.segment.size - self.cache.memory_bytes, 0)
+        return _promised(self.cache)
 
     def begin_epoch(self) -> None:
         """Take what an epoch left behind that was broken off."""
@@ -101,3 +103,18 @@ class Kept:
         """End the workers and give up all memory."""
         self.end_workers()
         self.windows.close()
+
+    def release(self) -> None:
+        """The loader is gone: end now, or with the epoch under way.
+
+        Left to the garbage collector, DataLoader waits for 5 s per worker: their queues may be collected before them.
+        """
+        if os.getpid() != self._pid:
+            return
+        self.persistent = False
+        if not self.in_use:
+            self.end()
+
+
+def _promised(cache: SharedCache) -> int:
+    return 0 if cache.closed else max(cache.segment.size - cache.memory_bytes, 0)

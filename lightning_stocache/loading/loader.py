@@ -89,6 +89,7 @@ class CachedLoader(DataLoader[Any]):
         self.gather = gather
         self._started = False  # whether a persistent loader has drawn its base seed
         self._kept: Kept | None = None
+        self._release: weakref.finalize[[], CachedLoader] | None = None
         self._current: weakref.ref[_Epoch] | None = None
 
     def __iter__(self) -> Any:
@@ -96,10 +97,9 @@ class CachedLoader(DataLoader[Any]):
         persistent = self.persistent_workers and self.num_workers > 0
         if persistent and self._current is not None and (last := self._current()) is not None:
             last.close()
-        known, kept = self._kept, self._keep()
-        if known is not None and known is not kept and not known.in_use:
-            known.end()
-        self._kept = kept
+        kept = self._keep()
+        if kept is not self._kept:
+            self._change(kept)
         if kept is None:
             return super().__iter__()
         # New workers with random transforms need a new seed; new ones that only load do not.
@@ -114,9 +114,15 @@ class CachedLoader(DataLoader[Any]):
         """End the epoch under way, and the workers; a new epoch starts new ones."""
         if self._current is not None and (epoch := self._current()) is not None:
             epoch.close()
-        if self._kept is not None:
-            self._kept.end()
-        self._kept, self._current, self._started = None, None, False
+        self._change(None)
+        self._current, self._started = None, False
+
+    def _change(self, kept: Kept | None) -> None:
+        """Release what was kept, and keep something else."""
+        if self._release is not None:
+            self._release()
+        self._kept = kept
+        self._release = None if kept is None else weakref.finalize(self, kept.release)
 
     def _keep(self) -> Kept | None:
         """What was kept for this cache and this way, or new; None where there is no short cut."""
@@ -156,4 +162,4 @@ class CachedLoader(DataLoader[Any]):
 
     def __getstate__(self) -> dict[str, Any]:
         # A copy, or a process that is sent the loader, starts with nothing.
-        return self.__dict__ | {"_kept": None, "_current": None, "_started": False, "_plain": None}
+        return self.__dict__ | {"_kept": None, "_release": None, "_current": None, "_started": False, "_plain": None}
