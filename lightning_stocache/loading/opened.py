@@ -180,15 +180,7 @@ class Opened:
         if cache is None or not 0 <= index < cache.arc.size:
             self.count(bypasses=1, source_ns=source_ns)
             return
-        filled = cache.fill(index, sample)
-        has_slot = cache.arc.slot(index) != NO_SLOT
-        self.count(
-            misses=int(has_slot),
-            bypasses=int(not has_slot),
-            fills=int(filled),
-            bytes_from_source=cache.spec.nbytes,
-            source_ns=source_ns,
-        )
+        self._keep_many([index], [sample], source_ns)
 
     def __getstate__(self) -> dict[str, Any]:
         # What this process has closed cannot be sent to another one, which passes samples through just the same.
