@@ -113,9 +113,9 @@ class SharedCache:
         Raises:
             SampleMismatchError: the sample differs from the spec; checked also where there is no slot.
         """
-        rows = self.spec.flatten(sample, index)
+        leaves = self.spec.leaves(sample, index)
         slot = self.arc.slot(index)
-        return slot != NO_SLOT and self._filling.fill(slot, rows)
+        return slot != NO_SLOT and self._filling.fill(slot, leaves)
 
     # ---- many samples ----
 

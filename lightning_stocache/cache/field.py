@@ -101,17 +101,15 @@ class Field:
                 return True
         return Field.of(self.path, leaf) == self
 
-    def encode(self, leaf: Any) -> torch.Tensor:
-        """The bytes of a leaf that agrees with this field, uint8 `[nbytes]`."""
+    def plain(self, leaf: Any) -> torch.Tensor:
+        """A leaf that agrees with this field as a plain tensor, of any strides; bytes where NumPy has the dtype."""
         if isinstance(leaf, torch.Tensor):
             plain = leaf if leaf.__class__ is torch.Tensor else leaf.as_subclass(torch.Tensor)
-            if plain.is_conj() or plain.is_neg():
-                plain = plain.resolve_conj().resolve_neg()
-            return plain.contiguous().view(-1).view(torch.uint8)
+            return plain.resolve_conj().resolve_neg() if plain.is_conj() or plain.is_neg() else plain
         if self.dtype is None:
             return torch.empty(0, dtype=torch.uint8)
         if isinstance(self.dtype, torch.dtype):
-            return torch.tensor([leaf], dtype=self.dtype).view(torch.uint8)
+            return torch.scalar_tensor(leaf, dtype=self.dtype)
         array = np.array(leaf, order="C", ndmin=1)  # a copy: torch warns about arrays that cannot be written to
         return torch.from_numpy(array.reshape(-1).view(np.uint8))
 

@@ -1,6 +1,6 @@
 """How a slot is filled, by whoever has loaded the sample.
 
-    claim the slot -> look again -> reserve its memory -> store -> fence -> READY -> give the claim up
+    claim the slot -> look again -> store, which takes the memory -> fence -> READY -> give the claim up
 
 Who does not get the claim serves its sample unstored; a writer that is killed leaves the slot EMPTY and claimable.
 READY is set after the bytes are there and is never taken back, but by `clear` and an explicit overwrite; then readers
@@ -27,7 +27,7 @@ __all__ = ["Filling", "Slots"]
 
 log = logging.getLogger(__name__)
 
-_RETRY_SECONDS = 10.0  # after "no space left": it seldom comes back at once, and each try is a system call
+_RETRY_SECONDS = 10.0  # after "no space left": it seldom comes back at once, and each try costs system calls
 
 
 class Slots(Protocol):
@@ -42,8 +42,8 @@ class Slots(Protocol):
     def reserve(self, slot: int) -> None:
         """Have the kernel promise a slot's memory, or raise OSError (ENOSPC)."""
 
-    def write(self, slot: int, rows: Sequence[torch.Tensor]) -> None:
-        """Copy one sample in, uint8 `[nbytes]` per field."""
+    def store(self, slot: int, leaves: Sequence[torch.Tensor]) -> None:
+        """Copy one sample in, `nbytes` per field of any dtype, shape and strides, or raise OSError (ENOSPC)."""
 
     def read(self, slot: int) -> list[torch.Tensor]:
         """Copy one sample out, uint8 `[nbytes]` per field."""
@@ -74,19 +74,19 @@ class Filling:
         self._claims = Claims(segment)
         self._retry_at = 0.0
 
-    def fill(self, slot: int, rows: Sequence[torch.Tensor]) -> bool:
-        """Store a sample's rows if the slot is empty and nobody else is filling it; whether this call has."""
+    def fill(self, slot: int, leaves: Sequence[torch.Tensor]) -> bool:
+        """Store a sample's leaves if the slot is empty and nobody else is filling it; whether this call has."""
         if self._slots.state_bytes[slot] == READY:
             return False
         if not self._claims.take(slot):
             return False
         try:
-            return self._slots.state_bytes[slot] != READY and self._publish(slot, rows)
+            return self._slots.state_bytes[slot] != READY and self._publish(slot, leaves)
         finally:
             self._claims.give_up(slot)
 
     def put(self, slot: int, rows: Sequence[torch.Tensor], *, overwrite: bool) -> bool:
-        """Store a sample's rows as soon as nobody else is filling the slot.
+        """Store a sample's leaves, as bytes, as soon as nobody else is filling the slot.
 
         Returns:
             False if the slot holds other bytes and is not to be overwritten.
@@ -99,14 +99,14 @@ class Filling:
                     return False
                 self._slots.state_bytes[slot] = EMPTY
                 fence()
-                self._store(slot, rows)  # its memory is reserved
+                self._store(slot, rows)  # it has its memory
         return True
 
-    def _publish(self, slot: int, rows: Sequence[torch.Tensor]) -> bool:
+    def _publish(self, slot: int, leaves: Sequence[torch.Tensor]) -> bool:
         if time.monotonic() < self._retry_at:
             return False
         try:
-            self._slots.reserve(slot)
+            self._store(slot, leaves)
         except OSError as error:
             if error.errno != errno.ENOSPC:
                 raise
@@ -121,10 +121,9 @@ class Filling:
                 )
             self._retry_at = time.monotonic() + _RETRY_SECONDS
             return False
-        self._store(slot, rows)
         return True
 
-    def _store(self, slot: int, rows: Sequence[torch.Tensor]) -> None:
-        self._slots.write(slot, rows)
+    def _store(self, slot: int, leaves: Sequence[torch.Tensor]) -> None:
+        self._slots.store(slot, leaves)
         fence()
         self._slots.state_bytes[slot] = READY

@@ -1,9 +1,10 @@
 """What a sample looks like: the fields of the first one, to which all others are held.
 
 A sample is any nesting of dict, OrderedDict, tuple, list and namedtuple around leaves, which `field` describes.
-`flatten` checks a sample against the spec and gives the bytes of each leaf, uint8 and contiguous; `unflatten` makes the
-sample anew from such bytes, `split` makes many at once from the rows of a gather. What comes out has the structure,
-types, dtypes and values of what went in; a dict has the key order of the first sample.
+`leaves` checks a sample against the spec and gives its leaves as they are, `flatten` their bytes, uint8 and
+contiguous; `unflatten` makes the sample anew from such bytes, `split` makes many at once from the rows of a gather.
+What comes out has the structure, types, dtypes and values of what went in; a dict has the key order of the first
+sample.
 
 Nothing is ever cast, broadcast or cut to fit: a sample that differs is an error which names the index and the field.
 """
@@ -68,9 +69,9 @@ class _Branch:
 class SampleSpec:
     """The structure and fields that all samples of a cached source have. Make it from a sample with `infer`.
 
-    Raises:
-        UnsupportedSampleError: (`infer`) a leaf has no fixed size: images of PIL, strings, objects.
-        SampleMismatchError: (`flatten`) a sample differs; the message names index, field, what was expected and what
+    Raises: UnsupportedSampleError: (`infer`) a leaf has no fixed size: images of PIL, strings, objects.
+        SampleMismatchError: (`flatten`, `leaves`) a sample differs; the message names index, field, what was expected
+        and what
             came.
 
     Example:
@@ -122,16 +123,20 @@ class SampleSpec:
 
     def flatten(self, sample: Any, index: int | None = None) -> list[torch.Tensor]:
         """Check a sample and give the bytes of its leaves, one uint8 tensor per field. `index` is named in errors."""
-        rows: list[torch.Tensor] = []
-        for field_, leaf in zip(self.fields, self._leaves(self.tree, sample, "", index), strict=True):
+        return [leaf.contiguous().view(-1).view(torch.uint8) for leaf in self.leaves(sample, index)]
+
+    def leaves(self, sample: Any, index: int | None = None) -> list[torch.Tensor]:
+        """Check a sample and give its leaves as plain tensors of any dtype, shape and strides, without a copy."""
+        leaves: list[torch.Tensor] = []
+        for field_, leaf in zip(self.fields, self._walk(self.tree, sample, "", index), strict=True):
             try:
                 came = None if field_.agrees(leaf) else str(Field.of(field_.path, leaf))
             except UnsupportedSampleError as error:
                 came = str(error)
             if came is not None:
                 raise SampleMismatchError(_mismatch(index, field_.path, str(field_), came))
-            rows.append(field_.encode(leaf))
-        return rows
+            leaves.append(field_.plain(leaf))
+        return leaves
 
     def unflatten(self, rows: Sequence[torch.Tensor]) -> Any:
         """Make a sample from the bytes of its leaves, which it then owns."""
@@ -152,7 +157,7 @@ class SampleSpec:
 
         return list(map(build(self.tree), range(samples)))
 
-    def _leaves(self, node: _Branch | int, sample: Any, path: str, index: int | None) -> Iterator[Any]:
+    def _walk(self, node: _Branch | int, sample: Any, path: str, index: int | None) -> Iterator[Any]:
         if isinstance(node, int):
             yield sample
             return
@@ -162,7 +167,7 @@ class SampleSpec:
             if isinstance(branch, int):
                 yield child
             else:
-                yield from self._leaves(branch, child, path + node.steps(len(node.children))[number], index)
+                yield from self._walk(branch, child, path + node.steps(len(node.children))[number], index)
 
 
 def _mismatch(index: int | None, path: str, expected: str, came: str) -> str:

@@ -77,12 +77,12 @@ class Staging:
             places = (readable_slots(cache, torch.tensor(errand)) == NO_SLOT).nonzero().flatten().tolist()
         answer = Staged([], {})
         for place in places:
-            rows = self._spec.flatten(samples[place], errand[place])
+            sample, index = samples[place], errand[place]
             if place < self._batch_size:
-                self._open.write(errand.place * self._batch_size + place, rows)
+                self._open.write(errand.place * self._batch_size + place, self._spec.leaves(sample, index))
                 answer.places.append(place)
             else:
-                answer.sent[place] = [row.numpy() for row in rows]
+                answer.sent[place] = [row.numpy() for row in self._spec.flatten(sample, index)]
         return answer
 
     def copy_to(self, rows: Sequence[torch.Tensor], position: int, window: int, place: int) -> None:

@@ -27,6 +27,7 @@ __all__ = [
     "memory_directory",
     "overwrite",
     "reserve",
+    "store",
     "token_of",
     "write_header",
 ]
@@ -104,7 +105,18 @@ def reserve(data: int, offset: int, length: int) -> None:
         overwrite(data, offset, length)
 
 
+def store(data: int, offset: int, content: memoryview) -> None:
+    """Write bytes into a range, whose memory need not have been reserved.
+
+    Raises:
+        OSError: there is no memory left (ENOSPC); a part may have been written.
+    """
+    while content:
+        written = os.pwrite(data, content, offset)
+        content, offset = content[written:], offset + written
+
+
 def overwrite(data: int, offset: int, length: int) -> None:
     """Store zeroes in a range."""
     for start in range(0, length, len(_ZEROES)):
-        os.pwrite(data, _ZEROES[: length - start], offset + start)
+        store(data, offset + start, memoryview(_ZEROES)[: length - start])

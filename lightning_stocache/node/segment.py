@@ -11,8 +11,8 @@ Who does what, in this order:
    through `/proc/<pid>/fd/<n>` where it has no name, and check inode and token, so that a recycled pid can never lead
    to foreign memory. DataLoader workers inherit the descriptors (fork) or are sent them while they are started
    (spawn, forkserver).
-3. Whoever is about to store calls `reserve` first: only then does the kernel promise the pages. Without it a full
-   filesystem is reported by SIGBUS in the middle of a store; with it, by `OSError(ENOSPC)` before.
+3. Whoever stores into pages that nobody has reserved yet does so by `store`, through the file, or calls `reserve`
+   first: then a full filesystem is an `OSError(ENOSPC)`. In the middle of a store through the mapping it is a SIGBUS.
 4. `close` gives up this process's mapping. The memory is free when the last process has closed or died, by SIGKILL too:
    a file without a name cannot be left behind.
 
@@ -214,6 +214,19 @@ class Segment:
         self._check_open()
         if length:
             files.reserve(self._data, HEADER_BYTES + offset, length)
+
+    def store(self, offset: int, content: memoryview) -> None:
+        """Write bytes into the payload, and take the memory that they need.
+
+        Through the file, not the mapping: one system call allocates and copies, where a page of new memory that is
+        written to through the mapping is first zeroed, and then faulted in by every process that writes.
+
+        Raises:
+            OSError: there is no memory left (ENOSPC); a part may have been written.
+            ValueError: the segment is closed.
+        """
+        self._check_open()
+        files.store(self._data, HEADER_BYTES + offset, content)
 
     def discard(self, offset: int = 0) -> None:
         """Zero the payload from `offset` on, in every process, and give its whole pages back to the system at once."""

@@ -253,13 +253,13 @@ def test_two_writers_never_tear_a_sample() -> None:
 
 def die_half_way(cache: SharedCache) -> None:
     """A writer that is killed when it has stored the first field, and half of nothing else."""
-    write = cache.slots.write
+    store = cache.slots.store
 
     def half(slot: int, rows: list[torch.Tensor]) -> None:
-        write(slot, [rows[0], torch.zeros_like(rows[1])])
+        store(slot, [rows[0], torch.zeros_like(rows[1])])
         os.kill(os.getpid(), signal.SIGKILL)
 
-    cache.slots.write = half  # type: ignore[method-assign, assignment]
+    cache.slots.store = half  # type: ignore[method-assign, assignment]
     cache.fill(5, (torch.full((3, 5, 7), 255, dtype=torch.uint8), 1))
 
 
@@ -277,7 +277,7 @@ def test_a_writer_that_is_killed_half_way_leaves_the_slot_empty(cache: SharedCac
 def test_a_store_that_fails_leaves_the_slot_empty(cache: SharedCache, monkeypatch: pytest.MonkeyPatch) -> None:
     """An exception between claim and READY gives the claim back; the slot can be filled afterwards."""
     with monkeypatch.context() as patch:
-        patch.setattr(cache.slots, "write", lambda *_: 1 / 0)
+        patch.setattr(cache.slots, "store", lambda *_: 1 / 0)
         with pytest.raises(ZeroDivisionError):
             cache.fill(5, SOURCE.expected(5))
     assert cache.get(5) is None

@@ -334,6 +334,29 @@ def test_a_store_without_a_reservation_would_kill() -> None:
         without_room(reserve_too_much, False)
 
 
+def store_too_much() -> int | None:
+    segment = Segment.create(256 * MIB)
+    try:
+        segment.store(0, memoryview(bytes(128 * MIB)))
+    except OSError as error:
+        return error.errno
+    return None
+
+
+def test_a_store_through_the_file_needs_no_reservation() -> None:
+    """The same amount stored through the file is an error like that of a reservation."""
+    assert without_room(store_too_much) == errno.ENOSPC
+
+
+def test_what_is_stored_through_the_file_is_seen_in_the_mapping(segment: Segment) -> None:
+    """Exactly the bytes of the range change, in the mapping that exists already."""
+    stored(segment, 8)
+    segment.store(4095, memoryview(b"abc"))
+    assert bytes(segment.memory(4094, 5)) == b"\x08abc\x08"
+    segment.store(10, memoryview(b""))
+    assert segment.bytes(0, 4095).eq(8).all()
+
+
 def test_reserving_keeps_what_is_there(segment: Segment) -> None:
     """A range can be reserved again, and contents stay."""
     stored(segment, 8)
