@@ -19,7 +19,7 @@ import torch
 from lightning_stocache.cache.filling import Filling, Slots
 from lightning_stocache.cache.placement import NO_SLOT, Arc
 from lightning_stocache.cache.slots import READY, FieldSlots
-from lightning_stocache.cache.spec import SampleSpec
+from lightning_stocache.cache.spec import SampleSpec, contents_of
 from lightning_stocache.node.fence import fence
 from lightning_stocache.node.files import Backend
 from lightning_stocache.node.segment import Segment
@@ -113,9 +113,13 @@ class SharedCache:
         Raises:
             SampleMismatchError: the sample differs from the spec; checked also where there is no slot.
         """
-        leaves = self.spec.leaves(sample, index)
+        leaves, slot = self.spec.leaves(sample, index), self.arc.slot(index)
+        return slot != NO_SLOT and self._filling.fill(slot, contents_of(leaves))
+
+    def fill_from(self, index: int, contents: Sequence[memoryview]) -> bool:
+        """The same for a sample that was checked already, from its bytes, `[nbytes]` per field."""
         slot = self.arc.slot(index)
-        return slot != NO_SLOT and self._filling.fill(slot, leaves)
+        return slot != NO_SLOT and self._filling.fill(slot, contents)
 
     # ---- many samples ----
 
@@ -196,10 +200,10 @@ class SharedCache:
             SampleMismatchError: the sample has another dtype, shape or structure.
         """
         slot = self._checked_slot(idx, allow_oob_idx)
-        rows = self.spec.flatten(value, idx)
+        leaves = self.spec.leaves(value, idx)
         if slot == NO_SLOT:
             return
-        if not self._filling.put(slot, rows, overwrite=allow_overwrite):
+        if not self._filling.put(slot, contents_of(leaves), overwrite=allow_overwrite):
             raise RuntimeError(f"the slot of index {idx} already holds another sample, and allow_overwrite=False")
 
     def __getitem__(self, idx: int) -> Any:

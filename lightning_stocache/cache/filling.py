@@ -42,8 +42,8 @@ class Slots(Protocol):
     def reserve(self, slot: int) -> None:
         """Have the kernel promise a slot's memory, or raise OSError (ENOSPC)."""
 
-    def store(self, slot: int, leaves: Sequence[torch.Tensor]) -> None:
-        """Copy one sample in, `nbytes` per field of any dtype, shape and strides, or raise OSError (ENOSPC)."""
+    def store(self, slot: int, contents: Sequence[memoryview]) -> None:
+        """Copy one sample in, bytes `[nbytes]` per field, or raise OSError (ENOSPC)."""
 
     def read(self, slot: int) -> list[torch.Tensor]:
         """Copy one sample out, uint8 `[nbytes]` per field."""
@@ -74,39 +74,42 @@ class Filling:
         self._claims = Claims(segment)
         self._retry_at = 0.0
 
-    def fill(self, slot: int, leaves: Sequence[torch.Tensor]) -> bool:
-        """Store a sample's leaves if the slot is empty and nobody else is filling it; whether this call has."""
+    def fill(self, slot: int, contents: Sequence[memoryview]) -> bool:
+        """Store a sample if the slot is empty and nobody else is filling it; whether this call has.
+
+        Contents are bytes `[nbytes]` per field.
+        """
         if self._slots.state_bytes[slot] == READY:
             return False
         if not self._claims.take(slot):
             return False
         try:
-            return self._slots.state_bytes[slot] != READY and self._publish(slot, leaves)
+            return self._slots.state_bytes[slot] != READY and self._publish(slot, contents)
         finally:
             self._claims.give_up(slot)
 
-    def put(self, slot: int, rows: Sequence[torch.Tensor], *, overwrite: bool) -> bool:
-        """Store a sample's leaves, as bytes, as soon as nobody else is filling the slot.
+    def put(self, slot: int, contents: Sequence[memoryview], *, overwrite: bool) -> bool:
+        """Store a sample as soon as nobody else is filling the slot.
 
         Returns:
             False if the slot holds other bytes and is not to be overwritten.
         """
         with self._claims.waiting(slot):
             if self._slots.state_bytes[slot] != READY:
-                self._publish(slot, rows)
-            elif not all(map(torch.equal, self._slots.read(slot), rows)):
+                self._publish(slot, contents)
+            elif [row.numpy().data for row in self._slots.read(slot)] != list(contents):
                 if not overwrite:
                     return False
                 self._slots.state_bytes[slot] = EMPTY
                 fence()
-                self._store(slot, rows)  # it has its memory
+                self._store(slot, contents)  # it has its memory
         return True
 
-    def _publish(self, slot: int, leaves: Sequence[torch.Tensor]) -> bool:
+    def _publish(self, slot: int, contents: Sequence[memoryview]) -> bool:
         if time.monotonic() < self._retry_at:
             return False
         try:
-            self._store(slot, leaves)
+            self._store(slot, contents)
         except OSError as error:
             if error.errno != errno.ENOSPC:
                 raise
@@ -123,7 +126,7 @@ class Filling:
             return False
         return True
 
-    def _store(self, slot: int, leaves: Sequence[torch.Tensor]) -> None:
-        self._slots.store(slot, leaves)
+    def _store(self, slot: int, contents: Sequence[memoryview]) -> None:
+        self._slots.store(slot, contents)
         fence()
         self._slots.state_bytes[slot] = READY

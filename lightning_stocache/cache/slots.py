@@ -60,21 +60,23 @@ class FieldSlots:
             if nbytes:
                 self._segment.reserve(start + slot * nbytes, nbytes)
 
-    def store(self, slot: int, leaves: Sequence[torch.Tensor]) -> None:
-        """Copy one sample in, and take the memory that it needs: `nbytes` per field, of any dtype, shape and strides.
+    def store(self, slot: int, contents: Sequence[memoryview]) -> None:
+        """Copy one sample in, bytes `[nbytes]` per field, and take the memory that it needs.
 
         Raises:
             OSError: there is none left (ENOSPC); a part may have been written.
         """
-        for start, nbytes, leaf in zip(self._starts, self._row_bytes, leaves, strict=True):
+        for start, nbytes, content in zip(self._starts, self._row_bytes, contents, strict=True):
             if nbytes:
-                content = leaf.contiguous().view(-1).view(torch.uint8).numpy().data
                 self._segment.store(start + slot * nbytes, content)
 
     def write(self, slot: int, leaves: Sequence[torch.Tensor]) -> None:
-        """The same where the memory is reserved, and has been written to before: quicker than through the file."""
-        for own, leaf in zip(self.rows(slot), leaves, strict=True):
-            own.view(leaf.dtype).view(leaf.shape).copy_(leaf)
+        """Copy one sample in, `nbytes` per field of any dtype, shape and strides, where the memory is reserved.
+
+        Quicker than `store` in memory that has been written to before.
+        """
+        for leaf, row in zip(leaves, self.rows(slot), strict=True):
+            row.view(leaf.dtype).view(leaf.shape).copy_(leaf)
 
     def read(self, slot: int) -> list[torch.Tensor]:
         """Copy one sample out, uint8 `[nbytes]` per field."""

@@ -21,7 +21,7 @@ import torch
 
 from lightning_stocache.cache.field import Field, UnsupportedSampleError, named, type_name
 
-__all__ = ["SampleMismatchError", "SampleSpec"]
+__all__ = ["SampleMismatchError", "SampleSpec", "contents_of"]
 
 
 class SampleMismatchError(ValueError):
@@ -123,7 +123,7 @@ class SampleSpec:
 
     def flatten(self, sample: Any, index: int | None = None) -> list[torch.Tensor]:
         """Check a sample and give the bytes of its leaves, one uint8 tensor per field. `index` is named in errors."""
-        return [leaf.contiguous().view(-1).view(torch.uint8) for leaf in self.leaves(sample, index)]
+        return [_bytes_of(leaf) for leaf in self.leaves(sample, index)]
 
     def leaves(self, sample: Any, index: int | None = None) -> list[torch.Tensor]:
         """Check a sample and give its leaves as plain tensors of any dtype, shape and strides, without a copy."""
@@ -168,6 +168,15 @@ class SampleSpec:
                 yield child
             else:
                 yield from self._walk(branch, child, path + node.steps(len(node.children))[number], index)
+
+
+def contents_of(leaves: Sequence[torch.Tensor]) -> list[memoryview]:
+    """The bytes of leaves in row order; those of a contiguous tensor are its own memory."""
+    return [_bytes_of(leaf).numpy().data for leaf in leaves]
+
+
+def _bytes_of(leaf: torch.Tensor) -> torch.Tensor:
+    return leaf.contiguous().view(-1).view(torch.uint8)
 
 
 def _mismatch(index: int | None, path: str, expected: str, came: str) -> str:

@@ -23,6 +23,7 @@ from lightning_stocache.cache.counters import Counters, Counts
 from lightning_stocache.cache.placement import Ring
 from lightning_stocache.cache.spec import SampleSpec
 from lightning_stocache.loading.allocation import BackendChoice, InFlight, Request
+from lightning_stocache.loading.landing import Landing
 from lightning_stocache.loading.opened import Opened
 from lightning_stocache.loading.opening import open_caches
 from lightning_stocache.loading.source import check_source
@@ -235,6 +236,10 @@ class CachedDataset(Dataset[Any]):
     def finishes(self) -> bool:
         """Whether samples are transformed, one by one, after the cache."""
         return self.transform is not None or self._opened.tail is not None
+
+    def load_into(self, batch: Landing, indices: list[int], places: list[int]) -> None:
+        """Serve samples that were not READY at their places of a batch; only if they are not transformed."""
+        self._opened.load_into(batch, indices, places)
 
     def count_hits(self, samples: int) -> None:
         """Count samples that somebody else has copied out of the cache."""

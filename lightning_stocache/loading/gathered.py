@@ -27,6 +27,7 @@ from lightning_stocache.loading.buffers import Buffers
 from lightning_stocache.loading.crew import Crew
 from lightning_stocache.loading.dataset import CachedDataset
 from lightning_stocache.loading.kept import Kept
+from lightning_stocache.loading.landing import Landing
 from lightning_stocache.loading.schedule import Schedule
 from lightning_stocache.loading.staging import Staged, Staging, readable_slots
 
@@ -162,7 +163,9 @@ class GatheredEpoch:
         """The batch of a plan, counted."""
         if plan.slots is None or self._cache.closed:
             return self._passed_through(plan.indices)
-        if plan.missing:
+        if plan.window is not None:
+            rows = self._receive(plan, plan.slots, plan.window)
+        elif plan.missing:
             rows = self._load(plan, plan.slots)
         elif plan.job is not None:
             rows = plan.job.result()
@@ -177,32 +180,26 @@ class GatheredEpoch:
         return cast(Any, pinning).pin_memory(batch) if self._kept.pins else batch
 
     def _load(self, plan: _Plan, slots: torch.Tensor) -> list[torch.Tensor]:
-        """The rows of a batch with misses: workers have loaded them, or they are loaded here."""
+        """The rows of a batch with misses, which are loaded here."""
+        rows = _gather(self._cache, self._kept.buffers, slots, ready=False)
+        self._dataset.load_into(Landing(self._cache.spec, rows), plan.indices[plan.missing].tolist(), plan.missing)
+        return rows
+
+    def _receive(self, plan: _Plan, slots: torch.Tensor, window: int) -> list[torch.Tensor]:
+        """The rows of a batch with misses, which workers have loaded."""
         missing, cache, kept = plan.missing, self._cache, self._kept
-        indices = plan.indices[missing]
-        staged: list[int] = []
-        loose: dict[int, list[torch.Tensor]] = {}
-        if plan.window is not None:
-            assert kept.crew is not None
-            answer: Staged = kept.crew.receive()
-            staged = answer.places
-            loose = {place: [torch.from_numpy(row) for row in rows] for place, rows in answer.sent.items()}
-            found = cache.arc.slots_of(indices)
-            found[[*staged, *loose]] = NO_SLOT
-        else:
-            samples = self._dataset.__getitems__(indices.tolist())
-            found = readable_slots(cache, indices)
-            for place in (found == NO_SLOT).nonzero().flatten().tolist():
-                loose[place] = cache.spec.flatten(samples[place], int(indices[place]))
+        assert kept.crew is not None
+        assert kept.staging is not None
+        answer: Staged = kept.crew.receive()
+        found = cache.arc.slots_of(plan.indices[missing])
+        found[[*answer.places, *answer.sent]] = NO_SLOT
         slots[missing] = found
         rows = _gather(cache, kept.buffers, slots, ready=False)
-        for place in staged:
-            assert kept.staging is not None
-            assert plan.window is not None
-            kept.staging.copy_to(rows, missing[place], plan.window, place)
-        for place, own in loose.items():
-            for row, one in zip(rows, own, strict=True):
-                row[missing[place]].copy_(one)
+        for place in answer.places:
+            kept.staging.copy_to(rows, missing[place], window, place)
+        for place, sent in answer.sent.items():
+            for row, one in zip(rows, sent, strict=True):
+                row[missing[place]].copy_(torch.from_numpy(one))
         return rows
 
 

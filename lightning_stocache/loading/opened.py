@@ -23,11 +23,15 @@ from torch.utils.data import Dataset, Subset
 from lightning_stocache.cache.cache import SharedCache
 from lightning_stocache.cache.counters import Counters
 from lightning_stocache.cache.placement import NO_SLOT, Ring
+from lightning_stocache.loading.landing import Landing
 from lightning_stocache.node.group import NodeGroup
 
 __all__ = ["Opened"]
 
 log = logging.getLogger(__name__)
+
+_Land = Callable[[int, Any], Sequence[memoryview]]
+"""Puts the k-th of some samples where it is wanted; the bytes of its fields there."""
 
 
 @dataclass
@@ -87,8 +91,7 @@ class Opened:
         cache = self.live_cache
         if cache is None or not indices or min(indices) < 0 or max(indices) >= cache.arc.size:
             return self._load(indices)
-        slots = cache.ready_slots(torch.tensor(indices))
-        hits = (slots != NO_SLOT).nonzero().flatten()
+        slots, hits = self._ready(cache, indices)
         samples: list[Any] = [None] * len(indices)
         if len(hits):
             found = cache.spec.split(cache.gather(slots[hits]), len(hits))
@@ -100,6 +103,19 @@ class Opened:
             for place, sample in zip(others, self._load([indices[place] for place in others]), strict=True):
                 samples[place] = sample
         return samples
+
+    def load_into(self, batch: Landing, indices: list[int], places: list[int]) -> None:
+        """Serve samples that were not ready a moment ago, each at its place of a batch.
+
+        They are stored from there: each is copied out of what the source gave only once.
+        """
+        cache = self.cache
+        assert cache is not None
+        if self._one_by_one(indices) and not len(self._ready(cache, indices)[1]):
+            self._load_then_keep(indices, lambda number, sample: batch.put(places[number], sample, indices[number]))
+            return
+        for place, index, sample in zip(places, indices, self.serve_many(indices), strict=True):
+            batch.put(place, sample, index)
 
     def count(self, **counts: int) -> None:
         """Add to the counters, by the names of `Counts`."""
@@ -123,11 +139,11 @@ class Opened:
 
     def _load(self, indices: list[int]) -> Any:
         """Serve what was not ready a moment ago: in one call, if the source can."""
+        if self._one_by_one(indices):
+            return self._load_then_keep(indices)
         fetch = self.fetch
         if fetch is None:
-            if self.live_cache is None or len(set(indices)) < len(indices):
-                return [self.serve(index) for index in indices]  # looks again: the batch holds an index twice
-            return self._load_then_keep(indices)
+            return [self.serve(index) for index in indices]  # looks again: the batch may hold an index twice
         start = time.perf_counter_ns()
         samples = fetch(indices)
         each = (time.perf_counter_ns() - start) // max(len(indices), 1)
@@ -144,7 +160,17 @@ class Opened:
             self._keep(index, sample, each)
         return samples
 
-    def _load_then_keep(self, indices: list[int]) -> list[Any]:
+    @staticmethod
+    def _ready(cache: SharedCache, indices: list[int]) -> tuple[torch.Tensor, torch.Tensor]:
+        """The slots of those indices as they are now, NO_SLOT for what is not ready, and the places of the others."""
+        slots = cache.ready_slots(torch.tensor(indices))
+        return slots, (slots != NO_SLOT).nonzero().flatten()
+
+    def _one_by_one(self, indices: list[int]) -> bool:
+        """Whether the source loads single samples, and a cache is open to keep these, which are all different."""
+        return self.fetch is None and self.live_cache is not None and len(set(indices)) == len(indices)
+
+    def _load_then_keep(self, indices: list[int], land: _Land | None = None) -> list[Any]:
         """Load samples, then store them all: storing costs half as much when its code and memory are warm."""
         samples, spent = [], []
         try:
@@ -153,16 +179,22 @@ class Opened:
                 samples.append(self.source[index])
                 spent.append(time.perf_counter_ns() - start)
         finally:  # what was loaded before an error is kept, too
-            self._keep_many(indices[: len(spent)], samples, sum(spent))
+            self._keep_many(indices[: len(spent)], samples, sum(spent), land)
         return samples
 
-    def _keep_many(self, indices: list[int], samples: list[Any], source_ns: int) -> None:
+    def _keep_many(
+        self,
+        indices: list[int],
+        samples: list[Any],
+        source_ns: int,
+        land: _Land | None = None,
+    ) -> None:
         """Store samples of a cache that is open, and count them at once."""
         cache, kept, fills, misses = self.cache, 0, 0, 0
         assert cache is not None
         try:
-            for index, sample in zip(indices, samples, strict=False):
-                fills += cache.fill(index, sample)
+            for number, (index, sample) in enumerate(zip(indices, samples, strict=False)):
+                fills += cache.fill(index, sample) if land is None else cache.fill_from(index, land(number, sample))
                 misses += cache.arc.slot(index) != NO_SLOT
                 kept += 1
         finally:

@@ -255,8 +255,8 @@ def die_half_way(cache: SharedCache) -> None:
     """A writer that is killed when it has stored the first field, and half of nothing else."""
     store = cache.slots.store
 
-    def half(slot: int, rows: list[torch.Tensor]) -> None:
-        store(slot, [rows[0], torch.zeros_like(rows[1])])
+    def half(slot: int, contents: list[memoryview]) -> None:
+        store(slot, [contents[0], memoryview(bytes(8))])
         os.kill(os.getpid(), signal.SIGKILL)
 
     cache.slots.store = half  # type: ignore[method-assign, assignment]
