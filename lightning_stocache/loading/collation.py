@@ -51,16 +51,26 @@ class Collation:
 
     def batch(self, rows: Sequence[torch.Tensor]) -> Any:
         """The batch from uint8 `[samples, nbytes]` per field, over the same memory."""
+        return self._build(self._typed(rows))
+
+    def batches(self, rows: Sequence[torch.Tensor], size: int) -> list[Any]:
+        """The same as several batches of `size` samples each, but the last."""
+        if rows[0].shape[0] <= size:
+            return [self.batch(rows)]
+        return [
+            self._build(fields)
+            for fields in zip(*(torch.split(field, size) for field in self._typed(rows)), strict=True)
+        ]
+
+    def _typed(self, rows: Sequence[torch.Tensor]) -> list[torch.Tensor]:
         samples = rows[0].shape[0]
         typed = zip(rows, self._dtypes, self._shapes, strict=True)
-        return self._build(
-            [
-                row.view(dtype).view(samples, *shape) if row.numel() else torch.empty(samples, *shape, dtype=dtype)
-                for row, dtype, shape in typed
-            ]
-        )
+        return [
+            row.view(dtype).view(samples, *shape) if row.numel() else torch.empty(samples, *shape, dtype=dtype)
+            for row, dtype, shape in typed
+        ]
 
-    def _builder(self, pattern: Any) -> Callable[[list[torch.Tensor]], Any]:
+    def _builder(self, pattern: Any) -> Callable[[Sequence[torch.Tensor]], Any]:
         """A function from fields, in the order of the spec, to the structure of the pattern."""
         if type(pattern) is torch.Tensor:
             place = len(self._dtypes)

@@ -17,19 +17,17 @@ from functools import partial
 from typing import Any, cast
 
 import torch
-from torch.utils.data import DataLoader, default_collate
-from torch.utils.data._utils import pin_memory as pinning
+from torch.utils.data import DataLoader
 
-from lightning_stocache.cache.cache import SharedCache
 from lightning_stocache.cache.placement import NO_SLOT
 from lightning_stocache.loading.ahead import Ahead, Job
-from lightning_stocache.loading.buffers import Buffers
 from lightning_stocache.loading.crew import Crew
 from lightning_stocache.loading.dataset import CachedDataset
 from lightning_stocache.loading.kept import Kept
 from lightning_stocache.loading.landing import Landing
 from lightning_stocache.loading.schedule import Schedule
 from lightning_stocache.loading.staging import Staged, Staging, readable_slots
+from lightning_stocache.loading.warm import pass_through
 
 __all__ = ["GatheredEpoch"]
 
@@ -69,7 +67,6 @@ class GatheredEpoch:
         assert kept.collation is not None
         self._dataset, self._batches = loader.dataset, loader.batch_sampler
         self._schedule, self._kept, self._cache, self._collation = schedule, kept, kept.cache, kept.collation
-        self._trusted = kept.full and schedule.trusted  # nothing to look up, and nothing to look at
         self._with_workers = loader.num_workers > 0
         self._plans: deque[_Plan] = deque()
         self._ahead = Ahead()
@@ -91,6 +88,7 @@ class GatheredEpoch:
 
     def __next__(self) -> Any:
         """The next batch."""
+        self._ahead.back()
         if not self._with_workers and self._finalizer.alive:
             while len(self._plans) < (2 if self._schedule.ahead_unseen else 1) and self._draw():
                 pass
@@ -112,8 +110,8 @@ class GatheredEpoch:
         self._go_on()
         following = self._plans[0] if self._plans else None
         if following is not None and following.slots is not None and not following.missing:
-            following.job = Job(partial(_gather, self._cache, self._kept.buffers, following.slots))
-            self._ahead.offer(following.job)
+            following.job = Job(partial(self._kept.gather, following.slots))
+        self._ahead.leave(None if following is None else following.job)
         return batch
 
     def close(self) -> None:
@@ -146,9 +144,6 @@ class GatheredEpoch:
         self._plans.append(plan)
         if cache.closed or not isinstance(indices, torch.Tensor) or not indices.shape[0]:
             return True
-        if self._trusted:
-            plan.slots = cache.arc.slots_of(indices)
-            return True
         slots = readable_slots(cache, indices)
         plan.missing = (slots == NO_SLOT).nonzero().flatten().tolist()
         plan.slots = slots
@@ -162,7 +157,7 @@ class GatheredEpoch:
     def _complete(self, plan: _Plan) -> Any:
         """The batch of a plan, counted."""
         if plan.slots is None or self._cache.closed:
-            return self._passed_through(plan.indices)
+            return pass_through(self._dataset, plan.indices, self._kept.pins)
         if plan.window is not None:
             rows = self._receive(plan, plan.slots, plan.window)
         elif plan.missing:
@@ -170,18 +165,13 @@ class GatheredEpoch:
         elif plan.job is not None:
             rows = plan.job.result()
         else:
-            rows = _gather(self._cache, self._kept.buffers, plan.slots)
+            rows = self._kept.gather(plan.slots)
         self._dataset.count_hits(plan.slots.shape[0] - len(plan.missing))
         return self._collation.batch(rows)
 
-    def _passed_through(self, indices: Any) -> Any:
-        samples = self._dataset.__getitems__(indices.tolist() if isinstance(indices, torch.Tensor) else indices)
-        batch = default_collate(samples)
-        return cast(Any, pinning).pin_memory(batch) if self._kept.pins else batch
-
     def _load(self, plan: _Plan, slots: torch.Tensor) -> list[torch.Tensor]:
         """The rows of a batch with misses, which are loaded here."""
-        rows = _gather(self._cache, self._kept.buffers, slots, ready=False)
+        rows = self._kept.gather_ready(slots)
         self._dataset.load_into(Landing(self._cache.spec, rows), plan.indices[plan.missing].tolist(), plan.missing)
         return rows
 
@@ -194,24 +184,10 @@ class GatheredEpoch:
         found = cache.arc.slots_of(plan.indices[missing])
         found[[*answer.places, *answer.sent]] = NO_SLOT
         slots[missing] = found
-        rows = _gather(cache, kept.buffers, slots, ready=False)
+        rows = kept.gather_ready(slots)
         for place in answer.places:
             kept.staging.copy_to(rows, missing[place], window, place)
         for place, sent in answer.sent.items():
             for row, one in zip(rows, sent, strict=True):
                 row[missing[place]].copy_(torch.from_numpy(one))
         return rows
-
-
-def _gather(cache: SharedCache, buffers: Buffers, slots: torch.Tensor, ready: bool = True) -> list[torch.Tensor]:
-    """The rows of those slots, uint8 `[samples, nbytes]` per field; undefined for those that are not ready."""
-    samples, row_bytes = slots.shape[0], cache.spec.row_bytes
-    memory = [buffers.take(number, samples * nbytes) for number, nbytes in enumerate(row_bytes)]
-    if ready:
-        return cache.gather(slots, memory)
-    some = int(slots.max())
-    if some == NO_SLOT:
-        return [one.view(samples, nbytes) for one, nbytes in zip(memory, row_bytes, strict=True)]
-    # Where there is no slot, one that is READY is read: a hole of the file would take a page, or fault where none is
-    # left.
-    return cache.gather(slots.masked_fill(slots == NO_SLOT, some), memory)

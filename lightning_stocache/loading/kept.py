@@ -16,6 +16,7 @@ import torch
 from torch.utils.data import DataLoader
 
 from lightning_stocache.cache.cache import SharedCache
+from lightning_stocache.cache.placement import NO_SLOT
 from lightning_stocache.loading.ahead import Ahead
 from lightning_stocache.loading.buffers import Buffers
 from lightning_stocache.loading.collation import Collation
@@ -64,6 +65,23 @@ class Kept:
     def promised(self) -> int:
         """Bytes that the cache has been granted and may still take."""
         return _promised(self.cache)
+
+    def gather(self, slots: torch.Tensor) -> list[torch.Tensor]:
+        """The rows of READY slots in memory that is used again, uint8 `[samples, nbytes]` per field."""
+        return self.cache.gather(slots, self._memory(slots.shape[0]))
+
+    def gather_ready(self, slots: torch.Tensor) -> list[torch.Tensor]:
+        """The same where some are NO_SLOT, whose rows are undefined."""
+        samples, some = slots.shape[0], int(slots.max())
+        if some == NO_SLOT:
+            memory = zip(self._memory(samples), self.cache.spec.row_bytes, strict=True)
+            return [one.view(samples, nbytes) for one, nbytes in memory]
+        # Where there is no slot, one that is READY is read: a hole of the file would take a page, or fault where none
+        # is left.
+        return self.gather(slots.masked_fill(slots == NO_SLOT, some))
+
+    def _memory(self, samples: int) -> list[torch.Tensor]:
+        return [self.buffers.take(number, samples * nbytes) for number, nbytes in enumerate(self.cache.spec.row_bytes)]
 
     def begin_epoch(self) -> None:
         """Take what an epoch left behind that was broken off."""

@@ -30,6 +30,7 @@ from lightning_stocache.loading.gathered import GatheredEpoch
 from lightning_stocache.loading.kept import Kept, Way
 from lightning_stocache.loading.made import MadeEpoch
 from lightning_stocache.loading.schedule import Schedule
+from lightning_stocache.loading.warm import WarmEpoch
 
 __all__ = ["CachedLoader", "Gather"]
 
@@ -106,7 +107,11 @@ class CachedLoader(DataLoader[Any]):
         first = not persistent or not (self._started or self._plain is not None)
         schedule = Schedule(self, first=first or (kept.way == "worker" and kept.crew is None))
         self._started = True
-        epoch: _Epoch = (GatheredEpoch if kept.way == "main" else MadeEpoch)(self, schedule, kept)
+        epoch: _Epoch
+        if kept.way == "worker":
+            epoch = MadeEpoch(self, schedule, kept)
+        else:
+            epoch = (WarmEpoch if kept.full and schedule.trusted else GatheredEpoch)(self, schedule, kept)
         self._current = weakref.ref(epoch)
         return epoch
 

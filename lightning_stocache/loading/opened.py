@@ -23,6 +23,7 @@ from torch.utils.data import Dataset, Subset
 from lightning_stocache.cache.cache import SharedCache
 from lightning_stocache.cache.counters import Counters
 from lightning_stocache.cache.placement import NO_SLOT, Ring
+from lightning_stocache.loading.buffers import Buffers
 from lightning_stocache.loading.landing import Landing
 from lightning_stocache.node.group import NodeGroup
 
@@ -61,6 +62,7 @@ class Opened:
     group: NodeGroup = field(default_factory=NodeGroup)
     budget_bytes: int = 0
     name: str | None = None
+    _buffers: Buffers = field(default_factory=Buffers, repr=False, compare=False)
 
     @property
     def live_cache(self) -> SharedCache | None:
@@ -94,7 +96,8 @@ class Opened:
         slots, hits = self._ready(cache, indices)
         samples: list[Any] = [None] * len(indices)
         if len(hits):
-            found = cache.spec.split(cache.gather(slots[hits]), len(hits))
+            memory = [self._buffers.take(number, len(hits) * own) for number, own in enumerate(cache.spec.row_bytes)]
+            found = cache.spec.split(cache.gather(slots[hits], memory), len(hits))
             for place, sample in zip(hits.tolist(), found, strict=True):
                 samples[place] = sample
             self.count(hits=len(hits), bytes_from_cache=len(hits) * cache.spec.nbytes)
@@ -217,4 +220,4 @@ class Opened:
     def __getstate__(self) -> dict[str, Any]:
         # What this process has closed cannot be sent to another one, which passes samples through just the same.
         counters = None if self.counters is None or self.counters.segment.closed else self.counters
-        return self.__dict__ | {"cache": self.live_cache, "counters": counters}
+        return self.__dict__ | {"cache": self.live_cache, "counters": counters, "_buffers": Buffers()}

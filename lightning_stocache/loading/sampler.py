@@ -14,6 +14,7 @@ dealt when its first index is asked for; an epoch in memory is one tensor of N i
 from __future__ import annotations
 
 from collections.abc import Iterator, Sized
+from itertools import chain
 from typing import Any, Literal, cast, get_args
 
 import numpy as np
@@ -105,6 +106,10 @@ class LocalitySampler(DistributedSampler[int]):
             self._dealer = Dealer(ring, nodes)
 
     def __iter__(self) -> Iterator[int]:
+        return chain.from_iterable(map(np.ndarray.tolist, self.batches()))
+
+    def batches(self) -> Iterator[Integers]:
+        """This rank's part of each global batch: `batch_size` indices, int64, but in the last one."""
         # The order is drawn here and not with the first index, as in DistributedSampler: set_epoch may come in between.
         skip, self.skip = self.skip, 0
         self.imbalance = 0
@@ -121,7 +126,7 @@ class LocalitySampler(DistributedSampler[int]):
         generator = torch.Generator().manual_seed(self.seed + self.epoch)
         return torch.randperm(size, generator=generator).numpy()
 
-    def _draw(self, order: Integers, skip: int) -> Iterator[int]:
+    def _draw(self, order: Integers, skip: int) -> Iterator[Integers]:
         world, step = self.num_replicas, self.batch_size * self.num_replicas
         for number, begin in enumerate(range(skip * step, self.total_size, step), start=skip):
             end = min(begin + step, self.total_size)
@@ -132,16 +137,16 @@ class LocalitySampler(DistributedSampler[int]):
                 self.imbalance = max(self.imbalance, deal.imbalance)
                 positions = begin + self._dealer.share(deal, self.rank, turn=number)
             # Positions beyond the order are DistributedSampler's padding: the order over again.
-            yield from order[positions % len(order)].tolist()
+            yield order[positions % len(order)]
 
-    def _draw_sticky(self, order: Integers, skip: int) -> Iterator[int]:
+    def _draw_sticky(self, order: Integers, skip: int) -> Iterator[Integers]:
         node, ranks = next((node, ranks) for node, ranks in enumerate(self.nodes) if self.rank in ranks)
         shard = self._shard(order, node)
         step = self.batch_size * len(ranks)
         total = self.num_samples * len(ranks)
         for begin in range(skip * step, total, step):
             positions = np.arange(begin + ranks.index(self.rank), min(begin + step, total), len(ranks))
-            yield from shard[positions % len(shard)].tolist()
+            yield shard[positions % len(shard)]
 
     def _shard(self, order: Integers, node: int) -> Integers:
         """What lies on the node's own part of the ring, in the order of the epoch."""

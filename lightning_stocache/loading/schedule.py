@@ -52,9 +52,12 @@ class Schedule:
             torch.empty((), dtype=torch.int64).random_(generator=loader.generator)
             if loader.num_workers:
                 drawing = iter(batches)
-        quick = sequential or (private and not inner.replacement and inner._num_samples is None)
-        self.trusted = quick and len(inner) <= len(cast(Any, loader.dataset))  # no index lies outside the dataset
-        self._drawing = _slices(batches) if quick else map(_as_indices, drawing)
+        whole = sequential or (private and not inner.replacement and inner._num_samples is None)
+        dealt = type(inner) is LocalitySampler and inner.batch_size == batches.batch_size
+        drawn_from = inner.dataset if dealt else inner
+        # No index lies outside the dataset.
+        self.trusted = (whole or dealt) and len(drawn_from) <= len(cast(Any, loader.dataset))
+        self._drawing = _slices(batches) if whole else _deals(batches) if dealt else map(_as_indices, drawing)
 
     def draw(self) -> Any:
         """The next batch of indices, int64 `[samples]`; None when the epoch is over.
@@ -77,6 +80,13 @@ def _slices(batches: BatchSampler) -> Iterator[torch.Tensor]:
     end = length - length % size if batches.drop_last else length
     for start in range(0, end, size):
         yield order[start : min(start + size, end)]
+
+
+def _deals(batches: BatchSampler) -> Iterator[torch.Tensor]:
+    """The same for a LocalitySampler, which makes whole batches."""
+    for indices in cast(LocalitySampler, batches.sampler).batches():
+        if len(indices) == batches.batch_size or not batches.drop_last:
+            yield torch.from_numpy(indices)
 
 
 def _as_indices(batch: Any) -> Any:

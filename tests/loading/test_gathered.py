@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import threading
+import time
 from collections.abc import Iterator
 from contextlib import closing
 from multiprocessing import active_children
@@ -12,7 +13,7 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from torch.utils.data import DataLoader, Dataset, RandomSampler
+from torch.utils.data import DataLoader, Dataset, DistributedSampler, RandomSampler
 
 from lightning_stocache.cache.counters import Counts
 from lightning_stocache.cache.spec import SampleMismatchError
@@ -31,6 +32,7 @@ WORKERS: list[dict[str, Any]] = [
     {"num_workers": 2, "persistent_workers": True},
 ]
 NAMES = ["alone", "a worker", "persistent workers"]
+BLOCK = (3, 300, 300)  # over 1 MiB in a batch of 4: gathered alone
 BIG = (3, 64, 64)  # 48 KiB in a batch of 4: recycled, not too small
 
 pytestmark = pytest.mark.usefixtures("seeded")
@@ -195,7 +197,7 @@ def test_later_epochs_take_no_new_memory(num_workers):
     """The batches of all epochs lie in the few buffers of the first."""
     with closing(CachedDataset(Numbers(LENGTH, BIG))) as dataset:
         loader = CachedLoader(dataset, 4, shuffle=True, num_workers=num_workers)
-        list_of_addresses = [{image.data_ptr() for image, _ in loader} for _ in range(5)]
+        list_of_addresses = [{image.untyped_storage().data_ptr() for image, _ in loader} for _ in range(5)]
         assert len(set.union(*list_of_addresses)) <= 4
 
 
@@ -333,20 +335,27 @@ def test_what_does_not_fit_shared_memory_is_sent_by_message(monkeypatch, caplog)
         assert same([copied(batch) for _ in range(2) for batch in loader], expected * 2)
 
 
-def test_the_thread_runs_only_while_an_epoch_does():
-    """It starts with the first batch that can be gathered ahead, and ends with the epoch or the iterator."""
+@pytest.mark.parametrize("looked_up", [False, True])
+def test_the_thread_runs_only_while_an_epoch_does(looked_up: bool):
+    """It starts with the first batch that can be gathered ahead of a slow consumer, and ends with epoch or iterator."""
 
     def threads() -> int:
         return sum(thread.name == "stocache-ahead" for thread in threading.enumerate())
 
-    with closing(CachedDataset(Numbers(LENGTH))) as dataset:
+    with closing(CachedDataset(Numbers(LENGTH, BLOCK))) as dataset:
         fill(dataset, range(LENGTH))
-        loader = CachedLoader(dataset, 4)
+        loader = CachedLoader(dataset, 4, sampler=DistributedSampler(dataset, 1, 0) if looked_up else None)
         for _ in loader:
-            assert threads() == 1 or _[1][-1] == LENGTH - 1
+            assert threads() == 0
+        iterator, last = iter(loader), len(loader) - 1
+        for number, _ in enumerate(iterator):
+            assert threads() == (0 < number < last) or number == last
+            time.sleep(0.001)
         assert threads() == 0
         iterator = iter(loader)
-        next(iterator)
+        for _ in range(3):
+            next(iterator)
+            time.sleep(0.001)
         assert threads() == 1
         del iterator
         assert threads() == 0
