@@ -132,12 +132,9 @@ class SharedCache:
         fence()
         return slots.masked_fill_(~ready, NO_SLOT)
 
-    def gather(self, slots: torch.Tensor, into: Sequence[torch.Tensor] | None = None) -> list[torch.Tensor]:
-        """Copies of READY slots (int64 `[samples]`), uint8 `[samples, nbytes]` per field.
-
-        The spec splits them into samples, or makes a batch of them.
-        """
-        return self.slots.gather(slots, into)
+    def gather(self, slots: torch.Tensor, into: Sequence[torch.Tensor]) -> None:
+        """Copy READY slots (int64 `[samples]`) into uint8 `[samples * nbytes]` per field."""
+        self.slots.gather(slots, into)
 
     @property
     def filled(self) -> int:

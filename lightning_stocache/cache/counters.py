@@ -37,6 +37,8 @@ class Counts:
         bytes_from_cache: bytes of the hits.
         bytes_from_source: bytes of the misses and bypasses, as they would lie in a slot.
         source_ns: nanoseconds spent in the source, summed over processes.
+        fill_ns: nanoseconds spent on checking and storing what came from it.
+        gather_ns: nanoseconds spent on copying hits out of their slots, on the thread ahead of the consumer too.
 
     Example:
         >>> (Counts(hits=3, misses=1) - Counts(hits=1)).served
@@ -50,6 +52,8 @@ class Counts:
     bytes_from_cache: int = 0
     bytes_from_source: int = 0
     source_ns: int = 0
+    fill_ns: int = 0
+    gather_ns: int = 0
 
     @property
     def served(self) -> int:

@@ -48,8 +48,8 @@ class Slots(Protocol):
     def read(self, slot: int) -> list[torch.Tensor]:
         """Copy one sample out, uint8 `[nbytes]` per field."""
 
-    def gather(self, slots: torch.Tensor, into: Sequence[torch.Tensor] | None = None) -> list[torch.Tensor]:
-        """Copy many samples out, uint8 `[samples, nbytes]` per field."""
+    def gather(self, slots: torch.Tensor, into: Sequence[torch.Tensor]) -> None:
+        """Copy many samples out, into uint8 `[samples * nbytes]` per field."""
 
     def table(self, field: int) -> torch.Tensor:
         """The live array of one field, as bytes."""

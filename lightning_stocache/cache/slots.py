@@ -44,6 +44,8 @@ class FieldSlots:
             segment.bytes(start, count * nbytes) for start, nbytes in zip(self._starts, row_bytes, strict=True)
         ]
         self._words = [_as_words(table, count, nbytes) for table, nbytes in zip(self._tables, row_bytes, strict=True)]
+        self._dtypes = [words.dtype for words in self._words]
+        self._widths = [words.shape[1] if words.ndim > 1 else 1 for words in self._words]
 
     @staticmethod
     def bytes_for(row_bytes: Sequence[int], count: int) -> int:
@@ -89,19 +91,18 @@ class FieldSlots:
             for table, nbytes in zip(self._tables, self._row_bytes, strict=True)
         ]
 
-    def gather(self, slots: torch.Tensor, into: Sequence[torch.Tensor] | None = None) -> list[torch.Tensor]:
-        """Copy many samples out, uint8 `[len(slots), nbytes]` per field.
+    def gather(self, slots: torch.Tensor, into: Sequence[torch.Tensor]) -> None:
+        """Copy many samples out.
 
         Args:
             slots: int64 `[samples]`, each in `[0, count)`.
-            into: where to, uint8 `[len(slots) * nbytes]` per field, aligned to 64 bytes; fresh memory by default, which
-                costs as much again in page faults.
+            into: where to, uint8 `[samples * nbytes]` per field, aligned to 64 bytes. Fresh memory costs as much again
+                in page faults.
         """
         samples = slots.shape[0]
-        into = into or [torch.empty(samples * nbytes, dtype=torch.uint8) for nbytes in self._row_bytes]
-        for words, memory in zip(self._words, into, strict=True):
-            torch.index_select(words, 0, slots, out=memory.view(words.dtype).view(samples, *words.shape[1:]))
-        return [memory.view(samples, nbytes) for memory, nbytes in zip(into, self._row_bytes, strict=True)]
+        for words, dtype, width, memory in zip(self._words, self._dtypes, self._widths, into, strict=True):
+            out = memory.view(dtype)
+            torch.index_select(words, 0, slots, out=out.view(samples, width) if width > 1 else out)
 
     def table(self, field: int) -> torch.Tensor:
         """The live array of one field, uint8 `[count * nbytes]`."""

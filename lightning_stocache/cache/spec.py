@@ -106,7 +106,7 @@ class SampleSpec:
 
         return cls(grow(sample, ""), tuple(fields))
 
-    @property
+    @cached_property
     def nbytes(self) -> int:
         """Bytes of one sample."""
         return sum(self.row_bytes)
@@ -143,8 +143,9 @@ class SampleSpec:
         return self.split([row.reshape(1, -1) for row in rows], 1)[0]
 
     def split(self, columns: Sequence[torch.Tensor], samples: int) -> list[Any]:
-        """Make many samples from uint8 `[samples, nbytes]` per field, which they then own together."""
-        leaves = [field.decode(column) for field, column in zip(self.fields, columns, strict=True)]
+        """Make many samples from uint8 `[samples, nbytes]` (or flat) per field, which they then own together."""
+        sized = zip(self.fields, columns, self.row_bytes, strict=True)
+        leaves = [field.decode(column.view(samples, nbytes)) for field, column, nbytes in sized]
 
         def build(node: _Branch | int) -> Callable[[int], Any]:
             if isinstance(node, int):

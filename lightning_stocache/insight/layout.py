@@ -29,7 +29,9 @@ LAYOUT: dict[str, dict[str, list[str | list[str]]]] = {
     "Stochastic cache: samples": {
         "Hits, misses and bypasses": _chart("hits", "misses", "bypasses"),
         "Fills": _chart("fills"),
-        "Seconds in the source, over all processes": _chart("source_seconds"),
+        "Seconds of loading, over all processes: source, fill and gather": _chart(
+            "source_seconds", "fill_seconds", "gather_seconds"
+        ),
     },
     "Stochastic cache: validation and test": {
         "Hit rate and its ceiling": _chart("hit_rate", "coverage", stage="(val|test)/"),

@@ -73,6 +73,8 @@ def rates(tally: Tally) -> dict[str, float]:
         "bytes_from_cache": counts.bytes_from_cache,
         "bytes_from_source": counts.bytes_from_source,
         "source_seconds": counts.source_ns / 1e9,
+        "fill_seconds": counts.fill_ns / 1e9,
+        "gather_seconds": counts.gather_ns / 1e9,
         "memory_bytes": tally.memory_bytes,
         "budget_bytes": tally.budget_bytes,
     }

@@ -65,16 +65,15 @@ class Ahead:
         self._jobs: queue.SimpleQueue[Job | None] = queue.SimpleQueue()
         self._thread: threading.Thread | None = None
         self._left_at = time.perf_counter_ns()
-        self._soon = True
+        self.worthwhile = False
+        """Whether the consumer, when it was away, was away for longer than a thread needs to wake."""
 
     def back(self) -> None:
         """The consumer is back for the next batch."""
-        self._soon = time.perf_counter_ns() - self._left_at < _SOON
+        self.worthwhile = time.perf_counter_ns() - self._left_at > _SOON
 
-    def leave(self, job: Job | None) -> None:
-        """The consumer goes. A job is offered to the thread, unless the consumer was back too soon last time."""
-        if job is not None and not self._soon:
-            self.offer(job)
+    def leave(self) -> None:
+        """The consumer goes."""
         self._left_at = time.perf_counter_ns()
 
     def offer(self, job: Job) -> None:

@@ -1,9 +1,9 @@
 """Memory for batches, used again once nobody holds it.
 
 A fresh buffer of a few megabytes costs its page faults, more than the gather that fills it (8 GB/s where a warm one
-takes 15 to 17). So a buffer goes back when the batch that lies in it, and every view of it, NumPy's included, is gone:
-the tensor is made over a NumPy array, and that array's finalizer returns the memory. Last in, first out, because three
-buffers in rotation stay in the processor's cache and ten do not.
+takes 15 to 17). So a buffer goes back when the batch that lies in it, and every view of it, NumPy's included, is
+gone: the tensor is made over a NumPy array, and a weak reference to that array returns the memory. Last in, first
+out, because three buffers in rotation stay in the processor's cache and ten do not.
 
 Each field has buffers of its own, all as large as the largest batch that it has had; a smaller batch takes a part of
 one. So batches of every size (a last one, a sampler's buckets) share them, and no size keeps memory for itself.
@@ -15,12 +15,13 @@ that nobody holds, and only that allocator knows.
 from __future__ import annotations
 
 import weakref
+from typing import Any
 
 import torch
 
 __all__ = ["Buffers"]
 
-_SMALL = 1 << 14  # below this (labels) a fresh tensor costs less than the finalizer: 1.5 us
+_SMALL = 1 << 14  # below this (labels) a fresh tensor costs less than the bookkeeping
 _KEPT = 8  # per field; a consumer that lets go of batches in bursts needs no more
 
 
@@ -60,12 +61,29 @@ class Buffers:
         if memory is None or memory.shape[0] < nbytes:
             memory = torch.empty(self._largest[field], dtype=torch.uint8)
         view = memory.numpy()[:nbytes]
-        # May run in any thread, at any moment: it only appends, which is atomic.
-        weakref.finalize(view, _give_back, free, memory).atexit = False
+        lent = _Lent(view, _give_back)
+        lent.memory, lent.free = memory, free
+        _lent[id(lent)] = lent
         return torch.from_numpy(view)
 
 
-def _give_back(free: list[torch.Tensor], memory: torch.Tensor) -> None:
+class _Lent(weakref.ref[Any]):
+    """What has been given out; `_give_back` is called with it when the last view is gone.
+
+    (`weakref.finalize` can do more, and costs three times as much.)
+    """
+
+    __slots__ = ("free", "memory")
+    memory: torch.Tensor
+    free: list[torch.Tensor]
+
+
+_lent: dict[int, _Lent] = {}  # a weak reference that nobody holds calls nothing
+
+
+def _give_back(lent: _Lent) -> None:
+    # May run in any thread, at any moment: it takes one item away and appends one, both atomic.
+    del _lent[id(lent)]
     # Not into a list of larger ones: then `take` would throw it away.
-    if len(free) < _KEPT and (not free or free[-1].shape[0] <= memory.shape[0]):
-        free.append(memory)
+    if len(lent.free) < _KEPT and (not lent.free or lent.free[-1].shape[0] <= lent.memory.shape[0]):
+        lent.free.append(lent.memory)

@@ -30,8 +30,8 @@ class Collation:
 
     Example:
         >>> spec = SampleSpec.infer((torch.zeros(2, dtype=torch.uint8), 7))
-        >>> rows = [torch.tensor([[1, 2], [3, 4]], dtype=torch.uint8), torch.tensor([[5], [6]]).view(torch.uint8)]
-        >>> Collation(spec).batch(rows)
+        >>> rows = [torch.tensor([1, 2, 3, 4], dtype=torch.uint8), torch.tensor([5, 6]).view(torch.uint8)]
+        >>> Collation(spec).batch(rows, 2)
         [tensor([[1, 2],
                 [3, 4]], dtype=torch.uint8), tensor([5, 6])]
     """
@@ -49,25 +49,21 @@ class Collation:
         if not bytes_per_row or tuple(bytes_per_row) != spec.row_bytes:
             raise TypeError("default_collate does not keep the bytes of these samples")
 
-    def batch(self, rows: Sequence[torch.Tensor]) -> Any:
-        """The batch from uint8 `[samples, nbytes]` per field, over the same memory."""
-        return self._build(self._typed(rows))
+    def batch(self, rows: Sequence[torch.Tensor], samples: int) -> Any:
+        """The batch from uint8 `[samples * nbytes]` per field, over the same memory."""
+        return self._build(self._typed(rows, samples))
 
-    def batches(self, rows: Sequence[torch.Tensor], size: int) -> list[Any]:
+    def batches(self, rows: Sequence[torch.Tensor], samples: int, size: int) -> list[Any]:
         """The same as several batches of `size` samples each, but the last."""
-        if rows[0].shape[0] <= size:
-            return [self.batch(rows)]
-        return [
-            self._build(fields)
-            for fields in zip(*(torch.split(field, size) for field in self._typed(rows)), strict=True)
-        ]
+        if samples <= size:
+            return [self.batch(rows, samples)]
+        parts = (torch.split(field, size) for field in self._typed(rows, samples))
+        return [self._build(fields) for fields in zip(*parts, strict=True)]
 
-    def _typed(self, rows: Sequence[torch.Tensor]) -> list[torch.Tensor]:
-        samples = rows[0].shape[0]
-        typed = zip(rows, self._dtypes, self._shapes, strict=True)
+    def _typed(self, rows: Sequence[torch.Tensor], samples: int) -> list[torch.Tensor]:
         return [
-            row.view(dtype).view(samples, *shape) if row.numel() else torch.empty(samples, *shape, dtype=dtype)
-            for row, dtype, shape in typed
+            row.view(dtype).view(samples, *shape) if row.shape[0] else torch.empty(samples, *shape, dtype=dtype)
+            for row, dtype, shape in zip(rows, self._dtypes, self._shapes, strict=True)
         ]
 
     def _builder(self, pattern: Any) -> Callable[[Sequence[torch.Tensor]], Any]:
@@ -82,7 +78,13 @@ class Collation:
             named = {key: self._builder(value) for key, value in pattern.items()}
             return lambda fields: kind((key, build(fields)) for key, build in named.items())
         if isinstance(pattern, list | tuple):
+            first = len(self._dtypes)
             builders = [self._builder(value) for value in pattern]
+            if kind in (list, tuple) and all(
+                type(value) is torch.Tensor for value in pattern
+            ):  # quickly, what most are
+                last = len(self._dtypes)
+                return lambda fields: kind(fields[first:last])
             if hasattr(kind, "_fields"):
                 return lambda fields: kind(*(build(fields) for build in builders))
             return lambda fields: kind(build(fields) for build in builders)

@@ -241,10 +241,12 @@ class CachedDataset(Dataset[Any]):
         """Serve samples that were not READY at their places of a batch; only if they are not transformed."""
         self._opened.load_into(batch, indices, places)
 
-    def count_hits(self, samples: int) -> None:
-        """Count samples that somebody else has copied out of the cache."""
-        if self.cache is not None:
-            self._opened.count(hits=samples, bytes_from_cache=samples * self.cache.spec.nbytes)
+    def count_hits(self, samples: int, gather_ns: int = 0) -> None:
+        """Count samples that somebody else has copied out of the cache, and the nanoseconds that it took."""
+        opened = self._opened
+        if opened.cache is not None and opened.counters is not None:
+            nbytes = samples * opened.cache.spec.nbytes
+            opened.counters.add(hits=samples, bytes_from_cache=nbytes, gather_ns=gather_ns)
 
     def __getattr__(self, name: str) -> Any:
         # Names of the user's dataset (`classes`, `targets`) stay reachable; never dunder names: a forwarded

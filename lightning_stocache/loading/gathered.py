@@ -109,9 +109,10 @@ class GatheredEpoch:
             raise
         self._go_on()
         following = self._plans[0] if self._plans else None
-        if following is not None and following.slots is not None and not following.missing:
+        if following is not None and following.slots is not None and not following.missing and self._ahead.worthwhile:
             following.job = Job(partial(self._kept.gather, following.slots))
-        self._ahead.leave(None if following is None else following.job)
+            self._ahead.offer(following.job)
+        self._ahead.leave()
         return batch
 
     def close(self) -> None:
@@ -166,13 +167,14 @@ class GatheredEpoch:
             rows = plan.job.result()
         else:
             rows = self._kept.gather(plan.slots)
-        self._dataset.count_hits(plan.slots.shape[0] - len(plan.missing))
-        return self._collation.batch(rows)
+        self._dataset.count_hits(plan.slots.shape[0] - len(plan.missing), self._kept.take_gather_ns())
+        return self._collation.batch(rows, plan.slots.shape[0])
 
     def _load(self, plan: _Plan, slots: torch.Tensor) -> list[torch.Tensor]:
         """The rows of a batch with misses, which are loaded here."""
         rows = self._kept.gather_ready(slots)
-        self._dataset.load_into(Landing(self._cache.spec, rows), plan.indices[plan.missing].tolist(), plan.missing)
+        batch = Landing(self._cache.spec, rows, slots.shape[0])
+        self._dataset.load_into(batch, plan.indices[plan.missing].tolist(), plan.missing)
         return rows
 
     def _receive(self, plan: _Plan, slots: torch.Tensor, window: int) -> list[torch.Tensor]:
@@ -185,9 +187,10 @@ class GatheredEpoch:
         found[[*answer.places, *answer.sent]] = NO_SLOT
         slots[missing] = found
         rows = kept.gather_ready(slots)
+        columns = [row.view(slots.shape[0], nbytes) for row, nbytes in zip(rows, cache.spec.row_bytes, strict=True)]
         for place in answer.places:
-            kept.staging.copy_to(rows, missing[place], window, place)
+            kept.staging.copy_to(columns, missing[place], window, place)
         for place, sent in answer.sent.items():
-            for row, one in zip(rows, sent, strict=True):
-                row[missing[place]].copy_(torch.from_numpy(one))
+            for column, one in zip(columns, sent, strict=True):
+                column[missing[place]].copy_(torch.from_numpy(one))
         return rows

@@ -17,24 +17,29 @@ class Landing:
 
     Args:
         spec: what a sample looks like.
-        rows: of the batch, uint8 `[samples, nbytes]` per field.
+        rows: of the batch, uint8 `[samples * nbytes]` per field.
+        samples: how many.
 
     Example:
         >>> spec = SampleSpec.infer((torch.zeros(2, dtype=torch.int16), 7))
-        >>> rows = [torch.zeros(3, 4, dtype=torch.uint8), torch.zeros(3, 8, dtype=torch.uint8)]
-        >>> [bytes(content)[:4] for content in Landing(spec, rows).put(1, (torch.tensor([1, 2], dtype=torch.int16), 5))]
+        >>> rows = [torch.zeros(3 * 4, dtype=torch.uint8), torch.zeros(3 * 8, dtype=torch.uint8)]
+        >>> [
+        ...     bytes(content)[:4]
+        ...     for content in Landing(spec, rows, 3).put(1, (torch.tensor([1, 2], dtype=torch.int16), 5))
+        ... ]
         [b'\x01\x00\x02\x00', b'\x05\x00\x00\x00']
         >>> rows[0].tolist()
-        [[0, 0, 0, 0], [1, 0, 2, 0], [0, 0, 0, 0]]
+        [0, 0, 0, 0, 1, 0, 2, 0, 0, 0, 0, 0]
     """
 
-    def __init__(self, spec: SampleSpec, rows: Sequence[torch.Tensor]) -> None:
+    def __init__(self, spec: SampleSpec, rows: Sequence[torch.Tensor], samples: int) -> None:
         self._spec = spec
-        typed = zip(spec.fields, rows, strict=True)
+        columns = [row.view(samples, nbytes) for row, nbytes in zip(rows, spec.row_bytes, strict=True)]
+        typed = zip(spec.fields, columns, strict=True)
         self._leaves = [
             (field.batch(own) if isinstance(field.dtype, torch.dtype) else own).unbind(0) for field, own in typed
         ]
-        self._memory = [(own.numpy().reshape(-1).data, own.shape[1]) for own in rows]
+        self._memory = [(row.numpy().data, nbytes) for row, nbytes in zip(rows, spec.row_bytes, strict=True)]
 
     def put(self, place: int, sample: Any, index: int | None = None) -> list[memoryview]:
         """Check a sample and copy it to its place; the bytes of its fields there. `index` is named in errors."""

@@ -80,8 +80,9 @@ class Opened:
     def serve(self, index: int) -> Any:
         """The sample of an index. One that lies outside the dataset is the source's business."""
         cache = self.live_cache
+        start = time.perf_counter_ns()
         if cache is not None and 0 <= index < cache.arc.size and (sample := cache.get(index)) is not None:
-            self.count(hits=1, bytes_from_cache=cache.spec.nbytes)
+            self.count(hits=1, bytes_from_cache=cache.spec.nbytes, gather_ns=time.perf_counter_ns() - start)
             return sample
         start = time.perf_counter_ns()
         sample = self.source[index]
@@ -96,11 +97,17 @@ class Opened:
         slots, hits = self._ready(cache, indices)
         samples: list[Any] = [None] * len(indices)
         if len(hits):
+            start = time.perf_counter_ns()
             memory = [self._buffers.take(number, len(hits) * own) for number, own in enumerate(cache.spec.row_bytes)]
-            found = cache.spec.split(cache.gather(slots[hits], memory), len(hits))
+            cache.gather(slots[hits], memory)
+            found = cache.spec.split(memory, len(hits))
             for place, sample in zip(hits.tolist(), found, strict=True):
                 samples[place] = sample
-            self.count(hits=len(hits), bytes_from_cache=len(hits) * cache.spec.nbytes)
+            self.count(
+                hits=len(hits),
+                bytes_from_cache=len(hits) * cache.spec.nbytes,
+                gather_ns=time.perf_counter_ns() - start,
+            )
         if len(hits) < len(indices):
             others = (slots == NO_SLOT).nonzero().flatten().tolist()
             for place, sample in zip(others, self._load([indices[place] for place in others]), strict=True):
@@ -195,6 +202,7 @@ class Opened:
         """Store samples of a cache that is open, and count them at once."""
         cache, kept, fills, misses = self.cache, 0, 0, 0
         assert cache is not None
+        start = time.perf_counter_ns()
         try:
             for number, (index, sample) in enumerate(zip(indices, samples, strict=False)):
                 fills += cache.fill(index, sample) if land is None else cache.fill_from(index, land(number, sample))
@@ -207,6 +215,7 @@ class Opened:
                 fills=fills,
                 bytes_from_source=kept * cache.spec.nbytes,
                 source_ns=source_ns,
+                fill_ns=time.perf_counter_ns() - start,
             )
 
     def _keep(self, index: int, sample: Any, source_ns: int) -> None:

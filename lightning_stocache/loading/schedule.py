@@ -16,6 +16,7 @@ subclass that has a way of its own to draw.
 from __future__ import annotations
 
 from collections.abc import Iterator
+from itertools import islice
 from typing import Any, cast
 
 import numpy as np
@@ -26,6 +27,8 @@ from torch.utils.data.distributed import DistributedSampler
 from lightning_stocache.loading.sampler import LocalitySampler
 
 __all__ = ["Schedule"]
+
+_GROUP = 4096  # indices that a LocalitySampler deals at a time
 
 
 class Schedule:
@@ -55,20 +58,36 @@ class Schedule:
         whole = sequential or (private and not inner.replacement and inner._num_samples is None)
         dealt = type(inner) is LocalitySampler and inner.batch_size == batches.batch_size
         drawn_from = inner.dataset if dealt else inner
-        # No index lies outside the dataset.
+        # No index lies outside the dataset, and every batch but the last is of the same size.
         self.trusted = (whole or dealt) and len(drawn_from) <= len(cast(Any, loader.dataset))
-        self._drawing = _slices(batches) if whole else _deals(batches) if dealt else map(_as_indices, drawing)
+        self._size = batches.batch_size if plain else 0
+        self._stretches = _in_one(batches) if whole else _in_groups(batches) if dealt else None
+        self._rest = torch.empty(0, dtype=torch.int64)  # of a stretch that has been begun
+        self._drawing = None if whole or dealt else map(_as_indices, drawing)
 
     def draw(self) -> Any:
         """The next batch of indices, int64 `[samples]`; None when the epoch is over.
 
         Keys that only the source understands come as the sampler gave them.
         """
-        return next(self._drawing, None)
+        if self._drawing is not None:
+            return next(self._drawing, None)
+        return self.draw_many(1)
+
+    def draw_many(self, batches: int) -> torch.Tensor | None:
+        """The indices of the next batches, one after the other; of a schedule that can be trusted.
+
+        Fewer than asked for may come, and fewer samples only in the last batch of the epoch.
+        """
+        assert self._stretches is not None
+        if not self._rest.shape[0] and (stretch := next(self._stretches, None)) is not None:
+            self._rest = stretch
+        drawn, self._rest = self._rest.tensor_split([batches * self._size])
+        return drawn if drawn.shape[0] else None
 
 
-def _slices(batches: BatchSampler) -> Iterator[torch.Tensor]:
-    """The batches of a shuffled or sequential loader without a list in between, which would cost 30 us each."""
+def _in_one(batches: BatchSampler) -> Iterator[torch.Tensor]:
+    """The epoch of a shuffled or sequential loader at once: as lists of numbers, batches would cost 30 us each."""
     sampler, size = batches.sampler, batches.batch_size
     length = len(cast(Any, sampler))
     if type(sampler) is RandomSampler:  # draws its seed here, with the first batch, as the sampler does
@@ -77,16 +96,17 @@ def _slices(batches: BatchSampler) -> Iterator[torch.Tensor]:
         order = torch.randperm(length, generator=private)
     else:
         order = torch.arange(length)
-    end = length - length % size if batches.drop_last else length
-    for start in range(0, end, size):
-        yield order[start : min(start + size, end)]
+    yield order[: length - length % size] if batches.drop_last else order
 
 
-def _deals(batches: BatchSampler) -> Iterator[torch.Tensor]:
-    """The same for a LocalitySampler, which makes whole batches."""
-    for indices in cast(LocalitySampler, batches.sampler).batches():
-        if len(indices) == batches.batch_size or not batches.drop_last:
-            yield torch.from_numpy(indices)
+def _in_groups(batches: BatchSampler) -> Iterator[torch.Tensor]:
+    """The epoch of a LocalitySampler that makes whole batches, some of them at a time."""
+    each, size = cast(LocalitySampler, batches.sampler).batches(), batches.batch_size
+    while group := list(islice(each, max(_GROUP // size, 1))):
+        if batches.drop_last and len(group[-1]) < size:
+            group.pop()
+        if group:
+            yield torch.from_numpy(np.concatenate(group))
 
 
 def _as_indices(batch: Any) -> Any:

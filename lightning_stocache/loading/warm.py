@@ -34,14 +34,12 @@ class _Block(NamedTuple):
     """Batches that are gathered together.
 
     Args:
-        indices: of each batch, int64 `[samples]`.
-        slots: of all of them.
-        job: the gather.
+        indices: int64 `[samples]`, of all of them.
+        slots: the same.
     """
 
-    indices: Sequence[torch.Tensor]
+    indices: torch.Tensor
     slots: torch.Tensor
-    job: Job
 
 
 class WarmEpoch:
@@ -62,6 +60,7 @@ class WarmEpoch:
         self._at_once = max(_DRAWN // self._size, 1)
         self._together = max(_BLOCK_BYTES // max(self._size * kept.cache.spec.nbytes, 1), 1)
         self._blocks: deque[_Block] = deque()
+        self._job: Job | None = None  # the gather of the first of them, if the thread has it
         self._parts: deque[tuple[Any, int]] = deque()  # of the block that is being handed out, with their samples
         self._gathered = True  # or parts are indices, because the cache has been closed
         self._ahead = Ahead()
@@ -84,10 +83,13 @@ class WarmEpoch:
         if not self._parts:
             self._open()
         part, samples = self._parts.popleft()
-        self._ahead.leave(self._blocks[0].job if not self._parts and (self._blocks or self._draw()) else None)
+        if not self._parts and (self._blocks or self._draw()) and self._ahead.worthwhile:
+            self._job = Job(partial(self._kept.gather, self._blocks[0].slots))
+            self._ahead.offer(self._job)
         if not self._gathered:
             return pass_through(self._dataset, part, self._kept.pins)
-        self._dataset.count_hits(samples)
+        self._dataset.count_hits(samples, self._kept.take_gather_ns())
+        self._ahead.leave()
         return part
 
     def close(self) -> None:
@@ -101,33 +103,25 @@ class WarmEpoch:
         if not (self._blocks or self._draw()):
             self.close()
             raise StopIteration
-        block = self._blocks[0]
-        parts: Sequence[Any] = block.indices
+        (indices, slots), job, self._job = self._blocks[0], self._job, None
+        samples, parts = slots.shape[0], cast(Sequence[Any], ())
         self._gathered = not self._kept.cache.closed
         if self._gathered:
-            try:
-                parts = self._collation.batches(block.job.result(), self._size)
-            except BaseException:  # interrupted: it is the next one again
-                self._blocks[0] = self._plan(block.indices, block.slots)
-                raise
-        self._blocks.popleft()
-        self._parts.extend((part, indices.shape[0]) for part, indices in zip(parts, block.indices, strict=True))
+            rows = self._kept.gather(slots) if job is None else job.result()
+            parts = self._collation.batches(rows, samples, self._size)
+        self._blocks.popleft()  # not before: one that is interrupted is the next one again
+        sizes = [min(self._size, samples - first) for first in range(0, samples, self._size)]
+        self._parts.extend(zip(parts or torch.split(indices, self._size), sizes, strict=True))
 
     def _draw(self) -> bool:
         """Draw the next batches and plan their blocks; whether there were any."""
-        if not self._finalizer.alive:
+        indices = self._schedule.draw_many(self._at_once) if self._finalizer.alive else None
+        if indices is None:
             return False
-        drawn = (self._schedule.draw() for _ in range(self._at_once))
-        indices = [batch for batch in drawn if batch is not None]
-        if indices:
-            slots = self._kept.cache.arc.slots_of(torch.cat(indices))
-            for first in range(0, len(indices), self._together):
-                block = indices[first : first + self._together]
-                self._blocks.append(self._plan(block, slots[first * self._size :][: self._together * self._size]))
-        return bool(indices)
-
-    def _plan(self, indices: Sequence[torch.Tensor], slots: torch.Tensor) -> _Block:
-        return _Block(indices, slots, Job(partial(self._kept.gather, slots)))
+        slots, step = self._kept.cache.arc.slots_of(indices), self._together * self._size
+        for first in range(0, indices.shape[0], step):
+            self._blocks.append(_Block(indices[first : first + step], slots[first : first + step]))
+        return True
 
 
 def pass_through(dataset: CachedDataset, indices: Any, pins: bool) -> Any:

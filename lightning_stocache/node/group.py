@@ -1,7 +1,8 @@
 """Which ranks share memory, and how they agree.
 
 A node is the set of ranks that can map the same memory: same boot id, same memory filesystem, whatever NODE_RANK
-says. Two "nodes" on one machine with one /dev/shm are one node here; two containers with a /dev/shm each are two.
+says. Two "nodes" on one machine with one /dev/shm are one node here; two containers with a /dev/shm each are two. A
+rank that cannot open what the others make, though it sees the same filesystem, is a node of its own (`reach`).
 
 All of this is collective: every rank of the job makes the same calls in the same order. The talk goes over a private
 gloo group, so that it stays off the NCCL stream. Without a process group the job is one rank on one node and nothing
@@ -13,11 +14,12 @@ waits for one that has failed. A rank that dies closes its connections, which en
 
 from __future__ import annotations
 
+import logging
 import os
 import pickle
 import socket
 import weakref
-from collections.abc import Callable, Hashable
+from collections.abc import Callable, Hashable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, TypeVar
@@ -26,17 +28,21 @@ import torch
 import torch.distributed as dist
 
 from lightning_stocache.node.files import memory_directory
+from lightning_stocache.node.reach import strangers
 
 __all__ = ["NodeGroup", "memory_key"]
 
+log = logging.getLogger(__name__)
+
 T = TypeVar("T")
 
-# One private group per default process group; it ends with it.
+# One private group per default process group; it ends with it. The nodes are found out once.
 _private: weakref.WeakKeyDictionary[dist.ProcessGroup, dist.ProcessGroup] = weakref.WeakKeyDictionary()
+_nodes: weakref.WeakKeyDictionary[dist.ProcessGroup, tuple[tuple[int, ...], ...]] = weakref.WeakKeyDictionary()
 
 
-def memory_key() -> Hashable:
-    """What two processes have in common exactly when they can map the same files in memory."""
+def memory_key() -> tuple[str, int]:
+    """What two processes have in common when they see the same files in memory: the machine, and the filesystem."""
     boot = Path("/proc/sys/kernel/random/boot_id")
     machine = boot.read_text().strip() if boot.exists() else socket.gethostname()
     return machine, os.stat(memory_directory()).st_dev
@@ -75,11 +81,13 @@ class NodeGroup:
         """
         if not (dist.is_available() and dist.is_initialized()) or dist.get_world_size() == 1:
             return cls()
-        keys = _exchange(memory_key() if key is None else key)
-        members: dict[Hashable, list[int]] = {}
-        for rank, its_key in enumerate(keys):
-            members.setdefault(its_key, []).append(rank)
-        return cls(dist.get_rank(), tuple(sorted(tuple(ranks) for ranks in members.values())))
+        world, rank = dist.group.WORLD, dist.get_rank()
+        assert world is not None
+        if key is not None:
+            return cls(rank, _alike(_exchange(key)))
+        if world not in _nodes:
+            _nodes[world] = _find_nodes(rank)
+        return cls(rank, _nodes[world])
 
     @property
     def world(self) -> int:
@@ -153,6 +161,35 @@ class NodeGroup:
             if complaint is not None:
                 raise RuntimeError(f"setting up the cache failed on rank {rank}: {complaint}")
         return [value for _, value in outcomes]
+
+
+def _alike(keys: Sequence[Hashable]) -> tuple[tuple[int, ...], ...]:
+    """The ranks that have each key, by their first rank."""
+    members: dict[Hashable, list[int]] = {}
+    for rank, key in enumerate(keys):
+        members.setdefault(key, []).append(rank)
+    return tuple(tuple(ranks) for ranks in members.values())
+
+
+def _find_nodes(rank: int) -> tuple[tuple[int, ...], ...]:
+    """Which ranks share memory. Collective; rank 0 warns where ranks of one machine do not."""
+    keys = _exchange(memory_key())
+    apart = strangers(rank, _alike(keys), _exchange)
+    nodes = _alike([(key, number if number in apart else None) for number, key in enumerate(keys)])
+    for ranks in _alike([machine for machine, _ in keys]):
+        caches = [node for node in nodes if node[0] in ranks]
+        if rank == 0 and len(caches) > 1:
+            reasons = dict.fromkeys(words for number, words in apart.items() if number in ranks)
+            log.warning(
+                "ranks %s run on one machine and do not share memory (%s). Each of %s has a cache of its own, which "
+                "takes %d times the memory for the same budget. Give them one /dev/shm and one space of process ids "
+                "(Docker: --ipc=host --pid=host; Kubernetes: one pod)",
+                ", ".join(map(str, ranks)),
+                "; ".join(reasons) or "each has a /dev/shm of its own",
+                " and ".join(str(list(node)) for node in caches),
+                len(caches),
+            )
+    return nodes
 
 
 def _exchange(value: Any) -> list[Any]:

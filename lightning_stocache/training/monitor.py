@@ -41,8 +41,9 @@ class CacheMonitor(Callback):
     - `fill_fraction`: share of the slots that are ready; `coverage`: share of the indices that have a slot on some
       node.
     - `hits`, `misses`, `bypasses`, `fills`: samples in this epoch, over all ranks.
-    - `bytes_from_cache`, `bytes_from_source`: bytes in this epoch; `source_seconds`: spent in the source, summed over
-      processes.
+    - `bytes_from_cache`, `bytes_from_source`: bytes in this epoch.
+    - `source_seconds`, `fill_seconds`, `gather_seconds`: what loading consists of: time spent in the source, on storing
+      what came from it, and on copying hits out; summed over processes, so with workers much of it is no wait.
     - `memory_bytes`, `budget_bytes`: memory in use and granted, summed over nodes.
     - `data_wait_seconds`, `compute_seconds`: what an epoch's training waited for data and computed, mean over ranks
       (training only, as the next two). Waiting includes what other callbacks do between two steps.

@@ -52,7 +52,7 @@ def test_every_slot_keeps_its_own_sample(row_bytes: list[int], count: int) -> No
 @settings(deadline=None)
 @given(row_bytes=row_sizes, count=st.integers(1, 20), data=st.data())
 def test_a_gather_is_many_reads(row_bytes: list[int], count: int, data: st.DataObject) -> None:
-    """Gathered rows, in any order and with repetitions, are those that single reads give, in fresh memory or given."""
+    """Gathered rows, in any order and with repetitions, are those that single reads give, and copies of them."""
     wanted = data.draw(st.lists(st.integers(0, count - 1), max_size=30))
     with opened(row_bytes, count) as slots:
         for slot in range(count):
@@ -60,13 +60,9 @@ def test_a_gather_is_many_reads(row_bytes: list[int], count: int, data: st.DataO
         expected = [[slots.read(slot)[field] for slot in wanted] for field in range(len(row_bytes))]
         memory = [torch.empty(len(wanted) * nbytes, dtype=torch.uint8) for nbytes in row_bytes]
         indices = torch.tensor(wanted, dtype=torch.int64)
-        for columns in (slots.gather(indices), slots.gather(indices, memory)):
-            assert [column.shape for column in columns] == [(len(wanted), nbytes) for nbytes in row_bytes]
-            for column, rows in zip(columns, expected, strict=True):
-                assert equal(list(column), rows)
-        for column, own in zip(columns, memory, strict=True):
-            assert column.data_ptr() == own.data_ptr()
-    assert all(equal(list(column), rows) for column, rows in zip(columns, expected, strict=True))
+        slots.gather(indices, memory)
+    for own, nbytes, rows in zip(memory, row_bytes, expected, strict=True):
+        assert equal(list(own.view(len(wanted), nbytes)), rows)
 
 
 @given(row_bytes=row_sizes, count=counts)

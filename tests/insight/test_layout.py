@@ -17,6 +17,8 @@ METRICS = [
     "bytes_from_cache",
     "bytes_from_source",
     "source_seconds",
+    "fill_seconds",
+    "gather_seconds",
     "data_wait_seconds",
     "compute_seconds",
     "samples_per_second",

@@ -34,8 +34,10 @@ def test_bypasses_are_served_too():
 
 def test_seconds_and_bytes():
     """Nanoseconds become seconds; bytes stay bytes."""
-    values = rates(Tally(counts=Counts(source_ns=1_500_000_000, bytes_from_cache=7), memory_bytes=9, budget_bytes=11))
+    counts = Counts(source_ns=1_500_000_000, fill_ns=250_000_000, gather_ns=125_000_000, bytes_from_cache=7)
+    values = rates(Tally(counts=counts, memory_bytes=9, budget_bytes=11))
     assert (values["source_seconds"], values["bytes_from_cache"]) == (1.5, 7)
+    assert (values["fill_seconds"], values["gather_seconds"]) == (0.25, 0.125)
     assert (values["memory_bytes"], values["budget_bytes"]) == (9, 11)
 
 

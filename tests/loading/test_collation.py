@@ -23,7 +23,7 @@ def gathered(samples: list[Any]) -> Any:
     """The batch from the bytes of the samples, as a gather gives them."""
     spec = SampleSpec.infer(samples[0])
     columns = zip(*(spec.flatten(sample) for sample in samples), strict=True)
-    return Collation(spec).batch([torch.stack(column) for column in columns])
+    return Collation(spec).batch([torch.cat(column) for column in columns], len(samples))
 
 
 @pytest.mark.parametrize(
@@ -56,8 +56,8 @@ def test_the_batch_is_that_of_default_collate(sample, count):
 
 def test_the_batch_lies_in_the_memory_that_was_gathered():
     """Nothing is copied."""
-    rows = [torch.zeros(4, 12, dtype=torch.uint8), torch.zeros(4, 8, dtype=torch.uint8)]
-    image, label = Collation(SampleSpec.infer((torch.zeros(3), 1))).batch(rows)
+    rows = [torch.zeros(4 * 12, dtype=torch.uint8), torch.zeros(4 * 8, dtype=torch.uint8)]
+    image, label = Collation(SampleSpec.infer((torch.zeros(3), 1))).batch(rows, 4)
     assert (image.data_ptr(), label.data_ptr()) == (rows[0].data_ptr(), rows[1].data_ptr())
 
 

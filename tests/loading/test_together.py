@@ -196,12 +196,13 @@ def test_a_leader_without_memory_is_the_same_error_everywhere() -> None:
 
 
 class Blind:
-    """Rank 1 cannot reach files without a name, as in another pid namespace; or none at all."""
+    """Rank 1 cannot reach files without a name, as in another pid namespace; or none at all any more."""
 
     def __init__(self, named_too: bool) -> None:
         self.named_too = named_too
 
     def __call__(self, rank: int) -> Any:
+        NodeGroup.discover()  # by then it could
         attach, create, made = Segment.attach, Segment.create, []
 
         def see_names_only(handle: SegmentHandle) -> Segment:

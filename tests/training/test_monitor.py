@@ -24,7 +24,8 @@ from tests.training.tiny import SAMPLES, Model, logged, make_trainer, plain_load
 SLOT = 3 * 8 * 8 + 8 + 1
 KEYS = {
     *("hit_rate", "fill_fraction", "coverage", "hits", "misses", "bypasses", "fills", "memory_bytes", "budget_bytes"),
-    *("bytes_from_cache", "bytes_from_source", "source_seconds"),
+    *("bytes_from_cache", "bytes_from_source"),
+    *("source_seconds", "fill_seconds", "gather_seconds"),
 }
 OF_TRAINING = {"data_wait_seconds", "compute_seconds", "samples_per_second", "hit_rate_expected"}
 
