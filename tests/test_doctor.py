@@ -6,12 +6,16 @@ import sys
 from pathlib import Path
 
 import pytest
+import torch
 
 from lightning_stocache.__main__ import main
+from lightning_stocache.cache.cache import SharedCache
+from lightning_stocache.cache.placement import Arc
+from lightning_stocache.cache.spec import SampleSpec
 from lightning_stocache.insight import doctor, versions
 from lightning_stocache.insight.doctor import Finding, examine, shared_memory
 from lightning_stocache.node import holders
-from lightning_stocache.node.holders import held
+from lightning_stocache.node.holders import Contents, held
 from lightning_stocache.node.segment import Segment
 
 MIB, GIB = 2**20, 2**30
@@ -112,12 +116,29 @@ def test_segments_are_found_with_their_holders(backend):
     segment = Segment.create(8 * MIB, backend)
     segment.reserve(0, MIB)
     mine = [one for one in held()[0] if os.getpid() in [holder.pid for holder in one.holders]]
-    [found] = [one for one in mine if one.name not in before or one.ours]
-    assert found.ours
+    [found] = [one for one in mine if one.name not in before or one.contents is not None]
+    assert found.contents == Contents({})
     assert MIB <= found.allocated_bytes < 2 * MIB
     assert "python" in found.holders[0].command
     segment.close()
-    assert not [one for one in held()[0] if one.ours and one.name == found.name]
+    assert not [one for one in held()[0] if one.contents is not None and one.name == found.name]
+
+
+def test_the_arc_of_each_cache_is_told():
+    """A living cache says whose it is, on which node, how much of it is filled and where its arc lies."""
+    spec = SampleSpec.infer(torch.zeros(3))
+    arc = Arc(size=100, slots=40, start=60, step=7)
+    cache = SharedCache.create(spec, arc, whose={"dataset": "Photos (100 samples)", "node": 1, "nodes": 2})
+    alone = SharedCache.create(spec, Arc(9, 9))
+    for index in range(10):
+        cache.fill(index, torch.ones(3))
+    words = words_of(examine(), "held")
+    assert 0 < cache.filled < 10
+    expected = f"{cache.filled} of 40 slots filled; its arc begins at position 60 of 100)"
+    assert f"(Photos (100 samples), node 1 of 2: {expected}" in words
+    assert ": 0 of 9 slots filled; its arc begins at position 0 of 9)" in words
+    cache.close()
+    alone.close()
 
 
 def test_other_files_in_memory_are_told_apart():
@@ -127,7 +148,7 @@ def test_other_files_in_memory_are_told_apart():
         os.write(descriptor, bytes(4096))
         inode = os.fstat(descriptor).st_ino
         [found] = [one for one in held()[0] if f"#{inode}" in one.name]
-        assert not found.ours
+        assert found.contents is None
     finally:
         os.close(descriptor)
 

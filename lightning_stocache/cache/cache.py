@@ -11,7 +11,8 @@ constructor holds the first indices of the dataset; one made by `create` holds t
 from __future__ import annotations
 
 import os
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
+from dataclasses import asdict
 from typing import Any
 
 import torch
@@ -62,18 +63,22 @@ class SharedCache:
         spec = SampleSpec.infer(torch.empty(tuple(data_dims), dtype=dtype))
         limit = int(size_limit_gib * 1024**3) - dataset_len
         slots = min(max(limit, 0) // max(spec.nbytes, 1), dataset_len)
-        self._assemble(_new_segment(spec, slots, None), spec, Arc(dataset_len, slots))
+        arc = Arc(dataset_len, slots)
+        self._assemble(_new_segment(spec, arc), spec, arc)
 
     @classmethod
-    def create(cls, spec: SampleSpec, arc: Arc, backend: Backend | None = None) -> SharedCache:
+    def create(
+        cls, spec: SampleSpec, arc: Arc, backend: Backend | None = None, whose: Mapping[str, Any] | None = None
+    ) -> SharedCache:
         """Make an empty cache for any sample and any arc of the ring.
 
         Args:
             spec: what a sample looks like.
             arc: which indices have a slot, and where.
             backend: kind of segment, see `lightning_stocache.node.segment`.
+            whose: what the segment says about itself besides the arc; plain values.
         """
-        return cls.over(_new_segment(spec, arc.slots, backend), spec, arc)
+        return cls.over(_new_segment(spec, arc, backend, whose), spec, arc)
 
     @classmethod
     def over(cls, segment: Segment, spec: SampleSpec, arc: Arc) -> SharedCache:
@@ -265,10 +270,13 @@ def get_shm_size() -> int:
     return stats.f_frsize * stats.f_blocks // 1024**3
 
 
-def _new_segment(spec: SampleSpec, slots: int, backend: Backend | None) -> Segment:
-    segment = Segment.create(FieldSlots.bytes_for(spec.row_bytes, slots), backend)
+def _new_segment(
+    spec: SampleSpec, arc: Arc, backend: Backend | None = None, whose: Mapping[str, Any] | None = None
+) -> Segment:
+    manifest = {**(whose or {}), "geometry": asdict(arc)}
+    segment = Segment.create(FieldSlots.bytes_for(spec.row_bytes, arc.slots), backend, manifest)
     try:
-        segment.reserve(0, slots)  # the states: they are read before anything is stored
+        segment.reserve(0, arc.slots)  # the states: they are read before anything is stored
     except OSError:
         segment.close()
         raise

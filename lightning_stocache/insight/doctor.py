@@ -18,7 +18,7 @@ from lightning_stocache.insight.versions import versions
 from lightning_stocache.node.budget import format_bytes
 from lightning_stocache.node.files import Backend, make_file, memory_directory, reserve
 from lightning_stocache.node.free import FreeMemory
-from lightning_stocache.node.holders import Holder, held
+from lightning_stocache.node.holders import Contents, Holder, held
 from lightning_stocache.node.named import named_segments
 
 __all__ = ["Finding", "examine", "shared_memory"]
@@ -96,14 +96,13 @@ def _memory(free: FreeMemory, root: Path) -> Iterator[Finding]:
         words = f"there is none ({platform.system()}): a cache is a file in {memory_directory()}, in the page cache"
         yield Finding("/dev/shm", f"{words}; {_size(free.filesystem)} free there.")
     yield Finding("RAM", f"{_size(ram)}, of which {_size(free.available)} available.")
-    limit = _cgroup_limit(root)
     if free.cgroup is None:
         yield Finding("cgroup", "no memory limit.")
     else:
-        words = f"limit {_size(limit)}, of which {_size(free.cgroup)} may still be taken; above it the kernel kills."
+        room = f"limit {_size(free.cgroup_limit)}, of which {_size(free.cgroup)} may still be taken"
         short = free.available is not None and free.cgroup < free.available // 10
         fix = "docker run --memory=...; Kubernetes: resources.limits.memory; Slurm: --mem=..." if short else ""
-        yield Finding("cgroup", words, fix)
+        yield Finding("cgroup", f"{room}; above it the kernel kills.", fix)
     yield Finding("a cache", f"may take {format_bytes(free.bytes)} here, limited by {free.limited_by}.")
 
 
@@ -169,8 +168,9 @@ def _held(root: Path) -> Iterator[Finding]:
         return
     others: dict[tuple[Holder, ...], int] = {}
     for one in files:
-        if one.ours:
-            yield Finding("held", f"{format_bytes(one.allocated_bytes)} of a cache, {one.name}: {_who(one.holders)}")
+        if one.contents is not None:
+            cache = f"{format_bytes(one.allocated_bytes)} of a cache, {one.name}{_what(one.contents)}"
+            yield Finding("held", f"{cache}: {_who(one.holders)}")
         else:
             others[one.holders] = others.get(one.holders, 0) + one.allocated_bytes
     for holders, size in others.items():
@@ -179,6 +179,19 @@ def _held(root: Path) -> Iterator[Finding]:
         yield Finding("held", "no memory by any living process of this user.")
     if closed:
         yield Finding("held", f"{closed} processes of other users cannot be looked into (root can).")
+
+
+def _what(contents: Contents) -> str:
+    """What a cache holds, on which node, and its arc of the ring."""
+    its = contents.manifest
+    if not its:
+        return ""
+    arc, dataset = its["geometry"], its.get("dataset") or its.get("fingerprint", {}).get("dataset", "")
+    node = f", node {its['node']} of {its['nodes']}" if its.get("nodes", 1) > 1 else ""
+    return (
+        f" ({dataset}{node}: {contents.filled:,} of {arc['slots']:,} slots filled; its arc begins at position "
+        f"{arc['start']:,} of {arc['size']:,})"
+    )
 
 
 def _who(holders: tuple[Holder, ...]) -> str:
@@ -191,23 +204,6 @@ def _versions() -> Iterator[Finding]:
             yield Finding(name, f"{installed}, but {needed} is needed.", f'pip install "{name}{needed}"')
         else:
             yield Finding(name, installed)
-
-
-def _cgroup_limit(root: Path) -> int | None:
-    """The tightest memory limit of this process's cgroup and its parents, of v2 and v1."""
-    limits = []
-    for line in _lines(root / "proc/self/cgroup"):
-        _, controllers, path = [*line.split(":", 2), "", ""][:3]
-        mount, name = (
-            ("sys/fs/cgroup", "memory.max") if not controllers else ("sys/fs/cgroup/memory", "memory.limit_in_bytes")
-        )
-        if controllers and "memory" not in controllers.split(","):
-            continue
-        own = Path(path.lstrip("/"))
-        for folder in (own, *own.parents):
-            text = "".join(_lines(root / mount / folder / name)).strip()
-            limits += [int(text)] if text.isdecimal() and int(text) < 2**60 else []
-    return min(limits, default=None)
 
 
 def _meminfo(root: Path, key: str) -> int | None:

@@ -28,6 +28,7 @@ class Tally:
         budget_bytes: bytes that were granted for them.
         wait_seconds: how long the rank's training has waited for data.
         compute_seconds: how long it has computed.
+        loop_seconds: how long its loop took, with all that is neither.
         ranks: ranks whose seconds these are.
     """
 
@@ -39,6 +40,7 @@ class Tally:
     budget_bytes: int = 0
     wait_seconds: float = 0.0
     compute_seconds: float = 0.0
+    loop_seconds: float = 0.0
     ranks: int = 0
 
     def __add__(self, other: Tally) -> Tally:
@@ -51,6 +53,7 @@ class Tally:
             self.budget_bytes + other.budget_bytes,
             self.wait_seconds + other.wait_seconds,
             self.compute_seconds + other.compute_seconds,
+            self.loop_seconds + other.loop_seconds,
             self.ranks + other.ranks,
         )
 
@@ -79,11 +82,10 @@ def rates(tally: Tally) -> dict[str, float]:
         "budget_bytes": tally.budget_bytes,
     }
     if tally.ranks:
-        seconds = tally.wait_seconds + tally.compute_seconds
         metrics |= {
             "data_wait_seconds": tally.wait_seconds / tally.ranks,
             "compute_seconds": tally.compute_seconds / tally.ranks,
-            "samples_per_second": counts.served * tally.ranks / seconds if seconds else 0.0,
+            "samples_per_second": counts.served * tally.ranks / tally.loop_seconds if tally.loop_seconds else 0.0,
         }
     return metrics
 

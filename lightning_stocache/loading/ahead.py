@@ -1,10 +1,10 @@
 """One batch ahead, on a thread.
 
 While the trainer computes, a thread gathers the next batch; what the trainer waits for falls from 640 to 36 us per
-batch of 64 photographs. The thread only copies memory: it runs no user code, draws no index, takes no claim and counts
-nothing. Where it has not begun, the consumer gathers itself. A consumer that comes back sooner than a thread wakes (an
-empty loop) is left alone: handing the interpreter to and fro would cost it 90 us per batch. The thread must be started
-after worker processes were forked.
+batch of 64 photographs. Without workers it gathers the hits of a batch while its misses are loaded. It only copies
+memory: it runs no user code, draws no index, takes no claim and counts nothing. Where it has not begun, the consumer
+gathers itself. A consumer that comes back sooner than a thread wakes (an empty loop) is left alone: handing the
+interpreter to and fro would cost it 90 us per batch. The thread must be started after worker processes were forked.
 """
 
 from __future__ import annotations

@@ -41,6 +41,8 @@ __all__ = ["CacheMemoryError", "open_caches"]
 
 log = logging.getLogger(__name__)
 
+_LONGEST = 200  # characters of a source's title that its segment tells
+
 
 class CacheMemoryError(OSError):
     """The memory for a cache cannot be had, or not be reached by all ranks of a node."""
@@ -103,7 +105,7 @@ def open_caches(
     try:
         segments = _make_and_attach(
             lambda kind: [
-                _Segments.make(request, found.spec, ring.arcs[group.node], group.rank, kind, joined.pop(number, None))
+                _Segments.make(request, found.spec, ring.arcs[group.node], group, kind, joined.pop(number, None))
                 for number, (request, found, ring) in enumerate(zip(requests, findings, rings, strict=True))
             ],
             plan.backend,
@@ -204,7 +206,7 @@ class _Segments:
         request: Request,
         spec: SampleSpec | None,
         arc: Arc,
-        rank: int,
+        group: NodeGroup,
         backend: Backend | None,
         joined: SharedCache | None,
     ) -> _Segments:
@@ -213,8 +215,9 @@ class _Segments:
             if cache is None:  # it may have come since, or this is the second try
                 cache = open_cache(request, spec, arc) if arc.slots else join_cache(request, spec)
         elif spec is not None and arc.slots:
-            cache = SharedCache.create(spec, arc, backend)
-        return cls(Counters.create(rank, backend), cache, request.name is not None)
+            whose = {"dataset": request.title[:_LONGEST], "node": group.node, "nodes": len(group.nodes)}
+            cache = SharedCache.create(spec, arc, backend, whose)
+        return cls(Counters.create(group.rank, backend), cache, request.name is not None)
 
     @property
     def address(self) -> _Address:

@@ -9,9 +9,11 @@ byte 64 on room for a manifest, if the segment has a name that is meant to last.
 
 from __future__ import annotations
 
+import contextlib
 import os
 import sys
 import tempfile
+from collections.abc import Sequence
 from typing import Literal
 
 if sys.platform != "win32":
@@ -22,6 +24,7 @@ __all__ = [
     "MANIFEST_OFFSET",
     "Backend",
     "default_backend",
+    "give_up",
     "hold",
     "make_file",
     "memory_directory",
@@ -68,6 +71,18 @@ def make_file(backend: Backend) -> tuple[int, str | None]:
 def hold(data: int) -> None:
     """Take the shared `flock` that says that a named file is in use; it goes with the last copy of the descriptor."""
     fcntl.flock(data, fcntl.LOCK_SH)
+
+
+def give_up(data: int, locks: int, own_names: Sequence[str], pid: int) -> None:
+    """Close a segment's two files, and take away the names that this process, `pid`, has made for them.
+
+    A child that was forked since leaves the names alone.
+    """
+    os.close(data)
+    os.close(locks)
+    for name in own_names if os.getpid() == pid else ():
+        with contextlib.suppress(FileNotFoundError):
+            os.unlink(name)
 
 
 def write_header(data: int, size: int) -> None:

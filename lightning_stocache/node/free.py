@@ -31,6 +31,7 @@ class FreeMemory:
         available: What the machine can give without swapping (MemAvailable).
         cgroup: What this process's cgroup, or the tightest of its parents, still lets it have.
         directory: The folder that `filesystem` speaks of, for messages.
+        cgroup_limit: The limit itself of that cgroup.
 
     Example:
         >>> free = FreeMemory(filesystem=64 * 2**20, available=8 * 2**30, cgroup=None, directory="/dev/shm")
@@ -42,6 +43,7 @@ class FreeMemory:
     available: int | None
     cgroup: int | None
     directory: str | None = None
+    cgroup_limit: int | None = None
 
     @classmethod
     def measure(cls, directory: str | None, root: Path = Path("/")) -> FreeMemory:
@@ -52,7 +54,8 @@ class FreeMemory:
                 limits (memfd).
             root: Where `proc` and `sys` are found; another one is for tests.
         """
-        return cls(_filesystem_free(directory), _memory_available(root), _cgroup_headroom(root), directory)
+        room, limit = _cgroup_headroom(root) or (None, None)
+        return cls(_filesystem_free(directory), _memory_available(root), room, directory, limit)
 
     @property
     def bytes(self) -> int:
@@ -120,13 +123,13 @@ _HIERARCHIES = (
 )
 
 
-def _cgroup_headroom(root: Path) -> int | None:
-    """The minimum over this process's cgroup and its parents, of both versions: a hybrid system mounts both."""
+def _cgroup_headroom(root: Path) -> tuple[int, int] | None:
+    """The least headroom of this process's cgroup and its parents, with its limit. A hybrid system mounts v1 and v2."""
     rooms = (_headroom(kind, folder) for kind in _HIERARCHIES for folder in _cgroup_folders(kind, root))
     return min((room for room in rooms if room is not None), default=None)
 
 
-def _headroom(kind: _Hierarchy, folder: Path) -> int | None:
+def _headroom(kind: _Hierarchy, folder: Path) -> tuple[int, int] | None:
     limits = [limit for name in kind.limits if (limit := _number(folder / name)) is not None]
     # v1 says "unlimited" by the largest multiple of a page below 2**63.
     limit = min((limit for limit in limits if limit < 2**60), default=None)
@@ -137,7 +140,7 @@ def _headroom(kind: _Hierarchy, folder: Path) -> int | None:
     # keeps them on the anonymous lists.
     stat = dict(line.partition(" ")[::2] for line in _lines(folder / "memory.stat"))
     reclaimable = stat.get(kind.reclaimable, "")
-    return max(0, limit - usage + (min(int(reclaimable), usage) if reclaimable.isdecimal() else 0))
+    return max(0, limit - usage + (min(int(reclaimable), usage) if reclaimable.isdecimal() else 0)), limit
 
 
 def _cgroup_folders(kind: _Hierarchy, root: Path) -> Iterator[Path]:

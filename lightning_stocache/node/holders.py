@@ -11,10 +11,12 @@ from __future__ import annotations
 import os
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
-from lightning_stocache.node.files import token_of
+from lightning_stocache.node.files import HEADER_BYTES, token_of
+from lightning_stocache.node.manifest import read_manifest
 
-__all__ = ["Held", "Holder", "held"]
+__all__ = ["Contents", "Held", "Holder", "held"]
 
 _MEMFD = "/memfd:lightning_stocache"
 _COMMAND = 120  # characters of a command line that are shown
@@ -29,19 +31,32 @@ class Holder:
 
 
 @dataclass(frozen=True)
+class Contents:
+    """What a segment says about itself.
+
+    Args:
+        manifest: its own words; empty if it has none.
+        filled: slots that are READY, if it says how many it has.
+    """
+
+    manifest: dict[str, Any]
+    filled: int = 0
+
+
+@dataclass(frozen=True)
 class Held:
     """A file in memory and the processes that have it open.
 
     Args:
         name: as the kernel calls it.
-        ours: whether it is a segment of a cache.
         allocated_bytes: memory that it holds.
+        contents: what it is; None if it is no segment of a cache.
         holders: by process id.
     """
 
     name: str
-    ours: bool
     allocated_bytes: int
+    contents: Contents | None
     holders: tuple[Holder, ...]
 
 
@@ -54,7 +69,7 @@ def held(root: Path = Path("/")) -> tuple[list[Held], int]:
     Raises:
         OSError: there is no /proc here.
     """
-    files: dict[tuple[int, int], tuple[str, bool, int]] = {}
+    files: dict[tuple[int, int], tuple[str, int, Contents | None]] = {}
     pids: dict[tuple[int, int], set[int]] = {}
     closed = 0
     for entry in sorted(root.joinpath("proc").iterdir()):
@@ -80,7 +95,7 @@ def held(root: Path = Path("/")) -> tuple[list[Held], int]:
     return sorted(told, key=lambda one: -one.allocated_bytes), closed
 
 
-def _look(descriptor: Path) -> tuple[tuple[int, int], tuple[str, bool, int]] | None:
+def _look(descriptor: Path) -> tuple[tuple[int, int], tuple[str, int, Contents | None]] | None:
     """Device and inode, and what lies there, if it is a file in memory that holds any."""
     try:
         name = os.readlink(descriptor)
@@ -89,23 +104,28 @@ def _look(descriptor: Path) -> tuple[tuple[int, int], tuple[str, bool, int]] | N
         facts = descriptor.stat()
         if not facts.st_blocks:
             return None
-        return (facts.st_dev, facts.st_ino), (name, _is_segment(descriptor), facts.st_blocks * 512)
+        return (facts.st_dev, facts.st_ino), (name, facts.st_blocks * 512, _contents(descriptor))
     except OSError:  # closed meanwhile, or another user's
         return None
 
 
-def _is_segment(descriptor: Path) -> bool:
+def _contents(descriptor: Path) -> Contents | None:
     try:
         file = os.open(descriptor, os.O_RDONLY | os.O_CLOEXEC | os.O_NONBLOCK)
     except OSError:
-        return False
+        return None
     try:
         token_of(file)
+        try:
+            manifest = read_manifest(os.pread(file, HEADER_BYTES, 0))
+            slots = int(manifest["geometry"]["slots"])
+        except (ValueError, KeyError, TypeError):
+            return Contents({})
+        return Contents(manifest, slots - os.pread(file, slots, HEADER_BYTES).count(0))  # a state of 0 is EMPTY
     except (ValueError, OSError):
-        return False
+        return None
     finally:
         os.close(file)
-    return True
 
 
 def _command(path: Path) -> str:

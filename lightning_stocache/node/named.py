@@ -17,11 +17,9 @@ A file of another user is never opened, whatever its name, nor is one that other
 from __future__ import annotations
 
 import contextlib
-import json
 import os
 import re
 import stat
-import struct
 import sys
 import time
 from collections.abc import Iterator
@@ -31,12 +29,12 @@ from typing import Any
 
 from lightning_stocache.node.files import (
     HEADER_BYTES,
-    MANIFEST_OFFSET,
     make_file,
     memory_directory,
     token_of,
     write_header,
 )
+from lightning_stocache.node.manifest import read_manifest, write_manifest
 from lightning_stocache.node.segment import Segment
 
 if sys.platform != "win32":
@@ -45,7 +43,6 @@ if sys.platform != "win32":
 __all__ = ["NamedSegment", "check_name", "clean", "join_named", "named_segments", "open_named"]
 
 _NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]{0,99}")
-_LENGTH = struct.Struct("<I")
 
 
 def check_name(name: str) -> str:
@@ -153,8 +150,8 @@ def _inspect(*, remove: bool, only: str | None = None) -> Iterator[NamedSegment]
             in_use = not _locked(data, fcntl.LOCK_EX)
             facts = os.fstat(data)
             manifest: dict[str, Any] = {}
-            with contextlib.suppress(ValueError, struct.error):
-                manifest = _read_manifest(os.pread(data, HEADER_BYTES, 0))
+            with contextlib.suppress(ValueError):
+                manifest = read_manifest(os.pread(data, HEADER_BYTES, 0))
             if remove and not in_use and _still_there(data, str(path)):
                 _remove(str(path))
             yield NamedSegment(name, str(path), facts.st_blocks * 512, in_use, facts.st_mtime, manifest)
@@ -189,15 +186,12 @@ def _join(path: str) -> Segment | None:
 
 def _publish(path: str, size: int, manifest: dict[str, Any]) -> Segment | None:
     """Make the segment and give it its name; None if another process was first."""
-    text = json.dumps(manifest, sort_keys=True).encode()
-    if MANIFEST_OFFSET + _LENGTH.size + len(text) > HEADER_BYTES:
-        raise ValueError(f"manifest must fit in {HEADER_BYTES - MANIFEST_OFFSET} bytes, got {len(text)}")
     directory = os.open(memory_directory(), os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
     try:
         data, _ = make_file("tmpfile")
         try:
             write_header(data, size)
-            os.pwrite(data, _LENGTH.pack(len(text)) + text, MANIFEST_OFFSET)
+            write_manifest(data, manifest)
             fcntl.flock(data, fcntl.LOCK_SH)
             # src_dir_fd makes Python call linkat, which follows the link below /proc; link(2) would fail with EXDEV.
             os.link(f"/proc/self/fd/{data}", path, src_dir_fd=directory, follow_symlinks=True)
@@ -255,13 +249,4 @@ def _remove(path: str) -> None:
 
 
 def _manifest_of(segment: Segment) -> dict[str, Any]:
-    return _read_manifest(segment.header)
-
-
-def _read_manifest(header: bytes) -> dict[str, Any]:
-    (length,) = _LENGTH.unpack_from(header, MANIFEST_OFFSET)
-    start = MANIFEST_OFFSET + _LENGTH.size
-    manifest = json.loads(header[start : start + length])
-    if not isinstance(manifest, dict):
-        raise ValueError("the header holds no manifest")
-    return manifest
+    return read_manifest(segment.header)

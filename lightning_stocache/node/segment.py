@@ -30,8 +30,7 @@ import logging
 import mmap
 import os
 import weakref
-from collections.abc import Callable
-from dataclasses import dataclass
+from collections.abc import Callable, Mapping
 from multiprocessing import context, reduction
 from typing import Any
 
@@ -39,7 +38,9 @@ import torch
 
 import lightning_stocache.node.files as files
 from lightning_stocache.node.files import HEADER_BYTES, Backend
+from lightning_stocache.node.handle import SegmentHandle
 from lightning_stocache.node.locks import give_back, take
+from lightning_stocache.node.manifest import write_manifest
 
 __all__ = ["Segment", "SegmentHandle"]
 
@@ -48,17 +49,6 @@ log = logging.getLogger(__name__)
 # The segments that this process has open, by token. Opening one a second time in the same process would make a second
 # lock descriptor, and closing either would drop the locks of both.
 _open_here: weakref.WeakValueDictionary[bytes, Segment] = weakref.WeakValueDictionary()
-
-
-@dataclass(frozen=True)
-class SegmentHandle:
-    """What another process of the node needs to find a segment. Plain values: it can be pickled and sent anywhere."""
-
-    data: str  # paths: of a name, or of the creator's descriptors below /proc
-    locks: str
-    inode: int
-    token: bytes
-    size: int
 
 
 class Segment:
@@ -90,7 +80,7 @@ class Segment:
         self._own_names = [path, path + ".locks"] if owned and path else []
         self._holds = 1
         self._map: mmap.mmap | None = None
-        self._finalizer = weakref.finalize(self, _give_up, data, locks, self._own_names, os.getpid())
+        self._finalizer = weakref.finalize(self, files.give_up, data, locks, self._own_names, os.getpid())
         try:
             self.token = files.token_of(data)
             self._map = mmap.mmap(data, HEADER_BYTES + size)
@@ -100,14 +90,16 @@ class Segment:
         _open_here[self.token] = self
 
     @classmethod
-    def create(cls, size: int, backend: Backend | None = None) -> Segment:
+    def create(cls, size: int, backend: Backend | None = None, manifest: Mapping[str, Any] | None = None) -> Segment:
         """Make a segment of `size` payload bytes that holds no memory until it is reserved.
 
         Args:
             size: payload bytes.
             backend: where the file lies; by default `tmpfile` where the system has it, else `file`.
+            manifest: what it says about itself, for people.
 
         Raises:
+            ValueError: the manifest does not fit in the header.
             OSError: the system refuses the file, or has no room for the header.
         """
         backend = backend or files.default_backend()
@@ -122,6 +114,8 @@ class Segment:
                 undo.callback(os.unlink, path + ".locks")
             undo.callback(os.close, locks)
             files.write_header(data, size)
+            if manifest is not None:
+                write_manifest(data, manifest)
             undo.pop_all()
         return cls(data, locks, size, path, owned=True)
 
@@ -301,11 +295,3 @@ class Segment:
 
 def _inherit(data: Any, locks: Any, size: int, path: str | None) -> Segment:
     return Segment(data.detach(), locks.detach(), size, path)
-
-
-def _give_up(data: int, locks: int, own_names: list[str], pid: int) -> None:
-    os.close(data)
-    os.close(locks)
-    for name in own_names if os.getpid() == pid else ():  # a child that was forked since leaves them alone
-        with contextlib.suppress(FileNotFoundError):
-            os.unlink(name)

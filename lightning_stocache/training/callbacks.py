@@ -43,8 +43,8 @@ class FillProgress(Callback):
     def on_train_batch_end(
         self, trainer: Trainer, pl_module: LightningModule, outputs: Any, batch: Any, batch_idx: int
     ) -> None:
-        """Show the fill of this node, at the Trainer's logging cadence, but at least twenty times an epoch."""
-        cadence = min(log_every(trainer), int(min(trainer.num_training_batches, 10**6)) // 20 + 1)  # inf: no length
+        """Show the fill of this node, at the Trainer's logging cadence, but at least ten times an epoch."""
+        cadence = min(log_every(trainer), int(min(trainer.num_training_batches, 10**6)) // 10 + 1)  # inf: no length
         if not self._full and batch_idx % cadence == 0:
             fill, _, slots = _filled(running_datasets(trainer, "train"))
             if slots and not trainer.barebones:  # it has no bar

@@ -22,6 +22,7 @@ from lightning_stocache.insight.stall import Stall
 from lightning_stocache.insight.verdict import verdict
 from lightning_stocache.loading.dataset import CachedDataset
 from lightning_stocache.training.expectation import Expectation
+from lightning_stocache.training.listening import listen, stop_listening
 from lightning_stocache.training.loaders import cached_datasets
 
 __all__ = ["CacheMonitor", "log_every", "running_datasets"]
@@ -46,8 +47,9 @@ class CacheMonitor(Callback):
       what came from it, and on copying hits out; summed over processes, so with workers much of it is no wait.
     - `memory_bytes`, `budget_bytes`: memory in use and granted, summed over nodes.
     - `data_wait_seconds`, `compute_seconds`: what an epoch's training waited for data and computed, mean over ranks
-      (training only, as the next two). Waiting includes what other callbacks do between two steps.
-    - `samples_per_second`: samples served over those seconds, all ranks together.
+      (training only, as the next two): the seconds of Lightning's own profilers, `train_dataloader_next` and
+      `run_training_batch`. Workers that start with an epoch do so before its first wait.
+    - `samples_per_second`: samples served over the seconds of the training's loop, all ranks together.
     - `hit_rate_expected`: what theory predicts for this sampler, these arcs and ranks; a hit rate well below it is
       warned about once, with the likely cause.
 
@@ -76,6 +78,7 @@ class CacheMonitor(Callback):
     def on_train_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
         """Give TensorBoard a tab of its own for the caches: custom scalars."""
         self._epochs.clear()
+        listen(trainer, self._stall)
         for logger in trainer.loggers if trainer.is_global_zero else ():
             lay_out = getattr(getattr(logger, "experiment", None), "add_custom_scalars", None)
             if lay_out is not None:
@@ -83,6 +86,7 @@ class CacheMonitor(Callback):
 
     def on_train_end(self, trainer: Trainer, pl_module: LightningModule) -> None:
         """Say what the caches were worth."""
+        stop_listening(trainer, self._stall)
         if self._epochs:
             samples = sum(map(len, running_datasets(trainer, "train")))
             for sentence in verdict(self._epochs, samples):
@@ -93,10 +97,6 @@ class CacheMonitor(Callback):
         self._started = self._ended = time.perf_counter()
         self._stall.take()
         self._stall.resume(self._started)
-
-    def on_train_batch_start(self, *_: Any) -> None:
-        """The wait for this batch is over."""
-        self._stall.begin(time.perf_counter())
 
     def on_train_batch_end(self, trainer: Trainer, pl_module: LightningModule, *_: Any) -> None:
         """Log live values, at the Trainer's logging cadence."""
@@ -133,7 +133,7 @@ class CacheMonitor(Callback):
                 self._aside[counters] = self._aside.get(counters, Counts()) + self._moved(dataset, counters)
 
     def on_validation_end(self, trainer: Trainer, pl_module: LightningModule) -> None:
-        """What validation took is not a wait for data."""
+        """What validation took is not of the training's loop."""
         self._stall.resume(time.perf_counter())
 
     def on_validation_epoch_end(self, trainer: Trainer, pl_module: LightningModule) -> None:
@@ -146,13 +146,14 @@ class CacheMonitor(Callback):
 
     def teardown(self, trainer: Trainer, pl_module: LightningModule, stage: str) -> None:
         """Forget the caches of the call."""
-        self._forget()
+        self._forget(trainer)
 
     def on_exception(self, trainer: Trainer, pl_module: LightningModule, exception: BaseException) -> None:
         """Forget the caches of the call; Lightning skips `teardown` after an exception."""
-        self._forget()
+        self._forget(trainer)
 
-    def _forget(self) -> None:
+    def _forget(self, trainer: Trainer) -> None:
+        stop_listening(trainer, self._stall)
         self._seen.clear()
         self._aside.clear()
         self._expected.clear()
@@ -186,8 +187,8 @@ class CacheMonitor(Callback):
                 own += Tally(group.node, Counts(), len(cache), cache.filled, cache.memory_bytes, dataset.budget_bytes)
             tally = own if tally is None else tally + own
         if tally is not None and stage == "train":
-            waited, computed = self._stall.peek() if live else self._stall.take()
-            tally += Tally(wait_seconds=waited, compute_seconds=computed, ranks=1)
+            waited, computed, looped = self._stall.peek() if live else self._stall.take()
+            tally += Tally(wait_seconds=waited, compute_seconds=computed, loop_seconds=looped, ranks=1)
         return tally
 
     def _expectation(self, trainer: Trainer, datasets: list[CachedDataset]) -> float | None:

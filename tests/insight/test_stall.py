@@ -1,35 +1,46 @@
 """The clock of waiting and computing."""
 
-from lightning_stocache.insight.stall import Stall
+from __future__ import annotations
+
+from lightning_stocache.insight.stall import Seconds, Stall
+
+WAIT, COMPUTE = "[_TrainingEpochLoop].train_dataloader_next", "run_training_batch"
 
 
-def test_waiting_and_computing_are_told_apart():
-    """What lies between two steps is waiting, what lies in them is computing."""
+def step(stall: Stall, asked: float, came: float, begun: float, done: float, ended: float) -> None:
+    stall.start(WAIT, asked)
+    stall.stop(WAIT, came)
+    stall.start(COMPUTE, begun)
+    stall.stop(COMPUTE, done)
+    stall.end(ended)
+
+
+def test_waiting_computing_and_the_rest_are_told_apart() -> None:
+    """What is neither, between and after them, is in the loop alone."""
     stall = Stall()
     stall.resume(0)
-    for begin, end in ((1, 3), (4, 8)):
-        stall.begin(begin)
-        stall.end(end)
-    assert stall.peek() == (2, 6)
-    assert stall.take() == (2, 6)
-    assert stall.peek() == (0, 0)
+    step(stall, 0.5, 1, 1.25, 3, 3.5)
+    step(stall, 3.5, 4, 4, 8, 8)
+    assert stall.peek() == Seconds(1, 5.75, 8)
+    assert stall.take() == Seconds(1, 5.75, 8)
+    assert stall.peek() == Seconds(0, 0, 0)
 
 
-def test_what_is_no_step_is_not_counted():
-    """Validation between two steps is neither waiting nor computing."""
+def test_what_is_no_step_is_not_in_the_loop() -> None:
+    """Validation between two steps is not counted."""
     stall = Stall()
     stall.resume(0)
-    stall.begin(1)
-    stall.end(2)
+    step(stall, 0, 1, 1, 2, 2)
     stall.resume(50)
-    stall.begin(51)
-    stall.end(52)
-    assert stall.take() == (2, 2)
+    step(stall, 50, 51, 51, 52, 52)
+    assert stall.take() == Seconds(2, 2, 4)
 
 
-def test_a_step_whose_beginning_was_not_seen_is_not_counted():
-    """A clock that starts in the middle of a step counts from the step's end on."""
+def test_other_actions_and_halves_of_one_do_not_count() -> None:
+    """A clock that starts in the middle hears the end of what it has not heard begin; and of much else."""
     stall = Stall()
-    stall.end(5)
-    stall.begin(7)
-    assert stall.peek() == (2, 0)
+    stall.stop(WAIT, 5)
+    stall.start("[Callback]Other.on_train_batch_end", 5)
+    stall.stop("[Callback]Other.on_train_batch_end", 6)
+    stall.end(7)
+    assert stall.peek() == Seconds(0, 0, 0)

@@ -23,7 +23,7 @@ def test_samples_land_at_their_places_in_row_order() -> None:
     image = torch.randint(0, 256, (4, 5, 3), dtype=torch.uint8, generator=generator).permute(2, 0, 1)
     sample = {"image": image, "weights": np.arange(6, dtype=np.float32).reshape(3, 2).T, "label": -5}
     rows = rows_of(3)
-    contents = Landing(SPEC, rows, 3).put(1, sample, 7)
+    contents = Landing(SPEC, lambda: rows, 3).put(1, sample, 7)
     for row, content, expected in zip(rows, contents, SPEC.flatten(sample), strict=True):
         column = row.view(3, -1)
         assert torch.equal(column[1], expected)
@@ -35,5 +35,5 @@ def test_a_sample_that_differs_does_not_land() -> None:
     """It is named, and nothing of it is copied."""
     rows = rows_of(2)
     with pytest.raises(SampleMismatchError, match=r"sample 7: field \['image'\] must be .* got .*float32"):
-        Landing(SPEC, rows, 2).put(0, SAMPLE | {"image": torch.zeros(3, 4, 5)}, 7)
+        Landing(SPEC, lambda: rows, 2).put(0, SAMPLE | {"image": torch.zeros(3, 4, 5)}, 7)
     assert all(row.eq(9).all() for row in rows)

@@ -42,7 +42,8 @@ def wait_for(condition: Callable[[], Any], job: subprocess.Popen[bytes], folder:
 
 
 @pytest.mark.parametrize(
-    ("door", "strategy", "fits"), [("ours", "ddp", 2), ("cached", "ddp_fork", 2), ("callback", "ddp_spawn", 1)]
+    ("door", "strategy", "fits"),
+    [("ours", "ddp", 2), ("cached", "ddp_fork", 2), ("callback", "ddp_spawn", 1), ("ours", "ddp_notebook", 1)],
 )
 def test_ranks_share_one_cache(tmp_path, door, strategy, fits):
     """In each fit of a job both ranks map one segment, load every sample once between them, and log the same counts."""
@@ -62,6 +63,24 @@ def test_ranks_share_one_cache(tmp_path, door, strategy, fits):
     reads = sum(map(int, re.findall(r"(\d+) samples read at set-up", logs)))
     assert source(tmp_path).loads + source(tmp_path, "val").loads == fits * (SAMPLES + 8) + reads
     assert "sync_dist" not in (tmp_path / "said").read_text()
+
+
+def test_two_jobs_on_one_node_do_not_meet(tmp_path):
+    """Each job of a user has its own cache: both load every sample once, count right, and end with equal weights."""
+    folders = [tmp_path / name for name in ("one", "other")]
+    for folder in folders:
+        folder.mkdir()
+    jobs = [start(folder, "ours", "ddp", 3) for folder in folders]
+    for folder, job in zip(folders, jobs, strict=True):
+        wait_for(lambda job=job: job.poll() == 0, job, folder)
+    saw = [json.loads((folder / "rank0.jsonl").read_text()) for folder in folders]
+    assert saw[0]["weights"] == saw[1]["weights"]
+    for folder, one in zip(folders, saw, strict=True):
+        assert [epoch["stocache/hits"] for epoch in one["epochs"]] == [0, SAMPLES, SAMPLES]
+        reads = sum(
+            int(found) for log in folder.glob("*.log") for found in re.findall(r"(\d+) samples read", log.read_text())
+        )
+        assert source(folder).loads + source(folder, "val").loads == SAMPLES + 8 + reads
 
 
 def is_alive(pid: int) -> bool:

@@ -1,0 +1,84 @@
+"""Hearing what the Trainer's loop does, where its profiler hears it.
+
+No hook says when the loop begins to wait for a batch. Its profiler is told (by a Trainer without one, too), so a
+profiler that passes everything on to the user's is put in its place while training runs.
+"""
+
+from __future__ import annotations
+
+import time
+from typing import Any, Protocol
+
+from lightning.pytorch import Trainer
+from lightning.pytorch.profilers import Profiler
+
+from lightning_stocache.insight.stall import ACTIONS
+
+__all__ = ["Clock", "listen", "stop_listening"]
+
+
+class Clock(Protocol):
+    """What wants to hear."""
+
+    def start(self, action: str, now: float) -> None:
+        """Something starts."""
+
+    def stop(self, action: str, now: float) -> None:
+        """Something has been done."""
+
+
+def listen(trainer: Trainer, clock: Clock) -> None:
+    """Tell a clock from now on when the Trainer waits for a training batch and computes one (`time.perf_counter`)."""
+    whose: Any = trainer  # the attribute is set where no type checker sees it
+    if not isinstance(whose.profiler, _Listening):
+        whose.profiler = _Listening(whose.profiler)
+    whose.profiler.clocks.append(clock)
+
+
+def stop_listening(trainer: Trainer, clock: Clock) -> None:
+    """Tell it no more; the last one gives the Trainer its profiler back."""
+    whose: Any = trainer
+    listening = whose.profiler
+    if not isinstance(listening, _Listening) or clock not in listening.clocks:
+        return
+    listening.clocks.remove(clock)
+    if not listening.clocks:
+        whose.profiler = listening.users
+
+
+class _Listening(Profiler):
+    """The user's profiler, overheard."""
+
+    def __init__(self, users: Profiler) -> None:
+        super().__init__()
+        self.users = users
+        self.clocks: list[Clock] = []
+
+    def start(self, action_name: str) -> None:
+        self.users.start(action_name)
+        if action_name in ACTIONS:  # of forty per step
+            for clock in self.clocks:
+                clock.start(action_name, time.perf_counter())
+
+    def stop(self, action_name: str) -> None:
+        if action_name in ACTIONS:
+            for clock in self.clocks:
+                clock.stop(action_name, time.perf_counter())
+        self.users.stop(action_name)
+
+    def summary(self) -> str:
+        return self.users.summary()
+
+    def describe(self) -> None:
+        self.users.describe()
+
+    def setup(self, *args: Any, **kwargs: Any) -> None:
+        self.users.setup(*args, **kwargs)
+
+    def teardown(self, stage: str | None) -> None:
+        self.users.teardown(stage)
+
+    def __getattr__(self, name: str) -> Any:
+        if name == "users":  # a copy that has not been filled yet
+            raise AttributeError(name)
+        return getattr(self.users, name)

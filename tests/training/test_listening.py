@@ -1,0 +1,85 @@
+"""What the Trainer's profiler hears is heard, and the Trainer gets its profiler back."""
+
+from __future__ import annotations
+
+import pytest
+from lightning.pytorch import Callback
+from lightning.pytorch.profilers import PassThroughProfiler, SimpleProfiler
+
+from lightning_stocache.training.datamodule import StocacheDataModule
+from lightning_stocache.training.listening import listen, stop_listening
+from lightning_stocache.training.monitor import CacheMonitor
+from tests.training.tiny import SAMPLES, Model, make_trainer, source
+
+WAIT = "[_TrainingEpochLoop].train_dataloader_next"
+
+
+class Notes:
+    """A clock that writes everything down."""
+
+    def __init__(self) -> None:
+        self.heard: list[tuple[str, str]] = []
+
+    def start(self, action: str, now: float) -> None:
+        self.heard.append(("start", action))
+
+    def stop(self, action: str, now: float) -> None:
+        self.heard.append(("stop", action))
+
+
+class Listener(Callback):
+    def __init__(self, *clocks: Notes) -> None:
+        self.clocks = clocks
+
+    def on_train_start(self, trainer, pl_module):
+        for clock in self.clocks:
+            listen(trainer, clock)
+
+    def on_train_end(self, trainer, pl_module):
+        for clock in self.clocks:
+            stop_listening(trainer, clock)
+
+
+@pytest.mark.parametrize("profiler", [None, "simple"])
+def test_clocks_hear_what_the_profiler_hears(tmp_path, profiler):
+    """Every wait and every batch, with any profiler or none; afterwards the Trainer has the one that it had."""
+    one, other = Notes(), Notes()
+    trainer = make_trainer(tmp_path, [Listener(one, other)], epochs=2, profiler=profiler)
+    before = trainer.profiler
+    trainer.fit(Model(), StocacheDataModule(source(tmp_path), batch_size=4))
+    assert trainer.profiler is before
+    assert one.heard == other.heard
+    assert {action for _, action in one.heard} == {WAIT, "run_training_batch"}
+    steps = 2 * SAMPLES // 4
+    assert one.heard.count(("start", WAIT)) == one.heard.count(("stop", WAIT)) >= steps
+    assert one.heard.count(("stop", "run_training_batch")) == steps
+    if profiler is not None:
+        assert len(trainer.profiler.recorded_durations[WAIT]) == one.heard.count(("stop", WAIT))
+
+
+def test_the_users_profiler_is_reached_through_it(tmp_path):
+    """While it is overheard its own attributes are there, too."""
+    seen = []
+
+    class Look(Callback):
+        def on_train_batch_end(self, trainer, *_):
+            seen.append(trainer.profiler.recorded_durations["run_training_batch"])
+
+    profiler = SimpleProfiler()
+    trainer = make_trainer(tmp_path, [CacheMonitor(), Look()], epochs=1, profiler=profiler)
+    trainer.fit(Model(), StocacheDataModule(source(tmp_path), batch_size=4))
+    assert seen[-1] is profiler.recorded_durations["run_training_batch"]
+    assert trainer.profiler is profiler
+
+
+def test_an_exception_gives_the_profiler_back(tmp_path):
+    """Also where training ends in an error."""
+
+    class Broken(Model):
+        def training_step(self, batch, batch_idx):
+            raise ValueError("mine")
+
+    trainer = make_trainer(tmp_path, [CacheMonitor()], epochs=1)
+    with pytest.raises(ValueError, match="mine"):
+        trainer.fit(Broken(), StocacheDataModule(source(tmp_path), batch_size=4))
+    assert type(trainer.profiler) is PassThroughProfiler
