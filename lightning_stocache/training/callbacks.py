@@ -51,10 +51,14 @@ class FillProgress(Callback):
                 pl_module.log("cache", fill, prog_bar=True, logger=False, rank_zero_only=True, batch_size=1)
 
     def on_train_epoch_end(self, trainer: Trainer, pl_module: LightningModule) -> None:
-        """Say so when the cache is full."""
+        """Show the fill that the epoch has ended with, and say so when the cache is full."""
         datasets = running_datasets(trainer, "train")
         fill, filled, slots = _filled(datasets)
-        if self._full or not slots or fill < 1:
+        if self._full or not slots:
+            return
+        if not trainer.barebones:
+            pl_module.log("cache", fill, prog_bar=True, logger=False, on_epoch=True, rank_zero_only=True, batch_size=1)
+        if fill < 1:
             return
         self._full = True
         counters = [dataset.counters for dataset in datasets if dataset.counters is not None]

@@ -1,8 +1,16 @@
 """The layout of TensorBoard's Custom Scalars tab."""
 
+import itertools
 import re
+import shutil
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
 
+import numpy as np
 import pytest
+from PIL import Image
 
 from lightning_stocache.insight.layout import LAYOUT
 
@@ -67,3 +75,40 @@ def test_a_summary_writer_takes_the_layout(tmp_path):
     assert [category.title for category in read.category] == list(LAYOUT)
     assert [chart.title for category in read.category for chart in category.chart] == [chart for _, chart in CHARTS]
     assert all(chart.multiline.tag for category in read.category for chart in category.chart)
+
+
+BROWSER = shutil.which("chromium") or shutil.which("chromium-browser") or shutil.which("google-chrome")
+ORANGE = (255, 112, 67)  # of TensorBoard's first run
+
+
+def screenshot(address: str, folder: Path) -> np.ndarray[Any, Any]:
+    """What a browser shows after a while, as bytes `[height, width, 3]`."""
+    picture, home = folder / "screen.png", f"--user-data-dir={folder / 'browser'}"
+    quiet = ("--disable-background-networking", "--disable-component-update", "--disable-sync", "--no-first-run")
+    screen = ("--window-size=1400,1100", "--virtual-time-budget=20000", f"--screenshot={picture}")
+    command = [BROWSER, "--headless", "--no-sandbox", "--disable-gpu", *quiet, home, *screen, address]
+    subprocess.run(command, capture_output=True, timeout=120, check=True)
+    with Image.open(picture) as image:
+        return np.asarray(image.convert("RGB")).astype(int)
+
+
+@pytest.mark.slow
+@pytest.mark.skipif(BROWSER is None, reason="needs Chromium")
+def test_tensorboard_shows_the_tab_in_a_browser(tmp_path):
+    """The tab draws a line in each of the six charts, for a run that logged their metrics and the layout."""
+    tensorboard = pytest.importorskip("torch.utils.tensorboard", reason="needs TensorBoard")
+    with tensorboard.SummaryWriter(tmp_path / "run") as writer:
+        writer.add_custom_scalars(LAYOUT)
+        for metric, step in itertools.product(METRICS, range(10)):
+            writer.add_scalar(f"stocache/{metric}", step * (2 + METRICS.index(metric)), step)
+    command = [sys.executable, "-m", "tensorboard.main", "--logdir", tmp_path, "--host", "127.0.0.1", "--port", "0"]
+    with subprocess.Popen(command, stderr=subprocess.PIPE, text=True) as server:
+        try:
+            address = next(found[0] for line in server.stderr if (found := re.search(r"http://127.0.0.1:\d+/", line)))
+            screen = screenshot(f"{address}#custom_scalars&_smoothingWeight=0", tmp_path)
+        finally:
+            server.terminate()
+            server.stderr.read()
+    charts = screen[140:1000, 380:1080].reshape(2, 430, 2, 350, 3)  # three rows of two charts, seen as four corners
+    near = (np.abs(charts - ORANGE).sum(-1) < 60).sum(axis=(1, 3))
+    assert (near > 200).all(), near

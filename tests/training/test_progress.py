@@ -41,6 +41,14 @@ def test_the_fill_is_in_the_bar(tmp_path, bar):
     trainer = make_trainer(tmp_path, [FillProgress(), watching], enable_progress_bar=True)
     trainer.fit(Model(), StocacheDataModule(source(tmp_path), batch_size=4))
     assert watching.fills == [pytest.approx((batch + 1) / 6, abs=1e-3) for batch in range(6)]
+    assert trainer.progress_bar_metrics["cache"] == 1
+
+
+def test_the_bar_ends_with_the_whole_fill(tmp_path):
+    """Where the fill is shown now and then, what stays in the bar is what the epoch has ended with."""
+    trainer = make_trainer(tmp_path, [FillProgress()], epochs=2, log_every_n_steps=4)
+    trainer.fit(Model(), StocacheDataModule(source(tmp_path, samples=100), batch_size=2))
+    assert trainer.progress_bar_metrics["cache"] == 1
 
 
 def test_one_line_when_full(tmp_path, caplog):
