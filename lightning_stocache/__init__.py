@@ -7,11 +7,12 @@ from importlib import import_module
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
-    from lightning_stocache.cache.cache import SharedCache, get_shm_size
+    from lightning_stocache.cache.cache import SharedCache
     from lightning_stocache.cache.spec import SampleSpec
     from lightning_stocache.loading.dataset import CachedDataset
     from lightning_stocache.loading.loader import CachedLoader
     from lightning_stocache.loading.sampler import LocalitySampler
+    from lightning_stocache.node.files import get_shm_size
     from lightning_stocache.training.callbacks import FillProgress, StochasticCache
     from lightning_stocache.training.datamodule import StocacheDataModule
     from lightning_stocache.training.hooks import cache_datamodule
@@ -44,7 +45,7 @@ _HOMES = {
     "StocacheDataModule": "training.datamodule",
     "StochasticCache": "training.callbacks",
     "cache_datamodule": "training.hooks",
-    "get_shm_size": "cache.cache",
+    "get_shm_size": "node.files",
 }
 
 

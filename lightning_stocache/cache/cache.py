@@ -10,7 +10,7 @@ constructor holds the first indices of the dataset; one made by `create` holds t
 
 from __future__ import annotations
 
-import os
+import operator
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict
 from typing import Any
@@ -25,7 +25,7 @@ from lightning_stocache.node.fence import fence
 from lightning_stocache.node.files import Backend
 from lightning_stocache.node.segment import Segment
 
-__all__ = ["SharedCache", "get_shm_size"]
+__all__ = ["SharedCache"]
 
 _OUT_OF_BOUNDS = 2
 
@@ -36,11 +36,12 @@ class SharedCache:
     Args:
         size_limit_gib: memory limit in GiB (a fraction will do), for the samples and one state byte per index.
         dataset_len: number of samples in the dataset.
-        data_dims: shape of one sample, without the batch dimension.
+        data_dims: shape of one sample, without the batch dimension; a number for a vector.
         dtype: dtype of the samples.
 
     Raises:
-        ValueError: a limit below zero or a dataset without samples.
+        ValueError: a limit or size below zero, or a dataset without samples; later, the cache is closed.
+        TypeError: an argument is of another type.
         OSError: the system has no memory for the states of the slots.
 
     Example:
@@ -54,13 +55,20 @@ class SharedCache:
     """
 
     def __init__(
-        self, size_limit_gib: float, dataset_len: int, data_dims: tuple[int, ...], dtype: torch.dtype = torch.uint8
+        self, size_limit_gib: float, dataset_len: int, data_dims: Sequence[int] | int, dtype: torch.dtype = torch.uint8
     ) -> None:
+        if not isinstance(size_limit_gib, int | float) or not isinstance(dtype, torch.dtype):
+            raise TypeError(
+                f"size_limit_gib and dtype must be a number and a torch.dtype, got {size_limit_gib!r}, {dtype!r}"
+            )
+        data_dims = (data_dims,) if isinstance(data_dims, int) else tuple(data_dims)
+        if any(size < 0 for size in data_dims):
+            raise ValueError(f"data_dims must hold sizes of zero or more, got {data_dims}")
         if not 0 <= size_limit_gib < float("inf"):
             raise ValueError(f"size_limit_gib must be a number of GiB, zero or more, got {size_limit_gib}")
         if dataset_len < 1:
             raise ValueError(f"dataset_len must be at least 1, got {dataset_len}")
-        spec = SampleSpec.infer(torch.empty(tuple(data_dims), dtype=dtype))
+        spec = SampleSpec.infer(torch.empty(data_dims, dtype=dtype))
         limit = int(size_limit_gib * 1024**3) - dataset_len
         slots = min(max(limit, 0) // max(spec.nbytes, 1), dataset_len)
         arc = Arc(dataset_len, slots)
@@ -210,13 +218,13 @@ class SharedCache:
 
     def __getitem__(self, idx: int) -> Any:
         """A copy of what lies in slot `idx`: zeroes where nothing has been stored, for which memory is taken."""
-        slot = range(len(self))[idx]
+        slot = self._slot_number(idx)
         if self.slots.state_bytes[slot] != READY:
             self.slots.reserve(slot)
         return self.spec.unflatten(self.slots.read(slot))
 
     def __setitem__(self, idx: int, value: Any) -> None:
-        slot = range(len(self))[idx]
+        slot = self._slot_number(idx)
         self.set_slot(
             (slot + self.arc.start) * pow(self.arc.step, -1, self.arc.size) % self.arc.size, value, allow_overwrite=True
         )
@@ -232,6 +240,7 @@ class SharedCache:
         Writing to it goes past every check, and marks nothing as set. Touching an empty slot takes memory; where there
         is none the process dies of SIGBUS.
         """
+        self._check_open()
         if len(self.spec.fields) != 1 or not isinstance(self.spec.fields[0].dtype, torch.dtype):
             came = ", ".join(map(str, self.spec.fields))
             raise TypeError(f"array needs samples of a single tensor; these are of {came or 'nothing'}")
@@ -240,6 +249,7 @@ class SharedCache:
     @property
     def aux_array(self) -> torch.Tensor:
         """The state of each index now, uint8 `[dataset_len]`: 0 empty, 1 set, 2 out of bounds (no slot)."""
+        self._check_open()
         slots = self.arc.slots_of(torch.arange(self.arc.size))
         states = torch.full((self.arc.size,), _OUT_OF_BOUNDS, dtype=torch.uint8)
         has_slot = slots != NO_SLOT
@@ -250,24 +260,26 @@ class SharedCache:
         """Empty all slots and give their memory back. No process may be reading or filling meanwhile."""
         self.slots.clear()
 
+    def _check_open(self) -> None:
+        if self.closed:
+            raise ValueError("the cache is closed")
+
+    def _slot_number(self, idx: int) -> int:
+        self._check_open()
+        try:
+            return range(len(self))[idx]
+        except IndexError:
+            raise IndexError(f"slot {idx} is outside the cache of {len(self)} slots") from None
+
     def _checked_slot(self, idx: int, allow_oob_idx: bool) -> int:
+        self._check_open()
+        idx = operator.index(idx)
         if not 0 <= idx < self.arc.size:
             raise IndexError(f"index {idx} is outside the dataset of {self.arc.size} samples")
         slot = self.arc.slot(idx)
         if slot == NO_SLOT and not allow_oob_idx:
             raise IndexError(f"index {idx} has no slot in this cache of {len(self)}, and allow_oob_idx=False")
         return slot
-
-
-def get_shm_size() -> int:
-    """Size of /dev/shm in whole GiB, 0 where there is none.
-
-    What is free of it may be much less: see the command `doctor`.
-    """
-    if not os.path.isdir("/dev/shm"):
-        return 0
-    stats = os.statvfs("/dev/shm")
-    return stats.f_frsize * stats.f_blocks // 1024**3
 
 
 def _new_segment(

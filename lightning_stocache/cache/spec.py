@@ -132,7 +132,7 @@ class SampleSpec:
             try:
                 came = None if field_.agrees(leaf) else str(Field.of(field_.path, leaf))
             except UnsupportedSampleError as error:
-                came = str(error)
+                came = f"something else: {error}"
             if came is not None:
                 raise SampleMismatchError(_mismatch(index, field_.path, str(field_), came))
             leaves.append(field_.plain(leaf))

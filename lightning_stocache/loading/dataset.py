@@ -112,6 +112,10 @@ class CachedDataset(Dataset[Any]):
         check_source(source, CachedDataset)
         if spec is not None and not isinstance(spec, SampleSpec):
             raise TypeError(f"spec must be a SampleSpec, as SampleSpec.infer(sample) makes it; got {spec!r}")
+        if transform is not None and not callable(transform):
+            raise TypeError(f"transform must be a function of a sample, got {transform!r}")
+        if not isinstance(fingerprint, str):
+            raise TypeError(f"fingerprint must be a string, got {fingerprint!r}")
         if backend not in get_args(BackendChoice):
             raise ValueError(f"backend must be one of {', '.join(get_args(BackendChoice))}, got {backend!r}")
         if on_error not in get_args(OnError):

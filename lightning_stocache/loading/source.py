@@ -28,6 +28,8 @@ def check_source(source: Any, cached: type) -> None:
     """
     if _holds(source, cached):
         raise TypeError(f"source must be the dataset itself, got a {type(source).__name__} that is cached already")
+    if isinstance(source, type):
+        raise TypeError(f"source must be a dataset, got the class {source.__name__}: call it first")
     if isinstance(source, IterableDataset) or not (hasattr(source, "__getitem__") and hasattr(source, "__len__")):
         raise TypeError(
             f"source must be a map-style dataset with __getitem__ and __len__, got {type(source).__name__}: without an "

@@ -24,6 +24,7 @@ __all__ = [
     "MANIFEST_OFFSET",
     "Backend",
     "default_backend",
+    "get_shm_size",
     "give_up",
     "hold",
     "make_file",
@@ -46,6 +47,17 @@ _ZEROES = bytes(1 << 20)
 def memory_directory() -> str:
     """The directory whose files lie in memory: /dev/shm, or the temp folder where there is none (macOS)."""
     return "/dev/shm" if os.path.isdir("/dev/shm") else tempfile.gettempdir()
+
+
+def get_shm_size() -> int:
+    """Size of /dev/shm in whole GiB, 0 where there is none.
+
+    What is free of it may be much less: see the command `doctor`.
+    """
+    if not os.path.isdir("/dev/shm"):
+        return 0
+    stats = os.statvfs("/dev/shm")
+    return stats.f_frsize * stats.f_blocks // 1024**3
 
 
 def default_backend() -> Backend:

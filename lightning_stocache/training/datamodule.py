@@ -8,6 +8,7 @@ them; after an exception Lightning calls `on_exception` instead. Between two Tra
 from __future__ import annotations
 
 import copy
+import inspect
 from collections.abc import Callable, Mapping, Sequence, Sized
 from functools import partial
 from typing import Any, Literal, TypeAlias, cast
@@ -30,6 +31,8 @@ from lightning_stocache.training.sources import Source, made
 __all__ = ["StocacheDataModule"]
 
 Transform: TypeAlias = Callable[[Any], Any]
+
+_LOADER_ARGUMENTS = {*inspect.signature(DataLoader).parameters, "gather"} - {"dataset", "batch_size", "num_workers"}
 
 _SAID_BY_BATCH_SAMPLER = ("batch_size", "shuffle", "drop_last", "sampler")
 _STAGES_OF_CALL = {"fit": ("train", "val"), "validate": ("val",), "test": ("test",), "predict": ("predict",)}
@@ -109,6 +112,10 @@ class StocacheDataModule(LightningDataModule):
         for argument, given in (("eval_transform", eval_transform), ("eval_batch_transform", eval_batch_transform)):
             if isinstance(given, str) and given != "same":
                 raise ValueError(f"{argument} must be 'same', None or a function, got {given!r}")
+        if isinstance(batch_size, bool) or not isinstance(batch_size, int) or batch_size < 1:
+            raise ValueError(f"batch_size must be a whole number of at least 1, got {batch_size!r}")
+        if wrong := [name for name in loader or () if name not in _LOADER_ARGUMENTS]:
+            raise ValueError(f"loader must hold arguments of DataLoader that are not given otherwise, got {wrong}")
         self.train, self.val, self.test, self.predict = train, val, test, predict
         self.batch_size = batch_size
         self.num_workers = num_workers

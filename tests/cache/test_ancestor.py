@@ -11,8 +11,9 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from lightning_stocache.cache.cache import SharedCache, get_shm_size
+from lightning_stocache.cache.cache import SharedCache
 from lightning_stocache.cache.spec import SampleMismatchError
+from lightning_stocache.node.files import get_shm_size
 from tests.processes import call, context
 
 GIB = 1024**3
@@ -83,8 +84,8 @@ def test_set_and_get(cache: SharedCache) -> None:
         (lambda cache: cache.set_slot(1, image(1)[:1]), SampleMismatchError, r"sample 1: .*\(2, 3\).*\(1, 3\)"),
         (lambda cache: cache.set_slot(8, image(1)[0, 0]), SampleMismatchError, r"sample 8: .*\(2, 3\).*\(\)"),
         (lambda cache: cache.set_slot(1, 5), SampleMismatchError, "sample 1: .*got int"),
-        (lambda cache: cache[6], IndexError, "range"),
-        (lambda cache: cache.__setitem__(6, image(1)), IndexError, "range"),
+        (lambda cache: cache[6], IndexError, "slot 6 is outside"),
+        (lambda cache: cache.__setitem__(6, image(1)), IndexError, "slot 6 is outside"),
         (lambda cache: cache.__setitem__(1, 5), SampleMismatchError, "got int"),
     ],
 )
@@ -245,3 +246,51 @@ def test_it_does_what_the_ancestor_does() -> None:
     """Where the ancestor is installed, both give the same results and types of error for the same calls."""
     pytest.importorskip("stocaching")
     call(compare)  # the ancestor's memory stays until its process ends
+
+
+@pytest.mark.parametrize(
+    ("arguments", "error", "words"),
+    [
+        (("1", 10, (3,)), TypeError, "size_limit_gib and dtype must be a number and a torch.dtype, got '1'"),
+        ((1, 10, (3,), "uint8"), TypeError, "got 1, 'uint8'"),
+        ((1, 10, (-3,)), ValueError, r"data_dims must hold sizes of zero or more, got \(-3,\)"),
+        ((-1, 10, (3,)), ValueError, "size_limit_gib must be"),
+        ((1, 0, (3,)), ValueError, "dataset_len must be at least 1"),
+    ],
+)
+def test_arguments_that_make_no_cache_are_named(arguments: Any, error: type[Exception], words: str) -> None:
+    """Each is an error that says what it must be, and what came."""
+    with pytest.raises(error, match=words):
+        SharedCache(*arguments)
+
+
+def test_a_number_is_the_shape_of_a_vector() -> None:
+    """`data_dims=3` is `(3,)`."""
+    cache = SharedCache(1, 10, 3)
+    assert cache.array.shape == (10, 3)
+    cache.close()
+
+
+def test_a_closed_cache_says_so() -> None:
+    """Whatever is asked of it."""
+    cache = SharedCache(1, 10, (3,))
+    cache.close()
+    for use in (
+        lambda: cache.get_slot(1),
+        lambda: cache.set_slot(1, torch.zeros(3, dtype=torch.uint8)),
+        lambda: cache[1],
+        lambda: cache.array,
+        lambda: cache.aux_array,
+    ):
+        with pytest.raises(ValueError, match="the cache is closed"):
+            use()
+
+
+def test_slots_outside_are_named() -> None:
+    """An index of a slot that is not there, or is no whole number."""
+    cache = SharedCache(1, 10, (3,))
+    with pytest.raises(IndexError, match="slot 10 is outside the cache of 10 slots"):
+        cache[10]
+    with pytest.raises(TypeError, match="float"):
+        cache.get_slot(2.0)  # type: ignore[arg-type]
+    cache.close()

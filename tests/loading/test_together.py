@@ -160,7 +160,7 @@ def test_only_the_leader_reads_and_all_cut_alike() -> None:
     assert first[4] == "Tail(Dropout)"
 
 
-def full(size: int, backend: Any = None) -> Segment:
+def full(*_: Any) -> Segment:
     raise OSError(errno.ENOSPC, "No space left on device")
 
 
@@ -210,8 +210,8 @@ class Blind:
                 raise FileNotFoundError(errno.ENOENT, "No such file or directory", handle.data)
             return attach(handle)
 
-        def note(size: int, backend: Any = None) -> Segment:
-            segment = create(size, backend)
+        def note(*arguments: Any) -> Segment:
+            segment = create(*arguments)
             made.append(segment.path)
             return segment
 

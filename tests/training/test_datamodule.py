@@ -342,3 +342,17 @@ def test_a_transform_that_is_a_word_is_refused(tmp_path, argument):
     """The one word that is understood is "same"."""
     with pytest.raises(ValueError, match=f"{argument} must be 'same', None or a function, got 'nope'"):
         StocacheDataModule(source(tmp_path), **{argument: "nope"})
+
+
+@pytest.mark.parametrize("batch_size", [None, 0, -1, "4", True, 2.0])
+def test_a_batch_size_that_is_none_is_refused(tmp_path, batch_size):
+    """When it is given, not in the first epoch."""
+    with pytest.raises(ValueError, match=f"batch_size must be a whole number of at least 1, got {batch_size!r}"):
+        StocacheDataModule(source(tmp_path), batch_size=batch_size)
+
+
+@pytest.mark.parametrize("name", ["dataset", "batch_size", "pin_memry"])
+def test_arguments_that_the_loader_does_not_take_are_refused(tmp_path, name):
+    """A typing error, and what is given otherwise."""
+    with pytest.raises(ValueError, match=rf"loader must hold arguments of DataLoader .*got \['{name}'\]"):
+        StocacheDataModule(source(tmp_path), loader={name: 1})
