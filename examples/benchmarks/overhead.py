@@ -10,6 +10,7 @@ cost     CPU microseconds per step of the main thread, with both callbacks and w
 wait     data_wait_seconds as CacheMonitor logs it, beside what Lightning's SimpleProfiler has for `next(loader)`, in
          epoch two of a loader that is warm, and of one whose source takes 20 ms per batch
 compute  compute_seconds, beside the profiler's `run_training_batch`
+hooks    what the profiler has for all hooks of both callbacks, over both epochs; what it costs to time them is in it
 """
 
 from __future__ import annotations
@@ -35,6 +36,7 @@ from lightning_stocache import CacheMonitor, FillProgress, StocacheDataModule
 STEP_SECONDS = 0.010
 SLOW_SECONDS = 0.020
 BATCH_SIZE = 4
+_OURS = ("[Callback]CacheMonitor.", "[Callback]FillProgress.")
 
 
 class Images(Dataset[Any]):
@@ -102,7 +104,9 @@ def clocks(steps: int, seconds_per_batch: float) -> dict[str, float]:
     profiler = SimpleProfiler()
     trainer = train(steps, seconds_per_batch, True, profiler)
     logged, spent = trainer.callback_metrics, profiler.recorded_durations
+    hooks = [sum(times) for name, times in spent.items() if name.startswith(_OURS)]
     return {
+        "hooks": sum(hooks) / (2 * steps),
         "wait": float(logged["stocache/data_wait_seconds"]) / steps,
         "profiled wait": sum(spent["[_TrainingEpochLoop].train_dataloader_next"][-steps:]) / steps,
         "compute": float(logged["stocache/compute_seconds"]) / steps,
@@ -126,7 +130,7 @@ def main(arguments: list[str] | None = None) -> None:
     steps = min(steps, 200)
     arms = {name: partial(fresh, clocks, steps, seconds) for name, seconds in sources.items()}
     found = rounds(arms, report.rounds)
-    keys = ("wait", "profiled wait", "compute", "profiled compute")
+    keys = ("wait", "profiled wait", "compute", "profiled compute", "hooks")
     rows = [
         [name, *(f"{Spread.of(1e6 * one[key] for one in runs):.0f}" for key in keys)] for name, runs in found.items()
     ]

@@ -50,12 +50,10 @@ class Job:
     def result(self) -> Any:
         """The result: done now if nobody has begun, else waited for."""
         self.run()
-        self._done.acquire()
-        error, self._error = self._error, None
-        if error is not None:
-            raise error
-        result, self._result = self._result, None
-        return result
+        with self._done:
+            if self._error is not None:
+                raise self._error
+            return self._result
 
 
 class Ahead:
@@ -95,3 +93,4 @@ class Ahead:
 def _run(jobs: queue.SimpleQueue[Job | None]) -> None:
     while (job := jobs.get()) is not None:
         job.run()
+        del job  # and with it the result, which is memory that is to be used again

@@ -10,10 +10,10 @@ exhausted, closed, or no longer referred to.
 
 from __future__ import annotations
 
-import functools
 import weakref
 from collections import deque
 from dataclasses import dataclass, field
+from functools import partial
 from typing import Any, cast
 
 import torch
@@ -110,7 +110,7 @@ class GatheredEpoch:
         self._go_on()
         following = self._plans[0] if self._plans else None
         if following is not None and following.slots is not None and not following.missing and self._ahead.worthwhile:
-            following.job = Job(functools.partial(self._kept.gather, following.slots))
+            following.job = Job(partial(self._kept.gather, following.slots))
             self._ahead.offer(following.job)
         self._ahead.leave()
         return batch
@@ -172,17 +172,15 @@ class GatheredEpoch:
 
     def _load(self, plan: _Plan, slots: torch.Tensor) -> list[torch.Tensor]:
         """The rows of a batch with misses, which are loaded here, while the thread gathers the hits."""
-        hits = Job(functools.partial(self._kept.gather_ready, slots))
+        hits = Job(partial(self._kept.gather_ready, slots))
         if len(plan.missing) < slots.shape[0]:
             self._ahead.offer(hits)
-        rows = functools.cache(hits.result)
-        batch = Landing(self._cache.spec, rows, slots.shape[0])
+        batch = Landing(self._cache.spec, hits.result, slots.shape[0])
         try:
             self._dataset.load_into(batch, plan.indices[plan.missing].tolist(), plan.missing)
         finally:
-            rows()  # after an error, too: it is waited for
-        gathered: list[torch.Tensor] = rows()
-        return gathered
+            rows: list[torch.Tensor] = hits.result()  # waited for after an error, too
+        return rows
 
     def _receive(self, plan: _Plan, slots: torch.Tensor, window: int) -> list[torch.Tensor]:
         """The rows of a batch with misses, which workers have loaded."""

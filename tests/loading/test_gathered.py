@@ -368,3 +368,17 @@ def test_the_log_of_loads_agrees_with_the_errands(tmp_path: Path, errands):
         at_setup = source.loads
         list(CachedLoader(dataset, 6, shuffle=True, num_workers=2))
         assert sorted(source.loaded[at_setup:]) == sorted(index for errand in errands for index in errand)
+
+
+def test_a_gather_that_fails_beside_a_load_is_an_error_and_no_hang(monkeypatch: pytest.MonkeyPatch):
+    """Without workers hits are gathered while misses are loaded; whichever of the two fails is raised."""
+    with closing(CachedDataset(Numbers(LENGTH), "50%")) as dataset:
+        fill(dataset, range(LENGTH))
+        loader = CachedLoader(dataset, 8)
+
+        def failing(*_: Any) -> Any:
+            raise MemoryError("no buffer")
+
+        monkeypatch.setattr("lightning_stocache.loading.kept.Kept.gather_ready", failing)
+        with pytest.raises(MemoryError, match="no buffer"):
+            next(iter(loader))
