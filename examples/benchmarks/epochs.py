@@ -1,6 +1,6 @@
 """Epoch one and epoch two over the cached share of the dataset, beside the linear law.
 
-    python examples/benchmarks/epochs.py                       # about 6 minutes on 2 cores
+    python examples/benchmarks/epochs.py                       # about 5 minutes on 2 cores
     python examples/benchmarks/epochs.py --latency 0 20        # a slower network drive
 
 JPEG files (320x320, decoded and resized to 96x96) through a CachedLoader with 0 and with 2 persistent workers, with no

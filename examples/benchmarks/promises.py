@@ -1,6 +1,6 @@
 """What the package promises, measured: loads, delay, set-up, epoch one, warm epochs, memory.
 
-    python examples/benchmarks/promises.py                   # about 6 minutes on 2 cores
+    python examples/benchmarks/promises.py                   # about 7 minutes on 2 cores
     python examples/benchmarks/promises.py --only delay loads
 
 loads     The source counts its own loads over 3 epochs, with a budget for all N samples, on one process and on two

@@ -13,7 +13,7 @@ from __future__ import annotations
 
 import logging
 import operator
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from typing import Any, Literal, NamedTuple, SupportsIndex, get_args
 
 from torch.utils.data import Dataset
@@ -51,7 +51,7 @@ class Delivery(NamedTuple):
 
     dataset: CachedDataset
     errand: Errand
-    samples: list[Any]
+    samples: Iterable[Any]
 
 
 class CachedDataset(Dataset[Any]):
@@ -230,11 +230,14 @@ class CachedDataset(Dataset[Any]):
         except TypeError:  # a sampler's keys, which only the source understands
             return [self[index] for index in indices]
         opened = self._opened
+        samples: Any
         if opened.live_cache is None and opened.fetch is None:
             samples = [self._finish(opened.serve(position)) for position in positions]
         else:
             samples = self._finish_many(opened.serve_many(positions))
-        return Delivery(self, indices, samples) if isinstance(indices, Errand) else samples
+        if isinstance(indices, Errand):
+            return Delivery(self, indices, samples)
+        return list(samples) if isinstance(samples, map) else samples
 
     @property
     def finishes(self) -> bool:
@@ -276,12 +279,13 @@ class CachedDataset(Dataset[Any]):
         return self._transformed(sample)
 
     def _finish_many(self, samples: Any) -> Any:
+        """The samples transformed, each when it is asked for: who puts one away needs no memory for all of them."""
         # Draws come in the order of the uncached source: where it loads whole batches, all of its own come first.
         if self._opened.fetch is None:
-            return [self._finish(sample) for sample in samples]
+            return map(self._finish, samples) if self.finishes else samples
         if self._opened.tail is not None:
             samples = [self._opened.tail(sample) for sample in samples]
-        return samples if self.transform is None else [self.transform(sample) for sample in samples]
+        return samples if self.transform is None else map(self.transform, samples)
 
     def _transformed(self, sample: Any) -> Any:
         return sample if self.transform is None else self.transform(sample)

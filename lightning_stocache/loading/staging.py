@@ -70,7 +70,7 @@ class Staging:
 
     def __call__(self, delivery: Delivery) -> Staged:
         """In a worker: write what is not READY, and answer with its places in the errand."""
-        dataset, errand, samples = delivery
+        dataset, errand, samples = delivery.dataset, delivery.errand, list(delivery.samples)
         cache = dataset.cache
         places: Sequence[int] = range(len(errand))
         if cache is not None:

@@ -20,6 +20,7 @@ from torch.utils.data import DataLoader, default_collate
 from torch.utils.data._utils import pin_memory as pinning
 
 from lightning_stocache.loading.ahead import Ahead, Job
+from lightning_stocache.loading.collation import Collation
 from lightning_stocache.loading.dataset import CachedDataset
 from lightning_stocache.loading.kept import Kept
 from lightning_stocache.loading.schedule import Schedule
@@ -84,7 +85,7 @@ class WarmEpoch:
             self._open()
         part, samples = self._parts.popleft()
         if not self._parts and (self._blocks or self._draw()) and self._ahead.worthwhile:
-            self._job = Job(partial(self._kept.gather, self._blocks[0].slots))
+            self._job = Job(partial(_gather, self._kept, self._collation, self._size, self._blocks[0].slots))
             self._ahead.offer(self._job)
         if not self._gathered:
             return pass_through(self._dataset, part, self._kept.pins)
@@ -104,14 +105,16 @@ class WarmEpoch:
             self.close()
             raise StopIteration
         (indices, slots), job, self._job = self._blocks[0], self._job, None
-        samples, parts = slots.shape[0], cast(Sequence[Any], ())
         self._gathered = not self._kept.cache.closed
-        if self._gathered:
-            rows = self._kept.gather(slots) if job is None else job.result()
-            parts = self._collation.batches(rows, samples, self._size)
+        if not self._gathered:
+            parts: Sequence[Any] = torch.split(indices, self._size)
+        elif job is not None:
+            parts = job.result()
+        else:
+            parts = _gather(self._kept, self._collation, self._size, slots)
         self._blocks.popleft()  # not before: one that is interrupted is the next one again
-        sizes = [min(self._size, samples - first) for first in range(0, samples, self._size)]
-        self._parts.extend(zip(parts or torch.split(indices, self._size), sizes, strict=True))
+        sizes = [min(self._size, slots.shape[0] - first) for first in range(0, slots.shape[0], self._size)]
+        self._parts.extend(zip(parts, sizes, strict=True))
 
     def _draw(self) -> bool:
         """Draw the next batches and plan their blocks; whether there were any."""
@@ -122,6 +125,11 @@ class WarmEpoch:
         for first in range(0, indices.shape[0], step):
             self._blocks.append(_Block(indices[first : first + step], slots[first : first + step]))
         return True
+
+
+def _gather(kept: Kept, collation: Collation, size: int, slots: torch.Tensor) -> list[Any]:
+    """The batches of a block. It does not hold the iterator, which may go while a thread is at it."""
+    return collation.batches(kept.gather(slots), slots.shape[0], size)
 
 
 def pass_through(dataset: CachedDataset, indices: Any, pins: bool) -> Any:

@@ -1,10 +1,11 @@
 """Finished batches in memory that workers and main process share for good.
 
-With a per-sample transform on the CPU, whole batches are made in workers. DataLoader sends each in fresh shared memory:
-page faults in the worker, a descriptor in the message, a mapping and page faults again in the main process. Here the
-same memory is used again and again: a worker stacks the samples' tensors into a window, the message says where they
-lie, and the batch that the trainer gets *is* the window. When nobody holds a tensor of it any more, the window is free
-for another batch. Is it the last free one, the batch is copied out, so that the next one has a window too.
+With a per-sample transform on the CPU, whole batches are made in workers. DataLoader sends each in fresh shared
+memory: page faults in the worker, a descriptor in the message, a mapping and page faults again in the main process.
+Here the same memory is used again and again: a worker puts each sample's tensors into their rows of a window as soon
+as it has been transformed (64 of them, kept to be stacked, are fresh memory too), the message says where they lie,
+and the batch that the trainer gets *is* the window. When nobody holds a tensor of it any more, the window is free for
+another batch. Is it the last free one, the batch is copied out, so that the next one has a window too.
 
 A window belongs, in turn, to the main process (free), to the one worker with its errand, to the main process again (the
 answer has come), and to the trainer (lent). Windows are as large as the largest batch so far; what does not fit, what
@@ -15,6 +16,7 @@ things than dicts, lists, tuples, numbers, strings, arrays and tensors travel as
 
 from __future__ import annotations
 
+import itertools
 import weakref
 from collections import OrderedDict
 from collections.abc import Callable
@@ -71,10 +73,12 @@ class WindowClerk:
         """The batch, with `_Written` or `_Sent` in place of its tensors."""
         if not isinstance(delivery, Delivery):  # keys that only the source understands
             return default_collate(delivery)
-        _, errand, samples = delivery
+        errand = delivery.errand
+        rows = _Rows(None if errand.place is None else self._segment(errand.place), len(errand))
+        samples = [rows.put(number, sample) for number, sample in enumerate(delivery.samples)]
         if not samples or not _is_plain(samples[0]):
             return default_collate(samples)
-        stack = _Stack(None if errand.place is None else self._segment(errand.place))
+        stack = _Stack(rows)
         batch = collate(samples, collate_fn_map=default_collate_fn_map | {torch.Tensor: stack})
         return _rebuilt(batch, lambda leaf: _sent(leaf) if _is_dense(leaf) else leaf)
 
@@ -90,22 +94,72 @@ class WindowClerk:
         return {"_segments": {}}
 
 
-class _Stack:
-    """Stacks tensors, into the window if there is one and as long as they fit."""
+class _Rows:
+    """A window as the tensors of a batch, each with a row for every sample.
 
-    def __init__(self, segment: Segment | None) -> None:
-        self._segment, self._end = segment, 0
+    Args:
+        segment: the window, if there is one.
+        samples: of the batch.
+    """
+
+    def __init__(self, segment: Segment | None, samples: int) -> None:
+        self._segment, self._samples, self._end = segment, samples, 0
+        self._places: list[tuple[_Written, torch.Tensor] | None] = []  # of each leaf of the first sample
+
+    def put(self, number: int, sample: Any) -> Any:
+        """The sample, with its tensors in their rows as far as there are rows that fit."""
+        if self._segment is None or not _is_plain(sample):
+            return sample
+        leaves = itertools.count()
+
+        def put(leaf: Any) -> Any:
+            place = next(leaves)
+            if number == 0:
+                self._places.append(self.make(leaf, self._samples) if _is_dense(leaf) else None)
+            known = self._places[place] if place < len(self._places) else None
+            if known is None or not _is_dense(leaf) or (leaf.dtype, leaf.shape) != (known[0].dtype, known[1].shape[1:]):
+                return leaf
+            return known[1][number].copy_(leaf)
+
+        return _rebuilt(sample, put)
+
+    def make(self, first: torch.Tensor, samples: int) -> tuple[_Written, torch.Tensor] | None:
+        """Room for a tensor of that many such as this one; None if there is none."""
+        size = first.numel() * first.element_size() * samples
+        if self._segment is None or not size or self._end + size > self._segment.size:
+            return None
+        place = _Written(self._end, first.dtype, (samples, *first.shape))
+        self._end += _aligned(size)
+        return place, self._segment.bytes(place.offset, size).view(place.dtype).view(place.shape)
+
+    def found(self, leaves: list[torch.Tensor]) -> _Written | None:
+        """Where these tensors lie, if they are the rows of one."""
+        for known in self._places:
+            if known is not None and len(leaves) == self._samples and leaves[0].data_ptr() == known[1].data_ptr():
+                place, rows = known
+                step, begin = rows.stride(0) * rows.element_size(), rows.data_ptr()
+                if all(leaf.data_ptr() == begin + number * step for number, leaf in enumerate(leaves)):
+                    return place
+        return None
+
+
+class _Stack:
+    """Stacks tensors, into the window as long as they fit; nothing is left to do for those that lie there already."""
+
+    def __init__(self, rows: _Rows) -> None:
+        self._rows = rows
 
     def __call__(self, leaves: list[torch.Tensor], *, collate_fn_map: Any = None) -> Any:
         first = leaves[0]
         if not all(_is_dense(leaf) and leaf.dtype == first.dtype and leaf.shape == first.shape for leaf in leaves):
             return default_collate(leaves)
-        size = first.numel() * first.element_size() * len(leaves)
-        if self._segment is None or not size or self._end + size > self._segment.size:
+        if (place := self._rows.found(leaves)) is not None:
+            return place
+        made = self._rows.make(first, len(leaves))
+        if made is None:
             return torch.stack(leaves)
-        place = _Written(self._end, first.dtype, (len(leaves), *first.shape))
-        torch.stack(leaves, out=self._segment.bytes(place.offset, size).view(place.dtype).view(place.shape))
-        self._end += _aligned(size)
+        place, tensor = made
+        torch.stack(leaves, out=tensor)
         return place
 
 

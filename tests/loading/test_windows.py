@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import collections
 import pickle
+import weakref
+from collections.abc import Callable, Iterator
 from typing import Any
 
 import numpy as np
@@ -203,3 +205,46 @@ def test_windows_without_memory_are_not_asked_for_again_and_again(monkeypatch):
     windows.open(deliver(clerk, windows, [torch.ones(100)], None), None)
     assert [windows.take() for _ in range(5)] == [None] * 5
     assert len(tries) == 3
+
+
+def test_samples_are_put_away_as_they_come():
+    """In a window no sample's tensor is kept until the batch is complete; the batch is the same."""
+    windows, clerk, alive = Windows(3), WindowClerk(), []
+
+    def samples() -> Iterator[tuple[torch.Tensor, int]]:
+        for number in range(6):
+            assert not [one for one in alive[:-1] if one() is not None]
+            image = torch.full((100,), float(number))
+            alive.append(weakref.ref(image))
+            yield image, number
+            del image
+
+    expected = default_collate([(torch.full((100,), float(number)), number) for number in range(6)])
+    windows.open(deliver(clerk, windows, [(torch.zeros(100), 0)] * 6, None), None)
+    window = windows.take()
+    assert window is not None
+    message = clerk(Delivery(None, Errand(range(6), windows.place(window)), samples()))  # type: ignore[arg-type]
+    batch = windows.open(message, window)
+    assert same(batch, expected)
+    del batch
+    windows.close()
+
+
+@pytest.mark.parametrize("other", [torch.zeros(3), torch.zeros(2, dtype=torch.int16)], ids=["shape", "dtype"])
+def test_a_sample_that_differs_in_a_window_is_as_without_one(other):
+    """What does not fit the rows of the first sample is left to default_collate, whatever it makes of it."""
+    samples = [torch.ones(2), other, torch.ones(2)]
+    windows, clerk = Windows(3), WindowClerk()
+    windows.open(deliver(clerk, windows, [torch.zeros(100)] * 3, None), None)
+    window = windows.take()
+    assert window is not None
+
+    def outcome(make: Callable[[], Any]) -> Any:
+        try:
+            return make()
+        except RuntimeError as refused:
+            return str(refused)
+
+    got = outcome(lambda: windows.open(deliver(clerk, windows, samples, window), window))
+    assert same(got, outcome(lambda: default_collate(samples)))
+    windows.close()
