@@ -168,7 +168,7 @@ def _bytes(runs: Sequence[Run]) -> Stacks:
 
 def _stall(runs: Sequence[Run]) -> Stacks:
     stacks = _stacks(runs, "compute_seconds", "data_wait_seconds")
-    caption = "Seconds per epoch that training computed and waited; above a bar the share spent waiting."
+    caption = "Seconds of computing and waiting; above a bar the share spent waiting."
     empty = "" if stacks else _missing("data_wait_seconds and compute_seconds")
     return Stacks("Waiting for data", caption, "s", ("computing", "waiting for data"), 1, stacks, empty)
 
