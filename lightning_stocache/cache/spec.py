@@ -69,10 +69,10 @@ class _Branch:
 class SampleSpec:
     """The structure and fields that all samples of a cached source have. Make it from a sample with `infer`.
 
-    Raises: UnsupportedSampleError: (`infer`) a leaf has no fixed size: images of PIL, strings, objects.
+    Raises:
+        UnsupportedSampleError: (`infer`) a leaf has no fixed size: images of PIL, strings, objects.
         SampleMismatchError: (`flatten`, `leaves`) a sample differs; the message names index, field, what was expected
-        and what
-            came.
+            and what came.
 
     Example:
         >>> spec = SampleSpec.infer({"image": torch.zeros(3, 8, 8, dtype=torch.uint8), "label": 7})

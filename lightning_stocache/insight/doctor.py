@@ -186,7 +186,8 @@ def _what(contents: Contents) -> str:
     its = contents.manifest
     if not its:
         return ""
-    arc, dataset = its["geometry"], its.get("dataset") or its.get("fingerprint", {}).get("dataset", "")
+    arc, known = its["geometry"], its.get("fingerprint")
+    dataset = its.get("dataset") or (known.get("dataset", "") if isinstance(known, dict) else "")
     node = f", node {its['node']} of {its['nodes']}" if its.get("nodes", 1) > 1 else ""
     return (
         f" ({dataset}{node}: {contents.filled:,} of {arc['slots']:,} slots filled; its arc begins at position "

@@ -17,7 +17,7 @@ from typing import Any
 
 __all__ = ["Ahead", "Job"]
 
-_SOON = 200_000  # ns
+_SOON = 200_000  # ns; a thread wakes in 40 to 90 us
 
 
 class Job:

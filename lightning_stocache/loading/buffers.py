@@ -59,7 +59,7 @@ class Buffers:
         except IndexError:
             memory = None
         if memory is None or memory.shape[0] < nbytes:
-            memory = torch.empty(self._largest[field], dtype=torch.uint8)
+            memory = torch.empty(max(self._largest[field], nbytes), dtype=torch.uint8)
         view = memory.numpy()[:nbytes]
         lent = _Lent(view, _give_back)
         lent.memory, lent.free = memory, free
@@ -82,8 +82,9 @@ _lent: dict[int, _Lent] = {}  # a weak reference that nobody holds calls nothing
 
 
 def _give_back(lent: _Lent) -> None:
-    # May run in any thread, at any moment: it takes one item away and appends one, both atomic.
+    # May run in any thread, at any moment: each of these operations is atomic.
     del _lent[id(lent)]
+    last = lent.free[-1:]
     # Not into a list of larger ones: then `take` would throw it away.
-    if len(lent.free) < _KEPT and (not lent.free or lent.free[-1].shape[0] <= lent.memory.shape[0]):
+    if len(lent.free) < _KEPT and (not last or last[0].shape[0] <= lent.memory.shape[0]):
         lent.free.append(lent.memory)

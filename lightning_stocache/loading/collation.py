@@ -57,12 +57,14 @@ class Collation:
         """The same as several batches of `size` samples each, but the last."""
         if samples <= size:
             return [self.batch(rows, samples)]
-        parts = (torch.split(field, size) for field in self._typed(rows, samples))
+        # Without .data they would be views of one tensor to autograd: changing one in place would be refused, or count
+        # as changes of all.
+        parts = ([part.data for part in torch.split(field, size)] for field in self._typed(rows, samples))
         return [self._build(fields) for fields in zip(*parts, strict=True)]
 
     def _typed(self, rows: Sequence[torch.Tensor], samples: int) -> list[torch.Tensor]:
         return [
-            row.view(dtype).view(samples, *shape) if row.shape[0] else torch.empty(samples, *shape, dtype=dtype)
+            row.view(dtype).view(samples, *shape).data if row.shape[0] else torch.empty(samples, *shape, dtype=dtype)
             for row, dtype, shape in zip(rows, self._dtypes, self._shapes, strict=True)
         ]
 

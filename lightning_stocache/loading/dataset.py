@@ -14,6 +14,7 @@ from __future__ import annotations
 import logging
 import operator
 from collections.abc import Callable, Iterable, Sequence
+from types import GeneratorType
 from typing import Any, Literal, NamedTuple, SupportsIndex, get_args
 
 from torch.utils.data import Dataset
@@ -237,7 +238,7 @@ class CachedDataset(Dataset[Any]):
             samples = self._finish_many(opened.serve_many(positions))
         if isinstance(indices, Errand):
             return Delivery(self, indices, samples)
-        return list(samples) if isinstance(samples, map) else samples
+        return list(samples) if isinstance(samples, GeneratorType) and self.finishes else samples
 
     @property
     def finishes(self) -> bool:
@@ -246,7 +247,7 @@ class CachedDataset(Dataset[Any]):
 
     def load_into(self, batch: Landing, indices: list[int], places: list[int]) -> None:
         """Serve samples that were not READY at their places of a batch; only if they are not transformed."""
-        self._opened.load_into(batch, indices, places)
+        self._opened.load_into(batch, [self._position(index) for index in indices], places)
 
     def count_hits(self, samples: int, gather_ns: int = 0) -> None:
         """Count samples that somebody else has copied out of the cache, and the nanoseconds that it took."""
@@ -282,10 +283,10 @@ class CachedDataset(Dataset[Any]):
         """The samples transformed, each when it is asked for: who puts one away needs no memory for all of them."""
         # Draws come in the order of the uncached source: where it loads whole batches, all of its own come first.
         if self._opened.fetch is None:
-            return map(self._finish, samples) if self.finishes else samples
+            return (self._finish(sample) for sample in samples) if self.finishes else samples
         if self._opened.tail is not None:
             samples = [self._opened.tail(sample) for sample in samples]
-        return samples if self.transform is None else map(self.transform, samples)
+        return samples if self.transform is None else (self._transformed(sample) for sample in samples)
 
     def _transformed(self, sample: Any) -> Any:
         return sample if self.transform is None else self.transform(sample)

@@ -13,7 +13,8 @@ Order, contents and the random states are those of a plain DataLoader with the s
 are made on the caller's thread at the moments at which DataLoader makes them (`schedule`). What has no short cut (a
 `collate_fn` of the user's, samples without batching, a dataset that is not cached) travels as DataLoader sends it.
 
-Not equal by nature: the storage of a batch cannot be resized, `is_shared()` is False where DataLoader's worker batches
+Not equal by nature: the storage of a batch cannot be resized, and may hold other batches, too (up to 1 MiB: who
+pickles or keeps a small one for long had better `clone` it), `is_shared()` is False where DataLoader's worker batches
 say True, and the workers' random streams see only the misses (a source must not be random).
 """
 
@@ -111,7 +112,8 @@ class CachedLoader(DataLoader[Any]):
         if kept.way == "worker":
             epoch = MadeEpoch(self, schedule, kept)
         else:
-            epoch = (WarmEpoch if kept.full and schedule.trusted else GatheredEpoch)(self, schedule, kept)
+            warm = kept.full and schedule.trusted and len(self.dataset) <= kept.cache.arc.size  # type: ignore[arg-type]
+            epoch = (WarmEpoch if warm else GatheredEpoch)(self, schedule, kept)
         self._current = weakref.ref(epoch)
         return epoch
 

@@ -177,8 +177,11 @@ class Opened:
         return slots, (slots != NO_SLOT).nonzero().flatten()
 
     def _one_by_one(self, indices: list[int]) -> bool:
-        """Whether the source loads single samples, and a cache is open to keep these, which are all different."""
-        return self.fetch is None and self.live_cache is not None and len(set(indices)) == len(indices)
+        """Whether the source loads single samples, and a cache is open that knows these, which are all different."""
+        cache = self.live_cache
+        if self.fetch is not None or cache is None or not indices:
+            return False
+        return min(indices) >= 0 and max(indices) < cache.arc.size and len(set(indices)) == len(indices)
 
     def _load_then_keep(self, indices: list[int], land: _Land | None = None) -> list[Any]:
         """Load samples, then store them all: storing costs half as much when its code and memory are warm."""

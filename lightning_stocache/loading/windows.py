@@ -108,7 +108,7 @@ class _Rows:
 
     def put(self, number: int, sample: Any) -> Any:
         """The sample, with its tensors in their rows as far as there are rows that fit."""
-        if self._segment is None or not _is_plain(sample):
+        if self._segment is None or number >= self._samples or not _is_plain(sample):
             return sample
         leaves = itertools.count()
 

@@ -4,7 +4,7 @@ Kinds: `tmpfile` (O_TMPFILE in /dev/shm) and `memfd` have no name, so nothing ca
 is left behind; `file` has a name, and carries a shared `flock` as long as anybody uses it.
 
 The header is 4096 bytes: a magic number, a random token by which an attaching process knows the segment again, and from
-byte 64 on room for a manifest, if the segment has a name that is meant to last.
+byte 64 on room for a manifest (`manifest`).
 """
 
 from __future__ import annotations

@@ -118,7 +118,7 @@ def _contents(descriptor: Path) -> Contents | None:
         token_of(file)
         try:
             manifest = read_manifest(os.pread(file, HEADER_BYTES, 0))
-            slots = int(manifest["geometry"]["slots"])
+            slots, *_ = (int(manifest["geometry"][name]) for name in ("slots", "start", "size"))
         except (ValueError, KeyError, TypeError):
             return Contents({})
         return Contents(manifest, slots - os.pread(file, slots, HEADER_BYTES).count(0))  # a state of 0 is EMPTY

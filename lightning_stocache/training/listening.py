@@ -7,6 +7,8 @@ profiler that passes everything on to the user's is put in its place while train
 from __future__ import annotations
 
 import time
+from collections.abc import Generator
+from contextlib import contextmanager
 from typing import Any, Protocol
 
 from lightning.pytorch import Trainer
@@ -47,24 +49,28 @@ def stop_listening(trainer: Trainer, clock: Clock) -> None:
 
 
 class _Listening(Profiler):
-    """The user's profiler, overheard."""
+    """The user's profiler, overheard. It has no state of the base class: what is asked of it is the user's."""
 
     def __init__(self, users: Profiler) -> None:
-        super().__init__()
         self.users = users
         self.clocks: list[Clock] = []
 
     def start(self, action_name: str) -> None:
         self.users.start(action_name)
-        if action_name in ACTIONS:  # of forty per step
-            for clock in self.clocks:
-                clock.start(action_name, time.perf_counter())
+        self._tell_start(action_name)
 
     def stop(self, action_name: str) -> None:
-        if action_name in ACTIONS:
-            for clock in self.clocks:
-                clock.stop(action_name, time.perf_counter())
+        self._tell_stop(action_name)
         self.users.stop(action_name)
+
+    @contextmanager
+    def profile(self, action_name: str) -> Generator[Any, None, None]:
+        with self.users.profile(action_name) as name:
+            self._tell_start(action_name)
+            try:
+                yield name
+            finally:
+                self._tell_stop(action_name)
 
     def summary(self) -> str:
         return self.users.summary()
@@ -78,7 +84,20 @@ class _Listening(Profiler):
     def teardown(self, stage: str | None) -> None:
         self.users.teardown(stage)
 
+    def _tell_start(self, action: str) -> None:
+        if action in ACTIONS:  # of forty per step
+            for clock in self.clocks:
+                clock.start(action, time.perf_counter())
+
+    def _tell_stop(self, action: str) -> None:
+        if action in ACTIONS:
+            for clock in self.clocks:
+                clock.stop(action, time.perf_counter())
+
     def __getattr__(self, name: str) -> Any:
         if name == "users":  # a copy that has not been filled yet
             raise AttributeError(name)
         return getattr(self.users, name)
+
+    def __del__(self) -> None:
+        """The base class would tear down here, and with it the user's."""

@@ -161,3 +161,68 @@ def test_large_batches_are_gathered_alone(monkeypatch: pytest.MonkeyPatch) -> No
             kept = [image.untyped_storage() for image, _ in CachedLoader(dataset, size)]
             assert all(storage.nbytes() <= max(1 << 20, size * 270_000) for storage in kept)
             assert len({storage.data_ptr() for storage in kept}) == 12 // size // batches
+
+
+@pytest.mark.parametrize("size", [4, 700])
+def test_batches_are_no_views_to_autograd(dataset: CachedDataset, size: int) -> None:
+    """In-place changes are allowed as in DataLoader's batches, and those of one do not count as changes of another."""
+    weight = torch.ones(7, requires_grad=True)
+    for image, _ in CachedLoader(dataset, size):
+        x = image.view(torch.uint8)
+        assert image._base is None
+        assert x.is_leaf
+    floats = [torch.full((7,), float(number)) for number in range(20)]
+    with closing(CachedDataset(floats)) as own:  # type: ignore[arg-type]
+        loader = CachedLoader(own, 4)
+        for _ in range(2):
+            for x in loader:
+                x += weight
+        iterator = iter(loader)
+        loss = (next(iterator) * weight).sum()
+        next(iterator).sub_(1.0)
+        loss.backward()  # type: ignore[no-untyped-call]
+
+
+class Growing(Numbers):
+    """A source that has more samples by and by."""
+
+
+def test_a_source_that_has_grown_is_loaded_beyond_its_cache() -> None:
+    """Samples that the cache does not know come from the source, and take nobody's slot."""
+    source = Growing(10)
+    with closing(CachedDataset(source)) as dataset:
+        loader = CachedLoader(dataset, 4)
+        list(loader)
+        source.length = 13
+        assert same(list(loader), list(DataLoader(Numbers(13), 4)))
+        assert same(
+            list(CachedLoader(dataset, 3, sampler=[12, 11, 10])), list(DataLoader(Numbers(13), 3, sampler=[12, 11, 10]))
+        )
+        dataset.__getitems__([10, 11])
+        assert same([dataset[index] for index in range(13)], [source[index] for index in range(13)])
+        assert dataset.cache is not None
+        assert dataset.cache.filled == 10
+
+
+def test_the_first_epoch_of_a_source_that_has_grown_fills_no_foreign_slot() -> None:
+    """Also before anything is cached."""
+    source = Growing(10)
+    with closing(CachedDataset(source)) as dataset:
+        source.length = 13
+        list(CachedLoader(dataset, 3, sampler=[12, 11, 10]))
+        dataset.__getitems__([10, 11, -1])
+        assert same([dataset[index] for index in range(13)], [source[index] for index in range(13)])
+
+
+@pytest.mark.parametrize("num_workers", [0, 1])
+def test_a_stop_iteration_of_a_transform_shortens_no_batch(num_workers: int) -> None:
+    """It is an error, whoever makes the batch."""
+
+    with closing(CachedDataset(Numbers(8), transform=stops_at_five)) as dataset, pytest.raises(RuntimeError):
+        list(CachedLoader(dataset, 4, num_workers=num_workers))
+
+
+def stops_at_five(sample: Any) -> Any:
+    if sample[1] == 5:
+        raise StopIteration
+    return sample

@@ -83,3 +83,28 @@ def test_an_exception_gives_the_profiler_back(tmp_path):
     with pytest.raises(ValueError, match="mine"):
         trainer.fit(Broken(), StocacheDataModule(source(tmp_path), batch_size=4))
     assert type(trainer.profiler) is PassThroughProfiler
+
+
+def test_a_profiler_with_ways_of_its_own_keeps_them(tmp_path):
+    """Its own `profile` is used while it is overheard, its attributes are its own, and nothing tears it down early."""
+    torn, profiled = [], []
+
+    class Own(SimpleProfiler):
+        def profile(self, action_name):
+            profiled.append(action_name)
+            return super().profile(action_name)
+
+        def teardown(self, stage):
+            torn.append(stage)
+            super().teardown(stage)
+
+    class Look(Callback):
+        def on_train_batch_end(self, trainer, *_):
+            assert trainer.profiler.dirpath == tmp_path
+            assert torn == []
+
+    notes, profiler = Notes(), Own(dirpath=tmp_path)
+    trainer = make_trainer(tmp_path, [Listener(notes), Look()], epochs=1, profiler=profiler)
+    trainer.fit(Model(), StocacheDataModule(source(tmp_path), batch_size=4))
+    assert profiled.count("run_training_batch") == SAMPLES // 4 == notes.heard.count(("stop", "run_training_batch"))
+    assert set(torn) == {"fit"}
