@@ -177,6 +177,8 @@ def contents_of(leaves: Sequence[torch.Tensor]) -> list[memoryview]:
 
 
 def _bytes_of(leaf: torch.Tensor) -> torch.Tensor:
+    if leaf.numel() == 1:  # contiguous to torch, whatever its strides, which a view as bytes would mind
+        return leaf.as_strided((1,), (1,)).view(torch.uint8)
     return leaf.contiguous().view(-1).view(torch.uint8)
 
 

@@ -359,3 +359,13 @@ def test_a_sample_agrees_exactly_when_its_spec_is_the_same(first: Any, other: An
         assert tuple(len(row) for row in rows) == spec.row_bytes
         reordered = spec.unflatten(rows)
         assert SampleSpec.infer(reordered) == spec
+
+
+@pytest.mark.parametrize("shape", [(1,), (1, 1), (1, 1, 1)], ids=str)
+@pytest.mark.parametrize("dtype", [torch.float64, torch.float32, torch.uint8, torch.complex64], ids=str)
+def test_a_single_element_may_have_any_stride(shape: tuple[int, ...], dtype: torch.dtype) -> None:
+    """To torch it is contiguous all the same."""
+    leaf = torch.arange(6).to(dtype)[3:].as_strided(shape, (2,) * len(shape))
+    spec = SampleSpec.infer(leaf)
+    assert torch.equal(spec.unflatten(spec.flatten(leaf)), leaf)
+    assert leaf.item() == 3
