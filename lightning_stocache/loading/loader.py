@@ -15,8 +15,8 @@ are made on the caller's thread at the moments at which DataLoader makes them (`
 
 Not equal by nature: the storage of a batch cannot be resized, and may hold other batches, too (up to 1 MiB: who
 pickles or keeps a small one for long had better `clone` it), `is_shared()` is False where DataLoader's worker batches
-say True, and the workers' random streams see only the misses (a source must not be random). A transform that returns the
-same memory each time gives each sample what it returned for it, where DataLoader's workers stack what it returned last.
+say True, and the workers' random streams see only the misses (a source must not be random). A transform that returns
+the same memory each time gives each sample what it returned for it; DataLoader's workers stack what it returned last.
 """
 
 from __future__ import annotations
