@@ -1,6 +1,6 @@
 """What the callbacks cost, and whether their clock is right.
 
-    python examples/benchmarks/overhead.py                         # about 3 minutes on 2 cores
+    python examples/benchmarks/overhead.py                         # about 4 minutes on 2 cores
 
 Two epochs of a Trainer with CacheMonitor and FillProgress at default settings, a CSVLogger and the progress bar; a step
 sleeps for 10 ms, which releases the GIL as a GPU's step does.

@@ -70,7 +70,7 @@ class GatheredEpoch:
         self._with_workers = loader.num_workers > 0
         self._plans: deque[_Plan] = deque()
         self._ahead = Ahead()
-        self._finalizer = weakref.finalize(self, kept.end_epoch, self._ahead, deque())
+        self._finalizer = weakref.finalize(self, kept.end_epoch, self._ahead)
         if kept.full:
             kept.end_workers()
         kept.begin_epoch()

@@ -74,7 +74,9 @@ class Kept:
         start = time.perf_counter_ns()
         rows = self._memory(slots.shape[0])
         self.cache.gather(slots, rows)
-        self._gather_ns += time.perf_counter_ns() - start  # one thread at a time: the consumer waits for the other
+        self._gather_ns += (
+            time.perf_counter_ns() - start
+        )  # an interrupted wait may cost a few: else one thread at a time
         return rows
 
     def take_gather_ns(self) -> int:
@@ -103,7 +105,7 @@ class Kept:
         while self.abandoned:
             self.windows.give_back(self.abandoned.pop())
 
-    def end_epoch(self, ahead: Ahead | None, windows: deque[int | None]) -> None:
+    def end_epoch(self, ahead: Ahead | None = None, windows: deque[int | None] | None = None) -> None:
         """Stop the workers, unless they are persistent and may still have something to load.
 
         Args:
@@ -114,8 +116,9 @@ class Kept:
             return  # the copy of an iterator that a worker inherited ends nothing
         if ahead is not None:
             ahead.stop()
-        self.abandoned.extend(windows)
-        windows.clear()
+        if windows is not None:
+            self.abandoned.extend(windows)
+            windows.clear()
         if not self.persistent or (self.way == "main" and self.full):
             self.end_workers()
         self.in_use = False

@@ -65,7 +65,7 @@ class WarmEpoch:
         self._parts: deque[tuple[Any, int]] = deque()  # of the block that is being handed out, with their samples
         self._gathered = True  # or parts are indices, because the cache has been closed
         self._ahead = Ahead()
-        self._finalizer = weakref.finalize(self, kept.end_epoch, self._ahead, deque())
+        self._finalizer = weakref.finalize(self, kept.end_epoch, self._ahead)
         kept.end_workers()
         kept.begin_epoch()
         if loader.num_workers:

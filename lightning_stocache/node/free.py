@@ -4,7 +4,7 @@
 MemAvailable, and the headroom of this process's memory cgroup and of all its visible parents, v1 and v2. What cannot
 be read is unknown and limits nothing.
 
-Filesystem and cgroup fail differently. A full /dev/shm is an error that a slot's reservation reports; above a
+Filesystem and cgroup fail differently. A full /dev/shm is an error that the store of a slot reports; above a
 cgroup's limit the kernel kills (measured: `posix_fallocate` beyond it ends in SIGKILL, not ENOSPC). So a limit
 cannot be found by trying: it is read here, before any memory is taken.
 """

@@ -76,7 +76,7 @@ class CacheMonitor(Callback):
         warnings.filterwarnings("ignore", message=r"It is recommended to use `self\.log\('stocache/")
 
     def on_train_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
-        """Give TensorBoard a tab of its own for the caches: custom scalars."""
+        """Start the clock, and give TensorBoard a tab of its own for the caches: custom scalars."""
         self._epochs.clear()
         listen(trainer, self._stall)
         for logger in trainer.loggers if trainer.is_global_zero else ():
