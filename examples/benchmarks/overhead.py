@@ -1,12 +1,15 @@
 """What the callbacks cost, and whether their clock is right.
 
-    python examples/benchmarks/overhead.py                         # about 4 minutes on 2 cores
+    python examples/benchmarks/overhead.py                         # about 6 minutes on 2 cores
 
-Two epochs of a Trainer with CacheMonitor and FillProgress at default settings, a CSVLogger and the progress bar; a step
-sleeps for 10 ms, which releases the GIL as a GPU's step does.
+A Trainer with CacheMonitor and FillProgress at default settings, a CSVLogger and the progress bar; a step sleeps for
+10 ms, which releases the GIL as a GPU's step does, and leaves the processor colder than one.
 
-cost     CPU microseconds per step of the main thread, with both callbacks and without any, over the whole call: the
-         difference is what they cost, epoch ends and the Trainer's own logging of their values included
+step     CPU microseconds of the main thread per step, without both callbacks and what they add. Blocks of 50 steps run
+         with them and without them in turn, within epoch one, which they have most to do in; each block with them is
+         compared with its two neighbours
+end      the same for the end of an epoch: epochs of a few steps end with them and without them in turn
+cost     both together, in epochs of 500 steps, as a share of the step
 wait     data_wait_seconds as CacheMonitor logs it, beside what Lightning's SimpleProfiler has for `next(loader)`, in
          epoch two of a loader that is warm, and of one whose source takes 20 ms per batch
 compute  compute_seconds, beside the profiler's `run_training_batch`
@@ -17,10 +20,13 @@ from __future__ import annotations
 
 import contextlib
 import io
+import itertools
 import logging
+import statistics
 import tempfile
 import time
 import warnings
+from collections.abc import Iterable
 from functools import partial
 from typing import Any
 
@@ -36,6 +42,7 @@ from lightning_stocache import CacheMonitor, FillProgress, StocacheDataModule
 STEP_SECONDS = 0.010
 SLOW_SECONDS = 0.020
 BATCH_SIZE = 4
+SHORT, LONG = 4, 500  # steps of an epoch: where its end is measured, and where it is to be a share of
 _OURS = ("[Callback]CacheMonitor.", "[Callback]FillProgress.")
 
 
@@ -55,54 +62,79 @@ class Images(Dataset[Any]):
 
 
 class Sleeper(LightningModule):
-    """A step of a known length."""
+    """A step of a known length.
 
-    def __init__(self) -> None:
+    Args:
+        block: steps that run with our callbacks before as many run without them; 0 for all with them.
+    """
+
+    def __init__(self, block: int = 0) -> None:
         super().__init__()
         self.weight = torch.nn.Parameter(torch.zeros(1))
+        self.block = block
+        self.spent: list[float] = []  # CPU seconds of this thread, at the beginning of each step
 
     def training_step(self, batch: Any, batch_idx: int) -> torch.Tensor:
+        if self.block and len(self.spent) % self.block == 0:
+            self._change(with_ours=len(self.spent) // self.block % 2 == 1)
+        self.spent.append(time.thread_time())
         time.sleep(STEP_SECONDS)
         return self.weight.sum()
 
     def configure_optimizers(self) -> Any:
         return torch.optim.SGD(self.parameters(), lr=0.1)
 
+    def _change(self, with_ours: bool) -> None:
+        trainer: Any = self.trainer
+        if not self.spent:
+            self._all, self._profiler = trainer.callbacks, trainer.profiler
+        others = [one for one in self._all if not isinstance(one, CacheMonitor | FillProgress)]
+        trainer.callbacks = self._all if with_ours else others
+        trainer.profiler = self._profiler if with_ours else self._profiler.users  # as CacheMonitor leaves it
 
-def train(steps: int, seconds_per_batch: float, callbacks: bool, profiler: SimpleProfiler | None) -> Trainer:
-    """Train for two epochs, quietly."""
+
+def train(model: Sleeper, steps: int, epochs: int, source_seconds: float, profiler: SimpleProfiler | None) -> Trainer:
+    """Train quietly; a source that takes so many seconds per batch is to be waited for in every epoch: no cache."""
     torch.set_num_threads(1)
     warnings.simplefilter("ignore")
     logging.getLogger("lightning.pytorch").setLevel(logging.ERROR)
     seed_everything(0, verbose=False)
-    # A slow source is to be waited for in epoch two as well: no cache.
-    source, budget = Images(steps * BATCH_SIZE, seconds_per_batch / BATCH_SIZE), 0 if seconds_per_batch else "auto"
+    source, budget = Images(steps * BATCH_SIZE, source_seconds / BATCH_SIZE), 0 if source_seconds else "auto"
     with tempfile.TemporaryDirectory() as folder, contextlib.redirect_stdout(io.StringIO()):
         trainer = Trainer(
-            max_epochs=2,
+            max_epochs=epochs,
             accelerator="cpu",
-            callbacks=[CacheMonitor(), FillProgress()] if callbacks else None,
+            callbacks=[CacheMonitor(), FillProgress()],
             logger=CSVLogger(folder),
             profiler=profiler,
             enable_checkpointing=False,
             enable_model_summary=False,
         )
-        trainer.fit(Sleeper(), StocacheDataModule(train=source, batch_size=BATCH_SIZE, budget=budget))
+        trainer.fit(model, StocacheDataModule(train=source, batch_size=BATCH_SIZE, budget=budget))
     return trainer
 
 
-def cpu_per_step(steps: int, callbacks: bool) -> float:
-    """CPU seconds of the main thread, over both epochs. What is done for the first time in a process is not counted."""
-    train(5, 0.0, callbacks, None)
-    start = time.thread_time()
-    train(steps, 0.0, callbacks, None)
-    return (time.thread_time() - start) / (2 * steps)
+def added(block: int, blocks: int, epochs: int) -> tuple[float, float]:
+    """CPU seconds of the main thread for a block of steps: without our callbacks, and what these add.
+
+    Args:
+        block: steps that run with them, or without them, in turn.
+        blocks: that run in all; an even number of epochs, or all in one.
+        epochs: that they make up.
+    """
+    model = Sleeper(block)
+    train(model, block * blocks // epochs, epochs, 0.0, None)
+    spent = [model.spent[first] for first in range(0, len(model.spent), block)]
+    # What is done for the first time in a process is not counted.
+    costs = [after - before for before, after in itertools.pairwise(spent)][2:]
+    more = [costs[at] - (costs[at - 1] + costs[at + 1]) / 2 for at in range(1, len(costs) - 1, 2)]
+    return statistics.median(costs[::2]), statistics.median(more)
 
 
 def clocks(steps: int, seconds_per_batch: float) -> dict[str, float]:
     """Seconds per step of epoch two, by our clock and by Lightning's."""
     profiler = SimpleProfiler()
-    trainer = train(steps, seconds_per_batch, True, profiler)
+    trainer = train(Sleeper(), steps, 2, seconds_per_batch, profiler)
     logged, spent = trainer.callback_metrics, profiler.recorded_durations
     hooks = [sum(times) for name, times in spent.items() if name.startswith(_OURS)]
     return {
@@ -117,25 +149,33 @@ def clocks(steps: int, seconds_per_batch: float) -> dict[str, float]:
 def main(arguments: list[str] | None = None) -> None:
     chosen = parser(__doc__, rounds=5).parse_args(arguments)
     report = Report("overhead", chosen)
-    steps = 20 if report.quick else 500
-    costs = rounds({on: partial(fresh, cpu_per_step, steps, on) for on in (False, True)}, report.rounds)
-    added = [after - before for before, after in zip(costs[False], costs[True], strict=True)]
-    cells = [f"{Spread.of(1e6 * one for one in runs):.0f}" for runs in (costs[False], costs[True], added)]
-    share = f"{Spread.of(100 * one / STEP_SECONDS for one in added):.2f}"
-    columns = ("", "without callbacks, us", "with them, us", "what they cost, us", "% of a step")
-    title = f"CPU per step of {1000 * STEP_SECONDS:.0f} ms, two epochs of {steps} steps"
-    report.table(title, columns, [["main thread", *cells, share]])
+    block, blocks, epochs = (5, 12, 12) if report.quick else (50, 80, 40)
+    arms = {
+        "step": partial(fresh, added, block, blocks, 1),
+        "end": partial(fresh, added, SHORT, epochs, epochs),
+    }
+    runs = rounds(arms, report.rounds)
+    steps = [more / block for _, more in runs["step"]]
+    ends = [more - SHORT * step for (_, more), step in zip(runs["end"], steps, strict=True)]
+    rows = [
+        ["a step", _microseconds(without / block for without, _ in runs["step"]), _microseconds(steps)],
+        ["the end of an epoch", "", _microseconds(ends)],
+    ]
+    report.table("CPU of the main thread", ("", "without callbacks, us", "what they add, us"), rows)
+    shares = Spread.of((step + end / LONG) / STEP_SECONDS for step, end in zip(steps, ends, strict=True))
+    report.say(f"Cost in epochs of {LONG} steps of {1000 * STEP_SECONDS:.0f} ms: {shares:.2%} of the step")
 
     sources = {"warm": 0.0, "20 ms per batch": SLOW_SECONDS}
-    steps = min(steps, 200)
-    arms = {name: partial(fresh, clocks, steps, seconds) for name, seconds in sources.items()}
-    found = rounds(arms, report.rounds)
+    count = 20 if report.quick else 200
+    found = rounds({name: partial(fresh, clocks, count, seconds) for name, seconds in sources.items()}, report.rounds)
     keys = ("wait", "profiled wait", "compute", "profiled compute", "hooks")
-    rows = [
-        [name, *(f"{Spread.of(1e6 * one[key] for one in runs):.0f}" for key in keys)] for name, runs in found.items()
-    ]
+    rows = [[name, *(_microseconds(one[key] for one in runs) for key in keys)] for name, runs in found.items()]
     report.table("Clocks, us per step of epoch two", ("loader", *keys), rows)
-    report.save(cost=costs, clocks=found)
+    report.save(cost=runs, share=shares, clocks=found)
+
+
+def _microseconds(seconds: Iterable[float]) -> str:
+    return f"{Spread.of(1e6 * one for one in seconds):.0f}"
 
 
 if __name__ == "__main__":

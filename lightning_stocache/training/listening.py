@@ -8,11 +8,11 @@ from __future__ import annotations
 
 import time
 from collections.abc import Generator
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from typing import Any, Protocol
 
 from lightning.pytorch import Trainer
-from lightning.pytorch.profilers import Profiler
+from lightning.pytorch.profilers import PassThroughProfiler, Profiler
 
 from lightning_stocache.insight.stall import ACTIONS
 
@@ -63,14 +63,23 @@ class _Listening(Profiler):
         self._tell_stop(action_name)
         self.users.stop(action_name)
 
+    def profile(self, action_name: str) -> AbstractContextManager[Any]:  # type: ignore[override]
+        if action_name in ACTIONS:  # of forty per step
+            return self._overheard(action_name)
+        if (
+            type(self.users) is PassThroughProfiler
+        ):  # what it does is nothing, and this does it in a quarter of the time
+            return nullcontext(action_name)
+        return self.users.profile(action_name)
+
     @contextmanager
-    def profile(self, action_name: str) -> Generator[Any, None, None]:
-        with self.users.profile(action_name) as name:
-            self._tell_start(action_name)
+    def _overheard(self, action: str) -> Generator[Any, None, None]:
+        with self.users.profile(action) as name:
+            self._tell_start(action)
             try:
                 yield name
             finally:
-                self._tell_stop(action_name)
+                self._tell_stop(action)
 
     def summary(self) -> str:
         return self.users.summary()
@@ -85,7 +94,7 @@ class _Listening(Profiler):
         self.users.teardown(stage)
 
     def _tell_start(self, action: str) -> None:
-        if action in ACTIONS:  # of forty per step
+        if action in ACTIONS:
             for clock in self.clocks:
                 clock.start(action, time.perf_counter())
 
