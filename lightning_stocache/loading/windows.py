@@ -94,6 +94,26 @@ class WindowClerk:
         return {"_segments": {}}
 
 
+class _Room(NamedTuple):
+    """A place in the window for one tensor of the batch.
+
+    Args:
+        place: where it lies.
+        tensor: the memory, `[samples, *shape]`.
+        rows: each row of it, `[*shape]`.
+    """
+
+    place: _Written
+    tensor: torch.Tensor
+    rows: tuple[torch.Tensor, ...]
+
+    def put(self, number: int, leaf: Any) -> Any:
+        """A leaf of that sample, in its row if it fits there."""
+        row = self.rows[number]
+        fits = _is_dense(leaf) and leaf.dtype == row.dtype and leaf.shape == row.shape
+        return row.copy_(leaf) if fits else leaf
+
+
 class _Rows:
     """A window as the tensors of a batch, each with a row for every sample.
 
@@ -104,42 +124,49 @@ class _Rows:
 
     def __init__(self, segment: Segment | None, samples: int) -> None:
         self._segment, self._samples, self._end = segment, samples, 0
-        self._places: list[tuple[_Written, torch.Tensor] | None] = []  # of each leaf of the first sample
+        self._rooms: list[_Room | None] = []  # for each leaf of the first sample
+        self._types: list[type] | None = None  # of them, if that sample is a tuple without branches
 
     def put(self, number: int, sample: Any) -> Any:
         """The sample, with its tensors in their rows as far as there are rows that fit."""
-        if self._segment is None or number >= self._samples or not _is_plain(sample):
+        if self._segment is None or number >= self._samples:
             return sample
-        leaves = itertools.count()
+        if type(sample) is tuple and [type(leaf) for leaf in sample] == self._types:
+            # Nearly all are like that. Code is cold after each transform: the less of it, the better.
+            return tuple(
+                [
+                    leaf if room is None else room.put(number, leaf)
+                    for room, leaf in zip(self._rooms, sample, strict=True)
+                ]
+            )
+        if not _is_plain(sample):
+            return sample
+        if number == 0:
+            _rebuilt(sample, lambda leaf: self._rooms.append(self.make(leaf, self._samples)))
+            if type(sample) is tuple and not any(isinstance(leaf, dict | list | tuple) for leaf in sample):
+                self._types = [type(leaf) for leaf in sample]
+        rooms = itertools.chain(self._rooms, itertools.repeat(None))
+        return _rebuilt(sample, lambda leaf: leaf if (room := next(rooms)) is None else room.put(number, leaf))
 
-        def put(leaf: Any) -> Any:
-            place = next(leaves)
-            if number == 0:
-                self._places.append(self.make(leaf, self._samples) if _is_dense(leaf) else None)
-            known = self._places[place] if place < len(self._places) else None
-            if known is None or not _is_dense(leaf) or (leaf.dtype, leaf.shape) != (known[0].dtype, known[1].shape[1:]):
-                return leaf
-            return known[1][number].copy_(leaf)
-
-        return _rebuilt(sample, put)
-
-    def make(self, first: torch.Tensor, samples: int) -> tuple[_Written, torch.Tensor] | None:
-        """Room for a tensor of that many such as this one; None if there is none."""
+    def make(self, first: Any, samples: int) -> _Room | None:
+        """Room for as many tensors such as this one; None if there is none, or if it is none."""
+        if self._segment is None or not _is_dense(first):
+            return None
         size = first.numel() * first.element_size() * samples
-        if self._segment is None or not size or self._end + size > self._segment.size:
+        if not size or self._end + size > self._segment.size:
             return None
         place = _Written(self._end, first.dtype, (samples, *first.shape))
         self._end += _aligned(size)
-        return place, self._segment.bytes(place.offset, size).view(place.dtype).view(place.shape)
+        tensor = self._segment.bytes(place.offset, size).view(place.dtype).view(place.shape)
+        return _Room(place, tensor, tensor.unbind(0))
 
     def found(self, leaves: list[torch.Tensor]) -> _Written | None:
         """Where these tensors lie, if they are the rows of one."""
-        for known in self._places:
-            if known is not None and len(leaves) == self._samples and leaves[0].data_ptr() == known[1].data_ptr():
-                place, rows = known
-                step, begin = rows.stride(0) * rows.element_size(), rows.data_ptr()
+        for room in self._rooms:
+            if room is not None and len(leaves) == self._samples and leaves[0].data_ptr() == room.rows[0].data_ptr():
+                step, begin = room.tensor.stride(0) * room.tensor.element_size(), room.tensor.data_ptr()
                 if all(leaf.data_ptr() == begin + number * step for number, leaf in enumerate(leaves)):
-                    return place
+                    return room.place
         return None
 
 
@@ -155,12 +182,11 @@ class _Stack:
             return default_collate(leaves)
         if (place := self._rows.found(leaves)) is not None:
             return place
-        made = self._rows.make(first, len(leaves))
-        if made is None:
+        room = self._rows.make(first, len(leaves))
+        if room is None:
             return torch.stack(leaves)
-        place, tensor = made
-        torch.stack(leaves, out=tensor)
-        return place
+        torch.stack(leaves, out=room.tensor)
+        return room.place
 
 
 class Windows:
