@@ -72,14 +72,6 @@ class FieldSlots:
             if nbytes:
                 self._segment.store(start + slot * nbytes, content)
 
-    def write(self, slot: int, leaves: Sequence[torch.Tensor]) -> None:
-        """Copy one sample in, `nbytes` per field of any dtype, shape and strides, where the memory is reserved.
-
-        Quicker than `store` in memory that has been written to before.
-        """
-        for leaf, row in zip(leaves, self.rows(slot), strict=True):
-            row.view(leaf.dtype).view(leaf.shape).copy_(leaf)
-
     def read(self, slot: int) -> list[torch.Tensor]:
         """Copy one sample out, uint8 `[nbytes]` per field."""
         return [row.clone() for row in self.rows(slot)]

@@ -14,7 +14,7 @@ touches a crew.
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator
 from typing import Any
 
 import torch
@@ -50,14 +50,18 @@ class Crew:
         loader: number of workers, start method, time-out and the rest are its.
         clerk: turns an errand and its samples into the answer, in the worker.
         seed_state: state of the generator from which the base seed of the workers is drawn.
+        depth: errands that may be under way for every batch that DataLoader would have under way.
     """
 
-    def __init__(self, loader: DataLoader[Any], clerk: Callable[[Any], Any], seed_state: torch.Tensor | None) -> None:
+    def __init__(
+        self, loader: DataLoader[Any], clerk: Callable[[Any], Any], seed_state: torch.Tensor | None, depth: int = 1
+    ) -> None:
         generator = torch.Generator()
         if seed_state is not None:
             generator.set_state(seed_state)
         self._feed = _Feed()
-        self.most = (loader.prefetch_factor or 2) * loader.num_workers
+        prefetch_factor = (loader.prefetch_factor or 2) * depth
+        self.most = prefetch_factor * loader.num_workers
         self._loader: DataLoader[Any] = DataLoader(
             loader.dataset,
             batch_sampler=self._feed,
@@ -67,7 +71,7 @@ class Crew:
             worker_init_fn=loader.worker_init_fn,
             multiprocessing_context=loader.multiprocessing_context,
             generator=generator,
-            prefetch_factor=loader.prefetch_factor,
+            prefetch_factor=prefetch_factor,
             persistent_workers=True,  # an empty feed must not end them
         )
         self._workers: Any = iter(self._loader)
@@ -77,9 +81,9 @@ class Crew:
         self._feed.waiting.clear()
         self._workers = iter(self._loader)
 
-    def send(self, indices: Sequence[int], place: Any) -> None:
+    def send(self, errand: Errand) -> None:
         """Give an errand to the next worker."""
-        self._feed.waiting.append(Errand(indices, place))
+        self._feed.waiting.append(errand)
         if self._workers._tasks_outstanding < self.most:
             self._workers._try_put_index()
 

@@ -40,15 +40,28 @@ OnError = Literal["raise", "disable"]
 
 
 class Errand(list[int]):
-    """A batch of indices that a CachedLoader sends to a worker, with the place where the answer may be put."""
+    """Indices that a CachedLoader sends to a worker, with the place where the answer may be put.
 
-    def __init__(self, indices: Sequence[int] = (), place: Any = None) -> None:
+    Args:
+        indices: of a batch, or of those of its samples that are missing.
+        place: what the loader's clerk makes of it.
+        to_fill: whether only those samples are wanted that do not become READY.
+    """
+
+    def __init__(self, indices: Sequence[int] = (), place: Any = None, *, to_fill: bool = False) -> None:
         super().__init__(indices)
-        self.place = place
+        self.place, self.to_fill = place, to_fill
 
 
 class Delivery(NamedTuple):
-    """What a worker has fetched for an errand. The loader's clerk, its collate function, makes the answer of it."""
+    """What a worker has fetched for an errand. The loader's clerk, its collate function, makes the answer of it.
+
+    Args:
+        dataset: who has fetched it.
+        errand: what for.
+        samples: those of its indices; in an errand to fill, the leaves of each sample that has not become READY, and
+            None for the others.
+    """
 
     dataset: CachedDataset
     errand: Errand
@@ -232,7 +245,9 @@ class CachedDataset(Dataset[Any]):
             return [self[index] for index in indices]
         opened = self._opened
         samples: Any
-        if opened.live_cache is None and opened.fetch is None:
+        if isinstance(indices, Errand) and indices.to_fill:
+            samples = opened.fill(positions)
+        elif opened.live_cache is None and opened.fetch is None:
             samples = [self._finish(opened.serve(position)) for position in positions]
         else:
             samples = self._finish_many(opened.serve_many(positions))

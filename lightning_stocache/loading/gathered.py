@@ -22,16 +22,17 @@ from torch.utils.data import DataLoader
 from lightning_stocache.cache.placement import NO_SLOT
 from lightning_stocache.loading.ahead import Ahead, Job
 from lightning_stocache.loading.crew import Crew
-from lightning_stocache.loading.dataset import CachedDataset
+from lightning_stocache.loading.dataset import CachedDataset, Errand
 from lightning_stocache.loading.kept import Kept
 from lightning_stocache.loading.landing import Landing
 from lightning_stocache.loading.schedule import Schedule
-from lightning_stocache.loading.staging import Staged, Staging, readable_slots
+from lightning_stocache.loading.staging import Staged, Staging, Stretch, readable_slots
 from lightning_stocache.loading.warm import pass_through
 
 __all__ = ["GatheredEpoch"]
 
-_ROWS = 256  # of a staging window, where a batch_sampler does not tell its batch size; more is sent by message
+_ROWS = 256  # of an errand in the staging area, where a batch_sampler does not tell its batch size
+_DEPTH = 3  # times as many batches as DataLoader has under way, if little of each is missing
 
 
 @dataclass
@@ -42,14 +43,14 @@ class _Plan:
         indices: int64 `[samples]`, or a sampler's keys.
         slots: where they lie; None for what passes through.
         missing: positions in the batch that are being loaded.
-        window: where workers put what does not become READY; None if there is no errand.
+        stretch: where workers put what does not become READY; None if there is no errand.
         job: the gather, once it has been offered to the thread.
     """
 
     indices: Any
     slots: torch.Tensor | None = None
     missing: list[int] = field(default_factory=list)
-    window: int | None = None
+    stretch: Stretch | None = None
     job: Job | None = None
 
 
@@ -68,6 +69,9 @@ class GatheredEpoch:
         self._dataset, self._batches = loader.dataset, loader.batch_sampler
         self._schedule, self._kept, self._cache, self._collation = schedule, kept, kept.cache, kept.collation
         self._with_workers = loader.num_workers > 0
+        self._most = (loader.prefetch_factor or 2) * loader.num_workers  # batches that DataLoader has under way
+        self._rows = _rows_of(loader)
+        self._under_way = 0  # missing samples that workers have been sent for
         self._plans: deque[_Plan] = deque()
         self._ahead = Ahead()
         self._finalizer = weakref.finalize(self, kept.end_epoch, self._ahead)
@@ -76,8 +80,7 @@ class GatheredEpoch:
         kept.begin_epoch()
         if self._with_workers:
             self._hire(loader)
-            for _ in range((loader.prefetch_factor or 2) * loader.num_workers):
-                self._draw()
+            self._draw_ahead()
 
     def __iter__(self) -> GatheredEpoch:
         return self
@@ -102,7 +105,7 @@ class GatheredEpoch:
         except BaseException as error:
             # As in DataLoader: what the source raises takes the place of the batch, and so does anything without
             # workers. With them, a batch that was interrupted, or whose answer has not come, is the next one again.
-            failed = isinstance(error, Exception) if plan.window is None or crew is None else crew.answered > answered
+            failed = isinstance(error, Exception) if plan.stretch is None or crew is None else crew.answered > answered
             if failed or not self._with_workers:
                 self._go_on()
             plan.job = None
@@ -124,17 +127,28 @@ class GatheredEpoch:
         """Start the workers before the thread, if there is anything to load."""
         kept = self._kept
         if kept.crew is None and not kept.full:
-            rows: Any = loader.batch_size or getattr(loader.batch_sampler, "batch_size", None)
-            windows = (loader.prefetch_factor or 2) * loader.num_workers + 2
-            rows = rows if isinstance(rows, int) and rows > 0 else _ROWS
-            kept.staging = Staging(self._cache.spec, rows, windows, kept.promised)
-            kept.crew = Crew(loader, kept.staging, self._schedule.seed_state)
+            kept.staging = Staging(self._cache.spec, self._rows, self._most + 1, kept.promised)
+            kept.crew = Crew(loader, kept.staging, self._schedule.seed_state, _DEPTH)
 
     def _go_on(self) -> None:
         """Leave the first plan behind; with workers, draw another, before the batch (or its error) is handed on."""
-        self._plans.popleft()
+        plan = self._plans.popleft()
+        if plan.stretch is not None:
+            self._under_way -= len(plan.missing)
         if self._with_workers:
-            self._draw()
+            self._draw_ahead()
+
+    def _draw_ahead(self) -> None:
+        """Draw as many batches as DataLoader has under way or, where nobody can notice, as many missing samples.
+
+        A worker with a few samples of each batch would else soon be done with its batches, and wait for the next.
+        """
+        while len(self._plans) < self._most and self._draw():
+            pass
+        if self._schedule.ahead_unseen and self._kept.crew is not None:
+            samples, batches = (self._most - 1) * self._rows, self._most * _DEPTH
+            while self._under_way <= samples and len(self._plans) < batches and self._draw():
+                pass
 
     def _draw(self) -> bool:
         """Draw and plan one batch; whether there was one."""
@@ -150,17 +164,17 @@ class GatheredEpoch:
         plan.slots = slots
         crew, staging = self._kept.crew, self._kept.staging
         if plan.missing and crew is not None and staging is not None:
-            window = staging.window()
-            crew.send(indices[plan.missing].tolist(), window)
-            plan.window = window
+            plan.stretch = staging.stretch(len(plan.missing))
+            self._under_way += len(plan.missing)
+            crew.send(Errand(indices[plan.missing].tolist(), plan.stretch, to_fill=True))
         return True
 
     def _complete(self, plan: _Plan) -> Any:
         """The batch of a plan, counted."""
         if plan.slots is None or self._cache.closed:
             return pass_through(self._dataset, plan.indices, self._kept.pins)
-        if plan.window is not None:
-            rows = self._receive(plan, plan.slots, plan.window)
+        if plan.stretch is not None:
+            rows = self._receive(plan, plan.slots, plan.stretch)
         elif plan.missing:
             rows = self._load(plan, plan.slots)
         elif plan.job is not None:
@@ -182,20 +196,26 @@ class GatheredEpoch:
             rows: list[torch.Tensor] = hits.result()  # waited for after an error, too
         return rows
 
-    def _receive(self, plan: _Plan, slots: torch.Tensor, window: int) -> list[torch.Tensor]:
+    def _receive(self, plan: _Plan, slots: torch.Tensor, stretch: Stretch) -> list[torch.Tensor]:
         """The rows of a batch with misses, which workers have loaded."""
         missing, cache, kept = plan.missing, self._cache, self._kept
         assert kept.crew is not None
         assert kept.staging is not None
         answer: Staged = kept.crew.receive()
-        found = cache.arc.slots_of(plan.indices[missing])
-        found[[*answer.places, *answer.sent]] = NO_SLOT
-        slots[missing] = found
+        left = {*answer.places, *answer.sent}
+        if filled := [position for place, position in enumerate(missing) if place not in left]:
+            slots[filled] = cache.arc.slots_of(plan.indices[filled])
         rows = kept.gather_ready(slots)
         columns = [row.view(slots.shape[0], nbytes) for row, nbytes in zip(rows, cache.spec.row_bytes, strict=True)]
         for place in answer.places:
-            kept.staging.copy_to(columns, missing[place], window, place)
+            kept.staging.copy_to(columns, missing[place], stretch.first + place)
         for place, sent in answer.sent.items():
             for column, one in zip(columns, sent, strict=True):
                 column[missing[place]].copy_(torch.from_numpy(one))
         return rows
+
+
+def _rows_of(loader: DataLoader[Any]) -> int:
+    """The most samples that a batch has; a guess where a batch_sampler does not tell. More are sent by message."""
+    rows: Any = loader.batch_size or getattr(loader.batch_sampler, "batch_size", None)
+    return rows if isinstance(rows, int) and rows > 0 else _ROWS

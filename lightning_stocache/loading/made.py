@@ -16,6 +16,7 @@ from torch.utils.data import DataLoader
 from torch.utils.data._utils import pin_memory as pinning
 
 from lightning_stocache.loading.crew import Crew
+from lightning_stocache.loading.dataset import Errand
 from lightning_stocache.loading.kept import Kept
 from lightning_stocache.loading.schedule import Schedule
 from lightning_stocache.loading.windows import WindowClerk
@@ -77,8 +78,6 @@ class MadeEpoch:
             return
         windows = self._kept.windows
         window = windows.take()
-        self._crew.send(
-            indices.tolist() if isinstance(indices, torch.Tensor) else indices,
-            None if window is None else windows.place(window),
-        )
+        wanted = indices.tolist() if isinstance(indices, torch.Tensor) else indices
+        self._crew.send(Errand(wanted, None if window is None else windows.place(window)))
         self._windows.append(window)

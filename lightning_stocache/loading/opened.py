@@ -31,8 +31,8 @@ __all__ = ["Opened"]
 
 log = logging.getLogger(__name__)
 
-_Land = Callable[[int, Any], Sequence[memoryview]]
-"""Puts the k-th of some samples where it is wanted; the bytes of its fields there."""
+_Store = Callable[[int, Any], bool]
+"""Checks the k-th of some samples and stores it, if it has a slot that nobody else is filling; whether it has."""
 
 
 @dataclass
@@ -122,10 +122,45 @@ class Opened:
         cache = self.cache
         assert cache is not None
         if self._one_by_one(indices) and not len(self._ready(cache, indices)[1]):
-            self._load_then_keep(indices, lambda number, sample: batch.put(places[number], sample, indices[number]))
+
+            def store(number: int, sample: Any) -> bool:
+                return cache.fill_from(indices[number], batch.put(places[number], sample, indices[number]))
+
+            self._load_then_keep(indices, store)
             return
         for place, index, sample in zip(places, indices, self.serve_many(indices), strict=True):
             batch.put(place, sample, index)
+
+    def fill(self, indices: list[int]) -> list[Any]:
+        """Serve samples that were not ready a moment ago, to a process that reads the cache, too.
+
+        Returns:
+            The leaves of each sample that is not ready now, None for the others; without a cache, all the samples.
+        """
+        cache = self.live_cache
+        if cache is None:
+            return list(self._load(indices))
+        if not self._one_by_one(indices):
+            samples = self.serve_many(indices)
+            return [
+                None if 0 <= index < cache.arc.size and cache.is_ready(index) else cache.spec.leaves(sample, index)
+                for index, sample in zip(indices, samples, strict=True)
+            ]
+        left: dict[int, Any] = {}
+        missing = [index for index in indices if not cache.is_ready(index)]
+
+        def store(number: int, sample: Any) -> bool:
+            index = missing[number]
+            leaves = cache.spec.leaves(sample, index)
+            stored = cache.fill_leaves(index, leaves)
+            if not stored:
+                left[index] = leaves
+            return stored
+
+        if hits := len(indices) - len(missing):
+            self.count(hits=hits, bytes_from_cache=hits * cache.spec.nbytes)
+        self._load_then_keep(missing, store)
+        return [left.get(index) for index in indices]
 
     def count(self, **counts: int) -> None:
         """Add to the counters, by the names of `Counts`."""
@@ -183,7 +218,7 @@ class Opened:
             return False
         return min(indices) >= 0 and max(indices) < cache.arc.size and len(set(indices)) == len(indices)
 
-    def _load_then_keep(self, indices: list[int], land: _Land | None = None) -> list[Any]:
+    def _load_then_keep(self, indices: list[int], store: _Store | None = None) -> list[Any]:
         """Load samples, then store them all: storing costs half as much when its code and memory are warm."""
         samples, spent = [], []
         try:
@@ -192,7 +227,7 @@ class Opened:
                 samples.append(self.source[index])
                 spent.append(time.perf_counter_ns() - start)
         finally:  # what was loaded before an error is kept, too
-            self._keep_many(indices[: len(spent)], samples, sum(spent), land)
+            self._keep_many(indices[: len(spent)], samples, sum(spent), store)
         return samples
 
     def _keep_many(
@@ -200,7 +235,7 @@ class Opened:
         indices: list[int],
         samples: list[Any],
         source_ns: int,
-        land: _Land | None = None,
+        store: _Store | None = None,
     ) -> None:
         """Store samples of a cache that is open, and count them at once."""
         cache, kept, fills, misses = self.cache, 0, 0, 0
@@ -208,7 +243,7 @@ class Opened:
         start = time.perf_counter_ns()
         try:
             for number, (index, sample) in enumerate(zip(indices, samples, strict=False)):
-                fills += cache.fill(index, sample) if land is None else cache.fill_from(index, land(number, sample))
+                fills += cache.fill(index, sample) if store is None else store(number, sample)
                 misses += cache.arc.slot(index) != NO_SLOT
                 kept += 1
         finally:

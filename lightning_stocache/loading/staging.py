@@ -2,13 +2,13 @@
 
 Sending samples through a queue costs more than loading them from memory: each would be fresh shared memory, opened,
 mapped and faulted in twice. So the samples of a batch that did not become READY (no slot here, or another process was
-filling it) are written into a fixed area that main process and workers share: a window for every batch that can be
-under way, a row for every sample of it. A message carries only the numbers of the rows. What has no row (a batch that
-is longer than a window, or no memory for the area at all) travels in the message as plain bytes: torch's own way to
-send a tensor takes shared memory, and dies of SIGBUS where there is none.
+filling it) are written into a fixed area that main process and workers share: a ring of rows, of which every errand has
+a stretch, a row for each of its samples. A message carries only the places of those that are there. What has no row (an
+errand of more samples than a batch has, or no memory for the area at all) travels in the message as plain bytes:
+torch's own way to send a tensor takes shared memory, and dies of SIGBUS where there is none.
 
-A window is written by the one worker that has its errand, and read by the main process after the answer has come; it is
-given to another batch after that.
+A stretch is written by the one worker that has its errand, and read by the main process after the answer has come; its
+rows are given to another errand after that.
 """
 
 from __future__ import annotations
@@ -23,16 +23,28 @@ import torch
 from lightning_stocache.cache.cache import SharedCache
 from lightning_stocache.cache.placement import NO_SLOT
 from lightning_stocache.cache.slots import FieldSlots
-from lightning_stocache.cache.spec import SampleSpec
+from lightning_stocache.cache.spec import SampleSpec, contents_of
 from lightning_stocache.loading.dataset import Delivery
 from lightning_stocache.loading.transit import transit_memory
 from lightning_stocache.node.segment import Segment
 
-__all__ = ["Staged", "Staging", "readable_slots"]
+__all__ = ["Staged", "Staging", "Stretch", "readable_slots"]
+
+
+class Stretch(NamedTuple):
+    """Rows of the area, for the first samples of an errand.
+
+    Args:
+        first: number of the first row.
+        rows: how many.
+    """
+
+    first: int
+    rows: int
 
 
 class Staged(NamedTuple):
-    """What of an errand did not become READY: places whose rows are in the window, and rows that are sent along."""
+    """What of an errand did not become READY: places whose rows are in the stretch, and rows that are sent along."""
 
     places: list[int]
     sent: dict[int, list[npt.NDArray[np.uint8]]]
@@ -43,70 +55,70 @@ class Staging:
 
     Args:
         spec: what a sample looks like.
-        batch_size: rows per window.
-        windows: batches that can be under way.
+        batch_size: rows that an errand has at most.
+        batches: so many times as many there are.
         promised: bytes of free memory that are somebody else's.
     """
 
-    def __init__(self, spec: SampleSpec, batch_size: int, windows: int, promised: int = 0) -> None:
-        self._spec, self._batch_size, self._windows = spec, batch_size, windows
+    def __init__(self, spec: SampleSpec, batch_size: int, batches: int, promised: int = 0) -> None:
+        self._spec, self._batch_size, self._count = spec, batch_size, batch_size * batches
         self._segment: Segment | None = None
         try:
-            self._segment = transit_memory(FieldSlots.bytes_for(spec.row_bytes, batch_size * windows), promised)
+            self._segment = transit_memory(FieldSlots.bytes_for(spec.row_bytes, self._count), promised)
         except OSError:
-            self._batch_size = 0
-        self._rows: FieldSlots | None = None
+            self._batch_size = self._count = 0
+        self._fields: list[Sequence[torch.Tensor]] | None = None
         self._next = 0
 
-    @property
-    def room(self) -> int:
-        """Rows per window; 0 if there is no memory, and all is sent by message."""
-        return self._batch_size
+    def stretch(self, samples: int) -> Stretch:
+        """Rows for the next errand, behind those of the one before.
 
-    def window(self) -> int:
-        """The window for the next batch."""
-        self._next = (self._next + 1) % self._windows
-        return self._next
+        What is under way at a time must be a batch less than there is.
+        """
+        rows = min(samples, self._batch_size)
+        first = self._next if self._next + rows <= self._count else 0
+        self._next = first + rows
+        return Stretch(first, rows)
 
     def __call__(self, delivery: Delivery) -> Staged:
-        """In a worker: write what is not READY, and answer with its places in the errand."""
-        dataset, errand, samples = delivery.dataset, delivery.errand, list(delivery.samples)
-        cache = dataset.cache
-        places: Sequence[int] = range(len(errand))
-        if cache is not None:
-            places = (readable_slots(cache, torch.tensor(errand)) == NO_SLOT).nonzero().flatten().tolist()
-        answer = Staged([], {})
-        for place in places:
-            sample, index = samples[place], errand[place]
-            if place < self._batch_size:
-                self._open.write(errand.place * self._batch_size + place, self._spec.leaves(sample, index))
+        """In a worker: write what has not become READY, and answer with its places in the errand."""
+        errand, answer = delivery.errand, Staged([], {})
+        for place, came in enumerate(delivery.samples):
+            if came is None:
+                continue
+            leaves = self._spec.leaves(came, errand[place]) if delivery.dataset.cache is None else came
+            if place < errand.place.rows:
+                for rows, leaf in zip(self._open, leaves, strict=True):
+                    if leaf.numel():
+                        rows[errand.place.first + place].view(leaf.dtype).view(leaf.shape).copy_(leaf)
                 answer.places.append(place)
             else:
-                answer.sent[place] = [row.numpy() for row in self._spec.flatten(sample, index)]
+                answer.sent[place] = [np.asarray(content) for content in contents_of(leaves)]
         return answer
 
-    def copy_to(self, rows: Sequence[torch.Tensor], position: int, window: int, place: int) -> None:
-        """In the main process: copy a staged sample to a position of the batch, uint8 `[samples, nbytes]` per field."""
-        for row, staged in zip(rows, self._open.rows(window * self._batch_size + place), strict=True):
-            row[position].copy_(staged)
+    def copy_to(self, rows: Sequence[torch.Tensor], position: int, number: int) -> None:
+        """In the main process: copy a row of the area to a position of a batch, uint8 `[samples, nbytes]` per field."""
+        for row, staged in zip(rows, self._open, strict=True):
+            row[position].copy_(staged[number])
 
     def close(self) -> None:
         """Give the area up in this process."""
-        if self._rows is not None:
-            self._rows.close()
-            self._rows = None
+        self._fields = None  # all views, without which the segment cannot be unmapped
         if self._segment is not None:
             self._segment.close()
 
     @property
-    def _open(self) -> FieldSlots:
-        if self._rows is None:
+    def _open(self) -> list[Sequence[torch.Tensor]]:
+        """The rows of each field, uint8 `[nbytes]`."""
+        if self._fields is None:
             assert self._segment is not None
-            self._rows = FieldSlots(self._segment, self._spec.row_bytes, self._batch_size * self._windows)
-        return self._rows
+            slots = FieldSlots(self._segment, self._spec.row_bytes, self._count)
+            sizes = enumerate(self._spec.row_bytes)
+            self._fields = [slots.table(field).view(self._count, nbytes).unbind(0) for field, nbytes in sizes]
+        return self._fields
 
     def __getstate__(self) -> dict[str, Any]:
-        return self.__dict__ | {"_rows": None}
+        return self.__dict__ | {"_fields": None}
 
 
 def readable_slots(cache: SharedCache, indices: torch.Tensor) -> torch.Tensor:

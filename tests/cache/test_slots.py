@@ -93,13 +93,12 @@ def test_only_slots_that_are_used_hold_memory(row_bytes: list[int], taken: str) 
         pages = (1 << 16) // mmap.PAGESIZE + 1 + sum(nbytes > 0 for nbytes in row_bytes[1:])
         assert segment.allocated_bytes <= HEADER_BYTES + pages * mmap.PAGESIZE
         before = segment.allocated_bytes
-        slots.write(50, sample(row_bytes, 0))
+        slots.store(50, contents_of(sample(row_bytes, 0)))
         assert segment.allocated_bytes == before
         assert equal(slots.read(50), sample(row_bytes, 0))
 
 
-@pytest.mark.parametrize("write", ["store", "write"])
-def test_leaves_of_any_dtype_and_strides_are_stored_in_row_order(write: str) -> None:
+def test_leaves_of_any_dtype_and_strides_are_stored_in_row_order() -> None:
     """What lies in a slot are the values in row order, however they lay in the memory of who stored them."""
     generator = torch.Generator().manual_seed(0)
     image = torch.randint(0, 256, (5, 7, 3), dtype=torch.uint8, generator=generator).permute(2, 0, 1)
@@ -107,8 +106,7 @@ def test_leaves_of_any_dtype_and_strides_are_stored_in_row_order(write: str) -> 
     leaves = [image, every_other, torch.tensor(7, dtype=torch.int16), torch.zeros(0)]
     row_bytes = [105, 96, 2, 0]
     with opened(row_bytes, 3) as slots:
-        slots.store(1, [memoryview(bytes(nbytes)) for nbytes in row_bytes])
-        slots.write(1, leaves) if write == "write" else slots.store(1, contents_of(leaves))
+        slots.store(1, contents_of(leaves))
         for row, leaf in zip(slots.read(1), leaves, strict=True):
             assert torch.equal(row.clone().view(leaf.dtype).view(leaf.shape), leaf)
         assert not any(row.any() for slot in (0, 2) for row in slots.read(slot))

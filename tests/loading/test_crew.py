@@ -12,7 +12,7 @@ import torch
 from torch.utils.data import DataLoader, get_worker_info
 
 from lightning_stocache.loading.crew import Crew
-from lightning_stocache.loading.dataset import CachedDataset, Delivery
+from lightning_stocache.loading.dataset import CachedDataset, Delivery, Errand
 from tests.loading.twins import Numbers
 
 LENGTH = 12
@@ -48,7 +48,7 @@ def test_answers_come_in_the_order_of_the_errands(num_workers):
     """However many workers there are, and however long their lists."""
     with crew_of(num_workers) as crew:
         for number in range(num_workers * 2):
-            crew.send(range(number, LENGTH, 5)[: 1 + number % 2], number)
+            crew.send(Errand(range(number, LENGTH, 5)[: 1 + number % 2], number))
         for number in range(num_workers * 2):
             assert crew.answered == number
             place, got, *_ = crew.receive()
@@ -60,15 +60,15 @@ def test_errands_beyond_what_may_be_under_way_wait_for_their_turn():
     """They are sent as answers are taken."""
     with crew_of(1, prefetch_factor=1) as crew:
         for number in range(5):
-            crew.send([number], number)
+            crew.send(Errand([number], number))
         assert [crew.receive()[1] for _ in range(5)] == [[0], [1], [2], [3], [4]]
 
 
 def test_an_error_is_the_answer_to_its_errand():
     """It is raised with the worker's traceback, and the next answer is the next one's."""
     with crew_of(1) as crew:
-        crew.send([7], "broken")
-        crew.send([3], "whole")
+        crew.send(Errand([7], "broken"))
+        crew.send(Errand([3], "whole"))
         with pytest.raises(ValueError, match=r"(?s)in __getitem__.*sample 7 is broken"):
             crew.receive()
         assert crew.answered == 1
@@ -79,10 +79,10 @@ def test_a_new_epoch_forgets_what_was_under_way():
     """Nobody wants it any more; the first errand goes to the first worker again."""
     with crew_of(2) as crew:
         for number in range(3):
-            crew.send([number], "old")
+            crew.send(Errand([number], "old"))
         crew.begin_epoch()
         assert crew.answered == 0
-        crew.send([5], "new")
+        crew.send(Errand([5], "new"))
         assert crew.receive()[:3] == ("new", [5], 0)
 
 
@@ -92,7 +92,7 @@ def test_workers_have_the_seeds_that_dataloader_would_give_them():
     state, expected = torch.get_rng_state(), int(torch.empty((), dtype=torch.int64).random_())
     after = torch.get_rng_state()
     with crew_of(2, state) as crew:
-        crew.send([0], None), crew.send([1], None)
+        crew.send(Errand([0], None)), crew.send(Errand([1], None))
         assert [crew.receive()[3] for _ in range(2)] == [expected, expected + 1]
         assert torch.equal(torch.get_rng_state(), after)
 

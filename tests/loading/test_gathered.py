@@ -19,10 +19,10 @@ from lightning_stocache.cache.counters import Counts
 from lightning_stocache.cache.spec import SampleMismatchError
 from lightning_stocache.loading import transit
 from lightning_stocache.loading.crew import Crew
-from lightning_stocache.loading.dataset import CachedDataset
+from lightning_stocache.loading.dataset import CachedDataset, Errand
 from lightning_stocache.loading.loader import CachedLoader
 from lightning_stocache.node.free import FreeMemory
-from tests.loading.twins import Numbers, copied, same
+from tests.loading.twins import LazySampler, Numbers, copied, same
 from tests.sources import CountedSource
 
 LENGTH = 40
@@ -44,9 +44,9 @@ def errands(monkeypatch: pytest.MonkeyPatch) -> list[list[int]]:
     sent: list[list[int]] = []
     send = Crew.send
 
-    def noting(crew: Crew, indices: Any, place: Any) -> None:
-        sent.append(list(indices))
-        send(crew, indices, place)
+    def noting(crew: Crew, errand: Errand) -> None:
+        sent.append(list(errand))
+        send(crew, errand)
 
     monkeypatch.setattr(Crew, "send", noting)
     return sent
@@ -114,6 +114,20 @@ def test_a_batch_without_a_miss_wakes_no_worker(errands):
         batches = list(CachedLoader(dataset, 5, num_workers=1))
         assert same(batches, list(DataLoader(Numbers(LENGTH), 5)))
         assert errands == [[20, 21, 22, 23, 24], [25, 26, 27, 28, 29], [30, 31, 32, 34], [35, 36, 37, 38, 39]]
+
+
+@pytest.mark.parametrize("sampler", [None, LazySampler(LENGTH)])
+def test_as_many_samples_are_under_way_as_with_a_dataloader(errands, sampler):
+    """Where little of each batch is missing these are more batches, unless somebody could notice what was drawn."""
+    with closing(CachedDataset(Numbers(LENGTH))) as dataset:
+        fill(dataset, [index for index in range(LENGTH) if index % 4])
+        iterator = iter(CachedLoader(dataset, 4, sampler=sampler, num_workers=1))
+        if sampler is None:
+            assert len(errands) > 2
+            assert sum(map(len, errands)) <= 2 * 4
+        else:
+            assert len(errands) <= 2
+        del iterator
 
 
 @pytest.mark.parametrize("persistent", [False, True])
@@ -380,5 +394,7 @@ def test_a_gather_that_fails_beside_a_load_is_an_error_and_no_hang(monkeypatch: 
             raise MemoryError("no buffer")
 
         monkeypatch.setattr("lightning_stocache.loading.kept.Kept.gather_ready", failing)
+        batches = iter(loader)
         with pytest.raises(MemoryError, match="no buffer"):
-            next(iter(loader))
+            next(batches)
+        batches.close()  # the error holds it

@@ -3,20 +3,31 @@
 from __future__ import annotations
 
 import pickle
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
+from contextlib import closing
 from typing import Any
 
 import pytest
 import torch
+from hypothesis import given
+from hypothesis import strategies as st
 
 from lightning_stocache.cache.placement import NO_SLOT
 from lightning_stocache.cache.spec import SampleSpec
 from lightning_stocache.loading import staging as staging_module
 from lightning_stocache.loading.dataset import CachedDataset, Errand
-from lightning_stocache.loading.staging import Staging, readable_slots
+from lightning_stocache.loading.staging import Staging, Stretch, readable_slots
 from tests.loading.twins import Numbers
+from tests.sources import CountedSource
 
 LENGTH = 12
+
+
+class BatchedSource(CountedSource):
+    """One that loads whole batches."""
+
+    def __getitems__(self, indices: list[int]) -> list[Any]:
+        return [self[index] for index in indices]
 
 
 @pytest.fixture
@@ -28,41 +39,54 @@ def dataset() -> Iterator[CachedDataset]:
     dataset.close()
 
 
+def errand(indices: Iterable[int], stretch: Stretch) -> Errand:
+    return Errand(list(indices), stretch, to_fill=True)
+
+
 def without_slot(dataset: CachedDataset) -> list[int]:
     assert dataset.cache is not None
     return [index for index in range(LENGTH) if dataset.cache.arc.slot(index) == NO_SLOT]
 
 
-def test_samples_without_a_slot_lie_in_the_window_of_their_errand(dataset):
+def test_samples_without_a_slot_lie_in_the_stretch_of_their_errand(dataset):
     """At the place that they have in it; those that are READY are left to the cache."""
-    staging = Staging(dataset.cache.spec, LENGTH, windows=3)
-    window = staging.window()
-    other = staging.window()
-    answer = staging(dataset.__getitems__(Errand(range(LENGTH), window)))
-    staging(dataset.__getitems__(Errand(reversed(range(LENGTH)), other)))
+    staging = Staging(dataset.cache.spec, LENGTH, batches=3)
+    stretch = staging.stretch(LENGTH)
+    other = staging.stretch(LENGTH)
+    answer = staging(dataset.__getitems__(errand(range(LENGTH), stretch)))
+    staging(dataset.__getitems__(errand(reversed(range(LENGTH)), other)))
     assert answer.sent == {}
     assert answer.places == without_slot(dataset)
     rows = [torch.zeros(LENGTH, nbytes, dtype=torch.uint8) for nbytes in dataset.cache.spec.row_bytes]
     for place in answer.places:
-        staging.copy_to(rows, place, window, place)
+        staging.copy_to(rows, place, stretch.first + place)
         image, label = Numbers(LENGTH)[place]
         assert torch.equal(rows[0][place], image.flatten())
         assert rows[1][place].view(torch.int64).item() == label
     staging.close()
 
 
-def test_windows_go_round():
-    """One is given again only after all the others have been."""
-    staging = Staging(SampleSpec.infer(Numbers(3)[0]), 2, windows=4)
-    given = [staging.window() for _ in range(12)]
-    assert all(len(set(given[start : start + 4])) == 4 for start in range(9))
+@given(st.integers(1, 7), st.integers(2, 5), st.lists(st.integers(1, 9), min_size=1, max_size=60))
+def test_no_two_errands_under_way_have_a_row_in_common(batch_size, batches, sizes):
+    """As long as they have a batch less than there is among them; the earliest ends first."""
+    staging = Staging(SampleSpec.infer(Numbers(3)[0]), batch_size, batches)
+    under_way: list[range] = []
+    for size in sizes:
+        stretch = staging.stretch(size)
+        rows = range(stretch.first, stretch.first + stretch.rows)
+        assert len(rows) == min(size, batch_size)
+        assert rows.stop <= batch_size * batches
+        while sum(map(len, under_way)) + len(rows) > batch_size * (batches - 1):
+            under_way.pop(0)
+        assert not any(set(rows) & set(other) for other in under_way)
+        under_way.append(rows)
     staging.close()
 
 
-def test_what_is_longer_than_a_window_is_sent_by_message(dataset):
+def test_what_is_longer_than_a_batch_is_sent_by_message(dataset):
     """As plain bytes, not as a tensor in shared memory of torch's own."""
-    staging = Staging(dataset.cache.spec, 4, windows=2)
-    answer = pickle.loads(pickle.dumps(staging(dataset.__getitems__(Errand(range(LENGTH), staging.window())))))
+    staging = Staging(dataset.cache.spec, 4, batches=2)
+    answer = pickle.loads(pickle.dumps(staging(dataset.__getitems__(errand(range(LENGTH), staging.stretch(LENGTH))))))
     assert sorted([*answer.places, *answer.sent]) == without_slot(dataset)
     assert max(answer.places, default=0) < 4 <= min(answer.sent)
     for place, (image, _) in answer.sent.items():
@@ -77,18 +101,18 @@ def test_without_memory_all_of_it_is_sent(dataset, monkeypatch):
         raise OSError("no memory")
 
     monkeypatch.setattr(staging_module, "transit_memory", refuse)
-    staging = Staging(dataset.cache.spec, LENGTH, windows=2)
-    assert staging.room == 0
-    answer = staging(dataset.__getitems__(Errand(range(LENGTH), staging.window())))
+    staging = Staging(dataset.cache.spec, LENGTH, batches=2)
+    assert staging.stretch(LENGTH).rows == 0
+    answer = staging(dataset.__getitems__(errand(range(LENGTH), staging.stretch(LENGTH))))
     assert (answer.places, sorted(answer.sent)) == ([], without_slot(dataset))
     staging.close()
 
 
 def test_a_worker_whose_cache_is_closed_hands_everything_over(dataset):
     """Then nothing is READY, whatever the main process thinks."""
-    staging = Staging(dataset.cache.spec, LENGTH, windows=2)
+    staging = Staging(dataset.cache.spec, LENGTH, batches=2)
     dataset.close()
-    answer = staging(dataset.__getitems__(Errand(range(LENGTH), staging.window())))
+    answer = staging(dataset.__getitems__(errand(range(LENGTH), staging.stretch(LENGTH))))
     assert answer.places == list(range(LENGTH))
     staging.close()
 
@@ -100,3 +124,24 @@ def test_indices_outside_of_the_dataset_have_no_slot(dataset):
     assert slots[LENGTH : 2 * LENGTH].tolist() == inside.tolist()
     assert slots[2 * LENGTH : 3 * LENGTH].tolist() == inside.tolist()
     assert set(slots[:LENGTH].tolist()) == set(slots[3 * LENGTH :].tolist()) == {NO_SLOT}
+
+
+@pytest.mark.parametrize("batched", [False, True])
+def test_only_what_does_not_become_ready_is_handed_over(tmp_path, batched):
+    """The rest is stored; what has become READY meanwhile is not loaded again."""
+    kind = BatchedSource if batched else CountedSource
+    source = kind(LENGTH, log_path=tmp_path / "loads")
+    with closing(CachedDataset(source, "50%")) as dataset:
+        with_slot = [index for index in range(LENGTH) if index not in without_slot(dataset)]
+        dataset.__getitems__(with_slot[:2])
+        loads = source.loads
+        staging = Staging(dataset.cache.spec, LENGTH, batches=2)
+        answer = staging(dataset.__getitems__(errand(range(LENGTH), staging.stretch(LENGTH))))
+        assert answer.places == without_slot(dataset)
+        assert source.loads - loads == LENGTH - 2
+        assert dataset.cache.filled == len(with_slot)
+        assert dataset.counters.totals().served == LENGTH + 2
+        assert dataset.counters.totals().hits == 2
+        twice = without_slot(dataset)[:1] * 2 + with_slot[:1]
+        assert staging(dataset.__getitems__(errand(twice, staging.stretch(3)))).places == [0, 1]
+        staging.close()
