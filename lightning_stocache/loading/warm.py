@@ -108,17 +108,15 @@ class WarmEpoch:
         (indices, slots), job = self._blocks[0], self._job
         self._gathered = not self._kept.cache.closed
         if not self._gathered:
-            parts: Sequence[Any] = torch.split(indices, self._size)
+            self._parts.extend(_with_sizes(torch.split(indices, self._size), slots.shape[0], self._size))
         elif job is not None:
             try:
-                parts = job.result()
+                self._parts.extend(job.result())
             except BaseException:
                 self._job = None
                 raise
         else:
-            parts = _gather(self._kept, self._collation, self._size, slots)
-        sizes = [min(self._size, slots.shape[0] - first) for first in range(0, slots.shape[0], self._size)]
-        self._parts.extend(zip(parts, sizes, strict=True))
+            self._parts.extend(_gather(self._kept, self._collation, self._size, slots))
         self._job = None
         self._blocks.popleft()  # last: one that is interrupted is the next one again
 
@@ -133,9 +131,15 @@ class WarmEpoch:
         return True
 
 
-def _gather(kept: Kept, collation: Collation, size: int, slots: torch.Tensor) -> list[Any]:
+def _gather(kept: Kept, collation: Collation, size: int, slots: torch.Tensor) -> list[tuple[Any, int]]:
     """The batches of a block. It does not hold the iterator, which may go while a thread is at it."""
-    return collation.batches(kept.gather(slots), slots.shape[0], size)
+    samples = slots.shape[0]
+    return _with_sizes(collation.batches(kept.gather(slots), samples, size), samples, size)
+
+
+def _with_sizes(parts: Sequence[Any], samples: int, size: int) -> list[tuple[Any, int]]:
+    """Each batch of a block with the number of its samples: that of the last one may be smaller."""
+    return [(part, min(size, samples - number * size)) for number, part in enumerate(parts)]
 
 
 def pass_through(dataset: CachedDataset, indices: Any, pins: bool) -> Any:
