@@ -118,7 +118,7 @@ class SharedCache:
         return self.spec.unflatten(self.slots.read(slot))
 
     def is_ready(self, index: int) -> bool:
-        """Whether an index in `[0, dataset_len)` can be read now. Who reads without `get` fences before."""
+        """Whether an index in `[0, dataset_len)` can be read now; in another process, after a message or a fence."""
         slot = self.arc.slot(index)
         return slot != NO_SLOT and self.slots.state_bytes[slot] == READY
 
@@ -131,15 +131,11 @@ class SharedCache:
         Raises:
             SampleMismatchError: the sample differs from the spec; checked also where there is no slot.
         """
-        return self.fill_leaves(index, self.spec.leaves(sample, index))
-
-    def fill_leaves(self, index: int, leaves: Sequence[torch.Tensor]) -> bool:
-        """The same for a sample that was checked already, from its leaves, as the spec gives them."""
-        slot = self.arc.slot(index)
+        leaves, slot = self.spec.leaves(sample, index), self.arc.slot(index)
         return slot != NO_SLOT and self._filling.fill(slot, contents_of(leaves))
 
     def fill_from(self, index: int, contents: Sequence[memoryview]) -> bool:
-        """The same from its bytes, `[nbytes]` per field."""
+        """The same for a sample that was checked already, from its bytes, `[nbytes]` per field."""
         slot = self.arc.slot(index)
         return slot != NO_SLOT and self._filling.fill(slot, contents)
 

@@ -74,12 +74,8 @@ class FieldSlots:
 
     def read(self, slot: int) -> list[torch.Tensor]:
         """Copy one sample out, uint8 `[nbytes]` per field."""
-        return [row.clone() for row in self.rows(slot)]
-
-    def rows(self, slot: int) -> list[torch.Tensor]:
-        """The live memory of one sample, uint8 `[nbytes]` per field."""
         return [
-            table[slot * nbytes : (slot + 1) * nbytes]
+            table[slot * nbytes : (slot + 1) * nbytes].clone()
             for table, nbytes in zip(self._tables, self._row_bytes, strict=True)
         ]
 

@@ -42,7 +42,8 @@ class Job:
             assert self._work is not None
             self._result = self._work()
         except BaseException as error:  # raised again where the result is wanted
-            self._error = error
+            trace = error.__traceback__
+            self._error = error.with_traceback(trace and trace.tb_next)  # without this frame, which holds the job
         finally:
             self._work = None
             self._done.release()
@@ -51,9 +52,13 @@ class Job:
         """The result: done now if nobody has begun, else waited for."""
         self.run()
         with self._done:
-            if self._error is not None:
-                raise self._error
-            return self._result
+            error, result = self._error, self._result
+        if error is None:
+            return result
+        try:
+            raise error
+        finally:
+            del self, error, result  # the error holds this frame, and would hold itself: and who waits, for long
 
 
 class Ahead:

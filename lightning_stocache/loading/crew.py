@@ -20,7 +20,7 @@ from typing import Any
 import torch
 from torch.utils.data import DataLoader
 
-from lightning_stocache.loading.dataset import Errand
+from lightning_stocache.loading.errand import Errand
 
 __all__ = ["Crew"]
 

@@ -13,9 +13,9 @@ from __future__ import annotations
 
 import logging
 import operator
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Sequence
 from types import GeneratorType
-from typing import Any, Literal, NamedTuple, SupportsIndex, get_args
+from typing import Any, Literal, SupportsIndex, get_args
 
 from torch.utils.data import Dataset
 
@@ -24,6 +24,7 @@ from lightning_stocache.cache.counters import Counters, Counts
 from lightning_stocache.cache.placement import Ring
 from lightning_stocache.cache.spec import SampleSpec
 from lightning_stocache.loading.allocation import BackendChoice, InFlight, Request
+from lightning_stocache.loading.errand import Delivery, Errand
 from lightning_stocache.loading.landing import Landing
 from lightning_stocache.loading.opened import Opened
 from lightning_stocache.loading.opening import open_caches
@@ -32,40 +33,11 @@ from lightning_stocache.node.budget import Budget, format_bytes
 from lightning_stocache.node.group import NodeGroup
 from lightning_stocache.node.named import check_name
 
-__all__ = ["CachedDataset", "Delivery", "Errand", "OnError"]
+__all__ = ["CachedDataset", "OnError"]
 
 log = logging.getLogger(__name__)
 
 OnError = Literal["raise", "disable"]
-
-
-class Errand(list[int]):
-    """Indices that a CachedLoader sends to a worker, with the place where the answer may be put.
-
-    Args:
-        indices: of a batch, or of those of its samples that are missing.
-        place: what the loader's clerk makes of it.
-        to_fill: whether only those samples are wanted that do not become READY.
-    """
-
-    def __init__(self, indices: Sequence[int] = (), place: Any = None, *, to_fill: bool = False) -> None:
-        super().__init__(indices)
-        self.place, self.to_fill = place, to_fill
-
-
-class Delivery(NamedTuple):
-    """What a worker has fetched for an errand. The loader's clerk, its collate function, makes the answer of it.
-
-    Args:
-        dataset: who has fetched it.
-        errand: what for.
-        samples: those of its indices; in an errand to fill, the leaves of each sample that has not become READY, and
-            None for the others.
-    """
-
-    dataset: CachedDataset
-    errand: Errand
-    samples: Iterable[Any]
 
 
 class CachedDataset(Dataset[Any]):

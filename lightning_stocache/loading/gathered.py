@@ -1,8 +1,10 @@
 """An epoch whose batches are put together in the main process.
 
 Each batch is planned when its indices are drawn, by the `Schedule`, on the caller's thread: what is not READY is sent
-to the workers at once, and the rest is gathered when the batch's turn comes, or on a thread just before. Where the
-cache has been closed meanwhile, and for keys that only the source understands, samples pass through.
+to the workers at once, and the rest is gathered when the batch's turn comes, or on a thread just before. Where little
+of each batch is missing, and nobody can notice when indices are drawn, more batches are planned ahead than DataLoader
+has under way. Where the cache has been closed meanwhile, and for keys that only the source understands, samples pass
+through.
 
 An iterator holds nothing that holds it: it ends its thread, and its workers if they are not persistent, when it is
 exhausted, closed, or no longer referred to.
@@ -22,7 +24,8 @@ from torch.utils.data import DataLoader
 from lightning_stocache.cache.placement import NO_SLOT
 from lightning_stocache.loading.ahead import Ahead, Job
 from lightning_stocache.loading.crew import Crew
-from lightning_stocache.loading.dataset import CachedDataset, Errand
+from lightning_stocache.loading.dataset import CachedDataset
+from lightning_stocache.loading.errand import Errand
 from lightning_stocache.loading.kept import Kept
 from lightning_stocache.loading.landing import Landing
 from lightning_stocache.loading.schedule import Schedule
@@ -32,7 +35,8 @@ from lightning_stocache.loading.warm import pass_through
 __all__ = ["GatheredEpoch"]
 
 _ROWS = 256  # of an errand in the staging area, where a batch_sampler does not tell its batch size
-_DEPTH = 3  # times as many batches as DataLoader has under way, if little of each is missing
+_DEPTH = 3  # times as many batches as DataLoader has under way, if little of each is missing: at 10 % of 64 samples an
+# epoch of two workers takes 0.8 to 0.9 of the time that it takes with 1; with 8 it is no shorter
 
 
 @dataclass
@@ -105,7 +109,8 @@ class GatheredEpoch:
         except BaseException as error:
             # As in DataLoader: what the source raises takes the place of the batch, and so does anything without
             # workers. With them, a batch that was interrupted, or whose answer has not come, is the next one again.
-            failed = isinstance(error, Exception) if plan.stretch is None or crew is None else crew.answered > answered
+            asked = plan.stretch is not None and crew is not None and not self._cache.closed
+            failed = crew.answered > answered if asked and crew is not None else isinstance(error, Exception)
             if failed or not self._with_workers:
                 self._go_on()
             plan.job = None
@@ -135,6 +140,8 @@ class GatheredEpoch:
         plan = self._plans.popleft()
         if plan.stretch is not None:
             self._under_way -= len(plan.missing)
+            if self._kept.staging is not None:
+                self._kept.staging.give_back(plan.stretch)
         if self._with_workers:
             self._draw_ahead()
 
@@ -146,7 +153,7 @@ class GatheredEpoch:
         while len(self._plans) < self._most and self._draw():
             pass
         if self._schedule.ahead_unseen and self._kept.crew is not None:
-            samples, batches = (self._most - 1) * self._rows, self._most * _DEPTH
+            samples, batches = (self._most - 1) * self._rows, self._kept.crew.most
             while self._under_way <= samples and len(self._plans) < batches and self._draw():
                 pass
 
@@ -164,9 +171,10 @@ class GatheredEpoch:
         plan.slots = slots
         crew, staging = self._kept.crew, self._kept.staging
         if plan.missing and crew is not None and staging is not None:
-            plan.stretch = staging.stretch(len(plan.missing))
+            stretch = staging.take(len(plan.missing))
+            crew.send(Errand(indices[plan.missing].tolist(), stretch, to_fill=True))
+            plan.stretch = stretch  # only now: who waits for an answer must have asked
             self._under_way += len(plan.missing)
-            crew.send(Errand(indices[plan.missing].tolist(), plan.stretch, to_fill=True))
         return True
 
     def _complete(self, plan: _Plan) -> Any:

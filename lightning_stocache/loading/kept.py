@@ -102,6 +102,8 @@ class Kept:
         self.in_use = True
         if self.crew is not None:
             self.crew.begin_epoch()
+        if self.staging is not None:
+            self.staging.begin_epoch()
         while self.abandoned:
             self.windows.give_back(self.abandoned.pop())
 

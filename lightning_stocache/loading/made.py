@@ -16,7 +16,7 @@ from torch.utils.data import DataLoader
 from torch.utils.data._utils import pin_memory as pinning
 
 from lightning_stocache.loading.crew import Crew
-from lightning_stocache.loading.dataset import Errand
+from lightning_stocache.loading.errand import Errand
 from lightning_stocache.loading.kept import Kept
 from lightning_stocache.loading.schedule import Schedule
 from lightning_stocache.loading.windows import WindowClerk

@@ -5,8 +5,9 @@ if nobody else is doing so), or a bypass (it has no slot, or there is no cache: 
 while there is a cache is checked against the spec, stored or not. What is served here is the deterministic part: the
 tail and the user's transform come after it.
 
-A batch is looked up at once, its hits are copied out by one gather per field, and the others are loaded in one call if
-the source has `__getitems__`. Counts are added when a sample has been served; a source that raises adds nothing.
+A batch is looked up at once, its hits are copied out by one gather per field (or left to the process that asks, see
+`fill`), and the others are loaded in one call if the source has `__getitems__`. Counts are added when a sample has been
+served; a source that raises adds nothing.
 """
 
 from __future__ import annotations
@@ -23,6 +24,7 @@ from torch.utils.data import Dataset, Subset
 from lightning_stocache.cache.cache import SharedCache
 from lightning_stocache.cache.counters import Counters
 from lightning_stocache.cache.placement import NO_SLOT, Ring
+from lightning_stocache.cache.spec import contents_of
 from lightning_stocache.loading.buffers import Buffers
 from lightning_stocache.loading.landing import Landing
 from lightning_stocache.node.group import NodeGroup
@@ -32,7 +34,7 @@ __all__ = ["Opened"]
 log = logging.getLogger(__name__)
 
 _Store = Callable[[int, Any], bool]
-"""Checks the k-th of some samples and stores it, if it has a slot that nobody else is filling; whether it has."""
+"""Checks the k-th of some samples and stores it, if its slot is nobody else's now; whether it was stored."""
 
 
 @dataclass
@@ -50,7 +52,7 @@ class Opened:
         name: under which the cache stays in memory when it is closed.
 
     Raises:
-        SampleMismatchError: (`serve`, `serve_many`) a loaded sample differs from the cache's spec.
+        SampleMismatchError: (whatever serves) a loaded sample differs from the cache's spec.
         TypeError: (`serve_many`) the source's `__getitems__` does not give one sample per index.
     """
 
@@ -135,7 +137,8 @@ class Opened:
         """Serve samples that were not ready a moment ago, to a process that reads the cache, too.
 
         Returns:
-            The leaves of each sample that is not ready now, None for the others; without a cache, all the samples.
+            The leaves of each sample that has been loaded here and not stored, None for the others, which are READY;
+            without a cache, all the samples.
         """
         cache = self.live_cache
         if cache is None:
@@ -152,7 +155,7 @@ class Opened:
         def store(number: int, sample: Any) -> bool:
             index = missing[number]
             leaves = cache.spec.leaves(sample, index)
-            stored = cache.fill_leaves(index, leaves)
+            stored = cache.arc.slot(index) != NO_SLOT and cache.fill_from(index, contents_of(leaves))
             if not stored:
                 left[index] = leaves
             return stored

@@ -1,4 +1,4 @@
-"""Where workers put samples that have no ready slot, for the main process to pick up.
+"""Where workers put samples that they have not stored, for the main process to pick up.
 
 Sending samples through a queue costs more than loading them from memory: each would be fresh shared memory, opened,
 mapped and faulted in twice. So the samples of a batch that did not become READY (no slot here, or another process was
@@ -24,7 +24,7 @@ from lightning_stocache.cache.cache import SharedCache
 from lightning_stocache.cache.placement import NO_SLOT
 from lightning_stocache.cache.slots import FieldSlots
 from lightning_stocache.cache.spec import SampleSpec, contents_of
-from lightning_stocache.loading.dataset import Delivery
+from lightning_stocache.loading.errand import Delivery
 from lightning_stocache.loading.transit import transit_memory
 from lightning_stocache.node.segment import Segment
 
@@ -44,7 +44,7 @@ class Stretch(NamedTuple):
 
 
 class Staged(NamedTuple):
-    """What of an errand did not become READY: places whose rows are in the stretch, and rows that are sent along."""
+    """What of an errand is not to be read from its slot: places with a row in the stretch, and rows sent along."""
 
     places: list[int]
     sent: dict[int, list[npt.NDArray[np.uint8]]]
@@ -56,7 +56,7 @@ class Staging:
     Args:
         spec: what a sample looks like.
         batch_size: rows that an errand has at most.
-        batches: so many times as many there are.
+        batches: the area has `batch_size * batches` rows; one batch of them is lost where the ring closes.
         promised: bytes of free memory that are somebody else's.
     """
 
@@ -67,30 +67,38 @@ class Staging:
             self._segment = transit_memory(FieldSlots.bytes_for(spec.row_bytes, self._count), promised)
         except OSError:
             self._batch_size = self._count = 0
-        self._fields: list[Sequence[torch.Tensor]] | None = None
-        self._next = 0
+        self._tables: list[torch.Tensor] | None = None
+        self._next = self._taken = 0
 
-    def stretch(self, samples: int) -> Stretch:
-        """Rows for the next errand, behind those of the one before.
-
-        What is under way at a time must be a batch less than there is.
-        """
+    def take(self, samples: int) -> Stretch:
+        """Rows for the next errand, behind those of the one before; none where too many are taken."""
         rows = min(samples, self._batch_size)
+        if self._taken + rows > self._count - self._batch_size:
+            return Stretch(0, 0)
         first = self._next if self._next + rows <= self._count else 0
-        self._next = first + rows
+        self._next, self._taken = first + rows, self._taken + rows
         return Stretch(first, rows)
 
+    def give_back(self, stretch: Stretch) -> None:
+        """The rows of the earliest errand that has some."""
+        self._taken -= stretch.rows
+
+    def begin_epoch(self) -> None:
+        """All rows are free again."""
+        self._taken = 0
+
     def __call__(self, delivery: Delivery) -> Staged:
-        """In a worker: write what has not become READY, and answer with its places in the errand."""
+        """In a worker: write what it has loaded and not stored, and answer with its places in the errand."""
         errand, answer = delivery.errand, Staged([], {})
-        for place, came in enumerate(delivery.samples):
-            if came is None:
+        cached = delivery.dataset.cache is not None
+        for place, (index, came) in enumerate(zip(errand, delivery.samples, strict=True)):
+            if cached and came is None:
                 continue
-            leaves = self._spec.leaves(came, errand[place]) if delivery.dataset.cache is None else came
+            leaves = came if cached else self._spec.leaves(came, index)
             if place < errand.place.rows:
-                for rows, leaf in zip(self._open, leaves, strict=True):
-                    if leaf.numel():
-                        rows[errand.place.first + place].view(leaf.dtype).view(leaf.shape).copy_(leaf)
+                for table, leaf in zip(self._open, leaves, strict=True):
+                    if leaf.numel():  # a row of no bytes has no place that a view would take
+                        table[errand.place.first + place].view(leaf.dtype).view(leaf.shape).copy_(leaf)
                 answer.places.append(place)
             else:
                 answer.sent[place] = [np.asarray(content) for content in contents_of(leaves)]
@@ -98,27 +106,27 @@ class Staging:
 
     def copy_to(self, rows: Sequence[torch.Tensor], position: int, number: int) -> None:
         """In the main process: copy a row of the area to a position of a batch, uint8 `[samples, nbytes]` per field."""
-        for row, staged in zip(rows, self._open, strict=True):
-            row[position].copy_(staged[number])
+        for row, table in zip(rows, self._open, strict=True):
+            row[position].copy_(table[number])
 
     def close(self) -> None:
         """Give the area up in this process."""
-        self._fields = None  # all views, without which the segment cannot be unmapped
+        self._tables = None  # all views, without which the segment cannot be unmapped
         if self._segment is not None:
             self._segment.close()
 
     @property
-    def _open(self) -> list[Sequence[torch.Tensor]]:
-        """The rows of each field, uint8 `[nbytes]`."""
-        if self._fields is None:
+    def _open(self) -> list[torch.Tensor]:
+        """The rows of each field, uint8 `[rows, nbytes]`."""
+        if self._tables is None:
             assert self._segment is not None
             slots = FieldSlots(self._segment, self._spec.row_bytes, self._count)
             sizes = enumerate(self._spec.row_bytes)
-            self._fields = [slots.table(field).view(self._count, nbytes).unbind(0) for field, nbytes in sizes]
-        return self._fields
+            self._tables = [slots.table(field).view(self._count, nbytes) for field, nbytes in sizes]
+        return self._tables
 
     def __getstate__(self) -> dict[str, Any]:
-        return self.__dict__ | {"_fields": None}
+        return self.__dict__ | {"_tables": None}
 
 
 def readable_slots(cache: SharedCache, indices: torch.Tensor) -> torch.Tensor:

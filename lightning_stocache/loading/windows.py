@@ -16,9 +16,7 @@ things than dicts, lists, tuples, numbers, strings, arrays and tensors travel as
 
 from __future__ import annotations
 
-import itertools
 import weakref
-from collections import OrderedDict
 from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any, NamedTuple
@@ -29,13 +27,12 @@ import torch
 from torch.utils.data import default_collate
 from torch.utils.data._utils.collate import collate, default_collate_fn_map
 
-from lightning_stocache.loading.dataset import Delivery
+from lightning_stocache.loading.errand import Delivery
+from lightning_stocache.loading.stacking import Rows, Stack, Written, aligned, is_dense, is_plain, rebuilt
 from lightning_stocache.loading.transit import transit_memory
 from lightning_stocache.node.segment import Segment, SegmentHandle
 
 __all__ = ["Place", "WindowClerk", "Windows"]
-
-_ALIGNMENT = 64  # bytes, for the reason that `slots` gives
 
 
 class Place(NamedTuple):
@@ -43,15 +40,6 @@ class Place(NamedTuple):
 
     number: int
     handle: SegmentHandle
-
-
-@dataclass(frozen=True)
-class _Written:
-    """A tensor that lies in the window."""
-
-    offset: int
-    dtype: torch.dtype
-    shape: tuple[int, ...]
 
 
 @dataclass(frozen=True)
@@ -70,17 +58,17 @@ class WindowClerk:
         self._segments: dict[int, Segment] = {}
 
     def __call__(self, delivery: Delivery | list[Any]) -> Any:
-        """The batch, with `_Written` or `_Sent` in place of its tensors."""
+        """The batch, with `Written` or `_Sent` in place of its tensors."""
         if not isinstance(delivery, Delivery):  # keys that only the source understands
             return default_collate(delivery)
         errand = delivery.errand
-        rows = _Rows(None if errand.place is None else self._segment(errand.place), len(errand))
+        rows = Rows(None if errand.place is None else self._segment(errand.place), len(errand))
         samples = [rows.put(number, sample) for number, sample in enumerate(delivery.samples)]
-        if not samples or not _is_plain(samples[0]):
+        if not samples or not is_plain(samples[0]):
             return default_collate(samples)
-        stack = _Stack(rows)
+        stack = Stack(rows)
         batch = collate(samples, collate_fn_map=default_collate_fn_map | {torch.Tensor: stack})
-        return _rebuilt(batch, lambda leaf: _sent(leaf) if _is_dense(leaf) else leaf)
+        return rebuilt(batch, lambda leaf: _sent(leaf) if is_dense(leaf) else leaf)
 
     def _segment(self, place: Place) -> Segment:
         known = self._segments.get(place.number)
@@ -92,101 +80,6 @@ class WindowClerk:
 
     def __getstate__(self) -> dict[str, Any]:
         return {"_segments": {}}
-
-
-class _Room(NamedTuple):
-    """A place in the window for one tensor of the batch.
-
-    Args:
-        place: where it lies.
-        tensor: the memory, `[samples, *shape]`.
-        rows: each row of it, `[*shape]`.
-    """
-
-    place: _Written
-    tensor: torch.Tensor
-    rows: tuple[torch.Tensor, ...]
-
-    def put(self, number: int, leaf: Any) -> Any:
-        """A leaf of that sample, in its row if it fits there."""
-        row = self.rows[number]
-        fits = _is_dense(leaf) and leaf.dtype == row.dtype and leaf.shape == row.shape
-        return row.copy_(leaf) if fits else leaf
-
-
-class _Rows:
-    """A window as the tensors of a batch, each with a row for every sample.
-
-    Args:
-        segment: the window, if there is one.
-        samples: of the batch.
-    """
-
-    def __init__(self, segment: Segment | None, samples: int) -> None:
-        self._segment, self._samples, self._end = segment, samples, 0
-        self._rooms: list[_Room | None] = []  # for each leaf of the first sample
-        self._types: list[type] | None = None  # of them, if that sample is a tuple without branches
-
-    def put(self, number: int, sample: Any) -> Any:
-        """The sample, with its tensors in their rows as far as there are rows that fit."""
-        if self._segment is None or number >= self._samples:
-            return sample
-        if type(sample) is tuple and [type(leaf) for leaf in sample] == self._types:
-            # Nearly all are like that. Code is cold after each transform: the less of it, the better.
-            return tuple(
-                [
-                    leaf if room is None else room.put(number, leaf)
-                    for room, leaf in zip(self._rooms, sample, strict=True)
-                ]
-            )
-        if not _is_plain(sample):
-            return sample
-        if number == 0:
-            _rebuilt(sample, lambda leaf: self._rooms.append(self.make(leaf, self._samples)))
-            if type(sample) is tuple and not any(isinstance(leaf, dict | list | tuple) for leaf in sample):
-                self._types = [type(leaf) for leaf in sample]
-        rooms = itertools.chain(self._rooms, itertools.repeat(None))
-        return _rebuilt(sample, lambda leaf: leaf if (room := next(rooms)) is None else room.put(number, leaf))
-
-    def make(self, first: Any, samples: int) -> _Room | None:
-        """Room for as many tensors such as this one; None if there is none, or if it is none."""
-        if self._segment is None or not _is_dense(first):
-            return None
-        size = first.numel() * first.element_size() * samples
-        if not size or self._end + size > self._segment.size:
-            return None
-        place = _Written(self._end, first.dtype, (samples, *first.shape))
-        self._end += _aligned(size)
-        tensor = self._segment.bytes(place.offset, size).view(place.dtype).view(place.shape)
-        return _Room(place, tensor, tensor.unbind(0))
-
-    def found(self, leaves: list[torch.Tensor]) -> _Written | None:
-        """Where these tensors lie, if they are the rows of one."""
-        for room in self._rooms:
-            if room is not None and len(leaves) == self._samples and leaves[0].data_ptr() == room.rows[0].data_ptr():
-                step, begin = room.tensor.stride(0) * room.tensor.element_size(), room.tensor.data_ptr()
-                if all(leaf.data_ptr() == begin + number * step for number, leaf in enumerate(leaves)):
-                    return room.place
-        return None
-
-
-class _Stack:
-    """Stacks tensors, into the window as long as they fit; nothing is left to do for those that lie there already."""
-
-    def __init__(self, rows: _Rows) -> None:
-        self._rows = rows
-
-    def __call__(self, leaves: list[torch.Tensor], *, collate_fn_map: Any = None) -> Any:
-        first = leaves[0]
-        if not all(_is_dense(leaf) and leaf.dtype == first.dtype and leaf.shape == first.shape for leaf in leaves):
-            return default_collate(leaves)
-        if (place := self._rows.found(leaves)) is not None:
-            return place
-        room = self._rows.make(first, len(leaves))
-        if room is None:
-            return torch.stack(leaves)
-        torch.stack(leaves, out=room.tensor)
-        return room.place
 
 
 class Windows:
@@ -236,18 +129,18 @@ class Windows:
 
         def arrived(leaf: Any) -> Any:
             nonlocal size
-            if isinstance(leaf, _Written):
+            if isinstance(leaf, Written):
                 assert memory is not None
                 count = torch.Size(leaf.shape).numel()
                 tensor = torch.frombuffer(memory, dtype=leaf.dtype, count=count, offset=leaf.offset).view(leaf.shape)
-                size += _aligned(tensor.nbytes)
+                size += aligned(tensor.nbytes)
                 return tensor if lend else tensor.clone()
             if isinstance(leaf, _Sent):
-                size += _aligned(leaf.content.nbytes)
+                size += aligned(leaf.content.nbytes)
                 return torch.from_numpy(leaf.content).view(leaf.dtype).view(leaf.shape)
             return leaf
 
-        batch = _rebuilt(answer, arrived)
+        batch = rebuilt(answer, arrived)
         if not self._size and size:
             self._free.extend(range(self._count))
         self._size = max(self._size, size)
@@ -265,40 +158,5 @@ class Windows:
             segment.close()
 
 
-def _is_plain(node: Any) -> bool:
-    """Whether a sample, and so the batch that is collated from it, can be walked by `_rebuilt`."""
-    kind = type(node)
-    if kind in (dict, OrderedDict):
-        return all(map(_is_plain, node.values()))
-    if isinstance(node, torch.Tensor | np.ndarray | np.generic | int | float | str | bytes):
-        return kind is torch.Tensor or not isinstance(node, torch.Tensor) or kind not in default_collate_fn_map
-    walked = kind in (list, tuple) or (isinstance(node, tuple) and hasattr(kind, "_fields"))
-    return walked and kind not in default_collate_fn_map and all(map(_is_plain, node))
-
-
-def _is_dense(leaf: Any) -> bool:
-    """Whether it is a tensor that is its bytes, dtype and shape, and nothing else."""
-    return (
-        type(leaf) is torch.Tensor
-        and leaf.layout is torch.strided
-        and leaf.device.type == "cpu"
-        and not (leaf.requires_grad or leaf.is_quantized or leaf.is_nested or leaf.is_conj() or leaf.is_neg())
-    )
-
-
 def _sent(tensor: torch.Tensor) -> _Sent:
     return _Sent(tensor.reshape(-1).view(torch.uint8).numpy(), tensor.dtype, tuple(tensor.shape))
-
-
-def _aligned(size: int) -> int:
-    return -(-size // _ALIGNMENT) * _ALIGNMENT
-
-
-def _rebuilt(node: Any, leaf: Callable[[Any], Any]) -> Any:
-    """The same structure with what `leaf` makes of each leaf."""
-    if type(node) in (dict, OrderedDict):
-        return type(node)((key, _rebuilt(value, leaf)) for key, value in node.items())
-    if type(node) is list or isinstance(node, tuple):
-        values = [_rebuilt(value, leaf) for value in node]
-        return type(node)(*values) if hasattr(node, "_fields") else type(node)(values)
-    return leaf(node)

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import time
 from collections.abc import Generator
-from contextlib import AbstractContextManager, contextmanager, nullcontext
+from contextlib import AbstractContextManager, ContextDecorator, contextmanager
 from typing import Any, Protocol
 
 from lightning.pytorch import Trainer
@@ -48,6 +48,19 @@ def stop_listening(trainer: Trainer, clock: Clock) -> None:
         whose.profiler = listening.users
 
 
+class _Nothing(ContextDecorator):
+    """What a PassThroughProfiler does, in a quarter of the time."""
+
+    def __init__(self, action_name: str) -> None:
+        self._name = action_name
+
+    def __enter__(self) -> str:
+        return self._name
+
+    def __exit__(self, *_: object) -> None:
+        pass
+
+
 class _Listening(Profiler):
     """The user's profiler, overheard. It has no state of the base class: what is asked of it is the user's."""
 
@@ -64,12 +77,10 @@ class _Listening(Profiler):
         self.users.stop(action_name)
 
     def profile(self, action_name: str) -> AbstractContextManager[Any]:  # type: ignore[override]
-        if action_name in ACTIONS:  # of forty per step
+        if action_name in ACTIONS:  # two of some forty per step
             return self._overheard(action_name)
-        if (
-            type(self.users) is PassThroughProfiler
-        ):  # what it does is nothing, and this does it in a quarter of the time
-            return nullcontext(action_name)
+        if type(self.users) is PassThroughProfiler:
+            return _Nothing(action_name)
         return self.users.profile(action_name)
 
     @contextmanager

@@ -12,7 +12,8 @@ import torch
 from torch.utils.data import DataLoader, get_worker_info
 
 from lightning_stocache.loading.crew import Crew
-from lightning_stocache.loading.dataset import CachedDataset, Delivery, Errand
+from lightning_stocache.loading.dataset import CachedDataset
+from lightning_stocache.loading.errand import Delivery, Errand
 from tests.loading.twins import Numbers
 
 LENGTH = 12

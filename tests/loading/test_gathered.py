@@ -13,13 +13,14 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from torch.utils.data import DataLoader, Dataset, DistributedSampler, RandomSampler
+from torch.utils.data import BatchSampler, DataLoader, Dataset, DistributedSampler, RandomSampler
 
 from lightning_stocache.cache.counters import Counts
 from lightning_stocache.cache.spec import SampleMismatchError
 from lightning_stocache.loading import transit
 from lightning_stocache.loading.crew import Crew
-from lightning_stocache.loading.dataset import CachedDataset, Errand
+from lightning_stocache.loading.dataset import CachedDataset
+from lightning_stocache.loading.errand import Errand
 from lightning_stocache.loading.loader import CachedLoader
 from lightning_stocache.node.free import FreeMemory
 from tests.loading.twins import LazySampler, Numbers, copied, same
@@ -313,6 +314,48 @@ def test_closing_the_cache_in_the_middle_of_an_epoch_lets_samples_pass_through(w
     loader.close()
 
 
+class Losing(Numbers):
+    """A source that loses its last samples."""
+
+    lost = False
+
+    def __getitem__(self, index: int) -> tuple[torch.Tensor, int]:
+        if self.lost and index >= 20:
+            raise OSError(f"sample {index} is gone")
+        return super().__getitem__(index)
+
+
+@pytest.mark.parametrize("num_workers", [0, 2])
+def test_after_closing_an_error_takes_the_place_of_its_batch(num_workers):
+    """Also of one that workers had been sent for: it does not come again."""
+    source = Losing(LENGTH)
+    dataset = CachedDataset(source)
+    source.lost = True
+    batches = iter(CachedLoader(dataset, 10, num_workers=num_workers))
+    assert same(next(batches), next(iter(DataLoader(Numbers(LENGTH), 10))))
+    dataset.close()
+    assert next(batches)[1].tolist() == list(range(10, 20))
+    for _ in range(2):
+        with pytest.raises(OSError, match="is gone"):
+            next(batches)
+    assert next(batches, None) is None
+
+
+@pytest.mark.parametrize("before", [2, 13])
+def test_a_sampler_may_change_its_batch_size_between_epochs(before):
+    """With persistent workers, whose staging area is as large as it was: what has no row there is sent."""
+    with closing(CachedDataset(Numbers(LENGTH), "75%")) as dataset:
+        batches = BatchSampler(RandomSampler(range(LENGTH)), before, drop_last=False)
+        loader = CachedLoader(dataset, batch_sampler=batches, num_workers=2, persistent_workers=True)
+        for size in (before, 20, 3):
+            batches.batch_size = size
+            got = [copied(batch) for batch in loader]
+            assert sorted(label for _, labels in got for label in labels.tolist()) == list(range(LENGTH))
+            for images, labels in got:
+                assert same(list(images), [Numbers(LENGTH)[label][0] for label in labels.tolist()])
+        loader.close()
+
+
 @pytest.mark.parametrize("workers", WORKERS, ids=NAMES)
 @pytest.mark.parametrize("when", ["between epochs", "in the middle"])
 def test_sharing_anew_changes_the_cache_under_a_loader_that_goes_on(workers, when):
@@ -338,7 +381,7 @@ def test_sharing_anew_changes_the_cache_under_a_loader_that_goes_on(workers, whe
 
 
 def test_what_does_not_fit_shared_memory_is_sent_by_message(monkeypatch, caplog):
-    """Without memory for a staging area, and for batches longer than a window, samples come all the same."""
+    """Without memory for a staging area, and for batches longer than expected, samples come all the same."""
     batches: Any = [list(range(30)), [30], list(range(31, 40))]
     expected = list(DataLoader(Numbers(LENGTH), batch_sampler=batches))
     monkeypatch.setattr("lightning_stocache.loading.gathered._ROWS", 4)
@@ -394,7 +437,5 @@ def test_a_gather_that_fails_beside_a_load_is_an_error_and_no_hang(monkeypatch: 
             raise MemoryError("no buffer")
 
         monkeypatch.setattr("lightning_stocache.loading.kept.Kept.gather_ready", failing)
-        batches = iter(loader)
         with pytest.raises(MemoryError, match="no buffer"):
-            next(batches)
-        batches.close()  # the error holds it
+            next(iter(loader))

@@ -13,9 +13,10 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from lightning_stocache.cache.placement import NO_SLOT
-from lightning_stocache.cache.spec import SampleSpec
+from lightning_stocache.cache.spec import SampleMismatchError, SampleSpec
 from lightning_stocache.loading import staging as staging_module
-from lightning_stocache.loading.dataset import CachedDataset, Errand
+from lightning_stocache.loading.dataset import CachedDataset
+from lightning_stocache.loading.errand import Errand
 from lightning_stocache.loading.staging import Staging, Stretch, readable_slots
 from tests.loading.twins import Numbers
 from tests.sources import CountedSource
@@ -51,8 +52,8 @@ def without_slot(dataset: CachedDataset) -> list[int]:
 def test_samples_without_a_slot_lie_in_the_stretch_of_their_errand(dataset):
     """At the place that they have in it; those that are READY are left to the cache."""
     staging = Staging(dataset.cache.spec, LENGTH, batches=3)
-    stretch = staging.stretch(LENGTH)
-    other = staging.stretch(LENGTH)
+    stretch = staging.take(LENGTH)
+    other = staging.take(LENGTH)
     answer = staging(dataset.__getitems__(errand(range(LENGTH), stretch)))
     staging(dataset.__getitems__(errand(reversed(range(LENGTH)), other)))
     assert answer.sent == {}
@@ -68,25 +69,27 @@ def test_samples_without_a_slot_lie_in_the_stretch_of_their_errand(dataset):
 
 @given(st.integers(1, 7), st.integers(2, 5), st.lists(st.integers(1, 9), min_size=1, max_size=60))
 def test_no_two_errands_under_way_have_a_row_in_common(batch_size, batches, sizes):
-    """As long as they have a batch less than there is among them; the earliest ends first."""
+    """Who takes more than there is gets none; the earliest errand ends first."""
     staging = Staging(SampleSpec.infer(Numbers(3)[0]), batch_size, batches)
-    under_way: list[range] = []
-    for size in sizes:
-        stretch = staging.stretch(size)
+    under_way: list[Stretch] = []
+    for number, size in enumerate(sizes):
+        if number % 3 == 2 and under_way:
+            staging.give_back(under_way.pop(0))
+        stretch = staging.take(size)
         rows = range(stretch.first, stretch.first + stretch.rows)
-        assert len(rows) == min(size, batch_size)
+        taken = {row for other in under_way for row in range(other.first, other.first + other.rows)}
+        assert not taken & set(rows)
         assert rows.stop <= batch_size * batches
-        while sum(map(len, under_way)) + len(rows) > batch_size * (batches - 1):
-            under_way.pop(0)
-        assert not any(set(rows) & set(other) for other in under_way)
-        under_way.append(rows)
+        wanted = min(size, batch_size)
+        assert len(rows) == (wanted if len(taken) + wanted <= batch_size * (batches - 1) else 0)
+        under_way.append(stretch)
     staging.close()
 
 
 def test_what_is_longer_than_a_batch_is_sent_by_message(dataset):
     """As plain bytes, not as a tensor in shared memory of torch's own."""
     staging = Staging(dataset.cache.spec, 4, batches=2)
-    answer = pickle.loads(pickle.dumps(staging(dataset.__getitems__(errand(range(LENGTH), staging.stretch(LENGTH))))))
+    answer = pickle.loads(pickle.dumps(staging(dataset.__getitems__(errand(range(LENGTH), staging.take(LENGTH))))))
     assert sorted([*answer.places, *answer.sent]) == without_slot(dataset)
     assert max(answer.places, default=0) < 4 <= min(answer.sent)
     for place, (image, _) in answer.sent.items():
@@ -102,8 +105,8 @@ def test_without_memory_all_of_it_is_sent(dataset, monkeypatch):
 
     monkeypatch.setattr(staging_module, "transit_memory", refuse)
     staging = Staging(dataset.cache.spec, LENGTH, batches=2)
-    assert staging.stretch(LENGTH).rows == 0
-    answer = staging(dataset.__getitems__(errand(range(LENGTH), staging.stretch(LENGTH))))
+    assert staging.take(LENGTH).rows == 0
+    answer = staging(dataset.__getitems__(errand(range(LENGTH), staging.take(LENGTH))))
     assert (answer.places, sorted(answer.sent)) == ([], without_slot(dataset))
     staging.close()
 
@@ -112,7 +115,7 @@ def test_a_worker_whose_cache_is_closed_hands_everything_over(dataset):
     """Then nothing is READY, whatever the main process thinks."""
     staging = Staging(dataset.cache.spec, LENGTH, batches=2)
     dataset.close()
-    answer = staging(dataset.__getitems__(errand(range(LENGTH), staging.stretch(LENGTH))))
+    answer = staging(dataset.__getitems__(errand(range(LENGTH), staging.take(LENGTH))))
     assert answer.places == list(range(LENGTH))
     staging.close()
 
@@ -136,12 +139,31 @@ def test_only_what_does_not_become_ready_is_handed_over(tmp_path, batched):
         dataset.__getitems__(with_slot[:2])
         loads = source.loads
         staging = Staging(dataset.cache.spec, LENGTH, batches=2)
-        answer = staging(dataset.__getitems__(errand(range(LENGTH), staging.stretch(LENGTH))))
+        stretch = staging.take(LENGTH)
+        answer = staging(dataset.__getitems__(errand(range(LENGTH), stretch)))
+        staging.give_back(stretch)
         assert answer.places == without_slot(dataset)
         assert source.loads - loads == LENGTH - 2
         assert dataset.cache.filled == len(with_slot)
         assert dataset.counters.totals().served == LENGTH + 2
         assert dataset.counters.totals().hits == 2
         twice = without_slot(dataset)[:1] * 2 + with_slot[:1]
-        assert staging(dataset.__getitems__(errand(twice, staging.stretch(3)))).places == [0, 1]
+        assert staging(dataset.__getitems__(errand(twice, staging.take(3)))).places == [0, 1]
         staging.close()
+
+
+class Nothing(Numbers):
+    """A source that has no sample any more."""
+
+    def __getitem__(self, index: int) -> Any:
+        return None
+
+
+def test_nothing_is_no_sample(dataset):
+    """Where the worker's cache is closed, what the source gives is checked, not taken for stored."""
+    dataset.close()
+    dataset._opened.source = Nothing(LENGTH)
+    staging = Staging(SampleSpec.infer(Numbers(3)[0]), LENGTH, batches=2)
+    with pytest.raises(SampleMismatchError):
+        staging(dataset.__getitems__(errand(range(LENGTH), staging.take(LENGTH))))
+    staging.close()

@@ -59,6 +59,6 @@ def test_loaders_leave_to_their_cache_what_it_has_not_filled_yet(monkeypatch, tr
         for _ in range(3):
             assert [batch[:, 0].tolist() for batch in loader] == [[*range(i, i + 4)] for i in range(0, 40, 4)]
             assert loader._kept is not None
-            assert loader._kept.staging is None or loader._kept.staging.stretch(4).rows == 0
+            assert loader._kept.staging is None or loader._kept.staging.take(4).rows == 0
             assert loader._kept.windows._segments == {}
         loader.close()

@@ -15,7 +15,7 @@ from torch.utils.data import default_collate
 from torch.utils.data._utils.collate import default_collate_fn_map
 
 from lightning_stocache.loading import windows as windows_module
-from lightning_stocache.loading.dataset import Delivery, Errand
+from lightning_stocache.loading.errand import Delivery, Errand
 from lightning_stocache.loading.windows import WindowClerk, Windows
 from tests.loading.twins import same
 

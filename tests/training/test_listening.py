@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import pytest
-from lightning.pytorch import Callback
+from lightning.pytorch import Callback, Trainer
 from lightning.pytorch.profilers import PassThroughProfiler, SimpleProfiler
 
 from lightning_stocache.training.datamodule import StocacheDataModule
@@ -108,3 +108,17 @@ def test_a_profiler_with_ways_of_its_own_keeps_them(tmp_path):
     trainer.fit(Model(), StocacheDataModule(source(tmp_path), batch_size=4))
     assert profiled.count("run_training_batch") == SAMPLES // 4 == notes.heard.count(("stop", "run_training_batch"))
     assert set(torn) == {"fit"}
+
+
+def test_a_profiler_that_does_nothing_does_it_as_before():
+    """As a context, with the action's name, and as a decorator."""
+    trainer = Trainer(logger=False, enable_checkpointing=False, enable_progress_bar=False)
+    clock = Notes()
+    listen(trainer, clock)
+    with trainer.profiler.profile("mine") as name:
+        assert name == "mine"
+    assert trainer.profiler.profile("mine")(len)([1, 2]) == 2
+    with pytest.raises(KeyError), trainer.profiler.profile("mine"):
+        raise KeyError
+    stop_listening(trainer, clock)
+    assert clock.heard == []

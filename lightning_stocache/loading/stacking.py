@@ -1,0 +1,164 @@
+"""Stacking samples in place: a batch whose tensors are filled row by row as the samples come.
+
+`torch.stack` wants all samples first: 64 transformed photographs are fresh memory, page faults and one more copy. Here
+the first sample says what tensors the batch will have; each is made in the memory that is there, and every sample's
+tensors are copied to their rows at once. `collate` then finds that nothing is left to do.
+"""
+
+from __future__ import annotations
+
+import itertools
+from collections import OrderedDict
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any, NamedTuple
+
+import numpy as np
+import torch
+from torch.utils.data import default_collate
+from torch.utils.data._utils.collate import default_collate_fn_map
+
+from lightning_stocache.node.segment import Segment
+
+__all__ = ["Rows", "Stack", "Written", "aligned", "is_dense", "is_plain", "rebuilt"]
+
+_ALIGNMENT = 64  # bytes, for the reason that `slots` gives
+
+
+@dataclass(frozen=True)
+class Written:
+    """A tensor that lies in the window."""
+
+    offset: int
+    dtype: torch.dtype
+    shape: tuple[int, ...]
+
+
+class Room(NamedTuple):
+    """A place in the window for one tensor of the batch.
+
+    Args:
+        place: where it lies.
+        rows: one for each sample, `[*shape]`.
+    """
+
+    place: Written
+    rows: tuple[torch.Tensor, ...]
+
+    def put(self, number: int, leaf: Any) -> Any:
+        """A leaf of that sample, in its row if it fits there."""
+        row = self.rows[number]
+        fits = is_dense(leaf) and leaf.dtype == row.dtype and leaf.shape == row.shape
+        return row.copy_(leaf) if fits else leaf
+
+
+class Rows:
+    """A window as the tensors of a batch, each with a row for every sample.
+
+    Args:
+        segment: the window, if there is one.
+        samples: of the batch.
+    """
+
+    def __init__(self, segment: Segment | None, samples: int) -> None:
+        self._segment, self._samples, self._end = segment, samples, 0
+        self._rooms: list[Room | None] = []  # for each leaf of the first sample
+        self._types: list[type] | None = None  # of them, if that sample is a tuple without branches
+
+    def put(self, number: int, sample: Any) -> Any:
+        """The sample, with its tensors in their rows as far as there are rows that fit."""
+        if self._segment is None or number >= self._samples:
+            return sample
+        if type(sample) is tuple and [type(leaf) for leaf in sample] == self._types:
+            # Nearly all are like that, and code is cold after each transform: this saves 5 us of 25.
+            pairs = zip(self._rooms, sample, strict=True)
+            return tuple([leaf if room is None else room.put(number, leaf) for room, leaf in pairs])
+        if not is_plain(sample):
+            return sample
+        if number == 0:
+            rebuilt(sample, self._open)
+            if type(sample) is tuple and not any(isinstance(leaf, dict | list | tuple) for leaf in sample):
+                self._types = [type(leaf) for leaf in sample]
+        rooms = itertools.chain(self._rooms, itertools.repeat(None))
+        return rebuilt(sample, lambda leaf: leaf if (room := next(rooms)) is None else room.put(number, leaf))
+
+    def make(self, first: Any, samples: int) -> tuple[Written, torch.Tensor] | None:
+        """Memory for so many tensors such as this one; None if the window is full, or if this is no dense tensor."""
+        if self._segment is None or not is_dense(first):
+            return None
+        size = first.numel() * first.element_size() * samples
+        if not size or self._end + size > self._segment.size:
+            return None
+        place = Written(self._end, first.dtype, (samples, *first.shape))
+        self._end += aligned(size)
+        return place, self._segment.bytes(place.offset, size).view(place.dtype).view(place.shape)
+
+    def found(self, leaves: list[torch.Tensor]) -> Written | None:
+        """Where these tensors lie, if they are the rows of one."""
+        if len(leaves) != self._samples:
+            return None
+        for room in filter(None, self._rooms):
+            if all(leaf.data_ptr() == row.data_ptr() for leaf, row in zip(leaves, room.rows, strict=True)):
+                return room.place
+        return None
+
+    def _open(self, leaf: Any) -> None:
+        made = self.make(leaf, self._samples)
+        self._rooms.append(None if made is None else Room(made[0], made[1].unbind(0)))
+
+
+class Stack:
+    """Stacks tensors, into the window as long as they fit; nothing is left to do for those that lie there already."""
+
+    def __init__(self, rows: Rows) -> None:
+        self._rows = rows
+
+    def __call__(self, leaves: list[torch.Tensor], *, collate_fn_map: Any = None) -> Any:
+        """As `collate` calls what it finds in its map: where they lie now, or the stacked tensor."""
+        first = leaves[0]
+        if not all(is_dense(leaf) and leaf.dtype == first.dtype and leaf.shape == first.shape for leaf in leaves):
+            return default_collate(leaves)
+        if (place := self._rows.found(leaves)) is not None:
+            return place
+        made = self._rows.make(first, len(leaves))
+        if made is None:
+            return torch.stack(leaves)
+        place, tensor = made
+        torch.stack(leaves, out=tensor)
+        return place
+
+
+def is_plain(node: Any) -> bool:
+    """Whether a sample, and so the batch that is collated from it, can be walked by `rebuilt`."""
+    kind = type(node)
+    if kind in (dict, OrderedDict):
+        return all(map(is_plain, node.values()))
+    if isinstance(node, torch.Tensor | np.ndarray | np.generic | int | float | str | bytes):
+        return kind is torch.Tensor or not isinstance(node, torch.Tensor) or kind not in default_collate_fn_map
+    walked = kind in (list, tuple) or (isinstance(node, tuple) and hasattr(kind, "_fields"))
+    return walked and kind not in default_collate_fn_map and all(map(is_plain, node))
+
+
+def is_dense(leaf: Any) -> bool:
+    """Whether it is a tensor that is its bytes, dtype and shape, and nothing else."""
+    return (
+        type(leaf) is torch.Tensor
+        and leaf.layout is torch.strided
+        and leaf.device.type == "cpu"
+        and not (leaf.requires_grad or leaf.is_quantized or leaf.is_nested or leaf.is_conj() or leaf.is_neg())
+    )
+
+
+def aligned(size: int) -> int:
+    """Bytes that so many take up, with what is left free behind them."""
+    return -(-size // _ALIGNMENT) * _ALIGNMENT
+
+
+def rebuilt(node: Any, leaf: Callable[[Any], Any]) -> Any:
+    """The same structure with what `leaf` makes of each leaf."""
+    if type(node) in (dict, OrderedDict):
+        return type(node)((key, rebuilt(value, leaf)) for key, value in node.items())
+    if type(node) is list or isinstance(node, tuple):
+        values = [rebuilt(value, leaf) for value in node]
+        return type(node)(*values) if hasattr(node, "_fields") else type(node)(values)
+    return leaf(node)
