@@ -14,10 +14,12 @@ are made on the caller's thread at the moments at which DataLoader makes them, o
 What has no short cut (a `collate_fn` of the user's, samples without batching, a dataset that is not cached) travels as
 DataLoader sends it.
 
-Not equal by nature: the storage of a batch cannot be resized, and may hold other batches, too (up to 1 MiB: who
-pickles or keeps a small one for long had better `clone` it), `is_shared()` is False where DataLoader's worker batches
-say True, and the workers' random streams see only the misses (a source must not be random). A transform that returns
-the same memory each time gives each sample what it returned for it; DataLoader's workers stack what it returned last.
+Not equal by nature: the storage of a batch cannot be resized, and may hold other batches, too (up to 1 MiB: who pickles
+or keeps a small one for long had better `clone` it), `is_shared()` is False where DataLoader's worker batches say True,
+and the workers' random streams see only the misses (a source must not be random). The samples of a batch are loaded
+before any is transformed: after an error of the source, a random transform has drawn less than in DataLoader. A
+transform that returns the same memory each time gives each sample what it returned for it; DataLoader's workers stack
+what it returned last.
 """
 
 from __future__ import annotations
@@ -26,6 +28,7 @@ import weakref
 from collections.abc import Iterable
 from typing import Any, Literal, Protocol, get_args
 
+import torch
 from torch.utils.data import DataLoader, Dataset, Sampler, default_collate
 
 from lightning_stocache.loading.dataset import CachedDataset
@@ -105,7 +108,7 @@ class CachedLoader(DataLoader[Any]):
         if kept is not self._kept:
             self._change(kept)
         if kept is None:
-            return super().__iter__()
+            return self._iter_plainly(seeded=persistent and self._started and self._plain is None)
         # New workers with random transforms need a new seed; new ones that only load do not.
         first = not persistent or not (self._started or self._plain is not None)
         schedule = Schedule(self, first=first or (kept.way == "worker" and kept.crew is None))
@@ -118,6 +121,16 @@ class CachedLoader(DataLoader[Any]):
             epoch = (WarmEpoch if warm else GatheredEpoch)(self, schedule, kept)
         self._current = weakref.ref(epoch)
         return epoch
+
+    def _iter_plainly(self, seeded: bool) -> Any:
+        """DataLoader's own epoch; where a persistent loader has drawn its base seed already, it draws none again."""
+        own = self.generator
+        if seeded:
+            self.generator = torch.Generator().set_state((own or torch.default_generator).get_state())
+        try:
+            return super().__iter__()
+        finally:
+            self.generator = own
 
     def close(self) -> None:
         """End the epoch under way, and the workers; a new epoch starts new ones."""

@@ -457,3 +457,28 @@ def test_a_loader_that_is_running_can_be_copied_and_sent():
             other.close()
         assert same(list(iterator), expected)
         loader.close()
+
+
+@pytest.mark.parametrize("own", [False, True])
+def test_a_persistent_loader_whose_cache_is_closed_draws_no_second_seed(own):
+    """The epochs after it are those of a DataLoader whose workers have lived on, and so is the generator's state."""
+
+    def epochs(loader: Any, close: Any = None) -> list[Any]:
+        torch.manual_seed(0)
+        got = []
+        for epoch in range(4):
+            for number, batch in enumerate(loader):
+                if close is not None and (epoch, number) == (1, 1):
+                    close()
+                got.append(batch[1].tolist())
+        return [*got, torch.rand(1).item()]
+
+    arguments: dict[str, Any] = {"batch_size": 8, "shuffle": True, "num_workers": 1, "persistent_workers": True}
+    with closing(CachedDataset(Numbers(LENGTH))) as dataset:
+        expected = epochs(DataLoader(Numbers(LENGTH), generator=seeded() if own else None, **arguments))
+        loader = CachedLoader(dataset, generator=seeded() if own else None, **arguments)
+        assert epochs(loader, dataset.close) == expected
+
+
+def seeded() -> torch.Generator:
+    return torch.Generator().manual_seed(7)
