@@ -1,6 +1,6 @@
 """Warm and cold speed beside other caches, and beside the limit: what one thread needs to copy the samples.
 
-    python examples/benchmarks/peers.py                        # about 10 minutes on 2 cores
+    python examples/benchmarks/peers.py                        # about 14 minutes on 2 cores
     python examples/benchmarks/peers.py --only transforms
 
 Five ways to the same batches (uint8 images and int labels, shuffled), all fully cached but the last:

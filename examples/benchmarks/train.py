@@ -1,6 +1,6 @@
 """End to end in Lightning: how long each epoch waits for data and how long it computes, cached and not.
 
-    python examples/benchmarks/train.py                        # about 6 minutes on 2 cores
+    python examples/benchmarks/train.py                        # about 4 minutes on 2 cores
     python examples/benchmarks/train.py --models mobilenet_v3_small --samples 4000 --batch-size 256
 
 The example's small network and torchvision's mobilenet_v3_small train for three epochs on JPEG files (320x320, decoded
