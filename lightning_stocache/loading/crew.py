@@ -50,18 +50,14 @@ class Crew:
         loader: number of workers, start method, time-out and the rest are its.
         clerk: turns an errand and its samples into the answer, in the worker.
         seed_state: state of the generator from which the base seed of the workers is drawn.
-        depth: errands that may be under way for every batch that DataLoader would have under way.
     """
 
-    def __init__(
-        self, loader: DataLoader[Any], clerk: Callable[[Any], Any], seed_state: torch.Tensor | None, depth: int = 1
-    ) -> None:
+    def __init__(self, loader: DataLoader[Any], clerk: Callable[[Any], Any], seed_state: torch.Tensor | None) -> None:
         generator = torch.Generator()
         if seed_state is not None:
             generator.set_state(seed_state)
         self._feed = _Feed()
-        prefetch_factor = (loader.prefetch_factor or 2) * depth
-        self.most = prefetch_factor * loader.num_workers
+        self.most = (loader.prefetch_factor or 2) * loader.num_workers
         self._loader: DataLoader[Any] = DataLoader(
             loader.dataset,
             batch_sampler=self._feed,
@@ -71,7 +67,7 @@ class Crew:
             worker_init_fn=loader.worker_init_fn,
             multiprocessing_context=loader.multiprocessing_context,
             generator=generator,
-            prefetch_factor=prefetch_factor,
+            prefetch_factor=loader.prefetch_factor,
             persistent_workers=True,  # an empty feed must not end them
         )
         self._workers: Any = iter(self._loader)

@@ -10,7 +10,7 @@ With a per-sample transform on the CPU, whole batches are made by the workers, f
 memory that the trainer is lent.
 
 Order, contents and the random states are those of a plain DataLoader with the same arguments, bit for bit: all draws
-are made on the caller's thread at the moments at which DataLoader makes them, or where nobody can notice (`schedule`).
+are made on the caller's thread at the moments at which DataLoader makes them (`schedule`).
 What has no short cut (a `collate_fn` of the user's, samples without batching, a dataset that is not cached) travels as
 DataLoader sends it.
 

@@ -8,7 +8,7 @@ DataLoader makes it:
   `prefetch_factor * num_workers` batches. A persistent loader's later epochs draw no base seed and call `iter` once.
 - `next(iterator)`: with workers, one batch, after the current one has come; without, the current one.
 
-A batch may be drawn earlier than that only if nobody can notice: samplers that draw from a generator of their own.
+Without workers a batch may be drawn ahead only if nobody can notice: samplers that draw from a generator of their own.
 RandomSampler with a generator of the user's is not one: it draws a second permutation when the first runs out. Nor is a
 subclass that has a way of its own to draw.
 """

@@ -38,7 +38,7 @@ class CacheMonitor(Callback):
     `stocache/test/<metric>` for the other stages:
 
     - `hit_rate`: hits over samples served. Served means handed out by the cache layer, consumed or not: workers run
-      ahead by `num_workers * prefetch_factor` batches, or where less is missing by as many samples.
+      ahead by `num_workers * prefetch_factor` batches.
     - `fill_fraction`: share of the slots that are ready; `coverage`: share of the indices that have a slot on some
       node.
     - `hits`, `misses`, `bypasses`, `fills`: samples in this epoch, over all ranks.

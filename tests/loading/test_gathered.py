@@ -23,7 +23,7 @@ from lightning_stocache.loading.dataset import CachedDataset
 from lightning_stocache.loading.errand import Errand
 from lightning_stocache.loading.loader import CachedLoader
 from lightning_stocache.node.free import FreeMemory
-from tests.loading.twins import LazySampler, Numbers, copied, same
+from tests.loading.twins import Numbers, copied, same
 from tests.sources import CountedSource
 
 LENGTH = 40
@@ -115,20 +115,6 @@ def test_a_batch_without_a_miss_wakes_no_worker(errands):
         batches = list(CachedLoader(dataset, 5, num_workers=1))
         assert same(batches, list(DataLoader(Numbers(LENGTH), 5)))
         assert errands == [[20, 21, 22, 23, 24], [25, 26, 27, 28, 29], [30, 31, 32, 34], [35, 36, 37, 38, 39]]
-
-
-@pytest.mark.parametrize("sampler", [None, LazySampler(LENGTH)])
-def test_as_many_samples_are_under_way_as_with_a_dataloader(errands, sampler):
-    """Where little of each batch is missing these are more batches, unless somebody could notice what was drawn."""
-    with closing(CachedDataset(Numbers(LENGTH))) as dataset:
-        fill(dataset, [index for index in range(LENGTH) if index % 4])
-        iterator = iter(CachedLoader(dataset, 4, sampler=sampler, num_workers=1))
-        if sampler is None:
-            assert len(errands) > 2
-            assert sum(map(len, errands)) <= 2 * 4
-        else:
-            assert len(errands) <= 2
-        del iterator
 
 
 @pytest.mark.parametrize("persistent", [False, True])
