@@ -10,9 +10,8 @@ With a per-sample transform on the CPU, whole batches are made by the workers, f
 memory that the trainer is lent.
 
 Order, contents and the random states are those of a plain DataLoader with the same arguments, bit for bit: all draws
-are made on the caller's thread at the moments at which DataLoader makes them (`schedule`).
-What has no short cut (a `collate_fn` of the user's, samples without batching, a dataset that is not cached) travels as
-DataLoader sends it.
+are made on the caller's thread at the moments at which DataLoader makes them (`schedule`). What has no short cut (a
+`collate_fn` of the user's, samples without batching, a dataset that is not cached) travels as DataLoader sends it.
 
 Not equal by nature: the storage of a batch cannot be resized, and may hold other batches, too (up to 1 MiB: who pickles
 or keeps a small one for long had better `clone` it), `is_shared()` is False where DataLoader's worker batches say True,
