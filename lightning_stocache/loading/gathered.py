@@ -69,8 +69,6 @@ class GatheredEpoch:
         self._dataset, self._batches = loader.dataset, loader.batch_sampler
         self._schedule, self._kept, self._cache, self._collation = schedule, kept, kept.cache, kept.collation
         self._with_workers = loader.num_workers > 0
-        self._most = (loader.prefetch_factor or 2) * loader.num_workers  # batches that DataLoader has under way
-        self._rows = _rows_of(loader)
         self._plans: deque[_Plan] = deque()
         self._ahead = Ahead()
         self._finalizer = weakref.finalize(self, kept.end_epoch, self._ahead)
@@ -78,8 +76,9 @@ class GatheredEpoch:
             kept.end_workers()
         kept.begin_epoch()
         if self._with_workers:
-            self._hire(loader)
-            for _ in range(self._most):
+            under_way = (loader.prefetch_factor or 2) * loader.num_workers
+            self._hire(loader, under_way)
+            for _ in range(under_way):
                 self._draw()
 
     def __iter__(self) -> GatheredEpoch:
@@ -105,8 +104,8 @@ class GatheredEpoch:
         except BaseException as error:
             # As in DataLoader: what the source raises takes the place of the batch, and so does anything without
             # workers. With them, a batch that was interrupted, or whose answer has not come, is the next one again.
-            asked = plan.stretch is not None and crew is not None and not self._cache.closed
-            failed = crew.answered > answered if asked and crew is not None else isinstance(error, Exception)
+            asked = None if plan.stretch is None or self._cache.closed else crew
+            failed = isinstance(error, Exception) if asked is None else asked.answered > answered
             if failed or not self._with_workers:
                 self._go_on()
             plan.job = None
@@ -124,11 +123,11 @@ class GatheredEpoch:
         self._plans.clear()
         self._finalizer()
 
-    def _hire(self, loader: DataLoader[Any]) -> None:
+    def _hire(self, loader: DataLoader[Any], under_way: int) -> None:
         """Start the workers before the thread, if there is anything to load."""
         kept = self._kept
         if kept.crew is None and not kept.full:
-            kept.staging = Staging(self._cache.spec, self._rows, self._most + 1, kept.promised)
+            kept.staging = Staging(self._cache.spec, _rows_of(loader), under_way + 1, kept.promised)
             kept.crew = Crew(loader, kept.staging, self._schedule.seed_state)
 
     def _go_on(self) -> None:

@@ -74,9 +74,8 @@ class Kept:
         start = time.perf_counter_ns()
         rows = self._memory(slots.shape[0])
         self.cache.gather(slots, rows)
-        self._gather_ns += (
-            time.perf_counter_ns() - start
-        )  # an interrupted wait may cost a few: else one thread at a time
+        # One thread at a time, but after an interrupted wait, which may cost a few.
+        self._gather_ns += time.perf_counter_ns() - start
         return rows
 
     def take_gather_ns(self) -> int:

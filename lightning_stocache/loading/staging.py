@@ -4,8 +4,8 @@ Sending samples through a queue costs more than loading them from memory: each w
 mapped and faulted in twice. So the samples of a batch that did not become READY (no slot here, or another process was
 filling it) are written into a fixed area that main process and workers share: a ring of rows, of which every errand has
 a stretch, a row for each of its samples. A message carries only the places of those that are there. What has no row (an
-errand of more samples than a batch has, or no memory for the area at all) travels in the message as plain bytes:
-torch's own way to send a tensor takes shared memory, and dies of SIGBUS where there is none.
+errand of more samples than expected, too many under way, or no memory for the area at all) travels in the message as
+plain bytes: torch's own way to send a tensor takes shared memory, and dies of SIGBUS where there is none.
 
 A stretch is written by the one worker that has its errand, and read by the main process after the answer has come; its
 rows are given to another errand after that.
