@@ -46,6 +46,7 @@ class Request:
         in_flight: the loader that will read it, if that is known.
         name: under which its cache outlives the job.
         fingerprint: what the user says of the contents, compared where the name exists.
+        strict: whether what cannot be cached is an error, not passed through with a warning.
     """
 
     source: Dataset[object]
@@ -55,6 +56,7 @@ class Request:
     in_flight: InFlight | None = None
     name: str | None = None
     fingerprint: str = ""
+    strict: bool = False
 
     @property
     def length(self) -> int:

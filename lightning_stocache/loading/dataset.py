@@ -62,6 +62,7 @@ class CachedDataset(Dataset[Any]):
             much is cached. `python -m lightning_stocache clean NAME` removes it.
         fingerprint: what else decides what the samples are (a size, a version, a path): a job with the same name and
             another fingerprint, length or sample is refused.
+        strict: what cannot be cached is an error; else it passes through uncached, with one warning.
 
     Raises:
         TypeError: the source is iterable-style or cached already, its samples hold something of no fixed size
@@ -94,6 +95,7 @@ class CachedDataset(Dataset[Any]):
         defer: bool = False,
         name: str | None = None,
         fingerprint: str = "",
+        strict: bool = False,
     ) -> None:
         check_source(source, CachedDataset)
         if spec is not None and not isinstance(spec, SampleSpec):
@@ -115,6 +117,7 @@ class CachedDataset(Dataset[Any]):
         self.on_error = on_error
         self._name = None if name is None else check_name(name)  # not public: the source may have a `name`
         self._fingerprint = fingerprint
+        self.strict = strict
         self.baseline = Counts()  # what had been counted when the current Trainer call began
         self._opened = Opened(source)
         if not defer:
@@ -143,7 +146,9 @@ class CachedDataset(Dataset[Any]):
             pot: which budget it draws on.
             in_flight: the loader that will read it, if that is known.
         """
-        return Request(self.source, pot, self.spec, self.allow_random, in_flight, self._name, self._fingerprint)
+        return Request(
+            self.source, pot, self.spec, self.allow_random, in_flight, self._name, self._fingerprint, self.strict
+        )
 
     def adopt(self, opened: Opened) -> None:
         """Serve from a cache that was opened for this dataset's request; what was counted before is over."""

@@ -50,6 +50,7 @@ class Opened:
         group: the ranks that share it.
         budget_bytes: memory that was granted on this node.
         name: under which the cache stays in memory when it is closed.
+        strict: whether a sample that differs from the spec is an error, not a bypass.
 
     Raises:
         SampleMismatchError: (whatever serves) a loaded sample differs from the cache's spec.
@@ -64,6 +65,7 @@ class Opened:
     group: NodeGroup = field(default_factory=NodeGroup)
     budget_bytes: int = 0
     name: str | None = None
+    strict: bool = False
     _buffers: Buffers = field(default_factory=Buffers, repr=False, compare=False)
 
     @property

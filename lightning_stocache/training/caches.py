@@ -107,6 +107,7 @@ class CallCaches:
                 defer=True,
                 name=None if options.name is None else names[key],
                 fingerprint=options.fingerprint,
+                strict=options.strict,
             )
             for key, one in new.items()
         }

@@ -90,6 +90,7 @@ class StochasticCache(CacheMonitor):
         name: under which the caches stay in memory when the job ends, so that the next one starts warm; that of the
             n-th dataset of a stage is `<name>-<stage><n>`. See `CachedDataset`.
         fingerprint: what else decides what the samples are (a size, a version, a path), see `CachedDataset`.
+        strict: what cannot be cached is an error; else it passes through uncached, with one warning.
 
     Raises:
         ValueError: an option that cannot be read.
@@ -111,11 +112,12 @@ class StochasticCache(CacheMonitor):
         sampling: Mode = "locality",
         name: str | None = None,
         fingerprint: str = "",
+        strict: bool = False,
     ) -> None:
         super().__init__()
         self.caches = CallCaches(
             CacheOptions(
-                budget, stage_budgets, allow_random, backend, on_error, keep_cache, sampling, name, fingerprint
+                budget, stage_budgets, allow_random, backend, on_error, keep_cache, sampling, name, fingerprint, strict
             )
         )
         self._monitors = True

@@ -67,6 +67,7 @@ class StocacheDataModule(LightningDataModule):
         name: under which the caches stay in memory when the job ends, so that the next one starts warm; that of the
             n-th dataset of a stage is `<name>-<stage><n>`. See `CachedDataset`.
         fingerprint: what else decides what the samples are (a size, a version, a path), see `CachedDataset`.
+        strict: what cannot be cached is an error; else it passes through uncached, with one warning.
 
     Raises:
         ValueError: an option that cannot be read; (`setup`) an empty set.
@@ -107,6 +108,7 @@ class StocacheDataModule(LightningDataModule):
         sampling: Mode = "locality",
         name: str | None = None,
         fingerprint: str = "",
+        strict: bool = False,
     ) -> None:
         super().__init__()
         for argument, given in (("eval_transform", eval_transform), ("eval_batch_transform", eval_batch_transform)):
@@ -126,7 +128,7 @@ class StocacheDataModule(LightningDataModule):
         self.prepare = prepare
         self.caches = CallCaches(
             CacheOptions(
-                budget, stage_budgets, allow_random, backend, on_error, keep_cache, sampling, name, fingerprint
+                budget, stage_budgets, allow_random, backend, on_error, keep_cache, sampling, name, fingerprint, strict
             )
         )
         self._resume: Position | None = None

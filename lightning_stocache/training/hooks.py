@@ -40,6 +40,7 @@ def cache_datamodule(
     sampling: Mode = "locality",
     name: str | None = None,
     fingerprint: str = "",
+    strict: bool = False,
 ) -> M:
     """Cache the loaders of a DataModule, and return the same object.
 
@@ -59,6 +60,7 @@ def cache_datamodule(
         name: under which the caches stay in memory when the job ends, so that the next one starts warm; that of the
             n-th dataset of a stage is `<name>-<stage><n>`. See `CachedDataset`.
         fingerprint: what else decides what the samples are (a size, a version, a path), see `CachedDataset`.
+        strict: what cannot be cached is an error; else it passes through uncached, with one warning.
 
     Raises:
         TypeError: what is given is no LightningDataModule, or caches already.
@@ -84,7 +86,7 @@ def cache_datamodule(
     if isinstance(getattr(datamodule, "caches", None), CallCaches):
         raise TypeError(f"datamodule must not be cached yet, got a {type(datamodule).__name__} that is")
     options = CacheOptions(
-        budget, stage_budgets, allow_random, backend, on_error, keep_cache, sampling, name, fingerprint
+        budget, stage_budgets, allow_random, backend, on_error, keep_cache, sampling, name, fingerprint, strict
     )
     caches = CallCaches(options)
     datamodule.caches = caches  # type: ignore[attr-defined]

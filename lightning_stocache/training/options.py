@@ -31,6 +31,7 @@ class CacheOptions:
         sampling: how the training set is dealt to ranks, see `LocalitySampler`.
         name: under which the caches outlive the job; that of the n-th dataset of a stage is `<name>-<stage><n>`.
         fingerprint: what else decides what the samples are, see `CachedDataset`.
+        strict: whether what cannot be cached is an error, not passed through with a warning.
 
     Raises:
         ValueError: an option that is none of these.
@@ -45,6 +46,7 @@ class CacheOptions:
     sampling: Mode = "locality"
     name: str | None = None
     fingerprint: str = ""
+    strict: bool = False
     budgets: dict[str, Budget] = field(init=False)
     """The budget of every pot; stages without one of their own share the pot ""."""
 
