@@ -8,7 +8,7 @@ before anything is granted. This runs on the leader of a node only; nothing here
 from __future__ import annotations
 
 import os
-from collections.abc import Mapping, Sequence, Sized
+from collections.abc import Callable, Mapping, Sequence, Sized
 from dataclasses import dataclass, replace
 from typing import Literal, cast
 
@@ -26,11 +26,21 @@ BackendChoice = Literal["auto", "tmpfile", "memfd", "file"]
 
 @dataclass(frozen=True)
 class InFlight:
-    """What a loader keeps in memory besides the cache: batches that its workers have finished."""
+    """The loader that will read a source: what it keeps in memory besides the cache, and how its workers start.
+
+    Args:
+        batch_size: samples per batch.
+        num_workers: worker processes.
+        prefetch_factor: finished batches that each of them keeps.
+        start_method: how they are started, if the loader says so.
+        worker_init_fn: what is called in each of them.
+    """
 
     batch_size: int
     num_workers: int
     prefetch_factor: int | None = None
+    start_method: str | None = None
+    worker_init_fn: Callable[[int], None] | None = None
 
 
 @dataclass(frozen=True)

@@ -1,10 +1,15 @@
 """Where a source is cut, and how: its transform ends before the cut, and the tail goes on after it.
 
 A source is cut by its `transform` (or the joint `transforms` of a VisionDataset), through any depth of Subset. Nested
-Composes and Sequentials are one flat list of steps. A `Cut` says how many of them stay in the source and where in a
-sample the values of each call lie; it holds nothing but numbers and keys, so a process that has read nothing cuts its
-own source in the same way. `apply` gives a shallow copy of the source that runs the steps before the cut, and the
-`Tail`, which runs the others on the sample. The user's objects are not modified.
+Composes and Sequentials of torchvision are one flat list of steps; a Compose of albumentations or MONAI has the steps
+that it holds itself. `Part` runs some of the steps, called as the whole transform is: with one value, with several, or
+by keywords.
+
+A `Cut` says how many steps stay in the source and where in a sample the values of each call lie; it holds nothing but
+numbers and keys, so a process that has read nothing cuts its own source in the same way. `apply` gives a shallow copy
+of the source that runs the steps before the cut, and the `Tail`, which runs the others on the sample. The user's
+objects are not modified, and the tail works with them: who seeds the transform's generators anew, as `worker_init_fn`
+may, seeds the tail's.
 
 Whether a cut is sound is not known here: `split` finds it and proves it.
 """
@@ -13,7 +18,7 @@ from __future__ import annotations
 
 import copy
 import sys
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, cast
 
@@ -24,15 +29,20 @@ from lightning_stocache.loading.probe import Path
 
 __all__ = [
     "Cut",
-    "Steps",
+    "Part",
+    "Places",
     "Tail",
     "UncuttableError",
-    "run_step",
+    "draws_by_itself",
+    "named_values",
     "step_name",
     "steps_of",
     "transform_of",
     "with_transform",
 ]
+
+Places = tuple[tuple[int | str, Path], ...]
+"""Where the values of one call lie in a sample: by position, or by keyword."""
 
 
 @dataclass(frozen=True)
@@ -40,12 +50,12 @@ class Cut:
     """Where a source is cut. Found by `split` in one process, it can be applied to the same source in another.
 
     Args:
-        position: How many steps of the (flattened) transform stay in the source.
-        places: Per call of the transform for a sample, where its values lie: one path, several if it is joint.
+        position: How many steps of the transform stay in the source.
+        places: Per call of the transform for a sample, where its values lie.
     """
 
     position: int
-    places: tuple[tuple[Path, ...], ...]
+    places: tuple[Places, ...]
 
     def apply(self, source: Dataset[Any]) -> tuple[Dataset[Any], Tail]:
         """The deterministic copy of `source` and the tail, without a read.
@@ -53,49 +63,91 @@ class Cut:
         Raises:
             ValueError: If `source` has no transform that could be cut: it is not the one that this was found in.
         """
-        steps = steps_of(transform_of(source))
-        return with_transform(source, Steps(steps[: self.position])), Tail(steps[self.position :], self.places)
+        transform = transform_of(source)
+        return with_transform(source, Part(transform, 0, self.position)), Tail(transform, self.position, self.places)
 
 
-class Steps:
-    """Some steps of a transform, called as a torchvision Compose is: one value in and out, or several in and out."""
+class Part:
+    """Some consecutive steps of a transform, called as the transform is.
 
-    def __init__(self, steps: Sequence[Callable[..., Any]]) -> None:
-        self.steps = list(steps)
+    Args:
+        transform: The whole.
+        begin: The first step.
+        end: The one after the last; None for all that follow.
+    """
+
+    def __init__(self, transform: Callable[..., Any], begin: int, end: int | None = None) -> None:
+        self.transform: Any = transform
+        self.begin, self.end = begin, end
+        self.steps = steps_of(transform)[begin:end]
 
     def __repr__(self) -> str:
         return f"{type(self).__name__}({', '.join(map(step_name, self.steps))})"
 
-    def __call__(self, *values: Any) -> Any:
-        """Run the steps. Several values come back as a tuple."""
+    def __call__(self, *values: Any, **named: Any) -> Any:
+        """Run the steps. Several values come back as a tuple, named ones as a dict."""
+        # A copy for each call: who has given the whole transform new generators has given them to it.
+        if _is_monai(self.transform) or (draws_by_itself(self.transform) and self.end is None):
+            section: Any = copy.copy(self.transform)
+            section.transforms = self.transform.transforms[self.begin : self.end]
+            return section(*values, **named)
         for step in self.steps:
-            values = run_step(step, values)
-        return values if len(values) > 1 else values[0]
+            if named:
+                came = step(**named)
+                if not isinstance(came, dict):
+                    raise UncuttableError(
+                        f"its transform is called with keyword arguments ({', '.join(named)}), and "
+                        f"{step_name(step)} returns no dict for them"
+                    )
+                named = came
+            else:
+                result = step(*values)
+                values = tuple(result) if len(values) > 1 else (result,)
+        return named or (values if len(values) > 1 else values[0])
 
 
-class Tail(Steps):
+class Tail:
     """The random steps, applied to those objects of a sample that the head made. The given sample keeps its containers.
 
     Args:
-        steps: The steps from the first random one on.
+        transform: The whole transform.
+        position: Its first random step.
         places: Where they work, as `Cut` has it.
     """
 
-    def __init__(self, steps: Sequence[Callable[..., Any]], places: Sequence[Sequence[Path]]) -> None:
-        super().__init__(steps)
-        self.places = places
+    def __init__(self, transform: Callable[..., Any], position: int, places: Sequence[Places]) -> None:
+        self.part, self.places = Part(transform, position), places
+
+    def __repr__(self) -> str:
+        return repr(self.part).replace("Part", "Tail", 1)
 
     def __call__(self, sample: Any) -> Any:
         """Finish a sample of the split source."""
-        for paths in self.places:
-            values = super().__call__(*(_get(sample, path) for path in paths))
-            for path, value in zip(paths, values if len(paths) > 1 else (values,), strict=True):
-                sample = _put(sample, path, value)
+        for places in self.places:
+            given = {key: _get(sample, path) for key, path in places}
+            named = {key: value for key, value in given.items() if isinstance(key, str)}
+            result = self.part(*(value for key, value in given.items() if not isinstance(key, str)), **named)
+            values = named_values(result, len(given), by_keyword=bool(named))
+            for key, path in places:
+                sample = _put(sample, path, values[key])
         return sample
 
 
 class UncuttableError(ValueError):
     """The source cannot be split; the message says why."""
+
+
+def named_values(result: Any, count: int, *, by_keyword: bool) -> Mapping[int | str, Any]:
+    """What a transform returned, by position or keyword.
+
+    Args:
+        result: Of a call.
+        count: How many values went in.
+        by_keyword: Whether they had names.
+    """
+    if by_keyword:
+        return cast(Mapping[int | str, Any], result)
+    return dict(enumerate(result if count > 1 else (result,)))
 
 
 def _attribute(dataset: Dataset[Any]) -> str | None:
@@ -128,27 +180,42 @@ def with_transform(dataset: Dataset[Any], transform: Callable[..., Any]) -> Data
     return cast(Dataset[Any], clone)
 
 
-def steps_of(transform: Callable[..., Any]) -> list[Callable[..., Any]]:
-    """The steps of nested Composes and Sequentials. A subclass that runs its steps in its own way is one step."""
+def steps_of(transform: Any) -> list[Callable[..., Any]]:
+    """The steps of a transform. A subclass that runs its steps in its own way is one step."""
+    if _is_monai(transform) or draws_by_itself(transform):
+        return list(transform.transforms)
     modules = (sys.modules.get(name) for name in ("torchvision.transforms", "torchvision.transforms.v2"))
     kinds = [nn.Sequential, *(module.Compose for module in modules if module is not None)]
     for kind in kinds:
         same = (getattr(type(transform), way, 0) is getattr(kind, way, 0) for way in ("__call__", "forward"))
         if isinstance(transform, kind) and all(same):
             steps = transform if isinstance(transform, nn.Sequential) else transform.transforms
-            return [inner for step in steps for inner in steps_of(step)]
+            return [inner for step in steps for inner in _flat(step)]
     return [transform]
 
 
-def run_step(step: Callable[..., Any], values: tuple[Any, ...]) -> tuple[Any, ...]:
-    """Call one step; several values go in and come out as a tuple."""
-    result = step(*values)
-    return tuple(result) if len(values) > 1 else (result,)
+def draws_by_itself(transform: Any) -> bool:
+    """Whether it is a Compose of albumentations: it draws whether to run at all, even where it always does."""
+    return _is_compose(transform, "albumentations") and transform.p >= 1
 
 
 def step_name(step: Any) -> str:
     """A step as its user knows it, for messages."""
     return str(getattr(step, "__name__", type(step).__name__))
+
+
+def _flat(step: Any) -> list[Callable[..., Any]]:
+    return [step] if _is_monai(step) or draws_by_itself(step) else steps_of(step)
+
+
+def _is_monai(transform: Any) -> bool:
+    return _is_compose(transform, "monai.transforms") and not transform.lazy
+
+
+def _is_compose(transform: Any, module: str) -> bool:
+    """Whether it is of the class Compose of a library, which need not be installed."""
+    library = sys.modules.get(module)  # never imported: then nobody made one
+    return library is not None and type(transform) is getattr(library, "Compose", None)
 
 
 def _get(sample: Any, path: Path) -> Any:

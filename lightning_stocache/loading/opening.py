@@ -2,9 +2,9 @@
 
 All requests of one call open together, because they share budgets. The steps, each one collective over the job's ranks:
 
-1. The leader of each node reads a few samples of every source: the fields of the first one are the spec, and the
-   random part is found (`split`). The other ranks read nothing; they cut their own copy of the source at the same
-   place.
+1. The leader of each node looks at every source (`look`): the fields of a sample are the spec, and the random part is
+   found. The other ranks read nothing; they cut their own copy of the source at the same place. What cannot be cached
+   passes through, with one warning.
 2. Each leader joins the named caches that lie in its node's memory (`naming`).
 3. Each leader divides the memory of its node among the others (`allocate`).
 4. The leaders tell each other their slots, and every rank lays the same ring.
@@ -27,11 +27,9 @@ from lightning_stocache.cache.counters import Counters
 from lightning_stocache.cache.placement import Arc, Ring
 from lightning_stocache.cache.spec import SampleSpec
 from lightning_stocache.loading.allocation import BackendChoice, Request, allocate
-from lightning_stocache.loading.cut import Cut
+from lightning_stocache.loading.look import Finding, look
 from lightning_stocache.loading.naming import join_cache, join_caches, open_cache, rings_as_they_are
 from lightning_stocache.loading.opened import Opened
-from lightning_stocache.loading.probe import Generators
-from lightning_stocache.loading.split import split
 from lightning_stocache.node.budget import Budget
 from lightning_stocache.node.files import Backend
 from lightning_stocache.node.group import NodeGroup
@@ -66,19 +64,19 @@ def open_caches(
         disable: whether to go on uncached, with a warning, where the memory cannot be had.
 
     Raises:
-        UnsupportedSampleError: a sample holds something that has no fixed size.
-        SampleMismatchError: the samples read at set-up differ in shape, dtype or structure.
+        UnsupportedSampleError: (`strict`) a sample holds something that has no fixed size.
+        SampleMismatchError: (`strict`) the samples read at set-up differ in shape, dtype or structure.
         ValueError: the ranks have sources of different lengths.
         CacheMemoryError: a segment could not be made or reached, not even by name; on all ranks alike. Not with
             `disable`, nor where nothing is to be cached.
         FingerprintError: what lies under a name is the cache of something else; a RuntimeError on the other ranks.
-        Exception: what a source itself raises, unchanged; on the other ranks a RuntimeError that names it.
+        Exception: (`strict`) what a source itself raises; on the other ranks a RuntimeError that names it.
     """
     if sys.platform == "win32":
         log.warning("there is no memory shared between processes on Windows: all samples pass through uncached")
         return [Opened(request.source) for request in requests]
     _check_lengths(requests, group)
-    findings = group.lead(lambda: [_look_at(request, budgets[request.pot]) for request in requests])
+    findings = group.lead(lambda: [_look(request, budgets[request.pot]) for request in requests])
     parts = group.together(
         lambda: [
             (request.source, None) if found.cut is None else found.cut.apply(request.source)
@@ -141,37 +139,16 @@ def _check_lengths(requests: Sequence[Request], group: NodeGroup) -> None:
             )
 
 
-@dataclass(frozen=True)
-class _Finding:
-    """What a leader has seen of a source; it travels to the ranks of the node. Without a spec, nothing is cached."""
-
-    spec: SampleSpec | None = None
-    cut: Cut | None = None
-
-
-def _look_at(request: Request, budget: Budget) -> _Finding:
+def _look(request: Request, budget: Budget) -> Finding:
+    """What the leader of a node has seen of a source, told to people."""
     if budget.off:
-        return _Finding()
-    if request.spec is not None:
-        return _Finding(request.spec)
-    if request.allow_random:
-        log.info("%s: 1 sample read at set-up, to learn its shape", request.title)
-        generators = Generators()
-        before = generators.state()
-        try:
-            return _Finding(SampleSpec.infer(request.source[0]))
-        finally:
-            generators.restore(before)
-    parts = split(request.source)
-    log.info("%s: %d samples read at set-up, to learn their shape and look for randomness", request.title, parts.reads)
-    if parts.reason is not None:
-        advice = "To cache it all the same, with its first draw frozen: allow_random=True"
-        log.warning("%s passes through uncached. %s %s", request.title, parts.reason, advice)
-        return _Finding()
-    spec = SampleSpec.infer(parts.samples[0])
-    for index, sample in zip(parts.indices, parts.samples, strict=True):
-        spec.flatten(sample, index)
-    return _Finding(spec, parts.cut)
+        return Finding()
+    finding = look(request)
+    if finding.reads:
+        log.info("%s: %d samples read at set-up, to learn what they are", request.title, finding.reads)
+    if finding.reason is not None:
+        log.warning("%s passes through uncached: %s", request.title, finding.reason)
+    return finding
 
 
 @dataclass(frozen=True)

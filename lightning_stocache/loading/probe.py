@@ -5,62 +5,29 @@ NumPy, Python); it notes the bits of the sample and the state of the generators 
 reads of an index under different seeds: unequal bits or a generator that moved show that the source is random
 (RandomErasing(p=0.1) seldom changes bits, but always draws).
 
-Whoever makes a Probe puts the generators back at the end: `probe.generators.restore(probe.before)`. A generator that
-belongs to the source is moved by the reads, and nothing here can see it.
+The generators that belong to the source (`generators`) cannot be seeded: they go on from read to read, which does as
+well, and start a seed's second read where they started its first.
+
+Whoever makes a Probe puts the generators back at the end: `probe.generators.restore(probe.before)`.
 """
 
 from __future__ import annotations
 
-import pickle
-import random
 import sys
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
-from typing import Any, cast
+from typing import Any
 
 import numpy as np
 import torch
 from torch.utils.data import Dataset
 
-__all__ = ["Generators", "Path", "Probe", "Read", "bits", "is_pil", "sign", "walk"]
+from lightning_stocache.loading.generators import ENTROPY, Generators, owned_generators
+
+__all__ = ["Path", "Probe", "Read", "bits", "is_pil", "sign", "walk"]
 
 Path = tuple[Any, ...]
 """Where an object lies in a sample: one key or position per level, () for the sample itself."""
-
-
-class Generators:
-    """The process-wide generators. A state is a dict of values that `==` compares."""
-
-    def __init__(self) -> None:
-        # Looked at once: a generator that is born during the probe has no state to return to.
-        self._cuda = bool(cast(Any, torch.cuda).is_initialized())
-
-    def state(self) -> dict[str, Any]:
-        """The state of every generator, by name."""
-        state = {
-            "torch": torch.get_rng_state().numpy().tobytes(),
-            "numpy.random": pickle.dumps(np.random.get_state(legacy=False)),
-            "random": random.getstate(),
-        }
-        if self._cuda:
-            state["torch.cuda"] = [one.numpy().tobytes() for one in torch.cuda.get_rng_state_all()]
-        return state
-
-    def restore(self, state: dict[str, Any]) -> None:
-        """Put every generator back to a state."""
-        torch.set_rng_state(_as_tensor(state["torch"]))
-        np.random.set_state(pickle.loads(state["numpy.random"]))
-        random.setstate(state["random"])
-        if self._cuda:
-            torch.cuda.set_rng_state_all([_as_tensor(one) for one in state["torch.cuda"]])
-
-    def seed(self, seed: int) -> None:
-        """Seed every generator."""
-        torch.default_generator.manual_seed(seed)  # torch.manual_seed would queue the seed for a CUDA that starts later
-        np.random.seed(seed)
-        random.seed(seed)
-        if self._cuda:
-            torch.cuda.manual_seed_all(seed)
 
 
 @dataclass(frozen=True)
@@ -75,25 +42,43 @@ class Read:
 
 
 class Probe:
-    """Reads under given seeds, and counts them.
+    """Reads of one source under given seeds, counted.
 
     Args:
+        source: The source, whose own generators are watched.
         indices: The indices that are to be probed.
+        told: Called with each index before it is read.
     """
 
-    def __init__(self, indices: tuple[int, ...]) -> None:
+    def __init__(
+        self, source: Dataset[Any], indices: tuple[int, ...], told: Callable[[int], None] | None = None
+    ) -> None:
         self.indices = indices
-        self.generators = Generators()
+        self._told = told
+        self.generators = Generators(owned_generators(source))
         self.before = self.generators.state()
         self.reads = 0
+        self._source = source
+        self._started: dict[int, dict[str, Any]] = {}  # by seed
 
     def read(self, source: Dataset[Any], index: int, seed: int) -> Read:
-        """Read an index under a seed. What the source raises comes through."""
+        """Read an index of the source, or of a copy with another transform, under a seed; what it raises comes through.
+
+        A generator that the first read has made is watched from then on.
+        """
         self.generators.seed(seed)
-        before = self.generators.state()
+        if seed in self._started:
+            self.generators.restore_owned(self._started[seed])
+        before = self._started[seed] = self.generators.state()
         self.reads += 1
+        if self._told is not None:
+            self._told(index)
         sample = source[index]
-        return Read(index, sample, bits(sample), before, self.generators.state())
+        read = Read(index, sample, bits(sample), before, self.generators.state())
+        if self.reads == 1:
+            made = owned_generators(self._source)
+            self.generators.owned = made | self.generators.owned
+        return read
 
     def read_twice(self, source: Dataset[Any], index: int) -> tuple[Read, Read]:
         """Read an index under two seeds, which no other index has."""
@@ -104,6 +89,8 @@ def sign(first: Read, second: Read) -> str | None:
     """What shows that two reads of an index are random, in words; None if nothing does."""
     for read in (first, second):
         if moved := [name for name in read.before if read.before[name] != read.after[name]]:
+            if moved == [ENTROPY]:
+                return f"reading index {read.index} makes a generator with a seed of the system's"
             return f"reading index {read.index} moves the generator of {' and '.join(moved)}"
     for path in {**first.bits, **second.bits}:
         if path not in first.bits or first.bits[path] != second.bits.get(path):
@@ -153,7 +140,3 @@ def is_pil(node: Any) -> bool:
     """Whether an object is an image of PIL, without importing it."""
     module = sys.modules.get("PIL.Image")  # never imported: then nobody made one
     return module is not None and isinstance(node, module.Image)
-
-
-def _as_tensor(state: bytes) -> torch.Tensor:
-    return torch.frombuffer(bytearray(state), dtype=torch.uint8)

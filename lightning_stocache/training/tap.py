@@ -15,7 +15,7 @@ from typing import Any
 
 from torch.utils.data import DataLoader, IterableDataset, RandomSampler
 
-from lightning_stocache.loading.probe import Generators
+from lightning_stocache.loading.generators import Generators
 from lightning_stocache.node.group import NodeGroup
 from lightning_stocache.training.caches import CallCaches, Wanted
 from lightning_stocache.training.loaders import cached_datasets, in_flight, loaders_in, rewrap, with_dataset

@@ -523,7 +523,7 @@ def test_a_source_that_cannot_be_split_passes_through(caplog: pytest.LogCaptureF
         list(DataLoader(dataset, 5, num_workers=2))
     [warning] = warnings(caplog)
     assert re.search(
-        r"Noisy .*passes through uncached.*`transform=`, which runs after the cache.*allow_random=True", warning
+        r"Noisy .* passes through uncached: it is random .*\n.*as transform=, .*allow_random=True", warning
     )
 
 
@@ -752,7 +752,7 @@ class Endless:
 def test_what_cannot_be_cached_is_refused(make: Callable[[], Any], error: type[Exception], message: str) -> None:
     """Iterable, unsized, empty and cached sources, and samples of no fixed size, are errors in words."""
     with pytest.raises(error, match=message):
-        CachedDataset(make())
+        CachedDataset(make(), strict=True)
 
 
 # --- closing
