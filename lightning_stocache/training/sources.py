@@ -3,13 +3,18 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from typing import Any, TypeAlias
+from typing import TYPE_CHECKING, Any, TypeAlias
 
 from torch.utils.data import Dataset
 
 __all__ = ["Source", "made"]
 
-Source: TypeAlias = Dataset[Any] | Callable[[], Dataset[Any]]
+if TYPE_CHECKING:
+    Source: TypeAlias = Dataset[Any] | Callable[[], Dataset[Any]]
+else:
+    # Of a class with a parameter, jsonargparse makes the class itself: LightningCLI's --data.train=my.Photos would be a
+    # bare Dataset.
+    Source = Dataset | Callable[[], Dataset]
 
 
 def made(sources: Source | Sequence[Source], *, several: bool) -> list[Dataset[Any]]:
