@@ -50,7 +50,7 @@ class StocacheDataModule(LightningDataModule):
         num_workers: worker processes per rank. They load what is not cached, and run `transform`; without one they end
             when all is cached on this node.
         loader: further arguments for every DataLoader, for instance {"pin_memory": True}; `shuffle`, `drop_last` and
-            `sampler` are for the training loader alone.
+            `sampler` are for the training loader alone. None leaves an argument at its default.
         budget: memory per node, shared by the sets of a Trainer call by their size; see `CachedDataset`.
         stage_budgets: a budget of its own for some stages, for instance {"val": "1GiB"} or {"test": 0}.
         transform: per sample on the CPU, after the cache.
@@ -95,7 +95,7 @@ class StocacheDataModule(LightningDataModule):
         num_workers: int = 0,
         loader: Mapping[str, Any] | None = None,
         budget: int | float | str = "auto",
-        stage_budgets: Mapping[str, int | float | str] | None = None,
+        stage_budgets: Mapping[str, int | float | str | None] | None = None,
         transform: Transform | None = None,
         eval_transform: Transform | Literal["same"] | None = "same",
         batch_transform: Transform | None = None,
@@ -121,7 +121,7 @@ class StocacheDataModule(LightningDataModule):
         self.train, self.val, self.test, self.predict = train, val, test, predict
         self.batch_size = batch_size
         self.num_workers = num_workers
-        self.loader = dict(loader or {})
+        self.loader = {name: value for name, value in (loader or {}).items() if value is not None}
         self.transform, self.batch_transform = transform, batch_transform
         self.eval_transform = transform if isinstance(eval_transform, str) else eval_transform
         self.eval_batch_transform = batch_transform if isinstance(eval_batch_transform, str) else eval_batch_transform

@@ -32,7 +32,7 @@ def cache_datamodule(
     datamodule: M,
     budget: int | float | str = "auto",
     *,
-    stage_budgets: Mapping[str, int | float | str] | None = None,
+    stage_budgets: Mapping[str, int | float | str | None] | None = None,
     allow_random: bool = False,
     backend: BackendChoice = "auto",
     on_error: OnError = "raise",

@@ -23,7 +23,7 @@ class CacheOptions:
 
     Args:
         budget: memory per node, shared by the datasets of a Trainer call by their size; see `CachedDataset`.
-        stage_budgets: a budget of its own for some stages, for instance {"val": "1GiB"} or {"test": 0}.
+        stage_budgets: a budget of its own for some stages, for instance {"val": "1GiB"} or {"test": 0}; None is none.
         allow_random: cache random sources as they are, with their first draw frozen.
         backend: where the memory lies, see `CachedDataset`.
         on_error: "raise" or "disable" when the memory cannot be had.
@@ -38,7 +38,7 @@ class CacheOptions:
     """
 
     budget: int | float | str = "auto"
-    stage_budgets: Mapping[str, int | float | str] | None = None
+    stage_budgets: Mapping[str, int | float | str | None] | None = None
     allow_random: bool = False
     backend: BackendChoice = "auto"
     on_error: OnError = "raise"
@@ -51,7 +51,7 @@ class CacheOptions:
     """The budget of every pot; stages without one of their own share the pot ""."""
 
     def __post_init__(self) -> None:
-        own = dict(self.stage_budgets or {})
+        own = {stage: budget for stage, budget in (self.stage_budgets or {}).items() if budget is not None}
         if unknown := set(own) - set(STAGES):
             raise ValueError(f"stage_budgets may name {', '.join(STAGES)}; got {', '.join(map(str, sorted(unknown)))}")
         if self.backend not in get_args(BackendChoice):
