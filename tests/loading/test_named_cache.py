@@ -23,7 +23,9 @@ from lightning_stocache.loading.opening import CacheMemoryError
 from lightning_stocache.loading.together import open_together
 from lightning_stocache.node.budget import Budget
 from lightning_stocache.node.group import NodeGroup
-from lightning_stocache.node.named import clean, named_segments, open_named
+from lightning_stocache.node.janitor import clean, named_segments
+from lightning_stocache.node.manifest import Geometry, Manifest
+from lightning_stocache.node.named import open_named
 from lightning_stocache.node.segment import Segment
 from lightning_stocache.training.datamodule import StocacheDataModule
 from tests.processes import Child, call, call_many
@@ -260,7 +262,7 @@ def test_datasets_open_beside_a_warm_one(name: str) -> None:
 
 def test_what_lies_there_is_no_cache(name: str) -> None:
     """A named segment of somebody else's making is refused, too."""
-    segment, _ = open_named(name, 4096, {"mine": 1})
+    segment, _ = open_named(name, 4096, Manifest(Geometry(10, 10)))
     with pytest.raises(FingerprintError, match="holds something else"):
         cached(CountedSource(LENGTH), name)
     segment.close()

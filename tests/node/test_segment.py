@@ -126,6 +126,7 @@ def test_a_handle_that_leads_elsewhere_is_refused(segment: Segment, change: dict
 
 def test_a_file_of_somebody_else_is_refused(tmp_path: Path) -> None:
     """A file without our magic number is an error, and its descriptors are closed."""
+    (tmp_path / "data").touch(0o600)
     (tmp_path / "data").write_bytes(bytes(8192))
     before = set(os.listdir("/proc/self/fd"))
     inode = os.stat(tmp_path / "data").st_ino
