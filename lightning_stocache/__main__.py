@@ -270,7 +270,11 @@ def main(arguments: Sequence[str] | None = None) -> None:
         parser.error(f"unrecognized arguments: {' '.join(rest)}")
     if rest:  # overrides that stand between options
         chosen.overrides += rest
-    chosen.run(chosen)
+    try:
+        chosen.run(chosen)
+        sys.stdout.flush()
+    except BrokenPipeError:  # of `... | head`: what is left goes nowhere, and at exit without a word
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
 
 
 if __name__ == "__main__":

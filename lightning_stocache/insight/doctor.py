@@ -204,7 +204,8 @@ def _caches(root: Path) -> Iterator[Finding]:
     """The caches that outlive their jobs, and which living processes hold memory."""
     named = named_segments()
     unused = [segment for segment in named if not segment.in_use]
-    yield Finding("named caches", f"{count(named)}; nobody uses {count(unused)}. See python -m lightning_stocache list")
+    words = f"{count(named)}; nobody uses {count(unused)}. python -m lightning_stocache list tells more"
+    yield Finding("named caches", f"{words}." if named else "none.")
     yield from (Finding("held", line) for line in held_lines(root))
 
 

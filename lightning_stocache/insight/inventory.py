@@ -67,9 +67,13 @@ def held_lines(root: Path = Path("/")) -> Iterator[str]:
         return
     sizes = Counter[str]()
     for file in files:
-        kind = "files beside caches (a loader's batches, say)" if file.contents is None else _what(file.contents)
-        owner = "" if file.owner == os.getuid() else f" of {owner_name(file.owner)}"
-        sizes[f"{kind}{owner}: {_who(file.holders)}"] += file.allocated_bytes
+        if file.owner != os.getuid():
+            kind = f"files in memory of {owner_name(file.owner)}"
+        elif file.contents is None:
+            kind = "files beside caches (a loader's batches, say)"
+        else:
+            kind = _what(file.contents)
+        sizes[f"{kind}: {_who(file.holders)}"] += file.allocated_bytes
     for words, size in sizes.items():
         yield f"{format_bytes(size)} of {words}"
     if not files:

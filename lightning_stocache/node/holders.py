@@ -64,9 +64,10 @@ def held(root: Path = Path("/")) -> tuple[list[Held], int]:
     files: dict[tuple[int, int], Held] = {}
     pids: dict[tuple[int, int], set[int]] = {}
     closed = 0
-    for entry in sorted(root.joinpath("proc").iterdir()):
-        if not entry.name.isdecimal():
-            continue
+    processes = sorted(entry for entry in root.joinpath("proc").iterdir() if entry.name.isdecimal())
+    if not processes:
+        raise FileNotFoundError("there is an empty folder in place of /proc")
+    for entry in processes:
         try:
             descriptors = list(entry.joinpath("fd").iterdir())
         except PermissionError:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import fcntl
 import os
 import random
 import signal
@@ -14,7 +15,7 @@ import pytest
 
 from lightning_stocache.node.files import HEADER_BYTES
 from lightning_stocache.node.janitor import clean, named_segments
-from lightning_stocache.node.manifest import Geometry, Manifest
+from lightning_stocache.node.manifest import Geometry, Manifest, ManifestError
 from lightning_stocache.node.named import check_name, join_named, open_named
 from lightning_stocache.node.segment import Segment
 from tests.processes import Child, call, call_many
@@ -273,3 +274,72 @@ def test_a_manifest_that_does_not_fit_is_refused(name: str) -> None:
     with pytest.raises(ValueError, match="manifest must fit in"):
         opened(name, Manifest(Geometry(10, 10), fingerprint=entries))
     assert not path_of(name).exists()
+
+
+def test_a_strange_lock_file_is_refused_before_anything_is_made(name: str, tmp_path: Path) -> None:
+    """A link is not followed, a pipe is not waited for; without a segment as beside one, and none is left."""
+    locks = path_of(name + ".locks")
+    for make_strange in (lambda: locks.symlink_to(tmp_path / "there"), lambda: os.mkfifo(locks, 0o600)):
+        make_strange()
+        with pytest.raises(PermissionError, match="not trusted"):
+            opened(name)
+        assert not path_of(name).exists()
+        locks.unlink()
+        make(name)
+        locks.unlink()
+        make_strange()
+        with pytest.raises(PermissionError, match="not trusted"):
+            opened(name)
+        locks.unlink()
+        clean(name)
+    assert not (tmp_path / "there").exists()
+
+
+def test_another_users_lock_file_holds_nobody_up(name: str) -> None:
+    """He keeps all of it locked for ever: who opens the name hears whose file it is, and waits for nothing."""
+    if os.getuid() != 0:
+        pytest.skip("only root can become another user")
+    make(name)
+    path_of(name + ".locks").unlink()
+    stranger = Child(lock_as_stranger, str(path_of(name + ".locks")))
+    wait_for(lambda: path_of(name + ".locks").exists() and path_of(name + ".locks").stat().st_size == 1)
+    with pytest.raises(PermissionError, match=r"is a file of uid 12345 and not trusted: give another name"):
+        opened(name)
+    stranger.kill()
+
+
+def lock_as_stranger(path: str) -> None:
+    os.setuid(12345)
+    os.umask(0)
+    locks = os.open(path, os.O_RDWR | os.O_CREAT, 0o666)
+    fcntl.flock(locks, fcntl.LOCK_EX)
+    fcntl.lockf(locks, fcntl.LOCK_EX)
+    os.write(locks, b"x")
+    time.sleep(60)
+
+
+def test_where_the_lock_file_comes_too_late_no_segment_is_left(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Somebody puts a folder in its place in the middle of making the segment: what cannot be locked is taken away."""
+    link = os.link
+
+    def link_and_block(*args: Any, **options: Any) -> None:
+        link(*args, **options)
+        path_of(name + ".locks").mkdir()
+
+    monkeypatch.setattr(os, "link", link_and_block)
+    with pytest.raises(PermissionError, match="is a folder"):
+        opened(name)
+    assert not path_of(name).exists()
+    path_of(name + ".locks").rmdir()
+
+
+def test_another_version_and_damage_are_refused_by_name(name: str) -> None:
+    """The message names the cache, and the command that removes it; that command works."""
+    for place, content, words in ((24, bytes(4), "another version"), (64, b"\xff" * 4, "is damaged")):
+        make(name)
+        with path_of(name).open("r+b") as file:
+            file.seek(place)
+            file.write(content)
+        with pytest.raises(ManifestError, match=f"the cache '{name}' .*{words}.*stocache clean {name}"):
+            opened(name)
+        assert len(clean(name)) == 1
