@@ -14,14 +14,13 @@ import os
 import sys
 import warnings
 from collections.abc import Callable, Sequence
-from datetime import timedelta
 from pathlib import Path
 from tempfile import TemporaryDirectory
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
     from lightning_stocache.insight.planner import Plan
-    from lightning_stocache.node.named import NamedSegment
+    from lightning_stocache.node.janitor import NamedSegment
 
 __all__ = ["COMMANDS", "main"]
 
@@ -167,54 +166,56 @@ def doctor(parser: argparse.ArgumentParser) -> Action:
     """Say what this machine allows a cache, who holds memory, and how to mend what is wrong."""
 
     def run(arguments: argparse.Namespace) -> None:
-        from lightning_stocache.insight.doctor import examine
+        from lightning_stocache.insight.doctor import as_text, examine
 
         try:
             findings = examine()
         except OSError as error:
             parser.exit(2, f"{parser.prog}: {error}\n")
-        for one in findings:
-            sys.stdout.write(f"{one.topic}: {one.words}\n" + (f"    fix: {one.fix}\n" if one.fix else ""))
+        _say(as_text(findings))
 
     return run
 
 
 def list_(parser: argparse.ArgumentParser) -> Action:
-    """Show the named caches of this user on this node."""
+    """Show the named caches of this user on this node, by job."""
 
     def run(arguments: argparse.Namespace) -> None:
-        for one in _named(parser):
-            facts = ", ".join(f"{key}={value}" for key, value in one.manifest.items())
-            sys.stdout.write(f"{_told(one)}{': ' if facts else ''}{facts}\n")
+        from lightning_stocache.insight.inventory import named_lines
+
+        for line in named_lines(_named(parser)):
+            _say(line)
 
     return run
 
 
 def clean(parser: argparse.ArgumentParser) -> Action:
     """Remove named caches that no process uses."""
-    parser.add_argument("name", metavar="NAME", nargs="?", help="only this one")
+    parser.add_argument("name", metavar="NAME", nargs="?", help="only this one, or those of the job of this name")
     parser.add_argument("--yes", action="store_true", help="do not ask")
 
     def run(arguments: argparse.Namespace) -> None:
-        from lightning_stocache.node.named import clean
+        from lightning_stocache.insight.inventory import count, describe, of_job
+        from lightning_stocache.node.janitor import clean, clean_locks, is_stranger
 
-        known = [one for one in _named(parser) if arguments.name in (None, one.name)]
-        dead = [one for one in known if not one.in_use]
+        known = _named(parser)
+        if arguments.name is not None:
+            known = of_job(arguments.name, known)
+        dead = [cache for cache in known if not cache.in_use]
         if arguments.name is not None and not dead:
             why = "is in use" if known else "does not exist"
+            if is_stranger(arguments.name):
+                why = "is none: what lies under its name is no segment of this user, and stays as it is"
             parser.exit(2, f"{parser.prog}: the cache {arguments.name!r} {why}; python -m lightning_stocache list\n")
-        if not dead:
-            sys.stdout.write("nothing to remove\n")
+        for cache in known:
+            _say(f"{'stays, ' if cache.in_use else ''}{describe(cache)}")
+        if dead and not arguments.yes and not _yes(f"remove {count(dead)}? [y/N] "):
+            _say("nothing removed; --yes removes without asking")
             return
-        if not arguments.yes:  # a script that gives no answer has not said yes
-            sys.stdout.write("".join(f"{_told(one)}\n" for one in dead) + "remove? [y/N] ")
-            sys.stdout.flush()
-            if sys.stdin.readline().strip().lower() not in ("y", "yes"):
-                sys.stdout.write("nothing removed; --yes removes without asking\n")
-                return
-        for name in [arguments.name] if arguments.name is not None else [one.name for one in dead]:
-            for one in clean(name):  # one by one: what has come since was not shown
-                sys.stdout.write(f"removed {_told(one)}\n")
+        removed = [gone for cache in dead for gone in clean(cache.name)]  # what has come since was not shown
+        _say(f"removed {count(removed)}" if dead else "nothing to remove")
+        if arguments.name is None:
+            clean_locks()
 
     return run
 
@@ -222,16 +223,26 @@ def clean(parser: argparse.ArgumentParser) -> Action:
 def _named(parser: argparse.ArgumentParser) -> Sequence[NamedSegment]:
     if sys.platform == "win32":
         parser.exit(2, f"{parser.prog}: Windows has no named caches\n")
-    from lightning_stocache.node.named import named_segments
+    from lightning_stocache.node.janitor import named_segments
 
     return named_segments()
 
 
-def _told(one: NamedSegment) -> str:
-    from lightning_stocache.node.budget import format_bytes
+def _yes(question: str) -> bool:
+    """Ask. A script that gives no answer has not said yes."""
+    sys.stdout.write(question)
+    sys.stdout.flush()
+    try:
+        answer = sys.stdin.readline() if sys.stdin else ""
+    except (KeyboardInterrupt, UnicodeDecodeError):
+        answer = ""
+    return answer.strip().lower() in ("y", "yes")
 
-    used, age = "in use" if one.in_use else "in use by nobody", timedelta(seconds=int(one.age_seconds))
-    return f"{one.name}  {format_bytes(one.allocated_bytes)}  {used}  written {age} ago"
+
+def _say(line: str) -> None:
+    """Write a line, and what the terminal's encoding has not as escapes."""
+    encoding = sys.stdout.encoding or "utf-8"
+    sys.stdout.write(line.encode(encoding, "backslashreplace").decode(encoding) + "\n")
 
 
 COMMANDS: tuple[Callable[[argparse.ArgumentParser], Action], ...] = (report, plan, doctor, list_, clean)
@@ -259,7 +270,11 @@ def main(arguments: Sequence[str] | None = None) -> None:
         parser.error(f"unrecognized arguments: {' '.join(rest)}")
     if rest:  # overrides that stand between options
         chosen.overrides += rest
-    chosen.run(chosen)
+    try:
+        chosen.run(chosen)
+        sys.stdout.flush()
+    except BrokenPipeError:  # of `... | head`: what is left goes nowhere, and at exit without a word
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
 
 
 if __name__ == "__main__":

@@ -1,8 +1,10 @@
 """The doctor: what it makes of a machine, who holds memory, and that it never fails where it can say something."""
 
 import os
+import re
 import subprocess
 import sys
+import time
 from pathlib import Path
 
 import pytest
@@ -14,9 +16,14 @@ from lightning_stocache.cache.placement import Arc
 from lightning_stocache.cache.spec import SampleSpec
 from lightning_stocache.insight import doctor, versions
 from lightning_stocache.insight.doctor import Finding, examine, shared_memory
+from lightning_stocache.loading.dataset import CachedDataset
 from lightning_stocache.node import holders
-from lightning_stocache.node.holders import Contents, held
+from lightning_stocache.node.contents import Contents
+from lightning_stocache.node.files import HEADER_BYTES, MANIFEST_OFFSET
+from lightning_stocache.node.holders import held
 from lightning_stocache.node.segment import Segment
+from tests.processes import Child, without_room
+from tests.sources import CountedSource
 
 MIB, GIB = 2**20, 2**30
 
@@ -117,7 +124,7 @@ def test_segments_are_found_with_their_holders(backend):
     segment.reserve(0, MIB)
     mine = [one for one in held()[0] if os.getpid() in [holder.pid for holder in one.holders]]
     [found] = [one for one in mine if one.name not in before or one.contents is not None]
-    assert found.contents == Contents({})
+    assert found.contents == Contents(None, "does not say what it holds")
     assert MIB <= found.allocated_bytes < 2 * MIB
     assert "python" in found.holders[0].command
     segment.close()
@@ -134,9 +141,9 @@ def test_the_arc_of_each_cache_is_told():
         cache.fill(index, torch.ones(3))
     words = words_of(examine(), "held")
     assert 0 < cache.filled < 10
-    expected = f"{cache.filled} of 40 slots filled; its arc begins at position 60 of 100)"
-    assert f"(Photos (100 samples), node 1 of 2: {expected}" in words
-    assert ": 0 of 9 slots filled; its arc begins at position 0 of 9)" in words
+    expected = f"{cache.filled} of 40 slots filled, from position 60 of 100 on (node 1 of 2)"
+    assert f"of Photos (100 samples), {expected}: {os.getpid()}" in words
+    assert "of a dataset without a name, 0 of 9 slots filled: " in words
     cache.close()
     alone.close()
 
@@ -186,8 +193,98 @@ def test_versions_that_are_not_allowed_have_a_fix(monkeypatch):
     assert 'pip install "torch>=99"' in words_of(examine(), "torch")
 
 
-def test_fixes_are_printed_under_what_they_mend(monkeypatch, capsys):
-    """The command prints one line per finding, and its fix below it."""
-    monkeypatch.setattr(doctor, "examine", lambda: [Finding("a", "good."), Finding("b", "bad.", "mend it")])
+def test_the_verdict_comes_first_then_what_is_to_be_mended(monkeypatch, capsys):
+    """The command prints the verdict, then what has a fix with its fix below it, then everything else."""
+    findings = [Finding("a cache", "may take 1 GiB."), Finding("a", "good."), Finding("b", "bad.", "mend it")]
+    monkeypatch.setattr(doctor, "examine", lambda: findings)
     main(["doctor"])
-    assert capsys.readouterr().out == "a: good.\nb: bad.\n    fix: mend it\n"
+    assert capsys.readouterr().out == (
+        "a cache may take 1 GiB.\n\n1 to mend\n  b: bad.\n      fix: mend it\n\ndetails\n  a: good.\n"
+    )
+
+
+def test_the_verdict_is_what_a_cache_gets():
+    """With Docker's 64 MiB of /dev/shm a cache takes a memfd, and the doctor says so; one with a name does not."""
+    words, slots, named_slots, sample = without_room(verdict_and_caches)
+    assert "It lies in a memfd, because /dev/shm has less room" in words
+    granted, named = re.fullmatch(r"may take (.*?) here, limited by (?!/dev/shm).* may take (.*)\.", words).groups()
+    assert slots * sample == 140 * MIB < bytes_of(granted)
+    assert 0 <= bytes_of(named) - named_slots * sample <= MIB
+
+
+def verdict_and_caches():
+    """What the doctor says, and the slots that two caches of 140 MiB get, without a name and with one."""
+    source = CountedSource(140, (MIB,))
+    spec = SampleSpec.infer(torch.zeros(MIB, dtype=torch.uint8))
+    cache, named = CachedDataset(source, spec=spec), CachedDataset(source, spec=spec, name="doctor")
+    slots = len(cache.cache), len(named.cache)
+    cache.close()
+    named.close()
+    return examine()[0].words, *slots, MIB
+
+
+def bytes_of(text):
+    number, unit = text.split()
+    return float(number) * {"MiB": MIB, "GiB": GIB}[unit]
+
+
+STRANGE = b'{"geometry": {"size": 1000000000000, "slots": 1000000000000}, "dataset": "\x1b[2J", "nodes": "3"}'
+
+
+@pytest.mark.parametrize("text", [STRANGE, b"[" * 4000, b"null", b"\xff" * 100, b'{"geometry": {}, "nodes": 1}'])
+def test_what_a_header_says_harms_nobody(text, capsys):
+    """A living segment whose header asks for a terabyte, clears the screen or is nested is told in printable words."""
+    segment = Segment.create(4096, "file")
+    with open(segment.path, "r+b") as file:
+        file.seek(MANIFEST_OFFSET)
+        file.write(len(text).to_bytes(4, "little") + text[: HEADER_BYTES - MANIFEST_OFFSET - 4])
+    for command in ("doctor", "list"):
+        main([command])
+    out = capsys.readouterr().out
+    assert out.count("a cache that is damaged: ") == 2
+    assert all(line.isprintable() for line in out.splitlines())
+    segment.close()
+
+
+def test_a_command_line_cannot_write_to_the_terminal():
+    """What a process calls itself is escaped, and so is the name of its file."""
+    child = Child(hold_with_codes, method="spawn")
+    try:
+        deadline = time.monotonic() + 30
+        while not os.path.exists("/dev/shm/stocache-test-\x1b[2J"):
+            assert time.monotonic() < deadline
+            time.sleep(0.01)
+        words = words_of(examine(), "held")
+        assert all("\x1b" not in file.name + str(file.holders) for file in held()[0])
+        assert "\x1b" not in words
+    finally:
+        child.kill()
+        os.unlink("/dev/shm/stocache-test-\x1b[2J")
+
+
+def hold_with_codes():
+    """Hold a file with codes in its name, in a process with codes in its command line."""
+    file = open("/dev/shm/stocache-test-\x1b[2J", "wb")  # noqa: SIM115  it is to stay open
+    file.write(bytes(8192))
+    file.flush()
+    with subprocess.Popen([sys.executable, "-c", "import time; time.sleep(60)", "\x1b[2J"], pass_fds=[file.fileno()]):
+        time.sleep(60)
+
+
+def test_of_another_users_file_only_owner_and_size_are_told():
+    """Root sees every process: what lies in a file of somebody else's is not read."""
+    if os.getuid() != 0:
+        pytest.skip("only root can give a file away")
+    segment = Segment.create(4096)
+    data = int(segment.handle.data.rpartition("/")[2])
+    os.fchown(data, 12345, 12345)
+    assert f"of files in memory of uid 12345: {os.getpid()}" in words_of(examine(), "held")
+    [found] = [file for file in held()[0] if file.owner == 12345]
+    assert found.contents is None
+    segment.close()
+
+
+def test_an_empty_proc_is_a_sentence(tmp_path):
+    """A container that hides its processes is not one without any."""
+    (tmp_path / "proc").mkdir()
+    assert "cannot be seen" in words_of(examine(tmp_path), "held")

@@ -2,14 +2,20 @@
 
 import io
 import json
+import os
 import subprocess
 import sys
+from datetime import datetime
+from pathlib import Path
 
 import lightning.pytorch  # noqa: F401  sets an environment variable when it is first imported
 import pytest
 
 from lightning_stocache.__main__ import COMMANDS, main
-from lightning_stocache.node.named import named_segments, open_named
+from lightning_stocache.node import janitor
+from lightning_stocache.node.janitor import clean, named_segments
+from lightning_stocache.node.manifest import Geometry, Manifest
+from lightning_stocache.node.named import open_named
 
 CSV = "epoch,step,stocache/hit_rate,stocache/hits\n0,9,0.5,5\n"
 
@@ -192,49 +198,122 @@ def test_a_plan_that_cannot_be_made_is_one_sentence(configs, capsys, arguments, 
     assert "Traceback" not in err
 
 
+CREATED = 1_700_000_000
+
+
 @pytest.fixture
 def named(tmp_path):
-    """Two named caches, the second in use."""
+    """The caches of a job with a name: of training, which nobody uses, and of validation, in use."""
     name = f"test-main-{tmp_path.name[-20:]}".replace("_", "-")
-    dead, _ = open_named(f"{name}-dead", 4096, {"samples": 3})
-    dead.close()
-    used, _ = open_named(f"{name}-used", 4096, {"samples": 4})
+    for part, dataset in (("-train0", "Photos (3 samples, train)"), ("-val0", "Photos (4 samples, val)")):
+        segment, _ = open_named(name + part, 4096, Manifest(Geometry(3, 3), dataset, created=CREATED))
+        segment.store(0, memoryview(b"\1\1"))
+        if part == "-train0":
+            segment.close()
     yield name
-    used.close()
-    for one in ("dead", "used"):
-        with pytest.MonkeyPatch.context() as patch:
-            patch.setattr(sys, "stdout", io.StringIO())
-            try:
-                main(["clean", f"{name}-{one}", "--yes"])
-            except SystemExit:  # it is gone
-                continue
+    segment.close()
+    for found in named_segments():
+        if found.name.startswith(name):
+            clean(found.name)
 
 
-def test_list_shows_what_the_manifest_says(named, capsys):
-    """Each named cache is one line: name, bytes, use, age, manifest."""
+def test_list_tells_each_job_for_people(named, capsys):
+    """A heading per job, and per cache its dataset, how much is filled, its size, since when, and who uses it."""
     main(["list"])
-    lines = {line.split()[0]: line for line in capsys.readouterr().out.splitlines()}
-    assert "in use by nobody" in lines[f"{named}-dead"]
-    assert "samples=3" in lines[f"{named}-dead"]
-    assert "nobody" not in lines[f"{named}-used"]
+    lines = capsys.readouterr().out.splitlines()
+    place = lines.index(f"{named}: 2 caches (16 KiB)")
+    since = f"8 KiB, since {datetime.fromtimestamp(CREATED):%Y-%m-%d %H:%M}"
+    filled = "2 of 3 slots filled"
+    assert lines[place + 1] == f"    {named}-train0: Photos (3 samples, train), {filled}, {since}, used by nobody"
+    user = f"    {named}-val0: Photos (4 samples, val), {filled}, {since}, used by {os.getpid()} ("
+    assert lines[place + 2].startswith(user)
+    assert "python" in lines[place + 2].removeprefix(user)
+    assert any(line.startswith("nobody uses ") and line.endswith("removes what nobody uses") for line in lines)
 
 
-def test_clean_removes_the_dead_one(named, capsys):
-    """A cache that nobody uses is removed, and said so; one in use stays, and that is refused with code 2."""
-    main(["clean", f"{named}-dead", "--yes"])
-    assert capsys.readouterr().out.startswith(f"removed {named}-dead")
-    for name, words in ((f"{named}-used", "is in use"), (f"{named}-dead", "does not exist"), ("../x", "not exist")):
+def test_list_says_that_there_are_none(monkeypatch, capsys):
+    """An empty machine is a sentence."""
+    monkeypatch.setattr(janitor, "memory_directory", lambda: "/no/such/folder")
+    main(["list"])
+    assert capsys.readouterr().out == "no caches with a name lie in this machine's memory\n"
+
+
+def test_list_writes_for_any_terminal(named, capsys, monkeypatch):
+    """What the terminal's encoding has not is written as an escape."""
+    open_named(f"{named}-test0", 4096, Manifest(Geometry(3, 3), "Fotos für 日本"))[0].close()
+    out = io.TextIOWrapper(io.BytesIO(), encoding="ascii")
+    monkeypatch.setattr(sys, "stdout", out)
+    main(["list"])
+    out.seek(0)
+    assert "Fotos f\\xfcr \\u65e5\\u672c, 0 of 3" in out.read()
+
+
+def test_a_reader_that_has_gone_is_no_traceback(named):
+    """`list | head -0` ends without a word."""
+    code = "import sys, time; time.sleep(1); from lightning_stocache.__main__ import main; main(['list'])"
+    with subprocess.Popen(
+        [sys.executable, "-c", code], stdout=subprocess.PIPE, stderr=subprocess.PIPE, cwd=Path(__file__).parents[1]
+    ) as process:
+        process.stdout.close()
+        assert process.stderr.read() == b""
+
+
+def test_clean_takes_the_name_that_the_job_was_given(named, capsys):
+    """All its caches that nobody uses are shown and removed together; the one in use stays, and is said to."""
+    main(["clean", named, "--yes"])
+    lines = capsys.readouterr().out.splitlines()
+    assert lines[0].startswith(f"{named}-train0: Photos (3 samples, train)")
+    assert lines[1].startswith(f"stays, {named}-val0: ")
+    assert lines[2] == "removed 1 cache (8 KiB)"
+    assert [found.name for found in named_segments() if found.name.startswith(named)] == [f"{named}-val0"]
+
+
+def test_clean_of_a_job_leaves_others_alone(named, capsys):
+    """Neither a job whose name begins alike nor one cache's own name means more than it says."""
+    for name in (f"{named}2-train0", f"{named}-b-train0", f"{named}-train0x"):
+        open_named(name, 4096, Manifest(Geometry(3, 3)))[0].close()
+    main(["clean", f"{named}-train0", "--yes"])
+    main(["clean", f"{named}-b", "--yes"])
+    left = {found.name.removeprefix(named) for found in named_segments() if found.name.startswith(named)}
+    assert left == {"-val0", "2-train0", "-train0x"}
+
+
+def test_clean_refuses_in_a_sentence(named, capsys):
+    """What is in use, what does not exist, and what is no segment stay; code 2."""
+    path = f"/dev/shm/lsc-{os.getuid()}-{named}-notes.txt"
+    with open(path, "w") as file:
+        file.write("what I must not forget")
+    for name, words in (
+        (f"{named}-val0", "is in use"),
+        (f"{named}-none", "does not exist"),
+        ("../x", "does not exist"),
+        (f"{named}-notes.txt", "is no segment of this user, and stays as it is"),
+    ):
         with pytest.raises(SystemExit) as end:
             main(["clean", name])
         assert end.value.code == 2
         assert words in capsys.readouterr().err
-    assert [one.name for one in named_segments() if one.name.startswith(named)] == [f"{named}-used"]
+    os.unlink(path)
 
 
 @pytest.mark.parametrize(("answer", "left"), [("n\n", True), ("\n", True), ("", True), ("y\n", False)])
 def test_clean_asks(named, capsys, monkeypatch, answer, left):
     """Nothing is removed without a yes, which a script that says nothing has not said."""
     monkeypatch.setattr(sys, "stdin", io.StringIO(answer))
-    main(["clean", f"{named}-dead"])
-    assert "remove? [y/N]" in capsys.readouterr().out
-    assert (f"{named}-dead" in [one.name for one in named_segments()]) is left
+    main(["clean", named])
+    assert "remove 1 cache (8 KiB)? [y/N]" in capsys.readouterr().out
+    assert (f"{named}-train0" in [found.name for found in named_segments()]) is left
+
+
+def test_clean_without_a_terminal_or_interrupted_removes_nothing(named, capsys, monkeypatch):
+    """A closed standard input, and Ctrl-C at the question, are no yes."""
+
+    class Interrupted(io.StringIO):
+        def readline(self):
+            raise KeyboardInterrupt
+
+    for stdin in (None, Interrupted()):
+        monkeypatch.setattr(sys, "stdin", stdin)
+        main(["clean", named])
+        assert "nothing removed; --yes removes without asking" in capsys.readouterr().out
+    assert f"{named}-train0" in [found.name for found in named_segments()]

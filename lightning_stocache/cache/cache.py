@@ -23,6 +23,7 @@ from lightning_stocache.cache.slots import READY, FieldSlots
 from lightning_stocache.cache.spec import SampleSpec, contents_of
 from lightning_stocache.node.fence import fence
 from lightning_stocache.node.files import Backend
+from lightning_stocache.node.manifest import Geometry, Manifest
 from lightning_stocache.node.segment import Segment
 
 __all__ = ["SharedCache"]
@@ -84,7 +85,7 @@ class SharedCache:
             spec: what a sample looks like.
             arc: which indices have a slot, and where.
             backend: kind of segment, see `lightning_stocache.node.segment`.
-            whose: what the segment says about itself besides the arc; plain values.
+            whose: what the segment says about itself besides the arc, see `lightning_stocache.node.manifest`.
         """
         return cls.over(_new_segment(spec, arc, backend, whose), spec, arc)
 
@@ -230,9 +231,8 @@ class SharedCache:
 
     def __setitem__(self, idx: int, value: Any) -> None:
         slot = self._slot_number(idx)
-        self.set_slot(
-            (slot + self.arc.start) * pow(self.arc.step, -1, self.arc.size) % self.arc.size, value, allow_overwrite=True
-        )
+        index = (slot + self.arc.start) * pow(self.arc.step, -1, self.arc.size) % self.arc.size
+        self.set_slot(index, value, allow_overwrite=True)
 
     def __len__(self) -> int:
         """Number of slots."""
@@ -290,7 +290,7 @@ class SharedCache:
 def _new_segment(
     spec: SampleSpec, arc: Arc, backend: Backend | None = None, whose: Mapping[str, Any] | None = None
 ) -> Segment:
-    manifest = {**(whose or {}), "geometry": asdict(arc)}
+    manifest = Manifest(Geometry(**asdict(arc)), **(whose or {}))
     segment = Segment.create(FieldSlots.bytes_for(spec.row_bytes, arc.slots), backend, manifest)
     try:
         segment.reserve(0, arc.slots)  # the states: they are read before anything is stored

@@ -1,6 +1,7 @@
 """What this machine allows a cache, and the exact fix where it allows too little.
 
 `examine` looks at everything once and gives findings: a topic, a sentence, and a fix where something should be changed.
+The first is the verdict: what a cache would get here now, found out by asking for one that is larger than any memory.
 It changes nothing. What cannot be known here (no /proc, no cgroup: macOS) is a sentence, not an error.
 """
 
@@ -10,18 +11,23 @@ import multiprocessing
 import os
 import platform
 import sys
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any, cast
 
+import torch
+
+from lightning_stocache.cache.spec import SampleSpec
+from lightning_stocache.insight.inventory import count, held_lines
 from lightning_stocache.insight.versions import versions
-from lightning_stocache.node.budget import format_bytes
+from lightning_stocache.loading.allocation import BackendChoice, Request, allocate
+from lightning_stocache.node.budget import Budget, format_bytes
 from lightning_stocache.node.files import Backend, make_file, memory_directory, reserve
 from lightning_stocache.node.free import FreeMemory
-from lightning_stocache.node.holders import Contents, Holder, held
-from lightning_stocache.node.named import named_segments
+from lightning_stocache.node.janitor import named_segments
 
-__all__ = ["Finding", "examine", "shared_memory"]
+__all__ = ["Finding", "as_text", "examine", "shared_memory"]
 
 _DOCKER = 64 * 2**20  # bytes of /dev/shm in a container that was not told otherwise
 _HOST_PIDS = "pid:[4026531836]"  # PROC_PID_INIT_INO: the machine's own namespace has this number on every Linux
@@ -46,7 +52,7 @@ def examine(root: Path = Path("/")) -> list[Finding]:
     """Look at this machine.
 
     Args:
-        root: where `proc` and `sys` are found; another one is for tests.
+        root: where `proc` and `sys` are found for all but the verdict; another one is for tests.
 
     Raises:
         OSError: there is no shared memory on this system (Windows).
@@ -54,7 +60,31 @@ def examine(root: Path = Path("/")) -> list[Finding]:
     if sys.platform == "win32":
         raise OSError("Windows has no memory that a cache could share between processes: samples pass through uncached")
     free = FreeMemory.measure(memory_directory(), root)
-    return [*_memory(free, root), *_backends(), *_processes(root), *_versions(), *_named(), *_held(root)]
+    return [_verdict(), *_memory(free, root), *_backends(), *_caches(root), *_processes(root), *_versions()]
+
+
+def as_text(findings: Sequence[Finding]) -> str:
+    """The findings for people: the verdict, what is to be mended, and the rest topic by topic.
+
+    Example:
+        >>> print(as_text([Finding("a cache", "may take 1 GiB."), Finding("RAM", "2 GiB."), Finding("x", "bad.", "y")]))
+        a cache may take 1 GiB.
+        <BLANKLINE>
+        1 to mend
+          x: bad.
+              fix: y
+        <BLANKLINE>
+        details
+          RAM: 2 GiB.
+    """
+    verdict, *rest = findings
+    to_mend = [finding for finding in rest if finding.fix]
+    lines = [f"{verdict.topic} {verdict.words}", "", f"{len(to_mend) or 'nothing'} to mend"]
+    for finding in to_mend:
+        lines += [f"  {finding.topic}: {finding.words}", f"      fix: {finding.fix}"]
+    lines += ["", "details"]
+    lines += [f"  {finding.topic}: {finding.words}" for finding in rest if not finding.fix]
+    return "\n".join(lines)
 
 
 def shared_memory(size: int, free: int, ram: int | None) -> Finding:
@@ -87,6 +117,29 @@ def shared_memory(size: int, free: int, ram: int | None) -> Finding:
     return Finding("/dev/shm", words)
 
 
+def _verdict() -> Finding:
+    """What a cache would get now, and where it would lie."""
+    size, backend = _granted("auto")
+    free = FreeMemory.measure(None if backend == "memfd" else memory_directory())
+    words = f"may take {format_bytes(size)} here, limited by {free.limited_by}; what its loader needs comes off that."
+    if backend == "memfd":
+        named, _ = _granted("tmpfile")
+        directory = memory_directory()
+        words += (
+            f" It lies in a memfd, because {directory} has less room; one with a name lies in {directory}, and may "
+            f"take {format_bytes(named)}."
+        )
+    return Finding("a cache", words)
+
+
+def _granted(choice: BackendChoice) -> tuple[int, Backend | None]:
+    """What is granted to a dataset that is larger than any memory, and where it would lie."""
+    endless = Request(cast(Any, range(2**48)))
+    sample = SampleSpec.infer(torch.zeros(1023, dtype=torch.uint8))
+    plan = allocate([endless], [sample], {endless.pot: Budget.parse("auto")}, ranks=1, choice=choice)
+    return plan.granted[0], plan.backend
+
+
 def _memory(free: FreeMemory, root: Path) -> Iterator[Finding]:
     ram = _meminfo(root, "MemTotal")
     if os.path.isdir("/dev/shm"):
@@ -103,7 +156,6 @@ def _memory(free: FreeMemory, root: Path) -> Iterator[Finding]:
         short = free.available is not None and free.cgroup < free.available // 10
         fix = "docker run --memory=...; Kubernetes: resources.limits.memory; Slurm: --mem=..." if short else ""
         yield Finding("cgroup", f"{room}; above it the kernel kills.", fix)
-    yield Finding("a cache", f"may take {format_bytes(free.bytes)} here, limited by {free.limited_by}.")
 
 
 def _backends() -> Iterator[Finding]:
@@ -148,55 +200,13 @@ def _processes(root: Path) -> Iterator[Finding]:
     yield Finding("huge pages", f"{option} for /dev/shm, {memfd} for memfds; either will do (0.06 s per GiB, once).")
 
 
-def _named() -> Iterator[Finding]:
-    """The caches that outlive their jobs."""
-    segments = named_segments()
-    if not segments:
-        yield Finding("named caches", "none.")
-    for one in segments:
-        words = f"{format_bytes(one.allocated_bytes)}, {'in use' if one.in_use else 'in use by nobody'}."
-        fix = "" if one.in_use else f"python -m lightning_stocache clean {one.name}, unless a job is to find it warm"
-        yield Finding(f"named cache {one.name}", words, fix)
-
-
-def _held(root: Path) -> Iterator[Finding]:
-    """Which living processes hold memory, of caches and beside them."""
-    try:
-        files, closed = held(root)
-    except OSError:
-        yield Finding("held", "there is no /proc here: who holds memory cannot be seen.")
-        return
-    others: dict[tuple[Holder, ...], int] = {}
-    for one in files:
-        if one.contents is not None:
-            cache = f"{format_bytes(one.allocated_bytes)} of a cache, {one.name}{_what(one.contents)}"
-            yield Finding("held", f"{cache}: {_who(one.holders)}")
-        else:
-            others[one.holders] = others.get(one.holders, 0) + one.allocated_bytes
-    for holders, size in others.items():
-        yield Finding("held", f"{format_bytes(size)} beside caches (a loader's batches, say): {_who(holders)}")
-    if not files:
-        yield Finding("held", "no memory by any living process of this user.")
-    if closed:
-        yield Finding("held", f"{closed} processes of other users cannot be looked into (root can).")
-
-
-def _what(contents: Contents) -> str:
-    """What a cache holds, on which node, and its arc of the ring."""
-    its = contents.manifest
-    if not its:
-        return ""
-    arc, known = its["geometry"], its.get("fingerprint")
-    dataset = its.get("dataset") or (known.get("dataset", "") if isinstance(known, dict) else "")
-    node = f", node {its['node']} of {its['nodes']}" if its.get("nodes", 1) > 1 else ""
-    return (
-        f" ({dataset}{node}: {contents.filled:,} of {arc['slots']:,} slots filled; its arc begins at position "
-        f"{arc['start']:,} of {arc['size']:,})"
-    )
-
-
-def _who(holders: tuple[Holder, ...]) -> str:
-    return "; ".join(f"{one.pid} ({one.command})" for one in holders)
+def _caches(root: Path) -> Iterator[Finding]:
+    """The caches that outlive their jobs, and which living processes hold memory."""
+    named = named_segments()
+    unused = [segment for segment in named if not segment.in_use]
+    words = f"{count(named)}; nobody uses {count(unused)}. python -m lightning_stocache list tells more"
+    yield Finding("named caches", f"{words}." if named else "none.")
+    yield from (Finding("held", line) for line in held_lines(root))
 
 
 def _versions() -> Iterator[Finding]:

@@ -3,13 +3,15 @@
 The manifest in the header of a named segment says two things. Its fingerprint is what lies there: the class of the
 source, its length, the fields of a sample, and what the user adds; a job with another one is refused. Its geometry is
 where it lies: the arc of the ring; it wins over the budget and the order of nodes of the job that joins, because the
-samples are where they are. Slots that are READY stay so; a cache that is half full goes on filling.
+samples are where they are. A job whose own budget would have given another number of slots is told so. Slots that are
+READY stay so; a cache that is half full goes on filling.
 """
 
 from __future__ import annotations
 
 import hashlib
-from collections.abc import Sequence
+import logging
+from collections.abc import Mapping, Sequence
 from dataclasses import asdict, replace
 from typing import Any
 
@@ -21,19 +23,27 @@ from lightning_stocache.cache.placement import Arc, Ring
 from lightning_stocache.cache.slots import FieldSlots
 from lightning_stocache.cache.spec import SampleSpec
 from lightning_stocache.loading.allocation import Request
-from lightning_stocache.node.named import clean, join_named, open_named
+from lightning_stocache.node.budget import Budget
+from lightning_stocache.node.files import memory_directory
+from lightning_stocache.node.free import FreeMemory
+from lightning_stocache.node.janitor import clean
+from lightning_stocache.node.manifest import Geometry, Manifest, ManifestError, printable, read_manifest
+from lightning_stocache.node.named import join_named, open_named, way_out
 from lightning_stocache.node.segment import Segment
 
 __all__ = ["FingerprintError", "fingerprint", "join_cache", "join_caches", "open_cache", "rings_as_they_are"]
 
-_LONGEST = 400  # characters that are kept of an entry: the three of them and the geometry fit in the header
+log = logging.getLogger(__name__)
+
+_LONGEST = 400  # bytes that are kept of an entry: the three of them, the title and the geometry fit in the header
+_TITLE = 100  # characters
 
 
 class FingerprintError(ValueError):
     """What lies under the name of a cache is not what is to be cached."""
 
 
-def fingerprint(request: Request, spec: SampleSpec) -> dict[str, Any]:
+def fingerprint(request: Request, spec: SampleSpec) -> dict[str, str | int]:
     """What must be the same in two jobs that share a named cache, as plain values.
 
     Example:
@@ -56,6 +66,7 @@ def join_cache(request: Request, spec: SampleSpec) -> SharedCache | None:
 
     Raises:
         FingerprintError: it is the cache of something else.
+        ManifestError: it is damaged, or of another version.
         PermissionError: the name belongs to another user's file.
     """
     assert request.name is not None
@@ -63,25 +74,39 @@ def join_cache(request: Request, spec: SampleSpec) -> SharedCache | None:
     return None if joined is None else _over(request, spec, *joined)
 
 
-def open_cache(request: Request, spec: SampleSpec, arc: Arc) -> SharedCache:
+def open_cache(request: Request, spec: SampleSpec, arc: Arc, budget: Budget) -> SharedCache:
     """Make the cache of the request's name, with an arc; or join it, if another job has just made it.
 
     Raises:
-        FingerprintError: that is the cache of something else.
+        FingerprintError: that is the cache of something else, or (strict) of another budget.
+        ManifestError: it is damaged, or of another version.
         OSError: there is no memory for the states of the slots.
     """
     assert request.name is not None
-    manifest = {"fingerprint": fingerprint(request, spec), "geometry": asdict(arc)}
+    manifest = Manifest(
+        Geometry(**asdict(arc)),
+        dataset=printable(request.title, _TITLE),
+        budget=str(budget),
+        fingerprint=fingerprint(request, spec),
+    )
     size = FieldSlots.bytes_for(spec.row_bytes, arc.slots)
     try:
-        return _over(request, spec, *open_named(request.name, size, manifest))
+        cache = _over(request, spec, *open_named(request.name, size, manifest))
     except OSError:
         clean(request.name)  # unless another job uses it: an empty cache of this size is no use to the next one
         raise
+    try:
+        _compare(request, cache, budget, arc.slots)
+    except BaseException:
+        cache.close()
+        raise
+    return cache
 
 
-def join_caches(requests: Sequence[Request], specs: Sequence[SampleSpec | None]) -> dict[int, SharedCache]:
-    """The named caches that exist, by the number of their request; errors as in `join_cache`, and none stays open."""
+def join_caches(
+    requests: Sequence[Request], specs: Sequence[SampleSpec | None], budgets: Mapping[str, Budget]
+) -> dict[int, SharedCache]:
+    """The named caches that exist, by the number of their request; errors as in `open_cache`, and none stays open."""
     joined: dict[int, SharedCache] = {}
     try:
         for number, (request, spec) in enumerate(zip(requests, specs, strict=True)):
@@ -89,6 +114,11 @@ def join_caches(requests: Sequence[Request], specs: Sequence[SampleSpec | None])
                 continue
             if (cache := join_cache(request, spec)) is not None:
                 joined[number] = cache
+        if joined:
+            held = sum(cache.memory_bytes for cache in joined.values())
+            asked = _asked_for(requests, specs, budgets, held)
+            for number, cache in joined.items():
+                _compare(requests[number], cache, budgets[requests[number].pot], asked[number])
     except BaseException:
         for cache in joined.values():
             cache.close()
@@ -109,15 +139,17 @@ def rings_as_they_are(rings: Sequence[Ring], arcs: Sequence[Sequence[Arc | None]
     ]
 
 
-def _over(request: Request, spec: SampleSpec, segment: Segment, manifest: dict[str, Any]) -> SharedCache:
+def _over(request: Request, spec: SampleSpec, segment: Segment, manifest: Manifest) -> SharedCache:
+    assert request.name is not None
     try:
-        its, ours = manifest.get("fingerprint"), fingerprint(request, spec)
-        if its != ours:
-            raise FingerprintError(_refusal(request, its if isinstance(its, dict) else {}, ours))
-        arc = Arc(**manifest["geometry"])
+        ours = fingerprint(request, spec)
+        if manifest.fingerprint != ours:
+            raise FingerprintError(_refusal(request, manifest.fingerprint, ours))
+        arc = Arc(**asdict(manifest.geometry))
         if arc.size != request.length or segment.size != FieldSlots.bytes_for(spec.row_bytes, arc.slots):
-            raise FingerprintError(
-                f"the cache {request.name!r} is damaged: {arc} in {segment.size} bytes. {_way_out(request)}"
+            raise ManifestError(
+                f"the cache {request.name!r} is damaged: it says that it has {arc.slots:,} slots for {arc.size:,} "
+                f"samples, which does not fit its {segment.size:,} bytes. {way_out(request.name)}"
             )
         segment.reserve(0, arc.slots)  # also by who joins: the maker may have been killed before it came to this
         return SharedCache.over(segment, spec, arc)
@@ -126,16 +158,57 @@ def _over(request: Request, spec: SampleSpec, segment: Segment, manifest: dict[s
         raise
 
 
-def _refusal(request: Request, its: dict[str, Any], ours: dict[str, Any]) -> str:
-    differ = ", ".join(key for key in ours if its.get(key) != ours[key])
+def _asked_for(
+    requests: Sequence[Request], specs: Sequence[SampleSpec | None], budgets: Mapping[str, Budget], held: int
+) -> list[int]:
+    """The slots per request that the budgets ask for, if the caches that exist were made anew.
+
+    Args:
+        requests: what is to be cached.
+        specs: what the samples of each look like; None for what is not to be cached.
+        budgets: per pot.
+        held: bytes that the caches hold, and which a new one would find free.
+    """
+    sizes = [
+        0 if spec is None else request.length * spec.slot_bytes for request, spec in zip(requests, specs, strict=True)
+    ]
+    free = FreeMemory.measure(memory_directory()).bytes + held
+    slots = []
+    for request, spec, size in zip(requests, specs, sizes, strict=True):
+        pot = sum(other for other, member in zip(sizes, requests, strict=True) if member.pot == request.pot)
+        wanted = min(budgets[request.pot].wanted(pot, free), pot)
+        slots.append(0 if spec is None else wanted * size // max(pot, 1) // spec.slot_bytes)
+    return slots
+
+
+def _compare(request: Request, cache: SharedCache, budget: Budget, slots: int) -> None:
+    """Tell a job that its budget does not count, where that makes a difference.
+
+    A cache that was made under the same words may have found less memory than they asked for.
+
+    Raises:
+        FingerprintError: it makes one, and the request is strict.
+    """
+    assert request.name is not None
+    made = read_manifest(cache.segment.header, cache.segment.size).budget
+    if made == str(budget) or abs(len(cache) - slots) <= 1:  # one for rounding
+        return
+    words = (
+        f"the cache {request.name!r} was made with budget={made!r} and keeps its {len(cache):,} slots; "
+        f"budget={str(budget)!r} would give {slots:,} and is not looked at."
+    )
+    if request.strict:
+        raise FingerprintError(f"{words} {way_out(request.name)}")
+    log.warning("%s\n%s", words, way_out(request.name))
+
+
+def _refusal(request: Request, theirs: Mapping[str, str | int], ours: Mapping[str, str | int]) -> str:
+    assert request.name is not None
+    differ = ", ".join(key for key in ours if theirs.get(key) != ours[key])
     return (
         f"the cache {request.name!r} holds something else than {request.title} ({differ} differ). "
-        f"It holds {its}; this job has {ours}. {_way_out(request)}"
+        f"It holds {theirs}; this job has {ours}. {way_out(request.name)}"
     )
-
-
-def _way_out(request: Request) -> str:
-    return f"Give another name, or remove it: python -m lightning_stocache clean {request.name}"
 
 
 def _identity(source: Dataset[Any]) -> str:
@@ -148,6 +221,8 @@ def _identity(source: Dataset[Any]) -> str:
 
 
 def _short(text: str) -> str:
-    if len(text) <= _LONGEST:
+    """The text as a header can hold it: printable, and of what is long or not printable the beginning and a digest."""
+    if text.isprintable() and len(text.encode()) <= _LONGEST:
         return text
-    return f"{text[:_LONGEST]}... sha256 {hashlib.sha256(text.encode()).hexdigest()}"
+    digest = hashlib.sha256(text.encode(errors="surrogatepass")).hexdigest()
+    return f"{ascii(text)[1:-1][:_LONGEST]}... sha256 {digest}"

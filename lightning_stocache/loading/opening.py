@@ -33,6 +33,7 @@ from lightning_stocache.loading.opened import Opened
 from lightning_stocache.node.budget import Budget
 from lightning_stocache.node.files import Backend
 from lightning_stocache.node.group import NodeGroup
+from lightning_stocache.node.manifest import printable
 from lightning_stocache.node.segment import Segment, SegmentHandle
 
 __all__ = ["CacheMemoryError", "open_caches"]
@@ -85,7 +86,7 @@ def open_caches(
     )
     ranks = len(group.nodes[group.node])
     joined = group.together(
-        lambda: join_caches(requests, [found.spec for found in findings]) if group.is_leader else {}
+        lambda: join_caches(requests, [found.spec for found in findings], budgets) if group.is_leader else {}
     )
     promised = sum(len(cache) * cache.spec.slot_bytes - cache.memory_bytes for cache in joined.values())
     specs = [None if number in joined else found.spec for number, found in enumerate(findings)]
@@ -103,7 +104,15 @@ def open_caches(
     try:
         segments = _make_and_attach(
             lambda kind: [
-                _Segments.make(request, found.spec, ring.arcs[group.node], group, kind, joined.pop(number, None))
+                _Segments.make(
+                    request,
+                    found.spec,
+                    ring.arcs[group.node],
+                    group,
+                    kind,
+                    joined.pop(number, None),
+                    budgets[request.pot],
+                )
                 for number, (request, found, ring) in enumerate(zip(requests, findings, rings, strict=True))
             ],
             plan.backend,
@@ -186,13 +195,14 @@ class _Segments:
         group: NodeGroup,
         backend: Backend | None,
         joined: SharedCache | None,
+        budget: Budget,
     ) -> _Segments:
         cache = joined
         if spec is not None and request.name is not None:
             if cache is None:  # it may have come since, or this is the second try
-                cache = open_cache(request, spec, arc) if arc.slots else join_cache(request, spec)
+                cache = open_cache(request, spec, arc, budget) if arc.slots else join_cache(request, spec)
         elif spec is not None and arc.slots:
-            whose = {"dataset": request.title[:_LONGEST], "node": group.node, "nodes": len(group.nodes)}
+            whose = {"dataset": printable(request.title, _LONGEST), "node": group.node, "nodes": len(group.nodes)}
             cache = SharedCache.create(spec, arc, backend, whose)
         return cls(Counters.create(group.rank, backend), cache, request.name is not None)
 

@@ -3,14 +3,15 @@
 Kinds: `tmpfile` (O_TMPFILE in /dev/shm) and `memfd` have no name, so nothing can guess or collide with it, and nothing
 is left behind; `file` has a name, and carries a shared `flock` as long as anybody uses it.
 
-The header is 4096 bytes: a magic number, a random token by which an attaching process knows the segment again, and from
-byte 64 on room for a manifest (`manifest`).
+The header is 4096 bytes: a magic number (8 bytes), a random token by which an attaching process knows the segment again
+(16), the number of this format (4), and from byte 64 on room for a manifest (`manifest`).
 """
 
 from __future__ import annotations
 
 import contextlib
 import os
+import struct
 import sys
 import tempfile
 from collections.abc import Sequence
@@ -20,10 +21,12 @@ if sys.platform != "win32":
     import fcntl
 
 __all__ = [
+    "FORMAT",
     "HEADER_BYTES",
     "MANIFEST_OFFSET",
     "Backend",
     "default_backend",
+    "format_of",
     "get_shm_size",
     "give_up",
     "hold",
@@ -39,8 +42,10 @@ __all__ = [
 Backend = Literal["tmpfile", "memfd", "file"]
 HEADER_BYTES = 4096
 MANIFEST_OFFSET = 64
+FORMAT = 1  # of header, manifest and payload; another one is refused, so change it with any of them
 _MAGIC = b"STOCACHE"
 _TOKEN_BYTES = 16
+_FORMAT = struct.Struct("<I")
 _ZEROES = bytes(1 << 20)
 
 
@@ -105,7 +110,7 @@ def write_header(data: int, size: int) -> None:
     """
     os.ftruncate(data, HEADER_BYTES + size)
     reserve(data, 0, HEADER_BYTES)
-    os.pwrite(data, _MAGIC + os.urandom(_TOKEN_BYTES), 0)
+    os.pwrite(data, _MAGIC + os.urandom(_TOKEN_BYTES) + _FORMAT.pack(FORMAT), 0)
 
 
 def token_of(data: int) -> bytes:
@@ -118,6 +123,15 @@ def token_of(data: int) -> bytes:
     if not header.startswith(_MAGIC):
         raise ValueError("the file is not a segment of lightning_stocache: its header has another magic number")
     return header[len(_MAGIC) :]
+
+
+def format_of(header: bytes) -> int | None:
+    """The number of the format that a header has, 0 of one from before there was a number; None if it is no header."""
+    place = len(_MAGIC) + _TOKEN_BYTES
+    if not header.startswith(_MAGIC) or len(header) < place + _FORMAT.size:
+        return None
+    (number,) = _FORMAT.unpack_from(header, place)
+    return int(number)
 
 
 def reserve(data: int, offset: int, length: int) -> None:

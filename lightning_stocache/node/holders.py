@@ -3,20 +3,21 @@
 A segment without a name is seen nowhere but below `/proc/<pid>/fd`. Every descriptor of this user's processes is looked
 at: files in /dev/shm, deleted or named, and memfds of ours. One that begins with a segment's magic number is a segment;
 its lock file is empty and says nothing. Other files in /dev/shm (torch's batches) are told too, for they take the same
-room. Processes of other users cannot be looked into; they are counted.
+room. Of a file that belongs to another user (root sees them all) nothing is read, only its owner and its size are told.
+Processes of other users cannot be looked into; they are counted.
 """
 
 from __future__ import annotations
 
 import os
-from dataclasses import dataclass
+import stat
+from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import Any
 
-from lightning_stocache.node.files import HEADER_BYTES, token_of
-from lightning_stocache.node.manifest import read_manifest
+from lightning_stocache.node.contents import Contents, contents_of
+from lightning_stocache.node.manifest import printable
 
-__all__ = ["Contents", "Held", "Holder", "held"]
+__all__ = ["Held", "Holder", "held"]
 
 _MEMFD = "/memfd:lightning_stocache"
 _COMMAND = 120  # characters of a command line that are shown
@@ -24,23 +25,10 @@ _COMMAND = 120  # characters of a command line that are shown
 
 @dataclass(frozen=True)
 class Holder:
-    """A process: its id and its command line."""
+    """A process: its id and its command line, printable."""
 
     pid: int
     command: str
-
-
-@dataclass(frozen=True)
-class Contents:
-    """What a segment says about itself.
-
-    Args:
-        manifest: its own words; empty if it has none.
-        filled: slots that are READY, if it says how many it has.
-    """
-
-    manifest: dict[str, Any]
-    filled: int = 0
 
 
 @dataclass(frozen=True)
@@ -48,16 +36,20 @@ class Held:
     """A file in memory and the processes that have it open.
 
     Args:
-        name: as the kernel calls it.
+        name: as the kernel calls it, printable.
+        key: device and inode.
+        owner: the user whose file it is.
         allocated_bytes: memory that it holds.
-        contents: what it is; None if it is no segment of a cache.
+        contents: what it is; None if it is no segment of a cache, or another user's.
         holders: by process id.
     """
 
     name: str
+    key: tuple[int, int]
+    owner: int
     allocated_bytes: int
     contents: Contents | None
-    holders: tuple[Holder, ...]
+    holders: tuple[Holder, ...] = ()
 
 
 def held(root: Path = Path("/")) -> tuple[list[Held], int]:
@@ -69,12 +61,13 @@ def held(root: Path = Path("/")) -> tuple[list[Held], int]:
     Raises:
         OSError: there is no /proc here.
     """
-    files: dict[tuple[int, int], tuple[str, int, Contents | None]] = {}
+    files: dict[tuple[int, int], Held] = {}
     pids: dict[tuple[int, int], set[int]] = {}
     closed = 0
-    for entry in sorted(root.joinpath("proc").iterdir()):
-        if not entry.name.isdigit():
-            continue
+    processes = sorted(entry for entry in root.joinpath("proc").iterdir() if entry.name.isdecimal())
+    if not processes:
+        raise FileNotFoundError("there is an empty folder in place of /proc")
+    for entry in processes:
         try:
             descriptors = list(entry.joinpath("fd").iterdir())
         except PermissionError:
@@ -83,30 +76,36 @@ def held(root: Path = Path("/")) -> tuple[list[Held], int]:
         except OSError:  # it has ended
             continue
         for descriptor in descriptors:
-            found = _look(descriptor)
-            if found is not None:
-                key, what = found
-                files[key] = what
-                pids.setdefault(key, set()).add(int(entry.name))
+            if (key := _key(descriptor)) is None:
+                continue
+            if key not in files and (found := _look(descriptor, key)) is not None:
+                files[key] = found
+            pids.setdefault(key, set()).add(int(entry.name))
     told = [
-        Held(*what, tuple(Holder(pid, _command(root / f"proc/{pid}/cmdline")) for pid in sorted(pids[key])))
-        for key, what in files.items()
+        replace(file, holders=tuple(Holder(pid, _command(root / f"proc/{pid}/cmdline")) for pid in sorted(pids[key])))
+        for key, file in files.items()
     ]
-    return sorted(told, key=lambda one: -one.allocated_bytes), closed
+    return sorted(told, key=lambda file: -file.allocated_bytes), closed
 
 
-def _look(descriptor: Path) -> tuple[tuple[int, int], tuple[str, int, Contents | None]] | None:
-    """Device and inode, and what lies there, if it is a file in memory that holds any."""
+def _key(descriptor: Path) -> tuple[int, int] | None:
+    """Device and inode of a file in memory that holds any."""
     try:
-        name = os.readlink(descriptor)
-        if not name.startswith(("/dev/shm/", _MEMFD)):
+        if not os.readlink(descriptor).startswith(("/dev/shm/", _MEMFD)):
             return None
         facts = descriptor.stat()
-        if not facts.st_blocks:
-            return None
-        return (facts.st_dev, facts.st_ino), (name, facts.st_blocks * 512, _contents(descriptor))
     except OSError:  # closed meanwhile, or another user's
         return None
+    return (facts.st_dev, facts.st_ino) if facts.st_blocks and stat.S_ISREG(facts.st_mode) else None
+
+
+def _look(descriptor: Path, key: tuple[int, int]) -> Held | None:
+    try:
+        name, facts = printable(os.readlink(descriptor)), descriptor.stat()
+        contents = _contents(descriptor) if facts.st_uid == os.getuid() else None
+    except OSError:  # closed meanwhile
+        return None
+    return Held(name, key, facts.st_uid, facts.st_blocks * 512, contents)
 
 
 def _contents(descriptor: Path) -> Contents | None:
@@ -115,13 +114,7 @@ def _contents(descriptor: Path) -> Contents | None:
     except OSError:
         return None
     try:
-        token_of(file)
-        try:
-            manifest = read_manifest(os.pread(file, HEADER_BYTES, 0))
-            slots, *_ = (int(manifest["geometry"][name]) for name in ("slots", "start", "size"))
-        except (ValueError, KeyError, TypeError):
-            return Contents({})
-        return Contents(manifest, slots - os.pread(file, slots, HEADER_BYTES).count(0))  # a state of 0 is EMPTY
+        return contents_of(file)
     except (ValueError, OSError):
         return None
     finally:
@@ -130,7 +123,8 @@ def _contents(descriptor: Path) -> Contents | None:
 
 def _command(path: Path) -> str:
     try:
-        words = path.read_bytes().replace(b"\0", b" ").decode(errors="replace").strip()
+        with path.open("rb") as file:
+            words = file.read(4 * _COMMAND)
     except OSError:
         return "(ended)"
-    return words if len(words) <= _COMMAND else words[: _COMMAND - 3] + "..."
+    return printable(words.replace(b"\0", b" ").decode(errors="replace").strip(), _COMMAND) or "(ended)"

@@ -11,7 +11,7 @@ import sys
 if sys.platform != "win32":
     import fcntl
 
-__all__ = ["give_back", "take"]
+__all__ = ["give_back", "is_unlocked", "take"]
 
 
 def take(descriptor: int, byte: int, *, wait: bool = False) -> bool:
@@ -26,3 +26,12 @@ def take(descriptor: int, byte: int, *, wait: bool = False) -> bool:
 def give_back(descriptor: int, byte: int) -> None:
     """Give the lock of one byte back."""
     fcntl.lockf(descriptor, fcntl.LOCK_UN, 1, byte)
+
+
+def is_unlocked(descriptor: int) -> bool:
+    """Whether no other process holds a lock on any byte; they are all held now, until the descriptor is closed."""
+    try:
+        fcntl.lockf(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
+    except (BlockingIOError, PermissionError):
+        return False
+    return True

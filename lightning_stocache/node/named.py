@@ -11,7 +11,8 @@ say what lies in it. Two jobs of one user may share it. The protocol, by `flock`
 - Whoever has taken a lock looks again whether the name still leads to the same inode: it may have been removed
   meanwhile.
 
-A file of another user is never opened, whatever its name, nor is one that others may write to or that is a link.
+A file of another user is never opened, whatever its name, nor is one that others may write to or that is a link, a
+pipe or a folder (`owned`). What has such a name and is no segment, by its magic number, is never removed.
 """
 
 from __future__ import annotations
@@ -19,14 +20,9 @@ from __future__ import annotations
 import contextlib
 import os
 import re
-import stat
 import sys
-import time
-from collections.abc import Iterator
-from dataclasses import dataclass
-from pathlib import Path
-from typing import Any
 
+from lightning_stocache.node.contents import contents_of
 from lightning_stocache.node.files import (
     HEADER_BYTES,
     make_file,
@@ -34,15 +30,27 @@ from lightning_stocache.node.files import (
     token_of,
     write_header,
 )
-from lightning_stocache.node.manifest import read_manifest, write_manifest
+from lightning_stocache.node.manifest import Manifest, ManifestError, write_manifest
+from lightning_stocache.node.owned import open_own
 from lightning_stocache.node.segment import Segment
 
 if sys.platform != "win32":
     import fcntl
 
-__all__ = ["NamedSegment", "check_name", "clean", "join_named", "named_segments", "open_named"]
+__all__ = [
+    "LOCKS",
+    "check_name",
+    "is_name",
+    "join_named",
+    "open_named",
+    "prefix",
+    "still_there",
+    "try_exclusive",
+    "way_out",
+]
 
-_NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]{0,99}")
+_NAME = re.compile(r"[A-Za-z0-9_][A-Za-z0-9._-]{0,99}")
+LOCKS = ".locks"
 
 
 def check_name(name: str) -> str:
@@ -55,21 +63,25 @@ def check_name(name: str) -> str:
         >>> check_name("photos-256")
         'photos-256'
     """
-    if not isinstance(name, str) or not _NAME.fullmatch(name) or name.endswith(".locks"):
+    if not isinstance(name, str) or not is_name(name):
         raise ValueError(f"name must be letters, digits, dots, dashes and underscores, at most 100, got {name!r}")
     return name
 
 
-def join_named(name: str) -> tuple[Segment, dict[str, Any]] | None:
+def is_name(name: str) -> bool:
+    """Whether it is the name of a segment."""
+    return _NAME.fullmatch(name) is not None and not name.endswith(LOCKS)
+
+
+def join_named(name: str) -> tuple[Segment, Manifest] | None:
     """Open the segment of a name with its manifest, if there is one; errors as in `open_named`.
 
     It is the same object where this process has it open already; it then has to be closed once more.
     """
-    segment = _join(_path(name))
-    return None if segment is None else (segment, _manifest_of(segment))
+    return _join(_path(name))
 
 
-def open_named(name: str, size: int, manifest: dict[str, Any]) -> tuple[Segment, dict[str, Any]]:
+def open_named(name: str, size: int, manifest: Manifest) -> tuple[Segment, Manifest]:
     """Open the segment of a name, or make it.
 
     Args:
@@ -83,108 +95,64 @@ def open_named(name: str, size: int, manifest: dict[str, Any]) -> tuple[Segment,
         closed once more.
 
     Raises:
-        ValueError: the name is none, the manifest is too large, or what lies there is no segment.
-        PermissionError: the name belongs to another user's file, or to one that others may write to.
+        ValueError: the name is none, or the manifest is too large.
+        ManifestError: what lies there is no segment, one of another version, or damaged; the message names the way out.
+        PermissionError: what lies there, or beside it as its lock file, is not a file of this user alone.
         OSError: there is no memory for the header.
     """
     path = _path(name)
     while True:
-        segment = _join(path) or _publish(path, size, manifest)
-        if segment is not None:
-            return segment, _manifest_of(segment)
-
-
-@dataclass(frozen=True)
-class NamedSegment:
-    """What lies under a name.
-
-    Args:
-        name: the name.
-        path: the file.
-        allocated_bytes: memory that it holds.
-        in_use: whether a living process uses it.
-        modified: seconds since the epoch of its last store through a system call.
-        manifest: what it says about itself; empty if it cannot be read.
-    """
-
-    name: str
-    path: str
-    allocated_bytes: int
-    in_use: bool
-    modified: float
-    manifest: dict[str, Any]
-
-    @property
-    def age_seconds(self) -> float:
-        """How long ago that was."""
-        return max(0.0, time.time() - self.modified)
-
-
-def named_segments() -> list[NamedSegment]:
-    """The named segments of this user on this node, by name."""
-    return list(_inspect(remove=False))
-
-
-def clean(name: str | None = None) -> list[NamedSegment]:
-    """Remove the named segments of this user that nobody uses, or the one of a name.
-
-    Returns:
-        What was removed.
-    """
-    if name is not None:
-        check_name(name)
-    return [found for found in _inspect(remove=True, only=name) if not found.in_use]
-
-
-def _inspect(*, remove: bool, only: str | None = None) -> Iterator[NamedSegment]:
-    prefix = f"lsc-{os.getuid()}-"
-    for path in sorted(Path(memory_directory()).glob(f"{prefix}*")):
-        name = path.name.removeprefix(prefix)
-        if path.suffix == ".locks" or only not in (None, name):
-            continue
-        try:
-            data = _open_own(str(path))
-        except OSError:
-            continue
-        try:
-            in_use = not _locked(data, fcntl.LOCK_EX)
-            facts = os.fstat(data)
-            manifest: dict[str, Any] = {}
-            with contextlib.suppress(ValueError):
-                manifest = read_manifest(os.pread(data, HEADER_BYTES, 0))
-            if remove and not in_use and _still_there(data, str(path)):
-                _remove(str(path))
-            yield NamedSegment(name, str(path), facts.st_blocks * 512, in_use, facts.st_mtime, manifest)
-        finally:
-            os.close(data)
+        if (joined := _join(path)) is not None:
+            return joined
+        if (made := _publish(path, size, manifest)) is not None:
+            return made, manifest
 
 
 def _path(name: str) -> str:
-    return os.path.join(memory_directory(), f"lsc-{os.getuid()}-{check_name(name)}")
+    return os.path.join(memory_directory(), prefix() + check_name(name))
 
 
-def _join(path: str) -> Segment | None:
+def _join(path: str) -> tuple[Segment, Manifest] | None:
     """The segment that lies there, used from now on; None if there is none, or none any more."""
     try:
-        data = _open_own(path)
+        data = open_own(path)
     except FileNotFoundError:
+        with contextlib.suppress(FileNotFoundError):  # a lock file that is not ours is told before anything is made
+            os.close(open_own(path + LOCKS))
         return None
     try:
         fcntl.flock(data, fcntl.LOCK_SH)  # waits for a janitor that has just begun
-        if not _still_there(data, path):
+        if not still_there(data, path):
             os.close(data)
             return None
+        manifest = _checked(data, path)
         if (known := Segment.opened(token_of(data))) is not None:
             os.close(data)  # a second lock file's descriptor would drop the locks of the first when it is closed
-            return known.hold()
-        return Segment(data, _open_locks(path), os.fstat(data).st_size - HEADER_BYTES, path)
+            return known.hold(), manifest
+        return Segment(data, _open_locks(path), os.fstat(data).st_size - HEADER_BYTES, path), manifest
     except BaseException:
         with contextlib.suppress(OSError):
             os.close(data)
         raise
 
 
-def _publish(path: str, size: int, manifest: dict[str, Any]) -> Segment | None:
+def _checked(data: int, path: str) -> Manifest:
+    """What the segment says about itself.
+
+    Raises:
+        ManifestError: it is none, or damaged; with the way out.
+    """
+    name = os.path.basename(path).removeprefix(prefix())
+    try:
+        contents = contents_of(data)
+    except ValueError as error:
+        raise ManifestError(f"{path} is no cache: give another name, or remove it (rm {path})") from error
+    if contents.manifest is None:
+        raise ManifestError(f"the cache {name!r} {contents.damage}. {way_out(name)}")
+    return contents.manifest
+
+
+def _publish(path: str, size: int, manifest: Manifest) -> Segment | None:
     """Make the segment and give it its name; None if another process was first."""
     directory = os.open(memory_directory(), os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
     try:
@@ -195,7 +163,12 @@ def _publish(path: str, size: int, manifest: dict[str, Any]) -> Segment | None:
             fcntl.flock(data, fcntl.LOCK_SH)
             # src_dir_fd makes Python call linkat, which follows the link below /proc; link(2) would fail with EXDEV.
             os.link(f"/proc/self/fd/{data}", path, src_dir_fd=directory, follow_symlinks=True)
-            return Segment(data, _open_locks(path), size, path)
+            try:
+                return Segment(data, _open_locks(path), size, path)
+            except OSError:
+                if try_exclusive(data):  # nobody has joined meanwhile: what cannot be locked is no use
+                    os.unlink(path)
+                raise
         except FileExistsError:
             os.close(data)
             return None
@@ -207,46 +180,44 @@ def _publish(path: str, size: int, manifest: dict[str, Any]) -> Segment | None:
         os.close(directory)
 
 
-def _open_own(path: str) -> int:
-    """Open a file that is certainly this user's own.
+def _open_locks(path: str) -> int:
+    """The lock file beside a segment, made if there is none.
+
+    Who comes here holds a lock on the segment, so nobody removes both; a lock on this file keeps `clean_locks` away.
 
     Raises:
-        PermissionError: it is not.
+        PermissionError: it is not a file of this user alone.
     """
-    descriptor = os.open(path, os.O_RDWR | os.O_CLOEXEC | os.O_NOFOLLOW)
-    facts = os.fstat(descriptor)
-    if facts.st_uid != os.getuid() or not stat.S_ISREG(facts.st_mode) or facts.st_mode & 0o077:
-        os.close(descriptor)
-        raise PermissionError(f"{path} is not a file of this user alone; it is not trusted")
-    return descriptor
+    while True:
+        locks = open_own(path + LOCKS, create=True)
+        fcntl.flock(locks, fcntl.LOCK_SH)
+        if still_there(locks, path + LOCKS):
+            return locks
+        os.close(locks)
 
 
-def _open_locks(path: str) -> int:
-    """The lock file beside a segment. Only who holds a lock on the segment comes here, so no janitor is at work."""
-    flags = os.O_RDWR | os.O_CREAT | os.O_CLOEXEC | os.O_NOFOLLOW
-    return os.open(path + ".locks", flags, 0o600)
+def prefix() -> str:
+    """What the files of this user's segments begin with."""
+    return f"lsc-{os.getuid()}-"
 
 
-def _locked(descriptor: int, kind: int) -> bool:
+def way_out(name: str) -> str:
+    """What to do about a cache that cannot be joined, in one sentence."""
+    return f"Give another name, or remove it: python -m lightning_stocache clean {name}"
+
+
+def try_exclusive(descriptor: int) -> bool:
+    """Whether nobody else has a lock on a segment; from then on it is locked for this descriptor alone."""
     try:
-        fcntl.flock(descriptor, kind | fcntl.LOCK_NB)
+        fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
     except BlockingIOError:
         return False
     return True
 
 
-def _still_there(descriptor: int, path: str) -> bool:
+def still_there(descriptor: int, path: str) -> bool:
+    """Whether a name still leads to the file that was opened by it."""
     try:
         return os.stat(path, follow_symlinks=False).st_ino == os.fstat(descriptor).st_ino
     except FileNotFoundError:
         return False
-
-
-def _remove(path: str) -> None:
-    for one in (path + ".locks", path):
-        with contextlib.suppress(FileNotFoundError):
-            os.unlink(one)
-
-
-def _manifest_of(segment: Segment) -> dict[str, Any]:
-    return read_manifest(segment.header)

@@ -30,7 +30,7 @@ import logging
 import mmap
 import os
 import weakref
-from collections.abc import Callable, Mapping
+from collections.abc import Callable
 from multiprocessing import context, reduction
 from typing import Any
 
@@ -40,7 +40,8 @@ import lightning_stocache.node.files as files
 from lightning_stocache.node.files import HEADER_BYTES, Backend
 from lightning_stocache.node.handle import SegmentHandle
 from lightning_stocache.node.locks import give_back, take
-from lightning_stocache.node.manifest import write_manifest
+from lightning_stocache.node.manifest import Manifest, write_manifest
+from lightning_stocache.node.owned import open_own
 
 __all__ = ["Segment", "SegmentHandle"]
 
@@ -90,7 +91,7 @@ class Segment:
         _open_here[self.token] = self
 
     @classmethod
-    def create(cls, size: int, backend: Backend | None = None, manifest: Mapping[str, Any] | None = None) -> Segment:
+    def create(cls, size: int, backend: Backend | None = None, manifest: Manifest | None = None) -> Segment:
         """Make a segment of `size` payload bytes that holds no memory until it is reserved.
 
         Args:
@@ -110,7 +111,7 @@ class Segment:
                 locks, _ = files.make_file(backend)
             else:
                 undo.callback(os.unlink, path)
-                locks = os.open(path + ".locks", os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o600)
+                locks = open_own(path + ".locks", create=True, exclusive=True)
                 undo.callback(os.unlink, path + ".locks")
             undo.callback(os.close, locks)
             files.write_header(data, size)
@@ -129,7 +130,8 @@ class Segment:
         """
         if (known := cls.opened(handle.token)) is not None:
             return known
-        data = os.open(handle.data, os.O_RDWR | os.O_CLOEXEC)
+        named = None if handle.data.startswith("/proc/") else handle.data
+        data = open_own(named) if named else os.open(handle.data, os.O_RDWR | os.O_CLOEXEC)
         try:
             if os.fstat(data).st_ino != handle.inode:
                 raise ValueError(f"{handle.data} is another file by now: the process that made the segment has gone")
@@ -137,10 +139,9 @@ class Segment:
                 raise ValueError(
                     f"{handle.data} holds another segment (its token differs): these ranks do not share memory"
                 )
-            named = None if handle.data.startswith("/proc/") else handle.data
             if named is not None:
                 files.hold(data)
-            locks = os.open(handle.locks, os.O_RDWR | os.O_CLOEXEC)
+            locks = open_own(handle.locks) if named else os.open(handle.locks, os.O_RDWR | os.O_CLOEXEC)
         except BaseException:
             os.close(data)
             raise

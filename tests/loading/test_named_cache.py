@@ -22,8 +22,11 @@ from lightning_stocache.loading.naming import FingerprintError
 from lightning_stocache.loading.opening import CacheMemoryError
 from lightning_stocache.loading.together import open_together
 from lightning_stocache.node.budget import Budget
+from lightning_stocache.node.files import HEADER_BYTES
 from lightning_stocache.node.group import NodeGroup
-from lightning_stocache.node.named import clean, named_segments, open_named
+from lightning_stocache.node.janitor import clean, named_segments
+from lightning_stocache.node.manifest import Geometry, Manifest
+from lightning_stocache.node.named import open_named
 from lightning_stocache.node.segment import Segment
 from lightning_stocache.training.datamodule import StocacheDataModule
 from tests.processes import Child, call, call_many
@@ -237,6 +240,39 @@ def test_geometry_wins_over_another_budget(name: str, tmp_path: Path) -> None:
     assert source(tmp_path).loads == 2 * LENGTH
 
 
+def test_a_budget_that_does_not_count_is_told(name: str, caplog: pytest.LogCaptureFixture) -> None:
+    """A sweep over budgets under one name hears both numbers and the ways out; the same number of slots is silent."""
+    slot = SampleSpec.infer(CountedSource(1).expected(0)).slot_bytes
+    for budget in ("50%", "50 %", LENGTH // 2 * slot, LENGTH // 2 * slot + slot - 1):
+        cached(CountedSource(LENGTH), name, budget=budget, strict=True).close()
+    assert [record for record in caplog.records if record.levelno >= logging.WARNING] == []
+    cached(CountedSource(LENGTH), name, budget="10%").close()
+    [said] = [record.getMessage() for record in caplog.records if record.levelno >= logging.WARNING]
+    assert f"the cache {name!r} was made with budget='50%' and keeps its 20 slots; budget='10%' would give 4" in said
+    assert f"another name, or remove it: python -m lightning_stocache clean {name}" in said
+    assert said.count("\n") == 1
+
+
+def test_under_strict_another_budget_is_refused(name: str) -> None:
+    """Where every run of a sweep must be what it says."""
+    cached(CountedSource(LENGTH), name, budget="50%").close()
+    with pytest.raises(FingerprintError, match=f"budget='auto' would give {LENGTH}"):
+        cached(CountedSource(LENGTH), name, strict=True)
+
+
+def test_a_pot_is_shared_as_it_was(name: str, caplog: pytest.LogCaptureFixture) -> None:
+    """Two sets on one budget have a part of it each; the next job with this budget, in other words, is silent."""
+    sets = [CountedSource(LENGTH), CountedSource(LENGTH // 2)]
+    slot = SampleSpec.infer(CountedSource(1).expected(0)).slot_bytes
+    for budget in (str(30 * slot), f"{30 * slot} B", "50%"):
+        both = [cached(one, f"{name}-{number}", defer=True) for number, one in enumerate(sets)]
+        open_together(both, {"": Budget.parse(budget)}, NodeGroup())
+        assert [len(one.cache) for one in both if one.cache is not None] == [20, 10]
+        for one in both:
+            one.close()
+    assert [record for record in caplog.records if record.levelno >= logging.WARNING] == []
+
+
 def test_off_is_off(name: str, tmp_path: Path) -> None:
     """A budget of 0 neither makes nor joins anything."""
     dataset = cached(source(tmp_path), name, budget=0)
@@ -260,10 +296,53 @@ def test_datasets_open_beside_a_warm_one(name: str) -> None:
 
 def test_what_lies_there_is_no_cache(name: str) -> None:
     """A named segment of somebody else's making is refused, too."""
-    segment, _ = open_named(name, 4096, {"mine": 1})
+    segment, _ = open_named(name, 4096, Manifest(Geometry(10, 10)))
     with pytest.raises(FingerprintError, match="holds something else"):
         cached(CountedSource(LENGTH), name)
     segment.close()
+
+
+def spoil(name: str, place: int, content: bytes) -> None:
+    """Overwrite a part of a cache's file."""
+    with Path(f"/dev/shm/lsc-{os.getuid()}-{name}").open("r+b") as file:
+        file.seek(place)
+        file.write(content)
+
+
+@pytest.mark.parametrize(
+    ("damage", "words"),
+    [
+        (lambda name, path: spoil(name, 64, bytes(4)), "does not say what it holds"),
+        (lambda name, path: spoil(name, 64, b"\xff" * 500), "is damaged"),
+        (lambda name, path: spoil(name, 24, b"\x63"), r"another version .*format 99"),
+        (lambda name, path: spoil(name, 24, b"\x00"), r"another version .*format 0"),
+        (lambda name, path: spoil(name, HEADER_BYTES + 3, b"\x05"), "a slot is in a state that there is not"),
+        (lambda name, path: os.truncate(path, HEADER_BYTES + LENGTH + 10), "does not fit its 50 bytes"),
+        (lambda name, path: os.truncate(path, HEADER_BYTES + 3), "do not fit in its 3 bytes"),
+        (lambda name, path: os.truncate(path, 100), "is cut off"),
+    ],
+)
+def test_a_damaged_cache_is_refused_by_name(name: str, damage: Any, words: str) -> None:
+    """What outlives a job can be spoilt: it is refused before it is read, and the command that is named removes it."""
+    cached(CountedSource(LENGTH), name).close()
+    damage(name, f"/dev/shm/lsc-{os.getuid()}-{name}")
+    with pytest.raises(ValueError, match=f"the cache '{name}' .*{words}.*python -m lightning_stocache clean {name}"):
+        cached(CountedSource(LENGTH), name)
+    assert [one.name for one in clean(name)] == [name]
+    dataset = cached(CountedSource(LENGTH), name)
+    check(dataset)
+    dataset.close()
+
+
+@pytest.mark.parametrize(
+    "fingerprint", ["two\nlines", "\x1b[2J", "\ud800", "\u65e5" * 400, "\U0001f600" * 5000, '"\\' * 300]
+)
+def test_any_fingerprint_is_kept_and_told_apart(name: str, fingerprint: str) -> None:
+    """Texts that cannot be printed, that are long or that JSON escapes fit, and differ from their neighbours."""
+    cached(CountedSource(LENGTH), name, fingerprint=fingerprint).close()
+    cached(CountedSource(LENGTH), name, fingerprint=fingerprint).close()
+    with pytest.raises(FingerprintError):
+        cached(CountedSource(LENGTH), name, fingerprint=fingerprint + "!")
 
 
 def test_without_memory_no_name_is_left(name: str, monkeypatch: pytest.MonkeyPatch) -> None:

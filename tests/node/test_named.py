@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import fcntl
 import os
 import random
 import signal
@@ -13,7 +14,9 @@ from typing import Any
 import pytest
 
 from lightning_stocache.node.files import HEADER_BYTES
-from lightning_stocache.node.named import check_name, clean, join_named, named_segments, open_named
+from lightning_stocache.node.janitor import clean, named_segments
+from lightning_stocache.node.manifest import Geometry, Manifest, ManifestError
+from lightning_stocache.node.named import check_name, join_named, open_named
 from lightning_stocache.node.segment import Segment
 from tests.processes import Child, call, call_many
 
@@ -32,8 +35,12 @@ def path_of(name: str) -> Path:
     return Path(f"/dev/shm/lsc-{os.getuid()}-{name}")
 
 
-def opened(name: str, manifest: dict[str, Any] | None = None) -> Segment:
-    return open_named(name, SIZE, manifest or {})[0]
+def says(dataset: str = "") -> Manifest:
+    return Manifest(Geometry(10, 10), dataset)
+
+
+def opened(name: str, manifest: Manifest | None = None) -> Segment:
+    return open_named(name, SIZE, manifest or says())[0]
 
 
 # --- make, join, remove
@@ -42,15 +49,15 @@ def opened(name: str, manifest: dict[str, Any] | None = None) -> Segment:
 def test_a_name_leads_to_the_same_memory_after_its_maker_has_gone(name: str) -> None:
     """What one process stored and said, another finds, whatever it would have said itself."""
     call(make, name)
-    segment, manifest = open_named(name, 10 * SIZE, {"by": "another"})
-    assert (int(segment.bytes(0, 1)[0]), segment.size, manifest) == (7, SIZE, {"by": "the first"})
+    segment, manifest = open_named(name, 10 * SIZE, says("another"))
+    assert (int(segment.bytes(0, 1)[0]), segment.size, manifest.dataset) == (1, SIZE, "the first")
     segment.close()
 
 
 def make(name: str) -> None:
-    segment = opened(name, {"by": "the first"})
+    segment = opened(name, says("the first"))
     segment.reserve(0, SIZE)
-    segment.bytes(0, 1)[:] = 7
+    segment.bytes(0, 1)[:] = 1
     segment.close()
 
 
@@ -62,12 +69,12 @@ def test_of_two_that_make_it_at_once_one_wins_and_both_share(name: str) -> None:
     assert len({by for _, by in answers}) == 1
 
 
-def race(name: str, start: float, number: int) -> tuple[int, int]:
+def race(name: str, start: float, number: int) -> tuple[int, str]:
     while time.time() < start:
         pass
-    keeper, manifest = open_named(name, SIZE, {"by": number})
+    keeper, manifest = open_named(name, SIZE, says(str(number)))
     time.sleep(0.2)  # until all are there
-    answer = keeper.handle.inode, manifest["by"]
+    answer = keeper.handle.inode, manifest.dataset
     keeper.close()
     return answer
 
@@ -85,18 +92,19 @@ def test_the_same_process_gets_the_same_object(name: str) -> None:
 def test_joining_takes_only_what_is_there(name: str) -> None:
     """A name that nobody has made is none."""
     assert join_named(name) is None
-    segment = opened(name, {"a": 1})
+    segment = opened(name, says("a"))
     joined = join_named(name)
-    assert joined == (segment, {"a": 1})
+    assert joined is not None
+    assert (joined[0], joined[1].dataset) == (segment, "a")
     segment.close(), segment.close()
 
 
 def test_clean_leaves_what_is_in_use(name: str) -> None:
     """A segment goes when nobody uses it, with its lock file, and the list says which that is."""
-    segment = opened(name, {"a": 1})
+    segment = opened(name, manifest := says("a"))
     assert clean(name) == []
     [found] = [one for one in named_segments() if one.name == name]
-    assert (found.in_use, found.manifest, found.allocated_bytes) == (True, {"a": 1}, HEADER_BYTES)
+    assert (found.in_use, found.contents.manifest, found.allocated_bytes) == (True, manifest, HEADER_BYTES)
     segment.close()
     assert [one.in_use for one in named_segments() if one.name == name] == [False]
     assert [one.name for one in clean(name)] == [name]
@@ -109,8 +117,8 @@ def test_who_opens_a_removed_name_makes_a_new_one(name: str) -> None:
     """The old memory is not found again."""
     make(name)
     clean(name)
-    segment, manifest = open_named(name, SIZE, {"by": "a later one"})
-    assert manifest == {"by": "a later one"}
+    segment, manifest = open_named(name, SIZE, says("a later one"))
+    assert manifest.dataset == "a later one"
     segment.close()
 
 
@@ -216,7 +224,7 @@ def test_a_link_is_refused(name: str, tmp_path: Path) -> None:
     """It could lead anywhere."""
     (tmp_path / "there").write_bytes(bytes(SIZE))
     path_of(name).symlink_to(tmp_path / "there")
-    with pytest.raises(OSError, match="symbolic links"):
+    with pytest.raises(OSError, match="is a symbolic link and is not trusted"):
         opened(name)
     assert clean(name) == []
     assert (tmp_path / "there").exists()
@@ -244,7 +252,7 @@ def test_what_is_no_segment_is_refused(name: str) -> None:
     """A file that merely has the name is left as it is."""
     path_of(name).touch(0o600)
     path_of(name).write_bytes(b"something else" * 1000)
-    with pytest.raises(ValueError, match="not a segment"):
+    with pytest.raises(ValueError, match="is no cache"):
         opened(name)
     assert path_of(name).exists()
 
@@ -262,6 +270,76 @@ def test_bad_names_are_refused(bad: Any) -> None:
 
 def test_a_manifest_that_does_not_fit_is_refused(name: str) -> None:
     """It must lie in the header; nothing is made."""
+    entries: dict[str, str | int] = {str(number): "x" * 1000 for number in range(8)}
     with pytest.raises(ValueError, match="manifest must fit in"):
-        opened(name, {"text": "x" * HEADER_BYTES})
+        opened(name, Manifest(Geometry(10, 10), fingerprint=entries))
     assert not path_of(name).exists()
+
+
+def test_a_strange_lock_file_is_refused_before_anything_is_made(name: str, tmp_path: Path) -> None:
+    """A link is not followed, a pipe is not waited for; without a segment as beside one, and none is left."""
+    locks = path_of(name + ".locks")
+    for make_strange in (lambda: locks.symlink_to(tmp_path / "there"), lambda: os.mkfifo(locks, 0o600)):
+        make_strange()
+        with pytest.raises(PermissionError, match="not trusted"):
+            opened(name)
+        assert not path_of(name).exists()
+        locks.unlink()
+        make(name)
+        locks.unlink()
+        make_strange()
+        with pytest.raises(PermissionError, match="not trusted"):
+            opened(name)
+        locks.unlink()
+        clean(name)
+    assert not (tmp_path / "there").exists()
+
+
+def test_another_users_lock_file_holds_nobody_up(name: str) -> None:
+    """He keeps all of it locked for ever: who opens the name hears whose file it is, and waits for nothing."""
+    if os.getuid() != 0:
+        pytest.skip("only root can become another user")
+    make(name)
+    path_of(name + ".locks").unlink()
+    stranger = Child(lock_as_stranger, str(path_of(name + ".locks")))
+    wait_for(lambda: path_of(name + ".locks").exists() and path_of(name + ".locks").stat().st_size == 1)
+    with pytest.raises(PermissionError, match=r"is a file of uid 12345 and not trusted: give another name"):
+        opened(name)
+    stranger.kill()
+
+
+def lock_as_stranger(path: str) -> None:
+    os.setuid(12345)
+    os.umask(0)
+    locks = os.open(path, os.O_RDWR | os.O_CREAT, 0o666)
+    fcntl.flock(locks, fcntl.LOCK_EX)
+    fcntl.lockf(locks, fcntl.LOCK_EX)
+    os.write(locks, b"x")
+    time.sleep(60)
+
+
+def test_where_the_lock_file_comes_too_late_no_segment_is_left(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Somebody puts a folder in its place in the middle of making the segment: what cannot be locked is taken away."""
+    link = os.link
+
+    def link_and_block(*args: Any, **options: Any) -> None:
+        link(*args, **options)
+        path_of(name + ".locks").mkdir()
+
+    monkeypatch.setattr(os, "link", link_and_block)
+    with pytest.raises(PermissionError, match="is a folder"):
+        opened(name)
+    assert not path_of(name).exists()
+    path_of(name + ".locks").rmdir()
+
+
+def test_another_version_and_damage_are_refused_by_name(name: str) -> None:
+    """The message names the cache, and the command that removes it; that command works."""
+    for place, content, words in ((24, bytes(4), "another version"), (64, b"\xff" * 4, "is damaged")):
+        make(name)
+        with path_of(name).open("r+b") as file:
+            file.seek(place)
+            file.write(content)
+        with pytest.raises(ManifestError, match=f"the cache '{name}' .*{words}.*stocache clean {name}"):
+            opened(name)
+        assert len(clean(name)) == 1

@@ -20,6 +20,7 @@ from typing import Any
 
 import pytest
 
+from lightning_stocache.node import files
 from lightning_stocache.node.files import HEADER_BYTES, Backend
 from lightning_stocache.node.segment import Segment, SegmentHandle
 from tests.processes import Child, ChildError, call, context, without_room
@@ -126,6 +127,7 @@ def test_a_handle_that_leads_elsewhere_is_refused(segment: Segment, change: dict
 
 def test_a_file_of_somebody_else_is_refused(tmp_path: Path) -> None:
     """A file without our magic number is an error, and its descriptors are closed."""
+    (tmp_path / "data").touch(0o600)
     (tmp_path / "data").write_bytes(bytes(8192))
     before = set(os.listdir("/proc/self/fd"))
     inode = os.stat(tmp_path / "data").st_ino
@@ -437,3 +439,22 @@ def test_waiting_for_a_lock_ends_when_it_is_free(segment: Segment, tmp_path: Pat
 def test_only_addresses_are_pickled(segment: Segment) -> None:
     """A pickled segment is an address of some hundred bytes, whatever it holds: a view would be a silent copy."""
     assert len(pickle.dumps(stored(segment, 1))) < 1000
+
+
+def test_a_link_in_place_of_a_lock_file_is_not_followed(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Whoever saw the name of a segment first could have had any file of this user's opened for it."""
+    make_file = files.make_file
+
+    def planted(backend: Backend) -> tuple[int, str | None]:
+        data, path = make_file(backend)
+        os.symlink(tmp_path / "elsewhere", f"{path}.locks")
+        planted_at.append(f"{path}.locks")
+        return data, path
+
+    planted_at: list[str] = []
+    monkeypatch.setattr(files, "make_file", planted)
+    with pytest.raises(PermissionError, match="is a symbolic link and is not trusted"):
+        Segment.create(4096, "file")
+    assert not (tmp_path / "elsewhere").exists()
+    os.unlink(planted_at[0])
+    assert not os.path.exists(planted_at[0].removesuffix(".locks"))

@@ -1,0 +1,136 @@
+"""The caches that lie in this machine's memory, told to people: by job, with who holds them.
+
+The doors give the caches of a job names of their own, `photos-train0` and `photos-val1` for `name="photos"`. Here they
+are put together again: one heading per job, one line per cache, and `of_job` knows which are meant by a job's name.
+"""
+
+from __future__ import annotations
+
+import os
+import re
+from collections import Counter
+from collections.abc import Iterable, Iterator, Sequence
+from datetime import datetime
+from itertools import groupby
+from pathlib import Path
+
+from lightning_stocache.node.budget import format_bytes
+from lightning_stocache.node.contents import Contents
+from lightning_stocache.node.holders import Holder, held
+from lightning_stocache.node.janitor import NamedSegment, segments_of_others
+from lightning_stocache.node.owned import owner_name
+
+__all__ = ["count", "describe", "held_lines", "named_lines", "of_job"]
+
+_PART = re.compile(r"(?P<job>.+)-(?:train|val|test|predict)[0-9]+")
+_PIDS = 8  # processes with one command line that are named
+
+
+def of_job(name: str, segments: Iterable[NamedSegment]) -> list[NamedSegment]:
+    """The segments that a name means: the one that has it, and those of the job that was given it."""
+    return [segment for segment in segments if name in (segment.name, _job(segment.name))]
+
+
+def count(segments: Sequence[NamedSegment]) -> str:
+    """How many these are, and how much memory they hold."""
+    size = format_bytes(sum(segment.allocated_bytes for segment in segments))
+    return f"{len(segments)} cache{'s' * (len(segments) != 1)} ({size})"
+
+
+def named_lines(segments: Sequence[NamedSegment]) -> Iterator[str]:
+    """The caches with a name, job by job; of those of other users whose they are, and how large."""
+    users = _users()
+    for job, members in groupby(sorted(segments, key=lambda segment: (_job(segment.name), segment.name)), _job_of):
+        caches = list(members)
+        indent = "" if [job] == [cache.name for cache in caches] else "    "
+        if indent:
+            yield f"{job}: {count(caches)}"
+        yield from (f"{indent}{describe(cache, users.get(cache.key, ()))}" for cache in caches)
+    if unused := [segment for segment in segments if not segment.in_use]:
+        yield f"nobody uses {count(unused)}; python -m lightning_stocache clean removes what nobody uses"
+    if not segments:
+        yield "no caches with a name lie in this machine's memory"
+    for owner, (files, size) in segments_of_others().items():
+        yield f"{owner_name(owner)} has {format_bytes(size)} in {files} file{'s' * (files > 1)} with names of caches"
+
+
+def held_lines(root: Path = Path("/")) -> Iterator[str]:
+    """Which living processes hold memory, of caches and beside them.
+
+    Args:
+        root: where `proc` is found; another one is for tests.
+    """
+    try:
+        files, closed = held(root)
+    except OSError:
+        yield "there is no /proc here: who holds memory cannot be seen."
+        return
+    sizes = Counter[str]()
+    for file in files:
+        if file.owner != os.getuid():
+            kind = f"files in memory of {owner_name(file.owner)}"
+        elif file.contents is None:
+            kind = "files beside caches (a loader's batches, say)"
+        else:
+            kind = _what(file.contents)
+        sizes[f"{kind}: {_who(file.holders)}"] += file.allocated_bytes
+    for words, size in sizes.items():
+        yield f"{format_bytes(size)} of {words}"
+    if not files:
+        yield "no memory by any living process of this user."
+    if closed:
+        yield f"{closed} processes of other users cannot be looked into (root can)."
+
+
+def describe(segment: NamedSegment, holders: Sequence[Holder] = ()) -> str:
+    """A named cache in one line: its name, what it holds, how much memory, since when, and who uses it.
+
+    Args:
+        segment: the cache.
+        holders: who has it open, as far as that can be seen.
+    """
+    manifest = segment.contents.manifest
+    since = "" if manifest is None else f", since {datetime.fromtimestamp(manifest.created):%Y-%m-%d %H:%M}"
+    user = "nobody" if not segment.in_use else _who(holders) or "a process that cannot be seen from here"
+    size = format_bytes(segment.allocated_bytes)
+    return f"{segment.name}: {_what(segment.contents)}, {size}{since}, used by {user}"
+
+
+def _what(contents: Contents) -> str:
+    """What a cache holds, on which node, and how much of it is filled."""
+    manifest = contents.manifest
+    if manifest is None:
+        return f"a cache that {contents.damage}"
+    arc = manifest.geometry
+    slots = f"{contents.filled:,} of {arc.slots:,} slots filled"
+    if manifest.nodes > 1:
+        slots += f", from position {arc.start:,} of {arc.size:,} on (node {manifest.node} of {manifest.nodes})"
+    return f"{manifest.dataset or 'a dataset without a name'}, {slots}"
+
+
+def _who(holders: Sequence[Holder]) -> str:
+    """Processes for people: the ids of those that were started alike, and how."""
+    pids: dict[str, list[str]] = {}
+    for holder in holders:
+        pids.setdefault(holder.command, []).append(str(holder.pid))
+    return "; ".join(
+        f"{', '.join(alike[:_PIDS])}{f' and {len(alike) - _PIDS} more' if len(alike) > _PIDS else ''} ({command})"
+        for command, alike in pids.items()
+    )
+
+
+def _users() -> dict[tuple[int, int], tuple[Holder, ...]]:
+    """Who has which file in memory open, as far as that can be seen."""
+    try:
+        return {file.key: file.holders for file in held()[0]}
+    except OSError:  # there is no /proc
+        return {}
+
+
+def _job(name: str) -> str:
+    part = _PART.fullmatch(name)
+    return name if part is None else part["job"]
+
+
+def _job_of(segment: NamedSegment) -> str:
+    return _job(segment.name)

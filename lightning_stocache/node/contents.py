@@ -1,0 +1,68 @@
+"""What lies in a segment's file, found out without mapping it: for people who ask what takes their memory.
+
+The file may be damaged, and another process may be filling it. It is read by `pread` in pieces of 64 KiB, and only
+where it holds memory at all: what the header says never decides how much memory or time the look takes.
+"""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Iterator
+from dataclasses import dataclass
+
+from lightning_stocache.node.files import HEADER_BYTES, token_of
+from lightning_stocache.node.manifest import Manifest, ManifestError, read_manifest
+
+__all__ = ["Contents", "contents_of"]
+
+_STATES = b"\0\1"  # EMPTY and READY, as in `cache.slots`
+_PIECE = 1 << 16
+
+
+@dataclass(frozen=True)
+class Contents:
+    """What a segment says about itself.
+
+    Args:
+        manifest: its own words; None if it has none, or none that can be read.
+        damage: why it cannot be read, as it follows after "the cache"; empty if it can.
+        filled: slots that are READY.
+    """
+
+    manifest: Manifest | None
+    damage: str = ""
+    filled: int = 0
+
+
+def contents_of(file: int) -> Contents:
+    """What lies in a file that is open for reading.
+
+    Raises:
+        ValueError: it is no segment.
+        OSError: it cannot be read.
+    """
+    token_of(file)
+    try:
+        manifest = read_manifest(os.pread(file, HEADER_BYTES, 0), os.fstat(file).st_size - HEADER_BYTES)
+    except ManifestError as error:
+        return Contents(None, str(error))
+    end = HEADER_BYTES + manifest.geometry.slots
+    filled = 0
+    for piece in _pieces(file, HEADER_BYTES, end):
+        if piece.translate(None, _STATES):
+            return Contents(None, "is damaged: a slot is in a state that there is not")
+        filled += piece.count(_STATES[1:])
+    return Contents(manifest, "", filled)
+
+
+def _pieces(file: int, start: int, end: int) -> Iterator[bytes]:
+    """The bytes of a range that lie in memory; the holes between them are zeroes that nobody has stored."""
+    while start < end:
+        try:
+            start = max(start, os.lseek(file, start, os.SEEK_DATA))
+        except OSError:  # ENXIO: nothing but a hole is left
+            return
+        if start >= end or not (piece := os.pread(file, min(_PIECE, end - start), start)):
+            return
+        yield piece
+        start += len(piece)

@@ -1,0 +1,58 @@
+"""The caches with a name, told to people: by job, in a line each."""
+
+from __future__ import annotations
+
+import pytest
+
+from lightning_stocache.insight.inventory import count, describe, of_job
+from lightning_stocache.node.contents import Contents
+from lightning_stocache.node.holders import Holder
+from lightning_stocache.node.janitor import NamedSegment
+from lightning_stocache.node.manifest import Geometry, Manifest
+
+MIB = 2**20
+
+
+def segment(name: str, contents: Contents | None = None, *, in_use: bool = False) -> NamedSegment:
+    return NamedSegment(name, (1, 2), 3 * MIB, in_use, contents or Contents(Manifest(Geometry(10, 5), "Photos"), "", 4))
+
+
+@pytest.mark.parametrize(
+    ("name", "meant"),
+    [
+        ("photos", ["photos", "photos-train0", "photos-val12"]),
+        ("photos-train0", ["photos-train0"]),
+        ("photos-256", ["photos-256-test1"]),
+        ("photo", []),
+        ("photos-", []),
+        ("", []),
+    ],
+)
+def test_a_job_is_known_by_the_name_that_it_was_given(name: str, meant: list[str]) -> None:
+    """The doors add stage and number to it; a cache's own name means that cache alone."""
+    there = ["photos", "photos-train0", "photos-val12", "photos-256-test1", "photos-trains", "photos2-train0"]
+    assert [found.name for found in of_job(name, map(segment, there))] == meant
+
+
+def test_many_workers_are_told_briefly() -> None:
+    """Processes that were started alike are named by id, the first eight of them."""
+    holders = [Holder(pid, "python train.py") for pid in range(1, 12)] + [Holder(99, "python other.py")]
+    told = describe(segment("photos", in_use=True), holders)
+    assert told.endswith("used by 1, 2, 3, 4, 5, 6, 7, 8 and 3 more (python train.py); 99 (python other.py)")
+
+
+def test_what_cannot_be_seen_is_said() -> None:
+    """A user in another space of process ids, a damaged header, and the part of one node of several."""
+    assert describe(segment("photos", in_use=True)).endswith("used by a process that cannot be seen from here")
+    damaged = Contents(None, "is damaged: its header is cut off")
+    expected = "photos: a cache that is damaged: its header is cut off, 3 MiB, used by nobody"
+    assert describe(segment("photos", damaged)) == expected
+    part = Contents(Manifest(Geometry(10, 5, start=5), "Photos", node=1, nodes=2), "", 4)
+    assert "Photos, 4 of 5 slots filled, from position 5 of 10 on (node 1 of 2), 3 MiB" in describe(segment("p", part))
+
+
+def test_caches_are_counted() -> None:
+    """One is one, and the memory of several is their sum."""
+    assert count([segment("a")]) == "1 cache (3 MiB)"
+    assert count([segment("a"), segment("b")]) == "2 caches (6 MiB)"
+    assert count([]) == "0 caches (0 B)"
