@@ -19,12 +19,13 @@ from tempfile import TemporaryDirectory
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
-    from lightning_stocache.insight.planner import Plan
+    from lightning_stocache.insight.advice import Plan
     from lightning_stocache.node.janitor import NamedSegment
 
 __all__ = ["COMMANDS", "main"]
 
 Action = Callable[[argparse.Namespace], None]
+_BESIDE = Path()  # the page: what report's --png is without a path
 
 
 def report(parser: argparse.ArgumentParser) -> Action:
@@ -33,19 +34,20 @@ def report(parser: argparse.ArgumentParser) -> Action:
         "folders", metavar="RUN_DIR", nargs="+", type=Path, help="folder of a run, or one above several"
     )
     parser.add_argument("--output", type=Path, default=Path("report.html"), help="the page (default: %(default)s)")
-    parser.add_argument("--png", type=Path, help="the same panels as a picture, too (needs matplotlib)")
+    _add_png(parser, _BESIDE, "the same panels as a picture, too; by default beside the page")
 
     def run(arguments: argparse.Namespace) -> None:
         from lightning_stocache.insight.logs import LogError
         from lightning_stocache.insight.report import report
 
+        png = arguments.output.with_suffix(".png") if arguments.png == _BESIDE else arguments.png
         try:
-            left_out = report(arguments.folders, arguments.output, arguments.png)
+            left_out = report(arguments.folders, arguments.output, png)
         except (LogError, ModuleNotFoundError, OSError) as error:
             parser.exit(2, f"{parser.prog}: {error}\n")
         for sentence in left_out:
             sys.stderr.write(f"{parser.prog}: left out: {sentence}\n")
-        for path in (arguments.output, arguments.png):
+        for path in (arguments.output, png):
             if path is not None:
                 sys.stdout.write(f"{path}\n")
 
@@ -58,7 +60,7 @@ def plan(parser: argparse.ArgumentParser) -> Action:
     parser.add_argument("--config-dir", type=Path, help="folder of your configs; modules beside it are found")
     parser.add_argument("--config-name", help="your primary config there (default: this package's `train`)")
     parser.add_argument("--json", action="store_true", help="plain values instead of the table")
-    parser.add_argument("--png", type=Path, help="seconds per epoch over the budget as a picture (needs matplotlib)")
+    _add_png(parser, Path("plan.png"), "seconds per epoch over the budget as a picture; by default plan.png")
 
     def run(arguments: argparse.Namespace) -> None:
         from lightning_stocache.insight.timetable import as_json, as_text, save
@@ -80,11 +82,21 @@ def plan(parser: argparse.ArgumentParser) -> Action:
     return run
 
 
+def _add_png(parser: argparse.ArgumentParser, default: Path, what: str) -> None:
+    def path(text: str) -> Path:
+        if not text.endswith(".png"):  # a folder or an override that stands behind --png
+            raise argparse.ArgumentTypeError(f"a path that ends in .png, or none, got {text}; write --png last")
+        return Path(text)
+
+    parser.add_argument("--png", type=path, nargs="?", const=default, help=f"{what} (needs matplotlib)")
+
+
 def _planned(arguments: argparse.Namespace, folder: str) -> Plan:
     """The plan for what the configs describe; what a Trainer leaves behind goes to the folder."""
     from hydra.utils import instantiate
     from omegaconf import OmegaConf
 
+    from lightning_stocache.insight.advice import advise
     from lightning_stocache.insight.costs import PlanError
     from lightning_stocache.insight.draft import draft
     from lightning_stocache.insight.planner import Planner
@@ -109,10 +121,11 @@ def _planned(arguments: argparse.Namespace, folder: str) -> Plan:
         epochs=_epochs(trainer.get("max_epochs")),
     )
     if config.get("model") is None:
-        return Planner(job, costs).plan()
+        return advise(Planner(job, costs))
     base = {"_target_": "lightning.pytorch.Trainer"}
     rehearsing = instantiate(OmegaConf.merge(base, trainer, ARGUMENTS, {"default_root_dir": folder}))
-    return Planner(job, costs, step(rehearsing, instantiate(config.model), datamodule, data.batch())).plan()
+    trained = step(rehearsing, instantiate(config.model), datamodule, data.batch())
+    return advise(Planner(job, costs, trained))
 
 
 def _epochs(max_epochs: int | None) -> int:

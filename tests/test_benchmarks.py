@@ -54,6 +54,21 @@ def test_a_quick_run_writes_table_values_and_figure(tmp_path):
 
 
 @pytest.mark.slow
+def test_peers_are_compared_at_their_best_number_of_workers(tmp_path):
+    """The table for the README is Markdown: each peer once, with the number of workers at which it was fastest."""
+    pytest.importorskip("matplotlib", reason="the picture needs it")
+    arguments = ["--quick", "--rounds", "1", "--only", "speed", "--peers", "list", "memmap"]
+    text = finish(start("peers", tmp_path, *arguments, "--output", "results"))
+    tables = json.loads((tmp_path / "results" / "peers.json").read_text())["tables"]
+    assert "| CachedLoader | " in text
+    best, warm = tables[0]["rows"], tables[1]["rows"]
+    assert [row[0] for row in best] == ["CachedLoader", "CachedDataset", "list", "memmap"]
+    for peer, number, rate, *_ in best:
+        rates = {row[1]: float(row[2]) for row in warm if row[0] == f"3x32x32, batch 256: {peer}"}
+        assert rates[number] == max(rates.values()) == float(rate)
+
+
+@pytest.mark.slow
 def test_nothing_is_loaded_twice(tmp_path):
     """The source's own count over three epochs is N and what the package announced, on one process and on two ranks."""
     finish(start("promises", tmp_path, "--quick", "--only", "loads", "--output", "results"))

@@ -63,6 +63,28 @@ def test_a_page_that_cannot_be_written_is_a_sentence(tmp_path, capsys):
     assert capsys.readouterr().err.count("\n") == 1
 
 
+@pytest.mark.parametrize(
+    ("arguments", "picture"),
+    [(["--png"], "page.png"), (["--png", "mine.png"], "mine.png"), (["--png=mine.png"], "mine.png")],
+)
+def test_a_picture_needs_no_path(tmp_path, monkeypatch, capsys, arguments, picture):
+    """--png alone draws beside the page, and with a path there."""
+    pytest.importorskip("matplotlib")
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "metrics.csv").write_text(CSV)
+    main(["report", ".", "--output", "page.html", *arguments])
+    assert capsys.readouterr().out == f"page.html\n{picture}\n"
+    assert (tmp_path / picture).read_bytes().startswith(b"\x89PNG")
+
+
+def test_what_stands_behind_png_is_no_picture(tmp_path, capsys):
+    """A folder that --png would take for its path is refused, with the way out."""
+    with pytest.raises(SystemExit) as end:
+        main(["report", "--png", str(tmp_path)])
+    assert end.value.code == 2
+    assert "write --png last" in capsys.readouterr().err
+
+
 def test_runs_that_are_left_out_are_told(tmp_path, capsys):
     """A run that cannot be read is named on stderr; the page of the others is written."""
     for name, text in (("a", CSV), ("b", "")):
@@ -157,8 +179,8 @@ def test_plan_with_a_model_as_json_and_picture(configs, tmp_path, capsys):
     main(["plan", "--config-dir", configs, *overrides, "data.train.length=32"])
     values = json.loads(capsys.readouterr().out)
     assert {0, 8, 16, 24, 32} <= {row["samples"] for row in values["rows"]}
-    assert values["step"]["seconds"] > 0
-    assert all(row["later_training"] > 0 for row in values["rows"])
+    assert values["step"]["seconds"]["low"] > 0
+    assert all(row["later_epoch"]["low"] > 0 for row in values["rows"])
     assert png.read_bytes().startswith(b"\x89PNG")
 
 

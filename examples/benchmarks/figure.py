@@ -8,8 +8,8 @@ from typing import Any
 __all__ = ["COLOURS", "MARKS", "legend", "logarithmic", "new", "save"]
 
 # Okabe and Ito's palette, dark ones first; every series has a mark of its own too.
-COLOURS = ("#0072B2", "#D55E00", "#009E73", "#CC79A7", "#E69F00", "#56B4E9", "#000000")
-MARKS = ("o", "s", "D", "^", "v", "P", "X")
+COLOURS = ("#0072B2", "#D55E00", "#009E73", "#CC79A7", "#E69F00", "#56B4E9", "#000000", "#882255", "#888888")
+MARKS = ("o", "s", "D", "^", "v", "P", "X", "*", "<")
 
 
 def new(rows: int = 1, columns: int = 1, *, width: float = 4.6, height: float = 3.6, **options: Any) -> tuple[Any, Any]:

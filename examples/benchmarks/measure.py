@@ -228,6 +228,13 @@ class Report:
             print("  ".join([first, *others]).rstrip())
         self._written.setdefault("tables", []).append({"title": title, "columns": list(columns), "rows": cells})
 
+    def markdown(self, title: str, columns: Sequence[str], rows: Iterable[Sequence[object]]) -> None:
+        """A table as Markdown, for a README."""
+        cells = [[str(cell) for cell in row] for row in rows]
+        lines = [f"| {' | '.join(row)} |" for row in (columns, ["---"] * len(columns), *cells)]
+        print("\n".join(["", f"{title}:", "", *lines]))
+        self._written.setdefault("tables", []).append({"title": title, "columns": list(columns), "rows": cells})
+
     def save(self, **values: Any) -> None:
         """Write the JSON file; Spreads become lists of all their values."""
         self._written["seconds"] = round(time.perf_counter() - self._started, 1)

@@ -1,24 +1,33 @@
 """Warm and cold speed beside other caches, and beside the limit: what one thread needs to copy the samples.
 
-    python examples/benchmarks/peers.py                        # about 14 minutes on 2 cores
+    python examples/benchmarks/peers.py                        # about 30 minutes on 2 cores
     python examples/benchmarks/peers.py --only transforms
 
-Five ways to the same batches (uint8 images and int labels, shuffled), all fully cached but the last:
+Ways to the same batches (uint8 images and int labels, shuffled), all fully cached but the last:
 
 CachedLoader    ours: hits are gathered in the main process
 CachedDataset   ours behind a plain DataLoader, as a user has it who changes the dataset only
 stocaching      the library that this idea comes from (`pip install --no-deps stocaching`), as its README shows it
+shared tensor   the same idea in the fewest lines: a tensor in shared memory, filled as it is read
 MONAI           `monai.data.CacheDataset` (`pip install --no-deps monai`), which fills before epoch one
+MONAI runtime   the same with `runtime_cache`, which fills during epoch one
+memmap          a file of all samples, written beforehand and mapped
+list            a Python list of all samples
 DataLoader      no cache; the source copies its samples out of a small pool, so there is next to nothing to save
 
-Workers persist. The tables:
+Workers persist. Each is measured with 0, 1, 2 and more workers, where there are cores for them: what a cache gains from
+them differs, and many are fastest with none. The tables:
 
+best        for the README: each with the number of workers at which it is fastest; samples/s of fully cached epochs,
+            seconds of preparation (what is loaded or written before there can be a batch: of this source, which costs
+            nothing; add the time to load yours once, in one process), from there to the first batch and to the end of
+            epoch one, and memory: anonymous and shared PSS of all processes in the middle of a warm epoch, above the
+            process before, over the samples' own bytes (1.0: one copy of the dataset, nothing else; the pages of a
+            memmap's file are the page cache's, and not counted)
 warm        samples/s of fully cached epochs, against the limit (one-thread `index_select` of wide words out of shared
             memory into three buffers in rotation, indices drawn beforehand, first epochs left out, median of 5) and as
-            a multiple of the best of the others: stocaching, MONAI, DataLoader
-cold        seconds to the first batch (set-up and, for MONAI, the fill), seconds of epoch one, and memory: anonymous
-            and shared PSS of all processes in the middle of a warm epoch, above the process before, over the samples'
-            own bytes (1.0: one copy of the dataset, nothing else)
+            a multiple of the best of the others with its best number of workers
+cold        preparation, first batch, epoch one and memory for each number of workers
 wait        microseconds that a step of 2 ms waits for its batch; it sleeps, which releases the GIL as a GPU's step does
 python      microseconds per warm batch of 256 tiny samples beyond the gather of them: what planning and Python cost
 transforms  with a transform per sample on the CPU, after the cache, in 2 workers: samples/s for uint8 to normalised
@@ -43,7 +52,7 @@ import torch
 from footprint import Footprint
 from gather import gather_seconds
 from measure import Report, Spread, epoch_seconds, fresh, parser, rounds, thousands
-from rivals import DATASETS, OTHERS, OURS, import_peer, make_loader
+from rivals import OTHERS, OURS, import_peer, make_dataset, make_loader
 from sources import Pool
 from torch.utils.data import DataLoader
 from transforms import measure_transforms
@@ -54,22 +63,24 @@ from lightning_stocache import CachedDataset
 SHAPES = {(3, 32, 32): (25600, 256), (3, 64, 64): (8192, 256), (3, 224, 224): (1024, 64)}
 SMALL_BATCH = 8
 STEP_SECONDS = 0.002
+ONCE = ("preparation, s", "first batch, s", "epoch one, s", "memory / samples")
 
 
 def run(peer: str, shape: tuple[int, ...], workers: int, samples: int, batch_size: int) -> dict[str, Any]:
-    """Start, epoch one, warm epochs at two batch sizes, memory, wait."""
+    """Preparation, first batch, epoch one, warm epochs at two batch sizes, memory, wait."""
     import_peer(peer)
     source = Pool(samples, shape)
     before = Footprint.of([os.getpid()]).pss
     start = time.perf_counter()
-    dataset = DATASETS[peer](source)
+    dataset = make_dataset(peer, source, workers)
+    prepared = time.perf_counter()
     loader = make_loader(peer, dataset, batch_size, workers)
     batches = iter(loader)
     next(batches)
-    found: dict[str, Any] = {"start": time.perf_counter() - start}
+    found: dict[str, Any] = {"prepare": prepared - start, "first": time.perf_counter() - prepared}
     for _ in batches:
         pass
-    found["one"] = time.perf_counter() - start
+    found["one"] = time.perf_counter() - prepared
     found["pss"] = middle_of_epoch(loader).pss - before  # epoch two, which touches cold pages: not timed
     found["warm"] = {batch_size: samples / warm_seconds(loader)}
     found["wait"] = wait_seconds(loader)
@@ -117,9 +128,14 @@ def limit(shape: tuple[int, ...], samples: int, batch_size: int) -> float:
     return samples / Spread.of(gather_seconds(samples, shape, batch_size)).median
 
 
+def numbers_of_workers(quick: bool) -> tuple[int, ...]:
+    cores = len(os.sched_getaffinity(0))
+    return (0, 2) if quick else tuple(sorted({0, 1, 2, *(number for number in (4, 8, cores) if number <= cores)}))
+
+
 def measure_speed(report: Report, peers: list[str], quick: bool) -> dict[str, Any]:
-    shapes = {shape: (max(n // 16, 2 * b), b) for shape, (n, b) in SHAPES.items()} if quick else SHAPES
-    workers = (0, 2) if quick else (0, 1, 2)
+    shapes = {shape: (1024, batch_size) for shape, (_, batch_size) in [*SHAPES.items()][:1]} if quick else SHAPES
+    workers = numbers_of_workers(quick)
     arms: dict[Any, Callable[[], Any]] = {}
     for shape, (samples, batch_size) in shapes.items():
         for size in (batch_size, SMALL_BATCH):
@@ -128,36 +144,56 @@ def measure_speed(report: Report, peers: list[str], quick: bool) -> dict[str, An
             for peer in peers:
                 arms[peer, shape, number] = partial(fresh, run, peer, shape, number, samples, batch_size)
     found = rounds(arms, report.rounds)
-    others = [peer for peer in peers if peer in OTHERS]
-    warm: dict[tuple[str, tuple[int, ...], int, int], Spread] = {}
+    warm = {
+        (*arm, size): Spread.of(run["warm"][size] for run in runs)
+        for arm, runs in found.items()
+        if arm[0] != "limit"
+        for size in runs[0]["warm"]
+    }
     rows, cold, wait = [], [], []
     for shape, (samples, batch_size) in shapes.items():
-        name = "x".join(map(str, shape))
+        name, payload = "x".join(map(str, shape)), samples * torch.Size(shape).numel()
         for size in (batch_size, SMALL_BATCH):
+            rivals = (warm[peer, shape, number, size] for peer in peers if peer in OTHERS for number in workers)
+            rival = max(rivals, key=median)
             limits = found["limit", shape, size]
             rows.append([f"{name}, batch {size}: the limit", "", thousands(limits), "1", ""])
             for number in workers:
-                rates = {peer: [one["warm"][size] for one in found[peer, shape, number]] for peer in peers}
-                best = [max(values) for values in zip(*(rates[peer] for peer in others), strict=True)]
-                for peer, values in rates.items():
-                    warm[peer, shape, number, size] = Spread.of(values)
-                    times = f"{Spread.ratio(values, best):.1f}" if peer in OURS and best else ""
-                    share = f"{Spread.ratio(values, limits):.2f}"
-                    rows.append([f"{name}, batch {size}: {peer}", number, thousands(values), share, times])
+                for peer in peers:
+                    rate = warm[peer, shape, number, size]
+                    times = f"{Spread.ratio(rate.values, rival.values):.1f}" if peer in OURS else ""
+                    share = f"{Spread.ratio(rate.values, limits):.2f}"
+                    rows.append([f"{name}, batch {size}: {peer}", number, thousands(rate.values), share, times])
         for number in workers:
             for peer in peers:
                 runs = found[peer, shape, number]
-                payload = samples * torch.Size(shape).numel()
-                one = [f"{Spread.of(run[key] for run in runs):.2f}" for key in ("start", "one")]
-                pss = f"{Spread.of(run['pss'] / payload for run in runs):.2f}"
-                cold.append([f"{name}: {peer}", number, *one, pss])
+                cold.append([f"{name}: {peer}", number, *once(runs, payload)])
                 wait.append([f"{name}: {peer}", number, f"{Spread.of(1e6 * run['wait'] for run in runs):.0f}"])
+        lines = []
+        for peer in peers:
+            rates = {number: warm[peer, shape, number, batch_size] for number in workers}
+            number = max(rates, key=lambda number, rates=rates: rates[number].median)
+            lines.append([peer, number, thousands(rates[number].values), *once(found[peer, shape, number], payload)])
+        report.markdown(
+            f"{name}, batches of {batch_size}, {samples:,} samples, each with its best number of workers",
+            ("", "workers", "1000 samples/s", *ONCE),
+            lines,
+        )
     report.table("Warm, fully cached", ("", "workers", "1000 samples/s", "of the limit", "times the best other"), rows)
-    columns = ("", "workers", "start to first batch, s", "start to end of epoch one, s", "PSS / samples' bytes")
-    report.table(f"Cold ({', '.join(f'{n} samples of {s[-1]}' for s, (n, _) in shapes.items())})", columns, cold)
+    report.table("Cold", ("", "workers", *ONCE), cold)
     report.table("Wait behind a step of 2 ms that sleeps", ("", "workers", "us per batch"), wait)
     draw(report, warm, found, shapes, peers, workers)
     return {"runs": [{"arm": list(map(str, key)), "rounds": runs} for key, runs in found.items()]}
+
+
+def once(runs: list[dict[str, Any]], payload: int) -> list[str]:
+    """The cells of `ONCE`."""
+    seconds = [f"{Spread.of(run[key] for run in runs):.2f}" for key in ("prepare", "first", "one")]
+    return [*seconds, f"{Spread.of(run['pss'] / payload for run in runs):.2f}"]
+
+
+def median(spread: Spread) -> float:
+    return spread.median
 
 
 def draw(report: Report, warm: Any, found: Any, shapes: Any, peers: list[str], workers: tuple[int, ...]) -> None:

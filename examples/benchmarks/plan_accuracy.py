@@ -39,7 +39,7 @@ def predicted(samples: int, latency: float, workers: int) -> dict[float, tuple[f
     data = subject(module(samples, latency, workers, "auto"))
     planner = Planner(*draft(data.source, data.loading, data.transform))
     rows = {share: planner.row(share) for share in SHARES}
-    return {share: (row.first_epoch, row.later_epoch) for share, row in rows.items()}
+    return {share: (row.first_epoch.median, row.later_epoch.median) for share, row in rows.items()}
 
 
 def measured(samples: int, latency: float, workers: int, share: float) -> tuple[float, float]:

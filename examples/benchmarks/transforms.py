@@ -10,7 +10,7 @@ from typing import Any
 import torch
 from footprint import cpu_seconds
 from measure import Report, Spread, epoch_seconds, fresh, rounds, thousands
-from rivals import DATASETS, OTHERS, import_peer, make_loader
+from rivals import OTHERS, import_peer, make_dataset, make_loader
 from sources import Pool
 from torchvision.transforms import v2
 
@@ -37,7 +37,7 @@ def run_transform(peer: str, name: str, samples: int) -> dict[str, float]:
     """Samples/s and CPU seconds per sample of warm epochs with a transform, in two workers."""
     import_peer(peer)
     transform = {"normalise": normalise, "crop": crop}[name]
-    loader = make_loader(peer, DATASETS[peer](Pool(samples, (3, 224, 224)), transform=transform), 64, 2)
+    loader = make_loader(peer, make_dataset(peer, Pool(samples, (3, 224, 224)), 2, transform), 64, 2)
     for _ in range(2):
         epoch_seconds(loader)
     cpu, seconds = cpu_seconds(), [epoch_seconds(loader) for _ in range(3 if name == "normalise" else 2)]

@@ -22,7 +22,7 @@ from lightning_stocache.cache.placement import NO_SLOT, Arc
 from lightning_stocache.cache.slots import READY, FieldSlots
 from lightning_stocache.cache.spec import SampleSpec, contents_of
 from lightning_stocache.node.fence import fence
-from lightning_stocache.node.files import Backend
+from lightning_stocache.node.files import HEADER_BYTES, Backend
 from lightning_stocache.node.manifest import Geometry, Manifest
 from lightning_stocache.node.segment import Segment
 
@@ -162,8 +162,12 @@ class SharedCache:
 
     @property
     def memory_bytes(self) -> int:
-        """Bytes of memory that the cache holds on this node right now."""
-        return self.segment.allocated_bytes
+        """Bytes of memory that the cache holds on this node right now, counted as its budget is.
+
+        The budget has neither the header nor what whole pages have beyond the slots: with them a small cache seemed to
+        take more than it was granted.
+        """
+        return min(max(self.segment.allocated_bytes - HEADER_BYTES, 0), len(self) * self.spec.slot_bytes)
 
     @property
     def closed(self) -> bool:

@@ -30,7 +30,7 @@ __all__ = ["draw", "scale", "spread"]
 _Item = TypeVar("_Item")
 
 _WIDTH, _HEIGHT = 560.0, 270.0
-_LEFT, _TOP, _BOTTOM = 58.0, 26.0, 232.0
+_LEFT, _TOP, _BOTTOM = 58.0, 32.0, 232.0
 _MARKS = (
     "M-4 0a4 4 0 1 0 8 0a4 4 0 1 0 -8 0z",
     "M-3.6-3.6h7.2v7.2h-7.2z",
@@ -40,7 +40,7 @@ _MARKS = (
 
 
 def draw(panel: Panel) -> str:
-    """One panel as an `<svg>` element, or its sentence if there is nothing to draw."""
+    """One panel as an `<svg>` element that can be scrolled, or its sentence if there is nothing to draw."""
     if panel.empty:
         return f'<p class="empty">{escape(panel.empty)}</p>'
     if isinstance(panel, Lines):
@@ -50,7 +50,8 @@ def draw(panel: Panel) -> str:
     else:
         parts = _meters(panel)
     size = f'viewBox="0 0 {_WIDTH:.0f} {_HEIGHT:.0f}"'
-    return f'<svg {size} role="img" aria-label="{escape(panel.title)}">{"".join(parts)}</svg>'
+    svg = f'<svg {size} role="img" aria-label="{escape(panel.title)}">{"".join(parts)}</svg>'
+    return f'<div class="chart">{svg}</div>'
 
 
 def scale(top: float, unit: Unit) -> list[float]:
@@ -106,7 +107,7 @@ def _grid(ticks: Sequence[float], unit: Unit, right: float) -> Iterator[str]:
 def _lines(panel: Lines) -> Iterator[str]:
     labelled = [one for one in panel.series if one.label or one.style == "solid"]
     letters = max(len(write(one.points[-1][1], panel.unit) + one.label) for one in labelled)
-    right = _WIDTH - min(22 + 7.2 * letters, 190)
+    right = _WIDTH - min(22 + 7.8 * letters, 210)
     ticks = scale(max(y for one in panel.series for _, y in one.points), panel.unit)
     xs = [x for one in panel.series for x, _ in one.points]
     first, last = min([0.0, *xs]) if panel.x == "step" else min(xs), max(xs)
@@ -153,7 +154,7 @@ def _stacks(panel: Stacks) -> Iterator[str]:
     for index, stack in enumerate(panel.stacks):
         left = _LEFT + index * width + 6
         if stack.label:
-            yield _text(left + (width - 12) / 2, 8, _fitting(stack.label, width), "name", "middle")
+            yield _text(left + (width - 12) / 2, 11, stack.label, "name", "middle")
         yield from _bars(panel, stack, left, width - 12, ticks[-1])
     yield _text((_LEFT + right) / 2, _BOTTOM + 35, "epoch", "dim", "middle")
 
@@ -201,8 +202,3 @@ def _thinned(items: Sequence[_Item], most: int) -> list[_Item]:
     """At most so many of the items, evenly spaced, the last among them."""
     every = -(-len(items) // most) or 1
     return [item for index, item in enumerate(items) if (len(items) - 1 - index) % every == 0]
-
-
-def _fitting(label: str, width: float) -> str:
-    fits = max(int(width / 7.2), 2)
-    return label if len(label) <= fits else label[: fits - 1] + "\N{HORIZONTAL ELLIPSIS}"

@@ -3,20 +3,52 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping
+import statistics
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field
-from typing import Any
+from typing import Any, Literal
 
 from lightning_stocache.cache.spec import SampleSpec
 from lightning_stocache.loading.dataset import CachedDataset
 from lightning_stocache.loading.loader import CachedLoader
 from lightning_stocache.loading.sampler import LocalitySampler, Mode
 
-__all__ = ["Costs", "Job", "Loading", "PlanError", "Reads", "Step"]
+__all__ = ["Costs", "End", "Job", "Loading", "PlanError", "Reads", "Spread", "Step"]
+
+End = Literal["low", "median", "high"]
 
 
 class PlanError(Exception):
     """Nothing can be planned, and the message says why in one sentence."""
+
+
+@dataclass(frozen=True)
+class Spread:
+    """What several measurements of one thing gave.
+
+    Args:
+        low: the lowest.
+        median: the one to plan with.
+        high: the highest.
+
+    Example:
+        >>> Spread.of([3.0, 1.0, 2.0]), Spread.of([2.0]).high
+        (Spread(low=1.0, median=2.0, high=3.0), 2.0)
+    """
+
+    low: float
+    median: float
+    high: float
+
+    @classmethod
+    def of(cls, values: Iterable[float]) -> Spread:
+        """The spread of these values."""
+        values = sorted(values)
+        return cls(values[0], statistics.median(values), values[-1])
+
+    def at(self, end: End) -> Spread:
+        """The spread as if only this end had been measured."""
+        return Spread.of([getattr(self, end)])
 
 
 @dataclass(frozen=True)
@@ -54,13 +86,13 @@ class Reads:
 
     Args:
         first: seconds per sample, read for the first time by this process.
-        repeated: the same samples once more.
+        repeated: the same samples again.
         cpu: seconds of the processor per repeated read; the rest is waiting.
         from_disk: bytes per sample that the first reads fetched from a disk; None where the system does not say.
     """
 
     first: float
-    repeated: float
+    repeated: Spread
     cpu: float
     from_disk: float | None = None
 
@@ -84,9 +116,9 @@ class Costs:
     spec: SampleSpec | None
     reads: Reads
     transform: float
-    uncached: float
-    missed: float
-    hit: float
+    uncached: Spread
+    missed: Spread
+    hit: Spread
     start: float = 0.0
     made_by_workers: bool = False
     reason: str | None = None
@@ -101,7 +133,7 @@ class Step:
         cpu: seconds of the processor in it.
     """
 
-    seconds: float
+    seconds: Spread
     cpu: float = 0.0
 
 
@@ -122,6 +154,7 @@ class Job:
         cores: of this node.
         persistent: whether workers live on from epoch to epoch.
         hot: whether repeated reads are what later epochs pay.
+        load: processes that wanted a core, per core of the machine, in the minute before anything was measured.
     """
 
     samples: int
@@ -136,6 +169,7 @@ class Job:
     cores: int = 1
     persistent: bool = True
     hot: bool = False
+    load: float = 0.0
 
     @property
     def own_samples(self) -> float:

@@ -14,14 +14,15 @@ from torch.utils.data import Dataset
 from lightning_stocache.cache.field import UnsupportedSampleError
 from lightning_stocache.cache.spec import SampleSpec
 from lightning_stocache.insight.costs import Costs, Job, Loading, PlanError
-from lightning_stocache.insight.planner import largest_safe
 from lightning_stocache.insight.trial import measure
 from lightning_stocache.loading.dataset import CachedDataset
 from lightning_stocache.loading.sampler import Mode
 from lightning_stocache.loading.source import check_source
+from lightning_stocache.node.budget import Budget, grant, loader_reserve
+from lightning_stocache.node.files import memory_directory
 from lightning_stocache.node.free import FreeMemory
 
-__all__ = ["draft"]
+__all__ = ["draft", "largest_safe"]
 
 _LARGE = 2**62
 
@@ -66,6 +67,7 @@ def draft(
         check_source(source, CachedDataset)
     except (TypeError, ValueError) as error:
         raise PlanError(str(error)) from error
+    load = os.getloadavg()[0] / (os.cpu_count() or 1) if hasattr(os, "getloadavg") else 0.0  # of the others, so far
     factor = loading.settings.get("prefetch_factor")
     room = largest_safe(_LARGE, 0, loading.num_workers, factor, ranks)
     costs = measure(source, loading, room, transform, allow_random=allow_random, seconds=seconds)
@@ -84,8 +86,23 @@ def draft(
         len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1,
         loading.persistent,
         0 < (costs.reads.from_disk or 0) * samples < FreeMemory.measure(None).bytes,
+        load,
     )
     return job, costs
+
+
+def largest_safe(
+    dataset_bytes: int, batch_bytes: int, num_workers: int, prefetch_factor: int | None, ranks: int
+) -> int:
+    """The bytes that a cache of this size may take on this node, at most: of /dev/shm or, if that is small, of a memfd.
+
+    Example:
+        >>> largest_safe(2**20, batch_bytes=2**10, num_workers=0, prefetch_factor=None, ranks=1) == 2**20
+        True
+    """
+    reserve = loader_reserve(batch_bytes, num_workers, prefetch_factor, ranks)
+    places = [memory_directory()] + ([None] if hasattr(os, "memfd_create") else [])
+    return max(grant(Budget.parse("auto"), dataset_bytes, FreeMemory.measure(place), reserve).bytes for place in places)
 
 
 def _cached_bytes(source: Dataset[Any]) -> int:

@@ -4,17 +4,38 @@
 writer takes it once; several runs with the same layout share their charts. TensorBoard matches the beginning of a tag,
 so each pattern ends with `$`: without it `hit_rate` would bring `hit_rate_expected` along wherever it stands.
 
-TensorBoard cannot fix an axis, so a rate is drawn beside its ceiling, and it smooths by 0.6, by which a hit rate of
-0.70 in epoch two reads 0.43: `/#custom_scalars&_smoothingWeight=0` is the address of the tab without smoothing.
+TensorBoard cuts an axis to what is drawn, where 0.698 and 0.700 look like nothing and everything. So each chart draws
+`ZERO`, too, and a rate its ceiling. A single zero would not do: "Ignore outliers", which is on, leaves out what is less
+than a twentieth of a chart's points. So there is one wherever values are logged (`mark_zero`).
+
+TensorBoard smooths by 0.6, by which a hit rate of 0.70 in epoch two reads 0.43:
+`/#custom_scalars&_smoothingWeight=0` is the address of the tab without smoothing.
 """
 
 from __future__ import annotations
 
-__all__ = ["LAYOUT"]
+from typing import Any
+
+__all__ = ["LAYOUT", "ZERO", "mark_zero"]
+
+ZERO = "stocache/zero"
+"""The tag that has axes start at zero: no metric, and for TensorBoard alone."""
+
+
+def mark_zero(logger: Any, step: int) -> None:
+    """Beside values that were logged at a step: the zero of their charts, if the logger is TensorBoard's.
+
+    Args:
+        logger: of Lightning.
+        step: that of the values.
+    """
+    writer: Any = getattr(logger, "experiment", None)
+    if hasattr(writer, "add_custom_scalars"):
+        writer.add_scalar(ZERO, 0.0, step)
 
 
 def _chart(*metrics: str, stage: str = "") -> list[str | list[str]]:
-    return ["Multiline", [f"^stocache/{stage}{metric}$" for metric in metrics]]
+    return ["Multiline", [*(f"^stocache/{stage}{metric}$" for metric in metrics), f"^{ZERO}$"]]
 
 
 LAYOUT: dict[str, dict[str, list[str | list[str]]]] = {

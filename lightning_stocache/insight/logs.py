@@ -18,6 +18,8 @@ from importlib import import_module
 from pathlib import Path
 from typing import Any
 
+from lightning_stocache.insight.layout import ZERO
+
 __all__ = ["LogError", "Row", "has_log", "is_epoch_end", "read_log"]
 
 Row = dict[str, float]
@@ -112,6 +114,7 @@ def _read_events(folder: Path) -> list[Row]:
     except (protobuf.DecodeError, OSError, ValueError) as error:  # TensorBoard itself passes over what is cut off
         raise LogError(f"{folder} holds TensorBoard events that cannot be read: {error}") from error
     tags = [tag for tag in events.Tags()[reader.SCALARS] if tag == "epoch" or tag.startswith("stocache/")]
+    tags = [tag for tag in tags if tag != ZERO]
     scalars = {tag: [(one.step, one.value) for one in events.Scalars(tag)] for tag in tags}
     ends = {stage: _steps_of_epoch_ends(scalars, stage) for stage in ("", *_OTHER_STAGES)}
 

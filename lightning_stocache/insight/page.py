@@ -49,7 +49,8 @@ figcaption { color: var(--dim); font-size: 13px; line-height: 1.4; margin-bottom
 .head i { display: inline-block; width: 10px; height: 10px; border-radius: 2px; margin: 0 5px 0 12px; }
 i.good { background: var(--good); } i.bad { background: var(--bad); }
 .empty { margin: auto; padding: 72px 24px; color: var(--dim); text-align: center; }
-svg { width: 100%; height: auto; margin-top: auto; overflow: visible; }
+.chart { margin-top: auto; overflow-x: auto; }
+.chart svg { display: block; width: 100%; min-width: 460px; height: auto; overflow: visible; }
 svg text { font-size: 13px; fill: var(--ink); font-variant-numeric: tabular-nums; }
 svg .dim { fill: var(--dim); font-size: 12px; } svg .strong { font-weight: 650; } svg .name { font-weight: 500; }
 svg .share { font-size: 12px; font-weight: 600; } svg .ink { fill: var(--c); }
@@ -60,10 +61,15 @@ rect.good { fill: var(--good); } rect.bad { fill: var(--bad); } .track { fill: v
 .table { padding: 6px 16px; overflow-x: auto; margin: 22px 0 14px; } main + .table { margin: 0; }
 table { border-collapse: collapse; width: 100%; font-size: 14px; font-variant-numeric: tabular-nums; }
 th, td { text-align: right; padding: 7px 0 7px 15px; border-top: 1px solid var(--rule); white-space: nowrap; }
-thead th { border: 0; color: var(--dim); font-weight: 500; font-size: 13px; }
-th:first-child { text-align: left; padding-left: 0; white-space: normal; overflow-wrap: break-word; min-width: 180px; }
+thead th { border: 0; color: var(--dim); font-weight: 500; font-size: 13px; line-height: 1.3; white-space: normal;
+  vertical-align: bottom; }
+th:first-child { text-align: left; padding-left: 0; }
+tbody th:first-child { white-space: normal; overflow-wrap: anywhere; min-width: 190px; }
 tbody th { font-weight: 600; }
 tbody th i { display: inline-block; width: 9px; height: 9px; border-radius: 50%; margin-right: 8px; }
+@media (max-width: 600px) { body { padding: 16px 10px 24px; } .figures div, figure, .table { padding: 10px 12px; }
+  .figures { grid-template-columns: 1fr 1fr; } tbody th:first-child { min-width: 165px; font-size: 13px; } }
+@media print { .chart svg { min-width: 0; } }
 .note { color: var(--dim); font-size: 13px; margin: 10px 2px 0; overflow-wrap: anywhere; }
 """
 _STYLE += "".join(f".c{n} {{ --c: var(--c{n}); }} i.c{n} {{ background: var(--c); }}\n" for n in range(MOST_DRAWN))

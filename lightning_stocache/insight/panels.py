@@ -14,7 +14,7 @@ from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from typing import Literal
 
-from lightning_stocache.insight.runs import Run
+from lightning_stocache.insight.runs import Run, labels
 from lightning_stocache.node.budget import format_bytes
 
 __all__ = [
@@ -27,7 +27,6 @@ __all__ = [
     "Stack",
     "Stacks",
     "Unit",
-    "label",
     "panels",
     "write",
 ]
@@ -132,8 +131,8 @@ def panels(runs: Sequence[Run]) -> list[Panel]:
 
 def _hit_rate(runs: Sequence[Run]) -> Lines:
     alone, series = len(runs) == 1, []
-    for colour, run in enumerate(runs):
-        line = "hit rate" if alone else label(run)
+    for colour, (run, label) in enumerate(zip(runs, labels(runs), strict=True)):
+        line = "hit rate" if alone else label
         series += [
             Series(line, run.epochs("hit_rate"), colour),
             Series("ceiling" if alone else "", run.epochs("coverage"), 1 if alone else colour, "dashed"),
@@ -152,8 +151,8 @@ def _hit_rate(runs: Sequence[Run]) -> Lines:
 
 def _fill(runs: Sequence[Run]) -> Lines:
     series = [
-        Series("fill" if len(runs) == 1 else label(run), run.live("fill_fraction", first_epoch=True), colour)
-        for colour, run in enumerate(runs)
+        Series("fill" if len(runs) == 1 else label, run.live("fill_fraction", first_epoch=True), colour)
+        for colour, (run, label) in enumerate(zip(runs, labels(runs), strict=True))
     ]
     caption = "Slots that are ready, over the steps of the first epoch. Slots only: a small cache fills up as well."
     return Lines("Fill in the first epoch", caption, "step", "%", _drawn(series), _unless(series, "fill_fraction"))
@@ -175,8 +174,8 @@ def _stall(runs: Sequence[Run]) -> Stacks:
 
 def _speed(runs: Sequence[Run]) -> Lines:
     series = [
-        Series("" if len(runs) == 1 else label(run), run.epochs("samples_per_second"), colour)
-        for colour, run in enumerate(runs)
+        Series("" if len(runs) == 1 else label, run.epochs("samples_per_second"), colour)
+        for colour, (run, label) in enumerate(zip(runs, labels(runs), strict=True))
     ]
     empty = _unless(series, "samples_per_second")
     return Lines(
@@ -186,10 +185,10 @@ def _speed(runs: Sequence[Run]) -> Lines:
 
 def _memory(runs: Sequence[Run]) -> Meters:
     rows = []
-    for colour, run in enumerate(runs):
+    for colour, (run, label) in enumerate(zip(runs, labels(runs), strict=True)):
         live = run.live("memory_bytes")
         used = run.last("memory_bytes") if run.epoch_count or not live else live[-1][1]
-        parts = [("training" if len(runs) == 1 else label(run), used, run.last("budget_bytes"))]
+        parts = [("training" if len(runs) == 1 else label, used, run.last("budget_bytes"))]
         if len(runs) == 1:
             parts += [(one, run.last("memory_bytes", one), run.last("budget_bytes", one)) for one in run.stages[1:]]
             parts += [(f"training, node {node}", run.last(f"node{node}/memory_bytes"), None) for node in run.nodes]
@@ -202,32 +201,13 @@ def _memory(runs: Sequence[Run]) -> Meters:
     return Meters("Memory against budget", caption, rows[:MOST_DRAWN], "" if rows else _missing("memory_bytes"))
 
 
-def label(run: Run, *, narrow: bool = False) -> str:
-    """A run's name, short enough to stand in a chart: its overrides without their groups; narrow, their values only.
-
-    Example:
-        >>> from pathlib import Path
-        >>> run = Run("cache.budget=50%, seed=1", Path("."), [])
-        >>> label(run), label(run, narrow=True)
-        ('budget=50%, seed=1', '50%, 1')
-    """
-    parts = [part.rpartition("=")[2] if narrow else _without_group(part) for part in run.name.split(", ")]
-    name, most = ", ".join(parts), 9 if narrow else 18
-    return name if len(name) <= most else name[: most - 1] + "\N{HORIZONTAL ELLIPSIS}"
-
-
-def _without_group(override: str) -> str:
-    key, equals, value = override.partition("=")
-    return key.rpartition(".")[2] + equals + value
-
-
 def _stacks(runs: Sequence[Run], lower: str, upper: str) -> list[Stack]:
     stacks = []
-    for run in runs:
+    for run, label in zip(runs, labels(runs), strict=True):
         low, high = dict(run.epochs(lower)), dict(run.epochs(upper))
         bars = [(epoch, max(low[epoch], 0.0), max(high[epoch], 0.0)) for epoch in low if epoch in high]
         if bars:
-            stacks.append(Stack("" if len(runs) == 1 else label(run, narrow=len(runs) > 4), bars))
+            stacks.append(Stack("" if len(runs) == 1 else label, bars))
     return stacks
 
 

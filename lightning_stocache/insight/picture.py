@@ -4,12 +4,13 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from pathlib import Path
+from textwrap import shorten
 from typing import TYPE_CHECKING
 
 from lightning_stocache.insight.canvas import COLOURS, DIM, RULE, canvas
 from lightning_stocache.insight.chart import scale, spread
-from lightning_stocache.insight.panels import Lines, Meters, Panel, Stacks, Unit, panels, write
-from lightning_stocache.insight.runs import Run
+from lightning_stocache.insight.panels import MOST_DRAWN, Lines, Meters, Panel, Stacks, Unit, panels, write
+from lightning_stocache.insight.runs import Run, labels
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes
@@ -36,6 +37,9 @@ def save(runs: Sequence[Run], path: Path) -> None:
             axes.tick_params(length=0, colors=DIM)
             axes.spines[:].set_visible(False)
             _draw(axes, panel)
+        if labels(runs[:MOST_DRAWN])[0] == "run 1":  # what the page's table says beside its charts
+            names = [f"run {number}: {run.name}" for number, run in enumerate(runs[:MOST_DRAWN], 1)]
+            figure.supxlabel("\n".join(shorten(name, 150) for name in names), x=0.02, ha="left", fontsize=8)
 
 
 def _draw(axes: Axes, panel: Panel) -> None:

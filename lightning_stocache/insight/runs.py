@@ -11,6 +11,7 @@ from __future__ import annotations
 
 import os
 import re
+import statistics
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 from functools import cached_property
@@ -19,7 +20,7 @@ from pathlib import Path
 
 from lightning_stocache.insight.logs import LogError, Row, has_log, is_epoch_end, read_log
 
-__all__ = ["Run", "find_runs"]
+__all__ = ["Run", "find_runs", "labels"]
 
 _OTHER_STAGES = ("val", "test", "predict")
 
@@ -87,6 +88,23 @@ class Run:
         return tuple(sorted(dict(points).items()))
 
     @property
+    def epoch_seconds(self) -> tuple[float, ...]:
+        """Seconds of each epoch's training loop: the samples that it was served, at its speed."""
+        counts = [dict(self.epochs(metric)) for metric in ("hits", "misses", "bypasses")]
+        speeds = [(epoch, speed) for epoch, speed in self.epochs("samples_per_second") if speed > 0]
+        return tuple(sum(count.get(epoch, 0.0) for count in counts) / speed for epoch, speed in speeds)
+
+    @property
+    def later_seconds(self) -> float | None:
+        """Seconds of an epoch after the first: the median of all."""
+        return statistics.median(self.epoch_seconds[1:]) if len(self.epoch_seconds) > 1 else None
+
+    def uncached(self, runs: Sequence[Run]) -> Run | None:
+        """The run that differs from this one by its budget alone, and had none; None if there is no such run."""
+        same = (run for run in runs if _but_for_budget(run.name) == _but_for_budget(self.name))
+        return next((run for run in same if run is not self and run.last("coverage") == 0), None)
+
+    @property
     def epoch_count(self) -> int:
         """Training epochs that ended."""
         return len(self._ends("train"))
@@ -144,6 +162,40 @@ def find_runs(folders: Sequence[Path]) -> tuple[list[Run], list[str]]:
         raise LogError(problems[0] + more)
     names = _names([home for home, _ in runs])
     return [Run(name, home, rows) for name, (home, rows) in zip(names, runs, strict=True)], problems
+
+
+def labels(runs: Sequence[Run]) -> list[str]:
+    """Names that are short enough to stand in a chart, and differ.
+
+    Overrides without their groups, or their values alone; where that is not to be had, the numbers of the runs.
+
+    Example:
+        >>> def named(*names):
+        ...     return [Run(name, Path("."), []) for name in names]
+        >>> labels(named("cache.budget=0", "cache.budget=50%")), labels(named("cache.budget=50%, seed=1", "seed=2"))
+        (['budget=0', 'budget=50%'], ['50%, 1', '2'])
+        >>> labels(named("data.root=/mnt/storage/one", "data.root=/mnt/storage/two"))
+        ['run 1', 'run 2']
+    """
+    most = 14 if len(runs) <= 4 else 8
+    keyed, bare = [[shorten(run.name) for run in runs] for shorten in (_without_groups, _values)]
+    for names in (keyed, bare):
+        if max(map(len, names)) <= most and len(set(names)) == len(names):
+            return names
+    return [f"run {number}" for number in range(1, len(runs) + 1)]
+
+
+def _without_groups(name: str) -> str:
+    overrides = (override.partition("=") for override in name.split(", "))
+    return ", ".join(key.rpartition(".")[2] + equals + value for key, equals, value in overrides)
+
+
+def _values(name: str) -> str:
+    return ", ".join(override.rpartition("=")[2] for override in name.split(", "))
+
+
+def _but_for_budget(name: str) -> list[str]:
+    return [override for override in name.split(", ") if not override.partition("=")[0].endswith("budget")]
 
 
 def _prefix(stage: str) -> str:

@@ -7,8 +7,8 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 
-from lightning_stocache.insight.panels import Unit, write
-from lightning_stocache.insight.runs import Run
+from lightning_stocache.insight.panels import MOST_DRAWN, Unit, write
+from lightning_stocache.insight.runs import Run, labels
 
 __all__ = ["headline", "table"]
 
@@ -27,10 +27,13 @@ def headline(run: Run) -> list[tuple[str, str, str]]:
     waits = _wait_shares(run)
     if waits:
         figures.append(("waiting for data", write(waits[-1], "%"), f"of the time; first epoch {write(waits[0], '%')}"))
-    speeds = run.epochs("samples_per_second")
-    if len(speeds) > 1 and speeds[0][1] > 0:
-        against = f"from {write(speeds[0][1], 'samples/s')} to {write(speeds[-1][1], 'samples/s')} samples/s"
-        figures.append(("faster than epoch one", f"{speeds[-1][1] / speeds[0][1]:.1f}x", against))
+    if run.epoch_seconds:
+        first, later = run.epoch_seconds[0], run.later_seconds
+        if later is None:
+            figures.append(("seconds of epoch one", write(first, "s"), "a cache helps from the second epoch on"))
+        else:
+            figures.append(("seconds per epoch", write(later, "s"), f"later ones; epoch one {write(first, 's')}"))
+            figures.append(("faster than epoch one", _times(first, later), "the median of later epochs"))
     memory = run.last("memory_bytes")
     if memory is not None:
         budget = run.last("budget_bytes")
@@ -43,25 +46,40 @@ def headline(run: Run) -> list[tuple[str, str, str]]:
 def table(runs: Sequence[Run]) -> tuple[list[str], list[list[str]]]:
     """Head and rows of the summary: one row per run, named if there are several, and no column that is empty."""
     columns: list[tuple[str, Callable[[Run], str]]] = [
-        ("run", lambda run: run.name if len(runs) > 1 else ""),
         ("epochs", lambda run: str(run.epoch_count)),
         ("hit rate", lambda run: _cell(run.last("hit_rate"), "%")),
         ("ceiling", lambda run: _cell(run.last("coverage"), "%")),
-        ("val hit rate", lambda run: _cell(run.last("hit_rate", "val"), "%")),
-        ("filled", lambda run: _cell(run.last("fill_fraction"), "%")),
+        ("epoch one", lambda run: _cell(run.epoch_seconds[:1], "s")),
+        ("later epochs", lambda run: _cell(run.later_seconds, "s")),
+        ("faster than epoch one", lambda run: _times(next(iter(run.epoch_seconds), None), run.later_seconds)),
+        ("faster than budget=0", lambda run: _times(_uncached_seconds(run, runs), run.later_seconds)),
+        ("waiting for data", lambda run: _cell(_wait_shares(run)[-1:], "%")),
         ("memory", lambda run: _cell(run.last("memory_bytes"), "bytes")),
         ("budget", lambda run: _cell(run.last("budget_bytes"), "bytes")),
-        ("waiting for data", lambda run: _cell(_wait_shares(run)[-1:], "%")),
-        (
-            "samples/s, first epoch",
-            lambda run: _cell([y for _, y in run.epochs("samples_per_second")[:1]], "samples/s"),
-        ),
-        ("last epoch", lambda run: _cell(run.last("samples_per_second"), "samples/s")),
+        ("filled", lambda run: _cell(run.last("fill_fraction"), "%")),
+        ("val hit rate", lambda run: _cell(run.last("hit_rate", "val"), "%")),
         ("loading saved", lambda run: _cell(run.seconds_saved, "s")),
     ]
-    filled = [(head, [tell(run) for run in runs]) for head, tell in columns]
+    filled = [("run", _names(runs))] + [(head, [tell(run) for run in runs]) for head, tell in columns]
     filled = [(head, cells) for head, cells in filled if any(cells)]
     return [head for head, _ in filled], [list(row) for row in zip(*(cells for _, cells in filled), strict=True)]
+
+
+def _names(runs: Sequence[Run]) -> list[str]:
+    """The names of several runs; with their numbers, if that is what the charts call them."""
+    if len(runs) == 1:
+        return [""]
+    numbered = labels(runs[:MOST_DRAWN])[0] == "run 1"
+    return [f"run {number}: {run.name}" if numbered else run.name for number, run in enumerate(runs, 1)]
+
+
+def _times(before: float | None, after: float | None) -> str:
+    return f"{before / after:.1f}x" if before is not None and after else ""
+
+
+def _uncached_seconds(run: Run, runs: Sequence[Run]) -> float | None:
+    uncached = run.uncached(runs)
+    return None if uncached is None else uncached.later_seconds
 
 
 def _cell(value: float | Sequence[float] | None, unit: Unit) -> str:

@@ -4,40 +4,46 @@ from __future__ import annotations
 
 from dataclasses import asdict
 from pathlib import Path
+from textwrap import fill
 from typing import Any
 
+from lightning_stocache.insight.advice import Plan
 from lightning_stocache.insight.canvas import COLOURS, DIM, RULE, canvas
+from lightning_stocache.insight.costs import Spread
 from lightning_stocache.insight.panels import write
-from lightning_stocache.insight.planner import Plan, Row
+from lightning_stocache.insight.planner import Row
 from lightning_stocache.node.budget import format_bytes
 
 __all__ = ["as_json", "as_text", "save"]
 
-_BLUE, _ORANGE, _GREEN = COLOURS[:3]
+_BLUE, _GREEN = COLOURS[0], COLOURS[2]
 
 
 def as_text(plan: Plan) -> str:
-    """The table and what follows from it; the last line is the budget, as it is written into a config."""
+    """What was measured, the table, and what follows; the last line is the budget, as it is written into a config."""
     job, costs = plan.job, plan.costs
     size = f" of {format_bytes(costs.spec.nbytes)}" if costs.spec is not None else ""
     lines = [
         f"{job.samples:,} samples{size}, batches of {job.batch_size}, num_workers={job.num_workers}, "
         f"{job.nodes} node{'s' * (job.nodes > 1)} x {job.ranks} rank{'s' * (job.ranks > 1)}, {job.cores} cores",
         "",
-        f"source     {_each(costs.reads.first)}, first read{_whence(plan)}; repeated {_each(costs.reads.repeated)}",
-        f"cache      {_each(costs.hit)}" if costs.spec is not None else "cache      none",
-        f"transform  {_each(costs.transform)}" if costs.transform else "transform  none after the cache",
-        f"step       {_each(plan.step.seconds, 'batch')}" if plan.step else "step       no model was given",
-        "",
+        f"source    {_each(Spread.of([costs.reads.first]))}{_whence(plan)}; again {_each(costs.reads.repeated)}",
+        f"uncached  {_each(costs.uncached)}",
     ]
-    head = ["budget", "per node", "samples", "hit rate", "epoch one", "later", "faster"]
-    head += (["with step", "later", "faster"] if plan.step else []) + ["pays in"]
+    if costs.spec is not None:
+        lines += [f"missed    {_each(costs.missed)}", f"hit       {_each(costs.hit)}"]
+    lines += [f"step      {_each(plan.step.seconds, 'batch')}" if plan.step else "step      no model was given", ""]
+    head = ["budget", "per node", "samples", "hit rate", "epoch one", "later", "faster", "pays in"]
     rows = [head] + [_cells(row, plan) for row in plan.rows]
     widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
     lines += ["  ".join(cell.rjust(width) for cell, width in zip(row, widths, strict=True)) for row in rows]
     if not all(row.safe for row in plan.rows):
         lines.append("* more than is safely free on this node")
-    return "\n".join([*lines, "", *plan.sentences, "", f"cache.budget={plan.budget}"])
+    lines.append(
+        f"Epochs {'with the step' if plan.step else 'of the loader alone'}. [lowest..highest] of repeated runs."
+    )
+    sentences = [fill(sentence, 100) for sentence in plan.sentences]
+    return "\n".join([*lines, "", *sentences, "", f"cache.budget={plan.budget}"])
 
 
 def as_json(plan: Plan) -> dict[str, Any]:
@@ -65,11 +71,12 @@ def save(plan: Plan, path: Path) -> None:
     with canvas(path, 7.5, 4.5) as figure:
         axes = figure.subplots()
         gib = [row.budget_bytes / 2**30 for row in plan.rows]
-        axes.plot(gib, [row.first_epoch for row in plan.rows], "--", color=DIM, label="epoch one, loader alone")
-        axes.plot(gib, [row.later_epoch for row in plan.rows], "-o", color=_BLUE, label="later epochs, loader alone")
-        if plan.step:
-            trained = [row.later_training or 0.0 for row in plan.rows]
-            axes.plot(gib, trained, "-s", color=_ORANGE, label="later epochs, with the step")
+        later = [row.later_epoch for row in plan.rows]
+        axes.plot(gib, [row.first_epoch.median for row in plan.rows], "--", color=DIM, label="epoch one")
+        axes.plot(gib, [epoch.median for epoch in later], "-o", color=_BLUE, label="later epochs")
+        axes.fill_between(
+            gib, [epoch.low for epoch in later], [epoch.high for epoch in later], color=_BLUE, alpha=0.2, linewidth=0
+        )
         if plan.costs.spec is not None and plan.job.safe_bytes < plan.rows[-1].budget_bytes:
             axes.axvspan(plan.job.safe_bytes / 2**30, gib[-1], color=RULE, label="more than is safely free")
         taken = next((row for row in plan.rows if row.budget == plan.budget), None)
@@ -78,7 +85,8 @@ def save(plan: Plan, path: Path) -> None:
         axes.set_ylim(bottom=0)
         axes.set_xlabel("budget per node, GiB")
         axes.set_ylabel("seconds per epoch")
-        axes.set_title("What a budget would give", loc="left", fontweight="bold")
+        what = "training" if plan.step else "the loader alone"
+        axes.set_title(f"What a budget would give: {what}", loc="left", fontweight="bold")
         axes.grid(color=RULE)
         axes.set_axisbelow(True)
         axes.spines[:].set_visible(False)
@@ -86,22 +94,26 @@ def save(plan: Plan, path: Path) -> None:
 
 
 def _cells(row: Row, plan: Plan) -> list[str]:
-    plain = plan.rows[0]
     low, high = row.hit_rates[1], row.hit_rates[-1]
     rates = f"{100 * low:.1f} to {100 * high:.1f} %" if abs(high - low) > 0.002 else write(high, "%")
-    fullest = plan.job.safe_bytes < plan.rows[-1].budget_bytes and row == [one for one in plan.rows if one.safe][-1]
+    fullest = plan.job.safe_bytes < plan.rows[-1].budget_bytes and row == [row for row in plan.rows if row.safe][-1]
     name = row.budget + ("" if row.safe else "*") + (" (largest safe)" if fullest else "")
-    cells = [name, format_bytes(row.budget_bytes), f"{row.samples:,}", rates]
-    cells += [write(row.first_epoch, "s"), write(row.later_epoch, "s"), f"{plain.later_epoch / row.later_epoch:.1f}x"]
-    if row.first_training is not None and row.later_training and plain.later_training:
-        cells += [write(row.first_training, "s"), write(row.later_training, "s")]
-        cells.append(f"{plain.later_training / row.later_training:.1f}x")
+    cells = [name, format_bytes(row.budget_bytes), f"{row.samples:,}", rates, write(row.first_epoch.median, "s")]
+    later, faster = row.later_epoch, row.faster
+    cells.append(f"{write(later.median, 's')} [{_bare(later.low)}..{_bare(later.high)}]")
+    cells.append(f"{faster.median:.1f}x [{faster.low:.1f}..{faster.high:.1f}]" if row.budget_bytes else "1")
     return [*cells, f"epoch {row.pays_in}" if row.pays_in else "-"]
 
 
-def _each(seconds: float, what: str = "sample") -> str:
+def _bare(seconds: float) -> str:
+    return write(seconds, "s").removesuffix(" s")
+
+
+def _each(seconds: Spread, what: str = "sample") -> str:
     """Seconds per sample, at a scale at which they can be read."""
-    return f"{1e3 * seconds:.2f} ms a {what}" if seconds >= 1e-3 else f"{1e6 * seconds:.1f} us a {what}"
+    unit, factor, digits = ("ms", 1e3, 2) if seconds.median >= 1e-3 else ("us", 1e6, 1)
+    low, median, high = (f"{factor * value:.{digits}f}" for value in (seconds.low, seconds.median, seconds.high))
+    return f"{median} {unit} a {what}" + (f" [{low}..{high}]" if low != high else "")
 
 
 def _whence(plan: Plan) -> str:
@@ -109,4 +121,4 @@ def _whence(plan: Plan) -> str:
     if fetched is None:
         return ""
     # Below that it is not the data: a page of a library, a folder.
-    return f" ({format_bytes(int(fetched))} from disk)" if fetched >= 1024 else " (from the page cache)"
+    return f", {format_bytes(int(fetched))} from disk" if fetched >= 1024 else " from the page cache"

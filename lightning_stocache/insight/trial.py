@@ -1,16 +1,16 @@
 """The trial: what one sample costs, in the source, in the cache, in the transform, and in the loader as a whole.
 
-The source is read in this process, each sample twice: the first read may come from the disk (the kernel says how many
-bytes did), the second comes from the page cache. What the loader makes of it, with its workers, its transport and its
-cores, is not put together from parts but watched: the user's kind of loader runs over a few batches,
+The source is read in this process, each sample several times: the first read may come from the disk (the kernel says
+how many bytes did), later ones come from the page cache. What the loader makes of it, with its workers, its transport
+and its cores, is not put together from parts but watched: the user's kind of loader runs over a few batches,
 
 - uncached, as with `budget=0`;
 - with every sample a miss that is stored, as in epoch one;
 - with every sample a hit: samples that were read before, over and over, in a real cache as long as the dataset if that
   is small, else too large for the processor's own caches.
 
-With workers a loader delivers in waves of one batch per worker, so only whole waves after the first are counted; what
-the first took longer is what it costs to start the workers. Nothing here knows what a budget is: that is `planner`'s.
+All of this is done in turn, and then again: what differs from round to round is the noise of the machine, and each cost
+is the spread of all rounds. Nothing here knows what a budget is: that is `planner`'s.
 """
 
 from __future__ import annotations
@@ -19,8 +19,8 @@ import copy
 import statistics
 import time
 from collections.abc import Callable, Iterator, Sequence, Sized
+from contextlib import contextmanager
 from dataclasses import dataclass
-from itertools import islice
 from pathlib import Path
 from typing import Any, cast
 
@@ -29,9 +29,9 @@ from torch.utils.data import Dataset
 
 from lightning_stocache.cache.field import UnsupportedSampleError
 from lightning_stocache.cache.spec import SampleSpec
-from lightning_stocache.insight.costs import Costs, Loading, PlanError, Reads
+from lightning_stocache.insight.costs import Costs, Loading, PlanError, Reads, Spread
+from lightning_stocache.insight.pace import Pace, epoch_seconds, pace
 from lightning_stocache.loading.dataset import CachedDataset
-from lightning_stocache.loading.loader import CachedLoader
 from lightning_stocache.loading.source import check_source
 from lightning_stocache.loading.split import split
 from lightning_stocache.node.budget import format_bytes
@@ -39,7 +39,7 @@ from lightning_stocache.node.budget import format_bytes
 __all__ = ["measure"]
 
 _LARGE = 256 * 2**20  # bytes of the cache that hits are measured in: more than the processor's caches hold
-_EPOCHS = 12  # of hits, at most; the first of them warms up
+_ROUNDS = 3
 
 
 def measure(
@@ -59,7 +59,8 @@ def measure(
         room: bytes that a cache for the measurement may take for a moment.
         transform: per sample, after the cache.
         allow_random: whether a random source is cached as it is.
-        seconds: what each of the measurements may take; a slow source gets two batches per worker all the same.
+        seconds: what the rounds of each measurement may take together; where a batch of a slow source takes longer,
+            smaller ones are loaded, three per worker in each round.
 
     Raises:
         PlanError: the source is empty, iterable-style or raises, or there is no memory for a few samples.
@@ -67,7 +68,7 @@ def measure(
     Example:
         >>> squares = [torch.tensor([i, i * i]) for i in range(64)]
         >>> costs = measure(squares, Loading(batch_size=8), room=2**20, seconds=0.01)
-        >>> costs.spec.nbytes, costs.hit > 0
+        >>> costs.spec.nbytes, costs.hit.low > 0
         (16, True)
     """
     try:
@@ -103,42 +104,53 @@ class _Trial:
         spec: SampleSpec | None,
         reason: str | None,
     ) -> None:
-        self.source, self.transform, self.loading, self.seconds = source, transform, loading, seconds
+        self.source, self.transform, self.loading, self.seconds = source, transform, loading, seconds / _ROUNDS
         self.spec, self.reason = spec, reason
         self.length = len(cast(Sized, source))
         generator = torch.Generator().manual_seed(0)
         self.order: list[int] = torch.randperm(self.length, generator=generator).tolist()
 
     def costs(self, room: int) -> Costs:
-        reads, samples = self._read(self.order[self.length // 2 :] + self.order[: self.length // 2])
+        first, samples, fetched = self._first_reads()
         transform = self._transformed(samples)
-        uncached, start = self._watch(0, self.order)
-        if self.spec is None:
-            return Costs(None, reads, transform, uncached, uncached, uncached, start, reason=self.reason)
-        if room < self.spec.slot_bytes:
-            raise PlanError(
-                f"there is no memory for one sample of {format_bytes(self.spec.slot_bytes)}: {format_bytes(room)} may "
-                "safely be taken here; what limits it: python -m lightning_stocache doctor"
-            )
-        missed, start = self._watch(min(self.length * self.spec.slot_bytes, room), self.order[::-1])
-        made = self.transform is not None and self.loading.num_workers > 0
-        hit = self._hit(self.spec, samples, room)
-        return Costs(self.spec, reads, transform, uncached, missed, hit, start, made)
+        indices, spec = self.order[: len(samples)], self.spec
+        again, uncached, missed, hit = list[tuple[float, float]](), list[Pace](), list[Pace](), list[float]()
+        with self._full(samples, room) as run_full:
+            for _ in range(_ROUNDS):
+                again.append(self._read(indices))
+                uncached.append(self._watch(0, first))
+                missed.append(self._watch(min(self.length * spec.slot_bytes, room), first) if spec else uncached[-1])
+                hit.append(run_full() if run_full else uncached[-1].batch)
+        repeated, cpu = (Spread.of(values) for values in zip(*again, strict=True))
+        return Costs(
+            spec,
+            Reads(first, repeated, cpu.median, fetched),
+            transform,
+            Spread.of(pace.batch for pace in uncached),
+            Spread.of(pace.batch for pace in missed),
+            Spread.of(hit),
+            statistics.median(pace.start for pace in missed),
+            self.transform is not None and self.loading.num_workers > 0,
+            self.reason,
+        )
 
-    def _read(self, indices: list[int]) -> tuple[Reads, list[Any]]:
-        """Read a few samples one by one, twice: at least two, at most two batches."""
-        begin, disk, samples = time.perf_counter(), _from_disk(), []
-        for index in indices[: 2 * self.loading.batch_size]:
+    def _first_reads(self) -> tuple[float, list[Any], float | None]:
+        """Read a few samples one by one: at least two, at most two batches. Seconds and bytes from disk per sample."""
+        begin, disk, samples = time.perf_counter(), _from_disk(), list[Any]()
+        for index in self.order[: 2 * self.loading.batch_size]:
             samples.append(self.source[index])
             if len(samples) > 1 and time.perf_counter() - begin > self.seconds:
                 break
-        first, disk_after = (time.perf_counter() - begin) / len(samples), _from_disk()
-        begin, cpu = time.perf_counter(), time.process_time()
-        for index in indices[: len(samples)]:
-            self.source[index]
-        repeated, cpu = (time.perf_counter() - begin) / len(samples), (time.process_time() - cpu) / len(samples)
+        seconds, disk_after = time.perf_counter() - begin, _from_disk()
         fetched = None if disk is None or disk_after is None else (disk_after - disk) / len(samples)
-        return Reads(first, repeated, cpu, fetched), samples
+        return seconds / len(samples), samples, fetched
+
+    def _read(self, indices: list[int]) -> tuple[float, float]:
+        """Read samples again: seconds, and seconds of the processor, per sample."""
+        begin, cpu = time.perf_counter(), time.process_time()
+        for index in indices:
+            self.source[index]
+        return (time.perf_counter() - begin) / len(indices), (time.process_time() - cpu) / len(indices)
 
     def _transformed(self, samples: list[Any]) -> float:
         if self.transform is None:
@@ -149,42 +161,44 @@ class _Trial:
             self.transform(sample)
         return (time.perf_counter() - begin) / len(copies)
 
-    def _watch(self, budget: int, order: list[int]) -> tuple[float, float]:
-        """Seconds per sample of the loader under way, and those until its workers were there."""
-        lap = max(self.loading.num_workers, 1)
-        size = max(min(self.loading.batch_size, self.length // (3 * lap)), 1)
-        batches = [order[begin : begin + size] for begin in range(0, self.length - size + 1, size)]
+    def _watch(self, budget: int, read: float) -> Pace:
+        """The loader over indices that were not read before, where there are enough; a read takes so many seconds."""
+        size = min(self.loading.batch_size, self.length // (3 * max(self.loading.num_workers, 1)))
+        size = max(min(size, int(self.seconds / read)), 1)
+        moved = self.length // (2 * _ROUNDS + 1)
+        self.order = self.order[moved:] + self.order[:moved]
+        batches = [self.order[begin : begin + size] for begin in range(0, self.length - size + 1, size)]
         dataset = CachedDataset(self.source, budget, spec=self.spec, transform=self.transform, on_error="disable")
         loader = self.loading.few(dataset, batches)
-        begin, marks = time.perf_counter(), list[float]()
         try:
-            for _ in loader:
-                marks.append(time.perf_counter())
-                if len(marks) % lap == 0 and len(marks) > 2 * lap and marks[-1] - begin > self.seconds:
-                    break
+            batch, start = pace(loader, self.seconds)
         finally:
             loader.close()
             dataset.close()
-        waves = len(marks) // lap - 1
-        if waves < 1:
-            return (marks[-1] - begin) / len(marks) / size, 0.0
-        wave = (marks[(waves + 1) * lap - 1] - marks[lap - 1]) / waves
-        start = marks[lap - 1] - begin - wave if self.loading.num_workers else 0.0
-        return wave / lap / size, max(start, 0.0)
+        return Pace(batch / size, start)
 
-    def _hit(self, spec: SampleSpec, samples: list[Any], room: int) -> float:
-        """Seconds per sample of a loader whose cache is full."""
-        wanted = min(self.length, max(self.loading.batch_size, _LARGE // spec.slot_bytes))
-        length = min(wanted, room // spec.slot_bytes)
+    @contextmanager
+    def _full(self, samples: list[Any], room: int) -> Iterator[Callable[[], float] | None]:
+        """What runs a loader whose cache is full, and says the seconds per sample; None if nothing can be cached."""
+        if self.spec is None:
+            yield None
+            return
+        if room < self.spec.slot_bytes:
+            raise PlanError(
+                f"there is no memory for one sample of {format_bytes(self.spec.slot_bytes)}: {format_bytes(room)} may "
+                "safely be taken here; what limits it: python -m lightning_stocache doctor"
+            )
+        wanted = min(self.length, max(self.loading.batch_size, _LARGE // self.spec.slot_bytes))
+        length = min(wanted, room // self.spec.slot_bytes)
         dataset = CachedDataset(
-            _Repeated(samples, length), length * spec.slot_bytes, spec=spec, transform=self.transform
+            _Repeated(samples, length), length * self.spec.slot_bytes, spec=self.spec, transform=self.transform
         )
         loader = self.loading.whole(dataset)
         try:
             assert dataset.cache is not None
             for index in range(length):
                 dataset.cache.fill(index, samples[index % len(samples)])
-            return statistics.median(islice(_epochs(loader, self.seconds), 1, None)) / length
+            yield lambda: epoch_seconds(loader, self.seconds) / length
         finally:
             loader.close()
             dataset.close()
@@ -201,18 +215,6 @@ class _Repeated(Dataset[Any]):
 
     def __getitem__(self, index: int) -> Any:
         return copy.deepcopy(self.samples[index % len(self.samples)])
-
-
-def _epochs(loader: CachedLoader, seconds: float) -> Iterator[float]:
-    """The seconds of each epoch: at least three, and the first warms up."""
-    started = time.perf_counter()
-    for number in range(_EPOCHS):
-        if number > 2 and time.perf_counter() - started > seconds:
-            return
-        begin = time.perf_counter()
-        for _ in loader:
-            pass
-        yield time.perf_counter() - begin
 
 
 def _after(tail: Callable[[Any], Any] | None, transform: Callable[[Any], Any] | None) -> Callable[[Any], Any] | None:

@@ -2,8 +2,8 @@
 
 The look at set-up reads a handful of samples. A source that is random in few others, and draws from what no look can
 find, gets its first draw frozen. So each process that loads samples reads one of them again now and then, under another
-seed: the first after about a hundred loads, then ever more rarely, eight at most. All generators are put back, so nothing
-else changes; who waits for that batch waits for one more read.
+seed: the first after about a hundred loads, then ever more rarely, eight at most. All generators are put back, so
+nothing else changes; who waits for that batch waits for one more read.
 """
 
 from __future__ import annotations

@@ -12,12 +12,13 @@ import dataclasses
 import time
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
+from itertools import pairwise
 from typing import Any
 
 import torch
 from torch.utils.data import DataLoader, Dataset, DistributedSampler, SequentialSampler
 
-from lightning_stocache.insight.costs import Loading, PlanError, Step
+from lightning_stocache.insight.costs import Loading, PlanError, Spread, Step
 from lightning_stocache.loading.dataset import CachedDataset
 from lightning_stocache.loading.sampler import Mode
 from lightning_stocache.training.caches import CallCaches
@@ -27,11 +28,12 @@ __all__ = ["ARGUMENTS", "Subject", "step", "subject", "world"]
 
 # Of the Trainer for `step`, in place of the user's own; a third of the batches warm up.
 ARGUMENTS: dict[str, Any] = {
-    **{"max_epochs": 1, "limit_train_batches": 24, "limit_val_batches": 0, "num_sanity_val_steps": 0},
+    **{"max_epochs": 1, "limit_train_batches": 48, "limit_val_batches": 0, "num_sanity_val_steps": 0},
     **{"devices": 1, "num_nodes": 1, "strategy": "auto", "callbacks": None, "logger": False},
     **{"enable_checkpointing": False, "enable_progress_bar": False, "enable_model_summary": False},
 }
-_PATIENCE = 20.0  # seconds, after which fewer will do
+_ROUNDS = 4  # of steps, whose means differ by the noise of the machine
+_PATIENCE = 10.0  # seconds, after which fewer will do
 _SETTINGS = ("collate_fn", "pin_memory", "timeout", "worker_init_fn")
 _WITH_WORKERS = ("multiprocessing_context", "prefetch_factor")
 
@@ -157,10 +159,12 @@ class _AtOnce:
     def step(self) -> Step:
         """The seconds between two requests."""
         asked = self._asked[len(self._asked) // 3 :]
-        if len(asked) < 2:
+        steps = len(asked) - 1
+        if steps < 1:
             raise PlanError(f"the model ended training after {len(self._asked)} batches: its step cannot be measured")
-        (begin, cpu_begin), (end, cpu_end), steps = asked[0], asked[-1], len(asked) - 1
-        return Step((end - begin) / steps, (cpu_end - cpu_begin) / steps)
+        size = max(steps // _ROUNDS, 1)
+        means = ((end - begin) / size for (begin, _), (end, _) in pairwise(asked[::size]))
+        return Step(Spread.of(means), (asked[-1][1] - asked[0][1]) / steps)
 
 
 def _nothing(*arguments: Any, **named: Any) -> None:

@@ -134,6 +134,18 @@ def test_memory_is_taken_by_what_is_stored_only() -> None:
     assert cache.memory_bytes == 0
 
 
+@pytest.mark.parametrize("shape", [(3,), (600,), (5000,)])
+def test_memory_is_never_more_than_the_slots_may_take(shape: tuple[int, ...]) -> None:
+    """Neither the header nor the rest of a page is counted: a budget counts neither."""
+    sample = torch.ones(shape, dtype=torch.uint8)
+    cache = SharedCache.create(SampleSpec.infer(sample), Arc(7, 7))
+    assert cache.memory_bytes <= 7 * cache.spec.slot_bytes
+    for index in range(7):
+        cache.fill(index, sample)
+    assert 7 * sample.numel() <= cache.memory_bytes <= 7 * cache.spec.slot_bytes
+    cache.close()
+
+
 # --- nobody is handed a view
 
 

@@ -107,6 +107,45 @@ def test_runs_of_a_multirun_stand_side_by_side(multirun):
     assert rows[1][head.index("loading saved")] == "10 s"  # 100 hits at 0.1 s
 
 
+@pytest.mark.parametrize("count", [2, 4, 8])
+def test_names_of_runs_do_not_overlap(tmp_path, count):
+    """Long names that begin alike are numbers in the charts, short enough for each, and the table has both."""
+    for number in range(count):
+        overrides = ["model=resnet50_of_a_long_name", f"data.root=/mnt/storage/dataset_{number}"][number % 2 :]
+        write_hydra(tmp_path / str(number), overrides, rows_of_a_run())
+    runs, _ = find_runs([tmp_path])
+    hit_rate, _, sources, _, speed, memory = panels(runs)
+    numbers = [f"run {number}" for number in range(1, count + 1)]
+    assert [stack.label for stack in sources.stacks] == numbers
+    assert [series.label for series in hit_rate.series if series.style == "solid"] == numbers
+    assert [series.label for series in speed.series] == numbers
+    assert [meter.label for meter in memory.rows] == numbers
+    assert [row[0] for row in table(runs)[1]] == [
+        f"{number}: {run.name}" for number, run in zip(numbers, runs, strict=True)
+    ]
+
+
+def test_gains_are_told(multirun, tmp_path):
+    """The table has seconds per epoch, the gain over epoch one and over the run of the sweep with budget 0."""
+    write_hydra(multirun / "3", ["cache.budget=50%", "seed=1", "model=other"], rows_of_a_run(0.5))
+    head, rows = table(find_runs([multirun])[0])
+    told = [dict(zip(head, row, strict=True)) for row in rows]
+    assert [row["epoch one"] for row in told] == ["2 s"] * 4  # 100 samples at 50 per second
+    assert [row["later epochs"] for row in told] == ["2 s", "1 s", "0.67 s", "1 s"]
+    assert [row["faster than epoch one"] for row in told] == ["1.0x", "2.0x", "3.0x", "2.0x"]
+    assert [row["faster than budget=0"] for row in told] == ["", "2.0x", "3.0x", ""]  # the last has another model
+    page = page_of([multirun / "1"], tmp_path)
+    assert "seconds per epoch\n1 s\nlater ones; epoch one 2 s" in page.text
+    assert "faster than epoch one\n2.0x" in page.text
+
+
+def test_one_epoch_has_seconds_and_no_gain(tmp_path):
+    """A run of one epoch is not compared with itself."""
+    page = page_of([write_csv(tmp_path / "run", rows_of_a_run(epochs=1))], tmp_path)
+    assert "seconds of epoch one\n2 s" in page.text
+    assert "faster than" not in page.text
+
+
 def test_metrics_that_older_runs_lack_leave_a_sentence(tmp_path):
     """The panels of what was not logged say so; the others are drawn."""
     page = page_of([write_csv(tmp_path / "run", rows_of_a_run(without=COMING))], tmp_path)

@@ -7,7 +7,7 @@ import torch
 from torch.utils.data import Dataset, IterableDataset
 
 from lightning_stocache.insight.costs import Loading, PlanError
-from lightning_stocache.insight.draft import draft
+from lightning_stocache.insight.draft import draft, largest_safe
 from lightning_stocache.insight.trial import measure
 from tests.sources import CountedSource
 
@@ -53,7 +53,9 @@ def test_all_costs_are_measured(workers):
     costs = measure(source, Loading(4, workers), 2**20, seconds=QUICK)
     assert costs.spec is not None
     assert costs.spec.nbytes == 4000
-    assert min(costs.reads.first, costs.reads.repeated, costs.uncached, costs.missed, costs.hit) > 0
+    spreads = (costs.reads.repeated, costs.uncached, costs.missed, costs.hit)
+    assert min(costs.reads.first, *(spread.low for spread in spreads)) > 0
+    assert all(spread.low < spread.high for spread in spreads)  # measured several times
     assert costs.transform == 0
     assert not costs.made_by_workers
 
@@ -70,7 +72,7 @@ def test_a_transform_is_measured_too():
 @pytest.mark.parametrize("workers", [0, 3])
 def test_tiny_datasets(samples, workers):
     """Fewer samples than a batch, or than workers, are planned like any others."""
-    assert measure([torch.zeros(4)] * samples, Loading(8, workers), 2**20, seconds=QUICK).hit > 0
+    assert measure([torch.zeros(4)] * samples, Loading(8, workers), 2**20, seconds=QUICK).hit.low > 0
 
 
 def test_few_samples_are_read(tmp_path):
@@ -120,7 +122,7 @@ def test_what_cannot_be_cached_has_a_reason(source, words):
     job, costs = draft(source, Loading(4), seconds=QUICK)
     assert costs.spec is None
     assert words in str(costs.reason)
-    assert costs.uncached > 0
+    assert costs.uncached.low > 0
     assert job.samples == 40
 
 
@@ -141,3 +143,17 @@ def test_other_sets_count_their_cached_size():
     assert job.other_bytes == 5 * 5
     with pytest.raises(PlanError, match="sample 0 of Broken"):
         draft([torch.zeros(100)] * 8, Loading(4), others=[Broken(0)], seconds=QUICK)
+
+
+def test_largest_safe_keeps_room_for_batches():
+    """What the loader's own batches take is not granted."""
+    free = largest_safe(2**62, 0, 0, None, 1)
+    assert 0 < largest_safe(2**62, 2**20, 2, None, 1) < free
+    assert largest_safe(100, 0, 0, None, 1) == 100
+
+
+def test_the_load_before_the_trial_is_known(monkeypatch):
+    """A job knows how busy the machine was before anything of it was measured."""
+    monkeypatch.setattr(os, "getloadavg", lambda: (6.0, 1.0, 1.0))
+    monkeypatch.setattr(os, "cpu_count", lambda: 4)
+    assert draft([torch.zeros(100)] * 8, Loading(4), seconds=QUICK)[0].load == 1.5

@@ -91,9 +91,9 @@ def test_the_step_is_that_of_a_real_trainer(tmp_path):
     module = StocacheDataModule(train=SAMPLES, batch_size=4, batch_transform=lambda batch: (batch[0] + 100, batch[1]))
     found, model = subject(module), Slow()
     taken = step(trainer(tmp_path), model, module, found.batch())
-    assert taken.seconds >= 0.02
-    assert 0 <= taken.cpu <= taken.seconds * 64
-    assert 6 <= len(model.seen) <= 24
+    assert 0.02 <= taken.seconds.low < taken.seconds.high
+    assert 0 <= taken.cpu <= taken.seconds.high * 64
+    assert 6 <= len(model.seen) <= 48
     assert model.seen[0].shape == (4, 4)
     assert all(float(one.min()) >= 100 for one in model.seen)
 

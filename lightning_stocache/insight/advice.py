@@ -1,0 +1,120 @@
+"""What follows from a plan's numbers: the budget to take, how many workers, and whether that can be told at all.
+
+Every cost is a spread of repeated measurements. A budget below `auto` is advised only where the ends of the spreads say
+the same as their medians: a cache gains if it is faster where the source was at its quickest and the cache at its
+slowest; nothing is gained if it is not faster the other way round. Else the advice is that it cannot be told, and
+`auto`, which does no harm. So it is where the whole machine was slow: then all spreads may lie beside the truth.
+"""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass
+
+from lightning_stocache.insight.costs import Costs, Job, Step
+from lightning_stocache.insight.planner import Planner, Row
+
+__all__ = ["Plan", "advise"]
+
+_SHARES = (0.0, 0.25, 0.5, 0.75, 1.0)
+_BUSY = 0.5  # processes per core before the trial: it would measure them, too
+_AGAIN = 1.2  # times a first read: the quickest of repeated reads takes no longer, but for noise
+
+
+@dataclass(frozen=True)
+class Plan:
+    """The table and what follows from it.
+
+    Args:
+        job: what was planned.
+        costs: what it is made from.
+        step: the training step, if there is a model.
+        rows: by rising budget, uncached first.
+        budget: what to write into the config as `cache.budget`.
+        num_workers: what to write there for each rank's loader.
+        sentences: what follows, for people.
+    """
+
+    job: Job
+    costs: Costs
+    step: Step | None
+    rows: tuple[Row, ...]
+    budget: str
+    num_workers: int
+    sentences: tuple[str, ...]
+
+
+def advise(planner: Planner) -> Plan:
+    """The table over shares of the dataset, with the largest budget that is safe and the one to take among them.
+
+    Example:
+        >>> from lightning_stocache.cache.spec import SampleSpec
+        >>> from lightning_stocache.insight.costs import Reads, Spread
+        >>> slow, quick = Spread.of([0.009, 0.01, 0.012]), Spread.of([1e-5])
+        >>> costs = Costs(SampleSpec.infer(1.5), Reads(0.01, slow, 0.01), 0.0, uncached=slow, missed=slow, hit=quick)
+        >>> advise(Planner(Job(samples=1000, batch_size=10, safe_bytes=2**20), costs)).budget
+        'auto'
+    """
+    job, pot = planner.job, planner.pot_bytes
+    safe = min(job.safe_bytes / pot, 1.0) if pot else 0.0
+    doubt = _doubt(planner)
+    share, sentences = _budget(planner, safe, doubt)
+    percent = math.ceil(round(100 * share, 3))
+    budget = "0" if percent == 0 else "auto" if share == safe else f"{percent}%"
+    shares = {*_SHARES, safe, *([] if share == safe else [percent / 100])} if pot else {0.0}
+    rows = tuple(planner.row(share) for share in sorted(shares))
+    workers = job.num_workers
+    if not doubt:
+        workers, sentence = _workers(planner, share)
+        sentences.append(sentence)
+    return Plan(job, planner.costs, planner.step, rows, budget, workers, tuple(sentences))
+
+
+def _doubt(planner: Planner) -> str:
+    """Why what was measured may not be what training will see; nothing, if it may well be."""
+    if planner.job.load > _BUSY:
+        return f"the machine is busy ({planner.job.load:.1f} processes per core)"
+    slower = planner.costs.reads.repeated.low / planner.costs.reads.first
+    return f"reading samples again took {slower:.1f} times as long as the first time" if slower > _AGAIN else ""
+
+
+def _budget(planner: Planner, safe: float, doubt: str) -> tuple[float, list[str]]:
+    """The share of the dataset to take, and why."""
+    if planner.costs.reason is not None:
+        return 0.0, [f"Nothing can be cached. {planner.costs.reason}"]
+    sentences = []
+    if safe < 1:
+        sentences.append(f"This node has room for {100 * safe:.1f} % of it: see python -m lightning_stocache doctor.")
+    enough = planner.case(uncached="high", missed="high", hit="low", step="low").enough(safe)  # at most
+    gains = planner.worst().enough(safe) > 0
+    wait = "training waits for its steps" if planner.step is not None else ""
+    if not enough and not doubt:
+        why = wait + ", not for data" if wait else "the source is as fast as the cache"
+        return 0.0, [*sentences, f"No budget gains anything: {why}."]
+    if gains and not doubt:
+        if enough > 0.95 * safe:  # that near, what is free when the job starts may as well be taken
+            return safe, sentences
+        told = f"Beyond {100 * enough:.0f} % of the dataset nothing is gained" + (f": {wait}." if wait else ".")
+        return enough, [*sentences, told]
+    what = "how much a budget gains" if gains else "whether a budget gains anything"
+    why = doubt or "repeated measurements differ by more than a cache would gain"
+    return safe, [*sentences, f"Cannot tell {what}: {why}. Run it again when the machine is quiet."]
+
+
+def _workers(planner: Planner, share: float) -> tuple[int, str]:
+    """The advice on `num_workers`, and why."""
+    job, costs, reads = planner.job, planner.costs, planner.costs.reads
+    work = reads.first + costs.transform
+    busy = min((reads.cpu + costs.transform) / work, 1.0) if work else 1.0  # the rest of the time it waits
+    most = max(int(job.cores / job.ranks / max(busy, 0.25)), 1)
+    step = planner.step.seconds.median if planner.step is not None else 0.0
+    needed = math.ceil(job.batch_size * work / step) if step else most
+    why = f"as many as {job.cores} cores can feed"
+    if needed > most:
+        why += f"; keeping up with the step would take {needed}"
+    elif step:
+        why = "so that loading keeps up with the step in epoch one"
+    needed = min(needed, most)
+    full = share >= 1 and not costs.made_by_workers and costs.spec is not None and job.nodes == 1
+    after = " From epoch two on all is read from memory, and there are no workers." if full else ""
+    return needed, f"num_workers={needed} per rank (now {job.num_workers}): {why}.{after}"
