@@ -26,9 +26,10 @@ from dataclasses import dataclass
 from lightning_stocache.cache.placement import Ring
 from lightning_stocache.insight.costs import Costs, Job, Step
 from lightning_stocache.insight.theory import expected_hit_rate, moved_share
-from lightning_stocache.node.budget import Budget, grant, loader_reserve
+from lightning_stocache.node.budget import Budget
 from lightning_stocache.node.files import memory_directory
 from lightning_stocache.node.free import FreeMemory
+from lightning_stocache.node.grant import grant, loader_reserve
 
 __all__ = ["Plan", "Planner", "Row", "largest_safe"]
 
@@ -97,9 +98,10 @@ def largest_safe(
         >>> largest_safe(2**20, batch_bytes=2**10, num_workers=0, prefetch_factor=None, ranks=1) == 2**20
         True
     """
-    reserve = loader_reserve(batch_bytes, num_workers, prefetch_factor, ranks)
     places = [memory_directory()] + ([None] if hasattr(os, "memfd_create") else [])
-    return max(grant(Budget.parse("auto"), dataset_bytes, FreeMemory.measure(place), reserve).bytes for place in places)
+    frees = [FreeMemory.measure(place) for place in places]
+    reserve = loader_reserve(batch_bytes, num_workers, prefetch_factor, ranks, own=frees[0].own)
+    return max(grant(Budget.parse("auto"), dataset_bytes, free, reserve, ranks).bytes for free in frees)
 
 
 class Planner:

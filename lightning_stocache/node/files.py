@@ -3,8 +3,8 @@
 Kinds: `tmpfile` (O_TMPFILE in /dev/shm) and `memfd` have no name, so nothing can guess or collide with it, and nothing
 is left behind; `file` has a name, and carries a shared `flock` as long as anybody uses it.
 
-The header is 4096 bytes: a magic number, a random token by which an attaching process knows the segment again, and from
-byte 64 on room for a manifest (`manifest`).
+The header is 4096 bytes: a magic number, a random token by which an attaching process knows the segment again, from
+byte 48 on two numbers of 8 bytes for whoever fills the segment, and from byte 64 on room for a manifest (`manifest`).
 """
 
 from __future__ import annotations
@@ -22,6 +22,7 @@ if sys.platform != "win32":
 __all__ = [
     "HEADER_BYTES",
     "MANIFEST_OFFSET",
+    "NUMBERS_OFFSET",
     "Backend",
     "default_backend",
     "get_shm_size",
@@ -38,6 +39,7 @@ __all__ = [
 
 Backend = Literal["tmpfile", "memfd", "file"]
 HEADER_BYTES = 4096
+NUMBERS_OFFSET = 48
 MANIFEST_OFFSET = 64
 _MAGIC = b"STOCACHE"
 _TOKEN_BYTES = 16
