@@ -58,7 +58,8 @@ class Shortage:
         self._unseen, self._until = left // _SHARE, now + _EVERY
         if left >= nbytes:
             return None
-        return f"{name} ({format_bytes(free)} free, {format_bytes(keep)} kept for the training)"
+        least = max(lowest - allocated, 0)
+        return f"{name} (at times {format_bytes(least)} free, {format_bytes(keep)} kept for the training)"
 
     @cached_property
     def _gauge(self) -> MemoryGauge:

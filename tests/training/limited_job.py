@@ -82,6 +82,7 @@ class Note(Callback):
 
 def main(door: str, budget: int | str, num_workers: int, samples: int) -> None:
     logging.basicConfig(level=logging.WARNING)
+    torch.set_num_threads(1)  # on a busy machine threads that wait for each other take ten times as long
     note, callbacks, model = Note(), list[Callback](), Classifier()
     train, val = Images(samples), Images(samples // 20)
     if door == "datamodule":
