@@ -4,7 +4,8 @@
 
 Who does not get the claim serves its sample unstored; a writer that is killed leaves the slot EMPTY and claimable.
 READY is set after the bytes are there and is never taken back, but by `clear` and an explicit overwrite; then readers
-are the caller's business. Where the kernel has no memory left the slot stays EMPTY, with one warning per node.
+are the caller's business. Where memory runs short (`shortage`), or the kernel has none left, the slot stays EMPTY, with
+one warning per node.
 """
 
 from __future__ import annotations
@@ -18,6 +19,7 @@ from typing import Protocol
 import torch
 
 from lightning_stocache.cache.claims import Claims
+from lightning_stocache.cache.shortage import Shortage
 from lightning_stocache.cache.slots import EMPTY, READY
 from lightning_stocache.node.fence import fence
 from lightning_stocache.node.files import memory_directory
@@ -27,7 +29,7 @@ __all__ = ["Filling", "Slots"]
 
 log = logging.getLogger(__name__)
 
-_RETRY_SECONDS = 10.0  # after "no space left": it seldom comes back at once, and each try costs system calls
+_RETRY_SECONDS = 10.0  # after a shortage: memory seldom comes back at once, and each try costs system calls
 
 
 class Slots(Protocol):
@@ -72,6 +74,7 @@ class Filling:
     def __init__(self, segment: Segment, slots: Slots) -> None:
         self._segment, self._slots = segment, slots
         self._claims = Claims(segment)
+        self.shortage = Shortage(segment)
         self._retry_at = 0.0
 
     def fill(self, slot: int, contents: Sequence[memoryview]) -> bool:
@@ -108,23 +111,26 @@ class Filling:
     def _publish(self, slot: int, contents: Sequence[memoryview]) -> bool:
         if time.monotonic() < self._retry_at:
             return False
-        try:
-            self._store(slot, contents)
-        except OSError as error:
-            if error.errno != errno.ENOSPC:
-                raise
-            # The lock behind those of the slots is kept until this process ends: one warning per node.
-            if not self._retry_at and self._segment.lock(self._slots.count):
-                log.warning(
-                    "the cache stops at %d of %d samples: no space left in %s. The others are loaded every time; "
-                    "lower the budget, or enlarge the filesystem (Docker: --shm-size)",
-                    int(self._slots.states.count_nonzero()),
-                    self._slots.count,
-                    memory_directory(),
-                )
-            self._retry_at = time.monotonic() + _RETRY_SECONDS
-            return False
-        return True
+        short = self.shortage.comes_with(sum(content.nbytes for content in contents))
+        if short is None:
+            try:
+                self._store(slot, contents)
+                return True
+            except OSError as error:
+                if error.errno != errno.ENOSPC:
+                    raise
+            short = f"no space left in {memory_directory()}; enlarge it (Docker: --shm-size)"
+        # The lock behind those of the slots is kept until this process ends: one warning per node.
+        if not self._retry_at and self._segment.lock(self._slots.count):
+            log.warning(
+                "the cache stops at %s of %s samples: %s.\nThe others are loaded every time. Give "
+                "the job more memory, or lower the budget to have no such warning",
+                f"{int(self._slots.states.count_nonzero()):,}",
+                f"{self._slots.count:,}",
+                short,
+            )
+        self._retry_at = time.monotonic() + _RETRY_SECONDS
+        return False
 
     def _store(self, slot: int, contents: Sequence[memoryview]) -> None:
         self._slots.store(slot, contents)

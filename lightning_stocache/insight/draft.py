@@ -18,9 +18,10 @@ from lightning_stocache.insight.trial import measure
 from lightning_stocache.loading.dataset import CachedDataset
 from lightning_stocache.loading.sampler import Mode
 from lightning_stocache.loading.source import check_source
-from lightning_stocache.node.budget import Budget, grant, loader_reserve
+from lightning_stocache.node.budget import Budget
 from lightning_stocache.node.files import memory_directory
 from lightning_stocache.node.free import FreeMemory
+from lightning_stocache.node.grant import grant, loader_reserve
 
 __all__ = ["draft", "largest_safe"]
 
@@ -100,9 +101,10 @@ def largest_safe(
         >>> largest_safe(2**20, batch_bytes=2**10, num_workers=0, prefetch_factor=None, ranks=1) == 2**20
         True
     """
-    reserve = loader_reserve(batch_bytes, num_workers, prefetch_factor, ranks)
     places = [memory_directory()] + ([None] if hasattr(os, "memfd_create") else [])
-    return max(grant(Budget.parse("auto"), dataset_bytes, FreeMemory.measure(place), reserve).bytes for place in places)
+    frees = [FreeMemory.measure(place) for place in places]
+    reserve = loader_reserve(batch_bytes, num_workers, prefetch_factor, ranks, own=frees[0].own)
+    return max(grant(Budget.parse("auto"), dataset_bytes, free, reserve, ranks).bytes for free in frees)
 
 
 def _cached_bytes(source: Dataset[Any]) -> int:

@@ -1,8 +1,8 @@
 """How the memory of a node is divided among the sources that are to be cached.
 
 A pot is a budget that several requests share; each gets of it by the size of its dataset. The pots are served in
-order, and what one has taken is no longer free for the next. What the loaders need for their own batches is kept back
-before anything is granted. This runs on the leader of a node only; nothing here touches memory.
+order, and what one has taken is no longer free for the next. What the loaders, their workers and the training need is
+kept back before anything is granted. This runs on the leader of a node only; nothing here touches memory.
 """
 
 from __future__ import annotations
@@ -15,9 +15,10 @@ from typing import Literal, cast
 from torch.utils.data import Dataset
 
 from lightning_stocache.cache.spec import SampleSpec
-from lightning_stocache.node.budget import Budget, format_bytes, grant, loader_reserve
+from lightning_stocache.node.budget import Budget, format_bytes
 from lightning_stocache.node.files import Backend, memory_directory
 from lightning_stocache.node.free import FreeMemory
+from lightning_stocache.node.grant import Reserve, grant, loader_reserve, margin
 
 __all__ = ["Allocation", "BackendChoice", "InFlight", "Request", "allocate"]
 
@@ -26,7 +27,7 @@ BackendChoice = Literal["auto", "tmpfile", "memfd", "file"]
 
 @dataclass(frozen=True)
 class InFlight:
-    """The loader that will read a source: what it keeps in memory besides the cache, and how its workers start.
+    """The loader that will read a source: its workers, and the batches that they have finished.
 
     Args:
         batch_size: samples per batch.
@@ -89,12 +90,14 @@ class Allocation:
         granted: bytes per request that these slots may take.
         backend: kind of segment; None is the system's default.
         warnings: one sentence per pot that gets less than it asked for.
+        keep_free: bytes per request that filling leaves to others, see `shortage.keep_free`.
     """
 
     slots: tuple[int, ...]
     granted: tuple[int, ...]
     backend: Backend | None
     warnings: tuple[str, ...]
+    keep_free: tuple[int, ...] = ()
 
 
 def allocate(
@@ -104,6 +107,9 @@ def allocate(
     ranks: int,
     choice: BackendChoice = "auto",
     promised: int = 0,
+    *,
+    worker_bytes: int = 0,
+    later_bytes: int = 0,
 ) -> Allocation:
     """Divide this node's memory.
 
@@ -114,13 +120,24 @@ def allocate(
         ranks: ranks on this node, each of which has loaders of its own.
         choice: kind of segment. "auto" is /dev/shm, or a memfd where /dev/shm is short of what memory allows (Docker).
         promised: bytes that a named cache which exists may still take.
+        worker_bytes: what a worker was measured to hold for itself; an estimate is the least.
+        later_bytes: what each rank's training will take that it does not hold yet.
     """
-    directory = None if choice == "memfd" else memory_directory()
-    division = _divide(requests, specs, budgets, ranks, FreeMemory.measure(directory), promised)
+    later = Reserve(promised, later_bytes * ranks)
+
+    def divide(directory: str | None) -> Allocation:
+        free = FreeMemory.measure(directory)
+        reserves = [
+            _reserve(request, spec, ranks, worker_bytes, free.own)
+            for request, spec in zip(requests, specs, strict=True)
+        ]
+        return _divide(requests, specs, budgets, ranks, free, reserves, later)
+
+    division = divide(None if choice == "memfd" else memory_directory())
     if choice != "auto":
         return replace(division, backend=choice)
     if division.warnings and hasattr(os, "memfd_create"):
-        roomier = _divide(requests, specs, budgets, ranks, FreeMemory.measure(None), promised)
+        roomier = divide(None)
         if sum(roomier.slots) > sum(division.slots):
             return replace(roomier, backend="memfd")
     return division
@@ -132,10 +149,12 @@ def _divide(
     budgets: Mapping[str, Budget],
     ranks: int,
     free: FreeMemory,
-    promised: int,
+    reserves: Sequence[Reserve],
+    later: Reserve,
 ) -> Allocation:
     slots, granted, warnings = [0] * len(requests), [0] * len(requests), []
-    kept_back = promised + sum(_reserve(request, spec, ranks) for request, spec in zip(requests, specs, strict=True))
+    loaders = sum(reserves, Reserve())
+    kept_back = loaders + later
     for pot, budget in budgets.items():
         members = [
             (number, request, spec, request.length * spec.slot_bytes)
@@ -145,8 +164,8 @@ def _divide(
         if not members:
             continue
         size = sum(own for *_, own in members)
-        given = grant(budget, size, free, kept_back)
-        kept_back += given.bytes
+        given = grant(budget, size, free, kept_back, ranks)
+        kept_back += Reserve(files=given.bytes)
         for number, _, spec, own in members:
             granted[number] = given.bytes * own // size
             slots[number] = granted[number] // spec.slot_bytes
@@ -158,12 +177,23 @@ def _divide(
                 f"the cache{whose} has room for {got:,} of {samples:,} samples, {format_bytes(given.bytes)} of the "
                 f"{format_bytes(min(given.wanted, size))} that budget={str(budget)!r} asks for: {limit}"
             )
-    return Allocation(tuple(slots), tuple(granted), None, tuple(warnings))
+    # Half of the margin: a part of what was kept back has come by the time at which slots are filled. A cache is filled
+    # by its own loader; those of the others may come after that.
+    keep_free = tuple(margin(free, ranks) // 2 + loaders.bytes - own.bytes for own in reserves)
+    return Allocation(tuple(slots), tuple(granted), None, tuple(warnings), keep_free)
 
 
-def _reserve(request: Request, spec: SampleSpec | None, ranks: int) -> int:
-    """What the request's loaders hold on this node in finished batches."""
+def _reserve(request: Request, spec: SampleSpec | None, ranks: int, worker_bytes: int, own: int) -> Reserve:
+    """What the request's loaders need on this node."""
     loader = request.in_flight
     if loader is None or spec is None:
-        return 0
-    return loader_reserve(loader.batch_size * spec.nbytes, loader.num_workers, loader.prefetch_factor, ranks)
+        return Reserve()
+    return loader_reserve(
+        loader.batch_size * spec.nbytes,
+        loader.num_workers,
+        loader.prefetch_factor,
+        ranks,
+        start_method=loader.start_method,
+        worker_bytes=worker_bytes,
+        own=own,
+    )

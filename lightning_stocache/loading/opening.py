@@ -25,6 +25,7 @@ from dataclasses import dataclass
 from lightning_stocache.cache.cache import SharedCache
 from lightning_stocache.cache.counters import Counters
 from lightning_stocache.cache.placement import Arc, Ring
+from lightning_stocache.cache.shortage import keep_free
 from lightning_stocache.cache.spec import SampleSpec
 from lightning_stocache.loading.allocation import BackendChoice, Request, allocate
 from lightning_stocache.loading.look import Finding, look
@@ -54,6 +55,7 @@ def open_caches(
     backend: BackendChoice = "auto",
     *,
     disable: bool = False,
+    later_bytes: int = 0,
 ) -> list[Opened]:
     """Open a cache for every request. Collective: all ranks pass the same requests in the same order.
 
@@ -63,6 +65,7 @@ def open_caches(
         group: which ranks share memory.
         backend: where segments lie, see `allocate`.
         disable: whether to go on uncached, with a warning, where the memory cannot be had.
+        later_bytes: memory that each rank's training will take and does not hold yet.
 
     Raises:
         UnsupportedSampleError: (`strict`) a sample holds something that has no fixed size.
@@ -92,7 +95,19 @@ def open_caches(
     specs = [None if number in joined else found.spec for number, found in enumerate(findings)]
     if named := any(request.name is not None for request in requests):
         backend = "tmpfile"  # where names are
-    plan = group.lead(lambda: allocate(requests, specs, budgets, ranks, backend, max(promised, 0)))
+    worker_bytes = max((found.worker_bytes or 0 for found in findings), default=0)
+    plan = group.lead(
+        lambda: allocate(
+            requests,
+            specs,
+            budgets,
+            ranks,
+            backend,
+            max(promised, 0),
+            worker_bytes=worker_bytes,
+            later_bytes=later_bytes,
+        )
+    )
     slots = group.exchange(plan.slots)
     rings = [
         Ring.cut(request.length, group.shares, [slots[ranks[0]][number] for ranks in group.nodes])
@@ -101,23 +116,27 @@ def open_caches(
     if group.is_leader:
         for warning in plan.warnings:
             log.warning(warning)
+
+    def make(kind: Backend | None) -> list[_Segments]:
+        made = [
+            _Segments.make(
+                request,
+                found.spec,
+                ring.arcs[group.node],
+                group,
+                kind,
+                joined.pop(number, None),
+                budgets[request.pot],
+            )
+            for number, (request, found, ring) in enumerate(zip(requests, findings, rings, strict=True))
+        ]
+        for segments, nbytes in zip(made, plan.keep_free, strict=True):
+            if segments.cache is not None:
+                keep_free(segments.cache.segment, nbytes)
+        return made
+
     try:
-        segments = _make_and_attach(
-            lambda kind: [
-                _Segments.make(
-                    request,
-                    found.spec,
-                    ring.arcs[group.node],
-                    group,
-                    kind,
-                    joined.pop(number, None),
-                    budgets[request.pot],
-                )
-                for number, (request, found, ring) in enumerate(zip(requests, findings, rings, strict=True))
-            ],
-            plan.backend,
-            group,
-        )
+        segments = _make_and_attach(make, plan.backend, group)
     except CacheMemoryError as error:
         wanted = named or any(arc.slots for ring in rings for arc in ring.arcs)
         if wanted and not disable:

@@ -19,6 +19,7 @@ def open_together(
     group: NodeGroup,
     pots: Sequence[str] | None = None,
     in_flight: Sequence[InFlight | None] | None = None,
+    later_bytes: int = 0,
 ) -> None:
     """Open the caches of several datasets at once. Collective over the group.
 
@@ -27,7 +28,8 @@ def open_together(
         budgets: the budget of every pot.
         group: which ranks share memory.
         pots: the pot of each dataset; by default the one pot that there is.
-        in_flight: the loader of each dataset, whose batches need memory too.
+        in_flight: the loader of each dataset, whose workers and batches need memory too.
+        later_bytes: memory that each rank's training will take and does not hold yet.
 
     Raises:
         Exception: as `open_caches`.
@@ -52,6 +54,8 @@ def open_together(
     for one in datasets:
         one.close()
     first = datasets[0]
-    opened = open_caches(requests, budgets, group, first.backend, disable=first.on_error == "disable")
+    opened = open_caches(
+        requests, budgets, group, first.backend, disable=first.on_error == "disable", later_bytes=later_bytes
+    )
     for one, its in zip(datasets, opened, strict=True):
         one.adopt(its)

@@ -1,13 +1,4 @@
-"""What a cache may take: what the user asked for, no more than is really free.
-
-Three facts, in the order in which they are made, each a frozen dataclass of plain values:
-
-1. `Budget.parse` reads the user's wish ("8GiB", "60%", "60% of free", "auto", bytes, 0) or refuses it in words.
-2. `FreeMemory.measure` asks the kernel, once, when a cache opens, what may be taken at all.
-3. `grant` takes the smallest: the wish, the dataset, and the free memory less the loader's own batches and a margin.
-
-Not promised: that the memory is still free later. Others allocate too, which is why slots are reserved one by one.
-"""
+"""What the user asks for: `Budget.parse` reads "8GiB", "60%", "60% of free", "auto", bytes, 0, or refuses in words."""
 
 from __future__ import annotations
 
@@ -17,9 +8,7 @@ from dataclasses import dataclass
 from fractions import Fraction
 from typing import Literal, SupportsIndex
 
-from lightning_stocache.node.free import FreeMemory
-
-__all__ = ["Budget", "Grant", "format_bytes", "grant", "loader_reserve"]
+__all__ = ["Budget", "format_bytes"]
 
 _UNITS = {"B": 1}
 for _power, _prefix in enumerate("KMGT", 1):
@@ -159,67 +148,6 @@ class Budget:
             return "0"
         size, unit = max((size, unit) for unit, size in _UNITS.items() if self.amount % size == 0)
         return f"{self.amount / size} {unit}"
-
-
-@dataclass(frozen=True)
-class Grant:
-    """What a cache gets.
-
-    Args:
-        bytes: What it may use, slot states included.
-        wanted: What the budget asks for; may be more than the dataset needs.
-        limited_by: Which shortage of memory made it less, in words with what is free; None if none did (a dataset
-            smaller than the budget is none).
-    """
-
-    bytes: int
-    wanted: int
-    limited_by: str | None
-
-
-def grant(budget: Budget, dataset_bytes: int, free: FreeMemory, reserve: int) -> Grant:
-    """Give what is asked for, but no more than the dataset needs and no more than is safely free.
-
-    Args:
-        budget: The user's wish.
-        dataset_bytes: What the whole dataset takes in the cache, slot states included.
-        free: The node's free memory, measured before the cache takes any.
-        reserve: Bytes to leave to the loader, from `loader_reserve`.
-
-    Example:
-        >>> free = FreeMemory(filesystem=2**30, available=2**33, cgroup=None, directory="/dev/shm")
-        >>> given = grant(Budget.parse("8GiB"), dataset_bytes=2**34, free=free, reserve=2**20)
-        >>> format_bytes(given.bytes), given.limited_by
-        ('1002.5 MiB', '/dev/shm (1 GiB free)')
-    """
-    # Kept back besides the reserve, because above a cgroup's limit the kernel kills. Two percent: every process that
-    # reads the cache pays page tables for it, 8 bytes per 4 KiB page or 0.2 %, and this covers ten processes. At least
-    # 16 MiB: a step of a Python heap or of a collective's buffers, yet little of Docker's 64 MiB /dev/shm.
-    margin = max(free.bytes // 50, 16 * 2**20)
-    safe = max(0, free.bytes - reserve - margin)
-    wanted = budget.wanted(dataset_bytes, safe)
-    useful = min(wanted, dataset_bytes)
-    shortage = f"{free.limited_by} ({format_bytes(free.bytes)} free)" if safe < useful else None
-    return Grant(min(useful, safe), wanted, shortage)
-
-
-def loader_reserve(batch_bytes: int, num_workers: int, prefetch_factor: int | None, ranks: int) -> int:
-    """Bytes that finished batches of the loader itself may hold on this node, beside the cache.
-
-    Args:
-        batch_bytes: One batch of one rank.
-        num_workers: Worker processes of each rank.
-        prefetch_factor: Batches that each worker makes ahead; None means DataLoader's own default, 2.
-        ranks: Ranks on this node.
-
-    Example:
-        >>> loader_reserve(batch_bytes=10, num_workers=4, prefetch_factor=None, ranks=2)
-        220
-    """
-    ahead = num_workers * (2 if prefetch_factor is None else prefetch_factor)
-    # Three more than the workers hold: the batch of the running step, the one that Lightning fetches ahead, and the one
-    # that is gathered or copied to pinned memory meanwhile.
-    return ranks * (ahead + 3) * batch_bytes
 
 
 def format_bytes(n: int) -> str:

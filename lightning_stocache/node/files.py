@@ -4,7 +4,8 @@ Kinds: `tmpfile` (O_TMPFILE in /dev/shm) and `memfd` have no name, so nothing ca
 is left behind; `file` has a name, and carries a shared `flock` as long as anybody uses it.
 
 The header is 4096 bytes: a magic number (8 bytes), a random token by which an attaching process knows the segment again
-(16), the number of this format (4), and from byte 64 on room for a manifest (`manifest`).
+(16), the number of this format (4), from byte 48 on two numbers of 8 bytes for whoever fills the segment, and from byte
+64 on room for a manifest (`manifest`).
 """
 
 from __future__ import annotations
@@ -24,6 +25,7 @@ __all__ = [
     "FORMAT",
     "HEADER_BYTES",
     "MANIFEST_OFFSET",
+    "NUMBERS_OFFSET",
     "Backend",
     "default_backend",
     "format_of",
@@ -41,6 +43,7 @@ __all__ = [
 
 Backend = Literal["tmpfile", "memfd", "file"]
 HEADER_BYTES = 4096
+NUMBERS_OFFSET = 48
 MANIFEST_OFFSET = 64
 FORMAT = 1  # of header, manifest and payload; another one is refused, so change it with any of them
 _MAGIC = b"STOCACHE"

@@ -1,8 +1,8 @@
 """What is free: the memory that a cache on this node may take at all.
 
-`FreeMemory.measure` asks the kernel, once, when a cache opens: the bytes free in the backend's filesystem,
-MemAvailable, and the headroom of this process's memory cgroup and of all its visible parents, v1 and v2. What cannot
-be read is unknown and limits nothing.
+`FreeMemory.measure` asks the kernel when a cache opens: the bytes free in the backend's filesystem, MemAvailable, and
+the headroom of this process's memory cgroup and of all its visible parents, v1 and v2. What cannot be read is unknown
+and limits nothing. `MemoryGauge` asks again and again while a cache is filled: it finds the files once.
 
 Filesystem and cgroup fail differently. A full /dev/shm is an error that the store of a slot reports; above a
 cgroup's limit the kernel kills (measured: `posix_fallocate` beyond it ends in SIGKILL, not ENOSPC). So a limit
@@ -15,11 +15,13 @@ import os
 import re
 import shutil
 from collections.abc import Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path, PurePosixPath
 from typing import NamedTuple
 
-__all__ = ["FreeMemory"]
+__all__ = ["FreeMemory", "MemoryGauge"]
+
+_PROGRAMS = 256 * 2**20  # page cache in active use that is left alone: the libraries of a training have 50 to 150 MB
 
 
 @dataclass(frozen=True)
@@ -32,6 +34,7 @@ class FreeMemory:
         cgroup: What this process's cgroup, or the tightest of its parents, still lets it have.
         directory: The folder that `filesystem` speaks of, for messages.
         cgroup_limit: The limit itself of that cgroup.
+        own: What this process holds for itself (its anonymous memory); 0 where that cannot be known.
 
     Example:
         >>> free = FreeMemory(filesystem=64 * 2**20, available=8 * 2**30, cgroup=None, directory="/dev/shm")
@@ -44,6 +47,7 @@ class FreeMemory:
     cgroup: int | None
     directory: str | None = None
     cgroup_limit: int | None = None
+    own: int = 0
 
     @classmethod
     def measure(cls, directory: str | None, root: Path = Path("/")) -> FreeMemory:
@@ -54,8 +58,7 @@ class FreeMemory:
                 limits (memfd).
             root: Where `proc` and `sys` are found; another one is for tests.
         """
-        room, limit = _cgroup_headroom(root) or (None, None)
-        return cls(_filesystem_free(directory), _memory_available(root), room, directory, limit)
+        return replace(MemoryGauge(root).read(directory), own=_own(root))
 
     @property
     def bytes(self) -> int:
@@ -68,14 +71,45 @@ class FreeMemory:
         return self._tightest[1]
 
     @property
+    def memory(self) -> tuple[int, str] | None:
+        """The smaller limit of memory, whatever the filesystem says, and its name; None if neither is known."""
+        limits = ((self.cgroup, "the cgroup's memory limit"), (self.available, "MemAvailable"))
+        return min(((size, name) for size, name in limits if size is not None), default=None)
+
+    @property
     def _tightest(self) -> tuple[int, str]:
-        limits = (
-            (self.filesystem, self.directory or "the filesystem"),
-            (self.cgroup, "the cgroup's memory limit"),
-            (self.available, "MemAvailable"),
-        )
-        known = [(size, name) for size, name in limits if size is not None]
-        return min(known, key=lambda limit: limit[0], default=(0, "memory that cannot be measured here"))
+        limits = [] if self.filesystem is None else [(self.filesystem, self.directory or "the filesystem")]
+        limits += [] if self.memory is None else [self.memory]
+        return min(limits, key=lambda limit: limit[0], default=(0, "memory that cannot be measured here"))
+
+
+class MemoryGauge:
+    """Reads what is free, any number of times: 0.1 ms each, where finding the cgroups' files takes several.
+
+    Args:
+        root: Where `proc` and `sys` are found; another one is for tests.
+
+    Example:
+        >>> gauge = MemoryGauge()
+        >>> gauge.read().bytes > 0
+        True
+    """
+
+    def __init__(self, root: Path = Path("/")) -> None:
+        self._root = root
+        self._cgroups = [
+            (kind, folder)
+            for kind in _HIERARCHIES
+            for folder in _cgroup_folders(kind, root)
+            if _headroom(kind, folder) is not None
+        ]
+
+    def read(self, directory: str | None = None) -> FreeMemory:
+        """What is free now; `directory` is where the cache's file lies, None for memory that no filesystem limits."""
+        rooms = (_headroom(kind, folder) for kind, folder in self._cgroups)
+        # A hybrid system mounts v1 and v2.
+        room, limit = min((room for room in rooms if room is not None), default=(None, None))
+        return FreeMemory(_filesystem_free(directory), _memory_available(self._root), room, directory, limit)
 
 
 def _filesystem_free(directory: str | None) -> int | None:
@@ -86,6 +120,13 @@ def _filesystem_free(directory: str | None) -> int | None:
     except OSError:
         return None
     return usage.free if usage.total else None  # a tmpfs mounted with size=0 has no limit, and says so by a size of 0
+
+
+def _own(root: Path) -> int:
+    for line in _lines(root / "proc/self/status"):
+        if found := re.match(r"RssAnon:\s*([0-9]+) kB", line):
+            return int(found[1]) * 1024
+    return 0
 
 
 def _memory_available(root: Path) -> int | None:
@@ -111,22 +152,24 @@ class _Hierarchy(NamedTuple):
     limits: tuple[str, ...]
     usage: str
     reclaimable: str
+    active: str
 
 
 _HIERARCHIES = (
     # memory.high does not kill, but above it the kernel throttles: for ever, as it can reclaim no cache without swap.
-    _Hierarchy("cgroup2", "sys/fs/cgroup", ("memory.max", "memory.high"), "memory.current", "inactive_file"),
+    _Hierarchy(
+        "cgroup2", "sys/fs/cgroup", ("memory.max", "memory.high"), "memory.current", "inactive_file", "active_file"
+    ),
     # Without "total_" v1 leaves out the children, whose pages are in the usage.
     _Hierarchy(
-        "cgroup", "sys/fs/cgroup/memory", ("memory.limit_in_bytes",), "memory.usage_in_bytes", "total_inactive_file"
+        "cgroup",
+        "sys/fs/cgroup/memory",
+        ("memory.limit_in_bytes",),
+        "memory.usage_in_bytes",
+        "total_inactive_file",
+        "total_active_file",
     ),
 )
-
-
-def _cgroup_headroom(root: Path) -> tuple[int, int] | None:
-    """The least headroom of this process's cgroup and its parents, with its limit. A hybrid system mounts v1 and v2."""
-    rooms = (_headroom(kind, folder) for kind in _HIERARCHIES for folder in _cgroup_folders(kind, root))
-    return min((room for room in rooms if room is not None), default=None)
 
 
 def _headroom(kind: _Hierarchy, folder: Path) -> tuple[int, int] | None:
@@ -136,11 +179,12 @@ def _headroom(kind: _Hierarchy, folder: Path) -> tuple[int, int] | None:
     usage = _number(folder / kind.usage)
     if limit is None or usage is None:
         return None
-    # Page cache that nobody used lately is dropped before anybody is killed. A tmpfs's pages are not in it: the kernel
-    # keeps them on the anonymous lists.
+    # Page cache is dropped before anybody is killed: what nobody used lately, and of the rest (a data file that is read
+    # again and again) what is more than programs need. A tmpfs's pages are in neither: the kernel keeps them on the
+    # anonymous lists.
     stat = dict(line.partition(" ")[::2] for line in _lines(folder / "memory.stat"))
-    reclaimable = stat.get(kind.reclaimable, "")
-    return max(0, limit - usage + (min(int(reclaimable), usage) if reclaimable.isdecimal() else 0)), limit
+    inactive, active = (int(stat[name]) if stat.get(name, "").isdecimal() else 0 for name in kind[-2:])
+    return max(0, limit - usage + min(inactive + max(0, active - _PROGRAMS), usage)), limit
 
 
 def _cgroup_folders(kind: _Hierarchy, root: Path) -> Iterator[Path]:

@@ -164,15 +164,18 @@ class Segment:
         """
         self._check_open()
         own = f"/proc/{os.getpid()}/fd"
-        data, locks = (
-            (self.path, self.path + ".locks") if self.path else (f"{own}/{self._data}", f"{own}/{self._locks}")
-        )
-        return SegmentHandle(data, locks, os.fstat(self._data).st_ino, self.token, self.size)
+        paths = (self.path, self.path + ".locks") if self.path else (f"{own}/{self._data}", f"{own}/{self._locks}")
+        return SegmentHandle(*paths, os.fstat(self._data).st_ino, self.token, self.size)
 
     @property
     def header(self) -> bytes:
         """The header as it is."""
         return bytes(self._check_open()[:HEADER_BYTES])
+
+    @property
+    def numbers(self) -> memoryview:
+        """Two numbers in the header that all processes share, live, int64; zeroes at first. Release before `close`."""
+        return memoryview(self._check_open())[files.NUMBERS_OFFSET : files.MANIFEST_OFFSET].cast("q")
 
     @property
     def closed(self) -> bool:

@@ -18,6 +18,7 @@ from collections.abc import Collection, Iterable
 from dataclasses import dataclass, field
 from typing import Any
 
+from torch.nn.parameter import UninitializedParameter
 from torch.utils.data import Dataset
 
 from lightning_stocache.loading.allocation import InFlight
@@ -27,9 +28,13 @@ from lightning_stocache.node.budget import Budget
 from lightning_stocache.node.group import NodeGroup
 from lightning_stocache.training.options import CacheOptions
 
-__all__ = ["CallCaches", "Wanted"]
+__all__ = ["CallCaches", "Wanted", "training_bytes"]
 
 log = logging.getLogger(__name__)
+
+# Bytes to come per byte of a parameter that is trained on the CPU: its gradient and Adam's two moments, and all four
+# once more, because workers that are started for a later epoch hold the pages that a step then writes to.
+_PER_PARAMETER = 7
 
 
 @dataclass(frozen=True)
@@ -70,13 +75,14 @@ class CallCaches:
     def __contains__(self, source: Dataset[Any]) -> bool:
         return id(source) in self._open
 
-    def open(self, wanted: Iterable[Wanted], group: NodeGroup | None = None) -> None:
+    def open(self, wanted: Iterable[Wanted], group: NodeGroup | None = None, later_bytes: int = 0) -> None:
         """Open what is wanted and not open yet. Collective: every rank wants the same, in the same order.
 
         Args:
             wanted: all datasets of the stages that it names; what is open for these stages and not among them is
                 closed.
             group: which ranks share memory; by default it is found out.
+            later_bytes: what the training will take, see `training_bytes`.
 
         Raises:
             CacheMemoryError: the memory cannot be had, and `on_error="raise"`.
@@ -117,6 +123,7 @@ class CallCaches:
             group,
             list(pots.values()),
             [one.loader for one in new.values()],
+            later_bytes,
         )
         self._open |= {key: _Open(dataset, pots[key]) for key, dataset in datasets.items()}
         for one in wanted:
@@ -171,3 +178,18 @@ class CallCaches:
     def __getstate__(self) -> dict[str, Any]:
         # Datasets are known by their id here, which means nothing in another process.
         return self.__dict__ | {"_open": {}, "_group": NodeGroup()}
+
+
+def training_bytes(trainer: Any) -> int:
+    """Memory that a fit will take and does not hold when its caches open: gradients, and what the optimiser keeps.
+
+    On a device they are in its memory, not in this one. Without a trainer nothing is known.
+    """
+    if trainer is None or trainer.state.fn != "fit" or trainer.strategy.root_device.type != "cpu":
+        return 0
+    parameters = [parameter for parameter in trainer.lightning_module.parameters() if parameter.requires_grad]
+    sizes = [
+        0 if isinstance(parameter, UninitializedParameter) else parameter.numel() * parameter.element_size()
+        for parameter in parameters
+    ]
+    return _PER_PARAMETER * sum(sizes)

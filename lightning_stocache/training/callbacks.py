@@ -18,7 +18,7 @@ from lightning_stocache.loading.allocation import BackendChoice
 from lightning_stocache.loading.dataset import CachedDataset, OnError
 from lightning_stocache.loading.sampler import Mode
 from lightning_stocache.node.budget import format_bytes
-from lightning_stocache.training.caches import CallCaches
+from lightning_stocache.training.caches import CallCaches, training_bytes
 from lightning_stocache.training.monitor import CacheMonitor, log_every, running_datasets
 from lightning_stocache.training.options import CacheOptions
 from lightning_stocache.training.sampling import replicas
@@ -131,7 +131,9 @@ class StochasticCache(CacheMonitor):
         )
         sources = _data_sources(trainer, stage)
         getters = {name: source.dataloader for name, source in sources.items()}
-        tap = LoaderTap(self.caches, getters, list(sources), partial(replicas, trainer))
+        tap = LoaderTap(
+            self.caches, getters, list(sources), partial(replicas, trainer), partial(training_bytes, trainer)
+        )
         for name, source in sources.items():
             source.dataloader = partial(tap, name)
 

@@ -22,7 +22,7 @@ from lightning_stocache.loading.allocation import BackendChoice, InFlight
 from lightning_stocache.loading.dataset import CachedDataset, OnError
 from lightning_stocache.loading.loader import CachedLoader
 from lightning_stocache.loading.sampler import LocalitySampler, Mode
-from lightning_stocache.training.caches import CallCaches, Wanted
+from lightning_stocache.training.caches import CallCaches, Wanted, training_bytes
 from lightning_stocache.training.options import STAGES, CacheOptions
 from lightning_stocache.training.position import Position
 from lightning_stocache.training.sampling import check_sampler, epochs_done, global_seed, locality_sampler, replicas
@@ -152,8 +152,13 @@ class StocacheDataModule(LightningDataModule):
         for name in stages:
             if name not in self._datasets:
                 self._datasets[name] = made(getattr(self, name), several=name != "train")
-        reader = InFlight(self.batch_size, self.num_workers, self.loader.get("prefetch_factor"))
-        self.caches.open(Wanted(one, name, reader) for name in stages for one in self._datasets[name])
+        context = self.loader.get("multiprocessing_context")
+        method = context if context is None or isinstance(context, str) else context.get_start_method()
+        reader = InFlight(self.batch_size, self.num_workers, self.loader.get("prefetch_factor"), method)
+        self.caches.open(
+            (Wanted(one, name, reader) for name in stages for one in self._datasets[name]),
+            later_bytes=training_bytes(self.trainer),
+        )
 
     def train_dataloader(self) -> Any:
         """The training loader, shuffled unless `loader` says otherwise."""

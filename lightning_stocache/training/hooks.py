@@ -17,7 +17,7 @@ from lightning.pytorch import LightningDataModule
 from lightning_stocache.loading.allocation import BackendChoice
 from lightning_stocache.loading.dataset import OnError
 from lightning_stocache.loading.sampler import Mode
-from lightning_stocache.training.caches import CallCaches
+from lightning_stocache.training.caches import CallCaches, training_bytes
 from lightning_stocache.training.options import STAGES, CacheOptions
 from lightning_stocache.training.sampling import replicas
 from lightning_stocache.training.tap import LoaderTap
@@ -132,7 +132,9 @@ class CachedHooks:
             getters = {one: self._original(f"{one}_dataloader") for one in filter(self._defines, STAGES)}
             together = [one for one in self._stages_of_call() if one in getters]
             trainer = getattr(self.datamodule, "trainer", None)
-            self._tap = LoaderTap(self.caches, getters, together, partial(replicas, trainer))
+            self._tap = LoaderTap(
+                self.caches, getters, together, partial(replicas, trainer), partial(training_bytes, trainer)
+            )
         return self._tap(stage)
 
     def end_call(self, hook: str, *args: Any, **kwargs: Any) -> None:

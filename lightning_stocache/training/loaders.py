@@ -79,7 +79,9 @@ def _inside(dataset: Dataset[Any]) -> Iterator[CachedDataset]:
 def in_flight(loader: DataLoader[Any]) -> InFlight:
     """What a loader keeps in memory besides the cache."""
     batch_size: Any = loader.batch_size or getattr(loader.batch_sampler, "batch_size", 1)
-    return InFlight(batch_size, loader.num_workers, loader.prefetch_factor)
+    context = loader.multiprocessing_context
+    method = None if context is None else context.get_start_method()
+    return InFlight(batch_size, loader.num_workers, loader.prefetch_factor, method)
 
 
 def with_dataset(

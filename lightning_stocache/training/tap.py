@@ -41,6 +41,7 @@ class LoaderTap:
         getters: the user's function for every stage that may be asked for.
         together: the stages that share the budget with the first one that is asked for.
         replicas: says how many ranks share the data and which of them this is, once the Trainer knows.
+        later_bytes: says what memory the training will take, once there is a model.
     """
 
     def __init__(
@@ -49,10 +50,11 @@ class LoaderTap:
         getters: Mapping[str, Callable[[], Any]],
         together: Collection[str] = (),
         replicas: Callable[[], tuple[int, int]] = lambda: (1, 0),
+        later_bytes: Callable[[], int] = int,
     ) -> None:
         self._caches = caches
         self._getters = dict(getters)
-        self._replicas = replicas
+        self._replicas, self._later_bytes = replicas, later_bytes
         self._together: Collection[str] | None = together
         self._early: dict[str, _Early] = {}
 
@@ -87,7 +89,9 @@ class LoaderTap:
         group = NodeGroup.discover()
         loaders = [(stage, loader) for stage, loaders in loaders_of.items() for loader in loaders_in(loaders)]
         self._caches.open(
-            (Wanted(one.dataset, stage, in_flight(one)) for stage, one in loaders if self._to_cache(stage, one)), group
+            (Wanted(one.dataset, stage, in_flight(one)) for stage, one in loaders if self._to_cache(stage, one)),
+            group,
+            self._later_bytes(),
         )
         for dataset in cached_datasets(list(loaders_of.values())):
             # The user's own: it only has to become the node's common one, and must not start anew in every epoch.

@@ -15,12 +15,14 @@ from hypothesis import strategies as st
 from lightning_stocache.cache.spec import SampleSpec
 from lightning_stocache.loading import allocation
 from lightning_stocache.loading.allocation import Allocation, InFlight, Request, allocate
-from lightning_stocache.node.budget import Budget, loader_reserve
+from lightning_stocache.node.budget import Budget
 from lightning_stocache.node.files import memory_directory
 from lightning_stocache.node.free import FreeMemory
+from lightning_stocache.node.grant import Reserve, loader_reserve
 
 MIB = 2**20
-MARGIN = 16 * MIB
+MARGIN = 64 * MIB
+WORKER = 32 * MIB
 PLENTY = FreeMemory(2**44, 2**44, None, "/dev/shm")
 
 
@@ -36,11 +38,13 @@ def divided(
     free: FreeMemory | Callable[[str | None], FreeMemory] = PLENTY,
     ranks: int = 1,
     choice: Any = "auto",
+    **more: int,
 ) -> Allocation:
     measure = free if callable(free) else lambda directory: free
     specs = [None if size is None else spec_of(size) for size in slot_bytes]
     with mock.patch.object(allocation.FreeMemory, "measure", measure):
-        return allocate(requests, specs, {pot: Budget.parse(one) for pot, one in budgets.items()}, ranks, choice)
+        parsed = {pot: Budget.parse(one) for pot, one in budgets.items()}
+        return allocate(requests, specs, parsed, ranks, choice, **more)
 
 
 def request(length: int, pot: str = "", in_flight: InFlight | None = None) -> Request:
@@ -71,21 +75,19 @@ def test_a_division_stays_within_every_bound(
     whole = sum(length * size for length, size in members)
     requests = [request(length, in_flight=batch) for length in lengths]
     got = divided(requests, sizes, {"": budget}, free=FreeMemory(None, free, None), ranks=ranks)
-    reserve = 0
-    if batch is not None:
-        reserve = sum(
-            loader_reserve(batch.batch_size * (size - 1), batch.num_workers, batch.prefetch_factor, ranks)
-            for size in sizes
-        )
-    given_bytes = min(Budget.parse(budget).wanted(whole, free), whole, max(0, free - reserve - max(free // 50, MARGIN)))
+    reserve = Reserve()
+    for size in sizes if batch is not None else ():
+        assert batch is not None
+        reserve += loader_reserve(batch.batch_size * (size - 1), batch.num_workers, batch.prefetch_factor, ranks)
+    safe = max(0, (free - reserve.bytes - max(free // 50, MARGIN)) * 512 // (512 + reserve.readers))
+    wanted = min(Budget.parse(budget).wanted(whole, safe), whole)
+    given_bytes = min(wanted, safe)
     assert sum(got.granted) <= given_bytes
     for slots, granted, length, size in zip(got.slots, got.granted, lengths, sizes, strict=True):
         assert 0 <= slots <= length
         assert slots * size <= granted < (slots + 1) * size
         assert abs(slots - length * given_bytes / whole) < 1 + 1e-6
-    assert bool(got.warnings) == (
-        given_bytes < min(Budget.parse(budget).wanted(whole, free), whole) or not any(got.slots)
-    )
+    assert bool(got.warnings) == (given_bytes < wanted or not any(got.slots))
 
 
 def test_pots_are_served_in_order() -> None:
@@ -115,15 +117,43 @@ def test_who_is_not_cached_takes_nothing() -> None:
 
 
 @pytest.mark.parametrize(
-    ("in_flight", "ranks", "kept_back"),
-    [(None, 4, 0), (InFlight(10, 0), 1, 3 * 990), (InFlight(10, 2), 1, 7 * 990), (InFlight(10, 2, 4), 2, 22 * 990)],
+    ("in_flight", "ranks", "batches", "workers"),
+    [
+        (None, 4, 0, 0),
+        (InFlight(10, 0), 1, 5, 0),
+        (InFlight(10, 2, None, "fork"), 1, 5 + 4 + 2, 2),
+        (InFlight(10, 2, 4, "fork"), 2, 2 * (5 + 8 + 2), 4),
+    ],
 )
-def test_the_loaders_batches_are_kept_back(in_flight: InFlight | None, ranks: int, kept_back: int) -> None:
-    """What each rank's workers make ahead, and three batches, are not granted."""
-    free = FreeMemory(None, MARGIN + 50_000, None)
+def test_loaders_are_kept_back(in_flight: InFlight | None, ranks: int, batches: int, workers: int) -> None:
+    """Each rank's workers, what they load and make ahead, and five batches are not granted."""
+    kept_back = batches * 990 + workers * WORKER
+    readers = 0 if in_flight is None else ranks + workers
+    free = FreeMemory(None, MARGIN + kept_back + 50_000, None)
     got = divided([request(1000, in_flight=in_flight)], [100], {"": "auto"}, free=free, ranks=ranks)
-    assert got.granted == (50_000 - kept_back,)
-    assert got.slots == ((50_000 - kept_back) // 100,)
+    assert got.granted == (50_000 * 512 // (512 + readers),)
+
+
+def test_a_worker_that_was_measured_to_need_more_is_kept_back_as_measured() -> None:
+    """What the look at the source has cost takes the place of the estimate, which is the least."""
+    loader, measured = InFlight(0, 2), 2 * WORKER
+    free = FreeMemory(None, MARGIN + 50_000 + 2 * measured, None)
+    for worker_bytes, left in ((measured, 50_000), (1, 50_000 + 2 * WORKER)):
+        got = divided([request(10**7, in_flight=loader)], [100], {"": "auto"}, free=free, worker_bytes=worker_bytes)
+        assert got.granted[0] == pytest.approx(left * 512 / (512 + 3), abs=101)
+
+
+def test_what_the_training_will_take_is_kept_back() -> None:
+    """Gradients and the optimiser's state, on each rank."""
+    free = FreeMemory(None, MARGIN + 50_000, None)
+    assert divided([request(1000)], [100], {"": "auto"}, free=free, ranks=2, later_bytes=20_000).granted == (10_000,)
+
+
+def test_filling_leaves_the_other_loaders_room() -> None:
+    """While train is filled, what the loaders of val need stays free, and half of the margin."""
+    requests = [request(10, in_flight=InFlight(10, 1, 2, "fork")), request(10, in_flight=InFlight(10, 2, 2, "fork"))]
+    got = divided(requests, [100, 100], {"": "auto"}, free=FreeMemory(None, 10 * 2**30, None, own=600 * MIB))
+    assert got.keep_free == (300 * MIB + 2 * WORKER + 11 * 990, 300 * MIB + WORKER + 8 * 990)
 
 
 def docker(directory: str | None) -> FreeMemory:
@@ -136,7 +166,7 @@ def docker(directory: str | None) -> FreeMemory:
     [
         ("auto", "40MiB", None, 40, False),  # /dev/shm is large enough
         ("auto", "100MiB", "memfd", 100, False),
-        ("auto", "auto", "memfd", 1003, True),  # memory is short, too: 2 % margin
+        ("auto", "auto", "memfd", 960, True),  # memory is short, too: 64 MiB margin
         ("auto", 10, None, 0, True),  # below one sample: a memfd gains nothing
         ("tmpfile", "100MiB", "tmpfile", 48, True),
         ("file", "100MiB", "file", 48, True),

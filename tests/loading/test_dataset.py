@@ -638,13 +638,13 @@ def test_a_budget_above_what_is_free_is_one_warning(
     source: CountedSource, caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """As many slots as are safe, and the warning names the limit."""
-    free = FreeMemory(None, 16 * 2**20 + 7 * SLOT_BYTES, None)
+    free = FreeMemory(None, 64 * 2**20 + 7 * SLOT_BYTES, None)
     monkeypatch.setattr(allocation.FreeMemory, "measure", lambda directory: free)
     with closing(CachedDataset(source, "8GiB")) as dataset:
         assert slots(dataset) == 7
     [warning] = warnings(caplog)
     assert "room for 7 of 24 samples" in warning
-    assert "limited by MemAvailable (16 MiB free)" in warning
+    assert "limited by MemAvailable (64 MiB free, 64 MiB kept for the training)" in warning
 
 
 class Big(Dataset[torch.Tensor]):

@@ -1,4 +1,4 @@
-"""Budgets are read or refused in words, and a grant stays below what is free."""
+"""Budgets are read or refused in words."""
 
 from __future__ import annotations
 
@@ -13,8 +13,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from lightning_stocache.node.budget import Budget, Grant, format_bytes, grant, loader_reserve
-from lightning_stocache.node.free import FreeMemory
+from lightning_stocache.node.budget import Budget, format_bytes
 
 KIB, MIB, GIB = 2**10, 2**20, 2**30
 UNITS = {"B": 1, "KB": 10**3, "MB": 10**6, "GB": 10**9, "TB": 10**12}
@@ -219,67 +218,6 @@ def test_budget_checks_itself():
         Budget(Fraction(1, 2))
     with pytest.raises(ValueError, match="100 percent"):
         Budget(Fraction(101), "% of free")
-
-
-# --- the grant
-
-
-def test_grant_of_what_is_asked():
-    """With enough memory a budget gets what it asks for and nothing limits it."""
-    free = FreeMemory(32 * GIB, 32 * GIB, None, "/dev/shm")
-    assert grant(Budget.parse("8GiB"), 20 * GIB, free, GIB) == Grant(8 * GIB, 8 * GIB, None)
-
-
-def test_grant_never_exceeds_the_dataset():
-    """A budget larger than the dataset gets the dataset, which is no shortage."""
-    free = FreeMemory(32 * GIB, 32 * GIB, None, "/dev/shm")
-    assert grant(Budget.parse("8GiB"), GIB, free, 0) == Grant(GIB, 8 * GIB, None)
-    assert grant(Budget.parse("8GiB"), GIB, FreeMemory(4 * GIB, None, None), 0) == Grant(GIB, 8 * GIB, None)
-
-
-def test_grant_in_a_small_dev_shm():
-    """In Docker's 64 MiB /dev/shm the reserve and 16 MiB are kept back, and the shortage is named."""
-    free = FreeMemory(64 * MIB, 32 * GIB, None, "/dev/shm")
-    assert grant(Budget.parse("auto"), GIB, free, 8 * MIB) == Grant(40 * MIB, GIB, "/dev/shm (64 MiB free)")
-
-
-def test_grant_below_a_cgroup():
-    """Below a cgroup's limit two percent are kept back."""
-    free = FreeMemory(None, 500 * GIB, 100 * GIB)
-    given_bytes = grant(Budget.parse("auto"), 400 * GIB, free, 0).bytes
-    assert given_bytes == 98 * GIB
-
-
-def test_grant_of_a_share_of_free():
-    """A share of free memory is a share of what is left after reserve and margin, so nothing limits it."""
-    free = FreeMemory(None, 100 * GIB, None)
-    assert grant(Budget.parse("50% of free"), 400 * GIB, free, 8 * GIB) == Grant(45 * GIB, 45 * GIB, None)
-
-
-@given(
-    budget=st.one_of(
-        st.integers(0, 2**45), st.sampled_from(["auto", "60%", "60% of free", "100% of free", "8GiB", "0"])
-    ).map(Budget.parse),
-    dataset=st.integers(0, 2**45),
-    limits=st.tuples(*[st.none() | st.integers(0, 2**45)] * 3),
-    reserve=st.integers(0, 2**40),
-)
-def test_grant_is_within_every_bound(budget, dataset, limits, reserve):
-    """A grant is never negative or above wish, dataset and safely free memory, and it says when memory was short."""
-    free = FreeMemory(*limits)
-    given_ = grant(budget, dataset, free, reserve)
-    assert 0 <= given_.bytes <= min(given_.wanted, dataset)
-    assert all(given_.bytes == 0 or given_.bytes <= limit - reserve - 16 * MIB for limit in limits if limit is not None)
-    assert (given_.limited_by is not None) == (given_.bytes < min(given_.wanted, dataset))
-
-
-@pytest.mark.parametrize(
-    ("num_workers", "prefetch_factor", "ranks", "batches"),
-    [(0, None, 1, 3), (0, None, 4, 12), (4, None, 1, 11), (4, 2, 1, 11), (4, 5, 2, 46), (4, 2, 0, 0)],
-)
-def test_loader_reserve(num_workers, prefetch_factor, ranks, batches):
-    """The reserve counts what workers make ahead and three batches more, for each rank."""
-    assert loader_reserve(1000, num_workers, prefetch_factor, ranks) == batches * 1000
 
 
 # --- words

@@ -9,8 +9,7 @@ from pathlib import Path
 
 import pytest
 
-from lightning_stocache.node.budget import Budget, grant
-from lightning_stocache.node.free import FreeMemory
+from lightning_stocache.node.free import FreeMemory, MemoryGauge
 
 KIB, MIB, GIB = 2**10, 2**20, 2**30
 V1_UNLIMITED = 9223372036854771712
@@ -91,9 +90,8 @@ def test_nothing_to_read(machine, monkeypatch):
     monkeypatch.delattr(os, "sysconf")
     free = FreeMemory.measure(str(machine.root / "missing"), machine.root)
     assert (free.filesystem, free.available, free.cgroup) == (None, None, None)
-    assert free.bytes == 0
+    assert (free.bytes, free.memory, free.own) == (0, None, 0)
     assert "cannot be measured" in free.limited_by
-    assert grant(Budget.parse("auto"), GIB, free, 0).bytes == 0
 
 
 def test_rubbish_is_unknown(machine):
@@ -244,6 +242,41 @@ def test_headroom_stays_within_its_bounds(machine):
     assert machine.cgroup == 0
     machine.v2("/sys/fs/cgroup/a", 100, 20, 5000)
     assert machine.cgroup == 100
+
+
+@pytest.mark.parametrize("version", [1, 2])
+def test_page_cache_in_use_counts_beyond_what_programs_need(machine, version):
+    """A data file that is read again and again is dropped before anybody is killed; 256 MiB of libraries are left."""
+    machine.mounted(MOUNT_V1 if version == 1 else MOUNT_V2)
+    machine.in_cgroup("4:memory:/a" if version == 1 else "0::/a")
+    prefix = "total_" if version == 1 else ""
+    folder = "/sys/fs/cgroup/memory/a" if version == 1 else "/sys/fs/cgroup/a"
+    (machine.v1 if version == 1 else machine.v2)(folder, 1000 * MIB, 900 * MIB)
+    for active, room in ((200 * MIB, 110 * MIB), (300 * MIB, 154 * MIB)):
+        machine.write(f"{folder}/memory.stat", f"{prefix}inactive_file {10 * MIB}\n{prefix}active_file {active}\n")
+        assert machine.cgroup == room
+
+
+def test_a_gauge_finds_its_files_once(machine):
+    """Each reading gives the numbers of now, a limit that was changed included, of the cgroups that it found."""
+    machine.mounted(MOUNT_V2)
+    machine.in_cgroup("0::/a")
+    machine.v2("/sys/fs/cgroup/a", 1000, 100)
+    machine.v2("/sys/fs/cgroup/b", 10, 0)
+    machine.write("/proc/meminfo", "MemAvailable:     2048 kB\n")
+    gauge = MemoryGauge(machine.root)
+    assert gauge.read().memory == (900, "the cgroup's memory limit")
+    machine.in_cgroup("0::/b")
+    machine.v2("/sys/fs/cgroup/a", 2000, 500)
+    assert gauge.read().memory == (1500, "the cgroup's memory limit")
+    machine.v2("/sys/fs/cgroup/a", "max", 500)
+    assert gauge.read().memory == (2 * MIB, "MemAvailable")
+
+
+def test_what_this_process_holds(machine):
+    """The pages that are its own, without those of files and of shared memory."""
+    machine.write("/proc/self/status", "VmRSS:\t  900 kB\nRssAnon:\t  300 kB\nRssFile:\t  600 kB\n")
+    assert FreeMemory.measure(None, machine.root).own == 300 * KIB
 
 
 @pytest.mark.skipif(not os.path.isdir("/dev/shm"), reason="needs /dev/shm")

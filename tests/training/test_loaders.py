@@ -162,6 +162,12 @@ def test_in_flight_knows_the_batch_of_a_batch_sampler():
     assert in_flight(DataLoader(NUMBERS, batch_size=None)).batch_size == 1
 
 
+def test_in_flight_knows_how_workers_start():
+    """A worker that is not forked needs as much memory as the trainer; without workers nothing is started."""
+    assert in_flight(DataLoader(NUMBERS, num_workers=2, multiprocessing_context="spawn")).start_method == "spawn"
+    assert in_flight(DataLoader(NUMBERS, num_workers=2)).start_method is None
+
+
 def test_shuffling_sampler_object_is_kept():
     """The sampler of the old loader goes on in the new one: it may hold a state."""
 

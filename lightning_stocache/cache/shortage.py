@@ -1,0 +1,72 @@
+"""When filling has to stop because memory runs short.
+
+A full /dev/shm is an error that the store of a slot reports. Above a cgroup's limit the kernel kills, and the limit
+cannot be found by trying; so what is free is looked at again while a cache is filled.
+
+What counts is not what is free at this moment. A training step takes memory and gives it back; who fills a slot in
+between must not take what the next step needs. So every look adds what the cache holds to what is free, which is what
+the cache could have if all else stayed as it is; the lowest value that any process of the node has seen lies in the
+segment's header, and is the measure for all of them. It is never raised: a process that starts in a quiet moment would
+fill too much.
+
+A look costs 0.1 ms. A process takes one after a small part of what is left has been filled, so that many processes that
+fill at once do not overrun it, and at least ten times a second.
+"""
+
+from __future__ import annotations
+
+import time
+from functools import cached_property
+
+from lightning_stocache.node.budget import format_bytes
+from lightning_stocache.node.free import MemoryGauge
+from lightning_stocache.node.segment import Segment
+
+__all__ = ["Shortage", "keep_free"]
+
+_LEAST = 64 * 2**20  # bytes that are left free where nobody has said how many
+_SHARE = 64  # a process fills this part of what is left before it looks again
+_EVERY = 0.1  # seconds
+
+
+class Shortage:
+    """Looks at the free memory while a cache is filled.
+
+    Args:
+        segment: where the cache lies.
+    """
+
+    def __init__(self, segment: Segment) -> None:
+        self._segment = segment
+        self._unseen = self._until = 0.0  # bytes that may be filled, and the time, before the next look
+
+    def comes_with(self, nbytes: int) -> str | None:
+        """What is short if that many bytes are filled, in words; None if nothing is."""
+        now = time.monotonic()
+        self._unseen -= nbytes
+        if self._unseen >= 0 and now < self._until:
+            return None
+        memory = self._gauge.read().memory
+        if memory is None:  # it cannot be known here: then it limits nothing
+            return None
+        free, name = memory
+        allocated = self._segment.allocated_bytes
+        with self._segment.numbers as numbers:
+            keep = numbers[0] or _LEAST
+            lowest = numbers[1] = max(min(free + allocated, numbers[1] or 2**62), 1)
+        left = lowest - allocated - keep
+        self._unseen, self._until = left // _SHARE, now + _EVERY
+        if left >= nbytes:
+            return None
+        least = max(lowest - allocated, 0)
+        return f"{name} (at times {format_bytes(least)} free, {format_bytes(keep)} kept for the training)"
+
+    @cached_property
+    def _gauge(self) -> MemoryGauge:
+        return MemoryGauge()
+
+
+def keep_free(segment: Segment, nbytes: int) -> None:
+    """Leave that many bytes to others from now on, and forget what was seen before. For all processes that fill it."""
+    with segment.numbers as numbers:
+        numbers[0], numbers[1] = max(nbytes, 1), 0

@@ -1,0 +1,138 @@
+"""Near a limit of memory the cache stops taking slots, in all processes, before the kernel kills."""
+
+from __future__ import annotations
+
+import sys
+import time
+from collections.abc import Iterator
+
+import pytest
+import torch
+
+from lightning_stocache.cache import shortage
+from lightning_stocache.cache.cache import SharedCache
+from lightning_stocache.cache.placement import Arc
+from lightning_stocache.cache.shortage import keep_free
+from lightning_stocache.cache.spec import SampleSpec
+from lightning_stocache.node.free import FreeMemory
+from tests.cgroups import run_limited
+from tests.logs import Log
+from tests.processes import call, call_many
+
+MIB, GIB = 2**20, 2**30
+SLOTS, SAMPLE = 400, MIB
+
+
+class Memory:
+    """A machine whose memory is held by the cache, by others, or is free; it counts how often it is asked."""
+
+    def __init__(self, total: int) -> None:
+        self.total, self.others, self.reads = total, 0, 0
+        self.cache = SharedCache.create(SampleSpec.infer(sample(0)), Arc(SLOTS, SLOTS))
+
+    def read(self) -> FreeMemory:
+        self.reads += 1
+        return FreeMemory(None, None, max(self.total - self.others - self.cache.memory_bytes, 0))
+
+    def fill(self, indices: range) -> int:
+        return sum(self.cache.fill(index, sample(index)) for index in indices)
+
+
+def sample(index: int) -> torch.Tensor:
+    return torch.full((SAMPLE,), index % 256, dtype=torch.uint8)
+
+
+@pytest.fixture
+def memory(monkeypatch: pytest.MonkeyPatch) -> Iterator[Memory]:
+    memory = Memory(200 * MIB)
+    monkeypatch.setattr(shortage, "MemoryGauge", lambda: memory)
+    yield memory
+    memory.cache.close()
+
+
+def test_filling_stops_before_the_limit(memory: Memory, caplog: pytest.LogCaptureFixture) -> None:
+    """What is to stay free stays free; what is stored is served; one warning of two lines says what to do."""
+    keep_free(memory.cache.segment, 50 * MIB)
+    assert 147 <= memory.fill(range(SLOTS)) <= 150
+    assert torch.equal(memory.cache.get(100), sample(100))
+    assert memory.fill(range(SLOTS)) == 0
+    [record] = caplog.records
+    first, second = record.getMessage().splitlines()
+    assert f"stops at {memory.cache.filled} of 400 samples: the cgroup's memory limit (at times" in first
+    assert "50 MiB kept for the training" in first
+    assert "Give the job more memory" in second
+
+
+def test_without_a_word_64_mib_stay_free(memory: Memory) -> None:
+    """A cache that nobody has opened for a training leaves that much."""
+    assert 133 <= memory.fill(range(SLOTS)) <= 136
+
+
+def test_memory_is_not_asked_for_every_sample(memory: Memory, monkeypatch: pytest.MonkeyPatch) -> None:
+    """With much memory left a look is taken ten times a second at most."""
+    memory.total = 1000 * GIB
+    monkeypatch.setattr(time, "monotonic", lambda: 1.0)
+    assert memory.fill(range(SLOTS)) == SLOTS
+    assert memory.reads == 1
+    monkeypatch.setattr(time, "monotonic", lambda: 2.0)
+    memory.cache.clear()
+    memory.fill(range(10))
+    assert memory.reads == 2
+
+
+def test_a_peak_of_the_training_is_remembered(memory: Memory) -> None:
+    """A step that takes 100 MiB and gives them back will take them again: they are not filled in between."""
+    keep_free(memory.cache.segment, 20 * MIB)
+    memory.fill(range(10))
+    memory.others = 100 * MIB
+    time.sleep(0.11)
+    memory.fill(range(10, 12))
+    memory.others = 0
+    assert 65 <= memory.fill(range(SLOTS)) <= 68
+
+
+def test_what_one_process_saw_counts_for_all(memory: Memory) -> None:
+    """A worker that starts in a quiet moment knows the peak that another one has seen, until the cache opens anew."""
+    keep_free(memory.cache.segment, 20 * MIB)
+    memory.others = 100 * MIB
+    assert call(memory.fill, range(10)) == 10
+    memory.others = 0
+    assert 66 <= call(memory.fill, range(10, SLOTS)) <= 70
+    keep_free(memory.cache.segment, 20 * MIB)
+    assert 98 <= call(memory.fill, range(SLOTS)) <= 104
+
+
+def test_where_memory_cannot_be_known_nothing_stops(memory: Memory, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A system that does not say what is free fills as it was granted."""
+    monkeypatch.setattr(memory, "read", lambda: FreeMemory(None, None, None))
+    assert memory.fill(range(SLOTS)) == SLOTS
+
+
+def fill_in_children(count: int) -> None:
+    """In a cgroup: several processes fill a cache that is larger than it, at once."""
+    cache, log = SharedCache.create(SampleSpec.infer(sample(0)), Arc(2000, 2000)), Log()
+    call_many(fill_all, [(cache, log, start) for start in range(count)])
+    ready = [index for index in range(2000) if cache.is_ready(index)]
+    print(
+        len(ready),
+        all(int(cache.array[index].min()) == int(cache.array[index].max()) == index % 256 for index in ready),
+    )
+    cache.close()
+
+
+def fill_all(cache: SharedCache, log: Log, start: int) -> None:
+    for index in range(start, 2000, 3):
+        cache.fill(index, sample(index))
+    assert len(log.lines) <= 1
+
+
+@pytest.mark.slow
+def test_the_kernel_kills_nobody() -> None:
+    """In a real cgroup three processes fill what there is, leave a part of it free, and live."""
+    code = "import torch; torch.set_num_threads(1); from tests.cache import test_shortage as t; t.fill_in_children(3)"
+    done = run_limited([sys.executable, "-c", code], 900 * MIB)
+    assert (done.killed, done.code) == (False, 0), done.error
+    filled, right = done.out.split()
+    assert right == "True"
+    assert 100 < int(filled) < 800
+    assert done.peak < 880 * MIB

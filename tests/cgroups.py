@@ -1,0 +1,112 @@
+"""Commands run in a memory cgroup of their own, above whose limit the kernel kills.
+
+One is made below that of this process (v1), or below the mount's root (v2, where a cgroup with processes has no
+children that are limited). Making one takes root; a test is skipped where it is refused.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import subprocess
+import tempfile
+import time
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+import pytest
+
+__all__ = ["Outcome", "run_limited"]
+
+MIB = 2**20
+_V1, _V2 = Path("/sys/fs/cgroup/memory"), Path("/sys/fs/cgroup")
+
+
+@dataclass(frozen=True)
+class Outcome:
+    """What became of a command.
+
+    Args:
+        killed: whether the kernel killed one of its processes for memory.
+        code: the command's exit code.
+        peak: the most that was charged to it at once, droppable page cache included, in bytes.
+        out: what it wrote to stdout.
+        error: what it wrote to stderr.
+    """
+
+    killed: bool
+    code: int
+    peak: int
+    out: str
+    error: str
+
+
+def run_limited(command: Sequence[str], limit: int, timeout: float = 240) -> Outcome:
+    """Run a command with that many bytes of memory; skips the test where no cgroup can be made."""
+    with _cgroup(limit) as folder, tempfile.TemporaryFile("w+") as out, tempfile.TemporaryFile("w+") as error:
+        process = subprocess.Popen(
+            ["sh", "-c", 'echo $$ > "$0/cgroup.procs" && exec "$@"', str(folder), *command], stdout=out, stderr=error
+        )
+        try:
+            code = process.wait(timeout)
+        finally:
+            _kill(folder)
+            process.wait()
+        texts = []
+        for file in (out, error):
+            file.seek(0)
+            texts.append(file.read())
+        return Outcome(_kills(folder) > 0, code, _peak(folder), *texts)
+
+
+@contextlib.contextmanager
+def _cgroup(limit: int) -> Iterator[Path]:
+    folder = _parent() / f"stocache-test-{os.getpid()}"
+    try:
+        folder.mkdir()
+    except OSError as error:
+        pytest.skip(f"no memory cgroup can be made here: {error}")
+    try:
+        try:
+            (folder / ("memory.limit_in_bytes" if _V1.is_dir() else "memory.max")).write_text(str(limit))
+        except OSError as error:
+            pytest.skip(f"no memory limit can be set here: {error}")
+        yield folder
+    finally:
+        deadline = time.monotonic() + 10
+        while True:  # a process that was killed is charged for a moment longer
+            try:
+                folder.rmdir()
+                break
+            except OSError:
+                if time.monotonic() > deadline:
+                    raise
+                time.sleep(0.05)
+
+
+def _parent() -> Path:
+    if not _V1.is_dir():
+        return _V2
+    for line in Path("/proc/self/cgroup").read_text().splitlines():
+        _, controllers, path = line.split(":", 2)
+        if "memory" in controllers.split(","):
+            return _V1 / path.lstrip("/")
+    return _V1
+
+
+def _kill(folder: Path) -> None:
+    for pid in (folder / "cgroup.procs").read_text().split():
+        with contextlib.suppress(ProcessLookupError):
+            os.kill(int(pid), 9)
+
+
+def _kills(folder: Path) -> int:
+    events = folder / ("memory.oom_control" if _V1.is_dir() else "memory.events")
+    facts = dict(line.split() for line in events.read_text().splitlines())
+    return int(facts["oom_kill"])
+
+
+def _peak(folder: Path) -> int:
+    peak = folder / ("memory.max_usage_in_bytes" if _V1.is_dir() else "memory.peak")
+    return int(peak.read_text()) if peak.exists() else 0
