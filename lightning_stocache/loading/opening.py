@@ -150,7 +150,7 @@ class _Finding:
 
 
 def _look_at(request: Request, budget: Budget) -> _Finding:
-    if budget.off:
+    if budget.off or not request.length:
         return _Finding()
     if request.spec is not None:
         return _Finding(request.spec)

@@ -102,8 +102,6 @@ class CallCaches:
             key: CachedDataset(
                 one.source,
                 allow_random=options.allow_random,
-                backend=options.backend,
-                on_error=options.on_error,
                 defer=True,
                 name=None if options.name is None else names[key],
                 fingerprint=options.fingerprint,
@@ -117,6 +115,8 @@ class CallCaches:
             group,
             list(pots.values()),
             [one.loader for one in new.values()],
+            backend=options.backend,
+            disable=options.on_error == "disable",
         )
         self._open |= {key: _Open(dataset, pots[key]) for key, dataset in datasets.items()}
         for one in wanted:
@@ -134,7 +134,7 @@ class CallCaches:
             self.close()
         for one in self._open.values():
             if (counters := one.dataset.counters) is not None:
-                one.dataset.baseline = counters.totals(one.dataset.group.rank)
+                one.dataset.opened.baseline = counters.totals(one.dataset.group.rank)
 
     def _let_go(self, wanted: Collection[Wanted], new: Collection[Wanted]) -> None:
         """Close what the wanted stages do not read any more: a replaced dataset's memory is the new one's."""
