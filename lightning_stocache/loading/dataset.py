@@ -79,7 +79,7 @@ class CachedDataset(Forwarding):
     Raises:
         TypeError: the source is iterable-style or cached already, its samples hold something of no fixed size
             (`UnsupportedSampleError`), or an argument is of the wrong type.
-        ValueError: the source is empty (with `strict`), the budget cannot be read, or an argument is none of its choices.
+        ValueError: the source is empty and `strict`, the budget cannot be read, or an argument is none of its choices.
         CacheMemoryError: the memory cannot be had, and `on_error="raise"`.
         FingerprintError: the cache of this name holds something else.
 
@@ -225,15 +225,13 @@ class CachedDataset(Forwarding):
     @property
     def changed(self) -> bool:
         """Whether the source has changed since the cache was opened."""
-        opened = self.__opened
-        if opened.cache is None and opened.source is self.source:
-            return False
-        return self.__state.look(tell=opened.group.rank == 0) is not None
+        return self.__state.look(tell=self.group.rank == 0) is not None
 
     def refresh(self) -> Opened:
         """What serves samples: once the source has been seen to change, the source itself, uncached."""
-        if self.changed:
-            self.__serve(self.__opened.passing(self.source))
+        opened = self.__opened
+        if (opened.cache is not None or opened.source is not self.source) and self.changed:
+            self.__serve(opened.passing(self.source))
         return self.__opened
 
     def __len__(self) -> int:

@@ -181,7 +181,7 @@ class Opened:
 
     def passing(self, source: Dataset[Any]) -> Opened:
         """The same counters around another source, without the cache: its memory is free when nobody reads it."""
-        return replace(self, source=source, tail=None, cache=None, budget_bytes=0)
+        return replace(self, source=source, tail=None, cache=None, ring=None, budget_bytes=0)
 
     def close(self) -> None:
         """Give cache and counters up in this process; a cache with a name stays for the next job."""

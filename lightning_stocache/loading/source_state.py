@@ -11,8 +11,8 @@ the source is read (a counter, a memo): `end_read`, called after every read of t
 names those that others know of. Not seen is what changes inside an object that is no transform: a list of files that is
 sorted, a tensor that is written to.
 
-Another process begins anew: a change from before it was started is handed on, but what `worker_init_fn` does to the
-worker's own copy is how the source is there.
+A copy of the source, in another process or in this one, is compared with what it was when it was made. In a loader's
+worker a name that the source did not have is no change: `worker_init_fn` tells the worker's copy who it is.
 """
 
 from __future__ import annotations
@@ -20,7 +20,6 @@ from __future__ import annotations
 import logging
 from collections.abc import Callable, Collection, Iterator
 from dataclasses import dataclass
-from multiprocessing.util import register_after_fork
 from types import BuiltinFunctionType, FunctionType, MethodType
 from typing import Any, NamedTuple
 
@@ -101,10 +100,9 @@ class SourceState:
     def __init__(self, source: Any, tail: Collection[Callable[..., Any]] = (), ignored: Collection[str] = ()) -> None:
         self._source, self._tail, self._ignored = source, tail, set(ignored)
         self._length = len(source)
-        self._parts: list[_Part] | None = self._remember()
+        self._parts = self._remember()
         self.change: str | None = None
         self._told = False
-        register_after_fork(self, SourceState._begin_anew)
 
     def look(self, *, tell: bool = False) -> str | None:
         """Where the source has changed, for instance `transform.p`; None while it has not. What was found stays.
@@ -112,11 +110,8 @@ class SourceState:
         Args:
             tell: whether to warn of a change that is found.
         """
-        if self.change is None:
-            if self._parts is None:
-                self._parts = self._remember()
-            elif found := self._differences():
-                self.change, self._parts = found[0].path, []
+        if self.change is None and (found := self._differences()):
+            self.change, self._parts = found[0].path, []  # they hold what may have been replaced to be rid of it
         if tell and self.change is not None and not self._told:
             self._told, worker = True, get_worker_info()
             if worker is None or worker.id == 0:
@@ -129,7 +124,7 @@ class SourceState:
 
     def _differences(self) -> list[_Difference]:
         found: list[_Difference] = []
-        for part in self._parts or ():
+        for part in self._parts:
             if not _same(part.live, part.seen):  # of identical objects a glance is enough
                 found += filter(self._counts, part.differences())
                 part.seen = part.live.copy()
@@ -137,6 +132,8 @@ class SourceState:
 
     def _counts(self, difference: _Difference) -> bool:
         if difference.path in self._ignored or difference.name in self._ignored:
+            return False
+        if difference.old is _MISSING and get_worker_info() is not None:
             return False
         if self._tail or not _same((difference.old, difference.new), (self._length, len(self._source))):
             return True  # a source that was cut cannot tell its copy that it has grown
@@ -167,18 +164,13 @@ class SourceState:
         walk(self._source, "")
         return parts
 
-    def _begin_anew(self) -> None:
-        """In a process that was forked: what has changed so far has, and the next look begins with what it finds."""
-        self.look()
-        self._parts = None
-
     def __getstate__(self) -> dict[str, Any]:
         self.look()
-        return self.__dict__ | {"_parts": None}  # they hold what the source itself may not be able to send
+        return self.__dict__ | {"_parts": []}  # they hold what the source itself may not be able to send
 
     def __setstate__(self, state: dict[str, Any]) -> None:
         self.__dict__.update(state)
-        register_after_fork(self, SourceState._begin_anew)
+        self._parts = self._remember() if self.change is None else []
 
 
 def _has_state(node: Any) -> bool:

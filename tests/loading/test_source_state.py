@@ -3,17 +3,17 @@
 from __future__ import annotations
 
 import io
-import multiprocessing
 import pickle
 from collections.abc import Callable
 from typing import Any
 
 import pytest
 import torch
-from torch.utils.data import ConcatDataset, Dataset, Subset
+from torch.utils.data import ConcatDataset, DataLoader, Dataset, Subset, get_worker_info
 from torchvision.transforms import v2
 
 from lightning_stocache.loading.source_state import SourceState
+from tests.processes import context
 
 
 class Scale:
@@ -129,7 +129,7 @@ class Sendable(Images):
         return vars(self) | {"handle": None}
 
 
-def test_a_copy_in_another_process_begins_anew() -> None:
+def test_a_copy_is_compared_with_itself() -> None:
     """It is sent without what the source does not send, with a change that was there, and sees its own from then on."""
     source = Sendable()
     source.handle = open(__file__)  # noqa: SIM115  cannot be pickled
@@ -143,22 +143,31 @@ def test_a_copy_in_another_process_begins_anew() -> None:
         assert pickle.loads(pickle.dumps((source, late)))[1].look() == "strength"
 
 
-@pytest.mark.processes
-def test_a_forked_worker_begins_anew() -> None:
-    """What was changed before the fork is seen in the worker; what worker_init_fn does to its copy is no change."""
+class Telling(Dataset[str | None]):
+    """Samples that say what the source's state saw in the worker, when worker_init_fn had run."""
 
-    def seen(queue: Any, init: Callable[[], None]) -> None:
-        init()
-        queue.put(state.look())
+    def __init__(self, name: str) -> None:
+        self.images, self.name = Images(), name
+        self.state = SourceState(self.images)
 
-    context = multiprocessing.get_context("fork")
-    queue = context.SimpleQueue()
-    images = Images()
-    state = SourceState(images)
-    for change, expected in ((None, None), (2.0, "strength")):
-        if change is not None:
-            images.strength = change
-        process = context.Process(target=seen, args=(queue, lambda: images.set_epoch(5)))
-        process.start()
-        assert queue.get() == expected
-        process.join()
+    def __len__(self) -> int:
+        return 1
+
+    def __getitem__(self, index: int) -> str | None:
+        return self.state.look()
+
+
+def assign(worker: int) -> None:
+    info = get_worker_info()
+    assert isinstance(info.dataset, Telling)
+    setattr(info.dataset.images, info.dataset.name, worker + 5)
+
+
+@pytest.mark.parametrize("method", ["fork", "spawn"])
+@pytest.mark.parametrize(("name", "seen"), [("worker_id", None), ("strength", "strength")])
+def test_a_worker_may_be_told_who_it_is(method: str, name: str, seen: str | None) -> None:
+    """A name that worker_init_fn adds to the worker's copy is no change; one that it changes is."""
+    loader = DataLoader(
+        Telling(name), None, num_workers=1, worker_init_fn=assign, multiprocessing_context=context(method)
+    )
+    assert list(loader) == [seen]

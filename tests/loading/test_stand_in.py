@@ -1,4 +1,4 @@
-"""Whose name is whose: the user's dataset behind a CachedDataset, and behind what the Trainer's doors put in its place."""
+"""Whose name is whose: the user's dataset behind a CachedDataset, and behind what the doors put in its place."""
 
 from __future__ import annotations
 
@@ -16,36 +16,9 @@ from lightning_stocache.loading.loader import CachedLoader
 from lightning_stocache.loading.stand_in import StandIn, cached_in
 
 NAMES = [
-    "transform",
-    "transforms",
-    "target_transform",
-    "budget",
-    "cache",
-    "group",
-    "spec",
-    "source",
-    "name",
-    "close",
-    "counters",
-    "ring",
-    "share",
-    "strict",
-    "backend",
-    "classes",
-    "targets",
-    "data",
-    "epoch",
-    "opened",
-    "finish",
-    "changed",
-    "refresh",
-    "view",
-    "request",
-    "adopt",
-    "load_into",
-    "describe",
-    "_opened",
-    "_image_files",
+    *("transform", "transforms", "target_transform", "classes", "targets", "data", "epoch", "_image_files", "_opened"),
+    *("source", "cache", "counters", "ring", "group", "budget_bytes", "share", "close", "describe", "opened", "finish"),
+    *("changed", "refresh", "view", "request", "adopt", "load_into", "budget", "spec", "name", "strict", "backend"),
 ]
 
 
@@ -130,7 +103,7 @@ def test_a_cached_dataset_keeps_a_few_names() -> None:
 @pytest.mark.parametrize("wrap", [lambda dataset: dataset, StandIn], ids=["CachedDataset", "StandIn"])
 @pytest.mark.parametrize("number", [0, 1, 2])
 def test_a_change_takes_effect(plain: Plain, dataset: CachedDataset, wrap: Any, number: int, caplog: Any) -> None:
-    """Through the wrapper, by a method or on the user's object: from the next read on, as without a cache; one warning."""
+    """Through the wrapper, by a method or on the user's object: from the next read on, with one warning."""
     wrapped = wrap(dataset)
     assert [wrapped[index] for index in range(6)] == [0, 1, 2, 3, 4, 5]
     (
