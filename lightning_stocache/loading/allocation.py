@@ -19,6 +19,7 @@ from lightning_stocache.node.budget import Budget, format_bytes
 from lightning_stocache.node.files import Backend, memory_directory
 from lightning_stocache.node.free import FreeMemory
 from lightning_stocache.node.grant import Reserve, grant, loader_reserve, margin
+from lightning_stocache.node.named import check_name
 
 __all__ = ["Allocation", "BackendChoice", "InFlight", "Request", "allocate"]
 
@@ -58,6 +59,10 @@ class Request:
         name: under which its cache outlives the job.
         fingerprint: what the user says of the contents, compared where the name exists.
         strict: whether what cannot be cached is an error, not passed through with a warning.
+
+    Raises:
+        TypeError: spec or fingerprint is of another type.
+        ValueError: the name cannot be one.
     """
 
     source: Dataset[object]
@@ -68,6 +73,14 @@ class Request:
     name: str | None = None
     fingerprint: str = ""
     strict: bool = False
+
+    def __post_init__(self) -> None:
+        if self.spec is not None and not isinstance(self.spec, SampleSpec):
+            raise TypeError(f"spec must be a SampleSpec, as SampleSpec.infer(sample) makes it; got {self.spec!r}")
+        if not isinstance(self.fingerprint, str):
+            raise TypeError(f"fingerprint must be a string, got {self.fingerprint!r}")
+        if self.name is not None:
+            check_name(self.name)
 
     @property
     def length(self) -> int:

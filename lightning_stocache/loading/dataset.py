@@ -5,33 +5,40 @@ that is ready (a hit), loads the sample from the source and stores it if not (a 
 has no slot (a bypass). What is random comes after: first the tail that was cut off the source, then `transform`. So the
 samples are those of the source, bit for bit and in the same order of random draws, cached or not.
 
+The source stays its user's: it may be changed through the CachedDataset or directly. As soon as that is seen (by every
+read, and when an epoch begins), this process serves the source as it is now, uncached.
+
 It is a plain map-style dataset: any DataLoader, start method, Subset, random_split and ConcatDataset will do. Each
 process that it reaches by fork or by pickle works on the same memory.
 """
 
 from __future__ import annotations
 
+import copy
 import logging
-import operator
 from collections.abc import Callable, Sequence
+from dataclasses import replace
 from types import GeneratorType
-from typing import Any, Literal, SupportsIndex, get_args
+from typing import Any, Literal, SupportsIndex, cast, get_args
 
 from torch.utils.data import Dataset
 
 from lightning_stocache.cache.cache import SharedCache
-from lightning_stocache.cache.counters import Counters, Counts
+from lightning_stocache.cache.counters import Counters
 from lightning_stocache.cache.placement import Ring
 from lightning_stocache.cache.spec import SampleSpec
 from lightning_stocache.loading.allocation import BackendChoice, InFlight, Request
+from lightning_stocache.loading.description import description
 from lightning_stocache.loading.errand import Delivery, Errand
+from lightning_stocache.loading.finish import Finish
+from lightning_stocache.loading.forwarding import Forwarding
 from lightning_stocache.loading.landing import Landing
 from lightning_stocache.loading.opened import Opened
 from lightning_stocache.loading.opening import open_caches
-from lightning_stocache.loading.source import check_source
-from lightning_stocache.node.budget import Budget, format_bytes
+from lightning_stocache.loading.source import check_source, position_of
+from lightning_stocache.loading.source_state import SourceState
+from lightning_stocache.node.budget import Budget
 from lightning_stocache.node.group import NodeGroup
-from lightning_stocache.node.named import check_name
 
 __all__ = ["CachedDataset", "OnError"]
 
@@ -40,11 +47,16 @@ log = logging.getLogger(__name__)
 OnError = Literal["raise", "disable"]
 
 
-class CachedDataset(Dataset[Any]):
+class CachedDataset(Forwarding):
     """A map-style dataset whose samples are kept in memory that all processes of the node share.
 
     Opening reads a few samples (their shape, and whether they are random) and takes no memory for slots until they are
     filled.
+
+    Its names are `source`, `cache`, `counters`, `ring`, `group`, `budget_bytes`, `share`, `close`, `describe`, and for
+    the package `opened`, `finish`, `changed`, `refresh`, `view`, `request`, `adopt` and `load_into`. `transform` is the
+    one that was given; where none was, and the source has one, the source's. All other names, private ones too, are the
+    source's, to read, write and delete. A source that changes is served as it is then, uncached, with a warning.
 
     Args:
         source: the dataset to cache: its deterministic, expensive part (read, decode, resize). A torchvision
@@ -67,7 +79,7 @@ class CachedDataset(Dataset[Any]):
     Raises:
         TypeError: the source is iterable-style or cached already, its samples hold something of no fixed size
             (`UnsupportedSampleError`), or an argument is of the wrong type.
-        ValueError: the source is empty, the budget cannot be read, or an argument is none of its choices.
+        ValueError: the source is empty and `strict`, the budget cannot be read, or an argument is none of its choices.
         CacheMemoryError: the memory cannot be had, and `on_error="raise"`.
         FingerprintError: the cache of this name holds something else.
 
@@ -97,29 +109,22 @@ class CachedDataset(Dataset[Any]):
         fingerprint: str = "",
         strict: bool = False,
     ) -> None:
-        check_source(source, CachedDataset)
-        if spec is not None and not isinstance(spec, SampleSpec):
-            raise TypeError(f"spec must be a SampleSpec, as SampleSpec.infer(sample) makes it; got {spec!r}")
+        check_source(source, Forwarding, strict=strict)
         if transform is not None and not callable(transform):
             raise TypeError(f"transform must be a function of a sample, got {transform!r}")
-        if not isinstance(fingerprint, str):
-            raise TypeError(f"fingerprint must be a string, got {fingerprint!r}")
         if backend not in get_args(BackendChoice):
             raise ValueError(f"backend must be one of {', '.join(get_args(BackendChoice))}, got {backend!r}")
         if on_error not in get_args(OnError):
             raise ValueError(f"on_error must be 'raise' or 'disable', got {on_error!r}")
-        self.source = source
-        self.budget = Budget.parse(budget)
-        self.transform = transform
-        self.spec = spec
-        self.allow_random = allow_random
-        self.backend = backend
-        self.on_error = on_error
-        self._name = None if name is None else check_name(name)  # not public: the source may have a `name`
-        self._fingerprint = fingerprint
-        self.strict = strict
-        self.baseline = Counts()  # what had been counted when the current Trainer call began
-        self._opened = Opened(source)
+        super().__init__(source)
+        self.__source = source
+        self.__budget = Budget.parse(budget)
+        self.__finish, self.__transforms = Finish(transform=transform), transform is not None
+        self.__backend: BackendChoice = backend
+        self.__disable = on_error == "disable"
+        self.__request = Request(source, "", spec, allow_random, None, name, fingerprint, strict)
+        self.__state = SourceState(source)
+        self.__serve(Opened(source))
         if not defer:
             self.share(NodeGroup())
 
@@ -135,150 +140,159 @@ class CachedDataset(Dataset[Any]):
         """
         self.close()
         group = NodeGroup.discover() if group is None else group
-        request = self.request("")
-        [opened] = open_caches([request], {"": self.budget}, group, self.backend, disable=self.on_error == "disable")
+        [opened] = open_caches([self.request("")], {"": self.__budget}, group, self.__backend, disable=self.__disable)
         self.adopt(opened)
 
     def request(self, pot: str, in_flight: InFlight | None = None) -> Request:
-        """What is asked of `open_caches` for this dataset.
-
-        Args:
-            pot: which budget it draws on.
-            in_flight: the loader that will read it, if that is known.
-        """
-        return Request(
-            self.source, pot, self.spec, self.allow_random, in_flight, self._name, self._fingerprint, self.strict
-        )
+        """What is asked of `open_caches` for this dataset: from which pot, and what loader will read it."""
+        return replace(self.__request, pot=pot, in_flight=in_flight)
 
     def adopt(self, opened: Opened) -> None:
         """Serve from a cache that was opened for this dataset's request; what was counted before is over."""
-        self._opened, self.baseline = opened, Counts()
+        self.__serve(opened)
+        self.__state = SourceState(self.source, getattr(opened.tail, "steps", ()))
         if self.group.is_leader and self.cache is not None:
             log.info(self.describe())
 
     @property
+    def source(self) -> Dataset[Any]:
+        """The user's dataset."""
+        return self.__source
+
+    @property
+    def transform(self) -> Callable[[Any], Any] | None:
+        """What is done to each sample after the cache; where none was given, the source's own."""
+        return cast(Any, self.source).transform if self.__lends_transform else self.__finish.transform
+
+    @transform.setter
+    def transform(self, transform: Callable[[Any], Any] | None) -> None:
+        if self.__lends_transform:
+            cast(Any, self.source).transform = transform
+        else:
+            self.__finish = replace(self.__finish, transform=transform)
+
+    @property
+    def opened(self) -> Opened:
+        """What serves samples in this process, as long as the source is what it was."""
+        return self.__opened
+
+    @property
+    def finish(self) -> Finish:
+        """What is done to each sample after the cache."""
+        return self.__finish
+
+    @property
     def cache(self) -> SharedCache | None:
         """The cache, or None while samples pass through."""
-        return self._opened.live_cache
+        return self.__opened.live_cache
 
     @property
     def counters(self) -> Counters | None:
         """What has been served and filled, by all processes of the node; None before the first opening."""
-        return self._opened.counters
+        return self.__opened.counters
 
     @property
     def ring(self) -> Ring | None:
         """Which node holds which indices; None before the first opening."""
-        return self._opened.ring
+        return self.__opened.ring
 
     @property
     def group(self) -> NodeGroup:
         """The ranks that share the cache."""
-        return self._opened.group
+        return self.__opened.group
 
     @property
     def budget_bytes(self) -> int:
         """Memory that was granted on this node."""
-        return self._opened.budget_bytes
+        return self.__opened.budget_bytes
 
     def close(self) -> None:
         """Give the cache up in this process; from then on samples pass through uncached."""
-        self._opened.close()
-        self._opened = Opened(self.source)
+        self.__opened.close()
+        self.__serve(Opened(self.source))
 
     def describe(self) -> str:
         """One line on what is cached here, for people; with several nodes, on which one, and its arc of the ring."""
-        cache, nodes = self.cache, self.group.nodes
-        name, samples = type(self.source).__name__, len(self)
-        if cache is None:
-            return f"{name}: {samples:,} samples, not cached"
-        where, arc = "", ""
-        if len(nodes) > 1:
-            where = f" on node{self.group.node} (ranks {', '.join(map(str, nodes[self.group.node]))})"
-            arc = f" in an arc that starts at {cache.arc.start:,}"
-        return (
-            f"{name}{where}: {len(cache):,} of {samples:,} samples have a slot{arc}, {cache.filled:,} are filled, "
-            f"{format_bytes(cache.memory_bytes)} in use of {format_bytes(self.budget_bytes)}"
-        )
+        return description(self.source, self.__opened)
+
+    def view(self, transform: Callable[[Any], Any] | None) -> CachedDataset:
+        """The same source, cache and counts with another transform."""
+        view = CachedDataset.__new__(type(self))
+        view.__dict__.update(self.__dict__)
+        view.__finish, view.__transforms = replace(self.__finish, transform=transform), transform is not None
+        return view
+
+    @property
+    def changed(self) -> bool:
+        """Whether the source has changed since the cache was opened."""
+        return self.__state.look(tell=self.group.rank == 0) is not None
+
+    def refresh(self) -> Opened:
+        """What serves samples: once the source has been seen to change, the source itself, uncached."""
+        opened = self.__opened
+        if (opened.cache is not None or opened.source is not self.source) and self.changed:
+            self.__serve(opened.passing(self.source))
+        return self.__opened
 
     def __len__(self) -> int:
-        return len(self.source)  # type: ignore[arg-type]
+        return len(self.__source)  # type: ignore[arg-type]
 
     def __getitem__(self, index: SupportsIndex) -> Any:
         """The sample of an index. What is no index to a cache (a list of them, a slice) goes to the source itself."""
+        opened = self.refresh()
         try:
-            position = self._position(index)
-        except TypeError:
-            sample = self.source[index]
-            self._opened.count(bypasses=1)
-            return self._transformed(sample)
-        return self._finish(self._opened.serve(position))
+            try:
+                position = position_of(index, self.source)
+            except TypeError:
+                sample = self.__source[index]
+                opened.count(bypasses=1)
+                return replace(self.__finish, tail=None)(sample)
+            return self.__finish(opened.serve(position))
+        finally:
+            self.__state.end_read()
 
     def __getitems__(self, indices: Sequence[SupportsIndex]) -> Any:
         """The samples of a batch, as a list: all hits are copied out by one gather per field."""
         try:
-            positions = [self._position(index) for index in indices]
+            positions = [position_of(index, self.source) for index in indices]
         except TypeError:  # a sampler's keys, which only the source understands
             return [self[index] for index in indices]
-        opened = self._opened
+        opened = self.refresh()
         samples: Any
-        if isinstance(indices, Errand) and indices.to_fill:
-            samples = opened.fill(positions)
-        elif opened.live_cache is None and opened.fetch is None:
-            samples = [self._finish(opened.serve(position)) for position in positions]
-        else:
-            samples = self._finish_many(opened.serve_many(positions))
+        try:
+            if isinstance(indices, Errand) and indices.to_fill:
+                samples = opened.fill(positions)
+            elif opened.live_cache is None and opened.fetch is None:
+                samples = [self.__finish(opened.serve(position)) for position in positions]
+            else:
+                samples = self.__finish.each(opened.serve_many(positions), loads_batches=opened.fetch is not None)
+        finally:
+            self.__state.end_read()
         if isinstance(indices, Errand):
             return Delivery(self, indices, samples)
-        return list(samples) if isinstance(samples, GeneratorType) and self.finishes else samples
-
-    @property
-    def finishes(self) -> bool:
-        """Whether samples are transformed, one by one, after the cache."""
-        return self.transform is not None or self._opened.tail is not None
+        return list(samples) if isinstance(samples, GeneratorType) and self.__finish else samples
 
     def load_into(self, batch: Landing, indices: list[int], places: list[int]) -> None:
         """Serve samples that were not READY at their places of a batch; only if they are not transformed."""
-        self._opened.load_into(batch, [self._position(index) for index in indices], places)
+        try:
+            self.__opened.load_into(batch, [position_of(index, self.source) for index in indices], places)
+        finally:
+            self.__state.end_read()
 
-    def count_hits(self, samples: int, gather_ns: int = 0) -> None:
-        """Count samples that somebody else has copied out of the cache, and the nanoseconds that it took."""
-        opened = self._opened
-        if opened.cache is not None and opened.counters is not None:
-            nbytes = samples * opened.cache.spec.nbytes
-            opened.counters.add(hits=samples, bytes_from_cache=nbytes, gather_ns=gather_ns)
+    def __copy__(self) -> CachedDataset:
+        opened, source, other = self.refresh(), copy.copy(self.source), self.view(self.__finish.transform)
+        super(CachedDataset, other).__init__(source)
+        other.__source, other.__transforms = source, self.__transforms
+        other.__request = replace(self.__request, source=source)
+        other.__serve(replace(opened, source=source) if opened.source is self.source else opened)
+        other.__state = SourceState(source, getattr(opened.tail, "steps", ()))
+        return other
 
-    def __getattr__(self, name: str) -> Any:
-        # Names of the user's dataset (`classes`, `targets`) stay reachable; never dunder names: a forwarded
-        # __getitems__ would be found by the loader and go past the cache.
-        if name.startswith("_") or "source" not in self.__dict__:
-            raise AttributeError(f"{type(self).__name__!r} object has no attribute {name!r}")
-        return getattr(self.source, name)
+    def __serve(self, opened: Opened) -> None:
+        self.__opened = opened
+        self.__finish = replace(self.__finish, tail=opened.tail)
 
-    def _position(self, index: SupportsIndex) -> int:
-        """An index from the front. Outside the dataset it stays what it is: the source has its own error for it."""
-        if index.__class__ is not int:
-            if getattr(index, "ndim", 0):
-                raise TypeError("a tensor of one element is an index to torch, and a batch of one to a source")
-            index = operator.index(index)
-        if index >= 0:
-            return index
-        length = len(self)
-        return index + length if index >= -length else index
-
-    def _finish(self, sample: Any) -> Any:
-        if self._opened.tail is not None:
-            sample = self._opened.tail(sample)
-        return self._transformed(sample)
-
-    def _finish_many(self, samples: Any) -> Any:
-        """The samples transformed, each when it is asked for: who puts one away needs no memory for all of them."""
-        # Draws come in the order of the uncached source: where it loads whole batches, all of its own come first.
-        if self._opened.fetch is None:
-            return (self._finish(sample) for sample in samples) if self.finishes else samples
-        if self._opened.tail is not None:
-            samples = [self._opened.tail(sample) for sample in samples]
-        return samples if self.transform is None else (self._transformed(sample) for sample in samples)
-
-    def _transformed(self, sample: Any) -> Any:
-        return sample if self.transform is None else self.transform(sample)
+    @property
+    def __lends_transform(self) -> bool:
+        """Whether `transform` is the source's."""
+        return not self.__transforms and hasattr(self.source, "transform")

@@ -22,12 +22,12 @@ from torch.utils.data import DataLoader
 from lightning_stocache.cache.placement import NO_SLOT
 from lightning_stocache.loading.ahead import Ahead, Job
 from lightning_stocache.loading.crew import Crew
-from lightning_stocache.loading.dataset import CachedDataset
 from lightning_stocache.loading.errand import Errand
 from lightning_stocache.loading.kept import Kept
 from lightning_stocache.loading.landing import Landing
 from lightning_stocache.loading.schedule import Schedule
 from lightning_stocache.loading.staging import Staged, Staging, Stretch, readable_slots
+from lightning_stocache.loading.stand_in import cached_in
 from lightning_stocache.loading.warm import pass_through
 
 __all__ = ["GatheredEpoch"]
@@ -64,9 +64,10 @@ class GatheredEpoch:
     """
 
     def __init__(self, loader: DataLoader[Any], schedule: Schedule, kept: Kept) -> None:
-        assert isinstance(loader.dataset, CachedDataset)
+        dataset = cached_in(loader.dataset)
+        assert dataset is not None
         assert kept.collation is not None
-        self._dataset, self._batches = loader.dataset, loader.batch_sampler
+        self._dataset, self._batches = dataset, loader.batch_sampler
         self._schedule, self._kept, self._cache, self._collation = schedule, kept, kept.cache, kept.collation
         self._with_workers = loader.num_workers > 0
         self._plans: deque[_Plan] = deque()
@@ -159,7 +160,8 @@ class GatheredEpoch:
 
     def _complete(self, plan: _Plan) -> Any:
         """The batch of a plan, counted."""
-        if plan.slots is None or self._cache.closed:
+        # Workers go on with the source that they were started with.
+        if plan.slots is None or self._cache.closed or (not self._with_workers and self._dataset.changed):
             return pass_through(self._dataset, plan.indices, self._kept.pins)
         if plan.stretch is not None:
             rows = self._receive(plan, plan.slots, plan.stretch)
@@ -169,7 +171,7 @@ class GatheredEpoch:
             rows = plan.job.result()
         else:
             rows = self._kept.gather(plan.slots)
-        self._dataset.count_hits(plan.slots.shape[0] - len(plan.missing), self._kept.take_gather_ns())
+        self._dataset.opened.count_hits(plan.slots.shape[0] - len(plan.missing), self._kept.take_gather_ns())
         return self._collation.batch(rows, plan.slots.shape[0])
 
     def _load(self, plan: _Plan, slots: torch.Tensor) -> list[torch.Tensor]:

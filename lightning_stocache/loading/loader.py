@@ -30,11 +30,11 @@ from typing import Any, Literal, Protocol, get_args
 import torch
 from torch.utils.data import DataLoader, Dataset, Sampler, default_collate
 
-from lightning_stocache.loading.dataset import CachedDataset
 from lightning_stocache.loading.gathered import GatheredEpoch
 from lightning_stocache.loading.kept import Kept, Way
 from lightning_stocache.loading.made import MadeEpoch
 from lightning_stocache.loading.schedule import Schedule
+from lightning_stocache.loading.stand_in import cached_in
 from lightning_stocache.loading.warm import WarmEpoch
 
 __all__ = ["CachedLoader", "Gather"]
@@ -103,6 +103,9 @@ class CachedLoader(DataLoader[Any]):
         persistent = self.persistent_workers and self.num_workers > 0
         if persistent and self._current is not None and (last := self._current()) is not None:
             last.close()
+        started = persistent and (self._started or self._plain is not None)
+        if not started and (dataset := cached_in(self.dataset)) is not None:
+            dataset.refresh()  # persistent workers have a source of their own, which stays as it was
         kept = self._keep()
         if kept is not self._kept:
             self._change(kept)
@@ -147,8 +150,8 @@ class CachedLoader(DataLoader[Any]):
 
     def _keep(self) -> Kept | None:
         """What was kept for this cache and this way, or new; None where there is no short cut."""
-        cache = self.dataset.cache if isinstance(self.dataset, CachedDataset) else None
-        way = self._way()
+        dataset, way = cached_in(self.dataset), self._way()
+        cache = None if dataset is None else dataset.cache
         if cache is None or way is None:
             return None
         kept = self._kept
@@ -161,12 +164,12 @@ class CachedLoader(DataLoader[Any]):
 
     def _way(self) -> Way | None:
         """Who makes the batches; None where there is no short cut."""
-        dataset = self.dataset
-        if not isinstance(dataset, CachedDataset) or self.batch_sampler is None:
+        dataset = cached_in(self.dataset)
+        if dataset is None or self.batch_sampler is None:
             return None
         if self.collate_fn is not default_collate or not getattr(self, "in_order", True):
             return None
-        if dataset.finishes or self.gather == "worker":
+        if dataset.finish or self.gather == "worker":
             return "worker" if self.num_workers and self.gather != "main" else None
         return "main"
 

@@ -15,14 +15,14 @@ from __future__ import annotations
 import logging
 import time
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 import torch
 from torch.utils.data import Dataset, Subset
 
 from lightning_stocache.cache.cache import SharedCache
-from lightning_stocache.cache.counters import Counters
+from lightning_stocache.cache.counters import Counters, Counts
 from lightning_stocache.cache.placement import NO_SLOT, Ring
 from lightning_stocache.cache.spec import contents_of
 from lightning_stocache.loading.buffers import Buffers
@@ -51,6 +51,7 @@ class Opened:
         budget_bytes: memory that was granted on this node.
         name: under which the cache stays in memory when it is closed.
         strict: whether a sample that differs from the spec is an error, not a bypass.
+        baseline: what had been counted when the current Trainer call began.
 
     Raises:
         SampleMismatchError: (whatever serves) a loaded sample differs from the cache's spec.
@@ -66,6 +67,7 @@ class Opened:
     budget_bytes: int = 0
     name: str | None = None
     strict: bool = False
+    baseline: Counts = field(default_factory=Counts)
     _buffers: Buffers = field(default_factory=Buffers, repr=False, compare=False)
 
     @property
@@ -171,6 +173,15 @@ class Opened:
         """Add to the counters, by the names of `Counts`."""
         if self.counters is not None:
             self.counters.add(**counts)
+
+    def count_hits(self, samples: int, gather_ns: int = 0) -> None:
+        """Count samples that somebody else has copied out of the cache, and the nanoseconds that it took."""
+        if self.cache is not None:
+            self.count(hits=samples, bytes_from_cache=samples * self.cache.spec.nbytes, gather_ns=gather_ns)
+
+    def passing(self, source: Dataset[Any]) -> Opened:
+        """The same counters around another source, without the cache: its memory is free when nobody reads it."""
+        return replace(self, source=source, tail=None, cache=None, ring=None, budget_bytes=0)
 
     def close(self) -> None:
         """Give cache and counters up in this process; a cache with a name stays for the next job."""

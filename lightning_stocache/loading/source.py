@@ -1,24 +1,29 @@
-"""What can be a source: a map-style dataset, with samples, that is not cached already."""
+"""What can be a source (a map-style dataset, with samples, that is not cached already), and what is an index of it."""
 
 from __future__ import annotations
 
-from typing import Any
+import logging
+import operator
+from typing import Any, SupportsIndex
 
 from torch.utils.data import ConcatDataset, IterableDataset, Subset
 
-__all__ = ["check_source"]
+__all__ = ["check_source", "position_of"]
+
+log = logging.getLogger(__name__)
 
 
-def check_source(source: Any, cached: type) -> None:
+def check_source(source: Any, cached: type, *, strict: bool = True) -> None:
     """Refuse what cannot be cached. Nothing is read.
 
     Args:
         source: what the user gave.
         cached: the class of datasets that are cached already; one inside a Subset or ConcatDataset is found too.
+        strict: whether an empty one is an error, not only a warning.
 
     Raises:
         TypeError: it is iterable-style, has no length, or is cached already.
-        ValueError: it is empty.
+        ValueError: it is empty, and `strict`.
 
     Example:
         >>> check_source([], cached=dict)
@@ -36,7 +41,9 @@ def check_source(source: Any, cached: type) -> None:
             "index there is nothing to cache by"
         )
     if len(source) == 0:
-        raise ValueError(f"source must have at least one sample, got an empty {type(source).__name__}")
+        if strict:
+            raise ValueError(f"source must have at least one sample, got an empty {type(source).__name__}")
+        log.warning("%s is empty: there is nothing to cache", type(source).__name__)
 
 
 def _holds(dataset: Any, kind: type) -> bool:
@@ -45,3 +52,23 @@ def _holds(dataset: Any, kind: type) -> bool:
     if isinstance(dataset, ConcatDataset):
         return any(_holds(part, kind) for part in dataset.datasets)
     return isinstance(dataset, kind)
+
+
+def position_of(index: SupportsIndex, source: Any) -> int:
+    """An index from the front. Outside the dataset it stays what it is: the source has its own error for it.
+
+    Raises:
+        TypeError: it is no index: a sampler's key, a slice, a list or tensor of indices.
+
+    Example:
+        >>> position_of(-1, "abc"), position_of(7, "abc")
+        (2, 7)
+    """
+    if index.__class__ is not int:
+        if getattr(index, "ndim", 0):
+            raise TypeError("a tensor of one element is an index to torch, and a batch of one to a source")
+        index = operator.index(index)
+    if index >= 0:
+        return index
+    length = len(source)
+    return index + length if index >= -length else index

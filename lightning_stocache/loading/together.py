@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 
-from lightning_stocache.loading.allocation import InFlight
+from lightning_stocache.loading.allocation import BackendChoice, InFlight
 from lightning_stocache.loading.dataset import CachedDataset
 from lightning_stocache.loading.opening import open_caches
 from lightning_stocache.node.budget import Budget
@@ -19,16 +19,21 @@ def open_together(
     group: NodeGroup,
     pots: Sequence[str] | None = None,
     in_flight: Sequence[InFlight | None] | None = None,
+    *,
+    backend: BackendChoice = "auto",
+    disable: bool = False,
     later_bytes: int = 0,
 ) -> None:
     """Open the caches of several datasets at once. Collective over the group.
 
     Args:
-        datasets: the same ones in the same order on every rank; `backend` and `on_error` are those of the first.
+        datasets: the same ones in the same order on every rank.
         budgets: the budget of every pot.
         group: which ranks share memory.
         pots: the pot of each dataset; by default the one pot that there is.
         in_flight: the loader of each dataset, whose workers and batches need memory too.
+        backend: where segments lie, see `open_caches`.
+        disable: whether to go on uncached where the memory cannot be had.
         later_bytes: memory that each rank's training will take and does not hold yet.
 
     Raises:
@@ -53,9 +58,6 @@ def open_together(
     ]
     for one in datasets:
         one.close()
-    first = datasets[0]
-    opened = open_caches(
-        requests, budgets, group, first.backend, disable=first.on_error == "disable", later_bytes=later_bytes
-    )
+    opened = open_caches(requests, budgets, group, backend, disable=disable, later_bytes=later_bytes)
     for one, its in zip(datasets, opened, strict=True):
         one.adopt(its)

@@ -24,6 +24,7 @@ from lightning_stocache.loading.collation import Collation
 from lightning_stocache.loading.dataset import CachedDataset
 from lightning_stocache.loading.kept import Kept
 from lightning_stocache.loading.schedule import Schedule
+from lightning_stocache.loading.stand_in import cached_in
 
 __all__ = ["WarmEpoch", "pass_through"]
 
@@ -53,9 +54,10 @@ class WarmEpoch:
     """
 
     def __init__(self, loader: DataLoader[Any], schedule: Schedule, kept: Kept) -> None:
-        assert isinstance(loader.dataset, CachedDataset)
+        dataset = cached_in(loader.dataset)
+        assert dataset is not None
         assert kept.collation is not None
-        self._dataset, self._sampler = loader.dataset, cast(Any, loader.batch_sampler)
+        self._dataset, self._sampler = dataset, cast(Any, loader.batch_sampler)
         self._schedule, self._kept, self._collation = schedule, kept, kept.collation
         self._size = self._sampler.batch_size
         self._at_once = max(_DRAWN // self._size, 1)
@@ -63,7 +65,9 @@ class WarmEpoch:
         self._blocks: deque[_Block] = deque()
         self._job: Job | None = None  # the gather of the first of them, if the thread has it
         self._parts: deque[tuple[Any, int]] = deque()  # of the block that is being handed out, with their samples
-        self._gathered = True  # or parts are indices, because the cache has been closed
+        self._indices = torch.empty(0, dtype=torch.int64)  # of that block
+        self._gathered = True  # or parts are indices, because the cache is not to be read any more
+        self._with_workers = loader.num_workers > 0
         self._ahead = Ahead()
         self._finalizer = weakref.finalize(self, kept.end_epoch, self._ahead)
         kept.end_workers()
@@ -83,12 +87,14 @@ class WarmEpoch:
         self._ahead.back()
         if not self._parts:
             self._open()
+        elif self._gathered and self._changed():
+            self._pass_through(self._indices[-sum(samples for _, samples in self._parts) :])
         part, samples = self._parts.popleft()
         if not self._parts and (self._blocks or self._draw()) and self._gathered and self._ahead.worthwhile:
             self._job = Job(partial(_gather, self._kept, self._collation, self._size, self._blocks[0].slots))
             self._ahead.offer(self._job)
         if self._gathered:
-            self._dataset.count_hits(samples, self._kept.take_gather_ns())
+            self._dataset.opened.count_hits(samples, self._kept.take_gather_ns())
         else:
             part = pass_through(self._dataset, part, self._kept.pins)
         self._ahead.leave()
@@ -106,9 +112,9 @@ class WarmEpoch:
             self.close()
             raise StopIteration
         (indices, slots), job = self._blocks[0], self._job
-        self._gathered = not self._kept.cache.closed
-        if not self._gathered:
-            self._parts.extend(_with_sizes(torch.split(indices, self._size), slots.shape[0], self._size))
+        self._indices, self._gathered = indices, True
+        if self._kept.cache.closed or self._changed():
+            self._pass_through(indices)
         elif job is not None:
             try:
                 self._parts.extend(job.result())
@@ -119,6 +125,16 @@ class WarmEpoch:
             self._parts.extend(_gather(self._kept, self._collation, self._size, slots))
         self._job = None
         self._blocks.popleft()  # last: one that is interrupted is the next one again
+
+    def _changed(self) -> bool:
+        """Whether the source is to be seen as it is now; workers would not know that it has changed."""
+        return not self._with_workers and self._dataset.changed
+
+    def _pass_through(self, indices: torch.Tensor) -> None:
+        """Hand out the batches of these indices without the cache."""
+        self._gathered = False
+        self._parts.clear()
+        self._parts.extend(_with_sizes(torch.split(indices, self._size), indices.shape[0], self._size))
 
     def _draw(self) -> bool:
         """Draw the next batches and plan their blocks; whether there were any."""

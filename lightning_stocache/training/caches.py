@@ -108,8 +108,6 @@ class CallCaches:
             key: CachedDataset(
                 one.source,
                 allow_random=options.allow_random,
-                backend=options.backend,
-                on_error=options.on_error,
                 defer=True,
                 name=None if options.name is None else names[key],
                 fingerprint=options.fingerprint,
@@ -123,7 +121,9 @@ class CallCaches:
             group,
             list(pots.values()),
             [one.loader for one in new.values()],
-            later_bytes,
+            backend=options.backend,
+            disable=options.on_error == "disable",
+            later_bytes=later_bytes,
         )
         self._open |= {key: _Open(dataset, pots[key]) for key, dataset in datasets.items()}
         for one in wanted:
@@ -141,7 +141,7 @@ class CallCaches:
             self.close()
         for one in self._open.values():
             if (counters := one.dataset.counters) is not None:
-                one.dataset.baseline = counters.totals(one.dataset.group.rank)
+                one.dataset.opened.baseline = counters.totals(one.dataset.group.rank)
 
     def _let_go(self, wanted: Collection[Wanted], new: Collection[Wanted]) -> None:
         """Close what the wanted stages do not read any more: a replaced dataset's memory is the new one's."""

@@ -7,7 +7,6 @@ them; after an exception Lightning calls `on_exception` instead. Between two Tra
 
 from __future__ import annotations
 
-import copy
 import inspect
 from collections.abc import Callable, Mapping, Sequence, Sized
 from functools import partial
@@ -244,9 +243,7 @@ class StocacheDataModule(LightningDataModule):
             if one not in self.caches:
                 call = next(call for call, stages in _STAGES_OF_CALL.items() if stage in stages)
                 raise RuntimeError(f"the {stage} loader needs open caches: call setup({call!r}) first")
-            view = copy.copy(self.caches[one])
-            view.transform = self.transform if stage == "train" else self.eval_transform
-            views.append(view)
+            views.append(self.caches[one].view(self.transform if stage == "train" else self.eval_transform))
         return views
 
     def _transform_batch(self, batch: Any, dataloader_idx: int) -> Any:

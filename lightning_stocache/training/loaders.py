@@ -19,6 +19,7 @@ from torch.utils.data import BatchSampler, ConcatDataset, DataLoader, Dataset, S
 from lightning_stocache.loading.allocation import InFlight
 from lightning_stocache.loading.dataset import CachedDataset
 from lightning_stocache.loading.loader import CachedLoader
+from lightning_stocache.loading.stand_in import cached_in
 
 __all__ = ["cached_datasets", "in_flight", "loaders_in", "rewrap", "with_dataset"]
 
@@ -67,8 +68,8 @@ def cached_datasets(loaders: Any) -> list[CachedDataset]:
 
 
 def _inside(dataset: Dataset[Any]) -> Iterator[CachedDataset]:
-    if isinstance(dataset, CachedDataset):
-        yield dataset
+    if (cached := cached_in(dataset)) is not None:
+        yield cached
     elif isinstance(dataset, Subset):
         yield from _inside(dataset.dataset)
     elif isinstance(dataset, ConcatDataset):

@@ -212,7 +212,7 @@ class CacheMonitor(Callback):
     def _moved(self, dataset: CachedDataset, counters: Counters, *, peek: bool = False) -> Counts:
         """What this rank was served since the last look."""
         now = counters.totals(dataset.group.rank)
-        moved = now - self._seen.get(counters, dataset.baseline)
+        moved = now - self._seen.get(counters, dataset.opened.baseline)
         if not peek:
             self._seen[counters] = now
         return moved

@@ -21,6 +21,7 @@ from torch.utils.data import DataLoader, Dataset, DistributedSampler, Sequential
 from lightning_stocache.insight.costs import Loading, PlanError, Spread, Step
 from lightning_stocache.loading.dataset import CachedDataset
 from lightning_stocache.loading.sampler import Mode
+from lightning_stocache.loading.stand_in import cached_in
 from lightning_stocache.training.caches import CallCaches
 from lightning_stocache.training.loaders import in_flight, loaders_in
 
@@ -182,8 +183,8 @@ def _validation(datamodule: Any) -> list[DataLoader[Any]]:
 
 
 def _inside(dataset: Dataset[Any]) -> tuple[Dataset[Any], Callable[[Any], Any] | None]:
-    if isinstance(dataset, CachedDataset):
-        return dataset.source, dataset.transform
+    if (cached := cached_in(dataset)) is not None:
+        return cached.source, cached.finish.transform
     return dataset, None
 
 

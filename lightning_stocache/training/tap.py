@@ -16,6 +16,7 @@ from typing import Any
 from torch.utils.data import DataLoader, IterableDataset, RandomSampler
 
 from lightning_stocache.loading.generators import Generators
+from lightning_stocache.loading.stand_in import StandIn
 from lightning_stocache.node.group import NodeGroup
 from lightning_stocache.training.caches import CallCaches, Wanted
 from lightning_stocache.training.loaders import cached_datasets, in_flight, loaders_in, rewrap, with_dataset
@@ -113,7 +114,7 @@ class LoaderTap:
                 replicas=replicas,
                 mode=self._caches.options.sampling,
             )
-        return with_dataset(loader, dataset, sampler)
+        return with_dataset(loader, StandIn(dataset), sampler)
 
     def _to_cache(self, stage: str, loader: DataLoader[Any]) -> bool:
         """Whether a loader is to be cached: not if it is already, or if it cannot be and its stage is off."""

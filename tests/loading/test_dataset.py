@@ -40,6 +40,7 @@ from lightning_stocache.cache.placement import NO_SLOT
 from lightning_stocache.cache.spec import SampleMismatchError, SampleSpec
 from lightning_stocache.loading import allocation
 from lightning_stocache.loading.dataset import CachedDataset
+from lightning_stocache.loading.loader import CachedLoader
 from lightning_stocache.loading.opening import CacheMemoryError
 from lightning_stocache.node.free import FreeMemory
 from lightning_stocache.node.segment import Segment
@@ -482,13 +483,14 @@ class Odd(CountedSource):
 
 @pytest.mark.parametrize("num_workers", [0, 2])
 @pytest.mark.parametrize("has_slot", [True, False])
-def test_a_sample_that_differs_is_named(num_workers: int, has_slot: bool) -> None:
+def test_a_sample_that_differs_is_named(monkeypatch: pytest.MonkeyPatch, num_workers: int, has_slot: bool) -> None:
     """The error names index, field, what was expected and what came, from workers and without a slot too."""
     source = Odd(LENGTH)
     with closing(CachedDataset(source, "50%")) as dataset:
         assert dataset.cache is not None
         arc = dataset.cache.arc
-        source.odd = next(i for i in range(LENGTH) if (arc.slot(i) != NO_SLOT) == has_slot)
+        # On the class: a source whose own attributes change is not cached any more.
+        monkeypatch.setattr(Odd, "odd", next(i for i in range(LENGTH) if (arc.slot(i) != NO_SLOT) == has_slot))
         expected = (
             rf"sample {source.odd}: field \['image'\] must be Tensor of dtype torch.uint8 and shape \(3, 8, 8\).*"
             r"got Tensor of dtype torch.uint8 and shape \(1, 8, 8\)"
@@ -737,7 +739,7 @@ class Endless:
         (Stream, TypeError, "map-style.*got Stream.*without an index"),
         (Endless, TypeError, "with __getitem__ and __len__, got Endless"),
         (lambda: 5, TypeError, "got int"),
-        (lambda: [], ValueError, "at least one sample, got an empty list"),
+        (list, ValueError, "at least one sample, got an empty list"),
         (lambda: Subset(CountedSource(3), []), ValueError, "got an empty Subset"),
         (lambda: CachedDataset([1, 2], defer=True), TypeError, "got a CachedDataset that is cached already"),
         (lambda: Subset(CachedDataset([1, 2], defer=True), [1]), TypeError, "got a Subset that is cached already"),
@@ -753,6 +755,18 @@ def test_what_cannot_be_cached_is_refused(make: Callable[[], Any], error: type[E
     """Iterable, unsized, empty and cached sources, and samples of no fixed size, are errors in words."""
     with pytest.raises(error, match=message):
         CachedDataset(make(), strict=True)
+
+
+def test_an_empty_source_passes_through(caplog: pytest.LogCaptureFixture) -> None:
+    """Unless it is to be an error, it gives no batches, with one warning."""
+    with closing(CachedDataset([])) as dataset:
+        assert (len(dataset), list(DataLoader(dataset)), list(CachedLoader(dataset)), dataset.cache) == (
+            0,
+            [],
+            [],
+            None,
+        )
+    assert warnings(caplog) == ["list is empty: there is nothing to cache"]
 
 
 # --- closing
@@ -850,15 +864,16 @@ class Named(CountedSource):
     def __array__(self) -> Any:
         raise AssertionError("never asked")
 
-    def _hidden(self) -> None: ...
+    _hidden = None
 
 
 def test_the_sources_attributes_are_reachable() -> None:
-    """`classes` and `targets` are those of the source; its dunder and private names stay its own."""
+    """`classes`, `targets` and private names are those of the source; its dunder names stay its own."""
     with closing(CachedDataset(Named(LENGTH))) as dataset:
         assert dataset.classes_seen == ("cat", "dog")
         assert dataset.targets is Named.targets
-        for name in ("__array__", "_hidden", "nothing_of_this_name"):
+        assert dataset._hidden is None
+        for name in ("__array__", "nothing_of_this_name"):
             assert not hasattr(dataset, name)
         with pytest.raises(AttributeError, match="nothing_of_this_name"):
             dataset.nothing_of_this_name  # noqa: B018

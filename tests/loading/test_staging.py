@@ -162,7 +162,7 @@ class Nothing(Numbers):
 def test_nothing_is_no_sample(dataset):
     """Where the worker's cache is closed, what the source gives is checked, not taken for stored."""
     dataset.close()
-    dataset._opened.source = Nothing(LENGTH)
+    dataset.opened.source = Nothing(LENGTH)
     staging = Staging(SampleSpec.infer(Numbers(3)[0]), LENGTH, batches=2)
     with pytest.raises(SampleMismatchError):
         staging(dataset.__getitems__(errand(range(LENGTH), staging.take(LENGTH))))
