@@ -55,6 +55,7 @@ def open_caches(
     backend: BackendChoice = "auto",
     *,
     disable: bool = False,
+    kept_back: int = 0,
 ) -> list[Opened]:
     """Open a cache for every request. Collective: all ranks pass the same requests in the same order.
 
@@ -64,6 +65,7 @@ def open_caches(
         group: which ranks share memory.
         backend: where segments lie, see `allocate`.
         disable: whether to go on uncached, with a warning, where the memory cannot be had.
+        kept_back: bytes of this node's free memory that are for something else.
 
     Raises:
         UnsupportedSampleError: a sample holds something that has no fixed size.
@@ -93,7 +95,7 @@ def open_caches(
     specs = [None if number in joined else found.spec for number, found in enumerate(findings)]
     if named := any(request.name is not None for request in requests):
         backend = "tmpfile"  # where names are
-    plan = group.lead(lambda: allocate(requests, specs, budgets, ranks, backend, max(promised, 0)))
+    plan = group.lead(lambda: allocate(requests, specs, budgets, ranks, backend, max(promised, 0) + kept_back))
     slots = group.exchange(plan.slots)
     rings = [
         Ring.cut(request.length, group.shares, [slots[ranks[0]][number] for ranks in group.nodes])

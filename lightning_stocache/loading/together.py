@@ -19,6 +19,7 @@ def open_together(
     group: NodeGroup,
     pots: Sequence[str] | None = None,
     in_flight: Sequence[InFlight | None] | None = None,
+    kept_back: int = 0,
 ) -> None:
     """Open the caches of several datasets at once. Collective over the group.
 
@@ -28,6 +29,7 @@ def open_together(
         group: which ranks share memory.
         pots: the pot of each dataset; by default the one pot that there is.
         in_flight: the loader of each dataset, whose batches need memory too.
+        kept_back: bytes of this node's free memory that are for something else.
 
     Raises:
         Exception: as `open_caches`.
@@ -52,6 +54,7 @@ def open_together(
     for one in datasets:
         one.close()
     first = datasets[0]
-    opened = open_caches(requests, budgets, group, first.backend, disable=first.on_error == "disable")
+    disable = first.on_error == "disable"
+    opened = open_caches(requests, budgets, group, first.backend, disable=disable, kept_back=kept_back)
     for one, its in zip(datasets, opened, strict=True):
         one.adopt(its)

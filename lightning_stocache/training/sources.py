@@ -2,14 +2,24 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from typing import Any, TypeAlias
 
-from torch.utils.data import Dataset
+from torch.utils.data import Dataset, IterableDataset
 
-__all__ = ["Source", "made"]
+__all__ = ["Source", "Stream", "made"]
 
 Source: TypeAlias = Dataset[Any] | Callable[[], Dataset[Any]]
+
+
+class Stream(IterableDataset[Any]):
+    """An iterable-style dataset with a transform per sample."""
+
+    def __init__(self, source: IterableDataset[Any], transform: Callable[[Any], Any]) -> None:
+        self.source, self.transform = source, transform
+
+    def __iter__(self) -> Iterator[Any]:
+        return map(self.transform, self.source)
 
 
 def made(sources: Source | Sequence[Source], *, several: bool) -> list[Dataset[Any]]:
