@@ -1,4 +1,4 @@
-"""What a training sees: its batches bit for bit and the order of its hooks, to compare with and without a cache."""
+"""What a training sees: its batches bit for bit, its loaders and its hooks, to compare with and without a cache."""
 
 from __future__ import annotations
 
@@ -7,9 +7,14 @@ from collections.abc import Callable
 from typing import Any
 
 import torch
-from lightning.pytorch import LightningDataModule, LightningModule
+from lightning.pytorch import Callback, LightningDataModule, LightningModule, seed_everything
 
-__all__ = ["DataHooks", "Watcher", "data_hooks"]
+from lightning_stocache.training.callbacks import StochasticCache
+from lightning_stocache.training.hooks import cache_datamodule
+from lightning_stocache.training.loaders import cached_datasets
+from tests.training.tiny import make_trainer
+
+__all__ = ["Looking", "Watcher", "data_hooks", "fit", "through"]
 
 
 class Watcher(LightningModule):
@@ -66,6 +71,46 @@ def data_hooks(**loaders: Callable[[], Any]) -> DataHooks:
 
     hooks = {f"{stage}_dataloader": hook(stage) for stage in loaders}
     return type("Data", (DataHooks,), hooks)()
+
+
+class Looking(Callback):
+    """Notes the loaders and the slots per stage while training runs."""
+
+    def __init__(self) -> None:
+        self.loaders: dict[str, Any] = {}
+        self.slots: dict[str, list[int]] = {}
+
+    def look(self, trainer: Any, *_: Any) -> None:
+        stages = {"train": trainer.train_dataloader, "val": trainer.val_dataloaders}
+        stages |= {"test": trainer.test_dataloaders, "predict": trainer.predict_dataloaders}
+        for stage, loaders in stages.items():
+            if loaders is not None:
+                self.loaders[stage] = loaders
+                caches = [dataset.cache for dataset in cached_datasets(loaders)]
+                self.slots[stage] = [0 if cache is None else len(cache) for cache in caches]
+
+    on_train_batch_end = on_validation_batch_end = on_test_batch_end = on_predict_batch_end = look
+    on_train_end = on_validation_end = look
+
+
+def through(door: str, tmp_path: Any, loaders: dict[str, Callable[[], Any]], **options: Any) -> Any:
+    """A Trainer, its model and DataModule behind a door, or behind none."""
+    looking, dm, model = Looking(), data_hooks(**loaders), Watcher()
+    knobs = options.pop("cache", {})
+    callbacks: list[Callback] = [looking]
+    if door == "callback":
+        callbacks.append(StochasticCache(**knobs))
+    elif door == "cache_datamodule":
+        cache_datamodule(dm, **knobs)
+    return make_trainer(tmp_path, callbacks, logger=False, **options), model, dm, looking
+
+
+def fit(door: str, tmp_path: Any, loaders: dict[str, Callable[[], Any]], **options: Any) -> Any:
+    """The model, the DataModule and what was looked at after a fit that began with seed 0."""
+    trainer, model, dm, looking = through(door, tmp_path, loaders, **options)
+    seed_everything(0, verbose=False)
+    trainer.fit(model, datamodule=dm)
+    return model, dm, looking
 
 
 def _plain(batch: Any) -> Any:

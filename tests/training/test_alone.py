@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Callable
 from typing import Any
 
 import pytest
@@ -15,39 +14,15 @@ from torch.utils.data import DataLoader, Dataset, IterableDataset, TensorDataset
 from tqdm.auto import tqdm
 
 from lightning_stocache.loading.dataset import CachedDataset
-from lightning_stocache.training.caches import CallCaches
 from lightning_stocache.training.callbacks import StochasticCache
 from lightning_stocache.training.datamodule import StocacheDataModule
 from lightning_stocache.training.hooks import cache_datamodule
-from lightning_stocache.training.loaders import cached_datasets
-from lightning_stocache.training.options import CacheOptions
-from lightning_stocache.training.tap import LoaderTap
-from tests.training.seen import Watcher, data_hooks
+from tests.training.seen import Looking, Watcher, data_hooks, fit, through
 from tests.training.tiny import SAMPLES, Model, logged, make_trainer, plain_loader, source
 
 tqdm.get_lock()  # lr_find has a bar, whose semaphore lives as long as the process
 
 ROW = 3 * 8 * 8 + 8 + 1  # bytes of a slot: image, label, state
-
-
-class Looking(Callback):
-    """Notes the loaders and the slots per stage while training runs."""
-
-    def __init__(self) -> None:
-        self.loaders: dict[str, Any] = {}
-        self.slots: dict[str, list[int]] = {}
-
-    def look(self, trainer: Any, *_: Any) -> None:
-        stages = {"train": trainer.train_dataloader, "val": trainer.val_dataloaders}
-        stages |= {"test": trainer.test_dataloaders, "predict": trainer.predict_dataloaders}
-        for stage, loaders in stages.items():
-            if loaders is not None:
-                self.loaders[stage] = loaders
-                caches = [dataset.cache for dataset in cached_datasets(loaders)]
-                self.slots[stage] = [0 if cache is None else len(cache) for cache in caches]
-
-    on_train_batch_end = on_validation_batch_end = on_test_batch_end = on_predict_batch_end = look
-    on_train_end = on_validation_end = look
 
 
 def passing(caplog: pytest.LogCaptureFixture) -> list[str]:
@@ -56,26 +31,6 @@ def passing(caplog: pytest.LogCaptureFixture) -> list[str]:
 
 
 DOORS = pytest.mark.parametrize("door", ["callback", "cache_datamodule"])
-
-
-def through(door: str, tmp_path: Any, loaders: dict[str, Callable[[], Any]], **options: Any) -> Any:
-    """A Trainer, its model and DataModule behind a door, or behind none."""
-    looking, dm, model = Looking(), data_hooks(**loaders), Watcher()
-    knobs = options.pop("cache", {})
-    callbacks: list[Callback] = [looking]
-    if door == "callback":
-        callbacks.append(StochasticCache(**knobs))
-    elif door == "cache_datamodule":
-        cache_datamodule(dm, **knobs)
-    return make_trainer(tmp_path, callbacks, logger=False, **options), model, dm, looking
-
-
-def fit(door: str, tmp_path: Any, loaders: dict[str, Callable[[], Any]], **options: Any) -> Any:
-    """The model, the DataModule and what was looked at after a fit that began with seed 0."""
-    trainer, model, dm, looking = through(door, tmp_path, loaders, **options)
-    seed_everything(0, verbose=False)
-    trainer.fit(model, datamodule=dm)
-    return model, dm, looking
 
 
 class Stream(IterableDataset[Any]):
@@ -110,18 +65,6 @@ class Endless(Dataset[Any]):
 
     def __getitem__(self, index: int) -> torch.Tensor:
         return torch.full((2,), float(index))
-
-
-class Dealing(torch.utils.data.Sampler[int]):
-    """Deals samples to ranks by itself, and is no DistributedSampler."""
-
-    num_replicas = 2
-
-    def __iter__(self):
-        return iter(range(6))
-
-    def __len__(self):
-        return 6
 
 
 class Iterating(DataLoader[Any]):
@@ -237,16 +180,6 @@ def test_one_odd_loader_of_several_passes_alone(tmp_path, caplog):
     assert looking.slots == {"train": [SAMPLES], "val": [8]}
     assert looking.loaders["val"]["a"] is looking.loaders["train"]["b"] is odd
     assert [warning.split(":")[0] for warning in passing(caplog)] == ["val loader", "train loader"]
-
-
-def test_a_sampler_that_deals_by_itself_keeps_its_loader(caplog):
-    """Where Lightning would wrap a sampler that deals to ranks, the loader stays the user's own, with a warning."""
-    loader = DataLoader(numbers(), 2, sampler=Dealing())
-    caches = CallCaches(CacheOptions())
-    assert LoaderTap(caches, {"train": lambda: loader}, replicas=lambda: (2, 0))("train") is loader
-    assert "Dealing deals samples to ranks" in passing(caplog)[0]
-    with pytest.raises(TypeError, match="train loader cannot be cached, TensorDataset: Dealing deals samples"):
-        LoaderTap(CallCaches(CacheOptions(strict=True)), {"train": lambda: loader}, replicas=lambda: (2, 0))("train")
 
 
 def test_batches_in_memory_pass_in_silence(tmp_path, caplog):
