@@ -132,9 +132,9 @@ class StochasticCache(CacheMonitor):
         """Stand before the loaders of the call."""
         super().setup(trainer, pl_module, stage)
         monitors = [other for other in trainer.callbacks if isinstance(other, CacheMonitor)]  # type: ignore[attr-defined]
-        callbacks = [other for other in monitors if isinstance(other, StochasticCache)]
-        self._monitors = len(monitors) == len(callbacks) and callbacks[0] is self
-        if callbacks[0] is not self:
+        first = next((other for other in monitors if isinstance(other, StochasticCache)), self)
+        self._monitors = first is self and all(isinstance(other, StochasticCache) for other in monitors)
+        if first is not self:
             rank_zero_warn("there is a StochasticCache before this one in the list of callbacks: this one does nothing")
             return
         sources = {name: it for name, it in _data_sources(trainer, stage).items() if not _has_cache(it.instance)}

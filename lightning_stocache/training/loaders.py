@@ -23,7 +23,16 @@ from lightning_stocache.loading.allocation import InFlight
 from lightning_stocache.loading.dataset import CachedDataset
 from lightning_stocache.loading.loader import CachedLoader
 
-__all__ = ["cached_datasets", "hides_dataset", "in_flight", "leaves_in", "loaders_in", "rewrap", "with_dataset"]
+__all__ = [
+    "cached_behind",
+    "cached_datasets",
+    "hides_dataset",
+    "in_flight",
+    "leaves_in",
+    "loaders_in",
+    "rewrap",
+    "with_dataset",
+]
 
 # Where Lightning keeps a loader's arguments (`lightning.fabric.utilities.data`); the same names from 2.0 to 2.6.
 _ARGS, _KWARGS, _ARG_NAMES, _DATASET = "__pl_saved_args", "__pl_saved_kwargs", "__pl_saved_arg_names", "__dataset"
@@ -68,12 +77,14 @@ def rewrap(loaders: Any, wrap: Callable[[DataLoader[Any]], DataLoader[Any]]) -> 
 
 
 def cached_datasets(loaders: Any) -> list[CachedDataset]:
-    """The CachedDatasets that the loaders read from, through Subset and ConcatDataset; one per cache.
+    """The CachedDatasets that DataLoaders read from, through Subset and ConcatDataset; one per cache."""
+    return cached_behind(*loaders_in(loaders))
 
-    Loaders that are no DataLoader and have a `dataset` (timm's PrefetchLoader) are looked into as well.
-    """
+
+def cached_behind(*leaves: Any) -> list[CachedDataset]:
+    """The CachedDatasets that are read by what has a `dataset`, DataLoader or not (timm's PrefetchLoader)."""
     found: dict[int, CachedDataset] = {}
-    for leaf in leaves_in(loaders):
+    for leaf in leaves:
         for dataset in _inside(getattr(leaf, "dataset", None)):
             found.setdefault(id(dataset.counters or dataset), dataset)
     return list(found.values())

@@ -14,7 +14,7 @@ import torch
 from torch.utils.data import BatchSampler, DataLoader, IterableDataset
 from torch.utils.data.dataloader import _BaseDataLoaderIter
 
-from lightning_stocache.training.loaders import cached_datasets, hides_dataset
+from lightning_stocache.training.loaders import cached_behind, hides_dataset
 from lightning_stocache.training.sampling import check_sampler
 
 __all__ = ["check_dataset", "check_leaf", "check_loader", "title"]
@@ -79,7 +79,7 @@ def check_leaf(leaf: Any) -> None:
     """
     if isinstance(leaf, (DataLoader, *_DATA)) or not (isinstance(leaf, Iterable) or hasattr(leaf, "__getitem__")):
         return
-    if cached_datasets(leaf):
+    if cached_behind(leaf):
         return
     dataset = getattr(leaf, "dataset", None)
     wrap = hasattr(dataset, "__getitem__") and not isinstance(dataset, IterableDataset)

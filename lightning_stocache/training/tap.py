@@ -15,6 +15,7 @@ from __future__ import annotations
 from collections.abc import Callable, Collection, Mapping
 from dataclasses import dataclass
 from typing import Any
+from weakref import WeakSet
 
 from torch.utils.data import DataLoader, RandomSampler
 
@@ -22,7 +23,14 @@ from lightning_stocache.loading.dataset import CachedDataset
 from lightning_stocache.loading.sampler import LocalitySampler
 from lightning_stocache.node.group import NodeGroup
 from lightning_stocache.training.caches import CallCaches, Wanted
-from lightning_stocache.training.loaders import cached_datasets, in_flight, leaves_in, rewrap, with_dataset
+from lightning_stocache.training.loaders import (
+    cached_behind,
+    cached_datasets,
+    in_flight,
+    leaves_in,
+    rewrap,
+    with_dataset,
+)
 from lightning_stocache.training.obstacles import check_leaf, check_loader, title
 from lightning_stocache.training.sampling import is_default, locality_sampler
 
@@ -53,6 +61,7 @@ class LoaderTap:
         self._to_come = set(stages)
         self._at_hand = dict(at_hand or {})
         self._replicas = replicas
+        self._shared: WeakSet[CachedDataset] = WeakSet()
         self._made: dict[tuple[str, int], _Made] = {}
 
     def __call__(self, stage: str) -> Any:
@@ -69,10 +78,11 @@ class LoaderTap:
         cacheable = self._cacheable(asked, group)
         wanted = [Wanted(loader.dataset, name, in_flight(loader)) for name, loader in cacheable]
         self._caches.open(wanted, group, train_to_come="train" in self._to_come)
-        for dataset in cached_datasets(list(asked.values())):
+        for dataset in cached_behind(*leaves_in(list(asked.values()))):
             # The user's own: it only has to become the node's common one, and must not start anew in every epoch.
-            if dataset.counters is None or dataset.group != group:
+            if dataset not in self._shared and (dataset.counters is None or dataset.group != group):
                 dataset.share(group)
+                self._shared.add(dataset)
         chosen = {id(loader) for name, loader in cacheable if name == stage}
         return rewrap(loaders, lambda loader: self._renewed(stage, loader) if id(loader) in chosen else loader)
 
@@ -117,8 +127,8 @@ class LoaderTap:
             return loader
         made = self._made.get((stage, id(loader)))
         if made is None or not made.is_of(loader, attributes, dataset):
-            made = _Made(loader, attributes, with_dataset(loader, dataset, self._sampler(stage, loader, dataset)))
-            self._made[stage, id(loader)] = made
+            renewed = with_dataset(loader, dataset, self._sampler(stage, loader, dataset))
+            made = self._made[stage, id(loader)] = _Made(loader, attributes, dataset, renewed)
         return made.renewed
 
     def _sampler(self, stage: str, loader: DataLoader[Any], dataset: CachedDataset) -> LocalitySampler | None:
@@ -138,17 +148,18 @@ class LoaderTap:
 
 @dataclass(frozen=True)
 class _Made:
-    """A loader of the user's with its attributes as they were, and the one that was made of it."""
+    """A loader of the user's with its attributes as they were, and the one that was made of it around a dataset."""
 
     loader: DataLoader[Any]
     attributes: dict[str, Any]
+    dataset: CachedDataset
     renewed: DataLoader[Any]
 
     def is_of(self, loader: DataLoader[Any], attributes: dict[str, Any], dataset: CachedDataset) -> bool:
         """Whether it was made of this loader, which nobody has changed since, around this dataset."""
         return (
             self.loader is loader
-            and self.renewed.dataset is dataset
+            and self.dataset is dataset
             and self.attributes.keys() == attributes.keys()
             and all(self.attributes[name] is value for name, value in attributes.items())
         )

@@ -171,14 +171,14 @@ def test_one_odd_loader_of_several_passes_alone(tmp_path, caplog):
     """Of several val loaders in a dict those that can be cached are, and the others are the user's own objects."""
     odd, val = DataLoader(Stream(), 2), source(tmp_path, "val", 8)
     loaders = {
-        "train": lambda: CombinedLoader({"a": plain_loader(source(tmp_path)), "b": odd}, "min_size"),
+        "train": lambda: CombinedLoader([odd, plain_loader(source(tmp_path))], "min_size"),
         "val": lambda: {"a": odd, "b": plain_loader(val)},
     }
     plain, *_ = fit("none", tmp_path, loaders, epochs=2)
     model, _, looking = fit("callback", tmp_path, loaders, epochs=2)
     assert model.batches == plain.batches
     assert looking.slots == {"train": [SAMPLES], "val": [8]}
-    assert looking.loaders["val"]["a"] is looking.loaders["train"]["b"] is odd
+    assert looking.loaders["val"]["a"] is looking.loaders["train"][0] is odd
     assert [warning.split(":")[0] for warning in passing(caplog)] == ["val loader", "train loader"]
 
 
@@ -193,10 +193,11 @@ def test_batches_in_memory_pass_in_silence(tmp_path, caplog):
 def test_a_cached_dataset_inside_a_wrapper_is_found(tmp_path, caplog):
     """Who wraps his dataset with CachedDataset inside a loader of another kind is warned no more."""
     train = source(tmp_path)
-    dataset = CachedDataset(train)
-    _, _, looking = fit("callback", tmp_path, {"train": lambda: Batches(plain_loader(dataset))}, epochs=2)
-    assert looking.slots["train"] == [SAMPLES]
+    dataset = CachedDataset(train, defer=True)
+    model, *_ = fit("callback", tmp_path, {"train": lambda: Batches(plain_loader(dataset))}, epochs=2)
+    assert len(model.batches) == 12
     assert train.loads <= SAMPLES + 8
+    assert dataset.cache.filled == SAMPLES
     assert passing(caplog) == []
     dataset.close()
 
