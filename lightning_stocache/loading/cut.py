@@ -121,6 +121,11 @@ class Tail:
     def __repr__(self) -> str:
         return repr(self.part).replace("Part", "Tail", 1)
 
+    @property
+    def steps(self) -> list[Callable[..., Any]]:
+        """The steps that it runs."""
+        return self.part.steps
+
     def __call__(self, sample: Any) -> Any:
         """Finish a sample of the split source."""
         for places in self.places:

@@ -25,12 +25,13 @@ from typing import Any, cast
 import numpy as np
 import torch
 
-__all__ = ["ENTROPY", "Generators", "owned_generators", "reachable", "watch_entropy"]
+__all__ = ["ENTROPY", "KINDS", "Generators", "owned_generators", "reachable", "watch_entropy"]
 
 ENTROPY = "the system's entropy"
 """The name under which a state counts it."""
 
-_KINDS = (np.random.Generator, np.random.RandomState, random.Random, torch.Generator)
+KINDS = (np.random.Generator, np.random.RandomState, random.Random, torch.Generator)
+"""The classes of generators."""
 _MOST = (
     20_000  # objects that are looked at, and of a container's items the first 256: a list of a million paths has none
 )
@@ -137,9 +138,7 @@ def owned_generators(source: Any) -> dict[str, Any]:
     """
     common = {id(torch.default_generator), id(np.random.mtrand._rand), id(random._inst)}
     return {
-        where: found
-        for where, found in reachable(source)
-        if issubclass(type(found), _KINDS) and id(found) not in common
+        where: found for where, found in reachable(source) if issubclass(type(found), KINDS) and id(found) not in common
     }
 
 
@@ -164,7 +163,7 @@ def reachable(source: Any) -> Iterator[tuple[str, Any]]:
 def _children(node: Any) -> Iterator[tuple[str, Any]]:
     """What an object leads to, with the step: an attribute, a key, or a name of its own."""
     kind = type(node)  # never isinstance: a proxy may load what it stands for to answer
-    if issubclass(kind, (*_KINDS, types.ModuleType)):
+    if issubclass(kind, (*KINDS, types.ModuleType)):
         return
     if issubclass(kind, dict):
         yield from ((f"[{key!r}]", child) for key, child in islice(dict.items(node), _FIRST))
@@ -180,7 +179,7 @@ def _children(node: Any) -> Iterator[tuple[str, Any]]:
         for base in node.__mro__:
             known = _top(base.__module__) in _KNOWN
             for name, value in list(vars(base).items()):
-                if not known or issubclass(type(value), _KINDS):
+                if not known or issubclass(type(value), KINDS):
                     yield f".{name}", _function(value)
         return
     # A subclass of a container has attributes, too.

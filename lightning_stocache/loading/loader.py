@@ -75,6 +75,14 @@ class CachedLoader(DataLoader[Any]):
         >>> dataset.close()
     """
 
+    # What a loader starts with, also one that is a copy of a DataLoader's attributes and was never constructed.
+    gather: Gather = "auto"
+    _started = False  # whether a persistent loader has drawn its base seed
+    _kept: Kept | None = None
+    _release: weakref.finalize[[], CachedLoader] | None = None
+    _current: weakref.ref[_Epoch] | None = None
+    _plain: Any = None
+
     def __init__(
         self,
         dataset: Dataset[Any],
@@ -93,10 +101,6 @@ class CachedLoader(DataLoader[Any]):
             raise ValueError("gather='worker' needs num_workers > 0")
         super().__init__(dataset, batch_size, shuffle, sampler, batch_sampler, num_workers, **arguments)
         self.gather = gather
-        self._started = False  # whether a persistent loader has drawn its base seed
-        self._kept: Kept | None = None
-        self._release: weakref.finalize[[], CachedLoader] | None = None
-        self._current: weakref.ref[_Epoch] | None = None
 
     def __iter__(self) -> Any:
         """A new epoch. With persistent workers it ends the one before, as DataLoader's does."""
@@ -180,7 +184,7 @@ class CachedLoader(DataLoader[Any]):
 
     @_iterator.setter
     def _iterator(self, iterator: Any) -> None:
-        if iterator is None and "_kept" in self.__dict__:
+        if iterator is None:
             self.close()
         self._plain = iterator
 

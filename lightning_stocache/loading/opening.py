@@ -56,6 +56,7 @@ def open_caches(
     *,
     disable: bool = False,
     later_bytes: int = 0,
+    kept_back: int = 0,
 ) -> list[Opened]:
     """Open a cache for every request. Collective: all ranks pass the same requests in the same order.
 
@@ -66,6 +67,7 @@ def open_caches(
         backend: where segments lie, see `allocate`.
         disable: whether to go on uncached, with a warning, where the memory cannot be had.
         later_bytes: memory that each rank's training will take and does not hold yet.
+        kept_back: bytes of this node's free memory that are for something else.
 
     Raises:
         UnsupportedSampleError: (`strict`) a sample holds something that has no fixed size.
@@ -103,7 +105,7 @@ def open_caches(
             budgets,
             ranks,
             backend,
-            max(promised, 0),
+            max(promised, 0) + kept_back,
             worker_bytes=worker_bytes,
             later_bytes=later_bytes,
         )

@@ -6,10 +6,10 @@ remembers the attributes of the source, of the datasets inside it (Subset, Conca
 transforms, down to the lists of steps, and compares them with what they are now.
 
 An attribute has changed if it holds another object that is not equal to the one before. Not counted are what is opened
-and closed (files, databases: whatever can be closed), the length of a source that grows, and attributes that move when
-the source is read (a counter, a memo): `end_read`, called after every read of this process, learns them, and `ignored`
-names those that others know of. Not seen is what changes inside an object that is no transform: a list of files that is
-sorted, a tensor that is written to.
+and closed (files, databases: whatever can be closed), generators, the length of a source that grows, and attributes
+that move when the source is read (a counter, a memo): `end_read`, called after every read of this process, learns them,
+and `ignored` names those that others know of. Not seen is what changes inside an object that is no transform: a list of
+files that is sorted, a tensor that is written to.
 
 A copy of the source, in another process or in this one, is compared with what it was when it was made. In a loader's
 worker a name that the source did not have is no change: `worker_init_fn` tells the worker's copy who it is.
@@ -24,6 +24,8 @@ from types import BuiltinFunctionType, FunctionType, MethodType
 from typing import Any, NamedTuple
 
 from torch.utils.data import Dataset, get_worker_info
+
+from lightning_stocache.loading.generators import KINDS
 
 __all__ = ["SourceState"]
 
@@ -180,8 +182,10 @@ def _has_state(node: Any) -> bool:
 
 
 def _is_handle(value: Any) -> bool:
-    """Whether it is something that was opened, or nothing yet."""
-    return value is None or value is _MISSING or (hasattr(value, "close") and not isinstance(value, Dataset))
+    """Whether it is something that was opened, a generator that may be seeded anew, or nothing yet."""
+    if value is None or value is _MISSING or isinstance(value, KINDS):
+        return True
+    return hasattr(value, "close") and not isinstance(value, Dataset)
 
 
 def _entries(container: Any) -> dict[Any, Any]:

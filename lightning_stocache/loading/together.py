@@ -23,6 +23,7 @@ def open_together(
     backend: BackendChoice = "auto",
     disable: bool = False,
     later_bytes: int = 0,
+    kept_back: int = 0,
 ) -> None:
     """Open the caches of several datasets at once. Collective over the group.
 
@@ -35,6 +36,7 @@ def open_together(
         backend: where segments lie, see `open_caches`.
         disable: whether to go on uncached where the memory cannot be had.
         later_bytes: memory that each rank's training will take and does not hold yet.
+        kept_back: bytes of this node's free memory that are for something else.
 
     Raises:
         Exception: as `open_caches`.
@@ -58,6 +60,8 @@ def open_together(
     ]
     for one in datasets:
         one.close()
-    opened = open_caches(requests, budgets, group, backend, disable=disable, later_bytes=later_bytes)
+    opened = open_caches(
+        requests, budgets, group, backend, disable=disable, later_bytes=later_bytes, kept_back=kept_back
+    )
     for one, its in zip(datasets, opened, strict=True):
         one.adopt(its)

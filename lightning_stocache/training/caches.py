@@ -1,6 +1,8 @@
 """The caches of one Trainer call: opened together, once, and closed at its end.
 
-All datasets of a call (train and val for `fit`) share the budget, so they must be known before the first of them opens.
+The datasets of a call (train and val for `fit`) share the budget. Those that open at once divide it by their size; one
+that opens later gets what is left of a budget in bytes, and of the free memory. A val set that opens before the
+training set takes at most half.
 
 A dataset is known by its object. The same object is never opened twice within a call: not for a second `setup`, nor
 for reloaded loaders. Another object is another dataset, even if it looks the same: its cache starts empty, and the
@@ -25,6 +27,8 @@ from lightning_stocache.loading.allocation import InFlight
 from lightning_stocache.loading.dataset import CachedDataset
 from lightning_stocache.loading.together import open_together
 from lightning_stocache.node.budget import Budget
+from lightning_stocache.node.files import memory_directory
+from lightning_stocache.node.free import FreeMemory
 from lightning_stocache.node.group import NodeGroup
 from lightning_stocache.training.options import CacheOptions
 
@@ -67,6 +71,7 @@ class CallCaches:
         self._open: dict[int, _Open] = {}
         self._group = NodeGroup()
         self._warned = False
+        self._said: set[str] = set()
 
     def __getitem__(self, source: Dataset[Any]) -> CachedDataset:
         """The cached dataset around a source that has been opened."""
@@ -75,7 +80,21 @@ class CallCaches:
     def __contains__(self, source: Dataset[Any]) -> bool:
         return id(source) in self._open
 
-    def open(self, wanted: Iterable[Wanted], group: NodeGroup | None = None, later_bytes: int = 0) -> None:
+    def pass_by(self, stage: str, title: str, reason: str) -> None:
+        """Say, once and on one rank, that something is not cached."""
+        message = f"{stage} loader: {title} passes through uncached: {reason}"
+        if message not in self._said and NodeGroup.discover().rank == 0:
+            log.warning(message)
+        self._said.add(message)
+
+    def open(
+        self,
+        wanted: Iterable[Wanted],
+        group: NodeGroup | None = None,
+        *,
+        later_bytes: int = 0,
+        train_to_come: bool = False,
+    ) -> None:
         """Open what is wanted and not open yet. Collective: every rank wants the same, in the same order.
 
         Args:
@@ -83,6 +102,7 @@ class CallCaches:
                 closed.
             group: which ranks share memory; by default it is found out.
             later_bytes: what the training will take, see `training_bytes`.
+            train_to_come: whether the training set will open later, so that half of its pot is kept for it.
 
         Raises:
             CacheMemoryError: the memory cannot be had, and `on_error="raise"`.
@@ -101,7 +121,10 @@ class CallCaches:
                 new.setdefault(id(one.source), one)  # in several stages: pot and name are those of the first
                 names.setdefault(id(one.source), f"{self.options.name}-{one.stage}{number[one.stage]}")
             number[one.stage] += 1
-        self._let_go(wanted, new.values())
+        stages = {one.stage for one in wanted}
+        if new and train_to_come and not self.options.keep_cache:
+            stages.add("train")  # what is open for it was opened by hand, before the call
+        self._let_go(stages, wanted, new.values())
         options = self.options
         pots = {key: options.pot(one.stage) for key, one in new.items()}
         datasets = {
@@ -117,13 +140,14 @@ class CallCaches:
         }
         open_together(
             list(datasets.values()),
-            {pot: self._left(pot, budget) for pot, budget in options.budgets.items() if pot in pots.values()},
+            {pot: self._left(pot, new.values(), train_to_come) for pot in options.budgets if pot in pots.values()},
             group,
             list(pots.values()),
             [one.loader for one in new.values()],
             backend=options.backend,
             disable=options.on_error == "disable",
             later_bytes=later_bytes,
+            kept_back=self._kept_back(pots.values(), train_to_come),
         )
         self._open |= {key: _Open(dataset, pots[key]) for key, dataset in datasets.items()}
         for one in wanted:
@@ -143,9 +167,9 @@ class CallCaches:
             if (counters := one.dataset.counters) is not None:
                 one.dataset.opened.baseline = counters.totals(one.dataset.group.rank)
 
-    def _let_go(self, wanted: Collection[Wanted], new: Collection[Wanted]) -> None:
-        """Close what the wanted stages do not read any more: a replaced dataset's memory is the new one's."""
-        for stage in {one.stage for one in wanted}:
+    def _let_go(self, stages: Collection[str], wanted: Collection[Wanted], new: Collection[Wanted]) -> None:
+        """Close what these stages do not read any more: a replaced dataset's memory is the new one's."""
+        for stage in stages:
             still = {id(one.source) for one in wanted if one.stage == stage}
             for key, one in list(self._open.items()):
                 if stage not in one.stages or key in still:
@@ -163,17 +187,30 @@ class CallCaches:
                         type(one.dataset.source).__name__,
                     )
 
-    def _left(self, pot: str, budget: Budget) -> Budget:
-        """What a budget in bytes has left beside the caches that are open already."""
-        taken = sum(one.dataset.budget_bytes for one in self._open.values() if one.pot == pot)
-        if not taken or budget.unit != "bytes":
+    def _left(self, pot: str, new: Collection[Wanted], train_to_come: bool) -> Budget:
+        """What new datasets may take of a pot: of bytes, what the open caches leave, or half if train is to come."""
+        budget = self.options.budgets[pot]
+        if budget.unit != "bytes" or budget.off:
             return budget
+        taken = sum(one.dataset.budget_bytes for one in self._open.values() if one.pot == pot)
         left = max(int(budget.amount) - taken, 0)
-        if not left and self._group.rank == 0:
-            log.warning(
-                "the caches that are open use all of budget=%r: nothing is left for another dataset", str(budget)
-            )
+        if train_to_come and pot == self.options.pot("train"):
+            left = min(left, int(budget.amount) // 2)
+        for one in new:
+            if not left and self.options.pot(one.stage) == pot:
+                advice = f"Keep a share for it: stage_budgets={{{one.stage!r}: ...}}"
+                reason = f"the caches that are open use all of budget={str(budget)!r}. {advice}"
+                self.pass_by(one.stage, type(one.source).__name__, reason)
         return Budget.parse(left)
+
+    def _kept_back(self, pots: Collection[str], train_to_come: bool) -> int:
+        """Free memory that new datasets may not take: what the open caches have yet to fill, and half for train."""
+        caches = [(one.dataset.budget_bytes, one.dataset.cache) for one in self._open.values()]
+        promised = sum(max(granted - cache.memory_bytes, 0) for granted, cache in caches if cache is not None)
+        pot = self.options.pot("train")
+        if not train_to_come or pot not in pots or self.options.budgets[pot].unit == "bytes":
+            return promised
+        return promised + max(FreeMemory.measure(memory_directory()).bytes - promised, 0) // 2
 
     def __getstate__(self) -> dict[str, Any]:
         # Datasets are known by their id here, which means nothing in another process.

@@ -12,7 +12,7 @@ from functools import partial
 from typing import Any
 
 from lightning.pytorch import Callback, LightningModule, Trainer
-from lightning.pytorch.utilities import rank_zero_info
+from lightning.pytorch.utilities import rank_zero_info, rank_zero_warn
 
 from lightning_stocache.loading.allocation import BackendChoice
 from lightning_stocache.loading.dataset import CachedDataset, OnError
@@ -76,11 +76,16 @@ class StochasticCache(CacheMonitor):
     """Caches every loader of a Trainer call, and logs what it gives as CacheMonitor does.
 
     Nothing else changes: it stands before the Trainer's loaders, wherever they come from, and gives the same loaders
-    with cached datasets. A dataset should be made once: one that is made anew whenever a loader hook runs starts with
-    an empty cache each time.
+    with cached datasets; hooks run when Lightning runs them. Each loader stands alone: one that cannot be cached is
+    used as it is, with one warning. A dataset should be made once: one that is made anew whenever a loader hook runs
+    starts with an empty cache each time.
+
+    Datasets of loaders that are given to `fit` share the budget by their size. Of loaders that come from hooks, the
+    val set, which Lightning's sanity check asks for first, takes at most half; without a sanity check it gets what the
+    training set leaves. `stage_budgets` says otherwise.
 
     Args:
-        budget: memory per node, shared by the datasets of a Trainer call by their size; see `CachedDataset`.
+        budget: memory per node, shared by the datasets of a Trainer call; see `CachedDataset`.
         stage_budgets: a budget of its own for some stages, for instance {"val": "1GiB"} or {"test": 0}.
         allow_random: cache a random dataset as it is, with its first draw frozen.
         backend: where the memory lies, see `CachedDataset`.
@@ -94,7 +99,8 @@ class StochasticCache(CacheMonitor):
 
     Raises:
         ValueError: an option that cannot be read.
-        TypeError: (in the Trainer) a loader that cannot be made anew around a cached dataset; it says what to do.
+        TypeError: (in the Trainer, `strict=True`) a loader that cannot be cached; it says what to do.
+        ValueError: (in the Trainer, `strict=True`) an empty dataset.
 
     Example:
         >>> trainer = Trainer(callbacks=[StochasticCache(budget="1MiB")], logger=False, enable_checkpointing=False)
@@ -125,14 +131,17 @@ class StochasticCache(CacheMonitor):
     def setup(self, trainer: Trainer, pl_module: LightningModule, stage: str) -> None:
         """Stand before the loaders of the call."""
         super().setup(trainer, pl_module, stage)
-        self._monitors = not any(
-            isinstance(other, CacheMonitor) and not isinstance(other, StochasticCache)
-            for other in trainer.callbacks  # type: ignore[attr-defined]
-        )
-        sources = _data_sources(trainer, stage)
+        monitors = [other for other in trainer.callbacks if isinstance(other, CacheMonitor)]  # type: ignore[attr-defined]
+        first = next((other for other in monitors if isinstance(other, StochasticCache)), self)
+        self._monitors = first is self and all(isinstance(other, StochasticCache) for other in monitors)
+        if first is not self:
+            rank_zero_warn("there is a StochasticCache before this one in the list of callbacks: this one does nothing")
+            return
+        sources = {name: it for name, it in _data_sources(trainer, stage).items() if not _has_cache(it.instance)}
         getters = {name: source.dataloader for name, source in sources.items()}
+        at_hand = {name: source.instance for name, source in sources.items() if not source.is_module()}
         tap = LoaderTap(
-            self.caches, getters, list(sources), partial(replicas, trainer), partial(training_bytes, trainer)
+            self.caches, getters, list(sources), at_hand, partial(replicas, trainer), partial(training_bytes, trainer)
         )
         for name, source in sources.items():
             source.dataloader = partial(tap, name)
@@ -183,11 +192,14 @@ def _data_sources(trainer: Trainer, stage: str) -> dict[str, Any]:
     DataModule, a module and from `fit`'s arguments all come.
     """
     loops = _loops(trainer)
-    if stage == "fit":
-        names = {"train": "train", "val": "val"} if trainer.enable_validation else {"train": "train"}
-    else:
-        names = {"val": "validate"} if stage == "validate" else {stage: stage}
-    return {name: loops[loop]._data_source for name, loop in names.items()}
+    fit = {"train": "train", "val": "val"} if trainer.enable_validation else {"train": "train"}
+    calls = {"fit": fit, "validate": {"val": "validate"}, "test": {"test": "test"}, "predict": {"predict": "predict"}}
+    return {name: loops[loop]._data_source for name, loop in calls[stage].items()}
+
+
+def _has_cache(instance: Any) -> bool:
+    """Whether what gives the loaders is a DataModule that caches them itself."""
+    return isinstance(getattr(instance, "caches", None), CallCaches)
 
 
 def _filled(datasets: list[CachedDataset]) -> tuple[float, int, int]:

@@ -15,17 +15,18 @@ from typing import Any, Literal, TypeAlias, cast
 import torch
 from lightning.pytorch import LightningDataModule
 from lightning.pytorch.utilities import rank_zero_warn
-from torch.utils.data import DataLoader, Dataset
+from torch.utils.data import DataLoader, Dataset, IterableDataset
 
 from lightning_stocache.loading.allocation import BackendChoice, InFlight
 from lightning_stocache.loading.dataset import CachedDataset, OnError
 from lightning_stocache.loading.loader import CachedLoader
 from lightning_stocache.loading.sampler import LocalitySampler, Mode
 from lightning_stocache.training.caches import CallCaches, Wanted, training_bytes
+from lightning_stocache.training.obstacles import check_dataset
 from lightning_stocache.training.options import STAGES, CacheOptions
 from lightning_stocache.training.position import Position
 from lightning_stocache.training.sampling import check_sampler, epochs_done, global_seed, locality_sampler, replicas
-from lightning_stocache.training.sources import Source, made
+from lightning_stocache.training.sources import Source, Stream, made
 
 __all__ = ["StocacheDataModule"]
 
@@ -33,6 +34,7 @@ Transform: TypeAlias = Callable[[Any], Any]
 
 _LOADER_ARGUMENTS = {*inspect.signature(DataLoader).parameters, "gather"} - {"dataset", "batch_size", "num_workers"}
 
+_ORDER = ("shuffle", "sampler", "batch_sampler")
 _SAID_BY_BATCH_SAMPLER = ("batch_size", "shuffle", "drop_last", "sampler")
 _STAGES_OF_CALL = {"fit": ("train", "val"), "validate": ("val",), "test": ("test",), "predict": ("predict",)}
 
@@ -69,9 +71,9 @@ class StocacheDataModule(LightningDataModule):
         strict: what cannot be cached is an error; else it passes through uncached, with one warning.
 
     Raises:
-        ValueError: an option that cannot be read; (`setup`) an empty set.
-        TypeError: (`setup`) a set that is neither a map-style dataset nor a function that makes one; (loader hooks) a
-            sampler that deals samples to ranks and is no DistributedSampler.
+        ValueError: an option that cannot be read; (`setup`, `strict=True`) an empty set.
+        TypeError: (`setup`) a set that is neither a dataset nor a function that makes one, or (`strict=True`) that is
+            iterable-style; (loader hooks) a sampler that deals samples to ranks and is no DistributedSampler.
         RuntimeError: (loader hooks) `setup` has not run, or `teardown` has.
 
     Example:
@@ -153,9 +155,16 @@ class StocacheDataModule(LightningDataModule):
                 self._datasets[name] = made(getattr(self, name), several=name != "train")
         context = self.loader.get("multiprocessing_context")
         method = context if context is None or isinstance(context, str) else context.get_start_method()
-        reader = InFlight(self.batch_size, self.num_workers, self.loader.get("prefetch_factor"), method)
+        reader = InFlight(
+            self.batch_size,
+            self.num_workers,
+            self.loader.get("prefetch_factor"),
+            method,
+            self.loader.get("worker_init_fn"),
+        )
+        sets = [(name, dataset) for name in stages for dataset in self._datasets[name]]
         self.caches.open(
-            (Wanted(one, name, reader) for name in stages for one in self._datasets[name]),
+            (Wanted(dataset, name, reader) for name, dataset in sets if self._is_cacheable(name, dataset)),
             later_bytes=training_bytes(self.trainer),
         )
 
@@ -183,12 +192,27 @@ class StocacheDataModule(LightningDataModule):
         elif "batch_sampler" in self.loader:  # it says all of this itself
             arguments = {name: value for name, value in arguments.items() if name not in _SAID_BY_BATCH_SAMPLER}
         views = self._views(stage)
-        if stage == "train" and not {"sampler", "batch_sampler"} & set(self.loader):
+        if any(not isinstance(view, CachedDataset) for view in views):  # empty or a stream: in no order but its own
+            arguments = {name: value for name, value in arguments.items() if name not in _ORDER}
+        elif stage == "train" and not {"sampler", "batch_sampler"} & set(self.loader):
             arguments["sampler"] = self._sampler(views[0], bool(arguments.pop("shuffle")))
         loaders: list[DataLoader[Any]] = [CachedLoader(dataset, **arguments) for dataset in views]
         for loader in loaders:
             check_sampler(loader, replicas(self.trainer)[0])
         return loaders
+
+    def _is_cacheable(self, stage: str, dataset: Dataset[Any]) -> bool:
+        """Whether a set is neither empty nor a stream; what is wrong with it otherwise is an error."""
+        try:
+            check_dataset(dataset)
+        except (TypeError, ValueError) as error:
+            known = isinstance(error, ValueError) or isinstance(dataset, IterableDataset)
+            if self.caches.options.strict or not known:
+                raise type(error)(f"the {stage} set cannot be cached, {type(dataset).__name__}: {error}") from error
+            if not self.caches.options.is_off(stage):
+                self.caches.pass_by(stage, type(dataset).__name__, str(error))
+            return False
+        return True
 
     def _sampler(self, dataset: CachedDataset, shuffle: bool) -> LocalitySampler:
         """The sampler of the training loader, at the epoch and the batch where training stands.
@@ -221,11 +245,10 @@ class StocacheDataModule(LightningDataModule):
 
     def state_dict(self) -> dict[str, Any]:
         """Where in the epoch training stands."""
-        if self.trainer is None or not self._datasets.get("train"):
+        train = self._datasets.get("train")
+        if self.trainer is None or not train or train[0] not in self.caches:
             return {}
-        return self._position(
-            replicas(self.trainer, always=True)[0], len(cast(Sized, self._datasets["train"][0]))
-        ).state()
+        return self._position(replicas(self.trainer, always=True)[0], len(cast(Sized, train[0]))).state()
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
         """Go on where training stood: the loader of this call leaves out what was trained on."""
@@ -236,14 +259,19 @@ class StocacheDataModule(LightningDataModule):
                 f"first samples come again, and its last ones do not. Its state has {', '.join(map(str, state_dict))}"
             )
 
-    def _views(self, stage: str) -> list[CachedDataset]:
+    def _views(self, stage: str) -> list[Any]:
         """The cached datasets of a stage with its transform: a dataset may be in several stages."""
-        views: list[CachedDataset] = []
-        for one in self._datasets.get(stage, [getattr(self, stage)]):
-            if one not in self.caches:
+        transform = self.transform if stage == "train" else self.eval_transform
+        views: list[Any] = []
+        for dataset in self._datasets.get(stage, [getattr(self, stage)]):
+            if dataset in self.caches:
+                views.append(self.caches[dataset].view(transform))
+            elif stage in self._datasets and not self._is_cacheable(stage, dataset):
+                transformed = transform is not None and isinstance(dataset, IterableDataset)
+                views.append(Stream(dataset, cast(Transform, transform)) if transformed else dataset)
+            else:
                 call = next(call for call, stages in _STAGES_OF_CALL.items() if stage in stages)
                 raise RuntimeError(f"the {stage} loader needs open caches: call setup({call!r}) first")
-            views.append(self.caches[one].view(self.transform if stage == "train" else self.eval_transform))
         return views
 
     def _transform_batch(self, batch: Any, dataloader_idx: int) -> Any:

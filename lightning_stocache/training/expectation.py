@@ -13,7 +13,7 @@ from lightning.pytorch import Trainer
 from lightning_stocache.insight.theory import expected_hit_rate, moved_share
 from lightning_stocache.loading.dataset import CachedDataset
 from lightning_stocache.loading.sampler import LocalitySampler, Mode
-from lightning_stocache.training.loaders import loaders_in
+from lightning_stocache.training.loaders import cached_datasets, loaders_in
 
 __all__ = ["Expectation"]
 
@@ -30,7 +30,7 @@ class Expectation:
 
     def __init__(self, trainer: Trainer, dataset: CachedDataset) -> None:
         self._dataset = dataset
-        loader = next(iter(loaders_in(trainer.train_dataloader)))
+        loader = next(loader for loader in loaders_in(trainer.train_dataloader) if cached_datasets(loader))
         self._sampler: Any = loader.sampler
         self._mode: Mode = self._sampler.mode if isinstance(self._sampler, LocalitySampler) else "global"
         self._limited = trainer.limit_train_batches not in (1.0, None) or bool(getattr(trainer, "overfit_batches", 0))

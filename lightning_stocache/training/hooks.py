@@ -45,12 +45,16 @@ def cache_datamodule(
     """Cache the loaders of a DataModule, and return the same object.
 
     Its loader hooks give the same loaders with cached datasets; class, hyperparameters, checkpoints and all other hooks
-    stay what they are. A dataset should be made once, in `setup` or `__init__`: one that is made anew in every call of
-    a loader hook starts with an empty cache each time.
+    stay what they are. Each loader stands alone: one that cannot be cached is used as it is, with one warning. A
+    dataset should be made once, in `setup` or `__init__`: one that is made anew in every call of a loader hook starts
+    with an empty cache each time.
+
+    The val set, which Lightning's sanity check asks for first, takes at most half of the budget; without a sanity check
+    it gets what the training set leaves. `stage_budgets` says otherwise.
 
     Args:
         datamodule: the user's own.
-        budget: memory per node, shared by the datasets of a Trainer call by their size; see `CachedDataset`.
+        budget: memory per node, shared by the datasets of a Trainer call; see `CachedDataset`.
         stage_budgets: a budget of its own for some stages, for instance {"val": "1GiB"} or {"test": 0}.
         allow_random: cache a random dataset as it is, with its first draw frozen.
         backend: where the memory lies, see `CachedDataset`.
@@ -122,7 +126,7 @@ class CachedHooks:
             setattr(self.datamodule, hook, partial(_end_call, self, hook))
 
     def begin_call(self, *args: Any, **kwargs: Any) -> None:
-        """The user's own `setup`; the loaders of a new call are asked for together."""
+        """The user's own `setup`, at the beginning of a call."""
         self._tap = None
         self._original("setup")(*args, **kwargs)
 
@@ -130,10 +134,14 @@ class CachedHooks:
         """The user's loaders of a stage, with cached datasets."""
         if self._tap is None:
             getters = {one: self._original(f"{one}_dataloader") for one in filter(self._defines, STAGES)}
-            together = [one for one in self._stages_of_call() if one in getters]
+            stages = [stage for stage in self._stages_of_call() if stage in getters]
             trainer = getattr(self.datamodule, "trainer", None)
             self._tap = LoaderTap(
-                self.caches, getters, together, partial(replicas, trainer), partial(training_bytes, trainer)
+                self.caches,
+                getters,
+                stages,
+                replicas=partial(replicas, trainer),
+                later_bytes=partial(training_bytes, trainer),
             )
         return self._tap(stage)
 
@@ -146,7 +154,7 @@ class CachedHooks:
             self.caches.end_call()
 
     def _stages_of_call(self) -> tuple[str, ...]:
-        """`fit` reads train and val, and they share the budget; outside of a Trainer nothing is known."""
+        """`fit` asks for train and val, which share the budget; outside of a Trainer nothing is known."""
         trainer = getattr(self.datamodule, "trainer", None)
         if trainer is None or trainer.state.fn != "fit":
             return ()

@@ -1,10 +1,12 @@
-"""The Trainer's loaders: walk them, and make one anew around another dataset.
+"""The Trainer's loaders: walk them, and have one read another dataset.
 
 Users hand Lightning a loader, or any nesting of dicts, lists and tuples of them, or a CombinedLoader. `rewrap` keeps
-that nesting and its types. A loader cannot have its dataset swapped: Lightning re-creates loaders from their
-constructor's arguments to inject a DistributedSampler, and a swapped dataset is silently lost then. So a new loader is
-made, by keyword, from the attributes of the old one, of the same class; its sampler object is kept, since it only knows
-the length.
+that nesting and its types.
+
+A loader that reads another dataset is a copy, attribute by attribute, which no constructor has seen: constructors draw
+random numbers (MONAI's), take arguments away (torch_geometric's `collate_fn`) or keep none of them. Sampler, generator
+and whatever a user has set are the same objects. Lightning itself re-creates loaders, to inject a sampler, from the
+arguments that it has caught in a loader hook, so the dataset is replaced among those, too.
 """
 
 from __future__ import annotations
@@ -12,6 +14,7 @@ from __future__ import annotations
 import copy
 import inspect
 from collections.abc import Callable, Iterator, MutableMapping
+from types import MethodType
 from typing import Any
 
 from torch.utils.data import BatchSampler, ConcatDataset, DataLoader, Dataset, Sampler, Subset
@@ -21,24 +24,38 @@ from lightning_stocache.loading.dataset import CachedDataset
 from lightning_stocache.loading.loader import CachedLoader
 from lightning_stocache.loading.stand_in import cached_in
 
-__all__ = ["cached_datasets", "in_flight", "loaders_in", "rewrap", "with_dataset"]
+__all__ = [
+    "cached_behind",
+    "cached_datasets",
+    "hides_dataset",
+    "in_flight",
+    "leaves_in",
+    "loaders_in",
+    "rewrap",
+    "with_dataset",
+]
 
-_ALWAYS = ("num_workers", "collate_fn", "pin_memory", "timeout", "worker_init_fn", "generator", "in_order")
-_WITH_WORKERS = ("multiprocessing_context", "prefetch_factor", "persistent_workers")
+# Where Lightning keeps a loader's arguments (`lightning.fabric.utilities.data`); the same names from 2.0 to 2.6.
+_ARGS, _KWARGS, _ARG_NAMES, _DATASET = "__pl_saved_args", "__pl_saved_kwargs", "__pl_saved_arg_names", "__dataset"
+
+
+def leaves_in(loaders: Any) -> Iterator[Any]:
+    """What Lightning iterates over in what a user gave the Trainer, be it a DataLoader or not."""
+    if hasattr(loaders, "iterables"):  # CombinedLoader, of lightning.pytorch or of pytorch_lightning
+        yield from leaves_in(loaders.iterables)
+    elif isinstance(loaders, MutableMapping):
+        for inner in loaders.values():
+            yield from leaves_in(inner)
+    elif isinstance(loaders, list | tuple):
+        for inner in loaders:
+            yield from leaves_in(inner)
+    else:
+        yield loaders
 
 
 def loaders_in(loaders: Any) -> Iterator[DataLoader[Any]]:
     """Every DataLoader in what a user gave the Trainer."""
-    if isinstance(loaders, DataLoader):
-        yield loaders
-    elif hasattr(loaders, "iterables"):  # CombinedLoader, of lightning.pytorch or of pytorch_lightning
-        yield from loaders_in(loaders.iterables)
-    elif isinstance(loaders, MutableMapping):
-        for one in loaders.values():
-            yield from loaders_in(one)
-    elif isinstance(loaders, list | tuple):
-        for one in loaders:
-            yield from loaders_in(one)
+    return (leaf for leaf in leaves_in(loaders) if isinstance(leaf, DataLoader))
 
 
 def rewrap(loaders: Any, wrap: Callable[[DataLoader[Any]], DataLoader[Any]]) -> Any:
@@ -46,28 +63,35 @@ def rewrap(loaders: Any, wrap: Callable[[DataLoader[Any]], DataLoader[Any]]) -> 
     if isinstance(loaders, DataLoader):
         return wrap(loaders)
     if hasattr(loaders, "iterables"):
-        return type(loaders)(rewrap(loaders.iterables, wrap), loaders._mode)
+        renewed = copy.copy(loaders)
+        renewed.flattened = [rewrap(inner, wrap) for inner in loaders.flattened]
+        return renewed
     if isinstance(loaders, MutableMapping):
         renewed = copy.copy(loaders)  # an OrderedDict stays one
-        renewed.update({name: rewrap(one, wrap) for name, one in loaders.items()})
+        renewed.update({name: rewrap(inner, wrap) for name, inner in loaders.items()})
         return renewed
     if isinstance(loaders, tuple) and hasattr(loaders, "_fields"):
-        return type(loaders)(*(rewrap(one, wrap) for one in loaders))
+        return type(loaders)(*(rewrap(inner, wrap) for inner in loaders))
     if isinstance(loaders, list | tuple):
-        return type(loaders)([rewrap(one, wrap) for one in loaders])
+        return type(loaders)([rewrap(inner, wrap) for inner in loaders])
     return loaders
 
 
 def cached_datasets(loaders: Any) -> list[CachedDataset]:
-    """The CachedDatasets that the loaders read from, through Subset and ConcatDataset; one per cache."""
+    """The CachedDatasets that DataLoaders read from, through Subset and ConcatDataset; one per cache."""
+    return cached_behind(*loaders_in(loaders))
+
+
+def cached_behind(*leaves: Any) -> list[CachedDataset]:
+    """The CachedDatasets that are read by what has a `dataset`, DataLoader or not (timm's PrefetchLoader)."""
     found: dict[int, CachedDataset] = {}
-    for loader in loaders_in(loaders):
-        for dataset in _inside(loader.dataset):
+    for leaf in leaves:
+        for dataset in _inside(getattr(leaf, "dataset", None)):
             found.setdefault(id(dataset.counters or dataset), dataset)
     return list(found.values())
 
 
-def _inside(dataset: Dataset[Any]) -> Iterator[CachedDataset]:
+def _inside(dataset: Any) -> Iterator[CachedDataset]:
     if (cached := cached_in(dataset)) is not None:
         yield cached
     elif isinstance(dataset, Subset):
@@ -82,60 +106,55 @@ def in_flight(loader: DataLoader[Any]) -> InFlight:
     batch_size: Any = loader.batch_size or getattr(loader.batch_sampler, "batch_size", 1)
     context = loader.multiprocessing_context
     method = None if context is None else context.get_start_method()
-    return InFlight(batch_size, loader.num_workers, loader.prefetch_factor, method)
+    return InFlight(batch_size, loader.num_workers, loader.prefetch_factor, method, loader.worker_init_fn)
+
+
+def hides_dataset(loader: DataLoader[Any]) -> bool:
+    """Whether a loader makes its dataset itself, so that Lightning would make it again when it re-creates the loader.
+
+    Known only of a loader that was made in a loader hook, where Lightning catches its arguments.
+    """
+    state = vars(loader)
+    if _ARGS not in state:
+        return False
+    return all(value is not loader.dataset for value in (*state[_ARGS], *state[_KWARGS].values()))
 
 
 def with_dataset(
     loader: DataLoader[Any], dataset: Dataset[Any], sampler: Sampler[Any] | None = None
 ) -> DataLoader[Any]:
-    """A loader of the same class and arguments that reads another dataset of the same length.
-
-    A plain DataLoader becomes a CachedLoader, which gives the same batches.
+    """A copy of a loader that reads another dataset of the same length; a DataLoader's copy is a CachedLoader.
 
     Args:
-        loader: the user's loader.
-        dataset: what the new one reads.
-        sampler: what it draws from, if not from the old one's.
-
-    Raises:
-        TypeError: the loader's class hides an argument that it needs.
+        loader: the user's loader, which stays as it is.
+        dataset: what the copy reads.
+        sampler: what it draws from, if not from the loader's own; only for a loader with `batch_size`.
     """
-    names = _ALWAYS + (_WITH_WORKERS if loader.num_workers else ())
-    arguments = {name: getattr(loader, name) for name in names if hasattr(loader, name)}
-    if getattr(loader, "pin_memory_device", ""):
-        arguments["pin_memory_device"] = loader.pin_memory_device
-    if loader.batch_sampler is not None and (
-        loader.batch_size is None or type(loader.batch_sampler) is not BatchSampler
-    ):
-        arguments["batch_sampler"] = loader.batch_sampler
-    else:
-        arguments |= {"batch_size": loader.batch_size, "sampler": sampler or loader.sampler}
-        arguments["drop_last"] = loader.drop_last
-    if type(loader) is DataLoader:
-        return CachedLoader(dataset, **arguments)
-    return _of_subclass(loader, dataset, arguments)
+    kind: type[DataLoader[Any]] = CachedLoader if type(loader) is DataLoader else type(loader)
+    renewed: DataLoader[Any] = object.__new__(kind)
+    state = {name: _bound_to(renewed, loader, value) for name, value in vars(loader).items()}
+    state |= {"dataset": dataset, "_iterator": None}
+    if _ARGS in state:
+        state |= _replaced_arguments(loader, dataset)
+    if sampler is not None:
+        state |= {"sampler": sampler, "batch_sampler": BatchSampler(sampler, state["batch_size"], loader.drop_last)}
+    vars(renewed).update(
+        state
+    )  # past DataLoader's __setattr__, which refuses a dataset, and Lightning's, which notes it
+    return renewed
 
 
-def _of_subclass(loader: DataLoader[Any], dataset: Dataset[Any], arguments: dict[str, Any]) -> DataLoader[Any]:
-    """A subclass is made from the arguments that it takes; its own ones are read from attributes of the same name."""
-    parameters = inspect.signature(type(loader).__init__).parameters
-    takes_all = any(one.kind is inspect.Parameter.VAR_KEYWORD for one in parameters.values())
-    own: dict[str, Any] = {}
-    for name, parameter in list(parameters.items())[1:]:
-        if parameter.kind in (inspect.Parameter.VAR_KEYWORD, inspect.Parameter.VAR_POSITIONAL):
-            continue
-        if name == "dataset":
-            own[name] = dataset
-        elif name in arguments:
-            own[name] = arguments[name]
-        elif name not in ("sampler", "batch_sampler", "batch_size", "shuffle", "drop_last") and hasattr(loader, name):
-            own[name] = getattr(loader, name)
-        elif parameter.default is inspect.Parameter.empty:
-            raise TypeError(
-                f"{type(loader).__name__} cannot be made anew around a cached dataset: its argument {name!r} is not "
-                "kept as an attribute. Wrap your dataset with CachedDataset where you make the loader instead"
-            )
-    if takes_all:
-        own |= {name: value for name, value in arguments.items() if name not in own}
-        own.setdefault("dataset", dataset)
-    return type(loader)(**own)
+def _bound_to(renewed: DataLoader[Any], loader: DataLoader[Any], value: Any) -> Any:
+    """A method of the loader's that it keeps as an attribute (`collate_fn=self.collate`) becomes the copy's."""
+    return MethodType(value.__func__, renewed) if inspect.ismethod(value) and value.__self__ is loader else value
+
+
+def _replaced_arguments(loader: DataLoader[Any], dataset: Dataset[Any]) -> dict[str, Any]:
+    """The arguments from which Lightning would make the copy anew."""
+    state = vars(loader)
+    args = tuple(dataset if value is loader.dataset else value for value in state[_ARGS])
+    kwargs = {name: dataset if value is loader.dataset else value for name, value in state[_KWARGS].items()}
+    names = state[_ARG_NAMES]
+    if type(loader) is DataLoader:  # CachedLoader takes most of them by keyword only
+        args, kwargs, names = (), dict(zip(names, args, strict=True)) | kwargs, ()
+    return {_ARGS: args, _KWARGS: kwargs, _ARG_NAMES: names, _DATASET: dataset}

@@ -2,12 +2,12 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from typing import TYPE_CHECKING, Any, TypeAlias
 
-from torch.utils.data import Dataset
+from torch.utils.data import Dataset, IterableDataset
 
-__all__ = ["Source", "made"]
+__all__ = ["Source", "Stream", "made"]
 
 if TYPE_CHECKING:
     Source: TypeAlias = Dataset[Any] | Callable[[], Dataset[Any]]
@@ -15,6 +15,16 @@ else:
     # Of a class with a parameter, jsonargparse makes the class itself: LightningCLI's --data.train=my.Photos would be a
     # bare Dataset.
     Source = Dataset | Callable[[], Dataset]
+
+
+class Stream(IterableDataset[Any]):
+    """An iterable-style dataset with a transform per sample."""
+
+    def __init__(self, source: IterableDataset[Any], transform: Callable[[Any], Any]) -> None:
+        self.source, self.transform = source, transform
+
+    def __iter__(self) -> Iterator[Any]:
+        return map(self.transform, self.source)
 
 
 def made(sources: Source | Sequence[Source], *, several: bool) -> list[Dataset[Any]]:

@@ -1,10 +1,13 @@
 """Where a Trainer call gets its loaders: the user's own ones, with cached datasets.
 
-Train and val share the budget, so at the first request of a `fit` the loaders of both are asked for, and what was asked
-too early is handed out when its turn comes; each hook still runs as often as it would. A hook that draws random numbers
-draws the same ones, too: Lightning puts the generators back after the sanity check, in which the first request falls,
-so those of the early one are put back as well, and moved on when the hook's own turn has come. Where the generators
-have moved meanwhile (no sanity check, and a val hook that draws), they stay where they are.
+A loader hook runs when Lightning runs it, and as often: nothing is asked for early. So the budget is divided as the
+loaders come. Loaders that were given to the Trainer directly are at hand from the start, and share it by the size of
+their datasets. Where train and val come from hooks, Lightning asks for val first (for its sanity check): val takes what
+it needs, but at most half, and train has the rest. Without a sanity check train comes first and takes what it needs,
+and val, after the first epoch or later, has what is left; `stage_budgets` keeps a share for it.
+
+Each loader stands alone: what cannot be cached is handed on as the user gave it, with one warning, and the others are
+cached. The ranks agree on each.
 """
 
 from __future__ import annotations
@@ -12,26 +15,27 @@ from __future__ import annotations
 from collections.abc import Callable, Collection, Mapping
 from dataclasses import dataclass
 from typing import Any
+from weakref import WeakSet
 
-from torch.utils.data import DataLoader, IterableDataset, RandomSampler
+from torch.utils.data import DataLoader, RandomSampler
 
-from lightning_stocache.loading.generators import Generators
+from lightning_stocache.loading.dataset import CachedDataset
+from lightning_stocache.loading.sampler import LocalitySampler
 from lightning_stocache.loading.stand_in import StandIn
 from lightning_stocache.node.group import NodeGroup
 from lightning_stocache.training.caches import CallCaches, Wanted
-from lightning_stocache.training.loaders import cached_datasets, in_flight, loaders_in, rewrap, with_dataset
-from lightning_stocache.training.sampling import check_sampler, is_default, locality_sampler
+from lightning_stocache.training.loaders import (
+    cached_behind,
+    cached_datasets,
+    in_flight,
+    leaves_in,
+    rewrap,
+    with_dataset,
+)
+from lightning_stocache.training.obstacles import check_leaf, check_loader, title
+from lightning_stocache.training.sampling import is_default, locality_sampler
 
 __all__ = ["LoaderTap"]
-
-
-@dataclass(frozen=True)
-class _Early:
-    """Loaders that were asked for before their turn, and the generators' state before and after that."""
-
-    loaders: Any
-    before: dict[str, Any]
-    after: dict[str, Any]
 
 
 class LoaderTap:
@@ -40,7 +44,8 @@ class LoaderTap:
     Args:
         caches: where the datasets are opened.
         getters: the user's function for every stage that may be asked for.
-        together: the stages that share the budget with the first one that is asked for.
+        stages: those that the call will ask for, as far as that is known.
+        at_hand: loaders of these stages that are known without running a hook.
         replicas: says how many ranks share the data and which of them this is, once the Trainer knows.
         later_bytes: says what memory the training will take, once there is a model.
     """
@@ -49,82 +54,115 @@ class LoaderTap:
         self,
         caches: CallCaches,
         getters: Mapping[str, Callable[[], Any]],
-        together: Collection[str] = (),
+        stages: Collection[str] = (),
+        at_hand: Mapping[str, Any] | None = None,
         replicas: Callable[[], tuple[int, int]] = lambda: (1, 0),
         later_bytes: Callable[[], int] = int,
     ) -> None:
         self._caches = caches
         self._getters = dict(getters)
+        self._to_come = set(stages)
+        self._at_hand = dict(at_hand or {})
         self._replicas, self._later_bytes = replicas, later_bytes
-        self._together: Collection[str] | None = together
-        self._early: dict[str, _Early] = {}
+        self._shared: WeakSet[CachedDataset] = WeakSet()
+        self._made: dict[tuple[str, int], _Made] = {}
 
     def __call__(self, stage: str) -> Any:
         """The loaders of a stage. Collective: every rank asks for the same stages in the same order.
 
         Raises:
-            TypeError: a loader that cannot be cached; it says what to do.
+            TypeError: (`strict=True`) a loader that cannot be cached; it says what to do.
+            ValueError: (`strict=True`) an empty dataset.
         """
-        together, self._together = self._together or (), None
-        self._early |= {other: self._ask_early(other) for other in together if other != stage}
-        loaders = self._take_early(stage) if stage in self._early else self._getters[stage]()
-        asked = {stage: loaders} | {other: early.loaders for other, early in self._early.items()}
-        self._open({name: asked[name] for name in self._getters if name in asked})
-        return rewrap(loaders, lambda loader: self._cached(stage, loader))
-
-    def _ask_early(self, stage: str) -> _Early:
-        generators = Generators()
-        before = generators.state()
-        early = _Early(self._getters[stage](), before, generators.state())
-        generators.restore(before)
-        return early
-
-    def _take_early(self, stage: str) -> Any:
-        early = self._early.pop(stage)
-        generators = Generators()
-        if generators.state() == early.before:
-            generators.restore(early.after)
-        return early.loaders
-
-    def _open(self, loaders_of: Mapping[str, Any]) -> None:
+        loaders = self._getters[stage]()
+        asked, self._at_hand = {**self._at_hand, stage: loaders}, {}
+        self._to_come -= asked.keys()
         group = NodeGroup.discover()
-        loaders = [(stage, loader) for stage, loaders in loaders_of.items() for loader in loaders_in(loaders)]
-        self._caches.open(
-            (Wanted(one.dataset, stage, in_flight(one)) for stage, one in loaders if self._to_cache(stage, one)),
-            group,
-            self._later_bytes(),
-        )
-        for dataset in cached_datasets(list(loaders_of.values())):
+        cacheable = self._cacheable(asked, group)
+        wanted = [Wanted(loader.dataset, name, in_flight(loader)) for name, loader in cacheable]
+        self._caches.open(wanted, group, later_bytes=self._later_bytes(), train_to_come="train" in self._to_come)
+        for dataset in cached_behind(*leaves_in(list(asked.values()))):
             # The user's own: it only has to become the node's common one, and must not start anew in every epoch.
-            if dataset.counters is None or dataset.group != group:
+            if dataset not in self._shared and (dataset.counters is None or dataset.group != group):
                 dataset.share(group)
+                self._shared.add(dataset)
+        chosen = {id(loader) for name, loader in cacheable if name == stage}
+        return rewrap(loaders, lambda loader: self._renewed(stage, loader) if id(loader) in chosen else loader)
 
-    def _cached(self, stage: str, loader: DataLoader[Any]) -> DataLoader[Any]:
-        if not self._to_cache(stage, loader):
+    def _cacheable(self, asked: Mapping[str, Any], group: NodeGroup) -> list[tuple[str, DataLoader[Any]]]:
+        """The loaders that can be cached on every rank, each with its stage; what is to be said of the others."""
+        leaves = [(name, leaf) for name in self._getters if name in asked for leaf in leaves_in(asked[name])]
+        findings = group.exchange(group.together(lambda: [self._finding(name, leaf) for name, leaf in leaves]))
+        cacheable = []
+        for number, (name, leaf) in enumerate(leaves):
+            found = [finding[number] if len(finding) == len(leaves) else None for finding in findings]
+            reasons = [reason for reason in found if isinstance(reason, str)]
+            if not reasons and len(set(found)) > 1:
+                reasons = [f"the ranks have other lengths of it, {found}. Give every rank the whole dataset"]
+            if reasons:
+                self._caches.pass_by(name, title(leaf), reasons[0])
+            elif found[0] is not None:
+                cacheable.append((name, leaf))
+        return cacheable
+
+    def _finding(self, stage: str, leaf: Any) -> int | str | None:
+        """The length of a dataset that can be cached, why one cannot, or None where there is nothing to be cached."""
+        try:
+            if not isinstance(leaf, DataLoader):
+                check_leaf(leaf)
+                return None
+            if cached_datasets(leaf):
+                return None
+            check_loader(leaf, self._replicas()[0])
+            return len(leaf.dataset)  # type: ignore[arg-type]
+        except (TypeError, ValueError) as error:
+            options = self._caches.options
+            if options.is_off(stage):
+                return None
+            if options.strict:
+                raise type(error)(f"the {stage} loader cannot be cached, {title(leaf)}: {error}") from error
+            return str(error)
+
+    def _renewed(self, stage: str, loader: DataLoader[Any]) -> DataLoader[Any]:
+        """The loader around its cached dataset; for one that comes again, whose workers may persist, the same."""
+        dataset, attributes = self._caches[loader.dataset], dict(vars(loader))
+        if dataset.counters is None:  # its cache could not be opened
             return loader
-        dataset, replicas = self._caches[loader.dataset], self._replicas()
-        check_sampler(loader, replicas[0])
-        sampler = None
-        several = replicas[0] > 1 and len(dataset.group.nodes) > 1
-        if stage == "train" and several and loader.batch_size and is_default(loader):
-            sampler = locality_sampler(
-                dataset,
-                shuffle=isinstance(loader.sampler, RandomSampler),
-                batch_size=loader.batch_size,
-                replicas=replicas,
-                mode=self._caches.options.sampling,
-            )
-        return with_dataset(loader, StandIn(dataset), sampler)
+        made = self._made.get((stage, id(loader)))
+        if made is None or not made.is_of(loader, attributes, dataset):
+            renewed = with_dataset(loader, StandIn(dataset), self._sampler(stage, loader, dataset))
+            made = self._made[stage, id(loader)] = _Made(loader, attributes, dataset, renewed)
+        return made.renewed
 
-    def _to_cache(self, stage: str, loader: DataLoader[Any]) -> bool:
-        """Whether a loader is to be cached: not if it is already, or if it cannot be and its stage is off."""
-        if cached_datasets(loader):
-            return False
-        if not isinstance(loader.dataset, IterableDataset):
-            return True
-        if self._caches.options.is_off(stage):
-            return False
-        raise TypeError(
-            f"the {stage} loader reads the iterable-style {type(loader.dataset).__name__}: without an index there is "
-            f"nothing to cache by. Use a map-style dataset, or leave the stage out: stage_budgets={{{stage!r}: 0}}"
+    def _sampler(self, stage: str, loader: DataLoader[Any], dataset: CachedDataset) -> LocalitySampler | None:
+        """What a training loader of several nodes draws from, if it has no sampler of the user's own."""
+        replicas = self._replicas()
+        several = replicas[0] > 1 and len(dataset.group.nodes) > 1
+        if stage != "train" or not several or not loader.batch_size or not is_default(loader):
+            return None
+        return locality_sampler(
+            dataset,
+            shuffle=isinstance(loader.sampler, RandomSampler),
+            batch_size=loader.batch_size,
+            replicas=replicas,
+            mode=self._caches.options.sampling,
+        )
+
+
+@dataclass(frozen=True)
+class _Made:
+    """A loader of the user's with its attributes as they were, and the one that was made of it around a dataset."""
+
+    loader: DataLoader[Any]
+    attributes: dict[str, Any]
+    dataset: CachedDataset
+    renewed: DataLoader[Any]
+
+    def is_of(self, loader: DataLoader[Any], attributes: dict[str, Any], dataset: CachedDataset) -> bool:
+        """Whether it was made of this loader, which nobody has changed since, around this dataset."""
+        return (
+            self.loader is loader
+            and self.dataset is dataset
+            and self.attributes.keys() == attributes.keys()
+            and all(self.attributes[name] is value for name, value in attributes.items())
         )

@@ -290,16 +290,16 @@ def test_used_outside_of_a_trainer(tmp_path):
 
 
 def test_bad_sets_are_refused_in_words():
-    """An iterable-style set and an empty one are errors that say what was given."""
+    """With strict=True an iterable-style set and an empty one are errors that say what was given."""
 
     class Stream(torch.utils.data.IterableDataset):
         def __iter__(self):
             return iter(range(3))
 
-    with pytest.raises(TypeError, match=r"map-style dataset.*got Stream"):
-        StocacheDataModule(train=Stream()).setup("fit")
-    with pytest.raises(ValueError, match="at least one sample, got an empty list"):
-        StocacheDataModule(train=[]).setup("fit")
+    with pytest.raises(TypeError, match="train set cannot be cached, Stream: it is iterable-style"):
+        StocacheDataModule(train=Stream(), strict=True).setup("fit")
+    with pytest.raises(ValueError, match="train set cannot be cached, list: it is empty"):
+        StocacheDataModule(train=[], strict=True).setup("fit")
 
 
 def test_hparams_and_module_stay_the_users(tmp_path):

@@ -3,10 +3,13 @@
 from __future__ import annotations
 
 import collections
+import contextlib
 from typing import Any
 
 import pytest
 import torch
+from lightning.fabric.utilities.data import _replace_dunder_methods as replaced
+from lightning.fabric.utilities.data import _update_dataloader
 from lightning.pytorch.utilities import CombinedLoader
 from torch.utils.data import (
     BatchSampler,
@@ -14,12 +17,20 @@ from torch.utils.data import (
     DataLoader,
     RandomSampler,
     Sampler,
+    SequentialSampler,
     Subset,
     WeightedRandomSampler,
 )
 
 from lightning_stocache.loading.dataset import CachedDataset
-from lightning_stocache.training.loaders import cached_datasets, in_flight, loaders_in, rewrap, with_dataset
+from lightning_stocache.training.loaders import (
+    cached_datasets,
+    hides_dataset,
+    in_flight,
+    loaders_in,
+    rewrap,
+    with_dataset,
+)
 
 NUMBERS: Any = [torch.tensor(i) for i in range(12)]
 TENS: Any = [torch.tensor(10 * i) for i in range(12)]
@@ -125,13 +136,6 @@ class Narrow(DataLoader[Any]):
         super().__init__(dataset, batch_size=batch_size, sampler=RandomSampler(dataset))
 
 
-class Hiding(DataLoader[Any]):
-    """Does not keep what it was given."""
-
-    def __init__(self, secret: int, **options: Any) -> None:
-        super().__init__(**options)
-
-
 def test_subclasses_are_kept():
     """A subclass is made from the arguments that it takes, its own ones read from its attributes."""
     new = tens(Tagged(NUMBERS, "blue", batch_size=5))
@@ -141,10 +145,71 @@ def test_subclasses_are_kept():
     assert sorted(number for batch in read(narrow) for number in batch) == [10 * i for i in range(12)]
 
 
-def test_a_subclass_that_hides_an_argument_is_refused():
-    """The error names the class and the argument, and says what to do instead."""
-    with pytest.raises(TypeError, match=r"Hiding cannot be made anew.*'secret' is not kept.*Wrap your dataset"):
-        tens(Hiding(3, dataset=NUMBERS))
+def test_no_constructor_runs():
+    """A subclass that keeps no argument, or draws when it is made, is copied as it is; a method of its own that it
+    keeps as an attribute is the copy's."""
+
+    class Drawing(DataLoader[Any]):
+        def __init__(self, secret: int, **options: Any) -> None:
+            self.scale = secret * int(torch.randint(2, 9, ()))
+            super().__init__(collate_fn=self.collate, **options)
+
+        def collate(self, samples: list[torch.Tensor]) -> torch.Tensor:
+            return torch.stack(samples) * self.scale
+
+    old = Drawing(3, dataset=TENS, batch_size=5)
+    expected, state = read(old), torch.get_rng_state()
+    new = with_dataset(old, NUMBERS)
+    assert torch.equal(torch.get_rng_state(), state)
+    assert [[10 * number for number in batch] for batch in read(new)] == expected
+    new.scale = 1  # type: ignore[attr-defined]
+    assert read(new)[0] == [0, 1, 2, 3, 4]
+    assert read(old) == expected
+
+
+def test_what_was_changed_on_a_loader_is_kept():
+    """What a user has added or changed, on the batch sampler too, the copy has; the old one stays as it is."""
+    old = DataLoader(NUMBERS, 4)
+    old.name, old.batch_sampler.batch_size, old.worker_init_fn = "mine", 6, print  # type: ignore[attr-defined,union-attr]
+    new = tens(old)
+    assert (new.name, new.worker_init_fn, len(new)) == ("mine", print, 2)  # type: ignore[attr-defined]
+    assert read(new)[0] == [0, 10, 20, 30, 40, 50]
+    new.name = "new"  # type: ignore[attr-defined]
+    assert (old.name, old.dataset) == ("mine", NUMBERS)  # type: ignore[attr-defined]
+
+
+@pytest.mark.parametrize("given", ["in a hook", "before"])
+@pytest.mark.parametrize(
+    "make",
+    [
+        lambda: DataLoader(TENS, batch_size=5, shuffle=False, drop_last=True),
+        lambda: DataLoader(TENS, 5, None, None, None, 0, torch.stack, False, True),
+        lambda: Tagged(TENS, "blue", batch_size=5, drop_last=True),
+    ],
+    ids=["by keyword", "by position", "subclass"],
+)
+def test_lightning_makes_the_copy_anew_around_the_same_dataset(make, given):
+    """Re-created with another sampler, as for DDP, the copy reads the cached dataset with the user's arguments."""
+    with replaced(DataLoader, "dataset") if given == "in a hook" else contextlib.nullcontext():
+        old = make()
+        dataset = CachedDataset(TENS, defer=True)
+        new = with_dataset(old, dataset)
+    again = _update_dataloader(new, SequentialSampler(range(11)))
+    assert again.dataset is dataset
+    assert read(again) == [[0, 10, 20, 30, 40], [50, 60, 70, 80, 90]]
+    assert type(again) is type(new)
+
+
+def test_a_dataset_that_a_loader_makes_itself_is_seen():
+    """Lightning would make it again, so it is known, where Lightning has caught the arguments."""
+
+    class Making(DataLoader[Any]):
+        def __init__(self, length: int) -> None:
+            super().__init__(list(range(length)))
+
+    with replaced(DataLoader, "dataset"):
+        loaders = [Making(3), DataLoader(NUMBERS), DataLoader(dataset=NUMBERS)]
+    assert [hides_dataset(loader) for loader in (*loaders, Making(3))] == [True, False, False, False]
 
 
 def test_cached_datasets_are_found_inside():

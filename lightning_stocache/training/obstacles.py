@@ -1,0 +1,104 @@
+"""Why a loader cannot be cached, in words. Nothing is read, drawn or changed to find out.
+
+What is found only by reading a source (samples of no fixed size, an error) is the business of `loading.opening`.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Sequence
+from threading import Thread
+from typing import Any
+
+import numpy as np
+import torch
+from torch.utils.data import BatchSampler, DataLoader, IterableDataset
+from torch.utils.data.dataloader import _BaseDataLoaderIter
+
+from lightning_stocache.training.loaders import cached_behind, hides_dataset
+from lightning_stocache.training.sampling import check_sampler
+
+__all__ = ["check_dataset", "check_leaf", "check_loader", "title"]
+
+_DATA = (torch.Tensor, np.ndarray, str, bytes, range, set, frozenset)  # in memory: a list of batches given as a loader
+
+
+def title(leaf: Any) -> str:
+    """What a loader reads, for messages: the class of its dataset, or its own if it is no DataLoader."""
+    return type(leaf.dataset if isinstance(leaf, DataLoader) else leaf).__name__
+
+
+def check_dataset(dataset: Any) -> None:
+    """Refuse a dataset that cannot be cached, whatever its samples are.
+
+    Raises:
+        TypeError: it is not map-style; what to do about it.
+        ValueError: it is empty.
+    """
+    if isinstance(dataset, IterableDataset):
+        raise TypeError("it is iterable-style: without an index there is nothing to cache by. Use a map-style dataset")
+    if not hasattr(dataset, "__getitem__"):
+        raise TypeError("it is not map-style: it has no __getitem__")
+    try:
+        length = len(dataset)
+    except Exception as error:  # of the user's, and without a cache nobody may ask
+        raise TypeError(f"it has no length: {error!r}. Give it a __len__") from error
+    if length == 0:
+        raise ValueError("it is empty")
+
+
+def check_loader(loader: DataLoader[Any], world: int) -> None:
+    """Refuse a DataLoader whose dataset cannot be replaced by a cached one.
+
+    Args:
+        loader: the user's own.
+        world: ranks among which Lightning would divide it; 1 where the Trainer leaves samplers alone.
+
+    Raises:
+        TypeError: what is in the way, and what to do about it.
+        ValueError: the dataset is empty.
+    """
+    check_dataset(loader.dataset)
+    kind = type(loader).__name__
+    key = _first_key(loader)
+    if not hasattr(key, "__index__"):
+        raise TypeError(f"its sampler gives keys such as {key!r}, and a cache knows samples by number")
+    if _has_threads(loader):
+        raise TypeError(f"the workers of {kind} are threads, and a cache is shared by processes")
+    if any(isinstance(value, _BaseDataLoaderIter) for name, value in vars(loader).items() if name != "_iterator"):
+        raise TypeError(f"{kind} reads it already. Wrap it with CachedDataset where you make the loader")
+    if hides_dataset(loader):
+        raise TypeError(f"{kind} makes it by itself. Wrap it with CachedDataset there")
+    check_sampler(loader, world)
+
+
+def check_leaf(leaf: Any) -> None:
+    """Refuse what Lightning would iterate over and is no DataLoader, unless it lies in memory or is cached already.
+
+    Raises:
+        TypeError: it is not torch's; what to do about it.
+    """
+    if isinstance(leaf, (DataLoader, *_DATA)) or not (isinstance(leaf, Iterable) or hasattr(leaf, "__getitem__")):
+        return
+    if cached_behind(leaf):
+        return
+    dataset = getattr(leaf, "dataset", None)
+    wrap = hasattr(dataset, "__getitem__") and not isinstance(dataset, IterableDataset)
+    advice = f"Wrap its {type(dataset).__name__} with CachedDataset where you make it" if wrap else "Use a DataLoader"
+    raise TypeError(f"it is no torch.utils.data.DataLoader. {advice}")
+
+
+def _first_key(loader: DataLoader[Any]) -> Any:
+    """The first key that a sampler gives, where that can be seen without drawing from it; else 0."""
+    batches = loader.batch_sampler
+    keys: Any = loader.sampler if batches is None or type(batches) is BatchSampler else batches
+    while isinstance(keys, Sequence) and not isinstance(keys, str):
+        if not keys:
+            return 0
+        keys = keys[0]
+    return 0 if isinstance(keys, Iterable) and not isinstance(keys, str | torch.Tensor) else keys
+
+
+def _has_threads(loader: DataLoader[Any]) -> bool:
+    """Whether the workers are threads dressed up as processes: MONAI's ThreadDataLoader."""
+    process = getattr(loader.multiprocessing_context, "Process", None)
+    return isinstance(process, type) and issubclass(process, Thread)

@@ -1,0 +1,484 @@
+"""Each loader stands alone: what cannot be cached goes on as the user gave it, and everything else is cached."""
+
+from __future__ import annotations
+
+import re
+from typing import Any
+
+import pytest
+import torch
+from lightning.pytorch import Callback, LightningDataModule, seed_everything
+from lightning.pytorch.tuner import Tuner
+from lightning.pytorch.utilities import CombinedLoader
+from torch.utils.data import DataLoader, Dataset, IterableDataset, TensorDataset
+from tqdm.auto import tqdm
+
+from lightning_stocache.loading.dataset import CachedDataset
+from lightning_stocache.training.callbacks import StochasticCache
+from lightning_stocache.training.datamodule import StocacheDataModule
+from lightning_stocache.training.hooks import cache_datamodule
+from tests.training.seen import Looking, Watcher, data_hooks, fit, through
+from tests.training.tiny import SAMPLES, Model, logged, make_trainer, plain_loader, source
+
+tqdm.get_lock()  # lr_find has a bar, whose semaphore lives as long as the process
+
+ROW = 3 * 8 * 8 + 8 + 1  # bytes of a slot: image, label, state
+
+
+def passing(caplog: pytest.LogCaptureFixture) -> list[str]:
+    """The warnings that say that something passes through."""
+    return [record.getMessage() for record in caplog.records if "passes through uncached" in record.getMessage()]
+
+
+DOORS = pytest.mark.parametrize("door", ["callback", "cache_datamodule"])
+
+
+class Stream(IterableDataset[Any]):
+    """An iterable-style dataset."""
+
+    def __iter__(self):
+        return iter([torch.full((2,), float(number)) for number in range(6)])
+
+
+class Empty(Dataset[Any]):
+    """A dataset without samples."""
+
+    def __getitem__(self, index: int) -> torch.Tensor:
+        raise IndexError(index)
+
+    def __len__(self) -> int:
+        return 0
+
+
+class Keyed(Dataset[Any]):
+    """A dataset that knows its samples by name."""
+
+    def __getitem__(self, key: str) -> torch.Tensor:
+        return torch.full((2,), {"k1": 1.0, "k2": 2.0}[key])
+
+    def __len__(self) -> int:
+        return 2
+
+
+class Endless(Dataset[Any]):
+    """A dataset without a length."""
+
+    def __getitem__(self, index: int) -> torch.Tensor:
+        return torch.full((2,), float(index))
+
+
+class Iterating(DataLoader[Any]):
+    """Begins to read when it is made, as timm's MultiEpochsDataLoader did."""
+
+    def __init__(self, *args: Any, **options: Any) -> None:
+        super().__init__(*args, **options)
+        self.iterator = super().__iter__()
+
+    def __iter__(self):
+        return iter([next(self.iterator) for _ in range(2)])
+
+
+class Making(DataLoader[Any]):
+    """Makes its dataset itself."""
+
+    def __init__(self, length: int = 6) -> None:
+        super().__init__(TensorDataset(torch.arange(float(length))), batch_size=2)
+
+
+class Batches:
+    """An iterable that is no DataLoader and has one inside, as timm's PrefetchLoader."""
+
+    def __init__(self, loader: DataLoader[Any]) -> None:
+        self.loader = loader
+
+    def __iter__(self):
+        return iter(self.loader)
+
+    def __len__(self):
+        return len(self.loader)
+
+    @property
+    def dataset(self):
+        return self.loader.dataset
+
+
+def numbers() -> TensorDataset:
+    return TensorDataset(torch.arange(12.0).reshape(6, 2))
+
+
+ODD = {
+    "empty": (lambda: DataLoader([], batch_size=2), "list passes through uncached: it is empty"),
+    "iterable": (lambda: DataLoader(Stream(), batch_size=2), "Stream passes through uncached: it is iterable-style"),
+    "keys": (lambda: DataLoader(Keyed(), batch_size=None, sampler=["k1", "k2"]), "Keyed .*keys such as 'k1'"),
+    "batches of keys": (lambda: DataLoader(Keyed(), batch_sampler=[["k1"], ["k2"]]), "Keyed .*keys such as 'k1'"),
+    "no length": (lambda: DataLoader(Endless(), batch_size=2, sampler=[1, 2]), "Endless .*no length.*__len__"),
+    "begun": (lambda: Iterating(numbers(), batch_size=2), "TensorDataset .*Iterating reads it already"),
+    "hidden": (lambda: Making(), "TensorDataset .*Making makes it by itself"),
+    "wrapper": (
+        lambda: Batches(DataLoader(numbers(), 2)),
+        "Batches .*no .*DataLoader. Wrap its TensorDataset with Cac",
+    ),
+    "generator": (lambda: (torch.ones(2) for _ in range(2)), "generator .*no .*DataLoader. Use a DataLoader"),
+}
+
+
+@DOORS
+@pytest.mark.parametrize("odd", ODD)
+def test_an_odd_val_loader_passes_as_it_is(tmp_path, caplog, door, odd):
+    """Beside a val loader that cannot be cached training is cached; the batches are those of without, the loader is the
+    user's own object, and one warning over three epochs names stage, dataset and reason."""
+    make, words = ODD[odd]
+    train, made = source(tmp_path), []
+
+    def val() -> Any:
+        made.append(make())
+        return made[-1]
+
+    loaders = {"train": lambda: plain_loader(train, shuffle=True), "val": val}
+    options = {"epochs": 3, "reload_dataloaders_every_n_epochs": 1, "num_sanity_val_steps": 1}
+    plain, *_ = fit("none", tmp_path, loaders, **options)
+    loads = train.loads
+    model, _, looking = fit(door, tmp_path, loaders, **options)
+    assert model.batches == plain.batches
+    assert looking.slots["train"] == [SAMPLES]
+    assert train.loads - loads <= SAMPLES + 8
+    if odd != "empty":  # which has no batch at which one could look
+        assert looking.loaders["val"] is made[-1]
+    [warning] = passing(caplog)
+    assert re.fullmatch(f"val loader: {words}.*", warning), warning
+
+
+STRICT = {
+    "empty": (ValueError, "val loader cannot be cached, list: it is empty"),
+    "iterable": (TypeError, "val loader cannot be cached, Stream: it is iterable-style"),
+    "keys": (TypeError, "val loader cannot be cached, Keyed: its sampler gives keys"),
+    "wrapper": (TypeError, "val loader cannot be cached, Batches: it is no torch.utils.data.DataLoader"),
+}
+
+
+@DOORS
+@pytest.mark.parametrize("odd", STRICT)
+def test_with_strict_an_odd_loader_is_an_error(tmp_path, door, odd):
+    """strict=True refuses what cannot be cached, naming stage, dataset and reason; not where the stage is off."""
+    error, words = STRICT[odd]
+    loaders = {"train": lambda: plain_loader(source(tmp_path)), "val": ODD[odd][0]}
+    with pytest.raises(error, match=words):
+        fit(door, tmp_path, loaders, cache={"strict": True})
+    fit(door, tmp_path, loaders, cache={"strict": True, "stage_budgets": {"val": 0}})
+
+
+def test_one_odd_loader_of_several_passes_alone(tmp_path, caplog):
+    """Of several val loaders in a dict those that can be cached are, and the others are the user's own objects."""
+    odd, val = DataLoader(Stream(), 2), source(tmp_path, "val", 8)
+    loaders = {
+        "train": lambda: CombinedLoader([odd, plain_loader(source(tmp_path))], "min_size"),
+        "val": lambda: {"a": odd, "b": plain_loader(val)},
+    }
+    plain, *_ = fit("none", tmp_path, loaders, epochs=2)
+    model, _, looking = fit("callback", tmp_path, loaders, epochs=2)
+    assert model.batches == plain.batches
+    assert looking.slots == {"train": [SAMPLES], "val": [8]}
+    assert looking.loaders["val"]["a"] is looking.loaders["train"][0] is odd
+    assert [warning.split(":")[0] for warning in passing(caplog)] == ["val loader", "train loader"]
+
+
+def test_batches_in_memory_pass_in_silence(tmp_path, caplog):
+    """Tensors that are given as loaders need no cache, and no word."""
+    trainer, model, *_ = through("callback", tmp_path, {})
+    trainer.predict(model, [torch.ones(2, 3), torch.zeros(2, 3)])
+    assert len(model.batches) == 4
+    assert passing(caplog) == []
+
+
+def test_a_cached_dataset_inside_a_wrapper_is_found(tmp_path, caplog):
+    """Who wraps his dataset with CachedDataset inside a loader of another kind is warned no more."""
+    train = source(tmp_path)
+    dataset = CachedDataset(train, defer=True)
+    model, *_ = fit("callback", tmp_path, {"train": lambda: Batches(plain_loader(dataset))}, epochs=2)
+    assert len(model.batches) == 12
+    assert train.loads <= SAMPLES + 8
+    assert dataset.cache.filled == SAMPLES
+    assert passing(caplog) == []
+    dataset.close()
+
+
+OPTIONS: dict[str, dict[str, Any]] = {
+    "sanity": {},
+    "late val": {"num_sanity_val_steps": 0, "check_val_every_n_epoch": 2},
+    "reload": {"reload_dataloaders_every_n_epochs": 1},
+    "late reload": {"reload_dataloaders_every_n_epochs": 2, "num_sanity_val_steps": 0},
+    "overfit": {"overfit_batches": 2},
+    "val within epochs": {"val_check_interval": 2, "limit_val_batches": 1},
+    "fast_dev_run": {"fast_dev_run": True},
+    "no val": {"limit_val_batches": 0},
+    "no train": {"limit_train_batches": 0},
+}
+
+
+@DOORS
+@pytest.mark.parametrize("name", OPTIONS)
+def test_hooks_run_when_and_as_often_as_without(tmp_path, door, name):
+    """In fit, validate, test and predict each hook runs at the same step and as often as without the cache, and the
+    batches are the same."""
+    data = {stage: source(tmp_path, stage, 8) for stage in ("train", "val", "test", "predict")}
+    loaders = {stage: lambda stage=stage: plain_loader(data[stage], shuffle=stage == "train") for stage in data}
+
+    def run(door: str) -> Any:
+        trainer, model, dm, _ = through(door, tmp_path, loaders, epochs=4, **OPTIONS[name])
+        seed_everything(0, verbose=False)
+        trainer.fit(model, datamodule=dm)
+        trainer.validate(model, datamodule=dm, verbose=False)
+        trainer.test(model, datamodule=dm, verbose=False)
+        trainer.predict(model, datamodule=dm)
+        return dm.ran, model.batches
+
+    assert run(door) == run("none")
+
+
+@DOORS
+def test_a_val_set_of_what_training_has_seen(tmp_path, door):
+    """A val set that is made of what training has collected has it, where Lightning asks for it after two epochs."""
+    collected: list[torch.Tensor] = []
+
+    class Collecting(Watcher):
+        def training_step(self, batch, batch_idx):
+            collected.append(batch[0][0])
+            return super().training_step(batch, batch_idx)
+
+    loaders = {"train": lambda: DataLoader(numbers(), 2), "val": lambda: DataLoader(list(collected), 2)}
+    options = {"epochs": 2, "num_sanity_val_steps": 0, "check_val_every_n_epoch": 2}
+    trainer, _, dm, looking = through(door, tmp_path, loaders, **options)
+    trainer.fit(Collecting(), datamodule=dm)
+    assert looking.slots["val"] == [6]
+
+
+def test_what_a_hook_raises_is_raised(tmp_path):
+    """The user's error comes out of fit as it is, and the Trainer is left without a trace of the cache."""
+
+    def fail() -> Any:
+        raise ArithmeticError("mine")
+
+    trainer, model, dm, _ = through("callback", tmp_path, {"train": fail})
+    with pytest.raises(ArithmeticError, match="mine"):
+        trainer.fit(model, datamodule=dm)
+    assert "dataloader" not in vars(trainer.fit_loop._data_source)
+
+
+@DOORS
+@pytest.mark.parametrize(
+    ("budget", "sanity", "slots"),
+    [(48, 2, [24, 8]), (16, 2, [8, 8]), (8, 2, [4, 4]), (26, 0, [24, 2])],
+    ids=["enough", "half", "less", "train first"],
+)
+def test_hooks_divide_the_budget_as_they_come(tmp_path, door, budget, sanity, slots):
+    """Val takes at most half before train, train the rest; without a sanity check train goes first."""
+    loaders = {"train": lambda: plain_loader(train), "val": lambda: plain_loader(val)}
+    train, val = source(tmp_path), source(tmp_path, "val", 8)
+    _, _, looking = fit(door, tmp_path, loaders, num_sanity_val_steps=sanity, cache={"budget": budget * ROW})
+    assert [*looking.slots["train"], *looking.slots["val"]] == slots
+
+
+@DOORS
+def test_where_nothing_is_left_for_val_a_warning_says_how_to_keep_it(tmp_path, caplog, door):
+    """A val set that comes after train has taken all passes through, counted, with one warning for all reloads."""
+    train, val = source(tmp_path), source(tmp_path, "val", 8)
+    loaders = {"train": lambda: plain_loader(train), "val": lambda: plain_loader(val)}
+    options = {"num_sanity_val_steps": 0, "epochs": 2, "reload_dataloaders_every_n_epochs": 1}
+    budget = {"budget": SAMPLES * ROW}
+    _, _, looking = fit(door, tmp_path, loaders, cache=budget, **options)
+    assert looking.slots == {"train": [SAMPLES], "val": [0]}
+    [warning] = passing(caplog)
+    assert re.search(r"val loader: CountedSource .*stage_budgets={'val': ...}", warning)
+    _, _, looking = fit(door, tmp_path, loaders, cache=budget | {"stage_budgets": {"val": 8 * ROW}}, **options)
+    assert looking.slots == {"train": [SAMPLES], "val": [8]}
+
+
+@pytest.mark.parametrize("sanity", [0, 2])
+def test_loaders_given_to_fit_share_by_size(tmp_path, sanity):
+    """What is given to fit is known from the start: train and val share the budget by size, whichever comes first."""
+    trainer, model, _, looking = through(
+        "callback", tmp_path, {}, num_sanity_val_steps=sanity, cache={"budget": 16 * ROW}
+    )
+    trainer.fit(model, plain_loader(source(tmp_path)), plain_loader(source(tmp_path, "val", 8)))
+    assert looking.slots == {"train": [12], "val": [4]}
+
+
+def test_validate_has_the_whole_budget(tmp_path):
+    """Outside of fit no training set is to come, and nothing is kept for one."""
+    val = source(tmp_path, "val", 8)
+    trainer, model, dm, looking = through(
+        "callback", tmp_path, {"val": lambda: plain_loader(val)}, cache={"budget": 8 * ROW}
+    )
+    trainer.validate(model, datamodule=dm, verbose=False)
+    assert looking.slots["val"] == [8]
+
+
+def test_attributes_of_a_loader_survive(tmp_path):
+    """What a user has set on a loader is read from the Trainer's, and a later write there takes effect."""
+    loader = plain_loader(source(tmp_path), collate_fn=torch.utils.data.default_collate)
+    loader.name = "mine"  # type: ignore[attr-defined]
+    seen = []
+
+    class Writing(Callback):
+        def on_train_epoch_start(self, trainer, pl_module):
+            seen.append(trainer.train_dataloader.name)
+            trainer.train_dataloader.name = "written"
+            trainer.train_dataloader.collate_fn = lambda samples: samples[0][0]
+
+    model = Watcher()
+    make_trainer(tmp_path, [Writing(), StochasticCache()], logger=False, epochs=2).fit(model, loader)
+    assert seen == ["mine", "written"]
+    assert loader.name == "mine"  # type: ignore[attr-defined]
+    assert len({len(batch) for _, batch in model.batches}) == 2
+
+
+def test_a_persistent_loader_that_comes_again_is_the_same(tmp_path):
+    """A loader that its hook returns each time keeps its workers over reloads, and draws no second base seed."""
+    loader = plain_loader(source(tmp_path), shuffle=True, num_workers=1, persistent_workers=True)
+    options = {"epochs": 3, "reload_dataloaders_every_n_epochs": 1}
+    seen = []
+
+    class Noting(Callback):
+        def on_train_epoch_start(self, trainer, pl_module):
+            seen.append(trainer.train_dataloader)
+
+    def run(*callbacks: Callback) -> Any:
+        seen.clear()
+        model = Watcher()
+        seed_everything(0, verbose=False)
+        make_trainer(tmp_path, callbacks, logger=False, **options).fit(
+            model, datamodule=data_hooks(train=lambda: loader)
+        )
+        return model.batches
+
+    plain = run()
+    assert run(StochasticCache(), Noting()) == plain
+    assert len(set(map(id, seen))) == 1
+    assert seen[0] is not loader
+
+
+class Sized(Model):
+    """A model with a batch size that a Tuner may change, and loaders of that size."""
+
+    def __init__(self, folder: Any) -> None:
+        super().__init__()
+        self.batch_size, self.lr, self.folder = 2, 0.1, folder
+        self.sizes: list[int] = []
+
+    def train_dataloader(self):
+        return plain_loader(source(self.folder), batch_size=self.batch_size, shuffle=True)
+
+    def val_dataloader(self):
+        return plain_loader(source(self.folder, "val", 8), batch_size=self.batch_size)
+
+    def training_step(self, batch, batch_idx):
+        self.sizes.append(len(batch[1]))
+        return super().training_step(batch, batch_idx)
+
+    def configure_optimizers(self):
+        return torch.optim.SGD(self.parameters(), lr=self.lr)
+
+
+class SizedData(LightningDataModule):
+    """A DataModule whose batch size a Tuner may change."""
+
+    def __init__(self, folder: Any) -> None:
+        super().__init__()
+        self.batch_size, self.folder = 2, folder
+
+    def train_dataloader(self):
+        return plain_loader(source(self.folder), batch_size=self.batch_size, shuffle=True)
+
+    def val_dataloader(self):
+        return plain_loader(source(self.folder, "val", 8), batch_size=self.batch_size)
+
+
+@pytest.mark.parametrize("door", ["callback", "cache_datamodule"])
+def test_the_tuner_finds_what_it_finds_without(tmp_path, door):
+    """Batch size and learning rate are found as without the cache, and fit goes on from there."""
+
+    def run(door: str) -> Any:
+        model = Sized(tmp_path)
+        dm = None if door == "callback" or door == "none" else SizedData(tmp_path)
+        if door == "cache_datamodule":
+            cache_datamodule(dm)
+        callbacks = [StochasticCache()] if door == "callback" else []
+        trainer = make_trainer(tmp_path, callbacks, logger=False, enable_checkpointing=True, epochs=2)
+        seed_everything(0, verbose=False)
+        tuner = Tuner(trainer)
+        size = tuner.scale_batch_size(model, datamodule=dm, max_trials=3, steps_per_trial=2)
+        rate = tuner.lr_find(model, datamodule=dm, num_training=12)
+        trainer.fit(model, datamodule=dm)
+        assert "dataloader" not in vars(trainer.fit_loop._data_source)
+        return size, rate.results, model.sizes, model.weights.tolist()
+
+    assert run(door) == run("none" if door == "callback" else "data")
+
+
+def test_setup_data_by_hand_is_as_before(tmp_path):
+    """`fit_loop.setup_data()` in the middle of a fit gives cached loaders, and after it the user's own."""
+    train = source(tmp_path)
+    loader = plain_loader(train)
+
+    class Again(Callback):
+        def on_train_epoch_start(self, trainer, pl_module):
+            trainer.fit_loop._combined_loader = None
+            trainer.fit_loop.setup_data()
+
+    trainer, model, _, looking = through("callback", tmp_path, {}, epochs=2)
+    trainer.callbacks.append(Again())
+    trainer.fit(model, loader)
+    assert looking.slots["train"] == [SAMPLES]
+    trainer.fit_loop._combined_loader = None
+    trainer.fit_loop.setup_data()
+    assert trainer.train_dataloader is loader
+
+
+@pytest.mark.parametrize("other", ["callback", "cache_datamodule", "ours"])
+def test_two_doors_cache_once(tmp_path, caplog, other):
+    """A second StochasticCache, or one beside a DataModule that caches, opens nothing and changes nothing."""
+    train, looking, extra = source(tmp_path), Looking(), StochasticCache()
+    callbacks: list[Any] = [looking, extra]
+    dm: Any = data_hooks(train=lambda: plain_loader(train), val=lambda: DataLoader(Stream(), 2))
+    if other == "callback":
+        callbacks.insert(1, StochasticCache())
+    elif other == "cache_datamodule":
+        dm = cache_datamodule(dm)
+    else:
+        dm = StocacheDataModule(train, Stream(), batch_size=4)
+    trainer = make_trainer(tmp_path, callbacks, epochs=2)
+    trainer.fit(Watcher(), datamodule=dm)
+    assert extra.caches._open == {}
+    assert looking.slots["train"] == [SAMPLES]
+    assert train.loads <= SAMPLES + 8
+    assert logged(trainer, "stocache/hits") == [0, SAMPLES]
+    assert len(passing(caplog)) == 1
+    assert "dataloader" not in vars(trainer.fit_loop._data_source)
+
+
+def test_sets_of_ours_that_cannot_be_cached_pass(tmp_path, caplog):
+    """An empty and an iterable-style set of a StocacheDataModule pass through, transformed; train is cached."""
+    train = source(tmp_path)
+    dm = StocacheDataModule(
+        train, [Empty(), Stream()], batch_size=2, transform=lambda sample: sample, eval_transform=torch.neg
+    )
+    looking, model = Looking(), Watcher()
+    make_trainer(tmp_path, [looking], logger=False, num_sanity_val_steps=0).fit(model, datamodule=dm)
+    negative = Watcher()
+    for batch in DataLoader(Stream(), 2):
+        negative.note("val1", -batch)
+    assert [entry for entry in model.batches if entry[0] == "val1"] == negative.batches
+    assert looking.slots["train"] == [SAMPLES]
+    assert len(passing(caplog)) == 2
+    with pytest.raises(ValueError, match="val set cannot be cached, Empty: it is empty"):
+        StocacheDataModule(train, [Empty(), Stream()], strict=True).setup("fit")
+
+
+def test_a_stream_of_ours_can_train(tmp_path, caplog):
+    """An iterable-style training set passes through, and its checkpoint holds no position."""
+    dm = StocacheDataModule(Stream(), batch_size=2)
+    model = Watcher()
+    make_trainer(tmp_path, logger=False).fit(model, datamodule=dm)
+    assert len(model.batches) == 3
+    assert dm.state_dict() == {}
+    assert len(passing(caplog)) == 1

@@ -1,0 +1,100 @@
+"""The tap by itself: what ranks agree on, and how memory is divided between stages that come one after another."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+from torch.utils.data import DataLoader, Sampler
+
+from lightning_stocache.node.free import FreeMemory
+from lightning_stocache.training.caches import CallCaches
+from lightning_stocache.training.loaders import cached_datasets, loaders_in
+from lightning_stocache.training.options import CacheOptions
+from lightning_stocache.training.tap import LoaderTap
+from tests.logs import Log
+from tests.ranks import run_ranks
+
+MIB = 2**20
+NUMBERS = [torch.tensor(number) for number in range(12)]
+
+
+class Dealing(Sampler[int]):
+    """Deals samples to ranks by itself, and is no DistributedSampler."""
+
+    num_replicas = 2
+
+    def __iter__(self):
+        return iter(range(6))
+
+    def __len__(self):
+        return 6
+
+
+def test_a_sampler_that_deals_by_itself_keeps_its_loader(caplog):
+    """Where Lightning would wrap a sampler that deals to ranks, the loader stays the user's own, with a warning."""
+    loader = DataLoader(NUMBERS, 2, sampler=Dealing())
+    tap = LoaderTap(CallCaches(CacheOptions()), {"train": lambda: loader}, replicas=lambda: (2, 0))
+    assert tap("train") is loader
+    assert "train loader: list passes through uncached: Dealing deals samples to ranks" in caplog.text
+    tap = LoaderTap(CallCaches(CacheOptions(strict=True)), {"train": lambda: loader}, replicas=lambda: (2, 0))
+    with pytest.raises(TypeError, match="train loader cannot be cached, list: Dealing deals samples"):
+        tap("train")
+
+
+def different(rank: int) -> tuple[list[list[bool]], list[str]]:
+    """Which loaders are cached on this rank where the ranks give different ones, and what it says about that."""
+    log, caches = Log(), CallCaches(CacheOptions())
+    given: dict[str, Callable[[], Any]] = {
+        "train": lambda: [DataLoader(NUMBERS), DataLoader(NUMBERS[: 5 + rank]), DataLoader(NUMBERS[: 2 - 2 * rank])],
+        "val": lambda: [DataLoader(NUMBERS)] * (1 + rank),
+    }
+    tap = LoaderTap(caches, given)
+    try:
+        return [[bool(cached_datasets(loader)) for loader in loaders_in(tap(stage))] for stage in given], log.lines
+    finally:
+        caches.close()
+
+
+def test_ranks_agree_on_each_loader():
+    """A dataset of other lengths on the ranks, one that is empty on one of them, and loaders that not all ranks have
+    pass through on all; the others are cached, and only rank 0 speaks."""
+    (first, said), (second, silence) = run_ranks(different, 2)
+    assert first == [[True, False, False], [False]]
+    assert second == [[True, False, False], [False, False]]
+    warnings = [line for line in said if "passes through" in line]
+    assert [line.split(" loader")[0] for line in warnings] == ["train", "train", "val"]
+    assert "[5, 6]" in warnings[0]
+    assert "it is empty" in warnings[1]
+    assert not [line for line in silence if "passes through" in line]
+
+
+class Large:
+    """Samples of one MiB that take no memory."""
+
+    def __init__(self, length: int) -> None:
+        self.length = length
+
+    def __len__(self) -> int:
+        return self.length
+
+    def __getitem__(self, index: int) -> torch.Tensor:
+        return torch.zeros(MIB, dtype=torch.uint8)
+
+
+def test_scarce_memory_is_kept_for_train_and_promised_once(monkeypatch):
+    """With "auto", val takes no more than half of the free memory before train, and what it was granted, filled or not,
+    is not granted again."""
+    free = FreeMemory(filesystem=None, available=200 * MIB, cgroup=None, directory=None)
+    monkeypatch.setattr(FreeMemory, "measure", lambda *_: free)
+    data = {"train": Large(200), "val": Large(100)}
+    caches = CallCaches(CacheOptions())
+    getters = {stage: lambda stage=stage: DataLoader(data[stage]) for stage in data}  # type: ignore[misc]
+    tap = LoaderTap(caches, getters, stages=("train", "val"))
+    slots = [len(cached_datasets(tap(stage))[0].cache or ()) for stage in ("val", "train")]
+    caches.close()
+    assert 50 < slots[0] <= 100 - 16  # a margin of 16 MiB is left
+    assert slots[1] > 90
+    assert sum(slots) <= 200 - 16
