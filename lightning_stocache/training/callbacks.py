@@ -122,6 +122,11 @@ class StochasticCache(CacheMonitor):
         )
         self._monitors = True
 
+    @property
+    def monitors(self) -> bool:
+        """Whether this callback is the one that logs: a CacheMonitor beside it does so itself."""
+        return self._monitors
+
     def setup(self, trainer: Trainer, pl_module: LightningModule, stage: str) -> None:
         """Stand before the loaders of the call."""
         super().setup(trainer, pl_module, stage)
@@ -148,14 +153,6 @@ class StochasticCache(CacheMonitor):
     def close(self) -> None:
         """Close all caches, kept ones too."""
         self.caches.close()
-
-    def on_train_batch_end(self, trainer: Trainer, pl_module: LightningModule, *_: Any) -> None:
-        """Log live values, unless a CacheMonitor does."""
-        if self._monitors:
-            super().on_train_batch_end(trainer, pl_module, *_)
-
-    def _epoch_end(self, trainer: Trainer, pl_module: LightningModule, stage: str, prefix: str) -> dict[str, float]:
-        return super()._epoch_end(trainer, pl_module, stage, prefix) if self._monitors else {}
 
     def _release(self, trainer: Trainer) -> None:
         for loop in _loops(trainer).values():

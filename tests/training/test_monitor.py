@@ -9,7 +9,7 @@ from typing import Any
 
 import pytest
 import torch
-from lightning.pytorch import LightningDataModule
+from lightning.pytorch import Callback, LightningDataModule
 from lightning.pytorch.callbacks import EarlyStopping, ModelCheckpoint
 from lightning.pytorch.loggers import CSVLogger, TensorBoardLogger
 from torch.utils.data import Dataset
@@ -182,12 +182,50 @@ def test_no_logger_and_several(tmp_path):
         assert "stocache/hit_rate" in Path(logger.log_dir, "metrics.csv").read_text()
 
 
-def test_validate_and_test_calls_have_keys_of_their_own(tmp_path):
-    """trainer.validate logs stocache/val/, trainer.test stocache/test/."""
+def test_validate_and_test_return_what_they_return_without_a_monitor(tmp_path):
+    """The loggers get stocache/val/ and stocache/test/ of a call outside of fit once, its results hold none of them."""
+
+    class Logging(Model):
+        def validation_step(self, batch, batch_idx, dataloader_idx=0):
+            self.log("loss", self.loss(batch))
+
+        test_step = validation_step
+
     dm = StocacheDataModule(val=source(tmp_path, "val", 8), test=source(tmp_path, "test", 8), batch_size=4)
     trainer = make_trainer(tmp_path, [CacheMonitor()])
-    assert trainer.validate(Model(), dm, verbose=False)[0]["stocache/val/misses"] == 8
-    assert trainer.test(Model(), dm, verbose=False)[0]["stocache/test/misses"] == 8
+    for call, stage in ((trainer.validate, "val"), (trainer.test, "test")):
+        [results] = call(Logging(), dm, verbose=False)
+        assert set(results) == {"loss"}
+        assert not [key for key in trainer.callback_metrics if "stocache" in key]
+        assert logged(trainer, f"stocache/{stage}/misses") == [8]
+        assert logged(trainer, "epoch") == [0] * (2 if stage == "val" else 4)
+
+
+def test_coverage_is_that_of_the_source_as_it_is_now(tmp_path):
+    """A source that has grown since its cache was opened is covered in part; what is new are bypasses."""
+
+    class Growing(Dataset):
+        length = 12
+
+        def __len__(self):
+            return self.length
+
+        def __getitem__(self, index):
+            return torch.tensor([index])
+
+    class Grow(Callback):
+        def on_train_epoch_end(self, trainer, pl_module):
+            train.length = 24
+
+    class Whatever(Model):
+        def training_step(self, batch, batch_idx):
+            return self.layer.weight.sum()
+
+    train = Growing()
+    trainer = make_trainer(tmp_path, [StochasticCache(), Grow()], epochs=2, reload_dataloaders_every_n_epochs=1)
+    trainer.fit(Whatever(), plain_loader(train))
+    assert logged(trainer, "stocache/bypasses") == [0, 12]
+    assert logged(trainer, "stocache/coverage") == [1, 0.5]
 
 
 def test_several_sets_are_counted_together(tmp_path):
@@ -239,7 +277,6 @@ def test_counts_of_a_failed_call_are_forgotten(tmp_path):
     train = source(tmp_path)
     with pytest.raises(ArithmeticError):
         make_trainer(tmp_path, [monitor], epochs=2).fit(Failing(), StocacheDataModule(train, batch_size=4))
-    assert monitor._seen == {}
     trainer = make_trainer(tmp_path, [monitor])
     trainer.fit(Model(), StocacheDataModule(train, batch_size=4))
     assert logged(trainer, "stocache/misses") == [SAMPLES]
