@@ -139,7 +139,6 @@ class CacheMonitor(Callback):
         metrics = self._epoch_end(trainer, pl_module, "train", "stocache")
         if metrics:
             self._epochs.append(metrics)
-            self._compare(metrics, running_datasets(trainer, "train"))
             rank_zero_info(
                 f"epoch {trainer.current_epoch}: hit rate {100 * metrics['hit_rate']:.1f} %, "
                 f"fill {100 * metrics['fill_fraction']:.1f} %, {self._ended - self._started:.1f} s"
@@ -217,8 +216,8 @@ class CacheMonitor(Callback):
             return {}
         datasets = running_datasets(trainer, stage)
         metrics = summarise(tallies) | {"coverage": _coverage(datasets)}
-        if stage == "train" and (expected := self._expectation(trainer, datasets)) is not None:
-            metrics["hit_rate_expected"] = expected
+        if stage == "train" and (expectation := self._expectation(trainer, datasets)) is not None:
+            self._compare(metrics, expectation)
         values = {f"{prefix}/{name}": value for name, value in metrics.items()}
         if trainer.barebones:  # it refuses to log
             return metrics
@@ -229,23 +228,22 @@ class CacheMonitor(Callback):
                 logger.log_metrics(values | {"epoch": trainer.current_epoch}, step=trainer.global_step)
         return metrics
 
-    def _expectation(self, trainer: Trainer, datasets: list[CachedDataset]) -> float | None:
-        """The predicted hit rate of the epoch that ends; None with several training sets, which have no one sampler."""
+    def _compare(self, metrics: dict[str, float], expectation: Expectation) -> None:
+        """Add what was to be expected, and say so once if it was much more."""
+        if (expected := expectation.hit_rate(metrics)) is not None:
+            metrics["hit_rate_expected"] = expected
+        complaint = None if self._complained else expectation.complaint(metrics)
+        if complaint is not None:
+            self._complained = True
+            rank_zero_warn(complaint)
+
+    def _expectation(self, trainer: Trainer, datasets: list[CachedDataset]) -> Expectation | None:
+        """What is expected of a training set; None with several of them, which have no one sampler."""
         if len(datasets) != 1 or (counters := datasets[0].counters) is None:
             return None
         if counters not in self._expected:
             self._expected[counters] = Expectation(trainer, datasets[0])
-        return self._expected[counters].hit_rate()
-
-    def _compare(self, metrics: dict[str, float], datasets: list[CachedDataset]) -> None:
-        expected = metrics.get("hit_rate_expected")
-        if expected is None or self._complained or datasets[0].counters not in self._expected:
-            return
-        expectation = self._expected[datasets[0].counters]
-        complaint = expectation.complaint(metrics["hit_rate"], expected, metrics["fill_fraction"])
-        if complaint is not None:
-            self._complained = True
-            rank_zero_warn(complaint)
+        return self._expected[counters]
 
 
 def log_every(trainer: Trainer) -> int:

@@ -12,7 +12,7 @@ import torch
 from lightning.pytorch import Callback, LightningDataModule
 from lightning.pytorch.callbacks import EarlyStopping, ModelCheckpoint
 from lightning.pytorch.loggers import CSVLogger, TensorBoardLogger
-from torch.utils.data import Dataset
+from torch.utils.data import Dataset, RandomSampler, Sampler, SubsetRandomSampler, WeightedRandomSampler
 
 from lightning_stocache.loading.dataset import CachedDataset
 from lightning_stocache.training.callbacks import StochasticCache
@@ -97,11 +97,61 @@ def test_wait_and_compute_are_the_epoch(tmp_path):
 
 
 def test_a_hit_rate_below_the_expected_one_is_warned_about_once(tmp_path):
-    """An epoch that is cut short does not fill the cache: one warning names the likely cause."""
-    trainer = make_trainer(tmp_path, [CacheMonitor()], epochs=4, limit_train_batches=2)
-    with pytest.warns(UserWarning, match="limits the batches") as caught:
-        trainer.fit(Model(), StocacheDataModule(source(tmp_path), batch_size=2))
-    assert sum("were to be expected" in str(one.message) for one in caught) == 1
+    """A cache that is emptied before every epoch hits nothing: one warning of two lines names the likely cause."""
+
+    class Emptying(Callback):
+        def on_train_epoch_end(self, trainer, pl_module):
+            trainer.train_dataloader.dataset.cache.clear()
+
+    trainer = make_trainer(tmp_path, [CacheMonitor(), Emptying()], epochs=4)
+    with pytest.warns(UserWarning, match="anew in every epoch") as caught:
+        trainer.fit(Model(), StocacheDataModule(source(tmp_path), batch_size=4))
+    [line] = [str(warning.message) for warning in caught if "were to be expected" in str(warning.message)]
+    assert line.count("\n") == 1
+
+
+UNEVEN = torch.rand(2000, generator=torch.Generator().manual_seed(0)) ** 3
+
+
+@pytest.mark.parametrize(
+    ("draws", "limit"),
+    [
+        (lambda: {"shuffle": True}, 0.5),
+        (lambda: {"shuffle": True, "drop_last": True}, 1.0),
+        (lambda: {"shuffle": False}, 0.5),
+        (lambda: {"sampler": WeightedRandomSampler(UNEVEN.tolist(), 2000)}, 1.0),
+        (lambda: {"sampler": WeightedRandomSampler(UNEVEN.tolist(), 2000)}, 0.5),
+        (lambda: {"sampler": RandomSampler(range(2000), replacement=True, num_samples=1500)}, 1.0),
+        (lambda: {"sampler": SubsetRandomSampler(range(0, 2000, 2))}, 0.6),
+    ],
+)
+def test_the_expected_hit_rate_knows_what_is_drawn(tmp_path, draws, limit, recwarn):
+    """Whatever torch's sampler draws, in whole epochs or parts of them, the hit rate is as expected, and no one is
+    warned."""
+    torch.manual_seed(0)
+    options = {"limit_train_batches": limit, "log_every_n_steps": 1000}  # no live values in between
+    trainer = make_trainer(tmp_path, [StochasticCache(budget="80%")], epochs=4, **options)
+    trainer.fit(Model(), plain_loader(source(tmp_path, samples=2000), batch_size=30, **draws()))
+    expected = logged(trainer, "stocache/hit_rate_expected")
+    assert expected == pytest.approx(logged(trainer, "stocache/hit_rate"), abs=0.05)
+    assert len(expected) == 4
+    assert not [warning for warning in recwarn if "were to be expected" in str(warning.message)]
+
+
+def test_nothing_is_expected_of_a_sampler_that_is_not_known(tmp_path):
+    """For a user's own sampler the key is left out."""
+
+    class Often(Sampler[int]):
+        def __iter__(self):
+            return iter([0, 1, 2, 3] * 6)
+
+        def __len__(self):
+            return 24
+
+    trainer = make_trainer(tmp_path, [StochasticCache()], epochs=2)
+    trainer.fit(Model(), plain_loader(source(tmp_path), sampler=Often()))
+    assert logged(trainer, "stocache/hits") == [20, 24]
+    assert logged(trainer, "stocache/hit_rate_expected") == []
 
 
 def test_live_values_come_at_the_trainers_cadence(tmp_path):
@@ -226,6 +276,7 @@ def test_coverage_is_that_of_the_source_as_it_is_now(tmp_path):
     trainer.fit(Whatever(), plain_loader(train))
     assert logged(trainer, "stocache/bypasses") == [0, 12]
     assert logged(trainer, "stocache/coverage") == [1, 0.5]
+    assert logged(trainer, "stocache/hit_rate_expected") == [0]  # no formula holds for what grows
 
 
 def test_several_sets_are_counted_together(tmp_path):
