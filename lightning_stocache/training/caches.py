@@ -101,6 +101,7 @@ class CallCaches:
         datasets = {
             key: CachedDataset(
                 one.source,
+                str(options.budgets[pots[key]]),
                 allow_random=options.allow_random,
                 backend=options.backend,
                 on_error=options.on_error,

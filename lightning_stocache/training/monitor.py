@@ -104,8 +104,9 @@ class CacheMonitor(Callback):
         """Say what the caches were worth."""
         stop_listening(trainer, self._stall)
         if self._epochs:
-            samples = sum(map(len, running_datasets(trainer, "train")))
-            for sentence in verdict(self._epochs, samples):
+            datasets = running_datasets(trainer, "train")
+            off = all(dataset.budget.off for dataset in datasets)
+            for sentence in verdict(self._epochs, sum(map(len, datasets)), off=off):
                 rank_zero_info(f"stocache: {sentence}")
 
     def on_train_epoch_start(self, trainer: Trainer, pl_module: LightningModule) -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import csv
+import logging
 import time
 from pathlib import Path
 from typing import Any
@@ -249,6 +250,22 @@ def test_validate_and_test_return_what_they_return_without_a_monitor(tmp_path):
         assert not [key for key in trainer.callback_metrics if "stocache" in key]
         assert logged(trainer, f"stocache/{stage}/misses") == [8]
         assert logged(trainer, "epoch") == [0] * (2 if stage == "val" else 4)
+
+
+@pytest.mark.parametrize("door", ["callback", "datamodule", "dataset"])
+def test_a_cache_that_is_off_says_so_and_gives_no_false_bytes(tmp_path, caplog, door):
+    """With budget=0 the end of the run says that the cache is off; bytes that nobody has counted are left out."""
+    caplog.set_level(logging.INFO)
+    train, callback = source(tmp_path), CacheMonitor() if door != "callback" else StochasticCache(budget=0)
+    trainer = make_trainer(tmp_path, [callback], epochs=2)
+    if door == "datamodule":
+        trainer.fit(Model(), StocacheDataModule(train, batch_size=4, budget=0))
+    else:
+        trainer.fit(Model(), plain_loader(train if door == "callback" else CachedDataset(train, budget=0)))
+    assert logged(trainer, "stocache/bypasses") == [SAMPLES, SAMPLES]
+    assert logged(trainer, "stocache/bytes_from_source") == []
+    said = [record.getMessage() for record in caplog.records if record.getMessage().startswith("stocache: ")]
+    assert said == ["stocache: the cache is off (budget=0)"]
 
 
 def test_coverage_is_that_of_the_source_as_it_is_now(tmp_path):
