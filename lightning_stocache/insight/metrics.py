@@ -1,18 +1,22 @@
 """Rates from counts.
 
-Every rank brings a `Tally` of its own node's cache; the sums are made first and divided afterwards, because the mean
-of per-rank hit rates is not the hit rate. What is read off the memory of a node (slots, bytes) is brought by its leader
-alone. No Trainer here, and no process group: whoever has the tallies calls `summarise`.
+Every rank brings a `Tally`; the sums are made first and divided afterwards, because the mean of per-rank hit rates is
+not the hit rate. What is read off the memory of a node (slots, bytes) every rank of it has read, each when its own
+epoch ended: the largest is that of the rank that ended last, when all had filled what they fill. No Trainer here, and
+no process group: whoever has the tallies calls `summarise`.
 """
 
 from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
+from functools import reduce
 
 from lightning_stocache.cache.counters import Counts
 
 __all__ = ["Tally", "rates", "summarise"]
+
+_OF_MEMORY = ("slots", "filled", "memory_bytes", "budget_bytes")
 
 
 @dataclass(frozen=True)
@@ -22,14 +26,15 @@ class Tally:
     Args:
         node: number of the rank's node.
         counts: what the rank's processes have served and filled in the epoch.
-        slots: slots on the node (leader only, as all below).
-        filled: slots that are ready.
-        memory_bytes: bytes in use by the caches.
+        slots: slots on its node.
+        filled: slots of the node that are ready.
+        memory_bytes: bytes in use by the caches of the node.
         budget_bytes: bytes that were granted for them.
         wait_seconds: how long the rank's training has waited for data.
         compute_seconds: how long it has computed.
         loop_seconds: how long its loop took, with all that is neither.
         ranks: ranks whose seconds these are.
+        unsized: misses and bypasses whose bytes could not be counted, because there is no cache for them.
     """
 
     node: int = 0
@@ -42,8 +47,10 @@ class Tally:
     compute_seconds: float = 0.0
     loop_seconds: float = 0.0
     ranks: int = 0
+    unsized: int = 0
 
     def __add__(self, other: Tally) -> Tally:
+        """Of several caches of one rank, or of several nodes."""
         return Tally(
             self.node,
             self.counts + other.counts,
@@ -55,11 +62,12 @@ class Tally:
             self.compute_seconds + other.compute_seconds,
             self.loop_seconds + other.loop_seconds,
             self.ranks + other.ranks,
+            self.unsized + other.unsized,
         )
 
 
 def rates(tally: Tally) -> dict[str, float]:
-    """The metrics of a tally, by the names of the metric keys. A rate over nothing is 0.
+    """The metrics of a tally, by the names of the metric keys. A rate over nothing is 0; what is not known is left out.
 
     Example:
         >>> rates(Tally(counts=Counts(hits=3, misses=1), slots=4, filled=2))["hit_rate"]
@@ -81,6 +89,8 @@ def rates(tally: Tally) -> dict[str, float]:
         "memory_bytes": tally.memory_bytes,
         "budget_bytes": tally.budget_bytes,
     }
+    if tally.unsized:
+        del metrics["bytes_from_source"]
     if tally.ranks:
         metrics |= {
             "data_wait_seconds": tally.wait_seconds / tally.ranks,
@@ -98,17 +108,20 @@ def summarise(tallies: Sequence[Tally]) -> dict[str, float]:
         >>> round(job["hit_rate"], 3), job["node0/hit_rate"]
         (0.818, 0.9)
     """
-    nodes = sorted({tally.node for tally in tallies})
-    metrics = rates(_sum(tallies))
+    nodes = {node: _of_node([tally for tally in tallies if tally.node == node]) for node in {t.node for t in tallies}}
+    metrics = rates(_sum(nodes.values()))
     if len(nodes) > 1:
-        for node in nodes:
-            own = rates(_sum(tally for tally in tallies if tally.node == node))
-            metrics |= {f"node{node}/{name}": own[name] for name in ("hit_rate", "fill_fraction", "memory_bytes")}
+        for node, tally in sorted(nodes.items()):
+            of_node = rates(tally)
+            metrics |= {f"node{node}/{name}": of_node[name] for name in ("hit_rate", "fill_fraction", "memory_bytes")}
     return metrics
 
 
+def _of_node(tallies: Sequence[Tally]) -> Tally:
+    """The ranks of a node as one: they share its memory."""
+    memory = {name: max(getattr(tally, name) for tally in tallies) for name in _OF_MEMORY}
+    return replace(_sum(tallies), node=tallies[0].node, **memory)
+
+
 def _sum(tallies: Iterable[Tally]) -> Tally:
-    total = Tally()
-    for tally in tallies:
-        total += tally
-    return total
+    return reduce(Tally.__add__, tallies, Tally())

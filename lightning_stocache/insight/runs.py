@@ -19,6 +19,7 @@ from itertools import pairwise
 from pathlib import Path
 
 from lightning_stocache.insight.logs import LogError, Row, has_log, is_epoch_end, read_log
+from lightning_stocache.insight.verdict import saved_seconds
 
 __all__ = ["Run", "find_runs", "labels"]
 
@@ -111,11 +112,11 @@ class Run:
 
     @property
     def seconds_saved(self) -> float | None:
-        """Estimate: the hits, at the mean time that the source took for a sample. Summed over all processes."""
-        spent = sum(value for _, value in self.epochs("source_seconds"))
-        loaded = sum(value for metric in ("misses", "bypasses") for _, value in self.epochs(metric))
-        hits = sum(value for _, value in self.epochs("hits"))
-        return hits * spent / loaded if loaded > 0 and spent > 0 else None
+        """Seconds by which an epoch waited less for data than the first one did; None where it cannot be known."""
+        prefix = _prefix("train")
+        return saved_seconds(
+            [{name.removeprefix(prefix): value for name, value in row.items()} for row in self._ends("train")]
+        )
 
     def _ends(self, stage: str) -> list[Row]:
         return self._epoch_ends[stage]

@@ -39,7 +39,7 @@ def headline(run: Run) -> list[tuple[str, str, str]]:
         budget = run.last("budget_bytes")
         figures.append(("memory", write(memory, "bytes"), f"of {write(budget, 'bytes')} granted" if budget else ""))
     if run.seconds_saved is not None:
-        figures.append(("loading saved", write(run.seconds_saved, "s"), "estimate, summed over processes"))
+        figures.append(("waiting saved", write(run.seconds_saved, "s"), "per epoch, against epoch one"))
     return figures
 
 
@@ -58,7 +58,7 @@ def table(runs: Sequence[Run]) -> tuple[list[str], list[list[str]]]:
         ("budget", lambda run: _cell(run.last("budget_bytes"), "bytes")),
         ("filled", lambda run: _cell(run.last("fill_fraction"), "%")),
         ("val hit rate", lambda run: _cell(run.last("hit_rate", "val"), "%")),
-        ("loading saved", lambda run: _cell(run.seconds_saved, "s")),
+        ("saved per epoch", lambda run: _cell(run.seconds_saved, "s")),
     ]
     filled = [("run", _names(runs))] + [(head, [tell(run) for run in runs]) for head, tell in columns]
     filled = [(head, cells) for head, cells in filled if any(cells)]

@@ -13,6 +13,13 @@ from 0, the one in which nothing is cached yet. A cache fills lazily and never e
 
 A cache per rank is `global` with every rank a node of its own: `1 - (1 - 1/R)^e` if the dataset fits R times.
 
+An epoch that draws only a part q of the samples, another one each time (`limit_train_batches`), has met an index with
+probability q: what epochs have not met is the product of `1 - q`, where it is written as a power above.
+
+With replacement (weighted samplers) an index of probability p has been met before the t-th draw with probability
+`1 - (1 - p)^t`, and epochs hit what they have drawn themselves: summed over an epoch of n draws after D others, that
+index gives `p (1 - ((1 - p)^D - (1 - p)^(D + n)) / (n p))` of the hit rate, if it has a slot.
+
 Not in the formula: where arcs overlap, an index that moves to another home is missed there until that home has
 filled it too. It concerns only the indices near the cuts; three nodes with half of the dataset each, 256 samples per
 node, hit 0.96, 0.98, 0.99 where the formula says 1.
@@ -26,15 +33,20 @@ from itertools import islice
 
 import torch
 
-from lightning_stocache.cache.placement import Ring
+from lightning_stocache.cache.placement import NO_SLOT, Ring
 from lightning_stocache.loading.dealing import Dealer
 from lightning_stocache.loading.sampler import Mode
 
-__all__ = ["expected_hit_rate", "moved_share"]
+__all__ = ["expected_hit_rate", "expected_with_replacement", "moved_share"]
 
 
 def expected_hit_rate(
-    ring: Ring, shares: Sequence[float], epoch: int, moved: float = 0.0, mode: Mode = "locality"
+    ring: Ring,
+    shares: Sequence[float],
+    epoch: int,
+    moved: float = 0.0,
+    mode: Mode = "locality",
+    drawn: Sequence[float] | None = None,
 ) -> float:
     """The predicted hit rate of one epoch.
 
@@ -44,9 +56,10 @@ def expected_hit_rate(
         epoch: number of epochs that have filled the caches before.
         moved: what `moved_share` says; it counts in `locality` only.
         mode: the sampler's.
+        drawn: share of the dataset that each of the epochs before has drawn; by default all of it.
 
     Raises:
-        ValueError: shares and arcs differ in number, epoch is negative, or moved is no share.
+        ValueError: shares and arcs or drawn and epoch differ in number, epoch is negative, or moved is no share.
 
     Example:
         >>> ring = Ring.cut(size=1000, shares=(0.25,) * 4, slots=(250,) * 4)
@@ -54,6 +67,8 @@ def expected_hit_rate(
         [0.0, 0.96, 0.98]
         >>> [round(expected_hit_rate(ring, (0.25,) * 4, epoch, mode="global"), 3) for epoch in range(3)]
         [0.0, 0.062, 0.109]
+        >>> expected_hit_rate(Ring.cut(1000, (1,), (1000,)), (1,), epoch=2, drawn=(0.5, 0.5))
+        0.75
     """
     if len(shares) != len(ring.arcs):
         raise ValueError(f"shares must have one number for each of the {len(ring.arcs)} arcs, got {shares!r}")
@@ -61,15 +76,37 @@ def expected_hit_rate(
         raise ValueError(f"epoch must be 0 or more, got {epoch}")
     if not 0 <= moved <= 1:
         raise ValueError(f"moved must be between 0 and 1, got {moved}")
-    if epoch == 0:
-        return 0.0
+    drawn = (1.0,) * epoch if drawn is None else drawn
+    if len(drawn) != epoch:
+        raise ValueError(f"drawn must have one share for each of the {epoch} epochs before, got {drawn!r}")
     if mode == "global":
         pairs = zip(shares, _parts(ring), strict=True)
-        return math.fsum(share * part * (1 - (1 - share) ** epoch) for share, part in pairs)
+        return math.fsum(share * part * _met(share, drawn) for share, part in pairs)
     reach = _reach(ring, shares)
     if mode == "sticky" or len(shares) == 1 or reach == 0:
-        return reach
-    return max(reach - moved, 0.0) * (1 - min(moved / reach, 1.0) ** epoch)
+        return reach * _met(1.0, drawn)
+    return max(reach - moved, 0.0) * _met(1 - min(moved / reach, 1.0), drawn)
+
+
+def expected_with_replacement(ring: Ring, weights: torch.Tensor, before: int, drawn: int) -> float:
+    """The predicted hit rate of an epoch whose samples are drawn one by one, with replacement, on one node.
+
+    Args:
+        ring: the arc of the node.
+        weights: how likely each index is to be drawn, `[size]`; they need not sum to one.
+        before: number of draws in the epochs before.
+        drawn: number of draws in the epoch.
+
+    Example:
+        >>> ring = Ring.cut(size=1000, shares=(1,), slots=(1000,))
+        >>> round(expected_with_replacement(ring, torch.ones(1000), before=0, drawn=1000), 3)
+        0.368
+    """
+    has_slot = ring.arcs[0].slots_of(torch.arange(len(weights))) != NO_SLOT
+    chances = weights.double() / weights.double().sum()
+    chances = chances[has_slot & (chances > 0)]
+    missed = (1 - chances) ** before - (1 - chances) ** (before + drawn)
+    return float((chances - missed / max(drawn, 1)).sum())
 
 
 def moved_share(
@@ -110,6 +147,11 @@ def _batches(size: int, length: int, generator: torch.Generator) -> Iterator[tor
         yield torch.randint(size, (length,), generator=generator)
     while True:  # batches that are a large part of a dataset are closer to its proportions: drawn as epochs draw them
         yield from torch.randperm(size, generator=generator)[: size // length * length].view(-1, length)
+
+
+def _met(chance: float, drawn: Sequence[float]) -> float:
+    """How likely an index has been met, if an epoch that draws it meets it with this chance."""
+    return 1 - math.prod(1 - chance * share for share in drawn)
 
 
 def _parts(ring: Ring) -> list[float]:

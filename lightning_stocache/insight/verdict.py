@@ -1,8 +1,8 @@
 """What a run's caches were worth, in a few sentences at its end.
 
-Made of the epochs' metrics alone. Time saved is an estimate: hits times the mean time that a sample took in the source,
-summed over processes; it is what was not done, not what the clock shows, since workers load beside each other and
-behind the training step.
+Made of the epochs' metrics alone. Time saved is what the clock showed: how long training waited for data in its first
+epoch, sample for sample, and how long it waited later. What workers load behind the training step costs no time, and
+none is saved by not loading it.
 """
 
 from __future__ import annotations
@@ -13,48 +13,64 @@ from lightning_stocache.node.budget import format_bytes
 
 __all__ = ["saved_seconds", "verdict"]
 
+_NEEDED = ("hits", "misses", "bypasses", "data_wait_seconds")
 _WAITS = 0.05  # below this share of an epoch, waiting for data is noise
 
 
-def saved_seconds(epochs: Sequence[Mapping[str, float]]) -> float:
-    """Seconds of loading that the hits have saved, over all epochs.
+def saved_seconds(epochs: Sequence[Mapping[str, float]]) -> float | None:
+    """Seconds by which an epoch waited less for data than the first one did, as a mean over the later epochs.
+
+    None where it cannot be known: there is no later epoch, waits were not logged, or the first epoch found most of its
+    samples in a cache that was kept.
 
     Example:
-        >>> saved_seconds(
-        ...     [
-        ...         {"hits": 0, "misses": 10, "bypasses": 0, "source_seconds": 2.0},
-        ...         {"hits": 10, "misses": 0, "bypasses": 0, "source_seconds": 0.0},
-        ...     ]
-        ... )
-        2.0
+        >>> epochs = [
+        ...     {"hits": 0, "misses": 10, "bypasses": 0, "data_wait_seconds": 2.0},
+        ...     {"hits": 10, "misses": 0, "bypasses": 0, "data_wait_seconds": 0.5},
+        ... ]
+        >>> saved_seconds(epochs)
+        1.5
     """
-    loaded = sum(epoch["misses"] + epoch["bypasses"] for epoch in epochs)
-    spent = sum(epoch["source_seconds"] for epoch in epochs)
-    return sum(epoch["hits"] for epoch in epochs) * spent / loaded if loaded else 0.0
+    if len(epochs) < 2 or not all(name in epoch for epoch in epochs for name in _NEEDED):
+        return None
+    first, later = epochs[0], epochs[1:]
+    loads = first["misses"] + first["bypasses"]
+    if not loads or first["hits"] > loads:
+        return None
+    without = sum(map(_served, later)) * first["data_wait_seconds"] / loads
+    return max(without - sum(epoch["data_wait_seconds"] for epoch in later), 0.0) / len(later)
 
 
-def verdict(epochs: Sequence[Mapping[str, float]], samples: int) -> list[str]:
+def _served(epoch: Mapping[str, float]) -> float:
+    return epoch["hits"] + epoch["misses"] + epoch["bypasses"]
+
+
+def verdict(epochs: Sequence[Mapping[str, float]], samples: int, *, off: bool = False) -> list[str]:
     """Sentences on what was cached, what it gave, and what to do if that was little.
 
     Args:
         epochs: the metrics of every training epoch, by the names of the metric keys.
         samples: samples in the training set.
+        off: whether its user has switched the cache off.
     """
+    if off:
+        return ["the cache is off (budget=0)"]
     last = epochs[-1]
     shares = ", ".join([f"{100 * epoch['hit_rate']:.0f}" for epoch in epochs[:8]] + ["..."] * (len(epochs) > 8))
     said = [
         f"{100 * last['coverage']:.0f} % of {samples:,} samples have a slot, {100 * last['fill_fraction']:.0f} % of "
         f"the slots are filled, {format_bytes(int(last['memory_bytes']))} in use; hit rate per epoch: {shares} %",
     ]
-    if (saved := saved_seconds(epochs)) > 0:
-        said.append(f"about {saved:,.1f} s of loading were saved, summed over processes")
+    if (saved := saved_seconds(epochs)) is not None and saved > _WAITS * _seconds(epochs[0]):
+        said.append(
+            f"epoch one waited {epochs[0]['data_wait_seconds']:,.1f} s for data, later ones {saved:,.1f} s less each"
+        )
     said.extend(_advice(epochs, last))
     return said
 
 
 def _advice(epochs: Sequence[Mapping[str, float]], last: Mapping[str, float]) -> list[str]:
-    first = epochs[0]
-    seconds = first.get("data_wait_seconds", 0.0) + first.get("compute_seconds", 0.0)
+    first, seconds = epochs[0], _seconds(epochs[0])
     if len(epochs) == 1:
         return ["a cache helps from the second epoch on; this run had one"]
     if not last["coverage"]:
@@ -65,3 +81,7 @@ def _advice(epochs: Sequence[Mapping[str, float]], last: Mapping[str, float]) ->
         whole = int(last["budget_bytes"] / last["coverage"])
         return [f"a budget of {format_bytes(whole)}, over all nodes, would hold every sample"]
     return []
+
+
+def _seconds(epoch: Mapping[str, float]) -> float:
+    return epoch.get("data_wait_seconds", 0.0) + epoch.get("compute_seconds", 0.0)

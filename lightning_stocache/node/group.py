@@ -10,6 +10,8 @@ is sent.
 
 An error during set-up is everybody's: `together` and `lead` end with the same outcome on all ranks, so that none
 waits for one that has failed. A rank that dies closes its connections, which ends the call of the others.
+
+That is for set-up. While training runs nobody may wait for all the others: what is told then is posted (`post`).
 """
 
 from __future__ import annotations
@@ -28,6 +30,7 @@ import torch
 import torch.distributed as dist
 
 from lightning_stocache.node.files import memory_directory
+from lightning_stocache.node.post import Posted
 from lightning_stocache.node.reach import strangers
 
 __all__ = ["NodeGroup", "memory_key"]
@@ -118,6 +121,10 @@ class NodeGroup:
         """Every rank's value, by rank. Collective."""
         return [value] if self.world == 1 else _exchange(value)
 
+    def post(self, value: T) -> Posted[T]:
+        """Send a value of at most 2 KiB to every rank, and wait for nothing. Every rank posts in the same order."""
+        return Posted.send(value, self.world, _private_group() if self.world > 1 else None)
+
     def together(self, work: Callable[[], T]) -> T:
         """Do something on every rank; if it fails on one, it fails on all. Collective.
 
@@ -193,6 +200,13 @@ def _find_nodes(rank: int) -> tuple[tuple[int, ...], ...]:
 
 
 def _exchange(value: Any) -> list[Any]:
+    gathered: list[Any] = [None] * dist.get_world_size()
+    dist.all_gather_object(gathered, value, group=_private_group())
+    return gathered
+
+
+def _private_group() -> dist.ProcessGroup:
+    """The group over which ranks talk here; the first call of a job makes it, and is collective."""
     world = dist.group.WORLD
     assert world is not None
     if world not in _private:
@@ -203,6 +217,4 @@ def _exchange(value: Any) -> list[Any]:
         private = dist.new_group(backend="gloo")
         assert isinstance(private, dist.ProcessGroup)  # this rank is in it: all are
         _private[world] = private
-    gathered: list[Any] = [None] * dist.get_world_size()
-    dist.all_gather_object(gathered, value, group=_private[world])
-    return gathered
+    return _private[world]

@@ -130,6 +130,7 @@ class CallCaches:
         datasets = {
             key: CachedDataset(
                 one.source,
+                str(options.budgets[pots[key]]),
                 allow_random=options.allow_random,
                 defer=True,
                 name=None if options.name is None else names[key],

@@ -14,11 +14,14 @@ from typing import Any
 from lightning.pytorch import Callback, LightningModule, Trainer
 from lightning.pytorch.utilities import rank_zero_info, rank_zero_warn
 
+from lightning_stocache.cache.counters import Counts
+from lightning_stocache.insight.stall import Stall
 from lightning_stocache.loading.allocation import BackendChoice
 from lightning_stocache.loading.dataset import CachedDataset, OnError
 from lightning_stocache.loading.sampler import Mode
 from lightning_stocache.node.budget import format_bytes
 from lightning_stocache.training.caches import CallCaches, training_bytes
+from lightning_stocache.training.listening import listen, stop_listening
 from lightning_stocache.training.monitor import CacheMonitor, log_every, running_datasets
 from lightning_stocache.training.options import CacheOptions
 from lightning_stocache.training.sampling import replicas
@@ -30,15 +33,26 @@ __all__ = ["FillProgress", "StochasticCache"]
 class FillProgress(Callback):
     """Shows the fill of the cache in the Trainer's progress bar (tqdm or Rich) as `cache`, until it is full.
 
-    When it is, one line says what is cached and how many seconds of loading will not be repeated.
+    When it is, one line says what is cached and how many seconds of waiting for data will not be repeated.
     """
 
     def __init__(self) -> None:
         self._full = False
+        self._stall = Stall()
 
     def on_train_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
         """Begin with the fill that the call begins with: a cache that was kept is full already."""
         self._full = _filled(running_datasets(trainer, "train"))[0] >= 1
+        self._stall.take()
+        listen(trainer, self._stall)
+
+    def on_train_end(self, trainer: Trainer, pl_module: LightningModule) -> None:
+        """Stop the clock."""
+        stop_listening(trainer, self._stall)
+
+    def on_exception(self, trainer: Trainer, pl_module: LightningModule, exception: BaseException) -> None:
+        """Stop the clock."""
+        stop_listening(trainer, self._stall)
 
     def on_train_batch_end(
         self, trainer: Trainer, pl_module: LightningModule, outputs: Any, batch: Any, batch_idx: int
@@ -61,14 +75,14 @@ class FillProgress(Callback):
         if fill < 1:
             return
         self._full = True
-        counters = [dataset.counters for dataset in datasets if dataset.counters is not None]
-        seconds = sum(one.totals().source_ns for one in counters) / 1e9
+        counts = sum((dataset.counters.totals() for dataset in datasets if dataset.counters is not None), Counts())
+        share = min(filled / max(counts.misses + counts.bypasses, 1), 1.0)  # of what was loaded until now
         memory = sum(dataset.cache.memory_bytes for dataset in datasets if dataset.cache is not None)
         nodes = len(datasets[0].group.nodes)
         where = "this node" if nodes == 1 else f"each of {nodes} nodes"
         rank_zero_info(
             f"the cache is full: {filled:,} of {sum(map(len, datasets)):,} samples, {format_bytes(memory)} on {where}; "
-            f"{seconds:.1f} s of loading will not be repeated"
+            f"{share * self._stall.peek().waited:.1f} s of waiting for data will not be repeated"
         )
 
 
@@ -128,6 +142,11 @@ class StochasticCache(CacheMonitor):
         )
         self._monitors = True
 
+    @property
+    def monitors(self) -> bool:
+        """Whether this callback is the one that logs: a CacheMonitor beside it does so itself."""
+        return self._monitors
+
     def setup(self, trainer: Trainer, pl_module: LightningModule, stage: str) -> None:
         """Stand before the loaders of the call."""
         super().setup(trainer, pl_module, stage)
@@ -159,14 +178,6 @@ class StochasticCache(CacheMonitor):
     def close(self) -> None:
         """Close all caches, kept ones too."""
         self.caches.close()
-
-    def on_train_batch_end(self, trainer: Trainer, pl_module: LightningModule, *_: Any) -> None:
-        """Log live values, unless a CacheMonitor does."""
-        if self._monitors:
-            super().on_train_batch_end(trainer, pl_module, *_)
-
-    def _epoch_end(self, trainer: Trainer, pl_module: LightningModule, stage: str, prefix: str) -> dict[str, float]:
-        return super()._epoch_end(trainer, pl_module, stage, prefix) if self._monitors else {}
 
     def _release(self, trainer: Trainer) -> None:
         for loop in _loops(trainer).values():

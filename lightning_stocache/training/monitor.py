@@ -1,29 +1,34 @@
 """What the caches of a Trainer call did, as metrics.
 
-The counts of an epoch are the difference between two of its ends: workers run ahead of the step, so an epoch's first
-samples are served before `on_train_epoch_start`. What training has been served is put aside when a validation starts,
-since one dataset may be in both stages. The sanity check moves the baseline and is not logged. One exchange per epoch
-sums the counts over the ranks, on a private group, before anything is divided.
+Each rank tells the others its counts when the last step of an epoch is done, and no hook here waits in a collective:
+`tallies` has the protocol and why it cannot hang. The monitor moves itself to the front of the Trainer's callbacks
+besides: an epoch whose last step is not known beforehand (a hook ended it) is told of at its end, before any other
+callback's hook.
+
+The sanity check moves the baseline and is not logged. Outside of `fit` values go to the loggers alone, so that
+`trainer.validate` and `trainer.test` return what they return without a monitor.
 """
 
 from __future__ import annotations
 
 import time
 import warnings
+from collections.abc import Sequence
 from typing import Any
 
 from lightning.pytorch import Callback, LightningModule, Trainer
 from lightning.pytorch.utilities import rank_zero_info, rank_zero_warn
 
-from lightning_stocache.cache.counters import Counters, Counts
+from lightning_stocache.cache.counters import Counters
 from lightning_stocache.insight.layout import LAYOUT
-from lightning_stocache.insight.metrics import Tally, rates, summarise
+from lightning_stocache.insight.metrics import rates, summarise
 from lightning_stocache.insight.stall import Stall
 from lightning_stocache.insight.verdict import verdict
 from lightning_stocache.loading.dataset import CachedDataset
 from lightning_stocache.training.expectation import Expectation
 from lightning_stocache.training.listening import listen, stop_listening
 from lightning_stocache.training.loaders import cached_datasets
+from lightning_stocache.training.tallies import Tallies
 
 __all__ = ["CacheMonitor", "log_every", "running_datasets"]
 
@@ -33,8 +38,9 @@ _LIVE = ("hit_rate", "fill_fraction", "memory_bytes", "data_wait_seconds", "comp
 class CacheMonitor(Callback):
     """Logs what the caches of the Trainer's loaders did.
 
-    Epoch values go through `log_dict`, so that ModelCheckpoint and EarlyStopping can watch them; live values go to the
-    loggers at the Trainer's logging cadence. Keys are `stocache/<metric>` for training, and `stocache/val/<metric>`,
+    Epoch values of `fit` go through `log_dict`, so that ModelCheckpoint and EarlyStopping can watch them; live values,
+    and those of `trainer.validate` and `trainer.test`, go to the loggers alone. It may stand anywhere in the list of
+    callbacks: it moves itself to the front. Keys are `stocache/<metric>` for training, and `stocache/val/<metric>`,
     `stocache/test/<metric>` for the other stages:
 
     - `hit_rate`: hits over samples served. Served means handed out by the cache layer, consumed or not: workers run
@@ -42,7 +48,8 @@ class CacheMonitor(Callback):
     - `fill_fraction`: share of the slots that are ready; `coverage`: share of the indices that have a slot on some
       node.
     - `hits`, `misses`, `bypasses`, `fills`: samples in this epoch, over all ranks.
-    - `bytes_from_cache`, `bytes_from_source`: bytes in this epoch.
+    - `bytes_from_cache`, `bytes_from_source`: bytes in this epoch; the latter is left out without a cache, because
+      nobody knows then what a sample takes.
     - `source_seconds`, `fill_seconds`, `gather_seconds`: what loading consists of: time spent in the source, on storing
       what came from it, and on copying hits out; summed over processes, so with workers much of it is no wait.
     - `memory_bytes`, `budget_bytes`: memory in use and granted, summed over nodes.
@@ -51,7 +58,7 @@ class CacheMonitor(Callback):
       `run_training_batch`. Workers that start with an epoch do so before its first wait.
     - `samples_per_second`: samples served over the seconds of the training's loop, all ranks together.
     - `hit_rate_expected`: what theory predicts for this sampler, these arcs and ranks; a hit rate well below it is
-      warned about once, with the likely cause.
+      warned about once, with the likely cause. Left out for samplers that no formula is known for.
 
     With several nodes also `stocache/node<k>/` with `hit_rate`, `fill_fraction` and `memory_bytes`. Live values are
     `hit_rate`, `data_wait_seconds` and `compute_seconds` of rank zero in the epoch so far, `fill_fraction` and
@@ -61,9 +68,11 @@ class CacheMonitor(Callback):
         >>> trainer = Trainer(callbacks=[CacheMonitor()], logger=False, enable_checkpointing=False)
     """
 
+    patience = 60.0
+    """Seconds that an epoch's end waits for the slowest rank's tally, at most."""
+
     def __init__(self) -> None:
-        self._seen: dict[Counters, Counts] = {}
-        self._aside: dict[Counters, Counts] = {}  # served to training since its last epoch's end, but seen by now
+        self._tallies = Tallies()
         self._started = self._ended = 0.0
         self._stall = Stall()
         self._expected: dict[Counters, Expectation] = {}
@@ -71,9 +80,16 @@ class CacheMonitor(Callback):
         self._epochs: list[dict[str, float]] = []
         self._logged_step = -1
 
+    @property
+    def monitors(self) -> bool:
+        """Whether this callback is the one that logs."""
+        return True
+
     def setup(self, trainer: Trainer, pl_module: LightningModule, stage: str) -> None:
-        """Keep Lightning from advising, once per key, to sum what has been summed over the ranks already."""
+        """Stand first, and keep Lightning from advising, once per key, to sum what has been summed already."""
         warnings.filterwarnings("ignore", message=r"It is recommended to use `self\.log\('stocache/")
+        callbacks: list[Callback] = trainer.callbacks  # type: ignore[attr-defined]
+        trainer.callbacks = [self, *(other for other in callbacks if other is not self)]  # type: ignore[attr-defined]
 
     def on_train_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
         """Start the clock, and give TensorBoard a tab of its own for the caches: custom scalars."""
@@ -88,8 +104,9 @@ class CacheMonitor(Callback):
         """Say what the caches were worth."""
         stop_listening(trainer, self._stall)
         if self._epochs:
-            samples = sum(map(len, running_datasets(trainer, "train")))
-            for sentence in verdict(self._epochs, samples):
+            datasets = running_datasets(trainer, "train")
+            off = all(dataset.budget.off for dataset in datasets)
+            for sentence in verdict(self._epochs, sum(map(len, datasets)), off=off):
                 rank_zero_info(f"stocache: {sentence}")
 
     def on_train_epoch_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
@@ -99,14 +116,19 @@ class CacheMonitor(Callback):
         self._stall.resume(self._started)
 
     def on_train_batch_end(self, trainer: Trainer, pl_module: LightningModule, *_: Any) -> None:
-        """Log live values, at the Trainer's logging cadence."""
+        """Log live values, at the Trainer's logging cadence; after the epoch's last step, post its tally."""
         self._ended = time.perf_counter()
         self._stall.end(self._ended)
+        self._log_live(trainer)
+        if trainer.is_last_batch:
+            self._post(trainer, "train")
+
+    def _log_live(self, trainer: Trainer) -> None:
         step = trainer.global_step - 1  # as Lightning numbers the values of a step
-        if not trainer.loggers or step == self._logged_step or (step + 1) % log_every(trainer):
+        if not (self.monitors and trainer.loggers) or step == self._logged_step or (step + 1) % log_every(trainer):
             return
         self._logged_step = step
-        tally = self._tally("train", running_datasets(trainer, "train"), live=True)
+        tally = self._tallies.peek(running_datasets(trainer, "train"), self._stall.peek())
         if tally is not None:
             live = rates(tally)
             values = {f"stocache/{name}": live[name] for name in _LIVE}
@@ -114,11 +136,10 @@ class CacheMonitor(Callback):
                 logger.log_metrics(values, step=step)
 
     def on_train_epoch_end(self, trainer: Trainer, pl_module: LightningModule) -> None:
-        """Log the epoch's values. Collective."""
+        """Log the epoch's values."""
         metrics = self._epoch_end(trainer, pl_module, "train", "stocache")
         if metrics:
             self._epochs.append(metrics)
-            self._compare(metrics, running_datasets(trainer, "train"))
             rank_zero_info(
                 f"epoch {trainer.current_epoch}: hit rate {100 * metrics['hit_rate']:.1f} %, "
                 f"fill {100 * metrics['fill_fraction']:.1f} %, {self._ended - self._started:.1f} s"
@@ -126,22 +147,48 @@ class CacheMonitor(Callback):
 
     def on_validation_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
         """Put aside what training has been served."""
-        if trainer.state.fn != "fit" or trainer.sanity_checking:
-            return
-        for dataset in running_datasets(trainer, "train"):
-            if (counters := dataset.counters) is not None:
-                self._aside[counters] = self._aside.get(counters, Counts()) + self._moved(dataset, counters)
+        if trainer.state.fn == "fit" and not trainer.sanity_checking:
+            self._tallies.put_aside(running_datasets(trainer, "train"))
 
     def on_validation_end(self, trainer: Trainer, pl_module: LightningModule) -> None:
         """What validation took is not of the training's loop."""
         self._stall.resume(time.perf_counter())
 
+    def on_validation_batch_end(
+        self,
+        trainer: Trainer,
+        pl_module: LightningModule,
+        outputs: Any,
+        batch: Any,
+        batch_idx: int,
+        dataloader_idx: int = 0,
+    ) -> None:
+        """After the last batch, post the validation epoch's tally."""
+        if not trainer.sanity_checking and _is_last(trainer.num_val_batches, batch_idx, dataloader_idx):
+            self._post(trainer, "val")
+
+    def on_test_batch_end(
+        self,
+        trainer: Trainer,
+        pl_module: LightningModule,
+        outputs: Any,
+        batch: Any,
+        batch_idx: int,
+        dataloader_idx: int = 0,
+    ) -> None:
+        """After the last batch, post the test epoch's tally."""
+        if _is_last(trainer.num_test_batches, batch_idx, dataloader_idx):
+            self._post(trainer, "test")
+
     def on_validation_epoch_end(self, trainer: Trainer, pl_module: LightningModule) -> None:
-        """Log the validation epoch's values. Collective."""
-        self._epoch_end(trainer, pl_module, "val", "stocache/val")
+        """Log the validation epoch's values."""
+        if trainer.sanity_checking:
+            self._tallies.skip(running_datasets(trainer, "val"))
+        else:
+            self._epoch_end(trainer, pl_module, "val", "stocache/val")
 
     def on_test_epoch_end(self, trainer: Trainer, pl_module: LightningModule) -> None:
-        """Log the test epoch's values. Collective."""
+        """Log the test epoch's values."""
         self._epoch_end(trainer, pl_module, "test", "stocache/test")
 
     def teardown(self, trainer: Trainer, pl_module: LightningModule, stage: str) -> None:
@@ -154,68 +201,50 @@ class CacheMonitor(Callback):
 
     def _forget(self, trainer: Trainer) -> None:
         stop_listening(trainer, self._stall)
-        self._seen.clear()
-        self._aside.clear()
+        self._tallies = Tallies()
         self._expected.clear()
         self._logged_step = -1
 
+    def _post(self, trainer: Trainer, stage: str) -> None:
+        if self.monitors:
+            seconds = self._stall.take() if stage == "train" else None
+            self._tallies.post(stage, running_datasets(trainer, stage), seconds)
+
     def _epoch_end(self, trainer: Trainer, pl_module: LightningModule, stage: str, prefix: str) -> dict[str, float]:
-        datasets = running_datasets(trainer, stage)
-        tally = self._tally(stage, datasets)
-        if tally is None or trainer.sanity_checking:
+        self._post(trainer, stage)
+        tallies = self._tallies.collect(stage, self.patience)
+        if not tallies:
             return {}
-        metrics = summarise(datasets[0].group.exchange(tally)) | {"coverage": _coverage(datasets)}
-        if stage == "train" and (expected := self._expectation(trainer, datasets)) is not None:
-            metrics["hit_rate_expected"] = expected
-        if not trainer.barebones:  # it refuses to log
-            values = {f"{prefix}/{name}": value for name, value in metrics.items()}
+        datasets = running_datasets(trainer, stage)
+        metrics = summarise(tallies) | {"coverage": _coverage(datasets)}
+        if stage == "train" and (expectation := self._expectation(trainer, datasets)) is not None:
+            self._compare(metrics, expectation)
+        values = {f"{prefix}/{name}": value for name, value in metrics.items()}
+        if trainer.barebones:  # it refuses to log
+            return metrics
+        if trainer.state.fn == "fit":
             pl_module.log_dict(values, on_step=False, on_epoch=True, batch_size=1)
+        else:
+            for logger in trainer.loggers:
+                logger.log_metrics(values | {"epoch": trainer.current_epoch}, step=trainer.global_step)
         return metrics
 
-    def _tally(self, stage: str, datasets: list[CachedDataset], *, live: bool = False) -> Tally | None:
-        """What this rank brings: its own counts since the stage's last epoch end; the node's memory from its leader."""
-        tally = None
-        for dataset in datasets:
-            group, counters, cache = dataset.group, dataset.counters, dataset.cache
-            if counters is None:
-                continue
-            counts = self._moved(dataset, counters, peek=live)
-            if stage == "train":
-                counts += self._aside.get(counters, Counts()) if live else self._aside.pop(counters, Counts())
-            own = Tally(group.node, counts)
-            if cache is not None and group.is_leader:
-                own += Tally(group.node, Counts(), len(cache), cache.filled, cache.memory_bytes, dataset.budget_bytes)
-            tally = own if tally is None else tally + own
-        if tally is not None and stage == "train":
-            waited, computed, looped = self._stall.peek() if live else self._stall.take()
-            tally += Tally(wait_seconds=waited, compute_seconds=computed, loop_seconds=looped, ranks=1)
-        return tally
-
-    def _expectation(self, trainer: Trainer, datasets: list[CachedDataset]) -> float | None:
-        """The predicted hit rate of the epoch that ends; None with several training sets, which have no one sampler."""
-        if len(datasets) != 1 or (counters := datasets[0].counters) is None:
-            return None
-        if counters not in self._expected:
-            self._expected[counters] = Expectation(trainer, datasets[0])
-        return self._expected[counters].hit_rate()
-
-    def _compare(self, metrics: dict[str, float], datasets: list[CachedDataset]) -> None:
-        expected = metrics.get("hit_rate_expected")
-        if expected is None or self._complained or datasets[0].counters not in self._expected:
-            return
-        expectation = self._expected[datasets[0].counters]
-        complaint = expectation.complaint(metrics["hit_rate"], expected, metrics["fill_fraction"])
+    def _compare(self, metrics: dict[str, float], expectation: Expectation) -> None:
+        """Add what was to be expected, and say so once if it was much more."""
+        if (expected := expectation.hit_rate(metrics)) is not None:
+            metrics["hit_rate_expected"] = expected
+        complaint = None if self._complained else expectation.complaint(metrics)
         if complaint is not None:
             self._complained = True
             rank_zero_warn(complaint)
 
-    def _moved(self, dataset: CachedDataset, counters: Counters, *, peek: bool = False) -> Counts:
-        """What this rank was served since the last look."""
-        now = counters.totals(dataset.group.rank)
-        moved = now - self._seen.get(counters, dataset.opened.baseline)
-        if not peek:
-            self._seen[counters] = now
-        return moved
+    def _expectation(self, trainer: Trainer, datasets: list[CachedDataset]) -> Expectation | None:
+        """What is expected of a training set; None with several of them, which have no one sampler."""
+        if len(datasets) != 1 or (counters := datasets[0].counters) is None:
+            return None
+        if counters not in self._expected:
+            self._expected[counters] = Expectation(trainer, datasets[0])
+        return self._expected[counters]
 
 
 def log_every(trainer: Trainer) -> int:
@@ -228,7 +257,16 @@ def running_datasets(trainer: Trainer, stage: str) -> list[CachedDataset]:
     return cached_datasets(getattr(trainer, "train_dataloader" if stage == "train" else f"{stage}_dataloaders"))
 
 
+def _is_last(batches: Sequence[int | float], batch_idx: int, dataloader_idx: int) -> bool:
+    """Whether a batch is the last one of the last of these loaders; False where that is not known."""
+    return dataloader_idx == len(batches) - 1 and batch_idx + 1 == batches[-1]
+
+
 def _coverage(datasets: list[CachedDataset]) -> float:
-    """Share of the indices of all these datasets that have a slot on some node."""
-    covered = sum(len(one) * one.ring.coverage for one in datasets if one.ring is not None)
-    return covered / sum(map(len, datasets))
+    """Share of the indices of all these datasets, as long as they are now, that have a slot on some node."""
+    covered = sum(
+        min(len(dataset), dataset.ring.arcs[0].size) * dataset.ring.coverage
+        for dataset in datasets
+        if dataset.ring is not None
+    )
+    return covered / max(sum(map(len, datasets)), 1)

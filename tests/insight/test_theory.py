@@ -1,11 +1,13 @@
 """Predicted hit rates: closed forms, and their agreement with dealt batches."""
 
 import math
+from collections.abc import Iterable
 
 import pytest
+import torch
 
-from lightning_stocache.cache.placement import Ring
-from lightning_stocache.insight.theory import expected_hit_rate, moved_share
+from lightning_stocache.cache.placement import NO_SLOT, Ring
+from lightning_stocache.insight.theory import expected_hit_rate, expected_with_replacement, moved_share
 
 
 def equal(nodes, part, size=100_000):
@@ -92,9 +94,55 @@ def test_what_nodes_cannot_hold_or_train_on_is_not_moved():
         ({"shares": [1.0]}, "shares must have one number for each of the 2 arcs"),
         ({"epoch": -1}, "epoch must be 0 or more, got -1"),
         ({"moved": 1.5}, "moved must be between 0 and 1, got 1.5"),
+        ({"drawn": [1.0, 1.0]}, "drawn must have one share for each of the 1 epochs before"),
     ],
 )
 def test_what_does_not_fit_is_refused(changed, message):
     """An argument out of range is refused by name, with the value."""
     with pytest.raises(ValueError, match=message):
         expected_hit_rate(**{"ring": equal(2, 0.5), "shares": [0.5, 0.5], "epoch": 1, **changed})
+
+
+def simulated(ring: Ring, epochs: Iterable[torch.Tensor]) -> list[float]:
+    """The hit rate of each epoch of draws, on one node."""
+    has_slot, met, rates = ring.arcs[0].slots_of(torch.arange(ring.arcs[0].size)) != NO_SLOT, set[int](), []
+    for epoch in epochs:
+        hits = 0
+        for index in epoch.tolist():
+            hits += index in met
+            if has_slot[index]:
+                met.add(index)
+        rates.append(hits / len(epoch))
+    return rates
+
+
+def test_a_part_of_the_dataset_per_epoch_is_met_by_and_by():
+    """Epochs of half, a third and all of the samples, anew each time: what is expected is what a simulation says."""
+    parts, generator = (0.5, 1 / 3, 0.5, 1.0, 0.5), torch.Generator().manual_seed(0)
+    for fits in (1, 0.6):
+        ring = equal(1, fits, size=30_000)
+        epochs = [torch.randperm(30_000, generator=generator)[: round(30_000 * part)] for part in parts]
+        expected = [expected_hit_rate(ring, [1.0], epoch, drawn=parts[:epoch]) for epoch in range(5)]
+        assert expected == pytest.approx(simulated(ring, epochs), abs=0.01)
+        assert expected[4] == pytest.approx(fits)
+
+
+def test_a_part_of_the_dataset_is_dealt_to_nodes_that_meet_theirs():
+    """With half of the samples per epoch, two nodes meet half of what they would meet, in each mode."""
+    ring, shares, halves = equal(2, 0.5), [0.5, 0.5], (0.5, 0.5)
+    assert expected_hit_rate(ring, shares, 2, mode="sticky", drawn=halves) == pytest.approx(0.75)
+    assert expected_hit_rate(ring, shares, 2, mode="global", drawn=halves) == pytest.approx(0.5 * (1 - 0.75**2))
+    assert expected_hit_rate(ring, shares, 2, moved=0.02, drawn=halves) == pytest.approx(0.98 * (1 - 0.51**2), abs=0.01)
+
+
+@pytest.mark.parametrize("fits", [1, 0.5])
+def test_draws_with_replacement_hit_within_the_epoch_too(fits):
+    """Uniform and very uneven weights, in epochs of unlike lengths: what is expected is what a simulation says."""
+    generator = torch.Generator().manual_seed(0)
+    ring = equal(1, fits, size=5000)
+    for weights in (torch.ones(5000), torch.rand(5000, generator=generator) ** 4, (torch.arange(5000) % 5 == 0) * 1.0):
+        lengths = (5000, 2500, 5000)
+        epochs = [torch.multinomial(weights, length, replacement=True, generator=generator) for length in lengths]
+        before = [0, 5000, 7500]
+        expected = [expected_with_replacement(ring, weights, *draws) for draws in zip(before, lengths, strict=True)]
+        assert expected == pytest.approx(simulated(ring, epochs), abs=0.015)

@@ -1,5 +1,7 @@
 """The sentences at the end of a run."""
 
+import pytest
+
 from lightning_stocache.insight.verdict import saved_seconds, verdict
 
 
@@ -20,20 +22,34 @@ def epoch(hits=0, misses=0, bypasses=0, source=0.0, coverage=1.0, wait=1.0, comp
     }
 
 
-def test_saved_time_is_hits_times_the_mean_load():
-    """Every hit saves what a sample took in the source on average, bypasses included."""
-    epochs = [epoch(misses=5, bypasses=5, source=5.0), epoch(hits=5, bypasses=5, source=2.5)]
-    assert saved_seconds(epochs) == 2.5
-    assert saved_seconds([epoch()]) == 0
+def test_saved_time_is_what_the_clock_showed():
+    """Per later epoch: what its samples would have waited at the first epoch's pace, less what it waited."""
+    first = epoch(misses=5, bypasses=5, source=500.0, wait=4.0)
+    assert saved_seconds([first, epoch(hits=10, wait=1.0), epoch(hits=10, wait=2.0)]) == pytest.approx(2.5)
+    assert saved_seconds([first, epoch(hits=5, wait=0.5)]) == pytest.approx(1.5)  # an epoch of half the samples
+    assert saved_seconds([first, epoch(hits=10, wait=9.0)]) == 0
+
+
+def test_saved_time_that_cannot_be_known_is_left_out():
+    """One epoch alone, a cache that was warm already, and waits that were not logged tell nothing."""
+    first, second = epoch(misses=10), epoch(hits=10)
+    unheard = {name: value for name, value in first.items() if name != "data_wait_seconds"}
+    for epochs in ([first], [second, second], [epoch(hits=6, misses=4), second], [epoch(), second], [unheard, second]):
+        assert saved_seconds(epochs) is None
 
 
 def test_a_run_that_was_helped_gets_no_advice():
     """Slots, fill, memory, hit rates and the time saved, and nothing else."""
-    said = verdict([epoch(misses=10, source=4.0), epoch(hits=10)], samples=10)
+    said = verdict([epoch(misses=10, wait=4.0), epoch(hits=10, wait=0.5)], samples=10)
     assert said == [
         "100 % of 10 samples have a slot, 100 % of the slots are filled, 1 MiB in use; hit rate per epoch: 0, 100 %",
-        "about 4.0 s of loading were saved, summed over processes",
+        "epoch one waited 4.0 s for data, later ones 3.5 s less each",
     ]
+
+
+def test_a_cache_that_is_off_gets_one_sentence():
+    """Whoever has said budget=0 is not told to raise it."""
+    assert verdict([epoch(bypasses=10, coverage=0.0)] * 2, 10, off=True) == ["the cache is off (budget=0)"]
 
 
 def test_advice_fits_what_went_wrong():

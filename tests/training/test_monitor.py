@@ -3,16 +3,17 @@
 from __future__ import annotations
 
 import csv
+import logging
 import time
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
-from lightning.pytorch import LightningDataModule
+from lightning.pytorch import Callback, LightningDataModule
 from lightning.pytorch.callbacks import EarlyStopping, ModelCheckpoint
 from lightning.pytorch.loggers import CSVLogger, TensorBoardLogger
-from torch.utils.data import Dataset
+from torch.utils.data import Dataset, RandomSampler, Sampler, SubsetRandomSampler, WeightedRandomSampler
 
 from lightning_stocache.loading.dataset import CachedDataset
 from lightning_stocache.training.callbacks import StochasticCache
@@ -97,11 +98,61 @@ def test_wait_and_compute_are_the_epoch(tmp_path):
 
 
 def test_a_hit_rate_below_the_expected_one_is_warned_about_once(tmp_path):
-    """An epoch that is cut short does not fill the cache: one warning names the likely cause."""
-    trainer = make_trainer(tmp_path, [CacheMonitor()], epochs=4, limit_train_batches=2)
-    with pytest.warns(UserWarning, match="limits the batches") as caught:
-        trainer.fit(Model(), StocacheDataModule(source(tmp_path), batch_size=2))
-    assert sum("were to be expected" in str(one.message) for one in caught) == 1
+    """A cache that is emptied before every epoch hits nothing: one warning of two lines names the likely cause."""
+
+    class Emptying(Callback):
+        def on_train_epoch_end(self, trainer, pl_module):
+            trainer.train_dataloader.dataset.cache.clear()
+
+    trainer = make_trainer(tmp_path, [CacheMonitor(), Emptying()], epochs=4)
+    with pytest.warns(UserWarning, match="anew in every epoch") as caught:
+        trainer.fit(Model(), StocacheDataModule(source(tmp_path), batch_size=4))
+    [line] = [str(warning.message) for warning in caught if "were to be expected" in str(warning.message)]
+    assert line.count("\n") == 1
+
+
+UNEVEN = torch.rand(2000, generator=torch.Generator().manual_seed(0)) ** 3
+
+
+@pytest.mark.parametrize(
+    ("draws", "limit"),
+    [
+        (lambda: {"shuffle": True}, 0.5),
+        (lambda: {"shuffle": True, "drop_last": True}, 1.0),
+        (lambda: {"shuffle": False}, 0.5),
+        (lambda: {"sampler": WeightedRandomSampler(UNEVEN.tolist(), 2000)}, 1.0),
+        (lambda: {"sampler": WeightedRandomSampler(UNEVEN.tolist(), 2000)}, 0.5),
+        (lambda: {"sampler": RandomSampler(range(2000), replacement=True, num_samples=1500)}, 1.0),
+        (lambda: {"sampler": SubsetRandomSampler(range(0, 2000, 2))}, 0.6),
+    ],
+)
+def test_the_expected_hit_rate_knows_what_is_drawn(tmp_path, draws, limit, recwarn):
+    """Whatever torch's sampler draws, in whole epochs or parts of them, the hit rate is as expected, and no one is
+    warned."""
+    torch.manual_seed(0)
+    options = {"limit_train_batches": limit, "log_every_n_steps": 1000}  # no live values in between
+    trainer = make_trainer(tmp_path, [StochasticCache(budget="80%")], epochs=4, **options)
+    trainer.fit(Model(), plain_loader(source(tmp_path, samples=2000), batch_size=30, **draws()))
+    expected = logged(trainer, "stocache/hit_rate_expected")
+    assert expected == pytest.approx(logged(trainer, "stocache/hit_rate"), abs=0.05)
+    assert len(expected) == 4
+    assert not [warning for warning in recwarn if "were to be expected" in str(warning.message)]
+
+
+def test_nothing_is_expected_of_a_sampler_that_is_not_known(tmp_path):
+    """For a user's own sampler the key is left out."""
+
+    class Often(Sampler[int]):
+        def __iter__(self):
+            return iter([0, 1, 2, 3] * 6)
+
+        def __len__(self):
+            return 24
+
+    trainer = make_trainer(tmp_path, [StochasticCache()], epochs=2)
+    trainer.fit(Model(), plain_loader(source(tmp_path), sampler=Often()))
+    assert logged(trainer, "stocache/hits") == [20, 24]
+    assert logged(trainer, "stocache/hit_rate_expected") == []
 
 
 def test_live_values_come_at_the_trainers_cadence(tmp_path):
@@ -182,12 +233,67 @@ def test_no_logger_and_several(tmp_path):
         assert "stocache/hit_rate" in Path(logger.log_dir, "metrics.csv").read_text()
 
 
-def test_validate_and_test_calls_have_keys_of_their_own(tmp_path):
-    """trainer.validate logs stocache/val/, trainer.test stocache/test/."""
+def test_validate_and_test_return_what_they_return_without_a_monitor(tmp_path):
+    """The loggers get stocache/val/ and stocache/test/ of a call outside of fit once, its results hold none of them."""
+
+    class Logging(Model):
+        def validation_step(self, batch, batch_idx, dataloader_idx=0):
+            self.log("loss", self.loss(batch))
+
+        test_step = validation_step
+
     dm = StocacheDataModule(val=source(tmp_path, "val", 8), test=source(tmp_path, "test", 8), batch_size=4)
     trainer = make_trainer(tmp_path, [CacheMonitor()])
-    assert trainer.validate(Model(), dm, verbose=False)[0]["stocache/val/misses"] == 8
-    assert trainer.test(Model(), dm, verbose=False)[0]["stocache/test/misses"] == 8
+    for call, stage in ((trainer.validate, "val"), (trainer.test, "test")):
+        [results] = call(Logging(), dm, verbose=False)
+        assert set(results) == {"loss"}
+        assert not [key for key in trainer.callback_metrics if "stocache" in key]
+        assert logged(trainer, f"stocache/{stage}/misses") == [8]
+        assert logged(trainer, "epoch") == [0] * (2 if stage == "val" else 4)
+
+
+@pytest.mark.parametrize("door", ["callback", "datamodule", "dataset"])
+def test_a_cache_that_is_off_says_so_and_gives_no_false_bytes(tmp_path, caplog, door):
+    """With budget=0 the end of the run says that the cache is off; bytes that nobody has counted are left out."""
+    caplog.set_level(logging.INFO)
+    train, callback = source(tmp_path), CacheMonitor() if door != "callback" else StochasticCache(budget=0)
+    trainer = make_trainer(tmp_path, [callback], epochs=2)
+    if door == "datamodule":
+        trainer.fit(Model(), StocacheDataModule(train, batch_size=4, budget=0))
+    else:
+        trainer.fit(Model(), plain_loader(train if door == "callback" else CachedDataset(train, budget=0)))
+    assert logged(trainer, "stocache/bypasses") == [SAMPLES, SAMPLES]
+    assert logged(trainer, "stocache/bytes_from_source") == []
+    said = [record.getMessage() for record in caplog.records if record.getMessage().startswith("stocache: ")]
+    assert said == ["stocache: the cache is off (budget=0)"]
+
+
+def test_coverage_is_that_of_the_source_as_it_is_now(tmp_path):
+    """A source that has grown since its cache was opened is covered in part; what is new are bypasses."""
+
+    class Growing(Dataset):
+        length = 12
+
+        def __len__(self):
+            return self.length
+
+        def __getitem__(self, index):
+            return torch.tensor([index])
+
+    class Grow(Callback):
+        def on_train_epoch_end(self, trainer, pl_module):
+            train.length = 24
+
+    class Whatever(Model):
+        def training_step(self, batch, batch_idx):
+            return self.layer.weight.sum()
+
+    train = Growing()
+    trainer = make_trainer(tmp_path, [StochasticCache(), Grow()], epochs=2, reload_dataloaders_every_n_epochs=1)
+    trainer.fit(Whatever(), plain_loader(train))
+    assert logged(trainer, "stocache/bypasses") == [0, 12]
+    assert logged(trainer, "stocache/coverage") == [1, 0.5]
+    assert logged(trainer, "stocache/hit_rate_expected") == [0]  # no formula holds for what grows
 
 
 def test_several_sets_are_counted_together(tmp_path):
@@ -239,7 +345,6 @@ def test_counts_of_a_failed_call_are_forgotten(tmp_path):
     train = source(tmp_path)
     with pytest.raises(ArithmeticError):
         make_trainer(tmp_path, [monitor], epochs=2).fit(Failing(), StocacheDataModule(train, batch_size=4))
-    assert monitor._seen == {}
     trainer = make_trainer(tmp_path, [monitor])
     trainer.fit(Model(), StocacheDataModule(train, batch_size=4))
     assert logged(trainer, "stocache/misses") == [SAMPLES]

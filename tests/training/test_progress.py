@@ -3,14 +3,18 @@
 from __future__ import annotations
 
 import logging
+import re
+import time
 
 import pytest
 import tqdm
+from lightning.pytorch import Callback
 from lightning.pytorch.callbacks import RichProgressBar, TQDMProgressBar
+from torch.utils.data import Dataset
 
 from lightning_stocache.training.callbacks import FillProgress
 from lightning_stocache.training.datamodule import StocacheDataModule
-from tests.training.tiny import Model, make_trainer, source
+from tests.training.tiny import SAMPLES, Model, make_trainer, source
 
 tqdm.tqdm.get_lock()  # a semaphore that tqdm makes once and keeps: not this test's to leave behind
 
@@ -58,6 +62,31 @@ def test_one_line_when_full(tmp_path, caplog):
     [line] = full_lines(caplog)
     assert "12 of 24 samples" in line
     assert "will not be repeated" in line
+
+
+def test_the_seconds_are_those_of_the_clock(tmp_path, caplog):
+    """What eight workers load beside each other is told as the time that training waited, not as the sum over them."""
+
+    class Slow(Dataset):
+        def __len__(self):
+            return SAMPLES
+
+        def __getitem__(self, index):
+            time.sleep(0.2)
+            return source(tmp_path)[index]
+
+    class Clock(Callback):
+        def on_train_start(self, trainer, pl_module):
+            self.seconds = -time.monotonic()
+
+        def on_train_epoch_end(self, trainer, pl_module):
+            self.seconds += time.monotonic()
+
+    clock = Clock()
+    trainer = make_trainer(tmp_path, [FillProgress(), clock])
+    trainer.fit(Model(), StocacheDataModule(Slow(), batch_size=3, num_workers=8, allow_random=True))
+    [line] = full_lines(caplog)
+    assert 0 < float(re.search(r"([\d.]+) s of waiting", line)[1]) <= clock.seconds < 0.2 * SAMPLES
 
 
 def test_silent_for_a_kept_cache(tmp_path, caplog):

@@ -1,0 +1,75 @@
+"""Messages between ranks that nobody waits for while they are sent.
+
+While training runs, other people's collectives may cross ours: rank 0 is in the reduction of a progress bar, which
+rank 1 joins when its hooks are over; were rank 1 waiting in a collective of ours for rank 0, both would wait for ever.
+So there are two calls. `send` returns at once: gloo's own threads carry the message, over the package's private group,
+which no one else uses. `collect` waits for the others' messages, a limited time.
+
+Why that cannot hang: a rank that waits in `collect` has sent. It waits for a rank that has not, and that one is before
+its own `send`. Call `send` at a place that each rank reaches without another rank being past its `collect` (the last
+step of an epoch, `collect` being at the epoch's end), and every wait ends when the slowest rank has come so far. Should
+somebody's ranks be out of step all the same, the time limit ends the wait.
+"""
+
+from __future__ import annotations
+
+import pickle
+from collections.abc import Sequence
+from datetime import timedelta
+from typing import Generic, TypeVar
+
+import torch
+import torch.distributed as dist
+
+__all__ = ["Posted"]
+
+T = TypeVar("T")
+
+_BYTES = 2048  # of every message: who gathers must know the size, and to ask for it would be a wait
+
+
+class Posted(Generic[T]):
+    """Messages under way, one from each rank. Every rank sends as often, in the same order.
+
+    Example:
+        >>> Posted.send("counts", world=1).collect(seconds=1)
+        ['counts']
+    """
+
+    def __init__(self, messages: Sequence[torch.Tensor], work: dist.Work | None = None) -> None:
+        self._messages = messages
+        self._work = work
+
+    @classmethod
+    def send(cls, value: T, world: int, group: dist.ProcessGroup | None = None) -> Posted[T]:
+        """Send a value to every rank.
+
+        Args:
+            value: what is sent, pickled.
+            world: number of ranks.
+            group: a gloo group of all ranks; not needed for one rank.
+
+        Raises:
+            ValueError: the value takes more than 2 KiB.
+        """
+        content = pickle.dumps(value)
+        if len(content) > _BYTES:
+            raise ValueError(f"a posted value may take {_BYTES} bytes, this one takes {len(content)}")
+        message = torch.frombuffer(bytearray(content.ljust(_BYTES, b"\0")), dtype=torch.uint8)
+        if world == 1:
+            return cls([message])
+        messages = [torch.empty_like(message) for _ in range(world)]
+        return cls(messages, dist.all_gather(messages, message, group=group, async_op=True))
+
+    def collect(self, seconds: float) -> list[T] | None:
+        """Every rank's value, by rank; None if not all have come by then.
+
+        Args:
+            seconds: how long to wait at most.
+        """
+        if self._work is not None:
+            try:
+                self._work.wait(timedelta(seconds=max(seconds, 0.001)))  # gloo takes zero for no limit
+            except RuntimeError:  # the time is over; or a rank has died, which its own error tells better
+                return None
+        return [pickle.loads(message.numpy().tobytes()) for message in self._messages]

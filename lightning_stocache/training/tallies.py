@@ -1,0 +1,142 @@
+"""What the ranks were served in an epoch, and how they tell each other.
+
+**Counting.** The counts of an epoch are the difference between two of its ends: workers run ahead of the step, so an
+epoch's first samples are served before `on_train_epoch_start`. What training has been served is put aside when a
+validation starts, since one dataset may be in both stages.
+
+**Telling.** Around an epoch's end other callbacks are in collectives of theirs. A progress bar reads the metrics on
+rank zero alone, and reading one that is reduced over the ranks waits until the other ranks reduce it too, which they do
+when their hooks are over. So nothing here waits in a collective. Each rank posts its tally (`node.post`) when the last
+step of the epoch is done, and goes on; at the epoch's end it collects what all have posted. A rank that waits there has
+posted. It waits for ranks that are in their last step, and no last step waits for what another rank does after its own.
+So the slowest rank ends all waits, and all get the same numbers. They are final: the samples of a rank's last step have
+been served before it, and what its workers serve ahead after its post belongs to the next epoch.
+
+One node is no exception, though all counters lie in its memory: an exact sum needs a word from the slowest rank that it
+has ended the epoch, and a CPU runs ahead of its GPU's reductions, which therefore hold no rank back.
+
+The wait has a limit. Where ranks are out of step (one has no monitor, or more batches than the others), one warning is
+given, the epoch goes without values, and no later one is waited for.
+"""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Iterable, Sequence
+from functools import reduce
+
+from lightning_stocache.cache.counters import Counters, Counts
+from lightning_stocache.insight.metrics import Tally
+from lightning_stocache.insight.stall import Seconds
+from lightning_stocache.loading.dataset import CachedDataset
+from lightning_stocache.node.post import Posted
+
+__all__ = ["Tallies"]
+
+log = logging.getLogger(__name__)
+
+
+class Tallies:
+    """The tallies of this rank, and those of all ranks at an epoch's end.
+
+    Example:
+        >>> dataset = CachedDataset([1.0, 2.0])
+        >>> _ = dataset[0]
+        >>> tallies = Tallies()
+        >>> tallies.post("val", [dataset])
+        >>> [tally.counts.misses for tally in tallies.collect("val", patience=1)]
+        [1]
+        >>> dataset.close()
+    """
+
+    def __init__(self) -> None:
+        self._seen: dict[Counters, Counts] = {}
+        self._aside: dict[Counters, Counts] = {}  # served to training since its last epoch's end, but seen by now
+        self._posted: dict[str, Posted[Tally]] = {}
+        self._gave_up = False
+
+    def post(self, stage: str, datasets: Sequence[CachedDataset], seconds: Seconds | None = None) -> None:
+        """Tell all ranks what this one brings to the epoch that ends, unless that is done.
+
+        Args:
+            stage: whose epoch it is.
+            datasets: what the stage reads; nothing is told where none of them counts.
+            seconds: those of the stage's loop, which only training has.
+        """
+        if stage not in self._posted and (tally := self._take(datasets, seconds)) is not None:
+            self._posted[stage] = datasets[0].group.post(tally)
+
+    def collect(self, stage: str, patience: float) -> list[Tally]:
+        """What all ranks bring to the epoch that ends; empty if nothing was posted, or not by all.
+
+        Args:
+            stage: whose epoch it is.
+            patience: seconds to wait for the slowest rank.
+        """
+        posted = self._posted.pop(stage, None)
+        if posted is None:
+            return []
+        tallies = posted.collect(0 if self._gave_up else patience)
+        if tallies is None and not self._gave_up:
+            self._gave_up = True
+            log.warning(
+                "the cache counts of the other ranks have not come in %.0f s: this epoch's stocache/ values are left "
+                "out.\nGive all ranks the same monitor callbacks and the same number of batches",
+                patience,
+            )
+        return tallies or []
+
+    def skip(self, datasets: Iterable[CachedDataset]) -> None:
+        """Count nothing of what was served so far."""
+        self._take(datasets)
+
+    def peek(self, datasets: Iterable[CachedDataset], seconds: Seconds) -> Tally | None:
+        """This rank's tally of training's epoch so far."""
+        tallies = []
+        for dataset, counters in _counted(datasets):
+            _, counts = self._since(dataset, counters)
+            tallies.append(_tally(dataset, counts + self._aside.get(counters, Counts())))
+        return _joined(tallies, seconds)
+
+    def put_aside(self, datasets: Iterable[CachedDataset]) -> None:
+        """Keep what training has been served so far for its epoch's end: another stage begins."""
+        for dataset, counters in _counted(datasets):
+            self._aside[counters] = self._aside.get(counters, Counts()) + self._moved(dataset, counters)
+
+    def _take(self, datasets: Iterable[CachedDataset], seconds: Seconds | None = None) -> Tally | None:
+        """This rank's tally since the stage's last epoch end."""
+        tallies = []
+        for dataset, counters in _counted(datasets):
+            counts = self._moved(dataset, counters)
+            if seconds is not None:
+                counts += self._aside.pop(counters, Counts())
+            tallies.append(_tally(dataset, counts))
+        return _joined(tallies, seconds)
+
+    def _moved(self, dataset: CachedDataset, counters: Counters) -> Counts:
+        self._seen[counters], moved = self._since(dataset, counters)
+        return moved
+
+    def _since(self, dataset: CachedDataset, counters: Counters) -> tuple[Counts, Counts]:
+        """What this rank has been served up to now, and since the last look."""
+        now = counters.totals(dataset.group.rank)
+        return now, now - self._seen.get(counters, dataset.opened.baseline)
+
+
+def _counted(datasets: Iterable[CachedDataset]) -> list[tuple[CachedDataset, Counters]]:
+    return [(dataset, dataset.counters) for dataset in datasets if dataset.counters is not None]
+
+
+def _tally(dataset: CachedDataset, counts: Counts) -> Tally:
+    cache, node = dataset.cache, dataset.group.node
+    if cache is None:  # nobody knows what a sample would take in a slot
+        return Tally(node, counts, unsized=counts.misses + counts.bypasses)
+    return Tally(node, counts, len(cache), cache.filled, cache.memory_bytes, dataset.budget_bytes)
+
+
+def _joined(tallies: Sequence[Tally], seconds: Seconds | None) -> Tally | None:
+    """One tally of all datasets, with the seconds of the loop that read them."""
+    if not tallies:
+        return None
+    joined = reduce(Tally.__add__, tallies)
+    return joined if seconds is None else joined + Tally(joined.node, Counts(), 0, 0, 0, 0, *seconds, ranks=1)

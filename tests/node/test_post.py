@@ -1,0 +1,66 @@
+"""What is posted reaches every rank, and nobody waits longer than it said."""
+
+from __future__ import annotations
+
+import time
+
+import pytest
+import torch.distributed as dist
+
+from lightning_stocache.node.group import NodeGroup
+from lightning_stocache.node.post import Posted
+from tests.ranks import run_ranks
+
+
+def cross(rank: int) -> list[list[str] | None]:
+    group = NodeGroup.discover()
+    seen = [group.post(f"from {rank}").collect(60)]
+    if rank == 0:  # in a collective that the other rank joins only later, as a progress bar is
+        early = group.post("early from 0")
+        dist.barrier()
+    else:
+        early = group.post("early from 1")
+        seen.append(early.collect(60))
+        dist.barrier()
+    if rank == 0:
+        seen.append(early.collect(60))
+        lonely = group.post("of 0")
+        seen.append(lonely.collect(0.05))
+        dist.barrier()
+        seen.append(lonely.collect(60))
+    else:
+        dist.barrier()  # only now does rank 1 post
+        seen += [None, group.post("of 1").collect(60)]
+    dist.barrier()
+    return seen
+
+
+def test_messages_pass_by_other_collectives() -> None:
+    """A rank in somebody else's barrier keeps nobody from its message; a message that does not come ends the wait, and
+    is there when it has come."""
+    everything = [["from 0", "from 1"], ["early from 0", "early from 1"], None, ["of 0", "of 1"]]
+    assert run_ranks(cross, 2) == [everything, everything]
+
+
+def dying(rank: int) -> list[str] | None:
+    group = NodeGroup.discover()
+    if rank == 1:
+        return None
+    time.sleep(0.2)
+    return group.post("to nobody").collect(60)
+
+
+def test_a_rank_that_has_ended_ends_the_wait() -> None:
+    """A message from a rank that is gone does not come, which is no error and takes no time."""
+    assert run_ranks(dying, 2, timeout=40) == [None, None]
+
+
+def test_one_rank_hears_itself() -> None:
+    """Without a process group the value is there at once."""
+    assert NodeGroup.discover().post({"hits": 1}).collect(1) == [{"hits": 1}]
+
+
+def test_a_message_has_a_size() -> None:
+    """A value of more than 2 KiB is refused."""
+    with pytest.raises(ValueError, match="a posted value may take 2048 bytes"):
+        Posted.send("x" * 2048, world=1)
