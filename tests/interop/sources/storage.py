@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import sqlite3
+import time
 import zipfile
 from pathlib import Path
 from typing import Any
@@ -46,16 +47,15 @@ class _Stored(Dataset[Any]):
         return self.file[index]
 
 
-class _H5(_Stored):
+class H5(_Stored):
+    """Rows of an HDF5 file, whose handle cannot be pickled."""
+
     def open(self) -> Any:
-        return h5py_file(self.path)["rows"]
-
-
-def h5py_file(path: str) -> Any:
-    return pytest.importorskip("h5py").File(path, "r")
+        return pytest.importorskip("h5py").File(self.path, "r")["rows"]
 
 
 def h5_path(folder: Path) -> Path:
+    """A small HDF5 file."""
     path = folder / "rows.h5"
     if not path.exists():
         with pytest.importorskip("h5py").File(path, "w") as file:
@@ -64,11 +64,11 @@ def h5_path(folder: Path) -> Path:
 
 
 def h5py_opened_on_first_use(setting: Setting) -> Any:
-    return setting.loader(_H5(h5_path(setting.folder)))
+    return setting.loader(H5(h5_path(setting.folder)))
 
 
 def h5py_opened_in_init(setting: Setting) -> Any:
-    dataset = _H5(h5_path(setting.folder))
+    dataset = H5(h5_path(setting.folder))
     dataset.file = dataset.open()
     return setting.loader(dataset)
 
@@ -188,6 +188,7 @@ class PlainFile(_Stored):
     def row(self, index: int) -> Any:
         size = int(np.prod(SHAPE))
         self.file.seek(index * size, os.SEEK_SET)
+        time.sleep(1e-4)  # as long as a busy machine may take, for others to come between
         return np.frombuffer(self.file.read(size), np.uint8)
 
 

@@ -29,7 +29,7 @@ def eval_(setting: Setting) -> Any:
 
 def _made_by_timm(setting: Setting, **options: Any) -> Any:
     dataset = setting.counted(_dataset(setting))
-    options |= {"num_workers": setting.workers, "persistent_workers": setting.workers > 0, "pin_memory": False}
+    options |= {"num_workers": setting.workers, "persistent_workers": False, "pin_memory": False}
     return timm.create_loader(dataset, 16, 4, device=torch.device("cpu"), **options)
 
 
