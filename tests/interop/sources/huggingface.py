@@ -1,0 +1,101 @@
+"""Arrow datasets of Hugging Face, in its formats and with its transforms."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from PIL import Image
+from torch.nn.utils.rnn import pad_sequence
+from torch.utils.data import DataLoader
+from tqdm import tqdm
+
+from tests.interop.sources.files import SAMPLES, pictures
+from tests.interop.training import Setting
+
+datasets = pytest.importorskip("datasets")
+tqdm.get_lock()  # a semaphore in /dev/shm, else made by the first sample that `datasets` formats
+
+LABELS = [number % 5 for number in range(SAMPLES)]
+
+
+def _images() -> Any:
+    features = datasets.Features({"image": datasets.Array3D((8, 8, 3), "uint8"), "label": datasets.Value("int64")})
+    return datasets.Dataset.from_dict({"image": list(pictures(SAMPLES, 8, 8)), "label": LABELS}, features=features)
+
+
+def _tokens(length: int | None) -> Any:
+    ids = [[number % 7 + 1] * (length or 3 + number % 4) for number in range(SAMPLES)]
+    return datasets.Dataset.from_dict({"input_ids": ids, "label": LABELS})
+
+
+def image_and_label(setting: Setting) -> Any:
+    return setting.loader(_images().with_format("torch"))
+
+
+def with_a_string(setting: Setting) -> Any:
+    named = _images().add_column("name", [f"image {number}" for number in range(SAMPLES)])
+    return setting.loader(named.with_format("torch"))
+
+
+def fixed_tokens(setting: Setting) -> Any:
+    return setting.loader(_tokens(6).with_format("torch"))
+
+
+def _padded(samples: list[Any]) -> Any:
+    labels = torch.stack([sample["label"] for sample in samples])
+    return {"input_ids": pad_sequence([sample["input_ids"] for sample in samples], batch_first=True), "label": labels}
+
+
+def varying_tokens(setting: Setting) -> Any:
+    return setting.loader(_tokens(None).with_format("torch"), collate_fn=_padded)
+
+
+def plain_ints(setting: Setting) -> Any:
+    return setting.loader(datasets.Dataset.from_dict({"number": list(range(SAMPLES)), "label": LABELS}))
+
+
+def numpy_format(setting: Setting) -> Any:
+    return setting.loader(_images().with_format("numpy"))
+
+
+def mapped_and_split(setting: Setting) -> Any:
+    brighter = _tokens(6).map(lambda row: {"sum": sum(row["input_ids"])}, keep_in_memory=True)
+    return setting.loader(brighter.train_test_split(4, seed=1)["train"].with_format("torch"))
+
+
+def from_disk(setting: Setting) -> Any:
+    path = setting.folder / "arrow"
+    if not path.exists():
+        _images().save_to_disk(path)
+    return setting.loader(datasets.load_from_disk(path).with_format("torch"))
+
+
+def pil_images(setting: Setting) -> Any:
+    rows = {"image": [Image.fromarray(pixels) for pixels in pictures()], "label": LABELS}
+    features = datasets.Features({"image": datasets.Image(), "label": datasets.Value("int64")})
+    dataset = datasets.Dataset.from_dict(rows, features=features)
+    return setting.loader(dataset, collate_fn=lambda samples: [np.asarray(sample["image"]) for sample in samples])
+
+
+def _normalised(rows: dict[str, Any]) -> dict[str, Any]:
+    return rows | {"image": [torch.tensor(image, dtype=torch.float32) / 255 for image in rows["image"]]}
+
+
+def _noisy(rows: dict[str, Any]) -> dict[str, Any]:
+    return rows | {"image": [torch.tensor(image) + torch.rand(()) for image in rows["image"]]}
+
+
+def deterministic_transform(setting: Setting) -> Any:
+    return setting.loader(_images().with_transform(_normalised))
+
+
+def random_transform(setting: Setting) -> Any:
+    return setting.loader(_images().with_transform(_noisy))
+
+
+def iterable(setting: Setting) -> Any:
+    stream = _images().to_iterable_dataset(num_shards=2).with_format("torch")
+    return DataLoader(stream, **setting.options | {"shuffle": False})

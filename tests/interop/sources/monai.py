@@ -1,0 +1,108 @@
+"""Volumes as MONAI's users hold them: dictionary transforms, with and without its MetaTensor."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+from torch.utils.data import DataLoader, Dataset
+
+from tests.interop.sources.files import SAMPLES
+from tests.interop.training import Setting
+
+monai_data = pytest.importorskip("monai.data")
+transforms = pytest.importorskip("monai.transforms")
+
+KEYS = ["image", "label"]
+
+
+def _volumes(folder: Path, *, of_one_size: bool = True) -> list[dict[str, str]]:
+    """Volumes and their labels, each in a file."""
+    root = folder / ("volumes" if of_one_size else "varying_volumes")
+    root.mkdir(exist_ok=True)
+    rows = [{key: str(root / f"{key}{number}.npy") for key in KEYS} for number in range(SAMPLES)]
+    for number, row in enumerate(rows):
+        shape = (8, 8, 8) if of_one_size else (8 + number % 3, 9, 8 + number % 2)
+        volume = np.random.default_rng(number).random(shape, dtype=np.float32)
+        np.save(row["image"], volume)
+        np.save(row["label"], (volume > 0.5).astype(np.float32))
+    return rows
+
+
+def _steps(*more: Any, track_meta: bool = True) -> Any:
+    load = [
+        transforms.LoadImaged(KEYS),
+        transforms.EnsureChannelFirstd(KEYS, channel_dim="no_channel"),
+        transforms.ScaleIntensityd("image"),
+        transforms.EnsureTyped(KEYS, track_meta=track_meta),
+    ]
+    if not track_meta:
+        load.append(transforms.SelectItemsd(KEYS))
+    return transforms.Compose([*load, *more])
+
+
+def _flip_and_shift() -> list[Any]:
+    return [transforms.RandFlipd(KEYS, prob=0.5, spatial_axis=0), transforms.RandShiftIntensityd("image", 0.1, prob=1)]
+
+
+def _crops() -> Any:
+    return transforms.RandCropByPosNegLabeld(KEYS, "label", spatial_size=(4, 4, 4), num_samples=2)
+
+
+def _loader(setting: Setting, steps: Any, *, of_one_size: bool = True) -> Any:
+    dataset = monai_data.Dataset(_volumes(setting.folder, of_one_size=of_one_size), steps)
+    return setting.loader(dataset, monai_data.DataLoader)
+
+
+def deterministic(setting: Setting) -> Any:
+    return _loader(setting, _steps())
+
+
+def deterministic_in_a_plain_loader(setting: Setting) -> Any:
+    dataset = monai_data.Dataset(_volumes(setting.folder), _steps())
+    return setting.loader(dataset, DataLoader, collate_fn=monai_data.list_data_collate)
+
+
+def deterministic_without_meta(setting: Setting) -> Any:
+    return _loader(setting, _steps(track_meta=False))
+
+
+def random_flip_and_shift(setting: Setting) -> Any:
+    return _loader(setting, _steps(*_flip_and_shift()))
+
+
+def random_flip_and_shift_without_meta(setting: Setting) -> Any:
+    return _loader(setting, _steps(*_flip_and_shift(), track_meta=False))
+
+
+def random_crops(setting: Setting) -> Any:
+    return _loader(setting, _steps(_crops()))
+
+
+def random_crops_of_varying_volumes(setting: Setting) -> Any:
+    return _loader(setting, _steps(_crops()), of_one_size=False)
+
+
+class _Arrays(Dataset[Any]):
+    """A dataset of one's own that calls array transforms."""
+
+    def __init__(self, rows: list[dict[str, str]]) -> None:
+        self.rows = rows
+        self.transform = transforms.Compose([transforms.ScaleIntensity(), transforms.RandGaussianNoise(prob=0.5)])
+
+    def __len__(self) -> int:
+        return len(self.rows)
+
+    def __getitem__(self, index: int) -> Any:
+        return self.transform(np.load(self.rows[index]["image"])[None])
+
+
+def array_transforms_in_a_dataset_of_ones_own(setting: Setting) -> Any:
+    return setting.loader(_Arrays(_volumes(setting.folder)), monai_data.DataLoader)
+
+
+def monai_cache_dataset(setting: Setting) -> Any:
+    dataset = monai_data.CacheDataset(_volumes(setting.folder), _steps(*_flip_and_shift()), progress=False)
+    return setting.loader(dataset, monai_data.DataLoader)

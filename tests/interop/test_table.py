@@ -1,0 +1,84 @@
+"""Each way of holding data in the table, trained with and without the callback."""
+
+from __future__ import annotations
+
+import importlib
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from lightning_stocache import StochasticCache
+from tests.interop.table import TABLE, Outcome
+from tests.interop.training import Run, Setting, train
+
+pytestmark = pytest.mark.slow
+
+ROWS = [(library, way) for library, ways in TABLE.items() for way in ways]
+FIRST_ROWS = [(library, next(iter(ways))) for library, ways in TABLE.items()]
+
+
+@pytest.fixture(scope="session")
+def files(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A folder for the data of all ways."""
+    return tmp_path_factory.mktemp("files")
+
+
+@pytest.fixture(scope="session")
+def row(request: pytest.FixtureRequest) -> tuple[Callable[[Setting], Any], Outcome]:
+    """A way of the table and its outcome. Of the session, since what libraries leave when imported is no test's."""
+    library, way = request.param
+    module = importlib.import_module(f"tests.interop.sources.{library}")
+    return getattr(module, way), TABLE[library][way]
+
+
+def rows(chosen: list[tuple[str, str]]) -> pytest.MarkDecorator:
+    """Parametrise by rows of the table."""
+    return pytest.mark.parametrize("row", chosen, ids=["-".join(row) for row in chosen], indirect=True)
+
+
+def differing(cached: Run, plain: Run) -> list[int]:
+    """The numbers of the batches in which two runs differ."""
+    pairs = zip(cached.batches, plain.batches, strict=True)
+    return [number for number, (one, other) in enumerate(pairs) if one != other]
+
+
+def check(row: tuple[Callable[[Setting], Any], Outcome], files: Path, tmp_path: Path, workers: int) -> None:
+    way, outcome = row
+    names: list[str] = []
+
+    def noted(setting: Setting) -> Any:
+        loader = way(setting)
+        names[:] = [type(loader).__name__, type(getattr(loader, "dataset", None)).__name__]
+        return loader
+
+    plain = train(noted, Setting(files, tmp_path / "plain", workers), [])
+    cached = train(noted, Setting(files, tmp_path / "cached", workers), [StochasticCache()])
+    hit_rate = cached.metrics.get("stocache/hit_rate", 0.0)
+    assert differing(cached, plain) == []
+    assert cached.states == plain.states
+    if outcome is Outcome.CACHED:
+        assert cached.warnings == []
+        assert hit_rate == 1.0
+        assert cached.loads_of_last_epoch == 0
+        return
+    assert len(cached.warnings) == 1, cached.warnings
+    if outcome is Outcome.ALL_BUT_ONE:
+        assert 0.9 < hit_rate < 1.0
+        assert cached.loads_of_last_epoch == 1
+    else:
+        assert any(name in cached.warnings[0] for name in names), cached.warnings
+        assert hit_rate == 0.0
+
+
+@rows(ROWS)
+def test_training_is_the_same_and_ends_as_the_table_says(row, files, tmp_path):
+    """Batches and draws are those without a cache; it is cached, or passes with one warning that names the dataset."""
+    check(row, files, tmp_path, workers=2)
+
+
+@rows(FIRST_ROWS)
+def test_training_without_workers_is_the_same(row, files, tmp_path):
+    """What the trainer's own process reads is the same and ends the same."""
+    check(row, files, tmp_path, workers=0)
