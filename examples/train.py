@@ -17,9 +17,7 @@ from typing import Any
 import hydra
 import torch
 from hydra.core.config_store import ConfigStore
-from hydra.core.hydra_config import HydraConfig
-from hydra.types import RunMode
-from lightning.pytorch import Trainer, seed_everything
+from lightning.pytorch import seed_everything
 from omegaconf import DictConfig
 
 # The groups are the package's; the example's own leaves (data=photos, model=conv) lie in configs/ beside this file.
@@ -54,28 +52,12 @@ def main(config: DictConfig) -> None:
     datamodule = build(config.data)
     model = build(config.model)
     trainer = build(config.trainer, callbacks=build_each(config, "callbacks"), logger=build_each(config, "logger"))
-    check_sweep(trainer)
     try:
         trainer.fit(model, datamodule=datamodule)
     finally:
         # Lightning leaves a gloo group open, and a rank may then abort at exit.
         if torch.distributed.is_initialized():
             torch.distributed.destroy_process_group()
-
-
-def check_sweep(trainer: Trainer) -> None:
-    """Refuse a sweep whose ranks would each sweep by themselves.
-
-    `ddp` starts its other ranks by this program's own command line, `-m` and all, once and for all jobs: they go
-    through the sweep beside rank zero, and where one rank's job fails, the ranks train different jobs together.
-    """
-    starts_itself = type(trainer.strategy.launcher).__name__ == "_SubprocessScriptLauncher"
-    if HydraConfig.get().mode is RunMode.MULTIRUN and trainer.num_devices > 1 and starts_itself:
-        raise ValueError(
-            f"a sweep (-m) on {trainer.num_devices} devices needs a strategy that starts its ranks anew for every job, "
-            "but trainer.strategy starts them once, by this command line. Use trainer.strategy=ddp_spawn, or run this "
-            "program once per job, without -m"
-        )
 
 
 def build_each(config: DictConfig, group: str) -> list[Any]:

@@ -2,7 +2,7 @@
 
 DataLoader's own worker processes, with all it knows of starting, seeding, watching and ending them, but fed by
 errands instead of a sampler: an errand is a list of indices with a place where the answer may be put. The workers
-hold the loader's own dataset, so a `worker_init_fn` finds what it expects. What they answer is made by a clerk, which
+hold the loader's own dataset, and a `worker_init_fn` finds the user's. What they answer is made by a clerk, which
 runs in the worker as the collate function.
 
 Of DataLoader's iterator, three private names are used, which are the same from torch 2.4 to 2.15. `_try_put_index`
@@ -21,6 +21,7 @@ import torch
 from torch.utils.data import DataLoader
 
 from lightning_stocache.loading.errand import Errand
+from lightning_stocache.loading.worker_init import InitOnSource
 
 __all__ = ["Crew"]
 
@@ -64,7 +65,7 @@ class Crew:
             num_workers=loader.num_workers,
             collate_fn=clerk,
             timeout=loader.timeout,
-            worker_init_fn=loader.worker_init_fn,
+            worker_init_fn=InitOnSource.of(loader.worker_init_fn),
             multiprocessing_context=loader.multiprocessing_context,
             generator=generator,
             prefetch_factor=loader.prefetch_factor,

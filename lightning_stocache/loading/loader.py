@@ -36,6 +36,7 @@ from lightning_stocache.loading.made import MadeEpoch
 from lightning_stocache.loading.schedule import Schedule
 from lightning_stocache.loading.stand_in import cached_in
 from lightning_stocache.loading.warm import WarmEpoch
+from lightning_stocache.loading.worker_init import InitOnSource
 
 __all__ = ["CachedLoader", "Gather"]
 
@@ -130,13 +131,14 @@ class CachedLoader(DataLoader[Any]):
 
     def _iter_plainly(self, seeded: bool) -> Any:
         """DataLoader's own epoch; where a persistent loader has drawn its base seed already, it draws none again."""
-        own = self.generator
+        generator, init = self.generator, self.worker_init_fn
         if seeded:
-            self.generator = torch.Generator().set_state((own or torch.default_generator).get_state())
+            self.generator = torch.Generator().set_state((generator or torch.default_generator).get_state())
+        self.worker_init_fn = InitOnSource.of(init)
         try:
             return super().__iter__()
         finally:
-            self.generator = own
+            self.generator, self.worker_init_fn = generator, init
 
     def close(self) -> None:
         """End the epoch under way, and the workers; a new epoch starts new ones."""

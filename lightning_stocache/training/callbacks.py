@@ -25,6 +25,7 @@ from lightning_stocache.training.listening import listen, stop_listening
 from lightning_stocache.training.monitor import CacheMonitor, log_every, running_datasets
 from lightning_stocache.training.options import CacheOptions
 from lightning_stocache.training.sampling import replicas
+from lightning_stocache.training.sweeps import check_sweep
 from lightning_stocache.training.tap import LoaderTap
 
 __all__ = ["FillProgress", "StochasticCache"]
@@ -149,6 +150,7 @@ class StochasticCache(CacheMonitor):
 
     def setup(self, trainer: Trainer, pl_module: LightningModule, stage: str) -> None:
         """Stand before the loaders of the call."""
+        check_sweep(trainer)
         super().setup(trainer, pl_module, stage)
         monitors = [other for other in trainer.callbacks if isinstance(other, CacheMonitor)]  # type: ignore[attr-defined]
         first = next((other for other in monitors if isinstance(other, StochasticCache)), self)

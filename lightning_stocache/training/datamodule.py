@@ -27,6 +27,7 @@ from lightning_stocache.training.options import STAGES, CacheOptions
 from lightning_stocache.training.position import Position
 from lightning_stocache.training.sampling import check_sampler, epochs_done, global_seed, locality_sampler, replicas
 from lightning_stocache.training.sources import Source, Stream, made
+from lightning_stocache.training.sweeps import check_sweep
 
 __all__ = ["StocacheDataModule"]
 
@@ -144,11 +145,13 @@ class StocacheDataModule(LightningDataModule):
 
     def prepare_data(self) -> None:
         """Call `prepare`, once per node. Lightning keeps the other ranks waiting meanwhile."""
+        check_sweep(self.trainer)
         if self.prepare is not None:
             self.prepare()
 
     def setup(self, stage: str) -> None:
         """Make the datasets of a Trainer call and open their caches. Collective over the ranks."""
+        check_sweep(self.trainer)
         stages = [name for name in _STAGES_OF_CALL[stage] if getattr(self, name) is not None]
         for name in stages:
             if name not in self._datasets:

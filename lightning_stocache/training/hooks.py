@@ -20,6 +20,7 @@ from lightning_stocache.loading.sampler import Mode
 from lightning_stocache.training.caches import CallCaches, training_bytes
 from lightning_stocache.training.options import STAGES, CacheOptions
 from lightning_stocache.training.sampling import replicas
+from lightning_stocache.training.sweeps import check_sweep
 from lightning_stocache.training.tap import LoaderTap
 
 __all__ = ["CachedHooks", "cache_datamodule"]
@@ -128,6 +129,7 @@ class CachedHooks:
     def begin_call(self, *args: Any, **kwargs: Any) -> None:
         """The user's own `setup`, at the beginning of a call."""
         self._tap = None
+        check_sweep(getattr(self.datamodule, "trainer", None))
         self._original("setup")(*args, **kwargs)
 
     def loaders(self, stage: str) -> Any:

@@ -23,6 +23,7 @@ from lightning_stocache.loading.allocation import InFlight
 from lightning_stocache.loading.dataset import CachedDataset
 from lightning_stocache.loading.loader import CachedLoader
 from lightning_stocache.loading.stand_in import cached_in
+from lightning_stocache.loading.worker_init import InitOnSource
 
 __all__ = [
     "cached_behind",
@@ -136,6 +137,8 @@ def with_dataset(
     state |= {"dataset": dataset, "_iterator": None}
     if _ARGS in state:
         state |= _replaced_arguments(loader, dataset)
+    if kind is not CachedLoader:
+        state["worker_init_fn"] = InitOnSource.of(loader.worker_init_fn)
     if sampler is not None:
         state |= {"sampler": sampler, "batch_sampler": BatchSampler(sampler, state["batch_size"], loader.drop_last)}
     vars(renewed).update(
