@@ -69,7 +69,7 @@ class StocacheDataModule(LightningDataModule):
         strict: what cannot be cached is an error; else it passes through uncached, with one warning.
 
     Raises:
-        ValueError: an option that cannot be read; (`setup`) an empty set.
+        ValueError: an option that cannot be read; (`setup`) an empty set, with `strict`.
         TypeError: (`setup`) a set that is neither a map-style dataset nor a function that makes one; (loader hooks) a
             sampler that deals samples to ranks and is no DistributedSampler.
         RuntimeError: (loader hooks) `setup` has not run, or `teardown` has.

@@ -231,4 +231,4 @@ def running_datasets(trainer: Trainer, stage: str) -> list[CachedDataset]:
 def _coverage(datasets: list[CachedDataset]) -> float:
     """Share of the indices of all these datasets that have a slot on some node."""
     covered = sum(len(one) * one.ring.coverage for one in datasets if one.ring is not None)
-    return covered / sum(map(len, datasets))
+    return covered / max(sum(map(len, datasets)), 1)

@@ -290,7 +290,7 @@ def test_used_outside_of_a_trainer(tmp_path):
 
 
 def test_bad_sets_are_refused_in_words():
-    """An iterable-style set and an empty one are errors that say what was given."""
+    """An iterable-style set, and with strict=True an empty one, are errors that say what was given."""
 
     class Stream(torch.utils.data.IterableDataset):
         def __iter__(self):
@@ -299,7 +299,15 @@ def test_bad_sets_are_refused_in_words():
     with pytest.raises(TypeError, match=r"map-style dataset.*got Stream"):
         StocacheDataModule(train=Stream()).setup("fit")
     with pytest.raises(ValueError, match="at least one sample, got an empty list"):
-        StocacheDataModule(train=[]).setup("fit")
+        StocacheDataModule(train=[], strict=True).setup("fit")
+
+
+def test_an_empty_validation_set_passes_through(tmp_path, caplog):
+    """Training goes on and is cached; one warning says what is empty."""
+    dm = StocacheDataModule(train=source(tmp_path), val=[], batch_size=4)
+    make_trainer(tmp_path, epochs=2).fit(Model(), dm)
+    assert source(tmp_path).loads == SAMPLES + announced(caplog)
+    assert [text for text in caplog.messages if "empty" in text] == ["list is empty: there is nothing to cache"]
 
 
 def test_hparams_and_module_stay_the_users(tmp_path):
