@@ -69,6 +69,7 @@ class CachedLoader(DataLoader[Any]):
 
     Example:
         >>> import torch
+        >>> from lightning_stocache import CachedDataset
         >>> dataset = CachedDataset([(torch.tensor([i, i]), i) for i in range(6)])
         >>> loader = CachedLoader(dataset, batch_size=3)
         >>> [labels.tolist() for pairs, labels in loader]
