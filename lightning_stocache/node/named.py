@@ -117,8 +117,6 @@ def _join(path: str) -> tuple[Segment, Manifest] | None:
     try:
         data = open_own(path)
     except FileNotFoundError:
-        with contextlib.suppress(FileNotFoundError):  # a lock file that is not ours is told before anything is made
-            os.close(open_own(path + LOCKS))
         return None
     try:
         fcntl.flock(data, fcntl.LOCK_SH)  # waits for a janitor that has just begun

@@ -345,6 +345,14 @@ def test_any_fingerprint_is_kept_and_told_apart(name: str, fingerprint: str) -> 
         cached(CountedSource(LENGTH), name, fingerprint=fingerprint + "!")
 
 
+def test_the_longest_texts_fit_together(name: str) -> None:
+    """Class, key and fingerprint of letters that take three bytes each: the header has room for all of them."""
+    words = "\u65e5" * 400
+    source = type(words, (CountedSource,), {"__getitem__": lambda self, index: {words: torch.zeros(3)}})(LENGTH)
+    for _ in range(2):
+        cached(source, name, spec=SampleSpec.infer(source[0]), fingerprint=words).close()
+
+
 def test_without_memory_no_name_is_left(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
     """The error is that of any cache, `on_error="disable"` goes on uncached, and nothing lies under the name."""
 

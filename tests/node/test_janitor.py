@@ -93,14 +93,17 @@ def keep_locked(path: str, ready: str) -> None:
     time.sleep(60)
 
 
-def test_a_segment_goes_although_its_lock_file_is_not_ours(name: str) -> None:
-    """The folder that somebody put in its place is left as it is."""
-    make(name)
-    path_of(name + ".locks").unlink()
-    path_of(name + ".locks").mkdir()
-    assert [gone.name for gone in clean(name)] == [name]
-    assert not path_of(name).exists()
-    assert path_of(name + ".locks").is_dir()
+def test_a_segment_goes_although_its_lock_file_is_not_ours(name: str, tmp_path: Path) -> None:
+    """The folder or the link that somebody put in its place is left as it is."""
+    locks = path_of(name + ".locks")
+    for put in (locks.mkdir, lambda: locks.symlink_to(tmp_path)):
+        make(name)
+        locks.unlink()
+        put()
+        assert [gone.name for gone in clean(name)] == [name]
+        assert not path_of(name).exists()
+        assert os.path.lexists(locks)
+        locks.unlink() if locks.is_symlink() else locks.rmdir()
 
 
 def test_names_that_nobody_could_have_given_are_left_alone(name: str) -> None:

@@ -276,7 +276,7 @@ def test_a_manifest_that_does_not_fit_is_refused(name: str) -> None:
     assert not path_of(name).exists()
 
 
-def test_a_strange_lock_file_is_refused_before_anything_is_made(name: str, tmp_path: Path) -> None:
+def test_a_strange_lock_file_is_refused(name: str, tmp_path: Path) -> None:
     """A link is not followed, a pipe is not waited for; without a segment as beside one, and none is left."""
     locks = path_of(name + ".locks")
     for make_strange in (lambda: locks.symlink_to(tmp_path / "there"), lambda: os.mkfifo(locks, 0o600)):
