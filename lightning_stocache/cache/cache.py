@@ -161,11 +161,8 @@ class SharedCache:
 
     @property
     def memory_bytes(self) -> int:
-        """Bytes of memory that the cache holds on this node right now, counted as its budget is.
-
-        The budget has neither the header nor what whole pages have beyond the slots: with them a small cache seemed to
-        take more than it was granted.
-        """
+        """Bytes of memory that the cache holds on this node right now, counted as its budget is."""
+        # Without the header and what whole pages have beyond the slots: "44 KiB of 37.9 KiB" had both.
         return min(max(self.segment.allocated_bytes - HEADER_BYTES, 0), len(self) * self.spec.slot_bytes)
 
     @property
