@@ -161,8 +161,7 @@ class SharedCache:
 
     @property
     def memory_bytes(self) -> int:
-        """Bytes of memory that the cache holds on this node right now, counted as its budget is."""
-        # Without the header and what whole pages have beyond the slots: "44 KiB of 37.9 KiB" had both.
+        """Bytes that the cache holds on this node right now, as budgets count: no header, no rest of whole pages."""
         return min(max(self.segment.allocated_bytes - HEADER_BYTES, 0), len(self) * self.spec.slot_bytes)
 
     @property
