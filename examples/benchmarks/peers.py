@@ -206,7 +206,7 @@ def draw(report: Report, warm: Any, found: Any, shapes: Any, peers: list[str], w
             for place, peer in enumerate(peers):
                 spreads = [warm[peer, shape, number, size] for number in workers]
                 axis.errorbar(
-                    [at + 0.14 * (place - (len(peers) - 1) / 2) for at in range(len(workers))],
+                    [at + 0.8 / len(peers) * (place - (len(peers) - 1) / 2) for at in range(len(workers))],
                     [spread.median / 1000 for spread in spreads],
                     yerr=[[end / 1000 for end in ends] for ends in zip(*(s.bars for s in spreads), strict=True)],
                     fmt=figure.MARKS[place],
@@ -222,7 +222,7 @@ def draw(report: Report, warm: Any, found: Any, shapes: Any, peers: list[str], w
         axis.set_xlabel("num_workers")
     for row in axes:
         row[0].set_ylabel("1000 samples/s, warm (log)")
-    figure.legend(made, axes[0, 0], len(peers) + 1)
+    figure.legend(made, axes[0, 0], 2 * len(shapes))  # columns
     title = f"Fully cached epochs (medians of {report.rounds} runs, bars and grey band: lowest to highest)"
     figure.save(made, report.folder / "peers.png", title, report.machine)
 

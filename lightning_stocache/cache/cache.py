@@ -162,11 +162,7 @@ class SharedCache:
 
     @property
     def memory_bytes(self) -> int:
-        """Bytes of memory that the cache holds on this node right now, counted as its budget is.
-
-        The budget has neither the header nor what whole pages have beyond the slots: with them a small cache seemed to
-        take more than it was granted.
-        """
+        """Bytes that the cache holds on this node right now, as budgets count: no header, no rest of whole pages."""
         return min(max(self.segment.allocated_bytes - HEADER_BYTES, 0), len(self) * self.spec.slot_bytes)
 
     @property

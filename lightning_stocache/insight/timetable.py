@@ -39,9 +39,8 @@ def as_text(plan: Plan) -> str:
     lines += ["  ".join(cell.rjust(width) for cell, width in zip(row, widths, strict=True)) for row in rows]
     if not all(row.safe for row in plan.rows):
         lines.append("* more than is safely free on this node")
-    lines.append(
-        f"Epochs {'with the step' if plan.step else 'of the loader alone'}. [lowest..highest] of repeated runs."
-    )
+    what = "with the step" if plan.step else "of the loader alone"
+    lines.append(f"Seconds per epoch {what}; [lowest..highest] of what was measured several times.")
     sentences = [fill(sentence, 100) for sentence in plan.sentences]
     return "\n".join([*lines, "", *sentences, "", f"cache.budget={plan.budget}"])
 
@@ -74,9 +73,8 @@ def save(plan: Plan, path: Path) -> None:
         later = [row.later_epoch for row in plan.rows]
         axes.plot(gib, [row.first_epoch.median for row in plan.rows], "--", color=DIM, label="epoch one")
         axes.plot(gib, [epoch.median for epoch in later], "-o", color=_BLUE, label="later epochs")
-        axes.fill_between(
-            gib, [epoch.low for epoch in later], [epoch.high for epoch in later], color=_BLUE, alpha=0.2, linewidth=0
-        )
+        low, high = [epoch.low for epoch in later], [epoch.high for epoch in later]
+        axes.fill_between(gib, low, high, color=_BLUE, alpha=0.2, linewidth=0, label="lowest to highest measured")
         if plan.costs.spec is not None and plan.job.safe_bytes < plan.rows[-1].budget_bytes:
             axes.axvspan(plan.job.safe_bytes / 2**30, gib[-1], color=RULE, label="more than is safely free")
         taken = next((row for row in plan.rows if row.budget == plan.budget), None)
