@@ -36,6 +36,7 @@ class InFlight:
         prefetch_factor: finished batches that each of them keeps.
         start_method: how they are started, if the loader says so.
         worker_init_fn: what is called in each of them.
+        stage: of the Trainer that it belongs to, for messages.
     """
 
     batch_size: int
@@ -43,6 +44,7 @@ class InFlight:
     prefetch_factor: int | None = None
     start_method: str | None = None
     worker_init_fn: Callable[[int], None] | None = None
+    stage: str = ""
 
 
 @dataclass(frozen=True)
@@ -90,8 +92,8 @@ class Request:
     @property
     def title(self) -> str:
         """The source, for messages."""
-        pot = f", {self.pot}" if self.pot else ""
-        return f"{type(self.source).__name__} ({self.length:,} samples{pot})"
+        whose = self.in_flight.stage if self.in_flight is not None and self.in_flight.stage else self.pot
+        return f"{type(self.source).__name__} ({self.length:,} samples{f', {whose}' if whose else ''})"
 
 
 @dataclass(frozen=True)

@@ -17,7 +17,7 @@ from __future__ import annotations
 import logging
 from collections import Counter
 from collections.abc import Collection, Iterable
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 from torch.nn.parameter import UninitializedParameter
@@ -144,7 +144,7 @@ class CallCaches:
             {pot: self._left(pot, new.values(), train_to_come) for pot in options.budgets if pot in pots.values()},
             group,
             list(pots.values()),
-            [one.loader for one in new.values()],
+            [replace(one.loader, stage=one.stage) for one in new.values()],
             backend=options.backend,
             disable=options.on_error == "disable",
             later_bytes=later_bytes,
