@@ -1,9 +1,10 @@
 """A pytest plugin that puts a StochasticCache into every Trainer, to run Lightning's own tests with it.
 
-The tests are not ours and not in this repository: take `tests/tests_pytorch` of a Lightning release. Run the files with
+The tests are not ours and not in this repository: take `tests/tests_pytorch` of a Lightning release. Run its files with
 the plugin and without it, and compare the outcomes test by test:
 
-    python -m pytest -p tests.interop.lightning_plugin PATH/tests_pytorch/trainer/test_dataloaders.py -o addopts= -rA
+    cd PATH; PYTHONPATH=THIS_REPOSITORY:. python -m pytest -c /dev/null --rootdir=. -rA --timeout=60 \\
+        -p tests.interop.lightning_plugin tests_pytorch/trainer/test_dataloaders.py
 
 Only tests that look at the identity of their loader or dataset, or at the exact list of callbacks, may differ.
 """
