@@ -18,10 +18,10 @@ from __future__ import annotations
 import copy
 import statistics
 import time
-from collections.abc import Callable, Iterator, Sequence, Sized
-from contextlib import contextmanager
+from collections.abc import Callable, Sequence, Sized
 from dataclasses import dataclass
 from pathlib import Path
+from traceback import clear_frames
 from typing import Any, cast
 
 import torch
@@ -89,6 +89,7 @@ def measure(
     except PlanError:
         raise
     except Exception as error:  # code of the user's, here or in a worker: it may raise anything
+        clear_frames(error.__traceback__)  # they hold the loader's iterator, and that its workers
         raise PlanError(f"a sample of {name} cannot be had: {_words(error)}") from error
 
 
@@ -115,12 +116,18 @@ class _Trial:
         transform = self._transformed(samples)
         indices, spec = self.order[: len(samples)], self.spec
         again, uncached, missed, hit = list[tuple[float, float]](), list[Pace](), list[Pace](), list[float]()
-        with self._full(samples, room) as run_full:
+        dataset = self._filled(samples, room)
+        full = self.loading.whole(dataset) if spec else None
+        try:
             for _ in range(_ROUNDS):
                 again.append(self._read(indices))
                 uncached.append(self._watch(0, first))
                 missed.append(self._watch(min(self.length * spec.slot_bytes, room), first) if spec else uncached[-1])
-                hit.append(run_full() if run_full else uncached[-1].batch)
+                hit.append(epoch_seconds(full, self.seconds) / len(dataset) if full else uncached[-1].batch)
+        finally:
+            if full is not None:
+                full.close()
+            dataset.close()
         repeated, cpu = (Spread.of(values) for values in zip(*again, strict=True))
         return Costs(
             spec,
@@ -177,12 +184,10 @@ class _Trial:
             dataset.close()
         return Pace(batch / size, start)
 
-    @contextmanager
-    def _full(self, samples: list[Any], room: int) -> Iterator[Callable[[], float] | None]:
-        """What runs a loader whose cache is full, and says the seconds per sample; None if nothing can be cached."""
+    def _filled(self, samples: list[Any], room: int) -> CachedDataset:
+        """A dataset of which all is cached; nothing, if these samples cannot be."""
         if self.spec is None:
-            yield None
-            return
+            return CachedDataset(_Repeated(samples, 1), 0)
         if room < self.spec.slot_bytes:
             raise PlanError(
                 f"there is no memory for one sample of {format_bytes(self.spec.slot_bytes)}: {format_bytes(room)} may "
@@ -193,15 +198,10 @@ class _Trial:
         dataset = CachedDataset(
             _Repeated(samples, length), length * self.spec.slot_bytes, spec=self.spec, transform=self.transform
         )
-        loader = self.loading.whole(dataset)
-        try:
-            assert dataset.cache is not None
-            for index in range(length):
-                dataset.cache.fill(index, samples[index % len(samples)])
-            yield lambda: epoch_seconds(loader, self.seconds) / length
-        finally:
-            loader.close()
-            dataset.close()
+        assert dataset.cache is not None
+        for index in range(length):
+            dataset.cache.fill(index, samples[index % len(samples)])
+        return dataset
 
 
 class _Repeated(Dataset[Any]):
