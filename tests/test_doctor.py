@@ -119,16 +119,15 @@ def test_a_backend_that_fails_is_told(monkeypatch):
 @pytest.mark.parametrize("backend", ["tmpfile", "memfd", "file"])
 def test_segments_are_found_with_their_holders(backend):
     """A segment of any kind is found in the process that has it open, with what it holds; lock files are not."""
-    before = {one.name for one in held()[0]}
     segment = Segment.create(8 * MIB, backend)
     segment.reserve(0, MIB)
     mine = [one for one in held()[0] if os.getpid() in [holder.pid for holder in one.holders]]
-    [found] = [one for one in mine if one.name not in before or one.contents is not None]
+    [found] = [one for one in mine if one.key[1] == segment.handle.inode]
     assert found.contents == Contents(None, "does not say what it holds")
     assert MIB <= found.allocated_bytes < 2 * MIB
     assert "python" in found.holders[0].command
     segment.close()
-    assert not [one for one in held()[0] if one.contents is not None and one.name == found.name]
+    assert not [one for one in held()[0] if one.key == found.key]
 
 
 def test_the_arc_of_each_cache_is_told():
@@ -153,8 +152,8 @@ def test_other_files_in_memory_are_told_apart():
     descriptor = os.open("/dev/shm", os.O_TMPFILE | os.O_RDWR)
     try:
         os.write(descriptor, bytes(4096))
-        inode = os.fstat(descriptor).st_ino
-        [found] = [one for one in held()[0] if f"#{inode}" in one.name]
+        facts = os.fstat(descriptor)
+        [found] = [one for one in held()[0] if one.key == (facts.st_dev, facts.st_ino)]
         assert found.contents is None
     finally:
         os.close(descriptor)

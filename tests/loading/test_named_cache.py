@@ -346,8 +346,8 @@ def test_any_fingerprint_is_kept_and_told_apart(name: str, fingerprint: str) -> 
 
 
 def test_the_longest_texts_fit_together(name: str) -> None:
-    """Class, key and fingerprint of letters that take three bytes each: the header has room for all of them."""
-    words = "\u65e5" * 400
+    """Class, key and fingerprint of letters that take four bytes each: the header has room for all of them."""
+    words = "\U00020000" * 350
     source = type(words, (CountedSource,), {"__getitem__": lambda self, index: {words: torch.zeros(3)}})(LENGTH)
     for _ in range(2):
         cached(source, name, spec=SampleSpec.infer(source[0]), fingerprint=words).close()
