@@ -14,6 +14,7 @@ from __future__ import annotations
 import logging
 import operator
 from collections.abc import Callable, Sequence
+from dataclasses import replace
 from types import GeneratorType
 from typing import Any, Literal, SupportsIndex, get_args
 
@@ -182,9 +183,18 @@ class CachedDataset(Dataset[Any]):
         return self._opened.budget_bytes
 
     def close(self) -> None:
-        """Give the cache up in this process; from then on samples pass through uncached."""
+        """Give the cache up in this process; from then on samples pass through uncached.
+
+        A copy (`copy.copy`, `copy.deepcopy`, or out of a pickle) reads and fills the same memory, which only the
+        dataset that was copied closes, for all copies in its process; a copy gives up its own use of it.
+        """
         self._opened.close()
         self._opened = Opened(self.source)
+
+    def __copy__(self) -> CachedDataset:
+        view = object.__new__(type(self))
+        view.__dict__.update(self.__dict__, _opened=replace(self._opened, borrowed=True))
+        return view
 
     def describe(self) -> str:
         """One line on what is cached here, for people; with several nodes, on which one, and its arc of the ring."""
@@ -222,7 +232,7 @@ class CachedDataset(Dataset[Any]):
             return [self[index] for index in indices]
         opened = self._opened
         samples: Any
-        if isinstance(indices, Errand) and indices.to_fill:
+        if isinstance(indices, Errand) and indices.of_batch is not None:
             samples = opened.fill(positions)
         elif opened.live_cache is None and opened.fetch is None:
             samples = [self._finish(opened.serve(position)) for position in positions]
@@ -237,16 +247,19 @@ class CachedDataset(Dataset[Any]):
         """Whether samples are transformed, one by one, after the cache."""
         return self.transform is not None or self._opened.tail is not None
 
-    def load_into(self, batch: Landing, indices: list[int], places: list[int]) -> None:
-        """Serve samples that were not READY at their places of a batch; only if they are not transformed."""
-        self._opened.load_into(batch, [self._position(index) for index in indices], places)
+    def load_into(self, batch: Landing, indices: list[int], places: list[int]) -> dict[int, Any]:
+        """Serve samples that were not READY at their places of a batch, only if they are not transformed.
+
+        Returns:
+            By place, the samples that are not of the spec; their rows are undefined.
+        """
+        return self._opened.load_into(batch, [self._position(index) for index in indices], places)
 
     def count_hits(self, samples: int, gather_ns: int = 0) -> None:
         """Count samples that somebody else has copied out of the cache, and the nanoseconds that it took."""
         opened = self._opened
         if opened.cache is not None and opened.counters is not None:
-            nbytes = samples * opened.cache.spec.nbytes
-            opened.counters.add(hits=samples, bytes_from_cache=nbytes, gather_ns=gather_ns)
+            opened.counters.add_hits(samples, samples * opened.cache.spec.nbytes, gather_ns)
 
     def __getattr__(self, name: str) -> Any:
         # Names of the user's dataset (`classes`, `targets`) stay reachable; never dunder names: a forwarded
@@ -267,17 +280,16 @@ class CachedDataset(Dataset[Any]):
         return index + length if index >= -length else index
 
     def _finish(self, sample: Any) -> Any:
-        if self._opened.tail is not None:
-            sample = self._opened.tail(sample)
-        return self._transformed(sample)
+        return self._transformed(self._opened.finished(sample, self.source))
 
     def _finish_many(self, samples: Any) -> Any:
         """The samples transformed, each when it is asked for: who puts one away needs no memory for all of them."""
         # Draws come in the order of the uncached source: where it loads whole batches, all of its own come first.
-        if self._opened.fetch is None:
-            return (self._finish(sample) for sample in samples) if self.finishes else samples
-        if self._opened.tail is not None:
-            samples = [self._opened.tail(sample) for sample in samples]
+        opened = self._opened
+        if opened.fetch is None and self.finishes:
+            return (self._finish(sample) for sample in samples)
+        if opened.live_cache is not None or opened.tail is not None:
+            samples = [opened.finished(sample, self.source) for sample in samples]
         return samples if self.transform is None else (self._transformed(sample) for sample in samples)
 
     def _transformed(self, sample: Any) -> Any:
