@@ -131,8 +131,7 @@ WAYS = pairwise(
     kind=["dtype", "shape", "longer", "None", "str", "grad"],
     source=[OddOne, InBatches],
     after=["nothing", "transform", "tail", "collate_fn"],
-    num_workers=[0, 1, 2],
-    method=["fork", "fork", "spawn"],
+    num_workers=[0, 2],
     loader=[CachedLoader, DataLoader],
     budget=["auto", "50%"],
 )
@@ -140,10 +139,8 @@ WAYS = pairwise(
 
 @pytest.mark.parametrize("way", WAYS, ids=str)
 def test_on_every_way_through_a_loader(way: dict[str, Any]) -> None:
-    """With a transform, a tail cut off the source, a collate_fn, sources of batches, any start method and budget."""
+    """With a transform, a tail cut off the source, a collate_fn, sources of batches, and where few have a slot."""
     arguments: dict[str, Any] = {"batch_size": 4, "shuffle": True, "num_workers": way["num_workers"]}
-    if way["num_workers"]:
-        arguments["multiprocessing_context"] = way["method"]
     if way["after"] == "collate_fn":
         arguments["collate_fn"] = flat
     inside = v2.Compose([v2.Identity(), v2.RandomHorizontalFlip()]) if way["after"] == "tail" else None
@@ -155,6 +152,19 @@ def test_on_every_way_through_a_loader(way: dict[str, Any]) -> None:
         assert dataset.cache is not None
         torch.manual_seed(0)
         assert alike(list(outcomes(way["loader"](dataset, **arguments), 2)), expected)
+
+
+@pytest.mark.parametrize("transform", [None, Jitter("torch")])
+def test_spawned_workers_let_it_pass(transform: Any) -> None:
+    """They are sent what they need to know."""
+    arguments: dict[str, Any] = {"batch_size": 8, "num_workers": 1, "multiprocessing_context": "spawn"}
+    source = OddOne("dtype") if transform is None else Transformed(OddOne("dtype"), transform)
+    torch.manual_seed(0)
+    expected = list(outcomes(DataLoader(source, **arguments), 1))
+    with closing(CachedDataset(OddOne("dtype"), transform=transform)) as dataset:
+        torch.manual_seed(0)
+        assert alike(list(outcomes(CachedLoader(dataset, **arguments), 1)), expected)
+        assert (counts(dataset).bypasses, counts(dataset).fills) == (1, LENGTH - 1)
 
 
 @pytest.mark.parametrize("num_workers", [0, 1])
@@ -205,7 +215,7 @@ def test_later_epochs_load_that_sample_and_nothing_else(tmp_path: Any, tail: boo
 
 @pytest.mark.parametrize("num_workers", [0, 2])
 def test_one_warning_names_it(num_workers: int, capfd: pytest.CaptureFixture[str]) -> None:
-    """Once for the dataset, whoever loads it and however often: its index, what differs, and how to make it an error."""
+    """Once for the dataset, whoever loads it and however often: its index, what differs, and how to be strict."""
     handler = logging.StreamHandler()
     logging.getLogger("lightning_stocache").addHandler(handler)
     try:
