@@ -1,24 +1,29 @@
 """What a cache has done, counted by every process on its own row.
 
 A segment holds rows of sixteen 64-bit numbers: the rank (plus one; zero marks a row that nobody has used), then the
-columns of `Counts`. A process takes a row at its first count, by the lock of the row's byte, which the kernel gives
-back when the process ends; a row that is free again is taken only by a process of the same rank, which goes on
-adding. So nothing is ever reset, no two writers share a row, worker ids (which repeat) do not matter, and the counts
-of an epoch are the difference of two sums. One process writes a row, anybody may read it; what is read while somebody
-counts is at most one addition old.
+columns of `Counts`; the last number of the first row notes which warnings the node has had. A process takes a row at
+its first count, by the lock of the row's byte, which the kernel gives back when the process ends; a row that is free
+again is taken only by a process of the same rank, which goes on adding. So nothing is ever reset, no two writers share
+a row, worker ids (which repeat) do not matter, and the counts of an epoch are the difference of two sums. One process
+writes a row, anybody may read it; what is read while somebody counts is at most one addition old.
 
-A thread besides the main one must not count: `+=` on a row is two steps.
+A thread besides the main one must not count: `+=` on a row is two steps. Where all rows are taken a process counts
+nothing, with one warning.
 """
 
 from __future__ import annotations
 
+import logging
 import os
 from dataclasses import dataclass, fields
+from typing import Literal
 
 from lightning_stocache.node.files import Backend
 from lightning_stocache.node.segment import Segment
 
 __all__ = ["Counters", "Counts"]
+
+log = logging.getLogger(__name__)
 
 _ROWS = 1024  # 128 KiB, all of it reserved: a row that cannot be had, or read, must not end a training
 _COLUMNS = 16
@@ -73,6 +78,9 @@ class Counts:
 
 _NAMES = tuple(column.name for column in fields(Counts))
 _PLACE = {name: place for place, name in enumerate(_NAMES, start=1)}
+_HITS, _BYTES, _GATHER_NS = (_PLACE[name] for name in ("hits", "bytes_from_cache", "gather_ns"))
+_SAID = _COLUMNS - 1  # of the first row: one bit for each of these
+_MATTERS = {"odd sample": 1, "no row": 2}
 
 
 class Counters:
@@ -81,9 +89,6 @@ class Counters:
     Args:
         segment: where they lie.
         rank: the rank that this process works for.
-
-    Raises:
-        RuntimeError: (`add`) all rows are taken by living processes.
 
     Example:
         >>> counters = Counters.create()
@@ -98,7 +103,7 @@ class Counters:
         self.rank = rank
         self._numbers = segment.memory(0, _ROWS * _ROW_BYTES).cast("Q")
         self._pid = 0
-        self._row = 0
+        self._row: int | None = None
 
     @classmethod
     def create(cls, rank: int = 0, backend: Backend | None = None) -> Counters:
@@ -119,10 +124,32 @@ class Counters:
         """Add to this process's row, by the names of `Counts`. 0.2 us per number."""
         if self.segment.closed:
             return
-        if self._pid != os.getpid():  # first use here, or after a fork
-            self._row, self._pid = self._take_row(), os.getpid()
-        for name, count in counts.items():
-            self._numbers[self._row + _PLACE[name]] += count
+        row = self._own_row()
+        if row is not None:
+            for name, count in counts.items():
+                self._numbers[row + _PLACE[name]] += count
+
+    def add_hits(self, samples: int, nbytes: int, gather_ns: int) -> None:
+        """Add samples that were copied out of the cache: whole or, where a signal's handler raises, not at all."""
+        if self.segment.closed:
+            return
+        row, numbers = self._own_row(), self._numbers
+        if row is not None:  # no call from here on, after which Python would run the handler
+            numbers[row + _HITS] += samples
+            numbers[row + _BYTES] += nbytes
+            numbers[row + _GATHER_NS] += gather_ns
+
+    def is_first(self, matter: Literal["odd sample", "no row"]) -> bool:
+        """Whether nobody on the node has asked this before: who is told so says it for all."""
+        if self.segment.closed:
+            return False
+        self.segment.lock(_ROWS, wait=True)
+        try:
+            first = not self._numbers[_SAID] & _MATTERS[matter]
+            self._numbers[_SAID] |= _MATTERS[matter]
+        finally:
+            self.segment.unlock(_ROWS)
+        return first
 
     def totals(self, rank: int | None = None) -> Counts:
         """The sum over all rows, or over those of one rank."""
@@ -140,7 +167,12 @@ class Counters:
         self._numbers.release()
         self.segment.close()
 
-    def _take_row(self) -> int:
+    def _own_row(self) -> int | None:
+        if self._pid != os.getpid():  # first use here, or after a fork
+            self._row, self._pid = self._take_row(), os.getpid()
+        return self._row
+
+    def _take_row(self) -> int | None:
         for number in range(_ROWS):
             row = number * _COLUMNS
             if self._numbers[row] in (0, self.rank + 1) and self.segment.lock(number):
@@ -149,7 +181,9 @@ class Counters:
                 if self._numbers[row] == self.rank + 1:
                     return row
                 self.segment.unlock(number)  # another rank's process took it between our look and our lock
-        raise RuntimeError(f"more than {_ROWS} processes use one cache at the same time")
+        if self.is_first("no row"):
+            log.warning("more than %d processes use one cache: what the others do is not counted", _ROWS)
+        return None
 
     def __getstate__(self) -> dict[str, object]:
         return {"segment": self.segment, "rank": self.rank}

@@ -19,7 +19,7 @@ from typing import Any
 
 import torch
 
-from lightning_stocache.cache.field import Field, UnsupportedSampleError, named, type_name
+from lightning_stocache.cache.field import Field, named, type_name
 
 __all__ = ["SampleMismatchError", "SampleSpec", "contents_of"]
 
@@ -131,12 +131,22 @@ class SampleSpec:
         for field_, leaf in zip(self.fields, self._walk(self.tree, sample, "", index), strict=True):
             try:
                 came = None if field_.agrees(leaf) else str(Field.of(field_.path, leaf))
-            except UnsupportedSampleError as error:
+            except Exception as error:  # also what is raised by the code of a tensor subclass or its attributes
                 came = f"something else: {error}"
             if came is not None:
                 raise SampleMismatchError(_mismatch(index, field_.path, str(field_), came))
             leaves.append(field_.plain(leaf))
         return leaves
+
+    def is_alike(self, sample: Any) -> bool:
+        """Whether a sample has the same containers and types of leaves, of whatever dtypes, shapes and attributes."""
+        try:
+            other = SampleSpec.infer(sample)
+        except Exception:  # as in `leaves`
+            return False
+        return other.tree == self.tree and [field.kind for field in other.fields] == [
+            field.kind for field in self.fields
+        ]
 
     def unflatten(self, rows: Sequence[torch.Tensor]) -> Any:
         """Make a sample from the bytes of its leaves, which it then owns."""

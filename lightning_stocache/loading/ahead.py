@@ -15,6 +15,8 @@ import time
 from collections.abc import Callable
 from typing import Any
 
+from lightning_stocache.loading.interrupts import HeldBack
+
 __all__ = ["Ahead", "Job"]
 
 _SOON = 200_000  # ns; a thread wakes in 40 to 90 us
@@ -82,8 +84,9 @@ class Ahead:
     def offer(self, job: Job) -> None:
         """Have a job begun as soon as the thread can."""
         if self._thread is None:
-            self._thread = threading.Thread(target=_run, args=(self._jobs,), name="stocache-ahead", daemon=True)
-            self._thread.start()
+            with HeldBack():
+                self._thread = threading.Thread(target=_run, args=(self._jobs,), name="stocache-ahead", daemon=True)
+                self._thread.start()
         self._jobs.put(job)
 
     def stop(self) -> None:

@@ -119,7 +119,7 @@ class CachedDataset(Forwarding):
         super().__init__(source)
         self.__source = source
         self.__budget = Budget.parse(budget)
-        self.__finish, self.__transforms = Finish(transform=transform), transform is not None
+        self.__finish, self.__transforms = Finish(Opened(source), source, transform), transform is not None
         self.__backend: BackendChoice = backend
         self.__disable = on_error == "disable"
         self.__request = Request(source, "", spec, allow_random, None, name, fingerprint, strict)
@@ -207,7 +207,11 @@ class CachedDataset(Forwarding):
         return self.__opened.budget_bytes
 
     def close(self) -> None:
-        """Give the cache up in this process; from then on samples pass through uncached."""
+        """Give the cache up in this process; from then on samples pass through uncached.
+
+        A copy (`copy.copy`, `copy.deepcopy`, or out of a pickle) reads and fills the same memory, which only the
+        dataset that was copied closes, for all copies in its process; a copy gives up its own use of it.
+        """
         self.__opened.close()
         self.__serve(Opened(self.source))
 
@@ -220,6 +224,7 @@ class CachedDataset(Forwarding):
         view = CachedDataset.__new__(type(self))
         view.__dict__.update(self.__dict__)
         view.__finish, view.__transforms = replace(self.__finish, transform=transform), transform is not None
+        view.__serve(replace(self.__opened, borrowed=True))
         return view
 
     @property
@@ -246,7 +251,7 @@ class CachedDataset(Forwarding):
             except TypeError:
                 sample = self.__source[index]
                 opened.count(bypasses=1)
-                return replace(self.__finish, tail=None)(sample)
+                return self.__finish.transformed(sample)
             return self.__finish(opened.serve(position))
         finally:
             self.__state.end_read()
@@ -260,22 +265,26 @@ class CachedDataset(Forwarding):
         opened = self.refresh()
         samples: Any
         try:
-            if isinstance(indices, Errand) and indices.to_fill:
+            if isinstance(indices, Errand) and indices.of_batch is not None:
                 samples = opened.fill(positions)
             elif opened.live_cache is None and opened.fetch is None:
                 samples = [self.__finish(opened.serve(position)) for position in positions]
             else:
-                samples = self.__finish.each(opened.serve_many(positions), loads_batches=opened.fetch is not None)
+                samples = self.__finish.each(opened.serve_many(positions))
         finally:
             self.__state.end_read()
         if isinstance(indices, Errand):
             return Delivery(self, indices, samples)
         return list(samples) if isinstance(samples, GeneratorType) and self.__finish else samples
 
-    def load_into(self, batch: Landing, indices: list[int], places: list[int]) -> None:
-        """Serve samples that were not READY at their places of a batch; only if they are not transformed."""
+    def load_into(self, batch: Landing, indices: list[int], places: list[int]) -> dict[int, Any]:
+        """Serve samples that were not READY at their places of a batch, only if they are not transformed.
+
+        Returns:
+            By place, the samples that are not of the spec; their rows are undefined.
+        """
         try:
-            self.__opened.load_into(batch, [position_of(index, self.source) for index in indices], places)
+            return self.__opened.load_into(batch, [position_of(index, self.source) for index in indices], places)
         finally:
             self.__state.end_read()
 
@@ -284,13 +293,14 @@ class CachedDataset(Forwarding):
         super(CachedDataset, other).__init__(source)
         other.__source, other.__transforms = source, self.__transforms
         other.__request = replace(self.__request, source=source)
-        other.__serve(replace(opened, source=source) if opened.source is self.source else opened)
+        whole = source if opened.source is self.source else opened.source
+        other.__serve(replace(opened, source=whole, borrowed=True))
         other.__state = SourceState(source, getattr(opened.tail, "steps", ()))
         return other
 
     def __serve(self, opened: Opened) -> None:
         self.__opened = opened
-        self.__finish = replace(self.__finish, tail=opened.tail)
+        self.__finish = Finish(opened, self.source, self.__finish.transform)
 
     @property
     def __lends_transform(self) -> bool:

@@ -14,12 +14,15 @@ class Errand(list[int]):
     Args:
         indices: of a batch, or of those of its samples that are missing.
         place: what the loader's clerk makes of it.
-        to_fill: whether only those samples are wanted that are not to be read from their slots.
+        of_batch: where only those samples are wanted that are not to be read from their slots, the whole batch that
+            they are missing from.
     """
 
-    def __init__(self, indices: Sequence[int] = (), place: Any = None, *, to_fill: bool = False) -> None:
+    def __init__(
+        self, indices: Sequence[int] = (), place: Any = None, *, of_batch: Sequence[int] | None = None
+    ) -> None:
         super().__init__(indices)
-        self.place, self.to_fill = place, to_fill
+        self.place, self.of_batch = place, of_batch
 
 
 class Delivery(NamedTuple):
@@ -28,7 +31,7 @@ class Delivery(NamedTuple):
     Args:
         dataset: the CachedDataset that has fetched it.
         errand: what for.
-        samples: those of its indices; in an errand to fill, what `Opened.fill` gives.
+        samples: those of its indices; where they are missing from a batch, what `Opened.fill` gives.
     """
 
     dataset: Any

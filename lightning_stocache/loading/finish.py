@@ -6,6 +6,10 @@ from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 from typing import Any
 
+from torch.utils.data import Dataset
+
+from lightning_stocache.loading.opened import Opened
+
 __all__ = ["Finish"]
 
 
@@ -14,33 +18,33 @@ class Finish:
     """The end of a sample's way.
 
     Args:
-        tail: the random part of the source's transform.
+        opened: what has served the sample; it knows the random part of the source's transform.
+        source: the user's dataset, with its whole transform.
         transform: the user's own, of a CachedDataset.
     """
 
-    tail: Callable[[Any], Any] | None = None
+    opened: Opened
+    source: Dataset[Any]
     transform: Callable[[Any], Any] | None = None
 
     def __bool__(self) -> bool:
-        return self.tail is not None or self.transform is not None
+        return self.opened.tail is not None or self.transform is not None
 
     def __call__(self, sample: Any) -> Any:
         """The finished sample."""
-        if self.tail is not None:
-            sample = self.tail(sample)
+        return self.transformed(self.opened.finished(sample, self.source))
+
+    def transformed(self, sample: Any) -> Any:
+        """A sample of the whole source with the user's own transform alone."""
         return sample if self.transform is None else self.transform(sample)
 
-    def each(self, samples: Iterable[Any], *, loads_batches: bool) -> Iterable[Any]:
-        """The finished samples, each when it is asked for: who puts one away needs no memory for all of them.
-
-        Args:
-            samples: those of a batch.
-            loads_batches: whether the source loads whole batches: then all of its draws come first, as without a cache.
-        """
-        if not self:
-            return samples
+    def each(self, samples: Iterable[Any]) -> Iterable[Any]:
+        """The finished samples of a batch, each when it is asked for: who puts one away needs no memory for all."""
+        opened, source = self.opened, self.source
         # Generators, not `map`: a StopIteration of a transform must not end the batch.
-        if not loads_batches:
+        if opened.fetch is None and self:
             return (self(sample) for sample in samples)
-        done = samples if self.tail is None else [self.tail(sample) for sample in samples]
-        return done if self.transform is None else (self.transform(sample) for sample in done)
+        # Where the source loads whole batches, all of its draws come first, as without a cache.
+        if opened.live_cache is not None or opened.tail is not None:
+            samples = [opened.finished(sample, source) for sample in samples]
+        return samples if self.transform is None else (self.transformed(sample) for sample in samples)

@@ -6,6 +6,10 @@ cache has been closed meanwhile, and for keys that only the source understands, 
 
 An iterator holds nothing that holds it: it ends its thread, and its workers if they are not persistent, when it is
 exhausted, closed, or no longer referred to.
+
+Ctrl-C comes while the iterator waits for workers or loads samples, or when a batch is made, never in between; the batch
+that it has kept from being handed out is the next one again. A batch with an odd sample (one that is not of the spec)
+is collated as DataLoader does: by the worker that has loaded it, or here where there are no workers.
 """
 
 from __future__ import annotations
@@ -17,16 +21,17 @@ from functools import partial
 from typing import Any, cast
 
 import torch
-from torch.utils.data import DataLoader
+from torch.utils.data import DataLoader, default_collate
 
 from lightning_stocache.cache.placement import NO_SLOT
 from lightning_stocache.loading.ahead import Ahead, Job
 from lightning_stocache.loading.crew import Crew
 from lightning_stocache.loading.errand import Errand
+from lightning_stocache.loading.interrupts import HeldBack
 from lightning_stocache.loading.kept import Kept
 from lightning_stocache.loading.landing import Landing
 from lightning_stocache.loading.schedule import Schedule
-from lightning_stocache.loading.staging import Staged, Staging, Stretch, readable_slots
+from lightning_stocache.loading.staging import Collated, Staged, Staging, Stretch, readable_slots
 from lightning_stocache.loading.stand_in import cached_in
 from lightning_stocache.loading.warm import pass_through
 
@@ -71,16 +76,21 @@ class GatheredEpoch:
         self._schedule, self._kept, self._cache, self._collation = schedule, kept, kept.cache, kept.collation
         self._with_workers = loader.num_workers > 0
         self._plans: deque[_Plan] = deque()
+        self._made: tuple[Any] | None = None  # the batch that is to be handed out
         self._ahead = Ahead()
         self._finalizer = weakref.finalize(self, kept.end_epoch, self._ahead)
-        if kept.full:
-            kept.end_workers()
-        kept.begin_epoch()
-        if self._with_workers:
-            under_way = (loader.prefetch_factor or 2) * loader.num_workers
-            self._hire(loader, under_way)
-            for _ in range(under_way):
-                self._draw()
+        try:
+            if kept.full:
+                kept.end_workers()
+            kept.begin_epoch()
+            if self._with_workers:
+                under_way = (loader.prefetch_factor or 2) * loader.num_workers
+                self._hire(loader, under_way)
+                for _ in range(under_way):
+                    self._draw()
+        except BaseException:
+            self.close()
+            raise
 
     def __iter__(self) -> GatheredEpoch:
         return self
@@ -91,6 +101,13 @@ class GatheredEpoch:
 
     def __next__(self) -> Any:
         """The next batch."""
+        if self._made is None:
+            with HeldBack():
+                self._made = (self._make(),)
+        (batch,), self._made = self._made, None  # no call from here on: nothing comes in between
+        return batch
+
+    def _make(self) -> Any:
         self._ahead.back()
         if not self._with_workers and self._finalizer.alive:
             while len(self._plans) < (2 if self._schedule.ahead_unseen else 1) and self._draw():
@@ -103,11 +120,10 @@ class GatheredEpoch:
         try:
             batch = self._complete(plan)
         except BaseException as error:
-            # As in DataLoader: what the source raises takes the place of the batch, and so does anything without
-            # workers. With them, a batch that was interrupted, or whose answer has not come, is the next one again.
-            asked = None if plan.stretch is None or self._cache.closed else crew
-            failed = isinstance(error, Exception) if asked is None else asked.answered > answered
-            if failed or not self._with_workers:
+            # As in DataLoader: what the source raises takes the place of the batch. One that was interrupted, or whose
+            # answer has not come, is the next one again.
+            asked = None if plan.stretch is None or self._closed else crew
+            if not isinstance(error, KeyboardInterrupt) if asked is None else asked.answered > answered:
                 self._go_on()
             plan.job = None
             raise
@@ -122,7 +138,13 @@ class GatheredEpoch:
     def close(self) -> None:
         """End the epoch: its thread, and its workers unless they are persistent."""
         self._plans.clear()
+        self._made = None
         self._finalizer()
+
+    @property
+    def _closed(self) -> bool:
+        """Whether the dataset has let go of the cache."""
+        return self._dataset.cache is not self._cache
 
     def _hire(self, loader: DataLoader[Any], under_way: int) -> None:
         """Start the workers before the thread, if there is anything to load."""
@@ -146,7 +168,7 @@ class GatheredEpoch:
             return False
         plan, cache = _Plan(indices), self._cache
         self._plans.append(plan)
-        if cache.closed or not isinstance(indices, torch.Tensor) or not indices.shape[0]:
+        if self._closed or not isinstance(indices, torch.Tensor) or not indices.shape[0]:
             return True
         slots = readable_slots(cache, indices)
         plan.missing = (slots == NO_SLOT).nonzero().flatten().tolist()
@@ -154,44 +176,52 @@ class GatheredEpoch:
         crew, staging = self._kept.crew, self._kept.staging
         if plan.missing and crew is not None and staging is not None:
             stretch = staging.take(len(plan.missing))
-            crew.send(Errand(indices[plan.missing].tolist(), stretch, to_fill=True))
+            crew.send(Errand(indices[plan.missing].tolist(), stretch, of_batch=indices.tolist()))
             plan.stretch = stretch  # only now: who waits for an answer must have asked
         return True
 
     def _complete(self, plan: _Plan) -> Any:
         """The batch of a plan, counted."""
         # Workers go on with the source that they were started with.
-        if plan.slots is None or self._cache.closed or (not self._with_workers and self._dataset.changed):
-            return pass_through(self._dataset, plan.indices, self._kept.pins)
+        if plan.slots is None or self._closed or (not self._with_workers and self._dataset.changed):
+            return pass_through(self._dataset, plan.indices, self._kept)
+        samples, odd = plan.slots.shape[0], dict[int, Any]()
         if plan.stretch is not None:
             rows = self._receive(plan, plan.slots, plan.stretch)
         elif plan.missing:
-            rows = self._load(plan, plan.slots)
+            rows, odd = self._load(plan, plan.slots)
         elif plan.job is not None:
             rows = plan.job.result()
         else:
             rows = self._kept.gather(plan.slots)
-        self._dataset.opened.count_hits(plan.slots.shape[0] - len(plan.missing), self._kept.take_gather_ns())
-        return self._collation.batch(rows, plan.slots.shape[0])
+        self._dataset.opened.count_hits(samples - len(plan.missing), self._kept.take_gather_ns())
+        if isinstance(rows, Collated):
+            return self._kept.pinned(rows.batch)
+        if odd:
+            others = self._cache.spec.split(rows, samples)
+            return self._kept.pinned(default_collate([odd.get(place, other) for place, other in enumerate(others)]))
+        return self._collation.batch(rows, samples)
 
-    def _load(self, plan: _Plan, slots: torch.Tensor) -> list[torch.Tensor]:
-        """The rows of a batch with misses, which are loaded here, while the thread gathers the hits."""
+    def _load(self, plan: _Plan, slots: torch.Tensor) -> tuple[list[torch.Tensor], dict[int, Any]]:
+        """The rows of a batch with misses, loaded here while the thread gathers the hits, and by place what is odd."""
         hits = Job(partial(self._kept.gather_ready, slots))
         if len(plan.missing) < slots.shape[0]:
             self._ahead.offer(hits)
         batch = Landing(self._cache.spec, hits.result, slots.shape[0])
         try:
-            self._dataset.load_into(batch, plan.indices[plan.missing].tolist(), plan.missing)
+            odd = self._dataset.load_into(batch, plan.indices[plan.missing].tolist(), plan.missing)
         finally:
             rows: list[torch.Tensor] = hits.result()  # waited for after an error, too
-        return rows
+        return rows, odd
 
-    def _receive(self, plan: _Plan, slots: torch.Tensor, stretch: Stretch) -> list[torch.Tensor]:
-        """The rows of a batch with misses, which workers have loaded."""
+    def _receive(self, plan: _Plan, slots: torch.Tensor, stretch: Stretch) -> list[torch.Tensor] | Collated:
+        """The rows of a batch with misses, which workers have loaded; if one of them is odd, the batch."""
         missing, cache, kept = plan.missing, self._cache, self._kept
         assert kept.crew is not None
         assert kept.staging is not None
-        answer: Staged = kept.crew.receive()
+        answer: Staged | Collated = kept.crew.receive()
+        if isinstance(answer, Collated):
+            return answer
         left = {*answer.places, *answer.sent}
         if filled := [position for place, position in enumerate(missing) if place not in left]:
             slots[filled] = cache.arc.slots_of(plan.indices[filled])

@@ -11,10 +11,11 @@ import os
 import time
 from collections import deque
 from functools import partial
-from typing import Any, Literal
+from typing import Any, Literal, cast
 
 import torch
 from torch.utils.data import DataLoader
+from torch.utils.data._utils import pin_memory as pinning
 
 from lightning_stocache.cache.cache import SharedCache
 from lightning_stocache.cache.placement import NO_SLOT
@@ -69,6 +70,10 @@ class Kept:
         """Bytes that the cache has been granted and may still take."""
         return _promised(self.cache)
 
+    def pinned(self, batch: Any) -> Any:
+        """The batch in page-locked memory, if the loader wants it there."""
+        return cast(Any, pinning).pin_memory(batch) if self.pins else batch
+
     def gather(self, slots: torch.Tensor) -> list[torch.Tensor]:
         """The rows of READY slots in memory that is used again, uint8 `[samples * nbytes]` per field."""
         start = time.perf_counter_ns()
@@ -95,6 +100,11 @@ class Kept:
 
     def _memory(self, samples: int) -> list[torch.Tensor]:
         return [self.buffers.take(number, samples * nbytes) for number, nbytes in enumerate(self.cache.spec.row_bytes)]
+
+    def end_broken_workers(self) -> None:
+        """End workers that another epoch could not use: one was killed, or Ctrl-C came while they were called back."""
+        if self.crew is not None and not self.crew.usable:
+            self.end_workers()
 
     def begin_epoch(self) -> None:
         """Take what an epoch left behind that was broken off."""

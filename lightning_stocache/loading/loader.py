@@ -163,6 +163,7 @@ class CachedLoader(DataLoader[Any]):
             return None
         kept = self._kept
         if kept is not None and kept.cache is cache and kept.way == way and not kept.in_use:
+            kept.end_broken_workers()
             return kept
         try:
             return Kept(self, cache, way)

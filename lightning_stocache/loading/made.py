@@ -2,7 +2,8 @@
 
 Indices are drawn by the `Schedule` on the caller's thread, and each batch of them is an errand for a worker, with a
 window to put the batch in if one is free. An iterator holds nothing that holds it: it ends its workers, if they are not
-persistent, when it is exhausted, closed, or no longer referred to.
+persistent, when it is exhausted, closed, or no longer referred to. A batch that Ctrl-C has kept from being handed out
+is the next one again.
 """
 
 from __future__ import annotations
@@ -13,10 +14,10 @@ from typing import Any, cast
 
 import torch
 from torch.utils.data import DataLoader
-from torch.utils.data._utils import pin_memory as pinning
 
 from lightning_stocache.loading.crew import Crew
 from lightning_stocache.loading.errand import Errand
+from lightning_stocache.loading.interrupts import HeldBack
 from lightning_stocache.loading.kept import Kept
 from lightning_stocache.loading.schedule import Schedule
 from lightning_stocache.loading.windows import WindowClerk
@@ -36,13 +37,18 @@ class MadeEpoch:
     def __init__(self, loader: DataLoader[Any], schedule: Schedule, kept: Kept) -> None:
         self._schedule, self._kept, self._batches = schedule, kept, loader.batch_sampler
         self._windows: deque[int | None] = deque()  # of the errands under way
+        self._made: tuple[Any] | None = None  # the batch that is to be handed out
         self._finalizer = weakref.finalize(self, kept.end_epoch, None, self._windows)
-        kept.begin_epoch()
-        if kept.crew is None:
-            kept.crew = Crew(loader, WindowClerk(), schedule.seed_state)
-        self._crew = kept.crew
-        for _ in range(self._crew.most):
-            self._draw()
+        try:
+            kept.begin_epoch()
+            if kept.crew is None:
+                kept.crew = Crew(loader, WindowClerk(), schedule.seed_state)
+            self._crew = kept.crew
+            for _ in range(self._crew.most):
+                self._draw()
+        except BaseException:
+            self.close()
+            raise
 
     def __iter__(self) -> MadeEpoch:
         return self
@@ -53,6 +59,13 @@ class MadeEpoch:
 
     def __next__(self) -> Any:
         """The next batch."""
+        if self._made is None:
+            with HeldBack():
+                self._made = (self._receive(),)
+        (batch,), self._made = self._made, None  # no call from here on: nothing comes in between
+        return batch
+
+    def _receive(self) -> Any:
         if not self._windows:
             self.close()
             raise StopIteration
@@ -66,13 +79,15 @@ class MadeEpoch:
             raise
         batch = self._kept.windows.open(answer, self._windows.popleft())
         self._draw()
-        return cast(Any, pinning).pin_memory(batch) if self._kept.pins else batch
+        return self._kept.pinned(batch)
 
     def close(self) -> None:
         """End the epoch, and its workers unless they are persistent."""
+        self._made = None
         self._finalizer()
 
     def _draw(self) -> None:
+        """Draw a batch of indices and send for it."""
         indices = self._schedule.draw()
         if indices is None:
             return

@@ -1,13 +1,13 @@
 """A source with its cache open in this process: what it serves for an index, and how that is counted.
 
 A sample is a hit (its slot is ready: a copy of it), a miss (it has a slot that is not ready: it is loaded, and stored
-if nobody else is doing so), or a bypass (it has no slot, or there is no cache: it is loaded). Whatever has been loaded
-while there is a cache is checked against the spec, stored or not. What is served here is the deterministic part: the
-tail and the user's transform come after it.
+if nobody else is doing so), or a bypass (it has no slot, it is odd, or there is no cache: it is loaded). Whatever has
+been loaded while there is a cache is checked against the spec, stored or not; what differs is odd, and served as an
+`Odd`: it is never stored. What is served here is the deterministic part: the tail and the user's transform come after.
 
 A batch is looked up at once, its hits are copied out by one gather per field (or left to the process that asks, see
 `fill`), and the others are loaded in one call if the source has `__getitems__`. Counts are added when a sample has been
-served; a source that raises adds nothing.
+served; a source that raises adds nothing, and what Ctrl-C interrupts adds no more than what it has stored.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ import logging
 import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field, replace
-from typing import Any
+from typing import Any, cast
 
 import torch
 from torch.utils.data import Dataset, Subset
@@ -24,9 +24,11 @@ from torch.utils.data import Dataset, Subset
 from lightning_stocache.cache.cache import SharedCache
 from lightning_stocache.cache.counters import Counters, Counts
 from lightning_stocache.cache.placement import NO_SLOT, Ring
-from lightning_stocache.cache.spec import contents_of
+from lightning_stocache.cache.spec import SampleMismatchError, contents_of
 from lightning_stocache.loading.buffers import Buffers
+from lightning_stocache.loading.interrupts import LetThrough
 from lightning_stocache.loading.landing import Landing
+from lightning_stocache.loading.odd import Odd
 from lightning_stocache.node.group import NodeGroup
 
 __all__ = ["Opened"]
@@ -50,6 +52,7 @@ class Opened:
         group: the ranks that share it.
         budget_bytes: memory that was granted on this node.
         name: under which the cache stays in memory when it is closed.
+        borrowed: whether the cache is a copy's, which does not close the memory of the dataset that it was copied from.
         strict: whether a sample that differs from the spec is an error, not a bypass.
         baseline: what had been counted when the current Trainer call began.
 
@@ -68,6 +71,7 @@ class Opened:
     name: str | None = None
     strict: bool = False
     baseline: Counts = field(default_factory=Counts)
+    borrowed: bool = False
     _buffers: Buffers = field(default_factory=Buffers, repr=False, compare=False)
 
     @property
@@ -92,8 +96,24 @@ class Opened:
             return sample
         start = time.perf_counter_ns()
         sample = self.source[index]
-        self._keep(index, sample, time.perf_counter_ns() - start)
-        return sample
+        return self._keep(index, sample, time.perf_counter_ns() - start)
+
+    def finished(self, sample: Any, whole: Dataset[Any]) -> Any:
+        """What was served with the tail applied.
+
+        Args:
+            sample: it may be an `Odd`.
+            whole: the source before its tail was cut off, from which a sample comes that is built in another way: the
+                tail would not find its places.
+        """
+        if type(sample) is not Odd:
+            return sample if self.tail is None else self.tail(sample)
+        if self.tail is None:
+            return sample.sample
+        if sample.has_all_places:
+            return self.tail(sample.sample)
+        index = sample.index
+        return whole[index] if self.fetch is None else cast(Any, whole).__getitems__([index])[0]
 
     def serve_many(self, indices: list[int]) -> Any:
         """The samples of a batch, as a list; without a cache, whatever the source's own `__getitems__` makes of it."""
@@ -120,10 +140,13 @@ class Opened:
                 samples[place] = sample
         return samples
 
-    def load_into(self, batch: Landing, indices: list[int], places: list[int]) -> None:
+    def load_into(self, batch: Landing, indices: list[int], places: list[int]) -> dict[int, Any]:
         """Serve samples that were not ready a moment ago, each at its place of a batch.
 
         They are stored from there: each is copied out of what the source gave only once.
+
+        Returns:
+            By place, the samples that are odd; their rows are undefined.
         """
         cache = self.cache
         assert cache is not None
@@ -132,23 +155,28 @@ class Opened:
             def store(number: int, sample: Any) -> bool:
                 return cache.fill_from(indices[number], batch.put(places[number], sample, indices[number]))
 
-            self._load_then_keep(indices, store)
-            return
-        for place, index, sample in zip(places, indices, self.serve_many(indices), strict=True):
-            batch.put(place, sample, index)
+            samples = self._load_then_keep(indices, store)
+        else:
+            samples = self.serve_many(indices)
+            for place, index, sample in zip(places, indices, samples, strict=True):
+                if type(sample) is not Odd:
+                    batch.put(place, sample, index)
+        return {place: sample.sample for place, sample in zip(places, samples, strict=True) if type(sample) is Odd}
 
     def fill(self, indices: list[int]) -> list[Any]:
         """Serve samples that were not ready a moment ago, to a process that reads the cache, too.
 
         Returns:
-            The leaves of each sample that has been loaded here and not stored, None for the others, which are READY;
-            without a cache, all the samples.
+            The leaves of each sample that has been loaded here and not stored, None for the others, which are READY.
+            If one is odd, or there is no cache, all that were loaded come as an `Odd`.
         """
         cache = self.live_cache
         if cache is None:
-            return list(self._load(indices))
+            return list(map(Odd.of, indices, self._load(indices)))
         if not self._one_by_one(indices):
             samples = self.serve_many(indices)
+            if any(type(sample) is Odd for sample in samples):
+                return list(map(Odd.of, indices, samples))
             return [
                 None if 0 <= index < cache.arc.size and cache.is_ready(index) else cache.spec.leaves(sample, index)
                 for index, sample in zip(indices, samples, strict=True)
@@ -166,7 +194,9 @@ class Opened:
 
         if hits := len(indices) - len(missing):
             self.count(hits=hits, bytes_from_cache=hits * cache.spec.nbytes)
-        self._load_then_keep(missing, store)
+        samples = self._load_then_keep(missing, store)
+        if any(type(sample) is Odd for sample in samples):
+            left = dict(zip(missing, map(Odd.of, missing, samples), strict=True))
         return [left.get(index) for index in indices]
 
     def count(self, **counts: int) -> None:
@@ -176,8 +206,8 @@ class Opened:
 
     def count_hits(self, samples: int, gather_ns: int = 0) -> None:
         """Count samples that somebody else has copied out of the cache, and the nanoseconds that it took."""
-        if self.cache is not None:
-            self.count(hits=samples, bytes_from_cache=samples * self.cache.spec.nbytes, gather_ns=gather_ns)
+        if self.cache is not None and self.counters is not None:
+            self.counters.add_hits(samples, samples * self.cache.spec.nbytes, gather_ns)
 
     def passing(self, source: Dataset[Any]) -> Opened:
         """The same counters around another source, without the cache: its memory is free when nobody reads it."""
@@ -185,6 +215,8 @@ class Opened:
 
     def close(self) -> None:
         """Give cache and counters up in this process; a cache with a name stays for the next job."""
+        if self.borrowed:
+            return
         cache = self.live_cache
         if cache is not None and self.name is not None and self.group.is_leader:
             log.info(
@@ -206,7 +238,8 @@ class Opened:
         if fetch is None:
             return [self.serve(index) for index in indices]  # looks again: the batch may hold an index twice
         start = time.perf_counter_ns()
-        samples = fetch(indices)
+        with LetThrough():
+            samples = fetch(indices)
         each = (time.perf_counter_ns() - start) // max(len(indices), 1)
         if self.live_cache is None:
             self.count(bypasses=len(indices), source_ns=each * len(indices))
@@ -217,9 +250,7 @@ class Opened:
                 f"{type(self.source).__name__}.__getitems__ must return a list of one sample per index, here "
                 f"{len(indices)}; got {came}. Batches cannot be cached: make them in collate_fn"
             )
-        for index, sample in zip(indices, samples, strict=True):
-            self._keep(index, sample, each)
-        return samples
+        return [self._keep(index, sample, each) for index, sample in zip(indices, samples, strict=True)]
 
     @staticmethod
     def _ready(cache: SharedCache, indices: list[int]) -> tuple[torch.Tensor, torch.Tensor]:
@@ -236,14 +267,18 @@ class Opened:
 
     def _load_then_keep(self, indices: list[int], store: _Store | None = None) -> list[Any]:
         """Load samples, then store them all: storing costs half as much when its code and memory are warm."""
-        samples, spent = [], []
+        samples, spent, served = [], [], True
         try:
-            for index in indices:
-                start = time.perf_counter_ns()
-                samples.append(self.source[index])
-                spent.append(time.perf_counter_ns() - start)
+            with LetThrough():
+                for index in indices:
+                    start = time.perf_counter_ns()
+                    samples.append(self.source[index])
+                    spent.append(time.perf_counter_ns() - start)
+        except KeyboardInterrupt:
+            served = False
+            raise
         finally:  # what was loaded before an error is kept, too
-            self._keep_many(indices[: len(spent)], samples, sum(spent), store)
+            self._keep_many(indices[: len(spent)], samples, sum(spent), store, served)
         return samples
 
     def _keep_many(
@@ -252,35 +287,60 @@ class Opened:
         samples: list[Any],
         source_ns: int,
         store: _Store | None = None,
+        served: bool = True,
     ) -> None:
-        """Store samples of a cache that is open, and count them at once."""
+        """Store samples of a cache that is open, and count them at once; an odd one becomes an `Odd` in the list."""
         cache, kept, fills, misses = self.cache, 0, 0, 0
         assert cache is not None
         start = time.perf_counter_ns()
         try:
             for number, (index, sample) in enumerate(zip(indices, samples, strict=False)):
-                fills += cache.fill(index, sample) if store is None else store(number, sample)
-                misses += cache.arc.slot(index) != NO_SLOT
+                try:
+                    fills += cache.fill(index, sample) if store is None else store(number, sample)
+                    misses += cache.arc.slot(index) != NO_SLOT
+                except SampleMismatchError as error:
+                    self._let_pass(error)
+                    samples[number] = Odd(index, sample, cache.spec.is_alike(sample))
                 kept += 1
         finally:
             self.count(
-                misses=misses,
-                bypasses=kept - misses,
+                misses=misses * served,
+                bypasses=(kept - misses) * served,
                 fills=fills,
-                bytes_from_source=kept * cache.spec.nbytes,
+                bytes_from_source=kept * cache.spec.nbytes * served,
                 source_ns=source_ns,
                 fill_ns=time.perf_counter_ns() - start,
             )
 
-    def _keep(self, index: int, sample: Any, source_ns: int) -> None:
-        """Store a sample that was loaded, if it has a slot, and count it."""
+    def _keep(self, index: int, sample: Any, source_ns: int) -> Any:
+        """Store a sample that was loaded, if it has a slot, and count it; the sample, or an `Odd`."""
         cache = self.live_cache
         if cache is None or not 0 <= index < cache.arc.size:
             self.count(bypasses=1, source_ns=source_ns)
-            return
-        self._keep_many([index], [sample], source_ns)
+            return sample
+        samples = [sample]
+        self._keep_many([index], samples, source_ns)
+        return samples[0]
+
+    def _let_pass(self, error: SampleMismatchError) -> None:
+        """Say, once for this dataset on the node, that an odd sample is not cached; or raise it."""
+        if self.strict:
+            raise error
+        if self.counters is None or self.counters.is_first("odd sample"):
+            log.warning(
+                "%s: samples that differ from the first one are not cached, but loaded every time. %s "
+                "(strict=True makes it an error)",
+                type(self.source).__name__,
+                error,
+            )
 
     def __getstate__(self) -> dict[str, Any]:
-        # What this process has closed cannot be sent to another one, which passes samples through just the same.
+        # What this process has closed cannot be sent to another one, which passes samples through just the same. What
+        # comes out may share this process's memory: it is a copy's then.
         counters = None if self.counters is None or self.counters.segment.closed else self.counters
-        return self.__dict__ | {"cache": self.live_cache, "counters": counters, "_buffers": Buffers()}
+        return self.__dict__ | {
+            "cache": self.live_cache,
+            "counters": counters,
+            "borrowed": True,
+            "_buffers": Buffers(),
+        }

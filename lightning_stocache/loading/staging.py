@@ -7,6 +7,9 @@ a stretch, a row for each of its samples. A message carries only the places of t
 errand of more samples than expected, too many under way, or no memory for the area at all) travels in the message as
 plain bytes: torch's own way to send a tensor takes shared memory, and dies of SIGBUS where there is none.
 
+A sample that is not of the spec has no row. Its whole batch is collated by the worker, and sent as DataLoader does:
+what `default_collate` makes of such samples, or says about them, is not the same in a worker and outside.
+
 A stretch is written by the one worker that has its errand, and read by the main process after the answer has come; its
 rows are given to another errand after that.
 """
@@ -19,16 +22,18 @@ from typing import Any, NamedTuple
 import numpy as np
 import numpy.typing as npt
 import torch
+from torch.utils.data import default_collate
 
 from lightning_stocache.cache.cache import SharedCache
 from lightning_stocache.cache.placement import NO_SLOT
 from lightning_stocache.cache.slots import FieldSlots
 from lightning_stocache.cache.spec import SampleSpec, contents_of
 from lightning_stocache.loading.errand import Delivery
+from lightning_stocache.loading.odd import Odd
 from lightning_stocache.loading.transit import transit_memory
 from lightning_stocache.node.segment import Segment
 
-__all__ = ["Staged", "Staging", "Stretch", "readable_slots"]
+__all__ = ["Collated", "Staged", "Staging", "Stretch", "readable_slots"]
 
 
 class Stretch(NamedTuple):
@@ -48,6 +53,12 @@ class Staged(NamedTuple):
 
     places: list[int]
     sent: dict[int, list[npt.NDArray[np.uint8]]]
+
+
+class Collated(NamedTuple):
+    """A batch that holds a sample which is not of the spec."""
+
+    batch: Any
 
 
 class Staging:
@@ -87,14 +98,14 @@ class Staging:
         """All rows are free again."""
         self._taken = 0
 
-    def __call__(self, delivery: Delivery) -> Staged:
+    def __call__(self, delivery: Delivery) -> Staged | Collated:
         """In a worker: write what it has loaded and not stored, and answer with its places in the errand."""
         errand, answer = delivery.errand, Staged([], {})
-        cached = delivery.dataset.cache is not None
-        for place, (index, came) in enumerate(zip(errand, delivery.samples, strict=True)):
-            if cached and came is None:
+        if any(type(came) is Odd for came in delivery.samples):
+            return Collated(default_collate(_samples_of_batch(delivery)))
+        for place, leaves in enumerate(delivery.samples):
+            if leaves is None:
                 continue
-            leaves = came if cached else self._spec.leaves(came, index)
             if place < errand.place.rows:
                 for table, leaf in zip(self._open, leaves, strict=True):
                     if leaf.numel():  # a row of no bytes has no place that a view would take
@@ -137,3 +148,16 @@ def readable_slots(cache: SharedCache, indices: torch.Tensor) -> torch.Tensor:
     """
     size = cache.arc.size
     return cache.ready_slots(indices).masked_fill_((indices >= size) | (indices < -size), NO_SLOT)
+
+
+def _samples_of_batch(delivery: Delivery) -> list[Any]:
+    """All samples of the batch from which those of an errand were missing; the others are READY."""
+    dataset, errand = delivery.dataset, delivery.errand
+    came = {index: odd.sample for index, odd in zip(errand, delivery.samples, strict=True) if odd is not None}
+
+    def sample(index: int) -> Any:
+        if index in came:
+            return came[index]
+        return dataset[index] if dataset.cache is None else dataset.cache.get(index % len(dataset))
+
+    return [sample(index) for index in errand.of_batch or errand]

@@ -484,9 +484,9 @@ class Odd(CountedSource):
 @pytest.mark.parametrize("num_workers", [0, 2])
 @pytest.mark.parametrize("has_slot", [True, False])
 def test_a_sample_that_differs_is_named(monkeypatch: pytest.MonkeyPatch, num_workers: int, has_slot: bool) -> None:
-    """The error names index, field, what was expected and what came, from workers and without a slot too."""
+    """With `strict` the error names index, field, what was expected and what came, from workers and without a slot."""
     source = Odd(LENGTH)
-    with closing(CachedDataset(source, "50%")) as dataset:
+    with closing(CachedDataset(source, "50%", strict=True)) as dataset:
         assert dataset.cache is not None
         arc = dataset.cache.arc
         # On the class: a source whose own attributes change is not cached any more.
@@ -563,7 +563,7 @@ def test_a_given_spec_saves_the_reads(source: CountedSource) -> None:
         assert source.loads == LENGTH
     wrong = SampleSpec.infer((torch.zeros(3, 8, 8), 1))
     with (
-        closing(CachedDataset(source, spec=wrong)) as dataset,
+        closing(CachedDataset(source, spec=wrong, strict=True)) as dataset,
         pytest.raises(SampleMismatchError, match="sample 2: field"),
     ):
         dataset[2]

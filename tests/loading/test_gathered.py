@@ -257,8 +257,8 @@ def test_an_error_of_the_source_takes_the_place_of_its_batch(workers, budget):
 
 @pytest.mark.parametrize("num_workers", [0, 1])
 def test_a_sample_that_differs_from_the_others_is_an_error_with_its_index(num_workers):
-    """Also where it has no slot, and never a batch with something cut or cast."""
-    with closing(CachedDataset(Faulty({9: (torch.zeros(3, 5, 8, dtype=torch.uint8), 9)}))) as dataset:
+    """With `strict`: also where it has no slot, and never a batch with something cut or cast."""
+    with closing(CachedDataset(Faulty({9: (torch.zeros(3, 5, 8, dtype=torch.uint8), 9)}), strict=True)) as dataset:
         iterator = iter(CachedLoader(dataset, 4, num_workers=num_workers))
         next(iterator), next(iterator)
         with pytest.raises(SampleMismatchError, match="sample 9: "):

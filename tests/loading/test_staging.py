@@ -11,14 +11,15 @@ import pytest
 import torch
 from hypothesis import given
 from hypothesis import strategies as st
+from torch.utils.data import default_collate
 
 from lightning_stocache.cache.placement import NO_SLOT
-from lightning_stocache.cache.spec import SampleMismatchError, SampleSpec
+from lightning_stocache.cache.spec import SampleSpec
 from lightning_stocache.loading import staging as staging_module
 from lightning_stocache.loading.dataset import CachedDataset
 from lightning_stocache.loading.errand import Errand
 from lightning_stocache.loading.staging import Staging, Stretch, readable_slots
-from tests.loading.twins import Numbers
+from tests.loading.twins import Numbers, same
 from tests.sources import CountedSource
 
 LENGTH = 12
@@ -41,7 +42,7 @@ def dataset() -> Iterator[CachedDataset]:
 
 
 def errand(indices: Iterable[int], stretch: Stretch) -> Errand:
-    return Errand(list(indices), stretch, to_fill=True)
+    return Errand(list(indices), stretch, of_batch=list(indices))
 
 
 def without_slot(dataset: CachedDataset) -> list[int]:
@@ -111,12 +112,12 @@ def test_without_memory_all_of_it_is_sent(dataset, monkeypatch):
     staging.close()
 
 
-def test_a_worker_whose_cache_is_closed_hands_everything_over(dataset):
-    """Then nothing is READY, whatever the main process thinks."""
+def test_a_worker_whose_cache_is_closed_makes_the_whole_batch(dataset):
+    """Then nothing is READY, whatever the main process thinks, and there is no spec to hold samples to."""
     staging = Staging(dataset.cache.spec, LENGTH, batches=2)
     dataset.close()
     answer = staging(dataset.__getitems__(errand(range(LENGTH), staging.take(LENGTH))))
-    assert answer.places == list(range(LENGTH))
+    assert same(answer.batch, default_collate([dataset.source[index] for index in range(LENGTH)]))
     staging.close()
 
 
@@ -160,10 +161,10 @@ class Nothing(Numbers):
 
 
 def test_nothing_is_no_sample(dataset):
-    """Where the worker's cache is closed, what the source gives is checked, not taken for stored."""
+    """Where the worker's cache is closed, what the source gives is collated, not taken for stored."""
     dataset.close()
     dataset.opened.source = Nothing(LENGTH)
     staging = Staging(SampleSpec.infer(Numbers(3)[0]), LENGTH, batches=2)
-    with pytest.raises(SampleMismatchError):
+    with pytest.raises(TypeError, match="found <class 'NoneType'>"):
         staging(dataset.__getitems__(errand(range(LENGTH), staging.take(LENGTH))))
     staging.close()

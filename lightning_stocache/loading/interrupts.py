@@ -1,0 +1,100 @@
+"""When Ctrl-C may interrupt.
+
+A KeyboardInterrupt may come after any call: also when a worker's answer has been taken out of its queue and nobody has
+it yet, and that batch is lost. So SIGINT is held back while a batch passes from hand to hand (`HeldBack`) and let
+through where the loader waits for workers or runs the user's source (`LetThrough`). What came in between is raised at
+the next of these places, or at the end. A second SIGINT is raised at once.
+
+Python runs signal handlers in the main thread only: in other threads there is nothing to hold back.
+"""
+
+from __future__ import annotations
+
+import signal
+import threading
+from collections.abc import Callable
+from types import FrameType
+from typing import Any
+
+__all__ = ["HeldBack", "LetThrough"]
+
+
+class _Sigint:
+    """The handler of SIGINT, which can be kept waiting."""
+
+    def __init__(self) -> None:
+        self._waiting: Callable[[int, FrameType | None], Any] | None = None
+        self._came: list[FrameType | None] = []
+
+    @property
+    def is_held(self) -> bool:
+        return self._waiting is not None
+
+    def hold(self) -> None:
+        handler = signal.getsignal(signal.SIGINT)
+        if callable(handler):  # else nothing is raised
+            self._came.clear()
+            signal.signal(signal.SIGINT, self._note)  # from here on none is raised
+            self._waiting = handler
+
+    def release(self) -> None:
+        handler, self._waiting = self._waiting, None
+        if handler is None:
+            return
+        signal.signal(signal.SIGINT, handler)
+        if self._came:
+            handler(signal.SIGINT, self._came.pop())
+
+    def _note(self, number: int, frame: FrameType | None) -> None:
+        if self._came and self._waiting is not None:
+            self._waiting(number, frame)
+        self._came.append(frame)
+
+
+_sigint = _Sigint()
+
+
+class HeldBack:
+    """SIGINT waits until the end of the block; inside another such block this one does nothing.
+
+    Example:
+        >>> from signal import SIGINT, raise_signal
+        >>> try:
+        ...     with HeldBack():
+        ...         raise_signal(SIGINT)
+        ...         print("whole")
+        ... except KeyboardInterrupt:
+        ...     print("interrupted")
+        whole
+        interrupted
+    """
+
+    def __enter__(self) -> None:
+        self._outermost = not _sigint.is_held and _in_main_thread()
+        if self._outermost:
+            _sigint.hold()
+
+    def __exit__(self, *_: object) -> None:
+        if self._outermost:
+            _sigint.release()
+
+
+class LetThrough:
+    """Inside a `HeldBack` block: SIGINT is raised again, first of all the one that waits."""
+
+    def __enter__(self) -> None:
+        self._held = _sigint.is_held and _in_main_thread()
+        if self._held:
+            try:
+                _sigint.release()
+            except BaseException:
+                _sigint.hold()
+                raise
+
+    def __exit__(self, *_: object) -> None:
+        if self._held:
+            _sigint.hold()
+
+
+def _in_main_thread() -> bool:
+    return threading.current_thread() is threading.main_thread()

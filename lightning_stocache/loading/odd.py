@@ -1,0 +1,28 @@
+"""A sample that cannot be cached among others that can."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any
+
+__all__ = ["Odd"]
+
+
+@dataclass(frozen=True)
+class Odd:
+    """A sample that is not of the cache's spec, as the source gave it; it is loaded every time.
+
+    Args:
+        index: of the sample.
+        sample: what the source gave.
+        has_all_places: whether it is built like the others, and differs in dtypes and shapes alone.
+    """
+
+    index: int
+    sample: Any
+    has_all_places: bool = True
+
+    @classmethod
+    def of(cls, index: int, sample: Any) -> Odd:
+        """Any sample as an odd one: in a batch with one such, none is sent as bytes."""
+        return sample if type(sample) is cls else cls(index, sample)

@@ -1,0 +1,248 @@
+"""One sample that is not like the others: it passes through uncached, and its batch is what DataLoader makes of it."""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Callable, Iterator
+from contextlib import closing
+from typing import Any
+
+import pytest
+import torch
+from torch.utils.data import DataLoader, Dataset
+from torchvision.transforms import v2
+
+from lightning_stocache.cache.counters import Counts
+from lightning_stocache.cache.spec import SampleMismatchError
+from lightning_stocache.loading.dataset import CachedDataset
+from lightning_stocache.loading.loader import CachedLoader
+from tests.loading.twins import Jitter, Transformed, copied, pairwise, same
+
+LENGTH = 40
+ODD = 10
+SHAPE = (3, 5, 7)
+
+pytestmark = pytest.mark.usefixtures("seeded")
+
+
+def image(index: int, *shape: int) -> torch.Tensor:
+    return torch.randint(0, 256, shape or SHAPE, dtype=torch.uint8, generator=torch.Generator().manual_seed(index))
+
+
+KINDS: dict[str, Callable[[], Any]] = {
+    "dtype": lambda: (image(ODD).float(), ODD),
+    "shape": lambda: (image(ODD, 3, 5, 8), ODD),
+    "number": lambda: (image(ODD), float(ODD)),
+    "longer": lambda: (image(ODD), ODD, 1),
+    "list": lambda: [image(ODD), ODD],
+    "dict": lambda: {"image": image(ODD), "label": ODD},
+    "None": lambda: None,
+    "None inside": lambda: (None, ODD),
+    "str": lambda: (image(ODD), "a label"),
+    "str alone": lambda: "a sample",
+    "object": lambda: (image(ODD), lambda: None),
+    "grad": lambda: (torch.ones(SHAPE, requires_grad=True), ODD),
+    "result": lambda: (torch.ones(SHAPE, requires_grad=True) * 2, ODD),
+    "sparse": lambda: (image(ODD).to_sparse(), ODD),
+    "device": lambda: (torch.empty(SHAPE, dtype=torch.uint8, device="meta"), ODD),
+}
+
+
+class OddOne(Dataset[Any]):
+    """Samples `(uint8 tensor, label)`, but for one of them."""
+
+    def __init__(self, kind: str, transform: Callable[[Any], Any] | None = None) -> None:
+        self.kind, self.transform = kind, transform
+
+    def __len__(self) -> int:
+        return LENGTH
+
+    def __getitem__(self, index: int) -> Any:
+        sample = KINDS[self.kind]() if index == ODD else (image(index), index)
+        if self.transform is not None and isinstance(sample, tuple) and isinstance(sample[0], torch.Tensor):
+            return self.transform(sample[0]), *sample[1:]
+        return sample
+
+
+class InBatches(OddOne):
+    """Loads whole batches."""
+
+    def __getitems__(self, indices: list[int]) -> list[Any]:
+        return [self[index] for index in indices]
+
+
+def outcomes(loader: DataLoader[Any], epochs: int = 3) -> Iterator[Any]:
+    """The batches of some epochs, the type of an error in the place of one, and the generator's state after each."""
+    for _ in range(epochs):
+        batches = iter(loader)
+        while True:
+            try:
+                batch = next(batches)
+            except StopIteration:
+                break
+            except Exception as error:
+                yield type(error), torch.get_rng_state()
+            else:
+                yield copied(batch), torch.get_rng_state()
+        del batches
+
+
+def alike(got: list[Any], expected: list[Any]) -> bool:
+    """As `same`, where a tensor may also require grad."""
+    return same(bare(got), bare(expected))
+
+
+def bare(node: Any) -> Any:
+    if isinstance(node, torch.Tensor):
+        return [node.requires_grad, node.detach()]
+    if isinstance(node, list | tuple):
+        return [type(node), *map(bare, node)]
+    return node
+
+
+def counts(dataset: CachedDataset) -> Counts:
+    assert dataset.counters is not None
+    return dataset.counters.totals()
+
+
+def flat(samples: list[Any]) -> list[Any]:
+    """A collate function of the user's, which takes any sample."""
+    return [repr(sample) if isinstance(sample, str) or sample is None else sample[0] for sample in samples]
+
+
+@pytest.mark.parametrize("num_workers", [0, 2])
+@pytest.mark.parametrize("kind", KINDS)
+def test_its_batch_is_that_of_a_dataloader(kind: str, num_workers: int) -> None:
+    """Bit for bit, or the same exception, in every epoch; all else is cached, and the odd one a bypass each time."""
+    arguments: dict[str, Any] = {"batch_size": 4, "shuffle": True, "num_workers": num_workers}
+    torch.manual_seed(0)
+    expected = list(outcomes(DataLoader(OddOne(kind), **arguments)))
+    with closing(CachedDataset(OddOne(kind))) as dataset:
+        torch.manual_seed(0)
+        assert alike(list(outcomes(CachedLoader(dataset, **arguments))), expected)
+        assert dataset.cache is not None
+        assert dataset.cache.filled == counts(dataset).fills == counts(dataset).misses == LENGTH - 1
+        assert counts(dataset).bypasses == 3
+        if not any(isinstance(batch, type) for batch, _ in expected):
+            assert counts(dataset).served == 3 * LENGTH
+
+
+WAYS = pairwise(
+    kind=["dtype", "shape", "longer", "None", "str", "grad"],
+    source=[OddOne, InBatches],
+    after=["nothing", "transform", "tail", "collate_fn"],
+    num_workers=[0, 2],
+    loader=[CachedLoader, DataLoader],
+    budget=["auto", "50%"],
+)
+
+
+@pytest.mark.parametrize("way", WAYS, ids=str)
+def test_on_every_way_through_a_loader(way: dict[str, Any]) -> None:
+    """With a transform, a tail cut off the source, a collate_fn, sources of batches, and where few have a slot."""
+    arguments: dict[str, Any] = {"batch_size": 4, "shuffle": True, "num_workers": way["num_workers"]}
+    if way["after"] == "collate_fn":
+        arguments["collate_fn"] = flat
+    inside = v2.Compose([v2.Identity(), v2.RandomHorizontalFlip()]) if way["after"] == "tail" else None
+    source, jitter = way["source"](way["kind"], inside), Jitter("torch") if way["after"] == "transform" else None
+    torch.manual_seed(0)
+    plain = source if jitter is None else Transformed(source, jitter)
+    expected = list(outcomes(DataLoader(plain, **arguments), 2))
+    with closing(CachedDataset(source, way["budget"], transform=jitter)) as dataset:
+        assert dataset.cache is not None
+        torch.manual_seed(0)
+        assert alike(list(outcomes(way["loader"](dataset, **arguments), 2)), expected)
+
+
+@pytest.mark.parametrize("transform", [None, Jitter("torch")])
+def test_spawned_workers_let_it_pass(transform: Any) -> None:
+    """They are sent what they need to know."""
+    arguments: dict[str, Any] = {"batch_size": 8, "num_workers": 1, "multiprocessing_context": "spawn"}
+    source = OddOne("dtype") if transform is None else Transformed(OddOne("dtype"), transform)
+    torch.manual_seed(0)
+    expected = list(outcomes(DataLoader(source, **arguments), 1))
+    with closing(CachedDataset(OddOne("dtype"), transform=transform)) as dataset:
+        torch.manual_seed(0)
+        assert alike(list(outcomes(CachedLoader(dataset, **arguments), 1)), expected)
+        assert (counts(dataset).bypasses, counts(dataset).fills) == (1, LENGTH - 1)
+
+
+@pytest.mark.parametrize("num_workers", [0, 1])
+@pytest.mark.parametrize("kind", ["shape", "dtype", "str"])
+def test_an_index_that_comes_twice_in_a_batch(kind: str, num_workers: int) -> None:
+    """Each time it is loaded, and a bypass."""
+    batches = [[ODD, 3, ODD, 5], [1, ODD], [ODD], [ODD - LENGTH, 2], [1, 2, 3]]
+    arguments: dict[str, Any] = {"batch_sampler": batches, "num_workers": num_workers}
+    expected = [batch for batch, _ in outcomes(DataLoader(TurnedRound(kind), **arguments))]
+    with closing(CachedDataset(TurnedRound(kind))) as dataset:
+        assert alike([batch for batch, _ in outcomes(CachedLoader(dataset, **arguments))], expected)
+        assert counts(dataset).bypasses == 3 * 5
+
+
+class TurnedRound(OddOne):
+    """Knows indices from the end, too."""
+
+    def __getitem__(self, index: int) -> Any:
+        return super().__getitem__(index % LENGTH)
+
+
+class Counting(OddOne):
+    """Writes down each load."""
+
+    def __init__(self, kind: str, path: str, transform: Any = None) -> None:
+        super().__init__(kind, transform)
+        self.path = path
+
+    def __getitem__(self, index: int) -> Any:
+        with open(self.path, "a") as file:
+            file.write(f"{index}\n")
+        return super().__getitem__(index)
+
+
+@pytest.mark.parametrize("num_workers", [0, 2])
+@pytest.mark.parametrize("tail", [False, True])
+def test_later_epochs_load_that_sample_and_nothing_else(tmp_path: Any, tail: bool, num_workers: int) -> None:
+    """Also where the source's random part runs after the cache."""
+    path = tmp_path / "loads"
+    inside = v2.Compose([v2.Identity(), v2.RandomHorizontalFlip()]) if tail else None
+    with closing(CachedDataset(Counting("shape", str(path), inside))) as dataset:
+        loader = CachedLoader(dataset, 4, num_workers=num_workers)
+        list(outcomes(loader, 1))
+        path.unlink()
+        list(outcomes(loader, 3))
+        assert path.read_text().split() == [str(ODD)] * 3
+
+
+@pytest.mark.parametrize("num_workers", [0, 2])
+def test_one_warning_names_it(num_workers: int, capfd: pytest.CaptureFixture[str]) -> None:
+    """Once for the dataset, whoever loads it and however often: its index, what differs, and how to be strict."""
+    handler = logging.StreamHandler()
+    logging.getLogger("lightning_stocache").addHandler(handler)
+    try:
+        with closing(CachedDataset(OddOne("dtype"))) as dataset:
+            for _ in range(2):
+                list(outcomes(CachedLoader(dataset, 4, num_workers=num_workers), 2))
+    finally:
+        logging.getLogger("lightning_stocache").removeHandler(handler)
+    [said] = [line for line in capfd.readouterr().err.splitlines() if "OddOne" in line]
+    assert "sample 10: field [0] must be Tensor of dtype torch.uint8" in said
+    assert "got Tensor of dtype torch.float32" in said
+    assert "strict=True" in said
+
+
+@pytest.mark.parametrize("num_workers", [0, 1])
+@pytest.mark.parametrize("transform", [None, Jitter("torch")])
+def test_with_strict_it_is_an_error(transform: Any, num_workers: int) -> None:
+    """In the place of its batch; the others come."""
+    with closing(CachedDataset(OddOne("dtype"), transform=transform, strict=True)) as dataset:
+        got = [batch for batch, _ in outcomes(CachedLoader(dataset, 4, num_workers=num_workers), 1)]
+        assert [number for number, batch in enumerate(got) if batch is SampleMismatchError] == [ODD // 4]
+        assert len(got) == LENGTH // 4
+
+
+def test_a_single_sample_is_what_the_source_gives() -> None:
+    """By index and in a list, with a transform."""
+    with closing(CachedDataset(OddOne("str alone"), transform=repr)) as dataset:
+        assert dataset[ODD] == repr("a sample")
+        assert dataset.__getitems__([3, ODD])[1] == repr("a sample")
+        assert counts(dataset).bypasses == 2
