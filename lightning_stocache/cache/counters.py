@@ -21,9 +21,12 @@ from typing import Literal
 from lightning_stocache.node.files import Backend
 from lightning_stocache.node.segment import Segment
 
-__all__ = ["Counters", "Counts"]
+__all__ = ["Counters", "Counts", "Matter"]
 
 log = logging.getLogger(__name__)
+
+Matter = Literal["odd sample", "no row", "random sample"]
+"""What is said once on a node."""
 
 _ROWS = 1024  # 128 KiB, all of it reserved: a row that cannot be had, or read, must not end a training
 _COLUMNS = 16
@@ -80,7 +83,7 @@ _NAMES = tuple(column.name for column in fields(Counts))
 _PLACE = {name: place for place, name in enumerate(_NAMES, start=1)}
 _HITS, _BYTES, _GATHER_NS = (_PLACE[name] for name in ("hits", "bytes_from_cache", "gather_ns"))
 _SAID = _COLUMNS - 1  # of the first row: one bit for each of these
-_MATTERS = {"odd sample": 1, "no row": 2}
+_MATTERS: dict[Matter, int] = {"odd sample": 1, "no row": 2, "random sample": 4}
 
 
 class Counters:
@@ -139,7 +142,7 @@ class Counters:
             numbers[row + _BYTES] += nbytes
             numbers[row + _GATHER_NS] += gather_ns
 
-    def is_first(self, matter: Literal["odd sample", "no row"]) -> bool:
+    def is_first(self, matter: Matter) -> bool:
         """Whether nobody on the node has asked this before: who is told so says it for all."""
         if self.segment.closed:
             return False

@@ -24,19 +24,17 @@ from torch.utils.data import Dataset, Subset
 from lightning_stocache.cache.cache import SharedCache
 from lightning_stocache.cache.counters import Counters, Counts
 from lightning_stocache.cache.placement import NO_SLOT, Ring
-from lightning_stocache.cache.spec import SampleMismatchError, contents_of
+from lightning_stocache.cache.spec import contents_of
 from lightning_stocache.loading.buffers import Buffers
 from lightning_stocache.loading.interrupts import LetThrough
 from lightning_stocache.loading.landing import Landing
+from lightning_stocache.loading.misses import Misses, Store
 from lightning_stocache.loading.odd import Odd
 from lightning_stocache.node.group import NodeGroup
 
 __all__ = ["Opened"]
 
 log = logging.getLogger(__name__)
-
-_Store = Callable[[int, Any], bool]
-"""Checks the k-th of some samples and stores it, if its slot is nobody else's now; whether it was stored."""
 
 
 @dataclass
@@ -54,6 +52,7 @@ class Opened:
         name: under which the cache stays in memory when it is closed.
         borrowed: whether the cache is a copy's, which does not close the memory of the dataset that it was copied from.
         strict: whether a sample that differs from the spec is an error, not a bypass.
+        off: whether nothing was to be cached: its budget is 0.
         baseline: what had been counted when the current Trainer call began.
 
     Raises:
@@ -72,7 +71,9 @@ class Opened:
     strict: bool = False
     baseline: Counts = field(default_factory=Counts)
     borrowed: bool = False
+    off: bool = False
     _buffers: Buffers = field(default_factory=Buffers, repr=False, compare=False)
+    _loading: Misses | None = field(default=None, repr=False, compare=False)
 
     @property
     def live_cache(self) -> SharedCache | None:
@@ -265,52 +266,9 @@ class Opened:
             return False
         return min(indices) >= 0 and max(indices) < cache.arc.size and len(set(indices)) == len(indices)
 
-    def _load_then_keep(self, indices: list[int], store: _Store | None = None) -> list[Any]:
-        """Load samples, then store them all: storing costs half as much when its code and memory are warm."""
-        samples, spent, served = [], [], True
-        try:
-            with LetThrough():
-                for index in indices:
-                    start = time.perf_counter_ns()
-                    samples.append(self.source[index])
-                    spent.append(time.perf_counter_ns() - start)
-        except KeyboardInterrupt:
-            served = False
-            raise
-        finally:  # what was loaded before an error is kept, too
-            self._keep_many(indices[: len(spent)], samples, sum(spent), store, served)
-        return samples
-
-    def _keep_many(
-        self,
-        indices: list[int],
-        samples: list[Any],
-        source_ns: int,
-        store: _Store | None = None,
-        served: bool = True,
-    ) -> None:
-        """Store samples of a cache that is open, and count them at once; an odd one becomes an `Odd` in the list."""
-        cache, kept, fills, misses = self.cache, 0, 0, 0
-        assert cache is not None
-        start = time.perf_counter_ns()
-        try:
-            for number, (index, sample) in enumerate(zip(indices, samples, strict=False)):
-                try:
-                    fills += cache.fill(index, sample) if store is None else store(number, sample)
-                    misses += cache.arc.slot(index) != NO_SLOT
-                except SampleMismatchError as error:
-                    self._let_pass(error)
-                    samples[number] = Odd(index, sample, cache.spec.is_alike(sample))
-                kept += 1
-        finally:
-            self.count(
-                misses=misses * served,
-                bypasses=(kept - misses) * served,
-                fills=fills,
-                bytes_from_source=kept * cache.spec.nbytes * served,
-                source_ns=source_ns,
-                fill_ns=time.perf_counter_ns() - start,
-            )
+    def _load_then_keep(self, indices: list[int], store: Store | None = None) -> list[Any]:
+        """Load samples, and store them in a cache that is open."""
+        return self._misses.load(indices, store)
 
     def _keep(self, index: int, sample: Any, source_ns: int) -> Any:
         """Store a sample that was loaded, if it has a slot, and count it; the sample, or an `Odd`."""
@@ -319,20 +277,16 @@ class Opened:
             self.count(bypasses=1, source_ns=source_ns)
             return sample
         samples = [sample]
-        self._keep_many([index], samples, source_ns)
+        self._misses.keep([index], samples, source_ns)
         return samples[0]
 
-    def _let_pass(self, error: SampleMismatchError) -> None:
-        """Say, once for this dataset on the node, that an odd sample is not cached; or raise it."""
-        if self.strict:
-            raise error
-        if self.counters is None or self.counters.is_first("odd sample"):
-            log.warning(
-                "%s: samples that differ from the first one are not cached, but loaded every time. %s "
-                "(strict=True makes it an error)",
-                type(self.source).__name__,
-                error,
-            )
+    @property
+    def _misses(self) -> Misses:
+        """What loads and stores in this process."""
+        assert self.cache is not None
+        if self._loading is None or self._loading.source is not self.source or self._loading.cache is not self.cache:
+            self._loading = Misses(self.source, self.cache, self.counters, self.strict)
+        return self._loading
 
     def __getstate__(self) -> dict[str, Any]:
         # What this process has closed cannot be sent to another one, which passes samples through just the same. What
@@ -343,4 +297,5 @@ class Opened:
             "counters": counters,
             "borrowed": True,
             "_buffers": Buffers(),
+            "_loading": None,
         }

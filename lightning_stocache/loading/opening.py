@@ -152,7 +152,18 @@ def open_caches(
         arcs = group.exchange([None if one.cache is None else one.cache.arc for one in segments])
         rings = rings_as_they_are(rings, [arcs[ranks[0]] for ranks in group.nodes])
     return [
-        Opened(source, tail, own.cache, own.counters, ring, group, own.bytes_of(granted), request.name, request.strict)
+        Opened(
+            source,
+            tail,
+            own.cache,
+            own.counters,
+            ring,
+            group,
+            own.bytes_of(granted),
+            request.name,
+            request.strict,
+            off=budgets[request.pot].off,
+        )
         for (source, tail), own, ring, granted, request in zip(
             parts, segments, rings, plan.granted, requests, strict=True
         )

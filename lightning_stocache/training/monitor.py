@@ -105,7 +105,7 @@ class CacheMonitor(Callback):
         stop_listening(trainer, self._stall)
         if self._epochs:
             datasets = running_datasets(trainer, "train")
-            off = all(dataset.budget.off for dataset in datasets)
+            off = all(dataset.opened.off for dataset in datasets)
             for sentence in verdict(self._epochs, sum(map(len, datasets)), off=off):
                 rank_zero_info(f"stocache: {sentence}")
 
