@@ -16,7 +16,8 @@ One node is no exception, though all counters lie in its memory: an exact sum ne
 has ended the epoch, and a CPU runs ahead of its GPU's reductions, which therefore hold no rank back.
 
 The wait has a limit. Where ranks are out of step (one has no monitor, or more batches than the others), one warning is
-given, the epoch goes without values, and no later one is waited for.
+given, the epoch goes without values, and later ones are waited for a second at most: ranks that were only late once
+log again.
 """
 
 from __future__ import annotations
@@ -34,6 +35,8 @@ from lightning_stocache.node.post import Posted
 __all__ = ["Tallies"]
 
 log = logging.getLogger(__name__)
+
+_ONCE_LATE = 1.0  # seconds to wait where the ranks were found out of step before
 
 
 class Tallies:
@@ -53,7 +56,7 @@ class Tallies:
         self._seen: dict[Counters, Counts] = {}
         self._aside: dict[Counters, Counts] = {}  # served to training since its last epoch's end, but seen by now
         self._posted: dict[str, Posted[Tally]] = {}
-        self._gave_up = False
+        self._was_late = False
 
     def post(self, stage: str, datasets: Sequence[CachedDataset], seconds: Seconds | None = None) -> None:
         """Tell all ranks what this one brings to the epoch that ends, unless that is done.
@@ -76,9 +79,9 @@ class Tallies:
         posted = self._posted.pop(stage, None)
         if posted is None:
             return []
-        tallies = posted.collect(0 if self._gave_up else patience)
-        if tallies is None and not self._gave_up:
-            self._gave_up = True
+        tallies = posted.collect(min(patience, _ONCE_LATE) if self._was_late else patience)
+        if tallies is None and not self._was_late:
+            self._was_late = True
             log.warning(
                 "the cache counts of the other ranks have not come in %.0f s: this epoch's stocache/ values are left "
                 "out.\nGive all ranks the same monitor callbacks and the same number of batches",
