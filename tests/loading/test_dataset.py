@@ -895,6 +895,23 @@ def test_copies_share_the_cache(source: CountedSource, duplicate: Callable[[Any]
         del other
 
 
+@pytest.mark.parametrize("duplicate", [lambda dataset: pickle.loads(pickle.dumps(dataset)), copy.deepcopy, copy.copy])
+def test_closing_a_copy_leaves_the_original_open(source: CountedSource, duplicate: Callable[[Any], Any]) -> None:
+    """It gives up its own use of the memory: its samples pass through, the original's stay cached and counted."""
+    with closing(CachedDataset(source)) as dataset:
+        leaves(dataset[3])
+        other = duplicate(dataset)
+        assert leaves(other[3]) == leaves(source.expected(3))
+        other.close()
+        assert other.cache is None
+        assert leaves(other[3]) == leaves(source.expected(3))
+        loads = source.loads
+        assert leaves(dataset[3]) == leaves(source.expected(3))
+        assert dataset.cache is not None
+        assert source.loads == loads
+        assert (totals(dataset).hits, totals(dataset).misses) == (2, 1)
+
+
 def test_a_copy_whose_memory_is_closed_passes_through(source: CountedSource) -> None:
     """A copy outlives `close` of the original: it serves the source, and can still be sent to workers."""
     dataset = CachedDataset(source)

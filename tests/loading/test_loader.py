@@ -459,6 +459,27 @@ def test_a_loader_that_is_running_can_be_copied_and_sent():
         loader.close()
 
 
+@pytest.mark.parametrize("num_workers", [0, 2])
+@pytest.mark.parametrize("duplicate", [copy.copy, copy.deepcopy])
+def test_closing_the_dataset_of_a_copied_loader_leaves_the_original_as_it_was(duplicate, num_workers):
+    """In the middle of an epoch of both: the copy's passes through, the original's goes on from the cache."""
+    expected = list(DataLoader(Numbers(30), 4))
+    with closing(CachedDataset(Numbers(30))) as dataset:
+        loader = CachedLoader(dataset, 4, num_workers=num_workers)
+        other = CachedLoader(duplicate(dataset), 4, num_workers=num_workers)
+        batches, others = iter(loader), iter(other)
+        got, gotten = [copied(next(batches))], [copied(next(others))]
+        other.dataset.close()
+        gotten.extend(map(copied, others))
+        got.extend(map(copied, batches))
+        assert same(got, expected)
+        assert same(gotten, expected)
+        assert dataset.cache is not None
+        assert dataset.cache.filled == 30
+        assert same(list(loader), expected)
+        assert same(list(other), expected)
+
+
 @pytest.mark.parametrize("own", [False, True])
 def test_a_persistent_loader_whose_cache_is_closed_draws_no_second_seed(own):
     """The epochs after it are those of a DataLoader whose workers have lived on, and so is the generator's state."""
