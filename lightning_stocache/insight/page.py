@@ -145,8 +145,8 @@ def _table(runs: Sequence[Run]) -> str:
 def _notes(runs: Sequence[Run], left_out: Sequence[str]) -> Iterator[str]:
     if any(run.seconds_saved for run in runs):
         yield (
-            "Loading saved is an estimate: the hits, at the mean time that the source took for a sample in this run. "
-            "It is summed over all processes, which load side by side, so the clock on the wall shows less."
+            "Waiting saved: what epoch one waited for data, sample for sample, less what later epochs waited; mean per "
+            "later epoch."
         )
     if len(runs) > MOST_DRAWN:
         yield f"The charts show the first {MOST_DRAWN} of {len(runs)} runs; the table has all."

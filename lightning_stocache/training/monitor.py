@@ -20,7 +20,7 @@ from lightning.pytorch import Callback, LightningModule, Trainer
 from lightning.pytorch.utilities import rank_zero_info, rank_zero_warn
 
 from lightning_stocache.cache.counters import Counters
-from lightning_stocache.insight.layout import LAYOUT
+from lightning_stocache.insight.layout import LAYOUT, mark_zero
 from lightning_stocache.insight.metrics import rates, summarise
 from lightning_stocache.insight.stall import Stall
 from lightning_stocache.insight.verdict import verdict
@@ -134,6 +134,7 @@ class CacheMonitor(Callback):
             values = {f"stocache/{name}": live[name] for name in _LIVE}
             for logger in trainer.loggers:
                 logger.log_metrics(values, step=step)
+                mark_zero(logger, step)
 
     def on_train_epoch_end(self, trainer: Trainer, pl_module: LightningModule) -> None:
         """Log the epoch's values."""
@@ -224,6 +225,8 @@ class CacheMonitor(Callback):
             return metrics
         if trainer.state.fn == "fit":
             pl_module.log_dict(values, on_step=False, on_epoch=True, batch_size=1)
+            for logger in trainer.loggers if stage == "train" else ():
+                mark_zero(logger, trainer.global_step - 1)
         else:
             for logger in trainer.loggers:
                 logger.log_metrics(values | {"epoch": trainer.current_epoch}, step=trainer.global_step)

@@ -57,7 +57,9 @@ def locality_sampler(
     """
     count, rank = replicas
     group = dataset.group
-    whole = count == group.world  # else groups of ranks share their samples, and a node may hold parts of groups
+    ring = dataset.ring
+    # Else groups of ranks share their samples, and a node may hold parts of groups; or the source has grown.
+    whole = count == group.world and (ring is None or ring.arcs[0].size == len(dataset))
     return LocalitySampler(
         dataset,
         count,
@@ -65,7 +67,7 @@ def locality_sampler(
         shuffle=shuffle,
         seed=global_seed(),
         batch_size=batch_size,
-        ring=dataset.ring if whole else None,
+        ring=ring if whole else None,
         nodes=group.nodes if whole else (tuple(range(count)),),
         mode=mode,
     )
