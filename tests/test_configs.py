@@ -11,7 +11,7 @@ import hydra
 import lightning.pytorch as pl
 import pytest
 import torch
-from hydra import compose, initialize_config_module
+from hydra import compose, initialize_config_dir, initialize_config_module
 from hydra.core.config_store import ConfigStore
 from hydra.core.global_hydra import GlobalHydra
 from hydra.core.hydra_config import HydraConfig
@@ -157,6 +157,23 @@ def test_cache_overrides_reach_every_door(text, value):
     config = composed("train", "model=boring", "callbacks=stochastic_cache", f"cache.budget={text}")
     assert config.data.budget == value
     assert config.callbacks.stochastic_cache.budget == value
+
+
+@pytest.mark.parametrize(("overrides", "budget"), [((), "auto"), (("+cache.budget=50%",), "50%")])
+def test_an_app_with_callbacks_of_its_own_needs_one_group(tmp_path, overrides, budget):
+    """README's recipe for lightning-hydra-template: the search path once, then the group beside its own callbacks."""
+    (tmp_path / "callbacks").mkdir()
+    (tmp_path / "callbacks" / "default.yaml").write_text(
+        "summary:\n  _target_: lightning.pytorch.callbacks.ModelSummary\n"
+    )
+    (tmp_path / "train.yaml").write_text(
+        "defaults: [_self_, {callbacks: default}]\nhydra: {searchpath: [pkg://lightning_stocache.configs]}\n"
+    )
+    with initialize_config_dir(str(tmp_path), version_base="1.3"):
+        config = compose("train", ["callbacks=[default,stochastic_cache]", *overrides])
+    made = {name: instantiate(entry) for name, entry in config.callbacks.items()}
+    assert list(made) == ["summary", "stochastic_cache", "fill_progress"]
+    assert str(made["stochastic_cache"].caches.options.budgets[""]) == budget
 
 
 def test_stage_budgets_arrive_as_a_dict():

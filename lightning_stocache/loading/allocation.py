@@ -10,6 +10,7 @@ from __future__ import annotations
 import os
 from collections.abc import Callable, Mapping, Sequence, Sized
 from dataclasses import dataclass, replace
+from multiprocessing.context import BaseContext
 from typing import Literal, cast
 
 from torch.utils.data import Dataset
@@ -34,7 +35,7 @@ class InFlight:
         batch_size: samples per batch.
         num_workers: worker processes.
         prefetch_factor: finished batches that each of them keeps.
-        start_method: how they are started, if the loader says so.
+        context: how they are started, if the loader says so: by name, or a context of multiprocessing.
         worker_init_fn: what is called in each of them.
         stage: of the Trainer that it belongs to, for messages.
     """
@@ -42,9 +43,15 @@ class InFlight:
     batch_size: int
     num_workers: int
     prefetch_factor: int | None = None
-    start_method: str | None = None
+    context: str | BaseContext | None = None
     worker_init_fn: Callable[[int], None] | None = None
     stage: str = ""
+
+    @property
+    def start_method(self) -> str | None:
+        """The name of the way in which workers are started."""
+        context = self.context
+        return context if context is None or isinstance(context, str) else context.get_start_method()
 
 
 @dataclass(frozen=True)

@@ -5,17 +5,13 @@ that is ready (a hit), loads the sample from the source and stores it if not (a 
 has no slot (a bypass). What is random comes after: first the tail that was cut off the source, then `transform`. So the
 samples are those of the source, bit for bit and in the same order of random draws, cached or not.
 
-The source stays its user's: it may be changed through the CachedDataset or directly. As soon as that is seen (by every
-read, and when an epoch begins), this process serves the source as it is now, uncached.
-
-It is a plain map-style dataset: any DataLoader, start method, Subset, random_split and ConcatDataset will do. Each
-process that it reaches by fork or by pickle works on the same memory.
+The source stays its user's: as soon as it is seen to have changed (by every read, and when an epoch begins), it is
+served as it is now, uncached. Each process that the dataset reaches works on the same memory.
 """
 
 from __future__ import annotations
 
 import copy
-import logging
 from collections.abc import Callable, Sequence
 from dataclasses import replace
 from types import GeneratorType
@@ -28,7 +24,7 @@ from lightning_stocache.cache.counters import Counters
 from lightning_stocache.cache.placement import Ring
 from lightning_stocache.cache.spec import SampleSpec
 from lightning_stocache.loading.allocation import BackendChoice, InFlight, Request
-from lightning_stocache.loading.description import description
+from lightning_stocache.loading.description import description, tell
 from lightning_stocache.loading.errand import Delivery, Errand
 from lightning_stocache.loading.finish import Finish
 from lightning_stocache.loading.forwarding import Forwarding
@@ -42,16 +38,13 @@ from lightning_stocache.node.group import NodeGroup
 
 __all__ = ["CachedDataset", "OnError"]
 
-log = logging.getLogger(__name__)
-
 OnError = Literal["raise", "disable"]
 
 
 class CachedDataset(Forwarding):
     """A map-style dataset whose samples are kept in memory that all processes of the node share.
 
-    Opening reads a few samples (their shape, and whether they are random) and takes no memory for slots until they are
-    filled.
+    Opening reads a few samples, in another process, and takes no memory for slots until they are filled.
 
     Its names are `source`, `cache`, `counters`, `ring`, `group`, `budget_bytes`, `share`, `close`, `describe`, and for
     the package `opened`, `finish`, `changed`, `refresh`, `view`, `request`, `adopt` and `load_into`. `transform` is the
@@ -59,27 +52,26 @@ class CachedDataset(Forwarding):
     source's, to read, write and delete. A source that changes is served as it is then, uncached, with a warning.
 
     Args:
-        source: the dataset to cache: its deterministic, expensive part (read, decode, resize). A torchvision
-            `transform` inside it is split at its first random step by itself.
+        source: the dataset to cache: its deterministic, expensive part (read, decode, resize). A `transform` inside it
+            is split at its first random step by itself.
         budget: memory per node: "8GiB", "500MB", "60%" (of the dataset's cached size), "60% of free" (memory), "auto"
-            (the whole dataset), a whole number of bytes, or 0 (off). What does not fit is loaded every time.
-        transform: what is done to each sample after the cache, on the CPU; it gets what `source[index]` returns.
+            (the whole dataset), bytes, or 0 (off). What does not fit is loaded every time.
+        transform: what is done to each sample after the cache, on the CPU.
         spec: what a sample looks like, as `SampleSpec.infer(sample)` says; given, the source is not read at set-up.
         allow_random: cache a random source as it is, with its first draw frozen.
         backend: where the memory lies: "tmpfile" (/dev/shm), "memfd", "file", or "auto".
         on_error: what happens when the memory cannot be had: "raise", or "disable" (go on uncached, with a warning).
         defer: open nothing yet; samples pass through until `share` is called.
         name: under which the cache stays in memory when the job ends, so that the next one starts warm, and which jobs
-            that run at the same time share. It lies in /dev/shm, whatever `backend` says. The first job decides how
-            much is cached. `python -m lightning_stocache clean NAME` removes it.
-        fingerprint: what else decides what the samples are (a size, a version, a path): a job with the same name and
-            another fingerprint, length or sample is refused.
+            that run at the same time share. It lies in /dev/shm; the first job decides how much is cached, and
+            `python -m lightning_stocache clean NAME` removes it.
+        fingerprint: what else decides what the samples are (a size, a version): another one is refused under a name.
         strict: what cannot be cached is an error; else it passes through uncached, with one warning.
 
     Raises:
-        TypeError: the source is iterable-style or cached already, its samples hold something of no fixed size
-            (`UnsupportedSampleError`), or an argument is of the wrong type.
-        ValueError: the source is empty and `strict`, the budget cannot be read, or an argument is none of its choices.
+        TypeError: the source is iterable-style or cached already, or an argument is of the wrong type; (`strict`) its
+            samples hold something of no fixed size (`UnsupportedSampleError`).
+        ValueError: the budget cannot be read, or an argument is none of its choices; (`strict`) the source is empty.
         CacheMemoryError: the memory cannot be had, and `on_error="raise"`.
         FingerprintError: the cache of this name holds something else.
 
@@ -119,12 +111,13 @@ class CachedDataset(Forwarding):
         super().__init__(source)
         self.__source = source
         self.__budget = Budget.parse(budget)
-        self.__finish, self.__transforms = Finish(Opened(source), source, transform), transform is not None
+        self.__transforms = transform is not None
+        self.__opened = Opened(source)
+        self.__finish = Finish(self.__opened, source, transform)
         self.__backend: BackendChoice = backend
         self.__disable = on_error == "disable"
         self.__request = Request(source, "", spec, allow_random, None, name, fingerprint, strict)
         self.__state = SourceState(source)
-        self.__serve(Opened(source))
         if not defer:
             self.share(NodeGroup())
 
@@ -132,8 +125,7 @@ class CachedDataset(Forwarding):
         """Swap the cache for one that all ranks of the node have in common. Collective: every rank calls it.
 
         What was cached before is given up, so call it before the first epoch, and make the dataset with `defer=True`
-        to read nothing twice. The leader of the node reads a few samples and grants the budget; the other ranks read
-        nothing.
+        to read nothing twice. The leader of the node looks and grants the budget; the other ranks read nothing.
 
         Args:
             group: which ranks share memory; by default it is found out from the running process group.
@@ -152,7 +144,7 @@ class CachedDataset(Forwarding):
         self.__serve(opened)
         self.__state = SourceState(self.source, getattr(opened.tail, "steps", ()))
         if self.group.is_leader and self.cache is not None:
-            log.info(self.describe())
+            tell(self.describe())
 
     @property
     def source(self) -> Dataset[Any]:
@@ -229,7 +221,7 @@ class CachedDataset(Forwarding):
 
     @property
     def changed(self) -> bool:
-        """Whether the source has changed since the cache was opened."""
+        """Whether the source has changed since it was cached."""
         return self.__state.look(tell=self.group.rank == 0) is not None
 
     def refresh(self) -> Opened:

@@ -2,12 +2,24 @@
 
 from __future__ import annotations
 
+import logging
+import sys
 from typing import Any
 
 from lightning_stocache.loading.opened import Opened
 from lightning_stocache.node.budget import format_bytes
 
-__all__ = ["description"]
+__all__ = ["description", "tell"]
+
+log = logging.getLogger(__name__)
+
+
+def tell(sentence: str) -> None:
+    """Say something at set-up: to the log, or on stderr where a script has not set logging up, which drops it."""
+    if log.hasHandlers():
+        log.info(sentence)
+    else:
+        sys.stderr.write(f"{sentence}\n")
 
 
 def description(source: Any, opened: Opened) -> str:

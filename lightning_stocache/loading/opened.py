@@ -292,10 +292,5 @@ class Opened:
         # What this process has closed cannot be sent to another one, which passes samples through just the same. What
         # comes out may share this process's memory: it is a copy's then.
         counters = None if self.counters is None or self.counters.segment.closed else self.counters
-        return self.__dict__ | {
-            "cache": self.live_cache,
-            "counters": counters,
-            "borrowed": True,
-            "_buffers": Buffers(),
-            "_loading": None,
-        }
+        state = {"cache": self.live_cache, "counters": counters, "borrowed": True}
+        return self.__dict__ | state | {"_buffers": Buffers(), "_loading": None}

@@ -19,8 +19,7 @@ Who does what, in this order:
 A page that nobody has reserved must not be read through the mapping either: the kernel takes one for the read, and
 where there is none the reader dies of SIGBUS, too.
 
-Not promised: that two processes see each other's stores in a given order (that is the caller's protocol), and zeroes
-after `close`.
+Not promised: that two processes see each other's stores in a given order; that is the caller's protocol.
 """
 
 from __future__ import annotations

@@ -151,20 +151,12 @@ class StocacheDataModule(LightningDataModule):
 
     def setup(self, stage: str) -> None:
         """Make the datasets of a Trainer call and open their caches. Collective over the ranks."""
-        check_sweep(self.trainer)
         stages = [name for name in _STAGES_OF_CALL[stage] if getattr(self, name) is not None]
         for name in stages:
             if name not in self._datasets:
                 self._datasets[name] = made(getattr(self, name), several=name != "train")
-        context = self.loader.get("multiprocessing_context")
-        method = context if context is None or isinstance(context, str) else context.get_start_method()
-        reader = InFlight(
-            self.batch_size,
-            self.num_workers,
-            self.loader.get("prefetch_factor"),
-            method,
-            self.loader.get("worker_init_fn"),
-        )
+        more = ("prefetch_factor", "multiprocessing_context", "worker_init_fn")
+        reader = InFlight(self.batch_size, self.num_workers, *map(cast(Any, self.loader.get), more))
         sets = [(name, dataset) for name in stages for dataset in self._datasets[name]]
         self.caches.open(
             (Wanted(dataset, name, reader) for name, dataset in sets if self._is_cacheable(name, dataset)),

@@ -105,9 +105,8 @@ def _inside(dataset: Any) -> Iterator[CachedDataset]:
 def in_flight(loader: DataLoader[Any]) -> InFlight:
     """What a loader keeps in memory besides the cache."""
     batch_size: Any = loader.batch_size or getattr(loader.batch_sampler, "batch_size", 1)
-    context = loader.multiprocessing_context
-    method = None if context is None else context.get_start_method()
-    return InFlight(batch_size, loader.num_workers, loader.prefetch_factor, method, loader.worker_init_fn)
+    context: Any = loader.multiprocessing_context
+    return InFlight(batch_size, loader.num_workers, loader.prefetch_factor, context, loader.worker_init_fn)
 
 
 def hides_dataset(loader: DataLoader[Any]) -> bool:
