@@ -155,9 +155,18 @@ def _tensor_trouble(leaf: torch.Tensor) -> str | None:
         return f"lies on {leaf.device}; return it with .cpu() and move batches to the device instead"
     if leaf.requires_grad:
         return "requires grad; return it with .detach()"
-    if any(isinstance(value, torch.Tensor | np.ndarray) for value in leaf.__dict__.values()):
+    if _holds_arrays(leaf.__dict__):
         return "carries other tensors as attributes; return them as fields of their own"
     return None
+
+
+def _holds_arrays(value: Any) -> bool:
+    """Whether an attribute is, or has inside it, what `==` gives no answer for."""
+    if isinstance(value, dict):
+        return any(map(_holds_arrays, value.values()))
+    if isinstance(value, list | tuple):
+        return any(map(_holds_arrays, value))
+    return isinstance(value, torch.Tensor | np.ndarray)
 
 
 def _advice(kind: type) -> str:

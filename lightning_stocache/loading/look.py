@@ -45,6 +45,7 @@ _BY_HAND = (
 )
 _UNSENDABLE = b""
 _QUICK = 28  # indices that are read besides the first four, where that is quick
+_ODD = 0.25  # share of the samples that may differ from the first: one by one they pass through
 _TOLD_SECONDS = 10.0  # after which the look says what it waits for
 _PATIENCE_SECONDS = 60.0  # without a read that has ended
 
@@ -57,6 +58,7 @@ class Finding:
         spec: what a sample looks like.
         cut: where the transform is cut; None if nothing is random.
         reason: why the source passes through uncached, in words.
+        odd: of a sample that differs from the first where most do not, in words; it will pass through.
         reads: how many samples were read.
         worker_bytes: memory that the process which read them had for itself; None if it was this one.
     """
@@ -64,6 +66,7 @@ class Finding:
     spec: SampleSpec | None = None
     cut: Cut | None = None
     reason: str | None = None
+    odd: str | None = None
     reads: int = 0
     worker_bytes: int | None = None
 
@@ -88,6 +91,9 @@ def look(request: Request) -> Finding:
         if request.strict:
             raise
         return Finding(reason=_words(error))
+    finally:
+        if workers is not None:  # an error's traceback would keep the worker
+            cast(Any, workers[0])._shutdown_workers()
 
 
 class _Looker(IterableDataset[bytes]):
@@ -132,9 +138,15 @@ def _find(request: Request, told: Callable[[int], None] = lambda index: None) ->
     if parts.reason is not None:
         return Finding(reason=f"{parts.reason}\n{_BY_HAND}", reads=parts.reads)
     spec = SampleSpec.infer(parts.samples[0])
+    odd: list[SampleMismatchError] = []
     for index, sample in zip(parts.indices, parts.samples, strict=True):
-        spec.leaves(sample, index)
-    return Finding(spec, parts.cut, reads=parts.reads)
+        try:
+            spec.leaves(sample, index)
+        except SampleMismatchError as error:
+            odd.append(error)
+    if odd and (request.strict or len(odd) > len(parts.samples) * _ODD):
+        raise odd[0]
+    return Finding(spec, parts.cut, odd=str(odd[0]) if odd else None, reads=parts.reads)
 
 
 def _start(request: Request) -> tuple[Iterator[bytes], torch.Tensor] | None:
@@ -167,16 +179,15 @@ def _answer(request: Request, answers: Iterator[bytes], progress: torch.Tensor) 
     """What the worker has found; None if it cannot tell."""
     begun, last = time.monotonic(), -1
     while True:
-        asked = time.monotonic()
         try:
             answer = next(answers)
             return None if answer == _UNSENDABLE else cast(Finding, pickle.loads(answer))
-        except RuntimeError:
-            if time.monotonic() - asked < 0.9 * _TOLD_SECONDS:  # no time-out: the worker has died
+        except RuntimeError as error:
+            if "timed out" not in str(error):  # the worker has died
                 raise
         reads, index = progress.tolist()
         if reads != last:
-            begun, last = asked, reads
+            begun, last = time.monotonic() - _TOLD_SECONDS, reads
         if time.monotonic() - begun > _PATIENCE_SECONDS:
             raise TimeoutError(f"reading sample {index} has not ended in {_PATIENCE_SECONDS:.0f} s")
         log.warning(

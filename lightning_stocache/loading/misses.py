@@ -6,7 +6,6 @@ warning for the dataset on the node. What has been loaded before the source rais
 
 from __future__ import annotations
 
-import logging
 import time
 from collections.abc import Callable
 from functools import partial
@@ -19,12 +18,10 @@ from lightning_stocache.cache.counters import Counters, Matter
 from lightning_stocache.cache.placement import NO_SLOT
 from lightning_stocache.cache.spec import SampleMismatchError
 from lightning_stocache.loading.interrupts import LetThrough
-from lightning_stocache.loading.odd import Odd
+from lightning_stocache.loading.odd import Odd, warn_of_odd
 from lightning_stocache.loading.recheck import Recheck
 
 __all__ = ["Misses", "Store"]
-
-log = logging.getLogger(__name__)
 
 Store = Callable[[int, Any], bool]
 """Checks the k-th of some samples and stores it, if its slot is nobody else's now; whether it was stored."""
@@ -103,12 +100,7 @@ class Misses:
         if self._strict:
             raise error
         if self._is_first("odd sample"):
-            log.warning(
-                "%s: samples that differ from the first one are not cached, but loaded every time. %s "
-                "(strict=True makes it an error)",
-                type(self.source).__name__,
-                error,
-            )
+            warn_of_odd(self.source, str(error))
 
     def _is_first(self, matter: Matter) -> bool:
         return self._counters is None or self._counters.is_first(matter)

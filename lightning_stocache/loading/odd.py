@@ -2,10 +2,23 @@
 
 from __future__ import annotations
 
+import logging
 from dataclasses import dataclass
 from typing import Any
 
-__all__ = ["Odd"]
+__all__ = ["Odd", "warn_of_odd"]
+
+log = logging.getLogger(__name__)
+
+
+def warn_of_odd(source: Any, words: str) -> None:
+    """Say that some samples of a source are not cached, because one differs from the first."""
+    log.warning(
+        "%s: samples that differ from the first one are not cached, but loaded every time. %s (strict=True makes it an "
+        "error)",
+        type(source).__name__,
+        words,
+    )
 
 
 @dataclass(frozen=True)

@@ -12,7 +12,7 @@ All requests of one call open together, because they share budgets. The steps, e
    files are tried, whose names go again as soon as all are attached.
 6. The leaders tell each other the arcs that they have: a named cache keeps its own, and the ring is made of those.
 
-What fails on one rank is raised on all. Nothing is kept here: an `Opened` holds all there is.
+What fails on one rank is raised on all. Nothing is kept here.
 """
 
 from __future__ import annotations
@@ -30,6 +30,7 @@ from lightning_stocache.cache.spec import SampleSpec
 from lightning_stocache.loading.allocation import BackendChoice, Request, allocate
 from lightning_stocache.loading.look import Finding, look
 from lightning_stocache.loading.naming import join_cache, join_caches, open_cache, rings_as_they_are
+from lightning_stocache.loading.odd import warn_of_odd
 from lightning_stocache.loading.opened import Opened
 from lightning_stocache.node.budget import Budget
 from lightning_stocache.node.files import Backend
@@ -79,7 +80,7 @@ def open_caches(
         Exception: (`strict`) what a source itself raises; on the other ranks a RuntimeError that names it.
     """
     if sys.platform == "win32":
-        log.warning("there is no memory shared between processes on Windows: all samples pass through uncached")
+        log.warning("Windows has no memory that processes could share: all samples pass through uncached")
         return [Opened(request.source) for request in requests]
     _check_lengths(requests, group)
     findings = group.lead(lambda: [_look(request, budgets[request.pot]) for request in requests])
@@ -120,18 +121,10 @@ def open_caches(
             log.warning(warning)
 
     def make(kind: Backend | None) -> list[_Segments]:
-        made = [
-            _Segments.make(
-                request,
-                found.spec,
-                ring.arcs[group.node],
-                group,
-                kind,
-                joined.pop(number, None),
-                budgets[request.pot],
-            )
-            for number, (request, found, ring) in enumerate(zip(requests, findings, rings, strict=True))
-        ]
+        made = []
+        for number, (request, found, ring) in enumerate(zip(requests, findings, rings, strict=True)):
+            cache, budget, arc = joined.pop(number, None), budgets[request.pot], ring.arcs[group.node]
+            made.append(_Segments.make(request, found.spec, arc, group, kind, cache, budget))
         for segments, nbytes in zip(made, plan.keep_free, strict=True):
             if segments.cache is not None:
                 keep_free(segments.cache.segment, nbytes)
@@ -148,6 +141,9 @@ def open_caches(
         if wanted:
             return [Opened(request.source, group=group) for request in requests]
         segments = [_Segments(None, None) for _ in requests]
+    for request, found, made in zip(requests, findings, segments, strict=True):
+        if group.is_leader and found.odd and made.counters is not None and made.counters.is_first("odd sample"):
+            warn_of_odd(request.source, found.odd)
     if named:
         arcs = group.exchange([None if one.cache is None else one.cache.arc for one in segments])
         rings = rings_as_they_are(rings, [arcs[ranks[0]] for ranks in group.nodes])

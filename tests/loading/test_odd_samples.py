@@ -13,7 +13,7 @@ from torch.utils.data import DataLoader, Dataset
 from torchvision.transforms import v2
 
 from lightning_stocache.cache.counters import Counts
-from lightning_stocache.cache.spec import SampleMismatchError
+from lightning_stocache.cache.spec import SampleMismatchError, SampleSpec
 from lightning_stocache.loading.dataset import CachedDataset
 from lightning_stocache.loading.loader import CachedLoader
 from tests.loading.twins import Jitter, Transformed, copied, pairwise, same
@@ -234,7 +234,9 @@ def test_one_warning_names_it(num_workers: int, capfd: pytest.CaptureFixture[str
 @pytest.mark.parametrize("transform", [None, Jitter("torch")])
 def test_with_strict_it_is_an_error(transform: Any, num_workers: int) -> None:
     """In the place of its batch; the others come."""
-    with closing(CachedDataset(OddOne("dtype"), transform=transform, strict=True)) as dataset:
+    source = OddOne("dtype")
+    spec = SampleSpec.infer(source[0])  # then it is not found at set-up
+    with closing(CachedDataset(source, transform=transform, spec=spec, strict=True)) as dataset:
         got = [batch for batch, _ in outcomes(CachedLoader(dataset, 4, num_workers=num_workers), 1)]
         assert [number for number, batch in enumerate(got) if batch is SampleMismatchError] == [ODD // 4]
         assert len(got) == LENGTH // 4
