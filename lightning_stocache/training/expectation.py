@@ -29,6 +29,7 @@ from torch.utils.data import (
 from lightning_stocache.insight.theory import expected_hit_rate, expected_with_replacement, moved_share
 from lightning_stocache.loading.dataset import CachedDataset
 from lightning_stocache.loading.sampler import LocalitySampler, Mode
+from lightning_stocache.loading.stand_in import cached_in
 from lightning_stocache.training.loaders import cached_datasets, loaders_in
 
 __all__ = ["Expectation"]
@@ -53,8 +54,8 @@ class Expectation:
         loader = next(loader for loader in loaders_in(trainer.train_dataloader) if cached_datasets(loader))
         self._sampler: Any = loader.sampler
         self._order = _order(loader, trainer.world_size)
-        if self._order == "weighted" and loader.dataset is not dataset:  # whose indices are not the sampler's
-            self._order = "unknown"
+        if self._order == "weighted" and cached_in(loader.dataset) is not dataset:
+            self._order = "unknown"  # a Subset, say, whose indices are not the cache's
         of_loader: Any = loader.dataset
         self._samples = len(getattr(self._sampler, "indices", of_loader))
         self._mode: Mode = self._sampler.mode if isinstance(self._sampler, LocalitySampler) else "global"

@@ -15,7 +15,7 @@ from __future__ import annotations
 from collections.abc import Callable, Collection, Mapping
 from dataclasses import dataclass
 from typing import Any
-from weakref import WeakSet
+from weakref import WeakKeyDictionary, WeakSet
 
 from torch.utils.data import DataLoader, RandomSampler
 
@@ -65,7 +65,8 @@ class LoaderTap:
         self._at_hand = dict(at_hand or {})
         self._replicas, self._later_bytes = replicas, later_bytes
         self._shared: WeakSet[CachedDataset] = WeakSet()
-        self._made: dict[tuple[str, int], _Made] = {}
+        # By the user's loader, and stage: one that a hook makes anew each time takes its workers with it when it goes.
+        self._made: WeakKeyDictionary[DataLoader[Any], dict[str, _Made]] = WeakKeyDictionary()
 
     def __call__(self, stage: str) -> Any:
         """The loaders of a stage. Collective: every rank asks for the same stages in the same order.
@@ -128,10 +129,11 @@ class LoaderTap:
         dataset, attributes = self._caches[loader.dataset], dict(vars(loader))
         if dataset.counters is None:  # its cache could not be opened
             return loader
-        made = self._made.get((stage, id(loader)))
-        if made is None or not made.is_of(loader, attributes, dataset):
+        by_stage = self._made.setdefault(loader, {})
+        made = by_stage.get(stage)
+        if made is None or not made.is_of(attributes, dataset):
             renewed = with_dataset(loader, StandIn(dataset), self._sampler(stage, loader, dataset))
-            made = self._made[stage, id(loader)] = _Made(loader, attributes, dataset, renewed)
+            made = by_stage[stage] = _Made(attributes, dataset, renewed)
         return made.renewed
 
     def _sampler(self, stage: str, loader: DataLoader[Any], dataset: CachedDataset) -> LocalitySampler | None:
@@ -151,18 +153,16 @@ class LoaderTap:
 
 @dataclass(frozen=True)
 class _Made:
-    """A loader of the user's with its attributes as they were, and the one that was made of it around a dataset."""
+    """A loader that was made of the user's around a dataset, and what attributes the user's had then."""
 
-    loader: DataLoader[Any]
     attributes: dict[str, Any]
     dataset: CachedDataset
     renewed: DataLoader[Any]
 
-    def is_of(self, loader: DataLoader[Any], attributes: dict[str, Any], dataset: CachedDataset) -> bool:
-        """Whether it was made of this loader, which nobody has changed since, around this dataset."""
+    def is_of(self, attributes: dict[str, Any], dataset: CachedDataset) -> bool:
+        """Whether it is around this dataset, and nobody has changed the user's loader since."""
         return (
-            self.loader is loader
-            and self.dataset is dataset
+            self.dataset is dataset
             and self.attributes.keys() == attributes.keys()
             and all(self.attributes[name] is value for name, value in attributes.items())
         )

@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import ctypes
 import gc
+import multiprocessing
 import re
 import signal
 from collections.abc import Iterator
@@ -12,7 +13,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from lightning.pytorch import LightningDataModule
+from lightning.pytorch import Callback, LightningDataModule
 
 from lightning_stocache.node.segment import Segment
 from lightning_stocache.training.callbacks import StochasticCache
@@ -81,6 +82,35 @@ def test_a_call_opens_two_segments_per_dataset(tmp_path, segments, name):
     trainer.validate(Model(), dm, verbose=False)
     assert len(segments) == 6
     assert all(segment.closed for segment in segments)
+
+
+@pytest.mark.parametrize("name", ["callback", "cached"])
+def test_a_reloaded_loader_takes_its_workers_with_it(tmp_path, name):
+    """Loaders that a hook makes anew for every epoch leave no more worker processes than one epoch has."""
+
+    class Reloading(Data):
+        def setup(self, stage: str) -> None:
+            if not hasattr(self, "train"):
+                super().setup(stage)
+
+        def train_dataloader(self) -> Any:
+            return plain_loader(self.train, num_workers=1, persistent_workers=True)
+
+    class Counting(Callback):
+        def on_train_epoch_end(self, trainer, pl_module):
+            workers.append(len(multiprocessing.active_children()))
+
+    workers = list[int]()
+    cached, counting = Reloading(tmp_path), Counting()
+    callbacks = [StochasticCache("50%"), counting] if name == "callback" else [counting]
+    if name == "cached":
+        cache_datamodule(cached, "50%")
+    make_trainer(tmp_path, callbacks, epochs=4, reload_dataloaders_every_n_epochs=1, limit_val_batches=0).fit(
+        Model(), cached
+    )
+    assert workers == [1, 1, 1, 1]
+    gc.collect()
+    assert not multiprocessing.active_children()
 
 
 class Failing(Model):
