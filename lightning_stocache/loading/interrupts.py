@@ -3,7 +3,8 @@
 A KeyboardInterrupt may come after any call: also when a worker's answer has been taken out of its queue and nobody has
 it yet, and that batch is lost. So SIGINT is held back while a batch passes from hand to hand (`HeldBack`) and let
 through where the loader waits for workers or runs the user's source (`LetThrough`). What came in between is raised at
-the next of these places, or at the end. A second SIGINT is raised at once.
+the next of these places, or at the end. Nothing that is held back takes long, but for a user's sampler: after a second
+SIGINT is held back no more.
 
 Python runs signal handlers in the main thread only: in other threads there is nothing to hold back.
 """
@@ -12,6 +13,7 @@ from __future__ import annotations
 
 import signal
 import threading
+import time
 from collections.abc import Callable
 from types import FrameType
 from typing import Any
@@ -19,12 +21,16 @@ from typing import Any
 __all__ = ["HeldBack", "LetThrough"]
 
 
+_PATIENCE_SECONDS = 1.0
+
+
 class _Sigint:
     """The handler of SIGINT, which can be kept waiting."""
 
     def __init__(self) -> None:
         self._waiting: Callable[[int, FrameType | None], Any] | None = None
-        self._came: list[FrameType | None] = []
+        self._came: FrameType | None = None
+        self._came_at: float | None = None
 
     @property
     def is_held(self) -> bool:
@@ -33,7 +39,7 @@ class _Sigint:
     def hold(self) -> None:
         handler = signal.getsignal(signal.SIGINT)
         if callable(handler):  # else nothing is raised
-            self._came.clear()
+            self._came_at = None
             signal.signal(signal.SIGINT, self._note)  # from here on none is raised
             self._waiting = handler
 
@@ -42,13 +48,16 @@ class _Sigint:
         if handler is None:
             return
         signal.signal(signal.SIGINT, handler)
-        if self._came:
-            handler(signal.SIGINT, self._came.pop())
+        frame, self._came = self._came, None
+        if self._came_at is not None:
+            handler(signal.SIGINT, frame)
 
     def _note(self, number: int, frame: FrameType | None) -> None:
-        if self._came and self._waiting is not None:
+        now = time.monotonic()
+        if self._came_at is None:
+            self._came, self._came_at = frame, now
+        elif now - self._came_at > _PATIENCE_SECONDS and self._waiting is not None:
             self._waiting(number, frame)
-        self._came.append(frame)
 
 
 _sigint = _Sigint()
