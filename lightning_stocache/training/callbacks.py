@@ -151,13 +151,13 @@ class StochasticCache(CacheMonitor):
     def setup(self, trainer: Trainer, pl_module: LightningModule, stage: str) -> None:
         """Stand before the loaders of the call."""
         check_sweep(trainer)
-        super().setup(trainer, pl_module, stage)
         monitors = [other for other in trainer.callbacks if isinstance(other, CacheMonitor)]  # type: ignore[attr-defined]
         first = next((other for other in monitors if isinstance(other, StochasticCache)), self)
         self._monitors = first is self and all(isinstance(other, StochasticCache) for other in monitors)
         if first is not self:
             rank_zero_warn("there is a StochasticCache before this one in the list of callbacks: this one does nothing")
             return
+        super().setup(trainer, pl_module, stage)  # only now: it moves to the front
         sources = {name: it for name, it in _data_sources(trainer, stage).items() if not _has_cache(it.instance)}
         getters = {name: source.dataloader for name, source in sources.items()}
         at_hand = {name: source.instance for name, source in sources.items() if not source.is_module()}
