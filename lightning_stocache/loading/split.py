@@ -153,20 +153,26 @@ def _split(source: Dataset[Any], probe: Probe, quick: tuple[int, ...]) -> Split:
 
 
 def _pairs(source: Dataset[Any], probe: Probe, quick: tuple[int, ...]) -> Iterator[tuple[Read, Read]]:
-    """Two reads of each index that is to be probed, and of more as long as that is quick and nothing is random."""
-    begin = time.perf_counter()
-    for number, index in enumerate(probe.indices):
-        if number >= 2 and time.perf_counter() - begin > _SLOW_SECONDS:
-            return
-        yield probe.read_twice(source, index)
-    for index in quick:
-        if time.perf_counter() - begin > _QUICK_SECONDS:
-            return
-        if index not in probe.indices:
+    """Two reads of each index that is to be probed, and of more as long as that is quick and nothing is random.
+
+    An index that raises is passed over, unless all do: it may be one that no sampler asks for.
+    """
+    begin, seen, failure = time.perf_counter(), 0, None
+    for index in (*probe.indices, *(index for index in quick if index not in probe.indices)):
+        first = index in probe.indices
+        if seen >= 2 and time.perf_counter() - begin > (_SLOW_SECONDS if first else _QUICK_SECONDS):
+            break
+        try:
             pair = probe.read_twice(source, index)
-            yield pair
-            if sign(*pair) is not None:
-                return
+        except Exception as error:  # the source is the user's, and may raise anything
+            failure = failure or error
+            continue
+        seen += 1
+        yield pair
+        if not first and sign(*pair) is not None:
+            break
+    if failure is not None and not seen:
+        raise failure
 
 
 class _Recorder:
