@@ -22,6 +22,7 @@ from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
+from traceback import clear_frames
 from types import FunctionType
 from typing import Any, cast
 
@@ -44,7 +45,8 @@ _BY_HAND = (
     "the cache; allow_random=True freezes its first draw."
 )
 _UNSENDABLE = b""
-_QUICK = 28  # indices that are read besides the first four, where that is quick
+_PROBED = 4  # indices that must be alike
+_QUICK = 28  # that are read besides, where that is quick: to find what is random; one that is odd is a bypass later
 _TOLD_SECONDS = 10.0  # after which the look says what it waits for
 _PATIENCE_SECONDS = 60.0  # without a read that has ended
 
@@ -85,6 +87,8 @@ def look(request: Request) -> Finding:
         finding = None if workers is None else _answer(request, *workers)
         return _look_here(request) if finding is None else finding
     except Exception as error:  # the source is the user's, and may raise anything
+        workers = None
+        clear_frames(error.__traceback__)  # the worker ends now, not when the error is forgotten
         if request.strict:
             raise
         return Finding(reason=_words(error))
@@ -128,11 +132,11 @@ def _find(request: Request, told: Callable[[int], None] = lambda index: None) ->
             return Finding(SampleSpec.infer(source[0]), reads=1)
         finally:
             generators.restore(before)
-    parts = split(source, quick=_QUICK, told=told)
+    parts = split(source, samples=_PROBED, quick=_QUICK, told=told)
     if parts.reason is not None:
         return Finding(reason=f"{parts.reason}\n{_BY_HAND}", reads=parts.reads)
     spec = SampleSpec.infer(parts.samples[0])
-    for index, sample in zip(parts.indices, parts.samples, strict=True):
+    for index, sample in zip(parts.indices[:_PROBED], parts.samples, strict=False):
         spec.leaves(sample, index)
     return Finding(spec, parts.cut, reads=parts.reads)
 
@@ -144,8 +148,8 @@ def _start(request: Request) -> tuple[Iterator[bytes], torch.Tensor] | None:
     if method is None and (loader is None or not loader.num_workers):
         # What is read in the trainer's process need not be fit to be sent to another one.
         method = "fork" if sys.platform == "linux" else multiprocessing.get_start_method()
-    progress: torch.Tensor = cast(Any, torch.zeros(2, dtype=torch.int64)).share_memory_()
     try:
+        progress: torch.Tensor = cast(Any, torch.zeros(2, dtype=torch.int64)).share_memory_()
         return iter(
             DataLoader(
                 _Looker(request, progress),
@@ -158,7 +162,7 @@ def _start(request: Request) -> tuple[Iterator[bytes], torch.Tensor] | None:
                 generator=torch.Generator(),  # the base seed of the look is not drawn from the user's
             )
         ), progress
-    except Exception as error:  # whatever a start method or a pickle raises: there is another way
+    except Exception as error:  # no shared memory, or whatever a start method or a pickle raises: there is another way
         log.debug("no worker can be started to look at %s (%r): it is read here", request.title, error)
         return None
 
@@ -171,8 +175,8 @@ def _answer(request: Request, answers: Iterator[bytes], progress: torch.Tensor) 
         try:
             answer = next(answers)
             return None if answer == _UNSENDABLE else cast(Finding, pickle.loads(answer))
-        except RuntimeError:
-            if time.monotonic() - asked < 0.9 * _TOLD_SECONDS:  # no time-out: the worker has died
+        except RuntimeError as error:
+            if not str(error).startswith("DataLoader timed out"):  # the source's own, or the worker has died
                 raise
         reads, index = progress.tolist()
         if reads != last:
