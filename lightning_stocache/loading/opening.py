@@ -162,6 +162,7 @@ def open_caches(
             own.bytes_of(granted),
             request.name,
             request.strict,
+            request.allow_random,
             off=budgets[request.pot].off,
         )
         for (source, tail), own, ring, granted, request in zip(
