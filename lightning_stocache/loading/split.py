@@ -82,7 +82,7 @@ def split(
         samples: How many indices to probe, spread evenly from index 0 to the last. A deterministic source is read twice
             per index, a random one up to six times. Raise it for sources that are random in few samples only. Where
             two take more than 20 s, they have to do.
-        quick: How many more to probe, as long as all of it takes less than 0.2 s.
+        quick: How many more to probe, as long as all of it takes less than 0.2 s; what raises is left out.
         told: Called with each index before it is read.
 
     Raises:
@@ -163,7 +163,10 @@ def _pairs(source: Dataset[Any], probe: Probe, quick: tuple[int, ...]) -> Iterat
         if time.perf_counter() - begin > _QUICK_SECONDS:
             return
         if index not in probe.indices:
-            pair = probe.read_twice(source, index)
+            try:
+                pair = probe.read_twice(source, index)
+            except Exception:  # the user's code: one broken sample is the business of the batch that asks for it
+                continue
             yield pair
             if sign(*pair) is not None:
                 return

@@ -200,6 +200,20 @@ def test_a_late_error_of_the_source_is_no_time_out(monkeypatch: pytest.MonkeyPat
         look(Request(Made(late), strict=True))
 
 
+def test_one_broken_sample_does_not_switch_the_cache_off() -> None:
+    """What raises or is odd beyond the four that must be alike is left to the batch that asks for it."""
+
+    def make(index: int) -> torch.Tensor:
+        if index == 5:
+            raise OSError("sample 5 is broken")
+        return torch.zeros(3 if index == 6 else 2)
+
+    for strict in (False, True):
+        finding = look(Request(Made(make), strict=strict))
+        assert finding.spec is not None
+        assert finding.spec.nbytes == 8
+
+
 def test_a_source_is_looked_at_without_shared_memory(monkeypatch: pytest.MonkeyPatch) -> None:
     """Where none can be had for the process that looks, the source is read here."""
 
