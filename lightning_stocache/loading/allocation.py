@@ -201,7 +201,7 @@ def _divide(
             )
     # Half of the margin: a part of what was kept back has come by the time at which slots are filled. A cache is filled
     # by its own loader; those of the others may come after that.
-    keep_free = tuple(margin(free, ranks) // 2 + loaders.bytes - own.bytes for own in reserves)
+    keep_free = tuple(margin(free, ranks) // 2 + loaders.bytes - reserve.bytes for reserve in reserves)
     return Allocation(tuple(slots), tuple(granted), None, tuple(warnings), keep_free)
 
 

@@ -122,8 +122,11 @@ class GatheredEpoch:
         except BaseException as error:
             # As in DataLoader: what the source raises takes the place of the batch. One that was interrupted, or whose
             # answer has not come, is the next one again.
-            asked = None if plan.stretch is None or self._closed else crew
-            if not isinstance(error, KeyboardInterrupt) if asked is None else asked.answered > answered:
+            if crew is not None and plan.stretch is not None and not self._closed:
+                over = crew.answered > answered
+            else:
+                over = not isinstance(error, KeyboardInterrupt)
+            if over:
                 self._go_on()
             plan.job = None
             raise
@@ -230,8 +233,8 @@ class GatheredEpoch:
         for place in answer.places:
             kept.staging.copy_to(columns, missing[place], stretch.first + place)
         for place, sent in answer.sent.items():
-            for column, one in zip(columns, sent, strict=True):
-                column[missing[place]].copy_(torch.from_numpy(one))
+            for column, content in zip(columns, sent, strict=True):
+                column[missing[place]].copy_(torch.from_numpy(content))
         return rows
 
 

@@ -156,8 +156,8 @@ def _start(request: Request) -> tuple[Iterator[bytes], torch.Tensor] | None:
     if method is None and (loader is None or not loader.num_workers):
         # What is read in the trainer's process need not be fit to be sent to another one.
         method = "fork" if sys.platform == "linux" else multiprocessing.get_start_method()
-    progress: torch.Tensor = cast(Any, torch.zeros(2, dtype=torch.int64)).share_memory_()
     try:
+        progress: torch.Tensor = cast(Any, torch.zeros(2, dtype=torch.int64)).share_memory_()
         return iter(
             DataLoader(
                 _Looker(request, progress),
@@ -170,7 +170,7 @@ def _start(request: Request) -> tuple[Iterator[bytes], torch.Tensor] | None:
                 generator=torch.Generator(),  # the base seed of the look is not drawn from the user's
             )
         ), progress
-    except Exception as error:  # whatever a start method or a pickle raises: there is another way
+    except Exception as error:  # no shared memory, or whatever a start method or a pickle raises: there is another way
         log.debug("no worker can be started to look at %s (%r): it is read here", request.title, error)
         return None
 
@@ -183,7 +183,7 @@ def _answer(request: Request, answers: Iterator[bytes], progress: torch.Tensor) 
             answer = next(answers)
             return None if answer == _UNSENDABLE else cast(Finding, pickle.loads(answer))
         except RuntimeError as error:
-            if "timed out" not in str(error):  # the worker has died
+            if not str(error).startswith("DataLoader timed out"):  # the source's own, or the worker has died
                 raise
         reads, index = progress.tolist()
         if reads != last:

@@ -35,15 +35,23 @@ class Misses:
         cache: where they are stored; it is open.
         counters: where they are counted.
         strict: whether an odd sample is an error.
+        frozen: whether the user wants a random source cached as it is: then no sample is read again.
 
     Raises:
         SampleMismatchError: (`strict`) a sample differs from the cache's spec.
     """
 
-    def __init__(self, source: Dataset[Any], cache: SharedCache, counters: Counters | None, strict: bool) -> None:
+    def __init__(
+        self,
+        source: Dataset[Any],
+        cache: SharedCache,
+        counters: Counters | None,
+        strict: bool = False,
+        frozen: bool = False,
+    ) -> None:
         self.source, self.cache = source, cache
         self._counters, self._strict = counters, strict
-        self._recheck = Recheck(source, partial(self._is_first, "random sample"))
+        self._recheck = None if frozen else Recheck(source, partial(self._is_first, "random sample"))
 
     def load(self, indices: list[int], store: Store | None = None) -> list[Any]:
         """Load samples, then store them all: storing costs half as much when its code and memory are warm."""
@@ -60,7 +68,7 @@ class Misses:
         finally:
             self.keep(indices[: len(spent)], samples, sum(spent), store, served)
         for index, sample in zip(indices, samples, strict=True):
-            if type(sample) is not Odd:
+            if self._recheck is not None and type(sample) is not Odd:
                 self._recheck.after(index, sample)
         return samples
 

@@ -52,6 +52,7 @@ class Opened:
         name: under which the cache stays in memory when it is closed.
         borrowed: whether the cache is a copy's, which does not close the memory of the dataset that it was copied from.
         strict: whether a sample that differs from the spec is an error, not a bypass.
+        frozen: whether a random source is cached as it is.
         off: whether nothing was to be cached: its budget is 0.
         baseline: what had been counted when the current Trainer call began.
 
@@ -69,6 +70,7 @@ class Opened:
     budget_bytes: int = 0
     name: str | None = None
     strict: bool = False
+    frozen: bool = False
     baseline: Counts = field(default_factory=Counts)
     borrowed: bool = False
     off: bool = False
@@ -285,7 +287,7 @@ class Opened:
         """What loads and stores in this process."""
         assert self.cache is not None
         if self._loading is None or self._loading.source is not self.source or self._loading.cache is not self.cache:
-            self._loading = Misses(self.source, self.cache, self.counters, self.strict)
+            self._loading = Misses(self.source, self.cache, self.counters, self.strict, self.frozen)
         return self._loading
 
     def __getstate__(self) -> dict[str, Any]:

@@ -151,16 +151,17 @@ def open_caches(
         Opened(
             source,
             tail,
-            own.cache,
-            own.counters,
+            made.cache,
+            made.counters,
             ring,
             group,
-            own.bytes_of(granted),
+            made.bytes_of(granted),
             request.name,
             request.strict,
+            request.allow_random,
             off=budgets[request.pot].off,
         )
-        for (source, tail), own, ring, granted, request in zip(
+        for (source, tail), made, ring, granted, request in zip(
             parts, segments, rings, plan.granted, requests, strict=True
         )
     ]
@@ -168,11 +169,11 @@ def open_caches(
 
 def _check_lengths(requests: Sequence[Request], group: NodeGroup) -> None:
     lengths = group.exchange([request.length for request in requests])
-    for rank, its in enumerate(lengths):
-        if its != lengths[0]:
+    for rank, others in enumerate(lengths):
+        if others != lengths[0]:
             raise ValueError(
                 f"all ranks must open the same sources; those of rank 0 have {lengths[0]} samples, those of rank "
-                f"{rank} {its}. Give every rank the whole dataset and let a DistributedSampler divide it"
+                f"{rank} {others}. Give every rank the whole dataset and let a DistributedSampler divide it"
             )
 
 
@@ -238,8 +239,8 @@ class _Segments:
     def address(self) -> _Address:
         cache = self.cache
         assert self.counters is not None
-        its = None if cache is None else (cache.segment.handle, cache.spec, cache.arc)
-        return _Address(self.counters.segment.handle, its, self.keeps_name)
+        place = None if cache is None else (cache.segment.handle, cache.spec, cache.arc)
+        return _Address(self.counters.segment.handle, place, self.keeps_name)
 
     def bytes_of(self, granted: int) -> int:
         """The memory that the cache may take: what was granted, or what a named one was made with."""

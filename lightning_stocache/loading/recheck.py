@@ -41,11 +41,11 @@ class Recheck:
         self._dice = random.Random()  # not a process-wide one, whose draws are the user's
         self._due = self._next()
 
-    def after(self, index: int, sample: Any) -> int:
-        """A sample has been loaded; how many were read again for it, none or one."""
+    def after(self, index: int, sample: Any) -> bool:
+        """A sample has been loaded; whether it was read again."""
         self._due -= 1
         if self._due or not self._left:
-            return 0
+            return False
         self._left -= 1
         self._gap *= 2
         self._due = self._next()
@@ -56,7 +56,7 @@ class Recheck:
         try:
             differs = bits(self._source[index]) != before
         except Exception:  # whatever the user's code raises when it is asked twice: the sample itself has been served
-            return 1
+            return True
         finally:
             generators.restore(state)
         if differs:
@@ -69,7 +69,7 @@ class Recheck:
                     index,
                     type(self._source).__name__,
                 )
-        return 1
+        return True
 
     def _next(self) -> int:
         return self._gap + self._dice.randrange(self._gap)

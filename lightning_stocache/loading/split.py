@@ -82,7 +82,7 @@ def split(
         samples: How many indices to probe, spread evenly from index 0 to the last. A deterministic source is read twice
             per index, a random one up to six times. Raise it for sources that are random in few samples only. Where
             two take more than 20 s, they have to do.
-        quick: How many more to probe, as long as all of it takes less than 0.2 s.
+        quick: How many more to probe, as long as all of it takes less than 0.2 s; what raises is left out.
         told: Called with each index before it is read.
 
     Raises:

@@ -53,15 +53,15 @@ def open_together(
         return
     only = next(iter(budgets))
     requests = [
-        one.request(pot, loader)
-        for one, pot, loader in zip(
+        dataset.request(pot, loader)
+        for dataset, pot, loader in zip(
             datasets, pots or [only] * len(datasets), in_flight or [None] * len(datasets), strict=True
         )
     ]
-    for one in datasets:
-        one.close()
+    for dataset in datasets:
+        dataset.close()
     opened = open_caches(
         requests, budgets, group, backend, disable=disable, later_bytes=later_bytes, kept_back=kept_back
     )
-    for one, its in zip(datasets, opened, strict=True):
-        one.adopt(its)
+    for dataset, cache in zip(datasets, opened, strict=True):
+        dataset.adopt(cache)

@@ -172,20 +172,20 @@ class CallCaches:
         """Close what these stages do not read any more: a replaced dataset's memory is the new one's."""
         for stage in stages:
             still = {id(one.source) for one in wanted if one.stage == stage}
-            for key, one in list(self._open.items()):
-                if stage not in one.stages or key in still:
+            for key, before in list(self._open.items()):
+                if stage not in before.stages or key in still:
                     continue
-                one.stages.remove(stage)
-                if not one.stages:
-                    one.dataset.close()
+                before.stages.remove(stage)
+                if not before.stages:
+                    before.dataset.close()
                     del self._open[key]
-                if not self._warned and self._group.rank == 0 and any(it.stage == stage for it in new):
+                if not self._warned and self._group.rank == 0 and any(other.stage == stage for other in new):
                     self._warned = True
                     log.warning(
                         "the %s loader came with a new %s: the cache of the one before is closed, and this one starts "
-                        "empty. Make the dataset once, outside of the loader hook (with keep_cache: outside of setup)",
+                        "empty.\nMake the dataset once, outside of the loader hook (with keep_cache: outside of setup)",
                         stage,
-                        type(one.dataset.source).__name__,
+                        type(before.dataset.source).__name__,
                     )
 
     def _left(self, pot: str, new: Collection[Wanted], train_to_come: bool) -> Budget:

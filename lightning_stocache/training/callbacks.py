@@ -158,7 +158,8 @@ class StochasticCache(CacheMonitor):
             rank_zero_warn("there is a StochasticCache before this one in the list of callbacks: this one does nothing")
             return
         super().setup(trainer, pl_module, stage)  # only now: it moves to the front
-        sources = {name: it for name, it in _data_sources(trainer, stage).items() if not _has_cache(it.instance)}
+        found = _data_sources(trainer, stage).items()
+        sources = {name: source for name, source in found if not _has_cache(source.instance)}
         getters = {name: source.dataloader for name, source in sources.items()}
         at_hand = {name: source.instance for name, source in sources.items() if not source.is_module()}
         tap = LoaderTap(

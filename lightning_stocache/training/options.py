@@ -51,8 +51,8 @@ class CacheOptions:
     """The budget of every pot; stages without one of their own share the pot ""."""
 
     def __post_init__(self) -> None:
-        own = {stage: budget for stage, budget in (self.stage_budgets or {}).items() if budget is not None}
-        if unknown := set(own) - set(STAGES):
+        given = {stage: budget for stage, budget in (self.stage_budgets or {}).items() if budget is not None}
+        if unknown := set(given) - set(STAGES):
             raise ValueError(f"stage_budgets may name {', '.join(STAGES)}; got {', '.join(map(str, sorted(unknown)))}")
         if self.backend not in get_args(BackendChoice):
             raise ValueError(f"backend must be one of {', '.join(get_args(BackendChoice))}, got {self.backend!r}")
@@ -62,7 +62,7 @@ class CacheOptions:
             raise ValueError(f"sampling must be one of {', '.join(get_args(Mode))}, got {self.sampling!r}")
         if self.name is not None:
             check_name(self.name)
-        budgets = {stage: Budget.parse(budget) for stage, budget in own.items()}
+        budgets = {stage: Budget.parse(budget) for stage, budget in given.items()}
         object.__setattr__(self, "budgets", budgets | {"": Budget.parse(self.budget)})
 
     def pot(self, stage: str) -> str:

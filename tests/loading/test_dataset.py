@@ -531,8 +531,9 @@ def test_a_source_that_cannot_be_split_passes_through(caplog: pytest.LogCaptureF
 
 def test_allow_random_freezes_the_first_draw(caplog: pytest.LogCaptureFixture) -> None:
     """A random source is cached as it is on demand, without a warning."""
-    with closing(CachedDataset(Noisy(LENGTH), allow_random=True)) as dataset:
+    with closing(CachedDataset(Noisy(300), allow_random=True)) as dataset:
         assert torch.equal(dataset[3][0], dataset[3][0])
+        dataset.__getitems__(list(range(300)))  # so many that a sample would be read again
     assert warnings(caplog) == []
 
 

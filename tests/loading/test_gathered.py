@@ -81,7 +81,8 @@ def test_every_sample_is_counted_once_and_loaded_once(tmp_path, workers, budget)
             assert count.bypasses == epoch * (LENGTH - slots)
             assert count.hits == (epoch - 1) * slots
             assert count.bytes_from_cache == count.hits * dataset.cache.spec.nbytes
-            assert source.loads - at_setup == count.misses + count.bypasses
+            again = source.loads - at_setup - (count.misses + count.bypasses)
+            assert 0 <= again <= 2  # a few samples are read again, see `Recheck`
         loader.close()
 
 

@@ -188,6 +188,44 @@ def test_strict_gives_the_error() -> None:
         look(Request(Made(str), strict=True))
 
 
+def test_a_late_error_of_the_source_is_no_time_out(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Also a RuntimeError that comes when the look is about to say what it waits for is the source's own."""
+
+    def late(index: int) -> Any:
+        time.sleep(0.95 * looking._TOLD_SECONDS)
+        raise RuntimeError("the disk is gone")
+
+    monkeypatch.setattr(looking, "_TOLD_SECONDS", 3.0)
+    with pytest.raises(RuntimeError, match="the disk is gone"):
+        look(Request(Made(late), strict=True))
+
+
+def test_one_broken_sample_does_not_switch_the_cache_off() -> None:
+    """What raises or is odd beyond the four that must be alike is left to the batch that asks for it."""
+
+    def make(index: int) -> torch.Tensor:
+        if index == 5:
+            raise OSError("sample 5 is broken")
+        return torch.zeros(3 if index == 6 else 2)
+
+    for strict in (False, True):
+        finding = look(Request(Made(make), strict=strict))
+        assert finding.spec is not None
+        assert finding.spec.nbytes == 8
+
+
+def test_a_source_is_looked_at_without_shared_memory(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Where none can be had for the process that looks, the source is read here."""
+
+    def full(tensor: torch.Tensor) -> torch.Tensor:
+        raise RuntimeError("unable to allocate shared memory (shm)")
+
+    monkeypatch.setattr(torch.Tensor, "share_memory_", full)
+    finding = look(Request(Made(torch.tensor)))
+    assert finding.spec is not None
+    assert finding.worker_bytes is None
+
+
 def test_a_source_that_blocks_is_given_up(monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture) -> None:
     """After a time-out, with a word on what is being read meanwhile; the process that waits for it is gone."""
     monkeypatch.setattr(looking, "_TOLD_SECONDS", 0.3)

@@ -73,10 +73,14 @@ def test_requests_are_opened_side_by_side(tmp_path: Path) -> None:
 
 
 def test_samples_read_at_set_up_that_differ_are_an_error(tmp_path: Path) -> None:
-    """The last one is probed too, and compared with the first."""
-    source = [torch.zeros(2), torch.zeros(2), torch.zeros(3)]
+    """The last one is probed too, and compared with the first; without `strict` the source passes through."""
+    source: Any = [torch.zeros(2), torch.zeros(2), torch.zeros(3)]
+    passing = opened(source)
+    assert passing.cache is None
+    passing.close()
+    request = Request(source, "", strict=True)
     with pytest.raises(SampleMismatchError, match=r"sample 2: the sample must be .* shape \(2,\).*shape \(3,\)"):
-        opened(source)  # type: ignore[arg-type]
+        open_caches([request], {"": Budget.parse("auto")}, NodeGroup())
 
 
 @pytest.mark.parametrize("backend", ["tmpfile", "memfd", "file"])
