@@ -144,7 +144,7 @@ def _find(request: Request, told: Callable[[int], None] = lambda index: None) ->
             spec.leaves(sample, index)
         except SampleMismatchError as error:
             odd.append(error)
-    if odd and (request.strict or len(odd) > len(parts.samples) * _ODD):
+    if len(odd) > len(parts.samples) * _ODD:
         raise odd[0]
     return Finding(spec, parts.cut, odd=str(odd[0]) if odd else None, reads=parts.reads)
 

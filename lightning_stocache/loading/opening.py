@@ -142,8 +142,9 @@ def open_caches(
             return [Opened(request.source, group=group) for request in requests]
         segments = [_Segments(None, None) for _ in requests]
     for request, found, made in zip(requests, findings, segments, strict=True):
-        if group.is_leader and found.odd and made.counters is not None and made.counters.is_first("odd sample"):
-            warn_of_odd(request.source, found.odd)
+        told = found.odd if group.is_leader and not request.strict else None
+        if told and made.counters is not None and made.counters.is_first("odd sample"):
+            warn_of_odd(request.source, told)
     if named:
         arcs = group.exchange([None if one.cache is None else one.cache.arc for one in segments])
         rings = rings_as_they_are(rings, [arcs[ranks[0]] for ranks in group.nodes])

@@ -1,7 +1,8 @@
 """A user's `worker_init_fn`, and the dataset that it finds.
 
 It asks `get_worker_info().dataset` for the dataset, to open a file or to seed generators; some walk through all that
-they find there, as MONAI's does. What stands in front of the user's dataset is none of their business.
+they find there, as MONAI's does. What the Trainer's doors have put in front of the user's dataset is none of their
+business.
 """
 
 from __future__ import annotations
@@ -30,7 +31,8 @@ class InitOnSource:
     def __call__(self, worker: int) -> None:
         """In a worker, which has the number that is given."""
         info: Any = get_worker_info()
-        if (cached := cached_in(info.dataset)) is not None:
+        cached = cached_in(info.dataset)
+        if cached is not None and cached is not info.dataset:  # a CachedDataset of the user's is what he expects
             object.__setattr__(info, "dataset", cached.source)  # it refuses to be changed
         self.function(worker)
 

@@ -16,7 +16,7 @@ import torch
 from torch.utils.data import BatchSampler, DataLoader, Dataset, DistributedSampler, RandomSampler
 
 from lightning_stocache.cache.counters import Counts
-from lightning_stocache.cache.spec import SampleMismatchError
+from lightning_stocache.cache.spec import SampleMismatchError, SampleSpec
 from lightning_stocache.loading import transit
 from lightning_stocache.loading.crew import Crew
 from lightning_stocache.loading.dataset import CachedDataset
@@ -259,7 +259,9 @@ def test_an_error_of_the_source_takes_the_place_of_its_batch(workers, budget):
 @pytest.mark.parametrize("num_workers", [0, 1])
 def test_a_sample_that_differs_from_the_others_is_an_error_with_its_index(num_workers):
     """With `strict`: also where it has no slot, and never a batch with something cut or cast."""
-    with closing(CachedDataset(Faulty({9: (torch.zeros(3, 5, 8, dtype=torch.uint8), 9)}), strict=True)) as dataset:
+    source = Faulty({9: (torch.zeros(3, 5, 8, dtype=torch.uint8), 9)})
+    spec = SampleSpec.infer(source[0])  # then it is not found at set-up
+    with closing(CachedDataset(source, spec=spec, strict=True)) as dataset:
         iterator = iter(CachedLoader(dataset, 4, num_workers=num_workers))
         next(iterator), next(iterator)
         with pytest.raises(SampleMismatchError, match="sample 9: "):

@@ -275,6 +275,8 @@ def test_an_interrupted_loader_ends_with_its_iterator(transform, gate):
 
 
 SCRIPT = """
+import logging
+
 import torch
 from lightning_stocache.loading.crew import Crew
 from lightning_stocache.loading.dataset import CachedDataset
@@ -282,6 +284,7 @@ from lightning_stocache.loading.loader import CachedLoader
 from tests.loading.test_kept import to_float
 from tests.loading.twins import Numbers
 
+logging.getLogger("lightning_stocache").addHandler(logging.NullHandler())  # else it says what is cached
 live = []
 for transform in (None, to_float):
     for arguments in ({}, {"num_workers": 1}, {"num_workers": 1, "persistent_workers": True}):

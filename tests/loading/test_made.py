@@ -13,7 +13,7 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from torch.utils.data import DataLoader
+from torch.utils.data import DataLoader, get_worker_info
 
 from lightning_stocache.loading import transit
 from lightning_stocache.loading.dataset import CachedDataset
@@ -228,10 +228,11 @@ def test_the_trainer_may_hold_a_batch_in_another_thread():
 
 
 class Deadly(Numbers):
-    """A source that kills the worker that loads a certain sample."""
+    """A source that kills the worker of a loader with two of them that loads a certain sample."""
 
     def __getitem__(self, index: int) -> Any:
-        if index == 21:
+        info = get_worker_info()
+        if index == 21 and info is not None and info.num_workers == 2:
             os.kill(os.getpid(), signal.SIGKILL)
         return super().__getitem__(index)
 

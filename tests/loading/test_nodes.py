@@ -73,10 +73,10 @@ def test_nodes_may_have_different_ranks_and_budgets() -> None:
 
 
 class Deadly(CountedSource):
-    """Kills the process that looks at it."""
+    """Kills the process that waits for the look at it."""
 
     def __getitem__(self, index: int) -> Any:
-        os.kill(os.getpid(), signal.SIGKILL)
+        os.kill(os.getppid(), signal.SIGKILL)
 
 
 def one_dies(rank: int, folder: str, when: str) -> None:

@@ -1,4 +1,4 @@
-"""A user's worker_init_fn finds the user's dataset, whatever stands in front of it."""
+"""A user's worker_init_fn finds the user's dataset, whatever the Trainer's doors put in front of it."""
 
 from __future__ import annotations
 
@@ -11,6 +11,7 @@ from torch.utils.data import DataLoader, Dataset, get_worker_info
 
 from lightning_stocache.loading.dataset import CachedDataset
 from lightning_stocache.loading.loader import CachedLoader
+from lightning_stocache.loading.stand_in import StandIn
 from lightning_stocache.loading.worker_init import InitOnSource
 
 
@@ -49,7 +50,7 @@ def test_seeds_are_those_without_a_cache(kind: type[DataLoader[Any]]) -> None:
     torch.manual_seed(1)
     dataset = CachedDataset(Seeded())
     init = seed if kind is CachedLoader else InitOnSource(seed)
-    cached = list(kind(dataset, 4, num_workers=2, worker_init_fn=init))
+    cached = list(kind(StandIn(dataset), 4, num_workers=2, worker_init_fn=init))
     assert dataset.cache is None
     assert torch.equal(torch.cat(cached), torch.cat(plain))
 
