@@ -68,7 +68,7 @@ class Misses:
         finally:
             self.keep(indices[: len(spent)], samples, sum(spent), store, served)
         for index, sample in zip(indices, samples, strict=True):
-            if self._recheck is not None and type(sample) is not Odd:
+            if self._recheck is not None and type(sample) is not Odd and self.cache.arc.slot(index) != NO_SLOT:
                 self._recheck.after(index, sample)
         return samples
 
