@@ -7,7 +7,7 @@ a worker process, started as the loader starts its own, which is thrown away: no
 is left in the trainer. Where none can be started (a daemonic process; what cannot be pickled, under spawn), the source
 is read here, and the attributes and generators that can be reached from it are put back.
 
-A source that blocks is given up after a minute without a read that has ended.
+A source that blocks is given up after half a minute without a read that has ended.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ import multiprocessing
 import pickle
 import sys
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from functools import partial
@@ -33,6 +33,7 @@ from lightning_stocache.cache.spec import SampleMismatchError, SampleSpec
 from lightning_stocache.loading.allocation import Request
 from lightning_stocache.loading.cut import Cut
 from lightning_stocache.loading.generators import Generators, owned_generators, reachable
+from lightning_stocache.loading.opened import Opened
 from lightning_stocache.loading.split import split
 
 __all__ = ["Finding", "look"]
@@ -47,7 +48,7 @@ _UNSENDABLE = b""
 _QUICK = 28  # indices that are read besides the first four, where that is quick
 _ODD = 0.25  # share of the samples that may differ from the first: one by one they pass through
 _TOLD_SECONDS = 10.0  # after which the look says what it waits for
-_PATIENCE_SECONDS = 60.0  # without a read that has ended
+_PATIENCE_SECONDS = 30.0  # without a read that has ended
 
 
 @dataclass(frozen=True)
@@ -137,6 +138,11 @@ def _find(request: Request, told: Callable[[int], None] = lambda index: None) ->
     parts = split(source, quick=_QUICK, told=told)
     if parts.reason is not None:
         return Finding(reason=f"{parts.reason}\n{_BY_HAND}", reads=parts.reads)
+    if (fetch := Opened(source).fetch) is not None:
+        came = fetch([parts.indices[0]] * 2)
+        if not isinstance(came, Sequence) or isinstance(came, str) or len(came) != 2:
+            reason = "its __getitems__ gives whole batches, not a list of one sample per index"
+            return Finding(reason=reason, reads=parts.reads)
     spec = SampleSpec.infer(parts.samples[0])
     odd: list[SampleMismatchError] = []
     for index, sample in zip(parts.indices, parts.samples, strict=True):
@@ -177,7 +183,7 @@ def _start(request: Request) -> tuple[Iterator[bytes], torch.Tensor] | None:
 
 def _answer(request: Request, answers: Iterator[bytes], progress: torch.Tensor) -> Finding | None:
     """What the worker has found; None if it cannot tell."""
-    begun, last = time.monotonic(), -1
+    begun, last, told = time.monotonic(), -1, False
     while True:
         try:
             answer = next(answers)
@@ -190,9 +196,11 @@ def _answer(request: Request, answers: Iterator[bytes], progress: torch.Tensor) 
             begun, last = time.monotonic() - _TOLD_SECONDS, reads
         if time.monotonic() - begun > _PATIENCE_SECONDS:
             raise TimeoutError(f"reading sample {index} has not ended in {_PATIENCE_SECONDS:.0f} s")
-        log.warning(
-            "set-up waits for %s: it reads a few samples to learn their shape, now sample %d", request.title, index
-        )
+        if not told:
+            log.warning(
+                "set-up waits for %s: it reads a few samples to learn their shape, now sample %d", request.title, index
+            )
+        told = True
 
 
 def _look_here(request: Request) -> Finding:

@@ -6,6 +6,7 @@ warning for the dataset on the node. What has been loaded before the source rais
 
 from __future__ import annotations
 
+import logging
 import time
 from collections.abc import Callable
 from functools import partial
@@ -17,11 +18,14 @@ from lightning_stocache.cache.cache import SharedCache
 from lightning_stocache.cache.counters import Counters, Matter
 from lightning_stocache.cache.placement import NO_SLOT
 from lightning_stocache.cache.spec import SampleMismatchError
+from lightning_stocache.loading.generators import Generators
 from lightning_stocache.loading.interrupts import LetThrough
 from lightning_stocache.loading.odd import Odd, warn_of_odd
 from lightning_stocache.loading.recheck import Recheck
 
 __all__ = ["Misses", "Store"]
+
+log = logging.getLogger(__name__)
 
 Store = Callable[[int, Any], bool]
 """Checks the k-th of some samples and stores it, if its slot is nobody else's now; whether it was stored."""
@@ -52,10 +56,12 @@ class Misses:
         self.source, self.cache = source, cache
         self._counters, self._strict = counters, strict
         self._recheck = None if frozen else Recheck(source, partial(self._is_first, "random sample"))
+        self._generators = None if frozen else Generators()
 
     def load(self, indices: list[int], store: Store | None = None) -> list[Any]:
         """Load samples, then store them all: storing costs half as much when its code and memory are warm."""
         samples, spent, served = [], [], True
+        before = None if self._generators is None else self._generators.state()
         try:
             with LetThrough():
                 for index in indices:
@@ -66,6 +72,8 @@ class Misses:
             served = False
             raise
         finally:
+            if self._generators is not None and self._generators.state() != before:
+                self._leave_random(indices, samples)
             self.keep(indices[: len(spent)], samples, sum(spent), store, served)
         for index, sample in zip(indices, samples, strict=True):
             if self._recheck is not None and type(sample) is not Odd and self.cache.arc.slot(index) != NO_SLOT:
@@ -85,13 +93,15 @@ class Misses:
         start = time.perf_counter_ns()
         try:
             for number, (index, sample) in enumerate(zip(indices, samples, strict=False)):
+                kept += 1
+                if type(sample) is Odd:
+                    continue
                 try:
                     fills += cache.fill(index, sample) if store is None else store(number, sample)
                     misses += cache.arc.slot(index) != NO_SLOT
                 except SampleMismatchError as error:
                     self._let_pass(error)
                     samples[number] = Odd(index, sample, cache.spec.is_alike(sample))
-                kept += 1
         finally:
             if self._counters is not None:
                 self._counters.add(
@@ -102,6 +112,18 @@ class Misses:
                     source_ns=source_ns,
                     fill_ns=time.perf_counter_ns() - start,
                 )
+
+    def _leave_random(self, indices: list[int], samples: list[Any]) -> None:
+        """Have samples pass through, of which some drew random numbers: they would be frozen."""
+        if self._is_first("random sample"):
+            log.warning(
+                "%s draws random numbers for some samples, as for one of %s: batches that hold such are not cached.\n"
+                "Give its deterministic part to CachedDataset, and the random rest as transform=",
+                type(self.source).__name__,
+                indices[: len(samples)][:8],
+            )
+        for number, (index, sample) in enumerate(zip(indices, samples, strict=False)):
+            samples[number] = Odd(index, sample, self.cache.spec.is_alike(sample))
 
     def _let_pass(self, error: SampleMismatchError) -> None:
         """Say, once for this dataset on the node, that an odd sample is not cached; or raise it."""

@@ -27,6 +27,7 @@ from lightning_stocache.cache.counters import Counters
 from lightning_stocache.cache.placement import Arc, Ring
 from lightning_stocache.cache.shortage import keep_free
 from lightning_stocache.cache.spec import SampleSpec
+from lightning_stocache.loading.agreement import check_lengths, ranks_apart
 from lightning_stocache.loading.allocation import BackendChoice, Request, allocate
 from lightning_stocache.loading.look import Finding, look
 from lightning_stocache.loading.naming import join_cache, join_caches, open_cache, rings_as_they_are
@@ -42,6 +43,10 @@ __all__ = ["CacheMemoryError", "open_caches"]
 
 log = logging.getLogger(__name__)
 
+_APART = (
+    "the ranks hold different data of it under the same index.\nGive every rank the whole dataset, in the same order, "
+    "and let a DistributedSampler divide it"
+)
 _LONGEST = 200  # characters of a source's title that its segment tells
 
 
@@ -82,8 +87,13 @@ def open_caches(
     if sys.platform == "win32":
         log.warning("Windows has no memory that processes could share: all samples pass through uncached")
         return [Opened(request.source) for request in requests]
-    _check_lengths(requests, group)
-    findings = group.lead(lambda: [_look(request, budgets[request.pot]) for request in requests])
+    check_lengths(requests, group)
+    apart = ranks_apart(requests, group)
+    findings = group.lead(
+        lambda: [
+            _look(request, budgets[request.pot], same=not other) for request, other in zip(requests, apart, strict=True)
+        ]
+    )
     parts = group.together(
         lambda: [
             (request.source, None) if found.cut is None else found.cut.apply(request.source)
@@ -168,21 +178,13 @@ def open_caches(
     ]
 
 
-def _check_lengths(requests: Sequence[Request], group: NodeGroup) -> None:
-    lengths = group.exchange([request.length for request in requests])
-    for rank, others in enumerate(lengths):
-        if others != lengths[0]:
-            raise ValueError(
-                f"all ranks must open the same sources; those of rank 0 have {lengths[0]} samples, those of rank "
-                f"{rank} {others}. Give every rank the whole dataset and let a DistributedSampler divide it"
-            )
-
-
-def _look(request: Request, budget: Budget) -> Finding:
+def _look(request: Request, budget: Budget, same: bool) -> Finding:
     """What the leader of a node has seen of a source, told to people."""
     if budget.off or (not request.length and not request.strict):
         return Finding()
-    finding = look(request)
+    finding = look(request) if same else Finding(reason=_APART)
+    if request.strict and not same:
+        raise ValueError(f"{request.title} cannot be cached: {_APART}")
     if finding.reads:
         log.info("%s: %d samples read at set-up, to learn what they are", request.title, finding.reads)
     if finding.reason is not None:

@@ -16,11 +16,11 @@ from __future__ import annotations
 import sys
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, cast
 
 import numpy as np
 import torch
-from torch.utils.data import Dataset
+from torch.utils.data import Dataset, get_worker_info
 
 from lightning_stocache.loading.generators import ENTROPY, Generators, owned_generators
 
@@ -71,6 +71,9 @@ class Probe:
             self.generators.restore_owned(self._started[seed])
         before = self._started[seed] = self.generators.state()
         self.reads += 1
+        if (info := cast(Any, get_worker_info())) is not None:  # what a worker draws from its seed or number is random
+            object.__setattr__(info, "seed", seed)  # it refuses to be changed
+            object.__setattr__(info, "id", seed % 2)
         if self._told is not None:
             self._told(index)
         sample = source[index]

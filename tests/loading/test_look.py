@@ -180,6 +180,55 @@ def test_what_cannot_be_cached_has_a_reason(source: Dataset[Any], reason: str) -
     assert reason in finding.reason
 
 
+class OfWorker(Dataset[Any]):
+    """Draws from the seed of its worker, or shows its number."""
+
+    def __init__(self, name: str) -> None:
+        self.name = name
+
+    def __len__(self) -> int:
+        return 12
+
+    def __getitem__(self, index: int) -> torch.Tensor:
+        info = get_worker_info()
+        return torch.tensor([index, 0 if info is None else getattr(info, self.name)])
+
+
+@pytest.mark.parametrize("name", ["seed", "id"])
+def test_what_comes_from_the_worker_is_random(name: str) -> None:
+    """A generator that is seeded by `get_worker_info().seed`, and a sample that depends on the worker."""
+    reason = look(Request(OfWorker(name), in_flight=InFlight(4, 2))).reason
+    assert reason is not None
+    assert "it is random" in reason
+
+
+class Batches(Made):
+    """Its `__getitems__` gives what a function makes of the indices."""
+
+    def __init__(self, give: Callable[[list[int]], Any]) -> None:
+        super().__init__(torch.tensor)
+        self.give = give
+
+    def __getitems__(self, indices: list[int]) -> Any:
+        return self.give(indices)
+
+
+@pytest.mark.parametrize(
+    ("give", "cached"),
+    [
+        (torch.tensor, False),
+        (lambda indices: {"x": 1}, False),
+        (lambda indices: list(map(torch.tensor, indices)), True),
+    ],
+    ids=["tensor", "dict", "list"],
+)
+def test_whole_batches_pass_through(give: Callable[[list[int]], Any], cached: bool) -> None:
+    """Only a list of one sample per index can be cached."""
+    finding = look(Request(Batches(give)))
+    assert (finding.spec is not None) == cached
+    assert cached or "whole batches" in (finding.reason or "")
+
+
 def test_strict_gives_the_error() -> None:
     """As the source raised it."""
     with pytest.raises(OSError, match="the disk is gone"):
