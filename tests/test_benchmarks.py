@@ -70,7 +70,8 @@ def test_peers_are_compared_at_their_best_number_of_workers(tmp_path):
 
 @pytest.mark.slow
 def test_nothing_is_loaded_twice(tmp_path):
-    """The source's own count over three epochs is N and what the package announced, on one process and on two ranks."""
+    """The source's own count over three epochs is N, what the package announced, and at most eight second reads per
+    process (which see whether it is random), on one process and on two ranks."""
     finish(start("promises", tmp_path, "--quick", "--only", "loads", "--output", "results"))
     found = json.loads((tmp_path / "results" / "promises.json").read_text())["loads"]
     assert {(run["ranks"], run["loader"], run["workers"]) for run in found} == {
@@ -81,7 +82,8 @@ def test_nothing_is_loaded_twice(tmp_path):
     }
     for run in found:
         assert run["announced"] == run["before_epoch_one"]
-        assert run["loads"] == run["n"] + run["announced"]
+        second_reads = run["loads"] - run["n"] - run["announced"]
+        assert 0 <= second_reads <= 8 * run["ranks"] * max(run["workers"], 1)
 
 
 @pytest.fixture

@@ -110,8 +110,9 @@ def test_the_memory_of_two_nodes_adds_up(tmp_path, launcher):
     assert epochs[2]["node1/fill_fraction"] > 0.99
     logs = "".join(log.read_text() for log in tmp_path.glob("*.log"))
     loads = source(tmp_path).loads - sum(map(int, re.findall(r"(\d+) samples read at set-up", logs)))
-    assert loads == sum(epoch["misses"] + epoch["bypasses"] for epoch in epochs)
-    assert loads <= (1 + 4 * moved) * SAMPLES
+    second_reads = loads - sum(epoch["misses"] + epoch["bypasses"] for epoch in epochs)
+    assert 0 < second_reads <= 8 * len(ranks)  # while the cache fills, to see whether the source is random
+    assert loads - second_reads <= (1 + 4 * moved) * SAMPLES
 
 
 @pytest.mark.parametrize("case", ["full", "dies", "wrapped"])
