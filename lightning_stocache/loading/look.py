@@ -138,11 +138,13 @@ def _find(request: Request, told: Callable[[int], None] = lambda index: None) ->
     parts = split(source, quick=_QUICK, told=told)
     if parts.reason is not None:
         return Finding(reason=f"{parts.reason}\n{_BY_HAND}", reads=parts.reads)
+    reads = parts.reads
     if (fetch := Opened(source).fetch) is not None:
         came = fetch([parts.indices[0]] * 2)
+        reads += 2
         if not isinstance(came, Sequence) or isinstance(came, str) or len(came) != 2:
             reason = "its __getitems__ gives whole batches, not a list of one sample per index"
-            return Finding(reason=reason, reads=parts.reads)
+            return Finding(reason=reason, reads=reads)
     spec = SampleSpec.infer(parts.samples[0])
     odd: list[SampleMismatchError] = []
     for index, sample in zip(parts.indices, parts.samples, strict=True):
@@ -152,7 +154,7 @@ def _find(request: Request, told: Callable[[int], None] = lambda index: None) ->
             odd.append(error)
     if len(odd) > len(parts.samples) * _ODD:
         raise odd[0]
-    return Finding(spec, parts.cut, odd=str(odd[0]) if odd else None, reads=parts.reads)
+    return Finding(spec, parts.cut, odd=str(odd[0]) if odd else None, reads=reads)
 
 
 def _start(request: Request) -> tuple[Iterator[bytes], torch.Tensor] | None:

@@ -236,17 +236,14 @@ def test_a_source_with_batches_of_its_own(
         assert totals(dataset).hits == 2 * slots(dataset)
 
 
-def test_batches_that_are_no_lists_of_samples(tmp_path: Path) -> None:
-    """A `__getitems__` that returns a finished batch is refused in words by a cache, and untouched without one."""
-    source = Collated(LENGTH)
-    with (
-        closing(CachedDataset(source)) as dataset,
-        pytest.raises(TypeError, match=r"Collated\.__getitems__ must return"),
-    ):
-        dataset.__getitems__([1, 2])
-    with closing(CachedDataset(source, 0)) as dataset:
+@pytest.mark.parametrize("budget", ["auto", 0])
+def test_batches_that_are_no_lists_of_samples(caplog: pytest.LogCaptureFixture, budget: str | int) -> None:
+    """A `__getitems__` that returns a finished batch is untouched, with a word where it was to be cached."""
+    with closing(CachedDataset(Collated(LENGTH), budget)) as dataset:
+        assert dataset.cache is None
         [batch] = DataLoader(dataset, LENGTH, collate_fn=lambda batch: batch)
         assert batch.shape == (LENGTH, 3, 8, 8)
+    assert ("gives whole batches" in caplog.text) == (budget == "auto")
 
 
 # --- indices
