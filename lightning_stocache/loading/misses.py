@@ -56,12 +56,14 @@ class Misses:
         self.source, self.cache = source, cache
         self._counters, self._strict = counters, strict
         self._recheck = None if frozen else Recheck(source, partial(self._is_first, "random sample"))
-        self._generators = None if frozen else Generators()
+        self._frozen = frozen
 
     def load(self, indices: list[int], store: Store | None = None) -> list[Any]:
         """Load samples, then store them all: storing costs half as much when its code and memory are warm."""
         samples, spent, served = [], [], True
-        before = None if self._generators is None else self._generators.state()
+        # New in each process: a forked worker has no CUDA, whatever its parent had.
+        generators = None if self._frozen else Generators()
+        before = None if generators is None else generators.state()
         try:
             with LetThrough():
                 for index in indices:
@@ -72,7 +74,7 @@ class Misses:
             served = False
             raise
         finally:
-            if self._generators is not None and self._generators.state() != before:
+            if generators is not None and generators.state() != before:
                 self._leave_random(indices, samples)
             self.keep(indices[: len(spent)], samples, sum(spent), store, served)
         for index, sample in zip(indices, samples, strict=True):
