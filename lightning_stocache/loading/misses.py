@@ -61,8 +61,10 @@ class Misses:
     def load(self, indices: list[int], store: Store | None = None) -> list[Any]:
         """Load samples, then store them all: storing costs half as much when its code and memory are warm."""
         samples, spent, served = [], [], True
-        # New in each process: a forked worker has no CUDA, whatever its parent had.
-        generators = None if self._frozen else Generators()
+        # Made anew: a forked worker has no CUDA, whatever its parent had. What has no slot cannot be frozen.
+        slot = self.cache.arc.slot
+        watched = not self._frozen and any(slot(index) != NO_SLOT for index in indices)
+        generators = Generators() if watched else None
         before = None if generators is None else generators.state()
         try:
             with LetThrough():
@@ -74,11 +76,11 @@ class Misses:
             served = False
             raise
         finally:
-            if generators is not None and generators.state() != before:
+            if samples and generators is not None and generators.state() != before:
                 self._leave_random(indices, samples)
             self.keep(indices[: len(spent)], samples, sum(spent), store, served)
         for index, sample in zip(indices, samples, strict=True):
-            if self._recheck is not None and type(sample) is not Odd and self.cache.arc.slot(index) != NO_SLOT:
+            if self._recheck is not None and type(sample) is not Odd and slot(index) != NO_SLOT:
                 self._recheck.after(index, sample)
         return samples
 
