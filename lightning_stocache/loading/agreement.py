@@ -67,8 +67,9 @@ def _parts(node: Any, deep: int) -> list[str]:
     kind = type(node)
     parts = [f"{kind.__module__}.{kind.__qualname__}"]
     if isinstance(node, torch.Tensor | np.ndarray):
-        flat = node.reshape(-1)
-        ends = [] if node.dtype == object else [flat[:_ENDS].tolist(), flat[-_ENDS:].tolist()]
+        first = (slice(_ENDS), *[slice(2)] * (node.ndim - 1))[: node.ndim]  # to flatten it might copy all of it
+        last = (slice(-_ENDS, None), *[slice(-2, None)] * (node.ndim - 1))[: node.ndim]
+        ends = [] if node.dtype == object else [node[first].tolist(), node[last].tolist()]
         return [*parts, f"{tuple(node.shape)} {ends}"]
     if isinstance(node, list | tuple | range):
         parts.append(str(len(node)))

@@ -36,6 +36,8 @@ class Files(Dataset[Any]):
         (Files(["a", "b"]), Files(["a", "c"])),
         (Files(torch.arange(3)), Files(torch.arange(3) + 1)),
         (Files(np.arange(3)), Files(np.arange(4))),
+        (Files(np.array(3)), Files(np.array(4))),
+        (Files(np.arange(40).reshape(2, 20).T), Files(np.arange(1, 41).reshape(2, 20).T)),
         (Subset(Files(["a", "b"]), [0]), Subset(Files(["a", "c"]), [0])),
         (ConcatDataset([Files(["a"])]), ConcatDataset([Files(["b"])])),
         ([1, 2], (1, 2)),
