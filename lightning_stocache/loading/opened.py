@@ -125,22 +125,20 @@ class Opened:
             return self._load(indices)
         slots, hits = self._ready(cache, indices)
         samples: list[Any] = [None] * len(indices)
+        gather_ns = 0
         if len(hits):
             start = time.perf_counter_ns()
             memory = [self._buffers.take(number, len(hits) * own) for number, own in enumerate(cache.spec.row_bytes)]
             cache.gather(slots[hits], memory)
-            found = cache.spec.split(memory, len(hits))
-            for place, sample in zip(hits.tolist(), found, strict=True):
+            for place, sample in zip(hits.tolist(), cache.spec.split(memory, len(hits)), strict=True):
                 samples[place] = sample
-            self.count(
-                hits=len(hits),
-                bytes_from_cache=len(hits) * cache.spec.nbytes,
-                gather_ns=time.perf_counter_ns() - start,
-            )
+            gather_ns = time.perf_counter_ns() - start
         if len(hits) < len(indices):
             others = (slots == NO_SLOT).nonzero().flatten().tolist()
             for place, sample in zip(others, self._load([indices[place] for place in others]), strict=True):
                 samples[place] = sample
+        # Only now: where loading fails or is interrupted, nobody gets the hits, and the batch may come again.
+        self.count(hits=len(hits), bytes_from_cache=len(hits) * cache.spec.nbytes, gather_ns=gather_ns)
         return samples
 
     def load_into(self, batch: Landing, indices: list[int], places: list[int]) -> dict[int, Any]:
@@ -195,9 +193,9 @@ class Opened:
                 left[index] = leaves
             return stored
 
+        samples = self._load_then_keep(missing, store)
         if hits := len(indices) - len(missing):
             self.count(hits=hits, bytes_from_cache=hits * cache.spec.nbytes)
-        samples = self._load_then_keep(missing, store)
         if any(type(sample) is Odd for sample in samples):
             left = dict(zip(missing, map(Odd.of, missing, samples), strict=True))
         return [left.get(index) for index in indices]

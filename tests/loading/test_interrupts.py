@@ -153,6 +153,50 @@ def test_an_answer_that_has_come_is_not_lost(transform: Any, monkeypatch: pytest
         assert same(got, expected)
 
 
+class Pressing(Numbers):
+    """A source during whose loads Ctrl-C is pressed now and then."""
+
+    def __init__(self, length: int) -> None:
+        super().__init__(length)
+        self.dice: random.Random | None = None
+
+    def __getitem__(self, index: int) -> Any:
+        if self.dice is not None and self.dice.random() < 0.2:
+            signal.raise_signal(signal.SIGINT)
+        return super().__getitem__(index)
+
+
+class PressingInBatches(Pressing):
+    """One that loads whole batches."""
+
+    def __getitems__(self, indices: list[int]) -> list[Any]:
+        return [self[index] for index in indices]
+
+
+@pytest.mark.parametrize("budget", ["50%", "auto"])
+@pytest.mark.parametrize("kind", [Pressing, PressingInBatches])
+def test_what_is_loaded_again_is_counted_once(kind: type[Pressing], budget: str, rng: random.Random) -> None:
+    """However often a batch was interrupted; what had been stored by then is read from the cache."""
+    expected = [copied(batch) for batch in DataLoader(Numbers(LENGTH), 4)]
+    source = kind(LENGTH)
+    with closing(CachedDataset(source, budget)) as dataset:
+        loader = CachedLoader(dataset, 4)
+        for epoch in range(1, 4):
+            source.dice = rng
+            batches, got, presses = iter(loader), [], 0
+            while len(got) < len(expected):
+                try:
+                    got.append(copied(next(batches)))
+                except KeyboardInterrupt:
+                    presses += 1
+            source.dice = None
+            assert same(got, expected)
+            assert presses or counts(dataset).bypasses == 0
+            assert counts(dataset).served == epoch * LENGTH
+        assert dataset.cache is not None
+        assert counts(dataset).fills == len(dataset.cache)
+
+
 # ---- beginning again
 
 
