@@ -11,6 +11,7 @@ import signal
 import sys
 import threading
 import time
+from collections.abc import Iterator
 from contextlib import closing, nullcontext, suppress
 from multiprocessing import active_children
 from multiprocessing.queues import Queue
@@ -30,7 +31,15 @@ from tests.loading.twins import Jitter, Numbers, Transformed, copied, same
 LENGTH = 38
 PERSISTENT: dict[str, Any] = {"num_workers": 2, "persistent_workers": True}
 
-pytestmark = pytest.mark.usefixtures("seeded")
+pytestmark = pytest.mark.usefixtures("seeded", "interruptible")
+
+
+@pytest.fixture
+def interruptible() -> Iterator[None]:
+    """Ctrl-C interrupts, also where a shell has started the tests in its background."""
+    before = signal.signal(signal.SIGINT, signal.default_int_handler)
+    yield
+    signal.signal(signal.SIGINT, before)
 
 
 def counts(dataset: CachedDataset) -> Counts:
