@@ -112,6 +112,10 @@ def leaves_modules_out_of_collections() -> None:
     gc.freeze()
 
 
+def pytest_unconfigure() -> None:
+    gc.unfreeze()  # libraries complain of what is not collected at the end
+
+
 _outcome = pytest.StashKey[bool]()
 
 

@@ -222,7 +222,8 @@ class CachedDataset(Forwarding):
     @property
     def changed(self) -> bool:
         """Whether the source has changed since it was cached."""
-        return self.__state.look(tell=self.group.rank == 0) is not None
+        counters = self.counters if self.group.rank == 0 else None
+        return self.__state.look(None if counters is None else lambda: counters.is_first("changed source")) is not None
 
     def refresh(self) -> Opened:
         """What serves samples: once the source has been seen to change, the source itself, uncached."""
@@ -270,10 +271,9 @@ class CachedDataset(Forwarding):
         return list(samples) if isinstance(samples, GeneratorType) and self.__finish else samples
 
     def load_into(self, batch: Landing, indices: list[int], places: list[int]) -> dict[int, Any]:
-        """Serve samples that were not READY at their places of a batch, only if they are not transformed.
+        """Serve samples that were not READY at their places of a batch, untransformed; by place, those not of the spec.
 
-        Returns:
-            By place, the samples that are not of the spec; their rows are undefined.
+        The rows of these are undefined.
         """
         try:
             return self.__opened.load_into(batch, [position_of(index, self.source) for index in indices], places)

@@ -106,17 +106,17 @@ class SourceState:
         self.change: str | None = None
         self._told = False
 
-    def look(self, *, tell: bool = False) -> str | None:
+    def look(self, first_to_tell: Callable[[], bool] | None = None) -> str | None:
         """Where the source has changed, for instance `transform.p`; None while it has not. What was found stays.
 
         Args:
-            tell: whether to warn of a change that is found.
+            first_to_tell: says whether this process is to warn of a change that is found; None: it is not.
         """
         if self.change is None and (found := self._differences()):
             self.change, self._parts = found[0].path, []  # they hold what may have been replaced to be rid of it
-        if tell and self.change is not None and not self._told:
-            self._told, worker = True, get_worker_info()
-            if worker is None or worker.id == 0:
+        if self.change is not None and first_to_tell is not None and not self._told:
+            self._told = True
+            if first_to_tell():
                 log.warning(_CHANGED, type(self._source).__name__, self.change)
         return self.change
 

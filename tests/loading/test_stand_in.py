@@ -3,13 +3,15 @@
 from __future__ import annotations
 
 import copy
+import logging
 import pickle
 from collections.abc import Iterator
 from contextlib import closing
+from pathlib import Path
 from typing import Any
 
 import pytest
-from torch.utils.data import DataLoader, Dataset, Subset
+from torch.utils.data import DataLoader, Dataset, Subset, get_worker_info
 
 from lightning_stocache.loading.dataset import CachedDataset
 from lightning_stocache.loading.loader import CachedLoader
@@ -123,6 +125,25 @@ def test_a_change_takes_effect(plain: Plain, dataset: CachedDataset, wrap: Any, 
     assert dataset.cache is None
     assert dataset.counters is not None
     assert dataset.counters.totals().served == 17
+
+
+def set_strength_of_the_worker(worker: int) -> None:
+    info: Any = get_worker_info()
+    info.dataset.strength = worker + 2
+
+
+def test_workers_that_change_their_copy_say_so_once(plain: Plain, dataset: CachedDataset, tmp_path: Path) -> None:
+    """Each epoch's workers do, for `worker_init_fn` tells them to."""
+    log, handler = logging.getLogger("lightning_stocache"), logging.FileHandler(tmp_path / "log")
+    log.addHandler(handler)
+    try:
+        loader = DataLoader(dataset, 1, num_workers=2, worker_init_fn=set_strength_of_the_worker)
+        batches = [[int(batch) for batch in loader] for _ in range(3)]
+    finally:
+        log.removeHandler(handler)
+        handler.close()
+    assert batches == [[0, 3, 4, 9, 8, 15]] * 3  # by two workers in turn, as without a cache
+    assert (tmp_path / "log").read_text().count("its `strength` has changed") == 1
 
 
 def test_the_transform_is_the_sources_unless_one_was_given(plain: Plain) -> None:
