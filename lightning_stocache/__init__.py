@@ -7,7 +7,7 @@ from importlib import import_module
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
-    from lightning_stocache.cache.cache import SharedCache
+    from lightning_stocache.cache.compat import SharedCache
     from lightning_stocache.cache.spec import SampleSpec
     from lightning_stocache.loading.dataset import CachedDataset
     from lightning_stocache.loading.loader import CachedLoader

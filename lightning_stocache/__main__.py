@@ -236,9 +236,10 @@ def clean(parser: argparse.ArgumentParser) -> Action:
 def _named(parser: argparse.ArgumentParser) -> Sequence[NamedSegment]:
     if sys.platform == "win32":
         parser.exit(2, f"{parser.prog}: Windows has no named caches\n")
+    from lightning_stocache.cache.contents import contents_of
     from lightning_stocache.node.janitor import named_segments
 
-    return named_segments()
+    return named_segments(contents_of)
 
 
 def _yes(question: str) -> bool:

@@ -11,14 +11,14 @@ import pytest
 import torch
 
 from lightning_stocache.__main__ import main
-from lightning_stocache.cache.cache import SharedCache
+from lightning_stocache.cache.compat import SharedCache
+from lightning_stocache.cache.contents import Contents, contents_of
 from lightning_stocache.cache.placement import Arc
 from lightning_stocache.cache.spec import SampleSpec
 from lightning_stocache.insight import doctor, versions
 from lightning_stocache.insight.doctor import Finding, examine, shared_memory
 from lightning_stocache.loading.dataset import CachedDataset
 from lightning_stocache.node import holders
-from lightning_stocache.node.contents import Contents
 from lightning_stocache.node.files import HEADER_BYTES, MANIFEST_OFFSET
 from lightning_stocache.node.holders import held
 from lightning_stocache.node.segment import Segment
@@ -121,7 +121,7 @@ def test_segments_are_found_with_their_holders(backend):
     """A segment of any kind is found in the process that has it open, with what it holds; lock files are not."""
     segment = Segment.create(8 * MIB, backend)
     segment.reserve(0, MIB)
-    mine = [one for one in held()[0] if os.getpid() in [holder.pid for holder in one.holders]]
+    mine = [one for one in held(look=contents_of)[0] if os.getpid() in [holder.pid for holder in one.holders]]
     [found] = [one for one in mine if one.key[1] == segment.handle.inode]
     assert found.contents == Contents(None, "does not say what it holds")
     assert MIB <= found.allocated_bytes < 2 * MIB

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import ast
+import re
 from collections.abc import Iterator
 from graphlib import TopologicalSorter
 from pathlib import Path
@@ -65,6 +66,16 @@ def test_only_the_command_line_knows_hydra():
 
 def tops(path: Path) -> set[str]:
     return {module.partition(".")[0] for module in imports_of(path)}
+
+
+def test_only_the_cache_knows_how_a_sample_lies():
+    """Outside of cache/ nobody looks into a store: no slots, no ring of its own, no bytes of a row, no segment.
+
+    A store's handle may be asked for its arc: the nodes of a job tell each other theirs.
+    """
+    inside = re.compile(r"\bFieldSlots\b|\.row_bytes\b|\.state(?:s|_bytes)\b|(?<!\.handle)\.arc\b|cache\.segment\b")
+    outside = [path for path in FILES if room_of(name_of(path)) not in ("cache", None)]
+    assert [(name_of(path), found) for path in outside for found in inside.findall(path.read_text())] == []
 
 
 def test_no_cycles():

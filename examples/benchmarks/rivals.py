@@ -147,4 +147,6 @@ def make_loader(peer: str, dataset: Any, batch_size: int, workers: int) -> DataL
 
 def import_peer(peer: str) -> None:
     """Before any clock runs."""
+    if peer == "MONAI runtime":  # it keeps a descriptor open for each sample, of which a process may have too few
+        torch.multiprocessing.set_sharing_strategy("file_system")
     __import__("monai.data" if OTHERS.get(peer) == "monai" else OTHERS.get(peer, "torch"))

@@ -19,7 +19,7 @@ from dataclasses import dataclass, fields
 from typing import Literal
 
 from lightning_stocache.node.files import Backend
-from lightning_stocache.node.segment import Segment
+from lightning_stocache.node.segment import Segment, SegmentHandle
 
 __all__ = ["Counters", "Counts", "Matter"]
 
@@ -131,6 +131,20 @@ class Counters:
         if row is not None:
             for name, count in counts.items():
                 self._numbers[row + _PLACE[name]] += count
+
+    @property
+    def handle(self) -> SegmentHandle:
+        """What another process of the node needs to count here, too."""
+        return self.segment.handle
+
+    @property
+    def closed(self) -> bool:
+        """Whether this process has given them up."""
+        return self.segment.closed
+
+    def unlink(self) -> None:
+        """Take the name of their file away, if it has one."""
+        self.segment.unlink()
 
     def add_hits(self, samples: int, nbytes: int, gather_ns: int) -> None:
         """Add samples that were copied out of the cache: whole or, where a signal's handler raises, not at all."""

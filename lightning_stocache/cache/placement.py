@@ -103,6 +103,10 @@ class Ring:
         starts = [round(size * sum(exact[:node])) % max(size, 1) for node in range(len(exact))]
         return cls(tuple(Arc(size, min(own, size), start, step) for start, own in zip(starts, slots, strict=True)))
 
+    def held_by(self, node: int, indices: torch.Tensor) -> torch.Tensor:
+        """Which of those indices have a slot on a node, bool of the same shape."""
+        return self.arcs[node].slots_of(indices) != NO_SLOT
+
     @property
     def coverage(self) -> float:
         """Share of the indices that have a slot on some node."""

@@ -1,10 +1,10 @@
 """What a sample looks like: the fields of the first one, to which all others are held.
 
 A sample is any nesting of dict, OrderedDict, tuple, list and namedtuple around leaves, which `field` describes.
-`leaves` checks a sample against the spec and gives its leaves as they are, `flatten` their bytes, uint8 and
-contiguous; `unflatten` makes the sample anew from such bytes, `split` makes many at once from the rows of a gather.
+`encode` checks a sample against the spec and gives its leaves as they are, `flatten` their bytes, uint8 and
+contiguous; `unflatten` makes the sample anew from such bytes, `split` makes many at once from the memory of a batch.
 What comes out has the structure, types, dtypes and values of what went in; a dict has the key order of the first
-sample.
+sample. So a spec is the codec of fixed rows.
 
 Nothing is ever cast, broadcast or cut to fit: a sample that differs is an error which names the index and the field.
 """
@@ -20,6 +20,7 @@ from typing import Any
 import torch
 
 from lightning_stocache.cache.field import Field, named, type_name
+from lightning_stocache.cache.field_rows import FieldRows
 
 __all__ = ["SampleMismatchError", "SampleSpec", "contents_of"]
 
@@ -71,7 +72,7 @@ class SampleSpec:
 
     Raises:
         UnsupportedSampleError: (`infer`) a leaf has no fixed size: images of PIL, strings, objects.
-        SampleMismatchError: (`flatten`, `leaves`) a sample differs; the message names index, field, what was expected
+        SampleMismatchError: (`flatten`, `encode`) a sample differs; the message names index, field, what was expected
             and what came.
 
     Example:
@@ -121,11 +122,19 @@ class SampleSpec:
         """Bytes of one sample in each field."""
         return tuple(field.nbytes for field in self.fields)
 
+    def sizes(self, samples: int) -> tuple[int, ...]:
+        """Bytes of the memory for a batch of so many samples, in each field."""
+        return tuple(nbytes * samples for nbytes in self.row_bytes)
+
+    def rows(self, memory: Callable[[], Sequence[torch.Tensor]], samples: int) -> FieldRows:
+        """Open the memory of a batch, uint8 `[samples * nbytes]` per field; it is asked for when it is needed."""
+        return FieldRows(self.fields, memory, samples)
+
     def flatten(self, sample: Any, index: int | None = None) -> list[torch.Tensor]:
         """Check a sample and give the bytes of its leaves, one uint8 tensor per field. `index` is named in errors."""
-        return [_bytes_of(leaf) for leaf in self.leaves(sample, index)]
+        return [_bytes_of(leaf) for leaf in self.encode(sample, index)]
 
-    def leaves(self, sample: Any, index: int | None = None) -> list[torch.Tensor]:
+    def encode(self, sample: Any, index: int | None = None) -> list[torch.Tensor]:
         """Check a sample and give its leaves as plain tensors of any dtype, shape and strides, without a copy."""
         leaves: list[torch.Tensor] = []
         for field_, leaf in zip(self.fields, self._walk(self.tree, sample, "", index), strict=True):
@@ -138,11 +147,16 @@ class SampleSpec:
             leaves.append(field_.plain(leaf))
         return leaves
 
+    @staticmethod
+    def contents(parts: Sequence[torch.Tensor]) -> list[memoryview]:
+        """The bytes of leaves in row order; those of a contiguous tensor are its own memory."""
+        return contents_of(parts)
+
     def is_alike(self, sample: Any) -> bool:
         """Whether a sample has the same containers and types of leaves, of whatever dtypes, shapes and attributes."""
         try:
             other = SampleSpec.infer(sample)
-        except Exception:  # as in `leaves`
+        except Exception:  # as in `encode`
             return False
         return other.tree == self.tree and [field.kind for field in other.fields] == [
             field.kind for field in self.fields
@@ -150,10 +164,10 @@ class SampleSpec:
 
     def unflatten(self, rows: Sequence[torch.Tensor]) -> Any:
         """Make a sample from the bytes of its leaves, which it then owns."""
-        return self.split([row.reshape(1, -1) for row in rows], 1)[0]
+        return self.split(rows, 1)[0]
 
     def split(self, columns: Sequence[torch.Tensor], samples: int) -> list[Any]:
-        """Make many samples from uint8 `[samples, nbytes]` (or flat) per field, which they then own together."""
+        """Make samples from the memory of a batch, uint8 `[samples * nbytes]` per field, which they own together."""
         sized = zip(self.fields, columns, self.row_bytes, strict=True)
         leaves = [field.decode(column.view(samples, nbytes)) for field, column, nbytes in sized]
 

@@ -18,6 +18,7 @@ from typing import Any, cast
 
 import torch
 
+from lightning_stocache.cache.contents import contents_of
 from lightning_stocache.cache.spec import SampleSpec
 from lightning_stocache.insight.inventory import count, held_lines
 from lightning_stocache.insight.versions import versions
@@ -202,7 +203,7 @@ def _processes(root: Path) -> Iterator[Finding]:
 
 def _caches(root: Path) -> Iterator[Finding]:
     """The caches that outlive their jobs, and which living processes hold memory."""
-    named = named_segments()
+    named = named_segments(contents_of)
     unused = [segment for segment in named if not segment.in_use]
     words = f"{count(named)}; nobody uses {count(unused)}. python -m lightning_stocache list tells more"
     yield Finding("named caches", f"{words}." if named else "none.")

@@ -14,8 +14,8 @@ from datetime import datetime
 from itertools import groupby
 from pathlib import Path
 
+from lightning_stocache.cache.contents import Contents, contents_of
 from lightning_stocache.node.budget import format_bytes
-from lightning_stocache.node.contents import Contents
 from lightning_stocache.node.holders import Holder, held
 from lightning_stocache.node.janitor import NamedSegment, segments_of_others
 from lightning_stocache.node.owned import owner_name
@@ -61,7 +61,7 @@ def held_lines(root: Path = Path("/")) -> Iterator[str]:
         root: where `proc` is found; another one is for tests.
     """
     try:
-        files, closed = held(root)
+        files, closed = held(root, contents_of)
     except OSError:
         yield "there is no /proc here: who holds memory cannot be seen."
         return

@@ -33,7 +33,7 @@ from itertools import islice
 
 import torch
 
-from lightning_stocache.cache.placement import NO_SLOT, Ring
+from lightning_stocache.cache.placement import Ring
 from lightning_stocache.loading.dealing import Dealer
 from lightning_stocache.loading.sampler import Mode
 
@@ -102,7 +102,7 @@ def expected_with_replacement(ring: Ring, weights: torch.Tensor, before: int, dr
         >>> round(expected_with_replacement(ring, torch.ones(1000), before=0, drawn=1000), 3)
         0.368
     """
-    has_slot = ring.arcs[0].slots_of(torch.arange(len(weights))) != NO_SLOT
+    has_slot = ring.held_by(0, torch.arange(len(weights)))
     chances = weights.double() / weights.double().sum()
     chances = chances[has_slot & (chances > 0)]
     missed = (1 - chances) ** before - (1 - chances) ** (before + drawn)

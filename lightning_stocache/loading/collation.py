@@ -14,7 +14,7 @@ from typing import Any
 import torch
 from torch.utils.data import default_collate
 
-from lightning_stocache.cache.spec import SampleSpec
+from lightning_stocache.cache.codec import SampleCodec
 
 __all__ = ["Collation"]
 
@@ -23,12 +23,13 @@ class Collation:
     """How the rows of a batch become what `default_collate` returns.
 
     Args:
-        spec: what a sample looks like.
+        codec: what a sample looks like.
 
     Raises:
         TypeError: `default_collate` makes something else of such samples than one plain tensor per field.
 
     Example:
+        >>> from lightning_stocache import SampleSpec
         >>> spec = SampleSpec.infer((torch.zeros(2, dtype=torch.uint8), 7))
         >>> rows = [torch.tensor([1, 2, 3, 4], dtype=torch.uint8), torch.tensor([5, 6]).view(torch.uint8)]
         >>> Collation(spec).batch(rows, 2)
@@ -36,17 +37,15 @@ class Collation:
                 [3, 4]], dtype=torch.uint8), tensor([5, 6])]
     """
 
-    def __init__(self, spec: SampleSpec) -> None:
-        pattern = default_collate(
-            spec.split([torch.zeros(2, nbytes, dtype=torch.uint8) for nbytes in spec.row_bytes], 2)
-        )
+    def __init__(self, codec: SampleCodec) -> None:
+        pattern = default_collate(codec.split([torch.zeros(size, dtype=torch.uint8) for size in codec.sizes(2)], 2))
         self._dtypes: list[torch.dtype] = []
         self._shapes: list[tuple[int, ...]] = []
         self._build = self._builder(pattern)
         bytes_per_row = [
             dtype.itemsize * torch.Size(shape).numel() for dtype, shape in zip(self._dtypes, self._shapes, strict=True)
         ]
-        if not bytes_per_row or tuple(bytes_per_row) != spec.row_bytes:
+        if not bytes_per_row or tuple(bytes_per_row) != codec.sizes(1):
             raise TypeError("default_collate does not keep the bytes of these samples")
 
     def batch(self, rows: Sequence[torch.Tensor], samples: int) -> Any:

@@ -19,7 +19,8 @@ from typing import Any, Literal, SupportsIndex, cast, get_args
 
 from torch.utils.data import Dataset
 
-from lightning_stocache.cache.cache import SharedCache
+from lightning_stocache.cache.codec import BatchRows
+from lightning_stocache.cache.compat import SharedCache
 from lightning_stocache.cache.counters import Counters
 from lightning_stocache.cache.placement import Ring
 from lightning_stocache.cache.spec import SampleSpec
@@ -28,7 +29,6 @@ from lightning_stocache.loading.description import description, tell
 from lightning_stocache.loading.errand import Delivery, Errand
 from lightning_stocache.loading.finish import Finish
 from lightning_stocache.loading.forwarding import Forwarding
-from lightning_stocache.loading.landing import Landing
 from lightning_stocache.loading.opened import Opened
 from lightning_stocache.loading.opening import open_caches
 from lightning_stocache.loading.source import check_source, position_of
@@ -270,7 +270,7 @@ class CachedDataset(Forwarding):
             return Delivery(self, indices, samples)
         return list(samples) if isinstance(samples, GeneratorType) and self.__finish else samples
 
-    def load_into(self, batch: Landing, indices: list[int], places: list[int]) -> dict[int, Any]:
+    def load_into(self, batch: BatchRows, indices: list[int], places: list[int]) -> dict[int, Any]:
         """Serve samples that were not READY at their places of a batch, untransformed; by place, those not of the spec.
 
         The rows of these are undefined.

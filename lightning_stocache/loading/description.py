@@ -31,7 +31,7 @@ def description(source: Any, opened: Opened) -> str:
     where, arc = "", ""
     if len(group.nodes) > 1:
         where = f" on node{group.node} (ranks {', '.join(map(str, group.nodes[group.node]))})"
-        arc = f" in an arc that starts at {cache.arc.start:,}"
+        arc = "" if opened.ring is None else f" in an arc that starts at {opened.ring.arcs[group.node].start:,}"
     return (
         f"{name}{where}: {len(cache):,} of {samples:,} samples have a slot{arc}, {cache.filled:,} are filled, "
         f"{format_bytes(cache.memory_bytes)} in use of {format_bytes(opened.budget_bytes)}"

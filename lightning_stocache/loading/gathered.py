@@ -23,15 +23,14 @@ from typing import Any, cast
 import torch
 from torch.utils.data import DataLoader, default_collate
 
-from lightning_stocache.cache.placement import NO_SLOT
+from lightning_stocache.cache.store import NO_PLACE
 from lightning_stocache.loading.ahead import Ahead, Job
 from lightning_stocache.loading.crew import Crew
 from lightning_stocache.loading.errand import Errand
 from lightning_stocache.loading.interrupts import HeldBack
 from lightning_stocache.loading.kept import Kept
-from lightning_stocache.loading.landing import Landing
 from lightning_stocache.loading.schedule import Schedule
-from lightning_stocache.loading.staging import Collated, Staged, Staging, Stretch, readable_slots
+from lightning_stocache.loading.staging import Collated, Staged, Staging, Stretch
 from lightning_stocache.loading.stand_in import cached_in
 from lightning_stocache.loading.warm import pass_through
 
@@ -46,14 +45,14 @@ class _Plan:
 
     Args:
         indices: int64 `[samples]`, or a sampler's keys.
-        slots: where they lie; None for what passes through.
+        places: where they lie; None for what passes through.
         missing: positions in the batch that are being loaded.
         stretch: where workers put what does not become READY; None if there is no errand.
         job: the gather, once it has been offered to the thread.
     """
 
     indices: Any
-    slots: torch.Tensor | None = None
+    places: torch.Tensor | None = None
     missing: list[int] = field(default_factory=list)
     stretch: Stretch | None = None
     job: Job | None = None
@@ -132,8 +131,8 @@ class GatheredEpoch:
             raise
         self._go_on()
         following = self._plans[0] if self._plans else None
-        if following is not None and following.slots is not None and not following.missing and self._ahead.worthwhile:
-            following.job = Job(partial(self._kept.gather, following.slots))
+        if following is not None and following.places is not None and not following.missing and self._ahead.worthwhile:
+            following.job = Job(partial(self._kept.gather, following.places))
             self._ahead.offer(following.job)
         self._ahead.leave()
         return batch
@@ -153,7 +152,7 @@ class GatheredEpoch:
         """Start the workers before the thread, if there is anything to load."""
         kept = self._kept
         if kept.crew is None and not kept.full:
-            kept.staging = Staging(self._cache.spec, _rows_of(loader), under_way + 1, kept.promised)
+            kept.staging = Staging(self._cache.codec, _rows_of(loader), under_way + 1, kept.promised)
             kept.crew = Crew(loader, kept.staging, self._schedule.seed_state)
 
     def _go_on(self) -> None:
@@ -173,9 +172,8 @@ class GatheredEpoch:
         self._plans.append(plan)
         if self._closed or not isinstance(indices, torch.Tensor) or not indices.shape[0]:
             return True
-        slots = readable_slots(cache, indices)
-        plan.missing = (slots == NO_SLOT).nonzero().flatten().tolist()
-        plan.slots = slots
+        plan.places = cache.lookup(indices)
+        plan.missing = (plan.places == NO_PLACE).nonzero().flatten().tolist()
         crew, staging = self._kept.crew, self._kept.staging
         if plan.missing and crew is not None and staging is not None:
             stretch = staging.take(len(plan.missing))
@@ -186,38 +184,38 @@ class GatheredEpoch:
     def _complete(self, plan: _Plan) -> Any:
         """The batch of a plan, counted."""
         # Workers go on with the source that they were started with.
-        if plan.slots is None or self._closed or (not self._with_workers and self._dataset.changed):
+        if plan.places is None or self._closed or (not self._with_workers and self._dataset.changed):
             return pass_through(self._dataset, plan.indices, self._kept)
-        samples, odd = plan.slots.shape[0], dict[int, Any]()
+        samples, odd = plan.places.shape[0], dict[int, Any]()
         if plan.stretch is not None:
-            rows = self._receive(plan, plan.slots, plan.stretch)
+            rows = self._receive(plan, plan.places, plan.stretch)
         elif plan.missing:
-            rows, odd = self._load(plan, plan.slots)
+            rows, odd = self._load(plan, plan.places)
         elif plan.job is not None:
             rows = plan.job.result()
         else:
-            rows = self._kept.gather(plan.slots)
+            rows = self._kept.gather(plan.places)
         self._dataset.opened.count_hits(samples - len(plan.missing), self._kept.take_gather_ns())
         if isinstance(rows, Collated):
             return self._kept.pinned(rows.batch)
         if odd:
-            others = self._cache.spec.split(rows, samples)
+            others = self._cache.codec.split(rows, samples)
             return self._kept.pinned(default_collate([odd.get(place, other) for place, other in enumerate(others)]))
         return self._collation.batch(rows, samples)
 
-    def _load(self, plan: _Plan, slots: torch.Tensor) -> tuple[list[torch.Tensor], dict[int, Any]]:
+    def _load(self, plan: _Plan, places: torch.Tensor) -> tuple[list[torch.Tensor], dict[int, Any]]:
         """The rows of a batch with misses, loaded here while the thread gathers the hits, and by place what is odd."""
-        hits = Job(partial(self._kept.gather_ready, slots))
-        if len(plan.missing) < slots.shape[0]:
+        hits = Job(partial(self._kept.gather_ready, places))
+        if len(plan.missing) < places.shape[0]:
             self._ahead.offer(hits)
-        batch = Landing(self._cache.spec, hits.result, slots.shape[0])
+        batch = self._cache.codec.rows(hits.result, places.shape[0])
         try:
             odd = self._dataset.load_into(batch, plan.indices[plan.missing].tolist(), plan.missing)
         finally:
             rows: list[torch.Tensor] = hits.result()  # waited for after an error, too
         return rows, odd
 
-    def _receive(self, plan: _Plan, slots: torch.Tensor, stretch: Stretch) -> list[torch.Tensor] | Collated:
+    def _receive(self, plan: _Plan, places: torch.Tensor, stretch: Stretch) -> list[torch.Tensor] | Collated:
         """The rows of a batch with misses, which workers have loaded; if one of them is odd, the batch."""
         missing, cache, kept = plan.missing, self._cache, self._kept
         assert kept.crew is not None
@@ -227,15 +225,14 @@ class GatheredEpoch:
             return answer
         left = {*answer.places, *answer.sent}
         if filled := [position for place, position in enumerate(missing) if place not in left]:
-            slots[filled] = cache.arc.slots_of(plan.indices[filled])
-        rows = kept.gather_ready(slots)
-        columns = [row.view(slots.shape[0], nbytes) for row, nbytes in zip(rows, cache.spec.row_bytes, strict=True)]
+            places[filled] = cache.lookup(plan.indices[filled])
+        memory = kept.gather_ready(places)
+        batch = cache.codec.rows(lambda: memory, places.shape[0])
         for place in answer.places:
-            kept.staging.copy_to(columns, missing[place], stretch.first + place)
+            kept.staging.copy_to(batch, missing[place], stretch.first + place)
         for place, sent in answer.sent.items():
-            for column, content in zip(columns, sent, strict=True):
-                column[missing[place]].copy_(torch.from_numpy(content))
-        return rows
+            batch.write(missing[place], sent)
+        return memory
 
 
 def _rows_of(loader: DataLoader[Any]) -> int:

@@ -10,15 +10,13 @@ from __future__ import annotations
 import os
 import time
 from collections import deque
-from functools import partial
 from typing import Any, Literal, cast
 
 import torch
 from torch.utils.data import DataLoader
 from torch.utils.data._utils import pin_memory as pinning
 
-from lightning_stocache.cache.cache import SharedCache
-from lightning_stocache.cache.placement import NO_SLOT
+from lightning_stocache.cache.store import NO_PLACE, SampleStore
 from lightning_stocache.loading.ahead import Ahead
 from lightning_stocache.loading.buffers import Buffers
 from lightning_stocache.loading.collation import Collation
@@ -45,15 +43,17 @@ class Kept:
             them than one tensor per field.
     """
 
-    def __init__(self, loader: DataLoader[Any], cache: SharedCache, way: Way) -> None:
+    def __init__(self, loader: DataLoader[Any], cache: SampleStore, way: Way) -> None:
         self.cache, self.way = cache, way
-        self.collation = Collation(cache.spec) if way == "main" else None
+        self.collation = Collation(cache.codec) if way == "main" else None
         self.persistent = loader.persistent_workers and loader.num_workers > 0
         self.pins = loader.pin_memory and torch.cuda.is_available()
         self.buffers = Buffers(self.pins)
         self.crew: Crew | None = None
         self.staging: Staging | None = None
-        self.windows = Windows((loader.prefetch_factor or 0) * loader.num_workers + _SLACK, partial(_promised, cache))
+        self.windows = Windows(
+            (loader.prefetch_factor or 0) * loader.num_workers + _SLACK, lambda: cache.promised_bytes
+        )
         self.abandoned: list[int | None] = []  # windows of errands that nobody will ask for
         self.in_use = False
         self._gather_ns = 0  # written by who gathers, and the next by who counts: these may be two threads
@@ -63,22 +63,22 @@ class Kept:
     @property
     def full(self) -> bool:
         """Whether every index of the dataset has a slot that is READY."""
-        return len(self.cache) == self.cache.arc.size == self.cache.filled
+        return self.cache.full
 
     @property
     def promised(self) -> int:
         """Bytes that the cache has been granted and may still take."""
-        return _promised(self.cache)
+        return self.cache.promised_bytes
 
     def pinned(self, batch: Any) -> Any:
         """The batch in page-locked memory, if the loader wants it there."""
         return cast(Any, pinning).pin_memory(batch) if self.pins else batch
 
-    def gather(self, slots: torch.Tensor) -> list[torch.Tensor]:
-        """The rows of READY slots in memory that is used again, uint8 `[samples * nbytes]` per field."""
+    def gather(self, places: torch.Tensor) -> list[torch.Tensor]:
+        """The samples of READY places in memory that is used again, uint8 `codec.sizes(samples)`."""
         start = time.perf_counter_ns()
-        rows = self._memory(slots.shape[0])
-        self.cache.gather(slots, rows)
+        rows = self._memory(places.shape[0])
+        self.cache.gather(places, rows)
         # One thread at a time, but after an interrupted wait, which may cost a few.
         self._gather_ns += time.perf_counter_ns() - start
         return rows
@@ -89,17 +89,17 @@ class Kept:
         self._told_ns += taken
         return taken
 
-    def gather_ready(self, slots: torch.Tensor) -> list[torch.Tensor]:
-        """The same where some are NO_SLOT, whose rows are undefined."""
-        some = int(slots.max())
-        if some == NO_SLOT:
-            return self._memory(slots.shape[0])
-        # Where there is no slot, one that is READY is read: a hole of the file would take a page, or fault where none
+    def gather_ready(self, places: torch.Tensor) -> list[torch.Tensor]:
+        """The same where some are NO_PLACE, whose samples are undefined."""
+        some = int(places.max())
+        if some == NO_PLACE:
+            return self._memory(places.shape[0])
+        # Where there is no place, one that is READY is read: a hole of the file would take a page, or fault where none
         # is left.
-        return self.gather(slots.masked_fill(slots == NO_SLOT, some))
+        return self.gather(places.masked_fill(places == NO_PLACE, some))
 
     def _memory(self, samples: int) -> list[torch.Tensor]:
-        return [self.buffers.take(number, samples * nbytes) for number, nbytes in enumerate(self.cache.spec.row_bytes)]
+        return [self.buffers.take(field, nbytes) for field, nbytes in enumerate(self.cache.codec.sizes(samples))]
 
     def end_broken_workers(self) -> None:
         """End workers that another epoch could not use: one was killed, or Ctrl-C came while they were called back."""
@@ -158,7 +158,3 @@ class Kept:
         self.persistent = False
         if not self.in_use:
             self.end()
-
-
-def _promised(cache: SharedCache) -> int:
-    return 0 if cache.closed else max(cache.segment.size - cache.memory_bytes, 0)

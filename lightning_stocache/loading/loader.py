@@ -125,7 +125,7 @@ class CachedLoader(DataLoader[Any]):
         if kept.way == "worker":
             epoch = MadeEpoch(self, schedule, kept)
         else:
-            warm = kept.full and schedule.trusted and len(self.dataset) <= kept.cache.arc.size  # type: ignore[arg-type]
+            warm = kept.full and schedule.trusted and len(self.dataset) <= kept.cache.length  # type: ignore[arg-type]
             epoch = (WarmEpoch if warm else GatheredEpoch)(self, schedule, kept)
         self._current = weakref.ref(epoch)
         return epoch

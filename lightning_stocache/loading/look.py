@@ -149,7 +149,7 @@ def _find(request: Request, told: Callable[[int], None] = lambda index: None) ->
     odd: list[SampleMismatchError] = []
     for index, sample in zip(parts.indices, parts.samples, strict=True):
         try:
-            spec.leaves(sample, index)
+            spec.encode(sample, index)
         except SampleMismatchError as error:
             odd.append(error)
     if len(odd) > len(parts.samples) * _ODD:

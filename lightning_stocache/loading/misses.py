@@ -14,10 +14,9 @@ from typing import Any
 
 from torch.utils.data import Dataset
 
-from lightning_stocache.cache.cache import SharedCache
 from lightning_stocache.cache.counters import Counters, Matter
-from lightning_stocache.cache.placement import NO_SLOT
 from lightning_stocache.cache.spec import SampleMismatchError
+from lightning_stocache.cache.store import SampleStore
 from lightning_stocache.loading.generators import Generators
 from lightning_stocache.loading.interrupts import LetThrough
 from lightning_stocache.loading.odd import Odd, warn_of_odd
@@ -48,7 +47,7 @@ class Misses:
     def __init__(
         self,
         source: Dataset[Any],
-        cache: SharedCache,
+        cache: SampleStore,
         counters: Counters | None,
         strict: bool = False,
         frozen: bool = False,
@@ -62,8 +61,7 @@ class Misses:
         """Load samples, then store them all: storing costs half as much when its code and memory are warm."""
         samples, spent, served = [], [], True
         # Made anew: a forked worker has no CUDA, whatever its parent had. What has no slot cannot be frozen.
-        slot = self.cache.arc.slot
-        watched = not self._frozen and any(slot(index) != NO_SLOT for index in indices)
+        watched = not self._frozen and any(map(self.cache.has_place, indices))
         generators = Generators() if watched else None
         before = None if generators is None else generators.state()
         try:
@@ -80,7 +78,7 @@ class Misses:
                 self._leave_random(indices, samples)
             self.keep(indices[: len(spent)], samples, sum(spent), store, served)
         for index, sample in zip(indices, samples, strict=True):
-            if self._recheck is not None and type(sample) is not Odd and slot(index) != NO_SLOT:
+            if self._recheck is not None and type(sample) is not Odd and self.cache.has_place(index):
                 self._recheck.after(index, sample)
         return samples
 
@@ -102,17 +100,17 @@ class Misses:
                     continue
                 try:
                     fills += cache.fill(index, sample) if store is None else store(number, sample)
-                    misses += cache.arc.slot(index) != NO_SLOT
+                    misses += cache.has_place(index)
                 except SampleMismatchError as error:
                     self._let_pass(error)
-                    samples[number] = Odd(index, sample, cache.spec.is_alike(sample))
+                    samples[number] = Odd(index, sample, cache.codec.is_alike(sample))
         finally:
             if self._counters is not None:
                 self._counters.add(
                     misses=misses * served,
                     bypasses=(kept - misses) * served,
                     fills=fills,
-                    bytes_from_source=kept * cache.spec.nbytes * served,
+                    bytes_from_source=kept * cache.codec.nbytes * served,
                     source_ns=source_ns,
                     fill_ns=time.perf_counter_ns() - start,
                 )
@@ -127,7 +125,7 @@ class Misses:
                 indices[: len(samples)][:8],
             )
         for number, (index, sample) in enumerate(zip(indices, samples, strict=False)):
-            samples[number] = Odd(index, sample, self.cache.spec.is_alike(sample))
+            samples[number] = Odd(index, sample, self.cache.codec.is_alike(sample))
 
     def _let_pass(self, error: SampleMismatchError) -> None:
         """Say, once for this dataset on the node, that an odd sample is not cached; or raise it."""

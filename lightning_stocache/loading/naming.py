@@ -12,22 +12,21 @@ from __future__ import annotations
 import hashlib
 import logging
 from collections.abc import Mapping, Sequence
-from dataclasses import asdict, replace
+from dataclasses import replace
 from typing import Any
 
 import torch
 from torch.utils.data import Dataset, Subset
 
-from lightning_stocache.cache.cache import SharedCache
+from lightning_stocache.cache.compat import SharedCache
 from lightning_stocache.cache.placement import Arc, Ring
-from lightning_stocache.cache.slots import FieldSlots
 from lightning_stocache.cache.spec import SampleSpec
 from lightning_stocache.loading.allocation import Request
 from lightning_stocache.node.budget import Budget
 from lightning_stocache.node.files import memory_directory
 from lightning_stocache.node.free import FreeMemory
 from lightning_stocache.node.janitor import clean
-from lightning_stocache.node.manifest import Geometry, Manifest, ManifestError, printable, read_manifest
+from lightning_stocache.node.manifest import Manifest, ManifestError, printable
 from lightning_stocache.node.named import join_named, open_named, way_out
 from lightning_stocache.node.segment import Segment
 
@@ -83,15 +82,13 @@ def open_cache(request: Request, spec: SampleSpec, arc: Arc, budget: Budget) -> 
         OSError: there is no memory for the states of the slots.
     """
     assert request.name is not None
-    manifest = Manifest(
-        Geometry(**asdict(arc)),
-        dataset=printable(request.title, _TITLE),
-        budget=str(budget),
-        fingerprint=fingerprint(request, spec),
-    )
-    size = FieldSlots.bytes_for(spec.row_bytes, arc.slots)
+    whose = {
+        "dataset": printable(request.title, _TITLE),
+        "budget": str(budget),
+        "fingerprint": fingerprint(request, spec),
+    }
     try:
-        cache = _over(request, spec, *open_named(request.name, size, manifest))
+        cache = _over(request, spec, *open_named(request.name, *SharedCache.layout(spec, arc, whose)))
     except OSError:
         clean(request.name)  # unless another job uses it: an empty cache of this size is no use to the next one
         raise
@@ -145,14 +142,10 @@ def _over(request: Request, spec: SampleSpec, segment: Segment, manifest: Manife
         ours = fingerprint(request, spec)
         if manifest.fingerprint != ours:
             raise FingerprintError(_refusal(request, manifest.fingerprint, ours))
-        arc = Arc(**asdict(manifest.geometry))
-        if arc.size != request.length or segment.size != FieldSlots.bytes_for(spec.row_bytes, arc.slots):
-            raise ManifestError(
-                f"the cache {request.name!r} is damaged: it says that it has {arc.slots:,} slots for {arc.size:,} "
-                f"samples, which does not fit its {segment.size:,} bytes. {way_out(request.name)}"
-            )
-        segment.reserve(0, arc.slots)  # also by who joins: the maker may have been killed before it came to this
-        return SharedCache.over(segment, spec, arc)
+        try:
+            return SharedCache.found(segment, spec, manifest.geometry, request.length)
+        except ValueError as error:
+            raise ManifestError(f"the cache {request.name!r} is damaged: {error}. {way_out(request.name)}") from None
     except BaseException:
         segment.close()
         raise
@@ -190,7 +183,7 @@ def _compare(request: Request, cache: SharedCache, budget: Budget, slots: int) -
         FingerprintError: it makes one, and the request is strict.
     """
     assert request.name is not None
-    made = read_manifest(cache.segment.header, cache.segment.size).budget
+    made = cache.manifest.budget
     if made == str(budget) or abs(len(cache) - slots) <= 1:  # one for rounding
         return
     words = (

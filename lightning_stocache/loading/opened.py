@@ -21,13 +21,13 @@ from typing import Any, cast
 import torch
 from torch.utils.data import Dataset, Subset
 
-from lightning_stocache.cache.cache import SharedCache
+from lightning_stocache.cache.codec import BatchRows
+from lightning_stocache.cache.compat import SharedCache
 from lightning_stocache.cache.counters import Counters, Counts
-from lightning_stocache.cache.placement import NO_SLOT, Ring
-from lightning_stocache.cache.spec import contents_of
+from lightning_stocache.cache.placement import Ring
+from lightning_stocache.cache.store import NO_PLACE
 from lightning_stocache.loading.buffers import Buffers
 from lightning_stocache.loading.interrupts import LetThrough
-from lightning_stocache.loading.landing import Landing
 from lightning_stocache.loading.misses import Misses, Store
 from lightning_stocache.loading.odd import Odd
 from lightning_stocache.node.group import NodeGroup
@@ -94,8 +94,8 @@ class Opened:
         """The sample of an index. One that lies outside the dataset is the source's business."""
         cache = self.live_cache
         start = time.perf_counter_ns()
-        if cache is not None and 0 <= index < cache.arc.size and (sample := cache.get(index)) is not None:
-            self.count(hits=1, bytes_from_cache=cache.spec.nbytes, gather_ns=time.perf_counter_ns() - start)
+        if cache is not None and (sample := cache.get(index)) is not None:
+            self.count(hits=1, bytes_from_cache=cache.codec.nbytes, gather_ns=time.perf_counter_ns() - start)
             return sample
         start = time.perf_counter_ns()
         sample = self.source[index]
@@ -121,27 +121,27 @@ class Opened:
     def serve_many(self, indices: list[int]) -> Any:
         """The samples of a batch, as a list; without a cache, whatever the source's own `__getitems__` makes of it."""
         cache = self.live_cache
-        if cache is None or not indices or min(indices) < 0 or max(indices) >= cache.arc.size:
+        if cache is None or not indices or min(indices) < 0 or max(indices) >= cache.length:
             return self._load(indices)
-        slots, hits = self._ready(cache, indices)
+        places, hits = self._ready(cache, indices)
         samples: list[Any] = [None] * len(indices)
         gather_ns = 0
         if len(hits):
             start = time.perf_counter_ns()
-            memory = [self._buffers.take(number, len(hits) * own) for number, own in enumerate(cache.spec.row_bytes)]
-            cache.gather(slots[hits], memory)
-            for place, sample in zip(hits.tolist(), cache.spec.split(memory, len(hits)), strict=True):
+            memory = [self._buffers.take(field, nbytes) for field, nbytes in enumerate(cache.codec.sizes(len(hits)))]
+            cache.gather(places[hits], memory)
+            for place, sample in zip(hits.tolist(), cache.codec.split(memory, len(hits)), strict=True):
                 samples[place] = sample
             gather_ns = time.perf_counter_ns() - start
         if len(hits) < len(indices):
-            others = (slots == NO_SLOT).nonzero().flatten().tolist()
+            others = (places == NO_PLACE).nonzero().flatten().tolist()
             for place, sample in zip(others, self._load([indices[place] for place in others]), strict=True):
                 samples[place] = sample
         # Only now: where loading fails or is interrupted, nobody gets the hits, and the batch may come again.
-        self.count(hits=len(hits), bytes_from_cache=len(hits) * cache.spec.nbytes, gather_ns=gather_ns)
+        self.count(hits=len(hits), bytes_from_cache=len(hits) * cache.codec.nbytes, gather_ns=gather_ns)
         return samples
 
-    def load_into(self, batch: Landing, indices: list[int], places: list[int]) -> dict[int, Any]:
+    def load_into(self, batch: BatchRows, indices: list[int], places: list[int]) -> dict[int, Any]:
         """Serve samples that were not ready a moment ago, each at its place of a batch.
 
         They are stored from there: each is copied out of what the source gave only once.
@@ -154,21 +154,22 @@ class Opened:
         if self._one_by_one(indices) and not len(self._ready(cache, indices)[1]):
 
             def store(number: int, sample: Any) -> bool:
-                return cache.fill_from(indices[number], batch.put(places[number], sample, indices[number]))
+                parts = cache.codec.encode(sample, indices[number])
+                return cache.put(indices[number], batch.put(places[number], parts))
 
             samples = self._load_then_keep(indices, store)
         else:
             samples = self.serve_many(indices)
             for place, index, sample in zip(places, indices, samples, strict=True):
                 if type(sample) is not Odd:
-                    batch.put(place, sample, index)
+                    batch.put(place, cache.codec.encode(sample, index))
         return {place: sample.sample for place, sample in zip(places, samples, strict=True) if type(sample) is Odd}
 
     def fill(self, indices: list[int]) -> list[Any]:
         """Serve samples that were not ready a moment ago, to a process that reads the cache, too.
 
         Returns:
-            The leaves of each sample that has been loaded here and not stored, None for the others, which are READY.
+            The parts of each sample that has been loaded here and not stored, None for the others, which are READY.
             If one is odd, or there is no cache, all that were loaded come as an `Odd`.
         """
         cache = self.live_cache
@@ -179,7 +180,7 @@ class Opened:
             if any(type(sample) is Odd for sample in samples):
                 return list(map(Odd.of, indices, samples))
             return [
-                None if 0 <= index < cache.arc.size and cache.is_ready(index) else cache.spec.leaves(sample, index)
+                None if cache.is_ready(index) else cache.codec.encode(sample, index)
                 for index, sample in zip(indices, samples, strict=True)
             ]
         left: dict[int, Any] = {}
@@ -187,15 +188,15 @@ class Opened:
 
         def store(number: int, sample: Any) -> bool:
             index = missing[number]
-            leaves = cache.spec.leaves(sample, index)
-            stored = cache.arc.slot(index) != NO_SLOT and cache.fill_from(index, contents_of(leaves))
+            parts = cache.codec.encode(sample, index)
+            stored = cache.has_place(index) and cache.put(index, cache.codec.contents(parts))
             if not stored:
-                left[index] = leaves
+                left[index] = parts
             return stored
 
         samples = self._load_then_keep(missing, store)
         if hits := len(indices) - len(missing):
-            self.count(hits=hits, bytes_from_cache=hits * cache.spec.nbytes)
+            self.count(hits=hits, bytes_from_cache=hits * cache.codec.nbytes)
         if any(type(sample) is Odd for sample in samples):
             left = dict(zip(missing, map(Odd.of, missing, samples), strict=True))
         return [left.get(index) for index in indices]
@@ -208,7 +209,7 @@ class Opened:
     def count_hits(self, samples: int, gather_ns: int = 0) -> None:
         """Count samples that somebody else has copied out of the cache, and the nanoseconds that it took."""
         if self.cache is not None and self.counters is not None:
-            self.counters.add_hits(samples, samples * self.cache.spec.nbytes, gather_ns)
+            self.counters.add_hits(samples, samples * self.cache.codec.nbytes, gather_ns)
 
     def passing(self, source: Dataset[Any]) -> Opened:
         """The same counters around another source, without the cache: its memory is free when nobody reads it."""
@@ -255,16 +256,16 @@ class Opened:
 
     @staticmethod
     def _ready(cache: SharedCache, indices: list[int]) -> tuple[torch.Tensor, torch.Tensor]:
-        """The slots of those indices as they are now, NO_SLOT for what is not ready, and the places of the others."""
-        slots = cache.ready_slots(torch.tensor(indices))
-        return slots, (slots != NO_SLOT).nonzero().flatten()
+        """Where those indices can be read now, NO_PLACE for what is not ready; and which of them these are."""
+        places = cache.lookup(torch.tensor(indices))
+        return places, (places != NO_PLACE).nonzero().flatten()
 
     def _one_by_one(self, indices: list[int]) -> bool:
         """Whether the source loads single samples, and a cache is open that knows these, which are all different."""
         cache = self.live_cache
         if self.fetch is not None or cache is None or not indices:
             return False
-        return min(indices) >= 0 and max(indices) < cache.arc.size and len(set(indices)) == len(indices)
+        return min(indices) >= 0 and max(indices) < cache.length and len(set(indices)) == len(indices)
 
     def _load_then_keep(self, indices: list[int], store: Store | None = None) -> list[Any]:
         """Load samples, and store them in a cache that is open."""
@@ -273,7 +274,7 @@ class Opened:
     def _keep(self, index: int, sample: Any, source_ns: int) -> Any:
         """Store a sample that was loaded, if it has a slot, and count it; the sample, or an `Odd`."""
         cache = self.live_cache
-        if cache is None or not 0 <= index < cache.arc.size:
+        if cache is None or not 0 <= index < cache.length:
             self.count(bypasses=1, source_ns=source_ns)
             return sample
         samples = [sample]
@@ -291,6 +292,6 @@ class Opened:
     def __getstate__(self) -> dict[str, Any]:
         # What this process has closed cannot be sent to another one, which passes samples through just the same. What
         # comes out may share this process's memory: it is a copy's then.
-        counters = None if self.counters is None or self.counters.segment.closed else self.counters
+        counters = None if self.counters is None or self.counters.closed else self.counters
         state = {"cache": self.live_cache, "counters": counters, "borrowed": True}
         return self.__dict__ | state | {"_buffers": Buffers(), "_loading": None}

@@ -22,10 +22,10 @@ import sys
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 
-from lightning_stocache.cache.cache import SharedCache
+from lightning_stocache.cache.compat import SharedCache
 from lightning_stocache.cache.counters import Counters
 from lightning_stocache.cache.placement import Arc, Ring
-from lightning_stocache.cache.shortage import keep_free
+from lightning_stocache.cache.row_store import StoreHandle
 from lightning_stocache.cache.spec import SampleSpec
 from lightning_stocache.loading.agreement import check_lengths, ranks_apart
 from lightning_stocache.loading.allocation import BackendChoice, Request, allocate
@@ -104,7 +104,7 @@ def open_caches(
     joined = group.together(
         lambda: join_caches(requests, [found.spec for found in findings], budgets) if group.is_leader else {}
     )
-    promised = sum(len(cache) * cache.spec.slot_bytes - cache.memory_bytes for cache in joined.values())
+    promised = sum(cache.promised_bytes for cache in joined.values())
     specs = [None if number in joined else found.spec for number, found in enumerate(findings)]
     if named := any(request.name is not None for request in requests):
         backend = "tmpfile"  # where names are
@@ -116,7 +116,7 @@ def open_caches(
             budgets,
             ranks,
             backend,
-            max(promised, 0) + kept_back,
+            promised + kept_back,
             worker_bytes=worker_bytes,
             later_bytes=later_bytes,
         )
@@ -137,7 +137,7 @@ def open_caches(
             made.append(_Segments.make(request, found.spec, arc, group, kind, cache, budget))
         for segments, nbytes in zip(made, plan.keep_free, strict=True):
             if segments.cache is not None:
-                keep_free(segments.cache.segment, nbytes)
+                segments.cache.keep_free(nbytes)
         return made
 
     try:
@@ -156,7 +156,7 @@ def open_caches(
         if told and made.counters is not None and made.counters.is_first("odd sample"):
             warn_of_odd(request.source, told)
     if named:
-        arcs = group.exchange([None if one.cache is None else one.cache.arc for one in segments])
+        arcs = group.exchange([None if made.cache is None else made.cache.handle.arc for made in segments])
         rings = rings_as_they_are(rings, [arcs[ranks[0]] for ranks in group.nodes])
     return [
         Opened(
@@ -197,17 +197,14 @@ class _Address:
     """Where the segments of one request are, for the other ranks of the node."""
 
     counters: SegmentHandle
-    cache: tuple[SegmentHandle, SampleSpec, Arc] | None
+    cache: StoreHandle | None
     keeps_name: bool
 
     def attach(self, rank: int) -> _Segments:
         counters = Counters(Segment.attach(self.counters), rank)
         if self.cache is None:
             return _Segments(counters, None)
-        handle, spec, arc = self.cache
-        known = Segment.opened(handle.token)  # another dataset of this process has the same name
-        segment = Segment.attach(handle) if known is None else known.hold()
-        return _Segments(counters, SharedCache.over(segment, spec, arc), self.keeps_name)
+        return _Segments(counters, SharedCache.attach(self.cache), self.keeps_name)
 
 
 @dataclass(frozen=True)
@@ -240,21 +237,19 @@ class _Segments:
 
     @property
     def address(self) -> _Address:
-        cache = self.cache
         assert self.counters is not None
-        place = None if cache is None else (cache.segment.handle, cache.spec, cache.arc)
-        return _Address(self.counters.segment.handle, place, self.keeps_name)
+        return _Address(self.counters.handle, None if self.cache is None else self.cache.handle, self.keeps_name)
 
     def bytes_of(self, granted: int) -> int:
         """The memory that the cache may take: what was granted, or what a named one was made with."""
         if self.cache is None or not self.keeps_name:
             return granted
-        return len(self.cache) * self.cache.spec.slot_bytes
+        return self.cache.granted_bytes
 
     def unlink(self) -> None:
         for part in (self.counters, None if self.keeps_name else self.cache):
             if part is not None:
-                part.segment.unlink()
+                part.unlink()
 
     def close(self) -> None:
         for part in (self.counters, self.cache):

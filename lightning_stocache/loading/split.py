@@ -160,6 +160,8 @@ def _pairs(source: Dataset[Any], probe: Probe, quick: tuple[int, ...]) -> Iterat
     begin, seen, failure = time.perf_counter(), 0, None
     for index in (*probe.indices, *(index for index in quick if index not in probe.indices)):
         first = index in probe.indices
+        if failure is not None and not (first or seen):
+            break
         if seen >= 2 and time.perf_counter() - begin > (_SLOW_SECONDS if first else _QUICK_SECONDS):
             break
         try:

@@ -16,7 +16,6 @@ rows are given to another errand after that.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -24,16 +23,14 @@ import numpy.typing as npt
 import torch
 from torch.utils.data import default_collate
 
-from lightning_stocache.cache.cache import SharedCache
-from lightning_stocache.cache.placement import NO_SLOT
-from lightning_stocache.cache.slots import FieldSlots
-from lightning_stocache.cache.spec import SampleSpec, contents_of
+from lightning_stocache.cache.codec import BatchRows, SampleCodec
 from lightning_stocache.loading.errand import Delivery
 from lightning_stocache.loading.odd import Odd
+from lightning_stocache.loading.stacking import aligned
 from lightning_stocache.loading.transit import transit_memory
 from lightning_stocache.node.segment import Segment
 
-__all__ = ["Collated", "Staged", "Staging", "Stretch", "readable_slots"]
+__all__ = ["Collated", "Staged", "Staging", "Stretch"]
 
 
 class Stretch(NamedTuple):
@@ -65,20 +62,20 @@ class Staging:
     """The staging area of a loader; in the workers, the clerk that fills it.
 
     Args:
-        spec: what a sample looks like.
+        codec: what a sample looks like.
         batch_size: rows that an errand has at most.
         batches: the area has `batch_size * batches` rows; one batch of them is lost where the ring closes.
         promised: bytes of free memory that are somebody else's.
     """
 
-    def __init__(self, spec: SampleSpec, batch_size: int, batches: int, promised: int = 0) -> None:
-        self._spec, self._batch_size, self._count = spec, batch_size, batch_size * batches
+    def __init__(self, codec: SampleCodec, batch_size: int, batches: int, promised: int = 0) -> None:
+        self._codec, self._batch_size, self._count = codec, batch_size, batch_size * batches
         self._segment: Segment | None = None
         try:
-            self._segment = transit_memory(FieldSlots.bytes_for(spec.row_bytes, self._count), promised)
+            self._segment = transit_memory(sum(map(aligned, codec.sizes(self._count))), promised)
         except OSError:
             self._batch_size = self._count = 0
-        self._tables: list[torch.Tensor] | None = None
+        self._rows: BatchRows | None = None
         self._next = self._taken = 0
 
     def take(self, samples: int) -> Stretch:
@@ -103,51 +100,39 @@ class Staging:
         errand, answer = delivery.errand, Staged([], {})
         if any(type(came) is Odd for came in delivery.samples):
             return Collated(default_collate(_samples_of_batch(delivery)))
-        for place, leaves in enumerate(delivery.samples):
-            if leaves is None:
+        for place, parts in enumerate(delivery.samples):
+            if parts is None:
                 continue
             if place < errand.place.rows:
-                for table, leaf in zip(self._open, leaves, strict=True):
-                    if leaf.numel():  # a row of no bytes has no place that a view would take
-                        table[errand.place.first + place].view(leaf.dtype).view(leaf.shape).copy_(leaf)
+                self._open.put(errand.place.first + place, parts)
                 answer.places.append(place)
             else:
-                answer.sent[place] = [np.asarray(content) for content in contents_of(leaves)]
+                answer.sent[place] = [np.asarray(content) for content in self._codec.contents(parts)]
         return answer
 
-    def copy_to(self, rows: Sequence[torch.Tensor], position: int, number: int) -> None:
-        """In the main process: copy a row of the area to a position of a batch, uint8 `[samples, nbytes]` per field."""
-        for row, table in zip(rows, self._open, strict=True):
-            row[position].copy_(table[number])
+    def copy_to(self, batch: BatchRows, place: int, row: int) -> None:
+        """In the main process: copy a row of the area to a place of a batch."""
+        batch.copy(place, self._open, row)
 
     def close(self) -> None:
         """Give the area up in this process."""
-        self._tables = None  # all views, without which the segment cannot be unmapped
+        self._rows = None  # all views, without which the segment cannot be unmapped
         if self._segment is not None:
             self._segment.close()
 
     @property
-    def _open(self) -> list[torch.Tensor]:
-        """The rows of each field, uint8 `[rows, nbytes]`."""
-        if self._tables is None:
-            assert self._segment is not None
-            slots = FieldSlots(self._segment, self._spec.row_bytes, self._count)
-            sizes = enumerate(self._spec.row_bytes)
-            self._tables = [slots.table(field).view(self._count, nbytes) for field, nbytes in sizes]
-        return self._tables
+    def _open(self) -> BatchRows:
+        if self._rows is None:
+            segment, memory, start = self._segment, list[torch.Tensor](), 0
+            assert segment is not None
+            for size in self._codec.sizes(self._count):
+                memory.append(segment.bytes(start, size))
+                start += aligned(size)
+            self._rows = self._codec.rows(lambda: memory, self._count)
+        return self._rows
 
     def __getstate__(self) -> dict[str, Any]:
-        return self.__dict__ | {"_tables": None}
-
-
-def readable_slots(cache: SharedCache, indices: torch.Tensor) -> torch.Tensor:
-    """The slots of those indices that can be read now, NO_SLOT for the others.
-
-    An index from the end of the dataset has the slot of the same sample. One outside of it has none: the ring would
-    wrap it around, but what it means, if anything, the source knows.
-    """
-    size = cache.arc.size
-    return cache.ready_slots(indices).masked_fill_((indices >= size) | (indices < -size), NO_SLOT)
+        return self.__dict__ | {"_rows": None}
 
 
 def _samples_of_batch(delivery: Delivery) -> list[Any]:

@@ -32,7 +32,7 @@ from lightning_stocache.loading.stand_in import cached_in
 __all__ = ["WarmEpoch", "pass_through"]
 
 _BLOCK_BYTES = 1 << 20  # 12 us per batch of eight 3x32x32 images where a gather for each takes 80
-_DRAWN = 4096  # indices that are drawn, and turned into slots, at a time
+_DRAWN = 4096  # indices that are drawn, and looked up, at a time
 
 
 class _Block(NamedTuple):
@@ -40,11 +40,11 @@ class _Block(NamedTuple):
 
     Args:
         indices: int64 `[samples]`, of all of them.
-        slots: int64 `[samples]`, where they lie.
+        places: int64 `[samples]`, where they lie.
     """
 
     indices: torch.Tensor
-    slots: torch.Tensor
+    places: torch.Tensor
 
 
 class WarmEpoch:
@@ -64,7 +64,7 @@ class WarmEpoch:
         self._schedule, self._kept, self._collation = schedule, kept, kept.collation
         self._size = self._sampler.batch_size
         self._at_once = max(_DRAWN // self._size, 1)
-        self._together = max(_BLOCK_BYTES // max(self._size * kept.cache.spec.nbytes, 1), 1)
+        self._together = max(_BLOCK_BYTES // max(self._size * kept.cache.codec.nbytes, 1), 1)
         self._blocks: deque[_Block] = deque()
         self._job: Job | None = None  # the gather of the first of them, if the thread has it
         self._parts: list[tuple[Any, int]] = []  # of the block that is handed out, the last first
@@ -100,7 +100,7 @@ class WarmEpoch:
         part, samples = self._parts[-1]
         last = len(self._parts) == 1 and self._gathered and self._job is None
         if last and (self._blocks or self._draw()) and self._ahead.worthwhile:
-            self._job = Job(partial(_gather, self._kept, self._collation, self._size, self._blocks[0].slots))
+            self._job = Job(partial(_gather, self._kept, self._collation, self._size, self._blocks[0].places))
             self._ahead.offer(self._job)
         self._ahead.leave()
         if self._gathered:
@@ -121,7 +121,7 @@ class WarmEpoch:
         if not (self._blocks or self._draw()):
             self.close()
             raise StopIteration
-        (indices, slots), job = self._blocks[0], self._job
+        (indices, places), job = self._blocks[0], self._job
         self._gathered = self._dataset.cache is self._kept.cache and not self._changed()
         if not self._gathered:
             parts = self._uncached(indices)
@@ -132,7 +132,7 @@ class WarmEpoch:
                 self._job = None
                 raise
         else:
-            parts = _gather(self._kept, self._collation, self._size, slots)[::-1]
+            parts = _gather(self._kept, self._collation, self._size, places)[::-1]
         self._indices, self._parts, self._job = indices, parts, None
         del self._blocks[0]
 
@@ -150,16 +150,16 @@ class WarmEpoch:
             indices = self._schedule.draw_many(self._at_once) if self._finalizer.alive else None
             if indices is None:
                 return False
-            slots, step = self._kept.cache.arc.slots_of(indices), self._together * self._size
+            places, step = self._kept.cache.lookup(indices), self._together * self._size
             for first in range(0, indices.shape[0], step):
-                self._blocks.append(_Block(indices[first : first + step], slots[first : first + step]))
+                self._blocks.append(_Block(indices[first : first + step], places[first : first + step]))
             return True
 
 
-def _gather(kept: Kept, collation: Collation, size: int, slots: torch.Tensor) -> list[tuple[Any, int]]:
+def _gather(kept: Kept, collation: Collation, size: int, places: torch.Tensor) -> list[tuple[Any, int]]:
     """The batches of a block. It does not hold the iterator, which may go while a thread is at it."""
-    samples = slots.shape[0]
-    return _with_sizes(collation.batches(kept.gather(slots), samples, size), samples, size)
+    samples = places.shape[0]
+    return _with_sizes(collation.batches(kept.gather(places), samples, size), samples, size)
 
 
 def _with_sizes(parts: Sequence[Any], samples: int, size: int) -> list[tuple[Any, int]]:

@@ -11,10 +11,12 @@ from __future__ import annotations
 
 import os
 import stat
+from collections.abc import Callable
 from dataclasses import dataclass, replace
 from pathlib import Path
+from typing import Any
 
-from lightning_stocache.node.contents import Contents, contents_of
+from lightning_stocache.node.files import token_of
 from lightning_stocache.node.manifest import printable
 
 __all__ = ["Held", "Holder", "held"]
@@ -40,7 +42,7 @@ class Held:
         key: device and inode.
         owner: the user whose file it is.
         allocated_bytes: memory that it holds.
-        contents: what it is; None if it is no segment of a cache, or another user's.
+        contents: what a look made of it; None if it is no segment of a cache, or another user's.
         holders: by process id.
     """
 
@@ -48,15 +50,16 @@ class Held:
     key: tuple[int, int]
     owner: int
     allocated_bytes: int
-    contents: Contents | None
+    contents: Any
     holders: tuple[Holder, ...] = ()
 
 
-def held(root: Path = Path("/")) -> tuple[list[Held], int]:
+def held(root: Path = Path("/"), look: Callable[[int], Any] = token_of) -> tuple[list[Held], int]:
     """The files in memory that processes have open, the largest first, and how many processes cannot be looked into.
 
     Args:
         root: where `proc` is found; another one is for tests.
+        look: what is to be known of a segment, from a descriptor of its file; ValueError if it is none.
 
     Raises:
         OSError: there is no /proc here.
@@ -78,7 +81,7 @@ def held(root: Path = Path("/")) -> tuple[list[Held], int]:
         for descriptor in descriptors:
             if (key := _key(descriptor)) is None:
                 continue
-            if key not in files and (found := _look(descriptor, key)) is not None:
+            if key not in files and (found := _file(descriptor, key, look)) is not None:
                 files[key] = found
             pids.setdefault(key, set()).add(int(entry.name))
     told = [
@@ -99,22 +102,22 @@ def _key(descriptor: Path) -> tuple[int, int] | None:
     return (facts.st_dev, facts.st_ino) if facts.st_blocks and stat.S_ISREG(facts.st_mode) else None
 
 
-def _look(descriptor: Path, key: tuple[int, int]) -> Held | None:
+def _file(descriptor: Path, key: tuple[int, int], look: Callable[[int], Any]) -> Held | None:
     try:
         name, facts = printable(os.readlink(descriptor)), descriptor.stat()
-        contents = _contents(descriptor) if facts.st_uid == os.getuid() else None
+        contents = _contents(descriptor, look) if facts.st_uid == os.getuid() else None
     except OSError:  # closed meanwhile
         return None
     return Held(name, key, facts.st_uid, facts.st_blocks * 512, contents)
 
 
-def _contents(descriptor: Path) -> Contents | None:
+def _contents(descriptor: Path, look: Callable[[int], Any]) -> Any:
     try:
         file = os.open(descriptor, os.O_RDONLY | os.O_CLOEXEC | os.O_NONBLOCK)
     except OSError:
         return None
     try:
-        return contents_of(file)
+        return look(file)
     except (ValueError, OSError):
         return None
     finally:

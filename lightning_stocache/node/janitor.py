@@ -12,12 +12,12 @@ import contextlib
 import os
 import re
 import stat
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
-from lightning_stocache.node.contents import Contents, contents_of
-from lightning_stocache.node.files import memory_directory
+from lightning_stocache.node.files import memory_directory, token_of
 from lightning_stocache.node.locks import is_unlocked
 from lightning_stocache.node.named import LOCKS, check_name, is_name, prefix, still_there, try_exclusive
 from lightning_stocache.node.owned import open_own
@@ -36,19 +36,23 @@ class NamedSegment:
         key: device and inode of the file.
         allocated_bytes: memory that it holds.
         in_use: whether a living process uses it.
-        contents: what it says about itself.
+        contents: what a look made of it.
     """
 
     name: str
     key: tuple[int, int]
     allocated_bytes: int
     in_use: bool
-    contents: Contents
+    contents: Any
 
 
-def named_segments() -> list[NamedSegment]:
-    """The named segments of this user on this node, by name."""
-    return list(_inspect(remove=False))
+def named_segments(look: Callable[[int], Any] = token_of) -> list[NamedSegment]:
+    """The named segments of this user on this node, by name.
+
+    Args:
+        look: what is to be known of one, from a descriptor of its file; ValueError if it is none.
+    """
+    return list(_inspect(remove=False, look=look))
 
 
 def segments_of_others() -> dict[int, tuple[int, int]]:
@@ -110,7 +114,7 @@ def _own_paths() -> list[str]:
     return [str(path) for path in _entries() if path.name.startswith(prefix())]
 
 
-def _inspect(*, remove: bool, only: str | None = None) -> Iterator[NamedSegment]:
+def _inspect(*, remove: bool, only: str | None = None, look: Callable[[int], Any] = token_of) -> Iterator[NamedSegment]:
     for path in _own_paths():
         name = os.path.basename(path).removeprefix(prefix())
         if only not in (None, name) or not is_name(name):
@@ -121,7 +125,7 @@ def _inspect(*, remove: bool, only: str | None = None) -> Iterator[NamedSegment]
             continue
         try:
             try:
-                contents = contents_of(data)
+                contents = look(data)
             except ValueError:  # it is no segment
                 continue
             in_use = not try_exclusive(data)

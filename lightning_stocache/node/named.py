@@ -22,7 +22,6 @@ import os
 import re
 import sys
 
-from lightning_stocache.node.contents import contents_of
 from lightning_stocache.node.files import (
     HEADER_BYTES,
     make_file,
@@ -30,7 +29,7 @@ from lightning_stocache.node.files import (
     token_of,
     write_header,
 )
-from lightning_stocache.node.manifest import Manifest, ManifestError, write_manifest
+from lightning_stocache.node.manifest import Manifest, ManifestError, read_manifest, write_manifest
 from lightning_stocache.node.owned import open_own
 from lightning_stocache.node.segment import Segment
 
@@ -142,12 +141,13 @@ def _checked(data: int, path: str) -> Manifest:
     """
     name = os.path.basename(path).removeprefix(prefix())
     try:
-        contents = contents_of(data)
+        token_of(data)
     except ValueError as error:
         raise ManifestError(f"{path} is no cache: give another name, or remove it (rm {path})") from error
-    if contents.manifest is None:
-        raise ManifestError(f"the cache {name!r} {contents.damage}. {way_out(name)}")
-    return contents.manifest
+    try:
+        return read_manifest(os.pread(data, HEADER_BYTES, 0), os.fstat(data).st_size - HEADER_BYTES)
+    except ManifestError as error:
+        raise ManifestError(f"the cache {name!r} {error}. {way_out(name)}") from error
 
 
 def _publish(path: str, size: int, manifest: Manifest) -> Segment | None:

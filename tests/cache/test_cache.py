@@ -15,7 +15,7 @@ from typing import Any
 import pytest
 import torch
 
-from lightning_stocache.cache.cache import SharedCache
+from lightning_stocache.cache.compat import SharedCache
 from lightning_stocache.cache.placement import NO_SLOT, Arc, Ring
 from lightning_stocache.cache.slots import EMPTY
 from lightning_stocache.cache.spec import SampleMismatchError, SampleSpec
@@ -93,11 +93,25 @@ def test_many_samples_are_gathered_as_single_ones_are_read(cache: SharedCache) -
     for index in range(0, len(SOURCE), 2):
         cache.fill(index, SOURCE.expected(index))
     indices = torch.tensor([4, 3, 4, 0, 39, 38])
-    slots = cache.ready_slots(indices)
+    slots = cache.lookup(indices)
     assert (slots != NO_SLOT).tolist() == [True, False, True, True, False, True]
     ready = slots[slots != NO_SLOT]
     samples = SPEC.split(gathered(cache, ready), len(ready))
     assert all(same(one, cache.get(index)) for one, index in zip(samples, [4, 4, 0, 38], strict=True))
+
+
+def test_indices_outside_of_the_dataset_have_no_place(cache: SharedCache) -> None:
+    """The ring would wrap them around; those from the end are the same samples."""
+    length = len(SOURCE)
+    for index in range(0, length, 3):
+        cache.fill(index, SOURCE.expected(index))
+    places = cache.lookup(torch.arange(-2 * length, 2 * length)).view(4, length)
+    assert places[1].tolist() == places[2].tolist() == cache.lookup(torch.arange(length)).tolist()
+    assert set(places[[0, 3]].flatten().tolist()) == {NO_SLOT}
+    for index in (-length - 1, length, 7 * length):
+        assert (cache.has_place(index), cache.is_ready(index), cache.get(index)) == (False, False, None)
+        assert not cache.fill(index, SOURCE.expected(0))
+    assert [cache.is_ready(index - length) for index in range(length)] == [cache.is_ready(i) for i in range(length)]
 
 
 def test_a_cache_without_slots_serves_nothing() -> None:
@@ -106,7 +120,7 @@ def test_a_cache_without_slots_serves_nothing() -> None:
     assert len(cache) == cache.filled == 0
     assert not cache.fill(1, SOURCE.expected(1))
     assert cache.get(1) is None
-    assert cache.ready_slots(torch.arange(5)).tolist() == [NO_SLOT] * 5
+    assert cache.lookup(torch.arange(5)).tolist() == [NO_SLOT] * 5
     cache.clear()
     cache.close()
 
@@ -157,7 +171,7 @@ def test_changing_a_served_sample_changes_nothing_else(cache: SharedCache) -> No
     got = cache.get(3)
     assert got is not None
     got[0].fill_(255)
-    slots = cache.ready_slots(torch.tensor([3, 3]))
+    slots = cache.lookup(torch.tensor([3, 3]))
     for one in SPEC.split(gathered(cache, slots), 2):
         one[0].fill_(255)
     for column in gathered(cache, slots):
@@ -187,7 +201,7 @@ def operate(cache: SharedCache, seed: int, steps: int) -> list[int]:
             assert sample is None or same(sample, expected)
         else:
             batch = torch.tensor([rng.randrange(len(SOURCE)) for _ in range(8)])
-            slots = cache.ready_slots(batch)
+            slots = cache.lookup(batch)
             found = slots != NO_SLOT
             for one, wanted in zip(
                 SPEC.split(gathered(cache, slots[found]), int(found.sum())), batch[found].tolist(), strict=True
@@ -387,7 +401,7 @@ def look_without_room(create_before: bool) -> tuple[Any, ...]:
         return ("made",)
     log = Log()
     fills = [cache.fill(index, torch.ones(MIB, dtype=torch.uint8)) for index in (0, 50_000, 99_999)]
-    looks = cache.get(70_000), cache.filled, int(cache.ready_slots(torch.arange(100_000)).max())
+    looks = cache.get(70_000), cache.filled, int(cache.lookup(torch.arange(100_000)).max())
     elsewhere = call(warn_elsewhere, cache)
     cache._filling._retry_at = 1.0  # long ago
     cache.fill(3, torch.ones(MIB, dtype=torch.uint8))

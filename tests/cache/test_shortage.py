@@ -10,7 +10,7 @@ import pytest
 import torch
 
 from lightning_stocache.cache import shortage
-from lightning_stocache.cache.cache import SharedCache
+from lightning_stocache.cache.compat import SharedCache
 from lightning_stocache.cache.placement import Arc
 from lightning_stocache.cache.shortage import keep_free
 from lightning_stocache.cache.spec import SampleSpec

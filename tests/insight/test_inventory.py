@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import pytest
 
+from lightning_stocache.cache.contents import Contents
 from lightning_stocache.insight.inventory import count, describe, of_job
-from lightning_stocache.node.contents import Contents
 from lightning_stocache.node.holders import Holder
 from lightning_stocache.node.janitor import NamedSegment
 from lightning_stocache.node.manifest import Geometry, Manifest

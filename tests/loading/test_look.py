@@ -244,7 +244,7 @@ def test_a_late_error_of_the_source_is_no_time_out(monkeypatch: pytest.MonkeyPat
         time.sleep(0.95 * looking._TOLD_SECONDS)
         raise RuntimeError("the disk is gone")
 
-    monkeypatch.setattr(looking, "_TOLD_SECONDS", 3.0)
+    monkeypatch.setattr(looking, "_TOLD_SECONDS", 2.0)
     with pytest.raises(RuntimeError, match="the disk is gone"):
         look(Request(Made(late), strict=True))
 

@@ -13,12 +13,11 @@ from hypothesis import given
 from hypothesis import strategies as st
 from torch.utils.data import default_collate
 
-from lightning_stocache.cache.placement import NO_SLOT
 from lightning_stocache.cache.spec import SampleSpec
 from lightning_stocache.loading import staging as staging_module
 from lightning_stocache.loading.dataset import CachedDataset
 from lightning_stocache.loading.errand import Errand
-from lightning_stocache.loading.staging import Staging, Stretch, readable_slots
+from lightning_stocache.loading.staging import Staging, Stretch
 from tests.loading.twins import Numbers, same
 from tests.sources import CountedSource
 
@@ -47,7 +46,7 @@ def errand(indices: Iterable[int], stretch: Stretch) -> Errand:
 
 def without_slot(dataset: CachedDataset) -> list[int]:
     assert dataset.cache is not None
-    return [index for index in range(LENGTH) if dataset.cache.arc.slot(index) == NO_SLOT]
+    return [index for index in range(LENGTH) if not dataset.cache.has_place(index)]
 
 
 def test_samples_without_a_slot_lie_in_the_stretch_of_their_errand(dataset):
@@ -59,12 +58,13 @@ def test_samples_without_a_slot_lie_in_the_stretch_of_their_errand(dataset):
     staging(dataset.__getitems__(errand(reversed(range(LENGTH)), other)))
     assert answer.sent == {}
     assert answer.places == without_slot(dataset)
-    rows = [torch.zeros(LENGTH, nbytes, dtype=torch.uint8) for nbytes in dataset.cache.spec.row_bytes]
+    codec = dataset.cache.codec
+    memory = [torch.zeros(size, dtype=torch.uint8) for size in codec.sizes(LENGTH)]
+    batch = codec.rows(lambda: memory, LENGTH)
     for place in answer.places:
-        staging.copy_to(rows, place, stretch.first + place)
-        image, label = Numbers(LENGTH)[place]
-        assert torch.equal(rows[0][place], image.flatten())
-        assert rows[1][place].view(torch.int64).item() == label
+        staging.copy_to(batch, place, stretch.first + place)
+    samples = codec.split(memory, LENGTH)
+    assert all(same(samples[place], Numbers(LENGTH)[place]) for place in answer.places)
     staging.close()
 
 
@@ -119,15 +119,6 @@ def test_a_worker_whose_cache_is_closed_makes_the_whole_batch(dataset):
     answer = staging(dataset.__getitems__(errand(range(LENGTH), staging.take(LENGTH))))
     assert same(answer.batch, default_collate([dataset.source[index] for index in range(LENGTH)]))
     staging.close()
-
-
-def test_indices_outside_of_the_dataset_have_no_slot(dataset):
-    """The ring would wrap them around; those from the end are the same samples."""
-    slots = readable_slots(dataset.cache, torch.arange(-2 * LENGTH, 2 * LENGTH))
-    inside = readable_slots(dataset.cache, torch.arange(LENGTH))
-    assert slots[LENGTH : 2 * LENGTH].tolist() == inside.tolist()
-    assert slots[2 * LENGTH : 3 * LENGTH].tolist() == inside.tolist()
-    assert set(slots[:LENGTH].tolist()) == set(slots[3 * LENGTH :].tolist()) == {NO_SLOT}
 
 
 @pytest.mark.parametrize("batched", [False, True])

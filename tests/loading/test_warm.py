@@ -10,7 +10,7 @@ import pytest
 import torch
 from torch.utils.data import BatchSampler, DataLoader, SequentialSampler
 
-from lightning_stocache.cache.cache import SharedCache
+from lightning_stocache.cache.compat import SharedCache
 from lightning_stocache.cache.counters import Counts
 from lightning_stocache.loading import schedule, warm
 from lightning_stocache.loading.dataset import CachedDataset

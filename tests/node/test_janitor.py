@@ -11,6 +11,7 @@ from pathlib import Path
 
 import pytest
 
+from lightning_stocache.cache.contents import contents_of
 from lightning_stocache.node.files import HEADER_BYTES
 from lightning_stocache.node.janitor import clean, clean_locks, is_stranger, named_segments, segments_of_others
 from lightning_stocache.node.locks import take
@@ -64,7 +65,7 @@ def test_a_damaged_segment_is_listed_and_removed(name: str) -> None:
     with path_of(name).open("r+b") as file:
         file.seek(64)
         file.write(b"\xff" * 100)
-    [found] = [found for found in named_segments() if found.name == name]
+    [found] = [found for found in named_segments(contents_of) if found.name == name]
     assert found.contents.manifest is None
     assert found.contents.damage.startswith("is damaged")
     assert [gone.name for gone in clean(name)] == [name]

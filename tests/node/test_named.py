@@ -13,6 +13,7 @@ from typing import Any
 
 import pytest
 
+from lightning_stocache.cache.contents import contents_of
 from lightning_stocache.node.files import HEADER_BYTES
 from lightning_stocache.node.janitor import clean, named_segments
 from lightning_stocache.node.manifest import Geometry, Manifest, ManifestError
@@ -103,7 +104,7 @@ def test_clean_leaves_what_is_in_use(name: str) -> None:
     """A segment goes when nobody uses it, with its lock file, and the list says which that is."""
     segment = opened(name, manifest := says("a"))
     assert clean(name) == []
-    [found] = [one for one in named_segments() if one.name == name]
+    [found] = [one for one in named_segments(contents_of) if one.name == name]
     assert (found.in_use, found.contents.manifest, found.allocated_bytes) == (True, manifest, HEADER_BYTES)
     segment.close()
     assert [one.in_use for one in named_segments() if one.name == name] == [False]

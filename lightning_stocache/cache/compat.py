@@ -1,37 +1,29 @@
-"""One cache per node, which all its processes fill and read.
+"""The interface of the library that the idea comes from, on top of a store of rows.
 
-A sample that was loaded is checked against the spec and stored by `Filling`. A reader looks at the slot's state,
-fences, and copies the bytes out; nobody is ever handed a view.
-
-The interface of the library that the idea comes from, stocaching (https://github.com/Charl-AI/stochastic-caching), is
-kept: constructor, `get_slot`, `set_slot`, `[]`, `len`, `array`, `aux_array`, `clear`. A cache made by that
-constructor holds the first indices of the dataset; one made by `create` holds the arc that it is given.
+stocaching (https://github.com/Charl-AI/stochastic-caching) documents its `SharedCache` by constructor, `get_slot`,
+`set_slot`, `[]`, `len`, `array`, `aux_array` and `clear`: a user of that library changes one import. A cache made by
+that constructor holds the first indices of the dataset; one made by `create` holds the arc that it is given.
 """
 
 from __future__ import annotations
 
 import operator
-from collections.abc import Mapping, Sequence
-from dataclasses import asdict
+from collections.abc import Sequence
 from typing import Any
 
 import torch
 
-from lightning_stocache.cache.filling import Filling, Slots
 from lightning_stocache.cache.placement import NO_SLOT, Arc
-from lightning_stocache.cache.slots import READY, FieldSlots
+from lightning_stocache.cache.row_store import RowStore
+from lightning_stocache.cache.slots import READY
 from lightning_stocache.cache.spec import SampleSpec, contents_of
-from lightning_stocache.node.fence import fence
-from lightning_stocache.node.files import HEADER_BYTES, Backend
-from lightning_stocache.node.manifest import Geometry, Manifest
-from lightning_stocache.node.segment import Segment
 
 __all__ = ["SharedCache"]
 
 _OUT_OF_BOUNDS = 2
 
 
-class SharedCache:
+class SharedCache(RowStore):
     """A cache of samples in memory that the processes of a node share, lazily filled and never evicted.
 
     Args:
@@ -72,112 +64,8 @@ class SharedCache:
         spec = SampleSpec.infer(torch.empty(data_dims, dtype=dtype))
         limit = int(size_limit_gib * 1024**3) - dataset_len
         slots = min(max(limit, 0) // max(spec.nbytes, 1), dataset_len)
-        arc = Arc(dataset_len, slots)
-        self._assemble(_new_segment(spec, arc), spec, arc)
-
-    @classmethod
-    def create(
-        cls, spec: SampleSpec, arc: Arc, backend: Backend | None = None, whose: Mapping[str, Any] | None = None
-    ) -> SharedCache:
-        """Make an empty cache for any sample and any arc of the ring.
-
-        Args:
-            spec: what a sample looks like.
-            arc: which indices have a slot, and where.
-            backend: kind of segment, see `lightning_stocache.node.segment`.
-            whose: what the segment says about itself besides the arc, see `lightning_stocache.node.manifest`.
-        """
-        return cls.over(_new_segment(spec, arc, backend, whose), spec, arc)
-
-    @classmethod
-    def over(cls, segment: Segment, spec: SampleSpec, arc: Arc) -> SharedCache:
-        """Open the cache that lies in a segment already."""
-        cache = cls.__new__(cls)
-        cache._assemble(segment, spec, arc)
-        return cache
-
-    def _assemble(self, segment: Segment, spec: SampleSpec, arc: Arc) -> None:
-        self.segment, self.spec, self.arc = segment, spec, arc
-        self.slots: Slots = FieldSlots(segment, spec.row_bytes, arc.slots)
-        self._filling = Filling(segment, self.slots)
-        self._given_up = False
-
-    def __reduce__(self) -> tuple[Any, ...]:
-        return SharedCache.over, (self.segment, self.spec, self.arc)
-
-    # ---- one sample ----
-
-    def get(self, index: int) -> Any | None:
-        """A copy of the sample of an index, or None when its slot is empty or it has none.
-
-        The index lies in `[0, dataset_len)`.
-        """
-        slot = self.arc.slot(index)
-        if slot == NO_SLOT or self.slots.state_bytes[slot] != READY:
-            return None
-        fence()
-        return self.spec.unflatten(self.slots.read(slot))
-
-    def is_ready(self, index: int) -> bool:
-        """Whether an index in `[0, dataset_len)` can be read now; in another process, after a message or a fence."""
-        slot = self.arc.slot(index)
-        return slot != NO_SLOT and self.slots.state_bytes[slot] == READY
-
-    def fill(self, index: int, sample: Any) -> bool:
-        """Store a sample into the slot of an index, if it has one that is empty and nobody else is filling it.
-
-        Returns:
-            Whether this call stored it.
-
-        Raises:
-            SampleMismatchError: the sample differs from the spec; checked also where there is no slot.
-        """
-        leaves, slot = self.spec.leaves(sample, index), self.arc.slot(index)
-        return slot != NO_SLOT and self._filling.fill(slot, contents_of(leaves))
-
-    def fill_from(self, index: int, contents: Sequence[memoryview]) -> bool:
-        """The same for a sample that was checked already, from its bytes, `[nbytes]` per field."""
-        slot = self.arc.slot(index)
-        return slot != NO_SLOT and self._filling.fill(slot, contents)
-
-    # ---- many samples ----
-
-    def ready_slots(self, indices: torch.Tensor) -> torch.Tensor:
-        """The slots of those indices (int64 `[samples]`) that can be read now, NO_SLOT for the others."""
-        slots = self.arc.slots_of(indices)
-        if self.arc.slots == 0:
-            return slots
-        ready = torch.index_select(self.slots.states, 0, slots.clamp(min=0)) == READY
-        fence()
-        return slots.masked_fill_(~ready, NO_SLOT)
-
-    def gather(self, slots: torch.Tensor, into: Sequence[torch.Tensor]) -> None:
-        """Copy READY slots (int64 `[samples]`) into uint8 `[samples * nbytes]` per field."""
-        self.slots.gather(slots, into)
-
-    @property
-    def filled(self) -> int:
-        """Number of slots that are ready."""
-        return int(self.slots.states.count_nonzero())
-
-    @property
-    def memory_bytes(self) -> int:
-        """Bytes that the cache holds on this node right now, as budgets count: no header, no rest of whole pages."""
-        return min(max(self.segment.allocated_bytes - HEADER_BYTES, 0), len(self) * self.spec.slot_bytes)
-
-    @property
-    def closed(self) -> bool:
-        """Whether this process has given the cache up."""
-        return self._given_up or self.segment.closed
-
-    def close(self) -> None:
-        """Give the cache up in this process; the memory is free when all processes have."""
-        self.slots.close()  # also where another copy has closed the segment: these views are our own
-        if not self._given_up:
-            self._given_up = True
-            self.segment.close()
-
-    # ---- the ancestor's interface ----
+        made = RowStore.create(spec, Arc(dataset_len, slots))
+        super().__init__(made.segment, made.spec, made.arc)
 
     def get_slot(self, idx: int, allow_oob_idx: bool = True, allow_empty_slot: bool = True) -> Any | None:
         """A copy of the sample of an index.
@@ -216,7 +104,7 @@ class SharedCache:
             SampleMismatchError: the sample has another dtype, shape or structure.
         """
         slot = self._checked_slot(idx, allow_oob_idx)
-        leaves = self.spec.leaves(value, idx)
+        leaves = self.spec.encode(value, idx)
         if slot == NO_SLOT:
             return
         if not self._filling.put(slot, contents_of(leaves), overwrite=allow_overwrite):
@@ -233,10 +121,6 @@ class SharedCache:
         slot = self._slot_number(idx)
         index = (slot + self.arc.start) * pow(self.arc.step, -1, self.arc.size) % self.arc.size
         self.set_slot(index, value, allow_overwrite=True)
-
-    def __len__(self) -> int:
-        """Number of slots."""
-        return self.slots.count
 
     @property
     def array(self) -> torch.Tensor:
@@ -285,16 +169,3 @@ class SharedCache:
         if slot == NO_SLOT and not allow_oob_idx:
             raise IndexError(f"index {idx} has no slot in this cache of {len(self)}, and allow_oob_idx=False")
         return slot
-
-
-def _new_segment(
-    spec: SampleSpec, arc: Arc, backend: Backend | None = None, whose: Mapping[str, Any] | None = None
-) -> Segment:
-    manifest = Manifest(Geometry(**asdict(arc)), **(whose or {}))
-    segment = Segment.create(FieldSlots.bytes_for(spec.row_bytes, arc.slots), backend, manifest)
-    try:
-        segment.reserve(0, arc.slots)  # the states: they are read before anything is stored
-    except OSError:
-        segment.close()
-        raise
-    return segment

@@ -7,7 +7,7 @@ import tracemalloc
 
 import pytest
 
-from lightning_stocache.node.contents import Contents, contents_of
+from lightning_stocache.cache.contents import Contents, contents_of
 from lightning_stocache.node.files import HEADER_BYTES, make_file, write_header
 from lightning_stocache.node.manifest import Geometry, Manifest, write_manifest
 

@@ -10,12 +10,13 @@ import os
 from collections.abc import Iterator
 from dataclasses import dataclass
 
+from lightning_stocache.cache.slots import EMPTY, READY
 from lightning_stocache.node.files import HEADER_BYTES, token_of
 from lightning_stocache.node.manifest import Manifest, ManifestError, read_manifest
 
 __all__ = ["Contents", "contents_of"]
 
-_STATES = b"\0\1"  # EMPTY and READY, as in `cache.slots`
+_STATES = bytes((EMPTY, READY))
 _PIECE = 1 << 16
 
 
@@ -51,7 +52,7 @@ def contents_of(file: int) -> Contents:
     for piece in _pieces(file, HEADER_BYTES, end):
         if piece.translate(None, _STATES):
             return Contents(None, "is damaged: a slot is in a state that there is not")
-        filled += piece.count(_STATES[1:])
+        filled += piece.count(READY)
     return Contents(manifest, "", filled)
 
 

@@ -1,0 +1,66 @@
+"""What turns samples into bytes, and bytes into samples again: the seam behind which their form is nobody's business.
+
+A codec knows what a sample looks like, what it costs, and how many of them lie in the memory of a batch. Rows of fixed
+fields (`spec`) are one. Nothing outside this room looks into what it gives.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from typing import Any, Protocol, Self
+
+import numpy as np
+import numpy.typing as npt
+import torch
+
+__all__ = ["BatchRows", "Parts", "SampleCodec"]
+
+Parts = Sequence[torch.Tensor]
+"""What a sample is made of, as plain tensors of any dtype, shape and strides, without a copy."""
+
+
+class BatchRows(Protocol):
+    """The samples of a batch, in memory that was lent for it, open one by one."""
+
+    def put(self, place: int, parts: Parts) -> list[memoryview]:
+        """Copy an encoded sample to its place; its bytes there, per field."""
+
+    def write(self, place: int, contents: Sequence[memoryview | npt.NDArray[np.uint8]]) -> None:
+        """Copy the bytes of a sample to its place, per field."""
+
+    def copy(self, place: int, other: Self, other_place: int) -> None:
+        """Copy a sample from other rows of the same codec."""
+
+
+class SampleCodec(Protocol):
+    """Between samples and their bytes.
+
+    Raises:
+        SampleMismatchError: (`encode`) a sample is not of this codec; the message says where it differs.
+    """
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes of one sample, as they are counted."""
+
+    @property
+    def slot_bytes(self) -> int:
+        """Bytes that a sample costs in a store, with its state."""
+
+    def encode(self, sample: Any, index: int | None = None) -> Parts:
+        """Check a sample and take it apart. `index` is named in errors."""
+
+    def contents(self, parts: Parts) -> list[memoryview]:
+        """The bytes of an encoded sample, without a copy where they lie in order."""
+
+    def is_alike(self, sample: Any) -> bool:
+        """Whether a sample is built like those of this codec, with whatever dtypes and shapes."""
+
+    def sizes(self, samples: int) -> tuple[int, ...]:
+        """Bytes of the memory for a batch, per field."""
+
+    def rows(self, memory: Callable[[], Sequence[torch.Tensor]], samples: int) -> BatchRows:
+        """Open the memory of a batch, uint8 of `sizes(samples)`; it is asked for when it is needed."""
+
+    def split(self, memory: Sequence[torch.Tensor], samples: int) -> list[Any]:
+        """The samples that lie in the memory of a batch, which they then own together."""
