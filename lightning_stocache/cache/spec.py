@@ -171,16 +171,7 @@ class SampleSpec:
         sized = zip(self.fields, columns, self.row_bytes, strict=True)
         leaves = [field.decode(column.view(samples, nbytes)) for field, column, nbytes in sized]
 
-        def build(node: _Branch | int) -> Callable[[int], Any]:
-            if isinstance(node, int):
-                return leaves[node].__getitem__
-            makers, branch = [build(child) for child in node.children], node
-            if branch.kind is tuple and len(makers) == 2:  # (image, label), by far the most common
-                first, second = makers
-                return lambda i: (first(i), second(i))
-            return lambda i: branch.build([make(i) for make in makers])
-
-        return list(map(build(self.tree), range(samples)))
+        return list(map(_maker(self.tree, leaves), range(samples)))
 
     def _walk(self, node: _Branch | int, sample: Any, path: str, index: int | None) -> Iterator[Any]:
         if isinstance(node, int):
@@ -193,6 +184,22 @@ class SampleSpec:
                 yield child
             else:
                 yield from self._walk(branch, child, path + node.steps(len(node.children))[number], index)
+
+
+def _maker(node: _Branch | int, leaves: Sequence[Any]) -> Callable[[int], Any]:
+    """Makes the n-th sample of many from their leaves.
+
+    Not a function inside `split`: one that calls itself would hold the leaves, and the memory of the batch, until the
+    garbage collector comes.
+    """
+    if isinstance(node, int):
+        make: Callable[[int], Any] = leaves[node].__getitem__
+        return make
+    makers = [_maker(child, leaves) for child in node.children]
+    if node.kind is tuple and len(makers) == 2:  # (image, label), by far the most common
+        first, second = makers
+        return lambda i: (first(i), second(i))
+    return lambda i: node.build([make(i) for make in makers])
 
 
 def contents_of(leaves: Sequence[torch.Tensor]) -> list[memoryview]:

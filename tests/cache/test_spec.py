@@ -4,9 +4,11 @@ from __future__ import annotations
 
 import collections
 import enum
+import gc
 import math
 import pickle
 import struct
+import weakref
 from collections import OrderedDict
 from collections.abc import Callable
 from pathlib import Path
@@ -369,3 +371,19 @@ def test_a_single_element_may_have_any_stride(shape: tuple[int, ...], dtype: tor
     spec = SampleSpec.infer(leaf)
     assert torch.equal(spec.unflatten(spec.flatten(leaf)), leaf)
     assert leaf.item() == 3
+
+
+def test_samples_let_go_of_their_memory_when_the_last_of_them_goes() -> None:
+    """At once, not when the garbage collector comes: the memory of a batch is to be used again."""
+    spec = SampleSpec.infer({"image": torch.zeros(4), "rest": (1, np.zeros(3))})
+    memory = [np.zeros(size, np.uint8) for size in spec.sizes(3)]
+    gone = [weakref.ref(field) for field in memory]
+    gc.disable()
+    try:
+        samples = spec.split([torch.from_numpy(field) for field in memory], 3)
+        del memory
+        assert gone[0]() is not None
+        del samples
+        assert [field() for field in gone] == [None] * 3
+    finally:
+        gc.enable()
