@@ -258,8 +258,8 @@ class CachedDataset(Forwarding):
         opened = self.refresh()
         samples: Any
         try:
-            if isinstance(indices, Errand) and indices.of_batch is not None:
-                samples = opened.fill(positions)
+            if isinstance(indices, Errand) and indices.missing is not None:
+                samples = ()
             elif opened.live_cache is None and opened.fetch is None:
                 samples = [self.__finish(opened.serve(position)) for position in positions]
             else:

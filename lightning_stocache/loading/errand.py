@@ -5,6 +5,8 @@ from __future__ import annotations
 from collections.abc import Iterable, Sequence
 from typing import Any, NamedTuple
 
+from lightning_stocache.loading.batch_pool import Place
+
 __all__ = ["Delivery", "Errand"]
 
 
@@ -13,25 +15,31 @@ class Errand(list[int]):
 
     Args:
         indices: of a batch, or of those of its samples that are missing.
-        place: what the loader's clerk makes of it.
-        of_batch: where only those samples are wanted that are not to be read from their slots, the whole batch that
-            they are missing from.
+        place: the shared memory of the batch, if there is any.
+        missing: where only those samples are wanted that are not to be read from their slots, their positions in the
+            batch.
+        of_batch: then, the indices of the whole batch.
     """
 
     def __init__(
-        self, indices: Sequence[int] = (), place: Any = None, *, of_batch: Sequence[int] | None = None
+        self,
+        indices: Sequence[int] = (),
+        place: Place | None = None,
+        *,
+        missing: Sequence[int] | None = None,
+        of_batch: Sequence[int] = (),
     ) -> None:
         super().__init__(indices)
-        self.place, self.of_batch = place, of_batch
+        self.place, self.missing, self.of_batch = place, missing, of_batch
 
 
 class Delivery(NamedTuple):
-    """What a worker has fetched for an errand. The loader's clerk, its collate function, makes the answer of it.
+    """What a worker has fetched for an errand. What runs as its collate function makes the answer of it.
 
     Args:
         dataset: the CachedDataset that has fetched it.
         errand: what for.
-        samples: those of its indices; where they are missing from a batch, what `Opened.fill` gives.
+        samples: those of its indices; none where they are missing from a batch, and are loaded into its memory.
     """
 
     dataset: Any

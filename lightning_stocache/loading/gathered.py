@@ -29,14 +29,12 @@ from lightning_stocache.loading.crew import Crew
 from lightning_stocache.loading.errand import Errand
 from lightning_stocache.loading.interrupts import HeldBack
 from lightning_stocache.loading.kept import Kept
+from lightning_stocache.loading.replies import Collated, MissingRows, RowReplies
 from lightning_stocache.loading.schedule import Schedule
-from lightning_stocache.loading.staging import Collated, Staged, Staging, Stretch
 from lightning_stocache.loading.stand_in import cached_in
 from lightning_stocache.loading.warm import pass_through
 
 __all__ = ["GatheredEpoch"]
-
-_ROWS = 256  # of an errand in the staging area, where a batch_sampler does not tell its batch size
 
 
 @dataclass
@@ -47,14 +45,16 @@ class _Plan:
         indices: int64 `[samples]`, or a sampler's keys.
         places: where they lie; None for what passes through.
         missing: positions in the batch that are being loaded.
-        stretch: where workers put what does not become READY; None if there is no errand.
+        asked: whether a worker is asked to load them.
+        memory: of the batch, uint8 per field, where the worker puts them; None if there was no shared memory.
         job: the gather, once it has been offered to the thread.
     """
 
     indices: Any
     places: torch.Tensor | None = None
     missing: list[int] = field(default_factory=list)
-    stretch: Stretch | None = None
+    asked: bool = False
+    memory: list[torch.Tensor] | None = None
     job: Job | None = None
 
 
@@ -64,7 +64,7 @@ class GatheredEpoch:
     Args:
         loader: the loader; its dataset is a CachedDataset with an open cache.
         schedule: when indices are drawn.
-        kept: buffers and workers.
+        kept: memory and workers.
     """
 
     def __init__(self, loader: DataLoader[Any], schedule: Schedule, kept: Kept) -> None:
@@ -83,9 +83,9 @@ class GatheredEpoch:
                 kept.end_workers()
             kept.begin_epoch()
             if self._with_workers:
-                under_way = (loader.prefetch_factor or 2) * loader.num_workers
-                self._hire(loader, under_way)
-                for _ in range(under_way):
+                if kept.crew is None and not kept.full:  # before the thread starts
+                    kept.crew = Crew(loader, RowReplies(), schedule.seed_state)
+                for _ in range((loader.prefetch_factor or 2) * loader.num_workers):
                     self._draw()
         except BaseException:
             self.close()
@@ -121,7 +121,7 @@ class GatheredEpoch:
         except BaseException as error:
             # As in DataLoader: what the source raises takes the place of the batch. One that was interrupted, or whose
             # answer has not come, is the next one again.
-            if crew is not None and plan.stretch is not None and not self._closed:
+            if crew is not None and plan.asked and not self._closed:
                 over = crew.answered > answered
             else:
                 over = not isinstance(error, KeyboardInterrupt)
@@ -148,18 +148,9 @@ class GatheredEpoch:
         """Whether the dataset has let go of the cache."""
         return self._dataset.cache is not self._cache
 
-    def _hire(self, loader: DataLoader[Any], under_way: int) -> None:
-        """Start the workers before the thread, if there is anything to load."""
-        kept = self._kept
-        if kept.crew is None and not kept.full:
-            kept.staging = Staging(self._cache.codec, _rows_of(loader), under_way + 1, kept.promised)
-            kept.crew = Crew(loader, kept.staging, self._schedule.seed_state)
-
     def _go_on(self) -> None:
         """Leave the first plan behind; with workers, draw another, before the batch (or its error) is handed on."""
-        plan = self._plans.popleft()
-        if plan.stretch is not None and self._kept.staging is not None:
-            self._kept.staging.give_back(plan.stretch)
+        self._plans.popleft()
         if self._with_workers:
             self._draw()
 
@@ -174,12 +165,21 @@ class GatheredEpoch:
             return True
         plan.places = cache.lookup(indices)
         plan.missing = (plan.places == NO_PLACE).nonzero().flatten().tolist()
-        crew, staging = self._kept.crew, self._kept.staging
-        if plan.missing and crew is not None and staging is not None:
-            stretch = staging.take(len(plan.missing))
-            crew.send(Errand(indices[plan.missing].tolist(), stretch, of_batch=indices.tolist()))
-            plan.stretch = stretch  # only now: who waits for an answer must have asked
+        if plan.missing and self._kept.crew is not None:
+            self._ask(plan, plan.places, self._kept.crew)
         return True
+
+    def _ask(self, plan: _Plan, places: torch.Tensor, crew: Crew) -> None:
+        """Gather what is READY into memory that a worker can write to, and have the rest put there."""
+        sizes, place = self._cache.codec.sizes(places.shape[0]), None
+        shared = self._kept.pool.take_shared(sizes)
+        if shared is not None:
+            place, plan.memory = shared.place, shared.fields(sizes)
+            self._kept.gather_ready(places, plan.memory)
+        indices = plan.indices.tolist()
+        wanted = [indices[position] for position in plan.missing]
+        crew.send(Errand(wanted, place, missing=plan.missing, of_batch=indices))
+        plan.asked = True  # only now: who waits for an answer must have asked
 
     def _complete(self, plan: _Plan) -> Any:
         """The batch of a plan, counted."""
@@ -187,8 +187,8 @@ class GatheredEpoch:
         if plan.places is None or self._closed or (not self._with_workers and self._dataset.changed):
             return pass_through(self._dataset, plan.indices, self._kept)
         samples, odd = plan.places.shape[0], dict[int, Any]()
-        if plan.stretch is not None:
-            rows = self._receive(plan, plan.places, plan.stretch)
+        if plan.asked:
+            rows = self._receive(plan, plan.places)
         elif plan.missing:
             rows, odd = self._load(plan, plan.places)
         elif plan.job is not None:
@@ -215,27 +215,19 @@ class GatheredEpoch:
             rows: list[torch.Tensor] = hits.result()  # waited for after an error, too
         return rows, odd
 
-    def _receive(self, plan: _Plan, places: torch.Tensor, stretch: Stretch) -> list[torch.Tensor] | Collated:
-        """The rows of a batch with misses, which workers have loaded; if one of them is odd, the batch."""
-        missing, cache, kept = plan.missing, self._cache, self._kept
+    def _receive(self, plan: _Plan, places: torch.Tensor) -> list[torch.Tensor] | Collated:
+        """The rows of a batch with misses, which a worker has loaded; if it could not complete them, its batch."""
+        kept = self._kept
         assert kept.crew is not None
-        assert kept.staging is not None
-        answer: Staged | Collated = kept.crew.receive()
+        answer: MissingRows | Collated | None = kept.crew.receive()
+        memory, plan.memory = plan.memory, None  # what is not lent is to be free again for the next plan
         if isinstance(answer, Collated):
             return answer
-        left = {*answer.places, *answer.sent}
-        if filled := [position for place, position in enumerate(missing) if place not in left]:
-            places[filled] = cache.lookup(plan.indices[filled])
-        memory = kept.gather_ready(places)
-        batch = cache.codec.rows(lambda: memory, places.shape[0])
-        for place in answer.places:
-            kept.staging.copy_to(batch, missing[place], stretch.first + place)
-        for place, sent in answer.sent.items():
-            batch.write(missing[place], sent)
-        return memory
-
-
-def _rows_of(loader: DataLoader[Any]) -> int:
-    """The most samples that a batch has; a guess where a batch_sampler does not tell. More are sent by message."""
-    rows: Any = loader.batch_size or getattr(loader.batch_sampler, "batch_size", None)
-    return rows if isinstance(rows, int) and rows > 0 else _ROWS
+        if memory is not None:
+            return kept.handed_out(memory)
+        assert answer is not None
+        rows = kept.gather_ready(places)
+        batch = self._cache.codec.rows(lambda: rows, places.shape[0])
+        for number, place in enumerate(plan.missing):
+            batch.write(place, [field[number] for field in answer.fields])
+        return rows

@@ -1,4 +1,4 @@
-"""What a CachedLoader keeps from one epoch to the next: buffers, windows, and persistent workers.
+"""What a CachedLoader keeps from one epoch to the next: the memory of batches, and persistent workers.
 
 It belongs to one cache: workers know the cache that the dataset had when they were started, and no other. An epoch
 takes it, and gives it back when it is exhausted, closed, or no longer referred to; a second epoch at the same time gets
@@ -9,7 +9,6 @@ from __future__ import annotations
 
 import os
 import time
-from collections import deque
 from typing import Any, Literal, cast
 
 import torch
@@ -18,16 +17,14 @@ from torch.utils.data._utils import pin_memory as pinning
 
 from lightning_stocache.cache.store import NO_PLACE, SampleStore
 from lightning_stocache.loading.ahead import Ahead
-from lightning_stocache.loading.buffers import Buffers
+from lightning_stocache.loading.batch_pool import BatchPool
 from lightning_stocache.loading.collation import Collation
 from lightning_stocache.loading.crew import Crew
-from lightning_stocache.loading.staging import Staging
-from lightning_stocache.loading.windows import Windows
 
 __all__ = ["Kept", "Way"]
 
 Way = Literal["main", "worker"]
-_SLACK = 3  # windows beyond those under way: the batch of the step, the one fetched ahead of it, and one to spare
+_SLACK = 3  # in shared memory besides those under way: the batch of the step, the one fetched ahead, one to spare
 
 
 class Kept:
@@ -48,13 +45,11 @@ class Kept:
         self.collation = Collation(cache.codec) if way == "main" else None
         self.persistent = loader.persistent_workers and loader.num_workers > 0
         self.pins = loader.pin_memory and torch.cuda.is_available()
-        self.buffers = Buffers(self.pins)
         self.crew: Crew | None = None
-        self.staging: Staging | None = None
-        self.windows = Windows(
-            (loader.prefetch_factor or 0) * loader.num_workers + _SLACK, lambda: cache.promised_bytes
+        under_way = (loader.prefetch_factor or 0) * loader.num_workers
+        self.pool = BatchPool(
+            pinned=self.pins, shared=under_way + _SLACK if under_way else 0, promised=lambda: cache.promised_bytes
         )
-        self.abandoned: list[int | None] = []  # windows of errands that nobody will ask for
         self.in_use = False
         self._gather_ns = 0  # written by who gathers, and the next by who counts: these may be two threads
         self._told_ns = 0
@@ -65,19 +60,18 @@ class Kept:
         """Whether every index of the dataset has a slot that is READY."""
         return self.cache.full
 
-    @property
-    def promised(self) -> int:
-        """Bytes that the cache has been granted and may still take."""
-        return self.cache.promised_bytes
-
     def pinned(self, batch: Any) -> Any:
         """The batch in page-locked memory, if the loader wants it there."""
         return cast(Any, pinning).pin_memory(batch) if self.pins else batch
 
-    def gather(self, places: torch.Tensor) -> list[torch.Tensor]:
-        """The samples of READY places in memory that is used again, uint8 `codec.sizes(samples)`."""
+    def memory(self, samples: int) -> list[torch.Tensor]:
+        """Private memory for a batch, uint8 `codec.sizes(samples)`."""
+        return self.pool.take(self.cache.codec.sizes(samples))
+
+    def gather(self, places: torch.Tensor, into: list[torch.Tensor] | None = None) -> list[torch.Tensor]:
+        """The samples of READY places in the memory of a batch, by default in private one."""
         start = time.perf_counter_ns()
-        rows = self._memory(places.shape[0])
+        rows = self.memory(places.shape[0]) if into is None else into
         self.cache.gather(places, rows)
         # One thread at a time, but after an interrupted wait, which may cost a few.
         self._gather_ns += time.perf_counter_ns() - start
@@ -89,17 +83,23 @@ class Kept:
         self._told_ns += taken
         return taken
 
-    def gather_ready(self, places: torch.Tensor) -> list[torch.Tensor]:
-        """The same where some are NO_PLACE, whose samples are undefined."""
+    def gather_ready(self, places: torch.Tensor, into: list[torch.Tensor] | None = None) -> list[torch.Tensor]:
+        """As `gather`, where some are NO_PLACE, whose samples are undefined."""
         some = int(places.max())
         if some == NO_PLACE:
-            return self._memory(places.shape[0])
+            return self.memory(places.shape[0]) if into is None else into
         # Where there is no place, one that is READY is read: a hole of the file would take a page, or fault where none
         # is left.
-        return self.gather(places.masked_fill(places == NO_PLACE, some))
+        return self.gather(places.masked_fill(places == NO_PLACE, some), into)
 
-    def _memory(self, samples: int) -> list[torch.Tensor]:
-        return [self.buffers.take(field, nbytes) for field, nbytes in enumerate(self.cache.codec.sizes(samples))]
+    def handed_out(self, memory: list[torch.Tensor]) -> list[torch.Tensor]:
+        """A batch in shared memory as the trainer gets it: lent, or copied where it is to be pinned or none is left."""
+        if self.pool.may_lend and not self.pins:
+            return memory
+        private = self.pool.take([field.shape[0] for field in memory])
+        for mine, field in zip(private, memory, strict=True):
+            mine.copy_(field)
+        return private
 
     def end_broken_workers(self) -> None:
         """End workers that another epoch could not use: one was killed, or Ctrl-C came while they were called back."""
@@ -107,46 +107,37 @@ class Kept:
             self.end_workers()
 
     def begin_epoch(self) -> None:
-        """Take what an epoch left behind that was broken off."""
+        """Call the workers back from an epoch that was broken off: its memory is not written to any more."""
         self.in_use = True
         if self.crew is not None:
             self.crew.begin_epoch()
-        if self.staging is not None:
-            self.staging.begin_epoch()
-        while self.abandoned:
-            self.windows.give_back(self.abandoned.pop())
 
-    def end_epoch(self, ahead: Ahead | None = None, windows: deque[int | None] | None = None) -> None:
+    def end_epoch(self, ahead: Ahead | None = None) -> None:
         """Stop the workers, unless they are persistent and may still have something to load.
 
         Args:
             ahead: the epoch's thread, which is stopped too.
-            windows: those of the epoch's errands, which nobody will ask for any more.
         """
         if os.getpid() != self._pid:
             return  # the copy of an iterator that a worker inherited ends nothing
         if ahead is not None:
             ahead.stop()
-        if windows is not None:
-            self.abandoned.extend(windows)
-            windows.clear()
         if not self.persistent or (self.way == "main" and self.full):
             self.end_workers()
         self.in_use = False
 
     def end_workers(self) -> None:
-        """End the workers and give up their staging area."""
+        """End the workers."""
         crew, self.crew = self.crew, None
-        staging, self.staging = self.staging, None
         if crew is not None:
             crew.close()
-        if staging is not None:
-            staging.close()
+            if self.way == "main":
+                self.pool.trim()  # no other epoch may want it
 
     def end(self) -> None:
         """End the workers and give up all memory."""
         self.end_workers()
-        self.windows.close()
+        self.pool.close()
 
     def release(self) -> None:
         """The loader is gone: end now, or with the epoch under way.

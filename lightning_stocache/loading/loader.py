@@ -2,11 +2,11 @@
 
 Sending a finished batch from a worker costs more than making it from memory. So each batch is planned: indices whose
 slots are READY are gathered in the main process, by one `index_select` per field into recycled memory, and only the
-others go to workers, which load and store them; what has no slot comes back through a staging area. A batch without a
+others go to workers, which load them into the memory of the batch, and store what has a slot. A batch without a
 miss wakes no worker. Once everything is READY there are no workers at all, and while the trainer computes a thread
 gathers one batch ahead.
 
-With a per-sample transform on the CPU, whole batches are made by the workers, from the cache, into windows of shared
+With a per-sample transform on the CPU, whole batches are made by the workers, from the cache, into shared
 memory that the trainer is lent.
 
 Order, contents and the random states are those of a plain DataLoader with the same arguments, bit for bit: all draws

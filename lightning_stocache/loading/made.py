@@ -1,9 +1,9 @@
-"""An epoch whose batches are made by workers, in windows of shared memory that the trainer is lent.
+"""An epoch whose batches are made by workers, in shared memory that the trainer is lent.
 
-Indices are drawn by the `Schedule` on the caller's thread, and each batch of them is an errand for a worker, with a
-window to put the batch in if one is free. An iterator holds nothing that holds it: it ends its workers, if they are not
-persistent, when it is exhausted, closed, or no longer referred to. A batch that Ctrl-C has kept from being handed out
-is the next one again.
+Indices are drawn by the `Schedule` on the caller's thread, and each batch of them is an errand for a worker, with
+memory to put the batch in if some is free. An iterator holds nothing that holds it: it ends its workers, if they are
+not persistent, when it is exhausted, closed, or no longer referred to. A batch that Ctrl-C has kept from being handed
+out is the next one again.
 """
 
 from __future__ import annotations
@@ -15,12 +15,13 @@ from typing import Any, cast
 import torch
 from torch.utils.data import DataLoader
 
+from lightning_stocache.loading.batch_pool import SharedBatch
 from lightning_stocache.loading.crew import Crew
 from lightning_stocache.loading.errand import Errand
 from lightning_stocache.loading.interrupts import HeldBack
 from lightning_stocache.loading.kept import Kept
+from lightning_stocache.loading.replies import BatchReplies, opened
 from lightning_stocache.loading.schedule import Schedule
-from lightning_stocache.loading.windows import WindowClerk
 
 __all__ = ["MadeEpoch"]
 
@@ -31,18 +32,18 @@ class MadeEpoch:
     Args:
         loader: the loader; its dataset is a CachedDataset with an open cache.
         schedule: when indices are drawn.
-        kept: windows and workers.
+        kept: memory and workers.
     """
 
     def __init__(self, loader: DataLoader[Any], schedule: Schedule, kept: Kept) -> None:
         self._schedule, self._kept, self._batches = schedule, kept, loader.batch_sampler
-        self._windows: deque[int | None] = deque()  # of the errands under way
+        self._memory: deque[SharedBatch | None] = deque()  # of the errands under way
         self._made: tuple[Any] | None = None  # the batch that is to be handed out
-        self._finalizer = weakref.finalize(self, kept.end_epoch, None, self._windows)
+        self._finalizer = weakref.finalize(self, kept.end_epoch)
         try:
             kept.begin_epoch()
             if kept.crew is None:
-                kept.crew = Crew(loader, WindowClerk(), schedule.seed_state)
+                kept.crew = Crew(loader, BatchReplies(), schedule.seed_state)
             self._crew = kept.crew
             for _ in range(self._crew.most):
                 self._draw()
@@ -66,7 +67,7 @@ class MadeEpoch:
         return batch
 
     def _receive(self) -> Any:
-        if not self._windows:
+        if not self._memory:
             self.close()
             raise StopIteration
         answered = self._crew.answered
@@ -74,16 +75,17 @@ class MadeEpoch:
             answer = self._crew.receive()
         except BaseException:
             if self._crew.answered > answered:  # else the answer is still to come, and is the next one
-                self._kept.windows.give_back(self._windows.popleft())
+                self._memory.popleft()
                 self._draw()  # before the error is handed on
             raise
-        batch = self._kept.windows.open(answer, self._windows.popleft())
+        batch = opened(answer, self._memory.popleft(), self._kept.pool)
         self._draw()
         return self._kept.pinned(batch)
 
     def close(self) -> None:
         """End the epoch, and its workers unless they are persistent."""
         self._made = None
+        self._memory.clear()
         self._finalizer()
 
     def _draw(self) -> None:
@@ -91,8 +93,7 @@ class MadeEpoch:
         indices = self._schedule.draw()
         if indices is None:
             return
-        windows = self._kept.windows
-        window = windows.take()
+        shared = self._kept.pool.take_shared()
         wanted = indices.tolist() if isinstance(indices, torch.Tensor) else indices
-        self._crew.send(Errand(wanted, None if window is None else windows.place(window)))
-        self._windows.append(window)
+        self._crew.send(Errand(wanted, None if shared is None else shared.place))
+        self._memory.append(shared)

@@ -26,7 +26,7 @@ from lightning_stocache.cache.compat import SharedCache
 from lightning_stocache.cache.counters import Counters, Counts
 from lightning_stocache.cache.placement import Ring
 from lightning_stocache.cache.store import NO_PLACE
-from lightning_stocache.loading.buffers import Buffers
+from lightning_stocache.loading.batch_pool import BatchPool
 from lightning_stocache.loading.interrupts import LetThrough
 from lightning_stocache.loading.misses import Misses, Store
 from lightning_stocache.loading.odd import Odd
@@ -74,7 +74,7 @@ class Opened:
     baseline: Counts = field(default_factory=Counts)
     borrowed: bool = False
     off: bool = False
-    _buffers: Buffers = field(default_factory=Buffers, repr=False, compare=False)
+    _pool: BatchPool = field(default_factory=BatchPool, repr=False, compare=False)
     _loading: Misses | None = field(default=None, repr=False, compare=False)
 
     @property
@@ -128,7 +128,7 @@ class Opened:
         gather_ns = 0
         if len(hits):
             start = time.perf_counter_ns()
-            memory = [self._buffers.take(field, nbytes) for field, nbytes in enumerate(cache.codec.sizes(len(hits)))]
+            memory = self._pool.take(cache.codec.sizes(len(hits)))
             cache.gather(places[hits], memory)
             for place, sample in zip(hits.tolist(), cache.codec.split(memory, len(hits)), strict=True):
                 samples[place] = sample
@@ -164,42 +164,6 @@ class Opened:
                 if type(sample) is not Odd:
                     batch.put(place, cache.codec.encode(sample, index))
         return {place: sample.sample for place, sample in zip(places, samples, strict=True) if type(sample) is Odd}
-
-    def fill(self, indices: list[int]) -> list[Any]:
-        """Serve samples that were not ready a moment ago, to a process that reads the cache, too.
-
-        Returns:
-            The parts of each sample that has been loaded here and not stored, None for the others, which are READY.
-            If one is odd, or there is no cache, all that were loaded come as an `Odd`.
-        """
-        cache = self.live_cache
-        if cache is None:
-            return list(map(Odd.of, indices, self._load(indices)))
-        if not self._one_by_one(indices):
-            samples = self.serve_many(indices)
-            if any(type(sample) is Odd for sample in samples):
-                return list(map(Odd.of, indices, samples))
-            return [
-                None if cache.is_ready(index) else cache.codec.encode(sample, index)
-                for index, sample in zip(indices, samples, strict=True)
-            ]
-        left: dict[int, Any] = {}
-        missing = [index for index in indices if not cache.is_ready(index)]
-
-        def store(number: int, sample: Any) -> bool:
-            index = missing[number]
-            parts = cache.codec.encode(sample, index)
-            stored = cache.has_place(index) and cache.put(index, cache.codec.contents(parts))
-            if not stored:
-                left[index] = parts
-            return stored
-
-        samples = self._load_then_keep(missing, store)
-        if hits := len(indices) - len(missing):
-            self.count(hits=hits, bytes_from_cache=hits * cache.codec.nbytes)
-        if any(type(sample) is Odd for sample in samples):
-            left = dict(zip(missing, map(Odd.of, missing, samples), strict=True))
-        return [left.get(index) for index in indices]
 
     def count(self, **counts: int) -> None:
         """Add to the counters, by the names of `Counts`."""
@@ -294,4 +258,4 @@ class Opened:
         # comes out may share this process's memory: it is a copy's then.
         counters = None if self.counters is None or self.counters.closed else self.counters
         state = {"cache": self.live_cache, "counters": counters, "borrowed": True}
-        return self.__dict__ | state | {"_buffers": Buffers(), "_loading": None}
+        return self.__dict__ | state | {"_pool": BatchPool(), "_loading": None}

@@ -18,11 +18,10 @@ import torch
 from torch.utils.data import default_collate
 from torch.utils.data._utils.collate import default_collate_fn_map
 
+from lightning_stocache.loading.batch_pool import aligned
 from lightning_stocache.node.segment import Segment
 
-__all__ = ["Rows", "Stack", "Written", "aligned", "is_dense", "is_plain", "rebuilt"]
-
-_ALIGNMENT = 64  # bytes, for the reason that `slots` gives
+__all__ = ["Rows", "Stack", "Written", "is_dense", "is_plain", "rebuilt"]
 
 
 @dataclass(frozen=True)
@@ -138,11 +137,6 @@ def is_dense(leaf: Any) -> bool:
         and leaf.device.type == "cpu"
         and not (leaf.requires_grad or leaf.is_quantized or leaf.is_nested or leaf.is_conj() or leaf.is_neg())
     )
-
-
-def aligned(size: int) -> int:
-    """Bytes that so many take up, with what is left free behind them."""
-    return -(-size // _ALIGNMENT) * _ALIGNMENT
 
 
 def rebuilt(node: Any, leaf: Callable[[Any], Any]) -> Any:

@@ -53,7 +53,7 @@ class WarmEpoch:
     Args:
         loader: the loader; its dataset is a CachedDataset with an open cache, which is full.
         schedule: when indices are drawn; one that can be trusted.
-        kept: the buffers.
+        kept: the memory of batches.
     """
 
     def __init__(self, loader: DataLoader[Any], schedule: Schedule, kept: Kept) -> None:

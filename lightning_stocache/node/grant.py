@@ -141,7 +141,7 @@ def loader_reserve(
     forked = (start_method or multiprocessing.get_context().get_start_method()) == "fork"
     worker_bytes = max(worker_bytes, _FORKED_WORKER, 0 if forked else own)
     # Five more than the workers hold: the batch of the running step, the one that Lightning fetches ahead, the one that
-    # is gathered or copied to pinned memory meanwhile, and two to spare in the staging area and among the buffers.
+    # is gathered or copied to pinned memory meanwhile, and two to spare, of those that workers write to and of others.
     # Besides, each worker holds the samples of the batch that it is loading.
     return Reserve(
         ranks * (ahead + 5) * batch_bytes, ranks * num_workers * (worker_bytes + batch_bytes), ranks * (num_workers + 1)

@@ -15,7 +15,7 @@ import pytest
 import torch
 from torch.utils.data import DataLoader, get_worker_info
 
-from lightning_stocache.loading import transit
+from lightning_stocache.loading import batch_pool
 from lightning_stocache.loading.dataset import CachedDataset
 from lightning_stocache.loading.loader import CachedLoader
 from lightning_stocache.node.free import FreeMemory
@@ -38,9 +38,9 @@ def plain(batch_size: int = 4, length: int = LENGTH) -> list[Any]:
 
 
 def lent(loader: CachedLoader) -> int:
-    """Windows that exist."""
+    """Segments that exist."""
     assert loader._kept is not None
-    return len(loader._kept.windows._segments)
+    return len(loader._kept.pool._segments)
 
 
 @pytest.mark.parametrize("num_workers", [1, 2])
@@ -65,7 +65,7 @@ def test_every_sample_is_counted_once_and_loaded_once(tmp_path: Path, num_worker
 
 @pytest.mark.parametrize("persistent", [False, True])
 def test_who_keeps_every_batch_sees_them_unchanged(persistent):
-    """Windows that are lent are not written to, in this epoch or a later one; with none left, batches are sent."""
+    """Memory that is lent is not written to, in this epoch or a later one; with none left, batches are sent."""
     expected = plain()
     with closing(CachedDataset(Numbers(LENGTH, BIG), transform=to_float)) as dataset:
         loader = CachedLoader(dataset, 4, num_workers=2, persistent_workers=persistent)
@@ -95,7 +95,7 @@ def test_batches_belong_to_who_gets_them():
                 image.zero_(), label.zero_()
 
 
-def test_windows_are_made_once_and_lent_again_and_again():
+def test_memory_is_made_once_and_lent_again_and_again():
     """Seven are enough for two workers, however many epochs there are; batches are not copied."""
     with closing(CachedDataset(Numbers(LENGTH, BIG), transform=to_float)) as dataset:
         loader = CachedLoader(dataset, 4, num_workers=2, persistent_workers=True)
@@ -109,7 +109,7 @@ def test_windows_are_made_once_and_lent_again_and_again():
         loader.close()
 
 
-def test_windows_grow_with_the_batches():
+def test_memory_grows_with_the_batches():
     """A first batch that is small does not keep later ones from being lent."""
     batches: Any = [[0], *[list(range(start, start + 4)) for start in range(0, LENGTH, 4)]]
     expected = list(DataLoader(Transformed(Numbers(LENGTH, BIG), to_float), batch_sampler=batches))
@@ -118,7 +118,7 @@ def test_windows_grow_with_the_batches():
         for _ in range(2):
             assert same([copied(batch) for batch in loader], expected)
         assert loader._kept is not None
-        sizes = {segment.size for segment in loader._kept.windows._segments.values()}
+        sizes = {segment.size for segment in loader._kept.pool._segments.values()}
         assert max(sizes) >= 4 * 3 * 32 * 32 * 4
         images = [image for image, _ in loader]
         assert any(image.untyped_storage().nbytes() < 4 * 3 * 32 * 32 * 4 + 64 for image in images)
@@ -126,10 +126,10 @@ def test_windows_grow_with_the_batches():
         loader.close()
 
 
-def test_without_memory_for_windows_batches_are_sent(monkeypatch):
+def test_without_shared_memory_batches_are_sent(monkeypatch):
     """The right ones, and nothing is taken that is not there."""
     with closing(CachedDataset(Numbers(LENGTH, BIG), transform=to_float)) as dataset:
-        monkeypatch.setattr(transit.FreeMemory, "measure", lambda directory: FreeMemory(0, 0, 0))
+        monkeypatch.setattr(batch_pool.FreeMemory, "measure", lambda directory: FreeMemory(0, 0, 0))
         loader = CachedLoader(dataset, 4, num_workers=2)
         assert same([list(loader), list(loader)], [plain(), plain()])
         assert lent(loader) == 0
@@ -146,7 +146,7 @@ class Faulty(Numbers):
 
 @pytest.mark.parametrize("persistent", [False, True])
 def test_an_error_takes_the_place_of_its_batch(persistent):
-    """With the user's traceback; the next batch comes, and no window is lost."""
+    """With the user's traceback; the next batch comes, and no memory is lost."""
     with closing(CachedDataset(Faulty(LENGTH, BIG), transform=to_float)) as dataset:
         loader = CachedLoader(dataset, 4, num_workers=2, persistent_workers=persistent)
         expected = plain()
@@ -162,7 +162,7 @@ def test_an_error_takes_the_place_of_its_batch(persistent):
         assert loader._kept is not None
         del iterator
         gc.collect()
-        assert len(loader._kept.windows._free) == 7
+        assert len(loader._kept.pool._free) == 7
         loader.close()
 
 
@@ -180,7 +180,7 @@ def test_any_number_of_errors_leaves_the_other_batches():
 
 
 @pytest.mark.parametrize("persistent", [False, True])
-def test_epochs_that_are_broken_off_lose_no_window(persistent):
+def test_epochs_that_are_broken_off_lose_no_memory(persistent):
     """Batches that nobody asks for any more give theirs back."""
     expected = plain()
     with closing(CachedDataset(Numbers(LENGTH, BIG), transform=to_float)) as dataset:
@@ -194,7 +194,7 @@ def test_epochs_that_are_broken_off_lose_no_window(persistent):
         assert same([copied(batch) for batch in loader], expected)
         gc.collect()
         assert loader._kept is not None
-        assert len(loader._kept.windows._free) == 7
+        assert len(loader._kept.pool._free) == 7
         loader.close()
 
 
@@ -213,7 +213,7 @@ def test_closing_the_cache_in_the_middle_changes_nothing_for_the_workers():
 
 
 def test_the_trainer_may_hold_a_batch_in_another_thread():
-    """The window is free again in whatever thread the last of its tensors goes."""
+    """The memory is free again in whatever thread the last of its tensors goes."""
     with closing(CachedDataset(Numbers(LENGTH, BIG), transform=to_float)) as dataset:
         loader = CachedLoader(dataset, 4, num_workers=1, persistent_workers=True)
         for _ in range(3):
