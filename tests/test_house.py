@@ -99,3 +99,13 @@ def test_every_module_says_what_it_is():
 def test_no_catch_all_modules():
     """There is no utils, common, helpers, core, types or constants."""
     assert not {path.stem for path in FILES} & {"utils", "common", "helpers", "core", "types", "constants"}
+
+
+def test_the_design_names_the_files_that_there_are():
+    """Each room of the house in docs/design.md lists its modules, and no other."""
+    tree = (ROOT / "docs/design.md").read_text().partition("## 4. The house")[2].split("```")[1]
+    rooms = re.findall(r"^  (\w+)/ (.*?)(?=^  \S|\Z)", tree, re.MULTILINE | re.DOTALL)
+    for room, words in rooms:
+        if named := set(re.findall(r"\w+\.py", words)):
+            assert named == {path.name for path in (PACKAGE / room).glob("*.py")} - {"__init__.py"}, room
+    assert [room for room, _ in rooms] == ROOMS
