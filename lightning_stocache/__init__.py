@@ -41,7 +41,7 @@ _HOMES = {
     "FillProgress": "training.callbacks",
     "LocalitySampler": "loading.sampler",
     "SampleSpec": "cache.spec",
-    "SharedCache": "cache.cache",
+    "SharedCache": "cache.compat",
     "StocacheDataModule": "training.datamodule",
     "StochasticCache": "training.callbacks",
     "cache_datamodule": "training.hooks",
