@@ -174,7 +174,7 @@ def _bars(panel: Stacks, stack: Stack, left: float, width: float, top: float) ->
                 tip = escape(f"{name} {write(value, panel.unit)}")
                 box = f'x="{x - bar / 2:.1f}" y="{upper:.1f}" width="{bar:.1f}" height="{lower - upper:.1f}"'
                 yield f'<rect class="{kind}" {box}><title>{tip}</title></rect>'
-        if low + high > 0 and (pitch >= 34 or (index == len(stack.bars) - 1 and width >= 30)):
+        if low + high > 0 and (pitch >= 44 or (index == len(stack.bars) - 1 and width >= 30)):
             yield _text(x, end - 5, f"{100 * shares[index]:.0f} %", "share", "middle")
     if not any(low + high for _, low, high in stack.bars):
         yield _text(left + width / 2, _BOTTOM - 8, "none counted", "dim", "middle")

@@ -19,6 +19,7 @@ __all__ = ["save"]
 
 _PARTS = ("#0072b2", "#e08a00")
 _MARKS = "osD^"
+_PANEL_POINTS = 210  # width of a panel on the figure that is saved
 _STYLES = {"solid": ("-", 2.2), "dashed": ("--", 1.4), "dotted": (":", 1.8), "thin": ("-", 1.0)}
 
 
@@ -89,6 +90,8 @@ def _stacks(axes: Axes, panel: Stacks) -> None:
     top = _ticks(axes, max(low + high for stack in panel.stacks for _, low, high in stack.bars), panel.unit)
     left, places, labels = 0.0, [], []
     most = max(24 // len(panel.stacks), 1)
+    letters = sum(len(stack.label) + 2 for stack in panel.stacks)
+    size = min(_PANEL_POINTS / (0.6 * letters), 10.0)  # names stand side by side
     for stack in panel.stacks:
         every = -(-len(stack.bars) // most)
         for index, (epoch, low, high) in enumerate(stack.bars):
@@ -101,7 +104,7 @@ def _stacks(axes: Axes, panel: Stacks) -> None:
             if (len(stack.bars) - 1 - index) % every == 0:
                 places.append(left + index)
                 labels.append(f"{epoch:,.0f}")
-        axes.text(left + (len(stack.bars) - 1) / 2, 1.06 * top, stack.label, ha="center", va="bottom")
+        axes.text(left + (len(stack.bars) - 1) / 2, 1.06 * top, stack.label, ha="center", va="bottom", fontsize=size)
         left += len(stack.bars) + 1
     axes.set_xticks(places, labels)
     axes.set_xlabel("epoch", color=DIM)
