@@ -78,6 +78,32 @@ def test_only_the_cache_knows_how_a_sample_lies():
     assert [(name_of(path), found) for path in outside for found in inside.findall(path.read_text())] == []
 
 
+def test_what_is_private_of_others_is_named_in_two_files():
+    """Attributes of other people's objects that begin with an underscore, and modules that do."""
+    allowed = {"torch_internals", "lightning_internals"}
+    found = []
+    for path in FILES:
+        if path.stem in allowed or room_of(name_of(path)) not in ("loading", "training"):
+            continue
+        tree = ast.parse(path.read_text())
+        ours = {node.attr for node in ast.walk(tree) if isinstance(node, ast.Attribute) and is_self(node.value)}
+        found += [
+            (name_of(path), node.attr)
+            for node in ast.walk(tree)
+            if isinstance(node, ast.Attribute)
+            and node.attr.startswith("_")
+            and not node.attr.startswith("__")
+            and not is_self(node.value)
+            and node.attr not in ours
+        ]
+        found += [(name_of(path), module) for module in imports_of(path) if "._" in module]
+    assert found == []
+
+
+def is_self(node: ast.expr) -> bool:
+    return isinstance(node, ast.Name) and node.id in ("self", "cls")
+
+
 def test_no_cycles():
     """The modules can be put in an order in which each imports only what comes before it."""
     known = {name_of(path) for path in FILES}

@@ -8,6 +8,7 @@ no process group: whoever has the tallies calls `summarise`.
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field, replace
 from functools import reduce
@@ -97,6 +98,8 @@ def rates(tally: Tally) -> dict[str, float]:
             "compute_seconds": tally.compute_seconds / tally.ranks,
             "samples_per_second": counts.served * tally.ranks / tally.loop_seconds if tally.loop_seconds else 0.0,
         }
+        if math.isnan(tally.wait_seconds):  # some rank could not hear its loop
+            del metrics["data_wait_seconds"], metrics["compute_seconds"]
     return metrics
 
 

@@ -7,6 +7,7 @@ to the device) is in the loop alone.
 
 from __future__ import annotations
 
+import math
 from typing import NamedTuple
 
 __all__ = ["ACTIONS", "Seconds", "Stall"]
@@ -21,8 +22,8 @@ class Seconds(NamedTuple):
     """What has been added up.
 
     Args:
-        waited: for data.
-        computed: from the beginning to the end of a batch's forward, backward and optimiser step.
+        waited: for data; NaN if the loop has run and was never heard to wait, or to compute.
+        computed: from the beginning to the end of a batch's forward, backward and optimiser step; NaN likewise.
         looped: waited, computed, and everything between, up to the last step's end.
     """
 
@@ -49,12 +50,14 @@ class Stall:
     def __init__(self) -> None:
         self._waited = self._computed = self._looped = 0.0
         self._started: dict[str, float] = {}
+        self._heard: set[str] = set()
         self._resumed: float | None = None
 
     def start(self, action: str, now: float) -> None:
         """The trainer starts something."""
         if action in ACTIONS:
             self._started[action] = now
+            self._heard.add(action)
 
     def stop(self, action: str, now: float) -> None:
         """The trainer has done something."""
@@ -78,6 +81,8 @@ class Stall:
 
     def peek(self) -> Seconds:
         """The seconds so far."""
+        if self._looped and self._heard != ACTIONS:
+            return Seconds(math.nan, math.nan, self._looped)
         return Seconds(self._waited, self._computed, self._looped)
 
     def take(self) -> Seconds:

@@ -1,30 +1,23 @@
 """Worker processes that run errands.
 
-DataLoader's own worker processes, with all it knows of starting, seeding, watching and ending them, but fed by
-errands instead of a sampler: an errand is a list of indices with a place where the answer may be put. The workers
-hold the loader's own dataset, and a `worker_init_fn` finds the user's. What they answer is made by a clerk, which
-runs in the worker as the collate function.
-
-Of DataLoader's iterator, five private names are used, which are the same from torch 2.4 to 2.15. `_try_put_index`
-pushes the feed: an iterator that asked for errands itself would plan a whole epoch ahead when they are rare.
-`_tasks_outstanding` says whether it may, `_rcvd_idx` how many answers have been handed out. `_data_queue` is where
-answers come from, `_workers` who may have died. Only the consumer's thread touches a crew.
-
-Ctrl-C is let through only while nothing has come: what has left the queue is an answer, or stays with the iterator.
+DataLoader's own worker processes, but fed by errands instead of a sampler (`torch_internals`): an errand is a list of
+indices with a place where the answer may be put. The workers hold the loader's own dataset, and a `worker_init_fn`
+finds the user's. What they answer is made by what runs in the worker as the collate function. Only the consumer's
+thread touches a crew. Ctrl-C is let through only while nothing has come.
 """
 
 from __future__ import annotations
 
-import queue
 from collections import deque
 from collections.abc import Callable, Iterator
-from typing import Any, cast
+from typing import Any
 
 import torch
 from torch.utils.data import DataLoader
 
 from lightning_stocache.loading.errand import Errand
-from lightning_stocache.loading.interrupts import HeldBack, LetThrough
+from lightning_stocache.loading.interrupts import HeldBack
+from lightning_stocache.loading.torch_internals import WorkerIterator
 from lightning_stocache.loading.worker_init import InitOnSource
 
 __all__ = ["Crew"]
@@ -48,25 +41,6 @@ class _Feed:
         return len(self.waiting)
 
 
-class _Mailbox:
-    """The queue of the workers' answers, which can be interrupted only while it is empty."""
-
-    def __init__(self, answers: Any) -> None:
-        self._answers = answers
-
-    def get(self, timeout: float | None = None) -> Any:
-        """The next answer.
-
-        Raises:
-            Empty: none has come in that many seconds.
-        """
-        with LetThrough():
-            came = self._answers._reader.poll(timeout)
-        if not came:
-            raise queue.Empty
-        return self._answers.get()
-
-
 class Crew:
     """The workers of a loader.
 
@@ -82,7 +56,7 @@ class Crew:
             generator.set_state(seed_state)
         self._feed = _Feed()
         self.most = (loader.prefetch_factor or 2) * loader.num_workers
-        self._loader: DataLoader[Any] = DataLoader(
+        fed: DataLoader[Any] = DataLoader(
             loader.dataset,
             batch_sampler=self._feed,
             num_workers=loader.num_workers,
@@ -94,29 +68,28 @@ class Crew:
             prefetch_factor=loader.prefetch_factor,
             persistent_workers=True,  # an empty feed must not end them
         )
-        self._workers: Any = cast(Any, iter(self._loader))
-        self._workers._data_queue = _Mailbox(self._workers._data_queue)
+        self._workers = WorkerIterator(fed)
         self._at_rest = True  # or the workers were being called back when that was interrupted
 
     @property
     def usable(self) -> bool:
         """Whether another epoch can begin: Ctrl-C on a terminal ends workers, too."""
-        return self._at_rest and all(worker.is_alive() for worker in self._workers._workers)
+        return self._at_rest and self._workers.alive
 
     def begin_epoch(self) -> None:
         """Wait for answers that nobody wants any more (of an epoch broken off); the first worker is next again."""
         self._feed.waiting.clear()
         self._at_rest = False
         with HeldBack():
-            self._workers = iter(self._loader)
+            self._workers.begin_epoch()
             self._at_rest = True
 
     def send(self, errand: Errand) -> None:
         """Give an errand to the next worker."""
         with HeldBack():
             self._feed.waiting.append(errand)
-            if self._workers._tasks_outstanding < self.most:
-                self._workers._try_put_index()
+            if self._workers.outstanding < self.most:
+                self._workers.push()
 
     def receive(self) -> Any:
         """The answer to the earliest errand that has none yet. The caller holds Ctrl-C back until it has put it away.
@@ -125,14 +98,14 @@ class Crew:
             Exception: what the dataset raised in the worker, with the worker's traceback: that is the answer. Where
                 there is none (a time-out, a worker that was killed, KeyboardInterrupt), `answered` stays what it was.
         """
-        return next(self._workers)
+        return self._workers.receive()
 
     @property
     def answered(self) -> int:
         """Number of answers, this epoch."""
-        return int(self._workers._rcvd_idx)
+        return self._workers.answered
 
     def close(self) -> None:
         """End the workers, and wait for them."""
         with HeldBack():
-            self._workers._shutdown_workers()
+            self._workers.shut_down()

@@ -25,6 +25,8 @@ from typing import Any, cast
 import numpy as np
 import torch
 
+from lightning_stocache.loading.torch_internals import process_generators
+
 __all__ = ["ENTROPY", "KINDS", "Generators", "owned_generators", "reachable", "watch_entropy"]
 
 ENTROPY = "the system's entropy"
@@ -136,7 +138,7 @@ def owned_generators(source: Any) -> dict[str, Any]:
         >>> list(owned_generators(Noisy()))
         ["Noisy.draws['noise']"]
     """
-    common = {id(torch.default_generator), id(np.random.mtrand._rand), id(random._inst)}
+    common = set(map(id, process_generators()))
     return {
         where: found for where, found in reachable(source) if issubclass(type(found), KINDS) and id(found) not in common
     }

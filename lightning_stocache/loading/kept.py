@@ -9,17 +9,17 @@ from __future__ import annotations
 
 import os
 import time
-from typing import Any, Literal, cast
+from typing import Any, Literal
 
 import torch
 from torch.utils.data import DataLoader
-from torch.utils.data._utils import pin_memory as pinning
 
 from lightning_stocache.cache.store import NO_PLACE, SampleStore
 from lightning_stocache.loading.ahead import Ahead
 from lightning_stocache.loading.batch_pool import BatchPool
 from lightning_stocache.loading.collation import Collation
 from lightning_stocache.loading.crew import Crew
+from lightning_stocache.loading.torch_internals import pinned
 
 __all__ = ["Kept", "Way"]
 
@@ -62,7 +62,7 @@ class Kept:
 
     def pinned(self, batch: Any) -> Any:
         """The batch in page-locked memory, if the loader wants it there."""
-        return cast(Any, pinning).pin_memory(batch) if self.pins else batch
+        return pinned(batch) if self.pins else batch
 
     def memory(self, samples: int) -> list[torch.Tensor]:
         """Private memory for a batch, uint8 `codec.sizes(samples)`."""

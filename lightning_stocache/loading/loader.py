@@ -35,6 +35,7 @@ from lightning_stocache.loading.kept import Kept, Way
 from lightning_stocache.loading.made import MadeEpoch
 from lightning_stocache.loading.schedule import Schedule
 from lightning_stocache.loading.stand_in import cached_in
+from lightning_stocache.loading.torch_internals import knows_workers
 from lightning_stocache.loading.warm import WarmEpoch
 from lightning_stocache.loading.worker_init import InitOnSource
 
@@ -173,7 +174,7 @@ class CachedLoader(DataLoader[Any]):
     def _way(self) -> Way | None:
         """Who makes the batches; None where there is no short cut."""
         dataset = cached_in(self.dataset)
-        if dataset is None or self.batch_sampler is None:
+        if dataset is None or self.batch_sampler is None or (self.num_workers and not knows_workers()):
             return None
         if self.collate_fn is not default_collate or not getattr(self, "in_order", True):
             return None

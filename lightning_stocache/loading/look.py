@@ -35,6 +35,7 @@ from lightning_stocache.loading.cut import Cut
 from lightning_stocache.loading.generators import Generators, owned_generators, reachable
 from lightning_stocache.loading.opened import Opened
 from lightning_stocache.loading.split import split
+from lightning_stocache.loading.torch_internals import shut_down
 
 __all__ = ["Finding", "look"]
 
@@ -94,7 +95,7 @@ def look(request: Request) -> Finding:
         return Finding(reason=_words(error))
     finally:
         if workers is not None:  # an error's traceback would keep the worker
-            cast(Any, workers[0])._shutdown_workers()
+            shut_down(workers[0])
 
 
 class _Looker(IterableDataset[bytes]):

@@ -22,11 +22,11 @@ import numpy as np
 import numpy.typing as npt
 import torch
 from torch.utils.data import default_collate
-from torch.utils.data._utils.collate import collate, default_collate_fn_map
 
 from lightning_stocache.loading.batch_pool import Attached, BatchPool, SharedBatch, aligned
 from lightning_stocache.loading.errand import Delivery, Errand
 from lightning_stocache.loading.stacking import Rows, Stack, Written, is_dense, is_plain, rebuilt
+from lightning_stocache.loading.torch_internals import collate, default_collate_fn_map
 
 __all__ = ["BatchReplies", "Collated", "MissingRows", "RowReplies", "opened"]
 

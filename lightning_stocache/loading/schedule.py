@@ -25,6 +25,7 @@ from torch.utils.data import BatchSampler, DataLoader, RandomSampler, Sequential
 from torch.utils.data.distributed import DistributedSampler
 
 from lightning_stocache.loading.sampler import LocalitySampler
+from lightning_stocache.loading.torch_internals import draws_all_once
 
 __all__ = ["Schedule"]
 
@@ -55,7 +56,7 @@ class Schedule:
             torch.empty((), dtype=torch.int64).random_(generator=loader.generator)
             if loader.num_workers:
                 drawing = iter(batches)
-        whole = sequential or (private and not inner.replacement and inner._num_samples is None)
+        whole = sequential or (private and draws_all_once(inner))
         dealt = type(inner) is LocalitySampler and inner.batch_size == batches.batch_size
         drawn_from = inner.dataset if dealt else inner
         # No index lies outside the dataset, and every batch but the last is of the same size.

@@ -16,9 +16,9 @@ from typing import Any, NamedTuple
 import numpy as np
 import torch
 from torch.utils.data import default_collate
-from torch.utils.data._utils.collate import default_collate_fn_map
 
 from lightning_stocache.loading.batch_pool import aligned
+from lightning_stocache.loading.torch_internals import default_collate_fn_map
 from lightning_stocache.node.segment import Segment
 
 __all__ = ["Rows", "Stack", "Written", "is_dense", "is_plain", "rebuilt"]

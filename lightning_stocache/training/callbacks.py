@@ -21,6 +21,7 @@ from lightning_stocache.loading.dataset import CachedDataset, OnError
 from lightning_stocache.loading.sampler import Mode
 from lightning_stocache.node.budget import format_bytes
 from lightning_stocache.training.caches import CallCaches, training_bytes
+from lightning_stocache.training.lightning_internals import data_sources, loops
 from lightning_stocache.training.listening import listen, stop_listening
 from lightning_stocache.training.monitor import CacheMonitor, log_every, running_datasets
 from lightning_stocache.training.options import CacheOptions
@@ -158,7 +159,7 @@ class StochasticCache(CacheMonitor):
             rank_zero_warn("there is a StochasticCache before this one in the list of callbacks: this one does nothing")
             return
         super().setup(trainer, pl_module, stage)  # only now: it moves to the front
-        found = _data_sources(trainer, stage).items()
+        found = data_sources(trainer, stage).items()
         sources = {name: source for name, source in found if not _has_cache(source.instance)}
         getters = {name: source.dataloader for name, source in sources.items()}
         at_hand = {name: source.instance for name, source in sources.items() if not source.is_module()}
@@ -183,32 +184,10 @@ class StochasticCache(CacheMonitor):
         self.caches.close()
 
     def _release(self, trainer: Trainer) -> None:
-        for loop in _loops(trainer).values():
-            vars(loop._data_source).pop("dataloader", None)
+        for loop in loops(trainer).values():
+            if (source := getattr(loop, "_data_source", None)) is not None:
+                vars(source).pop("dataloader", None)
         self.caches.end_call()
-
-
-def _loops(trainer: Trainer) -> dict[str, Any]:
-    """The loop that reads each stage's loaders; what Lightning calls a data source lies on it."""
-    return {
-        "train": trainer.fit_loop,
-        "val": trainer.fit_loop.epoch_loop.val_loop,
-        "validate": trainer.validate_loop,
-        "test": trainer.test_loop,
-        "predict": trainer.predict_loop,
-    }
-
-
-def _data_sources(trainer: Trainer, stage: str) -> dict[str, Any]:
-    """Lightning's data sources for a call.
-
-    They are private, but the same from Lightning 2.1 to 2.6, and there is no other place through which loaders from a
-    DataModule, a module and from `fit`'s arguments all come.
-    """
-    loops = _loops(trainer)
-    fit = {"train": "train", "val": "val"} if trainer.enable_validation else {"train": "train"}
-    calls = {"fit": fit, "validate": {"val": "validate"}, "test": {"test": "test"}, "predict": {"predict": "predict"}}
-    return {name: loops[loop]._data_source for name, loop in calls[stage].items()}
 
 
 def _has_cache(instance: Any) -> bool:

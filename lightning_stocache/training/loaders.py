@@ -24,6 +24,7 @@ from lightning_stocache.loading.dataset import CachedDataset
 from lightning_stocache.loading.loader import CachedLoader
 from lightning_stocache.loading.stand_in import cached_in
 from lightning_stocache.loading.worker_init import InitOnSource
+from lightning_stocache.training.lightning_internals import ARG_NAMES, ARGS, DATASET, KWARGS
 
 __all__ = [
     "cached_behind",
@@ -35,9 +36,6 @@ __all__ = [
     "rewrap",
     "with_dataset",
 ]
-
-# Where Lightning keeps a loader's arguments (`lightning.fabric.utilities.data`); the same names from 2.0 to 2.6.
-_ARGS, _KWARGS, _ARG_NAMES, _DATASET = "__pl_saved_args", "__pl_saved_kwargs", "__pl_saved_arg_names", "__dataset"
 
 
 def leaves_in(loaders: Any) -> Iterator[Any]:
@@ -115,9 +113,9 @@ def hides_dataset(loader: DataLoader[Any]) -> bool:
     Known only of a loader that was made in a loader hook, where Lightning catches its arguments.
     """
     state = vars(loader)
-    if _ARGS not in state:
+    if ARGS not in state:
         return False
-    return all(value is not loader.dataset for value in (*state[_ARGS], *state[_KWARGS].values()))
+    return all(value is not loader.dataset for value in (*state[ARGS], *state[KWARGS].values()))
 
 
 def with_dataset(
@@ -134,7 +132,7 @@ def with_dataset(
     renewed: DataLoader[Any] = object.__new__(kind)
     state = {name: _bound_to(renewed, loader, value) for name, value in vars(loader).items()}
     state |= {"dataset": dataset, "_iterator": None}
-    if _ARGS in state:
+    if ARGS in state:
         state |= _replaced_arguments(loader, dataset)
     if kind is not CachedLoader:
         state["worker_init_fn"] = InitOnSource.of(loader.worker_init_fn)
@@ -154,9 +152,9 @@ def _bound_to(renewed: DataLoader[Any], loader: DataLoader[Any], value: Any) -> 
 def _replaced_arguments(loader: DataLoader[Any], dataset: Dataset[Any]) -> dict[str, Any]:
     """The arguments from which Lightning would make the copy anew."""
     state = vars(loader)
-    args = tuple(dataset if value is loader.dataset else value for value in state[_ARGS])
-    kwargs = {name: dataset if value is loader.dataset else value for name, value in state[_KWARGS].items()}
-    names = state[_ARG_NAMES]
+    args = tuple(dataset if value is loader.dataset else value for value in state[ARGS])
+    kwargs = {name: dataset if value is loader.dataset else value for name, value in state[KWARGS].items()}
+    names = state[ARG_NAMES]
     if type(loader) is DataLoader:  # CachedLoader takes most of them by keyword only
         args, kwargs, names = (), dict(zip(names, args, strict=True)) | kwargs, ()
-    return {_ARGS: args, _KWARGS: kwargs, _ARG_NAMES: names, _DATASET: dataset}
+    return {ARGS: args, KWARGS: kwargs, ARG_NAMES: names, DATASET: dataset}

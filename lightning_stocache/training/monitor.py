@@ -11,6 +11,7 @@ The sanity check moves the baseline and is not logged. Outside of `fit` values g
 
 from __future__ import annotations
 
+import math
 import time
 import warnings
 from collections.abc import Sequence
@@ -76,7 +77,7 @@ class CacheMonitor(Callback):
         self._started = self._ended = 0.0
         self._stall = Stall()
         self._expected: dict[Counters, Expectation] = {}
-        self._complained = False
+        self._complained = self._deaf = False
         self._epochs: list[dict[str, float]] = []
         self._logged_step = -1
 
@@ -131,7 +132,7 @@ class CacheMonitor(Callback):
         tally = self._tallies.peek(running_datasets(trainer, "train"), self._stall.peek())
         if tally is not None:
             live = rates(tally)
-            values = {f"stocache/{name}": live[name] for name in _LIVE}
+            values = {f"stocache/{name}": live[name] for name in _LIVE if name in live}
             for logger in trainer.loggers:
                 logger.log_metrics(values, step=step)
                 mark_zero(logger, step)
@@ -209,6 +210,12 @@ class CacheMonitor(Callback):
     def _post(self, trainer: Trainer, stage: str) -> None:
         if self.monitors:
             seconds = self._stall.take() if stage == "train" else None
+            if seconds is not None and math.isnan(seconds.waited) and not self._deaf:
+                self._deaf = True
+                rank_zero_warn(
+                    "this version of Lightning does not say when its loop waits for a batch and when it computes: "
+                    "data_wait_seconds and compute_seconds are left out"
+                )
             self._tallies.post(stage, running_datasets(trainer, stage), seconds)
 
     def _epoch_end(self, trainer: Trainer, pl_module: LightningModule, stage: str, prefix: str) -> dict[str, float]:

@@ -12,8 +12,8 @@ from typing import Any
 import numpy as np
 import torch
 from torch.utils.data import BatchSampler, DataLoader, IterableDataset
-from torch.utils.data.dataloader import _BaseDataLoaderIter
 
+from lightning_stocache.loading.torch_internals import is_loader_iterator
 from lightning_stocache.training.loaders import cached_behind, hides_dataset
 from lightning_stocache.training.sampling import check_sampler
 
@@ -64,7 +64,7 @@ def check_loader(loader: DataLoader[Any], world: int) -> None:
         raise TypeError(f"its sampler gives keys such as {key!r}, and a cache knows samples by number")
     if _has_threads(loader):
         raise TypeError(f"the workers of {kind} are threads, and a cache is shared by processes")
-    if any(isinstance(value, _BaseDataLoaderIter) for name, value in vars(loader).items() if name != "_iterator"):
+    if any(is_loader_iterator(value) for name, value in vars(loader).items() if name != "_iterator"):
         raise TypeError(f"{kind} reads it already. Wrap it with CachedDataset where you make the loader")
     if hides_dataset(loader):
         raise TypeError(f"{kind} makes it by itself. Wrap it with CachedDataset there")

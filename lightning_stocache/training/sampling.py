@@ -14,6 +14,8 @@ from torch.utils.data import DataLoader, DistributedSampler, RandomSampler, Sequ
 
 from lightning_stocache.loading.dataset import CachedDataset
 from lightning_stocache.loading.sampler import LocalitySampler, Mode
+from lightning_stocache.loading.torch_internals import draws_all_once
+from lightning_stocache.training.lightning_internals import leaves_samplers_alone
 
 __all__ = ["check_sampler", "epochs_done", "global_seed", "is_default", "locality_sampler", "replicas"]
 
@@ -26,8 +28,7 @@ def replicas(trainer: Any, *, always: bool = False) -> tuple[int, int]:
         always: also where the Trainer has been told to leave samplers alone (`use_distributed_sampler=False`) and a
             user's loader therefore is one rank's own.
     """
-    connector = getattr(trainer, "_accelerator_connector", None)
-    if not always and not getattr(connector, "use_distributed_sampler", True):
+    if not always and leaves_samplers_alone(trainer):
         return 1, 0
     own = getattr(trainer, "distributed_sampler_kwargs", None) or {}
     return own.get("num_replicas", 1), own.get("rank", 0)
@@ -76,9 +77,7 @@ def locality_sampler(
 def is_default(loader: DataLoader[Any]) -> bool:
     """Whether a loader has the sampler that DataLoader gives it by itself."""
     sampler = loader.sampler
-    return type(sampler) is SequentialSampler or (
-        type(sampler) is RandomSampler and not sampler.replacement and sampler._num_samples is None
-    )
+    return type(sampler) is SequentialSampler or (type(sampler) is RandomSampler and draws_all_once(sampler))
 
 
 def check_sampler(loader: DataLoader[Any], world: int) -> None:

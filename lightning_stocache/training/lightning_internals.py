@@ -1,0 +1,69 @@
+"""What is private of Lightning's and is used here, all of it, and what happens where a version has it no more.
+
+- `trainer._accelerator_connector.use_distributed_sampler`: whether the user wants samplers left alone. Without it he is
+  taken not to, with one warning.
+- `loop._data_source`: the one place through which loaders of a DataModule, of a module and of `fit`'s arguments all
+  come. Without it `StochasticCache` caches nothing, with one warning.
+- `__pl_saved_args` and its relatives: from these Lightning makes a loader anew. Where it keeps none, there are none to
+  be changed.
+- The names of the actions that a `Profiler` is told (`insight.stall`): when the loop waits for a batch, and computes
+  one. Without them `data_wait_seconds` and `compute_seconds` are left out, with one warning.
+
+All of them are the same from Lightning 2.3 to 2.6.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+from lightning.pytorch.utilities import rank_zero_warn
+
+__all__ = ["ARGS", "ARG_NAMES", "DATASET", "KWARGS", "data_sources", "leaves_samplers_alone", "loops"]
+
+# Where Lightning keeps a loader's arguments (`lightning.fabric.utilities.data`).
+ARGS, KWARGS, ARG_NAMES, DATASET = "__pl_saved_args", "__pl_saved_kwargs", "__pl_saved_arg_names", "__dataset"
+
+_warned: set[str] = set()
+
+
+def leaves_samplers_alone(trainer: Any) -> bool:
+    """Whether the Trainer was given `use_distributed_sampler=False`."""
+    connector = getattr(trainer, "_accelerator_connector", None)
+    wanted = getattr(connector, "use_distributed_sampler", None)
+    if wanted is None and hasattr(trainer, "fit_loop"):
+        _warn(
+            "this version of Lightning does not show whether it was given use_distributed_sampler=False: samplers are "
+            "made for all ranks, as by default"
+        )
+    return wanted is False
+
+
+def loops(trainer: Any) -> dict[str, Any]:
+    """The loop that reads each stage's loaders; what Lightning calls a data source lies on it."""
+    return {
+        "train": trainer.fit_loop,
+        "val": trainer.fit_loop.epoch_loop.val_loop,
+        "validate": trainer.validate_loop,
+        "test": trainer.test_loop,
+        "predict": trainer.predict_loop,
+    }
+
+
+def data_sources(trainer: Any, stage: str) -> dict[str, Any]:
+    """Lightning's data sources for a call, by the stage of the loaders that they give."""
+    fit = {"train": "train", "val": "val"} if trainer.enable_validation else {"train": "train"}
+    calls = {"fit": fit, "validate": {"val": "validate"}, "test": {"test": "test"}, "predict": {"predict": "predict"}}
+    of_stage = {name: getattr(loops(trainer)[loop], "_data_source", None) for name, loop in calls[stage].items()}
+    if None in of_stage.values():
+        _warn(
+            "this version of Lightning does not show where its loaders come from: StochasticCache caches nothing. Use "
+            "cache_datamodule or StocacheDataModule"
+        )
+        return {}
+    return of_stage
+
+
+def _warn(message: str) -> None:
+    if message not in _warned:
+        _warned.add(message)
+        rank_zero_warn(message)
