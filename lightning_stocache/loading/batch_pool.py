@@ -105,6 +105,8 @@ class BatchPool:
         self._free.clear()
         for segment in self._segments.values():
             segment.close()
+        self._segments.clear()
+        self._size = 0  # what comes back later is lent no more
 
     def _take(self, field: int, nbytes: int) -> torch.Tensor:
         if self._pinned:
@@ -173,9 +175,11 @@ class Attached:
         """The segment of a place."""
         known = self._segments.get(place.number)
         if known is None or known.token != place.handle.token:
-            if known is not None:  # it was too small
-                known.close()
-            known = self._segments[place.number] = Segment.attach(place.handle)
+            known = Segment.attach(place.handle)
+            for number, other in list(self._segments.items()):
+                if other.size < known.size:  # outgrown: it will be asked for no more
+                    self._segments.pop(number).close()
+            self._segments[place.number] = known
         return known
 
     def fields(self, place: Place, sizes: Sequence[int]) -> list[torch.Tensor]:

@@ -14,6 +14,7 @@ is collated as DataLoader does: by the worker that has loaded it, or here where 
 
 from __future__ import annotations
 
+import logging
 import weakref
 from collections import deque
 from dataclasses import dataclass, field
@@ -35,6 +36,8 @@ from lightning_stocache.loading.stand_in import cached_in
 from lightning_stocache.loading.warm import pass_through
 
 __all__ = ["GatheredEpoch"]
+
+log = logging.getLogger(__name__)
 
 
 @dataclass
@@ -150,6 +153,7 @@ class GatheredEpoch:
 
     def _go_on(self) -> None:
         """Leave the first plan behind; with workers, draw another, before the batch (or its error) is handed on."""
+        # Where the cache was closed, a worker may still write to this plan's memory: none is taken any more then.
         self._plans.popleft()
         if self._with_workers:
             self._draw()
@@ -174,8 +178,12 @@ class GatheredEpoch:
         sizes, place = self._cache.codec.sizes(places.shape[0]), None
         shared = self._kept.pool.take_shared(sizes)
         if shared is not None:
-            place, plan.memory = shared.place, shared.fields(sizes)
-            self._kept.gather_ready(places, plan.memory)
+            memory = shared.fields(sizes)
+            try:
+                self._kept.gather_ready(places, memory)
+                place, plan.memory = shared.place, memory
+            except Exception:  # the batch before is made already, and would be lost: this one's turn will come
+                log.debug("a batch could not be gathered where a worker is to complete it", exc_info=True)
         indices = plan.indices.tolist()
         wanted = [indices[position] for position in plan.missing]
         crew.send(Errand(wanted, place, missing=plan.missing, of_batch=indices))
@@ -195,7 +203,8 @@ class GatheredEpoch:
             rows = plan.job.result()
         else:
             rows = self._kept.gather(plan.places)
-        self._dataset.opened.count_hits(samples - len(plan.missing), self._kept.take_gather_ns())
+        counted = isinstance(rows, Collated) and rows.counted
+        self._dataset.opened.count_hits(0 if counted else samples - len(plan.missing), self._kept.take_gather_ns())
         if isinstance(rows, Collated):
             return self._kept.pinned(rows.batch)
         if odd:
@@ -223,11 +232,9 @@ class GatheredEpoch:
         memory, plan.memory = plan.memory, None  # what is not lent is to be free again for the next plan
         if isinstance(answer, Collated):
             return answer
-        if memory is not None:
-            return kept.handed_out(memory)
-        assert answer is not None
-        rows = kept.gather_ready(places)
-        batch = self._cache.codec.rows(lambda: rows, places.shape[0])
-        for number, place in enumerate(plan.missing):
-            batch.write(place, [field[number] for field in answer.fields])
+        rows = kept.gather_ready(places) if memory is None else kept.handed_out(memory)
+        if answer is not None:
+            batch = self._cache.codec.rows(lambda: rows, places.shape[0])
+            for number, place in enumerate(plan.missing):
+                batch.write(place, [field[number] for field in answer.fields])
         return rows

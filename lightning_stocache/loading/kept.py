@@ -131,8 +131,8 @@ class Kept:
         crew, self.crew = self.crew, None
         if crew is not None:
             crew.close()
-            if self.way == "main":
-                self.pool.trim()  # no other epoch may want it
+        if self.way == "main":
+            self.pool.trim()  # no other epoch may want it
 
     def end(self) -> None:
         """End the workers and give up all memory."""

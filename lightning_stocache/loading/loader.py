@@ -14,7 +14,8 @@ are made on the caller's thread at the moments at which DataLoader makes them (`
 `collate_fn` of the user's, samples without batching, a dataset that is not cached) travels as DataLoader sends it.
 
 Not equal by nature: the storage of a batch cannot be resized, and may hold other batches, too (up to 1 MiB: who pickles
-or keeps a small one for long had better `clone` it), `is_shared()` is False where DataLoader's worker batches say True,
+or keeps a small one for long had better `clone` it), `is_shared()` is False where DataLoader's worker batches say True
+(and yet a process that is forked while a batch is held shares its memory, and sees the batch that comes there next),
 and the workers' random streams see only the misses (a source must not be random). The samples of a batch are loaded
 before any is transformed: after an error of the source, a random transform has drawn less than in DataLoader. A
 transform that returns the same memory each time gives each sample what it returned for it; DataLoader's workers stack

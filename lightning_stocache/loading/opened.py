@@ -5,9 +5,10 @@ if nobody else is doing so), or a bypass (it has no slot, it is odd, or there is
 been loaded while there is a cache is checked against the spec, stored or not; what differs is odd, and served as an
 `Odd`: it is never stored. What is served here is the deterministic part: the tail and the user's transform come after.
 
-A batch is looked up at once, its hits are copied out by one gather per field (or left to the process that asks, see
-`fill`), and the others are loaded in one call if the source has `__getitems__`. Counts are added when a sample has been
-served; a source that raises adds nothing, and what Ctrl-C interrupts adds no more than what it has stored.
+A batch is looked up at once, its hits are copied out by one gather per field (a CachedLoader does that by itself, and
+has the others loaded: `load_into`), and the others are loaded in one call if the source has `__getitems__`. Counts are
+added when a sample has been served; a source that raises adds nothing, and what Ctrl-C interrupts adds no more than
+what it has stored.
 """
 
 from __future__ import annotations

@@ -15,6 +15,7 @@ samples hold other things than dicts, lists, tuples, numbers, strings, arrays an
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any, NamedTuple
 
@@ -32,9 +33,10 @@ __all__ = ["BatchReplies", "Collated", "MissingRows", "RowReplies", "opened"]
 
 
 class Collated(NamedTuple):
-    """A batch that the worker has collated."""
+    """A batch that the worker has collated; and whether it has counted all of its samples, those that are READY too."""
 
     batch: Any
+    counted: bool = False
 
 
 @dataclass(frozen=True)
@@ -63,20 +65,27 @@ class RowReplies:
         dataset, errand = delivery.dataset, delivery.errand
         cache, missing = dataset.cache, errand.missing
         if cache is None:
-            return Collated(default_collate(_uncached(dataset, errand)))
+            return Collated(default_collate(_uncached(dataset, errand)), counted=True)
         assert missing is not None
-        if errand.place is None:  # then the rows are of those samples alone
+        samples, places = len(errand.of_batch), list(missing)
+        memory = self._memory_of(errand, cache.codec.sizes(samples))
+        in_place = memory is not None
+        if memory is None:  # then the rows are of those samples alone
             samples, places = len(errand), list(range(len(errand)))
             memory = [torch.empty(size, dtype=torch.uint8) for size in cache.codec.sizes(samples)]
-        else:
-            samples, places = len(errand.of_batch), list(missing)
-            memory = self._attached.fields(errand.place, cache.codec.sizes(samples))
         if odd := dataset.load_into(cache.codec.rows(lambda: memory, samples), list(errand), places):
             rows = cache.codec.split([field.clone() for field in memory], samples)
             came = {at: odd.get(place, rows[place]) for at, place in zip(missing, places, strict=True)}
             whole = [came[at] if at in came else cache.get(index) for at, index in enumerate(errand.of_batch)]
             return Collated(default_collate(whole))
-        return None if errand.place is not None else MissingRows([field.view(samples, -1).numpy() for field in memory])
+        return None if in_place else MissingRows([field.view(samples, -1).numpy() for field in memory])
+
+    def _memory_of(self, errand: Errand, sizes: Sequence[int]) -> list[torch.Tensor] | None:
+        """That of the batch, if there is any and this process can reach it."""
+        try:
+            return None if errand.place is None else self._attached.fields(errand.place, sizes)
+        except (OSError, ValueError):  # no descriptor is left, or the main process may not be looked into
+            return None
 
 
 class BatchReplies:

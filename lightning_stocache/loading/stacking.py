@@ -26,7 +26,7 @@ __all__ = ["Rows", "Stack", "Written", "is_dense", "is_plain", "rebuilt"]
 
 @dataclass(frozen=True)
 class Written:
-    """A tensor that lies in the window."""
+    """A tensor that lies in the memory of the batch."""
 
     offset: int
     dtype: torch.dtype
@@ -34,7 +34,7 @@ class Written:
 
 
 class Room(NamedTuple):
-    """A place in the window for one tensor of the batch.
+    """A place in that memory for one tensor of the batch.
 
     Args:
         place: where it lies.
@@ -52,10 +52,10 @@ class Room(NamedTuple):
 
 
 class Rows:
-    """A window as the tensors of a batch, each with a row for every sample.
+    """The memory of a batch as its tensors, each with a row for every sample.
 
     Args:
-        segment: the window, if there is one.
+        segment: where it lies, if there is any.
         samples: of the batch.
     """
 
@@ -73,7 +73,7 @@ class Rows:
         return rebuilt(sample, lambda leaf: leaf if (room := next(rooms)) is None else room.put(number, leaf))
 
     def make(self, first: Any, samples: int) -> tuple[Written, torch.Tensor] | None:
-        """Memory for so many tensors such as this one; None if the window is full, or if this is no dense tensor."""
+        """Memory for so many tensors such as this one; None if it is full, or if this is no dense tensor."""
         if self._segment is None or not is_dense(first):
             return None
         size = first.numel() * first.element_size() * samples
@@ -98,7 +98,7 @@ class Rows:
 
 
 class Stack:
-    """Stacks tensors, into the window as long as they fit; nothing is left to do for those that lie there already."""
+    """Stacks tensors, into the memory of the batch as long as they fit; those that lie there already are left."""
 
     def __init__(self, rows: Rows) -> None:
         self._rows = rows

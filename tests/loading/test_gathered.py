@@ -13,7 +13,7 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from torch.utils.data import BatchSampler, DataLoader, Dataset, DistributedSampler, RandomSampler
+from torch.utils.data import BatchSampler, DataLoader, Dataset, DistributedSampler, RandomSampler, get_worker_info
 
 from lightning_stocache.cache.counters import Counts
 from lightning_stocache.cache.spec import SampleMismatchError, SampleSpec
@@ -21,6 +21,7 @@ from lightning_stocache.loading import batch_pool
 from lightning_stocache.loading.crew import Crew
 from lightning_stocache.loading.dataset import CachedDataset
 from lightning_stocache.loading.errand import Errand
+from lightning_stocache.loading.kept import Kept
 from lightning_stocache.loading.loader import CachedLoader
 from lightning_stocache.node.free import FreeMemory
 from tests.loading.twins import Numbers, copied, same
@@ -379,6 +380,66 @@ def test_what_does_not_fit_shared_memory_is_sent_by_message(monkeypatch, caplog)
         assert same(list(loader), expected)
         monkeypatch.setattr(batch_pool.FreeMemory, "measure", lambda directory: FreeMemory(0, 0, 0))
         assert same([copied(batch) for _ in range(2) for batch in loader], expected * 2)
+
+
+def test_workers_that_cannot_reach_the_memory_of_a_batch_send_their_rows(monkeypatch):
+    """No descriptor is left to them, or the main process may not be looked into: the batches are the same."""
+
+    def refuse(*_: Any) -> Any:
+        raise PermissionError("not to be opened")
+
+    expected = list(DataLoader(Numbers(LENGTH), 7))
+    with closing(CachedDataset(Numbers(LENGTH), "50%")) as dataset:
+        monkeypatch.setattr(batch_pool.Attached, "fields", refuse)  # the workers are forked
+        loader = CachedLoader(dataset, 7, num_workers=2, multiprocessing_context="fork")
+        assert same([copied(batch) for _ in range(2) for batch in loader], expected * 2)
+        assert dataset.counters is not None
+        assert dataset.counters.totals().served == 2 * LENGTH
+
+
+def test_a_gather_that_fails_while_a_batch_is_planned_loses_no_other_batch(monkeypatch):
+    """The batch before it is made already; the worker is asked all the same."""
+    expected = list(DataLoader(Numbers(LENGTH), 4))
+    gather, calls = Kept.gather_ready, []
+
+    def failing(kept: Kept, places: Any, into: Any = None) -> Any:
+        calls.append(into is not None)
+        if into is not None and len(calls) % 3 == 0:
+            raise MemoryError("no memory")
+        return gather(kept, places, into)
+
+    monkeypatch.setattr(Kept, "gather_ready", failing)
+    with closing(CachedDataset(Numbers(LENGTH), "50%")) as dataset:
+        loader = CachedLoader(dataset, 4, num_workers=2)
+        assert same([copied(batch) for _ in range(2) for batch in loader], expected * 2)
+        assert any(calls)
+
+
+def test_shared_memory_goes_when_nothing_is_left_to_load():
+    """Also that of a batch which the trainer held when the epoch ended."""
+    with closing(CachedDataset(Numbers(LENGTH))) as dataset:
+        loader = CachedLoader(dataset, 4, num_workers=2)
+        *_, last = iter(loader)
+        assert loader._kept is not None
+        del _, last
+        list(loader)
+        assert loader._kept.pool._segments == {}
+
+
+def changed_by_worker(_: int) -> None:
+    info: Any = get_worker_info()
+    info.dataset.shape = (3, 5, 7, 1)
+
+
+def test_workers_whose_source_changes_are_counted_once():
+    """They have let go of the cache, and serve whole batches: what the main process had planned as hits, too."""
+    with closing(CachedDataset(Numbers(LENGTH), "50%")) as dataset:
+        fill(dataset, range(LENGTH))
+        assert dataset.counters is not None
+        before = dataset.counters.totals().served
+        loader = CachedLoader(dataset, 7, num_workers=2, worker_init_fn=changed_by_worker)
+        assert sum(len(labels) for _, labels in loader) == LENGTH
+        assert dataset.counters.totals().served - before == LENGTH
 
 
 @pytest.mark.parametrize("looked_up", [False, True])
