@@ -7,7 +7,7 @@ fields (`spec`) are one. Nothing outside this room looks into what it gives.
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from typing import Any, Protocol, Self
+from typing import Any, Protocol
 
 import numpy as np
 import numpy.typing as npt
@@ -28,9 +28,6 @@ class BatchRows(Protocol):
     def write(self, place: int, contents: Sequence[memoryview | npt.NDArray[np.uint8]]) -> None:
         """Copy the bytes of a sample to its place, per field."""
 
-    def copy(self, place: int, other: Self, other_place: int) -> None:
-        """Copy a sample from other rows of the same codec."""
-
 
 class SampleCodec(Protocol):
     """Between samples and their bytes.
@@ -49,9 +46,6 @@ class SampleCodec(Protocol):
 
     def encode(self, sample: Any, index: int | None = None) -> Parts:
         """Check a sample and take it apart. `index` is named in errors."""
-
-    def contents(self, parts: Parts) -> list[memoryview]:
-        """The bytes of an encoded sample, without a copy where they lie in order."""
 
     def is_alike(self, sample: Any) -> bool:
         """Whether a sample is built like those of this codec, with whatever dtypes and shapes."""

@@ -49,11 +49,6 @@ class FieldRows:
             part: Any = content  # NumPy's stubs know of no buffers before Python 3.12
             memory[place * nbytes : (place + 1) * nbytes] = part
 
-    def copy(self, place: int, other: FieldRows, other_place: int) -> None:
-        """Copy a sample from other rows of the same fields."""
-        for column, theirs in zip(self._open[0], other._open[0], strict=True):
-            column[place].copy_(theirs[other_place])
-
     @cached_property
     def _open(self) -> tuple[list[torch.Tensor], list[tuple[memoryview, int]]]:
         """The field's columns, as tensors of its dtype where torch has it, and their bytes."""

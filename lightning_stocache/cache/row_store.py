@@ -147,11 +147,6 @@ class RowStore:
         """Whether an index has a slot."""
         return self._slot(index) != NO_SLOT
 
-    def is_ready(self, index: int) -> bool:
-        """Whether an index can be read now; in another process, after a message or a fence."""
-        slot = self._slot(index)
-        return slot != NO_SLOT and self.slots.state_bytes[slot] == READY
-
     def get(self, index: int) -> Any | None:
         """A copy of the sample of an index, or None when its slot is empty or it has none."""
         slot = self._slot(index)

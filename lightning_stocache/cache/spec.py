@@ -147,11 +147,6 @@ class SampleSpec:
             leaves.append(field_.plain(leaf))
         return leaves
 
-    @staticmethod
-    def contents(parts: Sequence[torch.Tensor]) -> list[memoryview]:
-        """The bytes of leaves in row order; those of a contiguous tensor are its own memory."""
-        return contents_of(parts)
-
     def is_alike(self, sample: Any) -> bool:
         """Whether a sample has the same containers and types of leaves, of whatever dtypes, shapes and attributes."""
         try:

@@ -42,9 +42,6 @@ class SampleStore(Protocol):
     def has_place(self, index: int) -> bool:
         """Whether an index has a place, READY or not."""
 
-    def is_ready(self, index: int) -> bool:
-        """Whether an index can be read now; in another process, after a message or a fence."""
-
     def lookup(self, indices: torch.Tensor) -> torch.Tensor:
         """The places of those indices (int64 `[samples]`) that can be read now, NO_PLACE for the others."""
 
@@ -62,7 +59,7 @@ class SampleStore(Protocol):
         """
 
     def put(self, index: int, contents: Sequence[memoryview]) -> bool:
-        """The same for an encoded sample, by its bytes per field (`codec.contents`)."""
+        """Store an encoded sample in the same way, by its bytes per field, as `BatchRows.put` gives them."""
 
     @property
     def filled(self) -> int:

@@ -171,21 +171,26 @@ class Attached:
     def __init__(self) -> None:
         self._segments: dict[int, Segment] = {}
 
-    def segment(self, place: Place) -> Segment:
-        """The segment of a place."""
+    def segment(self, place: Place | None) -> Segment | None:
+        """The segment of a place; None if there is none, or it cannot be reached from this process."""
+        if place is None:
+            return None
         known = self._segments.get(place.number)
         if known is None or known.token != place.handle.token:
-            known = Segment.attach(place.handle)
+            try:
+                known = Segment.attach(place.handle)
+            except (OSError, ValueError):  # no descriptor is left, or the main process may not be looked into
+                return None
             for number, other in list(self._segments.items()):
                 if other.size < known.size:  # outgrown: it will be asked for no more
                     self._segments.pop(number).close()
             self._segments[place.number] = known
         return known
 
-    def fields(self, place: Place, sizes: Sequence[int]) -> list[torch.Tensor]:
-        """The memory of a batch of rows, uint8 `[size]` per field."""
+    def fields(self, place: Place | None, sizes: Sequence[int]) -> list[torch.Tensor] | None:
+        """The memory of a batch of rows, uint8 `[size]` per field; None as above."""
         segment = self.segment(place)
-        return [segment.bytes(start, size) for start, size in _starts(sizes)]
+        return None if segment is None else [segment.bytes(start, size) for start, size in _starts(sizes)]
 
     def __getstate__(self) -> dict[str, Any]:
         return {"_segments": {}}

@@ -1,8 +1,9 @@
 """An epoch whose batches are put together in the main process.
 
-Each batch is planned when its indices are drawn, by the `Schedule`, on the caller's thread: what is not READY is sent
-to the workers at once, and the rest is gathered when the batch's turn comes, or on a thread just before. Where the
-cache has been closed meanwhile, and for keys that only the source understands, samples pass through.
+Each batch is planned when its indices are drawn, by the `Schedule`, on the caller's thread. If something of it is not
+READY, and there are workers, the rest is gathered at once, into memory that one of them then completes. Else it is
+gathered when its turn comes, or on a thread just before. Where the cache has been closed meanwhile, and for keys that
+only the source understands, samples pass through.
 
 An iterator holds nothing that holds it: it ends its thread, and its workers if they are not persistent, when it is
 exhausted, closed, or no longer referred to.

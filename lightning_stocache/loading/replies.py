@@ -6,16 +6,15 @@ gathered (`RowReplies`), or, with a transform per sample on the CPU, all of it, 
 (`BatchReplies`: 64 samples kept to be stacked are fresh memory, too). The memory is the worker's from the request to
 the answer, and nobody else's.
 
-What has no place there (no memory to be had, a batch before there was any, labels) travels in the message as plain
-bytes: torch's own way to send a tensor takes fresh memory in /dev/shm, and dies of SIGBUS where there is none. A batch
-that holds a sample which is not of the spec is collated by the worker and sent as DataLoader does: what
+What has no place there (no memory to be had or reached, a batch before there was any, labels) travels in the message as
+plain bytes: torch's own way to send a tensor takes fresh memory in /dev/shm, and dies of SIGBUS where there is none. A
+batch that holds a sample which is not of the spec is collated by the worker and sent as DataLoader does: what
 `default_collate` makes of such samples, or says about them, is not the same in a worker and outside. So is one whose
 samples hold other things than dicts, lists, tuples, numbers, strings, arrays and tensors.
 """
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any, NamedTuple
 
@@ -68,7 +67,7 @@ class RowReplies:
             return Collated(default_collate(_uncached(dataset, errand)), counted=True)
         assert missing is not None
         samples, places = len(errand.of_batch), list(missing)
-        memory = self._memory_of(errand, cache.codec.sizes(samples))
+        memory = self._attached.fields(errand.place, cache.codec.sizes(samples))
         in_place = memory is not None
         if memory is None:  # then the rows are of those samples alone
             samples, places = len(errand), list(range(len(errand)))
@@ -79,13 +78,6 @@ class RowReplies:
             whole = [came[at] if at in came else cache.get(index) for at, index in enumerate(errand.of_batch)]
             return Collated(default_collate(whole))
         return None if in_place else MissingRows([field.view(samples, -1).numpy() for field in memory])
-
-    def _memory_of(self, errand: Errand, sizes: Sequence[int]) -> list[torch.Tensor] | None:
-        """That of the batch, if there is any and this process can reach it."""
-        try:
-            return None if errand.place is None else self._attached.fields(errand.place, sizes)
-        except (OSError, ValueError):  # no descriptor is left, or the main process may not be looked into
-            return None
 
 
 class BatchReplies:
@@ -98,8 +90,7 @@ class BatchReplies:
         """The batch, with `Written` or `_Sent` in place of its tensors."""
         if not isinstance(delivery, Delivery):  # keys that only the source understands
             return default_collate(delivery)
-        place = delivery.errand.place
-        rows = Rows(None if place is None else self._attached.segment(place), len(delivery.errand))
+        rows = Rows(self._attached.segment(delivery.errand.place), len(delivery.errand))
         samples = [rows.put(number, sample) for number, sample in enumerate(delivery.samples)]
         if not samples or not is_plain(samples[0]):
             return default_collate(samples)

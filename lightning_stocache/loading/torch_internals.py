@@ -9,6 +9,7 @@
 - `_utils.collate`: `collate` with a map of functions is how `default_collate` is extended, and is documented so;
   `default_collate_fn_map` is the map that it starts from.
 - `_utils.pin_memory.pin_memory`: pins what holds tensors, as DataLoader's own thread does.
+  These two are imported at once: a torch without them is not supported, and says so at the import.
 - `RandomSampler._num_samples`: None for a sampler that draws every index once. Where it is missing, a sampler is taken
   for one of the user's.
 - `_BaseDataLoaderIter`: what a loader that is read already holds.

@@ -82,9 +82,11 @@ class FillProgress(Callback):
         memory = sum(dataset.cache.memory_bytes for dataset in datasets if dataset.cache is not None)
         nodes = len(datasets[0].group.nodes)
         where = "this node" if nodes == 1 else f"each of {nodes} nodes"
+        waited = share * self._stall.peek().waited
+        saved = f"; {waited:.1f} s of waiting for data will not be repeated" if waited else ""
+        samples = sum(map(len, datasets))
         rank_zero_info(
-            f"the cache is full: {filled:,} of {sum(map(len, datasets)):,} samples, {format_bytes(memory)} on {where}; "
-            f"{share * self._stall.peek().waited:.1f} s of waiting for data will not be repeated"
+            f"the cache is full: {filled:,} of {samples:,} samples, {format_bytes(memory)} on {where}{saved}"
         )
 
 

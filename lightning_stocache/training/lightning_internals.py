@@ -9,7 +9,7 @@
 - The names of the actions that a `Profiler` is told (`insight.stall`): when the loop waits for a batch, and computes
   one. Without them `data_wait_seconds` and `compute_seconds` are left out, with one warning.
 
-All of them are the same from Lightning 2.3 to 2.6.
+The first three are the same from Lightning 2.1 to 2.6; the actions were seen in 2.6.
 """
 
 from __future__ import annotations

@@ -109,9 +109,11 @@ def test_indices_outside_of_the_dataset_have_no_place(cache: SharedCache) -> Non
     assert places[1].tolist() == places[2].tolist() == cache.lookup(torch.arange(length)).tolist()
     assert set(places[[0, 3]].flatten().tolist()) == {NO_SLOT}
     for index in (-length - 1, length, 7 * length):
-        assert (cache.has_place(index), cache.is_ready(index), cache.get(index)) == (False, False, None)
+        assert (cache.has_place(index), cache.get(index)) == (False, None)
         assert not cache.fill(index, SOURCE.expected(0))
-    assert [cache.is_ready(index - length) for index in range(length)] == [cache.is_ready(i) for i in range(length)]
+    assert [cache.get(index - length) is None for index in range(length)] == [
+        bool(index % 3) for index in range(length)
+    ]
 
 
 def test_a_cache_without_slots_serves_nothing() -> None:

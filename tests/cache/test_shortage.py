@@ -112,7 +112,7 @@ def fill_in_children(count: int) -> None:
     """In a cgroup: several processes fill a cache that is larger than it, at once."""
     cache, log = SharedCache.create(SampleSpec.infer(sample(0)), Arc(2000, 2000)), Log()
     call_many(fill_all, [(cache, log, start) for start in range(count)])
-    ready = [index for index in range(2000) if cache.is_ready(index)]
+    ready = [index for index in range(2000) if cache.get(index) is not None]
     print(
         len(ready),
         all(int(cache.array[index].min()) == int(cache.array[index].max()) == index % 256 for index in ready),

@@ -390,7 +390,7 @@ def test_workers_that_cannot_reach_the_memory_of_a_batch_send_their_rows(monkeyp
 
     expected = list(DataLoader(Numbers(LENGTH), 7))
     with closing(CachedDataset(Numbers(LENGTH), "50%")) as dataset:
-        monkeypatch.setattr(batch_pool.Attached, "fields", refuse)  # the workers are forked
+        monkeypatch.setattr(batch_pool.Segment, "attach", refuse)  # the workers are forked
         loader = CachedLoader(dataset, 7, num_workers=2, multiprocessing_context="fork")
         assert same([copied(batch) for _ in range(2) for batch in loader], expected * 2)
         assert dataset.counters is not None
