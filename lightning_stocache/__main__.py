@@ -67,6 +67,7 @@ def plan(parser: argparse.ArgumentParser) -> Action:
 
         warnings.simplefilter("ignore")  # Lightning's advice is about training, of which this is none
         logging.disable(logging.WARNING)
+        logging.getLogger("lightning_stocache").addHandler(logging.NullHandler())  # else caches are told of on stderr
         try:
             with TemporaryDirectory() as folder:
                 made = _planned(arguments, folder)
@@ -97,35 +98,23 @@ def _planned(arguments: argparse.Namespace, folder: str) -> Plan:
     from omegaconf import OmegaConf
 
     from lightning_stocache.insight.advice import advise
-    from lightning_stocache.insight.costs import PlanError
-    from lightning_stocache.insight.draft import draft
-    from lightning_stocache.insight.planner import Planner
-    from lightning_stocache.training.rehearsal import ARGUMENTS, step, subject, world
+    from lightning_stocache.insight.measurement import measure
+    from lightning_stocache.insight.planner import PlanError, Planner
+    from lightning_stocache.training.plan_inputs import ARGUMENTS, measure_step, training_data, world
 
     config = _composed(arguments, folder)
     if config.get("data") is None:
         raise PlanError("the config has no `data`; give yours, for instance data=photos --config-dir examples/configs")
     trainer = dict(config.get("trainer") or {})
     datamodule = instantiate(config.data)
-    data = subject(datamodule)
+    data = training_data(datamodule)
     nodes, ranks = world(trainer)
-    job, costs = draft(
-        data.source,
-        data.loading,
-        data.transform,
-        others=data.others,
-        allow_random=data.allow_random,
-        mode=data.mode,
-        nodes=nodes,
-        ranks=ranks,
-        epochs=_epochs(trainer.get("max_epochs")),
-    )
+    job, costs = measure(data, nodes=nodes, ranks=ranks, epochs=_epochs(trainer.get("max_epochs")))
     if config.get("model") is None:
         return advise(Planner(job, costs))
     base = {"_target_": "lightning.pytorch.Trainer"}
-    rehearsing = instantiate(OmegaConf.merge(base, trainer, ARGUMENTS, {"default_root_dir": folder}))
-    trained = step(rehearsing, instantiate(config.model), datamodule, data.batch())
-    return advise(Planner(job, costs, trained))
+    planned = instantiate(OmegaConf.merge(base, trainer, ARGUMENTS, {"default_root_dir": folder}))
+    return advise(Planner(job, costs, measure_step(planned, instantiate(config.model), datamodule, data)))
 
 
 def _epochs(max_epochs: int | None) -> int:
@@ -139,7 +128,7 @@ def _composed(arguments: argparse.Namespace, folder: str) -> Any:
     from hydra.core.hydra_config import HydraConfig
     from omegaconf import open_dict
 
-    from lightning_stocache.insight.costs import PlanError
+    from lightning_stocache.insight.planner import PlanError
 
     overrides, where = list(arguments.overrides), arguments.config_dir
     if where is not None:
@@ -167,7 +156,7 @@ def _composed(arguments: argparse.Namespace, folder: str) -> Any:
 
 def _one_line(error: Exception) -> str:
     """The words of an exception: Hydra wraps what a constructor raises, and tells on several lines."""
-    from lightning_stocache.insight.costs import PlanError
+    from lightning_stocache.insight.planner import PlanError
 
     while type(error).__name__ == "InstantiationException" and isinstance(error.__cause__, Exception):
         error = error.__cause__

@@ -11,8 +11,7 @@ from __future__ import annotations
 import math
 from dataclasses import dataclass
 
-from lightning_stocache.insight.costs import Costs, Job, Step
-from lightning_stocache.insight.planner import Planner, Row
+from lightning_stocache.insight.planner import MOST, WORST, Costs, Job, Planner, Row, Step
 
 __all__ = ["Plan", "advise"]
 
@@ -49,7 +48,7 @@ def advise(planner: Planner) -> Plan:
 
     Example:
         >>> from lightning_stocache.cache.spec import SampleSpec
-        >>> from lightning_stocache.insight.costs import Reads, Spread
+        >>> from lightning_stocache.insight.planner import Reads, Spread
         >>> slow, quick = Spread.of([0.009, 0.01, 0.012]), Spread.of([1e-5])
         >>> costs = Costs(SampleSpec.infer(1.5), Reads(0.01, slow, 0.01), 0.0, uncached=slow, missed=slow, hit=quick)
         >>> advise(Planner(Job(samples=1000, batch_size=10, safe_bytes=2**20), costs)).budget
@@ -85,8 +84,7 @@ def _budget(planner: Planner, safe: float, doubt: str) -> tuple[float, list[str]
     sentences = []
     if safe < 1:
         sentences.append(f"This node has room for {100 * safe:.1f} % of it: see python -m lightning_stocache doctor.")
-    enough = planner.case(uncached="high", missed="high", hit="low", step="low").enough(safe)  # at most
-    gains = planner.worst().enough(safe) > 0
+    enough, gains = planner.enough(safe, MOST), planner.enough(safe, WORST) > 0
     wait = "training waits for its steps" if planner.step is not None else ""
     if not enough and not doubt:
         why = wait + ", not for data" if wait else "the source is as fast as the cache"

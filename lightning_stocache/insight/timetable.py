@@ -9,9 +9,8 @@ from typing import Any
 
 from lightning_stocache.insight.advice import Plan
 from lightning_stocache.insight.canvas import COLOURS, DIM, RULE, canvas
-from lightning_stocache.insight.costs import Spread
 from lightning_stocache.insight.panels import write
-from lightning_stocache.insight.planner import Row
+from lightning_stocache.insight.planner import Row, Spread
 from lightning_stocache.node.budget import format_bytes
 
 __all__ = ["as_json", "as_text", "save"]
