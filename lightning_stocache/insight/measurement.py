@@ -30,7 +30,7 @@ from lightning_stocache.cache.spec import SampleSpec
 from lightning_stocache.insight.planner import Costs, Job, PlanError, Reads, Spread
 from lightning_stocache.loading.dataset import CachedDataset
 from lightning_stocache.loading.loader import CachedLoader
-from lightning_stocache.loading.sampler import Mode
+from lightning_stocache.loading.sampler import LocalitySampler, Mode
 from lightning_stocache.loading.source import check_source
 from lightning_stocache.loading.split import split
 from lightning_stocache.node.budget import Budget, format_bytes
@@ -190,8 +190,9 @@ class _Trial:
         assert dataset.cache is not None
         for index in range(length):
             dataset.cache.fill(index, repeated[index])
-        more = {**data.settings, "shuffle": data.shuffle, "persistent_workers": data.num_workers > 0}
-        return CachedLoader(dataset, data.batch_size, num_workers=data.num_workers, **more)
+        size, more = data.batch_size, {**data.settings, "persistent_workers": data.num_workers > 0}
+        sampler = LocalitySampler(dataset, 1, 0, data.shuffle, batch_size=size, ring=None, nodes=((0,),))
+        return CachedLoader(dataset, size, sampler=sampler, num_workers=data.num_workers, **more)
 
 
 def _both(tail: Callable[[Any], Any], transform: Callable[[Any], Any], sample: Any) -> Any:

@@ -27,10 +27,11 @@ from lightning_stocache.cache.spec import SampleSpec
 from lightning_stocache.insight.theory import expected_hit_rate, moved_share
 from lightning_stocache.loading.sampler import Mode
 
-__all__ = ["MOST", "WORST", "Costs", "Job", "PlanError", "Planner", "Reads", "Row", "Spread", "Step"]
+__all__ = ["ENDS", "MOST", "WORST", "Costs", "Job", "PlanError", "Planner", "Reads", "Row", "Spread", "Step"]
 
 End = Literal["low", "median", "high"]
 Case = tuple[End, End, End, End]  # which end of what was measured is taken to be true: of uncached, missed, hit, step
+ENDS: tuple[End, ...] = ("low", "median", "high")
 MEDIANS: Case = ("median", "median", "median", "median")
 LOW: Case = ("low", "low", "low", "low")
 HIGH: Case = ("high", "high", "high", "high")
