@@ -24,7 +24,7 @@ from lightning_stocache.training.caches import CallCaches, training_bytes
 from lightning_stocache.training.lightning_internals import data_sources, loops
 from lightning_stocache.training.listening import listen, stop_listening
 from lightning_stocache.training.monitor import CacheMonitor, log_every, running_datasets
-from lightning_stocache.training.options import CacheOptions
+from lightning_stocache.training.options import CacheOptions, with_options
 from lightning_stocache.training.sampling import replicas
 from lightning_stocache.training.sweeps import check_sweep
 from lightning_stocache.training.tap import LoaderTap
@@ -90,6 +90,7 @@ class FillProgress(Callback):
         )
 
 
+@with_options
 class StochasticCache(CacheMonitor):
     """Caches every loader of a Trainer call, and logs what it gives as CacheMonitor does.
 
@@ -103,17 +104,7 @@ class StochasticCache(CacheMonitor):
     training set leaves. `stage_budgets` says otherwise.
 
     Args:
-        budget: memory per node, shared by the datasets of a Trainer call; see `CachedDataset`.
-        stage_budgets: a budget of its own for some stages, for instance {"val": "1GiB"} or {"test": 0}.
-        allow_random: cache a random dataset as it is, with its first draw frozen.
-        backend: where the memory lies, see `CachedDataset`.
-        on_error: "raise" or "disable" when the memory cannot be had.
-        keep_cache: keep the caches between Trainer calls of this process, until `close`.
-        sampling: how a training set with the default sampler is dealt to several nodes, see `StocacheDataModule`.
-        name: under which the caches stay in memory when the job ends, so that the next one starts warm; that of the
-            n-th dataset of a stage is `<name>-<stage><n>`. See `CachedDataset`.
-        fingerprint: what else decides what the samples are (a size, a version, a path), see `CachedDataset`.
-        strict: what cannot be cached is an error; else it passes through uncached, with one warning.
+        options: those of `CacheOptions`, each an argument.
 
     Raises:
         ValueError: an option that cannot be read.

@@ -23,7 +23,7 @@ from lightning_stocache.loading.loader import CachedLoader
 from lightning_stocache.loading.sampler import LocalitySampler, Mode
 from lightning_stocache.training.caches import CallCaches, Wanted, training_bytes
 from lightning_stocache.training.obstacles import check_dataset
-from lightning_stocache.training.options import STAGES, CacheOptions
+from lightning_stocache.training.options import STAGES, CacheOptions, with_options
 from lightning_stocache.training.position import Position
 from lightning_stocache.training.sampling import check_sampler, epochs_done, global_seed, locality_sampler, replicas
 from lightning_stocache.training.sources import Source, Stream, made
@@ -40,6 +40,7 @@ _SAID_BY_BATCH_SAMPLER = ("batch_size", "shuffle", "drop_last", "sampler")
 _STAGES_OF_CALL = {"fit": ("train", "val"), "validate": ("val",), "test": ("test",), "predict": ("predict",)}
 
 
+@with_options
 class StocacheDataModule(LightningDataModule):
     """A LightningDataModule around map-style datasets, whose samples are cached once per node.
 
@@ -53,23 +54,12 @@ class StocacheDataModule(LightningDataModule):
             when all is cached on this node.
         loader: further arguments for every DataLoader, for instance {"pin_memory": True}; `shuffle`, `drop_last` and
             `sampler` are for the training loader alone. None leaves an argument at its default.
-        budget: memory per node, shared by the sets of a Trainer call by their size; see `CachedDataset`.
-        stage_budgets: a budget of its own for some stages, for instance {"val": "1GiB"} or {"test": 0}.
         transform: per sample on the CPU, after the cache.
-        eval_transform: the same for val, test and predict: "same", None for nothing, or another one.
+        eval_transform: for val, test and predict: "same", None for nothing, or another one.
         batch_transform: per batch on the device, after transfer; a `torch.nn.Module` is moved there.
-        eval_batch_transform: the same for val, test and predict: "same", None for nothing, or another one.
+        eval_batch_transform: for val, test and predict: "same", None for nothing, or another one.
         prepare: a function without arguments that is called once per node before anything else (download, unpack).
-        allow_random: cache a random set as it is, with its first draw frozen.
-        backend: where the memory lies, see `CachedDataset`.
-        on_error: "raise" or "disable" when the memory cannot be had.
-        keep_cache: keep the caches between Trainer calls of this process, until `close`.
-        sampling: how the training set is dealt to ranks: "locality" (samples go to nodes that have them), "global" or
-            "sticky"; see `LocalitySampler`.
-        name: under which the caches stay in memory when the job ends, so that the next one starts warm; that of the
-            n-th dataset of a stage is `<name>-<stage><n>`. See `CachedDataset`.
-        fingerprint: what else decides what the samples are (a size, a version, a path), see `CachedDataset`.
-        strict: what cannot be cached is an error; else it passes through uncached, with one warning.
+        options: those of `CacheOptions`, each an argument.
 
     Raises:
         ValueError: an option that cannot be read; (`setup`, `strict=True`) an empty set.

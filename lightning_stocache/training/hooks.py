@@ -18,7 +18,7 @@ from lightning_stocache.loading.allocation import BackendChoice
 from lightning_stocache.loading.dataset import OnError
 from lightning_stocache.loading.sampler import Mode
 from lightning_stocache.training.caches import CallCaches, training_bytes
-from lightning_stocache.training.options import STAGES, CacheOptions
+from lightning_stocache.training.options import STAGES, CacheOptions, with_options
 from lightning_stocache.training.sampling import replicas
 from lightning_stocache.training.sweeps import check_sweep
 from lightning_stocache.training.tap import LoaderTap
@@ -29,7 +29,8 @@ M = TypeVar("M", bound=LightningDataModule)
 _LOADERS = tuple(f"{stage}_dataloader" for stage in STAGES)
 
 
-def cache_datamodule(
+@with_options
+def cache_datamodule(  # noqa: D417  the options are described in one place
     datamodule: M,
     budget: int | float | str = "auto",
     *,
@@ -55,17 +56,7 @@ def cache_datamodule(
 
     Args:
         datamodule: the user's own.
-        budget: memory per node, shared by the datasets of a Trainer call; see `CachedDataset`.
-        stage_budgets: a budget of its own for some stages, for instance {"val": "1GiB"} or {"test": 0}.
-        allow_random: cache a random dataset as it is, with its first draw frozen.
-        backend: where the memory lies, see `CachedDataset`.
-        on_error: "raise" or "disable" when the memory cannot be had.
-        keep_cache: keep the caches between Trainer calls of this process, until `datamodule.caches.close()`.
-        sampling: how a training set with the default sampler is dealt to several nodes, see `StocacheDataModule`.
-        name: under which the caches stay in memory when the job ends, so that the next one starts warm; that of the
-            n-th dataset of a stage is `<name>-<stage><n>`. See `CachedDataset`.
-        fingerprint: what else decides what the samples are (a size, a version, a path), see `CachedDataset`.
-        strict: what cannot be cached is an error; else it passes through uncached, with one warning.
+        options: those of `CacheOptions`, each an argument.
 
     Raises:
         TypeError: what is given is no LightningDataModule, or caches already.
