@@ -18,10 +18,10 @@ from lightning_stocache.loading.allocation import BackendChoice
 from lightning_stocache.loading.dataset import OnError
 from lightning_stocache.loading.sampler import Mode
 from lightning_stocache.training.caches import CallCaches, training_bytes
+from lightning_stocache.training.call_loaders import CallLoaders
+from lightning_stocache.training.obstacles import check_sweep
 from lightning_stocache.training.options import STAGES, CacheOptions, with_options
 from lightning_stocache.training.sampling import replicas
-from lightning_stocache.training.sweeps import check_sweep
-from lightning_stocache.training.tap import LoaderTap
 
 __all__ = ["CachedHooks", "cache_datamodule"]
 
@@ -107,7 +107,7 @@ class CachedHooks:
         self.caches = caches
         hooks = (*_LOADERS, "setup", "teardown", "on_exception")
         self._functions = {name: vars(datamodule)[name] for name in hooks if name in vars(datamodule)}  # from_datasets
-        self._tap: LoaderTap | None = None
+        self._loaders: CallLoaders | None = None
 
     def install(self) -> None:
         """Put the hooks on the object."""
@@ -119,31 +119,31 @@ class CachedHooks:
 
     def begin_call(self, *args: Any, **kwargs: Any) -> None:
         """The user's own `setup`, at the beginning of a call."""
-        self._tap = None
+        self._loaders = None
         check_sweep(getattr(self.datamodule, "trainer", None))
         self._original("setup")(*args, **kwargs)
 
     def loaders(self, stage: str) -> Any:
         """The user's loaders of a stage, with cached datasets."""
-        if self._tap is None:
+        if self._loaders is None:
             getters = {one: self._original(f"{one}_dataloader") for one in filter(self._defines, STAGES)}
             stages = [stage for stage in self._stages_of_call() if stage in getters]
             trainer = getattr(self.datamodule, "trainer", None)
-            self._tap = LoaderTap(
+            self._loaders = CallLoaders(
                 self.caches,
                 getters,
                 stages,
                 replicas=partial(replicas, trainer),
                 later_bytes=partial(training_bytes, trainer),
             )
-        return self._tap(stage)
+        return self._loaders(stage)
 
     def end_call(self, hook: str, *args: Any, **kwargs: Any) -> None:
         """The user's own hook, then the end of the call."""
         try:
             self._original(hook)(*args, **kwargs)
         finally:
-            self._tap = None
+            self._loaders = None
             self.caches.end_call()
 
     def _stages_of_call(self) -> tuple[str, ...]:
@@ -164,7 +164,7 @@ class CachedHooks:
         return own if own is not None else partial(getattr(type(self.datamodule), hook), self.datamodule)
 
     def __getstate__(self) -> dict[str, Any]:
-        return self.__dict__ | {"_tap": None}
+        return self.__dict__ | {"_loaders": None}
 
 
 def _give_loaders(hooks: CachedHooks, stage: str) -> Any:

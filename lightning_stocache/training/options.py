@@ -1,4 +1,4 @@
-"""What a user may say about the caches of a Trainer call. The three doors of Lightning take the same words.
+"""What a user may give to the doors of Lightning: options of the caches, and the data of a stage.
 
 Each option is described once: in `CachedDataset` what it has, too, and in `CacheOptions` the others, and what is
 different in a Trainer call. A door's docstring points here by one line, in place of which `with_options` puts all of
@@ -8,11 +8,13 @@ them, for `help` and for LightningCLI's `--help`.
 from __future__ import annotations
 
 import re
-from collections.abc import Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, fields
 from inspect import cleandoc
 from textwrap import fill
-from typing import Any, TypeVar, get_args
+from typing import TYPE_CHECKING, Any, TypeAlias, TypeVar, get_args
+
+from torch.utils.data import Dataset, IterableDataset
 
 from lightning_stocache.loading.allocation import BackendChoice
 from lightning_stocache.loading.dataset import CachedDataset, OnError
@@ -20,9 +22,17 @@ from lightning_stocache.loading.sampler import Mode
 from lightning_stocache.node.budget import Budget
 from lightning_stocache.node.named import check_name
 
-__all__ = ["STAGES", "CacheOptions", "with_options"]
+__all__ = ["STAGES", "CacheOptions", "Source", "Stream", "made", "with_options"]
 
 Door = TypeVar("Door")
+
+
+if TYPE_CHECKING:
+    Source: TypeAlias = Dataset[Any] | Callable[[], Dataset[Any]]
+else:
+    # Of a class with a parameter, jsonargparse makes the class itself: LightningCLI's --data.train=my.Photos would be a
+    # bare Dataset.
+    Source = Dataset | Callable[[], Dataset]
 
 STAGES = ("train", "val", "test", "predict")
 
@@ -96,3 +106,44 @@ def _arguments(described: Any) -> dict[str, str]:
     section = cleandoc(described.__doc__ or "").partition("Args:\n")[2].partition("\n\n")[0]
     entries = re.findall(r"^    (\w+): (.*(?:\n {8}.*)*)", section, re.MULTILINE)
     return {name: " ".join(text.split()) for name, text in entries}
+
+
+class Stream(IterableDataset[Any]):
+    """An iterable-style dataset with a transform per sample."""
+
+    def __init__(self, source: IterableDataset[Any], transform: Callable[[Any], Any]) -> None:
+        self.source, self.transform = source, transform
+
+    def __iter__(self) -> Iterator[Any]:
+        return map(self.transform, self.source)
+
+
+def made(sources: Source | Sequence[Source], *, several: bool) -> list[Dataset[Any]]:
+    """The datasets themselves; functions are called.
+
+    Args:
+        sources: what was given. A list of samples is a dataset, not a list of datasets.
+        several: whether a list of datasets is allowed here.
+
+    Example:
+        >>> samples = [(0.5, 1), (0.25, 0)]
+        >>> (
+        ...     made(samples, several=True) == [samples],
+        ...     made([lambda: samples, lambda: samples], several=True) == [samples] * 2,
+        ... )
+        (True, True)
+    """
+    if not (isinstance(sources, list | tuple) and sources and all(map(_is_source, sources))):
+        return [_make(sources)]
+    if not several:
+        raise TypeError(f"train must be one dataset, got {len(sources)}: join them with torch's ConcatDataset")
+    return list(map(_make, sources))
+
+
+def _is_source(value: Any) -> bool:
+    return isinstance(value, Dataset) or callable(value)
+
+
+def _make(source: Any) -> Dataset[Any]:
+    dataset: Dataset[Any] = source() if callable(source) and not hasattr(source, "__getitem__") else source
+    return dataset
