@@ -63,7 +63,7 @@ def plan(parser: argparse.ArgumentParser) -> Action:
     _add_png(parser, Path("plan.png"), "seconds per epoch over the budget as a picture; by default plan.png")
 
     def run(arguments: argparse.Namespace) -> None:
-        from lightning_stocache.insight.timetable import as_json, as_text, save
+        from lightning_stocache.insight.plan_table import as_json, as_text, save
 
         warnings.simplefilter("ignore")  # Lightning's advice is about training, of which this is none
         logging.disable(logging.WARNING)
@@ -143,7 +143,7 @@ def _composed(arguments: argparse.Namespace, folder: str) -> Any:
         begun = initialize_config_module("lightning_stocache.configs", version_base="1.3")
         if where is not None:
             overrides.append(f"hydra.searchpath=['file://{where.resolve()}']")
-        if not any(one.lstrip("+~").startswith("model") for one in overrides):
+        if not any(override.lstrip("+~").startswith("model") for override in overrides):
             overrides.append("~model")
     with begun:
         config = compose(arguments.config_name or "train", overrides, return_hydra_config=True)
@@ -266,10 +266,10 @@ def main(arguments: Sequence[str] | None = None) -> None:
     commands = parser.add_subparsers(metavar="COMMAND", required=True)
     for command in COMMANDS:
         text = command.__doc__ or ""
-        own = commands.add_parser(command.__name__.rstrip("_"), help=text, description=text)
-        own.set_defaults(run=command(own))
+        subparser = commands.add_parser(command.__name__.rstrip("_"), help=text, description=text)
+        subparser.set_defaults(run=command(subparser))
     chosen, rest = parser.parse_known_args(arguments)
-    if rest and (not hasattr(chosen, "overrides") or any(one.startswith("-") for one in rest)):
+    if rest and (not hasattr(chosen, "overrides") or any(argument.startswith("-") for argument in rest)):
         parser.error(f"unrecognized arguments: {' '.join(rest)}")
     if rest:  # overrides that stand between options
         chosen.overrides += rest

@@ -42,7 +42,7 @@ def predicted(samples: int, latency: float, workers: int) -> dict[float, tuple[f
 
 
 def measured(samples: int, latency: float, workers: int, share: float) -> tuple[float, float]:
-    """The same, from running them."""
+    """Seconds of epoch one and of a later epoch, from running them."""
     datamodule = module(samples, latency, workers, f"{100 * share:g}%")
     datamodule.setup("fit")
     loader = datamodule.train_dataloader()

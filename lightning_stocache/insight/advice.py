@@ -22,25 +22,15 @@ _AGAIN = 1.2  # times a first read: the quickest of repeated reads takes no long
 
 @dataclass(frozen=True)
 class Plan:
-    """The table and what follows from it.
-
-    Args:
-        job: what was planned.
-        costs: what it is made from.
-        step: the training step, if there is a model.
-        rows: by rising budget, uncached first.
-        budget: what to write into the config as `cache.budget`.
-        num_workers: what to write there for each rank's loader.
-        sentences: what follows, for people.
-    """
+    """The table, what it is made from, and what follows from it."""
 
     job: Job
     costs: Costs
-    step: Step | None
-    rows: tuple[Row, ...]
-    budget: str
-    num_workers: int
-    sentences: tuple[str, ...]
+    step: Step | None  # if there is a model
+    rows: tuple[Row, ...]  # by rising budget, uncached first
+    budget: str  # what to write into the config as `cache.budget`
+    num_workers: int  # what to write there for each rank's loader
+    sentences: tuple[str, ...]  # what follows, for people
 
 
 def advise(planner: Planner) -> Plan:

@@ -184,9 +184,9 @@ def _processes(root: Path) -> Iterator[Finding]:
     except OSError:
         yield Finding("processes", "there is no /proc here: ranks attach to each other's caches by name.")
     else:
-        whose = "the machine's own" if namespace == _HOST_PIDS else "that of a container"
+        owner = "the machine's own" if namespace == _HOST_PIDS else "that of a container"
         words = (
-            f"{whose} ({namespace}); ranks of a node in different ones share by a named file, if they share /dev/shm."
+            f"{owner} ({namespace}); ranks of a node in different ones share by a named file, if they share /dev/shm."
         )
         yield Finding("pid namespace", words)
     try:

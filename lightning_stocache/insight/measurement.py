@@ -71,8 +71,7 @@ class Data:
 def measure(data: Data, *, nodes: int = 1, ranks: int = 1, epochs: int = 10, seconds: float = 3.0) -> tuple[Job, Costs]:
     """Measure what a `Planner` needs for training on a dataset, with this machine as one of the nodes.
 
-    All nodes have so many ranks each. A measurement takes so many seconds; where a batch of a slow source takes longer,
-    smaller ones are loaded.
+    A measurement takes so many seconds; where a batch of a slow source takes longer, smaller ones are loaded.
 
     Raises:
         PlanError: a dataset is empty, iterable-style or raises, or there is no memory for a sample.
@@ -112,16 +111,15 @@ class _Trial:
             self.spec = SampleSpec.infer(self.source[0]) if self.reason is None else None
         except UnsupportedSampleError as error:
             self.reason = str(error)
-        numbers = torch.randperm(len(cast(Sized, data.source)), generator=torch.Generator().manual_seed(0))
-        self.order: list[int] = numbers.tolist()
+        length, generator = len(cast(Sized, data.source)), torch.Generator().manual_seed(0)
+        self.order: list[int] = torch.randperm(length, generator=generator).tolist()
 
     def costs(self, room: int) -> Costs:
         """All costs; for a moment, a cache takes as many bytes as there is room for."""
         indices, disk = self.order[: 2 * self.data.batch_size], _from_disk()
         samples, first, _ = _calls(self.source.__getitem__, indices, self.seconds)
         from_disk = None if disk is None else ((_from_disk() or disk) - disk) / len(samples)
-        copies = copy.deepcopy(samples)  # a transform may work in place
-        transform = _calls(self.transform, copies)[1] if self.transform is not None else 0.0
+        transform = _calls(self.transform, copy.deepcopy(samples))[1] if self.transform is not None else 0.0
         again, uncached, missed, hit = [], [], [], []
         full = None if self.spec is None else self._full(samples, self.spec.slot_bytes, room)
         try:
@@ -153,8 +151,7 @@ class _Trial:
         With workers a loader delivers in waves of one batch per worker. Only whole waves after the first are counted,
         one at least; what the first took longer is what it costs to start the workers.
         """
-        workers, length = self.data.num_workers, len(self.order)
-        wave = max(workers, 1)
+        workers, wave, length = self.data.num_workers, max(self.data.num_workers, 1), len(self.order)
         size = max(min(self.data.batch_size, length // (3 * wave), int(self.seconds / read)), 1)
         moved = length // (2 * _ROUNDS + 1)
         self.order = self.order[moved:] + self.order[:moved]

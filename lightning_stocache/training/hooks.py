@@ -126,8 +126,8 @@ class CachedHooks:
     def loaders(self, stage: str) -> Any:
         """The user's loaders of a stage, with cached datasets."""
         if self._loaders is None:
-            getters = {one: self._original(f"{one}_dataloader") for one in filter(self._defines, STAGES)}
-            stages = [stage for stage in self._stages_of_call() if stage in getters]
+            getters = {name: self._original(f"{name}_dataloader") for name in filter(self._defines, STAGES)}
+            stages = [name for name in self._stages_of_call() if name in getters]
             trainer = getattr(self.datamodule, "trainer", None)
             self._loaders = CallLoaders(
                 self.caches,
@@ -156,12 +156,12 @@ class CachedHooks:
     def _defines(self, stage: str) -> bool:
         hook = f"{stage}_dataloader"
         kind = type(self.datamodule)
-        base = next(one for one in kind.__mro__ if one.__name__ == "LightningDataModule")
+        base = next(parent for parent in kind.__mro__ if parent.__name__ == "LightningDataModule")
         return hook in self._functions or getattr(kind, hook) is not getattr(base, hook)
 
     def _original(self, hook: str) -> Callable[..., Any]:
-        own = self._functions.get(hook)
-        return own if own is not None else partial(getattr(type(self.datamodule), hook), self.datamodule)
+        function = self._functions.get(hook)
+        return function if function is not None else partial(getattr(type(self.datamodule), hook), self.datamodule)
 
     def __getstate__(self) -> dict[str, Any]:
         return self.__dict__ | {"_loaders": None}

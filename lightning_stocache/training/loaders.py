@@ -59,7 +59,7 @@ def loaders_in(loaders: Any) -> Iterator[DataLoader[Any]]:
 
 
 def rewrap(loaders: Any, wrap: Callable[[DataLoader[Any]], DataLoader[Any]]) -> Any:
-    """The same nesting with every DataLoader replaced by `wrap(loader)`."""
+    """The nesting of loaders as it is, with every DataLoader replaced by `wrap(loader)`."""
     if isinstance(loaders, DataLoader):
         return wrap(loaders)
     if hasattr(loaders, "iterables"):

@@ -43,7 +43,7 @@ def as_text(plan: Plan) -> str:
 
 
 def as_json(plan: Plan) -> dict[str, Any]:
-    """The same as plain values: seconds, bytes, rates from 0 to 1."""
+    """A plan as plain values: seconds, bytes, rates from 0 to 1."""
     costs = {name: value for name, value in asdict(plan.costs).items() if name != "spec"}
     costs |= {"sample_bytes": plan.costs.spec.nbytes if plan.costs.spec is not None else None}
     return {
