@@ -67,7 +67,8 @@ def plan(parser: argparse.ArgumentParser) -> Action:
 
         warnings.simplefilter("ignore")  # Lightning's advice is about training, of which this is none
         logging.disable(logging.WARNING)
-        logging.getLogger("lightning_stocache").addHandler(logging.NullHandler())  # else caches are told of on stderr
+        ours, heard = logging.getLogger("lightning_stocache"), logging.NullHandler()
+        ours.addHandler(heard)  # without one, the caches of the measurements are told of on stderr
         try:
             with TemporaryDirectory() as folder:
                 made = _planned(arguments, folder)
@@ -79,6 +80,7 @@ def plan(parser: argparse.ArgumentParser) -> Action:
             parser.exit(2, f"{parser.prog}: {_one_line(error)}\n")
         finally:
             logging.disable(logging.NOTSET)
+            ours.removeHandler(heard)
 
     return run
 

@@ -4,8 +4,10 @@ import re
 import shutil
 import subprocess
 import sys
+from collections import Counter
 from html.parser import HTMLParser
 from pathlib import Path
+from xml.etree import ElementTree
 
 import pytest
 
@@ -215,6 +217,25 @@ def test_the_picture_has_the_same_panels(multirun, tmp_path):
     write_hydra(multirun / "3", ["x=$\\frac{1$"], rows_of_a_run(without=COMING))
     report([multirun], tmp_path / "report.html", tmp_path / "report.png")
     assert (tmp_path / "report.png").read_bytes().startswith(b"\x89PNG")
+
+
+def test_the_picture_says_what_the_page_says(multirun, tmp_path, monkeypatch):
+    """Every word and number of the page's charts stands in the PNG, too."""
+    axes = pytest.importorskip("matplotlib.axes").Axes
+    written, write = [], axes.text
+    monkeypatch.setattr(
+        axes, "text", lambda self, x, y, words, **style: written.append(words) or write(self, x, y, words, **style)
+    )
+    report([multirun], tmp_path / "report.html", tmp_path / "report.png")
+    drawings = re.findall("<svg.*?</svg>", (tmp_path / "report.html").read_text())
+    words = [
+        "".join(text.itertext()).strip()
+        for svg in drawings
+        for text in ElementTree.fromstring(svg)
+        if text.tag == "text"
+    ]
+    assert len(words) > 50
+    assert not Counter(words) - Counter(written)
 
 
 def test_matplotlib_that_is_missing_is_named(tmp_path, monkeypatch):
