@@ -63,10 +63,12 @@ def plan(parser: argparse.ArgumentParser) -> Action:
     _add_png(parser, Path("plan.png"), "seconds per epoch over the budget as a picture; by default plan.png")
 
     def run(arguments: argparse.Namespace) -> None:
-        from lightning_stocache.insight.timetable import as_json, as_text, save
+        from lightning_stocache.insight.plan_table import as_json, as_text, save
 
         warnings.simplefilter("ignore")  # Lightning's advice is about training, of which this is none
         logging.disable(logging.WARNING)
+        ours, heard = logging.getLogger("lightning_stocache"), logging.NullHandler()
+        ours.addHandler(heard)  # without one, the caches of the measurements are told of on stderr
         try:
             with TemporaryDirectory() as folder:
                 made = _planned(arguments, folder)
@@ -78,6 +80,7 @@ def plan(parser: argparse.ArgumentParser) -> Action:
             parser.exit(2, f"{parser.prog}: {_one_line(error)}\n")
         finally:
             logging.disable(logging.NOTSET)
+            ours.removeHandler(heard)
 
     return run
 
@@ -97,35 +100,23 @@ def _planned(arguments: argparse.Namespace, folder: str) -> Plan:
     from omegaconf import OmegaConf
 
     from lightning_stocache.insight.advice import advise
-    from lightning_stocache.insight.costs import PlanError
-    from lightning_stocache.insight.draft import draft
-    from lightning_stocache.insight.planner import Planner
-    from lightning_stocache.training.rehearsal import ARGUMENTS, step, subject, world
+    from lightning_stocache.insight.measurement import measure
+    from lightning_stocache.insight.planner import PlanError, Planner
+    from lightning_stocache.training.plan_inputs import ARGUMENTS, measure_step, training_data, world
 
     config = _composed(arguments, folder)
     if config.get("data") is None:
         raise PlanError("the config has no `data`; give yours, for instance data=photos --config-dir examples/configs")
     trainer = dict(config.get("trainer") or {})
     datamodule = instantiate(config.data)
-    data = subject(datamodule)
+    data = training_data(datamodule)
     nodes, ranks = world(trainer)
-    job, costs = draft(
-        data.source,
-        data.loading,
-        data.transform,
-        others=data.others,
-        allow_random=data.allow_random,
-        mode=data.mode,
-        nodes=nodes,
-        ranks=ranks,
-        epochs=_epochs(trainer.get("max_epochs")),
-    )
+    job, costs = measure(data, nodes=nodes, ranks=ranks, epochs=_epochs(trainer.get("max_epochs")))
     if config.get("model") is None:
         return advise(Planner(job, costs))
     base = {"_target_": "lightning.pytorch.Trainer"}
-    rehearsing = instantiate(OmegaConf.merge(base, trainer, ARGUMENTS, {"default_root_dir": folder}))
-    trained = step(rehearsing, instantiate(config.model), datamodule, data.batch())
-    return advise(Planner(job, costs, trained))
+    planned = instantiate(OmegaConf.merge(base, trainer, ARGUMENTS, {"default_root_dir": folder}))
+    return advise(Planner(job, costs, measure_step(planned, instantiate(config.model), datamodule, data)))
 
 
 def _epochs(max_epochs: int | None) -> int:
@@ -139,7 +130,7 @@ def _composed(arguments: argparse.Namespace, folder: str) -> Any:
     from hydra.core.hydra_config import HydraConfig
     from omegaconf import open_dict
 
-    from lightning_stocache.insight.costs import PlanError
+    from lightning_stocache.insight.planner import PlanError
 
     overrides, where = list(arguments.overrides), arguments.config_dir
     if where is not None:
@@ -154,7 +145,7 @@ def _composed(arguments: argparse.Namespace, folder: str) -> Any:
         begun = initialize_config_module("lightning_stocache.configs", version_base="1.3")
         if where is not None:
             overrides.append(f"hydra.searchpath=['file://{where.resolve()}']")
-        if not any(one.lstrip("+~").startswith("model") for one in overrides):
+        if not any(override.lstrip("+~").startswith("model") for override in overrides):
             overrides.append("~model")
     with begun:
         config = compose(arguments.config_name or "train", overrides, return_hydra_config=True)
@@ -167,7 +158,7 @@ def _composed(arguments: argparse.Namespace, folder: str) -> Any:
 
 def _one_line(error: Exception) -> str:
     """The words of an exception: Hydra wraps what a constructor raises, and tells on several lines."""
-    from lightning_stocache.insight.costs import PlanError
+    from lightning_stocache.insight.planner import PlanError
 
     while type(error).__name__ == "InstantiationException" and isinstance(error.__cause__, Exception):
         error = error.__cause__
@@ -277,10 +268,10 @@ def main(arguments: Sequence[str] | None = None) -> None:
     commands = parser.add_subparsers(metavar="COMMAND", required=True)
     for command in COMMANDS:
         text = command.__doc__ or ""
-        own = commands.add_parser(command.__name__.rstrip("_"), help=text, description=text)
-        own.set_defaults(run=command(own))
+        subparser = commands.add_parser(command.__name__.rstrip("_"), help=text, description=text)
+        subparser.set_defaults(run=command(subparser))
     chosen, rest = parser.parse_known_args(arguments)
-    if rest and (not hasattr(chosen, "overrides") or any(one.startswith("-") for one in rest)):
+    if rest and (not hasattr(chosen, "overrides") or any(argument.startswith("-") for argument in rest)):
         parser.error(f"unrecognized arguments: {' '.join(rest)}")
     if rest:  # overrides that stand between options
         chosen.overrides += rest

@@ -15,7 +15,7 @@ from lightning_stocache.cache.compat import SharedCache
 from lightning_stocache.cache.contents import Contents, contents_of
 from lightning_stocache.cache.placement import Arc
 from lightning_stocache.cache.spec import SampleSpec
-from lightning_stocache.insight import doctor, versions
+from lightning_stocache.insight import doctor
 from lightning_stocache.insight.doctor import Finding, examine, shared_memory
 from lightning_stocache.loading.dataset import CachedDataset
 from lightning_stocache.node import holders
@@ -188,7 +188,7 @@ def test_processes_of_others_are_counted(tmp_path, monkeypatch):
 
 def test_versions_that_are_not_allowed_have_a_fix(monkeypatch):
     """A version outside of the allowed range is named, with the command that mends it."""
-    monkeypatch.setattr(versions, "_requirements", lambda: {"torch": ">=99"})
+    monkeypatch.setattr("importlib.metadata.requires", lambda _: ["torch>=99"])
     assert 'pip install "torch>=99"' in words_of(examine(), "torch")
 
 

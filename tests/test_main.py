@@ -2,6 +2,7 @@
 
 import io
 import json
+import logging
 import os
 import subprocess
 import sys
@@ -162,8 +163,9 @@ def configs(tmp_path, monkeypatch):
     sys.modules.pop("squares_for_plan", None)
 
 
-def test_plan_of_data_alone(configs, capsys):
-    """Without a model the table is about the loader, and the last line is for the config."""
+def test_plan_of_data_alone(configs, capsys, monkeypatch):
+    """Without a model the table is about the loader, and the last line is for the config; nothing else is said."""
+    monkeypatch.setattr(logging.getLogger(), "handlers", [])  # as in a script: pytest's would take what is said
     main(["plan", "--config-dir", configs, "data=squares", "++trainer.accelerator=cpu"])
     out, err = capsys.readouterr()
     assert "64 samples of 40 B, batches of 4" in out

@@ -21,9 +21,9 @@ from sources import Late, jpegs
 from torch.utils.data import DataLoader, Dataset
 
 from lightning_stocache import StocacheDataModule
-from lightning_stocache.insight.draft import draft
+from lightning_stocache.insight.measurement import measure
 from lightning_stocache.insight.planner import Planner
-from lightning_stocache.training.rehearsal import subject
+from lightning_stocache.training.plan_inputs import training_data
 
 SHARES = (0.0, 0.25, 0.5, 0.75, 1.0)
 
@@ -36,14 +36,13 @@ def module(samples: int, latency: float, workers: int, budget: str) -> StocacheD
 
 def predicted(samples: int, latency: float, workers: int) -> dict[float, tuple[float, float]]:
     """Seconds of epoch one and of a later epoch for each share."""
-    data = subject(module(samples, latency, workers, "auto"))
-    planner = Planner(*draft(data.source, data.loading, data.transform))
+    planner = Planner(*measure(training_data(module(samples, latency, workers, "auto"))))
     rows = {share: planner.row(share) for share in SHARES}
     return {share: (row.first_epoch.median, row.later_epoch.median) for share, row in rows.items()}
 
 
 def measured(samples: int, latency: float, workers: int, share: float) -> tuple[float, float]:
-    """The same, from running them."""
+    """Seconds of epoch one and of a later epoch, from running them."""
     datamodule = module(samples, latency, workers, f"{100 * share:g}%")
     datamodule.setup("fit")
     loader = datamodule.train_dataloader()

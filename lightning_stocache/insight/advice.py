@@ -11,8 +11,7 @@ from __future__ import annotations
 import math
 from dataclasses import dataclass
 
-from lightning_stocache.insight.costs import Costs, Job, Step
-from lightning_stocache.insight.planner import Planner, Row
+from lightning_stocache.insight.planner import MOST, WORST, Costs, Job, Planner, Row, Step
 
 __all__ = ["Plan", "advise"]
 
@@ -23,25 +22,15 @@ _AGAIN = 1.2  # times a first read: the quickest of repeated reads takes no long
 
 @dataclass(frozen=True)
 class Plan:
-    """The table and what follows from it.
-
-    Args:
-        job: what was planned.
-        costs: what it is made from.
-        step: the training step, if there is a model.
-        rows: by rising budget, uncached first.
-        budget: what to write into the config as `cache.budget`.
-        num_workers: what to write there for each rank's loader.
-        sentences: what follows, for people.
-    """
+    """The table, what it is made from, and what follows from it."""
 
     job: Job
     costs: Costs
-    step: Step | None
-    rows: tuple[Row, ...]
-    budget: str
-    num_workers: int
-    sentences: tuple[str, ...]
+    step: Step | None  # if there is a model
+    rows: tuple[Row, ...]  # by rising budget, uncached first
+    budget: str  # what to write into the config as `cache.budget`
+    num_workers: int  # what to write there for each rank's loader
+    sentences: tuple[str, ...]  # what follows, for people
 
 
 def advise(planner: Planner) -> Plan:
@@ -49,7 +38,7 @@ def advise(planner: Planner) -> Plan:
 
     Example:
         >>> from lightning_stocache.cache.spec import SampleSpec
-        >>> from lightning_stocache.insight.costs import Reads, Spread
+        >>> from lightning_stocache.insight.planner import Reads, Spread
         >>> slow, quick = Spread.of([0.009, 0.01, 0.012]), Spread.of([1e-5])
         >>> costs = Costs(SampleSpec.infer(1.5), Reads(0.01, slow, 0.01), 0.0, uncached=slow, missed=slow, hit=quick)
         >>> advise(Planner(Job(samples=1000, batch_size=10, safe_bytes=2**20), costs)).budget
@@ -85,8 +74,7 @@ def _budget(planner: Planner, safe: float, doubt: str) -> tuple[float, list[str]
     sentences = []
     if safe < 1:
         sentences.append(f"This node has room for {100 * safe:.1f} % of it: see python -m lightning_stocache doctor.")
-    enough = planner.case(uncached="high", missed="high", hit="low", step="low").enough(safe)  # at most
-    gains = planner.worst().enough(safe) > 0
+    enough, gains = planner.enough(safe, MOST), planner.enough(safe, WORST) > 0
     wait = "training waits for its steps" if planner.step is not None else ""
     if not enough and not doubt:
         why = wait + ", not for data" if wait else "the source is as fast as the cache"

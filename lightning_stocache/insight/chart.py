@@ -1,8 +1,10 @@
 """Panels as SVG, by hand: no dependency, no script, and it takes its colours from the page around it.
 
-Every picture is 560 x 270 units and scales with the page. What it shows of others' text goes through `_text`, which
+Every drawing is 560 x 270 units and scales with the page. What it shows of others' text goes through `_text`, which
 escapes; everything else that is written into the SVG is a number or a constant. Classes: `c0` to `c7` set a colour,
-`good` and `bad` are the lower and the upper part of a bar; the page's style sheet says what they look like.
+`good` and `bad` are the lower and the upper part of a bar; what they look like is said by the page's style sheet, and
+by `picture`, which draws the same elements with matplotlib: `text`, `rect`, and `path` of straight lines (`M`, `L`) or
+with a mark's form.
 """
 
 from __future__ import annotations
@@ -25,11 +27,11 @@ from lightning_stocache.insight.panels import (
     write,
 )
 
-__all__ = ["draw", "scale", "spread"]
+__all__ = ["HEIGHT", "WIDTH", "draw", "scale", "spread"]
 
 _Item = TypeVar("_Item")
 
-_WIDTH, _HEIGHT = 560.0, 270.0
+WIDTH, HEIGHT = 560.0, 270.0
 _LEFT, _TOP, _BOTTOM = 58.0, 32.0, 232.0
 _MARKS = (
     "M-4 0a4 4 0 1 0 8 0a4 4 0 1 0 -8 0z",
@@ -40,18 +42,15 @@ _MARKS = (
 
 
 def draw(panel: Panel) -> str:
-    """One panel as an `<svg>` element that can be scrolled, or its sentence if there is nothing to draw."""
-    if panel.empty:
-        return f'<p class="empty">{escape(panel.empty)}</p>'
+    """A panel that is not empty, as an `<svg>` element."""
     if isinstance(panel, Lines):
         parts = _lines(panel)
     elif isinstance(panel, Stacks):
         parts = _stacks(panel)
     else:
         parts = _meters(panel)
-    size = f'viewBox="0 0 {_WIDTH:.0f} {_HEIGHT:.0f}"'
-    svg = f'<svg {size} role="img" aria-label="{escape(panel.title)}">{"".join(parts)}</svg>'
-    return f'<div class="chart">{svg}</div>'
+    size = f'viewBox="0 0 {WIDTH:.0f} {HEIGHT:.0f}"'
+    return f'<svg {size} role="img" aria-label="{escape(panel.title)}">{"".join(parts)}</svg>'
 
 
 def scale(top: float, unit: Unit) -> list[float]:
@@ -68,7 +67,7 @@ def scale(top: float, unit: Unit) -> list[float]:
     power = min(int(math.log(top, 1024)), 4) if unit == "bytes" and top >= 1 else 0
     whole = top / 1024**power
     magnitude = 10.0 ** math.floor(math.log10(whole / 4))
-    step = next(one * magnitude for one in (1, 2, 2.5, 5, 10) if whole <= 4.4 * one * magnitude)
+    step = next(factor * magnitude for factor in (1, 2, 2.5, 5, 10) if whole <= 4.4 * factor * magnitude)
     return [count * step * 1024**power for count in range(math.ceil(whole / step * (1 - 1e-9)) + 1)]
 
 
@@ -100,18 +99,17 @@ def _height(value: float, top: float) -> float:
 def _grid(ticks: Sequence[float], unit: Unit, right: float) -> Iterator[str]:
     for tick in ticks:
         y = _height(tick, ticks[-1])
-        yield f'<path class="grid" d="M{_LEFT:.1f} {y:.1f}H{right:.1f}"/>'
+        yield f'<path class="grid" d="M{_LEFT:.1f} {y:.1f}L{right:.1f} {y:.1f}"/>'
         yield _text(_LEFT - 8, y + 4, write(tick, unit), "dim", "end")
 
 
 def _lines(panel: Lines) -> Iterator[str]:
-    labelled = [one for one in panel.series if one.label or one.style == "solid"]
-    letters = max(len(write(one.points[-1][1], panel.unit) + one.label) for one in labelled)
-    right = _WIDTH - min(22 + 7.8 * letters, 210)
-    ticks = scale(max(y for one in panel.series for _, y in one.points), panel.unit)
-    xs = [x for one in panel.series for x, _ in one.points]
+    labelled = [series for series in panel.series if series.label or series.style == "solid"]
+    letters = max(len(write(series.points[-1][1], panel.unit) + series.label) for series in labelled)
+    right = WIDTH - min(22 + 7.8 * letters, 210)
+    ticks = scale(max(y for series in panel.series for _, y in series.points), panel.unit)
+    xs = [x for series in panel.series for x, _ in series.points]
     first, last = min([0.0, *xs]) if panel.x == "step" else min(xs), max(xs)
-    middle = (_LEFT + right) / 2
 
     def place(point: Point) -> Point:
         part = (point[0] - first) / (last - first) if last > first else 0.5
@@ -119,15 +117,20 @@ def _lines(panel: Lines) -> Iterator[str]:
 
     yield from _grid(ticks, panel.unit, right)
     for number in _thinned(sorted({first, *xs}), 9 if panel.x == "epoch" else 5):
-        yield _text(place((number, 0))[0], _BOTTOM + 18, f"{number:,.0f}", "dim", "middle")
-    yield _text(middle, _BOTTOM + 35, panel.x, "dim", "middle")
-    for one in sorted(panel.series, key=lambda one: one.style == "solid"):  # values above their ceilings
-        yield from _line(one, [place(point) for point in one.points], panel.unit)
-    heights = spread([place(one.points[-1])[1] for one in labelled], 15, _TOP - 8, _BOTTOM)
-    for one, y in zip(labelled, heights, strict=True):
-        value = f'<tspan class="strong">{escape(write(one.points[-1][1], panel.unit))}</tspan>'
-        classes = f"ink c{one.colour % MOST_DRAWN}"
-        yield f'<text x="{right + 4:.1f}" y="{y + 4:.1f}" class="{classes}">{value} {escape(one.label)}</text>'
+        words = write(number, panel.x_unit) if panel.x_unit else f"{number:,.0f}"
+        yield _text(place((number, 0))[0], _BOTTOM + 18, words, "dim", "middle")
+    yield _text((_LEFT + right) / 2, _BOTTOM + 35, panel.x, "dim", "middle")
+    for row, (number, words) in enumerate(panel.notes):
+        x, anchor = place((number, 0))[0], "end" if number > (first + last) / 2 else "start"
+        yield f'<path class="line thin c6" d="M{x:.1f} {_TOP:.1f}L{x:.1f} {_BOTTOM:.1f}"/>'
+        yield _text(x, _TOP - 4 - 15 * row, words, "dim", anchor)
+    for series in sorted(panel.series, key=lambda series: series.style == "solid"):  # values above their ceilings
+        yield from _line(series, [place(point) for point in series.points], panel.unit)
+    heights = spread([place(series.points[-1])[1] for series in labelled], 15, _TOP - 8, _BOTTOM)
+    for series, y in zip(labelled, heights, strict=True):
+        value = f'<tspan class="strong">{escape(write(series.points[-1][1], panel.unit))}</tspan>'
+        classes = f"ink c{series.colour % MOST_DRAWN}"
+        yield f'<text x="{right + 4:.1f}" y="{y + 4:.1f}" class="{classes}">{value} {escape(series.label)}</text>'
 
 
 def _line(series: Series, places: Sequence[Point], unit: Unit) -> Iterator[str]:
@@ -137,7 +140,7 @@ def _line(series: Series, places: Sequence[Point], unit: Unit) -> Iterator[str]:
     if len(shown) == 1 and series.style != "solid":  # a ceiling of one epoch is seen as a short line
         (x, y), _ = shown[0]
         path = f"{x - 14:.1f} {y:.1f}L{x + 14:.1f} {y:.1f}"
-    yield f'<path class="line {series.style} {colour}" d="M{path}"/>'
+    yield f'<path class="{"line " * (series.style != "band")}{series.style} {colour}" d="M{path}"/>'
     if series.style == "solid" and len(shown) <= 20:
         mark = _MARKS[series.colour % len(_MARKS)]
         for (x, y), (at, value) in shown:
@@ -147,7 +150,7 @@ def _line(series: Series, places: Sequence[Point], unit: Unit) -> Iterator[str]:
 
 
 def _stacks(panel: Stacks) -> Iterator[str]:
-    right = _WIDTH - 8
+    right = WIDTH - 8
     ticks = scale(max(low + high for stack in panel.stacks for _, low, high in stack.bars), panel.unit)
     yield from _grid(ticks, panel.unit, right)
     width = (right - _LEFT) / len(panel.stacks)
@@ -183,9 +186,9 @@ def _bars(panel: Stacks, stack: Stack, left: float, width: float, top: float) ->
 
 
 def _meters(panel: Meters) -> Iterator[str]:
-    left, right = 8.0, _WIDTH - 8
+    left, right = 8.0, WIDTH - 8
     most = max([max(row.used, row.granted) for row in panel.rows] + [1.0])
-    pitch = min(76.0, (_HEIGHT - 16) / len(panel.rows))
+    pitch = min(76.0, (HEIGHT - 16) / len(panel.rows))
     thick = min(26.0, pitch - 24)
     for index, row in enumerate(panel.rows):
         y = 14 + index * pitch

@@ -12,16 +12,16 @@ import os
 import platform
 import sys
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
+from importlib import metadata
 from pathlib import Path
-from typing import Any, cast
+from typing import Any, NamedTuple, cast
 
 import torch
+from packaging.requirements import Requirement
 
 from lightning_stocache.cache.contents import contents_of
 from lightning_stocache.cache.spec import SampleSpec
 from lightning_stocache.insight.inventory import count, held_lines
-from lightning_stocache.insight.versions import versions
 from lightning_stocache.loading.allocation import BackendChoice, Request, allocate
 from lightning_stocache.node.budget import Budget, format_bytes
 from lightning_stocache.node.files import Backend, make_file, memory_directory, reserve
@@ -31,22 +31,19 @@ from lightning_stocache.node.janitor import named_segments
 __all__ = ["Finding", "as_text", "examine", "shared_memory"]
 
 _DOCKER = 64 * 2**20  # bytes of /dev/shm in a container that was not told otherwise
+_PACKAGES = (
+    *("torch", "torchvision", "numpy", "lightning", "pytorch-lightning", "hydra-core"),
+    *("matplotlib", "tensorboard"),
+)
 _HOST_PIDS = "pid:[4026531836]"  # PROC_PID_INIT_INO: the machine's own namespace has this number on every Linux
 
 
-@dataclass(frozen=True)
-class Finding:
-    """Something that was found.
-
-    Args:
-        topic: what it is about.
-        words: what it is.
-        fix: what to do about it; empty if nothing.
-    """
+class Finding(NamedTuple):
+    """Something that was found."""
 
     topic: str
     words: str
-    fix: str = ""
+    fix: str = ""  # what to do about it; empty if nothing
 
 
 def examine(root: Path = Path("/")) -> list[Finding]:
@@ -187,9 +184,9 @@ def _processes(root: Path) -> Iterator[Finding]:
     except OSError:
         yield Finding("processes", "there is no /proc here: ranks attach to each other's caches by name.")
     else:
-        whose = "the machine's own" if namespace == _HOST_PIDS else "that of a container"
+        owner = "the machine's own" if namespace == _HOST_PIDS else "that of a container"
         words = (
-            f"{whose} ({namespace}); ranks of a node in different ones share by a named file, if they share /dev/shm."
+            f"{owner} ({namespace}); ranks of a node in different ones share by a named file, if they share /dev/shm."
         )
         yield Finding("pid namespace", words)
     try:
@@ -197,7 +194,9 @@ def _processes(root: Path) -> Iterator[Finding]:
         memfd = text.partition("[")[2].partition("]")[0] or text.strip()
     except OSError:
         return
-    option = next((part[5:] for part in _mount_options(root) if part.startswith("huge=")), "never")
+    mounts = (line.split() for line in _lines(root / "proc/self/mounts") if " /dev/shm " in line)
+    options = [option for mount in mounts for option in mount[3].split(",")]
+    option = next((option[5:] for option in options if option.startswith("huge=")), "never")
     yield Finding("huge pages", f"{option} for /dev/shm, {memfd} for memfds; either will do (0.06 s per GiB, once).")
 
 
@@ -211,11 +210,22 @@ def _caches(root: Path) -> Iterator[Finding]:
 
 
 def _versions() -> Iterator[Finding]:
-    for name, installed, needed in versions():
-        if needed:
-            yield Finding(name, f"{installed}, but {needed} is needed.", f'pip install "{name}{needed}"')
-        else:
+    """What is installed of the packages that matter, beside what this package's metadata allows."""
+    yield Finding("Python", platform.python_version())
+    try:
+        requirements = [Requirement(line) for line in metadata.requires("lightning-stocache") or []]
+    except metadata.PackageNotFoundError:  # run from a checkout that is not installed
+        requirements = []
+    allowed = {requirement.name: requirement.specifier for requirement in requirements}
+    for name in _PACKAGES:
+        try:
+            installed = metadata.version(name)
+        except metadata.PackageNotFoundError:
+            continue
+        if name not in allowed or allowed[name].contains(installed, prereleases=True):
             yield Finding(name, installed)
+        else:
+            yield Finding(name, f"{installed}, but {allowed[name]} is needed.", f'pip install "{name}{allowed[name]}"')
 
 
 def _meminfo(root: Path, key: str) -> int | None:
@@ -226,14 +236,6 @@ def _meminfo(root: Path, key: str) -> int | None:
         return os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
     except (ValueError, OSError):
         return None
-
-
-def _mount_options(root: Path) -> list[str]:
-    for line in _lines(root / "proc/self/mounts"):
-        fields = line.split()
-        if len(fields) > 3 and fields[1] == "/dev/shm":
-            return fields[3].split(",")
-    return []
 
 
 def _lines(path: Path) -> list[str]:

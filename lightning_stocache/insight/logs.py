@@ -115,12 +115,12 @@ def _read_events(folder: Path) -> list[Row]:
         raise LogError(f"{folder} holds TensorBoard events that cannot be read: {error}") from error
     tags = [tag for tag in events.Tags()[reader.SCALARS] if tag == "epoch" or tag.startswith("stocache/")]
     tags = [tag for tag in tags if tag != ZERO]
-    scalars = {tag: [(one.step, one.value) for one in events.Scalars(tag)] for tag in tags}
+    scalars = {tag: [(event.step, event.value) for event in events.Scalars(tag)] for tag in tags}
     ends = {stage: _steps_of_epoch_ends(scalars, stage) for stage in ("", *_OTHER_STAGES)}
 
     rows: dict[tuple[int, bool], Row] = {}
     for tag, points in scalars.items():
-        stage = next((one for one in _OTHER_STAGES if tag.startswith(f"stocache/{one}")), "")
+        stage = next((stage for stage in _OTHER_STAGES if tag.startswith(f"stocache/{stage}")), "")
         for step, value in points:  # of two values at one step the last one is the epoch's, and overwrites
             at_end = step in ends[stage] or tag == "epoch"
             if math.isfinite(value):

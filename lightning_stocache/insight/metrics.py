@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterable, Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field, fields, replace
 from functools import reduce
 
 from lightning_stocache.cache.counters import Counts
@@ -52,19 +52,8 @@ class Tally:
 
     def __add__(self, other: Tally) -> Tally:
         """Of several caches of one rank, or of several nodes."""
-        return Tally(
-            self.node,
-            self.counts + other.counts,
-            self.slots + other.slots,
-            self.filled + other.filled,
-            self.memory_bytes + other.memory_bytes,
-            self.budget_bytes + other.budget_bytes,
-            self.wait_seconds + other.wait_seconds,
-            self.compute_seconds + other.compute_seconds,
-            self.loop_seconds + other.loop_seconds,
-            self.ranks + other.ranks,
-            self.unsized + other.unsized,
-        )
+        summed = (getattr(self, part.name) + getattr(other, part.name) for part in fields(self)[1:])
+        return Tally(self.node, *summed)
 
 
 def rates(tally: Tally) -> dict[str, float]:

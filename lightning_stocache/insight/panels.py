@@ -1,8 +1,8 @@
 """What the dashboard draws, before anybody draws it: six panels of plain data.
 
 A panel is plain data of one of three kinds: `Lines` over epochs or steps, `Stacks` of two parts per epoch, `Meters` of
-used against granted. `chart` draws it as SVG, `picture` with matplotlib; both draw the same. Rates have a fixed axis
-from 0 to 100 %: on an axis that follows the data, 0.698 and 0.700 look like nothing and everything.
+used against granted. `chart` draws it. Rates have a fixed axis from 0 to 100 %: on an axis that follows the data, 0.698
+and 0.700 look like nothing and everything.
 
 A metric that a run did not log leaves its panel with a sentence in `empty`. Colours are numbers, the same for a run in
 all panels; the drawing knows what they look like. Of more than `MOST_DRAWN` runs the first are drawn.
@@ -38,24 +38,29 @@ Point = tuple[float, float]
 
 @dataclass(frozen=True)
 class Series:
-    """A line: a run's values (`solid`), its ceiling (`dashed`), what theory expects (`dotted`), a part (`thin`)."""
+    """A line: values (`solid`), their ceiling (`dashed`), what theory expects (`dotted`), a part (`thin`).
+
+    Of style `band` the area between the lowest and the highest: the points go round it.
+    """
 
     label: str
     points: Sequence[Point]
     colour: int
-    style: Literal["solid", "dashed", "dotted", "thin"] = "solid"
+    style: Literal["solid", "dashed", "dotted", "thin", "band"] = "solid"
 
 
 @dataclass(frozen=True)
 class Lines:
-    """Values over epochs or steps; `unit` "%" has the fixed axis."""
+    """Values over epochs, steps or something else; `unit` "%" has the fixed axis. Notes are words at an x."""
 
     title: str
     caption: str
-    x: Literal["epoch", "step"]
+    x: str
     unit: Unit
     series: Sequence[Series]
     empty: str = ""
+    x_unit: Unit | None = None
+    notes: Sequence[tuple[float, str]] = ()
 
 
 @dataclass(frozen=True)
@@ -139,7 +144,9 @@ def _hit_rate(runs: Sequence[Run]) -> Lines:
             Series("expected" if alone else "", run.epochs("hit_rate_expected"), 2 if alone else colour, "dotted"),
         ]
         if alone:
-            series += [Series(one, run.epochs("hit_rate", one), 3, "thin") for one in run.stages if one != "train"]
+            series += [
+                Series(stage, run.epochs("hit_rate", stage), 3, "thin") for stage in run.stages if stage != "train"
+            ]
             series += [
                 Series(f"node {node}", run.epochs(f"node{node}/hit_rate"), colour, "thin")
                 for node in run.nodes[:MOST_DRAWN]
@@ -190,7 +197,9 @@ def _memory(runs: Sequence[Run]) -> Meters:
         used = run.last("memory_bytes") if run.epoch_count or not live else live[-1][1]
         parts = [("training" if len(runs) == 1 else label, used, run.last("budget_bytes"))]
         if len(runs) == 1:
-            parts += [(one, run.last("memory_bytes", one), run.last("budget_bytes", one)) for one in run.stages[1:]]
+            parts += [
+                (stage, run.last("memory_bytes", stage), run.last("budget_bytes", stage)) for stage in run.stages[1:]
+            ]
             parts += [(f"training, node {node}", run.last(f"node{node}/memory_bytes"), None) for node in run.nodes]
         rows += [
             Meter(name, max(used, 0.0), max(granted or 0.0, 0.0), colour)
@@ -212,11 +221,11 @@ def _stacks(runs: Sequence[Run], lower: str, upper: str) -> list[Stack]:
 
 
 def _drawn(series: Iterable[Series]) -> list[Series]:
-    return [one for one in series if one.points]
+    return [line for line in series if line.points]
 
 
 def _unless(series: Iterable[Series], metric: str) -> str:
-    return "" if any(one.points for one in series) else _missing(metric)
+    return "" if any(line.points for line in series) else _missing(metric)
 
 
 def _missing(metrics: str) -> str:

@@ -1,126 +1,118 @@
-"""Panels as a PNG, with matplotlib: for a README, a paper or a chat, where a page cannot go."""
+"""Panels as a PNG, with matplotlib: for a README, a paper or a chat, where a page cannot go.
+
+The drawings are those of the page: `chart` makes SVG, whose elements are drawn here in the page's light colours. No
+pyplot, so no window, no global state and no display is needed. A name with a dollar sign is not a formula. matplotlib
+is an extra, imported only when a picture is asked for.
+"""
 
 from __future__ import annotations
 
+import re
 from collections.abc import Sequence
 from pathlib import Path
-from textwrap import shorten
-from typing import TYPE_CHECKING
+from textwrap import fill, shorten
+from typing import TYPE_CHECKING, Any
+from xml.etree import ElementTree
 
-from lightning_stocache.insight.canvas import COLOURS, DIM, RULE, canvas
-from lightning_stocache.insight.chart import scale, spread
-from lightning_stocache.insight.panels import MOST_DRAWN, Lines, Meters, Panel, Stacks, Unit, panels, write
-from lightning_stocache.insight.runs import Run, labels
+from lightning_stocache.insight.chart import HEIGHT, WIDTH, draw
+from lightning_stocache.insight.panels import Panel, Stacks
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes
 
-__all__ = ["save"]
+__all__ = ["COLOURS", "save"]
 
-_PARTS = ("#0072b2", "#e08a00")
-_MARKS = "osD^"
-_PANEL_POINTS = 210  # width of a panel on the figure that is saved
-_STYLES = {"solid": ("-", 2.2), "dashed": ("--", 1.4), "dotted": (":", 1.8), "thin": ("-", 1.0)}
+_UNITS = 100  # to an inch: a letter of 13 units has 9.4 points
+_MARGIN, _HEAD, _FOOT = 24.0, 58.0, 18.0  # units beside each drawing, above it (title and caption), and per footnote
+_INK, _PAPER = "#1b2330", "#ffffff"
+# By class. After Okabe and Ito, which the colour-blind tell apart, darkened until they can be read as text.
+COLOURS = {"good": "#0072b2", "bad": "#e08a00", "dim": "#667085", "grid": "#e4e7ec", "track": "#e4e7ec"}
+COLOURS |= {"c0": "#0072b2", "c1": "#c2500a", "c2": "#00795c", "c3": "#a34677"}
+COLOURS |= {"c4": "#8a6a00", "c5": "#2c86c7", "c6": "#59616e", "c7": "#7a4fc9"}
+_LINES: dict[str, dict[str, Any]] = {
+    "grid": {"linewidth": 0.7},
+    "solid": {"linewidth": 1.9},
+    "dashed": {"linewidth": 1.3, "linestyle": "--"},
+    "dotted": {"linewidth": 1.6, "linestyle": ":"},
+    "thin": {"linewidth": 1.0, "alpha": 0.75},
+}
 
 
-def save(runs: Sequence[Run], path: Path) -> None:
-    """Draw the panels of these runs into a PNG file.
+def save(panels: Sequence[Panel], path: Path, *, columns: int = 2, footnotes: Sequence[str] = ()) -> None:
+    """Draw panels into a PNG file.
+
+    Args:
+        panels: in reading order.
+        path: the file, written anew.
+        columns: panels in a row.
+        footnotes: one line each, below all panels.
 
     Raises:
         ModuleNotFoundError: matplotlib is not installed; the message says how to have it.
-        OSError: The file cannot be written.
+        OSError: the file cannot be written.
     """
-    with canvas(path, 12, 10.5, gap=0.18) as figure:
-        for axes, panel in zip(figure.subplots(3, 2).flat, panels(runs), strict=True):
-            axes.set_title(
-                panel.title, loc="left", fontweight="bold", fontsize=11, pad=30 if isinstance(panel, Stacks) else 14
-            )
-            axes.tick_params(length=0, colors=DIM)
-            axes.spines[:].set_visible(False)
-            _draw(axes, panel)
-        if labels(runs[:MOST_DRAWN])[0] == "run 1":  # what the page's table says beside its charts
-            names = [f"run {number}: {run.name}" for number, run in enumerate(runs[:MOST_DRAWN], 1)]
-            figure.supxlabel("\n".join(shorten(name, 150) for name in names), x=0.02, ha="left", fontsize=8)
-
-
-def _draw(axes: Axes, panel: Panel) -> None:
-    if panel.empty:
+    try:
+        import matplotlib
+        from matplotlib.figure import Figure
+    except ModuleNotFoundError as error:
+        raise ModuleNotFoundError(
+            'a PNG needs matplotlib, which is not installed: pip install "lightning-stocache[report]"'
+        ) from error
+    cell_width, cell_height = WIDTH + 2 * _MARGIN, HEIGHT + _HEAD + _MARGIN
+    width, height = columns * cell_width, -(-len(panels) // columns) * cell_height + _FOOT * len(footnotes) + _MARGIN
+    style: Any = {"font.family": "sans-serif", "text.parse_math": False, "text.color": _INK}
+    with matplotlib.rc_context(style):
+        figure = Figure(figsize=(width / _UNITS, height / _UNITS), facecolor=_PAPER)
+        axes = figure.add_axes((0, 0, 1, 1), xlim=(0, width), ylim=(height, 0))
         axes.set_axis_off()
-        axes.text(0.5, 0.5, panel.empty, transform=axes.transAxes, ha="center", color=DIM)
-    elif isinstance(panel, Lines):
-        _lines(axes, panel)
-    elif isinstance(panel, Stacks):
-        _stacks(axes, panel)
+        for number, panel in enumerate(panels):
+            row, column = divmod(number, columns)
+            _panel(axes, panel, column * cell_width + _MARGIN, row * cell_height + _MARGIN)
+        for number, note in enumerate(footnotes):
+            y = height - _MARGIN - _FOOT * (len(footnotes) - 1 - number)
+            axes.text(_MARGIN, y, shorten(note, 150), color=COLOURS["dim"], fontsize=8.6)
+        figure.savefig(path, format="png", dpi=1.25 * _UNITS)
+
+
+def _panel(axes: Axes, panel: Panel, left: float, top: float) -> None:
+    dim = COLOURS["dim"]
+    axes.text(left, top + 8, panel.title, fontsize=11.5, fontweight="bold", va="center")
+    axes.text(left, top + 20, fill(panel.caption, 95), fontsize=8, color=dim, va="top", linespacing=1.3)
+    if panel.empty:
+        axes.text(left + WIDTH / 2, top + _HEAD + HEIGHT / 2, panel.empty, fontsize=8.6, color=dim, ha="center")
+        return
+    if isinstance(panel, Stacks):
+        for part, kind, x in zip(panel.parts, ("good", "bad"), (WIDTH - 230, WIDTH - 130), strict=True):
+            axes.text(left + x, top + 8, "\u25a0", fontsize=11.5, color=COLOURS[kind], va="center")
+            axes.text(left + x + 17, top + 8, part, fontsize=8.6, va="center")
+    for element in ElementTree.fromstring(draw(panel)):
+        _draw(axes, element, left, top + _HEAD)
+
+
+def _draw(axes: Axes, element: ElementTree.Element, left: float, top: float) -> None:
+    """One element of a drawing whose corner is at this place."""
+    from matplotlib.patches import Polygon, Rectangle
+
+    kinds = element.get("class", "").split()
+    colour = next((COLOURS[kind] for kind in kinds if kind in COLOURS), _INK)
+    x, y, width, height = (float(element.get(name, 0)) for name in ("x", "y", "width", "height"))
+    if element.tag == "text":
+        anchor: Any = {"start": "left", "middle": "center", "end": "right"}[element.get("text-anchor", "start")]
+        size, bold = 8.6 if {"dim", "share"} & {*kinds} else 9.2, len(element) or {"strong", "share"} & {*kinds}
+        style: Any = {"color": colour, "ha": anchor, "fontsize": size, "fontweight": "bold" if bold else "normal"}
+        axes.text(left + x, top + y, "".join(element.itertext()).strip(), **style)
+    elif element.tag == "rect":
+        axes.add_patch(Rectangle((left + x, top + y), width, height, facecolor=colour, edgecolor="none", zorder=2))
+    elif "mark" in kinds:
+        x, y = map(float, re.findall(r"[-\d.]+", element.get("transform", "")))
+        form = "osD^"[int(kinds[-1][1:]) % 4]  # as in `chart`, by the colour's number
+        axes.plot(left + x, top + y, form, color=colour, markersize=6, markeredgecolor=_PAPER, zorder=3)
     else:
-        _meters(axes, panel)
-
-
-def _ticks(axes: Axes, top: float, unit: Unit) -> float:
-    ticks = scale(top, unit)
-    axes.set_yticks(ticks, [write(tick, unit) for tick in ticks])
-    axes.set_ylim(0, ticks[-1] * 1.04)
-    axes.grid(axis="y", color=RULE)
-    axes.set_axisbelow(True)
-    return ticks[-1]
-
-
-def _lines(axes: Axes, panel: Lines) -> None:
-    top = _ticks(axes, max(y for one in panel.series for _, y in one.points), panel.unit)
-    for one in sorted(panel.series, key=lambda one: one.style == "solid"):  # values above their ceilings
-        line, width = _STYLES[one.style]
-        few = len(one.points) <= 20
-        mark = _MARKS[one.colour % len(_MARKS)] if few and (one.style == "solid" or len(one.points) == 1) else ""
-        xs, ys = zip(*one.points, strict=True)
-        colour = COLOURS[one.colour % len(COLOURS)]
-        axes.plot(xs, ys, line, marker=mark, linewidth=width, markersize=4, color=colour, clip_on=False)
-    named = [one for one in panel.series if one.label or one.style == "solid"]
-    depths = spread([-min(one.points[-1][1], top) for one in named], 0.075 * top, -top, 0)
-    for one, depth in zip(named, depths, strict=True):
-        told = f"{write(one.points[-1][1], panel.unit)} {one.label}".strip()
-        place = axes.get_yaxis_transform()
-        colour = COLOURS[one.colour % len(COLOURS)]
-        axes.text(1.01, -depth, told, transform=place, va="center", color=colour, fontweight="bold")
-    axes.set_xlabel(panel.x, color=DIM)
-    axes.locator_params(axis="x", integer=True)
-
-
-def _stacks(axes: Axes, panel: Stacks) -> None:
-    from matplotlib.patches import Patch
-
-    top = _ticks(axes, max(low + high for stack in panel.stacks for _, low, high in stack.bars), panel.unit)
-    left, places, labels = 0.0, [], []
-    most = max(24 // len(panel.stacks), 1)
-    letters = sum(len(stack.label) + 2 for stack in panel.stacks)
-    size = min(_PANEL_POINTS / (0.6 * letters), 10.0)  # names stand side by side
-    for stack in panel.stacks:
-        every = -(-len(stack.bars) // most)
-        for index, (epoch, low, high) in enumerate(stack.bars):
-            axes.bar(left + index, low, width=0.8, color=_PARTS[0])
-            axes.bar(left + index, high, width=0.8, bottom=low, color=_PARTS[1])
-            last = index == len(stack.bars) - 1
-            if low + high > 0 and (last or (len(panel.stacks) == 1 and every == 1)):
-                share = (low, high)[panel.told] / (low + high)
-                axes.text(left + index, low + high, f"{100 * share:.0f} %", ha="center", va="bottom", fontsize=8)
-            if (len(stack.bars) - 1 - index) % every == 0:
-                places.append(left + index)
-                labels.append(f"{epoch:,.0f}")
-        axes.text(left + (len(stack.bars) - 1) / 2, 1.06 * top, stack.label, ha="center", va="bottom", fontsize=size)
-        left += len(stack.bars) + 1
-    axes.set_xticks(places, labels)
-    axes.set_xlabel("epoch", color=DIM)
-    keys = [Patch(color=colour, label=part) for part, colour in zip(panel.parts, _PARTS, strict=True)]
-    axes.legend(handles=keys, loc="upper left", bbox_to_anchor=(1.0, 1.0), frameon=False, handlelength=0.8)
-
-
-def _meters(axes: Axes, panel: Meters) -> None:
-    axes.set_yticks([])
-    axes.set_xticks([])
-    most = max([max(row.used, row.granted) for row in panel.rows] + [1.0])
-    for index, row in enumerate(panel.rows):
-        axes.barh(-index, row.granted, height=0.4, color=RULE)
-        axes.barh(-index, row.used, height=0.4, color=COLOURS[row.colour % len(COLOURS)])
-        told = write(row.used, "bytes") + (f" of {write(row.granted, 'bytes')}" if row.granted else "")
-        axes.text(0, 0.25 - index, row.label, va="bottom")
-        axes.text(most, 0.25 - index, told, va="bottom", ha="right", fontweight="bold")
-    axes.set_xlim(0, most)
-    axes.set_ylim(-max(len(panel.rows), 4) + 0.4, 0.75)
+        pairs = [pair.split() for pair in element.get("d", "")[1:].split("L")]
+        points = [(left + float(x), top + float(y)) for x, y in pairs]
+        if "band" in kinds:
+            axes.add_patch(Polygon(points, facecolor=colour, edgecolor="none", alpha=0.2))
+        else:
+            axes.plot(
+                *zip(*points, strict=True), color=colour, **next(_LINES[kind] for kind in kinds if kind in _LINES)
+            )

@@ -1,8 +1,6 @@
-"""What a budget would give, before it is paid.
+"""What a budget would give, before it is paid: from what was measured to seconds per epoch, for a table of budgets.
 
-From what a sample costs (`costs`) and what hit rates theory predicts (`theory`) to seconds per epoch, for a table of
-budgets. Arithmetic alone; nothing is measured here but the memory that is free.
-
+Arithmetic alone. `Costs` are seconds per sample, measured by `measurement`; hit rates are those that `theory` predicts.
 Of the n samples of a rank a part h hits. As the loader does it:
 
 - without workers, and where workers make whole batches, one follows the other: `n (1-h) missed + n h hit`;
@@ -19,43 +17,130 @@ would fit into free memory. What other programs do meanwhile, and a slower netwo
 from __future__ import annotations
 
 import math
-from dataclasses import dataclass, replace
+import statistics
+from collections.abc import Iterable
+from dataclasses import dataclass
+from typing import Literal
 
 from lightning_stocache.cache.placement import Ring
-from lightning_stocache.insight.costs import Costs, End, Job, Spread, Step
+from lightning_stocache.cache.spec import SampleSpec
 from lightning_stocache.insight.theory import expected_hit_rate, moved_share
+from lightning_stocache.loading.sampler import Mode
 
-__all__ = ["Planner", "Row"]
+__all__ = ["ENDS", "MOST", "WORST", "Costs", "Job", "PlanError", "Planner", "Reads", "Row", "Spread", "Step"]
+
+End = Literal["low", "median", "high"]
+Case = tuple[End, End, End, End]  # which end of what was measured is taken to be true: of uncached, missed, hit, step
+ENDS: tuple[End, ...] = ("low", "median", "high")
+MEDIANS: Case = ("median", "median", "median", "median")
+LOW: Case = ("low", "low", "low", "low")
+HIGH: Case = ("high", "high", "high", "high")
+WORST: Case = ("low", "high", "high", "high")  # a cache gains least
+BEST: Case = ("high", "low", "low", "low")
+MOST: Case = ("high", "high", "low", "low")  # a cache must be largest
 
 _NOTHING = 0.02  # of an epoch's time: less is no gain
 
 
-@dataclass(frozen=True)
-class Row:
-    """What one budget gives. Epochs are those of training, or of the loader alone if there is no model.
+class PlanError(Exception):
+    """Nothing can be planned, and the message says why in one sentence."""
 
-    Args:
-        budget: as it is written into a config.
-        budget_bytes: per node.
-        safe: whether this node has room for it.
-        samples: that have a slot somewhere in the job.
-        hit_rates: per epoch.
-        first_epoch: seconds.
-        later_epoch: seconds of the last epoch.
-        faster: how many times as fast the last epoch is as an uncached one.
-        pays_in: epoch, counted from 1, at whose end training has taken less time than uncached; None if never, or if
-            that cannot be told.
+
+@dataclass(frozen=True)
+class Spread:
+    """The lowest, the median and the highest of several measurements; plans go by the median.
+
+    Example:
+        >>> Spread.of([3.0, 1.0, 2.0]), Spread.of([2.0]).high
+        (Spread(low=1.0, median=2.0, high=3.0), 2.0)
     """
 
-    budget: str
-    budget_bytes: int
-    safe: bool
+    low: float
+    median: float
+    high: float
+
+    @classmethod
+    def of(cls, values: Iterable[float]) -> Spread:
+        """The spread of these values."""
+        values = sorted(values)
+        return cls(values[0], statistics.median(values), values[-1])
+
+    def at(self, end: End) -> float:
+        """One of the three."""
+        value: float = getattr(self, end)
+        return value
+
+
+@dataclass(frozen=True)
+class Reads:
+    """The source in one process: seconds per sample."""
+
+    first: float  # read for the first time by this process
+    repeated: Spread  # read again
+    cpu: float  # seconds of the processor in a repeated read; the rest is waiting
+    from_disk: float | None = None  # bytes that a first read fetched from a disk; None where the system does not say
+
+
+@dataclass(frozen=True)
+class Costs:
+    """Seconds per sample of one rank."""
+
+    spec: SampleSpec | None  # what a sample looks like in the cache; None if it cannot be cached
+    reads: Reads
+    transform: float  # what comes after the cache, on the CPU, in one process
+    uncached: Spread  # the loader without a cache
+    missed: Spread  # the loader where every sample is loaded and stored
+    hit: Spread  # the loader where every sample is cached
+    start: float = 0.0  # until the workers are there, once
+    made_by_workers: bool = False  # whole batches, hits too
+    reason: str | None = None  # why nothing can be cached, if so
+
+
+@dataclass(frozen=True)
+class Step:
+    """A training step, one batch of one rank: from having a batch to asking for the next one."""
+
+    seconds: Spread
+    cpu: float = 0.0  # seconds of the processor
+
+
+@dataclass(frozen=True)
+class Job:
+    """The training that is planned."""
+
     samples: int
-    hit_rates: tuple[float, ...]
-    first_epoch: Spread
-    later_epoch: Spread
-    faster: Spread
-    pays_in: int | None
+    batch_size: int  # of one rank
+    num_workers: int = 0  # of one rank
+    nodes: int = 1  # all as this one
+    ranks: int = 1  # on each node
+    epochs: int = 10
+    mode: Mode = "locality"
+    other_bytes: int = 0  # cached size of the sets that share the budget (validation)
+    safe_bytes: int = 0  # the largest budget that is safe on this node
+    cores: int = 1  # of this node
+    persistent: bool = True  # workers live on from epoch to epoch
+    hot: bool = False  # repeated reads are what later epochs pay
+    load: float = 0.0  # processes that wanted a core, per core, in the minute before anything was measured
+
+    @property
+    def rank_samples(self) -> float:
+        """Samples of one rank in an epoch."""
+        return self.samples / (self.nodes * self.ranks)
+
+
+@dataclass(frozen=True)
+class Row:
+    """What one budget gives. Epochs are those of training, or of the loader alone if there is no model."""
+
+    budget: str  # as it is written into a config
+    budget_bytes: int  # per node
+    safe: bool  # this node has room for it
+    samples: int  # that have a slot somewhere in the job
+    hit_rates: tuple[float, ...]  # per epoch
+    first_epoch: Spread  # seconds
+    later_epoch: Spread  # seconds of the last epoch
+    faster: Spread  # how many times as fast the last epoch is as an uncached one
+    pays_in: int | None  # the epoch, from 1, at whose end training is ahead of uncached; None: never, or cannot be told
 
 
 class Planner:
@@ -67,8 +152,6 @@ class Planner:
         step: what a step costs, if there is a model.
 
     Example:
-        >>> from lightning_stocache.cache.spec import SampleSpec
-        >>> from lightning_stocache.insight.costs import Reads
         >>> slow, quick = Spread.of([0.009, 0.01, 0.012]), Spread.of([1e-5])
         >>> costs = Costs(SampleSpec.infer(1.5), Reads(0.01, slow, 0.01), 0.0, uncached=slow, missed=slow, hit=quick)
         >>> planner = Planner(Job(samples=1000, batch_size=10, safe_bytes=2**20), costs, Step(Spread.of([0.05])))
@@ -80,54 +163,55 @@ class Planner:
     def __init__(self, job: Job, costs: Costs, step: Step | None = None) -> None:
         self.job, self.costs, self.step = job, costs, step
         self.slot_bytes = costs.spec.slot_bytes if costs.spec is not None else 0
-        self.dataset_bytes = job.samples * self.slot_bytes
-        self.pot_bytes = self.dataset_bytes + job.other_bytes
+        self.pot_bytes = job.samples * self.slot_bytes + job.other_bytes
 
     def row(self, share: float) -> Row:
         """What a budget of a share of the dataset gives."""
-        budget_bytes = math.floor(share * self.pot_bytes)
-        rates = self.hit_rates(share)
+        rates, percent = self.hit_rates(share), round(100 * share, 7)
         last = len(rates) - 1
-        low, high = self.case("low", "low", "low", "low"), self.case("high", "high", "high", "high")
-        cached = [self.epoch(rate, share, number) for number, rate in enumerate(rates)]
-        uncached = [self.epoch(0.0, 0.0, number) for number in range(len(rates))]
-        cases = (self.worst(), self, self.case(uncached="high", missed="low", hit="low", step="low"))
-        faster = Spread.of(case.epoch(0.0, 0.0, last) / case.epoch(rates[last], share, last) for case in cases)
-        pays = (epoch for epoch in range(1, len(rates) + 1) if sum(cached[:epoch]) < sum(uncached[:epoch]))
-        percent = 100 * share
+        first, later = (
+            Spread.of(self.epoch(rates[number], share, number, case) for case in (LOW, MEDIANS, HIGH))
+            for number in (0, last)
+        )
+        faster = Spread.of(
+            self.epoch(0.0, 0.0, last, case) / self.epoch(rates[last], share, last, case)
+            for case in (WORST, MEDIANS, BEST)
+        )
+        ahead, pays_in = 0.0, None
+        for number, rate in enumerate(rates):
+            ahead += self.epoch(0.0, 0.0, number) - self.epoch(rate, share, number)
+            if pays_in is None and ahead > 0 and faster.low > 1:
+                pays_in = number + 1
+        budget_bytes = math.floor(share * self.pot_bytes)
         return Row(
-            f"{percent:.0f}%" if share == 0 or abs(percent - round(percent)) < 1e-9 else f"{percent:.1f}%",
+            f"{percent:.0f}%" if percent == int(percent) else f"{percent:.1f}%",
             budget_bytes,
             budget_bytes <= self.job.safe_bytes,
             round(self._ring(share).coverage * self.job.samples),
             tuple(rates),
-            Spread(low.epoch(rates[0], share, 0), cached[0], high.epoch(rates[0], share, 0)),
-            Spread(low.epoch(rates[last], share, last), cached[last], high.epoch(rates[last], share, last)),
+            first,
+            later,
             faster,
-            next(pays, None) if faster.low > 1 else None,
+            pays_in,
         )
 
     def hit_rates(self, share: float) -> list[float]:
         """The hit rate of every epoch."""
-        job, ring = self.job, self._ring(share)
-        shares = (1 / job.nodes,) * job.nodes
-        moved = 0.0
+        job, ring, moved = self.job, self._ring(share), 0.0
         if job.nodes > 1 and job.mode == "locality" and share > 0:
-            ranks = tuple(
-                tuple(range(first, first + job.ranks)) for first in range(0, job.nodes * job.ranks, job.ranks)
-            )
+            ranks = [range(node * job.ranks, (node + 1) * job.ranks) for node in range(job.nodes)]
             moved = moved_share(ring, ranks, job.batch_size, batches=64)
+        shares = (1 / job.nodes,) * job.nodes
         return [expected_hit_rate(ring, shares, epoch, moved, job.mode) for epoch in range(max(job.epochs, 2))]
 
-    def epoch(self, hit_rate: float, share: float, number: int) -> float:
-        """Seconds of an epoch, counted from 0, with the step if there is one; by the medians."""
-        job, costs = self.job, self.costs
-        steps = job.batches * self.step.seconds.median if self.step is not None else 0.0
-        cpu = job.batches * self.step.cpu if self.step is not None else 0.0
-        samples, cached, hit = job.own_samples, share > 0 and costs.spec is not None, costs.hit.median
+    def epoch(self, hit_rate: float, share: float, number: int, case: Case = MEDIANS) -> float:
+        """Seconds of an epoch, counted from 0, with the step if there is one."""
+        job, costs, samples = self.job, self.costs, self.job.rank_samples
+        batches, cached = math.ceil(samples / job.batch_size), share > 0 and costs.spec is not None
+        loaded, hit = (costs.missed.at(case[1]) if cached else costs.uncached.at(case[0])), costs.hit.at(case[2])
+        steps = batches * self.step.seconds.at(case[3]) if self.step is not None else 0.0
         later = min(costs.reads.repeated.median / costs.reads.first, 1.0) if job.hot and number else 1.0
-        loading = samples * (1 - hit_rate) * (costs.missed if cached else costs.uncached).median * later
-        gather = samples * hit_rate * hit
+        loading, gather = samples * (1 - hit_rate) * loaded * later, samples * hit_rate * hit
         if hit_rate >= 1:
             seconds = max(gather, steps)
         elif not job.num_workers:
@@ -136,39 +220,20 @@ class Planner:
             seconds = max(loading + gather, steps)
         else:
             seconds = max(loading, samples * hit + steps)
-        working = samples * ((1 - hit_rate) * (costs.reads.cpu + costs.transform) + hit_rate * hit) + cpu
+        busy = samples * ((1 - hit_rate) * (costs.reads.cpu + costs.transform) + hit_rate * hit)
+        busy += batches * self.step.cpu if self.step is not None else 0.0
         starts = number == 0 or not (job.persistent or (hit_rate >= 1 and not costs.made_by_workers))
-        return max(seconds, job.ranks * working / job.cores) + (costs.start if starts else 0.0)
+        return max(seconds, job.ranks * busy / job.cores) + (costs.start if starts else 0.0)
 
-    def enough(self, safe: float) -> float:
-        """The smallest share of the dataset with which later epochs are as fast as with the largest safe one."""
-        if not safe or self.costs.spec is None:
-            return 0.0
-        goal = self._later(safe) * (1 + _NOTHING)
-        low, high = 0.0, safe
-        if self._later(0.0) <= goal:
-            return 0.0
-        for _ in range(24):
-            middle = (low + high) / 2
-            low, high = (low, middle) if self._later(middle) <= goal else (middle, high)
-        return high
+    def enough(self, safe: float, case: Case) -> float:
+        """The smallest share, in whole percents, with which later epochs are as fast as with the largest safe one."""
+        goal = self._later(safe, case) * (1 + _NOTHING)
+        percents = (percent / 100 for percent in range(math.ceil(100 * safe)))
+        return next((share for share in percents if self._later(share, case) <= goal), safe)
 
-    def worst(self) -> Planner:
-        """The calculator for the case in which a cache gains least."""
-        return self.case(uncached="low", missed="high", hit="high", step="high")
-
-    def case(self, uncached: End, missed: End, hit: End, step: End) -> Planner:
-        """The calculator for the case that of each cost this end of what was measured is true."""
-        costs = self.costs
-        costs = replace(
-            costs, uncached=costs.uncached.at(uncached), missed=costs.missed.at(missed), hit=costs.hit.at(hit)
-        )
-        timed = None if self.step is None else replace(self.step, seconds=self.step.seconds.at(step))
-        return Planner(self.job, costs, timed)
-
-    def _later(self, share: float) -> float:
-        rate = expected_hit_rate(self._ring(share), (1 / self.job.nodes,) * self.job.nodes, 1, 0.0, "sticky")
-        return self.epoch(rate, share, 1)
+    def _later(self, share: float, case: Case) -> float:
+        rate = expected_hit_rate(self._ring(share), (1 / self.job.nodes,) * self.job.nodes, 1, mode="sticky")
+        return self.epoch(rate, share, 1, case)
 
     def _ring(self, share: float) -> Ring:
         nodes, slots = self.job.nodes, math.floor(round(share * self.job.samples, 6))

@@ -55,7 +55,7 @@ class Run:
     @cached_property
     def stages(self) -> tuple[str, ...]:
         """The stages that ended an epoch, training first."""
-        return tuple(one for one in ("train", *_OTHER_STAGES) if self._ends(one))
+        return tuple(stage for stage in ("train", *_OTHER_STAGES) if self._ends(stage))
 
     @cached_property
     def nodes(self) -> tuple[int, ...]:
@@ -218,7 +218,7 @@ def _natural(name: str) -> list[tuple[int, str]]:
 def _home(log: Path) -> Path:
     """The Hydra folder of a log, at most three above it (outputs/date/time/csv/version_0), or its own."""
     here = log.resolve()
-    return next((one for one in (here, *list(here.parents)[:3]) if (one / ".hydra").is_dir()), here)
+    return next((folder for folder in (here, *list(here.parents)[:3]) if (folder / ".hydra").is_dir()), here)
 
 
 def _overrides(home: Path) -> list[str]:
@@ -235,7 +235,7 @@ def _names(homes: Sequence[Path]) -> list[str]:
     """Each run by the overrides that not all have; where there are none, by its path below what is common to all."""
     overrides = [_overrides(home) for home in homes]
     common = set.intersection(*map(set, overrides)) if len(homes) > 1 else set()
-    names = [", ".join(one for one in listed if one not in common) for listed in overrides]
+    names = [", ".join(override for override in listed if override not in common) for listed in overrides]
     above = Path(os.path.commonpath([home.parent for home in homes]))
     paths = [str(home.relative_to(above)) for home in homes]
     named = [name or path for name, path in zip(names, paths, strict=True)]

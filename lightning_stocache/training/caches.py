@@ -116,20 +116,20 @@ class CallCaches:
         new: dict[int, Wanted] = {}
         names: dict[int, str] = {}
         number = Counter[str]()
-        for one in wanted:
-            if one.source not in self:
-                new.setdefault(id(one.source), one)  # in several stages: pot and name are those of the first
-                names.setdefault(id(one.source), f"{self.options.name}-{one.stage}{number[one.stage]}")
-            number[one.stage] += 1
-        stages = {one.stage for one in wanted}
+        for entry in wanted:
+            if entry.source not in self:
+                new.setdefault(id(entry.source), entry)  # in several stages: pot and name are those of the first
+                names.setdefault(id(entry.source), f"{self.options.name}-{entry.stage}{number[entry.stage]}")
+            number[entry.stage] += 1
+        stages = {entry.stage for entry in wanted}
         if new and train_to_come and not self.options.keep_cache:
             stages.add("train")  # what is open for it was opened by hand, before the call
         self._let_go(stages, wanted, new.values())
         options = self.options
-        pots = {key: options.pot(one.stage) for key, one in new.items()}
+        pots = {key: options.pot(entry.stage) for key, entry in new.items()}
         datasets = {
             key: CachedDataset(
-                one.source,
+                entry.source,
                 str(options.budgets[pots[key]]),
                 allow_random=options.allow_random,
                 defer=True,
@@ -137,41 +137,41 @@ class CallCaches:
                 fingerprint=options.fingerprint,
                 strict=options.strict,
             )
-            for key, one in new.items()
+            for key, entry in new.items()
         }
         open_together(
             list(datasets.values()),
             {pot: self._left(pot, new.values(), train_to_come) for pot in options.budgets if pot in pots.values()},
             group,
             list(pots.values()),
-            [replace(one.loader, stage=one.stage) for one in new.values()],
+            [replace(entry.loader, stage=entry.stage) for entry in new.values()],
             backend=options.backend,
             disable=options.on_error == "disable",
             later_bytes=later_bytes,
             kept_back=self._kept_back(pots.values(), train_to_come),
         )
         self._open |= {key: _Open(dataset, pots[key]) for key, dataset in datasets.items()}
-        for one in wanted:
-            self._open[id(one.source)].stages.add(one.stage)
+        for entry in wanted:
+            self._open[id(entry.source)].stages.add(entry.stage)
 
     def close(self) -> None:
         """Close all caches; samples of the same datasets pass through uncached from then on."""
-        for one in self._open.values():
-            one.dataset.close()
+        for opened in self._open.values():
+            opened.dataset.close()
         self._open.clear()
 
     def end_call(self) -> None:
         """End of a Trainer call: close, unless the caches are to be kept for the next one."""
         if not self.options.keep_cache:
             self.close()
-        for one in self._open.values():
-            if (counters := one.dataset.counters) is not None:
-                one.dataset.opened.baseline = counters.totals(one.dataset.group.rank)
+        for opened in self._open.values():
+            if (counters := opened.dataset.counters) is not None:
+                opened.dataset.opened.baseline = counters.totals(opened.dataset.group.rank)
 
     def _let_go(self, stages: Collection[str], wanted: Collection[Wanted], new: Collection[Wanted]) -> None:
         """Close what these stages do not read any more: a replaced dataset's memory is the new one's."""
         for stage in stages:
-            still = {id(one.source) for one in wanted if one.stage == stage}
+            still = {id(entry.source) for entry in wanted if entry.stage == stage}
             for key, before in list(self._open.items()):
                 if stage not in before.stages or key in still:
                     continue
@@ -193,20 +193,20 @@ class CallCaches:
         budget = self.options.budgets[pot]
         if budget.unit != "bytes" or budget.off:
             return budget
-        taken = sum(one.dataset.budget_bytes for one in self._open.values() if one.pot == pot)
+        taken = sum(opened.dataset.budget_bytes for opened in self._open.values() if opened.pot == pot)
         left = max(int(budget.amount) - taken, 0)
         if train_to_come and pot == self.options.pot("train"):
             left = min(left, int(budget.amount) // 2)
-        for one in new:
-            if not left and self.options.pot(one.stage) == pot:
-                advice = f"Keep a share for it: stage_budgets={{{one.stage!r}: ...}}"
+        for entry in new:
+            if not left and self.options.pot(entry.stage) == pot:
+                advice = f"Keep a share for it: stage_budgets={{{entry.stage!r}: ...}}"
                 reason = f"the caches that are open use all of budget={str(budget)!r}. {advice}"
-                self.pass_by(one.stage, type(one.source).__name__, reason)
+                self.pass_by(entry.stage, type(entry.source).__name__, reason)
         return Budget.parse(left)
 
     def _kept_back(self, pots: Collection[str], train_to_come: bool) -> int:
         """Free memory that new datasets may not take: what the open caches have yet to fill, and half for train."""
-        caches = [(one.dataset.budget_bytes, one.dataset.cache) for one in self._open.values()]
+        caches = [(opened.dataset.budget_bytes, opened.dataset.cache) for opened in self._open.values()]
         promised = sum(max(granted - cache.memory_bytes, 0) for granted, cache in caches if cache is not None)
         pot = self.options.pot("train")
         if not train_to_come or pot not in pots or self.options.budgets[pot].unit == "bytes":

@@ -21,13 +21,14 @@ from lightning_stocache.loading.dataset import CachedDataset, OnError
 from lightning_stocache.loading.sampler import Mode
 from lightning_stocache.node.budget import format_bytes
 from lightning_stocache.training.caches import CallCaches, training_bytes
+from lightning_stocache.training.call_loaders import CallLoaders
 from lightning_stocache.training.lightning_internals import data_sources, loops
-from lightning_stocache.training.listening import listen, stop_listening
-from lightning_stocache.training.monitor import CacheMonitor, log_every, running_datasets
-from lightning_stocache.training.options import CacheOptions
+from lightning_stocache.training.loaders import running_datasets
+from lightning_stocache.training.monitor import CacheMonitor
+from lightning_stocache.training.obstacles import check_sweep
+from lightning_stocache.training.options import CacheOptions, with_options
+from lightning_stocache.training.profiler import listen, log_every, stop_listening
 from lightning_stocache.training.sampling import replicas
-from lightning_stocache.training.sweeps import check_sweep
-from lightning_stocache.training.tap import LoaderTap
 
 __all__ = ["FillProgress", "StochasticCache"]
 
@@ -90,6 +91,7 @@ class FillProgress(Callback):
         )
 
 
+@with_options
 class StochasticCache(CacheMonitor):
     """Caches every loader of a Trainer call, and logs what it gives as CacheMonitor does.
 
@@ -103,17 +105,7 @@ class StochasticCache(CacheMonitor):
     training set leaves. `stage_budgets` says otherwise.
 
     Args:
-        budget: memory per node, shared by the datasets of a Trainer call; see `CachedDataset`.
-        stage_budgets: a budget of its own for some stages, for instance {"val": "1GiB"} or {"test": 0}.
-        allow_random: cache a random dataset as it is, with its first draw frozen.
-        backend: where the memory lies, see `CachedDataset`.
-        on_error: "raise" or "disable" when the memory cannot be had.
-        keep_cache: keep the caches between Trainer calls of this process, until `close`.
-        sampling: how a training set with the default sampler is dealt to several nodes, see `StocacheDataModule`.
-        name: under which the caches stay in memory when the job ends, so that the next one starts warm; that of the
-            n-th dataset of a stage is `<name>-<stage><n>`. See `CachedDataset`.
-        fingerprint: what else decides what the samples are (a size, a version, a path), see `CachedDataset`.
-        strict: what cannot be cached is an error; else it passes through uncached, with one warning.
+        options: those of `CacheOptions`, each an argument.
 
     Raises:
         ValueError: an option that cannot be read.
@@ -165,11 +157,11 @@ class StochasticCache(CacheMonitor):
         sources = {name: source for name, source in found if not _has_cache(source.instance)}
         getters = {name: source.dataloader for name, source in sources.items()}
         at_hand = {name: source.instance for name, source in sources.items() if not source.is_module()}
-        tap = LoaderTap(
+        call_loaders = CallLoaders(
             self.caches, getters, list(sources), at_hand, partial(replicas, trainer), partial(training_bytes, trainer)
         )
         for name, source in sources.items():
-            source.dataloader = partial(tap, name)
+            source.dataloader = partial(call_loaders, name)
 
     def teardown(self, trainer: Trainer, pl_module: LightningModule, stage: str) -> None:
         """Close the caches of the call, unless they are kept."""

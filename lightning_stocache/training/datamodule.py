@@ -14,7 +14,6 @@ from typing import Any, Literal, TypeAlias, cast
 
 import torch
 from lightning.pytorch import LightningDataModule
-from lightning.pytorch.utilities import rank_zero_warn
 from torch.utils.data import DataLoader, Dataset, IterableDataset
 
 from lightning_stocache.loading.allocation import BackendChoice, InFlight
@@ -22,12 +21,10 @@ from lightning_stocache.loading.dataset import CachedDataset, OnError
 from lightning_stocache.loading.loader import CachedLoader
 from lightning_stocache.loading.sampler import LocalitySampler, Mode
 from lightning_stocache.training.caches import CallCaches, Wanted, training_bytes
-from lightning_stocache.training.obstacles import check_dataset
-from lightning_stocache.training.options import STAGES, CacheOptions
-from lightning_stocache.training.position import Position
+from lightning_stocache.training.obstacles import check_sweep, is_cacheable
+from lightning_stocache.training.options import STAGES, CacheOptions, Source, Stream, made, with_options
+from lightning_stocache.training.position import Position, resume
 from lightning_stocache.training.sampling import check_sampler, epochs_done, global_seed, locality_sampler, replicas
-from lightning_stocache.training.sources import Source, Stream, made
-from lightning_stocache.training.sweeps import check_sweep
 
 __all__ = ["StocacheDataModule"]
 
@@ -40,6 +37,7 @@ _SAID_BY_BATCH_SAMPLER = ("batch_size", "shuffle", "drop_last", "sampler")
 _STAGES_OF_CALL = {"fit": ("train", "val"), "validate": ("val",), "test": ("test",), "predict": ("predict",)}
 
 
+@with_options
 class StocacheDataModule(LightningDataModule):
     """A LightningDataModule around map-style datasets, whose samples are cached once per node.
 
@@ -53,23 +51,12 @@ class StocacheDataModule(LightningDataModule):
             when all is cached on this node.
         loader: further arguments for every DataLoader, for instance {"pin_memory": True}; `shuffle`, `drop_last` and
             `sampler` are for the training loader alone. None leaves an argument at its default.
-        budget: memory per node, shared by the sets of a Trainer call by their size; see `CachedDataset`.
-        stage_budgets: a budget of its own for some stages, for instance {"val": "1GiB"} or {"test": 0}.
         transform: per sample on the CPU, after the cache.
-        eval_transform: the same for val, test and predict: "same", None for nothing, or another one.
+        eval_transform: for val, test and predict: "same", None for nothing, or another one.
         batch_transform: per batch on the device, after transfer; a `torch.nn.Module` is moved there.
-        eval_batch_transform: the same for val, test and predict: "same", None for nothing, or another one.
+        eval_batch_transform: for val, test and predict: "same", None for nothing, or another one.
         prepare: a function without arguments that is called once per node before anything else (download, unpack).
-        allow_random: cache a random set as it is, with its first draw frozen.
-        backend: where the memory lies, see `CachedDataset`.
-        on_error: "raise" or "disable" when the memory cannot be had.
-        keep_cache: keep the caches between Trainer calls of this process, until `close`.
-        sampling: how the training set is dealt to ranks: "locality" (samples go to nodes that have them), "global" or
-            "sticky"; see `LocalitySampler`.
-        name: under which the caches stay in memory when the job ends, so that the next one starts warm; that of the
-            n-th dataset of a stage is `<name>-<stage><n>`. See `CachedDataset`.
-        fingerprint: what else decides what the samples are (a size, a version, a path), see `CachedDataset`.
-        strict: what cannot be cached is an error; else it passes through uncached, with one warning.
+        options: those of `CacheOptions`, each an argument.
 
     Raises:
         ValueError: an option that cannot be read; (`setup`, `strict=True`) an empty set.
@@ -159,7 +146,7 @@ class StocacheDataModule(LightningDataModule):
         reader = InFlight(self.batch_size, self.num_workers, *map(cast(Any, self.loader.get), more))
         sets = [(name, dataset) for name in stages for dataset in self._datasets[name]]
         self.caches.open(
-            (Wanted(dataset, name, reader) for name, dataset in sets if self._is_cacheable(name, dataset)),
+            (Wanted(dataset, name, reader) for name, dataset in sets if is_cacheable(dataset, name, self.caches)),
             later_bytes=training_bytes(self.trainer),
         )
 
@@ -196,43 +183,12 @@ class StocacheDataModule(LightningDataModule):
             check_sampler(loader, replicas(self.trainer)[0])
         return loaders
 
-    def _is_cacheable(self, stage: str, dataset: Dataset[Any]) -> bool:
-        """Whether a set is neither empty nor a stream; what is wrong with it otherwise is an error."""
-        try:
-            check_dataset(dataset)
-        except (TypeError, ValueError) as error:
-            known = isinstance(error, ValueError) or isinstance(dataset, IterableDataset)
-            if self.caches.options.strict or not known:
-                raise type(error)(f"the {stage} set cannot be cached, {type(dataset).__name__}: {error}") from error
-            if not self.caches.options.is_off(stage):
-                self.caches.pass_by(stage, type(dataset).__name__, str(error))
-            return False
-        return True
-
     def _sampler(self, dataset: CachedDataset, shuffle: bool) -> LocalitySampler:
-        """The sampler of the training loader, at the epoch and the batch where training stands.
-
-        `set_epoch` is called here too: Lightning calls it only after the workers have begun (Lightning #21938).
-        """
-        count = replicas(self.trainer, always=True)
-        sampler = locality_sampler(
-            dataset,
-            shuffle=shuffle,
-            batch_size=self.batch_size,
-            replicas=count,
-            mode=self.caches.options.sampling,
-        )
-        epoch = epochs_done(self.trainer)
-        if self._resume is not None and epoch <= self._resume.epoch:
-            epoch = self._resume.epoch
-            sampler.skip, change = self._resume.resumed(self._position(count[0], len(dataset)))
-            if change and self._resume.batch:
-                rank_zero_warn(
-                    f"resuming in the middle of epoch {epoch}, but {change}: the loader goes on after {sampler.skip} "
-                    "batches of now, while Lightning counts on from the number of then, and may end this epoch early "
-                    "or late. From the next epoch on all is as usual"
-                )
-        sampler.set_epoch(epoch)
+        """The sampler of the training loader, at the epoch and the batch where training stands."""
+        count, mode = replicas(self.trainer, always=True), self.caches.options.sampling
+        sampler = locality_sampler(dataset, shuffle=shuffle, batch_size=self.batch_size, replicas=count, mode=mode)
+        now = None if self._resume is None else self._position(count[0], len(dataset))
+        resume(sampler, epochs_done(self.trainer), self._resume, now)
         return sampler
 
     def _position(self, world: int, length: int) -> Position:
@@ -248,11 +204,6 @@ class StocacheDataModule(LightningDataModule):
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
         """Go on where training stood: the loader of this call leaves out what was trained on."""
         self._resume = Position.read(state_dict)
-        if state_dict and self._resume is None:
-            rank_zero_warn(
-                "the checkpoint does not say where in an epoch it was saved: if that was in the middle of one, its "
-                f"first samples come again, and its last ones do not. Its state has {', '.join(map(str, state_dict))}"
-            )
 
     def _views(self, stage: str) -> list[Any]:
         """The cached datasets of a stage with its transform: a dataset may be in several stages."""
@@ -261,7 +212,7 @@ class StocacheDataModule(LightningDataModule):
         for dataset in self._datasets.get(stage, [getattr(self, stage)]):
             if dataset in self.caches:
                 views.append(self.caches[dataset].view(transform))
-            elif stage in self._datasets and not self._is_cacheable(stage, dataset):
+            elif stage in self._datasets and not is_cacheable(dataset, stage, self.caches):
                 transformed = transform is not None and isinstance(dataset, IterableDataset)
                 views.append(Stream(dataset, cast(Transform, transform)) if transformed else dataset)
             else:

@@ -18,10 +18,10 @@ from lightning_stocache.loading.allocation import BackendChoice
 from lightning_stocache.loading.dataset import OnError
 from lightning_stocache.loading.sampler import Mode
 from lightning_stocache.training.caches import CallCaches, training_bytes
-from lightning_stocache.training.options import STAGES, CacheOptions
+from lightning_stocache.training.call_loaders import CallLoaders
+from lightning_stocache.training.obstacles import check_sweep
+from lightning_stocache.training.options import STAGES, CacheOptions, with_options
 from lightning_stocache.training.sampling import replicas
-from lightning_stocache.training.sweeps import check_sweep
-from lightning_stocache.training.tap import LoaderTap
 
 __all__ = ["CachedHooks", "cache_datamodule"]
 
@@ -29,7 +29,8 @@ M = TypeVar("M", bound=LightningDataModule)
 _LOADERS = tuple(f"{stage}_dataloader" for stage in STAGES)
 
 
-def cache_datamodule(
+@with_options
+def cache_datamodule(  # noqa: D417  the options are described in one place
     datamodule: M,
     budget: int | float | str = "auto",
     *,
@@ -55,17 +56,7 @@ def cache_datamodule(
 
     Args:
         datamodule: the user's own.
-        budget: memory per node, shared by the datasets of a Trainer call; see `CachedDataset`.
-        stage_budgets: a budget of its own for some stages, for instance {"val": "1GiB"} or {"test": 0}.
-        allow_random: cache a random dataset as it is, with its first draw frozen.
-        backend: where the memory lies, see `CachedDataset`.
-        on_error: "raise" or "disable" when the memory cannot be had.
-        keep_cache: keep the caches between Trainer calls of this process, until `datamodule.caches.close()`.
-        sampling: how a training set with the default sampler is dealt to several nodes, see `StocacheDataModule`.
-        name: under which the caches stay in memory when the job ends, so that the next one starts warm; that of the
-            n-th dataset of a stage is `<name>-<stage><n>`. See `CachedDataset`.
-        fingerprint: what else decides what the samples are (a size, a version, a path), see `CachedDataset`.
-        strict: what cannot be cached is an error; else it passes through uncached, with one warning.
+        options: those of `CacheOptions`, each an argument.
 
     Raises:
         TypeError: what is given is no LightningDataModule, or caches already.
@@ -116,7 +107,7 @@ class CachedHooks:
         self.caches = caches
         hooks = (*_LOADERS, "setup", "teardown", "on_exception")
         self._functions = {name: vars(datamodule)[name] for name in hooks if name in vars(datamodule)}  # from_datasets
-        self._tap: LoaderTap | None = None
+        self._loaders: CallLoaders | None = None
 
     def install(self) -> None:
         """Put the hooks on the object."""
@@ -128,31 +119,31 @@ class CachedHooks:
 
     def begin_call(self, *args: Any, **kwargs: Any) -> None:
         """The user's own `setup`, at the beginning of a call."""
-        self._tap = None
+        self._loaders = None
         check_sweep(getattr(self.datamodule, "trainer", None))
         self._original("setup")(*args, **kwargs)
 
     def loaders(self, stage: str) -> Any:
         """The user's loaders of a stage, with cached datasets."""
-        if self._tap is None:
-            getters = {one: self._original(f"{one}_dataloader") for one in filter(self._defines, STAGES)}
-            stages = [stage for stage in self._stages_of_call() if stage in getters]
+        if self._loaders is None:
+            getters = {name: self._original(f"{name}_dataloader") for name in filter(self._defines, STAGES)}
+            stages = [name for name in self._stages_of_call() if name in getters]
             trainer = getattr(self.datamodule, "trainer", None)
-            self._tap = LoaderTap(
+            self._loaders = CallLoaders(
                 self.caches,
                 getters,
                 stages,
                 replicas=partial(replicas, trainer),
                 later_bytes=partial(training_bytes, trainer),
             )
-        return self._tap(stage)
+        return self._loaders(stage)
 
     def end_call(self, hook: str, *args: Any, **kwargs: Any) -> None:
         """The user's own hook, then the end of the call."""
         try:
             self._original(hook)(*args, **kwargs)
         finally:
-            self._tap = None
+            self._loaders = None
             self.caches.end_call()
 
     def _stages_of_call(self) -> tuple[str, ...]:
@@ -165,15 +156,15 @@ class CachedHooks:
     def _defines(self, stage: str) -> bool:
         hook = f"{stage}_dataloader"
         kind = type(self.datamodule)
-        base = next(one for one in kind.__mro__ if one.__name__ == "LightningDataModule")
+        base = next(parent for parent in kind.__mro__ if parent.__name__ == "LightningDataModule")
         return hook in self._functions or getattr(kind, hook) is not getattr(base, hook)
 
     def _original(self, hook: str) -> Callable[..., Any]:
-        own = self._functions.get(hook)
-        return own if own is not None else partial(getattr(type(self.datamodule), hook), self.datamodule)
+        function = self._functions.get(hook)
+        return function if function is not None else partial(getattr(type(self.datamodule), hook), self.datamodule)
 
     def __getstate__(self) -> dict[str, Any]:
-        return self.__dict__ | {"_tap": None}
+        return self.__dict__ | {"_loaders": None}
 
 
 def _give_loaders(hooks: CachedHooks, stage: str) -> Any:

@@ -34,6 +34,7 @@ __all__ = [
     "leaves_in",
     "loaders_in",
     "rewrap",
+    "running_datasets",
     "with_dataset",
 ]
 
@@ -58,7 +59,7 @@ def loaders_in(loaders: Any) -> Iterator[DataLoader[Any]]:
 
 
 def rewrap(loaders: Any, wrap: Callable[[DataLoader[Any]], DataLoader[Any]]) -> Any:
-    """The same nesting with every DataLoader replaced by `wrap(loader)`."""
+    """The nesting of loaders as it is, with every DataLoader replaced by `wrap(loader)`."""
     if isinstance(loaders, DataLoader):
         return wrap(loaders)
     if hasattr(loaders, "iterables"):
@@ -88,6 +89,11 @@ def cached_behind(*leaves: Any) -> list[CachedDataset]:
         for dataset in _inside(getattr(leaf, "dataset", None)):
             found.setdefault(id(dataset.counters or dataset), dataset)
     return list(found.values())
+
+
+def running_datasets(trainer: Any, stage: str) -> list[CachedDataset]:
+    """The cached datasets that the loaders of a running stage read."""
+    return cached_datasets(getattr(trainer, "train_dataloader" if stage == "train" else f"{stage}_dataloaders"))
 
 
 def _inside(dataset: Any) -> Iterator[CachedDataset]:

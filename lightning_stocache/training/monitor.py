@@ -27,11 +27,11 @@ from lightning_stocache.insight.stall import Stall
 from lightning_stocache.insight.verdict import verdict
 from lightning_stocache.loading.dataset import CachedDataset
 from lightning_stocache.training.expectation import Expectation
-from lightning_stocache.training.listening import listen, stop_listening
-from lightning_stocache.training.loaders import cached_datasets
-from lightning_stocache.training.tallies import Tallies
+from lightning_stocache.training.loaders import running_datasets
+from lightning_stocache.training.profiler import listen, log_every, stop_listening
+from lightning_stocache.training.tallies import Tallies, coverage
 
-__all__ = ["CacheMonitor", "log_every", "running_datasets"]
+__all__ = ["CacheMonitor"]
 
 _LIVE = ("hit_rate", "fill_fraction", "memory_bytes", "data_wait_seconds", "compute_seconds")
 
@@ -156,30 +156,14 @@ class CacheMonitor(Callback):
         """What validation took is not of the training's loop."""
         self._stall.resume(time.perf_counter())
 
-    def on_validation_batch_end(
-        self,
-        trainer: Trainer,
-        pl_module: LightningModule,
-        outputs: Any,
-        batch: Any,
-        batch_idx: int,
-        dataloader_idx: int = 0,
-    ) -> None:
+    def on_validation_batch_end(self, trainer: Trainer, pl_module: LightningModule, *batch: Any) -> None:
         """After the last batch, post the validation epoch's tally."""
-        if not trainer.sanity_checking and _is_last(trainer.num_val_batches, batch_idx, dataloader_idx):
+        if not trainer.sanity_checking and _is_last(trainer.num_val_batches, *batch):
             self._post(trainer, "val")
 
-    def on_test_batch_end(
-        self,
-        trainer: Trainer,
-        pl_module: LightningModule,
-        outputs: Any,
-        batch: Any,
-        batch_idx: int,
-        dataloader_idx: int = 0,
-    ) -> None:
+    def on_test_batch_end(self, trainer: Trainer, pl_module: LightningModule, *batch: Any) -> None:
         """After the last batch, post the test epoch's tally."""
-        if _is_last(trainer.num_test_batches, batch_idx, dataloader_idx):
+        if _is_last(trainer.num_test_batches, *batch):
             self._post(trainer, "test")
 
     def on_validation_epoch_end(self, trainer: Trainer, pl_module: LightningModule) -> None:
@@ -224,7 +208,7 @@ class CacheMonitor(Callback):
         if not tallies:
             return {}
         datasets = running_datasets(trainer, stage)
-        metrics = summarise(tallies) | {"coverage": _coverage(datasets)}
+        metrics = summarise(tallies) | {"coverage": coverage(datasets)}
         if stage == "train" and (expectation := self._expectation(trainer, datasets)) is not None:
             self._compare(metrics, expectation)
         values = {f"{prefix}/{name}": value for name, value in metrics.items()}
@@ -257,26 +241,6 @@ class CacheMonitor(Callback):
         return self._expected[counters]
 
 
-def log_every(trainer: Trainer) -> int:
-    """The Trainer's logging cadence in steps; a barebones Trainer has 0, and no loggers."""
-    return int(getattr(trainer, "log_every_n_steps", 0)) or 1
-
-
-def running_datasets(trainer: Trainer, stage: str) -> list[CachedDataset]:
-    """The cached datasets that the loaders of a running stage read."""
-    return cached_datasets(getattr(trainer, "train_dataloader" if stage == "train" else f"{stage}_dataloaders"))
-
-
-def _is_last(batches: Sequence[int | float], batch_idx: int, dataloader_idx: int) -> bool:
+def _is_last(batches: Sequence[int | float], outputs: Any, batch: Any, batch_idx: int, dataloader_idx: int = 0) -> bool:
     """Whether a batch is the last one of the last of these loaders; False where that is not known."""
     return dataloader_idx == len(batches) - 1 and batch_idx + 1 == batches[-1]
-
-
-def _coverage(datasets: list[CachedDataset]) -> float:
-    """Share of the indices of all these datasets, as long as they are now, that have a slot on some node."""
-    covered = sum(
-        min(len(dataset), dataset.ring.arcs[0].size) * dataset.ring.coverage
-        for dataset in datasets
-        if dataset.ring is not None
-    )
-    return covered / max(sum(map(len, datasets)), 1)

@@ -1,23 +1,25 @@
-"""Why a loader cannot be cached, in words. Nothing is read, drawn or changed to find out.
+"""Why a loader cannot be cached, or a job not be run, in words. Nothing is read, drawn or changed to find out.
 
 What is found only by reading a source (samples of no fixed size, an error) is the business of `loading.opening`.
 """
 
 from __future__ import annotations
 
+import sys
 from collections.abc import Iterable, Sequence
 from threading import Thread
 from typing import Any
 
 import numpy as np
 import torch
-from torch.utils.data import BatchSampler, DataLoader, IterableDataset
+from torch.utils.data import BatchSampler, DataLoader, Dataset, IterableDataset
 
 from lightning_stocache.loading.torch_internals import is_loader_iterator
+from lightning_stocache.training.caches import CallCaches
 from lightning_stocache.training.loaders import cached_behind, hides_dataset
 from lightning_stocache.training.sampling import check_sampler
 
-__all__ = ["check_dataset", "check_leaf", "check_loader", "title"]
+__all__ = ["check_dataset", "check_leaf", "check_loader", "check_sweep", "is_cacheable", "title"]
 
 _DATA = (torch.Tensor, np.ndarray, str, bytes, range, set, frozenset)  # in memory: a list of batches given as a loader
 
@@ -44,6 +46,25 @@ def check_dataset(dataset: Any) -> None:
         raise TypeError(f"it has no length: {error!r}. Give it a __len__") from error
     if length == 0:
         raise ValueError("it is empty")
+
+
+def is_cacheable(dataset: Dataset[Any], stage: str, caches: CallCaches) -> bool:
+    """Whether a set is neither empty nor a stream, which pass these caches by; `strict`, that is an error.
+
+    Raises:
+        TypeError: it is no map-style dataset, or (`strict`) it is a stream.
+        ValueError: (`strict`) it is empty.
+    """
+    try:
+        check_dataset(dataset)
+    except (TypeError, ValueError) as error:
+        known = isinstance(error, ValueError) or isinstance(dataset, IterableDataset)
+        if caches.options.strict or not known:
+            raise type(error)(f"the {stage} set cannot be cached, {title(dataset)}: {error}") from error
+        if not caches.options.is_off(stage):
+            caches.pass_by(stage, title(dataset), str(error))
+        return False
+    return True
 
 
 def check_loader(loader: DataLoader[Any], world: int) -> None:
@@ -85,6 +106,30 @@ def check_leaf(leaf: Any) -> None:
     wrap = hasattr(dataset, "__getitem__") and not isinstance(dataset, IterableDataset)
     advice = f"Wrap its {type(dataset).__name__} with CachedDataset where you make it" if wrap else "Use a DataLoader"
     raise TypeError(f"it is no torch.utils.data.DataLoader. {advice}")
+
+
+def check_sweep(trainer: Any) -> None:
+    """Refuse a sweep (`-m`) under a strategy that starts its ranks by the program's own command line, as `ddp` does.
+
+    It starts them once and for all jobs, `-m` and all: they go through the sweep beside rank zero, and where one rank's
+    job fails, the ranks train different jobs together, on caches of different jobs.
+
+    Args:
+        trainer: the Trainer of the job; None outside of one.
+
+    Raises:
+        ValueError: this is such a sweep.
+    """
+    hydra: Any = sys.modules.get("hydra.core.hydra_config")  # never imported: then this is no job of Hydra's
+    if trainer is None or hydra is None or not hydra.HydraConfig.initialized():
+        return
+    starts_itself = type(trainer.strategy.launcher).__name__ == "_SubprocessScriptLauncher"
+    if trainer.num_devices > 1 and starts_itself and hydra.HydraConfig.get().mode.name == "MULTIRUN":
+        raise ValueError(
+            f"a sweep (-m) on {trainer.num_devices} devices needs a strategy that starts its ranks anew for every job, "
+            "but trainer.strategy starts them once, by this command line.\nUse trainer.strategy=ddp_spawn, or run the "
+            "program once per job, without -m"
+        )
 
 
 def _first_key(loader: DataLoader[Any]) -> Any:

@@ -1,37 +1,54 @@
-"""What a user may say about the caches of a Trainer call. The three doors of Lightning take the same words."""
+"""What a user may give to the doors of Lightning: options of the caches, and the data of a stage.
+
+Each option is described once: in `CachedDataset` what it has, too, and in `CacheOptions` the others, and what is
+different in a Trainer call. A door's docstring points here by one line, in place of which `with_options` puts all of
+them, for `help` and for LightningCLI's `--help`.
+"""
 
 from __future__ import annotations
 
-from collections.abc import Mapping
-from dataclasses import dataclass, field
-from typing import get_args
+import re
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field, fields
+from inspect import cleandoc
+from textwrap import fill
+from typing import TYPE_CHECKING, Any, TypeAlias, TypeVar, get_args
+
+from torch.utils.data import Dataset, IterableDataset
 
 from lightning_stocache.loading.allocation import BackendChoice
-from lightning_stocache.loading.dataset import OnError
+from lightning_stocache.loading.dataset import CachedDataset, OnError
 from lightning_stocache.loading.sampler import Mode
 from lightning_stocache.node.budget import Budget
 from lightning_stocache.node.named import check_name
 
-__all__ = ["STAGES", "CacheOptions"]
+__all__ = ["STAGES", "CacheOptions", "Source", "Stream", "made", "with_options"]
+
+Door = TypeVar("Door")
+
+
+if TYPE_CHECKING:
+    Source: TypeAlias = Dataset[Any] | Callable[[], Dataset[Any]]
+else:
+    # Of a class with a parameter, jsonargparse makes the class itself: LightningCLI's --data.train=my.Photos would be a
+    # bare Dataset.
+    Source = Dataset | Callable[[], Dataset]
 
 STAGES = ("train", "val", "test", "predict")
 
 
 @dataclass(frozen=True)
 class CacheOptions:
-    """The options, checked.
+    """The options, checked: those of `CachedDataset` that are for users of a Trainer, and some more.
 
     Args:
-        budget: memory per node, shared by the datasets of a Trainer call by their size; see `CachedDataset`.
+        budget: The datasets of a Trainer call share it by their size.
         stage_budgets: a budget of its own for some stages, for instance {"val": "1GiB"} or {"test": 0}; None is none.
-        allow_random: cache random sources as they are, with their first draw frozen.
-        backend: where the memory lies, see `CachedDataset`.
-        on_error: "raise" or "disable" when the memory cannot be had.
-        keep_cache: keep the caches when the Trainer call ends, for the next call in this process.
-        sampling: how the training set is dealt to ranks, see `LocalitySampler`.
-        name: under which the caches outlive the job; that of the n-th dataset of a stage is `<name>-<stage><n>`.
-        fingerprint: what else decides what the samples are, see `CachedDataset`.
-        strict: whether what cannot be cached is an error, not passed through with a warning.
+        keep_cache: keep the caches when the Trainer call ends, for the next call in this process, until they are
+            closed: by `close` of the door, or `datamodule.caches.close()`.
+        sampling: how a training set with the default sampler is dealt to several nodes: "locality" (samples go to nodes
+            that have them), "global" or "sticky"; see `LocalitySampler`.
+        name: That of the n-th dataset of a stage is `<name>-<stage><n>`.
 
     Raises:
         ValueError: an option that is none of these.
@@ -72,3 +89,61 @@ class CacheOptions:
     def is_off(self, stage: str) -> bool:
         """Whether the budget of a stage is 0."""
         return self.budgets[self.pot(stage)].off
+
+
+def with_options(door: Door) -> Door:
+    """Put the descriptions of all options into the docstring of a door, in place of its line `options: ...`."""
+    described, more = _arguments(CachedDataset), _arguments(CacheOptions)
+    names = [option.name for option in fields(CacheOptions) if option.init]
+    texts = (" ".join(filter(None, (f"{name}:", described.get(name), more.get(name)))) for name in names)
+    lines = "\n".join(fill(text, 116, initial_indent="    ", subsequent_indent=" " * 8) for text in texts)
+    door.__doc__ = re.sub("^    options: .*$", lambda _: lines, cleandoc(door.__doc__ or ""), flags=re.MULTILINE)
+    return door
+
+
+def _arguments(described: Any) -> dict[str, str]:
+    """What a docstring says under `Args:`, by name."""
+    section = cleandoc(described.__doc__ or "").partition("Args:\n")[2].partition("\n\n")[0]
+    entries = re.findall(r"^    (\w+): (.*(?:\n {8}.*)*)", section, re.MULTILINE)
+    return {name: " ".join(text.split()) for name, text in entries}
+
+
+class Stream(IterableDataset[Any]):
+    """An iterable-style dataset with a transform per sample."""
+
+    def __init__(self, source: IterableDataset[Any], transform: Callable[[Any], Any]) -> None:
+        self.source, self.transform = source, transform
+
+    def __iter__(self) -> Iterator[Any]:
+        return map(self.transform, self.source)
+
+
+def made(sources: Source | Sequence[Source], *, several: bool) -> list[Dataset[Any]]:
+    """The datasets themselves; functions are called.
+
+    Args:
+        sources: what was given. A list of samples is a dataset, not a list of datasets.
+        several: whether a list of datasets is allowed here.
+
+    Example:
+        >>> samples = [(0.5, 1), (0.25, 0)]
+        >>> (
+        ...     made(samples, several=True) == [samples],
+        ...     made([lambda: samples, lambda: samples], several=True) == [samples] * 2,
+        ... )
+        (True, True)
+    """
+    if not (isinstance(sources, list | tuple) and sources and all(map(_is_source, sources))):
+        return [_make(sources)]
+    if not several:
+        raise TypeError(f"train must be one dataset, got {len(sources)}: join them with torch's ConcatDataset")
+    return list(map(_make, sources))
+
+
+def _is_source(value: Any) -> bool:
+    return isinstance(value, Dataset) or callable(value)
+
+
+def _make(source: Any) -> Dataset[Any]:
+    dataset: Dataset[Any] = source() if callable(source) and not hasattr(source, "__getitem__") else source
+    return dataset

@@ -16,7 +16,11 @@ from collections.abc import Mapping
 from dataclasses import asdict, dataclass, fields
 from typing import Any
 
-__all__ = ["Position"]
+from lightning.pytorch.utilities import rank_zero_warn
+
+from lightning_stocache.loading.sampler import LocalitySampler
+
+__all__ = ["Position", "resume"]
 
 
 @dataclass(frozen=True)
@@ -63,10 +67,17 @@ class Position:
 
     @classmethod
     def read(cls, state: Mapping[str, Any]) -> Position | None:
-        """The position in a checkpoint; None if it holds none, as one of another version or DataModule."""
-        numbers = {field.name: state.get(field.name) for field in fields(cls)}
+        """The position in a checkpoint; None, with a warning, if it holds none (of another version or DataModule)."""
+        numbers: dict[str, Any] = {field.name: state.get(field.name) for field in fields(cls)}
         whole = all(isinstance(number, int) and number >= 0 for number in numbers.values())
-        return cls(**numbers) if whole and numbers["world"] and numbers["batch_size"] else None  # type: ignore[arg-type]
+        if whole and numbers["world"] and numbers["batch_size"]:
+            return cls(**numbers)
+        if state:
+            rank_zero_warn(
+                "the checkpoint does not say where in an epoch it was saved: if that was in the middle of one, its "
+                f"first samples come again, and its last ones do not. Its state has {', '.join(map(str, state))}"
+            )
+        return None
 
     def resumed(self, now: Position) -> tuple[int, str | None]:
         """How many batches to leave out now, and what has changed since, in words."""
@@ -82,3 +93,26 @@ class Position:
     def state(self) -> dict[str, int]:
         """As plain numbers, for a checkpoint."""
         return asdict(self)
+
+
+def resume(sampler: LocalitySampler, epoch: int, then: Position | None, now: Position | None) -> None:
+    """Set a sampler to where training goes on.
+
+    `set_epoch` is called here too: Lightning calls it only after the workers have begun (Lightning #21938).
+
+    Args:
+        sampler: of the training loader.
+        epoch: the one that the loader is for, if nothing is resumed.
+        then: where it stood when the checkpoint was saved; None if nothing is resumed.
+        now: where it stands in this job; None if nothing is resumed.
+    """
+    if then is not None and now is not None and epoch <= then.epoch:
+        epoch = then.epoch
+        sampler.skip, change = then.resumed(now)
+        if change and then.batch:
+            rank_zero_warn(
+                f"resuming in the middle of epoch {epoch}, but {change}: the loader goes on after {sampler.skip} "
+                "batches of now, while Lightning counts on from the number of then, and may end this epoch early or "
+                "late. From the next epoch on all is as usual"
+            )
+    sampler.set_epoch(epoch)

@@ -30,8 +30,8 @@ def replicas(trainer: Any, *, always: bool = False) -> tuple[int, int]:
     """
     if not always and leaves_samplers_alone(trainer):
         return 1, 0
-    own = getattr(trainer, "distributed_sampler_kwargs", None) or {}
-    return own.get("num_replicas", 1), own.get("rank", 0)
+    arguments = getattr(trainer, "distributed_sampler_kwargs", None) or {}
+    return arguments.get("num_replicas", 1), arguments.get("rank", 0)
 
 
 def epochs_done(trainer: Any) -> int:

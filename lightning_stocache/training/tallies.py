@@ -32,7 +32,7 @@ from lightning_stocache.insight.stall import Seconds
 from lightning_stocache.loading.dataset import CachedDataset
 from lightning_stocache.node.post import Posted
 
-__all__ = ["Tallies"]
+__all__ = ["Tallies", "coverage"]
 
 log = logging.getLogger(__name__)
 
@@ -143,3 +143,10 @@ def _joined(tallies: Sequence[Tally], seconds: Seconds | None) -> Tally | None:
         return None
     joined = reduce(Tally.__add__, tallies)
     return joined if seconds is None else joined + Tally(joined.node, Counts(), 0, 0, 0, 0, *seconds, ranks=1)
+
+
+def coverage(datasets: Sequence[CachedDataset]) -> float:
+    """Share of the indices of all these datasets, as long as they are now, that have a slot on some node."""
+    rings = [(len(dataset), dataset.ring) for dataset in datasets if dataset.ring is not None]
+    covered = sum(min(length, ring.arcs[0].size) * ring.coverage for length, ring in rings)
+    return covered / max(sum(map(len, datasets)), 1)

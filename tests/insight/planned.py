@@ -5,8 +5,7 @@ import dataclasses
 import torch
 
 from lightning_stocache.cache.spec import SampleSpec
-from lightning_stocache.insight.costs import Costs, Job, Reads, Spread, Step
-from lightning_stocache.insight.planner import Planner
+from lightning_stocache.insight.planner import Costs, Job, Planner, Reads, Spread, Step
 
 SPEC = SampleSpec.infer(torch.zeros(99, dtype=torch.uint8))  # 100 bytes with its state
 JOB = Job(samples=1000, batch_size=10, safe_bytes=10**9, epochs=4, cores=4)

@@ -42,7 +42,7 @@ CHARTS = {(category, chart): tags for category, charts in LAYOUT.items() for cha
 
 def shown(tag: str) -> list[str]:
     """The categories with a chart that shows a tag, as TensorBoard matches it."""
-    return [category for (category, _), tags in CHARTS.items() if any(re.match(one, tag) for one in tags)]
+    return [category for (category, _), tags in CHARTS.items() if any(re.match(pattern, tag) for pattern in tags)]
 
 
 @pytest.mark.parametrize("metric", METRICS)

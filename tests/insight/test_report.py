@@ -4,8 +4,10 @@ import re
 import shutil
 import subprocess
 import sys
+from collections import Counter
 from html.parser import HTMLParser
 from pathlib import Path
+from xml.etree import ElementTree
 
 import pytest
 
@@ -78,11 +80,11 @@ def test_the_page_stands_by_itself(multirun, tmp_path):
 def test_epoch_values_and_live_values_are_told_apart(tmp_path):
     """hit_rate at steps and at epoch ends share a column; the panel over epochs shows the latter only."""
     folder = write_csv(tmp_path / "run", rows_of_a_run(0.5))
-    series = {one.label: list(one.points) for one in panel_of(folder, "Hit rate").series}
+    series = {line.label: list(line.points) for line in panel_of(folder, "Hit rate").series}
     assert series["hit rate"] == [(0, 0.0), (1, 0.5), (2, 0.5)]
     assert series["ceiling"] == [(0, 0.5), (1, 0.5), (2, 0.5)]
     assert series["expected"] == [(0, 0.0), (1, 0.5), (2, 0.5)]
-    assert [list(one.points) for one in panel_of(folder, "Fill in the first epoch").series] == [
+    assert [list(line.points) for line in panel_of(folder, "Fill in the first epoch").series] == [
         [(5, 0.5), (9, 1.0), (10, 1.0)]
     ]
 
@@ -100,7 +102,11 @@ def test_runs_of_a_multirun_stand_side_by_side(multirun):
     hit_rate, _, sources, *_ = panels(runs)
     assert isinstance(hit_rate, Lines)
     assert isinstance(sources, Stacks)
-    assert [one.label for one in hit_rate.series if one.style == "solid"] == ["budget=0%", "budget=50%", "budget=100%"]
+    assert [line.label for line in hit_rate.series if line.style == "solid"] == [
+        "budget=0%",
+        "budget=50%",
+        "budget=100%",
+    ]
     assert [stack.bars[-1] for stack in sources.stacks] == [(2, 0, 2**20), (2, 2**19, 2**19), (2, 2**20, 0)]
     head, rows = table(runs)
     assert [row[head.index("hit rate")] for row in rows] == ["0 %", "50 %", "100 %"]
@@ -165,7 +171,7 @@ def test_a_run_in_its_first_epoch_has_a_page(tmp_path):
 def test_nodes_have_lines_of_their_own(tmp_path):
     """With several nodes, a single run shows the hit rate and the memory of each."""
     folder = write_csv(tmp_path / "run", rows_of_a_run(nodes=2))
-    assert {"node 0", "node 1"} <= {one.label for one in panel_of(folder, "Hit rate").series}
+    assert {"node 0", "node 1"} <= {line.label for line in panel_of(folder, "Hit rate").series}
     assert [row.label for row in panel_of(folder, "Memory against budget").rows][-1] == "training, node 1"
 
 
@@ -215,6 +221,25 @@ def test_the_picture_has_the_same_panels(multirun, tmp_path):
     write_hydra(multirun / "3", ["x=$\\frac{1$"], rows_of_a_run(without=COMING))
     report([multirun], tmp_path / "report.html", tmp_path / "report.png")
     assert (tmp_path / "report.png").read_bytes().startswith(b"\x89PNG")
+
+
+def test_the_picture_says_what_the_page_says(multirun, tmp_path, monkeypatch):
+    """Every word and number of the page's charts stands in the PNG, too."""
+    axes = pytest.importorskip("matplotlib.axes").Axes
+    written, write = [], axes.text
+    monkeypatch.setattr(
+        axes, "text", lambda self, x, y, words, **style: written.append(words) or write(self, x, y, words, **style)
+    )
+    report([multirun], tmp_path / "report.html", tmp_path / "report.png")
+    drawings = re.findall("<svg.*?</svg>", (tmp_path / "report.html").read_text())
+    words = [
+        "".join(text.itertext()).strip()
+        for svg in drawings
+        for text in ElementTree.fromstring(svg)
+        if text.tag == "text"
+    ]
+    assert len(words) > 50
+    assert not Counter(words) - Counter(written)
 
 
 def test_matplotlib_that_is_missing_is_named(tmp_path, monkeypatch):

@@ -74,8 +74,8 @@ class Note(Callback):
         self.granted = sum(dataset.budget_bytes for dataset in datasets)
         self.held = sum(dataset.cache.memory_bytes for dataset in datasets if dataset.cache is not None)
         totals = [dataset.counters.totals() for dataset in datasets if dataset.counters is not None]
-        hits = sum(one.hits for one in totals)
-        served = sum(one.hits + one.misses + one.bypasses for one in totals)
+        hits = sum(counts.hits for counts in totals)
+        served = sum(counts.hits + counts.misses + counts.bypasses for counts in totals)
         self.hit_rates.append((hits - self._hits) / max(served - self._served, 1))
         self._hits, self._served = hits, served
 

@@ -61,7 +61,7 @@ def test_all_calls_of_a_trainer_are_cached(tmp_path, caplog):
     trainer.validate(model, loader, verbose=False)
     trainer.test(model, plain_loader(sets["test"]), verbose=False)
     assert sum(map(len, trainer.predict(model, [plain_loader(sets["predict"])]))) == 8
-    assert sum(one.loads for one in sets.values()) == 3 * 8 + announced(caplog)
+    assert sum(source.loads for source in sets.values()) == 3 * 8 + announced(caplog)
     assert loader.dataset is sets["validate"]
     assert logged(trainer, "stocache/val/misses") == logged(trainer, "stocache/test/misses") == [8]
 
@@ -150,7 +150,7 @@ def test_fast_dev_run_and_barebones(tmp_path, recwarn):
     barebones = Trainer(barebones=True, callbacks=[StochasticCache(), FillProgress()], accelerator="cpu", max_epochs=1)
     for trainer in (make_trainer(tmp_path, [StochasticCache()], fast_dev_run=True), barebones):
         trainer.fit(Model(), plain_loader(source(tmp_path)), plain_loader(source(tmp_path, "val", 8)))
-    assert not [one for one in recwarn if "self.log" in str(one.message)]
+    assert not [warning for warning in recwarn if "self.log" in str(warning.message)]
 
 
 def test_with_a_monitor_in_the_list_nothing_is_logged_twice(tmp_path):
@@ -160,8 +160,8 @@ def test_with_a_monitor_in_the_list_nothing_is_logged_twice(tmp_path):
     original = trainer.logger.log_metrics
     trainer.logger.log_metrics = lambda metrics, step=None: (calls.append(metrics), original(metrics, step))[1]
     trainer.fit(Model(), plain_loader(source(tmp_path)))
-    assert sum("stocache/hits" in one for one in calls) == 2
-    assert sum("stocache/hit_rate" in one and "stocache/hits" not in one for one in calls) == 12
+    assert sum("stocache/hits" in call for call in calls) == 2
+    assert sum("stocache/hit_rate" in call and "stocache/hits" not in call for call in calls) == 12
 
 
 def test_around_the_datamodule_of_ours_it_only_monitors(tmp_path, caplog):

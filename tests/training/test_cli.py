@@ -104,7 +104,7 @@ def test_the_callback(tmp_path):
             "--trainer.callbacks+=lightning_stocache.FillProgress",
         ),
     )
-    assert any(isinstance(one, StochasticCache) for one in cli.trainer.callbacks)
+    assert any(isinstance(callback, StochasticCache) for callback in cli.trainer.callbacks)
     assert logged(cli.trainer, "stocache/hits") == [0, SAMPLES]
 
 

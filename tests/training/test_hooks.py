@@ -246,8 +246,8 @@ def test_a_copy_in_another_process_has_nothing_open(tmp_path):
     assert copy.caches.options == dm.caches.options
     assert copy.caches._open == {}
     assert cached_datasets(copy.train_dataloader())[0].cache is not cached_datasets(dm.train_dataloader())[0].cache
-    for one in (dm, copy):
-        one.teardown("fit")
+    for module in (dm, copy):
+        module.teardown("fit")
 
 
 def test_what_cannot_be_cached_is_refused():

@@ -266,6 +266,6 @@ def test_five_fits_end_with_the_memory_of_one(tmp_path, name):
             callbacks, dm = [StochasticCache()], Big(tmp_path)
         make_trainer(tmp_path, [*callbacks, Looking()], logger=False).fit(Wide(), dm)
         after.append((shared_memory(), own_memory()))
-    assert all(one >= before + 11 * MIB for one in within)
+    assert all(taken >= before + 11 * MIB for taken in within)
     assert all(abs(shared - before) < MIB for shared, _ in after)
     assert after[-1][1] - after[1][1] < 6 * MIB

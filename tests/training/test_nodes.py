@@ -41,9 +41,9 @@ def own_shm() -> None:
 
 
 def free_port() -> int:
-    with socket.socket() as one:
-        one.bind(("127.0.0.1", 0))
-        return int(one.getsockname()[1])
+    with socket.socket() as listener:
+        listener.bind(("127.0.0.1", 0))
+        return int(listener.getsockname()[1])
 
 
 def commands(launcher: str, *arguments: str) -> Iterator[tuple[list[str], dict[str, str]]]:

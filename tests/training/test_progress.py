@@ -25,7 +25,7 @@ def _hear_everything(caplog):
 
 
 def full_lines(caplog) -> list[str]:
-    return [one.getMessage() for one in caplog.records if one.getMessage().startswith("the cache is full")]
+    return [record.getMessage() for record in caplog.records if record.getMessage().startswith("the cache is full")]
 
 
 @pytest.mark.parametrize("bar", [TQDMProgressBar, RichProgressBar])

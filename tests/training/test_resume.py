@@ -61,8 +61,8 @@ def ours(workers: int = 0, batch_size: int = BATCH) -> StocacheDataModule:
 
 
 def fit(folder: Path, dm: Any, model: Model, *callbacks: Callback, ckpt: Any = None, **options: Any) -> dict[Any, Any]:
-    seen = next((one for one in callbacks if isinstance(one, Seen)), Seen())
-    options |= {"enable_checkpointing": any(isinstance(one, ModelCheckpoint) for one in callbacks)}
+    seen = next((callback for callback in callbacks if isinstance(callback, Seen)), Seen())
+    options |= {"enable_checkpointing": any(isinstance(callback, ModelCheckpoint) for callback in callbacks)}
     trainer = make_trainer(folder, [*callbacks, *([] if seen in callbacks else [seen])], epochs=3, **options)
     trainer.fit(model, datamodule=dm, ckpt_path=ckpt)
     return seen.batches

@@ -10,7 +10,7 @@ from hydra.core.hydra_config import HydraConfig
 from hydra.types import RunMode
 from omegaconf import OmegaConf
 
-from lightning_stocache.training.sweeps import check_sweep
+from lightning_stocache.training.obstacles import check_sweep
 
 
 class _SubprocessScriptLauncher:

@@ -92,4 +92,4 @@ def plain_loader(dataset: Dataset[Any], **options: Any) -> DataLoader[Any]:
 def announced(caplog: pytest.LogCaptureFixture) -> int:
     """How many samples the package says that it has read at set-up."""
     said = [re.search(r"(\d+) samples read at set-up", record.getMessage()) for record in caplog.records]
-    return sum(int(one.group(1)) for one in said if one)
+    return sum(int(match.group(1)) for match in said if match)

@@ -1,4 +1,4 @@
-"""Where a Trainer call gets its loaders: the user's own ones, with cached datasets.
+"""Where a Trainer call gets its loaders: those of the user, with cached datasets.
 
 A loader hook runs when Lightning runs it, and as often: nothing is asked for early. So the budget is divided as the
 loaders come. Loaders that were given to the Trainer directly are at hand from the start, and share it by the size of
@@ -35,11 +35,11 @@ from lightning_stocache.training.loaders import (
 from lightning_stocache.training.obstacles import check_leaf, check_loader, title
 from lightning_stocache.training.sampling import is_default, locality_sampler
 
-__all__ = ["LoaderTap"]
+__all__ = ["CallLoaders"]
 
 
-class LoaderTap:
-    """Stands before the functions that give a Trainer call its loaders; gives the same ones with cached datasets.
+class CallLoaders:
+    """The loaders of one Trainer call: those of the user's functions, with cached datasets.
 
     Args:
         caches: where the datasets are opened.
@@ -83,7 +83,7 @@ class LoaderTap:
         wanted = [Wanted(loader.dataset, name, in_flight(loader)) for name, loader in cacheable]
         self._caches.open(wanted, group, later_bytes=self._later_bytes(), train_to_come="train" in self._to_come)
         for dataset in cached_behind(*leaves_in(list(asked.values()))):
-            # The user's own: it only has to become the node's common one, and must not start anew in every epoch.
+            # Cached by the user: it only has to become the node's common one, and must not start anew in every epoch.
             if dataset not in self._shared and (dataset.counters is None or dataset.group != group):
                 dataset.share(group)
                 self._shared.add(dataset)
@@ -125,7 +125,7 @@ class LoaderTap:
             return str(error)
 
     def _renewed(self, stage: str, loader: DataLoader[Any]) -> DataLoader[Any]:
-        """The loader around its cached dataset; for one that comes again, whose workers may persist, the same."""
+        """The loader around its cached dataset, made once for a loader that comes again: its workers may persist."""
         dataset, attributes = self._caches[loader.dataset], dict(vars(loader))
         if dataset.counters is None:  # its cache could not be opened
             return loader

@@ -8,8 +8,8 @@ import torch
 from torch.utils.data import DataLoader
 
 from lightning_stocache import StocacheDataModule, cache_datamodule
-from lightning_stocache.insight.costs import PlanError
-from lightning_stocache.training.rehearsal import ARGUMENTS, step, subject, world
+from lightning_stocache.insight.planner import PlanError
+from lightning_stocache.training.plan_inputs import ARGUMENTS, measure_step, training_data, world
 
 SAMPLES = [(torch.full((4,), float(index)), index % 2) for index in range(32)]
 
@@ -53,29 +53,29 @@ def test_the_datamodule_of_the_first_door():
     module = StocacheDataModule(
         train=SAMPLES, val=SAMPLES[:8], batch_size=4, num_workers=2, transform=id, sampling="sticky", allow_random=True
     )
-    found = subject(module)
+    found = training_data(module)
     assert found.source is SAMPLES
     assert found.transform is id
     assert found.others == (SAMPLES[:8],) or list(map(len, found.others)) == [8]
-    assert (found.loading.batch_size, found.loading.num_workers) == (4, 2)
-    assert (found.loading.shuffle, found.loading.persistent) == (True, True)
+    assert (found.batch_size, found.num_workers) == (4, 2)
+    assert (found.shuffle, found.persistent) == (True, True)
     assert (found.mode, found.allow_random) == ("sticky", True)
     assert SAMPLES not in module.caches
 
 
 def test_a_set_with_a_budget_of_its_own_does_not_share():
     """Validation with a stage budget draws on another pot."""
-    assert subject(StocacheDataModule(train=SAMPLES, val=SAMPLES[:8], stage_budgets={"val": 0})).others == ()
+    assert training_data(StocacheDataModule(train=SAMPLES, val=SAMPLES[:8], stage_budgets={"val": 0})).others == ()
 
 
 @pytest.mark.parametrize("wrap", [cache_datamodule, lambda module: module])
 def test_a_datamodule_of_the_users(wrap):
     """Wrapped or as it is, its own loader is read: batch size, workers, order, further arguments."""
-    found = subject(wrap(Own()))
+    found = training_data(wrap(Own()))
     assert found.source is SAMPLES
-    assert (found.loading.batch_size, found.loading.num_workers, found.loading.shuffle) == (5, 2, False)
-    assert found.loading.settings["prefetch_factor"] == 3
-    assert not found.loading.persistent
+    assert (found.batch_size, found.num_workers, found.shuffle) == (5, 2, False)
+    assert found.settings["prefetch_factor"] == 3
+    assert not found.persistent
     assert found.others == ()
 
 
@@ -83,26 +83,26 @@ def test_a_datamodule_of_the_users(wrap):
 def test_what_cannot_be_planned_is_said(module, words):
     """Several training loaders, and what is no DataModule, are refused."""
     with pytest.raises(PlanError, match=words):
-        subject(module)
+        training_data(module)
 
 
 def test_the_step_is_that_of_a_real_trainer(tmp_path):
     """The step takes what the model takes, with the batch transform of the DataModule, and it waits for no data."""
     module = StocacheDataModule(train=SAMPLES, batch_size=4, batch_transform=lambda batch: (batch[0] + 100, batch[1]))
-    found, model = subject(module), Slow()
-    taken = step(trainer(tmp_path), model, module, found.batch())
+    found, model = training_data(module), Slow()
+    taken = measure_step(trainer(tmp_path), model, module, found)
     assert 0.02 <= taken.seconds.low < taken.seconds.high
     assert 0 <= taken.cpu <= taken.seconds.high * 64
     assert 6 <= len(model.seen) <= 48
     assert model.seen[0].shape == (4, 4)
-    assert all(float(one.min()) >= 100 for one in model.seen)
+    assert all(float(images.min()) >= 100 for images in model.seen)
 
 
 def test_what_the_model_raises_comes_through(tmp_path):
     """An error of the model is the model's."""
     module = Own()
     with pytest.raises(ValueError, match="mine"):
-        step(trainer(tmp_path), Slow(ValueError("mine")), module, subject(module).batch())
+        measure_step(trainer(tmp_path), Slow(ValueError("mine")), module, training_data(module))
 
 
 @pytest.mark.parametrize(

@@ -7,8 +7,8 @@ from lightning.pytorch import Callback, Trainer
 from lightning.pytorch.profilers import PassThroughProfiler, SimpleProfiler
 
 from lightning_stocache.training.datamodule import StocacheDataModule
-from lightning_stocache.training.listening import listen, stop_listening
 from lightning_stocache.training.monitor import CacheMonitor
+from lightning_stocache.training.profiler import listen, stop_listening
 from tests.training.tiny import SAMPLES, Model, make_trainer, source
 
 WAIT = "[_TrainingEpochLoop].train_dataloader_next"

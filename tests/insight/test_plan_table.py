@@ -5,7 +5,7 @@ import json
 import pytest
 
 from lightning_stocache.insight.advice import advise
-from lightning_stocache.insight.timetable import as_json, as_text, save
+from lightning_stocache.insight.plan_table import as_json, as_text, save
 from tests.insight.planned import measured, planner
 
 QUICK = measured(hit=1e-6, uncached=[0.0105, 0.011, 0.0125])

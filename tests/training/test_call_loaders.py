@@ -1,4 +1,4 @@
-"""The tap by itself: what ranks agree on, and how memory is divided between stages that come one after another."""
+"""The loaders of a call: what ranks agree on, and how memory is divided between stages that come one after another."""
 
 from __future__ import annotations
 
@@ -11,9 +11,9 @@ from torch.utils.data import DataLoader, Sampler
 
 from lightning_stocache.node.free import FreeMemory
 from lightning_stocache.training.caches import CallCaches
+from lightning_stocache.training.call_loaders import CallLoaders
 from lightning_stocache.training.loaders import cached_datasets, loaders_in
 from lightning_stocache.training.options import CacheOptions
-from lightning_stocache.training.tap import LoaderTap
 from tests.logs import Log
 from tests.ranks import run_ranks
 
@@ -36,12 +36,14 @@ class Dealing(Sampler[int]):
 def test_a_sampler_that_deals_by_itself_keeps_its_loader(caplog):
     """Where Lightning would wrap a sampler that deals to ranks, the loader stays the user's own, with a warning."""
     loader = DataLoader(NUMBERS, 2, sampler=Dealing())
-    tap = LoaderTap(CallCaches(CacheOptions()), {"train": lambda: loader}, replicas=lambda: (2, 0))
-    assert tap("train") is loader
+    call_loaders = CallLoaders(CallCaches(CacheOptions()), {"train": lambda: loader}, replicas=lambda: (2, 0))
+    assert call_loaders("train") is loader
     assert "train loader: list passes through uncached: Dealing deals samples to ranks" in caplog.text
-    tap = LoaderTap(CallCaches(CacheOptions(strict=True)), {"train": lambda: loader}, replicas=lambda: (2, 0))
+    call_loaders = CallLoaders(
+        CallCaches(CacheOptions(strict=True)), {"train": lambda: loader}, replicas=lambda: (2, 0)
+    )
     with pytest.raises(TypeError, match="train loader cannot be cached, list: Dealing deals samples"):
-        tap("train")
+        call_loaders("train")
 
 
 def different(rank: int) -> tuple[list[list[bool]], list[str]]:
@@ -51,9 +53,11 @@ def different(rank: int) -> tuple[list[list[bool]], list[str]]:
         "train": lambda: [DataLoader(NUMBERS), DataLoader(NUMBERS[: 5 + rank]), DataLoader(NUMBERS[: 2 - 2 * rank])],
         "val": lambda: [DataLoader(NUMBERS)] * (1 + rank),
     }
-    tap = LoaderTap(caches, given)
+    call_loaders = CallLoaders(caches, given)
     try:
-        return [[bool(cached_datasets(loader)) for loader in loaders_in(tap(stage))] for stage in given], log.lines
+        return [
+            [bool(cached_datasets(loader)) for loader in loaders_in(call_loaders(stage))] for stage in given
+        ], log.lines
     finally:
         caches.close()
 
@@ -92,8 +96,8 @@ def test_scarce_memory_is_kept_for_train_and_promised_once(monkeypatch):
     data = {"train": Large(800), "val": Large(400)}
     caches = CallCaches(CacheOptions())
     getters = {stage: lambda stage=stage: DataLoader(data[stage]) for stage in data}  # type: ignore[misc]
-    tap = LoaderTap(caches, getters, stages=("train", "val"))
-    slots = [len(cached_datasets(tap(stage))[0].cache or ()) for stage in ("val", "train")]
+    call_loaders = CallLoaders(caches, getters, stages=("train", "val"))
+    slots = [len(cached_datasets(call_loaders(stage))[0].cache or ()) for stage in ("val", "train")]
     caches.close()
     assert 300 < slots[0] <= 400 - 64  # a margin of 64 MiB is left
     assert slots[1] > 380

@@ -1,4 +1,4 @@
-"""Hearing what the Trainer's loop does, where its profiler hears it.
+"""A profiler that also tells clocks what the Trainer's loop does.
 
 No hook says when the loop begins to wait for a batch. Its profiler is told (by a Trainer without one, too), so a
 profiler that passes everything on to the user's is put in its place while training runs.
@@ -16,11 +16,11 @@ from lightning.pytorch.profilers import PassThroughProfiler, Profiler
 
 from lightning_stocache.insight.stall import ACTIONS
 
-__all__ = ["Clock", "listen", "stop_listening"]
+__all__ = ["Clock", "listen", "log_every", "stop_listening"]
 
 
 class Clock(Protocol):
-    """What wants to hear."""
+    """What is told when the loop begins and ends something."""
 
     def start(self, action: str, now: float) -> None:
         """Something starts."""
@@ -31,21 +31,26 @@ class Clock(Protocol):
 
 def listen(trainer: Trainer, clock: Clock) -> None:
     """Tell a clock from now on when the Trainer waits for a training batch and computes one (`time.perf_counter`)."""
-    whose: Any = trainer  # the attribute is set where no type checker sees it
-    if not isinstance(whose.profiler, _Listening):
-        whose.profiler = _Listening(whose.profiler)
-    whose.profiler.clocks.append(clock)
+    untyped: Any = trainer  # the attribute is set where no type checker sees it
+    if not isinstance(untyped.profiler, _ClockedProfiler):
+        untyped.profiler = _ClockedProfiler(untyped.profiler)
+    untyped.profiler.clocks.append(clock)
 
 
 def stop_listening(trainer: Trainer, clock: Clock) -> None:
     """Tell it no more; the last one gives the Trainer its profiler back."""
-    whose: Any = trainer
-    listening = whose.profiler
-    if not isinstance(listening, _Listening) or clock not in listening.clocks:
+    untyped: Any = trainer
+    profiler = untyped.profiler
+    if not isinstance(profiler, _ClockedProfiler) or clock not in profiler.clocks:
         return
-    listening.clocks.remove(clock)
-    if not listening.clocks:
-        whose.profiler = listening.users
+    profiler.clocks.remove(clock)
+    if not profiler.clocks:
+        untyped.profiler = profiler.users
+
+
+def log_every(trainer: Trainer) -> int:
+    """The Trainer's logging cadence in steps; a barebones Trainer has 0, and no loggers."""
+    return int(getattr(trainer, "log_every_n_steps", 0)) or 1
 
 
 class _Nothing(ContextDecorator):
@@ -61,8 +66,8 @@ class _Nothing(ContextDecorator):
         pass
 
 
-class _Listening(Profiler):
-    """The user's profiler, overheard. It has no state of the base class: what is asked of it is the user's."""
+class _ClockedProfiler(Profiler):
+    """The user's profiler, and clocks beside it. It has no state of the base class: all else is asked of the user's."""
 
     def __init__(self, users: Profiler) -> None:
         self.users = users
@@ -78,13 +83,13 @@ class _Listening(Profiler):
 
     def profile(self, action_name: str) -> AbstractContextManager[Any]:  # type: ignore[override]
         if action_name in ACTIONS:  # two of some forty per step
-            return self._overheard(action_name)
+            return self._told(action_name)
         if type(self.users) is PassThroughProfiler:
             return _Nothing(action_name)
         return self.users.profile(action_name)
 
     @contextmanager
-    def _overheard(self, action: str) -> Generator[Any, None, None]:
+    def _told(self, action: str) -> Generator[Any, None, None]:
         with self.users.profile(action) as name:
             self._tell_start(action)
             try:

@@ -8,15 +8,12 @@ from textwrap import fill
 from typing import Any
 
 from lightning_stocache.insight.advice import Plan
-from lightning_stocache.insight.canvas import COLOURS, DIM, RULE, canvas
-from lightning_stocache.insight.costs import Spread
-from lightning_stocache.insight.panels import write
-from lightning_stocache.insight.planner import Row
+from lightning_stocache.insight.panels import Lines, Series, write
+from lightning_stocache.insight.picture import save as save_picture
+from lightning_stocache.insight.planner import ENDS, Row, Spread
 from lightning_stocache.node.budget import format_bytes
 
 __all__ = ["as_json", "as_text", "save"]
-
-_BLUE, _GREEN = COLOURS[0], COLOURS[2]
 
 
 def as_text(plan: Plan) -> str:
@@ -46,7 +43,7 @@ def as_text(plan: Plan) -> str:
 
 
 def as_json(plan: Plan) -> dict[str, Any]:
-    """The same as plain values: seconds, bytes, rates from 0 to 1."""
+    """A plan as plain values: seconds, bytes, rates from 0 to 1."""
     costs = {name: value for name, value in asdict(plan.costs).items() if name != "spec"}
     costs |= {"sample_bytes": plan.costs.spec.nbytes if plan.costs.spec is not None else None}
     return {
@@ -67,28 +64,21 @@ def save(plan: Plan, path: Path) -> None:
         ModuleNotFoundError: matplotlib is not installed; the message says how to have it.
         OSError: the file cannot be written.
     """
-    with canvas(path, 7.5, 4.5) as figure:
-        axes = figure.subplots()
-        gib = [row.budget_bytes / 2**30 for row in plan.rows]
-        later = [row.later_epoch for row in plan.rows]
-        axes.plot(gib, [row.first_epoch.median for row in plan.rows], "--", color=DIM, label="epoch one")
-        axes.plot(gib, [epoch.median for epoch in later], "-o", color=_BLUE, label="later epochs")
-        low, high = [epoch.low for epoch in later], [epoch.high for epoch in later]
-        axes.fill_between(gib, low, high, color=_BLUE, alpha=0.2, linewidth=0, label="lowest to highest measured")
-        if plan.costs.spec is not None and plan.job.safe_bytes < plan.rows[-1].budget_bytes:
-            axes.axvspan(plan.job.safe_bytes / 2**30, gib[-1], color=RULE, label="more than is safely free")
-        taken = next((row for row in plan.rows if row.budget == plan.budget), None)
-        if taken is not None:
-            axes.axvline(taken.budget_bytes / 2**30, color=_GREEN, linewidth=1.2, label=f"cache.budget={plan.budget}")
-        axes.set_ylim(bottom=0)
-        axes.set_xlabel("budget per node, GiB")
-        axes.set_ylabel("seconds per epoch")
-        what = "training" if plan.step else "the loader alone"
-        axes.set_title(f"What a budget would give: {what}", loc="left", fontweight="bold")
-        axes.grid(color=RULE)
-        axes.set_axisbelow(True)
-        axes.spines[:].set_visible(False)
-        axes.legend(frameon=False)
+    low, middle, high = ([(row.budget_bytes, row.later_epoch.at(end)) for row in plan.rows] for end in ENDS)
+    first = [(row.budget_bytes, row.first_epoch.median) for row in plan.rows]
+    series = [
+        Series("", low + high[::-1], 0, "band"),
+        Series("epoch one", first, 6, "dashed"),
+        Series("later", middle, 0),
+    ]
+    taken = (row.budget_bytes for row in plan.rows if plan.budget in (row.budget, "auto" if row.safe else ""))
+    notes = [(max(taken, default=0), f"cache.budget={plan.budget}")]
+    if plan.costs.spec is not None and plan.job.safe_bytes < plan.rows[-1].budget_bytes:
+        notes.append((plan.job.safe_bytes, "more is not safely free"))
+    title = f"What a budget would give: {'training' if plan.step else 'the loader alone'}"
+    caption = "Seconds per epoch; shaded from the lowest to the highest measured."
+    panel = Lines(title, caption, "budget per node", "s", series, x_unit="bytes", notes=notes)
+    save_picture([panel], path, columns=1)
 
 
 def _cells(row: Row, plan: Plan) -> list[str]:

@@ -1,4 +1,4 @@
-"""The trial and the draft: what is measured is the user's own loading, and what is wrong is said in one sentence."""
+"""The measurements of a plan: what is measured is the user's own loading, and what is wrong is said in one sentence."""
 
 import os
 
@@ -6,9 +6,8 @@ import pytest
 import torch
 from torch.utils.data import Dataset, IterableDataset
 
-from lightning_stocache.insight.costs import Loading, PlanError
-from lightning_stocache.insight.draft import draft, largest_safe
-from lightning_stocache.insight.trial import measure
+from lightning_stocache.insight.measurement import Data, measure
+from lightning_stocache.insight.planner import PlanError
 from tests.sources import CountedSource
 
 QUICK = 0.01
@@ -50,7 +49,7 @@ def double(sample):
 def test_all_costs_are_measured(workers):
     """Source, cache and loader have costs above zero, with and without workers, and no memory is left behind."""
     source = [torch.full((500,), index) for index in range(64)]
-    costs = measure(source, Loading(4, workers), 2**20, seconds=QUICK)
+    _, costs = measure(Data(source, 4, workers), seconds=QUICK)
     assert costs.spec is not None
     assert costs.spec.nbytes == 4000
     spreads = (costs.reads.repeated, costs.uncached, costs.missed, costs.hit)
@@ -63,7 +62,7 @@ def test_all_costs_are_measured(workers):
 def test_a_transform_is_measured_too():
     """A transform after the cache has a cost of its own, and with workers it is they who make the batches."""
     source = [torch.full((500,), index) for index in range(64)]
-    costs = measure(source, Loading(4, 2), 2**20, double, seconds=QUICK)
+    _, costs = measure(Data(source, 4, 2, double), seconds=QUICK)
     assert costs.transform > 0
     assert costs.made_by_workers
 
@@ -72,13 +71,13 @@ def test_a_transform_is_measured_too():
 @pytest.mark.parametrize("workers", [0, 3])
 def test_tiny_datasets(samples, workers):
     """Fewer samples than a batch, or than workers, are planned like any others."""
-    assert measure([torch.zeros(4)] * samples, Loading(8, workers), 2**20, seconds=QUICK).hit.low > 0
+    assert measure(Data([torch.zeros(4)] * samples, 8, workers), seconds=QUICK)[1].hit.low > 0
 
 
 def test_few_samples_are_read(tmp_path):
     """A slow source is read for a few batches only: the time is limited, and more than two waves are not needed."""
     source = CountedSource(10_000, log_path=tmp_path / "loads")
-    measure(source, Loading(4), 2**20, seconds=0)
+    measure(Data(source, 4), seconds=0)
     assert 0 < source.loads < 100
 
 
@@ -93,14 +92,14 @@ def test_few_samples_are_read(tmp_path):
 def test_bad_sources_are_one_sentence(source, words):
     """Empty, iterable-style and raising datasets are refused by name and reason."""
     with pytest.raises(PlanError, match=words):
-        draft(source, Loading(4), seconds=QUICK)
+        measure(Data(source, 4), seconds=QUICK)
 
 
 def test_a_source_that_raises_in_a_worker_is_one_line():
     """What a worker raises comes without its traceback."""
 
     with pytest.raises(PlanError) as caught:
-        measure(InWorkers(os.getpid()), Loading(4, 2), 2**20, seconds=QUICK)
+        measure(Data(InWorkers(os.getpid()), 4, 2), seconds=QUICK)
     assert "only here" in str(caught.value)
     assert "\n" not in str(caught.value)
     assert "Traceback" not in str(caught.value)
@@ -119,7 +118,7 @@ class InWorkers(Broken):
 @pytest.mark.parametrize(("source", "words"), [(Strings(0), "str"), (Noise(0), "random")])
 def test_what_cannot_be_cached_has_a_reason(source, words):
     """Samples without a fixed shape, and random ones that cannot be split, are measured uncached, with the reason."""
-    job, costs = draft(source, Loading(4), seconds=QUICK)
+    job, costs = measure(Data(source, 4), seconds=QUICK)
     assert costs.spec is None
     assert words in str(costs.reason)
     assert costs.uncached.low > 0
@@ -128,32 +127,33 @@ def test_what_cannot_be_cached_has_a_reason(source, words):
 
 def test_allow_random_is_heeded():
     """A random source that the user caches as it is can be cached in the plan, too."""
-    assert draft(Noise(0), Loading(4), allow_random=True, seconds=QUICK)[1].spec is not None
+    assert measure(Data(Noise(0), 4, allow_random=True), seconds=QUICK)[1].spec is not None
 
 
-def test_no_memory_is_one_sentence():
+def test_no_memory_is_one_sentence(monkeypatch):
     """Without room for a single sample the plan says so."""
+    monkeypatch.setattr(Data, "safe_bytes", lambda *_: 100)
     with pytest.raises(PlanError, match="no memory for one sample"):
-        measure([torch.zeros(100)] * 8, Loading(4), 100, seconds=QUICK)
+        measure(Data([torch.zeros(100)] * 8, 4), seconds=QUICK)
 
 
 def test_other_sets_count_their_cached_size():
     """Validation sets take their share of the budget; one that cannot be cached takes none."""
-    job, _ = draft([torch.zeros(100)] * 8, Loading(4), others=[[torch.zeros(1)] * 5, ["a"], []], seconds=QUICK)
+    job, _ = measure(Data([torch.zeros(100)] * 8, 4, others=[[torch.zeros(1)] * 5, ["a"], []]), seconds=QUICK)
     assert job.other_bytes == 5 * 5
     with pytest.raises(PlanError, match="sample 0 of Broken"):
-        draft([torch.zeros(100)] * 8, Loading(4), others=[Broken(0)], seconds=QUICK)
+        measure(Data([torch.zeros(100)] * 8, 4, others=[Broken(0)]), seconds=QUICK)
 
 
 def test_largest_safe_keeps_room_for_batches():
-    """What the loader's own batches take is not granted."""
-    free = largest_safe(2**62, 0, 0, None, 1)
-    assert 0 < largest_safe(2**62, 2**20, 2, None, 1) < free
-    assert largest_safe(100, 0, 0, None, 1) == 100
+    """What the batches of the loaders take is not granted."""
+    source = [torch.zeros(100)]
+    free = Data(source, 1).safe_bytes(0, ranks=1)
+    assert 0 < Data(source, 16, 2).safe_bytes(2**16, ranks=1) < free
 
 
-def test_the_load_before_the_trial_is_known(monkeypatch):
+def test_the_load_before_the_measurements_is_known(monkeypatch):
     """A job knows how busy the machine was before anything of it was measured."""
     monkeypatch.setattr(os, "getloadavg", lambda: (6.0, 1.0, 1.0))
     monkeypatch.setattr(os, "cpu_count", lambda: 4)
-    assert draft([torch.zeros(100)] * 8, Loading(4), seconds=QUICK)[0].load == 1.5
+    assert measure(Data([torch.zeros(100)] * 8, 4), seconds=QUICK)[0].load == 1.5

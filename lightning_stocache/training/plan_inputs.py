@@ -1,0 +1,148 @@
+"""What a plan needs from a DataModule and a LightningModule: how the training data is loaded, and what a step takes.
+
+`training_data` asks the DataModule for its training loader, once, as a Trainer would, and opens no cache.
+`measure_step` trains in a real Trainer, with one batch that is there at once, again and again: what passes between two
+requests for a batch is the step with all that Lightning does around it. Both belong to a process of their own: the
+DataModule's hooks are replaced, and the model is trained.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import time
+from collections.abc import Callable, Iterator, Mapping
+from itertools import pairwise
+from typing import Any
+
+import torch
+from torch.utils.data import DataLoader, Dataset, DistributedSampler, SequentialSampler
+
+from lightning_stocache.insight.measurement import Data
+from lightning_stocache.insight.planner import PlanError, Spread, Step
+from lightning_stocache.loading.dataset import CachedDataset
+from lightning_stocache.loading.stand_in import cached_in
+from lightning_stocache.training.caches import CallCaches
+from lightning_stocache.training.loaders import in_flight, loaders_in
+
+__all__ = ["ARGUMENTS", "measure_step", "training_data", "world"]
+
+# Of the Trainer for `measure_step`, in place of the user's own; a third of the batches warm up.
+ARGUMENTS: dict[str, Any] = {
+    **{"max_epochs": 1, "limit_train_batches": 48, "limit_val_batches": 0, "num_sanity_val_steps": 0},
+    **{"devices": 1, "num_nodes": 1, "strategy": "auto", "callbacks": None, "logger": False},
+    **{"enable_checkpointing": False, "enable_progress_bar": False, "enable_model_summary": False},
+}
+_ROUNDS = 4  # of steps, whose means differ by the noise of the machine
+_PATIENCE = 10.0  # seconds, after which six batches will do
+
+
+def training_data(datamodule: Any) -> Data:
+    """What the training loader of a DataModule reads, and how.
+
+    Raises:
+        PlanError: it is no DataModule, or does not give one DataLoader.
+        Exception: what its hooks raise.
+    """
+    if not hasattr(datamodule, "train_dataloader"):
+        raise PlanError(f"data must be a LightningDataModule with a training loader, got {type(datamodule).__name__}")
+    caches, options, together = getattr(datamodule, "caches", None), None, True
+    if isinstance(caches, CallCaches):
+        options = caches.options
+        together = options.pot("train") == options.pot("val")
+        caches.options = dataclasses.replace(options, budget=0, stage_budgets=None, keep_cache=False, name=None)
+    datamodule.prepare_data()
+    datamodule.setup("fit")
+    try:
+        loaders = list(loaders_in(datamodule.train_dataloader()))
+        others = _validation_sets(datamodule) if together else ()
+    finally:
+        datamodule.teardown("fit")
+    if len(loaders) != 1:
+        raise PlanError(f"the training data must be one DataLoader, got {len(loaders)} of them")
+    [loader] = loaders
+    source, transform = _without_cache(loader.dataset)
+    sampler, names = loader.sampler, ["collate_fn", "pin_memory", "timeout", "worker_init_fn"]
+    names += ["multiprocessing_context", "prefetch_factor"] if loader.num_workers else []
+    ordered = type(sampler) is SequentialSampler or (isinstance(sampler, DistributedSampler) and not sampler.shuffle)
+    return Data(
+        source,
+        in_flight(loader).batch_size,
+        loader.num_workers,
+        transform,
+        not ordered,
+        loader.persistent_workers or not loader.num_workers,
+        {name: getattr(loader, name) for name in names},
+        others,
+        options is not None and options.allow_random,
+        "locality" if options is None else options.sampling,
+    )
+
+
+def measure_step(trainer: Any, model: Any, datamodule: Any, data: Data) -> Step:
+    """What a training step takes.
+
+    Args:
+        trainer: a Trainer with `ARGUMENTS`.
+        model: the user's LightningModule.
+        datamodule: the user's DataModule, for its batch hooks.
+        data: its training data, of which the first batch is loaded in this process.
+
+    Raises:
+        PlanError: the model ended training too early.
+        Exception: what the model raises.
+    """
+    dataset, asked = CachedDataset(data.source, 0, transform=data.transform), list[tuple[float, float]]()
+    batch = next(iter(DataLoader(dataset, data.batch_size, collate_fn=data.settings.get("collate_fn"))))
+    dataset.close()
+
+    def batches() -> Iterator[Any]:
+        begin = time.perf_counter()
+        while len(asked) < 6 or time.perf_counter() - begin < _PATIENCE:
+            if torch.cuda.is_available():
+                torch.cuda.synchronize()  # what was only launched is not done
+            asked.append((time.perf_counter(), time.process_time()))
+            yield batch
+
+    for hook in ("prepare_data", "setup", "teardown"):
+        setattr(datamodule, hook, lambda *arguments, **named: None)  # they have run
+    datamodule.train_dataloader = batches
+    trainer.fit(model, datamodule=datamodule)
+    counted = asked[len(asked) // 3 :]
+    steps = len(counted) - 1
+    if steps < 1:
+        raise PlanError(f"the model ended training after {len(asked)} batches: its step cannot be measured")
+    size = max(steps // _ROUNDS, 1)
+    means = ((end - begin) / size for (begin, _), (end, _) in pairwise(counted[::size]))
+    return Step(Spread.of(means), (counted[-1][1] - counted[0][1]) / steps)
+
+
+def world(trainer: Mapping[str, Any]) -> tuple[int, int]:
+    """Nodes, and ranks per node, that the arguments of a Trainer ask for.
+
+    Example:
+        >>> world({"num_nodes": 2, "devices": 4}), world({"devices": "0,1"}), world({"devices": [3]})
+        ((2, 4), (1, 2), (1, 1))
+    """
+    devices = trainer.get("devices", "auto")
+    if devices in ("auto", -1, "-1", None):
+        ranks = torch.cuda.device_count() if trainer.get("accelerator") in (None, "auto", "gpu", "cuda") else 1
+    elif isinstance(devices, str):
+        ranks = devices.strip(",").count(",") + 1 if "," in devices else int(devices)
+    else:
+        ranks = devices if isinstance(devices, int) else len(devices)
+    return int(trainer.get("num_nodes") or 1), max(ranks, 1)
+
+
+def _validation_sets(datamodule: Any) -> tuple[Dataset[Any], ...]:
+    """What its validation loaders read: nothing where the hook is Lightning's, of either package."""
+    try:
+        return tuple(_without_cache(loader.dataset)[0] for loader in loaders_in(datamodule.val_dataloader()))
+    except Exception as error:
+        if type(error).__name__ != "MisconfigurationException":
+            raise
+        return ()
+
+
+def _without_cache(dataset: Dataset[Any]) -> tuple[Dataset[Any], Callable[[Any], Any] | None]:
+    cached = cached_in(dataset)
+    return (dataset, None) if cached is None else (cached.source, cached.finish.transform)
