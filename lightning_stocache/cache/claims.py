@@ -3,8 +3,11 @@
 Processes are told apart by a byte lock on the segment's lock file. It costs 1.5 us, works between ranks that were
 started separately, and the kernel frees it when its holder dies (a `multiprocessing.Lock` would stay locked for
 ever). POSIX locks do not tell threads apart; inside a process the dict does, whose `setdefault` is atomic. The dict
-belongs to the segment, so that two caches that were unpickled over one segment exclude each other, too; its entries
-carry the pid, because a fork may copy one of a thread that does not exist in the child.
+belongs to the segment, so that two caches that were unpickled over one segment exclude each other, too. A forked child
+empties it: it has none of the locks, and none of the threads but one.
+
+A claim is taken and given up slot by slot, also where many are filled: the kernel looks through all locks of the file
+for each, which costs 10 ns per lock that anybody holds.
 """
 
 from __future__ import annotations
@@ -19,7 +22,16 @@ from lightning_stocache.node.segment import Segment
 
 __all__ = ["Claims"]
 
-_taken_here: weakref.WeakKeyDictionary[Segment, dict[tuple[int, int], object]] = weakref.WeakKeyDictionary()
+_taken_here: weakref.WeakKeyDictionary[Segment, dict[int, object]] = weakref.WeakKeyDictionary()
+
+
+def _forget() -> None:
+    for taken in _taken_here.values():
+        taken.clear()
+
+
+if hasattr(os, "register_at_fork"):
+    os.register_at_fork(after_in_child=_forget)
 
 
 class Claims:
@@ -61,18 +73,18 @@ class Claims:
 
     def take(self, slot: int, *, wait: bool = False) -> bool:
         """Claim a slot; whether it is ours now. Who has it gives it up (`trying` and `waiting` do both)."""
-        key, mine = (os.getpid(), slot), object()
-        if self._taken.setdefault(key, mine) is not mine:
+        mine = object()
+        if self._taken.setdefault(slot, mine) is not mine:
             return False
         locked = False
         try:
             locked = self._segment.lock(slot, wait=wait)
         finally:
             if not locked:
-                del self._taken[key]
+                del self._taken[slot]
         return locked
 
     def give_up(self, slot: int) -> None:
         """Give a slot up that is ours."""
         self._segment.unlock(slot)
-        del self._taken[os.getpid(), slot]
+        self._taken.pop(slot, None)  # gone in the child of a fork

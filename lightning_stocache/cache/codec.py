@@ -15,8 +15,8 @@ import torch
 
 __all__ = ["BatchRows", "Parts", "SampleCodec"]
 
-Parts = Sequence[torch.Tensor]
-"""What a sample is made of, as plain tensors of any dtype, shape and strides, without a copy."""
+Parts = Sequence[Any]
+"""What a sample is made of, checked and otherwise as it came: tensors, arrays, numbers."""
 
 
 class BatchRows(Protocol):
@@ -24,6 +24,9 @@ class BatchRows(Protocol):
 
     def put(self, place: int, parts: Parts) -> list[memoryview]:
         """Copy an encoded sample to its place; its bytes there, per field."""
+
+    def put_many(self, places: Sequence[int], samples: Sequence[Parts]) -> list[list[memoryview]]:
+        """Copy encoded samples to their places at once; the bytes of each there, per field."""
 
     def write(self, place: int, contents: Sequence[memoryview | npt.NDArray[np.uint8]]) -> None:
         """Copy the bytes of a sample to its place, per field."""
@@ -46,6 +49,9 @@ class SampleCodec(Protocol):
 
     def encode(self, sample: Any, index: int | None = None) -> Parts:
         """Check a sample and take it apart. `index` is named in errors."""
+
+    def contents(self, parts: Parts) -> list[memoryview]:
+        """The bytes of an encoded sample, per field, without a copy where they lie in one piece."""
 
     def is_alike(self, sample: Any) -> bool:
         """Whether a sample is built like those of this codec, with whatever dtypes and shapes."""

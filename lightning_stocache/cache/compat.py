@@ -16,7 +16,7 @@ import torch
 from lightning_stocache.cache.placement import NO_SLOT, Arc
 from lightning_stocache.cache.row_store import RowStore
 from lightning_stocache.cache.slots import READY
-from lightning_stocache.cache.spec import SampleSpec, contents_of
+from lightning_stocache.cache.spec import SampleSpec
 
 __all__ = ["SharedCache"]
 
@@ -107,7 +107,7 @@ class SharedCache(RowStore):
         leaves = self.spec.encode(value, idx)
         if slot == NO_SLOT:
             return
-        if not self._filling.put(slot, contents_of(leaves), overwrite=allow_overwrite):
+        if not self._filling.put(slot, self.spec.contents(leaves), overwrite=allow_overwrite):
             raise RuntimeError(f"the slot of index {idx} already holds another sample, and allow_overwrite=False")
 
     def __getitem__(self, idx: int) -> Any:

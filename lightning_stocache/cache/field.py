@@ -9,13 +9,16 @@ promised: strides (what comes out is contiguous), and `numpy.memmap`, which come
 from __future__ import annotations
 
 import copy
+import struct
+from collections.abc import Sequence
 from dataclasses import dataclass, field
+from functools import cached_property
 from typing import Any
 
 import numpy as np
 import torch
 
-__all__ = ["Field", "UnsupportedSampleError", "named", "type_name"]
+__all__ = ["Field", "UnsupportedSampleError", "bytes_of", "named", "type_name"]
 
 _NUMBERS: dict[type, torch.dtype] = {
     bool: torch.bool,
@@ -23,6 +26,7 @@ _NUMBERS: dict[type, torch.dtype] = {
     float: torch.float64,
     complex: torch.complex128,
 }
+_PACKED = {bool: struct.Struct("=?"), int: struct.Struct("=q"), float: struct.Struct("=d")}  # what torch has for them
 
 
 class UnsupportedSampleError(TypeError):
@@ -52,7 +56,7 @@ class Field:
     shape: tuple[int, ...] = ()
     attributes: dict[str, Any] = field(default_factory=dict)
 
-    @property
+    @cached_property  # asked for with every batch
     def nbytes(self) -> int:
         """Bytes of one sample's leaf."""
         return 0 if self.dtype is None else self.dtype.itemsize * int(np.prod(self.shape))
@@ -90,9 +94,14 @@ class Field:
             UnsupportedSampleError: it could be of no field.
         """
         if leaf.__class__ is self.kind:  # quickly, what nearly all samples are: a plain tensor or a number
-            if self.kind is torch.Tensor and leaf.layout is torch.strided and leaf.device.type == "cpu":
-                quick = not (leaf.requires_grad or leaf.__dict__ or self.attributes or leaf.is_quantized)
-                if quick and leaf.dtype == self.dtype and leaf.shape == self.shape:
+            if self.kind is torch.Tensor:
+                if (
+                    leaf.dtype == self.dtype  # which is not a quantized one
+                    and leaf.shape == self.shape
+                    and leaf.is_cpu
+                    and leaf.layout is torch.strided
+                    and not (leaf.requires_grad or leaf.__dict__ or self.attributes)
+                ):
                     return True
             elif self.kind is int:
                 if -(2**63) <= leaf < 2**63:
@@ -112,6 +121,24 @@ class Field:
             return torch.scalar_tensor(leaf, dtype=self.dtype)
         array = np.array(leaf, order="C", ndmin=1)  # a copy: torch warns about arrays that cannot be written to
         return torch.from_numpy(array.reshape(-1).view(np.uint8))
+
+    def content(self, leaf: Any) -> memoryview:
+        """The bytes of a leaf that agrees with this field; those of a contiguous tensor are its own memory."""
+        packed = _PACKED.get(self.kind)
+        return bytes_of(self.plain(leaf)).numpy().data if packed is None else memoryview(packed.pack(leaf))
+
+    def stack(self, leaves: Sequence[Any], rows: torch.Tensor) -> None:
+        """Copy leaves that agree with this field into contiguous rows, uint8 `[leaves, nbytes]`."""
+        if not self.nbytes:
+            return
+        if isinstance(self.dtype, np.dtype):
+            array = rows.numpy().reshape(-1).view(self.dtype).reshape(len(leaves), *self.shape)
+            np.stack(leaves, out=array)
+        elif self.kind in _NUMBERS:
+            self.batch(rows).copy_(torch.tensor(leaves, dtype=self.dtype))
+        else:
+            plain = leaves if self.kind is torch.Tensor else [leaf.as_subclass(torch.Tensor) for leaf in leaves]
+            torch.stack(list(plain), out=self.batch(rows))
 
     def decode(self, rows: torch.Tensor) -> list[Any]:
         """The leaves of many samples from their bytes, uint8 `[samples, nbytes]`, which they then own."""
@@ -146,6 +173,14 @@ class Field:
             return type_name(self.kind)
         attributes = "".join(f", {name}={value!r}" for name, value in self.attributes.items())
         return f"{type_name(self.kind)} of dtype {self.dtype} and shape {self.shape}{attributes}"
+
+
+def bytes_of(leaf: torch.Tensor) -> torch.Tensor:
+    """The bytes of a plain tensor in row order, uint8 and contiguous; those of a contiguous one are its own memory."""
+    if leaf.numel() == 1:  # contiguous to torch, whatever its strides, which a view as bytes would mind
+        return leaf.as_strided((1,), (1,)).view(torch.uint8)
+    row = leaf.contiguous().view(-1)
+    return row if row.dtype == torch.uint8 else row.view(torch.uint8)
 
 
 def _tensor_trouble(leaf: torch.Tensor) -> str | None:

@@ -38,10 +38,30 @@ class FieldRows:
 
     def put(self, place: int, parts: Parts) -> list[memoryview]:
         """Copy an encoded sample to its place; its bytes there, per field."""
+        self.write(place, [field.content(part) for field, part in zip(self._fields, parts, strict=True)])
+        return [content[place * nbytes : (place + 1) * nbytes] for content, nbytes in self._open[1]]
+
+    def put_many(self, places: Sequence[int], samples: Sequence[Parts]) -> list[list[memoryview]]:
+        """Copy encoded samples to their places at once: 0.2 us each and field, where one by one costs 1.5.
+
+        Args:
+            places: one or more, all different.
+            samples: as many.
+
+        Returns:
+            The bytes of each there, per field.
+        """
         columns, contents = self._open
-        for column, part in zip(columns, parts, strict=True):
-            column[place].copy_(part)
-        return [content[place * nbytes : (place + 1) * nbytes] for content, nbytes in contents]
+        first, count = places[0], len(places)
+        together = list(places) == list(range(first, first + count))
+        for field, column, leaves in zip(self._fields, columns, zip(*samples, strict=True), strict=True):
+            if together:
+                field.stack(leaves, column[first : first + count])
+            else:
+                rows = torch.empty(count, field.nbytes, dtype=torch.uint8, device="cpu")
+                field.stack(leaves, rows)
+                column.numpy()[places] = rows.numpy()  # torch's own ways to do this are nine times as slow
+        return [[content[place * nbytes : (place + 1) * nbytes] for content, nbytes in contents] for place in places]
 
     def write(self, place: int, contents: Sequence[memoryview | npt.NDArray[np.uint8]]) -> None:
         """Copy the bytes of a sample to its place, per field."""
@@ -51,10 +71,7 @@ class FieldRows:
 
     @cached_property
     def _open(self) -> tuple[list[torch.Tensor], list[tuple[memoryview, int]]]:
-        """The field's columns, as tensors of its dtype where torch has it, and their bytes."""
-        columns, contents = [], []
-        for field, row in zip(self._fields, self._memory(), strict=True):
-            column = row.view(self._samples, field.nbytes)
-            columns.append(field.batch(column) if isinstance(field.dtype, torch.dtype) else column)
-            contents.append((row.numpy().data, field.nbytes))
-        return columns, contents
+        """The columns of the fields, uint8 `[samples, nbytes]`, and their bytes."""
+        memory = self._memory()
+        columns = [row.view(self._samples, field.nbytes) for field, row in zip(self._fields, memory, strict=True)]
+        return columns, [(row.numpy().data, field.nbytes) for field, row in zip(self._fields, memory, strict=True)]

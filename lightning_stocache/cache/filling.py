@@ -13,12 +13,13 @@ from __future__ import annotations
 import errno
 import logging
 import time
-from collections.abc import Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from typing import Protocol
 
 import torch
 
 from lightning_stocache.cache.claims import Claims
+from lightning_stocache.cache.placement import NO_SLOT
 from lightning_stocache.cache.shortage import Shortage
 from lightning_stocache.cache.slots import EMPTY, READY
 from lightning_stocache.node.fence import fence
@@ -36,6 +37,8 @@ class Slots(Protocol):
     """What a cache needs to know about the place where samples lie."""
 
     count: int
+    nbytes: int
+    """Bytes of one sample."""
     states: torch.Tensor
     """EMPTY or READY, uint8 `[count]`, live."""
     state_bytes: memoryview
@@ -77,19 +80,32 @@ class Filling:
         self.shortage = Shortage(segment)
         self._retry_at = 0.0
 
-    def fill(self, slot: int, contents: Sequence[memoryview]) -> bool:
-        """Store a sample if the slot is empty and nobody else is filling it; whether this call has.
+    def fill(self, slots: Iterable[int], samples: Sequence[Sequence[memoryview]]) -> Iterator[bool | None]:
+        """Store samples, each if its slot is empty and nobody else is filling it, as the iterator comes to them.
 
-        Contents are bytes `[nbytes]` per field.
+        Args:
+            slots: of the samples, or NO_SLOT.
+            samples: of each, bytes `[nbytes]` per field. Whether there is memory is asked once for all of them, so a
+                call should hold few megabytes.
+
+        Yields:
+            Whether this call has stored the sample; None where it has no slot.
         """
-        if self._slots.state_bytes[slot] == READY:
-            return False
-        if not self._claims.take(slot):
-            return False
-        try:
-            return self._slots.state_bytes[slot] != READY and self._publish(slot, contents)
-        finally:
-            self._claims.give_up(slot)
+        states, claims, may_store = self._slots.state_bytes, self._claims, None
+        for slot, contents in zip(slots, samples, strict=True):
+            if slot == NO_SLOT:
+                yield None
+                continue
+            stored = False
+            if states[slot] != READY and claims.take(slot):
+                try:
+                    if states[slot] != READY:
+                        if may_store is None:
+                            may_store = self._has_memory(len(samples) * self._slots.nbytes)
+                        stored = may_store = may_store and self._publish(slot, contents)
+                finally:
+                    claims.give_up(slot)
+            yield stored
 
     def put(self, slot: int, contents: Sequence[memoryview], *, overwrite: bool) -> bool:
         """Store a sample as soon as nobody else is filling the slot.
@@ -99,7 +115,8 @@ class Filling:
         """
         with self._claims.waiting(slot):
             if self._slots.state_bytes[slot] != READY:
-                self._publish(slot, contents)
+                if self._has_memory(self._slots.nbytes):
+                    self._publish(slot, contents)
             elif [row.numpy().data for row in self._slots.read(slot)] != list(contents):
                 if not overwrite:
                     return False
@@ -108,18 +125,28 @@ class Filling:
                 self._store(slot, contents)  # it has its memory
         return True
 
-    def _publish(self, slot: int, contents: Sequence[memoryview]) -> bool:
-        if time.monotonic() < self._retry_at:
+    def _has_memory(self, nbytes: int) -> bool:
+        """Whether so many bytes may be filled now."""
+        if self._retry_at and time.monotonic() < self._retry_at:
             return False
-        short = self.shortage.comes_with(sum(content.nbytes for content in contents))
-        if short is None:
-            try:
-                self._store(slot, contents)
-                return True
-            except OSError as error:
-                if error.errno != errno.ENOSPC:
-                    raise
-            short = f"no space left in {memory_directory()}; enlarge it (Docker: --shm-size)"
+        short = self.shortage.comes_with(nbytes)
+        if short is not None:
+            self._stop(short)
+        return short is None
+
+    def _publish(self, slot: int, contents: Sequence[memoryview]) -> bool:
+        """Store a sample into a slot that is claimed, and have it read; whether there was memory."""
+        try:
+            self._store(slot, contents)
+        except OSError as error:
+            if error.errno != errno.ENOSPC:
+                raise
+            self._stop(f"no space left in {memory_directory()}; enlarge it (Docker: --shm-size)")
+            return False
+        return True
+
+    def _stop(self, short: str) -> None:
+        """Store nothing for a while, and say why, once on the node."""
         # The lock behind those of the slots is kept until this process ends: one warning per node.
         if not self._retry_at and self._segment.lock(self._slots.count):
             log.warning(
@@ -130,7 +157,6 @@ class Filling:
                 short,
             )
         self._retry_at = time.monotonic() + _RETRY_SECONDS
-        return False
 
     def _store(self, slot: int, contents: Sequence[memoryview]) -> None:
         self._slots.store(slot, contents)

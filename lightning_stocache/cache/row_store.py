@@ -6,7 +6,7 @@ fences, and copies the bytes out; nobody is ever handed a view. A place is the n
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass
 from typing import Any, Self
 
@@ -16,7 +16,7 @@ from lightning_stocache.cache.filling import Filling, Slots
 from lightning_stocache.cache.placement import NO_SLOT, Arc
 from lightning_stocache.cache.shortage import keep_free
 from lightning_stocache.cache.slots import READY, FieldSlots
-from lightning_stocache.cache.spec import SampleSpec, contents_of
+from lightning_stocache.cache.spec import SampleSpec
 from lightning_stocache.node.fence import fence
 from lightning_stocache.node.files import HEADER_BYTES, Backend
 from lightning_stocache.node.manifest import Geometry, Manifest, read_manifest
@@ -164,15 +164,17 @@ class RowStore:
         Raises:
             SampleMismatchError: the sample differs from the spec; checked also where there is no slot.
         """
-        parts, slot = self.spec.encode(sample, index), self._slot(index)
-        return slot != NO_SLOT and self._filling.fill(slot, contents_of(parts))
+        return self.put(index, self.spec.contents(self.spec.encode(sample, index)))
 
     def put(self, index: int, contents: Sequence[memoryview]) -> bool:
         """Store an encoded sample by its bytes, `[nbytes]` per field; whether this call stored it."""
-        slot = self._slot(index)
-        return slot != NO_SLOT and self._filling.fill(slot, contents)
+        return any(self.put_many([index], [contents]))
 
     # ---- many samples ----
+
+    def put_many(self, indices: Sequence[int], samples: Sequence[Sequence[memoryview]]) -> Iterator[bool | None]:
+        """Store encoded samples as the iterator comes to them, which gives for each what `Filling.fill` does."""
+        return self._filling.fill(map(self._slot, indices), samples)
 
     def lookup(self, indices: torch.Tensor) -> torch.Tensor:
         """The slots of those indices (int64 `[samples]`) that can be read now, NO_PLACE for the others.

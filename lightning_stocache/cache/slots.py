@@ -37,6 +37,7 @@ class FieldSlots:
         self.count = count
         self._segment = segment
         self._row_bytes = tuple(row_bytes)
+        self.nbytes = sum(row_bytes)
         self._starts = list(_starts(row_bytes, count))
         self.states = segment.bytes(0, count)
         self.state_bytes = segment.memory(0, count)
@@ -68,9 +69,10 @@ class FieldSlots:
         Raises:
             OSError: there is none left (ENOSPC); a part may have been written.
         """
+        store = self._segment.store
         for start, nbytes, content in zip(self._starts, self._row_bytes, contents, strict=True):
             if nbytes:
-                self._segment.store(start + slot * nbytes, content)
+                store(start + slot * nbytes, content)
 
     def read(self, slot: int) -> list[torch.Tensor]:
         """Copy one sample out, uint8 `[nbytes]` per field."""

@@ -1,8 +1,9 @@
 """What a sample looks like: the fields of the first one, to which all others are held.
 
 A sample is any nesting of dict, OrderedDict, tuple, list and namedtuple around leaves, which `field` describes.
-`encode` checks a sample against the spec and gives its leaves as they are, `flatten` their bytes, uint8 and
-contiguous; `unflatten` makes the sample anew from such bytes, `split` makes many at once from the memory of a batch.
+`encode` checks a sample against the spec and gives its leaves as they are, `contents` their bytes, `flatten` both in
+one, uint8 and contiguous; `unflatten` makes the sample anew from such bytes, `split` makes many at once from the memory
+of a batch.
 What comes out has the structure, types, dtypes and values of what went in; a dict has the key order of the first
 sample. So a spec is the codec of fixed rows.
 
@@ -12,17 +13,17 @@ Nothing is ever cast, broadcast or cut to fit: a sample that differs is an error
 from __future__ import annotations
 
 import collections
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property
 from typing import Any
 
 import torch
 
-from lightning_stocache.cache.field import Field, named, type_name
+from lightning_stocache.cache.field import Field, bytes_of, named, type_name
 from lightning_stocache.cache.field_rows import FieldRows
 
-__all__ = ["SampleMismatchError", "SampleSpec", "contents_of"]
+__all__ = ["SampleMismatchError", "SampleSpec"]
 
 
 class SampleMismatchError(ValueError):
@@ -36,6 +37,11 @@ class _Branch:
     kind: type[Any]
     keys: tuple[Any, ...] | None
     children: tuple[_Branch | int, ...] = ()
+
+    @cached_property
+    def is_flat(self) -> bool:
+        """Whether only leaves hang below it."""
+        return not any(isinstance(child, _Branch) for child in self.children)
 
     def parts(self, node: Any) -> Sequence[Any]:
         """What hangs below a container of this kind."""
@@ -132,20 +138,27 @@ class SampleSpec:
 
     def flatten(self, sample: Any, index: int | None = None) -> list[torch.Tensor]:
         """Check a sample and give the bytes of its leaves, one uint8 tensor per field. `index` is named in errors."""
-        return [_bytes_of(leaf) for leaf in self.encode(sample, index)]
+        return [
+            bytes_of(field.plain(leaf)) for field, leaf in zip(self.fields, self.encode(sample, index), strict=True)
+        ]
 
-    def encode(self, sample: Any, index: int | None = None) -> list[torch.Tensor]:
-        """Check a sample and give its leaves as plain tensors of any dtype, shape and strides, without a copy."""
-        leaves: list[torch.Tensor] = []
-        for field_, leaf in zip(self.fields, self._walk(self.tree, sample, "", index), strict=True):
+    def encode(self, sample: Any, index: int | None = None) -> list[Any]:
+        """Check a sample and give its leaves as they are, in the order of the fields."""
+        leaves: list[Any] = []
+        self._walk(self.tree, sample, (), index, leaves)
+        for field_, leaf in zip(self.fields, leaves, strict=True):
             try:
-                came = None if field_.agrees(leaf) else str(Field.of(field_.path, leaf))
+                if field_.agrees(leaf):
+                    continue
+                came = str(Field.of(field_.path, leaf))
             except Exception as error:  # also what is raised by the code of a tensor subclass or its attributes
                 came = f"something else: {error}"
-            if came is not None:
-                raise SampleMismatchError(_mismatch(index, field_.path, str(field_), came))
-            leaves.append(field_.plain(leaf))
+            raise SampleMismatchError(_mismatch(index, field_.path, str(field_), came))
         return leaves
+
+    def contents(self, parts: Sequence[Any]) -> list[memoryview]:
+        """The bytes of an encoded sample, `[nbytes]` per field; those of a contiguous tensor are its own memory."""
+        return [field.content(leaf) for field, leaf in zip(self.fields, parts, strict=True)]
 
     def is_alike(self, sample: Any) -> bool:
         """Whether a sample has the same containers and types of leaves, of whatever dtypes, shapes and attributes."""
@@ -168,17 +181,26 @@ class SampleSpec:
 
         return list(map(_maker(self.tree, leaves), range(samples)))
 
-    def _walk(self, node: _Branch | int, sample: Any, path: str, index: int | None) -> Iterator[Any]:
+    def _walk(
+        self,
+        node: _Branch | int,
+        sample: Any,
+        above: tuple[tuple[_Branch, int], ...],
+        index: int | None,
+        leaves: list[Any],
+    ) -> None:
+        """Collect the leaves below a node, which has come by these branches and the numbers of their children."""
         if isinstance(node, int):
-            yield sample
+            leaves.append(sample)
             return
         if difference := node.difference(sample):
+            path = "".join(branch.steps(len(branch.children))[number] for branch, number in above)
             raise SampleMismatchError(_mismatch(index, path, *difference))
+        if node.is_flat:
+            leaves.extend(node.parts(sample))
+            return
         for number, (branch, child) in enumerate(zip(node.children, node.parts(sample), strict=True)):
-            if isinstance(branch, int):
-                yield child
-            else:
-                yield from self._walk(branch, child, path + node.steps(len(node.children))[number], index)
+            self._walk(branch, child, (*above, (node, number)), index, leaves)
 
 
 def _maker(node: _Branch | int, leaves: Sequence[Any]) -> Callable[[int], Any]:
@@ -195,17 +217,6 @@ def _maker(node: _Branch | int, leaves: Sequence[Any]) -> Callable[[int], Any]:
         first, second = makers
         return lambda i: (first(i), second(i))
     return lambda i: node.build([make(i) for make in makers])
-
-
-def contents_of(leaves: Sequence[torch.Tensor]) -> list[memoryview]:
-    """The bytes of leaves in row order; those of a contiguous tensor are its own memory."""
-    return [_bytes_of(leaf).numpy().data for leaf in leaves]
-
-
-def _bytes_of(leaf: torch.Tensor) -> torch.Tensor:
-    if leaf.numel() == 1:  # contiguous to torch, whatever its strides, which a view as bytes would mind
-        return leaf.as_strided((1,), (1,)).view(torch.uint8)
-    return leaf.contiguous().view(-1).view(torch.uint8)
 
 
 def _mismatch(index: int | None, path: str, expected: str, came: str) -> str:

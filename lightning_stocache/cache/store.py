@@ -7,7 +7,7 @@ whose memory, is the store's business.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from typing import Any, Protocol
 
 import torch
@@ -60,6 +60,12 @@ class SampleStore(Protocol):
 
     def put(self, index: int, contents: Sequence[memoryview]) -> bool:
         """Store an encoded sample in the same way, by its bytes per field, as `BatchRows.put` gives them."""
+
+    def put_many(self, indices: Sequence[int], samples: Sequence[Sequence[memoryview]]) -> Iterator[bool | None]:
+        """Store encoded samples, a few megabytes, as the iterator comes to them.
+
+        It gives whether each was stored, None where its index has no place.
+        """
 
     @property
     def filled(self) -> int:

@@ -8,12 +8,14 @@ from __future__ import annotations
 
 import logging
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from functools import partial
 from typing import Any
 
+import torch
 from torch.utils.data import Dataset
 
+from lightning_stocache.cache.codec import BatchRows, Parts
 from lightning_stocache.cache.counters import Counters, Matter
 from lightning_stocache.cache.spec import SampleMismatchError
 from lightning_stocache.cache.store import SampleStore
@@ -28,6 +30,8 @@ log = logging.getLogger(__name__)
 
 Store = Callable[[int, Any], bool]
 """Checks the k-th of some samples and stores it, if its slot is nobody else's now; whether it was stored."""
+
+_AT_ONCE = 1 << 20  # bytes that are copied into a batch, then stored: they are still in the processor's cache
 
 
 class Misses:
@@ -57,26 +61,41 @@ class Misses:
         self._recheck = None if frozen else Recheck(source, partial(self._is_first, "random sample"))
         self._frozen = frozen
 
-    def load(self, indices: list[int], store: Store | None = None) -> list[Any]:
-        """Load samples, then store them all: storing costs half as much when its code and memory are warm."""
-        samples, spent, served = [], [], True
+    def load(
+        self,
+        indices: list[int],
+        store: Store | None = None,
+        *,
+        batch: BatchRows | None = None,
+        places: Sequence[int] = (),
+    ) -> list[Any]:
+        """Load samples, then store them all: storing costs half as much when its code and memory are warm.
+
+        Args:
+            indices: of the samples.
+            store: keeps a sample in a way of its own.
+            batch: where else the samples are wanted, but for odd ones.
+            places: theirs in the batch.
+        """
+        samples: list[Any] = []
+        source_ns, served = 0, True
         # Made anew: a forked worker has no CUDA, whatever its parent had. What has no slot cannot be frozen.
         watched = not self._frozen and any(map(self.cache.has_place, indices))
         generators = Generators() if watched else None
         before = None if generators is None else generators.state()
         try:
             with LetThrough():
+                start = time.perf_counter_ns()
                 for index in indices:
-                    start = time.perf_counter_ns()
                     samples.append(self.source[index])
-                    spent.append(time.perf_counter_ns() - start)
+                    source_ns = time.perf_counter_ns() - start
         except KeyboardInterrupt:
             served = False
             raise
         finally:
             if samples and generators is not None and generators.state() != before:
                 self._leave_random(indices, samples)
-            self.keep(indices[: len(spent)], samples, sum(spent), store, served)
+            self.keep(indices[: len(samples)], samples, source_ns, store, served, batch=batch, places=places)
         for index, sample in zip(indices, samples, strict=True):
             if self._recheck is not None and type(sample) is not Odd and self.cache.has_place(index):
                 self._recheck.after(index, sample)
@@ -89,31 +108,76 @@ class Misses:
         source_ns: int,
         store: Store | None = None,
         served: bool = True,
+        *,
+        batch: BatchRows | None = None,
+        places: Sequence[int] = (),
     ) -> None:
         """Store samples and count them at once; an odd one becomes an `Odd` in the list."""
-        cache, kept, fills, misses = self.cache, 0, 0, 0
+        cache, fills, misses = self.cache, 0, 0
         start = time.perf_counter_ns()
+        step = max(_AT_ONCE // max(cache.codec.nbytes, 1), 1)
         try:
-            for number, (index, sample) in enumerate(zip(indices, samples, strict=False)):
-                kept += 1
-                if type(sample) is Odd:
-                    continue
+            for first in range(0, len(samples), step):
+                fitting: dict[int, Parts] = {}
                 try:
-                    fills += cache.fill(index, sample) if store is None else store(number, sample)
-                    misses += cache.has_place(index)
-                except SampleMismatchError as error:
-                    self._let_pass(error)
-                    samples[number] = Odd(index, sample, cache.codec.is_alike(sample))
+                    self._check(range(first, min(first + step, len(samples))), indices, samples, fitting)
+                finally:  # also what comes before one that is an error
+                    done: Iterator[bool | None]
+                    if store is not None:
+                        done = self._each(fitting, indices, samples, store)
+                    else:
+                        contents = self._contents(fitting, batch, places)
+                        done = cache.put_many([indices[number] for number in fitting], contents)
+                    for stored in done:
+                        misses += stored is not None
+                        fills += stored is True
+        except BaseException:
+            served = False
+            raise
         finally:
             if self._counters is not None:
                 self._counters.add(
                     misses=misses * served,
-                    bypasses=(kept - misses) * served,
+                    bypasses=(len(samples) - misses) * served,
                     fills=fills,
-                    bytes_from_source=kept * cache.codec.nbytes * served,
+                    bytes_from_source=len(samples) * cache.codec.nbytes * served,
                     source_ns=source_ns,
                     fill_ns=time.perf_counter_ns() - start,
                 )
+
+    def _check(self, numbers: range, indices: list[int], samples: list[Any], fitting: dict[int, Parts]) -> None:
+        """Encode those of the samples that are of the cache's spec, by their numbers; the others become `Odd`."""
+        codec = self.cache.codec
+        for number in numbers:
+            index, sample = indices[number], samples[number]
+            if type(sample) is Odd:
+                continue
+            try:
+                fitting[number] = codec.encode(sample, index)
+            except SampleMismatchError as error:
+                self._let_pass(error)
+                samples[number] = Odd(index, sample, codec.is_alike(sample))
+
+    def _each(
+        self, fitting: Mapping[int, Parts], indices: list[int], samples: list[Any], store: Store
+    ) -> Iterator[bool | None]:
+        """Keep samples one by one, in the caller's way."""
+        for number in fitting:
+            stored = store(number, samples[number])
+            yield stored if self.cache.has_place(indices[number]) else None
+
+    def _contents(
+        self, samples: Mapping[int, Parts], batch: BatchRows | None, places: Sequence[int]
+    ) -> list[list[memoryview]]:
+        """The bytes of encoded samples, which are copied to their places of a batch if there is one."""
+        parts, codec, count = list(samples.values()), self.cache.codec, len(samples)
+        if batch is not None and parts:
+            return batch.put_many([places[number] for number in samples], parts)
+        if count < 2:
+            return [codec.contents(part) for part in parts]
+        # A copy of many small ones at once costs less than a view of each.
+        memory = [torch.empty(size, dtype=torch.uint8, device="cpu") for size in codec.sizes(count)]
+        return codec.rows(lambda: memory, count).put_many(range(count), parts)
 
     def _leave_random(self, indices: list[int], samples: list[Any]) -> None:
         """Have samples pass through, of which some drew random numbers: they would be frozen."""

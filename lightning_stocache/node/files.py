@@ -155,9 +155,10 @@ def store(data: int, offset: int, content: memoryview) -> None:
     Raises:
         OSError: there is no memory left (ENOSPC); a part may have been written.
     """
-    while content:
-        written = os.pwrite(data, content, offset)
+    written = os.pwrite(data, content, offset)
+    while written < content.nbytes:
         content, offset = content[written:], offset + written
+        written = os.pwrite(data, content, offset)
 
 
 def overwrite(data: int, offset: int, length: int) -> None:

@@ -11,13 +11,15 @@ import sys
 if sys.platform != "win32":
     import fcntl
 
+    _WAIT, _TRY, _FREE = fcntl.LOCK_EX, fcntl.LOCK_EX | fcntl.LOCK_NB, fcntl.LOCK_UN
+
 __all__ = ["give_back", "is_unlocked", "take"]
 
 
 def take(descriptor: int, byte: int, *, wait: bool = False) -> bool:
     """Take the lock of one byte; whether it is held now. With `wait` it always is."""
     try:
-        fcntl.lockf(descriptor, fcntl.LOCK_EX if wait else fcntl.LOCK_EX | fcntl.LOCK_NB, 1, byte)
+        fcntl.lockf(descriptor, _WAIT if wait else _TRY, 1, byte)
     except (BlockingIOError, PermissionError):
         return False
     return True
@@ -25,13 +27,13 @@ def take(descriptor: int, byte: int, *, wait: bool = False) -> bool:
 
 def give_back(descriptor: int, byte: int) -> None:
     """Give the lock of one byte back."""
-    fcntl.lockf(descriptor, fcntl.LOCK_UN, 1, byte)
+    fcntl.lockf(descriptor, _FREE, 1, byte)
 
 
 def is_unlocked(descriptor: int) -> bool:
     """Whether no other process holds a lock on any byte; they are all held now, until the descriptor is closed."""
     try:
-        fcntl.lockf(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        fcntl.lockf(descriptor, _TRY)
     except (BlockingIOError, PermissionError):
         return False
     return True

@@ -246,7 +246,7 @@ class Segment:
 
     def unlock(self, byte: int) -> None:
         """Give the lock of one byte back; `close` has done so already."""
-        if not self.closed:
+        if self._map is not None:
             give_back(self._locks, byte)
 
     def unlink(self) -> None:

@@ -319,6 +319,44 @@ def test_a_store_that_fails_leaves_the_slot_empty(cache: SharedCache, monkeypatc
     assert cache.fill(5, SOURCE.expected(5))
 
 
+def encoded(indices: list[int]) -> list[list[memoryview]]:
+    return [SPEC.contents(SPEC.encode(SOURCE.expected(index))) for index in indices]
+
+
+def test_many_samples_are_stored_one_by_one() -> None:
+    """Each as the iterator comes to it; what has no slot, and what another was quicker with, is told apart."""
+    cache = made(0.5)
+    indices = list(range(10))
+    has_slot = [cache.has_place(index) for index in indices]
+    cache.fill(first := has_slot.index(True), SOURCE.expected(first))
+    stored = cache.put_many(indices, encoded(indices))
+    assert cache.filled == 1
+    for index, was_stored in enumerate(stored):
+        assert was_stored is ((index != first) if has_slot[index] else None)
+        assert cache.filled == max(sum(has_slot[: index + 1]), 1)
+    assert all(same(cache.get(index), SOURCE.expected(index)) for index in indices if has_slot[index])
+    cache.close()
+
+
+def test_many_samples_of_which_one_cannot_be_stored(cache: SharedCache, monkeypatch: pytest.MonkeyPatch) -> None:
+    """What came before stays, the slot is empty and free for the next, and what comes after is not touched."""
+    store, slots = cache.slots.store, [cache.arc.slot(index) for index in range(5)]
+
+    def failing(slot: int, contents: list[memoryview]) -> None:
+        store(slot, [contents[0], memoryview(bytes(8))])
+        if slot == slots[2]:
+            raise OSError(5, "the third")
+
+    monkeypatch.setattr(cache.slots, "store", failing)
+    stored = cache.put_many(range(5), encoded([*range(5)]))
+    assert (next(stored), next(stored)) == (True, True)
+    with pytest.raises(OSError, match="the third"):
+        next(stored)
+    monkeypatch.undo()
+    assert [cache.get(index) is not None for index in range(5)] == [True, True, False, False, False]
+    assert call(lambda: cache.fill(2, SOURCE.expected(2)))
+
+
 def hold_claim(cache: SharedCache, ready: str) -> None:
     with cache._filling._claims.trying(cache.arc.slot(5)):
         Path(ready).touch()
@@ -332,6 +370,7 @@ def test_a_lost_claim_serves_the_sample_unstored(cache: SharedCache, tmp_path: P
         time.sleep(0.005)
     assert not cache.fill(5, SOURCE.expected(5))
     assert cache.fill(6, SOURCE.expected(6))
+    assert list(cache.put_many([4, 5, 7], encoded([4, 5, 7]))) == [True, False, True]
     other.kill()
     assert cache.fill(5, SOURCE.expected(5))
 
@@ -347,7 +386,8 @@ def fill_without_room() -> dict[str, Any]:
     def sample(index: int) -> torch.Tensor:
         return torch.full((MIB,), index, dtype=torch.uint8)
 
-    stored = [index for index in range(100) if cache.fill(index, sample(index))]
+    contents = [[sample(index).numpy().data] for index in range(100)]
+    stored = [index for index, was_stored in enumerate(cache.put_many(range(100), contents)) if was_stored]
     seen: dict[str, Any] = {"stored": stored}
     cache.set_slot(99, sample(99))  # as a user of the ancestor's interface does
     cache.set_slot(stored[0], sample(77), allow_overwrite=True)

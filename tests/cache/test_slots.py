@@ -11,8 +11,8 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from lightning_stocache.cache.field import bytes_of
 from lightning_stocache.cache.slots import READY, FieldSlots
-from lightning_stocache.cache.spec import contents_of
 from lightning_stocache.node.files import HEADER_BYTES
 from lightning_stocache.node.segment import Segment
 
@@ -34,6 +34,10 @@ def sample(row_bytes: list[int], seed: int) -> list[torch.Tensor]:
     return [torch.randint(0, 256, (nbytes,), dtype=torch.uint8, generator=generator) for nbytes in row_bytes]
 
 
+def contents(leaves: list[torch.Tensor]) -> list[memoryview]:
+    return [bytes_of(leaf).numpy().data for leaf in leaves]
+
+
 def equal(one: list[torch.Tensor], other: list[torch.Tensor]) -> bool:
     return all(map(torch.equal, one, other)) and len(one) == len(other)
 
@@ -44,7 +48,7 @@ def test_every_slot_keeps_its_own_sample(row_bytes: list[int], count: int) -> No
     """After all slots are written, backwards, each reads as its own sample: no two overlap, whatever the sizes."""
     with opened(row_bytes, count) as slots:
         for slot in reversed(range(count)):
-            slots.store(slot, contents_of(sample(row_bytes, slot)))
+            slots.store(slot, contents(sample(row_bytes, slot)))
         assert not slots.states.any()
         assert all(equal(slots.read(slot), sample(row_bytes, slot)) for slot in range(count))
 
@@ -56,7 +60,7 @@ def test_a_gather_is_many_reads(row_bytes: list[int], count: int, data: st.DataO
     wanted = data.draw(st.lists(st.integers(0, count - 1), max_size=30))
     with opened(row_bytes, count) as slots:
         for slot in range(count):
-            slots.store(slot, contents_of(sample(row_bytes, slot)))
+            slots.store(slot, contents(sample(row_bytes, slot)))
         expected = [[slots.read(slot)[field] for slot in wanted] for field in range(len(row_bytes))]
         memory = [torch.empty(len(wanted) * nbytes, dtype=torch.uint8) for nbytes in row_bytes]
         indices = torch.tensor(wanted, dtype=torch.int64)
@@ -89,11 +93,11 @@ def test_only_slots_that_are_used_hold_memory(row_bytes: list[int], taken: str) 
     with opened(row_bytes, 100) as slots:
         segment = slots._segment
         assert segment.allocated_bytes == HEADER_BYTES
-        slots.reserve(50) if taken == "reserved" else slots.store(50, contents_of(sample(row_bytes, 1)))
+        slots.reserve(50) if taken == "reserved" else slots.store(50, contents(sample(row_bytes, 1)))
         pages = (1 << 16) // mmap.PAGESIZE + 1 + sum(nbytes > 0 for nbytes in row_bytes[1:])
         assert segment.allocated_bytes <= HEADER_BYTES + pages * mmap.PAGESIZE
         before = segment.allocated_bytes
-        slots.store(50, contents_of(sample(row_bytes, 0)))
+        slots.store(50, contents(sample(row_bytes, 0)))
         assert segment.allocated_bytes == before
         assert equal(slots.read(50), sample(row_bytes, 0))
 
@@ -106,7 +110,7 @@ def test_leaves_of_any_dtype_and_strides_are_stored_in_row_order() -> None:
     leaves = [image, every_other, torch.tensor(7, dtype=torch.int16), torch.zeros(0)]
     row_bytes = [105, 96, 2, 0]
     with opened(row_bytes, 3) as slots:
-        slots.store(1, contents_of(leaves))
+        slots.store(1, contents(leaves))
         for row, leaf in zip(slots.read(1), leaves, strict=True):
             assert torch.equal(row.clone().view(leaf.dtype).view(leaf.shape), leaf)
         assert not any(row.any() for slot in (0, 2) for row in slots.read(slot))
@@ -118,7 +122,7 @@ def test_clear_empties_all_and_gives_memory_back() -> None:
     with opened(row_bytes, 50) as slots:
         segment = slots._segment
         for slot in range(50):
-            slots.store(slot, contents_of(sample(row_bytes, slot)))
+            slots.store(slot, contents(sample(row_bytes, slot)))
         slots.states.fill_(READY)
         slots.clear()
         assert segment.allocated_bytes == HEADER_BYTES + mmap.PAGESIZE  # before anything is looked at: that takes pages

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from contextlib import closing
+from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
@@ -10,8 +12,14 @@ import pytest
 import torch
 from torch.utils.data import Dataset
 
+from lightning_stocache.cache.counters import Counters
+from lightning_stocache.cache.placement import Arc
+from lightning_stocache.cache.row_store import RowStore
+from lightning_stocache.cache.spec import SampleMismatchError, SampleSpec
 from lightning_stocache.loading.dataset import CachedDataset
 from lightning_stocache.loading.loader import CachedLoader
+from lightning_stocache.loading.misses import Misses
+from lightning_stocache.loading.odd import Odd
 
 
 class RareClass(Dataset[Any]):
@@ -43,3 +51,102 @@ def test_a_frozen_source_is_stored_all_the_same() -> None:
     with closing(CachedDataset(RareClass(), allow_random=True)) as dataset:
         first, second = (torch.cat(list(CachedLoader(dataset, 8))) for _ in range(2))
         assert torch.equal(first, second)
+
+
+class Mixed(Dataset[Any]):
+    """Samples of one shape, but for those at `odd`; `broken` cannot be loaded, `stop` is interrupted."""
+
+    def __init__(self, size: int, odd: tuple[int, ...] = (), broken: int = -1, stop: int = -1) -> None:
+        self.size, self.odd, self.broken, self.stop = size, odd, broken, stop
+
+    def __len__(self) -> int:
+        return 40
+
+    def __getitem__(self, index: int) -> Any:
+        if index == self.broken:
+            raise OSError("broken")
+        if index == self.stop:
+            raise KeyboardInterrupt
+        return torch.full((self.size + (index in self.odd),), index, dtype=torch.uint8), index
+
+
+@dataclass
+class Kept:
+    """A store for half of the samples, and what is counted of it."""
+
+    size: int
+
+    def __post_init__(self) -> None:
+        self.store = RowStore.create(SampleSpec.infer(Mixed(self.size)[0]), Arc(40, 20))
+        self.counters = Counters.create()
+
+    def __enter__(self) -> Kept:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.store.close()
+        self.counters.close()
+
+    def misses(self, source: Mixed, strict: bool = False) -> Misses:
+        return Misses(source, self.store, self.counters, strict)
+
+    def has_place(self, index: int) -> bool:
+        return self.store.has_place(index)
+
+    @property
+    def filled(self) -> list[int]:
+        """The indices whose slots hold their samples, which are looked at."""
+        found = [index for index in range(40) if self.store.get(index) is not None]
+        assert all(self.store.get(index)[0].unique().tolist() == [index] for index in found)  # type: ignore[index]
+        return found
+
+    @property
+    def counted(self) -> tuple[int, int, int, int]:
+        counts = self.counters.totals()
+        return counts.served, counts.misses, counts.bypasses, counts.fills
+
+
+@pytest.fixture(params=[50, 400_000], ids=["small", "two to a part"])
+def kept(request: pytest.FixtureRequest) -> Iterator[Kept]:
+    with Kept(request.param) as made:
+        yield made
+
+
+@pytest.mark.parametrize("in_batch", [False, True])
+def test_samples_are_stored_counted_and_put_at_their_places(kept: Kept, in_batch: bool) -> None:
+    """All that fit, wherever they lie among those that are odd and those that have no slot."""
+    source, indices, places = Mixed(kept.size, (3, 12)), list(range(2, 16)), list(range(1, 29, 2))
+    memory = [torch.zeros(size, dtype=torch.uint8) for size in kept.store.codec.sizes(30)]
+    rows = kept.store.codec.rows(lambda: memory, 30)
+    misses = kept.misses(source)
+    samples = misses.load(indices, batch=rows, places=places) if in_batch else misses.load(indices)
+    assert [type(sample) is Odd for sample in samples] == [index in (3, 12) for index in indices]
+    fitting = [index for index in indices if index not in (3, 12)]
+    stored = [index for index in fitting if kept.has_place(index)]
+    assert kept.filled == stored
+    assert kept.counted == (14, len(stored), 14 - len(stored), len(stored))
+    if in_batch:
+        labels = [label for _, label in kept.store.codec.split(memory, 30)]
+        expected = dict(zip(places, indices, strict=True))
+        assert labels == [index if (index := expected.get(place, 0)) in fitting else 0 for place in range(30)]
+
+
+def test_what_comes_before_an_error_of_the_source_is_kept(kept: Kept) -> None:
+    """And counted; Ctrl-C keeps it, and counts as served nothing."""
+    with pytest.raises(OSError, match="broken"):
+        kept.misses(Mixed(kept.size, broken=9)).load(list(range(20)))
+    stored = [index for index in range(9) if kept.has_place(index)]
+    assert (kept.filled, kept.counted) == (stored, (9, len(stored), 9 - len(stored), len(stored)))
+    with pytest.raises(KeyboardInterrupt):
+        kept.misses(Mixed(kept.size, stop=29)).load(list(range(20, 40)))
+    more = [index for index in range(20, 29) if kept.has_place(index)]
+    assert kept.filled == [*stored, *more]
+    assert kept.counted == (9, len(stored), 9 - len(stored), len(stored) + len(more))
+
+
+def test_what_comes_before_an_odd_sample_is_kept_where_that_is_an_error(kept: Kept) -> None:
+    """The batch is handed to nobody, so none of it is counted as served."""
+    with pytest.raises(SampleMismatchError, match="sample 13: "):
+        kept.misses(Mixed(kept.size, (13,)), strict=True).load(list(range(10, 20)))
+    stored = [index for index in range(10, 13) if kept.has_place(index)]
+    assert (kept.filled, kept.counted) == (stored, (0, 0, 0, len(stored)))
