@@ -1,4 +1,7 @@
-"""What holds for every test: it leaves no memory, no child process and no environment variable behind."""
+"""What holds for every test: it leaves no memory, no child process and no environment variable behind.
+
+Only tests that are marked `processes` start any; the others, `-m "not processes"`, are the loop to keep running.
+"""
 
 from __future__ import annotations
 
@@ -12,7 +15,6 @@ import re
 import time
 from collections.abc import Generator, Iterator
 from multiprocessing import forkserver, resource_tracker
-from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -20,11 +22,24 @@ import pytest
 import torch
 from torch.utils.data.dataloader import _MultiProcessingDataLoaderIter
 
+from tests.starts import Starts
+
 torch.set_num_threads(1)  # a forked child would wait for the threads of its parent's pool for ever
 
-_MEMORY_FILE = re.compile(r"/dev/shm/|/memfd:lightning_stocache|/lsc-\d+-")
+_MEMORY_FILES = ("/dev/shm/", "/memfd:lightning_stocache", "/lsc-")
 _PATIENCE_SECONDS = 3.0  # for what ends by itself: a killed worker, a thread that holds a batch
 _LAUNCH_VARIABLES = re.compile(r"PYTEST_|PL_|KMP_|CUDA_|TORCH|(LOCAL_|NODE_|GROUP_)?RANK$|WORLD_SIZE$|MASTER_|OMP_")
+
+_starts = Starts()
+
+
+@pytest.fixture(autouse=True)
+def starts_processes_only_if_marked(request: pytest.FixtureRequest) -> Iterator[None]:
+    """The loop of tests that start nothing stays fast, and runs where nothing can be forked."""
+    yield
+    started = _starts.take()
+    if started and not _may_start_processes(request):
+        pytest.fail(f"the test starts processes, so mark it with pytest.mark.processes: {started}")
 
 
 @pytest.fixture(autouse=True)
@@ -54,14 +69,17 @@ def leaves_no_process_and_no_memory_behind(request: pytest.FixtureRequest) -> It
     if not os.path.isdir("/proc/self/fd"):
         yield
         return
-    children, memory = _descendants(), _memory_files()
+    look = _descendants if _may_start_processes(request) else set[int]  # looking for them takes longer than most tests
+    children = look()
+    memory = _memory_files(children)
     yield
     if _has_failed(request):
         return  # the traceback holds on to the test's objects
     deadline = time.monotonic() + _PATIENCE_SECONDS
     while True:
         multiprocessing.active_children()  # reaps those that have ended
-        left_children, left_memory = _descendants() - children, _memory_files() - memory
+        found = look()
+        left_children, left_memory = found - children, _memory_files(found) - memory
         if not left_children and not left_memory:
             return
         if time.monotonic() > deadline:
@@ -88,6 +106,11 @@ def seeded() -> Iterator[None]:
     random.seed(0), np.random.seed(0), torch.manual_seed(0)  # type: ignore[func-returns-value]
     yield
     random.setstate(states[0]), np.random.set_state(states[1]), torch.set_rng_state(states[2])  # type: ignore[func-returns-value]
+
+
+@pytest.hookimpl(tryfirst=True)
+def pytest_runtest_setup(item: pytest.Item) -> None:
+    _starts.take()  # the last teardown is no business of this test
 
 
 @pytest.hookimpl(wrapper=True)
@@ -117,6 +140,10 @@ def pytest_unconfigure() -> None:
 
 
 _outcome = pytest.StashKey[bool]()
+
+
+def _may_start_processes(request: pytest.FixtureRequest) -> bool:
+    return request.node.get_closest_marker("processes") is not None
 
 
 def _has_failed(request: pytest.FixtureRequest) -> bool:
@@ -153,26 +180,31 @@ def _servants() -> set[int]:
     return {pid for pid in pids if pid is not None}
 
 
-def _memory_files() -> set[tuple[str, str]]:
+def _memory_files(descendants: set[int]) -> set[tuple[str, str]]:
     """Files in memory that this process or a descendant has open or mapped, and named ones that nobody uses."""
     found = {("unused", path) for path in glob.glob("/dev/shm/lsc-*") if not _in_use(path)}
-    for pid in {os.getpid()} | _descendants():
-        for line in _read(f"/proc/{pid}/maps").splitlines():
-            if "/" in line and _MEMORY_FILE.search(line):
+    for pid in {os.getpid()} | descendants:
+        maps = _read(f"/proc/{pid}/maps")
+        for line in maps.splitlines() if _is_memory(maps) else ():
+            if _is_memory(line):
                 inode, _, path = line.split(None, 4)[4].partition(" ")
                 found.add((path.strip(), inode))
         try:
-            descriptors = list(Path(f"/proc/{pid}/fd").iterdir())
+            descriptors = os.listdir(f"/proc/{pid}/fd")
         except OSError:
             continue
-        for descriptor in descriptors:
+        for number in descriptors:
             try:
-                target = os.readlink(descriptor)
-                if _MEMORY_FILE.search(target):
-                    found.add((target, str(descriptor.stat().st_ino)))
+                target = os.readlink(f"/proc/{pid}/fd/{number}")
+                if _is_memory(target):
+                    found.add((target, str(os.stat(f"/proc/{pid}/fd/{number}").st_ino)))
             except OSError:
                 continue
     return found
+
+
+def _is_memory(text: str) -> bool:
+    return any(word in text for word in _MEMORY_FILES)
 
 
 def _in_use(path: str) -> bool:

@@ -159,6 +159,7 @@ def test_other_files_in_memory_are_told_apart():
         os.close(descriptor)
 
 
+@pytest.mark.processes
 def test_a_process_of_its_own_is_named():
     """The doctor of one process names another one that holds a segment, by id and command line."""
     code = (
@@ -202,6 +203,7 @@ def test_the_verdict_comes_first_then_what_is_to_be_mended(monkeypatch, capsys):
     )
 
 
+@pytest.mark.processes
 def test_the_verdict_is_what_a_cache_gets():
     """With Docker's 64 MiB of /dev/shm a cache takes a memfd, and the doctor says so; one with a name does not."""
     words, slots, named_slots, sample = without_room(verdict_and_caches)
@@ -245,6 +247,7 @@ def test_what_a_header_says_harms_nobody(text, capsys):
     segment.close()
 
 
+@pytest.mark.processes
 def test_a_command_line_cannot_write_to_the_terminal():
     """What a process calls itself is escaped, and so is the name of its file."""
     child = Child(hold_with_codes, method="spawn")

@@ -19,12 +19,14 @@ def run_python(code: str, cwd: Path) -> str:
     return subprocess.run([sys.executable, "-c", code], cwd=cwd, check=True, capture_output=True, text=True).stdout
 
 
+@pytest.mark.processes
 def test_import_is_free(tmp_path):
     """Importing the package imports neither torch nor Lightning nor Hydra nor NumPy."""
     code = "import sys, lightning_stocache; print(sorted({'torch', 'lightning', 'hydra', 'numpy'} & set(sys.modules)))"
     assert run_python(code, tmp_path).strip() == "[]"
 
 
+@pytest.mark.processes
 def test_configs_import_is_free(tmp_path):
     """Hydra's look at the configs imports neither torch nor Lightning."""
     code = "import sys, lightning_stocache.configs; print(sorted({'torch', 'lightning'} & set(sys.modules)))"

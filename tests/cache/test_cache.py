@@ -63,6 +63,7 @@ def use_elsewhere(cache: SharedCache) -> dict[str, Any]:
     return seen
 
 
+@pytest.mark.processes
 @pytest.mark.parametrize(
     ("method", "backend"),
     [("fork", "tmpfile"), ("fork", "file"), ("forkserver", "tmpfile"), ("forkserver", "memfd"), ("spawn", "tmpfile")],
@@ -212,6 +213,7 @@ def operate(cache: SharedCache, seed: int, steps: int) -> list[int]:
     return stored
 
 
+@pytest.mark.processes
 def test_random_operations_of_several_processes_agree_with_a_dict(cache: SharedCache) -> None:
     """Whatever processes do at the same time, nobody is served another sample than the plain dict holds."""
     stored = call_many(operate, [(cache, seed, 300) for seed in range(3)])
@@ -236,6 +238,7 @@ def do(cache: SharedCache, what: str, index: int, value: int) -> Any:
         return "occupied"
 
 
+@pytest.mark.processes
 def test_overwriting_and_clearing_agree_with_a_dict(cache: SharedCache, rng: random.Random) -> None:
     """Sets, overwrites and clears, each by a process drawn at random, leave what they would leave in a dict."""
     plain: dict[int, int] = {}
@@ -271,6 +274,7 @@ def write_and_read(cache: SharedCache, mark: int, rounds: int) -> int:
     return torn
 
 
+@pytest.mark.processes
 def test_two_writers_never_tear_a_sample() -> None:
     """Processes that store different bytes into the same slot at the same time: one wins, and all see it whole."""
     rounds = 1500
@@ -298,6 +302,7 @@ def die_half_way(cache: SharedCache) -> None:
     cache.fill(5, (torch.full((3, 5, 7), 255, dtype=torch.uint8), 1))
 
 
+@pytest.mark.processes
 def test_a_writer_that_is_killed_half_way_leaves_the_slot_empty(cache: SharedCache) -> None:
     """What it had stored is served to nobody, and the next process fills the slot."""
     with pytest.raises(ChildError, match="SIGKILL"):
@@ -325,6 +330,7 @@ def hold_claim(cache: SharedCache, ready: str) -> None:
         time.sleep(60)
 
 
+@pytest.mark.processes
 def test_a_lost_claim_serves_the_sample_unstored(cache: SharedCache, tmp_path: Path) -> None:
     """While another process fills a slot, nobody waits for it; when that one dies, the slot is free."""
     other = Child(hold_claim, cache, str(tmp_path / "ready"))
@@ -365,6 +371,7 @@ def fill_without_room() -> dict[str, Any]:
     return seen
 
 
+@pytest.mark.processes
 def test_without_room_the_cache_stops_growing_and_goes_on() -> None:
     """At ENOSPC a slot stays empty, with one warning; what is stored is served, can be overwritten, and grows later."""
     seen = without_room(fill_without_room)
@@ -416,12 +423,14 @@ def look_without_room(create_before: bool) -> tuple[Any, ...]:
     return (*fills, *looks, len(log.lines), len(elsewhere))
 
 
+@pytest.mark.processes
 def test_looking_needs_no_room() -> None:
     """In a full /dev/shm empty slots are looked at without SIGBUS, and all processes together warn once."""
     seen = without_room(look_without_room, True, mib=4)
     assert seen == (False, False, False, None, 0, NO_SLOT, "No space left on device", 1, 0)
 
 
+@pytest.mark.processes
 def test_a_cache_that_does_not_fit_at_all_is_an_error_at_once() -> None:
     """Where there is no memory for the states, making the cache raises ENOSPC."""
     assert without_room(look_without_room, False, mib=4) == ("No space left on device",)
@@ -444,6 +453,7 @@ def test_a_closed_cache_gives_its_memory_back_even_with_a_copy(cache: SharedCach
     assert mapped() is None
 
 
+@pytest.mark.processes
 def test_clear_empties_the_cache_for_everybody(cache: SharedCache) -> None:
     """After clear all slots are EMPTY in every process, read as zeroes, and can be filled again."""
     for index in range(len(SOURCE)):

@@ -120,6 +120,7 @@ def screenshot(address: str, folder: Path) -> np.ndarray[Any, Any]:
         return np.asarray(image.convert("RGB")).astype(int)
 
 
+@pytest.mark.processes
 @pytest.mark.slow
 @pytest.mark.skipif(BROWSER is None, reason="needs Chromium")
 def test_tensorboard_shows_the_tab_in_a_browser(tmp_path):

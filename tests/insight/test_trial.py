@@ -46,7 +46,7 @@ def double(sample):
     return sample * 2
 
 
-@pytest.mark.parametrize("workers", [0, 2])
+@pytest.mark.parametrize("workers", [0, pytest.param(2, marks=pytest.mark.processes)])
 def test_all_costs_are_measured(workers):
     """Source, cache and loader have costs above zero, with and without workers, and no memory is left behind."""
     source = [torch.full((500,), index) for index in range(64)]
@@ -60,6 +60,7 @@ def test_all_costs_are_measured(workers):
     assert not costs.made_by_workers
 
 
+@pytest.mark.processes
 def test_a_transform_is_measured_too():
     """A transform after the cache has a cost of its own, and with workers it is they who make the batches."""
     source = [torch.full((500,), index) for index in range(64)]
@@ -69,7 +70,7 @@ def test_a_transform_is_measured_too():
 
 
 @pytest.mark.parametrize("samples", [1, 2, 5])
-@pytest.mark.parametrize("workers", [0, 3])
+@pytest.mark.parametrize("workers", [0, pytest.param(3, marks=pytest.mark.processes)])
 def test_tiny_datasets(samples, workers):
     """Fewer samples than a batch, or than workers, are planned like any others."""
     assert measure([torch.zeros(4)] * samples, Loading(8, workers), 2**20, seconds=QUICK).hit.low > 0
@@ -96,6 +97,7 @@ def test_bad_sources_are_one_sentence(source, words):
         draft(source, Loading(4), seconds=QUICK)
 
 
+@pytest.mark.processes
 def test_a_source_that_raises_in_a_worker_is_one_line():
     """What a worker raises comes without its traceback."""
 

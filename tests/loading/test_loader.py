@@ -34,7 +34,7 @@ from tests.loading.twins import Jitter, LazySampler, Numbers, Transformed, Unequ
 
 LENGTH = 50
 
-pytestmark = pytest.mark.usefixtures("seeded")
+pytestmark = [pytest.mark.usefixtures("seeded"), pytest.mark.processes]
 
 
 class Flipped(Dataset[Any]):

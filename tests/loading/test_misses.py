@@ -13,6 +13,8 @@ from torch.utils.data import Dataset
 from lightning_stocache.loading.dataset import CachedDataset
 from lightning_stocache.loading.loader import CachedLoader
 
+pytestmark = pytest.mark.processes
+
 
 class RareClass(Dataset[Any]):
     """One class of a sorted folder is augmented."""

@@ -47,6 +47,7 @@ def opened(name: str, manifest: Manifest | None = None) -> Segment:
 # --- make, join, remove
 
 
+@pytest.mark.processes
 def test_a_name_leads_to_the_same_memory_after_its_maker_has_gone(name: str) -> None:
     """What one process stored and said, another finds, whatever it would have said itself."""
     call(make, name)
@@ -62,6 +63,7 @@ def make(name: str) -> None:
     segment.close()
 
 
+@pytest.mark.processes
 def test_of_two_that_make_it_at_once_one_wins_and_both_share(name: str) -> None:
     """All see one inode, and the manifest of the one that won."""
     start = time.time() + 0.3
@@ -126,6 +128,7 @@ def test_who_opens_a_removed_name_makes_a_new_one(name: str) -> None:
 # --- bad luck
 
 
+@pytest.mark.processes
 def test_a_killed_user_frees_it(name: str) -> None:
     """The kernel gives up the lock of a process that is killed; until then nobody can remove its segment."""
     child = Child(hold, name)
@@ -135,6 +138,7 @@ def test_a_killed_user_frees_it(name: str) -> None:
     assert [one.name for one in clean(name)] == [name]
 
 
+@pytest.mark.processes
 def test_a_forked_worker_keeps_what_its_dead_rank_used(name: str, tmp_path: Path) -> None:
     """The rank is killed and its worker reads on: the segment is in use until the worker has gone, too."""
     child = Child(hold_with_worker, name, str(tmp_path / "pid"))
@@ -171,6 +175,7 @@ def wait_for(condition: Any) -> None:
         time.sleep(0.01)
 
 
+@pytest.mark.processes
 def test_a_janitor_never_takes_a_live_file(name: str) -> None:
     """Users come and go, some by SIGKILL, while a janitor cleans: who has it open finds the name leading to it."""
     end = time.time() + 2
@@ -296,6 +301,7 @@ def test_a_strange_lock_file_is_refused(name: str, tmp_path: Path) -> None:
     assert not (tmp_path / "there").exists()
 
 
+@pytest.mark.processes
 def test_another_users_lock_file_holds_nobody_up(name: str) -> None:
     """He keeps all of it locked for ever: who opens the name hears whose file it is, and waits for nothing."""
     if os.getuid() != 0:

@@ -93,6 +93,7 @@ def test_a_name_cannot_write_to_the_terminal(tmp_path: Path) -> None:
     assert str(caught.value).isprintable()
 
 
+@pytest.mark.processes
 def test_a_user_is_told_of_roots_file(tmp_path: Path) -> None:
     """Who may not even open it hears the same sentence."""
     if os.getuid() != 0:

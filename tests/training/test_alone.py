@@ -20,6 +20,8 @@ from lightning_stocache.training.hooks import cache_datamodule
 from tests.training.seen import Looking, Watcher, data_hooks, fit, through
 from tests.training.tiny import SAMPLES, Model, announced, logged, make_trainer, plain_loader, source
 
+pytestmark = pytest.mark.processes
+
 tqdm.get_lock()  # lr_find has a bar, whose semaphore lives as long as the process
 
 ROW = 3 * 8 * 8 + 8 + 1  # bytes of a slot: image, label, state

@@ -19,6 +19,8 @@ from lightning_stocache.training.hooks import cache_datamodule
 from lightning_stocache.training.loaders import cached_datasets
 from tests.training.tiny import SAMPLES, Model, announced, make_trainer, plain_loader, source
 
+pytestmark = pytest.mark.processes
+
 
 class Photos(LightningDataModule):
     """A DataModule as people write it: datasets in setup, a loader per stage, hooks that note that they ran."""

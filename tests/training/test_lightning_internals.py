@@ -19,6 +19,7 @@ def nothing_said(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(lightning_internals, "_warned", set())
 
 
+@pytest.mark.processes
 def test_actions_of_other_names_leave_the_seconds_out(tmp_path, monkeypatch, recwarn):
     """Neither waits of zero, nor a summary that says that training hardly waited."""
     monkeypatch.setattr(listening, "ACTIONS", frozenset({"another name"}))
@@ -31,6 +32,7 @@ def test_actions_of_other_names_leave_the_seconds_out(tmp_path, monkeypatch, rec
     assert len(told) == 1
 
 
+@pytest.mark.processes
 def test_the_seconds_are_there_otherwise(tmp_path):
     """The loop of this Lightning is heard."""
     trainer = make_trainer(tmp_path, [CacheMonitor(), StochasticCache()])

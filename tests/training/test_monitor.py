@@ -22,6 +22,8 @@ from lightning_stocache.training.hooks import cache_datamodule
 from lightning_stocache.training.monitor import CacheMonitor
 from tests.training.tiny import SAMPLES, Model, logged, make_trainer, plain_loader, source
 
+pytestmark = pytest.mark.processes
+
 SLOT = 3 * 8 * 8 + 8 + 1
 KEYS = {
     *("hit_rate", "fill_fraction", "coverage", "hits", "misses", "bypasses", "fills", "memory_bytes", "budget_bytes"),
