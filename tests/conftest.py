@@ -5,16 +5,13 @@ Only tests that are marked `processes` start any; the others, `-m "not processes
 
 from __future__ import annotations
 
-import fcntl
 import gc
-import glob
 import multiprocessing
 import os
 import random
 import re
 import time
 from collections.abc import Generator, Iterator
-from multiprocessing import forkserver, resource_tracker
 from typing import Any
 
 import numpy as np
@@ -22,24 +19,23 @@ import pytest
 import torch
 from torch.utils.data.dataloader import _MultiProcessingDataLoaderIter
 
-from tests.starts import Starts
+from tests.audit import Audit
+from tests.proc import command_of, descendants, memory_files, unused_names
 
 torch.set_num_threads(1)  # a forked child would wait for the threads of its parent's pool for ever
 
-_MEMORY_FILES = ("/dev/shm/", "/memfd:lightning_stocache", "/lsc-")
 _PATIENCE_SECONDS = 3.0  # for what ends by itself: a killed worker, a thread that holds a batch
 _LAUNCH_VARIABLES = re.compile(r"PYTEST_|PL_|KMP_|CUDA_|TORCH|(LOCAL_|NODE_|GROUP_)?RANK$|WORLD_SIZE$|MASTER_|OMP_")
 
-_starts = Starts()
+_audit = Audit()
 
 
 @pytest.fixture(autouse=True)
 def starts_processes_only_if_marked(request: pytest.FixtureRequest) -> Iterator[None]:
     """The loop of tests that start nothing stays fast, and runs where nothing can be forked."""
     yield
-    started = _starts.take()
-    if started and not _may_start_processes(request):
-        pytest.fail(f"the test starts processes, so mark it with pytest.mark.processes: {started}")
+    if _audit.started and not request.node.get_closest_marker("processes"):
+        pytest.fail(f"the test starts processes, so mark it with pytest.mark.processes: {_audit.started}")
 
 
 @pytest.fixture(autouse=True)
@@ -69,17 +65,19 @@ def leaves_no_process_and_no_memory_behind(request: pytest.FixtureRequest) -> It
     if not os.path.isdir("/proc/self/fd"):
         yield
         return
-    look = _descendants if _may_start_processes(request) else set[int]  # looking for them takes longer than most tests
+    look = descendants if request.node.get_closest_marker("processes") else set[int]
+    # Tests that leave names run one after the other, so those of this one are all that come and go.
+    names = unused_names if request.node.get_closest_marker("named") else set[tuple[str, str]]
     children = look()
-    memory = _memory_files(children)
+    memory = _memory_here() | memory_files(children) | names()
     yield
     if _has_failed(request):
         return  # the traceback holds on to the test's objects
     deadline = time.monotonic() + _PATIENCE_SECONDS
     while True:
         multiprocessing.active_children()  # reaps those that have ended
-        found = look()
-        left_children, left_memory = found - children, _memory_files(found) - memory
+        left_children = look() - children
+        left_memory = (_memory_here(anew=look is descendants) | memory_files(left_children) | names()) - memory
         if not left_children and not left_memory:
             return
         if time.monotonic() > deadline:
@@ -89,7 +87,7 @@ def leaves_no_process_and_no_memory_behind(request: pytest.FixtureRequest) -> It
         gc.collect()  # only where something is left: it takes a while
         time.sleep(0.02)
     if left_children:
-        pytest.fail(f"the test left child processes behind: {[_command_of(pid) for pid in left_children]}")
+        pytest.fail(f"the test left child processes behind: {[command_of(pid) for pid in left_children]}")
     pytest.fail(f"the test left files in memory behind: {sorted(left_memory)}")
 
 
@@ -110,7 +108,7 @@ def seeded() -> Iterator[None]:
 
 @pytest.hookimpl(tryfirst=True)
 def pytest_runtest_setup(item: pytest.Item) -> None:
-    _starts.take()  # the last teardown is no business of this test
+    _audit.started.clear()  # the last teardown is no business of this test
 
 
 @pytest.hookimpl(wrapper=True)
@@ -123,9 +121,17 @@ def pytest_runtest_makereport(
     return report
 
 
-def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
-    """Other people's libraries come last: a process that has imported them all takes twice as long to fork."""
+@pytest.hookimpl(tryfirst=True)  # xdist reads the groups in this hook
+def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
+    """Other people's libraries come last: a process that has imported them all takes twice as long to fork.
+
+    Where tests are dealt to several processes (pytest-xdist, --dist loadgroup), one gets all that is named.
+    """
     items.sort(key=lambda item: "interop" in item.path.parts)
+    if config.pluginmanager.hasplugin("xdist"):
+        for item in items:
+            if item.get_closest_marker("named"):
+                item.add_marker(pytest.mark.xdist_group("named"))
 
 
 @pytest.fixture(autouse=True, scope="module")
@@ -142,10 +148,6 @@ def pytest_unconfigure() -> None:
 _outcome = pytest.StashKey[bool]()
 
 
-def _may_start_processes(request: pytest.FixtureRequest) -> bool:
-    return request.node.get_closest_marker("processes") is not None
-
-
 def _has_failed(request: pytest.FixtureRequest) -> bool:
     return bool(request.node.stash.get(_outcome, False))
 
@@ -159,76 +161,12 @@ def _end_plain_loaders() -> None:
                 thing._shutdown_workers()  # type: ignore[attr-defined]
 
 
-def _descendants() -> set[int]:
-    """The children of this process and theirs, without the servants that multiprocessing keeps until the end."""
-    parents: dict[int, int] = {}
-    for entry in os.listdir("/proc"):
-        if entry.isdigit() and (stat := _read(f"/proc/{entry}/stat")):
-            parents[int(entry)] = int(stat.rpartition(")")[2].split()[1])
-    found, generation = set[int](), {os.getpid()}
-    while generation:
-        generation = {pid for pid, parent in parents.items() if parent in generation}
-        found |= generation
-    return found - _servants()
+_here: tuple[int, set[tuple[str, str]]] = (-1, set())
 
 
-def _servants() -> set[int]:
-    pids: list[Any] = [
-        getattr(forkserver._forkserver, "_forkserver_pid", None),  # type: ignore[attr-defined]
-        getattr(resource_tracker._resource_tracker, "_pid", None),  # type: ignore[attr-defined]
-    ]
-    return {pid for pid in pids if pid is not None}
-
-
-def _memory_files(descendants: set[int]) -> set[tuple[str, str]]:
-    """Files in memory that this process or a descendant has open or mapped, and named ones that nobody uses."""
-    found = {("unused", path) for path in glob.glob("/dev/shm/lsc-*") if not _in_use(path)}
-    for pid in {os.getpid()} | descendants:
-        maps = _read(f"/proc/{pid}/maps")
-        for line in maps.splitlines() if _is_memory(maps) else ():
-            if _is_memory(line):
-                inode, _, path = line.split(None, 4)[4].partition(" ")
-                found.add((path.strip(), inode))
-        try:
-            descriptors = os.listdir(f"/proc/{pid}/fd")
-        except OSError:
-            continue
-        for number in descriptors:
-            try:
-                target = os.readlink(f"/proc/{pid}/fd/{number}")
-                if _is_memory(target):
-                    found.add((target, str(os.stat(f"/proc/{pid}/fd/{number}").st_ino)))
-            except OSError:
-                continue
-    return found
-
-
-def _is_memory(text: str) -> bool:
-    return any(word in text for word in _MEMORY_FILES)
-
-
-def _in_use(path: str) -> bool:
-    """Whether somebody holds the lock that says so: other programs on this machine may be using caches, too."""
-    try:
-        descriptor = os.open(path.removesuffix(".locks"), os.O_RDONLY)
-    except FileNotFoundError:
-        return not os.path.exists(path)
-    try:
-        fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
-    except BlockingIOError:
-        return True
-    finally:
-        os.close(descriptor)
-    return False
-
-
-def _read(path: str) -> str:
-    try:
-        with open(path) as file:
-            return file.read()
-    except OSError:  # the process has ended
-        return ""
-
-
-def _command_of(pid: int) -> str:
-    return f"{pid}: " + _read(f"/proc/{pid}/cmdline").replace("\0", " ").strip()
+def _memory_here(*, anew: bool = False) -> set[tuple[str, str]]:
+    """The files in memory that this process uses. It takes a while, so without need they are not looked for anew."""
+    global _here
+    if anew or _here[0] != _audit.memory:
+        _here = _audit.memory, memory_files({os.getpid()})
+    return _here[1]

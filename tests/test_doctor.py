@@ -25,6 +25,8 @@ from lightning_stocache.node.segment import Segment
 from tests.processes import Child, without_room
 from tests.sources import CountedSource
 
+pytestmark = pytest.mark.named
+
 MIB, GIB = 2**20, 2**30
 
 

@@ -19,6 +19,8 @@ from lightning_stocache.node.janitor import clean, named_segments
 from lightning_stocache.node.manifest import Geometry, Manifest
 from lightning_stocache.node.named import open_named
 
+pytestmark = pytest.mark.named
+
 CSV = "epoch,step,stocache/hit_rate,stocache/hits\n0,9,0.5,5\n"
 
 

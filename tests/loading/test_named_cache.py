@@ -34,6 +34,8 @@ from tests.ranks import run_ranks
 from tests.sources import CountedSource
 from tests.training.tiny import Model, make_trainer
 
+pytestmark = pytest.mark.named
+
 LENGTH = 40
 
 

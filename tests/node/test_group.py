@@ -16,6 +16,7 @@ from hypothesis import strategies as st
 from lightning_stocache.node.group import NodeGroup, memory_key
 from lightning_stocache.node.segment import Segment, SegmentHandle
 from tests.logs import Log
+from tests.proc import unused_names
 from tests.processes import call
 from tests.ranks import run_ranks
 
@@ -161,10 +162,11 @@ def test_a_rank_that_reaches_memory_by_name_only_is_on_the_node() -> None:
     assert [one[:4] for one in seen] == [(((0, 1, 2),), True, tries, []) for tries in (0, 2, 1)]
 
 
+@pytest.mark.named
 @pytest.mark.processes
 def test_a_rank_that_cannot_share_is_a_node_of_its_own() -> None:
     """It gets a cache of its own; rank 0 says once why, what that costs, and what to do."""
-    before = set(os.listdir("/dev/shm"))
+    before = unused_names()
     seen = run_ranks(Apart((1, 3), named_too=True), 4)
     assert {one[0] for one in seen} == {((0, 2), (1,), (3,))}
     assert all(one[1] and one[4] == [0, 1, 2, 3] for one in seen)
@@ -173,7 +175,7 @@ def test_a_rank_that_cannot_share_is_a_node_of_its_own() -> None:
     assert line.startswith("ranks 0, 1, 2, 3 run on one machine and do not share memory ([Errno 13] Permission denied")
     assert "Each of [0, 2] and [1] and [3] has a cache of its own, which takes 3 times the memory" in line
     assert "--ipc=host --pid=host" in line
-    assert set(os.listdir("/dev/shm")) <= before
+    assert unused_names() <= before
 
 
 def rejoin(rank: int, folder: str) -> list[list[int]]:

@@ -19,6 +19,8 @@ from lightning_stocache.node.manifest import Geometry, Manifest
 from lightning_stocache.node.named import open_named
 from tests.processes import Child
 
+pytestmark = pytest.mark.named
+
 STRANGER = 12345
 
 

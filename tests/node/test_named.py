@@ -21,6 +21,8 @@ from lightning_stocache.node.named import check_name, join_named, open_named
 from lightning_stocache.node.segment import Segment
 from tests.processes import Child, call, call_many
 
+pytestmark = pytest.mark.named
+
 SIZE = 4096
 
 

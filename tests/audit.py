@@ -1,7 +1,7 @@
-"""What starts processes: noted as it happens, so that a test that does it unmarked can be told so.
+"""What this process does that a test answers for: it starts processes, and takes memory that others could see.
 
-Python announces forks and subprocesses to audit hooks. What multiprocessing starts by other calls (a spawned child, a
-child of the fork server, its servants) is noted where it does.
+Python tells audit hooks of forks, subprocesses, files and mappings. What multiprocessing starts by other calls (a
+spawned child, a child of the fork server, its servants) is noted where it does.
 """
 
 from __future__ import annotations
@@ -13,31 +13,33 @@ from multiprocessing import process, util
 from pathlib import Path
 from typing import Any
 
-__all__ = ["Starts"]
+__all__ = ["Audit"]
 
-_EVENTS = {"os.fork", "os.forkpty", "os.posix_spawn", "os.system", "subprocess.Popen"}
+_STARTS = {"os.fork", "os.forkpty", "os.posix_spawn", "os.system", "subprocess.Popen"}
 _HERE = str(Path(__file__).parent)
 
 
-class Starts:
-    """Notes what this process starts, from now on: what, and the line of a test that has led to it."""
+class Audit:
+    """Notes what this process does from now on; what its children do is not noted.
+
+    Attributes:
+        started: what has been started, with the line of a test that has led to it; who looks may clear it.
+        memory: how many files have been mapped, or opened in /dev/shm. torch's own shared tensors are not among them.
+    """
 
     def __init__(self) -> None:
+        self.started: list[str] = []
+        self.memory = 0
         self._pid = os.getpid()
-        self._seen: list[str] = []
         sys.addaudithook(self._hear)
         for owner, name in ((process.BaseProcess, "start"), (util, "spawnv_passfds")):
             self._wrap(owner, name)
 
-    def take(self) -> list[str]:
-        """What has been started since it was asked last."""
-        seen = list(dict.fromkeys(self._seen))
-        self._seen.clear()
-        return seen
-
     def _hear(self, event: str, args: tuple[Any, ...]) -> None:
-        if event in _EVENTS:
+        if event in _STARTS:
             self._note(event)
+        elif event == "mmap.__new__" or (event == "open" and str(args[0]).startswith("/dev/shm")):
+            self.memory += 1
 
     def _wrap(self, owner: Any, name: str) -> None:
         plain = getattr(owner, name)
@@ -49,11 +51,11 @@ class Starts:
         setattr(owner, name, noted)
 
     def _note(self, what: str) -> None:
-        if os.getpid() != self._pid:  # a child may do as it likes
+        if os.getpid() != self._pid:
             return
         for frame, line in traceback.walk_stack(None):
             path = frame.f_code.co_filename
             if path.startswith(_HERE) and path != __file__:
                 what += f" from {os.path.relpath(path, _HERE)}:{line}"
                 break
-        self._seen.append(what)
+        self.started.append(what)
