@@ -191,7 +191,7 @@ def test_processes_of_others_are_counted(tmp_path, monkeypatch):
 
 def test_versions_that_are_not_allowed_have_a_fix(monkeypatch):
     """A version outside of the allowed range is named, with the command that mends it."""
-    monkeypatch.setattr(versions, "_requirements", lambda: {"torch": ">=99"})
+    monkeypatch.setattr(versions.metadata, "requires", lambda name: ["torch>=99", "numpy>=1"])
     assert 'pip install "torch>=99"' in words_of(examine(), "torch")
 
 

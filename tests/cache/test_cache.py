@@ -9,12 +9,14 @@ import signal
 import time
 import weakref
 from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
 
+from lightning_stocache.cache.claims import Claims
 from lightning_stocache.cache.compat import SharedCache
 from lightning_stocache.cache.placement import NO_SLOT, Arc, Ring
 from lightning_stocache.cache.slots import EMPTY
@@ -325,7 +327,7 @@ def test_a_store_that_fails_leaves_the_slot_empty(cache: SharedCache, monkeypatc
 
 
 def hold_claim(cache: SharedCache, ready: str) -> None:
-    with cache._filling._claims.trying(cache.arc.slot(5)):
+    with Claims(cache.segment).trying(cache.arc.slot(5)):
         Path(ready).touch()
         time.sleep(60)
 
@@ -343,6 +345,14 @@ def test_a_lost_claim_serves_the_sample_unstored(cache: SharedCache, tmp_path: P
 
 
 MIB = 1 << 20
+
+
+@contextmanager
+def a_minute_later() -> Iterator[None]:
+    """The clock of this process shows a minute more, after which what failed is tried again."""
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(time, "monotonic", lambda now=time.monotonic: now() + 60)
+        yield
 
 
 def fill_without_room() -> dict[str, Any]:
@@ -365,8 +375,8 @@ def fill_without_room() -> dict[str, Any]:
     seen["lines"] = list(log.lines)
     os.unlink("/dev/shm/other")
     seen["before the next try"] = cache.fill(98, sample(98))
-    cache._filling._retry_at = 1.0
-    seen["with room again"] = cache.fill(98, sample(98)), int(cache.get(98).max())  # type: ignore[union-attr]
+    with a_minute_later():
+        seen["with room again"] = cache.fill(98, sample(98)), int(cache.get(98).max())  # type: ignore[union-attr]
     cache.close()
     return seen
 
@@ -388,8 +398,8 @@ def test_without_room_the_cache_stops_growing_and_goes_on() -> None:
 
 
 def warn_elsewhere(cache: SharedCache) -> list[str]:
-    log, cache._filling._retry_at = Log(), 0.0  # as in a process that has not tried yet
-    cache.fill(3, torch.ones(MIB, dtype=torch.uint8))
+    log, same = Log(), pickle.loads(pickle.dumps(cache))  # as in a process that has not tried yet
+    same.fill(3, torch.ones(MIB, dtype=torch.uint8))
     return log.lines
 
 
@@ -412,8 +422,8 @@ def look_without_room(create_before: bool) -> tuple[Any, ...]:
     fills = [cache.fill(index, torch.ones(MIB, dtype=torch.uint8)) for index in (0, 50_000, 99_999)]
     looks = cache.get(70_000), cache.filled, int(cache.lookup(torch.arange(100_000)).max())
     elsewhere = call(warn_elsewhere, cache)
-    cache._filling._retry_at = 1.0  # long ago
-    cache.fill(3, torch.ones(MIB, dtype=torch.uint8))
+    with a_minute_later():
+        cache.fill(3, torch.ones(MIB, dtype=torch.uint8))
     try:
         cache[5]
     except OSError as error:
@@ -444,7 +454,7 @@ def test_a_closed_cache_gives_its_memory_back_even_with_a_copy(cache: SharedCach
     cache.fill(1, SOURCE.expected(1))
     copy = pickle.loads(pickle.dumps(cache))
     assert same(copy.get(1), SOURCE.expected(1))
-    mapped = weakref.ref(cache.segment._check_open())
+    mapped = weakref.ref(cache.segment.memory(0, 1).obj)
     cache.close()
     assert copy.closed
     assert mapped() is not None

@@ -17,6 +17,7 @@ from lightning_stocache.cache.counters import Counters, Counts
 from tests.processes import Child, call, call_many, context, without_room
 
 METHODS = ("fork", "spawn", "forkserver")
+ROWS = 1024
 
 
 @pytest.fixture
@@ -34,7 +35,8 @@ def count(counters: Counters, times: int, rank: int | None = None) -> None:
 
 
 def rows_in_use(counters: Counters) -> int:
-    return sum(counters._numbers[row] != 0 for row in range(0, len(counters._numbers), 16))
+    numbers = counters.segment.memory(0, counters.segment.size).cast("Q")
+    return sum(numbers[row] != 0 for row in range(0, len(numbers), 16))
 
 
 numbers = st.builds(Counts, *[st.integers(0, 2**40)] * 7)
@@ -181,13 +183,14 @@ def test_counting_needs_no_more_memory() -> None:
 
 
 @pytest.mark.processes
-def test_more_processes_than_rows_count_nothing(counters: Counters, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_more_processes_than_rows_count_nothing(counters: Counters) -> None:
     """When all rows are taken by living processes the others go on uncounted, and one of them says so."""
-    monkeypatch.setattr("lightning_stocache.cache.counters._ROWS", 1)
     count(counters, 1)
+    for row in range(ROWS):
+        assert counters.segment.lock(row)  # as the processes do that have them
     before = counters.totals()
     said = [call(said_while_counting, counters) for _ in range(2)]
-    assert said == [["more than 1 processes use one cache: what the others do is not counted"], []]
+    assert said == [[f"more than {ROWS} processes use one cache: what the others do is not counted"], []]
     assert counters.totals() == before
 
 

@@ -450,7 +450,7 @@ def test_two_doors_cache_once(tmp_path, caplog, other):
         dm = StocacheDataModule(train, Stream(), batch_size=4)
     trainer = make_trainer(tmp_path, callbacks, epochs=2)
     trainer.fit(Watcher(), datamodule=dm)
-    assert extra.caches._open == {}
+    assert train not in extra.caches
     assert looking.slots["train"] == [SAMPLES]
     assert train.loads <= SAMPLES + announced(caplog)
     assert logged(trainer, "stocache/hits") == [0, SAMPLES]

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import importlib
 from types import SimpleNamespace
 from typing import Any
 
@@ -15,8 +16,9 @@ from tests.training.tiny import Model, make_trainer, plain_loader, source
 
 
 @pytest.fixture(autouse=True)
-def nothing_said(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(lightning_internals, "_warned", set())
+def nothing_said() -> None:
+    """Each warning is said once in a process."""
+    importlib.reload(lightning_internals)
 
 
 @pytest.mark.processes
