@@ -15,6 +15,7 @@ from collections.abc import Generator, Iterator
 from typing import Any
 
 import numpy as np
+import numpy.testing  # before 2.0 it runs a command when it is first imported
 import pytest
 import torch
 from torch.utils.data.dataloader import _MultiProcessingDataLoaderIter
@@ -107,6 +108,13 @@ def seeded() -> Iterator[None]:
 
 
 @pytest.hookimpl(tryfirst=True)
+def pytest_cmdline_main(config: pytest.Config) -> None:
+    """With -n (pytest-xdist) tests of one group go to one process, without --dist having to say so."""
+    if getattr(config.option, "numprocesses", None) and config.option.dist == "no":
+        config.option.dist = "loadgroup"
+
+
+@pytest.hookimpl(tryfirst=True)
 def pytest_runtest_setup(item: pytest.Item) -> None:
     _audit.started.clear()  # the last teardown is no business of this test
 
@@ -125,7 +133,7 @@ def pytest_runtest_makereport(
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
     """Other people's libraries come last: a process that has imported them all takes twice as long to fork.
 
-    Where tests are dealt to several processes (pytest-xdist, --dist loadgroup), one gets all that is named.
+    Where tests are dealt to several processes, one of these gets all that is named.
     """
     items.sort(key=lambda item: "interop" in item.path.parts)
     if config.pluginmanager.hasplugin("xdist"):
