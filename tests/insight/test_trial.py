@@ -1,6 +1,7 @@
 """The trial and the draft: what is measured is the user's own loading, and what is wrong is said in one sentence."""
 
 import os
+import time
 
 import pytest
 import torch
@@ -58,6 +59,45 @@ def test_all_costs_are_measured(workers):
     assert all(spread.low < spread.high for spread in spreads)  # measured several times
     assert costs.transform == 0
     assert not costs.made_by_workers
+
+
+class Clock:
+    """Time that passes where somebody says so, and a microsecond whenever somebody looks."""
+
+    def __init__(self, monkeypatch: pytest.MonkeyPatch) -> None:
+        self.now = 0.0
+        for name in ("perf_counter", "process_time"):
+            monkeypatch.setattr(time, name, self.look)
+        monkeypatch.setattr(time, "perf_counter_ns", lambda: int(self.look() * 1e9))
+
+    def look(self):
+        self.now += 1e-6
+        return self.now
+
+    def takes(self, seconds, value):
+        self.now += seconds
+        return value
+
+
+class Slow(Broken):
+    def __init__(self, clock: Clock) -> None:
+        self.clock = clock
+
+    def __getitem__(self, index):
+        return self.clock.takes(0.25, torch.tensor([index]))
+
+
+def test_costs_are_what_the_clock_says(monkeypatch):
+    """A read takes a quarter of a second, a transform an eighth: so do first and later reads, and batches with them;
+    a hit takes the transform alone."""
+    clock = Clock(monkeypatch)
+    costs = measure(Slow(clock), Loading(4), 2**20, lambda sample: clock.takes(0.125, sample), seconds=QUICK)
+    assert costs.reads.first == pytest.approx(0.25, rel=0.01)
+    assert (costs.reads.repeated.low, costs.reads.repeated.high) == pytest.approx((0.25, 0.25), rel=0.01)
+    assert costs.reads.cpu == pytest.approx(0.25, rel=0.01)
+    assert costs.transform == pytest.approx(0.125, rel=0.01)
+    for spread, seconds in ((costs.uncached, 0.375), (costs.missed, 0.375), (costs.hit, 0.125)):
+        assert (spread.low, spread.median, spread.high) == pytest.approx((seconds,) * 3, rel=0.01)
 
 
 @pytest.mark.processes
