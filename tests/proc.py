@@ -5,11 +5,13 @@ from __future__ import annotations
 import fcntl
 import glob
 import os
+import re
 from multiprocessing import forkserver, resource_tracker
 from typing import Any
 
 __all__ = ["command_of", "descendants", "memory_files", "unused_names"]
 
+_PID = str(os.getpid())  # it stands in the names that tests give
 _MEMORY_FILES = ("/dev/shm/", "/memfd:lightning_stocache", "/lsc-")
 
 
@@ -58,8 +60,9 @@ def memory_files(pids: set[int]) -> set[tuple[str, str]]:
 
 
 def unused_names() -> set[tuple[str, str]]:
-    """Named files in memory that nobody uses."""
-    return {("unused", path) for path in glob.glob("/dev/shm/lsc-*") if not _in_use(path)}
+    """Named files in memory that nobody uses, but those of tests that another process runs on this machine."""
+    names = (path for path in glob.glob("/dev/shm/lsc-*") if not _in_use(path))
+    return {("unused", path) for path in names if not (of := re.search(r"-test-(\d+)-", path)) or of[1] == _PID}
 
 
 def _in_use(path: str) -> bool:

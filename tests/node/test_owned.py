@@ -100,8 +100,10 @@ def test_a_user_is_told_of_roots_file(tmp_path: Path) -> None:
         pytest.skip("only root can become another user")
     path = tmp_path / "file"
     path.touch(0o600)
-    for folder in (tmp_path, *list(tmp_path.parents)[:2]):
+    for folder in (tmp_path, *tmp_path.parents):
         folder.chmod(0o755)
+        if folder.name.startswith("pytest-of-"):
+            break
     assert "is a file of root (uid 0) and not trusted" in call(as_stranger, str(path))
 
 
