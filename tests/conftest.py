@@ -21,6 +21,7 @@ import torch
 from torch.utils.data.dataloader import _MultiProcessingDataLoaderIter
 
 from tests.audit import Audit
+from tests.huge_pages import collapse
 from tests.proc import command_of, descendants, memory_files, unused_names
 
 torch.set_num_threads(1)  # a forked child would wait for the threads of its parent's pool for ever
@@ -140,6 +141,11 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
         for item in items:
             if item.get_closest_marker("named"):
                 item.add_marker(pytest.mark.xdist_group("named"))
+
+
+def pytest_collection_finish(session: pytest.Session) -> None:
+    if any(item.get_closest_marker("processes") for item in session.items):
+        collapse()
 
 
 @pytest.fixture(autouse=True, scope="module")
