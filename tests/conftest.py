@@ -14,6 +14,7 @@ import time
 from collections.abc import Generator, Iterator
 from typing import Any
 
+import hypothesis
 import numpy as np
 import numpy.testing  # before 2.0 it runs a command when it is first imported
 import pytest
@@ -24,6 +25,8 @@ from tests.audit import Audit
 from tests.huge_pages import collapse
 from tests.proc import command_of, descendants, memory_files, unused_names
 
+hypothesis.settings.register_profile("any machine", deadline=None)  # an example is not wrong because others are busy
+hypothesis.settings.load_profile("any machine")
 torch.set_num_threads(1)  # a forked child would wait for the threads of its parent's pool for ever
 
 _PATIENCE_SECONDS = 3.0  # for what ends by itself: a killed worker, a thread that holds a batch
