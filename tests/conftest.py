@@ -1,30 +1,46 @@
-"""What holds for every test: it leaves no memory, no child process and no environment variable behind."""
+"""What holds for every test: it leaves no memory, no child process and no environment variable behind.
+
+Only tests that are marked `processes` start any; the others, `-m "not processes"`, are the loop to keep running.
+"""
 
 from __future__ import annotations
 
-import fcntl
 import gc
-import glob
 import multiprocessing
 import os
 import random
 import re
 import time
 from collections.abc import Generator, Iterator
-from multiprocessing import forkserver, resource_tracker
-from pathlib import Path
 from typing import Any
 
+import hypothesis
 import numpy as np
+import numpy.testing  # before 2.0 it runs a command when it is first imported
 import pytest
 import torch
 from torch.utils.data.dataloader import _MultiProcessingDataLoaderIter
 
+from tests.audit import Audit
+from tests.huge_pages import collapse
+from tests.proc import command_of, descendants, memory_files, unused_names
+
+hypothesis.settings.register_profile("any machine", deadline=None)  # an example is not wrong because others are busy
+hypothesis.settings.load_profile("any machine")
 torch.set_num_threads(1)  # a forked child would wait for the threads of its parent's pool for ever
 
-_MEMORY_FILE = re.compile(r"/dev/shm/|/memfd:lightning_stocache|/lsc-\d+-")
 _PATIENCE_SECONDS = 3.0  # for what ends by itself: a killed worker, a thread that holds a batch
 _LAUNCH_VARIABLES = re.compile(r"PYTEST_|PL_|KMP_|CUDA_|TORCH|(LOCAL_|NODE_|GROUP_)?RANK$|WORLD_SIZE$|MASTER_|OMP_")
+
+_audit = Audit()
+
+
+@pytest.fixture(autouse=True)
+def starts_processes_only_if_marked(request: pytest.FixtureRequest) -> Iterator[None]:
+    """The loop of tests that start nothing stays fast, and runs where nothing can be forked."""
+    yield
+    if _audit.started and not request.node.get_closest_marker("processes"):
+        pytest.fail(f"the test starts processes, so mark it with pytest.mark.processes: {_audit.started}")
 
 
 @pytest.fixture(autouse=True)
@@ -54,14 +70,19 @@ def leaves_no_process_and_no_memory_behind(request: pytest.FixtureRequest) -> It
     if not os.path.isdir("/proc/self/fd"):
         yield
         return
-    children, memory = _descendants(), _memory_files()
+    look = descendants if request.node.get_closest_marker("processes") else set[int]
+    # Tests that leave names run one after the other, so those of this one are all that come and go.
+    names = unused_names if request.node.get_closest_marker("named") else set[tuple[str, str]]
+    children = look()
+    memory = _memory_here() | memory_files(children) | names()
     yield
     if _has_failed(request):
         return  # the traceback holds on to the test's objects
     deadline = time.monotonic() + _PATIENCE_SECONDS
     while True:
         multiprocessing.active_children()  # reaps those that have ended
-        left_children, left_memory = _descendants() - children, _memory_files() - memory
+        left_children = look() - children
+        left_memory = (_memory_here(anew=look is descendants) | memory_files(left_children) | names()) - memory
         if not left_children and not left_memory:
             return
         if time.monotonic() > deadline:
@@ -71,7 +92,7 @@ def leaves_no_process_and_no_memory_behind(request: pytest.FixtureRequest) -> It
         gc.collect()  # only where something is left: it takes a while
         time.sleep(0.02)
     if left_children:
-        pytest.fail(f"the test left child processes behind: {[_command_of(pid) for pid in left_children]}")
+        pytest.fail(f"the test left child processes behind: {[command_of(pid) for pid in left_children]}")
     pytest.fail(f"the test left files in memory behind: {sorted(left_memory)}")
 
 
@@ -90,6 +111,18 @@ def seeded() -> Iterator[None]:
     random.setstate(states[0]), np.random.set_state(states[1]), torch.set_rng_state(states[2])  # type: ignore[func-returns-value]
 
 
+@pytest.hookimpl(tryfirst=True)
+def pytest_cmdline_main(config: pytest.Config) -> None:
+    """With -n (pytest-xdist) tests of one group go to one process, without --dist having to say so."""
+    if getattr(config.option, "numprocesses", None) and config.option.dist == "no":
+        config.option.dist = "loadgroup"
+
+
+@pytest.hookimpl(tryfirst=True)
+def pytest_runtest_setup(item: pytest.Item) -> None:
+    _audit.started.clear()  # the last teardown is no business of this test
+
+
 @pytest.hookimpl(wrapper=True)
 def pytest_runtest_makereport(
     item: pytest.Item, call: pytest.CallInfo[None]
@@ -100,9 +133,22 @@ def pytest_runtest_makereport(
     return report
 
 
-def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
-    """Other people's libraries come last: a process that has imported them all takes twice as long to fork."""
+@pytest.hookimpl(tryfirst=True)  # xdist reads the groups in this hook
+def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
+    """Other people's libraries come last: a process that has imported them all takes twice as long to fork.
+
+    Where tests are dealt to several processes, one of these gets all that is named.
+    """
     items.sort(key=lambda item: "interop" in item.path.parts)
+    if config.pluginmanager.hasplugin("xdist"):
+        for item in items:
+            if item.get_closest_marker("named"):
+                item.add_marker(pytest.mark.xdist_group("named"))
+
+
+def pytest_collection_finish(session: pytest.Session) -> None:
+    if any(item.get_closest_marker("processes") for item in session.items):
+        collapse()
 
 
 @pytest.fixture(autouse=True, scope="module")
@@ -132,71 +178,12 @@ def _end_plain_loaders() -> None:
                 thing._shutdown_workers()  # type: ignore[attr-defined]
 
 
-def _descendants() -> set[int]:
-    """The children of this process and theirs, without the servants that multiprocessing keeps until the end."""
-    parents: dict[int, int] = {}
-    for entry in os.listdir("/proc"):
-        if entry.isdigit() and (stat := _read(f"/proc/{entry}/stat")):
-            parents[int(entry)] = int(stat.rpartition(")")[2].split()[1])
-    found, generation = set[int](), {os.getpid()}
-    while generation:
-        generation = {pid for pid, parent in parents.items() if parent in generation}
-        found |= generation
-    return found - _servants()
+_here: tuple[int, set[tuple[str, str]]] = (-1, set())
 
 
-def _servants() -> set[int]:
-    pids: list[Any] = [
-        getattr(forkserver._forkserver, "_forkserver_pid", None),  # type: ignore[attr-defined]
-        getattr(resource_tracker._resource_tracker, "_pid", None),  # type: ignore[attr-defined]
-    ]
-    return {pid for pid in pids if pid is not None}
-
-
-def _memory_files() -> set[tuple[str, str]]:
-    """Files in memory that this process or a descendant has open or mapped, and named ones that nobody uses."""
-    found = {("unused", path) for path in glob.glob("/dev/shm/lsc-*") if not _in_use(path)}
-    for pid in {os.getpid()} | _descendants():
-        for line in _read(f"/proc/{pid}/maps").splitlines():
-            if "/" in line and _MEMORY_FILE.search(line):
-                inode, _, path = line.split(None, 4)[4].partition(" ")
-                found.add((path.strip(), inode))
-        try:
-            descriptors = list(Path(f"/proc/{pid}/fd").iterdir())
-        except OSError:
-            continue
-        for descriptor in descriptors:
-            try:
-                target = os.readlink(descriptor)
-                if _MEMORY_FILE.search(target):
-                    found.add((target, str(descriptor.stat().st_ino)))
-            except OSError:
-                continue
-    return found
-
-
-def _in_use(path: str) -> bool:
-    """Whether somebody holds the lock that says so: other programs on this machine may be using caches, too."""
-    try:
-        descriptor = os.open(path.removesuffix(".locks"), os.O_RDONLY)
-    except FileNotFoundError:
-        return not os.path.exists(path)
-    try:
-        fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
-    except BlockingIOError:
-        return True
-    finally:
-        os.close(descriptor)
-    return False
-
-
-def _read(path: str) -> str:
-    try:
-        with open(path) as file:
-            return file.read()
-    except OSError:  # the process has ended
-        return ""
-
-
-def _command_of(pid: int) -> str:
-    return f"{pid}: " + _read(f"/proc/{pid}/cmdline").replace("\0", " ").strip()
+def _memory_here(*, anew: bool = False) -> set[tuple[str, str]]:
+    """The files in memory that this process uses. It takes a while, so without need they are not looked for anew."""
+    global _here
+    if anew or _here[0] != _audit.memory:
+        _here = _audit.memory, memory_files({os.getpid()})
+    return _here[1]

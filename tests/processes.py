@@ -50,8 +50,9 @@ class Child:
         self._answer = Path(self._folder.name) / "answer"
         self.process: BaseProcess = context(method).Process(target=_run, args=(str(self._answer), function, args))
         self.process.start()
+        self.ended = False
 
-    def result(self, timeout: float = 60) -> Any:
+    def result(self, timeout: float = 200) -> Any:
         """What the function returned.
 
         Raises:
@@ -63,6 +64,7 @@ class Child:
             self.kill()
             raise ChildError(f"the child did not end in {timeout} s")
         answer = self._answer.read_bytes() if self._answer.exists() else None
+        self.ended = True
         self._folder.cleanup()
         self.process.close()
         if answer is None:
@@ -77,16 +79,17 @@ class Child:
         """SIGKILL it, and wait until it is gone."""
         self.process.kill()
         self.process.join()
+        self.ended = True
         self._folder.cleanup()
 
 
-def call(function: Callable[..., Any], *args: Any, method: str = "fork", timeout: float = 60) -> Any:
+def call(function: Callable[..., Any], *args: Any, method: str = "fork", timeout: float = 200) -> Any:
     """What a function returns in a process of its own."""
     return Child(function, *args, method=method).result(timeout)
 
 
 def call_many(
-    function: Callable[..., Any], arguments: Sequence[tuple[Any, ...]], *, method: str = "fork", timeout: float = 60
+    function: Callable[..., Any], arguments: Sequence[tuple[Any, ...]], *, method: str = "fork", timeout: float = 200
 ) -> list[Any]:
     """What a function returns in several processes at the same time, one per tuple of arguments."""
     deadline = time.monotonic() + timeout
@@ -95,7 +98,7 @@ def call_many(
         return [child.result(max(deadline - time.monotonic(), 0.1)) for child in children]
     finally:
         for child in children:
-            if child.process._popen is not None and child.process.is_alive():  # type: ignore[attr-defined]
+            if not child.ended:
                 child.kill()
 
 

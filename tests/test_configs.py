@@ -209,6 +209,7 @@ def test_shipped_groups_instantiate(tmp_path, logger, callbacks):
     assert [callback for callback in trainer.callbacks if callback in made] == made
 
 
+@pytest.mark.processes
 def test_shipped_data_takes_partial_sources():
     """data=stocache with _partial_ sources makes a DataModule that trains."""
     source = "{_target_:lightning.pytorch.demos.boring_classes.RandomDataset,_partial_:true,size:32,length:8}"
@@ -224,6 +225,7 @@ def test_shipped_data_takes_partial_sources():
     assert trainer.global_step == 1
 
 
+@pytest.mark.processes
 def test_shipped_dataset_instantiates():
     """data=stocache_dataset makes a CachedDataset around a source that YAML describes."""
     source = "{_target_:lightning.pytorch.demos.boring_classes.RandomDataset,size:32,length:8}"

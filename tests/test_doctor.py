@@ -25,6 +25,8 @@ from lightning_stocache.node.segment import Segment
 from tests.processes import Child, without_room
 from tests.sources import CountedSource
 
+pytestmark = pytest.mark.named
+
 MIB, GIB = 2**20, 2**30
 
 
@@ -159,6 +161,7 @@ def test_other_files_in_memory_are_told_apart():
         os.close(descriptor)
 
 
+@pytest.mark.processes
 def test_a_process_of_its_own_is_named():
     """The doctor of one process names another one that holds a segment, by id and command line."""
     code = (
@@ -188,7 +191,7 @@ def test_processes_of_others_are_counted(tmp_path, monkeypatch):
 
 def test_versions_that_are_not_allowed_have_a_fix(monkeypatch):
     """A version outside of the allowed range is named, with the command that mends it."""
-    monkeypatch.setattr("importlib.metadata.requires", lambda _: ["torch>=99"])
+    monkeypatch.setattr("importlib.metadata.requires", lambda _: ["torch>=99", "numpy>=1"])
     assert 'pip install "torch>=99"' in words_of(examine(), "torch")
 
 
@@ -202,6 +205,7 @@ def test_the_verdict_comes_first_then_what_is_to_be_mended(monkeypatch, capsys):
     )
 
 
+@pytest.mark.processes
 def test_the_verdict_is_what_a_cache_gets():
     """With Docker's 64 MiB of /dev/shm a cache takes a memfd, and the doctor says so; one with a name does not."""
     words, slots, named_slots, sample = without_room(verdict_and_caches)
@@ -245,6 +249,7 @@ def test_what_a_header_says_harms_nobody(text, capsys):
     segment.close()
 
 
+@pytest.mark.processes
 def test_a_command_line_cannot_write_to_the_terminal():
     """What a process calls itself is escaped, and so is the name of its file."""
     child = Child(hold_with_codes, method="spawn")

@@ -7,20 +7,25 @@ import os
 import subprocess
 import sys
 from datetime import datetime
+from functools import partial
 from pathlib import Path
 
 import lightning.pytorch  # noqa: F401  sets an environment variable when it is first imported
 import pytest
 
 from lightning_stocache.__main__ import COMMANDS, main
+from lightning_stocache.insight import measurement
 from lightning_stocache.node import janitor
 from lightning_stocache.node.janitor import clean, named_segments
 from lightning_stocache.node.manifest import Geometry, Manifest
 from lightning_stocache.node.named import open_named
 
+pytestmark = pytest.mark.named
+
 CSV = "epoch,step,stocache/hit_rate,stocache/hits\n0,9,0.5,5\n"
 
 
+@pytest.mark.processes
 def test_help_lists_the_commands_and_imports_little(tmp_path):
     """--help names every command, and imports neither torch nor Lightning nor Hydra nor NumPy."""
     code = (
@@ -33,6 +38,7 @@ def test_help_lists_the_commands_and_imports_little(tmp_path):
     assert done.stdout.splitlines()[-1] == "[]"
 
 
+@pytest.mark.processes
 def test_it_runs_as_a_module(tmp_path):
     """python -m lightning_stocache report writes report.html where it stands, and says so."""
     (tmp_path / "metrics.csv").write_text(CSV)
@@ -159,6 +165,8 @@ def configs(tmp_path, monkeypatch):
         path.parent.mkdir(parents=True, exist_ok=True)
         path.write_text(text)
     monkeypatch.setattr(sys, "path", list(sys.path))
+    # Not three seconds for each measurement.
+    monkeypatch.setattr(measurement, "measure", partial(measurement.measure, seconds=0.01))
     yield str(tmp_path / "conf")
     sys.modules.pop("squares_for_plan", None)
 
@@ -272,6 +280,7 @@ def test_list_writes_for_any_terminal(named, capsys, monkeypatch):
     assert "Fotos f\\xfcr \\u65e5\\u672c, 0 of 3" in out.read()
 
 
+@pytest.mark.processes
 def test_a_reader_that_has_gone_is_no_traceback(named):
     """`list | head -0` ends without a word."""
     code = "import sys, time; time.sleep(1); from lightning_stocache.__main__ import main; main(['list'])"

@@ -124,6 +124,7 @@ def store_directly(cache: SharedCache) -> None:
     cache.array[3] = 7
 
 
+@pytest.mark.processes
 def test_array_is_the_one_live_view(cache: SharedCache) -> None:
     """What is stored, in any process, is seen in `array` at once, and what is written to it lies in the slots."""
     array = cache.array
@@ -190,6 +191,7 @@ def fill_or_get(cache: SharedCache, index: int) -> int:
     return int(value.max())
 
 
+@pytest.mark.processes
 @pytest.mark.parametrize("method", ["fork", "spawn"])
 def test_a_pool_shares_it(cache: SharedCache, method: str) -> None:
     """Sent to a Pool with every task, under fork and spawn, it is the same cache in all processes."""
@@ -242,6 +244,7 @@ def compare() -> None:
     assert stocaching.get_shm_size() == get_shm_size()
 
 
+@pytest.mark.processes
 def test_it_does_what_the_ancestor_does() -> None:
     """Where the ancestor is installed, both give the same results and types of error for the same calls."""
     pytest.importorskip("stocaching")

@@ -9,12 +9,14 @@ import signal
 import time
 import weakref
 from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
 
+from lightning_stocache.cache.claims import Claims
 from lightning_stocache.cache.compat import SharedCache
 from lightning_stocache.cache.placement import NO_SLOT, Arc, Ring
 from lightning_stocache.cache.slots import EMPTY
@@ -63,6 +65,7 @@ def use_elsewhere(cache: SharedCache) -> dict[str, Any]:
     return seen
 
 
+@pytest.mark.processes
 @pytest.mark.parametrize(
     ("method", "backend"),
     [("fork", "tmpfile"), ("fork", "file"), ("forkserver", "tmpfile"), ("forkserver", "memfd"), ("spawn", "tmpfile")],
@@ -212,6 +215,7 @@ def operate(cache: SharedCache, seed: int, steps: int) -> list[int]:
     return stored
 
 
+@pytest.mark.processes
 def test_random_operations_of_several_processes_agree_with_a_dict(cache: SharedCache) -> None:
     """Whatever processes do at the same time, nobody is served another sample than the plain dict holds."""
     stored = call_many(operate, [(cache, seed, 300) for seed in range(3)])
@@ -236,6 +240,7 @@ def do(cache: SharedCache, what: str, index: int, value: int) -> Any:
         return "occupied"
 
 
+@pytest.mark.processes
 def test_overwriting_and_clearing_agree_with_a_dict(cache: SharedCache, rng: random.Random) -> None:
     """Sets, overwrites and clears, each by a process drawn at random, leave what they would leave in a dict."""
     plain: dict[int, int] = {}
@@ -271,6 +276,7 @@ def write_and_read(cache: SharedCache, mark: int, rounds: int) -> int:
     return torn
 
 
+@pytest.mark.processes
 def test_two_writers_never_tear_a_sample() -> None:
     """Processes that store different bytes into the same slot at the same time: one wins, and all see it whole."""
     rounds = 1500
@@ -298,6 +304,7 @@ def die_half_way(cache: SharedCache) -> None:
     cache.fill(5, (torch.full((3, 5, 7), 255, dtype=torch.uint8), 1))
 
 
+@pytest.mark.processes
 def test_a_writer_that_is_killed_half_way_leaves_the_slot_empty(cache: SharedCache) -> None:
     """What it had stored is served to nobody, and the next process fills the slot."""
     with pytest.raises(ChildError, match="SIGKILL"):
@@ -358,11 +365,12 @@ def test_many_samples_of_which_one_cannot_be_stored(cache: SharedCache, monkeypa
 
 
 def hold_claim(cache: SharedCache, ready: str) -> None:
-    with cache._filling._claims.trying(cache.arc.slot(5)):
+    with Claims(cache.segment).trying(cache.arc.slot(5)):
         Path(ready).touch()
         time.sleep(60)
 
 
+@pytest.mark.processes
 def test_a_lost_claim_serves_the_sample_unstored(cache: SharedCache, tmp_path: Path) -> None:
     """While another process fills a slot, nobody waits for it; when that one dies, the slot is free."""
     other = Child(hold_claim, cache, str(tmp_path / "ready"))
@@ -376,6 +384,14 @@ def test_a_lost_claim_serves_the_sample_unstored(cache: SharedCache, tmp_path: P
 
 
 MIB = 1 << 20
+
+
+@contextmanager
+def a_minute_later() -> Iterator[None]:
+    """The clock of this process shows a minute more, after which what failed is tried again."""
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(time, "monotonic", lambda now=time.monotonic: now() + 60)
+        yield
 
 
 def fill_without_room() -> dict[str, Any]:
@@ -399,12 +415,13 @@ def fill_without_room() -> dict[str, Any]:
     seen["lines"] = list(log.lines)
     os.unlink("/dev/shm/other")
     seen["before the next try"] = cache.fill(98, sample(98))
-    cache._filling._retry_at = 1.0
-    seen["with room again"] = cache.fill(98, sample(98)), int(cache.get(98).max())  # type: ignore[union-attr]
+    with a_minute_later():
+        seen["with room again"] = cache.fill(98, sample(98)), int(cache.get(98).max())  # type: ignore[union-attr]
     cache.close()
     return seen
 
 
+@pytest.mark.processes
 def test_without_room_the_cache_stops_growing_and_goes_on() -> None:
     """At ENOSPC a slot stays empty, with one warning; what is stored is served, can be overwritten, and grows later."""
     seen = without_room(fill_without_room)
@@ -421,8 +438,8 @@ def test_without_room_the_cache_stops_growing_and_goes_on() -> None:
 
 
 def warn_elsewhere(cache: SharedCache) -> list[str]:
-    log, cache._filling._retry_at = Log(), 0.0  # as in a process that has not tried yet
-    cache.fill(3, torch.ones(MIB, dtype=torch.uint8))
+    log, same = Log(), pickle.loads(pickle.dumps(cache))  # as in a process that has not tried yet
+    same.fill(3, torch.ones(MIB, dtype=torch.uint8))
     return log.lines
 
 
@@ -445,8 +462,8 @@ def look_without_room(create_before: bool) -> tuple[Any, ...]:
     fills = [cache.fill(index, torch.ones(MIB, dtype=torch.uint8)) for index in (0, 50_000, 99_999)]
     looks = cache.get(70_000), cache.filled, int(cache.lookup(torch.arange(100_000)).max())
     elsewhere = call(warn_elsewhere, cache)
-    cache._filling._retry_at = 1.0  # long ago
-    cache.fill(3, torch.ones(MIB, dtype=torch.uint8))
+    with a_minute_later():
+        cache.fill(3, torch.ones(MIB, dtype=torch.uint8))
     try:
         cache[5]
     except OSError as error:
@@ -456,12 +473,14 @@ def look_without_room(create_before: bool) -> tuple[Any, ...]:
     return (*fills, *looks, len(log.lines), len(elsewhere))
 
 
+@pytest.mark.processes
 def test_looking_needs_no_room() -> None:
     """In a full /dev/shm empty slots are looked at without SIGBUS, and all processes together warn once."""
     seen = without_room(look_without_room, True, mib=4)
     assert seen == (False, False, False, None, 0, NO_SLOT, "No space left on device", 1, 0)
 
 
+@pytest.mark.processes
 def test_a_cache_that_does_not_fit_at_all_is_an_error_at_once() -> None:
     """Where there is no memory for the states, making the cache raises ENOSPC."""
     assert without_room(look_without_room, False, mib=4) == ("No space left on device",)
@@ -475,7 +494,7 @@ def test_a_closed_cache_gives_its_memory_back_even_with_a_copy(cache: SharedCach
     cache.fill(1, SOURCE.expected(1))
     copy = pickle.loads(pickle.dumps(cache))
     assert same(copy.get(1), SOURCE.expected(1))
-    mapped = weakref.ref(cache.segment._check_open())
+    mapped = weakref.ref(cache.segment.memory(0, 1).obj)
     cache.close()
     assert copy.closed
     assert mapped() is not None
@@ -484,6 +503,7 @@ def test_a_closed_cache_gives_its_memory_back_even_with_a_copy(cache: SharedCach
     assert mapped() is None
 
 
+@pytest.mark.processes
 def test_clear_empties_the_cache_for_everybody(cache: SharedCache) -> None:
     """After clear all slots are EMPTY in every process, read as zeroes, and can be filled again."""
     for index in range(len(SOURCE)):

@@ -26,6 +26,7 @@ def can_claim(segment: Segment, slot: int) -> bool:
         return mine
 
 
+@pytest.mark.processes
 def test_a_claim_excludes_other_processes(segment: Segment) -> None:
     """While a slot is claimed here, another process cannot claim it, but can claim others; afterwards it can."""
     with Claims(segment).trying(3) as mine:
@@ -46,6 +47,7 @@ def test_a_claim_excludes_other_threads(segment: Segment) -> None:
     assert can_claim(segment, 3)
 
 
+@pytest.mark.processes
 def test_claims_on_one_segment_are_one(segment: Segment) -> None:
     """Two caches that were unpickled over one segment exclude each other, and neither drops the other's lock."""
     again = pickle.loads(pickle.dumps(segment))
@@ -62,6 +64,7 @@ def test_a_lost_claim_leaves_nothing(segment: Segment) -> None:
     assert can_claim(segment, 3)
 
 
+@pytest.mark.processes
 def test_an_error_gives_the_claim_back(segment: Segment) -> None:
     """A claim ends with its block, however that ends."""
     with pytest.raises(KeyError):
@@ -71,6 +74,7 @@ def test_an_error_gives_the_claim_back(segment: Segment) -> None:
     assert call(can_claim, segment, 3)
 
 
+@pytest.mark.processes
 def test_a_child_forked_during_a_claim_of_another_thread_waits_for_nobody(segment: Segment) -> None:
     """The thread that held the slot does not exist in the child; once the parent is done the child gets the slot."""
     claimed, done = threading.Event(), threading.Event()
@@ -101,6 +105,7 @@ def increase(segment: Segment, times: int) -> None:
             memory[0] += 1
 
 
+@pytest.mark.processes
 def test_waiting_claims_take_turns(segment: Segment) -> None:
     """Several processes, and two threads in each, that wait for one slot all get it, one at a time."""
 

@@ -17,6 +17,7 @@ from lightning_stocache.cache.counters import Counters, Counts
 from tests.processes import Child, call, call_many, context, without_room
 
 METHODS = ("fork", "spawn", "forkserver")
+ROWS = 1024
 
 
 @pytest.fixture
@@ -34,7 +35,8 @@ def count(counters: Counters, times: int, rank: int | None = None) -> None:
 
 
 def rows_in_use(counters: Counters) -> int:
-    return sum(counters._numbers[row] != 0 for row in range(0, len(counters._numbers), 16))
+    numbers = counters.segment.memory(0, counters.segment.size).cast("Q")
+    return sum(numbers[row] != 0 for row in range(0, len(numbers), 16))
 
 
 numbers = st.builds(Counts, *[st.integers(0, 2**40)] * 7)
@@ -56,6 +58,7 @@ def test_a_process_adds_to_its_row(counters: Counters) -> None:
     assert counters.totals() == Counts(hits=5, misses=1, source_ns=2**40)
 
 
+@pytest.mark.processes
 @pytest.mark.parametrize("method", METHODS)
 def test_no_count_is_lost(counters: Counters, method: str) -> None:
     """Processes that count at the same time, this one among them, add up exactly."""
@@ -68,6 +71,7 @@ def test_no_count_is_lost(counters: Counters, method: str) -> None:
     assert counters.totals() == Counts(hits=2000 * children + 2001, bytes_from_cache=10 * (2000 * children + 2001))
 
 
+@pytest.mark.processes
 def test_ranks_are_told_apart(counters: Counters) -> None:
     """Each rank's own rows sum up by themselves, and together they are all."""
     call_many(count, [(counters, 10 * (rank + 1), rank) for rank in (0, 1, 2, 1)])
@@ -75,6 +79,7 @@ def test_ranks_are_told_apart(counters: Counters) -> None:
     assert counters.totals().hits == 80
 
 
+@pytest.mark.processes
 def test_the_row_of_a_dead_process_goes_on(counters: Counters) -> None:
     """Workers that are replaced every epoch take the rows of those that ended: rows do not run out."""
     for _ in range(5):
@@ -89,6 +94,7 @@ def count_and_hang(counters: Counters, ready: str) -> None:
     time.sleep(60)
 
 
+@pytest.mark.processes
 def test_what_a_killed_process_counted_stays(counters: Counters, tmp_path: Path) -> None:
     """SIGKILL takes no count away, and the next process of that rank goes on in the same row."""
     worker = Child(count_and_hang, counters, str(tmp_path / "ready"))
@@ -101,6 +107,7 @@ def test_what_a_killed_process_counted_stays(counters: Counters, tmp_path: Path)
     assert rows_in_use(counters) == 1
 
 
+@pytest.mark.processes
 def test_a_row_that_nobody_has_marked_hides_no_other(counters: Counters) -> None:
     """A process that dies between its row's lock and its mark leaves a gap, behind which rows are still summed."""
     holder = counters.segment
@@ -109,6 +116,7 @@ def test_a_row_that_nobody_has_marked_hides_no_other(counters: Counters) -> None
     assert counters.totals().hits == 4
 
 
+@pytest.mark.processes
 def test_a_forked_child_takes_a_row_of_its_own(counters: Counters) -> None:
     """A child that was forked after its parent counted does not share the parent's row."""
     count(counters, 1)
@@ -117,6 +125,7 @@ def test_a_forked_child_takes_a_row_of_its_own(counters: Counters) -> None:
     assert counters.totals().hits == 2
 
 
+@pytest.mark.processes
 def test_a_pool_counts(counters: Counters) -> None:
     """Counters can be arguments of a Pool's task."""
     count(counters, 1)
@@ -167,18 +176,21 @@ def count_without_room() -> int:
     return counters.totals().hits
 
 
+@pytest.mark.processes
 def test_counting_needs_no_more_memory() -> None:
     """Where /dev/shm is full, processes go on counting: their rows were promised when the counters were made."""
     assert without_room(count_without_room, mib=2) == 20
 
 
-def test_more_processes_than_rows_count_nothing(counters: Counters, monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.mark.processes
+def test_more_processes_than_rows_count_nothing(counters: Counters) -> None:
     """When all rows are taken by living processes the others go on uncounted, and one of them says so."""
-    monkeypatch.setattr("lightning_stocache.cache.counters._ROWS", 1)
     count(counters, 1)
+    for row in range(ROWS):
+        assert counters.segment.lock(row)  # as the processes do that have them
     before = counters.totals()
     said = [call(said_while_counting, counters) for _ in range(2)]
-    assert said == [["more than 1 processes use one cache: what the others do is not counted"], []]
+    assert said == [[f"more than {ROWS} processes use one cache: what the others do is not counted"], []]
     assert counters.totals() == before
 
 

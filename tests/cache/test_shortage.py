@@ -91,6 +91,7 @@ def test_a_peak_of_the_training_is_remembered(memory: Memory) -> None:
     assert 65 <= memory.fill(range(SLOTS)) <= 68
 
 
+@pytest.mark.processes
 def test_what_one_process_saw_counts_for_all(memory: Memory) -> None:
     """A worker that starts in a quiet moment knows the peak that another one has seen, until the cache opens anew."""
     keep_free(memory.cache.segment, 20 * MIB)
@@ -126,6 +127,7 @@ def fill_all(cache: SharedCache, log: Log, start: int) -> None:
     assert len(log.lines) <= 1
 
 
+@pytest.mark.processes
 @pytest.mark.slow
 def test_the_kernel_kills_nobody() -> None:
     """In a real cgroup three processes fill what there is, leave a part of it free, and live."""

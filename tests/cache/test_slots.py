@@ -22,9 +22,15 @@ counts = st.integers(0, 20)
 
 @contextmanager
 def opened(row_bytes: list[int], count: int) -> Iterator[FieldSlots]:
+    with lying_in_a_segment(row_bytes, count) as (slots, _):
+        yield slots
+
+
+@contextmanager
+def lying_in_a_segment(row_bytes: list[int], count: int) -> Iterator[tuple[FieldSlots, Segment]]:
     segment = Segment.create(FieldSlots.bytes_for(row_bytes, count))
     slots = FieldSlots(segment, row_bytes, count)
-    yield slots
+    yield slots, segment
     slots.close()
     segment.close()
 
@@ -90,8 +96,7 @@ def test_arrays_are_aligned_and_follow_each_other(row_bytes: list[int], count: i
 @pytest.mark.parametrize("taken", ["reserved", "stored"])
 def test_only_slots_that_are_used_hold_memory(row_bytes: list[int], taken: str) -> None:
     """Reserving a slot, or storing into it, takes its own pages, of every field, and no others."""
-    with opened(row_bytes, 100) as slots:
-        segment = slots._segment
+    with lying_in_a_segment(row_bytes, 100) as (slots, segment):
         assert segment.allocated_bytes == HEADER_BYTES
         slots.reserve(50) if taken == "reserved" else slots.store(50, contents(sample(row_bytes, 1)))
         pages = (1 << 16) // mmap.PAGESIZE + 1 + sum(nbytes > 0 for nbytes in row_bytes[1:])
@@ -119,8 +124,7 @@ def test_leaves_of_any_dtype_and_strides_are_stored_in_row_order() -> None:
 def test_clear_empties_all_and_gives_memory_back() -> None:
     """After clear all states are EMPTY, all slots read as zeroes, and only the states hold memory."""
     row_bytes = [5000, 8]
-    with opened(row_bytes, 50) as slots:
-        segment = slots._segment
+    with lying_in_a_segment(row_bytes, 50) as (slots, segment):
         for slot in range(50):
             slots.store(slot, contents(sample(row_bytes, slot)))
         slots.states.fill_(READY)

@@ -16,27 +16,11 @@ from PIL import Image
 
 from lightning_stocache.insight.layout import LAYOUT, ZERO, mark_zero
 from lightning_stocache.insight.logs import read_log
+from lightning_stocache.insight.metrics import Tally, summarise
 
-METRICS = [
-    "hit_rate",
-    "fill_fraction",
-    "coverage",
-    "hits",
-    "misses",
-    "bypasses",
-    "fills",
-    "bytes_from_cache",
-    "bytes_from_source",
-    "source_seconds",
-    "fill_seconds",
-    "gather_seconds",
-    "data_wait_seconds",
-    "compute_seconds",
-    "samples_per_second",
-    "memory_bytes",
-    "budget_bytes",
-    "hit_rate_expected",
-]
+LOGGED = summarise([Tally(node, ranks=1) for node in (0, 1)])
+OF_NODES = sorted({name.partition("/")[2] for name in LOGGED if "/" in name})
+METRICS = sorted({name for name in LOGGED if "/" not in name} | {"coverage", "hit_rate_expected"})
 CHARTS = {(category, chart): tags for category, charts in LAYOUT.items() for chart, (_, tags) in charts.items()}
 
 
@@ -52,7 +36,7 @@ def test_every_training_metric_has_one_chart(metric):
     assert category in ("Stochastic cache", "Stochastic cache: samples")
 
 
-@pytest.mark.parametrize("metric", ["hit_rate", "fill_fraction", "memory_bytes"])
+@pytest.mark.parametrize("metric", OF_NODES)
 def test_metrics_of_a_node_are_shown_with_the_nodes(metric):
     """What is logged per node is shown in the category of the nodes only."""
     assert shown(f"stocache/node12/{metric}") == ["Stochastic cache: nodes"]
@@ -62,6 +46,12 @@ def test_metrics_of_a_node_are_shown_with_the_nodes(metric):
 def test_other_stages_have_a_category_of_their_own(tag):
     """Validation does not mix with training."""
     assert shown(tag) == ["Stochastic cache: validation and test"]
+
+
+def test_every_chart_shows_something_that_is_logged():
+    """A pattern for what nobody logs would be a chart without a line."""
+    tags = {f"stocache/{name}" for name in (*LOGGED, *METRICS)} | {f"stocache/val/{name}" for name in METRICS} | {ZERO}
+    assert [tag for tags_of in CHARTS.values() for tag in tags_of if not any(re.match(tag, one) for one in tags)] == []
 
 
 def test_every_pattern_is_a_whole_tag():
@@ -120,6 +110,7 @@ def screenshot(address: str, folder: Path) -> np.ndarray[Any, Any]:
         return np.asarray(image.convert("RGB")).astype(int)
 
 
+@pytest.mark.processes
 @pytest.mark.slow
 @pytest.mark.skipif(BROWSER is None, reason="needs Chromium")
 def test_tensorboard_shows_the_tab_in_a_browser(tmp_path):

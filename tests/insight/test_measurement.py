@@ -1,6 +1,7 @@
 """The measurements of a plan: what is measured is the user's own loading, and what is wrong is said in one sentence."""
 
 import os
+import time
 
 import pytest
 import torch
@@ -45,7 +46,7 @@ def double(sample):
     return sample * 2
 
 
-@pytest.mark.parametrize("workers", [0, 2])
+@pytest.mark.parametrize("workers", [0, pytest.param(2, marks=pytest.mark.processes)])
 def test_all_costs_are_measured(workers):
     """Source, cache and loader have costs above zero, with and without workers, and no memory is left behind."""
     source = [torch.full((500,), index) for index in range(64)]
@@ -59,6 +60,46 @@ def test_all_costs_are_measured(workers):
     assert not costs.made_by_workers
 
 
+class Clock:
+    """Time that passes where somebody says so, and a microsecond whenever somebody looks."""
+
+    def __init__(self, monkeypatch: pytest.MonkeyPatch) -> None:
+        self.now = 0.0
+        for name in ("perf_counter", "process_time"):
+            monkeypatch.setattr(time, name, self.look)
+        monkeypatch.setattr(time, "perf_counter_ns", lambda: int(self.look() * 1e9))
+
+    def look(self):
+        self.now += 1e-6
+        return self.now
+
+    def takes(self, seconds, value):
+        self.now += seconds
+        return value
+
+
+class Slow(Broken):
+    def __init__(self, clock: Clock) -> None:
+        self.clock = clock
+
+    def __getitem__(self, index):
+        return self.clock.takes(0.25, torch.tensor([index]))
+
+
+def test_costs_are_what_the_clock_says(monkeypatch):
+    """A read takes a quarter of a second, a transform an eighth: so do first and later reads, and batches with them;
+    a hit takes the transform alone."""
+    clock = Clock(monkeypatch)
+    _, costs = measure(Data(Slow(clock), 4, transform=lambda sample: clock.takes(0.125, sample)), seconds=QUICK)
+    assert costs.reads.first == pytest.approx(0.25, rel=0.01)
+    assert (costs.reads.repeated.low, costs.reads.repeated.high) == pytest.approx((0.25, 0.25), rel=0.01)
+    assert costs.reads.cpu == pytest.approx(0.25, rel=0.01)
+    assert costs.transform == pytest.approx(0.125, rel=0.01)
+    for spread, seconds in ((costs.uncached, 0.375), (costs.missed, 0.375), (costs.hit, 0.125)):
+        assert (spread.low, spread.median, spread.high) == pytest.approx((seconds,) * 3, rel=0.01)
+
+
+@pytest.mark.processes
 def test_a_transform_is_measured_too():
     """A transform after the cache has a cost of its own, and with workers it is they who make the batches."""
     source = [torch.full((500,), index) for index in range(64)]
@@ -68,7 +109,7 @@ def test_a_transform_is_measured_too():
 
 
 @pytest.mark.parametrize("samples", [1, 2, 5])
-@pytest.mark.parametrize("workers", [0, 3])
+@pytest.mark.parametrize("workers", [0, pytest.param(3, marks=pytest.mark.processes)])
 def test_tiny_datasets(samples, workers):
     """Fewer samples than a batch, or than workers, are planned like any others."""
     assert measure(Data([torch.zeros(4)] * samples, 8, workers), seconds=QUICK)[1].hit.low > 0
@@ -95,6 +136,7 @@ def test_bad_sources_are_one_sentence(source, words):
         measure(Data(source, 4), seconds=QUICK)
 
 
+@pytest.mark.processes
 def test_a_source_that_raises_in_a_worker_is_one_line():
     """What a worker raises comes without its traceback."""
 

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import math
+
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
@@ -39,6 +41,31 @@ def test_seconds_and_bytes():
     assert (values["source_seconds"], values["bytes_from_cache"]) == (1.5, 7)
     assert (values["fill_seconds"], values["gather_seconds"]) == (0.25, 0.125)
     assert (values["memory_bytes"], values["budget_bytes"]) == (9, 11)
+
+
+LOOPS = [
+    Tally(0, Counts(hits=30), wait_seconds=1, compute_seconds=2, loop_seconds=4, ranks=1),
+    Tally(0, Counts(hits=10), wait_seconds=3, compute_seconds=4, loop_seconds=6, ranks=1),
+]
+OF_LOOPS = {"data_wait_seconds", "compute_seconds", "samples_per_second"}
+
+
+def test_seconds_of_the_loop_are_the_mean_over_ranks():
+    """Ranks run at the same time: each waits and computes its mean, and all together serve more in a second."""
+    job = summarise(LOOPS)
+    assert {name: job[name] for name in OF_LOOPS} == {
+        "data_wait_seconds": 2,
+        "compute_seconds": 3,
+        "samples_per_second": 8,
+    }
+
+
+def test_what_is_not_known_is_left_out():
+    """Seconds that one rank could not hear, the loop where there is none, and the bytes of samples without a size."""
+    assert OF_LOOPS & set(summarise([*LOOPS, Tally(wait_seconds=math.nan, ranks=1)])) == {"samples_per_second"}
+    assert OF_LOOPS & set(summarise([Tally(counts=Counts(hits=1))])) == set()
+    known, unknown = (set(rates(Tally(counts=Counts(bypasses=2), unsized=unsized))) for unsized in (0, 2))
+    assert known - unknown == {"bytes_from_source"}
 
 
 def test_one_node_has_no_keys_of_its_own():

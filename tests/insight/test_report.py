@@ -252,6 +252,7 @@ def test_matplotlib_that_is_missing_is_named(tmp_path, monkeypatch):
 BROWSER = shutil.which("chromium") or shutil.which("chromium-browser") or shutil.which("google-chrome")
 
 
+@pytest.mark.processes
 @pytest.mark.slow
 @pytest.mark.skipif(BROWSER is None, reason="needs Chromium")
 def test_a_browser_shows_the_panels(multirun, tmp_path):

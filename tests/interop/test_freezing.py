@@ -10,6 +10,8 @@ from lightning_stocache import CachedDataset
 from tests.interop.fingerprint import fingerprint
 from tests.interop.setups import LIBRARIES, make_setup
 
+pytestmark = pytest.mark.processes
+
 
 def read_twice(dataset: Any) -> list[Any]:
     """All samples of two epochs."""

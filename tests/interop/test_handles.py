@@ -14,7 +14,7 @@ from torch.utils.data import DataLoader
 from lightning_stocache import CachedDataset, CachedLoader, StochasticCache
 from tests.interop.sources import storage
 
-pytestmark = pytest.mark.slow
+pytestmark = [pytest.mark.slow, pytest.mark.processes]
 
 SAMPLES = 3000
 

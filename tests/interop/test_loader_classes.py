@@ -14,6 +14,8 @@ from lightning_stocache.loading.dataset import CachedDataset
 from lightning_stocache.training.loaders import with_dataset
 from tests.training.seen import fit, through
 
+pytestmark = pytest.mark.processes
+
 monai_data, timm_loader, torch_geometric, webdataset = (  # at once: their imports leave semaphores behind
     pytest.importorskip(name) for name in ("monai.data", "timm.data.loader", "torch_geometric", "webdataset")
 )

@@ -13,7 +13,7 @@ from lightning_stocache import StochasticCache
 from tests.interop.table import TABLE, Outcome
 from tests.interop.training import Run, Setting, train
 
-pytestmark = pytest.mark.slow
+pytestmark = [pytest.mark.slow, pytest.mark.processes]
 
 ROWS = [(library, way) for library, ways in TABLE.items() for way in ways]
 FIRST_ROWS = [(library, next(iter(ways))) for library, ways in TABLE.items()]

@@ -65,6 +65,7 @@ def split_for_itself(rank: int, folder: str) -> tuple[bool, list[int]]:
     return cached, [whole.expected(index)[1] == label for index, label in zip([*part.indices] * 2, labels, strict=True)]
 
 
+@pytest.mark.processes
 def test_a_split_that_each_rank_draws_for_itself_passes_through(tmp_path: Path) -> None:
     """Each rank sees the samples of its own part."""
     for cached, right in run_ranks(split_for_itself, 2, str(tmp_path)):

@@ -228,6 +228,7 @@ def test_what_is_free_is_given_up_and_can_be_had_again():
     pool.close()
 
 
+@pytest.mark.processes
 @pytest.mark.parametrize("transform", [None, abs], ids=["gathered", "made"])
 def test_loaders_leave_to_their_cache_what_it_has_not_filled_yet(monkeypatch, transform):
     """Memory that fits only while the cache is empty would get the job killed when it is full."""

@@ -16,6 +16,8 @@ from lightning_stocache.loading.dataset import CachedDataset
 from lightning_stocache.loading.errand import Delivery, Errand
 from tests.loading.twins import Numbers
 
+pytestmark = pytest.mark.processes
+
 LENGTH = 12
 
 

@@ -47,6 +47,8 @@ from lightning_stocache.node.segment import Segment
 from tests.processes import context, without_room
 from tests.sources import CountedSource
 
+pytestmark = pytest.mark.processes
+
 LENGTH = 24
 SLOT_BYTES = 3 * 8 * 8 + 8 + 1  # the image, the label, the state
 

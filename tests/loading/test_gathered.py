@@ -37,7 +37,7 @@ NAMES = ["alone", "a worker", "persistent workers"]
 BLOCK = (3, 300, 300)  # over 1 MiB in a batch of 4: gathered alone
 BIG = (3, 64, 64)  # 48 KiB in a batch of 4: recycled, not too small
 
-pytestmark = pytest.mark.usefixtures("seeded")
+pytestmark = [pytest.mark.usefixtures("seeded"), pytest.mark.processes]
 
 
 @pytest.fixture

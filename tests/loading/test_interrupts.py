@@ -31,7 +31,7 @@ from tests.loading.twins import Jitter, Numbers, Transformed, copied, same
 LENGTH = 38
 PERSISTENT: dict[str, Any] = {"num_workers": 2, "persistent_workers": True}
 
-pytestmark = pytest.mark.usefixtures("seeded", "interruptible")
+pytestmark = [pytest.mark.usefixtures("seeded", "interruptible"), pytest.mark.processes]
 
 
 @pytest.fixture

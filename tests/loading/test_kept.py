@@ -28,7 +28,7 @@ from tests.processes import without_room
 
 LENGTH = 40
 
-pytestmark = pytest.mark.usefixtures("seeded")
+pytestmark = [pytest.mark.usefixtures("seeded"), pytest.mark.processes]
 
 
 def to_float(sample: Any) -> Any:

@@ -34,7 +34,7 @@ from tests.loading.twins import Jitter, LazySampler, Numbers, Transformed, Unequ
 
 LENGTH = 50
 
-pytestmark = pytest.mark.usefixtures("seeded")
+pytestmark = [pytest.mark.usefixtures("seeded"), pytest.mark.processes]
 
 
 class Flipped(Dataset[Any]):
@@ -276,7 +276,7 @@ class Endless(Numbers):
 
 @pytest.mark.parametrize("num_workers", [0, 1])
 @pytest.mark.parametrize(
-    "arguments", [{"batch_sampler": [[0, 12, 3], [25, -13]]}, {"sampler": SequentialSampler(range(14))}], ids=str
+    "arguments", [{"batch_sampler": [[0, 12, 3], [25, -13]]}, {"sampler": SequentialSampler(range(14))}], ids=list
 )
 def test_indices_outside_that_the_source_knows_are_served_by_it(arguments, num_workers):
     """The ring would wrap them around to samples of other indices."""

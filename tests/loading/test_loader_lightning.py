@@ -20,6 +20,8 @@ from tests.ranks import run_ranks
 from tests.sources import CountedSource
 from tests.training.tiny import Model, make_trainer
 
+pytestmark = pytest.mark.processes
+
 LENGTH = 24
 
 

@@ -20,6 +20,8 @@ from lightning_stocache.loading.dataset import CachedDataset
 from lightning_stocache.loading.look import look
 from tests.processes import call
 
+pytestmark = pytest.mark.processes
+
 SAMPLES = 300
 
 

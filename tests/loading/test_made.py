@@ -25,7 +25,7 @@ from tests.sources import CountedSource
 LENGTH = 40
 BIG = (3, 32, 32)
 
-pytestmark = pytest.mark.usefixtures("seeded")
+pytestmark = [pytest.mark.usefixtures("seeded"), pytest.mark.processes]
 
 
 def to_float(sample: Any) -> Any:

@@ -21,6 +21,8 @@ from lightning_stocache.loading.loader import CachedLoader
 from lightning_stocache.loading.misses import Misses
 from lightning_stocache.loading.odd import Odd
 
+pytestmark = pytest.mark.processes
+
 
 class RareClass(Dataset[Any]):
     """One class of a sorted folder is augmented."""

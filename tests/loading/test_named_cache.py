@@ -34,6 +34,8 @@ from tests.ranks import run_ranks
 from tests.sources import CountedSource
 from tests.training.tiny import Model, make_trainer
 
+pytestmark = pytest.mark.named
+
 LENGTH = 40
 
 
@@ -93,6 +95,7 @@ def check(dataset: CachedDataset) -> None:
 # --- warm starts
 
 
+@pytest.mark.processes
 def test_a_second_process_starts_warm(name: str, tmp_path: Path) -> None:
     """What one job has loaded, the next one does not load; it counts its own samples alone."""
     assert call(read_all, str(tmp_path), name) == (LENGTH, 0, LENGTH)
@@ -117,6 +120,7 @@ def test_a_second_dataset_in_the_process_starts_warm(name: str, tmp_path: Path) 
     assert source(tmp_path).loads == LENGTH
 
 
+@pytest.mark.processes
 def test_a_half_filled_cache_goes_on_filling(name: str, tmp_path: Path) -> None:
     """The next job loads what is missing, and nothing else."""
     first = cached(source(tmp_path), name)
@@ -139,6 +143,7 @@ def test_closing_says_once_what_is_kept(name: str, tmp_path: Path, caplog: pytes
     assert said.endswith(f"python -m lightning_stocache clean {name}")
 
 
+@pytest.mark.processes
 def test_two_jobs_at_the_same_time_share_it(name: str, tmp_path: Path) -> None:
     """Both get exactly the samples of the source, and few are loaded twice."""
     counts = call_many(read_all, [(str(tmp_path), name)] * 2)
@@ -148,6 +153,7 @@ def test_two_jobs_at_the_same_time_share_it(name: str, tmp_path: Path) -> None:
     assert call(read_all, str(tmp_path), name)[:2] == (0, LENGTH)
 
 
+@pytest.mark.processes
 def test_a_job_that_is_killed_leaves_a_usable_cache(name: str, tmp_path: Path) -> None:
     """SIGKILL in the middle of filling: what is READY is right, and the next job loads the rest."""
     job = Child(fill_slowly, str(tmp_path), name)
@@ -169,6 +175,7 @@ def fill_slowly(folder: str, name: str) -> tuple[int, int, int]:
 # --- what is refused
 
 
+@pytest.mark.processes
 @pytest.mark.parametrize(
     ("other", "options", "differs"),
     [
@@ -281,6 +288,7 @@ def test_off_is_off(name: str, tmp_path: Path) -> None:
     dataset.close()
 
 
+@pytest.mark.processes
 def test_datasets_open_beside_a_warm_one(name: str) -> None:
     """One that is warm takes nothing from the budget of the others, nor do they from its own."""
     warm = cached(CountedSource(LENGTH), name)
@@ -372,6 +380,7 @@ def test_without_memory_no_name_is_left(name: str, monkeypatch: pytest.MonkeyPat
 # --- several ranks
 
 
+@pytest.mark.processes
 def test_two_ranks_share_it_and_the_next_job_is_warm(name: str, tmp_path: Path) -> None:
     """The leader opens it and the other rank attaches; so again in the next job, which loads nothing."""
     cold = run_ranks(half, 2, str(tmp_path), name)
@@ -397,6 +406,7 @@ def half(rank: int, folder: str, name: str) -> tuple[int, int]:
     return answer
 
 
+@pytest.mark.processes
 def test_all_ranks_refuse_another_fingerprint(name: str) -> None:
     """The leader sees it, and all say it, with both sides."""
     first = cached(CountedSource(LENGTH), name, fingerprint="v1")
@@ -417,6 +427,7 @@ def refused(rank: int, name: str) -> str:
 # --- under a Trainer
 
 
+@pytest.mark.processes
 def test_a_second_trainer_starts_warm(name: str, tmp_path: Path) -> None:
     """Train, val and test sets have a name each, by stage and place; the next process reads only at set-up."""
     cold = call(train, str(tmp_path), name)

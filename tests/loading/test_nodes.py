@@ -20,6 +20,8 @@ from tests.processes import ChildError
 from tests.ranks import run_ranks
 from tests.sources import CountedSource
 
+pytestmark = pytest.mark.processes
+
 LENGTH, BATCH, EPOCHS = 1200, 40, 4
 
 

@@ -22,7 +22,7 @@ LENGTH = 40
 ODD = 10
 SHAPE = (3, 5, 7)
 
-pytestmark = pytest.mark.usefixtures("seeded")
+pytestmark = [pytest.mark.usefixtures("seeded"), pytest.mark.processes]
 
 
 def image(index: int, *shape: int) -> torch.Tensor:

@@ -22,6 +22,8 @@ from lightning_stocache.node.group import NodeGroup
 from lightning_stocache.node.segment import Segment
 from tests.sources import CountedSource
 
+pytestmark = pytest.mark.processes
+
 LENGTH = 20
 
 

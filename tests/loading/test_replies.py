@@ -254,6 +254,7 @@ def asked(dataset: CachedDataset, missing: list[int], place: Any, of_batch: Iter
     return pickle.loads(pickle.dumps(RowReplies()(dataset.__getitems__(errand))))
 
 
+@pytest.mark.processes
 def test_missing_samples_are_put_into_their_rows(dataset):
     """At their positions in the batch, with nothing in the message; the other rows are left alone."""
     codec, pool = dataset.cache.codec, BatchPool(shared=1)
@@ -274,6 +275,7 @@ def test_missing_samples_are_put_into_their_rows(dataset):
     pool.close()
 
 
+@pytest.mark.processes
 def test_without_memory_the_rows_are_sent(dataset):
     """As plain bytes, not as tensors in shared memory of torch's own."""
     missing = without_slot(dataset)
@@ -283,6 +285,7 @@ def test_without_memory_the_rows_are_sent(dataset):
     assert same(samples, [Numbers(LENGTH)[index] for index in missing])
 
 
+@pytest.mark.processes
 def test_a_worker_whose_cache_is_closed_makes_the_whole_batch(dataset):
     """Then nothing is READY, whatever the main process thinks, and there is no codec to hold samples to."""
     dataset.close()
@@ -290,6 +293,7 @@ def test_a_worker_whose_cache_is_closed_makes_the_whole_batch(dataset):
     assert same(answer.batch, default_collate([dataset.source[index] for index in range(LENGTH)]))
 
 
+@pytest.mark.processes
 @pytest.mark.parametrize("batched", [False, True])
 @pytest.mark.parametrize("shared", [False, True])
 def test_what_has_become_ready_meanwhile_is_not_loaded_again(tmp_path, batched, shared):
@@ -322,6 +326,7 @@ class Nothing(Numbers):
         return None
 
 
+@pytest.mark.processes
 def test_nothing_is_no_sample(dataset):
     """Where the worker's cache is closed, what the source gives is collated, not taken for stored."""
     dataset.close()

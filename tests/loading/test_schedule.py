@@ -70,6 +70,7 @@ OWN_SAMPLERS: dict[str, Callable[[], dict[str, Any]]] = {
 }
 
 
+@pytest.mark.processes
 @pytest.mark.parametrize("num_workers", [0, 1])
 @pytest.mark.parametrize("name", OWN_SAMPLERS)
 def test_samplers_of_the_users_are_asked_when_dataloader_asks_them(name, num_workers):
@@ -102,6 +103,7 @@ def test_batches_are_drawn_ahead_only_from_samplers_known_to_draw_for_themselves
     assert Schedule(DataLoader(Numbers(LENGTH), 3, sampler=sampler()), first=True).ahead_unseen is unseen
 
 
+@pytest.mark.processes
 def test_set_epoch_after_iter_is_as_in_dataloader():
     """What a sampler is told between `iter` and the first batch counts, as far as it counts there."""
 
@@ -144,6 +146,7 @@ def outcomes(loader: DataLoader[Any]) -> list[Any]:
             seen.append(repr(error))
 
 
+@pytest.mark.processes
 @pytest.mark.parametrize("batch_size", [1, 2, 3])
 @pytest.mark.parametrize("num_workers", [0, 1])
 def test_an_error_of_the_sampler_comes_where_dataloader_raises_it(num_workers, batch_size):
@@ -153,6 +156,7 @@ def test_an_error_of_the_sampler_comes_where_dataloader_raises_it(num_workers, b
         assert outcomes(CachedLoader(dataset, **arguments)) == outcomes(DataLoader(Numbers(LENGTH), **arguments))
 
 
+@pytest.mark.processes
 def test_nothing_is_drawn_of_what_is_not_asked_for():
     """An epoch that nobody reads from draws what DataLoader draws, and an empty dataset's worth of batches ends it."""
     with closing(CachedDataset(Numbers(LENGTH))) as dataset:

@@ -163,6 +163,7 @@ def assign(worker: int) -> None:
     setattr(info.dataset.images, info.dataset.name, worker + 5)
 
 
+@pytest.mark.processes
 @pytest.mark.parametrize("method", ["fork", "spawn"])
 @pytest.mark.parametrize(("name", "seen"), [("worker_id", None), ("strength", "strength")])
 def test_a_worker_may_be_told_who_it_is(method: str, name: str, seen: str | None) -> None:

@@ -565,7 +565,7 @@ class Finished(Dataset[Any]):
         return self.tail(self.source[index])
 
 
-@pytest.mark.parametrize("num_workers", [0, 2])
+@pytest.mark.parametrize("num_workers", [0, pytest.param(2, marks=pytest.mark.processes)])
 def test_batches_are_those_of_the_source(num_workers: int) -> None:
     """A loader over the two parts gives the loader's batches over the source, for the same seed."""
     source = Photos(CROP)
@@ -577,6 +577,7 @@ def test_batches_are_those_of_the_source(num_workers: int) -> None:
     assert batches[0] == batches[1]
 
 
+@pytest.mark.processes
 def test_the_probe_does_not_import_torchvision() -> None:
     """A source without torchvision is probed, and split, without it."""
     code = (

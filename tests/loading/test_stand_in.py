@@ -17,6 +17,8 @@ from lightning_stocache.loading.dataset import CachedDataset
 from lightning_stocache.loading.loader import CachedLoader
 from lightning_stocache.loading.stand_in import StandIn, cached_in
 
+pytestmark = pytest.mark.processes
+
 NAMES = [
     *("transform", "transforms", "target_transform", "classes", "targets", "data", "epoch", "_image_files", "_opened"),
     *("source", "cache", "counters", "ring", "group", "budget_bytes", "share", "close", "describe", "opened", "finish"),

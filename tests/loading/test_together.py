@@ -9,6 +9,7 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
+import pytest
 import torch
 import torch.distributed as dist
 from torch import nn
@@ -24,6 +25,8 @@ from lightning_stocache.node.group import NodeGroup
 from lightning_stocache.node.segment import Segment, SegmentHandle
 from tests.ranks import run_ranks
 from tests.sources import CountedSource
+
+pytestmark = pytest.mark.processes
 
 LENGTH = 20
 

@@ -27,6 +27,7 @@ def test_this_torch_has_all_of_the_names(forgets):
     assert knows_workers()
 
 
+@pytest.mark.processes
 def test_without_the_names_a_loader_with_workers_is_a_plain_one(forgets, monkeypatch, caplog):
     """The batches are the same, samples are cached all the same, and it is said once."""
     expected = [copied(batch) for batch in DataLoader(Numbers(20), 4)]

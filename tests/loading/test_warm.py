@@ -21,7 +21,7 @@ from tests.loading.twins import Numbers, copied, same
 LENGTH = 700
 SAMPLE_BYTES = 3 * 5 * 7 + 8
 
-pytestmark = pytest.mark.usefixtures("seeded")
+pytestmark = [pytest.mark.usefixtures("seeded"), pytest.mark.processes]
 
 
 @pytest.fixture(scope="module")

@@ -42,6 +42,7 @@ def _generators(node: Any) -> list[np.random.Generator]:
     return [found for value in getattr(node, "__dict__", {}).values() for found in _generators(value)]
 
 
+@pytest.mark.processes
 @pytest.mark.parametrize("kind", [DataLoader, CachedLoader])
 def test_seeds_are_those_without_a_cache(kind: type[DataLoader[Any]]) -> None:
     """The draws of a random source, which passes through, are those of a plain loader."""

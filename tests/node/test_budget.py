@@ -243,6 +243,7 @@ def test_format_bytes(n, text):
     assert format_bytes(n) == text
 
 
+@pytest.mark.processes
 def test_imports_only_the_standard_library():
     """Reading a budget costs no import of torch or NumPy."""
     code = "import sys, lightning_stocache.node.budget; print({'torch', 'numpy', 'lightning'} & set(sys.modules))"

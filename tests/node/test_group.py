@@ -16,6 +16,7 @@ from hypothesis import strategies as st
 from lightning_stocache.node.group import NodeGroup, memory_key
 from lightning_stocache.node.segment import Segment, SegmentHandle
 from tests.logs import Log
+from tests.proc import unused_names
 from tests.processes import call
 from tests.ranks import run_ranks
 
@@ -50,6 +51,7 @@ def test_a_rank_on_no_node_is_refused() -> None:
         NodeGroup(2, ((0, 1),))
 
 
+@pytest.mark.processes
 def test_processes_of_one_machine_have_one_memory_key() -> None:
     """What decides who shares memory is the same in every process that can map the same files."""
     assert call(memory_key, method="forkserver") == memory_key()
@@ -85,6 +87,7 @@ def life_of_a_rank(rank: int) -> dict[str, Any]:
     return seen
 
 
+@pytest.mark.processes
 def test_four_ranks_agree() -> None:
     """Values reach every rank, a node's leader serves its node, errors are everybody's and name the rank."""
     lives = run_ranks(life_of_a_rank, 4)
@@ -119,6 +122,7 @@ def share_a_segment(rank: int) -> tuple[int, int]:
     return total, inode
 
 
+@pytest.mark.processes
 def test_ranks_share_one_segment() -> None:
     """The leader makes a segment, the others attach, and all see what each has stored."""
     seen = run_ranks(share_a_segment, 2)
@@ -151,15 +155,18 @@ class Apart:
         return groups[0].nodes, groups[0] == groups[1], len(tried), warnings.lines, groups[0].exchange(rank)
 
 
+@pytest.mark.processes
 def test_a_rank_that_reaches_memory_by_name_only_is_on_the_node() -> None:
     """Without a common space of process ids, ranks meet by name; nobody is warned, and it is looked into once."""
     seen = run_ranks(Apart((1,), named_too=False), 3)
     assert [one[:4] for one in seen] == [(((0, 1, 2),), True, tries, []) for tries in (0, 2, 1)]
 
 
+@pytest.mark.named
+@pytest.mark.processes
 def test_a_rank_that_cannot_share_is_a_node_of_its_own() -> None:
     """It gets a cache of its own; rank 0 says once why, what that costs, and what to do."""
-    before = set(os.listdir("/dev/shm"))
+    before = unused_names()
     seen = run_ranks(Apart((1, 3), named_too=True), 4)
     assert {one[0] for one in seen} == {((0, 2), (1,), (3,))}
     assert all(one[1] and one[4] == [0, 1, 2, 3] for one in seen)
@@ -168,7 +175,7 @@ def test_a_rank_that_cannot_share_is_a_node_of_its_own() -> None:
     assert line.startswith("ranks 0, 1, 2, 3 run on one machine and do not share memory ([Errno 13] Permission denied")
     assert "Each of [0, 2] and [1] and [3] has a cache of its own, which takes 3 times the memory" in line
     assert "--ipc=host --pid=host" in line
-    assert set(os.listdir("/dev/shm")) <= before
+    assert unused_names() <= before
 
 
 def rejoin(rank: int, folder: str) -> list[list[int]]:
@@ -178,6 +185,7 @@ def rejoin(rank: int, folder: str) -> list[list[int]]:
     return [*seen, NodeGroup.discover().exchange(rank)]
 
 
+@pytest.mark.processes
 def test_a_second_process_group_is_not_the_first(tmp_path: Any) -> None:
     """After the process group was destroyed and made anew, ranks talk over a new private group."""
     assert run_ranks(rejoin, 2, os.fspath(tmp_path)) == [[[0, 1], [0, 1]]] * 2

@@ -19,6 +19,8 @@ from lightning_stocache.node.manifest import Geometry, Manifest
 from lightning_stocache.node.named import open_named
 from tests.processes import Child
 
+pytestmark = pytest.mark.named
+
 STRANGER = 12345
 
 
@@ -72,6 +74,7 @@ def test_a_damaged_segment_is_listed_and_removed(name: str) -> None:
     assert not path_of(name).exists()
 
 
+@pytest.mark.processes
 def test_lock_files_without_a_segment_are_removed(name: str) -> None:
     """If they are empty, this user's own, and nobody has them locked; with their segment they stay."""
     make(name + "-used")

@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 import os
 import tracemalloc
-from dataclasses import asdict
+from dataclasses import asdict, replace
 from pathlib import Path
 from typing import Any
 
@@ -63,6 +63,27 @@ def test_what_is_written_is_read(tmp_path: Path) -> None:
     os.close(file)
 
 
+def test_what_does_not_fit_is_not_written(tmp_path: Path) -> None:
+    """One byte more than a header has room for is an error, and the file stays as it is."""
+    (tmp_path / "file").write_bytes(header(b""))
+    file = os.open(tmp_path / "file", os.O_RDWR)
+    room = HEADER_BYTES - MANIFEST_OFFSET - 4
+    least = len(
+        json.dumps(asdict(replace(GOOD, fingerprint={"a": "", "b": "", "c": "", "d": ""})), ensure_ascii=False).encode()
+    )
+    for more in (1, 0):
+        texts = dict.fromkeys("abc", "x" * 1000) | {"d": "x" * (room + more - least - 3000)}
+        manifest = replace(GOOD, fingerprint=texts)
+        if more:
+            with pytest.raises(ManifestError, match=f"must fit in {room} bytes, got {room + 1}"):
+                write_manifest(file, manifest)
+            assert (tmp_path / "file").read_bytes() == header(b"")
+        else:
+            write_manifest(file, manifest)
+            assert read_manifest(os.pread(file, HEADER_BYTES, 0), PAYLOAD) == manifest
+    os.close(file)
+
+
 BROKEN = {
     "deep": "[" * 4000,
     "deep objects": '{"a":' * 800,
@@ -85,6 +106,10 @@ BROKEN = {
     "a long text": change(dataset="x" * 2000),
     "codes in a key": change(fingerprint={"\x1b": 1}),
     "a nested fingerprint": change(fingerprint={"a": {"b": 1}}),
+    "a fingerprint of another kind": change(fingerprint=["length"]),
+    "a fingerprint of much": change(fingerprint={str(entry): entry for entry in range(9)}),
+    "a negative number in a fingerprint": change(fingerprint={"length": -1}),
+    "a huge number in a fingerprint": change(fingerprint={"length": 10**30}),
     "a missing key": json.dumps({"geometry": VALUES["geometry"]}),
     "a strange key": change(other=1),
     "a key twice": change()[:-1] + ', "node": 0}',
@@ -93,6 +118,10 @@ BROKEN = {
     "a geometry with more": geometry(rows=3),
     "more slots than bytes": geometry(size=10**12, slots=10**12, start=0, step=1),
     "more slots than samples": geometry(slots=1001),
+    "negative slots": geometry(slots=-1),
+    "a fraction of slots": geometry(slots=1.0),
+    "a negative start": geometry(start=-1),
+    "a truth for a step": geometry(step=True),
     "a start outside": geometry(start=1000),
     "a step that divides": geometry(step=10),
     "a step too large": geometry(step=2**62 + 1),

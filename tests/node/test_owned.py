@@ -93,14 +93,17 @@ def test_a_name_cannot_write_to_the_terminal(tmp_path: Path) -> None:
     assert str(caught.value).isprintable()
 
 
+@pytest.mark.processes
 def test_a_user_is_told_of_roots_file(tmp_path: Path) -> None:
     """Who may not even open it hears the same sentence."""
     if os.getuid() != 0:
         pytest.skip("only root can become another user")
     path = tmp_path / "file"
     path.touch(0o600)
-    for folder in (tmp_path, *list(tmp_path.parents)[:2]):
+    for folder in (tmp_path, *tmp_path.parents):
         folder.chmod(0o755)
+        if folder.name.startswith("pytest-of-"):
+            break
     assert "is a file of root (uid 0) and not trusted" in call(as_stranger, str(path))
 
 

@@ -35,6 +35,7 @@ def cross(rank: int) -> list[list[str] | None]:
     return seen
 
 
+@pytest.mark.processes
 def test_messages_pass_by_other_collectives() -> None:
     """A rank in somebody else's barrier keeps nobody from its message; a message that does not come ends the wait, and
     is there when it has come."""
@@ -50,6 +51,7 @@ def dying(rank: int) -> list[str] | None:
     return group.post("to nobody").collect(60)
 
 
+@pytest.mark.processes
 def test_a_rank_that_has_ended_ends_the_wait() -> None:
     """A message from a rank that is gone does not come, which is no error and takes no time."""
     assert run_ranks(dying, 2, timeout=40) == [None, None]

@@ -63,6 +63,7 @@ def test_a_new_segment_reads_as_zeroes_and_holds_its_header_only(segment: Segmen
     assert not segment.bytes(0, 2 * mmap.PAGESIZE).any()
 
 
+@pytest.mark.processes
 @pytest.mark.parametrize(
     ("method", "backend"),  # spawn takes 2 s, and the way in is that of the fork server
     [*itertools.product(("fork", "forkserver"), BACKENDS), ("spawn", "tmpfile")],
@@ -75,6 +76,7 @@ def test_a_child_shares_the_segment(method: str, backend: Backend) -> None:
     segment.close()
 
 
+@pytest.mark.processes
 def test_an_unrelated_process_attaches_by_the_handle() -> None:
     """A process that this one did not start opens all kinds of segment by nothing but their handles."""
     segments = [stored(Segment.create(4096, backend), 40 + number) for number, backend in enumerate(BACKENDS)]
@@ -90,6 +92,7 @@ def test_an_unrelated_process_attaches_by_the_handle() -> None:
         segment.close()
 
 
+@pytest.mark.processes
 def test_a_pool_shares_the_segment(segment: Segment) -> None:
     """A segment can be an argument of a Pool's task, which is pickled without a process being started."""
     stored(segment, 3)
@@ -115,6 +118,7 @@ def other_process_says(handle: SegmentHandle) -> str:
     return "attached"
 
 
+@pytest.mark.processes
 @pytest.mark.parametrize(
     ("change", "words"),
     [({"inode": 1}, "another file by now"), ({"token": b"x" * 16}, "its token differs")],
@@ -136,6 +140,7 @@ def test_a_file_of_somebody_else_is_refused(tmp_path: Path) -> None:
     assert set(os.listdir("/proc/self/fd")) == before
 
 
+@pytest.mark.processes
 def test_a_handle_of_a_process_that_is_gone_is_an_error() -> None:
     """Where the creator has ended there is nothing to open."""
     handle = call(lambda: Segment.create(4096).handle)
@@ -197,6 +202,7 @@ def test_a_closed_segment_says_so(segment: Segment) -> None:
     assert segment.allocated_bytes == 0
 
 
+@pytest.mark.processes
 def test_closing_in_a_child_leaves_the_parent_s_segment_open(segment: Segment) -> None:
     """A forked child gives up its own mapping only; a named file keeps its name as long as its creator has it."""
     stored(segment, 5)
@@ -215,6 +221,7 @@ def five_rounds() -> tuple[int, list[int]]:
     return before - os.statvfs("/dev/shm").f_bfree, used
 
 
+@pytest.mark.processes
 def test_five_rounds_hold_the_memory_of_one() -> None:
     """Creating and closing five times never holds more than one segment, and nothing at the end."""
     assert without_room(five_rounds) == (0, [32] * 5)
@@ -231,6 +238,7 @@ def test_a_name_goes_with_its_creator() -> None:
     assert not any(map(os.path.exists, names))
 
 
+@pytest.mark.processes
 def test_unlink_takes_the_name_and_leaves_the_memory() -> None:
     """Unlinked early, a named file is as anonymous as the others: still shared, and never left behind."""
     segment = stored(Segment.create(4096, "file"), 6)
@@ -302,6 +310,7 @@ def killed(backend: Backend, folder: str) -> dict[str, int]:
     return seen
 
 
+@pytest.mark.processes
 @pytest.mark.parametrize("backend", ["tmpfile", "file"])
 def test_nothing_is_left_when_everybody_is_killed(backend: Backend, tmp_path: Path) -> None:
     """SIGKILL of the creator and of one worker keeps the memory of those that live; the last one's frees it."""
@@ -325,11 +334,13 @@ def reserve_too_much(reserve: bool) -> tuple[int | None, int]:
     return None, 0
 
 
+@pytest.mark.processes
 def test_too_little_memory_is_an_error_before_the_store() -> None:
     """In a /dev/shm of 64 MiB, reserving more raises ENOSPC and takes nothing."""
     assert without_room(reserve_too_much, True) == (errno.ENOSPC, 0)
 
 
+@pytest.mark.processes
 def test_a_store_without_a_reservation_would_kill() -> None:
     """The danger is real: the same store without a reservation dies of SIGBUS."""
     with pytest.raises(ChildError, match="SIGBUS"):
@@ -345,6 +356,7 @@ def store_too_much() -> int | None:
     return None
 
 
+@pytest.mark.processes
 def test_a_store_through_the_file_needs_no_reservation() -> None:
     """The same amount stored through the file is an error like that of a reservation."""
     assert without_room(store_too_much) == errno.ENOSPC
@@ -391,6 +403,7 @@ def lock_and_hold(segment: Segment, byte: int, ready: str) -> None:
     hold(segment, ready)
 
 
+@pytest.mark.processes
 def test_a_lock_is_one_process_s(segment: Segment) -> None:
     """A byte that is locked here cannot be locked elsewhere, others can; unlocked, it can."""
     assert segment.lock(3)
@@ -400,6 +413,7 @@ def test_a_lock_is_one_process_s(segment: Segment) -> None:
     assert call(try_lock, segment, 3)
 
 
+@pytest.mark.processes
 @pytest.mark.parametrize("backend", BACKENDS)
 def test_pickling_does_not_drop_locks(backend: Backend) -> None:
     """Sending a segment to a Pool's task keeps the locks that this process holds."""
@@ -411,6 +425,7 @@ def test_pickling_does_not_drop_locks(backend: Backend) -> None:
     segment.close()
 
 
+@pytest.mark.processes
 def test_a_lock_is_freed_by_sigkill(segment: Segment, tmp_path: Path) -> None:
     """A process that is killed holds nothing up: its lock is free as soon as it is gone."""
     holder = Child(lock_and_hold, segment, 3, str(tmp_path / "ready"))
@@ -426,6 +441,7 @@ def wait_for_lock(segment: Segment, ready: str) -> bool:
     return segment.lock(3, wait=True)
 
 
+@pytest.mark.processes
 def test_waiting_for_a_lock_ends_when_it_is_free(segment: Segment, tmp_path: Path) -> None:
     """With `wait` a process gets the lock as soon as its holder gives it back."""
     segment.lock(3)

@@ -20,6 +20,8 @@ from lightning_stocache.training.hooks import cache_datamodule
 from tests.training.seen import Looking, Watcher, data_hooks, fit, through
 from tests.training.tiny import SAMPLES, Model, announced, logged, make_trainer, plain_loader, source
 
+pytestmark = pytest.mark.processes
+
 tqdm.get_lock()  # lr_find has a bar, whose semaphore lives as long as the process
 
 ROW = 3 * 8 * 8 + 8 + 1  # bytes of a slot: image, label, state
@@ -448,7 +450,7 @@ def test_two_doors_cache_once(tmp_path, caplog, other):
         dm = StocacheDataModule(train, Stream(), batch_size=4)
     trainer = make_trainer(tmp_path, callbacks, epochs=2)
     trainer.fit(Watcher(), datamodule=dm)
-    assert extra.caches._open == {}
+    assert train not in extra.caches
     assert looking.slots["train"] == [SAMPLES]
     assert train.loads <= SAMPLES + announced(caplog)
     assert logged(trainer, "stocache/hits") == [0, SAMPLES]

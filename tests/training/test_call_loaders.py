@@ -62,6 +62,7 @@ def different(rank: int) -> tuple[list[list[bool]], list[str]]:
         caches.close()
 
 
+@pytest.mark.processes
 def test_ranks_agree_on_each_loader():
     """A dataset of other lengths on the ranks, one that is empty on one of them, and loaders that not all ranks have
     pass through on all; the others are cached, and only rank 0 speaks."""
@@ -88,6 +89,7 @@ class Large:
         return torch.zeros(MIB, dtype=torch.uint8)
 
 
+@pytest.mark.processes
 def test_scarce_memory_is_kept_for_train_and_promised_once(monkeypatch):
     """With "auto", val takes no more than half of the free memory before train, and what it was granted, filled or not,
     is not granted again."""

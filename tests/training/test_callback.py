@@ -17,6 +17,8 @@ from lightning_stocache.training.loaders import cached_datasets
 from lightning_stocache.training.monitor import CacheMonitor
 from tests.training.tiny import SAMPLES, Model, announced, logged, make_trainer, plain_loader, source
 
+pytestmark = pytest.mark.processes
+
 
 @pytest.fixture(autouse=True)
 def _hear_announcements(caplog):

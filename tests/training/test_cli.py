@@ -16,6 +16,8 @@ from lightning_stocache.training.datamodule import StocacheDataModule
 from lightning_stocache.training.hooks import cache_datamodule
 from tests.training.tiny import SAMPLES, Model, logged, plain_loader, source
 
+pytestmark = pytest.mark.processes
+
 
 class Photos(LightningDataModule):
     """A user's DataModule with an argument of its own."""

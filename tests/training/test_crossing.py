@@ -18,7 +18,7 @@ import pytest
 from tests.training.crossing_job import FITS
 from tests.training.tiny import SAMPLES
 
-pytestmark = [pytest.mark.slow, pytest.mark.timeout(400)]
+pytestmark = [pytest.mark.slow, pytest.mark.timeout(400), pytest.mark.processes]
 
 ROOT = Path(__file__).parents[2]
 SECONDS = 300

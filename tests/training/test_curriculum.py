@@ -15,6 +15,8 @@ from lightning_stocache.training.callbacks import StochasticCache
 from lightning_stocache.training.hooks import cache_datamodule
 from tests.training.tiny import Model, make_trainer
 
+pytestmark = pytest.mark.processes
+
 LENGTH = 12
 
 

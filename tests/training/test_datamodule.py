@@ -28,6 +28,7 @@ def caches_of(dm: StocacheDataModule, stage: str) -> list[CachedDataset]:
     return [loader.dataset for loader in (loaders if isinstance(loaders, list) else [loaders])]
 
 
+@pytest.mark.processes
 def test_every_sample_is_loaded_once_in_three_epochs(tmp_path, caplog):
     """Over three epochs each set is loaded once, plus the reads that were announced."""
     train, val = source(tmp_path), source(tmp_path, "val", 8)
@@ -36,6 +37,7 @@ def test_every_sample_is_loaded_once_in_three_epochs(tmp_path, caplog):
     assert train.loads + val.loads == SAMPLES + 8 + announced(caplog)
 
 
+@pytest.mark.processes
 @pytest.mark.parametrize("workers", [0, 2])
 def test_all_stages_read_what_their_source_holds(tmp_path, workers):
     """Train, several val sets, test and predict give the batches of their sources, with and without workers."""
@@ -58,6 +60,7 @@ def test_all_stages_read_what_their_source_holds(tmp_path, workers):
         dm.teardown(call)
 
 
+@pytest.mark.processes
 def test_trainer_runs_all_its_calls(tmp_path):
     """fit, validate, test and predict run one after the other; predictions come for every sample."""
     dm = StocacheDataModule(
@@ -70,6 +73,7 @@ def test_trainer_runs_all_its_calls(tmp_path):
     assert sum(map(len, trainer.predict(model, dm))) == 8
 
 
+@pytest.mark.processes
 def test_sets_of_a_call_share_the_budget_by_size(tmp_path):
     """One budget in bytes is split over train and val in proportion to their sizes."""
     train, val = source(tmp_path, "train", 60), source(tmp_path, "val", 20)
@@ -80,6 +84,7 @@ def test_sets_of_a_call_share_the_budget_by_size(tmp_path):
     assert slots == [30, 10]
 
 
+@pytest.mark.processes
 def test_a_stage_can_have_a_budget_of_its_own(tmp_path):
     """stage_budgets takes a stage out of the common pot; 0 leaves it uncached."""
     train, val = source(tmp_path), source(tmp_path, "val")
@@ -90,6 +95,7 @@ def test_a_stage_can_have_a_budget_of_its_own(tmp_path):
     dm.teardown("fit")
 
 
+@pytest.mark.processes
 def test_factories_are_called_once_after_prepare(tmp_path):
     """A function that makes a set is called in setup, after prepare, and once for all calls of the Trainer."""
     order: list[str] = []
@@ -108,6 +114,7 @@ def test_factories_are_called_once_after_prepare(tmp_path):
     assert order == ["prepare", "train", "val", "prepare"]
 
 
+@pytest.mark.processes
 def test_a_list_of_samples_is_one_set():
     """A val set that is a plain list of samples is one set, not a list of sets."""
     samples = [(torch.full((3, 8, 8), i, dtype=torch.uint8), i) for i in range(4)]
@@ -127,6 +134,7 @@ def double(sample):
     return sample[0] * 2, sample[1]
 
 
+@pytest.mark.processes
 def test_transforms_run_after_the_cache(tmp_path):
     """`transform` sees what the source returns, in every epoch; val gets eval_transform, or the same by default."""
     train, val = source(tmp_path), source(tmp_path, "val")
@@ -139,6 +147,7 @@ def test_transforms_run_after_the_cache(tmp_path):
         dm.teardown("fit")
 
 
+@pytest.mark.processes
 def test_one_set_in_two_stages_is_cached_once_with_both_transforms(tmp_path):
     """The same object as train and val has one cache, of training's budget; each stage keeps its own transform."""
     both = source(tmp_path)
@@ -165,6 +174,7 @@ class Halve(torch.nn.Module):
         return batch[0] * self.factor.detach(), batch[1]
 
 
+@pytest.mark.processes
 def test_batch_transforms_run_on_transferred_batches(tmp_path):
     """A batch transform gets whole batches; validation, sanity check included, gets eval_batch_transform."""
     training, evaluation = Halve(), Halve()
@@ -180,6 +190,7 @@ def test_batch_transforms_run_on_transferred_batches(tmp_path):
     assert evaluation.shapes == [(4, 3, 8, 8)] * 3
 
 
+@pytest.mark.processes
 def test_without_batch_transform_the_hook_of_the_module_is_used(tmp_path):
     """A LightningModule's own on_after_batch_transfer is not hidden by a DataModule that has nothing to do there."""
 
@@ -195,6 +206,7 @@ def test_without_batch_transform_the_hook_of_the_module_is_used(tmp_path):
     assert model.transferred == 6
 
 
+@pytest.mark.processes
 def test_loader_options_reach_the_loaders(tmp_path):
     """`loader` overrides the DataLoader's arguments; shuffling, dropping and samplers are for training alone."""
     train = source(tmp_path, "train", 10)
@@ -229,6 +241,7 @@ class Openings(Callback):
         self.inodes |= {dataset.cache.segment.handle.inode for dataset in caches_of(self.dm, "train")}
 
 
+@pytest.mark.processes
 def test_nothing_is_built_twice_within_a_call(tmp_path, caplog):
     """Sanity check, validation and loaders reloaded in every epoch all use the caches of the call's beginning."""
     train, val = source(tmp_path), source(tmp_path, "val", 8)
@@ -239,6 +252,7 @@ def test_nothing_is_built_twice_within_a_call(tmp_path, caplog):
     assert train.loads + val.loads == SAMPLES + 8 + announced(caplog)
 
 
+@pytest.mark.processes
 def test_setup_twice_opens_once(tmp_path):
     """A second setup, before or by the Trainer, keeps the cache and reads nothing more."""
     train = source(tmp_path)
@@ -252,6 +266,7 @@ def test_setup_twice_opens_once(tmp_path):
     assert cache.closed
 
 
+@pytest.mark.processes
 def test_a_kept_cache_starts_the_second_fit_warm(tmp_path):
     """With keep_cache=True the second fit loads nothing and logs hits alone; close() gives the memory back."""
     train = source(tmp_path)
@@ -266,6 +281,7 @@ def test_a_kept_cache_starts_the_second_fit_warm(tmp_path):
     dm.close()
 
 
+@pytest.mark.processes
 def test_without_keep_cache_nothing_is_open_between_calls(tmp_path):
     """When a call has ended the datasets pass through, and the next call loads again."""
     train = source(tmp_path)
@@ -276,6 +292,7 @@ def test_without_keep_cache_nothing_is_open_between_calls(tmp_path):
     assert train.loads == 2 * loads
 
 
+@pytest.mark.processes
 def test_used_outside_of_a_trainer(tmp_path):
     """setup, loop, teardown by hand: the second pass loads nothing."""
     train = source(tmp_path)
@@ -314,6 +331,7 @@ def test_hparams_and_module_stay_the_users(tmp_path):
     assert isinstance(Model(), LightningModule)
 
 
+@pytest.mark.processes
 def test_a_stage_without_a_set_is_undefined(tmp_path):
     """Lightning sees no val loader where no val set was given, and says itself that there is no test loader."""
     dm = StocacheDataModule(source(tmp_path), batch_size=4)
@@ -326,6 +344,7 @@ def test_a_stage_without_a_set_is_undefined(tmp_path):
         trainer.test(Model(), dm)
 
 
+@pytest.mark.processes
 def test_a_batch_sampler_is_for_training_only(tmp_path):
     """A batch_sampler says batch size, order and tail of the training loader; the other loaders have their own."""
     train, val = source(tmp_path), source(tmp_path, "val", 8)

@@ -17,7 +17,11 @@ import pytest
 
 from tests.training.tiny import SAMPLES, source
 
-pytestmark = [pytest.mark.slow, pytest.mark.skipif(not Path("/proc/self/fd").is_dir(), reason="looks into /proc")]
+pytestmark = [
+    pytest.mark.processes,
+    pytest.mark.slow,
+    pytest.mark.skipif(not Path("/proc/self/fd").is_dir(), reason="looks into /proc"),
+]
 
 ROOT = Path(__file__).parents[2]
 SECONDS = 120  # a job takes ten; a machine with much else to do takes longer

@@ -19,6 +19,8 @@ from lightning_stocache.training.hooks import cache_datamodule
 from lightning_stocache.training.loaders import cached_datasets
 from tests.training.tiny import SAMPLES, Model, announced, make_trainer, plain_loader, source
 
+pytestmark = pytest.mark.processes
+
 
 class Photos(LightningDataModule):
     """A DataModule as people write it: datasets in setup, a loader per stage, hooks that note that they ran."""
@@ -167,10 +169,11 @@ class Anew(LightningDataModule):
 
     def __init__(self, folder) -> None:
         super().__init__()
-        self.folder = folder
+        self.folder, self.made = folder, []
 
     def train_dataloader(self):
-        return plain_loader(source(self.folder))
+        self.made.append(source(self.folder))
+        return plain_loader(self.made[-1])
 
 
 def test_a_new_call_shares_its_budget_anew(tmp_path):
@@ -199,7 +202,7 @@ def test_a_dataset_made_in_the_hook_gets_its_memory_back(tmp_path, caplog):
     it is never warm."""
     dm = cache_datamodule(Anew(tmp_path), keep_cache=True)
     make_trainer(tmp_path, epochs=3, reload_dataloaders_every_n_epochs=1).fit(Model(), dm)
-    assert len(dm.caches._open) == 1
+    assert [one in dm.caches for one in dm.made] == [False] * (len(dm.made) - 1) + [True]
     assert [
         record.getMessage() for record in caplog.records if "came with a new CountedSource" in record.getMessage()
     ] != []
@@ -210,14 +213,17 @@ def test_a_dataset_made_in_the_hook_gets_its_memory_back(tmp_path, caplog):
 def test_a_kept_cache_is_replaced_when_setup_makes_a_new_dataset(tmp_path):
     """keep_cache=True keeps no cache that nobody can reach: a second fit with new datasets closes the first one's."""
 
+    made = []
+
     class Remaking(Photos):
         def setup(self, stage):
             self.train, self.val = source(self.hparams.folder), source(self.hparams.folder, "val", 8)
+            made.append((self.train, self.val))
 
     dm = cache_datamodule(Remaking(str(tmp_path)), keep_cache=True)
     for _ in range(3):
         make_trainer(tmp_path).fit(Model(), dm)
-    assert len(dm.caches._open) == 2
+    assert [[one in dm.caches for one in sets] for sets in made] == [[False, False], [False, False], [True, True]]
     dm.caches.close()
 
 
@@ -244,7 +250,8 @@ def test_a_copy_in_another_process_has_nothing_open(tmp_path):
     dm.train_dataloader()
     copy = pickle.loads(pickle.dumps(dm))
     assert copy.caches.options == dm.caches.options
-    assert copy.caches._open == {}
+    assert dm.train in dm.caches
+    assert copy.train not in copy.caches
     assert cached_datasets(copy.train_dataloader())[0].cache is not cached_datasets(dm.train_dataloader())[0].cache
     for module in (dm, copy):
         module.teardown("fit")

@@ -23,6 +23,8 @@ from lightning_stocache.training.monitor import CacheMonitor
 from tests.sources import CountedSource
 from tests.training.tiny import SAMPLES, Model, logged, make_trainer, plain_loader, source
 
+pytestmark = pytest.mark.processes
+
 MIB = 2**20
 
 

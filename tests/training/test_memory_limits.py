@@ -42,6 +42,7 @@ def lives_without(limit: int, num_workers: int) -> bool:
     return not done.killed and done.code == 0
 
 
+@pytest.mark.processes
 @pytest.mark.soak
 @pytest.mark.timeout(3600)
 @pytest.mark.parametrize("fits", [False, True], ids=["larger", "fits"])
@@ -55,6 +56,7 @@ def test_a_cache_gets_no_training_killed(limit: int, num_workers: int, door: str
         assert not lives_without(limit, num_workers), done.error
 
 
+@pytest.mark.processes
 @pytest.mark.parametrize("door", ["callback", "datamodule", "hooks"])
 def test_every_door_keeps_back_what_the_training_will_take(tmp_path, monkeypatch, door):
     """Gradients and Adam's state come after the caches have opened: seven times the parameters."""

@@ -22,6 +22,8 @@ from lightning_stocache.training.hooks import cache_datamodule
 from lightning_stocache.training.monitor import CacheMonitor
 from tests.training.tiny import SAMPLES, Model, logged, make_trainer, plain_loader, source
 
+pytestmark = pytest.mark.processes
+
 SLOT = 3 * 8 * 8 + 8 + 1
 KEYS = {
     *("hit_rate", "fill_fraction", "coverage", "hits", "misses", "bypasses", "fills", "memory_bytes", "budget_bytes"),
@@ -90,10 +92,20 @@ def test_wait_and_compute_are_the_epoch(tmp_path):
             return source(tmp_path)[index]
 
     trainer = make_trainer(tmp_path, [CacheMonitor()], epochs=2, log_every_n_steps=100)  # no live values in between
+    begin = time.perf_counter()
     trainer.fit(Slow(), StocacheDataModule(Drive(), source(tmp_path, "val", 8), batch_size=4))
+    fitted = time.perf_counter() - begin
     waited, computed = (logged(trainer, f"stocache/{key}") for key in ("data_wait_seconds", "compute_seconds"))
     assert waited[0] >= 0.01 * SAMPLES > waited[1]
     assert all(seconds >= 0.02 * SAMPLES / 4 for seconds in computed)
+    assert sum(waited) + sum(computed) <= fitted - 2 * 2 * 0.2  # two epochs, each with two batches of validation
+    spent = {key: logged(trainer, f"stocache/{key}_seconds") for key in ("source", "fill", "gather")}
+    assert 0.01 * SAMPLES <= spent["source"][0] <= waited[0]
+    assert spent["source"][1] == spent["fill"][1] == spent["gather"][0] == 0
+    assert 0 < spent["fill"][0] <= waited[0]
+    assert 0 < spent["gather"][1] <= fitted
+    rates = logged(trainer, "stocache/samples_per_second")
+    assert all(SAMPLES / fitted < rate <= SAMPLES / seconds for rate, seconds in zip(rates, computed, strict=True))
     assert logged(trainer, "stocache/hit_rate_expected") == [0, 1]
 
 

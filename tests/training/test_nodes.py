@@ -20,7 +20,7 @@ from lightning_stocache.insight.theory import moved_share
 from tests.training.nodes_job import BATCH, SAMPLES
 from tests.training.tiny import source
 
-pytestmark = [pytest.mark.slow, pytest.mark.timeout(300)]
+pytestmark = [pytest.mark.slow, pytest.mark.timeout(300), pytest.mark.processes]
 
 ROOT = Path(__file__).parents[2]
 NODES = ((0, 1), (2, 3))

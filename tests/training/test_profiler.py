@@ -11,6 +11,8 @@ from lightning_stocache.training.monitor import CacheMonitor
 from lightning_stocache.training.profiler import listen, stop_listening
 from tests.training.tiny import SAMPLES, Model, make_trainer, source
 
+pytestmark = pytest.mark.processes
+
 WAIT = "[_TrainingEpochLoop].train_dataloader_next"
 
 

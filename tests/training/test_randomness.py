@@ -19,7 +19,7 @@ from lightning_stocache.training.monitor import CacheMonitor
 from tests.sources import CountedSource
 from tests.training.tiny import Model, announced, make_trainer, plain_loader, source
 
-pytestmark = pytest.mark.usefixtures("seeded")
+pytestmark = [pytest.mark.usefixtures("seeded"), pytest.mark.processes]
 
 
 class Dropping(Model):

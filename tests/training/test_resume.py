@@ -16,6 +16,8 @@ from lightning_stocache import StocacheDataModule, StochasticCache, cache_datamo
 from lightning_stocache.training.position import Position
 from tests.training.tiny import Model, make_trainer
 
+pytestmark = pytest.mark.processes
+
 SAMPLES, BATCH = 24, 4  # six batches per epoch
 
 
