@@ -11,8 +11,8 @@ if TYPE_CHECKING:
     from lightning_stocache.cache.spec import SampleSpec
     from lightning_stocache.loading.dataset import CachedDataset
     from lightning_stocache.loading.loader import CachedLoader
-    from lightning_stocache.loading.sampler import LocalitySampler
     from lightning_stocache.node.files import get_shm_size
+    from lightning_stocache.sampling.locality_sampler import LocalitySampler
     from lightning_stocache.training.callbacks import FillProgress, StochasticCache
     from lightning_stocache.training.datamodule import StocacheDataModule
     from lightning_stocache.training.hooks import cache_datamodule
@@ -39,7 +39,7 @@ _HOMES = {
     "CachedDataset": "loading.dataset",
     "CachedLoader": "loading.loader",
     "FillProgress": "training.callbacks",
-    "LocalitySampler": "loading.sampler",
+    "LocalitySampler": "sampling.locality_sampler",
     "SampleSpec": "cache.spec",
     "SharedCache": "cache.compat",
     "StocacheDataModule": "training.datamodule",

@@ -31,8 +31,8 @@ from measure import Report, Spread, fresh, parser, rounds
 from torch.utils.data import Dataset, get_worker_info
 
 from lightning_stocache import CachedDataset, CachedLoader
-from lightning_stocache.loading.generators import Generators
 from lightning_stocache.loading.misses import Misses
+from lightning_stocache.source.generators import Generators
 
 STORE = "store"
 KEYS = ("copy", "fill", "CPU", "generators")

@@ -34,13 +34,12 @@ class Footprint:
     blocks: int = 0
 
     @property
-    def pss(self) -> int:
-        return self.anonymous + self.shared
-
-    @property
     def held(self) -> int:
-        """What the machine is short of: blocks count whether or not a process has touched them."""
-        return self.anonymous + self.blocks
+        """What the machine is short of: blocks count whether or not a process has touched them.
+
+        Or the shared PSS, where that is more: memory whose descriptor was closed after it was mapped has no blocks here.
+        """
+        return self.anonymous + max(self.shared, self.blocks)
 
     @classmethod
     def of(cls, pids: Iterable[int]) -> Footprint:

@@ -36,11 +36,10 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
-import torch
 
 from lightning_stocache.cache.placement import Ring
 from lightning_stocache.insight.theory import expected_hit_rate, moved_share
-from lightning_stocache.loading.sampler import LocalitySampler, Mode
+from lightning_stocache.sampling.locality_sampler import LocalitySampler, Mode
 
 
 def job(size: int, nodes: int, slots: int, batch_size: int, mode: Mode) -> tuple[Ring, list[LocalitySampler]]:
@@ -61,7 +60,7 @@ def simulate(ring: Ring, samplers: list[LocalitySampler], epochs: int) -> Iterat
         hits = served = 0
         for sampler, arc, slots_ready in zip(samplers, ring.arcs, ready, strict=True):
             sampler.set_epoch(epoch)
-            slots = arc.slots_of(torch.tensor(list(sampler))).numpy()
+            slots = arc.slots_of(np.array(list(sampler)))
             here = slots[slots >= 0]
             hits += int(slots_ready[here].sum())
             served += len(slots)

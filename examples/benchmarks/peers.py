@@ -21,9 +21,10 @@ them differs, and many are fastest with none. The tables:
 best        for the README: each with the number of workers at which it is fastest; samples/s of fully cached epochs,
             seconds of preparation (what is loaded or written before there can be a batch: of this source, which costs
             nothing; add the time to load yours once, in one process), from there to the first batch and to the end of
-            epoch one, and memory: anonymous and shared PSS of all processes in the middle of a warm epoch, above the
-            process before, over the samples' own bytes (1.0: one copy of the dataset, nothing else; the pages of a
-            memmap's file are the page cache's, and not counted)
+            epoch one, and memory: anonymous PSS of all processes and the allocated blocks of files in memory (or shared
+            PSS, if that is more) in the middle of a warm epoch, above the process before, over the samples' own bytes
+            (1.0: one copy of the dataset, nothing else; the pages of a memmap's file are the page cache's, and not
+            counted)
 warm        samples/s of fully cached epochs, against the limit (one-thread `index_select` of wide words out of shared
             memory into three buffers in rotation, indices drawn beforehand, first epochs left out, median of 5) and as
             a multiple of the best of the others with its best number of workers
@@ -70,7 +71,7 @@ def run(peer: str, shape: tuple[int, ...], workers: int, samples: int, batch_siz
     """Preparation, first batch, epoch one, warm epochs at two batch sizes, memory, wait."""
     import_peer(peer)
     source = Pool(samples, shape)
-    before = Footprint.of([os.getpid()]).pss
+    before = Footprint.of([os.getpid()]).held
     start = time.perf_counter()
     dataset = make_dataset(peer, source, workers)
     prepared = time.perf_counter()
@@ -81,7 +82,7 @@ def run(peer: str, shape: tuple[int, ...], workers: int, samples: int, batch_siz
     for _ in batches:
         pass
     found["one"] = time.perf_counter() - prepared
-    found["pss"] = middle_of_epoch(loader).pss - before  # epoch two, which touches cold pages: not timed
+    found["held"] = middle_of_epoch(loader).held - before  # epoch two, which touches cold pages: not timed
     found["warm"] = {batch_size: samples / warm_seconds(loader)}
     found["wait"] = wait_seconds(loader)
     del loader, batches
@@ -189,7 +190,7 @@ def measure_speed(report: Report, peers: list[str], quick: bool) -> dict[str, An
 def once(runs: list[dict[str, Any]], payload: int) -> list[str]:
     """The cells of `ONCE`."""
     seconds = [f"{Spread.of(run[key] for run in runs):.2f}" for key in ("prepare", "first", "one")]
-    return [*seconds, f"{Spread.of(run['pss'] / payload for run in runs):.2f}"]
+    return [*seconds, f"{Spread.of(run['held'] / payload for run in runs):.2f}"]
 
 
 def median(spread: Spread) -> float:

@@ -42,24 +42,13 @@ class Claims:
 
     Example:
         >>> claims = Claims(Segment.create(64))
-        >>> with claims.trying(3) as mine, claims.trying(3) as mine_too:
-        ...     mine, mine_too
+        >>> claims.take(3), claims.take(3)
         (True, False)
     """
 
     def __init__(self, segment: Segment) -> None:
         self._segment = segment
         self._taken = _taken_here.setdefault(segment, {})
-
-    @contextmanager
-    def trying(self, slot: int) -> Iterator[bool]:
-        """Claim a slot if nobody else has; yields whether it is ours."""
-        taken = self.take(slot, wait=False)
-        try:
-            yield taken
-        finally:
-            if taken:
-                self.give_up(slot)
 
     @contextmanager
     def waiting(self, slot: int) -> Iterator[None]:
@@ -72,7 +61,7 @@ class Claims:
             self.give_up(slot)
 
     def take(self, slot: int, *, wait: bool = False) -> bool:
-        """Claim a slot; whether it is ours now. Who has it gives it up (`trying` and `waiting` do both)."""
+        """Claim a slot; whether it is ours now. Who has it gives it up (`waiting` does both)."""
         mine = object()
         if self._taken.setdefault(slot, mine) is not mine:
             return False

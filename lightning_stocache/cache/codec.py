@@ -11,19 +11,19 @@ from typing import Any, Protocol
 
 import numpy as np
 import numpy.typing as npt
-import torch
 
-__all__ = ["BatchRows", "Parts", "SampleCodec"]
+__all__ = ["BatchRows", "Memory", "Parts", "SampleCodec"]
 
 Parts = Sequence[Any]
 """What a sample is made of, checked and otherwise as it came: tensors, arrays, numbers."""
 
 
+Memory = Sequence[npt.NDArray[np.uint8]]
+"""The memory of a batch, uint8 `[size]` per field, writable, aligned to 64 bytes where it is large."""
+
+
 class BatchRows(Protocol):
     """The samples of a batch, in memory that was lent for it, open one by one."""
-
-    def put(self, place: int, parts: Parts) -> list[memoryview]:
-        """Copy an encoded sample to its place; its bytes there, per field."""
 
     def put_many(self, places: Sequence[int], samples: Sequence[Parts]) -> list[list[memoryview]]:
         """Copy encoded samples to their places at once; the bytes of each there, per field."""
@@ -59,8 +59,8 @@ class SampleCodec(Protocol):
     def sizes(self, samples: int) -> tuple[int, ...]:
         """Bytes of the memory for a batch, per field."""
 
-    def rows(self, memory: Callable[[], Sequence[torch.Tensor]], samples: int) -> BatchRows:
+    def rows(self, memory: Callable[[], Memory], samples: int) -> BatchRows:
         """Open the memory of a batch, uint8 of `sizes(samples)`; it is asked for when it is needed."""
 
-    def split(self, memory: Sequence[torch.Tensor], samples: int) -> list[Any]:
+    def split(self, memory: Memory, samples: int) -> list[Any]:
         """The samples that lie in the memory of a batch, which they then own together."""

@@ -11,6 +11,7 @@ import operator
 from collections.abc import Sequence
 from typing import Any
 
+import numpy as np
 import torch
 
 from lightning_stocache.cache.placement import NO_SLOT, Arc
@@ -139,7 +140,7 @@ class SharedCache(RowStore):
     def aux_array(self) -> torch.Tensor:
         """The state of each index now, uint8 `[dataset_len]`: 0 empty, 1 set, 2 out of bounds (no slot)."""
         self._check_open()
-        slots = self.arc.slots_of(torch.arange(self.arc.size))
+        slots = torch.from_numpy(self.arc.slots_of(np.arange(self.arc.size)))
         states = torch.full((self.arc.size,), _OUT_OF_BOUNDS, dtype=torch.uint8)
         has_slot = slots != NO_SLOT
         states[has_slot] = self.slots.states[slots[has_slot]]

@@ -159,7 +159,7 @@ class Field:
         )
 
     def batch(self, rows: torch.Tensor) -> torch.Tensor:
-        """The same as one tensor `[samples, *shape]` over the same memory; for fields with a torch dtype."""
+        """The leaves of many samples as one tensor `[samples, *shape]` over their bytes, if torch has the dtype."""
         assert isinstance(self.dtype, torch.dtype)
         return rows.reshape(-1).view(self.dtype).reshape(len(rows), *self.shape)
 

@@ -10,7 +10,7 @@ import numpy as np
 import numpy.typing as npt
 import torch
 
-from lightning_stocache.cache.codec import Parts
+from lightning_stocache.cache.codec import Memory, Parts
 from lightning_stocache.cache.field import Field
 
 __all__ = ["FieldRows"]
@@ -25,21 +25,16 @@ class FieldRows:
         samples: how many.
 
     Example:
-        >>> field, memory = Field.of("", torch.zeros(2, dtype=torch.int16)), torch.zeros(3 * 4, dtype=torch.uint8)
+        >>> field, memory = Field.of("", torch.zeros(2, dtype=torch.int16)), np.zeros(3 * 4, dtype=np.uint8)
         >>> rows = FieldRows([field], lambda: [memory], 3)
-        >>> [bytes(content) for content in rows.put(1, [torch.tensor([1, 2], dtype=torch.int16)])]
-        [b'\x01\x00\x02\x00']
+        >>> rows.put_many([1], [[torch.tensor([1, 2], dtype=torch.int16)]])[0][0].tobytes()
+        b'\x01\x00\x02\x00'
         >>> memory.tolist()
         [0, 0, 0, 0, 1, 0, 2, 0, 0, 0, 0, 0]
     """
 
-    def __init__(self, fields: Sequence[Field], memory: Callable[[], Sequence[torch.Tensor]], samples: int) -> None:
+    def __init__(self, fields: Sequence[Field], memory: Callable[[], Memory], samples: int) -> None:
         self._fields, self._memory, self._samples = fields, memory, samples
-
-    def put(self, place: int, parts: Parts) -> list[memoryview]:
-        """Copy an encoded sample to its place; its bytes there, per field."""
-        self.write(place, [field.content(part) for field, part in zip(self._fields, parts, strict=True)])
-        return [content[place * nbytes : (place + 1) * nbytes] for content, nbytes in self._open[1]]
 
     def put_many(self, places: Sequence[int], samples: Sequence[Parts]) -> list[list[memoryview]]:
         """Copy encoded samples to their places at once: 0.2 us each and field, where one by one costs 1.5.
@@ -72,6 +67,8 @@ class FieldRows:
     @cached_property
     def _open(self) -> tuple[list[torch.Tensor], list[tuple[memoryview, int]]]:
         """The columns of the fields, uint8 `[samples, nbytes]`, and their bytes."""
-        memory = self._memory()
-        columns = [row.view(self._samples, field.nbytes) for field, row in zip(self._fields, memory, strict=True)]
-        return columns, [(row.numpy().data, field.nbytes) for field, row in zip(self._fields, memory, strict=True)]
+        columns, contents = [], []
+        for field, row in zip(self._fields, self._memory(), strict=True):
+            columns.append(torch.from_numpy(row).view(self._samples, field.nbytes))
+            contents.append((row.data, field.nbytes))
+        return columns, contents

@@ -16,10 +16,13 @@ import time
 from collections.abc import Iterable, Iterator, Sequence
 from typing import Protocol
 
+import numpy as np
+import numpy.typing as npt
 import torch
 
 from lightning_stocache.cache.claims import Claims
-from lightning_stocache.cache.placement import NO_SLOT
+from lightning_stocache.cache.codec import Memory
+from lightning_stocache.cache.placement import NO_SLOT, Integers
 from lightning_stocache.cache.shortage import Shortage
 from lightning_stocache.cache.slots import EMPTY, READY
 from lightning_stocache.node.fence import fence
@@ -42,7 +45,7 @@ class Slots(Protocol):
     states: torch.Tensor
     """EMPTY or READY, uint8 `[count]`, live."""
     state_bytes: memoryview
-    """The same, for single looks."""
+    """The states, for single looks."""
 
     def reserve(self, slot: int) -> None:
         """Have the kernel promise a slot's memory, or raise OSError (ENOSPC)."""
@@ -53,7 +56,10 @@ class Slots(Protocol):
     def read(self, slot: int) -> list[torch.Tensor]:
         """Copy one sample out, uint8 `[nbytes]` per field."""
 
-    def gather(self, slots: torch.Tensor, into: Sequence[torch.Tensor]) -> None:
+    def ready(self, slots: Integers) -> npt.NDArray[np.bool_]:
+        """Which of those slots are READY."""
+
+    def gather(self, slots: Integers, into: Memory) -> None:
         """Copy many samples out, into uint8 `[samples * nbytes]` per field."""
 
     def table(self, field: int) -> torch.Tensor:

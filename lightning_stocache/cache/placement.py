@@ -18,10 +18,14 @@ import math
 from collections.abc import Sequence
 from dataclasses import dataclass
 from fractions import Fraction
+from typing import Any
 
-import torch
+import numpy as np
+import numpy.typing as npt
 
-__all__ = ["NO_SLOT", "Arc", "Ring"]
+__all__ = ["NO_SLOT", "Arc", "Integers", "Ring"]
+
+Integers = npt.NDArray[np.int64]
 
 NO_SLOT = -1
 _GOLDEN = (math.sqrt(5) - 1) / 2
@@ -67,10 +71,12 @@ class Arc:
         slot = (index * self.step - self.start) % self.size
         return slot if slot < self.slots else NO_SLOT
 
-    def slots_of(self, indices: torch.Tensor) -> torch.Tensor:
+    def slots_of(self, indices: npt.NDArray[np.integer[Any]]) -> Integers:
         """The slots of many indices, int64 of the same shape, NO_SLOT where there is none."""
-        slots = (indices.long() * self.step - self.start).remainder_(self.size)
-        return slots if self.slots == self.size else slots.masked_fill_(slots >= self.slots, NO_SLOT)
+        slots = (indices.astype(np.int64, copy=False) * self.step - self.start) % self.size
+        if self.slots < self.size:
+            slots[slots >= self.slots] = NO_SLOT
+        return slots
 
 
 @dataclass(frozen=True)
@@ -103,9 +109,10 @@ class Ring:
         starts = [round(size * sum(exact[:node])) % max(size, 1) for node in range(len(exact))]
         return cls(tuple(Arc(size, min(own, size), start, step) for start, own in zip(starts, slots, strict=True)))
 
-    def held_by(self, node: int, indices: torch.Tensor) -> torch.Tensor:
+    def held_by(self, node: int, indices: npt.NDArray[np.integer[Any]]) -> npt.NDArray[np.bool_]:
         """Which of those indices have a slot on a node, bool of the same shape."""
-        return self.arcs[node].slots_of(indices) != NO_SLOT
+        held: npt.NDArray[np.bool_] = self.arcs[node].slots_of(indices) != NO_SLOT
+        return held
 
     @property
     def coverage(self) -> float:

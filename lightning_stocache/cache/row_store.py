@@ -10,10 +10,9 @@ from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass
 from typing import Any, Self
 
-import torch
-
+from lightning_stocache.cache.codec import Memory
 from lightning_stocache.cache.filling import Filling, Slots
-from lightning_stocache.cache.placement import NO_SLOT, Arc
+from lightning_stocache.cache.placement import NO_SLOT, Arc, Integers
 from lightning_stocache.cache.shortage import keep_free
 from lightning_stocache.cache.slots import READY, FieldSlots
 from lightning_stocache.cache.spec import SampleSpec
@@ -164,11 +163,7 @@ class RowStore:
         Raises:
             SampleMismatchError: the sample differs from the spec; checked also where there is no slot.
         """
-        return self.put(index, self.spec.contents(self.spec.encode(sample, index)))
-
-    def put(self, index: int, contents: Sequence[memoryview]) -> bool:
-        """Store an encoded sample by its bytes, `[nbytes]` per field; whether this call stored it."""
-        return any(self.put_many([index], [contents]))
+        return any(self.put_many([index], [self.spec.contents(self.spec.encode(sample, index))]))
 
     # ---- many samples ----
 
@@ -176,7 +171,7 @@ class RowStore:
         """Store encoded samples as the iterator comes to them, which gives for each what `Filling.fill` does."""
         return self._filling.fill(map(self._slot, indices), samples)
 
-    def lookup(self, indices: torch.Tensor) -> torch.Tensor:
+    def lookup(self, indices: Integers) -> Integers:
         """The slots of those indices (int64 `[samples]`) that can be read now, NO_PLACE for the others.
 
         An index from the end of the dataset has the slot of the same sample. One outside of it has none: the ring would
@@ -185,11 +180,12 @@ class RowStore:
         slots, size = self.arc.slots_of(indices), self.arc.size
         if self.arc.slots == 0:
             return slots
-        ready = torch.index_select(self.slots.states, 0, slots.clamp(min=0)) == READY
+        ready = self.slots.ready(slots)
         fence()
-        return slots.masked_fill_(~ready | (indices >= size) | (indices < -size), NO_SLOT)
+        slots[~ready | (indices >= size) | (indices < -size)] = NO_SLOT
+        return slots
 
-    def gather(self, places: torch.Tensor, into: Sequence[torch.Tensor]) -> None:
+    def gather(self, places: Integers, into: Memory) -> None:
         """Copy READY slots (int64 `[samples]`) into the memory of a batch, uint8 `[samples * nbytes]` per field."""
         self.slots.gather(places, into)
 

@@ -20,6 +20,7 @@ from typing import Any
 
 import torch
 
+from lightning_stocache.cache.codec import Memory
 from lightning_stocache.cache.field import Field, bytes_of, named, type_name
 from lightning_stocache.cache.field_rows import FieldRows
 
@@ -132,7 +133,7 @@ class SampleSpec:
         """Bytes of the memory for a batch of so many samples, in each field."""
         return tuple(nbytes * samples for nbytes in self.row_bytes)
 
-    def rows(self, memory: Callable[[], Sequence[torch.Tensor]], samples: int) -> FieldRows:
+    def rows(self, memory: Callable[[], Memory], samples: int) -> FieldRows:
         """Open the memory of a batch, uint8 `[samples * nbytes]` per field; it is asked for when it is needed."""
         return FieldRows(self.fields, memory, samples)
 
@@ -172,13 +173,12 @@ class SampleSpec:
 
     def unflatten(self, rows: Sequence[torch.Tensor]) -> Any:
         """Make a sample from the bytes of its leaves, which it then owns."""
-        return self.split(rows, 1)[0]
+        return self.split([row.numpy() for row in rows], 1)[0]
 
-    def split(self, columns: Sequence[torch.Tensor], samples: int) -> list[Any]:
+    def split(self, memory: Memory, samples: int) -> list[Any]:
         """Make samples from the memory of a batch, uint8 `[samples * nbytes]` per field, which they own together."""
-        sized = zip(self.fields, columns, self.row_bytes, strict=True)
-        leaves = [field.decode(column.view(samples, nbytes)) for field, column, nbytes in sized]
-
+        sized = zip(self.fields, memory, self.row_bytes, strict=True)
+        leaves = [field.decode(torch.from_numpy(column).view(samples, nbytes)) for field, column, nbytes in sized]
         return list(map(_maker(self.tree, leaves), range(samples)))
 
     def _walk(

@@ -10,10 +10,8 @@ from __future__ import annotations
 from collections.abc import Iterator, Sequence
 from typing import Any, Protocol
 
-import torch
-
-from lightning_stocache.cache.codec import SampleCodec
-from lightning_stocache.cache.placement import NO_SLOT
+from lightning_stocache.cache.codec import Memory, SampleCodec
+from lightning_stocache.cache.placement import NO_SLOT, Integers
 
 __all__ = ["NO_PLACE", "SampleStore"]
 
@@ -42,13 +40,13 @@ class SampleStore(Protocol):
     def has_place(self, index: int) -> bool:
         """Whether an index has a place, READY or not."""
 
-    def lookup(self, indices: torch.Tensor) -> torch.Tensor:
+    def lookup(self, indices: Integers) -> Integers:
         """The places of those indices (int64 `[samples]`) that can be read now, NO_PLACE for the others."""
 
     def get(self, index: int) -> Any | None:
         """A copy of the sample of an index, or None if it cannot be read now."""
 
-    def gather(self, places: torch.Tensor, into: Sequence[torch.Tensor]) -> None:
+    def gather(self, places: Integers, into: Memory) -> None:
         """Copy READY places (int64 `[samples]`) into the memory of a batch, uint8 `codec.sizes(samples)`."""
 
     def fill(self, index: int, sample: Any) -> bool:
@@ -58,11 +56,8 @@ class SampleStore(Protocol):
             SampleMismatchError: it is not of the codec; also where it has no place.
         """
 
-    def put(self, index: int, contents: Sequence[memoryview]) -> bool:
-        """Store an encoded sample in the same way, by its bytes per field, as `BatchRows.put` gives them."""
-
     def put_many(self, indices: Sequence[int], samples: Sequence[Sequence[memoryview]]) -> Iterator[bool | None]:
-        """Store encoded samples, a few megabytes, as the iterator comes to them.
+        """Store encoded samples, a few megabytes, by their bytes per field, as the iterator comes to them.
 
         It gives whether each was stored, None where its index has no place.
         """

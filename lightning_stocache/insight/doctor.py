@@ -22,11 +22,12 @@ from packaging.requirements import Requirement
 from lightning_stocache.cache.contents import contents_of
 from lightning_stocache.cache.spec import SampleSpec
 from lightning_stocache.insight.inventory import count, held_lines
-from lightning_stocache.loading.allocation import BackendChoice, Request, allocate
 from lightning_stocache.node.budget import Budget, format_bytes
 from lightning_stocache.node.files import Backend, make_file, memory_directory, reserve
 from lightning_stocache.node.free import FreeMemory
 from lightning_stocache.node.janitor import named_segments
+from lightning_stocache.setup.allocation import allocate
+from lightning_stocache.setup.request import BackendChoice, CacheRequest
 
 __all__ = ["Finding", "as_text", "examine", "shared_memory"]
 
@@ -132,7 +133,7 @@ def _verdict() -> Finding:
 
 def _granted(choice: BackendChoice) -> tuple[int, Backend | None]:
     """What is granted to a dataset that is larger than any memory, and where it would lie."""
-    endless = Request(cast(Any, range(2**48)))
+    endless = CacheRequest(cast(Any, range(2**48)))
     sample = SampleSpec.infer(torch.zeros(1023, dtype=torch.uint8))
     plan = allocate([endless], [sample], {endless.pot: Budget.parse("auto")}, ranks=1, choice=choice)
     return plan.granted[0], plan.backend

@@ -30,13 +30,13 @@ from lightning_stocache.cache.spec import SampleSpec
 from lightning_stocache.insight.planner import Costs, Job, PlanError, Reads, Spread
 from lightning_stocache.loading.dataset import CachedDataset
 from lightning_stocache.loading.loader import CachedLoader
-from lightning_stocache.loading.sampler import LocalitySampler, Mode
-from lightning_stocache.loading.source import check_source
-from lightning_stocache.loading.split import split
 from lightning_stocache.node.budget import Budget, format_bytes
 from lightning_stocache.node.files import memory_directory
 from lightning_stocache.node.free import FreeMemory
 from lightning_stocache.node.grant import grant, loader_reserve
+from lightning_stocache.sampling.locality_sampler import LocalitySampler, Mode
+from lightning_stocache.source.access import check_source
+from lightning_stocache.source.random_split import split
 
 __all__ = ["Data", "measure"]
 

@@ -25,7 +25,7 @@ from typing import Literal
 from lightning_stocache.cache.placement import Ring
 from lightning_stocache.cache.spec import SampleSpec
 from lightning_stocache.insight.theory import expected_hit_rate, moved_share
-from lightning_stocache.loading.sampler import Mode
+from lightning_stocache.sampling.locality_sampler import Mode
 
 __all__ = ["ENDS", "MOST", "WORST", "Costs", "Job", "PlanError", "Planner", "Reads", "Row", "Spread", "Step"]
 

@@ -31,11 +31,12 @@ import math
 from collections.abc import Iterator, Sequence
 from itertools import islice
 
+import numpy as np
 import torch
 
 from lightning_stocache.cache.placement import Ring
-from lightning_stocache.loading.dealing import Dealer
-from lightning_stocache.loading.sampler import Mode
+from lightning_stocache.sampling.assignment import Dealer
+from lightning_stocache.sampling.locality_sampler import Mode
 
 __all__ = ["expected_hit_rate", "expected_with_replacement", "moved_share"]
 
@@ -102,7 +103,7 @@ def expected_with_replacement(ring: Ring, weights: torch.Tensor, before: int, dr
         >>> round(expected_with_replacement(ring, torch.ones(1000), before=0, drawn=1000), 3)
         0.368
     """
-    has_slot = ring.held_by(0, torch.arange(len(weights)))
+    has_slot = torch.from_numpy(ring.held_by(0, np.arange(len(weights))))
     chances = weights.double() / weights.double().sum()
     chances = chances[has_slot & (chances > 0)]
     missed = (1 - chances) ** before - (1 - chances) ** (before + drawn)

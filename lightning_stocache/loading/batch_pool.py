@@ -28,6 +28,8 @@ import weakref
 from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple
 
+import numpy as np
+import numpy.typing as npt
 import torch
 
 from lightning_stocache.node.files import Backend, memory_directory
@@ -35,6 +37,8 @@ from lightning_stocache.node.free import FreeMemory
 from lightning_stocache.node.segment import Segment, SegmentHandle
 
 __all__ = ["Attached", "BatchPool", "Place", "SharedBatch", "aligned"]
+
+Bytes = npt.NDArray[np.uint8]
 
 _SMALL = 1 << 14  # below this (labels) a fresh tensor costs less than the bookkeeping
 _KEPT = 8  # private buffers per field; a consumer that lets go of batches in bursts needs no more
@@ -51,8 +55,8 @@ class BatchPool:
 
     Example:
         >>> pool = BatchPool()
-        >>> address = pool.take([1 << 20])[0].data_ptr()  # given back at once: nobody holds it
-        >>> pool.take([1 << 20])[0].data_ptr() == address
+        >>> address = pool.take([1 << 20])[0].ctypes.data  # given back at once: nobody holds it
+        >>> pool.take([1 << 20])[0].ctypes.data == address
         True
     """
 
@@ -64,8 +68,13 @@ class BatchPool:
         self._segments: dict[int, Segment] = {}
         self._size = 0
 
-    def take(self, sizes: Sequence[int]) -> list[torch.Tensor]:
-        """Private memory of undefined content, uint8 `[size]` per field, aligned to 64 bytes."""
+    @property
+    def pinned(self) -> bool:
+        """Whether private memory is page-locked: each array is then that of a tensor, its `base`."""
+        return self._pinned
+
+    def take(self, sizes: Sequence[int]) -> list[Bytes]:
+        """Private memory of undefined content, uint8 `[size]` per field, aligned to 64 bytes where it is large."""
         return [self._take(field, nbytes) for field, nbytes in enumerate(sizes)]
 
     def take_shared(self, sizes: Sequence[int] = ()) -> SharedBatch | None:
@@ -79,7 +88,7 @@ class BatchPool:
                 segment = None
             if segment is None:
                 try:
-                    segment = self._segments[number] = _reserved(self._size, self._promised())
+                    segment = self._segments[number] = reserved_segment(self._size, self._promised())
                 except OSError:  # from now on there is one less
                     continue
             return SharedBatch(number, segment, self._free)
@@ -93,6 +102,26 @@ class BatchPool:
     def may_lend(self) -> bool:
         """Whether shared memory is left for the next batch, if the trainer keeps this one."""
         return bool(self._free)
+
+    @property
+    def shared_left(self) -> int:
+        """How many batches shared memory can still be lent to."""
+        return len(self._free)
+
+    @property
+    def shared_count(self) -> int:
+        """For how many batches shared memory has been taken."""
+        return len(self._segments)
+
+    @property
+    def shared_bytes(self) -> int:
+        """Bytes of shared memory that have been taken."""
+        return sum(segment.size for segment in self._segments.values())
+
+    @property
+    def idle_bytes(self) -> int:
+        """Bytes of private memory that are kept for batches to come."""
+        return sum(memory.nbytes for free in self._private.values() for memory in free)
 
     def trim(self) -> None:
         """Give up the shared memory that is free; more may be taken later."""
@@ -108,11 +137,11 @@ class BatchPool:
         self._segments.clear()
         self._size = 0  # what comes back later is lent no more
 
-    def _take(self, field: int, nbytes: int) -> torch.Tensor:
+    def _take(self, field: int, nbytes: int) -> Bytes:
         if self._pinned:
-            return torch.empty(nbytes, dtype=torch.uint8, pin_memory=True)
+            return torch.empty(nbytes, dtype=torch.uint8, pin_memory=True).numpy()
         if nbytes < _SMALL:
-            return torch.empty(nbytes, dtype=torch.uint8)
+            return torch.empty(nbytes, dtype=torch.uint8).numpy()
         free = self._private.setdefault(field, [])
         # Two threads may be here at once: each list operation is atomic, and what was popped is looked at.
         if nbytes > self._largest.get(field, 0):
@@ -124,11 +153,12 @@ class BatchPool:
             memory = None
         if memory is None or memory.shape[0] < nbytes:
             memory = torch.empty(max(self._largest[field], nbytes), dtype=torch.uint8)
-        view = memory.numpy()[:nbytes]
-        lent = _Lent(view, _give_back)
+        # An array of its own each time. It is the base of every view of it, and so goes with the last of them.
+        whole = memory.numpy()
+        lent = _Lent(whole, _give_back)
         lent.memory, lent.free = memory, free
         _lent[id(lent)] = lent
-        return torch.from_numpy(view)
+        return whole[:nbytes]
 
 
 class Place(NamedTuple):
@@ -160,9 +190,9 @@ class SharedBatch:
             return torch.empty(tuple(shape), dtype=dtype)
         return torch.frombuffer(self._memory, dtype=dtype, count=count, offset=offset).view(tuple(shape))
 
-    def fields(self, sizes: Sequence[int]) -> list[torch.Tensor]:
+    def fields(self, sizes: Sequence[int]) -> list[Bytes]:
         """The memory of a batch of rows, uint8 `[size]` per field."""
-        return [self.tensor(start, torch.uint8, (size,)) for start, size in _starts(sizes)]
+        return [self.tensor(start, torch.uint8, (size,)).numpy() for start, size in _starts(sizes)]
 
 
 class Attached:
@@ -170,6 +200,10 @@ class Attached:
 
     def __init__(self) -> None:
         self._segments: dict[int, Segment] = {}
+
+    def __len__(self) -> int:
+        """Number of segments that are mapped."""
+        return len(self._segments)
 
     def segment(self, place: Place | None) -> Segment | None:
         """The segment of a place; None if there is none, or it cannot be reached from this process."""
@@ -187,10 +221,10 @@ class Attached:
             self._segments[place.number] = known
         return known
 
-    def fields(self, place: Place | None, sizes: Sequence[int]) -> list[torch.Tensor] | None:
-        """The memory of a batch of rows, uint8 `[size]` per field; None as above."""
+    def fields(self, place: Place | None, sizes: Sequence[int]) -> list[Bytes] | None:
+        """The memory of a batch of rows at a place, uint8 `[size]` per field; None where `segment` is None."""
         segment = self.segment(place)
-        return None if segment is None else [segment.bytes(start, size) for start, size in _starts(sizes)]
+        return None if segment is None else [segment.bytes(start, size).numpy() for start, size in _starts(sizes)]
 
     def __getstate__(self) -> dict[str, Any]:
         return {"_segments": {}}
@@ -210,7 +244,7 @@ def _starts(sizes: Sequence[int]) -> list[tuple[int, int]]:
     return starts
 
 
-def _reserved(size: int, promised: int) -> Segment:
+def reserved_segment(size: int, promised: int) -> Segment:
     """A segment, all of it reserved.
 
     Raises:

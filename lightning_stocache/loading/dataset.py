@@ -1,42 +1,33 @@
 """A dataset that remembers.
 
-`CachedDataset` stands between a loader and the user's dataset, the source. It answers an index from the index's slot if
-that is ready (a hit), loads the sample from the source and stores it if not (a miss), and only loads it if the index
-has no slot (a bypass). What is random comes after: first the tail that was cut off the source, then `transform`. So the
-samples are those of the source, bit for bit and in the same order of random draws, cached or not.
-
-The source stays its user's: as soon as it is seen to have changed (by every read, and when an epoch begins), it is
-served as it is now, uncached. Each process that the dataset reaches works on the same memory.
+`CachedDataset` stands between a loader and the user's dataset, the source. Its samples are those of the source, bit for
+bit and in the same order of random draws, cached or not; how they are served, `CachedSource` tells. Each process that
+the dataset reaches works on the same memory.
 """
 
 from __future__ import annotations
 
 import copy
 from collections.abc import Callable, Sequence
-from dataclasses import replace
 from types import GeneratorType
 from typing import Any, Literal, SupportsIndex, cast, get_args
 
 from torch.utils.data import Dataset
 
-from lightning_stocache.cache.codec import BatchRows
 from lightning_stocache.cache.compat import SharedCache
 from lightning_stocache.cache.counters import Counters
 from lightning_stocache.cache.placement import Ring
 from lightning_stocache.cache.spec import SampleSpec
-from lightning_stocache.loading.allocation import BackendChoice, InFlight, Request
-from lightning_stocache.loading.description import description, tell
-from lightning_stocache.loading.errand import Delivery, Errand
-from lightning_stocache.loading.finish import Finish
+from lightning_stocache.loading.cached_source import CachedSource
 from lightning_stocache.loading.forwarding import Forwarding
-from lightning_stocache.loading.opened import Opened
-from lightning_stocache.loading.opening import open_caches
-from lightning_stocache.loading.source import check_source, position_of
-from lightning_stocache.loading.source_state import SourceState
 from lightning_stocache.node.budget import Budget
 from lightning_stocache.node.group import NodeGroup
+from lightning_stocache.setup.open import open_caches
+from lightning_stocache.setup.open_cache import OpenCache
+from lightning_stocache.setup.request import BackendChoice, CacheRequest
+from lightning_stocache.source.access import check_source
 
-__all__ = ["CachedDataset", "OnError"]
+__all__ = ["CachedDataset", "OnError", "cached_source", "dataset_over"]
 
 OnError = Literal["raise", "disable"]
 
@@ -46,10 +37,10 @@ class CachedDataset(Forwarding):
 
     Opening reads a few samples, in another process, and takes no memory for slots until they are filled.
 
-    Its names are `source`, `cache`, `counters`, `ring`, `group`, `budget_bytes`, `share`, `close`, `describe`, and for
-    the package `opened`, `finish`, `changed`, `refresh`, `view`, `request`, `adopt` and `load_into`. `transform` is the
-    one that was given; where none was, and the source has one, the source's. All other names, private ones too, are the
-    source's, to read, write and delete. A source that changes is served as it is then, uncached, with a warning.
+    Its names are `source`, `cache`, `counters`, `ring`, `group`, `budget_bytes`, `share`, `close` and `describe`.
+    `transform` is the one that was given; where none was, and the source has one, the source's. All other names,
+    private ones too, are the source's, to read, write and delete; those of its own that these hide are reached by
+    `source`. A source that changes is served as it is then, uncached, with a warning.
 
     Args:
         source: the dataset to cache: its deterministic, expensive part (read, decode, resize). A `transform` inside it
@@ -109,15 +100,10 @@ class CachedDataset(Forwarding):
         if on_error not in get_args(OnError):
             raise ValueError(f"on_error must be 'raise' or 'disable', got {on_error!r}")
         super().__init__(source)
-        self.__source = source
-        self.__budget = Budget.parse(budget)
-        self.__transforms = transform is not None
-        self.__opened = Opened(source)
-        self.__finish = Finish(self.__opened, source, transform)
+        request = CacheRequest(source, "", Budget.parse(budget), spec, allow_random, None, name, fingerprint, strict)
+        self.__cached, self.__lends_transform = CachedSource(OpenCache.without(request), transform), transform is None
         self.__backend: BackendChoice = backend
         self.__disable = on_error == "disable"
-        self.__request = Request(source, "", spec, allow_random, None, name, fingerprint, strict)
-        self.__state = SourceState(source)
         if not defer:
             self.share(NodeGroup())
 
@@ -132,71 +118,54 @@ class CachedDataset(Forwarding):
         """
         self.close()
         group = NodeGroup.discover() if group is None else group
-        [opened] = open_caches([self.request("")], {"": self.__budget}, group, self.__backend, disable=self.__disable)
-        self.adopt(opened)
-
-    def request(self, pot: str, in_flight: InFlight | None = None) -> Request:
-        """What is asked of `open_caches` for this dataset: from which pot, and what loader will read it."""
-        return replace(self.__request, pot=pot, in_flight=in_flight)
-
-    def adopt(self, opened: Opened) -> None:
-        """Serve from a cache that was opened for this dataset's request; what was counted before is over."""
-        self.__serve(opened)
-        self.__state = SourceState(self.source, getattr(opened.tail, "steps", ()))
-        if self.group.is_leader and self.cache is not None:
-            tell(self.describe())
+        request = self.__cached.opened.request
+        [opened] = open_caches([request], {"": request.budget}, group, self.__backend, disable=self.__disable)
+        self.__cached = CachedSource(opened, self.__cached.transform)
+        opened.tell()
 
     @property
     def source(self) -> Dataset[Any]:
         """The user's dataset."""
-        return self.__source
+        return self.__cached.source
 
     @property
     def transform(self) -> Callable[[Any], Any] | None:
         """What is done to each sample after the cache; where none was given, the source's own."""
-        return cast(Any, self.source).transform if self.__lends_transform else self.__finish.transform
+        if self.__lends_transform and hasattr(self.source, "transform"):
+            return cast("Callable[[Any], Any] | None", cast(Any, self.source).transform)
+        return self.__cached.transform
 
     @transform.setter
     def transform(self, transform: Callable[[Any], Any] | None) -> None:
-        if self.__lends_transform:
+        if self.__lends_transform and hasattr(self.source, "transform"):
             cast(Any, self.source).transform = transform
         else:
-            self.__finish = replace(self.__finish, transform=transform)
-
-    @property
-    def opened(self) -> Opened:
-        """What serves samples in this process, as long as the source is what it was."""
-        return self.__opened
-
-    @property
-    def finish(self) -> Finish:
-        """What is done to each sample after the cache."""
-        return self.__finish
+            self.__cached.transform = transform
 
     @property
     def cache(self) -> SharedCache | None:
         """The cache, or None while samples pass through."""
-        return self.__opened.live_cache
+        return self.__cached.opened.live_cache
 
     @property
     def counters(self) -> Counters | None:
         """What has been served and filled, by all processes of the node; None before the first opening."""
-        return self.__opened.counters
+        return self.__cached.opened.counters
 
     @property
     def ring(self) -> Ring | None:
         """Which node holds which indices; None before the first opening."""
-        return self.__opened.ring
+        return self.__cached.opened.ring
 
     @property
     def group(self) -> NodeGroup:
         """The ranks that share the cache."""
-        return self.__opened.group
+        return self.__cached.opened.group
 
     @property
     def budget_bytes(self) -> int:
         """Memory that was granted on this node."""
-        return self.__opened.budget_bytes
+        return self.__cached.opened.budget_bytes
 
     def close(self) -> None:
         """Give the cache up in this process; from then on samples pass through uncached.
@@ -204,97 +173,49 @@ class CachedDataset(Forwarding):
         A copy (`copy.copy`, `copy.deepcopy`, or out of a pickle) reads and fills the same memory, which only the
         dataset that was copied closes, for all copies in its process; a copy gives up its own use of it.
         """
-        self.__opened.close()
-        self.__serve(Opened(self.source))
+        self.__cached.close()
 
     def describe(self) -> str:
         """One line on what is cached here, for people; with several nodes, on which one, and its arc of the ring."""
-        return description(self.source, self.__opened)
-
-    def view(self, transform: Callable[[Any], Any] | None) -> CachedDataset:
-        """The same source, cache and counts with another transform."""
-        view = CachedDataset.__new__(type(self))
-        view.__dict__.update(self.__dict__)
-        view.__finish, view.__transforms = replace(self.__finish, transform=transform), transform is not None
-        view.__serve(replace(self.__opened, borrowed=True))
-        return view
-
-    @property
-    def changed(self) -> bool:
-        """Whether the source has changed since it was cached."""
-        counters = self.counters if self.group.rank == 0 else None
-        return self.__state.look(None if counters is None else lambda: counters.is_first("changed source")) is not None
-
-    def refresh(self) -> Opened:
-        """What serves samples: once the source has been seen to change, the source itself, uncached."""
-        opened = self.__opened
-        if (opened.cache is not None or opened.source is not self.source) and self.changed:
-            self.__serve(opened.passing(self.source))
-        return self.__opened
+        return self.__cached.opened.describe()
 
     def __len__(self) -> int:
-        return len(self.__source)  # type: ignore[arg-type]
+        return len(self.source)  # type: ignore[arg-type]
 
     def __getitem__(self, index: SupportsIndex) -> Any:
         """The sample of an index. What is no index to a cache (a list of them, a slice) goes to the source itself."""
-        opened = self.refresh()
-        try:
-            try:
-                position = position_of(index, self.source)
-            except TypeError:
-                sample = self.__source[index]
-                opened.count(bypasses=1)
-                return self.__finish.transformed(sample)
-            return self.__finish(opened.serve(position))
-        finally:
-            self.__state.end_read()
+        return self.__cached.sample(index)
 
     def __getitems__(self, indices: Sequence[SupportsIndex]) -> Any:
         """The samples of a batch, as a list: all hits are copied out by one gather per field."""
-        try:
-            positions = [position_of(index, self.source) for index in indices]
-        except TypeError:  # a sampler's keys, which only the source understands
-            return [self[index] for index in indices]
-        opened = self.refresh()
-        samples: Any
-        try:
-            if isinstance(indices, Errand) and indices.missing is not None:
-                samples = ()
-            elif opened.live_cache is None and opened.fetch is None:
-                samples = [self.__finish(opened.serve(position)) for position in positions]
-            else:
-                samples = self.__finish.each(opened.serve_many(positions))
-        finally:
-            self.__state.end_read()
-        if isinstance(indices, Errand):
-            return Delivery(self, indices, samples)
-        return list(samples) if isinstance(samples, GeneratorType) and self.__finish else samples
-
-    def load_into(self, batch: BatchRows, indices: list[int], places: list[int]) -> dict[int, Any]:
-        """Serve samples that were not READY at their places of a batch, untransformed; by place, those not of the spec.
-
-        The rows of these are undefined.
-        """
-        try:
-            return self.__opened.load_into(batch, [position_of(index, self.source) for index in indices], places)
-        finally:
-            self.__state.end_read()
+        samples = self.__cached.samples(indices)
+        return list(samples) if isinstance(samples, GeneratorType) and self.__cached.transforms else samples
 
     def __copy__(self) -> CachedDataset:
-        opened, source, other = self.refresh(), copy.copy(self.source), self.view(self.__finish.transform)
-        super(CachedDataset, other).__init__(source)
-        other.__source, other.__transforms = source, self.__transforms
-        other.__request = replace(self.__request, source=source)
-        whole = source if opened.source is self.source else opened.source
-        other.__serve(replace(opened, source=whole, borrowed=True))
-        other.__state = SourceState(source, getattr(opened.tail, "steps", ()))
+        other = CachedDataset.__new__(type(self))
+        other.__dict__.update(self.__dict__)
+        other.__cached = self.__cached.around(copy.copy(self.source))
+        super(CachedDataset, other).__init__(other.source)
         return other
 
-    def __serve(self, opened: Opened) -> None:
-        self.__opened = opened
-        self.__finish = Finish(opened, self.source, self.__finish.transform)
+    @staticmethod
+    def __cached_source__(dataset: CachedDataset) -> CachedSource:
+        return dataset.__cached
 
-    @property
-    def __lends_transform(self) -> bool:
-        """Whether `transform` is the source's."""
-        return not self.__transforms and hasattr(self.source, "transform")
+    @staticmethod
+    def __over_source__(cached: CachedSource) -> CachedDataset:
+        dataset = CachedDataset.__new__(CachedDataset)
+        super(CachedDataset, dataset).__init__(cached.source)
+        dataset.__cached, dataset.__lends_transform = cached, cached.transform is None
+        dataset.__backend, dataset.__disable = "auto", False
+        return dataset
+
+
+def cached_source(dataset: CachedDataset) -> CachedSource:
+    """What serves a dataset: for the package, whose names for it are none of the user's."""
+    return CachedDataset.__cached_source__(dataset)
+
+
+def dataset_over(cached: CachedSource) -> CachedDataset:
+    """The dataset of a cache that was opened with others."""
+    return CachedDataset.__over_source__(cached)

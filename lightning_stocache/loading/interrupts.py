@@ -21,7 +21,7 @@ from typing import Any
 __all__ = ["HeldBack", "LetThrough"]
 
 
-_PATIENCE_SECONDS = 1.0
+PATIENCE_SECONDS = 1.0
 
 
 class _Sigint:
@@ -56,7 +56,7 @@ class _Sigint:
         now = time.monotonic()
         if self._came_at is None:
             self._came, self._came_at = frame, now
-        elif now - self._came_at > _PATIENCE_SECONDS and self._waiting is not None:
+        elif now - self._came_at > PATIENCE_SECONDS and self._waiting is not None:
             self._waiting(number, frame)
 
 

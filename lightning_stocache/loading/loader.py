@@ -1,7 +1,7 @@
 """A DataLoader that reads a warm cache at memory speed.
 
 Sending a finished batch from a worker costs more than making it from memory. So each batch is planned: indices whose
-slots are READY are gathered in the main process, by one `index_select` per field into recycled memory, and only the
+slots are READY are gathered in the main process, by one `take` per field into recycled memory, and only the
 others go to workers, which load them into the memory of the batch, and store what has a slot. A batch without a
 miss wakes no worker. Once everything is READY there are no workers at all, and while the trainer computes a thread
 gathers one batch ahead.
@@ -10,49 +10,39 @@ With a per-sample transform on the CPU, whole batches are made by the workers, f
 memory that the trainer is lent.
 
 Order, contents and the random states are those of a plain DataLoader with the same arguments, bit for bit: all draws
-are made on the caller's thread at the moments at which DataLoader makes them (`schedule`). What has no short cut (a
+are made on the caller's thread at the moments at which DataLoader makes them (`index_stream`). What has no short cut (a
 `collate_fn` of the user's, samples without batching, a dataset that is not cached) travels as DataLoader sends it.
 
-Not equal by nature: the storage of a batch cannot be resized, and may hold other batches, too (up to 1 MiB: who pickles
-or keeps a small one for long had better `clone` it), `is_shared()` is False where DataLoader's worker batches say True
-(and yet a process that is forked while a batch is held shares its memory, and sees the batch that comes there next),
-and the workers' random streams see only the misses (a source must not be random). The samples of a batch are loaded
-before any is transformed: after an error of the source, a random transform has drawn less than in DataLoader. A
-transform that returns the same memory each time gives each sample what it returned for it; DataLoader's workers stack
-what it returned last.
+Not equal by nature: the storage of a batch cannot be resized, and what lies beside a small one in memory goes with the
+last of them (up to 1 MiB: who keeps one for long had better `clone` it), `is_shared()` is False where DataLoader's
+worker batches say True (and yet a process that is forked while a batch is held shares its memory, and sees the batch
+that comes there next), and the workers' random streams see only the misses (a source must not be random). The samples
+of a batch are loaded before any is transformed: after an error of the source, a random transform has drawn less than in
+DataLoader. A transform that returns the same memory each time gives each sample what it returned for it; DataLoader's
+workers stack what it returned last.
 """
 
 from __future__ import annotations
 
 import weakref
 from collections.abc import Iterable
-from typing import Any, Literal, Protocol, get_args
+from typing import Any, Literal, get_args
 
 import torch
 from torch.utils.data import DataLoader, Dataset, Sampler, default_collate
 
-from lightning_stocache.loading.gathered import GatheredEpoch
-from lightning_stocache.loading.kept import Kept, Way
-from lightning_stocache.loading.made import MadeEpoch
-from lightning_stocache.loading.schedule import Schedule
+from lightning_stocache.loading.cached_source import CachedSource
+from lightning_stocache.loading.dataset import cached_source
+from lightning_stocache.loading.epoch import Epoch
+from lightning_stocache.loading.index_stream import IndexStream
+from lightning_stocache.loading.resources import Resources, Route
 from lightning_stocache.loading.stand_in import cached_in
-from lightning_stocache.loading.torch_internals import knows_workers
-from lightning_stocache.loading.warm import WarmEpoch
-from lightning_stocache.loading.worker_init import InitOnSource
+from lightning_stocache.loading.worker_pool import InitOnSource
+from lightning_stocache.torch_internals import knows_workers
 
 __all__ = ["CachedLoader", "Gather"]
 
 Gather = Literal["auto", "main", "worker"]
-
-
-class _Epoch(Protocol):
-    """An iterator over batches that can be ended early."""
-
-    def __next__(self) -> Any:
-        """The next batch."""
-
-    def close(self) -> None:
-        """End it."""
 
 
 class CachedLoader(DataLoader[Any]):
@@ -82,9 +72,9 @@ class CachedLoader(DataLoader[Any]):
     # What a loader starts with, also one that is a copy of a DataLoader's attributes and was never constructed.
     gather: Gather = "auto"
     _started = False  # whether a persistent loader has drawn its base seed
-    _kept: Kept | None = None
+    resources: Resources | None = None
     _release: weakref.finalize[[], CachedLoader] | None = None
-    _current: weakref.ref[_Epoch] | None = None
+    _current: weakref.ref[Epoch] | None = None
     _plain: Any = None
 
     def __init__(
@@ -112,23 +102,20 @@ class CachedLoader(DataLoader[Any]):
         if persistent and self._current is not None and (last := self._current()) is not None:
             last.close()
         started = persistent and (self._started or self._plain is not None)
-        if not started and (dataset := cached_in(self.dataset)) is not None:
-            dataset.refresh()  # persistent workers have a source of their own, which stays as it was
-        kept = self._keep()
-        if kept is not self._kept:
-            self._change(kept)
-        if kept is None:
+        cached = self._cached()
+        if not started and cached is not None:
+            cached.refresh()  # persistent workers have a source of their own, which stays as it was
+        resources = None if cached is None else self._resources_for(cached)
+        if resources is not self.resources:
+            self._change(resources)
+        if cached is None or resources is None:
             return self._iter_plainly(seeded=persistent and self._started and self._plain is None)
         # New workers with random transforms need a new seed; new ones that only load do not.
-        first = not persistent or not (self._started or self._plain is not None)
-        schedule = Schedule(self, first=first or (kept.way == "worker" and kept.crew is None))
+        first = not started or (resources.route == "worker" and resources.workers is None)
+        stream = IndexStream(self, first=first)
         self._started = True
-        epoch: _Epoch
-        if kept.way == "worker":
-            epoch = MadeEpoch(self, schedule, kept)
-        else:
-            warm = kept.full and schedule.trusted and len(self.dataset) <= kept.cache.length  # type: ignore[arg-type]
-            epoch = (WarmEpoch if warm else GatheredEpoch)(self, schedule, kept)
+        whole = resources.route == "main" and resources.full and len(self.dataset) <= resources.cache.length  # type: ignore[arg-type]
+        epoch = Epoch(self, cached, stream, resources, warm=whole and stream.trusted)
         self._current = weakref.ref(epoch)
         return epoch
 
@@ -143,6 +130,33 @@ class CachedLoader(DataLoader[Any]):
         finally:
             self.generator, self.worker_init_fn = generator, init
 
+    @property
+    def route(self) -> Route | None:
+        """Who puts batches together; None: they come as DataLoader makes them.
+
+        =============================================  ============  ========================
+        what is done to samples after the cache        no workers    with workers
+        =============================================  ============  ========================
+        no cache                                       None          None
+        a `collate_fn` of the user's, or no batches    None          None
+        `in_order=False`                               None          None
+        a transform for each                           None          "worker" (None: "main")
+        nothing                                        "main"        "main" ("worker")
+        =============================================  ============  ========================
+
+        In brackets: with `gather="main"`, and with `gather="worker"`.
+        """
+        cached = self._cached()
+        if cached is None or cached.cache is None:
+            return None
+        if self.collate_fn is not default_collate or self.batch_sampler is None or not getattr(self, "in_order", True):
+            return None
+        if self.num_workers and not knows_workers():
+            return None
+        if cached.transforms:
+            return "worker" if self.num_workers and self.gather != "main" else None
+        return "worker" if self.gather == "worker" and self.num_workers else "main"
+
     def close(self) -> None:
         """End the epoch under way, and the workers; a new epoch starts new ones."""
         if self._current is not None and (epoch := self._current()) is not None:
@@ -150,38 +164,31 @@ class CachedLoader(DataLoader[Any]):
         self._change(None)
         self._current, self._started = None, False
 
-    def _change(self, kept: Kept | None) -> None:
+    def _change(self, resources: Resources | None) -> None:
         """Release what was kept, and keep something else."""
         if self._release is not None:
             self._release()
-        self._kept = kept
-        self._release = None if kept is None else weakref.finalize(self, kept.release)
+        self.resources = resources
+        self._release = None if resources is None else weakref.finalize(self, resources.release)
 
-    def _keep(self) -> Kept | None:
-        """What was kept for this cache and this way, or new; None where there is no short cut."""
-        dataset, way = cached_in(self.dataset), self._way()
-        cache = None if dataset is None else dataset.cache
-        if cache is None or way is None:
+    def _resources_for(self, cached: CachedSource) -> Resources | None:
+        """What was kept for this cache and this route, or new; None where there is no short cut."""
+        cache, route = cached.cache, self.route
+        if cache is None or route is None:
             return None
-        kept = self._kept
-        if kept is not None and kept.cache is cache and kept.way == way and not kept.in_use:
+        kept = self.resources
+        if kept is not None and kept.cache is cache and kept.route == route and not kept.in_use:
             kept.end_broken_workers()
             return kept
         try:
-            return Kept(self, cache, way)
+            return Resources(self, cache, route)
         except (TypeError, RuntimeError):  # default_collate refuses these samples, or keeps a subclass
             return None
 
-    def _way(self) -> Way | None:
-        """Who makes the batches; None where there is no short cut."""
+    def _cached(self) -> CachedSource | None:
+        """What serves the dataset, if it is cached."""
         dataset = cached_in(self.dataset)
-        if dataset is None or self.batch_sampler is None or (self.num_workers and not knows_workers()):
-            return None
-        if self.collate_fn is not default_collate or not getattr(self, "in_order", True):
-            return None
-        if dataset.finish or self.gather == "worker":
-            return "worker" if self.num_workers and self.gather != "main" else None
-        return "main"
+        return None if dataset is None else cached_source(dataset)
 
     @property
     def _iterator(self) -> Any:
@@ -196,4 +203,10 @@ class CachedLoader(DataLoader[Any]):
 
     def __getstate__(self) -> dict[str, Any]:
         # A copy, or a process that is sent the loader, starts with nothing.
-        return self.__dict__ | {"_kept": None, "_release": None, "_current": None, "_started": False, "_plain": None}
+        return self.__dict__ | {
+            "resources": None,
+            "_release": None,
+            "_current": None,
+            "_started": False,
+            "_plain": None,
+        }

@@ -8,28 +8,25 @@ from __future__ import annotations
 
 import logging
 import time
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from functools import partial
 from typing import Any
 
-import torch
+import numpy as np
 from torch.utils.data import Dataset
 
 from lightning_stocache.cache.codec import BatchRows, Parts
 from lightning_stocache.cache.counters import Counters, Matter
 from lightning_stocache.cache.spec import SampleMismatchError
 from lightning_stocache.cache.store import SampleStore
-from lightning_stocache.loading.generators import Generators
 from lightning_stocache.loading.interrupts import LetThrough
-from lightning_stocache.loading.odd import Odd, warn_of_odd
-from lightning_stocache.loading.recheck import Recheck
+from lightning_stocache.source.generators import Generators
+from lightning_stocache.source.odd import Odd, warn_of_odd
+from lightning_stocache.source.recheck import Recheck
 
-__all__ = ["Misses", "Store"]
+__all__ = ["Misses"]
 
 log = logging.getLogger(__name__)
-
-Store = Callable[[int, Any], bool]
-"""Checks the k-th of some samples and stores it, if its slot is nobody else's now; whether it was stored."""
 
 _AT_ONCE = 1 << 20  # bytes that are copied into a batch, then stored: they are still in the processor's cache
 
@@ -59,28 +56,19 @@ class Misses:
         self.source, self.cache = source, cache
         self._counters, self._strict = counters, strict
         self._recheck = None if frozen else Recheck(source, partial(self._is_first, "random sample"))
-        self._frozen = frozen
 
-    def load(
-        self,
-        indices: list[int],
-        store: Store | None = None,
-        *,
-        batch: BatchRows | None = None,
-        places: Sequence[int] = (),
-    ) -> list[Any]:
+    def load(self, indices: list[int], *, batch: BatchRows | None = None, rows: Sequence[int] = ()) -> list[Any]:
         """Load samples, then store them all: storing costs half as much when its code and memory are warm.
 
         Args:
             indices: of the samples.
-            store: keeps a sample in a way of its own.
             batch: where else the samples are wanted, but for odd ones.
-            places: theirs in the batch.
+            rows: theirs in the batch.
         """
         samples: list[Any] = []
         source_ns, served = 0, True
         # Made anew: a forked worker has no CUDA, whatever its parent had. What has no slot cannot be frozen.
-        watched = not self._frozen and any(map(self.cache.has_place, indices))
+        watched = self._recheck is not None and any(map(self.cache.has_place, indices))
         generators = Generators() if watched else None
         before = None if generators is None else generators.state()
         try:
@@ -95,7 +83,7 @@ class Misses:
         finally:
             if samples and generators is not None and generators.state() != before:
                 self._leave_random(indices, samples)
-            self.keep(indices[: len(samples)], samples, source_ns, store, served, batch=batch, places=places)
+            self.keep(indices[: len(samples)], samples, source_ns, served, batch=batch, rows=rows)
         for index, sample in zip(indices, samples, strict=True):
             if self._recheck is not None and type(sample) is not Odd and self.cache.has_place(index):
                 self._recheck.after(index, sample)
@@ -106,11 +94,10 @@ class Misses:
         indices: list[int],
         samples: list[Any],
         source_ns: int,
-        store: Store | None = None,
         served: bool = True,
         *,
         batch: BatchRows | None = None,
-        places: Sequence[int] = (),
+        rows: Sequence[int] = (),
     ) -> None:
         """Store samples and count them at once; an odd one becomes an `Odd` in the list."""
         cache, fills, misses = self.cache, 0, 0
@@ -122,13 +109,8 @@ class Misses:
                 try:
                     self._check(range(first, min(first + step, len(samples))), indices, samples, fitting)
                 finally:  # also what comes before one that is an error
-                    done: Iterator[bool | None]
-                    if store is not None:
-                        done = self._each(fitting, indices, samples, store)
-                    else:
-                        contents = self._contents(fitting, batch, places)
-                        done = cache.put_many([indices[number] for number in fitting], contents)
-                    for stored in done:
+                    contents = self._contents(fitting, batch, rows)
+                    for stored in cache.put_many([indices[number] for number in fitting], contents):
                         misses += stored is not None
                         fills += stored is True
         except BaseException:
@@ -158,25 +140,17 @@ class Misses:
                 self._let_pass(error)
                 samples[number] = Odd(index, sample, codec.is_alike(sample))
 
-    def _each(
-        self, fitting: Mapping[int, Parts], indices: list[int], samples: list[Any], store: Store
-    ) -> Iterator[bool | None]:
-        """Keep samples one by one, in the caller's way."""
-        for number in fitting:
-            stored = store(number, samples[number])
-            yield stored if self.cache.has_place(indices[number]) else None
-
     def _contents(
-        self, samples: Mapping[int, Parts], batch: BatchRows | None, places: Sequence[int]
+        self, samples: Mapping[int, Parts], batch: BatchRows | None, rows: Sequence[int]
     ) -> list[list[memoryview]]:
-        """The bytes of encoded samples, which are copied to their places of a batch if there is one."""
+        """The bytes of encoded samples, which are copied to their rows of a batch if there is one."""
         parts, codec, count = list(samples.values()), self.cache.codec, len(samples)
         if batch is not None and parts:
-            return batch.put_many([places[number] for number in samples], parts)
+            return batch.put_many([rows[number] for number in samples], parts)
         if count < 2:
             return [codec.contents(part) for part in parts]
         # A copy of many small ones at once costs less than a view of each.
-        memory = [torch.empty(size, dtype=torch.uint8, device="cpu") for size in codec.sizes(count)]
+        memory = [np.empty(size, dtype=np.uint8) for size in codec.sizes(count)]
         return codec.rows(lambda: memory, count).put_many(range(count), parts)
 
     def _leave_random(self, indices: list[int], samples: list[Any]) -> None:

@@ -18,14 +18,14 @@ import torch
 from torch.utils.data import default_collate
 
 from lightning_stocache.loading.batch_pool import aligned
-from lightning_stocache.loading.torch_internals import default_collate_fn_map
 from lightning_stocache.node.segment import Segment
+from lightning_stocache.torch_internals import default_collate_fn_map
 
-__all__ = ["Rows", "Stack", "Written", "is_dense", "is_plain", "rebuilt"]
+__all__ = ["InMemory", "Rows", "Stack", "is_dense", "is_plain", "rebuilt"]
 
 
 @dataclass(frozen=True)
-class Written:
+class InMemory:
     """A tensor that lies in the memory of the batch."""
 
     offset: int
@@ -41,7 +41,7 @@ class Room(NamedTuple):
         rows: one for each sample, `[*shape]`.
     """
 
-    place: Written
+    place: InMemory
     rows: tuple[torch.Tensor, ...]
 
     def put(self, number: int, leaf: Any) -> Any:
@@ -72,18 +72,18 @@ class Rows:
         rooms = itertools.chain(self._rooms, itertools.repeat(None))
         return rebuilt(sample, lambda leaf: leaf if (room := next(rooms)) is None else room.put(number, leaf))
 
-    def make(self, first: Any, samples: int) -> tuple[Written, torch.Tensor] | None:
+    def make(self, first: Any, samples: int) -> tuple[InMemory, torch.Tensor] | None:
         """Memory for so many tensors such as this one; None if it is full, or if this is no dense tensor."""
         if self._segment is None or not is_dense(first):
             return None
         size = first.numel() * first.element_size() * samples
         if not size or self._end + size > self._segment.size:
             return None
-        place = Written(self._end, first.dtype, (samples, *first.shape))
+        place = InMemory(self._end, first.dtype, (samples, *first.shape))
         self._end += aligned(size)
         return place, self._segment.bytes(place.offset, size).view(place.dtype).view(place.shape)
 
-    def found(self, leaves: list[torch.Tensor]) -> Written | None:
+    def found(self, leaves: list[torch.Tensor]) -> InMemory | None:
         """Where these tensors lie, if they are the rows of one."""
         if len(leaves) != self._samples:
             return None
@@ -104,7 +104,7 @@ class Stack:
         self._rows = rows
 
     def __call__(self, leaves: list[torch.Tensor], *, collate_fn_map: Any = None) -> Any:
-        """As `collate` calls what it finds in its map: where they lie now, or the stacked tensor."""
+        """Where the leaves lie now in the memory of the batch, or the stacked tensor. `collate` calls it by its map."""
         first = leaves[0]
         if not all(is_dense(leaf) and leaf.dtype == first.dtype and leaf.shape == first.shape for leaf in leaves):
             return default_collate(leaves)
@@ -140,7 +140,7 @@ def is_dense(leaf: Any) -> bool:
 
 
 def rebuilt(node: Any, leaf: Callable[[Any], Any]) -> Any:
-    """The same structure with what `leaf` makes of each leaf."""
+    """A sample or batch with what `leaf` makes of each of its leaves, in containers of the same types."""
     if type(node) in (dict, OrderedDict):
         return type(node)((key, rebuilt(value, leaf)) for key, value in node.items())
     if type(node) is list or isinstance(node, tuple):

@@ -198,7 +198,7 @@ class Segment:
         return torch.frombuffer(self.memory(offset, length), dtype=torch.uint8)
 
     def memory(self, offset: int, length: int) -> memoryview:
-        """The same as a memoryview: reading one byte of it costs 30 ns, of a tensor 1 us. Release it before `close`."""
+        """A live memoryview: reading one byte of it costs 30 ns, of a tensor 1 us. Release it before `close`."""
         return memoryview(self._check_open())[HEADER_BYTES + offset : HEADER_BYTES + offset + length]
 
     def reserve(self, offset: int, length: int) -> None:

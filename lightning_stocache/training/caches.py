@@ -23,14 +23,16 @@ from typing import Any
 from torch.nn.parameter import UninitializedParameter
 from torch.utils.data import Dataset
 
-from lightning_stocache.loading.allocation import InFlight
-from lightning_stocache.loading.dataset import CachedDataset
-from lightning_stocache.loading.together import open_together
+from lightning_stocache.loading.cached_source import CachedSource
+from lightning_stocache.loading.dataset import CachedDataset, dataset_over
 from lightning_stocache.node.budget import Budget
 from lightning_stocache.node.files import memory_directory
 from lightning_stocache.node.free import FreeMemory
 from lightning_stocache.node.group import NodeGroup
+from lightning_stocache.setup.open import open_caches
+from lightning_stocache.setup.request import CacheRequest, LoaderSettings
 from lightning_stocache.training.options import CacheOptions
+from lightning_stocache.training.tallies import end_call
 
 __all__ = ["CallCaches", "Wanted", "training_bytes"]
 
@@ -47,7 +49,7 @@ class Wanted:
 
     source: Dataset[Any]
     stage: str
-    loader: InFlight
+    loader: LoaderSettings
 
 
 @dataclass
@@ -127,30 +129,31 @@ class CallCaches:
         self._let_go(stages, wanted, new.values())
         options = self.options
         pots = {key: options.pot(entry.stage) for key, entry in new.items()}
-        datasets = {
-            key: CachedDataset(
+        requests = [
+            CacheRequest(
                 entry.source,
-                str(options.budgets[pots[key]]),
+                pots[key],
+                options.budgets[pots[key]],
                 allow_random=options.allow_random,
-                defer=True,
+                reader=replace(entry.loader, stage=entry.stage),
                 name=None if options.name is None else names[key],
                 fingerprint=options.fingerprint,
                 strict=options.strict,
             )
             for key, entry in new.items()
-        }
-        open_together(
-            list(datasets.values()),
+        ]
+        opened = open_caches(
+            requests,
             {pot: self._left(pot, new.values(), train_to_come) for pot in options.budgets if pot in pots.values()},
             group,
-            list(pots.values()),
-            [replace(entry.loader, stage=entry.stage) for entry in new.values()],
-            backend=options.backend,
+            options.backend,
             disable=options.on_error == "disable",
             later_bytes=later_bytes,
             kept_back=self._kept_back(pots.values(), train_to_come),
         )
-        self._open |= {key: _Open(dataset, pots[key]) for key, dataset in datasets.items()}
+        for key, cache in zip(new, opened, strict=True):
+            self._open[key] = _Open(dataset_over(CachedSource(cache)), pots[key])
+            cache.tell()
         for entry in wanted:
             self._open[id(entry.source)].stages.add(entry.stage)
 
@@ -164,9 +167,7 @@ class CallCaches:
         """End of a Trainer call: close, unless the caches are to be kept for the next one."""
         if not self.options.keep_cache:
             self.close()
-        for opened in self._open.values():
-            if (counters := opened.dataset.counters) is not None:
-                opened.dataset.opened.baseline = counters.totals(opened.dataset.group.rank)
+        end_call(opened.dataset for opened in self._open.values())
 
     def _let_go(self, stages: Collection[str], wanted: Collection[Wanted], new: Collection[Wanted]) -> None:
         """Close what these stages do not read any more: a replaced dataset's memory is the new one's."""

@@ -20,16 +20,16 @@ from weakref import WeakKeyDictionary, WeakSet
 from torch.utils.data import DataLoader, RandomSampler
 
 from lightning_stocache.loading.dataset import CachedDataset
-from lightning_stocache.loading.sampler import LocalitySampler
 from lightning_stocache.loading.stand_in import StandIn
 from lightning_stocache.node.group import NodeGroup
+from lightning_stocache.sampling.locality_sampler import LocalitySampler
 from lightning_stocache.training.caches import CallCaches, Wanted
 from lightning_stocache.training.loaders import (
     cached_behind,
     cached_datasets,
-    in_flight,
     leaves_in,
     rewrap,
+    settings_of,
     with_dataset,
 )
 from lightning_stocache.training.obstacles import check_leaf, check_loader, title
@@ -80,7 +80,7 @@ class CallLoaders:
         self._to_come -= asked.keys()
         group = NodeGroup.discover()
         cacheable = self._cacheable(asked, group)
-        wanted = [Wanted(loader.dataset, name, in_flight(loader)) for name, loader in cacheable]
+        wanted = [Wanted(loader.dataset, name, settings_of(loader)) for name, loader in cacheable]
         self._caches.open(wanted, group, later_bytes=self._later_bytes(), train_to_come="train" in self._to_come)
         for dataset in cached_behind(*leaves_in(list(asked.values()))):
             # Cached by the user: it only has to become the node's common one, and must not start anew in every epoch.

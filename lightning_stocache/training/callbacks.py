@@ -16,10 +16,10 @@ from lightning.pytorch.utilities import rank_zero_info, rank_zero_warn
 
 from lightning_stocache.cache.counters import Counts
 from lightning_stocache.insight.stall import Stall
-from lightning_stocache.loading.allocation import BackendChoice
 from lightning_stocache.loading.dataset import CachedDataset, OnError
-from lightning_stocache.loading.sampler import Mode
 from lightning_stocache.node.budget import format_bytes
+from lightning_stocache.sampling.locality_sampler import Mode
+from lightning_stocache.setup.request import BackendChoice
 from lightning_stocache.training.caches import CallCaches, training_bytes
 from lightning_stocache.training.call_loaders import CallLoaders
 from lightning_stocache.training.lightning_internals import data_sources, loops

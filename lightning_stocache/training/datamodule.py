@@ -16,10 +16,10 @@ import torch
 from lightning.pytorch import LightningDataModule
 from torch.utils.data import DataLoader, Dataset, IterableDataset
 
-from lightning_stocache.loading.allocation import BackendChoice, InFlight
-from lightning_stocache.loading.dataset import CachedDataset, OnError
+from lightning_stocache.loading.dataset import CachedDataset, OnError, cached_source, dataset_over
 from lightning_stocache.loading.loader import CachedLoader
-from lightning_stocache.loading.sampler import LocalitySampler, Mode
+from lightning_stocache.sampling.locality_sampler import LocalitySampler, Mode
+from lightning_stocache.setup.request import BackendChoice, LoaderSettings
 from lightning_stocache.training.caches import CallCaches, Wanted, training_bytes
 from lightning_stocache.training.obstacles import check_sweep, is_cacheable
 from lightning_stocache.training.options import STAGES, CacheOptions, Source, Stream, made, with_options
@@ -143,7 +143,7 @@ class StocacheDataModule(LightningDataModule):
             if name not in self._datasets:
                 self._datasets[name] = made(getattr(self, name), several=name != "train")
         more = ("prefetch_factor", "multiprocessing_context", "worker_init_fn")
-        reader = InFlight(self.batch_size, self.num_workers, *map(cast(Any, self.loader.get), more))
+        reader = LoaderSettings(self.batch_size, self.num_workers, *map(cast(Any, self.loader.get), more))
         sets = [(name, dataset) for name in stages for dataset in self._datasets[name]]
         self.caches.open(
             (Wanted(dataset, name, reader) for name, dataset in sets if is_cacheable(dataset, name, self.caches)),
@@ -211,7 +211,7 @@ class StocacheDataModule(LightningDataModule):
         views: list[Any] = []
         for dataset in self._datasets.get(stage, [getattr(self, stage)]):
             if dataset in self.caches:
-                views.append(self.caches[dataset].view(transform))
+                views.append(dataset_over(cached_source(self.caches[dataset]).view(transform)))
             elif stage in self._datasets and not is_cacheable(dataset, stage, self.caches):
                 transformed = transform is not None and isinstance(dataset, IterableDataset)
                 views.append(Stream(dataset, cast(Transform, transform)) if transformed else dataset)

@@ -28,8 +28,8 @@ from torch.utils.data import (
 
 from lightning_stocache.insight.theory import expected_hit_rate, expected_with_replacement, moved_share
 from lightning_stocache.loading.dataset import CachedDataset
-from lightning_stocache.loading.sampler import LocalitySampler, Mode
 from lightning_stocache.loading.stand_in import cached_in
+from lightning_stocache.sampling.locality_sampler import LocalitySampler, Mode
 from lightning_stocache.training.loaders import cached_datasets, loaders_in
 
 __all__ = ["Expectation"]

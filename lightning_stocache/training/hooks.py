@@ -14,9 +14,9 @@ from typing import Any, TypeVar
 
 from lightning.pytorch import LightningDataModule
 
-from lightning_stocache.loading.allocation import BackendChoice
 from lightning_stocache.loading.dataset import OnError
-from lightning_stocache.loading.sampler import Mode
+from lightning_stocache.sampling.locality_sampler import Mode
+from lightning_stocache.setup.request import BackendChoice
 from lightning_stocache.training.caches import CallCaches, training_bytes
 from lightning_stocache.training.call_loaders import CallLoaders
 from lightning_stocache.training.obstacles import check_sweep

@@ -19,18 +19,17 @@ from typing import Any
 
 from torch.utils.data import BatchSampler, ConcatDataset, DataLoader, Dataset, Sampler, Subset
 
-from lightning_stocache.loading.allocation import InFlight
 from lightning_stocache.loading.dataset import CachedDataset
 from lightning_stocache.loading.loader import CachedLoader
 from lightning_stocache.loading.stand_in import cached_in
-from lightning_stocache.loading.worker_init import InitOnSource
+from lightning_stocache.loading.worker_pool import InitOnSource
+from lightning_stocache.setup.request import LoaderSettings
 from lightning_stocache.training.lightning_internals import ARG_NAMES, ARGS, DATASET, KWARGS
 
 __all__ = [
     "cached_behind",
     "cached_datasets",
     "hides_dataset",
-    "in_flight",
     "leaves_in",
     "loaders_in",
     "rewrap",
@@ -106,11 +105,11 @@ def _inside(dataset: Any) -> Iterator[CachedDataset]:
             yield from _inside(part)
 
 
-def in_flight(loader: DataLoader[Any]) -> InFlight:
+def settings_of(loader: DataLoader[Any]) -> LoaderSettings:
     """What a loader keeps in memory besides the cache."""
     batch_size: Any = loader.batch_size or getattr(loader.batch_sampler, "batch_size", 1)
     context: Any = loader.multiprocessing_context
-    return InFlight(batch_size, loader.num_workers, loader.prefetch_factor, context, loader.worker_init_fn)
+    return LoaderSettings(batch_size, loader.num_workers, loader.prefetch_factor, context, loader.worker_init_fn)
 
 
 def hides_dataset(loader: DataLoader[Any]) -> bool:

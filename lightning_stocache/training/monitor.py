@@ -25,7 +25,7 @@ from lightning_stocache.insight.layout import LAYOUT, mark_zero
 from lightning_stocache.insight.metrics import rates, summarise
 from lightning_stocache.insight.stall import Stall
 from lightning_stocache.insight.verdict import verdict
-from lightning_stocache.loading.dataset import CachedDataset
+from lightning_stocache.loading.dataset import CachedDataset, cached_source
 from lightning_stocache.training.expectation import Expectation
 from lightning_stocache.training.loaders import running_datasets
 from lightning_stocache.training.profiler import listen, log_every, stop_listening
@@ -106,7 +106,7 @@ class CacheMonitor(Callback):
         stop_listening(trainer, self._stall)
         if self._epochs:
             datasets = running_datasets(trainer, "train")
-            off = all(dataset.opened.off for dataset in datasets)
+            off = all(cached_source(dataset).opened.off for dataset in datasets)
             for sentence in verdict(self._epochs, sum(map(len, datasets)), off=off):
                 rank_zero_info(f"stocache: {sentence}")
 

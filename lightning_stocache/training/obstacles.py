@@ -1,6 +1,6 @@
 """Why a loader cannot be cached, or a job not be run, in words. Nothing is read, drawn or changed to find out.
 
-What is found only by reading a source (samples of no fixed size, an error) is the business of `loading.opening`.
+What is found only by reading a source (samples of no fixed size, an error) is the business of `setup.open`.
 """
 
 from __future__ import annotations
@@ -14,7 +14,7 @@ import numpy as np
 import torch
 from torch.utils.data import BatchSampler, DataLoader, Dataset, IterableDataset
 
-from lightning_stocache.loading.torch_internals import is_loader_iterator
+from lightning_stocache.torch_internals import is_loader_iterator
 from lightning_stocache.training.caches import CallCaches
 from lightning_stocache.training.loaders import cached_behind, hides_dataset
 from lightning_stocache.training.sampling import check_sampler

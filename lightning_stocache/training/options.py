@@ -16,11 +16,11 @@ from typing import TYPE_CHECKING, Any, TypeAlias, TypeVar, get_args
 
 from torch.utils.data import Dataset, IterableDataset
 
-from lightning_stocache.loading.allocation import BackendChoice
 from lightning_stocache.loading.dataset import CachedDataset, OnError
-from lightning_stocache.loading.sampler import Mode
 from lightning_stocache.node.budget import Budget
 from lightning_stocache.node.named import check_name
+from lightning_stocache.sampling.locality_sampler import Mode
+from lightning_stocache.setup.request import BackendChoice
 
 __all__ = ["STAGES", "CacheOptions", "Source", "Stream", "made", "with_options"]
 

@@ -19,10 +19,10 @@ from torch.utils.data import DataLoader, Dataset, DistributedSampler, Sequential
 
 from lightning_stocache.insight.measurement import Data
 from lightning_stocache.insight.planner import PlanError, Spread, Step
-from lightning_stocache.loading.dataset import CachedDataset
+from lightning_stocache.loading.dataset import CachedDataset, cached_source
 from lightning_stocache.loading.stand_in import cached_in
 from lightning_stocache.training.caches import CallCaches
-from lightning_stocache.training.loaders import in_flight, loaders_in
+from lightning_stocache.training.loaders import loaders_in, settings_of
 
 __all__ = ["ARGUMENTS", "measure_step", "training_data", "world"]
 
@@ -66,7 +66,7 @@ def training_data(datamodule: Any) -> Data:
     ordered = type(sampler) is SequentialSampler or (isinstance(sampler, DistributedSampler) and not sampler.shuffle)
     return Data(
         source,
-        in_flight(loader).batch_size,
+        settings_of(loader).batch_size,
         loader.num_workers,
         transform,
         not ordered,
@@ -145,4 +145,4 @@ def _validation_sets(datamodule: Any) -> tuple[Dataset[Any], ...]:
 
 def _without_cache(dataset: Dataset[Any]) -> tuple[Dataset[Any], Callable[[Any], Any] | None]:
     cached = cached_in(dataset)
-    return (dataset, None) if cached is None else (cached.source, cached.finish.transform)
+    return (dataset, None) if cached is None else (cached.source, cached_source(cached).transform)

@@ -18,7 +18,7 @@ from typing import Any
 
 from lightning.pytorch.utilities import rank_zero_warn
 
-from lightning_stocache.loading.sampler import LocalitySampler
+from lightning_stocache.sampling.locality_sampler import LocalitySampler
 
 __all__ = ["Position", "resume"]
 

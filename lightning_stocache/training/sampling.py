@@ -13,8 +13,8 @@ from typing import Any
 from torch.utils.data import DataLoader, DistributedSampler, RandomSampler, SequentialSampler
 
 from lightning_stocache.loading.dataset import CachedDataset
-from lightning_stocache.loading.sampler import LocalitySampler, Mode
-from lightning_stocache.loading.torch_internals import draws_all_once
+from lightning_stocache.sampling.locality_sampler import LocalitySampler, Mode
+from lightning_stocache.torch_internals import draws_all_once
 from lightning_stocache.training.lightning_internals import leaves_samplers_alone
 
 __all__ = ["check_sampler", "epochs_done", "global_seed", "is_default", "locality_sampler", "replicas"]

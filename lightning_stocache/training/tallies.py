@@ -25,6 +25,7 @@ from __future__ import annotations
 import logging
 from collections.abc import Iterable, Sequence
 from functools import reduce
+from weakref import WeakKeyDictionary
 
 from lightning_stocache.cache.counters import Counters, Counts
 from lightning_stocache.insight.metrics import Tally
@@ -32,9 +33,11 @@ from lightning_stocache.insight.stall import Seconds
 from lightning_stocache.loading.dataset import CachedDataset
 from lightning_stocache.node.post import Posted
 
-__all__ = ["Tallies", "coverage"]
+__all__ = ["Tallies", "coverage", "end_call"]
 
 log = logging.getLogger(__name__)
+
+_before: WeakKeyDictionary[Counters, Counts] = WeakKeyDictionary()  # when the current Trainer call began
 
 _ONCE_LATE = 1.0  # seconds to wait where the ranks were found out of step before
 
@@ -123,7 +126,13 @@ class Tallies:
     def _since(self, dataset: CachedDataset, counters: Counters) -> tuple[Counts, Counts]:
         """What this rank has been served up to now, and since the last look."""
         now = counters.totals(dataset.group.rank)
-        return now, now - self._seen.get(counters, dataset.opened.baseline)
+        return now, now - self._seen.get(counters, _before.get(counters, Counts()))
+
+
+def end_call(datasets: Iterable[CachedDataset]) -> None:
+    """What has been counted until now is of a Trainer call that is over: the next one's epochs begin here."""
+    for dataset, counters in _counted(datasets):
+        _before[counters] = counters.totals(dataset.group.rank)
 
 
 def _counted(datasets: Iterable[CachedDataset]) -> list[tuple[CachedDataset, Counters]]:

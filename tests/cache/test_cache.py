@@ -13,15 +13,17 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
+import numpy as np
+import numpy.typing as npt
 import pytest
 import torch
 
-from lightning_stocache.cache.claims import Claims
 from lightning_stocache.cache.compat import SharedCache
 from lightning_stocache.cache.placement import NO_SLOT, Arc, Ring
 from lightning_stocache.cache.slots import EMPTY
 from lightning_stocache.cache.spec import SampleMismatchError, SampleSpec
 from lightning_stocache.node.files import Backend
+from tests.cache.test_claims import holding
 from tests.logs import Log
 from tests.processes import Child, ChildError, call, call_many, context, without_room
 from tests.sources import CountedSource
@@ -42,9 +44,9 @@ def cache() -> Iterator[SharedCache]:
     cache.close()
 
 
-def gathered(cache: SharedCache, slots: torch.Tensor) -> list[torch.Tensor]:
+def gathered(cache: SharedCache, slots: npt.NDArray[np.int64]) -> list[npt.NDArray[np.uint8]]:
     """The rows of those slots, in fresh memory."""
-    into = [torch.empty(len(slots) * nbytes, dtype=torch.uint8) for nbytes in cache.spec.row_bytes]
+    into = [np.empty(len(slots) * nbytes, dtype=np.uint8) for nbytes in cache.spec.row_bytes]
     cache.gather(slots, into)
     return into
 
@@ -95,7 +97,7 @@ def test_many_samples_are_gathered_as_single_ones_are_read(cache: SharedCache) -
     """Ready slots of a batch, repeated indices and empty slots among them, give the same samples as `get`."""
     for index in range(0, len(SOURCE), 2):
         cache.fill(index, SOURCE.expected(index))
-    indices = torch.tensor([4, 3, 4, 0, 39, 38])
+    indices = np.array([4, 3, 4, 0, 39, 38])
     slots = cache.lookup(indices)
     assert (slots != NO_SLOT).tolist() == [True, False, True, True, False, True]
     ready = slots[slots != NO_SLOT]
@@ -108,8 +110,8 @@ def test_indices_outside_of_the_dataset_have_no_place(cache: SharedCache) -> Non
     length = len(SOURCE)
     for index in range(0, length, 3):
         cache.fill(index, SOURCE.expected(index))
-    places = cache.lookup(torch.arange(-2 * length, 2 * length)).view(4, length)
-    assert places[1].tolist() == places[2].tolist() == cache.lookup(torch.arange(length)).tolist()
+    places = cache.lookup(np.arange(-2 * length, 2 * length)).reshape(4, length)
+    assert places[1].tolist() == places[2].tolist() == cache.lookup(np.arange(length)).tolist()
     assert set(places[[0, 3]].flatten().tolist()) == {NO_SLOT}
     for index in (-length - 1, length, 7 * length):
         assert (cache.has_place(index), cache.get(index)) == (False, None)
@@ -125,7 +127,7 @@ def test_a_cache_without_slots_serves_nothing() -> None:
     assert len(cache) == cache.filled == 0
     assert not cache.fill(1, SOURCE.expected(1))
     assert cache.get(1) is None
-    assert cache.lookup(torch.arange(5)).tolist() == [NO_SLOT] * 5
+    assert cache.lookup(np.arange(5)).tolist() == [NO_SLOT] * 5
     cache.clear()
     cache.close()
 
@@ -176,11 +178,11 @@ def test_changing_a_served_sample_changes_nothing_else(cache: SharedCache) -> No
     got = cache.get(3)
     assert got is not None
     got[0].fill_(255)
-    slots = cache.lookup(torch.tensor([3, 3]))
+    slots = cache.lookup(np.array([3, 3]))
     for one in SPEC.split(gathered(cache, slots), 2):
         one[0].fill_(255)
     for column in gathered(cache, slots):
-        column.fill_(255)
+        column.fill(255)
     cache.get_slot(3)[0].fill_(255)  # type: ignore[index]
     cache[int(slots[0])][0].fill_(255)
     assert same(cache.get(3), SOURCE.expected(3))
@@ -205,7 +207,7 @@ def operate(cache: SharedCache, seed: int, steps: int) -> list[int]:
             sample = cache.get(index)
             assert sample is None or same(sample, expected)
         else:
-            batch = torch.tensor([rng.randrange(len(SOURCE)) for _ in range(8)])
+            batch = np.array([rng.randrange(len(SOURCE)) for _ in range(8)])
             slots = cache.lookup(batch)
             found = slots != NO_SLOT
             for one, wanted in zip(
@@ -345,6 +347,7 @@ def test_many_samples_are_stored_one_by_one() -> None:
     cache.close()
 
 
+@pytest.mark.processes
 def test_many_samples_of_which_one_cannot_be_stored(cache: SharedCache, monkeypatch: pytest.MonkeyPatch) -> None:
     """What came before stays, the slot is empty and free for the next, and what comes after is not touched."""
     store, slots = cache.slots.store, [cache.arc.slot(index) for index in range(5)]
@@ -365,7 +368,7 @@ def test_many_samples_of_which_one_cannot_be_stored(cache: SharedCache, monkeypa
 
 
 def hold_claim(cache: SharedCache, ready: str) -> None:
-    with Claims(cache.segment).trying(cache.arc.slot(5)):
+    with holding(cache.segment, cache.arc.slot(5)):
         Path(ready).touch()
         time.sleep(60)
 
@@ -460,7 +463,7 @@ def look_without_room(create_before: bool) -> tuple[Any, ...]:
         return ("made",)
     log = Log()
     fills = [cache.fill(index, torch.ones(MIB, dtype=torch.uint8)) for index in (0, 50_000, 99_999)]
-    looks = cache.get(70_000), cache.filled, int(cache.lookup(torch.arange(100_000)).max())
+    looks = cache.get(70_000), cache.filled, int(cache.lookup(np.arange(100_000)).max())
     elsewhere = call(warn_elsewhere, cache)
     with a_minute_later():
         cache.fill(3, torch.ones(MIB, dtype=torch.uint8))

@@ -5,6 +5,7 @@ from __future__ import annotations
 import pickle
 import threading
 from collections.abc import Iterator
+from contextlib import contextmanager
 
 import pytest
 
@@ -21,15 +22,27 @@ def segment() -> Iterator[Segment]:
     segment.close()
 
 
+@contextmanager
+def holding(segment: Segment, slot: int) -> Iterator[bool]:
+    """Claims a slot if nobody else has; yields whether that has worked."""
+    claims = Claims(segment)
+    taken = claims.take(slot)
+    try:
+        yield taken
+    finally:
+        if taken:
+            claims.give_up(slot)
+
+
 def can_claim(segment: Segment, slot: int) -> bool:
-    with Claims(segment).trying(slot) as mine:
+    with holding(segment, slot) as mine:
         return mine
 
 
 @pytest.mark.processes
 def test_a_claim_excludes_other_processes(segment: Segment) -> None:
     """While a slot is claimed here, another process cannot claim it, but can claim others; afterwards it can."""
-    with Claims(segment).trying(3) as mine:
+    with holding(segment, 3) as mine:
         assert mine
         assert not call(can_claim, segment, 3)
         assert call(can_claim, segment, 4)
@@ -39,7 +52,7 @@ def test_a_claim_excludes_other_processes(segment: Segment) -> None:
 def test_a_claim_excludes_other_threads(segment: Segment) -> None:
     """POSIX locks do not tell threads apart; claims do."""
     seen: list[bool] = []
-    with Claims(segment).trying(3):
+    with holding(segment, 3):
         thread = threading.Thread(target=lambda: seen.append(can_claim(segment, 3)))
         thread.start()
         thread.join()
@@ -51,14 +64,14 @@ def test_a_claim_excludes_other_threads(segment: Segment) -> None:
 def test_claims_on_one_segment_are_one(segment: Segment) -> None:
     """Two caches that were unpickled over one segment exclude each other, and neither drops the other's lock."""
     again = pickle.loads(pickle.dumps(segment))
-    with Claims(segment).trying(3):
+    with holding(segment, 3):
         assert not can_claim(again, 3)
         assert not call(can_claim, segment, 3)
 
 
 def test_a_lost_claim_leaves_nothing(segment: Segment) -> None:
     """Who did not get a slot can get it later."""
-    with Claims(segment).trying(3):
+    with holding(segment, 3):
         for _ in range(3):
             assert not can_claim(segment, 3)
     assert can_claim(segment, 3)
@@ -68,7 +81,7 @@ def test_a_lost_claim_leaves_nothing(segment: Segment) -> None:
 def test_an_error_gives_the_claim_back(segment: Segment) -> None:
     """A claim ends with its block, however that ends."""
     with pytest.raises(KeyError):
-        with Claims(segment).trying(3):
+        with holding(segment, 3):
             raise KeyError
     assert can_claim(segment, 3)
     assert call(can_claim, segment, 3)
@@ -80,7 +93,7 @@ def test_a_child_forked_during_a_claim_of_another_thread_waits_for_nobody(segmen
     claimed, done = threading.Event(), threading.Event()
 
     def fill() -> None:
-        with Claims(segment).trying(3):
+        with holding(segment, 3):
             claimed.set()
             done.wait()
 

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 from fractions import Fraction
 
+import numpy as np
 import pytest
-import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
@@ -33,15 +33,15 @@ def test_every_slot_belongs_to_exactly_one_index(ring: Ring) -> None:
 
 @given(ring=rings())
 def test_many_indices_are_placed_as_one_is(ring: Ring) -> None:
-    """`slots_of` is `slot` for each index, whatever the integer type and shape of the tensor."""
+    """`slots_of` is `slot` for each index, whatever the integer type and shape of the array."""
     for arc in ring.arcs:
         expected = [arc.slot(index) for index in range(arc.size)]
-        for dtype in (torch.int64, torch.int32):
-            indices = torch.arange(arc.size, dtype=dtype)
+        for dtype in (np.int64, np.int32):
+            indices = np.arange(arc.size, dtype=dtype)
             slots = arc.slots_of(indices)
-            assert slots.dtype == torch.int64
+            assert slots.dtype == np.int64
             assert slots.tolist() == expected
-            assert arc.slots_of(indices.view(-1, 1)).tolist() == [[slot] for slot in expected]
+            assert arc.slots_of(indices.reshape(-1, 1)).tolist() == [[slot] for slot in expected]
             assert indices.tolist() == list(range(arc.size))
 
 
@@ -72,9 +72,9 @@ def test_arcs_as_long_as_the_shares_cover_everything_once(size: int, ranks: list
 def test_a_class_sorted_dataset_is_cached_evenly(size: int, share: float) -> None:
     """Of any block of consecutive indices (a class of a sorted folder) an arc takes its share, to within 8."""
     arc = Ring.cut(size, (1.0,), (round(size * share),)).arcs[0]
-    taken = torch.zeros(size + 1, dtype=torch.float64)
-    taken[1:] = (arc.slots_of(torch.arange(size)) != NO_SLOT).cumsum(0)
-    surplus = taken - torch.arange(size + 1) * (arc.slots / size)  # up to each index; a block's is a difference of two
+    taken = np.zeros(size + 1)
+    taken[1:] = (arc.slots_of(np.arange(size)) != NO_SLOT).cumsum(0)
+    surplus = taken - np.arange(size + 1) * (arc.slots / size)  # up to each index; a block's is a difference of two
     assert surplus.max() - surplus.min() <= 8
 
 
@@ -90,7 +90,7 @@ def test_billions_of_indices_do_not_overflow(size: int) -> None:
     """In 64 bits the slots of many indices are those of exact arithmetic."""
     arc = Ring.cut(size, (0.5, 0.5), (size // 3, size)).arcs[1]
     indices = [0, 1, size // 2, size - 2, size - 1, *range(7, size, size // 97)]
-    assert arc.slots_of(torch.tensor(indices)).tolist() == [arc.slot(index) for index in indices]
+    assert arc.slots_of(np.array(indices)).tolist() == [arc.slot(index) for index in indices]
     assert all(arc.slot(index) == (index * arc.step - arc.start) % size for index in indices)
 
 

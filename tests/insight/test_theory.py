@@ -3,6 +3,7 @@
 import math
 from collections.abc import Iterable
 
+import numpy as np
 import pytest
 import torch
 
@@ -105,7 +106,7 @@ def test_what_does_not_fit_is_refused(changed, message):
 
 def simulated(ring: Ring, epochs: Iterable[torch.Tensor]) -> list[float]:
     """The hit rate of each epoch of draws, on one node."""
-    has_slot, met, rates = ring.arcs[0].slots_of(torch.arange(ring.arcs[0].size)) != NO_SLOT, set[int](), []
+    has_slot, met, rates = ring.arcs[0].slots_of(np.arange(ring.arcs[0].size)) != NO_SLOT, set[int](), []
     for epoch in epochs:
         hits = 0
         for index in epoch.tolist():

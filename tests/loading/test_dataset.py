@@ -38,12 +38,12 @@ from torchvision.transforms import v2
 from lightning_stocache.cache.counters import Counts
 from lightning_stocache.cache.placement import NO_SLOT
 from lightning_stocache.cache.spec import SampleMismatchError, SampleSpec
-from lightning_stocache.loading import allocation
 from lightning_stocache.loading.dataset import CachedDataset
 from lightning_stocache.loading.loader import CachedLoader
-from lightning_stocache.loading.opening import CacheMemoryError
 from lightning_stocache.node.free import FreeMemory
 from lightning_stocache.node.segment import Segment
+from lightning_stocache.setup import allocation
+from lightning_stocache.setup.open import CacheMemoryError
 from tests.processes import context, without_room
 from tests.sources import CountedSource
 
@@ -671,7 +671,7 @@ def fill_in_small_shm(backend: Any) -> tuple[int, int, str, list[str]]:
             for batch in DataLoader(dataset, 1, num_workers=2):  # torch sends batches through /dev/shm, too
                 assert torch.equal(batch[:, 0, 0], batch[:, -1, -1])
         assert dataset.cache is not None
-        where = os.readlink(f"/proc/self/fd/{dataset.cache.segment._data}")
+        where = os.readlink(dataset.cache.handle.segment.data)
         return len(dataset.cache), totals(dataset).hits, where, heard
 
 

@@ -313,7 +313,7 @@ def test_ctrl_c_that_has_waited_for_long_goes_through_when_pressed_again(monkeyp
             signal.raise_signal(signal.SIGINT)
             signal.raise_signal(signal.SIGINT)
             steps.append("twice at once")
-            monkeypatch.setattr("lightning_stocache.loading.interrupts._PATIENCE_SECONDS", -1)
+            monkeypatch.setattr("lightning_stocache.loading.interrupts.PATIENCE_SECONDS", -1)
             signal.raise_signal(signal.SIGINT)
             steps.append("later")
 

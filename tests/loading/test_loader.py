@@ -215,7 +215,7 @@ def test_what_has_no_short_cut_travels_as_dataloader_sends_it(arguments):
         loader = CachedLoader(dataset, **arguments)
         for _ in range(2):
             assert same(list(loader), list(DataLoader(Numbers(10), **arguments)))
-        assert loader._kept is None
+        assert loader.resources is None
         assert dataset.counters is not None
         assert dataset.counters.totals().served == 20
 
@@ -396,7 +396,7 @@ def test_gather_says_who_makes_the_batches():
         }
         for (gather, dataset, num_workers), way in ways.items():
             loader = CachedLoader(dataset, 4, gather=gather, num_workers=num_workers)  # type: ignore[arg-type]
-            assert loader._way() == way
+            assert loader.route == way
             assert same([copied(batch) for batch in loader], list(DataLoader(Numbers(8), 4)))
 
 

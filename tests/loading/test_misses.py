@@ -19,7 +19,7 @@ from lightning_stocache.cache.spec import SampleMismatchError, SampleSpec
 from lightning_stocache.loading.dataset import CachedDataset
 from lightning_stocache.loading.loader import CachedLoader
 from lightning_stocache.loading.misses import Misses
-from lightning_stocache.loading.odd import Odd
+from lightning_stocache.source.odd import Odd
 
 pytestmark = pytest.mark.processes
 
@@ -118,10 +118,10 @@ def kept(request: pytest.FixtureRequest) -> Iterator[Kept]:
 def test_samples_are_stored_counted_and_put_at_their_places(kept: Kept, in_batch: bool) -> None:
     """All that fit, wherever they lie among those that are odd and those that have no slot."""
     source, indices, places = Mixed(kept.size, (3, 12)), list(range(2, 16)), list(range(1, 29, 2))
-    memory = [torch.zeros(size, dtype=torch.uint8) for size in kept.store.codec.sizes(30)]
+    memory = [np.zeros(size, dtype=np.uint8) for size in kept.store.codec.sizes(30)]
     rows = kept.store.codec.rows(lambda: memory, 30)
     misses = kept.misses(source)
-    samples = misses.load(indices, batch=rows, places=places) if in_batch else misses.load(indices)
+    samples = misses.load(indices, batch=rows, rows=places) if in_batch else misses.load(indices)
     assert [type(sample) is Odd for sample in samples] == [index in (3, 12) for index in indices]
     fitting = [index for index in indices if index not in (3, 12)]
     stored = [index for index in fitting if kept.has_place(index)]

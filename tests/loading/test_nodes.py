@@ -14,8 +14,8 @@ from torch.utils.data import DataLoader
 
 from lightning_stocache.insight.theory import expected_hit_rate, moved_share
 from lightning_stocache.loading.dataset import CachedDataset
-from lightning_stocache.loading.sampler import LocalitySampler
 from lightning_stocache.node.group import NodeGroup
+from lightning_stocache.sampling.locality_sampler import LocalitySampler
 from tests.processes import ChildError
 from tests.ranks import run_ranks
 from tests.sources import CountedSource

@@ -26,9 +26,9 @@ from lightning_stocache.loading.dataset import CachedDataset
 from lightning_stocache.training.loaders import (
     cached_datasets,
     hides_dataset,
-    in_flight,
     loaders_in,
     rewrap,
+    settings_of,
     with_dataset,
 )
 
@@ -225,16 +225,16 @@ def test_cached_datasets_are_found_inside():
         dataset.close()
 
 
-def test_in_flight_knows_the_batch_of_a_batch_sampler():
+def test_settings_know_the_batch_of_a_batch_sampler():
     """What a loader keeps in memory is reckoned from its batch sampler where it has no batch size of its own."""
-    assert in_flight(DataLoader(NUMBERS, batch_sampler=BatchSampler(range(7), 3, False))).batch_size == 3
-    assert in_flight(DataLoader(NUMBERS, batch_size=None)).batch_size == 1
+    assert settings_of(DataLoader(NUMBERS, batch_sampler=BatchSampler(range(7), 3, False))).batch_size == 3
+    assert settings_of(DataLoader(NUMBERS, batch_size=None)).batch_size == 1
 
 
-def test_in_flight_knows_how_workers_start():
+def test_settings_know_how_workers_start():
     """A worker that is not forked needs as much memory as the trainer; without workers nothing is started."""
-    assert in_flight(DataLoader(NUMBERS, num_workers=2, multiprocessing_context="spawn")).start_method == "spawn"
-    assert in_flight(DataLoader(NUMBERS, num_workers=2)).start_method is None
+    assert settings_of(DataLoader(NUMBERS, num_workers=2, multiprocessing_context="spawn")).start_method == "spawn"
+    assert settings_of(DataLoader(NUMBERS, num_workers=2)).start_method is None
 
 
 def test_shuffling_sampler_object_is_kept():

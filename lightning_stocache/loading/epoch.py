@@ -1,0 +1,275 @@
+"""One epoch of a CachedLoader: plan, request, complete.
+
+What is to be done for a batch is planned when its indices are drawn (`plan`), and what workers are to do for it is
+requested then. A plan is completed when its turn comes: by the worker's reply, by loading what is missing here, or by a
+gather, which a thread may have begun. Batches that were gathered together are handed out one by one.
+
+Where the cache has been closed meanwhile, or the source has changed, and for keys that only the source understands,
+samples pass through. A batch with an odd sample (one that is not of the codec) is collated as DataLoader does: by the
+worker that has loaded it, or here where there are no workers.
+
+An iterator holds nothing that holds it: it ends its thread, and its workers if they are not persistent, when it is
+exhausted, closed, or no longer referred to.
+
+Ctrl-C comes while the iterator waits for workers or loads samples, or when a batch has been made, never in between; the
+batch that it has kept from being handed out is the next one again. Holding it back costs 5 us, so a plan that is only a
+gather does without: each of its steps ends with assignments and no call, after which Python would look for signals. It
+is done or, where it was interrupted, it is done again.
+"""
+
+from __future__ import annotations
+
+import weakref
+from functools import partial
+from typing import Any, NamedTuple, cast
+
+import numpy as np
+from torch.utils.data import DataLoader, default_collate
+
+from lightning_stocache.cache.codec import Memory
+from lightning_stocache.cache.placement import Integers
+from lightning_stocache.loading.cached_source import CachedSource
+from lightning_stocache.loading.collate import Collator
+from lightning_stocache.loading.index_stream import IndexStream
+from lightning_stocache.loading.interrupts import HeldBack
+from lightning_stocache.loading.plan import BatchPlan, BatchPlanner
+from lightning_stocache.loading.prefetch import Job, Prefetcher
+from lightning_stocache.loading.request import Collated, Reply, Written, unpacked
+from lightning_stocache.loading.resources import Resources
+
+__all__ = ["Epoch"]
+
+
+class _Batch(NamedTuple):
+    """A batch that is ready to be handed out.
+
+    Args:
+        content: what the trainer gets.
+        indices: what it was made of, if the source may still be asked for it again.
+        hits: its samples that are still to be counted.
+    """
+
+    content: Any
+    indices: Any
+    hits: int
+
+
+class Epoch:
+    """An iterator over the batches of one epoch.
+
+    Args:
+        loader: the loader.
+        cached: what serves its dataset; its cache is that of the resources.
+        stream: when indices are drawn.
+        resources: memory and workers.
+        warm: whether every index is READY, and the stream can be trusted.
+    """
+
+    def __init__(
+        self, loader: DataLoader[Any], cached: CachedSource, stream: IndexStream, resources: Resources, *, warm: bool
+    ) -> None:
+        self._cached, self._resources, self._warm = cached, resources, warm
+        self._cache, self._batches = resources.cache, cast(Any, loader.batch_sampler)
+        self._with_workers = loader.num_workers > 0
+        self._planner = BatchPlanner(loader, cached, stream, resources, warm)
+        self._plans = self._planner.plans
+        self._made: list[_Batch] = []  # of the plan that is handed out, the last first
+        self._prefetcher = Prefetcher()
+        self._finalizer = weakref.finalize(self, resources.end_epoch, self._prefetcher)
+        try:
+            if resources.route == "main" and resources.full:
+                resources.end_workers()
+            resources.begin_epoch()
+            if self._with_workers:
+                self._planner.begin_with_workers(loader)
+        except BaseException:
+            self.close()
+            raise
+
+    def __iter__(self) -> Epoch:
+        return self
+
+    def __len__(self) -> int:
+        """Number of batches in the epoch."""
+        return len(self._batches)
+
+    def __next__(self) -> Any:
+        """The next batch."""
+        self._prefetcher.back()
+        if self._made and self._made[-1].indices is not None and self._changed:
+            self._plan_anew()
+        if not self._made:
+            self._complete()
+        batch = self._made[-1]
+        if len(self._made) == 1:
+            self._prefetch()
+        self._prefetcher.leave()
+        if batch.hits:
+            self._cached.count_hits(batch.hits, self._resources.take_gather_ns())
+        content = batch.content
+        del batch, self._made[-1]
+        return content
+
+    def close(self) -> None:
+        """End the epoch: its thread, and its workers unless they are persistent."""
+        self._planner.close()
+        self._made = []
+        self._finalizer()
+
+    # ---- plan ----
+
+    def _plan_anew(self) -> None:
+        """Have what is left of the block that is handed out come from the source as it is now."""
+        with HeldBack():
+            self._plans.extendleft(BatchPlan(batch.indices) for batch in self._made)  # they lie the last first
+            self._made = []
+
+    def _prefetch(self) -> None:
+        """Have the thread begin with the next plan, if that is only a gather, and the consumer will be away for it."""
+        if not self._prefetcher.worthwhile or not (self._plans or (self._warm and self._planner.plan())):
+            return
+        plan = self._plans[0]
+        if plan.places is not None and not plan.missing and plan.gather is None:
+            plan.gather = Job(partial(_gather_batches, self._resources, plan.places, self._planner.batch_size(plan)))
+            self._prefetcher.offer(plan.gather)
+
+    # ---- complete ----
+
+    def _complete(self) -> None:
+        """Make the batches of the next plan, or end the epoch."""
+        if self._warm and (self._plans or self._planner.plan()):
+            plan = self._plans[0]
+            if plan.places is not None and not self._planner.closed and not self._changed:
+                made = self._gathered(plan, plan.places)
+                self._made = made
+                del self._plans[0]
+                return
+            if plan.places is not None:
+                self._planner.plan_singly(plan)
+        with HeldBack():
+            self._complete_held()
+
+    def _complete_held(self) -> None:
+        if not self._with_workers and not self._warm:
+            while len(self._plans) < (2 if self._planner.ahead_unseen else 1) and self._planner.plan():
+                pass
+        if not self._plans:
+            self.close()
+            raise StopIteration
+        plan, workers = self._plans[0], self._resources.workers
+        replies = 0 if workers is None else workers.replies
+        try:
+            made = self._batches_of(plan)
+        except BaseException as error:
+            # As in DataLoader: what the source raises takes the place of the batch. One that was interrupted, or whose
+            # reply has not come, is the next one again.
+            if workers is not None and self._awaits_reply(plan):
+                over = workers.replies > replies
+            else:
+                over = not isinstance(error, KeyboardInterrupt)
+            plan.gather = None
+            if over:
+                self._go_on()
+            raise
+        self._go_on()
+        self._made = made
+
+    def _go_on(self) -> None:
+        """Leave the first plan behind; with workers, plan another before the batch (or its error) is handed on."""
+        # Where the cache was closed, a worker may still write to this plan's memory: none is taken any more then.
+        self._plans.popleft()
+        if self._with_workers and not self._warm:
+            self._planner.plan()
+
+    def _batches_of(self, plan: BatchPlan) -> list[_Batch]:
+        if self._awaits_reply(plan):
+            return [self._received(plan)]
+        if plan.places is None or self._planner.closed or self._changed:
+            wanted = plan.indices.tolist() if isinstance(plan.indices, np.ndarray) else plan.indices
+            samples = self._cached.samples(wanted)
+            collated = default_collate(list(samples) if self._cached.transforms else samples)
+            return [_Batch(self._resources.pinned(collated), None, 0)]
+        return [self._loaded(plan, plan.places)] if plan.missing else self._gathered(plan, plan.places)
+
+    def _gathered(self, plan: BatchPlan, places: Integers) -> list[_Batch]:
+        """The batches of a plan that is only a gather, the last first."""
+        size = self._planner.batch_size(plan)
+        if plan.gather is None:
+            contents = _gather_batches(self._resources, places, size)
+        else:
+            try:
+                contents = plan.gather.result()
+            except BaseException:
+                plan.gather = None
+                raise
+        indices = plan.indices
+        made = []
+        for number, content in enumerate(contents):
+            part = indices[number * size : (number + 1) * size]
+            made.append(_Batch(content, part, len(part)))
+        made.reverse()
+        return made
+
+    def _loaded(self, plan: BatchPlan, places: Integers) -> _Batch:
+        """A batch with misses, which are loaded here while the thread gathers the hits."""
+        samples, hits = len(places), Job(partial(self._resources.gather_ready, places))
+        if len(plan.missing) < samples:
+            self._prefetcher.offer(hits)
+        batch = self._cache.codec.rows(hits.result, samples)
+        try:
+            odd = self._cached.load_into(batch, plan.indices[plan.missing].tolist(), plan.missing)
+        finally:
+            rows: Memory = hits.result()  # waited for after an error, too
+        if not odd:
+            return self._collated(plan, rows)
+        others = self._cache.codec.split(rows, samples)
+        content = default_collate([odd.get(place, other) for place, other in enumerate(others)])
+        return _Batch(self._resources.pinned(content), None, samples - len(plan.missing))
+
+    def _received(self, plan: BatchPlan) -> _Batch:
+        """A batch of which a worker has loaded what was missing, or made all of it."""
+        resources = self._resources
+        assert resources.workers is not None
+        reply: Reply = resources.workers.receive()
+        (shared, plan.shared), (rows, plan.rows) = (plan.shared, None), (plan.rows, None)
+        if isinstance(reply, Written):
+            content = unpacked(reply, shared, resources.pool)
+            del shared
+            return _Batch(resources.pinned(content), None, 0)
+        del shared  # what is not lent is to be free again for the next plan
+        if isinstance(reply, Collated):
+            hits = 0 if reply.counted else len(plan.indices) - len(plan.missing)
+            return _Batch(resources.pinned(reply.batch), None, hits)
+        assert plan.places is not None
+        rows = resources.gather_ready(plan.places) if rows is None else resources.handed_out(rows)
+        if reply is not None:
+            memory = rows
+            batch = self._cache.codec.rows(lambda: memory, len(plan.places))
+            for number, place in enumerate(plan.missing):
+                batch.write(place, [field[number] for field in reply.fields])
+        return self._collated(plan, rows)
+
+    def _collated(self, plan: BatchPlan, rows: Memory) -> _Batch:
+        samples = len(plan.indices)
+        return _Batch(_collator(self._resources).batch(rows, samples), None, samples - len(plan.missing))
+
+    # ---- what may have happened meanwhile ----
+
+    @property
+    def _changed(self) -> bool:
+        """Whether the source is to be seen as it is now; workers go on with the one that they were started with."""
+        return not self._with_workers and self._cached.changed
+
+    def _awaits_reply(self, plan: BatchPlan) -> bool:
+        """Whether a plan is completed by a worker: by itself, or with what this process has read from the cache."""
+        return plan.requested and (self._resources.route == "worker" or not self._planner.closed)
+
+
+def _gather_batches(resources: Resources, places: Integers, size: int) -> list[Any]:
+    """Batches of READY places. It does not hold the iterator, which may go while a thread is at it."""
+    return _collator(resources).batches(resources.gather(places), len(places), size)
+
+
+def _collator(resources: Resources) -> Collator:
+    assert resources.collator is not None  # where the main process puts batches together
+    return resources.collator

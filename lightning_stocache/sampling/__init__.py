@@ -1,0 +1,1 @@
+"""WHO trains on what."""

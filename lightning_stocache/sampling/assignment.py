@@ -1,0 +1,233 @@
+"""Who of the ranks trains on which sample of a global batch, so that a sample goes where it is cached.
+
+A `Dealer` knows the `Ring` and the ranks of every node. It deals one global batch at a time, as a pure function of the
+batch: every rank works out the whole deal for itself and takes its share, and no message is sent.
+
+1. An index goes to its first home: of the nodes that have its slot, the one where the slot number is smallest. That
+   is the node in whose own part of the ring it lies (the part that begins where the arc begins and is as long as the
+   node's share of training), if its arc reaches that far.
+2. A node has as many places as DistributedSampler gives its ranks. While one has more indices than places, another has
+   free places, and arcs overlap, indices move to another home, over several nodes if need be (augmenting paths, as in
+   a maximum flow; of the nodes in reach, the one with the most free places per rank comes first). At the end no deal
+   could give more indices to nodes that have them. Where a stretch of the ring is divided between nodes, it is cut by
+   ring position, so that the same indices go to the same node in every epoch, but for those next to the cut.
+3. What a node has too many of leaves it: first what lies beyond its own part of the ring, the farthest first,
+   then the last in the order of the batch. Leavers, and the indices that no node has, are the misses of the batch.
+   They take the free places.
+4. A node's misses, then its other indices, go to its ranks in turn, beginning with another rank in each batch. So its
+   ranks have equally many misses, give or take one.
+
+The misses of a node are its places less the indices that it has and gets. Handing misses to a node that has none
+would take places from indices that are hits there, and help nobody: those would be misses elsewhere. The difference
+that remains between the ranks is `Deal.imbalance`.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from itertools import pairwise
+
+import numpy as np
+from numpy.typing import NDArray
+
+from lightning_stocache.cache.placement import Arc, Integers, Ring
+
+__all__ = ["Deal", "Dealer"]
+
+
+@dataclass(frozen=True)
+class Deal:
+    """Where the samples of one global batch go.
+
+    Args:
+        nodes: number of the node for each position of the batch.
+        misses: whether that node has no slot for it, for each position.
+        ranks: number of ranks of every node.
+    """
+
+    nodes: Integers
+    misses: NDArray[np.bool_]
+    ranks: Integers
+
+    @property
+    def imbalance(self) -> int:
+        """By how many misses the rank with the most exceeds the rank with the fewest."""
+        misses = np.bincount(self.nodes[self.misses], minlength=len(self.ranks))
+        return int((-(-misses // self.ranks)).max() - (misses // self.ranks).min())
+
+
+class Dealer:
+    """Deals global batches to the nodes and ranks of a job.
+
+    Args:
+        ring: the arcs of the nodes, all of the same size and step.
+        nodes: the global ranks of each node, in the order of the arcs (`NodeGroup.nodes`).
+
+    Raises:
+        ValueError: arcs and nodes differ in number, a node has no rank, or the arcs lie on different rings.
+
+    Example:
+        >>> ring = Ring((Arc(size=8, slots=4, start=0), Arc(size=8, slots=4, start=4)))  # node 0 has the first half
+        >>> dealer = Dealer(ring, nodes=((0, 1), (2, 3)))
+        >>> deal = dealer.deal(np.array([5, 0, 1, 2]))
+        >>> deal.nodes.tolist(), deal.misses.tolist()
+        ([1, 0, 0, 1], [False, False, False, True])
+        >>> [dealer.share(deal, rank).tolist() for rank in range(4)]
+        [[1], [2], [3], [0]]
+    """
+
+    def __init__(self, ring: Ring, nodes: Sequence[Sequence[int]]) -> None:
+        arcs = ring.arcs
+        if len(arcs) != len(nodes) or not nodes or not all(nodes):
+            raise ValueError(f"nodes must name the ranks of each of the {len(arcs)} arcs of the ring, got {nodes!r}")
+        if len({(arc.size, arc.step) for arc in arcs}) > 1:
+            raise ValueError(f"ring must have arcs of one size and step, got {arcs!r}")
+        self._nodes = nodes
+        world = sum(len(ranks) for ranks in nodes)
+        self._ranks = np.array([len(ranks) for ranks in nodes])
+        self._size = size = arcs[0].size
+        self._circle = Arc(size, size, step=arcs[0].step)  # its slot numbers are the positions on the ring
+        # Where an arc begins or ends, the ring is cut; the stretches between have the same homes throughout.
+        cuts = sorted({0, *(end % size for arc in arcs for end in (arc.start, arc.start + arc.slots))})
+        self._edges = np.array([*cuts, size])
+        starts = np.array([arc.start for arc in arcs])
+        slots = (self._edges[:-1, None] - starts) % size
+        homes = slots < np.array([arc.slots for arc in arcs])
+        nowhere = len(arcs)  # a last column for the indices that no node has
+        self._first = np.where(homes.any(1), np.where(homes, slots, size).argmin(1), nowhere)
+        # Of each node, the stretches that it has, from the beginning of its arc; of each stretch, its homes (bit mask).
+        self._stretches = [
+            [int(stretch) for stretch in np.argsort(slots[:, node]) if homes[stretch, node]] for node in range(nowhere)
+        ]
+        self._homes = [sum(1 << int(node) for node in np.flatnonzero(row)) for row in homes]
+        self._overlap = bool((homes.sum(1) > 1).any())
+        # Along the ring, each stretch is divided between its homes, the one that began first at the beginning.
+        pairs = [
+            (stretch, node)
+            for stretch in range(len(cuts))
+            for node in (
+                sorted(np.flatnonzero(homes[stretch]).tolist(), key=lambda node: -slots[stretch, node]) or [nowhere]
+            )
+        ]
+        self._pair_stretch, self._pair_node = np.array(pairs).T
+        self._starts = np.array([*(arc.start for arc in arcs), 0])
+        self._own = np.array([*(size * len(ranks) // world for ranks in nodes), 0])  # of the ring, as long as its share
+
+    def deal(self, batch: Integers) -> Deal:
+        """Deal one global batch.
+
+        Args:
+            batch: its indices; their number is a multiple of the number of ranks.
+        """
+        places = self._ranks * (len(batch) // self._ranks.sum())
+        positions = self._circle.slots_of(batch)
+        ascending = np.argsort(positions, kind="stable")
+        counts = np.diff(np.searchsorted(positions[ascending], self._edges))
+        held = self._level(counts, places)
+        nodes = np.empty_like(positions)
+        nodes[ascending] = np.repeat(self._pair_node, held[self._pair_stretch, self._pair_node])
+        nowhere = len(places)
+        misses = nodes == nowhere
+        load = held.sum(0)
+        if (load[:nowhere] > places).any():
+            slots = (positions - self._starts[nodes]) % self._size
+            lines = np.lexsort((np.maximum(slots, self._own[nodes]), nodes))  # stable: ties stay in the batch's order
+            line_of = nodes[lines]
+            place = np.arange(len(lines)) - (load.cumsum() - load)[line_of]
+            misses[lines[place >= np.append(places, len(batch))[line_of]]] = True
+        nodes[misses] = np.repeat(np.arange(nowhere), np.maximum(places - load[:nowhere], 0))
+        return Deal(nodes, misses, self._ranks)
+
+    def share(self, deal: Deal, rank: int, turn: int = 0) -> Integers:
+        """The positions of a global batch that one rank trains on, in rising order.
+
+        Args:
+            deal: what `deal` returned for the batch.
+            rank: global rank.
+            turn: number of the batch; it moves the odd miss from rank to rank.
+        """
+        node = next(number for number, ranks in enumerate(self._nodes) if rank in ranks)
+        ranks = self._nodes[node]
+        own = np.flatnonzero(deal.nodes == node)
+        late = deal.misses[own]
+        line = np.concatenate((own[late], own[~late]))
+        return np.sort(line[(ranks.index(rank) - turn) % len(ranks) :: len(ranks)])
+
+    def _level(self, counts: Integers, places: Integers) -> Integers:
+        """How many indices of each stretch of the ring (row) every node gets (column), before anything leaves."""
+        held = np.zeros((len(counts), len(places) + 1), dtype=np.int64)
+        held[np.arange(len(counts)), self._first] = counts
+        spare = held.sum(0)[:-1] - places
+        if self._overlap and (spare > 0).any() and (spare < 0).any():
+            for node, hand in enumerate(self._relieve(held, spare.tolist())):
+                held[:, node] = 0
+                held[list(hand), node] = list(hand.values())
+        return held
+
+    def _relieve(self, held: Integers, spare: list[int]) -> list[dict[int, int]]:
+        """Move indices from nodes that have too many to nodes with free places, as long as both exist and are joined.
+
+        In Python's own numbers, with sets of nodes as bit masks: with 32 nodes that is several times as fast as NumPy.
+        """
+        hands = [{int(stretch): int(column[stretch]) for stretch in np.flatnonzero(column)} for column in held.T[:-1]]
+        takers = [self._takers(hand) for hand in hands]
+        while any(more > 0 for more in spare):
+            giver = max(range(len(spare)), key=spare.__getitem__)
+            path = self._path(takers, spare, giver)
+            if path is None:
+                spare[giver] = 0  # no later move opens a path: its surplus has to leave
+                continue
+            links = list(pairwise(path))
+            joint = (sum(hands[fro].get(stretch, 0) for stretch in self._stretches[to]) for fro, to in links)
+            amount = min(spare[giver], -spare[path[-1]], *joint)
+            for fro, to in links:
+                self._move(hands[fro], hands[to], self._stretches[to], amount)
+            for node in path:
+                takers[node] = self._takers(hands[node])
+            spare[giver] -= amount
+            spare[path[-1]] += amount
+        return hands
+
+    def _takers(self, hand: dict[int, int]) -> int:
+        """The nodes that have a slot for something in a hand."""
+        mask = 0
+        for stretch in hand:
+            mask |= self._homes[stretch]
+        return mask
+
+    def _path(self, takers: list[int], spare: list[int], giver: int) -> list[int] | None:
+        """The shortest way from `giver` to a node with free places, over nodes that can take from the one before."""
+        before = {giver: giver}
+        seen = 1 << giver
+        frontier = [giver]
+        while frontier:
+            reached = []
+            for node in frontier:
+                new = takers[node] & ~seen
+                seen |= new
+                while new:
+                    taker = new.bit_length() - 1
+                    new ^= 1 << taker
+                    before[taker] = node
+                    reached.append(taker)
+            needy = [node for node in reached if spare[node] < 0]
+            if needy:
+                path = [min(needy, key=lambda node: (spare[node] / self._ranks[node], node))]
+                while path[-1] != giver:
+                    path.append(before[path[-1]])
+                return path[::-1]
+            frontier = reached
+        return None
+
+    @staticmethod
+    def _move(fro: dict[int, int], to: dict[int, int], stretches: list[int], amount: int) -> None:
+        """Hand on indices, those first that lie nearest to the beginning of the taker's arc."""
+        for stretch in stretches:
+            moved = min(fro.get(stretch, 0), amount)
+            if moved:
+                to[stretch] = to.get(stretch, 0) + moved
+                fro[stretch] -= moved
+                amount -= moved
+                if not fro[stretch]:
+                    del fro[stretch]

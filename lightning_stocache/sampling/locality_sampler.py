@@ -1,0 +1,163 @@
+"""A DistributedSampler that sends every sample to a node that has it cached.
+
+The order of an epoch, its padding and its dropped tail are DistributedSampler's for the same seed, `shuffle` and
+`drop_last`. DistributedSampler gives rank r the positions r, r + R, ... of that order, so the R ranks train together on
+`batch_size * R` consecutive positions at a time: the global batch. This sampler cuts the same global batches and
+changes only which rank takes which sample of one (`dealing.Dealer`). What the optimiser sees, the mean gradient
+of a global batch, is the same up to the order of summation. What a single rank computes from its own part of it, such
+as the statistics of a BatchNorm that is not synchronised, is not.
+
+Every rank works out the deal for itself, from the seed, the epoch and the ring; nothing is sent. A global batch is
+dealt when its first index is asked for; an epoch in memory is one tensor of N integers.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sized
+from itertools import chain
+from typing import Any, Literal, cast, get_args
+
+import numpy as np
+import torch
+from torch.utils.data import Dataset, DistributedSampler
+
+from lightning_stocache.cache.placement import Arc, Integers, Ring
+from lightning_stocache.sampling.assignment import Dealer
+
+__all__ = ["LocalitySampler", "Mode"]
+
+Mode = Literal["locality", "global", "sticky"]
+
+_PIECE = 1 << 20  # indices looked at in one go when a node picks its own out of the epoch
+
+
+class LocalitySampler(DistributedSampler[int]):
+    """Deals the global batches of DistributedSampler so that samples go to nodes that have them.
+
+    Modes:
+        `locality`: each global batch holds the same indices as DistributedSampler's, dealt by the ring. On one node,
+        or without a ring, each rank's order is DistributedSampler's.
+        `global`: DistributedSampler itself. For comparison, or where every node has memory for the whole dataset.
+        `sticky`: each node trains on a fixed part of the dataset, its own part of the ring, in the order of the epoch.
+        No sample ever moves to another node: the global batches are *not* DistributedSampler's, samples of different
+        nodes never change places, and each node's part pads and drops by itself. For batches too small for `locality`.
+
+    Args:
+        dataset: what is sampled; only its length is used.
+        num_replicas: number of ranks; that of the process group by default.
+        rank: this process's rank; that in the process group by default.
+        shuffle: another order in every epoch (`set_epoch`), or the dataset's own.
+        seed: of the order; the same on all ranks.
+        drop_last: drop the tail that does not divide by the ranks, instead of padding it from the beginning.
+        batch_size: of one rank, as the loader's; otherwise the global batches are not those that are trained on.
+        ring: which node has which indices; None leaves DistributedSampler's order.
+        nodes: the ranks of each node, in the order of the ring's arcs (`NodeGroup.nodes`).
+        mode: see above.
+
+    Attributes:
+        skip: number of batches that the next iteration leaves out at its beginning, to resume in the middle of an
+            epoch. It holds for one iteration, and the length stays that of the whole epoch.
+        imbalance: by how many misses the rank with the most exceeds the rank with the fewest, in the worst global batch
+            of the latest iteration; counted by the ring, as if all caches were full.
+
+    Raises:
+        ValueError: batch_size, mode, nodes or ring do not fit the rest.
+
+    Example:
+        >>> ring = Ring((Arc(size=8, slots=4, start=0), Arc(size=8, slots=4, start=4)))  # node 0 has the first half
+        >>> [list(LocalitySampler(range(8), 2, rank, batch_size=2, ring=ring, nodes=((0,), (1,)))) for rank in range(2)]
+        [[0, 3, 2, 1], [4, 7, 5, 6]]
+        >>> [list(DistributedSampler(range(8), 2, rank)) for rank in range(2)]
+        [[4, 7, 2, 1], [0, 3, 5, 6]]
+    """
+
+    def __init__(
+        self,
+        dataset: Sized,
+        num_replicas: int | None = None,
+        rank: int | None = None,
+        shuffle: bool = True,
+        seed: int = 0,
+        drop_last: bool = False,
+        *,
+        batch_size: int,
+        ring: Ring | None,
+        nodes: tuple[tuple[int, ...], ...],
+        mode: Mode = "locality",
+    ) -> None:
+        super().__init__(cast("Dataset[Any]", dataset), num_replicas, rank, shuffle, seed, drop_last)
+        size = len(dataset)
+        if batch_size < 1:
+            raise ValueError(f"batch_size must be at least 1, got {batch_size}")
+        if mode not in get_args(Mode):
+            raise ValueError(f"mode must be one of {', '.join(get_args(Mode))}, got {mode!r}")
+        if sorted(rank for ranks in nodes for rank in ranks) != list(range(self.num_replicas)):
+            raise ValueError(f"nodes must name each of the {self.num_replicas} ranks once, got {nodes}")
+        if ring is not None and (len(ring.arcs) != len(nodes) or any(arc.size != size for arc in ring.arcs)):
+            raise ValueError(f"ring must have one arc of size {size} for each of the {len(nodes)} nodes, got {ring}")
+        self.batch_size = batch_size
+        self.ring = ring
+        self.nodes = nodes
+        self.mode = mode
+        self.skip = 0
+        self.imbalance = 0
+        self._dealer = None
+        if mode == "locality" and ring is not None and len(nodes) > 1 and size > 0:
+            self._dealer = Dealer(ring, nodes)
+
+    def __iter__(self) -> Iterator[int]:
+        return chain.from_iterable(map(np.ndarray.tolist, self.batches()))
+
+    def batches(self) -> Iterator[Integers]:
+        """This rank's part of each global batch: `batch_size` indices, int64, but in the last one."""
+        # The order is drawn here and not with the first index, as in DistributedSampler: set_epoch may come in between.
+        skip, self.skip = self.skip, 0
+        self.imbalance = 0
+        order = self._order()
+        if self.mode == "sticky" and self.ring is not None:
+            return self._draw_sticky(order, skip)
+        return self._draw(order, skip)
+
+    def _order(self) -> Integers:
+        """DistributedSampler's order of the epoch, before padding."""
+        size = len(cast(Sized, self.dataset))
+        if not self.shuffle:
+            return np.arange(size)
+        generator = torch.Generator().manual_seed(self.seed + self.epoch)
+        return torch.randperm(size, generator=generator).numpy()
+
+    def _draw(self, order: Integers, skip: int) -> Iterator[Integers]:
+        world, step = self.num_replicas, self.batch_size * self.num_replicas
+        for number, begin in enumerate(range(skip * step, self.total_size, step), start=skip):
+            end = min(begin + step, self.total_size)
+            if self._dealer is None:
+                positions = np.arange(begin + self.rank, end, world)
+            else:
+                deal = self._dealer.deal(order[np.arange(begin, end) % len(order)])
+                self.imbalance = max(self.imbalance, deal.imbalance)
+                positions = begin + self._dealer.share(deal, self.rank, turn=number)
+            # Positions beyond the order are DistributedSampler's padding: the order over again.
+            yield order[positions % len(order)]
+
+    def _draw_sticky(self, order: Integers, skip: int) -> Iterator[Integers]:
+        node, ranks = next((node, ranks) for node, ranks in enumerate(self.nodes) if self.rank in ranks)
+        shard = self._shard(order, node)
+        step = self.batch_size * len(ranks)
+        total = self.num_samples * len(ranks)
+        for begin in range(skip * step, total, step):
+            positions = np.arange(begin + ranks.index(self.rank), min(begin + step, total), len(ranks))
+            yield shard[positions % len(shard)]
+
+    def _shard(self, order: Integers, node: int) -> Integers:
+        """What lies on the node's own part of the ring, in the order of the epoch."""
+        assert self.ring is not None
+        arcs = self.ring.arcs
+        around = sorted(range(len(arcs)), key=lambda other: (arcs[other].start, other))
+        before = sum(len(self.nodes[other]) for other in around[: around.index(node)])
+        # Whole numbers, rounded down: every index lies in one part, and no part has more than its ranks will take.
+        begin, end = (len(order) * ranks // self.num_replicas for ranks in (before, before + len(self.nodes[node])))
+        if begin == end:
+            return order  # fewer indices than ranks
+        part = Arc(len(order), end - begin, (arcs[around[0]].start + begin) % len(order), arcs[node].step)
+        pieces = (order[first : first + _PIECE] for first in range(0, len(order), _PIECE))
+        return np.concatenate([piece[part.slots_of(piece) >= 0] for piece in pieces])

@@ -1,0 +1,1 @@
+"""HOW a cache opens on a job."""

@@ -1,0 +1,261 @@
+"""The look at a source before its cache opens: what a sample looks like, and what of the source is random.
+
+A source is read where its loader would read it. Many open a file when they are first read, so that each worker has a
+handle of its own; read in the trainer's process, they would hand all forked workers one handle with one offset, and
+could not be sent to spawned ones. Others draw from generators of their own, count, or remember. So the look happens in
+a worker process, started as the loader starts its own, which is thrown away: nothing that it opened, drew or assigned
+is left in the trainer. Where none can be started (a daemonic process; what cannot be pickled, under spawn), the source
+is read here, and the attributes and generators that can be reached from it are put back.
+
+A source that blocks is given up after half a minute without a read that has ended.
+"""
+
+from __future__ import annotations
+
+import logging
+import multiprocessing
+import pickle
+import sys
+import time
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass, replace
+from functools import partial
+from pathlib import Path
+from types import FunctionType
+from typing import Any, cast
+
+import torch
+from torch.utils.data import DataLoader, IterableDataset, get_worker_info
+
+from lightning_stocache.cache.field import UnsupportedSampleError
+from lightning_stocache.cache.spec import SampleMismatchError, SampleSpec
+from lightning_stocache.setup.request import CacheRequest
+from lightning_stocache.source.access import batch_reader
+from lightning_stocache.source.generators import Generators, owned_generators, reachable
+from lightning_stocache.source.random_split import split
+from lightning_stocache.source.transform_split import Cut
+from lightning_stocache.torch_internals import set_worker_dataset, shut_down
+
+__all__ = ["Finding", "look"]
+
+log = logging.getLogger(__name__)
+
+_BY_HAND = (
+    "To cache it, give its deterministic part to CachedDataset, and the random rest as transform=, which runs after "
+    "the cache; allow_random=True freezes its first draw."
+)
+_UNSENDABLE = b""
+_QUICK = 28  # indices that are read besides the first four, where that is quick
+_ODD = 0.25  # share of the samples that may differ from the first: one by one they pass through
+TOLD_SECONDS = 10.0  # after which the look says what it waits for
+PATIENCE_SECONDS = 30.0  # without a read that has ended
+
+
+@dataclass(frozen=True)
+class Finding:
+    """What has been seen of a source; plain values, which travel to other processes. Without a spec, nothing is cached.
+
+    Args:
+        spec: what a sample looks like.
+        cut: where the transform is cut; None if nothing is random.
+        reason: why the source passes through uncached, in words.
+        odd: of a sample that differs from the first where most do not, in words; it will pass through.
+        reads: how many samples were read.
+        worker_bytes: memory that the process which read them had for itself; None if it was this one.
+    """
+
+    spec: SampleSpec | None = None
+    cut: Cut | None = None
+    reason: str | None = None
+    odd: str | None = None
+    reads: int = 0
+    worker_bytes: int | None = None
+
+
+def look(request: CacheRequest) -> Finding:
+    """Look at the source of a request.
+
+    Raises:
+        UnsupportedSampleError: (`strict`) a sample holds something that has no fixed size.
+        SampleMismatchError: (`strict`) the samples differ in shape, dtype or structure.
+        Exception: (`strict`) what the source itself raises.
+    """
+    if request.spec is not None:
+        return Finding(request.spec)
+    if not request.length:
+        return Finding(reason="it has no samples")
+    workers = _start(request)
+    try:
+        finding = None if workers is None else _answer(request, *workers)
+        return _look_here(request) if finding is None else finding
+    except Exception as error:  # the source is the user's, and may raise anything
+        if request.strict:
+            raise
+        return Finding(reason=_words(error))
+    finally:
+        if workers is not None:  # an error's traceback would keep the worker
+            shut_down(workers[0])
+
+
+class _Looker(IterableDataset[bytes]):
+    """Looks at a source in a worker, and answers with one pickle.
+
+    Args:
+        request: whose source.
+        progress: int64 `[2]` in shared memory: how many reads have begun, and the index of the last.
+    """
+
+    def __init__(self, request: CacheRequest, progress: torch.Tensor) -> None:
+        self.request, self.progress = request, progress
+
+    def __iter__(self) -> Iterator[bytes]:
+        def told(index: int) -> None:
+            self.progress += torch.tensor([1, index - int(self.progress[1])])
+
+        try:
+            finding = replace(_find(self.request, told), worker_bytes=_private_bytes())
+        except Exception as error:  # as in `look`
+            if self.request.strict:
+                raise
+            finding = Finding(reason=_words(error))
+        try:
+            yield pickle.dumps(finding)
+        except Exception:  # a sample of a class that other processes cannot find: whatever pickle raises then
+            yield _UNSENDABLE
+
+
+def _find(request: CacheRequest, told: Callable[[int], None] = lambda index: None) -> Finding:
+    """Read some samples of the request's source in this process."""
+    source: Any = request.source
+    if request.allow_random:
+        generators = Generators(owned_generators(source))
+        before = generators.state()
+        told(0)
+        try:
+            return Finding(SampleSpec.infer(source[0]), reads=1)
+        finally:
+            generators.restore(before)
+    parts = split(source, quick=_QUICK, told=told)
+    if parts.reason is not None:
+        return Finding(reason=f"{parts.reason}\n{_BY_HAND}", reads=parts.reads)
+    reads = parts.reads
+    if (fetch := batch_reader(source)) is not None:
+        came = fetch([parts.indices[0]] * 2)
+        reads += 2
+        if not isinstance(came, Sequence) or isinstance(came, str) or len(came) != 2:
+            reason = "its __getitems__ gives whole batches, not a list of one sample per index"
+            return Finding(reason=reason, reads=reads)
+    spec = SampleSpec.infer(parts.samples[0])
+    odd: list[SampleMismatchError] = []
+    for index, sample in zip(parts.indices, parts.samples, strict=True):
+        try:
+            spec.encode(sample, index)
+        except SampleMismatchError as error:
+            odd.append(error)
+    if len(odd) > len(parts.samples) * _ODD:
+        raise odd[0]
+    return Finding(spec, parts.cut, odd=str(odd[0]) if odd else None, reads=reads)
+
+
+def _start(request: CacheRequest) -> tuple[Iterator[bytes], torch.Tensor] | None:
+    """A worker that has begun to look, and its progress; None where none can be started."""
+    loader = request.reader
+    method = loader.start_method if loader is not None and loader.num_workers else None
+    if method is None and (loader is None or not loader.num_workers):
+        # What is read in the trainer's process need not be fit to be sent to another one.
+        method = "fork" if sys.platform == "linux" else multiprocessing.get_start_method()
+    try:
+        progress: torch.Tensor = cast(Any, torch.zeros(2, dtype=torch.int64)).share_memory_()
+        return iter(
+            DataLoader(
+                _Looker(request, progress),
+                batch_size=None,
+                num_workers=1,
+                collate_fn=cast(Any, _as_it_is),
+                timeout=TOLD_SECONDS,
+                worker_init_fn=partial(_begin, None if loader is None else loader.worker_init_fn),
+                multiprocessing_context=method,
+                generator=torch.Generator(),  # the base seed of the look is not drawn from the user's
+            )
+        ), progress
+    except Exception as error:  # no shared memory, or whatever a start method or a pickle raises: there is another way
+        log.debug("no worker can be started to look at %s (%r): it is read here", request.title, error)
+        return None
+
+
+def _answer(request: CacheRequest, answers: Iterator[bytes], progress: torch.Tensor) -> Finding | None:
+    """What the worker has found; None if it cannot tell."""
+    begun, last, told = time.monotonic(), -1, False
+    while True:
+        try:
+            answer = next(answers)
+            return None if answer == _UNSENDABLE else cast(Finding, pickle.loads(answer))
+        except RuntimeError as error:
+            if not str(error).startswith("DataLoader timed out"):  # the source's own, or the worker has died
+                raise
+        reads, index = progress.tolist()
+        if reads != last:
+            begun, last = time.monotonic() - TOLD_SECONDS, reads
+        if time.monotonic() - begun > PATIENCE_SECONDS:
+            raise TimeoutError(f"reading sample {index} has not ended in {PATIENCE_SECONDS:.0f} s")
+        if not told:
+            log.warning(
+                "set-up waits for %s: it reads a few samples to learn their shape, now sample %d", request.title, index
+            )
+        told = True
+
+
+def _look_here(request: CacheRequest) -> Finding:
+    with _put_back(request.source):
+        return _find(request)
+
+
+@contextmanager
+def _put_back(source: Any) -> Iterator[None]:
+    """Give the objects that can be reached from a source their attributes back, and its generators their state."""
+    attributes = [
+        (names, dict(names))
+        for _, node in reachable(source)
+        if not isinstance(node, type | FunctionType) and type(names := getattr(node, "__dict__", None)) is dict
+    ]
+    generators = Generators(owned_generators(source))
+    before = generators.state()
+    try:
+        yield
+    finally:
+        generators.restore(before)
+        for names, kept in attributes:
+            if names != kept:
+                names.clear()
+                names.update(kept)
+
+
+def _begin(worker_init_fn: Callable[[int], None] | None, worker: int) -> None:
+    """What the user's loader does when a worker starts, on the user's own dataset."""
+    info: Any = get_worker_info()
+    set_worker_dataset(info.dataset.request.source)
+    if worker_init_fn is not None:
+        worker_init_fn(worker)
+
+
+def _as_it_is(answer: bytes) -> bytes:
+    return answer
+
+
+def _private_bytes() -> int | None:
+    """Memory that this process shares with no other; None where the system does not say."""
+    try:
+        lines = Path("/proc/self/smaps_rollup").read_text().splitlines()
+    except OSError:
+        return None
+    return sum(int(line.split()[1]) * 1024 for line in lines if line.startswith(("Private_Clean:", "Private_Dirty:")))
+
+
+def _words(error: Exception) -> str:
+    """What went wrong, in one line."""
+    if isinstance(error, UnsupportedSampleError | SampleMismatchError | TimeoutError):
+        return str(error)
+    lines = str(error).strip().splitlines()
+    said = lines[-1] if lines else ""
+    return f"reading it raised {said if said.startswith(type(error).__name__) else f'{type(error).__name__}: {said}'}"

@@ -1,0 +1,221 @@
+"""Caches with a name: they stay in memory when their job ends, and the next job starts warm.
+
+The manifest in the header of a named segment says two things. Its fingerprint is what lies there: the class of the
+source, its length, the fields of a sample, and what the user adds; a job with another one is refused. Its geometry is
+where it lies: the arc of the ring; it wins over the budget and the order of nodes of the job that joins, because the
+samples are where they are. A job whose own budget would have given another number of slots is told so. Slots that are
+READY stay so; a cache that is half full goes on filling.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import logging
+from collections.abc import Mapping, Sequence
+from dataclasses import replace
+from typing import Any
+
+import torch
+from torch.utils.data import Dataset, Subset
+
+from lightning_stocache.cache.compat import SharedCache
+from lightning_stocache.cache.placement import Arc, Ring
+from lightning_stocache.cache.spec import SampleSpec
+from lightning_stocache.node.budget import Budget
+from lightning_stocache.node.files import memory_directory
+from lightning_stocache.node.free import FreeMemory
+from lightning_stocache.node.janitor import clean
+from lightning_stocache.node.manifest import Manifest, ManifestError, printable
+from lightning_stocache.node.named import join_named, open_named, way_out
+from lightning_stocache.node.segment import Segment
+from lightning_stocache.setup.request import CacheRequest
+
+__all__ = ["FingerprintError", "fingerprint", "join_cache", "join_caches", "open_cache", "rings_as_they_are"]
+
+log = logging.getLogger(__name__)
+
+_LONGEST = 400  # bytes that are kept of an entry: the three of them, the title and the geometry fit in the header
+_TITLE = 100  # characters
+
+
+class FingerprintError(ValueError):
+    """What lies under the name of a cache is not what is to be cached."""
+
+
+def fingerprint(request: CacheRequest, spec: SampleSpec) -> dict[str, str | int]:
+    """What must be the same in two jobs that share a named cache, as plain values.
+
+    Example:
+        >>> numbers = CacheRequest([1, 2, 3], name="numbers", fingerprint="v2")
+        >>> fingerprint(numbers, SampleSpec.infer(1))
+        {'dataset': 'builtins.list', 'length': 3, 'spec': 'sample: int', 'fingerprint': 'v2'}
+    """
+    fields = (f"{field.path or 'sample'}: {field}" for field in spec.fields)
+    frozen = " (allow_random)" if request.allow_random else ""  # its first draw is kept, which a split source's is not
+    return {
+        "dataset": _short(_identity(request.source) + frozen),
+        "length": request.length,
+        "spec": _short("; ".join(fields)),
+        "fingerprint": _short(str(request.fingerprint)),
+    }
+
+
+def join_cache(request: CacheRequest, spec: SampleSpec) -> SharedCache | None:
+    """The cache that lies under the request's name, or None if there is none.
+
+    Raises:
+        FingerprintError: it is the cache of something else.
+        ManifestError: it is damaged, or of another version.
+        PermissionError: the name belongs to another user's file.
+    """
+    assert request.name is not None
+    joined = join_named(request.name)
+    return None if joined is None else _over(request, spec, *joined)
+
+
+def open_cache(request: CacheRequest, spec: SampleSpec, arc: Arc, budget: Budget) -> SharedCache:
+    """Make the cache of the request's name, with an arc; or join it, if another job has just made it.
+
+    Raises:
+        FingerprintError: that is the cache of something else, or (strict) of another budget.
+        ManifestError: it is damaged, or of another version.
+        OSError: there is no memory for the states of the slots.
+    """
+    assert request.name is not None
+    whose = {
+        "dataset": printable(request.title, _TITLE),
+        "budget": str(budget),
+        "fingerprint": fingerprint(request, spec),
+    }
+    try:
+        cache = _over(request, spec, *open_named(request.name, *SharedCache.layout(spec, arc, whose)))
+    except OSError:
+        clean(request.name)  # unless another job uses it: an empty cache of this size is no use to the next one
+        raise
+    try:
+        _compare(request, cache, budget, arc.slots)
+    except BaseException:
+        cache.close()
+        raise
+    return cache
+
+
+def join_caches(
+    requests: Sequence[CacheRequest], specs: Sequence[SampleSpec | None], budgets: Mapping[str, Budget]
+) -> dict[int, SharedCache]:
+    """The named caches that exist, by the number of their request; errors as in `open_cache`, and none stays open."""
+    joined: dict[int, SharedCache] = {}
+    try:
+        for number, (request, spec) in enumerate(zip(requests, specs, strict=True)):
+            if request.name is None or spec is None:
+                continue
+            if (cache := join_cache(request, spec)) is not None:
+                joined[number] = cache
+        if joined:
+            held = sum(cache.memory_bytes for cache in joined.values())
+            asked = _asked_for(requests, specs, budgets, held)
+            for number, cache in joined.items():
+                _compare(requests[number], cache, budgets[requests[number].pot], asked[number])
+    except BaseException:
+        for cache in joined.values():
+            cache.close()
+        raise
+    return joined
+
+
+def rings_as_they_are(rings: Sequence[Ring], arcs: Sequence[Sequence[Arc | None]]) -> list[Ring]:
+    """The rings that were planned, with the arcs that named caches brought along.
+
+    Args:
+        rings: one per request, as the budgets would have them.
+        arcs: per node, the arc that it has for each request; None for nothing.
+    """
+    return [
+        Ring(tuple(own[number] or replace(planned, slots=0) for own, planned in zip(arcs, ring.arcs, strict=True)))
+        for number, ring in enumerate(rings)
+    ]
+
+
+def _over(request: CacheRequest, spec: SampleSpec, segment: Segment, manifest: Manifest) -> SharedCache:
+    assert request.name is not None
+    try:
+        ours = fingerprint(request, spec)
+        if manifest.fingerprint != ours:
+            raise FingerprintError(_refusal(request, manifest.fingerprint, ours))
+        try:
+            return SharedCache.found(segment, spec, manifest.geometry, request.length)
+        except ValueError as error:
+            raise ManifestError(f"the cache {request.name!r} is damaged: {error}. {way_out(request.name)}") from None
+    except BaseException:
+        segment.close()
+        raise
+
+
+def _asked_for(
+    requests: Sequence[CacheRequest], specs: Sequence[SampleSpec | None], budgets: Mapping[str, Budget], held: int
+) -> list[int]:
+    """The slots per request that the budgets ask for, if the caches that exist were made anew.
+
+    Args:
+        requests: what is to be cached.
+        specs: what the samples of each look like; None for what is not to be cached.
+        budgets: per pot.
+        held: bytes that the caches hold, and which a new one would find free.
+    """
+    sizes = [
+        0 if spec is None else request.length * spec.slot_bytes for request, spec in zip(requests, specs, strict=True)
+    ]
+    free = FreeMemory.measure(memory_directory()).bytes + held
+    slots = []
+    for request, spec, size in zip(requests, specs, sizes, strict=True):
+        pot = sum(other for other, member in zip(sizes, requests, strict=True) if member.pot == request.pot)
+        wanted = min(budgets[request.pot].wanted(pot, free), pot)
+        slots.append(0 if spec is None else wanted * size // max(pot, 1) // spec.slot_bytes)
+    return slots
+
+
+def _compare(request: CacheRequest, cache: SharedCache, budget: Budget, slots: int) -> None:
+    """Tell a job that its budget does not count, where that makes a difference.
+
+    A cache that was made under the same words may have found less memory than they asked for.
+
+    Raises:
+        FingerprintError: it makes one, and the request is strict.
+    """
+    assert request.name is not None
+    made = cache.manifest.budget
+    if made == str(budget) or abs(len(cache) - slots) <= 1:  # one for rounding
+        return
+    words = (
+        f"the cache {request.name!r} was made with budget={made!r} and keeps its {len(cache):,} slots; "
+        f"budget={str(budget)!r} would give {slots:,} and is not looked at."
+    )
+    if request.strict:
+        raise FingerprintError(f"{words} {way_out(request.name)}")
+    log.warning("%s\n%s", words, way_out(request.name))
+
+
+def _refusal(request: CacheRequest, theirs: Mapping[str, str | int], ours: Mapping[str, str | int]) -> str:
+    assert request.name is not None
+    differ = ", ".join(key for key in ours if theirs.get(key) != ours[key])
+    return (
+        f"the cache {request.name!r} holds something else than {request.title} ({differ} differ). "
+        f"It holds {theirs}; this job has {ours}. {way_out(request.name)}"
+    )
+
+
+def _identity(source: Dataset[Any]) -> str:
+    """The class of a source. Of a Subset also which indices it has: two random splits are alike in all else."""
+    if type(source) is Subset:
+        indices = torch.as_tensor(list(source.indices), dtype=torch.int64)
+        digest = hashlib.sha256(indices.numpy().tobytes()).hexdigest()[:16]
+        return f"Subset {digest} of {_identity(source.dataset)}"
+    return f"{type(source).__module__}.{type(source).__qualname__}"
+
+
+def _short(text: str) -> str:
+    """The text as a header can hold it: printable, and of what is long or not printable the beginning and a digest."""
+    if text.isprintable() and len(text.encode()) <= _LONGEST:
+        return text
+    digest = hashlib.sha256(text.encode(errors="surrogatepass")).hexdigest()
+    return f"{ascii(text)[1:-1][:_LONGEST]}... sha256 {digest}"

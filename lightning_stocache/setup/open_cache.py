@@ -1,0 +1,126 @@
+"""What came of a request: a source with its cache open in this process."""
+
+from __future__ import annotations
+
+import logging
+import sys
+from collections.abc import Callable
+from dataclasses import dataclass, field, replace
+from typing import Any
+
+from torch.utils.data import Dataset
+
+from lightning_stocache.cache.compat import SharedCache
+from lightning_stocache.cache.counters import Counters
+from lightning_stocache.cache.placement import Ring
+from lightning_stocache.node.budget import format_bytes
+from lightning_stocache.node.group import NodeGroup
+from lightning_stocache.setup.request import CacheRequest
+from lightning_stocache.source.access import batch_reader
+from lightning_stocache.source.odd import Odd
+
+__all__ = ["OpenCache"]
+
+log = logging.getLogger(__name__)
+
+
+@dataclass(frozen=True)
+class OpenCache:
+    """A source, and the memory in which its samples are kept.
+
+    Args:
+        request: what was asked for.
+        source: what samples are loaded from: the request's source, or its deterministic part.
+        tail: the random part, to be applied after the cache.
+        cache: None when the source is passed through uncached.
+        counters: None where counting is impossible (Windows, or no memory at all).
+        ring: the arcs of all nodes.
+        group: the ranks that share it.
+        budget_bytes: memory that was granted on this node.
+        off: whether nothing was to be cached: its budget is 0.
+        borrowed: whether this is a copy's use of the memory, which only the dataset that was copied gives up.
+    """
+
+    request: CacheRequest
+    source: Dataset[Any]
+    tail: Callable[[Any], Any] | None = None
+    cache: SharedCache | None = None
+    counters: Counters | None = None
+    ring: Ring | None = None
+    group: NodeGroup = field(default_factory=NodeGroup)
+    budget_bytes: int = 0
+    off: bool = False
+    borrowed: bool = False
+
+    @classmethod
+    def without(cls, request: CacheRequest, group: NodeGroup | None = None) -> OpenCache:
+        """Nothing: samples are loaded from the request's source, uncounted."""
+        return cls(request, request.source, group=NodeGroup() if group is None else group)
+
+    @property
+    def live_cache(self) -> SharedCache | None:
+        """The cache, unless this process has closed it."""
+        return None if self.cache is None or self.cache.closed else self.cache
+
+    def given_up(self) -> OpenCache:
+        """The counters alone, around the request's source, whose samples are loaded every time from now on."""
+        return replace(self, source=self.request.source, tail=None, cache=None, ring=None, budget_bytes=0)
+
+    def with_tail(self, sample: Any) -> Any:
+        """A sample of the source, or an `Odd`, with the tail applied."""
+        if type(sample) is not Odd:
+            return sample if self.tail is None else self.tail(sample)
+        if self.tail is None:
+            return sample.sample
+        if sample.has_all_places:
+            return self.tail(sample.sample)
+        # It is built in another way: the tail would not find its places. It comes anew, from the whole source.
+        whole: Any = self.request.source
+        return whole[sample.index] if batch_reader(self.source) is None else whole.__getitems__([sample.index])[0]
+
+    def describe(self) -> str:
+        """One line on what is cached, for people; with several nodes, on which one, and its arc of the ring."""
+        source: Any = self.request.source
+        name, samples, cache, group = type(source).__name__, len(source), self.live_cache, self.group
+        if cache is None:
+            return f"{name}: {samples:,} samples, not cached"
+        where, arc = "", ""
+        if len(group.nodes) > 1:
+            where = f" on node{group.node} (ranks {', '.join(map(str, group.nodes[group.node]))})"
+            arc = "" if self.ring is None else f" in an arc that starts at {self.ring.arcs[group.node].start:,}"
+        return (
+            f"{name}{where}: {len(cache):,} of {samples:,} samples have a slot{arc}, {cache.filled:,} are filled, "
+            f"{format_bytes(cache.memory_bytes)} in use of {format_bytes(self.budget_bytes)}"
+        )
+
+    def tell(self) -> None:
+        """Describe it once per node: in the log, or on stderr where a script has not set logging up, which drops it."""
+        if not self.group.is_leader or self.cache is None:
+            return
+        if log.hasHandlers():
+            log.info(self.describe())
+        else:
+            sys.stderr.write(f"{self.describe()}\n")
+
+    def close(self) -> None:
+        """Give cache and counters up in this process; a cache with a name stays for the next job."""
+        if self.borrowed:
+            return
+        cache, name = self.live_cache, self.request.name
+        if cache is not None and name is not None and self.group.is_leader:
+            log.info(
+                "the cache is kept as %s, %d of %d slots filled; remove it with: python -m lightning_stocache clean %s",
+                name,
+                cache.filled,
+                len(cache),
+                name,
+            )
+        for part in (self.cache, self.counters):
+            if part is not None:
+                part.close()
+
+    def __getstate__(self) -> dict[str, Any]:
+        # What this process has closed cannot be sent to another one, which passes samples through just the same. What
+        # comes out may share this process's memory: it is a copy's then.
+        counters = None if self.counters is None or self.counters.closed else self.counters
+        return self.__dict__ | {"cache": self.live_cache, "counters": counters, "borrowed": True}

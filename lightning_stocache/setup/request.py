@@ -1,0 +1,98 @@
+"""What is asked for: one source to be cached, and the loader that will read it."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sized
+from dataclasses import dataclass
+from multiprocessing.context import BaseContext
+from typing import Literal, cast
+
+from torch.utils.data import Dataset
+
+from lightning_stocache.cache.spec import SampleSpec
+from lightning_stocache.node.budget import Budget
+from lightning_stocache.node.named import check_name
+
+__all__ = ["BackendChoice", "CacheRequest", "LoaderSettings"]
+
+BackendChoice = Literal["auto", "tmpfile", "memfd", "file"]
+
+_AUTO = Budget.parse("auto")
+
+
+@dataclass(frozen=True)
+class LoaderSettings:
+    """The loader that will read a source: its workers, and the batches that they have finished.
+
+    Args:
+        batch_size: samples per batch.
+        num_workers: worker processes.
+        prefetch_factor: finished batches that each of them keeps.
+        context: how they are started, if the loader says so: by name, or a context of multiprocessing.
+        worker_init_fn: what is called in each of them.
+        stage: of the Trainer that it belongs to, for messages.
+    """
+
+    batch_size: int
+    num_workers: int
+    prefetch_factor: int | None = None
+    context: str | BaseContext | None = None
+    worker_init_fn: Callable[[int], None] | None = None
+    stage: str = ""
+
+    @property
+    def start_method(self) -> str | None:
+        """The name of the way in which workers are started."""
+        context = self.context
+        return context if context is None or isinstance(context, str) else context.get_start_method()
+
+
+@dataclass(frozen=True)
+class CacheRequest:
+    """One source to be cached.
+
+    Args:
+        source: the map-style dataset.
+        pot: which budget it draws on, by its name.
+        budget: what it asks for where it opens alone.
+        spec: what its samples look like, if that is known: then no sample is read, and its randomness is not looked
+            for.
+        allow_random: cache it as it is even if it is random.
+        reader: the loader that will read it, if that is known.
+        name: under which its cache outlives the job.
+        fingerprint: what the user says of the contents, compared where the name exists.
+        strict: whether what cannot be cached is an error, not passed through with a warning.
+
+    Raises:
+        TypeError: spec or fingerprint is of another type.
+        ValueError: the name cannot be one.
+    """
+
+    source: Dataset[object]
+    pot: str = "train"
+    budget: Budget = _AUTO
+    spec: SampleSpec | None = None
+    allow_random: bool = False
+    reader: LoaderSettings | None = None
+    name: str | None = None
+    fingerprint: str = ""
+    strict: bool = False
+
+    def __post_init__(self) -> None:
+        if self.spec is not None and not isinstance(self.spec, SampleSpec):
+            raise TypeError(f"spec must be a SampleSpec, as SampleSpec.infer(sample) makes it; got {self.spec!r}")
+        if not isinstance(self.fingerprint, str):
+            raise TypeError(f"fingerprint must be a string, got {self.fingerprint!r}")
+        if self.name is not None:
+            check_name(self.name)
+
+    @property
+    def length(self) -> int:
+        """Number of samples in the source."""
+        return len(cast(Sized, self.source))
+
+    @property
+    def title(self) -> str:
+        """The source, for messages."""
+        whose = self.reader.stage if self.reader is not None and self.reader.stage else self.pot
+        return f"{type(self.source).__name__} ({self.length:,} samples{f', {whose}' if whose else ''})"

@@ -1,0 +1,103 @@
+"""What can be a source (a map-style dataset, with samples, that is not cached already), and how it is read."""
+
+from __future__ import annotations
+
+import logging
+import operator
+from collections.abc import Callable, Sequence
+from typing import Any, SupportsIndex
+
+from torch.utils.data import ConcatDataset, IterableDataset, Subset
+
+__all__ = ["batch_reader", "check_source", "one_per_index", "position_of"]
+
+log = logging.getLogger(__name__)
+
+
+def check_source(source: Any, cached: type, *, strict: bool = True) -> None:
+    """Refuse what cannot be cached. Nothing is read.
+
+    Args:
+        source: what the user gave.
+        cached: the class of datasets that are cached already; one inside a Subset or ConcatDataset is found too.
+        strict: whether an empty one is an error, not only a warning.
+
+    Raises:
+        TypeError: it is iterable-style, has no length, or is cached already.
+        ValueError: it is empty, and `strict`.
+
+    Example:
+        >>> check_source([], cached=dict)
+        Traceback (most recent call last):
+            ...
+        ValueError: source must have at least one sample, got an empty list
+    """
+    if _holds(source, cached):
+        raise TypeError(f"source must be the dataset itself, got a {type(source).__name__} that is cached already")
+    if isinstance(source, type):
+        raise TypeError(f"source must be a dataset, got the class {source.__name__}: call it first")
+    if isinstance(source, IterableDataset) or not (hasattr(source, "__getitem__") and hasattr(source, "__len__")):
+        raise TypeError(
+            f"source must be a map-style dataset with __getitem__ and __len__, got {type(source).__name__}: without an "
+            "index there is nothing to cache by"
+        )
+    if len(source) == 0:
+        if strict:
+            raise ValueError(f"source must have at least one sample, got an empty {type(source).__name__}")
+        log.warning("%s is empty: there is nothing to cache", type(source).__name__)
+
+
+def _holds(dataset: Any, kind: type) -> bool:
+    if isinstance(dataset, Subset):
+        return _holds(dataset.dataset, kind)
+    if isinstance(dataset, ConcatDataset):
+        return any(_holds(part, kind) for part in dataset.datasets)
+    return isinstance(dataset, kind)
+
+
+def batch_reader(source: Any) -> Callable[[list[int]], Any] | None:
+    """The source's own way to load a batch, if it has one: a Subset has none that its dataset has not.
+
+    Example:
+        >>> batch_reader(Subset([1, 2, 3], [0, 1])) is None
+        True
+    """
+    inner = source
+    while type(inner) is Subset:
+        inner = inner.dataset
+    return getattr(source, "__getitems__", None) if getattr(inner, "__getitems__", None) else None
+
+
+def one_per_index(samples: Any, count: int, source: Any) -> list[Any]:
+    """What a source's `__getitems__` has returned, as a list.
+
+    Raises:
+        TypeError: it is no sequence of that many samples.
+    """
+    if not isinstance(samples, Sequence) or len(samples) != count:
+        came = f"{len(samples)}" if isinstance(samples, Sequence) else f"a {type(samples).__name__}"
+        raise TypeError(
+            f"{type(source).__name__}.__getitems__ must return a list of one sample per index, here {count}; got "
+            f"{came}. Batches cannot be cached: make them in collate_fn"
+        )
+    return list(samples)
+
+
+def position_of(index: SupportsIndex, source: Any) -> int:
+    """An index from the front. Outside the dataset it stays what it is: the source has its own error for it.
+
+    Raises:
+        TypeError: it is no index: a sampler's key, a slice, a list or tensor of indices.
+
+    Example:
+        >>> position_of(-1, "abc"), position_of(7, "abc")
+        (2, 7)
+    """
+    if index.__class__ is not int:
+        if getattr(index, "ndim", 0):
+            raise TypeError("a tensor of one element is an index to torch, and a batch of one to a source")
+        index = operator.index(index)
+    if index >= 0:
+        return index
+    length = len(source)
+    return index + length if index >= -length else index

@@ -1,0 +1,269 @@
+"""Random number generators: the process-wide ones, and those that belong to a source.
+
+`reachable` walks from a source to the objects that its code can come to: attributes, containers, closures and defaults
+of functions, and what of their modules' globals those functions name. `owned_generators` picks the generators among
+them: NumPy's Generator and RandomState, `random.Random`, `torch.Generator`. albumentations and MONAI draw from such.
+
+`Generators` saves, restores and seeds. It also counts who asks the system for entropy, as `np.random.default_rng()`
+does: a generator that is made anew in every read has no state that could be seen to move.
+"""
+
+from __future__ import annotations
+
+import os
+import pickle
+import random
+import sys
+import types
+from collections import deque
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager, suppress
+from functools import partial
+from itertools import islice
+from typing import Any, cast
+
+import numpy as np
+import torch
+
+__all__ = ["ENTROPY", "KINDS", "Generators", "owned_generators", "reachable", "watch_entropy"]
+
+ENTROPY = "the system's entropy"
+"""The name under which a state counts it."""
+
+KINDS = (np.random.Generator, np.random.RandomState, random.Random, torch.Generator)
+"""The classes of generators."""
+_MOST = (
+    20_000  # objects that are looked at, and of a container's items the first 256: a list of a million paths has none
+)
+_FIRST = 256
+# Packages whose functions draw from the process-wide generators, or from one that an object or a class of theirs has:
+# their code is not followed, which would take a quarter of a second in albumentations alone.
+_KNOWN = sys.stdlib_module_names | {
+    *("PIL", "albucore", "albumentations", "cv2", "datasets", "h5py", "kornia", "lightning", "lightning_stocache"),
+    *("lmdb", "monai", "numpy", "omegaconf", "pandas", "pyarrow", "pydantic", "pytorch_lightning", "scipy", "skimage"),
+    *("sklearn", "tensordict", "timm", "torch", "torch_geometric", "torchaudio", "torchvision", "transformers"),
+    *("webdataset", "zarr"),
+}
+_LEAVES = (str, bytes, bytearray, int, float, complex, type(None), torch.Tensor, np.ndarray, np.generic)
+
+
+class Generators:
+    """The process-wide generators, and some more. A state is a dict of values that `==` compares.
+
+    Args:
+        owned: generators of a source, by where they lie.
+    """
+
+    def __init__(self, owned: Mapping[str, Any] | None = None) -> None:
+        # Looked at once: a generator that is born during the probe has no state to return to.
+        self._cuda = bool(cast(Any, torch.cuda).is_initialized())
+        self.owned = dict(owned or {})
+
+    def state(self) -> dict[str, Any]:
+        """The state of every generator, by name."""
+        state = {
+            "torch": torch.get_rng_state().numpy().tobytes(),
+            "numpy.random": pickle.dumps(np.random.get_state(legacy=False)),
+            "random": random.getstate(),
+            ENTROPY: _Entropy.asked,
+        }
+        if self._cuda:
+            state["torch.cuda"] = [device.numpy().tobytes() for device in torch.cuda.get_rng_state_all()]
+        return state | {name: _state_of(generator) for name, generator in self.owned.items()}
+
+    def restore(self, state: dict[str, Any]) -> None:
+        """Put every generator back to a state."""
+        torch.set_rng_state(_as_tensor(state["torch"]))
+        np.random.set_state(pickle.loads(state["numpy.random"]))
+        random.setstate(state["random"])
+        if self._cuda:
+            torch.cuda.set_rng_state_all([_as_tensor(device) for device in state["torch.cuda"]])
+        self.restore_owned(state)
+
+    def restore_owned(self, state: dict[str, Any]) -> None:
+        """Put the source's generators back to a state, those that it has."""
+        for name, generator in self.owned.items():
+            if name in state:
+                _restore(generator, state[name])
+
+    def same(self, state: dict[str, Any], other: dict[str, Any]) -> bool:
+        """Whether two states are equal, in what both of them know."""
+        return all(state[name] == other[name] for name in state.keys() & other.keys())
+
+    def seed(self, seed: int) -> None:
+        """Seed the process-wide generators."""
+        torch.default_generator.manual_seed(seed)  # torch.manual_seed would queue the seed for a CUDA that starts later
+        np.random.seed(seed)
+        random.seed(seed)
+        if self._cuda:
+            torch.cuda.manual_seed_all(seed)
+
+
+class _Entropy:
+    """How often the system has been asked for entropy while `watched`."""
+
+    asked = 0
+
+    @classmethod
+    @contextmanager
+    def watched(cls) -> Iterator[None]:
+        modules = [(os, "urandom"), (random, "_urandom")]  # NumPy asks through the second, by `secrets`
+        originals = [getattr(module, name) for module, name in modules]
+
+        def counted(original: Callable[[int], bytes], size: int) -> bytes:
+            cls.asked += 1
+            return original(size)
+
+        for (module, name), original in zip(modules, originals, strict=True):
+            setattr(module, name, partial(counted, original))
+        try:
+            yield
+        finally:
+            for (module, name), original in zip(modules, originals, strict=True):
+                setattr(module, name, original)
+
+
+watch_entropy = _Entropy.watched
+
+
+def owned_generators(source: Any) -> dict[str, Any]:
+    """The generators that can be reached from a source, by where they lie; without the process-wide ones.
+
+    Example:
+        >>> class Noisy:
+        ...     def __init__(self):
+        ...         self.draws = {"noise": np.random.default_rng(0)}
+        >>> list(owned_generators(Noisy()))
+        ["Noisy.draws['noise']"]
+    """
+    # The process-wide ones: torch's, and those whose methods are the functions of NumPy's and Python's modules.
+    functions: tuple[Any, ...] = (np.random.get_state, random.seed)
+    common = {id(torch.default_generator), *(id(function.__self__) for function in functions)}
+    return {
+        where: found for where, found in reachable(source) if issubclass(type(found), KINDS) and id(found) not in common
+    }
+
+
+def reachable(source: Any) -> Iterator[tuple[str, Any]]:
+    """The objects that can be reached from a source, nearest first, each once, with where it lies.
+
+    Numbers, strings and arrays are left out, and so is what lies beyond the first 20,000.
+    """
+    known = {id(source)}
+    waiting = deque([(type(source).__name__, source)])
+    for _ in range(_MOST):
+        if not waiting:
+            return
+        where, node = waiting.popleft()
+        yield where, node
+        for step, child in _children(node):
+            if not issubclass(type(child), _LEAVES) and id(child) not in known:
+                known.add(id(child))
+                waiting.append((where + step if step[0] in ".[" else step, child))
+
+
+def _children(node: Any) -> Iterator[tuple[str, Any]]:
+    """What an object leads to, with the step: an attribute, a key, or a name of its own."""
+    kind = type(node)  # never isinstance: a proxy may load what it stands for to answer
+    if issubclass(kind, (*KINDS, types.ModuleType)):
+        return
+    if issubclass(kind, dict):
+        yield from ((f"[{key!r}]", child) for key, child in islice(dict.items(node), _FIRST))
+    elif issubclass(kind, list | tuple | set | frozenset | deque):
+        yield from ((f"[{number}]", child) for number, child in enumerate(islice(kind.__iter__(node), _FIRST)))
+    elif kind is types.FunctionType:
+        yield from _of_function(node)
+    elif kind is types.MethodType:
+        yield from ((".__self__", node.__self__), (".__func__", node.__func__))
+    elif kind is partial:
+        yield from ((".func", node.func), (".args", node.args), (".keywords", node.keywords))
+    elif issubclass(kind, type):
+        for base in node.__mro__:
+            known = _top(base.__module__) in _KNOWN
+            for name, value in list(vars(base).items()):
+                if not known or issubclass(type(value), KINDS):
+                    yield f".{name}", _function(value)
+        return
+    # A subclass of a container has attributes, too.
+    if kind.__module__ != "builtins" and kind not in (types.FunctionType, types.MethodType, partial):
+        yield from ((f".{name}", value) for name, value in _attributes(node))
+        yield f".{kind.__name__}", kind
+
+
+def _attributes(node: Any) -> Iterator[tuple[str, Any]]:
+    with suppress(AttributeError):
+        yield from list(object.__getattribute__(node, "__dict__").items())
+    for kind in type(node).__mro__:
+        slots = vars(kind).get("__slots__", ())
+        for name in (slots,) if isinstance(slots, str) else slots:
+            try:
+                yield name, object.__getattribute__(node, name)
+            except AttributeError:
+                continue
+
+
+def _of_function(function: types.FunctionType) -> Iterator[tuple[str, Any]]:
+    """What a function keeps, and what of its module it names."""
+    for name, cell in zip(function.__code__.co_freevars, function.__closure__ or (), strict=True):
+        try:
+            yield name, cell.cell_contents
+        except ValueError:  # not filled yet
+            continue
+    yield from ((f".{name}", value) for name, value in (function.__kwdefaults__ or {}).items())
+    yield from ((f".defaults[{number}]", value) for number, value in enumerate(function.__defaults__ or ()))
+    if _top(function.__module__) in _KNOWN:
+        return
+    names = list(_names(function.__code__))
+    for name in names:
+        value = function.__globals__.get(name)
+        if isinstance(value, types.ModuleType):
+            if _top(value.__name__) not in _KNOWN:
+                yield from ((f"{value.__name__}.{inner}", vars(value).get(inner)) for inner in names)
+        else:
+            yield f"{function.__module__}.{name}", value
+
+
+def _names(code: types.CodeType) -> Iterator[str]:
+    yield from code.co_names
+    for constant in code.co_consts:
+        if isinstance(constant, types.CodeType):  # a lambda, a comprehension
+            yield from _names(constant)
+
+
+def _function(value: Any) -> Any:
+    """The function behind a static method, a class method, a property."""
+    if isinstance(value, staticmethod | classmethod):
+        return value.__func__
+    return value.fget if isinstance(value, property) else value
+
+
+def _top(module: str | None) -> str:
+    return (module or "").partition(".")[0]
+
+
+def _state_of(generator: Any) -> Any:
+    if isinstance(generator, np.random.Generator):
+        return pickle.dumps(generator.bit_generator.state)
+    if isinstance(generator, np.random.RandomState):
+        return pickle.dumps(generator.get_state(legacy=False))
+    if isinstance(generator, torch.Generator):
+        return generator.get_state().cpu().numpy().tobytes()
+    try:
+        return generator.getstate()
+    except NotImplementedError:  # SystemRandom has none
+        return None
+
+
+def _restore(generator: Any, state: Any) -> None:
+    if isinstance(generator, np.random.Generator):
+        generator.bit_generator.state = pickle.loads(state)
+    elif isinstance(generator, np.random.RandomState):
+        generator.set_state(pickle.loads(state))
+    elif isinstance(generator, torch.Generator):
+        generator.set_state(_as_tensor(state))
+    elif state is not None:
+        generator.setstate(state)
+
+
+def _as_tensor(state: bytes) -> torch.Tensor:
+    return torch.frombuffer(bytearray(state), dtype=torch.uint8)

@@ -1,0 +1,163 @@
+"""What is private of torch's and is used in this package, all of it; and what happens without it.
+
+- `_MultiProcessingDataLoaderIter`: DataLoader's iterator over workers, with all it knows of starting, seeding, watching
+  and ending them, is fed by us instead of by a sampler (`WorkerIterator`). `_try_put_index` pushes the feed: an
+  iterator that asked by itself would plan a whole epoch ahead when there is little to ask. `_tasks_outstanding` says
+  whether it may, `_rcvd_idx` how many answers have been handed out, `_data_queue` is where answers come from,
+  `_workers` who may have died, `_shutdown_workers` ends them. Where one of these is missing, a loader with workers is
+  a plain DataLoader, with one warning (`knows_workers`).
+- `_utils.collate`: `collate` with a map of functions is how `default_collate` is extended, and is documented so;
+  `default_collate_fn_map` is the map that it starts from.
+- `_utils.pin_memory.pin_memory`: pins what holds tensors, as DataLoader's own thread does.
+  These two are imported at once: a torch without them is not supported, and says so at the import.
+- `RandomSampler._num_samples`: None for a sampler that draws every index once. Where it is missing, a sampler is taken
+  for one of the user's.
+- `_BaseDataLoaderIter`: what a loader that is read already holds.
+
+The names are the same from torch 2.4 to 2.15.
+"""
+
+from __future__ import annotations
+
+import logging
+import queue
+from collections.abc import Callable
+from contextlib import AbstractContextManager
+from functools import cache
+from typing import Any, cast
+
+import torch
+from torch.utils.data import DataLoader, Sampler, get_worker_info
+from torch.utils.data import dataloader as dataloaders
+from torch.utils.data._utils import pin_memory as pinning
+from torch.utils.data._utils.collate import collate, default_collate_fn_map
+
+__all__ = [
+    "WorkerIterator",
+    "collate",
+    "default_collate_fn_map",
+    "draws_all_once",
+    "is_loader_iterator",
+    "knows_workers",
+    "pinned",
+    "set_worker_dataset",
+    "shut_down",
+]
+
+log = logging.getLogger(__name__)
+
+_OF_WORKERS = ("_try_put_index", "_tasks_outstanding", "_rcvd_idx", "_data_queue", "_workers", "_shutdown_workers")
+
+
+@cache
+def knows_workers() -> bool:
+    """Whether this version of torch has the names by which workers are fed; says once if it has not."""
+    kind: Any = getattr(dataloaders, "_MultiProcessingDataLoaderIter", None)
+    known = set(dir(kind)) | _names_in(kind, "__init__") | _names_in(kind, "_reset")
+    if missing := sorted(set(_OF_WORKERS) - known):
+        log.warning(
+            "this version of torch (%s) has no %s: a CachedLoader with workers is a plain DataLoader.\nThe dataset is "
+            "cached all the same",
+            torch.__version__,
+            ", ".join(missing),
+        )
+    return not missing
+
+
+class WorkerIterator:
+    """The iterator of a loader with persistent workers, fed from outside.
+
+    Args:
+        loader: its `batch_sampler` is the feed: an iterator that may be empty now and have more later.
+        waiting: makes a context in which nothing is done but to wait for an answer.
+    """
+
+    def __init__(self, loader: DataLoader[Any], waiting: Callable[[], AbstractContextManager[None]]) -> None:
+        self._loader = loader
+        self._iterator = cast(Any, iter(loader))
+        self._iterator._data_queue = _Mailbox(self._iterator._data_queue, waiting)
+
+    def begin_epoch(self) -> None:
+        """Wait for answers that nobody wants any more; the first worker is next again."""
+        self._iterator = iter(self._loader)
+
+    def push(self) -> None:
+        """Send what the feed has next to the next worker."""
+        self._iterator._try_put_index()
+
+    def receive(self) -> Any:
+        """The next answer, or what the worker raised."""
+        return next(self._iterator)
+
+    @property
+    def outstanding(self) -> int:
+        """How many answers are to come."""
+        return int(self._iterator._tasks_outstanding)
+
+    @property
+    def answered(self) -> int:
+        """Number of answers, this epoch."""
+        return int(self._iterator._rcvd_idx)
+
+    @property
+    def alive(self) -> bool:
+        """Whether all workers are."""
+        return all(worker.is_alive() for worker in self._iterator._workers)
+
+    def shut_down(self) -> None:
+        """End the workers, and wait for them."""
+        shut_down(self._iterator)
+
+
+class _Mailbox:
+    """The queue of the workers' answers, which is waited for apart from being read.
+
+    What has left the queue is an answer, or stays with the iterator.
+    """
+
+    def __init__(self, answers: Any, waiting: Callable[[], AbstractContextManager[None]]) -> None:
+        self._answers, self._waiting = answers, waiting
+
+    def get(self, timeout: float | None = None) -> Any:
+        """The next answer.
+
+        Raises:
+            Empty: none has come in that many seconds.
+        """
+        with self._waiting():
+            came = self._answers._reader.poll(timeout)
+        if not came:
+            raise queue.Empty
+        return self._answers.get()
+
+
+def shut_down(iterator: Any) -> None:
+    """End the workers of a loader's iterator, and wait for them."""
+    iterator._shutdown_workers()
+
+
+def set_worker_dataset(dataset: Any) -> None:
+    """In a worker: what `get_worker_info().dataset` is from now on. The object refuses to be changed."""
+    object.__setattr__(get_worker_info(), "dataset", dataset)
+
+
+def is_loader_iterator(value: Any) -> bool:
+    """Whether it is an iterator of a DataLoader."""
+    return isinstance(value, dataloaders._BaseDataLoaderIter)
+
+
+def draws_all_once(sampler: Sampler[Any]) -> bool:
+    """Whether a RandomSampler draws every index of its dataset once."""
+    given: Any = sampler
+    return not given.replacement and getattr(given, "_num_samples", 0) is None
+
+
+def pinned(batch: Any) -> Any:
+    """A batch in page-locked memory."""
+    return cast(Any, pinning).pin_memory(batch)
+
+
+def _names_in(kind: Any, method: str) -> set[str]:
+    """The names of attributes that a method reads or sets."""
+    code = getattr(getattr(kind, method, None), "__code__", None)
+    return set(getattr(code, "co_names", ()))

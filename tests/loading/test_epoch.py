@@ -1,0 +1,491 @@
+"""Batches put together in the main process: what is counted, who is woken, what is reused, and what goes wrong."""
+
+from __future__ import annotations
+
+import threading
+import time
+from collections.abc import Iterator
+from contextlib import closing
+from multiprocessing import active_children
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from torch.utils.data import BatchSampler, DataLoader, Dataset, DistributedSampler, RandomSampler, get_worker_info
+
+from lightning_stocache.cache.counters import Counts
+from lightning_stocache.cache.spec import SampleMismatchError, SampleSpec
+from lightning_stocache.loading import batch_pool
+from lightning_stocache.loading.dataset import CachedDataset
+from lightning_stocache.loading.loader import CachedLoader
+from lightning_stocache.loading.request import BatchRequest
+from lightning_stocache.loading.resources import Resources
+from lightning_stocache.loading.worker_pool import WorkerPool
+from lightning_stocache.node.free import FreeMemory
+from tests.loading.twins import Numbers, copied, same
+from tests.sources import CountedSource
+
+LENGTH = 40
+WORKERS: list[dict[str, Any]] = [
+    {},
+    {"num_workers": 1},
+    {"num_workers": 2, "persistent_workers": True},
+]
+NAMES = ["alone", "a worker", "persistent workers"]
+BLOCK = (3, 300, 300)  # over 1 MiB in a batch of 4: gathered alone
+BIG = (3, 64, 64)  # 48 KiB in a batch of 4: recycled, not too small
+
+pytestmark = [pytest.mark.usefixtures("seeded"), pytest.mark.processes]
+
+
+@pytest.fixture
+def requests(monkeypatch: pytest.MonkeyPatch) -> list[list[int]]:
+    """What has been sent to workers."""
+    sent: list[list[int]] = []
+    send = WorkerPool.send
+
+    def noting(workers: WorkerPool, request: BatchRequest) -> None:
+        sent.append(list(request))
+        send(workers, request)
+
+    monkeypatch.setattr(WorkerPool, "send", noting)
+    return sent
+
+
+def counts(dataset: CachedDataset) -> Counts:
+    assert dataset.counters is not None
+    return dataset.counters.totals()
+
+
+def fill(dataset: CachedDataset, indices: Any) -> None:
+    dataset.__getitems__(list(indices))
+
+
+# ---- counts, and who is woken ----
+
+
+@pytest.mark.parametrize("workers", WORKERS, ids=NAMES)
+@pytest.mark.parametrize("budget", ["25%", "auto"])
+def test_every_sample_is_counted_once_and_loaded_once(tmp_path, workers, budget):
+    """Hits, misses and bypasses sum to what was served; what has a slot is loaded in the first epoch only."""
+    source = CountedSource(LENGTH, log_path=tmp_path / "loads")
+    with closing(CachedDataset(source, budget)) as dataset:
+        assert dataset.cache is not None
+        slots, at_setup = len(dataset.cache), source.loads
+        loader = CachedLoader(dataset, 7, shuffle=True, **workers)
+        for epoch in range(1, 4):
+            assert sum(len(labels) for _, labels in loader) == LENGTH
+            count = counts(dataset)
+            assert (count.misses, count.fills) == (slots, slots)
+            assert count.bypasses == epoch * (LENGTH - slots)
+            assert count.hits == (epoch - 1) * slots
+            assert count.bytes_from_cache == count.hits * dataset.cache.spec.nbytes
+            again = source.loads - at_setup - (count.misses + count.bypasses)
+            assert 0 <= again <= 2  # a few samples are read again, see `Recheck`
+        loader.close()
+
+
+@pytest.mark.parametrize("num_workers", [0, 2])
+def test_an_index_that_is_drawn_several_times_is_counted_each_time(num_workers):
+    """With replacement, the first is a miss and the others are hits, in one batch or in two that are under way."""
+    with closing(CachedDataset(Numbers(6))) as dataset:
+        sampler = RandomSampler(range(6), replacement=True, num_samples=60)
+        labels = torch.cat([batch[1] for batch in CachedLoader(dataset, 8, sampler=sampler, num_workers=num_workers)])
+        assert counts(dataset).served == 60
+        assert counts(dataset).fills == len(labels.unique())
+        assert counts(dataset).bypasses == 0
+
+
+def test_what_was_only_looked_ahead_to_is_not_counted():
+    """An epoch that is broken off has served what it has given, also with a batch gathered ahead."""
+    with closing(CachedDataset(Numbers(LENGTH))) as dataset:
+        loader = CachedLoader(dataset, 4)
+        for stop in (2, 5, 0):
+            before = counts(dataset).served
+            for number, _ in enumerate(loader):
+                if number == stop:
+                    break
+            assert counts(dataset).served - before == 4 * (stop + 1)
+
+
+def test_a_batch_without_a_miss_wakes_no_worker(requests):
+    """Only what is not READY is sent, and where nothing is missing nothing is."""
+    with closing(CachedDataset(Numbers(LENGTH))) as dataset:
+        fill(dataset, [*range(20), 33])
+        batches = list(CachedLoader(dataset, 5, num_workers=1))
+        assert same(batches, list(DataLoader(Numbers(LENGTH), 5)))
+        assert requests == [[20, 21, 22, 23, 24], [25, 26, 27, 28, 29], [30, 31, 32, 34], [35, 36, 37, 38, 39]]
+
+
+@pytest.mark.parametrize("persistent", [False, True])
+def test_a_loader_whose_cache_is_full_keeps_no_worker(requests, persistent):
+    """Persistent ones end with the epoch that fills the cache, and none is started after it."""
+    with closing(CachedDataset(Numbers(LENGTH))) as dataset:
+        loader = CachedLoader(dataset, 8, num_workers=2, persistent_workers=persistent)
+        first = list(loader)
+        assert active_children() == []
+        requests.clear()
+        iterator = iter(loader)
+        assert active_children() == []
+        assert same(list(iterator), first)
+        assert requests == []
+
+
+def test_persistent_workers_end_when_somebody_else_has_filled_the_cache():
+    """Another loader, another rank: the next epoch needs them no more."""
+    with closing(CachedDataset(Numbers(LENGTH))) as dataset:
+        loader = CachedLoader(dataset, 8, num_workers=2, persistent_workers=True, prefetch_factor=1)
+        next(iter(loader))
+        assert len(active_children()) == 2
+        fill(dataset, range(LENGTH))
+        iterator = iter(loader)
+        assert active_children() == []
+        assert same(list(iterator), list(DataLoader(Numbers(LENGTH), 8)))
+
+
+def test_persistent_workers_are_kept_as_long_as_something_has_no_slot():
+    """Half a cache misses in every epoch: the same workers load it."""
+    with closing(CachedDataset(Numbers(LENGTH), "50%")) as dataset:
+        loader = CachedLoader(dataset, 8, num_workers=2, persistent_workers=True)
+        list(loader)
+        workers = {process.pid for process in active_children()}
+        assert len(workers) == 2
+        list(loader)
+        assert {process.pid for process in active_children()} == workers
+        loader.close()
+        assert active_children() == []
+
+
+# ---- buffers ----
+
+
+@pytest.mark.parametrize("num_workers", [0, 1])
+@pytest.mark.parametrize("budget", ["50%", "auto"])
+def test_who_keeps_every_batch_sees_them_unchanged(num_workers, budget):
+    """Whole batches, views, arrays: nothing that is held is written to again."""
+    expected = list(DataLoader(Numbers(LENGTH, BIG), 4))
+    with closing(CachedDataset(Numbers(LENGTH, BIG), budget)) as dataset:
+        loader = CachedLoader(dataset, 4, num_workers=num_workers)
+        whole = list(loader)
+        rows = [image[1] for image, _ in loader]
+        arrays = [image.numpy()[2] for image, _ in loader]
+        views = [memoryview(image.numpy()) for image, _ in loader]
+        shared = [torch.from_dlpack(image) for image, _ in loader]
+        list(loader)
+        assert same(whole, expected)
+        for number, (image, _) in enumerate(expected):
+            assert torch.equal(rows[number], image[1])
+            assert np.array_equal(arrays[number], image[2].numpy())
+            assert bytes(views[number]) == image.numpy().tobytes()
+            assert torch.equal(shared[number], image)
+
+
+@pytest.mark.parametrize("num_workers", [0, 1])
+@pytest.mark.parametrize("budget", ["50%", "auto"])
+def test_batches_belong_to_who_gets_them(num_workers, budget):
+    """They may be overwritten: neither the cache nor a later batch changes."""
+    expected = list(DataLoader(Numbers(LENGTH, BIG), 4))
+    with closing(CachedDataset(Numbers(LENGTH, BIG), budget)) as dataset:
+        loader = CachedLoader(dataset, 4, num_workers=num_workers)
+        for _ in range(3):
+            for (image, label), wanted in zip(loader, expected, strict=True):
+                assert same([image, label], wanted)
+                image.zero_(), label.zero_()
+
+
+@pytest.mark.parametrize("num_workers", [0, 1])
+def test_later_epochs_take_no_new_memory(num_workers):
+    """The batches of all epochs lie in a few buffers; in epoch one in those that the worker writes to."""
+    with closing(CachedDataset(Numbers(LENGTH, (3, 300, 300)))) as dataset:  # so large that each is gathered alone
+        loader = CachedLoader(dataset, 4, shuffle=True, num_workers=num_workers)
+        first, *others = [{image.untyped_storage().data_ptr() for image, _ in loader} for _ in range(5)]
+        assert len(first) <= (5 if num_workers else 3)
+        assert len(set.union(*others)) <= 3
+
+
+def test_batches_are_aligned():
+    """At 64 bytes, for wide copies; the last one, which is smaller, too."""
+    with closing(CachedDataset(Numbers(LENGTH, BIG))) as dataset:
+        assert all(image.data_ptr() % 64 == 0 for image, _ in CachedLoader(dataset, 7))
+
+
+# ---- errors ----
+
+
+class Faulty(Dataset[Any]):
+    """A source that cannot load some of its samples."""
+
+    def __init__(self, bad: dict[int, Any]) -> None:
+        self.numbers, self.bad = Numbers(LENGTH), bad
+
+    def __len__(self) -> int:
+        return LENGTH
+
+    def __getitem__(self, index: int) -> Any:
+        if index in self.bad and isinstance(self.bad[index], Exception):
+            raise self.bad[index]
+        return self.bad.get(index, self.numbers[index])
+
+
+def outcomes(loader: DataLoader[Any]) -> Iterator[Any]:
+    """Batches, and in their place types and texts of errors; then the iteration goes on."""
+    iterator = iter(loader)
+    while True:
+        try:
+            yield copied(next(iterator))
+        except StopIteration:
+            return
+        except Exception as error:
+            text = str(error)
+            yield type(error), text.rpartition("Error: ")[2].strip(), "self.bad[index]" in text
+
+
+@pytest.mark.parametrize("workers", WORKERS, ids=NAMES)
+@pytest.mark.parametrize("budget", ["50%", "auto"])
+def test_an_error_of_the_source_takes_the_place_of_its_batch(workers, budget):
+    """With the user's traceback where a worker raised it; the next batch is the one that DataLoader gives."""
+    source = Faulty({9: OSError("sample 9 is broken"), 22: ValueError("sample 22 is broken")})
+    arguments: dict[str, Any] = {"batch_size": 4, **workers}
+    plain = DataLoader(source, **arguments)
+    expected = [list(outcomes(plain)) for _ in range(2)]
+    assert next(one for one in expected[0] if type(one) is tuple)[0] is OSError
+    with closing(CachedDataset(source, budget)) as dataset:
+        loader = CachedLoader(dataset, **arguments)
+        assert same([list(outcomes(loader)) for _ in range(2)], expected)
+        loader.close()
+    del plain
+
+
+@pytest.mark.parametrize("num_workers", [0, 1])
+def test_a_sample_that_differs_from_the_others_is_an_error_with_its_index(num_workers):
+    """With `strict`: also where it has no slot, and never a batch with something cut or cast."""
+    source = Faulty({9: (torch.zeros(3, 5, 8, dtype=torch.uint8), 9)})
+    spec = SampleSpec.infer(source[0])  # then it is not found at set-up
+    with closing(CachedDataset(source, spec=spec, strict=True)) as dataset:
+        iterator = iter(CachedLoader(dataset, 4, num_workers=num_workers))
+        next(iterator), next(iterator)
+        with pytest.raises(SampleMismatchError, match="sample 9: "):
+            next(iterator)
+        assert next(iterator)[1].tolist() == [12, 13, 14, 15]
+
+
+@pytest.mark.parametrize("num_workers", [0, 1])
+def test_an_empty_batch_is_the_error_that_dataloader_raises(num_workers):
+    """A batch sampler that gives no index at all has nothing to collate."""
+    with closing(CachedDataset(Numbers(4))) as dataset:
+        loader = CachedLoader(dataset, batch_sampler=[[0, 1], [], [2, 3]], num_workers=num_workers)
+        iterator = iter(loader)
+        next(iterator)
+        with pytest.raises(IndexError):
+            next(iterator)
+        assert next(iterator)[1].tolist() == [2, 3]
+
+
+# ---- a cache that changes ----
+
+
+@pytest.mark.parametrize("workers", WORKERS, ids=NAMES)
+@pytest.mark.parametrize("warm", [False, True])
+def test_closing_the_cache_in_the_middle_of_an_epoch_lets_samples_pass_through(workers, warm):
+    """The epoch ends with the right batches, and so do the next ones."""
+    expected = list(DataLoader(Numbers(LENGTH), 4))
+    dataset = CachedDataset(Numbers(LENGTH))
+    if warm:
+        fill(dataset, range(LENGTH))
+    loader = CachedLoader(dataset, 4, **workers)
+    got = []
+    for number, batch in enumerate(loader):
+        got.append(copied(batch))
+        if number == 3:
+            dataset.close()
+    assert same(got, expected)
+    assert same(list(loader), expected)
+    loader.close()
+
+
+class Losing(Numbers):
+    """A source that loses its last samples."""
+
+    lost = False
+
+    def __getitem__(self, index: int) -> tuple[torch.Tensor, int]:
+        if self.lost and index >= 20:
+            raise OSError(f"sample {index} is gone")
+        return super().__getitem__(index)
+
+
+@pytest.mark.parametrize("num_workers", [0, 2])
+def test_after_closing_an_error_takes_the_place_of_its_batch(num_workers):
+    """Also of one that workers had been sent for: it does not come again."""
+    source = Losing(LENGTH)
+    dataset = CachedDataset(source)
+    source.lost = True
+    batches = iter(CachedLoader(dataset, 10, num_workers=num_workers))
+    assert same(next(batches), next(iter(DataLoader(Numbers(LENGTH), 10))))
+    dataset.close()
+    assert next(batches)[1].tolist() == list(range(10, 20))
+    for _ in range(2):
+        with pytest.raises(OSError, match="is gone"):
+            next(batches)
+    assert next(batches, None) is None
+
+
+@pytest.mark.parametrize("before", [2, 13])
+def test_a_sampler_may_change_its_batch_size_between_epochs(before):
+    """With persistent workers, whose memory grows with the batches."""
+    with closing(CachedDataset(Numbers(LENGTH), "75%")) as dataset:
+        batches = BatchSampler(RandomSampler(range(LENGTH)), before, drop_last=False)
+        loader = CachedLoader(dataset, batch_sampler=batches, num_workers=2, persistent_workers=True)
+        for size in (before, 20, 3):
+            batches.batch_size = size
+            got = [copied(batch) for batch in loader]
+            assert sorted(label for _, labels in got for label in labels.tolist()) == list(range(LENGTH))
+            for images, labels in got:
+                assert same(list(images), [Numbers(LENGTH)[label][0] for label in labels.tolist()])
+        loader.close()
+
+
+@pytest.mark.parametrize("workers", WORKERS, ids=NAMES)
+@pytest.mark.parametrize("when", ["between epochs", "in the middle"])
+def test_sharing_anew_changes_the_cache_under_a_loader_that_goes_on(workers, when):
+    """Workers that know the old cache fill nothing for the new one: they are replaced."""
+    expected = list(DataLoader(Numbers(LENGTH), 4))
+    with closing(CachedDataset(Numbers(LENGTH), "75%")) as dataset:
+        loader = CachedLoader(dataset, 4, **workers)
+        for epoch in range(4):
+            got = []
+            for number, batch in enumerate(loader):
+                got.append(copied(batch))
+                if when == "in the middle" and (epoch, number) == (1, 2):
+                    dataset.share()
+            assert same(got, expected)
+            if when == "between epochs":
+                assert loader.resources is not None
+                assert loader.resources.cache is dataset.cache
+            if when == "between epochs" and epoch == 1:
+                dataset.share()
+        assert dataset.cache is not None
+        assert dataset.cache.filled == len(dataset.cache)
+        loader.close()
+
+
+def test_what_does_not_fit_shared_memory_is_sent_by_message(monkeypatch, caplog):
+    """Without memory that workers could write to, samples come all the same."""
+    batches: Any = [list(range(30)), [30], list(range(31, 40))]
+    expected = list(DataLoader(Numbers(LENGTH), batch_sampler=batches))
+    with closing(CachedDataset(Numbers(LENGTH), "50%")) as dataset:
+        loader = CachedLoader(dataset, batch_sampler=batches, num_workers=2)
+        assert same(list(loader), expected)
+        monkeypatch.setattr(batch_pool.FreeMemory, "measure", lambda directory: FreeMemory(0, 0, 0))
+        assert same([copied(batch) for _ in range(2) for batch in loader], expected * 2)
+
+
+def test_workers_that_cannot_reach_the_memory_of_a_batch_send_their_rows(monkeypatch):
+    """No descriptor is left to them, or the main process may not be looked into: the batches are the same."""
+
+    def refuse(*_: Any) -> Any:
+        raise PermissionError("not to be opened")
+
+    expected = list(DataLoader(Numbers(LENGTH), 7))
+    with closing(CachedDataset(Numbers(LENGTH), "50%")) as dataset:
+        monkeypatch.setattr(batch_pool.Segment, "attach", refuse)  # the workers are forked
+        loader = CachedLoader(dataset, 7, num_workers=2, multiprocessing_context="fork")
+        assert same([copied(batch) for _ in range(2) for batch in loader], expected * 2)
+        assert dataset.counters is not None
+        assert dataset.counters.totals().served == 2 * LENGTH
+
+
+def test_a_gather_that_fails_while_a_batch_is_planned_loses_no_other_batch(monkeypatch):
+    """The batch before it is made already; the worker is asked all the same."""
+    expected = list(DataLoader(Numbers(LENGTH), 4))
+    gather, calls = Resources.gather_ready, []
+
+    def failing(kept: Resources, places: Any, into: Any = None) -> Any:
+        calls.append(into is not None)
+        if into is not None and len(calls) % 3 == 0:
+            raise MemoryError("no memory")
+        return gather(kept, places, into)
+
+    monkeypatch.setattr(Resources, "gather_ready", failing)
+    with closing(CachedDataset(Numbers(LENGTH), "50%")) as dataset:
+        loader = CachedLoader(dataset, 4, num_workers=2)
+        assert same([copied(batch) for _ in range(2) for batch in loader], expected * 2)
+        assert any(calls)
+
+
+def test_shared_memory_goes_when_nothing_is_left_to_load():
+    """Also that of a batch which the trainer held when the epoch ended."""
+    with closing(CachedDataset(Numbers(LENGTH))) as dataset:
+        loader = CachedLoader(dataset, 4, num_workers=2)
+        *_, last = iter(loader)
+        assert loader.resources is not None
+        del _, last
+        list(loader)
+        assert loader.resources.pool.shared_bytes == 0
+
+
+def changed_by_worker(_: int) -> None:
+    info: Any = get_worker_info()
+    info.dataset.shape = (3, 5, 7, 1)
+
+
+def test_workers_whose_source_changes_are_counted_once():
+    """They have let go of the cache, and serve whole batches: what the main process had planned as hits, too."""
+    with closing(CachedDataset(Numbers(LENGTH), "50%")) as dataset:
+        fill(dataset, range(LENGTH))
+        assert dataset.counters is not None
+        before = dataset.counters.totals().served
+        loader = CachedLoader(dataset, 7, num_workers=2, worker_init_fn=changed_by_worker)
+        assert sum(len(labels) for _, labels in loader) == LENGTH
+        assert dataset.counters.totals().served - before == LENGTH
+
+
+@pytest.mark.parametrize("looked_up", [False, True])
+def test_the_thread_runs_only_while_an_epoch_does(looked_up: bool):
+    """It starts with the first batch that can be gathered ahead of a slow consumer, and ends with epoch or iterator."""
+
+    def threads() -> int:
+        return sum(thread.name == "stocache-prefetch" for thread in threading.enumerate())
+
+    with closing(CachedDataset(Numbers(LENGTH, BLOCK))) as dataset:
+        fill(dataset, range(LENGTH))
+        loader = CachedLoader(dataset, 4, sampler=DistributedSampler(dataset, 1, 0) if looked_up else None)
+        for _ in loader:
+            assert threads() == 0
+        iterator, last = iter(loader), len(loader) - 1
+        for number, _ in enumerate(iterator):
+            assert threads() == (0 < number < last) or number == last
+            time.sleep(0.001)
+        assert threads() == 0
+        iterator = iter(loader)
+        for _ in range(3):
+            next(iterator)
+            time.sleep(0.001)
+        assert threads() == 1
+        del iterator
+        assert threads() == 0
+
+
+def test_the_log_of_loads_agrees_with_the_requests(tmp_path: Path, requests):
+    """Workers load what they are sent, and the main process loads nothing."""
+    source = CountedSource(LENGTH, log_path=tmp_path / "loads")
+    with closing(CachedDataset(source, "50%")) as dataset:
+        at_setup = source.loads
+        list(CachedLoader(dataset, 6, shuffle=True, num_workers=2))
+        assert sorted(source.loaded[at_setup:]) == sorted(index for indices in requests for index in indices)
+
+
+def test_a_gather_that_fails_beside_a_load_is_an_error_and_no_hang(monkeypatch: pytest.MonkeyPatch):
+    """Without workers hits are gathered while misses are loaded; whichever of the two fails is raised."""
+    with closing(CachedDataset(Numbers(LENGTH), "50%")) as dataset:
+        fill(dataset, range(LENGTH))
+        loader = CachedLoader(dataset, 8)
+
+        def failing(*_: Any) -> Any:
+            raise MemoryError("no buffer")
+
+        monkeypatch.setattr("lightning_stocache.loading.resources.Resources.gather_ready", failing)
+        with pytest.raises(MemoryError, match="no buffer"):
+            next(iter(loader))

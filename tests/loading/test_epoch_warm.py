@@ -1,0 +1,229 @@
+"""A dataset that is cached whole: small batches are gathered together, and nobody can tell."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from contextlib import closing
+from typing import Any
+
+import pytest
+import torch
+from torch.utils.data import BatchSampler, DataLoader, SequentialSampler
+
+from lightning_stocache.cache.compat import SharedCache
+from lightning_stocache.cache.counters import Counts
+from lightning_stocache.loading import index_stream, plan
+from lightning_stocache.loading.dataset import CachedDataset
+from lightning_stocache.loading.loader import CachedLoader
+from lightning_stocache.sampling.locality_sampler import LocalitySampler
+from tests.loading.twins import Numbers, copied, same
+
+LENGTH = 700
+SAMPLE_BYTES = 3 * 5 * 7 + 8
+
+pytestmark = [pytest.mark.usefixtures("seeded"), pytest.mark.processes]
+
+
+@pytest.fixture(scope="module")
+def dataset() -> Iterator[CachedDataset]:
+    with closing(CachedDataset(Numbers(LENGTH))) as dataset:
+        dataset.__getitems__(list(range(LENGTH)))
+        yield dataset
+
+
+@pytest.fixture
+def own() -> Iterator[CachedDataset]:
+    """One that a test may close."""
+    with closing(CachedDataset(Numbers(LENGTH))) as dataset:
+        dataset.__getitems__(list(range(LENGTH)))
+        yield dataset
+
+
+def counts(dataset: CachedDataset) -> Counts:
+    assert dataset.counters is not None
+    return dataset.counters.totals()
+
+
+def locality(dataset: CachedDataset, size: int) -> LocalitySampler:
+    return LocalitySampler(dataset, 1, 0, batch_size=size, ring=dataset.ring, nodes=((0,),))
+
+
+@pytest.mark.parametrize("drop_last", [False, True])
+@pytest.mark.parametrize("size", [1, 2, 7, 100, 699, 700, 1000])
+@pytest.mark.parametrize("block", [1, 5, 100], ids=lambda samples: f"{samples} samples a block")
+@pytest.mark.parametrize("order", ["sequential", "shuffled", "locality"])
+def test_batches_are_those_of_a_dataloader(
+    dataset: CachedDataset, monkeypatch: pytest.MonkeyPatch, order: str, block: int, size: int, drop_last: bool
+) -> None:
+    """In order and bit for bit over two epochs, wherever blocks and drawn stretches end."""
+    monkeypatch.setattr(plan, "BLOCK_BYTES", block * SAMPLE_BYTES)
+    monkeypatch.setattr(plan, "DRAWN", 60)
+    monkeypatch.setattr(index_stream, "GROUP", 50)
+    made: list[list[Any]] = []
+    for kind, source in ((DataLoader, dataset.source), (CachedLoader, dataset)):
+        torch.manual_seed(1)
+        sampler = locality(dataset, size) if order == "locality" else None
+        loader = kind(source, size, order == "shuffled", sampler, drop_last=drop_last)
+        if isinstance(loader, CachedLoader):  # by blocks, not batch by batch
+            monkeypatch.setattr(index_stream.IndexStream, "draw", None)
+        made.append([copied(batch) for _ in range(2) for batch in loader] + [torch.rand(1)])
+    assert len(made[0]) > 1 or drop_last
+    assert same(*made)
+
+
+def test_a_locality_sampler_with_another_batch_size_is_followed(dataset: CachedDataset) -> None:
+    """Batches are cut as the loader says, whatever size the sampler deals for."""
+    loaders = [
+        kind(source, 7, sampler=locality(dataset, 10))
+        for kind, source in ((DataLoader, dataset.source), (CachedLoader, dataset))
+    ]
+    assert same(list(loaders[1]), list(loaders[0]))
+
+
+def test_a_sampler_of_a_longer_dataset_is_not_trusted(dataset: CachedDataset) -> None:
+    """An index outside the dataset is the source's error, not somebody else's memory."""
+    loader = CachedLoader(dataset, batch_sampler=BatchSampler(SequentialSampler(range(LENGTH + 1)), 100, False))
+    with pytest.raises(IndexError, match="index 700 is outside"):
+        list(loader)
+
+
+def test_batches_of_a_block_are_independent(dataset: CachedDataset) -> None:
+    """Changing one in place changes neither the next nor the cache; kept batches stay as they are for ever."""
+    loader = CachedLoader(dataset, 4)
+    expected = [copied(batch) for batch in loader]
+    kept = []
+    for batch in loader:
+        kept.append(copied(batch))
+        batch[0].fill_(255)
+        batch[1].zero_()
+    assert same(kept, expected)
+    kept = [batch for _ in range(3) for batch in loader]
+    assert same(kept, expected * 3)
+
+
+def test_hits_are_counted_when_a_batch_is_handed_out(dataset: CachedDataset) -> None:
+    """Not when it is gathered: an epoch broken off has served what it gave."""
+    before = counts(dataset)
+    iterator = iter(CachedLoader(dataset, 4))
+    for number in range(1, 4):
+        next(iterator)
+        moved = counts(dataset) - before
+        assert (moved.hits, moved.bytes_from_cache, moved.served) == (4 * number, 4 * number * SAMPLE_BYTES, 4 * number)
+        assert moved.gather_ns > 0
+
+
+@pytest.mark.parametrize("num_workers", [0, 1])
+def test_a_cache_that_is_closed_in_the_middle_is_passed_by(own: CachedDataset, monkeypatch, num_workers: int) -> None:
+    """Blocks that lie in memory are handed out, and what follows is loaded: the batches are the same."""
+    monkeypatch.setattr(plan, "BLOCK_BYTES", 30 * SAMPLE_BYTES)
+    expected = list(DataLoader(own.source, 10))
+    served = []
+    for batch in CachedLoader(own, 10, num_workers=num_workers):
+        served.append(copied(batch))
+        if len(served) == 4:
+            own.close()
+    assert same(served, expected)
+
+
+def test_a_gather_that_is_interrupted_is_done_again(dataset: CachedDataset, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Ctrl-C in the middle of a block costs no batch."""
+    expected = [copied(batch) for batch in CachedLoader(dataset, 4)]
+    iterator = iter(CachedLoader(dataset, 4))
+    with monkeypatch.context() as patch:
+
+        def interrupted(*_: Any) -> Any:
+            raise KeyboardInterrupt
+
+        patch.setattr(SharedCache, "gather", interrupted)
+        with pytest.raises(KeyboardInterrupt):
+            next(iterator)
+    assert same(list(iterator), expected)
+
+
+def test_an_epoch_that_is_over_stays_over(dataset: CachedDataset) -> None:
+    """After its end, or when it was closed, an iterator gives nothing more."""
+    loader = CachedLoader(dataset, 100)
+    iterator = iter(loader)
+    assert len(list(iterator)) == len(iterator) == 7
+    assert next(iterator, None) is None
+    closed: Any = iter(loader)
+    next(closed)
+    closed.close()
+    assert next(closed, None) is None
+
+
+def test_large_batches_are_gathered_alone(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A batch of more than 1 MiB shares its memory with no other; small ones share blocks of at most that."""
+    with closing(CachedDataset(Numbers(12, (3, 300, 300)))) as dataset:
+        dataset.__getitems__(list(range(12)))
+        for size, batches in ((4, 1), (1, 3)):
+            kept = [image.untyped_storage() for image, _ in CachedLoader(dataset, size)]
+            assert {storage.nbytes() for storage in kept} == {size * 270_000}
+            addresses = {storage.data_ptr() for storage in kept}
+            blocks = [address for address in addresses if address - size * 270_000 not in addresses]
+            assert len(blocks) == 12 // size // batches
+
+
+@pytest.mark.parametrize("size", [4, 700])
+def test_batches_are_no_views_to_autograd(dataset: CachedDataset, size: int) -> None:
+    """In-place changes are allowed as in DataLoader's batches, and those of one do not count as changes of another."""
+    weight = torch.ones(7, requires_grad=True)
+    for image, _ in CachedLoader(dataset, size):
+        x = image.view(torch.uint8)
+        assert image._base is None
+        assert x.is_leaf
+    floats = [torch.full((7,), float(number)) for number in range(20)]
+    with closing(CachedDataset(floats)) as own:  # type: ignore[arg-type]
+        loader = CachedLoader(own, 4)
+        for _ in range(2):
+            for x in loader:
+                x += weight
+        iterator = iter(loader)
+        loss = (next(iterator) * weight).sum()
+        next(iterator).sub_(1.0)
+        loss.backward()  # type: ignore[no-untyped-call]
+
+
+class Growing(Numbers):
+    """A source that has more samples by and by."""
+
+
+def test_a_source_that_has_grown_is_loaded_beyond_its_cache() -> None:
+    """Samples that the cache does not know come from the source, and take nobody's slot."""
+    source = Growing(10)
+    with closing(CachedDataset(source)) as dataset:
+        loader = CachedLoader(dataset, 4)
+        list(loader)
+        source.length = 13
+        assert same(list(loader), list(DataLoader(Numbers(13), 4)))
+        assert same(
+            list(CachedLoader(dataset, 3, sampler=[12, 11, 10])), list(DataLoader(Numbers(13), 3, sampler=[12, 11, 10]))
+        )
+        dataset.__getitems__([10, 11])
+        assert same([dataset[index] for index in range(13)], [source[index] for index in range(13)])
+        assert dataset.cache is not None
+        assert dataset.cache.filled == 10
+
+
+def test_the_first_epoch_of_a_source_that_has_grown_fills_no_foreign_slot() -> None:
+    """Also before anything is cached."""
+    source = Growing(10)
+    with closing(CachedDataset(source)) as dataset:
+        source.length = 13
+        list(CachedLoader(dataset, 3, sampler=[12, 11, 10]))
+        dataset.__getitems__([10, 11, -1])
+        assert same([dataset[index] for index in range(13)], [source[index] for index in range(13)])
+
+
+@pytest.mark.parametrize("num_workers", [0, 1])
+def test_a_stop_iteration_of_a_transform_shortens_no_batch(num_workers: int) -> None:
+    """It is an error, whoever makes the batch."""
+
+    with closing(CachedDataset(Numbers(8), transform=stops_at_five)) as dataset, pytest.raises(RuntimeError):
+        list(CachedLoader(dataset, 4, num_workers=num_workers))
+
+
+def stops_at_five(sample: Any) -> Any:
+    if sample[1] == 5:
+        raise StopIteration
+    return sample

@@ -1,0 +1,331 @@
+"""The life of loaders, iterators, workers, threads and memory: whatever is broken off, nothing outlives its loader."""
+
+from __future__ import annotations
+
+import gc
+import os
+import signal
+import subprocess
+import sys
+import threading
+import time
+import weakref
+from collections.abc import Callable, Iterator
+from contextlib import closing, contextmanager
+from multiprocessing import active_children
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch.utils.data import DataLoader
+
+from lightning_stocache.loading.dataset import CachedDataset
+from lightning_stocache.loading.loader import CachedLoader
+from lightning_stocache.loading.worker_pool import WorkerPool
+from tests.loading.twins import Numbers, Transformed, copied, same
+from tests.processes import without_room
+
+LENGTH = 40
+
+pytestmark = [pytest.mark.usefixtures("seeded"), pytest.mark.processes]
+
+
+def to_float(sample: Any) -> Any:
+    image, label = sample
+    return image.float() / 255, label
+
+
+ways = pytest.mark.parametrize("transform", [None, to_float], ids=["gathered", "made"])
+workers = pytest.mark.parametrize(
+    "arguments",
+    [{}, {"num_workers": 2}, {"num_workers": 2, "persistent_workers": True}],
+    ids=["alone", "workers", "persistent"],
+)
+
+
+def plain(transform: Callable[[Any], Any] | None, source: Any = None) -> list[Any]:
+    source = Numbers(LENGTH) if source is None else source
+    return list(DataLoader(source if transform is None else Transformed(source, transform), 4))
+
+
+def threads() -> int:
+    return sum(thread.name == "stocache-prefetch" for thread in threading.enumerate())
+
+
+@ways
+@workers
+@pytest.mark.parametrize("budget", ["50%", "auto"])
+def test_an_epoch_that_is_broken_off_leaves_nothing_behind_and_another_one_follows(budget, arguments, transform):
+    """Thread and workers end with the iterator, unless they are persistent; the next epoch is complete."""
+    expected = plain(transform)
+    with closing(CachedDataset(Numbers(LENGTH), budget, transform=transform)) as dataset:
+        loader = CachedLoader(dataset, 4, **arguments)
+        for stop in (0, 3, 6):
+            for number, batch in enumerate(loader):
+                assert same(batch, expected[number])
+                if number == stop:
+                    break
+            assert threads() == 0
+            if transform is not None or len(dataset.cache) < LENGTH or not loader.persistent_workers:
+                assert bool(active_children()) is bool(loader.persistent_workers)
+            # else: the workers may have filled the cache by now, and a full one keeps none
+        assert same([copied(batch) for batch in loader], expected)
+        loader.close()
+        assert active_children() == []
+
+
+@ways
+@workers
+def test_two_iterators_at_once(transform, arguments):
+    """Each has its own place in the epoch; with persistent workers the first one ends, as DataLoader has but one."""
+    expected = plain(transform)
+    with closing(CachedDataset(Numbers(LENGTH), "50%", transform=transform)) as dataset:
+        loader = CachedLoader(dataset, 4, **arguments)
+        if loader.persistent_workers:
+            first = iter(loader)
+            assert same(next(first), expected[0])
+            second = iter(loader)
+            assert same([copied(batch) for batch in second], expected)
+            assert next(first, None) is None
+        else:
+            pairs = [(copied(one), copied(other)) for one, other in zip(loader, loader, strict=True)]
+            assert same(pairs, [(batch, batch) for batch in expected])
+            assert same([copied(batch) for batch in loader], expected)
+        loader.close()
+
+
+@ways
+@workers
+def test_a_loader_may_be_deleted_while_its_iterator_goes_on(transform, arguments):
+    """The iterator has what it needs, and everything ends with it."""
+    with closing(CachedDataset(Numbers(LENGTH), "50%", transform=transform)) as dataset:
+        loader = CachedLoader(dataset, 4, **arguments)
+        iterator = iter(loader)
+        got = [copied(next(iterator))]
+        del loader
+        gc.collect()
+        got.extend(copied(batch) for batch in iterator)
+        assert same(got, plain(transform))
+        del iterator
+        gc.collect()
+        assert active_children() == []
+
+
+@ways
+def test_a_loader_that_is_deleted_ends_its_persistent_workers(transform):
+    """At once, and the memory that it kept goes with it: there is no cycle that waits for the garbage collector."""
+    with closing(CachedDataset(Numbers(LENGTH), "50%", transform=transform)) as dataset:
+        loader = CachedLoader(dataset, 4, num_workers=2, persistent_workers=True)
+        list(loader)
+        assert len(active_children()) == 2
+        kept = weakref.ref(loader.resources)
+        del loader
+        assert kept() is None
+        assert active_children() == []
+
+
+@ways
+def test_a_loader_that_is_garbage_tells_its_workers_to_end(transform, monkeypatch):
+    """Where a cycle of the user's holds it: DataLoader's own way waits 5 s for each of them, in vain."""
+    told: list[WorkerPool] = []
+    close = WorkerPool.close
+    monkeypatch.setattr(WorkerPool, "close", lambda workers: (told.append(workers), close(workers)))
+    with closing(CachedDataset(Numbers(LENGTH), "50%", transform=transform)) as dataset:
+        loader = CachedLoader(dataset, 4, num_workers=2, persistent_workers=True)
+        loader.owner = [loader]  # type: ignore[attr-defined]
+        list(loader)
+        del loader
+        gc.collect()
+        assert len(told) == 1
+        assert active_children() == []
+
+
+@ways
+@workers
+def test_close_ends_the_epoch_under_way_and_a_new_one_may_begin(transform, arguments):
+    """What has been handed out stays."""
+    expected = plain(transform)
+    with closing(CachedDataset(Numbers(LENGTH), "50%", transform=transform)) as dataset:
+        loader = CachedLoader(dataset, 4, **arguments)
+        for _ in range(2):
+            iterator = iter(loader)
+            batch, ours = next(iterator), loader.resources is not None
+            loader.close()
+            assert active_children() == []
+            assert threads() == 0
+            if ours:  # without workers, transformed samples come by DataLoader's own iterator
+                assert next(iterator, None) is None
+            assert same(batch, expected[0])
+            assert same([copied(batch) for batch in loader], expected)
+            del batch
+            loader.close()
+
+
+@ways
+def test_fifty_epochs_leave_no_descriptor_and_no_mapping_behind(transform):
+    """Shared memory and queues are given back with the workers of each epoch, as soon as these have ended."""
+
+    def opened() -> int:
+        return len(os.listdir("/proc/self/fd"))
+
+    with closing(CachedDataset(Numbers(8), "50%", transform=transform)) as dataset:
+        loader = CachedLoader(dataset, 2, num_workers=1)
+        for _ in range(3):
+            list(loader)
+        gc.collect()
+        before = opened()
+        for _ in range(50):
+            list(loader)
+        deadline = time.monotonic() + 5
+        while opened() > before and time.monotonic() < deadline:
+            gc.collect()
+            time.sleep(0.05)
+        assert opened() <= before
+
+
+# ---- interruptions ----
+
+
+class Gated(Numbers):
+    """A source that waits at one sample until a file is there (a lock would be lost with a worker that is killed)."""
+
+    def __init__(self, gate: Path) -> None:
+        super().__init__(LENGTH)
+        self.gate = gate
+        gate.touch()
+
+    def __getitem__(self, index: int) -> Any:
+        deadline = time.monotonic() + 20
+        while index == 13 and not self.gate.exists():
+            if time.monotonic() > deadline:
+                raise TimeoutError("the gate stayed shut")
+            time.sleep(0.01)
+        return super().__getitem__(index)
+
+
+@pytest.fixture
+def gate(tmp_path: Path) -> Path:
+    """It is open while the cache is made."""
+    return tmp_path / "gate"
+
+
+@contextmanager
+def interrupted_soon(gate: Path) -> Iterator[None]:
+    """KeyboardInterrupt in 0.2 s, as from the keyboard; then the gate opens."""
+    main = threading.get_ident()
+
+    def interrupt() -> None:
+        signal.pthread_kill(main, signal.SIGINT)
+        time.sleep(0.1)
+        gate.touch()
+
+    gate.unlink()
+    timer = threading.Timer(0.2, interrupt)
+    timer.start()
+    with pytest.raises(KeyboardInterrupt):
+        yield
+    timer.join()
+
+
+@ways
+@pytest.mark.parametrize("arguments", [{"num_workers": 1}, {"num_workers": 2, "persistent_workers": True}], ids=str)
+def test_a_batch_that_was_interrupted_is_the_next_one_again(transform, arguments, gate):
+    """As in DataLoader: after Ctrl-C in `next` no batch is lost, and none comes under another one's name."""
+    with closing(CachedDataset(Gated(gate), "50%", transform=transform)) as dataset:
+        loader = CachedLoader(dataset, 4, prefetch_factor=1, **arguments)
+        iterator = iter(loader)
+        got = [copied(next(iterator))]
+        with interrupted_soon(gate):
+            got.extend(copied(batch) for batch in iterator)
+        assert 1 < len(got) < 5
+        got.extend(copied(batch) for batch in iterator)
+        assert same(got, plain(transform))
+        assert same([copied(batch) for batch in loader], plain(transform))
+        loader.close()
+
+
+@ways
+def test_a_batch_that_came_too_late_is_the_next_one_again(transform, gate):
+    """A time-out is an error, after which the answer still comes: to its own batch."""
+    with closing(CachedDataset(Gated(gate), "50%", transform=transform)) as dataset:
+        loader = CachedLoader(dataset, 4, num_workers=1, prefetch_factor=1, timeout=0.3)
+        iterator = iter(loader)
+        got = [copied(next(iterator))]
+        gate.unlink()
+        errors: list[str] = []
+        while True:
+            try:
+                got.append(copied(next(iterator)))
+            except StopIteration:
+                break
+            except RuntimeError as error:
+                errors.append(str(error))
+                gate.touch()
+        assert set(errors) == {"DataLoader timed out after 0.3 seconds"}
+        assert same(got, plain(transform))
+
+
+@ways
+def test_an_interrupted_loader_ends_with_its_iterator(transform, gate):
+    """Workers and thread do not survive the traceback."""
+    with closing(CachedDataset(Gated(gate), "50%", transform=transform)) as dataset:
+        with interrupted_soon(gate):
+            list(CachedLoader(dataset, 4, num_workers=2))
+        gc.collect()
+        assert active_children() == []
+        assert threads() == 0
+
+
+SCRIPT = """
+import logging
+
+import torch
+from lightning_stocache.loading.worker_pool import WorkerPool
+from lightning_stocache.loading.dataset import CachedDataset
+from lightning_stocache.loading.loader import CachedLoader
+from tests.loading.test_resources import to_float
+from tests.loading.twins import Numbers
+
+logging.getLogger("lightning_stocache").addHandler(logging.NullHandler())  # else it says what is cached
+live = []
+for transform in (None, to_float):
+    for arguments in ({}, {"num_workers": 1}, {"num_workers": 1, "persistent_workers": True}):
+        dataset = CachedDataset(Numbers(40), "75%", transform=transform)
+        dataset.__getitems__(list(range(10)))
+        loader = CachedLoader(dataset, 4, **arguments)
+        iterator = iter(loader)
+        live.append((loader, iterator, next(iterator), next(iterator)))
+"""
+
+
+def test_the_interpreter_ends_in_silence_with_iterators_alive():
+    """All kinds of them, in the middle of an epoch: exit code 0, and not a word."""
+    root = Path(__file__).parents[2]
+    environment = os.environ | {"PYTHONPATH": str(root), "OMP_NUM_THREADS": "1"}
+    done = subprocess.run([sys.executable, "-c", SCRIPT], capture_output=True, text=True, env=environment, timeout=120)
+    assert (done.returncode, done.stdout, done.stderr) == (0, "", "")
+
+
+# ---- little memory ----
+
+
+def _epochs_in_docker(transform: Callable[[Any], Any] | None) -> list[int]:
+    """Sums of the batches of two epochs, whose windows would not fit into 64 MiB."""
+    torch.set_num_threads(1)
+    with closing(CachedDataset(Numbers(150, (3, 224, 224)), "50%", transform=transform)) as dataset:
+        loader = CachedLoader(dataset, 50, num_workers=2)
+        sums = [
+            int((image * 255).round().long().sum() if transform else image.sum())
+            for _ in range(2)
+            for image, _ in loader
+        ]
+        loader.close()
+    return sums
+
+
+@ways
+def test_a_small_dev_shm_is_large_enough(transform):
+    """Docker's 64 MiB, of which the cache may take all: batches come, right, and nobody dies of SIGBUS."""
+    expected = [int(image.sum()) for image, _ in DataLoader(Numbers(150, (3, 224, 224)), 50)]
+    assert without_room(_epochs_in_docker, transform) == expected * 2

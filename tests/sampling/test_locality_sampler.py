@@ -1,0 +1,330 @@
+"""LocalitySampler: DistributedSampler's global batches, dealt to the nodes that have the samples."""
+
+import inspect
+from collections import Counter
+from itertools import chain, islice
+
+import numpy as np
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from scipy.sparse import csr_matrix
+from scipy.sparse.csgraph import maximum_bipartite_matching
+from torch.utils.data import DataLoader, DistributedSampler
+
+from lightning_stocache.cache.placement import Ring
+from lightning_stocache.sampling.assignment import Dealer
+from lightning_stocache.sampling.locality_sampler import LocalitySampler
+
+
+def nodes_of(*ranks_per_node):
+    """Ranks 0, 1, ... laid over nodes with these many ranks each."""
+    ranks = iter(range(sum(ranks_per_node)))
+    return tuple(tuple(islice(ranks, number)) for number in ranks_per_node)
+
+
+def ring_of(size, nodes, fractions):
+    world = sum(map(len, nodes))
+    return Ring.cut(size, [len(ranks) / world for ranks in nodes], [round(size * part) for part in fractions])
+
+
+def samplers_of(size, nodes, fractions, batch_size, **options):
+    world, ring = sum(map(len, nodes)), ring_of(size, nodes, fractions)
+    return [
+        LocalitySampler(range(size), world, rank, batch_size=batch_size, ring=ring, nodes=nodes, **options)
+        for rank in range(world)
+    ]
+
+
+def plain(sampler):
+    """DistributedSampler with the same settings."""
+    return DistributedSampler(
+        sampler.dataset, sampler.num_replicas, sampler.rank, sampler.shuffle, sampler.seed, sampler.drop_last
+    )
+
+
+def epoch_of(sampler, epoch):
+    sampler.set_epoch(epoch)
+    return list(sampler)
+
+
+def pieces(order, batch_size):
+    return [order[begin : begin + batch_size] for begin in range(0, len(order), batch_size)]
+
+
+def hit_rates(samplers, epochs):
+    """Train for a few epochs with caches that are only filled by a node that has the slot and loads the sample."""
+    ring, nodes = samplers[0].ring, samplers[0].nodes
+    caches = [set() for _ in nodes]
+    rates = []
+    for epoch in range(epochs):
+        hits = served = 0
+        for arc, ranks, cache in zip(ring.arcs, nodes, caches, strict=True):
+            for rank in ranks:
+                order = epoch_of(samplers[rank], epoch)
+                slots = arc.slots_of(np.array(order)).tolist()
+                hits += sum(index in cache for index in order)
+                served += len(order)
+                cache.update(index for index, slot in zip(order, slots, strict=True) if slot >= 0)
+        rates.append(hits / served)
+    return rates
+
+
+worlds = st.lists(st.integers(1, 4), min_size=1, max_size=5).map(lambda ranks: nodes_of(*ranks))
+jobs = worlds.flatmap(
+    lambda nodes: st.fixed_dictionaries(
+        {
+            "size": st.integers(0, 300),
+            "nodes": st.just(nodes),
+            "fractions": st.lists(st.sampled_from([0, 0.1, 0.3, 0.5, 1]), min_size=len(nodes), max_size=len(nodes)),
+            "batch_size": st.integers(1, 40),
+            "seed": st.integers(0, 3),
+            "shuffle": st.booleans(),
+            "drop_last": st.booleans(),
+        }
+    )
+)
+
+
+@given(jobs, st.sampled_from(["locality", "global"]))
+@settings(max_examples=150, deadline=None)
+def test_global_batches_are_those_of_distributed_sampler(job, mode):
+    """Every global batch of three epochs holds the indices of DistributedSampler's, padding and tail included."""
+    samplers = samplers_of(**job, mode=mode)
+    for epoch in range(3):
+        mine = [pieces(epoch_of(sampler, epoch), job["batch_size"]) for sampler in samplers]
+        theirs = [pieces(epoch_of(plain(sampler), epoch), job["batch_size"]) for sampler in samplers]
+        assert [[len(piece) for piece in order] for order in mine] == [[len(p) for p in order] for order in theirs]
+        for dealt, drawn in zip(zip(*mine, strict=True), zip(*theirs, strict=True), strict=True):
+            assert Counter(chain(*dealt)) == Counter(chain(*drawn))
+
+
+@given(st.integers(0, 200), st.integers(1, 5), st.integers(1, 20), st.booleans(), st.booleans())
+@settings(deadline=None)
+@pytest.mark.parametrize("mode", ["locality", "global", "sticky"])
+def test_one_node_keeps_every_order(mode, size, ranks, batch_size, shuffle, drop_last):
+    """On one node each rank's order is DistributedSampler's, whatever the mode and the memory."""
+    options = {"mode": mode, "shuffle": shuffle, "drop_last": drop_last}
+    for sampler in samplers_of(size, nodes_of(ranks), [0.4], batch_size, **options):
+        assert epoch_of(sampler, 2) == epoch_of(plain(sampler), 2)
+
+
+@pytest.mark.parametrize("mode", ["locality", "global", "sticky"])
+def test_without_a_ring_every_order_is_kept(mode):
+    """Without a ring each rank's order is DistributedSampler's on several nodes too."""
+    for rank in range(4):
+        sampler = LocalitySampler(range(50), 4, rank, batch_size=3, ring=None, nodes=nodes_of(2, 2), mode=mode)
+        assert epoch_of(sampler, 1) == epoch_of(plain(sampler), 1)
+
+
+def test_orders_are_deterministic():
+    """Two samplers with the same settings agree, and another epoch or seed gives another order."""
+    first, second = (samplers_of(400, nodes_of(2, 1), [0.6, 0.5], 16, seed=5)[1] for _ in range(2))
+    assert epoch_of(first, 3) == epoch_of(second, 3) == epoch_of(first, 3)
+    assert epoch_of(first, 3) != epoch_of(first, 4)
+    assert epoch_of(first, 3) != epoch_of(samplers_of(400, nodes_of(2, 1), [0.6, 0.5], 16, seed=6)[1], 3)
+
+
+def test_a_share_keeps_the_order_of_the_epoch():
+    """Within a rank's part of a global batch, indices stand as they do in DistributedSampler's order of the epoch."""
+    samplers = samplers_of(300, nodes_of(2, 1), [0.5, 0.4], 10)
+    drawn = [epoch_of(plain(sampler), 0) for sampler in samplers]
+    rank_in_epoch = {index: place for place, index in enumerate(np.array(drawn).T.ravel().tolist())}
+    for sampler in samplers:
+        for piece in pieces(epoch_of(sampler, 0), 10):
+            places = [rank_in_epoch[index] for index in piece]
+            assert places == sorted(places)
+
+
+@given(jobs)
+@settings(max_examples=150, deadline=None)
+def test_no_deal_hits_more(job):
+    """As many indices of a batch go to a node that has them as in a maximum matching of indices and places."""
+    size, nodes = max(job["size"], 1), job["nodes"]
+    ring, world = ring_of(size, nodes, job["fractions"]), sum(map(len, nodes))
+    batch = torch.randint(size, (world * job["batch_size"],), generator=torch.Generator().manual_seed(job["seed"]))
+    deal = Dealer(ring, nodes).deal(batch.numpy())
+    has = np.stack([arc.slots_of(batch.numpy()) >= 0 for arc in ring.arcs], axis=1)
+    assert (deal.misses == ~has[np.arange(len(batch)), deal.nodes]).all()
+    seats = np.repeat(has, [len(ranks) * job["batch_size"] for ranks in nodes], axis=1)
+    matched = maximum_bipartite_matching(csr_matrix(seats), perm_type="column") >= 0
+    assert (~deal.misses).sum() == matched.sum()
+
+
+@given(jobs)
+@settings(deadline=None)
+def test_misses_are_even_within_a_node(job):
+    """The ranks of a node have equally many misses in each batch, give or take one; `imbalance` counts all ranks."""
+    size, nodes, batch_size = job["size"] + 1, job["nodes"], job["batch_size"]
+    ring, world = ring_of(size, nodes, job["fractions"]), sum(map(len, nodes))
+    dealer = Dealer(ring, nodes)
+    batch = np.random.default_rng(job["seed"]).integers(0, size, world * batch_size)
+    deal = dealer.deal(batch)
+    misses = [[deal.misses[dealer.share(deal, rank, turn=3)].sum() for rank in ranks] for ranks in nodes]
+    assert all(max(node) - min(node) <= 1 for node in misses)
+    assert max(map(max, misses)) - min(map(min, misses)) == deal.imbalance
+
+
+def test_imbalance_between_nodes_is_what_levelling_leaves():
+    """With arcs that do not overlap, a node's misses are its places less the indices of the batch that it has."""
+    nodes = nodes_of(2, 2, 2, 2)
+    ring = ring_of(8192, nodes, [0.2] * 4)
+    batch = torch.randperm(8192)[: 8 * 64]
+    deal = Dealer(ring, nodes).deal(batch.numpy())
+    for node, arc in enumerate(ring.arcs):
+        has = int((arc.slots_of(batch.numpy()) >= 0).sum())
+        assert deal.misses[deal.nodes == node].sum() == 128 - min(has, 128)
+
+
+def test_the_odd_miss_goes_round():
+    """Where a node's misses do not divide by its ranks, another rank has the odd one in each batch."""
+    nodes = nodes_of(3, 3)
+    dealer = Dealer(ring_of(60, nodes, [0.5, 0.5]), nodes)
+    deal = dealer.deal(np.arange(0, 36, 3))
+    short = int(np.bincount(deal.nodes[deal.misses], minlength=2).argmax())
+    assert deal.misses.sum() == 1
+    misses = [[int(deal.misses[dealer.share(deal, r, turn)].sum()) for r in nodes[short]] for turn in range(3)]
+    assert sorted(misses) == [[0, 0, 1], [0, 1, 0], [1, 0, 0]]
+
+
+def test_sampler_reports_the_imbalance_of_its_latest_iteration():
+    """`imbalance` is the largest difference of misses between two ranks in any batch of the latest iteration."""
+    samplers = samplers_of(4096, nodes_of(1, 1, 1, 1), [0.25] * 4, 64)
+    orders = [pieces(epoch_of(sampler, 1), 64) for sampler in samplers]
+    worst = 0
+    for batch in zip(*orders, strict=True):
+        arcs = samplers[0].ring.arcs
+        misses = [int((arc.slots_of(np.array(share)) < 0).sum()) for arc, share in zip(arcs, batch, strict=True)]
+        worst = max(worst, max(misses) - min(misses))
+    assert [sampler.imbalance for sampler in samplers] == [worst] * 4
+    assert 0 < worst < 64
+
+
+@pytest.mark.parametrize("mode", ["locality", "global", "sticky"])
+@pytest.mark.parametrize("skip", [0, 1, 4, 9, 10, 50])
+def test_skip_leaves_out_batches_of_the_next_iteration(mode, skip):
+    """`skip` leaves out that many batches at the beginning of the next iteration only, and the length stays."""
+    for sampler in samplers_of(95, nodes_of(1, 1), [0.5, 0.3], 5, mode=mode):
+        whole = epoch_of(sampler, 2)
+        sampler.skip = skip
+        assert len(sampler) == 48
+        assert list(sampler) == whole[skip * 5 :]
+        assert list(sampler) == whole
+
+
+def test_order_is_drawn_when_the_iteration_begins():
+    """set_epoch after iter() changes nothing for the iteration that has begun, as in DistributedSampler."""
+    sampler = samplers_of(40, nodes_of(1, 1), [0.5, 0.5], 4)[0]
+    expected = epoch_of(sampler, 0)
+    begun = iter(sampler)
+    sampler.set_epoch(1)
+    assert list(begun) == expected
+
+
+@given(jobs)
+@settings(deadline=None)
+def test_sticky_nodes_keep_to_their_part(job):
+    """In `sticky` mode a node sees the same part of the dataset in every epoch, and the parts make up the whole."""
+    size, world = job["size"], sum(map(len, job["nodes"]))
+    samplers = samplers_of(**job, mode="sticky")
+    parts = []
+    for ranks in job["nodes"]:
+        orders = [list(chain(*(epoch_of(samplers[rank], epoch) for rank in ranks))) for epoch in range(2)]
+        assert {len(order) for order in orders} == {samplers[0].num_samples * len(ranks)}
+        if size >= world and not job["drop_last"]:
+            assert set(orders[0]) == set(orders[1])
+            parts.append(set(orders[0]))
+    if parts:
+        assert set().union(*parts) == set(range(size))
+        assert sum(map(len, parts)) == size
+
+
+def test_sticky_hits_everything_from_epoch_two():
+    """In `sticky` mode a node whose memory holds its part never loads a sample twice."""
+    assert hit_rates(samplers_of(4000, nodes_of(2, 2), [0.5, 0.5], 20, mode="sticky"), 2) == [0, 1]
+
+
+@pytest.mark.parametrize(
+    ("nodes", "fractions", "batch_size", "second", "third"),
+    [
+        ((1, 1, 1, 1), [0.25] * 4, 256, 0.95, 0.97),
+        ((2, 2, 2, 2), [0.25] * 4, 128, 0.95, 0.97),
+        ((1,) * 32, [1 / 32] * 32, 32, 0.86, 0.92),
+        ((2, 2), [0.5, 0.5], 64, 1 - 2.2 * 0.025, 1 - 1.2 * 0.025),
+        ((1, 1, 1), [0.5] * 3, 256, 0.95, 0.97),
+        ((1, 1, 1), [0.5, 0.25, 0.25], 256, 5 / 6 - 0.02, 5 / 6 - 0.01),
+        ((3, 1), [0.5, 0.5], 64, 0.75 - 0.025, 0.75 - 0.0125),
+    ],
+)
+def test_memory_of_the_nodes_adds_up(nodes, fractions, batch_size, second, third):
+    """Simulated with lazy filling, nodes that each hold a part of the dataset hit nearly all that they hold."""
+    size = 32 * batch_size * sum(nodes)
+    rates = hit_rates(samplers_of(size, nodes_of(*nodes), fractions, batch_size), 3)
+    assert rates[0] == 0
+    assert second <= rates[1] <= rates[2] + 0.01
+    assert third <= rates[2] <= sum(min(s / sum(nodes), a) for s, a in zip(nodes, fractions, strict=True))
+
+
+def test_overlapping_memory_ends_at_ninety_nine_percent():
+    """Three nodes with half of the dataset each hit 0.99 once they have filled the edges of each other's parts."""
+    rates = hit_rates(samplers_of(24576, nodes_of(1, 1, 1), [0.5] * 3, 256), 6)
+    assert rates[:4] == sorted(rates[:4])
+    assert min(rates[4:]) >= 0.99
+
+
+def test_what_never_fits_leaves_first():
+    """A node whose memory exceeds its training keeps to the same indices, so that its hits are there in epoch two."""
+    rates = hit_rates(samplers_of(24576, nodes_of(1, 1, 1), [0.1, 0.9, 0.1], 256), 2)
+    assert rates[1] >= 0.1 + 1 / 3 + 0.1 - 0.02
+
+
+def test_nothing_is_drawn_ahead(monkeypatch):
+    """Indices come one global batch at a time, so that a huge epoch can be left early."""
+    sampler = samplers_of(100_000, nodes_of(1, 1), [0.5, 0.5], 8)[0]
+    dealt = []
+    deal = Dealer.deal
+    monkeypatch.setattr(Dealer, "deal", lambda dealer, batch: dealt.append(len(batch)) or deal(dealer, batch))
+    assert len(list(islice(sampler, 12))) == 12
+    assert dealt == [16, 16]
+
+
+def test_loader_batches_are_the_dealt_ones():
+    """In a DataLoader the batches are the rank's shares of the global batches."""
+    sampler = samplers_of(60, nodes_of(1, 1), [0.5, 0.5], 8)[1]
+    expected = pieces(epoch_of(sampler, 0), 8)
+    assert [batch.tolist() for batch in DataLoader(range(60), batch_size=8, sampler=sampler)] == expected
+
+
+def test_arguments_are_those_of_distributed_sampler():
+    """It takes what DistributedSampler takes, in the same order and with the same defaults, and more by keyword."""
+    theirs = list(inspect.signature(DistributedSampler.__init__).parameters.values())
+    mine = list(inspect.signature(LocalitySampler.__init__).parameters.values())
+    assert [(own.name, own.default) for own in mine[: len(theirs)]] == [(p.name, p.default) for p in theirs]
+    assert all(parameter.kind is parameter.KEYWORD_ONLY for parameter in mine[len(theirs) :])
+
+
+@pytest.mark.parametrize(
+    ("changed", "message"),
+    [
+        ({"batch_size": 0}, "batch_size must be at least 1, got 0"),
+        ({"mode": "near"}, "mode must be one of locality, global, sticky, got 'near'"),
+        ({"nodes": ((0,), (0,))}, "nodes must name each of the 2 ranks once, got"),
+        ({"nodes": ((0, 1),)}, "ring must have one arc of size 10 for each of the 1 nodes, got"),
+        ({"ring": Ring.cut(11, (0.5, 0.5), (5, 5))}, "ring must have one arc of size 10 for each of the 2 nodes, got"),
+    ],
+)
+def test_what_does_not_fit_is_refused(changed, message):
+    """An argument that does not fit the others is refused by name, with the value."""
+    fitting = {"batch_size": 2, "ring": Ring.cut(10, (0.5, 0.5), (5, 5)), "nodes": ((0,), (1,)), "mode": "locality"}
+    with pytest.raises(ValueError, match=message):
+        LocalitySampler(range(10), 2, 0, **{**fitting, **changed})
+
+
+def test_dealer_refuses_arcs_of_different_rings():
+    """Arcs that order the indices differently cannot be dealt together."""
+    ring = Ring((Ring.cut(10, (1.0,), (5,)).arcs[0], Ring.cut(11, (1.0,), (5,)).arcs[0]))
+    with pytest.raises(ValueError, match="ring must have arcs of one size and step"):
+        Dealer(ring, ((0,), (1,)))
+    with pytest.raises(ValueError, match="nodes must name the ranks of each of the 2 arcs"):
+        Dealer(ring, ((0, 1),))

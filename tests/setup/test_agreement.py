@@ -1,0 +1,73 @@
+"""Ranks that hold other data under the same index share no cache."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from torch.utils.data import ConcatDataset, Dataset, Subset, random_split
+
+from lightning_stocache.loading.dataset import CachedDataset
+from lightning_stocache.setup.agreement import data_digest
+from tests.ranks import run_ranks
+from tests.sources import CountedSource
+
+
+class Files(Dataset[Any]):
+    """Holds something."""
+
+    def __init__(self, files: Any, rank: int = 0) -> None:
+        self.files, self.rank, self.path = files, rank, f"/tmp/{rank}"
+
+    def __len__(self) -> int:
+        return len(self.files)
+
+    def __getitem__(self, index: int) -> Any:
+        return torch.tensor(index)
+
+
+@pytest.mark.parametrize(
+    ("one", "other"),
+    [
+        (Subset(range(10), range(0, 10, 2)), Subset(range(10), range(1, 10, 2))),
+        (Files(["a", "b"]), Files(["a", "c"])),
+        (Files(torch.arange(3)), Files(torch.arange(3) + 1)),
+        (Files(np.arange(3)), Files(np.arange(4))),
+        (Files(np.array(3)), Files(np.array(4))),
+        (Files(np.arange(40).reshape(2, 20).T), Files(np.arange(1, 41).reshape(2, 20).T)),
+        (Subset(Files(["a", "b"]), [0]), Subset(Files(["a", "c"]), [0])),
+        (ConcatDataset([Files(["a"])]), ConcatDataset([Files(["b"])])),
+        ([1, 2], (1, 2)),
+    ],
+)
+def test_other_data_has_another_digest(one: Any, other: Any) -> None:
+    """Subsets, lists of files, tensors and arrays, inside other datasets too."""
+    assert data_digest(one) == data_digest(one)
+    assert data_digest(one) != data_digest(other)
+
+
+def test_what_ranks_have_of_their_own_is_no_difference() -> None:
+    """Numbers and strings: a rank, a folder of its own."""
+    assert data_digest(Files(["a"], rank=0)) == data_digest(Files(["a"], rank=1))
+
+
+def split_for_itself(rank: int, folder: str) -> tuple[bool, list[int]]:
+    whole = CountedSource(24, log_path=Path(folder) / str(rank))
+    part, _ = random_split(whole, [12, 12], torch.Generator().manual_seed(rank))
+    dataset = CachedDataset(part, defer=True)
+    dataset.share()
+    labels = [int(dataset[index][1]) for _ in range(2) for index in range(12)]
+    cached = dataset.cache is not None
+    dataset.close()
+    return cached, [whole.expected(index)[1] == label for index, label in zip([*part.indices] * 2, labels, strict=True)]
+
+
+@pytest.mark.processes
+def test_a_split_that_each_rank_draws_for_itself_passes_through(tmp_path: Path) -> None:
+    """Each rank sees the samples of its own part."""
+    for cached, right in run_ranks(split_for_itself, 2, str(tmp_path)):
+        assert not cached
+        assert all(right)

@@ -1,0 +1,213 @@
+"""A node's memory is divided by arithmetic alone: the loaders' batches first, pots in order, their members by size."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Callable, Sequence
+from typing import Any
+from unittest import mock
+
+import pytest
+import torch
+from hypothesis import given
+from hypothesis import strategies as st
+
+from lightning_stocache.cache.spec import SampleSpec
+from lightning_stocache.node.budget import Budget
+from lightning_stocache.node.files import memory_directory
+from lightning_stocache.node.free import FreeMemory
+from lightning_stocache.node.grant import Reserve, loader_reserve
+from lightning_stocache.setup import allocation
+from lightning_stocache.setup.allocation import Allocation, allocate
+from lightning_stocache.setup.request import CacheRequest, LoaderSettings
+
+MIB = 2**20
+MARGIN = 64 * MIB
+WORKER = 32 * MIB
+PLENTY = FreeMemory(2**44, 2**44, None, "/dev/shm")
+
+
+def spec_of(slot_bytes: int) -> SampleSpec:
+    return SampleSpec.infer(torch.empty(slot_bytes - 1, dtype=torch.uint8))  # and one byte of state
+
+
+def divided(
+    requests: Sequence[CacheRequest],
+    slot_bytes: Sequence[int | None],
+    budgets: dict[str, int | str],
+    *,
+    free: FreeMemory | Callable[[str | None], FreeMemory] = PLENTY,
+    ranks: int = 1,
+    choice: Any = "auto",
+    **more: int,
+) -> Allocation:
+    measure = free if callable(free) else lambda directory: free
+    specs = [None if size is None else spec_of(size) for size in slot_bytes]
+    with mock.patch.object(allocation.FreeMemory, "measure", measure):
+        parsed = {pot: Budget.parse(one) for pot, one in budgets.items()}
+        return allocate(requests, specs, parsed, ranks, choice, **more)
+
+
+def request(length: int, pot: str = "", reader: LoaderSettings | None = None) -> CacheRequest:
+    return CacheRequest(range(length), pot, reader=reader)  # type: ignore[arg-type]
+
+
+@pytest.mark.parametrize(
+    ("budget", "slots"), [("auto", (30, 10, 20)), ("50%", (15, 5, 10)), (0, (0, 0, 0)), ("4000B", (15, 5, 10))]
+)
+def test_a_pot_is_divided_by_size(budget: int | str, slots: tuple[int, ...]) -> None:
+    """Every member gets the same share of its dataset, whatever its samples weigh."""
+    # 30 samples of 100 bytes, 10 of 300, 20 of 100
+    assert divided([request(30), request(10), request(20)], [100, 300, 100], {"": budget}).slots == slots
+
+
+@given(
+    members=st.lists(st.tuples(st.integers(1, 10**6), st.integers(2, 2**14)), min_size=1, max_size=5),
+    budget=st.one_of(st.just("auto"), st.integers(1, 100).map(lambda n: f"{n}%"), st.integers(0, 2**40)),
+    free=st.integers(0, 2**36),
+    batch=st.none() | st.builds(LoaderSettings, st.integers(1, 512), st.integers(0, 8), st.none() | st.integers(1, 4)),
+    ranks=st.integers(1, 8),
+)
+def test_a_division_stays_within_every_bound(
+    members: list[tuple[int, int]], budget: int | str, free: int, batch: LoaderSettings | None, ranks: int
+) -> None:
+    """No more than wish, datasets and safely free memory; slots cost what was granted; shares differ by one at most."""
+    lengths, sizes = zip(*members, strict=True)
+    whole = sum(length * size for length, size in members)
+    requests = [request(length, reader=batch) for length in lengths]
+    got = divided(requests, sizes, {"": budget}, free=FreeMemory(None, free, None), ranks=ranks)
+    reserve = Reserve()
+    for size in sizes if batch is not None else ():
+        assert batch is not None
+        reserve += loader_reserve(batch.batch_size * (size - 1), batch.num_workers, batch.prefetch_factor, ranks)
+    safe = max(0, (free - reserve.bytes - max(free // 50, MARGIN)) * 512 // (512 + reserve.readers))
+    wanted = min(Budget.parse(budget).wanted(whole, safe), whole)
+    given_bytes = min(wanted, safe)
+    assert sum(got.granted) <= given_bytes
+    for slots, granted, length, size in zip(got.slots, got.granted, lengths, sizes, strict=True):
+        assert 0 <= slots <= length
+        assert slots * size <= granted < (slots + 1) * size
+        assert abs(slots - length * given_bytes / whole) < 1 + 1e-6
+    assert bool(got.warnings) == (given_bytes < wanted or not any(got.slots))
+
+
+def test_pots_are_served_in_order() -> None:
+    """What one pot has taken is not free for the next, which says so."""
+    free = FreeMemory(None, MARGIN + 1000, None)
+    requests = [request(10, "val"), request(10, "train")]
+    got = divided(requests, [100, 100], {"train": "800B", "val": "auto"}, free=free)
+    assert got.slots == (2, 8)
+    assert got.granted == (200, 800)
+    [warning] = got.warnings
+    assert warning.startswith("the cache (val) has room for 2 of 10 samples")
+
+
+def test_a_share_of_free_is_of_what_is_left() -> None:
+    """Half of free, twice: a half, and then a half of the rest."""
+    free = FreeMemory(None, MARGIN + 1000, None)
+    requests = [request(100, "train"), request(100, "val")]
+    got = divided(requests, [10, 10], {"train": "50% of free", "val": "50% of free"}, free=free)
+    assert got.slots == (50, 25)
+    assert got.warnings == ()
+
+
+def test_who_is_not_cached_takes_nothing() -> None:
+    """A request without a spec, and a pot without members, have no slots, no bytes and no warning."""
+    got = divided([request(10), request(30)], [None, 100], {"": "1500B", "test": 10})
+    assert (got.slots, got.granted, got.warnings) == ((0, 15), (0, 1500), ())
+
+
+@pytest.mark.parametrize(
+    ("reader", "ranks", "batches", "workers"),
+    [
+        (None, 4, 0, 0),
+        (LoaderSettings(10, 0), 1, 5, 0),
+        (LoaderSettings(10, 2, None, "fork"), 1, 5 + 4 + 2, 2),
+        (LoaderSettings(10, 2, 4, "fork"), 2, 2 * (5 + 8 + 2), 4),
+    ],
+)
+def test_loaders_are_kept_back(reader: LoaderSettings | None, ranks: int, batches: int, workers: int) -> None:
+    """Each rank's workers, what they load and make ahead, and five batches are not granted."""
+    kept_back = batches * 990 + workers * WORKER
+    readers = 0 if reader is None else ranks + workers
+    free = FreeMemory(None, MARGIN + kept_back + 50_000, None)
+    got = divided([request(1000, reader=reader)], [100], {"": "auto"}, free=free, ranks=ranks)
+    assert got.granted == (50_000 * 512 // (512 + readers),)
+
+
+def test_a_worker_that_was_measured_to_need_more_is_kept_back_as_measured() -> None:
+    """What the look at the source has cost takes the place of the estimate, which is the least."""
+    loader, measured = LoaderSettings(0, 2), 2 * WORKER
+    free = FreeMemory(None, MARGIN + 50_000 + 2 * measured, None)
+    for worker_bytes, left in ((measured, 50_000), (1, 50_000 + 2 * WORKER)):
+        got = divided([request(10**7, reader=loader)], [100], {"": "auto"}, free=free, worker_bytes=worker_bytes)
+        assert got.granted[0] == pytest.approx(left * 512 / (512 + 3), abs=101)
+
+
+def test_what_the_training_will_take_is_kept_back() -> None:
+    """Gradients and the optimiser's state, on each rank."""
+    free = FreeMemory(None, MARGIN + 50_000, None)
+    assert divided([request(1000)], [100], {"": "auto"}, free=free, ranks=2, later_bytes=20_000).granted == (10_000,)
+
+
+def test_filling_leaves_the_other_loaders_room() -> None:
+    """While train is filled, what the loaders of val need stays free, and half of the margin."""
+    requests = [
+        request(10, reader=LoaderSettings(10, 1, 2, "fork")),
+        request(10, reader=LoaderSettings(10, 2, 2, "fork")),
+    ]
+    got = divided(requests, [100, 100], {"": "auto"}, free=FreeMemory(None, 10 * 2**30, None, own=600 * MIB))
+    assert got.keep_free == (300 * MIB + 2 * WORKER + 11 * 990, 300 * MIB + WORKER + 8 * 990)
+
+
+def docker(directory: str | None) -> FreeMemory:
+    """64 MiB of /dev/shm, and a GiB of memory."""
+    return FreeMemory(None if directory is None else 64 * MIB, 1024 * MIB, None, directory)
+
+
+@pytest.mark.parametrize(
+    ("choice", "budget", "backend", "slots", "limited"),
+    [
+        ("auto", "40MiB", None, 40, False),  # /dev/shm is large enough
+        ("auto", "100MiB", "memfd", 100, False),
+        ("auto", "auto", "memfd", 960, True),  # memory is short, too: 64 MiB margin
+        ("auto", 10, None, 0, True),  # below one sample: a memfd gains nothing
+        ("tmpfile", "100MiB", "tmpfile", 48, True),
+        ("file", "100MiB", "file", 48, True),
+        ("memfd", "100MiB", "memfd", 100, False),
+        ("tmpfile", "40MiB", "tmpfile", 40, False),
+    ],
+)
+def test_a_memfd_is_taken_where_dev_shm_is_short(
+    choice: str, budget: int | str, backend: str | None, slots: int, limited: bool
+) -> None:
+    """Under "auto" only, and only if more samples fit; what was chosen by hand stays."""
+    got = divided([request(2000)], [MIB], {"": budget}, free=docker, choice=choice)
+    assert (got.backend, got.slots, bool(got.warnings)) == (backend, (slots,), limited)
+
+
+def test_without_memfd_dev_shm_has_to_do(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A system that has no memfd gets what fits into /dev/shm, and the warning names it."""
+    monkeypatch.delattr(os, "memfd_create", raising=False)
+    got = divided([request(2000)], [MIB], {"": "100MiB"}, free=docker)
+    assert (got.backend, got.slots) == (None, (48,))
+    assert got.warnings == (
+        "the cache has room for 48 of 2,000 samples, 48 MiB of the 100 MiB that budget='100 MiB' asks for: limited by "
+        f"{memory_directory()} (64 MiB free)",
+    )
+
+
+def test_a_budget_below_one_sample_is_told() -> None:
+    """No memory is short, but not one slot can be paid."""
+    got = divided([request(2000, "val")], [MIB], {"val": "1MB"})
+    assert got.slots == (0,)
+    assert got.warnings == (
+        "the cache (val) has room for 0 of 2,000 samples, 976.6 KiB of the 976.6 KiB that budget='1 MB' asks for: less "
+        "than one sample",
+    )
+
+
+def test_a_request_has_a_name_for_messages() -> None:
+    """Its dataset's type, length and pot."""
+    assert request(2000, "val").title == "range (2,000 samples, val)"
+    assert request(2000).title == "range (2,000 samples)"

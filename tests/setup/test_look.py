@@ -1,0 +1,333 @@
+"""The look at a source leaves nothing behind in the trainer, and gives up what cannot be read."""
+
+from __future__ import annotations
+
+import multiprocessing
+import os
+import time
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from torch.utils.data import DataLoader, Dataset, Subset, get_worker_info
+
+import lightning_stocache.setup.look as looking
+from lightning_stocache.loading.dataset import CachedDataset
+from lightning_stocache.setup.look import look
+from lightning_stocache.setup.request import CacheRequest, LoaderSettings
+from tests.processes import call
+
+pytestmark = pytest.mark.processes
+
+SAMPLES = 300
+
+
+class Lazy(Dataset[Any]):
+    """Opens its file when it is first read, without a buffer, counts its reads, and remembers the last."""
+
+    def __init__(self, path: Path) -> None:
+        self.path, self.file, self.reads, self.seen = path, None, 0, list[int]()
+
+    def __len__(self) -> int:
+        return SAMPLES
+
+    def __getitem__(self, index: int) -> tuple[torch.Tensor, int]:
+        if self.file is None:
+            self.file = open(self.path, "rb", buffering=0)  # noqa: SIM115
+        self.reads += 1
+        self.seen = [*self.seen, index][-3:]
+        self.file.seek(index * 512)
+        return torch.frombuffer(bytearray(self.file.read(512)), dtype=torch.uint8), index
+
+
+class Own(Dataset[Any]):
+    """Draws from a generator of its own, for every fifth sample."""
+
+    def __init__(self) -> None:
+        self.draws = np.random.default_rng(3)
+
+    def __len__(self) -> int:
+        return SAMPLES
+
+    def __getitem__(self, index: int) -> tuple[torch.Tensor, int]:
+        return torch.full((4,), float(index)) + (self.draws.random() if index % 5 == 0 else 0), index
+
+
+class Made(Dataset[Any]):
+    """Whatever a function of the index makes."""
+
+    def __init__(self, make: Callable[[int], Any], length: int = 12) -> None:
+        self.make, self.length = make, length
+
+    def __len__(self) -> int:
+        return self.length
+
+    def __getitem__(self, index: int) -> Any:
+        return self.make(index)
+
+
+@pytest.fixture
+def lazy(tmp_path: Path) -> Lazy:
+    rows = np.random.default_rng(0).integers(0, 256, (SAMPLES, 512), dtype=np.uint8)
+    rows.tofile(tmp_path / "rows")
+    return Lazy(tmp_path / "rows")
+
+
+def in_a_daemon(function: Callable[..., Any], *args: Any) -> Any:
+    """What a function returns in a process that may have no children."""
+    receiver, sender = multiprocessing.Pipe(duplex=False)
+    process = multiprocessing.get_context("fork").Process(target=lambda: sender.send(function(*args)), daemon=True)
+    process.start()
+    answer = receiver.recv() if receiver.poll(60) else None
+    process.join(10)
+    return answer
+
+
+@pytest.mark.parametrize("num_workers", [0, 2])
+@pytest.mark.parametrize("wrapped", [False, True])
+def test_nothing_is_opened_counted_or_remembered(lazy: Lazy, num_workers: int, wrapped: bool) -> None:
+    """The source is as it was, through a Subset too."""
+    source = Subset(lazy, range(10, SAMPLES)) if wrapped else lazy
+    finding = look(CacheRequest(source, reader=LoaderSettings(4, num_workers)))
+    assert finding.spec is not None
+    assert finding.spec.nbytes == 520
+    assert finding.reads >= 8
+    assert (lazy.file, lazy.reads, lazy.seen) == (None, 0, [])
+    assert finding.worker_bytes is not None
+    assert finding.worker_bytes > 0
+
+
+def _looked_in_a_daemon(lazy: Lazy) -> Any:
+    own = Own()
+    before = own.draws.bit_generator.state
+    finding = look(CacheRequest(lazy))
+    reason = look(CacheRequest(own)).reason
+    return (
+        finding.spec is not None,
+        finding.worker_bytes,
+        lazy.file,
+        lazy.reads,
+        reason,
+        own.draws.bit_generator.state == before,
+    )
+
+
+def test_where_no_process_can_be_started_all_is_put_back(lazy: Lazy) -> None:
+    """A daemonic process reads the source itself; attributes and generators are then as before."""
+    cached, worker_bytes, file, reads, reason, same = in_a_daemon(_looked_in_a_daemon, lazy)
+    assert (cached, worker_bytes, file, reads, same) == (True, None, None, 0, True)
+    assert "moves the generator of Own.draws" in reason
+
+
+def test_workers_have_handles_of_their_own(lazy: Lazy) -> None:
+    """Four forked workers read the right bytes: no handle with its offset came from the trainer."""
+    rows = np.fromfile(lazy.path, dtype=np.uint8).reshape(SAMPLES, 512)
+    dataset = CachedDataset(lazy)
+    try:
+        for _ in range(3):
+            for images, indices in DataLoader(dataset, 8, shuffle=True, num_workers=4):
+                assert np.array_equal(images.numpy(), rows[indices.numpy()])
+    finally:
+        dataset.close()
+
+
+def test_a_generator_of_the_source_draws_what_it_would_have_drawn() -> None:
+    """It passes through, and its numbers are those of a source that nobody looked at."""
+    plain = torch.cat([values for values, _ in DataLoader(Own(), 8)])
+    dataset = CachedDataset(Own())
+    assert dataset.cache is None
+    assert torch.equal(torch.cat([values for values, _ in DataLoader(dataset, 8)]), plain)
+
+
+def _needs_init(worker: int) -> None:
+    info = get_worker_info()
+    assert info is not None
+    info.dataset.make = lambda index: torch.tensor(index)
+
+
+def _raises(index: int) -> Any:
+    raise OSError("the disk is gone")
+
+
+def test_the_users_worker_init_fn_is_called() -> None:
+    """It finds the user's own dataset, as in a worker of the user's loader."""
+    source = Made(_raises)
+    finding = look(CacheRequest(source, reader=LoaderSettings(4, 2, worker_init_fn=_needs_init)))
+    assert finding.spec is not None
+    assert finding.spec.nbytes == 8
+    assert look(CacheRequest(source)).spec is None
+
+
+@pytest.mark.parametrize(
+    ("source", "reason"),
+    [
+        (Made(_raises), "reading it raised OSError: the disk is gone"),
+        (Made({"k1": 1}.__getitem__), "reading it raised KeyError: 0"),
+        (Made(lambda index: str(index)), "is a str, which cannot be cached"),
+        (Made(lambda index: torch.zeros(index + 1)), "must be Tensor of dtype torch.float32 and shape"),
+        (Made(lambda index: torch.rand(2)), "it is random (reading index 0 moves the generator of torch)"),
+        (Made(lambda index: os._exit(3)), "exited unexpectedly"),
+        (Made(lambda index: index, 0), "it has no samples"),
+    ],
+    ids=["raises", "keys", "str", "shapes", "random", "dies", "empty"],
+)
+def test_what_cannot_be_cached_has_a_reason(source: Dataset[Any], reason: str) -> None:
+    """In words, without an error; where errors are wanted, the error itself, but for a source that is random."""
+    finding = look(CacheRequest(source))
+    assert (finding.spec, finding.cut) == (None, None)
+    assert finding.reason is not None
+    assert reason in finding.reason
+
+
+class OfWorker(Dataset[Any]):
+    """Draws from the seed of its worker, or shows its number."""
+
+    def __init__(self, name: str) -> None:
+        self.name = name
+
+    def __len__(self) -> int:
+        return 12
+
+    def __getitem__(self, index: int) -> torch.Tensor:
+        info = get_worker_info()
+        return torch.tensor([index, 0 if info is None else getattr(info, self.name)])
+
+
+@pytest.mark.parametrize("name", ["seed", "id"])
+def test_what_comes_from_the_worker_is_random(name: str) -> None:
+    """A generator that is seeded by `get_worker_info().seed`, and a sample that depends on the worker."""
+    reason = look(CacheRequest(OfWorker(name), reader=LoaderSettings(4, 2))).reason
+    assert reason is not None
+    assert "it is random" in reason
+
+
+class Batches(Made):
+    """Its `__getitems__` gives what a function makes of the indices."""
+
+    def __init__(self, give: Callable[[list[int]], Any]) -> None:
+        super().__init__(torch.tensor)
+        self.give = give
+
+    def __getitems__(self, indices: list[int]) -> Any:
+        return self.give(indices)
+
+
+@pytest.mark.parametrize(
+    ("give", "cached"),
+    [
+        (torch.tensor, False),
+        (lambda indices: {"x": 1}, False),
+        (lambda indices: list(map(torch.tensor, indices)), True),
+    ],
+    ids=["tensor", "dict", "list"],
+)
+def test_whole_batches_pass_through(give: Callable[[list[int]], Any], cached: bool) -> None:
+    """Only a list of one sample per index can be cached."""
+    finding = look(CacheRequest(Batches(give)))
+    assert (finding.spec is not None) == cached
+    assert cached or "whole batches" in (finding.reason or "")
+
+
+def test_strict_gives_the_error() -> None:
+    """As the source raised it."""
+    with pytest.raises(OSError, match="the disk is gone"):
+        look(CacheRequest(Made(_raises), strict=True))
+    with pytest.raises(TypeError, match="is a str, which cannot be cached"):
+        look(CacheRequest(Made(str), strict=True))
+
+
+def test_a_late_error_of_the_source_is_no_time_out(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Also a RuntimeError that comes when the look is about to say what it waits for is the source's own."""
+
+    def late(index: int) -> Any:
+        time.sleep(0.95 * looking.TOLD_SECONDS)
+        raise RuntimeError("the disk is gone")
+
+    monkeypatch.setattr(looking, "TOLD_SECONDS", 2.0)
+    with pytest.raises(RuntimeError, match="the disk is gone"):
+        look(CacheRequest(Made(late), strict=True))
+
+
+def test_one_broken_sample_does_not_switch_the_cache_off() -> None:
+    """What raises or is odd beyond the four that must be alike is left to the batch that asks for it."""
+
+    def make(index: int) -> torch.Tensor:
+        if index == 5:
+            raise OSError("sample 5 is broken")
+        return torch.zeros(3 if index == 6 else 2)
+
+    for strict in (False, True):
+        finding = look(CacheRequest(Made(make), strict=strict))
+        assert finding.spec is not None
+        assert finding.spec.nbytes == 8
+
+
+def test_a_source_is_looked_at_without_shared_memory(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Where none can be had for the process that looks, the source is read here."""
+
+    def full(tensor: torch.Tensor) -> torch.Tensor:
+        raise RuntimeError("unable to allocate shared memory (shm)")
+
+    monkeypatch.setattr(torch.Tensor, "share_memory_", full)
+    finding = look(CacheRequest(Made(torch.tensor)))
+    assert finding.spec is not None
+    assert finding.worker_bytes is None
+
+
+def test_a_source_that_blocks_is_given_up(monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture) -> None:
+    """After a time-out, with a word on what is being read meanwhile; the process that waits for it is gone."""
+    monkeypatch.setattr(looking, "TOLD_SECONDS", 0.3)
+    monkeypatch.setattr(looking, "PATIENCE_SECONDS", 1.0)
+    finding = look(CacheRequest(Made(lambda index: time.sleep(600 * (index > 0)) or torch.tensor(index))))
+    assert finding.reason == "reading sample 3 has not ended in 1 s"
+    assert "set-up waits for Made (12 samples, train)" in caplog.text
+    assert "now sample 3" in caplog.text
+    assert not multiprocessing.active_children()
+
+
+class Local(Dataset[Any]):
+    """Samples of a class that no other process can find by its name."""
+
+    def __init__(self) -> None:
+        from collections import namedtuple
+
+        self.pair: Any = namedtuple("Hidden", "image label")
+        self.reads = 0
+
+    def __len__(self) -> int:
+        return 12
+
+    def __getitem__(self, index: int) -> Any:
+        self.reads += 1
+        return self.pair(torch.tensor(index), index)
+
+
+def test_samples_of_a_local_class_are_cached() -> None:
+    """What cannot be told by another process is looked at here, and put back."""
+    source = Local()
+    finding = look(CacheRequest(source))
+    assert finding.spec is not None
+    assert source.reads == 0
+
+
+def test_a_frozen_source_is_read_once_and_left_alone() -> None:
+    """`allow_random` needs the shape alone; generators stay where they are."""
+    source = Own()
+    before = source.draws.bit_generator.state
+    finding = look(CacheRequest(source, allow_random=True))
+    assert (finding.reads, finding.reason) == (1, None)
+    assert source.draws.bit_generator.state == before
+
+
+def test_spawned_workers_can_be_sent_a_source_after_the_look(lazy: Lazy) -> None:
+    """A handle that the look opened would stand in the way of pickle."""
+    assert call(_spawned, lazy, timeout=120)
+
+
+def _spawned(lazy: Lazy) -> bool:
+    dataset = CachedDataset(lazy)
+    loader = DataLoader(dataset, 50, num_workers=1, multiprocessing_context="spawn")
+    return sum(len(indices) for _, indices in loader) == SAMPLES and dataset.cache is not None

@@ -1,0 +1,451 @@
+"""A cache with a name outlives its job: the next one starts warm, and nobody is ever served what is not his."""
+
+from __future__ import annotations
+
+import errno
+import logging
+import os
+import random
+import time
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch.utils.data import Subset
+
+from lightning_stocache.cache.spec import SampleSpec
+from lightning_stocache.loading.dataset import CachedDataset
+from lightning_stocache.node.budget import Budget
+from lightning_stocache.node.files import HEADER_BYTES
+from lightning_stocache.node.group import NodeGroup
+from lightning_stocache.node.janitor import clean, named_segments
+from lightning_stocache.node.manifest import Geometry, Manifest
+from lightning_stocache.node.named import open_named
+from lightning_stocache.node.segment import Segment
+from lightning_stocache.setup.named_cache import FingerprintError
+from lightning_stocache.setup.open import CacheMemoryError, open_caches
+from lightning_stocache.setup.request import CacheRequest
+from lightning_stocache.training.datamodule import StocacheDataModule
+from tests.processes import Child, call, call_many
+from tests.ranks import run_ranks
+from tests.sources import CountedSource
+from tests.training.tiny import Model, make_trainer
+
+pytestmark = pytest.mark.named
+
+LENGTH = 40
+
+
+class OtherSource(CountedSource):
+    """Another class."""
+
+
+class SlowSource(CountedSource):
+    """A job that is caught in the middle."""
+
+    def __getitem__(self, index: int) -> tuple[torch.Tensor, int]:
+        time.sleep(0.01)
+        return super().__getitem__(index)
+
+
+@pytest.fixture
+def name() -> Iterator[str]:
+    name = f"test-{os.getpid()}-{random.getrandbits(32)}"
+    yield name
+    for one in named_segments():
+        if one.name.startswith(name):
+            clean(one.name)
+
+
+def source(folder: Path | str, length: int = LENGTH) -> CountedSource:
+    return CountedSource(length, log_path=Path(folder) / "loads")
+
+
+def cached(source: Any, name: str, **options: Any) -> CachedDataset:
+    options.setdefault("spec", SampleSpec.infer(CountedSource(1).expected(0)))  # no reads at set-up
+    return CachedDataset(source, name=name, **options)
+
+
+def read_all(folder: str, name: str) -> tuple[int, int, int]:
+    return read(cached(source(folder), name))
+
+
+def read(dataset: CachedDataset) -> tuple[int, int, int]:
+    """A job that reads everything once: its misses, its hits, and the slots that are filled at its end."""
+    check(dataset)
+    assert dataset.counters is not None
+    assert dataset.cache is not None
+    counts, filled = dataset.counters.totals(), dataset.cache.filled
+    dataset.close()
+    return counts.misses, counts.hits, filled
+
+
+def check(dataset: CachedDataset) -> None:
+    """Every sample is that of the source."""
+    for index in range(len(dataset)):
+        image, label = dataset[index]
+        expected = dataset.source.expected(index)  # type: ignore[attr-defined]
+        assert torch.equal(image, expected[0])
+        assert label == expected[1]
+
+
+# --- warm starts
+
+
+@pytest.mark.processes
+def test_a_second_process_starts_warm(name: str, tmp_path: Path) -> None:
+    """What one job has loaded, the next one does not load; it counts its own samples alone."""
+    assert call(read_all, str(tmp_path), name) == (LENGTH, 0, LENGTH)
+    assert call(read_all, str(tmp_path), name) == (0, LENGTH, LENGTH)
+    assert source(tmp_path).loads == LENGTH
+
+
+def test_a_second_dataset_in_the_process_starts_warm(name: str, tmp_path: Path) -> None:
+    """At the same time or later; each closes for itself."""
+    first = cached(source(tmp_path), name)
+    check(first)
+    second = cached(source(tmp_path), name)
+    cache = first.cache
+    assert cache is not None
+    first.close()
+    cache.close()
+    check(second)
+    second.close()
+    third = cached(source(tmp_path), name)
+    check(third)
+    third.close()
+    assert source(tmp_path).loads == LENGTH
+
+
+@pytest.mark.processes
+def test_a_half_filled_cache_goes_on_filling(name: str, tmp_path: Path) -> None:
+    """The next job loads what is missing, and nothing else."""
+    first = cached(source(tmp_path), name)
+    for index in range(10):
+        first[index]
+    first.close()
+    assert call(read_all, str(tmp_path), name) == (LENGTH - 10, 10, LENGTH)
+    assert sorted(source(tmp_path).loaded) == list(range(LENGTH))
+
+
+def test_closing_says_once_what_is_kept(name: str, tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    """Memory that stays must be told of, with the way to get rid of it."""
+    caplog.set_level(logging.INFO, "lightning_stocache")
+    dataset = cached(source(tmp_path), name)
+    dataset[0]
+    dataset.close()
+    dataset.close()
+    [said] = [record.getMessage() for record in caplog.records if "kept" in record.getMessage()]
+    assert f"kept as {name}, 1 of {LENGTH} slots filled" in said
+    assert said.endswith(f"python -m lightning_stocache clean {name}")
+
+
+@pytest.mark.processes
+def test_two_jobs_at_the_same_time_share_it(name: str, tmp_path: Path) -> None:
+    """Both get exactly the samples of the source, and few are loaded twice."""
+    counts = call_many(read_all, [(str(tmp_path), name)] * 2)
+    assert [misses + hits for misses, hits, _ in counts] == [LENGTH, LENGTH]
+    assert max(filled for *_, filled in counts) == LENGTH
+    assert LENGTH <= source(tmp_path).loads <= 2 * LENGTH
+    assert call(read_all, str(tmp_path), name)[:2] == (0, LENGTH)
+
+
+@pytest.mark.processes
+def test_a_job_that_is_killed_leaves_a_usable_cache(name: str, tmp_path: Path) -> None:
+    """SIGKILL in the middle of filling: what is READY is right, and the next job loads the rest."""
+    job = Child(fill_slowly, str(tmp_path), name)
+    deadline = time.monotonic() + 20
+    while source(tmp_path).loads < 5:
+        assert time.monotonic() < deadline
+        time.sleep(0.005)
+    job.kill()
+    loaded = source(tmp_path).loads
+    misses, hits, filled = fill_slowly(str(tmp_path), name)
+    assert loaded - 1 <= hits < LENGTH
+    assert (misses + hits, filled) == (LENGTH, LENGTH)
+
+
+def fill_slowly(folder: str, name: str) -> tuple[int, int, int]:
+    return read(cached(SlowSource(LENGTH, log_path=Path(folder) / "loads"), name))
+
+
+# --- what is refused
+
+
+@pytest.mark.processes
+@pytest.mark.parametrize(
+    ("other", "options", "differs"),
+    [
+        (CountedSource(LENGTH), {"fingerprint": "v2"}, "fingerprint"),
+        (CountedSource(LENGTH + 1), {}, "length"),
+        (CountedSource(LENGTH, (3, 8, 9)), {"spec": None}, "spec"),
+        (OtherSource(LENGTH), {}, "dataset"),
+        (CountedSource(LENGTH), {"allow_random": True, "spec": None}, "dataset"),
+    ],
+)
+def test_another_fingerprint_is_refused(name: str, other: Any, options: dict[str, Any], differs: str) -> None:
+    """Both sides are shown, with the two ways out; what was there stays as it is."""
+    first = cached(CountedSource(LENGTH), name, fingerprint="v1")
+    first[3]
+    with pytest.raises(FingerprintError) as caught:
+        cached(other, name, **{"fingerprint": "v1"} | options)
+    words = str(caught.value)
+    assert f"({differs} differ)" in words
+    assert words.count(f"'{differs}': ") == 2
+    assert "another name" in words
+    assert f"python -m lightning_stocache clean {name}" in words
+    assert first.cache is not None
+    assert first.cache.filled == 1
+    first.close()
+
+
+def test_another_part_of_the_dataset_is_refused(name: str) -> None:
+    """Two random splits of one length are told apart by their indices."""
+    whole = CountedSource(LENGTH)
+    first = cached(Subset(whole, list(range(0, 20))), name)
+    with pytest.raises(FingerprintError, match="dataset differ"):
+        cached(Subset(whole, list(range(20, 40))), name)
+    first.close()
+
+
+def test_bad_names_are_refused() -> None:
+    """Before anything is opened."""
+    for make in (cached, lambda source, name: StocacheDataModule(source, name=name)):
+        with pytest.raises(ValueError, match="name must be"):
+            make(CountedSource(LENGTH), "../up")
+
+
+def test_a_long_fingerprint_fits(name: str) -> None:
+    """Texts that the header has no room for are compared by their digest."""
+    first = cached(CountedSource(LENGTH), name, fingerprint="x" * 10000)
+    with pytest.raises(FingerprintError):
+        cached(CountedSource(LENGTH), name, fingerprint="x" * 10001)
+    first.close()
+
+
+# --- geometry
+
+
+def test_geometry_wins_over_another_budget(name: str, tmp_path: Path) -> None:
+    """The samples are where they are: a later job has the slots of the first, whatever it asks for."""
+    first = cached(source(tmp_path), name, budget="50%")
+    check(first)
+    first.close()
+    assert source(tmp_path).loads == LENGTH
+    for budget in ("auto", "10%"):
+        later = cached(source(tmp_path), name, budget=budget)
+        assert later.cache is not None
+        assert later.ring is not None
+        assert (len(later.cache), later.cache.filled, later.ring.coverage) == (LENGTH // 2, LENGTH // 2, 0.5)
+        assert later.ring.arcs == (later.cache.arc,)
+        assert later.budget_bytes == LENGTH // 2 * later.cache.spec.slot_bytes
+        check(later)
+        later.close()
+    assert source(tmp_path).loads == 2 * LENGTH
+
+
+def test_a_budget_that_does_not_count_is_told(name: str, caplog: pytest.LogCaptureFixture) -> None:
+    """A sweep over budgets under one name hears both numbers and the ways out; the same number of slots is silent."""
+    slot = SampleSpec.infer(CountedSource(1).expected(0)).slot_bytes
+    for budget in ("50%", "50 %", LENGTH // 2 * slot, LENGTH // 2 * slot + slot - 1):
+        cached(CountedSource(LENGTH), name, budget=budget, strict=True).close()
+    assert [record for record in caplog.records if record.levelno >= logging.WARNING] == []
+    cached(CountedSource(LENGTH), name, budget="10%").close()
+    [said] = [record.getMessage() for record in caplog.records if record.levelno >= logging.WARNING]
+    assert f"the cache {name!r} was made with budget='50%' and keeps its 20 slots; budget='10%' would give 4" in said
+    assert f"another name, or remove it: python -m lightning_stocache clean {name}" in said
+    assert said.count("\n") == 1
+
+
+def test_under_strict_another_budget_is_refused(name: str) -> None:
+    """Where every run of a sweep must be what it says."""
+    cached(CountedSource(LENGTH), name, budget="50%").close()
+    with pytest.raises(FingerprintError, match=f"budget='auto' would give {LENGTH}"):
+        cached(CountedSource(LENGTH), name, strict=True)
+
+
+@pytest.mark.processes
+def test_a_pot_is_shared_as_it_was(name: str, caplog: pytest.LogCaptureFixture) -> None:
+    """Two sets on one budget have a part of it each; the next job with this budget, in other words, is silent."""
+    sets = [CountedSource(LENGTH), CountedSource(LENGTH // 2)]
+    slot = SampleSpec.infer(CountedSource(1).expected(0)).slot_bytes
+    for budget in (str(30 * slot), f"{30 * slot} B", "50%"):
+        requests = [CacheRequest(one, "", name=f"{name}-{number}") for number, one in enumerate(sets)]
+        both = open_caches(requests, {"": Budget.parse(budget)}, NodeGroup())
+        assert [len(opened.cache) for opened in both if opened.cache is not None] == [20, 10]
+        for opened in both:
+            opened.close()
+    assert [record for record in caplog.records if record.levelno >= logging.WARNING] == []
+
+
+def test_off_is_off(name: str, tmp_path: Path) -> None:
+    """A budget of 0 neither makes nor joins anything."""
+    dataset = cached(source(tmp_path), name, budget=0)
+    assert dataset.cache is None
+    assert name not in [one.name for one in named_segments()]
+    dataset.close()
+
+
+@pytest.mark.processes
+def test_datasets_open_beside_a_warm_one(name: str) -> None:
+    """One that is warm takes nothing from the budget of the others, nor do they from its own."""
+    warm = cached(CountedSource(LENGTH), name)
+    check(warm)
+    warm.close()
+    requests = [CacheRequest(CountedSource(LENGTH), "", name=name), CacheRequest(CountedSource(10), "")]
+    both = open_caches(requests, {"": Budget.parse("auto")}, NodeGroup())
+    assert [opened.cache.filled for opened in both if opened.cache is not None] == [LENGTH, 0]
+    assert [len(opened.cache) for opened in both if opened.cache is not None] == [LENGTH, 10]
+    for opened in both:
+        opened.close()
+
+
+def test_what_lies_there_is_no_cache(name: str) -> None:
+    """A named segment of somebody else's making is refused, too."""
+    segment, _ = open_named(name, 4096, Manifest(Geometry(10, 10)))
+    with pytest.raises(FingerprintError, match="holds something else"):
+        cached(CountedSource(LENGTH), name)
+    segment.close()
+
+
+def spoil(name: str, place: int, content: bytes) -> None:
+    """Overwrite a part of a cache's file."""
+    with Path(f"/dev/shm/lsc-{os.getuid()}-{name}").open("r+b") as file:
+        file.seek(place)
+        file.write(content)
+
+
+@pytest.mark.parametrize(
+    ("damage", "words"),
+    [
+        (lambda name, path: spoil(name, 64, bytes(4)), "does not say what it holds"),
+        (lambda name, path: spoil(name, 64, b"\xff" * 500), "is damaged"),
+        (lambda name, path: spoil(name, 24, b"\x63"), r"another version .*format 99"),
+        (lambda name, path: spoil(name, 24, b"\x00"), r"another version .*format 0"),
+        (lambda name, path: spoil(name, HEADER_BYTES + 3, b"\x05"), "a slot is in a state that there is not"),
+        (lambda name, path: os.truncate(path, HEADER_BYTES + LENGTH + 10), "does not fit its 50 bytes"),
+        (lambda name, path: os.truncate(path, HEADER_BYTES + 3), "do not fit in its 3 bytes"),
+        (lambda name, path: os.truncate(path, 100), "is cut off"),
+    ],
+)
+def test_a_damaged_cache_is_refused_by_name(name: str, damage: Any, words: str) -> None:
+    """What outlives a job can be spoilt: it is refused before it is read, and the command that is named removes it."""
+    cached(CountedSource(LENGTH), name).close()
+    damage(name, f"/dev/shm/lsc-{os.getuid()}-{name}")
+    with pytest.raises(ValueError, match=f"the cache '{name}' .*{words}.*python -m lightning_stocache clean {name}"):
+        cached(CountedSource(LENGTH), name)
+    assert [one.name for one in clean(name)] == [name]
+    dataset = cached(CountedSource(LENGTH), name)
+    check(dataset)
+    dataset.close()
+
+
+@pytest.mark.parametrize(
+    "fingerprint", ["two\nlines", "\x1b[2J", "\ud800", "\u65e5" * 400, "\U0001f600" * 5000, '"\\' * 300]
+)
+def test_any_fingerprint_is_kept_and_told_apart(name: str, fingerprint: str) -> None:
+    """Texts that cannot be printed, that are long or that JSON escapes fit, and differ from their neighbours."""
+    cached(CountedSource(LENGTH), name, fingerprint=fingerprint).close()
+    cached(CountedSource(LENGTH), name, fingerprint=fingerprint).close()
+    with pytest.raises(FingerprintError):
+        cached(CountedSource(LENGTH), name, fingerprint=fingerprint + "!")
+
+
+def test_the_longest_texts_fit_together(name: str) -> None:
+    """Class, key and fingerprint of letters that take four bytes each: the header has room for all of them."""
+    words = "\U00020000" * 350
+    source = type(words, (CountedSource,), {"__getitem__": lambda self, index: {words: torch.zeros(3)}})(LENGTH)
+    for _ in range(2):
+        cached(source, name, spec=SampleSpec.infer(source[0]), fingerprint=words).close()
+
+
+def test_without_memory_no_name_is_left(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The error is that of any cache, `on_error="disable"` goes on uncached, and nothing lies under the name."""
+
+    def full(segment: Segment, offset: int, length: int) -> None:
+        if segment.path is not None:
+            raise OSError(errno.ENOSPC, "No space left on device")
+
+    monkeypatch.setattr(Segment, "reserve", full)
+    with pytest.raises(CacheMemoryError, match="No space left"):
+        cached(CountedSource(LENGTH), name)
+    dataset = cached(CountedSource(LENGTH), name, on_error="disable")
+    assert dataset.cache is None
+    check(dataset)
+    assert name not in [one.name for one in named_segments()]
+
+
+# --- several ranks
+
+
+@pytest.mark.processes
+def test_two_ranks_share_it_and_the_next_job_is_warm(name: str, tmp_path: Path) -> None:
+    """The leader opens it and the other rank attaches; so again in the next job, which loads nothing."""
+    cold = run_ranks(half, 2, str(tmp_path), name)
+    assert [filled for filled, _ in cold] == [LENGTH, LENGTH]
+    loads = source(tmp_path).loads
+    assert loads == LENGTH
+    warm = run_ranks(half, 2, str(tmp_path), name)
+    assert warm == [(LENGTH, cold[0][1]), (LENGTH, cold[0][1])]
+    assert source(tmp_path).loads == loads
+
+
+def half(rank: int, folder: str, name: str) -> tuple[int, int]:
+    dataset = cached(source(folder), name, defer=True)
+    dataset.share()
+    for index in range(rank, LENGTH, 2):
+        image, _ = dataset[index]
+        assert torch.equal(image, CountedSource(LENGTH).expected(index)[0])
+    dist.barrier()
+    assert dataset.cache is not None
+    answer = dataset.cache.filled, dataset.cache.segment.handle.inode
+    dist.barrier()
+    dataset.close()
+    return answer
+
+
+@pytest.mark.processes
+def test_all_ranks_refuse_another_fingerprint(name: str) -> None:
+    """The leader sees it, and all say it, with both sides."""
+    first = cached(CountedSource(LENGTH), name, fingerprint="v1")
+    for words in run_ranks(refused, 2, name):
+        assert "'fingerprint': 'v1'" in words
+        assert "'fingerprint': 'v2'" in words
+        assert f"python -m lightning_stocache clean {name}" in words
+    first.close()
+
+
+def refused(rank: int, name: str) -> str:
+    dataset = cached(CountedSource(LENGTH), name, fingerprint="v2", defer=True)
+    with pytest.raises((FingerprintError, RuntimeError)) as caught:
+        dataset.share()
+    return str(caught.value)
+
+
+# --- under a Trainer
+
+
+@pytest.mark.processes
+def test_a_second_trainer_starts_warm(name: str, tmp_path: Path) -> None:
+    """Train, val and test sets have a name each, by stage and place; the next process reads only at set-up."""
+    cold = call(train, str(tmp_path), name)
+    assert cold == LENGTH + 8 + 8 + 8 + AT_SET_UP
+    assert call(train, str(tmp_path), name) == cold + AT_SET_UP
+    kept = sorted(one.name.removeprefix(name) for one in named_segments() if one.name.startswith(name))
+    assert kept == ["-test0", "-train0", "-val0", "-val1"]
+
+
+AT_SET_UP = 4  # one sample of each set, with allow_random
+
+
+def train(folder: str, name: str) -> int:
+    torch.set_num_threads(1)
+    sets = [CountedSource(length, log_path=Path(folder) / "loads") for length in (LENGTH, 8, 8, 8)]
+    dm = StocacheDataModule(sets[0], sets[1:3], sets[3], batch_size=4, name=name, fingerprint="v1", allow_random=True)
+    trainer = make_trainer(Path(folder), epochs=2)
+    trainer.fit(Model(), dm)
+    trainer.test(Model(), dm, verbose=False)
+    return sets[0].loads

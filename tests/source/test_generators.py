@@ -1,0 +1,158 @@
+"""Generators that belong to a source are found wherever its code can come to them, and saved and restored."""
+
+from __future__ import annotations
+
+import functools
+import random
+from collections import OrderedDict, namedtuple
+from collections.abc import Callable
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+
+from lightning_stocache.source.generators import Generators, owned_generators, reachable, watch_entropy
+
+GLOBAL = np.random.default_rng(1)
+Pair = namedtuple("Pair", "left right")
+
+
+class Holder:
+    """Holds something."""
+
+    def __init__(self, held: Any) -> None:
+        self.held = held
+
+
+class Slotted:
+    """Has no `__dict__`."""
+
+    __slots__ = ("held",)
+
+    def __init__(self, held: Any) -> None:
+        self.held = held
+
+
+class OfClass:
+    """Its generator belongs to the class."""
+
+    draws = np.random.RandomState(2)
+
+
+class NamesGlobal:
+    """Its code names a generator of its module."""
+
+    def __getitem__(self, index: int) -> float:
+        return sum(GLOBAL.random() for _ in range(index))
+
+
+class Listed(list[Any]):
+    """A list with an attribute."""
+
+
+def closure(held: Any) -> Callable[[], Any]:
+    return lambda: held.random()
+
+
+def defaulted(held: Any) -> Callable[..., Any]:
+    def draw(generator: Any = held) -> Any:
+        return generator.random()
+
+    return draw
+
+
+def listed(held: Any) -> Listed:
+    made = Listed()
+    made.held = held  # type: ignore[attr-defined]
+    return made
+
+
+PLACES: dict[str, Callable[[Any], Any]] = {
+    "attribute": Holder,
+    "slot": Slotted,
+    "dict": lambda held: Holder({"noise": held}),
+    "ordered dict": lambda held: Holder(OrderedDict(noise=held)),
+    "list": lambda held: Holder([None, held]),
+    "tuple": lambda held: Holder((1, (held,))),
+    "namedtuple": lambda held: Holder(Pair(1, held)),
+    "closure": lambda held: Holder(closure(held)),
+    "default": lambda held: Holder(defaulted(held)),
+    "bound method": lambda held: Holder(Holder(held).__init__),  # type: ignore[misc]
+    "partial": lambda held: Holder(functools.partial(print, sep=held)),
+    "subclass of list": lambda held: Holder(listed(held)),
+}
+
+
+@pytest.mark.parametrize("place", PLACES)
+@pytest.mark.parametrize(
+    "make",
+    [lambda: np.random.default_rng(0), lambda: np.random.RandomState(0), lambda: random.Random(0), torch.Generator],
+    ids=["Generator", "RandomState", "Random", "torch"],
+)
+def test_a_generator_is_found(make: Callable[[], Any], place: str) -> None:
+    """In attributes, slots, containers, closures, defaults, methods and partials."""
+    generator = make()
+    assert list(owned_generators(PLACES[place](generator)).values()) == [generator]
+
+
+def test_generators_of_classes_and_of_modules_that_the_code_names_are_found() -> None:
+    """A class's own, and a global that a method names, also within a comprehension; with where they lie."""
+    assert owned_generators(OfClass()) == {"OfClass.OfClass.draws": OfClass.draws}
+    assert owned_generators(NamesGlobal()) == {f"{__name__}.GLOBAL": GLOBAL}
+
+
+def test_the_process_wide_generators_are_not_owned() -> None:
+    """Those are known by name already."""
+    assert not owned_generators(Holder([np.random.mtrand._rand, random._inst, torch.default_generator]))  # type: ignore[attr-defined]
+
+
+def test_a_large_or_circular_source_ends() -> None:
+    """Of a million items the first are looked at, and an object that leads to itself comes once."""
+    source = Holder([[] for _ in range(1_000_000)])
+    source.me = source  # type: ignore[attr-defined]
+    assert len(list(reachable(source))) < 20_001
+
+
+def test_a_proxy_is_not_made_to_load() -> None:
+    """An object that answers to every question by an error is passed over."""
+
+    class Proxy:
+        __class__ = property(lambda self: 1 / 0)  # type: ignore[assignment]
+
+        def __getattr__(self, name: str) -> Any:
+            raise RuntimeError("loaded")
+
+    assert not owned_generators(Holder(Proxy()))
+
+
+@pytest.mark.parametrize("make", [np.random.default_rng, np.random.RandomState, random.Random, torch.Generator])
+def test_a_state_is_put_back(make: Callable[[], Any]) -> None:
+    """What is drawn after `restore` is what was drawn before."""
+    generator = make()
+
+    def draw() -> float:
+        return float(torch.rand((), generator=generator)) if make is torch.Generator else generator.random()
+
+    generators = Generators({"own": generator})
+    before = generators.state()
+    first = draw()
+    assert generators.state() != before
+    generators.restore(before)
+    assert generators.same(generators.state(), before)
+    assert draw() == first
+
+
+@pytest.mark.parametrize("ask", [np.random.default_rng, lambda: np.random.RandomState(), random.SystemRandom().random])
+def test_entropy_is_seen(ask: Callable[[], Any]) -> None:
+    """A generator that is seeded by the system leaves a trace, while that is watched."""
+    generators = Generators()
+    with watch_entropy():
+        before = generators.state()
+        np.random.default_rng(3).random()
+        assert generators.state() == before
+        ask()
+        assert generators.state() != before
+    after = generators.state()
+    ask()
+    assert generators.state() == after

@@ -1,0 +1,606 @@
+"""`split` finds what is random in a source, cuts its transform there, and proves that the two parts make the whole."""
+
+from __future__ import annotations
+
+import copy
+import itertools
+import pickle
+import random
+import subprocess
+import sys
+from collections import namedtuple
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from PIL import Image
+from torch import nn
+from torch.utils.data import DataLoader, Dataset, Subset, TensorDataset, random_split
+from torchvision import transforms as v1
+from torchvision import tv_tensors
+from torchvision.datasets import FakeData, ImageFolder, VisionDataset
+from torchvision.transforms import v2
+
+from lightning_stocache.source.random_split import Split, split
+from lightning_stocache.source.transform_split import Cut, Tail
+
+Pair = namedtuple("Pair", "image label")
+
+
+class Photos(Dataset[Any]):
+    """Uint8 images that are the same on every read, with a transform, counting their reads."""
+
+    def __init__(self, transform: Any = None, length: int = 8, make: Any = lambda image, label: (image, label)) -> None:
+        self.images = torch.randint(0, 256, (length, 3, 12, 12), dtype=torch.uint8, generator=torch.Generator())
+        self.transform = transform
+        self.make = make
+        self.reads = 0
+
+    def __len__(self) -> int:
+        return len(self.images)
+
+    def __getitem__(self, index: int) -> Any:
+        self.reads += 1
+        image = self.images[index].clone()
+        return self.make(self.transform(image) if self.transform else image, index)
+
+
+class Made(Dataset[Any]):
+    """Whatever a function of the index makes."""
+
+    def __init__(self, make: Any, length: int = 8) -> None:
+        self.make, self.length = make, length
+
+    def __len__(self) -> int:
+        return self.length
+
+    def __getitem__(self, index: int) -> Any:
+        return self.make(index)
+
+
+class Noise(nn.Module):
+    """Adds noise drawn from one of the process-wide generators, or from its own."""
+
+    def __init__(self, kind: str) -> None:
+        super().__init__()
+        self.kind, self.own = kind, np.random.default_rng(0)
+        OWNED.append(self.own)
+
+    def forward(self, image: torch.Tensor) -> torch.Tensor:
+        draws = {"random": random.random, "numpy": np.random.rand, "torch": lambda: float(torch.rand(()))}
+        return image + draws.get(self.kind, self.own.random)()
+
+
+OWNED: list[np.random.Generator] = []
+
+
+def states() -> tuple[Any, ...]:
+    return (
+        [str(owned.bit_generator.state) for owned in OWNED],
+        torch.get_rng_state().tolist(),
+        pickle.dumps(np.random.get_state()),
+        random.getstate(),
+    )
+
+
+def seed(value: int) -> None:
+    for owned in OWNED:
+        owned.bit_generator.state = np.random.default_rng(value).bit_generator.state
+    torch.manual_seed(value)
+    np.random.seed(value)
+    random.seed(value)
+
+
+def leaves(sample: Any) -> list[Any]:
+    if isinstance(sample, dict):
+        return [list(sample), *(leaf for value in sample.values() for leaf in leaves(value))]
+    if isinstance(sample, (list, tuple)):
+        return [type(sample), *(leaf for value in sample for leaf in leaves(value))]
+    if isinstance(sample, torch.Tensor):
+        return [type(sample), sample.dtype, sample.tolist()]
+    return [sample]
+
+
+def assert_same_stream(source: Any, parts: Split) -> None:
+    """The two parts give the source's samples and draws, bit for bit, for a seed that the probe did not use."""
+    assert parts.reason is None
+    assert parts.tail is not None
+    for index in range(len(source)):
+        seed(1000 + index)
+        whole, after = source[index], states()
+        seed(1000 + index)
+        assert leaves(parts.tail(parts.source[index])) == leaves(whole)
+        assert states() == after
+
+
+OWN, CLOCK = np.random.default_rng(0), itertools.count()
+HEAD_V1 = [v1.ConvertImageDtype(torch.float32), v1.Resize(8, antialias=True)]
+HEAD_V2 = [v2.ToDtype(torch.float32, scale=True), v2.Resize(8)]
+
+
+@pytest.mark.parametrize(
+    ("transform", "tail"),
+    [
+        (v1.Compose([*HEAD_V1, v1.RandomHorizontalFlip(), v1.Normalize(0.5, 0.5)]), "RandomHorizontalFlip, Normalize"),
+        (v2.Compose([*HEAD_V2, v2.RandomCrop(6), v2.Normalize([0.5], [0.5])]), "RandomCrop, Normalize"),
+        (v2.Compose([v2.Compose(HEAD_V2), v1.Compose([v2.Resize(8), v2.RandomCrop(6)])]), "RandomCrop"),
+        (nn.Sequential(*HEAD_V2, v2.RandomErasing(p=0.1)), "RandomErasing"),
+        (v1.Compose([*HEAD_V1, v1.RandomErasing(p=0.1)]), "RandomErasing"),
+        (v2.Compose([*HEAD_V2, v2.RandomApply([v2.GaussianBlur(3)], p=0.3)]), "RandomApply"),
+        (v2.Compose([*HEAD_V2, Noise("numpy"), Noise("random"), Noise("torch")]), "Noise, Noise, Noise"),
+        (v2.Compose([*HEAD_V2, v2.RandomErasing(p=0.1), Noise("own")]), "RandomErasing, Noise"),
+        (v2.RandomCrop(6), "RandomCrop"),
+        (Noise("random"), "Noise"),
+    ],
+)
+def test_a_transform_is_cut_at_its_first_random_step(transform: Any, tail: str) -> None:
+    """What comes before the first random step stays in the source, and the rest becomes the tail."""
+    source = Photos(transform)
+    parts = split(source)
+    assert repr(parts.tail) == f"Tail({tail})"
+    assert_same_stream(source, parts)
+    assert leaves(parts.source[3]) == leaves(parts.source[3])
+
+
+class OwnCompose(v2.Compose):
+    """A Compose that repeats its steps: not what its list of steps says."""
+
+    def forward(self, *inputs: Any) -> Any:
+        return super().forward(super().forward(*inputs))
+
+
+def test_a_compose_that_runs_its_steps_in_its_own_way_is_one_step() -> None:
+    """A subclass with another `forward` is not taken apart."""
+    source = Photos(OwnCompose([v2.RandomCrop(10, padding=1)]))
+    parts = split(source)
+    assert repr(parts.tail) == "Tail(OwnCompose)"
+    assert_same_stream(source, parts)
+
+
+@pytest.mark.parametrize(
+    "make",
+    [
+        lambda image, label: {"image": image, "label": label},
+        lambda image, label: [label, {"views": (image,)}],
+        lambda image, label: Pair(image, label),
+        lambda image, label: image,
+    ],
+    ids=["dict", "nested", "namedtuple", "bare"],
+)
+def test_the_tail_finds_the_image_in_any_structure(make: Any) -> None:
+    """The tail changes that leaf alone, and works on new containers."""
+    source = Photos(v2.Compose([*HEAD_V2, v2.RandomCrop(6)]), make=make)
+    parts = split(source)
+    assert_same_stream(source, parts)
+    sample = parts.source[1]
+    before = leaves(sample)
+    assert parts.tail is not None
+    parts.tail(sample)
+    assert leaves(sample) == before
+
+
+class TwoViews(Photos):
+    """SimCLR: the transform is called twice on the same image."""
+
+    def __getitem__(self, index: int) -> Any:
+        image = self.images[index].clone()
+        return [self.transform(image), self.transform(image)], index
+
+
+@pytest.mark.parametrize("head", [[], HEAD_V2], ids=["no head", "head"])
+def test_two_views_of_an_image_stay_two(head: list[Any]) -> None:
+    """A transform that is called twice per sample draws twice, in the same order."""
+    source = TwoViews(v2.Compose([*head, v2.RandomCrop(6)]))
+    assert_same_stream(source, split(source))
+
+
+def test_a_source_is_split_through_subsets() -> None:
+    """The transform is found inside Subset, nested Subset and random_split; the copies keep their indices."""
+    photos = Photos(v2.Compose([*HEAD_V2, v2.RandomCrop(6)]), length=20)
+    part, _ = random_split(photos, [12, 8])
+    nested = Subset(Subset(photos, [5, 3, 1, 7]), [2, 0])
+    for source in (part, nested):
+        parts = split(source)
+        assert_same_stream(source, parts)
+        assert type(parts.source) is Subset
+        assert parts.source.indices == source.indices
+
+
+def write_photos(root: Path, size: int = 16) -> Path:
+    noise = np.random.default_rng(0)
+    for name in ("cat", "dog"):
+        (root / name).mkdir(parents=True)
+        for k in range(3):
+            pixels = noise.integers(0, 256, (size, size, 3), dtype=np.uint8)
+            Image.fromarray(pixels).save(root / name / f"{k}.{'png' if k else 'jpg'}")
+    return root
+
+
+def test_an_image_folder_is_split(tmp_path: Path) -> None:
+    """Real files: decoding and resizing stay in the source, the target's own transform too."""
+    steps = [v2.Resize(8), v2.PILToTensor(), v2.RandomHorizontalFlip(), v2.ToDtype(torch.float32, scale=True)]
+    source = ImageFolder(write_photos(tmp_path), transform=v2.Compose(steps), target_transform=lambda label: label + 10)
+    parts = split(source)
+    assert_same_stream(source, parts)
+    image, label = parts.source[0]
+    assert (image.dtype, image.shape, label) == (torch.uint8, (3, 8, 8), 10)
+
+
+@pytest.mark.parametrize("compose", [v1.Compose, v2.Compose])
+def test_a_pil_image_at_the_cut_is_refused_in_words(tmp_path: Path, compose: Any) -> None:
+    """The usual recipe draws before it makes a tensor: the reason says which steps to move."""
+    transform = compose([v1.RandomResizedCrop(8), v1.RandomHorizontalFlip(), v1.PILToTensor()])
+    source = ImageFolder(write_photos(tmp_path), transform=transform)
+    parts = split(source)
+    assert parts.source is source
+    assert parts.tail is None
+    assert parts.reason is not None
+    assert "RandomResizedCrop" in parts.reason
+    assert "moving `v2.Resize(...)` and `v2.PILToTensor()` before it" in parts.reason
+
+
+class Masks(VisionDataset):
+    """Segmentation: image and mask go through one joint transform."""
+
+    def __len__(self) -> int:
+        return 5
+
+    def __getitem__(self, index: int) -> Any:
+        image = tv_tensors.Image(torch.arange(3 * 64).reshape(3, 8, 8).to(torch.uint8) + index)
+        mask = tv_tensors.Mask(image[:1] > 64)
+        image, mask = self.transforms(image, mask)
+        return {"image": image, "mask": mask, "index": index}
+
+
+def test_a_joint_transform_is_split() -> None:
+    """`transforms=` on image and mask draws once for both, before and after."""
+    steps = [v2.Resize(6), v2.RandomHorizontalFlip(), v2.ToDtype({tv_tensors.Image: torch.float32, "others": None})]
+    source = Masks(None, transforms=v2.Compose(steps))
+    parts = split(source)
+    assert repr(parts.tail) == "Tail(RandomHorizontalFlip, ToDtype)"
+    assert_same_stream(source, parts)
+    assert type(parts.source[0]["mask"]) is tv_tensors.Mask
+
+
+def test_the_transform_inside_a_standard_transform_is_split() -> None:
+    """A VisionDataset that calls `transforms` holds its transform there once more: the copy has both replaced."""
+    source = Masks(None, transform=v2.Compose([*HEAD_V2, v2.RandomCrop(6)]), target_transform=v2.Resize(6))
+    parts = split(source)
+    assert repr(parts.tail) == "Tail(RandomCrop)"
+    assert_same_stream(source, parts)
+    assert [parts.source[0][name].shape[-1] for name in ("image", "mask")] == [8, 6]
+
+
+DETERMINISTIC = {
+    "tensors": lambda: TensorDataset(torch.arange(6.0), torch.tensor([float("nan")] * 6)),
+    "photos": lambda: Photos(v2.Compose([*HEAD_V2, v2.CenterCrop(6), v2.Normalize([0.5], [0.5])])),
+    "fake data": lambda: FakeData(5, (3, 8, 8), transform=v1.Compose([v1.Resize(6), v1.ToTensor()])),
+    "pil": lambda: FakeData(5, (3, 8, 8)),
+    "subset": lambda: Subset(Photos(), [3, 1]),
+    "numpy": lambda: Made(lambda i: {"a": np.full(3, np.nan), "b": np.float32(i), "c": np.array([None, f"{i}x"])}),
+    "numbers": lambda: Made(lambda i: (i, float("nan"), complex(0, float("nan")), True, None, "name", b"x", Path("x"))),
+    "dtypes": lambda: Made(lambda i: [torch.ones(2, dtype=d) for d in (torch.bfloat16, torch.bool, torch.complex64)]),
+    "odd tensors": lambda: Made(
+        lambda i: [torch.eye(2).to_sparse(), torch.eye(2).T, torch.tensor(1j).conj(), torch.ones(0), torch.tensor(1)]
+    ),
+    "objects": lambda: Made(lambda i: [object(), {1, 2}, np.random.default_rng]),
+    "boxes": lambda: Made(lambda i: tv_tensors.BoundingBoxes(torch.ones(1, 4), format="XYXY", canvas_size=(8, 8))),
+    "gradient": lambda: Made(lambda i: nn.Parameter(torch.ones(2))),
+}
+
+
+@pytest.mark.parametrize("name", DETERMINISTIC)
+def test_a_deterministic_source_is_left_alone(name: str) -> None:
+    """No false alarm: the user's own object comes back, with the samples that were read."""
+    source = DETERMINISTIC[name]()
+    parts = split(source)
+    assert (parts.source is source, parts.tail, parts.cut, parts.reason) == (True, None, None, None)
+    assert len(parts.samples) == min(4, len(source))
+
+
+def test_a_deterministic_source_is_read_twice_per_index() -> None:
+    """The probe costs two reads per probed index, spread from the first index to the last, and says so."""
+    seen: list[int] = []
+    parts = split(Made(lambda i: seen.append(i) or i, length=10))
+    assert seen == [0, 0, 3, 3, 6, 6, 9, 9]
+    assert parts.reads == 8
+    assert parts.samples == parts.indices == (0, 3, 6, 9)
+
+
+def test_every_read_of_a_random_source_is_counted() -> None:
+    """`reads` is what the source itself counts, six per index at most; the samples are those of the cached part."""
+
+    class Counted(Photos):
+        total = 0
+
+        def __getitem__(self, index: int) -> Any:
+            Counted.total += 1
+            return super().__getitem__(index)
+
+    parts = split(Counted(v2.Compose([*HEAD_V2, v2.RandomCrop(6)])), samples=3)
+    assert parts.reads == Counted.total == 18
+    assert [sample[1] for sample in parts.samples] == list(parts.indices) == [0, 3, 7]
+    assert all(sample[0].shape == (3, 8, 8) for sample in parts.samples)
+    assert leaves(parts.samples[0]) == leaves(parts.source[0])
+
+
+def test_one_sample_is_enough() -> None:
+    """A dataset of length 1 is probed at its only index."""
+    assert split(Photos(length=1)).reads == 2
+    source = Photos(v2.RandomErasing(p=0.1), length=1)
+    assert_same_stream(source, split(source))
+
+
+@pytest.mark.parametrize(("length", "samples"), [(0, 4), (3, 0)])
+def test_nothing_to_read_is_an_error(length: int, samples: int) -> None:
+    """An empty source or a probe of no sample is refused with the values."""
+    with pytest.raises(ValueError, match=f"got {length} samples and samples={samples}"):
+        split(Made(lambda i: i, length), samples=samples)
+
+
+@pytest.mark.parametrize(
+    ("make", "sign"),
+    [
+        (lambda i: torch.rand(3), "moves the generator of torch"),
+        (lambda i: (i, np.random.rand()), "moves the generator of numpy.random"),
+        (lambda i: random.random(), "moves the generator of random"),
+        (lambda i: (torch.rand(3), random.random()), "torch and random"),
+        (lambda i: {"x": (i, OWN.random(3))}, "moves the generator of tests.source.test_random_split.OWN"),
+        (lambda i: {"x": (i, next(CLOCK))}, "index 0 differ in sample['x'][1]"),
+        (lambda i: {"x": [0] * next(CLOCK)}, "index 0 differ in sample['x']"),
+        (lambda i: (i, np.random.default_rng().random() > 2), "makes a generator with a seed of the system's"),
+        (lambda i: torch.rand(3).sum() * 0, "moves the generator of torch"),
+        (lambda i: torch.manual_seed(i).initial_seed(), "moves the generator of torch"),
+    ],
+)
+def test_a_source_that_is_random_in_itself_stays_whole(make: Any, sign: str) -> None:
+    """The reason names the generator or the leaf that moved, and why there is no split."""
+    source = Made(make)
+    parts = split(source)
+    assert (parts.source is source, parts.tail) == (True, None)
+    assert len(parts.samples) == 4
+    assert parts.reason is not None
+    assert sign in parts.reason
+    assert "has no `transform`" in parts.reason
+
+
+class Jitter(Photos):
+    """Random outside its transform as well."""
+
+    def __getitem__(self, index: int) -> Any:
+        image, label = super().__getitem__(index)
+        return image, label, torch.rand(())
+
+
+class Scaled(Photos):
+    """Makes something else of what its transform returns."""
+
+    def __getitem__(self, index: int) -> Any:
+        return super().__getitem__(index)[0] * 2
+
+
+class Summed(Photos):
+    """Returns the transformed image and a number that depends on it."""
+
+    def __getitem__(self, index: int) -> Any:
+        image, _ = super().__getitem__(index)
+        return image, image.sum()
+
+
+class Wasteful(Photos):
+    """Draws for nothing, but only after the whole transform."""
+
+    def __getitem__(self, index: int) -> Any:
+        image = super().__getitem__(index)[0]
+        if image.shape == (3, 6, 6):
+            torch.rand(())
+        return image
+
+
+class Sometimes(Photos):
+    """Transforms every index but the first twice."""
+
+    def __getitem__(self, index: int) -> Any:
+        image, label = super().__getitem__(index)
+        return image, self.transform(self.images[index]) if index else label
+
+
+class Named(Photos):
+    """Calls its transform with a keyword argument."""
+
+    def __getitem__(self, index: int) -> Any:
+        return self.transform(image=self.images[index])
+
+
+class Unpacks(Photos):
+    """Cannot live with what stands before the cut."""
+
+    def __getitem__(self, index: int) -> Any:
+        image = super().__getitem__(index)[0]
+        if image.shape != (3, 6, 6):
+            raise RuntimeError("wrong shape")
+        return image
+
+
+class Unused(Photos):
+    """Has a transform that it never calls, and another one that it does."""
+
+    def __getitem__(self, index: int) -> Any:
+        return Noise("torch")(self.images[index])
+
+
+CROP = v2.Compose([*HEAD_V2, v2.RandomCrop(6)])
+
+
+@pytest.mark.parametrize(
+    ("source", "why"),
+    [
+        (Jitter(CROP), "random outside the transform (reading index 0 moves the generator of torch)"),
+        (Jitter(v2.Resize(6)), "no step of its transform is random"),
+        (Scaled(CROP), "does not hold what its transform returns"),
+        (Summed(CROP), "do not give its sample again"),
+        (Wasteful(CROP), "do not give its sample again"),
+        (Sometimes(CROP), "not called in the same way for every sample"),
+        (Named(lambda image: image + torch.rand(())), "keyword arguments (image)"),
+        (Unpacks(CROP), "wrong shape"),
+        (Unused(CROP), "not called"),
+    ],
+    ids=lambda value: type(value).__name__ if isinstance(value, Dataset) else "",
+)
+def test_what_cannot_be_split_soundly_stays_whole(source: Photos, why: str) -> None:
+    """A cut that would not reproduce the source is not made, and the reason says what stood against it."""
+    parts = split(source)
+    assert (parts.source is source, parts.tail) == (True, None)
+    assert parts.reason is not None
+    assert why in parts.reason
+
+
+def broken(index: int) -> Any:
+    torch.rand(1), np.random.randn(), random.random()
+    raise OSError("disk is gone")
+
+
+@pytest.mark.parametrize(
+    "source",
+    [Photos(), Photos(CROP), Made(lambda i: (torch.rand(2), np.random.randn(), random.gauss(0, 1))), Made(broken)],
+    ids=["deterministic", "split", "whole", "raises"],
+)
+def test_every_generator_is_put_back(source: Any) -> None:
+    """All generators (NumPy's spare normal too) go on as if nothing had been read, also when the source raises."""
+    seed(5)
+    np.random.randn(), random.gauss(0, 1)
+    before = states()
+    try:
+        split(source)
+    except OSError as error:
+        assert str(error) == "disk is gone"  # noqa: PT017
+    assert states() == before
+
+
+def test_another_numpy_bit_generator_is_put_back() -> None:
+    """A process that chose PCG64 for numpy.random keeps it, state included."""
+    usual = np.random.get_bit_generator()
+    np.random.set_bit_generator(np.random.PCG64(3))
+    try:
+        before = np.random.get_state(legacy=False)
+        assert split(Made(lambda i: np.random.rand())).reason is not None
+        assert np.random.get_state(legacy=False) == before
+    finally:
+        np.random.set_bit_generator(usual)
+
+
+def test_the_sources_own_exception_comes_through() -> None:
+    """An exception of the source is the very object it raised."""
+    error = OSError("disk is gone")
+
+    def fail(index: int) -> Any:
+        raise error
+
+    with pytest.raises(OSError) as caught:
+        split(Made(fail))
+    assert caught.value is error
+
+
+def test_the_users_objects_are_not_modified(tmp_path: Path) -> None:
+    """Datasets, Subsets and transforms keep every attribute that they had."""
+    transform = v2.Compose([v2.PILToTensor(), v2.RandomCrop(6)])
+    folder = ImageFolder(write_photos(tmp_path), transform=transform)
+    source = Subset(folder, [1, 2, 3])
+    steps, joint, attributes = list(transform.transforms), folder.transforms, dict(vars(folder))
+    parts = split(source)
+    assert parts.tail is not None
+    assert source.dataset is folder
+    assert vars(folder) == attributes
+    assert joint.transform is folder.transform is transform
+    assert transform.transforms == steps
+
+
+def test_a_reused_buffer_hides_nothing() -> None:
+    """A source that overwrites and returns one buffer is still seen to be random."""
+    buffer, own = np.zeros(3), np.random.default_rng(0)
+    assert split(Made(lambda i: own.random(out=buffer))).reason is not None
+
+
+def test_both_parts_can_be_pickled() -> None:
+    """A spawned DataLoader worker gets source and tail: a copy of them gives the same samples."""
+    source = Photos(CROP, make=Pair)
+    parts = split(source)
+    again = copy.copy(parts)
+    object.__setattr__(again, "tail", pickle.loads(pickle.dumps(parts.tail)))
+    object.__setattr__(again, "source", pickle.loads(pickle.dumps(parts.source)))
+    assert isinstance(again.tail, Tail)
+    assert_same_stream(source, again)
+
+
+def test_another_process_cuts_its_own_source_without_a_read() -> None:
+    """A cut travels as a few numbers and keys, and gives the same two parts of an equal source."""
+    views = {"make": lambda image, label: {"image": image, "label": label}}
+    found = split(Photos(CROP, **views)).cut
+    assert found == Cut(2, (((0, ("image",)),),))
+    other = Photos(CROP, **views)
+    source, tail = pickle.loads(pickle.dumps(found)).apply(other)
+    assert other.reads == 0
+    assert_same_stream(other, Split(source, tail, found, (), (), 0, None))
+
+
+def test_a_cut_that_does_not_belong_to_a_source_is_refused() -> None:
+    """A source without a transform cannot be cut at a place found in another."""
+    with pytest.raises(ValueError, match="TensorDataset has no `transform`"):
+        Cut(1, (((0, (0,)),),)).apply(TensorDataset(torch.ones(2)))
+
+
+class Finished(Dataset[Any]):
+    """The two parts, one after the other."""
+
+    def __init__(self, parts: Split) -> None:
+        self.source, self.tail = parts.source, parts.tail
+
+    def __len__(self) -> int:
+        return len(self.source)  # type: ignore[arg-type]
+
+    def __getitem__(self, index: int) -> Any:
+        assert self.tail is not None
+        return self.tail(self.source[index])
+
+
+@pytest.mark.parametrize("num_workers", [0, pytest.param(2, marks=pytest.mark.processes)])
+def test_batches_are_those_of_the_source(num_workers: int) -> None:
+    """A loader over the two parts gives the loader's batches over the source, for the same seed."""
+    source = Photos(CROP)
+    finished = Finished(split(source))
+    batches = []
+    for dataset in (source, finished):
+        seed(3)
+        batches.append(leaves(list(DataLoader(dataset, 3, shuffle=True, num_workers=num_workers))))
+    assert batches[0] == batches[1]
+
+
+@pytest.mark.processes
+def test_the_probe_does_not_import_torchvision() -> None:
+    """A source without torchvision is probed, and split, without it."""
+    code = (
+        "import sys, torch\n"
+        "from lightning_stocache.source.random_split import split\n"
+        "class Pixels(torch.utils.data.Dataset):\n"
+        "    transform = torch.nn.Sequential(torch.nn.Flatten(0), torch.nn.Dropout())\n"
+        "    __len__ = lambda self: 3\n"
+        "    __getitem__ = lambda self, index: self.transform(torch.ones(2, 2))\n"
+        "assert repr(split(Pixels()).tail) == 'Tail(Dropout)'\n"
+        "assert not {'torchvision', 'PIL'} & set(sys.modules)\n"
+        "assert not torch.cuda.is_initialized()\n"
+    )
+    subprocess.run([sys.executable, "-c", code], check=True, cwd=Path(__file__).parents[2])
+
+
+@pytest.mark.gpu
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")
+def test_the_cuda_generator_is_watched_and_put_back() -> None:
+    """Once CUDA runs, a source that draws there is random, and its generator is put back too."""
+    torch.cuda.init()
+    before = torch.cuda.get_rng_state()
+    parts = split(Made(lambda i: torch.rand(2, device="cuda")))
+    assert parts.reason is not None
+    assert "moves the generator of torch.cuda" in parts.reason
+    assert torch.equal(torch.cuda.get_rng_state(), before)

@@ -1,0 +1,52 @@
+"""What is private of torch's may go away: a loader is then DataLoader's, with one warning, and nothing breaks."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from contextlib import closing
+
+import pytest
+from torch.utils.data import DataLoader, RandomSampler
+from torch.utils.data import dataloader as dataloaders
+
+from lightning_stocache.loading.dataset import CachedDataset
+from lightning_stocache.loading.loader import CachedLoader
+from lightning_stocache.torch_internals import draws_all_once, knows_workers
+from tests.loading.twins import Numbers, copied, same
+
+
+@pytest.fixture
+def forgets() -> Iterator[None]:
+    knows_workers.cache_clear()
+    yield
+    knows_workers.cache_clear()
+
+
+def test_this_torch_has_all_of_the_names(forgets):
+    """The versions that are supported do."""
+    assert knows_workers()
+
+
+@pytest.mark.processes
+def test_without_the_names_a_loader_with_workers_is_a_plain_one(forgets, monkeypatch, caplog):
+    """The batches are the same, samples are cached all the same, and it is said once."""
+    expected = [copied(batch) for batch in DataLoader(Numbers(20), 4)]
+    with monkeypatch.context() as patch:
+        patch.setattr(dataloaders, "_MultiProcessingDataLoaderIter", type("Iter", (), {}))
+        assert not knows_workers()
+    with closing(CachedDataset(Numbers(20))) as dataset:
+        for workers in (2, 2, 0):
+            loader = CachedLoader(dataset, 4, num_workers=workers)
+            assert same([copied(batch) for batch in loader], expected)
+            assert (loader.resources is None) == (workers > 0)
+            loader.close()
+        assert dataset.cache is not None
+        assert dataset.cache.full
+    assert caplog.text.count("is a plain DataLoader") == 1
+
+
+def test_a_sampler_that_draws_once_is_known():
+    """Others are the user's."""
+    assert draws_all_once(RandomSampler(range(3)))
+    assert not draws_all_once(RandomSampler(range(3), replacement=True))
+    assert not draws_all_once(RandomSampler(range(3), num_samples=2))
