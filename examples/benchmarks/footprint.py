@@ -37,7 +37,7 @@ class Footprint:
     def held(self) -> int:
         """What the machine is short of: blocks count whether or not a process has touched them.
 
-        Or the shared PSS, where that is more: memory whose descriptor was closed after it was mapped has no blocks here.
+        Or shared PSS, where that is more: memory whose descriptor was closed after it was mapped has no blocks here.
         """
         return self.anonymous + max(self.shared, self.blocks)
 

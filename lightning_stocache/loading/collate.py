@@ -55,7 +55,10 @@ class Collator:
 
     def batches(self, rows: Memory, samples: int, size: int) -> list[Any]:
         """Several batches of `size` samples each, but the last, whose rows lie one after the other."""
-        return [self._part(rows, first, min(first + size, samples)) for first in range(0, samples, size)]
+        if samples <= size or self._pinned:
+            return [self._part(rows, first, min(first + size, samples)) for first in range(0, samples, size)]
+        columns = [column.split(row, samples, size) for row, column in zip(rows, self._fields, strict=True)]
+        return [self._build(fields) for fields in zip(*columns, strict=True)]
 
     def _part(self, rows: Memory, first: int, end: int) -> Any:
         fields = zip(rows, self._fields, strict=True)
@@ -109,6 +112,14 @@ class _Column:
             return self.of_tensor(torch.from_numpy(row[first * self.nbytes : end * self.nbytes]), 0, end - first)
         shape = (end - first, *self._shape)
         return torch.from_numpy(np.ndarray(shape, self._array_dtype, row, first * self.nbytes))
+
+    def split(self, row: npt.NDArray[np.uint8], samples: int, size: int) -> list[torch.Tensor]:
+        """The samples of a field's memory in tensors of `size`, but the last."""
+        firsts = range(0, samples, size)
+        if self._array_dtype is None or not self.nbytes:
+            return [self.of_array(row, first, min(first + size, samples)) for first in firsts]
+        whole = np.ndarray((samples, *self._shape), self._array_dtype, row)
+        return [torch.from_numpy(whole[first : first + size]) for first in firsts]
 
     def of_tensor(self, row: torch.Tensor, first: int, end: int) -> torch.Tensor:
         """The samples from `first` to `end` of a field's memory, which stays the tensor's."""

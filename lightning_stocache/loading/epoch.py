@@ -21,7 +21,7 @@ from __future__ import annotations
 
 import weakref
 from functools import partial
-from typing import Any, NamedTuple, cast
+from typing import Any, cast
 
 import numpy as np
 from torch.utils.data import DataLoader, default_collate
@@ -39,19 +39,7 @@ from lightning_stocache.loading.resources import Resources
 
 __all__ = ["Epoch"]
 
-
-class _Batch(NamedTuple):
-    """A batch that is ready to be handed out.
-
-    Args:
-        content: what the trainer gets.
-        indices: what it was made of, if the source may still be asked for it again.
-        hits: its samples that are still to be counted.
-    """
-
-    content: Any
-    indices: Any
-    hits: int
+_Made = tuple[Any, int]  # a batch, and its hits that are still to be counted
 
 
 class Epoch:
@@ -73,7 +61,8 @@ class Epoch:
         self._with_workers = loader.num_workers > 0
         self._planner = BatchPlanner(loader, cached, stream, resources, warm)
         self._plans = self._planner.plans
-        self._made: list[_Batch] = []  # of the plan that is handed out, the last first
+        self._made: list[_Made] = []  # of the plan that is handed out, the last first
+        self._block: Integers | None = None  # what that was made of, if the source may still be asked for it again
         self._prefetcher = Prefetcher()
         self._finalizer = weakref.finalize(self, resources.end_epoch, self._prefetcher)
         try:
@@ -96,19 +85,18 @@ class Epoch:
     def __next__(self) -> Any:
         """The next batch."""
         self._prefetcher.back()
-        if self._made and self._made[-1].indices is not None and self._changed:
-            self._plan_anew()
+        if self._made and self._block is not None and self._changed:
+            self._plan_again(self._block)
         if not self._made:
             self._complete()
-        batch = self._made[-1]
+        batch, hits = self._made[-1]
         if len(self._made) == 1:
             self._prefetch()
         self._prefetcher.leave()
-        if batch.hits:
-            self._cached.count_hits(batch.hits, self._resources.take_gather_ns())
-        content = batch.content
-        del batch, self._made[-1]
-        return content
+        if hits:
+            self._cached.count_hits(hits, self._resources.take_gather_ns())
+        del self._made[-1]
+        return batch
 
     def close(self) -> None:
         """End the epoch: its thread, and its workers unless they are persistent."""
@@ -118,10 +106,10 @@ class Epoch:
 
     # ---- plan ----
 
-    def _plan_anew(self) -> None:
+    def _plan_again(self, block: Integers) -> None:
         """Have what is left of the block that is handed out come from the source as it is now."""
         with HeldBack():
-            self._plans.extendleft(BatchPlan(batch.indices) for batch in self._made)  # they lie the last first
+            self._planner.plan_again(block[-sum(hits for _, hits in self._made) :])
             self._made = []
 
     def _prefetch(self) -> None:
@@ -141,11 +129,13 @@ class Epoch:
             plan = self._plans[0]
             if plan.places is not None and not self._planner.closed and not self._changed:
                 made = self._gathered(plan, plan.places)
-                self._made = made
+                self._made, self._block = made, plan.indices
                 del self._plans[0]
                 return
             if plan.places is not None:
-                self._planner.plan_singly(plan)
+                with HeldBack():
+                    del self._plans[0]
+                    self._planner.plan_again(plan.indices)
         with HeldBack():
             self._complete_held()
 
@@ -172,7 +162,7 @@ class Epoch:
                 self._go_on()
             raise
         self._go_on()
-        self._made = made
+        self._made, self._block = made, None
 
     def _go_on(self) -> None:
         """Leave the first plan behind; with workers, plan another before the batch (or its error) is handed on."""
@@ -181,17 +171,17 @@ class Epoch:
         if self._with_workers and not self._warm:
             self._planner.plan()
 
-    def _batches_of(self, plan: BatchPlan) -> list[_Batch]:
+    def _batches_of(self, plan: BatchPlan) -> list[_Made]:
         if self._awaits_reply(plan):
             return [self._received(plan)]
         if plan.places is None or self._planner.closed or self._changed:
             wanted = plan.indices.tolist() if isinstance(plan.indices, np.ndarray) else plan.indices
             samples = self._cached.samples(wanted)
             collated = default_collate(list(samples) if self._cached.transforms else samples)
-            return [_Batch(self._resources.pinned(collated), None, 0)]
+            return [(self._resources.pinned(collated), 0)]
         return [self._loaded(plan, plan.places)] if plan.missing else self._gathered(plan, plan.places)
 
-    def _gathered(self, plan: BatchPlan, places: Integers) -> list[_Batch]:
+    def _gathered(self, plan: BatchPlan, places: Integers) -> list[_Made]:
         """The batches of a plan that is only a gather, the last first."""
         size = self._planner.batch_size(plan)
         if plan.gather is None:
@@ -202,15 +192,12 @@ class Epoch:
             except BaseException:
                 plan.gather = None
                 raise
-        indices = plan.indices
-        made = []
-        for number, content in enumerate(contents):
-            part = indices[number * size : (number + 1) * size]
-            made.append(_Batch(content, part, len(part)))
+        made = [(content, size) for content in contents]
+        made[-1] = contents[-1], len(places) - (len(contents) - 1) * size
         made.reverse()
         return made
 
-    def _loaded(self, plan: BatchPlan, places: Integers) -> _Batch:
+    def _loaded(self, plan: BatchPlan, places: Integers) -> _Made:
         """A batch with misses, which are loaded here while the thread gathers the hits."""
         samples, hits = len(places), Job(partial(self._resources.gather_ready, places))
         if len(plan.missing) < samples:
@@ -224,9 +211,9 @@ class Epoch:
             return self._collated(plan, rows)
         others = self._cache.codec.split(rows, samples)
         content = default_collate([odd.get(place, other) for place, other in enumerate(others)])
-        return _Batch(self._resources.pinned(content), None, samples - len(plan.missing))
+        return self._resources.pinned(content), samples - len(plan.missing)
 
-    def _received(self, plan: BatchPlan) -> _Batch:
+    def _received(self, plan: BatchPlan) -> _Made:
         """A batch of which a worker has loaded what was missing, or made all of it."""
         resources = self._resources
         assert resources.workers is not None
@@ -235,11 +222,11 @@ class Epoch:
         if isinstance(reply, Written):
             content = unpacked(reply, shared, resources.pool)
             del shared
-            return _Batch(resources.pinned(content), None, 0)
+            return resources.pinned(content), 0
         del shared  # what is not lent is to be free again for the next plan
         if isinstance(reply, Collated):
             hits = 0 if reply.counted else len(plan.indices) - len(plan.missing)
-            return _Batch(resources.pinned(reply.batch), None, hits)
+            return resources.pinned(reply.batch), hits
         assert plan.places is not None
         rows = resources.gather_ready(plan.places) if rows is None else resources.handed_out(rows)
         if reply is not None:
@@ -249,9 +236,9 @@ class Epoch:
                 batch.write(place, [field[number] for field in reply.fields])
         return self._collated(plan, rows)
 
-    def _collated(self, plan: BatchPlan, rows: Memory) -> _Batch:
+    def _collated(self, plan: BatchPlan, rows: Memory) -> _Made:
         samples = len(plan.indices)
-        return _Batch(_collator(self._resources).batch(rows, samples), None, samples - len(plan.missing))
+        return _collator(self._resources).batch(rows, samples), samples - len(plan.missing)
 
     # ---- what may have happened meanwhile ----
 

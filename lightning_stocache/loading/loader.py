@@ -14,7 +14,7 @@ are made on the caller's thread at the moments at which DataLoader makes them (`
 `collate_fn` of the user's, samples without batching, a dataset that is not cached) travels as DataLoader sends it.
 
 Not equal by nature: the storage of a batch cannot be resized, and what lies beside a small one in memory goes with the
-last of them (up to 1 MiB: who keeps one for long had better `clone` it), `is_shared()` is False where DataLoader's
+last of them (up to 2 MiB: who keeps one for long had better `clone` it), `is_shared()` is False where DataLoader's
 worker batches say True (and yet a process that is forked while a batch is held shares its memory, and sees the batch
 that comes there next), and the workers' random streams see only the misses (a source must not be random). The samples
 of a batch are loaded before any is transformed: after an error of the source, a random transform has drawn less than in

@@ -55,7 +55,7 @@ class Misses:
     ) -> None:
         self.source, self.cache = source, cache
         self._counters, self._strict = counters, strict
-        self._recheck = None if frozen else Recheck(source, partial(self._is_first, "random sample"))
+        self._recheck = None if frozen else Recheck(source, partial(_is_first, counters, "random sample"))
 
     def load(self, indices: list[int], *, batch: BatchRows | None = None, rows: Sequence[int] = ()) -> list[Any]:
         """Load samples, then store them all: storing costs half as much when its code and memory are warm.
@@ -155,7 +155,7 @@ class Misses:
 
     def _leave_random(self, indices: list[int], samples: list[Any]) -> None:
         """Have samples pass through, of which some drew random numbers: they would be frozen."""
-        if self._is_first("random sample"):
+        if _is_first(self._counters, "random sample"):
             log.warning(
                 "%s draws random numbers for some samples, as for one of %s: batches that hold such are not cached.\n"
                 "Give its deterministic part to CachedDataset, and the random rest as transform=",
@@ -169,8 +169,10 @@ class Misses:
         """Say, once for this dataset on the node, that an odd sample is not cached; or raise it."""
         if self._strict:
             raise error
-        if self._is_first("odd sample"):
+        if _is_first(self._counters, "odd sample"):
             warn_of_odd(self.source, str(error))
 
-    def _is_first(self, matter: Matter) -> bool:
-        return self._counters is None or self._counters.is_first(matter)
+
+def _is_first(counters: Counters | None, matter: Matter) -> bool:
+    """Whether nobody on the node has said this yet. No method: a `Recheck` would hold it, and with it the cache."""
+    return counters is None or counters.is_first(matter)

@@ -5,7 +5,7 @@ into memory that one of them is requested to complete; where workers put batches
 
 Once every index is READY and the stream can be trusted (it draws only indices of the dataset, and alone), all that is
 left to do for a batch is the gather, and the Python around it, which is more for small batches. So many batches are
-planned at once, and those that are small are to be gathered together, in blocks of up to 1 MiB.
+planned at once, and those that are small are to be gathered together, in blocks of up to 2 MiB.
 """
 
 from __future__ import annotations
@@ -34,7 +34,7 @@ __all__ = ["BatchPlan", "BatchPlanner"]
 
 log = logging.getLogger(__name__)
 
-BLOCK_BYTES = 1 << 20  # 12 us per batch of eight 3x32x32 images where a gather for each takes 80
+BLOCK_BYTES = 2 << 20  # 7 us per batch of eight 3x32x32 images where a gather for each takes 80
 DRAWN = 4096  # indices that are drawn, and looked up, at a time, where all are READY
 
 
@@ -100,11 +100,9 @@ class BatchPlanner:
         """Samples per batch of a plan, but the last."""
         return int(self._batch_size) if self._warm else max(len(plan.indices), 1)
 
-    def plan_singly(self, block: BatchPlan) -> None:
-        """Have the batches of a block, which is the next plan, come from the source as it is now."""
-        with HeldBack():
-            del self.plans[0]
-            self.plans.extendleft(BatchPlan(part) for part in reversed(self._batches(block.indices)))
+    def plan_again(self, indices: Integers) -> None:
+        """Have batches of these indices come next, and from the source as it is now."""
+        self.plans.extendleft(BatchPlan(part) for part in reversed(self._batches(indices)))
 
     def close(self) -> None:
         """BatchPlan nothing any more."""

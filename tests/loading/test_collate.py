@@ -75,9 +75,13 @@ def test_batches_that_were_gathered_together_are_batches_of_their_own():
 
 
 def test_a_dtype_that_numpy_has_not():
-    """bfloat16 goes by another way to the same batch."""
+    """bfloat16 goes by another way to the same batches, each with memory of its own to pickle."""
     samples = [torch.full((3,), float(i), dtype=torch.bfloat16) for i in range(3)]
     assert same(gathered(samples), default_collate(samples))
+    rows = [torch.stack(samples).view(torch.uint8).flatten().numpy()]
+    batches = Collator(SampleSpec.infer(samples[0])).batches(rows, 3, 2)
+    assert same(batches, [default_collate(samples[:2]), default_collate(samples[2:])])
+    assert [batch.untyped_storage().nbytes() for batch in batches] == [12, 6]
 
 
 @pytest.mark.parametrize("sample", [(), {}, ((), [])], ids=str)

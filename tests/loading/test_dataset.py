@@ -10,6 +10,7 @@ import pickle
 import random
 import re
 import traceback
+import weakref
 from collections import OrderedDict
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import closing
@@ -920,3 +921,72 @@ def test_a_copy_whose_memory_is_closed_passes_through(source: CountedSource) -> 
     assert leaves(other[3]) == leaves(source.expected(3))
     assert leaves(other.__getitems__([3])) == leaves([source.expected(3)])
     assert leaves(pickle.loads(pickle.dumps(other))[3]) == leaves(source.expected(3))
+
+
+# --- what comes twice, what is interrupted, what is closed
+
+
+class Stopped(CountedSource):
+    """Ctrl-C comes while one of its samples is read."""
+
+    at = -1
+
+    def __getitem__(self, index: int) -> Any:
+        if index == self.at:
+            raise KeyboardInterrupt
+        return super().__getitem__(index)
+
+
+@pytest.mark.parametrize("budget", [0, "50%", "auto"])
+def test_a_batch_that_holds_an_index_twice_is_counted_once_it_has_come(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, budget: Any
+) -> None:
+    """Each sample once, however often the batch was interrupted before; what is READY by then is not read again."""
+    source = Stopped(LENGTH, log_path=tmp_path / "loads")
+    with closing(CachedDataset(source, budget)) as dataset:
+        wanted, before = [4, 5, 4, 6, 5, 7], source.loads
+        monkeypatch.setattr(Stopped, "at", 7)  # an attribute of the object would be a change of the source
+        for _ in range(3):
+            with pytest.raises(KeyboardInterrupt):
+                dataset.__getitems__(wanted)
+        monkeypatch.setattr(Stopped, "at", -1)
+        assert dataset.counters is not None
+        assert dataset.counters.totals().served == 0
+        samples = dataset.__getitems__(wanted)
+        assert [label for _, label in samples] == [source.expected(index)[1] for index in wanted]
+        assert dataset.counters.totals().served == len(wanted)
+        if budget == "auto":
+            assert source.loads - before == 4
+        samples[0][0].zero_()
+        assert torch.equal(samples[2][0], source.expected(4)[0])
+
+
+def test_keys_are_counted_when_their_batch_has_come() -> None:
+    """They mean something to the source alone."""
+    with closing(CachedDataset(Keyed())) as dataset:
+        assert dataset.counters is not None
+        with pytest.raises(KeyError):
+            dataset.__getitems__(["a", "b", "no such"])
+        assert dataset.counters.totals().served == 0
+        assert dataset.__getitems__(["a", "b"]) == [0, 1]
+        assert dataset.counters.totals().bypasses == 2
+
+
+class Keyed:
+    """A source with names for its samples."""
+
+    def __len__(self) -> int:
+        return 2
+
+    def __getitem__(self, key: Any) -> int:
+        return key if isinstance(key, int) else {"a": 0, "b": 1}[key]
+
+
+def test_a_copy_that_is_closed_holds_nothing_of_the_cache() -> None:
+    """Also when it has loaded, and copied samples out."""
+    with closing(CachedDataset(CountedSource(LENGTH))) as dataset:
+        other = copy.deepcopy(dataset)
+        other.__getitems__([1, 2, 3]), other.__getitems__([1, 2, 3])
+        held = weakref.ref(other.cache)
+        other.close()
+        assert held() is None
