@@ -69,10 +69,10 @@ class Counts:
         return self.hits + self.misses + self.bypasses
 
     def __add__(self, other: Counts) -> Counts:
-        return Counts(*(mine + its for mine, its in zip(self.values(), other.values(), strict=True)))
+        return Counts(*(left + right for left, right in zip(self.values(), other.values(), strict=True)))
 
     def __sub__(self, other: Counts) -> Counts:
-        return Counts(*(mine - its for mine, its in zip(self.values(), other.values(), strict=True)))
+        return Counts(*(left - right for left, right in zip(self.values(), other.values(), strict=True)))
 
     def values(self) -> tuple[int, ...]:
         """The numbers in the order of the fields, as one vector to reduce over ranks."""

@@ -107,7 +107,7 @@ class Ring:
         # Shares are ranks over ranks; as floats their sums miss half of an index by a hair, and with it leave a gap.
         exact = [Fraction(share).limit_denominator(1 << 20) for share in shares]
         starts = [round(size * sum(exact[:node])) % max(size, 1) for node in range(len(exact))]
-        return cls(tuple(Arc(size, min(own, size), start, step) for start, own in zip(starts, slots, strict=True)))
+        return cls(tuple(Arc(size, min(count, size), start, step) for start, count in zip(starts, slots, strict=True)))
 
     def held_by(self, node: int, indices: npt.NDArray[np.integer[Any]]) -> npt.NDArray[np.bool_]:
         """Which of those indices have a slot on a node, bool of the same shape."""

@@ -190,12 +190,12 @@ def _headroom(kind: _Hierarchy, folder: Path) -> tuple[int, int] | None:
 def _cgroup_folders(kind: _Hierarchy, root: Path) -> Iterator[Path]:
     """This process's cgroup and its parents up to the mount; only the mount if it does not show the cgroup's path."""
     mounts = list(_mounts(kind, root)) or [("/", root / kind.usual_mount)]
-    own = _own_path(kind, root)
+    path = _own_path(kind, root)
     for mount_root, mount in mounts:
         # A container on v1 mounts only the subtree that the path begins with; in a cgroup namespace both may have "..".
-        if own is None or ".." in own.parts or not own.is_relative_to(mount_root):
+        if path is None or ".." in path.parts or not path.is_relative_to(mount_root):
             continue
-        below = own.relative_to(mount_root)
+        below = path.relative_to(mount_root)
         if os.path.isdir(mount / below):
             yield from (mount / folder for folder in (below, *below.parents))
             return

@@ -28,17 +28,17 @@ def strangers(rank: int, nodes: Sequence[Sequence[int]], exchange: Callable[[Any
         nodes: the ranks of each node, the one that makes its segments first.
         exchange: gives every rank's value to all, by rank.
     """
-    own = next(node for node in nodes if rank in node)
+    mates = next(node for node in nodes if rank in node)
     with contextlib.ExitStack() as made:
         handles: list[SegmentHandle] = []
-        if rank == own[0] and len(own) > 1 and sys.platform != "win32":
+        if rank == mates[0] and len(mates) > 1 and sys.platform != "win32":
             for kind in dict.fromkeys(_KINDS):
                 with contextlib.suppress(OSError):  # no memory at all is for who wants some to say
                     segment = Segment.create(1, kind)
                     made.callback(segment.close)
                     handles.append(segment.handle)
-        offered: list[SegmentHandle] = exchange(handles)[own[0]]
-        troubles = exchange(None if rank == own[0] else _trouble(offered))
+        offered: list[SegmentHandle] = exchange(handles)[mates[0]]
+        troubles = exchange(None if rank == mates[0] else _trouble(offered))
     return {number: trouble for number, trouble in enumerate(troubles) if trouble is not None}
 
 

@@ -149,9 +149,9 @@ class Dealer:
         """
         node = next(number for number, ranks in enumerate(self._nodes) if rank in ranks)
         ranks = self._nodes[node]
-        own = np.flatnonzero(deal.nodes == node)
-        late = deal.misses[own]
-        line = np.concatenate((own[late], own[~late]))
+        dealt = np.flatnonzero(deal.nodes == node)
+        late = deal.misses[dealt]
+        line = np.concatenate((dealt[late], dealt[~late]))
         return np.sort(line[(ranks.index(rank) - turn) % len(ranks) :: len(ranks)])
 
     def _level(self, counts: Integers, places: Integers) -> Integers:

@@ -103,11 +103,11 @@ def _divide(
         ]
         if not members:
             continue
-        size = sum(own for *_, own in members)
+        size = sum(nbytes for *_, nbytes in members)
         given = grant(budget, size, free, kept_back, ranks)
         kept_back += Reserve(files=given.bytes)
-        for number, _, spec, own in members:
-            granted[number] = given.bytes * own // size
+        for number, _, spec, nbytes in members:
+            granted[number] = given.bytes * nbytes // size
             slots[number] = granted[number] // spec.slot_bytes
         got, samples = sum(slots[number] for number, *_ in members), sum(request.length for _, request, *_ in members)
         if given.limited_by is not None or not got:

@@ -131,7 +131,7 @@ def rings_as_they_are(rings: Sequence[Ring], arcs: Sequence[Sequence[Arc | None]
         arcs: per node, the arc that it has for each request; None for nothing.
     """
     return [
-        Ring(tuple(own[number] or replace(planned, slots=0) for own, planned in zip(arcs, ring.arcs, strict=True)))
+        Ring(tuple(held[number] or replace(planned, slots=0) for held, planned in zip(arcs, ring.arcs, strict=True)))
         for number, ring in enumerate(rings)
     ]
 

@@ -271,7 +271,7 @@ def _make_and_attach(
         try:
             if group.is_leader:
                 segments += make(kind)
-                addresses = [one.address for one in segments]
+                addresses = [made.address for made in segments]
         except Exception as error:  # whatever it is, the others are waiting for the addresses
             failure = error
         addresses = group.exchange(addresses)[group.leader]
@@ -281,12 +281,12 @@ def _make_and_attach(
         except Exception as error:  # likewise
             failure = error
         troubles = group.exchange(repr(failure) if failure else None)  # by now everybody has attached, or will not
-        for one in segments:
-            one.unlink()
+        for made in segments:
+            made.unlink()
         if not any(troubles):
             return segments
-        for one in segments:
-            one.close()
+        for made in segments:
+            made.close()
     rank, words = next((rank, words) for rank, words in enumerate(troubles) if words)
     raise CacheMemoryError(
         f"rank {rank} could not make or reach the shared memory of its node: {words}. To go on uncached: "
