@@ -162,8 +162,8 @@ class Segment:
             ValueError: the segment is closed.
         """
         self._check_open()
-        files = f"/proc/{os.getpid()}/fd"
-        paths = (self.path, self.path + ".locks") if self.path else (f"{files}/{self._data}", f"{files}/{self._locks}")
+        here = f"/proc/{os.getpid()}/fd"
+        paths = (self.path, self.path + ".locks") if self.path else (f"{here}/{self._data}", f"{here}/{self._locks}")
         return SegmentHandle(*paths, os.fstat(self._data).st_ino, self.token, self.size)
 
     @property
