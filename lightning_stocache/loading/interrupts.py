@@ -18,7 +18,7 @@ from collections.abc import Callable
 from types import FrameType
 from typing import Any
 
-__all__ = ["HeldBack", "LetThrough"]
+__all__ = ["HeldBack", "LetThrough", "forget_hold"]
 
 
 PATIENCE_SECONDS = 1.0
@@ -51,6 +51,10 @@ class _Sigint:
         frame, self._came = self._came, None
         if self._came_at is not None:
             handler(signal.SIGINT, frame)
+
+    def forget(self) -> None:
+        self._came_at = None
+        self.release()
 
     def _note(self, number: int, frame: FrameType | None) -> None:
         now = time.monotonic()
@@ -103,6 +107,11 @@ class LetThrough:
     def __exit__(self, *_: object) -> None:
         if self._held:
             _sigint.hold()
+
+
+def forget_hold() -> None:
+    """In a process that was forked while SIGINT was held back: it comes as it did before."""
+    _sigint.forget()
 
 
 def _in_main_thread() -> bool:

@@ -20,6 +20,7 @@ from lightning_stocache.cache.placement import Integers
 from lightning_stocache.cache.store import NO_PLACE, SampleStore
 from lightning_stocache.loading.batch_pool import BatchPool
 from lightning_stocache.loading.collate import Collator
+from lightning_stocache.loading.interrupts import HeldBack
 from lightning_stocache.loading.prefetch import Prefetcher
 from lightning_stocache.loading.worker_pool import WorkerPool, under_way
 from lightning_stocache.torch_internals import pinned
@@ -118,10 +119,11 @@ class Resources:
         """Stop the epoch's thread, and the workers, unless they are persistent and may still have something to load."""
         if os.getpid() != self._pid:
             return  # the copy of an iterator that a worker inherited ends nothing
-        prefetcher.stop()
-        if not self.persistent or (self.route == "main" and self.full):
-            self.end_workers()
-        self.in_use = False
+        with HeldBack():
+            prefetcher.stop()
+            if not self.persistent or (self.route == "main" and self.full):
+                self.end_workers()
+            self.in_use = False
 
     def end_workers(self) -> None:
         """End the workers."""

@@ -20,7 +20,7 @@ from typing import Any
 import torch
 from torch.utils.data import DataLoader, get_worker_info
 
-from lightning_stocache.loading.interrupts import HeldBack, LetThrough
+from lightning_stocache.loading.interrupts import HeldBack, LetThrough, forget_hold
 from lightning_stocache.loading.request import BatchRequest, Reply, Responder
 from lightning_stocache.loading.stand_in import StandIn, cached_in
 from lightning_stocache.torch_internals import WorkerIterator, set_worker_dataset
@@ -138,6 +138,7 @@ class InitOnSource:
 
     def __call__(self, worker: int) -> None:
         """In a worker, which has the number that is given."""
+        forget_hold()
         info: Any = get_worker_info()
         dataset = info.dataset.dataset if isinstance(info.dataset, Responder) else info.dataset
         cached = cached_in(dataset)
