@@ -25,9 +25,9 @@ best        for the README: each with the number of workers at which it is faste
             PSS, if that is more) in the middle of a warm epoch, above the process before, over the samples' own bytes
             (1.0: one copy of the dataset, nothing else; the pages of a memmap's file are the page cache's, and not
             counted)
-warm        samples/s of fully cached epochs, against the limit (one-thread `index_select` of wide words out of shared
-            memory into three buffers in rotation, indices drawn beforehand, first epochs left out, median of 5) and as
-            a multiple of the best of the others with its best number of workers
+warm        samples/s of fully cached epochs, against the limit (one thread that copies rows by NumPy's `take` out of
+            shared memory into three buffers in rotation, indices drawn beforehand, first epochs left out, median of 5)
+            and as a multiple of the best of the others with its best number of workers
 cold        preparation, first batch, epoch one and memory for each number of workers
 wait        microseconds that a step of 2 ms waits for its batch; it sleeps, which releases the GIL as a GPU's step does
 python      microseconds per warm batch of 256 tiny samples beyond the gather of them: what planning and Python cost
