@@ -12,7 +12,7 @@ from typing import Any, Protocol
 import numpy as np
 import numpy.typing as npt
 
-__all__ = ["BatchRows", "Memory", "Parts", "SampleCodec"]
+__all__ = ["BatchRows", "Memory", "Parts", "SampleCodec", "aligned"]
 
 Parts = Sequence[Any]
 """What a sample is made of, checked and otherwise as it came: tensors, arrays, numbers."""
@@ -20,6 +20,14 @@ Parts = Sequence[Any]
 
 Memory = Sequence[npt.NDArray[np.uint8]]
 """The memory of a batch, uint8 `[size]` per field, writable, aligned to 64 bytes where it is large."""
+
+
+_ALIGNMENT = 64  # bytes; rows copied from or to less aligned memory cost up to 1.6 times as much
+
+
+def aligned(size: int) -> int:
+    """Bytes that so many take up, with what is left free behind them."""
+    return -(-size // _ALIGNMENT) * _ALIGNMENT
 
 
 class BatchRows(Protocol):

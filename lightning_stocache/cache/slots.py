@@ -18,14 +18,13 @@ import numpy as np
 import numpy.typing as npt
 import torch
 
-from lightning_stocache.cache.codec import Memory
+from lightning_stocache.cache.codec import Memory, aligned
 from lightning_stocache.cache.placement import Integers
 from lightning_stocache.node.segment import Segment
 
 __all__ = ["EMPTY", "READY", "FieldSlots"]
 
 EMPTY, READY = 0, 1
-_ALIGNMENT = 64
 
 
 class FieldSlots:
@@ -124,6 +123,6 @@ def _starts(row_bytes: Sequence[int], count: int) -> Iterator[int]:
     """Where the array of each field begins."""
     offset = count
     for nbytes in row_bytes:
-        offset = -(-offset // _ALIGNMENT) * _ALIGNMENT
+        offset = aligned(offset)
         yield offset
         offset += count * nbytes

@@ -12,37 +12,27 @@ So batches of every size (a last one, a sampler's buckets) share them, and no si
 batches come from torch's own caching host allocator instead: a copy to the device may still be reading a tensor that
 nobody holds, and only that allocator knows.
 
-Shared memory is a number of segments, each as large as the largest batch so far. One belongs, in turn, to the pool, to
-this process and the one worker that was asked for rows, and to the trainer. It lies in a memfd where the system has
-that, not in /dev/shm: that one may be small (Docker's 64 MiB), and what is left of it belongs to the cache and to
-torch, which dies of SIGBUS where it finds it full. A memfd is limited by nothing but the machine's memory and the
-cgroup's, above which the kernel kills; so these are looked at before any is taken. What a cache has been granted but
-has not filled yet counts as taken: it will be, and it is not asked again.
+Shared memory is a number of segments, each as large as the largest batch so far (`shared_batch`).
 """
 
 from __future__ import annotations
 
-import errno
-import os
 import weakref
 from collections.abc import Callable, Sequence
-from typing import Any, NamedTuple
+from typing import Any
 
 import numpy as np
 import numpy.typing as npt
 import torch
 
-from lightning_stocache.node.files import Backend, memory_directory
-from lightning_stocache.node.free import FreeMemory
-from lightning_stocache.node.segment import Segment, SegmentHandle
+from lightning_stocache.cache.codec import aligned
+from lightning_stocache.loading.shared_batch import SharedBatch, reserved_segment
+from lightning_stocache.node.segment import Segment
 
-__all__ = ["Attached", "BatchPool", "Place", "SharedBatch", "aligned"]
-
-Bytes = npt.NDArray[np.uint8]
+__all__ = ["BatchPool"]
 
 _SMALL = 1 << 14  # below this (labels) a fresh tensor costs less than the bookkeeping
 _KEPT = 8  # private buffers per field; a consumer that lets go of batches in bursts needs no more
-_ALIGNMENT = 64  # bytes, for the reason that `cache.slots` gives
 
 
 class BatchPool:
@@ -73,7 +63,7 @@ class BatchPool:
         """Whether private memory is page-locked: each array is then that of a tensor, its `base`."""
         return self._pinned
 
-    def take(self, sizes: Sequence[int]) -> list[Bytes]:
+    def take(self, sizes: Sequence[int]) -> list[npt.NDArray[np.uint8]]:
         """Private memory of undefined content, uint8 `[size]` per field, aligned to 64 bytes where it is large."""
         return [self._take(field, nbytes) for field, nbytes in enumerate(sizes)]
 
@@ -115,12 +105,12 @@ class BatchPool:
 
     @property
     def shared_bytes(self) -> int:
-        """Bytes of shared memory that have been taken."""
+        """npt.NDArray[np.uint8] of shared memory that have been taken."""
         return sum(segment.size for segment in self._segments.values())
 
     @property
     def idle_bytes(self) -> int:
-        """Bytes of private memory that are kept for batches to come."""
+        """npt.NDArray[np.uint8] of private memory that are kept for batches to come."""
         return sum(memory.nbytes for free in self._private.values() for memory in free)
 
     def trim(self) -> None:
@@ -137,7 +127,7 @@ class BatchPool:
         self._segments.clear()
         self._size = 0  # what comes back later is lent no more
 
-    def _take(self, field: int, nbytes: int) -> Bytes:
+    def _take(self, field: int, nbytes: int) -> npt.NDArray[np.uint8]:
         if self._pinned:
             return torch.empty(nbytes, dtype=torch.uint8, pin_memory=True).numpy()
         if nbytes < _SMALL:
@@ -159,109 +149,6 @@ class BatchPool:
         lent.memory, lent.free = memory, free
         _lent[id(lent)] = lent
         return whole[:nbytes]
-
-
-class Place(NamedTuple):
-    """Shared memory of a batch, as a worker is told of it."""
-
-    number: int
-    handle: SegmentHandle
-
-
-class SharedBatch:
-    """Shared memory for one batch. It is free again when this object and all tensors over its memory are gone.
-
-    Args:
-        number: in the pool.
-        segment: where it lies.
-        free: the pool's list, to which the number goes back.
-    """
-
-    def __init__(self, number: int, segment: Segment, free: list[int]) -> None:
-        self.place = Place(number, segment.handle)
-        self._memory = segment.memory(0, segment.size)
-        # May run in any thread, at any moment: it only appends, which is atomic.
-        weakref.finalize(self._memory, free.append, number).atexit = False
-
-    def tensor(self, offset: int, dtype: torch.dtype, shape: Sequence[int]) -> torch.Tensor:
-        """A tensor over a part of the memory."""
-        count = torch.Size(shape).numel()
-        if not count:
-            return torch.empty(tuple(shape), dtype=dtype)
-        return torch.frombuffer(self._memory, dtype=dtype, count=count, offset=offset).view(tuple(shape))
-
-    def fields(self, sizes: Sequence[int]) -> list[Bytes]:
-        """The memory of a batch of rows, uint8 `[size]` per field."""
-        return [self.tensor(start, torch.uint8, (size,)).numpy() for start, size in _starts(sizes)]
-
-
-class Attached:
-    """In a worker: the shared memory that it has been told of."""
-
-    def __init__(self) -> None:
-        self._segments: dict[int, Segment] = {}
-
-    def __len__(self) -> int:
-        """Number of segments that are mapped."""
-        return len(self._segments)
-
-    def segment(self, place: Place | None) -> Segment | None:
-        """The segment of a place; None if there is none, or it cannot be reached from this process."""
-        if place is None:
-            return None
-        known = self._segments.get(place.number)
-        if known is None or known.token != place.handle.token:
-            try:
-                known = Segment.attach(place.handle)
-            except (OSError, ValueError):  # no descriptor is left, or the main process may not be looked into
-                return None
-            for number, other in list(self._segments.items()):
-                if other.size < known.size:  # outgrown: it will be asked for no more
-                    self._segments.pop(number).close()
-            self._segments[place.number] = known
-        return known
-
-    def fields(self, place: Place | None, sizes: Sequence[int]) -> list[Bytes] | None:
-        """The memory of a batch of rows at a place, uint8 `[size]` per field; None where `segment` is None."""
-        segment = self.segment(place)
-        return None if segment is None else [segment.bytes(start, size).numpy() for start, size in _starts(sizes)]
-
-    def __getstate__(self) -> dict[str, Any]:
-        return {"_segments": {}}
-
-
-def aligned(size: int) -> int:
-    """Bytes that so many take up, with what is left free behind them."""
-    return -(-size // _ALIGNMENT) * _ALIGNMENT
-
-
-def _starts(sizes: Sequence[int]) -> list[tuple[int, int]]:
-    """Where each field begins, and its size."""
-    starts, end = [], 0
-    for size in sizes:
-        starts.append((end, size))
-        end += aligned(size)
-    return starts
-
-
-def reserved_segment(size: int, promised: int) -> Segment:
-    """A segment, all of it reserved.
-
-    Raises:
-        OSError: there is no memory for it besides what is promised to others.
-    """
-    backend: Backend | None = "memfd" if hasattr(os, "memfd_create") else None
-    free = FreeMemory.measure(memory_directory() if backend is None else None)
-    if size > free.bytes - promised:
-        left = max(free.bytes - promised, 0)
-        raise OSError(errno.ENOMEM, f"{size} bytes are more than the {left} that {free.limited_by} leaves")
-    segment = Segment.create(size, backend)
-    try:
-        segment.reserve(0, size)
-    except OSError:
-        segment.close()
-        raise
-    return segment
 
 
 class _Lent(weakref.ref[Any]):

@@ -21,13 +21,13 @@ from torch.utils.data import DataLoader
 from lightning_stocache.cache.codec import Memory
 from lightning_stocache.cache.placement import Integers
 from lightning_stocache.cache.store import NO_PLACE
-from lightning_stocache.loading.batch_pool import SharedBatch
 from lightning_stocache.loading.cached_source import CachedSource
 from lightning_stocache.loading.index_stream import IndexStream
 from lightning_stocache.loading.interrupts import HeldBack
 from lightning_stocache.loading.prefetch import Job
 from lightning_stocache.loading.request import BatchRequest
 from lightning_stocache.loading.resources import Resources
+from lightning_stocache.loading.shared_batch import SharedBatch
 from lightning_stocache.loading.worker_pool import WorkerPool, under_way
 
 __all__ = ["BatchPlan", "BatchPlanner"]

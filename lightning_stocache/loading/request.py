@@ -25,9 +25,11 @@ import numpy.typing as npt
 import torch
 from torch.utils.data import Dataset, default_collate
 
-from lightning_stocache.loading.batch_pool import Attached, BatchPool, Place, SharedBatch, aligned
+from lightning_stocache.cache.codec import aligned
+from lightning_stocache.loading.batch_pool import BatchPool
 from lightning_stocache.loading.cached_source import CachedSource
 from lightning_stocache.loading.dataset import cached_source
+from lightning_stocache.loading.shared_batch import Attached, Place, SharedBatch
 from lightning_stocache.loading.stacking import InMemory, Rows, Stack, is_dense, is_plain, rebuilt
 from lightning_stocache.loading.stand_in import cached_in
 from lightning_stocache.torch_internals import collate, default_collate_fn_map

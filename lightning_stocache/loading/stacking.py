@@ -17,7 +17,7 @@ import numpy as np
 import torch
 from torch.utils.data import default_collate
 
-from lightning_stocache.loading.batch_pool import aligned
+from lightning_stocache.cache.codec import aligned
 from lightning_stocache.node.segment import Segment
 from lightning_stocache.torch_internals import default_collate_fn_map
 

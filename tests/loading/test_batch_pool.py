@@ -12,10 +12,11 @@ import numpy as np
 import pytest
 import torch
 
-from lightning_stocache.loading import batch_pool
-from lightning_stocache.loading.batch_pool import Attached, BatchPool
+from lightning_stocache.loading import batch_pool, shared_batch
+from lightning_stocache.loading.batch_pool import BatchPool
 from lightning_stocache.loading.dataset import CachedDataset
 from lightning_stocache.loading.loader import CachedLoader
+from lightning_stocache.loading.shared_batch import Attached
 from lightning_stocache.node.free import FreeMemory
 
 SIZE = 1 << 16
@@ -146,7 +147,7 @@ def test_it_takes_nothing_from_dev_shm_and_all_of_it_is_reserved():
 @pytest.mark.parametrize("promised", [0, 400])
 def test_memory_that_is_not_there_or_promised_to_a_cache_is_not_tried(monkeypatch, promised):
     """Above a cgroup's limit the kernel would kill: so it is asked before."""
-    monkeypatch.setattr(batch_pool.FreeMemory, "measure", lambda directory: FreeMemory(None, 2**40, 1024 + promised))
+    monkeypatch.setattr(shared_batch.FreeMemory, "measure", lambda directory: FreeMemory(None, 2**40, 1024 + promised))
     pool = BatchPool(shared=3, promised=lambda: promised)
     assert pool.take_shared([1024]) is not None
     assert pool.take_shared([1025]) is None
@@ -245,7 +246,7 @@ def test_loaders_leave_to_their_cache_what_it_has_not_filled_yet(monkeypatch, tr
         def measure(directory: str | None) -> FreeMemory:
             return FreeMemory(None, 2**40, size + 1000 - cache.memory_bytes)
 
-        monkeypatch.setattr(batch_pool.FreeMemory, "measure", measure)
+        monkeypatch.setattr(shared_batch.FreeMemory, "measure", measure)
         loader = CachedLoader(dataset, 4, num_workers=1, persistent_workers=True)
         for _ in range(3):
             assert [batch[:, 0].tolist() for batch in loader] == [[*range(i, i + 4)] for i in range(0, 40, 4)]

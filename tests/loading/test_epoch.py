@@ -17,7 +17,7 @@ from torch.utils.data import BatchSampler, DataLoader, Dataset, DistributedSampl
 
 from lightning_stocache.cache.counters import Counts
 from lightning_stocache.cache.spec import SampleMismatchError, SampleSpec
-from lightning_stocache.loading import batch_pool
+from lightning_stocache.loading import shared_batch
 from lightning_stocache.loading.dataset import CachedDataset
 from lightning_stocache.loading.loader import CachedLoader
 from lightning_stocache.loading.request import BatchRequest
@@ -378,7 +378,7 @@ def test_what_does_not_fit_shared_memory_is_sent_by_message(monkeypatch, caplog)
     with closing(CachedDataset(Numbers(LENGTH), "50%")) as dataset:
         loader = CachedLoader(dataset, batch_sampler=batches, num_workers=2)
         assert same(list(loader), expected)
-        monkeypatch.setattr(batch_pool.FreeMemory, "measure", lambda directory: FreeMemory(0, 0, 0))
+        monkeypatch.setattr(shared_batch.FreeMemory, "measure", lambda directory: FreeMemory(0, 0, 0))
         assert same([copied(batch) for _ in range(2) for batch in loader], expected * 2)
 
 
@@ -390,7 +390,7 @@ def test_workers_that_cannot_reach_the_memory_of_a_batch_send_their_rows(monkeyp
 
     expected = list(DataLoader(Numbers(LENGTH), 7))
     with closing(CachedDataset(Numbers(LENGTH), "50%")) as dataset:
-        monkeypatch.setattr(batch_pool.Segment, "attach", refuse)  # the workers are forked
+        monkeypatch.setattr(shared_batch.Segment, "attach", refuse)  # the workers are forked
         loader = CachedLoader(dataset, 7, num_workers=2, multiprocessing_context="fork")
         assert same([copied(batch) for _ in range(2) for batch in loader], expected * 2)
         assert dataset.counters is not None

@@ -15,9 +15,10 @@ import torch
 from torch.utils.data import default_collate
 from torch.utils.data._utils.collate import default_collate_fn_map
 
-from lightning_stocache.loading.batch_pool import BatchPool, SharedBatch
+from lightning_stocache.loading.batch_pool import BatchPool
 from lightning_stocache.loading.dataset import CachedDataset
 from lightning_stocache.loading.request import BatchRequest, Collated, Reply, Responder, Written, unpacked
+from lightning_stocache.loading.shared_batch import SharedBatch
 from tests.loading.twins import Numbers, same
 from tests.sources import CountedSource
 
