@@ -91,7 +91,7 @@ class BatchPool:
     @property
     def may_lend(self) -> bool:
         """Whether shared memory is left for the next batch, if the trainer keeps this one."""
-        return bool(self._free)
+        return self.shared_left > 0
 
     @property
     def shared_left(self) -> int:

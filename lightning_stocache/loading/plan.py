@@ -106,7 +106,7 @@ class BatchPlanner:
         self.plans.extendleft(BatchPlan(part) for part in reversed(self._batches(indices)))
 
     def close(self) -> None:
-        """BatchPlan nothing any more."""
+        """Plan nothing any more."""
         self._open = False
         self.plans.clear()
 
@@ -163,9 +163,8 @@ class BatchPlanner:
             try:
                 self._resources.gather_ready(places, rows)
                 place, plan.shared, plan.rows = shared.place, shared, rows
-            except (
-                Exception
-            ):  # a cache closed by another thread, no memory: the batch before is made, and would be lost
+            except Exception:
+                # A cache closed by another thread, no memory: the batch before is made, and would be lost.
                 log.debug("a batch could not be gathered where a worker is to complete it", exc_info=True)
         indices = plan.indices.tolist()
         wanted = [indices[position] for position in plan.missing]
