@@ -133,6 +133,19 @@ def test_two_ranks_load_every_sample_once(tmp_path: Path) -> None:
         assert first[3][:4] == (2 * LENGTH, LENGTH, 0, LENGTH)
 
 
+def open_some(rank: int) -> Any:
+    requests = [CacheRequest(CountedSource(LENGTH), "")] if rank == 0 else []
+    return open_caches(requests, {"": Budget.parse("auto")}, NodeGroup.discover())
+
+
+@pytest.mark.processes
+def test_a_rank_that_wants_nothing_does_not_leave_the_others_waiting() -> None:
+    """All ranks must want the same: it is an error on each of them."""
+    [errors] = on_two_ranks(open_some)
+    assert [kind for kind, *_ in errors] == ["ValueError", "ValueError"]
+    assert all("must open the same sources" in words for _, words, _ in errors)
+
+
 def look(rank: int) -> Any:
     reads = []
 
