@@ -14,6 +14,7 @@ import time
 from collections.abc import Iterator
 from contextlib import closing, nullcontext, suppress
 from multiprocessing import active_children
+from multiprocessing.process import BaseProcess
 from multiprocessing.queues import Queue
 from types import CodeType, FrameType
 from typing import Any
@@ -26,7 +27,6 @@ from lightning_stocache.cache.counters import Counts
 from lightning_stocache.loading.dataset import CachedDataset
 from lightning_stocache.loading.interrupts import HeldBack, LetThrough
 from lightning_stocache.loading.loader import CachedLoader
-from lightning_stocache.torch_internals import WorkerIterator
 from tests.loading.twins import Jitter, Numbers, Transformed, copied, same
 
 LENGTH = 38
@@ -359,16 +359,16 @@ def test_other_threads_hold_nothing_back() -> None:
 @pytest.mark.parametrize("transform", [None, Jitter("torch")])
 def test_workers_that_are_being_started_are_somebodys(transform: Any, monkeypatch: pytest.MonkeyPatch) -> None:
     """Ctrl-C while they start is raised when they are known, and ends them; the next epoch is whole."""
-    start = WorkerIterator.__init__
+    start = BaseProcess.start
 
-    def pressed(*args: Any, **options: Any) -> None:
-        start(*args, **options)
+    def pressed(process: BaseProcess) -> None:
+        start(process)
         signal.raise_signal(signal.SIGINT)
 
     with closing(CachedDataset(Numbers(12), "50%", transform=transform)) as dataset:
         loader = CachedLoader(dataset, 4, num_workers=2)
         with monkeypatch.context() as patch:
-            patch.setattr(WorkerIterator, "__init__", pressed)
+            patch.setattr(BaseProcess, "start", pressed)
             with pytest.raises(KeyboardInterrupt):
                 iter(loader)
         assert active_children() == []
