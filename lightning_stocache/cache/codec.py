@@ -1,7 +1,8 @@
 """What turns samples into bytes, and bytes into samples again: the seam behind which their form is nobody's business.
 
-A codec knows what a sample looks like, what it costs, and how many of them lie in the memory of a batch. Rows of fixed
-fields (`spec`) are one. Nothing outside this room looks into what it gives.
+A codec knows what a sample looks like and what it costs. Rows of fixed fields (`spec`) are one, which also knows how
+many of them lie in the memory of a batch; records (`records`) are another. Nothing outside this room looks into what it
+gives.
 """
 
 from __future__ import annotations
@@ -12,7 +13,7 @@ from typing import Any, Protocol
 import numpy as np
 import numpy.typing as npt
 
-__all__ = ["BatchRows", "Memory", "Parts", "SampleCodec", "aligned"]
+__all__ = ["BatchRows", "Lend", "Memory", "Parts", "RowCodec", "SampleCodec", "aligned"]
 
 Parts = Sequence[Any]
 """What a sample is made of, checked and otherwise as it came: tensors, arrays, numbers."""
@@ -21,6 +22,9 @@ Parts = Sequence[Any]
 Memory = Sequence[npt.NDArray[np.uint8]]
 """The memory of a batch, uint8 `[size]` per field, writable, aligned to 64 bytes where it is large."""
 
+Lend = Callable[[Sequence[int]], Memory]
+"""Gives memory of undefined content, uint8 `[size]` for each size."""
+
 
 _ALIGNMENT = 64  # bytes; rows copied from or to less aligned memory cost up to 1.6 times as much
 
@@ -28,6 +32,47 @@ _ALIGNMENT = 64  # bytes; rows copied from or to less aligned memory cost up to 
 def aligned(size: int) -> int:
     """Bytes that so many take up, with what is left free behind them."""
     return -(-size // _ALIGNMENT) * _ALIGNMENT
+
+
+class SampleCodec(Protocol):
+    """Between samples and their bytes.
+
+    Raises:
+        SampleMismatchError: (`encode`) a sample is not of this codec; the message says where it differs.
+        UnsupportedSampleError: (`encode`) it cannot be kept as bytes.
+    """
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes of one sample; where they differ, the mean of those that have been seen."""
+
+    @property
+    def slot_bytes(self) -> int:
+        """Bytes that a sample costs in a store, with its state."""
+
+    @property
+    def most_slot_bytes(self) -> int:
+        """Bytes that suffice for each of all samples, for all that is known."""
+
+    @property
+    def fixed_bytes(self) -> int:
+        """Bytes that a store takes, however many samples it holds."""
+
+    @property
+    def title(self) -> str:
+        """What samples look like, in words that two jobs can compare."""
+
+    def encode(self, sample: Any, index: int | None = None) -> Parts:
+        """Check a sample and take it apart. `index` is named in errors."""
+
+    def contents(self, parts: Parts) -> Sequence[memoryview]:
+        """The bytes of an encoded sample, without a copy where they lie in one piece."""
+
+    def least_bytes(self, sample: Any) -> int:
+        """Bytes that a sample takes at least, without the work of encoding it."""
+
+    def is_alike(self, sample: Any) -> bool:
+        """Whether what comes after the cache finds its places in a sample which is not of this codec."""
 
 
 class BatchRows(Protocol):
@@ -40,29 +85,8 @@ class BatchRows(Protocol):
         """Copy the bytes of a sample to its place, per field."""
 
 
-class SampleCodec(Protocol):
-    """Between samples and their bytes.
-
-    Raises:
-        SampleMismatchError: (`encode`) a sample is not of this codec; the message says where it differs.
-    """
-
-    @property
-    def nbytes(self) -> int:
-        """Bytes of one sample, as they are counted."""
-
-    @property
-    def slot_bytes(self) -> int:
-        """Bytes that a sample costs in a store, with its state."""
-
-    def encode(self, sample: Any, index: int | None = None) -> Parts:
-        """Check a sample and take it apart. `index` is named in errors."""
-
-    def contents(self, parts: Parts) -> list[memoryview]:
-        """The bytes of an encoded sample, per field, without a copy where they lie in one piece."""
-
-    def is_alike(self, sample: Any) -> bool:
-        """Whether a sample is built like those of this codec, with whatever dtypes and shapes."""
+class RowCodec(SampleCodec, Protocol):
+    """A codec of samples that all have the same fields: a batch of them is one array per field."""
 
     def sizes(self, samples: int) -> tuple[int, ...]:
         """Bytes of the memory for a batch, per field."""

@@ -66,7 +66,7 @@ class SharedCache(RowStore):
         limit = int(size_limit_gib * 1024**3) - dataset_len
         slots = min(max(limit, 0) // max(spec.nbytes, 1), dataset_len)
         made = RowStore.create(spec, Arc(dataset_len, slots))
-        super().__init__(made.segment, made.spec, made.arc)
+        super().__init__(made.segment, made.codec, made.arc)
 
     def get_slot(self, idx: int, allow_oob_idx: bool = True, allow_empty_slot: bool = True) -> Any | None:
         """A copy of the sample of an index.
@@ -108,7 +108,12 @@ class SharedCache(RowStore):
         leaves = self.spec.encode(value, idx)
         if slot == NO_SLOT:
             return
-        if not self._filling.put(slot, self.spec.contents(leaves), overwrite=allow_overwrite):
+        contents = self.spec.contents(leaves)
+
+        def same() -> bool:
+            return [row.numpy().data for row in self.slots.read(slot)] == contents
+
+        if not self._filling.put(slot, contents, overwrite=allow_overwrite, same=same):
             raise RuntimeError(f"the slot of index {idx} already holds another sample, and allow_overwrite=False")
 
     def __getitem__(self, idx: int) -> Any:

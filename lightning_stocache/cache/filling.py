@@ -13,16 +13,13 @@ from __future__ import annotations
 import errno
 import logging
 import time
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from typing import Protocol
 
-import numpy as np
-import numpy.typing as npt
 import torch
 
 from lightning_stocache.cache.claims import Claims
-from lightning_stocache.cache.codec import Memory
-from lightning_stocache.cache.placement import NO_SLOT, Integers
+from lightning_stocache.cache.placement import NO_SLOT
 from lightning_stocache.cache.shortage import Shortage
 from lightning_stocache.cache.slots import EMPTY, READY
 from lightning_stocache.node.fence import fence
@@ -37,39 +34,19 @@ _RETRY_SECONDS = 10.0  # after a shortage: memory seldom comes back at once, and
 
 
 class Slots(Protocol):
-    """What a cache needs to know about the place where samples lie."""
+    """What has to be known about the place where samples lie to fill it."""
 
     count: int
-    nbytes: int
-    """Bytes of one sample."""
     states: torch.Tensor
     """EMPTY or READY, uint8 `[count]`, live."""
     state_bytes: memoryview
     """The states, for single looks."""
 
-    def reserve(self, slot: int) -> None:
-        """Have the kernel promise a slot's memory, or raise OSError (ENOSPC)."""
+    def size(self, contents: Sequence[memoryview]) -> int:
+        """Bytes that a sample takes, given its parts."""
 
-    def store(self, slot: int, contents: Sequence[memoryview]) -> None:
-        """Copy one sample in, bytes `[nbytes]` per field, or raise OSError (ENOSPC)."""
-
-    def read(self, slot: int) -> list[torch.Tensor]:
-        """Copy one sample out, uint8 `[nbytes]` per field."""
-
-    def ready(self, slots: Integers) -> npt.NDArray[np.bool_]:
-        """Which of those slots are READY."""
-
-    def gather(self, slots: Integers, into: Memory) -> None:
-        """Copy many samples out, into uint8 `[samples * nbytes]` per field."""
-
-    def table(self, field: int) -> torch.Tensor:
-        """The live array of one field, as bytes."""
-
-    def clear(self) -> None:
-        """Empty all slots and give their memory back."""
-
-    def close(self) -> None:
-        """Drop all views."""
+    def store(self, slot: int, contents: Sequence[memoryview]) -> bool:
+        """Copy one sample in, given its parts; False if there is no room for it. Or raise OSError (ENOSPC)."""
 
 
 class Filling:
@@ -78,11 +55,11 @@ class Filling:
     Args:
         segment: where the locks are.
         slots: where the samples go.
+        claims: of the segment's locks.
     """
 
-    def __init__(self, segment: Segment, slots: Slots) -> None:
-        self._segment, self._slots = segment, slots
-        self._claims = Claims(segment)
+    def __init__(self, segment: Segment, slots: Slots, claims: Claims) -> None:
+        self._segment, self._slots, self._claims = segment, slots, claims
         self.shortage = Shortage(segment)
         self._retry_at = 0.0
 
@@ -91,39 +68,47 @@ class Filling:
 
         Args:
             slots: of the samples, or NO_SLOT.
-            samples: of each, bytes `[nbytes]` per field. Whether there is memory is asked once for all of them, so a
-                call should hold few megabytes.
+            samples: the parts of each, as bytes. Whether there is memory is asked once for all of them, so a call
+                should hold few megabytes.
 
         Yields:
-            Whether this call has stored the sample; None where it has no slot.
+            Whether this call has stored the sample; None where it has no slot, or there is no room for it in any.
         """
         states, claims, may_store = self._slots.state_bytes, self._claims, None
         for slot, contents in zip(slots, samples, strict=True):
             if slot == NO_SLOT:
                 yield None
                 continue
-            stored = False
+            stored: bool | None = False
             if states[slot] != READY and claims.take(slot):
                 try:
                     if states[slot] != READY:
                         if may_store is None:
-                            may_store = self._has_memory(len(samples) * self._slots.nbytes)
-                        stored = may_store = may_store and self._publish(slot, contents)
+                            may_store = self._has_memory(sum(map(self._slots.size, samples)))
+                        if may_store:
+                            stored = self._publish(slot, contents)
+                            may_store = stored is not False
                 finally:
                     claims.give_up(slot)
             yield stored
 
-    def put(self, slot: int, contents: Sequence[memoryview], *, overwrite: bool) -> bool:
+    def put(self, slot: int, contents: Sequence[memoryview], *, overwrite: bool, same: Callable[[], bool]) -> bool:
         """Store a sample as soon as nobody else is filling the slot.
+
+        Args:
+            slot: of the sample.
+            contents: its parts, as bytes.
+            overwrite: whether it takes the place of another one.
+            same: says whether the slot, which is READY, holds just these bytes.
 
         Returns:
             False if the slot holds other bytes and is not to be overwritten.
         """
         with self._claims.waiting(slot):
             if self._slots.state_bytes[slot] != READY:
-                if self._has_memory(self._slots.nbytes):
+                if self._has_memory(self._slots.size(contents)):
                     self._publish(slot, contents)
-            elif [row.numpy().data for row in self._slots.read(slot)] != list(contents):
+            elif not same():
                 if not overwrite:
                     return False
                 self._slots.state_bytes[slot] = EMPTY
@@ -140,16 +125,15 @@ class Filling:
             self._stop(short)
         return short is None
 
-    def _publish(self, slot: int, contents: Sequence[memoryview]) -> bool:
-        """Store a sample into a slot that is claimed, and have it read; whether there was memory."""
+    def _publish(self, slot: int, contents: Sequence[memoryview]) -> bool | None:
+        """Store a sample into a slot that is claimed, and have it read; False without memory, None without room."""
         try:
-            self._store(slot, contents)
+            return self._store(slot, contents) or None
         except OSError as error:
             if error.errno != errno.ENOSPC:
                 raise
             self._stop(f"no space left in {memory_directory()}; enlarge it (Docker: --shm-size)")
             return False
-        return True
 
     def _stop(self, short: str) -> None:
         """Store nothing for a while, and say why, once on the node."""
@@ -164,7 +148,9 @@ class Filling:
             )
         self._retry_at = time.monotonic() + _RETRY_SECONDS
 
-    def _store(self, slot: int, contents: Sequence[memoryview]) -> None:
-        self._slots.store(slot, contents)
+    def _store(self, slot: int, contents: Sequence[memoryview]) -> bool:
+        if not self._slots.store(slot, contents):
+            return False
         fence()
         self._slots.state_bytes[slot] = READY
+        return True

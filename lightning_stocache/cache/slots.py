@@ -67,8 +67,12 @@ class FieldSlots:
             if nbytes:
                 self._segment.reserve(start + slot * nbytes, nbytes)
 
-    def store(self, slot: int, contents: Sequence[memoryview]) -> None:
-        """Copy one sample in, bytes `[nbytes]` per field, and take the memory that it needs.
+    def size(self, contents: Sequence[memoryview]) -> int:
+        """Bytes that a sample takes: all take the same."""
+        return self.nbytes
+
+    def store(self, slot: int, contents: Sequence[memoryview]) -> bool:
+        """Copy one sample in, bytes `[nbytes]` per field, and take the memory that it needs; there is room for each.
 
         Raises:
             OSError: there is none left (ENOSPC); a part may have been written.
@@ -77,6 +81,7 @@ class FieldSlots:
         for start, nbytes, content in zip(self._starts, self._row_bytes, contents, strict=True):
             if nbytes:
                 store(start + slot * nbytes, content)
+        return True
 
     def read(self, slot: int) -> list[torch.Tensor]:
         """Copy one sample out, uint8 `[nbytes]` per field."""

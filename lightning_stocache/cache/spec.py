@@ -124,6 +124,21 @@ class SampleSpec:
         """Bytes that a slot costs: one sample and its state."""
         return self.nbytes + 1
 
+    @property
+    def fixed_bytes(self) -> int:
+        """Bytes that a store takes besides its slots: none."""
+        return 0
+
+    @property
+    def title(self) -> str:
+        """The fields, in words that two jobs can compare."""
+        return "; ".join(f"{field.path or 'sample'}: {field}" for field in self.fields)
+
+    @property
+    def most_slot_bytes(self) -> int:
+        """Bytes that suffice for a slot: all cost the same."""
+        return self.slot_bytes
+
     @cached_property  # asked for once per batch
     def row_bytes(self) -> tuple[int, ...]:
         """Bytes of one sample in each field."""
@@ -160,6 +175,10 @@ class SampleSpec:
     def contents(self, parts: Sequence[Any]) -> list[memoryview]:
         """The bytes of an encoded sample, `[nbytes]` per field; those of a contiguous tensor are its own memory."""
         return [field.content(leaf) for field, leaf in zip(self.fields, parts, strict=True)]
+
+    def least_bytes(self, sample: Any) -> int:
+        """Bytes that any sample takes."""
+        return self.nbytes
 
     def is_alike(self, sample: Any) -> bool:
         """Whether a sample has the same containers and types of leaves, of whatever dtypes, shapes and attributes."""

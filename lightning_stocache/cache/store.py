@@ -1,19 +1,19 @@
 """Where samples are kept: the one door of this room for whoever makes batches.
 
 An index has a place in the store or none, which never changes; a place that is READY can be read, and stays so. Who
-asks for indices gets places, gathers them into memory of his own, and puts what was missing. How samples lie, and in
-whose memory, is the store's business.
+asks for indices gets places, reads them, and puts what was missing. A store of rows also gathers places into the memory
+of a batch. How samples lie, and in whose memory, is the store's business.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
-from typing import Any, Protocol
+from collections.abc import Iterable, Iterator, Sequence
+from typing import Any, Protocol, TypeGuard
 
-from lightning_stocache.cache.codec import Memory, SampleCodec
+from lightning_stocache.cache.codec import Lend, Memory, RowCodec, SampleCodec
 from lightning_stocache.cache.placement import NO_SLOT, Integers
 
-__all__ = ["NO_PLACE", "SampleStore"]
+__all__ = ["NO_PLACE", "RowSampleStore", "SampleStore", "gathers"]
 
 NO_PLACE = NO_SLOT
 """Stands for an index that has no place, or one that is not READY."""
@@ -40,14 +40,20 @@ class SampleStore(Protocol):
     def has_place(self, index: int) -> bool:
         """Whether an index has a place, READY or not."""
 
+    def has_room(self, sample: Any) -> bool:
+        """Whether a sample whose index has a place may find room; False spares the work to encode it."""
+
+    def place(self, index: int) -> int:
+        """Where the sample of an index can be read now, or NO_PLACE."""
+
     def lookup(self, indices: Integers) -> Integers:
         """The places of those indices (int64 `[samples]`) that can be read now, NO_PLACE for the others."""
 
-    def get(self, index: int) -> Any | None:
-        """A copy of the sample of an index, or None if it cannot be read now."""
+    def read(self, places: Integers, lend: Lend | None = None) -> Iterable[Any]:
+        """Copies of the samples of READY places (int64 `[samples]`), in memory that is lent, or new."""
 
-    def gather(self, places: Integers, into: Memory) -> None:
-        """Copy READY places (int64 `[samples]`) into the memory of a batch, uint8 `codec.sizes(samples)`."""
+    def stored_bytes(self, places: Integers) -> int:
+        """Bytes of the samples of READY places (int64 `[samples]`)."""
 
     def fill(self, index: int, sample: Any) -> bool:
         """Check a sample and store it, unless its index has no place or somebody else fills it; whether it was stored.
@@ -57,14 +63,18 @@ class SampleStore(Protocol):
         """
 
     def put_many(self, indices: Sequence[int], samples: Sequence[Sequence[memoryview]]) -> Iterator[bool | None]:
-        """Store encoded samples, a few megabytes, by their bytes per field, as the iterator comes to them.
+        """Store encoded samples, a few megabytes, given their bytes in parts, as the iterator comes to them.
 
-        It gives whether each was stored, None where its index has no place.
+        It gives whether each was stored, None where its index has no place, or where there is no room for it.
         """
 
     @property
     def filled(self) -> int:
         """Number of places that are READY."""
+
+    @property
+    def fill_level(self) -> tuple[int, int]:
+        """How much is filled, and of how much; in places or in bytes."""
 
     @property
     def full(self) -> bool:
@@ -84,3 +94,19 @@ class SampleStore(Protocol):
 
     def close(self) -> None:
         """Give the store up in this process."""
+
+
+class RowSampleStore(SampleStore, Protocol):
+    """A store of samples that all have the same fields."""
+
+    @property
+    def codec(self) -> RowCodec:
+        """What samples look like."""
+
+    def gather(self, places: Integers, into: Memory) -> None:
+        """Copy READY places (int64 `[samples]`) into the memory of a batch, uint8 `codec.sizes(samples)`."""
+
+
+def gathers(store: SampleStore) -> TypeGuard[RowSampleStore]:
+    """Whether a store can gather the samples of a batch, one array per field."""
+    return hasattr(store, "gather")

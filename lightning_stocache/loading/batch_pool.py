@@ -33,6 +33,7 @@ __all__ = ["BatchPool"]
 
 _SMALL = 1 << 14  # below this (labels) a fresh tensor costs less than the bookkeeping
 _KEPT = 8  # private buffers per field; a consumer that lets go of batches in bursts needs no more
+_KEPT_OF_A_SIZE = 2  # of samples of many sizes
 
 
 class BatchPool:
@@ -66,6 +67,14 @@ class BatchPool:
     def take(self, sizes: Sequence[int]) -> list[npt.NDArray[np.uint8]]:
         """Private memory of undefined content, uint8 `[size]` per field, aligned to 64 bytes where it is large."""
         return [self._take(field, nbytes) for field, nbytes in enumerate(sizes)]
+
+    def lend(self, sizes: Sequence[int]) -> list[npt.NDArray[np.uint8]]:
+        """Private memory for samples of many sizes, uint8 `[size]` each, that come and go one by one.
+
+        Sizes are rounded up by an eighth at most, so that memory that has come back fits the next ones, and few of each
+        size are kept.
+        """
+        return [self._take(-(step := _size_class(nbytes)), step, _KEPT_OF_A_SIZE)[:nbytes] for nbytes in sizes]
 
     def take_shared(self, sizes: Sequence[int] = ()) -> SharedBatch | None:
         """Shared memory for fields of those sizes, or for any batch so far; None if there is none to be had."""
@@ -127,7 +136,7 @@ class BatchPool:
         self._segments.clear()
         self._size = 0  # what comes back later is lent no more
 
-    def _take(self, field: int, nbytes: int) -> npt.NDArray[np.uint8]:
+    def _take(self, field: int, nbytes: int, kept: int = _KEPT) -> npt.NDArray[np.uint8]:
         if self._pinned:
             return torch.empty(nbytes, dtype=torch.uint8, pin_memory=True).numpy()
         if nbytes < _SMALL:
@@ -146,7 +155,7 @@ class BatchPool:
         # An array of its own each time. It is the base of every view of it, and so goes with the last of them.
         whole = memory.numpy()
         lent = _Lent(whole, _give_back)
-        lent.memory, lent.free = memory, free
+        lent.memory, lent.free, lent.kept = memory, free, kept
         _lent[id(lent)] = lent
         return whole[:nbytes]
 
@@ -157,8 +166,9 @@ class _Lent(weakref.ref[Any]):
     (`weakref.finalize` can do more, and costs three times as much.)
     """
 
-    __slots__ = ("free", "memory")
+    __slots__ = ("free", "kept", "memory")
     memory: torch.Tensor
+    kept: int
     free: list[torch.Tensor]
 
 
@@ -170,5 +180,10 @@ def _give_back(lent: _Lent) -> None:
     del _lent[id(lent)]
     last = lent.free[-1:]
     # Not into a list of larger ones: then `take` would throw it away.
-    if len(lent.free) < _KEPT and (not last or last[0].shape[0] <= lent.memory.shape[0]):
+    if len(lent.free) < lent.kept and (not last or last[0].shape[0] <= lent.memory.shape[0]):
         lent.free.append(lent.memory)
+
+
+def _size_class(nbytes: int) -> int:
+    step = 1 << max(nbytes.bit_length() - 4, 0)
+    return -(-nbytes // step) * step

@@ -6,8 +6,9 @@ been loaded while there is a cache is checked against its codec, stored or not; 
 is: it is never stored. What is random comes after the cache: first the tail that was cut off the source, then the
 user's transform.
 
-A batch is looked up at once, its hits are copied out by one gather per field (a CachedLoader does that by itself, and
-has the others loaded: `load_into`), and the others are loaded in one call if the source has `__getitems__`. Counts are
+A batch is looked up at once, the hits of rows are copied out by one gather per field (a CachedLoader does that by
+itself, and has the others loaded: `load_into`), those of records one by one when they are asked for, and the others are
+loaded in one call if the source has `__getitems__`. Counts are
 added when a sample has been served: of a batch whose loading fails, what was loaded before is stored and counted, and
 its hits are not; what Ctrl-C interrupts adds no more than what it has stored.
 
@@ -18,16 +19,16 @@ from __future__ import annotations
 
 import copy
 import time
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import replace
-from typing import Any, SupportsIndex
+from typing import Any, SupportsIndex, cast
 
 import numpy as np
 from torch.utils.data import Dataset
 
 from lightning_stocache.cache.codec import BatchRows
 from lightning_stocache.cache.placement import Integers
-from lightning_stocache.cache.store import NO_PLACE, SampleStore
+from lightning_stocache.cache.store import NO_PLACE, RowSampleStore, SampleStore, gathers
 from lightning_stocache.loading.batch_pool import BatchPool
 from lightning_stocache.loading.interrupts import LetThrough
 from lightning_stocache.loading.misses import Misses
@@ -104,7 +105,7 @@ class CachedSource:
                 return self._uncached(self.source, indices, self._transformed)
             if self.cache is None and self._read_batch is None:
                 return self._uncached(self.opened.source, positions, self._finished)
-            return self._each_finished(self._serve_many(positions))
+            return self._each_finished(self._serve_many(positions, lazily=self.transforms))
         finally:
             self._state.end_read()
 
@@ -169,8 +170,11 @@ class CachedSource:
     def _serve(self, cache: SampleStore, index: int) -> Any:
         """The sample of an index, unfinished. One that lies outside the dataset is the source's business."""
         start = time.perf_counter_ns()
-        if (sample := cache.get(index)) is not None:
-            self._count(hits=1, bytes_from_cache=cache.codec.nbytes, gather_ns=time.perf_counter_ns() - start)
+        if (place := cache.place(index)) != NO_PLACE:
+            places = np.array([place])
+            [sample] = cache.read(places, self._pool.lend)
+            nbytes, gather_ns = cache.stored_bytes(places), time.perf_counter_ns() - start
+            self.opened.count(hits=1, bytes_from_cache=nbytes, gather_ns=gather_ns)
             return sample
         start = time.perf_counter_ns()
         with LetThrough():
@@ -178,35 +182,38 @@ class CachedSource:
         self._loading(cache).keep([index], samples, time.perf_counter_ns() - start)
         return samples[0]
 
-    def _serve_many(self, indices: list[int]) -> Any:
-        """The samples of a batch, unfinished; without a cache, whatever the source's `__getitems__` makes of it."""
+    def _serve_many(self, indices: list[int], *, lazily: bool = False) -> Any:
+        """The samples of a batch, unfinished; `lazily`: records are read when their samples are asked for.
+
+        Without a cache, whatever the source's `__getitems__` makes of the batch.
+        """
         cache = self.cache
         if cache is None or not indices or min(indices) < 0 or max(indices) >= cache.length:
             return self._load(cache, indices)
-        places, hits = _ready(cache, indices)
-        samples: list[Any] = [None] * len(indices)
-        gather_ns = 0
-        if len(hits):
-            start = time.perf_counter_ns()
-            memory = self._pool.take(cache.codec.sizes(len(hits)))
-            cache.gather(places[hits], memory)
-            for position, sample in zip(hits.tolist(), cache.codec.split(memory, len(hits)), strict=True):
-                samples[position] = sample
-            gather_ns = time.perf_counter_ns() - start
-        if len(hits) < len(indices):
-            missing = np.flatnonzero(places == NO_PLACE).tolist()
-            loaded = self._load(cache, [indices[position] for position in missing])
-            for position, sample in zip(missing, loaded, strict=True):
-                samples[position] = sample
+        start, (places, hits) = time.perf_counter_ns(), _ready(cache, indices)
+        ready = cache.read(places[hits], self._pool.take if gathers(cache) else self._pool.lend)
+        nbytes, gather_ns = cache.stored_bytes(places[hits]), time.perf_counter_ns() - start
+        missing = [index for index, place in zip(indices, places.tolist(), strict=True) if place == NO_PLACE]
+        loaded = self._load(cache, missing) if missing else []
         # Only now: where loading fails or is interrupted, nobody gets the hits, and the batch may come again.
-        self._count(hits=len(hits), bytes_from_cache=len(hits) * cache.codec.nbytes, gather_ns=gather_ns)
-        return samples
+        self.opened.count(hits=len(hits), bytes_from_cache=nbytes, gather_ns=gather_ns)
+        samples = self._in_order(places, ready, loaded)
+        return samples if lazily and not gathers(cache) else list(samples)
+
+    def _in_order(self, places: Integers, ready: Iterable[Any], loaded: Iterable[Any]) -> Iterator[Any]:
+        """The samples of a batch: those that were READY, which may be made only now, and those that were not."""
+        hits, others, gather_ns = iter(ready), iter(loaded), 0
+        for place in places.tolist():
+            start = time.perf_counter_ns()
+            sample = next(others if place == NO_PLACE else hits)
+            gather_ns += time.perf_counter_ns() - start
+            yield sample
+        self.opened.count(gather_ns=gather_ns)
 
     # ---- from the source ----
 
     def _load_into(self, batch: BatchRows, indices: list[int], rows: list[int]) -> dict[int, Any]:
-        cache = self.opened.cache
-        assert cache is not None
+        cache: RowSampleStore = cast(Any, self.opened.cache)
         inside = bool(indices) and min(indices) >= 0 and max(indices) < cache.length
         different = inside and len(set(indices)) == len(indices) and self._read_batch is None
         if different and not cache.closed and not len(_ready(cache, indices)[1]):
@@ -240,7 +247,7 @@ class CachedSource:
             samples = read(indices)
         source_ns = time.perf_counter_ns() - start
         if cache is None:
-            self._count(bypasses=len(indices), source_ns=source_ns)
+            self.opened.count(bypasses=len(indices), source_ns=source_ns)
             return samples
         samples = one_per_index(samples, len(indices), self.opened.source)
         self._loading(cache).keep(indices, samples, source_ns)
@@ -255,7 +262,7 @@ class CachedSource:
                 sample = source[index]
                 source_ns += time.perf_counter_ns() - start
                 samples.append(finish(sample))
-        self._count(bypasses=len(samples), source_ns=source_ns)
+        self.opened.count(bypasses=len(samples), source_ns=source_ns)
         return samples
 
     @property
@@ -267,14 +274,9 @@ class CachedSource:
         """What loads and stores in this process."""
         opened, known = self.opened, self._misses
         if known is None or known.source is not opened.source or known.cache is not cache:
-            self._misses = known = Misses(
-                opened.source, cache, opened.counters, opened.request.strict, opened.request.allow_random
-            )
+            strict, frozen = opened.request.strict, opened.request.allow_random
+            self._misses = known = Misses(opened.source, cache, opened.counters, strict, frozen)
         return known
-
-    def _count(self, **counts: int) -> None:
-        if self.opened.counters is not None:
-            self.opened.counters.add(**counts)
 
     # ---- after the cache ----
 

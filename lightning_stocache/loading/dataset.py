@@ -14,9 +14,9 @@ from typing import Any, Literal, SupportsIndex, cast, get_args
 
 from torch.utils.data import Dataset
 
-from lightning_stocache.cache.compat import SharedCache
 from lightning_stocache.cache.counters import Counters
 from lightning_stocache.cache.placement import Ring
+from lightning_stocache.cache.segment_store import SegmentStore
 from lightning_stocache.cache.spec import SampleSpec
 from lightning_stocache.loading.cached_source import CachedSource
 from lightning_stocache.loading.forwarding import Forwarding
@@ -143,7 +143,7 @@ class CachedDataset(Forwarding):
             self.__cached.transform = transform
 
     @property
-    def cache(self) -> SharedCache | None:
+    def cache(self) -> SegmentStore[Any] | None:
         """The cache, or None while samples pass through."""
         return self.__cached.opened.live_cache
 

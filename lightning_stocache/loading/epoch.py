@@ -57,7 +57,7 @@ class Epoch:
         self, loader: DataLoader[Any], cached: CachedSource, stream: IndexStream, resources: Resources, *, warm: bool
     ) -> None:
         self._cached, self._resources, self._warm = cached, resources, warm
-        self._cache, self._batches = resources.cache, cast(Any, loader.batch_sampler)
+        self._batches = cast(Any, loader.batch_sampler)
         self._with_workers = loader.num_workers > 0
         self._planner = BatchPlanner(loader, cached, stream, resources, warm)
         self._plans = self._planner.plans
@@ -202,14 +202,15 @@ class Epoch:
         samples, hits = len(places), Job(partial(self._resources.gather_ready, places))
         if len(plan.missing) < samples:
             self._prefetcher.offer(hits)
-        batch = self._cache.codec.rows(hits.result, samples)
+        codec = self._resources.rows.codec
+        batch = codec.rows(hits.result, samples)
         try:
             odd = self._cached.load_into(batch, plan.indices[plan.missing].tolist(), plan.missing)
         finally:
             rows: Memory = hits.result()  # waited for after an error, too
         if not odd:
             return self._collated(plan, rows)
-        others = self._cache.codec.split(rows, samples)
+        others = codec.split(rows, samples)
         content = default_collate([odd.get(place, other) for place, other in enumerate(others)])
         return self._resources.pinned(content), samples - len(plan.missing)
 
@@ -231,7 +232,7 @@ class Epoch:
         rows = resources.gather_ready(plan.places) if rows is None else resources.handed_out(rows)
         if reply is not None:
             memory = rows
-            batch = self._cache.codec.rows(lambda: memory, len(plan.places))
+            batch = resources.rows.codec.rows(lambda: memory, len(plan.places))
             for number, place in enumerate(plan.missing):
                 batch.write(place, [field[number] for field in reply.fields])
         return self._collated(plan, rows)

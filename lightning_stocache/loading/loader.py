@@ -31,6 +31,7 @@ from typing import Any, Literal, get_args
 import torch
 from torch.utils.data import DataLoader, Dataset, Sampler, default_collate
 
+from lightning_stocache.cache.store import gathers
 from lightning_stocache.loading.cached_source import CachedSource
 from lightning_stocache.loading.dataset import cached_source
 from lightning_stocache.loading.epoch import Epoch
@@ -138,10 +139,11 @@ class CachedLoader(DataLoader[Any]):
         what is done to samples after the cache        no workers    with workers
         =============================================  ============  ========================
         no cache                                       None          None
-        a `collate_fn` of the user's, or no batches    None          None
-        `in_order=False`                               None          None
+        no batches, or `in_order=False`                None          None
+        a `collate_fn` of the user's                   None          "worker" (None: "main")
         a transform for each                           None          "worker" (None: "main")
-        nothing                                        "main"        "main" ("worker")
+        nothing, to records                            None          "worker" (None: "main")
+        nothing, to rows                               "main"        "main" ("worker")
         =============================================  ============  ========================
 
         In brackets: with `gather="main"`, and with `gather="worker"`.
@@ -149,11 +151,11 @@ class CachedLoader(DataLoader[Any]):
         cached = self._cached()
         if cached is None or cached.cache is None:
             return None
-        if self.collate_fn is not default_collate or self.batch_sampler is None or not getattr(self, "in_order", True):
+        if self.batch_sampler is None or not getattr(self, "in_order", True):
             return None
         if self.num_workers and not knows_workers():
             return None
-        if cached.transforms:
+        if self.collate_fn is not default_collate or cached.transforms or not gathers(cached.cache):
             return "worker" if self.num_workers and self.gather != "main" else None
         return "worker" if self.gather == "worker" and self.num_workers else "main"
 

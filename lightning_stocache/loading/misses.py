@@ -1,7 +1,8 @@
 """Samples that are not to be read from a cache: loaded, checked, stored, and counted.
 
-Each is a miss if it has a slot, else a bypass. What is not of the cache's spec is odd: a bypass, never stored, with one
-warning for the dataset on the node. What has been loaded before the source raised is kept, too.
+Each is a miss if it has a slot, else a bypass, as is what finds no room in its slot. What is not of the cache's codec
+is odd: a bypass, never stored, with one warning for the dataset on the node. What has been loaded before the source
+raised is kept, too.
 """
 
 from __future__ import annotations
@@ -17,8 +18,9 @@ from torch.utils.data import Dataset
 
 from lightning_stocache.cache.codec import BatchRows, Parts
 from lightning_stocache.cache.counters import Counters, Matter
+from lightning_stocache.cache.field import UnsupportedSampleError
 from lightning_stocache.cache.spec import SampleMismatchError
-from lightning_stocache.cache.store import SampleStore
+from lightning_stocache.cache.store import SampleStore, gathers
 from lightning_stocache.loading.interrupts import LetThrough
 from lightning_stocache.source.generators import Generators
 from lightning_stocache.source.odd import Odd, warn_of_odd
@@ -100,16 +102,21 @@ class Misses:
         rows: Sequence[int] = (),
     ) -> None:
         """Store samples and count them at once; an odd one becomes an `Odd` in the list."""
-        cache, fills, misses = self.cache, 0, 0
+        cache, fills, misses, nbytes = self.cache, 0, 0, 0
         start = time.perf_counter_ns()
         step = max(_AT_ONCE // max(cache.codec.nbytes, 1), 1)
         try:
             for first in range(0, len(samples), step):
                 fitting: dict[int, Parts] = {}
+                numbers = range(first, min(first + step, len(samples)))
                 try:
-                    self._check(range(first, min(first + step, len(samples))), indices, samples, fitting)
+                    self._check(numbers, indices, samples, fitting)
                 finally:  # also what comes before one that is an error
                     contents = self._contents(fitting, batch, rows)
+                    nbytes += sum(part.nbytes for parts in contents for part in parts)
+                    nbytes += sum(
+                        cache.codec.least_bytes(samples[number]) for number in numbers if number not in fitting
+                    )
                     for stored in cache.put_many([indices[number] for number in fitting], contents):
                         misses += stored is not None
                         fills += stored is True
@@ -122,33 +129,34 @@ class Misses:
                     misses=misses * served,
                     bypasses=(len(samples) - misses) * served,
                     fills=fills,
-                    bytes_from_source=len(samples) * cache.codec.nbytes * served,
+                    bytes_from_source=nbytes * served,
                     source_ns=source_ns,
                     fill_ns=time.perf_counter_ns() - start,
                 )
 
     def _check(self, numbers: range, indices: list[int], samples: list[Any], fitting: dict[int, Parts]) -> None:
         """Encode those of the samples that are of the cache's spec, by their numbers; the others become `Odd`."""
-        codec = self.cache.codec
+        codec, has_room = self.cache.codec, self.cache.has_room
         for number in numbers:
             index, sample = indices[number], samples[number]
-            if type(sample) is Odd:
+            if type(sample) is Odd or not has_room(sample):
                 continue
             try:
                 fitting[number] = codec.encode(sample, index)
-            except SampleMismatchError as error:
+            except (SampleMismatchError, UnsupportedSampleError) as error:
                 self._let_pass(error)
                 samples[number] = Odd(index, sample, codec.is_alike(sample))
 
     def _contents(
         self, samples: Mapping[int, Parts], batch: BatchRows | None, rows: Sequence[int]
-    ) -> list[list[memoryview]]:
+    ) -> Sequence[Sequence[memoryview]]:
         """The bytes of encoded samples, which are copied to their rows of a batch if there is one."""
         parts, codec, count = list(samples.values()), self.cache.codec, len(samples)
         if batch is not None and parts:
             return batch.put_many([rows[number] for number in samples], parts)
-        if count < 2:
+        if count < 2 or not gathers(self.cache):
             return [codec.contents(part) for part in parts]
+        codec = self.cache.codec
         # A copy of many small ones at once costs less than a view of each.
         memory = [np.empty(size, dtype=np.uint8) for size in codec.sizes(count)]
         return codec.rows(lambda: memory, count).put_many(range(count), parts)
@@ -165,12 +173,16 @@ class Misses:
         for number, (index, sample) in enumerate(zip(indices, samples, strict=False)):
             samples[number] = Odd(index, sample, self.cache.codec.is_alike(sample))
 
-    def _let_pass(self, error: SampleMismatchError) -> None:
+    def _let_pass(self, error: SampleMismatchError | UnsupportedSampleError) -> None:
         """Say, once for this dataset on the node, that an odd sample is not cached; or raise it."""
         if self._strict:
             raise error
         if _is_first(self._counters, "odd sample"):
             warn_of_odd(self.source, str(error))
+
+
+def _plain(sample: Any) -> Any:
+    return sample.sample if type(sample) is Odd else sample
 
 
 def _is_first(counters: Counters | None, matter: Matter) -> bool:

@@ -156,7 +156,7 @@ class BatchPlanner:
 
     def _request_missing(self, plan: BatchPlan, places: Integers, workers: WorkerPool) -> None:
         """Gather what is READY into memory that a worker can write to, and have the rest put there."""
-        sizes, place = self._resources.cache.codec.sizes(len(places)), None
+        sizes, place = self._resources.rows.codec.sizes(len(places)), None
         shared = self._resources.pool.take_shared(sizes)
         if shared is not None:
             rows = shared.fields(sizes)

@@ -16,7 +16,7 @@ samples hold other things than dicts, lists, tuples, numbers, strings, arrays an
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 from typing import Any, NamedTuple
 
@@ -26,6 +26,7 @@ import torch
 from torch.utils.data import Dataset, default_collate
 
 from lightning_stocache.cache.codec import aligned
+from lightning_stocache.cache.store import gathers
 from lightning_stocache.loading.batch_pool import BatchPool
 from lightning_stocache.loading.cached_source import CachedSource
 from lightning_stocache.loading.dataset import cached_source
@@ -35,6 +36,9 @@ from lightning_stocache.loading.stand_in import cached_in
 from lightning_stocache.torch_internals import collate, default_collate_fn_map
 
 __all__ = ["BatchRequest", "Collated", "MissingRows", "Reply", "Responder", "Written", "unpacked"]
+
+
+_SMALL = 4096  # bytes; what is smaller travels in the message
 
 
 class BatchRequest(list[Any]):
@@ -98,10 +102,11 @@ class Responder(Dataset[Any]):
 
     Args:
         dataset: the loader's, a CachedDataset or what stands for one.
+        collate_fn: the loader's.
     """
 
-    def __init__(self, dataset: Any) -> None:
-        self.dataset = dataset
+    def __init__(self, dataset: Any, collate_fn: Callable[[list[Any]], Any] = default_collate) -> None:
+        self.dataset, self.collate_fn = dataset, collate_fn
         self.attached = Attached()
 
     def __getitems__(self, request: BatchRequest) -> Reply:
@@ -118,6 +123,7 @@ class Responder(Dataset[Any]):
         if cache is None:
             return Collated(default_collate(_uncached(cached, request)), counted=True)
         assert missing is not None
+        assert gathers(cache)
         samples, places = len(request.of_batch), list(missing)
         memory = self.attached.fields(request.place, cache.codec.sizes(samples))
         in_place = memory is not None
@@ -127,19 +133,24 @@ class Responder(Dataset[Any]):
         if odd := cached.load_into(cache.codec.rows(lambda: memory, samples), request, places):
             rows = cache.codec.split([field.copy() for field in memory], samples)
             came = {at: odd.get(place, rows[place]) for at, place in zip(missing, places, strict=True)}
-            whole = [came[at] if at in came else cache.get(index) for at, index in enumerate(request.of_batch)]
-            return Collated(default_collate(whole))
+            ready = [at for at in range(len(request.of_batch)) if at not in came]
+            found = cache.lookup(np.array([request.of_batch[at] for at in ready], dtype=np.int64))
+            came |= zip(ready, cache.read(found), strict=True)
+            return Collated(default_collate([came[at] for at in range(len(request.of_batch))]))
         return None if in_place else MissingRows([field.reshape(samples, -1) for field in memory])
 
     def _whole(self, cached: CachedSource, request: BatchRequest) -> Reply:
         """Make a whole batch, in the memory that came with the request."""
         rows = Rows(self.attached.segment(request.place), len(request))
+        if self.collate_fn is not default_collate:
+            batch = self.collate_fn(list(cached.samples(request)))
+            return _written(batch, rows) if is_plain(batch) else Collated(batch, counted=True)
         samples = [rows.put(number, sample) for number, sample in enumerate(cached.samples(request))]
         if not samples or not is_plain(samples[0]):
             return Collated(default_collate(samples), counted=True)
         stack = Stack(rows)
         batch = collate(samples, collate_fn_map=default_collate_fn_map | {torch.Tensor: stack})
-        return Written(rebuilt(batch, lambda leaf: _sent(leaf) if is_dense(leaf) else leaf))
+        return _written(batch, rows)
 
 
 def unpacked(written: Written, shared: SharedBatch | None, pool: BatchPool) -> Any:
@@ -161,6 +172,20 @@ def unpacked(written: Written, shared: SharedBatch | None, pool: BatchPool) -> A
     batch = rebuilt(written.batch, arrived)
     pool.expect(size)
     return batch
+
+
+def _written(batch: Any, rows: Rows) -> Written:
+    """A batch as a message: its tensors lie in the memory of the batch as far as there is room, the others with it."""
+    known: dict[int, InMemory | _Sent] = {}  # a tensor that is there twice is one for who gets it, too
+
+    def kept(leaf: Any) -> Any:
+        if not is_dense(leaf) or not leaf.is_contiguous():
+            return leaf
+        if id(leaf) not in known:
+            known[id(leaf)] = (rows.keep(leaf) if leaf.nbytes > _SMALL else None) or _sent(leaf)
+        return known[id(leaf)]
+
+    return Written(rebuilt(batch, kept))
 
 
 def _sent(tensor: torch.Tensor) -> _Sent:

@@ -17,7 +17,7 @@ from torch.utils.data import DataLoader
 
 from lightning_stocache.cache.codec import Memory
 from lightning_stocache.cache.placement import Integers
-from lightning_stocache.cache.store import NO_PLACE, SampleStore
+from lightning_stocache.cache.store import NO_PLACE, RowSampleStore, SampleStore, gathers
 from lightning_stocache.loading.batch_pool import BatchPool
 from lightning_stocache.loading.collate import Collator
 from lightning_stocache.loading.interrupts import HeldBack
@@ -49,7 +49,7 @@ class Resources:
     def __init__(self, loader: DataLoader[Any], cache: SampleStore, route: Route) -> None:
         self.cache, self.route = cache, route
         self.pins = loader.pin_memory and torch.cuda.is_available()
-        self.collator = Collator(cache.codec, self.pins) if route == "main" else None
+        self.collator = Collator(self.rows.codec, self.pins) if route == "main" else None
         self.persistent = loader.persistent_workers and loader.num_workers > 0
         self.workers: WorkerPool | None = None
         shared = under_way(loader) + _SLACK if loader.num_workers else 0
@@ -58,6 +58,12 @@ class Resources:
         self._gather_ns = 0  # written by who gathers, and the next by who counts: these may be two threads
         self._told_ns = 0
         self._pid = os.getpid()
+
+    @property
+    def rows(self) -> RowSampleStore:
+        """The cache where the main process puts batches together, which it does by gathering rows."""
+        assert gathers(self.cache)
+        return self.cache
 
     @property
     def full(self) -> bool:
@@ -72,7 +78,7 @@ class Resources:
         """The samples of READY places in the memory of a batch, by default in private one."""
         start = time.perf_counter_ns()
         memory = self._private(len(places)) if into is None else into
-        self.cache.gather(places, memory)
+        self.rows.gather(places, memory)
         # One thread at a time, but after an interrupted wait, which may cost a few.
         self._gather_ns += time.perf_counter_ns() - start
         return memory
@@ -102,7 +108,7 @@ class Resources:
         return private
 
     def _private(self, samples: int) -> Memory:
-        return self.pool.take(self.cache.codec.sizes(samples))
+        return self.pool.take(self.rows.codec.sizes(samples))
 
     def end_broken_workers(self) -> None:
         """End workers that another epoch could not use: one was killed, or Ctrl-C came while they were called back."""

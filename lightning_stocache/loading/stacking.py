@@ -74,14 +74,17 @@ class Rows:
 
     def make(self, first: Any, samples: int) -> tuple[InMemory, torch.Tensor] | None:
         """Memory for so many tensors such as this one; None if it is full, or if this is no dense tensor."""
-        if self._segment is None or not is_dense(first):
+        if not is_dense(first):
             return None
-        size = first.numel() * first.element_size() * samples
-        if not size or self._end + size > self._segment.size:
+        return self._make(first.dtype, (samples, *first.shape), first.nbytes * samples)
+
+    def keep(self, tensor: torch.Tensor) -> InMemory | None:
+        """Where a copy of a dense tensor lies now; None if there is no room left."""
+        made = self._make(tensor.dtype, tuple(tensor.shape), tensor.nbytes)
+        if made is None:
             return None
-        place = InMemory(self._end, first.dtype, (samples, *first.shape))
-        self._end += aligned(size)
-        return place, self._segment.bytes(place.offset, size).view(place.dtype).view(place.shape)
+        made[1].copy_(tensor)
+        return made[0]
 
     def found(self, leaves: list[torch.Tensor]) -> InMemory | None:
         """Where these tensors lie, if they are the rows of one."""
@@ -91,6 +94,13 @@ class Rows:
             if all(leaf.data_ptr() == row.data_ptr() for leaf, row in zip(leaves, room.rows, strict=True)):
                 return room.place
         return None
+
+    def _make(self, dtype: torch.dtype, shape: tuple[int, ...], size: int) -> tuple[InMemory, torch.Tensor] | None:
+        if self._segment is None or not size or self._end + size > self._segment.size:
+            return None
+        place = InMemory(self._end, dtype, shape)
+        self._end += aligned(size)
+        return place, self._segment.bytes(place.offset, size).view(dtype).view(shape)
 
     def _open(self, leaf: Any) -> None:
         made = self.make(leaf, self._samples)
@@ -123,7 +133,7 @@ def is_plain(node: Any) -> bool:
     kind = type(node)
     if kind in (dict, OrderedDict):
         return all(map(is_plain, node.values()))
-    if isinstance(node, torch.Tensor | np.ndarray | np.generic | int | float | str | bytes):
+    if node is None or isinstance(node, torch.Tensor | np.ndarray | np.generic | int | float | str | bytes):
         return kind is torch.Tensor or not isinstance(node, torch.Tensor) or kind not in default_collate_fn_map
     walked = kind in (list, tuple) or (isinstance(node, tuple) and hasattr(kind, "_fields"))
     return walked and kind not in default_collate_fn_map and all(map(is_plain, node))

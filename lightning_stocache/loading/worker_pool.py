@@ -71,7 +71,7 @@ class WorkerPool:
         self._feed = _Feed()
         self.most = under_way(loader)
         fed: DataLoader[Any] = DataLoader(
-            Responder(loader.dataset),
+            Responder(loader.dataset, loader.collate_fn),
             batch_sampler=self._feed,
             num_workers=loader.num_workers,
             collate_fn=_as_it_is,

@@ -11,7 +11,7 @@ import os
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 
-from lightning_stocache.cache.spec import SampleSpec
+from lightning_stocache.cache.codec import SampleCodec
 from lightning_stocache.node.budget import Budget, format_bytes
 from lightning_stocache.node.files import Backend, memory_directory
 from lightning_stocache.node.free import FreeMemory
@@ -42,7 +42,7 @@ class Allocation:
 
 def allocate(
     requests: Sequence[CacheRequest],
-    specs: Sequence[SampleSpec | None],
+    codecs: Sequence[SampleCodec | None],
     budgets: Mapping[str, Budget],
     ranks: int,
     choice: BackendChoice = "auto",
@@ -55,7 +55,7 @@ def allocate(
 
     Args:
         requests: what is to be cached.
-        specs: what the samples of each look like; None for what is not to be cached after all.
+        codecs: what the samples of each look like; None for what is not to be cached after all.
         budgets: the budget of every pot, in the order in which they are served.
         ranks: ranks on this node, each of which has loaders of its own.
         choice: kind of segment. "auto" is /dev/shm, or a memfd where /dev/shm is short of what memory allows (Docker).
@@ -68,10 +68,10 @@ def allocate(
     def divide(directory: str | None) -> Allocation:
         free = FreeMemory.measure(directory)
         reserves = [
-            _reserve(request, spec, ranks, worker_bytes, free.own)
-            for request, spec in zip(requests, specs, strict=True)
+            _reserve(request, codec, ranks, worker_bytes, free.own)
+            for request, codec in zip(requests, codecs, strict=True)
         ]
-        return _divide(requests, specs, budgets, ranks, free, reserves, later)
+        return _divide(requests, codecs, budgets, ranks, free, reserves, later)
 
     division = divide(None if choice == "memfd" else memory_directory())
     if choice != "auto":
@@ -85,7 +85,7 @@ def allocate(
 
 def _divide(
     requests: Sequence[CacheRequest],
-    specs: Sequence[SampleSpec | None],
+    codecs: Sequence[SampleCodec | None],
     budgets: Mapping[str, Budget],
     ranks: int,
     free: FreeMemory,
@@ -97,18 +97,19 @@ def _divide(
     kept_back = loaders + later
     for pot, budget in budgets.items():
         members = [
-            (number, request, spec, request.length * spec.slot_bytes)
-            for number, (request, spec) in enumerate(zip(requests, specs, strict=True))
-            if request.pot == pot and spec is not None
+            (number, request, codec, _size(request, codec, budget))
+            for number, (request, codec) in enumerate(zip(requests, codecs, strict=True))
+            if request.pot == pot and codec is not None
         ]
         if not members:
             continue
         size = sum(nbytes for *_, nbytes in members)
         given = grant(budget, size, free, kept_back, ranks)
         kept_back += Reserve(files=given.bytes)
-        for number, _, spec, nbytes in members:
+        for number, request, codec, nbytes in members:
             granted[number] = given.bytes * nbytes // size
-            slots[number] = granted[number] // spec.slot_bytes
+            room = max(granted[number] - codec.fixed_bytes, 0)
+            slots[number] = min(room // codec.slot_bytes, request.length)
         got, samples = sum(slots[number] for number, *_ in members), sum(request.length for _, request, *_ in members)
         if given.limited_by is not None or not got:
             whose = f" ({pot})" if pot else ""
@@ -123,13 +124,19 @@ def _divide(
     return Allocation(tuple(slots), tuple(granted), None, tuple(warnings), keep_free)
 
 
-def _reserve(request: CacheRequest, spec: SampleSpec | None, ranks: int, worker_bytes: int, own: int) -> Reserve:
+def _size(request: CacheRequest, codec: SampleCodec, budget: Budget) -> int:
+    """Bytes for the whole dataset: what is meant by a part of it is a part of the samples; for all, all must fit."""
+    part = budget.unit == "% of dataset" and budget.amount < 100
+    return request.length * (codec.slot_bytes if part else codec.most_slot_bytes) + codec.fixed_bytes
+
+
+def _reserve(request: CacheRequest, codec: SampleCodec | None, ranks: int, worker_bytes: int, own: int) -> Reserve:
     """What the request's loaders need on this node."""
     loader = request.reader
-    if loader is None or spec is None:
+    if loader is None or codec is None:
         return Reserve()
     return loader_reserve(
-        loader.batch_size * spec.nbytes,
+        loader.batch_size * codec.nbytes,
         loader.num_workers,
         loader.prefetch_factor,
         ranks,

@@ -28,12 +28,15 @@ from typing import Any, cast
 import torch
 from torch.utils.data import DataLoader, IterableDataset, get_worker_info
 
+from lightning_stocache.cache.codec import SampleCodec
 from lightning_stocache.cache.field import UnsupportedSampleError
-from lightning_stocache.cache.spec import SampleMismatchError, SampleSpec
+from lightning_stocache.cache.records import RecordCodec
+from lightning_stocache.cache.spec import SampleMismatchError
+from lightning_stocache.setup.codec_choice import choose_codec
 from lightning_stocache.setup.request import CacheRequest
 from lightning_stocache.source.access import batch_reader
 from lightning_stocache.source.generators import Generators, owned_generators, reachable
-from lightning_stocache.source.random_split import split
+from lightning_stocache.source.random_split import split, spread
 from lightning_stocache.source.transform_split import Cut
 from lightning_stocache.torch_internals import set_worker_dataset, shut_down
 
@@ -46,18 +49,18 @@ _BY_HAND = (
     "the cache; allow_random=True freezes its first draw."
 )
 _UNSENDABLE = b""
+_FROZEN = 4  # samples that are read of a source which is to be cached as it is
 _QUICK = 28  # indices that are read besides the first four, where that is quick
-_ODD = 0.25  # share of the samples that may differ from the first: one by one they pass through
 TOLD_SECONDS = 10.0  # after which the look says what it waits for
 PATIENCE_SECONDS = 30.0  # without a read that has ended
 
 
 @dataclass(frozen=True)
 class Finding:
-    """What has been seen of a source; plain values, which travel to other processes. Without a spec, nothing is cached.
+    """What has been seen of a source; it can be sent to other processes. Without a codec, nothing is cached.
 
     Args:
-        spec: what a sample looks like.
+        codec: between its samples and bytes.
         cut: where the transform is cut; None if nothing is random.
         reason: why the source passes through uncached, in words.
         odd: of a sample that differs from the first where most do not, in words; it will pass through.
@@ -65,7 +68,7 @@ class Finding:
         worker_bytes: memory that the process which read them had for itself; None if it was this one.
     """
 
-    spec: SampleSpec | None = None
+    codec: SampleCodec | None = None
     cut: Cut | None = None
     reason: str | None = None
     odd: str | None = None
@@ -77,8 +80,8 @@ def look(request: CacheRequest) -> Finding:
     """Look at the source of a request.
 
     Raises:
-        UnsupportedSampleError: (`strict`) a sample holds something that has no fixed size.
-        SampleMismatchError: (`strict`) the samples differ in shape, dtype or structure.
+        UnsupportedSampleError: (`strict`) a sample holds something that cannot be kept as bytes.
+        SampleMismatchError: (`strict`, rows) the samples differ in shape, dtype or structure.
         Exception: (`strict`) what the source itself raises.
     """
     if request.spec is not None:
@@ -133,7 +136,9 @@ def _find(request: CacheRequest, told: Callable[[int], None] = lambda index: Non
         before = generators.state()
         told(0)
         try:
-            return Finding(SampleSpec.infer(source[0]), reads=1)
+            indices = spread(request.length, _FROZEN)
+            choice = choose_codec(indices, [source[index] for index in indices], request.layout)
+            return Finding(choice.codec, odd=choice.odd, reads=len(indices))
         finally:
             generators.restore(before)
     parts = split(source, quick=_QUICK, told=told)
@@ -146,16 +151,11 @@ def _find(request: CacheRequest, told: Callable[[int], None] = lambda index: Non
         if not isinstance(came, Sequence) or isinstance(came, str) or len(came) != 2:
             reason = "its __getitems__ gives whole batches, not a list of one sample per index"
             return Finding(reason=reason, reads=reads)
-    spec = SampleSpec.infer(parts.samples[0])
-    odd: list[SampleMismatchError] = []
-    for index, sample in zip(parts.indices, parts.samples, strict=True):
-        try:
-            spec.encode(sample, index)
-        except SampleMismatchError as error:
-            odd.append(error)
-    if len(odd) > len(parts.samples) * _ODD:
-        raise odd[0]
-    return Finding(spec, parts.cut, odd=str(odd[0]) if odd else None, reads=reads)
+    choice = choose_codec(parts.indices, parts.samples, request.layout, parts.cut)
+    codec = choice.codec
+    if request.name is not None and isinstance(codec, RecordCodec):  # others may write there
+        codec = codec.admitting(parts.samples)
+    return Finding(codec, parts.cut, odd=choice.odd, reads=reads)
 
 
 def _start(request: CacheRequest) -> tuple[Iterator[bytes], torch.Tensor] | None:

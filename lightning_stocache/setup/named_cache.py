@@ -18,9 +18,10 @@ from typing import Any
 import torch
 from torch.utils.data import Dataset, Subset
 
-from lightning_stocache.cache.compat import SharedCache
+from lightning_stocache.cache.codec import SampleCodec
 from lightning_stocache.cache.placement import Arc, Ring
-from lightning_stocache.cache.spec import SampleSpec
+from lightning_stocache.cache.segment_store import SegmentStore
+from lightning_stocache.cache.stores import store_for
 from lightning_stocache.node.budget import Budget
 from lightning_stocache.node.files import memory_directory
 from lightning_stocache.node.free import FreeMemory
@@ -42,25 +43,25 @@ class FingerprintError(ValueError):
     """What lies under the name of a cache is not what is to be cached."""
 
 
-def fingerprint(request: CacheRequest, spec: SampleSpec) -> dict[str, str | int]:
+def fingerprint(request: CacheRequest, codec: SampleCodec) -> dict[str, str | int]:
     """What must be the same in two jobs that share a named cache, as plain values.
 
     Example:
+        >>> from lightning_stocache import SampleSpec
         >>> numbers = CacheRequest([1, 2, 3], name="numbers", fingerprint="v2")
         >>> fingerprint(numbers, SampleSpec.infer(1))
         {'dataset': 'builtins.list', 'length': 3, 'spec': 'sample: int', 'fingerprint': 'v2'}
     """
-    fields = (f"{field.path or 'sample'}: {field}" for field in spec.fields)
     frozen = " (allow_random)" if request.allow_random else ""  # its first draw is kept, which a split source's is not
     return {
         "dataset": _short(_identity(request.source) + frozen),
         "length": request.length,
-        "spec": _short("; ".join(fields)),
+        "spec": _short(codec.title),
         "fingerprint": _short(str(request.fingerprint)),
     }
 
 
-def join_cache(request: CacheRequest, spec: SampleSpec) -> SharedCache | None:
+def join_cache(request: CacheRequest, codec: SampleCodec) -> SegmentStore[Any] | None:
     """The cache that lies under the request's name, or None if there is none.
 
     Raises:
@@ -70,11 +71,20 @@ def join_cache(request: CacheRequest, spec: SampleSpec) -> SharedCache | None:
     """
     assert request.name is not None
     joined = join_named(request.name)
-    return None if joined is None else _over(request, spec, *joined)
+    return None if joined is None else _over(request, codec, *joined)
 
 
-def open_cache(request: CacheRequest, spec: SampleSpec, arc: Arc, budget: Budget) -> SharedCache:
+def open_cache(
+    request: CacheRequest, codec: SampleCodec, arc: Arc, budget: Budget, granted: int = 0
+) -> SegmentStore[Any]:
     """Make the cache of the request's name, with an arc; or join it, if another job has just made it.
+
+    Args:
+        request: what is to be cached.
+        codec: what its samples look like.
+        arc: which of them have a slot on this node.
+        budget: what the job was given to spend.
+        granted: bytes that the cache may take.
 
     Raises:
         FingerprintError: that is the cache of something else, or (strict) of another budget.
@@ -85,10 +95,11 @@ def open_cache(request: CacheRequest, spec: SampleSpec, arc: Arc, budget: Budget
     whose = {
         "dataset": printable(request.title, _TITLE),
         "budget": str(budget),
-        "fingerprint": fingerprint(request, spec),
+        "fingerprint": fingerprint(request, codec),
     }
     try:
-        cache = _over(request, spec, *open_named(request.name, *SharedCache.layout(spec, arc, whose)))
+        layout = store_for(codec).layout(codec, arc, whose, granted=granted)
+        cache = _over(request, codec, *open_named(request.name, *layout))
     except OSError:
         clean(request.name)  # unless another job uses it: an empty cache of this size is no use to the next one
         raise
@@ -101,19 +112,19 @@ def open_cache(request: CacheRequest, spec: SampleSpec, arc: Arc, budget: Budget
 
 
 def join_caches(
-    requests: Sequence[CacheRequest], specs: Sequence[SampleSpec | None], budgets: Mapping[str, Budget]
-) -> dict[int, SharedCache]:
+    requests: Sequence[CacheRequest], codecs: Sequence[SampleCodec | None], budgets: Mapping[str, Budget]
+) -> dict[int, SegmentStore[Any]]:
     """The named caches that exist, by the number of their request; errors as in `open_cache`, and none stays open."""
-    joined: dict[int, SharedCache] = {}
+    joined: dict[int, SegmentStore[Any]] = {}
     try:
-        for number, (request, spec) in enumerate(zip(requests, specs, strict=True)):
-            if request.name is None or spec is None:
+        for number, (request, codec) in enumerate(zip(requests, codecs, strict=True)):
+            if request.name is None or codec is None:
                 continue
-            if (cache := join_cache(request, spec)) is not None:
+            if (cache := join_cache(request, codec)) is not None:
                 joined[number] = cache
         if joined:
             held = sum(cache.memory_bytes for cache in joined.values())
-            asked = _asked_for(requests, specs, budgets, held)
+            asked = _asked_for(requests, codecs, budgets, held)
             for number, cache in joined.items():
                 _compare(requests[number], cache, budgets[requests[number].pot], asked[number])
     except BaseException:
@@ -136,14 +147,14 @@ def rings_as_they_are(rings: Sequence[Ring], arcs: Sequence[Sequence[Arc | None]
     ]
 
 
-def _over(request: CacheRequest, spec: SampleSpec, segment: Segment, manifest: Manifest) -> SharedCache:
+def _over(request: CacheRequest, codec: SampleCodec, segment: Segment, manifest: Manifest) -> SegmentStore[Any]:
     assert request.name is not None
     try:
-        ours = fingerprint(request, spec)
+        ours = fingerprint(request, codec)
         if manifest.fingerprint != ours:
             raise FingerprintError(_refusal(request, manifest.fingerprint, ours))
         try:
-            return SharedCache.found(segment, spec, manifest.geometry, request.length)
+            return store_for(codec).found(segment, codec, manifest.geometry, request.length)
         except ValueError as error:
             raise ManifestError(f"the cache {request.name!r} is damaged: {error}. {way_out(request.name)}") from None
     except BaseException:
@@ -152,29 +163,30 @@ def _over(request: CacheRequest, spec: SampleSpec, segment: Segment, manifest: M
 
 
 def _asked_for(
-    requests: Sequence[CacheRequest], specs: Sequence[SampleSpec | None], budgets: Mapping[str, Budget], held: int
+    requests: Sequence[CacheRequest], codecs: Sequence[SampleCodec | None], budgets: Mapping[str, Budget], held: int
 ) -> list[int]:
     """The slots per request that the budgets ask for, if the caches that exist were made anew.
 
     Args:
         requests: what is to be cached.
-        specs: what the samples of each look like; None for what is not to be cached.
+        codecs: what the samples of each look like; None for what is not to be cached.
         budgets: per pot.
         held: bytes that the caches hold, and which a new one would find free.
     """
     sizes = [
-        0 if spec is None else request.length * spec.slot_bytes for request, spec in zip(requests, specs, strict=True)
+        0 if codec is None else request.length * codec.slot_bytes
+        for request, codec in zip(requests, codecs, strict=True)
     ]
     free = FreeMemory.measure(memory_directory()).bytes + held
     slots = []
-    for request, spec, size in zip(requests, specs, sizes, strict=True):
+    for request, codec, size in zip(requests, codecs, sizes, strict=True):
         pot = sum(other for other, member in zip(sizes, requests, strict=True) if member.pot == request.pot)
         wanted = min(budgets[request.pot].wanted(pot, free), pot)
-        slots.append(0 if spec is None else wanted * size // max(pot, 1) // spec.slot_bytes)
+        slots.append(0 if codec is None else wanted * size // max(pot, 1) // codec.slot_bytes)
     return slots
 
 
-def _compare(request: CacheRequest, cache: SharedCache, budget: Budget, slots: int) -> None:
+def _compare(request: CacheRequest, cache: SegmentStore[Any], budget: Budget, slots: int) -> None:
     """Tell a job that its budget does not count, where that makes a difference.
 
     A cache that was made under the same words may have found less memory than they asked for.

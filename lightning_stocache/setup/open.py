@@ -21,12 +21,15 @@ import logging
 import sys
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
+from typing import Any
 
-from lightning_stocache.cache.compat import SharedCache
+from lightning_stocache.cache.codec import SampleCodec
 from lightning_stocache.cache.counters import Counters
 from lightning_stocache.cache.placement import Arc, Ring
-from lightning_stocache.cache.row_store import StoreHandle
-from lightning_stocache.cache.spec import SampleSpec
+from lightning_stocache.cache.record_store import slots_for
+from lightning_stocache.cache.records import RecordCodec
+from lightning_stocache.cache.segment_store import SegmentStore, StoreHandle
+from lightning_stocache.cache.stores import attach_store, store_for
 from lightning_stocache.node.budget import Budget
 from lightning_stocache.node.files import Backend
 from lightning_stocache.node.group import NodeGroup
@@ -105,17 +108,17 @@ def open_caches(
     )
     ranks = len(group.nodes[group.node])
     joined = group.together(
-        lambda: join_caches(requests, [found.spec for found in findings], budgets) if group.is_leader else {}
+        lambda: join_caches(requests, [found.codec for found in findings], budgets) if group.is_leader else {}
     )
     promised = sum(cache.promised_bytes for cache in joined.values())
-    specs = [None if number in joined else found.spec for number, found in enumerate(findings)]
+    codecs = [None if number in joined else found.codec for number, found in enumerate(findings)]
     if named := any(request.name is not None for request in requests):
         backend = "tmpfile"  # where names are
     worker_bytes = max((found.worker_bytes or 0 for found in findings), default=0)
     plan = group.lead(
         lambda: allocate(
             requests,
-            specs,
+            codecs,
             budgets,
             ranks,
             backend,
@@ -137,7 +140,10 @@ def open_caches(
         made = []
         for number, (request, found, ring) in enumerate(zip(requests, findings, rings, strict=True)):
             cache, budget, arc = joined.pop(number, None), budgets[request.pot], ring.arcs[group.node]
-            made.append(_Segments.make(request, found.spec, arc, group, kind, cache, budget))
+            granted = plan.granted[number]
+            if isinstance(found.codec, RecordCodec) and len(group.nodes) == 1 and arc.slots:
+                arc = replace(arc, slots=slots_for(granted, found.codec, request.length))
+            made.append(_Segments.make(request, found.codec, arc, group, kind, cache, budget, granted))
         for segments, nbytes in zip(made, plan.keep_free, strict=True):
             if segments.cache is not None:
                 segments.cache.keep_free(nbytes)
@@ -205,7 +211,7 @@ class _Address:
         counters = Counters(Segment.attach(self.counters), rank)
         if self.cache is None:
             return _Segments(counters, None)
-        return _Segments(counters, SharedCache.attach(self.cache), self.keeps_name)
+        return _Segments(counters, attach_store(self.cache), self.keeps_name)
 
 
 @dataclass(frozen=True)
@@ -213,27 +219,28 @@ class _Segments:
     """The segments of one request, open in this process."""
 
     counters: Counters | None
-    cache: SharedCache | None
+    cache: SegmentStore[Any] | None
     keeps_name: bool = False
 
     @classmethod
     def make(
         cls,
         request: CacheRequest,
-        spec: SampleSpec | None,
+        codec: SampleCodec | None,
         arc: Arc,
         group: NodeGroup,
         backend: Backend | None,
-        joined: SharedCache | None,
+        joined: SegmentStore[Any] | None,
         budget: Budget,
+        granted: int,
     ) -> _Segments:
         cache = joined
-        if spec is not None and request.name is not None:
+        if codec is not None and request.name is not None:
             if cache is None:  # it may have come since, or this is the second try
-                cache = open_cache(request, spec, arc, budget) if arc.slots else join_cache(request, spec)
-        elif spec is not None and arc.slots:
+                cache = open_cache(request, codec, arc, budget, granted) if arc.slots else join_cache(request, codec)
+        elif codec is not None and arc.slots:
             whose = {"dataset": printable(request.title, _LONGEST), "node": group.node, "nodes": len(group.nodes)}
-            cache = SharedCache.create(spec, arc, backend, whose)
+            cache = store_for(codec).create(codec, arc, backend, whose, granted=granted)
         return cls(Counters.create(group.rank, backend), cache, request.name is not None)
 
     @property
@@ -243,9 +250,7 @@ class _Segments:
 
     def bytes_of(self, granted: int) -> int:
         """The memory that the cache may take: what was granted, or what a named one was made with."""
-        if self.cache is None or not self.keeps_name:
-            return granted
-        return self.cache.granted_bytes
+        return granted if self.cache is None or not self.keeps_name else self.cache.granted_bytes
 
     def unlink(self) -> None:
         for part in (self.counters, None if self.keeps_name else self.cache):

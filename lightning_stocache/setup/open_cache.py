@@ -10,9 +10,9 @@ from typing import Any
 
 from torch.utils.data import Dataset
 
-from lightning_stocache.cache.compat import SharedCache
 from lightning_stocache.cache.counters import Counters
 from lightning_stocache.cache.placement import Ring
+from lightning_stocache.cache.segment_store import SegmentStore
 from lightning_stocache.node.budget import format_bytes
 from lightning_stocache.node.group import NodeGroup
 from lightning_stocache.setup.request import CacheRequest
@@ -44,7 +44,7 @@ class OpenCache:
     request: CacheRequest
     source: Dataset[Any]
     tail: Callable[[Any], Any] | None = None
-    cache: SharedCache | None = None
+    cache: SegmentStore[Any] | None = None
     counters: Counters | None = None
     ring: Ring | None = None
     group: NodeGroup = field(default_factory=NodeGroup)
@@ -58,7 +58,7 @@ class OpenCache:
         return cls(request, request.source, group=NodeGroup() if group is None else group)
 
     @property
-    def live_cache(self) -> SharedCache | None:
+    def live_cache(self) -> SegmentStore[Any] | None:
         """The cache, unless this process has closed it."""
         return None if self.cache is None or self.cache.closed else self.cache
 
@@ -77,6 +77,11 @@ class OpenCache:
         # It is built in another way: the tail would not find its places. It comes anew, from the whole source.
         whole: Any = self.request.source
         return whole[sample.index] if batch_reader(self.source) is None else whole.__getitems__([sample.index])[0]
+
+    def count(self, **counts: int) -> None:
+        """Count what has been served or filled, by the names of `Counts`."""
+        if self.counters is not None:
+            self.counters.add(**counts)
 
     def describe(self) -> str:
         """One line on what is cached, for people; with several nodes, on which one, and its arc of the ring."""

@@ -5,17 +5,19 @@ from __future__ import annotations
 from collections.abc import Callable, Sized
 from dataclasses import dataclass
 from multiprocessing.context import BaseContext
-from typing import Literal, cast
+from typing import Literal, cast, get_args
 
 from torch.utils.data import Dataset
 
+from lightning_stocache.cache.records import RecordCodec
 from lightning_stocache.cache.spec import SampleSpec
 from lightning_stocache.node.budget import Budget
 from lightning_stocache.node.named import check_name
 
-__all__ = ["BackendChoice", "CacheRequest", "LoaderSettings"]
+__all__ = ["BackendChoice", "CacheRequest", "Layout", "LoaderSettings"]
 
 BackendChoice = Literal["auto", "tmpfile", "memfd", "file"]
+Layout = Literal["auto", "rows", "records"]
 
 _AUTO = Budget.parse("auto")
 
@@ -62,24 +64,28 @@ class CacheRequest:
         name: under which its cache outlives the job.
         fingerprint: what the user says of the contents, compared where the name exists.
         strict: whether what cannot be cached is an error, not passed through with a warning.
+        layout: whether samples are to lie as rows or as records; "auto": as what is seen of them allows.
 
     Raises:
         TypeError: spec or fingerprint is of another type.
-        ValueError: the name cannot be one.
+        ValueError: the name cannot be one, or the layout is none of its choices.
     """
 
     source: Dataset[object]
     pot: str = "train"
     budget: Budget = _AUTO
-    spec: SampleSpec | None = None
+    spec: SampleSpec | RecordCodec | None = None
     allow_random: bool = False
     reader: LoaderSettings | None = None
     name: str | None = None
     fingerprint: str = ""
     strict: bool = False
+    layout: Layout = "auto"
 
     def __post_init__(self) -> None:
-        if self.spec is not None and not isinstance(self.spec, SampleSpec):
+        if self.layout not in get_args(Layout):
+            raise ValueError(f"layout must be 'auto', 'rows' or 'records', got {self.layout!r}")
+        if self.spec is not None and not isinstance(self.spec, SampleSpec | RecordCodec):
             raise TypeError(f"spec must be a SampleSpec, as SampleSpec.infer(sample) makes it; got {self.spec!r}")
         if not isinstance(self.fingerprint, str):
             raise TypeError(f"fingerprint must be a string, got {self.fingerprint!r}")

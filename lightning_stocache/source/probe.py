@@ -14,7 +14,8 @@ Whoever makes a Probe puts the generators back at the end: `probe.generators.res
 from __future__ import annotations
 
 import sys
-from collections.abc import Callable, Iterator, Mapping
+from collections import UserDict
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from typing import Any, cast
 
@@ -22,7 +23,11 @@ import numpy as np
 import torch
 from torch.utils.data import Dataset, get_worker_info
 
+from lightning_stocache.cache.pickling import canonical_bytes
 from lightning_stocache.source.generators import ENTROPY, Generators, owned_generators
+
+_PLAIN = (str, bytes, int, bool, type(None))
+_DICTS = (dict, UserDict)  # other mappings may not be iterated, or make their values anew
 
 __all__ = ["Path", "Probe", "Read", "bits", "is_pil", "sign", "walk"]
 
@@ -105,7 +110,7 @@ def sign(first: Read, second: Read) -> str | None:
 def walk(node: Any, path: Path = ()) -> Iterator[tuple[Path, Any]]:
     """Every container and leaf of a sample with its path."""
     yield path, node
-    if isinstance(node, Mapping):
+    if isinstance(node, _DICTS):
         for key in node:
             yield from walk(node[key], (*path, key))
     elif isinstance(node, (list, tuple)):
@@ -120,7 +125,7 @@ def bits(sample: Any) -> dict[Path, Any]:
 
 def _leaf_bits(node: Any) -> Any:
     kind: Any = type(node)
-    if isinstance(node, Mapping):
+    if isinstance(node, _DICTS):
         return kind, tuple(node)
     if isinstance(node, (list, tuple)):
         return kind, len(node)
@@ -129,14 +134,27 @@ def _leaf_bits(node: Any) -> Any:
             return kind, node.dtype, node.layout  # no plain bytes; a cache refuses these anyway
         plain = node.as_subclass(torch.Tensor).detach()
         flat = plain.cpu().resolve_conj().resolve_neg().contiguous().reshape(-1)
-        return kind, plain.dtype, tuple(plain.shape), flat.view(torch.uint8).numpy().tobytes(), bits(vars(node))
+        return kind, plain.dtype, tuple(plain.shape), flat.view(torch.uint8).numpy().tobytes(), _attribute_bits(node)
     if isinstance(node, (np.ndarray, np.generic, float, complex)):  # by bits: NaN equals itself, 0.0 is not -0.0
         array = np.asarray(node)
         return kind, array.dtype, array.shape, bits(array.tolist()) if array.dtype.hasobject else array.tobytes()
     if is_pil(node):
         return kind, node.mode, node.size, node.getpalette(), node.tobytes()
-    # Other objects by their own ==, if they have one and are safe to keep; of the rest only the type can be compared.
+    if kind in _PLAIN:
+        return kind, node
+    if (content := canonical_bytes(node)) is not None:
+        return kind, content
+    # What cannot be pickled by its own ==, if it has one and is safe to keep; of the rest only the type counts.
     return (kind, node) if kind.__eq__ is not object.__eq__ and kind.__hash__ is not None else kind
+
+
+def _attribute_bits(tensor: torch.Tensor) -> dict[Path, Any]:
+    """Those of a tensor's attributes. MONAI notes the addresses of its transforms there, some of which live shortly."""
+    return {
+        path: content
+        for path, content in bits(vars(tensor)).items()
+        if path[:1] != ("_applied_operations",) or path[-1] != "id"
+    }
 
 
 def is_pil(node: Any) -> bool:

@@ -27,7 +27,7 @@ from typing import Any, cast
 from torch.utils.data import Dataset
 
 from lightning_stocache.source.generators import Generators, watch_entropy
-from lightning_stocache.source.probe import Path, Probe, Read, bits, is_pil, sign, walk
+from lightning_stocache.source.probe import Path, Probe, Read, bits, sign, walk
 from lightning_stocache.source.transform_split import (
     Cut,
     Part,
@@ -42,7 +42,7 @@ from lightning_stocache.source.transform_split import (
     with_transform,
 )
 
-__all__ = ["Split", "split"]
+__all__ = ["Split", "split", "spread"]
 
 _QUICK_SECONDS = 0.2
 _SLOW_SECONDS = 20.0  # after which two indices have to do
@@ -108,15 +108,15 @@ def split(
     length = len(cast(Sized, source))
     if length < 1 or samples < 1:
         raise ValueError(f"split needs a source with samples and samples >= 1, got {length} samples and {samples=}")
-    probe = Probe(source, _spread(length, samples), told)
+    probe = Probe(source, spread(length, samples), told)
     with watch_entropy():
         try:
-            return _split(source, probe, _spread(length, quick + 2)[1:-1] if quick else ())
+            return _split(source, probe, spread(length, quick + 2)[1:-1] if quick else ())
         finally:
             probe.generators.restore(probe.before)
 
 
-def _spread(length: int, count: int) -> tuple[int, ...]:
+def spread(length: int, count: int) -> tuple[int, ...]:
     """So many indices, evenly from the first to the last."""
     count = min(count, length)
     return tuple(k * (length - 1) // max(count - 1, 1) for k in range(count))
@@ -213,12 +213,6 @@ def _cut(
     first = step_name(steps_of(transform)[position])
     heads, cuts = [], set()
     for original, once, kept, calls in _heads(source, transform, position, originals, probe):
-        if any(is_pil(node) for call in calls for value in call.values.values() for _, node in walk(value)):
-            raise UncuttableError(
-                f"before its first random step, {first}, the transform holds a PIL image, which cannot "
-                "be cached; let the steps before it end in a tensor of fixed shape, for instance by moving "
-                "`v2.Resize(...)` and `v2.PILToTensor()` before it"
-            )
         free = list(walk(once.sample))
         cuts.add(Cut(position, tuple(_places(call, free) for call in calls)))
         if len(cuts) > 1:

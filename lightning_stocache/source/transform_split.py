@@ -187,7 +187,7 @@ def with_transform(dataset: Dataset[Any], transform: Callable[..., Any]) -> Data
 
 def steps_of(transform: Any) -> list[Callable[..., Any]]:
     """The steps of a transform. A subclass that runs its steps in its own way is one step."""
-    if _is_monai(transform) or draws_by_itself(transform):
+    if _is_monai(transform) or _has_steps(transform):
         return list(transform.transforms)
     modules = (sys.modules.get(name) for name in ("torchvision.transforms", "torchvision.transforms.v2"))
     kinds = [nn.Sequential, *(module.Compose for module in modules if module is not None)]
@@ -211,6 +211,11 @@ def step_name(step: Any) -> str:
 
 def _flat(step: Any) -> list[Callable[..., Any]]:
     return [step] if _is_monai(step) or draws_by_itself(step) else steps_of(step)
+
+
+def _has_steps(transform: Any) -> bool:
+    """Whether it is a Compose of albumentations whose steps can be run one by one: boxes and key points it prepares."""
+    return draws_by_itself(transform) and not transform.processors
 
 
 def _is_monai(transform: Any) -> bool:

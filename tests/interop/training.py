@@ -43,8 +43,8 @@ class Run:
 
     @property
     def loads_of_last_epoch(self) -> int:
-        """Samples read from the source in the last epoch."""
-        return self.loads[-1] - self.loads[-2]
+        """Samples read from the source in the last epoch; 0 where they cannot be counted."""
+        return self.loads[-1] - self.loads[-2] if self.loads else 0
 
 
 class _Noting(LightningModule):

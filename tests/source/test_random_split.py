@@ -229,16 +229,14 @@ def test_an_image_folder_is_split(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("compose", [v1.Compose, v2.Compose])
-def test_a_pil_image_at_the_cut_is_refused_in_words(tmp_path: Path, compose: Any) -> None:
-    """The usual recipe draws before it makes a tensor: the reason says which steps to move."""
+def test_a_pil_image_at_the_cut_is_kept(tmp_path: Path, compose: Any) -> None:
+    """The usual recipe draws before it makes a tensor: what is kept is the image of PIL."""
     transform = compose([v1.RandomResizedCrop(8), v1.RandomHorizontalFlip(), v1.PILToTensor()])
     source = ImageFolder(write_photos(tmp_path), transform=transform)
     parts = split(source)
-    assert parts.source is source
-    assert parts.tail is None
-    assert parts.reason is not None
-    assert "RandomResizedCrop" in parts.reason
-    assert "moving `v2.Resize(...)` and `v2.PILToTensor()` before it" in parts.reason
+    assert parts.reason is None
+    assert_same_stream(source, parts)
+    assert isinstance(parts.source[0][0], Image.Image)
 
 
 class Masks(VisionDataset):

@@ -1,0 +1,102 @@
+"""A store of records: samples of any kind and size, whose bytes are budgeted, not their number.
+
+An index may have a slot and find no room: the arena is filled until it is full, by whoever comes first. Then its sample
+is loaded every time, as if it had no slot.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from typing import Any
+
+import numpy as np
+
+from lightning_stocache.cache.claims import Claims
+from lightning_stocache.cache.codec import Lend
+from lightning_stocache.cache.placement import NO_SLOT, Integers
+from lightning_stocache.cache.record_slots import RecordSlots
+from lightning_stocache.cache.records import RecordCodec
+from lightning_stocache.cache.segment_store import SegmentStore
+
+__all__ = ["RecordStore", "slots_for"]
+
+_DIRECTORY_SHARE = 28  # at most this part of the bytes granted is for slots that may find no room
+
+
+class RecordStore(SegmentStore[RecordCodec]):
+    """Records in a segment.
+
+    Args:
+        segment: where they lie; its size is what they and their slots may take.
+        codec: between samples and records.
+        arc: which indices have a slot, and where.
+
+    Example:
+        >>> from lightning_stocache.cache.placement import Arc
+        >>> store = RecordStore.create(RecordCodec.infer(["a", "bc"]), Arc(size=10, slots=10), granted=2**20)
+        >>> store.fill(4, "some text"), store.get(4), store.get(5), store.filled
+        (True, 'some text', None, 1)
+        >>> store.close()
+    """
+
+    slots: RecordSlots
+
+    def read(self, places: Integers, lend: Lend | None = None) -> Iterator[Any]:
+        """Copies of the samples of READY slots (int64 `[samples]`), each made when it is asked for.
+
+        They may be asked for when the store has been closed: who has begun to read goes on.
+        """
+        codec, records = self.codec, [self.slots.record(place) for place in places.tolist()]
+        return (codec.decode(record, lend) for record in records)
+
+    def place(self, index: int) -> int:
+        """Where the sample of an index can be read now, or NO_PLACE."""
+        place = super().place(index)
+        return place if place != NO_SLOT and self.slots.ready(np.array([place]))[0] else NO_SLOT
+
+    def stored_bytes(self, places: Integers) -> int:
+        """Bytes of the records in READY slots (int64 `[samples]`)."""
+        return self.slots.nbytes(places)
+
+    def has_room(self, sample: Any) -> bool:
+        """Whether a sample may find room; who asks is spared to encode what is too large in any case."""
+        return self.slots.has_room(self.codec.least_bytes(sample))
+
+    @property
+    def granted_bytes(self) -> int:
+        """Bytes that slots and records may take."""
+        return self.segment.size
+
+    @property
+    def fill_level(self) -> tuple[int, int]:
+        """Bytes that are taken, and all that may be; once nothing is left to be filled, the same number twice."""
+        granted = self.granted_bytes
+        return (granted if self.filled == len(self) else self.slots.used_bytes), granted
+
+    @staticmethod
+    def bytes_for(codec: RecordCodec, slots: int) -> int:
+        """Bytes that so many slots take without any record."""
+        return RecordSlots.bytes_for(slots)
+
+    @staticmethod
+    def reserved_bytes(slots: int) -> int:
+        """Bytes of the states, the directory and the numbers of the arena."""
+        return RecordSlots.bytes_for(slots)
+
+    @classmethod
+    def fits(cls, size: int, codec: RecordCodec, slots: int) -> bool:
+        """Whether a segment of so many bytes can hold a store of so many slots."""
+        return size >= cls.bytes_for(codec, slots)
+
+    def _open_slots(self, claims: Claims) -> RecordSlots:
+        return RecordSlots(self.segment, self.arc.slots, claims)
+
+
+def slots_for(granted: int, codec: RecordCodec, length: int) -> int:
+    """How many slots a store of records gets, that may take so many bytes.
+
+    Every index, unless the directory would take much of them: of a dataset of small records that fits in small part.
+    Never fewer than will find room.
+    """
+    expected = granted // codec.slot_bytes
+    return min(max(expected, granted // _DIRECTORY_SHARE // RecordSlots.slot_bytes), length)

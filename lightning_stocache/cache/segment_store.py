@@ -1,0 +1,300 @@
+"""What the stores have in common that lie in one segment, in slots that are EMPTY or READY.
+
+A sample that was loaded is encoded by the codec and stored by `Filling`. A reader looks at the slot's state, fences,
+and copies the bytes out; nobody is ever handed a view. A place is the number of a slot. How samples lie in the slots,
+`slots` knows (rows) or `record_slots` (records).
+"""
+
+from __future__ import annotations
+
+from abc import ABC, abstractmethod
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from dataclasses import asdict, dataclass
+from typing import Any, Generic, Protocol, Self, TypeVar
+
+import numpy as np
+import numpy.typing as npt
+
+from lightning_stocache.cache.claims import Claims
+from lightning_stocache.cache.codec import Lend, SampleCodec
+from lightning_stocache.cache.filling import Filling, Slots
+from lightning_stocache.cache.placement import NO_SLOT, Arc, Integers
+from lightning_stocache.cache.shortage import keep_free
+from lightning_stocache.cache.slots import READY
+from lightning_stocache.node.fence import fence
+from lightning_stocache.node.files import HEADER_BYTES, Backend
+from lightning_stocache.node.manifest import Geometry, Manifest, read_manifest
+from lightning_stocache.node.segment import Segment, SegmentHandle
+
+__all__ = ["SegmentStore", "StoreHandle"]
+
+Codec = TypeVar("Codec", bound=SampleCodec)
+
+
+class ReadableSlots(Slots, Protocol):
+    """Slots that can be looked at and given up."""
+
+    def ready(self, slots: Integers) -> npt.NDArray[np.bool_]:
+        """Which of those slots can be read, bool of the same shape; what is no slot may be anything."""
+
+    def close(self) -> None:
+        """Drop all views."""
+
+
+@dataclass(frozen=True)
+class StoreHandle:
+    """How another process opens a store: where its segment is, and what lies there."""
+
+    segment: SegmentHandle
+    codec: SampleCodec
+    arc: Arc
+
+
+class SegmentStore(ABC, Generic[Codec]):
+    """Samples in a segment.
+
+    Args:
+        segment: where they lie.
+        codec: what a sample looks like.
+        arc: which indices have a slot, and where.
+    """
+
+    slots: Any
+
+    def __init__(self, segment: Segment, codec: Codec, arc: Arc) -> None:
+        self.segment, self.codec, self.arc = segment, codec, arc
+        claims = Claims(segment)
+        self.slots = self._open_slots(claims)
+        self._filling = Filling(segment, self.slots, claims)
+        self._given_up = False
+
+    @abstractmethod
+    def _open_slots(self, claims: Claims) -> ReadableSlots:
+        """The slots in the segment."""
+
+    @staticmethod
+    @abstractmethod
+    def bytes_for(codec: Any, slots: int) -> int:
+        """Bytes that so many slots take when the store is made, at least."""
+
+    @classmethod
+    def fits(cls, size: int, codec: Any, slots: int) -> bool:
+        """Whether a segment of so many bytes can hold a store of so many slots."""
+        return size == cls.bytes_for(codec, slots)
+
+    @staticmethod
+    @abstractmethod
+    def reserved_bytes(slots: int) -> int:
+        """Bytes at the beginning of the segment that are read before anything is stored."""
+
+    @classmethod
+    def create(
+        cls,
+        codec: Codec,
+        arc: Arc,
+        backend: Backend | None = None,
+        whose: Mapping[str, Any] | None = None,
+        *,
+        granted: int = 0,
+    ) -> Self:
+        """Make an empty store for any sample and any arc of the ring.
+
+        Args:
+            codec: what a sample looks like.
+            arc: which indices have a slot, and where.
+            backend: kind of segment, see `lightning_stocache.node.segment`.
+            whose: what the segment says about itself besides the arc, see `lightning_stocache.node.manifest`.
+            granted: bytes that it may take, where that does not follow from the number of slots.
+        """
+        size, manifest = cls.layout(codec, arc, whose, granted=granted)
+        segment = Segment.create(size, backend, manifest)
+        try:
+            return cls.found(segment, codec, manifest.geometry, arc.size)
+        except OSError:
+            segment.close()
+            raise
+
+    @classmethod
+    def over(cls, segment: Segment, codec: Codec, arc: Arc) -> Self:
+        """Open the store that lies in a segment of this process."""
+        store = cls.__new__(cls)
+        SegmentStore.__init__(store, segment, codec, arc)
+        return store
+
+    @classmethod
+    def attach(cls, handle: StoreHandle) -> Self:
+        """Open a store that another process has open.
+
+        Raises:
+            OSError: its segment cannot be reached from here.
+        """
+        known = Segment.opened(handle.segment.token)  # another dataset of this process has the same name
+        segment = Segment.attach(handle.segment) if known is None else known.hold()
+        return cls.over(segment, handle.codec, handle.arc)  # type: ignore[arg-type]
+
+    @classmethod
+    def found(cls, segment: Segment, codec: Codec, geometry: Geometry, length: int) -> Self:
+        """Open the store that a segment says it holds, whoever has made it, for a dataset of so many samples.
+
+        Raises:
+            ValueError: what it says does not fit its size or the dataset, or a slot is in a state that there is not.
+            OSError: the system has no memory for the states of the slots, which are read before anything is stored.
+        """
+        arc = Arc(**asdict(geometry))
+        if arc.size != length or not cls.fits(segment.size, codec, arc.slots):
+            raise ValueError(
+                f"it says that it has {arc.slots:,} slots for {arc.size:,} samples, which does not fit its "
+                f"{segment.size:,} bytes"
+            )
+        # Also by who joins: the maker may have been killed before it came to this.
+        segment.reserve(0, cls.reserved_bytes(arc.slots))
+        store = cls.over(segment, codec, arc)
+        if bool((store.slots.states > READY).any()):
+            store.slots.close()
+            raise ValueError("a slot is in a state that there is not")
+        return store
+
+    @classmethod
+    def layout(
+        cls, codec: Codec, arc: Arc, whose: Mapping[str, Any] | None = None, *, granted: int = 0
+    ) -> tuple[int, Manifest]:
+        """The size of a segment for such a store, and what it is to say about itself."""
+        size = max(cls.bytes_for(codec, arc.slots), granted)
+        return size, Manifest(Geometry(**asdict(arc)), **(whose or {}))
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        return type(self).over, (self.segment, self.codec, self.arc)
+
+    @property
+    def handle(self) -> StoreHandle:
+        """What another process needs to open the same store."""
+        return StoreHandle(self.segment.handle, self.codec, self.arc)
+
+    @property
+    def length(self) -> int:
+        """Number of samples in the dataset."""
+        return self.arc.size
+
+    def __len__(self) -> int:
+        """Number of slots."""
+        return int(self.slots.count)
+
+    # ---- samples ----
+
+    def has_place(self, index: int) -> bool:
+        """Whether an index has a slot."""
+        return self._slot(index) != NO_SLOT
+
+    def get(self, index: int) -> Any | None:
+        """A copy of the sample of an index, or None."""
+        place = self.place(index)
+        return None if place == NO_SLOT else next(iter(self.read(np.array([place]))))
+
+    @abstractmethod
+    def read(self, places: Integers, lend: Lend | None = None) -> Iterable[Any]:
+        """Copies of the samples of READY slots (int64 `[samples]`), in order."""
+
+    def place(self, index: int) -> int:
+        """Where the sample of an index can be read now, or NO_PLACE."""
+        slot = self._slot(index)
+        if slot == NO_SLOT or self.slots.state_bytes[slot] != READY:
+            return NO_SLOT
+        fence()
+        return slot
+
+    def has_room(self, sample: Any) -> bool:
+        """Whether a sample that has a slot may find room in it."""
+        return True
+
+    @abstractmethod
+    def stored_bytes(self, places: Integers) -> int:
+        """Bytes of the samples of READY slots (int64 `[samples]`)."""
+
+    def fill(self, index: int, sample: Any) -> bool:
+        """Store a sample into the slot of an index, if it has one that is empty and nobody else is filling it.
+
+        Returns:
+            Whether this call stored it.
+
+        Raises:
+            SampleMismatchError: the sample is not of the codec, with or without a slot.
+        """
+        return any(self.put_many([index], [self.codec.contents(self.codec.encode(sample, index))]))
+
+    def put_many(self, indices: Sequence[int], samples: Sequence[Sequence[memoryview]]) -> Iterator[bool | None]:
+        """Store encoded samples as the iterator comes to them, which gives for each what `Filling.fill` does."""
+        return self._filling.fill(map(self._slot, indices), samples)
+
+    def lookup(self, indices: Integers) -> Integers:
+        """The slots of those indices (int64 `[samples]`) that can be read now, NO_PLACE for the others.
+
+        One outside of the dataset has none: the ring would wrap it around, but what it means, the source knows.
+        """
+        slots, size = self.arc.slots_of(indices), self.arc.size
+        if self.arc.slots == 0:
+            return slots
+        ready = self.slots.ready(slots)
+        fence()
+        slots[~ready | (indices >= size) | (indices < -size)] = NO_SLOT
+        return slots
+
+    # ---- what there is ----
+
+    @property
+    def filled(self) -> int:
+        """Number of slots that are ready."""
+        return int(self.slots.states.count_nonzero())
+
+    @property
+    def full(self) -> bool:
+        """Whether every index of the dataset is ready."""
+        return len(self) == self.length == self.filled
+
+    @property
+    @abstractmethod
+    def fill_level(self) -> tuple[int, int]:
+        """How much is filled, and of how much; in slots or in bytes."""
+
+    @property
+    @abstractmethod
+    def granted_bytes(self) -> int:
+        """Bytes that it may take, as budgets count: no header, no rest of whole pages."""
+
+    @property
+    def memory_bytes(self) -> int:
+        """Bytes of them that the store holds on this node right now."""
+        return min(max(self.segment.allocated_bytes - HEADER_BYTES, 0), self.granted_bytes)
+
+    @property
+    def promised_bytes(self) -> int:
+        """Bytes of them that it may still take."""
+        return 0 if self.closed else self.granted_bytes - self.memory_bytes
+
+    @property
+    def manifest(self) -> Manifest:
+        """What the store says about itself, also to other jobs; a ManifestError if that is damaged."""
+        return read_manifest(self.segment.header, self.segment.size)
+
+    def keep_free(self, nbytes: int) -> None:
+        """Leave that many bytes of the node's memory to others from now on, in all processes that fill."""
+        keep_free(self.segment, nbytes)
+
+    def unlink(self) -> None:
+        """Take the name of its file away, if it has one: no other process can open the store any more."""
+        self.segment.unlink()
+
+    @property
+    def closed(self) -> bool:
+        """Whether this process has given it up."""
+        return self._given_up or self.segment.closed
+
+    def close(self) -> None:
+        """Give the store up in this process; the memory is free when all processes have."""
+        self.slots.close()  # also where another copy has closed the segment: these views are our own
+        if not self._given_up:
+            self._given_up = True
+            self.segment.close()
+
+    def _slot(self, index: int) -> int:
+        """The slot of any index, from the end of the dataset if it is negative; NO_SLOT outside of it."""
+        return self.arc.slot(index) if -self.length <= index < self.length else NO_SLOT

@@ -1,0 +1,27 @@
+"""Which store is for which codec."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from lightning_stocache.cache.codec import SampleCodec
+from lightning_stocache.cache.compat import SharedCache
+from lightning_stocache.cache.record_store import RecordStore
+from lightning_stocache.cache.records import RecordCodec
+from lightning_stocache.cache.segment_store import SegmentStore, StoreHandle
+
+__all__ = ["attach_store", "store_for"]
+
+
+def store_for(codec: SampleCodec) -> type[SegmentStore[Any]]:
+    """The class of stores for samples of this codec."""
+    return RecordStore if isinstance(codec, RecordCodec) else SharedCache
+
+
+def attach_store(handle: StoreHandle) -> SegmentStore[Any]:
+    """Open a store that another process of the node has open.
+
+    Raises:
+        OSError: its segment cannot be reached from here.
+    """
+    return store_for(handle.codec).attach(handle)

@@ -1,0 +1,119 @@
+"""How the samples of a source are to lie in memory: as rows or as records, found from those that were looked at.
+
+Rows where all of them have one shape and hold nothing but numbers: a batch of them is one copy per field. Else records,
+which hold anything that can be pickled and comes out as it went in; that is tried with each.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from lightning_stocache.cache.codec import SampleCodec
+from lightning_stocache.cache.field import UnsupportedSampleError, named
+from lightning_stocache.cache.records import RecordCodec, Required
+from lightning_stocache.cache.spec import SampleMismatchError, SampleSpec
+from lightning_stocache.setup.request import Layout
+from lightning_stocache.source.probe import bits
+from lightning_stocache.source.transform_split import Cut
+
+__all__ = ["Choice", "choose_codec"]
+
+_ODD = 0.25  # share of the samples that may differ: one by one they pass through
+
+
+@dataclass(frozen=True)
+class Choice:
+    """A codec, and what of the samples it cannot keep.
+
+    Args:
+        codec: between samples and bytes.
+        odd: of a sample that will pass through, where most do not, in words.
+    """
+
+    codec: SampleCodec
+    odd: str | None = None
+
+
+def choose_codec(
+    indices: Sequence[int], samples: Sequence[Any], layout: Layout = "auto", cut: Cut | None = None
+) -> Choice:
+    """The codec for a source.
+
+    Args:
+        indices: of the samples, for messages.
+        samples: some of the source's.
+        layout: "rows", "records", or "auto": rows where all of the samples allow it.
+        cut: where the source was cut; the places on which its tail works have to be there in every sample.
+
+    Raises:
+        UnsupportedSampleError: they hold something that cannot be kept; the message names the field.
+        SampleMismatchError: ("rows") more than a few differ in shape, dtype or structure.
+
+    Example:
+        >>> choose_codec([0, 1], [(1, 2.0), (3, 4.0)]).codec.nbytes
+        16
+        >>> type(choose_codec([0, 1], ["a", "bc"]).codec).__name__
+        'RecordCodec'
+    """
+    if layout != "records":
+        try:
+            choice = _rows(indices, samples)
+        except (UnsupportedSampleError, SampleMismatchError):
+            if layout == "rows":
+                raise
+        else:
+            if layout == "rows" or choice.odd is None:
+                return choice
+    return _records(indices, samples, _required(samples[0], cut))
+
+
+def _rows(indices: Sequence[int], samples: Sequence[Any]) -> Choice:
+    spec = SampleSpec.infer(samples[0])
+    odd: list[SampleMismatchError] = []
+    for index, sample in zip(indices, samples, strict=True):
+        try:
+            spec.encode(sample, index)
+        except SampleMismatchError as error:
+            odd.append(error)
+    if len(odd) > len(samples) * _ODD:
+        raise odd[0]
+    return Choice(spec, str(odd[0]) if odd else None)
+
+
+def _records(indices: Sequence[int], samples: Sequence[Any], required: Required) -> Choice:
+    codec, kept = RecordCodec(0, required=required), []
+    odd: list[UnsupportedSampleError | SampleMismatchError] = []
+    for index, sample in zip(indices, samples, strict=True):
+        try:
+            record = memoryview(b"".join(codec.encode(sample, index)))
+            if (path := _difference(sample, codec.decode(record))) is not None:
+                raise UnsupportedSampleError(f"sample {index}: {named(path)} does not come back from bytes as it was")
+            kept.append(sample)
+        except (UnsupportedSampleError, SampleMismatchError) as error:
+            odd.append(error)
+    if len(odd) > len(samples) * _ODD:
+        raise odd[0]
+    return Choice(RecordCodec.infer(kept, required), str(odd[0]) if odd else None)
+
+
+def _difference(sample: Any, other: Any) -> str | None:
+    """Where two samples differ; None if they are equal, bit for bit."""
+    left, right = bits(sample), bits(other)
+    for path in {**left, **right}:
+        if path not in left or path not in right or left[path] != right[path]:
+            return "".join(f"[{key!r}]" for key in path)
+    return None
+
+
+def _required(sample: Any, cut: Cut | None) -> Required:
+    """What the tail of a cut source works on."""
+    required = []
+    for places in () if cut is None else cut.places:
+        for _, path in places:
+            node = sample
+            for key in path:
+                node = node[key]
+            required.append((path, type(node)))
+    return tuple(dict.fromkeys(required))
