@@ -12,6 +12,8 @@
   These two are imported at once: a torch without them is not supported, and says so at the import.
 - `RandomSampler._num_samples`: None for a sampler that draws every index once. Where it is missing, a sampler is taken
   for one of the user's.
+- Workers wait for requests in `get` of a queue that DataLoader makes by its `multiprocessing_context`: documented, but
+  for that. A worker that waits elsewhere does nothing when it is idle.
 - `_BaseDataLoaderIter`: what a loader that is read already holds.
 
 The names are the same from torch 2.4 to 2.15.
@@ -19,12 +21,16 @@ The names are the same from torch 2.4 to 2.15.
 
 from __future__ import annotations
 
+import copy
 import logging
+import multiprocessing
 import queue
 from collections.abc import Callable
 from contextlib import AbstractContextManager
 from functools import cache
-from typing import Any, cast
+from multiprocessing.context import BaseContext
+from multiprocessing.queues import Queue
+from typing import Any, ClassVar, cast
 
 import torch
 from torch.utils.data import DataLoader, Sampler, get_worker_info
@@ -35,6 +41,8 @@ from torch.utils.data._utils.collate import collate, default_collate_fn_map
 __all__ = [
     "WorkerIterator",
     "collate",
+    "do_when_idle",
+    "idling_context",
     "default_collate_fn_map",
     "draws_all_once",
     "is_loader_iterator",
@@ -107,6 +115,33 @@ class WorkerIterator:
     def shut_down(self) -> None:
         """End the workers, and wait for them."""
         shut_down(self._iterator)
+
+
+class _IdleQueue(Queue):  # type: ignore[type-arg]
+    """A queue whose reader may do something useful while it is empty."""
+
+    work: ClassVar[Callable[[], bool] | None] = None
+    """In the process that reads: does a little, and says whether there may be more."""
+
+    def get(self, block: bool = True, timeout: float | None = None) -> Any:
+        """The next item, as `Queue.get` gives it."""
+        while _IdleQueue.work is not None and self.empty():
+            if not _IdleQueue.work():
+                _IdleQueue.work = None
+        return super().get(block, timeout)
+
+
+def do_when_idle(work: Callable[[], bool]) -> None:
+    """In a worker: do this, again and again until it gives False, while no request waits."""
+    _IdleQueue.work = work
+
+
+def idling_context(given: str | BaseContext | None) -> BaseContext:
+    """The context of a loader, with queues that know `do_when_idle`."""
+    base = given if isinstance(given, BaseContext) else multiprocessing.get_context(given)
+    context: Any = copy.copy(base)
+    context.Queue = lambda maxsize=0: _IdleQueue(maxsize, ctx=base)
+    return cast(BaseContext, context)
 
 
 class _Mailbox:

@@ -14,6 +14,7 @@ from __future__ import annotations
 
 import io
 import pickle
+import random
 import sys
 from collections.abc import Iterable
 from typing import Any, cast
@@ -29,7 +30,7 @@ __all__ = ["Encoder", "Reader", "canonical_bytes", "is_image"]
 
 _IN_PICKLE = 4096  # bytes; a copy of so few costs less than memory of their own
 _DTYPES = {str(dtype): dtype for dtype in vars(torch).values() if isinstance(dtype, torch.dtype)}
-_GENERATORS = (np.random.Generator, np.random.RandomState, torch.Generator)
+_GENERATORS = (random.Random, np.random.Generator, np.random.RandomState, torch.Generator)
 
 
 def canonical_bytes(node: Any) -> bytes | None:
@@ -141,10 +142,10 @@ def _reduced_tensor(tensor: torch.Tensor) -> Any:
         raise UnsupportedSampleError("a tensor requires grad; return it with .detach()")
     if kind is not torch.Tensor:
         # What dispatches by itself may be a wrapper without memory, and knows how to be pickled.
-        if hasattr(kind, "__tensor_flatten__") or "__torch_dispatch__" in kind.__dict__:
+        dispatch: Any = kind.__torch_dispatch__
+        if hasattr(kind, "__tensor_flatten__") or dispatch is not torch.Tensor.__torch_dispatch__:
             return NotImplemented
-        plain = tensor.as_subclass(torch.Tensor)
-        return _subclass, (kind, plain, tensor.__dict__)
+        return _subclass, (kind, tensor.as_subclass(torch.Tensor), tensor.__dict__)
     if tensor.layout is not torch.strided or tensor.is_quantized or tensor.is_nested or tensor.is_meta:
         return NotImplemented
     if tensor.__dict__:
@@ -182,7 +183,7 @@ def _empty(dtype: str, shape: tuple[int, ...]) -> torch.Tensor:
 
 def _subclass(kind: type[torch.Tensor], plain: torch.Tensor, attributes: dict[str, Any]) -> torch.Tensor:
     tensor = plain.as_subclass(kind)
-    tensor.__dict__.update(attributes)
+    tensor.__dict__ = attributes  # itself: attributes that lead back to the tensor come into it later
     return tensor
 
 
@@ -190,18 +191,20 @@ def _subclass(kind: type[torch.Tensor], plain: torch.Tensor, attributes: dict[st
 
 
 def _reduced_array(array: npt.NDArray[Any]) -> Any:
-    fortran = array.flags.f_contiguous and not array.flags.c_contiguous
-    whole = array.T if fortran else np.ascontiguousarray(array)
+    order = sorted(range(array.ndim), key=lambda axis: -array.strides[axis])
+    permuted = not array.flags.c_contiguous and array.transpose(order).flags.c_contiguous
+    whole = array.transpose(order) if permuted else np.ascontiguousarray(array)
     if not whole.flags.writeable:  # pickle would have it read-only, and over memory that is not its own
         whole = whole.copy()
-    dtype = array.dtype
-    simple = dtype.names is None and dtype.metadata is None
-    buffer = _buffer(whole.reshape(-1).view(np.uint8) if array.size else bytearray())
-    return _array, (dtype.str if simple else dtype, array.shape, fortran, buffer)
+    dtype, axes = array.dtype, tuple(np.argsort(order).tolist()) if permuted else None
+    by_name = dtype.names is None and dtype.metadata is None and dtype.isbuiltin != 2  # 2: another library's
+    buffer = _buffer(whole.reshape(-1).view(np.uint8) if array.nbytes else bytearray())
+    return _array, (dtype.str if by_name else dtype, whole.shape if permuted else array.shape, axes, buffer)
 
 
-def _array(dtype: Any, shape: tuple[int, ...], fortran: bool, buffer: Any) -> npt.NDArray[Any]:
-    return np.ndarray(shape, dtype, buffer, order="F" if fortran else "C")
+def _array(dtype: Any, shape: tuple[int, ...], axes: tuple[int, ...] | None, buffer: Any) -> npt.NDArray[Any]:
+    array: npt.NDArray[Any] = np.ndarray(shape, dtype, buffer)
+    return array if axes is None else array.transpose(axes)
 
 
 def is_image(kind: type) -> bool:

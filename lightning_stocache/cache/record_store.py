@@ -20,6 +20,7 @@ from lightning_stocache.cache.segment_store import SegmentStore
 
 __all__ = ["RecordStore", "slots_for"]
 
+_KNOWN = 32  # samples, of which the mean is believed rather than that of those looked at
 _DIRECTORY_SHARE = 28  # at most this part of the bytes granted is for slots that may find no room
 
 
@@ -68,10 +69,17 @@ class RecordStore(SegmentStore[RecordCodec]):
         return self.segment.size
 
     @property
-    def fill_level(self) -> tuple[int, int]:
-        """Bytes that are taken, and all that may be; once nothing is left to be filled, the same number twice."""
-        granted = self.granted_bytes
-        return (granted if self.filled == len(self) else self.slots.used_bytes), granted
+    def fill_fraction(self) -> float:
+        """Share of the bytes that are taken; 1 as soon as every slot is READY, and nothing is left to be filled."""
+        return 1.0 if self.filled == len(self) else self.slots.used_bytes / self.granted_bytes
+
+    @property
+    def capacity(self) -> int:
+        """Number of samples for which there is room, if those to come are as large as those that have come."""
+        filled, fixed = self.filled, self.reserved_bytes(len(self))
+        used = self.slots.used_bytes - fixed
+        mean = used / filled if filled >= _KNOWN else self.codec.slot_bytes
+        return min(filled + int((self.granted_bytes - fixed - used) / max(mean, 1)), len(self))
 
     @staticmethod
     def bytes_for(codec: RecordCodec, slots: int) -> int:

@@ -56,6 +56,7 @@ class RecordCodec:
         most_bytes: what the mean of all may be, for all that is known: with so many bytes each, all will fit.
         required: what a sample must hold at which place, because the tail of a transform works on it.
         packed: whether images of PIL take three bytes for a pixel of RGB, not four.
+        form: what of samples is kept, where that is not what the source returns.
         classes: what pickles may name, as (module, name); None: anything, because this job alone writes them.
 
     Raises:
@@ -74,6 +75,7 @@ class RecordCodec:
     most_bytes: int = 0
     required: Required = ()
     packed: bool = False
+    form: str = ""
     classes: frozenset[tuple[str, str]] | None = None
 
     @classmethod
@@ -106,7 +108,7 @@ class RecordCodec:
     def title(self) -> str:
         """What samples look like, in words that two jobs can compare."""
         places = (f"{_written(path) or 'sample'}: {type_name(kind)}" for path, kind in self.required)
-        return "; ".join(["records", *places])
+        return "; ".join([f"{self.form} records".strip(), *places])
 
     def encode(self, sample: Any, index: int | None = None) -> list[memoryview]:
         """The parts of a record, one after the other, as bytes; those of a large tensor are its own memory."""
@@ -116,6 +118,8 @@ class RecordCodec:
         encoder = Encoder(file, large, self.packed)
         try:
             encoder.dump(sample)
+            if self.classes is not None:  # nobody could read it
+                Reader(file.getbuffer(), self.classes, [bytearray(buffer) for buffer in large]).load()
         except Exception as error:  # whatever the code of the sample's classes raises when it is pickled
             raise _unsupported(sample, index, error, self.packed) from error
         pickled = file.getbuffer()
@@ -139,7 +143,7 @@ class RecordCodec:
 
     def least_bytes(self, sample: Any) -> int:
         """Bytes that its record has at least, without the work of encoding it: those of its arrays, images and text."""
-        return HEAD.size + _bytes_inside(sample, 8)
+        return HEAD.size + _bytes_inside(sample, 8, set())
 
     def is_alike(self, sample: Any) -> bool:
         """Whether it holds what is required."""
@@ -157,31 +161,19 @@ class RecordCodec:
             record: its bytes; they are only read.
             lend: gives the memory; by default it is new.
         """
-        _, pickled, _, count = HEAD.unpack_from(record)
-        start = HEAD.size + count * _TABLE_ENTRY
-        content = record[start : start + pickled]
-        if not count:
-            return pickle.loads(content) if self.classes is None else Reader(content, self.classes).load()
-        end, buffers = start + pickled, []
-        for (entry,) in struct.iter_unpack("<Q", record[HEAD.size : start]):
-            begin = aligned(end)
-            end = begin + (entry >> 1)
-            buffers.append(record[begin:end] if entry & 1 else _copied(record[begin:end], lend))
+        content, buffers = _taken_apart(record, lend)
         if self.classes is None:
             return pickle.loads(content, buffers=buffers)
         return Reader(content, self.classes, buffers).load()
 
     def admitting(self, samples: Iterable[Any]) -> RecordCodec:
-        """This codec, which reads back nothing but what such samples are made of."""
+        """This codec, which keeps and reads back nothing but what such samples are made of."""
         named_there: set[tuple[str, str]] = set()
         for sample in samples:
-            record = memoryview(b"".join(self.encode(sample)))
-            _, pickled, _, count = HEAD.unpack_from(record)
-            start = HEAD.size + count * _TABLE_ENTRY
-            reader = Reader(record[start : start + pickled], None, [b""] * count, named_there)
             try:
-                reader.load()
-            except Exception:  # without its buffers; what it names has been noted up to there
+                content, buffers = _taken_apart(memoryview(b"".join(self.encode(sample))), None)
+                Reader(content, None, buffers, named_there).load()
+            except Exception:  # it will pass through
                 continue
         return replace(self, classes=frozenset(named_there))
 
@@ -207,27 +199,42 @@ def _laid_out(pickled: memoryview, large: list[pickle.PickleBuffer], copied: set
     return parts
 
 
+def _taken_apart(record: memoryview, lend: Lend | None) -> tuple[memoryview, list[memoryview]]:
+    """The pickle of a record, and the buffers for it."""
+    _, pickled, _, count = HEAD.unpack_from(record)
+    start = HEAD.size + count * _TABLE_ENTRY
+    end, buffers = start + pickled, []
+    for (entry,) in struct.iter_unpack("<Q", record[HEAD.size : start]):
+        begin = aligned(end)
+        end = begin + (entry >> 1)
+        buffers.append(record[begin:end] if entry & 1 else _copied(record[begin:end], lend))
+    return record[start : start + pickled], buffers
+
+
 def _copied(content: memoryview, lend: Lend | None) -> memoryview:
     memory = np.empty(content.nbytes, dtype=np.uint8) if lend is None else lend([content.nbytes])[0]
     memory[:] = np.frombuffer(content, dtype=np.uint8)
     return memory.data
 
 
-def _bytes_inside(node: Any, deep: int) -> int:
+def _bytes_inside(node: Any, deep: int, seen: set[int]) -> int:
+    if id(node) in seen:  # kept once
+        return 1
+    seen.add(id(node))
     if isinstance(node, torch.Tensor):
-        return node.numel() * node.element_size() if node.layout is torch.strided else 0
+        return node.numel() * node.element_size() if node.layout is torch.strided and node.is_cpu else 0
     if isinstance(node, np.ndarray):
-        return node.nbytes
+        return 0 if node.dtype.hasobject else node.nbytes
     if isinstance(node, bytes | bytearray | str):
         return len(node)
     if is_image(type(node)):
         return int(node.width) * int(node.height) * (len(node.getbands()) if node.mode != "1" else 0)
     if deep and isinstance(node, Mapping):
-        return sum(_bytes_inside(value, deep - 1) for value in node.values())
+        return sum(_bytes_inside(value, deep - 1, seen) for value in node.values())
     if deep and isinstance(node, list | tuple):
         if node and isinstance(node[0], int | float):  # numbers, in all likelihood
             return len(node)
-        return sum(_bytes_inside(value, deep - 1) for value in node)
+        return sum(_bytes_inside(value, deep - 1, seen) for value in node)
     return 1
 
 
@@ -255,7 +262,10 @@ def _unsupported(sample: Any, index: int | None, error: Exception, packed: bool)
     """What of a sample cannot be pickled, in words."""
     where, node = "", sample
     for _ in range(_DEEPEST):
-        inner = next(iter(_failing(node, packed)), None)
+        try:
+            inner = next(iter(_failing(node, packed)), None)
+        except Exception:  # a container that cannot even be looked through
+            break
         if inner is None:
             break
         where, node = where + inner[0], inner[1]

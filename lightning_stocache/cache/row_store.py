@@ -57,11 +57,6 @@ class RowStore(SegmentStore[SampleSpec]):
         self.slots.gather(places, into)
 
     @property
-    def fill_level(self) -> tuple[int, int]:
-        """Slots that are READY, and all."""
-        return self.filled, len(self)
-
-    @property
     def granted_bytes(self) -> int:
         """Bytes that all slots take when they are filled, as budgets count: no header, no rest of whole pages."""
         return len(self) * self.codec.slot_bytes

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 from abc import ABC, abstractmethod
 from collections.abc import Iterable, Iterator, Mapping, Sequence
-from dataclasses import asdict, dataclass
+from dataclasses import asdict
 from typing import Any, Generic, Protocol, Self, TypeVar
 
 import numpy as np
@@ -21,12 +21,13 @@ from lightning_stocache.cache.filling import Filling, Slots
 from lightning_stocache.cache.placement import NO_SLOT, Arc, Integers
 from lightning_stocache.cache.shortage import keep_free
 from lightning_stocache.cache.slots import READY
+from lightning_stocache.cache.store import StoreHandle
 from lightning_stocache.node.fence import fence
 from lightning_stocache.node.files import HEADER_BYTES, Backend
 from lightning_stocache.node.manifest import Geometry, Manifest, read_manifest
-from lightning_stocache.node.segment import Segment, SegmentHandle
+from lightning_stocache.node.segment import Segment
 
-__all__ = ["SegmentStore", "StoreHandle"]
+__all__ = ["SegmentStore"]
 
 Codec = TypeVar("Codec", bound=SampleCodec)
 
@@ -39,15 +40,6 @@ class ReadableSlots(Slots, Protocol):
 
     def close(self) -> None:
         """Drop all views."""
-
-
-@dataclass(frozen=True)
-class StoreHandle:
-    """How another process opens a store: where its segment is, and what lies there."""
-
-    segment: SegmentHandle
-    codec: SampleCodec
-    arc: Arc
 
 
 class SegmentStore(ABC, Generic[Codec]):
@@ -251,9 +243,14 @@ class SegmentStore(ABC, Generic[Codec]):
         return len(self) == self.length == self.filled
 
     @property
-    @abstractmethod
-    def fill_level(self) -> tuple[int, int]:
-        """How much is filled, and of how much; in slots or in bytes."""
+    def fill_fraction(self) -> float:
+        """Share of the slots that are READY."""
+        return self.filled / max(len(self), 1)
+
+    @property
+    def capacity(self) -> int:
+        """Number of samples for which there is room."""
+        return len(self)
 
     @property
     @abstractmethod

@@ -8,12 +8,14 @@ of a batch. How samples lie, and in whose memory, is the store's business.
 from __future__ import annotations
 
 from collections.abc import Iterable, Iterator, Sequence
+from dataclasses import dataclass
 from typing import Any, Protocol, TypeGuard
 
 from lightning_stocache.cache.codec import Lend, Memory, RowCodec, SampleCodec
-from lightning_stocache.cache.placement import NO_SLOT, Integers
+from lightning_stocache.cache.placement import NO_SLOT, Arc, Integers
+from lightning_stocache.node.segment import SegmentHandle
 
-__all__ = ["NO_PLACE", "RowSampleStore", "SampleStore", "gathers"]
+__all__ = ["NO_PLACE", "RowSampleStore", "SampleStore", "StoreHandle", "gathers"]
 
 NO_PLACE = NO_SLOT
 """Stands for an index that has no place, or one that is not READY."""
@@ -73,8 +75,12 @@ class SampleStore(Protocol):
         """Number of places that are READY."""
 
     @property
-    def fill_level(self) -> tuple[int, int]:
-        """How much is filled, and of how much; in places or in bytes."""
+    def fill_fraction(self) -> float:
+        """How much of what there is for samples is filled: places, or bytes where samples differ in size."""
+
+    @property
+    def capacity(self) -> int:
+        """Number of samples for which there is room, as far as that is known."""
 
     @property
     def full(self) -> bool:
@@ -110,3 +116,12 @@ class RowSampleStore(SampleStore, Protocol):
 def gathers(store: SampleStore) -> TypeGuard[RowSampleStore]:
     """Whether a store can gather the samples of a batch, one array per field."""
     return hasattr(store, "gather")
+
+
+@dataclass(frozen=True)
+class StoreHandle:
+    """How another process opens a store: where its segment is, and what lies there."""
+
+    segment: SegmentHandle
+    codec: SampleCodec
+    arc: Arc

@@ -8,7 +8,8 @@ from lightning_stocache.cache.codec import SampleCodec
 from lightning_stocache.cache.compat import SharedCache
 from lightning_stocache.cache.record_store import RecordStore
 from lightning_stocache.cache.records import RecordCodec
-from lightning_stocache.cache.segment_store import SegmentStore, StoreHandle
+from lightning_stocache.cache.segment_store import SegmentStore
+from lightning_stocache.cache.store import StoreHandle
 
 __all__ = ["attach_store", "store_for"]
 

@@ -28,7 +28,7 @@ class Tally:
         node: number of the rank's node.
         counts: what the rank's processes have served and filled in the epoch.
         slots: slots on its node.
-        filled: slots of the node that are ready.
+        filled: slots of the node that are ready; of records, as large a part of them as of their bytes.
         memory_bytes: bytes in use by the caches of the node.
         budget_bytes: bytes that were granted for them.
         wait_seconds: how long the rank's training has waited for data.
@@ -41,7 +41,7 @@ class Tally:
     node: int = 0
     counts: Counts = field(default_factory=Counts)
     slots: int = 0
-    filled: int = 0
+    filled: float = 0
     memory_bytes: int = 0
     budget_bytes: int = 0
     wait_seconds: float = 0.0

@@ -19,7 +19,7 @@ from __future__ import annotations
 
 import copy
 import time
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import replace
 from typing import Any, SupportsIndex, cast
 
@@ -31,7 +31,7 @@ from lightning_stocache.cache.placement import Integers
 from lightning_stocache.cache.store import NO_PLACE, RowSampleStore, SampleStore, gathers
 from lightning_stocache.loading.batch_pool import BatchPool
 from lightning_stocache.loading.interrupts import LetThrough
-from lightning_stocache.loading.misses import Misses
+from lightning_stocache.loading.misses import Misses, in_order
 from lightning_stocache.setup.open_cache import OpenCache
 from lightning_stocache.source.access import batch_reader, one_per_index, position_of
 from lightning_stocache.source.odd import Odd
@@ -120,6 +120,14 @@ class CachedSource:
         finally:
             self._state.end_read()
 
+    def load_ahead(self, index: int) -> bool:
+        """Load a sample that nobody has asked for yet; whether it is in the cache now."""
+        self.refresh()
+        if (cache := self.cache) is not None:
+            self._loading(cache).load([index], served=False)
+            self._state.end_read()
+        return cache is not None and cache.place(index) != NO_PLACE
+
     def count_hits(self, samples: int, gather_ns: int = 0) -> None:
         """Count samples that somebody else has copied out of the cache, and the nanoseconds that it took."""
         if self.opened.cache is not None and self.opened.counters is not None:
@@ -197,18 +205,8 @@ class CachedSource:
         loaded = self._load(cache, missing) if missing else []
         # Only now: where loading fails or is interrupted, nobody gets the hits, and the batch may come again.
         self.opened.count(hits=len(hits), bytes_from_cache=nbytes, gather_ns=gather_ns)
-        samples = self._in_order(places, ready, loaded)
+        samples = in_order(places, ready, loaded, self.opened.count)
         return samples if lazily and not gathers(cache) else list(samples)
-
-    def _in_order(self, places: Integers, ready: Iterable[Any], loaded: Iterable[Any]) -> Iterator[Any]:
-        """The samples of a batch: those that were READY, which may be made only now, and those that were not."""
-        hits, others, gather_ns = iter(ready), iter(loaded), 0
-        for place in places.tolist():
-            start = time.perf_counter_ns()
-            sample = next(others if place == NO_PLACE else hits)
-            gather_ns += time.perf_counter_ns() - start
-            yield sample
-        self.opened.count(gather_ns=gather_ns)
 
     # ---- from the source ----
 

@@ -16,6 +16,7 @@ from torch.utils.data import Dataset
 
 from lightning_stocache.cache.counters import Counters
 from lightning_stocache.cache.placement import Ring
+from lightning_stocache.cache.records import RecordCodec
 from lightning_stocache.cache.segment_store import SegmentStore
 from lightning_stocache.cache.spec import SampleSpec
 from lightning_stocache.loading.cached_source import CachedSource
@@ -24,7 +25,7 @@ from lightning_stocache.node.budget import Budget
 from lightning_stocache.node.group import NodeGroup
 from lightning_stocache.setup.open import open_caches
 from lightning_stocache.setup.open_cache import OpenCache
-from lightning_stocache.setup.request import BackendChoice, CacheRequest
+from lightning_stocache.setup.request import BackendChoice, CacheRequest, Form, Layout
 from lightning_stocache.source.access import check_source
 
 __all__ = ["CachedDataset", "OnError", "cached_source", "dataset_over"]
@@ -48,7 +49,8 @@ class CachedDataset(Forwarding):
         budget: memory per node: "8GiB", "500MB", "60%" (of the dataset's cached size), "60% of free" (memory), "auto"
             (the whole dataset), bytes, or 0 (off). What does not fit is loaded every time.
         transform: what is done to each sample after the cache, on the CPU.
-        spec: what a sample looks like, as `SampleSpec.infer(sample)` says; given, the source is not read at set-up.
+        spec: what a sample looks like, as `SampleSpec.infer(sample)` says, or `RecordCodec.infer(samples)`; given, the
+            source is not read at set-up.
         allow_random: cache a random source as it is, with its first draw frozen.
         backend: where the memory lies: "tmpfile" (/dev/shm), "memfd", "file", or "auto".
         on_error: what happens when the memory cannot be had: "raise", or "disable" (go on uncached, with a warning).
@@ -58,6 +60,14 @@ class CachedDataset(Forwarding):
             `python -m lightning_stocache clean NAME` removes it.
         fingerprint: what else decides what the samples are (a size, a version): another one is refused under a name.
         strict: what cannot be cached is an error; else it passes through uncached, with one warning.
+        layout: "rows" (samples of one shape, nothing but numbers: a batch is one copy per field), "records" (anything
+            that can be pickled: text, boxes, graphs, images of any size), or "auto": rows where the samples read at
+            set-up allow it.
+        store: "decoded" (samples as the source gives them, up to its first random step), "encoded" (files as they are,
+            decoded after the cache: more samples per GiB), or "auto": what saves most time in the memory that is
+            granted. The sources of which files are known: `ImageFolder` and its kin, images and audio of Hugging Face's
+            datasets, timm's; and any with methods `read(index)` and `decode(content, index)`.
+        prefill: have idle workers load what nobody has asked for yet.
 
     Raises:
         TypeError: the source is iterable-style or cached already, or an argument is of the wrong type; (`strict`) its
@@ -83,7 +93,7 @@ class CachedDataset(Forwarding):
         budget: int | float | str = "auto",
         *,
         transform: Callable[[Any], Any] | None = None,
-        spec: SampleSpec | None = None,
+        spec: SampleSpec | RecordCodec | None = None,
         allow_random: bool = False,
         backend: BackendChoice = "auto",
         on_error: OnError = "raise",
@@ -91,6 +101,9 @@ class CachedDataset(Forwarding):
         name: str | None = None,
         fingerprint: str = "",
         strict: bool = False,
+        layout: Layout = "auto",
+        store: Form = "decoded",
+        prefill: bool = False,
     ) -> None:
         check_source(source, Forwarding, strict=strict)
         if transform is not None and not callable(transform):
@@ -100,7 +113,19 @@ class CachedDataset(Forwarding):
         if on_error not in get_args(OnError):
             raise ValueError(f"on_error must be 'raise' or 'disable', got {on_error!r}")
         super().__init__(source)
-        request = CacheRequest(source, "", Budget.parse(budget), spec, allow_random, None, name, fingerprint, strict)
+        request = CacheRequest(
+            source,
+            "",
+            Budget.parse(budget),
+            spec,
+            allow_random,
+            name=name,
+            fingerprint=fingerprint,
+            strict=strict,
+            layout=layout,
+            store=store,
+            prefill=prefill,
+        )
         self.__cached, self.__lends_transform = CachedSource(OpenCache.without(request), transform), transform is None
         self.__backend: BackendChoice = backend
         self.__disable = on_error == "disable"
@@ -155,7 +180,7 @@ class CachedDataset(Forwarding):
     @property
     def ring(self) -> Ring | None:
         """Which node holds which indices; None before the first opening."""
-        return self.__cached.opened.ring
+        return self.__cached.opened.known_ring
 
     @property
     def group(self) -> NodeGroup:

@@ -20,10 +20,12 @@ from typing import Any
 import torch
 from torch.utils.data import DataLoader, get_worker_info
 
+from lightning_stocache.loading.dataset import cached_source
 from lightning_stocache.loading.interrupts import HeldBack, LetThrough, forget_hold
+from lightning_stocache.loading.prefill import Prefill
 from lightning_stocache.loading.request import BatchRequest, Reply, Responder
 from lightning_stocache.loading.stand_in import StandIn, cached_in
-from lightning_stocache.torch_internals import WorkerIterator, set_worker_dataset
+from lightning_stocache.torch_internals import WorkerIterator, do_when_idle, idling_context, set_worker_dataset
 
 __all__ = ["InitOnSource", "WorkerPool", "under_way"]
 
@@ -69,6 +71,9 @@ class WorkerPool:
         if seed_state is not None:
             generator.set_state(seed_state)
         self._feed = _Feed()
+        context, cached = loader.multiprocessing_context, cached_in(loader.dataset)
+        if cached is not None and cached_source(cached).opened.request.prefill:
+            context = idling_context(context)
         self.most = under_way(loader)
         fed: DataLoader[Any] = DataLoader(
             Responder(loader.dataset, loader.collate_fn),
@@ -77,7 +82,7 @@ class WorkerPool:
             collate_fn=_as_it_is,
             timeout=loader.timeout,
             worker_init_fn=InitOnSource(loader.worker_init_fn),
-            multiprocessing_context=loader.multiprocessing_context,
+            multiprocessing_context=context,
             generator=generator,
             prefetch_factor=loader.prefetch_factor,
             persistent_workers=True,  # an empty feed must not end them
@@ -140,8 +145,11 @@ class InitOnSource:
         """In a worker, which has the number that is given."""
         forget_hold()
         info: Any = get_worker_info()
-        dataset = info.dataset.dataset if isinstance(info.dataset, Responder) else info.dataset
+        asked = isinstance(info.dataset, Responder)
+        dataset = info.dataset.dataset if asked else info.dataset
         cached = cached_in(dataset)
+        if asked and cached is not None and cached_source(cached).opened.request.prefill:
+            do_when_idle(Prefill(cached_source(cached), worker, info.num_workers))
         if cached is not None and isinstance(dataset, StandIn):  # a CachedDataset of the user's is what he expects
             dataset = cached.source
         set_worker_dataset(dataset)

@@ -33,8 +33,10 @@ from lightning_stocache.cache.field import UnsupportedSampleError
 from lightning_stocache.cache.records import RecordCodec
 from lightning_stocache.cache.spec import SampleMismatchError
 from lightning_stocache.setup.codec_choice import choose_codec
+from lightning_stocache.setup.form_choice import EncodedForm, look_at_files
 from lightning_stocache.setup.request import CacheRequest
 from lightning_stocache.source.access import batch_reader
+from lightning_stocache.source.encoded import taken_apart
 from lightning_stocache.source.generators import Generators, owned_generators, reachable
 from lightning_stocache.source.random_split import split, spread
 from lightning_stocache.source.transform_split import Cut
@@ -66,6 +68,9 @@ class Finding:
         odd: of a sample that differs from the first where most do not, in words; it will pass through.
         reads: how many samples were read.
         worker_bytes: memory that the process which read them had for itself; None if it was this one.
+        encoded: what is known of its samples as files, where they may be kept so.
+        share: of the samples that are kept decoded, the others as files; None: all decoded.
+        note: what cannot be done as it was asked for, in words.
     """
 
     codec: SampleCodec | None = None
@@ -74,6 +79,9 @@ class Finding:
     odd: str | None = None
     reads: int = 0
     worker_bytes: int | None = None
+    encoded: EncodedForm | None = None
+    share: float | None = None
+    note: str | None = None
 
 
 def look(request: CacheRequest) -> Finding:
@@ -142,6 +150,16 @@ def _find(request: CacheRequest, told: Callable[[int], None] = lambda index: Non
         finally:
             generators.restore(before)
     parts = split(source, quick=_QUICK, told=told)
+    files: EncodedForm | str | None = None
+    if request.store == "encoded" or (request.store == "auto" and request.name is None):
+        files = look_at_files(source, parts.source, parts.indices, told)
+    if isinstance(files, EncodedForm) and (request.store == "encoded" or parts.reason is not None):
+        encoded = files.codec
+        if request.name is not None:  # others may write there
+            encoded = encoded.admitting([taken_apart(source)[0][index] for index in parts.indices])
+        return Finding(encoded, reads=parts.reads, share=0.0)
+    if request.strict and request.store == "encoded":
+        raise ValueError(f"store='encoded' cannot be had: {files}")
     if parts.reason is not None:
         return Finding(reason=f"{parts.reason}\n{_BY_HAND}", reads=parts.reads)
     reads = parts.reads
@@ -155,7 +173,9 @@ def _find(request: CacheRequest, told: Callable[[int], None] = lambda index: Non
     codec = choice.codec
     if request.name is not None and isinstance(codec, RecordCodec):  # others may write there
         codec = codec.admitting(parts.samples)
-    return Finding(codec, parts.cut, odd=choice.odd, reads=reads)
+    note = f"store={request.store!r} cannot be had: {files}" if isinstance(files, str) else None
+    form = files if isinstance(files, EncodedForm) else None
+    return Finding(codec, parts.cut, odd=choice.odd, reads=reads, encoded=form, note=note)
 
 
 def _start(request: CacheRequest) -> tuple[Iterator[bytes], torch.Tensor] | None:

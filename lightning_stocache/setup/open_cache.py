@@ -78,6 +78,14 @@ class OpenCache:
         whole: Any = self.request.source
         return whole[sample.index] if batch_reader(self.source) is None else whole.__getitems__([sample.index])[0]
 
+    @property
+    def known_ring(self) -> Ring | None:
+        """The ring, with as many slots as will find room: of records that is known better from one to the next."""
+        cache, ring = self.live_cache, self.ring
+        if cache is None or ring is None or len(ring.arcs) > 1 or cache.capacity == ring.arcs[0].slots:
+            return ring
+        return Ring((replace(ring.arcs[0], slots=cache.capacity),))
+
     def count(self, **counts: int) -> None:
         """Count what has been served or filled, by the names of `Counts`."""
         if self.counters is not None:
@@ -94,7 +102,7 @@ class OpenCache:
             where = f" on node{group.node} (ranks {', '.join(map(str, group.nodes[group.node]))})"
             arc = "" if self.ring is None else f" in an arc that starts at {self.ring.arcs[group.node].start:,}"
         return (
-            f"{name}{where}: {len(cache):,} of {samples:,} samples have a slot{arc}, {cache.filled:,} are filled, "
+            f"{name}{where}: {cache.capacity:,} of {samples:,} samples have a slot{arc}, {cache.filled:,} are filled, "
             f"{format_bytes(cache.memory_bytes)} in use of {format_bytes(self.budget_bytes)}"
         )
 

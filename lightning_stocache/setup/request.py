@@ -14,10 +14,11 @@ from lightning_stocache.cache.spec import SampleSpec
 from lightning_stocache.node.budget import Budget
 from lightning_stocache.node.named import check_name
 
-__all__ = ["BackendChoice", "CacheRequest", "Layout", "LoaderSettings"]
+__all__ = ["BackendChoice", "CacheRequest", "Form", "Layout", "LoaderSettings"]
 
 BackendChoice = Literal["auto", "tmpfile", "memfd", "file"]
 Layout = Literal["auto", "rows", "records"]
+Form = Literal["decoded", "encoded", "auto"]
 
 _AUTO = Budget.parse("auto")
 
@@ -65,10 +66,12 @@ class CacheRequest:
         fingerprint: what the user says of the contents, compared where the name exists.
         strict: whether what cannot be cached is an error, not passed through with a warning.
         layout: whether samples are to lie as rows or as records; "auto": as what is seen of them allows.
+        store: whether they are kept as the source decodes them, or as it reads them; "auto": as saves most time.
+        prefill: whether idle workers load what nobody has asked for yet.
 
     Raises:
         TypeError: spec or fingerprint is of another type.
-        ValueError: the name cannot be one, or the layout is none of its choices.
+        ValueError: the name cannot be one, or the layout or store is none of its choices.
     """
 
     source: Dataset[object]
@@ -81,10 +84,16 @@ class CacheRequest:
     fingerprint: str = ""
     strict: bool = False
     layout: Layout = "auto"
+    store: Form = "decoded"
+    prefill: bool = False
 
     def __post_init__(self) -> None:
         if self.layout not in get_args(Layout):
             raise ValueError(f"layout must be 'auto', 'rows' or 'records', got {self.layout!r}")
+        if self.store not in get_args(Form):
+            raise ValueError(f"store must be 'decoded', 'encoded' or 'auto', got {self.store!r}")
+        if self.store == "encoded" and self.layout == "rows":
+            raise ValueError("store='encoded' keeps records: layout='rows' cannot be had with it")
         if self.spec is not None and not isinstance(self.spec, SampleSpec | RecordCodec):
             raise TypeError(f"spec must be a SampleSpec, as SampleSpec.infer(sample) makes it; got {self.spec!r}")
         if not isinstance(self.fingerprint, str):

@@ -139,6 +139,9 @@ class CallCaches:
                 name=None if options.name is None else names[key],
                 fingerprint=options.fingerprint,
                 strict=options.strict,
+                layout=options.layout,
+                store=options.store,
+                prefill=options.prefill,
             )
             for key, entry in new.items()
         ]

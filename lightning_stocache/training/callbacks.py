@@ -19,7 +19,7 @@ from lightning_stocache.insight.stall import Stall
 from lightning_stocache.loading.dataset import CachedDataset, OnError
 from lightning_stocache.node.budget import format_bytes
 from lightning_stocache.sampling.locality_sampler import Mode
-from lightning_stocache.setup.request import BackendChoice
+from lightning_stocache.setup.request import BackendChoice, Form, Layout
 from lightning_stocache.training.caches import CallCaches, training_bytes
 from lightning_stocache.training.call_loaders import CallLoaders
 from lightning_stocache.training.lightning_internals import data_sources, loops
@@ -129,11 +129,26 @@ class StochasticCache(CacheMonitor):
         name: str | None = None,
         fingerprint: str = "",
         strict: bool = False,
+        layout: Layout = "auto",
+        store: Form = "decoded",
+        prefill: bool = False,
     ) -> None:
         super().__init__()
         self.caches = CallCaches(
             CacheOptions(
-                budget, stage_budgets, allow_random, backend, on_error, keep_cache, sampling, name, fingerprint, strict
+                budget,
+                stage_budgets,
+                allow_random,
+                backend,
+                on_error,
+                keep_cache,
+                sampling,
+                name,
+                fingerprint,
+                strict,
+                layout,
+                store,
+                prefill,
             )
         )
         self._monitors = True
@@ -192,5 +207,6 @@ def _has_cache(instance: Any) -> bool:
 def _filled(datasets: list[CachedDataset]) -> tuple[float, int, int]:
     """Fill fraction, ready slots and slots of these datasets on this node."""
     caches = [dataset.cache for dataset in datasets if dataset.cache is not None]
-    filled, slots = sum(cache.filled for cache in caches), sum(map(len, caches))
-    return filled / max(slots, 1), filled, slots
+    slots = sum(map(len, caches))
+    fill = sum(cache.fill_fraction * len(cache) for cache in caches) / max(slots, 1)
+    return fill, sum(cache.filled for cache in caches), slots

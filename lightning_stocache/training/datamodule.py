@@ -19,7 +19,7 @@ from torch.utils.data import DataLoader, Dataset, IterableDataset
 from lightning_stocache.loading.dataset import CachedDataset, OnError, cached_source, dataset_over
 from lightning_stocache.loading.loader import CachedLoader
 from lightning_stocache.sampling.locality_sampler import LocalitySampler, Mode
-from lightning_stocache.setup.request import BackendChoice, LoaderSettings
+from lightning_stocache.setup.request import BackendChoice, Form, Layout, LoaderSettings
 from lightning_stocache.training.caches import CallCaches, Wanted, training_bytes
 from lightning_stocache.training.obstacles import check_sweep, is_cacheable
 from lightning_stocache.training.options import STAGES, CacheOptions, Source, Stream, made, with_options
@@ -98,6 +98,9 @@ class StocacheDataModule(LightningDataModule):
         name: str | None = None,
         fingerprint: str = "",
         strict: bool = False,
+        layout: Layout = "auto",
+        store: Form = "decoded",
+        prefill: bool = False,
     ) -> None:
         super().__init__()
         for argument, given in (("eval_transform", eval_transform), ("eval_batch_transform", eval_batch_transform)):
@@ -117,7 +120,19 @@ class StocacheDataModule(LightningDataModule):
         self.prepare = prepare
         self.caches = CallCaches(
             CacheOptions(
-                budget, stage_budgets, allow_random, backend, on_error, keep_cache, sampling, name, fingerprint, strict
+                budget,
+                stage_budgets,
+                allow_random,
+                backend,
+                on_error,
+                keep_cache,
+                sampling,
+                name,
+                fingerprint,
+                strict,
+                layout,
+                store,
+                prefill,
             )
         )
         self._resume: Position | None = None

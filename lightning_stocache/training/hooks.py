@@ -16,7 +16,7 @@ from lightning.pytorch import LightningDataModule
 
 from lightning_stocache.loading.dataset import OnError
 from lightning_stocache.sampling.locality_sampler import Mode
-from lightning_stocache.setup.request import BackendChoice
+from lightning_stocache.setup.request import BackendChoice, Form, Layout
 from lightning_stocache.training.caches import CallCaches, training_bytes
 from lightning_stocache.training.call_loaders import CallLoaders
 from lightning_stocache.training.obstacles import check_sweep
@@ -43,6 +43,9 @@ def cache_datamodule(  # noqa: D417  the options are described in one place
     name: str | None = None,
     fingerprint: str = "",
     strict: bool = False,
+    layout: Layout = "auto",
+    store: Form = "decoded",
+    prefill: bool = False,
 ) -> M:
     """Cache the loaders of a DataModule, and return the same object.
 
@@ -82,7 +85,19 @@ def cache_datamodule(  # noqa: D417  the options are described in one place
     if isinstance(getattr(datamodule, "caches", None), CallCaches):
         raise TypeError(f"datamodule must not be cached yet, got a {type(datamodule).__name__} that is")
     options = CacheOptions(
-        budget, stage_budgets, allow_random, backend, on_error, keep_cache, sampling, name, fingerprint, strict
+        budget,
+        stage_budgets,
+        allow_random,
+        backend,
+        on_error,
+        keep_cache,
+        sampling,
+        name,
+        fingerprint,
+        strict,
+        layout,
+        store,
+        prefill,
     )
     caches = CallCaches(options)
     datamodule.caches = caches  # type: ignore[attr-defined]

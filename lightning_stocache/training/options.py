@@ -20,7 +20,7 @@ from lightning_stocache.loading.dataset import CachedDataset, OnError
 from lightning_stocache.node.budget import Budget
 from lightning_stocache.node.named import check_name
 from lightning_stocache.sampling.locality_sampler import Mode
-from lightning_stocache.setup.request import BackendChoice
+from lightning_stocache.setup.request import BackendChoice, Form, Layout
 
 __all__ = ["STAGES", "CacheOptions", "Source", "Stream", "made", "with_options"]
 
@@ -64,6 +64,9 @@ class CacheOptions:
     name: str | None = None
     fingerprint: str = ""
     strict: bool = False
+    layout: Layout = "auto"
+    store: Form = "decoded"
+    prefill: bool = False
     budgets: dict[str, Budget] = field(init=False)
     """The budget of every pot; stages without one of their own share the pot ""."""
 
@@ -77,6 +80,12 @@ class CacheOptions:
             raise ValueError(f"on_error must be 'raise' or 'disable', got {self.on_error!r}")
         if self.sampling not in get_args(Mode):
             raise ValueError(f"sampling must be one of {', '.join(get_args(Mode))}, got {self.sampling!r}")
+        if self.layout not in get_args(Layout):
+            raise ValueError(f"layout must be one of {', '.join(get_args(Layout))}, got {self.layout!r}")
+        if self.store not in get_args(Form):
+            raise ValueError(f"store must be one of {', '.join(get_args(Form))}, got {self.store!r}")
+        if not isinstance(self.prefill, bool):
+            raise ValueError(f"prefill must be true or false, got {self.prefill!r}")
         if self.name is not None:
             check_name(self.name)
         budgets = {stage: Budget.parse(budget) for stage, budget in given.items()}

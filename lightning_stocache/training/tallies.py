@@ -143,7 +143,8 @@ def _tally(dataset: CachedDataset, counts: Counts) -> Tally:
     cache, node = dataset.cache, dataset.group.node
     if cache is None:  # nobody knows what a sample would take in a slot
         return Tally(node, counts, unsized=counts.misses + counts.bypasses)
-    return Tally(node, counts, len(cache), cache.filled, cache.memory_bytes, dataset.budget_bytes)
+    filled = cache.fill_fraction * len(cache)
+    return Tally(node, counts, len(cache), filled, cache.memory_bytes, dataset.budget_bytes)
 
 
 def _joined(tallies: Sequence[Tally], seconds: Seconds | None) -> Tally | None:

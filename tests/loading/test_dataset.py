@@ -44,7 +44,7 @@ from lightning_stocache.loading.loader import CachedLoader
 from lightning_stocache.node.free import FreeMemory
 from lightning_stocache.node.segment import Segment
 from lightning_stocache.setup import allocation
-from lightning_stocache.setup.open import CacheMemoryError
+from lightning_stocache.setup.segments import CacheMemoryError
 from tests.processes import context, without_room
 from tests.sources import CountedSource
 

@@ -26,8 +26,9 @@ from lightning_stocache.node.manifest import Geometry, Manifest
 from lightning_stocache.node.named import open_named
 from lightning_stocache.node.segment import Segment
 from lightning_stocache.setup.named_cache import FingerprintError
-from lightning_stocache.setup.open import CacheMemoryError, open_caches
+from lightning_stocache.setup.open import open_caches
 from lightning_stocache.setup.request import CacheRequest
+from lightning_stocache.setup.segments import CacheMemoryError
 from lightning_stocache.training.datamodule import StocacheDataModule
 from tests.processes import Child, call, call_many
 from tests.ranks import run_ranks

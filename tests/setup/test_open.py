@@ -18,9 +18,10 @@ from lightning_stocache.loading.dataset import CachedDataset
 from lightning_stocache.node.budget import Budget
 from lightning_stocache.node.group import NodeGroup
 from lightning_stocache.node.segment import Segment
-from lightning_stocache.setup.open import CacheMemoryError, open_caches
+from lightning_stocache.setup.open import open_caches
 from lightning_stocache.setup.open_cache import OpenCache
 from lightning_stocache.setup.request import CacheRequest
+from lightning_stocache.setup.segments import CacheMemoryError
 from tests.sources import CountedSource
 
 pytestmark = pytest.mark.processes

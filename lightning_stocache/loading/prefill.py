@@ -1,0 +1,67 @@
+"""What a worker does while nobody asks it for anything: it fills slots that have not been asked for yet.
+
+The workers of all ranks of a node divide the indices among themselves, so that none is loaded twice for this. One
+sample is loaded at a time, on the worker's own thread, and only while no request waits: a request waits for the end of
+one load at most. What is filled so is no sample served: it counts as a fill, and as seconds of the source.
+"""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Iterator
+
+import numpy as np
+
+from lightning_stocache.cache.store import NO_PLACE
+from lightning_stocache.loading.cached_source import CachedSource
+
+__all__ = ["Prefill"]
+
+log = logging.getLogger(__name__)
+
+_AT_ONCE = 1024  # indices that are looked up at a time
+_MOST_IN_VAIN = 8  # samples that were not stored, one after the other, after which there is no room left
+
+
+class Prefill:
+    """Fills the part of one worker.
+
+    Args:
+        cached: what serves the source in this process.
+        worker: its number.
+        workers: how many there are on this rank.
+    """
+
+    def __init__(self, cached: CachedSource, worker: int, workers: int) -> None:
+        group = cached.opened.group
+        ranks = group.nodes[group.node]
+        self._cached = cached
+        self._part, self._parts = ranks.index(group.rank) * workers + worker, len(ranks) * workers
+        self._left = self._empty()
+        self._in_vain = 0
+
+    def __call__(self) -> bool:
+        """Load one sample that is missing; whether there may be more."""
+        index = next(self._left, None)
+        if index is None or self._in_vain >= _MOST_IN_VAIN:
+            return False
+        try:
+            self._in_vain = 0 if self._cached.load_ahead(index) else self._in_vain + 1
+        except Exception:  # the source's own: who asks for the sample is told
+            log.debug("sample %d could not be loaded ahead", index, exc_info=True)
+            self._in_vain += 1
+        return True
+
+    def _empty(self) -> Iterator[int]:
+        """The indices of this part that have a slot which is not READY, as they are when their turn comes."""
+        cache = self._cached.cache
+        if cache is None:
+            return
+        step = self._parts * _AT_ONCE
+        for first in range(self._part, cache.length, step):
+            indices = np.arange(first, min(first + step, cache.length), self._parts)
+            for index in indices[cache.lookup(indices) == NO_PLACE].tolist():
+                if cache.closed:
+                    return
+                if cache.has_place(index) and cache.place(index) == NO_PLACE:
+                    yield index

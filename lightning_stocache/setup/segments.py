@@ -1,0 +1,137 @@
+"""The segments of a job's caches on one node: made by the leader, attached by the other ranks.
+
+Where they cannot be reached without a name (another pid namespace), named files are tried, whose names go again as soon
+as all are attached.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any
+
+from lightning_stocache.cache.codec import SampleCodec
+from lightning_stocache.cache.counters import Counters
+from lightning_stocache.cache.placement import Arc
+from lightning_stocache.cache.segment_store import SegmentStore
+from lightning_stocache.cache.store import StoreHandle
+from lightning_stocache.cache.stores import attach_store, store_for
+from lightning_stocache.node.budget import Budget
+from lightning_stocache.node.files import Backend
+from lightning_stocache.node.group import NodeGroup
+from lightning_stocache.node.manifest import printable
+from lightning_stocache.node.segment import Segment, SegmentHandle
+from lightning_stocache.setup.named_cache import join_cache, open_cache
+from lightning_stocache.setup.request import CacheRequest
+
+__all__ = ["CacheMemoryError", "Segments", "make_and_attach"]
+
+_LONGEST = 200  # characters of a source's title that its segment tells
+
+
+class CacheMemoryError(OSError):
+    """The memory for a cache cannot be had, or not be reached by all ranks of a node."""
+
+
+@dataclass(frozen=True)
+class _Address:
+    """Where the segments of one request are, for the other ranks of the node."""
+
+    counters: SegmentHandle
+    cache: StoreHandle | None
+    keeps_name: bool
+
+    def attach(self, rank: int) -> Segments:
+        counters = Counters(Segment.attach(self.counters), rank)
+        if self.cache is None:
+            return Segments(counters, None)
+        return Segments(counters, attach_store(self.cache), self.keeps_name)
+
+
+@dataclass(frozen=True)
+class Segments:
+    """The segments of one request, open in this process."""
+
+    counters: Counters | None
+    cache: SegmentStore[Any] | None
+    keeps_name: bool = False
+
+    @classmethod
+    def make(
+        cls,
+        request: CacheRequest,
+        codec: SampleCodec | None,
+        arc: Arc,
+        group: NodeGroup,
+        backend: Backend | None,
+        joined: SegmentStore[Any] | None,
+        budget: Budget,
+        granted: int,
+    ) -> Segments:
+        """Make them, or join the cache that has the request's name."""
+        cache = joined
+        if codec is not None and request.name is not None:
+            if cache is None:  # it may have come since, or this is the second try
+                cache = open_cache(request, codec, arc, budget, granted) if arc.slots else join_cache(request, codec)
+        elif codec is not None and arc.slots:
+            whose = {"dataset": printable(request.title, _LONGEST), "node": group.node, "nodes": len(group.nodes)}
+            cache = store_for(codec).create(codec, arc, backend, whose, granted=granted)
+        return cls(Counters.create(group.rank, backend), cache, request.name is not None)
+
+    @property
+    def address(self) -> _Address:
+        """Where they are, for the other ranks."""
+        assert self.counters is not None
+        return _Address(self.counters.handle, None if self.cache is None else self.cache.handle, self.keeps_name)
+
+    def bytes_of(self, granted: int) -> int:
+        """The memory that the cache may take: what was granted, or what a named one was made with."""
+        return granted if self.cache is None or not self.keeps_name else self.cache.granted_bytes
+
+    def unlink(self) -> None:
+        """Take their names away, but that of a cache which keeps it."""
+        for part in (self.counters, None if self.keeps_name else self.cache):
+            if part is not None:
+                part.unlink()
+
+    def close(self) -> None:
+        """Give them up in this process."""
+        for part in (self.counters, self.cache):
+            if part is not None:
+                part.close()
+
+
+def make_and_attach(
+    make: Callable[[Backend | None], list[Segments]], backend: Backend | None, group: NodeGroup
+) -> list[Segments]:
+    """Make the segments on every leader and attach elsewhere; by name, where they cannot be reached without one."""
+    troubles: list[str | None] = []
+    failure: Exception | None = None
+    for kind in dict.fromkeys((backend, "file")):
+        segments: list[Segments] = []
+        addresses: list[_Address] = []
+        failure = None
+        try:
+            if group.is_leader:
+                segments += make(kind)
+                addresses = [made.address for made in segments]
+        except Exception as error:  # whatever it is, the others are waiting for the addresses
+            failure = error
+        addresses = group.exchange(addresses)[group.leader]
+        try:
+            if not group.is_leader:
+                segments += [address.attach(group.rank) for address in addresses]
+        except Exception as error:  # likewise
+            failure = error
+        troubles = group.exchange(repr(failure) if failure else None)  # by now everybody has attached, or will not
+        for made in segments:
+            made.unlink()
+        if not any(troubles):
+            return segments
+        for made in segments:
+            made.close()
+    rank, words = next((rank, words) for rank, words in enumerate(troubles) if words)
+    raise CacheMemoryError(
+        f"rank {rank} could not make or reach the shared memory of its node: {words}. To go on uncached: "
+        "on_error='disable', or budget=0"
+    ) from failure
