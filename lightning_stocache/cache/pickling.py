@@ -16,7 +16,7 @@ import io
 import pickle
 import random
 import sys
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping
 from typing import Any, cast
 
 import numpy as np
@@ -24,10 +24,11 @@ import numpy.typing as npt
 import torch
 from torch.utils.data import Dataset
 
-from lightning_stocache.cache.field import UnsupportedSampleError, bytes_of, type_name
+from lightning_stocache.cache.field import UnsupportedSampleError, bytes_of, named, type_name
 
-__all__ = ["Encoder", "Reader", "canonical_bytes", "is_image"]
+__all__ = ["Encoder", "Reader", "canonical_bytes", "is_image", "unpicklable"]
 
+_DEEPEST = 8  # levels to which what cannot be pickled is looked for
 _IN_PICKLE = 4096  # bytes; a copy of so few costs less than memory of their own
 _DTYPES = {str(dtype): dtype for dtype in vars(torch).values() if isinstance(dtype, torch.dtype)}
 _GENERATORS = (random.Random, np.random.Generator, np.random.RandomState, torch.Generator)
@@ -234,3 +235,34 @@ def _opened_image(kind: type[Any], state: list[Any]) -> Any:
 def _buffer(content: Any) -> pickle.PickleBuffer:
     """What a pickle may leave to lie beside it."""
     return pickle.PickleBuffer(content)  # Any: NumPy's stubs know of no buffers before Python 3.12
+
+
+def unpicklable(sample: Any, error: Exception) -> str:
+    """What of a sample cannot be pickled, in words, given what was raised."""
+    where, node = "", sample
+    for _ in range(_DEEPEST):
+        try:
+            inner = next(iter(_failing(node)), None)
+        except Exception:  # a container that cannot even be looked through
+            break
+        if inner is None:
+            break
+        where, node = where + inner[0], inner[1]
+    said = str(error).splitlines()[0] if str(error) else type(error).__name__
+    return f"{named(where)} is a {type_name(type(node))}, which cannot be kept as bytes ({said})"
+
+
+def _failing(node: Any) -> Iterable[tuple[str, Any]]:
+    """The parts of a container that cannot be pickled by themselves."""
+    if isinstance(node, Mapping):
+        children: Iterable[tuple[str, Any]] = ((f"[{key!r}]", node[key]) for key in node)
+    elif isinstance(node, list | tuple):
+        children = ((f"[{number}]", part) for number, part in enumerate(node))
+    else:
+        attributes = getattr(node, "__dict__", None)
+        children = ((f".{name}", part) for name, part in attributes.items()) if isinstance(attributes, dict) else ()
+    for step, part in children:
+        try:
+            Encoder(io.BytesIO(), [], packed=True).dump(part)
+        except Exception:  # whatever its code raises
+            yield step, part

@@ -6,6 +6,7 @@ is loaded every time, as if it had no slot.
 
 from __future__ import annotations
 
+import pickle
 from collections.abc import Iterator
 from typing import Any
 
@@ -17,6 +18,7 @@ from lightning_stocache.cache.placement import NO_SLOT, Integers
 from lightning_stocache.cache.record_slots import RecordSlots
 from lightning_stocache.cache.records import RecordCodec
 from lightning_stocache.cache.segment_store import SegmentStore
+from lightning_stocache.cache.store import UNREADABLE
 
 __all__ = ["RecordStore", "slots_for"]
 
@@ -48,7 +50,9 @@ class RecordStore(SegmentStore[RecordCodec]):
         They may be asked for when the store has been closed: who has begun to read goes on.
         """
         codec, records = self.codec, [self.slots.record(place) for place in places.tolist()]
-        return (codec.decode(record, lend) for record in records)
+        if codec.classes is None:
+            return (codec.decode(record, lend) for record in records)
+        return (_admitted(codec, record, lend) for record in records)
 
     def place(self, index: int) -> int:
         """Where the sample of an index can be read now, or NO_PLACE."""
@@ -98,6 +102,13 @@ class RecordStore(SegmentStore[RecordCodec]):
 
     def _open_slots(self, claims: Claims) -> RecordSlots:
         return RecordSlots(self.segment, self.arc.slots, claims)
+
+
+def _admitted(codec: RecordCodec, record: memoryview, lend: Lend | None) -> Any:
+    try:
+        return codec.decode(record, lend)
+    except pickle.UnpicklingError:
+        return UNREADABLE
 
 
 def slots_for(granted: int, codec: RecordCodec, length: int) -> int:

@@ -29,7 +29,7 @@ import torch
 
 from lightning_stocache.cache.codec import Lend, aligned
 from lightning_stocache.cache.field import UnsupportedSampleError, named, type_name
-from lightning_stocache.cache.pickling import Encoder, Reader, is_image
+from lightning_stocache.cache.pickling import Encoder, Reader, is_image, unpicklable
 from lightning_stocache.cache.spec import SampleMismatchError
 
 __all__ = ["HEAD", "RecordCodec", "Required"]
@@ -40,7 +40,6 @@ HEAD = struct.Struct("<IIQI")
 _TABLE_ENTRY = 8
 _FIXED = 2048  # the numbers of an arena, and what alignment wastes around them
 _LONGEST_PICKLE = 2**32 - 1
-_DEEPEST = 8  # levels to which what cannot be pickled is looked for
 _ONCE = 16  # bytes that a slot's state and entry in the directory take, and what alignment wastes of a small record
 
 Required = tuple[tuple[tuple[Any, ...], type[Any]], ...]
@@ -55,7 +54,8 @@ class RecordCodec:
         nbytes: bytes of a record, the mean of those that have been seen; budgets are divided by it.
         most_bytes: what the mean of all may be, for all that is known: with so many bytes each, all will fit.
         required: what a sample must hold at which place, because the tail of a transform works on it.
-        packed: whether images of PIL take three bytes for a pixel of RGB, not four.
+        packed: whether images of PIL take three bytes for a pixel of RGB, not the four that they have there.
+        packed_bytes: what `nbytes` is then.
         form: what of samples is kept, where that is not what the source returns.
         classes: what pickles may name, as (module, name); None: anything, because this job alone writes them.
 
@@ -75,6 +75,7 @@ class RecordCodec:
     most_bytes: int = 0
     required: Required = ()
     packed: bool = False
+    packed_bytes: int = 0
     form: str = ""
     classes: frozenset[tuple[str, str]] | None = None
 
@@ -87,7 +88,17 @@ class RecordCodec:
         mean = float(sizes.mean())
         # Three standard errors, and a twentieth for what so few samples do not show.
         most = 1.05 * (mean + 3 * spread / len(sizes) ** 0.5) if spread else mean
-        return replace(codec, nbytes=round(mean), most_bytes=int(np.ceil(most)))
+        codec = replace(codec, nbytes=round(mean), most_bytes=int(np.ceil(most)))
+        tight = replace(codec, packed=True)
+        packed = sum(tight.stored_size(tight.encode(sample)) for sample in samples)
+        return replace(codec, packed_bytes=round(packed / len(samples)))
+
+    def for_bytes(self, granted: int, samples: int) -> RecordCodec:
+        """This codec, packed where so many samples do not fit in so many bytes otherwise: that costs 40 us an image."""
+        fits = self.fixed_bytes + samples * self.slot_bytes <= granted
+        if fits or not 0 < self.packed_bytes < self.nbytes:
+            return self
+        return replace(self, packed=True, nbytes=self.packed_bytes)
 
     @property
     def slot_bytes(self) -> int:
@@ -121,16 +132,18 @@ class RecordCodec:
             if self.classes is not None:  # nobody could read it
                 Reader(file.getbuffer(), self.classes, [bytearray(buffer) for buffer in large]).load()
         except Exception as error:  # whatever the code of the sample's classes raises when it is pickled
-            raise _unsupported(sample, index, error, self.packed) from error
+            where = unpicklable(sample, error)
+            raise UnsupportedSampleError(f"{_titled(index)}: {where}") from error
         pickled = file.getbuffer()
         if pickled.nbytes > _LONGEST_PICKLE:
             raise UnsupportedSampleError(f"{_titled(index)} holds more than 4 GiB in text, bytes or small objects")
-        if not large:
-            head = bytearray(HEAD.size + pickled.nbytes)
-            HEAD.pack_into(head, 0, 0, pickled.nbytes, len(head), 0)
-            head[HEAD.size :] = pickled
-            return [memoryview(head)]
-        return _laid_out(pickled, large, {id(buffer) for buffer in encoder.copied})
+        parts = _laid_out(pickled, large, {id(buffer) for buffer in encoder.copied})
+        if self.classes is not None:
+            try:
+                self.decode(memoryview(b"".join(parts)))
+            except pickle.UnpicklingError as error:
+                raise UnsupportedSampleError(f"{_titled(index)}: {error}") from None
+        return parts
 
     def contents(self, parts: Sequence[memoryview]) -> Sequence[memoryview]:
         """The bytes of an encoded sample."""
@@ -182,7 +195,12 @@ class RecordCodec:
 
 
 def _laid_out(pickled: memoryview, large: list[pickle.PickleBuffer], copied: set[int]) -> list[memoryview]:
-    """The parts of a record that has buffers."""
+    """The parts of a record: its head, with all that is small, and the buffers."""
+    if not large:
+        head = bytearray(HEAD.size + pickled.nbytes)
+        HEAD.pack_into(head, 0, 0, pickled.nbytes, len(head), 0)
+        head[HEAD.size :] = pickled
+        return [memoryview(head)]
     start = HEAD.size + len(large) * _TABLE_ENTRY
     end = start + pickled.nbytes
     buffers = [buffer.raw() for buffer in large]
@@ -256,39 +274,6 @@ def _check_place(sample: Any, path: tuple[Any, ...], kind: type[Any], index: int
             f"{_titled(index)}: {named(_written(path))}, on which the random part of the transform works, must be a "
             f"{type_name(kind)}; got a {type_name(type(node))}"
         )
-
-
-def _unsupported(sample: Any, index: int | None, error: Exception, packed: bool) -> UnsupportedSampleError:
-    """What of a sample cannot be pickled, in words."""
-    where, node = "", sample
-    for _ in range(_DEEPEST):
-        try:
-            inner = next(iter(_failing(node, packed)), None)
-        except Exception:  # a container that cannot even be looked through
-            break
-        if inner is None:
-            break
-        where, node = where + inner[0], inner[1]
-    said = str(error).splitlines()[0] if str(error) else type(error).__name__
-    return UnsupportedSampleError(
-        f"{_titled(index)}: {named(where)} is a {type_name(type(node))}, which cannot be kept as bytes ({said})"
-    )
-
-
-def _failing(node: Any, packed: bool) -> Iterable[tuple[str, Any]]:
-    """The parts of a container that cannot be pickled by themselves."""
-    if isinstance(node, Mapping):
-        children: Iterable[tuple[str, Any]] = ((f"[{key!r}]", node[key]) for key in node)
-    elif isinstance(node, list | tuple):
-        children = ((f"[{number}]", part) for number, part in enumerate(node))
-    else:
-        attributes = getattr(node, "__dict__", None)
-        children = ((f".{name}", part) for name, part in attributes.items()) if isinstance(attributes, dict) else ()
-    for step, part in children:
-        try:
-            Encoder(io.BytesIO(), [], packed).dump(part)
-        except Exception:  # as in `encode`
-            yield step, part
 
 
 def _written(path: tuple[Any, ...]) -> str:

@@ -242,5 +242,6 @@ def _mismatch(index: int | None, path: str, expected: str, came: str) -> str:
     sample = "a sample" if index is None else f"sample {index}"
     return (
         f"{sample}: {named(path)} must be {expected}, as in the first sample; got {came}. "
-        "All samples of a cached source have one structure, dtype and shape: convert, resize or pad them in the source"
+        "Rows have one structure, dtype and shape: convert, resize or pad them in the source, or keep records "
+        '(layout="records")'
     )

@@ -15,7 +15,10 @@ from lightning_stocache.cache.codec import Lend, Memory, RowCodec, SampleCodec
 from lightning_stocache.cache.placement import NO_SLOT, Arc, Integers
 from lightning_stocache.node.segment import SegmentHandle
 
-__all__ = ["NO_PLACE", "RowSampleStore", "SampleStore", "StoreHandle", "gathers"]
+__all__ = ["NO_PLACE", "RowSampleStore", "SampleStore", "StoreHandle", "UNREADABLE", "gathers"]
+
+UNREADABLE: Any = object()
+"""Stands for a sample that was stored by another job, and is made of what this one does not admit."""
 
 NO_PLACE = NO_SLOT
 """Stands for an index that has no place, or one that is not READY."""
@@ -52,7 +55,7 @@ class SampleStore(Protocol):
         """The places of those indices (int64 `[samples]`) that can be read now, NO_PLACE for the others."""
 
     def read(self, places: Integers, lend: Lend | None = None) -> Iterable[Any]:
-        """Copies of the samples of READY places (int64 `[samples]`), in memory that is lent, or new."""
+        """Copies of the samples of READY places (int64 `[samples]`), in memory that is lent, or new; or UNREADABLE."""
 
     def stored_bytes(self, places: Integers) -> int:
         """Bytes of the samples of READY places (int64 `[samples]`)."""

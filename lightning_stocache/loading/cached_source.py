@@ -1,16 +1,14 @@
 """A source as this process serves it: samples from the cache where they are READY, else loaded, stored and counted.
 
 A sample is a hit (its slot is READY: a copy of it), a miss (it has a slot that is not READY: it is loaded, and stored
-if nobody else is doing so), or a bypass (it has no slot, it is odd, or there is no cache: it is loaded). Whatever has
-been loaded while there is a cache is checked against its codec, stored or not; what differs is odd, and served as it
-is: it is never stored. What is random comes after the cache: first the tail that was cut off the source, then the
-user's transform.
+if nobody else is doing so), or a bypass (it has no slot or no room, is odd, or there is no cache: it is loaded). What
+has been loaded is checked against the cache's codec; what differs is odd, served as it is, and never stored. What is
+random comes after the cache: first the tail that was cut off the source, then the user's transform.
 
-A batch is looked up at once, the hits of rows are copied out by one gather per field (a CachedLoader does that by
-itself, and has the others loaded: `load_into`), those of records one by one when they are asked for, and the others are
-loaded in one call if the source has `__getitems__`. Counts are
-added when a sample has been served: of a batch whose loading fails, what was loaded before is stored and counted, and
-its hits are not; what Ctrl-C interrupts adds no more than what it has stored.
+A batch is looked up at once. The hits of rows are copied out by one gather per field (a CachedLoader does that by
+itself, and has the others loaded: `load_into`), those of records one by one when they are asked for; the others are
+loaded in one call if the source has `__getitems__`. Counts are added when a sample has been served: of a batch whose
+loading fails, what was loaded before is stored and counted, its hits are not; Ctrl-C leaves what has been stored.
 
 The source stays its user's: as soon as it is seen to have changed, it is served as it is now, uncached.
 """
@@ -28,7 +26,7 @@ from torch.utils.data import Dataset
 
 from lightning_stocache.cache.codec import BatchRows
 from lightning_stocache.cache.placement import Integers
-from lightning_stocache.cache.store import NO_PLACE, RowSampleStore, SampleStore, gathers
+from lightning_stocache.cache.store import NO_PLACE, UNREADABLE, RowSampleStore, SampleStore, gathers
 from lightning_stocache.loading.batch_pool import BatchPool
 from lightning_stocache.loading.interrupts import LetThrough
 from lightning_stocache.loading.misses import Misses, in_order
@@ -181,6 +179,8 @@ class CachedSource:
         if (place := cache.place(index)) != NO_PLACE:
             places = np.array([place])
             [sample] = cache.read(places, self._pool.lend)
+            if sample is UNREADABLE:
+                return self._load(cache, [index])[0]
             nbytes, gather_ns = cache.stored_bytes(places), time.perf_counter_ns() - start
             self.opened.count(hits=1, bytes_from_cache=nbytes, gather_ns=gather_ns)
             return sample
@@ -198,23 +198,23 @@ class CachedSource:
         cache = self.cache
         if cache is None or not indices or min(indices) < 0 or max(indices) >= cache.length:
             return self._load(cache, indices)
-        start, (places, hits) = time.perf_counter_ns(), _ready(cache, indices)
-        ready = cache.read(places[hits], self._pool.take if gathers(cache) else self._pool.lend)
+        start, (places, hits), rows = time.perf_counter_ns(), _ready(cache, indices), gathers(cache)
+        ready = cache.read(places[hits], self._pool.take if rows else self._pool.lend)
         nbytes, gather_ns = cache.stored_bytes(places[hits]), time.perf_counter_ns() - start
         missing = [index for index, place in zip(indices, places.tolist(), strict=True) if place == NO_PLACE]
         loaded = self._load(cache, missing) if missing else []
         # Only now: where loading fails or is interrupted, nobody gets the hits, and the batch may come again.
         self.opened.count(hits=len(hits), bytes_from_cache=nbytes, gather_ns=gather_ns)
-        samples = in_order(places, ready, loaded, self.opened.count)
-        return samples if lazily and not gathers(cache) else list(samples)
+        samples = in_order(places, ready, loaded, lambda at: self._load(cache, [indices[at]])[0], self.opened.count)
+        return samples if lazily and not rows else list(samples)
 
     # ---- from the source ----
 
     def _load_into(self, batch: BatchRows, indices: list[int], rows: list[int]) -> dict[int, Any]:
         cache: RowSampleStore = cast(Any, self.opened.cache)
-        inside = bool(indices) and min(indices) >= 0 and max(indices) < cache.length
-        different = inside and len(set(indices)) == len(indices) and self._read_batch is None
-        if different and not cache.closed and not len(_ready(cache, indices)[1]):
+        different = len(set(indices)) == len(indices) > 0 and self._read_batch is None
+        inside = different and min(indices) >= 0 and max(indices) < cache.length
+        if inside and not cache.closed and not len(_ready(cache, indices)[1]):
             samples = self._loading(cache).load(indices, batch=batch, rows=rows)
         else:
             samples = self._serve_many(indices)

@@ -21,7 +21,7 @@ from lightning_stocache.cache.counters import Counters, Matter
 from lightning_stocache.cache.field import UnsupportedSampleError
 from lightning_stocache.cache.placement import Integers
 from lightning_stocache.cache.spec import SampleMismatchError
-from lightning_stocache.cache.store import NO_PLACE, SampleStore, gathers
+from lightning_stocache.cache.store import NO_PLACE, UNREADABLE, SampleStore, gathers
 from lightning_stocache.loading.interrupts import LetThrough
 from lightning_stocache.source.generators import Generators
 from lightning_stocache.source.odd import Odd, warn_of_odd
@@ -191,7 +191,11 @@ class Misses:
 
 
 def in_order(
-    places: Integers, ready: Iterable[Any], loaded: Iterable[Any], count: Callable[..., None]
+    places: Integers,
+    ready: Iterable[Any],
+    loaded: Iterable[Any],
+    anew: Callable[[int], Any],
+    count: Callable[..., None],
 ) -> Iterator[Any]:
     """The samples of a batch: those that were READY, which may be made only now, and those that were not.
 
@@ -199,13 +203,17 @@ def in_order(
         places: of all, NO_PLACE for those that were not READY.
         ready: the ones.
         loaded: the others.
+        anew: loads the sample of a position after all: what lies in the cache cannot be read.
         count: is told the nanoseconds that making them has taken.
     """
     hits, others, gather_ns = iter(ready), iter(loaded), 0
-    for place in places.tolist():
+    for position, place in enumerate(places.tolist()):
         start = time.perf_counter_ns()
         sample = next(others if place == NO_PLACE else hits)
         gather_ns += time.perf_counter_ns() - start
+        if sample is UNREADABLE:
+            count(hits=-1)
+            sample = anew(position)
         yield sample
     count(gather_ns=gather_ns)
 

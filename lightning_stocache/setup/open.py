@@ -118,14 +118,21 @@ def open_caches(
     )
     planned, decoded = list(plan.slots), [found.codec for found in findings]
     for number, (request, found) in enumerate(zip(requests, findings, strict=True)):
-        if found.encoded is not None and found.codec is not None and number not in joined:
-            share = decoded_share(plan.granted[number], request.length, found.codec, found.encoded)
+        codec, granted = found.codec, plan.granted[number]
+        if codec is None or number in joined:
+            continue
+        share = found.share
+        if found.encoded is not None:
+            share = decoded_share(granted, request.length, codec, found.encoded)
             if group.is_leader:
-                log.info(told_share(request.title, share, found.codec, found.encoded))
-            if share is not None:
-                codec = mixed_codec(found.codec, found.encoded, share)
-                findings[number] = replace(found, codec=codec, share=share)
-                planned[number] = min(plan.granted[number] // codec.slot_bytes, request.length)
+                log.info(told_share(request.title, share, codec, found.encoded))
+        if share is not None and found.encoded is not None:
+            codec = mixed_codec(codec, found.encoded, share)
+        elif isinstance(codec, RecordCodec):
+            codec = codec.for_bytes(granted, request.length)
+        if codec is not found.codec:
+            findings[number] = replace(found, codec=codec, share=share)
+            planned[number] = min(max(granted - codec.fixed_bytes, 0) // codec.slot_bytes, request.length)
     parts = group.together(lambda: list(map(_parts, requests, findings, decoded)))
     slots = group.exchange(planned)
     rings = [

@@ -12,10 +12,9 @@ log = logging.getLogger(__name__)
 
 
 def warn_of_odd(source: Any, words: str) -> None:
-    """Say that some samples of a source are not cached, because one differs from the first."""
+    """Say that some samples of a source are not cached, because they cannot be kept as the others are."""
     log.warning(
-        "%s: samples that differ from the first one are not cached, but loaded every time. %s (strict=True makes it an "
-        "error)",
+        "%s: some samples are not cached, but loaded every time. %s (strict=True makes it an error)",
         type(source).__name__,
         words,
     )
