@@ -86,9 +86,9 @@ class RecordStore(SegmentStore[RecordCodec]):
         return min(filled + int((self.granted_bytes - fixed - used) / max(mean, 1)), len(self))
 
     @staticmethod
-    def bytes_for(codec: RecordCodec, slots: int) -> int:
-        """Bytes that so many slots take without any record."""
-        return RecordSlots.bytes_for(slots)
+    def bytes_for(codec: RecordCodec, slots: int, granted: int = 0) -> int:
+        """All that is granted, but no less than so many slots take without any record."""
+        return max(RecordSlots.bytes_for(slots), granted)
 
     @staticmethod
     def reserved_bytes(slots: int) -> int:

@@ -62,8 +62,8 @@ class RowStore(SegmentStore[SampleSpec]):
         return len(self) * self.codec.slot_bytes
 
     @staticmethod
-    def bytes_for(codec: SampleSpec, slots: int) -> int:
-        """Bytes of address space that so many slots take."""
+    def bytes_for(codec: SampleSpec, slots: int, granted: int = 0) -> int:
+        """Bytes of address space that so many slots take, whatever is granted."""
         return FieldSlots.bytes_for(codec.row_bytes, slots)
 
     @staticmethod

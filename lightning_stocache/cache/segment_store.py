@@ -66,8 +66,8 @@ class SegmentStore(ABC, Generic[Codec]):
 
     @staticmethod
     @abstractmethod
-    def bytes_for(codec: Any, slots: int) -> int:
-        """Bytes that so many slots take when the store is made, at least."""
+    def bytes_for(codec: Any, slots: int, granted: int = 0) -> int:
+        """Bytes of a segment for so many slots, where so many are granted."""
 
     @classmethod
     def fits(cls, size: int, codec: Any, slots: int) -> bool:
@@ -151,7 +151,7 @@ class SegmentStore(ABC, Generic[Codec]):
         cls, codec: Codec, arc: Arc, whose: Mapping[str, Any] | None = None, *, granted: int = 0
     ) -> tuple[int, Manifest]:
         """The size of a segment for such a store, and what it is to say about itself."""
-        size = max(cls.bytes_for(codec, arc.slots), granted)
+        size = cls.bytes_for(codec, arc.slots, granted)
         return size, Manifest(Geometry(**asdict(arc)), **(whose or {}))
 
     def __reduce__(self) -> tuple[Any, ...]:

@@ -25,8 +25,9 @@ from typing import Any, cast
 import torch
 from torch.utils.data import Dataset, Subset
 
+from lightning_stocache.cache.codec import SampleCodec
 from lightning_stocache.cache.field import UnsupportedSampleError
-from lightning_stocache.cache.spec import SampleSpec
+from lightning_stocache.cache.spec import SampleMismatchError, SampleSpec
 from lightning_stocache.insight.planner import Costs, Job, PlanError, Reads, Spread
 from lightning_stocache.loading.dataset import CachedDataset
 from lightning_stocache.loading.loader import CachedLoader
@@ -35,6 +36,8 @@ from lightning_stocache.node.files import memory_directory
 from lightning_stocache.node.free import FreeMemory
 from lightning_stocache.node.grant import grant, loader_reserve
 from lightning_stocache.sampling.locality_sampler import LocalitySampler, Mode
+from lightning_stocache.setup.codec_choice import choose_codec
+from lightning_stocache.setup.form_choice import EncodedForm, look_at_files
 from lightning_stocache.source.access import check_source
 from lightning_stocache.source.random_split import split
 
@@ -42,6 +45,7 @@ __all__ = ["Data", "measure"]
 
 _LARGE = 256 * 2**20  # bytes of the cache that hits are measured in: more than the processor's caches hold
 _ROUNDS = 3
+_QUICK = 28  # samples that are looked at besides the first four, where that is quick
 
 
 @dataclass(frozen=True)
@@ -101,15 +105,22 @@ class _Trial:
 
     def __init__(self, data: Data, seconds: float) -> None:
         self.data, self.seconds, self.source, self.transform = data, seconds, data.source, data.transform
-        self.spec, self.reason = None, None
+        self.spec: SampleCodec | None = None
+        self.reason: str | None = None
+        self.encoded: EncodedForm | None = None
+        indices: tuple[int, ...] = (0,)
+        samples, cut = (data.source[0],) if data.allow_random else (), None
         if not data.allow_random:
-            parts = split(data.source)
-            self.source, self.reason = parts.source, parts.reason
+            parts = split(data.source, quick=_QUICK)
+            self.source, self.reason, cut = parts.source, parts.reason, parts.cut
+            indices, samples = parts.indices, parts.samples
             if (tail := parts.tail) is not None:
                 self.transform = tail if data.transform is None else partial(_both, tail, data.transform)
+            files = look_at_files(data.source, parts.source, indices, lambda index: None)
+            self.encoded = None if isinstance(files, str) else files
         try:
-            self.spec = SampleSpec.infer(self.source[0]) if self.reason is None else None
-        except UnsupportedSampleError as error:
+            self.spec = choose_codec(indices, samples, cut=cut).codec if self.reason is None else None
+        except (UnsupportedSampleError, SampleMismatchError) as error:
             self.reason = str(error)
         length, generator = len(cast(Sized, data.source)), torch.Generator().manual_seed(0)
         self.order: list[int] = torch.randperm(length, generator=generator).tolist()
@@ -141,8 +152,9 @@ class _Trial:
             Spread.of(seconds for seconds, _ in missed),
             Spread.of(hit),
             statistics.median(start for _, start in missed),
-            self.transform is not None and self.data.num_workers > 0,
+            (self.transform is not None or not isinstance(self.spec, SampleSpec)) and self.data.num_workers > 0,
             self.reason,
+            self.encoded,
         )
 
     def _pace(self, budget: int, read: float) -> tuple[float, float]:
@@ -223,7 +235,7 @@ def _cached_bytes(source: Dataset[Any]) -> int:
         check_source(source, CachedDataset)
         with _reading(f"sample 0 of {type(source).__name__}"):
             sample = source[0]
-        return len(cast(Sized, source)) * SampleSpec.infer(sample).slot_bytes
+        return len(cast(Sized, source)) * choose_codec([0], [sample]).codec.slot_bytes
     except (TypeError, ValueError):
         return 0
 

@@ -12,6 +12,7 @@ from lightning_stocache.insight.panels import Lines, Series, write
 from lightning_stocache.insight.picture import save as save_picture
 from lightning_stocache.insight.planner import ENDS, Row, Spread
 from lightning_stocache.node.budget import format_bytes
+from lightning_stocache.setup.form_choice import decoded_share
 
 __all__ = ["as_json", "as_text", "save"]
 
@@ -29,6 +30,7 @@ def as_text(plan: Plan) -> str:
     ]
     if costs.spec is not None:
         lines += [f"missed    {_each(costs.missed)}", f"hit       {_each(costs.hit)}"]
+        lines += _of_files(plan)
     lines += [f"step      {_each(plan.step.seconds, 'batch')}" if plan.step else "step      no model was given", ""]
     head = ["budget", "per node", "samples", "hit rate", "epoch one", "later", "faster", "pays in"]
     rows = [head] + [_cells(row, plan) for row in plan.rows]
@@ -42,10 +44,27 @@ def as_text(plan: Plan) -> str:
     return "\n".join([*lines, "", *sentences, "", f"cache.budget={plan.budget}"])
 
 
+def _of_files(plan: Plan) -> list[str]:
+    """What keeping files would give, where they are known."""
+    encoded, codec = plan.costs.encoded, plan.costs.spec
+    if encoded is None or codec is None:
+        return []
+    size, read, decode = encoded.codec.nbytes, encoded.read_seconds, encoded.decode_seconds
+    taken = next((row.budget_bytes for row in plan.rows if plan.budget == row.budget), plan.job.safe_bytes)
+    share = decoded_share(taken, plan.job.samples, codec, encoded)
+    keeps = "decoded samples" if share is None else f"{100 * share:.0f} % decoded, the others as files"
+    return [
+        f"file      {format_bytes(size)} a sample; {_each(Spread.of([read]))} to read, {_each(Spread.of([decode]))} to "
+        f"decode: store=auto keeps {keeps}"
+    ]
+
+
 def as_json(plan: Plan) -> dict[str, Any]:
     """A plan as plain values: seconds, bytes, rates from 0 to 1."""
-    costs = {name: value for name, value in asdict(plan.costs).items() if name != "spec"}
+    costs = {name: value for name, value in asdict(plan.costs).items() if name not in ("spec", "encoded")}
+    encoded = plan.costs.encoded
     costs |= {"sample_bytes": plan.costs.spec.nbytes if plan.costs.spec is not None else None}
+    costs |= {"file_bytes": encoded.codec.nbytes if encoded is not None else None}
     return {
         "budget": plan.budget,
         "num_workers": plan.num_workers,

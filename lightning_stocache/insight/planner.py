@@ -22,10 +22,11 @@ from collections.abc import Iterable
 from dataclasses import dataclass
 from typing import Literal
 
+from lightning_stocache.cache.codec import SampleCodec
 from lightning_stocache.cache.placement import Ring
-from lightning_stocache.cache.spec import SampleSpec
 from lightning_stocache.insight.theory import expected_hit_rate, moved_share
 from lightning_stocache.sampling.locality_sampler import Mode
+from lightning_stocache.setup.form_choice import EncodedForm
 
 __all__ = ["ENDS", "MOST", "WORST", "Costs", "Job", "PlanError", "Planner", "Reads", "Row", "Spread", "Step"]
 
@@ -85,7 +86,7 @@ class Reads:
 class Costs:
     """Seconds per sample of one rank."""
 
-    spec: SampleSpec | None  # what a sample looks like in the cache; None if it cannot be cached
+    spec: SampleCodec | None  # what a sample looks like in the cache; None if it cannot be cached
     reads: Reads
     transform: float  # what comes after the cache, on the CPU, in one process
     uncached: Spread  # the loader without a cache
@@ -94,6 +95,7 @@ class Costs:
     start: float = 0.0  # until the workers are there, once
     made_by_workers: bool = False  # whole batches, hits too
     reason: str | None = None  # why nothing can be cached, if so
+    encoded: EncodedForm | None = None  # what is known of samples as their files
 
 
 @dataclass(frozen=True)
@@ -153,6 +155,7 @@ class Planner:
 
     Example:
         >>> slow, quick = Spread.of([0.009, 0.01, 0.012]), Spread.of([1e-5])
+        >>> from lightning_stocache.cache.spec import SampleSpec
         >>> costs = Costs(SampleSpec.infer(1.5), Reads(0.01, slow, 0.01), 0.0, uncached=slow, missed=slow, hit=quick)
         >>> planner = Planner(Job(samples=1000, batch_size=10, safe_bytes=2**20), costs, Step(Spread.of([0.05])))
         >>> half = planner.row(0.5)

@@ -14,11 +14,10 @@ from typing import Any, Literal, SupportsIndex, cast, get_args
 
 from torch.utils.data import Dataset
 
+from lightning_stocache.cache.codec import SampleCodec
 from lightning_stocache.cache.counters import Counters
 from lightning_stocache.cache.placement import Ring
-from lightning_stocache.cache.records import RecordCodec
 from lightning_stocache.cache.segment_store import SegmentStore
-from lightning_stocache.cache.spec import SampleSpec
 from lightning_stocache.loading.cached_source import CachedSource
 from lightning_stocache.loading.forwarding import Forwarding
 from lightning_stocache.node.budget import Budget
@@ -93,7 +92,7 @@ class CachedDataset(Forwarding):
         budget: int | float | str = "auto",
         *,
         transform: Callable[[Any], Any] | None = None,
-        spec: SampleSpec | RecordCodec | None = None,
+        spec: SampleCodec | None = None,
         allow_random: bool = False,
         backend: BackendChoice = "auto",
         on_error: OnError = "raise",

@@ -9,6 +9,7 @@ from typing import Literal, cast, get_args
 
 from torch.utils.data import Dataset
 
+from lightning_stocache.cache.codec import SampleCodec
 from lightning_stocache.cache.records import RecordCodec
 from lightning_stocache.cache.spec import SampleSpec
 from lightning_stocache.node.budget import Budget
@@ -77,7 +78,7 @@ class CacheRequest:
     source: Dataset[object]
     pot: str = "train"
     budget: Budget = _AUTO
-    spec: SampleSpec | RecordCodec | None = None
+    spec: SampleCodec | None = None
     allow_random: bool = False
     reader: LoaderSettings | None = None
     name: str | None = None

@@ -352,10 +352,11 @@ def test_many_samples_of_which_one_cannot_be_stored(cache: SharedCache, monkeypa
     """What came before stays, the slot is empty and free for the next, and what comes after is not touched."""
     store, slots = cache.slots.store, [cache.arc.slot(index) for index in range(5)]
 
-    def failing(slot: int, contents: list[memoryview]) -> None:
+    def failing(slot: int, contents: list[memoryview]) -> bool:
         store(slot, [contents[0], memoryview(bytes(8))])
         if slot == slots[2]:
             raise OSError(5, "the third")
+        return True
 
     monkeypatch.setattr(cache.slots, "store", failing)
     stored = cache.put_many(range(5), encoded([*range(5)]))

@@ -27,9 +27,9 @@ class Broken(Dataset):
         return torch.tensor([index])
 
 
-class Strings(Broken):
+class WithGradients(Broken):
     def __getitem__(self, index):
-        return str(index)
+        return torch.ones(2, requires_grad=True)
 
 
 class Noise(Broken):
@@ -157,9 +157,9 @@ class InWorkers(Broken):
         return torch.tensor([index])
 
 
-@pytest.mark.parametrize(("source", "words"), [(Strings(0), "str"), (Noise(0), "random")])
+@pytest.mark.parametrize(("source", "words"), [(WithGradients(0), "requires grad"), (Noise(0), "random")])
 def test_what_cannot_be_cached_has_a_reason(source, words):
-    """Samples without a fixed shape, and random ones that cannot be split, are measured uncached, with the reason."""
+    """Samples that cannot be kept, and random ones that cannot be split, are measured uncached, with the reason."""
     job, costs = measure(Data(source, 4), seconds=QUICK)
     assert costs.spec is None
     assert words in str(costs.reason)
@@ -181,7 +181,7 @@ def test_no_memory_is_one_sentence(monkeypatch):
 
 def test_other_sets_count_their_cached_size():
     """Validation sets take their share of the budget; one that cannot be cached takes none."""
-    job, _ = measure(Data([torch.zeros(100)] * 8, 4, others=[[torch.zeros(1)] * 5, ["a"], []]), seconds=QUICK)
+    job, _ = measure(Data([torch.zeros(100)] * 8, 4, others=[[torch.zeros(1)] * 5, [lambda: 1], []]), seconds=QUICK)
     assert job.other_bytes == 5 * 5
     with pytest.raises(PlanError, match="sample 0 of Broken"):
         measure(Data([torch.zeros(100)] * 8, 4, others=[Broken(0)]), seconds=QUICK)

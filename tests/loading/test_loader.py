@@ -202,7 +202,6 @@ OWN_WAY: dict[str, dict[str, Any]] = {
     "a collate_fn": {"batch_size": 4, "collate_fn": later_first},
     "no batches": {"batch_size": None},
     "no batches, a sampler": {"batch_size": None, "sampler": list(range(9, -1, -1))},
-    "a collate_fn, a worker": {"batch_size": 4, "collate_fn": later_first, "num_workers": 1},
 }
 if "in_order" in inspect.signature(DataLoader.__init__).parameters:  # since torch 2.6
     OWN_WAY["any order"] = {"batch_size": 4, "in_order": False, "num_workers": 1}

@@ -117,7 +117,7 @@ def test_its_batch_is_that_of_a_dataloader(kind: str, num_workers: int) -> None:
     arguments: dict[str, Any] = {"batch_size": 4, "shuffle": True, "num_workers": num_workers}
     torch.manual_seed(0)
     expected = list(outcomes(DataLoader(OddOne(kind), **arguments)))
-    with closing(CachedDataset(OddOne(kind))) as dataset:
+    with closing(CachedDataset(OddOne(kind), layout="rows")) as dataset:
         torch.manual_seed(0)
         assert alike(list(outcomes(CachedLoader(dataset, **arguments))), expected)
         assert dataset.cache is not None
@@ -148,7 +148,7 @@ def test_on_every_way_through_a_loader(way: dict[str, Any]) -> None:
     torch.manual_seed(0)
     plain = source if jitter is None else Transformed(source, jitter)
     expected = list(outcomes(DataLoader(plain, **arguments), 2))
-    with closing(CachedDataset(source, way["budget"], transform=jitter)) as dataset:
+    with closing(CachedDataset(source, way["budget"], transform=jitter, layout="rows")) as dataset:
         assert dataset.cache is not None
         torch.manual_seed(0)
         assert alike(list(outcomes(way["loader"](dataset, **arguments), 2)), expected)
@@ -161,7 +161,7 @@ def test_spawned_workers_let_it_pass(transform: Any) -> None:
     source = OddOne("dtype") if transform is None else Transformed(OddOne("dtype"), transform)
     torch.manual_seed(0)
     expected = list(outcomes(DataLoader(source, **arguments), 1))
-    with closing(CachedDataset(OddOne("dtype"), transform=transform)) as dataset:
+    with closing(CachedDataset(OddOne("dtype"), layout="rows", transform=transform)) as dataset:
         torch.manual_seed(0)
         assert alike(list(outcomes(CachedLoader(dataset, **arguments), 1)), expected)
         assert (counts(dataset).bypasses, counts(dataset).fills) == (1, LENGTH - 1)
@@ -174,7 +174,7 @@ def test_an_index_that_comes_twice_in_a_batch(kind: str, num_workers: int) -> No
     batches = [[ODD, 3, ODD, 5], [1, ODD], [ODD], [ODD - LENGTH, 2], [1, 2, 3]]
     arguments: dict[str, Any] = {"batch_sampler": batches, "num_workers": num_workers}
     expected = [batch for batch, _ in outcomes(DataLoader(TurnedRound(kind), **arguments))]
-    with closing(CachedDataset(TurnedRound(kind))) as dataset:
+    with closing(CachedDataset(TurnedRound(kind), layout="rows")) as dataset:
         assert alike([batch for batch, _ in outcomes(CachedLoader(dataset, **arguments))], expected)
         assert counts(dataset).bypasses == 3 * 5
 
@@ -205,7 +205,7 @@ def test_later_epochs_load_that_sample_and_nothing_else(tmp_path: Any, tail: boo
     """Also where the source's random part runs after the cache."""
     path = tmp_path / "loads"
     inside = v2.Compose([v2.Identity(), v2.RandomHorizontalFlip()]) if tail else None
-    with closing(CachedDataset(Counting("shape", str(path), inside))) as dataset:
+    with closing(CachedDataset(Counting("shape", str(path), inside), layout="rows")) as dataset:
         loader = CachedLoader(dataset, 4, num_workers=num_workers)
         list(outcomes(loader, 1))
         path.unlink()
@@ -219,7 +219,7 @@ def test_one_warning_names_it(num_workers: int, capfd: pytest.CaptureFixture[str
     handler = logging.StreamHandler()
     logging.getLogger("lightning_stocache").addHandler(handler)
     try:
-        with closing(CachedDataset(OddOne("dtype"))) as dataset:
+        with closing(CachedDataset(OddOne("dtype"), layout="rows")) as dataset:
             for _ in range(2):
                 list(outcomes(CachedLoader(dataset, 4, num_workers=num_workers), 2))
     finally:
@@ -244,7 +244,7 @@ def test_with_strict_it_is_an_error(transform: Any, num_workers: int) -> None:
 
 def test_a_single_sample_is_what_the_source_gives() -> None:
     """By index and in a list, with a transform."""
-    with closing(CachedDataset(OddOne("str alone"), transform=repr)) as dataset:
+    with closing(CachedDataset(OddOne("str alone"), layout="rows", transform=repr)) as dataset:
         assert dataset[ODD] == repr("a sample")
         assert dataset.__getitems__([3, ODD])[1] == repr("a sample")
         assert counts(dataset).bypasses == 2

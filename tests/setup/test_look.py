@@ -92,8 +92,8 @@ def test_nothing_is_opened_counted_or_remembered(lazy: Lazy, num_workers: int, w
     """The source is as it was, through a Subset too."""
     source = Subset(lazy, range(10, SAMPLES)) if wrapped else lazy
     finding = look(CacheRequest(source, reader=LoaderSettings(4, num_workers)))
-    assert finding.spec is not None
-    assert finding.spec.nbytes == 520
+    assert finding.codec is not None
+    assert finding.codec.nbytes == 520
     assert finding.reads >= 8
     assert (lazy.file, lazy.reads, lazy.seen) == (None, 0, [])
     assert finding.worker_bytes is not None
@@ -106,7 +106,7 @@ def _looked_in_a_daemon(lazy: Lazy) -> Any:
     finding = look(CacheRequest(lazy))
     reason = look(CacheRequest(own)).reason
     return (
-        finding.spec is not None,
+        finding.codec is not None,
         finding.worker_bytes,
         lazy.file,
         lazy.reads,
@@ -156,9 +156,9 @@ def test_the_users_worker_init_fn_is_called() -> None:
     """It finds the user's own dataset, as in a worker of the user's loader."""
     source = Made(_raises)
     finding = look(CacheRequest(source, reader=LoaderSettings(4, 2, worker_init_fn=_needs_init)))
-    assert finding.spec is not None
-    assert finding.spec.nbytes == 8
-    assert look(CacheRequest(source)).spec is None
+    assert finding.codec is not None
+    assert finding.codec.nbytes == 8
+    assert look(CacheRequest(source)).codec is None
 
 
 @pytest.mark.parametrize(
@@ -166,18 +166,20 @@ def test_the_users_worker_init_fn_is_called() -> None:
     [
         (Made(_raises), "reading it raised OSError: the disk is gone"),
         (Made({"k1": 1}.__getitem__), "reading it raised KeyError: 0"),
-        (Made(lambda index: str(index)), "is a str, which cannot be cached"),
-        (Made(lambda index: torch.zeros(index + 1)), "must be Tensor of dtype torch.float32 and shape"),
+        (
+            Made(lambda index: {"call": [_raises, lambda: index]}),
+            "field ['call'][1] is a function, which cannot be kept",
+        ),
         (Made(lambda index: torch.rand(2)), "it is random (reading index 0 moves the generator of torch)"),
         (Made(lambda index: os._exit(3)), "exited unexpectedly"),
         (Made(lambda index: index, 0), "it has no samples"),
     ],
-    ids=["raises", "keys", "str", "shapes", "random", "dies", "empty"],
+    ids=["raises", "keys", "function", "random", "dies", "empty"],
 )
 def test_what_cannot_be_cached_has_a_reason(source: Dataset[Any], reason: str) -> None:
     """In words, without an error; where errors are wanted, the error itself, but for a source that is random."""
     finding = look(CacheRequest(source))
-    assert (finding.spec, finding.cut) == (None, None)
+    assert (finding.codec, finding.cut) == (None, None)
     assert finding.reason is not None
     assert reason in finding.reason
 
@@ -227,7 +229,7 @@ class Batches(Made):
 def test_whole_batches_pass_through(give: Callable[[list[int]], Any], cached: bool) -> None:
     """Only a list of one sample per index can be cached."""
     finding = look(CacheRequest(Batches(give)))
-    assert (finding.spec is not None) == cached
+    assert (finding.codec is not None) == cached
     assert cached or "whole batches" in (finding.reason or "")
 
 
@@ -235,8 +237,12 @@ def test_strict_gives_the_error() -> None:
     """As the source raised it."""
     with pytest.raises(OSError, match="the disk is gone"):
         look(CacheRequest(Made(_raises), strict=True))
+    with pytest.raises(TypeError, match="is a function, which cannot be kept as bytes"):
+        look(CacheRequest(Made(lambda index: lambda: index), strict=True))
     with pytest.raises(TypeError, match="is a str, which cannot be cached"):
-        look(CacheRequest(Made(str), strict=True))
+        look(CacheRequest(Made(str), strict=True, layout="rows"))
+    with pytest.raises(ValueError, match=r"shape \(3,\).*layout=\"records\""):
+        look(CacheRequest(Made(lambda index: torch.zeros(2 + (index > 0))), strict=True, layout="rows"))
 
 
 def test_a_late_error_of_the_source_is_no_time_out(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -252,7 +258,7 @@ def test_a_late_error_of_the_source_is_no_time_out(monkeypatch: pytest.MonkeyPat
 
 
 def test_one_broken_sample_does_not_switch_the_cache_off() -> None:
-    """What raises or is odd beyond the four that must be alike is left to the batch that asks for it."""
+    """Of rows, what raises or is odd beyond the four that must be alike is left to the batch that asks for it."""
 
     def make(index: int) -> torch.Tensor:
         if index == 5:
@@ -260,9 +266,9 @@ def test_one_broken_sample_does_not_switch_the_cache_off() -> None:
         return torch.zeros(3 if index == 6 else 2)
 
     for strict in (False, True):
-        finding = look(CacheRequest(Made(make), strict=strict))
-        assert finding.spec is not None
-        assert finding.spec.nbytes == 8
+        finding = look(CacheRequest(Made(make), strict=strict, layout="rows"))
+        assert finding.codec is not None
+        assert finding.codec.nbytes == 8
 
 
 def test_a_source_is_looked_at_without_shared_memory(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -273,7 +279,7 @@ def test_a_source_is_looked_at_without_shared_memory(monkeypatch: pytest.MonkeyP
 
     monkeypatch.setattr(torch.Tensor, "share_memory_", full)
     finding = look(CacheRequest(Made(torch.tensor)))
-    assert finding.spec is not None
+    assert finding.codec is not None
     assert finding.worker_bytes is None
 
 
@@ -309,16 +315,16 @@ def test_samples_of_a_local_class_are_cached() -> None:
     """What cannot be told by another process is looked at here, and put back."""
     source = Local()
     finding = look(CacheRequest(source))
-    assert finding.spec is not None
+    assert finding.codec is not None
     assert source.reads == 0
 
 
-def test_a_frozen_source_is_read_once_and_left_alone() -> None:
-    """`allow_random` needs the shape alone; generators stay where they are."""
+def test_a_frozen_source_is_read_once_per_sample_and_left_alone() -> None:
+    """`allow_random` needs what samples look like, and reads none twice; generators stay where they are."""
     source = Own()
     before = source.draws.bit_generator.state
     finding = look(CacheRequest(source, allow_random=True))
-    assert (finding.reads, finding.reason) == (1, None)
+    assert (finding.reads, finding.reason) == (4, None)
     assert source.draws.bit_generator.state == before
 
 

@@ -439,7 +439,7 @@ def test_a_second_trainer_starts_warm(name: str, tmp_path: Path) -> None:
     assert kept == ["-test0", "-train0", "-val0", "-val1"]
 
 
-AT_SET_UP = 4  # one sample of each set, with allow_random
+AT_SET_UP = 16  # four samples of each set, with allow_random
 
 
 def train(folder: str, name: str) -> int:

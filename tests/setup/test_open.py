@@ -20,7 +20,7 @@ from lightning_stocache.node.group import NodeGroup
 from lightning_stocache.node.segment import Segment
 from lightning_stocache.setup.open import open_caches
 from lightning_stocache.setup.open_cache import OpenCache
-from lightning_stocache.setup.request import CacheRequest
+from lightning_stocache.setup.request import CacheRequest, Layout
 from lightning_stocache.setup.segments import CacheMemoryError
 from tests.sources import CountedSource
 
@@ -40,10 +40,15 @@ class Cropped(CountedSource):
 
 
 def opened(
-    source: Dataset[Any], budget: str | int = "auto", group: NodeGroup | None = None, **options: Any
+    source: Dataset[Any],
+    budget: str | int = "auto",
+    group: NodeGroup | None = None,
+    layout: Layout = "auto",
+    **options: Any,
 ) -> OpenCache:
     group = NodeGroup.discover() if group is None else group
-    return open_caches([CacheRequest(source, "")], {"": Budget.parse(budget)}, group, **options)[0]
+    request = CacheRequest(source, "", layout=layout)
+    return open_caches([request], {"": Budget.parse(budget)}, group, **options)[0]
 
 
 # --- on one rank
@@ -80,13 +85,13 @@ def test_requests_are_opened_side_by_side(tmp_path: Path) -> None:
         its.close()
 
 
-def test_samples_read_at_set_up_that_differ_are_an_error(tmp_path: Path) -> None:
+def test_rows_read_at_set_up_that_differ_are_an_error(tmp_path: Path) -> None:
     """The last one is probed too, and compared with the first; without `strict` the source passes through."""
     source: Any = [torch.zeros(2), torch.zeros(2), torch.zeros(3)]
-    passing = opened(source)
+    passing = opened(source, layout="rows")
     assert passing.cache is None
     passing.close()
-    request = CacheRequest(source, "", strict=True)
+    request = CacheRequest(source, "", strict=True, layout="rows")
     with pytest.raises(SampleMismatchError, match=r"sample 2: the sample must be .* shape \(2,\).*shape \(3,\)"):
         open_caches([request], {"": Budget.parse("auto")}, NodeGroup())
 
