@@ -1,0 +1,103 @@
+"""Workers that wait load what nobody has asked for yet."""
+
+from __future__ import annotations
+
+import time
+from contextlib import closing
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch.utils.data import Dataset
+
+from lightning_stocache import CachedDataset, CachedLoader
+
+pytestmark = pytest.mark.processes
+
+LENGTH = 60
+
+
+class Counted(Dataset[Any]):
+    """Writes down each load."""
+
+    def __init__(self, path: Path, broken: int | None = None) -> None:
+        self.path, self.broken = path, broken
+
+    def __len__(self) -> int:
+        return LENGTH
+
+    def __getitem__(self, index: int) -> Any:
+        if index == self.broken:
+            raise OSError(f"sample {index} is broken")
+        with open(self.path, "ab", buffering=0) as file:
+            file.write(f"{index} ".encode())
+        return torch.full((3,), index), str(index)
+
+
+def wait_until(dataset: CachedDataset, filled: int) -> None:
+    deadline = time.monotonic() + 60
+    while dataset.cache is not None and dataset.cache.filled < filled:
+        assert time.monotonic() < deadline
+        time.sleep(0.01)
+
+
+@pytest.mark.parametrize("method", ["fork", "spawn"])
+def test_idle_workers_fill_what_nobody_asked_for(tmp_path: Path, method: str) -> None:
+    """After one batch all of it is filled, and what was served is what was counted.
+
+    A sample is loaded twice only where it is asked for while it is being loaded ahead.
+    """
+    dataset = CachedDataset(Counted(tmp_path / "loads"), prefill=True)
+    (tmp_path / "loads").unlink()
+    with closing(dataset):
+        loader = CachedLoader(dataset, 4, num_workers=2, persistent_workers=True, multiprocessing_context=method)
+        batches = iter(loader)
+        first = next(batches)
+        assert first[0].tolist() == [[index] * 3 for index in range(4)]
+        wait_until(dataset, LENGTH)
+        rest = list(batches)
+        loader.close()
+        assert [text for _, texts in [first, *rest] for text in texts] == list(map(str, range(LENGTH)))
+        loads = (tmp_path / "loads").read_text().split()
+        assert set(map(int, loads)) == set(range(LENGTH))
+        assert len(loads) <= LENGTH + 5
+        assert dataset.counters is not None
+        counts = dataset.counters.totals()
+        assert (counts.served, counts.fills, counts.bypasses) == (LENGTH, LENGTH, 0)
+
+
+def test_without_it_nothing_is_loaded_ahead(tmp_path: Path) -> None:
+    """Only what was asked for."""
+    with closing(CachedDataset(Counted(tmp_path / "loads"))) as dataset:
+        loader = CachedLoader(dataset, 4, num_workers=2, persistent_workers=True)
+        next(iter(loader))
+        time.sleep(0.5)
+        loader.close()
+        assert dataset.cache is not None
+        assert dataset.cache.filled <= 5 * 4
+
+
+def test_a_broken_sample_is_left_to_who_asks_for_it(tmp_path: Path) -> None:
+    """The others are filled; whoever asks for the broken one gets its error."""
+    source = Counted(tmp_path / "loads", broken=55)
+    with closing(CachedDataset(source, prefill=True)) as dataset:
+        loader = CachedLoader(dataset, 4, num_workers=2, persistent_workers=True)
+        batches = iter(loader)
+        next(batches)
+        wait_until(dataset, LENGTH - 1)
+        with pytest.raises(OSError, match="sample 55 is broken"):
+            list(batches)
+        loader.close()
+
+
+def test_it_ends_where_there_is_no_room(tmp_path: Path) -> None:
+    """A cache of a part fills that part, and workers go on waiting for requests."""
+    dataset = CachedDataset(Counted(tmp_path / "loads"), "50%", prefill=True)
+    with closing(dataset):
+        loader = CachedLoader(dataset, 4, num_workers=1, persistent_workers=True)
+        assert sum(len(texts) for _, texts in loader) == LENGTH
+        assert sum(len(texts) for _, texts in loader) == LENGTH
+        loader.close()
+        loads = (tmp_path / "loads").read_text().split()
+        assert len(loads) < 3 * LENGTH

@@ -1,0 +1,156 @@
+"""Whether samples are kept decoded or as their files: the arithmetic, and what a cache makes of it."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Iterator
+from contextlib import closing
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from hypothesis import given
+from hypothesis import strategies as st
+from PIL import Image
+from torch.utils.data import Dataset
+from torchvision.datasets import ImageFolder
+from torchvision.transforms import v2
+
+from lightning_stocache import CachedDataset
+from lightning_stocache.cache.records import RecordCodec
+from lightning_stocache.setup.form_choice import EncodedForm, decoded_share
+from lightning_stocache.source.probe import bits
+
+SIZES = st.integers(100, 10**6)
+SECONDS = st.floats(1e-6, 1.0)
+
+
+def saved(decoded: float, files: float, form: EncodedForm) -> float:
+    """Seconds that are saved by so many samples of each kind."""
+    return decoded * (form.read_seconds + form.decode_seconds) + files * form.read_seconds
+
+
+@given(SIZES, SIZES, SECONDS, SECONDS, st.integers(1, 1000), st.floats(0.01, 2.0))
+def test_the_choice_saves_most(whole: int, file: int, read: float, decode: float, length: int, part: float) -> None:
+    """No other division of the memory among files and decoded samples saves more time."""
+    form, codec = EncodedForm(RecordCodec(file), read, decode), RecordCodec(whole)
+    whole, file = codec.slot_bytes, form.codec.slot_bytes
+    granted = int(part * length * whole)
+    share = decoded_share(granted, length, codec, form)
+    if share is None:
+        ours = saved(min(granted / whole, length), 0, form)
+    else:
+        assert 0 <= share <= 1
+        mean = share * whole + (1 - share) * file
+        fitting = min(granted / mean, length)
+        ours = saved(share * fitting, (1 - share) * fitting, form)
+    for other in np.linspace(0, 1, 21):
+        files = min(granted / file, length) * other  # some files, and decoded samples in what is left
+        decoded = min(max(granted - files * file, 0) / whole, length - files)
+        assert saved(decoded, files, form) <= ours * (1 + 1e-9) + 1e-12
+
+
+@pytest.fixture
+def folder(tmp_path: Path) -> Path:
+    """Twelve photographs of many sizes, smooth, so that their files are small."""
+    (tmp_path / "photos" / "cat").mkdir(parents=True)
+    for number in range(12):
+        pixels = np.linspace(0, 255, (60 + number) * 80 * 3).reshape(60 + number, 80, 3).astype(np.uint8)
+        Image.fromarray(pixels).save(tmp_path / "photos" / "cat" / f"{number:02}.jpg")
+    return tmp_path / "photos"
+
+
+def epochs(dataset: CachedDataset, source: Any, count: int = 2) -> Iterator[bool]:
+    """Whether each epoch gives the samples of the source under the same seed."""
+    for epoch in range(count):
+        torch.manual_seed(epoch)
+        expected = [bits(source[index]) for index in range(len(source))]
+        torch.manual_seed(epoch)
+        yield [bits(dataset[index]) for index in range(len(source))] == expected
+
+
+@pytest.mark.processes
+def test_encoded_takes_a_tenth_and_gives_the_same(folder: Path) -> None:
+    """Every sample fits in a budget that holds a few decoded ones, and is read from its file once."""
+    source = ImageFolder(str(folder), v2.Compose([v2.RandomResizedCrop(16), v2.PILToTensor()]))
+    with closing(CachedDataset(source, store="encoded")) as dataset:
+        assert all(epochs(dataset, source))
+        assert dataset.cache is not None
+        assert dataset.cache.full
+        files = sum(path.stat().st_size for path in folder.rglob("*.jpg"))
+        assert files < dataset.cache.stored_bytes(np.arange(12)) < files + 12 * 300
+        for path in folder.rglob("*.jpg"):
+            path.unlink()
+        torch.manual_seed(0)
+        assert [dataset[index][1] for index in range(12)] == [0] * 12
+
+
+@pytest.mark.processes
+def test_unknown_files_are_kept_decoded_with_a_word(caplog: pytest.LogCaptureFixture) -> None:
+    """What was asked for cannot be had: a warning says why, and how; with `strict` it is an error."""
+    source: Any = ["a", "bc", "d"]
+    with closing(CachedDataset(source, store="encoded")) as dataset:
+        assert [dataset[index] for index in range(3)] == source
+        assert dataset.cache is not None
+    [warning] = [record.message for record in caplog.records if record.levelname == "WARNING"]
+    assert "the files of a list are not known" in warning
+    assert "read(index)" in warning
+    with pytest.raises(ValueError, match="store='encoded' cannot be had"):
+        CachedDataset(source, store="encoded", strict=True)
+
+
+class Lying(Dataset[Any]):
+    """Its file is not all that its samples are made of."""
+
+    def __len__(self) -> int:
+        return 8
+
+    def __getitem__(self, index: int) -> Any:
+        return f"sample {index}"
+
+    def read(self, index: int) -> bytes:
+        return b"sample"
+
+    def decode(self, content: bytes, index: int) -> Any:
+        return content.decode()
+
+
+@pytest.mark.processes
+def test_a_decoder_that_gives_another_sample_is_not_believed(caplog: pytest.LogCaptureFixture) -> None:
+    """The look compares; samples are kept decoded then."""
+    with closing(CachedDataset(Lying(), store="encoded")) as dataset:
+        assert [dataset[index] for index in (3, 3)] == ["sample 3"] * 2
+    assert "sample 0, decoded from its file, is not the sample that the source returns" in caplog.text
+
+
+class Slow(Dataset[Any]):
+    """Long to read, quick to decode, and ten times as large then."""
+
+    def __len__(self) -> int:
+        return 400
+
+    def __getitem__(self, index: int) -> Any:
+        return self.decode(self.read(index), index)
+
+    def read(self, index: int) -> bytes:
+        time.sleep(1e-3)
+        return bytes([index % 256]) * 1000
+
+    def decode(self, content: bytes, index: int) -> Any:
+        return torch.frombuffer(bytearray(content), dtype=torch.uint8).repeat(10), index
+
+
+@pytest.mark.processes
+@pytest.mark.parametrize(
+    ("budget", "least", "most"), [("10MB", 10_000, 11_000), ("2MB", 4800, 5200), ("500KB", 1000, 1300)]
+)
+def test_auto_divides_the_memory(budget: str, least: int, most: int) -> None:
+    """All decoded where that fits; else all files first, and decoded samples with what is left."""
+    source = Slow()
+    with closing(CachedDataset(source, budget, store="auto")) as dataset:
+        assert all(epochs(dataset, source))
+        assert dataset.cache is not None
+        assert dataset.cache.filled >= 0.97 * len(source)
+        assert least < dataset.cache.memory_bytes / dataset.cache.filled < most

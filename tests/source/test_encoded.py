@@ -1,0 +1,194 @@
+"""Samples kept as their files: read and decoded apart, they are what the source returns, draws included."""
+
+from __future__ import annotations
+
+import io
+import pickle
+import random
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from PIL import Image
+from torch.utils.data import Dataset, Subset
+from torchvision import transforms as v1
+from torchvision.datasets import ImageFolder
+from torchvision.io import decode_image
+from torchvision.transforms import v2
+
+from lightning_stocache.source.encoded import taken_apart
+from lightning_stocache.source.file_access import access_to
+from lightning_stocache.source.probe import bits
+from lightning_stocache.source.random_split import split
+
+LENGTH = 6
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """Two classes of three photographs of many sizes."""
+    root, noise = tmp_path_factory.mktemp("photos"), np.random.default_rng(0)
+    for name in ("cat", "dog"):
+        (root / name).mkdir()
+        for number in range(LENGTH // 2):
+            pixels = noise.integers(0, 256, (12 + number, 20 - number, 3), dtype=np.uint8)
+            Image.fromarray(pixels).save(root / name / f"{number}.jpg")
+    return root
+
+
+class Files(Dataset[Any]):
+    """A source of the user's, of which the files can be had."""
+
+    def __init__(self) -> None:
+        self.read_from_disk: list[int] = []
+
+    def __len__(self) -> int:
+        return LENGTH
+
+    def __getitem__(self, index: int) -> Any:
+        return self.decode(self.read(index), index)
+
+    def read(self, index: int) -> bytes:
+        self.read_from_disk.append(index)
+        return bytes([index]) * 10
+
+    def decode(self, content: bytes, index: int) -> Any:
+        return torch.frombuffer(bytearray(content), dtype=torch.uint8) + torch.rand(()), index
+
+
+def of_folder(folder: Path) -> Any:
+    return ImageFolder(str(folder), v1.Compose([v1.RandomResizedCrop(8), v1.ToTensor()]), lambda label: label + 10)
+
+
+def of_tensors(folder: Path) -> Any:
+    return ImageFolder(str(folder), v2.RandomHorizontalFlip(), loader=decode_image)
+
+
+def of_a_subset(folder: Path) -> Any:
+    return Subset(Subset(of_folder(folder), [5, 3, 2, 0]), [2, 0, 1])
+
+
+def of_timm(folder: Path) -> Any:
+    timm = pytest.importorskip("timm.data")
+    return timm.ImageDataset(str(folder), transform=timm.create_transform(8, is_training=True))
+
+
+def of_hugging_face(folder: Path) -> Any:
+    datasets = pytest.importorskip("datasets")
+    paths = sorted(map(str, folder.rglob("*.jpg")))
+    columns = {"image": paths, "label": list(range(LENGTH))}
+    features = datasets.Features({"image": datasets.Image(), "label": datasets.Value("int64")})
+    return datasets.Dataset.from_dict(columns, features=features)
+
+
+def of_hugging_face_with_a_transform(folder: Path) -> Any:
+    crop = v1.Compose([v1.RandomResizedCrop(8), v1.ToTensor()])
+
+    def transform(batch: Any) -> Any:
+        return {"pixels": [crop(image.convert("RGB")) for image in batch["image"]], "label": batch["label"]}
+
+    return of_hugging_face(folder).with_transform(transform)
+
+
+def seed(number: int) -> None:
+    torch.manual_seed(number)
+    random.seed(number)
+
+
+SOURCES = {
+    "of the user's": lambda folder: Files(),
+    "a folder": of_folder,
+    "a folder of tensors": of_tensors,
+    "a subset": of_a_subset,
+    "timm": of_timm,
+    "Hugging Face": of_hugging_face,
+    "Hugging Face, a transform": of_hugging_face_with_a_transform,
+}
+
+
+@pytest.mark.parametrize("make", SOURCES.values(), ids=SOURCES)
+def test_a_source_taken_apart_gives_its_samples(make: Any, folder: Path) -> None:
+    """Bit for bit, and from the same draws."""
+    source = make(folder)
+    kept, decoder = taken_apart(source)
+    assert len(kept) == len(source)
+    for index in range(len(source)):
+        seed(index)
+        expected = bits(source[index]), torch.get_rng_state().tolist(), random.getstate()
+        seed(index)
+        assert (bits(decoder(kept[index])), torch.get_rng_state().tolist(), random.getstate()) == expected
+
+
+@pytest.mark.parametrize("make", [of_folder, of_timm, of_hugging_face])
+def test_what_is_kept_is_the_file(make: Any, folder: Path) -> None:
+    """The bytes on the disk, and little more."""
+    kept, _ = taken_apart(make(folder))
+    files = sorted(folder.rglob("*.jpg"))
+    record = pickle.dumps(kept[0])
+    assert files[0].read_bytes() in record
+    assert len(record) < files[0].stat().st_size + 500
+
+
+@pytest.mark.parametrize("share", [0.0, 0.3, 0.5, 1.0])
+def test_a_share_is_kept_decoded(share: float, folder: Path) -> None:
+    """So many of the samples, evenly; the others as files; both give the samples of the source."""
+    source: Any = Subset(of_folder(folder), list(range(LENGTH)) * 50)
+    cut = split(source).cut
+    kept, decoder = taken_apart(source, cut, share)
+    decoded = [isinstance(kept[index][1], tuple) for index in range(len(kept))]
+    assert sum(decoded) == pytest.approx(share * len(kept), abs=3)
+    for index in (0, 1, 7, 100):
+        torch.manual_seed(index)
+        expected = bits(source[index])
+        torch.manual_seed(index)
+        assert bits(decoder(kept[index])) == expected
+
+
+def test_a_decoded_sample_without_its_places_comes_from_the_source(folder: Path) -> None:
+    """Where the rest of the transform would not find what it works on, nothing of it is run."""
+    source = of_folder(folder)
+    kept, decoder = taken_apart(source, split(source).cut, 1.0, lambda sample: False)
+    torch.manual_seed(3)
+    expected = bits(source[3])
+    sample = kept[3]
+    torch.manual_seed(3)
+    assert bits(decoder(sample)) == expected
+
+
+def test_a_decoder_that_fails_names_the_sample() -> None:
+    """The error is the user's, with the index."""
+    kept, decoder = taken_apart(Broken())
+    with pytest.raises(ValueError, match="no image") as failure:
+        decoder(kept[4])
+    assert any("sample 4 of Broken" in note for note in failure.value.__notes__)
+
+
+class Broken(Files):
+    def decode(self, content: bytes, index: int) -> Any:
+        raise ValueError("no image")
+
+
+def test_unknown_files_are_not_guessed_at(folder: Path) -> None:
+    """A loader of the user's, a dataset that reads in its own way, lists: there is no access."""
+
+    class Mirrored(ImageFolder):
+        def __getitem__(self, index: int) -> Any:
+            return super().__getitem__(len(self) - 1 - index)
+
+    opened = ImageFolder(str(folder), loader=lambda path: Image.open(io.BytesIO(Path(path).read_bytes())))
+    for source in (opened, Mirrored(str(folder)), [1, 2], Subset([1, 2], [0])):
+        assert access_to(source) is None
+    with pytest.raises(ValueError, match="the files of a Mirrored are not known"):
+        taken_apart(Mirrored(str(folder)))
+
+
+def test_both_parts_can_be_sent_to_other_processes(folder: Path) -> None:
+    """As spawned workers get them."""
+    source = ImageFolder(str(folder), v1.RandomResizedCrop(8))
+    kept, decoder = pickle.loads(pickle.dumps(taken_apart(source)))
+    torch.manual_seed(0)
+    expected = bits(source[2])
+    torch.manual_seed(0)
+    assert bits(decoder(kept[2])) == expected
