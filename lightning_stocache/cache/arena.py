@@ -37,6 +37,7 @@ LANES = 64
 LEDGER_BYTES = (1 + 2 * LANES) * 8
 """Bytes of the numbers of an arena."""
 
+_BUSY = -1
 _TRIES, _PAUSE = 200, 50e-6  # who holds the lock of `free` for longer than 10 ms was stopped while it had it
 
 
@@ -106,6 +107,8 @@ class Arena:
                     continue
                 try:
                     offset = self._taken(lane, nbytes, alignment, last_resort)
+                    if offset == _BUSY:
+                        return None
                     if offset is None:
                         continue
                     write(offset)
@@ -131,7 +134,7 @@ class Arena:
                 yield lane
 
     def _taken(self, lane: int, nbytes: int, alignment: int, last_resort: bool) -> int | None:
-        """Where a record of this lane can be written, with its end in the lane's room; None if nowhere."""
+        """Where a record of this lane can be written, with its end in the lane's room; None if nowhere, or _BUSY."""
         numbers, at = self._numbers, 1 + 2 * lane
         cursor, end = numbers[at], numbers[at + 1]
         offset = _up(cursor, alignment)
@@ -142,7 +145,7 @@ class Arena:
                 break
             time.sleep(_PAUSE)
         else:
-            return None
+            return _BUSY
         try:
             free = max(numbers[0], self._begin, *numbers[2::2])
             at_the_end = end == free

@@ -55,10 +55,6 @@ class SampleCodec(Protocol):
         """Bytes that suffice for each of all samples, for all that is known."""
 
     @property
-    def fixed_bytes(self) -> int:
-        """Bytes that a store takes, however many samples it holds."""
-
-    @property
     def title(self) -> str:
         """What samples look like, in words that two jobs can compare."""
 

@@ -31,6 +31,13 @@ __all__ = ["Encoder", "Reader", "canonical_bytes", "is_image", "unpicklable"]
 _DEEPEST = 8  # levels to which what cannot be pickled is looked for
 _IN_PICKLE = 4096  # bytes; a copy of so few costs less than memory of their own
 _DTYPES = {str(dtype): dtype for dtype in vars(torch).values() if isinstance(dtype, torch.dtype)}
+_ARRAY_DTYPES = {
+    str(dtype): torch.empty(0, dtype=dtype).numpy().dtype
+    for dtype in (
+        *(torch.uint8, torch.int8, torch.int16, torch.int32, torch.int64, torch.bool),
+        *(torch.float16, torch.float32, torch.float64, torch.complex64, torch.complex128),
+    )
+}
 _GENERATORS = (random.Random, np.random.Generator, np.random.RandomState, torch.Generator)
 
 
@@ -171,7 +178,10 @@ def _dense_order(tensor: torch.Tensor) -> list[int] | None:
 
 
 def _tensor(dtype: str, shape: tuple[int, ...], buffer: Any) -> torch.Tensor:
-    return torch.frombuffer(buffer, dtype=_DTYPES[dtype]).view(shape)
+    array_dtype = _ARRAY_DTYPES.get(dtype)
+    if array_dtype is None:  # bfloat16 and others that NumPy has not
+        return torch.frombuffer(buffer, dtype=_DTYPES[dtype]).view(shape)
+    return torch.from_numpy(np.ndarray(shape, array_dtype, buffer))  # half the time of torch's own way
 
 
 def _permuted(dtype: str, shape: tuple[int, ...], order: tuple[int, ...], buffer: Any) -> torch.Tensor:

@@ -86,6 +86,17 @@ class RecordSlots:
         found[found] = sound
         return found
 
+    def is_sound(self, slot: int) -> bool:
+        """Whether a READY slot has a record that can be believed."""
+        word = self._words[slot]
+        offset = word & _OFFSET
+        if word >> _OFFSET_BITS != _check(slot, offset) or offset % _SMALL:
+            return False
+        if not self._begin <= offset <= self._end - HEAD.size:
+            return False
+        owner, _, nbytes, _ = HEAD.unpack_from(self._memory, offset)
+        return bool(owner == slot & 0xFFFFFFFF and nbytes <= self._end - offset)
+
     def nbytes(self, slots: Integers) -> int:
         """Bytes of the records of READY slots."""
         heads = (self._directory.take(slots) & _OFFSET).astype(np.int64) // _WORD
@@ -116,9 +127,7 @@ class RecordSlots:
         contents[0][:4] = (slot & 0xFFFFFFFF).to_bytes(4, "little")  # the head, which encoding has left open
 
         def write(offset: int) -> None:
-            for part in contents:
-                segment.store(offset, part)
-                offset += part.nbytes
+            segment.store(offset, *contents)
 
         offset = self.arena.store(nbytes, _SMALL if len(contents) == 1 else aligned(1), write)
         if offset is None:

@@ -10,8 +10,6 @@ import pickle
 from collections.abc import Iterator
 from typing import Any
 
-import numpy as np
-
 from lightning_stocache.cache.claims import Claims
 from lightning_stocache.cache.codec import Lend
 from lightning_stocache.cache.placement import NO_SLOT, Integers
@@ -19,10 +17,12 @@ from lightning_stocache.cache.record_slots import RecordSlots
 from lightning_stocache.cache.records import RecordCodec
 from lightning_stocache.cache.segment_store import SegmentStore
 from lightning_stocache.cache.store import UNREADABLE
+from lightning_stocache.node.files import HEADER_BYTES
 
 __all__ = ["RecordStore", "slots_for"]
 
 _KNOWN = 32  # samples, of which the mean is believed rather than that of those looked at
+_FIXED = 2048  # bytes, for the numbers of the arena, and what alignment wastes around them
 _DIRECTORY_SHARE = 28  # at most this part of the bytes granted is for slots that may find no room
 
 
@@ -57,11 +57,11 @@ class RecordStore(SegmentStore[RecordCodec]):
     def place(self, index: int) -> int:
         """Where the sample of an index can be read now, or NO_PLACE."""
         place = super().place(index)
-        return place if place != NO_SLOT and self.slots.ready(np.array([place]))[0] else NO_SLOT
+        return place if place != NO_SLOT and self.slots.is_sound(place) else NO_SLOT
 
     def stored_bytes(self, places: Integers) -> int:
         """Bytes of the records in READY slots (int64 `[samples]`)."""
-        return self.slots.nbytes(places)
+        return self.slots.record(int(places[0])).nbytes if len(places) == 1 else self.slots.nbytes(places)
 
     def has_room(self, sample: Any) -> bool:
         """Whether a sample may find room; who asks is spared to encode what is too large in any case."""
@@ -69,26 +69,32 @@ class RecordStore(SegmentStore[RecordCodec]):
 
     @property
     def granted_bytes(self) -> int:
-        """Bytes that slots and records may take."""
-        return self.segment.size
+        """Bytes that slots and records may take; what is as large in every store is header."""
+        return self.segment.size - _FIXED
+
+    @property
+    def memory_bytes(self) -> int:
+        """Bytes of them that the store holds on this node right now."""
+        return min(max(self.segment.allocated_bytes - HEADER_BYTES - _FIXED, 0), self.granted_bytes)
 
     @property
     def fill_fraction(self) -> float:
         """Share of the bytes that are taken; 1 as soon as every slot is READY, and nothing is left to be filled."""
-        return 1.0 if self.filled == len(self) else self.slots.used_bytes / self.granted_bytes
+        return (
+            1.0 if self.filled == len(self) else min(max(self.slots.used_bytes - _FIXED, 0) / self.granted_bytes, 1.0)
+        )
 
     @property
     def capacity(self) -> int:
         """Number of samples for which there is room, if those to come are as large as those that have come."""
-        filled, fixed = self.filled, self.reserved_bytes(len(self))
-        used = self.slots.used_bytes - fixed
+        filled, used = self.filled, self.slots.used_bytes - self.reserved_bytes(len(self))
         mean = used / filled if filled >= _KNOWN else self.codec.slot_bytes
-        return min(filled + int((self.granted_bytes - fixed - used) / max(mean, 1)), len(self))
+        return min(filled + int((self.segment.size - self.slots.used_bytes) / max(mean, 1)), len(self))
 
     @staticmethod
     def bytes_for(codec: RecordCodec, slots: int, granted: int = 0) -> int:
         """All that is granted, but no less than so many slots take without any record."""
-        return max(RecordSlots.bytes_for(slots), granted)
+        return max(RecordSlots.bytes_for(slots), granted + _FIXED)
 
     @staticmethod
     def reserved_bytes(slots: int) -> int:

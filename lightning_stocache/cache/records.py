@@ -38,9 +38,11 @@ HEAD = struct.Struct("<IIQI")
 """Slot, bytes of the pickle, bytes of the record, number of buffers."""
 
 _TABLE_ENTRY = 8
-_FIXED = 2048  # the numbers of an arena, and what alignment wastes around them
 _LONGEST_PICKLE = 2**32 - 1
 _ONCE = 16  # bytes that a slot's state and entry in the directory take, and what alignment wastes of a small record
+
+_RUNS_PICKLES = {("torch.storage", "_load_from_bytes")}
+"""What would read any pickle that stands in a record: a quantised tensor is kept so."""
 
 Required = tuple[tuple[tuple[Any, ...], type[Any]], ...]
 """Where a sample must hold a value of which type: one key or position per level."""
@@ -95,8 +97,7 @@ class RecordCodec:
 
     def for_bytes(self, granted: int, samples: int) -> RecordCodec:
         """This codec, packed where so many samples do not fit in so many bytes otherwise: that costs 40 us an image."""
-        fits = self.fixed_bytes + samples * self.slot_bytes <= granted
-        if fits or not 0 < self.packed_bytes < self.nbytes:
+        if samples * self.slot_bytes <= granted or not 0 < self.packed_bytes < self.nbytes:
             return self
         return replace(self, packed=True, nbytes=self.packed_bytes)
 
@@ -104,11 +105,6 @@ class RecordCodec:
     def slot_bytes(self) -> int:
         """Bytes that a sample costs in a store: its record, on average, its state and where it lies."""
         return self.nbytes + _ONCE
-
-    @property
-    def fixed_bytes(self) -> int:
-        """Bytes that a store takes, however many samples it holds."""
-        return _FIXED
 
     @property
     def most_slot_bytes(self) -> int:
@@ -182,7 +178,7 @@ class RecordCodec:
                 Reader(content, None, buffers, named_there).load()
             except Exception:  # it will pass through
                 continue
-        return replace(self, classes=frozenset(named_there))
+        return replace(self, classes=frozenset(named_there - _RUNS_PICKLES))
 
 
 # ---- layout ----

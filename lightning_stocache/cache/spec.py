@@ -125,11 +125,6 @@ class SampleSpec:
         return self.nbytes + 1
 
     @property
-    def fixed_bytes(self) -> int:
-        """Bytes that a store takes besides its slots: none."""
-        return 0
-
-    @property
     def title(self) -> str:
         """The fields, in words that two jobs can compare."""
         return "; ".join(f"{field.path or 'sample'}: {field}" for field in self.fields)

@@ -24,6 +24,9 @@ from lightning_stocache.torch_internals import default_collate_fn_map
 __all__ = ["InMemory", "Rows", "Stack", "is_dense", "is_plain", "rebuilt"]
 
 
+_SCALARS = frozenset((int, float, bool, str, bytes, type(None)))
+
+
 @dataclass(frozen=True)
 class InMemory:
     """A tensor that lies in the memory of the batch."""
@@ -135,8 +138,15 @@ def is_plain(node: Any) -> bool:
         return all(map(is_plain, node.values()))
     if node is None or isinstance(node, torch.Tensor | np.ndarray | np.generic | int | float | str | bytes):
         return kind is torch.Tensor or not isinstance(node, torch.Tensor) or kind not in default_collate_fn_map
+    if kind in (list, tuple) and _is_flat(node):
+        return True
     walked = kind in (list, tuple) or (isinstance(node, tuple) and hasattr(kind, "_fields"))
     return walked and kind not in default_collate_fn_map and all(map(is_plain, node))
+
+
+def _is_flat(node: Any) -> bool:
+    """Whether a list or tuple holds numbers and strings alone: there is nothing to be done with each of them."""
+    return _SCALARS.issuperset(map(type, node))
 
 
 def is_dense(leaf: Any) -> bool:
@@ -154,6 +164,8 @@ def rebuilt(node: Any, leaf: Callable[[Any], Any]) -> Any:
     if type(node) in (dict, OrderedDict):
         return type(node)((key, rebuilt(value, leaf)) for key, value in node.items())
     if type(node) is list or isinstance(node, tuple):
+        if _is_flat(node):
+            return node
         values = [rebuilt(value, leaf) for value in node]
         return type(node)(*values) if hasattr(node, "_fields") else type(node)(values)
     return leaf(node)

@@ -49,6 +49,7 @@ FORMAT = 1  # of header, manifest and payload; another one is refused, so change
 _MAGIC = b"STOCACHE"
 _TOKEN_BYTES = 16
 _FORMAT = struct.Struct("<I")
+_MOST_PARTS = 1024  # that one call takes (IOV_MAX)
 _ZEROES = bytes(1 << 20)
 
 
@@ -149,16 +150,18 @@ def reserve(data: int, offset: int, length: int) -> None:
         overwrite(data, offset, length)
 
 
-def store(data: int, offset: int, content: memoryview) -> None:
-    """Write bytes into a range, whose memory need not have been reserved.
+def store(data: int, offset: int, *parts: memoryview) -> None:
+    """Write pieces into a range, one after the other; its memory need not have been reserved.
 
     Raises:
         OSError: there is no memory left (ENOSPC); a part may have been written.
     """
-    written = os.pwrite(data, content, offset)
-    while written < content.nbytes:
-        content, offset = content[written:], offset + written
-        written = os.pwrite(data, content, offset)
+    several = 1 < len(parts) <= _MOST_PARTS
+    written = os.pwritev(data, parts, offset) if several else 0
+    for part in parts:
+        while written < part.nbytes:
+            written += os.pwrite(data, part[written:] if written else part, offset + written)
+        offset, written = offset + part.nbytes, written - part.nbytes
 
 
 def overwrite(data: int, offset: int, length: int) -> None:

@@ -212,8 +212,8 @@ class Segment:
         if length:
             files.reserve(self._data, HEADER_BYTES + offset, length)
 
-    def store(self, offset: int, content: memoryview) -> None:
-        """Write bytes into the payload, and take the memory that they need.
+    def store(self, offset: int, *parts: memoryview) -> None:
+        """Write bytes into the payload, one piece after the other, and take the memory that they need.
 
         Through the file, not the mapping: one system call allocates and copies, where a page of new memory that is
         written to through the mapping is first zeroed, and then faulted in by every process that writes.
@@ -223,7 +223,7 @@ class Segment:
             ValueError: the segment is closed.
         """
         self._check_open()
-        files.store(self._data, HEADER_BYTES + offset, content)
+        files.store(self._data, HEADER_BYTES + offset, *parts)
 
     def discard(self, offset: int = 0) -> None:
         """Zero the payload from `offset` on, in every process, and give its whole pages back to the system at once."""

@@ -108,8 +108,7 @@ def _divide(
         kept_back += Reserve(files=given.bytes)
         for number, request, codec, nbytes in members:
             granted[number] = given.bytes * nbytes // size
-            room = max(granted[number] - codec.fixed_bytes, 0)
-            slots[number] = min(room // codec.slot_bytes, request.length)
+            slots[number] = min(granted[number] // codec.slot_bytes, request.length)
         got, samples = sum(slots[number] for number, *_ in members), sum(request.length for _, request, *_ in members)
         if given.limited_by is not None or not got:
             whose = f" ({pot})" if pot else ""
@@ -127,7 +126,7 @@ def _divide(
 def _size(request: CacheRequest, codec: SampleCodec, budget: Budget) -> int:
     """Bytes for the whole dataset: what is meant by a part of it is a part of the samples; for all, all must fit."""
     part = budget.unit == "% of dataset" and budget.amount < 100
-    return request.length * (codec.slot_bytes if part else codec.most_slot_bytes) + codec.fixed_bytes
+    return request.length * (codec.slot_bytes if part else codec.most_slot_bytes)
 
 
 def _reserve(request: CacheRequest, codec: SampleCodec | None, ranks: int, worker_bytes: int, own: int) -> Reserve:

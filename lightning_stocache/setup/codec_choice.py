@@ -88,7 +88,7 @@ def _records(indices: Sequence[int], samples: Sequence[Any], required: Required)
     for index, sample in zip(indices, samples, strict=True):
         try:
             record = memoryview(b"".join(codec.encode(sample, index)))
-            if (path := _difference(sample, codec.decode(record))) is not None:
+            if (path := _difference(sample, _read_back(codec, record, index))) is not None:
                 raise UnsupportedSampleError(f"sample {index}: {named(path)} does not come back from bytes as it was")
             kept.append(sample)
         except (UnsupportedSampleError, SampleMismatchError) as error:
@@ -96,6 +96,13 @@ def _records(indices: Sequence[int], samples: Sequence[Any], required: Required)
     if len(odd) > len(samples) * _ODD:
         raise odd[0]
     return Choice(RecordCodec.infer(kept, required), str(odd[0]) if odd else None)
+
+
+def _read_back(codec: RecordCodec, record: memoryview, index: int) -> Any:
+    try:
+        return codec.decode(record)
+    except Exception as error:  # of the code of the sample's classes
+        raise UnsupportedSampleError(f"sample {index} cannot be read back from bytes: {error!r}") from error
 
 
 def _difference(sample: Any, other: Any) -> str | None:

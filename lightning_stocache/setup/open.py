@@ -132,7 +132,7 @@ def open_caches(
             codec = codec.for_bytes(granted, request.length)
         if codec is not found.codec:
             findings[number] = replace(found, codec=codec, share=share)
-            planned[number] = min(max(granted - codec.fixed_bytes, 0) // codec.slot_bytes, request.length)
+            planned[number] = min(granted // codec.slot_bytes, request.length)
     parts = group.together(lambda: list(map(_parts, requests, findings, decoded)))
     slots = group.exchange(planned)
     rings = [

@@ -1,0 +1,387 @@
+"""Many processes take memory from one arena: no byte is given to two, and none is lost with who dies half-way."""
+
+from __future__ import annotations
+
+import os
+import random
+import signal
+import struct
+import sys
+import threading
+import time
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager, nullcontext
+from itertools import pairwise
+from pathlib import Path
+from types import FrameType
+from typing import Any
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+import lightning_stocache.cache.arena as arena_module
+from lightning_stocache.cache.arena import LANES, LEDGER_BYTES, Arena
+from lightning_stocache.cache.claims import Claims
+from lightning_stocache.node.segment import Segment
+from tests.processes import Child, ChildError, call, call_many
+
+BEGIN = -(-LEDGER_BYTES // 64) * 64
+NOTE = struct.Struct("<QQB")  # where a record begins, its bytes, and what it is full of
+
+Records = list[tuple[int, int, int]]
+
+
+def segment_of(room: int) -> Segment:
+    segment = Segment.create(BEGIN + room)
+    segment.reserve(0, BEGIN)
+    return segment
+
+
+@contextmanager
+def opened(segment: Segment) -> Iterator[Arena]:
+    arena = Arena(segment, 0, BEGIN, segment.size, Claims(segment), 0)
+    try:
+        yield arena
+    finally:
+        arena.close()
+
+
+@pytest.fixture
+def segment() -> Iterator[Segment]:
+    segment = segment_of(10_000)
+    yield segment
+    segment.close()
+
+
+def put(segment: Segment, arena: Arena, nbytes: int, alignment: int = 8, mark: int = 1) -> int | None:
+    """Store a record that is full of one byte."""
+    return arena.store(nbytes, alignment, lambda offset: segment.store(offset, memoryview(bytes([mark]) * nbytes)))
+
+
+def overlaps(records: Records) -> list[tuple[int, int]]:
+    """Neighbours of which the first ends behind the beginning of the second."""
+    ends = sorted((begin, begin + nbytes) for begin, nbytes, _ in records)
+    return [(first[0], second[0]) for first, second in pairwise(ends) if first[1] > second[0]]
+
+
+def outside(segment: Segment, records: Records) -> Records:
+    """Those that do not lie in the arena."""
+    return [record for record in records if record[0] < BEGIN or record[0] + record[1] > segment.size]
+
+
+def damaged(segment: Segment, records: Records) -> Records:
+    """Those that are not full of their byte."""
+    wrong = []
+    for begin, nbytes, mark in records:
+        with segment.memory(begin, nbytes) as memory:
+            if bytes(memory) != bytes([mark]) * nbytes:
+                wrong.append((begin, nbytes, mark))
+    return wrong
+
+
+def fill_up(segment: Segment, arena: Arena, nbytes: int, mark: int = 1) -> Records:
+    """Store records of one size until there is no room."""
+    records: Records = []
+    while len(records) * nbytes <= segment.size and (offset := put(segment, arena, nbytes, mark=mark)) is not None:
+        records.append((offset, nbytes, mark))
+    return records
+
+
+# --- one process
+
+
+@given(st.lists(st.tuples(st.integers(1, 700), st.sampled_from([8, 64]), st.booleans()), max_size=60))
+def test_records_lie_one_behind_the_other(wanted: list[tuple[int, int, bool]]) -> None:
+    """Each at the next multiple of its alignment; what a write that fails has taken, the next record takes."""
+    segment = segment_of(6000)
+    with opened(segment) as arena:
+        end = BEGIN
+        for nbytes, alignment, fails in wanted:
+            begin = -(-end // alignment) * alignment
+            assert arena.has_room(nbytes) or begin + nbytes > segment.size
+            if fails:
+                with pytest.raises(ZeroDivisionError) if begin + nbytes <= segment.size else nullcontext():
+                    arena.store(nbytes, alignment, lambda _: 1 // 0)
+                continue
+            fits = begin + nbytes <= segment.size
+            assert put(segment, arena, nbytes, alignment) == (begin if fits else None)
+            end = begin + nbytes if fits else end
+            assert arena.used_bytes == end - BEGIN
+    segment.close()
+
+
+def test_what_is_too_large_finds_no_room_and_takes_none(segment: Segment) -> None:
+    """A record larger than the arena is refused, and one that just fits is stored."""
+    with opened(segment) as arena:
+        assert not arena.has_room(10_001)
+        assert put(segment, arena, 10_001) is None
+        assert (arena.used_bytes, arena.room) == (0, 10_000)
+        assert put(segment, arena, 10_000) == BEGIN
+        assert (arena.used_bytes, arena.room) == (10_000, 0)
+        assert not arena.has_room(1)
+        assert put(segment, arena, 1) is None
+
+
+def test_an_arena_without_memory_has_no_room() -> None:
+    """Where all of the segment is taken by numbers."""
+    segment = segment_of(0)
+    with opened(segment) as arena:
+        assert (arena.room, arena.has_room(1), put(segment, arena, 1)) == (0, False, None)
+    segment.close()
+
+
+def test_a_write_that_raises_leaves_its_room(segment: Segment) -> None:
+    """What it raises comes through; afterwards the arena takes as many records as one where nothing failed."""
+
+    def failing(offset: int) -> None:
+        segment.store(offset, memoryview(b"x" * 500))
+        raise OSError(28, "no memory")
+
+    with opened(segment) as arena:
+        for _ in range(3):
+            with pytest.raises(OSError, match="no memory"):
+                arena.store(1000, 8, failing)
+            assert put(segment, arena, 1000) is not None
+        assert len(fill_up(segment, arena, 1000)) == 7
+
+
+def test_what_is_left_in_all_lanes_keeps_no_record_out() -> None:
+    """Every lane has room that is too small, or is busy: then a larger record takes what is free, and no less fits."""
+    segment, begun, over = segment_of(100_000), threading.Event(), threading.Event()
+
+    def hold(offset: int) -> None:
+        begun.set()
+        over.wait(60)
+
+    def store_one(nbytes: int, write: Callable[[int], None]) -> int | None:
+        with opened(segment) as arena:
+            return arena.store(nbytes, 8, write)
+
+    last = threading.Thread(target=store_one, args=(100, hold))
+
+    def nested(offset: int, level: int) -> None:
+        if level < LANES - 1:
+            store_one(100, lambda offset: nested(offset, level + 1))
+        last.start()
+        begun.wait(60)
+        raise InterruptedError
+
+    with pytest.raises(InterruptedError):
+        store_one(100, lambda offset: nested(offset, 1))
+    records = [(store_one(5000, lambda offset: None) or 0, 5000, 0)]
+    with opened(segment) as arena:
+        records += fill_up(segment, arena, 5000, mark=0)
+    over.set()
+    last.join()
+    assert len(records) == (100_000 - 100 * LANES) // 5000
+    assert overlaps(records) == []
+    assert min(records)[0] >= BEGIN + 100 * LANES
+    segment.close()
+
+
+# --- several
+
+
+def take_all(segment: Segment, seed: int, smallest: int, largest: int) -> Records:
+    """Store records of random sizes, smaller ones where there is no room, until the smallest finds none."""
+    rng, records, mark = random.Random(seed), Records(), seed % 255 + 1
+    with opened(segment) as arena:
+        while largest >= smallest:
+            nbytes = int(smallest * (largest / smallest) ** rng.random())
+            if arena.has_room(nbytes):
+                offset = put(segment, arena, nbytes, rng.choice([8, 64]), mark)
+                if offset is not None:
+                    records.append((offset, nbytes, mark))
+                    continue
+            largest = nbytes - 1
+    return records
+
+
+@pytest.mark.processes
+def test_records_of_many_processes_never_overlap() -> None:
+    """Sizes of 300 B to 2 MB, from four processes at once: each lies inside, whole, and the arena is full."""
+    room = 48 << 20
+    segment = segment_of(room)
+    records = sum(call_many(take_all, [(segment, seed, 300, 2 << 20) for seed in range(4)]), Records())
+    assert overlaps(records) == []
+    assert damaged(segment, records) == []
+    assert outside(segment, records) == []
+    assert sum(nbytes for _, nbytes, _ in records) > 0.99 * room
+    with opened(segment) as arena:
+        assert arena.used_bytes <= room
+        assert arena.room < 364
+    segment.close()
+
+
+@pytest.mark.processes
+def test_many_processes_fill_an_arena_with_small_records() -> None:
+    """They get into each other's way as often as they can, and all of them get something."""
+    segment = segment_of(1 << 20)
+    everyones = call_many(take_all, [(segment, seed, 20, 90) for seed in range(6)])
+    records = sum(everyones, Records())
+    assert overlaps(records) == []
+    assert damaged(segment, records) == []
+    assert sum(nbytes for _, nbytes, _ in records) > 0.5 * (1 << 20)  # of 20 bytes at a multiple of 64 much is left
+    segment.close()
+
+
+# --- death
+
+
+def killed_in_the_middle(segment: Segment, nbytes: int) -> None:
+    def write(offset: int) -> None:
+        segment.store(offset, memoryview(b"\xff" * (nbytes // 2)))
+        os.kill(os.getpid(), signal.SIGKILL)
+
+    with opened(segment) as arena:
+        arena.store(nbytes, 8, write)
+
+
+@pytest.mark.processes
+def test_who_is_killed_in_the_middle_of_a_record_leaves_its_room(segment: Segment) -> None:
+    """Before each record a writer of the same size is killed: all find room that would have found it without."""
+    records = Records()
+    for _ in range(10):
+        with pytest.raises(ChildError, match="SIGKILL"):
+            call(killed_in_the_middle, segment, 1000)
+        with opened(segment) as arena:
+            records.append((put(segment, arena, 1000) or 0, 1000, 1))
+    assert [begin for begin, _, _ in sorted(records)] == [BEGIN + 1000 * number for number in range(10)]
+    with opened(segment) as arena:
+        assert put(segment, arena, 1) is None
+
+
+def stopped_in_the_middle(segment: Segment, nbytes: int, ready: Path) -> None:
+    def write(offset: int) -> None:
+        segment.store(offset, memoryview(b"\xff" * (nbytes // 2)))
+        ready.touch()
+        time.sleep(200)
+
+    with opened(segment) as arena:
+        arena.store(nbytes, 8, write)
+
+
+@pytest.mark.processes
+def test_who_is_killed_together_leaves_all_its_room(segment: Segment, tmp_path: Path) -> None:
+    """Four writers in the middle of records, each in a lane of its own: what they had is used up afterwards."""
+    sizes = (1000, 3000, 2000, 1000)
+    children = [
+        Child(stopped_in_the_middle, segment, nbytes, tmp_path / str(number)) for number, nbytes in enumerate(sizes)
+    ]
+    while len(list(tmp_path.iterdir())) < len(sizes):
+        time.sleep(0.005)
+    with opened(segment) as arena:
+        live = fill_up(segment, arena, 1000)
+        assert len(live) == 3  # while they live nobody gets at what is theirs
+        assert arena.used_bytes == 3000
+        for child in children:
+            child.kill()
+        records = live + fill_up(segment, arena, 1000, mark=2)
+        assert arena.used_bytes == 10_000
+    assert len(records) == 10
+    assert overlaps(records) == []
+    assert damaged(segment, records) == []
+
+
+def killed_at_line(segment: Segment, log: int, nbytes: int, line: int, traced: int) -> int:
+    """Store two records, and be killed at the n-th line that storing one of them comes to; how many lines there are."""
+    lines = 0
+
+    def trace(frame: FrameType, event: str, _: Any) -> Callable[..., Any] | None:
+        nonlocal lines
+        if frame.f_code.co_filename != arena_module.__file__:
+            return None
+        if event == "line":
+            lines += 1
+            if lines == line:
+                os.kill(os.getpid(), signal.SIGKILL)
+        return trace
+
+    with opened(segment) as arena:
+        for mark in (1, 2):
+            sys.settrace(trace if mark == traced else None)
+            offset = put(segment, arena, nbytes, mark=mark)
+            sys.settrace(None)
+            os.write(log, NOTE.pack(offset or 0, nbytes, mark))
+    return lines
+
+
+def in_log(path: Path) -> Records:
+    return list(NOTE.iter_unpack(path.read_bytes()))
+
+
+@pytest.mark.processes
+@pytest.mark.parametrize("others", [False, True], ids=["alone", "beside another lane"])
+def test_who_is_killed_at_any_line_of_the_code_does_no_harm(tmp_path: Path, others: bool) -> None:
+    """Wherever in the code a writer dies, no record overlaps another, and at most the one being stored is lost."""
+    log = tmp_path / "log"
+    line, lines, lost = 0, 1, 0
+    while line <= lines:
+        line += 1
+        segment = segment_of(10_000)
+        records = Records()
+        if others:
+            half = Child(stopped_in_the_middle, segment, 1000, tmp_path / "ready")
+            while not (tmp_path / "ready").exists():
+                time.sleep(0.002)
+        file = os.open(log, os.O_CREAT | os.O_TRUNC | os.O_APPEND | os.O_WRONLY)
+        child = Child(killed_at_line, segment, file, 1000, line, 1 if others else 2)
+        died = ""
+        try:
+            lines = child.result()
+        except ChildError as error:
+            died, lines = str(error), line + 1
+        assert "in the child" not in died
+        os.close(file)
+        if others:
+            half.kill()
+            (tmp_path / "ready").unlink()
+        with opened(segment) as arena:
+            records = in_log(log) + fill_up(segment, arena, 1000, mark=3)
+            assert arena.used_bytes == 10_000
+        assert overlaps(records) == []
+        assert outside(segment, records) == []
+        assert damaged(segment, records) == []
+        assert len(records) in (9, 10)
+        lost += len(records) == 9
+        segment.close()
+    assert line > 20
+    assert 1 <= lost <= 5  # after the cursor was moved: there it was stored, and nobody has been told
+
+
+def store_for_ever(segment: Segment, log: Path, seed: int) -> None:
+    rng = random.Random(seed)
+    file = os.open(log, os.O_CREAT | os.O_APPEND | os.O_WRONLY)
+    with opened(segment) as arena:
+        while True:
+            nbytes, mark = rng.randrange(300, 40_000), rng.randrange(1, 256)
+            offset = put(segment, arena, nbytes, rng.choice([8, 64]), mark)
+            if offset is not None:
+                os.write(file, NOTE.pack(offset, nbytes, mark))
+            time.sleep(0.001)
+
+
+@pytest.mark.processes
+def test_who_is_killed_at_random_moments_leaves_no_hole(tmp_path: Path, rng: random.Random) -> None:
+    """Three processes store and are killed and replaced, again and again; then the rest of the arena is filled."""
+    room = 24 << 20
+    segment, log = segment_of(room), tmp_path / "log"
+    children = [Child(store_for_ever, segment, log, seed) for seed in range(3)]
+    kills = 12
+    for seed in range(kills):
+        time.sleep(rng.random() * 0.05)
+        children.pop(rng.randrange(3)).kill()
+        children.append(Child(store_for_ever, segment, log, 100 + seed))
+    for child in children:
+        child.kill()
+    records = in_log(log)
+    assert len(records) > kills
+    with opened(segment) as arena:
+        for nbytes in (20_000, 300):
+            records += fill_up(segment, arena, nbytes, mark=7)
+    assert overlaps(records) == []
+    assert damaged(segment, records) == []
+    # Who dies when a record is whole, but before anybody knows of it, has lost that one.
+    assert sum(nbytes for _, nbytes, _ in records) > 0.995 * room - (kills + 3) * 40_000
+    segment.close()

@@ -1,0 +1,839 @@
+"""Samples of any kind come back from bytes as they were, as memory of their own, or are refused by name."""
+
+from __future__ import annotations
+
+import collections
+import enum
+import io
+import os
+import pickle
+import random
+import sys
+import tracemalloc
+from collections.abc import Callable, Iterable, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import hypothesis.strategies as st
+import numpy as np
+import numpy.typing as npt
+import pytest
+import torch
+from hypothesis import given
+from PIL import Image
+
+from lightning_stocache.cache.field import UnsupportedSampleError
+from lightning_stocache.cache.pickling import canonical_bytes
+from lightning_stocache.cache.records import RecordCodec
+from lightning_stocache.cache.spec import SampleMismatchError
+from tests.sources import CountedSource
+
+CODEC = RecordCodec(0)
+
+
+def through(sample: Any, codec: RecordCodec = CODEC) -> Any:
+    """A sample as it comes back from its record, whose bytes are overwritten afterwards."""
+    record = bytearray(b"".join(codec.encode(sample)))
+    came = codec.decode(memoryview(record))
+    record[:] = bytes(len(record))
+    return came
+
+
+def same(left: Any, right: Any, met: dict[int, int] | None = None) -> bool:
+    """Whether two samples are equal bit for bit: types, order, attributes, strides, and what is there twice."""
+    met = {} if met is None else met
+    if id(left) in met:
+        return met[id(left)] == id(right)
+    if type(left) is not type(right):
+        return False
+    if isinstance(left, (list, tuple, dict, torch.Tensor, np.ndarray, Image.Image)) or hasattr(left, "__dict__"):
+        met[id(left)] = id(right)
+    if isinstance(left, torch.Tensor):
+        return same_tensors(left, right) and same(vars(left), vars(right), met)
+    if isinstance(left, np.ndarray):
+        if (left.dtype, left.dtype.metadata, left.shape) != (right.dtype, right.dtype.metadata, right.shape):
+            return False
+        return same(left.tolist(), right.tolist(), met) if left.dtype.hasobject else left.tobytes() == right.tobytes()
+    if isinstance(left, Image.Image):
+        return (
+            (left.mode, left.size, left.tobytes()) == (right.mode, right.size, right.tobytes())
+            and same(left.info, right.info, met)
+            and (left.palette is None) == (right.palette is None)
+            and (left.palette is None or left.getpalette("RGBA") == right.getpalette("RGBA"))
+        )
+    if isinstance(left, (dict, collections.UserDict)):
+        return list(left) == list(right) and all(same(left[key], right[key], met) for key in left)
+    if isinstance(left, (list, tuple)):
+        return len(left) == len(right) and all(same(*pair, met) for pair in zip(left, right, strict=True))
+    if isinstance(left, (float, complex, np.generic)):
+        return np.asarray(left).dtype == np.asarray(right).dtype and np.asarray(left).tobytes() == (
+            np.asarray(right).tobytes()
+        )
+    if isinstance(left, (type, enum.Enum)):
+        return left is right
+    if hasattr(left, "__dict__"):
+        return same(vars(left), vars(right), met)
+    return bool(left == right)
+
+
+def same_tensors(left: torch.Tensor, right: torch.Tensor) -> bool:
+    if type(left) is not torch.Tensor:
+        left, right = left.as_subclass(torch.Tensor), right.as_subclass(torch.Tensor)
+    if (left.dtype, left.layout, left.is_nested) != (right.dtype, right.layout, right.is_nested):
+        return False
+    if left.is_nested:
+        return left.size(0) == right.size(0) and all(map(same_tensors, left.unbind(), right.unbind()))
+    if left.layout is not torch.strided:
+        return torch.equal(left.to_dense(), right.to_dense())
+    if left.is_quantized:
+        return bool(torch.equal(left, right))
+    dense = left.numel() and is_dense(left) and is_dense(right)
+    if left.shape != right.shape or (dense and strides(left) != strides(right)):
+        return False
+    return bits(left) == bits(right)
+
+
+def is_dense(tensor: torch.Tensor) -> bool:
+    """Whether every byte between its first and its last is its own, once."""
+    last = sum((size - 1) * stride for size, stride in zip(tensor.shape, tensor.stride(), strict=True))
+    return last + 1 == tensor.numel() and min(tensor.stride(), default=1) > 0
+
+
+def strides(tensor: torch.Tensor) -> list[int]:
+    """Those that mean something."""
+    return [stride for size, stride in zip(tensor.shape, tensor.stride(), strict=True) if size > 1]
+
+
+def bits(tensor: torch.Tensor) -> bytes:
+    plain = tensor.resolve_conj().resolve_neg().contiguous().reshape(-1)
+    return plain.view(torch.uint8).numpy().tobytes() if plain.numel() else b""
+
+
+# --- what comes out is what went in
+
+
+class Box(torch.Tensor):
+    """A tensor with attributes, as torchvision's."""
+
+
+def boxes(count: int) -> torch.Tensor:
+    tensor = torch.arange(4.0 * count).view(count, 4).as_subclass(Box)
+    tensor.format, tensor.canvas_size = "XYXY", (375, 500)  # type: ignore[attr-defined]
+    return tensor
+
+
+class Wrapper(torch.Tensor):
+    """A tensor that has no memory and dispatches by itself."""
+
+    inner: torch.Tensor
+
+    @staticmethod
+    def __new__(cls, inner: torch.Tensor) -> Wrapper:
+        wrapper = torch.Tensor._make_wrapper_subclass(cls, inner.shape, dtype=inner.dtype)  # type: ignore[attr-defined]
+        wrapper.inner = inner
+        return wrapper  # type: ignore[no-any-return]
+
+    @classmethod
+    def __torch_dispatch__(cls, *_: Any) -> Any:
+        raise NotImplementedError
+
+    def __reduce_ex__(self, _: Any) -> Any:
+        return type(self), (self.inner,)
+
+
+class InnerWrapper(Wrapper):
+    """A subclass of it, which does not say again that it dispatches."""
+
+
+class Colour(enum.Enum):
+    RED = "red"
+
+
+class Flags(enum.IntFlag):
+    CROWD = 1
+    HARD = 2
+
+
+class Point(NamedTuple):
+    x: float
+    y: torch.Tensor
+
+
+@dataclass
+class Target:
+    label: int
+    mask: npt.NDArray[np.bool_]
+    notes: list[str] = field(default_factory=list)
+
+
+@dataclass(frozen=True, slots=True)
+class Slim:
+    label: int
+
+
+class Text(str):
+    """A string with attributes."""
+
+    language = "none"
+
+
+def text() -> Text:
+    made = Text("ein Hund")
+    made.language = "de"
+    return made
+
+
+PLAIN: dict[str, Any] = {
+    "none": None,
+    "empty containers": ["", b"", [], (), {}, set(), frozenset(), bytearray()],
+    "numbers": [0, -1, 2**100, 1.5, float("nan"), -0.0, 1j, True],
+    "text": "größer \N{SNOWMAN} \0",
+    "a text of 1 MB": "ü" * 2**19,
+    "bytes of 1 MB": os.urandom(2**20),
+    "bytearray of 1 MB": bytearray(2**20),
+    "keys in their order": {"b": 1, "a": 2, 3: "c", (1, 2): None, None: 0},
+    "ordered dict": collections.OrderedDict(b=1, a=[2]),
+    "user dict": collections.UserDict({"b": np.arange(3), "a": [2]}),
+    "default dict": collections.defaultdict(list, {"b": [1]}),
+    "deque": collections.deque([1, 2], maxlen=5),
+    "named tuple": Point(1.0, torch.ones(3)),
+    "data class": Target(3, np.ones((70, 70), dtype=np.bool_), ["hard"]),
+    "slots": Slim(4),
+    "enums": [Colour.RED, Flags.CROWD | Flags.HARD],
+    "text with attributes": text(),
+    "path": Path("/some/where"),
+    "torch's own": [torch.Size([1, 2]), torch.float16, torch.device("cpu"), slice(1, None), range(3), ...],
+}
+
+
+@pytest.mark.parametrize("sample", PLAIN.values(), ids=PLAIN.keys())
+def test_plain_objects_come_back_as_they_were(sample: Any) -> None:
+    """Numbers, text, containers and objects keep their types, their order and their attributes."""
+    came = through({"sample": sample, "again": [sample]})
+    assert same(came, {"sample": sample, "again": [sample]})
+
+
+DTYPES = [
+    dtype
+    for dtype in dict.fromkeys(dtype for dtype in vars(torch).values() if isinstance(dtype, torch.dtype))
+    if str(dtype).removeprefix("torch.").rstrip("0123456789") in ("bool", "int", "uint", "float", "bfloat", "complex")
+    and dtype.itemsize * 8 >= int("".join(filter(str.isdigit, str(dtype))) or 8) / (2 if dtype.is_complex else 1)
+    and str(dtype) not in ("torch.complex32", "torch.bcomplex32")
+]
+
+
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+def test_tensors_of_every_dtype_come_back_bit_for_bit(dtype: torch.dtype, rng: random.Random) -> None:
+    """NaNs and what no number is included, in the pickle (small) and beside it (large)."""
+    for count in (1, 3, 5000):
+        nbytes = count * dtype.itemsize
+        content = rng.randbytes(nbytes) if dtype is not torch.bool else bytes(rng.choices([0, 1], k=nbytes))
+        tensor = torch.frombuffer(bytearray(content), dtype=dtype)
+        came = through(tensor)
+        assert (came.dtype, came.shape) == (dtype, (count,))
+        assert bits(came) == content
+
+
+def test_the_dtypes_that_matter_are_among_those_tested() -> None:
+    """The selection by name leaves none of them out."""
+    assert {torch.bool, torch.uint8, torch.int64, torch.float16, torch.bfloat16, torch.float32} < set(DTYPES)
+    assert {torch.complex64, torch.complex128, torch.uint16, torch.float64} < set(DTYPES)
+
+
+TENSORS: dict[str, Callable[[int], torch.Tensor]] = {
+    "contiguous": lambda n: torch.randn(n, 3, 5),
+    "transposed": lambda n: torch.randn(n, 3, 5).permute(2, 0, 1),
+    "channels last": lambda n: torch.randn(2, 3, n, 4).to(memory_format=torch.channels_last),
+    "with gaps": lambda n: torch.randn(n, 6)[:, ::2],
+    "expanded": lambda n: torch.randn(n, 1).expand(n, 7),
+    "of one element": lambda n: torch.randn(n, 9)[1:2, 3:4],
+    "of no dimension": lambda n: torch.tensor(float(n)),
+    "empty": lambda n: torch.empty(0, n, 3, dtype=torch.int16),
+    "flipped conjugate": lambda n: torch.randn(n, 2, dtype=torch.complex64).conj(),
+    "imaginary part of a conjugate": lambda n: torch.randn(n, 2, dtype=torch.complex64).conj().imag,
+    "subclass": boxes,
+    "empty subclass": lambda n: boxes(n)[:0].as_subclass(Box),
+    "parameter": lambda n: torch.nn.Parameter(torch.randn(n), requires_grad=False),
+    "sparse": lambda n: torch.eye(n).to_sparse(),
+    "sparse rows": lambda n: torch.eye(n).to_sparse_csr(),
+    "nested": lambda n: torch.nested.nested_tensor([torch.randn(n), torch.randn(2)]),
+}
+
+
+@pytest.mark.parametrize("make", TENSORS.values(), ids=TENSORS.keys())
+@pytest.mark.parametrize("count", [3, 2000])
+@pytest.mark.filterwarnings("ignore:Sparse", "ignore:The PyTorch API of nested")
+def test_tensors_come_back_with_values_strides_and_attributes(
+    make: Callable[[int], torch.Tensor], count: int, seeded: None
+) -> None:
+    """Dense ones keep the order of their dimensions in memory; views hold what they show, and no more."""
+    tensor = make(count)
+    came = through(tensor)
+    assert same(came, tensor)
+    if came.layout is torch.strided and not came.is_nested:
+        assert came.untyped_storage().nbytes() == came.numel() * came.element_size()
+        assert not came.is_conj()
+        assert not came.is_neg()
+
+
+@pytest.mark.parametrize("count", [4, 4000])
+@pytest.mark.filterwarnings("ignore:torch.quantize", "ignore:TypedStorage")
+def test_quantised_tensors_come_back_with_their_scale(count: int) -> None:
+    """Per tensor and per channel."""
+    values = torch.arange(2.0 * count).view(2, count)
+    whole = torch.quantize_per_tensor(values, 0.5, 3, torch.quint8)
+    rows = torch.quantize_per_channel(values, torch.tensor([0.5, 0.25]), torch.tensor([0, 1]), 0, torch.qint8)
+    for tensor in (whole, rows):
+        came = through(tensor)
+        assert (came.dtype, came.qscheme()) == (tensor.dtype, tensor.qscheme())
+        assert torch.equal(came.dequantize(), tensor.dequantize())
+
+
+@pytest.mark.parametrize("kind", [Wrapper, InnerWrapper])
+def test_a_tensor_that_only_wraps_others_is_pickled_in_its_own_way(kind: type[Wrapper]) -> None:
+    """It has no memory that could be read; its class may have inherited that."""
+    came = through(kind(torch.arange(2000.0)))
+    assert type(came) is kind
+    assert torch.equal(came.inner, torch.arange(2000.0))
+
+
+ARRAYS: dict[str, npt.NDArray[Any]] = {
+    "one": np.arange(4000, dtype=np.int16),
+    "no dimension": np.array(5.0),
+    "no dimension, read-only": np.broadcast_to(np.float32(5), ()),
+    "empty": np.empty((0, 3), dtype=np.complex64),
+    "fortran": np.asfortranarray(np.arange(6.0).reshape(2, 3)),
+    "channels first": np.arange(24.0).reshape(2, 3, 4).transpose(2, 0, 1),
+    "reversed": np.arange(6)[::-1],
+    "with gaps": np.arange(20).reshape(4, 5)[::2, 1:4],
+    "broadcast": np.broadcast_to(np.arange(3), (5, 3)),
+    "big-endian": np.arange(5, dtype=">f4"),
+    "half": np.arange(5, dtype=np.float16),
+    "long double": np.arange(5, dtype=np.longdouble),
+    "text": np.array(["a", "größer"]),
+    "empty text": np.zeros(3, "U0"),
+    "bytes": np.array([b"a", b"bcd"]),
+    "raw": np.zeros(3, "V8"),
+    "dates": np.array(["2020-01-01", "NaT"], "M8[25m]"),
+    "spans": np.array([1, 2], "m8[ns]"),
+    "fields": np.array([(1, [2, 3])], [("a", ">i4"), ("b", "f8", (2,))]),
+    "aligned fields": np.ones(3, np.dtype([("a", "i1"), ("b", "f8")], align=True)),
+    "no fields": np.zeros(3, []),
+    "with metadata": np.zeros(2, np.dtype("i4", metadata={"unit": "m"})),
+    "objects": np.array([1, "a", None, 2.5], dtype=object),
+    "fields with objects": np.array([(1, "a"), (2, None)], [("a", "i4"), ("b", "O")]),
+    "matrix of objects": np.asfortranarray(np.array([[1, "a"], [None, ()]], dtype=object)),
+}
+
+
+@pytest.mark.parametrize("array", ARRAYS.values(), ids=ARRAYS.keys())
+@pytest.mark.parametrize("times", [1, 3000])
+def test_arrays_come_back_with_dtype_shape_and_order(array: npt.NDArray[Any], times: int) -> None:
+    """As arrays that can be written to; dense ones keep the order of their dimensions in memory."""
+    if times > 1 and array.ndim and array.size:
+        large = np.concatenate([array] * times, axis=int(np.argmax(array.strides)))
+        # Concatenating gives the first two orders of memory only.
+        order = np.argsort([-stride for stride in array.strides], kind="stable")
+        array = np.ascontiguousarray(large.transpose(order)).transpose(np.argsort(order))
+    came = through(array)
+    assert type(came) is np.ndarray
+    assert same(came, array)
+    assert came.flags.writeable
+    assert came.flags.aligned
+    if array.size > 1 and (array.transpose(np.argsort([-stride for stride in array.strides]))).flags.c_contiguous:
+        assert came.strides == array.strides
+
+
+def test_an_array_of_another_librarys_dtype_keeps_it() -> None:
+    """Whose name would be that of raw bytes, as that of the bfloat16 of ml_dtypes."""
+    rationals = pytest.importorskip("numpy._core._rational_tests")
+    array = np.array([1, 2], dtype=rationals.rational)
+    came = through(array)
+    assert came.dtype == array.dtype
+    assert came.tolist() == array.tolist()
+
+
+def test_arrays_over_files_and_of_other_classes_come_back(tmp_path: Path) -> None:
+    """A memmap comes out as the array that it is; masked arrays and records keep their class."""
+    mapped = np.memmap(tmp_path / "file", dtype=np.int32, mode="w+", shape=(2000,))
+    mapped[:] = np.arange(2000)
+    for array in (mapped, np.memmap(tmp_path / "file", dtype=np.int32, mode="r")):
+        came = through(array)
+        assert type(came) is np.ndarray
+        assert came.flags.writeable
+        assert same(came, np.arange(2000, dtype=np.int32))
+    masked = np.ma.array(np.arange(3000), mask=np.arange(3000) % 2)  # type: ignore[no-untyped-call]
+    came = through(masked)
+    assert type(came) is type(masked)
+    assert came.tolist() == masked.tolist()
+    records = np.rec.array([(1, 2.0)] * 500, dtype=[("a", "i4"), ("b", "f4")])
+    came = through(records)
+    assert type(came) is np.recarray
+    assert came.b.tolist() == [2.0] * 500
+
+
+def test_numpy_scalars_keep_their_type() -> None:
+    """A NumPy number does not become one of Python's."""
+    for scalar in (np.float32(1.5), np.int64(3), np.bool_(True), np.datetime64("2020"), np.str_("a"), np.complex64(1j)):
+        assert same(through({"x": scalar}), {"x": scalar})
+
+
+MODES = ["1", "L", "P", "PA", "LA", "La", "RGB", "RGBX", "RGBA", "RGBa"]
+MODES += ["CMYK", "YCbCr", "LAB", "HSV", "I", "F", "I;16", "I;16L", "I;16B", "I;16N"]
+
+
+def picture(mode: str, size: tuple[int, int]) -> Image.Image:
+    image = Image.new(mode, size)
+    image.frombytes(np.random.default_rng(0).bytes(len(image.tobytes())) if min(size) else b"")
+    if mode in ("P", "PA"):
+        image.putpalette(bytes(range(60)))
+    image.info = {"dpi": (72, 72), "comment": b"made here"}
+    return image
+
+
+@pytest.mark.parametrize("packed", [False, True])
+@pytest.mark.parametrize("mode", MODES)
+def test_images_of_every_mode_come_back(mode: str, packed: bool) -> None:
+    """With size, palette and info, small, large and empty; and can be drawn into."""
+    codec = RecordCodec(0, packed=packed)
+    for size in ((3, 2), (101, 67), (0, 5)):
+        image = picture(mode, size)
+        came = through(image, codec)
+        assert same(came, image)
+        if min(size):
+            came.putpixel((0, 0), image.getpixel((size[0] - 1, size[1] - 1)))
+            assert came.getpixel((0, 0)) == image.getpixel((size[0] - 1, size[1] - 1))
+
+
+def test_palettes_come_back_with_their_transparency() -> None:
+    """A palette of four channels, one that has been put in another order, and one of a file."""
+    given = Image.new("P", (20, 20), 2)
+    given.putpalette(bytes(range(40)), "RGBA")
+    turned = Image.new("P", (20, 20), 2)
+    turned.putpalette(bytes(range(30)), "BGR")
+    turned.info["transparency"] = 2
+    file = io.BytesIO()
+    turned.save(file, "png")
+    for image in (given, turned, Image.open(file)):
+        came = through(image)
+        assert same(came, image)
+        assert came.convert("RGBA").tobytes() == image.convert("RGBA").tobytes()
+
+
+@pytest.mark.parametrize("name", ["png", "jpeg", "gif", "bmp", "tiff"])
+def test_an_image_that_was_only_opened_keeps_its_class(name: str) -> None:
+    """And what its file says of it, as where PIL itself pickles it."""
+    file = io.BytesIO()
+    picture("L" if name == "gif" else "RGB", (120, 80)).save(file, name)
+    image = Image.open(file)
+    came = through({"image": image})["image"]
+    assert same(came, image)
+    assert came.format == image.format
+
+
+def test_a_packed_record_has_three_bytes_for_a_pixel() -> None:
+    """Four otherwise, as PIL has them in memory; the other modes cost the same."""
+    image, grey = picture("RGB", (200, 100)), picture("L", (200, 100))
+    for packed, rgb in ((True, 60_000), (False, 80_000)):
+        codec = RecordCodec(0, packed=packed)
+        assert 0 <= codec.stored_size(codec.encode(image)) - rgb < 700
+        assert 0 <= codec.stored_size(codec.encode(grey)) - 20_000 < 700
+
+
+def test_what_a_sample_has_twice_it_has_twice_afterwards() -> None:
+    """One object, kept once: a tensor, an array, an image or a list; other tensors over its memory are apart."""
+    tensor, array, image, names = torch.randn(5000), np.arange(5000), picture("RGB", (90, 90)), ["a"]
+    sample = [tensor, array, image, names]
+    came = through({"one": sample, "two": [*sample]})
+    for one, two in zip(came["one"], came["two"], strict=True):
+        assert one is two
+    assert CODEC.stored_size(CODEC.encode([tensor] * 9)) < CODEC.stored_size(CODEC.encode([tensor])) + 200
+    base, part = through([tensor, tensor[:2000]])
+    base.zero_()
+    assert torch.equal(part, tensor[:2000])
+
+
+def test_cycles_come_back_as_cycles() -> None:
+    """A list in itself, an object that knows its owner, and a tensor whose attributes lead back to it."""
+    loop: list[Any] = [1]
+    loop.append(loop)
+    came = through(loop)
+    assert came[1] is came
+
+    owner = Target(1, np.zeros(5, dtype=np.bool_))
+    owner.notes.append(owner)  # type: ignore[arg-type]
+    came = through(owner)
+    assert came.notes[0] is came
+
+    for tensor in (torch.arange(3000.0), boxes(3)):
+        tensor.views = [tensor]  # type: ignore[attr-defined]
+        came = through(tensor)
+        assert came.views[0] is came
+        assert torch.equal(came, tensor)
+
+
+# --- memory of its own
+
+
+def scribble(node: Any) -> None:
+    """Change everything in a sample that can be changed."""
+    if isinstance(node, torch.Tensor):
+        node.zero_() if node.dtype is torch.bool else node.fill_(77)
+        for value in vars(node).values():
+            scribble(value)
+    elif isinstance(node, np.ndarray):
+        node.fill(0)
+    elif isinstance(node, Image.Image):
+        node.paste(77, (0, 0, *node.size))
+        node.info.clear()
+    elif isinstance(node, dict):
+        for value in node.values():
+            scribble(value)
+        node.clear()
+    elif isinstance(node, list | tuple):
+        for value in node:
+            scribble(value)
+        if isinstance(node, list):
+            node.clear()
+    elif hasattr(node, "__dict__") and not isinstance(node, enum.Enum):
+        scribble(vars(node))
+
+
+def everything(size: int = 2000) -> dict[str, Any]:
+    """A sample with a bit of everything that can be changed, small and large."""
+    draws = np.random.default_rng(size)
+    return {
+        "tensor": torch.from_numpy(draws.random((size, 2))),
+        "small": torch.from_numpy(draws.random(3)),
+        "boxes": boxes(5),
+        "array": np.asfortranarray(draws.random((size, 3))),
+        "flags": draws.random(9) > 0.5,
+        "image": picture("RGB", (70, 40)),
+        "thumb": picture("P", (7, 4)),
+        "list": [[1, 2], {"a": [3]}],
+        "target": Target(3, draws.random((70, 70)) > 0.5, ["a", "b"]),
+        "raw": bytearray(draws.bytes(6000)),
+    }
+
+
+def test_what_comes_out_can_be_changed_and_changes_nothing_else() -> None:
+    """Neither the record, nor what is read from it again, nor what was encoded."""
+    sample, expected = everything(), everything()
+    record = b"".join(CODEC.encode(sample))
+    kept = bytes(bytearray(record))
+    first, second = CODEC.decode(memoryview(record)), CODEC.decode(memoryview(record))
+    scribble(first)
+    assert record == kept
+    assert same(second, expected)
+    assert same(sample, expected)
+    assert same(CODEC.decode(memoryview(record)), expected)
+
+
+def test_who_keeps_a_small_part_does_not_keep_the_large_one() -> None:
+    """Each buffer is memory of its own."""
+    sample = {"image": torch.zeros(1 << 22, dtype=torch.uint8), "boxes": np.ones((500, 4)), "few": np.ones(3)}
+    record = memoryview(b"".join(CODEC.encode(sample)))
+    tracemalloc.start()
+    try:
+        came = CODEC.decode(record)
+        whole = tracemalloc.get_traced_memory()[0]
+        boxes, few = came["boxes"], came["few"]
+        del came
+        left = tracemalloc.get_traced_memory()[0]
+    finally:
+        tracemalloc.stop()
+    assert whole > 1 << 22
+    assert left < 1 << 16
+    assert boxes.sum() + few.sum() == 2003
+
+
+def test_memory_can_be_lent_for_what_is_large() -> None:
+    """The tensors of a sample then lie there, and nowhere else."""
+    lent: list[npt.NDArray[np.uint8]] = []
+
+    def lend(sizes: Sequence[int]) -> list[npt.NDArray[np.uint8]]:
+        memory = [np.full(size, 99, dtype=np.uint8) for size in sizes]
+        lent.extend(memory)
+        return memory
+
+    sample = {"image": torch.arange(6000), "mask": np.arange(5000, dtype=np.int16), "few": torch.arange(4)}
+    came = CODEC.decode(memoryview(b"".join(CODEC.encode(sample))), lend)
+    assert same(came, sample)
+    assert [memory.nbytes for memory in lent] == [48_000, 10_000]
+    assert came["image"].data_ptr() == lent[0].ctypes.data
+    assert np.shares_memory(came["mask"], lent[1])
+
+
+def test_a_large_tensor_is_encoded_without_a_copy() -> None:
+    """Its bytes in the parts of a record are its own memory."""
+    tensor = torch.zeros(100_000)
+    (part,) = [part for part in CODEC.encode({"x": tensor, "y": 1}) if part.nbytes == 400_000]
+    tensor.fill_(1)
+    assert torch.frombuffer(bytearray(part), dtype=torch.float32).sum() == 100_000
+
+
+# --- any sample
+
+
+@st.composite
+def tensors(draw: st.DrawFn) -> torch.Tensor:
+    shape = draw(st.lists(st.integers(0, 5), max_size=3))
+    scale = draw(st.sampled_from([1, 1, 400]))
+    shape = [*shape, scale] if scale > 1 else shape
+    dtype = draw(st.sampled_from([torch.uint8, torch.float32, torch.bfloat16, torch.int64, torch.complex64]))
+    tensor = torch.arange(int(np.prod(shape)) % 251, int(np.prod(shape)) % 251 + int(np.prod(shape)))
+    tensor = tensor.view(shape).to(dtype).permute(draw(st.permutations(range(len(shape)))))
+    return tensor.as_subclass(Box) if draw(st.booleans()) else tensor
+
+
+@st.composite
+def arrays(draw: st.DrawFn) -> npt.NDArray[Any]:
+    shape = draw(st.lists(st.integers(0, 5), max_size=3)) + draw(st.sampled_from([[], [], [1500]]))
+    dtype = draw(st.sampled_from(["u1", ">i4", "f8", "?", "M8[s]", "U3", "S2", "O"]))
+    array = np.arange(int(np.prod(shape))).astype(dtype).reshape(shape)
+    return array.transpose(draw(st.permutations(range(len(shape)))))
+
+
+LEAVES = (
+    st.none()
+    | st.booleans()
+    | st.integers()
+    | st.floats()
+    | st.complex_numbers()
+    | st.text()
+    | st.binary()
+    | st.just(b"x" * 9000)
+    | tensors()
+    | arrays()
+    | st.builds(picture, st.sampled_from(MODES), st.tuples(st.integers(1, 40), st.integers(1, 40)))
+    | st.sampled_from([Colour.RED, np.float32(3), Slim(5), Path("a")])
+)
+
+
+def containers(inner: st.SearchStrategy[Any]) -> st.SearchStrategy[Any]:
+    keys = st.text(max_size=5) | st.integers()
+    return (
+        st.lists(inner, max_size=5)
+        | st.tuples(inner, inner)
+        | st.dictionaries(keys, inner, max_size=5)
+        | st.dictionaries(keys, inner, max_size=3).map(collections.OrderedDict)
+        | st.dictionaries(keys, inner, max_size=3).map(collections.UserDict)
+        | st.builds(Point, inner, inner)
+        | st.builds(lambda node: [node, node, (node,)], inner)  # what is there twice
+    )
+
+
+SAMPLES = st.recursive(LEAVES, containers, max_leaves=15)
+
+
+@given(SAMPLES)
+def test_any_sample_comes_back_and_is_as_large_as_was_said(sample: Any) -> None:
+    """Decoding gives the same as was encoded, and no record is smaller than `least_bytes`."""
+    parts = CODEC.encode(sample)
+    assert same(CODEC.decode(memoryview(b"".join(parts))), sample)
+    assert CODEC.least_bytes(sample) <= sum(part.nbytes for part in parts) <= CODEC.stored_size(parts)
+
+
+@given(SAMPLES)
+def test_what_samples_are_made_of_is_admitted(sample: Any) -> None:
+    """A codec that admits what one sample holds keeps and reads that sample."""
+    assert same(through(sample, CODEC.admitting([sample])), sample)
+
+
+def test_least_bytes_counts_what_is_kept_once_once() -> None:
+    """Words that come again and again, the same tensor under two names, and samples in which one can walk for ever."""
+    tensor = torch.zeros(10_000)
+    loop: list[Any] = ["a" * 100]
+    loop += [loop] * 1000
+    samples: list[Any] = [
+        {"labels": ["a long category"] * 1000},
+        {"x": tensor, "y": tensor},
+        [[tensor] * 1000] * 1000,
+        loop,
+        np.array([None] * 10_000, dtype=object),
+        [(), (), 0],
+    ]
+    for sample in samples:
+        assert CODEC.least_bytes(sample) <= sum(part.nbytes for part in CODEC.encode(sample))
+    for sample, nbytes in (({"x": tensor, "t": "b" * 500}, 40_500), (picture("RGB", (100, 50)), 15_000)):
+        assert CODEC.least_bytes(sample) >= nbytes
+
+
+# --- what cannot be kept
+
+
+class Lazy(dict[str, Any]):
+    """A mapping that reads its values from somewhere."""
+
+    def __getitem__(self, key: str) -> Any:
+        raise OSError("the file is closed")
+
+    def __reduce__(self) -> Any:
+        raise OSError("the file is closed")
+
+
+def counting() -> Iterable[int]:
+    yield 1
+
+
+def deep() -> list[Any]:
+    node: list[Any] = []
+    for _ in range(sys.getrecursionlimit() * 50):
+        node = [node]
+    return node
+
+
+UNSUPPORTED: dict[str, tuple[Callable[[], Any], str]] = {
+    "lambda": (lambda: lambda: 0, "function"),
+    "generator object": (counting, "generator"),
+    "torch's generator": (torch.Generator, "torch._C.Generator|Generator"),
+    "NumPy's generator": (np.random.default_rng, "Generator.*draws random numbers"),
+    "NumPy's old generator": (np.random.RandomState, "RandomState.*draws random numbers"),
+    "Python's generator": (random.Random, "random.Random.*draws random numbers"),
+    "dataset": (lambda: CountedSource(3, (2,)), "CountedSource.*the whole of it would be kept"),
+    "tensor that requires grad": (lambda: torch.ones(3, requires_grad=True), r"requires grad; return it with .detach"),
+    "sparse one": (lambda: torch.eye(3).to_sparse().requires_grad_(), "requires grad"),
+    "mapping that cannot be read": (Lazy, "Lazy.*the file is closed"),
+    "thread lock": (lambda: __import__("threading").Lock(), "lock"),
+}
+
+
+@pytest.mark.parametrize(("make", "message"), UNSUPPORTED.values(), ids=UNSUPPORTED.keys())
+def test_what_cannot_be_kept_is_named_with_its_field(make: Callable[[], Any], message: str) -> None:
+    """The error says which field of which sample it is, of what type, and why."""
+    for wrap, place in (
+        (lambda bad: {"image": torch.zeros(3), "extra": [1, bad]}, r"field \['extra'\]\[1\]"),
+        (lambda bad: (Target(bad, np.zeros(3, np.bool_)),), r"field \[0\]\.label"),
+        (lambda bad: bad, "the sample"),
+    ):
+        with pytest.raises(UnsupportedSampleError, match=f"(?s)sample 41: {place} is a .*{message}"):
+            CODEC.encode(wrap(make()), 41)
+        with pytest.raises(UnsupportedSampleError, match="a sample: "):
+            CODEC.encode(wrap(make()))
+
+
+def test_an_open_file_cannot_be_kept() -> None:
+    """Neither a file of text nor one of bytes; a copy in memory can."""
+    for mode in ("r", "rb"):
+        with open(os.devnull, mode) as file, pytest.raises(UnsupportedSampleError, match=r"field \['file'\] is a _io"):
+            CODEC.encode({"file": file})
+    assert through({"file": io.BytesIO(b"abc")})["file"].getvalue() == b"abc"
+
+
+def test_nesting_without_end_is_refused() -> None:
+    """What is nested too deeply to be pickled is refused, not a crash."""
+    with pytest.raises(UnsupportedSampleError, match=r"sample 3: field \['tree'\]\[0\]"):
+        CODEC.encode({"tree": deep()}, 3)
+
+
+def test_a_required_place_must_hold_its_type() -> None:
+    """What the tail of a transform works on is there, and of the very type, or the sample is another."""
+    codec = RecordCodec.infer(
+        [{"views": [torch.ones(3)], "label": 1}], required=((("views", 0), torch.Tensor), (("label",), int))
+    )
+    good = {"views": [torch.ones(9)], "label": 7, "more": "text"}
+    assert codec.is_alike(good)
+    assert same(through(good, codec), good)
+    for bad, message in (
+        ({"views": [], "label": 1}, r"sample 5 has no field \['views'\]\[0\]"),
+        ({"label": 1}, r"sample 5 has no field \['views'\]"),
+        ({"views": [boxes(2)], "label": 1}, r"sample 5: field \['views'\]\[0\].* must be a Tensor; got a .*Box"),
+        ({"views": [torch.ones(3)], "label": True}, r"field \['label'\].* must be a int; got a bool"),
+        (3, r"sample 5 has no field \['views'\]"),
+    ):
+        assert not codec.is_alike(bad)
+        with pytest.raises(SampleMismatchError, match=message):
+            codec.encode(bad, 5)
+    assert codec.title == "records; ['views'][0]: Tensor; ['label']: int"
+
+
+# --- pickles that others may have written
+
+
+class Runs:
+    """Its pickle makes a file."""
+
+    def __init__(self, path: Path) -> None:
+        self.path = path
+
+    def __reduce__(self) -> Any:
+        return os.mkdir, (str(self.path),)
+
+
+def test_a_reader_refuses_what_no_sample_holds(tmp_path: Path) -> None:
+    """Nothing of such a record is run or made."""
+    codec = CODEC.admitting([{"image": torch.zeros(5000), "label": 1}])
+    assert same(through({"image": torch.ones(9), "label": 2}, codec), {"image": torch.ones(9), "label": 2})
+    record = memoryview(b"".join(CODEC.encode({"label": Runs(tmp_path / "made")})))
+    with pytest.raises(pickle.UnpicklingError, match=r"names (posix|nt)\.mkdir"):
+        codec.decode(record)
+    assert list(tmp_path.iterdir()) == []
+    CODEC.decode(record)
+    assert [path.name for path in tmp_path.iterdir()] == ["made"]
+
+
+def test_what_comes_behind_something_large_is_admitted_too() -> None:
+    """All of a sample is looked through, and all of the samples; the odd one among them does not count."""
+    first = {"image": torch.zeros(5000), "photo": picture("RGB", (90, 90)), "target": Slim(3)}
+    second = {"image": np.zeros(5000), "colour": Colour.RED}
+    codec = CODEC.admitting([first, {"odd": lambda: 0}, second])
+    for sample in (first, second):
+        assert same(through(sample, codec), sample)
+
+
+def test_what_could_not_be_read_back_is_not_written() -> None:
+    """A sample that holds a class which no other held is refused when it is encoded, not when it is read."""
+    codec = CODEC.admitting([{"image": torch.zeros(5000), "target": Slim(3)}])
+    sample = {"image": torch.zeros(5000), "target": Colour.RED}
+    with pytest.raises(UnsupportedSampleError, match=r"sample 8: .*Colour"):
+        codec.encode(sample, 8)
+    assert same(through(sample), sample)
+
+
+# --- sizes, and comparing
+
+
+def test_a_codec_knows_what_its_samples_cost() -> None:
+    """The mean of their records, and a bound for the mean of all; both with what a slot takes."""
+    samples = [bytes(size) for size in (100, 200, 300)]
+    sizes = [CODEC.stored_size(CODEC.encode(sample)) for sample in samples]
+    codec = RecordCodec.infer(samples)
+    assert codec.nbytes == round(np.mean(sizes))
+    assert codec.nbytes < codec.slot_bytes < codec.nbytes + 32
+    spread = float(np.std(sizes, ddof=1)) / 3**0.5
+    assert np.mean(sizes) + 2 * spread < codec.most_bytes < np.mean(sizes) + 6 * spread
+    assert codec.most_slot_bytes > codec.slot_bytes
+    assert RecordCodec.infer(samples[:1]).most_slot_bytes == RecordCodec.infer(samples[:1]).slot_bytes
+
+
+def test_equal_objects_have_equal_canonical_bytes() -> None:
+    """Whether something is there twice or as two of a kind makes no difference; contents and types do."""
+    array = np.arange(5000)
+    assert canonical_bytes([array, array]) == canonical_bytes([array, array.copy()])
+    assert canonical_bytes([array]) != canonical_bytes([array + 1])
+    assert canonical_bytes(Slim(1)) != canonical_bytes(Slim(2))
+    assert canonical_bytes(boxes(3)) == canonical_bytes(boxes(3)) != canonical_bytes(boxes(3).as_subclass(torch.Tensor))
+    assert canonical_bytes(picture("RGB", (9, 9))) == canonical_bytes(picture("RGB", (9, 9)))
+    loop: list[Any] = []
+    loop.append(loop)
+    assert canonical_bytes(loop) is not None
+    assert canonical_bytes(lambda: 0) is None
+
+
+def test_the_test_itself_sees_differences() -> None:
+    """What the comparison of this file would miss, no test here would find."""
+    pairs = [
+        (torch.ones(2, 3), torch.ones(3, 2).T),
+        (torch.tensor(0.0), torch.tensor(-0.0)),
+        (boxes(2), boxes(2).as_subclass(torch.Tensor)),
+        (np.zeros(2), np.zeros(2, dtype=">f8")),
+        (1, True),
+        ({"a": 1, "b": 2}, {"b": 2, "a": 1}),
+        ([array := np.zeros(1), array], [np.zeros(1), np.zeros(1)]),
+        (Target(1, np.zeros(1, np.bool_)), Target(2, np.zeros(1, np.bool_))),
+        (picture("L", (2, 2)), Image.new("L", (2, 2))),
+    ]
+    for left, right in pairs:
+        assert same(left, left)
+        assert not same(left, right)

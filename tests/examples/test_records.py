@@ -1,0 +1,88 @@
+"""The examples of photographs, text, boxes, graphs, sound and volumes: each sample is loaded once."""
+
+from __future__ import annotations
+
+import importlib.util
+import os
+import re
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+pytestmark = [pytest.mark.processes, pytest.mark.slow]
+
+ROOT = Path(__file__).parents[2]
+TWO_RANKS = ("--devices", "2", "--strategy", "ddp")
+
+# So many samples, and at most so many more reads: those of set-up, and a few that see whether the source is random.
+CASES = {"text": (160, 80), "detection": (160, 80), "molecules": (160, 80), "speech": (160, 80), "volumes": (64, 50)}
+NEEDS = {"volumes": "monai", "imagenet": "sklearn"}
+
+
+def run(example: str, tmp_path: Path, *arguments: str, samples: int) -> str:
+    """What an example prints, as a user starts it, with the files that it makes in tmp_path."""
+    if example in NEEDS and importlib.util.find_spec(NEEDS[example]) is None:
+        pytest.skip(f"{NEEDS[example]} is not installed")
+    environment = {**os.environ, "PYTHONPATH": str(ROOT), "XDG_CACHE_HOME": str(tmp_path / "cache")}
+    environment |= {"CUDA_VISIBLE_DEVICES": "", "TMPDIR": str(tmp_path)}
+    command = [sys.executable, str(ROOT / "examples" / f"{example}.py"), "--samples", str(samples), "--epochs", "2"]
+    done = subprocess.run(
+        [*command, "--batch-size", "8", *arguments],
+        cwd=tmp_path,
+        env=environment,
+        capture_output=True,
+        text=True,
+        timeout=120,
+    )
+    assert done.returncode == 0, done.stderr
+    return done.stdout
+
+
+def loads(said: str) -> list[int]:
+    """How many samples the source has loaded in each epoch."""
+    return [int(number) for number in re.findall(r"the source loaded (\d+) samples", said)]
+
+
+@pytest.mark.parametrize("example", CASES)
+def test_two_ranks_load_each_sample_once(tmp_path, example):
+    """Two ranks of two workers each load every sample once between them, and nothing in epoch two."""
+    samples, more = CASES[example]
+    first, second = loads(run(example, tmp_path, *TWO_RANKS, samples=samples))
+    assert samples <= first <= samples + more
+    assert second == 0
+
+
+@pytest.mark.parametrize("arguments", [(), ("--plain",)])
+def test_molecules_are_cached_with_pyg_and_without(tmp_path, arguments):
+    """One rank loads every sample once, as Data of PyG (where it is installed) and as dicts of tensors."""
+    samples, more = CASES["molecules"]
+    first, second = loads(run("molecules", tmp_path, *arguments, samples=samples))
+    assert samples <= first <= samples + more
+    assert second == 0
+
+
+def test_the_count_sees_what_is_loaded_again(tmp_path):
+    """Without a cache each epoch loads every sample."""
+    assert loads(run("text", tmp_path, "--budget", "0", samples=40)) == [40, 40]
+
+
+def test_photographs_of_many_sizes_are_cached_by_both_recipes(tmp_path):
+    """The recipe without a cache loads all in each epoch; with one, on images and on tensors, only in the first."""
+    said = run("imagenet", tmp_path, samples=96)
+    uncached, recipe, tensors = (loads(said)[at : at + 2] for at in (0, 2, 4))
+    assert uncached == [96, 96]
+    for first, second in (recipe, tensors):
+        assert 96 <= first <= 96 + 60
+        assert second == 0
+    assert re.search(r"^recipe, uncached +\d+ +1\.0$\n^recipe +\d.*$\n^tensors +\d", said, re.MULTILINE)
+
+
+def test_photographs_are_cached_for_two_ranks(tmp_path):
+    """Two trainings in a row, each on two ranks, load each photograph once where there is a cache."""
+    trainings = ("--only", "recipe", "tensors")
+    first, second, third, fourth = loads(run("imagenet", tmp_path, *TWO_RANKS, *trainings, samples=96))
+    assert 96 <= first <= 96 + 60
+    assert 96 <= third <= 96 + 60
+    assert second == fourth == 0

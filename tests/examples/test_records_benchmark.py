@@ -1,0 +1,88 @@
+"""The benchmark of records starts, explains itself, and writes what it says. No timing."""
+
+from __future__ import annotations
+
+import contextlib
+import importlib.util
+import io
+import json
+import os
+import runpy
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from tests.processes import call
+
+pytestmark = pytest.mark.processes
+
+BENCHMARKS = Path(__file__).parents[2] / "examples" / "benchmarks"
+
+
+def tables(tmp_path: Path, part: str, *arguments: str) -> dict[str, list[str]]:
+    """The rows of the table of a quick run, by their first cells."""
+    environment = os.environ | {"XDG_CACHE_HOME": str(tmp_path / "cache")}
+    command = [sys.executable, str(BENCHMARKS / "records.py"), "--quick", "--rounds", "1", "--only", part]
+    done = subprocess.run(
+        [*command, *arguments, "--output", "results"],
+        cwd=tmp_path,
+        env=environment,
+        capture_output=True,
+        text=True,
+        timeout=240,
+    )
+    assert done.returncode == 0, done.stderr
+    written = json.loads((tmp_path / "results" / "records.json").read_text())
+    assert written["machine"]["cores"] >= 1
+    assert len(written[part]["runs"]) == len(written["tables"][0]["rows"])
+    return {", ".join(row[:2]) if part != "imagenet" else row[0]: row for row in written["tables"][0]["rows"]}
+
+
+def help_of(path: str) -> str:
+    sys.argv, sys.path = [path, "--help"], [str(BENCHMARKS), *sys.path]
+    with io.StringIO() as said, contextlib.redirect_stdout(said):
+        with pytest.raises(SystemExit, match="0"):
+            runpy.run_path(path, run_name="__main__")
+        return said.getvalue()
+
+
+@pytest.mark.slow
+def test_it_explains_itself():
+    """--help says how to start it, how to read it, and when there is no gain."""
+    text = call(help_of, str(BENCHMARKS / "records.py"))
+    assert "python examples/benchmarks/records.py" in text
+    assert "no gain" in text
+
+
+@pytest.mark.slow
+def test_photographs_are_compared_with_a_list(tmp_path):
+    """Both recipes have a row for each way, and the list is once the list."""
+    pytest.importorskip("sklearn", reason="the photographs need it")
+    rows = tables(tmp_path, "imagenet", "--photographs", "24")
+    for recipe in ("PIL, v1", "tensors, v2"):
+        assert {f"{recipe}: {way}" for way in ("DataLoader", "CachedLoader", "list")} <= rows.keys()
+        assert float(rows[f"{recipe}: list"][3]) == 1
+        assert float(rows[f"{recipe}: DataLoader"][4]) == 1
+
+
+@pytest.mark.slow
+def test_small_samples_are_compared_with_and_without_workers(tmp_path):
+    """Reviews and molecules have a row for each way, with no workers and with two."""
+    rows = tables(tmp_path, "small", "--small", "64")
+    ways = {"CachedLoader", "list, deepcopy", "list, by hand"}
+    ways |= {"MONAI"} if importlib.util.find_spec("monai") else set()
+    assert {f"{name}: {way}, {workers}" for name in ("text", "molecules") for way in ways for workers in (0, 2)} <= set(
+        rows
+    )
+
+
+@pytest.mark.slow
+def test_an_arena_is_filled_until_it_is_full(tmp_path):
+    """Filled by one process and by two, it holds records in almost all of the bytes granted."""
+    rows = tables(tmp_path, "arena", "--sizes", "3 KB", "mixed")
+    assert rows.keys() == {"3 KB, store", "3 KB, 2 workers", "mixed, store", "mixed, 2 workers"}
+    for row in rows.values():
+        own, records = float(row[3]), float(row[2])
+        assert 0.5 < own <= records <= 1

@@ -1,0 +1,208 @@
+"""Samples of any kind through a CachedLoader: the batches and draws of a DataLoader, and every sample loaded once."""
+
+from __future__ import annotations
+
+from contextlib import closing
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from PIL import Image
+from torch.nn.utils.rnn import pad_sequence
+from torch.utils.data import DataLoader, Dataset
+from torchvision import transforms
+
+from lightning_stocache import CachedDataset, CachedLoader
+from tests.loading.twins import Transformed, pairwise, run, same
+
+pytestmark = pytest.mark.processes
+
+LENGTH = 26
+
+
+class Texts(Dataset[Any]):
+    """A string, its tokens and a label, of many lengths."""
+
+    def __len__(self) -> int:
+        return LENGTH
+
+    def __getitem__(self, index: int) -> Any:
+        return {"text": f"sample {index} " * (index % 5), "ids": list(range(index % 7 + 1)), "label": index % 3}
+
+
+class Photos(Dataset[Any]):
+    """Images of PIL of many sizes, cropped and flipped at random."""
+
+    def __init__(self) -> None:
+        steps = [transforms.RandomResizedCrop(8), transforms.RandomHorizontalFlip(), transforms.PILToTensor()]
+        self.transform = transforms.Compose(steps)
+
+    def __len__(self) -> int:
+        return LENGTH
+
+    def __getitem__(self, index: int) -> Any:
+        pixels = np.random.default_rng(index).integers(0, 256, (20 + index, 40 - index, 3), dtype=np.uint8)
+        return self.transform(Image.fromarray(pixels)), f"{index}.jpg"
+
+
+class Boxes(Dataset[Any]):
+    """Large images with boxes of varying number."""
+
+    def __len__(self) -> int:
+        return LENGTH
+
+    def __getitem__(self, index: int) -> Any:
+        image = torch.full((3, 64, 60 + index), index, dtype=torch.uint8)
+        return image, {"boxes": torch.full((index % 4, 4), float(index)), "id": index, "name": str(index)}
+
+
+def padded(samples: list[Any]) -> Any:
+    ids = [torch.tensor(sample["ids"]) for sample in samples]
+    texts, labels = [sample["text"] for sample in samples], torch.tensor([sample["label"] for sample in samples])
+    return {"ids": pad_sequence(ids, batch_first=True), "text": texts, "label": labels}
+
+
+def as_tuples(samples: list[Any]) -> Any:
+    return tuple(zip(*samples, strict=True))
+
+
+def twice(samples: list[Any]) -> Any:
+    """Large tensors of all sorts: the same one twice, one with other strides, an empty one, one in an object."""
+    large = torch.stack([torch.full((40, 50), float(len(str(sample)))) for sample in samples])
+    return [
+        large,
+        large,
+        large.permute(2, 0, 1),
+        torch.empty(0, 3),
+        None,
+        large[0].numpy().copy(),
+        {"deep": (large + 1, "x")},
+    ]
+
+
+WAYS: dict[str, tuple[Any, Any]] = {
+    "text, padded": (Texts, padded),
+    "photographs": (Photos, None),
+    "photographs, tuples": (Photos, as_tuples),
+    "boxes": (Boxes, as_tuples),
+    "odd batches": (Texts, twice),
+}
+
+DESIGNS = pairwise(
+    way=list(WAYS),
+    num_workers=[0, 2],
+    budget=["auto", "40%"],
+    persistent=[False, True],
+    batch_size=[4, 7],
+    shuffle=[True, False],
+    transform=[None, repr],
+)
+
+
+@pytest.mark.parametrize("design", DESIGNS, ids=lambda design: " ".join(map(str, design.values())))
+def test_batches_and_draws_are_those_of_dataloader(design: dict[str, Any]) -> None:
+    """In three epochs, one of them broken off, with all of it in the cache, or a part."""
+    make, collate = WAYS[design["way"]]
+    transform = design["transform"]
+    if transform is not None:
+        collate = list
+    arguments = {"batch_size": design["batch_size"], "shuffle": design["shuffle"], "collate_fn": collate}
+    arguments |= {"num_workers": design["num_workers"]}
+    arguments |= {"persistent_workers": design["persistent"] and design["num_workers"] > 0}
+    source = make()
+    with closing(CachedDataset(source, design["budget"], transform=transform)) as dataset:
+        whole = source if transform is None else Transformed(source, transform)
+        seed()
+        plain = run(DataLoader(whole, **arguments))
+        seed()
+        loader = CachedLoader(dataset, **arguments)
+        cached = run(loader)
+        loader.close()
+        assert same(cached, plain)
+        assert dataset.counters is not None
+        counts = dataset.counters.totals()
+        assert counts.hits > 0
+        assert counts.fills == dataset.cache.filled  # type: ignore[union-attr]
+
+
+def seed() -> None:
+    torch.manual_seed(0)
+    np.random.seed(0)
+
+
+def test_spawned_workers_read_records() -> None:
+    """Codec, arena and directory are reached from processes that share nothing else."""
+    with closing(CachedDataset(Texts())) as dataset:
+        loader = CachedLoader(dataset, 4, collate_fn=padded, num_workers=2, multiprocessing_context="spawn")
+        for _ in range(2):
+            assert same(list(loader), list(DataLoader(Texts(), 4, collate_fn=padded)))
+        loader.close()
+        assert dataset.counters is not None
+        assert (dataset.counters.totals().hits, dataset.counters.totals().misses) == (LENGTH, LENGTH)
+
+
+def test_a_tensor_that_is_there_twice_is_one() -> None:
+    """What a collate function gives twice shares its memory, and strides are what they were."""
+    with closing(CachedDataset(Texts())) as dataset:
+        loader = CachedLoader(dataset, 4, collate_fn=twice, num_workers=1)
+        for _ in range(3):
+            batch = next(iter(loader))
+            batch[0][0, 0, 0] = -5.0
+            assert batch[1][0, 0, 0] == -5.0
+            assert batch[2].stride() == (1, 2000, 50)
+        loader.close()
+
+
+def test_batches_that_are_kept_stay_what_they_are() -> None:
+    """The memory of a batch is not used again while somebody holds a part of it."""
+    with closing(CachedDataset(Boxes())) as dataset:
+        loader = CachedLoader(dataset, 4, collate_fn=as_tuples, num_workers=2)
+        kept = [batch for _ in range(3) for batch in loader]
+        loader.close()
+        expected = [batch for _ in range(3) for batch in DataLoader(Boxes(), 4, collate_fn=as_tuples)]
+        assert same(kept, expected)
+
+
+def test_an_error_of_the_collate_fn_comes_through() -> None:
+    """As from a DataLoader's worker; the next batch comes, too."""
+
+    def fails(samples: list[Any]) -> Any:
+        if samples[0]["label"] == 1:
+            raise ZeroDivisionError("of the user's")
+        return samples
+
+    with closing(CachedDataset(Texts())) as dataset:
+        loader = CachedLoader(dataset, 1, collate_fn=fails, num_workers=1)
+        batches = iter(loader)
+        assert next(batches)[0]["label"] == 0
+        with pytest.raises(ZeroDivisionError, match="of the user's"):
+            next(batches)
+        assert next(batches)[0]["label"] == 2
+        loader.close()
+
+
+def test_samples_are_each_ones_own() -> None:
+    """Who changes a sample changes neither the cache nor what another read gives."""
+    with closing(CachedDataset(Boxes())) as dataset:
+        for _ in range(3):
+            image, target = dataset[5]
+            assert int(image.max()) == 5
+            image.zero_()
+            target["boxes"].fill_(-1)
+            target["name"] = "changed"
+        assert dataset[5][1]["name"] == "5"
+
+
+def test_a_full_arena_lets_the_rest_pass() -> None:
+    """Counts add up, nothing is stored beyond the bytes that were granted, and they are full to 95 %."""
+    with closing(CachedDataset(Boxes(), "60 KB")) as dataset:
+        assert [dataset[index][1]["id"] for _ in range(2) for index in range(LENGTH)] == [*range(LENGTH)] * 2
+        cache, counters = dataset.cache, dataset.counters
+        assert cache is not None
+        assert counters is not None
+        counts = counters.totals()
+        assert (counts.served, counts.hits) == (2 * LENGTH, cache.filled)
+        assert counts.fills == counts.misses == cache.filled
+        assert counts.bypasses == 2 * (LENGTH - cache.filled)
+        assert cache.memory_bytes <= 60_000
