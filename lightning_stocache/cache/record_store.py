@@ -80,9 +80,9 @@ class RecordStore(SegmentStore[RecordCodec]):
     @property
     def fill_fraction(self) -> float:
         """Share of the bytes that are taken; 1 as soon as every slot is READY, and nothing is left to be filled."""
-        return (
-            1.0 if self.filled == len(self) else min(max(self.slots.used_bytes - _FIXED, 0) / self.granted_bytes, 1.0)
-        )
+        if self.filled == len(self):
+            return 1.0
+        return min(max(self.slots.used_bytes - _FIXED, 0) / max(self.granted_bytes, 1), 1.0)
 
     @property
     def capacity(self) -> int:
