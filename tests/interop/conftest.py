@@ -6,7 +6,11 @@ import os
 from contextlib import suppress
 from importlib import import_module
 
+from tqdm import tqdm
+
 os.environ |= {"NO_ALBUMENTATIONS_UPDATE": "1", "PYTORCH_NVML_BASED_CUDA_CHECK": "1"}  # as they and Lightning do
 for name in ("albumentations", "monai", "timm", "kornia"):
     with suppress(ImportError):
         import_module(name)
+
+tqdm.get_lock()  # a semaphore in /dev/shm, else made by whatever test first shows a bar, and left by it

@@ -44,7 +44,9 @@ def differing(cached: Run, plain: Run) -> list[int]:
     return [number for number, (one, other) in enumerate(pairs) if one != other]
 
 
-def check(row: tuple[Callable[[Setting], Any], Outcome], files: Path, tmp_path: Path, workers: int) -> None:
+def check(
+    row: tuple[Callable[[Setting], Any], Outcome], files: Path, tmp_path: Path, workers: int, **options: Any
+) -> None:
     way, outcome = row
     names: list[str] = []
 
@@ -54,7 +56,7 @@ def check(row: tuple[Callable[[Setting], Any], Outcome], files: Path, tmp_path: 
         return loader
 
     plain = train(noted, Setting(files, tmp_path / "plain", workers), [])
-    cached = train(noted, Setting(files, tmp_path / "cached", workers), [StochasticCache()])
+    cached = train(noted, Setting(files, tmp_path / "cached", workers), [StochasticCache(**options)])
     hit_rate = cached.metrics.get("stocache/hit_rate", 0.0)
     assert differing(cached, plain) == []
     assert cached.states == plain.states
@@ -82,3 +84,9 @@ def test_training_is_the_same_and_ends_as_the_table_says(row, files, tmp_path):
 def test_training_without_workers_is_the_same(row, files, tmp_path):
     """What the trainer's own process reads is the same and ends the same."""
     check(row, files, tmp_path, workers=0)
+
+
+@rows(FIRST_ROWS)
+def test_training_that_fills_ahead_is_the_same(row, files, tmp_path):
+    """Idle workers that load ahead change no batch and no draw."""
+    check(row, files, tmp_path, workers=2, prefill=True)

@@ -15,7 +15,7 @@ from PIL import Image
 from torch.utils.data import Dataset, Subset
 from torchvision import transforms as v1
 from torchvision.datasets import ImageFolder
-from torchvision.io import decode_image
+from torchvision.io import read_image
 from torchvision.transforms import v2
 
 from lightning_stocache.source.encoded import taken_apart
@@ -63,7 +63,7 @@ def of_folder(folder: Path) -> Any:
 
 
 def of_tensors(folder: Path) -> Any:
-    return ImageFolder(str(folder), v2.RandomHorizontalFlip(), loader=decode_image)
+    return ImageFolder(str(folder), v2.RandomHorizontalFlip(), loader=read_image)
 
 
 def of_a_subset(folder: Path) -> Any:

@@ -10,13 +10,11 @@ import torch
 from PIL import Image
 from torch.nn.utils.rnn import pad_sequence
 from torch.utils.data import DataLoader
-from tqdm import tqdm
 
 from tests.interop.sources.files import SAMPLES, pictures
 from tests.interop.training import Setting
 
 datasets = pytest.importorskip("datasets")
-tqdm.get_lock()  # a semaphore in /dev/shm, else made by the first sample that `datasets` formats
 
 LABELS = [number % 5 for number in range(SAMPLES)]
 
