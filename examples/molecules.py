@@ -21,6 +21,7 @@ from lightning_stocache import StochasticCache
 from training import Loads, end, fit, parser
 
 ELEMENTS = 10
+SYMBOLS = ("", "H", "He", "Li", "Be", "B", "C", "N", "O", "F")
 
 
 class Molecules(Dataset[Any]):
@@ -48,7 +49,7 @@ class Molecules(Dataset[Any]):
         edge_index = near.fill_diagonal_(False).nonzero().T.contiguous()
         sample = {"z": z, "pos": pos, "edge_index": edge_index, "y": z.float().mean()[None]}
         if self.plain:
-            return sample | {"smiles": "".join(" HHeLiBeBCNOF"[number] for number in z.tolist())}
+            return sample | {"formula": "".join(SYMBOLS[number] for number in z.tolist())}
         from torch_geometric.data import Data
 
         return Data(**sample)
@@ -61,8 +62,8 @@ def one_graph(samples: list[dict[str, Any]]) -> dict[str, Any]:
     edges = [sample["edge_index"] + start for sample, start in zip(samples, starts, strict=True)]
     together = {key: torch.cat([sample[key] for sample in samples]) for key in ("z", "pos", "y")}
     batch = torch.arange(len(samples)).repeat_interleave(sizes)
-    smiles = [sample["smiles"] for sample in samples]
-    return together | {"edge_index": torch.cat(edges, dim=1), "batch": batch, "smiles": smiles}
+    formulas = [sample["formula"] for sample in samples]
+    return together | {"edge_index": torch.cat(edges, dim=1), "batch": batch, "formula": formulas}
 
 
 class Network(LightningModule):

@@ -25,6 +25,7 @@ import copy
 import logging
 import multiprocessing
 import queue
+import time
 from collections.abc import Callable
 from contextlib import AbstractContextManager
 from functools import cache
@@ -41,10 +42,10 @@ from torch.utils.data._utils.collate import collate, default_collate_fn_map
 __all__ = [
     "WorkerIterator",
     "collate",
-    "do_when_idle",
-    "idling_context",
     "default_collate_fn_map",
+    "do_when_idle",
     "draws_all_once",
+    "idling_context",
     "is_loader_iterator",
     "knows_workers",
     "pinned",
@@ -124,8 +125,11 @@ class _IdleQueue(Queue):  # type: ignore[type-arg]
     """In the process that reads: does a little, and says whether there may be more."""
 
     def get(self, block: bool = True, timeout: float | None = None) -> Any:
-        """The next item, as `Queue.get` gives it."""
+        """The next item, as `Queue.get` gives it; work takes no more time than may be waited."""
+        end = None if timeout is None else time.monotonic() + timeout
         while _IdleQueue.work is not None and self.empty():
+            if end is not None and time.monotonic() >= end:
+                raise queue.Empty  # who reads looks now and then whether the other side is alive
             if not _IdleQueue.work():
                 _IdleQueue.work = None
         return super().get(block, timeout)

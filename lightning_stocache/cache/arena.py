@@ -23,7 +23,6 @@ segment. A record begins at a multiple of 8, and of 64 if it has a buffer.
 
 from __future__ import annotations
 
-import operator
 import time
 from collections.abc import Callable, Iterator
 
@@ -78,8 +77,9 @@ class Arena:
     @property
     def room(self) -> int:
         """Bytes of the largest record for which there is room, its alignment apart."""
-        lanes: int = max(map(operator.sub, self._numbers[2::2], self._numbers[1::2]))
-        return max(self._end - max(self._numbers[0], self._begin), lanes, 0)
+        free = max(self._numbers[0], self._begin)
+        rests = zip(self._numbers[1::2], self._numbers[2::2], strict=True)
+        return max(self._end - free, *((self._end if end == free else end) - cursor for cursor, end in rests), 0)
 
     def has_room(self, nbytes: int) -> bool:
         """Whether a record of so many bytes may find room; what has become too large once remains so."""
@@ -138,7 +138,7 @@ class Arena:
         numbers, at = self._numbers, 1 + 2 * lane
         cursor, end = numbers[at], numbers[at + 1]
         offset = _up(cursor, alignment)
-        if offset + nbytes <= end:
+        if self._begin <= offset and offset + nbytes <= min(end, self._end):
             return offset
         for _ in range(_TRIES):
             if self._claims.take(self._locks + LANES):

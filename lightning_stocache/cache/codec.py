@@ -52,7 +52,11 @@ class SampleCodec(Protocol):
 
     @property
     def most_slot_bytes(self) -> int:
-        """Bytes that suffice for each of all samples, for all that is known."""
+        """Bytes per sample, on average, with which all will fit, for all that is known."""
+
+    @property
+    def batch_bytes(self) -> int:
+        """Bytes that a sample takes in a batch, before it is transformed."""
 
     @property
     def title(self) -> str:

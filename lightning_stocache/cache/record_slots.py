@@ -22,6 +22,7 @@ from lightning_stocache.cache.codec import aligned
 from lightning_stocache.cache.placement import Integers
 from lightning_stocache.cache.records import HEAD
 from lightning_stocache.cache.slots import READY
+from lightning_stocache.node.fence import fence
 from lightning_stocache.node.segment import Segment
 
 __all__ = ["RecordSlots"]
@@ -73,6 +74,7 @@ class RecordSlots:
     def ready(self, slots: Integers) -> npt.NDArray[np.bool_]:
         """Which of those slots are READY, and have a record that can be believed; bool of the same shape."""
         found: npt.NDArray[np.bool_] = (self._ready.take(slots, mode="clip") == READY) & (slots >= 0)
+        fence()
         places = slots[found]
         words = self._directory.take(places)
         offsets = (words & _OFFSET).astype(np.int64)

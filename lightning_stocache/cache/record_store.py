@@ -6,7 +6,6 @@ is loaded every time, as if it had no slot.
 
 from __future__ import annotations
 
-import pickle
 from collections.abc import Iterator
 from typing import Any
 
@@ -113,7 +112,7 @@ class RecordStore(SegmentStore[RecordCodec]):
 def _admitted(codec: RecordCodec, record: memoryview, lend: Lend | None) -> Any:
     try:
         return codec.decode(record, lend)
-    except pickle.UnpicklingError:
+    except Exception:  # a pickle that is damaged raises anything
         return UNREADABLE
 
 

@@ -41,8 +41,8 @@ _TABLE_ENTRY = 8
 _LONGEST_PICKLE = 2**32 - 1
 _ONCE = 16  # bytes that a slot's state and entry in the directory take, and what alignment wastes of a small record
 
-_RUNS_PICKLES = {("torch.storage", "_load_from_bytes")}
-"""What would read any pickle that stands in a record: a quantised tensor is kept so."""
+_RUNS_CODE = {("torch.storage", "_load_from_bytes"), *(("builtins", name) for name in ("getattr", "eval", "exec"))}
+"""What would run any code that a record names: a quantised tensor is kept by the first, a method by the second."""
 
 Required = tuple[tuple[tuple[Any, ...], type[Any]], ...]
 """Where a sample must hold a value of which type: one key or position per level."""
@@ -58,6 +58,7 @@ class RecordCodec:
         required: what a sample must hold at which place, because the tail of a transform works on it.
         packed: whether images of PIL take three bytes for a pixel of RGB, not the four that they have there.
         packed_bytes: what `nbytes` is then.
+        finished_bytes: bytes of a sample as it is handed out, where that is more than what is kept.
         form: what of samples is kept, where that is not what the source returns.
         classes: what pickles may name, as (module, name); None: anything, because this job alone writes them.
 
@@ -78,6 +79,7 @@ class RecordCodec:
     required: Required = ()
     packed: bool = False
     packed_bytes: int = 0
+    finished_bytes: int = 0
     form: str = ""
     classes: frozenset[tuple[str, str]] | None = None
 
@@ -110,6 +112,11 @@ class RecordCodec:
     def most_slot_bytes(self) -> int:
         """Bytes that suffice for a sample on average, for all that is known."""
         return max(self.most_bytes, self.nbytes) + _ONCE
+
+    @property
+    def batch_bytes(self) -> int:
+        """Bytes that a sample takes in a batch."""
+        return max(self.nbytes, self.finished_bytes)
 
     @property
     def title(self) -> str:
@@ -178,7 +185,7 @@ class RecordCodec:
                 Reader(content, None, buffers, named_there).load()
             except Exception:  # it will pass through
                 continue
-        return replace(self, classes=frozenset(named_there - _RUNS_PICKLES))
+        return replace(self, classes=frozenset(named_there - _RUNS_CODE))
 
 
 # ---- layout ----

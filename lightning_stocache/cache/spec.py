@@ -125,6 +125,11 @@ class SampleSpec:
         return self.nbytes + 1
 
     @property
+    def batch_bytes(self) -> int:
+        """Bytes that a sample takes in a batch."""
+        return self.nbytes
+
+    @property
     def title(self) -> str:
         """The fields, in words that two jobs can compare."""
         return "; ".join(f"{field.path or 'sample'}: {field}" for field in self.fields)

@@ -15,7 +15,7 @@ from lightning_stocache.cache.codec import Lend, Memory, RowCodec, SampleCodec
 from lightning_stocache.cache.placement import NO_SLOT, Arc, Integers
 from lightning_stocache.node.segment import SegmentHandle
 
-__all__ = ["NO_PLACE", "RowSampleStore", "SampleStore", "StoreHandle", "UNREADABLE", "gathers"]
+__all__ = ["NO_PLACE", "UNREADABLE", "RowSampleStore", "SampleStore", "StoreHandle", "gathers"]
 
 UNREADABLE: Any = object()
 """Stands for a sample that was stored by another job, and is made of what this one does not admit."""

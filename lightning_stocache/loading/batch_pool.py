@@ -53,7 +53,7 @@ class BatchPool:
 
     def __init__(self, *, pinned: bool = False, shared: int = 0, promised: Callable[[], int] = int) -> None:
         self._pinned, self._promised = pinned, promised
-        self._private: dict[int, list[torch.Tensor]] = {}  # free buffers by field
+        self._private: dict[int, list[torch.Tensor]] = {}  # free buffers by field, or by size (negative)
         self._largest: dict[int, int] = {}
         self._free = list(range(shared))
         self._segments: dict[int, Segment] = {}
@@ -114,12 +114,12 @@ class BatchPool:
 
     @property
     def shared_bytes(self) -> int:
-        """npt.NDArray[np.uint8] of shared memory that have been taken."""
+        """Bytes of shared memory that have been taken."""
         return sum(segment.size for segment in self._segments.values())
 
     @property
     def idle_bytes(self) -> int:
-        """npt.NDArray[np.uint8] of private memory that are kept for batches to come."""
+        """Bytes of private memory that are kept for batches to come."""
         return sum(memory.nbytes for free in self._private.values() for memory in free)
 
     def trim(self) -> None:
@@ -136,22 +136,22 @@ class BatchPool:
         self._segments.clear()
         self._size = 0  # what comes back later is lent no more
 
-    def _take(self, field: int, nbytes: int, kept: int = _KEPT) -> npt.NDArray[np.uint8]:
+    def _take(self, key: int, nbytes: int, kept: int = _KEPT) -> npt.NDArray[np.uint8]:
         if self._pinned:
             return torch.empty(nbytes, dtype=torch.uint8, pin_memory=True).numpy()
         if nbytes < _SMALL:
             return torch.empty(nbytes, dtype=torch.uint8).numpy()
-        free = self._private.setdefault(field, [])
+        free = self._private.setdefault(key, [])
         # Two threads may be here at once: each list operation is atomic, and what was popped is looked at.
-        if nbytes > self._largest.get(field, 0):
-            self._largest[field] = nbytes
+        if nbytes > self._largest.get(key, 0):
+            self._largest[key] = nbytes
             free.clear()
         try:
             memory = free.pop()
         except IndexError:
             memory = None
         if memory is None or memory.shape[0] < nbytes:
-            memory = torch.empty(max(self._largest[field], nbytes), dtype=torch.uint8)
+            memory = torch.empty(max(self._largest[key], nbytes), dtype=torch.uint8)
         # An array of its own each time. It is the base of every view of it, and so goes with the last of them.
         whole = memory.numpy()
         lent = _Lent(whole, _give_back)

@@ -73,8 +73,6 @@ class CachedSource:
         """Whether something is done to each sample after the cache."""
         return self.opened.tail is not None or self.transform is not None
 
-    # ---- samples ----
-
     def sample(self, index: SupportsIndex) -> Any:
         """The finished sample of an index. What is no index to a cache (a list, a slice) goes to the source itself."""
         self.refresh()
@@ -119,12 +117,14 @@ class CachedSource:
             self._state.end_read()
 
     def load_ahead(self, index: int) -> bool:
-        """Load a sample that nobody has asked for yet; whether it is in the cache now."""
+        """Load a sample that nobody has asked for yet; whether there is room for such."""
         self.refresh()
-        if (cache := self.cache) is not None:
-            self._loading(cache).load([index], served=False)
+        if (cache := self.cache) is None:
+            return False
+        try:
+            return cache.has_room(self._loading(cache).load([index], served=False)[0])
+        finally:
             self._state.end_read()
-        return cache is not None and cache.place(index) != NO_PLACE
 
     def count_hits(self, samples: int, gather_ns: int = 0) -> None:
         """Count samples that somebody else has copied out of the cache, and the nanoseconds that it took."""
@@ -265,15 +265,14 @@ class CachedSource:
 
     @property
     def _read_batch(self) -> Callable[[list[int]], Any] | None:
-        """The source's own way to load a batch, if it has one."""
         return batch_reader(self.opened.source)
 
     def _loading(self, cache: SampleStore) -> Misses:
         """What loads and stores in this process."""
         opened, known = self.opened, self._misses
         if known is None or known.source is not opened.source or known.cache is not cache:
-            strict, frozen = opened.request.strict, opened.request.allow_random
-            self._misses = known = Misses(opened.source, cache, opened.counters, strict, frozen)
+            how = opened.request.strict, opened.request.allow_random
+            self._misses = known = Misses(opened.source, cache, opened.counters, *how)
         return known
 
     # ---- after the cache ----

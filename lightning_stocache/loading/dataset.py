@@ -48,8 +48,7 @@ class CachedDataset(Forwarding):
         budget: memory per node: "8GiB", "500MB", "60%" (of the dataset's cached size), "60% of free" (memory), "auto"
             (the whole dataset), bytes, or 0 (off). What does not fit is loaded every time.
         transform: what is done to each sample after the cache, on the CPU.
-        spec: what a sample looks like, as `SampleSpec.infer(sample)` says, or `RecordCodec.infer(samples)`; given, the
-            source is not read at set-up.
+        spec: what a sample looks like, as `SampleSpec.infer(sample)` says; given, the source is not read at set-up.
         allow_random: cache a random source as it is, with its first draw frozen.
         backend: where the memory lies: "tmpfile" (/dev/shm), "memfd", "file", or "auto".
         on_error: what happens when the memory cannot be had: "raise", or "disable" (go on uncached, with a warning).
@@ -57,7 +56,8 @@ class CachedDataset(Forwarding):
         name: under which the cache stays in memory when the job ends, so that the next one starts warm, and which jobs
             that run at the same time share. It lies in /dev/shm; the first job decides how much is cached, and
             `python -m lightning_stocache clean NAME` removes it.
-        fingerprint: what else decides what the samples are (a size, a version): another one is refused under a name.
+        fingerprint: what else decides what the samples are (a size, a version): another one is refused under a name. Of
+            records, sizes are not compared by themselves.
         strict: what cannot be cached is an error; else it passes through uncached, with one warning.
         layout: "rows" (samples of one shape, nothing but numbers: a batch is one copy per field), "records" (anything
             that can be pickled: text, boxes, graphs, images of any size), or "auto": rows where the samples read at
@@ -65,12 +65,13 @@ class CachedDataset(Forwarding):
         store: "decoded" (samples as the source gives them, up to its first random step), "encoded" (files as they are,
             decoded after the cache: more samples per GiB), or "auto": what saves most time in the memory that is
             granted. The sources of which files are known: `ImageFolder` and its kin, images and audio of Hugging Face's
-            datasets, timm's; and any with methods `read(index)` and `decode(content, index)`.
-        prefill: have idle workers load what nobody has asked for yet.
+            datasets, timm's; and any with methods `read(index)` and `decode(content, index)`. With a name, "auto" is
+            "decoded".
+        prefill: have the idle workers of a CachedLoader load what nobody has asked for yet.
 
     Raises:
         TypeError: the source is iterable-style or cached already, or an argument is of the wrong type; (`strict`) its
-            samples hold something of no fixed size (`UnsupportedSampleError`).
+            samples hold something that cannot be kept as bytes (`UnsupportedSampleError`).
         ValueError: the budget cannot be read, or an argument is none of its choices; (`strict`) the source is empty.
         CacheMemoryError: the memory cannot be had, and `on_error="raise"`.
         FingerprintError: the cache of this name holds something else.

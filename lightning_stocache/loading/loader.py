@@ -6,12 +6,12 @@ others go to workers, which load them into the memory of the batch, and store wh
 miss wakes no worker. Once everything is READY there are no workers at all, and while the trainer computes a thread
 gathers one batch ahead.
 
-With a per-sample transform on the CPU, whole batches are made by the workers, from the cache, into shared
-memory that the trainer is lent.
+With a per-sample transform on the CPU, of records, and by a `collate_fn` of the user's, whole batches are made by the
+workers, from the cache, into shared memory that the trainer is lent.
 
 Order, contents and the random states are those of a plain DataLoader with the same arguments, bit for bit: all draws
-are made on the caller's thread at the moments at which DataLoader makes them (`index_stream`). What has no short cut (a
-`collate_fn` of the user's, samples without batching, a dataset that is not cached) travels as DataLoader sends it.
+are made on the caller's thread at the moments at which DataLoader makes them (`index_stream`). What has no short cut
+(samples without batching, `in_order=False`, a dataset that is not cached) travels as DataLoader sends it.
 
 Not equal by nature: the storage of a batch cannot be resized, and what lies beside a small one in memory goes with the
 last of them (up to 2 MiB: who keeps one for long had better `clone` it), `is_shared()` is False where DataLoader's
@@ -53,8 +53,8 @@ class CachedLoader(DataLoader[Any]):
         dataset: a CachedDataset; any other dataset is loaded as DataLoader does.
         batch_size: samples per batch.
         gather: who puts batches together: "main" (the main process, from memory; workers only load what is missing),
-            "worker" (workers make whole batches), or "auto": workers where there are some and each sample has a
-            transform to run, else the main process.
+            "worker" (workers make whole batches), or "auto": workers where there are some, and samples are records,
+            have a transform to run, or go to a `collate_fn` of the user's; else the main process.
         arguments: all others of `torch.utils.data.DataLoader`, with their meaning there.
 
     Raises:

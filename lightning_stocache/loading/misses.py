@@ -45,7 +45,7 @@ class Misses:
         frozen: whether the user wants a random source cached as it is: then no sample is read again.
 
     Raises:
-        SampleMismatchError: (`strict`) a sample differs from the cache's spec.
+        SampleMismatchError: (`strict`) a sample differs from the cache's codec.
     """
 
     def __init__(
@@ -123,9 +123,8 @@ class Misses:
                 finally:  # also what comes before one that is an error
                     contents = self._contents(fitting, batch, rows)
                     nbytes += sum(part.nbytes for parts in contents for part in parts)
-                    nbytes += sum(
-                        cache.codec.least_bytes(samples[number]) for number in numbers if number not in fitting
-                    )
+                    others = [_plain(samples[number]) for number in numbers if number not in fitting]
+                    nbytes += sum(map(cache.codec.least_bytes, others))
                     for stored in cache.put_many([indices[number] for number in fitting], contents):
                         misses += stored is not None
                         fills += stored is True
@@ -144,11 +143,11 @@ class Misses:
                 )
 
     def _check(self, numbers: range, indices: list[int], samples: list[Any], fitting: dict[int, Parts]) -> None:
-        """Encode those of the samples that are of the cache's spec, by their numbers; the others become `Odd`."""
+        """Encode those of the samples that are of the cache's codec, by their numbers; the others become `Odd`."""
         codec, has_room = self.cache.codec, self.cache.has_room
         for number in numbers:
             index, sample = indices[number], samples[number]
-            if type(sample) is Odd or not has_room(sample):
+            if type(sample) is Odd or (not has_room(sample) and codec.is_alike(sample)):
                 continue
             try:
                 fitting[number] = codec.encode(sample, index)
@@ -204,7 +203,7 @@ def in_order(
         ready: the ones.
         loaded: the others.
         anew: loads the sample of a position after all: what lies in the cache cannot be read.
-        count: is told the nanoseconds that making them has taken.
+        count: is told the nanoseconds that making them has taken, and of a hit that was none.
     """
     hits, others, gather_ns = iter(ready), iter(loaded), 0
     for position, place in enumerate(places.tolist()):

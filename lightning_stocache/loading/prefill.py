@@ -8,6 +8,7 @@ one load at most. What is filled so is no sample served: it counts as a fill, an
 from __future__ import annotations
 
 import logging
+import math
 from collections.abc import Iterator
 
 import numpy as np
@@ -20,7 +21,7 @@ __all__ = ["Prefill"]
 log = logging.getLogger(__name__)
 
 _AT_ONCE = 1024  # indices that are looked up at a time
-_MOST_IN_VAIN = 8  # samples that were not stored, one after the other, after which there is no room left
+_MOST_IN_VAIN = 8  # samples for which there was no room, one after the other, after which none is left
 
 
 class Prefill:
@@ -49,7 +50,6 @@ class Prefill:
             self._in_vain = 0 if self._cached.load_ahead(index) else self._in_vain + 1
         except Exception:  # the source's own: who asks for the sample is told
             log.debug("sample %d could not be loaded ahead", index, exc_info=True)
-            self._in_vain += 1
         return True
 
     def _empty(self) -> Iterator[int]:
@@ -57,11 +57,21 @@ class Prefill:
         cache = self._cached.cache
         if cache is None:
             return
+        length, spread = cache.length, _spreading(cache.length)
         step = self._parts * _AT_ONCE
-        for first in range(self._part, cache.length, step):
-            indices = np.arange(first, min(first + step, cache.length), self._parts)
+        for first in range(self._part, length, step):
+            # From the whole dataset: of a sorted folder, a part that fits is to have something of each class.
+            indices = np.arange(first, min(first + step, length), self._parts) * spread % length
             for index in indices[cache.lookup(indices) == NO_PLACE].tolist():
                 if cache.closed:
                     return
                 if cache.has_place(index) and cache.place(index) == NO_PLACE:
                     yield index
+
+
+def _spreading(length: int) -> int:
+    """A number whose multiples visit every index once, and spread over all of them."""
+    step = max(int(0.618 * length), 1)
+    while math.gcd(step, length) > 1:
+        step += 1
+    return step

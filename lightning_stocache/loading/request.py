@@ -179,7 +179,7 @@ def _written(batch: Any, rows: Rows) -> Written:
     known: dict[int, InMemory | _Sent] = {}  # a tensor that is there twice is one for who gets it, too
 
     def kept(leaf: Any) -> Any:
-        if not is_dense(leaf) or not leaf.is_contiguous():
+        if not is_dense(leaf) or not leaf.is_contiguous():  # torch's own way keeps its strides
             return leaf
         if id(leaf) not in known:
             known[id(leaf)] = (rows.keep(leaf) if leaf.nbytes > _SMALL else None) or _sent(leaf)

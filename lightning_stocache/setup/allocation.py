@@ -135,7 +135,7 @@ def _reserve(request: CacheRequest, codec: SampleCodec | None, ranks: int, worke
     if loader is None or codec is None:
         return Reserve()
     return loader_reserve(
-        loader.batch_size * codec.nbytes,
+        loader.batch_size * codec.batch_bytes,
         loader.num_workers,
         loader.prefetch_factor,
         ranks,

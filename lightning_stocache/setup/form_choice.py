@@ -15,12 +15,12 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
-from torch.utils.data import Dataset
+from torch.utils.data import Dataset, Subset
 
 from lightning_stocache.cache.codec import SampleCodec
 from lightning_stocache.cache.records import RecordCodec
 from lightning_stocache.node.budget import format_bytes
-from lightning_stocache.source.encoded import taken_apart
+from lightning_stocache.source.encoded import EncodedSource, taken_apart
 from lightning_stocache.source.file_access import access_to
 from lightning_stocache.source.probe import Probe
 
@@ -38,11 +38,13 @@ class EncodedForm:
         codec: between them and records.
         read_seconds: to read one from its source, the first time.
         decode_seconds: from its file to what is kept decoded.
+        reads: how many samples, or files, were read to know it.
     """
 
     codec: RecordCodec
     read_seconds: float
     decode_seconds: float
+    reads: int = 0
 
 
 def look_at_files(
@@ -59,10 +61,12 @@ def look_at_files(
     Returns:
         What was measured; or why it cannot be done, in words.
     """
-    access = access_to(source)
-    if access is None:
+    if access_to(source) is None:
+        inner: Any = source
+        while type(inner) is Subset:
+            inner = inner.dataset
         return (
-            f"the files of a {type(source).__name__} are not known. Give it two methods: read(index), which returns "
+            f"the files of a {type(inner).__name__} are not known. Give it two methods: read(index), which returns "
             "what is to be kept (bytes), and decode(content, index), which makes the sample of it"
         )
     kept, decoder = taken_apart(source)
@@ -74,6 +78,8 @@ def look_at_files(
             if again.bits != original.bits or not probe.generators.same(again.after, original.after):
                 return f"sample {index}, decoded from its file, is not the sample that the source returns"
         return _measured(kept, head, indices, told)
+    except Exception as error:  # methods of these names that mean something else, a file that cannot be opened
+        return f"its files cannot be read and decoded apart: {error!r}"
     finally:
         probe.generators.restore(probe.before)
 
@@ -117,14 +123,16 @@ def told_share(title: str, share: float | None, decoded: SampleCodec, encoded: E
 class _Finished(Dataset[Any]):
     """Samples that are read and decoded at once."""
 
-    def __init__(self, kept: Any, decoder: Callable[[Any], Any]) -> None:
+    def __init__(self, kept: EncodedSource, decoder: Callable[[Any], Any]) -> None:
         self._kept, self._decoder = kept, decoder
 
     def __getitem__(self, index: int) -> Any:
         return self._decoder(self._kept[index])
 
 
-def _measured(kept: Any, head: Any, indices: Sequence[int], told: Callable[[int], None]) -> EncodedForm:
+def _measured(
+    kept: EncodedSource, head: Dataset[Any], indices: Sequence[int], told: Callable[[int], None]
+) -> EncodedForm:
     """The costs of files that have not been read before, if there are some."""
     length, known = len(kept), set(indices)
     fresh = [index for index in range(length // 2, length) if index not in known][:_TIMED] or list(indices)
@@ -139,6 +147,8 @@ def _measured(kept: Any, head: Any, indices: Sequence[int], told: Callable[[int]
         head[index]
         reads.append(read - begin)
         decodes.append(max(time.perf_counter() - again - (again - read), 0.0))
-    return EncodedForm(
-        replace(RecordCodec.infer(contents), form="encoded"), statistics.median(reads), statistics.median(decodes)
+    codec, read_count = (
+        replace(RecordCodec.infer(contents), form="encoded"),
+        3 * len(fresh) + 2 * len(indices[:_PROVEN]),
     )
+    return EncodedForm(codec, statistics.median(reads), statistics.median(decodes), read_count)

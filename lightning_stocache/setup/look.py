@@ -65,7 +65,7 @@ class Finding:
         codec: between its samples and bytes.
         cut: where the transform is cut; None if nothing is random.
         reason: why the source passes through uncached, in words.
-        odd: of a sample that differs from the first where most do not, in words; it will pass through.
+        odd: of a sample that cannot be kept where most can, in words; it will pass through.
         reads: how many samples were read.
         worker_bytes: memory that the process which read them had for itself; None if it was this one.
         encoded: what is known of its samples as files, where they may be kept so.
@@ -145,8 +145,11 @@ def _find(request: CacheRequest, told: Callable[[int], None] = lambda index: Non
         told(0)
         try:
             indices = spread(request.length, _FROZEN)
-            choice = choose_codec(indices, [source[index] for index in indices], request.layout)
-            return Finding(choice.codec, odd=choice.odd, reads=len(indices))
+            samples = [source[index] for index in indices]
+            choice = choose_codec(indices, samples, request.layout)
+            note = None if request.store == "decoded" else f"store={request.store!r} is not for allow_random=True"
+            codec = _admitting(request, choice.codec, samples)
+            return Finding(codec, odd=choice.odd, reads=len(indices), note=note)
         finally:
             generators.restore(before)
     parts = split(source, quick=_QUICK, told=told)
@@ -154,10 +157,11 @@ def _find(request: CacheRequest, told: Callable[[int], None] = lambda index: Non
     if request.store == "encoded" or (request.store == "auto" and request.name is None):
         files = look_at_files(source, parts.source, parts.indices, told)
     if isinstance(files, EncodedForm) and (request.store == "encoded" or parts.reason is not None):
-        encoded = files.codec
-        if request.name is not None:  # others may write there
-            encoded = encoded.admitting([taken_apart(source)[0][index] for index in parts.indices])
-        return Finding(encoded, reads=parts.reads, share=0.0)
+        kept = taken_apart(source)[0]
+        finished = sum(map(files.codec.least_bytes, parts.samples)) // len(parts.samples)
+        codec = replace(files.codec, finished_bytes=finished)
+        codec = _admitting(request, codec, [kept[index] for index in parts.indices])
+        return Finding(codec, reads=parts.reads + files.reads, share=0.0)
     if request.strict and request.store == "encoded":
         raise ValueError(f"store='encoded' cannot be had: {files}")
     if parts.reason is not None:
@@ -170,12 +174,16 @@ def _find(request: CacheRequest, told: Callable[[int], None] = lambda index: Non
             reason = "its __getitems__ gives whole batches, not a list of one sample per index"
             return Finding(reason=reason, reads=reads)
     choice = choose_codec(parts.indices, parts.samples, request.layout, parts.cut)
-    codec = choice.codec
-    if request.name is not None and isinstance(codec, RecordCodec):  # others may write there
-        codec = codec.admitting(parts.samples)
-    note = f"store={request.store!r} cannot be had: {files}" if isinstance(files, str) else None
+    codec = _admitting(request, choice.codec, parts.samples)
+    note = f"store='encoded' cannot be had: {files}" if request.store == "encoded" else None
     form = files if isinstance(files, EncodedForm) else None
+    reads += 0 if form is None else form.reads
     return Finding(codec, parts.cut, odd=choice.odd, reads=reads, encoded=form, note=note)
+
+
+def _admitting(request: CacheRequest, codec: SampleCodec, samples: Sequence[Any]) -> SampleCodec:
+    """The codec for a cache with a name, where others may write: it reads back what this job's samples are made of."""
+    return codec.admitting(samples) if request.name is not None and isinstance(codec, RecordCodec) else codec
 
 
 def _start(request: CacheRequest) -> tuple[Iterator[bytes], torch.Tensor] | None:

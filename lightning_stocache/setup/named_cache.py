@@ -21,6 +21,7 @@ from torch.utils.data import Dataset, Subset
 from lightning_stocache.cache.codec import SampleCodec
 from lightning_stocache.cache.placement import Arc, Ring
 from lightning_stocache.cache.segment_store import SegmentStore
+from lightning_stocache.cache.store import gathers
 from lightning_stocache.cache.stores import store_for
 from lightning_stocache.node.budget import Budget
 from lightning_stocache.node.files import memory_directory
@@ -195,11 +196,14 @@ def _compare(request: CacheRequest, cache: SegmentStore[Any], budget: Budget, sl
         FingerprintError: it makes one, and the request is strict.
     """
     assert request.name is not None
-    made = cache.manifest.budget
-    if made == str(budget) or abs(len(cache) - slots) <= 1:  # one for rounding
+    made, held, rounding = cache.manifest.budget, len(cache), 1
+    if not gathers(cache):  # of records, their bytes are what was granted
+        held = min(cache.granted_bytes // cache.codec.slot_bytes, len(cache))
+        rounding += held // 20
+    if made == str(budget) or abs(held - slots) <= rounding:
         return
     words = (
-        f"the cache {request.name!r} was made with budget={made!r} and keeps its {len(cache):,} slots; "
+        f"the cache {request.name!r} was made with budget={made!r} and keeps its {held:,} slots; "
         f"budget={str(budget)!r} would give {slots:,} and is not looked at."
     )
     if request.strict:

@@ -75,7 +75,7 @@ def open_caches(
         kept_back: bytes of this node's free memory that are for something else.
 
     Raises:
-        UnsupportedSampleError: (`strict`) a sample holds something that has no fixed size.
+        UnsupportedSampleError: (`strict`) a sample holds something that cannot be kept as bytes.
         SampleMismatchError: (`strict`) the samples read at set-up differ in shape, dtype or structure.
         ValueError: the ranks have sources of different lengths.
         CacheMemoryError: a segment could not be made or reached, not even by name; on all ranks alike. Not with
@@ -139,7 +139,8 @@ def open_caches(
         Ring.cut(request.length, group.shares, [slots[ranks[0]][number] for ranks in group.nodes])
         for number, request in enumerate(requests)
     ]
-    if group.is_leader:
+    short = any(count < request.length for count, request in zip(planned, requests, strict=True))
+    if group.is_leader and short:  # files, or packed images, may fit where decoded ones do not
         for warning in plan.warnings:
             log.warning(warning)
 

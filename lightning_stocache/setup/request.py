@@ -72,7 +72,7 @@ class CacheRequest:
 
     Raises:
         TypeError: spec or fingerprint is of another type.
-        ValueError: the name cannot be one, or the layout or store is none of its choices.
+        ValueError: the name cannot be one, the layout or store is none of its choices, or these do not go together.
     """
 
     source: Dataset[object]
@@ -97,6 +97,10 @@ class CacheRequest:
             raise ValueError("store='encoded' keeps records: layout='rows' cannot be had with it")
         if self.spec is not None and not isinstance(self.spec, SampleSpec | RecordCodec):
             raise TypeError(f"spec must be a SampleSpec, as SampleSpec.infer(sample) makes it; got {self.spec!r}")
+        if self.name is not None and isinstance(self.spec, RecordCodec) and self.spec.classes is None:
+            raise ValueError(
+                "a cache with a name reads back only what is known: give no spec, or one that is `admitting`"
+            )
         if not isinstance(self.fingerprint, str):
             raise TypeError(f"fingerprint must be a string, got {self.fingerprint!r}")
         if self.name is not None:

@@ -68,6 +68,7 @@ class Decoder:
         access: to its files.
         tail: finishes samples that were kept decoded; None: nothing is left to do for them.
         has_places: whether the tail finds its places in such a sample; else that comes anew, from the whole source.
+        partly: whether some samples are kept decoded.
     """
 
     def __init__(
@@ -76,12 +77,16 @@ class Decoder:
         access: EncodedAccess,
         tail: Tail | None = None,
         has_places: Callable[[Any], bool] = bool,
+        partly: bool = False,
     ) -> None:
         self._source, self._access, self._tail, self._has_places = source, access, tail, has_places
+        self._partly = partly
 
     @property
     def steps(self) -> list[Any]:
         """What it runs of the source: transforms, whose changes take effect at once."""
+        if self._partly:  # what is kept decoded has a part of them in it
+            return [] if self._tail is None else list(self._tail.steps)
         inner: Any = self._source
         while type(inner) is Subset:
             inner = inner.dataset
@@ -121,4 +126,4 @@ def taken_apart(
     if not share:
         return EncodedSource(source, access), Decoder(source, access)
     head, tail = (source, None) if cut is None else cut.apply(source)
-    return EncodedSource(source, access, head, share), Decoder(source, access, tail, has_places)
+    return EncodedSource(source, access, head, share), Decoder(source, access, tail, has_places, partly=True)

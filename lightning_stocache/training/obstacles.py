@@ -1,6 +1,6 @@
 """Why a loader cannot be cached, or a job not be run, in words. Nothing is read, drawn or changed to find out.
 
-What is found only by reading a source (samples of no fixed size, an error) is the business of `setup.open`.
+What is found only by reading a source (samples that cannot be kept, an error) is the business of `setup.open`.
 """
 
 from __future__ import annotations

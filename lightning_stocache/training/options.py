@@ -84,6 +84,8 @@ class CacheOptions:
             raise ValueError(f"layout must be one of {', '.join(get_args(Layout))}, got {self.layout!r}")
         if self.store not in get_args(Form):
             raise ValueError(f"store must be one of {', '.join(get_args(Form))}, got {self.store!r}")
+        if self.store == "encoded" and self.layout == "rows":
+            raise ValueError("store='encoded' keeps records: layout='rows' cannot be had with it")
         if not isinstance(self.prefill, bool):
             raise ValueError(f"prefill must be true or false, got {self.prefill!r}")
         if self.name is not None:
