@@ -16,9 +16,10 @@ from functools import cached_property
 from typing import Any
 
 import numpy as np
+import numpy.typing as npt
 import torch
 
-__all__ = ["Field", "UnsupportedSampleError", "bytes_of", "named", "type_name"]
+__all__ = ["Field", "UnsupportedSampleError", "bytes_of", "memory_of", "named", "type_name"]
 
 _NUMBERS: dict[type, torch.dtype] = {
     bool: torch.bool,
@@ -125,7 +126,7 @@ class Field:
     def content(self, leaf: Any) -> memoryview:
         """The bytes of a leaf that agrees with this field; those of a contiguous tensor are its own memory."""
         packed = _PACKED.get(self.kind)
-        return bytes_of(self.plain(leaf)).numpy().data if packed is None else memoryview(packed.pack(leaf))
+        return memory_of(bytes_of(self.plain(leaf))).data if packed is None else memoryview(packed.pack(leaf))
 
     def stack(self, leaves: Sequence[Any], rows: torch.Tensor) -> None:
         """Copy leaves that agree with this field into contiguous rows, uint8 `[leaves, nbytes]`."""
@@ -181,6 +182,26 @@ def bytes_of(leaf: torch.Tensor) -> torch.Tensor:
         return leaf.as_strided((1,), (1,)).view(torch.uint8)
     row = leaf.contiguous().view(-1)
     return row if row.dtype == torch.uint8 else row.view(torch.uint8)
+
+
+class _Memory:
+    """The bytes of a tensor, which live as long as this does."""
+
+    __slots__ = ("__array_interface__", "tensor")
+
+    def __init__(self, row: torch.Tensor) -> None:
+        self.tensor = row
+        self.__array_interface__ = {
+            "version": 3,
+            "typestr": "|u1",
+            "shape": (row.numel(),),
+            "data": (row.data_ptr(), False),
+        }
+
+
+def memory_of(row: torch.Tensor) -> npt.NDArray[np.uint8]:
+    """A uint8 tensor `[nbytes]` as an array. `numpy()` would keep the user's storage from being resized ever after."""
+    return np.asarray(_Memory(row)) if row.numel() else np.empty(0, dtype=np.uint8)
 
 
 def _tensor_trouble(leaf: torch.Tensor) -> str | None:

@@ -24,9 +24,9 @@ import numpy.typing as npt
 import torch
 from torch.utils.data import Dataset
 
-from lightning_stocache.cache.field import UnsupportedSampleError, bytes_of, named, type_name
+from lightning_stocache.cache.field import UnsupportedSampleError, bytes_of, memory_of, named, type_name
 
-__all__ = ["Encoder", "Reader", "canonical_bytes", "is_image", "unpicklable"]
+__all__ = ["Encoder", "Reader", "canonical_bytes", "is_image", "is_opened", "unpicklable"]
 
 _DEEPEST = 8  # levels to which what cannot be pickled is looked for
 _IN_PICKLE = 4096  # bytes; a copy of so few costs less than memory of their own
@@ -38,6 +38,7 @@ _ARRAY_DTYPES = {
         *(torch.float16, torch.float32, torch.float64, torch.complex64, torch.complex128),
     )
 }
+_OF_IMAGES = ("info", "palette", "readonly", "im", "pyaccess")  # attributes of PIL's own; others are the user's
 _GENERATORS = (random.Random, np.random.Generator, np.random.RandomState, torch.Generator)
 
 
@@ -88,6 +89,8 @@ class Encoder(pickle.Pickler):
             return NotImplemented if node.dtype.hasobject else _reduced_array(node)
         if is_image(kind):
             return self._reduced_image(node)
+        if kind is object:
+            raise UnsupportedSampleError("an object() is only equal to itself, and would be another one")
         if issubclass(kind, Dataset):
             raise UnsupportedSampleError(f"a {type_name(kind)} is a dataset: the whole of it would be kept")
         if issubclass(kind, _GENERATORS):
@@ -96,8 +99,7 @@ class Encoder(pickle.Pickler):
 
     def _reduced_image(self, image: Any) -> Any:
         kind = type(image)
-        plain = kind.__module__ == "PIL.Image"
-        if not plain:  # an image that was opened, and not converted: as PIL itself pickles it
+        if is_opened(kind):  # as PIL itself pickles it
             state = [pickle.PickleBuffer(part) if type(part) is bytes else part for part in image.__getstate__()]
             self.copied += [part for part in state if type(part) is pickle.PickleBuffer]
             return _opened_image, (kind, state)
@@ -105,7 +107,8 @@ class Encoder(pickle.Pickler):
         buffer = pickle.PickleBuffer(image.tobytes("raw", raw) if raw == "RGBX" else image.tobytes())
         self.copied.append(buffer)
         palette = None if image.palette is None else (image.palette.mode, bytes(image.getpalette(None) or b""))
-        return _image, (image.mode, image.size, image.info, palette, raw, buffer)
+        own = {name: value for name, value in vars(image).items() if name[0] != "_" and name not in _OF_IMAGES}
+        return _image, (image.mode, image.size, image.info, palette, raw, buffer, own)
 
 
 class Reader(pickle.Unpickler):
@@ -164,9 +167,9 @@ def _reduced_tensor(tensor: torch.Tensor) -> Any:
     if not tensor.numel():
         return _empty, (dtype, shape)
     if tensor.is_contiguous() or (order := _dense_order(tensor)) is None:
-        return _tensor, (dtype, shape, _buffer(bytes_of(tensor).numpy()))
+        return _tensor, (dtype, shape, _buffer(memory_of(bytes_of(tensor))))
     dense = tensor.permute(order)
-    buffer = _buffer(bytes_of(dense).numpy())
+    buffer = _buffer(memory_of(bytes_of(dense)))
     return _permuted, (dtype, tuple(dense.shape), tuple(np.argsort(order).tolist()), buffer)
 
 
@@ -224,8 +227,19 @@ def is_image(kind: type) -> bool:
     return module is not None and issubclass(kind, module.Image) and kind.__module__.startswith("PIL.")
 
 
+def is_opened(kind: type) -> bool:
+    """Whether it is a class of images that have been opened and not converted: PIL's pickles leave out their file."""
+    return is_image(kind) and kind.__module__ != "PIL.Image"
+
+
 def _image(
-    mode: str, size: tuple[int, int], info: dict[Any, Any], palette: tuple[str, bytes] | None, raw: str, data: Any
+    mode: str,
+    size: tuple[int, int],
+    info: dict[Any, Any],
+    palette: tuple[str, bytes] | None,
+    raw: str,
+    data: Any,
+    own: dict[str, Any],
 ) -> Any:
     from PIL import Image
 
@@ -233,6 +247,7 @@ def _image(
     image.info = info
     if palette is not None:
         image.putpalette(palette[1], palette[0])
+    image.__dict__.update(own)
     return image
 
 

@@ -44,6 +44,8 @@ _ONCE = 16  # bytes that a slot's state and entry in the directory take, and wha
 _RUNS_CODE = {("torch.storage", "_load_from_bytes"), *(("builtins", name) for name in ("getattr", "eval", "exec"))}
 """What would run any code that a record names: a quantised tensor is kept by the first, a method by the second."""
 
+_COMMON = {"PIL", "builtins", "collections", "copyreg", "lightning_stocache", "numpy", "torch", "torchvision"}
+
 Required = tuple[tuple[tuple[Any, ...], type[Any]], ...]
 """Where a sample must hold a value of which type: one key or position per level."""
 
@@ -122,7 +124,8 @@ class RecordCodec:
     def title(self) -> str:
         """What samples look like, in words that two jobs can compare."""
         places = (f"{_written(path) or 'sample'}: {type_name(kind)}" for path, kind in self.required)
-        return "; ".join([f"{self.form} records".strip(), *places])
+        own = (f"{module}.{name}" for module, name in self.classes or () if module.partition(".")[0] not in _COMMON)
+        return "; ".join([f"{self.form} records".strip(), *places, *sorted(own)])
 
     def encode(self, sample: Any, index: int | None = None) -> list[memoryview]:
         """The parts of a record, one after the other, as bytes; those of a large tensor are its own memory."""
@@ -266,7 +269,7 @@ def _check_place(sample: Any, path: tuple[Any, ...], kind: type[Any], index: int
             raise SampleMismatchError(
                 f"{_titled(index)} has no {lacking}, on which the random part of the transform works"
             ) from None
-    if type(node) is not kind:
+    if type(node) is not kind and not (is_image(kind) and is_image(type(node))):
         raise SampleMismatchError(
             f"{_titled(index)}: {named(_written(path))}, on which the random part of the transform works, must be a "
             f"{type_name(kind)}; got a {type_name(type(node))}"

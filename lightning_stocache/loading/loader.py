@@ -13,13 +13,13 @@ Order, contents and the random states are those of a plain DataLoader with the s
 are made on the caller's thread at the moments at which DataLoader makes them (`index_stream`). What has no short cut
 (samples without batching, `in_order=False`, a dataset that is not cached) travels as DataLoader sends it.
 
-Not equal by nature: the storage of a batch cannot be resized, and what lies beside a small one in memory goes with the
-last of them (up to 2 MiB: who keeps one for long had better `clone` it), `is_shared()` is False where DataLoader's
-worker batches say True (and yet a process that is forked while a batch is held shares its memory, and sees the batch
-that comes there next), and the workers' random streams see only the misses (a source must not be random). The samples
-of a batch are loaded before any is transformed: after an error of the source, a random transform has drawn less than in
-DataLoader. A transform that returns the same memory each time gives each sample what it returned for it; DataLoader's
-workers stack what it returned last.
+Not equal by nature: the storage of a batch, or of a sample out of the cache, cannot be resized, and what lies beside a
+small one in memory goes with the last of them (up to 2 MiB: who keeps one for long had better `clone` it),
+`is_shared()` is False where DataLoader's worker batches say True (and yet a process that is forked while a batch is
+held shares its memory, and sees the batch that comes there next), and the workers' random streams see only the misses
+(a source must not be random). The samples of a batch are loaded before any is transformed: after an error of the
+source, a random transform has drawn less than in DataLoader. A transform that returns the same memory each time gives
+each sample what it returned for it; DataLoader's workers stack what it returned last.
 """
 
 from __future__ import annotations

@@ -62,6 +62,8 @@ class Prefill:
         for first in range(self._part, length, step):
             # From the whole dataset: of a sorted folder, a part that fits is to have something of each class.
             indices = np.arange(first, min(first + step, length), self._parts) * spread % length
+            if not cache.closed and cache.filled >= cache.capacity:
+                return
             for index in indices[cache.lookup(indices) == NO_PLACE].tolist():
                 if cache.closed:
                     return

@@ -10,16 +10,20 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
+import torch
+
 from lightning_stocache.cache.codec import SampleCodec
 from lightning_stocache.cache.field import UnsupportedSampleError, named
+from lightning_stocache.cache.pickling import is_image, is_opened
 from lightning_stocache.cache.records import RecordCodec, Required
 from lightning_stocache.cache.spec import SampleMismatchError, SampleSpec
 from lightning_stocache.setup.request import Layout
-from lightning_stocache.source.probe import bits
+from lightning_stocache.source.probe import bits, walk
 from lightning_stocache.source.transform_split import Cut
 
 __all__ = ["Choice", "choose_codec"]
 
+_DEEP = 4  # objects inside each other that are looked into
 _ODD = 0.25  # share of the samples that may differ: one by one they pass through
 
 
@@ -60,9 +64,12 @@ def choose_codec(
     if layout != "records":
         try:
             choice = _rows(indices, samples)
-        except (UnsupportedSampleError, SampleMismatchError):
+        except SampleMismatchError:
             if layout == "rows":
                 raise
+        except UnsupportedSampleError as error:
+            if layout == "rows":
+                raise UnsupportedSampleError(f'{error}. layout="records" keeps what can be pickled') from error
         else:
             if layout == "rows" or choice.odd is None:
                 return choice
@@ -106,11 +113,32 @@ def _read_back(codec: RecordCodec, record: memoryview, index: int) -> Any:
 
 
 def _difference(sample: Any, other: Any) -> str | None:
-    """Where two samples differ; None if they are equal, bit for bit."""
+    """Where two samples differ; None if they are equal, bit for bit, and have the same attributes."""
     left, right = bits(sample), bits(other)
     for path in {**left, **right}:
         if path not in left or path not in right or left[path] != right[path]:
             return "".join(f"[{key!r}]" for key in path)
+    for (path, node), (_, again) in zip(walk(sample), walk(other), strict=True):
+        if (lost := _lost(node, again, _DEEP)) is not None:
+            return "".join(f"[{key!r}]" for key in path) + lost
+    return None
+
+
+def _lost(node: Any, again: Any, deep: int) -> str | None:
+    """Which attribute a copy lacks, also of the objects inside it: `bits` sees what a pickle sees, and no more."""
+    if isinstance(node, torch.Tensor | type) or is_opened(type(node)):
+        return None
+    names = getattr(node, "__dict__", None)
+    if not deep or not isinstance(names, dict):
+        return None
+    found = getattr(again, "__dict__", {})
+    for name, value in names.items():
+        if name not in found:
+            if is_image(type(node)) and name[0] == "_":
+                continue
+            return f".{name}"
+        if (lost := _lost(value, found[name], deep - 1)) is not None:
+            return f".{name}{lost}"
     return None
 
 

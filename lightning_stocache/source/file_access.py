@@ -57,7 +57,8 @@ class _Given:
         self._source = source
 
     def read(self, index: int) -> Any:
-        return self._source.read(index)
+        content = self._source.read(index)
+        return bytes(content) if isinstance(content, bytearray | memoryview) else content
 
     def decode(self, content: Any, index: int) -> Any:
         return self._source.decode(content, index)

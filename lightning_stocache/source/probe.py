@@ -107,15 +107,19 @@ def sign(first: Read, second: Read) -> str | None:
     return None
 
 
-def walk(node: Any, path: Path = ()) -> Iterator[tuple[Path, Any]]:
-    """Every container and leaf of a sample with its path."""
+def walk(node: Any, path: Path = (), above: tuple[int, ...] = ()) -> Iterator[tuple[Path, Any]]:
+    """Every container and leaf of a sample with its path; a container inside itself is not gone into again.
+
+    Args:
+        node: the sample, or a part of it.
+        path: where that lies.
+        above: the containers around it, by their `id`.
+    """
     yield path, node
-    if isinstance(node, _DICTS):
-        for key in node:
-            yield from walk(node[key], (*path, key))
-    elif isinstance(node, (list, tuple)):
-        for position, inner in enumerate(node):
-            yield from walk(inner, (*path, position))
+    if isinstance(node, (*_DICTS, list, tuple)) and id(node) not in above:
+        inside = (*above, id(node))
+        for key in node if isinstance(node, _DICTS) else range(len(node)):
+            yield from walk(node[key], (*path, key), inside)
 
 
 def bits(sample: Any) -> dict[Path, Any]:
