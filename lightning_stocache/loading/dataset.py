@@ -180,7 +180,7 @@ class CachedDataset(Forwarding):
     @property
     def ring(self) -> Ring | None:
         """Which node holds which indices; None before the first opening."""
-        return self.__cached.opened.known_ring
+        return self.__cached.opened.ring
 
     @property
     def group(self) -> NodeGroup:

@@ -8,7 +8,8 @@ All requests of one call open together, because they share budgets. The steps, e
 2. Each leader joins the named caches that lie in its node's memory (`named_cache`).
 3. Each leader divides the memory of its node among the others (`allocate`). Where samples may be kept as their files,
    what was granted decides how many are (`form_choice`).
-4. The leaders tell each other their slots, and every rank lays the same ring.
+4. The leaders tell each other their slots, and every rank lays the same rings: who is the home of which index, and how
+   many are expected to find room.
 5. Each leader makes the segments of its node; the other ranks attach (`segments`).
 6. The leaders tell each other the arcs that they have: a named cache keeps its own, and the ring is made of those.
 
@@ -18,6 +19,7 @@ What fails on one rank is raised on all. Nothing is kept here.
 from __future__ import annotations
 
 import logging
+import math
 import sys
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
@@ -134,11 +136,18 @@ def open_caches(
             findings[number] = replace(found, codec=codec, share=share)
             planned[number] = min(granted // codec.slot_bytes, request.length)
     parts = group.together(lambda: list(map(_parts, requests, findings, decoded)))
-    slots = group.exchange(planned)
-    rings = [
-        Ring.cut(request.length, group.shares, [slots[ranks[0]][number] for ranks in group.nodes])
-        for number, request in enumerate(requests)
+    homes = [
+        _homes(found.codec, count, granted, request.length, group)
+        for found, count, granted, request in zip(findings, planned, plan.granted, requests, strict=True)
     ]
+    slots = group.exchange([planned, homes])
+    expected, rings = (
+        [
+            Ring.cut(request.length, group.shares, [slots[ranks[0]][which][number] for ranks in group.nodes])
+            for number, request in enumerate(requests)
+        ]
+        for which in (0, 1)
+    )
     short = any(count < request.length for count, request in zip(planned, requests, strict=True))
     if group.is_leader and short:  # files, or packed images, may fit where decoded ones do not
         for warning in plan.warnings:
@@ -149,8 +158,6 @@ def open_caches(
         for number, (request, found, ring) in enumerate(zip(requests, findings, rings, strict=True)):
             cache, budget, arc = joined.pop(number, None), budgets[request.pot], ring.arcs[group.node]
             granted = plan.granted[number]
-            if isinstance(found.codec, RecordCodec) and len(group.nodes) == 1 and arc.slots:
-                arc = replace(arc, slots=slots_for(granted, found.codec, request.length))
             made.append(Segments.make(request, found.codec, arc, group, kind, cache, budget, granted))
         for segments, nbytes in zip(made, plan.keep_free, strict=True):
             if segments.cache is not None:
@@ -175,6 +182,7 @@ def open_caches(
     if named:
         arcs = group.exchange([None if made.cache is None else made.cache.handle.arc for made in segments])
         rings = rings_as_they_are(rings, [arcs[ranks[0]] for ranks in group.nodes])
+        expected = [ring if request.name else e for ring, request, e in zip(rings, requests, expected, strict=True)]
     return [
         OpenCache(
             replace(request, reader=None),
@@ -186,9 +194,10 @@ def open_caches(
             group,
             made.bytes_of(granted),
             off=budgets[request.pot].off,
+            expected_ring=likely,
         )
-        for (source, tail), made, ring, granted, request in zip(
-            parts, segments, rings, plan.granted, requests, strict=True
+        for (source, tail), made, ring, likely, granted, request in zip(
+            parts, segments, rings, expected, plan.granted, requests, strict=True
         )
     ]
 
@@ -201,6 +210,19 @@ def _parts(
         has_places = bool if decoded is None else decoded.is_alike
         return taken_apart(request.source, found.cut, found.share, has_places)
     return (request.source, None) if found.cut is None else found.cut.apply(request.source)
+
+
+def _homes(codec: SampleCodec | None, expected: int, granted: int, length: int, group: NodeGroup) -> int:
+    """How many indices get a slot on this node.
+
+    Of records, all that the node trains on, where its memory is for fewer: who comes first finds room, and a mean that
+    was misjudged costs nothing. Beyond its share an index has several homes, and may be stored twice: there it is as
+    many as are expected to find room.
+    """
+    if not isinstance(codec, RecordCodec) or not expected:
+        return expected
+    share = math.ceil(group.shares[group.node] * length)
+    return min(max(expected, share), max(slots_for(granted, codec, length), expected), length)
 
 
 def _look(request: CacheRequest, budget: Budget, same: bool) -> Finding:

@@ -39,6 +39,7 @@ class OpenCache:
         budget_bytes: memory that was granted on this node.
         off: whether nothing was to be cached: its budget is 0.
         borrowed: whether this is a copy's use of the memory, which only the dataset that was copied gives up.
+        expected_ring: the arcs, with as many slots as are expected to find room, which of records may be fewer.
     """
 
     request: CacheRequest
@@ -51,6 +52,7 @@ class OpenCache:
     budget_bytes: int = 0
     off: bool = False
     borrowed: bool = False
+    expected_ring: Ring | None = None
 
     @classmethod
     def without(cls, request: CacheRequest, group: NodeGroup | None = None) -> OpenCache:
@@ -64,7 +66,9 @@ class OpenCache:
 
     def given_up(self) -> OpenCache:
         """The counters alone, around the request's source, whose samples are loaded every time from now on."""
-        return replace(self, source=self.request.source, tail=None, cache=None, ring=None, budget_bytes=0)
+        return replace(
+            self, source=self.request.source, tail=None, cache=None, ring=None, expected_ring=None, budget_bytes=0
+        )
 
     def with_tail(self, sample: Any) -> Any:
         """A sample of the source, or an `Odd`, with the tail applied."""
@@ -80,10 +84,10 @@ class OpenCache:
 
     @property
     def known_ring(self) -> Ring | None:
-        """The ring, with as many slots as will find room: of records that is known better from one to the next."""
+        """The ring with as many slots as will find room: on one node that is known better from one to the next."""
         cache, ring = self.live_cache, self.ring
-        if cache is None or ring is None or len(ring.arcs) > 1 or cache.capacity == ring.arcs[0].slots:
-            return ring
+        if cache is None or ring is None or len(ring.arcs) > 1:
+            return self.expected_ring or ring
         return Ring((replace(ring.arcs[0], slots=cache.capacity),))
 
     def count(self, **counts: int) -> None:

@@ -27,7 +27,7 @@ from torch.utils.data import (
 )
 
 from lightning_stocache.insight.theory import expected_hit_rate, expected_with_replacement, moved_share
-from lightning_stocache.loading.dataset import CachedDataset
+from lightning_stocache.loading.dataset import CachedDataset, cached_source
 from lightning_stocache.loading.stand_in import cached_in
 from lightning_stocache.sampling.locality_sampler import LocalitySampler, Mode
 from lightning_stocache.training.loaders import cached_datasets, loaders_in
@@ -72,7 +72,7 @@ class Expectation:
         Args:
             metrics: of this epoch.
         """
-        ring, group = self._dataset.ring, self._dataset.group
+        ring, group = cached_source(self._dataset).opened.known_ring, self._dataset.group
         before, served = self._served[:], int(sum(metrics[name] for name in ("hits", "misses", "bypasses")))
         self._served.append(served)
         if ring is None or self._order == "unknown" or len(self._dataset) != ring.arcs[0].size:
@@ -90,7 +90,7 @@ class Expectation:
 
     def complaint(self, metrics: Mapping[str, float]) -> str | None:
         """What is wrong, in words, if the hit rate is well below the predicted one."""
-        ring, measured = self._dataset.ring, metrics["hit_rate"]
+        ring, measured = cached_source(self._dataset).opened.known_ring, metrics["hit_rate"]
         expected = metrics.get("hit_rate_expected")
         overlapping = ring is not None and sum(arc.slots for arc in ring.arcs) > ring.arcs[0].size
         several = len(self._dataset.group.nodes) > 1

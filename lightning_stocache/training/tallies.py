@@ -30,7 +30,7 @@ from weakref import WeakKeyDictionary
 from lightning_stocache.cache.counters import Counters, Counts
 from lightning_stocache.insight.metrics import Tally
 from lightning_stocache.insight.stall import Seconds
-from lightning_stocache.loading.dataset import CachedDataset
+from lightning_stocache.loading.dataset import CachedDataset, cached_source
 from lightning_stocache.node.post import Posted
 
 __all__ = ["Tallies", "coverage", "end_call"]
@@ -157,6 +157,6 @@ def _joined(tallies: Sequence[Tally], seconds: Seconds | None) -> Tally | None:
 
 def coverage(datasets: Sequence[CachedDataset]) -> float:
     """Share of the indices of all these datasets, as long as they are now, that have a slot on some node."""
-    rings = [(len(dataset), dataset.ring) for dataset in datasets if dataset.ring is not None]
-    covered = sum(min(length, ring.arcs[0].size) * ring.coverage for length, ring in rings)
+    rings = [(len(dataset), cached_source(dataset).opened.known_ring) for dataset in datasets]
+    covered = sum(min(length, ring.arcs[0].size) * ring.coverage for length, ring in rings if ring is not None)
     return covered / max(sum(map(len, datasets)), 1)

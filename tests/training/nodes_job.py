@@ -1,9 +1,10 @@
 """A training job on two nodes of two ranks, as a user's script: `nodes_job FOLDER CASE EPOCHS`.
 
-Each rank leaves its metrics of every epoch in `rank<k>.json`, or its error in `rank<k>.error`. CASE is a
-way of sampling with half of the dataset per node (locality, global), `whole` (a cache of everything on each node), or
-a piece of bad luck: `full` (no memory on the second node), `dies` (the last rank is killed in `setup`), `wrapped` (a
-sampler that Lightning would wrap).
+Each rank leaves its metrics of every epoch in `rank<k>.json`, or its error in `rank<k>.error`. CASE is a way of
+sampling with half of the dataset per node (locality, global), `whole` (a cache of everything on each node), `records`
+(samples of which those at set-up are ten times as large as the others, and a tenth of them per node), or a piece of bad
+luck: `full` (no memory on the second node), `dies` (the last rank is killed in `setup`), `wrapped` (a sampler that
+Lightning would wrap).
 """
 
 from __future__ import annotations
@@ -21,7 +22,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 from lightning.pytorch import Callback
-from torch.utils.data import Sampler
+from torch.utils.data import Sampler, default_collate
 
 from lightning_stocache.node.segment import Segment
 from lightning_stocache.training.datamodule import StocacheDataModule
@@ -62,6 +63,18 @@ class EveryOther(Sampler[int]):
         return SAMPLES // self.num_replicas
 
 
+class Misjudged(CountedSource):
+    """Samples with a text, which is long in every sample that may be looked at before training."""
+
+    def __getitem__(self, index: int) -> Any:
+        looked_at = any(index == k * (SAMPLES - 1) // (count - 1) for count in (4, 30) for k in range(count))
+        return *super().__getitem__(index), "a" * (4000 if looked_at else 100)
+
+
+def without_text(samples: list[Any]) -> Any:
+    return default_collate([sample[:2] for sample in samples])
+
+
 def full(*_: Any) -> Segment:
     raise OSError(errno.ENOSPC, "No space left on device")
 
@@ -75,14 +88,16 @@ def main(folder: Path, case: str, epochs: int) -> None:
             os.kill(os.getpid(), signal.SIGKILL)
         if case == "full" and dist.get_rank() == 2:
             Segment.create = full  # type: ignore[method-assign,assignment]
-        return CountedSource(SAMPLES, (8,), folder / "train.loads")
+        return (Misjudged if case == "records" else CountedSource)(SAMPLES, (8,), folder / "train.loads")
 
     options: dict[str, Any] = {"sampler": EveryOther()} if case == "wrapped" else {}
+    if case == "records":
+        options = {"collate_fn": without_text}
     dm = StocacheDataModule(
         train,
         batch_size=BATCH,
         loader=options,
-        budget="auto" if case == "whole" else "50%",
+        budget={"whole": "auto", "records": "10%"}.get(case, "50%"),
         sampling="global" if case in ("global", "whole") else "locality",
     )
     trainer = make_trainer(

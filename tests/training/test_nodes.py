@@ -115,6 +115,21 @@ def test_the_memory_of_two_nodes_adds_up(tmp_path, launcher):
     assert loads - second_reads <= (1 + 4 * moved) * SAMPLES
 
 
+def test_records_find_room_whatever_was_expected(tmp_path):
+    """The samples that were looked at are ten times as large as the others: each node holds all that it trains on."""
+    assert run_nodes(tmp_path, "torchrun", "records", 3) == [0, 0], said(tmp_path)
+    ranks = [json.loads((tmp_path / f"rank{rank}.json").read_text()) for rank in range(4)]
+    assert ranks[0] == ranks[1] == ranks[2] == ranks[3]
+    half = SAMPLES // 2
+    moved = moved_share(Ring.cut(SAMPLES, (0.5, 0.5), (half, half)), NODES, BATCH)
+    rates = [epoch["stocache/hit_rate"] for epoch in ranks[0]]
+    assert rates[1] >= 1 - 2.2 * moved
+    assert rates[2] >= 1 - 1.2 * moved
+    assert ranks[0][0]["stocache/coverage"] < 0.3
+    logs = "".join(log.read_text() for log in tmp_path.glob("*.log"))
+    assert "hit rate of this epoch is" not in logs
+
+
 @pytest.mark.parametrize("case", ["full", "dies", "wrapped"])
 def test_bad_luck_on_one_node_ends_all(tmp_path, case):
     """No memory on one node, a rank that dies in setup, a sampler that would be halved: all ranks hear of it and end;
