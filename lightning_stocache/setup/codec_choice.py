@@ -14,7 +14,7 @@ import torch
 
 from lightning_stocache.cache.codec import SampleCodec
 from lightning_stocache.cache.field import UnsupportedSampleError, named
-from lightning_stocache.cache.pickling import is_image, is_opened
+from lightning_stocache.cache.pickling import is_opened
 from lightning_stocache.cache.records import RecordCodec, Required
 from lightning_stocache.cache.spec import SampleMismatchError, SampleSpec
 from lightning_stocache.setup.request import Layout
@@ -134,7 +134,7 @@ def _lost(node: Any, again: Any, deep: int) -> str | None:
     found = getattr(again, "__dict__", {})
     for name, value in names.items():
         if name not in found:
-            if is_image(type(node)) and name[0] == "_":
+            if name[0] == "_":  # what a library keeps for itself
                 continue
             return f".{name}"
         if (lost := _lost(value, found[name], deep - 1)) is not None:
