@@ -39,7 +39,7 @@ __all__ = [
 
 
 def leaves_in(loaders: Any) -> Iterator[Any]:
-    """What Lightning iterates over in what a user gave the Trainer, be it a DataLoader or not."""
+    """What Lightning iterates over in what a user gave the Trainer, DataLoader or not; of a wrapper, what it reads."""
     if hasattr(loaders, "iterables"):  # CombinedLoader, of lightning.pytorch or of pytorch_lightning
         yield from leaves_in(loaders.iterables)
     elif isinstance(loaders, MutableMapping):
@@ -49,7 +49,8 @@ def leaves_in(loaders: Any) -> Iterator[Any]:
         for inner in loaders:
             yield from leaves_in(inner)
     else:
-        yield loaders
+        inner = _wrapped(loaders)
+        yield loaders if inner is None else inner
 
 
 def loaders_in(loaders: Any) -> Iterator[DataLoader[Any]]:
@@ -61,6 +62,10 @@ def rewrap(loaders: Any, wrap: Callable[[DataLoader[Any]], DataLoader[Any]]) -> 
     """The nesting of loaders as it is, with every DataLoader replaced by `wrap(loader)`."""
     if isinstance(loaders, DataLoader):
         return wrap(loaders)
+    if (inner := _wrapped(loaders)) is not None:
+        renewed = copy.copy(loaders)
+        renewed.loader = wrap(inner)
+        return renewed
     if hasattr(loaders, "iterables"):
         renewed = copy.copy(loaders)
         renewed.flattened = [rewrap(inner, wrap) for inner in loaders.flattened]
@@ -74,6 +79,14 @@ def rewrap(loaders: Any, wrap: Callable[[DataLoader[Any]], DataLoader[Any]]) -> 
     if isinstance(loaders, list | tuple):
         return type(loaders)([rewrap(inner, wrap) for inner in loaders])
     return loaders
+
+
+def _wrapped(leaf: Any) -> DataLoader[Any] | None:
+    """The DataLoader that timm's PrefetchLoader reads, which normalises its batches on the device."""
+    kind = type(leaf)
+    if (kind.__module__, kind.__name__) != ("timm.data.loader", "PrefetchLoader"):
+        return None
+    return leaf.loader if isinstance(leaf.loader, DataLoader) else None
 
 
 def cached_datasets(loaders: Any) -> list[CachedDataset]:

@@ -55,7 +55,7 @@ TABLE: dict[str, dict[str, Outcome]] = {
     "timm": {
         "train": CACHED,
         "eval_": CACHED,
-        "loader_that_prefetches": PASSES,
+        "loader_that_prefetches": CACHED,
         "loader_without_prefetching": CACHED,
         "mixup_in_collate": CACHED,
     },
