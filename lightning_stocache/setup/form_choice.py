@@ -151,8 +151,6 @@ def _measured(
         contents.append(content)
         reads.append(read - begin)
         decodes.append(max(time.perf_counter() - again - (again - read), 0.0))
-    codec, read_count = (
-        replace(RecordCodec.infer(contents), form="encoded"),
-        3 * len(fresh) + 2 * len(indices[:_PROVEN]),
-    )
-    return EncodedForm(codec, statistics.median(reads), statistics.median(decodes), read_count)
+    codec = replace(RecordCodec.infer(contents), form="encoded")
+    count = 3 * len(fresh) + 2 * len(indices[:_PROVEN])
+    return EncodedForm(codec, statistics.median(reads), statistics.median(decodes), count)

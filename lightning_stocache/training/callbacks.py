@@ -45,7 +45,7 @@ class FillProgress(Callback):
 
     def on_train_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
         """Begin with the fill that the call begins with: a cache that was kept is full already."""
-        self._full = _filled(running_datasets(trainer, "train"))[0] >= 1
+        self._full = _is_full(running_datasets(trainer, "train"))
         self._stall.take()
         listen(trainer, self._stall)
 
@@ -75,7 +75,7 @@ class FillProgress(Callback):
             return
         if not trainer.barebones:
             pl_module.log("cache", fill, prog_bar=True, logger=False, on_epoch=True, rank_zero_only=True, batch_size=1)
-        if fill < 1:
+        if not _is_full(datasets):
             return
         self._full = True
         counts = sum((dataset.counters.totals() for dataset in datasets if dataset.counters is not None), Counts())
@@ -134,23 +134,7 @@ class StochasticCache(CacheMonitor):
         prefill: bool = False,
     ) -> None:
         super().__init__()
-        self.caches = CallCaches(
-            CacheOptions(
-                budget,
-                stage_budgets,
-                allow_random,
-                backend,
-                on_error,
-                keep_cache,
-                sampling,
-                name,
-                fingerprint,
-                strict,
-                layout,
-                store,
-                prefill,
-            )
-        )
+        self.caches = CallCaches(CacheOptions.among(locals()))
         self._monitors = True
 
     @property
@@ -210,3 +194,9 @@ def _filled(datasets: list[CachedDataset]) -> tuple[float, int, int]:
     slots = sum(map(len, caches))
     fill = sum(cache.fill_fraction * len(cache) for cache in caches) / max(slots, 1)
     return fill, sum(cache.filled for cache in caches), slots
+
+
+def _is_full(datasets: list[CachedDataset]) -> bool:
+    """Whether there is no room left for a sample; of records, which differ in size, for one of the usual size."""
+    caches = [dataset.cache for dataset in datasets if dataset.cache is not None]
+    return any(map(len, caches)) and all(cache.filled >= cache.capacity for cache in caches)

@@ -118,23 +118,7 @@ class StocacheDataModule(LightningDataModule):
         self.eval_transform = transform if isinstance(eval_transform, str) else eval_transform
         self.eval_batch_transform = batch_transform if isinstance(eval_batch_transform, str) else eval_batch_transform
         self.prepare = prepare
-        self.caches = CallCaches(
-            CacheOptions(
-                budget,
-                stage_budgets,
-                allow_random,
-                backend,
-                on_error,
-                keep_cache,
-                sampling,
-                name,
-                fingerprint,
-                strict,
-                layout,
-                store,
-                prefill,
-            )
-        )
+        self.caches = CallCaches(CacheOptions.among(locals()))
         self._resume: Position | None = None
         self._datasets: dict[str, list[Dataset[Any]]] = {}
         for hook in (f"{stage}_dataloader" for stage in STAGES if getattr(self, stage) is None):

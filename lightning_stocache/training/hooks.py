@@ -84,21 +84,7 @@ def cache_datamodule(  # noqa: D417  the options are described in one place
         raise TypeError(f"datamodule must be a LightningDataModule, got {type(datamodule).__name__}")
     if isinstance(getattr(datamodule, "caches", None), CallCaches):
         raise TypeError(f"datamodule must not be cached yet, got a {type(datamodule).__name__} that is")
-    options = CacheOptions(
-        budget,
-        stage_budgets,
-        allow_random,
-        backend,
-        on_error,
-        keep_cache,
-        sampling,
-        name,
-        fingerprint,
-        strict,
-        layout,
-        store,
-        prefill,
-    )
+    options = CacheOptions.among(locals())
     caches = CallCaches(options)
     datamodule.caches = caches  # type: ignore[attr-defined]
     CachedHooks(datamodule, caches).install()

@@ -46,8 +46,8 @@ class CacheMonitor(Callback):
 
     - `hit_rate`: hits over samples served. Served means handed out by the cache layer, consumed or not: workers run
       ahead by `num_workers * prefetch_factor` batches.
-    - `fill_fraction`: share of the slots that are ready; `coverage`: share of the indices that have a slot on some
-      node.
+    - `fill_fraction`: share of the slots that are ready; of records, which differ in size, of the bytes granted.
+    - `coverage`: share of the indices that have a slot, and are expected to find room in it, on some node.
     - `hits`, `misses`, `bypasses`, `fills`: samples in this epoch, over all ranks.
     - `bytes_from_cache`, `bytes_from_source`: bytes in this epoch; the latter is left out without a cache, because
       nobody knows then what a sample takes.

@@ -12,7 +12,7 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, fields
 from inspect import cleandoc
 from textwrap import fill
-from typing import TYPE_CHECKING, Any, TypeAlias, TypeVar, get_args
+from typing import TYPE_CHECKING, Any, Self, TypeAlias, TypeVar, get_args
 
 from torch.utils.data import Dataset, IterableDataset
 
@@ -92,6 +92,11 @@ class CacheOptions:
             check_name(self.name)
         budgets = {stage: Budget.parse(budget) for stage, budget in given.items()}
         object.__setattr__(self, "budgets", budgets | {"": Budget.parse(self.budget)})
+
+    @classmethod
+    def among(cls, arguments: Mapping[str, Any]) -> Self:
+        """The options that are among the arguments of a door, which may have others."""
+        return cls(**{option.name: arguments[option.name] for option in fields(cls) if option.init})
 
     def pot(self, stage: str) -> str:
         """The pot that a stage's datasets draw on."""

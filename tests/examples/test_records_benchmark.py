@@ -2,19 +2,14 @@
 
 from __future__ import annotations
 
-import contextlib
 import importlib.util
-import io
 import json
 import os
-import runpy
 import subprocess
 import sys
 from pathlib import Path
 
 import pytest
-
-from tests.processes import call
 
 pytestmark = pytest.mark.processes
 
@@ -38,22 +33,6 @@ def tables(tmp_path: Path, part: str, *arguments: str) -> dict[str, list[str]]:
     assert written["machine"]["cores"] >= 1
     assert len(written[part]["runs"]) == len(written["tables"][0]["rows"])
     return {", ".join(row[:2]) if part != "imagenet" else row[0]: row for row in written["tables"][0]["rows"]}
-
-
-def help_of(path: str) -> str:
-    sys.argv, sys.path = [path, "--help"], [str(BENCHMARKS), *sys.path]
-    with io.StringIO() as said, contextlib.redirect_stdout(said):
-        with pytest.raises(SystemExit, match="0"):
-            runpy.run_path(path, run_name="__main__")
-        return said.getvalue()
-
-
-@pytest.mark.slow
-def test_it_explains_itself():
-    """--help says how to start it, how to read it, and when there is no gain."""
-    text = call(help_of, str(BENCHMARKS / "records.py"))
-    assert "python examples/benchmarks/records.py" in text
-    assert "no gain" in text
 
 
 @pytest.mark.slow

@@ -66,6 +66,14 @@ def test_one_line_when_full(tmp_path, caplog):
     assert "will not be repeated" in line
 
 
+def test_one_line_when_no_record_finds_room_any_more(tmp_path, caplog):
+    """Of records a rest of the bytes is left over, into which none fits."""
+    dm = StocacheDataModule(source(tmp_path, samples=400), batch_size=4, budget="50%", layout="records")
+    make_trainer(tmp_path, [FillProgress()], epochs=2).fit(Model(), dm)
+    [line] = full_lines(caplog)
+    assert 190 <= int(re.search(r"full: (\d+) of 400 samples", line)[1]) <= 210
+
+
 def test_the_seconds_are_those_of_the_clock(tmp_path, caplog):
     """What eight workers load beside each other is told as the time that training waited, not as the sum over them."""
 
