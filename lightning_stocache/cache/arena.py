@@ -74,6 +74,12 @@ class Arena:
         left = sum(max(end - cursor, 0) for cursor, end in zip(self._numbers[1::2], self._numbers[2::2], strict=True))
         return max(self._numbers[0] - self._begin - left, 0)
 
+    def mend(self, free: int) -> None:
+        """Have memory taken from `free` on, and none that a lane had left. Nobody else may use the arena meanwhile."""
+        for number in range(1, len(self._numbers)):
+            self._numbers[number] = 0
+        self._numbers[0] = free
+
     @property
     def room(self) -> int:
         """Bytes of the largest record for which there is room, its alignment apart."""

@@ -6,6 +6,9 @@ Who does not get the claim serves its sample unstored; a writer that is killed l
 READY is set after the bytes are there and is never taken back, but by `clear` and an explicit overwrite; then readers
 are the caller's business. Where memory runs short (`shortage`), or the kernel has none left, the slot stays EMPTY, with
 one warning per node.
+
+To a disk a thread stores (`write_behind`), which then has the claim; the sample has a checksum (`proof`), stored before
+the slot is READY. What the disk refuses is no error of the training: the slot stays EMPTY.
 """
 
 from __future__ import annotations
@@ -20,8 +23,11 @@ import torch
 
 from lightning_stocache.cache.claims import Claims
 from lightning_stocache.cache.placement import NO_SLOT
+from lightning_stocache.cache.proof import Proof
 from lightning_stocache.cache.shortage import Shortage
 from lightning_stocache.cache.slots import EMPTY, READY
+from lightning_stocache.cache.turns import Turns
+from lightning_stocache.cache.write_behind import WriteBehind
 from lightning_stocache.node.fence import fence
 from lightning_stocache.node.files import memory_directory
 from lightning_stocache.node.segment import Segment
@@ -56,12 +62,20 @@ class Filling:
         segment: where the locks are.
         slots: where the samples go.
         claims: of the segment's locks.
+        turns: at loading what goes into them; who has one has the claim already.
+        proof: of a store on a disk.
     """
 
-    def __init__(self, segment: Segment, slots: Slots, claims: Claims) -> None:
-        self._segment, self._slots, self._claims = segment, slots, claims
+    def __init__(
+        self, segment: Segment, slots: Slots, claims: Claims, turns: Turns, proof: Proof | None = None
+    ) -> None:
+        self._segment, self._slots, self._claims, self._proof = segment, slots, claims, proof
+        self._turns = turns
+        self._behind = None if proof is None else WriteBehind(self._publish_later)
         self.shortage = Shortage(segment)
         self._retry_at = 0.0
+        self._lost = 0  # samples that the thread could not store, and of which it was said that they are
+        self._lost_told = 0
 
     def fill(self, slots: Iterable[int], samples: Sequence[Sequence[memoryview]]) -> Iterator[bool | None]:
         """Store samples, each if its slot is empty and nobody else is filling it, as the iterator comes to them.
@@ -74,22 +88,32 @@ class Filling:
         Yields:
             Whether this call has stored the sample; None where it has no slot, or there is no room for it in any.
         """
-        states, claims, may_store = self._slots.state_bytes, self._claims, None
+        states, claims, behind, may_store = self._slots.state_bytes, self._claims, self._behind, None
+        has_claim = self._turns.ends
+        if self._proof is not None and not self._proof.is_whole:
+            may_store = False
         for slot, contents in zip(slots, samples, strict=True):
             if slot == NO_SLOT:
                 yield None
                 continue
             stored: bool | None = False
-            if states[slot] != READY and claims.take(slot):
+            if (may_store is not False and states[slot] != READY and claims.take(slot)) or has_claim(slot):
+                handed_over = False
                 try:
-                    if states[slot] != READY:
+                    if may_store is not False and states[slot] != READY:
                         if may_store is None:
                             may_store = self._has_memory(sum(map(self._slots.size, samples)))
-                        if may_store:
+                        if may_store and behind is None:
                             stored = self._publish(slot, contents)
                             may_store = stored is not False
+                        elif may_store and behind is not None:
+                            stored = handed_over = behind.put(slot, contents)
                 finally:
-                    claims.give_up(slot)
+                    if not handed_over:
+                        claims.give_up(slot)
+            if stored and self._lost > self._lost_told:
+                self._lost_told += 1  # another one before it is not stored, of which it was said: the sum is right
+                stored = False
             yield stored
 
     def put(self, slot: int, contents: Sequence[memoryview], *, overwrite: bool, same: Callable[[], bool]) -> bool:
@@ -125,32 +149,59 @@ class Filling:
             self._stop(short)
         return short is None
 
+    def wait_for(self, slots: Sequence[int]) -> bool:
+        """Wait for what this process has handed to its thread, if that is for one of these slots; whether it was."""
+        return self._behind is not None and self._behind.wait_for(slots)
+
+    def flush(self) -> None:
+        """Wait until what was handed to a thread is stored, but not for long."""
+        if self._behind is not None:
+            self._behind.flush()
+
     def _publish(self, slot: int, contents: Sequence[memoryview]) -> bool | None:
         """Store a sample into a slot that is claimed, and have it read; False without memory, None without room."""
         try:
             return self._store(slot, contents) or None
         except OSError as error:
-            if error.errno != errno.ENOSPC:
+            if self._proof is not None:
+                self._stop(f"the disk refuses them ({error.strerror})")
+            elif error.errno != errno.ENOSPC:
                 raise
-            self._stop(f"no space left in {memory_directory()}; enlarge it (Docker: --shm-size)")
+            else:
+                self._stop(f"no space left in {memory_directory()}; enlarge it (Docker: --shm-size)")
             return False
+
+    def _publish_later(self, slot: int, contents: Sequence[memoryview]) -> None:
+        """Store a sample, on the thread, which has the claim on its slot."""
+        try:
+            self._lost += not self._publish(slot, contents)
+        except ValueError:  # the store was closed meanwhile
+            log.debug("a sample was not stored: its store is closed")
+        finally:
+            self._claims.give_up(slot)
 
     def _stop(self, short: str) -> None:
         """Store nothing for a while, and say why, once on the node."""
         # The lock behind those of the slots is kept until this process ends: one warning per node.
         if not self._retry_at and self._segment.lock(self._slots.count):
+            more = "the job more memory" if self._proof is None else "the disk more room"
             log.warning(
-                "the cache stops at %s of %s samples: %s.\nThe others are loaded every time. Give "
-                "the job more memory, or lower the budget to have no such warning",
+                "the cache stops at %s of %s samples: %s.\nThe others are loaded every time. Give %s, or lower the "
+                "budget to have no such warning",
                 f"{int(self._slots.states.count_nonzero()):,}",
                 f"{self._slots.count:,}",
                 short,
+                more,
             )
         self._retry_at = time.monotonic() + _RETRY_SECONDS
 
     def _store(self, slot: int, contents: Sequence[memoryview]) -> bool:
         if not self._slots.store(slot, contents):
             return False
+        if self._proof is not None:
+            self._proof.seal(slot, contents)
         fence()
         self._slots.state_bytes[slot] = READY
+        if self._proof is not None:
+            self._proof.trust(slot)
         return True

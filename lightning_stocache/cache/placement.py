@@ -71,6 +71,10 @@ class Arc:
         slot = (index * self.step - self.start) % self.size
         return slot if slot < self.slots else NO_SLOT
 
+    def slot_within(self, index: int) -> int:
+        """The slot of any index, counted from the end if it is negative; NO_SLOT outside of the dataset."""
+        return self.slot(index) if -self.size <= index < self.size else NO_SLOT
+
     def slots_of(self, indices: npt.NDArray[np.integer[Any]]) -> Integers:
         """The slots of many indices, int64 of the same shape, NO_SLOT where there is none."""
         slots = (indices.astype(np.int64, copy=False) * self.step - self.start) % self.size

@@ -4,6 +4,9 @@ Layout of the memory: `count` state bytes, then for each slot a word of the dire
 48 bits, and a check of the slot and of that, 16 bits), the numbers of the arena, and the arena. All but the arena is
 reserved when the store is made.
 
+On a disk, a crash may leave the numbers of the arena as they were before some of the words: `mend` takes care that no
+record that a word leads to is overwritten.
+
 A word is believed only if its check is right, the record's head lies in the arena and names the same slot, and its end
 lies there, too: whatever overwrites the directory, nobody is served another sample.
 """
@@ -11,6 +14,7 @@ lies there, too: whatever overwrites the directory, nobody is served another sam
 from __future__ import annotations
 
 from collections.abc import Sequence
+from typing import cast
 
 import numpy as np
 import numpy.typing as npt
@@ -21,7 +25,8 @@ from lightning_stocache.cache.claims import Claims
 from lightning_stocache.cache.codec import aligned
 from lightning_stocache.cache.placement import Integers
 from lightning_stocache.cache.records import HEAD
-from lightning_stocache.cache.slots import READY
+from lightning_stocache.cache.slots import EMPTY, READY
+from lightning_stocache.node.disk import DiskSegment
 from lightning_stocache.node.fence import fence
 from lightning_stocache.node.segment import Segment
 
@@ -41,10 +46,12 @@ class RecordSlots:
         segment: where they lie; longer than `bytes_for(count)`.
         count: number of slots.
         claims: of the segment's locks; bytes from `count + 1` on are the arena's.
+        end: where the arena ends; by default with the segment.
     """
 
-    def __init__(self, segment: Segment, count: int, claims: Claims) -> None:
+    def __init__(self, segment: Segment, count: int, claims: Claims, end: int | None = None) -> None:
         self.count = count
+        self.end = end = segment.size if end is None else end
         self._segment = segment
         directory, ledger, begin = _starts(count)
         self.states = segment.bytes(0, count)
@@ -52,11 +59,11 @@ class RecordSlots:
         self._ready = self.states.numpy()
         self._words = segment.memory(directory, count * _WORD).cast("Q")
         self._directory = np.frombuffer(self._words, dtype=np.uint64) if count else np.empty(0, dtype=np.uint64)
-        self.arena = Arena(segment, ledger, begin, segment.size, claims, count + 1)
-        self._begin, self._end = begin, segment.size
-        self._memory = segment.memory(0, segment.size)
+        self.arena = Arena(segment, ledger, begin, end, claims, count + 1)
+        self._begin, self._end = begin, end
+        self._memory = segment.memory(0, end)
         # Heads lie at multiples of 8: as words, the first holds the slot and the second the bytes of the record.
-        self._all_words = np.frombuffer(self._memory[: segment.size // _WORD * _WORD], dtype=np.uint64)
+        self._all_words = np.frombuffer(self._memory[: end // _WORD * _WORD], dtype=np.uint64)
 
     slot_bytes = 1 + _WORD
     """Bytes that a slot takes besides its record."""
@@ -90,11 +97,7 @@ class RecordSlots:
 
     def is_sound(self, slot: int) -> bool:
         """Whether a READY slot has a record that can be believed."""
-        word = self._words[slot]
-        offset = word & _OFFSET
-        if word >> _OFFSET_BITS != _check(slot, offset) or offset % _SMALL:
-            return False
-        if not self._begin <= offset <= self._end - HEAD.size:
+        if (offset := self._offset(slot, self._words[slot])) is None:
             return False
         owner, _, nbytes, _ = HEAD.unpack_from(self._memory, offset)
         return bool(owner == slot & 0xFFFFFFFF and nbytes <= self._end - offset)
@@ -136,6 +139,50 @@ class RecordSlots:
             return False
         self._words[slot] = offset | (_check(slot, offset) << _OFFSET_BITS)
         return True
+
+    def fetch(self, slot: int) -> list[bytes] | None:
+        """Read the record of a slot through the file of a store on a disk; None if its word leads to none.
+
+        Raises:
+            OSError: it cannot be read (EIO).
+        """
+        segment, word = cast(DiskSegment, self._segment), self._words[slot]
+        if (offset := self._offset(slot, word)) is None:
+            return None
+        head = segment.fetch(offset, HEAD.size)
+        owner, _, nbytes, _ = HEAD.unpack(head)
+        if owner != slot & 0xFFFFFFFF or not HEAD.size <= nbytes <= self._end - offset:
+            return None
+        return [head, segment.fetch(offset + HEAD.size, nbytes - HEAD.size)]
+
+    def mend(self) -> None:
+        """Have new records lie behind all that a word leads to; no other process has the store open.
+
+        Records do not overlap, so the last one says where free memory begins. One that cannot be read is given up.
+        """
+        free, slots = self._begin, np.flatnonzero(self._directory)
+        offsets = (self._directory[slots] & _OFFSET).astype(np.int64)
+        for number in np.argsort(offsets)[::-1].tolist():
+            slot = int(slots[number])
+            if (record := self._fetched(slot)) is not None:
+                free = int(offsets[number]) + sum(map(len, record))
+                break
+            self.state_bytes[slot] = EMPTY
+            self._words[slot] = 0
+        self.arena.mend(free)
+
+    def _fetched(self, slot: int) -> list[bytes] | None:
+        try:
+            return self.fetch(slot)
+        except OSError:
+            return None
+
+    def _offset(self, slot: int, word: int) -> int | None:
+        """Where the word of a slot leads; None if it cannot be believed."""
+        offset = word & _OFFSET
+        if word >> _OFFSET_BITS != _check(slot, offset) or offset % _SMALL:
+            return None
+        return offset if self._begin <= offset <= self._end - HEAD.size else None
 
     def close(self) -> None:
         """Drop all views, without which the segment cannot be unmapped."""

@@ -13,7 +13,7 @@ from lightning_stocache.cache.claims import Claims
 from lightning_stocache.cache.codec import Lend
 from lightning_stocache.cache.placement import NO_SLOT, Integers
 from lightning_stocache.cache.record_slots import RecordSlots
-from lightning_stocache.cache.records import RecordCodec
+from lightning_stocache.cache.records import HEAD, RecordCodec
 from lightning_stocache.cache.segment_store import SegmentStore
 from lightning_stocache.cache.store import UNREADABLE
 from lightning_stocache.node.files import HEADER_BYTES
@@ -53,6 +53,12 @@ class RecordStore(SegmentStore[RecordCodec]):
             return (codec.decode(record, lend) for record in records)
         return (_admitted(codec, record, lend) for record in records)
 
+    def contents(self, place: int) -> list[memoryview]:
+        """A copy of the record in a READY slot; in two parts if it has buffers, which lie at multiples of 64 bytes."""
+        record = memoryview(bytearray(self.slots.record(place)))
+        buffers = HEAD.unpack_from(record)[3]
+        return [record[:64], record[64:]] if buffers else [record]
+
     def place(self, index: int) -> int:
         """Where the sample of an index can be read now, or NO_PLACE."""
         place = super().place(index)
@@ -88,10 +94,10 @@ class RecordStore(SegmentStore[RecordCodec]):
         """Number of samples for which there is room, if those to come are as large as those that have come."""
         filled, used = self.filled, self.slots.used_bytes - self.reserved_bytes(len(self))
         mean = used / filled if filled >= _KNOWN else self.codec.slot_bytes
-        return min(filled + int((self.segment.size - self.slots.used_bytes) / max(mean, 1)), len(self))
+        return min(filled + int((self.slots.end - self.slots.used_bytes) / max(mean, 1)), len(self))
 
-    @staticmethod
-    def bytes_for(codec: RecordCodec, slots: int, granted: int = 0) -> int:
+    @classmethod
+    def bytes_for(cls, codec: RecordCodec, slots: int, granted: int = 0) -> int:
         """All that is granted, but no less than so many slots take without any record."""
         return max(RecordSlots.bytes_for(slots), granted + _FIXED)
 

@@ -48,6 +48,10 @@ class RowStore(SegmentStore[SampleSpec]):
         self.gather(places, memory)
         return self.codec.split(memory, len(places))
 
+    def contents(self, place: int) -> list[memoryview]:
+        """A copy of the row of a READY slot, per field."""
+        return [part.numpy().data for part in self.slots.read(place)]
+
     def stored_bytes(self, places: Integers) -> int:
         """Bytes of the samples of so many slots."""
         return len(places) * self.codec.nbytes
@@ -61,8 +65,8 @@ class RowStore(SegmentStore[SampleSpec]):
         """Bytes that all slots take when they are filled, as budgets count: no header, no rest of whole pages."""
         return len(self) * self.codec.slot_bytes
 
-    @staticmethod
-    def bytes_for(codec: SampleSpec, slots: int, granted: int = 0) -> int:
+    @classmethod
+    def bytes_for(cls, codec: SampleSpec, slots: int, granted: int = 0) -> int:
         """Bytes of address space that so many slots take, whatever is granted."""
         return FieldSlots.bytes_for(codec.row_bytes, slots)
 

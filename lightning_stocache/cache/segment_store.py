@@ -10,18 +10,19 @@ from __future__ import annotations
 from abc import ABC, abstractmethod
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import asdict
-from typing import Any, Generic, Protocol, Self, TypeVar
+from typing import Any, Generic, Self, TypeVar
 
 import numpy as np
 import numpy.typing as npt
 
 from lightning_stocache.cache.claims import Claims
 from lightning_stocache.cache.codec import Lend, SampleCodec
-from lightning_stocache.cache.filling import Filling, Slots
+from lightning_stocache.cache.filling import Filling
 from lightning_stocache.cache.placement import NO_SLOT, Arc, Integers
 from lightning_stocache.cache.shortage import keep_free
-from lightning_stocache.cache.slots import READY
+from lightning_stocache.cache.slots import EMPTY, READY
 from lightning_stocache.cache.store import StoreHandle
+from lightning_stocache.cache.turns import Turns
 from lightning_stocache.node.fence import fence
 from lightning_stocache.node.files import HEADER_BYTES, Backend
 from lightning_stocache.node.manifest import Geometry, Manifest, read_manifest
@@ -32,24 +33,8 @@ __all__ = ["SegmentStore"]
 Codec = TypeVar("Codec", bound=SampleCodec)
 
 
-class ReadableSlots(Slots, Protocol):
-    """Slots that can be looked at and given up."""
-
-    def ready(self, slots: Integers) -> npt.NDArray[np.bool_]:
-        """Which of those slots can be read, bool of the same shape; what is no slot may be anything."""
-
-    def close(self) -> None:
-        """Drop all views."""
-
-
 class SegmentStore(ABC, Generic[Codec]):
-    """Samples in a segment.
-
-    Args:
-        segment: where they lie.
-        codec: what a sample looks like.
-        arc: which indices have a slot, and where.
-    """
+    """Samples in a segment, of a codec and of the indices of an arc."""
 
     slots: Any
 
@@ -57,16 +42,20 @@ class SegmentStore(ABC, Generic[Codec]):
         self.segment, self.codec, self.arc = segment, codec, arc
         claims = Claims(segment)
         self.slots = self._open_slots(claims)
-        self._filling = Filling(segment, self.slots, claims)
+        self.turns = Turns(segment, claims, self.slots, arc)
+        self._filling = self._open_filling(claims)
         self._given_up = False
 
     @abstractmethod
-    def _open_slots(self, claims: Claims) -> ReadableSlots:
+    def _open_slots(self, claims: Claims) -> Any:
         """The slots in the segment."""
 
-    @staticmethod
+    def _open_filling(self, claims: Claims) -> Filling:
+        return Filling(self.segment, self.slots, claims, self.turns)
+
+    @classmethod
     @abstractmethod
-    def bytes_for(codec: Any, slots: int, granted: int = 0) -> int:
+    def bytes_for(cls, codec: Any, slots: int, granted: int = 0) -> int:
         """Bytes of a segment for so many slots, where so many are granted."""
 
     @classmethod
@@ -89,7 +78,7 @@ class SegmentStore(ABC, Generic[Codec]):
         *,
         granted: int = 0,
     ) -> Self:
-        """Make an empty store for any sample and any arc of the ring.
+        """Make an empty store in memory.
 
         Args:
             codec: what a sample looks like.
@@ -107,22 +96,12 @@ class SegmentStore(ABC, Generic[Codec]):
             raise
 
     @classmethod
-    def over(cls, segment: Segment, codec: Codec, arc: Arc) -> Self:
-        """Open the store that lies in a segment of this process."""
+    def over(cls, segment: Segment, codec: Codec, arc: Arc, *more: Segment) -> Self:
+        """Open the store that lies in a segment, or several, of this process."""
         store = cls.__new__(cls)
-        SegmentStore.__init__(store, segment, codec, arc)
+        start: Any = SegmentStore.__init__ if not more else cls.__init__  # that of `compat` is its users'
+        start(store, segment, codec, arc, *more)
         return store
-
-    @classmethod
-    def attach(cls, handle: StoreHandle) -> Self:
-        """Open a store that another process has open.
-
-        Raises:
-            OSError: its segment cannot be reached from here.
-        """
-        known = Segment.opened(handle.segment.token)  # another dataset of this process has the same name
-        segment = Segment.attach(handle.segment) if known is None else known.hold()
-        return cls.over(segment, handle.codec, handle.arc)  # type: ignore[arg-type]
 
     @classmethod
     def found(cls, segment: Segment, codec: Codec, geometry: Geometry, length: int) -> Self:
@@ -140,6 +119,10 @@ class SegmentStore(ABC, Generic[Codec]):
             )
         # Also by who joins: the maker may have been killed before it came to this.
         segment.reserve(0, cls.reserved_bytes(arc.slots))
+        return cls._opened(segment, codec, arc)
+
+    @classmethod
+    def _opened(cls, segment: Segment, codec: Codec, arc: Arc) -> Self:
         store = cls.over(segment, codec, arc)
         if bool((store.slots.states > READY).any()):
             store.slots.close()
@@ -152,7 +135,7 @@ class SegmentStore(ABC, Generic[Codec]):
     ) -> tuple[int, Manifest]:
         """The size of a segment for such a store, and what it is to say about itself."""
         size = cls.bytes_for(codec, arc.slots, granted)
-        return size, Manifest(Geometry(**asdict(arc)), **(whose or {}))
+        return size, Manifest(Geometry(**asdict(arc)), payload=size, **(whose or {}))
 
     def __reduce__(self) -> tuple[Any, ...]:
         return type(self).over, (self.segment, self.codec, self.arc)
@@ -175,7 +158,7 @@ class SegmentStore(ABC, Generic[Codec]):
 
     def has_place(self, index: int) -> bool:
         """Whether an index has a slot."""
-        return self._slot(index) != NO_SLOT
+        return self.arc.slot_within(index) != NO_SLOT
 
     def get(self, index: int) -> Any | None:
         """A copy of the sample of an index, or None."""
@@ -188,7 +171,7 @@ class SegmentStore(ABC, Generic[Codec]):
 
     def place(self, index: int) -> int:
         """Where the sample of an index can be read now, or NO_PLACE."""
-        slot = self._slot(index)
+        slot = self.arc.slot_within(index)
         if slot == NO_SLOT or self.slots.state_bytes[slot] != READY:
             return NO_SLOT
         fence()
@@ -199,14 +182,19 @@ class SegmentStore(ABC, Generic[Codec]):
         return True
 
     @abstractmethod
+    def contents(self, place: int) -> list[memoryview]:
+        """A copy of what lies in a READY slot, as `put_many` takes it."""
+
+    def recall(self, indices: Sequence[int]) -> bool:
+        """Nothing lies further away than here."""
+        return False
+
+    @abstractmethod
     def stored_bytes(self, places: Integers) -> int:
         """Bytes of the samples of READY slots (int64 `[samples]`)."""
 
     def fill(self, index: int, sample: Any) -> bool:
-        """Store a sample into the slot of an index, if it has one that is empty and nobody else is filling it.
-
-        Returns:
-            Whether this call stored it.
+        """Store a sample, if its index has a slot that is empty and nobody else fills; whether this call stored it.
 
         Raises:
             SampleMismatchError: the sample is not of the codec, with or without a slot.
@@ -214,8 +202,8 @@ class SegmentStore(ABC, Generic[Codec]):
         return any(self.put_many([index], [self.codec.contents(self.codec.encode(sample, index))]))
 
     def put_many(self, indices: Sequence[int], samples: Sequence[Sequence[memoryview]]) -> Iterator[bool | None]:
-        """Store encoded samples as the iterator comes to them, which gives for each what `Filling.fill` does."""
-        return self._filling.fill(map(self._slot, indices), samples)
+        """Store encoded samples as the iterator comes to them; it gives for each what `Filling.fill` does."""
+        return self._filling.fill(map(self.arc.slot_within, indices), samples)
 
     def lookup(self, indices: Integers) -> Integers:
         """The slots of those indices (int64 `[samples]`) that can be read now, NO_PLACE for the others.
@@ -233,14 +221,25 @@ class SegmentStore(ABC, Generic[Codec]):
     # ---- what there is ----
 
     @property
+    def is_filled(self) -> npt.NDArray[np.bool_]:
+        """Which slots are READY, bool `[slots]`."""
+        filled: npt.NDArray[np.bool_] = self.slots.states.numpy() != EMPTY
+        return filled
+
+    @property
+    def is_readable(self) -> npt.NDArray[np.bool_]:
+        """Which slots can be read now, bool `[slots]`."""
+        return self.is_filled
+
+    @property
     def filled(self) -> int:
-        """Number of slots that are ready."""
-        return int(self.slots.states.count_nonzero())
+        """Number of slots that are READY."""
+        return int(np.count_nonzero(self.is_filled))
 
     @property
     def full(self) -> bool:
-        """Whether every index of the dataset is ready."""
-        return len(self) == self.length == self.filled
+        """Whether every index of the dataset can be read now."""
+        return len(self) == self.length and bool(self.is_readable.all())
 
     @property
     def fill_fraction(self) -> float:
@@ -259,8 +258,13 @@ class SegmentStore(ABC, Generic[Codec]):
 
     @property
     def memory_bytes(self) -> int:
-        """Bytes of them that the store holds on this node right now."""
+        """Bytes of them that the store holds in this node's memory right now."""
         return min(max(self.segment.allocated_bytes - HEADER_BYTES, 0), self.granted_bytes)
+
+    @property
+    def disk_bytes(self) -> int:
+        """Bytes of them on a disk."""
+        return 0
 
     @property
     def promised_bytes(self) -> int:
@@ -291,7 +295,3 @@ class SegmentStore(ABC, Generic[Codec]):
         if not self._given_up:
             self._given_up = True
             self.segment.close()
-
-    def _slot(self, index: int) -> int:
-        """The slot of any index, from the end of the dataset if it is negative; NO_SLOT outside of it."""
-        return self.arc.slot(index) if -self.length <= index < self.length else NO_SLOT

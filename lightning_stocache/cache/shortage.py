@@ -9,6 +9,8 @@ the cache could have if all else stayed as it is; the lowest value that any proc
 segment's header, and is the measure for all of them. It is never raised: a process that starts in a quiet moment would
 fill too much.
 
+Of a store on a disk, it is the disk whose free bytes count, in the same way.
+
 A look costs 0.1 ms. A process takes one after a small part of what is left has been filled, so that many processes that
 fill at once do not overrun it, and at least ten times a second.
 """
@@ -19,6 +21,7 @@ import time
 from functools import cached_property
 
 from lightning_stocache.node.budget import format_bytes
+from lightning_stocache.node.disk import DiskSegment
 from lightning_stocache.node.free import MemoryGauge
 from lightning_stocache.node.segment import Segment
 
@@ -46,10 +49,10 @@ class Shortage:
         self._unseen -= nbytes
         if self._unseen >= 0 and now < self._until:
             return None
-        memory = self._gauge.read().memory
-        if memory is None:  # it cannot be known here: then it limits nothing
+        measured = self._measured()
+        if measured is None:  # it cannot be known here: then it limits nothing
             return None
-        free, name = memory
+        free, name = measured
         allocated = self._segment.allocated_bytes
         with self._segment.numbers as numbers:
             keep = numbers[0] or _LEAST
@@ -60,6 +63,12 @@ class Shortage:
             return None
         least = max(lowest - allocated, 0)
         return f"{name} (at times {format_bytes(least)} free, {format_bytes(keep)} kept for the training)"
+
+    def _measured(self) -> tuple[int, str] | None:
+        """Bytes that are free, and where."""
+        if isinstance(self._segment, DiskSegment):
+            return self._segment.free_bytes, "the disk"
+        return self._gauge.read().memory
 
     @cached_property
     def _gauge(self) -> MemoryGauge:

@@ -13,6 +13,7 @@ bytes; who may write a slot, and when it becomes READY, is the cache's protocol.
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
+from typing import cast
 
 import numpy as np
 import numpy.typing as npt
@@ -20,6 +21,7 @@ import torch
 
 from lightning_stocache.cache.codec import Memory, aligned
 from lightning_stocache.cache.placement import Integers
+from lightning_stocache.node.disk import DiskSegment
 from lightning_stocache.node.segment import Segment
 
 __all__ = ["EMPTY", "READY", "FieldSlots"]
@@ -88,6 +90,18 @@ class FieldSlots:
         return [
             table[slot * nbytes : (slot + 1) * nbytes].clone()
             for table, nbytes in zip(self._tables, self._row_bytes, strict=True)
+        ]
+
+    def fetch(self, slot: int) -> list[bytes] | None:
+        """Read one sample through the file of a store on a disk, bytes `[nbytes]` per field.
+
+        Raises:
+            OSError: it cannot be read (EIO).
+        """
+        segment = cast(DiskSegment, self._segment)
+        return [
+            segment.fetch(start + slot * nbytes, nbytes)
+            for start, nbytes in zip(self._starts, self._row_bytes, strict=True)
         ]
 
     def ready(self, slots: Integers) -> npt.NDArray[np.bool_]:

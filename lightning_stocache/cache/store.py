@@ -11,11 +11,22 @@ from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any, Protocol, TypeGuard
 
+import numpy as np
+
 from lightning_stocache.cache.codec import Lend, Memory, RowCodec, SampleCodec
 from lightning_stocache.cache.placement import NO_SLOT, Arc, Integers
+from lightning_stocache.cache.turns import Turns
 from lightning_stocache.node.segment import SegmentHandle
 
-__all__ = ["NO_PLACE", "UNREADABLE", "RowSampleStore", "SampleStore", "StoreHandle", "gathers"]
+__all__ = [
+    "NO_PLACE",
+    "UNREADABLE",
+    "RowSampleStore",
+    "SampleStore",
+    "StoreHandle",
+    "gathers",
+    "lookup_near",
+]
 
 UNREADABLE: Any = object()
 """Stands for a sample that was stored by another job, and is made of what this one does not admit."""
@@ -39,6 +50,10 @@ class SampleStore(Protocol):
     def length(self) -> int:
         """Number of samples in the dataset."""
 
+    @property
+    def turns(self) -> Turns:
+        """Who loads what, where several jobs fill the store at the same time."""
+
     def __len__(self) -> int:
         """Number of places."""
 
@@ -59,6 +74,9 @@ class SampleStore(Protocol):
 
     def stored_bytes(self, places: Integers) -> int:
         """Bytes of the samples of READY places (int64 `[samples]`)."""
+
+    def recall(self, indices: Sequence[int]) -> bool:
+        """Bring nearer what lies under those indices and is not READY, but need not be loaded; whether it has tried."""
 
     def fill(self, index: int, sample: Any) -> bool:
         """Check a sample and store it, unless its index has no place or somebody else fills it; whether it was stored.
@@ -121,6 +139,26 @@ def gathers(store: SampleStore) -> TypeGuard[RowSampleStore]:
     return hasattr(store, "gather")
 
 
+def place_near(store: SampleStore, index: int) -> int:
+    """Where an index can be read when what lies further away has been brought near, or NO_PLACE."""
+    place = store.place(index)
+    return store.place(index) if place == NO_PLACE and store.recall([index]) else place
+
+
+def lookup_near(store: SampleStore, indices: Sequence[int]) -> tuple[Integers, Integers]:
+    """Where those indices can be read when what lies further away has been brought near.
+
+    Returns:
+        Their places (int64 `[samples]`), NO_PLACE for what has to be loaded; and which of them have one.
+    """
+    wanted = np.array(indices)
+    places = store.lookup(wanted)
+    missing = wanted[places == NO_PLACE]
+    if len(missing) and store.recall(missing.tolist()):
+        places = store.lookup(wanted)
+    return places, np.flatnonzero(places != NO_PLACE)
+
+
 @dataclass(frozen=True)
 class StoreHandle:
     """How another process opens a store: where its segment is, and what lies there."""
@@ -128,3 +166,5 @@ class StoreHandle:
     segment: SegmentHandle
     codec: SampleCodec
     arc: Arc
+    trusted: SegmentHandle | None = None
+    """On a disk: what of it this job may read."""

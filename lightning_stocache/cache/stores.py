@@ -1,28 +1,55 @@
-"""Which store is for which codec."""
+"""The stores there are, by what they keep and where."""
 
 from __future__ import annotations
 
-from typing import Any
+from typing import Any, TypeAlias
 
 from lightning_stocache.cache.codec import SampleCodec
 from lightning_stocache.cache.compat import SharedCache
+from lightning_stocache.cache.disk_store import DiskRecords, DiskRows, DiskStore
 from lightning_stocache.cache.record_store import RecordStore
 from lightning_stocache.cache.records import RecordCodec
 from lightning_stocache.cache.segment_store import SegmentStore
 from lightning_stocache.cache.store import StoreHandle
+from lightning_stocache.cache.tiers import TieredHandle, TieredStore, tiered
+from lightning_stocache.node.disk import DiskSegment
+from lightning_stocache.node.segment import Segment
 
-__all__ = ["attach_store", "store_for"]
+__all__ = ["AnyHandle", "AnyStore", "attach_store", "disk_store_for", "store_for"]
+
+AnyStore: TypeAlias = SegmentStore[Any] | TieredStore
+AnyHandle: TypeAlias = StoreHandle | TieredHandle
 
 
 def store_for(codec: SampleCodec) -> type[SegmentStore[Any]]:
-    """The class of stores for samples of this codec."""
+    """The class of stores in memory for samples of this codec."""
     return RecordStore if isinstance(codec, RecordCodec) else SharedCache
 
 
-def attach_store(handle: StoreHandle) -> SegmentStore[Any]:
+def disk_store_for(codec: SampleCodec) -> type[DiskStore[Any]]:
+    """The class of stores on a disk for samples of this codec."""
+    return DiskRecords if isinstance(codec, RecordCodec) else DiskRows
+
+
+def attach_store(handle: AnyHandle) -> AnyStore:
     """Open a store that another process of the node has open.
 
     Raises:
         OSError: its segment cannot be reached from here.
     """
-    return store_for(handle.codec).attach(handle)
+    if isinstance(handle, TieredHandle):
+        return tiered(_attached(handle.memory), _attached(handle.disk))
+    return _attached(handle)
+
+
+def _attached(handle: StoreHandle) -> SegmentStore[Any]:
+    known = Segment.opened(handle.segment.token)  # another dataset of this process has the same name
+    kind = Segment if handle.trusted is None else DiskSegment
+    segment = kind.attach(handle.segment) if known is None else known.hold()
+    try:
+        if handle.trusted is not None:
+            return disk_store_for(handle.codec).over(segment, handle.codec, handle.arc, Segment.attach(handle.trusted))
+        return store_for(handle.codec).over(segment, handle.codec, handle.arc)
+    except BaseException:
+        segment.close()
+        raise

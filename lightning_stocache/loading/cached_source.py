@@ -10,6 +10,8 @@ itself, and has the others loaded: `load_into`), those of records one by one whe
 loaded in one call if the source has `__getitems__`. Counts are added when a sample has been served: of a batch whose
 loading fails, what was loaded before is stored and counted, its hits are not; Ctrl-C leaves what has been stored.
 
+Where other jobs fill the same cache, each sample is loaded by one of them (`turns`).
+
 The source stays its user's: as soon as it is seen to have changed, it is served as it is now, uncached.
 """
 
@@ -25,13 +27,12 @@ import numpy as np
 from torch.utils.data import Dataset
 
 from lightning_stocache.cache.codec import BatchRows
-from lightning_stocache.cache.placement import Integers
-from lightning_stocache.cache.store import NO_PLACE, UNREADABLE, RowSampleStore, SampleStore, gathers
+from lightning_stocache.cache.store import NO_PLACE, UNREADABLE, RowSampleStore, SampleStore, gathers, lookup_near
 from lightning_stocache.loading.batch_pool import BatchPool
 from lightning_stocache.loading.interrupts import LetThrough
 from lightning_stocache.loading.misses import Misses, in_order
 from lightning_stocache.setup.open_cache import OpenCache
-from lightning_stocache.source.access import batch_reader, one_per_index, position_of
+from lightning_stocache.source.access import batch_reader, position_of
 from lightning_stocache.source.odd import Odd
 from lightning_stocache.source.state import SourceState
 
@@ -76,7 +77,7 @@ class CachedSource:
     def sample(self, index: SupportsIndex) -> Any:
         """The finished sample of an index. What is no index to a cache (a list, a slice) goes to the source itself."""
         self.refresh()
-        try:
+        with self._state:
             try:
                 position = position_of(index, self.source)
             except TypeError:
@@ -85,8 +86,6 @@ class CachedSource:
             if cache is None:
                 return self._uncached(self.opened.source, [position], self._finished)[0]
             return self._finished(self._serve(cache, position))
-        finally:
-            self._state.end_read()
 
     def samples(self, indices: Sequence[SupportsIndex]) -> Any:
         """The finished samples of a batch, each made when it is asked for: who puts one away needs no memory for all.
@@ -94,7 +93,7 @@ class CachedSource:
         Without a cache and without transforms they are whatever the source's own `__getitems__` makes of the batch.
         """
         self.refresh()
-        try:
+        with self._state:
             try:
                 positions = [position_of(index, self.source) for index in indices]
             except TypeError:  # a sampler's keys, which only the source understands
@@ -102,8 +101,6 @@ class CachedSource:
             if self.cache is None and self._read_batch is None:
                 return self._uncached(self.opened.source, positions, self._finished)
             return self._each_finished(self._serve_many(positions, lazily=self.transforms))
-        finally:
-            self._state.end_read()
 
     def load_into(self, batch: BatchRows, indices: Sequence[SupportsIndex], rows: list[int]) -> dict[int, Any]:
         """Serve samples that were not READY a moment ago, each in its row of a batch, untransformed; store them there.
@@ -111,20 +108,17 @@ class CachedSource:
         Returns:
             By row, the samples that are odd; what lies in their rows is undefined.
         """
-        try:
+        with self._state:
             return self._load_into(batch, [position_of(index, self.source) for index in indices], rows)
-        finally:
-            self._state.end_read()
 
     def load_ahead(self, index: int) -> bool:
         """Load a sample that nobody has asked for yet; whether there is room for such."""
         self.refresh()
         if (cache := self.cache) is None:
             return False
-        try:
-            return cache.has_room(self._loading(cache).load([index], served=False)[0])
-        finally:
-            self._state.end_read()
+        with self._state:
+            others_turn = not cache.turns.has_all([index])
+            return others_turn or cache.has_room(self._loading(cache).load([index], served=False)[0])
 
     def count_hits(self, samples: int, gather_ns: int = 0) -> None:
         """Count samples that somebody else has copied out of the cache, and the nanoseconds that it took."""
@@ -176,7 +170,9 @@ class CachedSource:
     def _serve(self, cache: SampleStore, index: int) -> Any:
         """The sample of an index, unfinished. One that lies outside the dataset is the source's business."""
         start = time.perf_counter_ns()
-        if (place := cache.place(index)) != NO_PLACE:
+        if (place := cache.place(index)) == NO_PLACE and cache.recall([index]):
+            place = cache.place(index)
+        if place != NO_PLACE:
             places = np.array([place])
             [sample] = cache.read(places, self._pool.lend)
             if sample is UNREADABLE:
@@ -184,10 +180,15 @@ class CachedSource:
             nbytes, gather_ns = cache.stored_bytes(places), time.perf_counter_ns() - start
             self.opened.count(hits=1, bytes_from_cache=nbytes, gather_ns=gather_ns)
             return sample
-        start = time.perf_counter_ns()
-        with LetThrough():
-            samples = [self.opened.source[index]]
-        self._loading(cache).keep([index], samples, time.perf_counter_ns() - start)
+        if not cache.turns.has_all([index]) and cache.turns.wait([index]):
+            return self._serve(cache, index)
+        try:
+            start = time.perf_counter_ns()
+            with LetThrough():
+                samples = [self.opened.source[index]]
+            self._loading(cache).keep([index], samples, time.perf_counter_ns() - start)
+        finally:
+            cache.turns.give_up([index])
         return samples[0]
 
     def _serve_many(self, indices: list[int], *, lazily: bool = False) -> Any:
@@ -198,7 +199,7 @@ class CachedSource:
         cache = self.cache
         if cache is None or not indices or min(indices) < 0 or max(indices) >= cache.length:
             return self._load(cache, indices)
-        start, (places, hits), rows = time.perf_counter_ns(), _ready(cache, indices), gathers(cache)
+        start, (places, hits), rows = time.perf_counter_ns(), lookup_near(cache, indices), gathers(cache)
         ready = cache.read(places[hits], self._pool.take if rows else self._pool.lend)
         nbytes, gather_ns = cache.stored_bytes(places[hits]), time.perf_counter_ns() - start
         missing = [index for index, place in zip(indices, places.tolist(), strict=True) if place == NO_PLACE]
@@ -214,7 +215,7 @@ class CachedSource:
         cache: RowSampleStore = cast(Any, self.opened.cache)
         different = len(set(indices)) == len(indices) > 0 and self._read_batch is None
         inside = different and min(indices) >= 0 and max(indices) < cache.length
-        if inside and not cache.closed and not len(_ready(cache, indices)[1]):
+        if inside and not cache.closed and not len(lookup_near(cache, indices)[1]) and cache.turns.has_all(indices):
             samples = self._loading(cache).load(indices, batch=batch, rows=rows)
         else:
             samples = self._serve_many(indices)
@@ -225,10 +226,26 @@ class CachedSource:
         return {row: sample.sample for row, sample in zip(rows, samples, strict=True) if type(sample) is Odd}
 
     def _load(self, cache: SampleStore | None, indices: list[int]) -> Any:
-        """The samples of indices that were not READY a moment ago: in one call, if the source can."""
+        """The samples of indices that were not READY a moment ago; what another job is loading, when it has come."""
+        if cache is None or cache.turns.has_all(indices):
+            return self._load_now(cache, indices)
+        mine = set(cache.turns.take(indices))
+        others = [index for index in indices if index not in mine]
+        loaded = iter(self._load_now(cache, [index for index in indices if index in mine]))
+        come = iter(self._serve_many(others) if cache.turns.wait(others) else self._load_now(cache, others))
+        return [next(loaded if index in mine else come) for index in indices]
+
+    def _load_now(self, cache: SampleStore | None, indices: list[int]) -> Any:
+        """The samples of indices, loaded here: in one call, if the source can."""
         read = self._read_batch
+        if read is not None and cache is not None:
+            return self._loading(cache).load_together(indices, read)
         if read is not None:
-            return self._load_together(cache, indices, read)
+            start = time.perf_counter_ns()
+            with LetThrough():
+                samples = read(indices)
+            self.opened.count(bypasses=len(indices), source_ns=time.perf_counter_ns() - start)
+            return samples
         if cache is None:
             return self._uncached(self.opened.source, indices, lambda sample: sample)
         loaded = dict.fromkeys(indices)
@@ -238,18 +255,6 @@ class CachedSource:
         samples = [loaded.pop(index, _AGAIN) for index in indices]  # what comes again may be READY by now
         again = iter(self._serve_many([i for i, sample in zip(indices, samples, strict=True) if sample is _AGAIN]))
         return [next(again) if sample is _AGAIN else sample for sample in samples]
-
-    def _load_together(self, cache: SampleStore | None, indices: list[int], read: Callable[[list[int]], Any]) -> Any:
-        start = time.perf_counter_ns()
-        with LetThrough():
-            samples = read(indices)
-        source_ns = time.perf_counter_ns() - start
-        if cache is None:
-            self.opened.count(bypasses=len(indices), source_ns=source_ns)
-            return samples
-        samples = one_per_index(samples, len(indices), self.opened.source)
-        self._loading(cache).keep(indices, samples, source_ns)
-        return samples
 
     def _uncached(self, source: Any, indices: Sequence[Any], finish: Callable[[Any], Any]) -> list[Any]:
         """Finished samples of a source, one after the other as without a cache; counted when all have come."""
@@ -291,9 +296,3 @@ class CachedSource:
 
     def _transformed(self, sample: Any) -> Any:
         return sample if self.transform is None else self.transform(sample)
-
-
-def _ready(cache: SampleStore, indices: list[int]) -> tuple[Integers, Integers]:
-    """Where those indices can be read now, NO_PLACE for what is not READY; and which of them these are."""
-    places = cache.lookup(np.array(indices))
-    return places, np.flatnonzero(places != NO_PLACE)

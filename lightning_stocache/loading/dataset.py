@@ -17,7 +17,7 @@ from torch.utils.data import Dataset
 from lightning_stocache.cache.codec import SampleCodec
 from lightning_stocache.cache.counters import Counters
 from lightning_stocache.cache.placement import Ring
-from lightning_stocache.cache.segment_store import SegmentStore
+from lightning_stocache.cache.stores import AnyStore
 from lightning_stocache.loading.cached_source import CachedSource
 from lightning_stocache.loading.forwarding import Forwarding
 from lightning_stocache.node.budget import Budget
@@ -68,6 +68,11 @@ class CachedDataset(Forwarding):
             datasets, timm's; and any with methods `read(index)` and `decode(content, index)`. With a name, "auto" is
             "decoded".
         prefill: have the idle workers of a CachedLoader load what nobody has asked for yet.
+        dir: a directory on a disk of this machine, where the cache lies instead of in memory; `budget` is of the disk
+            then. With a `name` it outlives machine and job: each sample has a checksum, and one that a crash or a bad
+            disk has spoilt is loaded again. Needs the package xxhash: `pip install lightning-stocache[disk]`.
+        memory: how much of a cache on a disk lies in memory besides, as `budget` says it; what is there is read from
+            there first.
 
     Raises:
         TypeError: the source is iterable-style or cached already, or an argument is of the wrong type; (`strict`) its
@@ -104,6 +109,8 @@ class CachedDataset(Forwarding):
         layout: Layout = "auto",
         store: Form = "decoded",
         prefill: bool = False,
+        dir: str | None = None,
+        memory: int | float | str = 0,
     ) -> None:
         check_source(source, Forwarding, strict=strict)
         if transform is not None and not callable(transform):
@@ -125,6 +132,8 @@ class CachedDataset(Forwarding):
             layout=layout,
             store=store,
             prefill=prefill,
+            dir=dir,
+            memory=Budget.parse(memory),
         )
         self.__cached, self.__lends_transform = CachedSource(OpenCache.without(request), transform), transform is None
         self.__backend: BackendChoice = backend
@@ -168,7 +177,7 @@ class CachedDataset(Forwarding):
             self.__cached.transform = transform
 
     @property
-    def cache(self) -> SegmentStore[Any] | None:
+    def cache(self) -> AnyStore | None:
         """The cache, or None while samples pass through."""
         return self.__cached.opened.live_cache
 

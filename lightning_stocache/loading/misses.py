@@ -23,6 +23,7 @@ from lightning_stocache.cache.placement import Integers
 from lightning_stocache.cache.spec import SampleMismatchError
 from lightning_stocache.cache.store import NO_PLACE, UNREADABLE, SampleStore, gathers
 from lightning_stocache.loading.interrupts import LetThrough
+from lightning_stocache.source.access import one_per_index
 from lightning_stocache.source.generators import Generators
 from lightning_stocache.source.odd import Odd, warn_of_odd
 from lightning_stocache.source.recheck import Recheck
@@ -94,11 +95,31 @@ class Misses:
         finally:
             if samples and generators is not None and generators.state() != before:
                 self._leave_random(indices, samples)
-            self.keep(indices[: len(samples)], samples, source_ns, served, batch=batch, rows=rows)
+            try:
+                self.keep(indices[: len(samples)], samples, source_ns, served, batch=batch, rows=rows)
+            finally:
+                self.cache.turns.give_up(indices)
         for index, sample in zip(indices, samples, strict=True):
             if self._recheck is not None and type(sample) is not Odd and self.cache.has_place(index):
                 self._recheck.after(index, sample)
         return samples
+
+    def load_together(self, indices: list[int], read: Callable[[list[int]], Any]) -> list[Any]:
+        """Load samples in one call of the source's `__getitems__`, and store them.
+
+        Raises:
+            TypeError: it does not give one sample per index.
+        """
+        try:
+            start = time.perf_counter_ns()
+            with LetThrough():
+                samples = read(indices)
+            source_ns = time.perf_counter_ns() - start
+            samples = one_per_index(samples, len(indices), self.source)
+            self.keep(indices, samples, source_ns)
+            return samples
+        finally:
+            self.cache.turns.give_up(indices)
 
     def keep(
         self,

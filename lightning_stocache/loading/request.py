@@ -26,7 +26,7 @@ import torch
 from torch.utils.data import Dataset, default_collate
 
 from lightning_stocache.cache.codec import aligned
-from lightning_stocache.cache.store import gathers
+from lightning_stocache.cache.store import NO_PLACE, gathers
 from lightning_stocache.loading.batch_pool import BatchPool
 from lightning_stocache.loading.cached_source import CachedSource
 from lightning_stocache.loading.dataset import cached_source
@@ -135,6 +135,8 @@ class Responder(Dataset[Any]):
             came = {at: odd.get(place, rows[place]) for at, place in zip(missing, places, strict=True)}
             ready = [at for at in range(len(request.of_batch)) if at not in came]
             found = cache.lookup(np.array([request.of_batch[at] for at in ready], dtype=np.int64))
+            if (found == NO_PLACE).any():  # of a cache on a disk, whose file was cut off meanwhile
+                return Collated(default_collate(list(cached.samples(request.of_batch))), counted=True)
             came |= zip(ready, cache.read(found), strict=True)
             return Collated(default_collate([came[at] for at in range(len(request.of_batch))]))
         return None if in_place else MissingRows([field.reshape(samples, -1) for field in memory])

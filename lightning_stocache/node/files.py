@@ -1,7 +1,8 @@
 """The files that segments are made of: where they lie, how their memory is reserved, what their header says.
 
 Kinds: `tmpfile` (O_TMPFILE in /dev/shm) and `memfd` have no name, so nothing can guess or collide with it, and nothing
-is left behind; `file` has a name, and carries a shared `flock` as long as anybody uses it.
+is left behind; `file` has a name, and carries a shared `flock` as long as anybody uses it. A directory on a disk takes
+the place of /dev/shm where one is given; filesystems that have no O_TMPFILE get a `file` there.
 
 The header is 4096 bytes: a magic number (8 bytes), a random token by which an attaching process knows the segment again
 (16), the number of this format (4), from byte 48 on two numbers of 8 bytes for whoever fills the segment, and from byte
@@ -11,6 +12,7 @@ The header is 4096 bytes: a magic number (8 bytes), a random token by which an a
 from __future__ import annotations
 
 import contextlib
+import errno
 import os
 import struct
 import sys
@@ -28,6 +30,7 @@ __all__ = [
     "NUMBERS_OFFSET",
     "Backend",
     "default_backend",
+    "fetch",
     "format_of",
     "get_shm_size",
     "give_up",
@@ -45,7 +48,7 @@ Backend = Literal["tmpfile", "memfd", "file"]
 HEADER_BYTES = 4096
 NUMBERS_OFFSET = 48
 MANIFEST_OFFSET = 64
-FORMAT = 1  # of header, manifest and payload; another one is refused, so change it with any of them
+FORMAT = 2  # of header, manifest and payload; another one is refused, so change it with any of them
 _MAGIC = b"STOCACHE"
 _TOKEN_BYTES = 16
 _FORMAT = struct.Struct("<I")
@@ -74,17 +77,26 @@ def default_backend() -> Backend:
     return "tmpfile" if hasattr(os, "O_TMPFILE") and os.path.isdir("/dev/shm") else "file"
 
 
-def make_file(backend: Backend) -> tuple[int, str | None]:
+def make_file(backend: Backend, directory: str | None = None) -> tuple[int, str | None]:
     """A new, empty file of a kind: its descriptor, and its name if it has one.
+
+    Args:
+        backend: its kind; on a disk that of a file without a name, where there can be one.
+        directory: on a disk; by default where memory is.
 
     Raises:
         OSError: the system refuses it.
     """
-    if backend == "tmpfile":
-        return os.open(memory_directory(), os.O_TMPFILE | os.O_RDWR | os.O_CLOEXEC, 0o600), None
-    if backend == "memfd":
+    where = directory or memory_directory()
+    if backend == "memfd" and directory is None:
         return os.memfd_create("lightning_stocache", os.MFD_CLOEXEC), None
-    data, path = tempfile.mkstemp(prefix=f"lsc-{os.getuid()}-", dir=memory_directory())
+    if backend != "file" and hasattr(os, "O_TMPFILE"):
+        try:
+            return os.open(where, os.O_TMPFILE | os.O_RDWR | os.O_CLOEXEC, 0o600), None
+        except OSError as error:
+            if directory is None or error.errno not in (errno.EOPNOTSUPP, errno.EISDIR, errno.ENOENT, errno.EINVAL):
+                raise
+    data, path = tempfile.mkstemp(prefix=f"lsc-{os.getuid()}-", dir=where)
     hold(data)
     return data, path
 
@@ -162,6 +174,22 @@ def store(data: int, offset: int, *parts: memoryview) -> None:
         while written < part.nbytes:
             written += os.pwrite(data, part[written:] if written else part, offset + written)
         offset, written = offset + part.nbytes, written - part.nbytes
+
+
+def fetch(data: int, offset: int, length: int) -> bytes:
+    """Read a range.
+
+    Raises:
+        OSError: a block cannot be read (EIO), or the file ends before.
+    """
+    pieces = []
+    while length:
+        piece = os.pread(data, length, offset)
+        if not piece:
+            raise OSError(errno.EIO, f"the file ends {length} bytes too early")
+        pieces.append(piece)
+        offset, length = offset + len(piece), length - len(piece)
+    return pieces[0] if len(pieces) == 1 else b"".join(pieces)
 
 
 def overwrite(data: int, offset: int, length: int) -> None:

@@ -46,13 +46,14 @@ class NamedSegment:
     contents: Any
 
 
-def named_segments(look: Callable[[int], Any] = token_of) -> list[NamedSegment]:
+def named_segments(look: Callable[[int], Any] = token_of, directory: str | None = None) -> list[NamedSegment]:
     """The named segments of this user on this node, by name.
 
     Args:
         look: what is to be known of one, from a descriptor of its file; ValueError if it is none.
+        directory: on a disk, whose segments are meant; by default those in memory.
     """
-    return list(_inspect(remove=False, look=look))
+    return list(_inspect(directory, remove=False, look=look))
 
 
 def segments_of_others() -> dict[int, tuple[int, int]]:
@@ -67,20 +68,20 @@ def segments_of_others() -> dict[int, tuple[int, int]]:
     return dict(sorted(found.items()))
 
 
-def clean(name: str | None = None) -> list[NamedSegment]:
-    """Remove the named segments of this user that nobody uses, or the one of a name.
+def clean(name: str | None = None, directory: str | None = None) -> list[NamedSegment]:
+    """Remove the named segments of this user that nobody uses, or the one of a name, in memory or in a directory.
 
     Returns:
         What was removed.
     """
     if name is not None:
         check_name(name)
-    return [found for found in _inspect(remove=True, only=name) if not found.in_use]
+    return [found for found in _inspect(directory, remove=True, only=name) if not found.in_use]
 
 
-def clean_locks() -> None:
+def clean_locks(directory: str | None = None) -> None:
     """Remove the lock files of this user whose segments have gone, if they are empty and nobody has them locked."""
-    for path in _own_paths():
+    for path in _own_paths(directory):
         if not path.endswith(LOCKS) or os.path.lexists(path.removesuffix(LOCKS)):
             continue
         try:
@@ -95,27 +96,29 @@ def clean_locks() -> None:
             os.close(locks)
 
 
-def is_stranger(name: str) -> bool:
+def is_stranger(name: str, directory: str | None = None) -> bool:
     """Whether something lies under a name that is no segment of this user."""
-    path = os.path.join(memory_directory(), prefix() + name)
-    return is_name(name) and os.path.lexists(path) and not any(_inspect(remove=False, only=name))
+    path = os.path.join(directory or memory_directory(), prefix() + name)
+    return is_name(name) and os.path.lexists(path) and not any(_inspect(directory, remove=False, only=name))
 
 
-def _entries() -> list[Path]:
+def _entries(directory: str | None = None) -> list[Path]:
     """The files that have names of caches, whosoever's."""
     try:
-        return sorted(path for path in Path(memory_directory()).iterdir() if _PREFIX.match(path.name))
+        return sorted(path for path in Path(directory or memory_directory()).iterdir() if _PREFIX.match(path.name))
     except OSError:
         return []
 
 
-def _own_paths() -> list[str]:
+def _own_paths(directory: str | None) -> list[str]:
     """Those of this user, by their names."""
-    return [str(path) for path in _entries() if path.name.startswith(prefix())]
+    return [str(path) for path in _entries(directory) if path.name.startswith(prefix())]
 
 
-def _inspect(*, remove: bool, only: str | None = None, look: Callable[[int], Any] = token_of) -> Iterator[NamedSegment]:
-    for path in _own_paths():
+def _inspect(
+    directory: str | None, *, remove: bool, only: str | None = None, look: Callable[[int], Any] = token_of
+) -> Iterator[NamedSegment]:
+    for path in _own_paths(directory):
         name = os.path.basename(path).removeprefix(prefix())
         if only not in (None, name) or not is_name(name):
             continue

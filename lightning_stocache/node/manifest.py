@@ -67,6 +67,7 @@ class Manifest:
         node: of which node of the job this is the part, from 0 on.
         nodes: how many nodes the job has.
         created: seconds since the epoch.
+        payload: bytes behind the header, by which one sees that a file was cut off.
         budget: what its maker was given to spend, as text; empty where it does not matter.
         fingerprint: what two jobs that share it must have in common; empty where it is not shared.
 
@@ -79,6 +80,7 @@ class Manifest:
     node: int = 0
     nodes: int = 1
     created: int = field(default_factory=lambda: int(time.time()))
+    payload: int = 0
     budget: str = ""
     fingerprint: Mapping[str, str | int] = field(default_factory=dict)
 
@@ -88,6 +90,7 @@ class Manifest:
         _check_number("nodes", self.nodes, 1, _MOST)
         _check_number("node", self.node, 0, self.nodes - 1)
         _check_number("created", self.created, 0, _END_OF_TIME)
+        _check_number("payload", self.payload, 0, _MOST - HEADER_BYTES)
         if type(self.fingerprint) is not dict or len(self.fingerprint) > _ENTRIES:
             raise ManifestError("its fingerprint is none")
         for key, value in self.fingerprint.items():

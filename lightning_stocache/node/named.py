@@ -1,12 +1,15 @@
 """Segments that are meant to outlive their job.
 
-A named segment is a file `lsc-<uid>-<name>` in the memory directory, whose header carries a manifest: plain values that
-say what lies in it. Two jobs of one user may share it. The protocol, by `flock` on the file and by inode:
+A named segment is a file `lsc-<uid>-<name>` in the memory directory, or in one of the user's on a disk, whose header
+carries a manifest: plain values that say what lies in it. Two jobs of one user may share it. The protocol, by `flock`
+on the file and by inode:
 
 - Who uses it holds a shared lock, from before the name can be seen until its last process has ended: forked workers
   keep the lock of the rank that they come from, and the kernel drops it when they die.
 - Who makes it writes header and manifest first, takes the lock, and only then links the name. A name that can be seen
   is complete; who loses the race opens what the winner made.
+- Who opens one on a disk, and gets the exclusive lock, is the first since a crash that there may have been. He mends
+  what it may have left (`mend`), and gives a file that was cut off its length again, before he shares it.
 - Who removes it must get the exclusive lock, so nobody uses it, and takes away the lock file before the name.
 - Whoever has taken a lock looks again whether the name still leads to the same inode: it may have been removed
   meanwhile.
@@ -20,8 +23,11 @@ from __future__ import annotations
 import contextlib
 import os
 import re
+import shlex
 import sys
+from collections.abc import Callable
 
+from lightning_stocache.node.disk import DiskSegment
 from lightning_stocache.node.files import (
     HEADER_BYTES,
     make_file,
@@ -38,6 +44,7 @@ if sys.platform != "win32":
 
 __all__ = [
     "LOCKS",
+    "Mend",
     "check_name",
     "is_name",
     "join_named",
@@ -47,6 +54,9 @@ __all__ = [
     "try_exclusive",
     "way_out",
 ]
+
+Mend = Callable[[Segment, Manifest], None]
+"""Mends what a crash may have left in a segment on a disk."""
 
 _NAME = re.compile(r"[A-Za-z0-9_][A-Za-z0-9._-]{0,99}")
 LOCKS = ".locks"
@@ -72,21 +82,26 @@ def is_name(name: str) -> bool:
     return _NAME.fullmatch(name) is not None and not name.endswith(LOCKS)
 
 
-def join_named(name: str) -> tuple[Segment, Manifest] | None:
+def join_named(name: str, directory: str | None = None, mend: Mend | None = None) -> tuple[Segment, Manifest] | None:
     """Open the segment of a name with its manifest, if there is one; errors as in `open_named`.
 
     It is the same object where this process has it open already; it then has to be closed once more.
     """
-    return _join(_path(name))
+    return _join(_path(name, directory), directory, mend)
 
 
-def open_named(name: str, size: int, manifest: Manifest) -> tuple[Segment, Manifest]:
+def open_named(
+    name: str, size: int, manifest: Manifest, directory: str | None = None, mend: Mend | None = None
+) -> tuple[Segment, Manifest]:
     """Open the segment of a name, or make it.
 
     Args:
         name: letters, digits, dots, dashes and underscores, at most 100.
         size: payload bytes, if it has to be made.
         manifest: what it then says about itself; must fit in the header as JSON.
+        directory: on a disk; by default it lies in memory.
+        mend: is called with a segment on a disk, and its manifest, while nobody else has it open. What it raises comes
+            through.
 
     Returns:
         The segment, and the manifest that it has: the given one if it was made now. It may differ otherwise, also in
@@ -99,41 +114,61 @@ def open_named(name: str, size: int, manifest: Manifest) -> tuple[Segment, Manif
         PermissionError: what lies there, or beside it as its lock file, is not a file of this user alone.
         OSError: there is no memory for the header.
     """
-    path = _path(name)
+    path = _path(name, directory)
     while True:
-        if (joined := _join(path)) is not None:
+        if (joined := _join(path, directory, mend)) is not None:
             return joined
-        if (made := _publish(path, size, manifest)) is not None:
+        if (made := _publish(path, size, manifest, directory)) is not None:
             return made, manifest
 
 
-def _path(name: str) -> str:
-    return os.path.join(memory_directory(), prefix() + check_name(name))
+def _path(name: str, directory: str | None) -> str:
+    return os.path.join(directory or memory_directory(), prefix() + check_name(name))
 
 
-def _join(path: str) -> tuple[Segment, Manifest] | None:
+def _join(path: str, directory: str | None, mend: Mend | None) -> tuple[Segment, Manifest] | None:
     """The segment that lies there, used from now on; None if there is none, or none any more."""
     try:
         data = open_own(path)
     except FileNotFoundError:
         return None
     try:
-        fcntl.flock(data, fcntl.LOCK_SH)  # waits for a janitor that has just begun
+        alone = directory is not None and try_exclusive(data)
+        if not alone:
+            fcntl.flock(data, fcntl.LOCK_SH)  # waits for a janitor that has just begun, and for who mends
         if not still_there(data, path):
             os.close(data)
             return None
-        manifest = _checked(data, path)
+        manifest = _checked(data, path, directory)
         if (known := Segment.opened(token_of(data))) is not None:
             os.close(data)  # a second lock file's descriptor would drop the locks of the first when it is closed
             return known.hold(), manifest
-        return Segment(data, _open_locks(path), os.fstat(data).st_size - HEADER_BYTES, path), manifest
+        if alone and os.fstat(data).st_size < HEADER_BYTES + manifest.payload:
+            os.ftruncate(data, HEADER_BYTES + manifest.payload)  # it was cut off; what is missing is empty
+        segment = _kind(directory)(data, _open_locks(path), os.fstat(data).st_size - HEADER_BYTES, path)
     except BaseException:
         with contextlib.suppress(OSError):
             os.close(data)
         raise
+    if alone:
+        try:
+            if mend is not None:
+                mend(segment, manifest)
+            fcntl.flock(data, fcntl.LOCK_SH)
+        except BaseException:
+            segment.close()
+            raise
+        if not still_there(data, path):  # between two kinds of lock there is none
+            segment.close()
+            return None
+    return segment, manifest
 
 
-def _checked(data: int, path: str) -> Manifest:
+def _kind(directory: str | None) -> type[Segment]:
+    return Segment if directory is None else DiskSegment
+
+
+def _checked(data: int, path: str, directory: str | None) -> Manifest:
     """What the segment says about itself.
 
     Raises:
@@ -145,24 +180,28 @@ def _checked(data: int, path: str) -> Manifest:
     except ValueError as error:
         raise ManifestError(f"{path} is no cache: give another name, or remove it (rm {path})") from error
     try:
-        return read_manifest(os.pread(data, HEADER_BYTES, 0), os.fstat(data).st_size - HEADER_BYTES)
+        # What was cut off of a file on a disk gets its length again.
+        payload = 2**62 if directory is not None else os.fstat(data).st_size - HEADER_BYTES
+        return read_manifest(os.pread(data, HEADER_BYTES, 0), payload)
     except ManifestError as error:
-        raise ManifestError(f"the cache {name!r} {error}. {way_out(name)}") from error
+        raise ManifestError(f"the cache {name!r} {error}. {way_out(name, directory)}") from error
 
 
-def _publish(path: str, size: int, manifest: Manifest) -> Segment | None:
+def _publish(path: str, size: int, manifest: Manifest, directory: str | None) -> Segment | None:
     """Make the segment and give it its name; None if another process was first."""
-    directory = os.open(memory_directory(), os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
+    folder = os.open(directory or memory_directory(), os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
     try:
-        data, _ = make_file("tmpfile")
+        data, made = make_file("tmpfile", directory)
         try:
             write_header(data, size)
             write_manifest(data, manifest)
+            if directory is not None:
+                os.fdatasync(data)  # once, so that no crash leaves a name without a header
             fcntl.flock(data, fcntl.LOCK_SH)
             # src_dir_fd makes Python call linkat, which follows the link below /proc; link(2) would fail with EXDEV.
-            os.link(f"/proc/self/fd/{data}", path, src_dir_fd=directory, follow_symlinks=True)
+            os.link(made or f"/proc/self/fd/{data}", path, src_dir_fd=folder, follow_symlinks=True)
             try:
-                return Segment(data, _open_locks(path), size, path)
+                return _kind(directory)(data, _open_locks(path), size, path)
             except OSError:
                 if try_exclusive(data):  # nobody has joined meanwhile: what cannot be locked is no use
                     os.unlink(path)
@@ -174,8 +213,11 @@ def _publish(path: str, size: int, manifest: Manifest) -> Segment | None:
             with contextlib.suppress(OSError):
                 os.close(data)
             raise
+        finally:
+            if made is not None:
+                os.unlink(made)
     finally:
-        os.close(directory)
+        os.close(folder)
 
 
 def _open_locks(path: str) -> int:
@@ -199,9 +241,10 @@ def prefix() -> str:
     return f"lsc-{os.getuid()}-"
 
 
-def way_out(name: str) -> str:
+def way_out(name: str, directory: str | None = None) -> str:
     """What to do about a cache that cannot be joined, in one sentence."""
-    return f"Give another name, or remove it: python -m lightning_stocache clean {name}"
+    where = "" if directory is None else f" --dir {shlex.quote(directory)}"
+    return f"Give another name, or remove it: python -m lightning_stocache clean {name}{where}"
 
 
 def try_exclusive(descriptor: int) -> bool:

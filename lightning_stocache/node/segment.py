@@ -16,8 +16,7 @@ Who does what, in this order:
 4. `close` gives up this process's mapping. The memory is free when the last process has closed or died, by SIGKILL too:
    a file without a name cannot be left behind.
 
-A page that nobody has reserved must not be read through the mapping either: the kernel takes one for the read, and
-where there is none the reader dies of SIGBUS, too.
+A page that nobody has reserved must not be read through the mapping either: the read takes one, or dies of SIGBUS, too.
 
 Not promised: that two processes see each other's stores in a given order; that is the caller's protocol.
 """
@@ -31,7 +30,7 @@ import os
 import weakref
 from collections.abc import Callable
 from multiprocessing import context, reduction
-from typing import Any
+from typing import Any, Self
 
 import torch
 
@@ -74,8 +73,7 @@ class Segment:
     """
 
     def __init__(self, data: int, locks: int, size: int, path: str | None = None, *, owned: bool = False) -> None:
-        self.size = size
-        self.path = path
+        self.size, self.path = size, path
         self._data, self._locks = data, locks
         self._own_names = [path, path + ".locks"] if owned and path else []
         self._holds = 1
@@ -90,13 +88,16 @@ class Segment:
         _open_here[self.token] = self
 
     @classmethod
-    def create(cls, size: int, backend: Backend | None = None, manifest: Manifest | None = None) -> Segment:
+    def create(
+        cls, size: int, backend: Backend | None = None, manifest: Manifest | None = None, directory: str | None = None
+    ) -> Self:
         """Make a segment of `size` payload bytes that holds no memory until it is reserved.
 
         Args:
             size: payload bytes.
             backend: where the file lies; by default `tmpfile` where the system has it, else `file`.
             manifest: what it says about itself, for people.
+            directory: where the file lies; by default in memory.
 
         Raises:
             ValueError: the manifest does not fit in the header.
@@ -104,10 +105,10 @@ class Segment:
         """
         backend = backend or files.default_backend()
         with contextlib.ExitStack() as undo:
-            data, path = files.make_file(backend)
+            data, path = files.make_file(backend, directory)
             undo.callback(os.close, data)
             if path is None:
-                locks, _ = files.make_file(backend)
+                locks, _ = files.make_file(backend, directory)
             else:
                 undo.callback(os.unlink, path)
                 locks = open_own(path + ".locks", create=True, exclusive=True)
@@ -120,14 +121,14 @@ class Segment:
         return cls(data, locks, size, path, owned=True)
 
     @classmethod
-    def attach(cls, handle: SegmentHandle) -> Segment:
+    def attach(cls, handle: SegmentHandle) -> Self:
         """Open the segment that another process of this node made.
 
         Raises:
             OSError: the file cannot be reached (another pid namespace, another user, or its creator is gone).
             ValueError: what lies there now is not that segment.
         """
-        if (known := cls.opened(handle.token)) is not None:
+        if isinstance(known := cls.opened(handle.token), cls):
             return known
         named = None if handle.data.startswith("/proc/") else handle.data
         data = open_own(named) if named else os.open(handle.data, os.O_RDWR | os.O_CLOEXEC)
@@ -162,8 +163,8 @@ class Segment:
             ValueError: the segment is closed.
         """
         self._check_open()
-        here = f"/proc/{os.getpid()}/fd"
-        paths = (self.path, self.path + ".locks") if self.path else (f"{here}/{self._data}", f"{here}/{self._locks}")
+        here = f"/proc/{os.getpid()}/fd/"
+        paths = (self.path, self.path + ".locks") if self.path else (f"{here}{self._data}", f"{here}{self._locks}")
         return SegmentHandle(*paths, os.fstat(self._data).st_ino, self.token, self.size)
 
     @property
@@ -183,7 +184,7 @@ class Segment:
 
     @property
     def allocated_bytes(self) -> int:
-        """Bytes of memory that the file holds on the node right now, the header included."""
+        """Bytes of memory (or of the disk) that the file holds right now, the header included."""
         return 0 if self.closed else os.fstat(self._data).st_blocks * 512
 
     def bytes(self, offset: int, length: int) -> torch.Tensor:
@@ -246,7 +247,7 @@ class Segment:
 
     def unlock(self, byte: int) -> None:
         """Give the lock of one byte back; `close` has done so already."""
-        if self._map is not None:
+        if not self.closed:
             give_back(self._locks, byte)
 
     def unlink(self) -> None:
@@ -258,7 +259,7 @@ class Segment:
             self.path = None
             self._own_names.clear()
 
-    def hold(self) -> Segment:
+    def hold(self) -> Self:
         """This segment for one more user in this process: it takes one more `close`."""
         self._holds += 1
         return self
@@ -266,8 +267,7 @@ class Segment:
     def close(self) -> None:
         """Give up this process's mapping, for every copy of this object in the process, once nobody else holds it.
 
-        Views should have been dropped before: the memory of those that live on goes with the last of them. A name goes
-        when its creator closes.
+        Views should have been dropped before: the memory of others goes with the last. A name goes with its creator.
         """
         if self._map is None:
             return
@@ -287,14 +287,14 @@ class Segment:
         return self._map
 
     def __reduce__(self) -> tuple[Callable[..., Segment], tuple[Any, ...]]:
-        # A child that is being started gets the descriptors themselves. Everybody else (a Pool's task) gets the
-        # address: DupFd would duplicate and close a descriptor of the lock file here, and with it drop this process's
-        # locks.
+        # A child that is being started gets the descriptors. Everybody else (a Pool's task) gets the address: DupFd
+        # would duplicate and close a descriptor of the lock file here, and with it drop this process's locks.
         self._check_open()
         if context.get_spawning_popen() is not None:
-            return _inherit, (reduction.DupFd(self._data), reduction.DupFd(self._locks), self.size, self.path)
-        return Segment.attach, (self.handle,)
+            descriptors = reduction.DupFd(self._data), reduction.DupFd(self._locks)
+            return _inherit, (type(self), *descriptors, self.size, self.path)
+        return type(self).attach, (self.handle,)
 
 
-def _inherit(data: Any, locks: Any, size: int, path: str | None) -> Segment:
-    return Segment(data.detach(), locks.detach(), size, path)
+def _inherit(kind: type[Segment], data: Any, locks: Any, size: int, path: str | None) -> Segment:
+    return kind(data.detach(), locks.detach(), size, path)

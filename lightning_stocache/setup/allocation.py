@@ -12,13 +12,16 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 
 from lightning_stocache.cache.codec import SampleCodec
+from lightning_stocache.cache.proof import SUM_BYTES
 from lightning_stocache.node.budget import Budget, format_bytes
 from lightning_stocache.node.files import Backend, memory_directory
 from lightning_stocache.node.free import FreeMemory
 from lightning_stocache.node.grant import Reserve, grant, loader_reserve, margin
 from lightning_stocache.setup.request import BackendChoice, CacheRequest
 
-__all__ = ["Allocation", "allocate"]
+__all__ = ["Allocation", "allocate", "divide_disk"]
+
+_MIB = 2**20
 
 
 @dataclass(frozen=True)
@@ -83,6 +86,26 @@ def allocate(
     return division
 
 
+def divide_disk(
+    requests: Sequence[CacheRequest],
+    codecs: Sequence[SampleCodec | None],
+    budgets: Mapping[str, Budget],
+    free: FreeMemory,
+) -> Allocation:
+    """Divide a disk of this node. A hundredth of what is free is left to others, also while the caches fill.
+
+    Args:
+        requests: what is to be cached.
+        codecs: what the samples of each look like; None for what is not to be cached after all.
+        budgets: the budget of every pot, in the order in which they are served.
+        free: what of the disk is free.
+    """
+    nothing = Reserve()
+    division = _divide(requests, codecs, budgets, 1, free, [nothing] * len(requests), nothing, SUM_BYTES)
+    kept = max((free.filesystem or 0) // 100, 64 * _MIB)
+    return replace(division, keep_free=(kept,) * len(requests))
+
+
 def _divide(
     requests: Sequence[CacheRequest],
     codecs: Sequence[SampleCodec | None],
@@ -91,13 +114,15 @@ def _divide(
     free: FreeMemory,
     reserves: Sequence[Reserve],
     later: Reserve,
+    more: int = 0,
 ) -> Allocation:
+    """Divide what is free; `more` bytes are needed per slot besides those that the codec knows of."""
     slots, granted, warnings = [0] * len(requests), [0] * len(requests), []
     loaders = sum(reserves, Reserve())
     kept_back = loaders + later
     for pot, budget in budgets.items():
         members = [
-            (number, request, codec, _size(request, codec, budget))
+            (number, request, codec, _size(request, codec, budget) + request.length * more)
             for number, (request, codec) in enumerate(zip(requests, codecs, strict=True))
             if request.pot == pot and codec is not None
         ]
@@ -108,7 +133,7 @@ def _divide(
         kept_back += Reserve(files=given.bytes)
         for number, request, codec, nbytes in members:
             granted[number] = given.bytes * nbytes // size
-            slots[number] = min(granted[number] // codec.slot_bytes, request.length)
+            slots[number] = min(granted[number] // (codec.slot_bytes + more), request.length)
         got, samples = sum(slots[number] for number, *_ in members), sum(request.length for _, request, *_ in members)
         if given.limited_by is not None or not got:
             whose = f" ({pot})" if pot else ""

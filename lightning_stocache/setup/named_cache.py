@@ -1,4 +1,4 @@
-"""Caches with a name: they stay in memory when their job ends, and the next job starts warm.
+"""Caches with a name: they stay in memory, or on a disk, when their job ends, and the next job starts warm.
 
 The manifest in the header of a named segment says two things. Its fingerprint is what lies there: the class of the
 source, its length, the fields of a sample, and what the user adds; a job with another one is refused. Its geometry is
@@ -22,14 +22,15 @@ from lightning_stocache.cache.codec import SampleCodec
 from lightning_stocache.cache.placement import Arc, Ring
 from lightning_stocache.cache.segment_store import SegmentStore
 from lightning_stocache.cache.store import gathers
-from lightning_stocache.cache.stores import store_for
+from lightning_stocache.cache.stores import disk_store_for, store_for
 from lightning_stocache.node.budget import Budget
 from lightning_stocache.node.files import memory_directory
 from lightning_stocache.node.free import FreeMemory
 from lightning_stocache.node.janitor import clean
 from lightning_stocache.node.manifest import Manifest, ManifestError, printable
-from lightning_stocache.node.named import join_named, open_named, way_out
+from lightning_stocache.node.named import Mend, join_named, open_named, way_out
 from lightning_stocache.node.segment import Segment
+from lightning_stocache.setup.disk_cache import free_on
 from lightning_stocache.setup.request import CacheRequest
 
 __all__ = ["FingerprintError", "fingerprint", "join_cache", "join_caches", "open_cache", "rings_as_they_are"]
@@ -71,7 +72,7 @@ def join_cache(request: CacheRequest, codec: SampleCodec) -> SegmentStore[Any] |
         PermissionError: the name belongs to another user's file.
     """
     assert request.name is not None
-    joined = join_named(request.name)
+    joined = join_named(request.name, request.dir, _mender(request, codec))
     return None if joined is None else _over(request, codec, *joined)
 
 
@@ -99,10 +100,13 @@ def open_cache(
         "fingerprint": fingerprint(request, codec),
     }
     try:
-        layout = store_for(codec).layout(codec, arc, whose, granted=granted)
-        cache = _over(request, codec, *open_named(request.name, *layout))
+        layout = _store_for(request, codec).layout(codec, arc, whose, granted=granted)
+        opened = open_named(request.name, *layout, request.dir, _mender(request, codec))
+        cache = _over(request, codec, *opened)
     except OSError:
-        clean(request.name)  # unless another job uses it: an empty cache of this size is no use to the next one
+        clean(
+            request.name, request.dir
+        )  # unless another job uses it: an empty cache of this size is no use to the next one
         raise
     try:
         _compare(request, cache, budget, arc.slots)
@@ -124,7 +128,7 @@ def join_caches(
             if (cache := join_cache(request, codec)) is not None:
                 joined[number] = cache
         if joined:
-            held = sum(cache.memory_bytes for cache in joined.values())
+            held = sum(cache.memory_bytes + cache.disk_bytes for cache in joined.values())
             asked = _asked_for(requests, codecs, budgets, held)
             for number, cache in joined.items():
                 _compare(requests[number], cache, budgets[requests[number].pot], asked[number])
@@ -149,18 +153,41 @@ def rings_as_they_are(rings: Sequence[Ring], arcs: Sequence[Sequence[Arc | None]
 
 
 def _over(request: CacheRequest, codec: SampleCodec, segment: Segment, manifest: Manifest) -> SegmentStore[Any]:
-    assert request.name is not None
     try:
-        ours = fingerprint(request, codec)
-        if manifest.fingerprint != ours:
-            raise FingerprintError(_refusal(request, manifest.fingerprint, ours))
+        _check(request, codec, manifest)
         try:
-            return store_for(codec).found(segment, codec, manifest.geometry, request.length)
+            return _store_for(request, codec).found(segment, codec, manifest.geometry, request.length)
         except ValueError as error:
-            raise ManifestError(f"the cache {request.name!r} is damaged: {error}. {way_out(request.name)}") from None
+            raise ManifestError(f"the cache {request.name!r} is damaged: {error}. {_way_out(request)}") from None
     except BaseException:
         segment.close()
         raise
+
+
+def _mender(request: CacheRequest, codec: SampleCodec) -> Mend:
+    """Mends what a crash may have left of the request's cache on a disk, if it is that."""
+
+    def mend(segment: Segment, manifest: Manifest) -> None:
+        _check(request, codec, manifest)
+        disk_store_for(codec).mend(segment, manifest)
+
+    return mend
+
+
+def _check(request: CacheRequest, codec: SampleCodec, manifest: Manifest) -> None:
+    """Refuse the cache of something else (FingerprintError)."""
+    ours = fingerprint(request, codec)
+    if manifest.fingerprint != ours:
+        raise FingerprintError(_refusal(request, manifest.fingerprint, ours))
+
+
+def _store_for(request: CacheRequest, codec: SampleCodec) -> type[SegmentStore[Any]]:
+    return store_for(codec) if request.dir is None else disk_store_for(codec)
+
+
+def _way_out(request: CacheRequest) -> str:
+    assert request.name is not None
+    return way_out(request.name, request.dir)
 
 
 def _asked_for(
@@ -178,7 +205,10 @@ def _asked_for(
         0 if codec is None else request.length * codec.slot_bytes
         for request, codec in zip(requests, codecs, strict=True)
     ]
-    free = FreeMemory.measure(memory_directory()).bytes + held
+    directory = requests[0].dir
+    free = (
+        (FreeMemory.measure(memory_directory()).bytes + held) if directory is None else free_on(directory, held).bytes
+    )
     slots = []
     for request, codec, size in zip(requests, codecs, sizes, strict=True):
         pot = sum(other for other, member in zip(sizes, requests, strict=True) if member.pot == request.pot)
@@ -207,8 +237,8 @@ def _compare(request: CacheRequest, cache: SegmentStore[Any], budget: Budget, sl
         f"budget={str(budget)!r} would give {slots:,} and is not looked at."
     )
     if request.strict:
-        raise FingerprintError(f"{words} {way_out(request.name)}")
-    log.warning("%s\n%s", words, way_out(request.name))
+        raise FingerprintError(f"{words} {_way_out(request)}")
+    log.warning("%s\n%s", words, _way_out(request))
 
 
 def _refusal(request: CacheRequest, theirs: Mapping[str, str | int], ours: Mapping[str, str | int]) -> str:
@@ -216,7 +246,7 @@ def _refusal(request: CacheRequest, theirs: Mapping[str, str | int], ours: Mappi
     differ = ", ".join(key for key in ours if theirs.get(key) != ours[key])
     return (
         f"the cache {request.name!r} holds something else than {request.title} ({differ} differ). "
-        f"It holds {theirs}; this job has {ours}. {way_out(request.name)}"
+        f"It holds {theirs}; this job has {ours}. {_way_out(request)}"
     )
 
 

@@ -35,13 +35,14 @@ from lightning_stocache.node.budget import Budget
 from lightning_stocache.node.files import Backend
 from lightning_stocache.node.group import NodeGroup
 from lightning_stocache.setup.agreement import check_lengths, ranks_apart
-from lightning_stocache.setup.allocation import allocate
+from lightning_stocache.setup.allocation import Allocation, allocate
+from lightning_stocache.setup.disk_cache import allocate_on_disk, with_directories
 from lightning_stocache.setup.form_choice import decoded_share, mixed_codec, told_share
 from lightning_stocache.setup.look import Finding, look
 from lightning_stocache.setup.named_cache import join_caches, rings_as_they_are
 from lightning_stocache.setup.open_cache import OpenCache
 from lightning_stocache.setup.request import BackendChoice, CacheRequest
-from lightning_stocache.setup.segments import CacheMemoryError, Segments, make_and_attach
+from lightning_stocache.setup.segments import CacheMemoryError, Segments, Tier, make_and_attach
 from lightning_stocache.source.encoded import taken_apart
 from lightning_stocache.source.odd import warn_of_odd
 
@@ -91,6 +92,14 @@ def open_caches(
     check_lengths(requests, group)
     if not requests:
         return []
+    try:
+        requests = with_directories(requests, group)
+    except (OSError, ImportError, RuntimeError) as error:
+        if not disable:
+            raise
+        if group.rank == 0:
+            log.warning("the cache is off, all samples are loaded from their source, uncounted: %s", error)
+        return [OpenCache.without(request, group) for request in requests]
     apart = ranks_apart(requests, group)
     findings = group.lead(
         lambda: [
@@ -106,18 +115,21 @@ def open_caches(
     if named := any(request.name is not None for request in requests):
         backend = "tmpfile"  # where names are
     worker_bytes = max((found.worker_bytes or 0 for found in findings), default=0)
-    plan = group.lead(
-        lambda: allocate(
-            requests,
-            codecs,
-            budgets,
-            ranks,
-            backend,
-            promised + kept_back,
-            worker_bytes=worker_bytes,
-            later_bytes=later_bytes,
-        )
-    )
+
+    def in_memory(codecs: Sequence[SampleCodec | None], budgets: Mapping[str, Budget]) -> Allocation:
+        more = {"worker_bytes": worker_bytes, "later_bytes": later_bytes}
+        return allocate(requests, codecs, budgets, ranks, backend, promised + kept_back, **more)
+
+    on_disk = any(request.dir is not None for request in requests)
+    if on_disk:
+        plan = group.lead(lambda: allocate_on_disk(requests, codecs, budgets))
+        memory = {request.pot: request.memory for request in requests}
+        above = group.lead(lambda: in_memory([found.codec for found in findings], memory))
+        plan = replace(plan, backend=above.backend)
+        tiers = list(map(Tier, above.slots, above.granted, above.keep_free))
+    else:
+        plan = group.lead(lambda: in_memory(codecs, budgets))
+        tiers = [Tier()] * len(requests)
     planned, decoded = list(plan.slots), [found.codec for found in findings]
     for number, (request, found) in enumerate(zip(requests, findings, strict=True)):
         codec, granted = found.codec, plan.granted[number]
@@ -158,7 +170,7 @@ def open_caches(
         for number, (request, found, ring) in enumerate(zip(requests, findings, rings, strict=True)):
             cache, budget, arc = joined.pop(number, None), budgets[request.pot], ring.arcs[group.node]
             granted = plan.granted[number]
-            made.append(Segments.make(request, found.codec, arc, group, kind, cache, budget, granted))
+            made.append(Segments.make(request, found.codec, arc, group, kind, cache, budget, granted, tiers[number]))
         for segments, nbytes in zip(made, plan.keep_free, strict=True):
             if segments.cache is not None:
                 segments.cache.keep_free(nbytes)

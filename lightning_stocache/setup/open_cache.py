@@ -12,7 +12,7 @@ from torch.utils.data import Dataset
 
 from lightning_stocache.cache.counters import Counters
 from lightning_stocache.cache.placement import Ring
-from lightning_stocache.cache.segment_store import SegmentStore
+from lightning_stocache.cache.stores import AnyStore
 from lightning_stocache.node.budget import format_bytes
 from lightning_stocache.node.group import NodeGroup
 from lightning_stocache.setup.request import CacheRequest
@@ -45,7 +45,7 @@ class OpenCache:
     request: CacheRequest
     source: Dataset[Any]
     tail: Callable[[Any], Any] | None = None
-    cache: SegmentStore[Any] | None = None
+    cache: AnyStore | None = None
     counters: Counters | None = None
     ring: Ring | None = None
     group: NodeGroup = field(default_factory=NodeGroup)
@@ -60,7 +60,7 @@ class OpenCache:
         return cls(request, request.source, group=NodeGroup() if group is None else group)
 
     @property
-    def live_cache(self) -> SegmentStore[Any] | None:
+    def live_cache(self) -> AnyStore | None:
         """The cache, unless this process has closed it."""
         return None if self.cache is None or self.cache.closed else self.cache
 
@@ -107,8 +107,14 @@ class OpenCache:
             arc = "" if self.ring is None else f" in an arc that starts at {self.ring.arcs[group.node].start:,}"
         return (
             f"{name}{where}: {cache.capacity:,} of {samples:,} samples have a slot{arc}, {cache.filled:,} are filled, "
-            f"{format_bytes(cache.memory_bytes)} in use of {format_bytes(self.budget_bytes)}"
+            f"{self._used(cache)} in use of {format_bytes(self.budget_bytes)}"
         )
+
+    def _used(self, cache: AnyStore) -> str:
+        if self.request.dir is None:
+            return format_bytes(cache.memory_bytes)
+        above = "" if self.request.memory.off else f" ({format_bytes(cache.memory_bytes)} of it in memory, too)"
+        return f"{format_bytes(cache.disk_bytes)}{above} on the disk"
 
     def tell(self) -> None:
         """Describe it once per node: in the log, or on stderr where a script has not set logging up, which drops it."""
@@ -126,11 +132,12 @@ class OpenCache:
         cache, name = self.live_cache, self.request.name
         if cache is not None and name is not None and self.group.is_leader:
             log.info(
-                "the cache is kept as %s, %d of %d slots filled; remove it with: python -m lightning_stocache clean %s",
+                "the cache is kept as %s, %d of %d slots filled. To remove it: python -m lightning_stocache clean %s%s",
                 name,
                 cache.filled,
                 len(cache),
                 name,
+                "" if self.request.dir is None else f" --dir {self.request.dir}",
             )
         for part in (self.cache, self.counters):
             if part is not None:

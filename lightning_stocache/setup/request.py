@@ -15,13 +15,13 @@ from lightning_stocache.cache.spec import SampleSpec
 from lightning_stocache.node.budget import Budget
 from lightning_stocache.node.named import check_name
 
-__all__ = ["BackendChoice", "CacheRequest", "Form", "Layout", "LoaderSettings"]
+__all__ = ["BackendChoice", "CacheRequest", "Form", "Layout", "LoaderSettings", "check_disk"]
 
 BackendChoice = Literal["auto", "tmpfile", "memfd", "file"]
 Layout = Literal["auto", "rows", "records"]
 Form = Literal["decoded", "encoded", "auto"]
 
-_AUTO = Budget.parse("auto")
+_AUTO, _NONE = Budget.parse("auto"), Budget.parse(0)
 
 
 @dataclass(frozen=True)
@@ -69,9 +69,11 @@ class CacheRequest:
         layout: whether samples are to lie as rows or as records; "auto": as what is seen of them allows.
         store: whether they are kept as the source decodes them, or as it reads them; "auto": as saves most time.
         prefill: whether idle workers load what nobody has asked for yet.
+        dir: on a disk, where the cache lies; None: in memory.
+        memory: what of a cache on a disk lies in memory besides.
 
     Raises:
-        TypeError: spec or fingerprint is of another type.
+        TypeError: spec, fingerprint or dir is of another type.
         ValueError: the name cannot be one, the layout or store is none of its choices, or these do not go together.
     """
 
@@ -87,6 +89,8 @@ class CacheRequest:
     layout: Layout = "auto"
     store: Form = "decoded"
     prefill: bool = False
+    dir: str | None = None
+    memory: Budget = _NONE
 
     def __post_init__(self) -> None:
         if self.layout not in get_args(Layout):
@@ -105,6 +109,7 @@ class CacheRequest:
             raise TypeError(f"fingerprint must be a string, got {self.fingerprint!r}")
         if self.name is not None:
             check_name(self.name)
+        check_disk(self.dir, self.memory)
 
     @property
     def length(self) -> int:
@@ -116,3 +121,19 @@ class CacheRequest:
         """The source, for messages."""
         whose = self.reader.stage if self.reader is not None and self.reader.stage else self.pot
         return f"{type(self.source).__name__} ({self.length:,} samples{f', {whose}' if whose else ''})"
+
+
+def check_disk(directory: str | None, memory: Budget) -> None:
+    """Refuse what cannot be said of a cache on a disk.
+
+    Raises:
+        TypeError: the directory is no path.
+        ValueError: there is memory for what lies on no disk.
+    """
+    if directory is not None and (not isinstance(directory, str) or not directory):
+        raise TypeError(f"dir must be the path of a directory, as a string, got {directory!r}")
+    if directory is None and not memory.off:
+        raise ValueError(
+            f"memory={str(memory)!r} is for what of a cache on a disk lies in memory besides: give dir= too, or say "
+            "budget= for a cache in memory alone"
+        )

@@ -7,15 +7,16 @@ as all are attached.
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 from lightning_stocache.cache.codec import SampleCodec
 from lightning_stocache.cache.counters import Counters
+from lightning_stocache.cache.disk_store import DiskStore
 from lightning_stocache.cache.placement import Arc
 from lightning_stocache.cache.segment_store import SegmentStore
-from lightning_stocache.cache.store import StoreHandle
-from lightning_stocache.cache.stores import attach_store, store_for
+from lightning_stocache.cache.stores import AnyHandle, AnyStore, attach_store, disk_store_for, store_for
+from lightning_stocache.cache.tiers import tiered
 from lightning_stocache.node.budget import Budget
 from lightning_stocache.node.files import Backend
 from lightning_stocache.node.group import NodeGroup
@@ -24,7 +25,7 @@ from lightning_stocache.node.segment import Segment, SegmentHandle
 from lightning_stocache.setup.named_cache import join_cache, open_cache
 from lightning_stocache.setup.request import CacheRequest
 
-__all__ = ["CacheMemoryError", "Segments", "make_and_attach"]
+__all__ = ["CacheMemoryError", "Segments", "Tier", "make_and_attach"]
 
 _LONGEST = 200  # characters of a source's title that its segment tells
 
@@ -38,7 +39,7 @@ class _Address:
     """Where the segments of one request are, for the other ranks of the node."""
 
     counters: SegmentHandle
-    cache: StoreHandle | None
+    cache: AnyHandle | None
     keeps_name: bool
 
     def attach(self, rank: int) -> Segments:
@@ -49,11 +50,20 @@ class _Address:
 
 
 @dataclass(frozen=True)
+class Tier:
+    """What of a cache on a disk lies in memory besides: slots, bytes, and bytes that it leaves to others."""
+
+    slots: int = 0
+    granted: int = 0
+    keep_free: int = 0
+
+
+@dataclass(frozen=True)
 class Segments:
     """The segments of one request, open in this process."""
 
     counters: Counters | None
-    cache: SegmentStore[Any] | None
+    cache: AnyStore | None
     keeps_name: bool = False
 
     @classmethod
@@ -67,15 +77,23 @@ class Segments:
         joined: SegmentStore[Any] | None,
         budget: Budget,
         granted: int,
+        above: Tier,
     ) -> Segments:
-        """Make them, or join the cache that has the request's name."""
-        cache = joined
+        """Make them, or join the cache that has the request's name; in memory as much of it as `above` says."""
+        cache: AnyStore | None = joined
+        whose = {"dataset": printable(request.title, _LONGEST), "node": group.node, "nodes": len(group.nodes)}
         if codec is not None and request.name is not None:
-            if cache is None:  # it may have come since, or this is the second try
+            if joined is None:  # it may have come since, or this is the second try
                 cache = open_cache(request, codec, arc, budget, granted) if arc.slots else join_cache(request, codec)
+        elif codec is not None and arc.slots and request.dir is not None:
+            cache = disk_store_for(codec).create_in(request.dir, codec, arc, whose, granted=granted)
         elif codec is not None and arc.slots:
-            whose = {"dataset": printable(request.title, _LONGEST), "node": group.node, "nodes": len(group.nodes)}
             cache = store_for(codec).create(codec, arc, backend, whose, granted=granted)
+        if codec is not None and isinstance(cache, DiskStore) and above.slots:
+            part = replace(cache.handle.arc, slots=min(above.slots, len(cache)))
+            memory = store_for(codec).create(codec, part, backend, whose, granted=above.granted)
+            memory.keep_free(above.keep_free)
+            cache = tiered(memory, cache)
         return cls(Counters.create(group.rank, backend), cache, request.name is not None)
 
     @property

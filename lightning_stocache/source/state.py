@@ -7,7 +7,7 @@ transforms, down to the lists of steps, and compares them with what they are now
 
 An attribute has changed if it holds another object that is not equal to the one before. Not counted are what is opened
 and closed (files, databases: whatever can be closed), generators, the length of a source that grows, and attributes
-that move when the source is read (a counter, a memo): `end_read`, called after every read of this process, learns them,
+that move when the source is read (a counter, a memo): every read of this process stands in a `with`, which learns them,
 and `ignored` names those that others know of. Not seen is what changes inside an object that is no transform: a list of
 files that is sorted, a tensor that is written to.
 
@@ -120,8 +120,11 @@ class SourceState:
                 log.warning(_CHANGED, type(self._source).__name__, self.change)
         return self.change
 
-    def end_read(self) -> None:
-        """After a read of the source by this process: what has moved meanwhile, reading moves."""
+    def __enter__(self) -> None:
+        """Before a read of the source by this process."""
+
+    def __exit__(self, *_: object) -> None:
+        """After it: what has moved meanwhile, reading moves."""
         self._ignored.update(difference.path for difference in self._differences())
 
     def _differences(self) -> list[_Difference]:

@@ -142,6 +142,8 @@ class CallCaches:
                 layout=options.layout,
                 store=options.store,
                 prefill=options.prefill,
+                dir=options.dir,
+                memory=Budget.parse(options.memory),
             )
             for key, entry in new.items()
         ]

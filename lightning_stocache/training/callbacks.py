@@ -132,6 +132,8 @@ class StochasticCache(CacheMonitor):
         layout: Layout = "auto",
         store: Form = "decoded",
         prefill: bool = False,
+        dir: str | None = None,
+        memory: int | float | str = 0,
     ) -> None:
         super().__init__()
         self.caches = CallCaches(CacheOptions.among(locals()))

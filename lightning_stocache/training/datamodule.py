@@ -101,6 +101,8 @@ class StocacheDataModule(LightningDataModule):
         layout: Layout = "auto",
         store: Form = "decoded",
         prefill: bool = False,
+        dir: str | None = None,
+        memory: int | float | str = 0,
     ) -> None:
         super().__init__()
         for argument, given in (("eval_transform", eval_transform), ("eval_batch_transform", eval_batch_transform)):

@@ -46,6 +46,8 @@ def cache_datamodule(  # noqa: D417  the options are described in one place
     layout: Layout = "auto",
     store: Form = "decoded",
     prefill: bool = False,
+    dir: str | None = None,
+    memory: int | float | str = 0,
 ) -> M:
     """Cache the loaders of a DataModule, and return the same object.
 

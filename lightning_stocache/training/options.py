@@ -20,7 +20,7 @@ from lightning_stocache.loading.dataset import CachedDataset, OnError
 from lightning_stocache.node.budget import Budget
 from lightning_stocache.node.named import check_name
 from lightning_stocache.sampling.locality_sampler import Mode
-from lightning_stocache.setup.request import BackendChoice, Form, Layout
+from lightning_stocache.setup.request import BackendChoice, Form, Layout, check_disk
 
 __all__ = ["STAGES", "CacheOptions", "Source", "Stream", "made", "with_options"]
 
@@ -49,6 +49,7 @@ class CacheOptions:
         sampling: how a training set with the default sampler is dealt to several nodes: "locality" (samples go to nodes
             that have them), "global" or "sticky"; see `LocalitySampler`.
         name: That of the n-th dataset of a stage is `<name>-<stage><n>`.
+        memory: Each dataset of the call has its share of it, by its size.
 
     Raises:
         ValueError: an option that is none of these.
@@ -67,6 +68,8 @@ class CacheOptions:
     layout: Layout = "auto"
     store: Form = "decoded"
     prefill: bool = False
+    dir: str | None = None
+    memory: int | float | str = 0
     budgets: dict[str, Budget] = field(init=False)
     """The budget of every pot; stages without one of their own share the pot ""."""
 
@@ -90,6 +93,7 @@ class CacheOptions:
             raise ValueError(f"prefill must be true or false, got {self.prefill!r}")
         if self.name is not None:
             check_name(self.name)
+        check_disk(self.dir, Budget.parse(self.memory))
         budgets = {stage: Budget.parse(budget) for stage, budget in given.items()}
         object.__setattr__(self, "budgets", budgets | {"": Budget.parse(self.budget)})
 

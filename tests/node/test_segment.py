@@ -461,7 +461,7 @@ def test_a_link_in_place_of_a_lock_file_is_not_followed(tmp_path: Path, monkeypa
     """Whoever saw the name of a segment first could have had any file of this user's opened for it."""
     make_file = files.make_file
 
-    def planted(backend: Backend) -> tuple[int, str | None]:
+    def planted(backend: Backend, directory: str | None = None) -> tuple[int, str | None]:
         data, path = make_file(backend)
         os.symlink(tmp_path / "elsewhere", f"{path}.locks")
         planted_at.append(f"{path}.locks")

@@ -104,8 +104,8 @@ def test_what_reading_moves_is_no_change() -> None:
     """A counter and a memo that moved in a read of this process may move from then on; other names may not."""
     images = Images()
     state = SourceState(images)
-    images[0]
-    state.end_read()
+    with state:
+        images[0]
     assert state.look() is None
     images[1]  # the user's own read, which nobody announces
     assert state.look() is None

@@ -1,0 +1,206 @@
+"""Stores in a segment on a disk, which outlive job and machine where the segment has a name.
+
+The slots are those of the stores in memory; behind them lie their checksums. What an earlier job has stored is READY
+there, and is not read before this job has found it sound (`proof`, `recall`). What this job stores, a thread stores
+(`write_behind`), and it is trusted at once.
+
+Where the file is cut off while it is open, nothing of it is looked at any more, through the mapping it would be a
+SIGBUS: all samples are loaded until the job ends. The next one gives the file its length again.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from typing import Any, Self, cast
+
+import numpy as np
+import numpy.typing as npt
+
+from lightning_stocache.cache.claims import Claims
+from lightning_stocache.cache.filling import Filling
+from lightning_stocache.cache.placement import NO_SLOT, Arc, Integers
+from lightning_stocache.cache.proof import Proof, sums_bytes
+from lightning_stocache.cache.recall import Recall
+from lightning_stocache.cache.record_slots import RecordSlots
+from lightning_stocache.cache.record_store import RecordStore
+from lightning_stocache.cache.row_store import RowStore
+from lightning_stocache.cache.segment_store import Codec, SegmentStore
+from lightning_stocache.cache.store import StoreHandle
+from lightning_stocache.node.disk import DiskSegment
+from lightning_stocache.node.manifest import Manifest
+from lightning_stocache.node.segment import Segment
+
+__all__ = ["DiskRecords", "DiskRows", "DiskStore"]
+
+
+class DiskStore(SegmentStore[Codec]):
+    """What the stores on a disk have in common.
+
+    Args:
+        segment: where the samples lie.
+        codec: what a sample looks like.
+        arc: which indices have a slot, and where.
+        trusted: in memory, which slots this job may read.
+
+    Raises:
+        ImportError: xxhash, which makes the checksums, is not installed.
+    """
+
+    segment: DiskSegment
+
+    def __init__(self, segment: Segment, codec: Codec, arc: Arc, trusted: Segment) -> None:
+        self._proof = Proof(cast(DiskSegment, segment), arc, trusted)
+        super().__init__(segment, codec, arc)
+        self._recall = Recall(self.slots, self._proof, Claims(segment))
+
+    @classmethod
+    def create_in(
+        cls, directory: str, codec: Codec, arc: Arc, whose: Mapping[str, Any] | None = None, *, granted: int = 0
+    ) -> Self:
+        """Make an empty store without a name in a directory on a disk.
+
+        Args:
+            directory: that `check_directory` has found good.
+            codec: what a sample looks like.
+            arc: which indices have a slot, and where.
+            whose: what the segment says about itself besides the arc.
+            granted: bytes that it may take, where that does not follow from the number of slots.
+        """
+        size, manifest = cls.layout(codec, arc, whose, granted=granted)
+        segment = DiskSegment.create(size, None, manifest, directory)
+        try:
+            return cls.found(segment, codec, manifest.geometry, arc.size)
+        except OSError:
+            segment.close()
+            raise
+
+    @classmethod
+    def mend(cls, segment: Segment, manifest: Manifest) -> None:
+        """Mend what a crash may have left in a segment, while nobody else has it open."""
+
+    @classmethod
+    def bytes_for(cls, codec: Any, slots: int, granted: int = 0) -> int:
+        """Bytes of a segment for so many slots and their checksums, where so many are granted."""
+        sums = sums_bytes(slots)
+        return super().bytes_for(codec, slots, max(granted - sums, 0)) + sums
+
+    @classmethod
+    def _opened(cls, segment: Segment, codec: Codec, arc: Arc) -> Self:
+        # What cannot be read is an error here, and would be a SIGBUS later.
+        cast(DiskSegment, segment).fetch(0, cls.reserved_bytes(arc.slots))
+        return cls.over(segment, codec, arc, Proof.begin(arc.slots))
+
+    def _open_filling(self, claims: Claims) -> Filling:
+        return Filling(self.segment, self.slots, claims, self.turns, self._proof)
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        return type(self).over, (self.segment, self.codec, self.arc, self._proof.trusted)
+
+    @property
+    def handle(self) -> StoreHandle:
+        """What another process needs to open the same store."""
+        return StoreHandle(self.segment.handle, self.codec, self.arc, self._proof.trusted.handle)
+
+    # ---- samples ----
+
+    def place(self, index: int) -> int:
+        """Where the sample of an index can be read now, or NO_PLACE."""
+        slot = self.arc.slot_within(index)
+        return super().place(index) if slot != NO_SLOT and self._proof.trusts(slot) else NO_SLOT
+
+    def lookup(self, indices: Integers) -> Integers:
+        """The slots of those indices (int64 `[samples]`) that can be read now, NO_PLACE for the others."""
+        slots = self.arc.slots_of(indices)
+        trusted = self._proof.trusted_among(slots)
+        if not trusted.any():
+            return np.full_like(slots, NO_SLOT)
+        slots = super().lookup(indices)
+        slots[~trusted] = NO_SLOT
+        return slots
+
+    def recall(self, indices: Sequence[int]) -> bool:
+        """Look through what an earlier job has stored under those indices, and have it read if it is sound."""
+        slots = [self.arc.slot_within(index) for index in indices]
+        waited = self._filling.wait_for(slots)
+        return self._recall.check(slots) or waited
+
+    def flush(self) -> None:
+        """Wait until what was handed to the thread is on its way to the disk, but not for long."""
+        self._filling.flush()
+
+    # ---- what there is ----
+
+    @property
+    def is_filled(self) -> npt.NDArray[np.bool_]:
+        """Which slots are READY, bool `[slots]`."""
+        return super().is_filled if self._proof.is_whole else np.zeros(len(self), dtype=np.bool_)
+
+    @property
+    def is_readable(self) -> npt.NDArray[np.bool_]:
+        """Which slots can be read now, bool `[slots]`."""
+        return self.is_filled & self._proof.trusted_slots
+
+    @property
+    def memory_bytes(self) -> int:
+        """Bytes of samples in memory: none. What the system keeps of a disk in its page cache is nobody's."""
+        return 0
+
+    @property
+    def disk_bytes(self) -> int:
+        """Bytes of samples on the disk."""
+        return super().memory_bytes
+
+    @property
+    def promised_bytes(self) -> int:
+        """Bytes of memory that it may still take: none."""
+        return 0
+
+    def close(self) -> None:
+        """Give the store up in this process, when the thread has stored what was left."""
+        if not self.closed:
+            self.flush()
+        super().close()
+        self._proof.close()
+
+
+class DiskRows(DiskStore[Any], RowStore):
+    """Rows on a disk.
+
+    Example:
+        >>> import tempfile
+        >>> from lightning_stocache.cache.spec import SampleSpec
+        >>> with tempfile.TemporaryDirectory() as directory:
+        ...     store = DiskRows.create_in(directory, SampleSpec.infer(1), Arc(size=10, slots=5))
+        ...     store.fill(4, 16), store.flush(), store.get(4)
+        ...     store.close()
+        (True, None, 16)
+    """
+
+
+class DiskRecords(DiskStore[Any], RecordStore):
+    """Records on a disk.
+
+    Example:
+        >>> import tempfile
+        >>> from lightning_stocache.cache.records import RecordCodec
+        >>> with tempfile.TemporaryDirectory() as directory:
+        ...     codec, arc = RecordCodec.infer(["a", "bc"]), Arc(size=10, slots=10)
+        ...     store = DiskRecords.create_in(directory, codec, arc, granted=2**20)
+        ...     store.fill(4, "text"), store.flush(), store.get(4)
+        ...     store.close()
+        (True, None, 'text')
+    """
+
+    @classmethod
+    def mend(cls, segment: Segment, manifest: Manifest) -> None:
+        """Have no record of an earlier job be overwritten by those to come, while nobody else has the segment open."""
+        slots = manifest.geometry.slots
+        segment.reserve(0, cls.reserved_bytes(slots))
+        records = RecordSlots(segment, slots, Claims(segment), segment.size - sums_bytes(slots))
+        try:
+            records.mend()
+        finally:
+            records.close()
+
+    def _open_slots(self, claims: Claims) -> RecordSlots:
+        return RecordSlots(self.segment, self.arc.slots, claims, self.segment.size - sums_bytes(self.arc.slots))
