@@ -110,7 +110,7 @@ class CachedDataset(Forwarding):
         store: Form = "decoded",
         prefill: bool = False,
         dir: str | None = None,
-        memory: int | float | str = 0,
+        memory: int | float | str | None = None,
     ) -> None:
         check_source(source, Forwarding, strict=strict)
         if transform is not None and not callable(transform):
@@ -133,7 +133,7 @@ class CachedDataset(Forwarding):
             store=store,
             prefill=prefill,
             dir=dir,
-            memory=Budget.parse(memory),
+            memory=Budget.parse(0 if memory is None else memory),
         )
         self.__cached, self.__lends_transform = CachedSource(OpenCache.without(request), transform), transform is None
         self.__backend: BackendChoice = backend

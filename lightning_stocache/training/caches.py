@@ -143,7 +143,7 @@ class CallCaches:
                 store=options.store,
                 prefill=options.prefill,
                 dir=options.dir,
-                memory=Budget.parse(options.memory),
+                memory=Budget.parse(0 if options.memory is None else options.memory),
             )
             for key, entry in new.items()
         ]

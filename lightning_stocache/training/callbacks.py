@@ -133,7 +133,7 @@ class StochasticCache(CacheMonitor):
         store: Form = "decoded",
         prefill: bool = False,
         dir: str | None = None,
-        memory: int | float | str = 0,
+        memory: int | float | str | None = None,
     ) -> None:
         super().__init__()
         self.caches = CallCaches(CacheOptions.among(locals()))

@@ -102,7 +102,7 @@ class StocacheDataModule(LightningDataModule):
         store: Form = "decoded",
         prefill: bool = False,
         dir: str | None = None,
-        memory: int | float | str = 0,
+        memory: int | float | str | None = None,
     ) -> None:
         super().__init__()
         for argument, given in (("eval_transform", eval_transform), ("eval_batch_transform", eval_batch_transform)):

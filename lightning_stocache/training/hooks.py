@@ -47,7 +47,7 @@ def cache_datamodule(  # noqa: D417  the options are described in one place
     store: Form = "decoded",
     prefill: bool = False,
     dir: str | None = None,
-    memory: int | float | str = 0,
+    memory: int | float | str | None = None,
 ) -> M:
     """Cache the loaders of a DataModule, and return the same object.
 

@@ -69,7 +69,7 @@ class CacheOptions:
     store: Form = "decoded"
     prefill: bool = False
     dir: str | None = None
-    memory: int | float | str = 0
+    memory: int | float | str | None = None
     budgets: dict[str, Budget] = field(init=False)
     """The budget of every pot; stages without one of their own share the pot ""."""
 
@@ -93,7 +93,7 @@ class CacheOptions:
             raise ValueError(f"prefill must be true or false, got {self.prefill!r}")
         if self.name is not None:
             check_name(self.name)
-        check_disk(self.dir, Budget.parse(self.memory))
+        check_disk(self.dir, Budget.parse(0 if self.memory is None else self.memory))
         budgets = {stage: Budget.parse(budget) for stage, budget in given.items()}
         object.__setattr__(self, "budgets", budgets | {"": Budget.parse(self.budget)})
 
