@@ -10,13 +10,17 @@ Node k trains on a share s_k of every global batch. Its arc starts at `N * (s_0 
 its slots; the slot of an index is its distance from the start of the arc. So there is no table, no allocator and no
 message: every process can work out every node's ownership. Arcs longer than the node's share run on over its
 neighbours', and give those indices several homes.
+
+A cache that outlives its job keeps its arc, whatever nodes the next job has: what was stored is where it was. A node
+that comes new to such caches begins where they leave the largest gap (`beside`). So a node that is lost takes its own
+arc away and moves nothing else, and one that replaces it gets just that arc.
 """
 
 from __future__ import annotations
 
 import math
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from fractions import Fraction
 from typing import Any
 
@@ -113,6 +117,26 @@ class Ring:
         starts = [round(size * sum(exact[:node])) % max(size, 1) for node in range(len(exact))]
         return cls(tuple(Arc(size, min(count, size), start, step) for start, count in zip(starts, slots, strict=True)))
 
+    def beside(self, held: Sequence[Arc | None]) -> Ring:
+        """This ring, if some nodes have an arc already; the others' begin where there is the largest gap.
+
+        Args:
+            held: per node, the arc that it has; None for one that comes new.
+
+        Example:
+            >>> ring = Ring.cut(size=100, shares=(0.5, 0.5), slots=(40, 40))
+            >>> [(arc.start, arc.slots) for arc in ring.beside((Arc(100, 40, 70, ring.arcs[0].step), None)).arcs]
+            [(70, 40), (10, 40)]
+        """
+        known = [arc for arc in held if arc is not None and arc.slots]
+        arcs = []
+        for planned, arc in zip(self.arcs, held, strict=True):
+            if arc is None and known and planned.slots:
+                arc = replace(planned, start=_largest_gap(known, planned.start))
+                known.append(arc)
+            arcs.append(planned if arc is None else arc)
+        return Ring(tuple(arcs))
+
     def held_by(self, node: int, indices: npt.NDArray[np.integer[Any]]) -> npt.NDArray[np.bool_]:
         """Which of those indices have a slot on a node, bool of the same shape."""
         held: npt.NDArray[np.bool_] = self.arcs[node].slots_of(indices) != NO_SLOT
@@ -129,6 +153,19 @@ class Ring:
             covered += max(end - begin, 0)
             reached = max(reached, end)
         return covered / size if size else 0.0
+
+
+def _largest_gap(arcs: Sequence[Arc], otherwise: int) -> int:
+    """Where the longest stretch of the ring begins that is in none of the arcs."""
+    size = arcs[0].size
+    ends = sorted((arc.start, arc.start + arc.slots) for arc in arcs)
+    ends += [(start + size, end + size) for start, end in ends]
+    best, longest, reached = otherwise, 0, ends[0][1]
+    for start, end in ends[1:]:
+        if start - reached > longest:
+            best, longest = reached % size, start - reached
+        reached = max(reached, end)
+    return best
 
 
 def _even_step(size: int) -> int:

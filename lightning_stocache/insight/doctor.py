@@ -10,6 +10,8 @@ from __future__ import annotations
 import multiprocessing
 import os
 import platform
+import shlex
+import shutil
 import sys
 from collections.abc import Iterator, Sequence
 from importlib import metadata
@@ -20,9 +22,11 @@ import torch
 from packaging.requirements import Requirement
 
 from lightning_stocache.cache.contents import contents_of
+from lightning_stocache.cache.proof import checksum
 from lightning_stocache.cache.spec import SampleSpec
 from lightning_stocache.insight.inventory import count, held_lines
 from lightning_stocache.node.budget import Budget, format_bytes
+from lightning_stocache.node.disk import check_directory
 from lightning_stocache.node.files import Backend, make_file, memory_directory, reserve
 from lightning_stocache.node.free import FreeMemory
 from lightning_stocache.node.janitor import named_segments
@@ -47,10 +51,11 @@ class Finding(NamedTuple):
     fix: str = ""  # what to do about it; empty if nothing
 
 
-def examine(root: Path = Path("/")) -> list[Finding]:
+def examine(root: Path = Path("/"), directories: Sequence[str] = ()) -> list[Finding]:
     """Look at this machine.
 
     Args:
+        directories: on disks, which are to hold caches.
         root: where `proc` and `sys` are found for all but the verdict; another one is for tests.
 
     Raises:
@@ -59,7 +64,8 @@ def examine(root: Path = Path("/")) -> list[Finding]:
     if sys.platform == "win32":
         raise OSError("Windows has no memory that a cache could share between processes: samples pass through uncached")
     free = FreeMemory.measure(memory_directory(), root)
-    return [_verdict(), *_memory(free, root), *_backends(), *_caches(root), *_processes(root), *_versions()]
+    machine = [*_memory(free, root), *_backends(), *(_disk(directory) for directory in directories)]
+    return [_verdict(), *machine, *_caches(root), *_processes(root), *_versions()]
 
 
 def as_text(findings: Sequence[Finding]) -> str:
@@ -175,6 +181,28 @@ def _backends() -> Iterator[Finding]:
             )
         finally:
             os.close(file)
+
+
+def _disk(directory: str) -> Finding:
+    """What to make of a directory that is to hold caches."""
+    if not os.path.isdir(directory):
+        return Finding(f"disk {directory}", "is no directory.", f"mkdir {shlex.quote(directory)}")
+    try:
+        path = check_directory(directory)
+        checksum()
+    except OSError as error:
+        return Finding(f"disk {directory}", "cannot hold a cache.", str(error))
+    except ImportError as error:
+        return Finding(f"disk {directory}", "cannot hold a cache yet.", str(error))
+    named = named_segments(contents_of, path)
+    words = (
+        f"{_size(shutil.disk_usage(path).free)} free; it holds {count(named)} with a name"
+        if named
+        else (f"{_size(shutil.disk_usage(path).free)} free")
+    )
+    return Finding(
+        f"disk {directory}", f"{words}. What the system keeps of it in its page cache is on top of all budgets."
+    )
 
 
 def _processes(root: Path) -> Iterator[Finding]:

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import os
 import re
+import shlex
 from collections import Counter
 from collections.abc import Iterable, Iterator, Sequence
 from datetime import datetime
@@ -18,6 +19,7 @@ from lightning_stocache.cache.contents import Contents, contents_of
 from lightning_stocache.node.budget import format_bytes
 from lightning_stocache.node.holders import Holder, held
 from lightning_stocache.node.janitor import NamedSegment, segments_of_others
+from lightning_stocache.node.manifest import printable
 from lightning_stocache.node.owned import owner_name
 
 __all__ = ["count", "describe", "held_lines", "named_lines", "of_job"]
@@ -37,8 +39,13 @@ def count(segments: Sequence[NamedSegment]) -> str:
     return f"{len(segments)} cache{'s' * (len(segments) != 1)} ({size})"
 
 
-def named_lines(segments: Sequence[NamedSegment]) -> Iterator[str]:
-    """The caches with a name, job by job; of those of other users whose they are, and how large."""
+def named_lines(segments: Sequence[NamedSegment], directory: str | None = None) -> Iterator[str]:
+    """The caches with a name, job by job; of those of other users whose they are, and how large.
+
+    Args:
+        segments: those in memory, or in a directory on a disk.
+        directory: that; by default memory.
+    """
     users = _users()
     for job, members in groupby(sorted(segments, key=lambda segment: (_job(segment.name), segment.name)), _job_of):
         caches = list(members)
@@ -47,10 +54,12 @@ def named_lines(segments: Sequence[NamedSegment]) -> Iterator[str]:
             yield f"{job}: {count(caches)}"
         yield from (f"{indent}{describe(cache, users.get(cache.key, ()))}" for cache in caches)
     if unused := [segment for segment in segments if not segment.in_use]:
-        yield f"nobody uses {count(unused)}; python -m lightning_stocache clean removes what nobody uses"
+        option = "" if directory is None else f" --dir {shlex.quote(directory)}"
+        yield f"nobody uses {count(unused)}; python -m lightning_stocache clean{option} removes what nobody uses"
     if not segments:
-        yield "no caches with a name lie in this machine's memory"
-    for owner, (files, size) in segments_of_others().items():
+        where = "this machine's memory" if directory is None else printable(directory)
+        yield f"no caches with a name lie in {where}"
+    for owner, (files, size) in segments_of_others(directory).items():
         yield f"{owner_name(owner)} has {format_bytes(size)} in {files} file{'s' * (files > 1)} with names of caches"
 
 
@@ -67,12 +76,13 @@ def held_lines(root: Path = Path("/")) -> Iterator[str]:
         return
     sizes = Counter[str]()
     for file in files:
+        where = " on a disk" if file.on_disk else ""
         if file.owner != os.getuid():
-            kind = f"files in memory of {owner_name(file.owner)}"
+            kind = f"files{where or ' in memory'} of {owner_name(file.owner)}"
         elif file.contents is None:
             kind = "files beside caches (a loader's batches, say)"
         else:
-            kind = _what(file.contents)
+            kind = f"{_what(file.contents)}{where}"
         sizes[f"{kind}: {_who(file.holders)}"] += file.allocated_bytes
     for words, size in sizes.items():
         yield f"{format_bytes(size)} of {words}"

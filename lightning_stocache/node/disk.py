@@ -19,7 +19,7 @@ from lightning_stocache.node.locks import give_back, take
 from lightning_stocache.node.manifest import printable
 from lightning_stocache.node.segment import Segment
 
-__all__ = ["DiskError", "DiskSegment", "check_directory"]
+__all__ = ["DiskError", "DiskSegment", "check_directory", "filesystem_of"]
 
 _REMOTE = {
     *("nfs", "nfs4", "cifs", "smb3", "smbfs", "ceph", "lustre", "gpfs", "beegfs", "afs", "9p", "glusterfs", "pvfs2"),
@@ -100,7 +100,7 @@ def check_directory(directory: str) -> str:
             raise DiskError(f"dir={shown!r} is not a directory. {_ELSEWHERE}") from None
     except OSError as error:
         raise DiskError(f"dir={shown!r} is not there and cannot be made ({error.strerror}). {_ELSEWHERE}") from error
-    kind = _filesystem(path)
+    kind = filesystem_of(path)
     if kind in _REMOTE:
         raise DiskError(
             f"dir={shown!r} lies on another machine ({kind}), where a cache that is mapped would not see what others "
@@ -113,7 +113,7 @@ def check_directory(directory: str) -> str:
     return path
 
 
-def _filesystem(path: str) -> str:
+def filesystem_of(path: str) -> str:
     """The kind of filesystem that a directory lies on, empty where that cannot be known."""
     path, longest, kind = os.path.realpath(path), -1, ""
     try:

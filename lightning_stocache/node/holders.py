@@ -4,12 +4,13 @@ A segment without a name is seen nowhere but below `/proc/<pid>/fd`. Every descr
 at: files in /dev/shm, deleted or named, and memfds of ours. One that begins with a segment's magic number is a segment;
 its lock file is empty and says nothing. Other files in /dev/shm (torch's batches) are told too, for they take the same
 room. Of a file that belongs to another user (root sees them all) nothing is read, only its owner and its size are told.
-Processes of other users cannot be looked into; they are counted.
+Processes of other users cannot be looked into; they are counted. Caches with a name on a disk are known by that.
 """
 
 from __future__ import annotations
 
 import os
+import re
 import stat
 from collections.abc import Callable
 from dataclasses import dataclass, replace
@@ -22,6 +23,7 @@ from lightning_stocache.node.manifest import printable
 __all__ = ["Held", "Holder", "held"]
 
 _MEMFD = "/memfd:lightning_stocache"
+_ON_DISK = re.compile(r".*/lsc-[0-9]+-[^/]*(?<!\.locks)")
 _COMMAND = 120  # characters of a command line that are shown
 
 
@@ -41,7 +43,7 @@ class Held:
         name: as the kernel calls it, printable.
         key: device and inode.
         owner: the user whose file it is.
-        allocated_bytes: memory that it holds.
+        allocated_bytes: memory that it holds, or room on a disk.
         contents: what a look made of it; None if it is no segment of a cache, or another user's.
         holders: by process id.
     """
@@ -52,6 +54,11 @@ class Held:
     allocated_bytes: int
     contents: Any
     holders: tuple[Holder, ...] = ()
+
+    @property
+    def on_disk(self) -> bool:
+        """Whether it takes no memory, but room on a disk."""
+        return not self.name.startswith(("/dev/shm/", _MEMFD))
 
 
 def held(root: Path = Path("/"), look: Callable[[int], Any] = token_of) -> tuple[list[Held], int]:
@@ -94,7 +101,8 @@ def held(root: Path = Path("/"), look: Callable[[int], Any] = token_of) -> tuple
 def _key(descriptor: Path) -> tuple[int, int] | None:
     """Device and inode of a file in memory that holds any."""
     try:
-        if not os.readlink(descriptor).startswith(("/dev/shm/", _MEMFD)):
+        file = os.readlink(descriptor)
+        if not file.startswith(("/dev/shm/", _MEMFD)) and not _ON_DISK.fullmatch(file):
             return None
         facts = descriptor.stat()
     except OSError:  # closed meanwhile, or another user's

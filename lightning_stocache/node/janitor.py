@@ -56,10 +56,10 @@ def named_segments(look: Callable[[int], Any] = token_of, directory: str | None 
     return list(_inspect(directory, remove=False, look=look))
 
 
-def segments_of_others() -> dict[int, tuple[int, int]]:
+def segments_of_others(directory: str | None = None) -> dict[int, tuple[int, int]]:
     """By user, how many files of other users have names of caches, and their bytes; nothing of them is opened."""
     found: dict[int, tuple[int, int]] = {}
-    for entry in _entries():
+    for entry in _entries(directory):
         with contextlib.suppress(OSError):
             facts = entry.lstat()
             if facts.st_uid != os.getuid() and stat.S_ISREG(facts.st_mode) and facts.st_blocks:
@@ -102,7 +102,7 @@ def is_stranger(name: str, directory: str | None = None) -> bool:
     return is_name(name) and os.path.lexists(path) and not any(_inspect(directory, remove=False, only=name))
 
 
-def _entries(directory: str | None = None) -> list[Path]:
+def _entries(directory: str | None) -> list[Path]:
     """The files that have names of caches, whosoever's."""
     try:
         return sorted(path for path in Path(directory or memory_directory()).iterdir() if _PREFIX.match(path.name))

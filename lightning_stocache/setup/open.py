@@ -160,6 +160,11 @@ def open_caches(
         ]
         for which in (0, 1)
     )
+    if named:
+        held = group.exchange({number: cache.handle.arc for number, cache in joined.items()})
+        rings = [
+            ring.beside([held[ranks[0]].get(number) for ranks in group.nodes]) for number, ring in enumerate(rings)
+        ]
     short = any(count < request.length for count, request in zip(planned, requests, strict=True))
     if group.is_leader and short:  # files, or packed images, may fit where decoded ones do not
         for warning in plan.warnings:

@@ -1,0 +1,348 @@
+"""A store on a disk serves what was stored, or nothing: whatever happened to the file in between."""
+
+from __future__ import annotations
+
+import errno
+import logging
+import os
+import random
+import signal
+import sys
+import threading
+import time
+from multiprocessing import get_context
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+
+from lightning_stocache.cache import write_behind
+from lightning_stocache.cache.arena import LEDGER_BYTES
+from lightning_stocache.cache.codec import aligned
+from lightning_stocache.cache.disk_store import DiskRecords, DiskRows
+from lightning_stocache.cache.placement import Arc
+from lightning_stocache.cache.spec import SampleSpec
+from lightning_stocache.cache.store import NO_PLACE
+from lightning_stocache.node import disk as disk_module
+from lightning_stocache.node import files
+from lightning_stocache.node.disk import DiskError, check_directory
+from lightning_stocache.node.files import HEADER_BYTES
+from lightning_stocache.node.manifest import ManifestError
+from tests.cache.disks import LENGTH, PAGE, Disk, flip, power_cut, same
+
+LAYOUTS = ("rows", "records")
+ALL = list(range(LENGTH))
+
+
+@pytest.fixture(params=LAYOUTS)
+def disk(request: Any, tmp_path: Path) -> Disk:
+    """A directory in which one job after the other opens the same store."""
+    return Disk(tmp_path, request.param)
+
+
+def test_the_next_job_is_served_what_the_one_before_has_stored(disk: Disk) -> None:
+    """All of it, bit for bit; a job that stores more finds the rest there, too."""
+    disk.fill(ALL[::2])
+    assert disk.served() == ALL[::2]
+    disk.fill(ALL[1::2])
+    assert disk.served() == ALL
+
+
+def test_nothing_is_read_before_it_was_found_sound(disk: Disk) -> None:
+    """What lies there is READY and cannot be looked up; `recall` makes it readable, for other processes, too."""
+    disk.fill()
+    store = disk.open()
+    assert (store.filled, store.full, store.get(3)) == (LENGTH, False, None)
+    assert (store.lookup(np.arange(LENGTH)) == NO_PLACE).all()
+    assert store.recall([3, 3, LENGTH + 7])
+    assert same(store.get(3), disk.sample(3))
+    assert store.get(4) is None
+    assert not store.recall([3])
+    assert disk.served(store) == ALL
+    assert store.full
+    store.close()
+
+
+def test_a_flipped_bit_costs_its_sample_alone(disk: Disk) -> None:
+    """Whatever bit of a sample is flipped: that sample is loaded and stored again, and no other."""
+    disk.fill()
+    content = disk.bytes()
+    store = disk.open()
+    store.recall(ALL)
+    places = {index: store.slots.fetch(store.arc.slot(index)) for index in (0, 7, LENGTH - 1)}
+    store.close()
+    for index, parts in places.items():
+        part = max(parts, key=len)
+        at = content.index(part)
+        damaged = bytearray(content)
+        damaged[at + len(part) // 2] ^= 4
+        disk.write(damaged)
+        assert disk.served() == [other for other in ALL if other != index]
+        disk.fill([index])
+        assert disk.served() == ALL
+
+
+@pytest.mark.parametrize("count", [1, 40, 3000])
+def test_flipped_bits_serve_no_wrong_sample(disk: Disk, count: int) -> None:
+    """Seeded rounds of flipped bits all over the file, states, directory and checksums too: served is what is right."""
+    disk.fill()
+    content = disk.bytes()
+    lost = 0
+    for seed in range(12):
+        damaged = bytearray(content)
+        flip(damaged, random.Random(seed), min(count, len(content)))
+        disk.write(damaged)
+        lost += LENGTH - len(disk.served())
+        disk.fill()  # on top of it
+        disk.served()
+    assert lost or count == 1
+
+
+def test_a_file_that_was_cut_off_gets_its_length_again(disk: Disk) -> None:
+    """Seeded truncations behind the header: what is left is served, and the rest is stored again."""
+    disk.fill()
+    content = disk.bytes()
+    generator = random.Random(5)
+    for _ in range(30):
+        length = generator.randrange(HEADER_BYTES, len(content))
+        disk.write(content[:length])
+        served = disk.served()
+        assert set(served) <= set(ALL)
+        assert disk.path.stat().st_size == len(content)
+    disk.fill()
+    assert disk.served() == ALL
+
+
+@pytest.mark.parametrize("length", [0, 10, HEADER_BYTES - 1])
+def test_a_header_that_was_cut_off_is_refused(disk: Disk, length: int) -> None:
+    """By name, with the way out: nothing can be known of what follows."""
+    disk.fill([1])
+    disk.write(disk.bytes()[:length])
+    with pytest.raises(ManifestError, match=r"remove it"):
+        disk.open()
+
+
+def test_a_file_that_is_cut_off_in_use_is_left_alone(disk: Disk) -> None:
+    """Nothing of it is looked at any more, where the mapping would be a SIGBUS; nor is it given its length again."""
+    disk.fill()
+    store = disk.open()
+    assert disk.served(store) == ALL
+    os.truncate(disk.path, HEADER_BYTES + PAGE)
+    assert disk.served(store) == []
+    assert (store.filled, store.full) == (0, False)
+    assert not any(store.put_many([3], [disk.codec.contents(disk.codec.encode(disk.sample(3)))]))
+    assert disk.path.stat().st_size == HEADER_BYTES + PAGE
+    store.close()
+
+
+def test_a_power_cut_serves_no_wrong_sample(disk: Disk) -> None:
+    """Of what was written since the last sync any pages may be on the disk, and others not."""
+    disk.fill(ALL[:20])
+    before = disk.bytes()
+    disk.fill(ALL[20:])
+    after = disk.bytes()
+    assert before != after
+    for seed in range(30):
+        generator = random.Random(seed)
+        disk.write(power_cut(before, after, generator))
+        served = disk.served()
+        assert set(ALL[:20]) - set(served) == set(), "what was synced is there"
+        disk.fill()
+        assert disk.served() == ALL
+
+
+def test_records_after_a_power_cut_are_not_overwritten(tmp_path: Path) -> None:
+    """The arena's numbers may be older than the words that lead to records: new records lie behind all of them."""
+    disk = Disk(tmp_path, "records")
+    disk.fill(ALL[:4])
+    before = disk.bytes()
+    disk.fill(ALL[4:30])
+    after = disk.bytes()
+    end = HEADER_BYTES + DiskRecords.reserved_bytes(LENGTH)
+    numbers = slice(end - aligned(LEDGER_BYTES), end)
+    image = bytearray(after)
+    image[numbers] = before[numbers]
+    assert image != after
+    disk.write(image)
+    store = disk.open()
+    store.recall(ALL)
+    for index in ALL[30:]:
+        store.fill(index, disk.sample(index))
+    store.flush()
+    assert disk.served(store) == ALL
+    store.close()
+    assert disk.served() == ALL
+
+
+@pytest.mark.parametrize("error", [errno.ENOSPC, errno.EIO, errno.EROFS])
+def test_what_the_disk_refuses_is_not_stored(disk: Disk, error: int, monkeypatch: Any, caplog: Any) -> None:
+    """One warning, no error, and what was there before is served."""
+    disk.fill(ALL[:10])
+    store = disk.open()
+    real = files.store
+
+    def refuse(data: int, offset: int, *parts: memoryview) -> None:
+        raise OSError(error, os.strerror(error))
+
+    monkeypatch.setattr(files, "store", refuse)
+    with caplog.at_level(logging.WARNING):
+        for index in ALL[10:]:
+            store.fill(index, disk.sample(index))
+        store.flush()
+    assert len([entry for entry in caplog.records if "the cache stops" in entry.message]) == 1
+    assert os.strerror(error) in caplog.text
+    monkeypatch.setattr(files, "store", real)
+    assert disk.served(store) == ALL[:10]
+    store.close()
+
+
+def test_a_block_that_cannot_be_read_is_loaded_again(disk: Disk, monkeypatch: Any, caplog: Any) -> None:
+    """An error of the disk is no error of the training; its slot is empty, and the disk is left alone for a while."""
+    disk.fill()
+    store = disk.open()
+    real, failed = files.fetch, []
+
+    def broken(data: int, offset: int, length: int) -> bytes:
+        if not failed:
+            failed.append(offset)
+            raise OSError(errno.EIO, os.strerror(errno.EIO))
+        return real(data, offset, length)
+
+    monkeypatch.setattr(files, "fetch", broken)
+    with caplog.at_level(logging.WARNING):
+        store.recall([5])
+        assert store.get(5) is None
+        store.recall([6])
+    assert failed
+    assert "left alone" in caplog.text
+    assert store.get(6) is None
+    store.close()
+    assert disk.served() == [index for index in ALL if index != 5]
+
+
+def test_a_disk_that_stands_still_is_not_waited_for(disk: Disk, monkeypatch: Any, caplog: Any) -> None:
+    """Reading: after some seconds samples are loaded. Storing: what finds no room in the queue is not stored."""
+    disk.fill(ALL[:10])
+    store = disk.open()
+    real = files.fetch
+    still = threading.Event()
+
+    def hang(data: int, offset: int, length: int) -> bytes:
+        still.wait(20)
+        return real(data, offset, length)
+
+    monkeypatch.setattr(files, "fetch", hang)
+    monkeypatch.setattr("lightning_stocache.cache.recall.PATIENCE", 0.2)
+    with caplog.at_level(logging.WARNING):
+        store.recall([1])
+    assert "left alone" in caplog.text
+    assert store.get(1) is None
+    still.set()
+    real_store = files.store
+    blocked = threading.Event()
+
+    def wait(data: int, offset: int, *parts: memoryview) -> None:
+        blocked.wait(20)
+        real_store(data, offset, *parts)
+
+    monkeypatch.setattr(files, "store", wait)
+    monkeypatch.setattr(write_behind, "QUEUE_BYTES", 4000)
+    stored = [store.fill(index, disk.sample(index)) for index in ALL[10:]]
+    assert any(stored)
+    assert not all(stored)
+    blocked.set()
+    store.flush()
+    store.close()
+
+
+def kill_while_filling(directory: str, layout: str, wait: float, ready: Any) -> None:
+    disk = Disk(Path(directory), layout)
+    store = disk.open()
+    ready.set()
+    while True:
+        for index in random.sample(ALL, LENGTH):
+            store.fill(index, disk.sample(index))
+            store.recall(ALL)
+            got = store.get(index)
+            assert got is None or same(got, disk.sample(index))
+
+
+@pytest.mark.processes
+def test_what_a_killed_job_has_filled_is_there(disk: Disk) -> None:
+    """A kill at any moment leaves samples, or none: no wrong one, and no lock."""
+    generator = random.Random(3)
+    context = get_context("fork")
+    for _ in range(12):
+        ready = context.Event()
+        child = context.Process(target=kill_while_filling, args=(str(disk.directory), disk.layout, 0, ready))
+        child.start()
+        ready.wait(30)
+        time.sleep(generator.random() * 0.05)
+        os.kill(child.pid, signal.SIGKILL)
+        child.join()
+        disk.served()
+    disk.fill()
+    assert disk.served() == ALL
+
+
+@pytest.mark.parametrize(
+    ("make", "words"),
+    [
+        (lambda path: path / "no" / "such", "is not there and cannot be made"),
+        (lambda path: Path("/proc/1"), "cannot hold a cache|Permission|cannot be made"),
+    ],
+)
+def test_a_directory_that_can_hold_none_is_refused(tmp_path: Path, make: Any, words: str) -> None:
+    """With what is wrong, and the way out."""
+    with pytest.raises(DiskError, match=words) as refused:
+        check_directory(str(make(tmp_path)))
+    assert "leave dir= away" in str(refused.value)
+
+
+def test_a_file_in_place_of_a_directory_is_refused(tmp_path: Path) -> None:
+    """Nothing is made or removed there."""
+    (tmp_path / "file").write_text("mine")
+    with pytest.raises(DiskError, match="is not a directory"):
+        check_directory(str(tmp_path / "file"))
+    assert (tmp_path / "file").read_text() == "mine"
+
+
+def test_a_disk_of_another_machine_is_refused(tmp_path: Path, monkeypatch: Any) -> None:
+    """Through a mapping one machine does not see what another one writes."""
+    monkeypatch.setattr(disk_module, "filesystem_of", lambda path: "nfs4")
+    with pytest.raises(DiskError, match=r"lies on another machine \(nfs4\)"):
+        check_directory(str(tmp_path))
+
+
+def test_a_directory_is_made_for_this_user_alone(tmp_path: Path) -> None:
+    """If its parent is there."""
+    path = check_directory(str(tmp_path / "caches"))
+    assert os.stat(path).st_mode & 0o777 == 0o700
+    assert os.listdir(path) == []
+
+
+def test_another_index_or_file_is_no_proof(tmp_path: Path) -> None:
+    """The bytes of one sample under another index, or in another file, are not what was stored there."""
+    disk = Disk(tmp_path, "rows")
+    disk.fill()
+    store = disk.open()
+    first, second = (store.slots.fetch(store.arc.slot(index)) for index in (0, 1))
+    store.close()
+    content = disk.bytes()
+    one, other = content.index(first[0]), content.index(second[0])
+    swapped = bytearray(content)
+    swapped[one : one + 700], swapped[other : other + 700] = content[other : other + 700], content[one : one + 700]
+    disk.write(swapped)
+    assert disk.served() == ALL[2:]
+    stranger = bytearray(content)
+    stranger[8:24] = bytes(16)  # the token
+    disk.write(stranger)
+    assert disk.served() == []
+
+
+def test_without_checksums_there_is_no_cache_on_a_disk(tmp_path: Path, monkeypatch: Any) -> None:
+    """The error says what to install."""
+    monkeypatch.setitem(sys.modules, "xxhash", None)
+    with pytest.raises(ImportError, match=r"lightning-stocache\[disk\]"):
+        DiskRows.create_in(str(tmp_path), SampleSpec.infer(1), Arc(4, 4))
