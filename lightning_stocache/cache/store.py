@@ -24,6 +24,7 @@ __all__ = [
     "RowSampleStore",
     "SampleStore",
     "StoreHandle",
+    "divide_turns",
     "gathers",
     "lookup_near",
 ]
@@ -157,6 +158,17 @@ def lookup_near(store: SampleStore, indices: Sequence[int]) -> tuple[Integers, I
     if len(missing) and store.recall(missing.tolist()):
         places = store.lookup(wanted)
     return places, np.flatnonzero(places != NO_PLACE)
+
+
+def divide_turns(store: SampleStore, indices: Sequence[int]) -> tuple[list[int], list[int]]:
+    """What this process is to load now, and what another one is loading, or has stored since it was looked up."""
+    if not store.turns.are_taken:
+        return list(indices), []
+    mine = store.turns.take(indices)
+    stored = {mine[number] for number in lookup_near(store, mine)[1].tolist()} if mine else set()
+    store.turns.give_up(stored)
+    here = set(mine) - stored
+    return [index for index in indices if index in here], [index for index in indices if index not in here]
 
 
 @dataclass(frozen=True)

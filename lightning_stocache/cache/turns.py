@@ -51,10 +51,6 @@ class Turns:
         self._mine: dict[int, int] = {}  # by slot, the thread whose turn it is
         self._impatient_until = 0.0
 
-    def has_all(self, indices: Sequence[int]) -> bool:
-        """Whether all of the indices can be loaded now, and nobody else is loading one of them."""
-        return not self.are_taken or len(self.take(indices)) == len(indices)
-
     def take(self, indices: Iterable[int]) -> list[int]:
         """Those of the indices that nobody else is loading: they are to be stored now, or given up."""
         return [index for index in indices if self._take(self._slot_of(index))]

@@ -9,7 +9,6 @@ A batch is looked up at once. The hits of rows are copied out by one gather per 
 itself, and has the others loaded: `load_into`), those of records one by one when they are asked for; the others are
 loaded in one call if the source has `__getitems__`. Counts are added when a sample has been served: of a batch whose
 loading fails, what was loaded before is stored and counted, its hits are not; Ctrl-C leaves what has been stored.
-
 Where other jobs fill the same cache, each sample is loaded by one of them (`turns`).
 
 The source stays its user's: as soon as it is seen to have changed, it is served as it is now, uncached.
@@ -27,10 +26,18 @@ import numpy as np
 from torch.utils.data import Dataset
 
 from lightning_stocache.cache.codec import BatchRows
-from lightning_stocache.cache.store import NO_PLACE, UNREADABLE, RowSampleStore, SampleStore, gathers, lookup_near
+from lightning_stocache.cache.store import (
+    NO_PLACE,
+    UNREADABLE,
+    RowSampleStore,
+    SampleStore,
+    divide_turns,
+    gathers,
+    lookup_near,
+)
 from lightning_stocache.loading.batch_pool import BatchPool
 from lightning_stocache.loading.interrupts import LetThrough
-from lightning_stocache.loading.misses import Misses, in_order
+from lightning_stocache.loading.misses import Misses, in_order, passed_through
 from lightning_stocache.setup.open_cache import OpenCache
 from lightning_stocache.source.access import batch_reader, position_of
 from lightning_stocache.source.odd import Odd
@@ -117,8 +124,8 @@ class CachedSource:
         if (cache := self.cache) is None:
             return False
         with self._state:
-            others_turn = not cache.turns.has_all([index])
-            return others_turn or cache.has_room(self._loading(cache).load([index], served=False)[0])
+            mine, _ = divide_turns(cache, [index])
+            return not mine or cache.has_room(self._loading(cache).load(mine, served=False)[0])
 
     def count_hits(self, samples: int, gather_ns: int = 0) -> None:
         """Count samples that somebody else has copied out of the cache, and the nanoseconds that it took."""
@@ -180,7 +187,7 @@ class CachedSource:
             nbytes, gather_ns = cache.stored_bytes(places), time.perf_counter_ns() - start
             self.opened.count(hits=1, bytes_from_cache=nbytes, gather_ns=gather_ns)
             return sample
-        if not cache.turns.has_all([index]) and cache.turns.wait([index]):
+        if divide_turns(cache, [index])[1] and cache.turns.wait([index]):
             return self._serve(cache, index)
         try:
             start = time.perf_counter_ns()
@@ -215,7 +222,8 @@ class CachedSource:
         cache: RowSampleStore = cast(Any, self.opened.cache)
         different = len(set(indices)) == len(indices) > 0 and self._read_batch is None
         inside = different and min(indices) >= 0 and max(indices) < cache.length
-        if inside and not cache.closed and not len(lookup_near(cache, indices)[1]) and cache.turns.has_all(indices):
+        alone = inside and not cache.closed and not len(lookup_near(cache, indices)[1])
+        if alone and not divide_turns(cache, indices)[1]:
             samples = self._loading(cache).load(indices, batch=batch, rows=rows)
         else:
             samples = self._serve_many(indices)
@@ -227,13 +235,12 @@ class CachedSource:
 
     def _load(self, cache: SampleStore | None, indices: list[int]) -> Any:
         """The samples of indices that were not READY a moment ago; what another job is loading, when it has come."""
-        if cache is None or cache.turns.has_all(indices):
+        mine, others = (indices, []) if cache is None else divide_turns(cache, indices)
+        if cache is None or not others:
             return self._load_now(cache, indices)
-        mine = set(cache.turns.take(indices))
-        others = [index for index in indices if index not in mine]
-        loaded = iter(self._load_now(cache, [index for index in indices if index in mine]))
+        loaded, theirs = iter(self._load_now(cache, mine) if mine else ()), set(others)
         come = iter(self._serve_many(others) if cache.turns.wait(others) else self._load_now(cache, others))
-        return [next(loaded if index in mine else come) for index in indices]
+        return [next(come if index in theirs else loaded) for index in indices]
 
     def _load_now(self, cache: SampleStore | None, indices: list[int]) -> Any:
         """The samples of indices, loaded here: in one call, if the source can."""
@@ -257,14 +264,8 @@ class CachedSource:
         return [next(again) if sample is _AGAIN else sample for sample in samples]
 
     def _uncached(self, source: Any, indices: Sequence[Any], finish: Callable[[Any], Any]) -> list[Any]:
-        """Finished samples of a source, one after the other as without a cache; counted when all have come."""
-        samples, source_ns = [], 0
-        with LetThrough():
-            for index in indices:
-                start = time.perf_counter_ns()
-                sample = source[index]
-                source_ns += time.perf_counter_ns() - start
-                samples.append(finish(sample))
+        """Finished samples of a source, counted when all have come."""
+        samples, source_ns = passed_through(source, indices, finish)
         self.opened.count(bypasses=len(samples), source_ns=source_ns)
         return samples
 
