@@ -125,8 +125,7 @@ class SharedCache(RowStore):
 
     def __setitem__(self, idx: int, value: Any) -> None:
         slot = self._slot_number(idx)
-        index = (slot + self.arc.start) * pow(self.arc.step, -1, self.arc.size) % self.arc.size
-        self.set_slot(index, value, allow_overwrite=True)
+        self.set_slot(self.arc.index(slot), value, allow_overwrite=True)
 
     @property
     def array(self) -> torch.Tensor:

@@ -124,9 +124,9 @@ class DiskStore(SegmentStore[Codec]):
         waited = self._filling.wait_for(slots)
         return self._recall.check(slots) or waited
 
-    def flush(self) -> None:
-        """Wait until what was handed to the thread is on its way to the disk, but not for long."""
-        self._filling.flush()
+    def flush(self) -> bool:
+        """Wait until what was handed to the thread is on its way to the disk, but not for long; whether it is."""
+        return self._filling.flush()
 
     # ---- what there is ----
 
@@ -173,7 +173,7 @@ class DiskRows(DiskStore[Any], RowStore):
         ...     store = DiskRows.create_in(directory, SampleSpec.infer(1), Arc(size=10, slots=5))
         ...     store.fill(4, 16), store.flush(), store.get(4)
         ...     store.close()
-        (True, None, 16)
+        (True, True, 16)
     """
 
 
@@ -188,7 +188,7 @@ class DiskRecords(DiskStore[Any], RecordStore):
         ...     store = DiskRecords.create_in(directory, codec, arc, granted=2**20)
         ...     store.fill(4, "text"), store.flush(), store.get(4)
         ...     store.close()
-        (True, None, 'text')
+        (True, True, 'text')
     """
 
     @classmethod

@@ -153,10 +153,9 @@ class Filling:
         """Wait for what this process has handed to its thread, if that is for one of these slots; whether it was."""
         return self._behind is not None and self._behind.wait_for(slots)
 
-    def flush(self) -> None:
-        """Wait until what was handed to a thread is stored, but not for long."""
-        if self._behind is not None:
-            self._behind.flush()
+    def flush(self) -> bool:
+        """Wait until what was handed to a thread is stored, but not for long; whether all of it is."""
+        return self._behind is None or self._behind.flush()
 
     def _publish(self, slot: int, contents: Sequence[memoryview]) -> bool | None:
         """Store a sample into a slot that is claimed, and have it read; False without memory, None without room."""

@@ -22,6 +22,7 @@ import math
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from fractions import Fraction
+from functools import cached_property
 from typing import Any
 
 import numpy as np
@@ -78,6 +79,14 @@ class Arc:
     def slot_within(self, index: int) -> int:
         """The slot of any index, counted from the end if it is negative; NO_SLOT outside of the dataset."""
         return self.slot(index) if -self.size <= index < self.size else NO_SLOT
+
+    def index(self, slot: int) -> int:
+        """The index that has a slot, which must lie in `[0, slots)`."""
+        return (slot + self.start) * self._back % self.size
+
+    @cached_property
+    def _back(self) -> int:
+        return pow(self.step, -1, self.size)
 
     def slots_of(self, indices: npt.NDArray[np.integer[Any]]) -> Integers:
         """The slots of many indices, int64 of the same shape, NO_SLOT where there is none."""

@@ -62,7 +62,6 @@ class Proof:
         self.trusted = trusted
         self._segment, self._arc = segment, arc
         self._start = segment.size - sums_bytes(arc.slots)
-        self._back = pow(arc.step, -1, arc.size) if arc.size > 1 else 0
         self._bytes = trusted.memory(0, arc.slots)
         self._array = np.frombuffer(self._bytes, dtype=np.uint8)
         self._xxh3 = checksum()
@@ -135,8 +134,7 @@ class Proof:
         for part in contents:
             digest.update(part)
             nbytes += memoryview(part).nbytes
-        index = (slot + self._arc.start) * self._back % self._arc.size
-        digest.update(_ABOUT.pack(self._segment.token, index, nbytes))
+        digest.update(_ABOUT.pack(self._segment.token, self._arc.index(slot), nbytes))
         return int(digest.intdigest()) | 1
 
 

@@ -38,7 +38,9 @@ def attach_store(handle: AnyHandle) -> AnyStore:
         OSError: its segment cannot be reached from here.
     """
     if isinstance(handle, TieredHandle):
-        return tiered(_attached(handle.memory), _attached(handle.disk))
+        disk = _attached(handle.disk)
+        assert isinstance(disk, DiskStore)
+        return tiered(_attached(handle.memory), disk, handle.write_back)
     return _attached(handle)
 
 

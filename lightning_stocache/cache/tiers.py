@@ -1,9 +1,9 @@
 """Two stores for the same samples: one in memory above one on a disk.
 
 The one in memory has the beginning of the other's arc, so a slot has the same number in both. What is loaded is stored
-in both. What lies in both is read from memory. What an earlier job has left on the disk goes up when it is read for the
-first time, and found to be sound. A place below the length of the store in memory is a slot there, one from it on a
-slot on the disk.
+in both (write-through), or in memory, and on the disk when the store is saved (write-back). What lies in both is read
+from memory. What an earlier job has left on the disk goes up when it is read for the first time, and found to be sound.
+A place below the length of the store in memory is a slot there, one from it on a slot on the disk.
 """
 
 from __future__ import annotations
@@ -16,9 +16,11 @@ import numpy as np
 import numpy.typing as npt
 
 from lightning_stocache.cache.codec import Lend, Memory, SampleCodec
+from lightning_stocache.cache.disk_store import DiskRows, DiskStore
 from lightning_stocache.cache.placement import NO_SLOT, Arc, Integers
 from lightning_stocache.cache.row_store import RowStore
 from lightning_stocache.cache.segment_store import SegmentStore
+from lightning_stocache.cache.spec import SampleSpec
 from lightning_stocache.cache.store import StoreHandle
 from lightning_stocache.cache.turns import Turns
 from lightning_stocache.node.manifest import Manifest
@@ -32,6 +34,7 @@ class TieredHandle:
 
     memory: StoreHandle
     disk: StoreHandle
+    write_back: bool
 
     @property
     def arc(self) -> Arc:
@@ -45,15 +48,16 @@ class TieredStore:
     Args:
         memory: with the beginning of the other's arc.
         disk: the store below it.
+        write_back: whether what finds room in memory is stored on the disk not before `save`.
     """
 
-    def __init__(self, memory: SegmentStore[Any], disk: SegmentStore[Any]) -> None:
-        self.memory, self.disk = memory, disk
+    def __init__(self, memory: SegmentStore[Any], disk: DiskStore[Any], write_back: bool = False) -> None:
+        self.memory, self.disk, self.write_back = memory, disk, write_back
 
     @property
     def handle(self) -> TieredHandle:
         """What another process needs to open the same store."""
-        return TieredHandle(self.memory.handle, self.disk.handle)
+        return TieredHandle(self.memory.handle, self.disk.handle, self.write_back)
 
     @property
     def codec(self) -> SampleCodec:
@@ -133,10 +137,26 @@ class TieredStore:
         return any(self.put_many([index], [self.codec.contents(self.codec.encode(sample, index))]))
 
     def put_many(self, indices: Sequence[int], samples: Sequence[Sequence[memoryview]]) -> Iterator[bool | None]:
-        """Store encoded samples in both, as the iterator comes to them; for each, the better of the two outcomes."""
-        both = zip(self.memory.put_many(indices, samples), self.disk.put_many(indices, samples), strict=True)
-        for outcomes in both:
-            yield True if True in outcomes else False if False in outcomes else None
+        """Store encoded samples, as the iterator comes to them; for each, the better of the two outcomes."""
+        for index, contents in zip(indices, samples, strict=True):
+            [above] = self.memory.put_many([index], [contents])
+            if above is not None and self.write_back:
+                self.turns.give_up([index])
+                yield above
+                continue
+            [below] = self.disk.put_many([index], [contents])
+            yield True if True in (above, below) else False if False in (above, below) else None
+
+    def save(self) -> bool:
+        """Store on the disk what lies in memory alone, and wait for it; False if the disk does not take it."""
+        wanted = self.memory.is_filled & ~self.disk.is_filled[: len(self.memory)]
+        for slot in np.flatnonzero(wanted).tolist():
+            index, contents = self.disk.arc.index(slot), self.memory.contents(slot)
+            if not any(self.disk.put_many([index], [contents])) and (
+                not self.disk.flush() or not any(self.disk.put_many([index], [contents]))
+            ):
+                return False
+        return self.disk.flush()
 
     def _below(self, places: Integers) -> Integers:
         """Places on the disk as the store there has them."""
@@ -217,11 +237,11 @@ class TieredRows(TieredStore):
     """A `RowSampleStore` of two."""
 
     memory: RowStore
-    disk: RowStore
+    disk: DiskRows
 
     def read(self, places: Integers, lend: Lend | None = None) -> list[Any]:
         """Copies of the samples of READY places (int64 `[samples]`), which own their memory together."""
-        codec = self.disk.codec
+        codec: SampleSpec = self.disk.codec
         sizes = codec.sizes(len(places))
         memory = [np.empty(size, dtype=np.uint8) for size in sizes] if lend is None else lend(sizes)
         self.gather(places, memory)
@@ -246,8 +266,6 @@ class TieredRows(TieredStore):
                 field.reshape(len(places), -1)[below] = part.reshape(len(below), -1)
 
 
-def tiered(memory: SegmentStore[Any], disk: SegmentStore[Any]) -> TieredStore:
+def tiered(memory: SegmentStore[Any], disk: DiskStore[Any], write_back: bool) -> TieredStore:
     """The store of two, of rows or of records."""
-    if isinstance(memory, RowStore) and isinstance(disk, RowStore):
-        return TieredRows(memory, disk)
-    return TieredStore(memory, disk)
+    return (TieredRows if isinstance(memory, RowStore) else TieredStore)(memory, disk, write_back)

@@ -24,7 +24,7 @@ from lightning_stocache.node.budget import Budget
 from lightning_stocache.node.group import NodeGroup
 from lightning_stocache.setup.open import open_caches
 from lightning_stocache.setup.open_cache import OpenCache
-from lightning_stocache.setup.request import BackendChoice, CacheRequest, Form, Layout
+from lightning_stocache.setup.request import BackendChoice, CacheRequest, Form, Layout, Write
 from lightning_stocache.source.access import check_source
 
 __all__ = ["CachedDataset", "OnError", "cached_source", "dataset_over"]
@@ -73,6 +73,8 @@ class CachedDataset(Forwarding):
             disk has spoilt is loaded again. Needs the package xxhash: `pip install lightning-stocache[disk]`.
         memory: how much of a cache on a disk lies in memory besides, as `budget` says it; what is there is read from
             there first.
+        write: whether what lies in memory is written to the disk, too, as it comes ("through"), or when the cache
+            closes, by an exception or SIGTERM as well ("back"): a cache in memory that is saved.
 
     Raises:
         TypeError: the source is iterable-style or cached already, or an argument is of the wrong type; (`strict`) its
@@ -111,6 +113,7 @@ class CachedDataset(Forwarding):
         prefill: bool = False,
         dir: str | None = None,
         memory: int | float | str | None = None,
+        write: Write = "through",
     ) -> None:
         check_source(source, Forwarding, strict=strict)
         if transform is not None and not callable(transform):
@@ -134,6 +137,7 @@ class CachedDataset(Forwarding):
             prefill=prefill,
             dir=dir,
             memory=Budget.parse(0 if memory is None else memory),
+            write=write,
         )
         self.__cached, self.__lends_transform = CachedSource(OpenCache.without(request), transform), transform is None
         self.__backend: BackendChoice = backend

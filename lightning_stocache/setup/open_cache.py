@@ -13,6 +13,7 @@ from torch.utils.data import Dataset
 from lightning_stocache.cache.counters import Counters
 from lightning_stocache.cache.placement import Ring
 from lightning_stocache.cache.stores import AnyStore
+from lightning_stocache.cache.tiers import TieredStore
 from lightning_stocache.node.budget import format_bytes
 from lightning_stocache.node.group import NodeGroup
 from lightning_stocache.setup.request import CacheRequest
@@ -110,6 +111,18 @@ class OpenCache:
             f"{self._used(cache)} in use of {format_bytes(self.budget_bytes)}"
         )
 
+    def state(self) -> dict[str, Any]:
+        """What is held on this node now, as plain values."""
+        cache, request = self.live_cache, self.request
+        held = (0, 0, 0, 0) if cache is None else (len(cache), cache.filled, cache.memory_bytes, cache.disk_bytes)
+        return {
+            "samples": request.length,
+            **dict(zip(("slots", "filled", "memory_bytes", "disk_bytes"), held, strict=True)),
+            "budget_bytes": self.budget_bytes,
+            "name": request.name,
+            "dir": request.dir,
+        }
+
     def _used(self, cache: AnyStore) -> str:
         if self.request.dir is None:
             return format_bytes(cache.memory_bytes)
@@ -139,6 +152,8 @@ class OpenCache:
                 name,
                 "" if self.request.dir is None else f" --dir {self.request.dir}",
             )
+        if isinstance(cache, TieredStore) and cache.write_back and self.group.is_leader and not cache.save():
+            log.warning("the disk did not take all that lies in memory: the rest is loaded again")
         for part in (self.cache, self.counters):
             if part is not None:
                 part.close()

@@ -15,11 +15,12 @@ from lightning_stocache.cache.spec import SampleSpec
 from lightning_stocache.node.budget import Budget
 from lightning_stocache.node.named import check_name
 
-__all__ = ["BackendChoice", "CacheRequest", "Form", "Layout", "LoaderSettings", "check_disk"]
+__all__ = ["BackendChoice", "CacheRequest", "Form", "Layout", "LoaderSettings", "Write", "check_disk"]
 
 BackendChoice = Literal["auto", "tmpfile", "memfd", "file"]
 Layout = Literal["auto", "rows", "records"]
 Form = Literal["decoded", "encoded", "auto"]
+Write = Literal["through", "back"]
 
 _AUTO, _NONE = Budget.parse("auto"), Budget.parse(0)
 
@@ -71,6 +72,7 @@ class CacheRequest:
         prefill: whether idle workers load what nobody has asked for yet.
         dir: on a disk, where the cache lies; None: in memory.
         memory: what of a cache on a disk lies in memory besides.
+        write: whether what lies in memory besides is written to the disk as it comes, or when the cache closes.
 
     Raises:
         TypeError: spec, fingerprint or dir is of another type.
@@ -91,6 +93,7 @@ class CacheRequest:
     prefill: bool = False
     dir: str | None = None
     memory: Budget = _NONE
+    write: Write = "through"
 
     def __post_init__(self) -> None:
         if self.layout not in get_args(Layout):
@@ -109,7 +112,7 @@ class CacheRequest:
             raise TypeError(f"fingerprint must be a string, got {self.fingerprint!r}")
         if self.name is not None:
             check_name(self.name)
-        check_disk(self.dir, self.memory)
+        check_disk(self.dir, self.memory, self.write)
 
     @property
     def length(self) -> int:
@@ -123,13 +126,17 @@ class CacheRequest:
         return f"{type(self.source).__name__} ({self.length:,} samples{f', {whose}' if whose else ''})"
 
 
-def check_disk(directory: str | None, memory: Budget) -> None:
+def check_disk(directory: str | None, memory: Budget, write: Write) -> None:
     """Refuse what cannot be said of a cache on a disk.
 
     Raises:
         TypeError: the directory is no path.
-        ValueError: there is memory for what lies on no disk.
+        ValueError: there is memory for what lies on no disk, or what is written when is none of its choices.
     """
+    if write not in get_args(Write):
+        raise ValueError(f"write must be 'through' or 'back', got {write!r}")
+    if write == "back" and memory.off:
+        raise ValueError("write='back' writes to the disk what lies in memory: say how much does, by memory=")
     if directory is not None and (not isinstance(directory, str) or not directory):
         raise TypeError(f"dir must be the path of a directory, as a string, got {directory!r}")
     if directory is None and not memory.off:

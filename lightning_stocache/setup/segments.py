@@ -93,7 +93,7 @@ class Segments:
             part = replace(cache.handle.arc, slots=min(above.slots, len(cache)))
             memory = store_for(codec).create(codec, part, backend, whose, granted=above.granted)
             memory.keep_free(above.keep_free)
-            cache = tiered(memory, cache)
+            cache = tiered(memory, cache, request.write == "back")
         return cls(Counters.create(group.rank, backend), cache, request.name is not None)
 
     @property

@@ -24,7 +24,7 @@ from torch.nn.parameter import UninitializedParameter
 from torch.utils.data import Dataset
 
 from lightning_stocache.loading.cached_source import CachedSource
-from lightning_stocache.loading.dataset import CachedDataset, dataset_over
+from lightning_stocache.loading.dataset import CachedDataset, cached_source, dataset_over
 from lightning_stocache.node.budget import Budget
 from lightning_stocache.node.files import memory_directory
 from lightning_stocache.node.free import FreeMemory
@@ -144,6 +144,7 @@ class CallCaches:
                 prefill=options.prefill,
                 dir=options.dir,
                 memory=Budget.parse(0 if options.memory is None else options.memory),
+                write=options.write,
             )
             for key, entry in new.items()
         ]
@@ -161,6 +162,18 @@ class CallCaches:
             cache.tell()
         for entry in wanted:
             self._open[id(entry.source)].stages.add(entry.stage)
+
+    def state(self) -> list[dict[str, Any]]:
+        """What is held on this node now, one entry for each dataset whose cache is open, as plain values.
+
+        Its keys: `dataset` (class), `stages`, `samples`, `slots`, `filled`, `memory_bytes`, `disk_bytes`, `budget_bytes`,
+        `name` and `dir` (None where it has none).
+        """
+        return [
+            {"dataset": type(opened.dataset.source).__name__, "stages": sorted(opened.stages)}
+            | cached_source(opened.dataset).opened.state()
+            for opened in self._open.values()
+        ]
 
     def close(self) -> None:
         """Close all caches; samples of the same datasets pass through uncached from then on."""

@@ -19,7 +19,7 @@ from lightning_stocache.insight.stall import Stall
 from lightning_stocache.loading.dataset import CachedDataset, OnError
 from lightning_stocache.node.budget import format_bytes
 from lightning_stocache.sampling.locality_sampler import Mode
-from lightning_stocache.setup.request import BackendChoice, Form, Layout
+from lightning_stocache.setup.request import BackendChoice, Form, Layout, Write
 from lightning_stocache.training.caches import CallCaches, training_bytes
 from lightning_stocache.training.call_loaders import CallLoaders
 from lightning_stocache.training.lightning_internals import data_sources, loops
@@ -134,6 +134,7 @@ class StochasticCache(CacheMonitor):
         prefill: bool = False,
         dir: str | None = None,
         memory: int | float | str | None = None,
+        write: Write = "through",
     ) -> None:
         super().__init__()
         self.caches = CallCaches(CacheOptions.among(locals()))
@@ -173,6 +174,10 @@ class StochasticCache(CacheMonitor):
         """Close the caches of the call, unless they are kept; Lightning skips `teardown` after an exception."""
         super().on_exception(trainer, pl_module, exception)
         self._release(trainer)
+
+    def cache_state(self) -> list[dict[str, Any]]:
+        """What is held on this node now, one entry for each dataset, as plain values; see `CallCaches.state`."""
+        return self.caches.state()
 
     def close(self) -> None:
         """Close all caches, kept ones too."""

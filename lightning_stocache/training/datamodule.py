@@ -19,7 +19,7 @@ from torch.utils.data import DataLoader, Dataset, IterableDataset
 from lightning_stocache.loading.dataset import CachedDataset, OnError, cached_source, dataset_over
 from lightning_stocache.loading.loader import CachedLoader
 from lightning_stocache.sampling.locality_sampler import LocalitySampler, Mode
-from lightning_stocache.setup.request import BackendChoice, Form, Layout, LoaderSettings
+from lightning_stocache.setup.request import BackendChoice, Form, Layout, LoaderSettings, Write
 from lightning_stocache.training.caches import CallCaches, Wanted, training_bytes
 from lightning_stocache.training.obstacles import check_sweep, is_cacheable
 from lightning_stocache.training.options import STAGES, CacheOptions, Source, Stream, made, with_options
@@ -103,6 +103,7 @@ class StocacheDataModule(LightningDataModule):
         prefill: bool = False,
         dir: str | None = None,
         memory: int | float | str | None = None,
+        write: Write = "through",
     ) -> None:
         super().__init__()
         for argument, given in (("eval_transform", eval_transform), ("eval_batch_transform", eval_batch_transform)):
@@ -242,6 +243,10 @@ class StocacheDataModule(LightningDataModule):
     def _end_call(self) -> None:
         self._resume = None
         self.caches.end_call()
+
+    def cache_state(self) -> list[dict[str, Any]]:
+        """What is held on this node now, one entry for each dataset, as plain values; see `CallCaches.state`."""
+        return self.caches.state()
 
     def close(self) -> None:
         """Close all caches, kept ones too."""

@@ -16,7 +16,7 @@ from lightning.pytorch import LightningDataModule
 
 from lightning_stocache.loading.dataset import OnError
 from lightning_stocache.sampling.locality_sampler import Mode
-from lightning_stocache.setup.request import BackendChoice, Form, Layout
+from lightning_stocache.setup.request import BackendChoice, Form, Layout, Write
 from lightning_stocache.training.caches import CallCaches, training_bytes
 from lightning_stocache.training.call_loaders import CallLoaders
 from lightning_stocache.training.obstacles import check_sweep
@@ -48,6 +48,7 @@ def cache_datamodule(  # noqa: D417  the options are described in one place
     prefill: bool = False,
     dir: str | None = None,
     memory: int | float | str | None = None,
+    write: Write = "through",
 ) -> M:
     """Cache the loaders of a DataModule, and return the same object.
 

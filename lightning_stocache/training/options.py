@@ -20,7 +20,7 @@ from lightning_stocache.loading.dataset import CachedDataset, OnError
 from lightning_stocache.node.budget import Budget
 from lightning_stocache.node.named import check_name
 from lightning_stocache.sampling.locality_sampler import Mode
-from lightning_stocache.setup.request import BackendChoice, Form, Layout, check_disk
+from lightning_stocache.setup.request import BackendChoice, Form, Layout, Write, check_disk
 
 __all__ = ["STAGES", "CacheOptions", "Source", "Stream", "made", "with_options"]
 
@@ -70,6 +70,7 @@ class CacheOptions:
     prefill: bool = False
     dir: str | None = None
     memory: int | float | str | None = None
+    write: Write = "through"
     budgets: dict[str, Budget] = field(init=False)
     """The budget of every pot; stages without one of their own share the pot ""."""
 
@@ -93,7 +94,7 @@ class CacheOptions:
             raise ValueError(f"prefill must be true or false, got {self.prefill!r}")
         if self.name is not None:
             check_name(self.name)
-        check_disk(self.dir, Budget.parse(0 if self.memory is None else self.memory))
+        check_disk(self.dir, Budget.parse(0 if self.memory is None else self.memory), self.write)
         budgets = {stage: Budget.parse(budget) for stage, budget in given.items()}
         object.__setattr__(self, "budgets", budgets | {"": Budget.parse(self.budget)})
 
