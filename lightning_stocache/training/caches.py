@@ -166,8 +166,8 @@ class CallCaches:
     def state(self) -> list[dict[str, Any]]:
         """What is held on this node now, one entry for each dataset whose cache is open, as plain values.
 
-        Its keys: `dataset` (class), `stages`, `samples`, `slots`, `filled`, `memory_bytes`, `disk_bytes`, `budget_bytes`,
-        `name` and `dir` (None where it has none).
+        Its keys: `dataset` (class), `stages`, `samples`, `slots`, `filled`, `memory_bytes`, `disk_bytes`,
+        `budget_bytes`, `name` and `dir` (None where it has none).
         """
         return [
             {"dataset": type(opened.dataset.source).__name__, "stages": sorted(opened.stages)}
