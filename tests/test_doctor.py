@@ -198,7 +198,7 @@ def test_versions_that_are_not_allowed_have_a_fix(monkeypatch):
 def test_the_verdict_comes_first_then_what_is_to_be_mended(monkeypatch, capsys):
     """The command prints the verdict, then what has a fix with its fix below it, then everything else."""
     findings = [Finding("a cache", "may take 1 GiB."), Finding("a", "good."), Finding("b", "bad.", "mend it")]
-    monkeypatch.setattr(doctor, "examine", lambda: findings)
+    monkeypatch.setattr(doctor, "examine", lambda directories: findings)
     main(["doctor"])
     assert capsys.readouterr().out == (
         "a cache may take 1 GiB.\n\n1 to mend\n  b: bad.\n      fix: mend it\n\ndetails\n  a: good.\n"

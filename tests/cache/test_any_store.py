@@ -1,0 +1,193 @@
+"""Every store with every codec, against a dict, whatever happens: jobs that end or are killed, faults of the disk.
+
+One machine for all: in memory, on a disk, memory above a disk. A sample that a store serves is the one that was stored;
+what was stored and not lost by a fault is served.
+"""
+
+from __future__ import annotations
+
+import errno
+import os
+import random
+import shutil
+import tempfile
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+from hypothesis import HealthCheck, settings
+from hypothesis import strategies as st
+from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule
+
+from lightning_stocache.cache.store import NO_PLACE
+from lightning_stocache.cache.stores import store_for
+from lightning_stocache.cache.tiers import tiered
+from lightning_stocache.node import files
+from lightning_stocache.node.files import HEADER_BYTES
+from tests.cache.disks import LENGTH, Disk, flip, same
+
+INDICES = st.lists(st.integers(0, LENGTH - 1), min_size=1, max_size=12)
+KINDS = ("memory", "disk", "through", "back")
+
+
+class Stores(RuleBasedStateMachine):
+    """A store, and the dict that it is to be like."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.folder = Path(tempfile.mkdtemp(prefix="stores-"))
+        self.stored: set[int] = set()  # what was said to be stored, by this job or one before
+        self.faulty = False  # whether something of that may be lost
+        self.full = False
+
+    @initialize(kind=st.sampled_from(KINDS), layout=st.sampled_from(["rows", "records"]), part=st.integers(1, LENGTH))
+    def begin(self, kind: str, layout: str, part: int) -> None:
+        """Make a store of one kind for one codec; of tiers, so many slots lie in memory."""
+        self.kind, self.part = kind, part
+        self.disk = Disk(self.folder, layout, granted=2**19)
+        self.store: Any = self.opened()
+
+    def opened(self) -> Any:
+        codec, arc = self.disk.codec, self.disk.arc
+        if self.kind == "memory":
+            return store_for(codec).create(codec, arc, granted=2**19)
+        if self.kind == "disk":
+            return self.disk.open()
+        upper = type(arc)(arc.size, self.part, arc.start, arc.step)
+        return tiered(store_for(codec).create(codec, upper, granted=2**17), self.disk.open(), self.kind == "back")
+
+    @rule()
+    def fill_all(self) -> None:
+        """Store all samples."""
+        self.fill(list(range(LENGTH)))
+
+    @rule(indices=INDICES)
+    def fill(self, indices: list[int]) -> None:
+        """Store samples, several at once."""
+        codec, new = self.disk.codec, list(dict.fromkeys(indices))
+        contents = [codec.contents(codec.encode(self.disk.sample(index), index)) for index in new]
+        outcomes = list(self.store.put_many(new, contents))
+        if not self.full:
+            self.stored |= {index for index, stored in zip(new, outcomes, strict=True) if stored}
+        self.flush()
+
+    @rule(indices=INDICES)
+    def read(self, indices: list[int]) -> None:
+        """Look samples up, and read them: each is the one that was stored."""
+        self.store.recall(indices)
+        places = self.store.lookup(np.array(indices))
+        ready = places[places != NO_PLACE]
+        found = [index for index, place in zip(indices, places.tolist(), strict=True) if place != NO_PLACE]
+        for index, sample in zip(found, self.store.read(ready), strict=True):
+            assert same(sample, self.disk.sample(index)), index
+        if not self.faulty:
+            assert self.stored & set(indices) <= set(found)
+
+    @rule(indices=INDICES)
+    def gather(self, indices: list[int]) -> None:
+        """Rows come out together as they do one by one."""
+        self.store.recall(indices)
+        places = self.store.lookup(np.array(indices))
+        ready = places[places != NO_PLACE]
+        if not hasattr(self.store, "gather") or not len(ready):
+            return
+        codec = self.disk.codec
+        memory = [np.zeros(size, dtype=np.uint8) for size in codec.sizes(len(ready))]
+        self.store.gather(ready, memory)
+        for one, other in zip(codec.split(memory, len(ready)), self.store.read(ready), strict=True):
+            assert same(one, other)
+
+    @rule()
+    def next_job(self) -> None:
+        """The job ends in good order, and another one begins."""
+        if self.kind == "back":
+            assert self.store.save() or self.full
+        self.store.close()
+        self.begin_again()
+
+    @rule()
+    def killed(self) -> None:
+        """The job ends without a word: what was written is there."""
+        if self.kind == "back":
+            self.stored &= {i for i in self.stored if self.store.disk.place(i) != NO_PLACE or self.on_disk(i)}
+        self.store.close()
+        self.begin_again()
+
+    @precondition(lambda self: self.kind != "memory")
+    @rule(seed=st.integers(0, 10**6), count=st.sampled_from([1, 30, 1000]))
+    def bits_flip(self, seed: int, count: int) -> None:
+        """Bits of the file flip between two jobs."""
+        self.store.close()
+        content = self.disk.bytes()
+        flip(content, random.Random(seed), count)
+        self.disk.write(content)
+        self.faulty = True
+        self.begin_again()
+        self.read(list(range(LENGTH)))
+
+    @precondition(lambda self: self.kind != "memory")
+    @rule(share=st.floats(0, 1))
+    def cut_off(self, share: float) -> None:
+        """The file is cut off between two jobs."""
+        self.store.close()
+        size = self.disk.path.stat().st_size
+        os.truncate(self.disk.path, HEADER_BYTES + int((size - HEADER_BYTES) * share))
+        self.faulty = True
+        self.begin_again()
+        self.read(list(range(LENGTH)))
+
+    @rule(full=st.booleans())
+    def disk_full(self, full: bool) -> None:
+        """From now on nothing can be stored, or again everything."""
+        self.full = full
+        files.store = refuse if full else STORE  # type: ignore[assignment]
+        if full:
+            self.faulty = True
+        else:
+            self.next_job()  # one that was refused waits for a while before it tries again
+
+    @invariant()
+    def counts(self) -> None:
+        """What is there is never more than there is room for."""
+        assert 0 <= self.store.filled <= LENGTH
+
+    def on_disk(self, index: int) -> bool:
+        return bool(self.store.disk.is_filled[self.disk.arc.slot(index)])
+
+    def begin_again(self) -> None:
+        if self.kind == "memory":
+            self.stored.clear()
+        self.store = self.opened()
+
+    def flush(self) -> None:
+        store = getattr(self.store, "disk", self.store)
+        if hasattr(store, "flush"):
+            store.flush()
+
+    def teardown(self) -> None:
+        files.store = STORE  # type: ignore[assignment]
+        if hasattr(self, "store"):
+            self.store.close()
+        shutil.rmtree(self.folder)
+
+
+STORE = files.store
+
+
+def refuse(data: int, offset: int, *parts: memoryview) -> None:
+    raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+
+
+TestStores = Stores.TestCase
+TestStores.settings = settings(
+    max_examples=30, stateful_step_count=25, deadline=None, suppress_health_check=list(HealthCheck)
+)
+
+
+@pytest.mark.soak
+def test_any_store_for_long() -> None:
+    """The same, some thousand times."""
+    from hypothesis.stateful import run_state_machine_as_test
+
+    run_state_machine_as_test(Stores, settings=settings(max_examples=300, stateful_step_count=40, deadline=None))
