@@ -1,0 +1,239 @@
+"""Caches on a disk, through the doors: warm from job to job, budgeted by the disk, refused where they cannot lie."""
+
+from __future__ import annotations
+
+import logging
+import os
+import shutil
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+from lightning.pytorch import Trainer
+
+from lightning_stocache.cache.placement import Ring
+from lightning_stocache.cache.spec import SampleSpec
+from lightning_stocache.loading.dataset import CachedDataset
+from lightning_stocache.loading.loader import CachedLoader
+from lightning_stocache.node.disk import DiskError
+from lightning_stocache.node.group import NodeGroup
+from lightning_stocache.node.janitor import clean, named_segments
+from lightning_stocache.setup.named_cache import FingerprintError
+from lightning_stocache.training.callbacks import StochasticCache
+from lightning_stocache.training.datamodule import StocacheDataModule
+from tests.processes import call, call_many
+from tests.ranks import run_ranks
+from tests.sources import CountedSource
+from tests.training.tiny import Model, make_trainer, plain_loader
+
+LENGTH = 60
+
+
+class Texts(CountedSource):
+    """Samples that are no rows."""
+
+    def expected(self, index: int) -> Any:
+        return {"text": f"{index}," * (index % 17), "image": super().expected(index)[0]}
+
+
+SOURCES = {"rows": CountedSource, "records": Texts}
+
+
+def opened(source: Any, folder: Path, **options: Any) -> CachedDataset:
+    """The cache of a source in a folder, under a name, without a look at random reads."""
+    return CachedDataset(source, dir=str(folder / "caches"), name="photos", allow_random=True, **options)
+
+
+def epoch(dataset: CachedDataset, source: Any, num_workers: int = 0) -> None:
+    """Read every sample once, in batches, and compare each."""
+    loader = CachedLoader(dataset, batch_size=8, shuffle=True, num_workers=num_workers, collate_fn=list)
+    if isinstance(source, Texts):
+        samples = [sample for batch in loader for sample in batch]
+        assert sorted(sample["text"] for sample in samples) == sorted(source.expected(i)["text"] for i in range(LENGTH))
+        return
+    images, labels = zip(*CachedLoader(dataset, batch_size=8, shuffle=True, num_workers=num_workers), strict=True)
+    came = sorted(zip(torch.cat(images).flatten(1).tolist(), torch.cat(labels).tolist(), strict=True))
+    expected = [source.expected(index) for index in range(LENGTH)]
+    assert came == sorted((image.flatten().tolist(), label) for image, label in expected)
+
+
+def job(layout: str, folder: str, num_workers: int, options: dict[str, Any]) -> tuple[int, int, list[int]]:
+    """A job of one epoch: its hits and misses, and what it has loaded until then."""
+    source = SOURCES[layout](LENGTH, (3, 8, 8), Path(folder, "loads"))
+    dataset = opened(source, Path(folder), **options)
+    before = source.loads
+    epoch(dataset, source, num_workers)
+    assert dataset.counters is not None
+    counts = dataset.counters.totals()
+    dataset.close()
+    return counts.hits, counts.misses, source.loaded[before:]
+
+
+@pytest.mark.processes
+@pytest.mark.parametrize("options", [{}, {"memory": "50%"}, {"memory": "auto", "write": "back"}])
+@pytest.mark.parametrize("num_workers", [0, 2])
+@pytest.mark.parametrize("layout", ["rows", "records"])
+def test_the_next_job_loads_nothing(tmp_path: Path, layout: str, num_workers: int, options: dict[str, Any]) -> None:
+    """The first one loads each sample once; the next one, in another process, none."""
+    assert call(job, layout, str(tmp_path), num_workers, options, method="spawn")[:2] == (0, LENGTH)
+    hits, misses, loaded = call(job, layout, str(tmp_path), num_workers, options, method="spawn")
+    assert (hits, misses, loaded) == (LENGTH, 0, [])
+
+
+@pytest.mark.processes
+@pytest.mark.parametrize("where", ["disk", "memory"])
+@pytest.mark.parametrize("num_workers", [0, 2])
+def test_jobs_at_the_same_time_load_each_sample_once(tmp_path: Path, where: str, num_workers: int) -> None:
+    """Four trials that draw the same order share one fill: between them, each sample is loaded once."""
+    name = f"trials-{os.getpid()}-{num_workers}"
+    options = {"name": name} if where == "memory" else {"name": name, "dir": str(tmp_path / "caches")}
+    try:
+        call_many(trial, [(str(tmp_path), num_workers, options)] * 4)
+    finally:
+        if where == "memory":
+            clean(name)
+    assert sorted(CountedSource(LENGTH, log_path=tmp_path / "loads").loaded) == list(range(LENGTH))
+
+
+def trial(folder: str, num_workers: int, options: dict[str, Any]) -> None:
+    torch.manual_seed(0)
+    source = CountedSource(LENGTH, (3, 8, 8), Path(folder, "loads"))
+    spec = SampleSpec.infer(source.expected(0))
+    dataset = CachedDataset(source, allow_random=True, spec=spec, **options)
+    for _ in range(2):
+        epoch(dataset, source, num_workers)
+    dataset.close()
+
+
+@pytest.mark.processes
+def test_a_cache_on_a_disk_without_a_name_leaves_nothing(tmp_path: Path) -> None:
+    """It goes with its job, like one in memory."""
+    source = CountedSource(LENGTH)
+    dataset = CachedDataset(source, dir=str(tmp_path / "caches"))
+    epoch(dataset, source)
+    assert dataset.cache is not None
+    assert (dataset.cache.memory_bytes, dataset.cache.disk_bytes > 0) == (0, True)
+    assert "on the disk" in dataset.describe()
+    dataset.close()
+    assert os.listdir(tmp_path / "caches") == []
+
+
+def test_the_budget_is_the_disk_s(tmp_path: Path) -> None:
+    """Bytes and shares count samples with their checksums; memory= is a budget of its own."""
+    source = CountedSource(LENGTH)
+    spec = SampleSpec.infer(source.expected(0))
+    each = spec.slot_bytes + 8
+    dataset = CachedDataset(source, 10 * each, dir=str(tmp_path), memory=3 * spec.slot_bytes, spec=spec)
+    assert dataset.cache is not None
+    assert (len(dataset.cache), dataset.budget_bytes) == (10, 10 * each)
+    for index in range(LENGTH):
+        dataset[index]
+    assert dataset.cache.disk.flush()
+    assert (dataset.cache.filled, dataset.cache.memory_bytes) == (10, 3 * spec.slot_bytes)
+    dataset.close()
+
+
+@pytest.mark.processes
+def test_another_source_is_refused_with_the_way_out(tmp_path: Path) -> None:
+    """The error names the directory, for `clean` needs it."""
+    opened(CountedSource(LENGTH), tmp_path).close()
+    with pytest.raises(FingerprintError, match=r"clean photos --dir .*caches"):
+        opened(CountedSource(LENGTH), tmp_path, fingerprint="v2")
+    assert [segment.name for segment in clean("photos", str(tmp_path / "caches"))] == ["photos"]
+    opened(CountedSource(LENGTH), tmp_path, fingerprint="v2").close()
+
+
+@pytest.mark.parametrize("options", [{"memory": "1GiB"}, {"dir": "x", "write": "back"}, {"dir": "x", "write": "later"}])
+def test_what_does_not_go_together_is_refused(options: dict[str, Any]) -> None:
+    """In words, and at once in every door."""
+    for door in (lambda: CachedDataset([1, 2], **options), lambda: StochasticCache(**options)):
+        with pytest.raises(ValueError, match=r"memory=|write must be"):
+            door()
+
+
+def test_a_directory_that_is_none_ends_set_up_or_the_cache(tmp_path: Path, caplog: Any) -> None:
+    """With on_error="disable" training goes on without a cache, with one warning."""
+    (tmp_path / "caches").write_text("a file")
+    source = CountedSource(LENGTH)
+    with pytest.raises(DiskError, match="is not a directory"):
+        opened(source, tmp_path)
+    with caplog.at_level(logging.WARNING):
+        dataset = opened(source, tmp_path, on_error="disable")
+    assert dataset.cache is None
+    assert "the cache is off" in caplog.text
+    epoch(dataset, source)
+
+
+@pytest.mark.processes
+def test_a_directory_that_vanishes_harms_nobody(tmp_path: Path) -> None:
+    """The file is open; only the next job starts cold."""
+    source = CountedSource(LENGTH)
+    dataset = opened(source, tmp_path)
+    epoch(dataset, source)
+    shutil.rmtree(tmp_path / "caches")
+    epoch(dataset, source)
+    dataset.close()
+
+
+@pytest.mark.processes
+def test_every_door_has_it(tmp_path: Path) -> None:
+    """DataModule and callback open caches on a disk; the second run of either loads nothing."""
+    folder = str(tmp_path / "caches")
+    for door in ("datamodule", "callback"):
+        loads = []
+        for _ in range(2):
+            source = CountedSource(LENGTH, (3, 8, 8), tmp_path / f"{door}-loads")
+            before = source.loads
+            options: dict[str, Any] = {"name": door, "dir": folder, "memory": "50%", "allow_random": True}
+            if door == "datamodule":
+                module = StocacheDataModule(train=source, batch_size=8, **options)
+                trainer: Trainer = make_trainer(tmp_path, epochs=2)
+                trainer.fit(Model(), module)
+            else:
+                callback = StochasticCache(**options)
+                make_trainer(tmp_path, [callback], epochs=2).fit(Model(), plain_loader(source))
+            loads.append(source.loads - before)
+        assert loads[0] >= LENGTH
+        assert loads[1] <= 8, "nothing but what set-up reads"
+    names = [segment.name for segment in named_segments(directory=folder)]
+    assert sorted(names) == ["callback-train0", "datamodule-train0"]
+
+
+def two_nodes(rank: int, folder: str) -> tuple[str, int, float, list[str]]:
+    group = NodeGroup.discover(key=rank)
+    dataset = CachedDataset(CountedSource(LENGTH), "50%", dir=folder, name="shared", defer=True)
+    dataset.share(group)
+    assert dataset.ring is not None
+    arc, coverage = dataset.ring.arcs[group.node], dataset.ring.coverage
+    dist.barrier()
+    names = sorted(segment.name for segment in named_segments(directory=folder))
+    dataset.close()
+    return f"node {group.node}", arc.start, coverage, names
+
+
+@pytest.mark.processes
+def test_nodes_that_see_the_same_directory_have_files_of_their_own(tmp_path: Path) -> None:
+    """Two containers that share a volume: each has its own arc, and both are found again."""
+    for _ in range(2):
+        results = run_ranks(two_nodes, 2, str(tmp_path))
+        assert [result[1:] for result in results] == [
+            (0, 1.0, ["shared", "shared-node1"]),
+            (LENGTH // 2, 1.0, ["shared", "shared-node1"]),
+        ]
+
+
+def test_a_node_that_comes_new_takes_what_the_others_leave() -> None:
+    """One of four is lost and replaced: its arc is the new one's, and no other moves."""
+    ring = Ring.cut(1000, (0.25,) * 4, (250,) * 4)
+    for lost in range(4):
+        held = [None if node == lost else arc for node, arc in enumerate(ring.arcs)]
+        order = [held[(node + 1) % 4] for node in range(4)]  # the nodes may come in another order
+        again = ring.beside(order)
+        assert again.coverage == 1.0
+        assert {arc.start for arc in again.arcs} == {0, 250, 500, 750}
+    fewer = Ring.cut(1000, (1 / 3,) * 3, (250,) * 3).beside(ring.arcs[:3])
+    assert fewer.arcs == ring.arcs[:3]
+    more = Ring.cut(1000, (0.2,) * 5, (250,) * 5).beside((*ring.arcs[:3], None, None))
+    assert more.coverage == 1.0
