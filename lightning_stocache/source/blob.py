@@ -197,7 +197,7 @@ class _Encoder:
         if value.mode in ("P", "PA") and value.palette is not None:
             node["palette"] = [value.palette.mode, value.getpalette(value.palette.mode)]
         if (see_through := value.info.get("transparency")) is not None:
-            node["transparency"] = self.node(see_through, ".info['transparency']")
+            node["transparency"] = see_through.hex() if isinstance(see_through, bytes) else see_through
         return node
 
     def _put(self, content: Any, dtype: str = "", shape: tuple[int, ...] = ()) -> int:
@@ -248,7 +248,10 @@ def _image(node: dict[str, Any], content: memoryview) -> Any:
         mode, colours = node["palette"]
         image.putpalette(colours, mode)
     if "transparency" in node:
-        image.info["transparency"] = _decoded(node["transparency"], [])
+        held = node["transparency"]
+        image.info["transparency"] = (
+            bytes.fromhex(held) if isinstance(held, str) else tuple(held) if isinstance(held, list) else held
+        )
     return image
 
 

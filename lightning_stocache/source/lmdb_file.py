@@ -77,6 +77,14 @@ class LMDBFile:
         self._version = _version(self._file)
         self._opened: _Opened | None = None
         self.environment()
+        lock_file = os.path.join(self.path, "lock.mdb") if os.path.isdir(self.path) else f"{self.path}-lock"
+        if (writer := _holder(lock_file)) is not None:
+            log.warning(
+                "%s is open in process %d, too. If that writes to it, wait until it has ended: it is read without "
+                "locks, and samples could be torn",
+                self.path,
+                writer,
+            )
 
     def environment(self) -> _Opened:
         """The environment of this process."""
@@ -178,11 +186,10 @@ def _open(path: str, file: str) -> _Opened:
             known.close()  # without locks that is this process's own affair
         if not status.st_size:
             raise LMDBError(f"{path} is empty: 0 bytes are no LMDB")
-        folder = os.path.isdir(path)
         try:
             environment = lmdb.open(
                 path,
-                subdir=folder,
+                subdir=os.path.isdir(path),
                 readonly=True,
                 lock=False,
                 readahead=False,  # for samples in random order it reads what nobody has asked for
@@ -194,13 +201,6 @@ def _open(path: str, file: str) -> _Opened:
         opened = _Opened(path, file, environment)
         opened.check()
         _environments[name] = opened
-    if (writer := _holder(os.path.join(path, "lock.mdb") if folder else f"{path}-lock")) is not None:
-        log.warning(
-            "%s is open in process %d, too. If that writes to it, wait until it has ended: it is read without locks, "
-            "and samples could be torn",
-            path,
-            writer,
-        )
     return opened
 
 

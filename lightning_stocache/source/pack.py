@@ -11,7 +11,11 @@ the packing with its place in words; if that is the very first one, nothing has 
 from __future__ import annotations
 
 import os
-from collections.abc import Iterator, Sized
+import threading
+import time
+import traceback
+from collections.abc import Callable, Iterator, Sized
+from contextlib import contextmanager
 from functools import partial
 from pathlib import Path
 from typing import Any, NamedTuple, cast
@@ -32,7 +36,9 @@ __all__ = ["PackError", "pack"]
 
 _WATCHED = 8  # reads of each process that are looked at for draws
 _CHUNK_BYTES = 1 << 20  # of what a worker sends at once
+CHUNK_SECONDS = 0.25
 _MOST_PER_CHUNK = 256
+_LOOK_SECONDS = 0.5
 _WHAT_CAN = (
     "What can be packed: tensors, arrays, numbers, strings, bytes, None and images of PIL, in dicts, lists and tuples"
 )
@@ -100,11 +106,11 @@ def pack(
 
 
 class _Failure(NamedTuple):
-    """Why a sample could not be made into a blob."""
+    """Why a sample could not be made into a blob. An exception may not be fit to be sent by a worker, its text is."""
 
     number: int
     words: str
-    error: Exception | None
+    traceback: str = ""
 
 
 class _Blobs(Dataset[Any]):
@@ -126,10 +132,12 @@ class _Blobs(Dataset[Any]):
     def __getitem__(self, index: int) -> bytes | _Failure:
         try:
             return encode_blob(self._load(index), index)
+        except PackError as error:
+            return _Failure(index, str(error))
         except UnsupportedSampleError as error:
-            return _Failure(index, f"{error}. {_WHAT_CAN}", None)
+            return _Failure(index, f"{error}. {_WHAT_CAN}")
         except Exception as error:  # the source is the user's, and may raise anything
-            return _Failure(index, f"{type(error).__name__}: {error}", error)
+            return _Failure(index, f"{type(error).__name__}: {error}", traceback.format_exc())
 
     def _load(self, index: int) -> Any:
         if self.allow_random or self._watched == _WATCHED:
@@ -150,7 +158,7 @@ class _Blobs(Dataset[Any]):
 
 
 class _Chunks:
-    """Indices, some at a time: as many as make a message of a megabyte.
+    """Indices, some at a time: as many as make a message of a megabyte, or take a quarter of a second to load.
 
     Args:
         begin: the first index.
@@ -159,14 +167,16 @@ class _Chunks:
 
     def __init__(self, begin: int, end: int) -> None:
         self.begin, self.end = begin, end
-        self.blobs, self.bytes = 0, 0
+        self.blobs, self.bytes, self.begun = 0, 0, time.monotonic()
 
     def __iter__(self) -> Iterator[list[int]]:
-        begin = self.begin
+        begin, count = self.begin, 1
         while begin < self.end:
-            mean = self.bytes // self.blobs if self.blobs else _CHUNK_BYTES
-            count = min(max(_CHUNK_BYTES // max(mean, 1), 1), _MOST_PER_CHUNK, self.end - begin)
-            yield list(range(begin, begin + count))
+            if self.blobs:
+                by_size = _CHUNK_BYTES * self.blobs // max(self.bytes, 1)
+                by_time = int(self.blobs / (time.monotonic() - self.begun) * CHUNK_SECONDS)
+                count = max(min(2 * count, by_size, by_time, _MOST_PER_CHUNK), 1)
+            yield list(range(begin, min(begin + count, self.end)))
             begin += count
 
 
@@ -179,21 +189,24 @@ def _pack(blobs: _Blobs, writer: LMDBWriter, workers: int, allow_random: bool, p
         batch_sampler=cast(Any, chunks),
         num_workers=workers,
         collate_fn=cast(Any, _as_they_are),
-        worker_init_fn=partial(_begin, writer.lock_file, writer.path),
+        worker_init_fn=partial(_begin, writer.lock_file, writer.path, os.getpid()),
         generator=torch.Generator(),  # nothing is drawn from the user's
     )
     written = 0
-    with _bar(len(blobs), writer.done, progress) as bar:
+    with _bar(len(blobs), writer.done, progress) as tell:
         for batch in _guarded(loader, blobs.source):
             for blob in batch:
                 if isinstance(blob, _Failure):
-                    raise PackError(f"sample {blob.number} of {_title(blobs.source)}: {blob.words}") from blob.error
+                    failure = PackError(f"sample {blob.number} of {_title(blobs.source)}: {blob.words}")
+                    if blob.traceback:
+                        failure.add_note(blob.traceback)
+                    raise failure
                 if seen < writer.done:
                     _compare(blob, writer, blobs.source)
                 else:
                     writer.put(blob)
                     written += 1
-                    bar.update()
+                    tell()
                 seen += 1
                 chunks.blobs, chunks.bytes = chunks.blobs + 1, chunks.bytes + len(blob)
     return written
@@ -220,19 +233,33 @@ def _compare(blob: bytes, writer: LMDBWriter, source: Any) -> None:
         )
 
 
-def _bar(total: int, done: int, shown: bool) -> Any:
-    from tqdm import tqdm
+@contextmanager
+def _bar(total: int, done: int, shown: bool) -> Iterator[Callable[[], object]]:
+    """What is called once per sample."""
+    if not shown:
+        yield lambda: None
+        return
+    from tqdm import tqdm  # its lock is a semaphore, which nobody needs who sees no bar
 
-    return tqdm(total=total, initial=done, unit=" samples", desc="pack", disable=None if shown else True)
+    with tqdm(total=total, initial=done, unit=" samples", desc="pack", disable=None) as bar:
+        yield bar.update
 
 
-def _begin(lock_file: int, path: Path, worker: int) -> None:
-    """A forked worker lets the lock go: it would hold it for some seconds after its parent was killed."""
+def _begin(lock_file: int, path: Path, parent: int, worker: int) -> None:
+    """What a worker does first: a killed parent must leave neither it nor its lock behind."""
     try:
         if lock_file >= 0 and os.path.samestat(os.fstat(lock_file), os.stat(path)):
             os.close(lock_file)
     except OSError:  # spawned: it was never there
-        return
+        pass
+    threading.Thread(target=_end_with, args=(parent,), daemon=True).start()
+
+
+def _end_with(parent: int) -> None:
+    """End this process when its parent has ended. torch's worker would wait for ever, to send what nobody reads."""
+    while os.getppid() == parent:
+        time.sleep(_LOOK_SECONDS)
+    os._exit(1)
 
 
 def _as_they_are(batch: list[Any]) -> list[Any]:
