@@ -10,6 +10,7 @@ import time
 from pathlib import Path
 from typing import Any
 
+import lightning.pytorch  # noqa: F401  sets an environment variable when it is first imported
 import pytest
 from tqdm import tqdm
 
@@ -125,7 +126,7 @@ def test_it_is_stopped_and_goes_on(tmp_path: Path, configs: Path) -> None:
     environment = os.environ | {"PYTHONPATH": os.pathsep.join(filter(None, sys.path))}
     with subprocess.Popen(command, stderr=subprocess.PIPE, text=True, env=environment) as process:
         deadline = time.monotonic() + 60
-        while not (path.exists() and path.stat().st_size) and time.monotonic() < deadline:
+        while not (path.exists() and path.stat().st_size > 8192) and time.monotonic() < deadline:
             time.sleep(0.05)
         process.send_signal(signal.SIGINT)
         _, err = process.communicate(timeout=60)

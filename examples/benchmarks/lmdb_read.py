@@ -12,8 +12,9 @@ read   samples/s of warm epochs, shuffled, in batches of 64, with two workers an
        Efficient-PyTorch  the recipe of Lyken17/Efficient-PyTorch (ImageFolderLMDB): a pickled (file, label) per key
        MONAI LMDBDataset  which keeps the decoded and resized tensors, by torch.save
 
-pack   MB/s of the LMDB's file, from a source that costs nothing (tensors of 150,528 bytes), beside writing as many
-       bytes to a file on the same disk with an fsync at the end, and beside reading that source alone, in one process
+pack   MB/s of the LMDB's file, from a source that costs nothing (tensors of 150,528 bytes) and from the JPEG files,
+       decoded and resized; beside writing as many bytes to a file on the same disk with an fsync at the end, and beside
+       reading that source alone
 
 There is no gain where training computes for longer than a bare LMDB takes to read and decode; and an LMDB alone does
 not spare decoding, which is most of what the rows without a cache do.
@@ -22,6 +23,7 @@ not spare decoding, which is most of what the rows without a cache do.
 from __future__ import annotations
 
 import argparse
+import importlib.util
 import io
 import os
 import pickle
@@ -159,8 +161,10 @@ def measure_reading(report: Report, chosen: argparse.Namespace) -> dict[str, Any
     with tempfile.TemporaryDirectory(dir=chosen.folder) as name:
         folder = Path(name)
         paths = write(folder, samples)
-        ways = [CACHED, BARE, LSUN, EFFICIENT, MONAI]
-        fresh(rate, MONAI, folder, paths, 0)  # fills it
+        ways = [CACHED, BARE, LSUN, EFFICIENT]
+        if importlib.util.find_spec("monai") is not None:
+            fresh(rate, MONAI, folder, paths, 0)  # fills it
+            ways.append(MONAI)
         arms = {
             (way, workers): lambda way=way, workers=workers: fresh(rate, way, folder, paths, workers)
             for way in ways
@@ -189,38 +193,49 @@ def measure_reading(report: Report, chosen: argparse.Namespace) -> dict[str, Any
     return {f"{way}, {workers}": values for (way, workers), values in found.items()}
 
 
-def packing(folder: Path, samples: int) -> dict[str, float]:
+def packing(folder: Path, samples: int, kind: str) -> dict[str, float]:
     """MB/s of writing a file, of the source alone, and of `pack`, one after the other on the same disk."""
-    source, found = Free(samples), {}
-    size = samples * 150_528
-    block, path = os.urandom(1 << 20), folder / "file"
-    start = time.perf_counter()
-    with open(path, "wb") as file:
-        for _ in range(size >> 20):
-            file.write(block)
-        file.flush()
-        os.fsync(file.fileno())
-    found["file"] = size / (time.perf_counter() - start) / 1e6
-    path.unlink()
+    train = str(photos.folder_of(None) / "train")
+    source: Dataset[Any] = Free(samples) if kind == "tensors" else Subset(ImageFolder(train, SMALL), range(samples))
+    path = folder / "file"
     start = time.perf_counter()
     for index in range(samples):
         source[index]
-    found["source"] = size / (time.perf_counter() - start) / 1e6
+    source_seconds = time.perf_counter() - start
     start = time.perf_counter()
     pack(source, path)
-    found["pack"] = path.stat().st_size / (time.perf_counter() - start) / 1e6
+    pack_seconds, size = time.perf_counter() - start, path.stat().st_size
     path.unlink()
-    return found
+    block = os.urandom(1 << 20)
+    start = time.perf_counter()
+    with open(path, "wb") as file:
+        for _ in range(max(size >> 20, 1)):
+            file.write(block)
+        file.flush()
+        os.fsync(file.fileno())
+    file_seconds = time.perf_counter() - start
+    path.unlink()
+    seconds = {"file": file_seconds, "source": source_seconds, "pack": pack_seconds}
+    found = {what: size / spent / 1e6 for what, spent in seconds.items()}
+    return found | {"ratio": found["pack"] / min(found["file"], found["source"])}
 
 
-def measure_packing(report: Report, chosen: argparse.Namespace) -> list[dict[str, float]]:
-    samples = (chosen.megabytes or (8 if chosen.quick else 1000)) * 1_000_000 // 150_528
+def measure_packing(report: Report, chosen: argparse.Namespace) -> dict[str, list[dict[str, float]]]:
+    photos.make()
+    tensors = (chosen.megabytes or (8 if chosen.quick else 1000)) * 1_000_000 // 150_528
+    samples = {"tensors": tensors, "photographs": chosen.samples or (64 if chosen.quick else 1500)}
     with tempfile.TemporaryDirectory(dir=chosen.folder) as name:
-        found = rounds({"pack": lambda: fresh(packing, Path(name), samples)}, report.rounds)["pack"]
-    rows = [(what, f"{Spread.of(run[what] for run in found):.0f}") for what in ("file", "source", "pack")]
-    ratios = Spread.of(run["pack"] / min(run["file"], run["source"]) for run in found)
-    report.table(f"{samples * 150_528 // 10**6} MB, MB/s", ("", "MB/s"), rows)
-    report.say(f"pack over the slower of file and source: {ratios:.2f}")
+        arms = {
+            kind: lambda kind=kind, count=count: fresh(packing, Path(name), count, kind)
+            for kind, count in samples.items()
+        }
+        found = rounds(arms, report.rounds)
+    rows = [
+        (kind, *(f"{Spread.of(run[what] for run in runs):.{2 if what == 'ratio' else 0}f}" for what in runs[0]))
+        for kind, runs in found.items()
+    ]
+    columns = ("", "file, MB/s", "source, MB/s", "pack, MB/s", "over the slower")
+    report.table(f"{tensors:,} tensors, {samples['photographs']:,} photographs, by one process", columns, rows)
     return found
 
 
