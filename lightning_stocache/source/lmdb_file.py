@@ -129,7 +129,7 @@ class _Opened:
     """
 
     def __init__(self, path: str, file: str, environment: lmdb.Environment) -> None:
-        self.pid, self.path, self.lmdb = os.getpid(), path, environment
+        self.pid, self.path, self.lmdb, self._file = os.getpid(), path, environment, -1
         self._error = import_lmdb().Error
         self._needed = bytes_needed(environment)
         self._file = os.open(file, os.O_RDONLY | os.O_CLOEXEC)

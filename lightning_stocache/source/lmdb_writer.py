@@ -115,10 +115,7 @@ class LMDBWriter:
         finally:
             environment, self._environment = self._environment, None
             if environment is not None:
-                size = bytes_needed(environment)
                 environment.close()
-                if os.path.getsize(self.path) < size:  # free pages at the end, which nobody has written
-                    os.truncate(self.path, size)
             self._unlock()
 
     # ---- what is there ----
@@ -220,6 +217,8 @@ class LMDBWriter:
                 with environment.begin(write=True) as transaction:
                     for key, content in items:
                         transaction.put(key, content, append=key != MANIFEST_KEY)
+                if os.path.getsize(self.path) < (size := bytes_needed(environment)):
+                    os.truncate(self.path, size)  # free pages at the end, which LMDB does not write
                 return
             except lmdb.MapFullError:
                 self._grow(environment)

@@ -11,6 +11,7 @@ the packing with its place in words; if that is the very first one, nothing has 
 from __future__ import annotations
 
 import os
+import signal
 import threading
 import time
 import traceback
@@ -259,7 +260,7 @@ def _end_with(parent: int) -> None:
     """End this process when its parent has ended. torch's worker would wait for ever, to send what nobody reads."""
     while os.getppid() == parent:
         time.sleep(_LOOK_SECONDS)
-    os._exit(1)
+    os.kill(os.getpid(), signal.SIGKILL)
 
 
 def _as_they_are(batch: list[Any]) -> list[Any]:
