@@ -13,8 +13,8 @@ read   samples/s of warm epochs, shuffled, in batches of 64, with two workers an
        MONAI LMDBDataset  which keeps the decoded and resized tensors, by torch.save
 
 pack   MB/s of the LMDB's file, from a source that costs nothing (tensors of 150,528 bytes) and from the JPEG files,
-       decoded and resized; beside writing as many bytes to a file on the same disk with an fsync at the end, and beside
-       reading that source alone
+       decoded and resized; beside writing as many bytes to a file on the same disk with an fsync at the end, beside
+       putting as many into an LMDB, and beside reading that source alone
 
 There is no gain where training computes for longer than a bare LMDB takes to read and decode; and an LMDB alone does
 not spare decoding, which is most of what the rows without a cache do.
@@ -215,9 +215,26 @@ def packing(folder: Path, samples: int, kind: str) -> dict[str, float]:
         os.fsync(file.fileno())
     file_seconds = time.perf_counter() - start
     path.unlink()
-    seconds = {"file": file_seconds, "source": source_seconds, "pack": pack_seconds}
+    lmdb_seconds = put_alone(path, size // samples, samples)
+    seconds = {"file": file_seconds, "LMDB": lmdb_seconds, "source": source_seconds, "pack": pack_seconds}
     found = {what: size / spent / 1e6 for what, spent in seconds.items()}
     return found | {"ratio": found["pack"] / min(found["file"], found["source"])}
+
+
+def put_alone(path: Path, size: int, samples: int) -> float:
+    """Seconds for as many values of one size into an LMDB, in transactions of 64 MiB: what LMDB itself takes."""
+    import lmdb
+
+    value, count = bytes(size), max((64 << 20) // size, 1)
+    start = time.perf_counter()
+    with lmdb.open(str(path), subdir=False, lock=False, map_size=1 << 36) as environment:
+        for begin in range(0, samples, count):
+            with environment.begin(write=True) as transaction:
+                for index in range(begin, min(begin + count, samples)):
+                    transaction.put(b"%012d" % index, value, append=True)
+    seconds = time.perf_counter() - start
+    path.unlink()
+    return seconds
 
 
 def measure_packing(report: Report, chosen: argparse.Namespace) -> dict[str, list[dict[str, float]]]:
@@ -234,7 +251,7 @@ def measure_packing(report: Report, chosen: argparse.Namespace) -> dict[str, lis
         (kind, *(f"{Spread.of(run[what] for run in runs):.{2 if what == 'ratio' else 0}f}" for what in runs[0]))
         for kind, runs in found.items()
     ]
-    columns = ("", "file, MB/s", "source, MB/s", "pack, MB/s", "over the slower")
+    columns = ("", "file, MB/s", "LMDB alone", "source", "pack", "over the slower of file and source")
     report.table(f"{tensors:,} tensors, {samples['photographs']:,} photographs, by one process", columns, rows)
     return found
 

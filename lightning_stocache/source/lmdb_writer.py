@@ -102,16 +102,20 @@ class LMDBWriter:
         Args:
             complete: whether that is all.
         """
-        if self._thread is not None:
-            with self._changed:
-                self._ended = True
-                self._changed.notify_all()
-            self._thread.join()
+        last = (
+            [(MANIFEST_KEY, replace(self.manifest, complete=True).to_bytes())] if complete and not self.complete else []
+        )
         try:
-            self._raise()
-            if complete and not self.complete:
+            if self._thread is not None:
+                with self._changed:
+                    self._items += last  # in the same commit as the last samples
+                    self._ended = True
+                    self._changed.notify_all()
+                self._thread.join()
+                self._raise()
+            elif last:
                 self._open()
-                self._commit([(MANIFEST_KEY, replace(self.manifest, complete=True).to_bytes())])
+                self._commit(last)
         finally:
             environment, self._environment = self._environment, None
             if environment is not None:
