@@ -1,6 +1,6 @@
 """JPEG files packed into one LMDB, and trained on behind a cache: nothing is read twice from thousands of small files.
 
-    python examples/lmdb_photos.py                    # makes 4,800 files once, packs them, trains three epochs
+    python examples/lmdb_photos.py                    # makes 4,000 files once, packs them, trains three epochs
     python examples/lmdb_photos.py --samples 800      # in a few seconds
 
 The first epoch reads the LMDB and fills the cache, later ones read memory. The same command again packs nothing.
@@ -46,7 +46,7 @@ def main() -> None:
     options.add_argument("--output", type=Path, default=Path("photos.lmdb"), help="the LMDB (default: %(default)s)")
     chosen = options.parse_args()
     torch.set_num_threads(1)  # see train.py
-    photos.make()
+    photos.make(train_files=chosen.samples, val_files=2)
     files = Subset(ImageFolder(str(photos.folder_of(None) / "train")), range(chosen.samples))
 
     start = time.perf_counter()

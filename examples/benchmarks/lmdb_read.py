@@ -157,7 +157,7 @@ def rate(way: str, folder: Path, paths: list[str], workers: int) -> float:
 
 def measure_reading(report: Report, chosen: argparse.Namespace) -> dict[str, Any]:
     samples = chosen.samples or (64 if chosen.quick else 1500)
-    photos.make()
+    photos.make(train_files=samples, val_files=2)
     with tempfile.TemporaryDirectory(dir=chosen.folder) as name:
         folder = Path(name)
         paths = write(folder, samples)
@@ -238,9 +238,9 @@ def put_alone(path: Path, size: int, samples: int) -> float:
 
 
 def measure_packing(report: Report, chosen: argparse.Namespace) -> dict[str, list[dict[str, float]]]:
-    photos.make()
     tensors = (chosen.megabytes or (8 if chosen.quick else 1000)) * 1_000_000 // 150_528
     samples = {"tensors": tensors, "photographs": chosen.samples or (64 if chosen.quick else 1500)}
+    photos.make(train_files=samples["photographs"], val_files=2)
     with tempfile.TemporaryDirectory(dir=chosen.folder) as name:
         arms = {
             kind: lambda kind=kind, count=count: fresh(packing, Path(name), count, kind)
