@@ -13,6 +13,8 @@ if TYPE_CHECKING:
     from lightning_stocache.loading.loader import CachedLoader
     from lightning_stocache.node.files import get_shm_size
     from lightning_stocache.sampling.locality_sampler import LocalitySampler
+    from lightning_stocache.source.lmdb_source import LMDBSource
+    from lightning_stocache.source.pack import pack
     from lightning_stocache.training.callbacks import FillProgress, StochasticCache
     from lightning_stocache.training.datamodule import StocacheDataModule
     from lightning_stocache.training.hooks import cache_datamodule
@@ -25,6 +27,7 @@ __all__ = [
     "CachedDataset",
     "CachedLoader",
     "FillProgress",
+    "LMDBSource",
     "LocalitySampler",
     "SampleSpec",
     "SharedCache",
@@ -32,6 +35,7 @@ __all__ = [
     "StochasticCache",
     "cache_datamodule",
     "get_shm_size",
+    "pack",
 ]
 
 _HOMES = {
@@ -39,6 +43,7 @@ _HOMES = {
     "CachedDataset": "loading.dataset",
     "CachedLoader": "loading.loader",
     "FillProgress": "training.callbacks",
+    "LMDBSource": "source.lmdb_source",
     "LocalitySampler": "sampling.locality_sampler",
     "SampleSpec": "cache.spec",
     "SharedCache": "cache.compat",
@@ -46,6 +51,7 @@ _HOMES = {
     "StochasticCache": "training.callbacks",
     "cache_datamodule": "training.hooks",
     "get_shm_size": "node.files",
+    "pack": "source.pack",
 }
 
 

@@ -18,9 +18,11 @@ from pathlib import Path
 from tempfile import TemporaryDirectory
 from typing import TYPE_CHECKING, Any
 
+from lightning_stocache.housekeeping import clean, doctor, list_
+from lightning_stocache.terminal import add_png, one_line, say
+
 if TYPE_CHECKING:
     from lightning_stocache.insight.advice import Plan
-    from lightning_stocache.node.janitor import NamedSegment
 
 __all__ = ["COMMANDS", "main"]
 
@@ -34,7 +36,7 @@ def report(parser: argparse.ArgumentParser) -> Action:
         "folders", metavar="RUN_DIR", nargs="+", type=Path, help="folder of a run, or one above several"
     )
     parser.add_argument("--output", type=Path, default=Path("report.html"), help="the page (default: %(default)s)")
-    _add_png(parser, _BESIDE, "the same panels as a picture, too; by default beside the page")
+    add_png(parser, _BESIDE, "the same panels as a picture, too; by default beside the page")
 
     def run(arguments: argparse.Namespace) -> None:
         from lightning_stocache.insight.logs import LogError
@@ -56,11 +58,9 @@ def report(parser: argparse.ArgumentParser) -> Action:
 
 def plan(parser: argparse.ArgumentParser) -> Action:
     """Say what a budget would give before it is paid, for your own data and model, by Hydra's configs."""
-    parser.add_argument("overrides", metavar="OVERRIDE", nargs="*", help="as Hydra takes them: data=photos model=conv")
-    parser.add_argument("--config-dir", type=Path, help="folder of your configs; modules beside it are found")
-    parser.add_argument("--config-name", help="your primary config there (default: this package's `train`)")
+    _add_config(parser)
     parser.add_argument("--json", action="store_true", help="plain values instead of the table")
-    _add_png(parser, Path("plan.png"), "seconds per epoch over the budget as a picture; by default plan.png")
+    add_png(parser, Path("plan.png"), "seconds per epoch over the budget as a picture; by default plan.png")
 
     def run(arguments: argparse.Namespace) -> None:
         from lightning_stocache.insight.plan_table import as_json, as_text, save
@@ -77,7 +77,7 @@ def plan(parser: argparse.ArgumentParser) -> Action:
                 save(made, arguments.png)
                 sys.stderr.write(f"{arguments.png}\n")
         except Exception as error:  # configs, data and model are the user's, and may raise anything
-            parser.exit(2, f"{parser.prog}: {_one_line(error)}\n")
+            parser.exit(2, f"{parser.prog}: {one_line(error)}\n")
         finally:
             logging.disable(logging.NOTSET)
             ours.removeHandler(heard)
@@ -85,13 +85,52 @@ def plan(parser: argparse.ArgumentParser) -> Action:
     return run
 
 
-def _add_png(parser: argparse.ArgumentParser, default: Path, what: str) -> None:
-    def path(text: str) -> Path:
-        if not text.endswith(".png"):  # a folder or an override that stands behind --png
-            raise argparse.ArgumentTypeError(f"a path that ends in .png, or none, got {text}; write --png last")
-        return Path(text)
+def pack(parser: argparse.ArgumentParser) -> Action:
+    """Pack a source of your Hydra configs into one LMDB, for LMDBSource. Stopped, the same command goes on."""
+    parser.add_argument("path", metavar="OUT.lmdb", type=Path, help="a file that does not exist, or is packed in part")
+    _add_config(parser)
+    parser.add_argument("--source", default="data", metavar="KEY", help="of the config: data.val, for instance; of a "
+                        "DataModule, as `data` is (the default), the training set")  # fmt: skip
+    parser.add_argument("--encoded", action="store_true", help="images as their files, without the source's transform")
+    parser.add_argument("--workers", type=int, default=0, metavar="N", help="processes that load (default: this one)")
+    parser.add_argument("--fingerprint", default="", help="a word for whatever else decides what the samples are")
+    parser.add_argument("--allow-random", action="store_true", help="pack random samples, their first draw frozen")
 
-    parser.add_argument("--png", type=path, nargs="?", const=default, help=f"{what} (needs matplotlib)")
+    def run(arguments: argparse.Namespace) -> None:
+        from lightning_stocache.source.pack import pack
+        from lightning_stocache.training.plan_inputs import source_in
+
+        chosen = {name: getattr(arguments, name) for name in ("encoded", "workers", "fingerprint", "allow_random")}
+        try:
+            with TemporaryDirectory() as folder:
+                source = source_in(_instantiated(arguments, folder))
+            written = pack(source, arguments.path, progress=True, **chosen)
+        except KeyboardInterrupt:
+            parser.exit(130, f"{parser.prog}: stopped; the same command goes on where it was\n")
+        except Exception as error:  # configs and data are the user's, and may raise anything
+            parser.exit(2, f"{parser.prog}: {one_line(error)}\n")
+        size = arguments.path.stat().st_size
+        say(f"{arguments.path}: {len(source):,} samples, {written:,} of them now, {size:,} bytes")
+
+    return run
+
+
+def _add_config(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument("overrides", metavar="OVERRIDE", nargs="*", help="as Hydra takes them: data=photos model=conv")
+    parser.add_argument("--config-dir", type=Path, help="folder of your configs; modules beside it are found")
+    parser.add_argument("--config-name", help="your primary config there (default: this package's `train`)")
+
+
+def _instantiated(arguments: argparse.Namespace, folder: str) -> Any:
+    """What the config has under the key that was asked for."""
+    from hydra.utils import instantiate
+    from omegaconf import OmegaConf
+
+    from lightning_stocache.insight.planner import PlanError
+
+    if (node := OmegaConf.select(_composed(arguments, folder), arguments.source)) is None:
+        raise PlanError(f"the config has no `{arguments.source}`; data=photos --config-dir examples/configs gives one")
+    return instantiate(node)
 
 
 def _planned(arguments: argparse.Namespace, folder: str) -> Plan:
@@ -102,7 +141,7 @@ def _planned(arguments: argparse.Namespace, folder: str) -> Plan:
     from lightning_stocache.insight.advice import advise
     from lightning_stocache.insight.measurement import measure
     from lightning_stocache.insight.planner import PlanError, Planner
-    from lightning_stocache.training.plan_inputs import ARGUMENTS, measure_step, training_data, world
+    from lightning_stocache.training.plan_inputs import ARGUMENTS, epochs, measure_step, training_data, world
 
     config = _composed(arguments, folder)
     if config.get("data") is None:
@@ -111,17 +150,12 @@ def _planned(arguments: argparse.Namespace, folder: str) -> Plan:
     datamodule = instantiate(config.data)
     data = training_data(datamodule)
     nodes, ranks = world(trainer)
-    job, costs = measure(data, nodes=nodes, ranks=ranks, epochs=_epochs(trainer.get("max_epochs")))
+    job, costs = measure(data, nodes=nodes, ranks=ranks, epochs=epochs(trainer.get("max_epochs")))
     if config.get("model") is None:
         return advise(Planner(job, costs))
     base = {"_target_": "lightning.pytorch.Trainer"}
     planned = instantiate(OmegaConf.merge(base, trainer, ARGUMENTS, {"default_root_dir": folder}))
     return advise(Planner(job, costs, measure_step(planned, instantiate(config.model), datamodule, data)))
-
-
-def _epochs(max_epochs: int | None) -> int:
-    """The epochs to plan for: those of the Trainer, up to a thousand; ten where it has no number (None, 0, -1)."""
-    return min(max_epochs, 1000) if max_epochs and max_epochs > 0 else 10
 
 
 def _composed(arguments: argparse.Namespace, folder: str) -> Any:
@@ -156,118 +190,7 @@ def _composed(arguments: argparse.Namespace, folder: str) -> Any:
     return config
 
 
-def _one_line(error: Exception) -> str:
-    """The words of an exception: Hydra wraps what a constructor raises, and tells on several lines."""
-    from lightning_stocache.insight.planner import PlanError
-
-    while type(error).__name__ == "InstantiationException" and isinstance(error.__cause__, Exception):
-        error = error.__cause__
-    words = " ".join(str(error).split())
-    return words if isinstance(error, PlanError | ModuleNotFoundError) else f"{type(error).__name__}: {words}"
-
-
-def doctor(parser: argparse.ArgumentParser) -> Action:
-    """Say what this machine allows a cache, who holds memory, and how to mend what is wrong."""
-    _take_directories(parser, "a directory on a disk that is to hold caches; may be given several times")
-
-    def run(arguments: argparse.Namespace) -> None:
-        from lightning_stocache.insight.doctor import as_text, examine
-
-        try:
-            findings = examine(directories=arguments.dir)
-        except OSError as error:
-            parser.exit(2, f"{parser.prog}: {error}\n")
-        _say(as_text(findings))
-
-    return run
-
-
-def list_(parser: argparse.ArgumentParser) -> Action:
-    """Show the named caches of this user on this node, by job."""
-    _take_directories(parser, "a directory whose caches are shown, too; may be given several times")
-
-    def run(arguments: argparse.Namespace) -> None:
-        from lightning_stocache.insight.inventory import named_lines
-
-        for line in named_lines(_named(parser)):
-            _say(line)
-        for directory in arguments.dir:
-            _say(f"\nin {directory}")
-            for line in named_lines(_named(parser, directory), directory):
-                _say(line)
-
-    return run
-
-
-def clean(parser: argparse.ArgumentParser) -> Action:
-    """Remove named caches that no process uses."""
-    parser.add_argument("name", metavar="NAME", nargs="?", help="only this one, or those of the job of this name")
-    parser.add_argument(
-        "--dir", metavar="DIR", help="a directory on a disk, whose caches are meant; else those in memory"
-    )
-    parser.add_argument("--yes", action="store_true", help="do not ask")
-
-    def run(arguments: argparse.Namespace) -> None:
-        from lightning_stocache.insight.inventory import count, describe, of_job
-        from lightning_stocache.node.janitor import clean, clean_locks, is_stranger
-
-        known = _named(parser, arguments.dir)
-        if arguments.name is not None:
-            known = of_job(arguments.name, known)
-        dead = [cache for cache in known if not cache.in_use]
-        if arguments.name is not None and not dead:
-            why = "is in use" if known else "does not exist"
-            if is_stranger(arguments.name, arguments.dir):
-                why = "is none: what lies under its name is no segment of this user, and stays as it is"
-            parser.exit(2, f"{parser.prog}: the cache {arguments.name!r} {why}; python -m lightning_stocache list\n")
-        for cache in known:
-            _say(f"{'stays, ' if cache.in_use else ''}{describe(cache)}")
-        if dead and not arguments.yes and not _yes(f"remove {count(dead)}? [y/N] "):
-            _say("nothing removed; --yes removes without asking")
-            return
-        removed = [
-            gone for cache in dead for gone in clean(cache.name, arguments.dir)
-        ]  # what has come since was not shown
-        _say(f"removed {count(removed)}" if dead else "nothing to remove")
-        if arguments.name is None:
-            clean_locks(arguments.dir)
-
-    return run
-
-
-def _take_directories(parser: argparse.ArgumentParser, text: str) -> None:
-    parser.add_argument("--dir", metavar="DIR", action="append", default=[], help=text)
-
-
-def _named(parser: argparse.ArgumentParser, directory: str | None = None) -> Sequence[NamedSegment]:
-    if sys.platform == "win32":
-        parser.exit(2, f"{parser.prog}: Windows has no named caches\n")
-    from lightning_stocache.cache.contents import contents_of
-    from lightning_stocache.node.janitor import named_segments
-
-    if directory is not None and not os.path.isdir(directory):
-        parser.exit(2, f"{parser.prog}: --dir {directory} is not a directory\n")
-    return named_segments(contents_of, directory)
-
-
-def _yes(question: str) -> bool:
-    """Ask. A script that gives no answer has not said yes."""
-    sys.stdout.write(question)
-    sys.stdout.flush()
-    try:
-        answer = sys.stdin.readline() if sys.stdin else ""
-    except (KeyboardInterrupt, UnicodeDecodeError):
-        answer = ""
-    return answer.strip().lower() in ("y", "yes")
-
-
-def _say(line: str) -> None:
-    """Write a line, and what the terminal's encoding has not as escapes."""
-    encoding = sys.stdout.encoding or "utf-8"
-    sys.stdout.write(line.encode(encoding, "backslashreplace").decode(encoding) + "\n")
-
-
-COMMANDS: tuple[Callable[[argparse.ArgumentParser], Action], ...] = (report, plan, doctor, list_, clean)
+COMMANDS: tuple[Callable[[argparse.ArgumentParser], Action], ...] = (report, plan, pack, doctor, list_, clean)
 
 
 def main(arguments: Sequence[str] | None = None) -> None:

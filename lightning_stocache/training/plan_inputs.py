@@ -24,7 +24,7 @@ from lightning_stocache.loading.stand_in import cached_in
 from lightning_stocache.training.caches import CallCaches
 from lightning_stocache.training.loaders import loaders_in, settings_of
 
-__all__ = ["ARGUMENTS", "measure_step", "training_data", "world"]
+__all__ = ["ARGUMENTS", "epochs", "measure_step", "source_in", "training_data", "world"]
 
 # Of the Trainer for `measure_step`, in place of the user's own; a third of the batches warm up.
 ARGUMENTS: dict[str, Any] = {
@@ -78,6 +78,20 @@ def training_data(datamodule: Any) -> Data:
     )
 
 
+def source_in(given: Any) -> Any:
+    """The dataset that a config describes: a DataModule's training set, or what is one, or makes one when called.
+
+    Raises:
+        PlanError: it is none of these.
+    """
+    if hasattr(given, "train_dataloader"):
+        return training_data(given).source
+    made = given() if callable(given) and not hasattr(given, "__getitem__") else given
+    if not hasattr(made, "__getitem__") or not hasattr(made, "__len__"):
+        raise PlanError(f"a dataset, or a LightningDataModule, can be packed, got {type(made).__name__}")
+    return made
+
+
 def measure_step(trainer: Any, model: Any, datamodule: Any, data: Data) -> Step:
     """What a training step takes.
 
@@ -114,6 +128,11 @@ def measure_step(trainer: Any, model: Any, datamodule: Any, data: Data) -> Step:
     size = max(steps // _ROUNDS, 1)
     means = ((end - begin) / size for (begin, _), (end, _) in pairwise(counted[::size]))
     return Step(Spread.of(means), (counted[-1][1] - counted[0][1]) / steps)
+
+
+def epochs(maxepochs: int | None) -> int:
+    """The epochs to plan for: those of the Trainer, up to a thousand; ten where it has no number (None, 0, -1)."""
+    return min(maxepochs, 1000) if maxepochs and maxepochs > 0 else 10
 
 
 def world(trainer: Mapping[str, Any]) -> tuple[int, int]:

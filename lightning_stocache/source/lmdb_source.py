@@ -1,0 +1,230 @@
+"""LMDBSource: a dataset over an LMDB, as `pack` writes it or as others do.
+
+How values are to be read stands in the manifest of an LMDB that this package has packed, and in the arguments of any
+other. A sample is read in two steps, `read(index)` (the bytes that lie there, a copy) and `decode(content, index)`
+(what is made of them, transforms included), so a cache may keep either: `store="encoded"` keeps the bytes.
+
+Nothing is ever unpickled. Batches are read sample by sample: a transaction takes 0.4 us, and without `__getitems__`
+workers write samples into their batch as they come.
+"""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Callable, Iterable, Sequence
+from typing import Any, SupportsIndex
+
+import numpy as np
+import torch
+from torch.utils.data import Dataset
+
+from lightning_stocache.source.access import position_of
+from lightning_stocache.source.blob import BlobError, decode_blob
+from lightning_stocache.source.lmdb_file import LMDBError, LMDBFile
+from lightning_stocache.source.packed import MANIFEST_KEY, PackManifest, key_of
+from lightning_stocache.source.values import decoder_of
+
+__all__ = ["LMDBSource"]
+
+Transform = Callable[[Any], Any]
+
+
+class LMDBSource(Dataset[Any]):
+    """A map-style dataset over an LMDB.
+
+    One that `pack` has written needs no argument but its path: samples come back as they were, in types, structure and
+    bits. Of any other, all keys are samples, in the order of their bytes (as numbers, where all are), but those that
+    look like `__len__`; `keys` gives some keys, or another order. Their values are images, unless `kind`, `dtype` or
+    `decode` says otherwise. Several LMDBSources may read the same file: `torch.utils.data.StackDataset` puts an image
+    and a label that lie under two keys together.
+
+    It may be sent to other processes by fork and by spawn; each opens the file for itself.
+
+    Args:
+        path: of the file, or of a folder with a `data.mdb`.
+        kind: what the values are: `image` (encoded, opened by PIL as RGB), `bytes`, `text` (UTF-8), `json` (which
+            numbers written as text are, too), `tensor` (as `dtype` and `shape` say), `safetensors` (a dict of tensors;
+            needs the package).
+        dtype: of the values, as in torch: `"uint8"`.
+        shape: of the values; None: one dimension, as long as each value is.
+        keys: of the samples, as bytes or strings.
+        decode: makes a sample of the bytes of a value, in place of `kind`.
+        transform: of the sample; of a sample that is a tuple or list of two, of its first.
+        target_transform: of the second of two.
+
+    Raises:
+        FileNotFoundError: there is no such LMDB.
+        LMDBError: it is none, truncated, of another version, packed only in part, or (a sample) a value is missing or
+            damaged, or no `kind`.
+        ValueError: arguments that do not go together.
+
+    Example:
+        >>> import tempfile
+        >>> from lightning_stocache import LMDBSource, pack
+        >>> path = tempfile.mkdtemp() + "/numbers.lmdb"
+        >>> pack([(torch.tensor([float(number)]), number) for number in range(5)], path)
+        5
+        >>> source = LMDBSource(path)
+        >>> len(source), source[-1]
+        (5, (tensor([4.]), 4))
+    """
+
+    def __init__(
+        self,
+        path: str | os.PathLike[str],
+        *,
+        kind: str | None = None,
+        dtype: torch.dtype | str | None = None,
+        shape: Sequence[int] | None = None,
+        keys: Iterable[bytes | str] | None = None,
+        decode: Callable[[bytes], Any] | None = None,
+        transform: Transform | None = None,
+        target_transform: Transform | None = None,
+    ) -> None:
+        self.transform, self.target_transform = transform, target_transform
+        self._file = LMDBFile(path)
+        self.manifest = self._find_manifest()
+        self._keys: _Keys | None = None
+        if self.manifest is None:
+            self._decode = decode or decoder_of(kind, dtype, shape)
+            if decode is not None and (kind, dtype, shape) != (None, None, None):
+                raise ValueError("decode= says how values are read: leave kind, dtype and shape out")
+            if isinstance(keys, str | bytes):
+                raise ValueError(f"keys must be a list of keys, got {keys!r}")
+            self._keys = _Keys(_found(self._file) if keys is None else keys)
+            self._length = len(self._keys)
+        else:
+            if any(argument is not None for argument in (kind, dtype, shape, keys, decode)):
+                raise ValueError(
+                    f"{self.path} says itself how it is read, by its manifest: leave kind, dtype, shape, keys and "
+                    "decode out. What is to be done with its samples is transform="
+                )
+            self._length = self.manifest.samples
+        self._file.close()  # a fork brings nothing along that has not been read in this process
+        if not self._length:
+            raise LMDBError(f"{self.path} is empty: it has no key that could be a sample")
+
+    @property
+    def path(self) -> str:
+        """As it was given."""
+        return self._file.path
+
+    @property
+    def classes(self) -> list[str]:
+        """Names of the classes that the packed source had; empty where it had none."""
+        return [] if self.manifest is None else list(self.manifest.classes)
+
+    def __len__(self) -> int:
+        return self._length
+
+    def __getitem__(self, index: SupportsIndex | slice) -> Any:
+        """The sample of an index, from the front or the back; a list of samples for a slice."""
+        if isinstance(index, slice):
+            return [self[position] for position in range(*index.indices(self._length))]
+        return self.decode(self.read(index), index)
+
+    def read(self, index: SupportsIndex) -> bytes:
+        """The bytes that lie there for an index.
+
+        Raises:
+            IndexError: it is outside of the dataset.
+            LMDBError: there are none.
+        """
+        position = self._position(index)
+        key = key_of(position) if self._keys is None else self._keys[position]
+        if (content := self._file.get(key)) is None:
+            why = "it is damaged: pack it again" if self._keys is None else "give keys= that are there"
+            raise LMDBError(f"{self.path} has no key {key!r}, of sample {position}: {why}")
+        return content
+
+    def decode(self, content: bytes, index: SupportsIndex) -> Any:
+        """The sample of the bytes that `read` gave for this index.
+
+        Raises:
+            LMDBError: they are damaged, or not what the values are said to be.
+        """
+        position = self._position(index)
+        if self._keys is None:
+            try:
+                sample = decode_blob(content, position)
+            except BlobError as error:
+                raise LMDBError(f"{self.path}, sample {position}: {error}. Copy or pack it again") from error
+        else:
+            try:
+                sample = self._decode(content)
+            except Exception as error:  # of PIL, JSON, or a function of the user's: they may raise anything
+                raise LMDBError(self._undecodable(content, position, error)) from error
+        return self._transformed(sample)
+
+    def __repr__(self) -> str:
+        packed = "" if self.manifest is None else f", packed from {self.manifest.source}"
+        return f"{type(self).__name__}({self.path!r}, {self._length} samples{packed})"
+
+    def _transformed(self, sample: Any) -> Any:
+        transform, target_transform = self.transform, self.target_transform
+        if transform is None and target_transform is None:
+            return sample
+        if type(sample) in (tuple, list) and len(sample) == 2:
+            first, second = sample
+            first = first if transform is None else transform(first)
+            return type(sample)((first, second if target_transform is None else target_transform(second)))
+        return sample if transform is None else transform(sample)
+
+    def _position(self, index: SupportsIndex) -> int:
+        position = position_of(index, self)
+        if not 0 <= position < self._length:
+            raise IndexError(f"index must be one of {self._length} samples, got {index}")
+        return position
+
+    def _find_manifest(self) -> PackManifest | None:
+        content = self._file.get(MANIFEST_KEY)
+        if content is None:
+            return None
+        try:
+            manifest = PackManifest.parse(content)
+        except ValueError as error:
+            raise LMDBError(f"{self.path} cannot be read: {error}") from None
+        samples = self._file.entries - 1
+        if not manifest.complete:
+            raise LMDBError(
+                f"{self.path} has {samples:,} of the {manifest.samples:,} samples of {manifest.source} so far: wait "
+                "for `pack` to end, or run the same command again, which goes on there"
+            )
+        if samples != manifest.samples:
+            raise LMDBError(
+                f"{self.path} is damaged: it has {samples:,} samples, and its manifest says {manifest.samples:,}"
+            )
+        return manifest
+
+    def _undecodable(self, content: bytes, position: int, error: Exception) -> str:
+        """What is wrong with a value, in words."""
+        keys: Any = self._keys
+        way = "give kind=, dtype= or decode= that fits"
+        if content[:1] == b"\x80" and content[1:2] in (b"\x02", b"\x03", b"\x04", b"\x05"):
+            way = "it looks like a pickle, and nothing is unpickled here: decode= may be a function of yours that does"
+        begin = f"{len(content)} bytes that begin with {content[:16]!r}"
+        return f"{self.path}: the value of {keys[position]!r}, {begin}, cannot be read ({error}): {way}"
+
+
+class _Keys:
+    """Keys as one run of bytes: a list of a million objects would be copied by every forked worker that reads it."""
+
+    def __init__(self, keys: Iterable[bytes | str]) -> None:
+        encoded = [key.encode() if isinstance(key, str) else bytes(key) for key in keys]
+        self._ends = np.cumsum([len(key) for key in encoded], dtype=np.int64)
+        self._bytes = b"".join(encoded)
+
+    def __len__(self) -> int:
+        return len(self._ends)
+
+    def __getitem__(self, position: int) -> bytes:
+        return self._bytes[self._ends[position - 1] if position else 0 : self._ends[position]]
+
+    def __eq__(self, other: object) -> bool:
+        return isinstance(other, _Keys) and self._bytes == other._bytes and np.array_equal(self._ends, other._ends)
+
+
+def _found(file: LMDBFile) -> list[bytes]:
+    """The keys of the samples of an LMDB that others have written."""
+    keys = [key for key in file if not (key.startswith(b"__") and key.endswith(b"__"))]
+    return sorted(keys, key=int) if keys and all(map(bytes.isdigit, keys)) else keys

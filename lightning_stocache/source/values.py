@@ -1,0 +1,92 @@
+"""What the values of an LMDB that others have written are, and how a sample is made of one. Nothing is unpickled."""
+
+from __future__ import annotations
+
+import io
+import json
+from collections.abc import Callable, Sequence
+from importlib.util import find_spec
+from typing import Any
+
+import numpy as np
+import torch
+
+__all__ = ["Decode", "decoder_of"]
+
+Decode = Callable[[bytes], Any]
+"""Makes a sample of the bytes of a value."""
+
+
+def decoder_of(kind: str | None, dtype: torch.dtype | str | None, shape: Sequence[int] | None) -> Decode:
+    """What makes a sample of the bytes of a value.
+
+    Args:
+        kind: what the value is, as LMDBSource has it; None: an image, or a tensor where there is a dtype.
+        dtype: of a tensor.
+        shape: of a tensor; None: one dimension, as long as the value is.
+
+    Raises:
+        ValueError: there is no such kind, or a tensor has no dtype.
+        ModuleNotFoundError: safetensors is not installed.
+
+    Example:
+        >>> decoder_of("json", None, None)(b'{"label": 3}'), decoder_of(None, "int16", [2])(bytes(4))
+        ({'label': 3}, tensor([0, 0], dtype=torch.int16))
+    """
+    if dtype is not None or shape is not None or kind == "tensor":
+        if kind not in (None, "tensor") or dtype is None:
+            raise ValueError(f"a tensor needs dtype= (and shape=, if it has one), got {kind=}, {dtype=}, {shape=}")
+        return _TensorOf(dtype, shape)
+    if (decode := _DECODERS.get(kind or "image")) is None:
+        raise ValueError(f"kind must be one of {', '.join((*_DECODERS, 'tensor'))}, got {kind!r}")
+    if kind == "safetensors" and find_spec("safetensors") is None:
+        raise ModuleNotFoundError('kind="safetensors" needs that package: pip install "lightning-stocache[lmdb]"')
+    return decode
+
+
+class _TensorOf:
+    """A tensor of the bytes of a value."""
+
+    def __init__(self, dtype: torch.dtype | str, shape: Sequence[int] | None) -> None:
+        named = getattr(torch, dtype, None) if isinstance(dtype, str) else dtype
+        if not isinstance(named, torch.dtype):
+            raise ValueError(f"dtype must be one of torch's, such as 'uint8' or torch.float32, got {dtype!r}")
+        self.dtype, self.shape = named, None if shape is None else tuple(int(size) for size in shape)
+
+    def __call__(self, content: bytes) -> torch.Tensor:
+        shape = (len(content) // self.dtype.itemsize,) if self.shape is None else self.shape
+        tensor = torch.empty(shape, dtype=self.dtype)
+        if tensor.nbytes != len(content):
+            raise ValueError(f"a tensor of {self.dtype} and shape {tuple(shape)} takes {tensor.nbytes} bytes")
+        if content:
+            np.copyto(tensor.reshape(-1).view(torch.uint8).numpy(), np.frombuffer(content, np.uint8))
+        return tensor
+
+
+def _image(content: bytes) -> Any:
+    from PIL import Image
+
+    return Image.open(io.BytesIO(content)).convert("RGB")
+
+
+def _text(content: bytes) -> str:
+    return content.decode()
+
+
+def _bytes(content: bytes) -> bytes:
+    return content
+
+
+def _safetensors(content: bytes) -> dict[str, torch.Tensor]:
+    from safetensors.torch import load
+
+    return load(content)
+
+
+_DECODERS: dict[str, Decode] = {
+    "image": _image,
+    "bytes": _bytes,
+    "text": _text,
+    "json": json.loads,
+    "safetensors": _safetensors,
+}

@@ -1,0 +1,51 @@
+"""The example and the benchmark of LMDBs: they run, load each sample once, and write what they say. No timing."""
+
+from __future__ import annotations
+
+import json
+import os
+import re
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+pytestmark = [pytest.mark.processes, pytest.mark.slow]
+pytest.importorskip("lmdb")
+pytest.importorskip("sklearn", reason="the photographs need it")
+
+ROOT = Path(__file__).parents[2]
+
+
+def run(tmp_path: Path, script: str, *arguments: str) -> str:
+    environment = {**os.environ, "PYTHONPATH": str(ROOT), "XDG_CACHE_HOME": str(tmp_path / "cache")}
+    done = subprocess.run(
+        [sys.executable, str(ROOT / "examples" / script), *arguments],
+        cwd=tmp_path,
+        env=environment | {"CUDA_VISIBLE_DEVICES": "", "TMPDIR": str(tmp_path)},
+        capture_output=True,
+        text=True,
+        timeout=280,
+    )
+    assert done.returncode == 0, done.stderr
+    return done.stdout
+
+
+def test_photographs_are_packed_and_loaded_once(tmp_path: Path) -> None:
+    """A second run packs nothing."""
+    for packed in (96, 0):
+        said = run(tmp_path, "lmdb_photos.py", "--samples", "96", "--epochs", "2", "--batch-size", "8")
+        assert f"packed {packed} of 96 files" in said
+        first, second = (int(loaded) for loaded in re.findall(r"the source loaded (\d+) samples", said))
+        assert 96 <= first <= 96 + 60
+        assert second == 0
+
+
+def test_the_benchmark_compares_what_is_installed(tmp_path: Path) -> None:
+    """A row for each way, with no workers and with two, and what packing gives."""
+    run(tmp_path, "benchmarks/lmdb_read.py", "--quick", "--rounds", "1", "--output", "results")
+    written = json.loads((tmp_path / "results" / "lmdb_read.json").read_text())
+    rows = {tuple(row[:2]) for row in written["tables"][0]["rows"]}
+    assert {(way, workers) for way in ("cached", "LMDBSource", "Efficient-PyTorch") for workers in "02"} <= rows
+    assert [row[0] for row in written["tables"][1]["rows"]] == ["tensors", "photographs"]

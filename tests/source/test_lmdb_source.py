@@ -1,0 +1,466 @@
+"""LMDBSource: what it reads, in which processes, behind a cache, and what it says of files that are no good."""
+
+from __future__ import annotations
+
+import io
+import json
+import os
+import pickle
+import random
+import shutil
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from PIL import Image
+from torch.utils.data import DataLoader, Dataset, StackDataset, Subset
+from torchvision.transforms import v2
+
+from lightning_stocache import CachedDataset, CachedLoader, LMDBSource, pack
+from lightning_stocache.source.access import batch_reader
+from lightning_stocache.source.file_access import access_to
+from lightning_stocache.source.lmdb_file import LMDBError
+from lightning_stocache.source.packed import MANIFEST_KEY, PackManifest, key_of
+from lightning_stocache.source.probe import bits
+from tests.processes import call, call_many
+
+lmdb = pytest.importorskip("lmdb")
+
+LENGTH = 40
+
+
+class Photos(Dataset[Any]):
+    """An image, a label, and what else a sample may hold."""
+
+    def __len__(self) -> int:
+        return LENGTH
+
+    def __getitem__(self, index: int) -> Any:
+        pixels = torch.full((3, 8, 8 + index % 3), index, dtype=torch.uint8)
+        return {"image": pixels, "label": index % 2, "name": f"photo {index}", "box": np.arange(4) * index}
+
+
+class Numbers(Dataset[Any]):
+    """Rows: a tensor and a label."""
+
+    def __len__(self) -> int:
+        return LENGTH
+
+    def __getitem__(self, index: int) -> Any:
+        return torch.full((16,), float(index)), index
+
+
+def jpeg(index: int) -> bytes:
+    with io.BytesIO() as file:
+        Image.new("RGB", (10 + index, 12), (index, 2 * index, 3)).save(file, "jpeg")
+        return file.getvalue()
+
+
+def foreign(path: Path, values: dict[Any, bytes], *, subdir: bool = False) -> Path:
+    """An LMDB as others write it."""
+    environment = lmdb.open(str(path), subdir=subdir, map_size=1 << 24)
+    with environment.begin(write=True) as transaction:
+        for key, value in values.items():
+            transaction.put(key if isinstance(key, bytes) else str(key).encode(), value)
+    environment.close()
+    return path
+
+
+@pytest.fixture
+def photos(tmp_path: Path) -> Path:
+    pack(Photos(), tmp_path / "photos.lmdb")
+    return tmp_path / "photos.lmdb"
+
+
+# ---- what it reads ----
+
+
+def test_packed_samples_come_back(photos: Path) -> None:
+    """Bit for bit, from the front and the back, and as slices."""
+    source, expected = LMDBSource(photos), Photos()
+    assert len(source) == LENGTH
+    assert [bits(source[i]) for i in range(LENGTH)] == [bits(expected[i]) for i in range(LENGTH)]
+    assert bits(source[-1]) == bits(expected[LENGTH - 1])
+    assert bits(source[torch.tensor(3)]) == bits(source[np.int64(3)]) == bits(expected[3])
+    assert [sample["label"] for sample in source[1:9:4]] == [1, 1, 1][:2]
+    assert sum(1 for _ in source) == LENGTH  # the protocol of sequences ends at an IndexError
+
+
+@pytest.mark.parametrize("index", [LENGTH, -LENGTH - 1])
+def test_an_index_outside_is_an_index_error(photos: Path, index: int) -> None:
+    """With the number of samples and what was asked for."""
+    with pytest.raises(IndexError, match=f"one of {LENGTH} samples, got {index}"):
+        LMDBSource(photos)[index]
+
+
+def test_encoded_files_of_others_are_images(tmp_path: Path) -> None:
+    """As LSUN has them: every key a file, without one argument; in a folder as in a file."""
+    for subdir in (True, False):
+        path = foreign(tmp_path / f"lsun{subdir}", {f"key{i:02}": jpeg(i) for i in range(5)}, subdir=subdir)
+        source = LMDBSource(path)
+        assert [image.size for image in source] == [(10 + i, 12) for i in range(5)]
+        assert source[2].mode == "RGB"
+
+
+def test_keys_that_are_numbers_are_in_their_order(tmp_path: Path) -> None:
+    """b"10" comes after b"9", and what looks like __len__ is no sample."""
+    values: dict[Any, bytes] = {i: b"%d" % i for i in range(12)} | {"__len__": b"x", "__keys__": b"y"}
+    source = LMDBSource(foreign(tmp_path / "numbers", values), kind="json")
+    assert list(source) == list(range(12))
+
+
+def test_keys_may_be_given(tmp_path: Path) -> None:
+    """Some of them, in an order, as bytes or strings; two sources over one file are stacked."""
+    values: dict[Any, bytes] = {f"image-{i}": jpeg(i) for i in range(4)} | {f"label-{i}": b"%d" % i for i in range(4)}
+    path = foreign(tmp_path / "text", values)
+    images = LMDBSource(path, keys=[f"image-{i}" for i in (3, 1)])
+    labels = LMDBSource(path, kind="text", keys=[b"label-3", b"label-1"])
+    image, label = StackDataset(images, labels)[0]
+    assert (image.size, label) == ((13, 12), "3")
+    with pytest.raises(LMDBError, match=r"has no key b'nope', of sample 0: give keys= that are there"):
+        LMDBSource(path, keys=["nope"])[0]
+    with pytest.raises(ValueError, match="a list of keys"):
+        LMDBSource(path, keys="image-1")
+
+
+def test_plain_values_are_read_as_they_are_said_to_be(tmp_path: Path) -> None:
+    """Bytes, text, JSON, tensors of a dtype and a shape, safetensors, or by a function."""
+    array = np.arange(12, dtype=np.int16).reshape(3, 4)
+    path = foreign(tmp_path / "plain", {"a": array.tobytes()})
+    assert LMDBSource(path, kind="bytes")[0] == array.tobytes()
+    assert torch.equal(LMDBSource(path, dtype="int16", shape=[3, 4])[0], torch.from_numpy(array))
+    assert LMDBSource(path, dtype=torch.int16)[0].shape == (12,)
+    assert LMDBSource(path, decode=len)[0] == 24
+    assert LMDBSource(foreign(tmp_path / "t", {"a": "é".encode()}), kind="text")[0] == "é"
+    assert LMDBSource(foreign(tmp_path / "j", {"a": b'{"x": [1]}'}), kind="json")[0] == {"x": [1]}
+    save = pytest.importorskip("safetensors.torch").save
+    blob = foreign(tmp_path / "s", {"a": save({"x": torch.ones(2, dtype=torch.bfloat16)})})
+    assert torch.equal(LMDBSource(blob, kind="safetensors")[0]["x"], torch.ones(2, dtype=torch.bfloat16))
+
+
+@pytest.mark.parametrize(
+    ("arguments", "words"),
+    [
+        ({"kind": "jpeg"}, "kind must be one of image, bytes"),
+        ({"kind": "tensor"}, "needs dtype="),
+        ({"shape": [3]}, "needs dtype="),
+        ({"dtype": "uint9"}, "dtype must be one of torch's"),
+        ({"dtype": "uint8", "kind": "text"}, "needs dtype="),
+        ({"decode": len, "kind": "text"}, "leave kind, dtype and shape out"),
+    ],
+)
+def test_arguments_that_do_not_go_together_are_refused(tmp_path: Path, arguments: dict[str, Any], words: str) -> None:
+    """With what was given."""
+    path = foreign(tmp_path / "any", {"a": b"x"})
+    with pytest.raises(ValueError, match=words):
+        LMDBSource(path, **arguments)
+
+
+def test_a_packed_one_needs_no_arguments(photos: Path) -> None:
+    """It says itself how it is read."""
+    with pytest.raises(ValueError, match="by its manifest"):
+        LMDBSource(photos, kind="image")
+
+
+def test_transforms_are_those_of_torchvision(tmp_path: Path) -> None:
+    """Of two, one for the first and one for the second; of anything else for all of it."""
+    pack([(1, 2), (3, 4)], tmp_path / "pairs")
+    assert LMDBSource(tmp_path / "pairs", transform=float, target_transform=str)[1] == (3.0, "4")
+    assert LMDBSource(tmp_path / "pairs", target_transform=str)[1] == (3, "4")
+    pack([1, 2], tmp_path / "single")
+    assert LMDBSource(tmp_path / "single", transform=str)[1] == "2"
+
+
+# ---- processes, and the cache ----
+
+
+def read_all(source: LMDBSource) -> list[Any]:
+    return [bits(source[index]) for index in range(len(source))]
+
+
+@pytest.mark.processes
+@pytest.mark.parametrize("method", ["fork", "spawn", "forkserver"])
+@pytest.mark.parametrize("used", [False, True], ids=["fresh", "read before"])
+def test_two_processes_read_at_the_same_time(photos: Path, method: str, used: bool) -> None:
+    """Under every start method, whether the parent has read from it or not; the parent reads on."""
+    source, expected = LMDBSource(photos), [bits(Photos()[index]) for index in range(LENGTH)]
+    if used:
+        assert bits(source[0]) == expected[0]
+    assert call_many(read_all, [(source,), (source,)], method=method) == [expected, expected]
+    assert read_all(source) == expected
+
+
+def grandchild(source: LMDBSource) -> Any:
+    source[0]
+    return call(read_all, source)
+
+
+@pytest.mark.processes
+def test_a_child_of_a_child_reads(photos: Path) -> None:
+    """Each opens the file for itself, though a fork has brought two open ones along."""
+    source = LMDBSource(photos)
+    source[0]
+    assert len(call(grandchild, source)) == LENGTH
+
+
+@pytest.mark.processes
+@pytest.mark.parametrize("method", ["fork", "spawn"])
+def test_workers_of_a_loader_read(photos: Path, method: str) -> None:
+    """Two of them, with samples as they are."""
+    source = LMDBSource(photos)
+    source[0]
+    loader = DataLoader(source, batch_size=None, num_workers=2, multiprocessing_context=method)
+    assert [sample["name"] for sample in loader] == [f"photo {index}" for index in range(LENGTH)]
+
+
+def test_several_sources_share_a_file(photos: Path) -> None:
+    """LMDB opens a file once per process; a copy, a Subset and a second source of it do not know that."""
+    first, second = LMDBSource(photos), LMDBSource(photos)
+    copied = pickle.loads(pickle.dumps(first))
+    for source in (first, second, copied, Subset(first, list(range(LENGTH)))):
+        assert source[3]["label"] == 1
+    del first, copied
+    assert second[4]["label"] == 0
+
+
+def test_a_file_that_other_code_has_open_is_told_of(photos: Path) -> None:
+    """LMDB itself would say that it is already open, without a way out (before 2.0 it allowed that)."""
+    other = lmdb.open(str(photos), subdir=False, readonly=True, lock=False)
+    try:
+        lmdb.open(str(photos), subdir=False, readonly=True, lock=False).close()
+    except lmdb.Error:
+        with pytest.raises(LMDBError, match="open in this process by other code"):
+            LMDBSource(photos)
+    finally:
+        other.close()
+    assert len(LMDBSource(photos)) == LENGTH
+
+
+@pytest.mark.processes
+@pytest.mark.parametrize("make", [Numbers, Photos])
+@pytest.mark.parametrize("store", ["decoded", "encoded", "auto"])
+def test_it_is_cached(tmp_path: Path, make: Callable[[], Any], store: str) -> None:
+    """Decoded and as bytes, with workers: the second epoch is all hits, and equal to the first."""
+    pack(make(), tmp_path / "x.lmdb")
+    dataset = CachedDataset(LMDBSource(tmp_path / "x.lmdb"), budget="auto", store=store)
+    loader = CachedLoader(dataset, batch_size=4, num_workers=2, collate_fn=list)
+    expected = [bits(make()[index]) for index in range(LENGTH)]
+    for _ in range(2):
+        assert [bits(sample) for batch in loader for sample in batch] == expected
+    assert dataset.counters is not None
+    counts = dataset.counters.totals()
+    assert (counts.hits, counts.fills) == (LENGTH, LENGTH)
+    dataset.close()
+
+
+def test_it_is_taken_apart_by_its_own_methods(photos: Path) -> None:
+    """read gives bytes and decode makes the sample of them; it has no way to read a batch, which a cache would lose."""
+    source = LMDBSource(photos)
+    access = access_to(source)
+    assert access is not None
+    assert type(access.read(3)) is bytes
+    assert bits(access.decode(access.read(3), 3)) == bits(source[3])
+    assert batch_reader(source) is None
+
+
+@pytest.mark.processes
+def test_its_random_transform_is_split_off(tmp_path: Path) -> None:
+    """What comes before the first random step is cached, the rest draws as it would have drawn."""
+    pack([(torch.arange(48, dtype=torch.uint8).reshape(3, 4, 4) + i, i) for i in range(8)], tmp_path / "x.lmdb")
+    source = LMDBSource(tmp_path / "x.lmdb", transform=v2.Compose([v2.Resize(6), v2.RandomHorizontalFlip()]))
+    dataset = CachedDataset(source, budget="auto")
+    assert dataset.cache is not None
+    for _ in range(2):
+        for index in range(8):
+            torch.manual_seed(index)
+            expected = bits(source[index])
+            torch.manual_seed(index)
+            assert bits(dataset[index]) == expected
+    assert dataset.counters is not None
+    assert dataset.counters.totals().hits == 8
+    dataset.close()
+
+
+# ---- bad input ----
+
+
+def test_what_is_not_there_is_said(tmp_path: Path) -> None:
+    """No file; a folder without one."""
+    with pytest.raises(FileNotFoundError, match="there is no LMDB"):
+        LMDBSource(tmp_path / "nope.lmdb")
+    with pytest.raises(FileNotFoundError, match=r"a folder without a data\.mdb"):
+        LMDBSource(tmp_path)
+
+
+@pytest.mark.parametrize("content", [b"", b"x" * 10, b"x" * 10_000, bytes(10_000)])
+def test_what_is_no_lmdb_is_said(tmp_path: Path, content: bytes) -> None:
+    """Empty, short, other bytes, zeros."""
+    (tmp_path / "x").write_bytes(content)
+    with pytest.raises(LMDBError, match=r"is empty: 0 bytes|is not an LMDB"):
+        LMDBSource(tmp_path / "x")
+
+
+@pytest.mark.skipif(os.geteuid() == 0, reason="root may read everything")
+def test_what_may_not_be_read_is_said(photos: Path) -> None:
+    """With the command that allows it."""
+    photos.chmod(0)
+    with pytest.raises(PermissionError, match="chmod a\\+r"):
+        LMDBSource(photos)
+
+
+def test_a_read_only_folder_is_no_obstacle(photos: Path) -> None:
+    """It is opened without a lock file."""
+    photos.chmod(0o400)
+    photos.parent.chmod(0o500)
+    try:
+        assert len(LMDBSource(photos)[:3]) == 3
+        assert [path.name for path in photos.parent.iterdir()] == [photos.name]
+    finally:
+        photos.parent.chmod(0o700)
+
+
+def test_one_without_samples_is_said(tmp_path: Path) -> None:
+    """An LMDB without a key."""
+    with pytest.raises(LMDBError, match="is empty: it has no key"):
+        LMDBSource(foreign(tmp_path / "none", {}))
+
+
+def change(path: Path, key: bytes, value: bytes | None) -> None:
+    environment = lmdb.open(str(path), subdir=False, lock=False, map_size=1 << 24)
+    with environment.begin(write=True) as transaction:
+        transaction.delete(key) if value is None else transaction.put(key, value)
+    environment.close()
+
+
+@pytest.mark.parametrize(
+    ("manifest", "words"),
+    [
+        (b"no json", "its manifest is damaged"),
+        (b"[]", "its manifest is damaged"),
+        (json.dumps({"format": "lightning_stocache pack", "version": 2}).encode(), "version 2 of the format"),
+        (json.dumps({"format": "lightning_stocache pack", "version": 1, "samples": "4"}).encode(), "is damaged"),
+        (PackManifest(LENGTH, "Photos").to_bytes(), f"has {LENGTH} of the {LENGTH} samples of Photos so far"),
+        (PackManifest(LENGTH + 1, "Photos", complete=True).to_bytes(), "its manifest says 41"),
+    ],
+)
+def test_a_manifest_that_is_no_good_is_said(photos: Path, manifest: bytes, words: str) -> None:
+    """Damaged, of another version, of a pack that has not ended, of another number of samples."""
+    change(photos, MANIFEST_KEY, manifest)
+    with pytest.raises(LMDBError, match=words):
+        LMDBSource(photos)
+
+
+def test_a_damaged_sample_is_an_error(photos: Path) -> None:
+    """One flipped bit, another's blob, or a pickle: never a sample."""
+    source = LMDBSource(photos)
+    good, other = source.read(3), source.read(4)
+    del source
+    for bad, words in (
+        (good[:-1] + bytes([good[-1] ^ 1]), "sample 3: these .* bytes are damaged"),
+        (other, "here lies sample 4"),
+        (pickle.dumps(3), "are no packed sample"),
+    ):
+        change(photos, key_of(3), bad)
+        with pytest.raises(LMDBError, match=words):
+            LMDBSource(photos)[3]
+
+
+def test_a_value_that_cannot_be_decoded_is_named(tmp_path: Path) -> None:
+    """The key, how it begins, and the way out; of a pickle, that nothing is unpickled."""
+    path = foreign(tmp_path / "x", {"a": b"GIF?", "b": pickle.dumps((b"x", 3)), "c": b"\xff"})
+    for index, words in enumerate([r"value of b'a', 4 bytes that begin with b'GIF\?'", "nothing is unpickled here"]):
+        with pytest.raises(LMDBError, match=words):
+            LMDBSource(path)[index]
+    for arguments in ({"kind": "text"}, {"kind": "json"}, {"dtype": "int16"}, {"kind": "safetensors"}):
+        with pytest.raises(LMDBError, match="value of b'c', 1 bytes"):
+            LMDBSource(path, **arguments)[2]
+
+
+def test_one_that_nobody_has_open_is_not_warned_of(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    """Its lock file is left over."""
+    path = foreign(tmp_path / "x", {"a": b"1"})
+    LMDBSource(path, kind="json")
+    assert caplog.messages == []
+
+
+def reads(path: str) -> tuple[list[str], list[Any]]:
+    import logging
+
+    said: list[str] = []
+    handler = logging.Handler()
+    handler.emit = lambda record: said.append(record.getMessage())  # type: ignore[method-assign]
+    logging.getLogger("lightning_stocache").addHandler(handler)
+    return said, list(LMDBSource(path, kind="json"))
+
+
+@pytest.mark.processes
+@pytest.mark.parametrize("subdir", [True, False])
+def test_one_that_a_process_has_open_is_warned_of(tmp_path: Path, subdir: bool) -> None:
+    """With that process, and read nevertheless: it may be another reader."""
+    path = foreign(tmp_path / "x", {"a": b"1"}, subdir=subdir)
+    held = lmdb.open(str(path), subdir=subdir)
+    try:
+        said, samples = call(reads, str(path), method="spawn")
+    finally:
+        held.close()
+    assert samples == [1]
+    assert len(said) == 1
+    assert f"is open in process {os.getpid()}" in said[0]
+
+
+def truncated(path: str, whole: str, positions: list[int], make: str) -> list[str]:
+    """What each truncation leads to: an error at opening, at reading, or samples."""
+    found = []
+    for position in positions:
+        shutil.copyfile(whole, path)
+        os.truncate(path, position)
+        arguments = {"kind": "bytes"} if make == "foreign" else {}
+        try:
+            source = LMDBSource(path, **arguments)
+        except LMDBError:
+            found.append("refused")
+        else:
+            found.append("read" if [bits(sample) for sample in source] else "nothing")
+    return found
+
+
+@pytest.mark.processes
+@pytest.mark.parametrize("make", ["packed", "foreign"])
+def test_no_truncation_gives_a_sample(tmp_path: Path, make: str) -> None:
+    """At 200 positions, in a process that would die of a missing page: each is refused; the whole file is not."""
+    whole = tmp_path / "whole"
+    values = {f"{i:04}": os.urandom(random.Random(i).choice([20, 900, 9000])) for i in range(200)}
+    pack(list(values.values()), whole) if make == "packed" else foreign(whole, values)
+    size = whole.stat().st_size
+    positions = [*random.Random(0).sample(range(size), 200), 0, 4096, 8192, size - 1]
+    assert call(truncated, str(tmp_path / "x"), str(whole), [*positions, size], make) == [
+        *["refused"] * len(positions),
+        "read",
+    ]
+
+
+def test_a_file_that_is_cut_while_it_is_read_is_an_error(photos: Path) -> None:
+    """Its length is looked at before each read."""
+    source = LMDBSource(photos)
+    source[0]
+    os.truncate(photos, photos.stat().st_size // 2)
+    with pytest.raises(LMDBError, match="is truncated: it has"):
+        source[LENGTH - 1]
+
+
+def first(source: LMDBSource) -> Any:
+    return source[0]
+
+
+@pytest.mark.processes
+def test_a_file_that_is_replaced_is_not_read_by_others(tmp_path: Path) -> None:
+    """A worker that starts later would read samples of another dataset."""
+    pack([1, 2], tmp_path / "x")
+    source = LMDBSource(tmp_path / "x")
+    (tmp_path / "x").unlink()
+    pack(["other", "samples"], tmp_path / "x")
+    with pytest.raises(AssertionError, match="has changed since it was opened"):
+        call(first, source)

@@ -1,0 +1,490 @@
+"""pack: what comes out is the source, each index is read once, and what stops it loses nothing."""
+
+from __future__ import annotations
+
+import os
+import random
+import shutil
+import signal
+import time
+from collections import Counter
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from PIL import Image
+from torch.utils.data import Dataset, Subset
+from torchvision.datasets import ImageFolder
+from torchvision.io import read_image
+from torchvision.transforms import v2
+
+from lightning_stocache import LMDBSource, pack
+from lightning_stocache.source import lmdb_writer
+from lightning_stocache.source import pack as packing
+from lightning_stocache.source.lmdb_file import LMDBError
+from lightning_stocache.source.pack import PackError
+from lightning_stocache.source.probe import bits
+from tests.processes import Child, call, without_room
+
+lmdb = pytest.importorskip("lmdb")
+
+LENGTH = 60
+
+
+class Source(Dataset[Any]):
+    """Samples of many sizes; notes each read in a file, may be slow, and may do something else at one index.
+
+    Args:
+        reads: the file.
+        seconds: per read.
+        at: the index where it is odd.
+        odd: what it does there.
+    """
+
+    def __init__(self, reads: Path, seconds: float = 0.0, at: int = -1, odd: Any = None, size: int = 500) -> None:
+        self.reads, self.seconds, self.at, self.odd, self.size = str(reads), seconds, at, odd, size
+
+    def __len__(self) -> int:
+        return LENGTH
+
+    def __getitem__(self, index: int) -> Any:
+        with open(self.reads, "ab") as file:
+            file.write(b"%d\n" % index)
+        time.sleep(self.seconds)
+        if index == self.at:
+            return self.odd()
+        chance = random.Random(index)
+        return {"x": torch.full((chance.randrange(self.size),), float(index)), "name": "x" * index}, index
+
+
+def reads_of(path: Path) -> Counter[int]:
+    return Counter(map(int, path.read_text().split()))
+
+
+def expected() -> list[Any]:
+    source = Source(Path(os.devnull))
+    return [bits(source[index]) for index in range(LENGTH)]
+
+
+def packed(path: Path) -> list[Any]:
+    return [bits(sample) for sample in LMDBSource(path)]
+
+
+def values(path: Path) -> dict[bytes, bytes]:
+    """All that lies in an LMDB."""
+    with lmdb.open(str(path), subdir=False, readonly=True, lock=False) as environment:
+        with environment.begin() as transaction:
+            return dict(transaction.cursor())
+
+
+@pytest.mark.processes
+@pytest.mark.parametrize("workers", [0, 2])
+def test_the_source_comes_out_and_each_index_is_read_once(tmp_path: Path, workers: int) -> None:
+    """With workers and without; a second call writes and reads nothing."""
+    source = Source(tmp_path / "reads")
+    assert pack(source, tmp_path / "x.lmdb", workers=workers) == LENGTH
+    assert packed(tmp_path / "x.lmdb") == expected()
+    assert reads_of(tmp_path / "reads") == Counter(range(LENGTH))
+    assert pack(source, tmp_path / "x.lmdb", workers=workers) == 0
+    assert reads_of(tmp_path / "reads") == Counter(range(LENGTH))
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["reads", "x.lmdb"]
+
+
+@pytest.mark.processes
+def test_workers_write_what_one_process_writes(tmp_path: Path) -> None:
+    """Key by key."""
+    pack(Source(tmp_path / "reads"), tmp_path / "alone")
+    pack(Source(tmp_path / "reads"), tmp_path / "two", workers=2)
+    assert values(tmp_path / "alone") == values(tmp_path / "two")
+
+
+def test_the_generator_of_the_user_is_not_drawn_from(tmp_path: Path) -> None:
+    """A loader draws a seed; not here."""
+    before = torch.get_rng_state()
+    pack([1, 2], tmp_path / "x")
+    assert torch.equal(torch.get_rng_state(), before)
+
+
+# ---- stopped, and gone on with ----
+
+
+def broken() -> Any:
+    raise ValueError("no such file")
+
+
+@pytest.mark.processes
+@pytest.mark.parametrize("workers", [0, 2])
+@pytest.mark.parametrize("at", [1, 17, LENGTH - 1])
+def test_an_error_of_the_source_loses_nothing(tmp_path: Path, workers: int, at: int) -> None:
+    """It is told with the index; what came before is kept, and only the last of that is read again."""
+    path = tmp_path / "x.lmdb"
+    with pytest.raises(PackError, match=f"sample {at} of Source: ValueError: no such file"):
+        pack(Source(tmp_path / "first", at=at, odd=broken), path, workers=workers)
+    with pytest.raises(LMDBError, match=f"has {at} of the {LENGTH} samples"):
+        LMDBSource(path)
+    assert pack(Source(tmp_path / "again"), path, workers=workers) == LENGTH - at
+    assert packed(path) == expected()
+    assert reads_of(tmp_path / "again") == Counter(range(at - 1, LENGTH))
+
+
+def interrupted() -> Any:
+    raise KeyboardInterrupt
+
+
+def test_ctrl_c_keeps_what_is_loaded(tmp_path: Path) -> None:
+    """And comes through."""
+    path = tmp_path / "x.lmdb"
+    with pytest.raises(KeyboardInterrupt):
+        pack(Source(tmp_path / "reads", at=30, odd=interrupted, size=10**6), path)
+    assert 0 < LENGTH - pack(Source(tmp_path / "reads", size=10**6), path) <= 30
+
+
+def slowly(path: str, folder: str, workers: int) -> None:
+    lmdb_writer.BATCH_SECONDS, packing.CHUNK_SECONDS = 0.005, 0.02
+    pack(Source(Path(folder) / "reads", seconds=0.02), path, workers=workers)
+
+
+@pytest.mark.processes
+@pytest.mark.parametrize("workers", [0, 2])
+def test_a_pack_that_is_killed_goes_on_where_it_was(tmp_path: Path, workers: int) -> None:
+    """Killed at random moments until it is whole, it holds what one that was never stopped does."""
+    path, chance, found, ended = tmp_path / "x.lmdb", random.Random(workers), [0], False
+    while not ended:
+        child = Child(slowly, str(path), str(tmp_path), workers)
+        _wait_for_a_commit(path, child)
+        child.process.join(chance.uniform(0.0, 0.1))
+        ended = child.process.exitcode is not None
+        child.kill()
+        found.append(len(values(path)) - 1)
+    assert len(set(found)) > 3, "the kills came too early or too late"
+    assert found == sorted(found)
+    pack(Source(tmp_path / "whole"), tmp_path / "whole.lmdb")
+    assert values(path) == values(tmp_path / "whole.lmdb")
+    assert packed(path) == expected()
+
+
+def _wait_for_a_commit(path: Path, child: Child) -> None:
+    before, deadline = _version(path), time.monotonic() + 60
+    while _version(path) == before and child.process.exitcode is None and time.monotonic() < deadline:
+        time.sleep(0.002)
+
+
+def _version(path: Path) -> int:
+    return path.stat().st_mtime_ns if path.exists() and path.stat().st_size > 8192 else 0
+
+
+def test_one_that_was_killed_before_the_manifest_says_all_is_completed(tmp_path: Path) -> None:
+    """All samples are there; nothing is read but the last one's twin, if that."""
+    path = tmp_path / "x"
+    with pytest.raises(PackError):
+        pack(Source(tmp_path / "reads", at=LENGTH - 1, odd=broken), path)
+    source = Source(tmp_path / "reads")
+    pack(source, path)
+    lines = len((tmp_path / "reads").read_text().split())
+    with lmdb.open(str(path), subdir=False, lock=False, map_size=1 << 24) as environment:
+        with environment.begin(write=True) as transaction:
+            key = b"#lightning_stocache"
+            transaction.put(key, transaction.get(key).replace(b'"complete": true', b'"complete": false'))
+    assert pack(source, path) == 0
+    assert len((tmp_path / "reads").read_text().split()) == lines
+    assert packed(path) == expected()
+
+
+def test_the_map_grows(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Nobody has to guess its size, not even for a sample that is larger than all before it."""
+    monkeypatch.setattr(lmdb_writer, "FIRST_MAP_BYTES", 1 << 16)
+    monkeypatch.setattr(lmdb_writer, "BATCH_BYTES", 1 << 14)
+    samples = [os.urandom(size) for size in (10, 10**5, 10**3, 3 * 10**6, 10, 10**4)]
+    pack(samples, tmp_path / "x")
+    assert list(LMDBSource(tmp_path / "x")) == samples
+    assert (tmp_path / "x").stat().st_size > 1 << 21
+
+
+def fill_the_disk() -> Any:
+    path, reads = Path("/dev/shm/x.lmdb"), Path("/dev/shm/reads")
+    lmdb_writer.BATCH_BYTES = 1 << 20
+    ballast = Path("/dev/shm/ballast")
+    ballast.write_bytes(bytes(60 << 20))
+    try:
+        pack(Source(reads, size=10**6), path)
+    except OSError as error:
+        said = str(error)
+    kept = len(values(path)) - 1
+    ballast.unlink()
+    written = pack(Source(reads, size=10**6), path)
+    source = Source(reads, size=10**6)
+    same = [bits(sample) for sample in LMDBSource(path)] == [bits(source[index]) for index in range(LENGTH)]
+    return said, kept, written, same
+
+
+@pytest.mark.processes
+def test_a_full_disk_is_an_error_and_loses_nothing(tmp_path: Path) -> None:
+    """It says how much is missing, and once there is room the same call goes on."""
+    said, kept, written, same = without_room(fill_the_disk, mib=150)
+    assert "the disk of /dev/shm/x.lmdb is full" in said
+    assert "run the same command again" in said
+    assert 0 < kept < LENGTH
+    assert written == LENGTH - kept
+    assert same
+
+
+# ---- what lies there already ----
+
+
+def test_nothing_else_is_overwritten(tmp_path: Path) -> None:
+    """A file, an LMDB of others, a folder, a pack of another source, length or fingerprint: all stay as they are."""
+    (tmp_path / "text").write_text("precious" * 1000)
+    (tmp_path / "folder").mkdir()
+    with lmdb.open(str(tmp_path / "foreign"), subdir=False, lock=False) as environment:
+        with environment.begin(write=True) as transaction:
+            transaction.put(b"a", b"precious")
+    pack([1, 2, 3], tmp_path / "mine")
+    for name, words, arguments in (
+        ("text", "is not an LMDB", {}),
+        ("folder", "is a folder", {}),
+        ("foreign", "has not packed", {}),
+        ("mine", "samples 3, here 60", {}),
+    ):
+        before = (tmp_path / name).read_bytes() if name != "folder" else b""
+        with pytest.raises(LMDBError, match=words):
+            pack(Source(tmp_path / "reads"), tmp_path / name, **arguments)
+        assert before == ((tmp_path / name).read_bytes() if name != "folder" else b"")
+    with pytest.raises(LMDBError, match="fingerprint '', here 'v2'"):
+        pack([1, 2, 3], tmp_path / "mine", fingerprint="v2")
+    assert not (tmp_path / "reads").exists()
+
+
+def test_one_of_the_same_class_and_length_is_found_out(tmp_path: Path) -> None:
+    """Where it was stopped: the last sample that was packed is read again, and is another one."""
+    with pytest.raises(PackError):
+        pack(["a", "b", {1}], tmp_path / "x")
+    with pytest.raises(LMDBError, match="its last sample, 1, is another one"):
+        pack(["a", "other", "c"], tmp_path / "x")
+    assert pack(["a", "b", "c"], tmp_path / "x") == 1
+    assert list(LMDBSource(tmp_path / "x")) == ["a", "b", "c"]
+
+
+def test_a_truncated_pack_is_not_gone_on_with(tmp_path: Path) -> None:
+    """Its last commit is not whole."""
+    path = tmp_path / "x"
+    with pytest.raises(PackError):
+        pack(Source(tmp_path / "reads", at=50, odd=broken), path)
+    os.truncate(path, path.stat().st_size - 5000)
+    with pytest.raises(LMDBError, match="truncated"):
+        pack(Source(tmp_path / "reads"), path)
+
+
+def hold(path: str) -> None:
+    pack(Source(Path(os.devnull), seconds=0.1), path)
+
+
+@pytest.mark.processes
+def test_two_processes_do_not_pack_into_one_file(tmp_path: Path) -> None:
+    """The second is refused at once."""
+    path = tmp_path / "x"
+    child = Child(hold, str(path))
+    deadline = time.monotonic() + 60
+    while not path.exists() and time.monotonic() < deadline:
+        time.sleep(0.01)
+    try:
+        with pytest.raises(LMDBError, match="another process is packing into"):
+            pack(Source(tmp_path / "reads"), path)
+    finally:
+        child.kill()
+    pack(Source(tmp_path / "reads"), path)
+    assert packed(path) == expected()
+
+
+@pytest.mark.processes
+@pytest.mark.parametrize("workers", [0, 2])
+def test_the_lock_ends_with_the_process(tmp_path: Path, workers: int) -> None:
+    """Workers that outlive their parent by some seconds do not hold it."""
+    path = tmp_path / "x"
+    with pytest.raises(PackError):
+        pack(Source(tmp_path / "reads", at=1, odd=broken), path)
+    child = Child(_go_on, str(path), workers)
+    time.sleep(1)
+    os.kill(child.process.pid, signal.SIGKILL)  # type: ignore[arg-type]
+    child.process.join()
+    assert pack(Source(tmp_path / "reads"), path) > 0
+    child.kill()
+
+
+def _go_on(path: str, workers: int) -> None:
+    pack(Source(Path(os.devnull), seconds=0.2), path, workers=workers)
+
+
+# ---- samples that are no good ----
+
+
+@pytest.mark.processes
+@pytest.mark.parametrize("workers", [0, 2])
+def test_what_cannot_be_packed_is_said_before_anything_is_written(tmp_path: Path, workers: int) -> None:
+    """With its place in the sample, and what can be packed."""
+    with pytest.raises(
+        PackError, match=r"sample 0 of list: sample\['a'\]\[1\] is a set, which cannot.*What can be packed"
+    ):
+        pack([{"a": (1, {2})}] * 3, tmp_path / "x", workers=workers)
+    assert list(tmp_path.iterdir()) == []
+
+
+class Noise(Dataset[Any]):
+    def __len__(self) -> int:
+        return 3
+
+    def __getitem__(self, index: int) -> Any:
+        return torch.rand(2)
+
+
+@pytest.mark.processes
+@pytest.mark.parametrize("workers", [0, 1])
+def test_a_random_source_is_refused(tmp_path: Path, workers: int) -> None:
+    """One draw would be frozen for all epochs; unless that is what the user wants."""
+    with pytest.raises(PackError, match="sample 0 of Noise: reading it moves the generator of torch"):
+        pack(Noise(), tmp_path / "x", workers=workers)
+    assert not (tmp_path / "x").exists()
+    assert pack(Noise(), tmp_path / "x", workers=workers, allow_random=True) == 3
+
+
+class Unsendable(Exception):
+    def __reduce__(self) -> Any:
+        raise TypeError("cannot be pickled")
+
+
+def unsendable() -> Any:
+    raise Unsendable("no such file")
+
+
+@pytest.mark.processes
+def test_an_error_that_cannot_be_sent_is_told_all_the_same(tmp_path: Path) -> None:
+    """A worker that could not send it would say nothing, and its parent would wait for ever."""
+    with pytest.raises(PackError, match="sample 3 of Source: Unsendable: no such file") as caught:
+        pack(Source(tmp_path / "reads", at=3, odd=unsendable), tmp_path / "x", workers=1)
+    assert "in unsendable" in caught.value.__notes__[0]
+
+
+def die() -> Any:
+    os.kill(os.getpid(), signal.SIGKILL)
+
+
+@pytest.mark.processes
+def test_a_worker_that_dies_is_told_of(tmp_path: Path) -> None:
+    """With what to do; what was packed is kept."""
+    with pytest.raises(PackError, match="a worker that loads Source has died"):
+        pack(Source(tmp_path / "reads", at=50, odd=die, seconds=0.01), tmp_path / "x", workers=2)
+    pack(Source(tmp_path / "reads"), tmp_path / "x", workers=2)
+    assert packed(tmp_path / "x") == expected()
+
+
+@pytest.mark.parametrize("source", [[], iter([1]), list])
+def test_what_is_no_dataset_is_refused(tmp_path: Path, source: Any) -> None:
+    """Empty, without an index, a class."""
+    with pytest.raises((TypeError, ValueError), match="source must"):
+        pack(source, tmp_path / "x")
+
+
+def test_a_folder_that_is_missing_is_said(tmp_path: Path) -> None:
+    """Before anything is read."""
+    with pytest.raises(FileNotFoundError, match="does not exist"):
+        pack(Source(tmp_path / "reads"), tmp_path / "nope" / "x")
+    assert not (tmp_path / "reads").exists()
+
+
+# ---- files ----
+
+
+@pytest.fixture
+def folder(tmp_path: Path) -> Path:
+    noise = np.random.default_rng(0)
+    for name in ("cat", "dog"):
+        (tmp_path / "photos" / name).mkdir(parents=True)
+        for number in range(3):
+            pixels = noise.integers(0, 256, (12 + number, 20, 3), dtype=np.uint8)
+            Image.fromarray(pixels).save(tmp_path / "photos" / name / f"{number}.jpg")
+    return tmp_path / "photos"
+
+
+@pytest.mark.parametrize("loader", [None, read_image], ids=["PIL", "tensor"])
+def test_files_are_kept_as_they_are(tmp_path: Path, folder: Path, loader: Any) -> None:
+    """Without the source's transform, which LMDBSource takes; with the names of the classes."""
+    flip = v2.RandomHorizontalFlip(1.0)
+    arguments = {} if loader is None else {"loader": loader}
+    pack(ImageFolder(str(folder), v2.RandomCrop(8), **arguments), tmp_path / "x", encoded=True)
+    source, plain = LMDBSource(tmp_path / "x"), ImageFolder(str(folder), **arguments)
+    assert [bits(sample) for sample in source] == [bits(sample) for sample in plain]
+    assert source.classes == ["cat", "dog"]
+    assert (folder / "cat" / "0.jpg").read_bytes() in source.read(0)
+    flipped = ImageFolder(str(folder), flip, lambda label: label + 10, **arguments)
+    again = LMDBSource(tmp_path / "x", transform=flip, target_transform=lambda label: label + 10)
+    assert [bits(sample) for sample in again] == [bits(sample) for sample in flipped]
+
+
+def test_files_of_a_subset_are_kept(tmp_path: Path, folder: Path) -> None:
+    """Of a Subset of a Subset, with its labels."""
+    subset = Subset(Subset(ImageFolder(str(folder)), [5, 3, 2, 0]), [2, 0, 1])
+    pack(subset, tmp_path / "x", encoded=True)
+    assert [bits(sample) for sample in LMDBSource(tmp_path / "x")] == [bits(subset[i]) for i in range(3)]
+
+
+class Files(Dataset[Any]):
+    def __len__(self) -> int:
+        return 3
+
+    def __getitem__(self, index: int) -> Any:
+        return self.decode(self.read(index), index)
+
+    def read(self, index: int) -> Any:
+        return bytearray([index] * 4)
+
+    def decode(self, content: Any, index: int) -> Any:
+        return sum(content)
+
+
+def test_what_a_source_of_the_users_reads_is_kept(tmp_path: Path) -> None:
+    """Its decoding is a transform then."""
+    pack(Files(), tmp_path / "x", encoded=True)
+    assert LMDBSource(tmp_path / "x")[2] == b"\2\2\2\2"
+    assert LMDBSource(tmp_path / "x", transform=sum)[2] == 8
+
+
+def test_files_that_are_not_known_are_said(tmp_path: Path, folder: Path) -> None:
+    """With the loader that is in the way."""
+    with pytest.raises(ValueError, match="the files of ImageFolder, with the loader str are not known"):
+        pack(ImageFolder(str(folder), loader=str), tmp_path / "x", encoded=True)
+
+
+def test_without_the_package_the_extra_is_named(tmp_path: Path) -> None:
+    """Both to read and to write."""
+    assert call(without_lmdb, str(tmp_path)) == ['pip install "lightning-stocache[lmdb]"'] * 2
+
+
+def without_lmdb(folder: str) -> list[str]:
+    import sys
+
+    sys.modules["lmdb"] = None  # type: ignore[assignment]
+    Path(folder, "x").write_bytes(b"x")
+    said = []
+    for action in (lambda: LMDBSource(folder + "/x"), lambda: pack([1], folder + "/y")):
+        try:
+            action()
+        except ModuleNotFoundError as error:
+            said.append(str(error).partition(": ")[2])
+    return said
+
+
+test_without_the_package_the_extra_is_named = pytest.mark.processes(test_without_the_package_the_extra_is_named)
+
+
+@pytest.mark.processes
+@pytest.mark.slow
+def test_samples_of_many_sizes_go_through_workers(tmp_path: Path) -> None:
+    """From nothing to many megabytes, in messages of a megabyte or one sample."""
+    chance = random.Random(0)
+    sizes = [chance.choice([0, 10, 1000, 10**5, 5 * 10**6]) for _ in range(150)]
+    source = [np.full(size, number % 251, np.uint8) for number, size in enumerate(sizes)]
+    pack(source, tmp_path / "x", workers=2)  # type: ignore[arg-type]
+    read = LMDBSource(tmp_path / "x")
+    assert all(np.array_equal(read[number], array) for number, array in enumerate(source))
+    shutil.rmtree(tmp_path)

@@ -1,0 +1,140 @@
+"""`python -m lightning_stocache pack`: a source of a Hydra config into an LMDB, and what it says of bad input."""
+
+from __future__ import annotations
+
+import os
+import signal
+import subprocess
+import sys
+import time
+from pathlib import Path
+from typing import Any
+
+import lightning.pytorch  # noqa: F401  sets an environment variable when it is first imported
+import pytest
+from tqdm import tqdm
+
+from lightning_stocache import LMDBSource
+from lightning_stocache.__main__ import main
+
+pytest.importorskip("lmdb")
+tqdm.get_lock()  # made once per process, and not what a test leaves behind
+
+DATA = """
+import time
+import torch
+from torch.utils.data import Dataset
+
+
+class Squares(Dataset):
+    def __init__(self, length=20, seconds=0.0, odd=-1):
+        self.length, self.seconds, self.odd = length, seconds, odd
+
+    def __len__(self):
+        return self.length
+
+    def __getitem__(self, index):
+        time.sleep(self.seconds)
+        return torch.full((8,), float(index)), {index} if index == self.odd else index
+
+
+def a_number():
+    return 3
+"""
+CONFIGS = {
+    "squares_for_pack.py": DATA,
+    "conf/data/squares.yaml": (
+        "_target_: lightning_stocache.StocacheDataModule\nbatch_size: 4\n"
+        "train: {_target_: squares_for_pack.Squares, length: 20, seconds: 0.0, odd: -1}\n"
+        "val: {_target_: squares_for_pack.Squares, _partial_: true, length: 5}\n"
+        "test: {_target_: squares_for_pack.a_number}\n"
+    ),
+    "conf/model/none.yaml": "nothing: 0\n",  # the primary config asks for one
+}
+
+
+@pytest.fixture
+def configs(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    for name, text in CONFIGS.items():
+        path = tmp_path / name
+        path.parent.mkdir(parents=True, exist_ok=True)
+        path.write_text(text)
+    monkeypatch.setattr(sys, "path", [*sys.path])
+    return tmp_path / "conf"
+
+
+def pack(*arguments: Any) -> None:
+    main(["pack", *map(str, arguments)])
+
+
+@pytest.mark.parametrize(
+    ("chosen", "length"), [([], 20), (["--source", "data.train"], 20), (["--source", "data.val"], 5)]
+)
+def test_a_source_of_a_config_is_packed(
+    tmp_path: Path, configs: Path, capsys: pytest.CaptureFixture[str], chosen: list[str], length: int
+) -> None:
+    """The training set of a DataModule, or any dataset of the config, or a function that makes one."""
+    path = tmp_path / "x.lmdb"
+    pack(path, "data=squares", "--config-dir", configs, *chosen)
+    assert f"{length} samples, {length} of them now" in capsys.readouterr().out
+    source = LMDBSource(path)
+    assert len(source) == length
+    assert source[3][0].tolist() == [3.0] * 8
+    pack(path, "data=squares", "--config-dir", configs, *chosen)
+    assert f"{length} samples, 0 of them now" in capsys.readouterr().out
+
+
+@pytest.mark.parametrize(
+    ("arguments", "words"),
+    [
+        (["--source", "data.nope"], "the config has no `data.nope`"),
+        (["--source", "data.test"], "a dataset, or a LightningDataModule, can be packed, got int"),
+        (["data.train.odd=3"], "sample 3 of Squares: sample[1] is a set, which cannot be packed"),
+        (["--encoded"], "the files of Squares are not known"),
+        (["data.train.length=0"], "source must have at least one sample"),
+        (["data.nope=3"], "nope"),
+    ],
+)
+def test_bad_input_is_exit_code_2_and_a_sentence(
+    tmp_path: Path, configs: Path, capsys: pytest.CaptureFixture[str], arguments: list[str], words: str
+) -> None:
+    """No traceback."""
+    with pytest.raises(SystemExit) as end:
+        pack(tmp_path / "x.lmdb", "data=squares", "--config-dir", configs, *arguments)
+    assert end.value.code == 2
+    err = capsys.readouterr().err
+    assert words in err
+    assert "Traceback" not in err
+
+
+def test_nothing_else_is_overwritten(tmp_path: Path, configs: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """A file that is there stays."""
+    (tmp_path / "x.lmdb").write_text("precious" * 1000)
+    with pytest.raises(SystemExit) as end:
+        pack(tmp_path / "x.lmdb", "data=squares", "--config-dir", configs)
+    assert end.value.code == 2
+    assert "is not overwritten" in capsys.readouterr().err
+    assert (tmp_path / "x.lmdb").read_text() == "precious" * 1000
+
+
+@pytest.mark.processes
+def test_it_is_stopped_and_goes_on(tmp_path: Path, configs: Path) -> None:
+    """By Ctrl-C, with exit code 130; then the same command, with workers, loads the rest."""
+    path = tmp_path / "x.lmdb"
+    arguments = ["data=squares", "data.train.seconds=0.2", "data.train.length=40", "--config-dir", str(configs)]
+    command = [sys.executable, "-m", "lightning_stocache", "pack", str(path), *arguments]
+    environment = os.environ | {"PYTHONPATH": os.pathsep.join(filter(None, sys.path))}
+    with subprocess.Popen(command, stderr=subprocess.PIPE, text=True, env=environment) as process:
+        deadline = time.monotonic() + 60
+        while not (path.exists() and path.stat().st_size > 8192) and time.monotonic() < deadline:
+            time.sleep(0.05)
+        process.send_signal(signal.SIGINT)
+        _, err = process.communicate(timeout=60)
+    assert process.returncode == 130, err
+    assert "stopped; the same command goes on where it was" in err
+    done = subprocess.run(
+        [*command, "--workers", "2"], capture_output=True, text=True, env=environment, check=True, timeout=120
+    )
+    assert "40 samples, " in done.stdout
+    assert "40 samples, 40 of them now" not in done.stdout
+    assert [sample[1] for sample in LMDBSource(path)] == list(range(40))
