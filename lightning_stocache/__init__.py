@@ -11,6 +11,7 @@ if TYPE_CHECKING:
     from lightning_stocache.cache.spec import SampleSpec
     from lightning_stocache.loading.dataset import CachedDataset
     from lightning_stocache.loading.loader import CachedLoader
+    from lightning_stocache.loading.stream import CachedStream
     from lightning_stocache.node.files import get_shm_size
     from lightning_stocache.sampling.locality_sampler import LocalitySampler
     from lightning_stocache.training.callbacks import FillProgress, StochasticCache
@@ -24,6 +25,7 @@ __all__ = [
     "CacheMonitor",
     "CachedDataset",
     "CachedLoader",
+    "CachedStream",
     "FillProgress",
     "LocalitySampler",
     "SampleSpec",
@@ -38,6 +40,7 @@ _HOMES = {
     "CacheMonitor": "training.monitor",
     "CachedDataset": "loading.dataset",
     "CachedLoader": "loading.loader",
+    "CachedStream": "loading.stream",
     "FillProgress": "training.callbacks",
     "LocalitySampler": "sampling.locality_sampler",
     "SampleSpec": "cache.spec",
