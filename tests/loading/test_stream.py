@@ -17,7 +17,8 @@ import torch
 import webdataset
 from torch.utils.data import DataLoader, IterableDataset, get_worker_info
 
-from lightning_stocache import CachedStream
+from lightning_stocache import CachedLoader, CachedStream
+from tests.loading.twins import same
 
 LENGTH = 103
 
@@ -492,3 +493,65 @@ def test_without_a_budget_it_passes_through() -> None:
         assert stream.cache is None
         assert [len(list(stream)) for _ in range(2)] == [LENGTH] * 2
         assert stream.counters.totals().bypasses == 2 * LENGTH
+
+
+@pytest.mark.processes
+@pytest.mark.parametrize("kind", [Numbers, Texts])
+@pytest.mark.parametrize("workers", [0, 2])
+@pytest.mark.parametrize("persistent", [False, True])
+def test_a_cached_loader_makes_batches_from_memory(kind: type[Numbers], workers: int, persistent: bool) -> None:
+    """Its first epoch is DataLoader's; later ones have whole batches of the same kind, but the last one."""
+    arguments: dict[str, Any] = {
+        "batch_size": 4,
+        "num_workers": workers,
+        "persistent_workers": persistent and workers > 0,
+    }
+    plain = list(DataLoader(kind(), **arguments))
+    with closing(CachedStream(kind(), "16MiB")) as stream, closing(CachedLoader(stream, **arguments)) as loader:
+        epochs = [list(loader) for _ in range(4)]
+        counts = stream.counters.totals()
+    assert all(same(ours, theirs) for ours, theirs in zip(epochs[0], plain, strict=True))
+    for epoch in epochs[1:]:
+        assert [len(numbers) for _, numbers in epoch] == [4] * 25 + [3]
+        assert sorted(number for _, numbers in epoch for number in numbers.tolist()) == list(range(LENGTH))
+        assert [type(part) for part in epoch[0]] == [type(part) for part in plain[0]]
+    assert len({str(epoch[0][1]) for epoch in epochs[1:]}) == 3
+    assert counts.hits == 3 * LENGTH
+    assert counts.misses == LENGTH
+
+
+@pytest.mark.processes
+@pytest.mark.parametrize("workers", [0, 2])
+def test_a_cached_loader_knows_the_other_arguments(workers: int) -> None:
+    """drop_last, a collate_fn and a transform are those of the loader and the stream in every epoch."""
+    with closing(CachedStream(Numbers(), "16MiB", transform=lambda sample: (sample[0] + 1, sample[1]))) as stream:
+        loader = CachedLoader(stream, batch_size=4, drop_last=True, num_workers=workers, collate_fn=listed)
+        epochs = [list(loader) for _ in range(3)]
+        loader.close()
+    assert all(len(numbers) == 4 for epoch in epochs for _, numbers in epoch)
+    assert [len(epoch) for epoch in epochs[1:]] == [25, 25]
+    assert all(float(x[0]) == n + 1 for epoch in epochs for xs, ns in epoch for x, n in zip(xs, ns, strict=True))
+
+
+@pytest.mark.processes
+def test_a_cached_loader_without_batches_serves_samples() -> None:
+    """batch_size=None gives what the stream gives, in every epoch."""
+    with closing(CachedStream(Numbers(), "16MiB")) as stream:
+        loader = CachedLoader(stream, batch_size=None, num_workers=2)
+        assert [sorted(number for _, number in loader) for _ in range(3)] == [list(range(LENGTH))] * 3
+        assert stream.counters.totals().hits == 2 * LENGTH
+
+
+@pytest.mark.processes
+def test_worker_init_fn_finds_the_stream() -> None:
+    """What a worker is told about its dataset reaches the user's own, in the first epoch and later."""
+    with closing(CachedStream(Texts(), "16MiB")) as stream:
+        loader = CachedLoader(stream, batch_size=4, num_workers=1, worker_init_fn=told)
+        assert [len(numbers_of(loader)) for _ in range(3)] == [LENGTH] * 3
+        assert int(stream.source.reads) == LENGTH + 1002 + 16
+        loader.close()
+
+
+def told(worker: int) -> None:
+    info: Any = get_worker_info()
+    info.dataset.reads += 1000 if int(info.dataset.reads) < 1000 else 1
