@@ -30,7 +30,7 @@ ConfigStore.instance().store(  # `model` is the app's own group
     group="model", name="boring", node={"_target_": "lightning.pytorch.demos.boring_classes.BoringModel"}
 )
 BUDGET_KNOBS = ["allow_random", "backend", "budget", "fingerprint", "keep_cache", "name", "on_error", "sampling"]
-BUDGET_KNOBS = sorted([*BUDGET_KNOBS, "stage_budgets", "strict", "layout", "store", "prefill"])
+BUDGET_KNOBS = sorted([*BUDGET_KNOBS, "stage_budgets", "strict", "layout", "store", "prefill", "streams"])
 
 
 @pytest.fixture(autouse=True)

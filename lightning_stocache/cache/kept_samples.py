@@ -24,13 +24,14 @@ class KeptSamples:
     Args:
         store: where they lie; given up by `close`.
         slots: theirs, in order, int64 `[samples]`.
+        shards: the number of the shard that each came from, in rising order, int64 `[samples]`.
     """
 
-    def __init__(self, store: SegmentStore[Any], slots: Integers) -> None:
-        self._store, self._slots = store, slots
+    def __init__(self, store: SegmentStore[Any], slots: Integers, shards: Integers) -> None:
+        self._store, self._slots, self.shards = store, slots, shards
 
     def __reduce__(self) -> tuple[Any, ...]:
-        return type(self), (self._store, self._slots)
+        return type(self), (self._store, self._slots, self.shards)
 
     @property
     def codec(self) -> SampleCodec:

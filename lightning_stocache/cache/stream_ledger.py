@@ -22,7 +22,10 @@ from lightning_stocache.cache.claims import Claims
 from lightning_stocache.node.files import Backend
 from lightning_stocache.node.segment import Segment, SegmentHandle
 
-__all__ = ["Shard", "StreamLedger", "Totals"]
+__all__ = ["POSITION_BITS", "Shard", "StreamLedger", "Totals"]
+
+POSITION_BITS = 40
+"""Of a position, those that count the samples of a shard; the others are the shard's number."""
 
 _NEXT, _GENERATION = range(2)
 _SHARED, _FIRST, _RANK, _ROW, _NOTES = 2, 8, 8, 4, 68
@@ -31,7 +34,6 @@ _BEGUN, _ENDED, _SEEN, _STORED = range(4)
 _SHARDS = 256
 _ALL, _NUMBER, _ROWS = 0, 1, 8
 _UNCLAIMED = -1
-_POSITION_BITS = 40
 
 
 @dataclass(frozen=True)
@@ -49,6 +51,11 @@ class Shard:
     worker: int = 0
     workers: int = 1
     key: int = 0
+
+    @property
+    def number(self) -> int:
+        """Its number among all shards that there can be."""
+        return self.rank * _SHARDS + self.worker
 
 
 @dataclass(frozen=True)
@@ -176,7 +183,7 @@ class StreamLedger:
     def notes(self, shard: Shard) -> memoryview:
         """Numbers of a shard that outlive an epoch, int64 `[68]`, live; to be released."""
         first = _FIRST + self.ranks * (_RANK + _SHARDS * _ROW)
-        at = first + (shard.rank * _SHARDS + shard.worker) * _NOTES
+        at = first + shard.number * _NOTES
         return self._numbers[at : at + _NOTES]
 
     def _next_epoch(self, rank: int, key: int, workers: int) -> int:
@@ -218,12 +225,12 @@ class StreamLedger:
 
     def position(self, shard: Shard) -> int:
         """Where the next sample of a shard stands among those of all shards, which come one after the other."""
-        return (shard.rank * _SHARDS + shard.worker) << _POSITION_BITS | self._numbers[self._row(shard) + _SEEN]
+        return shard.number << POSITION_BITS | self._numbers[self._row(shard) + _SEEN]
 
     @contextmanager
     def holding(self, shard: Shard) -> Iterator[None]:
         """Nobody lays the memory out anew meanwhile."""
-        with self.claims.waiting(_ROWS + shard.rank * _SHARDS + shard.worker):
+        with self.claims.waiting(_ROWS + shard.number):
             yield
 
     @contextmanager
@@ -260,7 +267,7 @@ class StreamLedger:
         return _FIRST + rank * _RANK
 
     def _row(self, shard: Shard) -> int:
-        return _FIRST + self.ranks * _RANK + (shard.rank * _SHARDS + shard.worker) * _ROW
+        return _FIRST + self.ranks * _RANK + shard.number * _ROW
 
 
 def _bytes_for(ranks: int) -> int:

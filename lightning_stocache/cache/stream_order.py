@@ -103,6 +103,11 @@ class StreamOrder:
             yield from (Shard(rank, worker, workers) for worker in range(workers))
 
     @property
+    def length(self) -> int:
+        """Number of samples of all shards."""
+        return sum(self.parts(shard)[0] for shard in self.shards())
+
+    @property
     def same_shards(self) -> bool:
         """Whether there are as many as in the epoch before."""
         return all(now == before for now, before in map(self._ledger.workers, range(self._ledger.ranks)))

@@ -14,9 +14,7 @@ shards, whoever was faster.
 
 from __future__ import annotations
 
-import contextlib
 from collections.abc import Sequence
-from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
@@ -27,41 +25,26 @@ from lightning_stocache.cache.placement import NO_SLOT, Arc
 from lightning_stocache.cache.record_store import slots_for
 from lightning_stocache.cache.records import RecordCodec
 from lightning_stocache.cache.segment_store import SegmentStore
-from lightning_stocache.cache.shortage import keep_free
 from lightning_stocache.cache.store import gathers
 from lightning_stocache.cache.stores import store_for
-from lightning_stocache.cache.stream_index import Entry, StreamIndex
-from lightning_stocache.cache.stream_ledger import Shard, StreamLedger
+from lightning_stocache.cache.stream_decision import Decision
+from lightning_stocache.cache.stream_index import Entry
+from lightning_stocache.cache.stream_ledger import POSITION_BITS, Shard
+from lightning_stocache.cache.stream_order import StreamOrder
+from lightning_stocache.cache.stream_segments import StreamHandle, StreamSegments
 from lightning_stocache.node.files import Backend
-from lightning_stocache.node.segment import Segment, SegmentHandle
 
-__all__ = ["StreamHandle", "StreamStore"]
+__all__ = ["StreamStore"]
 
-_SLACK = 4096  # bytes beyond what is granted, for what is as large in every store
-_LEAST = 16  # bytes that a sample takes at least, with its slot
 _FEW = 64 * 2**20  # bytes that are copied from rows to records while all others wait
 _SMALLER = 16  # how much smaller than the first sample the mean may be without running out of slots
-
-
-@dataclass(frozen=True)
-class StreamHandle:
-    """How another process of the node opens the same store."""
-
-    ledger: SegmentHandle
-    samples: SegmentHandle
-    index: SegmentHandle
-    ranks: int
-    granted: int
 
 
 class StreamStore:
     """What is kept of a stream.
 
     Args:
-        ledger: how far the stream has come.
-        samples: the segment for samples.
-        index: their codec, and what is known of each.
-        granted: bytes that samples may take.
+        segments: where it lies.
 
     Example:
         >>> from lightning_stocache.cache.spec import SampleSpec
@@ -77,56 +60,29 @@ class StreamStore:
         >>> store.close()
     """
 
-    def __init__(self, ledger: StreamLedger, samples: Segment, index: StreamIndex, granted: int) -> None:
-        self.ledger, self.granted = ledger, granted
-        self._samples, self._index = samples, index
+    def __init__(self, segments: StreamSegments) -> None:
+        self.ledger, self.granted = segments.ledger, segments.granted
+        self._segments, self._samples, self._index = segments, segments.samples, segments.index
         self._generation = 0
         self._store: SegmentStore[Any] | None = None
 
     @classmethod
     def create(cls, granted: int, ranks: int = 1, backend: Backend | None = None, free: int = 0) -> StreamStore:
-        """Make one that is empty.
-
-        Args:
-            granted: bytes that samples may take.
-            ranks: ranks of the node that read the stream.
-            backend: kind of segments.
-            free: bytes of the node's memory that filling leaves to others; 0: as many as it does by itself.
-
-        Raises:
-            OSError: the memory cannot be had.
-        """
-        with contextlib.ExitStack() as undo:
-            ledger = StreamLedger.create(ranks, backend)
-            undo.callback(ledger.close)
-            samples = Segment.create(granted + _SLACK, backend)
-            undo.callback(samples.close)
-            index = StreamIndex.create(granted // _LEAST, backend)
-            undo.callback(index.segment.close)
-            if free:
-                keep_free(samples, free)
-            undo.pop_all()
-        return cls(ledger, samples, index, granted)
+        """Make one that is empty; see `StreamSegments.create`."""
+        return cls(StreamSegments.create(granted, ranks, backend, free))
 
     @classmethod
     def attach(cls, handle: StreamHandle) -> StreamStore:
-        """Open the store that another process of the node made.
-
-        Raises:
-            OSError: it cannot be reached from here.
-        """
-        ledger = StreamLedger(Segment.attach(handle.ledger), handle.ranks)
-        index = StreamIndex(Segment.attach(handle.index))
-        return cls(ledger, Segment.attach(handle.samples), index, handle.granted)
+        """Open the store that another process of the node made; an OSError where it cannot be reached."""
+        return cls(StreamSegments.attach(handle))
 
     @property
     def handle(self) -> StreamHandle:
         """What another process of the node needs to open it."""
-        ledger = self.ledger
-        return StreamHandle(ledger.handle, self._samples.handle, self._index.segment.handle, ledger.ranks, self.granted)
+        return self._segments.handle
 
     def __reduce__(self) -> tuple[Any, ...]:
-        return _inherit, (self.ledger, self._samples, self._index.segment, self.granted)
+        return type(self), (self._segments,)
 
     # ---- keep ----
 
@@ -209,10 +165,11 @@ class StreamStore:
             raise ValueError("nothing is kept of the stream")
         view: Any = type(store).over(self._samples.hold(), store.codec, store.arc)
         entries = self._index.entries(min(self.ledger.count, len(view)))
-        slots = view.lookup(np.argsort(entries[:, 1], kind="stable"))
-        slots = slots[slots != NO_SLOT]
+        order = np.argsort(entries[:, 1], kind="stable")
+        slots, shards = view.lookup(order), (entries[order, 1] >> np.uint64(POSITION_BITS)).astype(np.int64)
+        ready = slots != NO_SLOT
         kind = KeptRows if gathers(view) else KeptSamples
-        return kind(view, slots)
+        return kind(view, slots[ready], shards[ready])
 
     def marked(self, mark: int) -> list[Any]:
         """Copies of the samples that have a mark."""
@@ -229,6 +186,26 @@ class StreamStore:
         store = self._opened()
         return 0 if store is None else store.filled
 
+    def __len__(self) -> int:
+        """Number of samples that an epoch has, as far as it is known: where a part is kept, of the whole stream."""
+        passed = StreamOrder(self.ledger).length if Decision(self.ledger).mode == "mixed" else 0
+        return max(self.filled, passed)
+
+    @property
+    def full(self) -> bool:
+        """Whether nothing is added any more."""
+        return Decision(self.ledger).mode in ("cache", "mixed")
+
+    @property
+    def capacity(self) -> int:
+        """Number of samples that are kept when nothing is added any more, as far as it is known."""
+        return self.filled if self.full else max(len(self), 1)
+
+    @property
+    def fill_fraction(self) -> float:
+        """Share of the samples that are kept; while they come, of the memory that is taken."""
+        return self.filled / max(len(self), 1) if self.full else min(self.memory_bytes / self.granted, 1.0)
+
     @property
     def memory_bytes(self) -> int:
         """Bytes that the samples take on this node right now."""
@@ -244,15 +221,13 @@ class StreamStore:
 
     def unlink(self) -> None:
         """Take the names of its files away, if they have any."""
-        for part in (self.ledger, self._samples, self._index.segment):
-            part.unlink()
+        self._segments.unlink()
 
     def close(self) -> None:
         """Give it up in this process."""
         if not self.closed:
             self._drop()
-            for part in (self.ledger, self._samples, self._index.segment):
-                part.close()
+            self._segments.close()
 
     def _opened(self) -> SegmentStore[Any] | None:
         """The store as it is laid out now."""
@@ -271,16 +246,10 @@ class StreamStore:
             store.close()
 
     def _lay_out(self, codec: SampleCodec) -> bool:
-        kind, size = store_for(codec), self._samples.size
-        slots = self.granted // codec.slot_bytes
-        if isinstance(codec, RecordCodec):
-            slots = min(max(slots, slots_for(self.granted, codec, slots * _SMALLER)), self.granted // _LEAST)
-        slots = min(slots, self._index.places)
-        while slots > 0 and kind.bytes_for(codec, slots) > size:
-            slots -= max((kind.bytes_for(codec, slots) - size) // codec.slot_bytes, 1)
+        slots = min(_slots_within(self._samples.size, self.granted, codec), self._index.places)
         if slots <= 0:
             return False
-        self._samples.reserve(0, kind.reserved_bytes(slots))
+        self._samples.reserve(0, store_for(codec).reserved_bytes(slots))
         laid_out = self._index.lay_out(codec, slots)
         self.ledger.lay_out()
         return laid_out
@@ -296,5 +265,10 @@ class StreamStore:
         return number < len(store) and self._index.write(number, entry) and any(store.put_many([number], [contents]))
 
 
-def _inherit(ledger: StreamLedger, samples: Segment, index: Segment, granted: int) -> StreamStore:
-    return StreamStore(ledger, samples, StreamIndex(index), granted)
+def _slots_within(size: int, granted: int, codec: SampleCodec) -> int:
+    slots = granted // codec.slot_bytes
+    if isinstance(codec, RecordCodec):
+        slots = max(slots, slots_for(granted, codec, slots * _SMALLER))
+    while slots > 0 and (over := store_for(codec).bytes_for(codec, slots) - size) > 0:
+        slots -= max(over // codec.slot_bytes, 1)
+    return slots

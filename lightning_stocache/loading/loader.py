@@ -151,14 +151,14 @@ class CachedLoader(DataLoader[Any]):
         return iter(self._kept)
 
     def _loader_of_kept(self, serving: StreamSource) -> CachedLoader:
-        dataset, init = kept_dataset(serving), self.worker_init_fn
+        (dataset, shards), init = kept_dataset(serving), self.worker_init_fn
         names = ("num_workers", "collate_fn", "pin_memory", "timeout", "generator", "prefetch_factor", "gather")
         arguments = {name: getattr(self, name) for name in (*names, "persistent_workers", "multiprocessing_context")}
         if hasattr(self, "in_order"):
             arguments["in_order"] = self.in_order
         return CachedLoader(
             dataset,
-            batch_sampler=StreamBatches(serving, len(dataset), cast(int, self.batch_size), self.drop_last),
+            batch_sampler=StreamBatches(serving, shards, cast(int, self.batch_size), self.drop_last),
             worker_init_fn=None if init is None else InitOnStream(init, serving.source),
             **arguments,
         )

@@ -22,7 +22,7 @@ from lightning_stocache.setup.open_stream import OpenStream, check_budget, open_
 from lightning_stocache.setup.request import BackendChoice, Layout
 from lightning_stocache.source.stream import check_stream
 
-__all__ = ["CachedStream", "stream_source"]
+__all__ = ["CachedStream", "stream_source", "stream_with"]
 
 
 class CachedStream(Forwarding, IterableDataset[Any]):
@@ -56,6 +56,7 @@ class CachedStream(Forwarding, IterableDataset[Any]):
         layout: "rows" (samples of one shape, nothing but numbers), "records" (anything that can be pickled), or "auto":
             rows as long as the samples allow it.
         seed: of the order of later epochs; the same on all ranks.
+        shuffle: whether later epochs have another order each; False: that of epoch one, batch for batch.
 
     Raises:
         TypeError: it is no stream, or one that can be read only once.
@@ -91,6 +92,7 @@ class CachedStream(Forwarding, IterableDataset[Any]):
         defer: bool = False,
         layout: Layout = "auto",
         seed: int = 0,
+        shuffle: bool = True,
     ) -> None:
         check_stream(iterable, CachedStream)
         if transform is not None and not callable(transform):
@@ -103,11 +105,13 @@ class CachedStream(Forwarding, IterableDataset[Any]):
             raise ValueError(f"layout must be 'auto', 'rows' or 'records', got {layout!r}")
         if isinstance(seed, bool) or not isinstance(seed, int) or seed < 0:
             raise ValueError(f"seed must be a whole number from 0 on, got {seed!r}")
+        if not isinstance(shuffle, bool):
+            raise ValueError(f"shuffle must be true or false, got {shuffle!r}")
         parsed = Budget.parse(budget)
         check_budget(parsed)
         super().__init__(iterable)
         self.__budget, self.__backend, self.__disable = parsed, backend, on_error == "disable"
-        self.__serving = StreamSource(iterable, OpenStream(), transform, layout, allow_random, seed)
+        self.__serving = StreamSource(iterable, OpenStream(), transform, layout, allow_random, seed, shuffle)
         if not defer:
             self.share(NodeGroup())
 
@@ -172,6 +176,19 @@ class CachedStream(Forwarding, IterableDataset[Any]):
     @staticmethod
     def __stream_source__(stream: CachedStream) -> StreamSource:
         return stream.__serving
+
+    @staticmethod
+    def __over_source__(stream: CachedStream, serving: StreamSource) -> CachedStream:
+        stream.__serving = serving
+        return stream
+
+
+def stream_with(stream: CachedStream, transform: Callable[[Any], Any] | None) -> CachedStream:
+    """The same stream, with another transform after the cache: for the package."""
+    serving = stream_source(stream)
+    other = CachedStream(serving.source, 0, defer=True)
+    parts = (transform, serving.layout, serving.allow_random, serving.seed, serving.shuffle)
+    return CachedStream.__over_source__(other, StreamSource(serving.source, serving.opened, *parts))
 
 
 def stream_source(stream: CachedStream) -> StreamSource:

@@ -149,16 +149,25 @@ class MixedPass:
         epoch: the number of the epoch.
         tail: gives the finished samples that come from memory, counted.
         count: how many these are.
+        after: whether they come after the head, not in between.
 
     Raises:
         RuntimeError: (`next`) another epoch of the stream has begun, or it was closed: the memory may be another's.
     """
 
     def __init__(
-        self, serving: Serving, store: StreamStore, shard: Shard, epoch: int, tail: Iterator[Any], count: int
+        self,
+        serving: Serving,
+        store: StreamStore,
+        shard: Shard,
+        epoch: int,
+        tail: Iterator[Any],
+        count: int,
+        *,
+        after: bool = False,
     ) -> None:
         self._serving, self._store, self._shard, self._rest, self._count = serving, store, shard, tail, count
-        self._epoch = epoch
+        self._epoch, self._after = epoch, after
         self._order, self._chain, self._served = StreamOrder(store.ledger), Chain(), 0
         _, self._head, _ = self._order.parts(shard)
         self._stream: Iterator[Any] | None = begun(serving.source)
@@ -169,7 +178,7 @@ class MixedPass:
     def __next__(self) -> Any:
         """The next sample, of the head or of a tail, in the proportion in which they are left."""
         read = self._chain.length
-        due = (read + self._served + 1) * self._count // max(self._head + self._count, 1)
+        due = 0 if self._after else (read + self._served + 1) * self._count // max(self._head + self._count, 1)
         if self._stream is not None and (read == self._head or self._served >= due):
             if read < self._head:
                 return self._read(self._stream)

@@ -17,6 +17,7 @@ import time
 from collections.abc import Callable, Iterator
 from typing import Any
 
+import numpy as np
 from torch.utils.data import get_worker_info
 
 from lightning_stocache.cache.field import UnsupportedSampleError
@@ -30,7 +31,7 @@ from lightning_stocache.cache.stream_store import StreamStore
 from lightning_stocache.loading.stream_choice import NO_ROW, StreamChoice
 from lightning_stocache.loading.stream_pass import MixedPass, StreamPass
 from lightning_stocache.node.budget import format_bytes
-from lightning_stocache.sampling.stream_deal import batches_of, dealt, permutation
+from lightning_stocache.sampling.stream_deal import batches_in_turn, batches_of, dealt, permutation
 from lightning_stocache.setup.codec_choice import choose_codec
 from lightning_stocache.setup.open_stream import OpenStream
 from lightning_stocache.setup.request import Layout
@@ -52,6 +53,7 @@ class StreamSource:
         layout: how samples are to lie.
         allow_random: whether a random stream is kept as it is.
         seed: of the permutations.
+        shuffle: whether later epochs have another order than the stream.
     """
 
     def __init__(
@@ -62,9 +64,11 @@ class StreamSource:
         layout: Layout = "auto",
         allow_random: bool = False,
         seed: int = 0,
+        shuffle: bool = True,
     ) -> None:
         self.source, self.opened, self.transform = source, opened, transform
         self.layout, self.allow_random, self.seed = layout, allow_random, seed
+        self.shuffle = shuffle
 
     def begin(self) -> Iterator[Any]:
         """The next epoch of this process."""
@@ -75,12 +79,13 @@ class StreamSource:
         mode = self._mode(store, epoch)
         if mode == "cache":
             kept = store.kept()
-            mine = dealt(permutation(len(kept), self.seed, epoch), self.opened.rank, self.opened.ranks)
-            return self._from_memory(kept, mine[shard.worker :: shard.workers])
+            return self._from_memory(kept, self._share(kept, shard, epoch))
         if mode == "mixed":
             kept = store.kept()
-            mine = self._tail_of(store, shard, permutation(len(kept), self.seed, epoch))
-            return MixedPass(self, store, shard, epoch, self._from_memory(kept, mine), len(mine))
+            mine = self._tail_of(store, kept, shard, epoch)
+            return MixedPass(
+                self, store, shard, epoch, self._from_memory(kept, mine), len(mine), after=not self.shuffle
+            )
         how = {"tail": mode == "tail", "watches": not self.allow_random}
         return StreamPass(self, None if mode == "pass" else store, shard, epoch, **how)
 
@@ -92,10 +97,13 @@ class StreamSource:
         epoch = store.ledger.announce(self.opened.rank, max(workers, 1))
         return epoch if self._mode(store, epoch) == "cache" else None
 
-    def batches(self, epoch: int, samples: int, size: int, drop_last: bool) -> list[Integers]:
-        """The batches of this rank in an epoch that comes from memory."""
-        order, opened = permutation(samples, self.seed, epoch), self.opened
-        return list(batches_of(order, opened.rank, opened.ranks, size, drop_last=drop_last))
+    def batches(self, epoch: int, shards: Integers, size: int, drop_last: bool) -> list[Integers]:
+        """The batches of this rank in an epoch that comes from memory, given the shard of every sample."""
+        opened, samples = self.opened, len(shards)
+        if self.shuffle:
+            order = permutation(samples, self.seed, epoch)
+            return list(batches_of(order, opened.rank, opened.ranks, size, drop_last=drop_last))
+        return batches_in_turn([np.flatnonzero(shards == own) for own in self._own(shards)], size, drop_last=drop_last)
 
     def count(self, **counts: int) -> None:
         """Count what has been served or filled, by the names of `Counts`."""
@@ -156,8 +164,26 @@ class StreamSource:
             return Shard(self.opened.rank, key=os.getpid())
         return Shard(self.opened.rank, info.id, info.num_workers, (info.seed - info.id) % 2**62 + 1)
 
-    def _tail_of(self, store: StreamStore, shard: Shard, order: Integers) -> Integers:
+    def _own(self, shards: Integers) -> list[int]:
+        """The numbers of those shards that are of this rank."""
+        ours = range(Shard(self.opened.rank).number, Shard(self.opened.rank + 1).number)
+        return [number for number in np.unique(shards).tolist() if number in ours]
+
+    def _share(self, kept: KeptSamples, shard: Shard, epoch: int) -> Integers:
+        """What a shard serves of all that is kept; in the order of the stream what it read, if the shards are the same."""
+        if self.shuffle:
+            mine = dealt(permutation(len(kept), self.seed, epoch), self.opened.rank, self.opened.ranks)
+            return mine[shard.worker :: shard.workers]
+        own = self._own(kept.shards)
+        if all(number - Shard(self.opened.rank).number < shard.workers for number in own):
+            return np.flatnonzero(kept.shards == shard.number)
+        return np.flatnonzero(np.isin(kept.shards, own))[shard.worker :: shard.workers]
+
+    def _tail_of(self, store: StreamStore, kept: KeptSamples, shard: Shard, epoch: int) -> Integers:
         """What a shard serves of all tails: as many samples as its own had, so that it stays as long as it was."""
+        if not self.shuffle:
+            return np.flatnonzero(kept.shards == shard.number)
+        order = permutation(len(kept), self.seed, epoch)
         begin, parts = 0, StreamOrder(store.ledger)
         for other in parts.shards():
             *_, tail = parts.parts(other)

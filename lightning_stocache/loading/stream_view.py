@@ -32,8 +32,8 @@ class _Passed(Dataset[Any]):
         raise RuntimeError("the stream was closed while an epoch was served from what is kept of it")
 
 
-def kept_dataset(serving: StreamSource) -> CachedDataset:
-    """The samples of a stream of which all is kept; another dataset's memory, which it does not close."""
+def kept_dataset(serving: StreamSource) -> tuple[CachedDataset, Integers]:
+    """The samples of a stream of which all is kept, and their shards; the memory stays the stream's."""
     store = serving.opened.live
     assert store is not None
     kept: Any = store.kept()
@@ -41,7 +41,7 @@ def kept_dataset(serving: StreamSource) -> CachedDataset:
     opened = OpenCache(
         request, request.source, None, kept, serving.opened.counters, group=serving.opened.group, borrowed=True
     )
-    return dataset_over(CachedSource(opened, serving.transform))
+    return dataset_over(CachedSource(opened, serving.transform)), kept.shards
 
 
 class StreamBatches(Sampler[list[int]]):
@@ -49,13 +49,13 @@ class StreamBatches(Sampler[list[int]]):
 
     Args:
         serving: the stream.
-        samples: how many there are.
+        shards: the shard of every sample that is kept, int64 `[samples]`.
         batch_size: samples per batch.
         drop_last: whether all batches have that size.
     """
 
-    def __init__(self, serving: StreamSource, samples: int, batch_size: int, drop_last: bool) -> None:
-        self._serving, self._samples = serving, samples
+    def __init__(self, serving: StreamSource, shards: Integers, batch_size: int, drop_last: bool) -> None:
+        self._serving, self._shards = serving, shards
         self.batch_size, self.drop_last, self.epoch = batch_size, drop_last, 0
 
     def __iter__(self) -> Iterator[list[int]]:
@@ -73,7 +73,7 @@ class StreamBatches(Sampler[list[int]]):
         yield from batches[whole:]
 
     def _batches(self) -> list[Integers]:
-        return self._serving.batches(self.epoch, self._samples, self.batch_size, self.drop_last)
+        return self._serving.batches(self.epoch, self._shards, self.batch_size, self.drop_last)
 
 
 class InitOnStream:

@@ -3,13 +3,13 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from itertools import pairwise
+from itertools import pairwise, zip_longest
 
 import numpy as np
 
 from lightning_stocache.cache.placement import Integers
 
-__all__ = ["batches_of", "dealt", "permutation"]
+__all__ = ["batches_in_turn", "batches_of", "dealt", "permutation"]
 
 
 def permutation(samples: int, seed: int, epoch: int) -> Integers:
@@ -39,6 +39,23 @@ def dealt(order: Integers, rank: int, ranks: int, *, pad: bool = True) -> Intege
     if pad and len(order) % ranks:
         order = np.resize(order, -(-len(order) // ranks) * ranks)
     return order[rank::ranks]
+
+
+def batches_in_turn(shards: Sequence[Integers], size: int, *, drop_last: bool = False) -> list[Integers]:
+    """The batches of a stream as a DataLoader makes them: one of each worker in turn.
+
+    Args:
+        shards: the samples of every worker, int64 `[samples]`.
+        size: samples per batch.
+        drop_last: whether all batches are to have that size.
+
+    Example:
+        >>> [batch.tolist() for batch in batches_in_turn([np.array([0, 1, 2]), np.array([7])], 2)]
+        [[0, 1], [7], [2]]
+    """
+    cut = [[mine[first : first + size] for first in range(0, len(mine), size)] for mine in shards]
+    turns = (batch for turn in zip_longest(*cut) for batch in turn if batch is not None)
+    return [batch for batch in turns if not drop_last or len(batch) == size]
 
 
 def batches_of(order: Integers, rank: int, ranks: int, size: int, *, drop_last: bool = False) -> Sequence[Integers]:

@@ -18,18 +18,20 @@ import logging
 from collections import Counter
 from collections.abc import Collection, Iterable
 from dataclasses import dataclass, field, replace
-from typing import Any
+from typing import Any, cast
 
 from torch.nn.parameter import UninitializedParameter
 from torch.utils.data import Dataset
 
 from lightning_stocache.loading.cached_source import CachedSource
 from lightning_stocache.loading.dataset import CachedDataset, dataset_over
+from lightning_stocache.loading.stream import CachedStream, stream_source
 from lightning_stocache.node.budget import Budget
 from lightning_stocache.node.files import memory_directory
 from lightning_stocache.node.free import FreeMemory
 from lightning_stocache.node.group import NodeGroup
 from lightning_stocache.setup.open import open_caches
+from lightning_stocache.setup.open_stream import open_stream
 from lightning_stocache.setup.request import CacheRequest, LoaderSettings
 from lightning_stocache.training.options import CacheOptions
 from lightning_stocache.training.tallies import end_call
@@ -54,9 +56,9 @@ class Wanted:
 
 @dataclass
 class _Open:
-    """A dataset whose cache is open, the pot that it drew on, and the stages that read it."""
+    """A dataset or stream whose cache is open, the pot that it drew on, and the stages that read it."""
 
-    dataset: CachedDataset
+    dataset: CachedDataset | CachedStream
     pot: str
     stages: set[str] = field(default_factory=set)
 
@@ -77,7 +79,11 @@ class CallCaches:
 
     def __getitem__(self, source: Dataset[Any]) -> CachedDataset:
         """The cached dataset around a source that has been opened."""
-        return self._open[id(source)].dataset
+        return cast(CachedDataset, self._open[id(source)].dataset)
+
+    def stream(self, source: Dataset[Any]) -> CachedStream:
+        """The cached stream around one that has been opened."""
+        return cast(CachedStream, self._open[id(source)].dataset)
 
     def __contains__(self, source: Dataset[Any]) -> bool:
         return id(source) in self._open
@@ -157,6 +163,42 @@ class CallCaches:
         for key, cache in zip(new, opened, strict=True):
             self._open[key] = _Open(dataset_over(CachedSource(cache)), pots[key])
             cache.tell()
+        for entry in wanted:
+            self._open[id(entry.source)].stages.add(entry.stage)
+
+    def open_streams(
+        self, wanted: Iterable[Wanted], group: NodeGroup | None = None, *, train_to_come: bool = False
+    ) -> None:
+        """Open the memory of streams that is not open yet; what is left of their pot is divided evenly. Collective.
+
+        Args:
+            wanted: the streams of some stages, after their datasets were opened.
+            group: which ranks share memory; by default it is found out.
+            train_to_come: whether the training set will open later, so that half of its pot is kept for it.
+
+        Raises:
+            CacheMemoryError: the memory cannot be had, and `on_error="raise"`.
+        """
+        wanted, options = list(wanted), self.options
+        group = NodeGroup.discover() if group is None else group
+        new = {id(entry.source): entry for entry in wanted if entry.source not in self}
+        for number, (key, entry) in enumerate(new.items()):
+            pot, waiting = options.pot(entry.stage), len(new) - number
+            budget = self._left(pot, [entry], train_to_come)
+            budget = Budget.parse(int(budget.amount) // waiting) if budget.unit == "bytes" else budget
+            free = max(FreeMemory.measure(memory_directory()).bytes, 0)
+            back = self._kept_back([pot], train_to_come)
+            back += (free - min(back, free)) * (waiting - 1) // waiting
+            arguments = {
+                "allow_random": options.allow_random,
+                "layout": options.layout,
+                "shuffle": entry.stage == "train",
+            }
+            stream = CachedStream(entry.source, budget, defer=True, **arguments)  # type: ignore[arg-type]
+            disable = options.on_error == "disable"
+            opened = open_stream(budget, group, options.backend, disable=disable, kept_back=back)
+            stream_source(stream).opened = opened
+            self._open[key] = _Open(stream, pot)
         for entry in wanted:
             self._open[id(entry.source)].stages.add(entry.stage)
 

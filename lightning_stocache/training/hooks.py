@@ -46,6 +46,7 @@ def cache_datamodule(  # noqa: D417  the options are described in one place
     layout: Layout = "auto",
     store: Form = "decoded",
     prefill: bool = False,
+    streams: bool = False,
 ) -> M:
     """Cache the loaders of a DataModule, and return the same object.
 

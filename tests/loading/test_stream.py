@@ -555,3 +555,32 @@ def test_worker_init_fn_finds_the_stream() -> None:
 def told(worker: int) -> None:
     info: Any = get_worker_info()
     info.dataset.reads += 1000 if int(info.dataset.reads) < 1000 else 1
+
+
+@pytest.mark.processes
+@pytest.mark.parametrize("kind", [Numbers, Texts])
+@pytest.mark.parametrize("loader_kind", [DataLoader, CachedLoader])
+@pytest.mark.parametrize("workers", [0, 3])
+@pytest.mark.parametrize("drop_last", [False, True])
+def test_unshuffled_epochs_are_the_first_one(kind: Any, loader_kind: Any, workers: int, drop_last: bool) -> None:
+    """With shuffle=False later epochs have the batches of the plain stream, in their order."""
+    arguments: dict[str, Any] = {"batch_size": 4, "num_workers": workers, "drop_last": drop_last}
+    plain = list(DataLoader(kind(), **arguments))
+    with closing(CachedStream(kind(), "16MiB", shuffle=False)) as stream:
+        loader = loader_kind(stream, **arguments)
+        for _ in range(3):
+            assert same(list(loader), plain)
+        assert stream.counters.totals().hits >= 2 * (LENGTH - 12)
+        if loader_kind is CachedLoader:
+            loader.close()
+
+
+@pytest.mark.processes
+@pytest.mark.parametrize("workers", [0, 2])
+def test_unshuffled_epochs_that_fit_in_part_are_the_first_one(workers: int) -> None:
+    """The tail comes after the head."""
+    plain = list(DataLoader(Large(200), batch_size=4, num_workers=workers))
+    with closing(CachedStream(Large(200), "1MiB", shuffle=False)) as stream:
+        loader = DataLoader(stream, batch_size=4, num_workers=workers)
+        assert all(same(list(loader), plain) for _ in range(5))
+        assert stream.counters.totals().hits > 120
