@@ -170,7 +170,7 @@ class StreamSource:
         return [number for number in np.unique(shards).tolist() if number in ours]
 
     def _share(self, kept: KeptSamples, shard: Shard, epoch: int) -> Integers:
-        """What a shard serves of all that is kept; in the order of the stream what it read, if the shards are the same."""
+        """What a shard serves of all that is kept: unshuffled, what it has read, where shards are the same."""
         if self.shuffle:
             mine = dealt(permutation(len(kept), self.seed, epoch), self.opened.rank, self.opened.ranks)
             return mine[shard.worker :: shard.workers]
