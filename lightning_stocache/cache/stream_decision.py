@@ -23,7 +23,7 @@ Mode = Literal["stream", "tail", "mixed", "cache", "pass"]
 rest of the stream, and that part; what was kept; the stream, which is not."""
 
 _MODES: tuple[Mode, ...] = get_args(Mode)
-_DECIDED, _MODE, _FLAGS, _BROKEN, _LESS = range(5)
+_DECIDED, _MODE, _FLAGS, _BROKEN, _LESS, _GROWTH = range(6)
 _ALL, _DECISION = 0, 2
 _PAUSE, _TOLD_SECONDS = 2e-3, 10.0
 _FINAL = ("cache", "pass")
@@ -109,6 +109,15 @@ class Decision:
         """The tail was too long once more; how often that was so."""
         self._ledger.shared[_LESS] += 1
         return self._ledger.shared[_LESS]
+
+    @property
+    def growth(self) -> int:
+        """How often there were too few slots."""
+        return self._ledger.shared[_GROWTH]
+
+    def grow(self) -> None:
+        """There were too few slots, and memory for more."""
+        self._ledger.shared[_GROWTH] += 1
 
     def is_first(self, flag: int) -> bool:
         """Whether nobody on the node has raised a flag (a power of two) before."""

@@ -14,7 +14,7 @@ shards, whoever was faster.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from typing import Any
 
 import numpy as np
@@ -37,6 +37,7 @@ from lightning_stocache.node.files import Backend
 __all__ = ["StreamStore"]
 
 _FEW = 64 * 2**20  # bytes that are copied from rows to records while all others wait
+_RESERVED = 1 << 24  # bytes that are taken at once, for the states of slots: of 16 million rows, 2 million records
 _SMALLER = 16  # how much smaller than the first sample the mean may be without running out of slots
 
 
@@ -65,6 +66,7 @@ class StreamStore:
         self._segments, self._samples, self._index = segments, segments.samples, segments.index
         self._generation = 0
         self._store: SegmentStore[Any] | None = None
+        self._kept: KeptSamples | None = None
 
     @classmethod
     def create(cls, granted: int, ranks: int = 1, backend: Backend | None = None, free: int = 0) -> StreamStore:
@@ -163,22 +165,26 @@ class StreamStore:
         store = self._opened()
         if store is None:
             raise ValueError("nothing is kept of the stream")
+        if self._kept is not None:
+            return self._kept
         view: Any = type(store).over(self._samples.hold(), store.codec, store.arc)
         entries = self._index.entries(min(self.ledger.count, len(view)))
         order = np.argsort(entries[:, 1], kind="stable")
         slots, shards = view.lookup(order), (entries[order, 1] >> np.uint64(POSITION_BITS)).astype(np.int64)
         ready = slots != NO_SLOT
         kind = KeptRows if gathers(view) else KeptSamples
-        return kind(view, slots[ready], shards[ready])
+        self._kept = kind(view, slots[ready], shards[ready])
+        return self._kept
 
-    def marked(self, mark: int) -> list[Any]:
-        """Copies of the samples that have a mark."""
+    def marked(self, mark: int) -> Iterator[Any]:
+        """Copies of the samples that have a mark, each made when it is asked for."""
         store = self._opened()
         if store is None:
-            return []
+            return
         numbers = np.flatnonzero(self._index.entries(min(self.ledger.count, len(store)))[:, 0] == np.uint64(mark))
         places = store.lookup(numbers)
-        return list(store.read(places[places >= 0]))
+        for place in places[places >= 0].tolist():
+            yield from store.read(np.array([place]))
 
     @property
     def filled(self) -> int:
@@ -190,6 +196,12 @@ class StreamStore:
         """Number of samples that an epoch has, as far as it is known: where a part is kept, of the whole stream."""
         passed = StreamOrder(self.ledger).length if Decision(self.ledger).mode == "mixed" else 0
         return max(self.filled, passed)
+
+    @property
+    def lacks_slots(self) -> bool:
+        """Whether there is memory for more samples than there are slots."""
+        store = self._opened()
+        return store is not None and self.ledger.count > len(store) and store.memory_bytes < self.granted // 2
 
     @property
     def full(self) -> bool:
@@ -241,12 +253,14 @@ class StreamStore:
         return self._store
 
     def _drop(self) -> None:
-        store, self._store = self._store, None
-        if store is not None:
-            store.close()
+        opened, self._store, self._kept = (self._store, self._kept), None, None
+        for part in opened:
+            if part is not None:
+                part.close()
 
     def _lay_out(self, codec: SampleCodec) -> bool:
-        slots = min(_slots_within(self._samples.size, self.granted, codec), self._index.places)
+        most = _RESERVED << (4 * Decision(self.ledger).growth)
+        slots = min(_slots_within(self._samples.size, self.granted, codec, most), self._index.places)
         if slots <= 0:
             return False
         self._samples.reserve(0, store_for(codec).reserved_bytes(slots))
@@ -265,10 +279,12 @@ class StreamStore:
         return number < len(store) and self._index.write(number, entry) and any(store.put_many([number], [contents]))
 
 
-def _slots_within(size: int, granted: int, codec: SampleCodec) -> int:
-    slots = granted // codec.slot_bytes
+def _slots_within(size: int, granted: int, codec: SampleCodec, most: int) -> int:
+    """How many slots fit, whose states take so many bytes at most."""
+    slots, some = granted // codec.slot_bytes, 1 << 20
     if isinstance(codec, RecordCodec):
         slots = max(slots, slots_for(granted, codec, slots * _SMALLER))
+    slots = min(slots, most * some // store_for(codec).reserved_bytes(some))
     while slots > 0 and (over := store_for(codec).bytes_for(codec, slots) - size) > 0:
         slots -= max(over // codec.slot_bytes, 1)
     return slots

@@ -25,6 +25,9 @@ from lightning_stocache.source.stream import check_stream
 __all__ = ["CachedStream", "stream_source", "stream_with"]
 
 
+_STATES = {"cache": "later epochs come from memory", "mixed": "the others are read in every epoch"}
+
+
 class CachedStream(Forwarding, IterableDataset[Any]):
     """An iterable-style dataset whose samples are kept as they pass, in memory that all processes of the node share.
 
@@ -162,9 +165,9 @@ class CachedStream(Forwarding, IterableDataset[Any]):
         name, cache = type(self.source).__name__, self.cache
         if cache is None or (mode := Decision(cache.ledger).mode) == "pass":
             return f"{name}: a stream that passes through uncached"
-        state = "later epochs come from memory" if mode in ("cache", "mixed") else "it is being read"
+        state = _STATES.get(mode, "it is being read")
         used = f"{format_bytes(cache.memory_bytes)} in use of {format_bytes(self.budget_bytes)}"
-        return f"{name}: {cache.filled:,} samples of a stream are kept, {used}; {state}"
+        return f"{name}: {cache.filled:,} of {len(cache):,} samples of a stream are kept, {used}; {state}"
 
     def __iter__(self) -> Iterator[Any]:
         return self.__serving.begin()

@@ -1,7 +1,8 @@
 """What the next epoch of a stream comes from, by what the one before has shown.
 
     stream   it is read, and kept
-      -> stream   the epoch was broken off, or raised: from nothing, for no sample may come twice
+      -> stream   the epoch was broken off, or raised: from nothing, for no sample may come twice; or there was memory,
+                  but the first sample has misled about the layout: later ones are no rows, or far more, and small
       -> cache    all of it was kept, and its first samples, read again, are among them
       -> tail     not all of it could be kept
     tail     it is read, and of each shard the last part is kept, as much as has room
@@ -73,12 +74,17 @@ class StreamChoice:
             return "stream"
         if mode == "tail":
             return self._after_tail()
+        if self._store.filled != totals.kept:  # a process was killed while all was turned into records
+            return self._anew("stream")
         if totals.kept == totals.passed:
             difference = None if self._allow_random else changed(self._source, self._store.marked)
             if difference is None:
                 return "cache"
             return self._pass(f"{difference}: it is random, or another one in every epoch.\n{BY_HAND}")
         if self._decision.has(NO_ROW) and self._decision.is_first(_TURNED):
+            return self._anew("stream")
+        if self._store.lacks_slots:  # nobody knew how many samples there are: next time there are sixteen times as many
+            self._decision.grow()
             return self._anew("stream")
         share = _ROOM * totals.kept / totals.passed
         planned = self._order.plan(share) if self._order.same_shards else 0

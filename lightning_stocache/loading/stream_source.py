@@ -195,6 +195,8 @@ class StreamSource:
     def _from_memory(self, kept: KeptSamples, mine: Integers) -> Iterator[Any]:
         step = max(min(_AT_ONCE_BYTES // max(kept.codec.nbytes, 1), _AT_ONCE), 1)
         for first in range(0, len(mine), step):
+            if kept.closed:
+                raise RuntimeError("the stream was closed while an epoch was served from what is kept of it")
             start = time.perf_counter_ns()
             places = kept.lookup(mine[first : first + step])
             samples, nbytes = list(kept.read(places)), kept.stored_bytes(places)

@@ -15,7 +15,7 @@ Two things must not be frozen by keeping what a stream gives. What tells them ap
   other seeds (`changed`): each must be there already, bit for bit. A stream that draws its shards anew for each sample
   (`resampled=True` of WebDataset) is known by its class: its epoch is cut out of something that never ends.
 
-To find a sample among those that are kept, each has a `mark`: 64 bits made of the ends of its fields.
+To find a sample among those that are kept, each has a `mark`: 64 bits made of the sums and the ends of its fields.
 """
 
 from __future__ import annotations
@@ -23,14 +23,16 @@ from __future__ import annotations
 import hashlib
 import random
 import time
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from typing import Any
 
 import numpy as np
+import numpy.typing as npt
 import torch
+from torch.utils.data import IterDataPipe
 
 from lightning_stocache.source.generators import Generators, owned_generators, reachable
-from lightning_stocache.source.probe import bits, is_pil, walk
+from lightning_stocache.source.probe import bits, is_pil
 
 __all__ = ["DrawsWatch", "begun", "changed", "check_stream", "draws_shards", "mark_of"]
 
@@ -38,6 +40,8 @@ _FIRST = 32  # samples that are watched in any case
 _SHARE = 20  # at most this part of the source's time is for watching the others
 _AGAIN, _AGAIN_SECONDS = 16, 10.0  # samples that are read once more, and how long that may take
 _ENDS = 64  # bytes of either end of a field
+_DEEP = 16  # containers inside each other that are looked into
+_NUMBERS = (int, float, bool, type(None))
 
 
 def check_stream(source: Any, cached: type) -> None:
@@ -68,6 +72,12 @@ def check_stream(source: Any, cached: type) -> None:
         )
     if isinstance(source, str | bytes | torch.Tensor | np.ndarray | Mapping):
         raise TypeError(f"iterable must be a stream of samples, got a {kind}")
+    if isinstance(source, IterDataPipe):
+        raise TypeError(
+            f"iterable must be divided among workers by itself, got the IterDataPipe {kind}, which DataLoader divides"
+        )
+    if hasattr(source, "__getitem__") and not hasattr(source, "__iter__"):
+        raise TypeError(f"iterable must have __iter__, got the map-style {kind}: give it to CachedDataset")
     if not (hasattr(source, "__iter__") or callable(source)):
         raise TypeError(f"iterable must have __iter__, or be a function that makes an iterator; got a {kind}")
 
@@ -98,27 +108,46 @@ def mark_of(sample: Any) -> int:
         True
     """
     digest = hashlib.blake2b(digest_size=8)
-    for path, node in walk(sample):
-        digest.update(f"{path}{type(node).__name__}".encode(errors="replace"))
-        if isinstance(node, torch.Tensor):
-            digest.update(str((node.dtype, tuple(node.shape))).encode())
-            if node.layout is torch.strided and node.is_cpu and not node.is_quantized and not node.is_nested:
-                plain = node.as_subclass(torch.Tensor).detach().resolve_conj().resolve_neg().reshape(-1)
-                for end in (plain[:_ENDS], plain[-_ENDS:]):
-                    digest.update(end.contiguous().view(torch.uint8).numpy().tobytes())
-        elif isinstance(node, np.ndarray):
-            digest.update(str((node.dtype, node.shape)).encode())
-            if not node.dtype.hasobject:
-                digest.update(node.flat[:_ENDS].tobytes() + node.flat[-_ENDS:].tobytes() if node.size else b"")
-        elif isinstance(node, bytes | bytearray | str):
-            text = node if isinstance(node, bytes | bytearray) else node.encode(errors="replace")
-            digest.update(str(len(text)).encode() + bytes(text[:_ENDS]) + bytes(text[-_ENDS:]))
-        elif isinstance(node, int | float | complex | np.generic | type(None)):
-            digest.update(repr(node).encode())
-        elif is_pil(node):
-            corner = node.crop((0, 0, min(node.width, 8), min(node.height, 8)))
-            digest.update(f"{node.mode}{node.size}".encode() + corner.tobytes())
+    _feed(digest, sample, _DEEP)
     return int.from_bytes(digest.digest(), "little")
+
+
+def _feed(digest: Any, node: Any, deep: int) -> None:
+    kind = type(node)
+    digest.update(kind.__name__.encode())
+    if isinstance(node, dict | list | tuple) and deep:
+        if isinstance(node, dict):
+            digest.update(repr(list(node)).encode(errors="replace"))
+            node = list(node.values())
+        if all(type(item) in _NUMBERS for item in node):
+            digest.update(repr(node).encode())
+        else:
+            for item in node:
+                _feed(digest, item, deep - 1)
+    elif isinstance(node, torch.Tensor):
+        digest.update(str((node.dtype, tuple(node.shape))).encode())
+        if node.layout is torch.strided and node.is_cpu and not node.is_quantized and not node.is_nested:
+            plain = node.as_subclass(torch.Tensor).detach().resolve_conj().resolve_neg().contiguous()
+            digest.update(_digested(plain.reshape(-1).view(torch.uint8).numpy()))
+    elif isinstance(node, np.ndarray):
+        digest.update(str((node.dtype, node.shape)).encode())
+        if not node.dtype.hasobject and node.size:
+            digest.update(_digested(np.ascontiguousarray(node).reshape(-1).view(np.uint8)))
+    elif isinstance(node, bytes | bytearray | str):
+        text = node if isinstance(node, bytes | bytearray) else node.encode(errors="replace")
+        digest.update(_digested(np.frombuffer(text, dtype=np.uint8)))
+    elif kind in _NUMBERS or isinstance(node, complex | np.generic):
+        digest.update(repr(node).encode())
+    elif is_pil(node):
+        middle = node.crop((0, node.height // 2, node.width, node.height // 2 + 1))
+        digest.update(f"{node.mode}{node.size}".encode() + middle.tobytes())
+
+
+def _digested(content: npt.NDArray[np.uint8]) -> bytes:
+    """Some bytes as few: their number, their ends, and the sum of their words, which costs 0.1 us per KB."""
+    words = content[: len(content) // 8 * 8].view(np.uint64)
+    ends = content[:_ENDS].tobytes() + content[-_ENDS:].tobytes()
+    return len(content).to_bytes(8, "little") + int(words.sum(dtype=np.uint64)).to_bytes(8, "little") + ends
 
 
 class DrawsWatch:
@@ -161,7 +190,7 @@ class DrawsWatch:
         return ended - self._began
 
 
-def changed(source: Any, known: Callable[[int], list[Any]]) -> str | None:
+def changed(source: Any, known: Callable[[int], Iterable[Any]]) -> str | None:
     """Why the stream is not what was kept of it, in words, found by reading its first samples again; None if it is.
 
     The generators are put back to where they were.

@@ -15,7 +15,8 @@ import numpy as np
 import pytest
 import torch
 import webdataset
-from torch.utils.data import DataLoader, IterableDataset, get_worker_info
+from torch.utils.data import DataLoader, IterableDataset, TensorDataset, get_worker_info
+from torch.utils.data.datapipes.iter import IterableWrapper
 
 from lightning_stocache import CachedLoader, CachedStream
 from tests.loading.twins import same
@@ -469,6 +470,8 @@ def test_closed_it_is_the_stream() -> None:
         (5, TypeError, "must have __iter__"),
         (Numbers, TypeError, "call it first"),
         ("text", TypeError, "stream of samples"),
+        (TensorDataset(torch.zeros(3)), TypeError, "give it to CachedDataset"),
+        (IterableWrapper([1, 2]), TypeError, "IterDataPipe"),
     ],
 )
 def test_what_is_no_stream_is_refused(given: Any, error: type[Exception], words: str) -> None:
