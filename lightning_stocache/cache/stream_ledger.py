@@ -22,7 +22,10 @@ from lightning_stocache.cache.claims import Claims
 from lightning_stocache.node.files import Backend
 from lightning_stocache.node.segment import Segment, SegmentHandle
 
-__all__ = ["POSITION_BITS", "Shard", "StreamLedger", "Totals"]
+__all__ = ["MOST_WORKERS", "POSITION_BITS", "Shard", "StreamLedger", "Totals"]
+
+MOST_WORKERS = 256
+"""Workers of a rank that can keep a stream."""
 
 POSITION_BITS = 40
 """Of a position, those that count the samples of a shard; the others are the shard's number."""
@@ -31,7 +34,7 @@ _NEXT, _GENERATION = range(2)
 _SHARED, _FIRST, _RANK, _ROW, _NOTES = 2, 8, 8, 4, 68
 _EPOCH, _KEY, _WORKERS, _LAST, _WHOLE, _PASSED, _KEPT, _LAST_WORKERS = range(8)
 _BEGUN, _ENDED, _SEEN, _STORED = range(4)
-_SHARDS = 256
+_SHARDS = MOST_WORKERS
 _ALL, _NUMBER, _ROWS = 0, 1, 8
 _UNCLAIMED = -1
 
@@ -122,8 +125,6 @@ class StreamLedger:
 
     def begin(self, shard: Shard) -> int:
         """Begin an epoch of a shard: that of its rank, or the next one; its number."""
-        if shard.worker >= _SHARDS:
-            raise ValueError(f"a stream can be kept for {_SHARDS} workers of a loader, got worker {shard.worker}")
         numbers, rank, row = self._numbers, self._rank(shard.rank), self._row(shard)
         with self.claims.waiting(_ALL):
             if numbers[rank + _KEY] == _UNCLAIMED:

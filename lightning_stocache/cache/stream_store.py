@@ -211,7 +211,7 @@ class StreamStore:
     @property
     def capacity(self) -> int:
         """Number of samples that are kept when nothing is added any more, as far as it is known."""
-        return self.filled if self.full else max(len(self), 1)
+        return self.filled if self.full else len(self) + 1
 
     @property
     def fill_fraction(self) -> float:

@@ -25,7 +25,7 @@ from lightning_stocache.cache.kept_samples import KeptSamples
 from lightning_stocache.cache.placement import Integers
 from lightning_stocache.cache.spec import SampleMismatchError
 from lightning_stocache.cache.stream_decision import Decision, Mode
-from lightning_stocache.cache.stream_ledger import Shard
+from lightning_stocache.cache.stream_ledger import MOST_WORKERS, Shard
 from lightning_stocache.cache.stream_order import StreamOrder
 from lightning_stocache.cache.stream_store import StreamStore
 from lightning_stocache.loading.stream_choice import NO_ROW, StreamChoice
@@ -74,6 +74,9 @@ class StreamSource:
         """The next epoch of this process."""
         store, shard = self.opened.live, self._shard()
         if store is None:
+            return StreamPass(self, None, shard, 0)
+        if shard.workers > MOST_WORKERS:
+            self.pass_by(store, f"its loader has {shard.workers} workers, more than {MOST_WORKERS}")
             return StreamPass(self, None, shard, 0)
         epoch = store.ledger.begin(shard)
         mode = self._mode(store, epoch)

@@ -57,6 +57,7 @@ class StreamBatches(Sampler[list[int]]):
     def __init__(self, serving: StreamSource, shards: Integers, batch_size: int, drop_last: bool) -> None:
         self._serving, self._shards = serving, shards
         self.batch_size, self.drop_last, self.epoch = batch_size, drop_last, 0
+        self._made: tuple[int, list[Integers]] | None = None  # those of the epoch, which is asked for several times
 
     def __iter__(self) -> Iterator[list[int]]:
         return (batch.tolist() for batch in self._batches())
@@ -73,7 +74,10 @@ class StreamBatches(Sampler[list[int]]):
         yield from batches[whole:]
 
     def _batches(self) -> list[Integers]:
-        return self._serving.batches(self.epoch, self._shards, self.batch_size, self.drop_last)
+        if self._made is None or self._made[0] != self.epoch:
+            batches = self._serving.batches(self.epoch, self._shards, self.batch_size, self.drop_last)
+            self._made = self.epoch, batches
+        return self._made[1]
 
 
 class InitOnStream:

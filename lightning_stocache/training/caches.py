@@ -16,12 +16,12 @@ from __future__ import annotations
 
 import logging
 from collections import Counter
-from collections.abc import Collection, Iterable
+from collections.abc import Collection, Iterable, Mapping
 from dataclasses import dataclass, field, replace
 from typing import Any, cast
 
 from torch.nn.parameter import UninitializedParameter
-from torch.utils.data import Dataset
+from torch.utils.data import Dataset, IterableDataset
 
 from lightning_stocache.loading.cached_source import CachedSource
 from lightning_stocache.loading.dataset import CachedDataset, dataset_over
@@ -106,8 +106,8 @@ class CallCaches:
         """Open what is wanted and not open yet. Collective: every rank wants the same, in the same order.
 
         Args:
-            wanted: all datasets of the stages that it names; what is open for these stages and not among them is
-                closed.
+            wanted: all datasets and streams of the stages that it names; what is open for these stages and not among
+                them is closed.
             group: which ranks share memory; by default it is found out.
             later_bytes: what the training will take, see `training_bytes`.
             train_to_come: whether the training set will open later, so that half of its pot is kept for it.
@@ -121,10 +121,14 @@ class CallCaches:
         if group != self._group:
             self.close()
             self._group = group
-        new: dict[int, Wanted] = {}
+        new, streams = dict[int, Wanted](), dict[int, Wanted]()
         names: dict[int, str] = {}
         number = Counter[str]()
         for entry in wanted:
+            if isinstance(entry.source, IterableDataset):
+                if entry.source not in self:
+                    streams.setdefault(id(entry.source), entry)
+                continue
             if entry.source not in self:
                 new.setdefault(id(entry.source), entry)  # in several stages: pot and name are those of the first
                 names.setdefault(id(entry.source), f"{self.options.name}-{entry.stage}{number[entry.stage]}")
@@ -132,7 +136,7 @@ class CallCaches:
         stages = {entry.stage for entry in wanted}
         if new and train_to_come and not self.options.keep_cache:
             stages.add("train")  # what is open for it was opened by hand, before the call
-        self._let_go(stages, wanted, new.values())
+        self._let_go(stages, wanted, [*new.values(), *streams.values()])
         options = self.options
         pots = {key: options.pot(entry.stage) for key, entry in new.items()}
         requests = [
@@ -163,27 +167,15 @@ class CallCaches:
         for key, cache in zip(new, opened, strict=True):
             self._open[key] = _Open(dataset_over(CachedSource(cache)), pots[key])
             cache.tell()
+        self._open_streams(streams, group, train_to_come)
         for entry in wanted:
             self._open[id(entry.source)].stages.add(entry.stage)
 
-    def open_streams(
-        self, wanted: Iterable[Wanted], group: NodeGroup | None = None, *, train_to_come: bool = False
-    ) -> None:
-        """Open the memory of streams that is not open yet; what is left of their pot is divided evenly. Collective.
-
-        Args:
-            wanted: the streams of some stages, after their datasets were opened.
-            group: which ranks share memory; by default it is found out.
-            train_to_come: whether the training set will open later, so that half of its pot is kept for it.
-
-        Raises:
-            CacheMemoryError: the memory cannot be had, and `on_error="raise"`.
-        """
-        wanted, options = list(wanted), self.options
-        group = NodeGroup.discover() if group is None else group
-        new = {id(entry.source): entry for entry in wanted if entry.source not in self}
-        for number, (key, entry) in enumerate(new.items()):
-            pot, waiting = options.pot(entry.stage), len(new) - number
+    def _open_streams(self, streams: Mapping[int, Wanted], group: NodeGroup, train_to_come: bool) -> None:
+        """Open the memory of streams, which divide what the datasets leave of their pot evenly."""
+        options = self.options
+        for number, (key, entry) in enumerate(streams.items()):
+            pot, waiting = options.pot(entry.stage), len(streams) - number
             budget = self._left(pot, [entry], train_to_come)
             budget = Budget.parse(int(budget.amount) // waiting) if budget.unit == "bytes" else budget
             free = max(FreeMemory.measure(memory_directory()).bytes, 0)
@@ -199,8 +191,6 @@ class CallCaches:
             opened = open_stream(budget, group, options.backend, disable=disable, kept_back=back)
             stream_source(stream).opened = opened
             self._open[key] = _Open(stream, pot)
-        for entry in wanted:
-            self._open[id(entry.source)].stages.add(entry.stage)
 
     def close(self) -> None:
         """Close all caches; samples of the same datasets pass through uncached from then on."""

@@ -86,11 +86,7 @@ class CallLoaders:
         group = NodeGroup.discover()
         cacheable = self._cacheable(asked, group)
         wanted = [Wanted(loader.dataset, name, settings_of(loader)) for name, loader in cacheable]
-        streams = [entry for entry in wanted if isinstance(entry.source, IterableDataset)]
-        to_come = "train" in self._to_come
-        datasets = [entry for entry in wanted if entry not in streams]
-        self._caches.open(datasets, group, later_bytes=self._later_bytes(), train_to_come=to_come)
-        self._caches.open_streams(streams, group, train_to_come=to_come)
+        self._caches.open(wanted, group, later_bytes=self._later_bytes(), train_to_come="train" in self._to_come)
         leaves = list(leaves_in(list(asked.values())))
         given: list[Cached] = [*cached_behind(*leaves), *cached_streams(*leaves)]
         for dataset in given:

@@ -146,11 +146,10 @@ class StocacheDataModule(LightningDataModule):
         more = ("prefetch_factor", "multiprocessing_context", "worker_init_fn")
         reader = LoaderSettings(self.batch_size, self.num_workers, *map(cast(Any, self.loader.get), more))
         sets = [(name, dataset) for name in stages for dataset in self._datasets[name]]
-        wanted = [Wanted(dataset, name, reader) for name, dataset in sets if is_cacheable(dataset, name, self.caches)]
-        streams = [entry for entry in wanted if isinstance(entry.source, IterableDataset)]
-        datasets = [entry for entry in wanted if entry not in streams]
-        self.caches.open(datasets, later_bytes=training_bytes(self.trainer))
-        self.caches.open_streams(streams)
+        self.caches.open(
+            (Wanted(dataset, name, reader) for name, dataset in sets if is_cacheable(dataset, name, self.caches)),
+            later_bytes=training_bytes(self.trainer),
+        )
 
     def train_dataloader(self) -> Any:
         """The training loader, shuffled unless `loader` says otherwise."""

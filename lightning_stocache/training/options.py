@@ -49,7 +49,8 @@ class CacheOptions:
         sampling: how a training set with the default sampler is dealt to several nodes: "locality" (samples go to nodes
             that have them), "global" or "sticky"; see `LocalitySampler`.
         streams: keep iterable-style datasets, too, as `CachedStream` does: epoch one is the stream, later ones come
-            from memory. Without it they pass by.
+            from memory, those of training shuffled. Without it they pass by. `name`, `store` and `prefill` are not for
+            them.
         name: That of the n-th dataset of a stage is `<name>-<stage><n>`.
 
     Raises:

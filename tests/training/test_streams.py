@@ -193,3 +193,37 @@ def test_the_option_is_a_boolean() -> None:
     """Anything else is an error that names it."""
     with pytest.raises(ValueError, match="streams"):
         StochasticCache(streams="yes")  # type: ignore[arg-type]
+
+
+@pytest.mark.processes
+def test_a_stream_that_is_made_anew_replaces_the_one_before(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    """Loaders that are reloaded with a new stream give the memory of the old one back, with one warning."""
+
+    class Anew(LightningDataModule):
+        def train_dataloader(self) -> Any:
+            return DataLoader(Numbers(), batch_size=4)
+
+    model, callback = Seen(), StochasticCache(budget="64MiB", streams=True)
+    call = trainer(tmp_path, callback)
+    call.reload_dataloaders_every_n_epochs = 1
+    with caplog.at_level(logging.WARNING):
+        call.fit(model, Anew())
+    assert model.epochs == [ALL] * 4
+    assert caplog.text.count("came with a new Numbers") == 1
+
+
+@pytest.mark.processes
+def test_streams_and_datasets_share_a_stage(tmp_path: Path) -> None:
+    """A validation of both keeps both, and opens them once."""
+
+    class Both(Data):
+        def val_dataloader(self) -> Any:
+            return [DataLoader(self.val, batch_size=4), DataLoader(self.samples, batch_size=4)]
+
+    train, val, model = Numbers(), Numbers(12), Seen()
+    model.validation_step = lambda batch, index, dataloader_idx=0: None  # type: ignore[method-assign, assignment]
+    data = Both(train, val, 0)
+    data.samples = [torch.zeros(3) for _ in range(8)]  # type: ignore[attr-defined]
+    trainer(tmp_path, StochasticCache(budget="64MiB", streams=True)).fit(model, data)
+    assert model.epochs == [ALL] * 4
+    assert int(val.reads) <= 8 + 12 + 12
