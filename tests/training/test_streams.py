@@ -4,6 +4,10 @@ from __future__ import annotations
 
 import csv
 import logging
+import os
+import re
+import subprocess
+import sys
 from collections import Counter
 from collections.abc import Iterator
 from pathlib import Path
@@ -227,3 +231,26 @@ def test_streams_and_datasets_share_a_stage(tmp_path: Path) -> None:
     trainer(tmp_path, StochasticCache(budget="64MiB", streams=True)).fit(model, data)
     assert model.epochs == [ALL] * 4
     assert int(val.reads) <= 8 + 12 + 12
+
+
+@pytest.mark.processes
+@pytest.mark.parametrize("workers", [0, 2])
+def test_ranks_keep_a_stream_together(tmp_path: Path, workers: int) -> None:
+    """Each of two ranks reads a half in epoch one; later all is dealt over both, with as many batches on each."""
+    root = Path(__file__).parents[2]
+    environment = {name: value for name, value in os.environ.items() if name != "LOCAL_RANK"} | {
+        "PYTHONPATH": str(root)
+    }
+    done = subprocess.run(
+        [sys.executable, "-m", "tests.training.streams_job", str(workers)],
+        cwd=root,
+        env=environment,
+        capture_output=True,
+        text=True,
+        timeout=150,
+    )
+    assert done.returncode == 0, done.stderr
+    epochs = re.findall(r"epoch (\d+) (\d+) (\d+) (\d+) (\w+)", done.stdout)
+    assert [(first, second, whole) for first, second, _, _, whole in epochs] == [("51", "50", "True")] * 4
+    assert all(ours == theirs for *_, ours, theirs, _ in epochs[1:])
+    assert "hit rate per epoch: 0, 100, 100, 100 %" in done.stdout + done.stderr
