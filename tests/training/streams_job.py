@@ -28,7 +28,7 @@ class Halves(IterableDataset[Any]):
     def __iter__(self) -> Iterator[torch.Tensor]:
         info: Any = get_worker_info()
         worker, workers = (0, 1) if info is None else (info.id, info.num_workers)
-        for number in range(int(os.environ["LOCAL_RANK"]) * workers + worker, LENGTH, 2 * workers):
+        for number in range(int(os.environ.get("LOCAL_RANK", 0)) * workers + worker, LENGTH, 2 * workers):
             yield torch.full((3,), float(number))
 
 
@@ -58,7 +58,6 @@ class Seen(LightningModule):
 
 
 def main(workers: int) -> None:
-    os.environ.setdefault("LOCAL_RANK", "0")
     os.environ.setdefault("GLOO_SOCKET_IFNAME", "lo")
     trainer = Trainer(
         accelerator="cpu",
