@@ -80,7 +80,10 @@ class StreamChoice:
             difference = None if self._allow_random else changed(self._source, self._store.marked)
             if difference is None:
                 return "cache"
-            return self._pass(f"{difference}: it is random, or another one in every epoch.\n{BY_HAND}")
+            return self._pass(
+                f"{difference}: it is random, or another one in every epoch, as batches are that it makes of shuffled "
+                f"samples (make them in the loader).\n{BY_HAND}"
+            )
         if self._decision.has(NO_ROW) and self._decision.is_first(_TURNED):
             return self._anew("stream")
         if self._store.lacks_slots:  # nobody knew how many samples there are: next time there are sixteen times as many

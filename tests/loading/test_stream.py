@@ -202,6 +202,16 @@ def test_batches_of_webdataset_are_kept_as_they_are(shards: list[str]) -> None:
     assert sorted(tuple(b[1]) for b in epochs[1]) == sorted(tuple(b[1]) for b in plain)
 
 
+def test_batches_of_shuffled_samples_are_not_frozen(shards: list[str], caplog: pytest.LogCaptureFixture) -> None:
+    """Which samples meet in a batch is another draw in every epoch."""
+    pipeline = webdataset.WebDataset(shards, shardshuffle=4).shuffle(50).decode().to_tuple("npy", "cls").batched(10)
+    with caplog.at_level(logging.WARNING), closing(CachedStream(pipeline, "16MiB")) as stream:
+        epochs = [sorted(int(n) for _, numbers in stream for n in numbers) for _ in range(3)]
+        assert stream.counters.totals().hits == 0
+    assert epochs == [list(range(100))] * 3
+    assert "make them in the loader" in caplog.text
+
+
 @pytest.mark.processes
 @pytest.mark.parametrize("workers", [0, 2])
 @pytest.mark.parametrize("shuffle", [False, True])
