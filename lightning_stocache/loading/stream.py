@@ -36,9 +36,9 @@ class CachedStream(Forwarding, IterableDataset[Any]):
     is the stream, too, and its last part is kept; from epoch three on the rest is read, and that part comes from memory
     in between: for a stream whose order is the same in every epoch.
 
-    What is random in a stream, or another choice in every epoch, passes through uncached, with one warning: shuffling
-    is no such thing, unless it draws from the process-wide generators with every sample, or batches are made of what was
-    shuffled (`batched` of WebDataset after its `shuffle`): have the loader make them. So does a stream of which
+    What is random in a stream, or another choice in every epoch, passes through uncached, with one warning. Shuffling
+    is no such thing, unless it draws from the process-wide generators with every sample, or batches are made of what
+    was shuffled (`batched` of WebDataset after its `shuffle`): have the loader make them. So does a stream of which
     three epochs one after the other are broken off, and one on several nodes.
 
     Give it to a CachedLoader, which makes the batches of later epochs in the main process, or to any DataLoader. All
