@@ -11,6 +11,7 @@ if TYPE_CHECKING:
     from lightning_stocache.cache.spec import SampleSpec
     from lightning_stocache.loading.dataset import CachedDataset
     from lightning_stocache.loading.loader import CachedLoader
+    from lightning_stocache.loading.stream import CachedStream
     from lightning_stocache.node.files import get_shm_size
     from lightning_stocache.sampling.locality_sampler import LocalitySampler
     from lightning_stocache.source.lmdb_source import LMDBSource
@@ -26,6 +27,7 @@ __all__ = [
     "CacheMonitor",
     "CachedDataset",
     "CachedLoader",
+    "CachedStream",
     "FillProgress",
     "LMDBSource",
     "LocalitySampler",
@@ -42,6 +44,7 @@ _HOMES = {
     "CacheMonitor": "training.monitor",
     "CachedDataset": "loading.dataset",
     "CachedLoader": "loading.loader",
+    "CachedStream": "loading.stream",
     "FillProgress": "training.callbacks",
     "LMDBSource": "source.lmdb_source",
     "LocalitySampler": "sampling.locality_sampler",

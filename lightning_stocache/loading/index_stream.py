@@ -25,6 +25,7 @@ from torch.utils.data import BatchSampler, DataLoader, RandomSampler, Sequential
 from torch.utils.data.distributed import DistributedSampler
 
 from lightning_stocache.cache.placement import Integers
+from lightning_stocache.loading.stream_view import StreamBatches
 from lightning_stocache.sampling.locality_sampler import LocalitySampler
 from lightning_stocache.torch_internals import draws_all_once
 
@@ -48,7 +49,7 @@ class IndexStream:
         sequential = type(inner) is SequentialSampler
         private = type(inner) is RandomSampler and inner.generator is None
         distributed = getattr(type(inner), "__iter__", None) in (DistributedSampler.__iter__, LocalitySampler.__iter__)
-        self.ahead_unseen = sequential or private or distributed
+        self.ahead_unseen = sequential or private or distributed or type(batches) is StreamBatches
         self.seed_state: torch.Tensor | None = None
         drawing = iter(batches)
         if first:
@@ -57,15 +58,18 @@ class IndexStream:
             torch.empty((), dtype=torch.int64).random_(generator=loader.generator)
             if loader.num_workers:
                 drawing = iter(batches)
+        kept = type(batches) is StreamBatches
         whole = sequential or (private and draws_all_once(inner))
         dealt = type(inner) is LocalitySampler and inner.batch_size == batches.batch_size
         drawn_from = inner.dataset if dealt else inner
         # No index lies outside the dataset, and every batch but the last is of the same size.
-        self.trusted = (whole or dealt) and len(drawn_from) <= len(cast(Any, loader.dataset))
-        self._size = batches.batch_size if plain else 0
+        self.trusted = kept or ((whole or dealt) and len(drawn_from) <= len(cast(Any, loader.dataset)))
+        self._size = batches.batch_size if plain or kept else 0
         self._groups = _in_one(batches) if whole else _in_groups(batches) if dealt else None
+        if kept:
+            self._groups = batches.groups()
         self._rest: Integers = np.empty(0, dtype=np.int64)  # of a group that has been begun
-        self._drawing = None if whole or dealt else map(_as_indices, drawing)
+        self._drawing = None if whole or dealt or kept else map(_as_indices, drawing)
 
     def draw(self) -> Any:
         """The next batch of indices, int64 `[samples]`; None when the epoch is over.

@@ -26,7 +26,7 @@ from __future__ import annotations
 
 import weakref
 from collections.abc import Iterable
-from typing import Any, Literal, get_args
+from typing import Any, Literal, cast, get_args
 
 import torch
 from torch.utils.data import DataLoader, Dataset, Sampler, default_collate
@@ -38,8 +38,11 @@ from lightning_stocache.loading.epoch import Epoch
 from lightning_stocache.loading.index_stream import IndexStream
 from lightning_stocache.loading.resources import Resources, Route
 from lightning_stocache.loading.stand_in import cached_in
+from lightning_stocache.loading.stream import CachedStream, stream_source
+from lightning_stocache.loading.stream_source import StreamSource
+from lightning_stocache.loading.stream_view import InitOnStream, StreamBatches, kept_dataset
 from lightning_stocache.loading.worker_pool import InitOnSource
-from lightning_stocache.torch_internals import knows_workers
+from lightning_stocache.torch_internals import knows_workers, shut_down
 
 __all__ = ["CachedLoader", "Gather"]
 
@@ -50,7 +53,7 @@ class CachedLoader(DataLoader[Any]):
     """A DataLoader for a CachedDataset: the same batches, at memory speed where they are cached.
 
     Args:
-        dataset: a CachedDataset; any other dataset is loaded as DataLoader does.
+        dataset: a CachedDataset, or a CachedStream; any other dataset is loaded as DataLoader does.
         batch_size: samples per batch.
         gather: who puts batches together: "main" (the main process, from memory; workers only load what is missing),
             "worker" (workers make whole batches), or "auto": workers where there are some, and samples are records,
@@ -77,6 +80,7 @@ class CachedLoader(DataLoader[Any]):
     _release: weakref.finalize[[], CachedLoader] | None = None
     _current: weakref.ref[Epoch] | None = None
     _plain: Any = None
+    _kept: CachedLoader | None = None  # of a stream, once all of it is kept
 
     def __init__(
         self,
@@ -99,6 +103,8 @@ class CachedLoader(DataLoader[Any]):
 
     def __iter__(self) -> Any:
         """A new epoch. With persistent workers it ends the one before, as DataLoader's does."""
+        if isinstance(self.dataset, CachedStream):
+            return self._iter_stream(stream_source(self.dataset))
         persistent = self.persistent_workers and self.num_workers > 0
         if persistent and self._current is not None and (last := self._current()) is not None:
             last.close()
@@ -130,6 +136,32 @@ class CachedLoader(DataLoader[Any]):
             return super().__iter__()
         finally:
             self.generator, self.worker_init_fn = generator, init
+
+    def _iter_stream(self, serving: StreamSource) -> Any:
+        """An epoch of a stream: as DataLoader makes it, or as of a dataset in memory, once all of it is kept."""
+        epoch = None if self.batch_size is None else serving.announce(self.num_workers)
+        if epoch is None:
+            return self._iter_plainly(seeded=False)
+        if self._plain is not None:
+            shut_down(self._plain)  # persistent workers, which had the stream to read
+            self._plain = None
+        if self._kept is None:
+            self._kept = self._loader_of_kept(serving)
+        cast(StreamBatches, self._kept.batch_sampler).epoch = epoch
+        return iter(self._kept)
+
+    def _loader_of_kept(self, serving: StreamSource) -> CachedLoader:
+        (dataset, shards), init = kept_dataset(serving), self.worker_init_fn
+        names = ("num_workers", "collate_fn", "pin_memory", "timeout", "generator", "prefetch_factor", "gather")
+        arguments = {name: getattr(self, name) for name in (*names, "persistent_workers", "multiprocessing_context")}
+        if hasattr(self, "in_order"):
+            arguments["in_order"] = self.in_order
+        return CachedLoader(
+            dataset,
+            batch_sampler=StreamBatches(serving, shards, cast(int, self.batch_size), self.drop_last),
+            worker_init_fn=None if init is None else InitOnStream(init, serving.source),
+            **arguments,
+        )
 
     @property
     def route(self) -> Route | None:
@@ -165,6 +197,9 @@ class CachedLoader(DataLoader[Any]):
             epoch.close()
         self._change(None)
         self._current, self._started = None, False
+        if self._kept is not None:
+            self._kept.close()
+            self._kept = None
 
     def _change(self, resources: Resources | None) -> None:
         """Release what was kept, and keep something else."""
@@ -211,4 +246,5 @@ class CachedLoader(DataLoader[Any]):
             "_current": None,
             "_started": False,
             "_plain": None,
+            "_kept": None,
         }

@@ -16,20 +16,22 @@ from __future__ import annotations
 
 import logging
 from collections import Counter
-from collections.abc import Collection, Iterable
+from collections.abc import Collection, Iterable, Mapping
 from dataclasses import dataclass, field, replace
-from typing import Any
+from typing import Any, cast
 
 from torch.nn.parameter import UninitializedParameter
-from torch.utils.data import Dataset
+from torch.utils.data import Dataset, IterableDataset
 
 from lightning_stocache.loading.cached_source import CachedSource
 from lightning_stocache.loading.dataset import CachedDataset, cached_source, dataset_over
+from lightning_stocache.loading.stream import CachedStream, stream_source
 from lightning_stocache.node.budget import Budget
 from lightning_stocache.node.files import memory_directory
 from lightning_stocache.node.free import FreeMemory
 from lightning_stocache.node.group import NodeGroup
 from lightning_stocache.setup.open import open_caches
+from lightning_stocache.setup.open_stream import open_stream
 from lightning_stocache.setup.request import CacheRequest, LoaderSettings
 from lightning_stocache.training.options import CacheOptions
 from lightning_stocache.training.tallies import end_call
@@ -54,9 +56,9 @@ class Wanted:
 
 @dataclass
 class _Open:
-    """A dataset whose cache is open, the pot that it drew on, and the stages that read it."""
+    """A dataset or stream whose cache is open, the pot that it drew on, and the stages that read it."""
 
-    dataset: CachedDataset
+    dataset: CachedDataset | CachedStream
     pot: str
     stages: set[str] = field(default_factory=set)
 
@@ -77,7 +79,11 @@ class CallCaches:
 
     def __getitem__(self, source: Dataset[Any]) -> CachedDataset:
         """The cached dataset around a source that has been opened."""
-        return self._open[id(source)].dataset
+        return cast(CachedDataset, self._open[id(source)].dataset)
+
+    def stream(self, source: Dataset[Any]) -> CachedStream:
+        """The cached stream around one that has been opened."""
+        return cast(CachedStream, self._open[id(source)].dataset)
 
     def __contains__(self, source: Dataset[Any]) -> bool:
         return id(source) in self._open
@@ -100,8 +106,8 @@ class CallCaches:
         """Open what is wanted and not open yet. Collective: every rank wants the same, in the same order.
 
         Args:
-            wanted: all datasets of the stages that it names; what is open for these stages and not among them is
-                closed.
+            wanted: all datasets and streams of the stages that it names; what is open for these stages and not among
+                them is closed.
             group: which ranks share memory; by default it is found out.
             later_bytes: what the training will take, see `training_bytes`.
             train_to_come: whether the training set will open later, so that half of its pot is kept for it.
@@ -115,10 +121,14 @@ class CallCaches:
         if group != self._group:
             self.close()
             self._group = group
-        new: dict[int, Wanted] = {}
+        new, streams = dict[int, Wanted](), dict[int, Wanted]()
         names: dict[int, str] = {}
         number = Counter[str]()
         for entry in wanted:
+            if isinstance(entry.source, IterableDataset):
+                if entry.source not in self:
+                    streams.setdefault(id(entry.source), entry)
+                continue
             if entry.source not in self:
                 new.setdefault(id(entry.source), entry)  # in several stages: pot and name are those of the first
                 names.setdefault(id(entry.source), f"{self.options.name}-{entry.stage}{number[entry.stage]}")
@@ -126,7 +136,7 @@ class CallCaches:
         stages = {entry.stage for entry in wanted}
         if new and train_to_come and not self.options.keep_cache:
             stages.add("train")  # what is open for it was opened by hand, before the call
-        self._let_go(stages, wanted, new.values())
+        self._let_go(stages, wanted, [*new.values(), *streams.values()])
         options = self.options
         pots = {key: options.pot(entry.stage) for key, entry in new.items()}
         requests = [
@@ -160,20 +170,41 @@ class CallCaches:
         for key, cache in zip(new, opened, strict=True):
             self._open[key] = _Open(dataset_over(CachedSource(cache)), pots[key])
             cache.tell()
+        self._open_streams(streams, group, train_to_come)
         for entry in wanted:
             self._open[id(entry.source)].stages.add(entry.stage)
 
     def state(self) -> list[dict[str, Any]]:
         """What is held on this node now, one entry for each dataset whose cache is open, as plain values.
 
-        Its keys: `dataset` (class), `stages`, `samples`, `slots`, `filled`, `memory_bytes`, `disk_bytes`,
-        `budget_bytes`, `name` and `dir` (None where it has none).
+        Its keys: `dataset` (class), `stages`, `slots`, `filled`, `memory_bytes`, `disk_bytes`, `budget_bytes`, and of
+        what is no stream `samples`, `name` and `dir` (None where it has none).
         """
         return [
-            {"dataset": type(opened.dataset.source).__name__, "stages": sorted(opened.stages)}
-            | cached_source(opened.dataset).opened.state()
+            {"dataset": type(opened.dataset.source).__name__, "stages": sorted(opened.stages)} | _held(opened.dataset)
             for opened in self._open.values()
         ]
+
+    def _open_streams(self, streams: Mapping[int, Wanted], group: NodeGroup, train_to_come: bool) -> None:
+        """Open the memory of streams, which divide what the datasets leave of their pot evenly."""
+        options = self.options
+        for number, (key, entry) in enumerate(streams.items()):
+            pot, waiting = options.pot(entry.stage), len(streams) - number
+            budget = self._left(pot, [entry], train_to_come)
+            budget = Budget.parse(int(budget.amount) // waiting) if budget.unit == "bytes" else budget
+            free = max(FreeMemory.measure(memory_directory()).bytes, 0)
+            back = self._kept_back([pot], train_to_come)
+            back += (free - min(back, free)) * (waiting - 1) // waiting
+            arguments = {
+                "allow_random": options.allow_random,
+                "layout": options.layout,
+                "shuffle": entry.stage == "train",
+            }
+            stream = CachedStream(entry.source, budget, defer=True, **arguments)  # type: ignore[arg-type]
+            disable = options.on_error == "disable"
+            opened = open_stream(budget, group, options.backend, disable=disable, kept_back=back)
+            stream_source(stream).opened = opened
+            self._open[key] = _Open(stream, pot)
 
     def close(self) -> None:
         """Close all caches; samples of the same datasets pass through uncached from then on."""
@@ -227,6 +258,11 @@ class CallCaches:
         """Free memory that new datasets may not take: what the open caches have yet to fill, and half for train."""
         caches = [(opened.dataset.budget_bytes, opened.dataset.cache) for opened in self._open.values()]
         promised = sum(max(granted - cache.memory_bytes, 0) for granted, cache in caches if cache is not None)
+        if self.options.dir is not None:  # what was granted is room on a disk
+            opened = (
+                opened.dataset.cache for opened in self._open.values() if isinstance(opened.dataset, CachedDataset)
+            )
+            promised = sum(cache.promised_bytes for cache in opened if cache is not None)
         pot = self.options.pot("train")
         if not train_to_come or pot not in pots or self.options.budgets[pot].unit == "bytes":
             return promised
@@ -235,6 +271,14 @@ class CallCaches:
     def __getstate__(self) -> dict[str, Any]:
         # Datasets are known by their id here, which means nothing in another process.
         return self.__dict__ | {"_open": {}, "_group": NodeGroup()}
+
+
+def _held(dataset: CachedDataset | CachedStream) -> dict[str, Any]:
+    if isinstance(dataset, CachedDataset):
+        return cached_source(dataset).opened.state()
+    cache, budget = dataset.cache, dataset.budget_bytes
+    held = (0, 0, 0) if cache is None else (len(cache), cache.filled, cache.memory_bytes)
+    return dict(zip(("slots", "filled", "memory_bytes"), held, strict=True)) | {"disk_bytes": 0, "budget_bytes": budget}
 
 
 def training_bytes(trainer: Any) -> int:

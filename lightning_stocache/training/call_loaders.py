@@ -17,25 +17,30 @@ from dataclasses import dataclass
 from typing import Any
 from weakref import WeakKeyDictionary, WeakSet
 
-from torch.utils.data import DataLoader, RandomSampler
+from torch.utils.data import DataLoader, IterableDataset, RandomSampler
 
 from lightning_stocache.loading.dataset import CachedDataset
 from lightning_stocache.loading.stand_in import StandIn
+from lightning_stocache.loading.stream import CachedStream
 from lightning_stocache.node.group import NodeGroup
 from lightning_stocache.sampling.locality_sampler import LocalitySampler
 from lightning_stocache.training.caches import CallCaches, Wanted
 from lightning_stocache.training.loaders import (
+    Cached,
     cached_behind,
     cached_datasets,
+    cached_streams,
     leaves_in,
     rewrap,
     settings_of,
     with_dataset,
 )
-from lightning_stocache.training.obstacles import check_leaf, check_loader, title
+from lightning_stocache.training.obstacles import check_leaf, check_loader, check_stream_loader, title
 from lightning_stocache.training.sampling import is_default, locality_sampler
 
 __all__ = ["CallLoaders"]
+
+_STREAM = -1  # stands for the length of a stream
 
 
 class CallLoaders:
@@ -64,7 +69,7 @@ class CallLoaders:
         self._to_come = set(stages)
         self._at_hand = dict(at_hand or {})
         self._replicas, self._later_bytes = replicas, later_bytes
-        self._shared: WeakSet[CachedDataset] = WeakSet()
+        self._shared: WeakSet[Cached] = WeakSet()
         # By the user's loader, and stage: one that a hook makes anew each time takes its workers with it when it goes.
         self._made: WeakKeyDictionary[DataLoader[Any], dict[str, _Made]] = WeakKeyDictionary()
 
@@ -82,7 +87,9 @@ class CallLoaders:
         cacheable = self._cacheable(asked, group)
         wanted = [Wanted(loader.dataset, name, settings_of(loader)) for name, loader in cacheable]
         self._caches.open(wanted, group, later_bytes=self._later_bytes(), train_to_come="train" in self._to_come)
-        for dataset in cached_behind(*leaves_in(list(asked.values()))):
+        leaves = list(leaves_in(list(asked.values())))
+        given: list[Cached] = [*cached_behind(*leaves), *cached_streams(*leaves)]
+        for dataset in given:
             # Cached by the user: it only has to become the node's common one, and must not start anew in every epoch.
             if dataset not in self._shared and (dataset.counters is None or dataset.group != group):
                 dataset.share(group)
@@ -112,8 +119,12 @@ class CallLoaders:
             if not isinstance(leaf, DataLoader):
                 check_leaf(leaf)
                 return None
-            if cached_datasets(leaf):
+            if cached_datasets(leaf) or isinstance(leaf.dataset, CachedStream):
                 return None
+            options = self._caches.options
+            if isinstance(leaf.dataset, IterableDataset) and options.streams and not options.is_off(stage):
+                check_stream_loader(leaf, options, stage)
+                return _STREAM
             check_loader(leaf, self._replicas()[0])
             return len(leaf.dataset)  # type: ignore[arg-type]
         except (TypeError, ValueError) as error:
@@ -126,13 +137,18 @@ class CallLoaders:
 
     def _renewed(self, stage: str, loader: DataLoader[Any]) -> DataLoader[Any]:
         """The loader around its cached dataset, made once for a loader that comes again: its workers may persist."""
-        dataset, attributes = self._caches[loader.dataset], dict(vars(loader))
+        stream = isinstance(loader.dataset, IterableDataset)
+        dataset: Any = self._caches.stream(loader.dataset) if stream else self._caches[loader.dataset]
+        attributes = dict(vars(loader))
         if dataset.counters is None:  # its cache could not be opened
             return loader
         by_stage = self._made.setdefault(loader, {})
         made = by_stage.get(stage)
         if made is None or not made.is_of(attributes, dataset):
-            renewed = with_dataset(loader, StandIn(dataset), self._sampler(stage, loader, dataset))
+            if stream:
+                renewed = with_dataset(loader, dataset)
+            else:
+                renewed = with_dataset(loader, StandIn(dataset), self._sampler(stage, loader, dataset))
             made = by_stage[stage] = _Made(attributes, dataset, renewed)
         return made.renewed
 
@@ -156,10 +172,10 @@ class _Made:
     """A loader that was made of the user's around a dataset, and what attributes the user's had then."""
 
     attributes: dict[str, Any]
-    dataset: CachedDataset
+    dataset: Cached
     renewed: DataLoader[Any]
 
-    def is_of(self, attributes: dict[str, Any], dataset: CachedDataset) -> bool:
+    def is_of(self, attributes: dict[str, Any], dataset: Cached) -> bool:
         """Whether it is around this dataset, and nobody has changed the user's loader since."""
         return (
             self.dataset is dataset

@@ -16,19 +16,20 @@ from lightning.pytorch.utilities import rank_zero_info, rank_zero_warn
 
 from lightning_stocache.cache.counters import Counts
 from lightning_stocache.insight.stall import Stall
-from lightning_stocache.loading.dataset import CachedDataset, OnError
+from lightning_stocache.loading.dataset import OnError
 from lightning_stocache.node.budget import format_bytes
 from lightning_stocache.sampling.locality_sampler import Mode
 from lightning_stocache.setup.request import BackendChoice, Form, Layout, Write
 from lightning_stocache.training.caches import CallCaches, training_bytes
 from lightning_stocache.training.call_loaders import CallLoaders
 from lightning_stocache.training.lightning_internals import data_sources, loops
-from lightning_stocache.training.loaders import running_datasets
+from lightning_stocache.training.loaders import Cached, running_datasets
 from lightning_stocache.training.monitor import CacheMonitor
 from lightning_stocache.training.obstacles import check_sweep
 from lightning_stocache.training.options import CacheOptions, with_options
 from lightning_stocache.training.profiler import listen, log_every, stop_listening
 from lightning_stocache.training.sampling import replicas
+from lightning_stocache.training.tallies import samples_of
 
 __all__ = ["FillProgress", "StochasticCache"]
 
@@ -85,7 +86,7 @@ class FillProgress(Callback):
         where = "this node" if nodes == 1 else f"each of {nodes} nodes"
         waited = share * self._stall.peek().waited
         saved = f"; {waited:.1f} s of waiting for data will not be repeated" if waited else ""
-        samples = sum(map(len, datasets))
+        samples = sum(map(samples_of, datasets))
         rank_zero_info(
             f"the cache is full: {filled:,} of {samples:,} samples, {format_bytes(memory)} on {where}{saved}"
         )
@@ -135,6 +136,7 @@ class StochasticCache(CacheMonitor):
         dir: str | None = None,
         memory: int | float | str | None = None,
         write: Write = "through",
+        streams: bool = False,
     ) -> None:
         super().__init__()
         self.caches = CallCaches(CacheOptions.among(locals()))
@@ -195,7 +197,7 @@ def _has_cache(instance: Any) -> bool:
     return isinstance(getattr(instance, "caches", None), CallCaches)
 
 
-def _filled(datasets: list[CachedDataset]) -> tuple[float, int, int]:
+def _filled(datasets: list[Cached]) -> tuple[float, int, int]:
     """Fill fraction, ready slots and slots of these datasets on this node."""
     caches = [dataset.cache for dataset in datasets if dataset.cache is not None]
     slots = sum(map(len, caches))
@@ -203,7 +205,7 @@ def _filled(datasets: list[CachedDataset]) -> tuple[float, int, int]:
     return fill, sum(cache.filled for cache in caches), slots
 
 
-def _is_full(datasets: list[CachedDataset]) -> bool:
+def _is_full(datasets: list[Cached]) -> bool:
     """Whether there is no room left for a sample; of records, which differ in size, for one of the usual size."""
     caches = [dataset.cache for dataset in datasets if dataset.cache is not None]
     return any(map(len, caches)) and all(cache.filled >= cache.capacity for cache in caches)

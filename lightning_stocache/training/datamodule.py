@@ -18,6 +18,7 @@ from torch.utils.data import DataLoader, Dataset, IterableDataset
 
 from lightning_stocache.loading.dataset import CachedDataset, OnError, cached_source, dataset_over
 from lightning_stocache.loading.loader import CachedLoader
+from lightning_stocache.loading.stream import stream_with
 from lightning_stocache.sampling.locality_sampler import LocalitySampler, Mode
 from lightning_stocache.setup.request import BackendChoice, Form, Layout, LoaderSettings, Write
 from lightning_stocache.training.caches import CallCaches, Wanted, training_bytes
@@ -104,6 +105,7 @@ class StocacheDataModule(LightningDataModule):
         dir: str | None = None,
         memory: int | float | str | None = None,
         write: Write = "through",
+        streams: bool = False,
     ) -> None:
         super().__init__()
         for argument, given in (("eval_transform", eval_transform), ("eval_batch_transform", eval_batch_transform)):
@@ -199,7 +201,7 @@ class StocacheDataModule(LightningDataModule):
     def state_dict(self) -> dict[str, Any]:
         """Where in the epoch training stands."""
         train = self._datasets.get("train")
-        if self.trainer is None or not train or train[0] not in self.caches:
+        if self.trainer is None or not train or train[0] not in self.caches or isinstance(train[0], IterableDataset):
             return {}
         return self._position(replicas(self.trainer, always=True)[0], len(cast(Sized, train[0]))).state()
 
@@ -212,7 +214,9 @@ class StocacheDataModule(LightningDataModule):
         transform = self.transform if stage == "train" else self.eval_transform
         views: list[Any] = []
         for dataset in self._datasets.get(stage, [getattr(self, stage)]):
-            if dataset in self.caches:
+            if dataset in self.caches and isinstance(dataset, IterableDataset):
+                views.append(stream_with(self.caches.stream(dataset), transform))
+            elif dataset in self.caches:
                 views.append(dataset_over(cached_source(self.caches[dataset]).view(transform)))
             elif stage in self._datasets and not is_cacheable(dataset, stage, self.caches):
                 transformed = transform is not None and isinstance(dataset, IterableDataset)

@@ -15,20 +15,23 @@ import copy
 import inspect
 from collections.abc import Callable, Iterator, MutableMapping
 from types import MethodType
-from typing import Any
+from typing import Any, TypeAlias
 
 from torch.utils.data import BatchSampler, ConcatDataset, DataLoader, Dataset, Sampler, Subset
 
 from lightning_stocache.loading.dataset import CachedDataset
 from lightning_stocache.loading.loader import CachedLoader
 from lightning_stocache.loading.stand_in import cached_in
+from lightning_stocache.loading.stream import CachedStream
 from lightning_stocache.loading.worker_pool import InitOnSource
 from lightning_stocache.setup.request import LoaderSettings
 from lightning_stocache.training.lightning_internals import ARG_NAMES, ARGS, DATASET, KWARGS
 
 __all__ = [
+    "Cached",
     "cached_behind",
     "cached_datasets",
+    "cached_streams",
     "hides_dataset",
     "leaves_in",
     "loaders_in",
@@ -36,6 +39,8 @@ __all__ = [
     "running_datasets",
     "with_dataset",
 ]
+
+Cached: TypeAlias = CachedDataset | CachedStream
 
 
 def leaves_in(loaders: Any) -> Iterator[Any]:
@@ -103,9 +108,18 @@ def cached_behind(*leaves: Any) -> list[CachedDataset]:
     return list(found.values())
 
 
-def running_datasets(trainer: Any, stage: str) -> list[CachedDataset]:
-    """The cached datasets that the loaders of a running stage read."""
-    return cached_datasets(getattr(trainer, "train_dataloader" if stage == "train" else f"{stage}_dataloaders"))
+def cached_streams(*leaves: Any) -> list[CachedStream]:
+    """The CachedStreams that loaders read."""
+    found = {
+        id(leaf.dataset): leaf.dataset for leaf in leaves if isinstance(getattr(leaf, "dataset", None), CachedStream)
+    }
+    return list(found.values())
+
+
+def running_datasets(trainer: Any, stage: str) -> list[Cached]:
+    """The cached datasets and streams that the loaders of a running stage read."""
+    loaders = getattr(trainer, "train_dataloader" if stage == "train" else f"{stage}_dataloaders")
+    return [*cached_datasets(loaders), *cached_streams(*loaders_in(loaders))]
 
 
 def _inside(dataset: Any) -> Iterator[CachedDataset]:

@@ -27,9 +27,9 @@ from lightning_stocache.insight.stall import Stall
 from lightning_stocache.insight.verdict import verdict
 from lightning_stocache.loading.dataset import CachedDataset, cached_source
 from lightning_stocache.training.expectation import Expectation
-from lightning_stocache.training.loaders import running_datasets
+from lightning_stocache.training.loaders import Cached, running_datasets
 from lightning_stocache.training.profiler import listen, log_every, stop_listening
-from lightning_stocache.training.tallies import Tallies, coverage
+from lightning_stocache.training.tallies import Tallies, coverage, samples_of
 
 __all__ = ["CacheMonitor"]
 
@@ -106,8 +106,8 @@ class CacheMonitor(Callback):
         stop_listening(trainer, self._stall)
         if self._epochs:
             datasets = running_datasets(trainer, "train")
-            off = all(cached_source(dataset).opened.off for dataset in datasets)
-            for sentence in verdict(self._epochs, sum(map(len, datasets)), off=off):
+            off = all(isinstance(dataset, CachedDataset) and cached_source(dataset).opened.off for dataset in datasets)
+            for sentence in verdict(self._epochs, sum(map(samples_of, datasets)), off=off):
                 rank_zero_info(f"stocache: {sentence}")
 
     def on_train_epoch_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
@@ -232,12 +232,13 @@ class CacheMonitor(Callback):
             self._complained = True
             rank_zero_warn(complaint)
 
-    def _expectation(self, trainer: Trainer, datasets: list[CachedDataset]) -> Expectation | None:
-        """What is expected of a training set; None with several of them, which have no one sampler."""
-        if len(datasets) != 1 or (counters := datasets[0].counters) is None:
+    def _expectation(self, trainer: Trainer, datasets: Sequence[Cached]) -> Expectation | None:
+        """What is expected of a training set; None with several of them, which have no one sampler, and of streams."""
+        dataset = datasets[0] if len(datasets) == 1 else None
+        if not isinstance(dataset, CachedDataset) or (counters := dataset.counters) is None:
             return None
         if counters not in self._expected:
-            self._expected[counters] = Expectation(trainer, datasets[0])
+            self._expected[counters] = Expectation(trainer, dataset)
         return self._expected[counters]
 
 

@@ -14,12 +14,22 @@ import numpy as np
 import torch
 from torch.utils.data import BatchSampler, DataLoader, Dataset, IterableDataset
 
+from lightning_stocache.setup.open_stream import check_budget
 from lightning_stocache.torch_internals import is_loader_iterator
 from lightning_stocache.training.caches import CallCaches
 from lightning_stocache.training.loaders import cached_behind, hides_dataset
+from lightning_stocache.training.options import CacheOptions
 from lightning_stocache.training.sampling import check_sampler
 
-__all__ = ["check_dataset", "check_leaf", "check_loader", "check_sweep", "is_cacheable", "title"]
+__all__ = [
+    "check_dataset",
+    "check_leaf",
+    "check_loader",
+    "check_stream_loader",
+    "check_sweep",
+    "is_cacheable",
+    "title",
+]
 
 _DATA = (torch.Tensor, np.ndarray, str, bytes, range, set, frozenset)  # in memory: a list of batches given as a loader
 
@@ -48,6 +58,28 @@ def check_dataset(dataset: Any) -> None:
         raise ValueError("it is empty")
 
 
+def check_stream_loader(loader: DataLoader[Any], options: CacheOptions, stage: str) -> None:
+    """Refuse a loader whose stream cannot be kept.
+
+    Args:
+        loader: the user's own.
+        options: what was asked for.
+        stage: whose loader it is.
+
+    Raises:
+        TypeError: what is in the way, and what to do about it.
+        ValueError: the budget is a share of a size that nobody knows.
+    """
+    kind = type(loader).__name__
+    check_budget(options.budgets[options.pot(stage)])
+    if _has_threads(loader):
+        raise TypeError(f"the workers of {kind} are threads, and a cache is shared by processes")
+    if any(is_loader_iterator(value) for name, value in vars(loader).items() if name != "_iterator"):
+        raise TypeError(f"{kind} reads it already. Wrap it with CachedStream where you make the loader")
+    if hides_dataset(loader):
+        raise TypeError(f"{kind} makes it by itself. Wrap it with CachedStream there")
+
+
 def is_cacheable(dataset: Dataset[Any], stage: str, caches: CallCaches) -> bool:
     """Whether a set is neither empty nor a stream, which pass these caches by; `strict`, that is an error.
 
@@ -55,8 +87,12 @@ def is_cacheable(dataset: Dataset[Any], stage: str, caches: CallCaches) -> bool:
         TypeError: it is no map-style dataset, or (`strict`) it is a stream.
         ValueError: (`strict`) it is empty.
     """
+    options = caches.options
     try:
-        check_dataset(dataset)
+        if isinstance(dataset, IterableDataset) and options.streams and not options.is_off(stage):
+            check_budget(options.budgets[options.pot(stage)])
+        else:
+            check_dataset(dataset)
     except (TypeError, ValueError) as error:
         known = isinstance(error, ValueError) or isinstance(dataset, IterableDataset)
         if caches.options.strict or not known:

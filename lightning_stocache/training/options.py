@@ -48,6 +48,9 @@ class CacheOptions:
             closed: by `close` of the door, or `datamodule.caches.close()`.
         sampling: how a training set with the default sampler is dealt to several nodes: "locality" (samples go to nodes
             that have them), "global" or "sticky"; see `LocalitySampler`.
+        streams: keep iterable-style datasets, too, as `CachedStream` does: epoch one is the stream, later ones come
+            from memory, those of training shuffled. Without it they pass by. `name`, `store` and `prefill` are not for
+            them.
         name: That of the n-th dataset of a stage is `<name>-<stage><n>`.
         memory: Each dataset of the call has its share of it, by its size.
 
@@ -71,6 +74,7 @@ class CacheOptions:
     dir: str | None = None
     memory: int | float | str | None = None
     write: Write = "through"
+    streams: bool = False
     budgets: dict[str, Budget] = field(init=False)
     """The budget of every pot; stages without one of their own share the pot ""."""
 
@@ -92,6 +96,8 @@ class CacheOptions:
             raise ValueError("store='encoded' keeps records: layout='rows' cannot be had with it")
         if not isinstance(self.prefill, bool):
             raise ValueError(f"prefill must be true or false, got {self.prefill!r}")
+        if not isinstance(self.streams, bool):
+            raise ValueError(f"streams must be true or false, got {self.streams!r}")
         if self.name is not None:
             check_name(self.name)
         check_disk(self.dir, Budget.parse(0 if self.memory is None else self.memory), self.write)

@@ -32,8 +32,9 @@ from lightning_stocache.insight.metrics import Tally
 from lightning_stocache.insight.stall import Seconds
 from lightning_stocache.loading.dataset import CachedDataset, cached_source
 from lightning_stocache.node.post import Posted
+from lightning_stocache.training.loaders import Cached
 
-__all__ = ["Tallies", "coverage", "end_call"]
+__all__ = ["Tallies", "coverage", "end_call", "samples_of"]
 
 log = logging.getLogger(__name__)
 
@@ -61,7 +62,7 @@ class Tallies:
         self._posted: dict[str, Posted[Tally]] = {}
         self._was_late = False
 
-    def post(self, stage: str, datasets: Sequence[CachedDataset], seconds: Seconds | None = None) -> None:
+    def post(self, stage: str, datasets: Sequence[Cached], seconds: Seconds | None = None) -> None:
         """Tell all ranks what this one brings to the epoch that ends, unless that is done.
 
         Args:
@@ -92,11 +93,11 @@ class Tallies:
             )
         return tallies or []
 
-    def skip(self, datasets: Iterable[CachedDataset]) -> None:
+    def skip(self, datasets: Iterable[Cached]) -> None:
         """Count nothing of what was served so far."""
         self._take(datasets)
 
-    def peek(self, datasets: Iterable[CachedDataset], seconds: Seconds) -> Tally | None:
+    def peek(self, datasets: Iterable[Cached], seconds: Seconds) -> Tally | None:
         """This rank's tally of training's epoch so far."""
         tallies = []
         for dataset, counters in _counted(datasets):
@@ -104,12 +105,12 @@ class Tallies:
             tallies.append(_tally(dataset, counts + self._aside.get(counters, Counts())))
         return _joined(tallies, seconds)
 
-    def put_aside(self, datasets: Iterable[CachedDataset]) -> None:
+    def put_aside(self, datasets: Iterable[Cached]) -> None:
         """Keep what training has been served so far for its epoch's end: another stage begins."""
         for dataset, counters in _counted(datasets):
             self._aside[counters] = self._aside.get(counters, Counts()) + self._moved(dataset, counters)
 
-    def _take(self, datasets: Iterable[CachedDataset], seconds: Seconds | None = None) -> Tally | None:
+    def _take(self, datasets: Iterable[Cached], seconds: Seconds | None = None) -> Tally | None:
         """This rank's tally since the stage's last epoch end."""
         tallies = []
         for dataset, counters in _counted(datasets):
@@ -119,27 +120,27 @@ class Tallies:
             tallies.append(_tally(dataset, counts))
         return _joined(tallies, seconds)
 
-    def _moved(self, dataset: CachedDataset, counters: Counters) -> Counts:
+    def _moved(self, dataset: Cached, counters: Counters) -> Counts:
         self._seen[counters], moved = self._since(dataset, counters)
         return moved
 
-    def _since(self, dataset: CachedDataset, counters: Counters) -> tuple[Counts, Counts]:
+    def _since(self, dataset: Cached, counters: Counters) -> tuple[Counts, Counts]:
         """What this rank has been served up to now, and since the last look."""
         now = counters.totals(dataset.group.rank)
         return now, now - self._seen.get(counters, _before.get(counters, Counts()))
 
 
-def end_call(datasets: Iterable[CachedDataset]) -> None:
+def end_call(datasets: Iterable[Cached]) -> None:
     """What has been counted until now is of a Trainer call that is over: the next one's epochs begin here."""
     for dataset, counters in _counted(datasets):
         _before[counters] = counters.totals(dataset.group.rank)
 
 
-def _counted(datasets: Iterable[CachedDataset]) -> list[tuple[CachedDataset, Counters]]:
+def _counted(datasets: Iterable[Cached]) -> list[tuple[Cached, Counters]]:
     return [(dataset, dataset.counters) for dataset in datasets if dataset.counters is not None]
 
 
-def _tally(dataset: CachedDataset, counts: Counts) -> Tally:
+def _tally(dataset: Cached, counts: Counts) -> Tally:
     cache, node = dataset.cache, dataset.group.node
     if cache is None:  # nobody knows what a sample would take in a slot
         return Tally(node, counts, unsized=counts.misses + counts.bypasses)
@@ -155,8 +156,21 @@ def _joined(tallies: Sequence[Tally], seconds: Seconds | None) -> Tally | None:
     return joined if seconds is None else joined + Tally(joined.node, Counts(), 0, 0, 0, 0, *seconds, ranks=1)
 
 
-def coverage(datasets: Sequence[CachedDataset]) -> float:
+def coverage(datasets: Sequence[Cached]) -> float:
     """Share of the indices of all these datasets, as long as they are now, that have a slot on some node."""
-    rings = [(len(dataset), cached_source(dataset).opened.known_ring) for dataset in datasets]
-    covered = sum(min(length, ring.arcs[0].size) * ring.coverage for length, ring in rings if ring is not None)
-    return covered / max(sum(map(len, datasets)), 1)
+    covered = sum(map(_covered, datasets))
+    return covered / max(sum(map(samples_of, datasets)), 1)
+
+
+def samples_of(dataset: Cached) -> int:
+    """Number of samples of a dataset; of a stream, as far as it is known."""
+    if isinstance(dataset, CachedDataset):
+        return len(dataset)
+    return 0 if dataset.cache is None else len(dataset.cache)
+
+
+def _covered(dataset: Cached) -> float:
+    if not isinstance(dataset, CachedDataset):
+        return 0 if dataset.cache is None else dataset.cache.filled
+    ring = cached_source(dataset).opened.known_ring
+    return 0.0 if ring is None else min(len(dataset), ring.arcs[0].size) * ring.coverage

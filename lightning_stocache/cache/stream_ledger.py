@@ -1,0 +1,275 @@
+"""How far a stream has come: what every process of a node has to know of the epochs of all others.
+
+A stream is read by shards: one per rank and worker of its loader. A shard begins an epoch (`begin`), notes each sample
+that passes, and whether it was kept (`note`), and ends (`end`). The shards of a rank that begin with the same key (the
+seed of their loader's epoch) are in the same epoch; a shard that begins twice has begun another. So epochs are counted
+per rank, without a message from the loader, which may be anybody's. An epoch of a rank is whole if all of its shards
+have ended, or if as many samples have passed as the stream says that it has: who knows a length stops there.
+
+Layout, int64: eight numbers for all, then `_RANK` numbers per rank, then `_ROW` per shard, `_SHARDS` of them per rank,
+then `_NOTES` per shard, which are those of `stream_order`. All of it is reserved. Who writes holds a lock: byte 0 for
+what is of all and of ranks, byte 1 for the next number, byte 2 while deciding (`stream_decision`), and a byte per
+shard, which its process holds while it stores a sample. Locks are taken in the order 2, 0, shards, 1, never back.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from contextlib import ExitStack, contextmanager
+from dataclasses import dataclass
+
+from lightning_stocache.cache.claims import Claims
+from lightning_stocache.node.files import Backend
+from lightning_stocache.node.segment import Segment, SegmentHandle
+
+__all__ = ["MOST_WORKERS", "POSITION_BITS", "Shard", "StreamLedger", "Totals"]
+
+MOST_WORKERS = 256
+"""Workers of a rank that can keep a stream."""
+
+POSITION_BITS = 40
+"""Of a position, those that count the samples of a shard; the others are the shard's number."""
+
+_NEXT, _GENERATION = range(2)
+_SHARED, _FIRST, _RANK, _ROW, _NOTES = 2, 8, 8, 4, 68
+_EPOCH, _KEY, _WORKERS, _LAST, _WHOLE, _PASSED, _KEPT, _LAST_WORKERS = range(8)
+_BEGUN, _ENDED, _SEEN, _STORED = range(4)
+_SHARDS = MOST_WORKERS
+_ALL, _NUMBER, _ROWS = 0, 1, 8
+_UNCLAIMED = -1
+
+
+@dataclass(frozen=True)
+class Shard:
+    """What one process reads of a stream.
+
+    Args:
+        rank: its rank, among those of the node.
+        worker: its worker, of the rank's loader; 0 where there are none.
+        workers: how many there are.
+        key: the same for all workers of one epoch.
+    """
+
+    rank: int = 0
+    worker: int = 0
+    workers: int = 1
+    key: int = 0
+
+    @property
+    def number(self) -> int:
+        """Its number among all shards that there can be."""
+        return self.rank * _SHARDS + self.worker
+
+
+@dataclass(frozen=True)
+class Totals:
+    """Samples of an epoch, over all shards, that have passed, and that were kept."""
+
+    passed: int
+    kept: int
+
+
+class StreamLedger:
+    """The numbers of one stream on a node.
+
+    Args:
+        segment: where they lie.
+        ranks: how many ranks of the node read the stream.
+
+    Example:
+        >>> ledger, shard = StreamLedger.create(1), Shard()
+        >>> epoch = ledger.begin(shard)
+        >>> ledger.note(shard, kept=True)
+        >>> ledger.end(shard, epoch)
+        >>> ledger.begin(shard), ledger.totals(1)
+        (2, Totals(passed=1, kept=1))
+        >>> ledger.close()
+    """
+
+    def __init__(self, segment: Segment, ranks: int) -> None:
+        self.segment, self.ranks = segment, ranks
+        self.claims = Claims(segment)
+        self._numbers = segment.memory(0, _bytes_for(ranks)).cast("q")
+        self.shared = self._numbers[_SHARED:_FIRST]
+        """Numbers of `stream_decision`."""
+
+    @classmethod
+    def create(cls, ranks: int, backend: Backend | None = None) -> StreamLedger:
+        """Make one for a stream that nobody has read.
+
+        Raises:
+            OSError: there is no memory for it.
+        """
+        segment = Segment.create(_bytes_for(ranks), backend)
+        try:
+            segment.reserve(0, segment.size)
+        except OSError:
+            segment.close()
+            raise
+        return cls(segment, ranks)
+
+    def __reduce__(self) -> tuple[type[StreamLedger], tuple[Segment, int]]:
+        return type(self), (self.segment, self.ranks)
+
+    @property
+    def handle(self) -> SegmentHandle:
+        """What another process of the node needs to open the same."""
+        return self.segment.handle
+
+    # ---- epochs ----
+
+    def announce(self, rank: int, workers: int) -> int:
+        """Begin a rank's next epoch before its shards do, which join it; its number."""
+        with self.claims.waiting(_ALL):
+            return self._next_epoch(rank, _UNCLAIMED, workers)
+
+    def begin(self, shard: Shard) -> int:
+        """Begin an epoch of a shard: that of its rank, or the next one; its number."""
+        numbers, rank, row = self._numbers, self._rank(shard.rank), self._row(shard)
+        with self.claims.waiting(_ALL):
+            if numbers[rank + _KEY] == _UNCLAIMED:
+                numbers[rank + _KEY], numbers[rank + _WORKERS] = shard.key, shard.workers
+            elif numbers[rank + _KEY] != shard.key or numbers[row + _BEGUN] == numbers[rank + _EPOCH]:
+                self._next_epoch(shard.rank, shard.key, shard.workers)
+            epoch = numbers[rank + _EPOCH]
+            numbers[row + _ENDED] = numbers[row + _SEEN] = numbers[row + _STORED] = 0
+            numbers[row + _BEGUN] = epoch
+        return epoch
+
+    def is_current(self, shard: Shard, epoch: int) -> bool:
+        """Whether a shard's rank is still in this epoch, and not in one that was begun later."""
+        return self._numbers[self._rank(shard.rank) + _EPOCH] == epoch
+
+    def note(self, shard: Shard, *, kept: bool) -> None:
+        """A sample has passed; `holding` the shard."""
+        row = self._row(shard)
+        self._numbers[row + _STORED] += kept
+        self._numbers[row + _SEEN] += 1
+
+    def end(self, shard: Shard, epoch: int) -> None:
+        """A shard has come to its end."""
+        with self.claims.waiting(_ALL):
+            if self.is_current(shard, epoch):
+                self._numbers[self._row(shard) + _ENDED] = 1
+
+    def totals(self, epoch: int, length: int | None = None) -> Totals | None:
+        """The samples of an epoch that is over in every rank; None if it was broken off in one.
+
+        Args:
+            epoch: the one before that which all ranks have begun.
+            length: how many samples the stream of a rank says that it has.
+        """
+        numbers, passed, kept = self._numbers, 0, 0
+        for rank in map(self._rank, range(self.ranks)):
+            enough = length is not None and numbers[rank + _PASSED] >= length
+            if numbers[rank + _LAST] != epoch or not (numbers[rank + _WHOLE] or enough):
+                return None
+            passed += numbers[rank + _PASSED]
+            kept += numbers[rank + _KEPT]
+        return Totals(passed, kept)
+
+    def begun(self, rank: int) -> int:
+        """The number of the epoch that a rank has begun last."""
+        return self._numbers[self._rank(rank) + _EPOCH]
+
+    def workers(self, rank: int) -> tuple[int, int]:
+        """How many shards a rank has in the epoch that it has begun last, and had in the one before."""
+        at = self._rank(rank)
+        return self._numbers[at + _WORKERS], self._numbers[at + _LAST_WORKERS]
+
+    def stored(self, shard: Shard) -> int:
+        """How many samples of a shard were kept in its epoch."""
+        return self._numbers[self._row(shard) + _STORED]
+
+    def notes(self, shard: Shard) -> memoryview:
+        """Numbers of a shard that outlive an epoch, int64 `[68]`, live; to be released."""
+        first = _FIRST + self.ranks * (_RANK + _SHARDS * _ROW)
+        at = first + shard.number * _NOTES
+        return self._numbers[at : at + _NOTES]
+
+    def _next_epoch(self, rank: int, key: int, workers: int) -> int:
+        numbers, at = self._numbers, self._rank(rank)
+        epoch, shards = numbers[at + _EPOCH], numbers[at + _WORKERS]
+        rows = [self._row(Shard(rank, worker)) for worker in range(_SHARDS)]
+        rows = [row for row in rows if epoch and numbers[row + _BEGUN] == epoch]
+        numbers[at + _LAST], numbers[at + _LAST_WORKERS] = epoch, shards
+        numbers[at + _WHOLE] = sum(numbers[row + _ENDED] for row in rows) == shards and shards > 0
+        numbers[at + _PASSED] = sum(numbers[row + _SEEN] for row in rows)
+        numbers[at + _KEPT] = sum(numbers[row + _STORED] for row in rows)
+        numbers[at + _KEY], numbers[at + _WORKERS] = key, workers
+        numbers[at + _EPOCH] = epoch + 1
+        return epoch + 1
+
+    # ---- what is stored ----
+
+    @property
+    def generation(self) -> int:
+        """How often the memory of the samples was laid out anew; 0 as long as there is no sample."""
+        return self._numbers[_GENERATION]
+
+    def lay_out(self) -> None:
+        """The memory of the samples was laid out anew: numbers start from 0; `alone`."""
+        self._numbers[_NEXT] = 0
+        self._numbers[_GENERATION] += 1
+
+    def next_number(self) -> int:
+        """A number for a sample, which no other has since the memory was laid out; `holding` a shard."""
+        with self.claims.waiting(_NUMBER):
+            number = self._numbers[_NEXT]
+            self._numbers[_NEXT] = number + 1
+        return number
+
+    @property
+    def count(self) -> int:
+        """How many numbers have been given."""
+        return self._numbers[_NEXT]
+
+    def position(self, shard: Shard) -> int:
+        """Where the next sample of a shard stands among those of all shards, which come one after the other."""
+        return shard.number << POSITION_BITS | self._numbers[self._row(shard) + _SEEN]
+
+    @contextmanager
+    def holding(self, shard: Shard) -> Iterator[None]:
+        """Nobody lays the memory out anew meanwhile."""
+        with self.claims.waiting(_ROWS + shard.number):
+            yield
+
+    @contextmanager
+    def alone(self) -> Iterator[None]:
+        """No shard stores anything meanwhile."""
+        with ExitStack() as held:
+            held.enter_context(self.claims.waiting(_ALL))
+            for row in range(self.ranks * _SHARDS):
+                held.enter_context(self.claims.waiting(_ROWS + row))
+            yield
+
+    def numbers_from(self, number: int) -> None:
+        """The next sample has this number; `alone`."""
+        self._numbers[_NEXT] = number
+
+    # ---- life ----
+
+    @property
+    def closed(self) -> bool:
+        """Whether this process has given it up."""
+        return self.segment.closed
+
+    def unlink(self) -> None:
+        """Take the name of its file away, if it has one."""
+        self.segment.unlink()
+
+    def close(self) -> None:
+        """Give it up in this process."""
+        self.shared.release()
+        self._numbers.release()
+        self.segment.close()
+
+    def _rank(self, rank: int) -> int:
+        return _FIRST + rank * _RANK
+
+    def _row(self, shard: Shard) -> int:
+        return _FIRST + self.ranks * _RANK + shard.number * _ROW
+
+
+def _bytes_for(ranks: int) -> int:
+    return 8 * (_FIRST + ranks * (_RANK + _SHARDS * (_ROW + _NOTES)))

@@ -1,0 +1,290 @@
+"""The samples of a stream, kept as they pass, by all processes of a node.
+
+A stream has no index: a sample gets the next number, and is stored under it in a store of rows or of records. Which of
+the two, and for how many samples there are places, is agreed when the first sample comes (`lay_out`): nothing has to be
+read before. A sample that is no row turns all that is kept into records, where that is little (`to_records`). Whoever
+lays the memory out anew is alone meanwhile (`stream_ledger`), and counts its generations up; the others see that, and
+open the store again.
+
+The samples lie in a segment as their store lays them out; `stream_index` holds the codec, and what is known of each.
+
+When a stream has ended and nothing is added any more, what is kept is a dataset: `kept` gives it, in the order of the
+shards, whoever was faster.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from typing import Any
+
+import numpy as np
+
+from lightning_stocache.cache.codec import SampleCodec
+from lightning_stocache.cache.kept_samples import KeptRows, KeptSamples
+from lightning_stocache.cache.placement import NO_SLOT, Arc
+from lightning_stocache.cache.record_store import slots_for
+from lightning_stocache.cache.records import RecordCodec
+from lightning_stocache.cache.segment_store import SegmentStore
+from lightning_stocache.cache.store import gathers
+from lightning_stocache.cache.stores import store_for
+from lightning_stocache.cache.stream_decision import Decision
+from lightning_stocache.cache.stream_index import Entry
+from lightning_stocache.cache.stream_ledger import POSITION_BITS, Shard
+from lightning_stocache.cache.stream_order import StreamOrder
+from lightning_stocache.cache.stream_segments import StreamHandle, StreamSegments
+from lightning_stocache.node.files import Backend
+
+__all__ = ["StreamStore"]
+
+_FEW = 64 * 2**20  # bytes that are copied from rows to records while all others wait
+_RESERVED = 1 << 24  # bytes that are taken at once, for the states of slots: of 16 million rows, 2 million records
+_SMALLER = 16  # how much smaller than the first sample the mean may be without running out of slots
+
+
+class StreamStore:
+    """What is kept of a stream.
+
+    Args:
+        segments: where it lies.
+
+    Example:
+        >>> from lightning_stocache.cache.spec import SampleSpec
+        >>> store, shard = StreamStore.create(2**20), Shard()
+        >>> epoch = store.ledger.begin(shard)
+        >>> store.lay_out(SampleSpec.infer(1))
+        True
+        >>> [store.keep(shard, epoch, number * number, mark=number) for number in range(3)]
+        [8, 8, 8]
+        >>> kept = store.kept()
+        >>> list(kept.read(kept.lookup(np.array([2, 0]))))
+        [4, 0]
+        >>> store.close()
+    """
+
+    def __init__(self, segments: StreamSegments) -> None:
+        self.ledger, self.granted = segments.ledger, segments.granted
+        self._segments, self._samples, self._index = segments, segments.samples, segments.index
+        self._generation = 0
+        self._store: SegmentStore[Any] | None = None
+        self._kept: KeptSamples | None = None
+
+    @classmethod
+    def create(cls, granted: int, ranks: int = 1, backend: Backend | None = None, free: int = 0) -> StreamStore:
+        """Make one that is empty; see `StreamSegments.create`."""
+        return cls(StreamSegments.create(granted, ranks, backend, free))
+
+    @classmethod
+    def attach(cls, handle: StreamHandle) -> StreamStore:
+        """Open the store that another process of the node made; an OSError where it cannot be reached."""
+        return cls(StreamSegments.attach(handle))
+
+    @property
+    def handle(self) -> StreamHandle:
+        """What another process of the node needs to open it."""
+        return self._segments.handle
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        return type(self), (self._segments,)
+
+    # ---- keep ----
+
+    @property
+    def codec(self) -> SampleCodec | None:
+        """What samples look like; None as long as none has come."""
+        store = self._opened()
+        return None if store is None else store.codec
+
+    def lay_out(self, codec: SampleCodec) -> bool:
+        """Lay the memory out for samples of a codec, unless that was done already; whether samples can be kept.
+
+        Raises:
+            OSError: there is no memory even for the states of its slots.
+        """
+        with self.ledger.alone():
+            return self._opened() is not None or self._lay_out(codec)
+
+    def keep(self, shard: Shard, epoch: int, sample: Any, mark: int) -> int | None:
+        """Store a sample of a shard, if there is room for it and its epoch goes on; its bytes, None if it was not.
+
+        Raises:
+            SampleMismatchError: it is not of the codec.
+            UnsupportedSampleError: it cannot be kept as bytes.
+        """
+        while (store := self._opened()) is not None:
+            room = store.has_room(sample)
+            contents = store.codec.contents(store.codec.encode(sample)) if room else ()
+            with self.ledger.holding(shard):
+                if self.ledger.generation != self._generation:
+                    continue
+                if not self.ledger.is_current(shard, epoch):
+                    return None
+                number, entry = self.ledger.next_number(), (mark, self.ledger.position(shard))
+                kept = room and self._put(store, number, contents, entry)
+                self.ledger.note(shard, kept=kept)
+                return sum(part.nbytes for part in contents) if kept else None
+        self.leave(shard, epoch)
+        return None
+
+    def leave(self, shard: Shard, epoch: int) -> None:
+        """A sample of a shard has passed, and is not kept."""
+        with self.ledger.holding(shard):
+            if self.ledger.is_current(shard, epoch):
+                self.ledger.note(shard, kept=False)
+
+    def to_records(self) -> bool:
+        """Turn the rows that are kept into records; False where that is too much to be done while others wait."""
+        with self.ledger.alone():
+            rows = self._opened()
+            if rows is None or isinstance(rows.codec, RecordCodec):
+                return True
+            places = np.flatnonzero(rows.lookup(np.arange(len(rows))) >= 0)
+            if len(places) * rows.codec.nbytes > _FEW:
+                return False
+            samples, entries = list(rows.read(places)), self._index.entries(self.ledger.count)[places].tolist()
+            codec = RecordCodec.infer(samples[:_SMALLER] or [0])
+            self._clear()
+            if self._lay_out(codec) and (store := self._opened()) is not None:
+                for number, (sample, (mark, position)) in enumerate(zip(samples, entries, strict=True)):
+                    self._put(store, number, codec.contents(codec.encode(sample)), (mark, position))
+                self.ledger.numbers_from(len(samples))
+            return True
+
+    def clear(self) -> None:
+        """Forget all samples, and give their memory back."""
+        with self.ledger.alone():
+            self._clear()
+
+    # ---- what is kept ----
+
+    def kept(self) -> KeptSamples:
+        """The samples as a store of their own, numbered from 0 without a gap; nothing may be added any more.
+
+        Raises:
+            ValueError: there is none.
+        """
+        store = self._opened()
+        if store is None:
+            raise ValueError("nothing is kept of the stream")
+        if self._kept is not None:
+            return self._kept
+        view: Any = type(store).over(self._samples.hold(), store.codec, store.arc)
+        entries = self._index.entries(min(self.ledger.count, len(view)))
+        order = np.argsort(entries[:, 1], kind="stable")
+        slots, shards = view.lookup(order), (entries[order, 1] >> np.uint64(POSITION_BITS)).astype(np.int64)
+        ready = slots != NO_SLOT
+        kind = KeptRows if gathers(view) else KeptSamples
+        self._kept = kind(view, slots[ready], shards[ready])
+        return self._kept
+
+    def marked(self, mark: int) -> Iterator[Any]:
+        """Copies of the samples that have a mark, each made when it is asked for."""
+        store = self._opened()
+        if store is None:
+            return
+        numbers = np.flatnonzero(self._index.entries(min(self.ledger.count, len(store)))[:, 0] == np.uint64(mark))
+        places = store.lookup(numbers)
+        for place in places[places >= 0].tolist():
+            yield from store.read(np.array([place]))
+
+    @property
+    def filled(self) -> int:
+        """Number of samples that are kept."""
+        store = self._opened()
+        return 0 if store is None else store.filled
+
+    def __len__(self) -> int:
+        """Number of samples that an epoch has, as far as it is known: where a part is kept, of the whole stream."""
+        passed = StreamOrder(self.ledger).length if Decision(self.ledger).mode == "mixed" else 0
+        return max(self.filled, passed)
+
+    @property
+    def lacks_slots(self) -> bool:
+        """Whether there is memory for more samples than there are slots."""
+        store = self._opened()
+        return store is not None and self.ledger.count > len(store) and store.memory_bytes < self.granted // 2
+
+    @property
+    def full(self) -> bool:
+        """Whether nothing is added any more."""
+        return Decision(self.ledger).mode in ("cache", "mixed")
+
+    @property
+    def capacity(self) -> int:
+        """Number of samples that are kept when nothing is added any more, as far as it is known."""
+        return self.filled if self.full else len(self) + 1
+
+    @property
+    def fill_fraction(self) -> float:
+        """Share of the samples that are kept; while they come, of the memory that is taken."""
+        return self.filled / max(len(self), 1) if self.full else min(self.memory_bytes / self.granted, 1.0)
+
+    @property
+    def memory_bytes(self) -> int:
+        """Bytes that the samples take on this node right now."""
+        store = self._opened()
+        return 0 if store is None else store.memory_bytes
+
+    # ---- life ----
+
+    @property
+    def closed(self) -> bool:
+        """Whether this process has given it up."""
+        return self.ledger.closed
+
+    def unlink(self) -> None:
+        """Take the names of its files away, if they have any."""
+        self._segments.unlink()
+
+    def close(self) -> None:
+        """Give it up in this process."""
+        if not self.closed:
+            self._drop()
+            self._segments.close()
+
+    def _opened(self) -> SegmentStore[Any] | None:
+        """The store as it is laid out now."""
+        generation = self.ledger.generation
+        if generation != self._generation:
+            self._drop()
+            if (layout := self._index.layout()) is not None:
+                codec, slots = layout
+                self._store = store_for(codec).over(self._samples.hold(), codec, Arc(slots, slots))
+            self._generation = generation
+        return self._store
+
+    def _drop(self) -> None:
+        opened, self._store, self._kept = (self._store, self._kept), None, None
+        for part in opened:
+            if part is not None:
+                part.close()
+
+    def _lay_out(self, codec: SampleCodec) -> bool:
+        most = _RESERVED << (4 * Decision(self.ledger).growth)
+        slots = min(_slots_within(self._samples.size, self.granted, codec, most), self._index.places)
+        if slots <= 0:
+            return False
+        self._samples.reserve(0, store_for(codec).reserved_bytes(slots))
+        laid_out = self._index.lay_out(codec, slots)
+        self.ledger.lay_out()
+        return laid_out
+
+    def _clear(self) -> None:
+        self._drop()
+        self._index.clear()
+        self._samples.discard(0)
+        self.ledger.lay_out()
+
+    def _put(self, store: SegmentStore[Any], number: int, contents: Sequence[memoryview], entry: Entry) -> bool:
+        """Store a sample under its number; whether there was room for it."""
+        return number < len(store) and self._index.write(number, entry) and any(store.put_many([number], [contents]))
+
+
+def _slots_within(size: int, granted: int, codec: SampleCodec, most: int) -> int:
+    """How many slots fit, whose states take so many bytes at most."""
+    slots, some = granted // codec.slot_bytes, 1 << 20
+    if isinstance(codec, RecordCodec):
+        slots = max(slots, slots_for(granted, codec, slots * _SMALLER))
+    slots = min(slots, most * some // store_for(codec).reserved_bytes(some))
+    while slots > 0 and (over := store_for(codec).bytes_for(codec, slots) - size) > 0:
+        slots -= max(over // codec.slot_bytes, 1)
+    return slots

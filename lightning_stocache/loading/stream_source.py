@@ -1,0 +1,214 @@
+"""A stream as a process serves it: read and kept, or from what is kept.
+
+Epoch one is the stream: each process reads what it would read without a cache, at the same moments, hands it on as it
+is, and keeps a copy. A sample that is kept is a miss, and a fill; one that is not is a bypass; one that comes from
+memory is a hit.
+
+When an epoch has ended in every shard of every rank of the node, and all of it was kept, later epochs come from memory:
+a permutation of all samples by `seed` and the number of the epoch, dealt to the ranks, and to the workers of each. What
+an epoch comes from is decided before it begins (`stream_choice`).
+"""
+
+from __future__ import annotations
+
+import logging
+import os
+import time
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import numpy as np
+from torch.utils.data import get_worker_info
+
+from lightning_stocache.cache.field import UnsupportedSampleError
+from lightning_stocache.cache.kept_samples import KeptSamples
+from lightning_stocache.cache.placement import Integers
+from lightning_stocache.cache.spec import SampleMismatchError
+from lightning_stocache.cache.stream_decision import Decision, Mode
+from lightning_stocache.cache.stream_ledger import MOST_WORKERS, Shard
+from lightning_stocache.cache.stream_order import StreamOrder
+from lightning_stocache.cache.stream_store import StreamStore
+from lightning_stocache.loading.stream_choice import NO_ROW, StreamChoice
+from lightning_stocache.loading.stream_pass import MixedPass, StreamPass
+from lightning_stocache.node.budget import format_bytes
+from lightning_stocache.sampling.stream_deal import batches_in_turn, batches_of, dealt, permutation
+from lightning_stocache.setup.codec_choice import choose_codec
+from lightning_stocache.setup.open_stream import OpenStream
+from lightning_stocache.setup.request import Layout
+
+__all__ = ["StreamSource"]
+
+log = logging.getLogger(__name__)
+
+_AT_ONCE, _AT_ONCE_BYTES = 64, 4 << 20  # samples that are read from memory together
+
+
+class StreamSource:
+    """Serves the samples of a stream.
+
+    Args:
+        source: the user's stream.
+        opened: the memory for it.
+        transform: what is done to each sample after the cache.
+        layout: how samples are to lie.
+        allow_random: whether a random stream is kept as it is.
+        seed: of the permutations.
+        shuffle: whether later epochs have another order than the stream.
+    """
+
+    def __init__(
+        self,
+        source: Any,
+        opened: OpenStream,
+        transform: Callable[[Any], Any] | None = None,
+        layout: Layout = "auto",
+        allow_random: bool = False,
+        seed: int = 0,
+        shuffle: bool = True,
+    ) -> None:
+        self.source, self.opened, self.transform = source, opened, transform
+        self.layout, self.allow_random, self.seed = layout, allow_random, seed
+        self.shuffle = shuffle
+
+    def begin(self) -> Iterator[Any]:
+        """The next epoch of this process."""
+        store, shard = self.opened.live, self._shard()
+        if store is None:
+            return StreamPass(self, None, shard, 0)
+        if shard.workers > MOST_WORKERS:
+            self.pass_by(store, f"its loader has {shard.workers} workers, more than {MOST_WORKERS}")
+            return StreamPass(self, None, shard, 0)
+        epoch = store.ledger.begin(shard)
+        mode = self._mode(store, epoch)
+        if mode == "cache":
+            kept = store.kept()
+            return self._from_memory(kept, self._share(kept, shard, epoch))
+        if mode == "mixed":
+            kept = store.kept()
+            mine = self._tail_of(store, kept, shard, epoch)
+            return MixedPass(
+                self, store, shard, epoch, self._from_memory(kept, mine), len(mine), after=not self.shuffle
+            )
+        how = {"tail": mode == "tail", "watches": not self.allow_random}
+        return StreamPass(self, None if mode == "pass" else store, shard, epoch, **how)
+
+    def announce(self, workers: int) -> int | None:
+        """In the process of a loader: the number of the epoch that begins now, if all of it comes from memory."""
+        store = self.opened.live
+        if store is None:
+            return None
+        epoch = store.ledger.announce(self.opened.rank, max(workers, 1))
+        return epoch if self._mode(store, epoch) == "cache" else None
+
+    def batches(self, epoch: int, shards: Integers, size: int, drop_last: bool) -> list[Integers]:
+        """The batches of this rank in an epoch that comes from memory, given the shard of every sample."""
+        opened, samples = self.opened, len(shards)
+        if self.shuffle:
+            order = permutation(samples, self.seed, epoch)
+            return list(batches_of(order, opened.rank, opened.ranks, size, drop_last=drop_last))
+        return batches_in_turn([np.flatnonzero(shards == own) for own in self._own(shards)], size, drop_last=drop_last)
+
+    def count(self, **counts: int) -> None:
+        """Count what has been served or filled, by the names of `Counts`."""
+        if self.opened.counters is not None:
+            self.opened.counters.add(**counts)
+
+    def finished(self, sample: Any) -> Any:
+        """A sample as it is handed out."""
+        return sample if self.transform is None else self.transform(sample)
+
+    def pass_by(self, store: StreamStore, reason: str) -> None:
+        """Keep nothing from now on, and say so once. What others are reading stays where it is."""
+        mode = (decision := Decision(store.ledger)).mode
+        if mode == "mixed":
+            reason += ". Some samples of this epoch may have come twice, or not at all"
+        if decision.pass_by():
+            self._tell(reason)
+            if mode != "mixed":
+                store.clear()
+
+    def keep(self, store: StreamStore, shard: Shard, epoch: int, sample: Any, mark: int) -> int | None:
+        """Keep a copy of a sample that has come, if that is possible; its bytes."""
+        decision = Decision(store.ledger)
+        if decision.mode not in ("stream", "tail"):
+            return None
+        try:
+            if store.codec is None and not self._lay_out(store, decision, sample):
+                return None
+            try:
+                return store.keep(shard, epoch, sample, mark)
+            except SampleMismatchError:
+                if self.layout == "rows":
+                    raise
+            if store.to_records():
+                return store.keep(shard, epoch, sample, mark)
+            decision.is_first(NO_ROW)  # the next epoch is the stream again, as records
+            store.leave(shard, epoch)
+        except (UnsupportedSampleError, SampleMismatchError) as error:
+            self.pass_by(store, str(error))
+        except OSError as error:
+            self.pass_by(store, f"there is no memory for it: {error}")
+        return None
+
+    def _lay_out(self, store: StreamStore, decision: Decision, sample: Any) -> bool:
+        layout: Layout = "records" if decision.has(NO_ROW) and self.layout == "auto" else self.layout
+        laid_out = store.lay_out(choose_codec([0], [sample], layout).codec)
+        if not laid_out:
+            self.pass_by(store, f"its first sample is larger than {format_bytes(self.opened.budget_bytes)}")
+        return laid_out
+
+    def _mode(self, store: StreamStore, epoch: int) -> Mode:
+        choice = StreamChoice(self.source, store, self.allow_random, self._tell)
+        return Decision(store.ledger).of(epoch, lambda: choice.of(epoch))
+
+    def _shard(self) -> Shard:
+        info: Any = get_worker_info()
+        if info is None:
+            return Shard(self.opened.rank, key=os.getpid())
+        return Shard(self.opened.rank, info.id, info.num_workers, (info.seed - info.id) % 2**62 + 1)
+
+    def _own(self, shards: Integers) -> list[int]:
+        """The numbers of those shards that are of this rank."""
+        ours = range(Shard(self.opened.rank).number, Shard(self.opened.rank + 1).number)
+        return [number for number in np.unique(shards).tolist() if number in ours]
+
+    def _share(self, kept: KeptSamples, shard: Shard, epoch: int) -> Integers:
+        """What a shard serves of all that is kept: unshuffled, what it has read, where shards are the same."""
+        if self.shuffle:
+            mine = dealt(permutation(len(kept), self.seed, epoch), self.opened.rank, self.opened.ranks)
+            return mine[shard.worker :: shard.workers]
+        own = self._own(kept.shards)
+        if all(number - Shard(self.opened.rank).number < shard.workers for number in own):
+            return np.flatnonzero(kept.shards == shard.number)
+        return np.flatnonzero(np.isin(kept.shards, own))[shard.worker :: shard.workers]
+
+    def _tail_of(self, store: StreamStore, kept: KeptSamples, shard: Shard, epoch: int) -> Integers:
+        """What a shard serves of all tails: as many samples as its own had, so that it stays as long as it was."""
+        if not self.shuffle:
+            return np.flatnonzero(kept.shards == shard.number)
+        order = permutation(len(kept), self.seed, epoch)
+        begin, parts = 0, StreamOrder(store.ledger)
+        for other in parts.shards():
+            *_, tail = parts.parts(other)
+            if (other.rank, other.worker) == (shard.rank, shard.worker):
+                return order[begin : begin + tail]
+            begin += tail
+        return order[:0]
+
+    def _from_memory(self, kept: KeptSamples, mine: Integers) -> Iterator[Any]:
+        step = max(min(_AT_ONCE_BYTES // max(kept.codec.nbytes, 1), _AT_ONCE), 1)
+        for first in range(0, len(mine), step):
+            if kept.closed:
+                raise RuntimeError("the stream was closed while an epoch was served from what is kept of it")
+            start = time.perf_counter_ns()
+            places = kept.lookup(mine[first : first + step])
+            samples, nbytes = list(kept.read(places)), kept.stored_bytes(places)
+            gather_ns = time.perf_counter_ns() - start
+            for number, sample in enumerate(samples, 1):  # one by one: who stops in between has been served no more
+                share = nbytes * number // len(samples) - nbytes * (number - 1) // len(samples)
+                self.count(hits=1, bytes_from_cache=share, gather_ns=gather_ns // len(samples))
+                yield self.finished(sample)
+
+    def _tell(self, reason: str) -> None:
+        name = getattr(self.source, "__name__", type(self.source).__name__)
+        log.warning("%s passes through uncached: %s", name, reason)

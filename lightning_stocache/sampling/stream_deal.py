@@ -1,0 +1,86 @@
+"""In which order what is kept of a stream is served, and by whom: the same arithmetic in every process."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from itertools import pairwise, zip_longest
+
+import numpy as np
+
+from lightning_stocache.cache.placement import Integers
+
+__all__ = ["batches_in_turn", "batches_of", "dealt", "permutation"]
+
+
+def permutation(samples: int, seed: int, epoch: int) -> Integers:
+    """All samples in the order of an epoch, int64 `[samples]`; the same in every process.
+
+    Example:
+        >>> sorted(permutation(5, seed=0, epoch=2).tolist())
+        [0, 1, 2, 3, 4]
+    """
+    order: Integers = np.random.Generator(np.random.PCG64([seed, epoch])).permutation(samples)
+    return order
+
+
+def dealt(order: Integers, rank: int, ranks: int, *, pad: bool = True) -> Integers:
+    """What one of some ranks takes of an order.
+
+    Args:
+        order: the samples of all, int64 `[samples]`.
+        rank: which of them.
+        ranks: how many there are.
+        pad: whether all get the same number, and the first samples come twice for that, as by DistributedSampler.
+
+    Example:
+        >>> [dealt(np.arange(5), rank, 2).tolist() for rank in (0, 1)]
+        [[0, 2, 4], [1, 3, 0]]
+    """
+    if pad and len(order) % ranks:
+        order = np.resize(order, -(-len(order) // ranks) * ranks)
+    return order[rank::ranks]
+
+
+def batches_in_turn(shards: Sequence[Integers], size: int, *, drop_last: bool = False) -> list[Integers]:
+    """The batches of a stream as a DataLoader makes them: one of each worker in turn.
+
+    Args:
+        shards: the samples of every worker, int64 `[samples]`.
+        size: samples per batch.
+        drop_last: whether all batches are to have that size.
+
+    Example:
+        >>> [batch.tolist() for batch in batches_in_turn([np.array([0, 1, 2]), np.array([7])], 2)]
+        [[0, 1], [7], [2]]
+    """
+    cut = [[mine[first : first + size] for first in range(0, len(mine), size)] for mine in shards]
+    turns = (batch for turn in zip_longest(*cut) for batch in turn if batch is not None)
+    return [batch for batch in turns if not drop_last or len(batch) == size]
+
+
+def batches_of(order: Integers, rank: int, ranks: int, size: int, *, drop_last: bool = False) -> Sequence[Integers]:
+    """The batches of a rank: as many on each, and every sample on one of them.
+
+    Where a rank would have a batch less than others, its last one is divided. Only with fewer samples than ranks have
+    batches do some come twice. With `drop_last` what is left over after the last whole batch of all ranks is left out.
+
+    Args:
+        order: the samples of all, int64 `[samples]`.
+        rank: which of the ranks.
+        ranks: how many there are.
+        size: samples per batch.
+        drop_last: whether all batches are to have that size.
+
+    Example:
+        >>> [[len(batch) for batch in batches_of(np.arange(9), rank, 2, 4)] for rank in (0, 1)]
+        [[4, 1], [3, 1]]
+    """
+    if drop_last:
+        mine = dealt(order[: len(order) // (ranks * size) * ranks * size], rank, ranks)
+        return [mine[first : first + size] for first in range(0, len(mine), size)]
+    count = -(-len(order) // (ranks * size))
+    mine = dealt(order, rank, ranks, pad=False)
+    if len(mine) < count:
+        mine = dealt(order, rank, ranks)
+    cuts = [min(number * size, len(mine) - (count - number)) for number in range(count)] + [len(mine)]
+    return [mine[begin:end] for begin, end in pairwise(cuts)]

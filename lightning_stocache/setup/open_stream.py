@@ -1,0 +1,203 @@
+"""How the memory for a stream opens: granted, made by the leader of each node, reached by its other ranks.
+
+Nothing is known of a stream before it is read: neither its length nor its size nor what its samples look like, and to
+look at it would be to read it. So there is no look: the memory is granted in bytes, and laid out by the first sample.
+"""
+
+from __future__ import annotations
+
+import logging
+import os
+import sys
+from dataclasses import dataclass, field, replace
+from typing import Any
+
+from lightning_stocache.cache.counters import Counters
+from lightning_stocache.cache.stream_segments import StreamHandle
+from lightning_stocache.cache.stream_store import StreamStore
+from lightning_stocache.node.budget import Budget, format_bytes
+from lightning_stocache.node.files import Backend, memory_directory
+from lightning_stocache.node.free import FreeMemory
+from lightning_stocache.node.grant import Reserve, grant, margin
+from lightning_stocache.node.group import NodeGroup
+from lightning_stocache.node.segment import Segment, SegmentHandle
+from lightning_stocache.setup.request import BackendChoice
+from lightning_stocache.setup.segments import CacheMemoryError
+
+__all__ = ["OpenStream", "check_budget", "open_stream"]
+
+log = logging.getLogger(__name__)
+
+_LEAST = 1 << 16  # bytes below which there is nothing to be kept
+_READERS = 4  # processes per rank that map the memory, where nobody has said how many
+_UNKNOWN = 1 << 60  # the size of a stream
+
+
+@dataclass(frozen=True)
+class OpenStream:
+    """The memory of a stream in this process.
+
+    Args:
+        store: what is kept; None while nothing is.
+        counters: what was served; None where counting is impossible.
+        group: the ranks that share it.
+        budget_bytes: memory that was granted on this node.
+    """
+
+    store: StreamStore | None = None
+    counters: Counters | None = None
+    group: NodeGroup = field(default_factory=NodeGroup)
+    budget_bytes: int = 0
+
+    @property
+    def live(self) -> StreamStore | None:
+        """The store, unless this process has closed it."""
+        return None if self.store is None or self.store.closed else self.store
+
+    @property
+    def rank(self) -> int:
+        """The number of this rank among those of its node."""
+        return self.group.nodes[self.group.node].index(self.group.rank)
+
+    @property
+    def ranks(self) -> int:
+        """How many ranks of this node share it."""
+        return len(self.group.nodes[self.group.node])
+
+    def __getstate__(self) -> dict[str, Any]:
+        # What this process has closed cannot be sent to another one, which passes samples through just the same.
+        counters = None if self.counters is None or self.counters.closed else self.counters
+        return self.__dict__ | {"store": self.live, "counters": counters}
+
+    def close(self) -> None:
+        """Give it up in this process."""
+        if self.store is not None:
+            self.store.close()
+        if self.counters is not None and not self.counters.closed:
+            self.counters.close()
+
+
+@dataclass(frozen=True)
+class _Address:
+    store: StreamHandle | None
+    counters: SegmentHandle
+    granted: int
+
+
+def check_budget(budget: Budget) -> None:
+    """Refuse a share of a dataset whose size nobody knows.
+
+    Raises:
+        ValueError: it is one.
+    """
+    if budget.unit == "% of dataset" and budget.amount < 100:
+        raise ValueError(
+            f"budget of a stream must be in bytes, '% of free', 'auto' (as much as is safely free) or 0, got "
+            f"{str(budget)!r}: nobody knows the size of a stream"
+        )
+
+
+def open_stream(
+    budget: Budget, group: NodeGroup, backend: BackendChoice = "auto", *, disable: bool = False, kept_back: int = 0
+) -> OpenStream:
+    """Open the memory of a stream. Collective: all ranks call it in the same order.
+
+    Args:
+        budget: memory per node.
+        group: which ranks share memory.
+        backend: where segments lie.
+        disable: whether to go on uncached, with a warning, where the memory cannot be had.
+        kept_back: bytes of this node's free memory that are for something else.
+
+    Raises:
+        CacheMemoryError: the memory cannot be had or reached, on all ranks alike. Not with `disable`.
+    """
+    if sys.platform == "win32":
+        log.warning("Windows has no memory that processes could share: the stream passes through uncached")
+        return OpenStream(group=group)
+    if len(group.nodes) > 1 and not budget.off:
+        if group.rank == 0:
+            log.warning("a stream is kept on one node only: on %d it passes through uncached", len(group.nodes))
+        budget = Budget.parse(0)
+    made: list[OpenStream] = []
+    try:
+        for kind in dict.fromkeys((None, "file") if backend == "auto" else (backend, "file")):
+            failed = _make_and_attach(made, budget, group, kind, kept_back)
+            if failed is None:
+                return made[0]
+    except CacheMemoryError:
+        raise
+    message = f"the memory of a stream could not be made or reached: {failed}. To go on uncached: on_error='disable'"
+    if not disable:
+        raise CacheMemoryError(message)
+    if group.rank == 0:
+        log.warning("%s", message)
+    return OpenStream(group=group)
+
+
+def _make_and_attach(
+    made: list[OpenStream], budget: Budget, group: NodeGroup, backend: Backend | None, kept_back: int
+) -> str | None:
+    """Open it on all ranks, in `made`; what has failed on one, in words."""
+    made.clear()
+    address: _Address | None = None
+    trouble: str | None = None
+    try:
+        if group.is_leader:
+            made.append(_made(budget, group, backend, kept_back))
+            counters, store = made[0].counters, made[0].store
+            assert counters is not None
+            address = _Address(None if store is None else store.handle, counters.handle, made[0].budget_bytes)
+    except Exception as error:  # whatever it is, the others are waiting for the address
+        trouble = repr(error)
+    address = group.exchange(address)[group.leader]
+    try:
+        if not group.is_leader and address is not None:
+            store = None if address.store is None else StreamStore.attach(address.store)
+            counters = Counters(Segment.attach(address.counters), group.rank)
+            made.append(OpenStream(store, counters, group, address.granted))
+    except Exception as error:  # likewise
+        trouble = repr(error)
+    troubles = group.exchange(trouble)
+    for opened in made:
+        if opened.counters is not None:
+            opened.counters.unlink()
+        if opened.store is not None:
+            opened.store.unlink()
+    if not any(troubles):
+        return None
+    for opened in made:
+        opened.close()
+    return next(f"rank {rank}: {words}" for rank, words in enumerate(troubles) if words)
+
+
+def _made(budget: Budget, group: NodeGroup, backend: Backend | None, kept_back: int) -> OpenStream:
+    """Made by the leader of a node."""
+    ranks = len(group.nodes[group.node])
+    counters = Counters.create(group.rank, backend)
+    if budget.off:
+        return OpenStream(None, counters, group)
+    directory = None if backend == "memfd" else memory_directory()
+    free = FreeMemory.measure(directory)
+    reserve = Reserve(kept_back, 0, ranks * _READERS)
+    given = grant(budget, _UNKNOWN, free, reserve, ranks)
+    if backend is None and hasattr(os, "memfd_create") and given.bytes < given.wanted:
+        roomier = grant(budget, _UNKNOWN, replace(free, filesystem=None, directory=None), reserve, ranks)
+        if roomier.bytes > 2 * given.bytes:
+            backend, given = "memfd", roomier
+    if given.limited_by is not None and budget.unit == "bytes":
+        log.warning(
+            "a stream may keep %s of the %s that budget=%r asks for: limited by %s",
+            format_bytes(given.bytes),
+            format_bytes(given.wanted),
+            str(budget),
+            given.limited_by,
+        )
+    if given.bytes < _LEAST:
+        return OpenStream(None, counters, group)
+    try:
+        store = StreamStore.create(given.bytes, ranks, backend, margin(free, ranks) // 2)
+    except OSError:
+        counters.close()
+        raise
+    return OpenStream(store, counters, group, given.bytes)

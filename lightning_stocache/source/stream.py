@@ -1,0 +1,219 @@
+"""A stream: what can only be read from its beginning, as its user has it.
+
+An IterableDataset, a WebDataset, a `datasets.IterableDataset`, any object with `__iter__`, or a function that makes an
+iterator: it is read once per epoch, from the start (`begun`). An iterator itself can be read once, and is refused.
+
+Two things must not be frozen by keeping what a stream gives. What tells them apart from a stream that is only shuffled:
+
+- **Random samples** (augmentation). `DrawsWatch` compares the generators before and after a sample is read: the
+  process-wide ones, and those that belong to the source. The first sample is left out: many streams draw their order
+  there. Shuffling by WebDataset and by `datasets` draws from generators of their own, which nobody can reach, and is
+  not seen. What shuffles by the process-wide generators with every sample cannot be told from augmentation: it is not
+  kept (`allow_random=True` says that it may be).
+- **Another choice in every epoch**, and random samples that draw from what cannot be seen. When a stream is kept whole,
+  every sample that it may give is kept, in whatever order. So the first samples of the stream are read once more, under
+  other seeds (`changed`): each must be there already, bit for bit. A stream that draws its shards anew for each sample
+  (`resampled=True` of WebDataset) is known by its class: its epoch is cut out of something that never ends.
+
+To find a sample among those that are kept, each has a `mark`: 64 bits made of the sums and the ends of its fields.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import random
+import time
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from contextlib import suppress
+from typing import Any
+
+import numpy as np
+import numpy.typing as npt
+import torch
+from torch.utils.data import IterDataPipe
+
+from lightning_stocache.source.generators import Generators, owned_generators, reachable
+from lightning_stocache.source.probe import bits, is_pil
+
+__all__ = ["DrawsWatch", "begun", "changed", "check_stream", "draws_shards", "mark_of"]
+
+_FIRST = 32  # samples that are watched in any case
+_SHARE = 20  # at most this part of the source's time is for watching the others
+_AGAIN, _AGAIN_SECONDS = 16, 10.0  # samples that are read once more, and how long that may take
+_ENDS = 64  # bytes of either end of a field
+_DEEP = 16  # containers inside each other that are looked into
+_NUMBERS = (int, float, bool, type(None))
+
+
+def check_stream(source: Any, cached: type) -> None:
+    """Refuse what is no stream. Nothing is read.
+
+    Args:
+        source: what the user gave.
+        cached: the class of streams that are cached already.
+
+    Raises:
+        TypeError: it is an iterator, which ends after one epoch, or has an index, or is no iterable at all.
+
+    Example:
+        >>> check_stream("text", cached=dict)
+        Traceback (most recent call last):
+            ...
+        TypeError: iterable must be a stream of samples, got a str
+    """
+    kind = type(source).__name__
+    if isinstance(source, cached):
+        raise TypeError(f"iterable must be the stream itself, got a {kind} that is cached already")
+    if isinstance(source, type):
+        raise TypeError(f"iterable must be a stream, got the class {source.__name__}: call it first")
+    if isinstance(source, Iterator):
+        raise TypeError(
+            f"iterable must give its samples anew in every epoch, got a {kind}, which can be read once: give the "
+            "function that makes it"
+        )
+    if isinstance(source, str | bytes | torch.Tensor | np.ndarray | Mapping):
+        raise TypeError(f"iterable must be a stream of samples, got a {kind}")
+    if isinstance(source, IterDataPipe):
+        raise TypeError(
+            f"iterable must be divided among workers by itself, got the IterDataPipe {kind}, which DataLoader divides"
+        )
+    if hasattr(source, "__getitem__") and not hasattr(source, "__iter__"):
+        raise TypeError(f"iterable must have __iter__, got the map-style {kind}: give it to CachedDataset")
+    if not (hasattr(source, "__iter__") or callable(source)):
+        raise TypeError(f"iterable must have __iter__, or be a function that makes an iterator; got a {kind}")
+
+
+def begun(source: Any) -> Iterator[Any]:
+    """A stream from its beginning.
+
+    Example:
+        >>> list(begun(lambda: iter("ab"))), list(begun([1, 2]))
+        (['a', 'b'], [1, 2])
+    """
+    return iter(source if hasattr(source, "__iter__") else source())
+
+
+def draws_shards(source: Any) -> bool:
+    """Whether a stream draws what it reads next, and never ends: WebDataset's `resampled=True`."""
+    return any(
+        type(node).__module__.partition(".")[0] == "webdataset" and "Resampled" in type(node).__name__
+        for _, node in reachable(source)
+    )
+
+
+def mark_of(sample: Any) -> int:
+    """64 bits of a sample, which are equal for samples of the same content.
+
+    Example:
+        >>> mark_of({"x": torch.ones(3)}) == mark_of({"x": torch.ones(3)}) != mark_of({"x": torch.zeros(3)})
+        True
+    """
+    digest = hashlib.blake2b(digest_size=8)
+    with suppress(Exception):  # an object of the user's that only looks like one of these: the rest tells it apart
+        _feed(digest, sample, _DEEP)
+    return int.from_bytes(digest.digest(), "little")
+
+
+def _feed(digest: Any, node: Any, deep: int) -> None:
+    kind = type(node)
+    digest.update(kind.__name__.encode())
+    if isinstance(node, dict | list | tuple) and deep:
+        if isinstance(node, dict):
+            digest.update(repr(list(node)).encode(errors="replace"))
+            node = list(node.values())
+        if all(type(item) in _NUMBERS for item in node):
+            digest.update(repr(node).encode())
+        else:
+            for item in node:
+                _feed(digest, item, deep - 1)
+    elif isinstance(node, torch.Tensor):
+        digest.update(str((node.dtype, tuple(node.shape))).encode())
+        if node.layout is torch.strided and node.is_cpu and not node.is_quantized and not node.is_nested:
+            plain = node.as_subclass(torch.Tensor).detach().resolve_conj().resolve_neg().contiguous()
+            digest.update(_digested(plain.reshape(-1).view(torch.uint8).numpy()))
+    elif isinstance(node, np.ndarray):
+        digest.update(str((node.dtype, node.shape)).encode())
+        if not node.dtype.hasobject and node.size:
+            digest.update(_digested(np.ascontiguousarray(node).reshape(-1).view(np.uint8)))
+    elif isinstance(node, bytes | bytearray | str):
+        text = node if isinstance(node, bytes | bytearray) else node.encode(errors="replace")
+        digest.update(_digested(np.frombuffer(text, dtype=np.uint8)))
+    elif kind in _NUMBERS or isinstance(node, complex | np.generic):
+        digest.update(repr(node).encode())
+    elif is_pil(node):
+        middle = node.crop((0, node.height // 2, node.width, node.height // 2 + 1))
+        digest.update(f"{node.mode}{node.size}".encode() + middle.tobytes())
+
+
+def _digested(content: npt.NDArray[np.uint8]) -> bytes:
+    """Some bytes as few: their number, their ends, and the sum of their words, which costs 0.1 us per KB."""
+    words = content[: len(content) // 8 * 8].view(np.uint64)
+    ends = content[:_ENDS].tobytes() + content[-_ENDS:].tobytes()
+    return len(content).to_bytes(8, "little") + int(words.sum(dtype=np.uint64)).to_bytes(8, "little") + ends
+
+
+class DrawsWatch:
+    """Watches whether a stream draws random numbers for its samples, in one process.
+
+    It takes at most a twentieth of the stream's own time, besides that of the first samples: of a fast stream it sees
+    some samples only.
+
+    Args:
+        source: the stream, whose own generators are watched, too.
+    """
+
+    def __init__(self, source: Any) -> None:
+        self._generators = Generators(owned_generators(source))
+        self._before: dict[str, Any] | None = None
+        self._seen = self._own_ns = self._source_ns = self._began = 0
+        self.moved: str | None = None
+        """The generators that moved while a sample was read, in words; None as long as none has."""
+
+    def before(self) -> None:
+        """A sample is to be read now."""
+        start = time.perf_counter_ns()
+        # The first draws what the epoch is made of.
+        if self._seen and (self._seen < _FIRST or self._own_ns * _SHARE < self._source_ns):
+            self._before = self._generators.state()
+        self._began = time.perf_counter_ns()
+        self._own_ns += self._began - start
+
+    def after(self) -> int:
+        """It has come; the nanoseconds that it took."""
+        ended = time.perf_counter_ns()
+        self._source_ns += ended - self._began
+        self._seen += 1
+        before, self._before = self._before, None
+        if before is not None:
+            now = self._generators.state()
+            if moved := [name for name in before if before[name] != now.get(name)]:
+                self.moved = " and ".join(moved)
+            self._own_ns += time.perf_counter_ns() - ended
+        return ended - self._began
+
+
+def changed(source: Any, known: Callable[[int], Iterable[Any]]) -> str | None:
+    """Why the stream is not what was kept of it, in words, found by reading its first samples again; None if it is.
+
+    The generators are put back to where they were.
+
+    Args:
+        source: the stream.
+        known: gives the samples that were kept and have this mark.
+    """
+    generators = Generators(owned_generators(source))
+    state, began = generators.state(), time.monotonic()
+    generators.seed(random.SystemRandom().getrandbits(31))
+    try:
+        stream = begun(source)
+        for number, sample in zip(range(_AGAIN), stream, strict=False):
+            seen = bits(sample)
+            if not any(bits(other) == seen for other in known(mark_of(sample))):
+                return f"sample {number}, when it was read again, was not among those of the epoch before"
+            if time.monotonic() - began > _AGAIN_SECONDS:
+                break
+    except Exception as error:  # whatever the user's code raises when it is asked again
+        return f"reading it again raised {error!r}"
+    finally:
+        generators.restore(state)
+    return None

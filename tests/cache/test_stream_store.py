@@ -1,0 +1,183 @@
+"""The samples of a stream in memory: numbered, found again by their marks, laid out anew, seen from other processes."""
+
+from __future__ import annotations
+
+import pickle
+import random
+from contextlib import closing
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+
+from lightning_stocache.cache.records import RecordCodec
+from lightning_stocache.cache.spec import SampleMismatchError, SampleSpec
+from lightning_stocache.cache.stream_decision import Decision
+from lightning_stocache.cache.stream_ledger import Shard, StreamLedger, Totals
+from lightning_stocache.cache.stream_order import Chain, StreamOrder
+from lightning_stocache.cache.stream_store import StreamStore
+from tests.processes import call
+
+
+def filled(store: StreamStore, shard: Shard, epoch: int, samples: list[Any]) -> None:
+    """Keep samples, marked by their position."""
+    for mark, sample in enumerate(samples):
+        assert store.keep(shard, epoch, sample, mark) is not None
+
+
+def test_what_is_kept_is_in_the_order_of_the_shards() -> None:
+    """Whoever was faster, samples are numbered by shard and position."""
+    shards = [Shard(0, 0, 2, key=1), Shard(0, 1, 2, key=1)]
+    with closing(StreamStore.create(1 << 20)) as store:
+        epochs = [store.ledger.begin(shard) for shard in shards]
+        store.lay_out(SampleSpec.infer(1))
+        for number in (10, 11, 0, 12, 1, 2):
+            store.keep(shards[number // 10], epochs[0], number, number)
+        kept = store.kept()
+        assert list(kept.read(kept.lookup(np.arange(6)))) == [0, 1, 2, 10, 11, 12]
+        assert kept.shards.tolist() == [0, 0, 0, 1, 1, 1]
+        assert [list(store.marked(mark)) for mark in (11, 5)] == [[11], []]
+
+
+def test_rows_become_records_with_all_that_was_kept() -> None:
+    """The first sample that is no row turns the others; nothing is lost, and marks stay."""
+    shard = Shard()
+    with closing(StreamStore.create(1 << 20)) as store:
+        epoch = store.ledger.begin(shard)
+        store.lay_out(SampleSpec.infer(torch.zeros(3)))
+        filled(store, shard, epoch, [torch.full((3,), float(number)) for number in range(20)])
+        with pytest.raises(SampleMismatchError):
+            store.keep(shard, epoch, torch.zeros(4), 20)
+        assert store.to_records()
+        assert isinstance(store.codec, RecordCodec)
+        filled(store, shard, epoch, [])
+        assert store.keep(shard, epoch, torch.zeros(4), 20) is not None
+        kept = store.kept()
+        samples = list(kept.read(kept.lookup(np.arange(21))))
+        assert [len(sample) for sample in samples] == [3] * 20 + [4]
+        assert [float(sample[0]) for sample in samples[:20]] == list(map(float, range(20)))
+        assert [float(sample[0]) for sample in store.marked(7)] == [7.0]
+
+
+def test_an_epoch_that_is_over_keeps_nothing() -> None:
+    """A process that comes late writes nothing into the memory of the next epoch."""
+    late, next_one = Shard(key=1), Shard(key=2)
+    with closing(StreamStore.create(1 << 20)) as store:
+        before = store.ledger.begin(late)
+        store.lay_out(SampleSpec.infer(1))
+        epoch = store.ledger.begin(next_one)
+        assert store.keep(late, before, 5, 5) is None
+        assert store.keep(next_one, epoch, 6, 6) is not None
+        assert store.filled == 1
+
+
+def test_clear_gives_the_memory_back() -> None:
+    """And the next sample may be of another kind."""
+    shard = Shard()
+    with closing(StreamStore.create(8 << 20)) as store:
+        epoch = store.ledger.begin(shard)
+        store.lay_out(SampleSpec.infer(torch.zeros(1000)))
+        filled(store, shard, epoch, [torch.zeros(1000)] * 500)
+        assert store.memory_bytes > 1_900_000
+        store.clear()
+        assert store.memory_bytes == store.filled == 0
+        assert store.codec is None
+        store.lay_out(RecordCodec.infer(["a"]))
+        filled(store, shard, epoch, ["b"])
+        assert list(store.marked(0)) == ["b"]
+
+
+def in_another_process(content: bytes) -> Any:
+    store = pickle.loads(content)
+    shard = Shard(0, 1, 2, key=9)
+    store.keep(shard, store.ledger.begin(shard), 7, 77)
+    found = list(store.marked(5))
+    store.close()
+    return found
+
+
+@pytest.mark.processes
+def test_another_process_opens_the_same() -> None:
+    """What one keeps the other finds."""
+    shard = Shard(0, 0, 2, key=9)
+    with closing(StreamStore.create(1 << 20)) as store:
+        epoch = store.ledger.begin(shard)
+        store.lay_out(SampleSpec.infer(1))
+        store.keep(shard, epoch, 4, 5)
+        assert call(in_another_process, pickle.dumps(store)) == [4]
+        assert list(store.marked(77)) == [7]
+        assert store.ledger.begin(Shard(key=10)) == 2
+        assert store.ledger.totals(1) is None  # none has ended
+
+
+def test_a_ledger_counts_like_a_list() -> None:
+    """Random epochs of random shards, announced or not, whole or broken off, against plain numbers."""
+    dice = random.Random(0)
+    with closing(StreamLedger.create(ranks=2)) as ledger:
+        expected: Totals | None = None
+        for epoch in range(1, 60):
+            workers, passed, kept, whole = dice.randrange(1, 4), 0, 0, True
+            for rank in range(2):
+                if dice.random() < 0.5:
+                    assert ledger.announce(rank, workers) == epoch
+                assert ledger.begin(Shard(rank, 0, workers, key=epoch)) == epoch
+            assert epoch == 1 or ledger.totals(epoch - 1) == expected
+            for shard in [Shard(rank, worker, workers, key=epoch) for rank in range(2) for worker in range(workers)]:
+                assert shard.worker == 0 or ledger.begin(shard) == epoch
+                for _ in range(dice.randrange(5)):
+                    stored = dice.random() < 0.9
+                    ledger.note(shard, kept=stored)
+                    passed, kept = passed + 1, kept + stored
+                if dice.random() < 0.9:
+                    ledger.end(shard, epoch)
+                else:
+                    whole = False
+            expected = Totals(passed, kept) if whole else None
+
+
+def test_the_head_of_a_shard_is_known_again() -> None:
+    """The chain of a shard's marks tells a head in the same order from any other."""
+    dice, shard = random.Random(1), Shard()
+    marks = [dice.getrandbits(64) for _ in range(1000)]
+    with closing(StreamLedger.create(1)) as ledger:
+        order, epoch = StreamOrder(ledger), ledger.begin(shard)
+        order.note(shard, chained(marks))
+        ledger.end(shard, epoch)
+        ledger.begin(shard)
+        kept = order.plan(0.4)
+        length, head, _ = order.parts(shard)
+        assert length == 1000
+        assert 0.35 * length < kept == length - head <= 0.4 * length
+        assert order.is_head(shard, chained(marks[:head]))
+        assert not order.is_head(shard, chained(marks[: head - 1]))
+        assert not order.is_head(shard, chained(marks[1:head] + marks[:1]))
+        assert not order.is_head(shard, chained([*marks[: head - 1], 0]))
+
+
+def chained(marks: list[int]) -> Chain:
+    chain = Chain()
+    for mark in marks:
+        chain.add(mark)
+    return chain
+
+
+def test_a_decision_is_taken_once() -> None:
+    """Who comes second hears what was decided; what is final stays."""
+    with closing(StreamLedger.create(1)) as ledger:
+        decision, asked = Decision(ledger), list[int]()
+
+        def decide(mode: Any) -> Any:
+            asked.append(1)
+            return mode
+
+        epoch = ledger.begin(Shard(key=1))
+        assert [decision.of(epoch, lambda: decide("stream")) for _ in range(2)] == ["stream"] * 2
+        epoch = ledger.begin(Shard(key=2))
+        assert [decision.of(epoch, lambda: decide("cache")) for _ in range(2)] == ["cache"] * 2
+        epoch = ledger.begin(Shard(key=3))
+        assert decision.of(epoch, lambda: decide("stream")) == "cache"
+        assert len(asked) == 2
+        assert decision.pass_by()
+        assert not decision.pass_by()
+        assert decision.mode == "pass"

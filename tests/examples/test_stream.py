@@ -1,0 +1,37 @@
+"""The example of a stream: files are read once, or what does not fit is read beside the cache."""
+
+from __future__ import annotations
+
+import os
+import re
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+pytestmark = [pytest.mark.processes, pytest.mark.slow]
+
+ROOT = Path(__file__).parents[2]
+
+
+def reads(tmp_path: Path, *arguments: str) -> list[int]:
+    """What the example says was read from the files in each epoch."""
+    environment = {**os.environ, "PYTHONPATH": str(ROOT), "TMPDIR": str(tmp_path), "CUDA_VISIBLE_DEVICES": ""}
+    command = [sys.executable, str(ROOT / "examples" / "stream.py"), "--samples", "256", *arguments]
+    done = subprocess.run(command, cwd=tmp_path, env=environment, capture_output=True, text=True, timeout=120)
+    assert done.returncode == 0, done.stderr
+    return [int(number) for number in re.findall(r"(\d+) read from the files", done.stdout)]
+
+
+@pytest.mark.parametrize("door", [(), ("--lightning",)])
+def test_files_are_read_once(tmp_path: Path, door: tuple[str, ...]) -> None:
+    """Epoch one reads all of them, epoch two a few samples, to see that nothing is random."""
+    assert reads(tmp_path, *door) == [256, 16, 0, 0]
+
+
+def test_what_does_not_fit_is_read(tmp_path: Path) -> None:
+    """From epoch three on the part that fits comes from memory."""
+    first, second, third, fourth = reads(tmp_path, "--budget", "1500KiB")
+    assert first == second == 256
+    assert third == fourth < 180

@@ -1,0 +1,517 @@
+"""A stream that is kept: epoch one is the stream, later epochs come from memory, every sample once."""
+
+from __future__ import annotations
+
+import logging
+import random
+from collections import Counter
+from collections.abc import Iterator
+from contextlib import closing
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from torch.utils.data import DataLoader, IterableDataset, TensorDataset, get_worker_info
+from torch.utils.data.datapipes.iter import IterableWrapper
+
+from lightning_stocache import CachedLoader, CachedStream
+from tests.loading.twins import same
+
+LENGTH = 103
+
+
+class Numbers(IterableDataset[Any]):
+    """A tensor and its number; every worker reads its share. `reads` are counted in shared memory."""
+
+    def __init__(self, length: int = LENGTH) -> None:
+        self.length = length
+        self.reads: Any = torch.zeros(1, dtype=torch.int64).share_memory_()
+
+    def __iter__(self) -> Iterator[Any]:
+        info: Any = get_worker_info()
+        first, step = (0, 1) if info is None else (info.id, info.num_workers)
+        for number in range(first, self.length, step):
+            self.reads += 1
+            yield self.sample(number)
+
+    def sample(self, number: int) -> Any:
+        return torch.full((4,), float(number)), number
+
+
+class Texts(Numbers):
+    """Samples that are no rows."""
+
+    def sample(self, number: int) -> Any:
+        return "a" * (number % 7), number
+
+
+class Turning(Numbers):
+    """Rows at first, then another shape."""
+
+    def sample(self, number: int) -> Any:
+        return torch.full((4 + (number > 20),), float(number)), number
+
+
+class Augmented(Numbers):
+    """Draws for every sample."""
+
+    def sample(self, number: int) -> Any:
+        return torch.full((4,), float(number)) + torch.rand(1), number
+
+
+class Secret(Numbers):
+    """Draws for every sample from what nobody can see."""
+
+    def __iter__(self) -> Iterator[Any]:
+        draws = random.SystemRandom()
+        for tensor, number in super().__iter__():
+            yield tensor + draws.random(), number
+
+
+class Shuffled(Numbers):
+    """Another order in every epoch."""
+
+    def __iter__(self) -> Iterator[Any]:
+        samples = list(super().__iter__())
+        random.shuffle(samples)
+        yield from samples
+
+
+def numbers_of(loader: Any) -> list[int]:
+    return [number for _, numbers in loader for number in (numbers.tolist() if hasattr(numbers, "tolist") else numbers)]
+
+
+def listed(samples: list[Any]) -> Any:
+    return [sample for sample, _ in samples], [number for _, number in samples]
+
+
+def generated() -> Iterator[Any]:
+    for number in range(LENGTH):
+        yield np.full(3, number), number
+
+
+def dictionaries(length: int) -> Iterator[Any]:
+    for number in range(length):
+        yield {"text": "x" * (number % 5), "number": number}
+
+
+@pytest.mark.parametrize("kind", [Numbers, Texts, Shuffled, Turning])
+def test_epoch_one_is_the_stream_and_later_ones_come_from_memory(kind: type[Numbers]) -> None:
+    """The first epoch gives the plain stream's samples in its order; the others all of them, each once, shuffled."""
+    random.seed(0)
+    plain = numbers_of(DataLoader(kind(), batch_size=4, collate_fn=listed))
+    random.seed(0)
+    with closing(CachedStream(kind(), "16MiB")) as stream:
+        loader = DataLoader(stream, batch_size=4, collate_fn=listed)
+        epochs = [numbers_of(loader) for _ in range(4)]
+        reads, counts = int(stream.source.reads), stream.counters.totals()
+    assert epochs[0] == plain
+    assert all(sorted(epoch) == list(range(LENGTH)) for epoch in epochs)
+    assert len({tuple(epoch) for epoch in epochs[1:]}) == 3
+    assert counts.hits == 3 * LENGTH
+    assert counts.misses == counts.fills == LENGTH
+    assert counts.bypasses == 0
+    assert LENGTH < reads <= (2 * LENGTH if kind is Shuffled else LENGTH + 17)
+
+
+def test_samples_come_back_as_they_were() -> None:
+    """What comes from memory has the values, types and structure of what passed."""
+    with closing(CachedStream(lambda: dictionaries(30), "16MiB")) as stream:
+        first, second = list(stream), list(stream)
+    assert sorted(second, key=lambda sample: sample["number"]) == first == list(dictionaries(30))
+
+
+@pytest.mark.processes
+@pytest.mark.parametrize("persistent", [False, True])
+@pytest.mark.parametrize("method", ["fork", "spawn"])
+def test_workers_keep_and_serve_their_shares(method: str, persistent: bool) -> None:
+    """With workers every sample comes once in each epoch, and the stream is read in the first alone."""
+    with closing(CachedStream(Texts(), "16MiB")) as stream:
+        loader = DataLoader(
+            stream,
+            batch_size=4,
+            num_workers=2,
+            collate_fn=listed,
+            multiprocessing_context=method,
+            persistent_workers=persistent,
+        )
+        plain = numbers_of(DataLoader(Texts(), batch_size=4, num_workers=2, collate_fn=listed))
+        epochs = [numbers_of(loader) for _ in range(3)]
+        counts = stream.counters.totals()
+        del loader
+    assert epochs[0] == plain
+    assert all(sorted(epoch) == list(range(LENGTH)) for epoch in epochs)
+    assert counts.hits == 2 * LENGTH
+    assert counts.misses == counts.fills == LENGTH
+
+
+@pytest.mark.processes
+@pytest.mark.parametrize("workers", [0, 2])
+def test_the_order_follows_from_the_seed(workers: int) -> None:
+    """Two runs with one seed give the same epochs, whichever worker was faster; another seed another order."""
+    orders = []
+    for seed in (1, 1, 2):
+        with closing(CachedStream(Numbers(), "16MiB", seed=seed)) as stream:
+            loader = DataLoader(stream, batch_size=4, num_workers=workers)
+            orders.append([numbers_of(loader) for _ in range(3)])
+    assert orders[0] == orders[1]
+    assert orders[0][1:] != orders[2][1:]
+
+
+@pytest.mark.parametrize(("kind", "word"), [(Augmented, "torch"), (Secret, "not among those")])
+def test_what_is_random_is_not_frozen(kind: Any, word: str, caplog: pytest.LogCaptureFixture) -> None:
+    """A stream that augments its samples passes through, with one warning that says how to keep it."""
+    with caplog.at_level(logging.WARNING), closing(CachedStream(kind(), "16MiB")) as stream:
+        epochs = [{int(n): float(x[0]) for x, n in stream} for _ in range(3)]
+        counts = stream.counters.totals()
+    assert epochs[1] != epochs[2]
+    assert counts.hits == 0
+    assert counts.served == 3 * LENGTH
+    assert len(caplog.records) == 1
+    assert word in caplog.text
+    assert "transform=" in caplog.text
+
+
+def test_a_random_stream_is_kept_if_that_is_said() -> None:
+    """allow_random=True keeps the first draw."""
+    with closing(CachedStream(Augmented(), "16MiB", allow_random=True)) as stream:
+        epochs = [{int(n): float(x[0]) for x, n in stream} for _ in range(3)]
+    assert epochs[0] == epochs[1] == epochs[2]
+
+
+def test_a_transform_runs_after_the_cache() -> None:
+    """What is random in it stays random."""
+    with closing(CachedStream(Numbers(), "16MiB", transform=lambda sample: (sample[0] + torch.rand(1), 0))) as stream:
+        epochs = [sorted(float(x[0]) for x, _ in stream) for _ in range(3)]
+        assert stream.counters.totals().hits == 2 * LENGTH
+    assert epochs[0] != epochs[1] != epochs[2]
+
+
+@pytest.mark.processes
+@pytest.mark.parametrize("workers", [0, 2])
+def test_a_broken_epoch_begins_again(workers: int) -> None:
+    """After a break nothing that came before is served twice, and the next whole epoch is kept."""
+    with closing(CachedStream(Numbers(), "16MiB")) as stream:
+        loader = DataLoader(stream, batch_size=4, num_workers=workers)
+        next(iter(loader))
+        epochs = [numbers_of(loader) for _ in range(3)]
+        hits = stream.counters.totals().hits
+    assert all(sorted(epoch) == list(range(LENGTH)) for epoch in epochs)
+    assert hits == 2 * LENGTH
+
+
+def test_a_stream_that_is_always_broken_off_is_not_kept(caplog: pytest.LogCaptureFixture) -> None:
+    """After three broken epochs it passes through, with one warning."""
+    with caplog.at_level(logging.WARNING), closing(CachedStream(Numbers(), "16MiB")) as stream:
+        for _ in range(6):
+            assert [next(samples)[1] for samples in [iter(stream)] for _ in range(5)] == list(range(5))
+        assert stream.counters.totals().hits == 0
+        assert stream.cache.filled == 0
+    assert len(caplog.records) == 1
+    assert "broken off" in caplog.text
+
+
+def test_an_error_of_the_stream_comes_through_and_ends_nothing() -> None:
+    """What the stream raises reaches the loader; that epoch is not kept, a later one is."""
+    fails = [True]
+
+    def failing() -> Iterator[int]:
+        yield from range(10)
+        if fails:
+            fails.clear()
+            raise KeyError("lost")
+        yield 10
+
+    with closing(CachedStream(failing, "16MiB")) as stream:
+        with pytest.raises(KeyError, match="lost"):
+            list(stream)
+        assert list(stream) == list(range(11))
+        assert sorted(stream) == list(range(11))
+
+
+class Large(Numbers):
+    """Samples of 16 KiB."""
+
+    def sample(self, number: int) -> Any:
+        return torch.full((4096,), float(number)), number
+
+
+class LargeTexts(Numbers):
+    """Records of 1 to 16 KiB."""
+
+    def sample(self, number: int) -> Any:
+        return "a" * (1024 + number * 7919 % 15360), number
+
+
+class LargeShuffled(Large):
+    """Another order in every epoch."""
+
+    def __iter__(self) -> Iterator[Any]:
+        samples = list(super().__iter__())
+        random.shuffle(samples)
+        yield from samples
+
+
+@pytest.mark.processes
+@pytest.mark.parametrize("kind", [Large, LargeTexts])
+@pytest.mark.parametrize("workers", [0, 2])
+def test_what_fits_in_part_is_served_beside_the_rest(kind: type[Numbers], workers: int) -> None:
+    """From epoch three on the head of the stream is read, and the tail comes from memory: every sample once."""
+    with closing(CachedStream(kind(200), "1MiB")) as stream:
+        loader = DataLoader(stream, batch_size=4, num_workers=workers, collate_fn=listed)
+        epochs, reads, hits = [], [], []
+        for _ in range(5):
+            before = int(stream.source.reads), stream.counters.totals().hits
+            epochs.append(numbers_of(loader))
+            reads.append(int(stream.source.reads) - before[0])
+            hits.append(stream.counters.totals().hits - before[1])
+        assert stream.counters.totals().served == 5 * 200
+    assert all(sorted(epoch) == list(range(200)) for epoch in epochs)
+    assert hits[:2] == [0, 0]
+    assert hits[2] == hits[4] > 40
+    assert all(hit + read == 200 for hit, read in zip(hits, reads, strict=True))
+    assert epochs[2] != epochs[3]
+
+
+def test_what_fits_in_part_and_changes_its_order_passes_through(caplog: pytest.LogCaptureFixture) -> None:
+    """A shuffled stream that does not fit cannot be left early: every sample once, with one warning."""
+    with caplog.at_level(logging.WARNING), closing(CachedStream(LargeShuffled(200), "1MiB")) as stream:
+        epochs = [sorted(number for _, number in stream) for _ in range(4)]
+        assert stream.counters.totals().hits == 0
+        assert stream.cache.filled == 0
+    assert epochs == [list(range(200))] * 4
+    assert len(caplog.records) == 1
+    assert "order" in caplog.text
+
+
+def test_a_stream_that_changes_its_length_passes_through(caplog: pytest.LogCaptureFixture) -> None:
+    """One that was kept in part and has another length in the second epoch is not kept; nothing is lost or doubled."""
+    lengths = [200, 190, 200, 200]
+
+    def changing() -> Iterator[Any]:
+        return iter([torch.full((4096,), float(number)) for number in range(lengths.pop(0))])
+
+    with caplog.at_level(logging.WARNING), closing(CachedStream(changing, "1MiB")) as stream:
+        epochs = [[int(sample[0]) for sample in stream] for _ in range(4)]
+    assert epochs == [list(range(200)), list(range(190)), list(range(200)), list(range(200))]
+    assert "190" in caplog.text
+
+
+def test_a_stream_that_changes_later_is_noticed(caplog: pytest.LogCaptureFixture) -> None:
+    """One that is served in part, and then changes its order, passes through from the next epoch on."""
+    orders = [list(range(200))] * 3 + [list(range(200))[::-1]] * 2
+
+    def changing() -> Iterator[Any]:
+        return iter([torch.full((4096,), float(number)) for number in orders.pop(0)])
+
+    with caplog.at_level(logging.WARNING), closing(CachedStream(changing, "1MiB")) as stream:
+        epochs = [[int(sample[0]) for sample in stream] for _ in range(5)]
+    assert sorted(epochs[2]) == list(range(200))
+    assert len(epochs[3]) == 200
+    assert epochs[4] == list(range(200))[::-1]
+    assert len(caplog.records) == 1
+    assert "order" in caplog.text
+
+
+@pytest.mark.processes
+def test_another_number_of_workers_begins_anew() -> None:
+    """Shares belong to workers: with others, a stream that is kept in part is read again."""
+    with closing(CachedStream(Large(200), "1MiB")) as stream:
+        for workers in (0, 0, 0, 2, 2, 2, 2):
+            loader = DataLoader(stream, batch_size=4, num_workers=workers, collate_fn=listed)
+            assert sorted(numbers_of(loader)) == list(range(200))
+        assert stream.counters.totals().hits > 80
+
+
+def test_a_stream_that_never_ends_is_passed_on() -> None:
+    """It is kept as far as there is room, and nothing else happens."""
+
+    def endless() -> Iterator[torch.Tensor]:
+        number = 0
+        while True:
+            yield torch.full((1024,), float(number))
+            number += 1
+
+    with closing(CachedStream(endless, "1MiB")) as stream:
+        samples = iter(stream)
+        assert [int(next(samples)[0]) for _ in range(600)] == list(range(600))
+        assert 0 < stream.counters.totals().fills < 300
+
+
+def test_a_stream_that_repeats_itself_is_kept_as_it_came() -> None:
+    """Every sample comes as often as it came."""
+    with closing(CachedStream(lambda: iter([1, 2, 1, 3, 1]), "1MiB")) as stream:
+        epochs = [list(stream) for _ in range(3)]
+        assert stream.counters.totals().hits == 10
+    assert [Counter(epoch) for epoch in epochs] == [Counter([1, 2, 1, 3, 1])] * 3
+
+
+def test_another_choice_in_every_epoch_is_not_frozen(caplog: pytest.LogCaptureFixture) -> None:
+    """A stream whose second epoch has other samples passes through."""
+    epoch = [0]
+
+    def growing() -> Iterator[int]:
+        epoch[0] += 1
+        yield from range(epoch[0] * 100, epoch[0] * 100 + 20)
+
+    with caplog.at_level(logging.WARNING), closing(CachedStream(growing, "1MiB")) as stream:
+        first, second = list(stream), list(stream)
+    assert first[0] == 100
+    assert second[0] > first[-1]
+    assert "not among those" in caplog.text
+
+
+def test_an_empty_stream_stays_empty() -> None:
+    """Nothing comes, as often as one asks."""
+    with closing(CachedStream(lambda: iter(()), "1MiB")) as stream:
+        assert [list(stream) for _ in range(5)] == [[]] * 5
+
+
+def test_a_known_length_ends_an_epoch() -> None:
+    """Who knows a length stops there, and asks for no more: that epoch is whole."""
+
+    class Sized(Numbers):
+        def __len__(self) -> int:
+            return self.length
+
+    with closing(CachedStream(Sized(20), "1MiB")) as stream:
+        assert len(stream) == 20
+        for _ in range(3):
+            samples = iter(stream)
+            assert sorted(next(samples)[1] for _ in range(20)) == list(range(20))
+        assert stream.counters.totals().hits == 40
+
+
+def test_closed_it_is_the_stream() -> None:
+    """After close samples pass through, as from a copy that was closed before it was made."""
+    stream = CachedStream(Numbers(), "1MiB")
+    list(stream)
+    stream.close()
+    assert [number for _, number in stream] == list(range(LENGTH))
+
+
+@pytest.mark.parametrize(
+    ("given", "error", "words"),
+    [
+        (iter([1]), TypeError, "can be read once"),
+        (5, TypeError, "must have __iter__"),
+        (Numbers, TypeError, "call it first"),
+        ("text", TypeError, "stream of samples"),
+        (TensorDataset(torch.zeros(3)), TypeError, "give it to CachedDataset"),
+        (IterableWrapper([1, 2]), TypeError, "IterDataPipe"),
+    ],
+)
+def test_what_is_no_stream_is_refused(given: Any, error: type[Exception], words: str) -> None:
+    """A clear error says what may be given."""
+    with pytest.raises(error, match=words):
+        CachedStream(given)
+
+
+@pytest.mark.parametrize(
+    ("argument", "words"),
+    [({"budget": "50%"}, "nobody knows the size"), ({"layout": "x"}, "layout"), ({"seed": -1}, "seed")],
+)
+def test_arguments_are_checked(argument: dict[str, Any], words: str) -> None:
+    """An argument that cannot be has an error that names it."""
+    with pytest.raises(ValueError, match=words):
+        CachedStream(Numbers(), **argument)
+
+
+def test_without_a_budget_it_passes_through() -> None:
+    """budget=0 keeps nothing, and counts."""
+    with closing(CachedStream(Numbers(), 0)) as stream:
+        assert stream.cache is None
+        assert [len(list(stream)) for _ in range(2)] == [LENGTH] * 2
+        assert stream.counters.totals().bypasses == 2 * LENGTH
+
+
+@pytest.mark.processes
+@pytest.mark.parametrize("kind", [Numbers, Texts])
+@pytest.mark.parametrize("workers", [0, 2])
+@pytest.mark.parametrize("persistent", [False, True])
+def test_a_cached_loader_makes_batches_from_memory(kind: type[Numbers], workers: int, persistent: bool) -> None:
+    """Its first epoch is DataLoader's; later ones have whole batches of the same kind, but the last one."""
+    arguments: dict[str, Any] = {
+        "batch_size": 4,
+        "num_workers": workers,
+        "persistent_workers": persistent and workers > 0,
+    }
+    plain = list(DataLoader(kind(), **arguments))
+    with closing(CachedStream(kind(), "16MiB")) as stream, closing(CachedLoader(stream, **arguments)) as loader:
+        epochs = [list(loader) for _ in range(4)]
+        counts = stream.counters.totals()
+    assert all(same(ours, theirs) for ours, theirs in zip(epochs[0], plain, strict=True))
+    for epoch in epochs[1:]:
+        assert [len(numbers) for _, numbers in epoch] == [4] * 25 + [3]
+        assert sorted(number for _, numbers in epoch for number in numbers.tolist()) == list(range(LENGTH))
+        assert [type(part) for part in epoch[0]] == [type(part) for part in plain[0]]
+    assert len({str(epoch[0][1]) for epoch in epochs[1:]}) == 3
+    assert counts.hits == 3 * LENGTH
+    assert counts.misses == LENGTH
+
+
+@pytest.mark.processes
+@pytest.mark.parametrize("workers", [0, 2])
+def test_a_cached_loader_knows_the_other_arguments(workers: int) -> None:
+    """drop_last, a collate_fn and a transform are those of the loader and the stream in every epoch."""
+    with closing(CachedStream(Numbers(), "16MiB", transform=lambda sample: (sample[0] + 1, sample[1]))) as stream:
+        loader = CachedLoader(stream, batch_size=4, drop_last=True, num_workers=workers, collate_fn=listed)
+        epochs = [list(loader) for _ in range(3)]
+        loader.close()
+    assert all(len(numbers) == 4 for epoch in epochs for _, numbers in epoch)
+    assert [len(epoch) for epoch in epochs[1:]] == [25, 25]
+    assert all(float(x[0]) == n + 1 for epoch in epochs for xs, ns in epoch for x, n in zip(xs, ns, strict=True))
+
+
+@pytest.mark.processes
+def test_a_cached_loader_without_batches_serves_samples() -> None:
+    """batch_size=None gives what the stream gives, in every epoch."""
+    with closing(CachedStream(Numbers(), "16MiB")) as stream:
+        loader = CachedLoader(stream, batch_size=None, num_workers=2)
+        assert [sorted(number for _, number in loader) for _ in range(3)] == [list(range(LENGTH))] * 3
+        assert stream.counters.totals().hits == 2 * LENGTH
+
+
+@pytest.mark.processes
+def test_worker_init_fn_finds_the_stream() -> None:
+    """What a worker is told about its dataset reaches the user's own, in the first epoch and later."""
+    with closing(CachedStream(Texts(), "16MiB")) as stream:
+        loader = CachedLoader(stream, batch_size=4, num_workers=1, worker_init_fn=told)
+        assert [len(numbers_of(loader)) for _ in range(3)] == [LENGTH] * 3
+        assert int(stream.source.reads) == LENGTH + 1002 + 16
+        loader.close()
+
+
+def told(worker: int) -> None:
+    info: Any = get_worker_info()
+    info.dataset.reads += 1000 if int(info.dataset.reads) < 1000 else 1
+
+
+@pytest.mark.processes
+@pytest.mark.parametrize("kind", [Numbers, Texts])
+@pytest.mark.parametrize("loader_kind", [DataLoader, CachedLoader])
+@pytest.mark.parametrize("workers", [0, 3])
+@pytest.mark.parametrize("drop_last", [False, True])
+def test_unshuffled_epochs_are_the_first_one(kind: Any, loader_kind: Any, workers: int, drop_last: bool) -> None:
+    """With shuffle=False later epochs have the batches of the plain stream, in their order."""
+    arguments: dict[str, Any] = {"batch_size": 4, "num_workers": workers, "drop_last": drop_last}
+    plain = list(DataLoader(kind(), **arguments))
+    with closing(CachedStream(kind(), "16MiB", shuffle=False)) as stream:
+        loader = loader_kind(stream, **arguments)
+        for _ in range(3):
+            assert same(list(loader), plain)
+        assert stream.counters.totals().hits >= 2 * (LENGTH - 12)
+        if loader_kind is CachedLoader:
+            loader.close()
+
+
+@pytest.mark.processes
+@pytest.mark.parametrize("workers", [0, 2])
+def test_unshuffled_epochs_that_fit_in_part_are_the_first_one(workers: int) -> None:
+    """The tail comes after the head."""
+    plain = list(DataLoader(Large(200), batch_size=4, num_workers=workers))
+    with closing(CachedStream(Large(200), "1MiB", shuffle=False)) as stream:
+        loader = DataLoader(stream, batch_size=4, num_workers=workers)
+        assert all(same(list(loader), plain) for _ in range(5))
+        assert stream.counters.totals().hits > 120

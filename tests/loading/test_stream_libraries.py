@@ -1,0 +1,106 @@
+"""Streams of libraries, kept: tar shards of WebDataset, and iterable datasets of Hugging Face."""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Iterator
+from contextlib import closing
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+from torch.utils.data import DataLoader
+
+from lightning_stocache import CachedStream
+
+datasets = pytest.importorskip("datasets")
+webdataset = pytest.importorskip("webdataset")
+
+
+def dictionaries(length: int) -> Iterator[Any]:
+    for number in range(length):
+        yield {"text": "x" * (number % 5), "number": number}
+
+
+def numbers_of(loader: Any) -> list[int]:
+    return [number for _, numbers in loader for number in numbers.tolist()]
+
+
+@pytest.fixture(scope="module")
+def shards(tmp_path_factory: pytest.TempPathFactory) -> list[str]:
+    """Four shards of 25 samples."""
+    folder = tmp_path_factory.mktemp("shards")
+    for shard in range(4):
+        with webdataset.TarWriter(str(folder / f"{shard}.tar")) as writer:
+            for number in range(shard * 25, shard * 25 + 25):
+                writer.write({"__key__": f"{number:05}", "npy": np.full((2, 3), number, np.float32), "cls": number})
+    return sorted(map(str, Path(folder).glob("*.tar")))
+
+
+@pytest.mark.processes
+@pytest.mark.parametrize("workers", [0, 2])
+def test_webdataset_is_kept(shards: list[str], workers: int) -> None:
+    """Tar shards with WebDataset's own shuffling."""
+    pipeline = webdataset.WebDataset(shards, shardshuffle=4).shuffle(10).decode().to_tuple("npy", "cls")
+    with closing(CachedStream(pipeline, "16MiB")) as stream:
+        loader = DataLoader(stream, batch_size=8, num_workers=workers)
+        epochs = [numbers_of(loader) for _ in range(3)]
+        counts = stream.counters.totals()
+        values = {int(n): float(x[0, 0]) for xs, ns in loader for x, n in zip(xs, ns, strict=True)}
+    assert all(sorted(epoch) == list(range(100)) for epoch in epochs)
+    assert counts.hits == 200
+    assert counts.misses == 100
+    assert values == {number: float(number) for number in range(100)}
+
+
+@pytest.mark.processes
+def test_batches_of_webdataset_are_kept_as_they_are(shards: list[str]) -> None:
+    """With batch_size=None a sample is a batch that the stream has made."""
+    pipeline = webdataset.WebDataset(shards, shardshuffle=False).decode().to_tuple("npy", "cls").batched(10)
+    with closing(CachedStream(pipeline, "16MiB")) as stream:
+        loader = DataLoader(stream, batch_size=None, num_workers=2)
+        epochs = [list(loader) for _ in range(2)]
+        assert stream.counters.totals().hits == len(epochs[0])
+    plain = list(DataLoader(pipeline, batch_size=None, num_workers=2))
+    assert all((a[0] == b[0]).all() for a, b in zip(epochs[0], plain, strict=True))
+    assert sorted(tuple(b[1]) for b in epochs[1]) == sorted(tuple(b[1]) for b in plain)
+
+
+def test_batches_of_shuffled_samples_are_not_frozen(shards: list[str], caplog: pytest.LogCaptureFixture) -> None:
+    """Which samples meet in a batch is another draw in every epoch."""
+    pipeline = webdataset.WebDataset(shards, shardshuffle=4).shuffle(50).decode().to_tuple("npy", "cls").batched(10)
+    with caplog.at_level(logging.WARNING), closing(CachedStream(pipeline, "16MiB")) as stream:
+        epochs = [sorted(int(n) for _, numbers in stream for n in numbers) for _ in range(3)]
+        assert stream.counters.totals().hits == 0
+    assert epochs == [list(range(100))] * 3
+    assert "make them in the loader" in caplog.text
+
+
+@pytest.mark.processes
+@pytest.mark.parametrize("workers", [0, 2])
+@pytest.mark.parametrize("shuffle", [False, True])
+def test_streams_of_hugging_face_are_kept(workers: int, shuffle: bool) -> None:
+    """A `datasets.IterableDataset`, shuffled or not; what is called on it reaches it."""
+    table = datasets.Dataset.from_list(list(dictionaries(60))).to_iterable_dataset(num_shards=4)
+    table = table.shuffle(seed=3, buffer_size=8) if shuffle else table
+    with closing(CachedStream(table, "16MiB")) as stream:
+        loader = DataLoader(stream, batch_size=5, num_workers=workers)
+        epochs = []
+        for epoch in range(3):
+            loader.dataset.set_epoch(epoch)
+            epochs.append([n for batch in loader for n in batch["number"].tolist()])
+        assert table.epoch == 2
+        assert stream.counters.totals().hits == 120
+    assert all(sorted(epoch) == list(range(60)) for epoch in epochs)
+
+
+def test_resampled_shards_are_not_frozen(shards: list[str], caplog: pytest.LogCaptureFixture) -> None:
+    """A stream that draws its shards anew for ever passes through, with one warning."""
+    with pytest.warns(UserWarning, match="shardshuffle"):
+        pipeline = webdataset.WebDataset(shards, resampled=True).decode().to_tuple("npy", "cls").with_epoch(60)
+    with caplog.at_level(logging.WARNING), closing(CachedStream(pipeline, "16MiB")) as stream:
+        assert [len(list(stream)) for _ in range(3)] == [60] * 3
+        assert stream.counters.totals().bypasses == 180
+    assert [record.levelname for record in caplog.records] == ["WARNING"]
+    assert "resampled" in caplog.text

@@ -1,0 +1,146 @@
+"""A stream that the ranks of a node share: every sample once an epoch over all of them, and as many batches on each."""
+
+from __future__ import annotations
+
+import multiprocessing
+import os
+import signal
+from collections.abc import Iterator
+from contextlib import closing
+from typing import Any
+
+import numpy as np
+import pytest
+import torch.distributed as dist
+from hypothesis import given
+from hypothesis import strategies as st
+from torch.utils.data import DataLoader, IterableDataset, get_worker_info
+
+from lightning_stocache import CachedLoader, CachedStream
+from lightning_stocache.cache.stream_decision import Decision
+from lightning_stocache.sampling.stream_deal import batches_of
+from tests.ranks import run_ranks
+
+LENGTH = 103
+
+
+class Divided(IterableDataset[Any]):
+    """Every worker of every rank reads its share of the numbers."""
+
+    def __init__(self, length: int = LENGTH, size: int = 1) -> None:
+        self.length, self.size = length, size
+        self.rank, self.world = dist.get_rank(), dist.get_world_size()
+
+    def __iter__(self) -> Iterator[Any]:
+        info: Any = get_worker_info()
+        worker, workers = (0, 1) if info is None else (info.id, info.num_workers)
+        for number in range(self.rank * workers + worker, self.length, self.world * workers):
+            yield np.full(self.size, number), number
+
+
+def epochs_of(rank: int, kind: Any, workers: int, batch_size: int, size: int = 1, budget: str = "16MiB") -> Any:
+    """The numbers of every batch of four epochs, and what all ranks were served."""
+    with closing(CachedStream(Divided(size=size), budget, defer=True)) as stream:
+        stream.share()
+        loader = kind(stream, batch_size=batch_size, num_workers=workers)
+        epochs = [[numbers.tolist() for _, numbers in loader] for _ in range(4)]
+        dist.barrier()
+        counts = stream.counters.totals()
+        dist.barrier()
+        if kind is CachedLoader:
+            loader.close()
+    return epochs, counts
+
+
+@pytest.mark.processes
+@pytest.mark.parametrize("workers", [0, 2])
+@pytest.mark.parametrize("kind", [DataLoader, CachedLoader])
+def test_every_sample_comes_once_over_all_ranks(kind: Any, workers: int) -> None:
+    """Epoch one is each rank's own stream; later ones are dealt over both, with as many batches on each."""
+    (first, counts), (second, _) = run_ranks(epochs_of, 2, kind, workers, 4)
+    for number, (ours, theirs) in enumerate(zip(first, second, strict=True)):
+        seen = sorted(index for batch in ours + theirs for index in batch)
+        if number == 0 or kind is CachedLoader:
+            assert seen == list(range(LENGTH))
+        else:  # a plain DataLoader's batches are not known: as by DistributedSampler, a sample comes twice
+            assert sorted(set(seen)) == list(range(LENGTH))
+            assert len(seen) == LENGTH + 1
+        if number:
+            assert len(ours) == len(theirs)
+    assert {index for batch in first[1] for index in batch} != {index for batch in first[0] for index in batch}
+    assert counts.misses == LENGTH
+    assert counts.hits == 3 * (LENGTH if kind is CachedLoader else LENGTH + 1)
+
+
+@pytest.mark.processes
+def test_ranks_keep_a_part_together() -> None:
+    """What does not fit is read by the ranks that read it before, and the tails are dealt over all."""
+    (first, counts), (second, _) = run_ranks(epochs_of, 2, DataLoader, 0, 4, 2048, "1MiB")
+    for ours, theirs in zip(first, second, strict=True):
+        assert sorted(index for batch in ours + theirs for index in batch) == list(range(LENGTH))
+    assert counts.hits > 60
+    assert counts.served == 4 * LENGTH
+
+
+@pytest.mark.processes
+def test_a_rank_that_does_not_come_is_not_waited_for_for_ever() -> None:
+    """Where ranks are out of step the stream passes through, after a wait with a message."""
+    first, second = run_ranks(stopped, 2)
+    assert first == [list(range(0, LENGTH, 2))] * 3
+    assert second == [list(range(1, LENGTH, 2))]
+
+
+def stopped(rank: int) -> Any:
+    Decision.patience = 2.0
+    with closing(CachedStream(Divided(), "16MiB", defer=True)) as stream:
+        stream.share()
+        epochs = [sorted(number for _, number in stream) for _ in range(3 if rank == 0 else 1)]
+        dist.barrier()
+    return epochs
+
+
+def killed(rank: int) -> Any:
+    """A worker of rank zero is killed in the first epoch."""
+    with closing(CachedStream(Divided(), "16MiB", defer=True)) as stream:
+        stream.share()
+        loader: Any = DataLoader(stream, batch_size=1, num_workers=1, prefetch_factor=2)
+        if rank == 0:
+            batches = iter(loader)
+            next(batches)
+            os.kill(multiprocessing.active_children()[0].pid or 0, signal.SIGKILL)
+            with pytest.raises((RuntimeError, ConnectionError)):
+                list(batches)
+            del batches
+        else:
+            list(loader)
+        epochs = [sorted(int(numbers) for _, numbers in loader) for _ in range(3)]
+        dist.barrier()
+        return epochs, stream.counters.totals().hits
+
+
+@pytest.mark.processes
+def test_a_killed_worker_costs_an_epoch() -> None:
+    """What it had kept is not served beside the stream; the next whole epoch is kept."""
+    (first, hits), (second, _) = run_ranks(killed, 2)
+    for ours, theirs in zip(first, second, strict=True):
+        assert set(ours + theirs) == set(range(LENGTH))
+        assert len(ours + theirs) <= LENGTH + 1
+    assert LENGTH * 2 <= hits <= LENGTH * 2 + 4
+
+
+@given(st.integers(0, 300), st.integers(1, 9), st.integers(1, 20), st.booleans(), st.randoms(use_true_random=False))
+def test_batches_are_dealt_evenly(samples: int, ranks: int, size: int, drop_last: bool, dice: Any) -> None:
+    """All ranks get as many batches, none larger than it may be, and every sample once, but where there are too few."""
+    order = np.array(dice.sample(range(samples), samples), dtype=np.int64)
+    dealt = [batches_of(order, rank, ranks, size, drop_last=drop_last) for rank in range(ranks)]
+    assert len({len(batches) for batches in dealt}) == 1
+    sizes = [len(batch) for batches in dealt for batch in batches]
+    assert all(0 < count <= size for count in sizes)
+    seen = sorted(index for batches in dealt for batch in batches for index in batch.tolist())
+    if drop_last:
+        assert set(sizes) <= {size}
+        assert len(set(seen)) == len(seen) == samples // (ranks * size) * ranks * size
+    else:
+        assert set(seen) == set(range(samples))
+        few = samples // ranks < -(-samples // (ranks * size))
+        assert len(seen) == samples or (few and len(seen) < samples + ranks)

@@ -1,0 +1,77 @@
+"""Two ranks train on a stream that each reads a half of: run by `test_streams`.
+
+    python -m tests.training.streams_job WORKERS
+
+Prints, per epoch, how many samples each rank has seen, how many batches, and whether every sample came once.
+"""
+
+from __future__ import annotations
+
+import os
+import sys
+from collections.abc import Iterator
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from lightning.pytorch import LightningModule, Trainer
+from torch.utils.data import DataLoader, IterableDataset, get_worker_info
+
+from lightning_stocache import StochasticCache
+
+LENGTH = 101
+
+
+class Halves(IterableDataset[Any]):
+    """Numbers, divided among ranks and their workers."""
+
+    def __iter__(self) -> Iterator[torch.Tensor]:
+        info: Any = get_worker_info()
+        worker, workers = (0, 1) if info is None else (info.id, info.num_workers)
+        for number in range(int(os.environ.get("LOCAL_RANK", 0)) * workers + worker, LENGTH, 2 * workers):
+            yield torch.full((3,), float(number))
+
+
+class Seen(LightningModule):
+    """Tells what it has seen."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.layer, self.seen, self.batches = torch.nn.Linear(3, 1), list[float](), 0
+
+    def training_step(self, batch: torch.Tensor, index: int) -> torch.Tensor:
+        self.seen += batch[:, 0].tolist()
+        self.batches += 1
+        loss: torch.Tensor = self.layer(batch).mean()
+        return loss
+
+    def on_train_epoch_end(self) -> None:
+        told: list[Any] = [None, None]
+        dist.all_gather_object(told, (self.seen, self.batches))
+        self.seen, self.batches = [], 0
+        if self.global_rank == 0:
+            whole = sorted(told[0][0] + told[1][0]) == list(map(float, range(LENGTH)))
+            print("epoch", len(told[0][0]), len(told[1][0]), told[0][1], told[1][1], whole, flush=True)
+
+    def configure_optimizers(self) -> Any:
+        return torch.optim.SGD(self.parameters(), lr=1e-3)
+
+
+def main(workers: int) -> None:
+    os.environ.setdefault("GLOO_SOCKET_IFNAME", "lo")
+    trainer = Trainer(
+        accelerator="cpu",
+        devices=2,
+        strategy="ddp",
+        max_epochs=4,
+        callbacks=[StochasticCache(budget="64MiB", streams=True)],
+        logger=False,
+        enable_checkpointing=False,
+        enable_progress_bar=False,
+        enable_model_summary=False,
+    )
+    trainer.fit(Seen(), DataLoader(Halves(), batch_size=4, num_workers=workers))
+
+
+if __name__ == "__main__":
+    main(int(sys.argv[1]))

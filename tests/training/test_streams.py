@@ -1,0 +1,256 @@
+"""Streams in a Trainer call: passed by unless `streams=True`, which keeps them."""
+
+from __future__ import annotations
+
+import csv
+import logging
+import os
+import re
+import subprocess
+import sys
+from collections import Counter
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from lightning.pytorch import LightningDataModule, LightningModule, Trainer
+from lightning.pytorch.loggers import CSVLogger
+from torch.utils.data import DataLoader, IterableDataset, get_worker_info
+
+from lightning_stocache import CachedStream, FillProgress, StocacheDataModule, StochasticCache, cache_datamodule
+
+LENGTH = 40
+
+
+class Numbers(IterableDataset[Any]):
+    """Numbers, counted as they are read."""
+
+    def __init__(self, length: int = LENGTH) -> None:
+        self.length = length
+        self.reads: Any = torch.zeros(1, dtype=torch.int64).share_memory_()
+
+    def __iter__(self) -> Iterator[torch.Tensor]:
+        info: Any = get_worker_info()
+        first, step = (0, 1) if info is None else (info.id, info.num_workers)
+        for number in range(first, self.length, step):
+            self.reads += 1
+            yield torch.full((3,), float(number))
+
+
+class Seen(LightningModule):
+    """Notes what it is trained on, per epoch."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.layer = torch.nn.Linear(3, 1)
+        self.epochs: list[Counter[float]] = []
+        self.validated: list[Counter[float]] = []
+
+    def on_train_epoch_start(self) -> None:
+        self.epochs.append(Counter())
+
+    def on_validation_epoch_start(self) -> None:
+        self.validated.append(Counter())
+
+    def training_step(self, batch: torch.Tensor, index: int) -> torch.Tensor:
+        self.epochs[-1].update(batch[:, 0].tolist())
+        loss: torch.Tensor = self.layer(batch).mean()
+        return loss
+
+    def validation_step(self, batch: torch.Tensor, index: int) -> None:
+        self.validated[-1].update(batch[:, 0].tolist())
+
+    def configure_optimizers(self) -> Any:
+        return torch.optim.SGD(self.parameters(), lr=1e-3)
+
+
+class Data(LightningDataModule):
+    """A DataModule of the user's around streams."""
+
+    def __init__(self, train: Any, val: Any, workers: int) -> None:
+        super().__init__()
+        self.train, self.val, self.workers = train, val, workers
+
+    def train_dataloader(self) -> Any:
+        return DataLoader(self.train, batch_size=4, num_workers=self.workers)
+
+    def val_dataloader(self) -> Any:
+        return DataLoader(self.val, batch_size=4)
+
+
+def trainer(folder: Path, *callbacks: Any, epochs: int = 4) -> Trainer:
+    return Trainer(
+        accelerator="cpu",
+        max_epochs=epochs,
+        callbacks=list(callbacks),
+        logger=CSVLogger(folder),
+        enable_checkpointing=False,
+        enable_progress_bar=False,
+        enable_model_summary=False,
+        log_every_n_steps=1,
+    )
+
+
+def rates(folder: Path, key: str = "stocache/hit_rate") -> list[float]:
+    [path] = folder.rglob("metrics.csv")
+    with path.open() as file:
+        rows = [row for row in csv.DictReader(file) if row.get("stocache/coverage")]
+    return [float(row[key]) for row in rows]
+
+
+ALL = Counter(float(number) for number in range(LENGTH))
+
+
+@pytest.mark.processes
+@pytest.mark.parametrize("workers", [0, 2])
+def test_the_callback_keeps_streams(tmp_path: Path, workers: int) -> None:
+    """Every sample comes once an epoch; after the first epoch they come from memory, and the hit rate is logged."""
+    train, val, model = Numbers(), Numbers(12), Seen()
+    callbacks = [StochasticCache(budget="64MiB", streams=True), FillProgress()]
+    trainer(tmp_path, *callbacks).fit(model, Data(train, val, workers))
+    assert model.epochs == [ALL] * 4
+    assert int(train.reads) <= LENGTH + 16
+    assert rates(tmp_path) == [0, 1, 1, 1]
+    assert rates(tmp_path, "stocache/coverage")[-1] == 1
+
+
+@pytest.mark.processes
+def test_without_the_option_streams_pass_by(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    """As ever: read in every epoch, with one warning."""
+    train, model = Numbers(), Seen()
+    with caplog.at_level(logging.WARNING):
+        trainer(tmp_path, StochasticCache(budget="64MiB"), epochs=2).fit(model, DataLoader(train, batch_size=4))
+    assert int(train.reads) >= 2 * LENGTH
+    assert caplog.text.count("iterable-style") == 1
+
+
+@pytest.mark.processes
+def test_a_datamodule_of_the_users_keeps_streams(tmp_path: Path) -> None:
+    """cache_datamodule knows the option."""
+    train, model = Numbers(), Seen()
+    datamodule = cache_datamodule(Data(train, Numbers(8), 0), budget="64MiB", streams=True)
+    trainer(tmp_path).fit(model, datamodule)
+    assert model.epochs == [ALL] * 4
+    assert int(train.reads) <= LENGTH + 16
+    assert model.validated[1:] == [Counter(map(float, range(8)))] * 4
+    assert {tuple(counter) for counter in model.validated} == {tuple(map(float, range(8)))}  # in the stream's order
+
+
+@pytest.mark.processes
+def test_our_datamodule_keeps_streams_with_a_transform_after_them(tmp_path: Path) -> None:
+    """StocacheDataModule runs its transform after what is kept."""
+    train, model = Numbers(), Seen()
+    datamodule = StocacheDataModule(
+        train=train, batch_size=4, budget="64MiB", streams=True, transform=lambda sample: sample + 100
+    )
+    trainer(tmp_path).fit(model, datamodule)
+    assert model.epochs == [Counter({number + 100: 1 for number in ALL})] * 4
+    assert int(train.reads) <= LENGTH + 16
+
+
+@pytest.mark.processes
+def test_a_stream_that_its_user_keeps_is_left_to_him(tmp_path: Path) -> None:
+    """A CachedStream in the user's own loader is monitored, and made the node's common one."""
+    train, model = Numbers(), Seen()
+    stream = CachedStream(train, "64MiB")
+    trainer(tmp_path, StochasticCache(budget="64MiB")).fit(model, DataLoader(stream, batch_size=4))
+    assert model.epochs == [ALL] * 4
+    assert rates(tmp_path) == [0, 1, 1, 1]
+    stream.close()
+
+
+@pytest.mark.processes
+def test_epochs_that_end_early_are_the_stream(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    """With limit_train_batches nobody knows what is in a stream: it is what it is without a cache."""
+    train, model = Numbers(), Seen()
+    call = Trainer(
+        accelerator="cpu",
+        max_epochs=5,
+        limit_train_batches=3,
+        callbacks=[StochasticCache(budget="64MiB", streams=True)],
+        logger=False,
+        enable_checkpointing=False,
+        enable_progress_bar=False,
+        enable_model_summary=False,
+    )
+    with caplog.at_level(logging.WARNING):
+        call.fit(model, DataLoader(train, batch_size=4))
+    assert model.epochs == [Counter(map(float, range(12)))] * 5
+    assert caplog.text.count("broken off") == 1
+
+
+@pytest.mark.processes
+def test_a_share_of_a_stream_cannot_be_asked_for(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    """A budget in percent of the dataset passes it by, with one warning."""
+    train, model = Numbers(), Seen()
+    with caplog.at_level(logging.WARNING):
+        trainer(tmp_path, StochasticCache(budget="50%", streams=True), epochs=2).fit(
+            model, DataLoader(train, batch_size=4)
+        )
+    assert model.epochs == [ALL] * 2
+    assert caplog.text.count("nobody knows the size") == 1
+
+
+def test_the_option_is_a_boolean() -> None:
+    """Anything else is an error that names it."""
+    with pytest.raises(ValueError, match="streams"):
+        StochasticCache(streams="yes")  # type: ignore[arg-type]
+
+
+@pytest.mark.processes
+def test_a_stream_that_is_made_anew_replaces_the_one_before(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    """Loaders that are reloaded with a new stream give the memory of the old one back, with one warning."""
+
+    class Anew(LightningDataModule):
+        def train_dataloader(self) -> Any:
+            return DataLoader(Numbers(), batch_size=4)
+
+    model, callback = Seen(), StochasticCache(budget="64MiB", streams=True)
+    call = trainer(tmp_path, callback)
+    call.reload_dataloaders_every_n_epochs = 1
+    with caplog.at_level(logging.WARNING):
+        call.fit(model, Anew())
+    assert model.epochs == [ALL] * 4
+    assert caplog.text.count("came with a new Numbers") == 1
+
+
+@pytest.mark.processes
+def test_streams_and_datasets_share_a_stage(tmp_path: Path) -> None:
+    """A validation of both keeps both, and opens them once."""
+
+    class Both(Data):
+        def val_dataloader(self) -> Any:
+            return [DataLoader(self.val, batch_size=4), DataLoader(self.samples, batch_size=4)]
+
+    train, val, model = Numbers(), Numbers(12), Seen()
+    model.validation_step = lambda batch, index, dataloader_idx=0: None  # type: ignore[method-assign, assignment]
+    data = Both(train, val, 0)
+    data.samples = [torch.zeros(3) for _ in range(8)]  # type: ignore[attr-defined]
+    trainer(tmp_path, StochasticCache(budget="64MiB", streams=True)).fit(model, data)
+    assert model.epochs == [ALL] * 4
+    assert int(val.reads) <= 8 + 12 + 12
+
+
+@pytest.mark.processes
+@pytest.mark.parametrize("workers", [0, 2])
+def test_ranks_keep_a_stream_together(tmp_path: Path, workers: int) -> None:
+    """Each of two ranks reads a half in epoch one; later all is dealt over both, with as many batches on each."""
+    root = Path(__file__).parents[2]
+    environment = {name: value for name, value in os.environ.items() if name != "LOCAL_RANK"} | {
+        "PYTHONPATH": str(root)
+    }
+    done = subprocess.run(
+        [sys.executable, "-m", "tests.training.streams_job", str(workers)],
+        cwd=root,
+        env=environment,
+        capture_output=True,
+        text=True,
+        timeout=150,
+    )
+    assert done.returncode == 0, done.stderr
+    epochs = re.findall(r"epoch (\d+) (\d+) (\d+) (\d+) (\w+)", done.stdout)
+    assert [(first, second, whole) for first, second, _, _, whole in epochs] == [("51", "50", "True")] * 4
+    assert all(ours == theirs for *_, ours, theirs, _ in epochs[1:])
+    assert "hit rate per epoch: 0, 100, 100, 100 %" in done.stdout + done.stderr
