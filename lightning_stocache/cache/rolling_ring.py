@@ -1,8 +1,9 @@
 """Who writes which slot of a rolling store next, and which sample lies in each.
 
-Layout of the first bytes of the segment, all of them 64-bit numbers: `_WORDS` control words, then for each slot its
-generation, the time of its sample (nanoseconds of the monotonic clock, which the processes of a machine share), and the
-index of the sample in its source (-1: unknown).
+Layout of the first bytes of the segment, all of them 64-bit numbers: `_WORDS` control words, a row of notes for each of
+`FILLERS` processes (what the numbers mean is their business), then for each slot its generation, the time of its sample
+(nanoseconds of the monotonic clock, which the processes of a machine share), and the index of the sample in its source
+(-1: unknown).
 
 Every sample that is appended gets a ticket, the next number. The generation of a slot says what lies there: 0 nothing,
 `2 * ticket + 1` the sample of that ticket is being written, `2 * ticket + 2` it can be read, a negative number it could
@@ -19,8 +20,8 @@ A slot that somebody is still writing to is left out; a writer that was killed l
 pass over, and whose lock the kernel has freed: the next writer that looks (once a second) takes that slot first.
 
 Slots are taken in turn, so the oldest sample leaves first. With a window (`replace_rate`) they are taken by position
-instead: position p of the source's order lies in slot `p % count`, only `[start, start + window)` is read, only the slots
-outside of it are written, and `advance` moves the window between two epochs.
+instead: position p of the source's order lies in slot `p % count`, only `[start, start + window)` is read, only the
+slots outside of it are written, and `advance` moves the window between two epochs.
 
 Not promised: that ages are in the order of tickets; writers that began at the same time end in any order.
 """
@@ -28,7 +29,7 @@ Not promised: that ages are in the order of tickets; writers that began at the s
 from __future__ import annotations
 
 import time
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import numpy as np
 import numpy.typing as npt
@@ -39,9 +40,11 @@ from lightning_stocache.cache.placement import Integers
 from lightning_stocache.node.fence import fence
 from lightning_stocache.node.segment import Segment
 
-__all__ = ["RollingRing", "Taken"]
+__all__ = ["FILLERS", "RollingRing", "Taken"]
 
-_WORDS = 64
+FILLERS = 64
+_WORDS, _NOTES = 64, 8
+_HEAD = _WORDS + FILLERS * _NOTES
 _APPENDED, _NEXT, _LIMIT, _EVICTED, _START, _EPOCH, _REACHED = range(7)
 _LOOK_SECONDS = 1.0  # between two looks for slots of killed writers: one takes 1 ms per million slots
 
@@ -80,15 +83,16 @@ class RollingRing:
         columns = segment.bytes(0, self.bytes_for(count)).numpy().view(np.int64)
         self._words = columns[:_WORDS]
         self.generations: npt.NDArray[np.int64]
-        self.generations, self._times, self._indices = columns[_WORDS : _WORDS + 3 * count].reshape(3, count)
+        self.generations, self._times, self._indices = columns[_HEAD : _HEAD + 3 * count].reshape(3, count)
+        self.notes = columns[_WORDS:_HEAD].reshape(FILLERS, _NOTES)
         if not self._words[_LIMIT]:
             self._words[_LIMIT] = count
         self._looked = 0.0
 
     @staticmethod
     def bytes_for(count: int) -> int:
-        """Bytes of the control words, generations, times and indices of so many slots."""
-        return aligned((_WORDS + 3 * count) * 8)
+        """Bytes of the control words, notes, generations, times and indices of so many slots."""
+        return aligned((_HEAD + 3 * count) * 8)
 
     # ---- writers ----
 
@@ -103,6 +107,9 @@ class RollingRing:
         """The slot of a position; None where it is being written, or as long as it is still read (`is_open`)."""
         slot = position % self.count
         if not self.is_open(position) or not self._claims.take(slot):
+            return None
+        if position < 0 or abs(int(self.generations[slot])) >= 2 * position + 2:  # it has come
+            self._claims.give_up(slot)
             return None
         with self._claims.waiting(self.count):
             return self._begin(slot, position)
@@ -222,9 +229,11 @@ class RollingRing:
 
     def close(self) -> None:
         """Drop all views."""
+        self.notes = np.empty((0, 0), dtype=np.int64)
         self._words = self.generations = self._times = self._indices = np.empty(0, dtype=np.int64)
 
 
-def is_even(generations: Integers) -> Any:
+def is_even(generations: Integers) -> npt.NDArray[np.bool_]:
     """Whether a sample lies there, whole."""
-    return (generations > 0) & (generations & 1 == 0)
+    whole: npt.NDArray[np.bool_] = (generations > 0) & (generations & 1 == 0)
+    return whole

@@ -2,9 +2,9 @@
 
 Layout of the segment: the ring (`rolling_ring`), then one array of rows per field, aligned to 64 bytes. Processes that
 append and processes that read share nothing else, and readers wait for nobody: a batch is one `take` per field, between
-two looks at the generations of its slots. Only what has changed meanwhile is taken again, after a few tries from another
-slot. So a sample that leaves during an epoch that wanted it is replaced by the newer one of its slot, or, while that is
-being written, by another resident one: all are draws from one source, and the number of batches stays.
+two looks at the generations of its slots. Only what has changed meanwhile is taken again, after a few tries from
+another slot. So a sample that leaves during an epoch that wanted it is replaced by the newer one of its slot, or, while
+that is being written, by another resident one: all are draws from one source, and the number of batches stays.
 
 Memory is taken where it can fail: the first sample of a slot is stored through the file (`pwrite`), and where there is
 no more, the store stops growing, with one warning, and rolls within what it has. Later ones are copied through the
@@ -234,8 +234,8 @@ class RollingRows:
             tries += 1
             if tries > _MOST_TRIES:
                 raise RuntimeError(
-                    f"a rolling cache of {self.ring.limit} samples is overwritten faster than it can be read: give it a "
-                    "larger budget, or fewer fillers"
+                    f"a rolling cache of {self.ring.limit} samples is overwritten faster than it can be read: give it "
+                    "a larger budget, or fewer fillers"
                 )
             again, generations = self._resident(slots[torn] if tries < _TRIES else self._others(len(torn)))
             for rows, column in zip(self._rows, columns, strict=True):

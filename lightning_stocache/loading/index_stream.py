@@ -26,6 +26,7 @@ from torch.utils.data.distributed import DistributedSampler
 
 from lightning_stocache.cache.placement import Integers
 from lightning_stocache.sampling.locality_sampler import LocalitySampler
+from lightning_stocache.sampling.rolling_sampler import RollingSampler
 from lightning_stocache.torch_internals import draws_all_once
 
 __all__ = ["IndexStream"]
@@ -47,7 +48,8 @@ class IndexStream:
         inner: Any = batches.sampler if plain else None  # not the loader's: the user may have given the BatchSampler
         sequential = type(inner) is SequentialSampler
         private = type(inner) is RandomSampler and inner.generator is None
-        distributed = getattr(type(inner), "__iter__", None) in (DistributedSampler.__iter__, LocalitySampler.__iter__)
+        drawing_by_itself = (DistributedSampler.__iter__, LocalitySampler.__iter__, RollingSampler.__iter__)
+        distributed = getattr(type(inner), "__iter__", None) in drawing_by_itself
         self.ahead_unseen = sequential or private or distributed
         self.seed_state: torch.Tensor | None = None
         drawing = iter(batches)

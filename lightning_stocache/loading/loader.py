@@ -37,6 +37,7 @@ from lightning_stocache.loading.dataset import cached_source
 from lightning_stocache.loading.epoch import Epoch
 from lightning_stocache.loading.index_stream import IndexStream
 from lightning_stocache.loading.resources import Resources, Route
+from lightning_stocache.loading.rolling_cache import RollingCache
 from lightning_stocache.loading.stand_in import cached_in
 from lightning_stocache.loading.worker_pool import InitOnSource
 from lightning_stocache.torch_internals import knows_workers
@@ -94,6 +95,8 @@ class CachedLoader(DataLoader[Any]):
             raise ValueError(f"gather must be 'auto', 'main' or 'worker', got {gather!r}")
         if gather == "worker" and num_workers == 0:
             raise ValueError("gather='worker' needs num_workers > 0")
+        if isinstance(dataset, RollingCache) and sampler is None and batch_sampler is None:
+            sampler, shuffle = dataset.sampler(shuffle=bool(shuffle)), None
         super().__init__(dataset, batch_size, shuffle, sampler, batch_sampler, num_workers, **arguments)
         self.gather = gather
 

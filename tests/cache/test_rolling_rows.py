@@ -106,7 +106,7 @@ def test_what_changes_during_the_copy_is_taken_again(store: RollingRows) -> None
 
     into = [np.empty(8 * WORDS * 8, dtype=np.uint8), np.empty(8 * 8, dtype=np.uint8)]
     takes = 0
-    original = store.ring.generations
+    live = [store.ring.generations]
 
     class Generations(np.ndarray):  # type: ignore[type-arg]
         """The live generations; after the first look another sample comes."""
@@ -114,18 +114,17 @@ def test_what_changes_during_the_copy_is_taken_again(store: RollingRows) -> None
         def take(self, *args: Any, **more: Any) -> Any:
             nonlocal takes
             takes += 1
-            found = original.take(*args, **more)
+            found = live[0].take(*args, **more)
             if takes == 1:
                 store.append(sample(100))
             return found
 
-    store.ring.generations = original.view(Generations)
+    store.ring.generations = live[0].view(Generations)
     store.gather(np.arange(8), into)
-    store.ring.generations = original
+    store.ring.generations = live.pop()
     read = [whole(*each) for each in SPEC.split(into, 8)]
     assert read == [100, 1, 2, 3, 4, 5, 6, 7]
     assert takes > 2
-    del original, Generations
 
 
 def test_indices_outside_have_no_place(store: RollingRows) -> None:
