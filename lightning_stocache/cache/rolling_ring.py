@@ -179,9 +179,19 @@ class RollingRing:
         return (indices + int(self._words[_START])) % self.count if self.window else indices
 
     def resident(self) -> Integers:
-        """The indices (see `slots_of`) that can be read now, rising."""
+        """The indices (see `slots_of`) that hold a sample, rising; also where a newer one is being written over it."""
         indices = np.arange(self.window or min(int(self._words[_REACHED]), self.limit))
-        return indices[self.readable(self.slots_of(indices))]
+        slots = self.slots_of(indices)
+        generations = self.generations.take(slots)  # one look: what is written now may be whole at the next
+        whole = is_even(generations)
+        if not self.window:
+            whole |= (generations & 1 == 1) & (self._times.take(slots) > 0)
+        return indices[whole]
+
+    def readable_slots(self) -> Integers:
+        """The slots that can be read at this moment."""
+        slots = self.slots_of(np.arange(self.window or min(int(self._words[_REACHED]), self.limit)))
+        return slots[self.readable(slots)]
 
     def begin_epoch(self) -> None:
         """Note what is resident: what comes from now on is newer than the epoch."""
@@ -220,7 +230,7 @@ class RollingRing:
     @property
     def oldest_seconds(self) -> float:
         """Age of the oldest sample that can be read; 0 without any."""
-        slots = self.slots_of(self.resident())
+        slots = self.readable_slots()
         return (time.monotonic_ns() - int(self._times[slots].min())) / 1e9 if len(slots) else 0.0
 
     def indices_of(self, slots: Integers) -> Integers:

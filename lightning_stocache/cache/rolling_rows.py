@@ -268,7 +268,7 @@ class RollingRows:
 
     def _others(self, count: int) -> Integers:
         """Slots that can be read, another few each time."""
-        slots = self.ring.slots_of(self.ring.resident())
+        slots = self.ring.readable_slots()
         if not len(slots):
             raise RuntimeError("the rolling cache is empty: no sample has been appended yet")
         self._turn += count
@@ -306,7 +306,7 @@ class RollingRows:
 
     @property
     def filled(self) -> int:
-        """Number of samples that can be read now."""
+        """Number of samples that are resident."""
         return len(self.ring.resident())
 
     @property
