@@ -1,44 +1,35 @@
 """A store of rows that other processes append to while it is read: the oldest samples leave first.
 
-Layout of the segment: the ring (`rolling_ring`), then one array of rows per field, aligned to 64 bytes. Processes that
-append and processes that read share nothing else, and readers wait for nobody: a batch is one `take` per field, between
-two looks at the generations of its slots. Only what has changed meanwhile is taken again, after a few tries from
-another slot. So a sample that leaves during an epoch that wanted it is replaced by the newer one of its slot, or, while
-that is being written, by another resident one: all are draws from one source, and the number of batches stays.
-
-Memory is taken where it can fail: the first sample of a slot is stored through the file (`pwrite`), and where there is
-no more, the store stops growing, with one warning, and rolls within what it has. Later ones are copied through the
-mapping, whose pages exist by then: writes through the file exclude each other (the inode's lock), these do not.
+Processes that append and processes that read share nothing but the segment (`rolling_ring`, `rolling_slots`), and
+readers wait for nobody: a batch is one `take` per field, between two looks at the generations of its slots. Only what
+has changed meanwhile is taken again, after a few tries from another slot. So a sample that leaves during an epoch that
+wanted it is replaced by the newer one of its slot, or, while that is being written, by another resident one: all are
+draws from one source, and the number of batches stays.
 """
 
 from __future__ import annotations
 
-import errno
-import logging
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, Self
 
 import numpy as np
 
-from lightning_stocache.cache.codec import Lend, Memory, aligned
+from lightning_stocache.cache.codec import Lend, Memory
 from lightning_stocache.cache.placement import NO_SLOT, Integers
-from lightning_stocache.cache.rolling_ring import RollingRing, Taken, is_even
-from lightning_stocache.cache.shortage import Shortage
+from lightning_stocache.cache.rolling_filling import RollingFilling
+from lightning_stocache.cache.rolling_ring import RollingRing, is_even
+from lightning_stocache.cache.rolling_slots import RollingSlots
 from lightning_stocache.cache.spec import SampleSpec
-from lightning_stocache.node.budget import format_bytes
 from lightning_stocache.node.fence import fence
-from lightning_stocache.node.files import HEADER_BYTES, Backend, memory_directory
+from lightning_stocache.node.files import HEADER_BYTES, Backend
 from lightning_stocache.node.manifest import Geometry, Manifest
 from lightning_stocache.node.segment import Segment, SegmentHandle
 
 __all__ = ["RollingHandle", "RollingRows"]
 
-log = logging.getLogger(__name__)
-
 _TRIES = 3  # of one slot, before another one is read
 _MOST_TRIES = 1000  # in all: then the writers are faster than any copy
-_WARNED = 1  # lock bytes behind those of the ring
 
 
 @dataclass(frozen=True)
@@ -76,12 +67,8 @@ class RollingRows:
         self.segment, self.codec = segment, codec
         self.ring = RollingRing(segment, count, window)
         self.renewed = self.substituted = 0
-        self._starts = list(_starts(codec.row_bytes, count))
-        self._rows = [
-            segment.bytes(start, count * nbytes).numpy().reshape(count, nbytes)
-            for start, nbytes in zip(self._starts, codec.row_bytes, strict=False)
-        ]
-        self._shortage = Shortage(segment)
+        self._slots = RollingSlots(segment, codec.row_bytes, count)
+        self._filling = RollingFilling(segment, codec, self.ring, self._slots)
         self._turn = 0
         self._given_up = False
 
@@ -108,7 +95,7 @@ class RollingRows:
             OSError: there is no memory.
         """
         manifest = Manifest(Geometry(size=count, slots=count), **(whose or {}))
-        size = list(_starts(codec.row_bytes, count))[-1]
+        size = RollingSlots.bytes_for(codec.row_bytes, count)
         segment = Segment.create(size, backend, manifest)
         try:
             segment.reserve(0, size if window else RollingRing.bytes_for(count))
@@ -144,71 +131,12 @@ class RollingRows:
     # ---- writers ----
 
     def append(self, sample: Any, index: int = -1, position: int | None = None) -> bool:
-        """Check a sample and store it in the place of the oldest.
-
-        Args:
-            sample: of the codec.
-            index: in its source, -1 where it has none.
-            position: where the store has a window, in the order of its samples.
-
-        Returns:
-            Whether it was stored; not while every slot is being written, or its position is still read.
-
-        Raises:
-            SampleMismatchError: it is not of the codec.
-            OSError: there is no memory for a single sample.
-        """
-        contents = self.codec.contents(self.codec.encode(sample, None if index < 0 else index))
-        while True:
-            taken = self.ring.take() if position is None else self.ring.take_at(position)
-            if taken is None:
-                return False
-            try:
-                if taken.held:
-                    for rows, content in zip(self._rows, contents, strict=True):
-                        rows[taken.slot] = np.frombuffer(content, dtype=np.uint8)
-                elif not self._store_first(taken, contents):
-                    continue
-            except BaseException:
-                self.ring.drop(taken)
-                raise
-            self.ring.publish(taken, index)
-            return True
+        """Store a sample in the place of the oldest, see `RollingFilling`."""
+        return self._filling.append(sample, index, position)
 
     def skip(self, position: int) -> None:
         """Say of a position of the window that its sample cannot be had."""
-        if (taken := self.ring.take_at(position)) is not None:
-            self.ring.drop(taken)
-
-    def _store_first(self, taken: Taken, contents: Sequence[memoryview]) -> bool:
-        """Store a sample where none was, and take the memory; whether there was any."""
-        short = self._shortage.comes_with(self.codec.nbytes) if not self.ring.window else None
-        try:
-            if short is None:
-                for start, nbytes, content in zip(self._starts, self.codec.row_bytes, contents, strict=False):
-                    if nbytes:
-                        self.segment.store(start + taken.slot * nbytes, content)
-                return True
-        except OSError as error:
-            if error.errno != errno.ENOSPC:
-                raise
-            short = f"no space left in {memory_directory()}; enlarge it (Docker: --shm-size)"
-        if taken.slot == 0:
-            self.ring.drop(taken)
-            raise OSError(
-                errno.ENOSPC,
-                f"a rolling cache needs {format_bytes(self.codec.nbytes)} for its first sample: {short}",
-            )
-        self.ring.drop(taken, limit=True)
-        if self.segment.lock(self.ring.count + _WARNED):  # kept until this process ends: one warning per node
-            log.warning(
-                "the rolling cache stops growing at %s samples, %s: %s.\nIt rolls within these. Give the job more "
-                "memory, or lower the budget to have no such warning",
-                f"{self.ring.limit:,}",
-                format_bytes(self.ring.limit * self.codec.nbytes),
-                short,
-            )
-        return False
+        self._filling.skip(position)
 
     # ---- readers ----
 
@@ -225,8 +153,7 @@ class RollingRows:
         """Copy whole samples into the memory of a batch, uint8 `[samples * nbytes]` per field, waiting for nobody."""
         slots, seen = self._resident(places)
         columns = [m.reshape(len(slots), nbytes) for m, nbytes in zip(into, self.codec.row_bytes, strict=True)]
-        for rows, column in zip(self._rows, columns, strict=True):
-            rows.take(slots, 0, column, "clip")
+        self._slots.gather(slots, columns)
         fence()
         torn = np.flatnonzero(self.ring.generations.take(slots) != seen)
         tries = 0
@@ -238,8 +165,7 @@ class RollingRows:
                     "a larger budget, or fewer fillers"
                 )
             again, generations = self._resident(slots[torn] if tries < _TRIES else self._others(len(torn)))
-            for rows, column in zip(self._rows, columns, strict=True):
-                column[torn] = rows[again]
+            self._slots.copy(again, columns, torn)
             fence()
             seen[torn] = generations
             torn = torn[self.ring.generations.take(again) != generations]
@@ -352,15 +278,6 @@ class RollingRows:
         """Give the store up in this process; the memory is free when all processes have."""
         if not self._given_up:
             self._given_up = True
-            self._rows = []
+            self._slots.close()
             self.ring.close()
             self.segment.close()
-
-
-def _starts(row_bytes: Sequence[int], count: int) -> Iterator[int]:
-    """Where the array of each field begins, and where the last one ends."""
-    offset = RollingRing.bytes_for(count)
-    for nbytes in row_bytes:
-        yield offset
-        offset = aligned(offset + count * nbytes)
-    yield offset

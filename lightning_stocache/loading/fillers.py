@@ -246,4 +246,4 @@ def _end_with(parent: int) -> None:
     """End this process when its parent has ended, also in the middle of a load."""
     while os.getppid() == parent:
         time.sleep(_PARENT_SECONDS)
-    os._exit(1)
+    os.kill(os.getpid(), signal.SIGKILL)

@@ -17,7 +17,7 @@ from typing import Any, SupportsIndex
 
 from torch.utils.data import Dataset
 
-from lightning_stocache.cache.placement import Integers
+from lightning_stocache.cache.placement import Arc, Integers, Ring
 from lightning_stocache.cache.rolling_rows import RollingHandle
 from lightning_stocache.cache.spec import SampleSpec
 from lightning_stocache.loading.cached_source import CachedSource
@@ -115,7 +115,7 @@ class RollingCache(Dataset[Any]):
         self._dataset: CachedDataset | None = None
         self._end: weakref.finalize[[], RollingCache] | None = None
         self._length: int | None = None
-        self._epochs, self._borrowed = 0, False
+        self._borrowed = False
 
     def share(self, group: NodeGroup | None = None) -> None:
         """Open the pool, one for all ranks of the node. Collective: every rank calls it, before anything else is asked.
@@ -142,9 +142,7 @@ class RollingCache(Dataset[Any]):
         Waits for the minimum; with `replace_rate`, from the second call on, until the replacements have come, and lets
         them in. The sampler of `sampler` calls it; with another one, call it before each epoch. Collective.
         """
-        pool, replace = self.pool, self._epochs > 0
-        self._epochs += 1
-        return self._agreed(lambda: pool.begin_epoch(replace=replace))
+        return self._agreed(self.pool.begin_epoch)
 
     def resident(self) -> Integers:
         """What is resident now, without a new epoch. Collective, as `begin_epoch`."""
@@ -154,6 +152,11 @@ class RollingCache(Dataset[Any]):
         """What draws the resident samples of each epoch for this rank; CachedLoader makes one by itself. Collective."""
         self.resident()  # opens the pool, and with it its group
         return RollingSampler(self, shuffle=shuffle, seed=self.request.seed, epoch_samples=self.epoch_samples)
+
+    @property
+    def is_open(self) -> bool:
+        """Whether there is a pool by now."""
+        return self._pool is not None
 
     @property
     def pool(self) -> RollingPool:
@@ -201,7 +204,7 @@ class RollingCache(Dataset[Any]):
         if self._dataset is not None:
             self._dataset.close()
         self._pool = self._dataset = self._end = self._length = None
-        self.group, self._epochs = NodeGroup(), 0
+        self.group = NodeGroup()
 
     def __len__(self) -> int:
         return len(self.resident()) if self._length is None else self._length
@@ -236,7 +239,13 @@ class RollingCache(Dataset[Any]):
         request = CacheRequest(slots, budget=self.request.budget, spec=store.codec)
         cache: Any = store  # it is no SegmentStore, and answers to all that is asked of one here
         opened = OpenCache(
-            request, slots, cache=cache, counters=pool.counters, group=group, budget_bytes=store.granted_bytes
+            request,
+            slots,
+            cache=cache,
+            counters=pool.counters,
+            ring=Ring((Arc(store.length, store.length),) * len(group.nodes)),
+            group=group,
+            budget_bytes=store.granted_bytes,
         )
         return dataset_over(CachedSource(opened, self.transform))
 

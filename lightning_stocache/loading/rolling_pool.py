@@ -116,7 +116,7 @@ class RollingPool:
         self, store: RollingRows, counters: Counters, minimum: int = 1, fillers: Fillers | None = None
     ) -> None:
         self.store, self.counters, self.minimum, self.fillers = store, counters, minimum, fillers
-        self._told_short = False
+        self.epochs, self._told_short = 0, False
 
     @classmethod
     def make(cls, request: RollingRequest, group: NodeGroup) -> RollingPool:
@@ -162,11 +162,11 @@ class RollingPool:
             self._wait(lambda: store.filled, min(self.minimum, store.capacity))
         return ring.resident()
 
-    def begin_epoch(self, *, replace: bool) -> Integers:
-        """What is resident, for a new epoch; `replace`: let the replacements of a window in, once they have come."""
-        ring = self.store.ring
+    def begin_epoch(self) -> Integers:
+        """What is resident, for a new epoch; the replacements of a window come in then, but in the first epoch."""
+        ring, self.epochs = self.store.ring, self.epochs + 1
         self.look_after()
-        if replace and ring.window and self._wait(lambda: ring.settled(ring.count), ring.count):
+        if self.epochs > 1 and ring.window and self._wait(lambda: ring.settled(ring.count), ring.count):
             ring.advance(ring.count - ring.window)
         resident = self.resident()
         ring.begin_epoch()
