@@ -18,7 +18,7 @@ pytestmark = pytest.mark.processes
 
 ROOT = Path(__file__).parents[1]
 BENCHMARKS = ROOT / "examples" / "benchmarks"
-SCRIPTS = ("promises", "epochs", "peers", "records", "workers", "train")
+SCRIPTS = ("promises", "epochs", "peers", "records", "rolling", "workers", "train")
 PNG = b"\x89PNG\r\n"
 
 

@@ -32,6 +32,7 @@ from lightning_stocache.torch_internals import draws_all_once
 __all__ = ["IndexStream"]
 
 GROUP = 4096  # indices that a LocalitySampler deals at a time
+_ROLLED = 16  # batches of a RollingSampler at a time
 
 
 class IndexStream:
@@ -62,12 +63,14 @@ class IndexStream:
         whole = sequential or (private and draws_all_once(inner))
         dealt = type(inner) is LocalitySampler and inner.batch_size == batches.batch_size
         drawn_from = inner.dataset if dealt else inner
+        rolling = type(inner) is RollingSampler  # what it draws is resident, however long the epoch is to be
         # No index lies outside the dataset, and every batch but the last is of the same size.
-        self.trusted = (whole or dealt) and len(drawn_from) <= len(cast(Any, loader.dataset))
+        self.trusted = rolling or ((whole or dealt) and len(drawn_from) <= len(cast(Any, loader.dataset)))
         self._size = batches.batch_size if plain else 0
-        self._groups = _in_one(batches) if whole else _in_groups(batches) if dealt else None
+        in_groups = _of_pool if rolling else _in_groups
+        self._groups = _in_one(batches) if whole else in_groups(batches) if dealt or rolling else None
         self._rest: Integers = np.empty(0, dtype=np.int64)  # of a group that has been begun
-        self._drawing = None if whole or dealt else map(_as_indices, drawing)
+        self._drawing = None if whole or dealt or rolling else map(_as_indices, drawing)
 
     def draw(self) -> Any:
         """The next batch of indices, int64 `[samples]`; None when the epoch is over.
@@ -112,6 +115,15 @@ def _in_groups(batches: BatchSampler) -> Iterator[Integers]:
             group.pop()
         if group:
             yield np.concatenate(group)
+
+
+def _of_pool(batches: BatchSampler) -> Iterator[Integers]:
+    """The epoch of a RollingSampler, a few batches at a time: between them it looks after those who fill its pool."""
+    size = batches.batch_size
+    for group in cast(RollingSampler, batches.sampler).groups(_ROLLED * size):
+        whole = len(group) - len(group) % size if batches.drop_last else len(group)
+        if whole:
+            yield group[:whole]
 
 
 def _as_indices(batch: Any) -> Any:

@@ -20,6 +20,7 @@ from lightning_stocache.node.group import NodeGroup
 __all__ = ["RollingSampler"]
 
 _LOOK_SECONDS = 1.0
+_GROUP = 16  # indices that are handed on at a time: between two of them there is a look
 
 
 class Pool(Protocol):
@@ -62,20 +63,35 @@ class RollingSampler(DistributedSampler[int]):
         return int(self.num_samples)
 
     def __iter__(self) -> Iterator[int]:
+        return (index for group in self.groups(_GROUP) for index in group.tolist())
+
+    def groups(self, size: int) -> Iterator[Integers]:
+        """The epoch in arrays of so many indices, but the last; it begins when the first of them is asked for."""
+        rest: Integers = np.empty(0, dtype=np.int64)
+        look_at = time.monotonic() + _LOOK_SECONDS
+        for order in self._rounds():
+            rest = np.concatenate([rest, order])
+            while len(rest) >= size:
+                if time.monotonic() > look_at:
+                    self.pool.look_after()
+                    look_at = time.monotonic() + _LOOK_SECONDS
+                group, rest = rest[:size], rest[size:]
+                yield group
+        if len(rest):
+            yield rest
+
+    def _rounds(self) -> Iterator[Integers]:
+        """Permutations of what is resident, this rank's part, until there are enough."""
         resident = self.pool.begin_epoch()
         self.num_samples = self._share(len(resident))
         group, epoch = self.pool.group, self.epoch
         self.epoch += 1  # who calls `set_epoch`, as Lightning does, has the last word
         ranks = group.nodes[group.node]
-        wanted, turn, look_at = self.num_samples, 0, time.monotonic() + _LOOK_SECONDS
+        wanted, turn = self.num_samples, 0
         while wanted:
             order = resident[self._permutation(len(resident), epoch, turn)]
             mine = order[ranks.index(group.rank) :: len(ranks)][:wanted]
-            for index in mine.tolist():
-                if time.monotonic() > look_at:
-                    self.pool.look_after()
-                    look_at = time.monotonic() + _LOOK_SECONDS
-                yield index
+            yield mine
             wanted, turn = wanted - len(mine), turn + 1
 
     def _permutation(self, length: int, epoch: int, turn: int) -> Integers:

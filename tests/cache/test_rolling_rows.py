@@ -239,6 +239,7 @@ def test_no_reader_sees_a_torn_sample() -> None:
 
 @pytest.mark.soak
 @pytest.mark.processes
+@pytest.mark.timeout(900)
 def test_no_reader_sees_a_torn_sample_in_ten_minutes() -> None:
     """The same for ten minutes."""
     storm(600, 8)

@@ -123,17 +123,18 @@ def test_an_epoch_is_what_is_resident_when_it_begins(opened, kind):
 @pytest.mark.parametrize("make", [DataLoader, CachedLoader])
 def test_what_leaves_during_an_epoch_is_replaced_by_what_came(opened, make):
     """The number of batches stays, and each sample is whole; how many were newer is counted."""
-    pool = opened(budget=16 * EACH, spec=SPEC, minimum=16)
+    words = 2**17  # a megabyte each: small ones are gathered together, before the first batch is handed out
+    pool = opened(budget=16 * (8 * words + 32), spec=SampleSpec.infer((torch.zeros(words).long(), 0)), minimum=16)
     writer = RollingWriter.attach(pool.handle)
     for number in range(16):
-        writer.append(Numbers()[number])
+        writer.append((torch.full((words,), number), number))
     batches = []
-    for number, (words, found) in enumerate(make(pool, batch_size=4, sampler=pool.sampler())):
-        assert (words == found[:, None]).all()
+    for number, (rows, found) in enumerate(make(pool, batch_size=4, sampler=pool.sampler())):
+        assert (rows == found[:, None]).all()
         batches += found.tolist()
         if number == 0:
             for newer in range(16, 32):
-                writer.append(Numbers()[newer])
+                writer.append((torch.full((words,), newer), newer))
     assert len(batches) == 16
     assert sum(number >= 16 for number in batches) == pool.stats().renewed >= 8
 
