@@ -9,11 +9,11 @@ from __future__ import annotations
 
 import errno
 import logging
-from typing import Any
+from collections.abc import Sequence
+from typing import Any, Protocol
 
+from lightning_stocache.cache.codec import SampleCodec
 from lightning_stocache.cache.rolling_ring import RollingRing, Taken
-from lightning_stocache.cache.rolling_slots import RollingSlots
-from lightning_stocache.cache.spec import SampleSpec
 from lightning_stocache.node.budget import format_bytes
 from lightning_stocache.node.segment import Segment
 
@@ -22,6 +22,19 @@ __all__ = ["RollingFilling"]
 log = logging.getLogger(__name__)
 
 _WARNED = 1  # lock bytes behind those of the ring
+
+
+class Slots(Protocol):
+    """What has to be known about the place where samples lie to fill it."""
+
+    def take(self, contents: Sequence[memoryview], position: int | None) -> Taken | None:
+        """A slot for a sample; None where there is none at this moment."""
+
+    def store(self, taken: Taken, contents: Sequence[memoryview]) -> str | None:
+        """Write a sample; or what memory is short, in words."""
+
+    def end_at(self, taken: Taken) -> bool:
+        """Use nothing from this slot on; whether anything is left."""
 
 
 class RollingFilling:
@@ -34,7 +47,7 @@ class RollingFilling:
         slots: where the bytes go.
     """
 
-    def __init__(self, segment: Segment, codec: SampleSpec, ring: RollingRing, slots: RollingSlots) -> None:
+    def __init__(self, segment: Segment, codec: SampleCodec, ring: RollingRing, slots: Slots) -> None:
         self._segment, self._codec, self._ring, self._slots = segment, codec, ring, slots
 
     def append(self, sample: Any, index: int = -1, position: int | None = None) -> bool:
@@ -50,27 +63,23 @@ class RollingFilling:
 
         Raises:
             SampleMismatchError: it is not of the codec.
+            ValueError: it is larger than the whole store.
             OSError: there is no memory for a single sample.
         """
         contents = self._codec.contents(self._codec.encode(sample, None if index < 0 else index))
         while True:
-            taken = self._ring.take() if position is None else self._ring.take_at(position)
+            taken = self._slots.take(contents, position)
             if taken is None:
                 return False
-            short = None
             try:
-                if taken.held:
-                    self._slots.overwrite(taken.slot, contents)
-                else:
-                    short = self._slots.store(taken.slot, contents)
+                short = self._slots.store(taken, contents)
             except BaseException:
                 self._ring.drop(taken)
                 raise
-            if short is not None:
-                self._stop_growing(taken, short)
-                continue
-            self._ring.publish(taken, index)
-            return True
+            if short is None:
+                self._ring.publish(taken, index)
+                return True
+            self._stop_growing(taken, short)
 
     def skip(self, position: int) -> None:
         """Say of a position of the window that its sample cannot be had."""
@@ -79,16 +88,13 @@ class RollingFilling:
 
     def _stop_growing(self, taken: Taken, short: str) -> None:
         """Roll within what there is from now on, and say why, once on the node."""
-        if taken.slot == 0:
-            self._ring.drop(taken)
+        if not self._slots.end_at(taken):
             needed = format_bytes(self._codec.nbytes)
             raise OSError(errno.ENOSPC, f"a rolling cache needs {needed} for its first sample: {short}")
-        self._ring.drop(taken, limit=True)
         if self._segment.lock(self._ring.count + _WARNED):  # kept until this process ends: one warning per node
             log.warning(
-                "the rolling cache stops growing at %s samples, %s: %s.\nIt rolls within these. Give the job more "
-                "memory, or lower the budget to have no such warning",
-                f"{self._ring.limit:,}",
-                format_bytes(self._ring.limit * self._codec.nbytes),
+                "the rolling cache stops growing at %s samples: %s.\nIt rolls within these. Give the job more memory, "
+                "or lower the budget to have no such warning",
+                f"{len(self._ring.resident()):,}",
                 short,
             )

@@ -18,7 +18,7 @@ import numpy.typing as npt
 
 from lightning_stocache.cache.codec import aligned
 from lightning_stocache.cache.placement import Integers
-from lightning_stocache.cache.rolling_ring import RollingRing
+from lightning_stocache.cache.rolling_ring import RollingRing, Taken
 from lightning_stocache.cache.shortage import Shortage
 from lightning_stocache.node.files import memory_directory
 from lightning_stocache.node.segment import Segment
@@ -31,12 +31,13 @@ class RollingSlots:
 
     Args:
         segment: where they lie, behind the ring.
+        ring: who writes which slot.
         row_bytes: bytes of one sample in each field.
-        count: number of slots.
     """
 
-    def __init__(self, segment: Segment, row_bytes: Sequence[int], count: int) -> None:
-        self._segment, self._row_bytes = segment, tuple(row_bytes)
+    def __init__(self, segment: Segment, ring: RollingRing, row_bytes: Sequence[int]) -> None:
+        self._segment, self._ring, self._row_bytes = segment, ring, tuple(row_bytes)
+        count = ring.count
         self._starts = list(_starts(row_bytes, count))[:-1]
         self._rows = [
             segment.bytes(start, count * nbytes).numpy().reshape(count, nbytes)
@@ -49,24 +50,32 @@ class RollingSlots:
         """Bytes of a segment with so many slots, the ring included."""
         return list(_starts(row_bytes, count))[-1]
 
-    def store(self, slot: int, contents: Sequence[memoryview]) -> str | None:
-        """Write a sample where none was, bytes `[nbytes]` per field, taking the memory; or what is short, in words."""
+    def take(self, contents: Sequence[memoryview], position: int | None) -> Taken | None:
+        """A slot for a sample; None where there is none at this moment."""
+        return self._ring.take() if position is None else self._ring.take_at(position)
+
+    def store(self, taken: Taken, contents: Sequence[memoryview]) -> str | None:
+        """Write a sample, bytes `[nbytes]` per field; or what memory is short, in words."""
+        if taken.held:
+            for rows, content in zip(self._rows, contents, strict=True):
+                rows[taken.slot] = np.frombuffer(content, dtype=np.uint8)
+            return None
         if (short := self._shortage.comes_with(sum(self._row_bytes))) is not None:
             return short
         try:
             for start, nbytes, content in zip(self._starts, self._row_bytes, contents, strict=True):
                 if nbytes:
-                    self._segment.store(start + slot * nbytes, content)
+                    self._segment.store(start + taken.slot * nbytes, content)
         except OSError as error:
             if error.errno != errno.ENOSPC:
                 raise
             return f"no space left in {memory_directory()}; enlarge it (Docker: --shm-size)"
         return None
 
-    def overwrite(self, slot: int, contents: Sequence[memoryview]) -> None:
-        """Write a sample where one was."""
-        for rows, content in zip(self._rows, contents, strict=True):
-            rows[slot] = np.frombuffer(content, dtype=np.uint8)
+    def end_at(self, taken: Taken) -> bool:
+        """Use no slot from this one on; whether any is left."""
+        self._ring.drop(taken, limit=taken.slot > 0)
+        return taken.slot > 0
 
     def gather(self, slots: Integers, columns: Sequence[npt.NDArray[np.uint8]]) -> None:
         """Copy many samples out, uint8 `[samples, nbytes]` per field."""

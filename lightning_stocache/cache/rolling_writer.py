@@ -5,7 +5,8 @@ from __future__ import annotations
 import time
 from typing import Any
 
-from lightning_stocache.cache.rolling_rows import RollingHandle, RollingRows
+from lightning_stocache.cache.rolling_rows import RollingRows
+from lightning_stocache.cache.rolling_store import RollingHandle
 
 __all__ = ["RollingWriter"]
 

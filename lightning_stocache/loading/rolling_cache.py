@@ -18,7 +18,7 @@ from typing import Any, SupportsIndex
 from torch.utils.data import Dataset
 
 from lightning_stocache.cache.placement import Arc, Integers, Ring
-from lightning_stocache.cache.rolling_rows import RollingHandle
+from lightning_stocache.cache.rolling_store import RollingHandle
 from lightning_stocache.cache.spec import SampleSpec
 from lightning_stocache.loading.cached_source import CachedSource
 from lightning_stocache.loading.dataset import CachedDataset, cached_source, dataset_over

@@ -13,7 +13,8 @@ from typing import Any
 
 from lightning_stocache.cache.counters import Counters
 from lightning_stocache.cache.placement import Integers
-from lightning_stocache.cache.rolling_rows import RollingHandle, RollingRows
+from lightning_stocache.cache.rolling_rows import RollingRows
+from lightning_stocache.cache.rolling_store import RollingHandle
 from lightning_stocache.cache.spec import SampleSpec
 from lightning_stocache.loading.fillers import Fillers, FillJob
 from lightning_stocache.node.budget import Budget

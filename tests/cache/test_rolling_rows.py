@@ -13,7 +13,8 @@ import numpy as np
 import pytest
 import torch
 
-from lightning_stocache.cache.rolling_rows import RollingHandle, RollingRows
+from lightning_stocache.cache.rolling_rows import RollingRows
+from lightning_stocache.cache.rolling_store import RollingHandle
 from lightning_stocache.cache.spec import SampleMismatchError, SampleSpec
 from tests.processes import Child, ChildError, call, without_room
 
