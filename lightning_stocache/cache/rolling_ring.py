@@ -19,9 +19,12 @@ Between the odd generation and the bytes lies a system call (the ticket lock is 
 A slot that somebody is still writing to is left out; a writer that was killed leaves an odd generation, which readers
 pass over, and whose lock the kernel has freed: the next writer that looks (once a second) takes that slot first.
 
-Slots are taken in turn, so the oldest sample leaves first. With a window (`replace_rate`) they are taken by position
-instead: position p of the source's order lies in slot `p % count`, only `[start, start + window)` is read, only the
-slots outside of it are written, and `advance` moves the window between two epochs.
+Slots are taken in turn, so the oldest sample leaves first. Records, which lie one behind the other in a ring of bytes,
+take theirs strictly in turn, and end the samples whose bytes they take (`take_in_turn`, `end`).
+
+With a window (`replace_rate`) slots are taken by position instead: position p of the source's order lies in slot
+`p % count`, only `[start, start + window)` is read, only the slots outside of it are written, and `advance` moves the
+window between two epochs.
 
 Not promised: that ages are in the order of tickets; writers that began at the same time end in any order.
 """
@@ -29,6 +32,7 @@ Not promised: that ages are in the order of tickets; writers that began at the s
 from __future__ import annotations
 
 import time
+from collections.abc import Callable
 from typing import NamedTuple
 
 import numpy as np
@@ -113,6 +117,41 @@ class RollingRing:
             return None
         with self._claims.waiting(self.count):
             return self._begin(slot, position)
+
+    def take_in_turn(self, make_room: Callable[[int], bool]) -> Taken | None:
+        """The slot after the last one, once `make_room` has made room for it; None where one of both is being written.
+
+        It is called under the lock of the tickets, with a slot that is this process's own.
+        """
+        with self._claims.waiting(self.count):
+            slot = self.turns % self.count
+            if not self._claims.take(slot):
+                return None
+            if not make_room(slot):
+                self._claims.give_up(slot)
+                return None
+            self._words[_NEXT] += 1
+            return self._begin(slot, int(self._words[_APPENDED]))
+
+    @property
+    def turns(self) -> int:
+        """How many slots have been taken in turn."""
+        return int(self._words[_NEXT])
+
+    def end(self, slot: int, *, own: bool) -> bool:
+        """Have a slot not be read any more; False where it is being written. `own`: it is claimed by who asks.
+
+        For who has the lock of the tickets.
+        """
+        generation = int(self.generations[slot])
+        if generation & 1 and not own:
+            if not self._claims.take(slot):
+                return False
+            self._claims.give_up(slot)  # its writer was killed
+        self._words[_EVICTED] += generation > 0 and not generation & 1
+        self.generations[slot] = -abs(generation) & ~1
+        self._times[slot] = 0
+        return True
 
     def publish(self, taken: Taken, index: int = -1) -> None:
         """Have a slot read whose bytes have been written."""
