@@ -86,6 +86,11 @@ class RollingRecords(RollingStore[RecordCodec]):
             segment.close()
             raise
 
+    @staticmethod
+    def slot_bytes(codec: RecordCodec) -> int:
+        """Bytes that a sample of the expected size costs."""
+        return aligned(codec.nbytes) + _DIRECTORY_BYTES
+
     def read(self, places: Integers, lend: Lend | None = None) -> Iterator[Any]:
         """Copies of the samples in those slots (int64 `[samples]`), each made when it is asked for."""
         return (self.codec.decode(self._copied(place), lend) for place in places.tolist())
@@ -109,11 +114,15 @@ class RollingRecords(RollingStore[RecordCodec]):
         slots = np.array([place])
         for _ in range(_MOST_TRIES):
             slots, seen = self.readable(slots)
-            record = self._slots.copied(int(slots[0]))
+            slot = int(slots[0])
+            where = self._slots.where(slot)
             fence()
-            if record is not None and int(self.ring.generations[slots[0]]) == seen[0]:
-                self.renewed += self.ring.newer(seen)
-                return record
+            if int(self.ring.generations[slot]) == seen[0]:  # then that is where it lies, or lay
+                record = self._slots.copied(*where)
+                fence()
+                if int(self.ring.generations[slot]) == seen[0]:
+                    self.renewed += self.ring.newer(seen)
+                    return record
             slots = self.others(1)
         raise RuntimeError(
             "a rolling cache is overwritten faster than it can be read: give it a larger budget, or fewer fillers"
@@ -170,11 +179,12 @@ class _Arena:
         self._ring.drop(taken)
         return offset > 0
 
-    def copied(self, slot: int) -> memoryview | None:
-        """The bytes that a slot says it has, which may be those of two records; None if it says nonsense."""
-        offset, nbytes = int(self._offsets[slot]), int(self.nbytes[slot])
-        if not 0 <= offset <= offset + nbytes <= len(self._bytes):
-            return None
+    def where(self, slot: int) -> tuple[int, int]:
+        """Where the record of a slot begins, and its bytes."""
+        return int(self._offsets[slot]), int(self.nbytes[slot])
+
+    def copied(self, offset: int, nbytes: int) -> memoryview:
+        """The bytes that lie there now, which may be those of two records."""
         return self._bytes[offset : offset + nbytes].copy().data
 
     def capacity(self, expected: int) -> int:

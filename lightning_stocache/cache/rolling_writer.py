@@ -5,8 +5,8 @@ from __future__ import annotations
 import time
 from typing import Any
 
-from lightning_stocache.cache.rolling_rows import RollingRows
 from lightning_stocache.cache.rolling_store import RollingHandle
+from lightning_stocache.cache.stores import RollingSampleStore, attach_rolling
 
 __all__ = ["RollingWriter"]
 
@@ -21,7 +21,7 @@ class RollingWriter:
         OSError: (`attach`) the cache cannot be reached from here, or its process has ended; (`append`) there is no
             memory for a single sample.
         ValueError: (`attach`) it replaces samples by position (`replace_rate`), which only its own fillers can.
-        SampleMismatchError: (`append`) a sample differs from the first one in structure, dtype or shape.
+        SampleMismatchError: (`append`, rows) a sample differs from the first ones in structure, dtype or shape.
 
     Example:
         >>> import torch
@@ -34,7 +34,7 @@ class RollingWriter:
         >>> pool.close()
     """
 
-    def __init__(self, store: RollingRows) -> None:
+    def __init__(self, store: RollingSampleStore) -> None:
         self._store = store
 
     @classmethod
@@ -42,7 +42,7 @@ class RollingWriter:
         """Open the cache that has this handle, which is plain values: send it by a queue, a pipe or a file of yours."""
         if handle.window:
             raise ValueError("a RollingCache with replace_rate takes samples from its own fillers alone")
-        return cls(RollingRows.attach(handle))
+        return cls(attach_rolling(handle))
 
     def append(self, sample: Any, index: int = -1) -> None:
         """Store a sample, in the place of the oldest once the budget is full; `index`: in its source, for messages."""

@@ -32,7 +32,7 @@ import numpy as np
 import torch
 
 from lightning_stocache.cache.rolling_ring import FILLERS
-from lightning_stocache.cache.rolling_rows import RollingRows
+from lightning_stocache.cache.stores import RollingSampleStore
 from lightning_stocache.source.draws import Draw, Draws, EndOfStreamError
 from lightning_stocache.torch_internals import become_worker
 
@@ -60,7 +60,7 @@ class FillJob:
     """
 
     draws: Draws
-    store: RollingRows
+    store: RollingSampleStore
     fillers: int
     seed: int = 0
 

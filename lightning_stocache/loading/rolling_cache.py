@@ -27,7 +27,7 @@ from lightning_stocache.node.budget import Budget
 from lightning_stocache.node.group import NodeGroup
 from lightning_stocache.sampling.rolling_sampler import RollingSampler
 from lightning_stocache.setup.open_cache import OpenCache
-from lightning_stocache.setup.request import CacheRequest
+from lightning_stocache.setup.request import CacheRequest, Layout
 
 __all__ = ["RollingCache"]
 
@@ -35,8 +35,7 @@ __all__ = ["RollingCache"]
 class RollingCache(Dataset[Any]):
     """A dataset that grows, and then rolls, while it is trained on.
 
-    It opens when it is first asked for something, or by `share`. Samples must have one structure, dtype and shape
-    (tensors, arrays, numbers): what the first one is, all are. What is random in the source is drawn again whenever a
+    It opens when it is first asked for something, or by `share`. What is random in the source is drawn again whenever a
     sample is loaded again; give what is to be drawn in every epoch as `transform`.
 
     Args:
@@ -51,6 +50,8 @@ class RollingCache(Dataset[Any]):
         indices: a stream of indices that the fillers load, in place of permutations.
         transform: done to each sample after the cache, whenever it is served.
         spec: what a sample looks like, as `SampleSpec.infer(sample)` says; given, nothing is read at set-up.
+        layout: "rows" (samples of one shape, nothing but numbers: a batch is one copy per field; others are left out),
+            "records" (anything that can be pickled), or "auto": rows where the first two samples are such.
         epoch_samples: samples per epoch and rank, whatever is resident; None: each resident sample once. With a number,
             all epochs have one length, which is what Lightning takes them for.
         shuffle: whether fillers draw in shuffled order.
@@ -61,7 +62,7 @@ class RollingCache(Dataset[Any]):
         ValueError: an argument that breaks its rule; (when it opens) the budget has no room for the least number of
             samples.
         TypeError: the source is cached already.
-        FirstSampleError: (when it opens) no sample can be read, or samples are no rows.
+        FirstSampleError: (when it opens) no sample can be read, or samples cannot be kept.
         RuntimeError: (when an epoch begins) nothing is resident and no filler is left; it holds the last error.
 
     Example:
@@ -88,6 +89,7 @@ class RollingCache(Dataset[Any]):
         indices: Iterable[int] | None = None,
         transform: Callable[[Any], Any] | None = None,
         spec: SampleSpec | None = None,
+        layout: Layout = "auto",
         epoch_samples: int | None = None,
         shuffle: bool = True,
         seed: int = 0,
@@ -105,6 +107,7 @@ class RollingCache(Dataset[Any]):
             replace_rate,
             indices,
             spec,
+            layout,
             shuffle,
             seed,
             multiprocessing_context,

@@ -9,18 +9,22 @@ import logging
 import time
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, get_args
 
 from lightning_stocache.cache.counters import Counters
 from lightning_stocache.cache.placement import Integers
+from lightning_stocache.cache.records import RecordCodec
+from lightning_stocache.cache.rolling_records import RollingRecords
 from lightning_stocache.cache.rolling_rows import RollingRows
 from lightning_stocache.cache.rolling_store import RollingHandle
 from lightning_stocache.cache.spec import SampleSpec
+from lightning_stocache.cache.stores import RollingSampleStore, attach_rolling
 from lightning_stocache.loading.fillers import Fillers, FillJob
 from lightning_stocache.node.budget import Budget
 from lightning_stocache.node.group import NodeGroup
 from lightning_stocache.node.segment import Segment, SegmentHandle
-from lightning_stocache.setup.first_sample import spec_of
+from lightning_stocache.setup.first_sample import codec_of
+from lightning_stocache.setup.request import Layout
 from lightning_stocache.setup.rolling_memory import RollingMemory
 from lightning_stocache.source.draws import Draws, is_stream
 
@@ -41,7 +45,8 @@ class RollingRequest:
     minimum: int = 256
     replace_rate: float | None = None
     indices: Iterable[int] | None = None
-    spec: SampleSpec | None = None
+    spec: SampleSpec | RecordCodec | None = None
+    layout: Layout = "auto"
     shuffle: bool = True
     seed: int = 0
     method: str | None = None
@@ -49,6 +54,8 @@ class RollingRequest:
     def __post_init__(self) -> None:
         for name, least in (("fillers", 0), ("minimum", 1)):
             check_count(name, getattr(self, name), least)
+        if self.layout not in get_args(Layout):
+            raise ValueError(f"layout must be 'auto', 'rows' or 'records', got {self.layout!r}")
         if self.source is None and self.spec is None:
             raise ValueError("without a source a rolling cache needs spec=SampleSpec.infer(sample), of one to come")
         if self.replace_rate is not None and not 0 < self.replace_rate <= 1:
@@ -114,7 +121,7 @@ class RollingPool:
     """After so many seconds of waiting it is said what is waited for, and again after as many."""
 
     def __init__(
-        self, store: RollingRows, counters: Counters, minimum: int = 1, fillers: Fillers | None = None
+        self, store: RollingSampleStore, counters: Counters, minimum: int = 1, fillers: Fillers | None = None
     ) -> None:
         self.store, self.counters, self.minimum, self.fillers = store, counters, minimum, fillers
         self.epochs, self._told_short = 0, False
@@ -125,14 +132,19 @@ class RollingPool:
 
         Raises:
             ValueError: the budget has no room for the least number of samples.
-            FirstSampleError: no sample can be read, or samples are no rows.
+            FirstSampleError: no sample can be read, or samples cannot be kept.
             OSError: there is no memory.
         """
-        spec, ranks = request.spec or spec_of(request.draws(group.node), request.method), len(group.nodes[group.node])
+        ranks = len(group.nodes[group.node])
+        codec = request.spec or codec_of(request.draws(group.node), request.layout, request.method)
         wanted = 0 if request.source is None else request.fillers
-        memory = RollingMemory.grant(request.budget, spec, request.length, max(wanted, 1), ranks, request.replace_rate)
+        memory = RollingMemory.grant(request.budget, codec, request.length, max(wanted, 1), ranks, request.replace_rate)
         whose = {"dataset": f"rolling: {type(request.source).__name__}", "node": group.node, "nodes": len(group.nodes)}
-        store = RollingRows.create(spec, memory.count, window=memory.window, backend=memory.backend, whose=whose)
+        store: RollingSampleStore
+        if isinstance(codec, SampleSpec):
+            store = RollingRows.create(codec, memory.count, window=memory.window, backend=memory.backend, whose=whose)
+        else:
+            store = RollingRecords.create(codec, memory.granted, backend=memory.backend, whose=whose)
         counters = Counters.create(group.rank, memory.backend)
         fillers = None
         if wanted:
@@ -143,7 +155,7 @@ class RollingPool:
     @classmethod
     def attach(cls, handles: tuple[RollingHandle, SegmentHandle], rank: int) -> RollingPool:
         """On the other ranks of the node: open the same memory."""
-        return cls(RollingRows.attach(handles[0]), Counters(Segment.attach(handles[1]), rank))
+        return cls(attach_rolling(handles[0]), Counters(Segment.attach(handles[1]), rank))
 
     @property
     def handles(self) -> tuple[RollingHandle, SegmentHandle]:

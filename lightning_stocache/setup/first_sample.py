@@ -1,7 +1,7 @@
-"""What a sample looks like, from the first one, which a process reads that is thrown away.
+"""What a sample looks like, from the first two, which a process reads that is thrown away.
 
 As with `look`: who opens files when it is first read would otherwise hand one handle to all processes that are forked
-later. One sample only, because a rolling cache is for sources that are slow: training is to start with the first few.
+later. Two samples only, because a rolling cache is for sources that are slow: training is to start with the first few.
 """
 
 from __future__ import annotations
@@ -12,22 +12,27 @@ import pickle
 import sys
 import time
 from collections.abc import Iterator
+from itertools import islice
 from typing import Any, cast
 
 import torch
 from torch.utils.data import DataLoader, IterableDataset
 
 from lightning_stocache.cache.field import UnsupportedSampleError
-from lightning_stocache.cache.spec import SampleSpec
+from lightning_stocache.cache.records import RecordCodec
+from lightning_stocache.cache.spec import SampleMismatchError, SampleSpec
+from lightning_stocache.setup.codec_choice import choose_codec
+from lightning_stocache.setup.request import Layout
 from lightning_stocache.source.draws import Draws
 from lightning_stocache.torch_internals import set_worker_dataset, shut_down
 
-__all__ = ["FirstSampleError", "spec_of"]
+__all__ = ["FirstSampleError", "codec_of"]
 
 log = logging.getLogger(__name__)
 
 TOLD_SECONDS = 10.0  # after which it is said what is waited for
 _TRIES = 8  # draws, before the source is given up
+_SAMPLES = 2  # one would not show that shapes differ
 
 
 class FirstSampleError(RuntimeError):
@@ -35,41 +40,42 @@ class FirstSampleError(RuntimeError):
 
 
 class _First(IterableDataset[bytes]):
-    """In a worker: the spec of the first sample that can be read, pickled, or the last error in words."""
+    """In a worker: the codec of the first samples that can be read, pickled, or the last error in words."""
 
-    def __init__(self, draws: Draws) -> None:
-        self.draws = draws
+    def __init__(self, draws: Draws, layout: Layout) -> None:
+        self.draws, self.layout = draws, layout
 
     def __iter__(self) -> Iterator[bytes]:
         set_worker_dataset(self.draws.source)
-        words = "it gives no samples"
-        for number, draw in enumerate(self.draws.share(0, 1)):
+        words, samples, indices = "it gives no samples", list[Any](), list[int]()
+        for draw in islice(self.draws.share(0, 1), _TRIES):
             try:
-                yield pickle.dumps(SampleSpec.infer(draw.load()))
-                return
-            except UnsupportedSampleError as error:
-                words = f"{error}. A rolling cache keeps rows: tensors, arrays and numbers of one shape"
-                break
+                samples.append(draw.load())
+                indices.append(draw.index)
             except Exception as error:  # the source is the user's, and may raise anything
                 words = f"{type(error).__name__}: {error}" if str(error) else words
-            if number + 1 == _TRIES:
+            if len(samples) == _SAMPLES:
                 break
-        yield pickle.dumps(words)
+        try:
+            yield pickle.dumps(choose_codec(indices, samples, self.layout).codec if samples else words)
+        except (UnsupportedSampleError, SampleMismatchError) as error:
+            yield pickle.dumps(str(error))
 
 
-def spec_of(draws: Draws, method: str | None = None) -> SampleSpec:
-    """The spec of the first sample that is drawn.
+def codec_of(draws: Draws, layout: Layout = "auto", method: str | None = None) -> SampleSpec | RecordCodec:
+    """The codec of the first samples that are drawn.
 
     Args:
         draws: from the source.
+        layout: "rows", "records", or "auto": rows where these samples allow it.
         method: how a process is started that reads it; None: fork, where the system has it.
 
     Raises:
-        FirstSampleError: none of the first few could be read, or they are no rows.
+        FirstSampleError: none of the first few could be read, or they cannot be kept.
     """
     method = method or ("fork" if sys.platform == "linux" else multiprocessing.get_start_method())
     looking: Any = DataLoader(
-        _First(draws),
+        _First(draws, layout),
         batch_size=None,
         num_workers=1,
         collate_fn=cast(Any, _as_it_is),
@@ -91,7 +97,7 @@ def spec_of(draws: Draws, method: str | None = None) -> SampleSpec:
         shut_down(answers)
     if isinstance(answer, str):
         raise FirstSampleError(f"{_title(draws)} cannot be kept: {answer}")
-    return cast(SampleSpec, answer)
+    return cast("SampleSpec | RecordCodec", answer)
 
 
 def _title(draws: Draws) -> str:

@@ -7,6 +7,8 @@ import math
 import os
 from dataclasses import dataclass
 
+from lightning_stocache.cache.codec import SampleCodec
+from lightning_stocache.cache.rolling_records import RollingRecords
 from lightning_stocache.cache.rolling_rows import RollingRows
 from lightning_stocache.cache.spec import SampleSpec
 from lightning_stocache.node.budget import Budget, format_bytes
@@ -18,13 +20,15 @@ __all__ = ["RollingMemory", "window_of"]
 
 log = logging.getLogger(__name__)
 
+_ROOMY = 2
+
 
 @dataclass(frozen=True)
 class RollingMemory:
     """The slots of a rolling cache on one node.
 
     Args:
-        count: slots.
+        count: slots; of records, how many samples are expected to find room.
         window: how many are read at a time, where a part is replaced between epochs; else 0.
         granted: bytes that they take.
         backend: kind of segment; None is the system's default.
@@ -39,13 +43,19 @@ class RollingMemory:
 
     @classmethod
     def grant(
-        cls, budget: Budget, spec: SampleSpec, length: int | None, writers: int, ranks: int, replace_rate: float | None
+        cls,
+        budget: Budget,
+        codec: SampleCodec,
+        length: int | None,
+        writers: int,
+        ranks: int,
+        replace_rate: float | None,
     ) -> RollingMemory:
         """Divide what is asked for, and free, into slots.
 
         Args:
             budget: of this node.
-            spec: what a sample looks like.
+            codec: what a sample looks like.
             length: samples in the source; None for a stream.
             writers: processes that append at the same time.
             ranks: of this node.
@@ -54,19 +64,25 @@ class RollingMemory:
         Raises:
             ValueError: there is no room for the least number of samples, or the budget is a share of a stream.
         """
-        each = RollingRows.slot_bytes(spec)
+        rows = isinstance(codec, SampleSpec)
+        each = RollingRows.slot_bytes(codec) if isinstance(codec, SampleSpec) else RollingRecords.slot_bytes(codec)
         if length is None and budget.unit == "% of dataset":
             raise ValueError(f'budget must be bytes ("8GiB") or a share of what is free for a stream, got {budget}')
+        if replace_rate is not None and not rows:
+            raise ValueError("replace_rate needs samples of one structure, dtype and shape (rows)")
+        # How large records are, nobody knows from two of them: all of them have room where there is room for twice that.
+        part = budget.unit == "% of dataset" and budget.amount < 100
+        size = None if length is None else length * each * (1 if rows or part else _ROOMY)
         backend: Backend | None = None
-        given = cls._given(budget, each, length, ranks, memory_directory())
+        given = _given(budget, size, ranks, memory_directory())
         if given.limited_by is not None and hasattr(os, "memfd_create"):
-            roomier = cls._given(budget, each, length, ranks, None)
+            roomier = _given(budget, size, ranks, None)
             if roomier.bytes > given.bytes:
                 given, backend = roomier, "memfd"
         slots, window = given.bytes // each, 0
-        if length is not None:
+        holds_all = length is not None and slots >= length * (1 if rows else _ROOMY)
+        if rows and length is not None:
             slots = min(slots, length)
-        holds_all = slots == length
         if replace_rate is not None and length is not None:
             window, replaced = window_of(slots, replace_rate, length)
             slots, holds_all = window + replaced, not replaced
@@ -86,13 +102,11 @@ class RollingMemory:
                 str(budget),
                 given.limited_by,
             )
-        return cls(slots, window, slots * each, backend, holds_all)
+        return cls(slots, window, slots * each if rows else given.bytes, backend, holds_all)
 
-    @staticmethod
-    def _given(budget: Budget, each: int, length: int | None, ranks: int, directory: str | None) -> Grant:
-        free = FreeMemory.measure(directory)
-        size = each * length if length is not None else 2**62
-        return grant(budget, size, free, Reserve(), ranks)
+
+def _given(budget: Budget, size: int | None, ranks: int, directory: str | None) -> Grant:
+    return grant(budget, 2**62 if size is None else size, FreeMemory.measure(directory), Reserve(), ranks)
 
 
 def window_of(slots: int, replace_rate: float, length: int) -> tuple[int, int]:

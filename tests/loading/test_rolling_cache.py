@@ -220,6 +220,41 @@ def test_a_stream_of_indices_says_what_is_loaded(opened):
     assert sorted(labels(CachedLoader(pool, 8))) == [3, 7, 9]
 
 
+def texts(number: int) -> dict[str, Any]:
+    return {"text": f"{number} " * number, "numbers": torch.full((1 + 7 * number,), number)}
+
+
+@pytest.mark.parametrize("workers", [0, 1])
+def test_samples_of_any_kind_roll_as_records(opened, workers):
+    """Text and tensors of many lengths come out as they went in, the oldest leave, and all come some time."""
+    source, seen = [texts(number) for number in range(60)], set()
+    pool = opened(source, 70_000, fillers=2, minimum=5)
+    loader = CachedLoader(pool, 4, shuffle=True, collate_fn=list, num_workers=workers)
+    end = time.monotonic() + 60
+    while len(seen) < 60 and time.monotonic() < end:
+        for batch in loader:
+            for sample in batch:
+                number = int(sample["numbers"][0])
+                assert sample["text"] == source[number]["text"]
+                assert torch.equal(sample["numbers"], source[number]["numbers"])
+                seen.add(number)
+    assert seen == set(range(60))
+    assert pool.stats().evicted > 0
+    loader.close()
+
+
+def test_records_are_loaded_once_where_all_have_room(opened):
+    """The fillers end, and every sample is there."""
+    pool = opened([texts(number) for number in range(30)], "1MiB", fillers=2, minimum=30)
+    assert sorted(int(pool[number]["numbers"][0]) for number in range(len(pool))) == list(range(30))
+    wait_until(lambda: not pool.pool.fillers.are_at_work())
+    with RollingWriter.attach(pool.handle) as writer:
+        writer.append(texts(30))
+    assert sorted(len(sample["numbers"]) for sample in DataLoader(pool, None, sampler=pool.sampler())) == [
+        1 + 7 * number for number in range(31)
+    ]
+
+
 # ---- what goes wrong ----
 
 
@@ -256,15 +291,18 @@ def test_a_source_whose_first_samples_fail_says_so_at_once(opened):
         len(opened(Numbers(trouble=always_raises), 60 * EACH))
 
 
-def test_samples_that_are_no_rows_are_refused(opened):
-    """Text has no fixed size; the message says what a sample has to be."""
-    with pytest.raises(FirstSampleError, match=r"(?s)str.*keeps rows: tensors, arrays and numbers"):
-        len(opened(["one", "two", "three"], 60 * EACH))
+def test_samples_that_cannot_be_kept_are_refused(opened):
+    """What is no row, where rows were asked for; what cannot be pickled."""
+    with pytest.raises(FirstSampleError, match=r'the sample is a str.*layout="records" keeps what can be pickled'):
+        len(opened(["one", "two", "three"], 60 * EACH, layout="rows"))
+    with pytest.raises(FirstSampleError, match="cannot be kept"):
+        len(opened([lambda: 1, lambda: 2], 60 * EACH))
 
 
 def test_a_sample_of_another_shape_is_left_out(opened, caplog):
     """It is counted, and told as an error of the source is."""
-    pool = opened([torch.zeros(3), torch.zeros(4), torch.ones(3)], "100%", fillers=1, minimum=2, shuffle=False)
+    samples = [torch.zeros(3), torch.zeros(4), torch.ones(3)]
+    pool = opened(samples, "100%", spec=SampleSpec.infer(samples[0]), fillers=1, minimum=2, shuffle=False)
     assert sorted(float(sample.sum()) for sample in DataLoader(pool)) == [0.0, 3.0]
     wait_until(lambda: pool.stats().failed == 1)
     pool.look_after()
@@ -403,6 +441,7 @@ def test_a_window_survives_a_filler_that_dies(opened):
         ({"source": None}, "without a source a rolling cache needs spec"),
         ({"source": Stream(3), "indices": [1]}, "indices needs a map-style source"),
         ({"budget": "much"}, "budget cannot be read"),
+        ({"layout": "columns"}, "layout must be 'auto', 'rows' or 'records', got 'columns'"),
     ],
 )
 def test_arguments_that_break_a_rule(arguments, message):
