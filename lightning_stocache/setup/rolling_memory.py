@@ -7,7 +7,7 @@ import math
 import os
 from dataclasses import dataclass
 
-from lightning_stocache.cache.codec import SampleCodec
+from lightning_stocache.cache.records import RecordCodec
 from lightning_stocache.cache.rolling_records import RollingRecords
 from lightning_stocache.cache.rolling_rows import RollingRows
 from lightning_stocache.cache.spec import SampleSpec
@@ -45,7 +45,7 @@ class RollingMemory:
     def grant(
         cls,
         budget: Budget,
-        codec: SampleCodec,
+        codec: SampleSpec | RecordCodec,
         length: int | None,
         writers: int,
         ranks: int,
@@ -70,7 +70,7 @@ class RollingMemory:
             raise ValueError(f'budget must be bytes ("8GiB") or a share of what is free for a stream, got {budget}')
         if replace_rate is not None and not rows:
             raise ValueError("replace_rate needs samples of one structure, dtype and shape (rows)")
-        # How large records are, nobody knows from two of them: all of them have room where there is room for twice that.
+        # How large records are, nobody knows from two of them: all have room where there is room for twice as much.
         part = budget.unit == "% of dataset" and budget.amount < 100
         size = None if length is None else length * each * (1 if rows or part else _ROOMY)
         backend: Backend | None = None
