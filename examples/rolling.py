@@ -13,6 +13,7 @@ from __future__ import annotations
 
 import argparse
 import time
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -59,14 +60,14 @@ class Moment(NamedTuple):
     evicted: int = 0
 
 
-def train(loader: Any, seconds: float, pool: RollingCache | None = None) -> list[Moment]:
-    """Train, epoch after epoch, for so long."""
+def train(make_loader: Callable[[], Any], seconds: float, pool: RollingCache | None = None) -> list[Moment]:
+    """Train, epoch after epoch, for so long; what the loader waits for at its beginning is counted, too."""
     torch.manual_seed(0)
     model = nn.Sequential(nn.Conv3d(1, 4, 8, stride=8), nn.ReLU(), nn.Flatten(), nn.Linear(4 * 6 * 12 * 12, 1))
     optimiser = torch.optim.Adam(model.parameters(), 1e-3)
     moments, start, trained, waited = [Moment(0.0, 0, 0.0)], time.monotonic(), 0, 0.0
+    asked, loader = start, make_loader()
     while True:
-        asked = time.monotonic()
         for volumes, amplitudes in loader:
             waited += time.monotonic() - asked
             loss = nn.functional.mse_loss(model(volumes.float()[:, None] / 8000)[:, 0], amplitudes.float())
@@ -76,9 +77,9 @@ def train(loader: Any, seconds: float, pool: RollingCache | None = None) -> list
             trained += len(amplitudes)
             held = (0, 0) if pool is None else (pool.stats().resident, pool.stats().evicted)
             moments.append(Moment(time.monotonic() - start, trained, waited, *held))
-            if moments[-1].at > seconds:
-                return moments
             asked = time.monotonic()
+            if asked - start > seconds:
+                return moments
 
 
 def draw(rolling: list[Moment], plain: list[Moment], capacity: int, path: Path) -> None:
@@ -94,7 +95,7 @@ def draw(rolling: list[Moment], plain: list[Moment], capacity: int, path: Path) 
         left.plot([m.at for m in moments], [m.trained for m in moments], color=colour, label=name)
     times = [m.at for m in rolling]
     came = [m.resident + m.evicted for m in rolling]
-    left.plot(times, came, color="#0072B2", linestyle=":", label="of these, different ones")
+    left.plot(times, came, color="#0072B2", linestyle=":", label="samples that had come")
     left.set(xlabel="seconds since the start", ylabel="samples trained on", ylim=(0, None))
     left.legend()
     right.plot(times, [m.resident for m in rolling], color="#009E73", label="resident")
@@ -122,10 +123,10 @@ def main() -> None:
 
     source = RemoteVolumes(chosen.samples, chosen.latency)
     pool = RollingCache(source, chosen.budget, fillers=chosen.fillers, minimum=chosen.minimum)
-    rolling = train(CachedLoader(pool, batch_size=8, shuffle=True), chosen.seconds, pool)
+    rolling = train(lambda: CachedLoader(pool, batch_size=8, shuffle=True), chosen.seconds, pool)
     stats = pool.stats()
     pool.close()
-    plain = train(DataLoader(source, 8, shuffle=True, num_workers=chosen.fillers), chosen.seconds)
+    plain = train(lambda: DataLoader(source, 8, shuffle=True, num_workers=chosen.fillers), chosen.seconds)
     for name, last in (("RollingCache", rolling[-1]), ("DataLoader", plain[-1])):
         print(f"{name}: {last.trained} samples in {last.at:.0f} s, {last.waited:.1f} s of them waited for")
     print(

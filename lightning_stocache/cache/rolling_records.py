@@ -24,13 +24,12 @@ import numpy.typing as npt
 from lightning_stocache.cache.codec import Lend, aligned
 from lightning_stocache.cache.placement import Integers
 from lightning_stocache.cache.records import RecordCodec
-from lightning_stocache.cache.rolling_ring import RollingRing, Taken
+from lightning_stocache.cache.rolling_ring import RollingRing, Taken, manifest_of
 from lightning_stocache.cache.rolling_store import RollingStore
 from lightning_stocache.cache.shortage import Shortage
 from lightning_stocache.node.budget import format_bytes
 from lightning_stocache.node.fence import fence
 from lightning_stocache.node.files import Backend, memory_directory
-from lightning_stocache.node.manifest import Geometry, Manifest
 from lightning_stocache.node.segment import Segment
 
 __all__ = ["RollingRecords"]
@@ -78,7 +77,7 @@ class RollingRecords(RollingStore[RecordCodec]):
         """
         count = max(granted // (codec.nbytes // _SMALLER + _DIRECTORY_BYTES), 8)
         begin = _Arena.begin(count)
-        segment = Segment.create(max(granted, begin + 64), backend, Manifest(Geometry(count, count), **(whose or {})))
+        segment = Segment.create(max(granted, begin + 64), backend, manifest_of(count, whose))
         try:
             segment.reserve(0, begin)
             return cls(segment, codec, count)

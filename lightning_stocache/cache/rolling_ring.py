@@ -32,8 +32,8 @@ Not promised: that ages are in the order of tickets; writers that began at the s
 from __future__ import annotations
 
 import time
-from collections.abc import Callable
-from typing import NamedTuple
+from collections.abc import Callable, Mapping
+from typing import Any, NamedTuple
 
 import numpy as np
 import numpy.typing as npt
@@ -42,13 +42,16 @@ from lightning_stocache.cache.claims import Claims
 from lightning_stocache.cache.codec import aligned
 from lightning_stocache.cache.placement import Integers
 from lightning_stocache.node.fence import fence
+from lightning_stocache.node.manifest import Geometry, Manifest
 from lightning_stocache.node.segment import Segment
 
-__all__ = ["FILLERS", "RollingRing", "Taken"]
+__all__ = ["FILLERS", "FORM", "GENERATIONS", "ROLLING", "RollingRing", "Taken", "is_even", "manifest_of"]
 
 FILLERS = 64
 _WORDS, _NOTES = 64, 8
 _HEAD = _WORDS + FILLERS * _NOTES
+GENERATIONS = _HEAD * 8  # bytes of the payload before them
+FORM, ROLLING = "form", "rolling"  # what a manifest says, so that nobody looks for the states of another store
 _APPENDED, _NEXT, _LIMIT, _EVICTED, _START, _EPOCH, _REACHED = range(7)
 _LOOK_SECONDS = 1.0  # between two looks for slots of killed writers: one takes 1 ms per million slots
 
@@ -280,6 +283,11 @@ class RollingRing:
         """Drop all views."""
         self.notes = np.empty((0, 0), dtype=np.int64)
         self._words = self.generations = self._times = self._indices = np.empty(0, dtype=np.int64)
+
+
+def manifest_of(count: int, whose: Mapping[str, Any] | None = None) -> Manifest:
+    """What the segment of a rolling store says about itself."""
+    return Manifest(Geometry(size=count, slots=count), fingerprint={FORM: ROLLING}, **(whose or {}))
 
 
 def is_even(generations: Integers) -> npt.NDArray[np.bool_]:

@@ -16,13 +16,12 @@ import numpy as np
 
 from lightning_stocache.cache.codec import Lend, Memory
 from lightning_stocache.cache.placement import Integers
-from lightning_stocache.cache.rolling_ring import RollingRing
+from lightning_stocache.cache.rolling_ring import RollingRing, manifest_of
 from lightning_stocache.cache.rolling_slots import RollingSlots
 from lightning_stocache.cache.rolling_store import RollingStore
 from lightning_stocache.cache.spec import SampleSpec
 from lightning_stocache.node.fence import fence
 from lightning_stocache.node.files import Backend
-from lightning_stocache.node.manifest import Geometry, Manifest
 from lightning_stocache.node.segment import Segment
 
 __all__ = ["RollingRows"]
@@ -76,9 +75,8 @@ class RollingRows(RollingStore[SampleSpec]):
         Raises:
             OSError: there is no memory.
         """
-        manifest = Manifest(Geometry(size=count, slots=count), **(whose or {}))
         size = RollingSlots.bytes_for(codec.row_bytes, count)
-        segment = Segment.create(size, backend, manifest)
+        segment = Segment.create(size, backend, manifest_of(count, whose))
         try:
             segment.reserve(0, size if window else RollingRing.bytes_for(count))
             return cls(segment, codec, count, window)

@@ -263,4 +263,4 @@ class _Slots(Dataset[Any]):
         return self.length
 
     def __getitem__(self, index: int) -> Any:
-        raise IndexError(f"slot {index} is none of the {self.length} of this rolling cache")
+        raise IndexError(f"slot {index} cannot be read: the rolling cache is closed, or has {self.length} slots")

@@ -13,6 +13,7 @@ import numpy as np
 import pytest
 import torch
 
+from lightning_stocache.cache.contents import contents_of
 from lightning_stocache.cache.rolling_rows import RollingRows
 from lightning_stocache.cache.rolling_store import RollingHandle
 from lightning_stocache.cache.spec import SampleMismatchError, SampleSpec
@@ -153,6 +154,18 @@ def test_a_window_is_read_while_what_follows_is_written(windowed: RollingRows) -
     windowed.ring.advance(2)
     assert numbers(windowed) == [4, 5, 6]  # 7 could not be had
     assert windowed.ring.settled(4) == 4
+
+
+def test_a_look_from_outside_says_how_many_samples_there_are(store: RollingRows) -> None:
+    """Who asks what takes their memory is told the slots that hold a sample."""
+    for number in range(5):
+        store.append(sample(number))
+    file = os.open(store.handle.segment.data, os.O_RDONLY)
+    contents = contents_of(file)
+    os.close(file)
+    assert (contents.damage, contents.filled) == ("", 5)
+    assert contents.manifest is not None
+    assert contents.manifest.geometry.slots == 8
 
 
 # ---- other processes ----
