@@ -88,12 +88,12 @@ class Fillers:
         for number in range(job.fillers):
             self._start(number)
 
-    def are_at_work(self) -> bool:
-        """Whether any is, after a look; where none is, all have said what they had to say."""
+    def are_at_work(self, *, every: bool = False) -> bool:
+        """Whether any is, or every one; after a look, so that those that have ended have said why."""
         self.look()
-        if not any(process.is_alive() for process, _ in self._processes.values()):
+        if not all(process.is_alive() for process, _ in self._processes.values()):
             self.look()  # it ended behind the look
-        return bool(self._processes)
+        return len(self._processes) == self._job.fillers if every else bool(self._processes)
 
     @property
     def appended(self) -> int:

@@ -11,10 +11,12 @@ CachedDataset whose store is the pool, so a CachedLoader puts batches together a
 
 from __future__ import annotations
 
+import logging
 import weakref
 from collections.abc import Callable, Iterable, Sequence
 from typing import Any, SupportsIndex
 
+import torch.distributed as dist
 from torch.utils.data import Dataset
 
 from lightning_stocache.cache.placement import Arc, Integers, Ring
@@ -30,6 +32,8 @@ from lightning_stocache.setup.open_cache import OpenCache
 from lightning_stocache.setup.request import CacheRequest, Layout
 
 __all__ = ["RollingCache"]
+
+log = logging.getLogger(__name__)
 
 
 class RollingCache(Dataset[Any]):
@@ -118,7 +122,7 @@ class RollingCache(Dataset[Any]):
         self._dataset: CachedDataset | None = None
         self._end: weakref.finalize[[], RollingCache] | None = None
         self._length: int | None = None
-        self._borrowed = False
+        self._borrowed = self._told_alone = False
 
     def share(self, group: NodeGroup | None = None) -> None:
         """Open the pool, one for all ranks of the node. Collective: every rank calls it, before anything else is asked.
@@ -145,7 +149,12 @@ class RollingCache(Dataset[Any]):
         Waits for the minimum; with `replace_rate`, from the second call on, until the replacements have come, and lets
         them in. The sampler of `sampler` calls it; with another one, call it before each epoch. Collective.
         """
-        return self._agreed(self.pool.begin_epoch)
+        pool = self.pool
+        if self.group.world == 1 and dist.is_available() and dist.is_initialized() and dist.get_world_size() > 1:
+            if not self._told_alone and not self._borrowed:
+                log.warning("each rank has a rolling cache of its own: call share() on all ranks to have one per node")
+            self._told_alone = True
+        return self._agreed(pool.begin_epoch)
 
     def resident(self) -> Integers:
         """What is resident now, without a new epoch. Collective, as `begin_epoch`."""

@@ -6,6 +6,7 @@ The leader of a node makes it and waits; the other ranks open the same memory, a
 from __future__ import annotations
 
 import logging
+import sys
 import time
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass
@@ -135,6 +136,8 @@ class RollingPool:
             FirstSampleError: no sample can be read, or samples cannot be kept.
             OSError: there is no memory.
         """
+        if sys.platform == "win32":
+            raise OSError("a rolling cache needs memory and locks that processes share, which Windows does not have")
         ranks = len(group.nodes[group.node])
         codec = request.spec or codec_of(request.draws(group.node), request.layout, request.method)
         wanted = 0 if request.source is None else request.fillers
@@ -218,7 +221,8 @@ class RollingPool:
         tell = begun + self.told_seconds
         while (count := have()) < wanted:
             fillers = self.fillers
-            if fillers is not None and not fillers.are_at_work():
+            # With a window each filler has positions of its own, which nobody else loads.
+            if fillers is not None and not fillers.are_at_work(every=self.store.ring.window > 0):
                 return (count := have()) >= wanted or self._no_more(count, wanted, fillers)
             if time.monotonic() >= tell:
                 tell += self.told_seconds
@@ -241,8 +245,9 @@ class RollingPool:
         if not self._told_short:
             self._told_short = True
             log.warning(
-                "no filler of the rolling cache is at work any more, and %d of %d samples have come: training goes on "
-                "with what is resident",
+                "%s of the rolling cache has ended, and %d of %d samples have come: training goes on with what is "
+                "resident",
+                "a filler" if self.store.ring.window else "the last filler",
                 count,
                 wanted,
             )

@@ -419,6 +419,17 @@ def test_a_window_goes_on_without_the_samples_that_cannot_be_loaded(opened):
         assert sorted(labels(loader)) == expected
 
 
+def test_a_window_stands_still_without_one_of_its_fillers(opened, caplog):
+    """One that has failed too often ends; training goes on with what is resident, which is said once."""
+    pool = opened(Numbers(trouble=raises_at), 12 * EACH, fillers=2, replace_rate=0.2, shuffle=False)
+    loader = CachedLoader(pool, 5, shuffle=True)
+    epochs = [sorted(labels(loader)) for _ in range(40)]
+    assert epochs[-1] == epochs[-2]
+    assert len(epochs[-1]) == 5
+    assert "That is the last of 20 failures in a row" in caplog.text
+    assert caplog.text.count("training goes on with what is resident") == 1
+
+
 def test_a_window_survives_a_filler_that_dies(opened):
     """What it was loading is left out."""
     pool = opened(Numbers(trouble=Dies()), 12 * EACH, spec=SPEC, fillers=2, replace_rate=0.2, shuffle=False)
@@ -523,6 +534,23 @@ def fail_on(rank: int) -> str:
 def test_what_fails_on_one_rank_fails_on_all():
     """No rank waits for an epoch that the leader cannot begin."""
     assert all("the store is gone" in message for message in run_ranks(fail_on, 2))
+
+
+def train_alone(rank: int) -> tuple[list[str], int]:
+    from tests.logs import Log
+
+    log, pool = Log(), RollingCache(Numbers(), "100%", fillers=1, minimum=40)
+    loader = CachedLoader(pool, 8)
+    counts = [len(labels(loader)) for _ in range(2)]
+    pool.close()
+    return log.lines, min(counts)
+
+
+def test_a_rank_with_a_pool_of_its_own_is_told():
+    """Without `share` each rank has its own pool, and trains on all of it; that is said once."""
+    for lines, count in run_ranks(train_alone, 2):
+        assert sum("call share() on all ranks" in line for line in lines) == 1
+        assert count == 40
 
 
 def use_up() -> int:
