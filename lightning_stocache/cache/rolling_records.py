@@ -110,19 +110,21 @@ class RollingRecords(RollingStore[RecordCodec]):
 
     def _copied(self, place: int) -> memoryview:
         """The bytes of a whole record: of that slot, or of another resident one."""
-        slots = np.array([place])
+        generations = self.ring.generations
         for _ in range(_MOST_TRIES):
-            slots, seen = self.readable(slots)
-            slot = int(slots[0])
-            where = self._slots.where(slot)
-            fence()
-            if int(self.ring.generations[slot]) == seen[0]:  # then that is where it lies, or lay
-                record = self._slots.copied(*where)
+            seen = int(generations[place])
+            if seen > 0 and not seen & 1:
                 fence()
-                if int(self.ring.generations[slot]) == seen[0]:
-                    self.renewed += self.ring.newer(seen)
-                    return record
-            slots = self.others(1)
+                where = self._slots.where(place)
+                fence()
+                if int(generations[place]) == seen:  # then that is where it lies, or lay
+                    record = self._slots.copied(*where)
+                    fence()
+                    if int(generations[place]) == seen:
+                        self.renewed += self.ring.newer(np.array([seen]))
+                        return record
+            place = int(self.others(1)[0])
+            self.substituted += 1
         raise RuntimeError(
             "a rolling cache is overwritten faster than it can be read: give it a larger budget, or fewer fillers"
         )

@@ -18,6 +18,7 @@ from lightning_stocache.cache.codec import Lend, SampleCodec
 from lightning_stocache.cache.placement import NO_SLOT, Integers
 from lightning_stocache.cache.rolling_filling import RollingFilling
 from lightning_stocache.cache.rolling_ring import RollingRing, is_even
+from lightning_stocache.cache.shortage import keep_free
 from lightning_stocache.node.fence import fence
 from lightning_stocache.node.files import HEADER_BYTES
 from lightning_stocache.node.segment import Segment, SegmentHandle
@@ -56,7 +57,7 @@ class RollingStore(ABC, Generic[Codec]):
         self.renewed = self.substituted = 0
         self._slots = self._open_slots()
         self._filling = RollingFilling(segment, codec, self.ring, self._slots)
-        self._turn = 0
+        self._chance = np.random.default_rng()
         self._given_up = False
 
     @abstractmethod
@@ -122,12 +123,19 @@ class RollingStore(ABC, Generic[Codec]):
         return slots, generations
 
     def others(self, count: int) -> Integers:
-        """Slots that can be read, another few each time."""
-        slots = self.ring.readable_slots()
-        if not len(slots):
-            raise RuntimeError("the rolling cache is empty: no sample has been appended yet, or all are being written")
-        self._turn += count
-        return slots[(self._turn + np.arange(count)) * 7919 % len(slots)]
+        """Slots that can be read, others each time."""
+        # A few at random: a look at all of them takes half a millisecond where there are a hundred thousand.
+        some = self._chance.integers(0, self.length, 64 + 8 * count)
+        slots = self.ring.slots_of(some)
+        slots = slots[self.ring.readable(slots)]
+        if len(slots) < count:
+            slots = self.ring.readable_slots()
+            if not len(slots):
+                raise RuntimeError(
+                    "the rolling cache is empty: no sample has been appended yet, or all are being written"
+                )
+            slots = slots[self._chance.integers(0, len(slots), count)]
+        return slots[:count]
 
     # ---- what every store has ----
 
@@ -193,6 +201,10 @@ class RollingStore(ABC, Generic[Codec]):
     def promised_bytes(self) -> int:
         """Bytes of them that it may still take."""
         return 0 if self.closed else self.granted_bytes - self.memory_bytes
+
+    def keep_free(self, nbytes: int) -> None:
+        """Leave that many bytes of the node's memory to others from now on, in all processes that append."""
+        keep_free(self.segment, nbytes)
 
     def unlink(self) -> None:
         """Take the name of its file away, if it has one."""

@@ -148,6 +148,7 @@ class RollingPool:
             store = RollingRows.create(codec, memory.count, window=memory.window, backend=memory.backend, whose=whose)
         else:
             store = RollingRecords.create(codec, memory.granted, backend=memory.backend, whose=whose)
+        store.keep_free(memory.keep_free)
         counters = Counters.create(group.rank, memory.backend)
         fillers = None
         if wanted:

@@ -14,7 +14,7 @@ from lightning_stocache.cache.spec import SampleSpec
 from lightning_stocache.node.budget import Budget, format_bytes
 from lightning_stocache.node.files import Backend, memory_directory
 from lightning_stocache.node.free import FreeMemory
-from lightning_stocache.node.grant import Grant, Reserve, grant
+from lightning_stocache.node.grant import Grant, Reserve, grant, margin
 
 __all__ = ["RollingMemory", "window_of"]
 
@@ -33,6 +33,7 @@ class RollingMemory:
         granted: bytes that they take.
         backend: kind of segment; None is the system's default.
         holds_all: whether there is room for the whole source.
+        keep_free: bytes that filling leaves to others, see `shortage.keep_free`.
     """
 
     count: int
@@ -40,6 +41,7 @@ class RollingMemory:
     granted: int
     backend: Backend | None = None
     holds_all: bool = False
+    keep_free: int = 0
 
     @classmethod
     def grant(
@@ -79,6 +81,7 @@ class RollingMemory:
             roomier = _given(budget, size, ranks, None)
             if roomier.bytes > given.bytes:
                 given, backend = roomier, "memfd"
+        kept = margin(FreeMemory.measure(None), ranks) // 2  # the other half has come by the time that slots are filled
         slots, window = given.bytes // each, 0
         holds_all = length is not None and slots >= length * (1 if rows else _ROOMY)
         if rows and length is not None:
@@ -102,7 +105,7 @@ class RollingMemory:
                 str(budget),
                 given.limited_by,
             )
-        return cls(slots, window, slots * each if rows else given.bytes, backend, holds_all)
+        return cls(slots, window, slots * each if rows else given.bytes, backend, holds_all, kept)
 
 
 def _given(budget: Budget, size: int | None, ranks: int, directory: str | None) -> Grant:

