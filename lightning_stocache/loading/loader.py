@@ -51,7 +51,7 @@ class CachedLoader(DataLoader[Any]):
     """A DataLoader for a CachedDataset: the same batches, at memory speed where they are cached.
 
     Args:
-        dataset: a CachedDataset; any other dataset is loaded as DataLoader does.
+        dataset: a CachedDataset, or a RollingCache, whose sampler it takes; any other is loaded as DataLoader does.
         batch_size: samples per batch.
         gather: who puts batches together: "main" (the main process, from memory; workers only load what is missing),
             "worker" (workers make whole batches), or "auto": workers where there are some, and samples are records,

@@ -123,6 +123,7 @@ class RollingCache(Dataset[Any]):
         self._end: weakref.finalize[[], RollingCache] | None = None
         self._length: int | None = None
         self._borrowed = self._told_alone = False
+        self._of: RollingCache | None = None  # the pool that this is a view of: its fillers end with it
 
     def share(self, group: NodeGroup | None = None) -> None:
         """Open the pool, one for all ranks of the node. Collective: every rank calls it, before anything else is asked.
@@ -204,7 +205,7 @@ class RollingCache(Dataset[Any]):
         dataset = dataset_over(cached_source(self.dataset).view(transform))
         view = RollingCache.__new__(RollingCache)  # no copy: that would be one for another process
         view.__dict__.update(self.__dict__)
-        view.transform, view._dataset, view._borrowed = transform, dataset, True
+        view.transform, view._dataset, view._borrowed, view._of = transform, dataset, True, self
         return view
 
     def close(self) -> None:
@@ -235,7 +236,7 @@ class RollingCache(Dataset[Any]):
     def __getstate__(self) -> dict[str, Any]:
         # A copy in another process reads the same memory, and looks after no filler.
         pool = None if self._pool is None else (self._pool.store, self._pool.counters)
-        return self.__dict__ | {"_pool": pool, "_end": None, "_borrowed": self._pool is not None}
+        return self.__dict__ | {"_pool": pool, "_end": None, "_of": None, "_borrowed": self._pool is not None}
 
     def __setstate__(self, state: dict[str, Any]) -> None:
         pool = state["_pool"]

@@ -153,6 +153,13 @@ def test_a_transform_comes_after_the_cache(opened):
         pool[1000]
 
 
+def test_a_view_keeps_the_fillers_at_work():
+    """Also where nobody else holds the pool."""
+    view = RollingCache(Numbers(), "100%", fillers=1, minimum=40).view(None)
+    assert sorted(labels(CachedLoader(view, 8))) == list(range(40))
+    assert view.is_open
+
+
 # ---- fillers ----
 
 
