@@ -8,9 +8,11 @@ from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
     from lightning_stocache.cache.compat import SharedCache
+    from lightning_stocache.cache.rolling_writer import RollingWriter
     from lightning_stocache.cache.spec import SampleSpec
     from lightning_stocache.loading.dataset import CachedDataset
     from lightning_stocache.loading.loader import CachedLoader
+    from lightning_stocache.loading.rolling_cache import RollingCache
     from lightning_stocache.loading.stream import CachedStream
     from lightning_stocache.node.files import get_shm_size
     from lightning_stocache.sampling.locality_sampler import LocalitySampler
@@ -31,6 +33,8 @@ __all__ = [
     "FillProgress",
     "LMDBSource",
     "LocalitySampler",
+    "RollingCache",
+    "RollingWriter",
     "SampleSpec",
     "SharedCache",
     "StocacheDataModule",
@@ -48,6 +52,8 @@ _HOMES = {
     "FillProgress": "training.callbacks",
     "LMDBSource": "source.lmdb_source",
     "LocalitySampler": "sampling.locality_sampler",
+    "RollingCache": "loading.rolling_cache",
+    "RollingWriter": "cache.rolling_writer",
     "SampleSpec": "cache.spec",
     "SharedCache": "cache.compat",
     "StocacheDataModule": "training.datamodule",

@@ -15,6 +15,8 @@
 - Workers wait for requests in `get` of a queue that DataLoader makes by its `multiprocessing_context`: documented, but
   for that. A worker that waits elsewhere does nothing when it is idle.
 - `_BaseDataLoaderIter`: what a loader that is read already holds.
+- `_utils.worker._worker_info` and `WorkerInfo`: a process that fills a rolling cache is told which part of a stream
+  is its own as a DataLoader worker is. Where they are missing, it is not told, and draws the whole stream.
 
 The names are the same from torch 2.4 to 2.15.
 """
@@ -37,10 +39,12 @@ import torch
 from torch.utils.data import DataLoader, Sampler, get_worker_info
 from torch.utils.data import dataloader as dataloaders
 from torch.utils.data._utils import pin_memory as pinning
+from torch.utils.data._utils import worker
 from torch.utils.data._utils.collate import collate, default_collate_fn_map
 
 __all__ = [
     "WorkerIterator",
+    "become_worker",
     "collate",
     "default_collate_fn_map",
     "do_when_idle",
@@ -178,6 +182,13 @@ def shut_down(iterator: Any) -> None:
 def set_worker_dataset(dataset: Any) -> None:
     """In a worker: what `get_worker_info().dataset` is from now on. The object refuses to be changed."""
     object.__setattr__(get_worker_info(), "dataset", dataset)
+
+
+def become_worker(number: int, workers: int, seed: int, dataset: Any) -> None:
+    """In a process of ours: what `get_worker_info()` says from now on."""
+    if hasattr(worker, "_worker_info") and hasattr(worker, "WorkerInfo"):
+        told: Any = worker
+        told._worker_info = told.WorkerInfo(id=number, num_workers=workers, seed=seed, dataset=dataset)
 
 
 def is_loader_iterator(value: Any) -> bool:

@@ -114,6 +114,7 @@ def test_example_keys_are_the_functions(path, node):
         ("data", "stocache"),
         ("data", "stocache_wrapped"),
         ("data", "stocache_dataset"),
+        ("data", "rolling"),
         ("callbacks", "stochastic_cache"),
     ],
 )
@@ -217,6 +218,22 @@ def test_shipped_data_takes_partial_sources():
     source = "{_target_:lightning.pytorch.demos.boring_classes.RandomDataset,_partial_:true,size:32,length:8}"
     config = composed("train", "model=boring", f"data.train={source}", "data.batch_size=4")
     datamodule = instantiate(config.data)
+    trainer = pl.Trainer(fast_dev_run=True, accelerator="cpu", enable_progress_bar=False, enable_model_summary=False)
+    from lightning.pytorch.demos.boring_classes import BoringModel
+
+    class Training(BoringModel):
+        validation_step = None
+
+    trainer.fit(Training(), datamodule=datamodule)
+    assert trainer.global_step == 1
+
+
+@pytest.mark.processes
+def test_shipped_rolling_data_trains():
+    """data=rolling makes a DataModule whose training set is a rolling cache of the source that YAML describes."""
+    source = "{_target_:lightning.pytorch.demos.boring_classes.RandomDataset,size:32,length:8}"
+    overrides = ("data=rolling", f"data.train.source={source}", "data.train.budget=100%", "data.train.minimum=4")
+    datamodule = instantiate(composed("train", "model=boring", *overrides, "data.batch_size=4").data)
     trainer = pl.Trainer(fast_dev_run=True, accelerator="cpu", enable_progress_bar=False, enable_model_summary=False)
     from lightning.pytorch.demos.boring_classes import BoringModel
 

@@ -10,6 +10,9 @@ import os
 from collections.abc import Iterator
 from dataclasses import dataclass
 
+import numpy as np
+
+from lightning_stocache.cache.rolling_ring import FORM, GENERATIONS, ROLLING, is_even
 from lightning_stocache.cache.slots import EMPTY, READY
 from lightning_stocache.node.files import HEADER_BYTES, token_of
 from lightning_stocache.node.manifest import Manifest, ManifestError, read_manifest
@@ -47,6 +50,8 @@ def contents_of(file: int) -> Contents:
         manifest = read_manifest(os.pread(file, HEADER_BYTES, 0), os.fstat(file).st_size - HEADER_BYTES)
     except ManifestError as error:
         return Contents(None, str(error))
+    if manifest.fingerprint.get(FORM) == ROLLING:
+        return Contents(manifest, "", _rolled(file, manifest.geometry.slots))
     end = HEADER_BYTES + manifest.geometry.slots
     filled = 0
     for piece in _pieces(file, HEADER_BYTES, end):
@@ -54,6 +59,13 @@ def contents_of(file: int) -> Contents:
             return Contents(None, "is damaged: a slot is in a state that there is not")
         filled += piece.count(READY)
     return Contents(manifest, "", filled)
+
+
+def _rolled(file: int, slots: int) -> int:
+    """Slots of a rolling store that hold a sample."""
+    start = HEADER_BYTES + GENERATIONS
+    numbers = (np.frombuffer(piece, np.int64, len(piece) // 8) for piece in _pieces(file, start, start + 8 * slots))
+    return sum(int(np.count_nonzero(is_even(generations))) for generations in numbers)
 
 
 def _pieces(file: int, start: int, end: int) -> Iterator[bytes]:

@@ -9,16 +9,28 @@ from lightning_stocache.cache.compat import SharedCache
 from lightning_stocache.cache.disk_store import DiskRecords, DiskRows, DiskStore
 from lightning_stocache.cache.record_store import RecordStore
 from lightning_stocache.cache.records import RecordCodec
+from lightning_stocache.cache.rolling_records import RollingRecords
+from lightning_stocache.cache.rolling_rows import RollingRows
+from lightning_stocache.cache.rolling_store import RollingHandle
 from lightning_stocache.cache.segment_store import SegmentStore
 from lightning_stocache.cache.store import StoreHandle
 from lightning_stocache.cache.tiers import TieredHandle, TieredStore, tiered
 from lightning_stocache.node.disk import DiskSegment
 from lightning_stocache.node.segment import Segment
 
-__all__ = ["AnyHandle", "AnyStore", "attach_store", "disk_store_for", "store_for"]
+__all__ = [
+    "AnyHandle",
+    "AnyStore",
+    "RollingSampleStore",
+    "attach_rolling",
+    "attach_store",
+    "disk_store_for",
+    "store_for",
+]
 
 AnyStore: TypeAlias = SegmentStore[Any] | TieredStore
 AnyHandle: TypeAlias = StoreHandle | TieredHandle
+RollingSampleStore: TypeAlias = RollingRows | RollingRecords
 
 
 def store_for(codec: SampleCodec) -> type[SegmentStore[Any]]:
@@ -55,3 +67,14 @@ def _attached(handle: StoreHandle) -> SegmentStore[Any]:
     except BaseException:
         segment.close()
         raise
+
+
+def attach_rolling(handle: RollingHandle) -> RollingSampleStore:
+    """Open a rolling store that another process of the node has open.
+
+    Raises:
+        OSError: its segment cannot be reached from here.
+    """
+    kind: Any = RollingRecords if isinstance(handle.codec, RecordCodec) else RollingRows
+    store: RollingSampleStore = kind.attach(handle)
+    return store

@@ -27,11 +27,13 @@ from torch.utils.data.distributed import DistributedSampler
 from lightning_stocache.cache.placement import Integers
 from lightning_stocache.loading.stream_view import StreamBatches
 from lightning_stocache.sampling.locality_sampler import LocalitySampler
+from lightning_stocache.sampling.rolling_sampler import RollingSampler
 from lightning_stocache.torch_internals import draws_all_once
 
 __all__ = ["IndexStream"]
 
 GROUP = 4096  # indices that a LocalitySampler deals at a time
+_ROLLED = 16  # batches of a RollingSampler at a time
 
 
 class IndexStream:
@@ -48,7 +50,8 @@ class IndexStream:
         inner: Any = batches.sampler if plain else None  # not the loader's: the user may have given the BatchSampler
         sequential = type(inner) is SequentialSampler
         private = type(inner) is RandomSampler and inner.generator is None
-        distributed = getattr(type(inner), "__iter__", None) in (DistributedSampler.__iter__, LocalitySampler.__iter__)
+        drawing_by_itself = (DistributedSampler.__iter__, LocalitySampler.__iter__, RollingSampler.__iter__)
+        distributed = getattr(type(inner), "__iter__", None) in drawing_by_itself
         self.ahead_unseen = sequential or private or distributed or type(batches) is StreamBatches
         self.seed_state: torch.Tensor | None = None
         drawing = iter(batches)
@@ -62,14 +65,14 @@ class IndexStream:
         whole = sequential or (private and draws_all_once(inner))
         dealt = type(inner) is LocalitySampler and inner.batch_size == batches.batch_size
         drawn_from = inner.dataset if dealt else inner
+        rolling = type(inner) is RollingSampler  # what it draws is resident, however long the epoch is to be
         # No index lies outside the dataset, and every batch but the last is of the same size.
-        self.trusted = kept or ((whole or dealt) and len(drawn_from) <= len(cast(Any, loader.dataset)))
+        self.trusted = kept or rolling or ((whole or dealt) and len(drawn_from) <= len(cast(Any, loader.dataset)))
         self._size = batches.batch_size if plain or kept else 0
-        self._groups = _in_one(batches) if whole else _in_groups(batches) if dealt else None
-        if kept:
-            self._groups = batches.groups()
+        in_groups = StreamBatches.groups if kept else _of_pool if rolling else _in_one if whole else _in_groups
+        self._groups = in_groups(batches) if kept or rolling or whole or dealt else None
         self._rest: Integers = np.empty(0, dtype=np.int64)  # of a group that has been begun
-        self._drawing = None if whole or dealt or kept else map(_as_indices, drawing)
+        self._drawing = None if self._groups is not None else map(_as_indices, drawing)
 
     def draw(self) -> Any:
         """The next batch of indices, int64 `[samples]`; None when the epoch is over.
@@ -114,6 +117,15 @@ def _in_groups(batches: BatchSampler) -> Iterator[Integers]:
             group.pop()
         if group:
             yield np.concatenate(group)
+
+
+def _of_pool(batches: BatchSampler) -> Iterator[Integers]:
+    """The epoch of a RollingSampler, a few batches at a time: between them it looks after those who fill its pool."""
+    size = batches.batch_size
+    for group in cast(RollingSampler, batches.sampler).groups(_ROLLED * size):
+        whole = len(group) - len(group) % size if batches.drop_last else len(group)
+        if whole:
+            yield group[:whole]
 
 
 def _as_indices(batch: Any) -> Any:

@@ -37,6 +37,7 @@ from lightning_stocache.loading.dataset import cached_source
 from lightning_stocache.loading.epoch import Epoch
 from lightning_stocache.loading.index_stream import IndexStream
 from lightning_stocache.loading.resources import Resources, Route
+from lightning_stocache.loading.rolling_cache import RollingCache
 from lightning_stocache.loading.stand_in import cached_in
 from lightning_stocache.loading.stream import CachedStream, stream_source
 from lightning_stocache.loading.stream_source import StreamSource
@@ -53,7 +54,8 @@ class CachedLoader(DataLoader[Any]):
     """A DataLoader for a CachedDataset: the same batches, at memory speed where they are cached.
 
     Args:
-        dataset: a CachedDataset, or a CachedStream; any other dataset is loaded as DataLoader does.
+        dataset: a CachedDataset, a CachedStream, or a RollingCache, whose sampler it takes; any other is loaded as
+            DataLoader does.
         batch_size: samples per batch.
         gather: who puts batches together: "main" (the main process, from memory; workers only load what is missing),
             "worker" (workers make whole batches), or "auto": workers where there are some, and samples are records,
@@ -98,6 +100,8 @@ class CachedLoader(DataLoader[Any]):
             raise ValueError(f"gather must be 'auto', 'main' or 'worker', got {gather!r}")
         if gather == "worker" and num_workers == 0:
             raise ValueError("gather='worker' needs num_workers > 0")
+        if isinstance(dataset, RollingCache) and sampler is None and batch_sampler is None:
+            sampler, shuffle = dataset.sampler(shuffle=bool(shuffle)), None
         super().__init__(dataset, batch_size, shuffle, sampler, batch_sampler, num_workers, **arguments)
         self.gather = gather
 

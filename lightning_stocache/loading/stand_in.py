@@ -12,6 +12,7 @@ from typing import Any, SupportsIndex
 
 from lightning_stocache.loading.dataset import CachedDataset
 from lightning_stocache.loading.forwarding import Forwarding
+from lightning_stocache.loading.rolling_cache import RollingCache
 
 __all__ = ["StandIn", "cached_in"]
 
@@ -63,4 +64,6 @@ class StandIn(Forwarding):
 
 def cached_in(dataset: Any) -> CachedDataset | None:
     """The CachedDataset that a loader's dataset is or stands for; None for any other dataset."""
+    if isinstance(dataset, RollingCache):
+        return dataset.dataset
     return dataset if isinstance(dataset, CachedDataset) else StandIn.__cached__(dataset)

@@ -36,6 +36,7 @@ from lightning_stocache.training.loaders import (
     with_dataset,
 )
 from lightning_stocache.training.obstacles import check_leaf, check_loader, check_stream_loader, title
+from lightning_stocache.training.pools import share_pools
 from lightning_stocache.training.sampling import is_default, locality_sampler
 
 __all__ = ["CallLoaders"]
@@ -84,6 +85,7 @@ class CallLoaders:
         asked, self._at_hand = {**self._at_hand, stage: loaders}, {}
         self._to_come -= asked.keys()
         group = NodeGroup.discover()
+        share_pools((getattr(leaf, "dataset", None) for leaf in leaves_in(list(asked.values()))), group)
         cacheable = self._cacheable(asked, group)
         wanted = [Wanted(loader.dataset, name, settings_of(loader)) for name, loader in cacheable]
         self._caches.open(wanted, group, later_bytes=self._later_bytes(), train_to_come="train" in self._to_come)

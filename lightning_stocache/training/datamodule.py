@@ -18,12 +18,14 @@ from torch.utils.data import DataLoader, Dataset, IterableDataset
 
 from lightning_stocache.loading.dataset import CachedDataset, OnError, cached_source, dataset_over
 from lightning_stocache.loading.loader import CachedLoader
+from lightning_stocache.loading.rolling_cache import RollingCache
 from lightning_stocache.loading.stream import stream_with
 from lightning_stocache.sampling.locality_sampler import LocalitySampler, Mode
 from lightning_stocache.setup.request import BackendChoice, Form, Layout, LoaderSettings, Write
 from lightning_stocache.training.caches import CallCaches, Wanted, training_bytes
 from lightning_stocache.training.obstacles import check_sweep, is_cacheable
 from lightning_stocache.training.options import STAGES, CacheOptions, Source, Stream, made, with_options
+from lightning_stocache.training.pools import share_pools
 from lightning_stocache.training.position import Position, resume
 from lightning_stocache.training.sampling import check_sampler, epochs_done, global_seed, locality_sampler, replicas
 
@@ -43,7 +45,8 @@ class StocacheDataModule(LightningDataModule):
     """A LightningDataModule around map-style datasets, whose samples are cached once per node.
 
     Args:
-        train: the training set, or a function without arguments that makes it (called in `setup`, after `prepare`).
+        train: the training set, or a function without arguments that makes it (called in `setup`, after `prepare`); a
+            `RollingCache` is shared by the ranks, and has a budget of its own.
         val: the validation set, or a list of several (of Dataset objects or functions).
         test: the test set, or a list of several.
         predict: the set to predict on, or a list of several.
@@ -149,6 +152,8 @@ class StocacheDataModule(LightningDataModule):
         more = ("prefetch_factor", "multiprocessing_context", "worker_init_fn")
         reader = LoaderSettings(self.batch_size, self.num_workers, *map(cast(Any, self.loader.get), more))
         sets = [(name, dataset) for name in stages for dataset in self._datasets[name]]
+        share_pools(dataset for _, dataset in sets)
+        sets = [(name, dataset) for name, dataset in sets if not isinstance(dataset, RollingCache)]
         self.caches.open(
             (Wanted(dataset, name, reader) for name, dataset in sets if is_cacheable(dataset, name, self.caches)),
             later_bytes=training_bytes(self.trainer),
@@ -178,7 +183,9 @@ class StocacheDataModule(LightningDataModule):
         elif "batch_sampler" in self.loader:  # it says all of this itself
             arguments = {name: value for name, value in arguments.items() if name not in _SAID_BY_BATCH_SAMPLER}
         views = self._views(stage)
-        if any(not isinstance(view, CachedDataset) for view in views):  # empty or a stream: in no order but its own
+        if any(isinstance(view, RollingCache) for view in views):  # its loader makes the sampler
+            pass
+        elif any(not isinstance(view, CachedDataset) for view in views):  # empty or a stream: in no order but its own
             arguments = {name: value for name, value in arguments.items() if name not in _ORDER}
         elif stage == "train" and not {"sampler", "batch_sampler"} & set(self.loader):
             arguments["sampler"] = self._sampler(views[0], bool(arguments.pop("shuffle")))
@@ -214,7 +221,9 @@ class StocacheDataModule(LightningDataModule):
         transform = self.transform if stage == "train" else self.eval_transform
         views: list[Any] = []
         for dataset in self._datasets.get(stage, [getattr(self, stage)]):
-            if dataset in self.caches and isinstance(dataset, IterableDataset):
+            if isinstance(dataset, RollingCache):
+                views.append(dataset if transform is None else dataset.view(transform))
+            elif dataset in self.caches and isinstance(dataset, IterableDataset):
                 views.append(stream_with(self.caches.stream(dataset), transform))
             elif dataset in self.caches:
                 views.append(dataset_over(cached_source(self.caches[dataset]).view(transform)))
@@ -246,6 +255,8 @@ class StocacheDataModule(LightningDataModule):
 
     def _end_call(self) -> None:
         self._resume = None
+        if not self.caches.options.keep_cache:
+            self._close_pools()
         self.caches.end_call()
 
     def cache_state(self) -> list[dict[str, Any]]:
@@ -255,4 +266,10 @@ class StocacheDataModule(LightningDataModule):
     def close(self) -> None:
         """Close all caches, kept ones too."""
         self.caches.close()
+        self._close_pools()
         self._datasets.clear()
+
+    def _close_pools(self) -> None:
+        for dataset in (dataset for datasets in self._datasets.values() for dataset in datasets):
+            if isinstance(dataset, RollingCache):
+                dataset.close()

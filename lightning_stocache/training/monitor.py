@@ -28,6 +28,7 @@ from lightning_stocache.insight.verdict import verdict
 from lightning_stocache.loading.dataset import CachedDataset, cached_source
 from lightning_stocache.training.expectation import Expectation
 from lightning_stocache.training.loaders import Cached, running_datasets
+from lightning_stocache.training.pools import PoolRates
 from lightning_stocache.training.profiler import listen, log_every, stop_listening
 from lightning_stocache.training.tallies import Tallies, coverage, samples_of
 
@@ -61,6 +62,10 @@ class CacheMonitor(Callback):
     - `hit_rate_expected`: what theory predicts for this sampler, these arcs and ranks; a hit rate well below it is
       warned about once, with the likely cause. Left out for samplers that no formula is known for.
 
+    Of a `RollingCache` that is trained on, on rank zero's node, under `stocache/rolling/`: `resident` (samples),
+    `appended_per_second`, `evicted_per_second`, `oldest_seconds` (age of the oldest sample), `times_seen` (how often a
+    sample that came was served, on average), `renewed` (samples of the epoch that were newer than it).
+
     With several nodes also `stocache/node<k>/` with `hit_rate`, `fill_fraction` and `memory_bytes`. Live values are
     `hit_rate`, `data_wait_seconds` and `compute_seconds` of rank zero in the epoch so far, `fill_fraction` and
     `memory_bytes` of its node.
@@ -76,6 +81,7 @@ class CacheMonitor(Callback):
         self._tallies = Tallies()
         self._started = self._ended = 0.0
         self._stall = Stall()
+        self._pools = PoolRates()
         self._expected: dict[Counters, Expectation] = {}
         self._complained = self._deaf = False
         self._epochs: list[dict[str, float]] = []
@@ -96,6 +102,7 @@ class CacheMonitor(Callback):
         """Start the clock, and give TensorBoard a tab of its own for the caches: custom scalars."""
         self._epochs.clear()
         listen(trainer, self._stall)
+        self._pools.start(trainer)
         for logger in trainer.loggers if trainer.is_global_zero else ():
             lay_out = getattr(getattr(logger, "experiment", None), "add_custom_scalars", None)
             if lay_out is not None:
@@ -187,7 +194,7 @@ class CacheMonitor(Callback):
 
     def _forget(self, trainer: Trainer) -> None:
         stop_listening(trainer, self._stall)
-        self._tallies = Tallies()
+        self._tallies, self._pools = Tallies(), PoolRates()
         self._expected.clear()
         self._logged_step = -1
 
@@ -211,6 +218,8 @@ class CacheMonitor(Callback):
         metrics = summarise(tallies) | {"coverage": coverage(datasets)}
         if stage == "train" and (expectation := self._expectation(trainer, datasets)) is not None:
             self._compare(metrics, expectation)
+        if stage == "train":
+            metrics |= self._pools.metrics(trainer)
         values = {f"{prefix}/{name}": value for name, value in metrics.items()}
         if trainer.barebones:  # it refuses to log
             return metrics

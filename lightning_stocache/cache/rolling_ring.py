@@ -1,0 +1,296 @@
+"""Who writes which slot of a rolling store next, and which sample lies in each.
+
+Layout of the first bytes of the segment, all of them 64-bit numbers: `_WORDS` control words, a row of notes for each of
+`FILLERS` processes (what the numbers mean is their business), then for each slot its generation, the time of its sample
+(nanoseconds of the monotonic clock, which the processes of a machine share), and the index of the sample in its source
+(-1: unknown).
+
+Every sample that is appended gets a ticket, the next number. The generation of a slot says what lies there: 0 nothing,
+`2 * ticket + 1` the sample of that ticket is being written, `2 * ticket + 2` it can be read, a negative number it could
+not be had. A writer
+
+    takes the lock of the tickets -> next slot, whose own lock it claims -> generation odd -> gives the ticket lock back
+    -> writes the bytes -> fence -> generation even -> gives the slot back
+
+and a reader looks at the generation, fences, copies, fences and looks again: if it is the same even number, what was
+copied is whole (a seqlock; Lameter, "Effective Synchronization on Linux/NUMA Systems", 2005). Readers take no lock.
+Between the odd generation and the bytes lies a system call (the ticket lock is given back), which no store crosses.
+
+A slot that somebody is still writing to is left out; a writer that was killed leaves an odd generation, which readers
+pass over, and whose lock the kernel has freed: the next writer that looks (once a second) takes that slot first.
+
+Slots are taken in turn, so the oldest sample leaves first. Records, which lie one behind the other in a ring of bytes,
+take theirs strictly in turn, and end the samples whose bytes they take (`take_in_turn`, `end`).
+
+With a window (`replace_rate`) slots are taken by position instead: position p of the source's order lies in slot
+`p % count`, only `[start, start + window)` is read, only the slots outside of it are written, and `advance` moves the
+window between two epochs.
+
+Not promised: that ages are in the order of tickets; writers that began at the same time end in any order.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Mapping
+from typing import Any, NamedTuple
+
+import numpy as np
+import numpy.typing as npt
+
+from lightning_stocache.cache.claims import Claims
+from lightning_stocache.cache.codec import aligned
+from lightning_stocache.cache.placement import Integers
+from lightning_stocache.node.fence import fence
+from lightning_stocache.node.manifest import Geometry, Manifest
+from lightning_stocache.node.segment import Segment
+
+__all__ = ["FILLERS", "FORM", "GENERATIONS", "ROLLING", "RollingRing", "Taken", "is_even", "manifest_of"]
+
+FILLERS = 64
+_WORDS, _NOTES = 64, 8
+_HEAD = _WORDS + FILLERS * _NOTES
+GENERATIONS = _HEAD * 8  # bytes of the payload before them
+FORM, ROLLING = "form", "rolling"  # what a manifest says, so that nobody looks for the states of another store
+_APPENDED, _NEXT, _LIMIT, _EVICTED, _START, _EPOCH, _REACHED = range(7)
+_LOOK_SECONDS = 1.0  # between two looks for slots of killed writers: one takes 1 ms per million slots
+
+
+class Taken(NamedTuple):
+    """A slot that a writer has for itself, with the ticket of its sample, and whether it held a sample before."""
+
+    slot: int
+    ticket: int
+    held: bool
+
+
+class RollingRing:
+    """The order in which the slots of a segment are written, and their generations.
+
+    Args:
+        segment: where they lie; at least `bytes_for(count)` long, reserved.
+        count: number of slots.
+        window: how many of them are read at a time, where samples lie by position; 0: all, in the order of writing.
+
+    Example:
+        >>> segment = Segment.create(RollingRing.bytes_for(2))
+        >>> segment.reserve(0, segment.size)
+        >>> ring = RollingRing(segment, 2)
+        >>> for _ in range(3):
+        ...     ring.publish(ring.take(), index=7)
+        >>> ring.appended, ring.evicted, ring.readable(np.arange(2)).tolist(), ring.generations.tolist()
+        (3, 1, [True, True], [6, 4])
+        >>> ring.close(), segment.close()
+        (None, None)
+    """
+
+    def __init__(self, segment: Segment, count: int, window: int = 0) -> None:
+        self.count, self.window = count, window
+        self._claims = Claims(segment)
+        columns = segment.bytes(0, self.bytes_for(count)).numpy().view(np.int64)
+        self._words = columns[:_WORDS]
+        self.generations: npt.NDArray[np.int64]
+        self.generations, self._times, self._indices = columns[_HEAD : _HEAD + 3 * count].reshape(3, count)
+        self.notes = columns[_WORDS:_HEAD].reshape(FILLERS, _NOTES)
+        if not self._words[_LIMIT]:
+            self._words[_LIMIT] = count
+        self._looked = 0.0
+
+    @staticmethod
+    def bytes_for(count: int) -> int:
+        """Bytes of the control words, notes, generations, times and indices of so many slots."""
+        return aligned((_HEAD + 3 * count) * 8)
+
+    # ---- writers ----
+
+    def take(self) -> Taken | None:
+        """The next slot, for this process alone; None where all are being written. It is to be published or dropped."""
+        free = self._abandoned()
+        with self._claims.waiting(self.count):
+            slot = self._next() if free is None else free
+            return None if slot is None else self._begin(slot, int(self._words[_APPENDED]))
+
+    def take_at(self, position: int) -> Taken | None:
+        """The slot of a position; None where it is being written, or as long as it is still read (`is_open`)."""
+        slot = position % self.count
+        if not self.is_open(position) or not self._claims.take(slot):
+            return None
+        if position < 0 or abs(int(self.generations[slot])) >= 2 * position + 2:  # it has come
+            self._claims.give_up(slot)
+            return None
+        with self._claims.waiting(self.count):
+            return self._begin(slot, position)
+
+    def take_in_turn(self, make_room: Callable[[int], bool]) -> Taken | None:
+        """The slot after the last one, once `make_room` has made room for it; None where one of both is being written.
+
+        It is called under the lock of the tickets, with a slot that is this process's own.
+        """
+        with self._claims.waiting(self.count):
+            slot = self.turns % self.count
+            if not self._claims.take(slot):
+                return None
+            if not make_room(slot):
+                self._claims.give_up(slot)
+                return None
+            self._words[_NEXT] += 1
+            return self._begin(slot, int(self._words[_APPENDED]))
+
+    @property
+    def turns(self) -> int:
+        """How many slots have been taken in turn."""
+        return int(self._words[_NEXT])
+
+    def end(self, slot: int, *, own: bool) -> bool:
+        """Have a slot not be read any more; False where it is being written. `own`: it is claimed by who asks.
+
+        For who has the lock of the tickets.
+        """
+        generation = int(self.generations[slot])
+        if generation & 1 and not own:
+            if not self._claims.take(slot):
+                return False
+            self._claims.give_up(slot)  # its writer was killed
+        self._words[_EVICTED] += generation > 0 and not generation & 1
+        self.generations[slot] = -abs(generation) & ~1
+        self._times[slot] = 0
+        return True
+
+    def publish(self, taken: Taken, index: int = -1) -> None:
+        """Have a slot read whose bytes have been written."""
+        self._times[taken.slot], self._indices[taken.slot] = time.monotonic_ns(), index
+        self._end(taken, 2 * taken.ticket + 2)
+
+    def drop(self, taken: Taken, *, limit: bool = False) -> None:
+        """Give a slot up whose sample could not be written; `limit`: there is no memory for it, nor for those after."""
+        if limit:
+            with self._claims.waiting(self.count):
+                self._words[_LIMIT] = min(int(self._words[_LIMIT]), taken.slot)
+        self._end(taken, -2 * taken.ticket - 2)
+
+    def is_open(self, position: int) -> bool:
+        """Whether a position may be written: its slot is not read any more."""
+        return position < int(self._words[_START]) + self.count
+
+    def _next(self) -> int | None:
+        limit = max(int(self._words[_LIMIT]), 1)
+        for _ in range(limit):
+            slot = int(self._words[_NEXT])
+            slot = slot if slot < limit else 0
+            self._words[_NEXT] = slot + 1
+            if self._claims.take(slot):
+                return slot
+        return None
+
+    def _begin(self, slot: int, ticket: int) -> Taken:
+        words, generation = self._words, int(self.generations[slot])
+        held = generation > 0 and not generation & 1
+        words[_EVICTED] += held
+        words[_APPENDED] = max(int(words[_APPENDED]), ticket + 1)
+        words[_REACHED] = max(int(words[_REACHED]), slot + 1)
+        self.generations[slot] = 2 * ticket + 1
+        return Taken(slot, ticket, held)
+
+    def _end(self, taken: Taken, generation: int) -> None:
+        fence()
+        self.generations[taken.slot] = generation
+        self._claims.give_up(taken.slot)
+
+    def _abandoned(self) -> int | None:
+        """A slot that a writer was killed in, claimed."""
+        now = time.monotonic()
+        if now < self._looked + _LOOK_SECONDS:
+            return None
+        self._looked = now
+        limit = int(self._words[_LIMIT])
+        for slot in np.flatnonzero(self.generations[:limit] & 1).tolist():
+            if self._claims.take(slot):
+                if self.generations[slot] & 1:
+                    return int(slot)
+                self._claims.give_up(slot)
+        return None
+
+    # ---- readers ----
+
+    def readable(self, slots: Integers) -> npt.NDArray[np.bool_]:
+        """Which of those slots can be read now."""
+        return is_even(self.generations.take(slots, mode="clip"))
+
+    def slots_of(self, indices: Integers) -> Integers:
+        """The slots of positions in the window, counted from its start; without a window, the numbers themselves."""
+        return (indices + int(self._words[_START])) % self.count if self.window else indices
+
+    def resident(self) -> Integers:
+        """The indices (see `slots_of`) that hold a sample, rising; also where a newer one is being written over it."""
+        indices = np.arange(self.window or min(int(self._words[_REACHED]), self.limit))
+        slots = self.slots_of(indices)
+        generations = self.generations.take(slots)  # one look: what is written now may be whole at the next
+        whole = is_even(generations)
+        if not self.window:
+            whole |= (generations & 1 == 1) & (self._times.take(slots) > 0)
+        return indices[whole]
+
+    def readable_slots(self) -> Integers:
+        """The slots that can be read at this moment."""
+        slots = self.slots_of(np.arange(self.window or min(int(self._words[_REACHED]), self.limit)))
+        return slots[self.readable(slots)]
+
+    def begin_epoch(self) -> None:
+        """Note what is resident: what comes from now on is newer than the epoch."""
+        self._words[_EPOCH] = self._words[_APPENDED]
+
+    def newer(self, generations: Integers) -> int:
+        """How many of these samples came after the epoch had begun."""
+        return 0 if self.window else int(np.count_nonzero(generations > 2 * int(self._words[_EPOCH])))
+
+    def settled(self, positions: int) -> int:
+        """How many of the positions from the window's start on, up to so many, have come or cannot be had."""
+        wanted = np.arange(positions) + int(self._words[_START])
+        return int(np.count_nonzero(np.abs(self.generations[wanted % self.count]) >= 2 * wanted + 2))
+
+    def advance(self, by: int) -> None:
+        """Move the window; nobody reads meanwhile."""
+        self._words[_START] += by
+
+    # ---- what there is ----
+
+    @property
+    def appended(self) -> int:
+        """Samples that came, those being written included."""
+        return int(self._words[_APPENDED])
+
+    @property
+    def evicted(self) -> int:
+        """Samples that left for newer ones."""
+        return int(self._words[_EVICTED])
+
+    @property
+    def limit(self) -> int:
+        """Number of slots that there is memory for, as far as that is known."""
+        return int(self._words[_LIMIT])
+
+    @property
+    def oldest_seconds(self) -> float:
+        """Age of the oldest sample that can be read; 0 without any."""
+        slots = self.readable_slots()
+        return (time.monotonic_ns() - int(self._times[slots].min())) / 1e9 if len(slots) else 0.0
+
+    def indices_of(self, slots: Integers) -> Integers:
+        """The indices in their source of the samples in those slots, -1 where unknown."""
+        return self._indices.take(slots)
+
+    def close(self) -> None:
+        """Drop all views."""
+        self.notes = np.empty((0, 0), dtype=np.int64)
+        self._words = self.generations = self._times = self._indices = np.empty(0, dtype=np.int64)
+
+
+def manifest_of(count: int, whose: Mapping[str, Any] | None = None) -> Manifest:
+    """What the segment of a rolling store says about itself."""
+    return Manifest(Geometry(size=count, slots=count), fingerprint={FORM: ROLLING}, **(whose or {}))
+
+
+def is_even(generations: Integers) -> npt.NDArray[np.bool_]:
+    """Whether a sample lies there, whole."""
+    whole: npt.NDArray[np.bool_] = (generations > 0) & (generations & 1 == 0)
+    return whole

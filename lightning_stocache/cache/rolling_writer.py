@@ -1,0 +1,60 @@
+"""The way into a rolling cache for processes of the user's own."""
+
+from __future__ import annotations
+
+import time
+from typing import Any
+
+from lightning_stocache.cache.rolling_store import RollingHandle
+from lightning_stocache.cache.stores import RollingSampleStore, attach_rolling
+
+__all__ = ["RollingWriter"]
+
+
+class RollingWriter:
+    """Appends samples to a rolling cache that another process of this node has open.
+
+    Args:
+        store: where they go.
+
+    Raises:
+        OSError: (`attach`) the cache cannot be reached from here, or its process has ended; (`append`) there is no
+            memory for a single sample.
+        ValueError: (`attach`) it replaces samples by position (`replace_rate`), which only its own fillers can.
+        SampleMismatchError: (`append`, rows) a sample differs from the first ones in structure, dtype or shape.
+
+    Example:
+        >>> import torch
+        >>> from lightning_stocache import RollingCache, SampleSpec
+        >>> pool = RollingCache(budget="1MiB", spec=SampleSpec.infer(torch.zeros(3)), minimum=1)
+        >>> with RollingWriter.attach(pool.handle) as writer:  # in any process that was sent the handle
+        ...     writer.append(torch.tensor([1.0, 2.0, 3.0]))
+        >>> pool[0]
+        tensor([1., 2., 3.])
+        >>> pool.close()
+    """
+
+    def __init__(self, store: RollingSampleStore) -> None:
+        self._store = store
+
+    @classmethod
+    def attach(cls, handle: RollingHandle) -> RollingWriter:
+        """Open the cache that has this handle, which is plain values: send it by a queue, a pipe or a file of yours."""
+        if handle.window:
+            raise ValueError("a RollingCache with replace_rate takes samples from its own fillers alone")
+        return cls(attach_rolling(handle))
+
+    def append(self, sample: Any, index: int = -1) -> None:
+        """Store a sample, in the place of the oldest once the budget is full; `index`: in its source, for messages."""
+        while not self._store.append(sample, index):
+            time.sleep(0.001)  # every slot is being written to
+
+    def close(self) -> None:
+        """Give the cache up in this process."""
+        self._store.close()
+
+    def __enter__(self) -> RollingWriter:
+        return self
+
+    def __exit__(self, *error: object) -> None:
+        self.close()

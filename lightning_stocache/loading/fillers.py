@@ -1,0 +1,249 @@
+"""The processes that fill a rolling cache, and who looks after them.
+
+A filler draws its share (`draws`), loads each sample and appends it. What it has begun it notes in the store, beside
+the slots: number of draws, of samples appended, of failures, and since when it has been loading. So whoever looks after
+the fillers sees one that hangs, and one that is started anew leaves out the draw in which the last one died.
+
+A sample that cannot be loaded, or is not of the codec, is left out; the first error of a filler is sent with its
+traceback, and after `MOST_FAILURES` in a row the filler ends. One that dies is started anew, at most `MOST_RESTARTS`
+times. All this is looked at (`Fillers.look`) on the trainer's own thread, when an epoch begins, while it waits for a
+minimum, and about once a second while indices are drawn: a process that is forked in the middle of another thread's
+work may inherit its locks.
+
+A filler ends with its parent, however that ends: it looks every half second whether it has another parent by now.
+"""
+
+from __future__ import annotations
+
+import logging
+import multiprocessing
+import os
+import random
+import signal
+import threading
+import time
+import traceback
+from dataclasses import dataclass
+from multiprocessing.connection import Connection
+from multiprocessing.process import BaseProcess
+from typing import Any
+
+import numpy as np
+import torch
+
+from lightning_stocache.cache.rolling_ring import FILLERS
+from lightning_stocache.cache.stores import RollingSampleStore
+from lightning_stocache.source.draws import Draw, Draws, EndOfStreamError
+from lightning_stocache.torch_internals import become_worker
+
+__all__ = ["MOST_FAILURES", "MOST_RESTARTS", "FillJob", "Fillers"]
+
+log = logging.getLogger(__name__)
+
+MOST_FAILURES = 20  # in a row
+MOST_RESTARTS = 3  # of one filler
+_DONE, _APPENDED, _FAILED, _SINCE, _INDEX, _STOP = range(6)  # the notes of a filler
+_PARENT_SECONDS = 0.5
+_END_SECONDS = 1.0  # for a filler to end by itself
+_LONGEST = 8000  # characters of a traceback, so that it fits in a pipe that nobody reads
+
+
+@dataclass(frozen=True)
+class FillJob:
+    """What fillers do.
+
+    Args:
+        draws: what is drawn.
+        store: where it goes.
+        fillers: how many there are.
+        seed: of their process-wide generators.
+    """
+
+    draws: Draws
+    store: RollingSampleStore
+    fillers: int
+    seed: int = 0
+
+
+class Fillers:
+    """The fillers of one store, looked after by the process that has started them.
+
+    Args:
+        job: what they do.
+        method: how they are started: fork, spawn or forkserver; None: as the system does.
+
+    Raises:
+        ValueError: they are too many.
+    """
+
+    def __init__(self, job: FillJob, method: str | None = None) -> None:
+        if not 0 <= job.fillers <= FILLERS:
+            raise ValueError(f"fillers must be between 0 and {FILLERS}, got {job.fillers}")
+        self._job, self._context = job, multiprocessing.get_context(method)
+        self._processes: dict[int, tuple[BaseProcess, Connection]] = {}
+        self._pid = os.getpid()
+        self.restarts = 0
+        self.last_error: str | None = None
+        self._restarted = [0] * job.fillers
+        for number in range(job.fillers):
+            self._start(number)
+
+    def are_at_work(self, *, every: bool = False) -> bool:
+        """Whether any is, or every one; after a look, so that those that have ended have said why."""
+        self.look()
+        if not all(process.is_alive() for process, _ in self._processes.values()):
+            self.look()  # it ended behind the look
+        return len(self._processes) == self._job.fillers if every else bool(self._processes)
+
+    @property
+    def appended(self) -> int:
+        """Samples that they have appended."""
+        return int(self._notes[:, _APPENDED].sum())
+
+    @property
+    def failed(self) -> int:
+        """Samples that could not be loaded or are of another kind, and were left out."""
+        return int(self._notes[:, _FAILED].sum())
+
+    def look(self) -> None:
+        """Tell what fillers have said, and start those anew that have died."""
+        if os.getpid() != self._pid:
+            return
+        for number, (process, reports) in list(self._processes.items()):
+            self._tell(reports)
+            if process.exitcode is None:
+                continue
+            self._tell(reports)
+            reports.close()
+            del self._processes[number]
+            if process.exitcode == 0:  # it has drawn all that there is, or has given up and said so
+                continue
+            code = process.exitcode
+            died = f"killed by {signal.Signals(-code).name}" if code < 0 else f"exit code {code}"
+            what = f"filler {number} died ({died}) after {self._notes[number, _DONE]} draws"
+            if self._notes[number, _SINCE]:
+                what += f", loading {_named(int(self._notes[number, _INDEX]))}"
+            if self._job.store.ring.window:  # else the window would wait for that sample for ever
+                self._job.store.skip(number + (int(self._notes[number, _DONE]) - 1) * self._job.fillers)
+            if self._restarted[number] < MOST_RESTARTS:
+                log.warning("%s; it is started anew, behind that sample", what)
+                self._restarted[number] += 1
+                self.restarts += 1
+                self._start(number)
+            else:
+                self.last_error = f"{what}, as it has {MOST_RESTARTS} times before; it is not started again"
+                log.warning(self.last_error)
+
+    def describe(self) -> str:
+        """What they are doing, for people."""
+        now, doing = time.monotonic_ns(), []
+        for number in self._processes:
+            done, _, _, since, index, _ = self._notes[number, :6].tolist()
+            if since:
+                doing.append(f"filler {number} has been loading {_named(index)} for {(now - since) / 1e9:.1f} s")
+            else:
+                doing.append(f"filler {number} has drawn {done} samples")
+        return "; ".join(doing) or "no filler is at work"
+
+    def stop(self) -> None:
+        """End them."""
+        if os.getpid() != self._pid or not self._processes:
+            return
+        for number in self._processes:
+            self._notes[number, _STOP] = 1
+        end = time.monotonic() + _END_SECONDS
+        for process, reports in self._processes.values():
+            process.join(max(end - time.monotonic(), 0))
+            if process.is_alive():
+                process.terminate()
+                process.join(_END_SECONDS)
+            if process.is_alive():
+                process.kill()
+                process.join()
+            reports.close()
+            process.close()
+        self._processes.clear()
+
+    @property
+    def _notes(self) -> Any:
+        return self._job.store.ring.notes[: self._job.fillers]
+
+    def _start(self, number: int) -> None:
+        reports, told = self._context.Pipe(duplex=False)
+        process: BaseProcess = self._context.Process(  # type: ignore[attr-defined]
+            target=_fill, args=(self._job, number, told), daemon=True, name=f"filler {number}"
+        )
+        self._notes[number, _SINCE] = self._notes[number, _STOP] = 0
+        process.start()
+        told.close()
+        self._processes[number] = process, reports
+
+    def _tell(self, reports: Connection) -> None:
+        try:
+            while reports.poll():
+                self.last_error = reports.recv()
+                log.warning(self.last_error)
+        except (EOFError, OSError):  # it has ended
+            return
+
+
+def _named(index: int) -> str:
+    return "its next sample" if index < 0 else f"sample {index}"
+
+
+def _fill(job: FillJob, number: int, reports: Connection) -> None:
+    """What a filler does."""
+    signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C is the trainer's, which ends its fillers
+    threading.Thread(target=_end_with, args=(os.getppid(),), daemon=True).start()
+    torch.set_num_threads(1)
+    seed = job.seed + number
+    random.seed(seed), np.random.seed(seed % 2**32), torch.manual_seed(seed)
+    become_worker(number, job.fillers, seed, job.draws.source)
+    notes, in_a_row = job.store.ring.notes[number], 0
+    for draw in job.draws.share(number, job.fillers, int(notes[_DONE])):
+        position, ring = draw.position if job.store.ring.window else None, job.store.ring
+        while position is not None and not ring.is_open(position) and not notes[_STOP]:
+            time.sleep(0.01)
+        if notes[_STOP]:
+            return
+        notes[_INDEX], notes[_SINCE] = draw.index, time.monotonic_ns()
+        notes[_DONE] += 1
+        try:
+            sample = draw.load()
+            notes[_SINCE] = 0
+            while not job.store.append(sample, draw.index, position) and not notes[_STOP]:
+                time.sleep(0.001)  # all slots are being written
+        except EndOfStreamError:
+            notes[_SINCE] = 0
+            continue
+        except Exception as error:  # the source is the user's, and may raise anything
+            notes[_SINCE] = 0
+            notes[_FAILED] += 1
+            in_a_row += 1
+            if position is not None:
+                job.store.skip(position)
+            if in_a_row >= MOST_FAILURES or int(notes[_FAILED]) == 1:
+                reports.send(_told(number, draw, error, in_a_row))
+            if in_a_row >= MOST_FAILURES:
+                return
+            continue
+        notes[_APPENDED] += 1
+        in_a_row = 0
+
+
+def _told(number: int, draw: Draw, error: Exception, in_a_row: int) -> str:
+    """An error of the source, in words."""
+    outcome = (
+        f"That is the last of {in_a_row} failures in a row: the filler ends"
+        if in_a_row >= MOST_FAILURES
+        else "The sample is left out; others like it are counted and not told"
+    )
+    trace = "".join(traceback.format_exception(error))[-_LONGEST:]
+    return f"filler {number} could not load {_named(draw.index)}:\n{trace}{outcome}"
+
+
+def _end_with(parent: int) -> None:
+    """End this process when its parent has ended, also in the middle of a load."""
+    while os.getppid() == parent:
+        time.sleep(_PARENT_SECONDS)
+    os.kill(os.getpid(), signal.SIGKILL)

@@ -1,0 +1,261 @@
+"""The pool of one node behind a rolling cache: its memory, who fills it, and the waiting for both.
+
+The leader of a node makes it and waits; the other ranks open the same memory, and are told what is resident.
+"""
+
+from __future__ import annotations
+
+import logging
+import sys
+import time
+from collections.abc import Callable, Iterable
+from dataclasses import dataclass
+from typing import Any, get_args
+
+from lightning_stocache.cache.counters import Counters
+from lightning_stocache.cache.placement import Integers
+from lightning_stocache.cache.records import RecordCodec
+from lightning_stocache.cache.rolling_records import RollingRecords
+from lightning_stocache.cache.rolling_rows import RollingRows
+from lightning_stocache.cache.rolling_store import RollingHandle
+from lightning_stocache.cache.spec import SampleSpec
+from lightning_stocache.cache.stores import RollingSampleStore, attach_rolling
+from lightning_stocache.loading.fillers import Fillers, FillJob
+from lightning_stocache.node.budget import Budget
+from lightning_stocache.node.group import NodeGroup
+from lightning_stocache.node.segment import Segment, SegmentHandle
+from lightning_stocache.setup.first_sample import codec_of
+from lightning_stocache.setup.request import Layout
+from lightning_stocache.setup.rolling_memory import RollingMemory
+from lightning_stocache.source.draws import Draws, is_stream
+
+__all__ = ["RollingPool", "RollingRequest", "RollingStats", "check_count"]
+
+log = logging.getLogger(__name__)
+
+_NODE_SEEDS = 1_000_003  # between the seeds of two nodes, whose fillers draw different permutations
+
+
+@dataclass(frozen=True)
+class RollingRequest:
+    """What is asked for; the arguments are those of `RollingCache`, which describes them."""
+
+    source: Any
+    budget: Budget
+    fillers: int = 4
+    minimum: int = 256
+    replace_rate: float | None = None
+    indices: Iterable[int] | None = None
+    spec: SampleSpec | RecordCodec | None = None
+    layout: Layout = "auto"
+    shuffle: bool = True
+    seed: int = 0
+    method: str | None = None
+
+    def __post_init__(self) -> None:
+        for name, least in (("fillers", 0), ("minimum", 1)):
+            check_count(name, getattr(self, name), least)
+        if self.layout not in get_args(Layout):
+            raise ValueError(f"layout must be 'auto', 'rows' or 'records', got {self.layout!r}")
+        if self.source is None and self.spec is None:
+            raise ValueError("without a source a rolling cache needs spec=SampleSpec.infer(sample), of one to come")
+        if self.replace_rate is not None and not 0 < self.replace_rate <= 1:
+            raise ValueError(f"replace_rate must be above 0 and at most 1, got {self.replace_rate!r}")
+        if self.replace_rate is not None and (self.length is None or not self.fillers):
+            raise ValueError("replace_rate needs a map-style source and at least one filler, and no stream of indices")
+        if self.indices is not None and (self.source is None or is_stream(self.source)):
+            raise ValueError("indices needs a map-style source to load them from")
+
+    @property
+    def length(self) -> int | None:
+        """Number of samples that are drawn before one comes again; None where that is not known."""
+        return None if self.source is None or self.indices is not None or is_stream(self.source) else len(self.source)
+
+    def draws(self, node: int, *, passes: int | None = None) -> Draws:
+        """What the fillers of a node draw."""
+        keep_order = self.replace_rate is not None
+        return Draws(self.source, self.indices, self.seed + _NODE_SEEDS * node, self.shuffle, keep_order, passes)
+
+
+@dataclass(frozen=True)
+class RollingStats:
+    """What a rolling cache holds on this node, and has done since it was opened.
+
+    Args:
+        resident: samples that can be read now.
+        capacity: samples for which there is room.
+        appended: samples that came.
+        evicted: samples that left for newer ones.
+        oldest_seconds: age of the oldest that is resident.
+        times_seen: how often a sample that came was served, on average.
+        renewed: samples served by this process that had come after the epoch had begun, for one that had left.
+        substituted: samples served by this process for one that was being replaced at that moment.
+        failed: samples that the fillers could not load, or that were of another kind.
+        restarts: fillers that died and were started anew.
+        memory_bytes: memory in use.
+    """
+
+    resident: int
+    capacity: int
+    appended: int
+    evicted: int
+    oldest_seconds: float
+    times_seen: float
+    renewed: int
+    substituted: int
+    failed: int
+    restarts: int
+    memory_bytes: int
+
+
+class RollingPool:
+    """An open pool.
+
+    Args:
+        store: where samples lie.
+        counters: what has been served.
+        minimum: samples for which an epoch waits.
+        fillers: those that this process has started.
+    """
+
+    told_seconds = 10.0
+    """After so many seconds of waiting it is said what is waited for, and again after as many."""
+
+    def __init__(
+        self, store: RollingSampleStore, counters: Counters, minimum: int = 1, fillers: Fillers | None = None
+    ) -> None:
+        self.store, self.counters, self.minimum, self.fillers = store, counters, minimum, fillers
+        self.epochs, self._told_short = 0, False
+
+    @classmethod
+    def make(cls, request: RollingRequest, group: NodeGroup) -> RollingPool:
+        """On the node's leader: take the memory, and start the fillers.
+
+        Raises:
+            ValueError: the budget has no room for the least number of samples.
+            FirstSampleError: no sample can be read, or samples cannot be kept.
+            OSError: there is no memory.
+        """
+        if sys.platform == "win32":
+            raise OSError("a rolling cache needs memory and locks that processes share, which Windows does not have")
+        ranks = len(group.nodes[group.node])
+        codec = request.spec or codec_of(request.draws(group.node), request.layout, request.method)
+        wanted = 0 if request.source is None else request.fillers
+        memory = RollingMemory.grant(request.budget, codec, request.length, max(wanted, 1), ranks, request.replace_rate)
+        whose = {"dataset": f"rolling: {type(request.source).__name__}", "node": group.node, "nodes": len(group.nodes)}
+        store: RollingSampleStore
+        if isinstance(codec, SampleSpec):
+            store = RollingRows.create(codec, memory.count, window=memory.window, backend=memory.backend, whose=whose)
+        else:
+            store = RollingRecords.create(codec, memory.granted, backend=memory.backend, whose=whose)
+        store.keep_free(memory.keep_free)
+        counters = Counters.create(group.rank, memory.backend)
+        fillers = None
+        if wanted:
+            draws = request.draws(group.node, passes=1 if memory.holds_all else None)
+            fillers = Fillers(FillJob(draws, store, wanted, draws.seed), request.method)
+        return cls(store, counters, max(request.minimum, ranks), fillers)
+
+    @classmethod
+    def attach(cls, handles: tuple[RollingHandle, SegmentHandle], rank: int) -> RollingPool:
+        """On the other ranks of the node: open the same memory."""
+        return cls(attach_rolling(handles[0]), Counters(Segment.attach(handles[1]), rank))
+
+    @property
+    def handles(self) -> tuple[RollingHandle, SegmentHandle]:
+        """Where the memory is, for the other ranks."""
+        return self.store.handle, self.counters.handle
+
+    def resident(self) -> Integers:
+        """What is resident, once the minimum has come.
+
+        Raises:
+            RuntimeError: nothing is, and no filler is left.
+        """
+        ring, store = self.store.ring, self.store
+        if ring.window:
+            self._wait(lambda: ring.settled(ring.window), ring.window)
+        else:
+            self._wait(lambda: store.filled, min(self.minimum, store.capacity))
+        return ring.resident()
+
+    def begin_epoch(self) -> Integers:
+        """What is resident, for a new epoch; the replacements of a window come in then, but in the first epoch."""
+        ring, self.epochs = self.store.ring, self.epochs + 1
+        self.look_after()
+        if self.epochs > 1 and ring.window and self._wait(lambda: ring.settled(ring.count), ring.count):
+            ring.advance(ring.count - ring.window)
+        resident = self.resident()
+        ring.begin_epoch()
+        return resident
+
+    def look_after(self) -> None:
+        """Tell what fillers have said, and start those anew that have died."""
+        if self.fillers is not None:
+            self.fillers.look()
+
+    def stats(self) -> RollingStats:
+        """What is resident, and what has been done."""
+        store, fillers = self.store, self.fillers
+        return RollingStats(
+            resident=store.filled,
+            capacity=store.capacity,
+            appended=store.ring.appended,
+            evicted=store.ring.evicted,
+            oldest_seconds=store.ring.oldest_seconds,
+            times_seen=self.counters.totals().hits / max(store.ring.appended, 1),
+            renewed=store.renewed,
+            substituted=store.substituted,
+            failed=0 if fillers is None else fillers.failed,
+            restarts=0 if fillers is None else fillers.restarts,
+            memory_bytes=store.memory_bytes,
+        )
+
+    def stop(self) -> None:
+        """End the fillers."""
+        if self.fillers is not None:
+            self.fillers.stop()
+
+    def _wait(self, have: Callable[[], int], wanted: int) -> bool:
+        """Wait for samples, and say so; whether they have come. Where no more can come, what there is will do."""
+        begun = time.monotonic()
+        tell = begun + self.told_seconds
+        while (count := have()) < wanted:
+            fillers = self.fillers
+            # With a window each filler has positions of its own, which nobody else loads.
+            if fillers is not None and not fillers.are_at_work(every=self.store.ring.window > 0):
+                return (count := have()) >= wanted or self._no_more(count, wanted, fillers)
+            if time.monotonic() >= tell:
+                tell += self.told_seconds
+                log.warning(
+                    "training waits for samples: %d of %d have come in %.0f s. %s",
+                    count,
+                    wanted,
+                    time.monotonic() - begun,
+                    "Only RollingWriters append to this cache" if fillers is None else fillers.describe(),
+                )
+            time.sleep(0.005)
+        return True
+
+    def _no_more(self, count: int, wanted: int, fillers: Fillers) -> bool:
+        if not self.store.filled:
+            raise RuntimeError(
+                "the rolling cache is empty and none of its fillers is left: "
+                f"{fillers.last_error or 'the source has given no samples'}"
+            )
+        if not self._told_short:
+            self._told_short = True
+            log.warning(
+                "%s of the rolling cache has ended, and %d of %d samples have come: training goes on with what is "
+                "resident",
+                "a filler" if self.store.ring.window else "the last filler",
+                count,
+                wanted,
+            )
+        return False
+
+
+def check_count(name: str, number: Any, least: int) -> None:
+    """Refuse what is no whole number, or too small."""
+    if isinstance(number, bool) or not isinstance(number, int) or number < least:
+        raise ValueError(f"{name} must be a whole number of at least {least}, got {number!r}")

@@ -1,0 +1,163 @@
+"""A rolling store of records: samples of any size, of which the oldest leave, and of which nobody reads half."""
+
+from __future__ import annotations
+
+import os
+import random
+import time
+from collections.abc import Iterator
+
+import numpy as np
+import pytest
+import torch
+
+from lightning_stocache.cache.records import RecordCodec
+from lightning_stocache.cache.rolling_records import RollingRecords
+from lightning_stocache.cache.rolling_store import RollingHandle
+from tests.processes import Child, without_room
+
+Sample = dict[str, object]
+
+
+def sample(number: int) -> Sample:
+    """One of a size of its own, which says everywhere which it is."""
+    words = random.Random(number).randrange(1, 4000)
+    return {"number": number, "words": torch.full((words,), number), "text": f"{number} " * (words % 50)}
+
+
+CODEC = RecordCodec.infer([sample(number) for number in range(20)])
+
+
+def whole(read: Sample) -> int:
+    number = read["number"]
+    assert isinstance(number, int)
+    expected = sample(number)
+    assert read["text"] == expected["text"]
+    assert torch.equal(read["words"], expected["words"])  # type: ignore[arg-type]
+    return number
+
+
+def numbers(store: RollingRecords, places: object = None) -> list[int]:
+    slots = store.ring.readable_slots() if places is None else np.asarray(places)
+    return [whole(read) for read in store.read(slots)]
+
+
+@pytest.fixture
+def store() -> Iterator[RollingRecords]:
+    store = RollingRecords.create(CODEC, 500_000)
+    yield store
+    store.close()
+
+
+def test_the_oldest_leave_first(store: RollingRecords) -> None:
+    """What is resident are always the last ones that came, as many as fit."""
+    for number in range(400):
+        assert store.append(sample(number))
+        if number % 7 == 0:
+            resident = sorted(numbers(store))
+            assert resident == list(range(number - len(resident) + 1, number + 1))
+    assert 10 < store.filled == store.capacity < 60
+    assert store.ring.appended - store.ring.evicted == store.filled
+
+
+def test_small_samples_end_at_the_number_of_slots() -> None:
+    """Where samples are smaller than was expected, slots run out before bytes do."""
+    store = RollingRecords.create(CODEC, 200_000)
+    for number in range(3 * store.ring.count):
+        assert store.append({"number": number})
+    assert store.filled == store.ring.count
+    assert sorted(read["number"] for read in store.read(store.ring.readable_slots())) == list(
+        range(2 * store.ring.count, 3 * store.ring.count)
+    )
+    store.close()
+
+
+def test_a_sample_that_is_too_large_is_refused(store: RollingRecords) -> None:
+    """It could not even lie there alone; what is resident stays."""
+    store.append(sample(1))
+    with pytest.raises(ValueError, match="larger than the whole rolling cache"):
+        store.append({"number": 2, "words": torch.zeros(10**6)})
+    assert numbers(store) == [1]
+
+
+def test_what_has_left_is_replaced_by_another(store: RollingRecords) -> None:
+    """A slot that cannot be read gives another resident sample."""
+    for number in range(5):
+        store.append(sample(number))
+    assert set(numbers(store, [70, 7, 1])) <= set(range(5))
+    assert store.substituted >= 1
+
+
+def append_for_ever(handle: RollingHandle, first: int) -> None:
+    torch.set_num_threads(1)
+    store = RollingRecords.attach(handle)
+    while os.getppid() != 1:
+        while not store.append(sample(first)):
+            pass
+        first += 1
+
+
+def check(handle: RollingHandle, seconds: float, seed: int) -> int:
+    torch.set_num_threads(1)
+    store, random_slots, read = RollingRecords.attach(handle), np.random.default_rng(seed), 0
+    while store.filled < 3:
+        time.sleep(0.01)
+    end = time.monotonic() + seconds
+    while time.monotonic() < end:
+        read += len(numbers(store, random_slots.integers(0, store.ring.count, 8)))
+    return read
+
+
+def storm(seconds: float, seed: int) -> None:
+    moments, store = random.Random(seed), RollingRecords.create(CODEC, 600_000)
+    readers = [Child(check, store.handle, seconds, seed + number) for number in range(2)]
+    writers = [Child(append_for_ever, store.handle, 1_000_000 * number) for number in (1, 2)]
+    killed, end = 2, time.monotonic() + seconds
+    try:
+        while time.monotonic() < end:
+            time.sleep(moments.uniform(0.0, 0.2))
+            number = moments.randrange(2)
+            writers[number].kill()
+            killed += 1
+            writers[number] = Child(append_for_ever, store.handle, 1_000_000 * killed)
+        found = [reader.result() for reader in readers]
+    finally:
+        for writer in writers:
+            writer.kill()
+    assert min(found) > 50
+    assert store.ring.evicted > 100
+    for number in range(200):  # what the killed have left is taken over
+        assert store.append(sample(number))
+    resident = sorted(numbers(store))
+    assert resident == list(range(200 - len(resident), 200))
+    store.close()
+
+
+@pytest.mark.processes
+def test_no_reader_sees_a_torn_record() -> None:
+    """Two readers look at all of what two writers write, who are killed again and again."""
+    storm(4, 7)
+
+
+@pytest.mark.soak
+@pytest.mark.processes
+@pytest.mark.timeout(900)
+def test_no_reader_sees_a_torn_record_in_five_minutes() -> None:
+    """The same for longer."""
+    storm(300, 8)
+
+
+def grow_without_memory() -> tuple[int, list[int]]:
+    store = RollingRecords.create(CODEC, 10_000_000)
+    for number in range(300):
+        assert store.append(sample(number))
+    return store.ring.evicted, sorted(numbers(store))
+
+
+@pytest.mark.processes
+def test_where_memory_ends_the_store_rolls_within_what_it_has() -> None:
+    """A full /dev/shm is no error: the store stops growing, and the oldest leave from then on."""
+    evicted, left = without_room(grow_without_memory, mib=2)
+    assert evicted > 100
+    assert left == list(range(300 - len(left), 300))
+    assert len(left) > 20

@@ -1,0 +1,275 @@
+"""A rolling store of rows: the oldest leave first, and nobody ever reads half of a sample."""
+
+from __future__ import annotations
+
+import os
+import random
+import signal
+import time
+from collections.abc import Iterator
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+
+from lightning_stocache.cache.contents import contents_of
+from lightning_stocache.cache.rolling_rows import RollingRows
+from lightning_stocache.cache.rolling_store import RollingHandle
+from lightning_stocache.cache.spec import SampleMismatchError, SampleSpec
+from tests.processes import Child, ChildError, call, without_room
+
+WORDS = 4096
+SPEC = SampleSpec.infer((torch.zeros(WORDS, dtype=torch.int64), 0))
+
+
+def sample(number: int) -> tuple[torch.Tensor, int]:
+    """One whose every word says which it is."""
+    return torch.full((WORDS,), number, dtype=torch.int64), number
+
+
+def numbers(store: RollingRows, places: Any = None) -> list[int]:
+    """The samples of those slots, each looked at word by word."""
+    places = store.ring.readable_slots() if places is None else np.asarray(places)
+    return [whole(*read) for read in store.read(places)]
+
+
+def whole(words: torch.Tensor, number: int) -> int:
+    assert (words == number).all(), f"sample {number} is torn: it has words of {words.unique().tolist()}"
+    return number
+
+
+@pytest.fixture
+def store() -> Iterator[RollingRows]:
+    store = RollingRows.create(SPEC, 8)
+    yield store
+    store.close()
+
+
+@pytest.fixture
+def windowed() -> Iterator[RollingRows]:
+    store = RollingRows.create(SPEC, 6, window=4)
+    yield store
+    store.close()
+
+
+def test_the_oldest_leave_first(store: RollingRows) -> None:
+    """After any number of appends the last ones are resident, as many as there are slots."""
+    for number in range(50):
+        store.append(sample(number))
+        assert sorted(numbers(store)) == list(range(max(number - 7, 0), number + 1))
+    assert (store.ring.appended, store.ring.evicted, store.filled) == (50, 42, 8)
+
+
+def test_a_sample_of_another_kind_is_refused(store: RollingRows) -> None:
+    """What is not of the codec is an error, and nothing is replaced."""
+    store.append(sample(1))
+    with pytest.raises(SampleMismatchError, match="sample 3"):
+        store.append((torch.zeros(3), 0), index=3)
+    assert numbers(store) == [1]
+
+
+def test_an_empty_store_says_so(store: RollingRows) -> None:
+    """Who reads before anything was appended is told."""
+    with pytest.raises(RuntimeError, match="no sample has been appended yet"):
+        numbers(store, [0])
+
+
+def test_a_slot_that_is_being_written_gives_another_sample(store: RollingRows) -> None:
+    """Readers do not wait for a writer: they are served another resident sample, and count it."""
+    for number in range(8):
+        store.append(sample(number))
+    taken = store.ring.take()
+    assert taken is not None
+    read = numbers(store, [taken.slot] * 20)
+    assert taken.slot not in read
+    assert len(set(read)) > 2  # not always the same one
+    assert store.substituted == 20
+    assert store.filled == 8  # its sample is about to come
+    store.ring.publish(taken)
+
+
+def test_what_came_after_the_epoch_had_begun_is_counted(store: RollingRows) -> None:
+    """A sample that left during an epoch is replaced by the newer one of its slot."""
+    for number in range(8):
+        store.append(sample(number))
+    store.ring.begin_epoch()
+    assert numbers(store, [0, 1]) == [0, 1]
+    assert store.renewed == 0
+    store.append(sample(8))
+    assert numbers(store, [0, 1]) == [8, 1]
+    assert store.renewed == 1
+
+
+def test_what_changes_during_the_copy_is_taken_again(store: RollingRows) -> None:
+    """A batch in which samples are replaced while it is gathered holds whole samples only."""
+    for number in range(8):
+        store.append(sample(number))
+
+    into = [np.empty(8 * WORDS * 8, dtype=np.uint8), np.empty(8 * 8, dtype=np.uint8)]
+    takes = 0
+    live = [store.ring.generations]
+
+    class Generations(np.ndarray):  # type: ignore[type-arg]
+        """The live generations; after the first look another sample comes."""
+
+        def take(self, *args: Any, **more: Any) -> Any:
+            nonlocal takes
+            takes += 1
+            found = live[0].take(*args, **more)
+            if takes == 1:
+                store.append(sample(100))
+            return found
+
+    store.ring.generations = live[0].view(Generations)
+    store.gather(np.arange(8), into)
+    store.ring.generations = live.pop()
+    read = [whole(*each) for each in SPEC.split(into, 8)]
+    assert read == [100, 1, 2, 3, 4, 5, 6, 7]
+    assert takes > 2
+
+
+def test_indices_outside_have_no_place(store: RollingRows) -> None:
+    """What is no slot is no place, whatever is resident."""
+    assert store.lookup(np.array([-1, 0, 7, 8])).tolist() == [-1, 0, 7, -1]
+
+
+def test_an_empty_batch_is_an_empty_batch(store: RollingRows) -> None:
+    """No samples are asked for, none are given."""
+    assert store.read(np.empty(0, dtype=np.int64)) == []
+
+
+def test_a_window_is_read_while_what_follows_is_written(windowed: RollingRows) -> None:
+    """Positions outside of the window are written, those in it are not, and it moves on when it is told to."""
+    for position in range(6):
+        assert windowed.append(sample(position), position, position)
+    assert not windowed.append(sample(6), 6, 6)  # its slot is read
+    assert numbers(windowed) == [0, 1, 2, 3]
+    assert windowed.ring.settled(6) == 6
+    windowed.ring.advance(2)
+    assert numbers(windowed) == [2, 3, 4, 5]
+    assert windowed.ring.settled(6) == 4
+    assert windowed.append(sample(6), 6, 6)
+    windowed.skip(7)
+    windowed.ring.advance(2)
+    assert numbers(windowed) == [4, 5, 6]  # 7 could not be had
+    assert windowed.ring.settled(4) == 4
+
+
+def test_a_look_from_outside_says_how_many_samples_there_are(store: RollingRows) -> None:
+    """Who asks what takes their memory is told the slots that hold a sample."""
+    for number in range(5):
+        store.append(sample(number))
+    file = os.open(store.handle.segment.data, os.O_RDONLY)
+    contents = contents_of(file)
+    os.close(file)
+    assert (contents.damage, contents.filled) == ("", 5)
+    assert contents.manifest is not None
+    assert contents.manifest.geometry.slots == 8
+
+
+# ---- other processes ----
+
+
+def append_for_ever(handle: RollingHandle, first: int) -> None:
+    torch.set_num_threads(1)
+    store = RollingRows.attach(handle)
+    number = first
+    while os.getppid() != 1:
+        store.append(sample(number), number)
+        number += 1
+
+
+def take_and_die(handle: RollingHandle) -> None:
+    store = RollingRows.attach(handle)
+    store.ring.take()
+    os.kill(os.getpid(), signal.SIGKILL)
+
+
+@pytest.mark.processes
+def test_the_slot_of_a_killed_writer_is_taken_first(store: RollingRows) -> None:
+    """Readers pass over the slot in which a writer was killed; the next writer takes it before any other."""
+    for number in range(3):
+        store.append(sample(number))
+    with pytest.raises(ChildError, match="SIGKILL"):
+        call(take_and_die, store.handle)
+    assert sorted(numbers(store)) == [0, 1, 2]
+    assert store.ring.readable(np.arange(4)).tolist() == [True, True, True, False]
+    time.sleep(1.1)  # a writer looks once a second
+    store.append(sample(3))
+    assert store.ring.readable(np.arange(5)).tolist() == [True] * 4 + [False]
+    assert sorted(numbers(store)) == [0, 1, 2, 3]
+
+
+def check(handle: RollingHandle, seconds: float, seed: int) -> tuple[int, int, int]:
+    """Read batches of random slots, each word of them; samples read, newest ticket seen, substituted."""
+    torch.set_num_threads(1)
+    store, random_slots, read, end = (
+        RollingRows.attach(handle),
+        np.random.default_rng(seed),
+        0,
+        time.monotonic() + seconds,
+    )
+    while store.filled < 3:
+        time.sleep(0.01)
+    while time.monotonic() < end:
+        slots = random_slots.integers(0, min(store.capacity, store.filled), 16)
+        read += len(numbers(store, slots))
+    return read, store.ring.appended, store.substituted
+
+
+def storm(seconds: float, seed: int) -> None:
+    """Writers that are killed at random moments, and readers that look at every word."""
+    moments, store = random.Random(seed), RollingRows.create(SPEC, 12)
+    readers = [Child(check, store.handle, seconds, seed + number, method="fork") for number in range(2)]
+    writers = [Child(append_for_ever, store.handle, 1_000_000 * number) for number in (1, 2)]
+    killed, end = 2, time.monotonic() + seconds
+    try:
+        while time.monotonic() < end:
+            time.sleep(moments.uniform(0.0, 0.2))
+            number = moments.randrange(2)
+            writers[number].kill()
+            killed += 1
+            writers[number] = Child(append_for_ever, store.handle, 1_000_000 * killed)
+        found = [reader.result() for reader in readers]
+    finally:
+        for writer in writers:
+            writer.kill()
+    assert all(read > 100 for read, _, _ in found)
+    assert store.ring.appended > 100
+    assert killed > 4
+    time.sleep(1.1)
+    for number in range(24):  # every slot can be written again, also those of the killed
+        assert store.append(sample(number), number)
+    assert sorted(numbers(store)) == list(range(12, 24))
+    store.close()
+
+
+@pytest.mark.processes
+def test_no_reader_sees_a_torn_sample() -> None:
+    """Two readers look at every word of what two writers write, who are killed again and again."""
+    storm(4, 7)
+
+
+@pytest.mark.soak
+@pytest.mark.processes
+@pytest.mark.timeout(900)
+def test_no_reader_sees_a_torn_sample_in_ten_minutes() -> None:
+    """The same for ten minutes."""
+    storm(600, 8)
+
+
+def grow_without_memory() -> tuple[int, int, list[int]]:
+    store = RollingRows.create(SPEC, 1000)
+    for number in range(100):
+        assert store.append(sample(number))
+    return store.capacity, store.filled, sorted(numbers(store))
+
+
+@pytest.mark.processes
+def test_where_memory_ends_the_store_rolls_within_what_it_has() -> None:
+    """A full /dev/shm is no error: the store stops growing, and the oldest leave from then on."""
+    capacity, filled, left = without_room(grow_without_memory, mib=1)
+    assert 5 < capacity < 40
+    assert filled == capacity
+    assert left == list(range(100 - capacity, 100))

@@ -1,0 +1,47 @@
+"""The example and the benchmark of the rolling cache."""
+
+from __future__ import annotations
+
+import json
+import os
+import re
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+pytestmark = [pytest.mark.processes, pytest.mark.slow]
+
+ROOT = Path(__file__).parents[2]
+
+
+def run(script: str, tmp_path: Path, *arguments: str) -> str:
+    """What a script prints, as a user starts it."""
+    environment = {**os.environ, "PYTHONPATH": str(ROOT), "CUDA_VISIBLE_DEVICES": "", "TMPDIR": str(tmp_path)}
+    command = [sys.executable, str(ROOT / "examples" / script), *arguments]
+    done = subprocess.run(command, cwd=tmp_path, env=environment, capture_output=True, text=True, timeout=120)
+    assert done.returncode == 0, done.stderr
+    return done.stdout
+
+
+def test_the_example_trains_at_once_and_draws(tmp_path):
+    """Epochs begin with the first few volumes; more come, and old ones leave."""
+    arguments = ("--latency", "0.02", "--budget", "20MB", "--fillers", "2", "--minimum", "8", "--seconds", "3")
+    text = run("rolling.py", tmp_path, *arguments)
+    [trained] = re.findall(r"RollingCache: (\d+) samples", text)
+    [(came, resident)] = re.findall(r"(\d+) volumes came, (\d+) are resident", text)
+    assert int(trained) > 8
+    assert int(came) >= int(resident) >= 8
+    if "matplotlib" not in text:
+        assert (tmp_path / "rolling.png").read_bytes().startswith(b"\x89PNG")
+
+
+def test_the_benchmark_finds_nothing_torn(tmp_path):
+    """Every sample that was read while others were written was whole."""
+    run("benchmarks/rolling.py", tmp_path, "--quick", "--rounds", "1", "--output", "results")
+    runs = json.loads((tmp_path / "results" / "rolling.json").read_text())["runs"]
+    assert [run["writers"] for run in runs] == [2, 0]
+    for found in (found for run in runs for found in run["rounds"]):
+        assert found["checked_torn"] == 0
+        assert found["checked_samples"] > 0

@@ -1,0 +1,572 @@
+"""A dataset that grows and rolls while it is trained on, in loaders of all kinds; and what its fillers may do wrong."""
+
+from __future__ import annotations
+
+import logging
+import os
+import signal
+import time
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch.utils.data import DataLoader, Dataset, IterableDataset, get_worker_info
+
+from lightning_stocache import CachedDataset, CachedLoader, RollingCache, RollingWriter, SampleSpec
+from lightning_stocache.loading.rolling_pool import RollingPool
+from lightning_stocache.setup.first_sample import FirstSampleError
+from tests.processes import Child, call
+from tests.ranks import run_ranks
+
+WORDS = 256
+SPEC = SampleSpec.infer((torch.zeros(WORDS, dtype=torch.int64), 0))
+EACH = WORDS * 8 + 8 + 24  # bytes of a slot
+
+pytestmark = pytest.mark.processes
+
+
+class Numbers(Dataset[Any]):
+    """Samples whose every word is their index; `trouble` is called with the index before each load."""
+
+    def __init__(self, length: int = 40, trouble: Callable[[int], None] | None = None) -> None:
+        self.length, self.trouble = length, trouble
+
+    def __len__(self) -> int:
+        return self.length
+
+    def __getitem__(self, index: int) -> tuple[torch.Tensor, int]:
+        if self.trouble is not None:
+            self.trouble(index)
+        return torch.full((WORDS,), index), index
+
+
+def labels(loader: Any) -> list[int]:
+    """What an epoch gives; every word of it is looked at."""
+    found = []
+    for words, numbers in loader:
+        assert (words == numbers[:, None]).all()
+        found += numbers.tolist()
+    return found
+
+
+def wait_until(happens: Callable[[], bool], seconds: float = 60) -> None:
+    end = time.monotonic() + seconds
+    while not happens():
+        assert time.monotonic() < end, "it does not happen"
+        time.sleep(0.01)
+
+
+@pytest.fixture
+def opened() -> Iterator[Callable[..., RollingCache]]:
+    pools = []
+
+    def make(*args: Any, **more: Any) -> RollingCache:
+        pools.append(RollingCache(*args, **more))
+        return pools[-1]
+
+    yield make
+    for pool in pools:
+        pool.close()
+
+
+def all_resident(pool: RollingCache, count: int) -> None:
+    wait_until(lambda: pool.stats().resident == count)
+
+
+# ---- what an epoch is ----
+
+
+LOADERS = {
+    "plain": lambda pool: DataLoader(pool, 8, sampler=pool.sampler()),
+    "plain, shuffled by torch": lambda pool: DataLoader(pool, 8, shuffle=True),
+    "plain with workers": lambda pool: DataLoader(pool, 8, sampler=pool.sampler(), num_workers=2),
+    "plain with persistent workers": lambda pool: DataLoader(
+        pool, 8, sampler=pool.sampler(), num_workers=1, persistent_workers=True
+    ),
+    "cached": lambda pool: CachedLoader(pool, 8, shuffle=True),
+    "cached, with workers": lambda pool: CachedLoader(pool, 8, shuffle=True, num_workers=1),
+    "cached, by workers": lambda pool: CachedLoader(pool, 8, shuffle=True, num_workers=1, gather="worker"),
+    "plain, spawned workers": lambda pool: DataLoader(
+        pool, 8, sampler=pool.sampler(), num_workers=1, multiprocessing_context="spawn"
+    ),
+}
+
+
+@pytest.mark.parametrize("kind", LOADERS)
+def test_an_epoch_is_what_is_resident_when_it_begins(opened, kind):
+    """Each resident sample once, all hits; what comes later is in the next epoch."""
+    pool = opened(budget=100 * EACH, spec=SPEC, minimum=10)
+    writer = RollingWriter.attach(pool.handle)
+    for number in range(10):
+        writer.append(Numbers()[number])
+    loader = LOADERS[kind](pool)
+    assert sorted(labels(loader)) == list(range(10))
+    for number in range(10, 30):
+        writer.append(Numbers()[number])
+    pool.begin_epoch()
+    assert sorted(labels(loader)) == list(range(30))
+    assert len(loader) == 4
+    counts = pool.dataset.counters.totals()
+    assert (counts.hits, counts.misses, counts.bypasses) == (40, 0, 0)
+    for number in range(30, 130):
+        writer.append(Numbers()[number])
+    pool.begin_epoch()
+    assert sorted(labels(loader)) == list(range(30, 130))
+    assert pool.stats().evicted == 30
+    if hasattr(loader, "close"):
+        loader.close()
+    del loader
+
+
+@pytest.mark.parametrize("make", [DataLoader, CachedLoader])
+def test_what_leaves_during_an_epoch_is_replaced_by_what_came(opened, make):
+    """The number of batches stays, and each sample is whole; how many were newer is counted."""
+    words = 2**17  # a megabyte each: small ones are gathered together, before the first batch is handed out
+    pool = opened(budget=16 * (8 * words + 32), spec=SampleSpec.infer((torch.zeros(words).long(), 0)), minimum=16)
+    writer = RollingWriter.attach(pool.handle)
+    for number in range(16):
+        writer.append((torch.full((words,), number), number))
+    batches = []
+    for number, (rows, found) in enumerate(make(pool, batch_size=4, sampler=pool.sampler())):
+        assert (rows == found[:, None]).all()
+        batches += found.tolist()
+        if number == 0:
+            for newer in range(16, 32):
+                writer.append((torch.full((words,), newer), newer))
+    assert len(batches) == 16
+    assert sum(number >= 16 for number in batches) == pool.stats().renewed >= 8
+
+
+def test_a_transform_comes_after_the_cache(opened):
+    """It is done whenever a sample is served, here and in a view with another one."""
+    pool = opened(budget=100 * EACH, spec=SPEC, minimum=4, transform=lambda sample: (sample[0], sample[1] * 10))
+    with RollingWriter.attach(pool.handle) as writer:
+        for number in range(4):
+            writer.append(Numbers()[number])
+    assert sorted(int(label) for _, batch in CachedLoader(pool, 2) for label in batch) == [0, 10, 20, 30]
+    assert sorted(labels(CachedLoader(pool.view(None), 2))) == [0, 1, 2, 3]
+    assert pool[3][1] == 30
+    assert pool[-1][1] == 30
+    with pytest.raises(IndexError, match="out of range"):
+        pool[1000]
+
+
+def test_a_view_keeps_the_fillers_at_work():
+    """Also where nobody else holds the pool."""
+    view = RollingCache(Numbers(), "100%", fillers=1, minimum=40).view(None)
+    assert sorted(labels(CachedLoader(view, 8))) == list(range(40))
+    assert view.is_open
+
+
+# ---- fillers ----
+
+
+@pytest.mark.parametrize("method", ["fork", "spawn", "forkserver"])
+def test_fillers_load_the_whole_source_once_where_it_fits(opened, method):
+    """With room for all, every sample is loaded once, and the fillers end."""
+    pool = opened(Numbers(), "100%", fillers=3, minimum=1, multiprocessing_context=method)
+    all_resident(pool, 40)
+    assert sorted(labels(CachedLoader(pool, 8, shuffle=True))) == list(range(40))
+    wait_until(lambda: not pool.pool.fillers.are_at_work())
+    assert (pool.stats().appended, pool.stats().evicted) == (40, 0)
+
+
+def test_fillers_roll_where_it_does_not_fit(opened):
+    """The pool stays full, the oldest leave, and every sample of the source comes some time."""
+    pool, seen = opened(Numbers(), "25%", fillers=2, minimum=10), set()
+    loader = CachedLoader(pool, 4, shuffle=True)
+    wait_until(lambda: pool.stats().evicted > 0)
+    end = time.monotonic() + 60
+    while len(seen) < 40 and time.monotonic() < end:
+        found = labels(loader)
+        assert len(found) == 10
+        seen |= set(found)
+    assert seen == set(range(40))
+
+
+def test_an_epoch_waits_for_the_minimum_and_goes_on(opened):
+    """A filler slower than training: the epoch has at least the minimum, and a later one more."""
+    pool = opened(Numbers(trouble=lambda index: time.sleep(0.02)), "100%", fillers=1, minimum=5)
+    loader = CachedLoader(pool, 5, shuffle=True)
+    lengths = [len(labels(loader)) for _ in range(4) if not time.sleep(0.1)]
+    assert 5 <= lengths[0] < lengths[-1] < 40
+    assert lengths == sorted(lengths)
+
+
+class Stream(IterableDataset[Any]):
+    """The numbers from 0 on, divided among workers as torch's documentation says."""
+
+    def __init__(self, end: int) -> None:
+        self.end = end
+
+    def __iter__(self) -> Iterator[Any]:
+        info = get_worker_info()
+        for number in range(info.id if info else 0, self.end, info.num_workers if info else 1):
+            yield torch.full((WORDS,), number), number
+
+
+def test_a_stream_is_divided_among_the_fillers(opened):
+    """An IterableDataset is told its filler as it is told its worker; without an end of its own it comes again."""
+    pool, seen = opened(Stream(20), 60 * EACH, fillers=2, minimum=60), set()
+    wait_until(lambda: seen.update(labels(CachedLoader(pool, 8))) or seen == set(range(20)))
+
+
+def test_a_generator_ends_and_training_goes_on(opened, caplog):
+    """What has come stays; that less than the minimum has come is said once."""
+    pool = opened((Numbers()[number] for number in range(12)), 60 * EACH, fillers=2, minimum=50)
+    loader = CachedLoader(pool, 8)
+    assert sorted(labels(loader)) == sorted(labels(loader)) == list(range(12))
+    assert caplog.text.count("training goes on with what is resident") == 1
+
+
+def test_a_stream_of_indices_says_what_is_loaded(opened):
+    """Each index of it is loaded by one filler."""
+    pool = opened(Numbers(), 60 * EACH, fillers=2, minimum=3, indices=[7, 3, 9])
+    assert sorted(labels(CachedLoader(pool, 8))) == [3, 7, 9]
+
+
+def texts(number: int) -> dict[str, Any]:
+    return {"text": f"{number} " * number, "numbers": torch.full((1 + 7 * number,), number)}
+
+
+@pytest.mark.parametrize("workers", [0, 1])
+def test_samples_of_any_kind_roll_as_records(opened, workers):
+    """Text and tensors of many lengths come out as they went in, the oldest leave, and all come some time."""
+    source, seen = [texts(number) for number in range(60)], set()
+    pool = opened(source, 70_000, fillers=2, minimum=5)
+    loader = CachedLoader(pool, 4, shuffle=True, collate_fn=list, num_workers=workers)
+    end = time.monotonic() + 60
+    while len(seen) < 60 and time.monotonic() < end:
+        for batch in loader:
+            for sample in batch:
+                number = int(sample["numbers"][0])
+                assert sample["text"] == source[number]["text"]
+                assert torch.equal(sample["numbers"], source[number]["numbers"])
+                seen.add(number)
+    assert seen == set(range(60))
+    assert pool.stats().evicted > 0
+    loader.close()
+
+
+def test_records_are_loaded_once_where_all_have_room(opened):
+    """The fillers end, and every sample is there."""
+    pool = opened([texts(number) for number in range(30)], "1MiB", fillers=2, minimum=30)
+    assert sorted(int(pool[number]["numbers"][0]) for number in range(len(pool))) == list(range(30))
+    wait_until(lambda: not pool.pool.fillers.are_at_work())
+    with RollingWriter.attach(pool.handle) as writer:
+        writer.append(texts(30))
+    assert sorted(len(sample["numbers"]) for sample in DataLoader(pool, None, sampler=pool.sampler())) == [
+        1 + 7 * number for number in range(31)
+    ]
+
+
+# ---- what goes wrong ----
+
+
+def raises_at(index: int) -> None:
+    if index % 2:
+        raise OSError(f"no answer for {index}")
+
+
+def test_samples_that_cannot_be_loaded_are_left_out(opened, caplog):
+    """The first error is told with its traceback, the others are counted."""
+    pool = opened(Numbers(trouble=raises_at), "100%", fillers=1, minimum=1, shuffle=False)
+    wait_until(lambda: not pool.pool.fillers.are_at_work())
+    assert sorted(labels(CachedLoader(pool, 8))) == list(range(0, 40, 2))
+    assert pool.stats().failed == 20
+    assert caplog.text.count("OSError: no answer for 1") == 1
+    assert "in raises_at" in caplog.text
+    assert "filler 0 could not load sample 1" in caplog.text
+
+
+def always_raises(index: int) -> None:
+    raise OSError("the store is gone")
+
+
+def test_a_source_that_always_fails_is_an_error_of_the_training(opened):
+    """Nothing is resident and no filler is left: the epoch raises what they met."""
+    pool = opened(Numbers(trouble=always_raises), 60 * EACH, spec=SPEC, fillers=2, minimum=1)
+    with pytest.raises(RuntimeError, match=r"(?s)none of its fillers is left.*the store is gone"):
+        len(pool)
+
+
+def test_a_source_whose_first_samples_fail_says_so_at_once(opened):
+    """Without a spec the first sample has to be read."""
+    with pytest.raises(FirstSampleError, match="OSError: the store is gone"):
+        len(opened(Numbers(trouble=always_raises), 60 * EACH))
+
+
+def test_samples_that_cannot_be_kept_are_refused(opened):
+    """What is no row, where rows were asked for; what cannot be pickled."""
+    with pytest.raises(FirstSampleError, match=r'the sample is a str.*layout="records" keeps what can be pickled'):
+        len(opened(["one", "two", "three"], 60 * EACH, layout="rows"))
+    with pytest.raises(FirstSampleError, match="cannot be kept"):
+        len(opened([lambda: 1, lambda: 2], 60 * EACH))
+
+
+def test_a_sample_of_another_shape_is_left_out(opened, caplog):
+    """It is counted, and told as an error of the source is."""
+    samples = [torch.zeros(3), torch.zeros(4), torch.ones(3)]
+    pool = opened(samples, "100%", spec=SampleSpec.infer(samples[0]), fillers=1, minimum=2, shuffle=False)
+    assert sorted(float(sample.sum()) for sample in DataLoader(pool)) == [0.0, 3.0]
+    wait_until(lambda: pool.stats().failed == 1)
+    pool.look_after()
+    assert "sample 1: the sample must be Tensor" in caplog.text
+
+
+class Dies:
+    """Kills the process that loads index 3, in fillers only."""
+
+    def __call__(self, index: int) -> None:
+        info = get_worker_info()
+        if index == 3 and info is not None and info.num_workers == 2:
+            os.kill(os.getpid(), signal.SIGKILL)
+
+
+def test_a_filler_that_dies_is_started_anew_behind_that_sample(opened, caplog):
+    """Who and why is said; all other samples come."""
+    pool = opened(Numbers(trouble=Dies()), "100%", spec=SPEC, fillers=2, minimum=39)
+    assert sorted(labels(CachedLoader(pool, 8, shuffle=True))) == [number for number in range(40) if number != 3]
+    assert pool.stats().restarts == 1
+    assert "killed by SIGKILL" in caplog.text
+    assert "loading sample 3; it is started anew" in caplog.text
+
+
+def dies(index: int) -> None:
+    os.kill(os.getpid(), signal.SIGKILL)
+
+
+def test_a_filler_that_always_dies_is_given_up(opened, caplog):
+    """After a few times it is not started again, and an empty pool is an error."""
+    pool = opened(Numbers(trouble=dies), 60 * EACH, spec=SPEC, fillers=1, minimum=1)
+    with pytest.raises(RuntimeError, match=r"it has 3 times before; it is not started again"):
+        len(pool)
+    assert pool.stats().restarts == 3
+
+
+class HangsAfter:
+    """Blocks for ever from an index on."""
+
+    def __init__(self, first: int) -> None:
+        self.first = first
+
+    def __call__(self, index: int) -> None:
+        if index >= self.first:
+            time.sleep(1000)
+
+
+def test_a_filler_that_hangs_is_told_while_training_waits(opened, caplog, monkeypatch):
+    """Who has been loading what for how long; once the minimum is there, training does not mind."""
+    monkeypatch.setattr(RollingPool, "told_seconds", 0.3)
+    source = Numbers(trouble=HangsAfter(6))
+    pool = opened(source, "100%", spec=SPEC, fillers=1, minimum=8, shuffle=False)
+    writer = RollingWriter.attach(pool.handle)
+    monkeypatch.setattr(time, "time", lambda: -1e9)  # the clock on the wall is nobody's business
+    log = logging.getLogger("lightning_stocache.loading.rolling_pool")
+
+    def answer(record: logging.LogRecord) -> bool:
+        """When the message has come, what is missing comes from somebody else."""
+        for number in (6, 7) if "training waits" in record.getMessage() and pool.stats().resident < 8 else ():
+            writer.append(Numbers()[number])
+        return True
+
+    log.addFilter(answer)
+    assert sorted(labels(CachedLoader(pool, 4))) == list(range(8))
+    assert sorted(labels(CachedLoader(pool, 4))) == list(range(8))
+    log.removeFilter(answer)
+    assert "6 of 8 have come" in caplog.text
+    assert "filler 0 has been loading sample 6 for " in caplog.text
+
+
+def train_and_be_killed(path: str) -> None:
+    pool = RollingCache(Numbers(trouble=HangsAfter(4)), "100%", spec=SPEC, fillers=2, minimum=2, shuffle=False)
+    len(pool)
+    children = Path(f"/proc/self/task/{os.getpid()}/children").read_text()
+    Path(path).write_text(children)
+    time.sleep(1000)
+
+
+def test_fillers_end_with_their_parent(tmp_path):
+    """Also if it is killed, and in the middle of a load."""
+    path = tmp_path / "fillers"
+    child = Child(train_and_be_killed, str(path))
+    wait_until(lambda: path.exists() and len(path.read_text().split()) >= 2)
+    fillers = [int(pid) for pid in path.read_text().split()]
+    child.kill()
+    wait_until(lambda: not any(_lives(pid) for pid in fillers), 10)
+
+
+def _lives(pid: int) -> bool:
+    try:
+        return Path(f"/proc/{pid}/stat").read_text().split(") ")[1][0] != "Z"
+    except OSError:
+        return False
+
+
+# ---- replace_rate ----
+
+
+def test_a_window_is_replaced_between_epochs(opened):
+    """During an epoch nothing changes; the next one has as many new samples as the rate says, in the source's order."""
+    pool = opened(Numbers(), 12 * EACH, fillers=2, replace_rate=0.2, shuffle=False)
+    loader = CachedLoader(pool, 5, shuffle=True)
+    for epoch in range(30):
+        assert sorted(labels(loader)) == sorted((2 * epoch + number) % 40 for number in range(10))
+    assert pool.stats().renewed == 0
+
+
+def test_a_window_goes_on_without_the_samples_that_cannot_be_loaded(opened):
+    """They are missing from the epochs that would have had them."""
+    pool = opened(Numbers(trouble=raises_at), 12 * EACH, fillers=2, replace_rate=0.2, shuffle=False)
+    loader = CachedLoader(pool, 5, shuffle=True)
+    for epoch in range(5):
+        expected = [number for number in range(2 * epoch, 2 * epoch + 10) if number % 2 == 0]
+        assert sorted(labels(loader)) == expected
+
+
+def test_a_window_stands_still_without_one_of_its_fillers(opened, caplog):
+    """One that has failed too often ends; training goes on with what is resident, which is said once."""
+    pool = opened(Numbers(trouble=raises_at), 12 * EACH, fillers=2, replace_rate=0.2, shuffle=False)
+    loader = CachedLoader(pool, 5, shuffle=True)
+    epochs = [sorted(labels(loader)) for _ in range(40)]
+    assert epochs[-1] == epochs[-2]
+    assert len(epochs[-1]) == 5
+    assert "That is the last of 20 failures in a row" in caplog.text
+    assert caplog.text.count("training goes on with what is resident") == 1
+
+
+def test_a_window_survives_a_filler_that_dies(opened):
+    """What it was loading is left out."""
+    pool = opened(Numbers(trouble=Dies()), 12 * EACH, spec=SPEC, fillers=2, replace_rate=0.2, shuffle=False)
+    loader = CachedLoader(pool, 5, shuffle=True)
+    for epoch in range(4):
+        assert sorted(labels(loader)) == [n for n in range(2 * epoch, 2 * epoch + 10) if n != 3]
+
+
+# ---- arguments ----
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        ({"fillers": -1}, "fillers must be a whole number of at least 0, got -1"),
+        ({"minimum": 0}, "minimum must be a whole number of at least 1, got 0"),
+        ({"epoch_samples": 2.5}, "epoch_samples must be a whole number of at least 1, got 2.5"),
+        ({"replace_rate": 0}, "replace_rate must be above 0 and at most 1, got 0"),
+        ({"replace_rate": 0.5, "indices": [1]}, "replace_rate needs a map-style source"),
+        ({"source": None}, "without a source a rolling cache needs spec"),
+        ({"source": Stream(3), "indices": [1]}, "indices needs a map-style source"),
+        ({"budget": "much"}, "budget cannot be read"),
+        ({"layout": "columns"}, "layout must be 'auto', 'rows' or 'records', got 'columns'"),
+    ],
+)
+def test_arguments_that_break_a_rule(arguments, message):
+    """They are refused before anything is opened."""
+    with pytest.raises(ValueError, match=message):
+        RollingCache(**({"source": Numbers(), "budget": "1MiB"} | arguments))
+
+
+def test_what_is_cached_already_is_refused():
+    """A cache of a cache is a mistake."""
+    dataset = CachedDataset([1, 2, 3])
+    with pytest.raises(TypeError, match="cached already"):
+        RollingCache(dataset, "1MiB")
+    dataset.close()
+
+
+def test_writers_do_not_append_to_a_window(opened):
+    """Positions belong to the pool's own fillers."""
+    pool = opened(Numbers(), 12 * EACH, spec=SPEC, fillers=1, replace_rate=0.2)
+    with pytest.raises(ValueError, match="own fillers alone"):
+        RollingWriter.attach(pool.handle)
+
+
+# ---- ranks ----
+
+
+def train_on(rank: int) -> tuple[list[list[int]], int, int]:
+    pool = RollingCache(Numbers(), "50%", fillers=2, minimum=20)
+    pool.share()
+    loader, epochs = CachedLoader(pool, 4, shuffle=True), []
+    for _ in range(3):
+        epochs.append(labels(loader))
+    appended = pool.stats().appended
+    pool.close()
+    return epochs, appended, len(pool.request.source)
+
+
+def test_ranks_share_a_pool_and_run_the_same_number_of_batches():
+    """Each epoch's resident samples are divided among the ranks; only one of them has fillers."""
+    found = run_ranks(train_on, 2)
+    for first, second in zip(found[0][0], found[1][0], strict=True):
+        assert len(first) == len(second) == 10
+
+
+def train_apart(rank: int) -> tuple[list[int], set[int]]:
+    from lightning_stocache.node.group import NodeGroup
+
+    pool = RollingCache(Numbers(), "50%" if rank else "20%", fillers=1, minimum=100)
+    pool.share(NodeGroup.discover(key=rank))
+    loader, counts, seen = CachedLoader(pool, 2, shuffle=True), [], set()
+    for _ in range(8):
+        found = labels(loader)
+        counts.append(len(found))
+        seen |= set(found)
+    pool.close()
+    return counts, seen
+
+
+def test_nodes_have_pools_of_their_own_and_run_the_same_number_of_batches():
+    """The smaller pool decides how many; the larger one is drawn from as a whole."""
+    (small, few), (large, many) = run_ranks(train_apart, 2)
+    assert small == large == [8] * 8
+    assert len(few) >= 8
+    assert len(many) > 8
+
+
+def fail_on(rank: int) -> str:
+    pool = RollingCache(Numbers(trouble=always_raises), 60 * EACH, spec=SPEC, fillers=1, minimum=1)
+    try:
+        pool.share()
+        len(pool)
+    except RuntimeError as error:
+        return str(error)
+    finally:
+        pool.close()
+    return ""
+
+
+def test_what_fails_on_one_rank_fails_on_all():
+    """No rank waits for an epoch that the leader cannot begin."""
+    assert all("the store is gone" in message for message in run_ranks(fail_on, 2))
+
+
+def train_alone(rank: int) -> tuple[list[str], int]:
+    from tests.logs import Log
+
+    log, pool = Log(), RollingCache(Numbers(), "100%", fillers=1, minimum=40)
+    loader = CachedLoader(pool, 8)
+    counts = [len(labels(loader)) for _ in range(2)]
+    pool.close()
+    return log.lines, min(counts)
+
+
+def test_a_rank_with_a_pool_of_its_own_is_told():
+    """Without `share` each rank has its own pool, and trains on all of it; that is said once."""
+    for lines, count in run_ranks(train_alone, 2):
+        assert sum("call share() on all ranks" in line for line in lines) == 1
+        assert count == 40
+
+
+def use_up() -> int:
+    pool = RollingCache(Numbers(), "50%", fillers=2, minimum=20)
+    count = len(labels(CachedLoader(pool, 4)))
+    del pool
+    return count
+
+
+def test_a_pool_that_nobody_closes_ends_with_its_process():
+    """Its fillers are daemons: the process ends at once."""
+    assert call(use_up, timeout=30) == 20

@@ -1,0 +1,105 @@
+"""Every epoch draws what is resident, the same number on all ranks, and none twice on a node."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import numpy as np
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from lightning_stocache.node.group import NodeGroup
+from lightning_stocache.sampling.rolling_sampler import RollingSampler
+
+
+class Group(NodeGroup):
+    """A group whose ranks say what they would."""
+
+    said: list[int]
+
+    def exchange(self, value):
+        return self.said
+
+
+class Pool:
+    """What is resident is what it was given, epoch by epoch."""
+
+    def __init__(self, residents: Sequence[Sequence[int]], group: NodeGroup | None = None) -> None:
+        self.residents, self.group, self.looks = list(residents), group or NodeGroup(), 0
+
+    def __len__(self) -> int:
+        return len(self.residents[0])
+
+    def resident(self):
+        return np.array(self.residents[0])
+
+    def begin_epoch(self):
+        return np.array(self.residents.pop(0))
+
+    def look_after(self):
+        self.looks += 1
+
+
+def test_each_epoch_draws_what_is_resident_then():
+    """All of it, once, in another order each time; its length is that of the epoch."""
+    sampler = RollingSampler(Pool([range(50), range(50), [3, 5, 8]]))
+    assert len(sampler) == 50
+    first, second = list(sampler), list(sampler)
+    assert sorted(first) == sorted(second) == list(range(50))
+    assert first != second
+    assert sorted(sampler) == [3, 5, 8]
+    assert len(sampler) == 3
+
+
+def test_the_order_follows_from_seed_and_epoch():
+    """`set_epoch` has the last word."""
+    sampler = RollingSampler(Pool([range(50)] * 3))
+    first, _ = list(sampler), list(sampler)
+    sampler.set_epoch(0)
+    assert list(sampler) == first
+    assert list(RollingSampler(Pool([range(50)]), seed=1)) != first
+    assert list(RollingSampler(Pool([range(50)]), shuffle=False)) == list(range(50))
+
+
+def test_a_fixed_number_is_drawn_again_and_again():
+    """With `epoch_samples` all epochs have that length; each round is a permutation of its own."""
+    sampler = RollingSampler(Pool([range(4), range(40)]), epoch_samples=10)
+    assert len(sampler) == 10
+    drawn = list(sampler)
+    assert sorted(drawn[:4]) == sorted(drawn[4:8]) == [0, 1, 2, 3]
+    assert len(drawn) == 10
+    assert len(set(sampler)) == 10
+
+
+@given(
+    ranks=st.lists(st.integers(1, 3), min_size=1, max_size=3),
+    extra=st.lists(st.integers(0, 20), min_size=3, max_size=3),
+    epoch_samples=st.none() | st.integers(1, 30),
+)
+def test_all_ranks_draw_the_same_number_and_none_twice_on_a_node(ranks, extra, epoch_samples):
+    """Whatever the nodes hold; the shares of a node's ranks are disjoint."""
+    nodes, first = [], 0
+    for count in ranks:
+        nodes.append(tuple(range(first, first + count)))
+        first += count
+    residents = [count + more for count, more in zip(ranks, extra, strict=False)]
+    said = [residents[node] // len(group) for node, group in enumerate(nodes) for _ in group]
+    drawn = {}
+    for rank in range(first):
+        group = Group(rank, tuple(nodes))
+        object.__setattr__(group, "said", said)
+        drawn[rank] = list(RollingSampler(Pool([range(residents[group.node])] * 2, group), epoch_samples=epoch_samples))
+    assert {len(indices) for indices in drawn.values()} == {min(said) if epoch_samples is None else epoch_samples}
+    if epoch_samples is None:
+        for group in nodes:
+            together = [index for rank in group for index in drawn[rank]]
+            assert len(set(together)) == len(together)
+
+
+def test_fewer_samples_than_ranks_are_an_error():
+    """An epoch without a batch for some rank would hang the others."""
+    group = Group(0, ((0, 1),))
+    object.__setattr__(group, "said", [0, 0])
+    with pytest.raises(RuntimeError, match="fewer samples resident than ranks"):
+        RollingSampler(Pool([[1]], group))

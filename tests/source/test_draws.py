@@ -1,0 +1,102 @@
+"""What the fillers of a rolling cache draw, each its own share."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from itertools import islice
+from typing import Any
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+from torch.utils.data import IterableDataset
+
+from lightning_stocache.source.draws import Draw, Draws, EndOfStreamError
+
+
+def values(draws: Iterator[Draw]) -> list[Any]:
+    found = []
+    for draw in draws:
+        try:
+            found.append(draw.load())
+        except EndOfStreamError:
+            continue
+    return found
+
+
+@given(length=st.integers(1, 40), fillers=st.integers(1, 7), passes=st.integers(1, 3), shuffle=st.booleans())
+def test_all_fillers_together_draw_each_index_once_per_pass(length, fillers, passes, shuffle):
+    """Their shares are the passes over the source, without replacement, at positions of their own."""
+    draws = Draws(list(range(length)), shuffle=shuffle, passes=passes)
+    drawn = sorted((d.position, d.index) for k in range(fillers) for d in draws.share(k, fillers))
+    assert [position for position, _ in drawn] == list(range(passes * length))
+    for number in range(passes):
+        part = [index for _, index in drawn[number * length : (number + 1) * length]]
+        assert sorted(part) == list(range(length))
+        assert shuffle or part == sorted(part)
+
+
+def test_passes_differ_unless_the_order_is_kept():
+    """Every pass is another permutation; with `keep_order` all are the same one."""
+    source = list(range(50))
+    first, second = (values(islice(Draws(source).share(0, 1), start, start + 50)) for start in (0, 50))
+    assert first != second
+    kept = Draws(source, keep_order=True)
+    first, second = (values(islice(kept.share(0, 1), start, start + 50)) for start in (0, 50))
+    assert first == second != source
+
+
+@given(done=st.integers(0, 20), fillers=st.integers(1, 4))
+def test_a_filler_that_is_started_anew_goes_on_behind_what_it_had_begun(done, fillers):
+    """What was drawn before is left out."""
+    draws = Draws(list(range(10)), seed=3)
+    whole = [d.index for d in islice(draws.share(0, fillers), 40)]
+    assert [d.index for d in islice(draws.share(0, fillers, done), 40 - done)] == whole[done:]
+
+
+def test_a_stream_of_indices_is_divided_and_ends():
+    """Each filler loads every n-th index that comes."""
+    draws = Draws("abcdef", indices=[5, 0, 0, 3, 1])
+    assert values(draws.share(0, 2)) == ["f", "a", "b"]
+    assert values(draws.share(1, 2)) == ["a", "d"]
+    assert values(draws.share(0, 2, done=2)) == ["b"]
+
+
+class Letters(IterableDataset[str]):
+    def __iter__(self) -> Iterator[str]:
+        yield from "abc"
+
+
+def test_a_stream_begins_again_when_it_ends():
+    """An IterableDataset is read again and again; a generator, which gives nothing again, once."""
+    assert values(islice(Draws(Letters()).share(0, 2), 8)) == list("abcabc")  # every fourth draw finds the end
+    assert values(Draws(iter("abcde")).share(1, 2)) == ["b", "d"]
+    assert values(Draws(Letters(), passes=2).share(0, 1)) == list("abcabc")
+
+
+def test_an_empty_stream_is_not_asked_for_ever():
+    """What gives nothing ends the draws."""
+    assert values(Draws(iter(())).share(0, 1)) == []
+
+    class Empty(IterableDataset[str]):
+        def __iter__(self) -> Iterator[str]:
+            return iter(())
+
+    assert values(Draws(Empty()).share(0, 1)) == []
+
+
+def test_what_a_stream_raises_is_raised_by_the_draw():
+    """An error of the stream is an error of one draw, and the next pass begins anew."""
+
+    class Broken(IterableDataset[str]):
+        def __iter__(self) -> Iterator[str]:
+            yield "a"
+            raise OSError("gone")
+
+    draws = Draws(Broken()).share(0, 1)
+    assert next(draws).load() == "a"
+    with pytest.raises(OSError, match="gone"):
+        next(draws).load()
+    with pytest.raises(EndOfStreamError):
+        next(draws).load()
+    assert next(draws).load() == "a"

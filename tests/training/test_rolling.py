@@ -1,0 +1,153 @@
+"""A rolling cache in a Trainer: by the DataModule, the callback and Hydra, its epochs and its metrics."""
+
+from __future__ import annotations
+
+import csv
+import time
+from pathlib import Path
+from typing import Any
+
+import lightning.pytorch as pl
+import pytest
+import torch
+from lightning.pytorch.loggers import CSVLogger
+from torch.utils.data import DataLoader, Dataset
+
+from lightning_stocache import CachedLoader, CacheMonitor, RollingCache, StocacheDataModule, StochasticCache
+
+pytestmark = pytest.mark.processes
+
+EACH = 4 * 4 + 3 * 8
+
+
+class Slow(Dataset[Any]):
+    """Samples that take a while."""
+
+    def __len__(self) -> int:
+        return 60
+
+    def __getitem__(self, index: int) -> torch.Tensor:
+        time.sleep(0.005)
+        return torch.full((4,), float(index))
+
+
+class Model(pl.LightningModule):
+    """Remembers what it was trained on, and takes its time."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.layer = torch.nn.Linear(4, 1)
+        self.epochs: list[list[float]] = []
+
+    def on_train_epoch_start(self) -> None:
+        self.epochs.append([])
+
+    def training_step(self, batch: torch.Tensor, batch_idx: int) -> torch.Tensor:
+        self.epochs[-1] += batch[:, 0].tolist()
+        time.sleep(0.005)
+        return self.layer(batch).sum()
+
+    def configure_optimizers(self) -> Any:
+        return torch.optim.SGD(self.parameters(), lr=0.0)
+
+
+def trainer(tmp_path: Path, epochs: int, **more: Any) -> pl.Trainer:
+    return pl.Trainer(
+        max_epochs=epochs,
+        accelerator="cpu",
+        logger=CSVLogger(tmp_path),
+        enable_progress_bar=False,
+        enable_model_summary=False,
+        enable_checkpointing=False,
+        **more,
+    )
+
+
+def rows(tmp_path: Path) -> list[dict[str, str]]:
+    [path] = tmp_path.rglob("metrics.csv")
+    with path.open() as file:
+        return list(csv.DictReader(file))
+
+
+def test_the_datamodule_trains_on_what_is_resident(tmp_path):
+    """With loaders that are made anew each epoch, epochs grow; the metrics say what came, left and was seen."""
+    model, pool = Model(), RollingCache(Slow(), "100%", fillers=1, minimum=8)
+    dm = StocacheDataModule(train=pool, batch_size=4)
+    trainer(tmp_path, 6, callbacks=[CacheMonitor()], reload_dataloaders_every_n_epochs=1).fit(model, dm)
+    lengths = [len(epoch) for epoch in model.epochs]
+    assert 8 <= lengths[0] < lengths[-1] <= 60
+    assert all(len(set(epoch)) == len(epoch) for epoch in model.epochs)
+    assert not pool.is_open
+    values = [row for row in rows(tmp_path) if row.get("stocache/rolling/resident")]
+    assert len(values) == 6
+    last = {name.rpartition("/")[2]: float(value) for name, value in values[-1].items() if "rolling" in name}
+    assert {"resident", "appended_per_second", "evicted_per_second", "oldest_seconds", "times_seen"} <= set(last)
+    assert last["resident"] >= lengths[-1]
+    assert float(values[1]["stocache/rolling/appended_per_second"]) > 0
+    assert last["evicted_per_second"] == 0
+    assert 0 < last["oldest_seconds"] < 60
+    assert last["times_seen"] >= 1
+    assert float(values[-1]["stocache/hit_rate"]) == 1
+
+
+def test_epochs_of_a_fixed_length(tmp_path):
+    """`epoch_samples` gives all epochs one length, whatever is resident."""
+    model = Model()
+    pool = RollingCache(Slow(), "100%", fillers=1, minimum=4, epoch_samples=20)
+    trainer(tmp_path, 4).fit(model, StocacheDataModule(train=pool, batch_size=4))
+    assert [len(epoch) for epoch in model.epochs] == [20] * 4
+    assert len(set(model.epochs[0])) < len(set(model.epochs[-1])) <= 20
+
+
+def test_the_datamodules_transform_comes_after_the_pool(tmp_path):
+    """A transform of the DataModule's is done to what is served, by its workers."""
+    model, pool = Model(), RollingCache(Slow(), "100%", fillers=1, minimum=8, replace_rate=None)
+    dm = StocacheDataModule(train=pool, batch_size=4, num_workers=1, transform=torch.neg)
+    trainer(tmp_path, 2).fit(model, dm)
+    assert all(value <= 0 for epoch in model.epochs for value in epoch)
+
+
+def test_a_window_moves_with_reloaded_loaders(tmp_path):
+    """`replace_rate` counts the epochs of the pool, not those of a loader."""
+    model = Model()
+    pool = RollingCache(Slow(), 12 * EACH, fillers=1, replace_rate=0.2, shuffle=False)
+    dm = StocacheDataModule(train=pool, batch_size=5, transform=torch.neg)
+    trainer(tmp_path, 3, reload_dataloaders_every_n_epochs=1).fit(model, dm)
+    assert [sorted(-value for value in epoch) for epoch in model.epochs] == [
+        [float(number) for number in range(first, first + 10)] for first in (0, 2, 4)
+    ]
+
+
+@pytest.mark.parametrize("make", [CachedLoader, DataLoader])
+def test_the_callback_leaves_a_pool_as_it_is(tmp_path, make):
+    """A loader of a rolling cache is cached already, with its own sampler."""
+    model, pool = Model(), RollingCache(Slow(), "100%", fillers=1, minimum=8)
+    loader = make(pool, batch_size=4, sampler=pool.sampler())
+    trainer(tmp_path, 2, callbacks=[StochasticCache("1MiB")]).fit(model, loader)
+    assert all(len(epoch) >= 8 for epoch in model.epochs)
+    pool.close()
+
+
+def test_a_kept_pool_goes_on(tmp_path):
+    """With `keep_cache=True` a second call trains on what has come by then."""
+    model, pool = Model(), RollingCache(Slow(), "100%", fillers=1, minimum=8)
+    dm = StocacheDataModule(train=pool, batch_size=4, keep_cache=True)
+    trainer(tmp_path / "first", 1).fit(model, dm)
+    came = pool.stats().appended
+    trainer(tmp_path / "second", 1).fit(model, dm)
+    assert pool.stats().appended >= came > 0
+    dm.close()
+    assert not pool.is_open
+
+
+def test_ranks_of_a_trainer_share_the_pool(tmp_path):
+    """Under DDP all ranks run the same number of batches, and only one of them fills."""
+    pool = RollingCache(Slow(), "100%", fillers=1, minimum=16)
+    dm = StocacheDataModule(train=pool, batch_size=4)
+    fitted = trainer(
+        tmp_path, 2, callbacks=[CacheMonitor()], strategy="ddp_fork", devices=2, reload_dataloaders_every_n_epochs=1
+    )
+    fitted.fit(Model(), dm)
+    values = [row for row in rows(tmp_path) if row.get("stocache/rolling/resident")]
+    assert [float(row["stocache/hit_rate"]) for row in values] == [1, 1]
+    assert float(values[0]["stocache/hits"]) >= 16
