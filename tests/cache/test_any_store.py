@@ -102,7 +102,7 @@ class Stores(RuleBasedStateMachine):
     def next_job(self) -> None:
         """The job ends in good order, and another one begins."""
         if self.kind == "back":
-            assert self.store.save() or self.full
+            assert self.store.save() or self.faulty  # records that were lost have taken their room with them
         self.store.close()
         self.begin_again()
 
@@ -186,6 +186,7 @@ TestStores.settings = settings(
 
 
 @pytest.mark.soak
+@pytest.mark.processes
 def test_any_store_for_long() -> None:
     """The same, some thousand times."""
     from hypothesis.stateful import run_state_machine_as_test
