@@ -31,7 +31,19 @@ ConfigStore.instance().store(  # `model` is the app's own group
 )
 BUDGET_KNOBS = ["allow_random", "backend", "budget", "fingerprint", "keep_cache", "name", "on_error", "sampling"]
 BUDGET_KNOBS = sorted(
-    [*BUDGET_KNOBS, "stage_budgets", "strict", "layout", "store", "prefill", "dir", "memory", "write", "streams"]
+    [
+        *BUDGET_KNOBS,
+        "stage_budgets",
+        "strict",
+        "layout",
+        "store",
+        "prefill",
+        "dir",
+        "memory",
+        "write",
+        "sync",
+        "streams",
+    ]
 )
 
 

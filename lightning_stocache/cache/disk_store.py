@@ -124,6 +124,10 @@ class DiskStore(SegmentStore[Codec]):
         waited = self._filling.wait_for(slots)
         return self._recall.check(slots) or waited
 
+    def sync_every(self, seconds: float) -> None:
+        """Have all processes of this job sync what they store, after so many seconds; 0: never."""
+        self._proof.sync_seconds = seconds
+
     def flush(self) -> bool:
         """Wait until what was handed to the thread is on its way to the disk, but not for long; whether it is."""
         return self._filling.flush()

@@ -76,6 +76,7 @@ class Filling:
         self._retry_at = 0.0
         self._lost = 0  # samples that the thread could not store, and of which it was said that they are
         self._lost_told = 0
+        self._synced = time.monotonic()
 
     def fill(self, slots: Iterable[int], samples: Sequence[Sequence[memoryview]]) -> Iterator[bool | None]:
         """Store samples, each if its slot is empty and nobody else is filling it, as the iterator comes to them.
@@ -178,6 +179,17 @@ class Filling:
             log.debug("a sample was not stored: its store is closed")
         finally:
             self._claims.give_up(slot)
+        self._sync()
+
+    def _sync(self) -> None:
+        """Sync, if that is wanted by now."""
+        assert self._proof is not None
+        try:
+            if 0 < self._proof.sync_seconds < time.monotonic() - self._synced:
+                self._proof.sync()
+                self._synced = time.monotonic()
+        except (OSError, ValueError) as error:  # the next look at the samples will tell
+            log.debug("what was stored could not be synced: %s", error)
 
     def _stop(self, short: str) -> None:
         """Store nothing for a while, and say why, once on the node."""

@@ -75,6 +75,8 @@ class CachedDataset(Forwarding):
             there first.
         write: whether what lies in memory is written to the disk, too, as it comes ("through"), or when the cache
             closes, by an exception or SIGTERM as well ("back"): a cache in memory that is saved.
+        sync: seconds after which what was stored on the disk is synced (by a thread); None: the system writes it in its
+            own time. No cut of the power has a wrong sample served, it only costs those that were not written yet.
 
     Raises:
         TypeError: the source is iterable-style or cached already, or an argument is of the wrong type; (`strict`) its
@@ -114,6 +116,7 @@ class CachedDataset(Forwarding):
         dir: str | None = None,
         memory: int | float | str | None = None,
         write: Write = "through",
+        sync: float | None = None,
     ) -> None:
         check_source(source, Forwarding, strict=strict)
         if transform is not None and not callable(transform):
@@ -138,6 +141,7 @@ class CachedDataset(Forwarding):
             dir=dir,
             memory=Budget.parse(0 if memory is None else memory),
             write=write,
+            sync=sync,
         )
         self.__cached, self.__lends_transform = CachedSource(OpenCache.without(request), transform), transform is None
         self.__backend: BackendChoice = backend

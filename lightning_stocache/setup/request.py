@@ -73,6 +73,7 @@ class CacheRequest:
         dir: on a disk, where the cache lies; None: in memory.
         memory: what of a cache on a disk lies in memory besides.
         write: whether what lies in memory besides is written to the disk as it comes, or when the cache closes.
+        sync: seconds after which what was stored on a disk is synced; None: never.
 
     Raises:
         TypeError: spec, fingerprint or dir is of another type.
@@ -94,6 +95,7 @@ class CacheRequest:
     dir: str | None = None
     memory: Budget = _NONE
     write: Write = "through"
+    sync: float | None = None
 
     def __post_init__(self) -> None:
         if self.layout not in get_args(Layout):
@@ -112,7 +114,7 @@ class CacheRequest:
             raise TypeError(f"fingerprint must be a string, got {self.fingerprint!r}")
         if self.name is not None:
             check_name(self.name)
-        check_disk(self.dir, self.memory, self.write)
+        check_disk(self.dir, self.memory, self.write, self.sync)
 
     @property
     def length(self) -> int:
@@ -126,13 +128,15 @@ class CacheRequest:
         return f"{type(self.source).__name__} ({self.length:,} samples{f', {whose}' if whose else ''})"
 
 
-def check_disk(directory: str | None, memory: Budget, write: Write) -> None:
+def check_disk(directory: str | None, memory: Budget, write: Write, sync: float | None) -> None:
     """Refuse what cannot be said of a cache on a disk.
 
     Raises:
         TypeError: the directory is no path.
-        ValueError: there is memory for what lies on no disk, or what is written when is none of its choices.
+        ValueError: there is memory for what lies on no disk, or a choice or number is none.
     """
+    if sync is not None and (type(sync) not in (int, float) or not 0 < sync < float("inf")):
+        raise ValueError(f"sync must be a number of seconds, or None for never, got {sync!r}")
     if write not in get_args(Write):
         raise ValueError(f"write must be 'through' or 'back', got {write!r}")
     if write == "back" and memory.off:

@@ -89,6 +89,8 @@ class Segments:
             cache = disk_store_for(codec).create_in(request.dir, codec, arc, whose, granted=granted)
         elif codec is not None and arc.slots:
             cache = store_for(codec).create(codec, arc, backend, whose, granted=granted)
+        if isinstance(cache, DiskStore):
+            cache.sync_every(request.sync or 0)
         if codec is not None and isinstance(cache, DiskStore) and above.slots:
             part = replace(cache.handle.arc, slots=min(above.slots, len(cache)))
             memory = store_for(codec).create(codec, part, backend, whose, granted=above.granted)

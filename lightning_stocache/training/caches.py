@@ -155,6 +155,7 @@ class CallCaches:
                 dir=options.dir,
                 memory=Budget.parse(0 if options.memory is None else options.memory),
                 write=options.write,
+                sync=options.sync,
             )
             for key, entry in new.items()
         ]

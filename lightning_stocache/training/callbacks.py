@@ -136,6 +136,7 @@ class StochasticCache(CacheMonitor):
         dir: str | None = None,
         memory: int | float | str | None = None,
         write: Write = "through",
+        sync: float | None = None,
         streams: bool = False,
     ) -> None:
         super().__init__()

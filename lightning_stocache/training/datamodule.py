@@ -108,6 +108,7 @@ class StocacheDataModule(LightningDataModule):
         dir: str | None = None,
         memory: int | float | str | None = None,
         write: Write = "through",
+        sync: float | None = None,
         streams: bool = False,
     ) -> None:
         super().__init__()

@@ -49,6 +49,7 @@ def cache_datamodule(  # noqa: D417  the options are described in one place
     dir: str | None = None,
     memory: int | float | str | None = None,
     write: Write = "through",
+    sync: float | None = None,
     streams: bool = False,
 ) -> M:
     """Cache the loaders of a DataModule, and return the same object.

@@ -74,6 +74,7 @@ class CacheOptions:
     dir: str | None = None
     memory: int | float | str | None = None
     write: Write = "through"
+    sync: float | None = None
     streams: bool = False
     budgets: dict[str, Budget] = field(init=False)
     """The budget of every pot; stages without one of their own share the pot ""."""
@@ -100,7 +101,7 @@ class CacheOptions:
             raise ValueError(f"streams must be true or false, got {self.streams!r}")
         if self.name is not None:
             check_name(self.name)
-        check_disk(self.dir, Budget.parse(0 if self.memory is None else self.memory), self.write)
+        check_disk(self.dir, Budget.parse(0 if self.memory is None else self.memory), self.write, self.sync)
         budgets = {stage: Budget.parse(budget) for stage, budget in given.items()}
         object.__setattr__(self, "budgets", budgets | {"": Budget.parse(self.budget)})
 

@@ -175,6 +175,23 @@ def test_records_after_a_power_cut_are_not_overwritten(tmp_path: Path) -> None:
     assert disk.served() == ALL
 
 
+def test_syncing_is_the_thread_s_business(disk: Disk, monkeypatch: Any) -> None:
+    """It syncs after so many seconds, and never the process that fills; where that is not wanted, nobody does."""
+    threads: list[str] = []
+    monkeypatch.setattr(os, "fdatasync", lambda data: threads.append(threading.current_thread().name))
+    store = disk.open()
+    made = len(threads)
+    for seconds in (0, 1e-6):
+        store.sync_every(seconds)
+        for index in ALL[: LENGTH // 2] if not seconds else ALL[LENGTH // 2 :]:
+            store.fill(index, disk.sample(index))
+        store.flush()
+        synced = threads[made:]
+        assert bool(synced) == bool(seconds)
+    assert set(synced) == {"write-behind"}
+    store.close()
+
+
 @pytest.mark.parametrize("error", [errno.ENOSPC, errno.EIO, errno.EROFS])
 def test_what_the_disk_refuses_is_not_stored(disk: Disk, error: int, monkeypatch: Any, caplog: Any) -> None:
     """One warning, no error, and what was there before is served."""
