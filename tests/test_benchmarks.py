@@ -18,7 +18,7 @@ pytestmark = pytest.mark.processes
 
 ROOT = Path(__file__).parents[1]
 BENCHMARKS = ROOT / "examples" / "benchmarks"
-SCRIPTS = ("promises", "epochs", "peers", "records", "streams", "rolling", "workers", "train", "lmdb_read")
+SCRIPTS = ("promises", "epochs", "peers", "records", "streams", "rolling", "workers", "train", "lmdb_read", "lifetime")
 PNG = b"\x89PNG\r\n"
 
 

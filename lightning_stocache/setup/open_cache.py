@@ -126,8 +126,8 @@ class OpenCache:
     def _used(self, cache: AnyStore) -> str:
         if self.request.dir is None:
             return format_bytes(cache.memory_bytes)
-        above = "" if self.request.memory.off else f" ({format_bytes(cache.memory_bytes)} of it in memory, too)"
-        return f"{format_bytes(cache.disk_bytes)}{above} on the disk"
+        above = "" if self.request.memory.off else f" ({format_bytes(cache.memory_bytes)} in memory, too)"
+        return f"{format_bytes(cache.disk_bytes)} on the disk{above}"
 
     def tell(self) -> None:
         """Describe it once per node: in the log, or on stderr where a script has not set logging up, which drops it."""

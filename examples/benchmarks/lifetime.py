@@ -1,0 +1,214 @@
+"""What a cache on a disk costs and gives: its first batch, its epochs beside those from memory, and shared trials.
+
+    python examples/benchmarks/lifetime.py --dir /local/nvme     # about 4 minutes; 2 GiB are written there
+    python examples/benchmarks/lifetime.py --only trials
+
+Samples are uint8 images of 3x224x224 with a label, out of memory, so that nothing but the cache takes time. Tables:
+
+first batch  a job that finds the cache: seconds from opening to the first batch in hand. "page cache": as the system
+             has it after the job that filled it; "disk": its pages were given back before.
+epochs       samples/s of warm epochs from the disk's pages in the page cache, every checksum verified in the epoch
+             before, beside the same cache in memory, in the same process, in turn. "first": the epoch that verifies.
+trials       four jobs that draw the same order, over a source of 2 ms: loads counted by the source, one job after the
+             other, and all at the same time; beside four jobs without a cache.
+
+When there is no gain: where the disk of the cache is the one that the source reads, and reading is all that it does.
+"""
+
+from __future__ import annotations
+
+import os
+import statistics
+import tempfile
+import time
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import torch
+from measure import Report, Spread, fresh, parser, rounds
+from torch.utils.data import Dataset
+
+from lightning_stocache import CachedDataset, CachedLoader, SampleSpec
+
+SHAPE = (3, 224, 224)
+BATCH = 64
+TRIALS = 4
+
+
+class Images(Dataset[Any]):
+    """Copies of a few images; each load is a line in a file, and takes some milliseconds."""
+
+    def __init__(self, samples: int, log: str = "", milliseconds: float = 0) -> None:
+        self.samples, self.log, self.milliseconds = samples, log, milliseconds
+        self.pool = torch.randint(0, 256, (8, *SHAPE), dtype=torch.uint8, generator=torch.Generator().manual_seed(0))
+
+    def __len__(self) -> int:
+        return self.samples
+
+    def __getitem__(self, index: int) -> Any:
+        if not 0 <= index < self.samples:
+            raise IndexError(index)
+        if self.log:
+            file = os.open(self.log, os.O_WRONLY | os.O_APPEND | os.O_CREAT)
+            os.write(file, b"1\n")
+            os.close(file)
+        time.sleep(self.milliseconds / 1000)
+        return self.pool[index % 8].clone(), index
+
+
+def cached(source: Images, folder: str | None, name: str | None) -> CachedDataset:
+    """Its cache on a disk, or in memory, without a look at the source."""
+    spec = SampleSpec.infer((source.pool[0], 0))
+    return CachedDataset(source, dir=folder, name=name, spec=spec, allow_random=True)
+
+
+def epoch(loader: CachedLoader, pool: torch.Tensor) -> float:
+    """Seconds of an epoch, of which every first image of a batch is compared."""
+    start = time.perf_counter()
+    for images, labels in loader:
+        if not torch.equal(images[0], pool[int(labels[0]) % 8]):
+            raise RuntimeError(f"a wrong sample under {int(labels[0])}")
+    return time.perf_counter() - start
+
+
+def filled(samples: int, folder: str, name: str) -> dict[str, float]:
+    """A job that fills the cache: its seconds, the last writes to the file included."""
+    start = time.perf_counter()
+    dataset = cached(Images(samples), folder, name)
+    epoch(CachedLoader(dataset, BATCH, shuffle=True), Images(1).pool)
+    dataset.close()
+    return {"fill": time.perf_counter() - start}
+
+
+def first_batch(samples: int, folder: str, name: str, dropped: bool) -> dict[str, float]:
+    """A job that finds the cache."""
+    if dropped:
+        for path in Path(folder).glob(f"*{name}"):
+            with path.open("rb") as file:
+                os.fsync(file.fileno())
+                os.posix_fadvise(file.fileno(), 0, 0, os.POSIX_FADV_DONTNEED)
+    source = Images(samples)
+    start = time.perf_counter()
+    dataset = cached(source, folder, name)
+    next(iter(CachedLoader(dataset, BATCH, shuffle=True)))
+    seconds = time.perf_counter() - start
+    counts = dataset.counters.totals() if dataset.counters else None
+    if counts is None or counts.misses or not counts.hits:
+        raise RuntimeError(f"the cache was not warm: {counts}")
+    dataset.close()
+    return {"seconds": seconds}
+
+
+def epochs(samples: int, folder: str, name: str, num_workers: int) -> dict[str, float]:
+    """Warm epochs from the disk's pages and from memory, in turn."""
+    source = Images(samples)
+    on_disk, in_memory = cached(source, folder, name), cached(source, None, None)
+    loaders = [CachedLoader(data, BATCH, shuffle=True, num_workers=num_workers) for data in (on_disk, in_memory)]
+    first, _ = (epoch(loader, source.pool) for loader in loaders)
+    spent: list[list[float]] = [[], []]
+    for _ in range(5):
+        for seconds, loader in zip(spent, loaders, strict=True):
+            seconds.append(epoch(loader, source.pool))
+    on_disk.close()
+    in_memory.close()
+    disk, memory = (samples / statistics.median(seconds) for seconds in spent)
+    return {"first": samples / first, "disk": disk, "memory": memory}
+
+
+def trial(samples: int, log: str, folder: str | None, name: str | None) -> dict[str, float]:
+    """One trial of a sweep: three epochs."""
+    torch.manual_seed(0)
+    source = Images(samples, log, milliseconds=2)
+    dataset: Any = source if name is None else cached(source, folder, name)
+    start = time.perf_counter()
+    for _ in range(3):
+        epoch(CachedLoader(dataset, BATCH, shuffle=True), source.pool)
+    if name is not None:
+        dataset.close()
+    return {"seconds": time.perf_counter() - start}
+
+
+def trials(samples: int, folder: str, how: str, together: bool) -> dict[str, float]:
+    """Four of them: the loads that the source has counted, and the seconds of all."""
+    import multiprocessing
+
+    name = None if how == "none" else f"trials-{os.getpid()}"
+    where = folder if how == "disk" else None
+    with tempfile.TemporaryDirectory(dir=folder) as logs:
+        log = str(Path(logs, "loads"))
+        start = time.perf_counter()
+        jobs = [multiprocessing.Process(target=trial, args=(samples, log, where, name)) for _ in range(TRIALS)]
+        for job in jobs:
+            job.start()
+            if not together:
+                job.join()
+        for job in jobs:
+            job.join()
+        seconds, loads = time.perf_counter() - start, Path(log).stat().st_size // 2
+    if any(job.exitcode for job in jobs):
+        raise RuntimeError("a trial failed")
+    if name is not None:
+        from lightning_stocache.node.janitor import clean
+
+        clean(name, where)
+    return {"loads": loads, "seconds": seconds}
+
+
+def main(arguments: list[str] | None = None) -> None:
+    options = parser(__doc__, rounds=3)
+    options.add_argument("--dir", default=None, help="on the disk that is measured (default: a folder in TMPDIR)")
+    options.add_argument("--megabytes", type=int, default=2048, help="of the cache (2048)")
+    options.add_argument("--workers", type=int, nargs="*", default=[0, 2], help="of the loaders (0 2)")
+    options.add_argument("--only", choices=("warm", "trials"), help="one of the two parts")
+    chosen = options.parse_args(arguments)
+    report = Report("lifetime", chosen)
+    samples = max(chosen.megabytes * 2**20 // (3 * 224 * 224), BATCH)
+    samples = 4 * BATCH if report.quick else samples
+    saved: dict[str, Any] = {}
+    with tempfile.TemporaryDirectory(dir=chosen.dir, prefix="lifetime-") as folder:
+        if chosen.only != "trials":
+            saved["fill"] = fresh(filled, samples, folder, "images")
+            arms: dict[Any, Any] = {
+                ("first batch", where): partial(fresh, first_batch, samples, folder, "images", where == "disk")
+                for where in ("page cache", "disk")
+            }
+            arms |= {("epochs", n): partial(fresh, epochs, samples, folder, "images", n) for n in chosen.workers}
+            runs = rounds(arms, report.rounds)
+            rows = [
+                [where, f"{Spread.of(run['seconds'] for run in runs['first batch', where]):.2f}"]
+                for where in ("page cache", "disk")
+            ]
+            size = samples * (3 * 224 * 224 + 8) / 2**30
+            report.table(f"first batch of a cache of {size:.1f} GiB", ("its pages in", "seconds"), rows)
+            rows = []
+            for n in chosen.workers:
+                found = runs["epochs", n]
+                columns = [f"{Spread.of(run[key] for run in found):,.0f}" for key in ("first", "disk", "memory")]
+                ratio = Spread.ratio((run["disk"] for run in found), (run["memory"] for run in found))
+                rows.append([f"{n} workers", *columns, f"{ratio:.2f}"])
+            report.table("samples/s", ("", "first, verifying", "disk", "memory", "disk/memory"), rows)
+            saved["warm"] = [{"arm": list(arm), "rounds": found} for arm, found in runs.items()]
+        if chosen.only != "warm":
+            count = min(samples, 600)
+            arms = {
+                (how, together): partial(fresh, trials, count, folder, how, together)
+                for how in ("none", "memory", "disk")
+                for together in (False, True)
+            }
+            runs = rounds(arms, report.rounds)
+            rows = [
+                [
+                    {"none": "no cache", "memory": "a named cache in memory", "disk": "one on a disk"}[how],
+                    "at the same time" if together else "one after the other",
+                    *(f"{Spread.of(run[key] for run in found):,.1f}" for key in ("loads", "seconds")),
+                ]
+                for (how, together), found in runs.items()
+            ]
+            report.table(f"{TRIALS} trials, {count} samples, 3 epochs", ("", "", "loads", "seconds"), rows)
+            saved["trials"] = [{"arm": list(arm), "rounds": found} for arm, found in runs.items()]
+    report.save(**saved)
+
+
+if __name__ == "__main__":
+    main()
