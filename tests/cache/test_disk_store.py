@@ -331,9 +331,10 @@ def kills(disk: Disk, rounds: int) -> None:
 
 @pytest.mark.soak
 @pytest.mark.processes
+@pytest.mark.timeout(3600)
 def test_no_fault_serves_a_wrong_sample(disk: Disk) -> None:
     """Half a million flipped bits, 5,000 truncations, 500 power cuts and 250 kills for each layout."""
-    lost = flips(disk, 250, 1000) + flips(disk, 25_000, 10), truncations(disk, 5000), power_cuts(disk, 500)
+    lost = flips(disk, 250, 1000) + flips(disk, 2500, 100), truncations(disk, 5000), power_cuts(disk, 500)
     assert all(lost)
     kills(disk, 250)
 
