@@ -160,9 +160,15 @@ class DiskStore(SegmentStore[Codec]):
         return 0
 
     def close(self) -> None:
-        """Give the store up in this process, when the thread has stored what was left."""
-        if not self.closed:
-            self.flush()
+        """Give the store up in this process, when the thread has stored what was left.
+
+        Where the disk stands still, the file stays open as long as the process lives: a descriptor that is closed below
+        the thread may be another file's when the thread comes to write.
+        """
+        if not self.closed and not self.flush():
+            self._given_up = True
+        if self._given_up:
+            return
         super().close()
         self._proof.close()
 

@@ -19,7 +19,7 @@ from collections.abc import Callable, Iterable, Sequence
 from multiprocessing import util
 from queue import SimpleQueue
 
-__all__ = ["QUEUE_BYTES", "WriteBehind"]
+__all__ = ["LAST_SECONDS", "QUEUE_BYTES", "WriteBehind"]
 
 log = logging.getLogger(__name__)
 
@@ -27,7 +27,8 @@ QUEUE_BYTES = 32 * 2**20
 """Bytes that may wait, in each process; one sample may always."""
 
 _PATIENCE, _REST = 0.1, 1.0  # seconds that who fills waits for room, and for which nobody waits after that
-_LAST_SECONDS = 4.0  # DataLoader ends a worker that takes 5 s to end
+LAST_SECONDS = 4.0
+"""For what is left when the process, or the store, ends; DataLoader ends a worker that takes 5 s."""
 
 _Sample = tuple[int, list[memoryview], int]
 
@@ -71,11 +72,11 @@ class WriteBehind:
             self._start()
         return True
 
-    def flush(self, seconds: float = _LAST_SECONDS) -> bool:
-        """Wait until all is stored, but no longer than that; whether it is."""
+    def flush(self) -> bool:
+        """Wait until all is stored, but no longer than a few seconds; whether it is."""
         if self._pid != os.getpid() or self._thread is None:
             return True
-        end = time.monotonic() + seconds
+        end = time.monotonic() + LAST_SECONDS
         with self._changed:
             while self._waiting and (left := end - time.monotonic()) > 0:
                 self._changed.wait(left)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import errno
+import gc
 import logging
 import os
 import random
@@ -289,6 +290,32 @@ def test_a_disk_that_stands_still_is_not_waited_for(disk: Disk, monkeypatch: Any
     blocked.set()
     store.flush()
     store.close()
+
+
+def test_a_file_is_not_closed_below_a_thread_that_writes(disk: Disk, monkeypatch: Any) -> None:
+    """Its descriptor could be another file's by the time at which the disk goes on: it stays open."""
+    store = disk.open()
+    going_on, data = threading.Event(), []
+    real = files.store
+
+    def wait(file: int, offset: int, *parts: memoryview) -> None:
+        data.append(file)
+        going_on.wait(20)
+        real(file, offset, *parts)
+
+    monkeypatch.setattr(files, "store", wait)
+    monkeypatch.setattr(write_behind, "LAST_SECONDS", 0.1)
+    store.fill(3, disk.sample(3))
+    store.close()
+    assert store.closed
+    assert os.path.samefile(f"/proc/self/fd/{data[0]}", disk.path)
+    going_on.set()
+    deadline = time.monotonic() + 20
+    while disk.served() != [3]:
+        assert time.monotonic() < deadline
+        time.sleep(0.01)
+    del store
+    gc.collect()  # the thread and the store know each other
 
 
 def kill_while_filling(directory: str, layout: str, ready: Any) -> None:
