@@ -77,8 +77,8 @@ def job(layout: str, folder: str, num_workers: int, options: dict[str, Any]) -> 
 @pytest.mark.parametrize("layout", ["rows", "records"])
 def test_the_next_job_loads_nothing(tmp_path: Path, layout: str, num_workers: int, options: dict[str, Any]) -> None:
     """The first one loads each sample once; the next one, in another process, none."""
-    assert call(job, layout, str(tmp_path), num_workers, options, method="spawn")[:2] == (0, LENGTH)
-    hits, misses, loaded = call(job, layout, str(tmp_path), num_workers, options, method="spawn")
+    assert call(job, layout, str(tmp_path), num_workers, options)[:2] == (0, LENGTH)
+    hits, misses, loaded = call(job, layout, str(tmp_path), num_workers, options)
     assert (hits, misses, loaded) == (LENGTH, 0, [])
 
 
