@@ -20,12 +20,14 @@ from hypothesis import HealthCheck, settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule
 
+from lightning_stocache.cache.rolling_records import RollingRecords
+from lightning_stocache.cache.rolling_rows import RollingRows
 from lightning_stocache.cache.store import NO_PLACE
-from lightning_stocache.cache.stores import store_for
+from lightning_stocache.cache.stores import attach_rolling, store_for
 from lightning_stocache.cache.tiers import tiered
 from lightning_stocache.node import files
 from lightning_stocache.node.files import HEADER_BYTES
-from tests.cache.disks import LENGTH, Disk, flip, same
+from tests.cache.disks import LENGTH, SAMPLES, Disk, codec_of, flip, same
 
 INDICES = st.lists(st.integers(0, LENGTH - 1), min_size=1, max_size=12)
 KINDS = ("memory", "disk", "through", "back")
@@ -172,6 +174,71 @@ class Stores(RuleBasedStateMachine):
         shutil.rmtree(self.folder)
 
 
+class Rolling(RuleBasedStateMachine):
+    """A store of which the oldest samples leave, and the list of all that have come."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.resident: list[int] = []  # all that have come, the last ones of which are resident
+        self.number = 0
+        self.refused = False
+
+    @initialize(layout=st.sampled_from(["rows", "records"]), granted=st.integers(60_000, 300_000))
+    def begin(self, layout: str, granted: int) -> None:
+        """Make a store for one codec."""
+        self.sample, codec = SAMPLES[layout], codec_of(layout)
+        self.store: Any = (
+            RollingRows.create(codec, granted // 5000) if layout == "rows" else RollingRecords.create(codec, granted)
+        )
+        self.readers = [self.store]
+
+    @rule(count=st.integers(1, 40))
+    def append(self, count: int) -> None:
+        """Samples come."""
+        for _ in range(count):
+            self.come()
+
+    @rule()
+    def attach(self) -> None:
+        """Somebody else opens the store, and one who had it open goes."""
+        self.readers.append(attach_rolling(self.store.handle))
+
+    @rule(seed=st.integers(0, 10**6))
+    def read(self, seed: int) -> None:
+        """What is resident are the last that came, each as it was, whoever reads."""
+        store = random.Random(seed).choice(self.readers)
+        slots = store.ring.readable_slots()
+        last = self.resident[len(self.resident) - len(slots) :]
+        found = [next(i for i in last if same(got, self.sample(i))) for got in store.read(slots)]
+        assert sorted(found) == last
+        assert len(last) == store.filled
+
+    @precondition(lambda self: self.number)
+    @rule()
+    def full(self) -> None:
+        """Where there is no memory left nothing is served that was not stored."""
+        files.store = refuse  # type: ignore[assignment]
+        self.refused = True
+        try:
+            self.come()
+        finally:
+            files.store = STORE  # type: ignore[assignment]
+
+    def come(self) -> None:
+        try:
+            if self.store.append(self.sample(self.number)):
+                self.resident.append(self.number)
+            else:
+                assert self.refused
+        except (OSError, ValueError):  # too little memory for this sample, now that it may not grow
+            assert self.refused
+        self.number += 1
+
+    def teardown(self) -> None:
+        for store in getattr(self, "readers", ())[::-1]:
+            store.close()
+
+
 STORE = files.store
 
 
@@ -180,7 +247,8 @@ def refuse(data: int, offset: int, *parts: memoryview) -> None:
 
 
 TestStores = Stores.TestCase
-TestStores.settings = settings(
+TestRolling = Rolling.TestCase
+TestRolling.settings = TestStores.settings = settings(
     max_examples=30, stateful_step_count=25, deadline=None, suppress_health_check=list(HealthCheck)
 )
 
@@ -191,4 +259,5 @@ def test_any_store_for_long() -> None:
     """The same, some thousand times."""
     from hypothesis.stateful import run_state_machine_as_test
 
-    run_state_machine_as_test(Stores, settings=settings(max_examples=300, stateful_step_count=40, deadline=None))
+    for machine in (Stores, Rolling):
+        run_state_machine_as_test(machine, settings=settings(max_examples=300, stateful_step_count=40, deadline=None))
