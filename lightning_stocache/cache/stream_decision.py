@@ -80,7 +80,8 @@ class Decision:
                 continue
             if waited > _TOLD_SECONDS and not told:
                 told = True
-                log.warning("a stream waits for rank(s) %s of its node to begin epoch %d", late or "that decide", epoch)
+                what = f"rank(s) {', '.join(map(str, late))} to begin" if late else "another process to decide on"
+                log.warning("a stream waits for %s epoch %d", what, epoch)
             time.sleep(_PAUSE)
 
     @property
@@ -88,11 +89,11 @@ class Decision:
         """What was decided last."""
         return _MODES[self._ledger.shared[_MODE]]
 
-    def pass_by(self) -> bool:
-        """Keep nothing any more, from the next epoch on; whether that was not so before."""
+    def pass_by(self) -> Mode:
+        """Keep nothing any more, from the next epoch on; what was decided before."""
         with self._ledger.claims.waiting(_ALL):
             before, self._ledger.shared[_MODE] = self.mode, _MODES.index("pass")
-        return before != "pass"
+        return before
 
     def _decide(self, epoch: int, mode: Mode) -> None:
         with self._ledger.claims.waiting(_ALL):

@@ -100,13 +100,8 @@ class StreamLedger:
         Raises:
             OSError: there is no memory for it.
         """
-        segment = Segment.create(_bytes_for(ranks), backend)
-        try:
-            segment.reserve(0, segment.size)
-        except OSError:
-            segment.close()
-            raise
-        return cls(segment, ranks)
+        size = _bytes_for(ranks)
+        return cls(Segment.create(size, backend, reserved=size), ranks)
 
     def __reduce__(self) -> tuple[type[StreamLedger], tuple[Segment, int]]:
         return type(self), (self.segment, self.ranks)
@@ -232,6 +227,12 @@ class StreamLedger:
     def holding(self, shard: Shard) -> Iterator[None]:
         """Nobody lays the memory out anew meanwhile."""
         with self.claims.waiting(_ROWS + shard.number):
+            yield
+
+    @contextmanager
+    def laid_out(self) -> Iterator[None]:
+        """Nobody lays the memory out anew meanwhile; for who is no shard, or holds none."""
+        with self.claims.waiting(_ALL):
             yield
 
     @contextmanager

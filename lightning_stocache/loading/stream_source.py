@@ -119,13 +119,13 @@ class StreamSource:
 
     def pass_by(self, store: StreamStore, reason: str) -> None:
         """Keep nothing from now on, and say so once. What others are reading stays where it is."""
-        mode = (decision := Decision(store.ledger)).mode
-        if mode == "mixed":
+        before = Decision(store.ledger).pass_by()
+        if before == "mixed":
             reason += ". Some samples of this epoch may have come twice, or not at all"
-        if decision.pass_by():
+        if before != "pass":
             self._tell(reason)
-            if mode != "mixed":
-                store.clear()
+        if before in ("stream", "tail"):
+            store.clear()
 
     def keep(self, store: StreamStore, shard: Shard, epoch: int, sample: Any, mark: int) -> int | None:
         """Keep a copy of a sample that has come, if that is possible; its bytes."""
