@@ -13,6 +13,7 @@ import torch
 
 from lightning_stocache.cache.records import RecordCodec
 from lightning_stocache.cache.spec import SampleMismatchError, SampleSpec
+from lightning_stocache.cache.store import NO_PLACE, divide_turns, lookup_near
 from lightning_stocache.cache.stream_decision import Decision
 from lightning_stocache.cache.stream_ledger import Shard, StreamLedger, Totals
 from lightning_stocache.cache.stream_order import Chain, StreamOrder
@@ -38,6 +39,9 @@ def test_what_is_kept_is_in_the_order_of_the_shards() -> None:
         assert list(kept.read(kept.lookup(np.arange(6)))) == [0, 1, 2, 10, 11, 12]
         assert kept.shards.tolist() == [0, 0, 0, 1, 1, 1]
         assert [list(store.marked(mark)) for mark in (11, 5)] == [[11], []]
+        places, found = lookup_near(kept, [5, 6, -1])
+        assert (places[1], found.tolist()) == (NO_PLACE, [0, 2])
+        assert divide_turns(kept, [6]) == ([6], [])
 
 
 def test_rows_become_records_with_all_that_was_kept() -> None:

@@ -475,6 +475,18 @@ def test_arguments_that_break_a_rule(arguments, message):
         RollingCache(**({"source": Numbers(), "budget": "1MiB"} | arguments))
 
 
+@pytest.mark.parametrize("index", [10**7, -(10**7)])
+def test_an_index_outside_is_an_index_error(opened, index):
+    """By itself and in a batch."""
+    pool = opened(spec=SPEC, budget=60 * EACH, minimum=1)
+    with RollingWriter.attach(pool.handle) as writer:
+        writer.append((torch.zeros(WORDS, dtype=torch.int64), 0))
+    with pytest.raises(IndexError, match="out of range"):
+        pool[index]
+    with pytest.raises(IndexError):
+        pool.__getitems__([0, index])
+
+
 def test_what_is_cached_already_is_refused():
     """A cache of a cache is a mistake."""
     dataset = CachedDataset([1, 2, 3])
