@@ -223,7 +223,7 @@ class _Arena:
 
     def _end_oldest(self, slot: int) -> bool:
         oldest = int(self._words[_TAIL]) % self._ring.count
-        if not self._ring.end(oldest, own=oldest == slot):
+        if not self._ring.end(oldest, claimed=oldest == slot):
             return False
         self._words[_TAIL] += 1
         return True

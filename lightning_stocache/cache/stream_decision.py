@@ -57,13 +57,13 @@ class Decision:
             epoch: an epoch that a shard of this process, or its rank, has begun.
             decide: is called by one process of the node, when no shard is in an epoch before.
         """
-        ledger, begun, told = self._ledger, time.monotonic(), False
+        ledger, start, told = self._ledger, time.monotonic(), False
         while True:
             if ledger.shared[_DECIDED] >= epoch or self.mode in _FINAL:
                 return self.mode
-            late = [rank for rank in range(ledger.ranks) if ledger.begun(rank) < epoch] if epoch > 1 else []
-            waited = time.monotonic() - begun
-            if (not late or waited > self.patience) and self._ledger.claims.take(_DECISION):
+            late = [rank for rank in range(ledger.ranks) if ledger.epoch_of(rank) < epoch] if epoch > 1 else []
+            waited = time.monotonic() - start
+            if (not late or waited > self.patience) and ledger.claims.take(_DECISION):
                 try:
                     if ledger.shared[_DECIDED] < epoch and self.mode not in _FINAL:
                         if late:
@@ -76,7 +76,7 @@ class Decision:
                             )
                         self._decide(epoch, "pass" if late else decide())
                 finally:
-                    self._ledger.claims.give_up(_DECISION)
+                    ledger.claims.give_up(_DECISION)
                 continue
             if waited > _TOLD_SECONDS and not told:
                 told = True

@@ -163,7 +163,7 @@ class StreamLedger:
             kept += numbers[rank + _KEPT]
         return Totals(passed, kept)
 
-    def begun(self, rank: int) -> int:
+    def epoch_of(self, rank: int) -> int:
         """The number of the epoch that a rank has begun last."""
         return self._numbers[self._rank(rank) + _EPOCH]
 
@@ -230,7 +230,7 @@ class StreamLedger:
             yield
 
     @contextmanager
-    def laid_out(self) -> Iterator[None]:
+    def same_layout(self) -> Iterator[None]:
         """Nobody lays the memory out anew meanwhile; for who is no shard, or holds none."""
         with self.claims.waiting(_ALL):
             yield

@@ -247,11 +247,11 @@ class StreamStore:
         """The store as it is laid out now."""
         if self.ledger.generation == self._generation:
             return self._store
-        with self.ledger.laid_out():
+        with self.ledger.same_layout():
             return self._reopened()
 
     def _reopened(self) -> SegmentStore[Any] | None:
-        """The same, for who has seen to it that nobody lays it out anew meanwhile."""
+        """The store as it is laid out now, while nobody else can lay it out anew."""
         generation = self.ledger.generation
         if generation != self._generation:
             self._drop()
@@ -290,10 +290,10 @@ class StreamStore:
 
 def _slots_within(size: int, granted: int, codec: SampleCodec, most: int) -> int:
     """How many slots fit, whose states take so many bytes at most."""
-    slots, some = granted // codec.slot_bytes, 1 << 20
+    slots, million = granted // codec.slot_bytes, 1 << 20
     if isinstance(codec, RecordCodec):
         slots = max(slots, slots_for(granted, codec, slots * _SMALLER))
-    slots = min(slots, most * some // store_for(codec).reserved_bytes(some))
+    slots = min(slots, most * million // store_for(codec).reserved_bytes(million))
     while slots > 0 and (over := store_for(codec).bytes_for(codec, slots) - size) > 0:
         slots -= max(over // codec.slot_bytes, 1)
     return slots

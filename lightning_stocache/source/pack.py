@@ -166,14 +166,14 @@ class _Chunks:
 
     def __init__(self, begin: int, end: int) -> None:
         self.begin, self.end = begin, end
-        self.blobs, self.bytes, self.begun = 0, 0, time.monotonic()
+        self.blobs, self.bytes, self.start = 0, 0, time.monotonic()
 
     def __iter__(self) -> Iterator[list[int]]:
         begin, count = self.begin, 1
         while begin < self.end:
             if self.blobs:
                 by_size = _CHUNK_BYTES * self.blobs // max(self.bytes, 1)
-                by_time = int(self.blobs / (time.monotonic() - self.begun) * CHUNK_SECONDS)
+                by_time = int(self.blobs / (time.monotonic() - self.start) * CHUNK_SECONDS)
                 count = max(min(2 * count, by_size, by_time, _MOST_PER_CHUNK), 1)
             yield list(range(begin, min(begin + count, self.end)))
             begin += count
