@@ -28,6 +28,7 @@ __all__ = [
     "divide_turns",
     "gathers",
     "lookup_near",
+    "place_near",
 ]
 
 UNREADABLE: Any = object()
