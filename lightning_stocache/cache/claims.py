@@ -12,6 +12,7 @@ for each, which costs 10 ns per lock that anybody holds.
 
 from __future__ import annotations
 
+import errno
 import os
 import time
 import weakref
@@ -54,7 +55,7 @@ class Claims:
     def waiting(self, slot: int) -> Iterator[None]:
         """Claim a slot as soon as nobody else has it."""
         while not self.take(slot, wait=True):
-            time.sleep(0)  # another thread of this process has it
+            time.sleep(0)  # another thread of this process has it, or see `take`
         try:
             yield
         finally:
@@ -68,6 +69,11 @@ class Claims:
         locked = False
         try:
             locked = self._segment.lock(slot, wait=wait)
+        except OSError as error:
+            # The kernel takes the threads of a process for one: one waits for another process, which waits for another
+            # thread, and that is no deadlock.
+            if error.errno != errno.EDEADLK:
+                raise
         finally:
             if not locked:
                 del self._taken[slot]

@@ -115,13 +115,8 @@ class Counters:
         Raises:
             OSError: there is no memory for them.
         """
-        segment = Segment.create(_ROWS * _ROW_BYTES, backend)
-        try:
-            segment.reserve(0, segment.size)
-        except OSError:
-            segment.close()
-            raise
-        return cls(segment, rank)
+        size = _ROWS * _ROW_BYTES
+        return cls(Segment.create(size, backend, reserved=size), rank)
 
     def add(self, **counts: int) -> None:
         """Add to this process's row, by the names of `Counts`. 0.2 us per number."""

@@ -14,6 +14,7 @@ import numpy as np
 from lightning_stocache.cache.codec import Lend, Memory, SampleCodec
 from lightning_stocache.cache.placement import NO_SLOT, Integers
 from lightning_stocache.cache.segment_store import SegmentStore
+from lightning_stocache.cache.store import NoTurns
 
 __all__ = ["KeptRows", "KeptSamples"]
 
@@ -26,6 +27,8 @@ class KeptSamples:
         slots: theirs, in order, int64 `[samples]`.
         shards: the number of the shard that each came from, in rising order, int64 `[samples]`.
     """
+
+    turns = NoTurns()
 
     def __init__(self, store: SegmentStore[Any], slots: Integers, shards: Integers) -> None:
         self._store, self._slots, self.shards = store, slots, shards
@@ -73,6 +76,10 @@ class KeptSamples:
     def stored_bytes(self, places: Integers) -> int:
         """Bytes of the samples of places (int64 `[samples]`)."""
         return self._store.stored_bytes(places) if len(places) else 0
+
+    def recall(self, indices: Sequence[int]) -> bool:
+        """There is nothing further away."""
+        return False
 
     def fill(self, index: int, sample: Any) -> bool:
         """Nothing is added."""

@@ -15,6 +15,7 @@ from typing import Any, Protocol
 from lightning_stocache.cache.codec import SampleCodec
 from lightning_stocache.cache.rolling_ring import RollingRing, Taken
 from lightning_stocache.node.budget import format_bytes
+from lightning_stocache.node.files import memory_directory
 from lightning_stocache.node.segment import Segment
 
 __all__ = ["RollingFilling"]
@@ -31,7 +32,7 @@ class Slots(Protocol):
         """A slot for a sample; None where there is none at this moment."""
 
     def store(self, taken: Taken, contents: Sequence[memoryview]) -> str | None:
-        """Write a sample; or what memory is short, in words."""
+        """Write a sample; or what memory is short, in words. Or raise OSError (ENOSPC)."""
 
     def end_at(self, taken: Taken) -> bool:
         """Use nothing from this slot on; whether anything is left."""
@@ -72,7 +73,7 @@ class RollingFilling:
             if taken is None:
                 return False
             try:
-                short = self._slots.store(taken, contents)
+                short = self._stored(taken, contents)
             except BaseException:
                 self._ring.drop(taken)
                 raise
@@ -85,6 +86,14 @@ class RollingFilling:
         """Say of a position of the window that its sample cannot be had."""
         if (taken := self._ring.take_at(position)) is not None:
             self._ring.drop(taken)
+
+    def _stored(self, taken: Taken, contents: Sequence[memoryview]) -> str | None:
+        try:
+            return self._slots.store(taken, contents)
+        except OSError as error:
+            if error.errno != errno.ENOSPC:
+                raise
+            return f"no space left in {memory_directory()}; enlarge it (Docker: --shm-size)"
 
     def _stop_growing(self, taken: Taken, short: str) -> None:
         """Roll within what there is from now on, and say why, once on the node."""

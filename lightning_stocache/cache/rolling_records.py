@@ -14,7 +14,6 @@ Bytes are always written through the file (`pwrite`): holes that a killed writer
 
 from __future__ import annotations
 
-import errno
 from collections.abc import Iterator, Mapping, Sequence
 from typing import Any, Self
 
@@ -29,7 +28,7 @@ from lightning_stocache.cache.rolling_store import RollingStore
 from lightning_stocache.cache.shortage import Shortage
 from lightning_stocache.node.budget import format_bytes
 from lightning_stocache.node.fence import fence
-from lightning_stocache.node.files import Backend, memory_directory
+from lightning_stocache.node.files import Backend
 from lightning_stocache.node.segment import Segment
 
 __all__ = ["RollingRecords"]
@@ -77,13 +76,8 @@ class RollingRecords(RollingStore[RecordCodec]):
         """
         count = max(granted // (codec.nbytes // _SMALLER + _DIRECTORY_BYTES), 8)
         begin = _Arena.begin(count)
-        segment = Segment.create(max(granted, begin + 64), backend, manifest_of(count, whose))
-        try:
-            segment.reserve(0, begin)
-            return cls(segment, codec, count)
-        except OSError:
-            segment.close()
-            raise
+        size = max(granted, begin + 64)
+        return cls(Segment.create(size, backend, manifest_of(count, whose), reserved=begin), codec, count)
 
     @staticmethod
     def slot_bytes(codec: RecordCodec) -> int:
@@ -160,16 +154,11 @@ class _Arena:
         return self._ring.take_in_turn(lambda slot: self._make_room(slot, nbytes))
 
     def store(self, taken: Taken, contents: Sequence[memoryview]) -> str | None:
-        """Write a record; or what memory is short, in words."""
+        """Write a record; or what memory is short, in words. Or raise OSError (ENOSPC)."""
         nbytes = sum(part.nbytes for part in contents)
         if not self._words[_LAPPED] and (short := self._shortage.comes_with(nbytes)) is not None:
             return short
-        try:
-            self._segment.store(self._begin + int(self._offsets[taken.slot]), *contents)
-        except OSError as error:
-            if error.errno != errno.ENOSPC:
-                raise
-            return f"no space left in {memory_directory()}; enlarge it (Docker: --shm-size)"
+        self._segment.store(self._begin + int(self._offsets[taken.slot]), *contents)
         return None
 
     def end_at(self, taken: Taken) -> bool:
@@ -234,7 +223,7 @@ class _Arena:
 
     def _end_oldest(self, slot: int) -> bool:
         oldest = int(self._words[_TAIL]) % self._ring.count
-        if not self._ring.end(oldest, own=oldest == slot):
+        if not self._ring.end(oldest, claimed=oldest == slot):
             return False
         self._words[_TAIL] += 1
         return True

@@ -141,13 +141,13 @@ class RollingRing:
         """How many slots have been taken in turn."""
         return int(self._words[_NEXT])
 
-    def end(self, slot: int, *, own: bool) -> bool:
-        """Have a slot not be read any more; False where it is being written. `own`: it is claimed by who asks.
+    def end(self, slot: int, *, claimed: bool) -> bool:
+        """Have a slot not be read any more; False where it is being written. `claimed`: who asks has it.
 
         For who has the lock of the tickets.
         """
         generation = int(self.generations[slot])
-        if generation & 1 and not own:
+        if generation & 1 and not claimed:
             if not self._claims.take(slot):
                 return False
             self._claims.give_up(slot)  # its writer was killed

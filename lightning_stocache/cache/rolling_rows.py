@@ -76,13 +76,8 @@ class RollingRows(RollingStore[SampleSpec]):
             OSError: there is no memory.
         """
         size = RollingSlots.bytes_for(codec.row_bytes, count)
-        segment = Segment.create(size, backend, manifest_of(count, whose))
-        try:
-            segment.reserve(0, size if window else RollingRing.bytes_for(count))
-            return cls(segment, codec, count, window)
-        except OSError:
-            segment.close()
-            raise
+        reserved = size if window else RollingRing.bytes_for(count)
+        return cls(Segment.create(size, backend, manifest_of(count, whose), reserved=reserved), codec, count, window)
 
     @staticmethod
     def slot_bytes(codec: SampleSpec) -> int:

@@ -10,7 +10,6 @@ so).
 
 from __future__ import annotations
 
-import errno
 from collections.abc import Iterator, Sequence
 
 import numpy as np
@@ -20,7 +19,6 @@ from lightning_stocache.cache.codec import aligned
 from lightning_stocache.cache.placement import Integers
 from lightning_stocache.cache.rolling_ring import RollingRing, Taken
 from lightning_stocache.cache.shortage import Shortage
-from lightning_stocache.node.files import memory_directory
 from lightning_stocache.node.segment import Segment
 
 __all__ = ["RollingSlots"]
@@ -55,21 +53,16 @@ class RollingSlots:
         return self._ring.take() if position is None else self._ring.take_at(position)
 
     def store(self, taken: Taken, contents: Sequence[memoryview]) -> str | None:
-        """Write a sample, bytes `[nbytes]` per field; or what memory is short, in words."""
+        """Write a sample, bytes `[nbytes]` per field; or what memory is short, in words. Or raise OSError (ENOSPC)."""
         if taken.held:
             for rows, content in zip(self._rows, contents, strict=True):
                 rows[taken.slot] = np.frombuffer(content, dtype=np.uint8)
             return None
         if (short := self._shortage.comes_with(sum(self._row_bytes))) is not None:
             return short
-        try:
-            for start, nbytes, content in zip(self._starts, self._row_bytes, contents, strict=True):
-                if nbytes:
-                    self._segment.store(start + taken.slot * nbytes, content)
-        except OSError as error:
-            if error.errno != errno.ENOSPC:
-                raise
-            return f"no space left in {memory_directory()}; enlarge it (Docker: --shm-size)"
+        for start, nbytes, content in zip(self._starts, self._row_bytes, contents, strict=True):
+            if nbytes:
+                self._segment.store(start + taken.slot * nbytes, content)
         return None
 
     def end_at(self, taken: Taken) -> bool:

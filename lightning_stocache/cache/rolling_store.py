@@ -19,6 +19,7 @@ from lightning_stocache.cache.placement import NO_SLOT, Integers
 from lightning_stocache.cache.rolling_filling import RollingFilling
 from lightning_stocache.cache.rolling_ring import RollingRing, is_even
 from lightning_stocache.cache.shortage import keep_free
+from lightning_stocache.cache.store import NoTurns
 from lightning_stocache.node.fence import fence
 from lightning_stocache.node.files import HEADER_BYTES
 from lightning_stocache.node.segment import Segment, SegmentHandle
@@ -50,6 +51,8 @@ class RollingStore(ABC, Generic[Codec]):
     Raises:
         RuntimeError: (`read`) no sample is resident, or writers overtake every copy.
     """
+
+    turns = NoTurns()
 
     def __init__(self, segment: Segment, codec: Codec, count: int, window: int = 0) -> None:
         self.segment, self.codec = segment, codec
@@ -125,8 +128,8 @@ class RollingStore(ABC, Generic[Codec]):
     def others(self, count: int) -> Integers:
         """Slots that can be read, others each time."""
         # A few at random: a look at all of them takes half a millisecond where there are a hundred thousand.
-        some = self._chance.integers(0, self.length, 64 + 8 * count)
-        slots = self.ring.slots_of(some)
+        indices = self._chance.integers(0, self.length, 64 + 8 * count)
+        slots = self.ring.slots_of(indices)
         slots = slots[self.ring.readable(slots)]
         if len(slots) < count:
             slots = self.ring.readable_slots()
@@ -153,6 +156,10 @@ class RollingStore(ABC, Generic[Codec]):
 
     def has_room(self, sample: Any) -> bool:
         """Whether a sample that was loaded beside the writers is wanted: no."""
+        return False
+
+    def recall(self, indices: Sequence[int]) -> bool:
+        """There is nothing further away."""
         return False
 
     def fill(self, index: int, sample: Any) -> bool:

@@ -21,12 +21,14 @@ from lightning_stocache.node.segment import SegmentHandle
 __all__ = [
     "NO_PLACE",
     "UNREADABLE",
+    "NoTurns",
     "RowSampleStore",
     "SampleStore",
     "StoreHandle",
     "divide_turns",
     "gathers",
     "lookup_near",
+    "place_near",
 ]
 
 UNREADABLE: Any = object()
@@ -52,7 +54,7 @@ class SampleStore(Protocol):
         """Number of samples in the dataset."""
 
     @property
-    def turns(self) -> Turns:
+    def turns(self) -> Turns | NoTurns:
         """Who loads what, where several jobs fill the store at the same time."""
 
     def __len__(self) -> int:
@@ -133,6 +135,23 @@ class RowSampleStore(SampleStore, Protocol):
 
     def gather(self, places: Integers, into: Memory) -> None:
         """Copy READY places (int64 `[samples]`) into the memory of a batch, uint8 `codec.sizes(samples)`."""
+
+
+class NoTurns:
+    """The turns of a store that takes nothing from who misses a sample: there are none."""
+
+    are_taken = False
+
+    def take(self, indices: Iterable[int]) -> list[int]:
+        """All of them."""
+        return list(indices)
+
+    def give_up(self, indices: Iterable[int]) -> None:
+        """Nothing was taken."""
+
+    def wait(self, indices: Sequence[int]) -> bool:
+        """Nobody is waited for."""
+        return False
 
 
 def gathers(store: SampleStore) -> TypeGuard[RowSampleStore]:

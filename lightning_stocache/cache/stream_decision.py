@@ -57,13 +57,13 @@ class Decision:
             epoch: an epoch that a shard of this process, or its rank, has begun.
             decide: is called by one process of the node, when no shard is in an epoch before.
         """
-        ledger, begun, told = self._ledger, time.monotonic(), False
+        ledger, start, told = self._ledger, time.monotonic(), False
         while True:
             if ledger.shared[_DECIDED] >= epoch or self.mode in _FINAL:
                 return self.mode
-            late = [rank for rank in range(ledger.ranks) if ledger.begun(rank) < epoch] if epoch > 1 else []
-            waited = time.monotonic() - begun
-            if (not late or waited > self.patience) and self._ledger.claims.take(_DECISION):
+            late = [rank for rank in range(ledger.ranks) if ledger.epoch_of(rank) < epoch] if epoch > 1 else []
+            waited = time.monotonic() - start
+            if (not late or waited > self.patience) and ledger.claims.take(_DECISION):
                 try:
                     if ledger.shared[_DECIDED] < epoch and self.mode not in _FINAL:
                         if late:
@@ -76,11 +76,12 @@ class Decision:
                             )
                         self._decide(epoch, "pass" if late else decide())
                 finally:
-                    self._ledger.claims.give_up(_DECISION)
+                    ledger.claims.give_up(_DECISION)
                 continue
             if waited > _TOLD_SECONDS and not told:
                 told = True
-                log.warning("a stream waits for rank(s) %s of its node to begin epoch %d", late or "that decide", epoch)
+                what = f"rank(s) {', '.join(map(str, late))} to begin" if late else "another process to decide on"
+                log.warning("a stream waits for %s epoch %d", what, epoch)
             time.sleep(_PAUSE)
 
     @property
@@ -88,11 +89,11 @@ class Decision:
         """What was decided last."""
         return _MODES[self._ledger.shared[_MODE]]
 
-    def pass_by(self) -> bool:
-        """Keep nothing any more, from the next epoch on; whether that was not so before."""
+    def pass_by(self) -> Mode:
+        """Keep nothing any more, from the next epoch on; what was decided before."""
         with self._ledger.claims.waiting(_ALL):
             before, self._ledger.shared[_MODE] = self.mode, _MODES.index("pass")
-        return before != "pass"
+        return before
 
     def _decide(self, epoch: int, mode: Mode) -> None:
         with self._ledger.claims.waiting(_ALL):

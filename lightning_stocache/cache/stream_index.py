@@ -50,13 +50,7 @@ class StreamIndex:
         Raises:
             OSError: there is no memory for its codec.
         """
-        segment = Segment.create(_CODEC_BYTES + places * _TWO.size, backend)
-        try:
-            segment.reserve(0, _CODEC_BYTES)
-        except OSError:
-            segment.close()
-            raise
-        return cls(segment)
+        return cls(Segment.create(_CODEC_BYTES + places * _TWO.size, backend, reserved=_CODEC_BYTES))
 
     @property
     def places(self) -> int:
@@ -97,6 +91,6 @@ class StreamIndex:
         return entries
 
     def clear(self) -> None:
-        """Forget everything, and give the memory back."""
-        self.segment.discard(0)
-        self.segment.reserve(0, _CODEC_BYTES)
+        """Forget everything, and give the memory of the entries back; that of the codec might not be had again."""
+        self.segment.store(0, memoryview(bytes(_TWO.size)))
+        self.segment.discard(_CODEC_BYTES)

@@ -100,13 +100,8 @@ class StreamLedger:
         Raises:
             OSError: there is no memory for it.
         """
-        segment = Segment.create(_bytes_for(ranks), backend)
-        try:
-            segment.reserve(0, segment.size)
-        except OSError:
-            segment.close()
-            raise
-        return cls(segment, ranks)
+        size = _bytes_for(ranks)
+        return cls(Segment.create(size, backend, reserved=size), ranks)
 
     def __reduce__(self) -> tuple[type[StreamLedger], tuple[Segment, int]]:
         return type(self), (self.segment, self.ranks)
@@ -168,7 +163,7 @@ class StreamLedger:
             kept += numbers[rank + _KEPT]
         return Totals(passed, kept)
 
-    def begun(self, rank: int) -> int:
+    def epoch_of(self, rank: int) -> int:
         """The number of the epoch that a rank has begun last."""
         return self._numbers[self._rank(rank) + _EPOCH]
 
@@ -232,6 +227,12 @@ class StreamLedger:
     def holding(self, shard: Shard) -> Iterator[None]:
         """Nobody lays the memory out anew meanwhile."""
         with self.claims.waiting(_ROWS + shard.number):
+            yield
+
+    @contextmanager
+    def same_layout(self) -> Iterator[None]:
+        """Nobody lays the memory out anew meanwhile; for who is no shard, or holds none."""
+        with self.claims.waiting(_ALL):
             yield
 
     @contextmanager

@@ -101,7 +101,7 @@ class StreamStore:
             OSError: there is no memory even for the states of its slots.
         """
         with self.ledger.alone():
-            return self._opened() is not None or self._lay_out(codec)
+            return self._reopened() is not None or self._lay_out(codec)
 
     def keep(self, shard: Shard, epoch: int, sample: Any, mark: int) -> int | None:
         """Store a sample of a shard, if there is room for it and its epoch goes on; its bytes, None if it was not.
@@ -134,16 +134,18 @@ class StreamStore:
     def to_records(self) -> bool:
         """Turn the rows that are kept into records; False where that is too much to be done while others wait."""
         with self.ledger.alone():
-            rows = self._opened()
+            rows = self._reopened()
             if rows is None or isinstance(rows.codec, RecordCodec):
                 return True
             places = np.flatnonzero(rows.lookup(np.arange(len(rows))) >= 0)
             if len(places) * rows.codec.nbytes > _FEW:
                 return False
-            samples, entries = list(rows.read(places)), self._index.entries(self.ledger.count)[places].tolist()
+            # Not of all numbers that were given: those without a place have no entry, either.
+            entries = self._index.entries(int(places[-1]) + 1 if len(places) else 0)[places].tolist()
+            samples = list(rows.read(places))
             codec = RecordCodec.infer(samples[:_SMALLER] or [0])
             self._clear()
-            if self._lay_out(codec) and (store := self._opened()) is not None:
+            if self._lay_out(codec) and (store := self._reopened()) is not None:
                 for number, (sample, (mark, position)) in enumerate(zip(samples, entries, strict=True)):
                     self._put(store, number, codec.contents(codec.encode(sample)), (mark, position))
                 self.ledger.numbers_from(len(samples))
@@ -243,6 +245,13 @@ class StreamStore:
 
     def _opened(self) -> SegmentStore[Any] | None:
         """The store as it is laid out now."""
+        if self.ledger.generation == self._generation:
+            return self._store
+        with self.ledger.same_layout():
+            return self._reopened()
+
+    def _reopened(self) -> SegmentStore[Any] | None:
+        """The store as it is laid out now, while nobody else can lay it out anew."""
         generation = self.ledger.generation
         if generation != self._generation:
             self._drop()
@@ -281,10 +290,10 @@ class StreamStore:
 
 def _slots_within(size: int, granted: int, codec: SampleCodec, most: int) -> int:
     """How many slots fit, whose states take so many bytes at most."""
-    slots, some = granted // codec.slot_bytes, 1 << 20
+    slots, million = granted // codec.slot_bytes, 1 << 20
     if isinstance(codec, RecordCodec):
         slots = max(slots, slots_for(granted, codec, slots * _SMALLER))
-    slots = min(slots, most * some // store_for(codec).reserved_bytes(some))
+    slots = min(slots, most * million // store_for(codec).reserved_bytes(million))
     while slots > 0 and (over := store_for(codec).bytes_for(codec, slots) - size) > 0:
         slots -= max(over // codec.slot_bytes, 1)
     return slots

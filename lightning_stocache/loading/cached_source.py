@@ -34,6 +34,7 @@ from lightning_stocache.cache.store import (
     divide_turns,
     gathers,
     lookup_near,
+    place_near,
 )
 from lightning_stocache.loading.batch_pool import BatchPool
 from lightning_stocache.loading.interrupts import LetThrough
@@ -177,9 +178,7 @@ class CachedSource:
     def _serve(self, cache: SampleStore, index: int) -> Any:
         """The sample of an index, unfinished. One that lies outside the dataset is the source's business."""
         start = time.perf_counter_ns()
-        if (place := cache.place(index)) == NO_PLACE and cache.recall([index]):
-            place = cache.place(index)
-        if place != NO_PLACE:
+        if (place := place_near(cache, index)) != NO_PLACE:
             places = np.array([place])
             [sample] = cache.read(places, self._pool.lend)
             if sample is UNREADABLE:

@@ -10,7 +10,7 @@ times. All this is looked at (`Fillers.look`) on the trainer's own thread, when 
 minimum, and about once a second while indices are drawn: a process that is forked in the middle of another thread's
 work may inherit its locks.
 
-A filler ends with its parent, however that ends: it looks every half second whether it has another parent by now.
+A filler ends with its parent, however that ends (`node.parent`).
 """
 
 from __future__ import annotations
@@ -20,7 +20,6 @@ import multiprocessing
 import os
 import random
 import signal
-import threading
 import time
 import traceback
 from dataclasses import dataclass
@@ -33,6 +32,7 @@ import torch
 
 from lightning_stocache.cache.rolling_ring import FILLERS
 from lightning_stocache.cache.stores import RollingSampleStore
+from lightning_stocache.node.parent import end_with_parent
 from lightning_stocache.source.draws import Draw, Draws, EndOfStreamError
 from lightning_stocache.torch_internals import become_worker
 
@@ -43,7 +43,6 @@ log = logging.getLogger(__name__)
 MOST_FAILURES = 20  # in a row
 MOST_RESTARTS = 3  # of one filler
 _DONE, _APPENDED, _FAILED, _SINCE, _INDEX, _STOP = range(6)  # the notes of a filler
-_PARENT_SECONDS = 0.5
 _END_SECONDS = 1.0  # for a filler to end by itself
 _LONGEST = 8000  # characters of a traceback, so that it fits in a pipe that nobody reads
 
@@ -85,8 +84,12 @@ class Fillers:
         self.restarts = 0
         self.last_error: str | None = None
         self._restarted = [0] * job.fillers
-        for number in range(job.fillers):
-            self._start(number)
+        try:
+            for number in range(job.fillers):
+                self._start(number)
+        except BaseException:  # what cannot be sent, or no process more
+            self.stop()
+            raise
 
     def are_at_work(self, *, every: bool = False) -> bool:
         """Whether any is, or every one; after a look, so that those that have ended have said why."""
@@ -194,7 +197,7 @@ def _named(index: int) -> str:
 def _fill(job: FillJob, number: int, reports: Connection) -> None:
     """What a filler does."""
     signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C is the trainer's, which ends its fillers
-    threading.Thread(target=_end_with, args=(os.getppid(),), daemon=True).start()
+    end_with_parent()
     torch.set_num_threads(1)
     seed = job.seed + number
     random.seed(seed), np.random.seed(seed % 2**32), torch.manual_seed(seed)
@@ -211,7 +214,9 @@ def _fill(job: FillJob, number: int, reports: Connection) -> None:
         try:
             sample = draw.load()
             notes[_SINCE] = 0
-            while not job.store.append(sample, draw.index, position) and not notes[_STOP]:
+            while not job.store.append(sample, draw.index, position):
+                if notes[_STOP]:
+                    return
                 time.sleep(0.001)  # all slots are being written
         except EndOfStreamError:
             notes[_SINCE] = 0
@@ -240,10 +245,3 @@ def _told(number: int, draw: Draw, error: Exception, in_a_row: int) -> str:
     )
     trace = "".join(traceback.format_exception(error))[-_LONGEST:]
     return f"filler {number} could not load {_named(draw.index)}:\n{trace}{outcome}"
-
-
-def _end_with(parent: int) -> None:
-    """End this process when its parent has ended, also in the middle of a load."""
-    while os.getppid() == parent:
-        time.sleep(_PARENT_SECONDS)
-    os.kill(os.getpid(), signal.SIGKILL)

@@ -141,7 +141,11 @@ class RollingCache(Dataset[Any]):
             return made[0].handles
 
         handles = group.lead(make)
-        self._pool = group.together(lambda: made[0] if made else RollingPool.attach(handles, group.rank))
+        try:
+            self._pool = group.together(lambda: made[0] if made else RollingPool.attach(handles, group.rank))
+        except BaseException:  # another rank cannot reach it: who fills it has nothing to do
+            self.close()
+            raise
         self._dataset, self.group = self._dataset_over(self._pool, group), group
 
     def begin_epoch(self) -> Integers:

@@ -174,16 +174,17 @@ class RollingPool:
         """
         ring, store = self.store.ring, self.store
         if ring.window:
-            self._wait(lambda: ring.settled(ring.window), ring.window)
+            self._wait(lambda: ring.settled(ring.window), lambda: ring.window)
         else:
-            self._wait(lambda: store.filled, min(self.minimum, store.capacity))
+            # Memory may end, and larger records come, while it is waited: once samples leave, no more have room.
+            self._wait(lambda: store.filled, lambda: 1 if ring.evicted else min(self.minimum, store.capacity))
         return ring.resident()
 
     def begin_epoch(self) -> Integers:
         """What is resident, for a new epoch; the replacements of a window come in then, but in the first epoch."""
         ring, self.epochs = self.store.ring, self.epochs + 1
         self.look_after()
-        if self.epochs > 1 and ring.window and self._wait(lambda: ring.settled(ring.count), ring.count):
+        if self.epochs > 1 and ring.window and self._wait(lambda: ring.settled(ring.count), lambda: ring.count):
             ring.advance(ring.count - ring.window)
         resident = self.resident()
         ring.begin_epoch()
@@ -216,21 +217,21 @@ class RollingPool:
         if self.fillers is not None:
             self.fillers.stop()
 
-    def _wait(self, have: Callable[[], int], wanted: int) -> bool:
+    def _wait(self, have: Callable[[], int], wanted: Callable[[], int]) -> bool:
         """Wait for samples, and say so; whether they have come. Where no more can come, what there is will do."""
         begun = time.monotonic()
         tell = begun + self.told_seconds
-        while (count := have()) < wanted:
+        while (count := have()) < (least := wanted()):
             fillers = self.fillers
             # With a window each filler has positions of its own, which nobody else loads.
             if fillers is not None and not fillers.are_at_work(every=self.store.ring.window > 0):
-                return (count := have()) >= wanted or self._no_more(count, wanted, fillers)
+                return (count := have()) >= least or self._no_more(count, least, fillers)
             if time.monotonic() >= tell:
                 tell += self.told_seconds
                 log.warning(
                     "training waits for samples: %d of %d have come in %.0f s. %s",
                     count,
-                    wanted,
+                    least,
                     time.monotonic() - begun,
                     "Only RollingWriters append to this cache" if fillers is None else fillers.describe(),
                 )

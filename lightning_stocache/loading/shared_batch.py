@@ -118,10 +118,4 @@ def reserved_segment(size: int, promised: int) -> Segment:
     if size > free.bytes - promised:
         left = max(free.bytes - promised, 0)
         raise OSError(errno.ENOMEM, f"{size} bytes are more than the {left} that {free.limited_by} leaves")
-    segment = Segment.create(size, backend)
-    try:
-        segment.reserve(0, size)
-    except OSError:
-        segment.close()
-        raise
-    return segment
+    return Segment.create(size, backend, reserved=size)

@@ -26,7 +26,7 @@ from lightning_stocache.cache.stream_decision import Decision, Mode
 from lightning_stocache.cache.stream_order import StreamOrder
 from lightning_stocache.cache.stream_store import StreamStore
 from lightning_stocache.node.budget import format_bytes
-from lightning_stocache.source.stream import changed, draws_shards
+from lightning_stocache.source.stream import difference, draws_shards
 
 __all__ = ["BY_HAND", "NO_ROW", "StreamChoice"]
 
@@ -77,11 +77,11 @@ class StreamChoice:
         if self._store.filled != totals.kept:  # a process was killed while all was turned into records
             return self._anew("stream")
         if totals.kept == totals.passed:
-            difference = None if self._allow_random else changed(self._source, self._store.marked)
-            if difference is None:
+            found = None if self._allow_random else difference(self._source, self._store.marked)
+            if found is None:
                 return "cache"
             return self._pass(
-                f"{difference}: it is random, or another one in every epoch, as batches are that it makes of shuffled "
+                f"{found}: it is random, or another one in every epoch, as batches are that it makes of shuffled "
                 f"samples (make them in the loader).\n{BY_HAND}"
             )
         if self._decision.has(NO_ROW) and self._decision.is_first(_TURNED):

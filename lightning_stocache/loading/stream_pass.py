@@ -15,7 +15,7 @@ from lightning_stocache.cache.stream_ledger import Shard
 from lightning_stocache.cache.stream_order import Chain, StreamOrder
 from lightning_stocache.cache.stream_store import StreamStore
 from lightning_stocache.loading.stream_choice import BY_HAND
-from lightning_stocache.source.stream import DrawsWatch, begun, mark_of
+from lightning_stocache.source.stream import DrawsWatch, iterate, mark_of
 
 __all__ = ["MixedPass", "StreamPass"]
 
@@ -70,7 +70,7 @@ class StreamPass:
         self._chain, self._failed = Chain(), False
         self._order = None if store is None else StreamOrder(store.ledger)
         self._length, self._head, _ = (0, 0, 0) if self._order is None or not tail else self._order.parts(shard)
-        self._stream = begun(serving.source)
+        self._stream = iterate(serving.source)
 
     def __iter__(self) -> Iterator[Any]:
         return self
@@ -170,7 +170,7 @@ class MixedPass:
         self._epoch, self._after = epoch, after
         self._order, self._chain, self._served = StreamOrder(store.ledger), Chain(), 0
         _, self._head, _ = self._order.parts(shard)
-        self._stream: Iterator[Any] | None = begun(serving.source)
+        self._stream: Iterator[Any] | None = iterate(serving.source)
 
     def __iter__(self) -> Iterator[Any]:
         return self

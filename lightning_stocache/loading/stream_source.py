@@ -31,7 +31,7 @@ from lightning_stocache.cache.stream_store import StreamStore
 from lightning_stocache.loading.stream_choice import NO_ROW, StreamChoice
 from lightning_stocache.loading.stream_pass import MixedPass, StreamPass
 from lightning_stocache.node.budget import format_bytes
-from lightning_stocache.sampling.stream_deal import batches_in_turn, batches_of, dealt, permutation
+from lightning_stocache.sampling.stream_deal import batches_in_turn, batches_of, deal, permutation
 from lightning_stocache.setup.codec_choice import choose_codec
 from lightning_stocache.setup.open_stream import OpenStream
 from lightning_stocache.setup.request import Layout
@@ -106,7 +106,9 @@ class StreamSource:
         if self.shuffle:
             order = permutation(samples, self.seed, epoch)
             return list(batches_of(order, opened.rank, opened.ranks, size, drop_last=drop_last))
-        return batches_in_turn([np.flatnonzero(shards == own) for own in self._own(shards)], size, drop_last=drop_last)
+        return batches_in_turn(
+            [np.flatnonzero(shards == number) for number in self._numbers(shards)], size, drop_last=drop_last
+        )
 
     def count(self, **counts: int) -> None:
         """Count what has been served or filled, by the names of `Counts`."""
@@ -119,13 +121,13 @@ class StreamSource:
 
     def pass_by(self, store: StreamStore, reason: str) -> None:
         """Keep nothing from now on, and say so once. What others are reading stays where it is."""
-        mode = (decision := Decision(store.ledger)).mode
-        if mode == "mixed":
+        before = Decision(store.ledger).pass_by()
+        if before == "mixed":
             reason += ". Some samples of this epoch may have come twice, or not at all"
-        if decision.pass_by():
+        if before != "pass":
             self._tell(reason)
-            if mode != "mixed":
-                store.clear()
+        if before in ("stream", "tail"):
+            store.clear()
 
     def keep(self, store: StreamStore, shard: Shard, epoch: int, sample: Any, mark: int) -> int | None:
         """Keep a copy of a sample that has come, if that is possible; its bytes."""
@@ -167,7 +169,7 @@ class StreamSource:
             return Shard(self.opened.rank, key=os.getpid())
         return Shard(self.opened.rank, info.id, info.num_workers, (info.seed - info.id) % 2**62 + 1)
 
-    def _own(self, shards: Integers) -> list[int]:
+    def _numbers(self, shards: Integers) -> list[int]:
         """The numbers of those shards that are of this rank."""
         ours = range(Shard(self.opened.rank).number, Shard(self.opened.rank + 1).number)
         return [number for number in np.unique(shards).tolist() if number in ours]
@@ -175,12 +177,12 @@ class StreamSource:
     def _share(self, kept: KeptSamples, shard: Shard, epoch: int) -> Integers:
         """What a shard serves of all that is kept: unshuffled, what it has read, where shards are the same."""
         if self.shuffle:
-            mine = dealt(permutation(len(kept), self.seed, epoch), self.opened.rank, self.opened.ranks)
+            mine = deal(permutation(len(kept), self.seed, epoch), self.opened.rank, self.opened.ranks)
             return mine[shard.worker :: shard.workers]
-        own = self._own(kept.shards)
-        if all(number - Shard(self.opened.rank).number < shard.workers for number in own):
+        ours = self._numbers(kept.shards)
+        if all(number - Shard(self.opened.rank).number < shard.workers for number in ours):
             return np.flatnonzero(kept.shards == shard.number)
-        return np.flatnonzero(np.isin(kept.shards, own))[shard.worker :: shard.workers]
+        return np.flatnonzero(np.isin(kept.shards, ours))[shard.worker :: shard.workers]
 
     def _tail_of(self, store: StreamStore, kept: KeptSamples, shard: Shard, epoch: int) -> Integers:
         """What a shard serves of all tails: as many samples as its own had, so that it stays as long as it was."""

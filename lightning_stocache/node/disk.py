@@ -11,6 +11,8 @@ Files on other machines' disks are refused: a mapping shows a machine only what 
 from __future__ import annotations
 
 import os
+import re
+import sys
 import tempfile
 
 import lightning_stocache.node.files as files
@@ -27,6 +29,9 @@ _REMOTE = {
     *("fuse.gcsfuse", "fuse.juicefs", "fuse.rclone", "fuse.ceph", "fuse.mount-s3", "fuse.goofys"),
 }
 """Filesystems of other machines, as /proc/self/mountinfo calls them."""
+
+MOUNTS = "/proc/self/mountinfo"
+_ESCAPED = re.compile(r"\\([0-7]{3})")  # a space in a path is written \040; what is no ASCII stands as it is
 
 _ELSEWHERE = "Give a directory on a disk of this machine, or leave dir= away for a cache in memory"
 
@@ -117,13 +122,13 @@ def filesystem_of(path: str) -> str:
     """The kind of filesystem that a directory lies on, empty where that cannot be known."""
     path, longest, kind = os.path.realpath(path), -1, ""
     try:
-        with open("/proc/self/mountinfo", encoding="utf-8", errors="replace") as file:
+        with open(MOUNTS, encoding=sys.getfilesystemencoding(), errors="surrogateescape") as file:
             lines = file.read().splitlines()
     except OSError:
         return ""
     for line in lines:
         place, _, what = line.partition(" - ")
-        mount = place.split()[4].encode().decode("unicode_escape")  # a space in it is written \040
+        mount = _ESCAPED.sub(lambda found: chr(int(found[1], 8)), place.split()[4])
         if len(mount) >= longest and os.path.commonpath([mount, path]) == mount:
             longest, kind = len(mount), what.split()[0]
     return kind

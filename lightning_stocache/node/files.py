@@ -118,14 +118,19 @@ def give_up(data: int, locks: int, own_names: Sequence[str], pid: int) -> None:
             os.unlink(name)
 
 
-def write_header(data: int, size: int) -> None:
+def write_header(data: int, size: int, reserved: int = 0) -> None:
     """Give a file its full length, `size` bytes after the header, and a header with a token of its own.
 
+    Args:
+        data: descriptor of the file.
+        size: bytes after the header.
+        reserved: how many of these are reserved, too.
+
     Raises:
-        OSError: there is no room for the header.
+        OSError: there is no room for the header, and what is reserved.
     """
     os.ftruncate(data, HEADER_BYTES + size)
-    reserve(data, 0, HEADER_BYTES)
+    reserve(data, 0, HEADER_BYTES + reserved)
     os.pwrite(data, _MAGIC + os.urandom(_TOKEN_BYTES) + _FORMAT.pack(FORMAT), 0)
 
 

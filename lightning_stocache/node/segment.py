@@ -61,7 +61,7 @@ class Segment:
         owned: whether this process takes the name away at the latest when it closes the segment or ends.
 
     Raises:
-        ValueError: the file is not a segment.
+        ValueError: the file is not a segment; (whatever needs its memory, or its files) it is closed.
 
     Example:
         >>> segment = Segment.create(1024)
@@ -89,7 +89,13 @@ class Segment:
 
     @classmethod
     def create(
-        cls, size: int, backend: Backend | None = None, manifest: Manifest | None = None, directory: str | None = None
+        cls,
+        size: int,
+        backend: Backend | None = None,
+        manifest: Manifest | None = None,
+        directory: str | None = None,
+        *,
+        reserved: int = 0,
     ) -> Self:
         """Make a segment of `size` payload bytes that holds no memory until it is reserved.
 
@@ -98,10 +104,11 @@ class Segment:
             backend: where the file lies; by default `tmpfile` where the system has it, else `file`.
             manifest: what it says about itself, for people.
             directory: where the file lies; by default in memory.
+            reserved: how many bytes of the payload, from its beginning, are reserved at once.
 
         Raises:
             ValueError: the manifest does not fit in the header.
-            OSError: the system refuses the file, or has no room for the header.
+            OSError: the system refuses the file, or has no room for the header and what is reserved.
         """
         backend = backend or files.default_backend()
         with contextlib.ExitStack() as undo:
@@ -114,7 +121,7 @@ class Segment:
                 locks = open_own(path + ".locks", create=True, exclusive=True)
                 undo.callback(os.unlink, path + ".locks")
             undo.callback(os.close, locks)
-            files.write_header(data, size)
+            files.write_header(data, size, reserved)
             if manifest is not None:
                 write_manifest(data, manifest)
             undo.pop_all()
@@ -158,9 +165,6 @@ class Segment:
         """The address of this segment for other processes of the node.
 
         Valid while this process lives, or while the name exists.
-
-        Raises:
-            ValueError: the segment is closed.
         """
         self._check_open()
         here = f"/proc/{os.getpid()}/fd/"
@@ -207,7 +211,6 @@ class Segment:
 
         Raises:
             OSError: there is no memory left (ENOSPC); nothing has changed.
-            ValueError: the segment is closed.
         """
         self._check_open()
         if length:
@@ -221,7 +224,6 @@ class Segment:
 
         Raises:
             OSError: there is no memory left (ENOSPC); a part may have been written.
-            ValueError: the segment is closed.
         """
         self._check_open()
         files.store(self._data, HEADER_BYTES + offset, *parts)
@@ -237,11 +239,7 @@ class Segment:
         files.overwrite(self._data, start, end - start)
 
     def lock(self, byte: int, *, wait: bool = False) -> bool:
-        """Take the lock of one byte for this process; whether it is held now. See `node.locks`.
-
-        Raises:
-            ValueError: the segment is closed.
-        """
+        """Take the lock of one byte for this process; whether it is held now. See `node.locks`."""
         self._check_open()
         return take(self._locks, byte, wait=wait)
 

@@ -9,7 +9,7 @@ import numpy as np
 
 from lightning_stocache.cache.placement import Integers
 
-__all__ = ["batches_in_turn", "batches_of", "dealt", "permutation"]
+__all__ = ["batches_in_turn", "batches_of", "deal", "permutation"]
 
 
 def permutation(samples: int, seed: int, epoch: int) -> Integers:
@@ -23,7 +23,7 @@ def permutation(samples: int, seed: int, epoch: int) -> Integers:
     return order
 
 
-def dealt(order: Integers, rank: int, ranks: int, *, pad: bool = True) -> Integers:
+def deal(order: Integers, rank: int, ranks: int, *, pad: bool = True) -> Integers:
     """What one of some ranks takes of an order.
 
     Args:
@@ -33,7 +33,7 @@ def dealt(order: Integers, rank: int, ranks: int, *, pad: bool = True) -> Intege
         pad: whether all get the same number, and the first samples come twice for that, as by DistributedSampler.
 
     Example:
-        >>> [dealt(np.arange(5), rank, 2).tolist() for rank in (0, 1)]
+        >>> [deal(np.arange(5), rank, 2).tolist() for rank in (0, 1)]
         [[0, 2, 4], [1, 3, 0]]
     """
     if pad and len(order) % ranks:
@@ -76,11 +76,11 @@ def batches_of(order: Integers, rank: int, ranks: int, size: int, *, drop_last: 
         [[4, 1], [3, 1]]
     """
     if drop_last:
-        mine = dealt(order[: len(order) // (ranks * size) * ranks * size], rank, ranks)
+        mine = deal(order[: len(order) // (ranks * size) * ranks * size], rank, ranks)
         return [mine[first : first + size] for first in range(0, len(mine), size)]
     count = -(-len(order) // (ranks * size))
-    mine = dealt(order, rank, ranks, pad=False)
+    mine = deal(order, rank, ranks, pad=False)
     if len(mine) < count:
-        mine = dealt(order, rank, ranks)
+        mine = deal(order, rank, ranks)
     cuts = [min(number * size, len(mine) - (count - number)) for number in range(count)] + [len(mine)]
     return [mine[begin:end] for begin, end in pairwise(cuts)]

@@ -17,7 +17,6 @@ Types that safetensors does not know lie there as bytes. A blob that is damaged 
 
 from __future__ import annotations
 
-import io
 import json
 import math
 import struct
@@ -31,6 +30,7 @@ import torch
 
 from lightning_stocache.cache.field import UnsupportedSampleError
 from lightning_stocache.source.probe import is_pil
+from lightning_stocache.source.values import image_of, tensor_of
 
 __all__ = ["BlobError", "EncodedFile", "decode_blob", "encode_blob"]
 
@@ -222,10 +222,7 @@ def _decoded(node: Any, parts: list[memoryview]) -> Any:
 
 
 def _tensor(node: dict[str, Any], content: memoryview) -> torch.Tensor:
-    dtype: Any = getattr(torch, node["dtype"])
-    tensor = torch.empty(node["shape"], dtype=dtype)
-    if content:
-        np.copyto(tensor.reshape(-1).view(torch.uint8).numpy(), np.frombuffer(content, np.uint8))
+    tensor = tensor_of(content, getattr(torch, node["dtype"]), node["shape"])
     if (name := node.get("class")) is not None:
         from torchvision import tv_tensors
 
@@ -256,13 +253,7 @@ def _image(node: dict[str, Any], content: memoryview) -> Any:
 
 
 def _file(node: dict[str, Any], content: memoryview) -> Any:
-    if node["form"] == "tensor":
-        from torchvision.io import decode_image
-
-        return decode_image(torch.frombuffer(bytearray(content), dtype=torch.uint8))
-    from PIL import Image
-
-    return Image.open(io.BytesIO(content)).convert("RGB")
+    return image_of(content, node["form"])
 
 
 _LEAVES: dict[str, Any] = {

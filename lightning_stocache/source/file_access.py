@@ -23,6 +23,8 @@ from typing import Any, Protocol
 
 from torch.utils.data import Subset
 
+from lightning_stocache.source.values import image_of
+
 __all__ = ["EncodedAccess", "access_to"]
 
 
@@ -199,13 +201,8 @@ def _decoder_of(loader: Any) -> Callable[[bytes, Any], Any] | None:
 
 
 def _pil_image(content: bytes, path: Any) -> Any:
-    from PIL import Image
-
-    return Image.open(io.BytesIO(content)).convert("RGB")
+    return image_of(content)
 
 
 def _tensor_image(content: bytes, path: Any) -> Any:
-    import torch
-    from torchvision.io import decode_image
-
-    return decode_image(torch.frombuffer(bytearray(content), dtype=torch.uint8))
+    return image_of(content, "tensor")

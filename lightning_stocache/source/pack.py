@@ -11,8 +11,6 @@ the packing with its place in words; if that is the very first one, nothing has 
 from __future__ import annotations
 
 import os
-import signal
-import threading
 import time
 import traceback
 from collections.abc import Callable, Iterator, Sized
@@ -25,6 +23,7 @@ import torch
 from torch.utils.data import DataLoader, Dataset
 
 from lightning_stocache.cache.field import UnsupportedSampleError
+from lightning_stocache.node.parent import end_with_parent
 from lightning_stocache.source.access import check_source
 from lightning_stocache.source.blob import encode_blob
 from lightning_stocache.source.file_samples import FileSamples
@@ -39,7 +38,6 @@ _WATCHED = 8  # reads of each process that are looked at for draws
 _CHUNK_BYTES = 1 << 20  # of what a worker sends at once
 CHUNK_SECONDS = 0.25
 _MOST_PER_CHUNK = 256
-_LOOK_SECONDS = 0.5
 _WHAT_CAN = (
     "What can be packed: tensors, arrays, numbers, strings, bytes, None and images of PIL, in dicts, lists and tuples"
 )
@@ -168,14 +166,14 @@ class _Chunks:
 
     def __init__(self, begin: int, end: int) -> None:
         self.begin, self.end = begin, end
-        self.blobs, self.bytes, self.begun = 0, 0, time.monotonic()
+        self.blobs, self.bytes, self.start = 0, 0, time.monotonic()
 
     def __iter__(self) -> Iterator[list[int]]:
         begin, count = self.begin, 1
         while begin < self.end:
             if self.blobs:
                 by_size = _CHUNK_BYTES * self.blobs // max(self.bytes, 1)
-                by_time = int(self.blobs / (time.monotonic() - self.begun) * CHUNK_SECONDS)
+                by_time = int(self.blobs / (time.monotonic() - self.start) * CHUNK_SECONDS)
                 count = max(min(2 * count, by_size, by_time, _MOST_PER_CHUNK), 1)
             yield list(range(begin, min(begin + count, self.end)))
             begin += count
@@ -190,7 +188,7 @@ def _pack(blobs: _Blobs, writer: LMDBWriter, workers: int, allow_random: bool, p
         batch_sampler=cast(Any, chunks),
         num_workers=workers,
         collate_fn=cast(Any, _as_they_are),
-        worker_init_fn=partial(_begin, writer.lock_file, writer.path, os.getpid()),
+        worker_init_fn=partial(_begin, writer.lock_file, writer.path),
         generator=torch.Generator(),  # nothing is drawn from the user's
     )
     written = 0
@@ -246,21 +244,14 @@ def _bar(total: int, done: int, shown: bool) -> Iterator[Callable[[], object]]:
         yield bar.update
 
 
-def _begin(lock_file: int, path: Path, parent: int, worker: int) -> None:
+def _begin(lock_file: int, path: Path, worker: int) -> None:
     """What a worker does first: a killed parent must leave neither it nor its lock behind."""
     try:
         if lock_file >= 0 and os.path.samestat(os.fstat(lock_file), os.stat(path)):
             os.close(lock_file)
     except OSError:  # spawned: it was never there
         pass
-    threading.Thread(target=_end_with, args=(parent,), daemon=True).start()
-
-
-def _end_with(parent: int) -> None:
-    """End this process when its parent has ended. torch's worker would wait for ever, to send what nobody reads."""
-    while os.getppid() == parent:
-        time.sleep(_LOOK_SECONDS)
-    os.kill(os.getpid(), signal.SIGKILL)
+    end_with_parent()  # torch's worker would wait for ever, to send what nobody reads
 
 
 def _as_they_are(batch: list[Any]) -> list[Any]:

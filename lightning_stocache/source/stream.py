@@ -1,7 +1,7 @@
 """A stream: what can only be read from its beginning, as its user has it.
 
 An IterableDataset, a WebDataset, a `datasets.IterableDataset`, any object with `__iter__`, or a function that makes an
-iterator: it is read once per epoch, from the start (`begun`). An iterator itself can be read once, and is refused.
+iterator: it is read once per epoch, from the start (`iterate`). An iterator itself can be read once, and is refused.
 
 Two things must not be frozen by keeping what a stream gives. What tells them apart from a stream that is only shuffled:
 
@@ -12,8 +12,8 @@ Two things must not be frozen by keeping what a stream gives. What tells them ap
   kept (`allow_random=True` says that it may be).
 - **Another choice in every epoch**, and random samples that draw from what cannot be seen. When a stream is kept whole,
   every sample that it may give is kept, in whatever order. So the first samples of the stream are read once more, under
-  other seeds (`changed`): each must be there already, bit for bit. A stream that draws its shards anew for each sample
-  (`resampled=True` of WebDataset) is known by its class: its epoch is cut out of something that never ends.
+  other seeds (`difference`): each must be there already, bit for bit. A stream that draws its shards anew for each
+  sample (`resampled=True` of WebDataset) is known by its class: its epoch is cut out of something that never ends.
 
 To find a sample among those that are kept, each has a `mark`: 64 bits made of the sums and the ends of its fields.
 """
@@ -35,7 +35,7 @@ from torch.utils.data import IterDataPipe
 from lightning_stocache.source.generators import Generators, owned_generators, reachable
 from lightning_stocache.source.probe import bits, is_pil
 
-__all__ = ["DrawsWatch", "begun", "changed", "check_stream", "draws_shards", "mark_of"]
+__all__ = ["DrawsWatch", "check_stream", "difference", "draws_shards", "iterate", "mark_of"]
 
 _FIRST = 32  # samples that are watched in any case
 _SHARE = 20  # at most this part of the source's time is for watching the others
@@ -83,11 +83,11 @@ def check_stream(source: Any, cached: type) -> None:
         raise TypeError(f"iterable must have __iter__, or be a function that makes an iterator; got a {kind}")
 
 
-def begun(source: Any) -> Iterator[Any]:
+def iterate(source: Any) -> Iterator[Any]:
     """A stream from its beginning.
 
     Example:
-        >>> list(begun(lambda: iter("ab"))), list(begun([1, 2]))
+        >>> list(iterate(lambda: iter("ab"))), list(iterate([1, 2]))
         (['a', 'b'], [1, 2])
     """
     return iter(source if hasattr(source, "__iter__") else source())
@@ -192,7 +192,7 @@ class DrawsWatch:
         return ended - self._began
 
 
-def changed(source: Any, known: Callable[[int], Iterable[Any]]) -> str | None:
+def difference(source: Any, known: Callable[[int], Iterable[Any]]) -> str | None:
     """Why the stream is not what was kept of it, in words, found by reading its first samples again; None if it is.
 
     The generators are put back to where they were.
@@ -205,7 +205,7 @@ def changed(source: Any, known: Callable[[int], Iterable[Any]]) -> str | None:
     state, began = generators.state(), time.monotonic()
     generators.seed(random.SystemRandom().getrandbits(31))
     try:
-        stream = begun(source)
+        stream = iterate(source)
         for number, sample in zip(range(_AGAIN), stream, strict=False):
             seen = bits(sample)
             if not any(bits(other) == seen for other in known(mark_of(sample))):

@@ -1,4 +1,4 @@
-"""What the values of an LMDB that others have written are, and how a sample is made of one. Nothing is unpickled."""
+"""What bytes stand for (the values of an LMDB, a file), and how a sample is made of them. Nothing is unpickled."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from typing import Any
 import numpy as np
 import torch
 
-__all__ = ["Decode", "decoder_of"]
+__all__ = ["Decode", "decoder_of", "image_of", "tensor_of"]
 
 Decode = Callable[[bytes], Any]
 """Makes a sample of the bytes of a value."""
@@ -55,15 +55,34 @@ class _TensorOf:
 
     def __call__(self, content: bytes) -> torch.Tensor:
         shape = (len(content) // self.dtype.itemsize,) if self.shape is None else self.shape
-        tensor = torch.empty(shape, dtype=self.dtype)
-        if tensor.nbytes != len(content):
-            raise ValueError(f"a tensor of {self.dtype} and shape {tuple(shape)} takes {tensor.nbytes} bytes")
-        if content:
-            np.copyto(tensor.reshape(-1).view(torch.uint8).numpy(), np.frombuffer(content, np.uint8))
-        return tensor
+        return tensor_of(content, self.dtype, shape)
 
 
-def _image(content: bytes) -> Any:
+def tensor_of(content: bytes | memoryview, dtype: torch.dtype, shape: Sequence[int]) -> torch.Tensor:
+    """A tensor with a copy of those bytes.
+
+    Raises:
+        ValueError: it takes more, or fewer.
+    """
+    tensor = torch.empty(tuple(shape), dtype=dtype)
+    if tensor.nbytes != len(content):
+        raise ValueError(f"a tensor of {dtype} and shape {tuple(shape)} takes {tensor.nbytes} bytes")
+    if content:
+        np.copyto(tensor.reshape(-1).view(torch.uint8).numpy(), np.frombuffer(content, np.uint8))
+    return tensor
+
+
+def image_of(content: bytes | memoryview, form: str = "rgb") -> Any:
+    """The image that a file holds.
+
+    Args:
+        content: of the file.
+        form: `rgb`, an image of PIL in RGB; `tensor`, uint8 of shape (channels, height, width), by torchvision.
+    """
+    if form == "tensor":
+        from torchvision.io import decode_image
+
+        return decode_image(torch.frombuffer(bytearray(content), dtype=torch.uint8))
     from PIL import Image
 
     return Image.open(io.BytesIO(content)).convert("RGB")
@@ -84,7 +103,7 @@ def _safetensors(content: bytes) -> dict[str, torch.Tensor]:
 
 
 _DECODERS: dict[str, Decode] = {
-    "image": _image,
+    "image": image_of,
     "bytes": _bytes,
     "text": _text,
     "json": json.loads,

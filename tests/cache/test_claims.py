@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import os
 import pickle
 import threading
+import time
 from collections.abc import Iterator
 from contextlib import contextmanager
 
@@ -131,3 +133,35 @@ def test_waiting_claims_take_turns(segment: Segment) -> None:
 
     call_many(by_two_threads, [()] * 3)
     assert segment.memory(0, 1)[0] == 120
+
+
+@pytest.mark.processes
+def test_what_is_no_deadlock_is_waited_for() -> None:
+    """A thread waits for a process that waits for another thread: the kernel refuses, and all come to an end."""
+    assert call(wait_in_a_circle) == 0
+
+
+def wait_in_a_circle() -> int:
+    claims, (told, tell) = Claims(Segment.create(64)), os.pipe()
+    if (child := os.fork()) == 0:
+        with claims.waiting(0):
+            os.write(tell, b"0")
+            time.sleep(0.3)
+            try:
+                with claims.waiting(1):
+                    os._exit(0)
+            except BaseException:
+                os._exit(1)
+
+    def hold() -> None:
+        with claims.waiting(1):
+            os.read(told, 1)
+            time.sleep(0.8)
+
+    holding = threading.Thread(target=hold)
+    holding.start()
+    time.sleep(0.1)
+    with claims.waiting(0):
+        pass
+    holding.join()
+    return os.waitstatus_to_exitcode(os.waitpid(child, 0)[1])

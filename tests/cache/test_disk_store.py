@@ -396,6 +396,17 @@ def test_a_disk_of_another_machine_is_refused(tmp_path: Path, monkeypatch: Any) 
         check_directory(str(tmp_path))
 
 
+@pytest.mark.parametrize("name", ["data", "two words", "größe", "数据"])
+def test_the_filesystem_of_a_directory_of_any_name_is_known(tmp_path: Path, monkeypatch: Any, name: str) -> None:
+    """The kernel writes a space in octal digits, and letters that are no ASCII as they are."""
+    mount = str(tmp_path / name).replace(" ", "\\040")
+    lines = ["1 0 0:1 / / rw - ext4 disk rw", f"2 1 0:2 / {mount} rw,noatime shared:1 - nfs4 host:/data rw"]
+    (tmp_path / "mounts").write_text("\n".join(lines))
+    monkeypatch.setattr(disk_module, "MOUNTS", str(tmp_path / "mounts"))
+    assert disk_module.filesystem_of(str(tmp_path / name / "caches")) == "nfs4"
+    assert disk_module.filesystem_of(str(tmp_path)) == "ext4"
+
+
 def test_a_directory_is_made_for_this_user_alone(tmp_path: Path) -> None:
     """If its parent is there."""
     path = check_directory(str(tmp_path / "caches"))

@@ -13,6 +13,7 @@ import torch
 
 from lightning_stocache.cache.records import RecordCodec
 from lightning_stocache.cache.spec import SampleMismatchError, SampleSpec
+from lightning_stocache.cache.store import NO_PLACE, divide_turns, lookup_near
 from lightning_stocache.cache.stream_decision import Decision
 from lightning_stocache.cache.stream_ledger import Shard, StreamLedger, Totals
 from lightning_stocache.cache.stream_order import Chain, StreamOrder
@@ -38,6 +39,9 @@ def test_what_is_kept_is_in_the_order_of_the_shards() -> None:
         assert list(kept.read(kept.lookup(np.arange(6)))) == [0, 1, 2, 10, 11, 12]
         assert kept.shards.tolist() == [0, 0, 0, 1, 1, 1]
         assert [list(store.marked(mark)) for mark in (11, 5)] == [[11], []]
+        places, found = lookup_near(kept, [5, 6, -1])
+        assert (places[1], found.tolist()) == (NO_PLACE, [0, 2])
+        assert divide_turns(kept, [6]) == ([6], [])
 
 
 def test_rows_become_records_with_all_that_was_kept() -> None:
@@ -58,6 +62,21 @@ def test_rows_become_records_with_all_that_was_kept() -> None:
         assert [len(sample) for sample in samples] == [3] * 20 + [4]
         assert [float(sample[0]) for sample in samples[:20]] == list(map(float, range(20)))
         assert [float(sample[0]) for sample in store.marked(7)] == [7.0]
+
+
+def test_rows_become_records_where_more_have_passed_than_there_are_places() -> None:
+    """Samples that found no room have a number and no entry; those that are kept are found."""
+    shard = Shard()
+    with closing(StreamStore.create(1 << 16)) as store:
+        epoch = store.ledger.begin(shard)
+        store.lay_out(SampleSpec.infer(0))
+        for number in range(5000):
+            store.keep(shard, epoch, number, number)
+        before = store.filled
+        assert store.to_records()
+        assert isinstance(store.codec, RecordCodec)
+        assert 0 < store.filled <= before < 5000
+        assert list(store.marked(7)) == [7]
 
 
 def test_an_epoch_that_is_over_keeps_nothing() -> None:
@@ -178,6 +197,5 @@ def test_a_decision_is_taken_once() -> None:
         epoch = ledger.begin(Shard(key=3))
         assert decision.of(epoch, lambda: decide("stream")) == "cache"
         assert len(asked) == 2
-        assert decision.pass_by()
-        assert not decision.pass_by()
+        assert [decision.pass_by(), decision.pass_by()] == ["cache", "pass"]
         assert decision.mode == "pass"

@@ -262,6 +262,13 @@ def test_records_are_loaded_once_where_all_have_room(opened):
     ]
 
 
+def test_an_epoch_does_not_wait_for_records_that_have_no_room(opened, caplog):
+    """Later records are larger than the first ones: fewer than the minimum fit, and training goes on with these."""
+    pool = opened([texts(number // 5) for number in range(300)], 60_000, fillers=1, minimum=256, shuffle=False)
+    assert 0 < len(pool.begin_epoch()) < 256
+    assert pool.stats().evicted > 0
+
+
 # ---- what goes wrong ----
 
 
@@ -466,6 +473,18 @@ def test_arguments_that_break_a_rule(arguments, message):
     """They are refused before anything is opened."""
     with pytest.raises(ValueError, match=message):
         RollingCache(**({"source": Numbers(), "budget": "1MiB"} | arguments))
+
+
+@pytest.mark.parametrize("index", [10**7, -(10**7)])
+def test_an_index_outside_is_an_index_error(opened, index):
+    """By itself and in a batch."""
+    pool = opened(spec=SPEC, budget=60 * EACH, minimum=1)
+    with RollingWriter.attach(pool.handle) as writer:
+        writer.append((torch.zeros(WORDS, dtype=torch.int64), 0))
+    with pytest.raises(IndexError, match="out of range"):
+        pool[index]
+    with pytest.raises(IndexError):
+        pool.__getitems__([0, index])
 
 
 def test_what_is_cached_already_is_refused():

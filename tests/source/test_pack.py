@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import multiprocessing
 import os
 import random
 import shutil
@@ -90,6 +91,18 @@ def test_the_source_comes_out_and_each_index_is_read_once(tmp_path: Path, worker
     assert pack(source, tmp_path / "x.lmdb", workers=workers) == 0
     assert reads_of(tmp_path / "reads") == Counter(range(LENGTH))
     assert sorted(path.name for path in tmp_path.iterdir()) == ["reads", "x.lmdb"]
+
+
+@pytest.mark.processes
+@pytest.mark.parametrize("method", ["spawn", "forkserver"])
+def test_workers_are_started_in_any_way(tmp_path: Path, method: str) -> None:
+    """The parent of a worker may be a fork server: it is none that has ended."""
+    assert call(pack_with, method, tmp_path / "packed.lmdb") == 8
+
+
+def pack_with(method: str, path: Path) -> int:
+    multiprocessing.set_start_method(method, force=True)
+    return pack([torch.full((2,), number) for number in range(8)], path, workers=2)
 
 
 @pytest.mark.processes

@@ -12,7 +12,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 from PIL import Image
 
-from lightning_stocache.source.stream import DrawsWatch, begun, changed, mark_of
+from lightning_stocache.source.stream import DrawsWatch, difference, iterate, mark_of
 
 LEAVES = st.one_of(st.integers(), st.floats(allow_nan=False), st.text(), st.binary(), st.booleans(), st.none())
 SAMPLES = st.recursive(LEAVES, lambda inner: st.lists(inner) | st.dictionaries(st.text(), inner), max_leaves=8)
@@ -94,7 +94,7 @@ def test_draws_between_samples_are_nobodys() -> None:
 def test_reading_again_leaves_nothing_behind() -> None:
     """The generators go on where they were."""
     state = torch.get_rng_state()
-    assert changed(lambda: iter([torch.rand(2)]), lambda mark: []) is not None
+    assert difference(lambda: iter([torch.rand(2)]), lambda mark: []) is not None
     assert torch.equal(torch.get_rng_state(), state)
 
 
@@ -104,6 +104,6 @@ def test_a_stream_that_cannot_be_read_again_has_changed() -> None:
     def failing() -> Any:
         raise OSError("gone")
 
-    assert "gone" in str(changed(failing, lambda mark: []))
+    assert "gone" in str(difference(failing, lambda mark: []))
     with pytest.raises(OSError, match="gone"):
-        begun(failing)
+        iterate(failing)
