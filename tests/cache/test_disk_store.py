@@ -291,6 +291,31 @@ def test_a_disk_that_stands_still_is_not_waited_for(disk: Disk, monkeypatch: Any
     store.close()
 
 
+def test_what_waits_for_a_disk_that_stands_still_is_loaded(disk: Disk, monkeypatch: Any) -> None:
+    """It is waited for once, not for each sample; nor is it taken for what another process is loading."""
+    store, blocked, waits = disk.open(), threading.Event(), []
+    real_store, real_wait = files.store, threading.Condition.wait_for
+
+    def hang(data: int, offset: int, *parts: memoryview) -> None:
+        blocked.wait(20)
+        real_store(data, offset, *parts)
+
+    def wait(self: threading.Condition, *args: Any) -> Any:
+        waits.append(args)
+        return real_wait(self, *args)
+
+    monkeypatch.setattr(files, "store", hang)
+    monkeypatch.setattr(threading.Condition, "wait_for", wait)
+    assert all(store.fill(index, disk.sample(index)) for index in ALL[:5])
+    for index in ALL[:5]:
+        store.recall([index])
+    assert len(waits) == 1
+    assert store.turns.take(ALL[:5]) == ALL[:5]
+    blocked.set()
+    store.close()
+    assert disk.served() == ALL[:5]
+
+
 def kill_while_filling(directory: str, layout: str, ready: Any) -> None:
     disk = Disk(Path(directory), layout)
     store = disk.open()
