@@ -232,6 +232,19 @@ def test_what_the_disk_refuses_is_not_stored(disk: Disk, error: int, monkeypatch
     store.close()
 
 
+def test_a_disk_that_others_have_filled_is_tried_again(disk: Disk, monkeypatch: Any, caplog: Any) -> None:
+    """As long as there is too little room nothing is stored; when others have made room, it is."""
+    store, now, free = disk.open(), [time.monotonic()], [0]
+    monkeypatch.setattr(disk_module.DiskSegment, "free_bytes", property(lambda segment: free[0]))
+    monkeypatch.setattr(time, "monotonic", lambda: now[0])
+    assert not any(store.fill(index, disk.sample(index)) for index in ALL)
+    assert "the disk (0 B free" in caplog.text
+    free[0], now[0] = 2**40, now[0] + 60
+    assert all(store.fill(index, disk.sample(index)) for index in ALL)
+    store.close()
+    assert disk.served() == ALL
+
+
 def test_a_block_that_cannot_be_read_is_loaded_again(disk: Disk, monkeypatch: Any, caplog: Any) -> None:
     """An error of the disk is no error of the training; its slot is empty, and the disk is left alone for a while."""
     disk.fill()
