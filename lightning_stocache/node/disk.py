@@ -11,6 +11,7 @@ Files on other machines' disks are refused: a mapping shows a machine only what 
 from __future__ import annotations
 
 import os
+import re
 import tempfile
 
 import lightning_stocache.node.files as files
@@ -28,6 +29,7 @@ _REMOTE = {
 }
 """Filesystems of other machines, as /proc/self/mountinfo calls them."""
 
+_OCTAL = re.compile(r"\\([0-7]{3})")
 _ELSEWHERE = "Give a directory on a disk of this machine, or leave dir= away for a cache in memory"
 
 
@@ -117,13 +119,13 @@ def filesystem_of(path: str) -> str:
     """The kind of filesystem that a directory lies on, empty where that cannot be known."""
     path, longest, kind = os.path.realpath(path), -1, ""
     try:
-        with open("/proc/self/mountinfo", encoding="utf-8", errors="replace") as file:
-            lines = file.read().splitlines()
+        with open("/proc/self/mountinfo", "rb") as file:
+            lines = file.read().split(b"\n")
     except OSError:
         return ""
-    for line in lines:
-        place, _, what = line.partition(" - ")
-        mount = place.split()[4].encode().decode("unicode_escape")  # a space in it is written \040
+    for line in filter(None, lines):
+        place, _, what = os.fsdecode(line).partition(" - ")
+        mount = _OCTAL.sub(lambda code: chr(int(code[1], 8)), place.split(" ")[4])  # a space in it is written \040
         if len(mount) >= longest and os.path.commonpath([mount, path]) == mount:
             longest, kind = len(mount), what.split()[0]
     return kind
