@@ -79,6 +79,10 @@ class Claims:
                 del self._taken[slot]
         return locked
 
+    def holds(self, slot: int) -> bool:
+        """Whether a slot is this process's, of whichever of its threads."""
+        return slot in self._taken
+
     def give_up(self, slot: int) -> None:
         """Give a slot up that is ours."""
         self._segment.unlock(slot)

@@ -142,7 +142,8 @@ class DiskStore(SegmentStore[Codec]):
     @property
     def is_readable(self) -> npt.NDArray[np.bool_]:
         """Which slots can be read now, bool `[slots]`."""
-        return self.is_filled & self._proof.trusted_slots
+        # Closed, too, it has as many as before: who ends an epoch asks, and an exception may have closed it by then.
+        return self.is_filled & self._proof.trusted_slots if self._proof.is_whole else self.is_filled
 
     @property
     def memory_bytes(self) -> int:

@@ -9,7 +9,8 @@ the cache could have if all else stayed as it is; the lowest value that any proc
 segment's header, and is the measure for all of them. It is never raised: a process that starts in a quiet moment would
 fill too much.
 
-Of a store on a disk, it is the disk whose free bytes count, in the same way.
+Of a store on a disk, it is the disk whose free bytes count, as they are now: where others make room again, filling
+goes on.
 
 A look costs 0.1 ms. A process takes one after a small part of what is left has been filled, so that many processes that
 fill at once do not overrun it, and at least ten times a second.
@@ -56,13 +57,20 @@ class Shortage:
         allocated = self._segment.allocated_bytes
         with self._segment.numbers as numbers:
             keep = numbers[0] or _LEAST
-            lowest = numbers[1] = max(min(free + allocated, numbers[1] or 2**62), 1)
+            seen = 0 if self._on_disk else numbers[1]
+            lowest = numbers[1] = max(min(free + allocated, seen or 2**62), 1)
         left = lowest - allocated - keep
         self._unseen, self._until = left // _SHARE, now + _EVERY
         if left >= nbytes:
             return None
         least = max(lowest - allocated, 0)
+        if self._on_disk:
+            return f"{name} ({format_bytes(least)} free, {format_bytes(keep)} kept for others)"
         return f"{name} (at times {format_bytes(least)} free, {format_bytes(keep)} kept for the training)"
+
+    @property
+    def _on_disk(self) -> bool:
+        return isinstance(self._segment, DiskSegment)
 
     def _measured(self) -> tuple[int, str] | None:
         """Bytes that are free, and where."""

@@ -180,8 +180,8 @@ class TieredStore:
 
     @property
     def fill_fraction(self) -> float:
-        """How much of what there is on the disk is filled."""
-        return self.disk.fill_fraction
+        """How much of what there is on the disk is filled; of what is written later, how many of its samples."""
+        return self.filled / max(len(self), 1) if self.write_back else self.disk.fill_fraction
 
     @property
     def capacity(self) -> int:

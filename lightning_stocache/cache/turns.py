@@ -4,8 +4,8 @@ Without more ado two processes that miss the same sample both load it, and one s
 each index is drawn once an epoch. Four trials of a sweep draw the same indices in the same order. So they take turns: a
 slot is claimed before its sample is loaded, not only before it is stored, and who finds it claimed loads something
 else, and waits for it then. Nobody waits while he has a claim himself, so nobody waits for ever; a claim goes with its
-process. Who has waited in vain for one (its process was stopped, or takes very long) loads the sample too, and does
-not wait again for a while.
+process. Who has waited in vain for one (its process was stopped, takes very long, or writes to a disk that stands
+still) loads the sample too, and does not wait again for a while, which is twice as long each time.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ __all__ = ["Turns"]
 
 log = logging.getLogger(__name__)
 
-_PATIENCE, _REST = 30.0, 60.0  # seconds that one waits for others, and for which one does not after that
+_PATIENCE, _REST = 30.0, 60.0  # seconds that one waits for others, and for which one does not after the first time
 _FIRST_PAUSE, _LONGEST_PAUSE = 0.0002, 0.01
 
 
@@ -49,10 +49,10 @@ class Turns:
         self.are_taken = segment.path is not None
         self._claims, self._slots, self._slot_of = claims, slots, arc.slot_within
         self._mine: dict[int, int] = {}  # by slot, the thread whose turn it is
-        self._impatient_until = 0.0
+        self._impatient_until, self._rest = 0.0, _REST
 
     def take(self, indices: Iterable[int]) -> list[int]:
-        """Those of the indices that nobody else is loading: they are to be stored now, or given up."""
+        """Those of the indices that no other process is loading: they are to be stored now, or given up."""
         return [index for index in indices if self._take(self._slot_of(index))]
 
     def give_up(self, indices: Iterable[int]) -> None:
@@ -73,7 +73,8 @@ class Turns:
         for slot in map(self._slot_of, indices):
             while slot != NO_SLOT and self._slots.state_bytes[slot] != READY and not self._is_free(slot):
                 if time.monotonic() > end:
-                    self._impatient_until = time.monotonic() + _REST
+                    self._impatient_until = time.monotonic() + self._rest
+                    self._rest *= 2
                     log.warning(
                         "another process has been loading a sample for %.0f s: it is loaded here, too", _PATIENCE
                     )
@@ -86,7 +87,8 @@ class Turns:
         if slot == NO_SLOT or self._slots.state_bytes[slot] == READY or slot in self._mine:
             return True
         if not self._claims.take(slot):
-            return False
+            # What waits here for a disk is not waited for: the disk may stand still.
+            return self._claims.holds(slot)
         self._mine[slot] = threading.get_ident()
         return True
 

@@ -2,8 +2,8 @@
 
 What waits is copied, because who loaded a sample may change it, and is bounded. Where the disk is slower than the
 source, or stands still, the queue is full: who comes then waits for a tenth of a second, at most once a second, and
-then goes on without. Such a sample is loaded again in the next epoch. A process that ends gives the thread a few
-seconds for what is left; so does who closes the store.
+then goes on without. So does who wants a sample that is still waiting. Such a sample is loaded again. A process that
+ends gives the thread a few seconds for what is left; so does who closes the store.
 
 A forked child begins with an empty queue, for the thread is its parent's. The thread ends with the store.
 """
@@ -55,7 +55,7 @@ class WriteBehind:
         self._waiting: set[int] = set()
         self._waiting_bytes = 0
         self._thread: threading.Thread | None = None
-        self._full_until = 0.0
+        self._slow_until = 0.0
 
     def put(self, number: int, contents: Sequence[memoryview]) -> bool:
         """Have a sample stored, soon; False if too much is waiting already, and the disk does not get on."""
@@ -85,23 +85,27 @@ class WriteBehind:
             return not self._waiting
 
     def wait_for(self, numbers: Iterable[int]) -> bool:
-        """Wait for a moment until none of those is waiting to be stored; whether one was."""
+        """Wait for a moment, at most once a second, until none of those is waiting to be stored; whether one was."""
         if self._pid != os.getpid() or not self._waiting or self._waiting.isdisjoint(wanted := set(numbers)):
             return False
         with self._changed:
-            self._changed.wait_for(lambda: self._waiting.isdisjoint(wanted), _PATIENCE)
+            self._waited(lambda: self._waiting.isdisjoint(wanted))
         return True
 
     def _has_room(self, nbytes: int) -> bool:
         """Whether so many bytes may wait, too; a disk that is only busy for a moment is waited for."""
         if not self._waiting or self._waiting_bytes + nbytes <= QUEUE_BYTES:
             return True
+        return self._waited(lambda: self._waiting_bytes + nbytes <= QUEUE_BYTES or not self._waiting)
+
+    def _waited(self, enough: Callable[[], bool]) -> bool:
+        """Wait for a moment until the thread has got on enough; not again soon after it was in vain."""
         now = time.monotonic()
-        if now < self._full_until:
-            return False
-        if self._changed.wait_for(lambda: self._waiting_bytes + nbytes <= QUEUE_BYTES or not self._waiting, _PATIENCE):
+        if now < self._slow_until:
+            return enough()
+        if self._changed.wait_for(enough, _PATIENCE):
             return True
-        self._full_until = now + _REST
+        self._slow_until = now + _REST
         return False
 
     def _start(self) -> None:

@@ -12,7 +12,6 @@ from __future__ import annotations
 
 import os
 import re
-import sys
 import tempfile
 
 import lightning_stocache.node.files as files
@@ -30,9 +29,7 @@ _REMOTE = {
 }
 """Filesystems of other machines, as /proc/self/mountinfo calls them."""
 
-MOUNTS = "/proc/self/mountinfo"
-_ESCAPED = re.compile(r"\\([0-7]{3})")  # a space in a path is written \040; what is no ASCII stands as it is
-
+_OCTAL = re.compile(r"\\([0-7]{3})")
 _ELSEWHERE = "Give a directory on a disk of this machine, or leave dir= away for a cache in memory"
 
 
@@ -122,13 +119,13 @@ def filesystem_of(path: str) -> str:
     """The kind of filesystem that a directory lies on, empty where that cannot be known."""
     path, longest, kind = os.path.realpath(path), -1, ""
     try:
-        with open(MOUNTS, encoding=sys.getfilesystemencoding(), errors="surrogateescape") as file:
-            lines = file.read().splitlines()
+        with open("/proc/self/mountinfo", "rb") as file:
+            lines = file.read().split(b"\n")
     except OSError:
         return ""
-    for line in lines:
-        place, _, what = line.partition(" - ")
-        mount = _ESCAPED.sub(lambda found: chr(int(found[1], 8)), place.split()[4])
+    for line in filter(None, lines):
+        place, _, what = os.fsdecode(line).partition(" - ")
+        mount = _OCTAL.sub(lambda code: chr(int(code[1], 8)), place.split(" ")[4])  # a space in it is written \040
         if len(mount) >= longest and os.path.commonpath([mount, path]) == mount:
             longest, kind = len(mount), what.split()[0]
     return kind

@@ -102,7 +102,7 @@ def divide_disk(
     """
     nothing = Reserve()
     division = _divide(requests, codecs, budgets, 1, free, [nothing] * len(requests), nothing, SUM_BYTES)
-    kept = max((free.filesystem or 0) // 100, 64 * _MIB)
+    kept = max((free.filesystem or 0) // 100, 16 * _MIB)  # no more than `grant` has left, or the end found no room
     return replace(division, keep_free=(kept,) * len(requests))
 
 

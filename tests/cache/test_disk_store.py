@@ -234,6 +234,19 @@ def test_what_the_disk_refuses_is_not_stored(disk: Disk, error: int, monkeypatch
     store.close()
 
 
+def test_a_disk_that_others_have_filled_is_tried_again(disk: Disk, monkeypatch: Any, caplog: Any) -> None:
+    """As long as there is too little room nothing is stored; when others have made room, it is."""
+    store, now, free = disk.open(), [time.monotonic()], [0]
+    monkeypatch.setattr(disk_module.DiskSegment, "free_bytes", property(lambda segment: free[0]))
+    monkeypatch.setattr(time, "monotonic", lambda: now[0])
+    assert not any(store.fill(index, disk.sample(index)) for index in ALL)
+    assert "the disk (0 B free" in caplog.text
+    free[0], now[0] = 2**40, now[0] + 60
+    assert all(store.fill(index, disk.sample(index)) for index in ALL)
+    store.close()
+    assert disk.served() == ALL
+
+
 def test_a_block_that_cannot_be_read_is_loaded_again(disk: Disk, monkeypatch: Any, caplog: Any) -> None:
     """An error of the disk is no error of the training; its slot is empty, and the disk is left alone for a while."""
     disk.fill()
@@ -319,6 +332,31 @@ def test_a_file_is_not_closed_below_a_thread_that_writes(disk: Disk, monkeypatch
     gc.collect()  # the thread and the store know each other
 
 
+def test_what_waits_for_a_disk_that_stands_still_is_loaded(disk: Disk, monkeypatch: Any) -> None:
+    """It is waited for once, not for each sample; nor is it taken for what another process is loading."""
+    store, blocked, waits = disk.open(), threading.Event(), []
+    real_store, real_wait = files.store, threading.Condition.wait_for
+
+    def hang(data: int, offset: int, *parts: memoryview) -> None:
+        blocked.wait(20)
+        real_store(data, offset, *parts)
+
+    def wait(self: threading.Condition, *args: Any) -> Any:
+        waits.append(args)
+        return real_wait(self, *args)
+
+    monkeypatch.setattr(files, "store", hang)
+    monkeypatch.setattr(threading.Condition, "wait_for", wait)
+    assert all(store.fill(index, disk.sample(index)) for index in ALL[:5])
+    for index in ALL[:5]:
+        store.recall([index])
+    assert len(waits) == 1
+    assert store.turns.take(ALL[:5]) == ALL[:5]
+    blocked.set()
+    store.close()
+    assert disk.served() == ALL[:5]
+
+
 def kill_while_filling(directory: str, layout: str, ready: Any) -> None:
     disk = Disk(Path(directory), layout)
     store = disk.open()
@@ -396,14 +434,15 @@ def test_a_disk_of_another_machine_is_refused(tmp_path: Path, monkeypatch: Any) 
         check_directory(str(tmp_path))
 
 
-@pytest.mark.parametrize("name", ["data", "two words", "größe", "数据"])
-def test_the_filesystem_of_a_directory_of_any_name_is_known(tmp_path: Path, monkeypatch: Any, name: str) -> None:
-    """The kernel writes a space in octal digits, and letters that are no ASCII as they are."""
-    mount = str(tmp_path / name).replace(" ", "\\040")
-    lines = ["1 0 0:1 / / rw - ext4 disk rw", f"2 1 0:2 / {mount} rw,noatime shared:1 - nfs4 host:/data rw"]
-    (tmp_path / "mounts").write_text("\n".join(lines))
-    monkeypatch.setattr(disk_module, "MOUNTS", str(tmp_path / "mounts"))
-    assert disk_module.filesystem_of(str(tmp_path / name / "caches")) == "nfs4"
+@pytest.mark.parametrize("name", ["plain", "with space", "données", "back\\slash", "new\nline", "\udcff"])
+def test_a_disk_is_found_by_any_name(name: str, tmp_path: Path, monkeypatch: Any) -> None:
+    """The system writes blanks and backslashes in octal, and all else as the bytes that they are."""
+    shown = os.fsencode(str(tmp_path / name)).replace(b"\\", b"\\134").replace(b" ", b"\\040").replace(b"\n", b"\\012")
+    table = tmp_path / "table"
+    table.write_bytes(b"21 1 0:1 / / rw - ext4 none rw\n22 21 0:2 / " + shown + b" rw - nfs4 none rw\n")
+    real = open
+    monkeypatch.setattr("builtins.open", lambda file, *args, **more: real(table, *args, **more))
+    assert disk_module.filesystem_of(str(tmp_path / name)) == "nfs4"
     assert disk_module.filesystem_of(str(tmp_path)) == "ext4"
 
 
