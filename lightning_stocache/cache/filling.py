@@ -36,6 +36,7 @@ __all__ = ["Filling", "Slots"]
 
 log = logging.getLogger(__name__)
 
+_SYNC = -1  # stands for no slot, but for a call of fdatasync, behind all that waits
 _RETRY_SECONDS = 10.0  # after a shortage: memory seldom comes back at once, and each try costs system calls
 
 
@@ -156,7 +157,11 @@ class Filling:
 
     def flush(self) -> bool:
         """Wait until what was handed to a thread is stored, but not for long; whether all of it is."""
-        return self._behind is None or self._behind.flush()
+        if self._behind is None:
+            return True
+        if self._proof is not None and self._proof.sync_seconds:
+            self._behind.put(_SYNC, [])
+        return self._behind.flush()
 
     def _publish(self, slot: int, contents: Sequence[memoryview]) -> bool | None:
         """Store a sample into a slot that is claimed, and have it read; False without memory, None without room."""
@@ -173,6 +178,10 @@ class Filling:
 
     def _publish_later(self, slot: int, contents: Sequence[memoryview]) -> None:
         """Store a sample, on the thread, which has the claim on its slot."""
+        if slot == _SYNC:
+            self._synced = -float("inf")
+            self._sync()
+            return
         try:
             self._lost += not self._publish(slot, contents)
         except ValueError:  # the store was closed meanwhile

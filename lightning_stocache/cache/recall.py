@@ -118,7 +118,9 @@ def _work(recall: weakref.ref[Recall], jobs: SimpleQueue[_Job | None]) -> None:
     """Look at what is asked for, by one that may go meanwhile."""
     while (job := jobs.get()) is not None:
         slots, done = job
-        if (this := recall()) is not None:
-            this.look(slots)
-        del this
-        done.set()
+        try:
+            if (this := recall()) is not None:
+                this.look(slots)
+            del this
+        finally:
+            done.set()

@@ -184,7 +184,11 @@ def divide_turns(store: SampleStore, indices: Sequence[int]) -> tuple[list[int],
     if not store.turns.are_taken:
         return list(indices), []
     mine = store.turns.take(indices)
-    stored = {mine[number] for number in lookup_near(store, mine)[1].tolist()} if mine else set()
+    try:
+        stored = {mine[number] for number in lookup_near(store, mine)[1].tolist()} if mine else set()
+    except BaseException:
+        store.turns.give_up(mine)
+        raise
     store.turns.give_up(stored)
     here = set(mine) - stored
     return [index for index in indices if index in here], [index for index in indices if index not in here]

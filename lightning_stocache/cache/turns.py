@@ -11,6 +11,7 @@ still) loads the sample too, and does not wait again for a while, which is twice
 from __future__ import annotations
 
 import logging
+import os
 import threading
 import time
 from collections.abc import Iterable, Sequence
@@ -26,6 +27,7 @@ __all__ = ["Turns"]
 log = logging.getLogger(__name__)
 
 _PATIENCE, _REST = 30.0, 60.0  # seconds that one waits for others, and for which one does not after the first time
+_NOBODY = (0, 0)
 _FIRST_PAUSE, _LONGEST_PAUSE = 0.0002, 0.01
 
 
@@ -48,7 +50,7 @@ class Turns:
     def __init__(self, segment: Segment, claims: Claims, slots: StatedSlots, arc: Arc) -> None:
         self.are_taken = segment.path is not None
         self._claims, self._slots, self._slot_of = claims, slots, arc.slot_within
-        self._mine: dict[int, int] = {}  # by slot, the thread whose turn it is
+        self._mine: dict[int, tuple[int, int]] = {}  # by slot, the process and the thread whose turn it is
         self._impatient_until, self._rest = 0.0, _REST
 
     def take(self, indices: Iterable[int]) -> list[int]:
@@ -63,7 +65,7 @@ class Turns:
 
     def ends(self, slot: int) -> bool:
         """Whether it is this thread's turn at a slot, which ends now; the claim is still there."""
-        return self._mine.get(slot) == threading.get_ident() and self._mine.pop(slot, None) is not None
+        return bool(self._mine) and self._mine.get(slot) == _here() and self._mine.pop(slot, None) is not None
 
     def wait(self, indices: Sequence[int]) -> bool:
         """Wait until nobody is loading those indices; False if that takes too long."""
@@ -84,12 +86,12 @@ class Turns:
         return True
 
     def _take(self, slot: int) -> bool:
-        if slot == NO_SLOT or self._slots.state_bytes[slot] == READY or slot in self._mine:
+        if slot == NO_SLOT or self._slots.state_bytes[slot] == READY or self._mine.get(slot, _NOBODY)[0] == os.getpid():
             return True
         if not self._claims.take(slot):
             # What waits here for a disk is not waited for: the disk may stand still.
             return self._claims.holds(slot)
-        self._mine[slot] = threading.get_ident()
+        self._mine[slot] = _here()
         return True
 
     def _is_free(self, slot: int) -> bool:
@@ -97,3 +99,8 @@ class Turns:
             return False
         self._claims.give_up(slot)
         return True
+
+
+def _here() -> tuple[int, int]:
+    """This process and this thread: a forked child has the numbers of its parent's turns, and none of its claims."""
+    return os.getpid(), threading.get_ident()

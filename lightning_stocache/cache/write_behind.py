@@ -65,11 +65,12 @@ class WriteBehind:
         with self._changed:
             if not self._has_room(nbytes):
                 return False
+            sample = number, [memoryview(bytearray(part)) for part in contents], nbytes
             self._waiting.add(number)
             self._waiting_bytes += nbytes
-        self._samples.put((number, [memoryview(bytearray(part)) for part in contents], nbytes))
-        if self._thread is None:
-            self._start()
+            self._samples.put(sample)
+            if self._thread is None:
+                self._start()
         return True
 
     def flush(self) -> bool:

@@ -135,6 +135,8 @@ def check_disk(directory: str | None, memory: Budget, write: Write, sync: float 
         TypeError: the directory is no path.
         ValueError: there is memory for what lies on no disk, or a choice or number is none.
     """
+    if sync is not None and directory is None:
+        raise ValueError(f"sync={sync!r} is for a cache on a disk: give dir= too")
     if sync is not None and (type(sync) not in (int, float) or not 0 < sync < float("inf")):
         raise ValueError(f"sync must be a number of seconds, or None for never, got {sync!r}")
     if write not in get_args(Write):

@@ -230,8 +230,8 @@ class Blind:
                 raise FileNotFoundError(errno.ENOENT, "No such file or directory", handle.data)
             return attach(handle)
 
-        def note(*arguments: Any) -> Segment:
-            segment = create(*arguments)
+        def note(*arguments: Any, **more: Any) -> Segment:
+            segment = create(*arguments, **more)
             made.append(segment.path)
             return segment
 
