@@ -111,11 +111,11 @@ def test_a_failure_half_way_leaves_nothing(monkeypatch: pytest.MonkeyPatch) -> N
     """The second request's segment cannot be made: the first one's memory is given back, and the error is told."""
     create, made = Segment.create, []
 
-    def create_three(size: int, *rest: Any) -> Segment:
+    def create_three(size: int, *rest: Any, **more: Any) -> Segment:
         if len(made) == 3:
             raise OSError(errno.ENOSPC, "No space left on device")
         made.append(size)
-        return create(size, *rest)
+        return create(size, *rest, **more)
 
     monkeypatch.setattr(Segment, "create", create_three)
     requests = [CacheRequest(CountedSource(LENGTH), ""), CacheRequest(CountedSource(LENGTH), "")]
