@@ -22,11 +22,11 @@ from lightning_stocache.cache.placement import NO_SLOT, Arc
 from lightning_stocache.cache.slots import READY
 from lightning_stocache.node.segment import Segment
 
-__all__ = ["Turns"]
+__all__ = ["PATIENCE", "Turns"]
 
 log = logging.getLogger(__name__)
 
-_PATIENCE, _REST = 30.0, 60.0  # seconds that one waits for others, and for which one does not after the first time
+PATIENCE, _REST = 30.0, 60.0  # seconds that one waits for others, and for which one does not after the first time
 _NOBODY = (0, 0)
 _FIRST_PAUSE, _LONGEST_PAUSE = 0.0002, 0.01
 
@@ -71,14 +71,14 @@ class Turns:
         """Wait until nobody is loading those indices; False if that takes too long."""
         if time.monotonic() < self._impatient_until:
             return False
-        end, pause = time.monotonic() + _PATIENCE, _FIRST_PAUSE
+        end, pause = time.monotonic() + PATIENCE, _FIRST_PAUSE
         for slot in map(self._slot_of, indices):
             while slot != NO_SLOT and self._slots.state_bytes[slot] != READY and not self._is_free(slot):
                 if time.monotonic() > end:
                     self._impatient_until = time.monotonic() + self._rest
                     self._rest *= 2
                     log.warning(
-                        "another process has been loading a sample for %.0f s: it is loaded here, too", _PATIENCE
+                        "another process has been loading a sample for %.0f s: it is loaded here, too", PATIENCE
                     )
                     return False
                 time.sleep(pause)
