@@ -13,8 +13,8 @@ Trusted is also what the job has stored itself. Later reads go through the mappi
 from __future__ import annotations
 
 import struct
-from collections.abc import Iterable, Sequence
-from typing import Any, Protocol
+from collections.abc import Iterable
+from typing import Any
 
 import numpy as np
 import numpy.typing as npt
@@ -31,13 +31,6 @@ SUM_BYTES = 8
 
 _SUM = struct.Struct("<Q")
 _ABOUT = struct.Struct("<16sqQ")  # token, index, bytes
-
-
-class FetchedSlots(Protocol):
-    """Slots whose bytes can be read through the file."""
-
-    def fetch(self, slot: int) -> Sequence[bytes] | None:
-        """The parts of the sample in a slot; None if it can hold none. Or raise OSError (EIO)."""
 
 
 def sums_bytes(slots: int) -> int:
@@ -73,13 +66,7 @@ class Proof:
         Raises:
             OSError: there is no room for it.
         """
-        trusted = Segment.create(slots)
-        try:
-            trusted.reserve(0, slots)
-        except OSError:
-            trusted.close()
-            raise
-        return trusted
+        return Segment.create(slots, reserved=slots)
 
     @property
     def is_whole(self) -> bool:

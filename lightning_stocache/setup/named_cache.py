@@ -104,9 +104,7 @@ def open_cache(
         opened = open_named(request.name, *layout, request.dir, _mender(request, codec))
         cache = _over(request, codec, *opened)
     except OSError:
-        clean(
-            request.name, request.dir
-        )  # unless another job uses it: an empty cache of this size is no use to the next one
+        clean(request.name, request.dir)  # unless another job uses it: empty, and of this size, it is no use
         raise
     try:
         _compare(request, cache, budget, arc.slots)

@@ -120,13 +120,10 @@ def open_stream(
             log.warning("a stream is kept on one node only: on %d it passes through uncached", len(group.nodes))
         budget = Budget.parse(0)
     made: list[OpenStream] = []
-    try:
-        for kind in dict.fromkeys((None, "file") if backend == "auto" else (backend, "file")):
-            failed = _make_and_attach(made, budget, group, kind, kept_back)
-            if failed is None:
-                return made[0]
-    except CacheMemoryError:
-        raise
+    for kind in dict.fromkeys((None, "file") if backend == "auto" else (backend, "file")):
+        failed = _make_and_attach(made, budget, group, kind, kept_back)
+        if failed is None:
+            return made[0]
     message = f"the memory of a stream could not be made or reached: {failed}. To go on uncached: on_error='disable'"
     if not disable:
         raise CacheMemoryError(message)
