@@ -1,4 +1,4 @@
-"""How TensorBoard's Custom Scalars tab shows the metrics: the layout of its charts, as plain data.
+"""How dashboards show the metrics: the charts of TensorBoard's Custom Scalars tab, and the axes of W&B.
 
 `LAYOUT` is what `SummaryWriter.add_custom_scalars` takes: category -> chart -> ["Multiline", patterns of tags]. A
 writer takes it once; several runs with the same layout share their charts. TensorBoard matches the beginning of a tag,
@@ -10,38 +10,73 @@ than a twentieth of a chart's points. So there is one wherever values are logged
 
 TensorBoard smooths by 0.6, by which a hit rate of 0.70 in epoch two reads 0.43:
 `/#custom_scalars&_smoothingWeight=0` is the address of the tab without smoothing.
+
+`AXES` is what W&B's `run.define_metric` takes, one entry for each call: the values of an epoch are drawn over `epoch`,
+live ones over `trainer/global_step`, which Lightning logs beside them. Summaries are the last values, those that have
+a best and a worst epoch with these beside it; live values have none.
 """
 
 from __future__ import annotations
 
 from typing import Any
+from weakref import WeakKeyDictionary, WeakSet
 
-__all__ = ["LAYOUT", "ZERO", "mark_zero"]
+from lightning_stocache.insight.metrics import Tally, rates
+
+__all__ = ["AXES", "LAYOUT", "LIVE", "ZERO", "lay_out", "mark_zero"]
 
 ZERO = "stocache/zero"
 """The tag that has axes start at zero: no metric, and for TensorBoard alone."""
 
+LIVE = "stocache/live/"
+"""What the keys of live values begin with."""
 
-def mark_zero(logger: Any, step: int) -> None:
-    """Beside values that were logged at a step: the zero of their charts, if the logger is TensorBoard's.
+_laid_out: WeakSet[Any] = WeakSet()
+_zeros: WeakKeyDictionary[Any, int] = WeakKeyDictionary()  # by writer, the step of its latest one
+
+
+def lay_out(logger: Any) -> None:
+    """Tell a dashboard how these metrics are drawn, once for each run. Other loggers are left alone.
+
+    Args:
+        logger: of Lightning.
+    """
+    experiment: Any = getattr(logger, "experiment", None)
+    charts, axes = hasattr(experiment, "add_custom_scalars"), hasattr(experiment, "define_metric")
+    if not (charts or axes) or experiment in _laid_out:
+        return
+    _laid_out.add(experiment)
+    if charts:
+        experiment.add_custom_scalars(LAYOUT)
+    for axis in AXES if axes else ():
+        experiment.define_metric(**axis)
+
+
+def mark_zero(logger: Any, step: int, *, logged: bool = False) -> None:
+    """Beside values that were logged at a step: the zero of their charts, once, if the logger is TensorBoard's.
 
     Args:
         logger: of Lightning.
         step: that of the values.
+        logged: whether it has been logged with something else.
     """
     writer: Any = getattr(logger, "experiment", None)
-    if hasattr(writer, "add_custom_scalars"):
-        writer.add_scalar(ZERO, 0.0, step)
+    if hasattr(writer, "add_custom_scalars") and _zeros.get(writer) != step:
+        _zeros[writer] = step
+        if not logged:
+            writer.add_scalar(ZERO, 0.0, step)
 
 
 def _chart(*metrics: str, stage: str = "") -> list[str | list[str]]:
     return ["Multiline", [*(f"^stocache/{stage}{metric}$" for metric in metrics), f"^{ZERO}$"]]
 
 
+_STAGES = "(val|test|predict)/"
+
 LAYOUT: dict[str, dict[str, list[str | list[str]]]] = {
     "Stochastic cache": {
         "Hit rate, its ceiling and what theory expects": _chart("hit_rate", "coverage", "hit_rate_expected"),
-        "Fill: slots that are ready": _chart("fill_fraction"),
+        "Fill: slots that are ready": _chart("live/fill_fraction", "fill_fraction"),
         "Bytes from cache and from source": _chart("bytes_from_cache", "bytes_from_source"),
         "Seconds of waiting for data and of computing": _chart("data_wait_seconds", "compute_seconds"),
         "Samples per second": _chart("samples_per_second"),
@@ -54,9 +89,14 @@ LAYOUT: dict[str, dict[str, list[str | list[str]]]] = {
             "source_seconds", "fill_seconds", "gather_seconds"
         ),
     },
-    "Stochastic cache: validation and test": {
-        "Hit rate and its ceiling": _chart("hit_rate", "coverage", stage="(val|test)/"),
-        "Memory and budget, in bytes": _chart("memory_bytes", "budget_bytes", stage="(val|test)/"),
+    "Stochastic cache: in the epoch so far": {
+        "Hit rate": _chart("live/hit_rate"),
+        "Seconds of waiting for data and of computing": _chart("live/data_wait_seconds", "live/compute_seconds"),
+        "Memory, in bytes": _chart("live/memory_bytes"),
+    },
+    "Stochastic cache: validation, test and prediction": {
+        "Hit rate and its ceiling": _chart("hit_rate", "coverage", stage=_STAGES),
+        "Memory and budget, in bytes": _chart("memory_bytes", "budget_bytes", stage=_STAGES),
     },
     "Stochastic cache: nodes": {
         "Hit rate per node": _chart("hit_rate", stage=r"node\d+/"),
@@ -65,3 +105,22 @@ LAYOUT: dict[str, dict[str, list[str | list[str]]]] = {
     },
 }
 """The layout. With one node or no validation the last categories stay empty."""
+
+_WITH_EXTREMES = ("data_wait_seconds", "samples_per_second")
+
+
+def _axes() -> list[dict[str, Any]]:
+    of_stages = [*rates(Tally()), "coverage"]
+    of_training = [*rates(Tally(ranks=1)), "coverage", "hit_rate_expected"]
+    names = of_training + [f"{stage}/{name}" for stage in ("val", "test", "predict") for name in of_stages]
+    axes: list[dict[str, Any]] = [{"name": "epoch"}]
+    # An exact name wins over a pattern, of which Lightning has defined one for all: `*`.
+    axes += [{"name": f"stocache/{name}", "step_metric": "epoch"} for name in [*names, "node*", "rolling/*"]]
+    for axis in axes:
+        if axis["name"].removeprefix("stocache/") in _WITH_EXTREMES:
+            axis["summary"] = "last,min,max"
+    return [*axes, {"name": f"{LIVE}*", "step_metric": "trainer/global_step", "summary": "none"}]
+
+
+AXES = _axes()
+"""The axes: those of a run that has logged no such value draw nothing."""

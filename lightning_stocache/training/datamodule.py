@@ -24,7 +24,7 @@ from lightning_stocache.sampling.locality_sampler import LocalitySampler, Mode
 from lightning_stocache.setup.request import BackendChoice, Form, Layout, LoaderSettings, Write
 from lightning_stocache.training.caches import CallCaches, Wanted, training_bytes
 from lightning_stocache.training.obstacles import check_sweep, is_cacheable
-from lightning_stocache.training.options import STAGES, CacheOptions, Source, Stream, made, with_options
+from lightning_stocache.training.options import STAGES, CacheOptions, Source, Stream, is_plain, made, with_options
 from lightning_stocache.training.pools import share_pools
 from lightning_stocache.training.position import Position, resume
 from lightning_stocache.training.sampling import check_sampler, epochs_done, global_seed, locality_sampler, replicas
@@ -127,7 +127,13 @@ class StocacheDataModule(LightningDataModule):
         self.eval_transform = transform if isinstance(eval_transform, str) else eval_transform
         self.eval_batch_transform = batch_transform if isinstance(eval_batch_transform, str) else eval_batch_transform
         self.prepare = prepare
-        self.caches = CallCaches(CacheOptions.among(locals()))
+        options = CacheOptions.among(locals())
+        self.caches = CallCaches(options)
+        # Checkpoints carry them, for `load_from_checkpoint`. Not by `save_hyperparameters`, which would look into the
+        # frames of a subclass's constructor and keep its datasets, too.
+        self._plain = options.plain() | {"batch_size": batch_size, "num_workers": num_workers}
+        self._plain["loader"] = {name: value for name, value in self.loader.items() if is_plain(value)}
+        self.hparams.update(self._plain)
         self._resume: Position | None = None
         self._datasets: dict[str, list[Dataset[Any]]] = {}
         for hook in (f"{stage}_dataloader" for stage in STAGES if getattr(self, stage) is None):
@@ -137,6 +143,20 @@ class StocacheDataModule(LightningDataModule):
         if self.batch_transform is not None or self.eval_batch_transform is not None:
             # Only then, and on the object: a hook of the DataModule hides that of the user's LightningModule.
             self.on_after_batch_transfer = self._transform_batch  # type: ignore[method-assign]
+
+    @property
+    def hparams_initial(self) -> Any:
+        """What Lightning logs of a subclass that calls `save_hyperparameters`: its own arguments.
+
+        The options of this class, which the monitor logs under keys of its own, would be compared with the arguments of
+        the module, and those that happen to have one name (`batch_size`) would have to have one value.
+        """
+        initial = super().hparams_initial
+        subclasses = type(self).__mro__[: type(self).__mro__.index(StocacheDataModule)]
+        named = {name for kind in subclasses for name in inspect.signature(kind.__init__).parameters}
+        for name in self._plain.keys() - named:
+            initial.pop(name, None)
+        return initial
 
     def prepare_data(self) -> None:
         """Call `prepare`, once per node. Lightning keeps the other ranks waiting meanwhile."""

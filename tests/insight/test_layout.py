@@ -45,12 +45,12 @@ def test_metrics_of_a_node_are_shown_with_the_nodes(metric):
 @pytest.mark.parametrize("tag", ["stocache/val/hit_rate", "stocache/test/coverage"])
 def test_other_stages_have_a_category_of_their_own(tag):
     """Validation does not mix with training."""
-    assert shown(tag) == ["Stochastic cache: validation and test"]
+    assert shown(tag) == ["Stochastic cache: validation, test and prediction"]
 
 
 def test_every_chart_shows_something_that_is_logged():
     """A pattern for what nobody logs would be a chart without a line."""
-    tags = {f"stocache/{name}" for name in (*LOGGED, *METRICS)} | {f"stocache/val/{name}" for name in METRICS} | {ZERO}
+    tags = {f"stocache/{prefix}{name}" for name in (*LOGGED, *METRICS) for prefix in ("", "val/", "live/")} | {ZERO}
     assert [tag for tags_of in CHARTS.values() for tag in tags_of if not any(re.match(tag, one) for one in tags)] == []
 
 
