@@ -129,8 +129,7 @@ class StocacheDataModule(LightningDataModule):
         self.prepare = prepare
         options = CacheOptions.among(locals())
         self.caches = CallCaches(options)
-        # Checkpoints carry them, for `load_from_checkpoint`. Not by `save_hyperparameters`, which would look into the
-        # frames of a subclass's constructor and keep its datasets, too.
+        # For checkpoints. Not by `save_hyperparameters`, which would keep the arguments of a subclass, datasets too.
         self._plain = options.plain() | {"batch_size": batch_size, "num_workers": num_workers}
         self._plain["loader"] = {name: value for name, value in self.loader.items() if is_plain(value)}
         self.hparams.update(self._plain)
@@ -146,14 +145,13 @@ class StocacheDataModule(LightningDataModule):
 
     @property
     def hparams_initial(self) -> Any:
-        """What Lightning logs of a subclass that calls `save_hyperparameters`: its own arguments.
+        """What Lightning logs of a subclass that calls `save_hyperparameters`: its own arguments alone.
 
-        The options of this class, which the monitor logs under keys of its own, would be compared with the arguments of
-        the module, and those that happen to have one name (`batch_size`) would have to have one value.
+        Lightning refuses a name that the module's hyperparameters have with another value, `batch_size` for instance.
         """
         initial = super().hparams_initial
         subclasses = type(self).__mro__[: type(self).__mro__.index(StocacheDataModule)]
-        named = {name for kind in subclasses for name in inspect.signature(kind.__init__).parameters}
+        named = {name for kind in subclasses for name in inspect.signature(kind).parameters}
         for name in self._plain.keys() - named:
             initial.pop(name, None)
         return initial
