@@ -21,7 +21,7 @@ from __future__ import annotations
 from typing import Any
 from weakref import WeakKeyDictionary, WeakSet
 
-from lightning_stocache.insight.metrics import Tally, rates
+from lightning_stocache.insight.metrics import LIVE_METRICS, NODE_METRICS, ROLLING_METRICS, Tally, rates
 
 __all__ = ["AXES", "LAYOUT", "LIVE", "ZERO", "lay_out", "mark_zero"]
 
@@ -35,11 +35,12 @@ _laid_out: WeakSet[Any] = WeakSet()
 _zeros: WeakKeyDictionary[Any, int] = WeakKeyDictionary()  # by writer, the step of its latest one
 
 
-def lay_out(logger: Any) -> None:
+def lay_out(logger: Any, nodes: int = 1) -> None:
     """Tell a dashboard how these metrics are drawn, once for each run. Other loggers are left alone.
 
     Args:
         logger: of Lightning.
+        nodes: how many there are.
     """
     experiment: Any = getattr(logger, "experiment", None)
     charts, axes = hasattr(experiment, "add_custom_scalars"), hasattr(experiment, "define_metric")
@@ -48,7 +49,7 @@ def lay_out(logger: Any) -> None:
     _laid_out.add(experiment)
     if charts:
         experiment.add_custom_scalars(LAYOUT)
-    for axis in AXES if axes else ():
+    for axis in [*AXES, *_axes_of_nodes(nodes)] if axes else ():
         experiment.define_metric(**axis)
 
 
@@ -114,12 +115,19 @@ def _axes() -> list[dict[str, Any]]:
     of_training = [*rates(Tally(ranks=1)), "coverage", "hit_rate_expected"]
     names = of_training + [f"{stage}/{name}" for stage in ("val", "test", "predict") for name in of_stages]
     axes: list[dict[str, Any]] = [{"name": "epoch"}]
-    # An exact name wins over a pattern, of which Lightning has defined one for all: `*`.
-    axes += [{"name": f"stocache/{name}", "step_metric": "epoch"} for name in [*names, "node*", "rolling/*"]]
+    names += [f"rolling/{name}" for name in ROLLING_METRICS]
+    # No patterns: of two that match W&B takes one at random, and Lightning has defined `*`.
+    axes += [{"name": f"stocache/{name}", "step_metric": "epoch"} for name in names]
     for axis in axes:
         if axis["name"].removeprefix("stocache/") in _WITH_EXTREMES:
             axis["summary"] = "last,min,max"
-    return [*axes, {"name": f"{LIVE}*", "step_metric": "trainer/global_step", "summary": "none"}]
+    over_steps = {"step_metric": "trainer/global_step", "summary": "none"}
+    return axes + [{"name": LIVE + name, **over_steps} for name in LIVE_METRICS]
+
+
+def _axes_of_nodes(nodes: int) -> list[dict[str, Any]]:
+    names = [f"stocache/node{node}/{name}" for node in range(nodes) if nodes > 1 for name in NODE_METRICS]
+    return [{"name": name, "step_metric": "epoch"} for name in names]
 
 
 AXES = _axes()

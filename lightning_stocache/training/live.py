@@ -10,15 +10,13 @@ from __future__ import annotations
 from lightning.pytorch import Trainer
 
 from lightning_stocache.insight.layout import LIVE, mark_zero
-from lightning_stocache.insight.metrics import rates
+from lightning_stocache.insight.metrics import LIVE_METRICS, rates
 from lightning_stocache.insight.stall import Stall
 from lightning_stocache.insight.tallies import Tallies
 from lightning_stocache.training.loaders import running_datasets
 from lightning_stocache.training.profiler import log_every
 
 __all__ = ["LiveValues"]
-
-_METRICS = ("hit_rate", "fill_fraction", "memory_bytes", "data_wait_seconds", "compute_seconds")
 
 
 class LiveValues:
@@ -43,7 +41,7 @@ class LiveValues:
         if tally is None:
             return
         now = rates(tally)
-        values = {LIVE + name: now[name] for name in _METRICS if name in now}
+        values = {LIVE + name: now[name] for name in LIVE_METRICS if name in now}
         for logger in trainer.loggers:
             logger.log_metrics(values, step=step)
             mark_zero(logger, step)

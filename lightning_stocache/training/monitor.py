@@ -135,9 +135,10 @@ class CacheMonitor(Callback):
         if not (self.monitors and trainer.is_global_zero):
             return
         loaders = {"train": trainer.train_dataloader, "val": trainer.val_dataloaders}
+        nodes = len(datasets[0].group.nodes) if (datasets := running_datasets(trainer, "train")) else 1
         granted = hyperparameters(loaders) if self.hyperparameters and trainer.loggers else {}
         for logger in trainer.loggers:
-            lay_out(logger)
+            lay_out(logger, nodes)
             log_hyperparameters(logger, granted, trainer.global_step)
 
     def on_train_end(self, trainer: Trainer, pl_module: LightningModule) -> None:
