@@ -9,7 +9,7 @@ from __future__ import annotations
 
 from lightning.pytorch import Trainer
 
-from lightning_stocache.insight.layout import LIVE, mark_zero
+from lightning_stocache.insight.layout import LIVE, LIVE_ZERO, mark_zero
 from lightning_stocache.insight.metrics import LIVE_METRICS, rates
 from lightning_stocache.insight.stall import Stall
 from lightning_stocache.insight.tallies import Tallies
@@ -44,4 +44,4 @@ class LiveValues:
         values = {LIVE + name: now[name] for name in LIVE_METRICS if name in now}
         for logger in trainer.loggers:
             logger.log_metrics(values, step=step)
-            mark_zero(logger, step)
+            mark_zero(logger, step, LIVE_ZERO)
