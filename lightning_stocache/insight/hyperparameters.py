@@ -5,8 +5,8 @@ Loggers write them as `stocache/budget` (TensorBoard, MLflow) or `stocache.budge
 
 A run may be told them more than once, with other values where other memory is free: by a second `fit`, or by a job that
 goes on in the run of an earlier one. MLflow refuses another value for a name, so the first values stay there.
-TensorBoard's HPARAMS tab shows the first record of a run: that of a module which has saved hyperparameters, where there
-is one.
+TensorBoard's HPARAMS tab shows the first record of a run alone: where a module has saved hyperparameters it is theirs,
+and ours are in the TEXT tab.
 """
 
 from __future__ import annotations
@@ -68,20 +68,34 @@ def log_hyperparameters(logger: Any, values: Mapping[str, Any], step: int = 0) -
         values: as `hyperparameters` gives them.
         step: where TensorBoard notes them.
     """
-    if not values or _told.get(logger) == values:
+    if not values or _is_told(logger, values):
         return
-    _told[logger] = dict(values)
+    writer: Any = getattr(logger, "experiment", None)
     try:
-        if hasattr(getattr(logger, "experiment", None), "add_custom_scalars"):
+        if hasattr(writer, "add_custom_scalars") and getattr(logger, "hparams", None):
+            logger.log_hyperparams(dict(values), metrics={})  # for its `hparams` alone
+            rows = "\n".join(f"|{name}|{value}|" for name, value in _flat(values))
+            writer.add_text("stocache", f"|hyperparameter|value|\n|---|---|\n{rows}", step)
+        elif hasattr(writer, "add_custom_scalars"):
             # TensorBoard has hyperparameters beside a metric only: without one given here it would be `hp_metric`.
-            logger.log_hyperparams(dict(values), metrics={ZERO: 0.0}, step=step)
-            mark_zero(logger, step, logged=True)
+            logger.log_hyperparams(dict(values), metrics={ZERO: 0.0})
+            mark_zero(logger, 0, logged=True)
         elif any(kind.__name__ == "MLFlowLogger" for kind in type(logger).__mro__):
             logger.log_hyperparams(_new_to_mlflow(logger, values))
         else:
             logger.log_hyperparams(dict(values))
     except NotImplementedError:  # Fabric's CSVLogger
         pass
+
+
+def _is_told(logger: Any, values: Mapping[str, Any]) -> bool:
+    """Whether a logger has been told these values already; it is from now on."""
+    try:
+        known = _told.get(logger)
+        _told[logger] = dict(values)
+    except TypeError:  # a user's own, which cannot be hashed or referred to weakly
+        return False
+    return known == values
 
 
 def _new_to_mlflow(logger: Any, values: Mapping[str, Any]) -> dict[str, Any]:

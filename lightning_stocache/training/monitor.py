@@ -124,7 +124,7 @@ class CacheMonitor(Callback):
         warnings.filterwarnings("ignore", message=r"It is recommended to use `self\.log\('stocache/")
         callbacks: list[Callback] = trainer.callbacks  # type: ignore[attr-defined]
         monitors = [callback for callback in callbacks if isinstance(callback, CacheMonitor)]
-        self._monitors = self is min(monitors, key=lambda monitor: monitor.gives_way)
+        self._monitors = self is min(monitors, key=lambda monitor: monitor.gives_way, default=self)
         trainer.callbacks = [self, *(other for other in callbacks if other is not self)]  # type: ignore[attr-defined]
 
     def on_train_start(self, trainer: Trainer, pl_module: LightningModule) -> None:

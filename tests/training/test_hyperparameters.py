@@ -10,7 +10,7 @@ import pytest
 import torch
 import yaml
 from lightning.pytorch import LightningDataModule
-from lightning.pytorch.loggers import CSVLogger, TensorBoardLogger
+from lightning.pytorch.loggers import CSVLogger, Logger, TensorBoardLogger
 
 from lightning_stocache import CacheMonitor, StocacheDataModule, StochasticCache, cache_datamodule
 from tests.training.tiny import SAMPLES, Model, make_trainer, plain_loader, source
@@ -107,6 +107,36 @@ def test_tensorboard_has_them_without_a_metric_of_its_own(tmp_path):
     params = plugin.HParamsPluginData.FromString(content).session_start_info.hparams
     assert params["stocache/budget"].string_value == "auto"
     assert params["stocache/slots"].number_value == SAMPLES
+
+
+def test_tensorboard_has_them_as_text_beside_those_of_the_module(tmp_path):
+    """TensorBoard shows one record of hyperparameters for a run: that of a module that has saved some stays."""
+    logger = TensorBoardLogger(str(tmp_path), name="")
+    make_trainer(tmp_path, [CacheMonitor()], logger=logger).fit(Saving(), StocacheDataModule(source(tmp_path)))
+    accumulator = pytest.importorskip("tensorboard.backend.event_processing.event_accumulator")
+    events = accumulator.EventAccumulator(logger.log_dir)
+    events.Reload()
+    assert [event.step for event in events.Scalars("hp_metric")] == [0]
+    assert b"|stocache/budget|auto|" in events.Tensors("stocache/text_summary")[0].tensor_proto.string_val[0]
+    assert logger.hparams["stocache"]["samples"] == SAMPLES
+
+
+def test_a_logger_may_be_as_its_user_has_made_it(tmp_path):
+    """One that cannot be hashed, or takes no hyperparameters, stops no training."""
+
+    class Odd(Logger):
+        name, version, __hash__ = "odd", 0, None
+
+        def __eq__(self, other):
+            return False
+
+        def log_metrics(self, metrics, step=None):
+            pass
+
+        def log_hyperparams(self, params):
+            raise NotImplementedError("not here")
+
+    make_trainer(tmp_path, [CacheMonitor()], logger=Odd()).fit(Model(), StocacheDataModule(source(tmp_path)))
 
 
 def test_a_checkpoint_carries_the_plain_options(tmp_path):
