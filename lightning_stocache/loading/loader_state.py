@@ -61,7 +61,6 @@ class LoaderState:
         self._left_out = 0  # batches, at its beginning
         self._offset = 0  # of the sampler's epochs, where the caller counts from zero again
         self._resumed: int | None = None  # epoch, until the caller names another
-        self._last = 0  # epoch that was set here
 
     def of(self, loader: DataLoader[Any], batches: int | None = None, *, ended: bool | None = None) -> dict[str, Any]:
         """The position of a loader, as plain values.
@@ -112,13 +111,13 @@ class LoaderState:
     def begin(self, loader: DataLoader[Any]) -> None:
         """A new epoch begins, or the rest of one; again the same where nothing of it was handed out, if asked twice."""
         again = self._begun if self.batches == self._left_out and not self.ended else None
-        self.then = self._begun = self._next or again
-        self._next, self._under_way = None, True
+        loaded, self._next, self._under_way = self._next, None, True
+        self.then = self._begun = loaded or again
         self.batches, self._left_out, self.ended, self.drawn = 0, 0, False, None
         drawing = batches_of(loader)
         sampler = _sampler_of(drawing)
-        if hasattr(sampler, "set_epoch") and isinstance(getattr(sampler, "epoch", None), int):
-            self._set_epoch(sampler, None if self.then is None else self.then.get("epoch"))
+        if not again and hasattr(sampler, "set_epoch") and isinstance(getattr(sampler, "epoch", None), int):
+            self._set_epoch(sampler, None if loaded is None else loaded.get("epoch"))
         if self.then is None:
             return
         self.batches = self._left_out = _batches_left_out(self.then, drawing)
@@ -136,15 +135,12 @@ class LoaderState:
         """Set the epoch that is resumed, and later ones where the caller counts from zero again, as Fabric does."""
         if epoch is not None:
             self._resumed, self._offset = epoch, epoch - sampler.epoch
-        elif not self._offset or sampler.epoch == self._last:  # nobody has set it since
-            return
         elif self._resumed is not None:
             if sampler.epoch > self._resumed:  # the caller counts on from there
                 self._offset = 0
             self._resumed = None
         if self._offset:
             sampler.set_epoch(sampler.epoch + self._offset)
-        self._last = sampler.epoch
 
 
 class ResumableBatches:
