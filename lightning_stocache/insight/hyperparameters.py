@@ -145,7 +145,8 @@ def _of_dataset(dataset: Cached) -> dict[str, Any]:
 
 def _of_opened(opened: OpenCache) -> dict[str, Any]:
     request, cache = opened.request, opened.live_cache
-    told: dict[str, Any] = {"budget": str(request.budget), "name": request.name, "dir": request.dir}
+    told: dict[str, Any] = {"samples": request.length, "budget": str(request.budget)}
+    told |= {"name": request.name, "dir": request.dir}
     if request.dir is not None:
         told["backend"] = "disk"
     if cache is not None:
