@@ -45,6 +45,9 @@ _STAGES_OF_CALL = {"fit": ("train", "val"), "validate": ("val",), "test": ("test
 class StocacheDataModule(LightningDataModule):
     """A LightningDataModule around map-style datasets, whose samples are cached once per node.
 
+    Its plain options are in `hparams`, and checkpoints carry them: `StocacheDataModule.load_from_checkpoint(path,
+    train=...)` makes it again, with datasets and functions given anew.
+
     Args:
         train: the training set, or a function without arguments that makes it (called in `setup`, after `prepare`); a
             `RollingCache` is shared by the ranks, and has a budget of its own.
