@@ -23,6 +23,17 @@ def test_live_values_are_read_from_new_logs_and_old_ones(tmp_path, live):
     assert run.last("fill_fraction") == 1
 
 
+def test_a_live_value_and_an_epochs_end_may_have_one_step(tmp_path):
+    """In TensorBoard's events, too, both are there, and the fill of the first epoch ends with the epoch's."""
+    tensorboard = pytest.importorskip("torch.utils.tensorboard")
+    with tensorboard.SummaryWriter(str(tmp_path)) as writer:
+        for name, value in (("live/fill_fraction", 0.75), ("fill_fraction", 1.0), ("hits", 5)):
+            writer.add_scalar(f"stocache/{name}", value, 9)
+    [run] = find_runs([tmp_path])[0]
+    assert run.live("fill_fraction", first_epoch=True) == ((9, 1.0),)
+    assert run.live("fill_fraction") == ((9, 0.75),)
+
+
 @pytest.fixture
 def multirun(tmp_path):
     return write_multirun(tmp_path / "sweep")
