@@ -6,7 +6,8 @@ and limits nothing. `MemoryGauge` asks again and again while a cache is filled: 
 
 Filesystem and cgroup fail differently. A full /dev/shm is an error that the store of a slot reports; above a
 cgroup's limit the kernel kills (measured: `posix_fallocate` beyond it ends in SIGKILL, not ENOSPC). So a limit
-cannot be found by trying: it is read here, before any memory is taken.
+cannot be found by trying: it is read here, before any memory is taken. What caches of other jobs were granted and have
+still to take (`promises`) is not free.
 """
 
 from __future__ import annotations
@@ -15,9 +16,12 @@ import os
 import re
 import shutil
 from collections.abc import Iterator
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from pathlib import Path, PurePosixPath
 from typing import NamedTuple
+
+from lightning_stocache.node.budget import format_bytes
+from lightning_stocache.node.promises import Promised, promised
 
 __all__ = ["FreeMemory", "MemoryGauge"]
 
@@ -35,6 +39,7 @@ class FreeMemory:
         directory: The folder that `filesystem` speaks of, for messages.
         cgroup_limit: The limit itself of that cgroup.
         own: What this process holds for itself (its anonymous memory); 0 where that cannot be known.
+        promised: What caches of other jobs may still take; it is taken off the limits already.
 
     Example:
         >>> free = FreeMemory(filesystem=64 * 2**20, available=8 * 2**30, cgroup=None, directory="/dev/shm")
@@ -48,6 +53,7 @@ class FreeMemory:
     directory: str | None = None
     cgroup_limit: int | None = None
     own: int = 0
+    promised: Promised = field(default_factory=Promised)
 
     @classmethod
     def measure(cls, directory: str | None, root: Path = Path("/")) -> FreeMemory:
@@ -58,7 +64,31 @@ class FreeMemory:
                 limits (memfd).
             root: Where `proc` and `sys` are found; another one is for tests.
         """
-        return replace(MemoryGauge(root).read(directory), own=_own(root))
+        return replace(MemoryGauge(root).read(directory), own=_own(root)).beside(promised(root))
+
+    def beside(self, promised: Promised) -> FreeMemory:
+        """What is free for one more job beside the caches that others have still to fill.
+
+        Of a filesystem, nothing that is promised: where it is full, the workers of a loader die that put their batches
+        there. Of memory at least an even share: it is looked at again while caches are filled.
+
+        Example:
+            >>> free = FreeMemory(filesystem=900, available=800, cgroup=None, directory="/dev/shm")
+            >>> less = free.beside(Promised(files=600, machine=600, jobs=1))
+            >>> less.filesystem, less.available
+            (300, 400)
+        """
+        limits = {
+            "filesystem": None if self.filesystem is None else max(self.filesystem - promised.files, 0),
+            "available": None if self.available is None else promised.share(self.available, promised.machine),
+            "cgroup": None if self.cgroup is None else promised.share(self.cgroup, promised.cgroup),
+        }
+        return replace(self, **limits, promised=promised)  # type: ignore[arg-type]
+
+    def words(self, name: str, size: int) -> str:
+        """A limit, what of it is free, and what others were promised, for people."""
+        sides = {"MemAvailable": self.promised.machine, "the cgroup's memory limit": self.promised.cgroup}
+        return f"{format_bytes(size)} free{self.promised.words(sides.get(name, self.promised.files))}"
 
     @property
     def bytes(self) -> int:

@@ -2,7 +2,7 @@
 
 Three facts, in the order in which they are made:
 
-1. `FreeMemory.measure` asks the kernel, when a cache opens, what may be taken at all.
+1. `FreeMemory.measure` asks the kernel, when a cache opens, what may be taken at all, and other caches (`promises`).
 2. A `Reserve` says what will still come beside the caches: batches, workers, gradients, the optimiser's state.
 3. `grant` takes the smallest: the wish, the dataset, and the free memory less the reserve and a margin.
 
@@ -84,12 +84,13 @@ def grant(budget: Budget, dataset_bytes: int, free: FreeMemory, reserve: Reserve
     if free.filesystem is not None:
         # A full one kills nobody. 16 MiB are for others' small files, yet little of Docker's 64 MiB.
         room = free.filesystem - reserve.files - max(free.filesystem // 50, 16 * _MIB)
-        rooms.append((room, f"{free.directory or 'the filesystem'} ({format_bytes(free.filesystem)} free)"))
+        directory = free.directory or "the filesystem"
+        rooms.append((room, f"{directory} ({free.words(directory, free.filesystem)})"))
     if free.memory is not None:
         size, name = free.memory
         kept = reserve.bytes + margin(free, ranks)
         room = (size - kept) * _READER_SHARE // (_READER_SHARE + reserve.readers)
-        rooms.append((room, f"{name} ({format_bytes(size)} free, {format_bytes(kept)} kept for the training)"))
+        rooms.append((room, f"{name} ({free.words(name, size)}, {format_bytes(kept)} kept for the training)"))
     room, limit = min(rooms, default=(0, "memory that cannot be measured here"))
     safe = max(0, room)
     wanted = budget.wanted(dataset_bytes, safe)

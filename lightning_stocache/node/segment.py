@@ -24,7 +24,6 @@ Not promised: that two processes see each other's stores in a given order; that 
 from __future__ import annotations
 
 import contextlib
-import logging
 import mmap
 import os
 import weakref
@@ -42,8 +41,6 @@ from lightning_stocache.node.manifest import Manifest, write_manifest
 from lightning_stocache.node.owned import open_own
 
 __all__ = ["Segment", "SegmentHandle"]
-
-log = logging.getLogger(__name__)
 
 # The segments that this process has open, by token. Opening one a second time in the same process would make a second
 # lock descriptor, and closing either would drop the locks of both.
@@ -191,6 +188,11 @@ class Segment:
         """Bytes of memory (or of the disk) that the file holds right now, the header included."""
         return 0 if self.closed else os.fstat(self._data).st_blocks * 512
 
+    @property
+    def free_bytes(self) -> int | None:
+        """Bytes that are free where the file lies; None where its filesystem has no limit."""
+        return files.free_beside(self._data)
+
     def bytes(self, offset: int, length: int) -> torch.Tensor:
         """A live view, uint8 `[length]`, of the payload from `offset` on. Drop it before `close`.
 
@@ -273,10 +275,8 @@ class Segment:
         if self._holds:
             return
         mapped, self._map = self._map, None
-        try:
+        with contextlib.suppress(BufferError):  # a view of the user's is alive: the mapping goes when that view does
             mapped.close()
-        except BufferError:  # a view of the user's is alive: the mapping goes when that view does
-            log.debug("a view of a closed segment is still alive; its memory is freed with the view")
         self._finalizer()
 
     def _check_open(self) -> mmap.mmap:
