@@ -74,6 +74,7 @@ class CacheRequest:
         memory: what of a cache on a disk lies in memory besides.
         write: whether what lies in memory besides is written to the disk as it comes, or when the cache closes.
         sync: seconds after which what was stored on a disk is synced; None: never.
+        kept: the place under which its cache stays in this process, for who asks for the same there again.
 
     Raises:
         TypeError: spec, fingerprint or dir is of another type.
@@ -96,6 +97,7 @@ class CacheRequest:
     memory: Budget = _NONE
     write: Write = "through"
     sync: float | None = None
+    kept: str | None = None
 
     def __post_init__(self) -> None:
         if self.layout not in get_args(Layout):
@@ -115,6 +117,11 @@ class CacheRequest:
         if self.name is not None:
             check_name(self.name)
         check_disk(self.dir, self.memory, self.write, self.sync)
+
+    @property
+    def outlives(self) -> bool:
+        """Whether its cache is there for the next call, which takes it as it is."""
+        return self.name is not None or self.kept is not None
 
     @property
     def length(self) -> int:

@@ -24,7 +24,7 @@ from lightning_stocache.sampling.locality_sampler import LocalitySampler, Mode
 from lightning_stocache.setup.request import BackendChoice, Form, Layout, LoaderSettings, Write
 from lightning_stocache.training.caches import CallCaches, Wanted, training_bytes
 from lightning_stocache.training.obstacles import check_sweep, is_cacheable
-from lightning_stocache.training.options import STAGES, CacheOptions, Source, Stream, made, with_options
+from lightning_stocache.training.options import STAGES, CacheOptions, Keep, Source, Stream, made, with_options
 from lightning_stocache.training.pools import share_pools
 from lightning_stocache.training.position import Position, resume
 from lightning_stocache.training.sampling import check_sampler, epochs_done, global_seed, locality_sampler, replicas
@@ -97,7 +97,7 @@ class StocacheDataModule(LightningDataModule):
         allow_random: bool = False,
         backend: BackendChoice = "auto",
         on_error: OnError = "raise",
-        keep_cache: bool = False,
+        keep_cache: Keep = False,
         sampling: Mode = "locality",
         name: str | None = None,
         fingerprint: str = "",
@@ -256,7 +256,7 @@ class StocacheDataModule(LightningDataModule):
 
     def _end_call(self) -> None:
         self._resume = None
-        if not self.caches.options.keep_cache:
+        if self.caches.options.keep_cache is not True:
             self._close_pools()
         self.caches.end_call()
 
