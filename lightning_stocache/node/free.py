@@ -6,8 +6,8 @@ and limits nothing. `MemoryGauge` asks again and again while a cache is filled: 
 
 Filesystem and cgroup fail differently. A full /dev/shm is an error that the store of a slot reports; above a
 cgroup's limit the kernel kills (measured: `posix_fallocate` beyond it ends in SIGKILL, not ENOSPC). So a limit
-cannot be found by trying: it is read here, before any memory is taken. What caches of other jobs were granted and have
-still to take (`promises`) is not free.
+cannot be found by trying: it is read here, before any memory is taken, with what caches of other jobs were granted and
+have still to take (`promises`).
 """
 
 from __future__ import annotations
@@ -20,12 +20,19 @@ from dataclasses import dataclass, field, replace
 from pathlib import Path, PurePosixPath
 from typing import NamedTuple
 
-from lightning_stocache.node.budget import format_bytes
 from lightning_stocache.node.promises import Promised, promised
 
 __all__ = ["FreeMemory", "MemoryGauge"]
 
 _PROGRAMS = 256 * 2**20  # page cache in active use that is left alone: the libraries of a training have 50 to 150 MB
+
+
+class Limit(NamedTuple):
+    """Bytes that are free, where, and how many of them were promised to caches of other jobs."""
+
+    size: int
+    name: str
+    promised: int
 
 
 @dataclass(frozen=True)
@@ -39,7 +46,7 @@ class FreeMemory:
         directory: The folder that `filesystem` speaks of, for messages.
         cgroup_limit: The limit itself of that cgroup.
         own: What this process holds for itself (its anonymous memory); 0 where that cannot be known.
-        promised: What caches of other jobs may still take; it is taken off the limits already.
+        promised: What caches of other jobs may still take of it.
 
     Example:
         >>> free = FreeMemory(filesystem=64 * 2**20, available=8 * 2**30, cgroup=None, directory="/dev/shm")
@@ -64,31 +71,7 @@ class FreeMemory:
                 limits (memfd).
             root: Where `proc` and `sys` are found; another one is for tests.
         """
-        return replace(MemoryGauge(root).read(directory), own=_own(root)).beside(promised(root))
-
-    def beside(self, promised: Promised) -> FreeMemory:
-        """What is free for one more job beside the caches that others have still to fill.
-
-        Of a filesystem, nothing that is promised: where it is full, the workers of a loader die that put their batches
-        there. Of memory at least an even share: it is looked at again while caches are filled.
-
-        Example:
-            >>> free = FreeMemory(filesystem=900, available=800, cgroup=None, directory="/dev/shm")
-            >>> less = free.beside(Promised(files=600, machine=600, jobs=1))
-            >>> less.filesystem, less.available
-            (300, 400)
-        """
-        limits = {
-            "filesystem": None if self.filesystem is None else max(self.filesystem - promised.files, 0),
-            "available": None if self.available is None else promised.share(self.available, promised.machine),
-            "cgroup": None if self.cgroup is None else promised.share(self.cgroup, promised.cgroup),
-        }
-        return replace(self, **limits, promised=promised)  # type: ignore[arg-type]
-
-    def words(self, name: str, size: int) -> str:
-        """A limit, what of it is free, and what others were promised, for people."""
-        sides = {"MemAvailable": self.promised.machine, "the cgroup's memory limit": self.promised.cgroup}
-        return f"{format_bytes(size)} free{self.promised.words(sides.get(name, self.promised.files))}"
+        return replace(MemoryGauge(root).read(directory), own=_own(root), promised=promised(root))
 
     @property
     def bytes(self) -> int:
@@ -103,8 +86,16 @@ class FreeMemory:
     @property
     def memory(self) -> tuple[int, str] | None:
         """The smaller limit of memory, whatever the filesystem says, and its name; None if neither is known."""
-        limits = ((self.cgroup, "the cgroup's memory limit"), (self.available, "MemAvailable"))
-        return min(((size, name) for size, name in limits if size is not None), default=None)
+        return min(((limit.size, limit.name) for limit in self.limits_of_memory), default=None)
+
+    @property
+    def limits_of_memory(self) -> list[Limit]:
+        """The limits of memory that are known, each with what others were promised of it."""
+        limits = (
+            (self.cgroup, "the cgroup's memory limit", self.promised.cgroup),
+            (self.available, "MemAvailable", self.promised.machine),
+        )
+        return [Limit(size, name, promised) for size, name, promised in limits if size is not None]
 
     @property
     def _tightest(self) -> tuple[int, str]:

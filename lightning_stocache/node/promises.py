@@ -48,9 +48,7 @@ class Promised:
     pids: tuple[int, ...] = ()
 
     def share(self, free: int, promised: int) -> int:
-        """What is left of free memory for one more job: what is not promised, but at least an even share.
-
-        So a job that was granted all there is, and fills slowly or never, does not keep the others from caching.
+        """What is left of free bytes for one more job: what is not promised, but at least an even share.
 
         Example:
             >>> others = Promised(machine=70, jobs=1)
@@ -64,7 +62,7 @@ class Promised:
         if not nbytes:
             return ""
         pids = ", ".join(map(str, self.pids[:_PIDS])) + (" and others" if len(self.pids) > _PIDS else "")
-        return f" beside {format_bytes(nbytes)} that caches of process {pids} may still take"
+        return f", of which caches of process {pids} may take {format_bytes(nbytes)}"
 
 
 def promised(root: Path = Path("/")) -> Promised:

@@ -9,7 +9,9 @@ from typing import Any
 import pytest
 
 from lightning_stocache.node import free as free_module
+from lightning_stocache.node.budget import Budget
 from lightning_stocache.node.free import FreeMemory
+from lightning_stocache.node.grant import Reserve, grant
 from lightning_stocache.node.promises import Promised, promised
 from lightning_stocache.node.segment import Segment
 from tests.processes import Child
@@ -94,12 +96,23 @@ def test_a_living_job_is_found(tmp_path, monkeypatch):
     assert found.cgroup >= 511 * MIB
 
 
-def test_a_filesystem_is_not_promised_twice_and_memory_is_shared(monkeypatch):
+def test_a_filesystem_is_not_promised_twice_and_memory_is_shared():
     """Of a filesystem what is promised is gone; of memory a newcomer gets an even share at least, and is told why."""
-    monkeypatch.setattr(free_module, "promised", lambda root: Promised(90 * MIB, 90 * MIB, 0, 2, (7, 8)))
-    before = FreeMemory(100 * MIB, 120 * MIB, 200 * MIB, "/dev/shm")
-    monkeypatch.setattr(free_module.MemoryGauge, "read", lambda *_: before)
-    free = FreeMemory.measure("/dev/shm")
-    assert (free.filesystem, free.available, free.cgroup) == (10 * MIB, 40 * MIB, 200 * MIB)
-    assert free.words("/dev/shm", 10 * MIB) == "10 MiB free beside 90 MiB that caches of process 7, 8 may still take"
-    assert free.words("the cgroup's memory limit", 200 * MIB) == "200 MiB free"
+    others = Promised(files=900 * MIB, machine=900 * MIB, jobs=2, pids=(7, 8))
+    free = FreeMemory(1000 * MIB, 10_000 * MIB, None, "/dev/shm", promised=others)
+    given = grant(Budget.parse("auto"), 2**40, free, Reserve())
+    assert given.bytes == (1000 - 900 - 20) * MIB
+    assert given.limited_by == "/dev/shm (1000 MiB free, of which caches of process 7, 8 may take 900 MiB)"
+    free = FreeMemory(None, 1064 * MIB, 10_000 * MIB, promised=others)
+    given = grant(Budget.parse("auto"), 2**40, free, Reserve())
+    assert given.bytes == 1000 * MIB // 3
+    assert given.limited_by is not None
+    assert "(1 GiB free, of which caches of process 7, 8 may take 900 MiB, 64 MiB kept" in given.limited_by
+    less = FreeMemory(None, 2064 * MIB, None, promised=others)
+    assert grant(Budget.parse("auto"), 2**40, less, Reserve()).bytes == 1100 * MIB
+
+
+def test_what_is_measured_tells_of_others(monkeypatch):
+    """Whoever asks what is free is told what others may still take."""
+    monkeypatch.setattr(free_module, "promised", lambda root: Promised(files=5, jobs=1, pids=(7,)))
+    assert FreeMemory.measure("/dev/shm").promised == Promised(files=5, jobs=1, pids=(7,))

@@ -148,7 +148,7 @@ def trials(folder: Path, doors: Sequence[Callable[..., None]]) -> Iterator[Held]
     while True:
         door = doors[number % len(doors)]
         error = {2: ArithmeticError, 4: PrunedError}.get(number % 5)
-        options = {"keep_cache": (False, "process", True)[number // len(doors) % 3]}
+        options = {"keep_cache": ("process", False, True)[number % 3]}
         with contextlib.suppress(ArithmeticError, PrunedError):
             door(folder / str(number), [Ending(error)], **options)
         number += 1
