@@ -20,7 +20,7 @@ from dataclasses import dataclass, field, replace
 from pathlib import Path, PurePosixPath
 from typing import NamedTuple
 
-from lightning_stocache.node.promises import Promised, promised
+from lightning_stocache.node.promises import Promise, Promised, promised
 
 __all__ = ["FreeMemory", "MemoryGauge"]
 
@@ -28,11 +28,11 @@ _PROGRAMS = 256 * 2**20  # page cache in active use that is left alone: the libr
 
 
 class Limit(NamedTuple):
-    """Bytes that are free, where, and how many of them were promised to caches of other jobs."""
+    """Bytes that are free, where, and what of them was promised to caches of other jobs."""
 
     size: int
     name: str
-    promised: int
+    promised: Promise
 
 
 @dataclass(frozen=True)

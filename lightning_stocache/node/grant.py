@@ -86,13 +86,12 @@ def grant(budget: Budget, dataset_bytes: int, free: FreeMemory, reserve: Reserve
     if free.filesystem is not None:
         # A full one kills nobody. 16 MiB are for others' small files, yet little of Docker's 64 MiB.
         # What is promised to others is gone: the workers of a loader that put their batches there die where it is full.
-        taken, others = free.promised.files, free.promised.words(free.promised.files)
-        room = free.filesystem - taken - reserve.files - max(free.filesystem // 50, 16 * _MIB)
+        others = free.promised.files
+        room = free.filesystem - others.nbytes - reserve.files - max(free.filesystem // 50, 16 * _MIB)
         rooms.append((room, f"{free.directory or 'the filesystem'} ({format_bytes(free.filesystem)} free{others})"))
-    for size, name, taken in free.limits_of_memory:
+    for size, name, others in free.limits_of_memory:
         kept = reserve.bytes + margin(free, ranks)
-        room = (free.promised.share(size - kept, taken)) * _READER_SHARE // (_READER_SHARE + reserve.readers)
-        others = free.promised.words(taken)
+        room = others.share(size - kept) * _READER_SHARE // (_READER_SHARE + reserve.readers)
         rooms.append((room, f"{name} ({format_bytes(size)} free{others}, {format_bytes(kept)} kept for the training)"))
     room, limit = min(rooms, default=(0, "memory that cannot be measured here"))
     safe = max(0, room)

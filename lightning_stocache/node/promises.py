@@ -15,14 +15,14 @@ from __future__ import annotations
 
 import os
 import stat
-from collections.abc import Iterator
-from dataclasses import dataclass
+from collections.abc import Iterable, Iterator
+from dataclasses import dataclass, field
 from pathlib import Path
 
 from lightning_stocache.node.budget import format_bytes
 from lightning_stocache.node.files import memory_directory, token_of
 
-__all__ = ["Promised", "promised"]
+__all__ = ["Promise", "Promised", "promised"]
 
 _MEMFD = "/memfd:lightning_stocache"
 _LEAST = 2**20  # bytes; what is less is the rest of a page, or counters
@@ -30,39 +30,49 @@ _PIDS = 4  # that are named
 
 
 @dataclass(frozen=True)
+class Promise:
+    """What caches of other jobs may still take of something.
+
+    Args:
+        nbytes: How much.
+        jobs: How many jobs these are.
+        pids: Their processes.
+    """
+
+    nbytes: int = 0
+    jobs: int = 0
+    pids: tuple[int, ...] = ()
+
+    def share(self, free: int) -> int:
+        """What is left of free bytes for one more job: what is not promised, but at least an even share.
+
+        Example:
+            >>> Promise(70, jobs=1).share(100), Promise(70, jobs=1).share(200)
+            (50, 130)
+        """
+        return max(free - self.nbytes, free // (1 + self.jobs))
+
+    def __str__(self) -> str:
+        """What stands behind the bytes that are free, for people; empty where nothing is promised."""
+        if not self.nbytes:
+            return ""
+        pids = ", ".join(map(str, self.pids[:_PIDS])) + (" and others" if len(self.pids) > _PIDS else "")
+        return f", of which caches of process {pids} may take {format_bytes(self.nbytes)}"
+
+
+@dataclass(frozen=True)
 class Promised:
-    """What caches of other jobs may still take, in bytes.
+    """What caches of other jobs may still take.
 
     Args:
         files: Of the filesystem in which caches lie.
         machine: Of the machine's memory.
         cgroup: Of the memory of this process's cgroup: those of the same one.
-        jobs: How many jobs these are.
-        pids: Their processes.
     """
 
-    files: int = 0
-    machine: int = 0
-    cgroup: int = 0
-    jobs: int = 0
-    pids: tuple[int, ...] = ()
-
-    def share(self, free: int, promised: int) -> int:
-        """What is left of free bytes for one more job: what is not promised, but at least an even share.
-
-        Example:
-            >>> others = Promised(machine=70, jobs=1)
-            >>> others.share(100, others.machine), others.share(200, others.machine)
-            (50, 130)
-        """
-        return max(free - promised, free // (1 + self.jobs)) if promised else free
-
-    def words(self, nbytes: int) -> str:
-        """What stands behind the bytes that are free, for people; empty where nothing is promised."""
-        if not nbytes:
-            return ""
-        pids = ", ".join(map(str, self.pids[:_PIDS])) + (" and others" if len(self.pids) > _PIDS else "")
-        return f", of which caches of process {pids} may take {format_bytes(nbytes)}"
+    files: Promise = field(default_factory=Promise)
+    machine: Promise = field(default_factory=Promise)
+    cgroup: Promise = field(default_factory=Promise)
 
 
 def promised(root: Path = Path("/")) -> Promised:
@@ -72,29 +82,29 @@ def promised(root: Path = Path("/")) -> Promised:
         root: where `proc` is found; another one is for tests.
     """
     here = {facts.key for facts in _segments(root, "self")}
-    mine, found, users = _cgroup(root, "self"), dict[tuple[int, int], _Facts](), dict[tuple[int, int], set[int]]()
-    with_us = set[tuple[int, int]]()
+    found, users = dict[tuple[int, int], _Facts](), dict[tuple[int, int], set[int]]()
     for pid in _processes(root):
         for facts in _segments(root, str(pid)):
-            if facts.key in here or facts.missing < _LEAST:
-                continue
-            found[facts.key] = facts
-            users.setdefault(facts.key, set()).add(pid)
-            if _cgroup(root, str(pid)) == mine:
-                with_us.add(facts.key)
+            if facts.key not in here and facts.missing >= _LEAST:
+                found[facts.key] = facts
+                users.setdefault(facts.key, set()).add(pid)
     if not found:
         return Promised()
-    device = os.stat(memory_directory()).st_dev
-    jobs: list[set[int]] = []
-    for pids in users.values():  # who shares a segment is of one job
-        apart = [job for job in jobs if job.isdisjoint(pids)]
-        jobs = [*apart, set(pids).union(*(job for job in jobs if not job.isdisjoint(pids)))]
+    cgroup, device = _cgroup(root, "self"), os.stat(memory_directory()).st_dev
+    with_us = {pid for pid in set().union(*users.values()) if _cgroup(root, str(pid)) == cgroup}
+
+    def sum_of(keys: Iterable[tuple[int, int]]) -> Promise:
+        nbytes, jobs = 0, list[set[int]]()
+        for key in keys:  # who shares a segment is of one job
+            nbytes += found[key].missing
+            sharing = [job for job in jobs if not job.isdisjoint(users[key])]
+            jobs = [*(job for job in jobs if job not in sharing), users[key].union(*sharing)]
+        return Promise(nbytes, len(jobs), tuple(sorted(set[int]().union(*jobs))))
+
     return Promised(
-        sum(facts.missing for key, facts in found.items() if key[0] == device),
-        sum(facts.missing for facts in found.values()),
-        sum(found[key].missing for key in with_us),
-        len(jobs),
-        tuple(sorted(set().union(*jobs))),
+        sum_of(key for key in found if key[0] == device),
+        sum_of(found),
+        sum_of(key for key in found if not users[key].isdisjoint(with_us)),
     )
 
 

@@ -12,7 +12,7 @@ from lightning_stocache.node import free as free_module
 from lightning_stocache.node.budget import Budget
 from lightning_stocache.node.free import FreeMemory
 from lightning_stocache.node.grant import Reserve, grant
-from lightning_stocache.node.promises import Promised, promised
+from lightning_stocache.node.promises import Promise, Promised, promised
 from lightning_stocache.node.segment import Segment
 from tests.processes import Child
 
@@ -50,15 +50,16 @@ def test_what_others_may_still_take_is_counted_once(tmp_path, monkeypatch, spars
     file = descriptor_of(sparse)
     other = machine(tmp_path, p71=(file, "theirs"), p72=(file, "theirs"))
     found = promised(other)
-    assert 47 * MIB < found.machine <= 48 * MIB
-    assert (found.files, found.cgroup, found.jobs, found.pids) == (found.machine, 0, 1, (71, 72))
+    assert 47 * MIB < found.machine.nbytes <= 48 * MIB
+    assert (found.machine.jobs, found.machine.pids) == (1, (71, 72))
+    assert (found.files, found.cgroup) == (found.machine, Promise())
     (tmp_path / "proc/72/cgroup").write_text("ours")
     assert promised(tmp_path).cgroup == found.machine
 
 
 def test_what_this_process_has_open_is_its_own_business(sparse):
     """Its own caches are no promise to others."""
-    assert os.getpid() not in promised().pids
+    assert os.getpid() not in promised().machine.pids
 
 
 def test_without_a_proc_nothing_is_known(tmp_path):
@@ -89,16 +90,16 @@ def test_a_living_job_is_found(tmp_path, monkeypatch):
     finally:
         flag.unlink(missing_ok=True)
         pid = child.result()
-    assert pid in found.pids
-    assert found.jobs >= 1
-    assert found.files >= 511 * MIB
-    assert found.machine >= 511 * MIB
-    assert found.cgroup >= 511 * MIB
+    for promise in (found.files, found.machine, found.cgroup):
+        assert pid in promise.pids
+        assert promise.jobs >= 1
+        assert promise.nbytes >= 511 * MIB
 
 
 def test_a_filesystem_is_not_promised_twice_and_memory_is_shared():
     """Of a filesystem what is promised is gone; of memory a newcomer gets an even share at least, and is told why."""
-    others = Promised(files=900 * MIB, machine=900 * MIB, jobs=2, pids=(7, 8))
+    promise = Promise(900 * MIB, jobs=2, pids=(7, 8))
+    others = Promised(files=promise, machine=promise)
     free = FreeMemory(1000 * MIB, 10_000 * MIB, None, "/dev/shm", promised=others)
     given = grant(Budget.parse("auto"), 2**40, free, Reserve())
     assert given.bytes == (1000 - 900 - 20) * MIB
@@ -114,5 +115,6 @@ def test_a_filesystem_is_not_promised_twice_and_memory_is_shared():
 
 def test_what_is_measured_tells_of_others(monkeypatch):
     """Whoever asks what is free is told what others may still take."""
-    monkeypatch.setattr(free_module, "promised", lambda root: Promised(files=5, jobs=1, pids=(7,)))
-    assert FreeMemory.measure("/dev/shm").promised == Promised(files=5, jobs=1, pids=(7,))
+    others = Promised(Promise(5, 1, (7,)))
+    monkeypatch.setattr(free_module, "promised", lambda root: others)
+    assert FreeMemory.measure("/dev/shm").promised == others
