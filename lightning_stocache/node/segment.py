@@ -36,7 +36,7 @@ import torch
 import lightning_stocache.node.files as files
 from lightning_stocache.node.files import HEADER_BYTES, Backend
 from lightning_stocache.node.handle import SegmentHandle
-from lightning_stocache.node.locks import give_back, take
+from lightning_stocache.node.locks import give_back, holder, take
 from lightning_stocache.node.manifest import Manifest, write_manifest
 from lightning_stocache.node.owned import open_own
 
@@ -70,8 +70,7 @@ class Segment:
     """
 
     def __init__(self, data: int, locks: int, size: int, path: str | None = None, *, owned: bool = False) -> None:
-        self.size, self.path = size, path
-        self._data, self._locks = data, locks
+        self.size, self.path, self._data, self._locks = size, path, data, locks
         self._own_names = [path, path + ".locks"] if owned and path else []
         self._holds = 1
         self._map: mmap.mmap | None = None
@@ -232,8 +231,7 @@ class Segment:
 
     def discard(self, offset: int = 0) -> None:
         """Zero the payload from `offset` on, in every process, and give its whole pages back to the system at once."""
-        mapped, end = self._check_open(), HEADER_BYTES + self.size
-        start = HEADER_BYTES + offset
+        mapped, start, end = self._check_open(), HEADER_BYTES + offset, HEADER_BYTES + self.size
         first_page = -(-start // mmap.PAGESIZE) * mmap.PAGESIZE
         if hasattr(mmap, "MADV_REMOVE") and first_page < end:
             mapped.madvise(mmap.MADV_REMOVE, first_page, end - first_page)
@@ -249,6 +247,10 @@ class Segment:
         """Give the lock of one byte back; `close` has done so already."""
         if not self.closed:
             give_back(self._locks, byte)
+
+    def holder(self, byte: int) -> int | None:
+        """The other process that has the lock of one byte; None if there is none, or it cannot be known."""
+        return None if self.closed else holder(self._locks, byte)
 
     def unlink(self) -> None:
         """Take the name away, if there is one: from then on the memory goes with the last process that uses it."""

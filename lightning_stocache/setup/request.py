@@ -15,7 +15,7 @@ from lightning_stocache.cache.spec import SampleSpec
 from lightning_stocache.node.budget import Budget
 from lightning_stocache.node.named import check_name
 
-__all__ = ["BackendChoice", "CacheRequest", "Form", "Layout", "LoaderSettings", "Write", "check_disk"]
+__all__ = ["BackendChoice", "CacheRequest", "Form", "Layout", "LoaderSettings", "Write", "check_disk", "parse_memory"]
 
 BackendChoice = Literal["auto", "tmpfile", "memfd", "file"]
 Layout = Literal["auto", "rows", "records"]
@@ -133,6 +133,19 @@ class CacheRequest:
         """The source, for messages."""
         whose = self.reader.stage if self.reader is not None and self.reader.stage else self.pot
         return f"{type(self.source).__name__} ({self.length:,} samples{f', {whose}' if whose else ''})"
+
+
+def parse_memory(memory: int | float | str | None) -> Budget:
+    """What of a cache on a disk is to lie in memory besides, read as a budget is; None is nothing.
+
+    Raises:
+        TypeError: it is no number and no string.
+        ValueError: it cannot be read.
+    """
+    try:
+        return Budget.parse(0 if memory is None else memory)
+    except (TypeError, ValueError) as error:
+        raise type(error)(f"memory{str(error).removeprefix('budget')}") from None
 
 
 def check_disk(directory: str | None, memory: Budget, write: Write, sync: float | None) -> None:

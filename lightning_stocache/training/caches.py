@@ -33,7 +33,7 @@ from lightning_stocache.node.group import NodeGroup
 from lightning_stocache.setup.kept_cache import let_go
 from lightning_stocache.setup.open import open_caches
 from lightning_stocache.setup.open_stream import open_stream
-from lightning_stocache.setup.request import CacheRequest, LoaderSettings
+from lightning_stocache.setup.request import CacheRequest, LoaderSettings, parse_memory
 from lightning_stocache.training.options import CacheOptions
 from lightning_stocache.training.tallies import end_call
 
@@ -153,7 +153,7 @@ class CallCaches:
                 store=options.store,
                 prefill=options.prefill,
                 dir=options.dir,
-                memory=Budget.parse(0 if options.memory is None else options.memory),
+                memory=parse_memory(options.memory),
                 write=options.write,
                 sync=options.sync,
                 kept=names[key] if options.keeps_for_process else None,

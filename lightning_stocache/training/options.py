@@ -20,7 +20,7 @@ from lightning_stocache.loading.dataset import CachedDataset, OnError
 from lightning_stocache.node.budget import Budget
 from lightning_stocache.node.named import check_name
 from lightning_stocache.sampling.locality_sampler import Mode
-from lightning_stocache.setup.request import BackendChoice, Form, Layout, Write, check_disk
+from lightning_stocache.setup.request import BackendChoice, Form, Layout, Write, check_disk, parse_memory
 
 __all__ = ["STAGES", "CacheOptions", "Keep", "Source", "Stream", "made", "with_options"]
 
@@ -110,7 +110,7 @@ class CacheOptions:
             raise ValueError(f"streams must be true or false, got {self.streams!r}")
         if self.name is not None:
             check_name(self.name)
-        check_disk(self.dir, Budget.parse(0 if self.memory is None else self.memory), self.write, self.sync)
+        check_disk(self.dir, parse_memory(self.memory), self.write, self.sync)
         budgets = {stage: Budget.parse(budget) for stage, budget in given.items()}
         object.__setattr__(self, "budgets", budgets | {"": Budget.parse(self.budget)})
 
