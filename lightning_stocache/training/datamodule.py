@@ -25,7 +25,16 @@ from lightning_stocache.setup.request import BackendChoice, Form, Layout, Loader
 from lightning_stocache.training.caches import CallCaches, Wanted, training_bytes
 from lightning_stocache.training.loaders import TrainerLoader
 from lightning_stocache.training.obstacles import check_sweep, is_cacheable
-from lightning_stocache.training.options import STAGES, CacheOptions, Source, Stream, is_plain, made, with_options
+from lightning_stocache.training.options import (
+    STAGES,
+    CacheOptions,
+    Keep,
+    Source,
+    Stream,
+    is_plain,
+    made,
+    with_options,
+)
 from lightning_stocache.training.pools import share_pools
 from lightning_stocache.training.resume import ResumePoint
 from lightning_stocache.training.sampling import check_sampler, replicas
@@ -101,7 +110,7 @@ class StocacheDataModule(LightningDataModule):
         allow_random: bool = False,
         backend: BackendChoice = "auto",
         on_error: OnError = "raise",
-        keep_cache: bool = False,
+        keep_cache: Keep = False,
         sampling: Mode = "locality",
         name: str | None = None,
         fingerprint: str = "",
@@ -260,7 +269,7 @@ class StocacheDataModule(LightningDataModule):
         self._end_call()
 
     def _end_call(self) -> None:
-        if not self.caches.options.keep_cache:
+        if self.caches.options.keep_cache is not True:
             self._close_pools()
         self.caches.end_call()
 
