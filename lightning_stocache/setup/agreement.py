@@ -4,22 +4,27 @@ One cache serves the ranks of a node, by index. Ranks that hold other data under
 each, a random split that each has drawn for itself) would get each other's samples. What a source holds is told by its
 class, its length, and a digest of the lists, arrays and tensors in its attributes, through the datasets inside it:
 their sizes and their ends, for they may be large.
+
+Which of the indices are drawn may differ: a rank may have a sampler of its own. What any rank draws gets a slot.
 """
 
 from __future__ import annotations
 
 import hashlib
 from collections.abc import Sequence
+from dataclasses import replace
+from functools import reduce
 from typing import Any
 
 import numpy as np
 import torch
 from torch.utils.data import Dataset
 
+from lightning_stocache.cache.domain import Domain
 from lightning_stocache.node.group import NodeGroup
 from lightning_stocache.setup.request import CacheRequest
 
-__all__ = ["check_lengths", "data_digest", "ranks_apart"]
+__all__ = ["check_lengths", "data_digest", "drawn_by_all", "ranks_apart"]
 
 _ENDS = 8  # items at either end of a container
 _DEEP = 4  # datasets inside each other
@@ -38,6 +43,22 @@ def check_lengths(requests: Sequence[CacheRequest], group: NodeGroup) -> None:
                 f"all ranks must open the same sources; those of rank 0 have {lengths[0]} samples, those of rank "
                 f"{rank} {others}. Give every rank the whole dataset and let a DistributedSampler divide it"
             )
+
+
+def drawn_by_all(requests: Sequence[CacheRequest], group: NodeGroup) -> list[CacheRequest]:
+    """The requests with what any rank draws, where each has a sampler of its own. Collective."""
+    digests = [None if request.domain is None else request.domain.digest for request in requests]
+    told = group.exchange(digests)
+    if all(others == digests for others in told):
+        return list(requests)
+    domains = group.exchange([request.domain for request in requests])
+    joined = []
+    for number, request in enumerate(requests):
+        parts = [each[number] for each in domains]
+        known = [part for part in parts if part is not None]
+        domain = reduce(Domain.__or__, known) if len(known) == len(parts) else None
+        joined.append(replace(request, domain=domain))
+    return joined
 
 
 def ranks_apart(requests: Sequence[CacheRequest], group: NodeGroup) -> list[bool]:
