@@ -19,12 +19,13 @@ from weakref import WeakKeyDictionary, WeakSet
 
 from torch.utils.data import DataLoader, IterableDataset, RandomSampler
 
+from lightning_stocache.cache.domain import Domain
 from lightning_stocache.loading.dataset import CachedDataset
 from lightning_stocache.loading.stand_in import StandIn
 from lightning_stocache.loading.stream import CachedStream
 from lightning_stocache.node.group import NodeGroup
 from lightning_stocache.sampling.locality_sampler import LocalitySampler
-from lightning_stocache.training.caches import CallCaches, Wanted
+from lightning_stocache.training.caches import CallCaches
 from lightning_stocache.training.loaders import (
     Cached,
     cached_behind,
@@ -38,6 +39,7 @@ from lightning_stocache.training.loaders import (
 from lightning_stocache.training.obstacles import check_leaf, check_loader, check_stream_loader, title
 from lightning_stocache.training.pools import share_pools
 from lightning_stocache.training.sampling import is_default, locality_sampler
+from lightning_stocache.training.wanted import Wanted
 
 __all__ = ["CallLoaders"]
 
@@ -54,6 +56,7 @@ class CallLoaders:
         at_hand: loaders of these stages that are known without running a hook.
         replicas: says how many ranks share the data and which of them this is, once the Trainer knows.
         later_bytes: says what memory the training will take, once there is a model.
+        domain: says which indices a loader of a stage will draw, where that is known.
     """
 
     def __init__(
@@ -64,12 +67,13 @@ class CallLoaders:
         at_hand: Mapping[str, Any] | None = None,
         replicas: Callable[[], tuple[int, int]] = lambda: (1, 0),
         later_bytes: Callable[[], int] = int,
+        domain: Callable[[str, DataLoader[Any]], Domain | None] = lambda stage, loader: None,
     ) -> None:
         self._caches = caches
         self._getters = dict(getters)
         self._to_come = set(stages)
         self._at_hand = dict(at_hand or {})
-        self._replicas, self._later_bytes = replicas, later_bytes
+        self._replicas, self._later_bytes, self._domain = replicas, later_bytes, domain
         self._shared: WeakSet[Cached] = WeakSet()
         # By the user's loader, and stage: one that a hook makes anew each time takes its workers with it when it goes.
         self._made: WeakKeyDictionary[DataLoader[Any], dict[str, _Made]] = WeakKeyDictionary()
@@ -87,7 +91,10 @@ class CallLoaders:
         group = NodeGroup.discover()
         share_pools((getattr(leaf, "dataset", None) for leaf in leaves_in(list(asked.values()))), group)
         cacheable = self._cacheable(asked, group)
-        wanted = [Wanted(loader.dataset, name, settings_of(loader)) for name, loader in cacheable]
+        wanted = [
+            Wanted(loader.dataset, name, settings_of(loader), self._domain_of(name, loader))
+            for name, loader in cacheable
+        ]
         self._caches.open(wanted, group, later_bytes=self._later_bytes(), train_to_come="train" in self._to_come)
         leaves = list(leaves_in(list(asked.values())))
         given: list[Cached] = [*cached_behind(*leaves), *cached_streams(*leaves)]
@@ -137,10 +144,13 @@ class CallLoaders:
                 raise type(error)(f"the {stage} loader cannot be cached, {title(leaf)}: {error}") from error
             return str(error)
 
+    def _domain_of(self, stage: str, loader: DataLoader[Any]) -> Domain | None:
+        return None if isinstance(loader.dataset, IterableDataset) else self._domain(stage, loader)
+
     def _renewed(self, stage: str, loader: DataLoader[Any]) -> DataLoader[Any]:
         """The loader around its cached dataset, made once for a loader that comes again: its workers may persist."""
         stream = isinstance(loader.dataset, IterableDataset)
-        dataset: Any = self._caches.stream(loader.dataset) if stream else self._caches[loader.dataset]
+        dataset: Any = self._caches.of(stage, loader.dataset)
         attributes = dict(vars(loader))
         if dataset.counters is None:  # its cache could not be opened
             return loader

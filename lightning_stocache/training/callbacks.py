@@ -30,6 +30,7 @@ from lightning_stocache.training.options import CacheOptions, with_options
 from lightning_stocache.training.profiler import listen, log_every, stop_listening
 from lightning_stocache.training.sampling import replicas
 from lightning_stocache.training.tallies import samples_of
+from lightning_stocache.training.wanted import loader_domain
 
 __all__ = ["FillProgress", "StochasticCache"]
 
@@ -163,7 +164,13 @@ class StochasticCache(CacheMonitor):
         getters = {name: source.dataloader for name, source in sources.items()}
         at_hand = {name: source.instance for name, source in sources.items() if not source.is_module()}
         call_loaders = CallLoaders(
-            self.caches, getters, list(sources), at_hand, partial(replicas, trainer), partial(training_bytes, trainer)
+            self.caches,
+            getters,
+            list(sources),
+            at_hand,
+            partial(replicas, trainer),
+            partial(training_bytes, trainer),
+            partial(loader_domain, trainer),
         )
         for name, source in sources.items():
             source.dataloader = partial(call_loaders, name)

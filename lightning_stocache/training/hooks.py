@@ -22,6 +22,7 @@ from lightning_stocache.training.call_loaders import CallLoaders
 from lightning_stocache.training.obstacles import check_sweep
 from lightning_stocache.training.options import STAGES, CacheOptions, with_options
 from lightning_stocache.training.sampling import replicas
+from lightning_stocache.training.wanted import loader_domain
 
 __all__ = ["CachedHooks", "cache_datamodule"]
 
@@ -141,6 +142,7 @@ class CachedHooks:
                 stages,
                 replicas=partial(replicas, trainer),
                 later_bytes=partial(training_bytes, trainer),
+                domain=partial(loader_domain, trainer),
             )
         return self._loaders(stage)
 

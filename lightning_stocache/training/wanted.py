@@ -1,0 +1,91 @@
+"""What the loaders of a Trainer call will read, and which of it.
+
+What a loader cannot draw needs no slot. It is known from its sampler (`sampling.sampler_domain`), and from the
+Trainer's limits where samples come in order: of a validation that ends after fifty batches, and of `overfit_batches`,
+for which Lightning has every loader start at the beginning, whatever its sampler.
+
+Nothing is known beforehand where loaders are made anew while training goes on, nor of a cache that later calls or jobs
+will read too, with other loaders: it has room for the whole dataset.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+from functools import reduce
+from typing import Any
+
+import numpy as np
+from torch.utils.data import BatchSampler, DataLoader, Dataset, DistributedSampler, SequentialSampler
+
+from lightning_stocache.cache.domain import Domain
+from lightning_stocache.sampling.sampler_domain import sampler_domain
+from lightning_stocache.setup.request import LoaderSettings
+from lightning_stocache.training.sampling import replicas
+
+__all__ = ["Wanted", "drawn_by", "loader_domain", "together"]
+
+
+@dataclass(frozen=True)
+class Wanted:
+    """A dataset that a loader of the call will read.
+
+    Args:
+        source: the user's dataset.
+        stage: of the loader.
+        loader: what it keeps in memory besides.
+        domain: what of the dataset it draws; None: all of it, or that is not known.
+    """
+
+    source: Dataset[Any]
+    stage: str
+    loader: LoaderSettings
+    domain: Domain | None = None
+
+
+def together(entry: Wanted, wanted: Sequence[Wanted]) -> Wanted:
+    """The first of those that want a dataset, with what all of them draw of it."""
+    domains = [other.domain for other in wanted if other.source is entry.source]
+    known = [domain for domain in domains if domain is not None]
+    return replace(entry, domain=reduce(Domain.__or__, known) if len(known) == len(domains) else None)
+
+
+def loader_domain(trainer: Any, stage: str, loader: DataLoader[Any]) -> Domain | None:
+    """The indices that a loader of a stage will draw, of a dataset with a length; None for all, or if not known."""
+    length = len(loader.dataset)  # type: ignore[arg-type]
+    order: Any = loader.sampler if loader.batch_sampler is None else loader.batch_sampler
+    return drawn_by(trainer, stage, order, length, loader.batch_size or 1)
+
+
+def drawn_by(trainer: Any, stage: str, order: Any, length: int, batch_size: int) -> Domain | None:
+    """The indices that a sampler or batch sampler will draw in a stage of a Trainer call.
+
+    Args:
+        trainer: of the call; None outside of one.
+        stage: of the loader.
+        order: the loader's sampler or batch sampler.
+        length: number of samples in its dataset.
+        batch_size: of one rank.
+    """
+    if getattr(trainer, "reload_dataloaders_every_n_epochs", 0):
+        return None
+    plain = order.sampler if type(order) is BatchSampler else order
+    overfits = trainer is not None and trainer.overfit_batches > 0 and trainer.state.fn == "fit"
+    if overfits and stage in ("train", "val"):
+        if isinstance(order, BatchSampler) and type(order) is not BatchSampler:  # Lightning makes it anew, in its way
+            return None
+        return _beginning(trainer, stage, length, batch_size)
+    in_order = type(plain) is SequentialSampler or (type(plain) is DistributedSampler and not plain.shuffle)
+    if trainer is not None and stage != "train" and in_order:
+        return _beginning(trainer, stage, length, batch_size)
+    return sampler_domain(plain, length)
+
+
+def _beginning(trainer: Any, stage: str, length: int, batch_size: int) -> Domain | None:
+    """The first samples, as many as the Trainer's limit lets through; None: all."""
+    limit: int | float = getattr(trainer, f"limit_{stage}_batches")
+    step = batch_size * replicas(trainer)[0]
+    batches = limit if isinstance(limit, int) else int(math.ceil(length / step) * limit)
+    count = batches * step
+    return Domain(np.arange(count), length) if 0 < count < length else None
