@@ -22,6 +22,7 @@ from torch.utils.data import (
 )
 
 from lightning_stocache.cache.domain import Domain
+from lightning_stocache.sampling.locality_sampler import LocalitySampler
 
 __all__ = ["indices_of", "is_monai", "sampler_domain"]
 
@@ -58,7 +59,7 @@ def indices_of(sampler: Any) -> Any | None:
         return _numbers(sampler.indices)
     if isinstance(sampler, WeightedRandomSampler) or is_monai(sampler, "DistributedWeightedRandomSampler"):
         return np.flatnonzero(np.asarray(torch.as_tensor(sampler.weights)) > 0)
-    if kind is DistributedSampler or is_monai(sampler, "DistributedSampler"):
+    if kind in (DistributedSampler, LocalitySampler) or is_monai(sampler, "DistributedSampler"):
         return np.arange(len(sampler.dataset))
     if kind in (RandomSampler, SequentialSampler):
         return np.arange(len(sampler.data_source))
