@@ -6,6 +6,7 @@ nothing is known: all of the dataset may be drawn.
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Sequence
 from itertools import chain
 from typing import Any
@@ -26,6 +27,8 @@ from lightning_stocache.sampling.locality_sampler import LocalitySampler
 
 __all__ = ["indices_of", "is_monai", "sampler_domain"]
 
+log = logging.getLogger(__name__)
+
 
 def sampler_domain(sampler: Any, length: int) -> Domain | None:
     """The indices that a sampler, or a batch sampler, can draw; None for all of them, or where that is not known.
@@ -40,14 +43,13 @@ def sampler_domain(sampler: Any, length: int) -> Domain | None:
         >>> sampler_domain(RandomSampler(range(4)), length=4) is None
         True
     """
-    indices = indices_of(sampler)
-    if indices is None:
-        return None
     try:
-        domain = Domain(indices, length)
-    except ValueError:  # keys that only the source understands, or an error that is the source's to raise
+        indices = indices_of(sampler)
+        domain = None if indices is None else Domain(indices, length)
+    except Exception:  # keys that only the source understands, attributes that are not what they are called
+        log.debug("what %s draws cannot be told", type(sampler).__name__, exc_info=True)
         return None
-    return None if domain.is_whole or not len(domain) else domain
+    return None if domain is None or domain.is_whole or not len(domain) else domain
 
 
 def indices_of(sampler: Any) -> Any | None:

@@ -12,6 +12,7 @@ dataset's, or of another one.
 
 from __future__ import annotations
 
+import logging
 from dataclasses import dataclass
 from typing import Any
 
@@ -40,6 +41,8 @@ from lightning_stocache.training.lightning_internals import wrapped_sampler
 
 __all__ = ["LoaderDraws", "loader_draws"]
 
+log = logging.getLogger(__name__)
+
 
 @dataclass(frozen=True)
 class LoaderDraws:
@@ -66,12 +69,22 @@ class LoaderDraws:
 def loader_draws(loader: DataLoader[Any], counters: Counters, world: int, nodes: int) -> LoaderDraws | None:
     """What is known of a loader's draws; None where nothing is.
 
+    A sampler is its user's, and its attributes may be anything: where they make no sense, nothing is known.
+
     Args:
         loader: as the Trainer reads it.
         counters: of the cached dataset whose samples are meant.
         world: number of ranks.
         nodes: among how many nodes they are.
     """
+    try:
+        return _known(loader, counters, world, nodes)
+    except Exception:
+        log.debug("the draws of %s cannot be told", type(loader.sampler).__name__, exc_info=True)
+        return None
+
+
+def _known(loader: DataLoader[Any], counters: Counters, world: int, nodes: int) -> LoaderDraws | None:
     batches, cached = loader.batch_sampler, cached_in(loader.dataset)
     plain = batches is None or type(batches) is BatchSampler
     sampler: Any = loader.sampler if plain else batches
@@ -130,8 +143,8 @@ def _through(dataset: Any, counters: Counters, positions: Integers) -> Integers:
     if isinstance(dataset, Subset):
         return _through(dataset.dataset, counters, np.asarray(dataset.indices)[positions])
     if isinstance(dataset, ConcatDataset):
-        ends = [0, *dataset.cumulative_sizes]
-        for part, begin, end in zip(dataset.datasets, ends, ends[1:], strict=True):
+        ends = dataset.cumulative_sizes
+        for part, begin, end in zip(dataset.datasets, [0, *ends[:-1]], ends, strict=True):
             inside = (positions >= begin) & (positions < end)
             indices[inside] = _through(part, counters, positions[inside] - begin)
     return indices

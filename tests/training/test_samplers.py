@@ -1,8 +1,7 @@
-"""The samplers that people use: slots for what they draw, the hit rate that is expected of them, and their own batches."""
+"""The samplers that people use, and several loaders: their own batches, and the hit rate that is expected of them."""
 
 from __future__ import annotations
 
-import logging
 import math
 import pickle
 import random
@@ -11,7 +10,7 @@ from typing import Any
 
 import pytest
 import torch
-from lightning.pytorch import Callback, LightningDataModule
+from lightning.pytorch import Callback
 from lightning.pytorch.utilities.combined_loader import CombinedLoader
 from torch.utils.data import (
     BatchSampler,
@@ -24,14 +23,10 @@ from torch.utils.data import (
     Subset,
     SubsetRandomSampler,
     WeightedRandomSampler,
-    random_split,
 )
 
 from lightning_stocache.loading.dataset import CachedDataset
-from lightning_stocache.loading.loader import CachedLoader
 from lightning_stocache.training.callbacks import StochasticCache
-from lightning_stocache.training.datamodule import StocacheDataModule
-from lightning_stocache.training.hooks import cache_datamodule
 from lightning_stocache.training.monitor import CacheMonitor
 from tests.sources import CountedSource
 from tests.training.seen import Watcher
@@ -219,6 +214,14 @@ def check_counts(trainer: Any, loads: Loads, served: list[int]) -> None:
     assert set(more) <= {0, 1, 2}, "samples are read again, now and then, to see whether they are random"
 
 
+def check_expected(trainer: Any, served: list[int]) -> None:
+    """The hit rates are as expected, but for what is drawn by chance."""
+    measured, expected = logged(trainer, "stocache/hit_rate"), logged(trainer, "stocache/hit_rate_expected")
+    assert len(expected) == EPOCHS
+    for rate, predicted, samples in zip(measured, expected, served, strict=True):
+        assert abs(rate - predicted) <= 0.05 + 3 * math.sqrt(predicted * (1 - predicted) / samples)
+
+
 def samples_per_epoch(model: Watcher) -> list[int]:
     """How many samples the batches of each epoch held."""
     sizes = [eval_size(batch) for stage, batch in model.batches if stage == "train"]
@@ -235,6 +238,8 @@ def count(node: Any) -> int:
     """The samples in what a Watcher makes of a batch: of a dict or list of batches, all."""
     if isinstance(node, dict):
         return sum(map(count, node.values()))
+    if node is None:
+        return 0  # of a loader that has ended
     kind, parts = node if len(node) == 2 else (None, None)
     if kind in ("list", "tuple") and parts and len(parts) == 2 and parts[1][0] == "torch.int64":
         return int(parts[1][1][0])  # images and labels
@@ -243,7 +248,7 @@ def count(node: Any) -> int:
 
 @pytest.mark.parametrize("name", LOADERS)
 def test_hit_rates_are_as_expected_and_batches_as_without_a_cache(tmp_path, name, recwarn):
-    """Of each sampler: every batch is the uncached one, counts are the source's own, and what is expected comes true."""
+    """Every batch is the uncached one, the counts are the source's own, and what is expected comes true, if at all."""
     make, options = LOADERS[name]
     plain, _ = train(tmp_path / "plain", lambda: make(source(tmp_path, "plain", SAMPLES)), [], **options)
     data = source(tmp_path, samples=SAMPLES)
@@ -251,11 +256,68 @@ def test_hit_rates_are_as_expected_and_batches_as_without_a_cache(tmp_path, name
     cached, trainer = train(tmp_path, lambda: make(data), [StochasticCache(budget=60 * SLOT), loads], **options)
     assert cached.batches == plain.batches
     check_counts(trainer, loads, samples_per_epoch(cached))
-    measured, expected = logged(trainer, "stocache/hit_rate"), logged(trainer, "stocache/hit_rate_expected")
     if name in UNKNOWN:
-        assert expected == []
+        assert logged(trainer, "stocache/hit_rate_expected") == []
     else:
-        assert len(expected) == EPOCHS
-        for rate, predicted, samples in zip(measured, expected, samples_per_epoch(cached), strict=True):
-            assert abs(rate - predicted) <= 0.05 + 3 * math.sqrt(predicted * (1 - predicted) / samples)
+        check_expected(trainer, samples_per_epoch(cached))
     assert not [warning for warning in recwarn if "were to be expected" in str(warning.message)]
+
+
+MODES = ("min_size", "max_size", "max_size_cycle")  # Lightning trains in no other: it refuses "sequential"
+
+
+@pytest.mark.parametrize("mode", MODES)
+def test_several_loaders_are_expected_to_hit_as_they_do_together(tmp_path, mode):
+    """In all modes of a CombinedLoader what is expected is the mean of the sets, by what was served of each."""
+
+    def loaders(long: Dataset[Any], short: Dataset[Any]) -> Any:
+        weighted = WeightedRandomSampler(torch.arange(1.0, 41), 40)
+        return CombinedLoader({"long": shuffled(long), "short": DataLoader(short, BATCH, sampler=weighted)}, mode)
+
+    def sources(name: str) -> tuple[CountedSource, CountedSource]:
+        return source(tmp_path, f"{name}-long", SAMPLES), source(tmp_path, f"{name}-short", 40)
+
+    plain, _ = train(tmp_path / "plain", lambda: loaders(*sources("plain")), [])
+    data = sources("cached")
+    loads = Loads(*data)
+    cached, trainer = train(tmp_path, lambda: loaders(*data), [StochasticCache(budget="50%"), loads])
+    assert cached.batches == plain.batches
+    served = samples_per_epoch(cached)
+    check_counts(trainer, loads, served)
+    check_expected(trainer, served)
+
+
+def test_nothing_is_expected_where_two_loaders_read_one_dataset(tmp_path):
+    """What one has drawn the other hits: by what chance depends on their pace."""
+    data = source(tmp_path, samples=SAMPLES)
+    pair = {"weak": shuffled(data), "strong": shuffled(data)}
+    _, trainer = train(tmp_path, lambda: pair, [StochasticCache()])
+    assert logged(trainer, "stocache/hit_rate") == [0.5, 1, 1]
+    assert logged(trainer, "stocache/hit_rate_expected") == []
+
+
+@pytest.mark.parametrize(("held_out", "told"), [(range(5), True), (range(60, 70), False)])
+def test_validation_on_the_same_dataset_is_told_from_training(tmp_path, held_out, told):
+    """Of two folds of one dataset each hits what it has filled; where they overlap nothing is expected."""
+    data = source(tmp_path, samples=SAMPLES)
+    folds = SubsetRandomSampler(range(10, SAMPLES)), SubsetRandomSampler(held_out)
+    model, options = Watcher(), {"num_sanity_val_steps": 2, "log_every_n_steps": 1000}
+    trainer = make_trainer(tmp_path, [StochasticCache(budget=SLOT * SAMPLES // 2)], epochs=EPOCHS, **options)
+    trainer.fit(model, *(DataLoader(data, BATCH, sampler=fold) for fold in folds))
+    if told:
+        check_expected(trainer, [SAMPLES - 10] * EPOCHS)
+    else:
+        assert logged(trainer, "stocache/hit_rate_expected") == []
+
+
+def test_a_part_of_cached_datasets_is_drawn_through_subset_and_concat(tmp_path):
+    """A user's CachedDatasets behind `Subset` and `ConcatDataset`: each is expected to hit what is drawn of it."""
+    sources = [source(tmp_path, name, SAMPLES) for name in ("one", "other")]
+    sets = [CachedDataset(counted, budget="50%") for counted in sources]
+    joined = ConcatDataset([Subset(sets[0], range(0, SAMPLES, 3)), sets[1]])
+    loads = Loads(*sources)
+    model, trainer = train(tmp_path, lambda: shuffled(joined), [CacheMonitor(), loads])
+    check_counts(trainer, loads, samples_per_epoch(model))
+    check_expected(trainer, samples_per_epoch(model))
+    for dataset in sets:
+        dataset.close()
