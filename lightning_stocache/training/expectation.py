@@ -28,7 +28,7 @@ from lightning_stocache.loading.dataset import CachedDataset, cached_source
 from lightning_stocache.sampling.locality_sampler import LocalitySampler, Mode
 from lightning_stocache.sampling.sampler_domain import is_monai
 from lightning_stocache.training.loaders import cached_datasets, loaders_in
-from lightning_stocache.training.sampler_draws import LoaderDraws, loader_draws
+from lightning_stocache.training.sampler_draws import LoaderDraws, drawn_list, loader_draws
 
 __all__ = ["Expectation"]
 
@@ -71,7 +71,14 @@ class Expectation:
         return None if math.isnan(hits) else hits
 
     def complaint(self, metrics: Mapping[str, float]) -> str | None:
-        """What is wrong, in words, if the hit rate is well below the predicted one."""
+        """What is wrong, in words, if the hit rate is well below the predicted one, or slots are for what is not drawn."""
+        for part in self._sets:
+            if part.changed and part.leaves_out:
+                return (
+                    f"{type(part.sampler).__name__} draws other samples than when the cache opened, and only those "
+                    f"have slots: {int(metrics['bypasses'])} samples of this epoch had none.\nWith keep_cache=True all "
+                    "samples have slots"
+                )
         measured, expected = metrics["hit_rate"], metrics.get("hit_rate_expected")
         if expected is None or any(part.lags for part in self._sets):
             return None
@@ -109,6 +116,7 @@ class _SetExpectation:
         self._epochs: list[int] = []  # how many samples each was served
         self._ready = 0.0
         self._theory: FirstDraws | None = None
+        self._trainer, self._list, self.changed = trainer, drawn_list(loader), False
         known = loader_draws(loader, dataset.counters, trainer.world_size, self.nodes)
         shared = [
             loader_draws(other, dataset.counters, 1, 1) for other in _readers(trainer.val_dataloaders, dataset.counters)
@@ -126,6 +134,11 @@ class _SetExpectation:
             self._moved = moved_share(dataset.ring, group.nodes, loader.batch_size or 1)
 
     @property
+    def leaves_out(self) -> bool:
+        """Whether only a part of the dataset has slots, because no more was drawn."""
+        return cached_source(self._dataset).opened.request.domain is not None
+
+    @property
     def lags(self) -> bool:
         """Whether the formula leaves out a lag: where the arcs of several nodes overlap."""
         ring = cached_source(self._dataset).opened.known_ring
@@ -136,6 +149,11 @@ class _SetExpectation:
         ring, group = cached_source(self._dataset).opened.known_ring, self._dataset.group
         first, known = not self._epochs, self._draws
         self._epochs.append(served)
+        self.changed |= any(
+            drawn_list(loader) != self._list for loader in _readers(self._trainer.train_dataloader, self.counters)
+        )
+        if self.changed:
+            return None
         if ring is None or known is None or len(self._dataset) != ring.arcs[0].length:
             return None  # no cache, no formula, or a source that has grown
         if first and (slots := sum(arc.slots for arc in ring.arcs)):

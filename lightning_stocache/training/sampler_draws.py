@@ -14,6 +14,7 @@ from __future__ import annotations
 
 import logging
 from dataclasses import dataclass
+from hashlib import sha256
 from typing import Any
 
 import numpy as np
@@ -39,7 +40,7 @@ from lightning_stocache.sampling.locality_sampler import LocalitySampler
 from lightning_stocache.sampling.sampler_domain import indices_of, is_monai
 from lightning_stocache.training.lightning_internals import wrapped_sampler
 
-__all__ = ["LoaderDraws", "loader_draws"]
+__all__ = ["LoaderDraws", "drawn_list", "loader_draws"]
 
 log = logging.getLogger(__name__)
 
@@ -81,6 +82,18 @@ def loader_draws(loader: DataLoader[Any], counters: Counters, world: int, nodes:
         return _known(loader, counters, world, nodes)
     except Exception:
         log.debug("the draws of %s cannot be told", type(loader.sampler).__name__, exc_info=True)
+        return None
+
+
+def drawn_list(loader: DataLoader[Any]) -> str | None:
+    """A digest of the indices or weights that a loader's sampler has now; None where it has none, or they are none."""
+    batches = loader.batch_sampler
+    sampler: Any = loader.sampler if batches is None or type(batches) is BatchSampler else batches
+    given = getattr(sampler, "indices", getattr(sampler, "weights", sampler if isinstance(sampler, list) else None))
+    try:
+        return None if given is None else sha256(np.asarray(given).tobytes()).hexdigest()
+    except Exception:
+        log.debug("what %s draws from cannot be told", type(sampler).__name__, exc_info=True)
         return None
 
 
