@@ -71,7 +71,7 @@ class Expectation:
         return None if math.isnan(hits) else hits
 
     def complaint(self, metrics: Mapping[str, float]) -> str | None:
-        """What is wrong, in words, if the hit rate is well below the predicted one, or slots are for what is not drawn."""
+        """What is wrong, in words: the hit rate is far below the predicted one, or slots are for what is not drawn."""
         for part in self._sets:
             if part.changed and part.leaves_out:
                 return (
