@@ -73,7 +73,7 @@ class Expectation:
     def complaint(self, metrics: Mapping[str, float]) -> str | None:
         """What is wrong, in words: the hit rate is far below the predicted one, or slots are for what is not drawn."""
         for part in self._sets:
-            if part.changed and part.leaves_out:
+            if part.changed and part.leaves_out and metrics["bypasses"]:
                 return (
                     f"{type(part.sampler).__name__} draws other samples than when the cache opened, and only those "
                     f"have slots: {int(metrics['bypasses'])} samples of this epoch had none.\nWith keep_cache=True all "
@@ -149,9 +149,8 @@ class _SetExpectation:
         ring, group = cached_source(self._dataset).opened.known_ring, self._dataset.group
         first, known = not self._epochs, self._draws
         self._epochs.append(served)
-        self.changed |= any(
-            drawn_list(loader) != self._list for loader in _readers(self._trainer.train_dataloader, self.counters)
-        )
+        readers = _readers(self._trainer.train_dataloader, self.counters)
+        self.changed |= len(readers) == 1 and drawn_list(readers[0]) != self._list
         if self.changed:
             return None
         if ring is None or known is None or len(self._dataset) != ring.arcs[0].length:

@@ -71,7 +71,7 @@ def drawn_by(trainer: Any, stage: str, order: Any, length: int, batch_size: int)
     if getattr(trainer, "reload_dataloaders_every_n_epochs", 0):
         return None
     plain = order.sampler if type(order) is BatchSampler else order
-    overfits = trainer is not None and trainer.overfit_batches > 0 and trainer.state.fn == "fit"
+    overfits = getattr(trainer, "overfit_batches", 0) > 0 and trainer.state.fn == "fit"
     if overfits and stage in ("train", "val"):
         if isinstance(order, BatchSampler) and type(order) is not BatchSampler:  # Lightning makes it anew, in its way
             return None
@@ -84,7 +84,7 @@ def drawn_by(trainer: Any, stage: str, order: Any, length: int, batch_size: int)
 
 def _beginning(trainer: Any, stage: str, length: int, batch_size: int) -> Domain | None:
     """The first samples, as many as the Trainer's limit lets through; None: all."""
-    limit: int | float = getattr(trainer, f"limit_{stage}_batches")
+    limit: int | float = getattr(trainer, f"limit_{stage}_batches", 1.0)
     step = batch_size * replicas(trainer)[0]
     batches = limit if isinstance(limit, int) else int(math.ceil(length / step) * limit)
     count = batches * step
