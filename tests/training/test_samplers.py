@@ -2,10 +2,15 @@
 
 from __future__ import annotations
 
+import json
 import math
+import os
 import pickle
 import random
+import subprocess
+import sys
 from collections.abc import Callable, Iterator, Sequence
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -321,3 +326,27 @@ def test_a_part_of_cached_datasets_is_drawn_through_subset_and_concat(tmp_path):
     check_expected(trainer, samples_per_epoch(model))
     for dataset in sets:
         dataset.close()
+
+
+@pytest.mark.slow
+def test_two_ranks_draw_together(tmp_path):
+    """Under ddp: the batches of an uncached job, slots for what any rank draws, and expectations that are right."""
+    root = Path(__file__).parents[2]
+    command = [sys.executable, "-m", "tests.training.samplers_job", str(tmp_path)]
+    ended = subprocess.run(
+        command, cwd=root, env={**os.environ, "PYTHONPATH": str(root)}, capture_output=True, timeout=200, text=True
+    )
+    assert ended.returncode == 0, ended.stderr
+    ranks = [json.loads((tmp_path / f"rank{rank}.json").read_text()) for rank in (0, 1)]
+    for name, saw in ranks[0].items():
+        assert saw["same"], name
+        assert ranks[1][name]["same"], name
+        fold = "fold" in name
+        assert saw["slots"] == ranks[1][name]["slots"] == [15 if fold else 60], "half of what is drawn"
+        for epoch in saw["epochs"]:
+            served = sum(epoch[f"stocache/{key}"] for key in ("hits", "misses", "bypasses"))
+            assert served == 2 * 4 * saw["steps"] / EPOCHS - (2 if fold else 0)  # 30 of a fold: 15 for each rank
+            assert ("stocache/hit_rate_expected" in epoch) == (not fold)
+            if not fold:
+                expected = epoch["stocache/hit_rate_expected"]
+                assert abs(epoch["stocache/hit_rate"] - expected) <= 0.05 + 3 * math.sqrt(0.25 / served)
