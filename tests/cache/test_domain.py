@@ -39,10 +39,8 @@ def test_a_domain_is_the_same_in_another_process(domain: Domain) -> None:
 
 
 def test_many_indices_are_sent_as_bits() -> None:
-    """Half a million of a million indices travel in an eighth of a megabyte, ten of them in a hundred bytes or so."""
-    many, few = Domain(np.arange(0, 10**6, 2), 10**6), Domain(range(10), 10**6)
-    assert len(pickle.dumps(many)) < 130_000
-    assert len(pickle.dumps(few)) < 1000
+    """Half a million of a million indices travel in an eighth of a megabyte."""
+    assert len(pickle.dumps(Domain(np.arange(0, 10**6, 2), 10**6))) < 130_000
 
 
 @given(st.data())
