@@ -169,9 +169,9 @@ class StocacheDataModule(LightningDataModule):
         """What the loaders of a stage will draw of a dataset; None for all of it, or where it is not known."""
         if isinstance(dataset, IterableDataset):
             return None
-        given = [self.loader[name] for name in ("batch_sampler", "sampler") if name in self.loader]
-        order = next(iter(given), None) if stage == "train" else SequentialSampler(dataset)
-        return drawn_by(self.trainer, stage, order, len(dataset), self.batch_size)
+        given = self.loader if stage == "train" else {"sampler": SequentialSampler(dataset)}
+        orders = given.get("sampler"), given.get("batch_sampler")
+        return drawn_by(self.trainer, stage, len(dataset), self.batch_size, *orders)
 
     def train_dataloader(self) -> Any:
         """The training loader, shuffled unless `loader` says otherwise."""

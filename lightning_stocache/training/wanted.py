@@ -54,32 +54,32 @@ def together(entry: Wanted, wanted: Sequence[Wanted]) -> Wanted:
 def loader_domain(trainer: Any, stage: str, loader: DataLoader[Any]) -> Domain | None:
     """The indices that a loader of a stage will draw, of a dataset with a length; None for all, or if not known."""
     length = len(loader.dataset)  # type: ignore[arg-type]
-    order: Any = loader.sampler if loader.batch_sampler is None else loader.batch_sampler
-    return drawn_by(trainer, stage, order, length, loader.batch_size or 1)
+    return drawn_by(trainer, stage, length, loader.batch_size or 1, loader.sampler, loader.batch_sampler)
 
 
-def drawn_by(trainer: Any, stage: str, order: Any, length: int, batch_size: int) -> Domain | None:
+def drawn_by(
+    trainer: Any, stage: str, length: int, batch_size: int, sampler: Any, batch_sampler: Any = None
+) -> Domain | None:
     """The indices that a sampler or batch sampler will draw in a stage of a Trainer call.
 
     Args:
         trainer: of the call; None outside of one.
         stage: of the loader.
-        order: the loader's sampler or batch sampler.
         length: number of samples in its dataset.
         batch_size: of one rank.
+        sampler: the loader's.
+        batch_sampler: the loader's, which says more than the other two.
     """
     if getattr(trainer, "reload_dataloaders_every_n_epochs", 0):
         return None
-    plain = order.sampler if type(order) is BatchSampler else order
-    overfits = getattr(trainer, "overfit_batches", 0) > 0 and trainer.state.fn == "fit"
-    if overfits and stage in ("train", "val"):
-        if isinstance(order, BatchSampler) and type(order) is not BatchSampler:  # Lightning makes it anew, in its way
-            return None
+    if type(batch_sampler) is BatchSampler:
+        sampler, batch_size, batch_sampler = batch_sampler.sampler, batch_sampler.batch_size, None
+    if stage in ("train", "val") and getattr(trainer, "overfit_batches", 0) > 0 and trainer.state.fn == "fit":
+        return None if batch_sampler is not None else _beginning(trainer, stage, length, batch_size)
+    in_order = type(sampler) is SequentialSampler or (type(sampler) is DistributedSampler and not sampler.shuffle)
+    if trainer is not None and stage != "train" and in_order and batch_sampler is None:
         return _beginning(trainer, stage, length, batch_size)
-    in_order = type(plain) is SequentialSampler or (type(plain) is DistributedSampler and not plain.shuffle)
-    if trainer is not None and stage != "train" and in_order:
-        return _beginning(trainer, stage, length, batch_size)
-    return sampler_domain(plain, length)
+    return sampler_domain(sampler if batch_sampler is None else batch_sampler, length)
 
 
 def _beginning(trainer: Any, stage: str, length: int, batch_size: int) -> Domain | None:

@@ -231,7 +231,9 @@ DATA: Dataset[Any] = range(100)  # type: ignore[assignment]
         ("val", SequentialSampler(DATA), {}, None),
         ("val", SequentialSampler(DATA), {"limit_val_batches": 3}, 12),
         ("val", SequentialSampler(DATA), {"limit_val_batches": 0.5}, 48),  # of 25 batches, 12
-        ("val", BatchSampler(SequentialSampler(DATA), 4, False), {"limit_val_batches": 3}, 12),
+        ("val", BatchSampler(SequentialSampler(DATA), 5, False), {"limit_val_batches": 3}, 15),
+        ("val", [[1, 2], [3]], {"limit_val_batches": 1}, 3),
+        ("train", [[1, 2], [3]], {"overfit_batches": 1, "limit_train_batches": 1}, None),
         ("val", RandomSampler(DATA), {"limit_val_batches": 3}, None),
         ("val", DistributedSampler(DATA, 2, 0, shuffle=False), {"limit_val_batches": 3}, 12),
         ("test", SequentialSampler(DATA), {"limit_val_batches": 3}, None),
@@ -253,6 +255,7 @@ DATA: Dataset[Any] = range(100)  # type: ignore[assignment]
 )
 def test_what_a_loader_will_draw_follows_from_sampler_and_limits(stage, order, options, count):
     """Of what comes in order only the beginning, as far as the Trainer's limit; else what the sampler can draw."""
-    domain = drawn_by(trainer_with(**options), stage, order, 100, 4)
+    orders = (None, order) if isinstance(order, BatchSampler | list) else (order, None)
+    domain = drawn_by(trainer_with(**options), stage, 100, 4, *orders)
     assert (None if domain is None else len(domain)) == count
-    assert drawn_by(None, "train", SubsetRandomSampler([3, 4]), 100, 4).indices.tolist() == [3, 4]
+    assert drawn_by(None, "train", 100, 4, SubsetRandomSampler([3, 4])).indices.tolist() == [3, 4]
