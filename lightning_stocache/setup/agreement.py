@@ -12,7 +12,6 @@ from __future__ import annotations
 
 import hashlib
 from collections.abc import Sequence
-from dataclasses import replace
 from functools import reduce
 from typing import Any
 
@@ -24,7 +23,7 @@ from lightning_stocache.cache.domain import Domain
 from lightning_stocache.node.group import NodeGroup
 from lightning_stocache.setup.request import CacheRequest
 
-__all__ = ["check_lengths", "data_digest", "drawn_by_all", "ranks_apart"]
+__all__ = ["check_lengths", "data_digest", "drawn_by_any", "ranks_apart", "united"]
 
 _ENDS = 8  # items at either end of a container
 _DEEP = 4  # datasets inside each other
@@ -45,20 +44,24 @@ def check_lengths(requests: Sequence[CacheRequest], group: NodeGroup) -> None:
             )
 
 
-def drawn_by_all(requests: Sequence[CacheRequest], group: NodeGroup) -> list[CacheRequest]:
-    """The requests with what any rank draws, where each has a sampler of its own. Collective."""
-    digests = [None if request.domain is None else request.domain.digest for request in requests]
+def drawn_by_any(domains: Sequence[Domain | None], group: NodeGroup) -> list[Domain | None]:
+    """What any rank draws of each dataset, where each has a sampler of its own. Collective.
+
+    Args:
+        domains: what this rank draws; None for all of it, or where that is not known.
+        group: the ranks.
+    """
+    digests = [None if domain is None else domain.digest for domain in domains]
     told = group.exchange(digests)
-    if all(others == digests for others in told):
-        return list(requests)
-    domains = group.exchange([request.domain for request in requests])
-    joined = []
-    for number, request in enumerate(requests):
-        parts = [each[number] for each in domains]
-        known = [part for part in parts if part is not None]
-        domain = reduce(Domain.__or__, known) if len(known) == len(parts) else None
-        joined.append(replace(request, domain=domain))
-    return joined
+    if all(others == digests for others in told) or any(len(others) != len(digests) for others in told):
+        return list(domains)  # of other numbers of datasets `check_lengths` tells
+    return [united(parts) for parts in zip(*group.exchange(domains), strict=True)]
+
+
+def united(domains: Sequence[Domain | None]) -> Domain | None:
+    """What is drawn by any of several samplers."""
+    known = [domain for domain in domains if domain is not None]
+    return reduce(Domain.__or__, known) if len(known) == len(domains) else None
 
 
 def ranks_apart(requests: Sequence[CacheRequest], group: NodeGroup) -> list[bool]:

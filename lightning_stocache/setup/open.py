@@ -34,7 +34,7 @@ from lightning_stocache.cache.records import RecordCodec
 from lightning_stocache.node.budget import Budget
 from lightning_stocache.node.files import Backend
 from lightning_stocache.node.group import NodeGroup
-from lightning_stocache.setup.agreement import check_lengths, drawn_by_all, ranks_apart
+from lightning_stocache.setup.agreement import check_lengths, drawn_by_any, ranks_apart
 from lightning_stocache.setup.allocation import Allocation, allocate
 from lightning_stocache.setup.disk_cache import allocate_on_disk, with_directories
 from lightning_stocache.setup.form_choice import decoded_share, mixed_codec, told_share
@@ -92,7 +92,8 @@ def open_caches(
     check_lengths(requests, group)
     if not requests:
         return []
-    requests = drawn_by_all(requests, group)
+    domains = drawn_by_any([request.domain for request in requests], group)
+    requests = [replace(request, domain=domain) for request, domain in zip(requests, domains, strict=True)]
     try:
         requests = with_directories(requests, group)
     except (OSError, ImportError, RuntimeError) as error:

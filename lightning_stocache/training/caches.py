@@ -36,7 +36,7 @@ from lightning_stocache.setup.open_stream import open_stream
 from lightning_stocache.setup.request import CacheRequest
 from lightning_stocache.training.options import CacheOptions
 from lightning_stocache.training.tallies import end_call
-from lightning_stocache.training.wanted import Wanted, together
+from lightning_stocache.training.wanted import Wanted, agreed, together
 
 __all__ = ["CallCaches", "training_bytes"]
 
@@ -79,7 +79,8 @@ class CallCaches:
 
     def of(self, stage: str, source: Dataset[Any]) -> Any:
         """The cached dataset, or stream, around one that has been opened for a stage."""
-        return next(opened.dataset for opened in self._open if opened.source is source and stage in opened.stages)
+        found = [opened for opened in self._open if opened.source is source]
+        return max(found, key=lambda opened: stage in opened.stages).dataset
 
     def __contains__(self, source: Dataset[Any]) -> bool:
         return any(opened.source is source for opened in self._open)
@@ -113,12 +114,11 @@ class CallCaches:
             Exception: what a source raises when its first samples are read.
         """
         options = self.options
-        outlives = options.keep_cache or options.name is not None  # later loaders may draw what these do not
-        wanted = [replace(entry, domain=None) if outlives else entry for entry in wanted]
         group = NodeGroup.discover() if group is None else group
         if group != self._group:
             self.close()
             self._group = group
+        wanted = agreed(wanted, group, outlives=options.keep_cache or options.name is not None)
         new, streams = dict[int, Wanted](), dict[int, Wanted]()
         names: dict[int, str] = {}
         number = Counter[str]()

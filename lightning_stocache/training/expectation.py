@@ -17,10 +17,12 @@ import math
 from collections.abc import Mapping, Sequence
 from typing import Any
 
+import numpy.typing as npt
 from lightning.pytorch import Trainer
 from torch.utils.data import BatchSampler, DistributedSampler
 
 from lightning_stocache.cache.counters import Counters, Counts
+from lightning_stocache.cache.placement import Ring
 from lightning_stocache.cache.stores import stored
 from lightning_stocache.insight.first_draws import FirstDraws
 from lightning_stocache.insight.theory import expected_hit_rate, moved_share
@@ -116,6 +118,7 @@ class _SetExpectation:
         self._epochs: list[int] = []  # how many samples each was served
         self._ready = 0.0
         self._theory: FirstDraws | None = None
+        self._slots: tuple[Ring, npt.NDArray[Any], npt.NDArray[Any]] | None = None
         self._trainer, self._list, self.changed = trainer, drawn_list(loader), False
         known = loader_draws(loader, dataset.counters, trainer.world_size, self.nodes)
         shared = [
@@ -156,9 +159,11 @@ class _SetExpectation:
         if ring is None or known is None or len(self._dataset) != ring.arcs[0].length:
             return None  # no cache, no formula, or a source that has grown
         if first and (slots := sum(arc.slots for arc in ring.arcs)):
-            self._ready = max(fill_fraction - fills / slots, 0.0)
+            cache = self._dataset.cache
+            filled = fill_fraction if self._alone or cache is None else cache.filled / max(len(cache), 1)
+            self._ready = max(filled - fills / slots, 0.0)
         if self.nodes == 1:
-            return self._on_one_node(known, served, fills)
+            return self._on_one_node(ring, known, served, fills)
         samples = ring.arcs[0].length
         if served > samples + group.world:  # what is more than padding was drawn twice
             return None
@@ -166,20 +171,21 @@ class _SetExpectation:
         drawn = [self._ready, *(min(count / max(whole, 1), 1.0) for count in self._epochs[:-1])]
         return expected_hit_rate(ring, group.shares, len(drawn), self._moved, self._mode, drawn)
 
-    def _on_one_node(self, known: LoaderDraws, served: int, fills: float) -> float | None:
-        opened, cache = cached_source(self._dataset).opened, self._dataset.cache
-        ring = opened.known_ring
-        assert ring is not None
-        held, others = known.slots(ring, len(self._dataset))
+    def _on_one_node(self, ring: Ring, known: LoaderDraws, served: int, fills: float) -> float | None:
+        whole, cache = cached_source(self._dataset).opened.ring, self._dataset.cache
+        if self._slots is None or self._slots[0] != ring:  # of records, it is learnt how many find room
+            self._slots = (ring, *known.slots(ring, len(self._dataset)))
+        _, held, others = self._slots
         if self._theory is None:
             if not self._alone and cache is not None and known.indices is not None:
                 # Others fill it, too: what was there of these samples.
                 before = int(stored(cache, known.indices).sum()) - fills
                 self._ready = max(before / max(int(held.sum()), 1), 0.0)
             self._theory = FirstDraws(known.draws, self._ready)
-        short = opened.ring is not None and ring.arcs[0].slots < opened.ring.arcs[0].slots
+        short = whole is not None and ring.arcs[0].slots < whole.arcs[0].slots
         if known.draws.groups > 1 and (0 < self._ready < _ALL or short):
-            return None  # which indices were ready, or will find room, is not known, and they are not alike
+            self._draws = None  # which indices were ready, or will find room, is not known, and they are not alike
+            return None
         return self._theory.hit_rate(served, held, others)
 
 

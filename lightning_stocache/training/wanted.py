@@ -11,20 +11,21 @@ will read too, with other loaders: it has room for the whole dataset.
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, replace
-from functools import reduce
 from typing import Any
 
 import numpy as np
 from torch.utils.data import BatchSampler, DataLoader, Dataset, DistributedSampler, SequentialSampler
 
 from lightning_stocache.cache.domain import Domain
+from lightning_stocache.node.group import NodeGroup
 from lightning_stocache.sampling.sampler_domain import sampler_domain
+from lightning_stocache.setup.agreement import drawn_by_any, united
 from lightning_stocache.setup.request import LoaderSettings
 from lightning_stocache.training.sampling import replicas
 
-__all__ = ["Wanted", "drawn_by", "loader_domain", "together"]
+__all__ = ["Wanted", "agreed", "drawn_by", "loader_domain", "together"]
 
 
 @dataclass(frozen=True)
@@ -44,11 +45,22 @@ class Wanted:
     domain: Domain | None = None
 
 
+def agreed(wanted: Iterable[Wanted], group: NodeGroup, *, outlives: bool) -> list[Wanted]:
+    """The same, with what any rank draws of each. Collective.
+
+    Args:
+        wanted: what this rank's loaders will read.
+        group: the ranks.
+        outlives: whether later calls or jobs will read the caches.
+    """
+    wanted = list(wanted)
+    domains = drawn_by_any([None if outlives else entry.domain for entry in wanted], group)
+    return [replace(entry, domain=domain) for entry, domain in zip(wanted, domains, strict=True)]
+
+
 def together(entry: Wanted, wanted: Sequence[Wanted]) -> Wanted:
     """The first of those that want a dataset, with what all of them draw of it."""
-    domains = [other.domain for other in wanted if other.source is entry.source]
-    known = [domain for domain in domains if domain is not None]
-    return replace(entry, domain=reduce(Domain.__or__, known) if len(known) == len(domains) else None)
+    return replace(entry, domain=united([other.domain for other in wanted if other.source is entry.source]))
 
 
 def loader_domain(trainer: Any, stage: str, loader: DataLoader[Any]) -> Domain | None:
