@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import random
 import warnings
 from collections.abc import Iterator
 from pathlib import Path
@@ -12,9 +13,12 @@ import pytest
 import torch
 from lightning.pytorch import Callback, LightningDataModule
 from lightning.pytorch.callbacks import ModelCheckpoint
+from lightning.pytorch.utilities import CombinedLoader
 from torch.utils.data import DataLoader, DistributedSampler, Sampler, WeightedRandomSampler
 
 from lightning_stocache import StocacheDataModule, StochasticCache, cache_datamodule
+from tests.processes import Child
+from tests.training import resume_job
 from tests.training.tiny import Model, make_trainer
 
 pytestmark = pytest.mark.processes
@@ -171,6 +175,48 @@ def test_what_remains_is_what_would_have_come(tmp_path, name, sampler, workers, 
         assert seen == {at: batch for at, batch in whole.items() if 6 * at[0] + at[1] >= steps}, checkpoint.name
 
 
+class Several(LightningDataModule):
+    """Two loaders of unequal lengths, which are read together."""
+
+    def __init__(self, mode: str) -> None:
+        super().__init__()
+        self.mode, self.sets = mode, [Numbers(), torch.utils.data.Subset(Numbers(), range(10))]
+
+    def train_dataloader(self) -> Any:
+        return CombinedLoader([DataLoader(dataset, BATCH, shuffle=True) for dataset in self.sets], self.mode)
+
+
+class Both(Model):
+    """Trains on the first of two batches."""
+
+    def training_step(self, batch, batch_idx):
+        return super().training_step(batch[0], batch_idx)
+
+
+class SeenOfBoth(Seen):
+    """The indices of both batches of each step; of a loader that is exhausted none."""
+
+    def on_train_batch_start(self, trainer, pl_module, batch, batch_idx):
+        at = trainer.current_epoch, batch_idx
+        self.batches[at] = [None if part is None else part[0][:, 0, 0, 0].tolist() for part in batch]
+
+
+@pytest.mark.parametrize("mode", ["min_size", "max_size", "max_size_cycle"])
+def test_several_loaders_go_on_together(tmp_path, mode):
+    """Each loader goes on where it stood, one that has begun again since the epoch's beginning, too."""
+
+    def run(*callbacks: Callback, ckpt: Any = None) -> dict[Any, Any]:
+        torch.manual_seed(11 if ckpt is None else 99)
+        return fit(tmp_path, Several(mode), Both(), StochasticCache(), SeenOfBoth(), *callbacks, ckpt=ckpt)
+
+    whole = run(ModelCheckpoint(tmp_path, "{step:02d}", every_n_train_steps=1, save_top_k=-1))
+    steps = 3 if mode == "min_size" else 6
+    assert len(whole) == 3 * steps
+    for saved in range(1, 3 * steps, 2 if steps == 3 else 3):
+        seen = run(ckpt=tmp_path / f"step={saved:02d}.ckpt")
+        assert seen == {at: batch for at, batch in whole.items() if steps * at[0] + at[1] >= saved}, saved
+
+
 def saved_after_eight(tmp_path: Path, name: str) -> Path:
     """A checkpoint after the second batch of the second epoch."""
     data, more = door(name)
@@ -239,3 +285,48 @@ def test_the_next_fit_begins_anew(tmp_path):
     trainer.fit_loop.max_epochs = 3
     trainer.fit(Model(), data)
     assert sorted(epoch(seen.batches, 2)) == list(range(SAMPLES))
+
+
+def seen_by(folder: Path, ranks: int) -> list[dict[tuple[int, int], list[int]]]:
+    """The batches of each rank; a step that was run again after a kill had the same one."""
+    seen: list[dict[tuple[int, int], list[int]]] = []
+    for rank in range(ranks):
+        batches: dict[tuple[int, int], list[int]] = {}
+        for line in (folder / f"rank{rank}.txt").read_text().splitlines():
+            number, batch, *indices = map(int, line.split())
+            assert batches.setdefault((number, batch), indices) == indices, f"rank {rank}, {line}"
+        seen.append(batches)
+    return seen
+
+
+def killed_again_and_again(tmp_path: Path, name: str, ranks: int, workers: int, kills: list[tuple[int, int]]) -> None:
+    whole, broken = tmp_path / "whole", tmp_path / "broken"
+    for folder, ends in ((whole, [None]), (broken, [*kills, None])):
+        folder.mkdir()
+        for killed in ends:
+            job = Child(resume_job.fit, folder, name, ranks, workers, killed, method="forkserver")
+            job.process.join(200)
+            assert not job.process.is_alive()
+            assert (folder / "done").exists() is (killed is None), f"killed at {killed}"
+    for one, other in zip(seen_by(whole, ranks), seen_by(broken, ranks), strict=True):
+        assert one == other
+        assert len(one) == resume_job.EPOCHS * resume_job.SAMPLES // (4 * ranks)
+
+
+def test_killed_runs_go_on_where_they_were(tmp_path):
+    """Killed in a random step and started again from the last checkpoint, a fit of two ranks under the callback runs
+    the batches of the fit that was left alone, each rank its own."""
+    draw = random.Random(3)
+    killed_again_and_again(tmp_path, "callback", 2, 0, [(draw.randrange(2), draw.randrange(3, 16))])
+
+
+@pytest.mark.soak
+@pytest.mark.timeout(1200)
+@pytest.mark.parametrize("workers", [0, 2])
+@pytest.mark.parametrize("ranks", [1, 2])
+@pytest.mark.parametrize("name", ["own", "datamodule", "callback"])
+def test_any_door_survives_kills(tmp_path, name, ranks, workers):
+    """The same in every door, with and without workers, on one rank and on two, killed four times."""
+    draw, steps = random.Random(f"{name}{ranks}{workers}"), resume_job.EPOCHS * 48 // (4 * ranks)
+    kills = sorted(draw.sample(range(2, steps), 4))
+    killed_again_and_again(tmp_path, name, ranks, workers, [(draw.randrange(ranks), step) for step in kills])
