@@ -10,6 +10,7 @@ if TYPE_CHECKING:
     from lightning_stocache.cache.compat import SharedCache
     from lightning_stocache.cache.rolling_writer import RollingWriter
     from lightning_stocache.cache.spec import SampleSpec
+    from lightning_stocache.insight.step_clock import StepClock
     from lightning_stocache.loading.dataset import CachedDataset
     from lightning_stocache.loading.loader import CachedLoader
     from lightning_stocache.loading.rolling_cache import RollingCache
@@ -22,6 +23,7 @@ if TYPE_CHECKING:
     from lightning_stocache.training.datamodule import StocacheDataModule
     from lightning_stocache.training.hooks import cache_datamodule
     from lightning_stocache.training.monitor import CacheMonitor
+    from lightning_stocache.training.step_timer import StepTimer
 
     __version__: str
 
@@ -37,6 +39,8 @@ __all__ = [
     "RollingWriter",
     "SampleSpec",
     "SharedCache",
+    "StepClock",
+    "StepTimer",
     "StocacheDataModule",
     "StochasticCache",
     "cache_datamodule",
@@ -56,6 +60,8 @@ _HOMES = {
     "RollingWriter": "cache.rolling_writer",
     "SampleSpec": "cache.spec",
     "SharedCache": "cache.compat",
+    "StepClock": "insight.step_clock",
+    "StepTimer": "training.step_timer",
     "StocacheDataModule": "training.datamodule",
     "StochasticCache": "training.callbacks",
     "cache_datamodule": "training.hooks",
