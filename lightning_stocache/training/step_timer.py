@@ -71,7 +71,7 @@ class StepTimer(Callback):
         self._ears = _Ears(self._clock, {})
         self._running = self._deaf = False
         self._batch_size, self._ahead = 0, True
-        self._logged_step = -1
+        self._batches, self._log_every = 0, 1
 
     @property
     def epochs(self) -> list[Breakdown]:
@@ -94,7 +94,9 @@ class StepTimer(Callback):
         loaders = list(loaders_in(trainer.train_dataloader))
         self._batch_size = settings_of(loaders[0]).batch_size if len(loaders) == 1 else 0
         self._ahead = not loaders or any(loader.num_workers or isinstance(loader, CachedLoader) for loader in loaders)
-        self._logged_step, self._running = -1, True
+        # Batches are counted here: to ask the Trainer for its step takes longer than all else that is done in one.
+        self._log_every = log_every(trainer) * trainer.accumulate_grad_batches
+        self._batches, self._running = trainer.global_step * trainer.accumulate_grad_batches, True
         listen(trainer, self._ears, self._ears.parts)
 
     def on_train_epoch_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
@@ -116,13 +118,12 @@ class StepTimer(Callback):
         if not self._ears.heard >= {"wait", "forward"}:
             return self._complain(trainer)
         self._clock.end_step(self._batch_size)
-        step = trainer.global_step - 1  # as Lightning numbers the values of a step
-        if not trainer.loggers or step == self._logged_step or (step + 1) % log_every(trainer):
+        self._batches += 1
+        if self._batches % self._log_every or not trainer.loggers:
             return
-        self._logged_step = step
         values = {f"stocache/step/{part}_seconds": seconds for part, seconds in self._clock.take().items()}
         for logger in trainer.loggers if values else ():
-            logger.log_metrics(values, step=step)
+            logger.log_metrics(values, step=trainer.global_step - 1)  # as Lightning numbers the values of a step
 
     def on_train_epoch_end(self, trainer: Trainer, pl_module: LightningModule) -> None:
         """What comes between two epochs is of no step."""
