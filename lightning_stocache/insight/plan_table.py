@@ -78,7 +78,7 @@ def as_json(plan: Plan) -> dict[str, Any]:
 
 
 def save(plan: Plan, path: Path, more: Sequence[Panel] = ()) -> None:
-    """Draw seconds per epoch over the budget into a PNG file, and further panels beside it.
+    """Draw seconds per epoch over the budget into a PNG file, after further panels.
 
     Raises:
         ModuleNotFoundError: matplotlib is not installed; the message says how to have it.
@@ -98,7 +98,7 @@ def save(plan: Plan, path: Path, more: Sequence[Panel] = ()) -> None:
     title = f"What a budget would give: {'training' if plan.step else 'the loader alone'}"
     caption = "Seconds per epoch; shaded from the lowest to the highest measured."
     panel = Lines(title, caption, "budget per node", "s", series, x_unit="bytes", notes=notes)
-    save_picture([panel, *more], path, columns=2 if more else 1)
+    save_picture([*more, panel], path, columns=2 if more else 1)
 
 
 def _cells(row: Row, plan: Plan) -> list[str]:
