@@ -6,9 +6,9 @@ the fillers sees one that hangs, and one that is started anew leaves out the dra
 
 A sample that cannot be loaded, or is not of the codec, is left out; the first error of a filler is sent with its
 traceback, and after `MOST_FAILURES` in a row the filler ends. One that dies is started anew, at most `MOST_RESTARTS`
-times; one that could not begin is not. All this is looked at (`Fillers.look`) on the trainer's own thread, when an epoch
-begins, while it waits for a minimum, and about once a second while indices are drawn: a process that is forked in the
-middle of another thread's work may inherit its locks.
+times; one that could not begin is not. All this is looked at (`Fillers.look`) on the trainer's own thread, when an
+epoch begins, while it waits for a minimum, and about once a second while indices are drawn: a process that is forked in
+the middle of another thread's work may inherit its locks.
 
 A filler ends with its parent, however that ends (`node.parent`).
 """

@@ -2,6 +2,9 @@
 
 A lock belongs to a process, not to a thread of it, and is not inherited by fork. Closing *any* descriptor of the file
 drops all locks that the process holds on it: so they live on a file of their own. One costs 1.5 us.
+
+Linux keeps `flock` and byte locks apart. BSD and macOS do not: there a file that somebody holds by `flock` has no byte
+that can be locked, so the two are never taken on one file (`SEPARATE`).
 """
 
 from __future__ import annotations
@@ -13,7 +16,10 @@ if sys.platform != "win32":
 
     _WAIT, _TRY, _FREE = fcntl.LOCK_EX, fcntl.LOCK_EX | fcntl.LOCK_NB, fcntl.LOCK_UN
 
-__all__ = ["give_back", "is_unlocked", "take"]
+__all__ = ["SEPARATE", "give_back", "is_unlocked", "take"]
+
+SEPARATE = sys.platform == "linux"
+"""Whether `flock` and byte locks on one file know nothing of each other."""
 
 
 def take(descriptor: int, byte: int, *, wait: bool = False) -> bool:

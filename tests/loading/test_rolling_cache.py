@@ -390,7 +390,7 @@ def test_a_filler_that_hangs_is_told_while_training_waits(opened, caplog, monkey
 
 
 def test_fillers_that_cannot_import_the_source_are_not_started_again(opened, caplog, monkeypatch):
-    """A class of a notebook's cell is known where fillers are forked alone: one warning and the error say what to do."""
+    """A class of a notebook's cell is known only to forked fillers: one warning and the error say what to do."""
     cell = types.ModuleType("a_cell")
     cell.Numbers = type("Numbers", (Numbers,), {"__module__": "a_cell"})  # type: ignore[attr-defined]
     monkeypatch.setitem(sys.modules, "a_cell", cell)
