@@ -78,7 +78,7 @@ def test_the_commands_work_on_macos(tmp_path):
 
 
 def test_windows_trains_as_without(tmp_path):
-    """All modules can be imported, each door passes samples through with one warning, commands say what there is not."""
+    """All modules can be imported, each door passes samples through with one warning, commands say what is missing."""
     found = run(tmp_path, "tests.platforms.windows")
     assert found["modules"] > 150
     for door in ("datamodule", "callback", "loop"):
