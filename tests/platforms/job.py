@@ -1,4 +1,4 @@
-"""What a user does with the package on a system that is not Linux: `job WHAT FOLDER`; it prints what came of it.
+"""What a user does with the package on any system: `job WHAT FOLDER`; it prints what came of it.
 
 `doors` trains through each of the three doors, the callback's with a spawned worker; `ranks` trains on two ranks by
 ddp_spawn; `named` and `disk` fill a cache that lasts, with a spawned worker, and open it again; `commands` is the
@@ -11,6 +11,7 @@ import contextlib
 import io
 import json
 import logging
+import multiprocessing
 import sys
 from pathlib import Path
 from typing import Any
@@ -127,6 +128,8 @@ if __name__ == "__main__":
     logging.basicConfig(level=logging.WARNING, stream=sys.stderr, format="%(levelname)s %(message)s")
     torch.set_num_threads(1)
     what, place = sys.argv[1], Path(sys.argv[2])
+    if sys.platform == "linux":
+        multiprocessing.set_start_method("forkserver")  # as Python 3.14 has it by itself
     jobs = {"doors": doors, "ranks": ranks, "named": lasting, "commands": commands}
     came = lasting(place, dir=str(place / "disk")) if what == "disk" else jobs[what](place)
     print(json.dumps(came))

@@ -1,4 +1,4 @@
-"""Systems that are not Linux, played on Linux: what they lack is taken away before the package is imported."""
+"""Python 3.14's way to start processes; and systems that are not Linux, played on it: what they lack is taken away."""
 
 from __future__ import annotations
 
@@ -42,6 +42,13 @@ def on_macos(folder: Path, what: str) -> Any:
 def caches(folder: Path) -> list[str]:
     """The files of caches that are left in the temp folder."""
     return sorted(path.name.removeprefix(f"lsc-{os.getuid()}-") for path in (folder / "tmp").glob("lsc-*"))
+
+
+def test_every_door_caches_with_a_fork_server(tmp_path):
+    """Where workers come from a fork server if nobody says otherwise, epoch two hits everything, as with fork."""
+    hits = [[0, SAMPLES], True]
+    found = run(tmp_path, "tests.platforms.job", "doors")
+    assert found == {"datamodule": hits, "callback": hits, "loop": hits, "loads": [SAMPLES + SET_UP] * 3}
 
 
 def test_every_door_caches_on_macos(tmp_path):
