@@ -24,7 +24,7 @@ from lightning_stocache.node.budget import Budget
 from lightning_stocache.node.group import NodeGroup
 from lightning_stocache.setup.open import open_caches
 from lightning_stocache.setup.open_cache import OpenCache
-from lightning_stocache.setup.request import BackendChoice, CacheRequest, Form, Layout, Write
+from lightning_stocache.setup.request import BackendChoice, CacheRequest, Form, Layout, Write, parse_memory
 from lightning_stocache.source.access import check_source
 
 __all__ = ["CachedDataset", "OnError", "cached_source", "dataset_over"]
@@ -139,7 +139,7 @@ class CachedDataset(Forwarding):
             store=store,
             prefill=prefill,
             dir=dir,
-            memory=Budget.parse(0 if memory is None else memory),
+            memory=parse_memory(memory),
             write=write,
             sync=sync,
         )

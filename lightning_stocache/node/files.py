@@ -29,9 +29,11 @@ __all__ = [
     "MANIFEST_OFFSET",
     "NUMBERS_OFFSET",
     "Backend",
+    "backend_of",
     "default_backend",
     "fetch",
     "format_of",
+    "free_beside",
     "get_shm_size",
     "give_up",
     "hold",
@@ -76,6 +78,13 @@ def get_shm_size() -> int:
 def default_backend() -> Backend:
     """The backend for this system: anonymous memory where it exists."""
     return "tmpfile" if hasattr(os, "O_TMPFILE") and os.path.isdir("/dev/shm") else "file"
+
+
+def backend_of(path: str) -> Backend:
+    """The kind of a file, by its name or by that of a descriptor below /proc."""
+    if not path.startswith("/proc/"):
+        return "file"
+    return "memfd" if os.readlink(path).startswith("/memfd:") else "tmpfile"
 
 
 def make_file(backend: Backend, directory: str | None = None) -> tuple[int, str | None]:
@@ -135,6 +144,12 @@ def write_header(data: int, size: int, reserved: int = 0) -> None:
     os.ftruncate(data, HEADER_BYTES + size)
     reserve(data, 0, HEADER_BYTES + reserved)
     os.pwrite(data, _MAGIC + os.urandom(_TOKEN_BYTES) + _FORMAT.pack(FORMAT), 0)
+
+
+def free_beside(data: int) -> int | None:
+    """Bytes that are free in the filesystem of a file, for a user without privileges; None where it has no limit."""
+    stats = os.fstatvfs(data)
+    return stats.f_frsize * stats.f_bavail if stats.f_blocks else None  # that of memfds has no size
 
 
 def token_of(data: int) -> bytes:

@@ -156,7 +156,7 @@ def _find(request: CacheRequest, told: Callable[[int], None] = lambda index: Non
             generators.restore(before)
     parts = split(source, quick=_QUICK, told=told)
     files: EncodedForm | str | None = None
-    if request.store == "encoded" or (request.store == "auto" and request.name is None):
+    if request.store == "encoded" or (request.store == "auto" and not request.outlives):
         files = look_at_files(source, parts.source, parts.indices, told)
     if isinstance(files, EncodedForm) and (request.store == "encoded" or parts.reason is not None):
         kept = taken_apart(source)[0]

@@ -16,6 +16,7 @@ from lightning_stocache.cache.stores import AnyStore
 from lightning_stocache.cache.tiers import TieredStore
 from lightning_stocache.node.budget import format_bytes
 from lightning_stocache.node.group import NodeGroup
+from lightning_stocache.node.named import clean_command
 from lightning_stocache.setup.request import CacheRequest
 from lightning_stocache.source.access import batch_reader
 from lightning_stocache.source.odd import Odd
@@ -145,12 +146,11 @@ class OpenCache:
         cache, name = self.live_cache, self.request.name
         if cache is not None and name is not None and self.group.is_leader:
             log.info(
-                "the cache is kept as %s, %d of %d slots filled. To remove it: python -m lightning_stocache clean %s%s",
+                "the cache is kept as %s, %d of %d slots filled. To remove it: %s",
                 name,
                 cache.filled,
                 len(cache),
-                name,
-                "" if self.request.dir is None else f" --dir {self.request.dir}",
+                clean_command(name, self.request.dir),
             )
         if isinstance(cache, TieredStore) and cache.write_back and self.group.is_leader and not cache.save():
             log.warning("the disk did not take all that lies in memory: the rest is loaded again")

@@ -23,6 +23,7 @@ from typing import Any, cast
 from torch.nn.parameter import UninitializedParameter
 from torch.utils.data import Dataset, IterableDataset
 
+from lightning_stocache.insight.tallies import end_call
 from lightning_stocache.loading.cached_source import CachedSource
 from lightning_stocache.loading.dataset import CachedDataset, cached_source, dataset_over
 from lightning_stocache.loading.stream import CachedStream, stream_source
@@ -30,11 +31,11 @@ from lightning_stocache.node.budget import Budget
 from lightning_stocache.node.files import memory_directory
 from lightning_stocache.node.free import FreeMemory
 from lightning_stocache.node.group import NodeGroup
+from lightning_stocache.setup.kept_cache import let_go
 from lightning_stocache.setup.open import open_caches
 from lightning_stocache.setup.open_stream import open_stream
-from lightning_stocache.setup.request import CacheRequest, LoaderSettings
+from lightning_stocache.setup.request import CacheRequest, LoaderSettings, parse_memory
 from lightning_stocache.training.options import CacheOptions
-from lightning_stocache.training.tallies import end_call
 
 __all__ = ["CallCaches", "Wanted", "training_bytes"]
 
@@ -119,11 +120,10 @@ class CallCaches:
         wanted = list(wanted)
         group = NodeGroup.discover() if group is None else group
         if group != self._group:
-            self.close()
+            self._close_open()
             self._group = group
         new, streams = dict[int, Wanted](), dict[int, Wanted]()
-        names: dict[int, str] = {}
-        number = Counter[str]()
+        names, number = dict[int, str](), Counter[str]()
         for entry in wanted:
             if isinstance(entry.source, IterableDataset):
                 if entry.source not in self:
@@ -131,10 +131,10 @@ class CallCaches:
                 continue
             if entry.source not in self:
                 new.setdefault(id(entry.source), entry)  # in several stages: pot and name are those of the first
-                names.setdefault(id(entry.source), f"{self.options.name}-{entry.stage}{number[entry.stage]}")
+                names.setdefault(id(entry.source), f"{self.options.name or ''}-{entry.stage}{number[entry.stage]}")
             number[entry.stage] += 1
         stages = {entry.stage for entry in wanted}
-        if new and train_to_come and not self.options.keep_cache:
+        if new and train_to_come and self.options.keep_cache is not True:
             stages.add("train")  # what is open for it was opened by hand, before the call
         self._let_go(stages, wanted, [*new.values(), *streams.values()])
         options = self.options
@@ -153,9 +153,10 @@ class CallCaches:
                 store=options.store,
                 prefill=options.prefill,
                 dir=options.dir,
-                memory=Budget.parse(0 if options.memory is None else options.memory),
+                memory=parse_memory(options.memory),
                 write=options.write,
                 sync=options.sync,
+                kept=names[key] if options.keeps_for_process else None,
             )
             for key, entry in new.items()
         ]
@@ -202,21 +203,25 @@ class CallCaches:
                 "shuffle": entry.stage == "train",
             }
             stream = CachedStream(entry.source, budget, defer=True, **arguments)  # type: ignore[arg-type]
-            disable = options.on_error == "disable"
-            opened = open_stream(budget, group, options.backend, disable=disable, kept_back=back)
+            opened = open_stream(budget, group, options.backend, disable=options.on_error == "disable", kept_back=back)
             stream_source(stream).opened = opened
             self._open[key] = _Open(stream, pot)
 
     def close(self) -> None:
-        """Close all caches; samples of the same datasets pass through uncached from then on."""
+        """Close all caches, kept ones too; samples of the same datasets pass through uncached from then on."""
+        self._close_open()
+        if self.options.keeps_for_process:
+            let_go()
+
+    def _close_open(self) -> None:
         for opened in self._open.values():
             opened.dataset.close()
         self._open.clear()
 
     def end_call(self) -> None:
         """End of a Trainer call: close, unless the caches are to be kept for the next one."""
-        if not self.options.keep_cache:
-            self.close()
+        if self.options.keep_cache is not True:
+            self._close_open()
         end_call(opened.dataset for opened in self._open.values())
 
     def _let_go(self, stages: Collection[str], wanted: Collection[Wanted], new: Collection[Wanted]) -> None:
@@ -260,9 +265,7 @@ class CallCaches:
         caches = [(opened.dataset.budget_bytes, opened.dataset.cache) for opened in self._open.values()]
         promised = sum(max(granted - cache.memory_bytes, 0) for granted, cache in caches if cache is not None)
         if self.options.dir is not None:  # what was granted is room on a disk
-            opened = (
-                opened.dataset.cache for opened in self._open.values() if isinstance(opened.dataset, CachedDataset)
-            )
+            opened = (entry.dataset.cache for entry in self._open.values() if isinstance(entry.dataset, CachedDataset))
             promised = sum(cache.promised_bytes for cache in opened if cache is not None)
         pot = self.options.pot("train")
         if not train_to_come or pot not in pots or self.options.budgets[pot].unit == "bytes":
