@@ -44,6 +44,7 @@ def caches(folder: Path) -> list[str]:
     return sorted(path.name.removeprefix(f"lsc-{os.getuid()}-") for path in (folder / "tmp").glob("lsc-*"))
 
 
+@pytest.mark.soak
 def test_every_door_caches_with_a_fork_server(tmp_path):
     """Where workers come from a fork server if nobody says otherwise, epoch two hits everything, as with fork."""
     hits = [[0, SAMPLES], True]

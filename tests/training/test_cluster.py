@@ -175,6 +175,7 @@ def test_uneven_nodes_add_their_budgets(tmp_path):
     assert last["hit_rate"] == pytest.approx(last["hit_rate_expected"], abs=0.03)
 
 
+@pytest.mark.soak
 def test_a_container_per_rank_has_a_cache_each(tmp_path):
     """With a /dev/shm and process ids of their own ranks cannot share: one warning, half of the dataset in each, and
     all of it in both."""
