@@ -70,7 +70,7 @@ class DiskStore(SegmentStore[Codec]):
         size, manifest = cls.layout(codec, arc, whose, granted=granted)
         segment = DiskSegment.create(size, None, manifest, directory)
         try:
-            return cls.found(segment, codec, manifest.geometry, arc.size)
+            return cls.found(segment, codec, manifest.geometry, arc.length, arc.domain)
         except OSError:
             segment.close()
             raise

@@ -35,7 +35,7 @@ from lightning_stocache.cache.records import RecordCodec
 from lightning_stocache.node.budget import Budget
 from lightning_stocache.node.files import Backend
 from lightning_stocache.node.group import NodeGroup
-from lightning_stocache.setup.agreement import check_lengths, ranks_apart
+from lightning_stocache.setup.agreement import check_lengths, drawn_by_any, ranks_apart
 from lightning_stocache.setup.allocation import Allocation, allocate
 from lightning_stocache.setup.disk_cache import allocate_on_disk, with_directories
 from lightning_stocache.setup.form_choice import decoded_share, mixed_codec, told_share
@@ -94,6 +94,8 @@ def open_caches(
     check_lengths(requests, group)
     if not requests:
         return []
+    domains = drawn_by_any([request.domain for request in requests], group)
+    requests = [replace(request, domain=domain) for request, domain in zip(requests, domains, strict=True)]
     try:
         requests = with_directories(requests, group)
     except (OSError, ImportError, RuntimeError) as error:
@@ -142,25 +144,30 @@ def open_caches(
             continue
         share = found.share
         if found.encoded is not None:
-            share = decoded_share(granted, request.length, codec, found.encoded)
+            share = decoded_share(granted, request.samples, codec, found.encoded)
             if group.is_leader:
                 log.info(told_share(request.title, share, codec, found.encoded))
         if share is not None and found.encoded is not None:
             codec = mixed_codec(codec, found.encoded, share)
         elif isinstance(codec, RecordCodec):
-            codec = codec.for_bytes(granted, request.length)
+            codec = codec.for_bytes(granted, request.samples)
         if codec is not found.codec:
             findings[number] = replace(found, codec=codec, share=share)
-            planned[number] = min(granted // codec.slot_bytes, request.length)
+            planned[number] = min(granted // codec.slot_bytes, request.samples)
     parts = group.together(lambda: list(map(_parts, requests, findings, decoded)))
     homes = [
-        _homes(found.codec, count, granted, request.length, group)
+        _homes(found.codec, count, granted, request.samples, group)
         for found, count, granted, request in zip(findings, planned, plan.granted, requests, strict=True)
     ]
     slots = group.exchange([planned, homes])
     expected, rings = (
         [
-            Ring.cut(request.length, group.shares, [slots[ranks[0]][which][number] for ranks in group.nodes])
+            Ring.cut(
+                request.samples,
+                group.shares,
+                [slots[ranks[0]][which][number] for ranks in group.nodes],
+                request.domain,
+            )
             for number, request in enumerate(requests)
         ]
         for which in (0, 1)
@@ -170,7 +177,7 @@ def open_caches(
         rings = [
             ring.beside([held[ranks[0]].get(number) for ranks in group.nodes]) for number, ring in enumerate(rings)
         ]
-    short = any(count < request.length for count, request in zip(planned, requests, strict=True))
+    short = any(count < request.samples for count, request in zip(planned, requests, strict=True))
     if group.is_leader and short:  # files, or packed images, may fit where decoded ones do not
         for warning in plan.warnings:
             log.warning(warning)

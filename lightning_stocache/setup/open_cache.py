@@ -100,15 +100,17 @@ class OpenCache:
     def describe(self) -> str:
         """One line on what is cached, for people; with several nodes, on which one, and its arc of the ring."""
         source: Any = self.request.source
-        name, samples, cache, group = type(source).__name__, len(source), self.live_cache, self.group
+        name, samples, cache, group = type(source).__name__, f"{len(source):,}", self.live_cache, self.group
         if cache is None:
-            return f"{name}: {samples:,} samples, not cached"
+            return f"{name}: {samples} samples, not cached"
+        if self.request.domain is not None:
+            samples = f"the {self.request.samples:,} that are drawn of {samples}"
         where, arc = "", ""
         if len(group.nodes) > 1:
             where = f" on node{group.node} (ranks {', '.join(map(str, group.nodes[group.node]))})"
             arc = "" if self.ring is None else f" in an arc that starts at {self.ring.arcs[group.node].start:,}"
         return (
-            f"{name}{where}: {cache.capacity:,} of {samples:,} samples have a slot{arc}, {cache.filled:,} are filled, "
+            f"{name}{where}: {cache.capacity:,} of {samples} samples have a slot{arc}, {cache.filled:,} are filled, "
             f"{self._used(cache)} in use of {format_bytes(self.budget_bytes)}"
         )
 
@@ -117,7 +119,7 @@ class OpenCache:
         cache, request = self.live_cache, self.request
         held = (0, 0, 0, 0) if cache is None else (len(cache), cache.filled, cache.memory_bytes, cache.disk_bytes)
         return {
-            "samples": request.length,
+            "samples": request.samples,
             **dict(zip(("slots", "filled", "memory_bytes", "disk_bytes"), held, strict=True)),
             "budget_bytes": self.budget_bytes,
             "name": request.name,
