@@ -245,7 +245,7 @@ def test_what_a_header_says_harms_nobody(text, capsys):
         main([command])
     segment.close()
     lines = capsys.readouterr().out.splitlines()
-    own = f"used by {os.getpid()} "  # tests that run at the same time have such segments, too
+    own = str(os.getpid())  # tests that run at the same time have such segments, too
     assert sum("a cache that is damaged: " in line and own in line for line in lines) == 2
     assert all(line.isprintable() for line in lines)
 
