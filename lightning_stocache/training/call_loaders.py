@@ -21,22 +21,14 @@ from torch.utils.data import DataLoader, IterableDataset, RandomSampler
 
 from lightning_stocache.cache.domain import Domain
 from lightning_stocache.loading.dataset import CachedDataset
+from lightning_stocache.loading.loader_tree import Cached, cached_behind, cached_datasets, cached_streams, leaves_in
 from lightning_stocache.loading.locality import locality_sampler
 from lightning_stocache.loading.stand_in import StandIn
 from lightning_stocache.loading.stream import CachedStream
 from lightning_stocache.node.group import NodeGroup
 from lightning_stocache.sampling.locality_sampler import LocalitySampler
 from lightning_stocache.training.caches import CallCaches
-from lightning_stocache.training.loaders import (
-    Cached,
-    cached_behind,
-    cached_datasets,
-    cached_streams,
-    leaves_in,
-    rewrap,
-    settings_of,
-    with_dataset,
-)
+from lightning_stocache.training.loaders import rewrap, settings_of, with_dataset
 from lightning_stocache.training.model_memory import training_bytes
 from lightning_stocache.training.obstacles import check_leaf, check_loader, check_stream_loader, title
 from lightning_stocache.training.pools import share_pools

@@ -18,13 +18,14 @@ from lightning_stocache.cache.counters import Counts
 from lightning_stocache.insight.stall import Stall
 from lightning_stocache.insight.tallies import samples_of
 from lightning_stocache.loading.dataset import OnError
+from lightning_stocache.loading.loader_tree import Cached
 from lightning_stocache.node.budget import format_bytes
 from lightning_stocache.sampling.locality_sampler import Mode
 from lightning_stocache.setup.request import BackendChoice, Form, Layout, Write
 from lightning_stocache.training.caches import CallCaches
 from lightning_stocache.training.call_loaders import CallLoaders
 from lightning_stocache.training.lightning_internals import data_sources, loops
-from lightning_stocache.training.loaders import Cached, running_datasets
+from lightning_stocache.training.loaders import running_datasets
 from lightning_stocache.training.monitor import CacheMonitor
 from lightning_stocache.training.obstacles import check_sweep
 from lightning_stocache.training.options import CacheOptions, Keep, with_options

@@ -27,9 +27,9 @@ from lightning_stocache.cache.stores import stored
 from lightning_stocache.insight.first_draws import FirstDraws
 from lightning_stocache.insight.theory import expected_hit_rate, moved_share
 from lightning_stocache.loading.dataset import CachedDataset, cached_source
+from lightning_stocache.loading.loader_tree import cached_datasets, loaders_in
 from lightning_stocache.sampling.locality_sampler import LocalitySampler, Mode
 from lightning_stocache.sampling.sampler_domain import is_monai
-from lightning_stocache.training.loaders import cached_datasets, loaders_in
 from lightning_stocache.training.sampler_draws import LoaderDraws, drawn_list, loader_draws
 
 __all__ = ["Expectation"]

@@ -21,33 +21,12 @@ from torch.utils.data import BatchSampler, DataLoader, Dataset, Sampler
 
 from lightning_stocache.loading.loader import CachedLoader
 from lightning_stocache.loading.loader_state import LoaderState
-from lightning_stocache.loading.loader_tree import (
-    Cached,
-    cached_behind,
-    cached_datasets,
-    cached_in_loaders,
-    cached_streams,
-    leaves_in,
-    loaders_in,
-    wrapped_loader,
-)
+from lightning_stocache.loading.loader_tree import Cached, cached_in_loaders, wrapped_loader
 from lightning_stocache.loading.worker_pool import InitOnSource
 from lightning_stocache.setup.request import LoaderSettings
 from lightning_stocache.training.lightning_internals import ARG_NAMES, ARGS, DATASET, KWARGS
 
-__all__ = [
-    "Cached",
-    "TrainerLoader",
-    "cached_behind",
-    "cached_datasets",
-    "cached_streams",
-    "hides_dataset",
-    "leaves_in",
-    "loaders_in",
-    "rewrap",
-    "running_datasets",
-    "with_dataset",
-]
+__all__ = ["TrainerLoader", "hides_dataset", "rewrap", "running_datasets", "settings_of", "with_dataset"]
 
 
 class TrainerLoader(CachedLoader):
@@ -141,9 +120,8 @@ def with_dataset(
         state["worker_init_fn"] = InitOnSource.of(loader.worker_init_fn)
     if sampler is not None:
         state |= {"sampler": sampler, "batch_sampler": BatchSampler(sampler, state["batch_size"], loader.drop_last)}
-    vars(renewed).update(
-        state
-    )  # past DataLoader's __setattr__, which refuses a dataset, and Lightning's, which notes it
+    # Past DataLoader's __setattr__, which refuses a dataset, and Lightning's, which notes it.
+    vars(renewed).update(state)
     return renewed
 
 

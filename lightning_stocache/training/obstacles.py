@@ -14,10 +14,11 @@ import numpy as np
 import torch
 from torch.utils.data import BatchSampler, DataLoader, Dataset, IterableDataset
 
+from lightning_stocache.loading.loader_tree import cached_behind
 from lightning_stocache.setup.open_stream import check_budget
 from lightning_stocache.torch_internals import is_loader_iterator
 from lightning_stocache.training.caches import CallCaches
-from lightning_stocache.training.loaders import cached_behind, hides_dataset
+from lightning_stocache.training.loaders import hides_dataset
 from lightning_stocache.training.options import CacheOptions
 from lightning_stocache.training.sampling import check_sampler
 

@@ -24,9 +24,10 @@ from lightning_stocache.insight.curve_measurement import Train
 from lightning_stocache.insight.measurement import Data
 from lightning_stocache.insight.planner import PlanError, Spread, Step
 from lightning_stocache.loading.dataset import CachedDataset, cached_source
+from lightning_stocache.loading.loader_tree import loaders_in
 from lightning_stocache.loading.stand_in import cached_in
 from lightning_stocache.training.caches import CallCaches
-from lightning_stocache.training.loaders import loaders_in, settings_of
+from lightning_stocache.training.loaders import settings_of
 from lightning_stocache.training.step_timer import StepTimer
 from lightning_stocache.training.wanted import loader_domain
 

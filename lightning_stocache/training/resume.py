@@ -25,9 +25,10 @@ from lightning.pytorch.utilities import rank_zero_warn
 from torch.utils.data import DataLoader, DistributedSampler, IterableDataset
 
 from lightning_stocache.loading.loader_state import set_epoch
+from lightning_stocache.loading.loader_tree import leaves_in
 from lightning_stocache.loading.rolling_cache import RollingCache
 from lightning_stocache.training.lightning_internals import leaves_samplers_alone
-from lightning_stocache.training.loaders import TrainerLoader, leaves_in
+from lightning_stocache.training.loaders import TrainerLoader
 from lightning_stocache.training.sampling import epochs_done
 
 __all__ = ["ResumePoint"]

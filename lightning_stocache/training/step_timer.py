@@ -23,8 +23,9 @@ from lightning_stocache.insight.step_clock import StepClock
 from lightning_stocache.insight.step_table import as_text, save
 from lightning_stocache.insight.timeline import Timeline, timeline_of
 from lightning_stocache.loading.loader import CachedLoader
+from lightning_stocache.loading.loader_tree import loaders_in
 from lightning_stocache.training.lightning_internals import step_actions
-from lightning_stocache.training.loaders import loaders_in, settings_of
+from lightning_stocache.training.loaders import settings_of
 from lightning_stocache.training.profiler import listen, log_every, stop_listening
 
 __all__ = ["StepTimer"]

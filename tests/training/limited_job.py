@@ -17,7 +17,7 @@ from lightning.pytorch import Callback, LightningModule, Trainer
 from torch.utils.data import DataLoader, Dataset
 
 from lightning_stocache import StocacheDataModule, StochasticCache
-from lightning_stocache.training.loaders import cached_datasets
+from lightning_stocache.loading.loader_tree import cached_datasets
 
 BATCH = 64
 

@@ -9,9 +9,9 @@ from typing import Any
 import torch
 from lightning.pytorch import Callback, LightningDataModule, LightningModule, seed_everything
 
+from lightning_stocache.loading.loader_tree import cached_datasets
 from lightning_stocache.training.callbacks import StochasticCache
 from lightning_stocache.training.hooks import cache_datamodule
-from lightning_stocache.training.loaders import cached_datasets
 from tests.training.tiny import make_trainer
 
 __all__ = ["Looking", "Watcher", "data_hooks", "fit", "through"]

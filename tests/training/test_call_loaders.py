@@ -10,10 +10,10 @@ import pytest
 import torch
 from torch.utils.data import DataLoader, Sampler
 
+from lightning_stocache.loading.loader_tree import cached_datasets, loaders_in
 from lightning_stocache.node.free import FreeMemory
 from lightning_stocache.training.caches import CallCaches
 from lightning_stocache.training.call_loaders import CallLoaders
-from lightning_stocache.training.loaders import cached_datasets, loaders_in
 from lightning_stocache.training.options import CacheOptions
 from tests.logs import Log
 from tests.ranks import run_ranks

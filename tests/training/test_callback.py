@@ -11,9 +11,9 @@ from lightning.pytorch import LightningDataModule, Trainer
 from lightning.pytorch.utilities import CombinedLoader
 from torch.utils.data import BatchSampler, DataLoader, IterableDataset, RandomSampler, WeightedRandomSampler
 
+from lightning_stocache.loading.loader_tree import cached_datasets
 from lightning_stocache.training.callbacks import FillProgress, StochasticCache
 from lightning_stocache.training.datamodule import StocacheDataModule
-from lightning_stocache.training.loaders import cached_datasets
 from lightning_stocache.training.monitor import CacheMonitor
 from tests.training.tiny import SAMPLES, Model, announced, logged, make_trainer, plain_loader, source
 

@@ -14,9 +14,9 @@ from lightning.pytorch.utilities import CombinedLoader
 from lightning.pytorch.utilities.model_helpers import is_overridden
 
 from lightning_stocache.loading.dataset import CachedDataset
+from lightning_stocache.loading.loader_tree import cached_datasets
 from lightning_stocache.training.datamodule import StocacheDataModule
 from lightning_stocache.training.hooks import cache_datamodule
-from lightning_stocache.training.loaders import cached_datasets
 from tests.training.tiny import SAMPLES, Model, announced, make_trainer, plain_loader, source
 
 pytestmark = pytest.mark.processes

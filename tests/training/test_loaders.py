@@ -23,14 +23,8 @@ from torch.utils.data import (
 )
 
 from lightning_stocache.loading.dataset import CachedDataset
-from lightning_stocache.training.loaders import (
-    cached_datasets,
-    hides_dataset,
-    loaders_in,
-    rewrap,
-    settings_of,
-    with_dataset,
-)
+from lightning_stocache.loading.loader_tree import cached_datasets, loaders_in
+from lightning_stocache.training.loaders import hides_dataset, rewrap, settings_of, with_dataset
 
 NUMBERS: Any = [torch.tensor(i) for i in range(12)]
 TENS: Any = [torch.tensor(10 * i) for i in range(12)]
