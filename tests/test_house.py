@@ -57,6 +57,30 @@ def test_names_come_from_the_leaf_that_defines_them():
     assert [name_of(path) for path in FILES if room_of(name_of(path)) and faces & set(imports_of(path))] == []
 
 
+def test_a_module_offers_only_what_it_defines():
+    """No name in a module's `__all__` has been imported there, but torch's private ones, which are named in one file."""
+    offered = {}
+    for path in FILES:
+        tree = ast.parse(path.read_text())
+        imports = [node for node in tree.body if isinstance(node, ast.ImportFrom)]
+        imported = {alias.asname or alias.name for node in imports for alias in node.names}
+        if path.stem != "torch_internals" and (again := imported & set(exported(tree))):
+            offered[name_of(path)] = again
+    assert offered == {}
+
+
+def exported(tree: ast.Module) -> list[str]:
+    """What stands in `__all__`, where that is a list of names."""
+    for node in tree.body:
+        if (
+            isinstance(node, ast.Assign)
+            and ast.unparse(node.targets[0]) == "__all__"
+            and isinstance(node.value, ast.List)
+        ):
+            return [name.value for name in node.value.elts if isinstance(name, ast.Constant)]
+    return []
+
+
 def test_only_training_knows_lightning():
     """Lightning is imported in training/ and nowhere else in the package."""
     knowing = {room_of(name_of(path)) for path in FILES if {"lightning", "pytorch_lightning"} & tops(path)}

@@ -20,7 +20,8 @@ from dataclasses import dataclass, fields
 from typing import Literal
 
 from lightning_stocache.node.files import Backend, backend_of
-from lightning_stocache.node.segment import Segment, SegmentHandle
+from lightning_stocache.node.handle import SegmentHandle
+from lightning_stocache.node.segment import Segment
 
 __all__ = ["Counters", "Counts", "Matter"]
 

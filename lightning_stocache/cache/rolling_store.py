@@ -22,7 +22,8 @@ from lightning_stocache.cache.shortage import keep_free
 from lightning_stocache.cache.store import NoTurns
 from lightning_stocache.node.fence import fence
 from lightning_stocache.node.files import HEADER_BYTES
-from lightning_stocache.node.segment import Segment, SegmentHandle
+from lightning_stocache.node.handle import SegmentHandle
+from lightning_stocache.node.segment import Segment
 
 __all__ = ["RollingHandle", "RollingStore"]
 

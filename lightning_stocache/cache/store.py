@@ -17,7 +17,7 @@ from lightning_stocache.cache.codec import Lend, Memory, RowCodec, SampleCodec
 from lightning_stocache.cache.counters import Counters
 from lightning_stocache.cache.placement import NO_SLOT, Arc, Integers
 from lightning_stocache.cache.turns import Turns
-from lightning_stocache.node.segment import SegmentHandle
+from lightning_stocache.node.handle import SegmentHandle
 
 __all__ = [
     "NO_PLACE",

@@ -23,7 +23,8 @@ from lightning_stocache.cache.stores import RollingSampleStore, attach_rolling
 from lightning_stocache.loading.fillers import Fillers, FillJob
 from lightning_stocache.node.budget import Budget
 from lightning_stocache.node.group import NodeGroup
-from lightning_stocache.node.segment import Segment, SegmentHandle
+from lightning_stocache.node.handle import SegmentHandle
+from lightning_stocache.node.segment import Segment
 from lightning_stocache.setup.first_sample import codec_of
 from lightning_stocache.setup.request import Layout
 from lightning_stocache.setup.rolling_memory import RollingMemory

@@ -40,7 +40,7 @@ from lightning_stocache.node.locks import give_back, holder, take
 from lightning_stocache.node.manifest import Manifest, write_manifest
 from lightning_stocache.node.owned import open_own
 
-__all__ = ["Segment", "SegmentHandle"]
+__all__ = ["Segment"]
 
 # The segments that this process has open, by token. Opening one a second time in the same process would make a second
 # lock descriptor, and closing either would drop the locks of both.

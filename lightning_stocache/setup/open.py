@@ -48,7 +48,7 @@ from lightning_stocache.setup.segments import CacheMemoryError, Segments, Tier, 
 from lightning_stocache.source.encoded import taken_apart
 from lightning_stocache.source.odd import warn_of_odd
 
-__all__ = ["CacheMemoryError", "open_caches"]
+__all__ = ["open_caches"]
 
 log = logging.getLogger(__name__)
 

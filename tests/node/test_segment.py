@@ -22,7 +22,8 @@ import pytest
 
 from lightning_stocache.node import files
 from lightning_stocache.node.files import HEADER_BYTES, Backend
-from lightning_stocache.node.segment import Segment, SegmentHandle
+from lightning_stocache.node.handle import SegmentHandle
+from lightning_stocache.node.segment import Segment
 from tests.processes import Child, ChildError, call, context, without_room
 
 BACKENDS: tuple[Backend, ...] = ("tmpfile", "memfd", "file")
