@@ -58,7 +58,7 @@ def test_names_come_from_the_leaf_that_defines_them():
 
 
 def test_a_module_offers_only_what_it_defines():
-    """No name in a module's `__all__` has been imported there, but torch's private ones, which are named in one file."""
+    """No name in a module's `__all__` has been imported there, but torch's private ones, which one file names."""
     offered = {}
     for path in FILES:
         tree = ast.parse(path.read_text())

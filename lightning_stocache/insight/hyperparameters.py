@@ -19,7 +19,7 @@ from lightning_stocache.cache.store import gathers
 from lightning_stocache.insight.layout import ZERO, mark_zero
 from lightning_stocache.insight.tallies import coverage, samples_of
 from lightning_stocache.loading.dataset import CachedDataset, cached_source
-from lightning_stocache.loading.loader_tree import Cached, cached_behind, cached_streams, leaves_in
+from lightning_stocache.loading.loader_tree import Cached, cached_in_leaves, leaves_in
 from lightning_stocache.loading.rolling_cache import RollingCache
 from lightning_stocache.sampling.locality_sampler import LocalitySampler
 from lightning_stocache.setup.open_cache import OpenCache
@@ -113,22 +113,19 @@ def _flat(values: Mapping[str, Any], above: str = "") -> Iterable[tuple[str, Any
 
 
 def _of_stage(loaders: Any) -> dict[str, Any]:
-    leaves = list(leaves_in(loaders))
-    datasets: list[Cached] = [*cached_behind(*leaves), *cached_streams(*leaves)]
-    datasets = [dataset for dataset in datasets if dataset.counters is not None]
+    datasets = [dataset for dataset in cached_in_leaves(loaders) if dataset.counters is not None]
     if not datasets:
         return {}
+    leaves = list(leaves_in(loaders))
     read = [getattr(leaf, "dataset", None) for leaf in leaves]
     pools = {id(dataset.dataset): dataset for dataset in read if isinstance(dataset, RollingCache)}
-    each = [_of_pool(pools[id(one)]) if id(one) in pools else _of_dataset(one) for one in datasets]
-    joined = {
-        name: sum(one[name] for one in each) if name in _ADDED else _one([one[name] for one in each])
-        for name in each[0]
-    }
+    told = [_of_pool(pools[id(dataset)]) if id(dataset) in pools else _of_dataset(dataset) for dataset in datasets]
+    columns = {name: [each[name] for each in told] for name in told[0]}
+    joined = {name: sum(values) if name in _ADDED else _common(values) for name, values in columns.items()}
     group = datasets[0].group
     return joined | {
         "coverage": coverage(datasets),
-        "sampling": _one([_sampling(leaf) for leaf in leaves if hasattr(leaf, "dataset")]),
+        "sampling": _common([_sampling(leaf) for leaf in leaves if hasattr(leaf, "dataset")]),
         "nodes": len(group.nodes),
         "ranks": group.world,
     }
@@ -168,7 +165,7 @@ def _sampling(loader: Any) -> str | None:
     return None if sampler is None else type(sampler).__name__
 
 
-def _one(values: list[Any]) -> Any:
-    """What all have in common, or all that there is."""
+def _common(values: list[Any]) -> Any:
+    """The value that all have, or the different ones with commas between them."""
     different = list(dict.fromkeys(values))
     return different[0] if len(different) == 1 else ", ".join(map(str, different))

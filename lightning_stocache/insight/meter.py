@@ -16,7 +16,7 @@ from lightning_stocache.insight.hyperparameters import hyperparameters
 from lightning_stocache.insight.pool_rates import PoolRates
 from lightning_stocache.insight.stall import Seconds
 from lightning_stocache.insight.tallies import Tallies
-from lightning_stocache.loading.loader_tree import Cached, cached_behind, cached_streams, leaves_in
+from lightning_stocache.loading.loader_tree import cached_in_leaves
 
 __all__ = ["CacheMeter"]
 
@@ -61,7 +61,7 @@ class CacheMeter:
         self.loader, self.stage = loader, stage
         self._tallies, self._pools = Tallies(), PoolRates()
         self._seconds: Seconds | None = None
-        if not (datasets := self._datasets()):
+        if not (datasets := cached_in_leaves(loader)):
             raise TypeError(
                 f"there is no cached dataset behind {type(loader).__name__}: make its dataset a CachedDataset, a "
                 "CachedStream or a RollingCache"
@@ -103,7 +103,7 @@ class CacheMeter:
             computed where the loader was not read through this meter.
         """
         seconds, self._seconds = self._seconds, None
-        datasets = self._datasets()
+        datasets = cached_in_leaves(self.loader)
         self._tallies.post(self.stage, datasets, seconds)
         metrics = self._tallies.metrics(self.stage, datasets, self.patience)
         if metrics:
@@ -117,10 +117,6 @@ class CacheMeter:
         For `logger.log_hyperparams`, or a config that is kept with the run; see `CacheMonitor` for the keys.
         """
         return hyperparameters({self.stage: self.loader})
-
-    def _datasets(self) -> list[Cached]:
-        leaves = list(leaves_in(self.loader))  # of Fabric, too, whose loaders are no DataLoader
-        return [*cached_behind(*leaves), *cached_streams(*leaves)]
 
     def _note(self, waited: float, computed: float) -> None:
         before = self._seconds or Seconds()

@@ -19,6 +19,7 @@ __all__ = [
     "Cached",
     "cached_behind",
     "cached_datasets",
+    "cached_in_leaves",
     "cached_in_loaders",
     "cached_streams",
     "leaves_in",
@@ -79,9 +80,15 @@ def cached_streams(*leaves: Any) -> list[CachedStream]:
     return list(found.values())
 
 
+def cached_in_leaves(loaders: Any) -> list[Cached]:
+    """All cached datasets and streams that are read in a nesting of loaders, by a DataLoader or not (Fabric's)."""
+    leaves = list(leaves_in(loaders))
+    return [*cached_behind(*leaves), *cached_streams(*leaves)]
+
+
 def cached_in_loaders(loaders: Any) -> list[Cached]:
-    """All cached datasets and streams that loaders read."""
-    return [*cached_datasets(loaders), *cached_streams(*loaders_in(loaders))]
+    """All cached datasets and streams that the DataLoaders in a nesting of loaders read."""
+    return cached_in_leaves(list(loaders_in(loaders)))
 
 
 def _inside(dataset: Any) -> Iterator[CachedDataset]:

@@ -21,7 +21,7 @@ from torch.utils.data import DataLoader, IterableDataset, RandomSampler
 
 from lightning_stocache.cache.domain import Domain
 from lightning_stocache.loading.dataset import CachedDataset
-from lightning_stocache.loading.loader_tree import Cached, cached_behind, cached_datasets, cached_streams, leaves_in
+from lightning_stocache.loading.loader_tree import Cached, cached_datasets, cached_in_leaves, leaves_in
 from lightning_stocache.loading.locality import locality_sampler
 from lightning_stocache.loading.stand_in import StandIn
 from lightning_stocache.loading.stream import CachedStream
@@ -88,9 +88,7 @@ class CallLoaders:
         self._caches.open(
             wanted, group, later_bytes=training_bytes(self._trainer), train_to_come="train" in self._to_come
         )
-        leaves = list(leaves_in(list(asked.values())))
-        given: list[Cached] = [*cached_behind(*leaves), *cached_streams(*leaves)]
-        for dataset in given:
+        for dataset in cached_in_leaves(list(asked.values())):
             # Cached by the user: it only has to become the node's common one, and must not start anew in every epoch.
             if dataset not in self._shared and (dataset.counters is None or dataset.group != group):
                 dataset.share(group)

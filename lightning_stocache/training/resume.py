@@ -29,7 +29,7 @@ from lightning_stocache.loading.loader_tree import leaves_in
 from lightning_stocache.loading.rolling_cache import RollingCache
 from lightning_stocache.training.lightning_internals import leaves_samplers_alone
 from lightning_stocache.training.loaders import TrainerLoader
-from lightning_stocache.training.sampling import epochs_done
+from lightning_stocache.training.sampling import epochs_done, replicas
 
 __all__ = ["ResumePoint"]
 
@@ -86,7 +86,7 @@ class ResumePoint(Callback):
                 self._load(leaf, state)
 
     def _load(self, loader: TrainerLoader, state: dict[str, Any]) -> None:
-        several = (getattr(self._trainer, "distributed_sampler_kwargs", None) or {}).get("num_replicas", 1) > 1
+        several = replicas(self._trainer, always=True)[0] > 1
         if several and leaves_samplers_alone(self._trainer) and not isinstance(loader.sampler, DistributedSampler):
             return  # each rank draws by itself, and the state is rank zero's
         between = not state["batches"]  # where the first loader puts the generators back for all
