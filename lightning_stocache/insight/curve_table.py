@@ -11,6 +11,7 @@ from dataclasses import asdict
 from typing import Any
 
 from lightning_stocache.insight.breakdown import PARTS
+from lightning_stocache.insight.columns import aligned
 from lightning_stocache.insight.curves import Curves, Point, Rates
 from lightning_stocache.insight.panels import Bars, Lines, Panel, Series
 from lightning_stocache.insight.step_table import bars_of
@@ -121,7 +122,7 @@ def _rates(name: str, get: Callable[[bool], list[Point]]) -> Iterator[str]:
     rows = [[name, *series]] + [
         [str(number), *(cells.get((label, number), "-") for label in series)] for number in numbers
     ]
-    yield from _table(rows)
+    yield from aligned(rows)
 
 
 def _steps(points: Sequence[Point], what: str) -> Iterator[str]:
@@ -134,7 +135,7 @@ def _steps(points: Sequence[Point], what: str) -> Iterator[str]:
         share = f"{100 * point.steps.share('wait'):.0f} %"
         rows.append([str(point.setting.batch_size), *(f"{1000 * seconds:.2f}" for seconds in times), share])
     yield f"What a step is made of, {what}:"
-    yield from _table(rows)
+    yield from aligned(rows)
 
 
 def _pinned(curves: Curves) -> Iterator[str]:
@@ -154,7 +155,7 @@ def _pinned(curves: Curves) -> Iterator[str]:
         ]
         rows.append([str(pair[0].setting.batch_size), *cells])
     yield "Training, with batches from the cache in pinned and in pageable memory, samples per second:"
-    yield from _table(rows)
+    yield from aligned(rows)
 
 
 def _lines(name: str, kind: str, found: Mapping[str, list[tuple[Point, Rates]]]) -> Lines:
@@ -182,12 +183,6 @@ def _plain(point: Point) -> dict[str, Any]:
         "step_seconds": parts,
         "steps": point.steps.steps,
     }
-
-
-def _table(rows: Sequence[Sequence[str]]) -> Iterator[str]:
-    widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
-    for row in rows:
-        yield "  ".join(cell.rjust(width) for cell, width in zip(row, widths, strict=True))
 
 
 def _spread(rates: Rates) -> str:

@@ -9,6 +9,7 @@ from textwrap import fill
 from typing import Any
 
 from lightning_stocache.insight.advice import Plan
+from lightning_stocache.insight.columns import aligned
 from lightning_stocache.insight.panels import Lines, Panel, Series, write
 from lightning_stocache.insight.picture import save as save_picture
 from lightning_stocache.insight.planner import ENDS, Row, Spread
@@ -35,8 +36,7 @@ def as_text(plan: Plan) -> str:
     lines += [f"step      {_each(plan.step.seconds, 'batch')}" if plan.step else "step      no model was given", ""]
     head = ["budget", "per node", "samples", "hit rate", "epoch one", "later", "faster", "pays in"]
     rows = [head] + [_cells(row, plan) for row in plan.rows]
-    widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
-    lines += ["  ".join(cell.rjust(width) for cell, width in zip(row, widths, strict=True)) for row in rows]
+    lines += aligned(rows)
     if not all(row.safe for row in plan.rows):
         lines.append("* more than is safely free on this node")
     what = "with the step" if plan.step else "of the loader alone"

@@ -10,11 +10,13 @@ from __future__ import annotations
 import math
 from typing import NamedTuple
 
-__all__ = ["ACTIONS", "Seconds", "Stall"]
+__all__ = ["ACTIONS", "WAITING", "Seconds", "Stall"]
 
-_WAITING = "[_TrainingEpochLoop].train_dataloader_next"
+WAITING = "[_TrainingEpochLoop].train_dataloader_next"
+"""The name of what the loop does while it waits for a training batch."""
+
 _COMPUTING = "run_training_batch"
-ACTIONS = frozenset({_WAITING, _COMPUTING})
+ACTIONS = frozenset({WAITING, _COMPUTING})
 """What is heard; all else is passed over."""
 
 

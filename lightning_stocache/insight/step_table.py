@@ -12,6 +12,7 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 
 from lightning_stocache.insight.breakdown import PARTS, Breakdown
+from lightning_stocache.insight.columns import aligned
 from lightning_stocache.insight.panels import Bar, Bars
 from lightning_stocache.insight.picture import save as save_picture
 
@@ -55,9 +56,7 @@ def as_text(epochs: Sequence[Breakdown], *, ahead: bool = True) -> str:
     times = whole.step_seconds, whole.quantile("step", 0.5), whole.quantile("step", 0.95)
     means = (epochs[number].step_seconds for number in shown)
     rows.append(["step", *map(_milliseconds, times), "", *map(_milliseconds, means)])
-    widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
-    lines = ["  ".join([row[0].ljust(widths[0]), *map(str.rjust, row[1:], widths[1:])]).rstrip() for row in rows]
-    return "\n".join([*lines, *sentences(whole, ahead=ahead)])
+    return "\n".join([*aligned(rows, left=1), *sentences(whole, ahead=ahead)])
 
 
 def sentences(steps: Breakdown, *, ahead: bool = True) -> list[str]:

@@ -20,7 +20,7 @@ from dataclasses import dataclass, field, replace
 from pathlib import Path, PurePosixPath
 from typing import NamedTuple
 
-from lightning_stocache.node.promises import Promise, Promised, promised
+from lightning_stocache.node.promises import Promise, Promises, other_promises
 
 __all__ = ["FreeMemory", "MemoryGauge"]
 
@@ -60,7 +60,7 @@ class FreeMemory:
     directory: str | None = None
     cgroup_limit: int | None = None
     own: int = 0
-    promised: Promised = field(default_factory=Promised)
+    promised: Promises = field(default_factory=Promises)
 
     @classmethod
     def measure(cls, directory: str | None, root: Path = Path("/")) -> FreeMemory:
@@ -71,7 +71,7 @@ class FreeMemory:
                 limits (memfd).
             root: Where `proc` and `sys` are found; another one is for tests.
         """
-        return replace(MemoryGauge(root).read(directory), own=_own(root), promised=promised(root))
+        return replace(MemoryGauge(root).read(directory), own=_own(root), promised=other_promises(root))
 
     @property
     def bytes(self) -> int:

@@ -2,8 +2,8 @@
 
 A cache takes its memory when its slots are filled, so what is free now is not what is free later: four trials of a
 sweep that begin together would each count on all of it. A segment's file has its full length from the beginning and
-holds memory only where something was stored; the difference is what its cache may still take. `promised` finds the
-segments of this user's other processes below `/proc/<pid>/fd` and adds these up.
+holds memory only where something was stored; the difference is what its cache may still take. `other_promises` finds
+the segments of this user's other processes below `/proc/<pid>/fd` and adds these up.
 
 A segment that this process has open is not counted: whose it is, its own bookkeeping knows. Nor is one that nobody has
 open: nobody fills it. What cannot be seen (another user's processes, those of another container, no /proc) is not
@@ -22,7 +22,7 @@ from pathlib import Path
 from lightning_stocache.node.budget import format_bytes
 from lightning_stocache.node.files import memory_directory, token_of
 
-__all__ = ["Promise", "Promised", "promised"]
+__all__ = ["Promise", "Promises", "other_promises"]
 
 _MEMFD = "/memfd:lightning_stocache"
 _LEAST = 2**20  # bytes; what is less is the rest of a page, or counters
@@ -34,9 +34,9 @@ class Promise:
     """What caches of other jobs may still take of something.
 
     Args:
-        nbytes: How much.
-        jobs: How many jobs these are.
-        pids: Their processes.
+        nbytes: how many bytes.
+        jobs: how many jobs these are.
+        pids: their processes.
     """
 
     nbytes: int = 0
@@ -61,13 +61,13 @@ class Promise:
 
 
 @dataclass(frozen=True)
-class Promised:
-    """What caches of other jobs may still take.
+class Promises:
+    """What caches of other jobs may still take, seen from three sides as `FreeMemory` is.
 
     Args:
-        files: Of the filesystem in which caches lie.
-        machine: Of the machine's memory.
-        cgroup: Of the memory of this process's cgroup: those of the same one.
+        files: of the filesystem in which caches lie.
+        machine: of the machine's memory.
+        cgroup: of the memory of this process's cgroup: those of the same one.
     """
 
     files: Promise = field(default_factory=Promise)
@@ -75,7 +75,7 @@ class Promised:
     cgroup: Promise = field(default_factory=Promise)
 
 
-def promised(root: Path = Path("/")) -> Promised:
+def other_promises(root: Path = Path("/")) -> Promises:
     """What caches of this user's other processes have been granted and have not taken yet.
 
     Args:
@@ -89,7 +89,7 @@ def promised(root: Path = Path("/")) -> Promised:
                 found[facts.key] = facts
                 users.setdefault(facts.key, set()).add(pid)
     if not found:
-        return Promised()
+        return Promises()
     cgroup, device = _cgroup(root, "self"), os.stat(memory_directory()).st_dev
     with_us = {pid for pid in set().union(*users.values()) if _cgroup(root, str(pid)) == cgroup}
 
@@ -101,7 +101,7 @@ def promised(root: Path = Path("/")) -> Promised:
             jobs = [*(job for job in jobs if job not in sharing), users[key].union(*sharing)]
         return Promise(nbytes, len(jobs), tuple(sorted(set[int]().union(*jobs))))
 
-    return Promised(
+    return Promises(
         sum_of(key for key in found if key[0] == device),
         sum_of(found),
         sum_of(key for key in found if not users[key].isdisjoint(with_us)),

@@ -22,7 +22,7 @@ from lightning_stocache.setup.look import Finding
 from lightning_stocache.setup.request import CacheRequest
 from lightning_stocache.source.identity import UnknownSourceError, source_digest
 
-__all__ = ["KeptCaches", "let_go"]
+__all__ = ["KeptCaches", "close_kept"]
 
 log = logging.getLogger(__name__)
 
@@ -30,7 +30,7 @@ _kept: dict[str, tuple[tuple[str, ...], SegmentStore[Any]]] = {}
 
 
 class KeptCaches:
-    """Those of some requests.
+    """The caches that are kept for some requests.
 
     Args:
         requests: what is to be cached.
@@ -61,9 +61,9 @@ class KeptCaches:
             if there is None:
                 continue
             if there[0] == identity and not there[1].closed:
-                joined[number] = _again(there[1])
+                joined[number] = _attached(there[1])
             else:
-                let_go([place])
+                close_kept([place])
         return joined
 
     def keep(self, caches: Iterable[AnyStore | None]) -> None:
@@ -72,17 +72,17 @@ class KeptCaches:
             if number in self._identities and isinstance(cache, SegmentStore):
                 place, identity = self._identities[number]
                 if place not in _kept:
-                    _kept[place] = identity, _again(cache)
+                    _kept[place] = identity, _attached(cache)
 
 
-def let_go(places: Iterable[str] | None = None) -> None:
+def close_kept(places: Iterable[str] | None = None) -> None:
     """Close what is kept in some places, or in all: the memory is free when nobody reads it any more."""
     for place in list(_kept if places is None else places):
         if place in _kept:
             _kept.pop(place)[1].close()
 
 
-def _again(cache: SegmentStore[Any]) -> SegmentStore[Any]:
+def _attached(cache: SegmentStore[Any]) -> SegmentStore[Any]:
     """One more use of a cache that this process has open."""
     store = attach_store(cache.handle)
     assert isinstance(store, SegmentStore)

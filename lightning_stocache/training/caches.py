@@ -31,7 +31,7 @@ from lightning_stocache.node.budget import Budget
 from lightning_stocache.node.files import memory_directory
 from lightning_stocache.node.free import FreeMemory
 from lightning_stocache.node.group import NodeGroup
-from lightning_stocache.setup.kept_cache import let_go
+from lightning_stocache.setup.kept_cache import close_kept
 from lightning_stocache.setup.open import open_caches
 from lightning_stocache.setup.open_stream import open_stream
 from lightning_stocache.setup.request import CacheRequest, parse_memory
@@ -211,7 +211,7 @@ class CallCaches:
         """Close all caches, kept ones too; samples of the same datasets pass through uncached from then on."""
         self._close_open()
         if self.options.keeps_for_process:
-            let_go()
+            close_kept()
 
     def _close_open(self) -> None:
         for opened in self._open:

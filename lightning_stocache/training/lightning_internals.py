@@ -22,6 +22,8 @@ from typing import Any
 
 from lightning.pytorch.utilities import rank_zero_warn
 
+from lightning_stocache.insight.stall import WAITING
+
 __all__ = [
     "ARGS",
     "ARG_NAMES",
@@ -62,7 +64,7 @@ def step_actions(trainer: Any) -> dict[str, str]:
     strategy, module = type(trainer.strategy).__name__, f"[LightningModule]{type(trainer.lightning_module).__name__}"
     data = f"[LightningDataModule]{type(getattr(trainer, 'datamodule', None)).__name__}"
     return {
-        "[_TrainingEpochLoop].train_dataloader_next": "wait",
+        WAITING: "wait",
         f"{module}.transfer_batch_to_device": "transfer",
         f"{data}.transfer_batch_to_device": "transfer",
         f"[Strategy]{strategy}.training_step": "forward",

@@ -111,7 +111,7 @@ class CacheMonitor(Callback):
         self._stall = Stall()
         self._pools = PoolRates()
         self._expected: dict[tuple[Counters, ...], Expectation] = {}
-        self._complained = self._deaf = False
+        self._complained = self._warned = False
         self._epochs: list[dict[str, float]] = []
         self._live_values = LiveValues()
 
@@ -233,8 +233,8 @@ class CacheMonitor(Callback):
     def _post(self, trainer: Trainer, stage: str) -> None:
         if self.monitors:
             seconds = self._stall.take() if stage == "train" else None
-            if seconds is not None and math.isnan(seconds.waited) and not self._deaf:
-                self._deaf = True
+            if seconds is not None and math.isnan(seconds.waited) and not self._warned:
+                self._warned = True
                 rank_zero_warn(
                     "this version of Lightning does not say when its loop waits for a batch and when it computes: "
                     "data_wait_seconds and compute_seconds are left out"

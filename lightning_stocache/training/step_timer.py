@@ -69,8 +69,8 @@ class StepTimer(Callback):
             raise ValueError(f"picture must be a file that ends in .png, got {str(picture)!r}")
         self.picture = None if picture is None else Path(picture)
         self._clock = StepClock()
-        self._ears = _Ears(self._clock, {})
-        self._running = self._deaf = False
+        self._actions = _ActionParts(self._clock, {})
+        self._running = self._warned = False
         self._batch_size, self._ahead = 0, True
         self._batches, self._log_every = 0, 1
 
@@ -91,14 +91,14 @@ class StepTimer(Callback):
     def on_train_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
         """Start the clock."""
         self._clock = StepClock(timeline=self.timeline(trainer.strategy.root_device))
-        self._ears = _Ears(self._clock, step_actions(trainer))
+        self._actions = _ActionParts(self._clock, step_actions(trainer))
         loaders = list(loaders_in(trainer.train_dataloader))
         self._batch_size = settings_of(loaders[0]).batch_size if len(loaders) == 1 else 0
         self._ahead = not loaders or any(loader.num_workers or isinstance(loader, CachedLoader) for loader in loaders)
         # Batches are counted here: to ask the Trainer for its step takes longer than all else that is done in one.
         self._log_every = log_every(trainer) * trainer.accumulate_grad_batches
         self._batches, self._running = trainer.global_step * trainer.accumulate_grad_batches, True
-        listen(trainer, self._ears, self._ears.parts)
+        listen(trainer, self._actions, self._actions.parts)
 
     def on_train_epoch_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
         """Begin with an epoch's first step."""
@@ -116,7 +116,7 @@ class StepTimer(Callback):
         """End the step, and log at the Trainer's cadence."""
         if not self._running:
             return
-        if not self._ears.heard >= {"wait", "forward"}:
+        if not self._actions.seen >= {"wait", "forward"}:
             return self._complain(trainer)
         self._clock.end_step(self._batch_size)
         self._batches += 1
@@ -156,15 +156,15 @@ class StepTimer(Callback):
         self._stop(trainer)
 
     def _stop(self, trainer: Trainer) -> None:
-        stop_listening(trainer, self._ears)
+        stop_listening(trainer, self._actions)
         self._clock.pause()
         self._running = False
 
     def _complain(self, trainer: Trainer) -> None:
         self._stop(trainer)
         self._clock = StepClock()
-        if not self._deaf:
-            self._deaf = True
+        if not self._warned:
+            self._warned = True
             rank_zero_warn(
                 "this version of Lightning does not say when its loop waits for a batch and when it computes: "
                 "StepTimer times nothing"
@@ -183,18 +183,18 @@ class StepTimer(Callback):
                 rank_zero_warn(f"the picture of the training steps cannot be written: {error}")
 
 
-class _Ears:
+class _ActionParts:
     """Tells a clock of the parts that the profiler's actions are."""
 
     def __init__(self, clock: StepClock, parts: dict[str, str]) -> None:
         self.parts = parts
-        self.heard = set[str]()
+        self.seen = set[str]()
         self._clock = clock
 
     def start(self, action: str, now: float) -> None:
         """An action begins."""
         part = self.parts[action]
-        self.heard.add(part)
+        self.seen.add(part)
         self._clock.start(part)
 
     def stop(self, action: str, now: float) -> None:

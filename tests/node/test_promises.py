@@ -12,7 +12,7 @@ from lightning_stocache.node import free as free_module
 from lightning_stocache.node.budget import Budget
 from lightning_stocache.node.free import FreeMemory
 from lightning_stocache.node.grant import Reserve, grant
-from lightning_stocache.node.promises import Promise, Promised, promised
+from lightning_stocache.node.promises import Promise, Promises, other_promises
 from lightning_stocache.node.segment import Segment
 from tests.processes import Child
 
@@ -49,22 +49,22 @@ def test_what_others_may_still_take_is_counted_once(tmp_path, monkeypatch, spars
     monkeypatch.setattr(os, "readlink", lambda path: links.get(readlink(path), readlink(path)))
     file = descriptor_of(sparse)
     other = machine(tmp_path, p71=(file, "theirs"), p72=(file, "theirs"))
-    found = promised(other)
+    found = other_promises(other)
     assert 47 * MIB < found.machine.nbytes <= 48 * MIB
     assert (found.machine.jobs, found.machine.pids) == (1, (71, 72))
     assert (found.files, found.cgroup) == (found.machine, Promise())
     (tmp_path / "proc/72/cgroup").write_text("ours")
-    assert promised(tmp_path).cgroup == found.machine
+    assert other_promises(tmp_path).cgroup == found.machine
 
 
 def test_what_this_process_has_open_is_its_own_business(sparse):
     """Its own caches are no promise to others."""
-    assert os.getpid() not in promised().machine.pids
+    assert os.getpid() not in other_promises().machine.pids
 
 
 def test_without_a_proc_nothing_is_known(tmp_path):
     """As on macOS."""
-    assert promised(tmp_path) == Promised()
+    assert other_promises(tmp_path) == Promises()
 
 
 def hold(size: int) -> int:
@@ -86,7 +86,7 @@ def test_a_living_job_is_found(tmp_path, monkeypatch):
     try:
         while not flag.exists():
             os.sched_yield()
-        found = promised()
+        found = other_promises()
     finally:
         flag.unlink(missing_ok=True)
         pid = child.result()
@@ -99,7 +99,7 @@ def test_a_living_job_is_found(tmp_path, monkeypatch):
 def test_a_filesystem_is_not_promised_twice_and_memory_is_shared():
     """Of a filesystem what is promised is gone; of memory a newcomer gets an even share at least, and is told why."""
     promise = Promise(900 * MIB, jobs=2, pids=(7, 8))
-    others = Promised(files=promise, machine=promise)
+    others = Promises(files=promise, machine=promise)
     free = FreeMemory(1000 * MIB, 10_000 * MIB, None, "/dev/shm", promised=others)
     given = grant(Budget.parse("auto"), 2**40, free, Reserve())
     assert given.bytes == (1000 - 900 - 20) * MIB
@@ -115,6 +115,6 @@ def test_a_filesystem_is_not_promised_twice_and_memory_is_shared():
 
 def test_what_is_measured_tells_of_others(monkeypatch):
     """Whoever asks what is free is told what others may still take."""
-    others = Promised(Promise(5, 1, (7,)))
-    monkeypatch.setattr(free_module, "promised", lambda root: others)
+    others = Promises(Promise(5, 1, (7,)))
+    monkeypatch.setattr(free_module, "other_promises", lambda root: others)
     assert FreeMemory.measure("/dev/shm").promised == others

@@ -12,7 +12,7 @@ import pytest
 
 from lightning_stocache.node.budget import Budget
 from lightning_stocache.node.group import NodeGroup
-from lightning_stocache.setup.kept_cache import let_go
+from lightning_stocache.setup.kept_cache import close_kept
 from lightning_stocache.setup.open import open_caches
 from lightning_stocache.setup.open_cache import OpenCache
 from lightning_stocache.setup.request import CacheRequest
@@ -26,7 +26,7 @@ pytestmark = pytest.mark.processes
 @pytest.fixture(autouse=True)
 def _nothing_is_kept() -> Iterator[None]:
     yield
-    let_go()
+    close_kept()
 
 
 def opened(source: Any, budget: str = "auto", **options: Any) -> OpenCache:

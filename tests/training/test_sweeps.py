@@ -26,7 +26,7 @@ from tqdm import tqdm
 from lightning_stocache import StocacheDataModule, StochasticCache, cache_datamodule
 from lightning_stocache.node.janitor import clean
 from lightning_stocache.node.segment import Segment
-from lightning_stocache.setup.kept_cache import let_go
+from lightning_stocache.setup.kept_cache import close_kept
 from lightning_stocache.training.loaders import running_datasets
 from lightning_stocache.training.obstacles import check_sweep
 from tests.sources import CountedSource
@@ -98,7 +98,7 @@ def told(folder: Path) -> list[dict[str, Any]]:
 @pytest.fixture
 def _nothing_is_kept() -> Iterator[None]:
     yield
-    let_go()
+    close_kept()
 
 
 @pytest.mark.processes
@@ -176,7 +176,7 @@ def segments(monkeypatch: pytest.MonkeyPatch) -> Iterator[list[Segment]]:
 
     monkeypatch.setattr(Segment, "create", classmethod(noting))
     yield made
-    let_go()
+    close_kept()
     made.clear()
 
 

@@ -26,7 +26,7 @@ from lightning_stocache import (
     StochasticCache,
     cache_datamodule,
 )
-from lightning_stocache.setup.kept_cache import let_go
+from lightning_stocache.setup.kept_cache import close_kept
 from tests.proc import descendants, memory_files
 from tests.sources import CountedSource
 from tests.training.tiny import Model, make_trainer, plain_loader
@@ -165,7 +165,7 @@ def grown(held: Sequence[Held], first: int) -> dict[str, int]:
 @pytest.fixture(autouse=True)
 def _nothing_is_kept() -> Iterator[None]:
     yield
-    let_go()
+    close_kept()
 
 
 @pytest.mark.processes
