@@ -33,6 +33,7 @@ PAGES = [
 TEXT = {path.relative_to(ROOT).as_posix(): path.read_text() for path in PAGES}
 every_page = pytest.mark.parametrize("page", sorted(TEXT))
 RUNS = "<!-- runs -->\n"
+PRINTS = re.compile(r"\s*(?:prints\s*)?<!-- prints -->\n```text\n(.*?)^```$", re.MULTILINE | re.DOTALL)
 
 
 class Block(NamedTuple):
@@ -40,6 +41,7 @@ class Block(NamedTuple):
 
     code: str
     runs: bool
+    prints: str | None
 
 
 def blocks(page: str) -> Iterator[Block]:
@@ -48,7 +50,9 @@ def blocks(page: str) -> Iterator[Block]:
     for found in re.finditer(r"^( *)```python[^\n]*\n(.*?)^ *```$", text, re.MULTILINE | re.DOTALL):
         before = text[: found.start()]
         code = re.sub(f"^{found[1]}", "", found[2], flags=re.MULTILINE)
-        yield Block("\n" * (before.count("\n") + 1) + code, before.endswith(RUNS))  # errors name the line of the page
+        printed = PRINTS.match(text, found.end())
+        in_place = "\n" * (before.count("\n") + 1) + code  # an error names the line of the page
+        yield Block(in_place, before.endswith(RUNS), printed and printed[1])
 
 
 def calls(tree: ast.AST) -> Iterator[tuple[str, ast.Call]]:
@@ -81,13 +85,16 @@ def test_python_is_right(page):
 
 @pytest.mark.processes
 @pytest.mark.parametrize("page", [page for page in sorted(TEXT) if RUNS in TEXT[page]])
-def test_what_is_marked_runs(page, tmp_path, monkeypatch):
-    """The blocks of a page that follow a line `<!-- runs -->` run, one after the other, in one namespace."""
+def test_what_is_marked_runs(page, tmp_path, monkeypatch, capfd):
+    """The blocks after `<!-- runs -->` run, in one namespace, and print what stands after `<!-- prints -->`."""
     monkeypatch.chdir(tmp_path)
     names: dict[str, Any] = {"__name__": page}
+    assert sum(block.runs and block.prints is not None for block in blocks(page)) == TEXT[page].count("<!-- prints -->")
     for block in blocks(page):
         if block.runs:
             exec(compile(block.code, page, "exec"), names)
+            printed = capfd.readouterr().out
+            assert block.prints is None or printed == block.prints
 
 
 @every_page
