@@ -133,9 +133,10 @@ def test_every_command_and_config_group_is_shown():
 
 def test_every_metric_is_explained():
     """Each key that is made of counts has its place in the table of keys."""
-    table = TEXT["docs/reference/metrics.md"]
+    first_column = "".join(re.findall(r"^\| (.*?) \|", TEXT["docs/reference/metrics.md"], re.MULTILINE))
+    explained = set(re.findall(r"`(?:stocache/)?([\w/]+)`", first_column))
     full = Tally(counts=Counts(hits=1, misses=1), slots=1, wait_seconds=1, compute_seconds=1, loop_seconds=1, ranks=1)
-    assert [key for key in rates(full) if key not in table] == []
+    assert set(rates(full)) <= explained
 
 
 @pytest.mark.parametrize("page", features.PAGES)
