@@ -32,6 +32,7 @@ from lightning_stocache.loading.cached_source import CachedSource
 from lightning_stocache.loading.collate import Collator
 from lightning_stocache.loading.index_stream import IndexStream
 from lightning_stocache.loading.interrupts import HeldBack
+from lightning_stocache.loading.loader_state import LoaderState
 from lightning_stocache.loading.plan import BatchPlan, BatchPlanner
 from lightning_stocache.loading.prefetch import Job, Prefetcher
 from lightning_stocache.loading.request import Collated, Reply, Written, unpacked
@@ -50,13 +51,21 @@ class Epoch:
         cached: what serves its dataset; its cache is that of the resources.
         stream: when indices are drawn.
         resources: memory and workers.
+        state: counts the batches that are handed out.
         warm: whether every index is READY, and the stream can be trusted.
     """
 
     def __init__(
-        self, loader: DataLoader[Any], cached: CachedSource, stream: IndexStream, resources: Resources, *, warm: bool
+        self,
+        loader: DataLoader[Any],
+        cached: CachedSource,
+        stream: IndexStream,
+        resources: Resources,
+        state: LoaderState,
+        *,
+        warm: bool,
     ) -> None:
-        self._cached, self._resources, self._warm = cached, resources, warm
+        self._cached, self._resources, self._state, self._warm = cached, resources, state, warm
         self._batches = cast(Any, loader.batch_sampler)
         self._with_workers = loader.num_workers > 0
         self._planner = BatchPlanner(loader, cached, stream, resources, warm)
@@ -95,6 +104,7 @@ class Epoch:
         self._prefetcher.leave()
         if hits:
             self._cached.count_hits(hits, self._resources.take_gather_ns())
+        self._state.batches += 1
         del self._made[-1]
         return batch
 
@@ -144,6 +154,7 @@ class Epoch:
             while len(self._plans) < (2 if self._planner.ahead_unseen else 1) and self._planner.plan():
                 pass
         if not self._plans:
+            self._state.ended = True
             self.close()
             raise StopIteration
         plan, workers = self._plans[0], self._resources.workers

@@ -25,6 +25,7 @@ from torch.utils.data import BatchSampler, DataLoader, RandomSampler, Sequential
 from torch.utils.data.distributed import DistributedSampler
 
 from lightning_stocache.cache.placement import Integers
+from lightning_stocache.loading.loader_state import LoaderState, ResumableBatches
 from lightning_stocache.loading.stream_view import StreamBatches
 from lightning_stocache.sampling.locality_sampler import LocalitySampler
 from lightning_stocache.sampling.rolling_sampler import RollingSampler
@@ -42,9 +43,10 @@ class IndexStream:
     Args:
         loader: whose sampler and generator are drawn from.
         first: whether this is the first epoch of a persistent loader, or any epoch of another one.
+        state: of the loader, whose epoch has begun; it notes what the order is drawn from.
     """
 
-    def __init__(self, loader: DataLoader[Any], first: bool) -> None:
+    def __init__(self, loader: DataLoader[Any], first: bool, state: LoaderState) -> None:
         batches: Any = loader.batch_sampler
         plain = type(batches) is BatchSampler
         inner: Any = batches.sampler if plain else None  # not the loader's: the user may have given the BatchSampler
@@ -54,23 +56,25 @@ class IndexStream:
         distributed = getattr(type(inner), "__iter__", None) in drawing_by_itself
         self.ahead_unseen = sequential or private or distributed or type(batches) is StreamBatches
         self.seed_state: torch.Tensor | None = None
-        drawing = iter(batches)
+        kept = type(batches) is StreamBatches
+        resumable = batches if kept else ResumableBatches(batches, state)
+        drawing = iter(resumable)
         if first:
             generator = torch.default_generator if loader.generator is None else loader.generator
             self.seed_state = generator.get_state()
             torch.empty((), dtype=torch.int64).random_(generator=loader.generator)
             if loader.num_workers:
-                drawing = iter(batches)
-        kept = type(batches) is StreamBatches
-        whole = sequential or (private and draws_all_once(inner))
+                drawing = iter(resumable)
+        whole = state.then is None and (sequential or (private and draws_all_once(inner)))
         dealt = type(inner) is LocalitySampler and inner.batch_size == batches.batch_size
         drawn_from = inner.dataset if dealt else inner
         rolling = type(inner) is RollingSampler  # what it draws is resident, however long the epoch is to be
         # No index lies outside the dataset, and every batch but the last is of the same size.
         self.trusted = kept or rolling or ((whole or dealt) and len(drawn_from) <= len(cast(Any, loader.dataset)))
         self._size = batches.batch_size if plain or kept else 0
-        in_groups = StreamBatches.groups if kept else _of_pool if rolling else _in_one if whole else _in_groups
-        self._groups = in_groups(batches) if kept or rolling or whole or dealt else None
+        in_groups = StreamBatches.groups if kept else _of_pool if rolling else _in_groups
+        groups = in_groups(batches) if kept or rolling or dealt else None
+        self._groups = _in_one(batches, state) if whole else groups
         self._rest: Integers = np.empty(0, dtype=np.int64)  # of a group that has been begun
         self._drawing = None if self._groups is not None else map(_as_indices, drawing)
 
@@ -96,11 +100,12 @@ class IndexStream:
         return drawn if len(drawn) else None
 
 
-def _in_one(batches: BatchSampler) -> Iterator[Integers]:
+def _in_one(batches: BatchSampler, state: LoaderState) -> Iterator[Integers]:
     """The epoch of a shuffled or sequential loader at once: as lists of numbers, batches would cost 30 us each."""
     sampler, size = batches.sampler, batches.batch_size
     length = len(cast(Any, sampler))
     if type(sampler) is RandomSampler:  # draws its seed here, with the first batch, as the sampler does
+        state.drawn = {"torch": torch.get_rng_state()}
         private = torch.Generator()
         private.manual_seed(int(torch.empty((), dtype=torch.int64).random_().item()))
         order = torch.randperm(length, generator=private).numpy()

@@ -25,17 +25,19 @@ each sample what it returned for it; DataLoader's workers stack what it returned
 from __future__ import annotations
 
 import weakref
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping
 from typing import Any, Literal, cast, get_args
 
 import torch
-from torch.utils.data import DataLoader, Dataset, Sampler, default_collate
+from torch.utils.data import DataLoader, Dataset, IterableDataset, Sampler, default_collate
 
 from lightning_stocache.cache.store import gathers
 from lightning_stocache.loading.cached_source import CachedSource
 from lightning_stocache.loading.dataset import cached_source
 from lightning_stocache.loading.epoch import Epoch
 from lightning_stocache.loading.index_stream import IndexStream
+from lightning_stocache.loading.loader_state import CountedBatches, LoaderState, ResumableBatches, batches_of, set_epoch
+from lightning_stocache.loading.locality import locality_sampler
 from lightning_stocache.loading.resources import Resources, Route
 from lightning_stocache.loading.rolling_cache import RollingCache
 from lightning_stocache.loading.stand_in import cached_in
@@ -43,6 +45,7 @@ from lightning_stocache.loading.stream import CachedStream, stream_source
 from lightning_stocache.loading.stream_source import StreamSource
 from lightning_stocache.loading.stream_view import InitOnStream, StreamBatches, kept_dataset
 from lightning_stocache.loading.worker_pool import InitOnSource
+from lightning_stocache.sampling.locality_sampler import Mode
 from lightning_stocache.torch_internals import knows_workers, shut_down
 
 __all__ = ["CachedLoader", "Gather"]
@@ -60,10 +63,17 @@ class CachedLoader(DataLoader[Any]):
         gather: who puts batches together: "main" (the main process, from memory; workers only load what is missing),
             "worker" (workers make whole batches), or "auto": workers where there are some, and samples are records,
             have a transform to run, or go to a `collate_fn` of the user's; else the main process.
+        sampling: draw by a `LocalitySampler` of this mode, seeded by `seed_everything`: each rank has its part of each
+            global batch, of samples that its node has. Call `dataset.share()` before, and `set_epoch` before each epoch
+            (Fabric does). A `sampler` of your own comes first.
+        num_replicas: with `sampling`, how many ranks share the data, by default all: fewer where some work on the same
+            samples (`**fabric.strategy.distributed_sampler_kwargs`).
+        rank: with `sampling`, which of them this is.
         arguments: all others of `torch.utils.data.DataLoader`, with their meaning there.
 
     Raises:
-        ValueError: `gather` is none of these, or "worker" without workers.
+        ValueError: `gather` or `sampling` is none of these, `gather="worker"` without workers, or `sampling` without
+            a `batch_size`.
 
     Example:
         >>> import torch
@@ -74,6 +84,9 @@ class CachedLoader(DataLoader[Any]):
         [[0, 1, 2], [3, 4, 5]]
         >>> dataset.close()
     """
+
+    position: LoaderState
+    """Where in its epoch the loader stands."""
 
     # What a loader starts with, also one that is a copy of a DataLoader's attributes and was never constructed.
     gather: Gather = "auto"
@@ -94,6 +107,9 @@ class CachedLoader(DataLoader[Any]):
         num_workers: int = 0,
         *,
         gather: Gather = "auto",
+        sampling: Mode | None = None,
+        num_replicas: int | None = None,
+        rank: int | None = None,
         **arguments: Any,
     ) -> None:
         if gather not in get_args(Gather):
@@ -102,8 +118,11 @@ class CachedLoader(DataLoader[Any]):
             raise ValueError("gather='worker' needs num_workers > 0")
         if isinstance(dataset, RollingCache) and sampler is None and batch_sampler is None:
             sampler, shuffle = dataset.sampler(shuffle=bool(shuffle)), None
+        elif sampling is not None and sampler is None and batch_sampler is None:
+            sampler = locality_sampler(dataset, batch_size, bool(shuffle), num_replicas, rank, mode=sampling)
+            shuffle = None
         super().__init__(dataset, batch_size, shuffle, sampler, batch_sampler, num_workers, **arguments)
-        self.gather = gather
+        self.gather, self.position = gather, LoaderState()
 
     def __iter__(self) -> Any:
         """A new epoch. With persistent workers it ends the one before, as DataLoader's does."""
@@ -113,6 +132,7 @@ class CachedLoader(DataLoader[Any]):
         if persistent and self._current is not None and (last := self._current()) is not None:
             last.close()
         started = persistent and (self._started or self._plain is not None)
+        self.position.begin(self)
         cached = self._cached()
         if not started and cached is not None:
             cached.refresh()  # persistent workers have a source of their own, which stays as it was
@@ -123,10 +143,10 @@ class CachedLoader(DataLoader[Any]):
             return self._iter_plainly(seeded=persistent and self._started and self._plain is None)
         # New workers with random transforms need a new seed; new ones that only load do not.
         first = not started or (resources.route == "worker" and resources.workers is None)
-        stream = IndexStream(self, first=first)
+        stream = IndexStream(self, first, self.position)
         self._started = True
         whole = resources.route == "main" and resources.full and len(self.dataset) <= resources.cache.length  # type: ignore[arg-type]
-        epoch = Epoch(self, cached, stream, resources, warm=whole and stream.trusted)
+        epoch = Epoch(self, cached, stream, resources, self.position, warm=whole and stream.trusted)
         self._current = weakref.ref(epoch)
         return epoch
 
@@ -136,9 +156,13 @@ class CachedLoader(DataLoader[Any]):
         if seeded:
             self.generator = torch.Generator().set_state((generator or torch.default_generator).get_state())
         self.worker_init_fn = InitOnSource.of(init)
+        batches, name = batches_of(self), "sampler" if self.batch_sampler is None else "batch_sampler"
+        stream = isinstance(self.dataset, IterableDataset)
+        vars(self)[name] = batches if stream else ResumableBatches(batches, self.position)  # past its __setattr__
         try:
-            return super().__iter__()
+            return CountedBatches(super().__iter__(), self.position)
         finally:
+            vars(self)[name] = batches
             self.generator, self.worker_init_fn = generator, init
 
     def _iter_stream(self, serving: StreamSource) -> Any:
@@ -231,6 +255,33 @@ class CachedLoader(DataLoader[Any]):
         dataset = cached_in(self.dataset)
         return None if dataset is None else cached_source(dataset)
 
+    def set_epoch(self, epoch: int) -> None:
+        """Tell the sampler which epoch the next one is, for an order of its own."""
+        set_epoch(self, epoch)
+
+    def state_dict(self) -> dict[str, Any]:
+        """Where in its epoch the loader stands, as plain values; the batches that were handed out count.
+
+        Where the order is drawn from the process's generators (RandomSampler) it is a rank's own.
+
+        Raises:
+            TypeError: the dataset is a stream or a RollingCache, which cannot go on where they were.
+        """
+        if isinstance(self.dataset, IterableDataset | RollingCache):
+            raise TypeError(f"a loader of a {type(self.dataset).__name__} cannot go on where it was: it has no state")
+        return self.position.of(self)
+
+    def load_state_dict(self, state_dict: Mapping[str, Any]) -> None:
+        """Have the next epoch go on where a state was taken, with the batches that were left.
+
+        With another batch size or number of ranks it goes on after the same samples. Epochs that are set afterwards
+        count on, or from zero as Fabric's do.
+
+        Raises:
+            ValueError: the state is none of a CachedLoader's.
+        """
+        self.position.load(state_dict)
+
     @property
     def _iterator(self) -> Any:
         """DataLoader's own persistent iterator. Lightning shuts a loader down by setting it to None."""
@@ -244,11 +295,5 @@ class CachedLoader(DataLoader[Any]):
 
     def __getstate__(self) -> dict[str, Any]:
         # A copy, or a process that is sent the loader, starts with nothing.
-        return self.__dict__ | {
-            "resources": None,
-            "_release": None,
-            "_current": None,
-            "_started": False,
-            "_plain": None,
-            "_kept": None,
-        }
+        nothing = dict.fromkeys(("resources", "_release", "_current", "_plain", "_kept"))
+        return self.__dict__ | nothing | {"_started": False, "position": LoaderState()}

@@ -55,7 +55,7 @@ class LocalitySampler(DistributedSampler[int]):
         mode: see above.
 
     Attributes:
-        skip: number of batches that the next iteration leaves out at its beginning, to resume in the middle of an
+        skip: samples of this rank that the next iteration leaves out at its beginning, to resume in the middle of an
             epoch. It holds for one iteration, and the length stays that of the whole epoch.
         imbalance: by how many misses the rank with the most exceeds the rank with the fewest, in the worst global batch
             of the latest iteration; counted by the ring, as if all caches were full.
@@ -128,14 +128,14 @@ class LocalitySampler(DistributedSampler[int]):
 
     def _draw(self, order: Integers, skip: int) -> Iterator[Integers]:
         world, step = self.num_replicas, self.batch_size * self.num_replicas
-        for number, begin in enumerate(range(skip * step, self.total_size, step), start=skip):
+        for begin in range(skip * world, self.total_size, step):
             end = min(begin + step, self.total_size)
             if self._dealer is None:
                 positions = np.arange(begin + self.rank, end, world)
             else:
                 deal = self._dealer.deal(order[np.arange(begin, end) % len(order)])
                 self.imbalance = max(self.imbalance, deal.imbalance)
-                positions = begin + self._dealer.share(deal, self.rank, turn=number)
+                positions = begin + self._dealer.share(deal, self.rank, turn=begin // step)
             # Positions beyond the order are DistributedSampler's padding: the order over again.
             yield order[positions % len(order)]
 
@@ -144,7 +144,7 @@ class LocalitySampler(DistributedSampler[int]):
         shard = self._shard(order, node)
         step = self.batch_size * len(ranks)
         total = self.num_samples * len(ranks)
-        for begin in range(skip * step, total, step):
+        for begin in range(skip * len(ranks), total, step):
             positions = np.arange(begin + ranks.index(self.rank), min(begin + step, total), len(ranks))
             yield shard[positions % len(shard)]
 

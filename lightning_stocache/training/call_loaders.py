@@ -20,11 +20,12 @@ from weakref import WeakKeyDictionary, WeakSet
 from torch.utils.data import DataLoader, IterableDataset, RandomSampler
 
 from lightning_stocache.loading.dataset import CachedDataset
+from lightning_stocache.loading.locality import locality_sampler
 from lightning_stocache.loading.stand_in import StandIn
 from lightning_stocache.loading.stream import CachedStream
 from lightning_stocache.node.group import NodeGroup
 from lightning_stocache.sampling.locality_sampler import LocalitySampler
-from lightning_stocache.training.caches import CallCaches, Wanted
+from lightning_stocache.training.caches import CallCaches, Wanted, training_bytes
 from lightning_stocache.training.loaders import (
     Cached,
     cached_behind,
@@ -37,7 +38,8 @@ from lightning_stocache.training.loaders import (
 )
 from lightning_stocache.training.obstacles import check_leaf, check_loader, check_stream_loader, title
 from lightning_stocache.training.pools import share_pools
-from lightning_stocache.training.sampling import is_default, locality_sampler
+from lightning_stocache.training.resume import ResumePoint
+from lightning_stocache.training.sampling import is_default, replicas
 
 __all__ = ["CallLoaders"]
 
@@ -52,8 +54,7 @@ class CallLoaders:
         getters: the user's function for every stage that may be asked for.
         stages: those that the call will ask for, as far as that is known.
         at_hand: loaders of these stages that are known without running a hook.
-        replicas: says how many ranks share the data and which of them this is, once the Trainer knows.
-        later_bytes: says what memory the training will take, once there is a model.
+        trainer: whose call it is, if any.
     """
 
     def __init__(
@@ -62,14 +63,13 @@ class CallLoaders:
         getters: Mapping[str, Callable[[], Any]],
         stages: Collection[str] = (),
         at_hand: Mapping[str, Any] | None = None,
-        replicas: Callable[[], tuple[int, int]] = lambda: (1, 0),
-        later_bytes: Callable[[], int] = int,
+        trainer: Any = None,
     ) -> None:
         self._caches = caches
         self._getters = dict(getters)
         self._to_come = set(stages)
         self._at_hand = dict(at_hand or {})
-        self._replicas, self._later_bytes = replicas, later_bytes
+        self._trainer = trainer
         self._shared: WeakSet[Cached] = WeakSet()
         # By the user's loader, and stage: one that a hook makes anew each time takes its workers with it when it goes.
         self._made: WeakKeyDictionary[DataLoader[Any], dict[str, _Made]] = WeakKeyDictionary()
@@ -88,7 +88,9 @@ class CallLoaders:
         share_pools((getattr(leaf, "dataset", None) for leaf in leaves_in(list(asked.values()))), group)
         cacheable = self._cacheable(asked, group)
         wanted = [Wanted(loader.dataset, name, settings_of(loader)) for name, loader in cacheable]
-        self._caches.open(wanted, group, later_bytes=self._later_bytes(), train_to_come="train" in self._to_come)
+        self._caches.open(
+            wanted, group, later_bytes=training_bytes(self._trainer), train_to_come="train" in self._to_come
+        )
         leaves = list(leaves_in(list(asked.values())))
         given: list[Cached] = [*cached_behind(*leaves), *cached_streams(*leaves)]
         for dataset in given:
@@ -97,7 +99,10 @@ class CallLoaders:
                 dataset.share(group)
                 self._shared.add(dataset)
         chosen = {id(loader) for name, loader in cacheable if name == stage}
-        return rewrap(loaders, lambda loader: self._renewed(stage, loader) if id(loader) in chosen else loader)
+        renewed = rewrap(loaders, lambda loader: self._renewed(stage, loader) if id(loader) in chosen else loader)
+        if stage == "train" and self._trainer is not None and self._trainer.state.fn == "fit":
+            ResumePoint.of(self._trainer).go_on(renewed)
+        return renewed
 
     def _cacheable(self, asked: Mapping[str, Any], group: NodeGroup) -> list[tuple[str, DataLoader[Any]]]:
         """The loaders that can be cached on every rank, each with its stage; what is to be said of the others."""
@@ -127,7 +132,7 @@ class CallLoaders:
             if isinstance(leaf.dataset, IterableDataset) and options.streams and not options.is_off(stage):
                 check_stream_loader(leaf, options, stage)
                 return _STREAM
-            check_loader(leaf, self._replicas()[0])
+            check_loader(leaf, replicas(self._trainer)[0])
             return len(leaf.dataset)  # type: ignore[arg-type]
         except (TypeError, ValueError) as error:
             options = self._caches.options
@@ -155,18 +160,14 @@ class CallLoaders:
         return made.renewed
 
     def _sampler(self, stage: str, loader: DataLoader[Any], dataset: CachedDataset) -> LocalitySampler | None:
-        """What a training loader of several nodes draws from, if it has no sampler of the user's own."""
-        replicas = self._replicas()
-        several = replicas[0] > 1 and len(dataset.group.nodes) > 1
-        if stage != "train" or not several or not loader.batch_size or not is_default(loader):
+        """What a training loader of several ranks draws from, where Lightning would have put a DistributedSampler."""
+        count, rank = replicas(self._trainer)
+        if stage != "train" or count == 1 or not loader.batch_size or not is_default(loader):
             return None
-        return locality_sampler(
-            dataset,
-            shuffle=isinstance(loader.sampler, RandomSampler),
-            batch_size=loader.batch_size,
-            replicas=replicas,
-            mode=self._caches.options.sampling,
-        )
+        if self._trainer.overfit_batches:  # Lightning takes the sampler away, with a warning if it is not sequential
+            return None
+        shuffle = isinstance(loader.sampler, RandomSampler)
+        return locality_sampler(dataset, loader.batch_size, shuffle, count, rank, mode=self._caches.options.sampling)
 
 
 @dataclass(frozen=True)

@@ -20,7 +20,7 @@ from lightning_stocache.loading.dataset import OnError
 from lightning_stocache.node.budget import format_bytes
 from lightning_stocache.sampling.locality_sampler import Mode
 from lightning_stocache.setup.request import BackendChoice, Form, Layout, Write
-from lightning_stocache.training.caches import CallCaches, training_bytes
+from lightning_stocache.training.caches import CallCaches
 from lightning_stocache.training.call_loaders import CallLoaders
 from lightning_stocache.training.lightning_internals import data_sources, loops
 from lightning_stocache.training.loaders import Cached, running_datasets
@@ -28,7 +28,7 @@ from lightning_stocache.training.monitor import CacheMonitor
 from lightning_stocache.training.obstacles import check_sweep
 from lightning_stocache.training.options import CacheOptions, with_options
 from lightning_stocache.training.profiler import listen, log_every, stop_listening
-from lightning_stocache.training.sampling import replicas
+from lightning_stocache.training.resume import ResumePoint
 from lightning_stocache.training.tallies import samples_of
 
 __all__ = ["FillProgress", "StochasticCache"]
@@ -162,9 +162,8 @@ class StochasticCache(CacheMonitor):
         sources = {name: source for name, source in found if not _has_cache(source.instance)}
         getters = {name: source.dataloader for name, source in sources.items()}
         at_hand = {name: source.instance for name, source in sources.items() if not source.is_module()}
-        call_loaders = CallLoaders(
-            self.caches, getters, list(sources), at_hand, partial(replicas, trainer), partial(training_bytes, trainer)
-        )
+        call_loaders = CallLoaders(self.caches, getters, list(sources), at_hand, trainer)
+        ResumePoint.of(trainer)
         for name, source in sources.items():
             source.dataloader = partial(call_loaders, name)
 

@@ -8,7 +8,7 @@ them; after an exception Lightning calls `on_exception` instead. Between two Tra
 from __future__ import annotations
 
 import inspect
-from collections.abc import Callable, Mapping, Sequence, Sized
+from collections.abc import Callable, Mapping, Sequence
 from functools import partial
 from typing import Any, Literal, TypeAlias, cast
 
@@ -17,17 +17,18 @@ from lightning.pytorch import LightningDataModule
 from torch.utils.data import DataLoader, Dataset, IterableDataset
 
 from lightning_stocache.loading.dataset import CachedDataset, OnError, cached_source, dataset_over
-from lightning_stocache.loading.loader import CachedLoader
+from lightning_stocache.loading.locality import locality_sampler
 from lightning_stocache.loading.rolling_cache import RollingCache
 from lightning_stocache.loading.stream import stream_with
-from lightning_stocache.sampling.locality_sampler import LocalitySampler, Mode
+from lightning_stocache.sampling.locality_sampler import Mode
 from lightning_stocache.setup.request import BackendChoice, Form, Layout, LoaderSettings, Write
 from lightning_stocache.training.caches import CallCaches, Wanted, training_bytes
+from lightning_stocache.training.loaders import TrainerLoader
 from lightning_stocache.training.obstacles import check_sweep, is_cacheable
 from lightning_stocache.training.options import STAGES, CacheOptions, Source, Stream, made, with_options
 from lightning_stocache.training.pools import share_pools
-from lightning_stocache.training.position import Position, resume
-from lightning_stocache.training.sampling import check_sampler, epochs_done, global_seed, locality_sampler, replicas
+from lightning_stocache.training.resume import ResumePoint
+from lightning_stocache.training.sampling import check_sampler, replicas
 
 __all__ = ["StocacheDataModule"]
 
@@ -128,7 +129,6 @@ class StocacheDataModule(LightningDataModule):
         self.eval_batch_transform = batch_transform if isinstance(eval_batch_transform, str) else eval_batch_transform
         self.prepare = prepare
         self.caches = CallCaches(CacheOptions.among(locals()))
-        self._resume: Position | None = None
         self._datasets: dict[str, list[Dataset[Any]]] = {}
         for hook in (f"{stage}_dataloader" for stage in STAGES if getattr(self, stage) is None):
             # Lightning is to see that it is undefined, unless a subclass defines it.
@@ -146,6 +146,8 @@ class StocacheDataModule(LightningDataModule):
 
     def setup(self, stage: str) -> None:
         """Make the datasets of a Trainer call and open their caches. Collective over the ranks."""
+        if self.trainer is not None:
+            ResumePoint.of(self.trainer)
         stages = [name for name in _STAGES_OF_CALL[stage] if getattr(self, name) is not None]
         for name in stages:
             if name not in self._datasets:
@@ -189,33 +191,15 @@ class StocacheDataModule(LightningDataModule):
         elif any(not isinstance(view, CachedDataset) for view in views):  # empty or a stream: in no order but its own
             arguments = {name: value for name, value in arguments.items() if name not in _ORDER}
         elif stage == "train" and not {"sampler", "batch_sampler"} & set(self.loader):
-            arguments["sampler"] = self._sampler(views[0], bool(arguments.pop("shuffle")))
-        loaders: list[DataLoader[Any]] = [CachedLoader(dataset, **arguments) for dataset in views]
+            count, rank = replicas(self.trainer, always=True)
+            shuffle, mode = bool(arguments.pop("shuffle")), self.caches.options.sampling
+            arguments["sampler"] = locality_sampler(views[0], self.batch_size, shuffle, count, rank, mode=mode)
+        loaders: list[DataLoader[Any]] = [TrainerLoader(dataset, **arguments) for dataset in views]
+        if stage == "train" and self.trainer is not None:
+            ResumePoint.of(self.trainer).go_on(loaders)
         for loader in loaders:
             check_sampler(loader, replicas(self.trainer)[0])
         return loaders
-
-    def _sampler(self, dataset: CachedDataset, shuffle: bool) -> LocalitySampler:
-        """The sampler of the training loader, at the epoch and the batch where training stands."""
-        count, mode = replicas(self.trainer, always=True), self.caches.options.sampling
-        sampler = locality_sampler(dataset, shuffle=shuffle, batch_size=self.batch_size, replicas=count, mode=mode)
-        now = None if self._resume is None else self._position(count[0], len(dataset))
-        resume(sampler, epochs_done(self.trainer), self._resume, now)
-        return sampler
-
-    def _position(self, world: int, length: int) -> Position:
-        return Position.of(self.trainer, world=world, batch_size=self.batch_size, length=length, seed=global_seed())
-
-    def state_dict(self) -> dict[str, Any]:
-        """Where in the epoch training stands."""
-        train = self._datasets.get("train")
-        if self.trainer is None or not train or train[0] not in self.caches or isinstance(train[0], IterableDataset):
-            return {}
-        return self._position(replicas(self.trainer, always=True)[0], len(cast(Sized, train[0]))).state()
-
-    def load_state_dict(self, state_dict: dict[str, Any]) -> None:
-        """Go on where training stood: the loader of this call leaves out what was trained on."""
-        self._resume = Position.read(state_dict)
 
     def _views(self, stage: str) -> list[Any]:
         """The cached datasets of a stage with its transform: a dataset may be in several stages."""
@@ -255,7 +239,6 @@ class StocacheDataModule(LightningDataModule):
         self._end_call()
 
     def _end_call(self) -> None:
-        self._resume = None
         if not self.caches.options.keep_cache:
             self._close_pools()
         self.caches.end_call()

@@ -17,11 +17,11 @@ from lightning.pytorch import LightningDataModule
 from lightning_stocache.loading.dataset import OnError
 from lightning_stocache.sampling.locality_sampler import Mode
 from lightning_stocache.setup.request import BackendChoice, Form, Layout, Write
-from lightning_stocache.training.caches import CallCaches, training_bytes
+from lightning_stocache.training.caches import CallCaches
 from lightning_stocache.training.call_loaders import CallLoaders
 from lightning_stocache.training.obstacles import check_sweep
 from lightning_stocache.training.options import STAGES, CacheOptions, with_options
-from lightning_stocache.training.sampling import replicas
+from lightning_stocache.training.resume import ResumePoint
 
 __all__ = ["CachedHooks", "cache_datamodule"]
 
@@ -126,7 +126,10 @@ class CachedHooks:
     def begin_call(self, *args: Any, **kwargs: Any) -> None:
         """The user's own `setup`, at the beginning of a call."""
         self._loaders = None
-        check_sweep(getattr(self.datamodule, "trainer", None))
+        trainer = getattr(self.datamodule, "trainer", None)
+        check_sweep(trainer)
+        if trainer is not None:
+            ResumePoint.of(trainer)
         self._original("setup")(*args, **kwargs)
 
     def loaders(self, stage: str) -> Any:
@@ -135,13 +138,7 @@ class CachedHooks:
             getters = {name: self._original(f"{name}_dataloader") for name in filter(self._defines, STAGES)}
             stages = [name for name in self._stages_of_call() if name in getters]
             trainer = getattr(self.datamodule, "trainer", None)
-            self._loaders = CallLoaders(
-                self.caches,
-                getters,
-                stages,
-                replicas=partial(replicas, trainer),
-                later_bytes=partial(training_bytes, trainer),
-            )
+            self._loaders = CallLoaders(self.caches, getters, stages, trainer=trainer)
         return self._loaders(stage)
 
     def end_call(self, hook: str, *args: Any, **kwargs: Any) -> None:

@@ -21,6 +21,7 @@ from torch.utils.data import BatchSampler, ConcatDataset, DataLoader, Dataset, S
 
 from lightning_stocache.loading.dataset import CachedDataset
 from lightning_stocache.loading.loader import CachedLoader
+from lightning_stocache.loading.loader_state import LoaderState
 from lightning_stocache.loading.stand_in import cached_in
 from lightning_stocache.loading.stream import CachedStream
 from lightning_stocache.loading.worker_pool import InitOnSource
@@ -29,6 +30,7 @@ from lightning_stocache.training.lightning_internals import ARG_NAMES, ARGS, DAT
 
 __all__ = [
     "Cached",
+    "TrainerLoader",
     "cached_behind",
     "cached_datasets",
     "cached_streams",
@@ -41,6 +43,26 @@ __all__ = [
 ]
 
 Cached: TypeAlias = CachedDataset | CachedStream
+
+
+class TrainerLoader(CachedLoader):
+    """A CachedLoader of a door, which keeps its position itself (`resume`).
+
+    Lightning is to see no state: it would store one in the checkpoint, and refuse that wherever another number of
+    loaders has one, as without the cache.
+
+    Args:
+        dataset: as CachedLoader's.
+        position: where in its epoch the loader stands; Lightning hands it on when it makes the loader anew.
+        arguments: all others of `CachedLoader`.
+    """
+
+    state_dict = None  # type: ignore[assignment]  # None: not there, as Python's protocols have it
+    load_state_dict = None  # type: ignore[assignment]
+
+    def __init__(self, dataset: Dataset[Any], *, position: LoaderState | None = None, **arguments: Any) -> None:
+        super().__init__(dataset, **arguments)
+        self.position = LoaderState() if position is None else position
 
 
 def leaves_in(loaders: Any) -> Iterator[Any]:
@@ -160,13 +182,17 @@ def with_dataset(
         dataset: what the copy reads.
         sampler: what it draws from, if not from the loader's own; only for a loader with `batch_size`.
     """
-    kind: type[DataLoader[Any]] = CachedLoader if type(loader) is DataLoader else type(loader)
+    kind: type[DataLoader[Any]] = TrainerLoader if type(loader) is DataLoader else type(loader)
     renewed: DataLoader[Any] = object.__new__(kind)
     state = {name: _bound_to(renewed, loader, value) for name, value in vars(loader).items()}
     state |= {"dataset": dataset, "_iterator": None}
     if ARGS in state:
         state |= _replaced_arguments(loader, dataset)
-    if kind is not CachedLoader:
+    if kind is TrainerLoader:
+        state["position"] = LoaderState()
+        if ARGS in state:
+            state[KWARGS] |= {"position": state["position"]}
+    else:
         state["worker_init_fn"] = InitOnSource.of(loader.worker_init_fn)
     if sampler is not None:
         state |= {"sampler": sampler, "batch_sampler": BatchSampler(sampler, state["batch_size"], loader.drop_last)}

@@ -7,17 +7,14 @@ DistributedSampler, and calls its `set_epoch`. Any other sampler is the user's o
 
 from __future__ import annotations
 
-import os
 from typing import Any
 
 from torch.utils.data import DataLoader, DistributedSampler, RandomSampler, SequentialSampler
 
-from lightning_stocache.loading.dataset import CachedDataset
-from lightning_stocache.sampling.locality_sampler import LocalitySampler, Mode
 from lightning_stocache.torch_internals import draws_all_once
 from lightning_stocache.training.lightning_internals import leaves_samplers_alone
 
-__all__ = ["check_sampler", "epochs_done", "global_seed", "is_default", "locality_sampler", "replicas"]
+__all__ = ["check_sampler", "epochs_done", "is_default", "replicas"]
 
 
 def replicas(trainer: Any, *, always: bool = False) -> tuple[int, int]:
@@ -37,41 +34,6 @@ def replicas(trainer: Any, *, always: bool = False) -> tuple[int, int]:
 def epochs_done(trainer: Any) -> int:
     """The epoch that the next training loader is for; right also while a checkpoint is being loaded."""
     return int(trainer.fit_loop.epoch_progress.current.processed) if trainer is not None else 0
-
-
-def global_seed() -> int:
-    """The seed of `seed_everything`, which Lightning gives its own DistributedSampler too."""
-    return int(os.environ.get("PL_GLOBAL_SEED", 0))
-
-
-def locality_sampler(
-    dataset: CachedDataset, *, shuffle: bool, batch_size: int, replicas: tuple[int, int], mode: Mode
-) -> LocalitySampler:
-    """A sampler for the training loader of a cached dataset.
-
-    Args:
-        dataset: the dataset; its ring says which node has what.
-        shuffle: another order in every epoch, or the dataset's own.
-        batch_size: of one rank.
-        replicas: how many ranks share the data, and which of them this is.
-        mode: see `LocalitySampler`.
-    """
-    count, rank = replicas
-    group = dataset.group
-    ring = dataset.ring
-    # Else groups of ranks share their samples, and a node may hold parts of groups; or the source has grown.
-    whole = count == group.world and (ring is None or ring.arcs[0].size == len(dataset))
-    return LocalitySampler(
-        dataset,
-        count,
-        rank,
-        shuffle=shuffle,
-        seed=global_seed(),
-        batch_size=batch_size,
-        ring=ring if whole else None,
-        nodes=group.nodes if whole else (tuple(range(count)),),
-        mode=mode,
-    )
 
 
 def is_default(loader: DataLoader[Any]) -> bool:

@@ -13,6 +13,7 @@ from torch.utils.data import BatchSampler, DataLoader, DistributedSampler, Rando
 from lightning_stocache.loading.dataset import CachedDataset
 from lightning_stocache.loading.index_stream import IndexStream
 from lightning_stocache.loading.loader import CachedLoader
+from lightning_stocache.loading.loader_state import LoaderState
 from lightning_stocache.sampling.locality_sampler import LocalitySampler
 from tests.loading.twins import LazySampler, Numbers, run, same
 
@@ -100,7 +101,7 @@ def test_samplers_of_the_users_are_asked_when_dataloader_asks_them(name, num_wor
 )
 def test_batches_are_drawn_ahead_only_from_samplers_known_to_draw_for_themselves(sampler, unseen):
     """A sampler with a generator of the user's, or of a kind that we do not know, is never ahead of DataLoader."""
-    assert IndexStream(DataLoader(Numbers(LENGTH), 3, sampler=sampler()), first=True).ahead_unseen is unseen
+    assert IndexStream(DataLoader(Numbers(LENGTH), 3, sampler=sampler()), True, LoaderState()).ahead_unseen is unseen
 
 
 @pytest.mark.processes

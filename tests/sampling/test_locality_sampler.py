@@ -203,11 +203,11 @@ def test_sampler_reports_the_imbalance_of_its_latest_iteration():
 
 @pytest.mark.parametrize("mode", ["locality", "global", "sticky"])
 @pytest.mark.parametrize("skip", [0, 1, 4, 9, 10, 50])
-def test_skip_leaves_out_batches_of_the_next_iteration(mode, skip):
-    """`skip` leaves out that many batches at the beginning of the next iteration only, and the length stays."""
+def test_skip_leaves_out_samples_of_the_next_iteration(mode, skip):
+    """`skip` leaves out that many samples at the beginning of the next iteration only, and the length stays."""
     for sampler in samplers_of(95, nodes_of(1, 1), [0.5, 0.3], 5, mode=mode):
         whole = epoch_of(sampler, 2)
-        sampler.skip = skip
+        sampler.skip = skip * 5
         assert len(sampler) == 48
         assert list(sampler) == whole[skip * 5 :]
         assert list(sampler) == whole

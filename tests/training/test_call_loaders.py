@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -36,12 +37,14 @@ class Dealing(Sampler[int]):
 def test_a_sampler_that_deals_by_itself_keeps_its_loader(caplog):
     """Where Lightning would wrap a sampler that deals to ranks, the loader stays the user's own, with a warning."""
     loader = DataLoader(NUMBERS, 2, sampler=Dealing())
-    call_loaders = CallLoaders(CallCaches(CacheOptions()), {"train": lambda: loader}, replicas=lambda: (2, 0))
+    arguments = {"num_replicas": 2, "rank": 0}
+    state = SimpleNamespace(fn="fit")
+    strategy = SimpleNamespace(root_device=torch.device("cuda"))
+    trainer = SimpleNamespace(distributed_sampler_kwargs=arguments, state=state, strategy=strategy, callbacks=[])
+    call_loaders = CallLoaders(CallCaches(CacheOptions()), {"train": lambda: loader}, trainer=trainer)
     assert call_loaders("train") is loader
     assert "train loader: list passes through uncached: Dealing deals samples to ranks" in caplog.text
-    call_loaders = CallLoaders(
-        CallCaches(CacheOptions(strict=True)), {"train": lambda: loader}, replicas=lambda: (2, 0)
-    )
+    call_loaders = CallLoaders(CallCaches(CacheOptions(strict=True)), {"train": lambda: loader}, trainer=trainer)
     with pytest.raises(TypeError, match="train loader cannot be cached, list: Dealing deals samples"):
         call_loaders("train")
 

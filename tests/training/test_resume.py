@@ -2,18 +2,22 @@
 
 from __future__ import annotations
 
+import random
 import warnings
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 from lightning.pytorch import Callback, LightningDataModule
 from lightning.pytorch.callbacks import ModelCheckpoint
-from torch.utils.data import DataLoader
+from torch.utils.data import DataLoader, DistributedSampler, Sampler, WeightedRandomSampler
 
 from lightning_stocache import StocacheDataModule, StochasticCache, cache_datamodule
-from lightning_stocache.training.position import Position
+from tests.processes import Child
+from tests.training import resume_job
 from tests.training.tiny import Model, make_trainer
 
 pytestmark = pytest.mark.processes
@@ -57,9 +61,59 @@ class Seen(Callback):
         self.batches[at] = batch[0][:, 0, 0, 0].tolist()
 
 
+class Seeded(Sampler[int]):
+    """An order of the user's own, by a generator that goes on from epoch to epoch."""
+
+    def __init__(self, dataset: Any) -> None:
+        self.dataset, self.draws = dataset, np.random.default_rng(5)
+
+    def __iter__(self) -> Iterator[int]:
+        return iter(self.draws.permutation(len(self.dataset)).tolist())
+
+    def __len__(self) -> int:
+        return len(self.dataset)
+
+
+class Users(LightningDataModule):
+    """A DataModule with a state of its own."""
+
+    def __init__(self, workers: int = 0, batch_size: int = BATCH, sampler: str = "random") -> None:
+        super().__init__()
+        self.numbers, self.state = Numbers(), "new"
+        self.options: dict[str, Any] = {"batch_size": batch_size, "num_workers": workers}
+        if workers:
+            self.options["multiprocessing_context"] = "fork"
+        self.sampler = sampler
+
+    def train_dataloader(self) -> Any:
+        given = {
+            "random": {"shuffle": True},
+            "distributed": {"sampler": DistributedSampler(self.numbers, 1, 0, seed=3)},
+            "seeded": {"sampler": Seeded(self.numbers)},
+            "weighted": {"sampler": WeightedRandomSampler(torch.arange(1.0, SAMPLES + 1), SAMPLES)},
+            "sequential": {},
+        }[self.sampler]
+        return DataLoader(self.numbers, **self.options, **given)
+
+    def state_dict(self) -> dict[str, Any]:
+        return {"state": "saved"}
+
+    def load_state_dict(self, state_dict: dict[str, Any]) -> None:
+        self.state = state_dict["state"]
+
+
 def ours(workers: int = 0, batch_size: int = BATCH) -> StocacheDataModule:
     options = {"multiprocessing_context": "fork"} if workers else {}
     return StocacheDataModule(Numbers(), batch_size=batch_size, num_workers=workers, loader=options)
+
+
+def door(name: str, workers: int = 0, batch_size: int = BATCH, sampler: str = "random") -> tuple[Any, list[Callback]]:
+    """The data and the callbacks of a door."""
+    torch.manual_seed(11)
+    if name == "own":
+        return ours(workers, batch_size), []
+    users = Users(workers, batch_size, sampler)
+    return (cache_datamodule(users), []) if name == "datamodule" else (users, [StochasticCache()])
 
 
 def fit(folder: Path, dm: Any, model: Model, *callbacks: Callback, ckpt: Any = None, **options: Any) -> dict[Any, Any]:
@@ -75,101 +129,161 @@ def epoch(seen: dict[tuple[int, int], list[int]], number: int) -> list[int]:
     return [index for (of, _), batch in seen.items() if of == number for index in batch]
 
 
-@pytest.mark.parametrize("model", [Model, Scheduled])
-@pytest.mark.parametrize("workers", [0, 2])
-def test_what_remains_is_what_would_have_come(tmp_path, workers, model):
-    """From a checkpoint after any batch, at an epoch's end or on an exception, with and without workers, whatever the
-    scheduler asks for: the remaining batches are those of the run without a break."""
+CASES = [
+    ("datamodule", "random", 0, Scheduled),
+    ("datamodule", "distributed", 2, Model),
+    ("callback", "random", 0, Model),
+    ("callback", "random", 2, Scheduled),
+    ("callback", "distributed", 0, Model),
+    ("callback", "seeded", 0, Model),
+    ("callback", "seeded", 2, Model),
+    ("callback", "weighted", 0, Model),
+    ("callback", "sequential", 0, Model),
+    ("own", "locality", 0, Scheduled),
+    ("own", "locality", 2, Model),
+]
+
+
+@pytest.mark.parametrize(("name", "sampler", "workers", "model"), CASES)
+def test_what_remains_is_what_would_have_come(tmp_path, name, sampler, workers, model):
+    """From a checkpoint after any batch, at an epoch's end or on an exception, in every door, with and without workers,
+    whatever the sampler draws from and the scheduler asks for: all batches are those of the run without a break."""
+
+    def run(*callbacks: Callback, ckpt: Any = None) -> dict[Any, Any]:
+        data, more = door(name, workers, sampler=sampler)
+        if ckpt is not None:
+            torch.manual_seed(99)  # another process has other states
+        return fit(tmp_path, data, model(), *more, *callbacks, ckpt=ckpt)
+
     every = ModelCheckpoint(tmp_path, "{epoch}-{step}", every_n_train_steps=4, save_top_k=-1)
     ends = ModelCheckpoint(tmp_path, "end-{epoch}-{step}", every_n_epochs=1, save_top_k=-1)
-    whole = fit(tmp_path, ours(workers), model(), every, ends)
+    whole = run(every, ends)
     assert len(whole) == 18
-    assert sorted(epoch(whole, 1)) == list(range(SAMPLES))
-    assert whole[0, 0] != whole[1, 0]
+    if sampler != "weighted":
+        assert sorted(epoch(whole, 1)) == list(range(SAMPLES))
+    assert (whole[0, 0] != whole[1, 0]) is (sampler != "sequential")
     for at in ((1, 2), (1, 5)):  # in the middle of a batch, and of the last one
         rescue = ModelCheckpoint(tmp_path, f"broken-{at}", save_on_exception=True, every_n_epochs=10)
         with pytest.raises(KeyError):
-            fit(tmp_path, ours(), model(), rescue, Seen(fails_at=at))
+            run(rescue, Seen(fails_at=at))
     checkpoints = sorted(tmp_path.glob("*.ckpt"))
     assert len(checkpoints) == 9
     for checkpoint in checkpoints:
-        seen = fit(tmp_path, ours(workers), model(), ckpt=checkpoint)
-        steps = torch.load(checkpoint, weights_only=False)["global_step"]
+        seen = run(ckpt=checkpoint)
+        steps = torch.load(checkpoint, weights_only=True)["global_step"]
         assert seen == {at: batch for at, batch in whole.items() if 6 * at[0] + at[1] >= steps}, checkpoint.name
 
 
-@pytest.fixture
-def after_eight(tmp_path) -> Path:
+def saved_after_eight(tmp_path: Path, name: str) -> Path:
     """A checkpoint after the second batch of the second epoch."""
-    fit(tmp_path, ours(), Model(), ModelCheckpoint(tmp_path, "{step}", every_n_train_steps=8, save_top_k=-1))
+    data, more = door(name)
+    fit(tmp_path, data, Model(), *more, ModelCheckpoint(tmp_path, "{step}", every_n_train_steps=8, save_top_k=-1))
     return tmp_path / "step=8.ckpt"
 
 
-@pytest.mark.parametrize(("batch_size", "skipped"), [(2, 4), (8, 1)])
-def test_another_batch_size_goes_on_after_the_same_samples(tmp_path, after_eight, batch_size, skipped):
-    """With another batch size there is a warning, nothing of the epoch comes twice, and the next epoch is whole."""
-    with pytest.warns(UserWarning, match=f"batch size has changed from 4 to {batch_size}: .* after {skipped} batches"):
-        seen = fit(tmp_path, ours(batch_size=batch_size), Model(), ckpt=after_eight)
-    order = torch.randperm(SAMPLES, generator=torch.Generator().manual_seed(1)).tolist()
-    rest = epoch(seen, 1)
-    assert rest
-    assert rest == order[8 : 8 + len(rest)]
+@pytest.mark.parametrize(("name", "batch_size"), [("own", 3), ("own", 8), ("datamodule", 2), ("callback", 5)])
+def test_another_batch_size_goes_on_after_the_same_samples(tmp_path, name, batch_size):
+    """With another batch size there is a warning, every sample of the epoch comes once, and the next epoch is whole."""
+    whole: Seen = Seen()
+    data, more = door(name)
+    save = ModelCheckpoint(tmp_path, "{step}", every_n_train_steps=8, save_top_k=-1)
+    fit(tmp_path, data, Model(), *more, save, whole)
+    data, more = door(name, batch_size=batch_size)
+    with pytest.warns(UserWarning, match=f"batch size has changed from 4 to {batch_size}: .* after the same samples"):
+        seen = fit(tmp_path, data, Model(), *more, ckpt=tmp_path / "step=8.ckpt")
+    assert epoch(seen, 1) == epoch(whole.batches, 1)[8:]
     assert sorted(epoch(seen, 2)) == list(range(SAMPLES))
 
 
-def test_position_in_another_world():
-    """In a world of another size as many samples of the global order are left out, and both sizes are named."""
-    then = Position(epoch=1, batch=6, world=2, batch_size=4, length=100, seed=0)
-    now = Position(epoch=0, batch=0, world=4, batch_size=4, length=100, seed=7)
-    assert then.resumed(now) == (3, "the world has changed from 2 to 4 and the seed has changed from 0 to 7")
-    assert then.resumed(then) == (6, None)
-
-
-@pytest.mark.parametrize("state", [{"sampler": [1, 2]}, {"epoch": 1, "batch": "2"}])
-def test_a_foreign_state_is_no_error(tmp_path, after_eight, state):
-    """A checkpoint whose state is of another kind is trained from, with a warning; an empty one has nothing to say."""
-    checkpoint = torch.load(after_eight, weights_only=False)
-    checkpoint["StocacheDataModule"] = state
-    torch.save(checkpoint, after_eight)
+@pytest.mark.parametrize("state", [{"sampler": [1, 2]}, {"epoch": 1, "loaders": "2"}])
+def test_a_foreign_state_is_no_error(tmp_path, state):
+    """A checkpoint whose state is of another kind is trained from, with a warning."""
+    checkpoint = torch.load(saved_after_eight(tmp_path, "own"), weights_only=False)
+    checkpoint["callbacks"]["lightning_stocache"] = state
+    torch.save(checkpoint, tmp_path / "step=8.ckpt")
     with pytest.warns(UserWarning, match="does not say where in an epoch"):
-        assert fit(tmp_path, ours(), Model(), ckpt=after_eight)
+        assert fit(tmp_path, ours(), Model(), ckpt=tmp_path / "step=8.ckpt")
+
+
+@pytest.mark.parametrize("name", ["datamodule", "callback"])
+def test_a_checkpoint_is_good_without_the_cache(tmp_path, name):
+    """What is saved with a cache is trained from without one, and the other way round; the user's own state is his."""
+    cached = saved_after_eight(tmp_path, name)
+    users = Users()
     with warnings.catch_warnings():
-        warnings.simplefilter("error")
-        ours().load_state_dict({})
+        warnings.filterwarnings("ignore", "Be aware that when using `ckpt_path`")
+        assert len(fit(tmp_path, users, Model(), ckpt=cached)) == 10
+    assert users.state == "saved"
+    save = ModelCheckpoint(tmp_path, "plain-{step}", every_n_train_steps=8, save_top_k=-1)
+    fit(tmp_path, Users(), Model(), save)
+    data, more = door(name)
+    assert len(fit(tmp_path, data, Model(), *more, ckpt=tmp_path / "plain-step=8.ckpt")) == 10
 
 
-class Users(LightningDataModule):
-    """A DataModule with a state of its own."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.numbers, self.state = Numbers(), "new"
-
-    def train_dataloader(self) -> Any:
-        return DataLoader(self.numbers, batch_size=BATCH)
-
-    def state_dict(self) -> dict[str, Any]:
-        return {"state": "saved"}
-
-    def load_state_dict(self, state_dict: dict[str, Any]) -> None:
-        self.state = state_dict["state"]
+def test_doors_understand_each_other(tmp_path):
+    """A fit that was begun with the callback goes on with `cache_datamodule`."""
+    whole = Seen()
+    data, more = door("callback")
+    save = ModelCheckpoint(tmp_path, "{step}", every_n_train_steps=8, save_top_k=-1)
+    fit(tmp_path, data, Model(), *more, save, whole)
+    data, _ = door("datamodule")
+    seen = fit(tmp_path, data, Model(), ckpt=tmp_path / "step=8.ckpt")
+    assert seen == {at: batch for at, batch in whole.batches.items() if 6 * at[0] + at[1] >= 8}
 
 
-@pytest.mark.parametrize("door", ["datamodule", "callback"])
-def test_other_doors_leave_it_to_lightning(tmp_path, door):
-    """A user's DataModule keeps its own state, and resumes with the batches that Lightning gives it uncached."""
+def test_the_next_fit_begins_anew(tmp_path):
+    """A second fit of the same Trainer, without a checkpoint, begins its epoch at the beginning."""
+    checkpoint = saved_after_eight(tmp_path, "callback")
+    data, more = door("callback")
+    seen = Seen()
+    trainer = make_trainer(tmp_path, [*more, seen], epochs=2)
+    trainer.fit(Model(), data, ckpt_path=checkpoint)
+    assert len(seen.batches) == 4
+    trainer.fit_loop.max_epochs = 3
+    trainer.fit(Model(), data)
+    assert sorted(epoch(seen.batches, 2)) == list(range(SAMPLES))
 
-    def run(cached: bool, ckpt: Path | None = None, *callbacks: Callback) -> tuple[Any, str]:
-        dm = Users()
-        given: Any = cache_datamodule(dm) if cached and door == "datamodule" else dm
-        more = [StochasticCache()] if cached and door == "callback" else []
-        return fit(tmp_path, given, Model(), *callbacks, *more, ckpt=ckpt), dm.state
 
-    for cached in (False, True):
-        save = ModelCheckpoint(tmp_path, f"{cached}-{{step}}", every_n_train_steps=8, save_top_k=-1)
-        run(cached, None, save)
-    with warnings.catch_warnings():
-        warnings.filterwarnings("error", "the hit rate of this epoch")  # less is filled before the second one
-        results = [run(cached, tmp_path / f"{cached}-step=8.ckpt") for cached in (False, True)]
-    assert results[0] == results[1]
-    assert results[0][1] == "saved"
+def seen_by(folder: Path, ranks: int) -> list[dict[tuple[int, int], list[int]]]:
+    """The batches of each rank; a step that was run again after a kill had the same one."""
+    seen: list[dict[tuple[int, int], list[int]]] = []
+    for rank in range(ranks):
+        batches: dict[tuple[int, int], list[int]] = {}
+        for line in (folder / f"rank{rank}.txt").read_text().splitlines():
+            number, batch, *indices = map(int, line.split())
+            assert batches.setdefault((number, batch), indices) == indices, f"rank {rank}, {line}"
+        seen.append(batches)
+    return seen
+
+
+def killed_again_and_again(tmp_path: Path, name: str, ranks: int, workers: int, kills: list[tuple[int, int]]) -> None:
+    whole, broken = tmp_path / "whole", tmp_path / "broken"
+    for folder, ends in ((whole, [None]), (broken, [*kills, None])):
+        folder.mkdir()
+        for killed in ends:
+            job = Child(resume_job.fit, folder, name, ranks, workers, killed, method="forkserver")
+            job.process.join(200)
+            assert not job.process.is_alive()
+            assert (folder / "done").exists() is (killed is None), f"killed at {killed}"
+    for one, other in zip(seen_by(whole, ranks), seen_by(broken, ranks), strict=True):
+        assert one == other
+        assert len(one) == resume_job.EPOCHS * resume_job.SAMPLES // (4 * ranks)
+
+
+def test_killed_runs_go_on_where_they_were(tmp_path):
+    """Killed in a random step and started again from the last checkpoint, a fit of two ranks under the callback runs
+    the batches of the fit that was left alone, each rank its own."""
+    draw = random.Random(3)
+    killed_again_and_again(tmp_path, "callback", 2, 0, [(draw.randrange(2), draw.randrange(3, 16))])
+
+
+@pytest.mark.soak
+@pytest.mark.timeout(1200)
+@pytest.mark.parametrize("workers", [0, 2])
+@pytest.mark.parametrize("ranks", [1, 2])
+@pytest.mark.parametrize("name", ["own", "datamodule", "callback"])
+def test_any_door_survives_kills(tmp_path, name, ranks, workers):
+    """The same in every door, with and without workers, on one rank and on two, killed four times."""
+    draw, steps = random.Random(f"{name}{ranks}{workers}"), resume_job.EPOCHS * 48 // (4 * ranks)
+    kills = sorted(draw.sample(range(2, steps), 4))
+    killed_again_and_again(tmp_path, name, ranks, workers, [(draw.randrange(ranks), step) for step in kills])

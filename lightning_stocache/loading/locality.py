@@ -1,0 +1,64 @@
+"""A LocalitySampler for a cached dataset, for loaders of every door."""
+
+from __future__ import annotations
+
+import os
+from typing import Any
+
+import torch.distributed
+
+from lightning_stocache.loading.stand_in import cached_in
+from lightning_stocache.node.group import NodeGroup
+from lightning_stocache.sampling.locality_sampler import LocalitySampler, Mode
+
+__all__ = ["global_seed", "locality_sampler"]
+
+
+def global_seed() -> int:
+    """The seed of `seed_everything`, which Lightning and Fabric give their own DistributedSampler too."""
+    return int(os.environ.get("PL_GLOBAL_SEED", 0))
+
+
+def locality_sampler(
+    dataset: Any,
+    batch_size: int | None,
+    shuffle: bool,
+    num_replicas: int | None = None,
+    rank: int | None = None,
+    *,
+    mode: Mode = "locality",
+) -> LocalitySampler:
+    """A sampler for the training loader of a cached dataset; of any other, it deals as DistributedSampler does.
+
+    Args:
+        dataset: the dataset; its ring says which node has what.
+        batch_size: of one rank.
+        shuffle: another order in every epoch, or the dataset's own.
+        num_replicas: how many ranks share the data; all of the process group by default.
+        rank: which of them this is.
+        mode: see `LocalitySampler`.
+
+    Raises:
+        ValueError: there is no batch size, or no such mode.
+    """
+    if batch_size is None:
+        raise ValueError("sampling deals global batches: give the loader a batch_size")
+    if num_replicas is None or rank is None:
+        several = torch.distributed.is_available() and torch.distributed.is_initialized()
+        world = (torch.distributed.get_world_size(), torch.distributed.get_rank()) if several else (1, 0)
+        num_replicas, rank = world[0] if num_replicas is None else num_replicas, world[1] if rank is None else rank
+    cached = cached_in(dataset)
+    group, ring = (NodeGroup(), None) if cached is None else (cached.group, cached.ring)
+    # Else groups of ranks share their samples, and a node may hold parts of groups; or the source has grown.
+    whole = num_replicas == group.world and (ring is None or ring.arcs[0].size == len(dataset))
+    return LocalitySampler(
+        dataset,
+        num_replicas,
+        rank,
+        shuffle=shuffle,
+        seed=global_seed(),
+        batch_size=batch_size,
+        ring=ring if whole else None,
+        nodes=group.nodes if whole else (tuple(range(num_replicas)),),
+        mode=mode,
+    )

@@ -1,0 +1,87 @@
+"""The states of random number generators as text, for a checkpoint.
+
+Text, because a checkpoint may be read where nothing but plain values is let in (`torch.load(weights_only=True)`), and
+nothing in it is ever unpickled: the state of each is JSON, with arrays as lists and bytes as hexadecimal digits.
+"""
+
+from __future__ import annotations
+
+import json
+import random
+from collections.abc import Mapping
+from typing import Any
+
+import numpy as np
+import torch
+
+__all__ = ["PROCESS_WIDE", "as_text", "put_back", "states_of"]
+
+PROCESS_WIDE: Mapping[str, Any] = {"torch": torch.default_generator, "numpy.random": np.random, "random": random}
+"""The generators that all code of a process draws from; modules stand for those that are theirs."""
+
+
+def states_of(generators: Mapping[str, Any]) -> dict[str, Any]:
+    """The state of each generator, by its name.
+
+    Args:
+        generators: objects of `source.generators.KINDS`, or the modules of `PROCESS_WIDE`.
+    """
+    return {name: _state_of(generator) for name, generator in generators.items()}
+
+
+def as_text(states: Mapping[str, Any]) -> dict[str, str]:
+    """States as text.
+
+    Example:
+        >>> generators = {"mine": random.Random(7)}
+        >>> state = as_text(states_of(generators))
+        >>> drawn = generators["mine"].random()
+        >>> put_back(generators, state)
+        >>> generators["mine"].random() == drawn
+        True
+    """
+    return {name: json.dumps(state, default=_plain) for name, state in states.items()}
+
+
+def put_back(generators: Mapping[str, Any], texts: Mapping[str, str]) -> None:
+    """Put generators into states that `as_text` gave; of names that only one of both has, nothing is changed.
+
+    Raises:
+        ValueError, TypeError, KeyError: a state that is none, or of another kind of generator.
+    """
+    for name in generators.keys() & texts.keys():
+        _restore(generators[name], json.loads(texts[name], object_hook=_array))
+
+
+def _state_of(generator: Any) -> Any:
+    if isinstance(generator, torch.Generator):
+        return generator.get_state()
+    if isinstance(generator, np.random.Generator):
+        return generator.bit_generator.state
+    return generator.get_state(legacy=False) if hasattr(generator, "get_state") else generator.getstate()
+
+
+def _restore(generator: Any, state: Any) -> None:
+    if isinstance(generator, torch.Generator):
+        generator.set_state(torch.frombuffer(bytearray.fromhex(state), dtype=torch.uint8))
+    elif isinstance(generator, np.random.Generator):
+        generator.bit_generator.state = state
+    elif hasattr(generator, "set_state"):
+        generator.set_state(state)
+    else:
+        version, words, gauss = state
+        generator.setstate((version, tuple(words), gauss))
+
+
+def _plain(value: Any) -> Any:
+    if isinstance(value, torch.Tensor):
+        return value.numpy().tobytes().hex()
+    if isinstance(value, np.ndarray):
+        return {"dtype": str(value.dtype), "values": value.tolist()}
+    if isinstance(value, np.generic):
+        return value.item()
+    raise TypeError(f"the state of a generator holds a {type(value).__name__}")
+
+
+def _array(state: dict[str, Any]) -> Any:
+    return np.array(state["values"], state["dtype"]) if state.keys() == {"dtype", "values"} else state

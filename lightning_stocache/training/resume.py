@@ -1,0 +1,174 @@
+"""A fit that goes on in the middle of an epoch, in every door of Lightning.
+
+Lightning stores how many batches of an epoch have run, and after a resume it runs the others; which samples those are
+is for the loader to know. Each door puts one `ResumePoint` among the Trainer's callbacks. Its state in the checkpoint
+is where the training loaders stand (`loading.loader_state`), less what was handed out and not processed: that is where
+Lightning goes on, whether a checkpoint was saved after a batch, at an epoch's end, or on an exception in the middle of
+a batch. Callbacks are restored before anything asks for a loader (the loops come later: a scheduler that asks for
+`estimated_stepping_batches` would see nothing of them, Lightning #20550).
+
+Samplers are told their epoch when the loaders are made: Lightning tells them only after the workers have begun, who
+would draw the first epoch's order again (Lightning #21938).
+
+A position counts samples. If batch size or number of ranks have changed, the loaders go on after the same samples, and
+Lightning's count of batches is put to what that makes.
+"""
+
+from __future__ import annotations
+
+import warnings
+from collections.abc import Mapping
+from typing import Any, TypeGuard
+
+from lightning.pytorch import Callback, LightningModule, Trainer
+from lightning.pytorch.utilities import rank_zero_warn
+from torch.utils.data import DataLoader, DistributedSampler, IterableDataset
+
+from lightning_stocache.loading.loader_state import set_epoch
+from lightning_stocache.loading.rolling_cache import RollingCache
+from lightning_stocache.training.lightning_internals import leaves_samplers_alone
+from lightning_stocache.training.loaders import TrainerLoader, leaves_in
+from lightning_stocache.training.sampling import epochs_done
+
+__all__ = ["ResumePoint"]
+
+_NAMES = {"replicas": "number of ranks", "batch_size": "batch size", "length": "length of the dataset"}
+
+
+class ResumePoint(Callback):
+    """Where the training loaders of a fit stand; for the doors, which put it among the Trainer's callbacks."""
+
+    def __init__(self) -> None:
+        self._trainer: Any = None
+        self._then: Mapping[str, Any] | None = None
+        self._gone_on: list[TrainerLoader] = []
+
+    @classmethod
+    def of(cls, trainer: Any) -> ResumePoint:
+        """That of a Trainer, which it has from the first call on."""
+        point = next((callback for callback in trainer.callbacks if isinstance(callback, cls)), None)
+        if point is None:
+            point = cls()
+            trainer.callbacks = [*trainer.callbacks, point]
+        point._trainer = trainer
+        return point
+
+    @property
+    def state_key(self) -> str:
+        """The name of its state in a checkpoint."""
+        return "lightning_stocache"
+
+    def go_on(self, loaders: Any) -> None:
+        """Have the training loaders that Lightning asks for now begin where training stands.
+
+        Args:
+            loaders: any nesting of them.
+        """
+        epoch, then = epochs_done(self._trainer), self._then
+        if then is not None and epoch > then["epoch"]:
+            then = None
+        epoch = epoch if then is None else then["epoch"]
+        leaves = [leaf for leaf in leaves_in(loaders) if isinstance(leaf, DataLoader)]
+        states = [None] * len(leaves) if then is None else then["loaders"]
+        if len(states) != len(leaves):
+            rank_zero_warn(
+                f"the checkpoint was saved with {len(states)} training loaders, and there are {len(leaves)} now: the "
+                "epoch goes on with their first samples"
+            )
+            states = [None] * len(leaves)
+        self._gone_on = []
+        for leaf, state in zip(leaves, states, strict=True):
+            if epoch:
+                set_epoch(leaf, epoch)
+            if state is not None and isinstance(leaf, TrainerLoader):
+                self._load(leaf, state)
+
+    def _load(self, loader: TrainerLoader, state: dict[str, Any]) -> None:
+        several = (getattr(self._trainer, "distributed_sampler_kwargs", None) or {}).get("num_replicas", 1) > 1
+        if several:
+            if leaves_samplers_alone(self._trainer) and not isinstance(loader.sampler, DistributedSampler):
+                return  # each rank draws by itself, and the state is rank zero's
+            generators = state.get("generators", {})
+            state = state | {"generators": {name: drawn for name, drawn in generators.items() if name != "now"}}
+        loader.position.load(state)
+        if not state["batches"]:
+            return
+        self._gone_on.append(loader)
+        now = loader.position.now(loader)
+        changes = [
+            f"the {words} has changed from {state.get(name)} to {now.get(name)}"
+            for name, words in _NAMES.items()
+            if state.get(name) != now.get(name)
+        ]
+        if changes:
+            same = now["length"] == state.get("length")
+            order = "after the same samples" if same else "in another order: some samples come twice, some do not"
+            rank_zero_warn(
+                f"resuming in the middle of epoch {state.get('epoch', epochs_done(self._trainer))}, but "
+                f"{' and '.join(changes)}: the loader goes on {order}"
+            )
+
+    def on_train_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
+        """Put Lightning's count of batches to where the loaders go on: another batch size makes another number."""
+        if self._then is None or not self._gone_on:
+            return
+        message = "You're resuming from a checkpoint that ended before the epoch ended and your dataloader is not resum"
+        warnings.filterwarnings("ignore", message=message)
+        count: Any = trainer.fit_loop.epoch_loop.batch_progress.current
+        more = max(loader.position.batches for loader in self._gone_on) - count.processed
+        for name in ("ready", "started", "processed", "completed"):
+            setattr(count, name, getattr(count, name) + more)
+
+    def state_dict(self) -> dict[str, Any]:
+        """Where the training loaders stand, as plain values."""
+        trainer = self._trainer
+        if trainer is None or trainer.train_dataloader is None:
+            return {}
+        leaves = [
+            leaf if _is_resumable(leaf) else None
+            for leaf in leaves_in(trainer.train_dataloader)
+            if isinstance(leaf, DataLoader)
+        ]
+        handed = [leaf.position.batches for leaf in leaves if leaf is not None]
+        if not handed:
+            return {}
+        epoch, done = _stands(trainer)
+        ahead = 0 if done is None else max(handed) - done
+        states = [
+            None if leaf is None else leaf.position.of(leaf, max(leaf.position.batches - ahead, 0), ended=done is None)
+            for leaf in leaves
+        ]
+        return {"epoch": epoch, "loaders": states}
+
+    def load_state_dict(self, state_dict: dict[str, Any]) -> None:
+        """Go on where training stood: the loaders of this fit leave out what was trained on."""
+        epoch, loaders = state_dict.get("epoch"), state_dict.get("loaders")
+        if isinstance(epoch, int) and isinstance(loaders, list):
+            self._then = state_dict
+            return
+        rank_zero_warn(
+            "the checkpoint does not say where in an epoch it was saved: if that was in the middle of one, its first "
+            f"samples come again, and its last ones do not. Its state has {', '.join(map(str, state_dict))}"
+        )
+
+    def teardown(self, trainer: Trainer, pl_module: LightningModule, stage: str) -> None:
+        """The next fit begins anew, unless it is given a checkpoint."""
+        self._then, self._gone_on = None, []
+
+    def __getstate__(self) -> dict[str, Any]:
+        return self.__dict__ | {"_trainer": None, "_gone_on": []}
+
+
+def _is_resumable(leaf: DataLoader[Any]) -> TypeGuard[TrainerLoader]:
+    return isinstance(leaf, TrainerLoader) and not isinstance(leaf.dataset, IterableDataset | RollingCache)
+
+
+def _stands(trainer: Any) -> tuple[int, int | None]:
+    """The epoch that a trainer is in, and its batches that have been processed; None between two epochs."""
+    epochs, batches = trainer.fit_loop.epoch_progress.current, trainer.fit_loop.epoch_loop.batch_progress
+    epoch, done = int(epochs.processed), int(batches.current.processed)
+    if epochs.started <= epochs.processed:
+        return epoch, None
+    if batches.is_last_batch and done == batches.current.ready:
+        return epoch + 1, None
+    return epoch, done

@@ -1,0 +1,139 @@
+"""Loops of one's own, in Fabric and in plain PyTorch: locality, epochs and states as in a Trainer."""
+
+from __future__ import annotations
+
+import os
+import warnings
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+from lightning.fabric import Fabric
+from torch.utils.data import DistributedSampler
+
+from lightning_stocache import CachedDataset, CachedLoader, LocalitySampler
+from lightning_stocache.insight.theory import expected_hit_rate, moved_share
+from lightning_stocache.node.group import NodeGroup
+from tests.loading.twins import Numbers
+from tests.ranks import run_ranks
+
+LENGTH, BATCH, EPOCHS = 600, 25, 4
+
+
+def epoch_of(loader: Any) -> list[list[int]]:
+    return [labels.tolist() for _, labels in loader]
+
+
+def on_nodes(rank: int) -> Any:
+    """Some epochs of a plain loop, on two nodes of which each has half of the dataset."""
+    group = NodeGroup.discover(key=rank)
+    dataset = CachedDataset(Numbers(LENGTH, (4,)), budget="50%", defer=True)
+    dataset.share(group)
+    loader = CachedLoader(dataset, BATCH, shuffle=True, sampling="locality")
+    assert dataset.counters is not None
+    assert dataset.ring is not None
+    seen, hits = [], [0]
+    for epoch in range(EPOCHS):
+        loader.set_epoch(epoch)
+        seen.append(epoch_of(loader))
+        hits.append(dataset.counters.totals(rank).hits)
+        dist.barrier()
+    rates = [sum(its[epoch + 1] - its[epoch] for its in group.exchange(hits)) / LENGTH for epoch in range(EPOCHS)]
+    moved = moved_share(dataset.ring, group.nodes, BATCH)
+    expected = [expected_hit_rate(dataset.ring, group.shares, epoch, moved) for epoch in range(EPOCHS)]
+    dataset.close()
+    return seen, rates, expected
+
+
+@pytest.mark.processes
+def test_one_argument_adds_the_memory_of_nodes_up() -> None:
+    """`sampling="locality"` gives DistributedSampler's global batches, of samples that each node has cached."""
+    (first, rates, expected), (second, _, _) = run_ranks(on_nodes, 2)
+    assert rates == pytest.approx(expected, abs=0.03)
+    assert rates[-1] > 0.9
+    for epoch in range(EPOCHS):
+        plain = [DistributedSampler(range(LENGTH), 2, rank) for rank in range(2)]  # type: ignore[arg-type]
+        for sampler in plain:
+            sampler.set_epoch(epoch)
+        orders = [list(sampler) for sampler in plain]
+        for number, (one, other) in enumerate(zip(first[epoch], second[epoch], strict=True)):
+            step = slice(number * BATCH, (number + 1) * BATCH)
+            assert sorted(one + other) == sorted(orders[0][step] + orders[1][step])
+
+
+def in_fabric(rank: int, folder: str, world: int) -> Any:
+    """Three epochs by Fabric, of which the second is broken off and gone on with by other objects."""
+    os.environ |= {"RANK": str(rank), "WORLD_SIZE": str(world), "LOCAL_RANK": str(rank), "LOCAL_WORLD_SIZE": str(world)}
+    os.environ |= {"GROUP_RANK": "0", "TORCHELASTIC_RUN_ID": "tests", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": "1"}
+    warnings.filterwarnings("ignore")
+    runs = []
+    for broken in (False, True):
+        fabric = Fabric(accelerator="cpu", devices=world, strategy="ddp")
+        fabric.launch()
+        source = Numbers(LENGTH, (4,))
+
+        def new(fabric: Fabric = fabric, source: Any = source) -> tuple[Any, CachedDataset]:
+            dataset = CachedDataset(source, defer=True)
+            dataset.share()
+            return fabric.setup_dataloaders(CachedLoader(dataset, BATCH, shuffle=True, sampling="locality")), dataset
+
+        loader, dataset = new()
+        assert isinstance(loader.sampler, LocalitySampler)
+        seen = [epoch_of(loader)]
+        if broken:
+            seen.append([])
+            for number, (_, labels) in enumerate(loader):
+                seen[1].append(labels.tolist())
+                if number == 3:
+                    break
+            path = Path(folder) / "state.ckpt"
+            fabric.save(path, {"loader": loader})
+            dataset.close()
+            loader, dataset = new()
+            fabric.load(path, {"loader": loader})
+            seen[1] += epoch_of(loader)
+            seen.append(epoch_of(loader))
+        else:
+            seen += [epoch_of(loader) for _ in range(2)]
+        dist.barrier()
+        dataset.close()
+        runs.append(seen)
+    return runs
+
+
+@pytest.mark.processes
+def test_fabric_saves_and_loads_a_loader(tmp_path: Path) -> None:
+    """`fabric.save` and `fabric.load` know the loader: the rest of the epoch comes, and then the next one, though
+    Fabric counts epochs from zero again."""
+    ranks = run_ranks(in_fabric, 2, str(tmp_path), 2)
+    for whole, broken in ranks:
+        assert whole == broken
+    for epoch in range(3):
+        labels = [label for whole, _ in ranks for batch in whole[epoch] for label in batch]
+        assert sorted(labels) == list(range(LENGTH))
+    assert ranks[0][0][0] != ranks[0][0][1]
+
+
+def test_a_mesh_has_fewer_replicas_than_ranks() -> None:
+    """Ranks that are told to work on the same samples get the same ones, each part of the dataset once."""
+    dataset = CachedDataset(Numbers(LENGTH, (4,)), defer=True)
+    parts = [
+        epoch_of(CachedLoader(dataset, BATCH, shuffle=True, sampling="locality", num_replicas=2, rank=rank))
+        for rank in (0, 0, 1, 1)
+    ]
+    assert parts[0] == parts[1] != parts[2] == parts[3]
+    assert sorted(label for part in parts[1:3] for batch in part for label in batch) == list(range(LENGTH))
+    dataset.close()
+
+
+def test_bad_arguments_are_refused() -> None:
+    """No such mode, and no batch size to cut global batches by."""
+    numbers: Any = list(torch.arange(8))
+    with pytest.raises(ValueError, match="mode must be one of locality, global, sticky, got 'nearby'"):
+        CachedLoader(numbers, 2, sampling="nearby")  # type: ignore[arg-type]
+    with pytest.raises(ValueError, match="give the loader a batch_size"):
+        CachedLoader(numbers, None, sampling="locality")
+    own = DistributedSampler(numbers, 2, 0)
+    assert CachedLoader(numbers, 2, sampler=own, sampling="locality").sampler is own

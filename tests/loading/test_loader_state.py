@@ -1,0 +1,276 @@
+"""A loader that goes on where another one stood gives the batches that would have come."""
+
+from __future__ import annotations
+
+import json
+import random
+from collections.abc import Callable, Iterator
+from itertools import chain
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from torch.utils.data import (
+    BatchSampler,
+    DataLoader,
+    DistributedSampler,
+    RandomSampler,
+    Sampler,
+    SubsetRandomSampler,
+    WeightedRandomSampler,
+)
+
+from lightning_stocache import CachedDataset, CachedLoader, SampleSpec
+from lightning_stocache.loading.loader_state import LoaderState
+from lightning_stocache.loading.locality import locality_sampler
+from tests.loading.twins import LazySampler, UnequalBatches
+
+LENGTH = 23
+NUMBERS = [torch.tensor(number) for number in range(LENGTH)]
+
+
+class Shuffled(Sampler[int]):
+    """A user's sampler: an order from a generator of its own, or a process-wide one, drawn when it is asked for it."""
+
+    def __init__(self, draw: Callable[[], Any]) -> None:
+        self.draw, self.mine = draw, random.Random(4)
+
+    def __len__(self) -> int:
+        return LENGTH
+
+    def __iter__(self) -> Iterator[int]:
+        order = list(range(LENGTH))
+        (self.mine if self.draw is None else self.draw).shuffle(order)
+        return iter(order)
+
+
+class EagerBatches(Shuffled):
+    """A user's batch sampler, which draws as soon as it is asked for an iterator."""
+
+    def __iter__(self) -> Any:
+        order = list(super().__iter__())
+        return iter([order[:9], order[9:11], order[11:]])
+
+
+SAMPLERS: dict[str, Callable[[], dict[str, Any]]] = {
+    "sequential": lambda: {},
+    "random": lambda: {"shuffle": True},
+    "with a generator": lambda: {"shuffle": True, "generator": torch.Generator().manual_seed(3)},
+    "with replacement": lambda: {"sampler": RandomSampler(NUMBERS, replacement=True, num_samples=40)},  # type: ignore[arg-type]
+    "subset": lambda: {"sampler": SubsetRandomSampler(range(0, LENGTH, 2))},
+    "weighted": lambda: {"sampler": WeightedRandomSampler([1.0] * LENGTH, 30)},
+    "distributed": lambda: {"sampler": DistributedSampler(NUMBERS, 2, 1, seed=5)},  # type: ignore[arg-type]
+    "own generator": lambda: {"sampler": Shuffled(None)},  # type: ignore[arg-type]
+    "Python's": lambda: {"sampler": Shuffled(random)},  # type: ignore[arg-type]
+    "NumPy's": lambda: {"sampler": Shuffled(np.random)},  # type: ignore[arg-type]
+    "lazy": lambda: {"sampler": LazySampler(LENGTH)},
+    "batches": lambda: {"batch_sampler": BatchSampler(RandomSampler(NUMBERS), 4, True)},  # type: ignore[arg-type]
+    "eager batches": lambda: {"batch_sampler": EagerBatches(None)},  # type: ignore[arg-type]
+    "unequal batches": lambda: {"batch_sampler": UnequalBatches(LENGTH)},
+    "locality": lambda: {"shuffle": True, "sampling": "locality"},
+    "no batches": lambda: {"shuffle": True, "batch_size": None},
+}
+
+
+def made(name: str, seed: int, dataset: Any = NUMBERS, kind: Any = CachedLoader, **more: Any) -> Any:
+    """A loader as it is in a process of its own, whose generators are where they are by chance."""
+    torch.manual_seed(seed)
+    np.random.seed(seed)
+    random.seed(seed)
+    arguments = SAMPLERS[name]() | more
+    if not {"batch_sampler", "batch_size"} & arguments.keys():
+        arguments["batch_size"] = 4
+    return kind(dataset, **arguments)
+
+
+def epochs(loader: Any, begin: int, end: int) -> list[list[Any]]:
+    """The batches of some epochs, each told its number."""
+    batches = []
+    for epoch in range(begin, end):
+        loader.set_epoch(epoch)
+        batches.append([batch.tolist() for batch in loader])
+    return batches
+
+
+@pytest.fixture(params=["cached", "plain"])
+def dataset(request: pytest.FixtureRequest) -> Iterator[Any]:
+    """Where batches are made by the package, and where by DataLoader."""
+    if request.param == "plain":
+        yield NUMBERS
+        return
+    cached = CachedDataset(NUMBERS, spec=SampleSpec.infer(NUMBERS[0]))  # type: ignore[arg-type]
+    yield cached
+    cached.close()
+
+
+@pytest.mark.parametrize("name", SAMPLERS)
+def test_the_rest_comes_from_any_moment(dataset, name):
+    """From a state that is taken before an epoch, after any of its batches or at its end, a loader in a process with
+    other random states gives what is left of that epoch, and the next one."""
+    first = made(name, 0, dataset)
+    first.set_epoch(0)
+    states, whole = [first.state_dict()], []
+    for batch in first:
+        whole.append(batch.tolist())
+        states.append(first.state_dict())
+    states.append(first.state_dict())
+    following = epochs(first, 1, 2)
+    assert len(whole) > 2
+    for number, state in enumerate(states):
+        again = made(name, 77, dataset)
+        again.load_state_dict(json.loads(json.dumps(state)))  # plain values, nothing else
+        if number > len(whole):
+            assert epochs(again, 1, 2) == following
+        else:
+            assert epochs(again, 0, 2) == [whole[number:], *following], number
+
+
+@pytest.mark.parametrize("name", ["random", "own generator", "distributed", "locality"])
+@pytest.mark.processes
+def test_workers_that_read_ahead_do_not_count(dataset, name):
+    """What workers have loaded and nobody has been given comes again; persistent workers too."""
+    options: dict[str, Any] = {"num_workers": 2, "multiprocessing_context": "fork", "persistent_workers": True}
+    first = made(name, 0, dataset, **options)
+    first.set_epoch(0)
+    batches = iter(first)
+    whole = [next(batches).tolist() for _ in range(2)]
+    state = first.state_dict()
+    rest = [batch.tolist() for batch in batches]
+    following = epochs(first, 1, 2)
+    assert whole[0] != rest[0]
+    again = made(name, 77, dataset, **options)
+    again.load_state_dict(state)
+    assert epochs(again, 0, 2) == [rest, *following]
+    again.load_state_dict(state)  # with workers that are there
+    assert epochs(again, 0, 1) == [rest]
+    for loader in (first, again):
+        loader.close()
+
+
+def test_it_agrees_with_torchdata():
+    """Taken and loaded at the same moments, the states of torchdata's StatefulDataLoader leave as many batches, and
+    those that are left make up the same epochs with those that were given."""
+    stateful = pytest.importorskip("torchdata.stateful_dataloader").StatefulDataLoader
+    for moment in range(7):
+        lefts = []
+        for kind in (CachedLoader, stateful):
+            first = made("random", 0, kind=kind)
+            batches = iter(first)
+            given = [next(batches).tolist() for _ in range(min(moment, 6))]
+            state = first.state_dict()
+            rest = [batch.tolist() for batch in batches]
+            again = made("random", 77, kind=kind)
+            again.load_state_dict(state)
+            assert again.state_dict().keys() == state.keys()  # not begun: the state that was loaded
+            left = [batch.tolist() for batch in again]
+            assert left == rest
+            assert sorted(chain(*given, *left)) == list(range(LENGTH))
+            lefts.append(len(left))
+        assert lefts[0] == lefts[1] == 6 - moment
+    for kind in (CachedLoader, stateful):  # at the end of an epoch the next one is whole
+        first = made("random", 0, kind=kind)
+        assert len(list(first)) == 6
+        state = first.state_dict()
+        following = [batch.tolist() for batch in first]
+        again = made("random", 77, kind=kind)
+        again.load_state_dict(state)
+        assert [batch.tolist() for batch in again] == following
+
+
+def test_a_broken_off_epoch_counts(dataset):
+    """After a `break`, the state is that of the batches that were given."""
+    first = made("random", 0, dataset)
+    whole = []
+    for number, batch in enumerate(first):
+        whole.append(batch.tolist())
+        if number == 1:
+            break
+    again = made("random", 77, dataset)
+    again.load_state_dict(first.state_dict())
+    left = [batch.tolist() for batch in again]
+    assert sorted(chain(*whole, *left)) == list(range(LENGTH))
+    assert len(left) == 4
+
+
+@settings(max_examples=60, deadline=None)
+@given(
+    data=st.data(),
+    length=st.integers(1, 60),
+    before=st.tuples(st.integers(1, 7), st.integers(1, 4)),
+    after=st.tuples(st.integers(1, 7), st.integers(1, 4)),
+    kind=st.sampled_from(["distributed", "locality"]),
+)
+def test_another_size_goes_on_after_the_same_samples(data, length, before, after, kind):
+    """With another batch size and other ranks, all ranks together go on after the samples that were given; what does
+    not divide by the ranks of now, at most, comes twice."""
+
+    def ranks(batch_size: int, world: int) -> list[CachedLoader]:
+        numbers: Any = [torch.tensor(number) for number in range(length)]
+        samplers = [
+            DistributedSampler(numbers, world, rank, seed=3)
+            if kind == "distributed"
+            else locality_sampler(numbers, batch_size, True, world, rank)
+            for rank in range(world)
+        ]
+        return [CachedLoader(numbers, batch_size, sampler=sampler) for sampler in samplers]
+
+    then, now = ranks(*before), ranks(*after)
+    steps = data.draw(st.integers(0, len(then[0])))
+    given = [[next(batches).tolist() for _ in range(steps)] for batches in map(iter, then)]
+    for loader in then:
+        loader.set_epoch(2)
+    given = [[next(batches).tolist() for _ in range(steps)] for batches in map(iter, then)]
+    left = []
+    for loader in now:
+        loader.load_state_dict(then[0].state_dict())
+        left.append([batch.tolist() for batch in loader])
+    seen = [index for batches in given for batch in batches for index in batch]
+    rest = [index for batches in left for batch in batches for index in batch]
+    assert set(seen) | set(rest) == set(range(length))
+    assert len({len(batches) for batches in left}) == 1, "a rank that has more batches than another would hang"
+    twice = len(seen) + len(rest) - length
+    assert twice <= (before[1] - 1) + 2 * (after[1] - 1)  # both pad their epoch
+
+
+@pytest.mark.parametrize(
+    "callers", [lambda epoch, start: epoch, lambda epoch, start: epoch - start], ids=["absolute", "from zero"]
+)
+def test_callers_may_count_epochs_on_or_from_zero(callers):
+    """Where each process counts epochs from zero, as Fabric does, later epochs are those that would have come."""
+    first = made("distributed", 0)
+    whole = epochs(first, 0, 5)
+    first.set_epoch(2)
+    batches = iter(first)
+    for _ in range(2):
+        next(batches)
+    again = made("distributed", 77)
+    again.load_state_dict(first.state_dict())
+    seen = []
+    for epoch in range(2, 5):
+        again.set_epoch(callers(epoch, 2))
+        seen.append([batch.tolist() for batch in again])
+    assert seen == [whole[2][2:], *whole[3:]]
+
+
+@pytest.mark.parametrize("state", [{}, {"batches": 3}, {"version": 2, "batches": 0, "replicas": 1}, {"_snapshot": {}}])
+def test_what_is_no_state_is_refused(state):
+    """A state of something else is an error that says so."""
+    with pytest.raises(ValueError, match="state_dict must be what the state_dict of a CachedLoader gave, got one with"):
+        CachedLoader(NUMBERS).load_state_dict(state)  # type: ignore[arg-type]
+    assert LoaderState().batches == 0
+
+
+def test_a_plain_loader_draws_the_same_as_before():
+    """Whoever never asks for a state has the draws of DataLoader, on all generators."""
+    for name in SAMPLERS:
+        if name == "locality":
+            continue
+        states = []
+        for kind in (DataLoader, CachedLoader):
+            loader = made(name, 5, kind=kind)
+            drawn = [[batch.tolist() for batch in loader] for _ in range(2)]
+            states.append((drawn, torch.rand(()).item(), random.random(), np.random.rand()))
+        assert states[0] == states[1], name
