@@ -41,7 +41,6 @@ def _loops(how: str, test: str) -> tuple[Cell, ...]:
 
 
 _DOORS = "training/test_doors.py::"
-_SAMPLER = "sampling/test_locality_sampler.py::"
 
 FEATURES: dict[str, tuple[Cell, ...]] = {
     "each sample is loaded once": _all("yes", f"{_DOORS}test_each_sample_is_loaded_once"),
@@ -62,7 +61,19 @@ FEATURES: dict[str, tuple[Cell, ...]] = {
         Cell("yes", "training/test_ddp.py::test_ranks_share_one_cache"),
         Cell("yes", "training/test_ddp.py::test_ranks_share_one_cache"),
         Cell("yes", "loading/test_loader_lightning.py::test_fabric_gives_every_rank_its_share_of_the_batches"),
-        Cell("`LocalitySampler`", f"{_SAMPLER}test_global_batches_are_those_of_distributed_sampler"),
+        Cell("`sampling`", "loading/test_fabric.py::test_one_argument_adds_the_memory_of_nodes_up"),
+    ),
+    "the memory of several nodes adds up": (
+        Cell("`sampling`", "training/test_nodes.py::test_the_memory_of_two_nodes_adds_up"),
+        NO,
+        NO,
+        *_loops("`sampling`", "loading/test_fabric.py::test_one_argument_adds_the_memory_of_nodes_up"),
+    ),
+    "meshes with fewer replicas than ranks": (
+        NO,
+        NO,
+        NO,
+        *_loops("`num_replicas`", "loading/test_fabric.py::test_a_mesh_has_fewer_replicas_than_ranks"),
     ),
     "val, test and predict": (
         Cell("yes", f"{_DOORS}test_all_calls_are_cached_and_counted"),
@@ -143,10 +154,16 @@ FEATURES: dict[str, tuple[Cell, ...]] = {
     ),
     "resume in the middle of an epoch, with exactly the batches left": (
         Cell("yes", "training/test_resume.py::test_what_remains_is_what_would_have_come"),
-        NO,
-        NO,
-        NO,
-        NO,
+        Cell("yes", "training/test_resume.py::test_what_remains_is_what_would_have_come"),
+        Cell("yes", "training/test_resume.py::test_what_remains_is_what_would_have_come"),
+        Cell("`fabric.save`", "loading/test_fabric.py::test_fabric_saves_and_loads_a_loader"),
+        Cell("`state_dict`", "loading/test_loader_state.py::test_the_rest_comes_from_any_moment"),
+    ),
+    "the same with another batch size or number of ranks": (
+        Cell("yes", "training/test_resume.py::test_another_batch_size_goes_on_after_the_same_samples"),
+        Cell("yes", "training/test_resume.py::test_another_batch_size_goes_on_after_the_same_samples"),
+        Cell("yes", "training/test_resume.py::test_another_batch_size_goes_on_after_the_same_samples"),
+        *_loops("yes", "loading/test_loader_state.py::test_another_size_goes_on_after_the_same_samples"),
     ),
 }
 
