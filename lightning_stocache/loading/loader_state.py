@@ -95,8 +95,13 @@ class LoaderState:
         size, replicas = _batch_size(drawing), _replicas(_sampler_of(drawing))
         return {"batch_size": size, "replicas": replicas, "length": len(loader.dataset)}  # type: ignore[arg-type]
 
-    def load(self, state: Mapping[str, Any]) -> None:
+    def load(self, state: Mapping[str, Any], *, alone: bool = True) -> None:
         """Have the next epoch go on where a state was taken.
+
+        Args:
+            state: what `of` gave.
+            alone: whether the process-wide generators go on, too, as they were when the state was taken. Not where it
+                is another rank's, or another loader has put them back.
 
         Raises:
             ValueError: it is no state, or one of another version.
@@ -107,6 +112,9 @@ class LoaderState:
             found = ", ".join(map(str, state)) or "nothing"
             raise ValueError(f"state_dict must be what the state_dict of a CachedLoader gave, got one with {found}")
         self._next = dict(state)
+        if not alone and (generators := state.get("generators")):
+            now = {name: text for name, text in generators["now"].items() if name not in PROCESS_WIDE}
+            self._next["generators"] = generators | {"now": now}
 
     def begin(self, loader: DataLoader[Any]) -> None:
         """A new epoch begins, or the rest of one; again the same where nothing of it was handed out, if asked twice."""
@@ -162,20 +170,20 @@ class ResumableBatches:
         if not generators:
             return iter(self._batches)
         if type(self._batches) is BatchSampler:  # draws nothing before it is asked for its first batch
-            return self._noted(generators, None, iter(self._batches))
+            return self._noted(generators, iter(self._batches))
         before = states_of(generators)
-        drawing = iter(self._batches)
-        drawn = as_text(states_of(generators)) != as_text(before)
-        return self._noted(generators, before if drawn else None, drawing)
+        drawing: Iterator[Any] = iter(self._batches)
+        if as_text(states_of(generators)) == as_text(before):
+            return self._noted(generators, drawing)
+        self._state.drawn = before
+        return drawing
 
     def __len__(self) -> int:
         return len(self._batches)
 
-    def _noted(
-        self, generators: Mapping[str, Any], drawn: dict[str, Any] | None, batches: Iterator[Any]
-    ) -> Iterator[Any]:
-        """The batches of an epoch whose order has been drawn from these states, or will be with the first of them."""
-        self._state.drawn = states_of(generators) if drawn is None else drawn
+    def _noted(self, generators: Mapping[str, Any], batches: Iterator[Any]) -> Iterator[Any]:
+        """The batches of an epoch whose order is drawn with the first of them."""
+        self._state.drawn = states_of(generators)
         yield from batches
 
     def _rest(self, then: Mapping[str, Any]) -> Iterator[Any]:
@@ -192,10 +200,14 @@ class ResumableBatches:
         else:
             drawing = iter(self._batches)
             deque(islice(drawing, _batches_left_out(then, self._batches)), maxlen=0)
-        first = [] if then["batches"] else list(islice(drawing, 1))  # the order is drawn with the first index
-        if then["batches"] or "now" not in states:
-            put_back(generators, before | states.get("now", {}))
-        yield from chain(first, drawing)
+        now = states.get("now", {})
+        if then["batches"]:
+            put_back(generators, before | now)
+            yield from drawing
+        else:  # the order is drawn with the first index, as it will have been then
+            first = list(islice(drawing, 1))
+            put_back(generators, {name: state for name, state in before.items() if name not in now})
+            yield from chain(first, drawing)
 
 
 class CountedBatches:

@@ -41,7 +41,8 @@ class ResumePoint(Callback):
     def __init__(self) -> None:
         self._trainer: Any = None
         self._then: Mapping[str, Any] | None = None
-        self._gone_on: list[TrainerLoader] = []
+        self._gone_on: list[TrainerLoader] = []  # in the middle of their epoch
+        self._put_back = False
 
     @classmethod
     def of(cls, trainer: Any) -> ResumePoint:
@@ -76,7 +77,7 @@ class ResumePoint(Callback):
                 "epoch goes on with their first samples"
             )
             states = [None] * len(leaves)
-        self._gone_on = []
+        self._gone_on, self._put_back = [], False
         for leaf, state in zip(leaves, states, strict=True):
             if epoch:
                 set_epoch(leaf, epoch)
@@ -85,12 +86,11 @@ class ResumePoint(Callback):
 
     def _load(self, loader: TrainerLoader, state: dict[str, Any]) -> None:
         several = (getattr(self._trainer, "distributed_sampler_kwargs", None) or {}).get("num_replicas", 1) > 1
-        if several:
-            if leaves_samplers_alone(self._trainer) and not isinstance(loader.sampler, DistributedSampler):
-                return  # each rank draws by itself, and the state is rank zero's
-            generators = state.get("generators", {})
-            state = state | {"generators": {name: drawn for name, drawn in generators.items() if name != "now"}}
-        loader.position.load(state)
+        if several and leaves_samplers_alone(self._trainer) and not isinstance(loader.sampler, DistributedSampler):
+            return  # each rank draws by itself, and the state is rank zero's
+        between = not state["batches"]  # where the first loader puts the generators back for all
+        loader.position.load(state, alone=not several and not (between and self._put_back))
+        self._put_back = True
         if not state["batches"]:
             return
         self._gone_on.append(loader)

@@ -108,12 +108,13 @@ def dataset(request: pytest.FixtureRequest) -> Iterator[Any]:
 
 @pytest.mark.parametrize("name", SAMPLERS)
 def test_the_rest_comes_from_any_moment(dataset, name):
-    """From a state that is taken before an epoch, after any of its batches or at its end, a loader in a process with
-    other random states gives what is left of that epoch, and the next one."""
+    """From a state that is taken when an epoch begins, after any of its batches or at its end, a loader in a process
+    with other random states gives what is left of that epoch, and the next one."""
     first = made(name, 0, dataset)
     first.set_epoch(0)
-    states, whole = [first.state_dict()], []
-    for batch in first:
+    batches, whole = iter(first), list[Any]()
+    states = [first.state_dict()]  # begun, and nothing handed out
+    for batch in batches:
         whole.append(batch.tolist())
         states.append(first.state_dict())
     states.append(first.state_dict())

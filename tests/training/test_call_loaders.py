@@ -38,9 +38,7 @@ def test_a_sampler_that_deals_by_itself_keeps_its_loader(caplog):
     """Where Lightning would wrap a sampler that deals to ranks, the loader stays the user's own, with a warning."""
     loader = DataLoader(NUMBERS, 2, sampler=Dealing())
     arguments = {"num_replicas": 2, "rank": 0}
-    state = SimpleNamespace(fn="fit")
-    strategy = SimpleNamespace(root_device=torch.device("cuda"))
-    trainer = SimpleNamespace(distributed_sampler_kwargs=arguments, state=state, strategy=strategy, callbacks=[])
+    trainer = SimpleNamespace(distributed_sampler_kwargs=arguments, state=SimpleNamespace(fn=None))
     call_loaders = CallLoaders(CallCaches(CacheOptions()), {"train": lambda: loader}, trainer=trainer)
     assert call_loaders("train") is loader
     assert "train loader: list passes through uncached: Dealing deals samples to ranks" in caplog.text

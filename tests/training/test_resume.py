@@ -13,6 +13,7 @@ import pytest
 import torch
 from lightning.pytorch import Callback, LightningDataModule
 from lightning.pytorch.callbacks import ModelCheckpoint
+from lightning.pytorch.utilities import CombinedLoader
 from torch.utils.data import DataLoader, DistributedSampler, Sampler, WeightedRandomSampler
 
 from lightning_stocache import StocacheDataModule, StochasticCache, cache_datamodule
@@ -172,6 +173,48 @@ def test_what_remains_is_what_would_have_come(tmp_path, name, sampler, workers, 
         seen = run(ckpt=checkpoint)
         steps = torch.load(checkpoint, weights_only=True)["global_step"]
         assert seen == {at: batch for at, batch in whole.items() if 6 * at[0] + at[1] >= steps}, checkpoint.name
+
+
+class Several(LightningDataModule):
+    """Two loaders of unequal lengths, which are read together."""
+
+    def __init__(self, mode: str) -> None:
+        super().__init__()
+        self.mode, self.sets = mode, [Numbers(), torch.utils.data.Subset(Numbers(), range(10))]
+
+    def train_dataloader(self) -> Any:
+        return CombinedLoader([DataLoader(dataset, BATCH, shuffle=True) for dataset in self.sets], self.mode)
+
+
+class Both(Model):
+    """Trains on the first of two batches."""
+
+    def training_step(self, batch, batch_idx):
+        return super().training_step(batch[0], batch_idx)
+
+
+class SeenOfBoth(Seen):
+    """The indices of both batches of each step; of a loader that is exhausted none."""
+
+    def on_train_batch_start(self, trainer, pl_module, batch, batch_idx):
+        at = trainer.current_epoch, batch_idx
+        self.batches[at] = [None if part is None else part[0][:, 0, 0, 0].tolist() for part in batch]
+
+
+@pytest.mark.parametrize("mode", ["min_size", "max_size", "max_size_cycle"])
+def test_several_loaders_go_on_together(tmp_path, mode):
+    """Each loader goes on where it stood, one that has begun again since the epoch's beginning, too."""
+
+    def run(*callbacks: Callback, ckpt: Any = None) -> dict[Any, Any]:
+        torch.manual_seed(11 if ckpt is None else 99)
+        return fit(tmp_path, Several(mode), Both(), StochasticCache(), SeenOfBoth(), *callbacks, ckpt=ckpt)
+
+    whole = run(ModelCheckpoint(tmp_path, "{step:02d}", every_n_train_steps=1, save_top_k=-1))
+    steps = 3 if mode == "min_size" else 6
+    assert len(whole) == 3 * steps
+    for saved in range(1, 3 * steps, 2 if steps == 3 else 3):
+        seen = run(ckpt=tmp_path / f"step={saved:02d}.ckpt")
+        assert seen == {at: batch for at, batch in whole.items() if steps * at[0] + at[1] >= saved}, saved
 
 
 def saved_after_eight(tmp_path: Path, name: str) -> Path:
