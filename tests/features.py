@@ -64,9 +64,9 @@ FEATURES: dict[str, tuple[Cell, ...]] = {
         Cell("`sampling`", "loading/test_fabric.py::test_one_argument_adds_the_memory_of_nodes_up"),
     ),
     "the memory of several nodes adds up": (
-        Cell("`sampling`", "training/test_nodes.py::test_the_memory_of_two_nodes_adds_up"),
-        NO,
-        NO,
+        Cell("yes", "training/test_nodes.py::test_the_memory_of_two_nodes_adds_up"),
+        Cell("yes", "training/test_nodes.py::test_the_memory_of_two_nodes_adds_up"),
+        Cell("yes", "training/test_nodes.py::test_the_memory_of_two_nodes_adds_up"),
         *_loops("`sampling`", "loading/test_fabric.py::test_one_argument_adds_the_memory_of_nodes_up"),
     ),
     "meshes with fewer replicas than ranks": (
