@@ -41,6 +41,7 @@ def _loops(how: str, test: str) -> tuple[Cell, ...]:
 
 
 _DOORS = "training/test_doors.py::"
+_WANTED = "training/test_wanted.py::"
 
 FEATURES: dict[str, tuple[Cell, ...]] = {
     "each sample is loaded once": _all("yes", f"{_DOORS}test_each_sample_is_loaded_once"),
@@ -74,6 +75,12 @@ FEATURES: dict[str, tuple[Cell, ...]] = {
         NO,
         NO,
         *_loops("`num_replicas`", "loading/test_fabric.py::test_a_mesh_has_fewer_replicas_than_ranks"),
+    ),
+    "slots only for what a sampler draws": (
+        Cell("yes", f"{_WANTED}test_a_tenth_of_the_budget_is_enough_for_a_tenth_of_the_samples"),
+        Cell("yes", f"{_WANTED}test_a_tenth_of_the_budget_is_enough_for_a_tenth_of_the_samples"),
+        Cell("yes", f"{_WANTED}test_a_tenth_of_the_budget_is_enough_for_a_tenth_of_the_samples"),
+        *_loops("`indices`", f"{_WANTED}test_a_tenth_of_the_budget_is_enough_for_a_tenth_of_the_samples"),
     ),
     "val, test and predict": (
         Cell("yes", f"{_DOORS}test_all_calls_are_cached_and_counted"),

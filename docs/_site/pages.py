@@ -16,6 +16,7 @@ from __future__ import annotations
 import ast
 import inspect
 import io
+import json
 import os
 import posixpath
 import re
@@ -38,7 +39,7 @@ ELSEWHERE = {
     "changelog.md": "CHANGELOG.md",
     "contributing.md": "CONTRIBUTING.md",
 }
-_LINK = re.compile(r"(?<=\]\()(?!https?:|mailto:|#)([^)\s#]+)(#[^)\s]*)?(?=\))")
+_LINK = re.compile(r"(?<=\]\()(?!https?:|mailto:|data:|#)([^)\s#]+)(#[^)\s]*)?(?=\))")
 _MARK = re.compile(r"^<!-- (file|help|configs|names|interop)(?:: (\S+))? -->$", re.MULTILINE)
 
 
@@ -74,7 +75,8 @@ def _uri(path: str) -> str | None:
     if path == "README.md":
         return "index.md"
     if path.startswith("examples/") and (ROOT / path).is_file():
-        return _picture(Path(path)) if path.endswith(".png") else _page(ROOT / path) if path.endswith(".py") else None
+        pages = {".png": _picture(Path(path)), ".py": _page(ROOT / path), ".ipynb": "recipes/notebook.md"}
+        return pages.get(Path(path).suffix)
     if path in ("examples", "examples/benchmarks"):
         return {"examples": "recipes/index.md", "examples/benchmarks": "benchmarks.md"}[path]
     return path.removeprefix("docs/") if path.startswith("docs/") else None
@@ -118,9 +120,24 @@ def _listing(path: Path) -> str:
 
 
 def _file(path: str) -> str:
-    """A file, with its path above it."""
+    """A file, with its path above it; a notebook as it was run."""
+    if path.endswith(".ipynb"):
+        return "\n\n".join(_cells(json.loads((ROOT / path).read_text())))
     language = {".py": "python", ".yaml": "yaml"}[Path(path).suffix]
     return f'```{language} title="{path}"\n{(ROOT / path).read_text().rstrip()}\n```'
+
+
+def _cells(notebook: dict[str, Any]) -> Iterator[str]:
+    """The cells of a notebook, with what they have printed and drawn."""
+    for cell in notebook["cells"]:
+        text = "".join(cell["source"])
+        yield f"```python\n{text}\n```" if cell["cell_type"] == "code" else re.sub("^#", "##", text, flags=re.MULTILINE)
+        for output in cell.get("outputs", ()):
+            data = output.get("data", {})
+            if "image/png" in data:
+                yield f"![What the cell has drawn](data:image/png;base64,{''.join(data['image/png']).strip()})"
+            elif said := "".join(output.get("text", data.get("text/plain", ""))).rstrip():
+                yield f"```text\n{said}\n```"
 
 
 def _help(command: str) -> str:
