@@ -147,6 +147,12 @@ FEATURES: dict[str, tuple[Cell, ...]] = {
         NO,
         NO,
     ),
+    "what steps are made of": (
+        Cell("`StepTimer`", f"{_DOORS}test_all_calls_are_cached_and_counted"),
+        Cell("`StepTimer`", f"{_DOORS}test_all_calls_are_cached_and_counted"),
+        Cell("`StepTimer`", f"{_DOORS}test_all_calls_are_cached_and_counted"),
+        *_loops("`StepClock`", "insight/test_step_clock.py::test_a_loop_of_ones_own"),
+    ),
     "what was granted, as hyperparameters": (
         Cell("yes", "training/test_hyperparameters.py::test_what_was_granted_goes_to_the_logger"),
         Cell("yes", "training/test_hyperparameters.py::test_what_was_granted_goes_to_the_logger"),

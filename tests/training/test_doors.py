@@ -22,6 +22,7 @@ from lightning_stocache.training.callbacks import StochasticCache
 from lightning_stocache.training.datamodule import StocacheDataModule
 from lightning_stocache.training.hooks import cache_datamodule
 from lightning_stocache.training.monitor import CacheMonitor
+from lightning_stocache.training.step_timer import StepTimer
 from tests.sources import CountedSource
 from tests.training.tiny import SAMPLES, Model, announced, logged, make_trainer, plain_loader, source
 
@@ -264,11 +265,11 @@ def test_strict_makes_errors(door, tmp_path):
 
 @pytest.mark.parametrize("door", OF_THE_TRAINER)
 def test_all_calls_are_cached_and_counted(door, tmp_path, caplog):
-    """fit, validate, test and predict, twice each, load a set once; epochs have a hit rate; a stage has its budget."""
+    """fit, validate, test and predict, twice each, load a set once; epochs have a hit rate, steps their parts, a stage its budget."""
     names = ("train", "val", "test", "predict")
     sets = {name: source(tmp_path, name, 8) for name in names}
     options: dict[str, Any] = {"keep_cache": True, "stage_budgets": {"test": 0}}
-    callbacks = [StochasticCache(**options)] if door == "StochasticCache" else [CacheMonitor()]
+    callbacks = [StochasticCache(**options) if door == "StochasticCache" else CacheMonitor(), StepTimer()]
     data: Any = StocacheDataModule(**sets, batch_size=4, **options) if door == "StocacheDataModule" else Data(**sets)
     if door != "StocacheDataModule":
         vars(data)["train_dataloader"] = lambda: plain_loader(sets["train"], shuffle=True)
@@ -277,6 +278,7 @@ def test_all_calls_are_cached_and_counted(door, tmp_path, caplog):
     trainer = make_trainer(tmp_path, callbacks, epochs=2, num_sanity_val_steps=0)
     trainer.fit(Model(), data)
     assert logged(trainer, "stocache/hit_rate")[-1] == 1.0
+    assert logged(trainer, "stocache/step/wait_seconds")
     for _ in range(2):
         trainer.validate(Model(), data, verbose=False)
         trainer.test(Model(), data, verbose=False)
