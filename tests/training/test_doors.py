@@ -265,7 +265,7 @@ def test_strict_makes_errors(door, tmp_path):
 
 @pytest.mark.parametrize("door", OF_THE_TRAINER)
 def test_all_calls_are_cached_and_counted(door, tmp_path, caplog):
-    """fit, validate, test and predict, twice each, load a set once; epochs have a hit rate, steps their parts, a stage its budget."""
+    """fit, validate, test and predict, twice each, load a set once; epochs have a hit rate, and steps their parts."""
     names = ("train", "val", "test", "predict")
     sets = {name: source(tmp_path, name, 8) for name in names}
     options: dict[str, Any] = {"keep_cache": True, "stage_budgets": {"test": 0}}
