@@ -9,7 +9,7 @@ import torch
 from torch.nn.functional import cross_entropy
 
 import photos
-from lightning_stocache import CachedDataset, CachedLoader
+from lightning_stocache import CachedDataset, CachedLoader, CacheMeter
 from model import ConvNet
 
 
@@ -17,7 +17,7 @@ def main() -> None:
     torch.set_num_threads(1)  # see train.py
     photos.make()
     dataset = CachedDataset(photos.images("train"), budget="auto")
-    loader = CachedLoader(dataset, batch_size=64, shuffle=True, num_workers=2)
+    loader = CacheMeter(CachedLoader(dataset, batch_size=64, shuffle=True, num_workers=2))
     model = ConvNet(num_classes=2)
     optimizer = torch.optim.AdamW(model.parameters(), lr=3e-3)
     for epoch in range(4):
@@ -30,7 +30,9 @@ def main() -> None:
             loss.backward()
             optimizer.step()
             losses.append(loss.detach())
-        print(f"epoch {epoch}: loss {torch.stack(losses).mean():.3f}, {time.perf_counter() - start:.1f} s")
+        seconds, metrics = time.perf_counter() - start, loader.epoch()
+        hit_rate = 100 * metrics["stocache/hit_rate"]
+        print(f"epoch {epoch}: loss {torch.stack(losses).mean():.3f}, hit rate {hit_rate:.0f} %, {seconds:.1f} s")
 
 
 if __name__ == "__main__":  # spawned workers import this file

@@ -18,6 +18,7 @@ import hydra
 import torch
 from hydra.core.config_store import ConfigStore
 from lightning.pytorch import seed_everything
+from lightning.pytorch.loggers import WandbLogger
 from omegaconf import DictConfig
 
 # The groups are the package's; the example's own leaves (data=photos, model=conv) lie in configs/ beside this file.
@@ -55,6 +56,9 @@ def main(config: DictConfig) -> None:
     try:
         trainer.fit(model, datamodule=datamodule)
     finally:
+        for logger in trainer.loggers:
+            if isinstance(logger, WandbLogger):
+                logger.experiment.finish()  # or a sweep's next job would go on in its run
         # Lightning leaves a gloo group open, and a rank may then abort at exit.
         if torch.distributed.is_initialized():
             torch.distributed.destroy_process_group()

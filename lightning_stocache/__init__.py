@@ -10,6 +10,7 @@ if TYPE_CHECKING:
     from lightning_stocache.cache.compat import SharedCache
     from lightning_stocache.cache.rolling_writer import RollingWriter
     from lightning_stocache.cache.spec import SampleSpec
+    from lightning_stocache.insight.meter import CacheMeter
     from lightning_stocache.loading.dataset import CachedDataset
     from lightning_stocache.loading.loader import CachedLoader
     from lightning_stocache.loading.rolling_cache import RollingCache
@@ -26,6 +27,7 @@ if TYPE_CHECKING:
     __version__: str
 
 __all__ = [
+    "CacheMeter",
     "CacheMonitor",
     "CachedDataset",
     "CachedLoader",
@@ -45,6 +47,7 @@ __all__ = [
 ]
 
 _HOMES = {
+    "CacheMeter": "insight.meter",
     "CacheMonitor": "training.monitor",
     "CachedDataset": "loading.dataset",
     "CachedLoader": "loading.loader",

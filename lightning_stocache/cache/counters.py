@@ -18,7 +18,7 @@ import os
 from dataclasses import dataclass, fields
 from typing import Literal
 
-from lightning_stocache.node.files import Backend
+from lightning_stocache.node.files import Backend, backend_of
 from lightning_stocache.node.segment import Segment, SegmentHandle
 
 __all__ = ["Counters", "Counts", "Matter"]
@@ -131,6 +131,11 @@ class Counters:
     def handle(self) -> SegmentHandle:
         """What another process of the node needs to count here, too."""
         return self.segment.handle
+
+    @property
+    def backend(self) -> Backend:
+        """Where they lie, as the cache does that they are of, unless it has a name or lies on a disk."""
+        return backend_of(self.segment.handle.data)
 
     @property
     def closed(self) -> bool:

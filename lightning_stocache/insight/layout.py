@@ -1,4 +1,4 @@
-"""How TensorBoard's Custom Scalars tab shows the metrics: the layout of its charts, as plain data.
+"""How dashboards show the metrics: the charts of TensorBoard's Custom Scalars tab, and the axes of W&B.
 
 `LAYOUT` is what `SummaryWriter.add_custom_scalars` takes: category -> chart -> ["Multiline", patterns of tags]. A
 writer takes it once; several runs with the same layout share their charts. TensorBoard matches the beginning of a tag,
@@ -6,42 +6,89 @@ so each pattern ends with `$`: without it `hit_rate` would bring `hit_rate_expec
 
 TensorBoard cuts an axis to what is drawn, where 0.698 and 0.700 look like nothing and everything. So each chart draws
 `ZERO`, too, and a rate its ceiling. A single zero would not do: "Ignore outliers", which is on, leaves out what is less
-than a twentieth of a chart's points. So there is one wherever values are logged (`mark_zero`).
+than a twentieth of a chart's points. So there is one wherever an epoch's values are logged, and `LIVE_ZERO` wherever
+live ones are (`mark_zero`): of these there may be hundreds to an epoch, beside which its own values would be outliers.
 
 TensorBoard smooths by 0.6, by which a hit rate of 0.70 in epoch two reads 0.43:
 `/#custom_scalars&_smoothingWeight=0` is the address of the tab without smoothing.
+
+`AXES` is what W&B's `run.define_metric` takes, one entry for each call: the values of an epoch are drawn over `epoch`,
+live ones over `trainer/global_step`, which Lightning logs beside them. Summaries are the last values, those that have
+a best and a worst epoch with these beside it; live values have none.
 """
 
 from __future__ import annotations
 
 from typing import Any
+from weakref import WeakKeyDictionary, WeakSet
 
-__all__ = ["LAYOUT", "ZERO", "mark_zero"]
+from lightning_stocache.insight.metrics import LIVE_METRICS, NODE_METRICS, ROLLING_METRICS, Tally, rates
+
+__all__ = ["AXES", "LAYOUT", "LIVE", "LIVE_ZERO", "ZERO", "lay_out", "mark_zero"]
 
 ZERO = "stocache/zero"
-"""The tag that has axes start at zero: no metric, and for TensorBoard alone."""
+"""The tag that has the axes of epochs' values start at zero: no metric, and for TensorBoard alone."""
+
+LIVE = "stocache/live/"
+"""What the keys of live values begin with."""
+
+LIVE_ZERO = LIVE + "zero"
+"""The tag that has the axes of live values start at zero."""
+
+_laid_out: WeakSet[Any] = WeakSet()
+_zeros: WeakKeyDictionary[Any, dict[str, int]] = WeakKeyDictionary()  # by writer and tag, the step of the latest one
 
 
-def mark_zero(logger: Any, step: int) -> None:
-    """Beside values that were logged at a step: the zero of their charts, if the logger is TensorBoard's.
+def lay_out(logger: Any, nodes: int = 1) -> None:
+    """Tell a dashboard how these metrics are drawn, once for each run. Other loggers are left alone.
+
+    Args:
+        logger: of Lightning.
+        nodes: how many there are.
+    """
+    experiment: Any = getattr(logger, "experiment", None)
+    charts, axes = hasattr(experiment, "add_custom_scalars"), hasattr(experiment, "define_metric")
+    if not (charts or axes) or experiment in _laid_out:
+        return
+    _laid_out.add(experiment)
+    if charts:
+        experiment.add_custom_scalars(LAYOUT)
+    for axis in [*AXES, *_axes_of_nodes(nodes)] if axes else ():
+        experiment.define_metric(**axis)
+
+
+def mark_zero(logger: Any, step: int, tag: str = ZERO, *, logged: bool = False) -> None:
+    """Beside values that were logged at a step: the zero of their charts, once, if the logger is TensorBoard's.
 
     Args:
         logger: of Lightning.
         step: that of the values.
+        tag: `ZERO` or `LIVE_ZERO`.
+        logged: whether it has been logged with something else.
     """
     writer: Any = getattr(logger, "experiment", None)
-    if hasattr(writer, "add_custom_scalars"):
-        writer.add_scalar(ZERO, 0.0, step)
+    if not hasattr(writer, "add_custom_scalars"):
+        return
+    latest = _zeros.setdefault(writer, {})
+    if not logged and latest.get(tag) != step:
+        writer.add_scalar(tag, 0.0, step)
+    latest[tag] = step
 
 
-def _chart(*metrics: str, stage: str = "") -> list[str | list[str]]:
-    return ["Multiline", [*(f"^stocache/{stage}{metric}$" for metric in metrics), f"^{ZERO}$"]]
+def _chart(*metrics: str, stage: str = "", zero: str = ZERO) -> list[str | list[str]]:
+    return ["Multiline", [*(f"^stocache/{stage}{metric}$" for metric in metrics), f"^{zero}$"]]
 
+
+def _live_chart(*metrics: str) -> list[str | list[str]]:
+    return _chart(*metrics, stage="live/", zero=LIVE_ZERO)
+
+
+_STAGES = "(val|test|predict)/"
 
 LAYOUT: dict[str, dict[str, list[str | list[str]]]] = {
     "Stochastic cache": {
         "Hit rate, its ceiling and what theory expects": _chart("hit_rate", "coverage", "hit_rate_expected"),
-        "Fill: slots that are ready": _chart("fill_fraction"),
+        "Fill: slots that are ready": _chart("live/fill_fraction", "fill_fraction", zero=LIVE_ZERO),
         "Bytes from cache and from source": _chart("bytes_from_cache", "bytes_from_source"),
         "Seconds of waiting for data and of computing": _chart("data_wait_seconds", "compute_seconds"),
         "Samples per second": _chart("samples_per_second"),
@@ -54,9 +101,14 @@ LAYOUT: dict[str, dict[str, list[str | list[str]]]] = {
             "source_seconds", "fill_seconds", "gather_seconds"
         ),
     },
-    "Stochastic cache: validation and test": {
-        "Hit rate and its ceiling": _chart("hit_rate", "coverage", stage="(val|test)/"),
-        "Memory and budget, in bytes": _chart("memory_bytes", "budget_bytes", stage="(val|test)/"),
+    "Stochastic cache: in the epoch so far": {
+        "Hit rate": _live_chart("hit_rate"),
+        "Seconds of waiting for data and of computing": _live_chart("data_wait_seconds", "compute_seconds"),
+        "Memory, in bytes": _live_chart("memory_bytes"),
+    },
+    "Stochastic cache: validation, test and prediction": {
+        "Hit rate and its ceiling": _chart("hit_rate", "coverage", stage=_STAGES),
+        "Memory and budget, in bytes": _chart("memory_bytes", "budget_bytes", stage=_STAGES),
     },
     "Stochastic cache: nodes": {
         "Hit rate per node": _chart("hit_rate", stage=r"node\d+/"),
@@ -65,3 +117,29 @@ LAYOUT: dict[str, dict[str, list[str | list[str]]]] = {
     },
 }
 """The layout. With one node or no validation the last categories stay empty."""
+
+_WITH_EXTREMES = ("data_wait_seconds", "samples_per_second")
+
+
+def _axes() -> list[dict[str, Any]]:
+    of_stages = [*rates(Tally()), "coverage"]
+    of_training = [*rates(Tally(ranks=1)), "coverage", "hit_rate_expected"]
+    names = of_training + [f"{stage}/{name}" for stage in ("val", "test", "predict") for name in of_stages]
+    axes: list[dict[str, Any]] = [{"name": "epoch"}]
+    names += [f"rolling/{name}" for name in ROLLING_METRICS]
+    # No patterns: of two that match W&B takes one at random, and Lightning has defined `*`.
+    axes += [{"name": f"stocache/{name}", "step_metric": "epoch"} for name in names]
+    for axis in axes:
+        if axis["name"].removeprefix("stocache/") in _WITH_EXTREMES:
+            axis["summary"] = "last,min,max"
+    over_steps = {"step_metric": "trainer/global_step", "summary": "none"}
+    return axes + [{"name": LIVE + name, **over_steps} for name in LIVE_METRICS]
+
+
+def _axes_of_nodes(nodes: int) -> list[dict[str, Any]]:
+    names = [f"stocache/node{node}/{name}" for node in range(nodes) if nodes > 1 for name in NODE_METRICS]
+    return [{"name": name, "step_metric": "epoch"} for name in names]
+
+
+AXES = _axes()
+"""The axes: those of a run that has logged no such value draw nothing."""

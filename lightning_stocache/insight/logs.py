@@ -4,8 +4,9 @@ Both become rows, in the order in which they were logged: one dict per `log_metr
 value. Only `epoch`, `step` and what begins with `stocache/` is kept, and only finite numbers.
 
 TensorBoard stores each tag by itself. A row is what was logged together, so it is put together again: the values of
-one step, apart by whether the step also holds a value that is logged at an epoch's end only. A live value carries the
-count of steps done, an epoch's end the index of its last step: the live value of the same number comes after it.
+one step, apart by whether the step also holds a value that is logged at an epoch's end only. Live values have keys of
+their own (`LIVE`), and come before the epoch's end that has their step. In older logs they have the keys of epochs;
+there a live value carries the count of steps done, an epoch's end the index of its last step.
 
 What is read here was written by somebody else, perhaps half: whatever is wrong with it is a `LogError` of one sentence.
 """
@@ -18,7 +19,7 @@ from importlib import import_module
 from pathlib import Path
 from typing import Any
 
-from lightning_stocache.insight.layout import ZERO
+from lightning_stocache.insight.layout import LIVE, LIVE_ZERO, ZERO
 
 __all__ = ["LogError", "Row", "has_log", "is_epoch_end", "read_log"]
 
@@ -114,7 +115,7 @@ def _read_events(folder: Path) -> list[Row]:
     except (protobuf.DecodeError, OSError, ValueError) as error:  # TensorBoard itself passes over what is cut off
         raise LogError(f"{folder} holds TensorBoard events that cannot be read: {error}") from error
     tags = [tag for tag in events.Tags()[reader.SCALARS] if tag == "epoch" or tag.startswith("stocache/")]
-    tags = [tag for tag in tags if tag != ZERO]
+    tags = [tag for tag in tags if tag not in (ZERO, LIVE_ZERO)]
     scalars = {tag: [(event.step, event.value) for event in events.Scalars(tag)] for tag in tags}
     ends = {stage: _steps_of_epoch_ends(scalars, stage) for stage in ("", *_OTHER_STAGES)}
 
@@ -122,7 +123,7 @@ def _read_events(folder: Path) -> list[Row]:
     for tag, points in scalars.items():
         stage = next((stage for stage in _OTHER_STAGES if tag.startswith(f"stocache/{stage}")), "")
         for step, value in points:  # of two values at one step the last one is the epoch's, and overwrites
-            at_end = step in ends[stage] or tag == "epoch"
+            at_end = (step in ends[stage] or tag == "epoch") and not tag.startswith(LIVE)
             if math.isfinite(value):
                 rows.setdefault((step if at_end else step - 1, at_end), {"step": step})[tag] = value
     return [rows[key] for key in sorted(rows)]

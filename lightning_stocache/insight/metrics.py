@@ -15,7 +15,16 @@ from functools import reduce
 
 from lightning_stocache.cache.counters import Counts
 
-__all__ = ["Tally", "rates", "summarise"]
+__all__ = ["LIVE_METRICS", "NODE_METRICS", "ROLLING_METRICS", "Tally", "rates", "summarise"]
+
+LIVE_METRICS = ("hit_rate", "fill_fraction", "memory_bytes", "data_wait_seconds", "compute_seconds")
+"""What is logged while an epoch runs."""
+
+NODE_METRICS = ("hit_rate", "fill_fraction", "memory_bytes")
+"""What is logged of each node, where there are several."""
+
+ROLLING_METRICS = ("resident", "oldest_seconds", "times_seen", "appended_per_second", "evicted_per_second", "renewed")
+"""What is logged of a rolling cache."""
 
 _OF_MEMORY = ("slots", "filled", "memory_bytes", "budget_bytes")
 
@@ -105,7 +114,7 @@ def summarise(tallies: Sequence[Tally]) -> dict[str, float]:
     if len(nodes) > 1:
         for node, tally in sorted(nodes.items()):
             of_node = rates(tally)
-            metrics |= {f"node{node}/{name}": of_node[name] for name in ("hit_rate", "fill_fraction", "memory_bytes")}
+            metrics |= {f"node{node}/{name}": of_node[name] for name in NODE_METRICS}
     return metrics
 
 

@@ -18,6 +18,7 @@ from functools import cached_property
 from itertools import pairwise
 from pathlib import Path
 
+from lightning_stocache.insight.layout import LIVE
 from lightning_stocache.insight.logs import LogError, Row, has_log, is_epoch_end, read_log
 from lightning_stocache.insight.verdict import saved_seconds
 
@@ -78,12 +79,16 @@ class Run:
         return values[-1][1] if values else None
 
     def live(self, metric: str, *, first_epoch: bool = False) -> tuple[tuple[float, float], ...]:
-        """Pairs of step and value while training ran; of the first epoch, its end included, or of all."""
+        """Pairs of step and value while training ran; of the first epoch, its end included, or of all.
+
+        Older logs have them under the keys of epochs.
+        """
         key, points = f"stocache/{metric}", []
         for row in self.rows:
             at_end = is_epoch_end(row)
-            if key in row and "step" in row and (first_epoch or not at_end):
-                points.append((row["step"], row[key]))
+            name = LIVE + metric if LIVE + metric in row else key
+            if name in row and "step" in row and (first_epoch or name != key or not at_end):
+                points.append((row["step"], row[name]))
             if at_end and first_epoch:
                 break
         return tuple(sorted(dict(points).items()))

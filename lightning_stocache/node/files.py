@@ -29,6 +29,7 @@ __all__ = [
     "MANIFEST_OFFSET",
     "NUMBERS_OFFSET",
     "Backend",
+    "backend_of",
     "default_backend",
     "fetch",
     "format_of",
@@ -75,6 +76,13 @@ def get_shm_size() -> int:
 def default_backend() -> Backend:
     """The backend for this system: anonymous memory where it exists."""
     return "tmpfile" if hasattr(os, "O_TMPFILE") and os.path.isdir("/dev/shm") else "file"
+
+
+def backend_of(path: str) -> Backend:
+    """The kind of a file, by its name or by that of a descriptor below /proc."""
+    if not path.startswith("/proc/"):
+        return "file"
+    return "memfd" if os.readlink(path).startswith("/memfd:") else "tmpfile"
 
 
 def make_file(backend: Backend, directory: str | None = None) -> tuple[int, str | None]:

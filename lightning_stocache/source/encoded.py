@@ -8,7 +8,7 @@ then `Decoder` runs the rest of their transform.
 from __future__ import annotations
 
 from collections.abc import Callable
-from typing import Any, NamedTuple
+from typing import Any, Literal, NamedTuple
 
 from torch.utils.data import Dataset, Subset
 
@@ -50,6 +50,11 @@ class EncodedSource(Dataset[Any]):
     ) -> None:
         self._source, self._access, self._head = source, access, head
         self._below = 0 if head is None else int(share * _WHOLE)
+
+    @property
+    def form(self) -> Literal["encoded", "mixed"]:
+        """Whether all samples are kept as their files, or some of them decoded."""
+        return "mixed" if self._below else "encoded"
 
     def __len__(self) -> int:
         return len(self._source)  # type: ignore[arg-type]

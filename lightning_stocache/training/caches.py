@@ -23,6 +23,7 @@ from typing import Any, cast
 from torch.nn.parameter import UninitializedParameter
 from torch.utils.data import Dataset, IterableDataset
 
+from lightning_stocache.insight.tallies import end_call
 from lightning_stocache.loading.cached_source import CachedSource
 from lightning_stocache.loading.dataset import CachedDataset, cached_source, dataset_over
 from lightning_stocache.loading.stream import CachedStream, stream_source
@@ -34,7 +35,6 @@ from lightning_stocache.setup.open import open_caches
 from lightning_stocache.setup.open_stream import open_stream
 from lightning_stocache.setup.request import CacheRequest, LoaderSettings
 from lightning_stocache.training.options import CacheOptions
-from lightning_stocache.training.tallies import end_call
 
 __all__ = ["CallCaches", "Wanted", "training_bytes"]
 

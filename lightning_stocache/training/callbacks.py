@@ -9,13 +9,14 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from functools import partial
-from typing import Any
+from typing import Any, ClassVar
 
 from lightning.pytorch import Callback, LightningModule, Trainer
 from lightning.pytorch.utilities import rank_zero_info, rank_zero_warn
 
 from lightning_stocache.cache.counters import Counts
 from lightning_stocache.insight.stall import Stall
+from lightning_stocache.insight.tallies import samples_of
 from lightning_stocache.loading.dataset import OnError
 from lightning_stocache.node.budget import format_bytes
 from lightning_stocache.sampling.locality_sampler import Mode
@@ -29,18 +30,33 @@ from lightning_stocache.training.obstacles import check_sweep
 from lightning_stocache.training.options import CacheOptions, with_options
 from lightning_stocache.training.profiler import listen, log_every, stop_listening
 from lightning_stocache.training.resume import ResumePoint
-from lightning_stocache.training.tallies import samples_of
 
 __all__ = ["FillProgress", "StochasticCache"]
 
 
 class FillProgress(Callback):
-    """Shows the fill of the cache in the Trainer's progress bar (tqdm or Rich) as `cache`, until it is full.
+    """Shows the fill of the cache in the Trainer's progress bar (tqdm or Rich), until it is full.
 
     When it is, one line says what is cached and how many seconds of waiting for data will not be repeated.
+
+    Args:
+        name: what the bar calls it.
+        every_n_steps: how often it is shown; None: at the Trainer's logging cadence, but at least ten times an epoch.
+        verbose: say the line.
+
+    Raises:
+        ValueError: the name is empty, the number of steps less than one, or `verbose` neither true nor false.
     """
 
-    def __init__(self) -> None:
+    def __init__(self, name: str = "cache", *, every_n_steps: int | None = None, verbose: bool = True) -> None:
+        if not isinstance(name, str) or not name:
+            raise ValueError(f"name must be a string that is not empty, got {name!r}")
+        whole = isinstance(every_n_steps, int) and not isinstance(every_n_steps, bool)
+        if every_n_steps is not None and (not whole or every_n_steps < 1):
+            raise ValueError(f"every_n_steps must be a whole number of at least 1, or None, got {every_n_steps!r}")
+        if not isinstance(verbose, bool):
+            raise ValueError(f"verbose must be true or false, got {verbose!r}")
+        self.name, self.every_n_steps, self.verbose = name, every_n_steps, verbose
         self._full = False
         self._stall = Stall()
 
@@ -61,12 +77,14 @@ class FillProgress(Callback):
     def on_train_batch_end(
         self, trainer: Trainer, pl_module: LightningModule, outputs: Any, batch: Any, batch_idx: int
     ) -> None:
-        """Show the fill of this node, at the Trainer's logging cadence, but at least ten times an epoch."""
-        cadence = min(log_every(trainer), int(min(trainer.num_training_batches, 10**6)) // 10 + 1)  # inf: no length
+        """Show the fill of this node."""
+        cadence = self.every_n_steps  # a training batch is a step, but where gradients are accumulated
+        if cadence is None:
+            cadence = min(log_every(trainer), int(min(trainer.num_training_batches, 10**6)) // 10 + 1)  # inf: no length
         if not self._full and batch_idx % cadence == 0:
             fill, _, slots = _filled(running_datasets(trainer, "train"))
             if slots and not trainer.barebones:  # it has no bar
-                pl_module.log("cache", fill, prog_bar=True, logger=False, rank_zero_only=True, batch_size=1)
+                pl_module.log(self.name, fill, prog_bar=True, logger=False, rank_zero_only=True, batch_size=1)
 
     def on_train_epoch_end(self, trainer: Trainer, pl_module: LightningModule) -> None:
         """Show the fill that the epoch has ended with, and say so when the cache is full."""
@@ -75,10 +93,14 @@ class FillProgress(Callback):
         if self._full or not slots:
             return
         if not trainer.barebones:
-            pl_module.log("cache", fill, prog_bar=True, logger=False, on_epoch=True, rank_zero_only=True, batch_size=1)
+            pl_module.log(
+                self.name, fill, prog_bar=True, logger=False, on_epoch=True, rank_zero_only=True, batch_size=1
+            )
         if not _is_full(datasets):
             return
         self._full = True
+        if not self.verbose:
+            return
         counts = sum((dataset.counters.totals() for dataset in datasets if dataset.counters is not None), Counts())
         share = min(filled / max(counts.misses + counts.bypasses, 1), 1.0)  # of what was loaded until now
         memory = sum(dataset.cache.memory_bytes for dataset in datasets if dataset.cache is not None)
@@ -107,6 +129,11 @@ class StochasticCache(CacheMonitor):
 
     Args:
         options: those of `CacheOptions`, each an argument.
+        live: log live values. This and the next are the options of `CacheMonitor`; where there is one in the list of
+            callbacks, it logs, by its own.
+        per_node: log the values of each node, where there are several.
+        hyperparameters: log what was granted and decided.
+        verbose: say a line per epoch, and at the end of training what the caches were worth.
 
     Raises:
         ValueError: an option that cannot be read.
@@ -116,6 +143,8 @@ class StochasticCache(CacheMonitor):
     Example:
         >>> trainer = Trainer(callbacks=[StochasticCache(budget="1MiB")], logger=False, enable_checkpointing=False)
     """
+
+    gives_way: ClassVar[bool] = True  # to a CacheMonitor
 
     def __init__(
         self,
@@ -138,23 +167,21 @@ class StochasticCache(CacheMonitor):
         write: Write = "through",
         sync: float | None = None,
         streams: bool = False,
+        live: bool = True,
+        per_node: bool = True,
+        hyperparameters: bool = True,
+        verbose: bool = True,
     ) -> None:
-        super().__init__()
-        self.caches = CallCaches(CacheOptions.among(locals()))
-        self._monitors = True
-
-    @property
-    def monitors(self) -> bool:
-        """Whether this callback is the one that logs: a CacheMonitor beside it does so itself."""
-        return self._monitors
+        options = CacheOptions.among(locals())
+        super().__init__(live=live, per_node=per_node, hyperparameters=hyperparameters, verbose=verbose)
+        self.caches = CallCaches(options)
 
     def setup(self, trainer: Trainer, pl_module: LightningModule, stage: str) -> None:
         """Stand before the loaders of the call."""
         check_sweep(trainer)
-        monitors = [other for other in trainer.callbacks if isinstance(other, CacheMonitor)]  # type: ignore[attr-defined]
-        first = next((other for other in monitors if isinstance(other, StochasticCache)), self)
-        self._monitors = first is self and all(isinstance(other, StochasticCache) for other in monitors)
-        if first is not self:
+        callbacks: list[Callback] = trainer.callbacks  # type: ignore[attr-defined]
+        if next((other for other in callbacks if isinstance(other, StochasticCache)), self) is not self:
+            self._monitors = False
             rank_zero_warn("there is a StochasticCache before this one in the list of callbacks: this one does nothing")
             return
         super().setup(trainer, pl_module, stage)  # only now: it moves to the front

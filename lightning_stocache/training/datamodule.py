@@ -25,7 +25,7 @@ from lightning_stocache.setup.request import BackendChoice, Form, Layout, Loader
 from lightning_stocache.training.caches import CallCaches, Wanted, training_bytes
 from lightning_stocache.training.loaders import TrainerLoader
 from lightning_stocache.training.obstacles import check_sweep, is_cacheable
-from lightning_stocache.training.options import STAGES, CacheOptions, Source, Stream, made, with_options
+from lightning_stocache.training.options import STAGES, CacheOptions, Source, Stream, is_plain, made, with_options
 from lightning_stocache.training.pools import share_pools
 from lightning_stocache.training.resume import ResumePoint
 from lightning_stocache.training.sampling import check_sampler, replicas
@@ -44,6 +44,9 @@ _STAGES_OF_CALL = {"fit": ("train", "val"), "validate": ("val",), "test": ("test
 @with_options
 class StocacheDataModule(LightningDataModule):
     """A LightningDataModule around map-style datasets, whose samples are cached once per node.
+
+    Its plain options are in `hparams`, and checkpoints carry them: `StocacheDataModule.load_from_checkpoint(path,
+    train=...)` makes it again, with datasets and functions given anew.
 
     Args:
         train: the training set, or a function without arguments that makes it (called in `setup`, after `prepare`); a
@@ -128,7 +131,12 @@ class StocacheDataModule(LightningDataModule):
         self.eval_transform = transform if isinstance(eval_transform, str) else eval_transform
         self.eval_batch_transform = batch_transform if isinstance(eval_batch_transform, str) else eval_batch_transform
         self.prepare = prepare
-        self.caches = CallCaches(CacheOptions.among(locals()))
+        options = CacheOptions.among(locals())
+        self.caches = CallCaches(options)
+        # For checkpoints. Not by `save_hyperparameters`, which would keep the arguments of a subclass, datasets too.
+        self._plain = options.plain() | {"batch_size": batch_size, "num_workers": num_workers}
+        self._plain["loader"] = {name: value for name, value in self.loader.items() if is_plain(value)}
+        self.hparams.update(self._plain)
         self._datasets: dict[str, list[Dataset[Any]]] = {}
         for hook in (f"{stage}_dataloader" for stage in STAGES if getattr(self, stage) is None):
             # Lightning is to see that it is undefined, unless a subclass defines it.
@@ -137,6 +145,19 @@ class StocacheDataModule(LightningDataModule):
         if self.batch_transform is not None or self.eval_batch_transform is not None:
             # Only then, and on the object: a hook of the DataModule hides that of the user's LightningModule.
             self.on_after_batch_transfer = self._transform_batch  # type: ignore[method-assign]
+
+    @property
+    def hparams_initial(self) -> Any:
+        """What Lightning logs of a subclass that calls `save_hyperparameters`: its own arguments alone.
+
+        Lightning refuses a name that the module's hyperparameters have with another value, `batch_size` for instance.
+        """
+        initial = super().hparams_initial
+        subclasses = type(self).__mro__[: type(self).__mro__.index(StocacheDataModule)]
+        named = {name for kind in subclasses for name in inspect.signature(kind).parameters}
+        for name in self._plain.keys() - named:
+            initial.pop(name, None)
+        return initial
 
     def prepare_data(self) -> None:
         """Call `prepare`, once per node. Lightning keeps the other ranks waiting meanwhile."""

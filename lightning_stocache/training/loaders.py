@@ -1,4 +1,4 @@
-"""The Trainer's loaders: walk them, and have one read another dataset.
+"""The Trainer's loaders: have one read another dataset, wherever it stands. `loader_tree` walks them.
 
 Users hand Lightning a loader, or any nesting of dicts, lists and tuples of them, or a CombinedLoader. `rewrap` keeps
 that nesting and its types.
@@ -13,17 +13,24 @@ from __future__ import annotations
 
 import copy
 import inspect
-from collections.abc import Callable, Iterator, MutableMapping
+from collections.abc import Callable, MutableMapping
 from types import MethodType
-from typing import Any, TypeAlias
+from typing import Any
 
-from torch.utils.data import BatchSampler, ConcatDataset, DataLoader, Dataset, Sampler, Subset
+from torch.utils.data import BatchSampler, DataLoader, Dataset, Sampler
 
-from lightning_stocache.loading.dataset import CachedDataset
 from lightning_stocache.loading.loader import CachedLoader
 from lightning_stocache.loading.loader_state import LoaderState
-from lightning_stocache.loading.stand_in import cached_in
-from lightning_stocache.loading.stream import CachedStream
+from lightning_stocache.loading.loader_tree import (
+    Cached,
+    cached_behind,
+    cached_datasets,
+    cached_in_loaders,
+    cached_streams,
+    leaves_in,
+    loaders_in,
+    wrapped_loader,
+)
 from lightning_stocache.loading.worker_pool import InitOnSource
 from lightning_stocache.setup.request import LoaderSettings
 from lightning_stocache.training.lightning_internals import ARG_NAMES, ARGS, DATASET, KWARGS
@@ -41,8 +48,6 @@ __all__ = [
     "running_datasets",
     "with_dataset",
 ]
-
-Cached: TypeAlias = CachedDataset | CachedStream
 
 
 class TrainerLoader(CachedLoader):
@@ -65,31 +70,11 @@ class TrainerLoader(CachedLoader):
         self.position = LoaderState() if position is None else position
 
 
-def leaves_in(loaders: Any) -> Iterator[Any]:
-    """What Lightning iterates over in what a user gave the Trainer, DataLoader or not; of a wrapper, what it reads."""
-    if hasattr(loaders, "iterables"):  # CombinedLoader, of lightning.pytorch or of pytorch_lightning
-        yield from leaves_in(loaders.iterables)
-    elif isinstance(loaders, MutableMapping):
-        for inner in loaders.values():
-            yield from leaves_in(inner)
-    elif isinstance(loaders, list | tuple):
-        for inner in loaders:
-            yield from leaves_in(inner)
-    else:
-        inner = _wrapped(loaders)
-        yield loaders if inner is None else inner
-
-
-def loaders_in(loaders: Any) -> Iterator[DataLoader[Any]]:
-    """Every DataLoader in what a user gave the Trainer."""
-    return (leaf for leaf in leaves_in(loaders) if isinstance(leaf, DataLoader))
-
-
 def rewrap(loaders: Any, wrap: Callable[[DataLoader[Any]], DataLoader[Any]]) -> Any:
     """The nesting of loaders as it is, with every DataLoader replaced by `wrap(loader)`."""
     if isinstance(loaders, DataLoader):
         return wrap(loaders)
-    if (inner := _wrapped(loaders)) is not None:
+    if (inner := wrapped_loader(loaders)) is not None:
         renewed = copy.copy(loaders)
         renewed.loader = wrap(inner)
         return renewed
@@ -108,50 +93,10 @@ def rewrap(loaders: Any, wrap: Callable[[DataLoader[Any]], DataLoader[Any]]) -> 
     return loaders
 
 
-def _wrapped(leaf: Any) -> DataLoader[Any] | None:
-    """The DataLoader that timm's PrefetchLoader reads, which normalises its batches on the device."""
-    kind = type(leaf)
-    if (kind.__module__, kind.__name__) != ("timm.data.loader", "PrefetchLoader"):
-        return None
-    return leaf.loader if isinstance(leaf.loader, DataLoader) else None
-
-
-def cached_datasets(loaders: Any) -> list[CachedDataset]:
-    """The CachedDatasets that DataLoaders read from, through Subset and ConcatDataset; one per cache."""
-    return cached_behind(*loaders_in(loaders))
-
-
-def cached_behind(*leaves: Any) -> list[CachedDataset]:
-    """The CachedDatasets that are read by what has a `dataset`, DataLoader or not (timm's PrefetchLoader)."""
-    found: dict[int, CachedDataset] = {}
-    for leaf in leaves:
-        for dataset in _inside(getattr(leaf, "dataset", None)):
-            found.setdefault(id(dataset.counters or dataset), dataset)
-    return list(found.values())
-
-
-def cached_streams(*leaves: Any) -> list[CachedStream]:
-    """The CachedStreams that loaders read."""
-    found = {
-        id(leaf.dataset): leaf.dataset for leaf in leaves if isinstance(getattr(leaf, "dataset", None), CachedStream)
-    }
-    return list(found.values())
-
-
 def running_datasets(trainer: Any, stage: str) -> list[Cached]:
     """The cached datasets and streams that the loaders of a running stage read."""
     loaders = getattr(trainer, "train_dataloader" if stage == "train" else f"{stage}_dataloaders")
-    return [*cached_datasets(loaders), *cached_streams(*loaders_in(loaders))]
-
-
-def _inside(dataset: Any) -> Iterator[CachedDataset]:
-    if (cached := cached_in(dataset)) is not None:
-        yield cached
-    elif isinstance(dataset, Subset):
-        yield from _inside(dataset.dataset)
-    elif isinstance(dataset, ConcatDataset):
-        for part in dataset.datasets:
-            yield from _inside(part)
+    return cached_in_loaders(loaders)
 
 
 def settings_of(loader: DataLoader[Any]) -> LoaderSettings:

@@ -6,7 +6,9 @@ besides: an epoch whose last step is not known beforehand (a hook ended it) is t
 callback's hook.
 
 The sanity check moves the baseline and is not logged. Outside of `fit` values go to the loggers alone, so that
-`trainer.validate` and `trainer.test` return what they return without a monitor.
+`trainer.validate`, `trainer.test` and `trainer.predict` return what they return without a monitor.
+
+No key is logged twice for a step: live values have keys of their own (`live`), and of several monitors one logs.
 """
 
 from __future__ import annotations
@@ -15,35 +17,35 @@ import math
 import time
 import warnings
 from collections.abc import Sequence
-from typing import Any
+from typing import Any, ClassVar
 
 from lightning.pytorch import Callback, LightningModule, Trainer
 from lightning.pytorch.utilities import rank_zero_info, rank_zero_warn
 
 from lightning_stocache.cache.counters import Counters
-from lightning_stocache.insight.layout import LAYOUT, mark_zero
-from lightning_stocache.insight.metrics import rates, summarise
+from lightning_stocache.insight.hyperparameters import hyperparameters, log_hyperparameters
+from lightning_stocache.insight.layout import lay_out, mark_zero
+from lightning_stocache.insight.pool_rates import PoolRates
 from lightning_stocache.insight.stall import Stall
+from lightning_stocache.insight.tallies import Tallies, samples_of
 from lightning_stocache.insight.verdict import verdict
 from lightning_stocache.loading.dataset import CachedDataset, cached_source
+from lightning_stocache.loading.loader_tree import Cached
 from lightning_stocache.training.expectation import Expectation
-from lightning_stocache.training.loaders import Cached, running_datasets
-from lightning_stocache.training.pools import PoolRates
-from lightning_stocache.training.profiler import listen, log_every, stop_listening
-from lightning_stocache.training.tallies import Tallies, coverage, samples_of
+from lightning_stocache.training.live import LiveValues
+from lightning_stocache.training.loaders import running_datasets
+from lightning_stocache.training.profiler import listen, stop_listening
 
 __all__ = ["CacheMonitor"]
-
-_LIVE = ("hit_rate", "fill_fraction", "memory_bytes", "data_wait_seconds", "compute_seconds")
 
 
 class CacheMonitor(Callback):
     """Logs what the caches of the Trainer's loaders did.
 
     Epoch values of `fit` go through `log_dict`, so that ModelCheckpoint and EarlyStopping can watch them; live values,
-    and those of `trainer.validate` and `trainer.test`, go to the loggers alone. It may stand anywhere in the list of
-    callbacks: it moves itself to the front. Keys are `stocache/<metric>` for training, and `stocache/val/<metric>`,
-    `stocache/test/<metric>` for the other stages:
+    and those of `trainer.validate`, `trainer.test` and `trainer.predict`, go to the loggers alone. It may stand
+    anywhere in the list of callbacks: it moves itself to the front. Keys are `stocache/<metric>` for training, and
+    `stocache/val/<metric>`, `stocache/test/<metric>`, `stocache/predict/<metric>` for the other stages:
 
     - `hit_rate`: hits over samples served. Served means handed out by the cache layer, consumed or not: workers run
       ahead by `num_workers * prefetch_factor` batches.
@@ -66,18 +68,43 @@ class CacheMonitor(Callback):
     `appended_per_second`, `evicted_per_second`, `oldest_seconds` (age of the oldest sample), `times_seen` (how often a
     sample that came was served, on average), `renewed` (samples of the epoch that were newer than it).
 
-    With several nodes also `stocache/node<k>/` with `hit_rate`, `fill_fraction` and `memory_bytes`. Live values are
-    `hit_rate`, `data_wait_seconds` and `compute_seconds` of rank zero in the epoch so far, `fill_fraction` and
-    `memory_bytes` of its node.
+    With several nodes also `stocache/node<k>/` with `hit_rate`, `fill_fraction` and `memory_bytes`. Live values, every
+    `log_every_n_steps` of the Trainer, are `stocache/live/<metric>`: `hit_rate`, `data_wait_seconds` and
+    `compute_seconds` of rank zero in the epoch so far, `fill_fraction` and `memory_bytes` of its node.
+
+    When a fit starts, what was asked of the caches, granted and decided goes to the loggers as hyperparameters, so that
+    runs can be grouped by it: `stocache/budget`, `budget_bytes`, `dataset`, `samples`, `slots`, `coverage`, `layout`,
+    `store`, `backend`, `sampling`, `nodes`, `ranks`, `name` and `dir`; those of validation below `stocache/val/`.
+    TensorBoard and W&B are told how to draw the metrics (`insight.layout`).
+
+    Args:
+        live: log live values.
+        per_node: log the values of each node, where there are several.
+        hyperparameters: log what was granted and decided.
+        verbose: say a line per epoch, and at the end of training what the caches were worth.
+
+    Raises:
+        ValueError: an option is neither true nor false.
 
     Example:
         >>> trainer = Trainer(callbacks=[CacheMonitor()], logger=False, enable_checkpointing=False)
     """
 
+    gives_way: ClassVar[bool] = False
+    """Whether another monitor beside this one logs in its place."""
+
     patience = 60.0
     """Seconds that an epoch's end waits for the slowest rank's tally, at most."""
 
-    def __init__(self) -> None:
+    def __init__(
+        self, *, live: bool = True, per_node: bool = True, hyperparameters: bool = True, verbose: bool = True
+    ) -> None:
+        options = {"live": live, "per_node": per_node, "hyperparameters": hyperparameters, "verbose": verbose}
+        for name, value in options.items():
+            if not isinstance(value, bool):
+                raise ValueError(f"{name} must be true or false, got {value!r}")
+        self.live, self.per_node, self.hyperparameters, self.verbose = options.values()
+        self._monitors = True
         self._tallies = Tallies()
         self._started = self._ended = 0.0
         self._stall = Stall()
@@ -85,33 +112,39 @@ class CacheMonitor(Callback):
         self._expected: dict[Counters, Expectation] = {}
         self._complained = self._deaf = False
         self._epochs: list[dict[str, float]] = []
-        self._logged_step = -1
+        self._live_values = LiveValues()
 
     @property
     def monitors(self) -> bool:
-        """Whether this callback is the one that logs."""
-        return True
+        """Whether this callback is the one that logs: of several, the first that does not give way."""
+        return self._monitors
 
     def setup(self, trainer: Trainer, pl_module: LightningModule, stage: str) -> None:
         """Stand first, and keep Lightning from advising, once per key, to sum what has been summed already."""
         warnings.filterwarnings("ignore", message=r"It is recommended to use `self\.log\('stocache/")
         callbacks: list[Callback] = trainer.callbacks  # type: ignore[attr-defined]
+        monitors = [callback for callback in callbacks if isinstance(callback, CacheMonitor)]
+        self._monitors = self is min(monitors, key=lambda monitor: monitor.gives_way, default=self)
         trainer.callbacks = [self, *(other for other in callbacks if other is not self)]  # type: ignore[attr-defined]
 
     def on_train_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
-        """Start the clock, and give TensorBoard a tab of its own for the caches: custom scalars."""
+        """Start the clock, tell dashboards how to draw the metrics, and log what was granted."""
         self._epochs.clear()
         listen(trainer, self._stall)
-        self._pools.start(trainer)
-        for logger in trainer.loggers if trainer.is_global_zero else ():
-            lay_out = getattr(getattr(logger, "experiment", None), "add_custom_scalars", None)
-            if lay_out is not None:
-                lay_out(LAYOUT)
+        self._pools.start(trainer.train_dataloader)
+        if not (self.monitors and trainer.is_global_zero):
+            return
+        loaders = {"train": trainer.train_dataloader, "val": trainer.val_dataloaders}
+        nodes = len(datasets[0].group.nodes) if (datasets := running_datasets(trainer, "train")) else 1
+        granted = hyperparameters(loaders) if self.hyperparameters and trainer.loggers else {}
+        for logger in trainer.loggers:
+            lay_out(logger, nodes)
+            log_hyperparameters(logger, granted, trainer.global_step)
 
     def on_train_end(self, trainer: Trainer, pl_module: LightningModule) -> None:
         """Say what the caches were worth."""
         stop_listening(trainer, self._stall)
-        if self._epochs:
+        if self._epochs and self.verbose:
             datasets = running_datasets(trainer, "train")
             off = all(isinstance(dataset, CachedDataset) and cached_source(dataset).opened.off for dataset in datasets)
             for sentence in verdict(self._epochs, sum(map(samples_of, datasets)), off=off):
@@ -127,28 +160,17 @@ class CacheMonitor(Callback):
         """Log live values, at the Trainer's logging cadence; after the epoch's last step, post its tally."""
         self._ended = time.perf_counter()
         self._stall.end(self._ended)
-        self._log_live(trainer)
+        if self.live and self.monitors:
+            self._live_values.log(trainer, self._tallies, self._stall)
         if trainer.is_last_batch:
             self._post(trainer, "train")
-
-    def _log_live(self, trainer: Trainer) -> None:
-        step = trainer.global_step - 1  # as Lightning numbers the values of a step
-        if not (self.monitors and trainer.loggers) or step == self._logged_step or (step + 1) % log_every(trainer):
-            return
-        self._logged_step = step
-        tally = self._tallies.peek(running_datasets(trainer, "train"), self._stall.peek())
-        if tally is not None:
-            live = rates(tally)
-            values = {f"stocache/{name}": live[name] for name in _LIVE if name in live}
-            for logger in trainer.loggers:
-                logger.log_metrics(values, step=step)
-                mark_zero(logger, step)
 
     def on_train_epoch_end(self, trainer: Trainer, pl_module: LightningModule) -> None:
         """Log the epoch's values."""
         metrics = self._epoch_end(trainer, pl_module, "train", "stocache")
         if metrics:
             self._epochs.append(metrics)
+        if metrics and self.verbose:
             rank_zero_info(
                 f"epoch {trainer.current_epoch}: hit rate {100 * metrics['hit_rate']:.1f} %, "
                 f"fill {100 * metrics['fill_fraction']:.1f} %, {self._ended - self._started:.1f} s"
@@ -173,6 +195,11 @@ class CacheMonitor(Callback):
         if _is_last(trainer.num_test_batches, *batch):
             self._post(trainer, "test")
 
+    def on_predict_batch_end(self, trainer: Trainer, pl_module: LightningModule, *batch: Any) -> None:
+        """After the last batch, post the prediction epoch's tally."""
+        if _is_last(trainer.num_predict_batches, *batch):
+            self._post(trainer, "predict")
+
     def on_validation_epoch_end(self, trainer: Trainer, pl_module: LightningModule) -> None:
         """Log the validation epoch's values."""
         if trainer.sanity_checking:
@@ -183,6 +210,10 @@ class CacheMonitor(Callback):
     def on_test_epoch_end(self, trainer: Trainer, pl_module: LightningModule) -> None:
         """Log the test epoch's values."""
         self._epoch_end(trainer, pl_module, "test", "stocache/test")
+
+    def on_predict_epoch_end(self, trainer: Trainer, pl_module: LightningModule) -> None:
+        """Log the prediction epoch's values."""
+        self._epoch_end(trainer, pl_module, "predict", "stocache/predict")
 
     def teardown(self, trainer: Trainer, pl_module: LightningModule, stage: str) -> None:
         """Forget the caches of the call."""
@@ -196,7 +227,7 @@ class CacheMonitor(Callback):
         stop_listening(trainer, self._stall)
         self._tallies, self._pools = Tallies(), PoolRates()
         self._expected.clear()
-        self._logged_step = -1
+        self._live_values = LiveValues()
 
     def _post(self, trainer: Trainer, stage: str) -> None:
         if self.monitors:
@@ -211,21 +242,21 @@ class CacheMonitor(Callback):
 
     def _epoch_end(self, trainer: Trainer, pl_module: LightningModule, stage: str, prefix: str) -> dict[str, float]:
         self._post(trainer, stage)
-        tallies = self._tallies.collect(stage, self.patience)
-        if not tallies:
-            return {}
         datasets = running_datasets(trainer, stage)
-        metrics = summarise(tallies) | {"coverage": coverage(datasets)}
+        metrics = self._tallies.metrics(stage, datasets, self.patience)
+        if not metrics:
+            return {}
         if stage == "train" and (expectation := self._expectation(trainer, datasets)) is not None:
             self._compare(metrics, expectation)
         if stage == "train":
-            metrics |= self._pools.metrics(trainer)
-        values = {f"{prefix}/{name}": value for name, value in metrics.items()}
+            metrics |= self._pools.metrics(trainer.train_dataloader)
+        kept = (name for name in metrics if self.per_node or not name.startswith("node"))
+        values = {f"{prefix}/{name}": metrics[name] for name in kept}
         if trainer.barebones:  # it refuses to log
             return metrics
         if trainer.state.fn == "fit":
             pl_module.log_dict(values, on_step=False, on_epoch=True, batch_size=1)
-            for logger in trainer.loggers if stage == "train" else ():
+            for logger in trainer.loggers if stage == "train" and trainer.is_global_zero else ():
                 mark_zero(logger, trainer.global_step - 1)
         else:
             for logger in trainer.loggers:

@@ -22,7 +22,7 @@ from lightning_stocache.node.named import check_name
 from lightning_stocache.sampling.locality_sampler import Mode
 from lightning_stocache.setup.request import BackendChoice, Form, Layout, Write, check_disk
 
-__all__ = ["STAGES", "CacheOptions", "Source", "Stream", "made", "with_options"]
+__all__ = ["STAGES", "CacheOptions", "Source", "Stream", "is_plain", "made", "with_options"]
 
 Door = TypeVar("Door")
 
@@ -110,6 +110,11 @@ class CacheOptions:
         """The options that are among the arguments of a door, which may have others."""
         return cls(**{option.name: arguments[option.name] for option in fields(cls) if option.init})
 
+    def plain(self) -> dict[str, Any]:
+        """The options as they were given, as plain values by name."""
+        given = {option.name: getattr(self, option.name) for option in fields(self) if option.init}
+        return given | {"stage_budgets": None if self.stage_budgets is None else dict(self.stage_budgets)}
+
     def pot(self, stage: str) -> str:
         """The pot that a stage's datasets draw on."""
         return stage if stage in self.budgets else ""
@@ -117,6 +122,20 @@ class CacheOptions:
     def is_off(self, stage: str) -> bool:
         """Whether the budget of a stage is 0."""
         return self.budgets[self.pot(stage)].off
+
+
+def is_plain(value: Any) -> bool:
+    """Whether a value is a number, a string, a boolean, None, or a list or dict of such: what a checkpoint may hold.
+
+    Example:
+        >>> is_plain({"a": [1, "b", None]}), is_plain(len)
+        (True, False)
+    """
+    if isinstance(value, Mapping):
+        return type(value) is dict and all(map(is_plain, (*value, *value.values())))
+    if isinstance(value, list | tuple):
+        return all(map(is_plain, value))
+    return value is None or type(value) in (bool, int, float, str)
 
 
 def with_options(door: Door) -> Door:

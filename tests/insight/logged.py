@@ -5,14 +5,20 @@ import json
 from pathlib import Path
 
 
-def rows_of_a_run(share: float = 0.5, epochs: int = 3, *, without: tuple[str, ...] = (), nodes: int = 1):
-    """What CacheMonitor logs of 100 samples in 10 steps per epoch: (step, epoch or None, metrics) in its order."""
+def rows_of_a_run(
+    share: float = 0.5, epochs: int = 3, *, without: tuple[str, ...] = (), nodes: int = 1, live: str = "live/"
+):
+    """What CacheMonitor logs of 100 samples in 10 steps per epoch: (step, epoch or None, metrics) in its order.
+
+    Older versions logged live values under the keys of epochs (`live=""`), by the count of steps done.
+    """
+    late = not live
     for epoch in range(epochs):
         hits = round(100 * share) if epoch else 0
         for step in (5, 10):
             fill = 1.0 if epoch else step / 10
-            live = {"hit_rate": hits / 100, "fill_fraction": fill, "memory_bytes": fill * share * 2**20}
-            yield 10 * epoch + step, None, {f"stocache/{name}": value for name, value in live.items()}
+            now = {"hit_rate": hits / 100, "fill_fraction": fill, "memory_bytes": fill * share * 2**20}
+            yield 10 * epoch + step - 1 + late, None, {f"stocache/{live}{name}": value for name, value in now.items()}
         counts = {"hits": hits, "misses": 100 - hits, "bypasses": 0, "fills": 0 if epoch else round(100 * share)}
         rates = {"hit_rate": hits / 100, "fill_fraction": 1.0, "coverage": share, "source_seconds": (100 - hits) / 10}
         sizes = {"bytes_from_cache": hits * 2**20 / 100, "bytes_from_source": (100 - hits) * 2**20 / 100}

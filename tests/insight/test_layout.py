@@ -14,7 +14,7 @@ import pytest
 from lightning.pytorch.loggers import CSVLogger, TensorBoardLogger
 from PIL import Image
 
-from lightning_stocache.insight.layout import LAYOUT, ZERO, mark_zero
+from lightning_stocache.insight.layout import LAYOUT, LIVE_ZERO, ZERO, mark_zero
 from lightning_stocache.insight.logs import read_log
 from lightning_stocache.insight.metrics import Tally, summarise
 
@@ -45,12 +45,13 @@ def test_metrics_of_a_node_are_shown_with_the_nodes(metric):
 @pytest.mark.parametrize("tag", ["stocache/val/hit_rate", "stocache/test/coverage"])
 def test_other_stages_have_a_category_of_their_own(tag):
     """Validation does not mix with training."""
-    assert shown(tag) == ["Stochastic cache: validation and test"]
+    assert shown(tag) == ["Stochastic cache: validation, test and prediction"]
 
 
 def test_every_chart_shows_something_that_is_logged():
     """A pattern for what nobody logs would be a chart without a line."""
-    tags = {f"stocache/{name}" for name in (*LOGGED, *METRICS)} | {f"stocache/val/{name}" for name in METRICS} | {ZERO}
+    tags = {f"stocache/{prefix}{name}" for name in (*LOGGED, *METRICS) for prefix in ("", "val/", "live/")}
+    tags |= {ZERO, LIVE_ZERO}
     assert [tag for tags_of in CHARTS.values() for tag in tags_of if not any(re.match(tag, one) for one in tags)] == []
 
 
@@ -60,8 +61,9 @@ def test_every_pattern_is_a_whole_tag():
 
 
 def test_every_chart_draws_zero():
-    """TensorBoard cuts an axis to what is drawn: with a zero in it, it starts there."""
-    assert all(re.match(tags[-1], ZERO) for tags in CHARTS.values())
+    """TensorBoard cuts an axis to what is drawn: with a zero in it, it starts there. Live values have their own."""
+    live = {chart: any("live/" in tag for tag in tags[:-1]) for chart, tags in CHARTS.items()}
+    assert all(re.match(tags[-1], LIVE_ZERO if live[chart] else ZERO) for chart, tags in CHARTS.items())
     assert ZERO.removeprefix("stocache/") not in METRICS
 
 
@@ -74,7 +76,9 @@ def test_zero_is_for_tensorboard_alone(tmp_path):
     )
     for logger in (tensorboard, csv):
         logger.log_metrics({"stocache/hit_rate": 0.5}, step=7)
-        mark_zero(logger, 7)
+        for _ in range(2):  # a value and an epoch's end may have one step
+            mark_zero(logger, 7)
+        mark_zero(logger, 7, LIVE_ZERO)
         logger.save()
     events = import_module("tensorboard.backend.event_processing.event_accumulator")
     accumulator = events.EventAccumulator(str(tmp_path))

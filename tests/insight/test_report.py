@@ -78,15 +78,13 @@ def test_the_page_stands_by_itself(multirun, tmp_path):
 
 
 def test_epoch_values_and_live_values_are_told_apart(tmp_path):
-    """hit_rate at steps and at epoch ends share a column; the panel over epochs shows the latter only."""
+    """Live values have columns of their own; the panel over epochs shows the values of epochs only."""
     folder = write_csv(tmp_path / "run", rows_of_a_run(0.5))
     series = {line.label: list(line.points) for line in panel_of(folder, "Hit rate").series}
     assert series["hit rate"] == [(0, 0.0), (1, 0.5), (2, 0.5)]
     assert series["ceiling"] == [(0, 0.5), (1, 0.5), (2, 0.5)]
     assert series["expected"] == [(0, 0.0), (1, 0.5), (2, 0.5)]
-    assert [list(line.points) for line in panel_of(folder, "Fill in the first epoch").series] == [
-        [(5, 0.5), (9, 1.0), (10, 1.0)]
-    ]
+    assert [list(line.points) for line in panel_of(folder, "Fill in the first epoch").series] == [[(4, 0.5), (9, 1.0)]]
 
 
 def test_rates_have_a_fixed_axis(tmp_path):

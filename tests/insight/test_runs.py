@@ -11,6 +11,29 @@ from lightning_stocache.insight.summary import table
 from tests.insight.logged import rows_of_a_run, write_csv, write_hydra, write_multirun
 
 
+@pytest.mark.parametrize("live", ["live/", ""])
+def test_live_values_are_read_from_new_logs_and_old_ones(tmp_path, live):
+    """The fill of the first epoch ends with the epoch's own value, and no epoch's value is among the live ones."""
+    folder = write_csv(tmp_path / "run", rows_of_a_run(0.5, epochs=2, live=live))
+    [run] = find_runs([folder])[0]
+    first, second = (4, 9) if live else (5, 10)
+    assert run.live("fill_fraction", first_epoch=True)[:2] == ((first, 0.5), (9, 1.0))
+    assert run.live("hit_rate") == ((first, 0), (second, 0), (10 + first, 0.5), (10 + second, 0.5))
+    assert run.epochs("hit_rate") == ((0, 0), (1, 0.5))
+    assert run.last("fill_fraction") == 1
+
+
+def test_a_live_value_and_an_epochs_end_may_have_one_step(tmp_path):
+    """In TensorBoard's events, too, both are there, and the fill of the first epoch ends with the epoch's."""
+    tensorboard = pytest.importorskip("torch.utils.tensorboard")
+    with tensorboard.SummaryWriter(str(tmp_path)) as writer:
+        for name, value in (("live/fill_fraction", 0.75), ("fill_fraction", 1.0), ("hits", 5)):
+            writer.add_scalar(f"stocache/{name}", value, 9)
+    [run] = find_runs([tmp_path])[0]
+    assert run.live("fill_fraction", first_epoch=True) == ((9, 1.0),)
+    assert run.live("fill_fraction") == ((9, 0.75),)
+
+
 @pytest.fixture
 def multirun(tmp_path):
     return write_multirun(tmp_path / "sweep")
@@ -36,15 +59,16 @@ def test_a_run_that_is_given_twice_is_shown_once(tmp_path):
     assert len(find_runs([folder, tmp_path])[0]) == 1
 
 
-def test_tensorboard_says_the_same_as_csv(tmp_path):
-    """Event files, of which each tag lies by itself, give the panels that the CSV of the same run gives."""
+@pytest.mark.parametrize("live", ["live/", ""])
+def test_tensorboard_says_the_same_as_csv(tmp_path, live):
+    """Event files, of which each tag lies by itself, give the panels that the CSV gives; those of older runs, too."""
     tensorboard = pytest.importorskip("torch.utils.tensorboard")
     writer = tensorboard.SummaryWriter(str(tmp_path / "events"))
-    for step, epoch, values in rows_of_a_run(0.5, nodes=2):
+    for step, epoch, values in rows_of_a_run(0.5, nodes=2, live=live):
         for name, value in {**values, **({} if epoch is None else {"epoch": epoch})}.items():
             writer.add_scalar(name, value, step)
     writer.close()
-    write_csv(tmp_path / "csv", rows_of_a_run(0.5, nodes=2))
+    write_csv(tmp_path / "csv", rows_of_a_run(0.5, nodes=2, live=live))
     (events,), (lines,) = find_runs([tmp_path / "events"])[0], find_runs([tmp_path / "csv"])[0]
     assert table([events]) == table([lines])
     for ours, theirs in zip(panels([events]), panels([lines]), strict=True):

@@ -65,11 +65,15 @@ def test_our_datamodule(tmp_path):
             "--data.stage_budgets={val: 0}",
             "--data.loader={drop_last: true}",
             "--data.keep_cache=false",
+            "--trainer.callbacks+=lightning_stocache.FillProgress",
+            "--trainer.callbacks.every_n_steps=5",
             "--trainer.callbacks+=lightning_stocache.CacheMonitor",
+            "--trainer.callbacks.live=false",
         ),
     )
     assert logged(cli.trainer, "stocache/hits") == [0, SAMPLES // 2]
     assert logged(cli.trainer, "stocache/val/bypasses") == [8, 8]
+    assert logged(cli.trainer, "stocache/live/hit_rate") == []
 
 
 class Squares(Dataset[Any]):

@@ -5,6 +5,7 @@ from __future__ import annotations
 import csv
 import logging
 import time
+from importlib import import_module
 from pathlib import Path
 from typing import Any
 
@@ -12,11 +13,11 @@ import pytest
 import torch
 from lightning.pytorch import Callback, LightningDataModule
 from lightning.pytorch.callbacks import EarlyStopping, ModelCheckpoint
-from lightning.pytorch.loggers import CSVLogger, TensorBoardLogger
+from lightning.pytorch.loggers import CSVLogger, Logger, TensorBoardLogger
 from torch.utils.data import Dataset, RandomSampler, Sampler, SubsetRandomSampler, WeightedRandomSampler
 
 from lightning_stocache.loading.dataset import CachedDataset
-from lightning_stocache.training.callbacks import StochasticCache
+from lightning_stocache.training.callbacks import FillProgress, StochasticCache
 from lightning_stocache.training.datamodule import StocacheDataModule
 from lightning_stocache.training.hooks import cache_datamodule
 from lightning_stocache.training.monitor import CacheMonitor
@@ -181,12 +182,116 @@ def test_live_values_come_at_the_trainers_cadence(tmp_path):
     trainer.logger.save()
     with open(Path(trainer.logger.log_dir, "metrics.csv")) as file:
         rows = list(csv.DictReader(file))
-    live = [row for row in rows if row["stocache/fill_fraction"] and not row["stocache/hits"]]
+    live = [row for row in rows if row["stocache/live/fill_fraction"]]
     assert (
         [row["step"] for row in live] == [row["step"] for row in rows if row["loss"]] == ["1", "3", "5", "7", "9", "11"]
     )
-    assert [float(row["stocache/fill_fraction"]) for row in live] == pytest.approx([2 / 6, 4 / 6, 1, 1, 1, 1])
-    assert [float(row["stocache/hit_rate"]) for row in live] == [0, 0, 0, 1, 1, 1]
+    assert [float(row["stocache/live/fill_fraction"]) for row in live] == pytest.approx([2 / 6, 4 / 6, 1, 1, 1, 1])
+    assert [float(row["stocache/live/hit_rate"]) for row in live] == [0, 0, 0, 1, 1, 1]
+    assert len([row for row in rows if row["stocache/hit_rate"]]) == 2  # the epochs' alone
+
+
+def test_live_values_are_off_by_one_option(tmp_path):
+    """With `live=False` there are the epochs' values and no others, whichever of the two monitors it is."""
+    for callback in (CacheMonitor(live=False), StochasticCache(live=False)):
+        trainer = make_trainer(tmp_path, [callback])
+        trainer.fit(Model(), plain_loader(CachedDataset(source(tmp_path))))
+        assert len(logged(trainer, "stocache/hit_rate")) == 1
+        assert "stocache/live/" not in Path(trainer.logger.log_dir, "metrics.csv").read_text()
+
+
+class Recording(Logger):
+    """A logger of a user's own, which writes down what it is told: `rows` of (step, metrics), and hyperparameters."""
+
+    name, version = "recording", 0
+
+    def __init__(self):
+        super().__init__()
+        self.rows, self.told = [], []
+
+    @property
+    def steps(self):
+        """Of every key of the caches, the steps that it was logged for."""
+        keys = sorted({key for _, metrics in self.rows for key in metrics if key.startswith("stocache/")})
+        return {key: [step for step, metrics in self.rows if key in metrics] for key in keys}
+
+    def log_metrics(self, metrics, step=None):
+        self.rows.append((step, dict(metrics)))
+
+    def log_hyperparams(self, params):
+        self.told.append(params)
+
+
+def steps_in_csv(logger: CSVLogger) -> dict[str, list[int]]:
+    with open(Path(logger.log_dir, "metrics.csv")) as file:
+        rows = list(csv.DictReader(file))
+    keys = sorted(key for key in rows[0] if key.startswith("stocache/"))
+    return {key: [int(row["step"]) for row in rows if row[key]] for key in keys}
+
+
+def test_no_value_is_logged_twice(tmp_path):
+    """Over two fits, a resume, validation within epochs and two monitors each logger has each key once for a step."""
+    recording, csv_logger, tensorboard = Recording(), CSVLogger(tmp_path), TensorBoardLogger(str(tmp_path / "tb"))
+    both, val = source(tmp_path), source(tmp_path, "val", 8)
+    monitors = [StochasticCache(keep_cache=True), CacheMonitor(), CacheMonitor()]
+    options = {"logger": [recording, csv_logger, tensorboard], "val_check_interval": 3, "num_sanity_val_steps": 1}
+    trainer = make_trainer(tmp_path, [*monitors, FillProgress()], epochs=2, **options)
+    trainer.fit(Model(), plain_loader(both), [plain_loader(val), plain_loader(both)])
+    trainer.fit_loop.max_epochs = 3
+    trainer.fit(Model(), plain_loader(both), plain_loader(val))
+    trainer.save_checkpoint(tmp_path / "last.ckpt")
+    trainer = make_trainer(tmp_path, monitors, epochs=4, **options)
+    trainer.fit(Model(), plain_loader(both), plain_loader(val), ckpt_path=tmp_path / "last.ckpt")
+    monitors[0].close()
+    assert recording.steps["stocache/hit_rate"] == [5, 11, 17, 23]
+    assert recording.steps["stocache/live/hit_rate"] == list(range(24))
+    assert len(recording.steps["stocache/val/hit_rate"]) == 8
+    assert all(len(set(steps)) == len(steps) for steps in recording.steps.values())
+    assert steps_in_csv(csv_logger) == recording.steps
+    events = import_module("tensorboard.backend.event_processing.event_accumulator")
+    accumulator = events.EventAccumulator(tensorboard.log_dir)
+    accumulator.Reload()
+    tags = [tag for tag in accumulator.Tags()["scalars"] if tag.startswith("stocache/")]
+    written = {tag: [event.step for event in accumulator.Scalars(tag)] for tag in tags}
+    assert written.pop("stocache/live/zero") == list(range(24))
+    assert written.pop("stocache/zero") == [0, 5, 11, 17, 23]  # at 0 beside the hyperparameters
+    assert written == recording.steps
+    assert len(recording.told) == len({str(told) for told in recording.told}) >= 1
+
+
+@pytest.mark.parametrize("argument", ["live", "per_node", "hyperparameters", "verbose"])
+@pytest.mark.parametrize("monitor", [CacheMonitor, StochasticCache])
+def test_options_are_true_or_false(monitor, argument):
+    """Anything else is refused, with the argument and what was given."""
+    with pytest.raises(ValueError, match=f"{argument} must be true or false, got 'yes'"):
+        monitor(**{argument: "yes"})
+
+
+def test_a_quiet_monitor_logs_and_says_nothing(tmp_path, caplog):
+    """With `verbose=False` there are values in the log, and no line per epoch or at the end."""
+    trainer = make_trainer(tmp_path, [CacheMonitor(verbose=False)], epochs=2)
+    trainer.fit(Model(), StocacheDataModule(source(tmp_path), batch_size=4))
+    assert logged(trainer, "stocache/hits") == [0, SAMPLES]
+    assert not [record for record in caplog.records if "hit rate" in record.getMessage()]
+
+
+def test_predict_has_a_hit_rate(tmp_path):
+    """Several loaders are counted together, under `stocache/predict/`; predictions are what they are without."""
+    first, second = source(tmp_path), source(tmp_path, "second", 12)
+    loaders = [plain_loader(first), plain_loader(second)]
+    expected = make_trainer(tmp_path).predict(Model(), loaders)
+    callback = StochasticCache(keep_cache=True)
+    for hits in (0, SAMPLES + 12):
+        trainer = make_trainer(tmp_path, [callback])
+        predicted = trainer.predict(Model(), loaders)
+        assert [torch.cat(batches).tolist() for batches in predicted] == [
+            torch.cat(batches).tolist() for batches in expected
+        ]
+        assert logged(trainer, "stocache/predict/hits") == [hits]
+        assert logged(trainer, "stocache/predict/coverage") == [1]
+        assert trainer.callback_metrics == {}
+    assert trainer.predict(Model(), loaders, return_predictions=False) is None
+    callback.close()
 
 
 def test_accumulated_gradients_log_a_step_once(tmp_path):

@@ -57,6 +57,43 @@ def test_the_bar_ends_with_the_whole_fill(tmp_path):
     assert trainer.progress_bar_metrics["cache"] == 1
 
 
+def test_options_of_the_bar(tmp_path, caplog):
+    """The key in the bar, how often it is shown, and whether the line is said."""
+
+    class Watching(TQDMProgressBar):
+        def __init__(self):
+            super().__init__()
+            self.fills = []
+
+        def on_train_batch_end(self, trainer, pl_module, *rest):
+            super().on_train_batch_end(trainer, pl_module, *rest)
+            self.fills.append(self.get_metrics(trainer, pl_module).get("photos"))
+
+    watching = Watching()
+    progress = FillProgress("photos", every_n_steps=4, verbose=False)
+    trainer = make_trainer(tmp_path, [progress, watching], enable_progress_bar=True)
+    trainer.fit(Model(), StocacheDataModule(source(tmp_path), batch_size=4))
+    assert watching.fills == [pytest.approx(fill, abs=1e-3) for fill in [1 / 6] * 4 + [5 / 6] * 2]
+    assert trainer.progress_bar_metrics["photos"] == 1
+    assert full_lines(caplog) == []
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        ({"name": ""}, "name must be a string that is not empty, got ''"),
+        ({"name": 3}, "name must be a string that is not empty, got 3"),
+        ({"every_n_steps": 0}, "every_n_steps must be a whole number of at least 1, or None, got 0"),
+        ({"every_n_steps": True}, "every_n_steps must be a whole number of at least 1, or None, got True"),
+        ({"verbose": "no"}, "verbose must be true or false, got 'no'"),
+    ],
+)
+def test_bad_options_are_refused(options, message):
+    """Each error names the argument, the rule and what was given."""
+    with pytest.raises(ValueError, match=re.escape(message)):
+        FillProgress(**options)
+
+
 def test_one_line_when_full(tmp_path, caplog):
     """Once, at the end of the first epoch, a line says how many samples are cached and what that saves."""
     trainer = make_trainer(tmp_path, [FillProgress()], epochs=3)

@@ -28,11 +28,11 @@ from functools import reduce
 from weakref import WeakKeyDictionary
 
 from lightning_stocache.cache.counters import Counters, Counts
-from lightning_stocache.insight.metrics import Tally
+from lightning_stocache.insight.metrics import Tally, summarise
 from lightning_stocache.insight.stall import Seconds
 from lightning_stocache.loading.dataset import CachedDataset, cached_source
+from lightning_stocache.loading.loader_tree import Cached
 from lightning_stocache.node.post import Posted
-from lightning_stocache.training.loaders import Cached
 
 __all__ = ["Tallies", "coverage", "end_call", "samples_of"]
 
@@ -92,6 +92,17 @@ class Tallies:
                 patience,
             )
         return tallies or []
+
+    def metrics(self, stage: str, datasets: Sequence[Cached], patience: float) -> dict[str, float]:
+        """The metrics of the epoch that ends, over all ranks, by the names of the metric keys; empty as `collect` is.
+
+        Args:
+            stage: whose epoch it is.
+            datasets: what the stage reads.
+            patience: seconds to wait for the slowest rank.
+        """
+        tallies = self.collect(stage, patience)
+        return summarise(tallies) | {"coverage": coverage(datasets)} if tallies else {}
 
     def skip(self, datasets: Iterable[Cached]) -> None:
         """Count nothing of what was served so far."""

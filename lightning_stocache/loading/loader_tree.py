@@ -1,0 +1,94 @@
+"""The nesting of loaders that a user has: what is iterated over in it, and the cached datasets behind that.
+
+A loader may stand alone, or in dicts, lists and tuples, or in a CombinedLoader of Lightning's; a dataset may be behind
+a Subset, a ConcatDataset, or what stands for it.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, MutableMapping
+from typing import Any, TypeAlias
+
+from torch.utils.data import ConcatDataset, DataLoader, Subset
+
+from lightning_stocache.loading.dataset import CachedDataset
+from lightning_stocache.loading.stand_in import cached_in
+from lightning_stocache.loading.stream import CachedStream
+
+__all__ = [
+    "Cached",
+    "cached_behind",
+    "cached_datasets",
+    "cached_in_loaders",
+    "cached_streams",
+    "leaves_in",
+    "loaders_in",
+    "wrapped_loader",
+]
+
+Cached: TypeAlias = CachedDataset | CachedStream
+
+
+def leaves_in(loaders: Any) -> Iterator[Any]:
+    """What Lightning iterates over in what a user gave the Trainer, DataLoader or not; of a wrapper, what it reads."""
+    if hasattr(loaders, "iterables"):  # CombinedLoader, of lightning.pytorch or of pytorch_lightning
+        yield from leaves_in(loaders.iterables)
+    elif isinstance(loaders, MutableMapping):
+        for inner in loaders.values():
+            yield from leaves_in(inner)
+    elif isinstance(loaders, list | tuple):
+        for inner in loaders:
+            yield from leaves_in(inner)
+    else:
+        inner = wrapped_loader(loaders)
+        yield loaders if inner is None else inner
+
+
+def loaders_in(loaders: Any) -> Iterator[DataLoader[Any]]:
+    """Every DataLoader in what a user gave the Trainer."""
+    return (leaf for leaf in leaves_in(loaders) if isinstance(leaf, DataLoader))
+
+
+def wrapped_loader(leaf: Any) -> DataLoader[Any] | None:
+    """The DataLoader that timm's PrefetchLoader reads, which normalises its batches on the device."""
+    kind = type(leaf)
+    if (kind.__module__, kind.__name__) != ("timm.data.loader", "PrefetchLoader"):
+        return None
+    return leaf.loader if isinstance(leaf.loader, DataLoader) else None
+
+
+def cached_datasets(loaders: Any) -> list[CachedDataset]:
+    """The CachedDatasets that DataLoaders read from, through Subset and ConcatDataset; one per cache."""
+    return cached_behind(*loaders_in(loaders))
+
+
+def cached_behind(*leaves: Any) -> list[CachedDataset]:
+    """The CachedDatasets that are read by what has a `dataset`, DataLoader or not (timm's PrefetchLoader)."""
+    found: dict[int, CachedDataset] = {}
+    for leaf in leaves:
+        for dataset in _inside(getattr(leaf, "dataset", None)):
+            found.setdefault(id(dataset.counters or dataset), dataset)
+    return list(found.values())
+
+
+def cached_streams(*leaves: Any) -> list[CachedStream]:
+    """The CachedStreams that loaders read."""
+    found = {
+        id(leaf.dataset): leaf.dataset for leaf in leaves if isinstance(getattr(leaf, "dataset", None), CachedStream)
+    }
+    return list(found.values())
+
+
+def cached_in_loaders(loaders: Any) -> list[Cached]:
+    """All cached datasets and streams that loaders read."""
+    return [*cached_datasets(loaders), *cached_streams(*loaders_in(loaders))]
+
+
+def _inside(dataset: Any) -> Iterator[CachedDataset]:
+    if (cached := cached_in(dataset)) is not None:
+        yield cached
+    elif isinstance(dataset, Subset):
+        yield from _inside(dataset.dataset)
+    elif isinstance(dataset, ConcatDataset):
+        for part in dataset.datasets:
+            yield from _inside(part)

@@ -1,0 +1,141 @@
+"""CacheMeter: a loop of one's own has the numbers of the monitor, under its keys."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from lightning.fabric import Fabric
+from lightning.fabric.loggers import CSVLogger
+from torch.utils.data import DataLoader, Subset
+
+from lightning_stocache import CachedDataset, CachedLoader, CachedStream, CacheMeter, CacheMonitor
+from tests.insight.meter_job import loop
+from tests.ranks import run_ranks
+from tests.sources import CountedSource
+from tests.training.tiny import SAMPLES, Model, logged, make_trainer
+
+SECONDS = {"data_wait_seconds", "compute_seconds", "samples_per_second"}
+
+
+@pytest.fixture
+def dataset():
+    made = CachedDataset(CountedSource(SAMPLES), budget="50%", allow_random=True)
+    yield made
+    made.close()
+
+
+def counts(metrics: dict[str, float], stage: str = "") -> dict[str, float]:
+    """What does not depend on clocks, by the names of the metrics."""
+    named = {name.removeprefix(f"stocache/{stage}"): value for name, value in metrics.items()}
+    return {name: value for name, value in named.items() if not name.endswith("_seconds") and "per_second" not in name}
+
+
+@pytest.mark.processes
+def test_a_plain_loop_has_the_monitors_values(tmp_path, dataset):
+    """Epoch for epoch the same keys and counts as a Trainer logs for the same dataset, but for what theory expects."""
+    loader = CachedLoader(dataset, batch_size=4)
+    trainer = make_trainer(tmp_path, [CacheMonitor()], epochs=2)
+    trainer.fit(Model(), loader)
+    keys = {key for key in trainer.callback_metrics if key.startswith("stocache/")} - {"stocache/hit_rate_expected"}
+    dataset.share()
+    meter, found = CacheMeter(loader), []
+    for _ in range(2):
+        assert sum(len(labels) for _, labels in meter) == SAMPLES
+        found.append(meter.epoch())
+    assert set(found[0]) == set(found[1]) == keys
+    for key in counts(found[0]):
+        assert [epoch[f"stocache/{key}"] for epoch in found] == logged(trainer, f"stocache/{key}"), key
+    assert all(epoch["stocache/data_wait_seconds"] > 0 < epoch["stocache/compute_seconds"] for epoch in found)
+
+
+@pytest.mark.processes
+def test_a_loop_over_the_loader_itself_has_no_seconds(dataset):
+    """Counts are there all the same; a plain DataLoader, a Subset and a list of loaders are read, too."""
+    half = DataLoader(Subset(dataset, range(8)), batch_size=4)
+    meter = CacheMeter([half, half], stage="val")
+    for _ in half:
+        pass
+    metrics = meter.epoch()
+    assert not SECONDS & {name.rpartition("/")[2] for name in metrics}
+    found = counts(metrics, "val/")
+    assert found["misses"] + found["bypasses"] == 8
+    assert meter.epoch()["stocache/val/hit_rate"] == 0
+    with pytest.raises(TypeError, match="only a CacheMeter of one loader can be iterated over, this one has a list"):
+        next(iter(meter))
+
+
+@pytest.mark.processes
+def test_an_epoch_that_is_left_counts_what_was_served(dataset):
+    """`break` ends the clock, and the next epoch begins with nothing."""
+    meter = CacheMeter(DataLoader(dataset, batch_size=4))
+    for _ in meter:
+        break
+    metrics = meter.epoch()
+    assert sum(metrics[f"stocache/{key}"] for key in ("hits", "misses", "bypasses")) == 4
+    assert metrics["stocache/data_wait_seconds"] > 0
+    assert meter.epoch()["stocache/misses"] == 0
+    assert len(meter) == 6
+
+
+def test_a_stream_is_counted():
+    """A CachedStream's epochs are those of the stream, and of memory."""
+    stream = CachedStream(lambda: iter([torch.tensor(value) for value in range(6)]), budget="1MiB")
+    meter = CacheMeter(CachedLoader(stream, batch_size=3))
+    hits = []
+    for _ in range(2):
+        list(meter)
+        hits.append(meter.epoch()["stocache/hits"])
+    assert hits == [0, 6]
+    assert meter.hyperparameters()["stocache"]["layout"] == "stream"
+    stream.close()
+
+
+def test_what_cannot_be_metered_is_refused():
+    """A stage that there is not, and a loader without a cache, are errors that say what to do."""
+    with pytest.raises(ValueError, match="stage must be one of train, val, test, predict, got 'eval'"):
+        CacheMeter(DataLoader([1.0]), stage="eval")
+    with pytest.raises(TypeError, match="no cached dataset behind DataLoader: make its dataset a CachedDataset"):
+        CacheMeter(DataLoader([1.0]))
+
+
+def train(fabric: Any, folder: Path, epochs: int = 3) -> tuple[list[dict[str, float]], dict[str, Any]]:
+    """A loop of Fabric: what its meter says, and what was granted."""
+    model = Model()
+    wrapped, optimizer = fabric.setup(model.layer, model.configure_optimizers())
+    dataset = CachedDataset(CountedSource(SAMPLES, log_path=folder / "loads"), budget="50%", defer=True)
+    dataset.share()
+    meter = CacheMeter(fabric.setup_dataloaders(CachedLoader(dataset, batch_size=4, shuffle=True)))
+    granted, found = meter.hyperparameters(), []
+    for epoch in range(epochs):
+        for images, labels in meter:
+            optimizer.zero_grad()
+            fabric.backward(torch.nn.functional.cross_entropy(wrapped(images.flatten(1).float() / 255), labels))
+            optimizer.step()
+        found.append(meter.epoch())
+        fabric.log_dict(found[-1], step=epoch)
+    dataset.close()
+    return found, granted["stocache"]
+
+
+@pytest.mark.processes
+def test_a_fabric_loop_logs_it(tmp_path):
+    """`fabric.log_dict` takes the metrics as they are; the loader is the one that Fabric has set up."""
+    logger = CSVLogger(tmp_path, name="", flush_logs_every_n_steps=1)
+    found, granted = train(Fabric(accelerator="cpu", devices=1, loggers=logger), tmp_path)
+    assert [epoch["stocache/hits"] for epoch in found] == [0, SAMPLES // 2, SAMPLES // 2]
+    assert granted["sampling"] == "RandomSampler"
+    assert granted["slots"] == SAMPLES // 2
+    assert "stocache/hit_rate" in (Path(logger.log_dir) / "metrics.csv").read_text()
+
+
+@pytest.mark.processes
+def test_ranks_sum_up():
+    """Of two ranks that share a cache both are told the same, over both."""
+    first, second = run_ranks(loop, 2, SAMPLES)
+    assert first == second
+    epochs, ranks, nodes = first
+    assert [(epoch["stocache/misses"], epoch["stocache/hits"]) for epoch in epochs] == [(SAMPLES, 0), (0, SAMPLES)]
+    assert (ranks, nodes) == (2, 1)

@@ -1,0 +1,184 @@
+"""What was asked of the caches, granted and decided reaches loggers and checkpoints, whichever door made them."""
+
+from __future__ import annotations
+
+import warnings
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import yaml
+from lightning.pytorch import LightningDataModule
+from lightning.pytorch.loggers import CSVLogger, Logger, TensorBoardLogger
+
+from lightning_stocache import CacheMonitor, StocacheDataModule, StochasticCache, cache_datamodule
+from tests.training.tiny import SAMPLES, Model, make_trainer, plain_loader, source
+
+pytestmark = pytest.mark.processes
+
+SLOT = 3 * 8 * 8 + 8 + 1
+OF_TRAINING = {
+    **{"dataset": "CountedSource", "samples": SAMPLES, "budget": "50%", "budget_bytes": SAMPLES // 2 * SLOT},
+    **{"slots": SAMPLES // 2, "coverage": 0.5, "layout": "rows", "store": "decoded", "nodes": 1, "ranks": 1},
+    **{"name": None, "dir": None},
+}
+OF_VALIDATION = OF_TRAINING | {"samples": 8, "budget_bytes": 4 * SLOT, "slots": 4, "sampling": "SequentialSampler"}
+
+
+class Users(LightningDataModule):
+    """A DataModule that saves hyperparameters of its own."""
+
+    def __init__(self, folder: str, batch_size: int = 4) -> None:
+        super().__init__()
+        self.save_hyperparameters()
+        self.sets = source(folder), source(folder, "val", 8)
+
+    def train_dataloader(self) -> Any:
+        return plain_loader(self.sets[0], batch_size=self.hparams.batch_size, shuffle=True)
+
+    def val_dataloader(self) -> Any:
+        return plain_loader(self.sets[1])
+
+
+class Saving(Model):
+    """A module with an argument of the DataModule's name, and another value."""
+
+    def __init__(self, batch_size: int = 7, name: str = "mine", memory: str = "much") -> None:
+        super().__init__()
+        self.save_hyperparameters()
+
+
+def told(logger: CSVLogger) -> dict[str, Any]:
+    """What the logger has written of hyperparameters; it writes nothing where it was told nothing at all."""
+    path = Path(logger.log_dir) / "hparams.yaml"
+    return yaml.safe_load(path.read_text()) or {} if path.exists() else {}
+
+
+@pytest.mark.parametrize("door", ["ours", "wrapped", "callback"])
+def test_what_was_granted_goes_to_the_logger(tmp_path, door):
+    """In every door, beside what a module logs itself, as plain values: of training, and of validation below it."""
+    monitor, dm = CacheMonitor(), Users(str(tmp_path))
+    if door == "ours":
+        dm = StocacheDataModule(*dm.sets, batch_size=4, budget="50%")
+    elif door == "wrapped":
+        dm = cache_datamodule(dm, budget="50%", stage_budgets={"val": "50%"})
+    else:
+        monitor = StochasticCache(budget="50%", stage_budgets={"val": "50%"})
+    trainer = make_trainer(tmp_path, [monitor])
+    model = Model() if door == "ours" else Saving(batch_size=4)
+    trainer.fit(model, dm)
+    written = told(trainer.logger)
+    sampling = "locality" if door == "ours" else "RandomSampler"
+    found = written.pop("stocache")
+    assert found.pop("backend") == found["val"].pop("backend") in ("tmpfile", "memfd")
+    assert found.pop("val") == OF_VALIDATION
+    assert found == OF_TRAINING | {"sampling": sampling}
+    users = {"batch_size": 4, "folder": str(tmp_path), "name": "mine", "memory": "much"}
+    assert written == ({} if door == "ours" else users)
+
+
+def test_nothing_is_told_where_nothing_is_cached_or_wanted(tmp_path):
+    """Beside plain loaders there is nothing to tell; with `hyperparameters=False` it is not told."""
+    for number, (callback, data) in enumerate(
+        [
+            (CacheMonitor(), plain_loader(source(tmp_path))),
+            (StochasticCache(hyperparameters=False), plain_loader(source(tmp_path))),
+        ]
+    ):
+        trainer = make_trainer(tmp_path, [callback], logger=CSVLogger(tmp_path, name=str(number)))
+        trainer.fit(Model(), data)
+        assert told(trainer.logger) == {}
+
+
+def test_tensorboard_has_them_without_a_metric_of_its_own(tmp_path):
+    """The event file has one record of them, and no `hp_metric`; a second fit of the same run adds none."""
+    logger = TensorBoardLogger(str(tmp_path), name="")
+    dm = StocacheDataModule(source(tmp_path), batch_size=4, keep_cache=True)
+    for epochs in (1, 2):
+        make_trainer(tmp_path, [CacheMonitor()], epochs=epochs, logger=logger).fit(Model(), dm)
+    dm.close()
+    accumulator = pytest.importorskip("tensorboard.backend.event_processing.event_accumulator")
+    events = accumulator.EventAccumulator(logger.log_dir)
+    events.Reload()
+    assert "hp_metric" not in events.Tags()["scalars"]
+    plugin = pytest.importorskip("tensorboard.plugins.hparams.plugin_data_pb2")
+    content = events.summary_metadata["_hparams_/session_start_info"].plugin_data.content
+    params = plugin.HParamsPluginData.FromString(content).session_start_info.hparams
+    assert params["stocache/budget"].string_value == "auto"
+    assert params["stocache/slots"].number_value == SAMPLES
+
+
+def test_tensorboard_has_them_as_text_beside_those_of_the_module(tmp_path):
+    """TensorBoard shows one record of hyperparameters for a run: that of a module that has saved some stays."""
+    logger = TensorBoardLogger(str(tmp_path), name="")
+    make_trainer(tmp_path, [CacheMonitor()], logger=logger).fit(Saving(), StocacheDataModule(source(tmp_path)))
+    accumulator = pytest.importorskip("tensorboard.backend.event_processing.event_accumulator")
+    events = accumulator.EventAccumulator(logger.log_dir)
+    events.Reload()
+    assert [event.step for event in events.Scalars("hp_metric")] == [0]
+    assert b"|stocache/budget|auto|" in events.Tensors("stocache/text_summary")[0].tensor_proto.string_val[0]
+    assert logger.hparams["stocache"]["samples"] == SAMPLES
+
+
+def test_a_logger_may_be_as_its_user_has_made_it(tmp_path):
+    """One that cannot be hashed, or takes no hyperparameters, stops no training."""
+
+    class Odd(Logger):
+        name, version, __hash__ = "odd", 0, None
+
+        def __eq__(self, other):
+            return False
+
+        def log_metrics(self, metrics, step=None):
+            pass
+
+        def log_hyperparams(self, params):
+            raise NotImplementedError("not here")
+
+    make_trainer(tmp_path, [CacheMonitor()], logger=Odd()).fit(Model(), StocacheDataModule(source(tmp_path)))
+
+
+def test_a_checkpoint_carries_the_plain_options(tmp_path):
+    """Training, and loading the DataModule from its checkpoint, keep all that is plain; sets are given again."""
+    train = source(tmp_path)
+    options = {"batch_size": 4, "num_workers": 0, "budget": "50%", "stage_budgets": {"val": 0}, "allow_random": True}
+    dm = StocacheDataModule(
+        train, loader={"drop_last": True, "collate_fn": torch.stack}, transform=torch.neg, **options
+    )
+    assert dict(dm.hparams) == options | {"loader": {"drop_last": True}} | {
+        name: value for name, value in dm.hparams.items() if name not in (*options, "loader")
+    }
+    dm = StocacheDataModule(train, loader={"drop_last": True}, **options)
+    trainer = make_trainer(tmp_path, [CacheMonitor()])
+    trainer.fit(Model(), dm)
+    trainer.save_checkpoint(tmp_path / "last.ckpt")
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        loaded = StocacheDataModule.load_from_checkpoint(tmp_path / "last.ckpt", train=train, batch_size=3)
+    assert loaded.hparams == dm.hparams | {"batch_size": 3}
+    assert loaded.loader == {"drop_last": True}
+    assert loaded.caches.options == dm.caches.options
+    assert loaded.train is train
+
+
+class Derived(StocacheDataModule):
+    """A user's subclass, which saves its own arguments and names an option of the base class."""
+
+    def __init__(self, folder: str, budget: str = "auto") -> None:
+        super().__init__(source(folder), batch_size=4, budget=budget)
+        self.save_hyperparameters()
+
+
+def test_options_do_not_clash_with_the_modules(tmp_path):
+    """A module's `batch_size`, `name` and `memory` may have other values; a subclass logs its own arguments alone."""
+    trainer = make_trainer(tmp_path, [CacheMonitor()])
+    trainer.fit(Saving(), StocacheDataModule(source(tmp_path), batch_size=4))
+    assert told(trainer.logger)["batch_size"] == 7
+    trainer = make_trainer(tmp_path, [CacheMonitor()])
+    trainer.fit(Saving(), dm := Derived(str(tmp_path), "50%"))
+    written = told(trainer.logger)
+    assert written.pop("stocache")["budget"] == "50%"
+    assert written == {"folder": str(tmp_path), "budget": "50%", "batch_size": 7, "name": "mine", "memory": "much"}
+    trainer.save_checkpoint(tmp_path / "last.ckpt")
+    assert Derived.load_from_checkpoint(tmp_path / "last.ckpt").hparams == dm.hparams
