@@ -1,7 +1,7 @@
 """What each door can do: the table in README.md and docs/doors.md, and the test that stands behind each cell.
 
 A cell is what the table says (how it is done, or "yes"), and the test that would fail if it were not so; a door that
-does not have it has `-`. `python -m tests.features` writes the table into both pages; `test_docs.py` compares them with
+does not have it, or in which it was not tried, has `-`. `python -m tests.features` writes the table into both pages; `test_docs.py` compares them with
 it, and looks for the tests.
 """
 
@@ -71,9 +71,9 @@ FEATURES: dict[str, tuple[Cell, ...]] = {
         *_loops("`sampling`", "loading/test_fabric.py::test_one_argument_adds_the_memory_of_nodes_up"),
     ),
     "meshes with fewer replicas than ranks": (
+        Cell("yes", "training/test_cluster.py::test_the_ranks_of_a_replica_see_the_same_batches"),
         NO,
-        NO,
-        NO,
+        Cell("yes", "training/test_cluster.py::test_the_ranks_of_a_replica_see_the_same_batches"),
         *_loops("`num_replicas`", "loading/test_fabric.py::test_a_mesh_has_fewer_replicas_than_ranks"),
     ),
     "slots only for what a sampler draws": (
