@@ -163,7 +163,7 @@ FEATURES: dict[str, tuple[Cell, ...]] = {
         Cell('`keep_cache="process"`', f"{_DOORS}test_a_later_trial_starts_warm"),
         Cell('`keep_cache="process"`', f"{_DOORS}test_a_later_trial_starts_warm"),
         Cell('`keep_cache="process"`', f"{_DOORS}test_a_later_trial_starts_warm"),
-        *_loops("the same object", "loading/test_dataset.py::test_copies_share_the_cache"),
+        *_loops("until `close()`", "loading/test_dataset.py::test_a_closed_dataset_passes_through"),
     ),
     "Lightning's Tuner builds nothing twice": (
         Cell("yes", "training/test_sweeps.py::test_lightnings_tuner_builds_no_cache_twice"),
