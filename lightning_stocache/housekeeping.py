@@ -40,11 +40,12 @@ def list_(parser: argparse.ArgumentParser) -> Action:
 
     def run(arguments: argparse.Namespace) -> None:
         from lightning_stocache.insight.inventory import named_lines
+        from lightning_stocache.node.manifest import printable
 
         for line in named_lines(_named(parser)):
             say(line)
         for directory in arguments.dir:
-            say(f"\nin {directory}")
+            say(f"\nin {printable(directory)}")
             for line in named_lines(_named(parser, directory), directory):
                 say(line)
 
@@ -95,7 +96,8 @@ def _named(parser: argparse.ArgumentParser, directory: str | None = None) -> Seq
         parser.exit(2, f"{parser.prog}: Windows has no named caches\n")
     from lightning_stocache.cache.contents import contents_of
     from lightning_stocache.node.janitor import named_segments
+    from lightning_stocache.node.manifest import printable
 
     if directory is not None and not os.path.isdir(directory):
-        parser.exit(2, f"{parser.prog}: --dir {directory} is not a directory\n")
+        parser.exit(2, f"{parser.prog}: --dir {printable(directory)} is not a directory\n")
     return named_segments(contents_of, directory)

@@ -83,6 +83,10 @@ class Claims:
         """Whether a slot is this process's, of whichever of its threads."""
         return slot in self._taken
 
+    def holder(self, slot: int) -> int | None:
+        """The other process that has a slot; None if there is none, or it cannot be known."""
+        return self._segment.holder(slot)
+
     def give_up(self, slot: int) -> None:
         """Give a slot up that is ours."""
         self._segment.unlock(slot)

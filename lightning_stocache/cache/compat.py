@@ -144,8 +144,8 @@ class SharedCache(RowStore):
     def aux_array(self) -> torch.Tensor:
         """The state of each index now, uint8 `[dataset_len]`: 0 empty, 1 set, 2 out of bounds (no slot)."""
         self._check_open()
-        slots = torch.from_numpy(self.arc.slots_of(np.arange(self.arc.size)))
-        states = torch.full((self.arc.size,), _OUT_OF_BOUNDS, dtype=torch.uint8)
+        slots = torch.from_numpy(self.arc.slots_of(np.arange(self.length)))
+        states = torch.full((self.length,), _OUT_OF_BOUNDS, dtype=torch.uint8)
         has_slot = slots != NO_SLOT
         states[has_slot] = self.slots.states[slots[has_slot]]
         return states
@@ -168,8 +168,8 @@ class SharedCache(RowStore):
     def _checked_slot(self, idx: int, allow_oob_idx: bool) -> int:
         self._check_open()
         idx = operator.index(idx)
-        if not 0 <= idx < self.arc.size:
-            raise IndexError(f"index {idx} is outside the dataset of {self.arc.size} samples")
+        if not 0 <= idx < self.length:
+            raise IndexError(f"index {idx} is outside the dataset of {self.length} samples")
         slot = self.arc.slot(idx)
         if slot == NO_SLOT and not allow_oob_idx:
             raise IndexError(f"index {idx} has no slot in this cache of {len(self)}, and allow_oob_idx=False")

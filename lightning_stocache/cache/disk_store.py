@@ -10,13 +10,14 @@ SIGBUS: all samples are loaded until the job ends. The next one gives the file i
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from typing import Any, Self, cast
 
 import numpy as np
 import numpy.typing as npt
 
 from lightning_stocache.cache.claims import Claims
+from lightning_stocache.cache.counters import Counters
 from lightning_stocache.cache.filling import Filling
 from lightning_stocache.cache.placement import NO_SLOT, Arc, Integers
 from lightning_stocache.cache.proof import Proof, sums_bytes
@@ -69,7 +70,7 @@ class DiskStore(SegmentStore[Codec]):
         size, manifest = cls.layout(codec, arc, whose, granted=granted)
         segment = DiskSegment.create(size, None, manifest, directory)
         try:
-            return cls.found(segment, codec, manifest.geometry, arc.size)
+            return cls.found(segment, codec, manifest.geometry, arc.length, arc.domain)
         except OSError:
             segment.close()
             raise
@@ -124,6 +125,14 @@ class DiskStore(SegmentStore[Codec]):
         waited = self._filling.wait_for(slots)
         return self._recall.check(slots) or waited
 
+    def count_fills(self, counters: Counters) -> None:
+        """Have the thread count what it has stored, when it has."""
+        self._filling.counters = counters.of_thread()
+
+    def put_copies(self, indices: Sequence[int], samples: Sequence[Sequence[memoryview]]) -> Iterator[bool | None]:
+        """Store encoded samples as `put_many` does, which are counted as stored already."""
+        return self._filling.fill(map(self.arc.slot_within, indices), samples, counted=False)
+
     def sync_every(self, seconds: float) -> None:
         """Have all processes of this job sync what they store, after so many seconds; 0: never."""
         self._proof.sync_seconds = seconds
@@ -170,6 +179,7 @@ class DiskStore(SegmentStore[Codec]):
             self._given_up = True
         if self._given_up:
             return
+        self._filling.counters = None  # a view of their memory would keep it
         super().close()
         self._proof.close()
 

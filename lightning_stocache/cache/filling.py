@@ -22,6 +22,7 @@ from typing import Protocol
 import torch
 
 from lightning_stocache.cache.claims import Claims
+from lightning_stocache.cache.counters import Counters
 from lightning_stocache.cache.placement import NO_SLOT
 from lightning_stocache.cache.proof import Proof
 from lightning_stocache.cache.shortage import Shortage
@@ -75,20 +76,24 @@ class Filling:
         self._behind = None if proof is None else WriteBehind(self._publish_later)
         self.shortage = Shortage(segment)
         self._retry_at = 0.0
-        self._lost = 0  # samples that the thread could not store, and of which it was said that they are
-        self._lost_told = 0
+        self.counters: Counters | None = None  # on which the thread counts what it has stored
+        self._uncounted: set[int] = set()
         self._synced = time.monotonic()
 
-    def fill(self, slots: Iterable[int], samples: Sequence[Sequence[memoryview]]) -> Iterator[bool | None]:
+    def fill(
+        self, slots: Iterable[int], samples: Sequence[Sequence[memoryview]], *, counted: bool = True
+    ) -> Iterator[bool | None]:
         """Store samples, each if its slot is empty and nobody else is filling it, as the iterator comes to them.
 
         Args:
             slots: of the samples, or NO_SLOT.
             samples: the parts of each, as bytes. Whether there is memory is asked once for all of them, so a call
                 should hold few megabytes.
+            counted: whether a thread that stores them counts them.
 
         Yields:
-            Whether this call has stored the sample; None where it has no slot, or there is no room for it in any.
+            Whether this call has stored the sample, or handed it to the thread; None where it has no slot, or there is
+            no room for it in any.
         """
         states, claims, behind, may_store = self._slots.state_bytes, self._claims, self._behind, None
         has_claim = self._turns.ends
@@ -109,13 +114,12 @@ class Filling:
                             stored = self._publish(slot, contents)
                             may_store = stored is not False
                         elif may_store and behind is not None:
+                            if not counted:
+                                self._uncounted.add(slot)
                             stored = handed_over = behind.put(slot, contents)
                 finally:
                     if not handed_over:
                         claims.give_up(slot)
-            if stored and self._lost > self._lost_told:
-                self._lost_told += 1  # another one before it is not stored, of which it was said: the sum is right
-                stored = False
             yield stored
 
     def put(self, slot: int, contents: Sequence[memoryview], *, overwrite: bool, same: Callable[[], bool]) -> bool:
@@ -183,10 +187,12 @@ class Filling:
             self._sync()
             return
         try:
-            self._lost += not self._publish(slot, contents)
+            if self._publish(slot, contents) and slot not in self._uncounted and self.counters is not None:
+                self.counters.add(fills=1)
         except ValueError:  # the store was closed meanwhile
             log.debug("a sample was not stored: its store is closed")
         finally:
+            self._uncounted.discard(slot)
             self._claims.give_up(slot)
         self._sync()
 

@@ -11,6 +11,9 @@ its slots; the slot of an index is its distance from the start of the arc. So th
 message: every process can work out every node's ownership. Arcs longer than the node's share run on over its
 neighbours', and give those indices several homes.
 
+Where it is known that only a part of the dataset is drawn, its domain, the ring is of that part: N is its size, and in
+the formula an index is its rank in the domain (`domain`). An index outside has no slot.
+
 A cache that outlives its job keeps its arc, whatever nodes the next job has: what was stored is where it was. A node
 that comes new to such caches begins where they leave the largest gap (`beside`). So a node that is lost takes its own
 arc away and moves nothing else, and one that replaces it gets just that arc.
@@ -27,6 +30,8 @@ from typing import Any
 
 import numpy as np
 import numpy.typing as npt
+
+from lightning_stocache.cache.domain import NO_RANK, Domain
 
 __all__ = ["NO_SLOT", "Arc", "Integers", "Ring"]
 
@@ -47,9 +52,10 @@ class Arc:
         slots: number of slots, that is the length of the arc.
         start: position of slot 0.
         step: what an index is multiplied with; 1 keeps the dataset's order.
+        domain: the indices that are on the ring, where those are not all of the dataset.
 
     Raises:
-        ValueError: a number is out of range, or step and size have a common divisor.
+        ValueError: a number is out of range, step and size have a common divisor, or the domain is of another size.
 
     Example:
         >>> Arc(size=10, slots=3).slot(2), Arc(size=10, slots=3).slot(3)
@@ -60,8 +66,11 @@ class Arc:
     slots: int
     start: int = 0
     step: int = 1
+    domain: Domain | None = None
 
     def __post_init__(self) -> None:
+        if self.domain is not None and len(self.domain) != self.size:
+            raise ValueError(f"size must be that of the domain, {len(self.domain)}, got {self.size}")
         if not 0 <= self.slots <= self.size:
             raise ValueError(f"slots must be between 0 and size={self.size}, got {self.slots}")
         if not 0 <= self.start < max(self.size, 1):
@@ -71,34 +80,61 @@ class Arc:
         if math.gcd(self.step, self.size) != 1:
             raise ValueError(f"step must have no common divisor with size={self.size}, got {self.step}")
 
+    @property
+    def length(self) -> int:
+        """Number of samples in the dataset."""
+        return self.size if self.domain is None else self.domain.length
+
+    @property
+    def geometry(self) -> dict[str, int]:
+        """Its numbers, by name; the domain is not among them."""
+        return {"size": self.size, "slots": self.slots, "start": self.start, "step": self.step}
+
     def slot(self, index: int) -> int:
-        """The slot of one index, or NO_SLOT. The index must lie in `[0, size)`."""
+        """The slot of one index, or NO_SLOT. The index must lie in `[0, length)`."""
+        if self.domain is not None and (index := self.domain.rank(index)) == NO_RANK:
+            return NO_SLOT
         slot = (index * self.step - self.start) % self.size
         return slot if slot < self.slots else NO_SLOT
 
     def slot_within(self, index: int) -> int:
         """The slot of any index, counted from the end if it is negative; NO_SLOT outside of the dataset."""
+        if self.domain is not None:
+            length = self.domain.length
+            return self.slot(index % length) if -length <= index < length else NO_SLOT
         return self.slot(index) if -self.size <= index < self.size else NO_SLOT
 
     def index(self, slot: int) -> int:
         """The index that has a slot, which must lie in `[0, slots)`."""
-        return (slot + self.start) * self._back % self.size
+        position = (slot + self.start) * self._back % self.size
+        return position if self.domain is None else int(self.domain.indices[position])
 
     @cached_property
     def _back(self) -> int:
         return pow(self.step, -1, self.size)
 
     def slots_of(self, indices: npt.NDArray[np.integer[Any]]) -> Integers:
-        """The slots of many indices, int64 of the same shape, NO_SLOT where there is none."""
+        """The slots of many indices, int64 of the same shape, NO_SLOT where there is none.
+
+        One outside of the dataset has that of the index at which it comes out, round and round.
+        """
+        if self.domain is not None:
+            return self._slots_in(self.domain, indices)
         slots = (indices.astype(np.int64, copy=False) * self.step - self.start) % self.size
         if self.slots < self.size:
             slots[slots >= self.slots] = NO_SLOT
         return slots
 
+    def _slots_in(self, domain: Domain, indices: npt.NDArray[np.integer[Any]]) -> Integers:
+        ranks = domain.ranks(indices % domain.length)
+        slots = (ranks * self.step - self.start) % max(self.size, 1)
+        slots[(ranks == NO_RANK) | (slots >= self.slots)] = NO_SLOT
+        return slots
+
 
 @dataclass(frozen=True)
 class Ring:
-    """The arcs of all nodes over one dataset.
+    """The arcs of all nodes over one dataset, or its domain.
 
     Args:
         arcs: one per node, in the order of the nodes.
@@ -112,19 +148,26 @@ class Ring:
     arcs: tuple[Arc, ...]
 
     @classmethod
-    def cut(cls, size: int, shares: Sequence[float], slots: Sequence[int]) -> Ring:
+    def cut(cls, size: int, shares: Sequence[float], slots: Sequence[int], domain: Domain | None = None) -> Ring:
         """Lay one arc per node on a ring of `size` indices.
 
         Args:
             size: number of indices, N.
             shares: share of every global batch that each node trains on; they sum to one.
             slots: number of slots that each node has memory for; what exceeds N is left unused.
+            domain: which indices these are, where the dataset has more.
+
+        Example:
+            >>> ring = Ring.cut(size=2, shares=(1,), slots=(2,), domain=Domain([3, 8], length=10))
+            >>> [ring.arcs[0].slot(index) for index in range(10)]
+            [-1, -1, -1, 0, -1, -1, -1, -1, 1, -1]
         """
         step = _even_step(size)
         # Shares are ranks over ranks; as floats their sums miss half of an index by a hair, and with it leave a gap.
         exact = [Fraction(share).limit_denominator(1 << 20) for share in shares]
         starts = [round(size * sum(exact[:node])) % max(size, 1) for node in range(len(exact))]
-        return cls(tuple(Arc(size, min(count, size), start, step) for start, count in zip(starts, slots, strict=True)))
+        each = zip(starts, slots, strict=True)
+        return cls(tuple(Arc(size, min(count, size), start, step, domain) for start, count in each))
 
     def beside(self, held: Sequence[Arc | None]) -> Ring:
         """This ring, if some nodes have an arc already; the others' begin where there is the largest gap.
@@ -153,7 +196,7 @@ class Ring:
 
     @property
     def coverage(self) -> float:
-        """Share of the indices that have a slot on some node."""
+        """Share of the indices on the ring that have a slot on some node."""
         size = self.arcs[0].size
         pieces = sorted((arc.start + lap, arc.start + lap + arc.slots) for arc in self.arcs for lap in (-size, 0))
         covered = reached = 0

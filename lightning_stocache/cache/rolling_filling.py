@@ -56,7 +56,7 @@ class RollingFilling:
 
         Args:
             sample: of the codec.
-            index: in its source, -1 where it has none.
+            index: in its source, for messages; -1 where it has none.
             position: where the store has a window, in the order of its samples.
 
         Returns:
@@ -78,7 +78,7 @@ class RollingFilling:
                 self._ring.drop(taken)
                 raise
             if short is None:
-                self._ring.publish(taken, index)
+                self._ring.publish(taken)
                 return True
             self._stop_growing(taken, short)
 

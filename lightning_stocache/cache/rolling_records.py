@@ -37,7 +37,7 @@ _WORDS = 8
 _SIZE, _END, _TAIL, _LAPPED = range(4)
 _MOST_TRIES = 1000
 _SMALLER = 4  # slots for records this much smaller than the mean that is expected
-_DIRECTORY_BYTES = 5 * 8  # of a slot: generation, time, index, begin, bytes
+_DIRECTORY_BYTES = 4 * 8  # of a slot: generation, time, begin, bytes
 
 
 class RollingRecords(RollingStore[RecordCodec]):

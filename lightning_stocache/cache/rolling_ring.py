@@ -1,9 +1,8 @@
 """Who writes which slot of a rolling store next, and which sample lies in each.
 
 Layout of the first bytes of the segment, all of them 64-bit numbers: `_WORDS` control words, a row of notes for each of
-`FILLERS` processes (what the numbers mean is their business), then for each slot its generation, the time of its sample
-(nanoseconds of the monotonic clock, which the processes of a machine share), and the index of the sample in its source
-(-1: unknown).
+`FILLERS` processes (what the numbers mean is their business), then for each slot its generation, and the time of its
+sample (nanoseconds of the monotonic clock, which the processes of a machine share).
 
 Every sample that is appended gets a ticket, the next number. The generation of a slot says what lies there: 0 nothing,
 `2 * ticket + 1` the sample of that ticket is being written, `2 * ticket + 2` it can be read, a negative number it could
@@ -77,7 +76,7 @@ class RollingRing:
         >>> segment.reserve(0, segment.size)
         >>> ring = RollingRing(segment, 2)
         >>> for _ in range(3):
-        ...     ring.publish(ring.take(), index=7)
+        ...     ring.publish(ring.take())
         >>> ring.appended, ring.evicted, ring.readable(np.arange(2)).tolist(), ring.generations.tolist()
         (3, 1, [True, True], [6, 4])
         >>> ring.close(), segment.close()
@@ -90,7 +89,7 @@ class RollingRing:
         columns = segment.bytes(0, self.bytes_for(count)).numpy().view(np.int64)
         self._words = columns[:_WORDS]
         self.generations: npt.NDArray[np.int64]
-        self.generations, self._times, self._indices = columns[_HEAD : _HEAD + 3 * count].reshape(3, count)
+        self.generations, self._times = columns[_HEAD : _HEAD + 2 * count].reshape(2, count)
         self.notes = columns[_WORDS:_HEAD].reshape(FILLERS, _NOTES)
         if not self._words[_LIMIT]:
             self._words[_LIMIT] = count
@@ -98,8 +97,8 @@ class RollingRing:
 
     @staticmethod
     def bytes_for(count: int) -> int:
-        """Bytes of the control words, notes, generations, times and indices of so many slots."""
-        return aligned((_HEAD + 3 * count) * 8)
+        """Bytes of the control words, notes, generations and times of so many slots."""
+        return aligned((_HEAD + 2 * count) * 8)
 
     # ---- writers ----
 
@@ -137,6 +136,12 @@ class RollingRing:
             return self._begin(slot, int(self._words[_APPENDED]))
 
     @property
+    def in_the_way(self) -> int | None:
+        """The process for which a writer has to wait; None if there is none, or it cannot be known."""
+        slots = [self.count, self.turns % self.count, *np.flatnonzero(self.generations & 1).tolist()]
+        return next(filter(None, map(self._claims.holder, slots)), None)
+
+    @property
     def turns(self) -> int:
         """How many slots have been taken in turn."""
         return int(self._words[_NEXT])
@@ -156,9 +161,9 @@ class RollingRing:
         self._times[slot] = 0
         return True
 
-    def publish(self, taken: Taken, index: int = -1) -> None:
+    def publish(self, taken: Taken) -> None:
         """Have a slot read whose bytes have been written."""
-        self._times[taken.slot], self._indices[taken.slot] = time.monotonic_ns(), index
+        self._times[taken.slot] = time.monotonic_ns()
         self._end(taken, 2 * taken.ticket + 2)
 
     def drop(self, taken: Taken, *, limit: bool = False) -> None:
@@ -275,14 +280,10 @@ class RollingRing:
         slots = self.readable_slots()
         return (time.monotonic_ns() - int(self._times[slots].min())) / 1e9 if len(slots) else 0.0
 
-    def indices_of(self, slots: Integers) -> Integers:
-        """The indices in their source of the samples in those slots, -1 where unknown."""
-        return self._indices.take(slots)
-
     def close(self) -> None:
         """Drop all views."""
         self.notes = np.empty((0, 0), dtype=np.int64)
-        self._words = self.generations = self._times = self._indices = np.empty(0, dtype=np.int64)
+        self._words = self.generations = self._times = np.empty(0, dtype=np.int64)
 
 
 def manifest_of(count: int, whose: Mapping[str, Any] | None = None) -> Manifest:

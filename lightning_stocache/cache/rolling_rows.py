@@ -82,7 +82,7 @@ class RollingRows(RollingStore[SampleSpec]):
     @staticmethod
     def slot_bytes(codec: SampleSpec) -> int:
         """Bytes that a slot costs."""
-        return codec.nbytes + 3 * 8
+        return codec.nbytes + 2 * 8
 
     def gather(self, places: Integers, into: Memory) -> None:
         """Copy whole samples into the memory of a batch, uint8 `[samples * nbytes]` per field, waiting for nobody."""

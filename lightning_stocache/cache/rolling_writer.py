@@ -2,13 +2,17 @@
 
 from __future__ import annotations
 
+import logging
 import time
 from typing import Any
 
 from lightning_stocache.cache.rolling_store import RollingHandle
 from lightning_stocache.cache.stores import RollingSampleStore, attach_rolling
+from lightning_stocache.node.locks import TOLD_SECONDS
 
 __all__ = ["RollingWriter"]
+
+log = logging.getLogger(__name__)
 
 
 class RollingWriter:
@@ -46,7 +50,17 @@ class RollingWriter:
 
     def append(self, sample: Any, index: int = -1) -> None:
         """Store a sample, in the place of the oldest once the budget is full; `index`: in its source, for messages."""
+        begun = time.monotonic()
+        tell = begun + TOLD_SECONDS
         while not self._store.append(sample, index):
+            if time.monotonic() >= tell:
+                tell += TOLD_SECONDS
+                writer = self._store.ring.in_the_way
+                log.warning(
+                    "a RollingWriter has been waiting for a slot for %.0f s: %s",
+                    time.monotonic() - begun,
+                    "all are being written" if writer is None else f"process {writer} writes, and does not get on",
+                )
             time.sleep(0.001)  # every slot is being written to
 
     def close(self) -> None:

@@ -17,6 +17,7 @@ import numpy.typing as npt
 
 from lightning_stocache.cache.claims import Claims
 from lightning_stocache.cache.codec import Lend, SampleCodec
+from lightning_stocache.cache.domain import Domain
 from lightning_stocache.cache.filling import Filling
 from lightning_stocache.cache.placement import NO_SLOT, Arc, Integers
 from lightning_stocache.cache.shortage import keep_free
@@ -90,7 +91,7 @@ class SegmentStore(ABC, Generic[Codec]):
         size, manifest = cls.layout(codec, arc, whose, granted=granted)
         segment = Segment.create(size, backend, manifest)
         try:
-            return cls.found(segment, codec, manifest.geometry, arc.size)
+            return cls.found(segment, codec, manifest.geometry, arc.length, arc.domain)
         except OSError:
             segment.close()
             raise
@@ -104,15 +105,17 @@ class SegmentStore(ABC, Generic[Codec]):
         return store
 
     @classmethod
-    def found(cls, segment: Segment, codec: Codec, geometry: Geometry, length: int) -> Self:
+    def found(
+        cls, segment: Segment, codec: Codec, geometry: Geometry, length: int, domain: Domain | None = None
+    ) -> Self:
         """Open the store that a segment says it holds, whoever has made it, for a dataset of so many samples.
 
         Raises:
             ValueError: what it says does not fit its size or the dataset, or a slot is in a state that there is not.
             OSError: the system has no memory for the states of the slots, which are read before anything is stored.
         """
-        arc = Arc(**asdict(geometry))
-        if arc.size != length or not cls.fits(segment.size, codec, arc.slots):
+        arc = Arc(**asdict(geometry), domain=domain)
+        if arc.length != length or not cls.fits(segment.size, codec, arc.slots):
             raise ValueError(
                 f"it says that it has {arc.slots:,} slots for {arc.size:,} samples, which does not fit its "
                 f"{segment.size:,} bytes"
@@ -135,7 +138,7 @@ class SegmentStore(ABC, Generic[Codec]):
     ) -> tuple[int, Manifest]:
         """The size of a segment for such a store, and what it is to say about itself."""
         size = cls.bytes_for(codec, arc.slots, granted)
-        return size, Manifest(Geometry(**asdict(arc)), payload=size, **(whose or {}))
+        return size, Manifest(Geometry(**arc.geometry), payload=size, **(whose or {}))
 
     def __reduce__(self) -> tuple[Any, ...]:
         return type(self).over, (self.segment, self.codec, self.arc)
@@ -148,7 +151,7 @@ class SegmentStore(ABC, Generic[Codec]):
     @property
     def length(self) -> int:
         """Number of samples in the dataset."""
-        return self.arc.size
+        return self.arc.length
 
     def __len__(self) -> int:
         """Number of slots."""
@@ -210,7 +213,7 @@ class SegmentStore(ABC, Generic[Codec]):
 
         One outside of the dataset has none: the ring would wrap it around, but what it means, the source knows.
         """
-        slots, size = self.arc.slots_of(indices), self.arc.size
+        slots, size = self.arc.slots_of(indices), self.length
         if self.arc.slots == 0:
             return slots
         ready = self.slots.ready(slots)

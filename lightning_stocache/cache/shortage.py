@@ -10,7 +10,8 @@ segment's header, and is the measure for all of them. It is never raised: a proc
 fill too much.
 
 Of a store on a disk, it is the disk whose free bytes count, as they are now: where others make room again, filling
-goes on.
+goes on. The same is looked at where a store lies in /dev/shm: the last bytes there are for what loaders' workers put
+there, who would die of it.
 
 A look costs 0.1 ms. A process takes one after a small part of what is left has been filled, so that many processes that
 fill at once do not overrun it, and at least ten times a second.
@@ -23,6 +24,7 @@ from functools import cached_property
 
 from lightning_stocache.node.budget import format_bytes
 from lightning_stocache.node.disk import DiskSegment
+from lightning_stocache.node.files import memory_directory
 from lightning_stocache.node.free import MemoryGauge
 from lightning_stocache.node.segment import Segment
 
@@ -31,6 +33,7 @@ __all__ = ["Shortage", "keep_free"]
 _LEAST = 64 * 2**20  # bytes that are left free where nobody has said how many
 _SHARE = 64  # a process fills this part of what is left before it looks again
 _EVERY = 0.1  # seconds
+_LEAST_FILES = 8 * 2**20  # half of what `node.grant` leaves in /dev/shm beside the loaders' batches
 
 
 class Shortage:
@@ -56,11 +59,15 @@ class Shortage:
         free, name = measured
         allocated = self._segment.allocated_bytes
         with self._segment.numbers as numbers:
-            keep = numbers[0] or _LEAST
+            keep, numbered = numbers[0] or _LEAST, numbers[0] > 0
             seen = 0 if self._on_disk else numbers[1]
             lowest = numbers[1] = max(min(free + allocated, seen or 2**62), 1)
         left = lowest - allocated - keep
-        self._unseen, self._until = left // _SHARE, now + _EVERY
+        room, kept = self._room(allocated) if numbered else (None, 0)
+        self._unseen = (left if room is None else min(left, room - kept)) // _SHARE
+        self._until = now + _EVERY
+        if room is not None and room - kept < nbytes:
+            return f"{memory_directory()} ({format_bytes(room)} free, {format_bytes(kept)} kept for loaders' batches)"
         if left >= nbytes:
             return None
         least = max(lowest - allocated, 0)
@@ -71,6 +78,11 @@ class Shortage:
     @property
     def _on_disk(self) -> bool:
         return isinstance(self._segment, DiskSegment)
+
+    def _room(self, allocated: int) -> tuple[int | None, int]:
+        """Bytes that are free in the filesystem of a store in memory, and those of them that are kept for others."""
+        room = None if self._on_disk else self._segment.free_bytes
+        return room, max(((room or 0) + allocated) // 100, _LEAST_FILES)
 
     def _measured(self) -> tuple[int, str] | None:
         """Bytes that are free, and where."""

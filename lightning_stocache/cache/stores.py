@@ -4,9 +4,13 @@ from __future__ import annotations
 
 from typing import Any, TypeAlias
 
+import numpy as np
+import numpy.typing as npt
+
 from lightning_stocache.cache.codec import SampleCodec
 from lightning_stocache.cache.compat import SharedCache
 from lightning_stocache.cache.disk_store import DiskRecords, DiskRows, DiskStore
+from lightning_stocache.cache.placement import NO_SLOT, Integers
 from lightning_stocache.cache.record_store import RecordStore
 from lightning_stocache.cache.records import RecordCodec
 from lightning_stocache.cache.rolling_records import RollingRecords
@@ -25,6 +29,7 @@ __all__ = [
     "attach_rolling",
     "attach_store",
     "disk_store_for",
+    "stored",
     "store_for",
 ]
 
@@ -54,6 +59,17 @@ def attach_store(handle: AnyHandle) -> AnyStore:
         assert isinstance(disk, DiskStore)
         return tiered(_attached(handle.memory), disk, handle.write_back)
     return _attached(handle)
+
+
+def stored(store: AnyStore, indices: Integers) -> npt.NDArray[np.bool_]:
+    """Which of those indices (int64 `[samples]`, in the dataset) are stored there, whether or not they are near."""
+    if isinstance(store, TieredStore):
+        return stored(store.memory, indices) | stored(store.disk, indices)
+    slots, filled = store.arc.slots_of(indices), store.is_filled
+    if not len(filled):
+        return np.zeros(slots.shape, dtype=np.bool_)
+    found: npt.NDArray[np.bool_] = filled[slots] & (slots != NO_SLOT)
+    return found
 
 
 def _attached(handle: StoreHandle) -> SegmentStore[Any]:

@@ -16,6 +16,7 @@ import numpy as np
 import numpy.typing as npt
 
 from lightning_stocache.cache.codec import Lend, Memory, SampleCodec
+from lightning_stocache.cache.counters import Counters
 from lightning_stocache.cache.disk_store import DiskRows, DiskStore
 from lightning_stocache.cache.placement import NO_SLOT, Arc, Integers
 from lightning_stocache.cache.row_store import RowStore
@@ -53,6 +54,7 @@ class TieredStore:
 
     def __init__(self, memory: SegmentStore[Any], disk: DiskStore[Any], write_back: bool = False) -> None:
         self.memory, self.disk, self.write_back = memory, disk, write_back
+        self._counters: Counters | None = None
 
     @property
     def handle(self) -> TieredHandle:
@@ -140,20 +142,27 @@ class TieredStore:
         """Store encoded samples, as the iterator comes to them; for each, the better of the two outcomes."""
         for index, contents in zip(indices, samples, strict=True):
             [above] = self.memory.put_many([index], [contents])
+            if above and self._counters is not None:
+                self._counters.add(fills=1)
             if above is not None and self.write_back:
                 self.turns.give_up([index])
                 yield above
                 continue
-            [below] = self.disk.put_many([index], [contents])
+            [below] = (self.disk.put_copies if above else self.disk.put_many)([index], [contents])
             yield True if True in (above, below) else False if False in (above, below) else None
+
+    def count_fills(self, counters: Counters) -> None:
+        """Count what is stored in one of them, when it is."""
+        self._counters = counters
+        self.disk.count_fills(counters)
 
     def save(self) -> bool:
         """Store on the disk what lies in memory alone, and wait for it; False if the disk does not take it."""
         wanted = self.memory.is_filled & ~self.disk.is_filled[: len(self.memory)]
         for slot in np.flatnonzero(wanted).tolist():
             index, contents = self.disk.arc.index(slot), self.memory.contents(slot)
-            if not any(self.disk.put_many([index], [contents])) and (
-                not self.disk.flush() or not any(self.disk.put_many([index], [contents]))
+            if not any(self.disk.put_copies([index], [contents])) and (
+                not self.disk.flush() or not any(self.disk.put_copies([index], [contents]))
             ):
                 return False
         return self.disk.flush()

@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import os
 import re
-import shlex
 from collections import Counter
 from collections.abc import Iterable, Iterator, Sequence
 from datetime import datetime
@@ -20,6 +19,7 @@ from lightning_stocache.node.budget import format_bytes
 from lightning_stocache.node.holders import Holder, held
 from lightning_stocache.node.janitor import NamedSegment, segments_of_others
 from lightning_stocache.node.manifest import printable
+from lightning_stocache.node.named import clean_command
 from lightning_stocache.node.owned import owner_name
 
 __all__ = ["count", "describe", "held_lines", "named_lines", "of_job"]
@@ -54,8 +54,7 @@ def named_lines(segments: Sequence[NamedSegment], directory: str | None = None) 
             yield f"{job}: {count(caches)}"
         yield from (f"{indent}{describe(cache, users.get(cache.key, ()))}" for cache in caches)
     if unused := [segment for segment in segments if not segment.in_use]:
-        option = "" if directory is None else f" --dir {shlex.quote(directory)}"
-        yield f"nobody uses {count(unused)}; python -m lightning_stocache clean{option} removes what nobody uses"
+        yield f"nobody uses {count(unused)}; {clean_command(directory=directory)} removes what nobody uses"
     if not segments:
         where = "this machine's memory" if directory is None else printable(directory)
         yield f"no caches with a name lie in {where}"

@@ -61,6 +61,8 @@ class Tallies:
         self._aside: dict[Counters, Counts] = {}  # served to training since its last epoch's end, but seen by now
         self._posted: dict[str, Posted[Tally]] = {}
         self._was_late = False
+        self.of_training: dict[Counters, Counts] = {}
+        """What this rank was served of each dataset in the training epoch that was posted last."""
 
     def post(self, stage: str, datasets: Sequence[Cached], seconds: Seconds | None = None) -> None:
         """Tell all ranks what this one brings to the epoch that ends, unless that is done.
@@ -128,6 +130,7 @@ class Tallies:
             counts = self._moved(dataset, counters)
             if seconds is not None:
                 counts += self._aside.pop(counters, Counts())
+                self.of_training[counters] = counts
             tallies.append(_tally(dataset, counts))
         return _joined(tallies, seconds)
 
@@ -168,15 +171,19 @@ def _joined(tallies: Sequence[Tally], seconds: Seconds | None) -> Tally | None:
 
 
 def coverage(datasets: Sequence[Cached]) -> float:
-    """Share of the indices of all these datasets, as long as they are now, that have a slot on some node."""
+    """Share of the indices of all these datasets, as long as they are now, that have a slot on some node.
+
+    Where it is known which indices are drawn, it is the share of these.
+    """
     covered = sum(map(_covered, datasets))
     return covered / max(sum(map(samples_of, datasets)), 1)
 
 
 def samples_of(dataset: Cached) -> int:
-    """Number of samples of a dataset; of a stream, as far as it is known."""
+    """Number of samples of a dataset that are drawn; of a stream, as far as it is known."""
     if isinstance(dataset, CachedDataset):
-        return len(dataset)
+        domain = cached_source(dataset).opened.request.domain
+        return len(dataset) if domain is None else len(domain)
     return 0 if dataset.cache is None else len(dataset.cache)
 
 
@@ -184,4 +191,4 @@ def _covered(dataset: Cached) -> float:
     if not isinstance(dataset, CachedDataset):
         return 0 if dataset.cache is None else dataset.cache.filled
     ring = cached_source(dataset).opened.known_ring
-    return 0.0 if ring is None else min(len(dataset), ring.arcs[0].size) * ring.coverage
+    return 0.0 if ring is None else min(samples_of(dataset), ring.arcs[0].size) * ring.coverage

@@ -16,9 +16,7 @@ A cache per rank is `global` with every rank a node of its own: `1 - (1 - 1/R)^e
 An epoch that draws only a part q of the samples, another one each time (`limit_train_batches`), has met an index with
 probability q: what epochs have not met is the product of `1 - q`, where it is written as a power above.
 
-With replacement (weighted samplers) an index of probability p has been met before the t-th draw with probability
-`1 - (1 - p)^t`, and epochs hit what they have drawn themselves: summed over an epoch of n draws after D others, that
-index gives `p (1 - ((1 - p)^D - (1 - p)^(D + n)) / (n p))` of the hit rate, if it has a slot.
+On one node there is a theory for more samplers: `first_draws`.
 
 Not in the formula: where arcs overlap, an index that moves to another home is missed there until that home has
 filled it too. It concerns only the indices near the cuts; three nodes with half of the dataset each, 256 samples per
@@ -31,14 +29,13 @@ import math
 from collections.abc import Iterator, Sequence
 from itertools import islice
 
-import numpy as np
 import torch
 
 from lightning_stocache.cache.placement import Ring
 from lightning_stocache.sampling.assignment import Dealer
 from lightning_stocache.sampling.locality_sampler import Mode
 
-__all__ = ["expected_hit_rate", "expected_with_replacement", "moved_share"]
+__all__ = ["expected_hit_rate", "moved_share"]
 
 
 def expected_hit_rate(
@@ -87,27 +84,6 @@ def expected_hit_rate(
     if mode == "sticky" or len(shares) == 1 or reach == 0:
         return reach * _met(1.0, drawn)
     return max(reach - moved, 0.0) * _met(1 - min(moved / reach, 1.0), drawn)
-
-
-def expected_with_replacement(ring: Ring, weights: torch.Tensor, before: int, drawn: int) -> float:
-    """The predicted hit rate of an epoch whose samples are drawn one by one, with replacement, on one node.
-
-    Args:
-        ring: the arc of the node.
-        weights: how likely each index is to be drawn, `[size]`; they need not sum to one.
-        before: number of draws in the epochs before.
-        drawn: number of draws in the epoch.
-
-    Example:
-        >>> ring = Ring.cut(size=1000, shares=(1,), slots=(1000,))
-        >>> round(expected_with_replacement(ring, torch.ones(1000), before=0, drawn=1000), 3)
-        0.368
-    """
-    has_slot = torch.from_numpy(ring.held_by(0, np.arange(len(weights))))
-    chances = weights.double() / weights.double().sum()
-    chances = chances[has_slot & (chances > 0)]
-    missed = (1 - chances) ** before - (1 - chances) ** (before + drawn)
-    return float((chances - missed / max(drawn, 1)).sum())
 
 
 def moved_share(

@@ -57,9 +57,11 @@ def verdict(epochs: Sequence[Mapping[str, float]], samples: int, *, off: bool = 
         return ["the cache is off (budget=0)"]
     last = epochs[-1]
     shares = ", ".join([f"{100 * epoch['hit_rate']:.0f}" for epoch in epochs[:8]] + ["..."] * (len(epochs) > 8))
+    memory = int(last["memory_bytes"])
+    used = f", {format_bytes(memory)} in use" if memory else ""  # of a cache on a disk alone there is none
     said = [
         f"{100 * last['coverage']:.0f} % of {samples:,} samples have a slot, {100 * last['fill_fraction']:.0f} % of "
-        f"the slots are filled, {format_bytes(int(last['memory_bytes']))} in use; hit rate per epoch: {shares} %",
+        f"the slots are filled{used}; hit rate per epoch: {shares} %",
     ]
     if (saved := saved_seconds(epochs)) is not None and saved > _WAITS * _seconds(epochs[0]):
         said.append(

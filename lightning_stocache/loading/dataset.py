@@ -16,6 +16,7 @@ from torch.utils.data import Dataset
 
 from lightning_stocache.cache.codec import SampleCodec
 from lightning_stocache.cache.counters import Counters
+from lightning_stocache.cache.domain import Domain
 from lightning_stocache.cache.placement import Ring
 from lightning_stocache.cache.stores import AnyStore
 from lightning_stocache.loading.cached_source import CachedSource
@@ -24,7 +25,7 @@ from lightning_stocache.node.budget import Budget
 from lightning_stocache.node.group import NodeGroup
 from lightning_stocache.setup.open import open_caches
 from lightning_stocache.setup.open_cache import OpenCache
-from lightning_stocache.setup.request import BackendChoice, CacheRequest, Form, Layout, Write
+from lightning_stocache.setup.request import BackendChoice, CacheRequest, Form, Layout, Write, parse_memory
 from lightning_stocache.source.access import check_source
 
 __all__ = ["CachedDataset", "OnError", "cached_source", "dataset_over"]
@@ -77,11 +78,14 @@ class CachedDataset(Forwarding):
             closes, by an exception or SIGTERM as well ("back"): a cache in memory that is saved.
         sync: seconds after which what was stored on the disk is synced (by a thread); None: the system writes it in its
             own time. No cut of the power has a wrong sample served, it only costs those that were not written yet.
+        indices: which samples are drawn, where a sampler leaves some out (one fold, the positive weights): only they
+            get slots, and "60%" is of them. Any other is served uncached.
 
     Raises:
         TypeError: the source is iterable-style or cached already, or an argument is of the wrong type; (`strict`) its
             samples hold something that cannot be kept as bytes (`UnsupportedSampleError`).
-        ValueError: the budget cannot be read, or an argument is none of its choices; (`strict`) the source is empty.
+        ValueError: the budget cannot be read, an argument is none of its choices, or indices are none of the source's;
+            (`strict`) the source is empty.
         CacheMemoryError: the memory cannot be had, and `on_error="raise"`.
         FingerprintError: the cache of this name holds something else.
 
@@ -117,6 +121,7 @@ class CachedDataset(Forwarding):
         memory: int | float | str | None = None,
         write: Write = "through",
         sync: float | None = None,
+        indices: Sequence[int] | None = None,
     ) -> None:
         check_source(source, Forwarding, strict=strict)
         if transform is not None and not callable(transform):
@@ -139,9 +144,10 @@ class CachedDataset(Forwarding):
             store=store,
             prefill=prefill,
             dir=dir,
-            memory=Budget.parse(0 if memory is None else memory),
+            memory=parse_memory(memory),
             write=write,
             sync=sync,
+            domain=None if indices is None else _domain(indices, source),
         )
         self.__cached, self.__lends_transform = CachedSource(OpenCache.without(request), transform), transform is None
         self.__backend: BackendChoice = backend
@@ -251,6 +257,13 @@ class CachedDataset(Forwarding):
         dataset.__cached, dataset.__lends_transform = cached, cached.transform is None
         dataset.__backend, dataset.__disable = "auto", False
         return dataset
+
+
+def _domain(indices: Sequence[int], source: Any) -> Domain:
+    domain = Domain(indices, len(source))
+    if not len(domain):
+        raise ValueError("indices must name at least one sample: to cache nothing, say budget=0")
+    return domain
 
 
 def cached_source(dataset: CachedDataset) -> CachedSource:

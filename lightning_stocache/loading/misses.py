@@ -21,7 +21,7 @@ from lightning_stocache.cache.counters import Counters, Matter
 from lightning_stocache.cache.field import UnsupportedSampleError
 from lightning_stocache.cache.placement import Integers
 from lightning_stocache.cache.spec import SampleMismatchError
-from lightning_stocache.cache.store import NO_PLACE, UNREADABLE, SampleStore, gathers
+from lightning_stocache.cache.store import NO_PLACE, UNREADABLE, SampleStore, counts_fills, gathers
 from lightning_stocache.loading.interrupts import LetThrough
 from lightning_stocache.source.access import one_per_index
 from lightning_stocache.source.generators import Generators
@@ -59,6 +59,7 @@ class Misses:
     ) -> None:
         self.source, self.cache = source, cache
         self._counters, self._strict = counters, strict
+        self._counts_itself = counts_fills(cache, counters)
         self._recheck = None if frozen else Recheck(source, partial(_is_first, counters, "random sample"))
 
     def load(
@@ -148,7 +149,7 @@ class Misses:
                     nbytes += sum(map(cache.codec.least_bytes, others))
                     for stored in cache.put_many([indices[number] for number in fitting], contents):
                         misses += stored is not None
-                        fills += stored is True
+                        fills += stored is True and not self._counts_itself
         except BaseException:
             served = False
             raise

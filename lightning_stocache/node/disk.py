@@ -57,8 +57,7 @@ class DiskSegment(Segment):
             ValueError: the segment is closed.
         """
         self._check_open()
-        stats = os.fstatvfs(self._data)
-        return stats.f_frsize * stats.f_bavail
+        return files.free_beside(self._data) or 0
 
     @property
     def is_whole(self) -> bool:

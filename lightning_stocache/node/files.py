@@ -33,6 +33,7 @@ __all__ = [
     "default_backend",
     "fetch",
     "format_of",
+    "free_beside",
     "get_shm_size",
     "give_up",
     "hold",
@@ -140,6 +141,12 @@ def write_header(data: int, size: int, reserved: int = 0) -> None:
     os.ftruncate(data, HEADER_BYTES + size)
     reserve(data, 0, HEADER_BYTES + reserved)
     os.pwrite(data, _MAGIC + os.urandom(_TOKEN_BYTES) + _FORMAT.pack(FORMAT), 0)
+
+
+def free_beside(data: int) -> int | None:
+    """Bytes that are free in the filesystem of a file, for a user without privileges; None where it has no limit."""
+    stats = os.fstatvfs(data)
+    return stats.f_frsize * stats.f_bavail if stats.f_blocks else None  # that of memfds has no size
 
 
 def token_of(data: int) -> bytes:

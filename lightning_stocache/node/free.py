@@ -6,7 +6,8 @@ and limits nothing. `MemoryGauge` asks again and again while a cache is filled: 
 
 Filesystem and cgroup fail differently. A full /dev/shm is an error that the store of a slot reports; above a
 cgroup's limit the kernel kills (measured: `posix_fallocate` beyond it ends in SIGKILL, not ENOSPC). So a limit
-cannot be found by trying: it is read here, before any memory is taken.
+cannot be found by trying: it is read here, before any memory is taken, with what caches of other jobs were granted and
+have still to take (`promises`).
 """
 
 from __future__ import annotations
@@ -15,13 +16,23 @@ import os
 import re
 import shutil
 from collections.abc import Iterator
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from pathlib import Path, PurePosixPath
 from typing import NamedTuple
+
+from lightning_stocache.node.promises import Promise, Promised, promised
 
 __all__ = ["FreeMemory", "MemoryGauge"]
 
 _PROGRAMS = 256 * 2**20  # page cache in active use that is left alone: the libraries of a training have 50 to 150 MB
+
+
+class Limit(NamedTuple):
+    """Bytes that are free, where, and what of them was promised to caches of other jobs."""
+
+    size: int
+    name: str
+    promised: Promise
 
 
 @dataclass(frozen=True)
@@ -35,6 +46,7 @@ class FreeMemory:
         directory: The folder that `filesystem` speaks of, for messages.
         cgroup_limit: The limit itself of that cgroup.
         own: What this process holds for itself (its anonymous memory); 0 where that cannot be known.
+        promised: What caches of other jobs may still take of it.
 
     Example:
         >>> free = FreeMemory(filesystem=64 * 2**20, available=8 * 2**30, cgroup=None, directory="/dev/shm")
@@ -48,6 +60,7 @@ class FreeMemory:
     directory: str | None = None
     cgroup_limit: int | None = None
     own: int = 0
+    promised: Promised = field(default_factory=Promised)
 
     @classmethod
     def measure(cls, directory: str | None, root: Path = Path("/")) -> FreeMemory:
@@ -58,7 +71,7 @@ class FreeMemory:
                 limits (memfd).
             root: Where `proc` and `sys` are found; another one is for tests.
         """
-        return replace(MemoryGauge(root).read(directory), own=_own(root))
+        return replace(MemoryGauge(root).read(directory), own=_own(root), promised=promised(root))
 
     @property
     def bytes(self) -> int:
@@ -73,8 +86,16 @@ class FreeMemory:
     @property
     def memory(self) -> tuple[int, str] | None:
         """The smaller limit of memory, whatever the filesystem says, and its name; None if neither is known."""
-        limits = ((self.cgroup, "the cgroup's memory limit"), (self.available, "MemAvailable"))
-        return min(((size, name) for size, name in limits if size is not None), default=None)
+        return min(((limit.size, limit.name) for limit in self.limits_of_memory), default=None)
+
+    @property
+    def limits_of_memory(self) -> list[Limit]:
+        """The limits of memory that are known, each with what others were promised of it."""
+        limits = (
+            (self.cgroup, "the cgroup's memory limit", self.promised.cgroup),
+            (self.available, "MemAvailable", self.promised.machine),
+        )
+        return [Limit(size, name, promised) for size, name, promised in limits if size is not None]
 
     @property
     def _tightest(self) -> tuple[int, str]:

@@ -2,9 +2,11 @@
 
 Three facts, in the order in which they are made:
 
-1. `FreeMemory.measure` asks the kernel, when a cache opens, what may be taken at all.
+1. `FreeMemory.measure` asks the kernel, when a cache opens, what may be taken at all, and other caches (`promises`).
 2. A `Reserve` says what will still come beside the caches: batches, workers, gradients, the optimiser's state.
-3. `grant` takes the smallest: the wish, the dataset, and the free memory less the reserve and a margin.
+3. `grant` takes the smallest: the wish, the dataset, and the free memory less the reserve, a margin, and what caches of
+   other jobs were promised: of memory, which is looked at again while a cache is filled, a job gets an even share at
+   least, so that one that was granted all there is, and never fills it, does not keep the others from caching.
 
 Not promised: that the memory is still free later. Others allocate too, which is why a slot's memory is taken where that
 can fail, and why free memory is looked at again while the cache is filled.
@@ -83,13 +85,14 @@ def grant(budget: Budget, dataset_bytes: int, free: FreeMemory, reserve: Reserve
     rooms = []
     if free.filesystem is not None:
         # A full one kills nobody. 16 MiB are for others' small files, yet little of Docker's 64 MiB.
-        room = free.filesystem - reserve.files - max(free.filesystem // 50, 16 * _MIB)
-        rooms.append((room, f"{free.directory or 'the filesystem'} ({format_bytes(free.filesystem)} free)"))
-    if free.memory is not None:
-        size, name = free.memory
+        # What is promised to others is gone: the workers of a loader that put their batches there die where it is full.
+        others = free.promised.files
+        room = free.filesystem - others.nbytes - reserve.files - max(free.filesystem // 50, 16 * _MIB)
+        rooms.append((room, f"{free.directory or 'the filesystem'} ({format_bytes(free.filesystem)} free{others})"))
+    for size, name, others in free.limits_of_memory:
         kept = reserve.bytes + margin(free, ranks)
-        room = (size - kept) * _READER_SHARE // (_READER_SHARE + reserve.readers)
-        rooms.append((room, f"{name} ({format_bytes(size)} free, {format_bytes(kept)} kept for the training)"))
+        room = others.share(size - kept) * _READER_SHARE // (_READER_SHARE + reserve.readers)
+        rooms.append((room, f"{name} ({format_bytes(size)} free{others}, {format_bytes(kept)} kept for the training)"))
     room, limit = min(rooms, default=(0, "memory that cannot be measured here"))
     safe = max(0, room)
     wanted = budget.wanted(dataset_bytes, safe)

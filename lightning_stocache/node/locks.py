@@ -6,14 +6,27 @@ drops all locks that the process holds on it: so they live on a file of their ow
 
 from __future__ import annotations
 
+import logging
+import os
+import re
+import struct
 import sys
+import time
+from pathlib import Path
 
 if sys.platform != "win32":
     import fcntl
 
     _WAIT, _TRY, _FREE = fcntl.LOCK_EX, fcntl.LOCK_EX | fcntl.LOCK_NB, fcntl.LOCK_UN
 
-__all__ = ["give_back", "is_unlocked", "take"]
+__all__ = ["TOLD_SECONDS", "give_back", "holder", "is_unlocked", "share", "take"]
+
+log = logging.getLogger(__name__)
+
+TOLD_SECONDS = 10.0
+"""After so many seconds of waiting for a lock it is said who has it, and again after as many."""
+
+_FLOCK = struct.Struct("@hhqqi4x")  # Linux: kind, whence, start, length, process
 
 
 def take(descriptor: int, byte: int, *, wait: bool = False) -> bool:
@@ -37,3 +50,41 @@ def is_unlocked(descriptor: int) -> bool:
     except (BlockingIOError, PermissionError):
         return False
     return True
+
+
+def holder(descriptor: int, byte: int) -> int | None:
+    """The other process that has the lock of one byte; None if there is none, or it cannot be known."""
+    if not sys.platform.startswith("linux"):
+        return None
+    asked = _FLOCK.pack(fcntl.F_WRLCK, os.SEEK_SET, byte, 1, 0)
+    kind, _, _, _, pid = _FLOCK.unpack(fcntl.fcntl(descriptor, fcntl.F_GETLK, asked))
+    return None if kind == fcntl.F_UNLCK or pid <= 0 else int(pid)  # 0: of another pid namespace
+
+
+def share(descriptor: int, what: str) -> None:
+    """Take the shared `flock` of a whole file, as soon as nobody has it alone.
+
+    Args:
+        descriptor: of the file.
+        what: it is, for messages.
+    """
+    tell = TOLD_SECONDS + time.monotonic()
+    while True:
+        try:
+            fcntl.flock(descriptor, fcntl.LOCK_SH | fcntl.LOCK_NB)
+            return
+        except BlockingIOError:
+            if time.monotonic() >= tell:
+                tell += TOLD_SECONDS
+                log.warning("%s is waited for: %s has it locked", what, _who_has(os.fstat(descriptor).st_ino))
+            time.sleep(0.002)
+
+
+def _who_has(inode: int) -> str:
+    """The process that has a whole file locked, for people."""
+    try:
+        lines = Path("/proc/locks").read_text()
+    except OSError:
+        lines = ""
+    found = re.search(rf"FLOCK +\w+ +WRITE +(\d+) +\w+:\w+:{inode} ", lines)
+    return f"process {found[1]}" if found else "another process"

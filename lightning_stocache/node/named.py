@@ -35,6 +35,7 @@ from lightning_stocache.node.files import (
     token_of,
     write_header,
 )
+from lightning_stocache.node.locks import share
 from lightning_stocache.node.manifest import Manifest, ManifestError, read_manifest, write_manifest
 from lightning_stocache.node.owned import open_own
 from lightning_stocache.node.segment import Segment
@@ -46,6 +47,7 @@ __all__ = [
     "LOCKS",
     "Mend",
     "check_name",
+    "clean_command",
     "is_name",
     "join_named",
     "open_named",
@@ -135,7 +137,7 @@ def _join(path: str, directory: str | None, mend: Mend | None) -> tuple[Segment,
     try:
         alone = directory is not None and try_exclusive(data)
         if not alone:
-            fcntl.flock(data, fcntl.LOCK_SH)  # waits for a janitor that has just begun, and for who mends
+            share(data, path)  # waits for a janitor that has just begun, and for who mends
         if not still_there(data, path):
             os.close(data)
             return None
@@ -243,8 +245,27 @@ def prefix() -> str:
 
 def way_out(name: str, directory: str | None = None) -> str:
     """What to do about a cache that cannot be joined, in one sentence."""
-    where = "" if directory is None else f" --dir {shlex.quote(directory)}"
-    return f"Give another name, or remove it: python -m lightning_stocache clean {name}{where}"
+    return f"Give another name, or remove it: {clean_command(name, directory)}"
+
+
+def clean_command(name: str = "", directory: str | None = None) -> str:
+    r"""What removes a cache, or all that nobody uses, as it is typed into a shell, whatever the directory's name is.
+
+    Example:
+        >>> clean_command("photos"), clean_command("photos", "/local/nvme")
+        ('python -m lightning_stocache clean photos', 'python -m lightning_stocache clean photos --dir /local/nvme')
+        >>> print(clean_command(directory="/tmp/a\udcff"))
+        python -m lightning_stocache clean --dir $'/tmp/a\xff'
+    """
+    words = ["python -m lightning_stocache clean", *filter(None, [name])]
+    if directory is not None:
+        if directory.isprintable():
+            words.append(f"--dir {shlex.quote(directory)}")
+        else:  # bytes that are no text, or move the cursor: as the shells write them
+            shown = (chr(byte) if 32 <= byte < 127 else f"\\x{byte:02x}" for byte in os.fsencode(directory))
+            quoted = "".join(f"\\{char}" if char in "\\'" and len(char) == 1 else char for char in shown)
+            words.append(f"--dir $'{quoted}'")
+    return " ".join(words)
 
 
 def try_exclusive(descriptor: int) -> bool:

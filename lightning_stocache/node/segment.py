@@ -24,7 +24,6 @@ Not promised: that two processes see each other's stores in a given order; that 
 from __future__ import annotations
 
 import contextlib
-import logging
 import mmap
 import os
 import weakref
@@ -37,13 +36,11 @@ import torch
 import lightning_stocache.node.files as files
 from lightning_stocache.node.files import HEADER_BYTES, Backend
 from lightning_stocache.node.handle import SegmentHandle
-from lightning_stocache.node.locks import give_back, take
+from lightning_stocache.node.locks import give_back, holder, take
 from lightning_stocache.node.manifest import Manifest, write_manifest
 from lightning_stocache.node.owned import open_own
 
 __all__ = ["Segment", "SegmentHandle"]
-
-log = logging.getLogger(__name__)
 
 # The segments that this process has open, by token. Opening one a second time in the same process would make a second
 # lock descriptor, and closing either would drop the locks of both.
@@ -73,8 +70,7 @@ class Segment:
     """
 
     def __init__(self, data: int, locks: int, size: int, path: str | None = None, *, owned: bool = False) -> None:
-        self.size, self.path = size, path
-        self._data, self._locks = data, locks
+        self.size, self.path, self._data, self._locks = size, path, data, locks
         self._own_names = [path, path + ".locks"] if owned and path else []
         self._holds = 1
         self._map: mmap.mmap | None = None
@@ -191,6 +187,11 @@ class Segment:
         """Bytes of memory (or of the disk) that the file holds right now, the header included."""
         return 0 if self.closed else os.fstat(self._data).st_blocks * 512
 
+    @property
+    def free_bytes(self) -> int | None:
+        """Bytes that are free where the file lies; None where its filesystem has no limit."""
+        return files.free_beside(self._data)
+
     def bytes(self, offset: int, length: int) -> torch.Tensor:
         """A live view, uint8 `[length]`, of the payload from `offset` on. Drop it before `close`.
 
@@ -230,8 +231,7 @@ class Segment:
 
     def discard(self, offset: int = 0) -> None:
         """Zero the payload from `offset` on, in every process, and give its whole pages back to the system at once."""
-        mapped, end = self._check_open(), HEADER_BYTES + self.size
-        start = HEADER_BYTES + offset
+        mapped, start, end = self._check_open(), HEADER_BYTES + offset, HEADER_BYTES + self.size
         first_page = -(-start // mmap.PAGESIZE) * mmap.PAGESIZE
         if hasattr(mmap, "MADV_REMOVE") and first_page < end:
             mapped.madvise(mmap.MADV_REMOVE, first_page, end - first_page)
@@ -247,6 +247,10 @@ class Segment:
         """Give the lock of one byte back; `close` has done so already."""
         if not self.closed:
             give_back(self._locks, byte)
+
+    def holder(self, byte: int) -> int | None:
+        """The other process that has the lock of one byte; None if there is none, or it cannot be known."""
+        return None if self.closed else holder(self._locks, byte)
 
     def unlink(self) -> None:
         """Take the name away, if there is one: from then on the memory goes with the last process that uses it."""
@@ -273,10 +277,8 @@ class Segment:
         if self._holds:
             return
         mapped, self._map = self._map, None
-        try:
+        with contextlib.suppress(BufferError):  # a view of the user's is alive: the mapping goes when that view does
             mapped.close()
-        except BufferError:  # a view of the user's is alive: the mapping goes when that view does
-            log.debug("a view of a closed segment is still alive; its memory is freed with the view")
         self._finalizer()
 
     def _check_open(self) -> mmap.mmap:

@@ -4,22 +4,26 @@ One cache serves the ranks of a node, by index. Ranks that hold other data under
 each, a random split that each has drawn for itself) would get each other's samples. What a source holds is told by its
 class, its length, and a digest of the lists, arrays and tensors in its attributes, through the datasets inside it:
 their sizes and their ends, for they may be large.
+
+Which of the indices are drawn may differ: a rank may have a sampler of its own. What any rank draws gets a slot.
 """
 
 from __future__ import annotations
 
 import hashlib
 from collections.abc import Sequence
+from functools import reduce
 from typing import Any
 
 import numpy as np
 import torch
 from torch.utils.data import Dataset
 
+from lightning_stocache.cache.domain import Domain
 from lightning_stocache.node.group import NodeGroup
 from lightning_stocache.setup.request import CacheRequest
 
-__all__ = ["check_lengths", "data_digest", "ranks_apart"]
+__all__ = ["check_lengths", "data_digest", "drawn_by_any", "ranks_apart", "united"]
 
 _ENDS = 8  # items at either end of a container
 _DEEP = 4  # datasets inside each other
@@ -38,6 +42,26 @@ def check_lengths(requests: Sequence[CacheRequest], group: NodeGroup) -> None:
                 f"all ranks must open the same sources; those of rank 0 have {lengths[0]} samples, those of rank "
                 f"{rank} {others}. Give every rank the whole dataset and let a DistributedSampler divide it"
             )
+
+
+def drawn_by_any(domains: Sequence[Domain | None], group: NodeGroup) -> list[Domain | None]:
+    """What any rank draws of each dataset, where each has a sampler of its own. Collective.
+
+    Args:
+        domains: what this rank draws; None for all of it, or where that is not known.
+        group: the ranks.
+    """
+    digests = [None if domain is None else domain.digest for domain in domains]
+    told = group.exchange(digests)
+    if all(others == digests for others in told) or any(len(others) != len(digests) for others in told):
+        return list(domains)  # of other numbers of datasets `check_lengths` tells
+    return [united(parts) for parts in zip(*group.exchange(domains), strict=True)]
+
+
+def united(domains: Sequence[Domain | None]) -> Domain | None:
+    """What is drawn by any of several samplers."""
+    known = [domain for domain in domains if domain is not None]
+    return reduce(Domain.__or__, known) if len(known) == len(domains) else None
 
 
 def ranks_apart(requests: Sequence[CacheRequest], group: NodeGroup) -> list[bool]:

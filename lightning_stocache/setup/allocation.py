@@ -122,7 +122,7 @@ def _divide(
     kept_back = loaders + later
     for pot, budget in budgets.items():
         members = [
-            (number, request, codec, _size(request, codec, budget) + request.length * more)
+            (number, request, codec, _size(request, codec, budget) + request.samples * more)
             for number, (request, codec) in enumerate(zip(requests, codecs, strict=True))
             if request.pot == pot and codec is not None
         ]
@@ -133,8 +133,8 @@ def _divide(
         kept_back += Reserve(files=given.bytes)
         for number, request, codec, nbytes in members:
             granted[number] = given.bytes * nbytes // size
-            slots[number] = min(granted[number] // (codec.slot_bytes + more), request.length)
-        got, samples = sum(slots[number] for number, *_ in members), sum(request.length for _, request, *_ in members)
+            slots[number] = min(granted[number] // (codec.slot_bytes + more), request.samples)
+        got, samples = sum(slots[number] for number, *_ in members), sum(request.samples for _, request, *_ in members)
         if given.limited_by is not None or not got:
             whose = f" ({pot})" if pot else ""
             limit = f"limited by {given.limited_by}" if given.limited_by else "less than one sample"
@@ -149,9 +149,9 @@ def _divide(
 
 
 def _size(request: CacheRequest, codec: SampleCodec, budget: Budget) -> int:
-    """Bytes for the whole dataset: what is meant by a part of it is a part of the samples; for all, all must fit."""
+    """Bytes for all that is drawn: what is meant by a part of it is a part of the samples; for all, all must fit."""
     part = budget.unit == "% of dataset" and budget.amount < 100
-    return request.length * (codec.slot_bytes if part else codec.most_slot_bytes)
+    return request.samples * (codec.slot_bytes if part else codec.most_slot_bytes)
 
 
 def _reserve(request: CacheRequest, codec: SampleCodec | None, ranks: int, worker_bytes: int, own: int) -> Reserve:

@@ -144,7 +144,7 @@ def _find(request: CacheRequest, told: Callable[[int], None] = lambda index: Non
         before = generators.state()
         told(0)
         try:
-            indices = spread(request.length, _FROZEN)
+            indices = spread(request.length, _FROZEN, request.domain)
             samples = [source[index] for index in indices]
             choice = choose_codec(indices, samples, request.layout)
             note = None if request.store == "decoded" else f"store={request.store!r} is not for allow_random=True"
@@ -152,9 +152,9 @@ def _find(request: CacheRequest, told: Callable[[int], None] = lambda index: Non
             return Finding(codec, odd=choice.odd, reads=len(indices), note=note)
         finally:
             generators.restore(before)
-    parts = split(source, quick=_QUICK, told=told)
+    parts = split(source, quick=_QUICK, told=told, domain=request.domain)
     files: EncodedForm | str | None = None
-    if request.store == "encoded" or (request.store == "auto" and request.name is None):
+    if request.store == "encoded" or (request.store == "auto" and not request.outlives):
         files = look_at_files(source, parts.source, parts.indices, told)
     if isinstance(files, EncodedForm) and (request.store == "encoded" or parts.reason is not None):
         kept = taken_apart(source)[0]

@@ -55,8 +55,10 @@ def fingerprint(request: CacheRequest, codec: SampleCodec) -> dict[str, str | in
         {'dataset': 'builtins.list', 'length': 3, 'spec': 'sample: int', 'fingerprint': 'v2'}
     """
     frozen = " (allow_random)" if request.allow_random else ""  # its first draw is kept, which a split source's is not
+    domain = request.domain
+    part = "" if domain is None else f"{len(domain)} indices {domain.digest} of "
     return {
-        "dataset": _short(_identity(request.source) + frozen),
+        "dataset": _short(part + _identity(request.source) + frozen),
         "length": request.length,
         "spec": _short(codec.title),
         "fingerprint": _short(str(request.fingerprint)),
@@ -154,7 +156,7 @@ def _over(request: CacheRequest, codec: SampleCodec, segment: Segment, manifest:
     try:
         _check(request, codec, manifest)
         try:
-            return _store_for(request, codec).found(segment, codec, manifest.geometry, request.length)
+            return _store_for(request, codec).found(segment, codec, manifest.geometry, request.length, request.domain)
         except ValueError as error:
             raise ManifestError(f"the cache {request.name!r} is damaged: {error}. {_way_out(request)}") from None
     except BaseException:
@@ -200,7 +202,7 @@ def _asked_for(
         held: bytes that the caches hold, and which a new one would find free.
     """
     sizes = [
-        0 if codec is None else request.length * codec.slot_bytes
+        0 if codec is None else request.samples * codec.slot_bytes
         for request, codec in zip(requests, codecs, strict=True)
     ]
     directory = requests[0].dir

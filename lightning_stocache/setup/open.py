@@ -5,7 +5,8 @@ All requests of one call open together, because they share budgets. The steps, e
 1. The leader of each node looks at every source (`look`): what its samples look like gives the codec, and the random
    part is found. The other ranks read nothing; they cut their own copy of the source at the same place. What cannot be
    cached passes through, with one warning.
-2. Each leader joins the named caches that lie in its node's memory (`named_cache`).
+2. Each leader joins the named caches that lie in its node's memory (`named_cache`), and those that its process has
+   kept (`kept_cache`).
 3. Each leader divides the memory of its node among the others (`allocate`). Where samples may be kept as their files,
    what was granted decides how many are (`form_choice`).
 4. The leaders tell each other their slots, and every rank lays the same rings: who is the home of which index, and how
@@ -34,10 +35,11 @@ from lightning_stocache.cache.records import RecordCodec
 from lightning_stocache.node.budget import Budget
 from lightning_stocache.node.files import Backend
 from lightning_stocache.node.group import NodeGroup
-from lightning_stocache.setup.agreement import check_lengths, ranks_apart
+from lightning_stocache.setup.agreement import check_lengths, drawn_by_any, ranks_apart
 from lightning_stocache.setup.allocation import Allocation, allocate
 from lightning_stocache.setup.disk_cache import allocate_on_disk, with_directories
 from lightning_stocache.setup.form_choice import decoded_share, mixed_codec, told_share
+from lightning_stocache.setup.kept_cache import KeptCaches
 from lightning_stocache.setup.look import Finding, look
 from lightning_stocache.setup.named_cache import join_caches, rings_as_they_are
 from lightning_stocache.setup.open_cache import OpenCache
@@ -92,6 +94,8 @@ def open_caches(
     check_lengths(requests, group)
     if not requests:
         return []
+    domains = drawn_by_any([request.domain for request in requests], group)
+    requests = [replace(request, domain=domain) for request, domain in zip(requests, domains, strict=True)]
     try:
         requests = with_directories(requests, group)
     except (OSError, ImportError, RuntimeError) as error:
@@ -107,11 +111,14 @@ def open_caches(
         ]
     )
     ranks = len(group.nodes[group.node])
+    kept = group.together(lambda: KeptCaches(requests, findings, backend) if group.is_leader else None)
     joined = group.together(
         lambda: join_caches(requests, [found.codec for found in findings], budgets) if group.is_leader else {}
     )
+    joined |= {} if kept is None else kept.join()
     promised = sum(cache.promised_bytes for cache in joined.values())
     codecs = [None if number in joined else found.codec for number, found in enumerate(findings)]
+    there_before = any(request.outlives for request in requests)
     if named := any(request.name is not None for request in requests):
         backend = "tmpfile"  # where names are
     worker_bytes = max((found.worker_bytes or 0 for found in findings), default=0)
@@ -137,35 +144,40 @@ def open_caches(
             continue
         share = found.share
         if found.encoded is not None:
-            share = decoded_share(granted, request.length, codec, found.encoded)
+            share = decoded_share(granted, request.samples, codec, found.encoded)
             if group.is_leader:
                 log.info(told_share(request.title, share, codec, found.encoded))
         if share is not None and found.encoded is not None:
             codec = mixed_codec(codec, found.encoded, share)
         elif isinstance(codec, RecordCodec):
-            codec = codec.for_bytes(granted, request.length)
+            codec = codec.for_bytes(granted, request.samples)
         if codec is not found.codec:
             findings[number] = replace(found, codec=codec, share=share)
-            planned[number] = min(granted // codec.slot_bytes, request.length)
+            planned[number] = min(granted // codec.slot_bytes, request.samples)
     parts = group.together(lambda: list(map(_parts, requests, findings, decoded)))
     homes = [
-        _homes(found.codec, count, granted, request.length, group)
+        _homes(found.codec, count, granted, request.samples, group)
         for found, count, granted, request in zip(findings, planned, plan.granted, requests, strict=True)
     ]
     slots = group.exchange([planned, homes])
     expected, rings = (
         [
-            Ring.cut(request.length, group.shares, [slots[ranks[0]][which][number] for ranks in group.nodes])
+            Ring.cut(
+                request.samples,
+                group.shares,
+                [slots[ranks[0]][which][number] for ranks in group.nodes],
+                request.domain,
+            )
             for number, request in enumerate(requests)
         ]
         for which in (0, 1)
     )
-    if named:
+    if there_before:
         held = group.exchange({number: cache.handle.arc for number, cache in joined.items()})
         rings = [
             ring.beside([held[ranks[0]].get(number) for ranks in group.nodes]) for number, ring in enumerate(rings)
         ]
-    short = any(count < request.length for count, request in zip(planned, requests, strict=True))
+    short = any(count < request.samples for count, request in zip(planned, requests, strict=True))
     if group.is_leader and short:  # files, or packed images, may fit where decoded ones do not
         for warning in plan.warnings:
             log.warning(warning)
@@ -192,14 +204,16 @@ def open_caches(
         if wanted:
             return [OpenCache.without(request, group) for request in requests]
         segments = [Segments(None, None) for _ in requests]
+    if kept is not None:
+        kept.keep(made.cache for made in segments)
     for request, found, made in zip(requests, findings, segments, strict=True):
         told = found.odd if group.is_leader and not request.strict else None
         if told and made.counters is not None and made.counters.is_first("odd sample"):
             warn_of_odd(request.source, told)
-    if named:
+    if there_before:
         arcs = group.exchange([None if made.cache is None else made.cache.handle.arc for made in segments])
         rings = rings_as_they_are(rings, [arcs[ranks[0]] for ranks in group.nodes])
-        expected = [ring if request.name else e for ring, request, e in zip(rings, requests, expected, strict=True)]
+        expected = [ring if request.outlives else e for ring, request, e in zip(rings, requests, expected, strict=True)]
     return [
         OpenCache(
             replace(request, reader=None),

@@ -16,6 +16,7 @@ from lightning_stocache.cache.stores import AnyStore
 from lightning_stocache.cache.tiers import TieredStore
 from lightning_stocache.node.budget import format_bytes
 from lightning_stocache.node.group import NodeGroup
+from lightning_stocache.node.named import clean_command
 from lightning_stocache.setup.request import CacheRequest
 from lightning_stocache.source.access import batch_reader
 from lightning_stocache.source.odd import Odd
@@ -99,15 +100,17 @@ class OpenCache:
     def describe(self) -> str:
         """One line on what is cached, for people; with several nodes, on which one, and its arc of the ring."""
         source: Any = self.request.source
-        name, samples, cache, group = type(source).__name__, len(source), self.live_cache, self.group
+        name, samples, cache, group = type(source).__name__, f"{len(source):,}", self.live_cache, self.group
         if cache is None:
-            return f"{name}: {samples:,} samples, not cached"
+            return f"{name}: {samples} samples, not cached"
+        if self.request.domain is not None:
+            samples = f"the {self.request.samples:,} that are drawn of {samples}"
         where, arc = "", ""
         if len(group.nodes) > 1:
             where = f" on node{group.node} (ranks {', '.join(map(str, group.nodes[group.node]))})"
             arc = "" if self.ring is None else f" in an arc that starts at {self.ring.arcs[group.node].start:,}"
         return (
-            f"{name}{where}: {cache.capacity:,} of {samples:,} samples have a slot{arc}, {cache.filled:,} are filled, "
+            f"{name}{where}: {cache.capacity:,} of {samples} samples have a slot{arc}, {cache.filled:,} are filled, "
             f"{self._used(cache)} in use of {format_bytes(self.budget_bytes)}"
         )
 
@@ -116,7 +119,7 @@ class OpenCache:
         cache, request = self.live_cache, self.request
         held = (0, 0, 0, 0) if cache is None else (len(cache), cache.filled, cache.memory_bytes, cache.disk_bytes)
         return {
-            "samples": request.length,
+            "samples": request.samples,
             **dict(zip(("slots", "filled", "memory_bytes", "disk_bytes"), held, strict=True)),
             "budget_bytes": self.budget_bytes,
             "name": request.name,
@@ -145,12 +148,11 @@ class OpenCache:
         cache, name = self.live_cache, self.request.name
         if cache is not None and name is not None and self.group.is_leader:
             log.info(
-                "the cache is kept as %s, %d of %d slots filled. To remove it: python -m lightning_stocache clean %s%s",
+                "the cache is kept as %s, %d of %d slots filled. To remove it: %s",
                 name,
                 cache.filled,
                 len(cache),
-                name,
-                "" if self.request.dir is None else f" --dir {self.request.dir}",
+                clean_command(name, self.request.dir),
             )
         if isinstance(cache, TieredStore) and cache.write_back and self.group.is_leader and not cache.save():
             log.warning("the disk did not take all that lies in memory: the rest is loaded again")

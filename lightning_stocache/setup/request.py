@@ -10,12 +10,13 @@ from typing import Literal, cast, get_args
 from torch.utils.data import Dataset
 
 from lightning_stocache.cache.codec import SampleCodec
+from lightning_stocache.cache.domain import Domain
 from lightning_stocache.cache.records import RecordCodec
 from lightning_stocache.cache.spec import SampleSpec
 from lightning_stocache.node.budget import Budget
 from lightning_stocache.node.named import check_name
 
-__all__ = ["BackendChoice", "CacheRequest", "Form", "Layout", "LoaderSettings", "Write", "check_disk"]
+__all__ = ["BackendChoice", "CacheRequest", "Form", "Layout", "LoaderSettings", "Write", "check_disk", "parse_memory"]
 
 BackendChoice = Literal["auto", "tmpfile", "memfd", "file"]
 Layout = Literal["auto", "rows", "records"]
@@ -74,6 +75,8 @@ class CacheRequest:
         memory: what of a cache on a disk lies in memory besides.
         write: whether what lies in memory besides is written to the disk as it comes, or when the cache closes.
         sync: seconds after which what was stored on a disk is synced; None: never.
+        kept: the place under which its cache stays in this process, for who asks for the same there again.
+        domain: which indices are drawn, where that is known; None: all of them.
 
     Raises:
         TypeError: spec, fingerprint or dir is of another type.
@@ -96,8 +99,12 @@ class CacheRequest:
     memory: Budget = _NONE
     write: Write = "through"
     sync: float | None = None
+    kept: str | None = None
+    domain: Domain | None = None
 
     def __post_init__(self) -> None:
+        if self.domain is not None and self.domain.is_whole:
+            object.__setattr__(self, "domain", None)
         if self.layout not in get_args(Layout):
             raise ValueError(f"layout must be 'auto', 'rows' or 'records', got {self.layout!r}")
         if self.store not in get_args(Form):
@@ -117,15 +124,39 @@ class CacheRequest:
         check_disk(self.dir, self.memory, self.write, self.sync)
 
     @property
+    def outlives(self) -> bool:
+        """Whether its cache is there for the next call, which takes it as it is."""
+        return self.name is not None or self.kept is not None
+
+    @property
     def length(self) -> int:
         """Number of samples in the source."""
         return len(cast(Sized, self.source))
 
     @property
+    def samples(self) -> int:
+        """Number of them that are drawn."""
+        return self.length if self.domain is None else len(self.domain)
+
+    @property
     def title(self) -> str:
         """The source, for messages."""
         whose = self.reader.stage if self.reader is not None and self.reader.stage else self.pot
-        return f"{type(self.source).__name__} ({self.length:,} samples{f', {whose}' if whose else ''})"
+        samples = f"{self.length:,}" if self.domain is None else f"{self.samples:,} of {self.length:,}"
+        return f"{type(self.source).__name__} ({samples} samples{f', {whose}' if whose else ''})"
+
+
+def parse_memory(memory: int | float | str | None) -> Budget:
+    """What of a cache on a disk is to lie in memory besides, read as a budget is; None is nothing.
+
+    Raises:
+        TypeError: it is no number and no string.
+        ValueError: it cannot be read.
+    """
+    try:
+        return Budget.parse(0 if memory is None else memory)
+    except (TypeError, ValueError) as error:
+        raise type(error)(f"memory{str(error).removeprefix('budget')}") from None
 
 
 def check_disk(directory: str | None, memory: Budget, write: Write, sync: float | None) -> None:

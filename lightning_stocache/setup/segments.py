@@ -85,9 +85,9 @@ class Segments:
         if codec is not None and request.name is not None:
             if joined is None:  # it may have come since, or this is the second try
                 cache = open_cache(request, codec, arc, budget, granted) if arc.slots else join_cache(request, codec)
-        elif codec is not None and arc.slots and request.dir is not None:
+        elif codec is not None and joined is None and arc.slots and request.dir is not None:
             cache = disk_store_for(codec).create_in(request.dir, codec, arc, whose, granted=granted)
-        elif codec is not None and arc.slots:
+        elif codec is not None and joined is None and arc.slots:
             cache = store_for(codec).create(codec, arc, backend, whose, granted=granted)
         if isinstance(cache, DiskStore):
             cache.sync_every(request.sync or 0)
@@ -96,7 +96,7 @@ class Segments:
             memory = store_for(codec).create(codec, part, backend, whose, granted=above.granted)
             memory.keep_free(above.keep_free)
             cache = tiered(memory, cache, request.write == "back")
-        return cls(Counters.create(group.rank, backend), cache, request.name is not None)
+        return cls(Counters.create(group.rank, backend), cache, request.name is not None or joined is not None)
 
     @property
     def address(self) -> _Address:

@@ -26,6 +26,7 @@ from typing import Any, cast
 
 from torch.utils.data import Dataset
 
+from lightning_stocache.cache.domain import Domain
 from lightning_stocache.source.generators import Generators, watch_entropy
 from lightning_stocache.source.probe import Path, Probe, Read, bits, sign, walk
 from lightning_stocache.source.transform_split import (
@@ -73,7 +74,12 @@ class Split:
 
 
 def split(
-    source: Dataset[Any], *, samples: int = 4, quick: int = 0, told: Callable[[int], None] | None = None
+    source: Dataset[Any],
+    *,
+    samples: int = 4,
+    quick: int = 0,
+    told: Callable[[int], None] | None = None,
+    domain: Domain | None = None,
 ) -> Split:
     """Split a source into what is the same on every read and the random rest.
 
@@ -84,6 +90,7 @@ def split(
             two take more than 20 s, they have to do.
         quick: How many more to probe, as long as all of it takes less than 0.2 s; what raises is left out.
         told: Called with each index before it is read.
+        domain: Which indices may be read; by default all.
 
     Raises:
         ValueError: If `source` is empty or `samples` is below 1. What the source itself raises comes through unchanged.
@@ -108,18 +115,19 @@ def split(
     length = len(cast(Sized, source))
     if length < 1 or samples < 1:
         raise ValueError(f"split needs a source with samples and samples >= 1, got {length} samples and {samples=}")
-    probe = Probe(source, spread(length, samples), told)
+    probe = Probe(source, spread(length, samples, domain), told)
     with watch_entropy():
         try:
-            return _split(source, probe, spread(length, quick + 2)[1:-1] if quick else ())
+            return _split(source, probe, spread(length, quick + 2, domain)[1:-1] if quick else ())
         finally:
             probe.generators.restore(probe.before)
 
 
-def spread(length: int, count: int) -> tuple[int, ...]:
-    """So many indices, evenly from the first to the last."""
-    count = min(count, length)
-    return tuple(k * (length - 1) // max(count - 1, 1) for k in range(count))
+def spread(length: int, count: int, domain: Domain | None = None) -> tuple[int, ...]:
+    """So many indices of a dataset, or of its domain, evenly from the first to the last."""
+    among = range(length) if domain is None else domain.indices
+    count = min(count, len(among))
+    return tuple(int(among[k * (len(among) - 1) // max(count - 1, 1)]) for k in range(count))
 
 
 def _split(source: Dataset[Any], probe: Probe, quick: tuple[int, ...]) -> Split:

@@ -4,9 +4,9 @@ The datasets of a call (train and val for `fit`) share the budget. Those that op
 that opens later gets what is left of a budget in bytes, and of the free memory. A val set that opens before the
 training set takes at most half.
 
-A dataset is known by its object. The same object is never opened twice within a call: not for a second `setup`, nor
-for reloaded loaders. Another object is another dataset, even if it looks the same: its cache starts empty, and the
-caches of those that it replaces are closed.
+A dataset is known by its object. The same object is never opened twice within a call, for a second `setup` or for
+reloaded loaders, but where a stage that comes later draws what has no slot there: it gets a cache of its own. Another
+object is another dataset, even if it looks the same: its cache starts empty, those of what it replaces are closed.
 
 Caches that were opened by other ranks than those of now (by hand, before the Trainer had started its processes) are
 closed and opened again for all. A copy in another process (pickled for ddp_spawn) has the options and nothing open.
@@ -20,9 +20,9 @@ from collections.abc import Collection, Iterable, Mapping
 from dataclasses import dataclass, field, replace
 from typing import Any, cast
 
-from torch.nn.parameter import UninitializedParameter
 from torch.utils.data import Dataset, IterableDataset
 
+from lightning_stocache.cache.domain import Domain
 from lightning_stocache.insight.tallies import end_call
 from lightning_stocache.loading.cached_source import CachedSource
 from lightning_stocache.loading.dataset import CachedDataset, cached_source, dataset_over
@@ -31,36 +31,32 @@ from lightning_stocache.node.budget import Budget
 from lightning_stocache.node.files import memory_directory
 from lightning_stocache.node.free import FreeMemory
 from lightning_stocache.node.group import NodeGroup
+from lightning_stocache.setup.kept_cache import let_go
 from lightning_stocache.setup.open import open_caches
 from lightning_stocache.setup.open_stream import open_stream
-from lightning_stocache.setup.request import CacheRequest, LoaderSettings
+from lightning_stocache.setup.request import CacheRequest, parse_memory
 from lightning_stocache.training.options import CacheOptions
+from lightning_stocache.training.wanted import Wanted, agreed, together
 
-__all__ = ["CallCaches", "Wanted", "training_bytes"]
+__all__ = ["CallCaches"]
 
 log = logging.getLogger(__name__)
 
-# Bytes to come per byte of a parameter that is trained on the CPU: its gradient and Adam's two moments, and all four
-# once more, because workers that are started for a later epoch hold the pages that a step then writes to.
-_PER_PARAMETER = 7
 
-
-@dataclass(frozen=True)
-class Wanted:
-    """A dataset that a loader of the call will read."""
+@dataclass(eq=False)
+class _Open:
+    """A source whose cache is open, the pot that it drew on, what of it has a slot, and the stages that read it."""
 
     source: Dataset[Any]
-    stage: str
-    loader: LoaderSettings
-
-
-@dataclass
-class _Open:
-    """A dataset or stream whose cache is open, the pot that it drew on, and the stages that read it."""
-
     dataset: CachedDataset | CachedStream
     pot: str
+    domain: Domain | None = None
     stages: set[str] = field(default_factory=set)
+
+    def serves(self, entry: Wanted) -> bool:
+        """Whether it is for that loader, too."""
+        covers = entry.stage in self.stages or self.domain is None or self.domain.covers(entry.domain)
+        return self.source is entry.source and covers
 
 
 class CallCaches:
@@ -72,21 +68,18 @@ class CallCaches:
 
     def __init__(self, options: CacheOptions) -> None:
         self.options = options
-        self._open: dict[int, _Open] = {}
+        self._open: list[_Open] = []
         self._group = NodeGroup()
         self._warned = False
         self._said: set[str] = set()
 
-    def __getitem__(self, source: Dataset[Any]) -> CachedDataset:
-        """The cached dataset around a source that has been opened."""
-        return cast(CachedDataset, self._open[id(source)].dataset)
-
-    def stream(self, source: Dataset[Any]) -> CachedStream:
-        """The cached stream around one that has been opened."""
-        return cast(CachedStream, self._open[id(source)].dataset)
+    def of(self, stage: str, source: Dataset[Any]) -> Any:
+        """The cached dataset, or stream, around one that has been opened for a stage."""
+        found = [opened for opened in self._open if opened.source is source]
+        return max(found, key=lambda opened: stage in opened.stages).dataset
 
     def __contains__(self, source: Dataset[Any]) -> bool:
-        return id(source) in self._open
+        return any(opened.source is source for opened in self._open)
 
     def pass_by(self, stage: str, title: str, reason: str) -> None:
         """Say, once and on one rank, that something is not cached."""
@@ -109,35 +102,35 @@ class CallCaches:
             wanted: all datasets and streams of the stages that it names; what is open for these stages and not among
                 them is closed.
             group: which ranks share memory; by default it is found out.
-            later_bytes: what the training will take, see `training_bytes`.
+            later_bytes: what the training will take, see `model_memory`.
             train_to_come: whether the training set will open later, so that half of its pot is kept for it.
 
         Raises:
             CacheMemoryError: the memory cannot be had, and `on_error="raise"`.
             Exception: what a source raises when its first samples are read.
         """
-        wanted = list(wanted)
+        options = self.options
         group = NodeGroup.discover() if group is None else group
         if group != self._group:
-            self.close()
+            self._close_open()
             self._group = group
+        wanted = agreed(wanted, group, outlives=bool(options.keep_cache) or options.name is not None)
         new, streams = dict[int, Wanted](), dict[int, Wanted]()
-        names: dict[int, str] = {}
-        number = Counter[str]()
+        names, number = dict[int, str](), Counter[str]()
         for entry in wanted:
             if isinstance(entry.source, IterableDataset):
                 if entry.source not in self:
                     streams.setdefault(id(entry.source), entry)
                 continue
-            if entry.source not in self:
+            if self._serving(entry) is None:
                 new.setdefault(id(entry.source), entry)  # in several stages: pot and name are those of the first
-                names.setdefault(id(entry.source), f"{self.options.name}-{entry.stage}{number[entry.stage]}")
+                names.setdefault(id(entry.source), f"{self.options.name or ''}-{entry.stage}{number[entry.stage]}")
             number[entry.stage] += 1
+        new = {key: together(entry, wanted) for key, entry in new.items()}
         stages = {entry.stage for entry in wanted}
-        if new and train_to_come and not self.options.keep_cache:
+        if new and train_to_come and self.options.keep_cache is not True:
             stages.add("train")  # what is open for it was opened by hand, before the call
         self._let_go(stages, wanted, [*new.values(), *streams.values()])
-        options = self.options
         pots = {key: options.pot(entry.stage) for key, entry in new.items()}
         requests = [
             CacheRequest(
@@ -153,9 +146,11 @@ class CallCaches:
                 store=options.store,
                 prefill=options.prefill,
                 dir=options.dir,
-                memory=Budget.parse(0 if options.memory is None else options.memory),
+                memory=parse_memory(options.memory),
                 write=options.write,
                 sync=options.sync,
+                kept=names[key] if options.keeps_for_process else None,
+                domain=entry.domain,
             )
             for key, entry in new.items()
         ]
@@ -169,11 +164,17 @@ class CallCaches:
             kept_back=self._kept_back(pots.values(), train_to_come),
         )
         for key, cache in zip(new, opened, strict=True):
-            self._open[key] = _Open(dataset_over(CachedSource(cache)), pots[key])
+            dataset, domain = dataset_over(CachedSource(cache)), cache.request.domain
+            self._open.append(_Open(new[key].source, dataset, pots[key], domain))
             cache.tell()
         self._open_streams(streams, group, train_to_come)
         for entry in wanted:
-            self._open[id(entry.source)].stages.add(entry.stage)
+            cast(_Open, self._serving(entry)).stages.add(entry.stage)
+
+    def _serving(self, entry: Wanted) -> _Open | None:
+        """What is open for a loader: for its stage if there is such a one, else the first that will do."""
+        serving = [opened for opened in self._open if opened.serves(entry)]
+        return max(serving, key=lambda opened: entry.stage in opened.stages, default=None)
 
     def state(self) -> list[dict[str, Any]]:
         """What is held on this node now, one entry for each dataset whose cache is open, as plain values.
@@ -183,13 +184,13 @@ class CallCaches:
         """
         return [
             {"dataset": type(opened.dataset.source).__name__, "stages": sorted(opened.stages)} | _held(opened.dataset)
-            for opened in self._open.values()
+            for opened in self._open
         ]
 
     def _open_streams(self, streams: Mapping[int, Wanted], group: NodeGroup, train_to_come: bool) -> None:
         """Open the memory of streams, which divide what the datasets leave of their pot evenly."""
         options = self.options
-        for number, (key, entry) in enumerate(streams.items()):
+        for number, entry in enumerate(streams.values()):
             pot, waiting = options.pot(entry.stage), len(streams) - number
             budget = self._left(pot, [entry], train_to_come)
             budget = Budget.parse(int(budget.amount) // waiting) if budget.unit == "bytes" else budget
@@ -202,34 +203,38 @@ class CallCaches:
                 "shuffle": entry.stage == "train",
             }
             stream = CachedStream(entry.source, budget, defer=True, **arguments)  # type: ignore[arg-type]
-            disable = options.on_error == "disable"
-            opened = open_stream(budget, group, options.backend, disable=disable, kept_back=back)
+            opened = open_stream(budget, group, options.backend, disable=options.on_error == "disable", kept_back=back)
             stream_source(stream).opened = opened
-            self._open[key] = _Open(stream, pot)
+            self._open.append(_Open(entry.source, stream, pot))
 
     def close(self) -> None:
-        """Close all caches; samples of the same datasets pass through uncached from then on."""
-        for opened in self._open.values():
+        """Close all caches, kept ones too; samples of the same datasets pass through uncached from then on."""
+        self._close_open()
+        if self.options.keeps_for_process:
+            let_go()
+
+    def _close_open(self) -> None:
+        for opened in self._open:
             opened.dataset.close()
         self._open.clear()
 
     def end_call(self) -> None:
         """End of a Trainer call: close, unless the caches are to be kept for the next one."""
-        if not self.options.keep_cache:
-            self.close()
-        end_call(opened.dataset for opened in self._open.values())
+        if self.options.keep_cache is not True:
+            self._close_open()
+        end_call(opened.dataset for opened in self._open)
 
     def _let_go(self, stages: Collection[str], wanted: Collection[Wanted], new: Collection[Wanted]) -> None:
         """Close what these stages do not read any more: a replaced dataset's memory is the new one's."""
         for stage in stages:
-            still = {id(entry.source) for entry in wanted if entry.stage == stage}
-            for key, before in list(self._open.items()):
-                if stage not in before.stages or key in still:
+            still = [entry.source for entry in wanted if entry.stage == stage]
+            for before in list(self._open):
+                if stage not in before.stages or any(source is before.source for source in still):
                     continue
                 before.stages.remove(stage)
                 if not before.stages:
                     before.dataset.close()
-                    del self._open[key]
+                    self._open.remove(before)
                 if not self._warned and self._group.rank == 0 and any(other.stage == stage for other in new):
                     self._warned = True
                     log.warning(
@@ -244,7 +249,7 @@ class CallCaches:
         budget = self.options.budgets[pot]
         if budget.unit != "bytes" or budget.off:
             return budget
-        taken = sum(opened.dataset.budget_bytes for opened in self._open.values() if opened.pot == pot)
+        taken = sum(opened.dataset.budget_bytes for opened in self._open if opened.pot == pot)
         left = max(int(budget.amount) - taken, 0)
         if train_to_come and pot == self.options.pot("train"):
             left = min(left, int(budget.amount) // 2)
@@ -257,12 +262,10 @@ class CallCaches:
 
     def _kept_back(self, pots: Collection[str], train_to_come: bool) -> int:
         """Free memory that new datasets may not take: what the open caches have yet to fill, and half for train."""
-        caches = [(opened.dataset.budget_bytes, opened.dataset.cache) for opened in self._open.values()]
+        caches = [(opened.dataset.budget_bytes, opened.dataset.cache) for opened in self._open]
         promised = sum(max(granted - cache.memory_bytes, 0) for granted, cache in caches if cache is not None)
         if self.options.dir is not None:  # what was granted is room on a disk
-            opened = (
-                opened.dataset.cache for opened in self._open.values() if isinstance(opened.dataset, CachedDataset)
-            )
+            opened = (entry.dataset.cache for entry in self._open if isinstance(entry.dataset, CachedDataset))
             promised = sum(cache.promised_bytes for cache in opened if cache is not None)
         pot = self.options.pot("train")
         if not train_to_come or pot not in pots or self.options.budgets[pot].unit == "bytes":
@@ -271,7 +274,7 @@ class CallCaches:
 
     def __getstate__(self) -> dict[str, Any]:
         # Datasets are known by their id here, which means nothing in another process.
-        return self.__dict__ | {"_open": {}, "_group": NodeGroup()}
+        return self.__dict__ | {"_open": [], "_group": NodeGroup()}
 
 
 def _held(dataset: CachedDataset | CachedStream) -> dict[str, Any]:
@@ -280,18 +283,3 @@ def _held(dataset: CachedDataset | CachedStream) -> dict[str, Any]:
     cache, budget = dataset.cache, dataset.budget_bytes
     held = (0, 0, 0) if cache is None else (len(cache), cache.filled, cache.memory_bytes)
     return dict(zip(("slots", "filled", "memory_bytes"), held, strict=True)) | {"disk_bytes": 0, "budget_bytes": budget}
-
-
-def training_bytes(trainer: Any) -> int:
-    """Memory that a fit will take and does not hold when its caches open: gradients, and what the optimiser keeps.
-
-    On a device they are in its memory, not in this one. Without a trainer nothing is known.
-    """
-    if trainer is None or trainer.state.fn != "fit" or trainer.strategy.root_device.type != "cpu":
-        return 0
-    parameters = [parameter for parameter in trainer.lightning_module.parameters() if parameter.requires_grad]
-    sizes = [
-        0 if isinstance(parameter, UninitializedParameter) else parameter.numel() * parameter.element_size()
-        for parameter in parameters
-    ]
-    return _PER_PARAMETER * sum(sizes)

@@ -19,13 +19,14 @@ from weakref import WeakKeyDictionary, WeakSet
 
 from torch.utils.data import DataLoader, IterableDataset, RandomSampler
 
+from lightning_stocache.cache.domain import Domain
 from lightning_stocache.loading.dataset import CachedDataset
 from lightning_stocache.loading.locality import locality_sampler
 from lightning_stocache.loading.stand_in import StandIn
 from lightning_stocache.loading.stream import CachedStream
 from lightning_stocache.node.group import NodeGroup
 from lightning_stocache.sampling.locality_sampler import LocalitySampler
-from lightning_stocache.training.caches import CallCaches, Wanted, training_bytes
+from lightning_stocache.training.caches import CallCaches
 from lightning_stocache.training.loaders import (
     Cached,
     cached_behind,
@@ -36,10 +37,12 @@ from lightning_stocache.training.loaders import (
     settings_of,
     with_dataset,
 )
+from lightning_stocache.training.model_memory import training_bytes
 from lightning_stocache.training.obstacles import check_leaf, check_loader, check_stream_loader, title
 from lightning_stocache.training.pools import share_pools
 from lightning_stocache.training.resume import ResumePoint
 from lightning_stocache.training.sampling import is_default, replicas
+from lightning_stocache.training.wanted import Wanted, loader_domain
 
 __all__ = ["CallLoaders"]
 
@@ -87,7 +90,9 @@ class CallLoaders:
         group = NodeGroup.discover()
         share_pools((getattr(leaf, "dataset", None) for leaf in leaves_in(list(asked.values()))), group)
         cacheable = self._cacheable(asked, group)
-        wanted = [Wanted(loader.dataset, name, settings_of(loader)) for name, loader in cacheable]
+        wanted = [
+            Wanted(loader.dataset, name, settings_of(loader), self._domain(name, loader)) for name, loader in cacheable
+        ]
         self._caches.open(
             wanted, group, later_bytes=training_bytes(self._trainer), train_to_come="train" in self._to_come
         )
@@ -142,10 +147,13 @@ class CallLoaders:
                 raise type(error)(f"the {stage} loader cannot be cached, {title(leaf)}: {error}") from error
             return str(error)
 
+    def _domain(self, stage: str, loader: DataLoader[Any]) -> Domain | None:
+        return None if isinstance(loader.dataset, IterableDataset) else loader_domain(self._trainer, stage, loader)
+
     def _renewed(self, stage: str, loader: DataLoader[Any]) -> DataLoader[Any]:
         """The loader around its cached dataset, made once for a loader that comes again: its workers may persist."""
         stream = isinstance(loader.dataset, IterableDataset)
-        dataset: Any = self._caches.stream(loader.dataset) if stream else self._caches[loader.dataset]
+        dataset: Any = self._caches.of(stage, loader.dataset)
         attributes = dict(vars(loader))
         if dataset.counters is None:  # its cache could not be opened
             return loader

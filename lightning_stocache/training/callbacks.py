@@ -27,7 +27,7 @@ from lightning_stocache.training.lightning_internals import data_sources, loops
 from lightning_stocache.training.loaders import Cached, running_datasets
 from lightning_stocache.training.monitor import CacheMonitor
 from lightning_stocache.training.obstacles import check_sweep
-from lightning_stocache.training.options import CacheOptions, with_options
+from lightning_stocache.training.options import CacheOptions, Keep, with_options
 from lightning_stocache.training.profiler import listen, log_every, stop_listening
 from lightning_stocache.training.resume import ResumePoint
 
@@ -154,7 +154,7 @@ class StochasticCache(CacheMonitor):
         allow_random: bool = False,
         backend: BackendChoice = "auto",
         on_error: OnError = "raise",
-        keep_cache: bool = False,
+        keep_cache: Keep = False,
         sampling: Mode = "locality",
         name: str | None = None,
         fingerprint: str = "",

@@ -14,21 +14,24 @@ from typing import Any, Literal, TypeAlias, cast
 
 import torch
 from lightning.pytorch import LightningDataModule
-from torch.utils.data import DataLoader, Dataset, IterableDataset
+from torch.utils.data import DataLoader, Dataset, IterableDataset, SequentialSampler
 
+from lightning_stocache.cache.domain import Domain
 from lightning_stocache.loading.dataset import CachedDataset, OnError, cached_source, dataset_over
 from lightning_stocache.loading.locality import locality_sampler
 from lightning_stocache.loading.rolling_cache import RollingCache
 from lightning_stocache.loading.stream import stream_with
 from lightning_stocache.sampling.locality_sampler import Mode
 from lightning_stocache.setup.request import BackendChoice, Form, Layout, LoaderSettings, Write
-from lightning_stocache.training.caches import CallCaches, Wanted, training_bytes
+from lightning_stocache.training.caches import CallCaches
 from lightning_stocache.training.loaders import TrainerLoader
+from lightning_stocache.training.model_memory import training_bytes
 from lightning_stocache.training.obstacles import check_sweep, is_cacheable
-from lightning_stocache.training.options import STAGES, CacheOptions, Source, Stream, is_plain, made, with_options
+from lightning_stocache.training.options import STAGES, CacheOptions, Keep, Source, Stream, is_plain, made, with_options
 from lightning_stocache.training.pools import share_pools
 from lightning_stocache.training.resume import ResumePoint
 from lightning_stocache.training.sampling import check_sampler, replicas
+from lightning_stocache.training.wanted import Wanted, drawn_by
 
 __all__ = ["StocacheDataModule"]
 
@@ -101,7 +104,7 @@ class StocacheDataModule(LightningDataModule):
         allow_random: bool = False,
         backend: BackendChoice = "auto",
         on_error: OnError = "raise",
-        keep_cache: bool = False,
+        keep_cache: Keep = False,
         sampling: Mode = "locality",
         name: str | None = None,
         fingerprint: str = "",
@@ -178,10 +181,19 @@ class StocacheDataModule(LightningDataModule):
         sets = [(name, dataset) for name in stages for dataset in self._datasets[name]]
         share_pools(dataset for _, dataset in sets)
         sets = [(name, dataset) for name, dataset in sets if not isinstance(dataset, RollingCache)]
+        wanted = [(name, dataset) for name, dataset in sets if is_cacheable(dataset, name, self.caches)]
         self.caches.open(
-            (Wanted(dataset, name, reader) for name, dataset in sets if is_cacheable(dataset, name, self.caches)),
+            [Wanted(dataset, name, reader, self._domain(name, dataset)) for name, dataset in wanted],
             later_bytes=training_bytes(self.trainer),
         )
+
+    def _domain(self, stage: str, dataset: Any) -> Domain | None:
+        """What the loaders of a stage will draw of a dataset; None for all of it, or where it is not known."""
+        if isinstance(dataset, IterableDataset):
+            return None
+        given = self.loader if stage == "train" else {"sampler": SequentialSampler(dataset)}
+        orders = given.get("sampler"), given.get("batch_sampler")
+        return drawn_by(self.trainer, stage, len(dataset), self.batch_size, *orders)
 
     def train_dataloader(self) -> Any:
         """The training loader, shuffled unless `loader` says otherwise."""
@@ -230,9 +242,9 @@ class StocacheDataModule(LightningDataModule):
             if isinstance(dataset, RollingCache):
                 views.append(dataset if transform is None else dataset.view(transform))
             elif dataset in self.caches and isinstance(dataset, IterableDataset):
-                views.append(stream_with(self.caches.stream(dataset), transform))
+                views.append(stream_with(self.caches.of(stage, dataset), transform))
             elif dataset in self.caches:
-                views.append(dataset_over(cached_source(self.caches[dataset]).view(transform)))
+                views.append(dataset_over(cached_source(self.caches.of(stage, dataset)).view(transform)))
             elif stage in self._datasets and not is_cacheable(dataset, stage, self.caches):
                 transformed = transform is not None and isinstance(dataset, IterableDataset)
                 views.append(Stream(dataset, cast(Transform, transform)) if transformed else dataset)
@@ -260,7 +272,7 @@ class StocacheDataModule(LightningDataModule):
         self._end_call()
 
     def _end_call(self) -> None:
-        if not self.caches.options.keep_cache:
+        if self.caches.options.keep_cache is not True:
             self._close_pools()
         self.caches.end_call()
 

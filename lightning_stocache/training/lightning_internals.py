@@ -6,6 +6,8 @@
   come. Without it `StochasticCache` caches nothing, with one warning.
 - `__pl_saved_args` and its relatives: from these Lightning makes a loader anew. Where it keeps none, there are none to
   be changed.
+- `DistributedSamplerWrapper.dataset._sampler`: the user's sampler that Lightning deals out among ranks. Without it
+  nothing is expected of its hit rate.
 - The names of the actions that a `Profiler` is told (`insight.stall`): when the loop waits for a batch, and computes
   one. Without them `data_wait_seconds` and `compute_seconds` are left out, with one warning.
 
@@ -18,7 +20,16 @@ from typing import Any
 
 from lightning.pytorch.utilities import rank_zero_warn
 
-__all__ = ["ARGS", "ARG_NAMES", "DATASET", "KWARGS", "data_sources", "leaves_samplers_alone", "loops"]
+__all__ = [
+    "ARGS",
+    "ARG_NAMES",
+    "DATASET",
+    "KWARGS",
+    "data_sources",
+    "leaves_samplers_alone",
+    "loops",
+    "wrapped_sampler",
+]
 
 # Where Lightning keeps a loader's arguments (`lightning.fabric.utilities.data`).
 ARGS, KWARGS, ARG_NAMES, DATASET = "__pl_saved_args", "__pl_saved_kwargs", "__pl_saved_arg_names", "__dataset"
@@ -61,6 +72,13 @@ def data_sources(trainer: Any, stage: str) -> dict[str, Any]:
         )
         return {}
     return of_stage
+
+
+def wrapped_sampler(sampler: Any) -> Any | None:
+    """The user's sampler inside the one by which Lightning deals it out among ranks; None if it is no such one."""
+    if type(sampler).__name__ != "DistributedSamplerWrapper":  # of lightning or pytorch_lightning
+        return None
+    return getattr(sampler.dataset, "_sampler", None)
 
 
 def _warn(message: str) -> None:

@@ -50,7 +50,8 @@ class CacheMonitor(Callback):
     - `hit_rate`: hits over samples served. Served means handed out by the cache layer, consumed or not: workers run
       ahead by `num_workers * prefetch_factor` batches.
     - `fill_fraction`: share of the slots that are ready; of records, which differ in size, of the bytes granted.
-    - `coverage`: share of the indices that have a slot, and are expected to find room in it, on some node.
+    - `coverage`: share of the indices that have a slot, and are expected to find room in it, on some node; of those
+      that are drawn, where that is known.
     - `hits`, `misses`, `bypasses`, `fills`: samples in this epoch, over all ranks.
     - `bytes_from_cache`, `bytes_from_source`: bytes in this epoch; the latter is left out without a cache, because
       nobody knows then what a sample takes.
@@ -109,7 +110,7 @@ class CacheMonitor(Callback):
         self._started = self._ended = 0.0
         self._stall = Stall()
         self._pools = PoolRates()
-        self._expected: dict[Counters, Expectation] = {}
+        self._expected: dict[tuple[Counters, ...], Expectation] = {}
         self._complained = self._deaf = False
         self._epochs: list[dict[str, float]] = []
         self._live_values = LiveValues()
@@ -265,7 +266,7 @@ class CacheMonitor(Callback):
 
     def _compare(self, metrics: dict[str, float], expectation: Expectation) -> None:
         """Add what was to be expected, and say so once if it was much more."""
-        if (expected := expectation.hit_rate(metrics)) is not None:
+        if (expected := expectation.hit_rate(metrics, self._tallies.of_training)) is not None:
             metrics["hit_rate_expected"] = expected
         complaint = None if self._complained else expectation.complaint(metrics)
         if complaint is not None:
@@ -273,12 +274,13 @@ class CacheMonitor(Callback):
             rank_zero_warn(complaint)
 
     def _expectation(self, trainer: Trainer, datasets: Sequence[Cached]) -> Expectation | None:
-        """What is expected of a training set; None with several of them, which have no one sampler, and of streams."""
-        dataset = datasets[0] if len(datasets) == 1 else None
-        if not isinstance(dataset, CachedDataset) or (counters := dataset.counters) is None:
+        """What is expected of the training sets; None where one of them is a stream."""
+        cached = [dataset for dataset in datasets if isinstance(dataset, CachedDataset)]
+        counters = tuple(dataset.counters for dataset in cached if dataset.counters is not None)
+        if not datasets or len(counters) < len(datasets):
             return None
         if counters not in self._expected:
-            self._expected[counters] = Expectation(trainer, dataset)
+            self._expected[counters] = Expectation(trainer, cached)
         return self._expected[counters]
 
 

@@ -12,7 +12,7 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, fields
 from inspect import cleandoc
 from textwrap import fill
-from typing import TYPE_CHECKING, Any, Self, TypeAlias, TypeVar, get_args
+from typing import TYPE_CHECKING, Any, Literal, Self, TypeAlias, TypeVar, get_args
 
 from torch.utils.data import Dataset, IterableDataset
 
@@ -20,11 +20,12 @@ from lightning_stocache.loading.dataset import CachedDataset, OnError
 from lightning_stocache.node.budget import Budget
 from lightning_stocache.node.named import check_name
 from lightning_stocache.sampling.locality_sampler import Mode
-from lightning_stocache.setup.request import BackendChoice, Form, Layout, Write, check_disk
+from lightning_stocache.setup.request import BackendChoice, Form, Layout, Write, check_disk, parse_memory
 
-__all__ = ["STAGES", "CacheOptions", "Source", "Stream", "is_plain", "made", "with_options"]
+__all__ = ["STAGES", "CacheOptions", "Keep", "Source", "Stream", "is_plain", "made", "with_options"]
 
 Door = TypeVar("Door")
+Keep: TypeAlias = bool | Literal["process"]
 
 
 if TYPE_CHECKING:
@@ -44,8 +45,10 @@ class CacheOptions:
     Args:
         budget: The datasets of a Trainer call share it by their size.
         stage_budgets: a budget of its own for some stages, for instance {"val": "1GiB"} or {"test": 0}; None is none.
-        keep_cache: keep the caches when the Trainer call ends, for the next call in this process, until they are
-            closed: by `close` of the door, or `datamodule.caches.close()`.
+        keep_cache: keep the caches when the Trainer call ends, for the next call with the same door and datasets, until
+            they are closed: by `close` of the door, or `datamodule.caches.close()`. "process": for any door of this
+            process whose n-th dataset of a stage is the same (what it is pickled to up to its first random step), under
+            the same budget, so that the trials of a sweep start warm; nothing is left when the process ends.
         sampling: how a training set with the default sampler is dealt to several nodes: "locality" (samples go to nodes
             that have them), "global" or "sticky"; see `LocalitySampler`.
         streams: keep iterable-style datasets, too, as `CachedStream` does: epoch one is the stream, later ones come
@@ -63,7 +66,7 @@ class CacheOptions:
     allow_random: bool = False
     backend: BackendChoice = "auto"
     on_error: OnError = "raise"
-    keep_cache: bool = False
+    keep_cache: Keep = False
     sampling: Mode = "locality"
     name: str | None = None
     fingerprint: str = ""
@@ -95,13 +98,19 @@ class CacheOptions:
             raise ValueError(f"store must be one of {', '.join(get_args(Form))}, got {self.store!r}")
         if self.store == "encoded" and self.layout == "rows":
             raise ValueError("store='encoded' keeps records: layout='rows' cannot be had with it")
+        if self.keep_cache not in (True, False, "process"):
+            raise ValueError(f"keep_cache must be true, false or 'process', got {self.keep_cache!r}")
+        if self.keeps_for_process and self.dir is not None:
+            raise ValueError(
+                "keep_cache='process' is for caches in memory: one on a disk is kept by a name, so give name="
+            )
         if not isinstance(self.prefill, bool):
             raise ValueError(f"prefill must be true or false, got {self.prefill!r}")
         if not isinstance(self.streams, bool):
             raise ValueError(f"streams must be true or false, got {self.streams!r}")
         if self.name is not None:
             check_name(self.name)
-        check_disk(self.dir, Budget.parse(0 if self.memory is None else self.memory), self.write, self.sync)
+        check_disk(self.dir, parse_memory(self.memory), self.write, self.sync)
         budgets = {stage: Budget.parse(budget) for stage, budget in given.items()}
         object.__setattr__(self, "budgets", budgets | {"": Budget.parse(self.budget)})
 
@@ -114,6 +123,11 @@ class CacheOptions:
         """The options as they were given, as plain values by name."""
         given = {option.name: getattr(self, option.name) for option in fields(self) if option.init}
         return given | {"stage_budgets": None if self.stage_budgets is None else dict(self.stage_budgets)}
+
+    @property
+    def keeps_for_process(self) -> bool:
+        """Whether other doors of this process get the caches; those with a name are there anyway."""
+        return self.keep_cache == "process" and self.name is None
 
     def pot(self, stage: str) -> str:
         """The pot that a stage's datasets draw on."""

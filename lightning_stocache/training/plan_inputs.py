@@ -15,7 +15,7 @@ from itertools import pairwise
 from typing import Any
 
 import torch
-from torch.utils.data import DataLoader, Dataset, DistributedSampler, SequentialSampler
+from torch.utils.data import DataLoader, Dataset, DistributedSampler, SequentialSampler, Subset
 
 from lightning_stocache.insight.measurement import Data
 from lightning_stocache.insight.planner import PlanError, Spread, Step
@@ -23,6 +23,7 @@ from lightning_stocache.loading.dataset import CachedDataset, cached_source
 from lightning_stocache.loading.stand_in import cached_in
 from lightning_stocache.training.caches import CallCaches
 from lightning_stocache.training.loaders import loaders_in, settings_of
+from lightning_stocache.training.wanted import loader_domain
 
 __all__ = ["ARGUMENTS", "epochs", "measure_step", "source_in", "training_data", "world"]
 
@@ -36,8 +37,12 @@ _ROUNDS = 4  # of steps, whose means differ by the noise of the machine
 _PATIENCE = 10.0  # seconds, after which six batches will do
 
 
-def training_data(datamodule: Any) -> Data:
+def training_data(datamodule: Any, *, whole: bool = False) -> Data:
     """What the training loader of a DataModule reads, and how.
+
+    Args:
+        datamodule: the user's.
+        whole: whether the source is to be all of its dataset, also where its sampler draws only some of the samples.
 
     Raises:
         PlanError: it is no DataModule, or does not give one DataLoader.
@@ -61,6 +66,9 @@ def training_data(datamodule: Any) -> Data:
         raise PlanError(f"the training data must be one DataLoader, got {len(loaders)} of them")
     [loader] = loaders
     source, transform = _without_cache(loader.dataset)
+    drawn = None if whole else loader_domain(None, "train", loader)
+    if drawn is not None:  # a cache has slots for no more
+        source = Subset(source, drawn.indices.tolist())
     sampler, names = loader.sampler, ["collate_fn", "pin_memory", "timeout", "worker_init_fn"]
     names += ["multiprocessing_context", "prefetch_factor"] if loader.num_workers else []
     ordered = type(sampler) is SequentialSampler or (isinstance(sampler, DistributedSampler) and not sampler.shuffle)
@@ -85,7 +93,7 @@ def source_in(given: Any) -> Any:
         PlanError: it is none of these.
     """
     if hasattr(given, "train_dataloader"):
-        return training_data(given).source
+        return training_data(given, whole=True).source
     made = given() if callable(given) and not hasattr(given, "__getitem__") else given
     if not hasattr(made, "__getitem__") or not hasattr(made, "__len__"):
         raise PlanError(f"a dataset, or a LightningDataModule, can be packed, got {type(made).__name__}")

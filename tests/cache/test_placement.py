@@ -9,6 +9,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from lightning_stocache.cache.domain import Domain
 from lightning_stocache.cache.placement import NO_SLOT, Arc, Ring
 
 sizes = st.integers(1, 300)
@@ -120,3 +121,71 @@ def test_every_process_lays_the_same_ring() -> None:
     """The placement is fixed: a cache that is read by another process finds its samples."""
     ring = Ring.cut(1000, (0.25, 0.75), (100, 900))
     assert [(arc.start, arc.slots, arc.step) for arc in ring.arcs] == [(0, 100, 633), (250, 900, 633)]
+
+
+@st.composite
+def rings_over_domains(draw: st.DrawFn) -> Ring:
+    """Any number of nodes over some of the indices of a dataset."""
+    length = draw(sizes)
+    domain = Domain(draw(st.lists(st.integers(-length, length - 1), min_size=1, max_size=length)), length)
+    ranks = draw(st.lists(st.integers(1, 8), min_size=1, max_size=4))
+    slots = draw(st.lists(st.integers(0, 2 * len(domain)), min_size=len(ranks), max_size=len(ranks)))
+    return Ring.cut(len(domain), [own / sum(ranks) for own in ranks], slots, domain)
+
+
+@given(ring=rings_over_domains())
+def test_every_slot_belongs_to_one_index_that_is_drawn(ring: Ring) -> None:
+    """Of a domain, the slots 0, 1, 2 ... are those of indices in it, which they lead back to; all others have none."""
+    for arc in ring.arcs:
+        assert arc.domain is not None
+        slots = {index: arc.slot(index) for index in range(arc.length)}
+        held = {index: slot for index, slot in slots.items() if slot != NO_SLOT}
+        assert sorted(held.values()) == list(range(arc.slots))
+        assert held.keys() <= set(arc.domain.indices.tolist())
+        assert all(arc.index(slot) == index for index, slot in held.items())
+
+
+@given(ring=rings_over_domains())
+def test_many_indices_of_a_domain_are_placed_as_one_is(ring: Ring) -> None:
+    """`slots_of` is `slot` for each index, from the end too, and outside of the dataset nothing has a slot."""
+    for arc in ring.arcs:
+        indices = np.arange(-arc.length, arc.length)
+        expected = [arc.slot_within(index) for index in indices.tolist()]
+        assert expected[: arc.length] == expected[arc.length :] == [arc.slot(index) for index in range(arc.length)]
+        assert arc.slots_of(indices).tolist() == expected
+        assert arc.slots_of(indices.reshape(2, -1).astype(np.int32)).reshape(-1).tolist() == expected
+        assert arc.slot_within(arc.length) == arc.slot_within(-arc.length - 1) == NO_SLOT
+
+
+@given(ring=rings_over_domains())
+def test_coverage_is_that_of_the_domain(ring: Ring) -> None:
+    """Coverage counts the indices that are drawn, and no other."""
+    domain = ring.arcs[0].domain
+    assert domain is not None
+    homes = sum(any(arc.slot(index) != NO_SLOT for arc in ring.arcs) for index in domain.indices.tolist())
+    assert ring.coverage == pytest.approx(homes / len(domain))
+
+
+@given(length=sizes, share=st.floats(0, 1))
+def test_a_domain_of_all_indices_changes_nothing(length: int, share: float) -> None:
+    """Over a domain that is the whole dataset each index has the slot that it has without one."""
+    slots = round(length * share)
+    arcs = [Ring.cut(length, (1.0,), (slots,), domain).arcs[0] for domain in (None, Domain(range(length), length))]
+    indices = np.arange(length)
+    assert arcs[0].slots_of(indices).tolist() == arcs[1].slots_of(indices).tolist()
+    assert arcs[0].geometry == arcs[1].geometry
+
+
+def test_the_arcs_of_a_domain_take_of_each_class() -> None:
+    """Half of the slots for one fold of a sorted folder hold half of each class of that fold."""
+    fold = np.array([index for index in range(1000) if index % 5])
+    arc = Ring.cut(len(fold), (1.0,), (400,), Domain(fold, 1000)).arcs[0]
+    held = arc.slots_of(np.arange(1000)) != NO_SLOT
+    assert not held[::5].any()
+    assert all(36 <= int(part.sum()) <= 44 for part in held.reshape(10, 100))
+
+
+def test_an_arc_of_another_size_than_its_domain_is_refused() -> None:
+    """The numbers of a cache that was made for other indices do not become slots of these."""
+    with pytest.raises(ValueError, match="size must be that of the domain, 2, got 3"):
+        Arc(3, 3, domain=Domain([1, 2], 5))

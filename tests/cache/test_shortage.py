@@ -17,7 +17,7 @@ from lightning_stocache.cache.spec import SampleSpec
 from lightning_stocache.node.free import FreeMemory
 from tests.cgroups import run_limited
 from tests.logs import Log
-from tests.processes import call, call_many
+from tests.processes import call, call_many, without_room
 
 MIB, GIB = 2**20, 2**30
 SLOTS, SAMPLE = 400, MIB
@@ -138,3 +138,21 @@ def test_the_kernel_kills_nobody() -> None:
     assert right == "True"
     assert 100 < int(filled) < 800
     assert done.peak < 880 * MIB
+
+
+@pytest.mark.processes
+def test_the_last_bytes_of_dev_shm_are_for_batches() -> None:
+    """Where a training fills, 8 MiB of /dev/shm stay free for what workers put there, who would die without."""
+    stored, said = without_room(_filled_up)
+    assert 54 <= stored <= 56
+    assert said.startswith(f"the cache stops at {stored} of 80 samples: /dev/shm (")
+    assert "8 MiB kept for loaders' batches" in said
+
+
+def _filled_up() -> tuple[int, str]:
+    log = Log()
+    cache = SharedCache.create(SampleSpec.infer(sample(0)), Arc(80, 80))
+    keep_free(cache.segment, MIB)
+    stored = sum(cache.fill(index, sample(index)) for index in range(80))
+    cache.close()
+    return stored, log.lines[0]

@@ -8,7 +8,7 @@ import pytest
 import torch
 
 from lightning_stocache.cache.placement import NO_SLOT, Ring
-from lightning_stocache.insight.theory import expected_hit_rate, expected_with_replacement, moved_share
+from lightning_stocache.insight.theory import expected_hit_rate, moved_share
 
 
 def equal(nodes, part, size=100_000):
@@ -134,16 +134,3 @@ def test_a_part_of_the_dataset_is_dealt_to_nodes_that_meet_theirs():
     assert expected_hit_rate(ring, shares, 2, mode="sticky", drawn=halves) == pytest.approx(0.75)
     assert expected_hit_rate(ring, shares, 2, mode="global", drawn=halves) == pytest.approx(0.5 * (1 - 0.75**2))
     assert expected_hit_rate(ring, shares, 2, moved=0.02, drawn=halves) == pytest.approx(0.98 * (1 - 0.51**2), abs=0.01)
-
-
-@pytest.mark.parametrize("fits", [1, 0.5])
-def test_draws_with_replacement_hit_within_the_epoch_too(fits):
-    """Uniform and very uneven weights, in epochs of unlike lengths: what is expected is what a simulation says."""
-    generator = torch.Generator().manual_seed(0)
-    ring = equal(1, fits, size=5000)
-    for weights in (torch.ones(5000), torch.rand(5000, generator=generator) ** 4, (torch.arange(5000) % 5 == 0) * 1.0):
-        lengths = (5000, 2500, 5000)
-        epochs = [torch.multinomial(weights, length, replacement=True, generator=generator) for length in lengths]
-        before = [0, 5000, 7500]
-        expected = [expected_with_replacement(ring, weights, *draws) for draws in zip(before, lengths, strict=True)]
-        assert expected == pytest.approx(simulated(ring, epochs), abs=0.015)

@@ -59,3 +59,10 @@ def test_advice_fits_what_went_wrong():
     assert "raise the budget" in verdict([epoch(bypasses=10, coverage=0.0)] * 2, 10)[-1]
     assert "hardly waited" in verdict([epoch(misses=10, wait=0.01), second], 10)[-1]
     assert "2 MiB" in verdict([first, epoch(hits=5, bypasses=5, coverage=0.5)], 10)[-1]
+
+
+def test_of_a_cache_on_a_disk_no_memory_is_told():
+    """Nothing of it is in use there."""
+    [said, *_] = verdict([epoch(misses=10) | {"memory_bytes": 0}, epoch(hits=10) | {"memory_bytes": 0}], 10)
+    assert "in use" not in said
+    assert "of the slots are filled; hit rate" in said

@@ -101,3 +101,16 @@ def test_it_ends_where_there_is_no_room(tmp_path: Path) -> None:
         loader.close()
         loads = (tmp_path / "loads").read_text().split()
         assert len(loads) < 3 * LENGTH
+
+
+def test_only_what_is_drawn_is_filled(tmp_path: Path) -> None:
+    """Of one fold nothing else is loaded ahead."""
+    fold = list(range(0, LENGTH, 3))
+    with closing(CachedDataset(Counted(tmp_path / "loads"), prefill=True, indices=fold)) as dataset:
+        loader = CachedLoader(dataset, 4, sampler=fold, num_workers=1, persistent_workers=True)
+        batches = iter(loader)
+        next(batches)
+        wait_until(dataset, len(fold))
+        list(batches)
+        loader.close()
+    assert set(map(int, (tmp_path / "loads").read_text().split())) == set(fold)

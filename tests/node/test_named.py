@@ -6,6 +6,7 @@ import fcntl
 import os
 import random
 import signal
+import subprocess
 import time
 from collections.abc import Iterator
 from pathlib import Path
@@ -17,7 +18,7 @@ from lightning_stocache.cache.contents import contents_of
 from lightning_stocache.node.files import HEADER_BYTES
 from lightning_stocache.node.janitor import clean, named_segments
 from lightning_stocache.node.manifest import Geometry, Manifest, ManifestError
-from lightning_stocache.node.named import check_name, join_named, open_named
+from lightning_stocache.node.named import check_name, clean_command, join_named, open_named
 from lightning_stocache.node.segment import Segment
 from tests.processes import Child, call, call_many
 
@@ -356,3 +357,16 @@ def test_another_version_and_damage_are_refused_by_name(name: str) -> None:
         with pytest.raises(ManifestError, match=f"the cache '{name}' .*{words}.*stocache clean {name}"):
             opened(name)
         assert len(clean(name)) == 1
+
+
+@pytest.mark.processes
+@pytest.mark.parametrize(
+    "directory", [b"/tmp/a", b"/tmp/it's here", b"/tmp/\xff\n'a\\", b"/tmp/\x1b[2J$x", "/tmp/Bär".encode()]
+)
+def test_the_command_that_removes_is_what_a_shell_reads(directory):
+    """Whatever bytes the name of a directory has, and it can always be written to a terminal."""
+    command = clean_command("photos", os.fsdecode(directory))
+    assert command.isprintable()
+    command.encode()
+    words = subprocess.run(["bash", "-c", f"printf '%s\\0' {command}"], capture_output=True, check=True).stdout
+    assert words.split(b"\0")[-3:-1] == [b"--dir", directory]

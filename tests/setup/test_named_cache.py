@@ -8,6 +8,7 @@ import os
 import random
 import time
 from collections.abc import Iterator
+from contextlib import closing
 from pathlib import Path
 from typing import Any
 
@@ -210,6 +211,22 @@ def test_another_part_of_the_dataset_is_refused(name: str) -> None:
     with pytest.raises(FingerprintError, match="dataset differ"):
         cached(Subset(whole, list(range(20, 40))), name)
     first.close()
+
+
+def test_the_indices_of_one_fold_are_not_those_of_another(tmp_path, name):
+    """The job that draws the same finds its samples, whatever the order of its indices; another is refused."""
+    fold = list(range(0, LENGTH, 4))
+    with closing(cached(source(tmp_path), name, indices=fold)) as first:
+        assert len(first.cache) == len(fold)
+        for index in fold:
+            first[index]
+    loads = source(tmp_path).loads
+    with closing(cached(source(tmp_path), name, indices=fold[::-1])) as second:
+        assert [second[index][1] for index in fold] == [index % 10 for index in fold]
+        assert source(tmp_path).loads == loads == len(fold)
+    for others in ({"indices": range(0, LENGTH, 5)}, {"indices": range(len(fold))}, {}):
+        with pytest.raises(FingerprintError, match="dataset differ"):
+            cached(source(tmp_path), name, **others)
 
 
 def test_bad_names_are_refused() -> None:

@@ -133,6 +133,31 @@ def test_two_ranks_load_every_sample_once(tmp_path: Path) -> None:
         assert first[3][:4] == (2 * LENGTH, LENGTH, 0, LENGTH)
 
 
+def folds(rank: int) -> Any:
+    """Two nodes of one rank: the first draws the even samples, the second every fourth and the first."""
+    mine = range(0, LENGTH, 2) if rank == 0 else [1, *range(0, LENGTH, 4)]
+    dataset = CachedDataset(CountedSource(LENGTH), "50%", defer=True, indices=mine)
+    dataset.share(NodeGroup(rank, ((0,), (1,))))
+    list(dataset)
+    assert dataset.cache is not None
+    assert dataset.ring is not None
+    held = [index for index in range(LENGTH) if dataset.cache.has_place(index)]
+    result = held, dataset.cache.filled, dataset.ring.coverage
+    dist.barrier()
+    dataset.close()
+    return result
+
+
+def test_nodes_divide_what_any_rank_draws() -> None:
+    """Of the eleven that are drawn by either rank, each of two nodes with half of the memory has slots for a part."""
+    [((first, filled, coverage), (second, *_))] = on_two_ranks(folds)
+    drawn = {1, *range(0, LENGTH, 2)}
+    assert (len(first), filled) == (5, 5)
+    assert not set(first) & set(second)
+    assert set(first) | set(second) < drawn
+    assert coverage == 10 / 11
+
+
 def open_some(rank: int) -> Any:
     requests = [CacheRequest(CountedSource(LENGTH), "")] if rank == 0 else []
     return open_caches(requests, {"": Budget.parse("auto")}, NodeGroup.discover())

@@ -5,11 +5,11 @@ import time
 import lightning.pytorch as pl
 import pytest
 import torch
-from torch.utils.data import DataLoader
+from torch.utils.data import DataLoader, SubsetRandomSampler
 
 from lightning_stocache import StocacheDataModule, cache_datamodule
 from lightning_stocache.insight.planner import PlanError
-from lightning_stocache.training.plan_inputs import ARGUMENTS, measure_step, training_data, world
+from lightning_stocache.training.plan_inputs import ARGUMENTS, measure_step, source_in, training_data, world
 
 SAMPLES = [(torch.full((4,), float(index)), index % 2) for index in range(32)]
 
@@ -24,6 +24,13 @@ class Own(pl.LightningDataModule):
     def train_dataloader(self):
         loaders = [DataLoader(SAMPLES, batch_size=5, num_workers=2, prefetch_factor=3) for _ in range(self.loaders)]
         return loaders if self.loaders > 1 else loaders[0]
+
+
+class Fold(pl.LightningDataModule):
+    """One that draws every fourth sample."""
+
+    def train_dataloader(self):
+        return DataLoader(SAMPLES, sampler=SubsetRandomSampler(range(0, 32, 4)))
 
 
 class Slow(pl.LightningModule):
@@ -42,6 +49,12 @@ class Slow(pl.LightningModule):
 
     def configure_optimizers(self):
         return torch.optim.SGD(self.parameters(), 0.1)
+
+
+def test_a_plan_is_for_what_is_drawn_and_a_pack_for_all():
+    """Of one fold a plan counts eight samples; what is packed is the dataset, whose indices the sampler gives."""
+    assert [sample[0][0] for sample in training_data(Fold()).source] == [*range(0, 32, 4)]
+    assert source_in(Fold()) is SAMPLES
 
 
 def trainer(tmp_path) -> pl.Trainer:

@@ -1,16 +1,40 @@
-"""A Hydra sweep under ddp is refused in every door, for any app."""
+"""Sweeps: trials of one process and of several, by Hydra and by Optuna, and Lightning's Tuner.
+
+A Hydra sweep under ddp is refused in every door, for any app.
+"""
 
 from __future__ import annotations
 
+import json
+import os
+import subprocess
+import sys
+from collections.abc import Iterator
+from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
 import pytest
+import torch
 from hydra.core.hydra_config import HydraConfig
 from hydra.types import RunMode
+from lightning.pytorch import Callback, LightningDataModule
+from lightning.pytorch.tuner import Tuner
 from omegaconf import OmegaConf
+from tqdm import tqdm
 
+from lightning_stocache import StocacheDataModule, StochasticCache, cache_datamodule
+from lightning_stocache.node.janitor import clean
+from lightning_stocache.node.segment import Segment
+from lightning_stocache.setup.kept_cache import let_go
+from lightning_stocache.training.loaders import running_datasets
 from lightning_stocache.training.obstacles import check_sweep
+from tests.sources import CountedSource
+from tests.training.sweep_job import SAMPLES, Data, main
+from tests.training.tiny import Model, make_trainer, plain_loader, source
+
+ROOT = Path(__file__).parents[2]
+tqdm.get_lock()  # it is made at a first progress bar, in memory that is shared, and stays
 
 
 class _SubprocessScriptLauncher:
@@ -53,3 +77,194 @@ def test_all_else_goes_on(job: Any, mode: str | None, launcher: Any, devices: in
     job(mode)
     check_sweep(trainer(launcher, devices))
     check_sweep(None)
+
+
+# --- Hydra
+
+
+def sweep(monkeypatch: pytest.MonkeyPatch, folder: Path, *overrides: str) -> list[dict[str, Any]]:
+    """What the trials of a sweep in this process have told, in their order."""
+    quiet = ("hydra/job_logging=none", "hydra/hydra_logging=none")
+    monkeypatch.setattr(sys, "argv", ["sweep_job", "-m", f"folder={folder}", *quiet, *overrides])
+    main()
+    return told(folder)
+
+
+def told(folder: Path) -> list[dict[str, Any]]:
+    trials = [json.loads(line) for line in (folder / "trials").read_text().splitlines()]
+    return sorted(trials, key=lambda trial: int(trial["trial"]))
+
+
+@pytest.fixture
+def _nothing_is_kept() -> Iterator[None]:
+    yield
+    let_go()
+
+
+@pytest.mark.processes
+@pytest.mark.parametrize("door", ["callback", "cached"])
+@pytest.mark.usefixtures("_nothing_is_kept")
+def test_trials_of_one_process_start_warm(tmp_path, monkeypatch, door):
+    """Under the basic launcher, with keep_cache=process, trials two and three are served nothing but hits."""
+    trials = sweep(monkeypatch, tmp_path, f"door={door}", "lr=0.1,0.01,0.001", "cache.keep_cache=process")
+    assert [trial["pid"] for trial in trials] == [os.getpid()] * 3
+    assert [trial["hits"] for trial in trials] == [[0, SAMPLES], [SAMPLES] * 2, [SAMPLES] * 2]
+    assert [trial["loads"] for trial in trials] == [[SAMPLES, 0], [0, 0], [0, 0]]
+
+
+@pytest.mark.processes
+@pytest.mark.usefixtures("_nothing_is_kept")
+def test_a_sweep_over_budgets_keeps_none_of_another_budget(tmp_path, monkeypatch):
+    """Each trial has the share that it asks for, and begins with nothing."""
+    trials = sweep(monkeypatch, tmp_path, "cache.budget=50%,25%,100%", "cache.keep_cache=process")
+    assert [trial["hits"] for trial in trials] == [[0, SAMPLES // 2], [0, SAMPLES // 4], [0, SAMPLES]]
+
+
+@pytest.mark.processes
+@pytest.mark.usefixtures("_nothing_is_kept")
+def test_optunas_sweeper(tmp_path, monkeypatch):
+    """Its trials, one after the other in this process, share what is kept."""
+    pytest.importorskip("hydra_plugins.hydra_optuna_sweeper")
+    more = ("hydra/sweeper=optuna", "hydra.sweeper.n_trials=3", "hydra.sweeper.n_jobs=1", "lr=choice(0.1,0.01)")
+    trials = sweep(monkeypatch, tmp_path, *more, "cache.keep_cache=process", "epochs=1")
+    assert [trial["hits"] for trial in trials] == [[0], [SAMPLES], [SAMPLES]]
+
+
+@pytest.mark.processes
+@pytest.mark.named
+@pytest.mark.slow
+def test_trials_at_the_same_time_share_one_fill(tmp_path):
+    """Under joblib's launcher, with a name: two processes fill one cache together, and load each sample once."""
+    pytest.importorskip("hydra_plugins.hydra_joblib_launcher")
+    name = f"sweep-test-{os.getpid()}-1"
+    command = [sys.executable, "-m", "tests.training.sweep_job", "-m", f"folder={tmp_path}", "seconds=0.005"]
+    launcher = ["hydra/launcher=joblib", "hydra.launcher.n_jobs=2", "together=2", "lr=0.1,0.01,0.001"]
+    environment = {**os.environ, "PYTHONPATH": str(ROOT)}
+    try:
+        run = subprocess.run(
+            [*command, *launcher, f"cache.name={name}"],
+            cwd=ROOT,
+            env=environment,
+            capture_output=True,
+            text=True,
+            timeout=200,
+        )
+        assert run.returncode == 0, run.stderr
+    finally:
+        removed = clean(f"{name}-train0")
+    trials = told(tmp_path)
+    assert len({trial["pid"] for trial in trials}) == 2
+    assert trials[0]["loads"][0] + trials[1]["loads"][0] == SAMPLES
+    assert trials[2]["hits"] == [SAMPLES, SAMPLES]
+    looked = sum(trial["looked"] for trial in trials) + 2 * 8  # some are read again while the cache fills
+    assert SAMPLES <= CountedSource(SAMPLES, log_path=tmp_path / "loads").loads <= SAMPLES + looked
+    assert len(removed) == 1
+
+
+# --- Optuna, and Lightning's Tuner
+
+
+@pytest.fixture
+def segments(monkeypatch: pytest.MonkeyPatch) -> Iterator[list[Segment]]:
+    """The segments that this process makes, in that order."""
+    made: list[Segment] = []
+    create = Segment.create.__func__  # type: ignore[attr-defined]
+
+    def noting(cls: type[Segment], *args: Any, **options: Any) -> Segment:
+        made.append(create(cls, *args, **options))
+        return made[-1]
+
+    monkeypatch.setattr(Segment, "create", classmethod(noting))
+    yield made
+    let_go()
+    made.clear()
+
+
+class Pruning(Callback):
+    """Ends a trial as `optuna_integration`'s PyTorchLightningPruningCallback does."""
+
+    def __init__(self, trial: Any) -> None:
+        self.trial = trial
+
+    def on_train_epoch_end(self, trainer: Any, pl_module: Any) -> None:
+        import optuna
+
+        if self.trial.number % 2:
+            raise optuna.TrialPruned
+
+
+@pytest.mark.processes
+@pytest.mark.parametrize("keep", [False, "process"])
+def test_pruned_trials_give_their_memory_back(tmp_path, segments, keep):
+    """After TrialPruned nothing is open but what is kept for the next trial, which starts warm."""
+    optuna = pytest.importorskip("optuna")
+    optuna.logging.set_verbosity(optuna.logging.WARNING)
+    hits: list[int] = []
+
+    class Counting(Callback):
+        def on_train_epoch_end(self, trainer: Any, pl_module: Any) -> None:
+            [dataset] = running_datasets(trainer, "train")
+            hits.append(dataset.counters.totals().hits)  # type: ignore[union-attr]
+
+    def objective(trial: Any) -> float:
+        trial.suggest_float("lr", 1e-3, 1e-1, log=True)
+        caching = StochasticCache(keep_cache=keep)
+        trainer = make_trainer(tmp_path, [caching, Counting(), Pruning(trial)], limit_val_batches=0, logger=False)
+        trainer.fit(Model(), Data(str(tmp_path), 0.0))
+        return 0.0
+
+    study = optuna.create_study()
+    study.optimize(objective, n_trials=4)
+    states = [trial.state.name for trial in study.trials]
+    assert states == ["COMPLETE", "PRUNED", "COMPLETE", "PRUNED"]
+    assert hits == ([0] * 4 if keep is False else [0] + [SAMPLES] * 3)
+    assert sum(not segment.closed for segment in segments) == (0 if keep is False else 1)
+
+
+class Plain(LightningDataModule):
+    """A user's DataModule, with a batch size that can be changed."""
+
+    def __init__(self, train: Any, val: Any) -> None:
+        super().__init__()
+        self.batch_size, self.train, self.val = 2, train, val
+
+    def train_dataloader(self) -> Any:
+        return plain_loader(self.train, shuffle=True, batch_size=self.batch_size)
+
+    def val_dataloader(self) -> Any:
+        return plain_loader(self.val, batch_size=self.batch_size)
+
+
+class Tunable(Model):
+    """With a learning rate that can be found."""
+
+    lr = 0.1
+
+    def configure_optimizers(self) -> torch.optim.Optimizer:
+        return torch.optim.SGD(self.parameters(), lr=self.lr)
+
+
+@pytest.mark.processes
+@pytest.mark.parametrize("door", ["callback", "cached", "ours"])
+def test_lightnings_tuner_builds_no_cache_twice(tmp_path, segments, door):
+    """The batch size is tried out, on loaders that are made anew each time, with one cache per dataset; with keep_cache
+    the learning rate is looked for, and training done, on what that has cached."""
+    train, val, callbacks = source(tmp_path, samples=96), source(tmp_path, "val", 8), list[Callback]()
+    dm: Any = StocacheDataModule(train, val, batch_size=2, keep_cache=True)
+    closing: Any = dm
+    if door != "ours":
+        dm = Plain(train, val)
+        if door == "cached":
+            dm = cache_datamodule(dm, keep_cache=True)
+            closing = dm.caches
+        else:
+            callbacks = [closing := StochasticCache(keep_cache=True)]
+    trainer = make_trainer(tmp_path, callbacks, logger=False)
+    tuner, model = Tuner(trainer), Tunable()
+    assert tuner.scale_batch_size(model, dm, max_trials=3, steps_per_trial=2) == dm.batch_size == 8
+    tuner.lr_find(model, dm, num_training=10)
+    trainer.fit(model, dm)
+    assert len(segments) == 4
+    assert train.loads <= 96 + 64
+    closing.close()
+    assert all(segment.closed for segment in segments)

@@ -1,0 +1,103 @@
+"""What the loaders of a Trainer call will read, and which of it.
+
+What a loader cannot draw needs no slot. It is known from its sampler (`sampling.sampler_domain`), and from the
+Trainer's limits where samples come in order: of a validation that ends after fifty batches, and of `overfit_batches`,
+for which Lightning has every loader start at the beginning, whatever its sampler.
+
+Nothing is known beforehand where loaders are made anew while training goes on, nor of a cache that later calls or jobs
+will read too, with other loaders: it has room for the whole dataset.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass, replace
+from typing import Any
+
+import numpy as np
+from torch.utils.data import BatchSampler, DataLoader, Dataset, DistributedSampler, SequentialSampler
+
+from lightning_stocache.cache.domain import Domain
+from lightning_stocache.node.group import NodeGroup
+from lightning_stocache.sampling.sampler_domain import sampler_domain
+from lightning_stocache.setup.agreement import drawn_by_any, united
+from lightning_stocache.setup.request import LoaderSettings
+from lightning_stocache.training.sampling import replicas
+
+__all__ = ["Wanted", "agreed", "drawn_by", "loader_domain", "together"]
+
+
+@dataclass(frozen=True)
+class Wanted:
+    """A dataset that a loader of the call will read.
+
+    Args:
+        source: the user's dataset.
+        stage: of the loader.
+        loader: what it keeps in memory besides.
+        domain: what of the dataset it draws; None: all of it, or that is not known.
+    """
+
+    source: Dataset[Any]
+    stage: str
+    loader: LoaderSettings
+    domain: Domain | None = None
+
+
+def agreed(wanted: Iterable[Wanted], group: NodeGroup, *, outlives: bool) -> list[Wanted]:
+    """The same, with what any rank draws of each. Collective.
+
+    Args:
+        wanted: what this rank's loaders will read.
+        group: the ranks.
+        outlives: whether later calls or jobs will read the caches.
+    """
+    wanted = list(wanted)
+    domains = drawn_by_any([None if outlives else entry.domain for entry in wanted], group)
+    return [replace(entry, domain=domain) for entry, domain in zip(wanted, domains, strict=True)]
+
+
+def together(entry: Wanted, wanted: Sequence[Wanted]) -> Wanted:
+    """The first of those that want a dataset, with what all of them draw of it."""
+    return replace(entry, domain=united([other.domain for other in wanted if other.source is entry.source]))
+
+
+def loader_domain(trainer: Any, stage: str, loader: DataLoader[Any]) -> Domain | None:
+    """The indices that a loader of a stage will draw, of a dataset with a length; None for all, or if not known."""
+    length = len(loader.dataset)  # type: ignore[arg-type]
+    return drawn_by(trainer, stage, length, loader.batch_size or 1, loader.sampler, loader.batch_sampler)
+
+
+def drawn_by(
+    trainer: Any, stage: str, length: int, batch_size: int, sampler: Any, batch_sampler: Any = None
+) -> Domain | None:
+    """The indices that a sampler or batch sampler will draw in a stage of a Trainer call.
+
+    Args:
+        trainer: of the call; None outside of one.
+        stage: of the loader.
+        length: number of samples in its dataset.
+        batch_size: of one rank.
+        sampler: the loader's.
+        batch_sampler: the loader's, which says more than the other two.
+    """
+    if getattr(trainer, "reload_dataloaders_every_n_epochs", 0):
+        return None
+    if type(batch_sampler) is BatchSampler:
+        sampler, batch_size, batch_sampler = batch_sampler.sampler, batch_sampler.batch_size, None
+    if stage in ("train", "val") and getattr(trainer, "overfit_batches", 0) > 0 and trainer.state.fn == "fit":
+        return None if batch_sampler is not None else _beginning(trainer, stage, length, batch_size)
+    in_order = type(sampler) is SequentialSampler or (type(sampler) is DistributedSampler and not sampler.shuffle)
+    if trainer is not None and stage != "train" and in_order and batch_sampler is None:
+        return _beginning(trainer, stage, length, batch_size)
+    return sampler_domain(sampler if batch_sampler is None else batch_sampler, length)
+
+
+def _beginning(trainer: Any, stage: str, length: int, batch_size: int) -> Domain | None:
+    """The first samples, as many as the Trainer's limit lets through; None: all."""
+    limit: int | float = getattr(trainer, f"limit_{stage}_batches", 1.0)
+    step = batch_size * replicas(trainer)[0]
+    batches = limit if isinstance(limit, int) else int(math.ceil(length / step) * limit)
+    count = batches * step
+    return Domain(np.arange(count), length) if 0 < count < length else None

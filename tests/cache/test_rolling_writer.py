@@ -1,0 +1,48 @@
+"""The way into a rolling cache for processes of the user's own."""
+
+from __future__ import annotations
+
+import threading
+import time
+from pathlib import Path
+
+import pytest
+import torch
+
+from lightning_stocache import RollingCache, RollingWriter, SampleSpec
+from lightning_stocache.cache import rolling_writer
+from lightning_stocache.cache.rolling_store import RollingHandle
+from lightning_stocache.cache.stores import attach_rolling
+from tests.processes import Child
+
+pytestmark = pytest.mark.processes
+
+
+def stand_still(handle: RollingHandle, count: int, flag: str) -> None:
+    """Begin to write to all slots, and do not get on."""
+    store = attach_rolling(handle)
+    taken = [store.ring.take() for _ in range(count)]
+    assert None not in taken
+    Path(flag).touch()
+    time.sleep(100)
+
+
+def test_who_waits_behind_a_process_that_stands_still_is_told_which(tmp_path, monkeypatch, caplog):
+    """And goes on when that one has ended."""
+    monkeypatch.setattr(rolling_writer, "TOLD_SECONDS", 0.05)
+    pool = RollingCache(budget=500, spec=SampleSpec.infer(torch.zeros(10)), minimum=1)
+    with RollingWriter.attach(pool.handle) as writer:
+        store = attach_rolling(pool.handle)
+        flag = tmp_path / "flag"
+        child = Child(stand_still, pool.handle, store.ring.count, str(flag))
+        while not flag.exists():
+            time.sleep(0.005)
+        pid = child.process.pid
+        threading.Timer(1.5, child.kill).start()  # a slot of a killed writer is looked for once a second
+        writer.append(torch.ones(10))
+        store.close()
+    assert pool[0].tolist() == [1.0] * 10
+    pool.close()
+    messages = [record.getMessage() for record in caplog.records if "RollingWriter" in record.getMessage()]
+    assert messages
+    assert all(message.endswith(f"process {pid} writes, and does not get on") for message in messages)

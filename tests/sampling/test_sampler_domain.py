@@ -1,0 +1,103 @@
+"""What a sampler can draw is what it does draw, and nothing is drawn to know it."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from torch.utils.data import (
+    BatchSampler,
+    DistributedSampler,
+    RandomSampler,
+    Sampler,
+    SequentialSampler,
+    SubsetRandomSampler,
+    WeightedRandomSampler,
+)
+
+from lightning_stocache.sampling.sampler_domain import sampler_domain
+
+LENGTH = 30
+DATA: Any = range(LENGTH)
+FEW: Any = range(7)
+
+
+class Other(Sampler[int]):
+    """A user's own, with a name that means something else."""
+
+    indices = (1, 2)
+
+    def __iter__(self) -> Any:
+        return iter(range(LENGTH))
+
+
+class Odd(SubsetRandomSampler):
+    """Its indices are none."""
+
+    def __init__(self) -> None:
+        self.indices: Any = object()
+
+
+class Mine(SubsetRandomSampler):
+    """In another order, but from the same indices."""
+
+    def __iter__(self) -> Any:
+        return iter(reversed(list(self.indices)))
+
+
+@pytest.mark.parametrize(
+    "sampler",
+    [
+        SubsetRandomSampler([3, 9, 4]),
+        SubsetRandomSampler(torch.tensor([3, 9, 4, 4])),  # type: ignore[arg-type]
+        SubsetRandomSampler(np.array([3, 9])),  # type: ignore[arg-type]
+        Mine([5, 6]),
+        WeightedRandomSampler([0.0, 1.0, 2.0, *[0.0] * 27], 200),
+        RandomSampler(FEW),
+        RandomSampler(FEW, replacement=True, num_samples=200),
+        SequentialSampler(FEW),
+        DistributedSampler(FEW, 1, 0),
+        BatchSampler(SubsetRandomSampler([3, 9, 4]), 2, False),
+        [4, 4, 2],
+        range(3),
+        [[1, 2], [2, 3, 4]],
+        np.array([6, 7]),
+        torch.tensor([6, 7]),
+    ],
+)
+def test_it_is_what_is_drawn(sampler: Any) -> None:
+    """Of torch's samplers and of lists, in batches or not: the indices that an epoch gives, and no others."""
+    before = torch.get_rng_state()
+    domain = sampler_domain(sampler, LENGTH)
+    assert torch.equal(torch.get_rng_state(), before)
+    assert domain is not None
+    drawn = [int(i) for item in sampler for i in (item if isinstance(item, list) else [item])]
+    assert set(drawn) == set(domain.indices.tolist())
+    assert domain.length == LENGTH
+
+
+@pytest.mark.parametrize(
+    "sampler",
+    [
+        RandomSampler(DATA),
+        RandomSampler(DATA, num_samples=5),  # others each time
+        SequentialSampler(DATA),
+        DistributedSampler(DATA, 2, 0),
+        WeightedRandomSampler([1.0] * LENGTH, 5),
+        SubsetRandomSampler(range(LENGTH)),
+        SubsetRandomSampler([]),
+        SubsetRandomSampler([LENGTH]),  # the error is the source's
+        SubsetRandomSampler(["a", "b"]),  # type: ignore[list-item]
+        WeightedRandomSampler([0.0] * LENGTH, 5),
+        Other(),
+        Odd(),
+        None,
+        ["a", "b"],
+        [object()],
+    ],
+)
+def test_else_all_may_be_drawn(sampler: Any) -> None:
+    """All of the dataset, nothing of it, or nobody knows: then the cache is of the whole."""
+    assert sampler_domain(sampler, LENGTH) is None

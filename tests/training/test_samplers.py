@@ -1,0 +1,352 @@
+"""The samplers that people use, and several loaders: their own batches, and the hit rate that is expected of them."""
+
+from __future__ import annotations
+
+import json
+import math
+import os
+import pickle
+import random
+import subprocess
+import sys
+from collections.abc import Callable, Iterator, Sequence
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from lightning.pytorch import Callback
+from lightning.pytorch.utilities.combined_loader import CombinedLoader
+from torch.utils.data import (
+    BatchSampler,
+    ConcatDataset,
+    DataLoader,
+    Dataset,
+    DistributedSampler,
+    RandomSampler,
+    Sampler,
+    Subset,
+    SubsetRandomSampler,
+    WeightedRandomSampler,
+)
+
+from lightning_stocache.loading.dataset import CachedDataset
+from lightning_stocache.training.callbacks import StochasticCache
+from lightning_stocache.training.monitor import CacheMonitor
+from tests.sources import CountedSource
+from tests.training.seen import Watcher
+from tests.training.tiny import logged, make_trainer, source
+
+pytestmark = pytest.mark.processes
+
+SAMPLES, BATCH, EPOCHS = 120, 8, 3
+SLOT = 3 * 8 * 8 + 8 + 1  # bytes
+CLASSES = 10  # of the source's samples, which are `index % CLASSES`
+LABELS = torch.arange(SAMPLES) % CLASSES
+
+
+class Balanced(Sampler[list[int]]):
+    """Batches with as many samples of each class, as users write it."""
+
+    def __init__(self, labels: torch.Tensor, per_class: int, batches: int) -> None:
+        self.of_class = [torch.where(labels == label)[0].tolist() for label in labels.unique()]
+        self.per_class, self.batches = per_class, batches
+
+    def __len__(self) -> int:
+        return self.batches
+
+    def __iter__(self) -> Iterator[list[int]]:
+        for _ in range(self.batches):
+            chosen = random.sample(range(len(self.of_class)), 4)
+            yield [index for label in chosen for index in random.sample(self.of_class[label], self.per_class)]
+
+
+class Buckets(Sampler[list[int]]):
+    """Batches of samples that are about equally long, in random order."""
+
+    def __init__(self, lengths: Sequence[int], batch_size: int) -> None:
+        order = sorted(range(len(lengths)), key=lambda index: (lengths[index], index))
+        self.batches = [order[first : first + batch_size] for first in range(0, len(order), batch_size)]
+
+    def __len__(self) -> int:
+        return len(self.batches)
+
+    def __iter__(self) -> Iterator[list[int]]:
+        yield from random.sample(self.batches, len(self.batches))
+
+
+class Mine(DistributedSampler[int]):
+    """A user's own deal: each sample twice in a row."""
+
+    def __iter__(self) -> Iterator[int]:
+        return (index for index in super().__iter__() for _ in range(2))
+
+    def __len__(self) -> int:
+        return 2 * super().__len__()
+
+
+def balancing() -> torch.Tensor:
+    """Weights by which the classes 0 and 1, made rare, come as often as the others."""
+    counts = torch.bincount(LABELS) * torch.tensor([0.1] * 2 + [1.0] * 8)
+    return (1 / counts)[LABELS].double()
+
+
+def some() -> list[int]:
+    """A tenth of the dataset."""
+    return list(range(5, SAMPLES, 10))
+
+
+def of(module: str, name: str) -> Callable[..., Any]:
+    """A sampler for one rank, of a library that may be missing."""
+
+    def make(*args: Any, **options: Any) -> Any:
+        with pytest.MonkeyPatch.context() as before:  # MONAI sets variables when it is imported
+            before.setenv("CUBLAS_WORKSPACE_CONFIG", "")
+            before.setenv("LD_LIBRARY_PATH", "")
+            samplers = pytest.importorskip(module)
+        return getattr(samplers, name)(*args, num_replicas=1, rank=0, **options)
+
+    return make
+
+
+def with_sampler(make: Callable[[Any], Any]) -> Callable[[Any], DataLoader[Any]]:
+    return lambda data: DataLoader(data, BATCH, sampler=make(data))
+
+
+def with_batches(make: Callable[[Any], Any]) -> Callable[[Any], DataLoader[Any]]:
+    return lambda data: DataLoader(data, batch_sampler=make(data))
+
+
+def shuffled(data: Any, **options: Any) -> DataLoader[Any]:
+    return DataLoader(data, BATCH, shuffle=True, **options)
+
+
+KNOWN: dict[str, tuple[Callable[[Any], Any], dict[str, Any]]] = {
+    "shuffle": (shuffled, {}),
+    "fewer": (with_sampler(lambda data: RandomSampler(data, num_samples=50)), {}),
+    "more": (with_sampler(lambda data: RandomSampler(data, num_samples=150)), {}),
+    "replacement": (with_sampler(lambda data: RandomSampler(data, replacement=True)), {}),
+    "weighted": (with_sampler(lambda data: WeightedRandomSampler(torch.arange(SAMPLES) ** 2.0, SAMPLES)), {}),
+    "zero weights": (with_sampler(lambda data: WeightedRandomSampler((LABELS < 4).double(), SAMPLES)), {}),
+    "weighted once": (
+        with_sampler(lambda data: WeightedRandomSampler(torch.arange(1.0, SAMPLES + 1), 60, replacement=False)),
+        {},
+    ),
+    "class weights": (with_sampler(lambda data: WeightedRandomSampler(balancing(), SAMPLES)), {}),
+    "subset": (with_sampler(lambda data: SubsetRandomSampler(range(0, SAMPLES, 2))), {}),
+    "oversampled": (with_sampler(lambda data: SubsetRandomSampler([*range(SAMPLES), *range(0, SAMPLES, 4)] * 2)), {}),
+    "list": (with_sampler(lambda data: list(range(20, 80)) + list(range(20, 40))), {}),
+    "list of batches": (with_batches(lambda data: [[1, 2, 3], [7, 8], [1, 9]]), {}),
+    "batch_sampler": (with_batches(lambda data: BatchSampler(RandomSampler(data), 12, drop_last=True)), {}),
+    "distributed": (with_sampler(lambda data: DistributedSampler(data, 1, 0)), {}),
+    "distributed in order": (with_sampler(lambda data: DistributedSampler(data, 1, 0, shuffle=False)), {}),
+    "a subset's": (with_sampler(lambda data: DistributedSampler(range(50), 1, 0)), {}),
+    "monai": (
+        with_sampler(lambda data: of("monai.data.samplers", "DistributedSampler")(data, even_divisible=False)),
+        {},
+    ),
+    "monai weighted": (
+        with_sampler(
+            lambda data: of("monai.data.samplers", "DistributedWeightedRandomSampler")(data, balancing().tolist())
+        ),
+        {},
+    ),
+    "subset of a subset": (lambda data: shuffled(Subset(Subset(data, range(0, SAMPLES, 2)), range(30))), {}),
+    "overfit some": (shuffled, {"overfit_batches": 3}),
+    "overfit a part": (shuffled, {"overfit_batches": 0.25}),
+    "overfit all": (shuffled, {"overfit_batches": 1.0}),
+    "overfit a subset": (
+        with_sampler(lambda data: SubsetRandomSampler(range(50, SAMPLES))),
+        {"overfit_batches": 2},
+    ),
+    "limit": (shuffled, {"limit_train_batches": 6}),
+    "limit to a part": (shuffled, {"limit_train_batches": 0.3}),
+    "limit, in order": (lambda data: DataLoader(data, BATCH), {"limit_train_batches": 5}),
+}
+UNKNOWN: dict[str, tuple[Callable[[Any], Any], dict[str, Any]]] = {
+    "class-balanced batches": (with_batches(lambda data: Balanced(LABELS, 2, 15)), {}),
+    "buckets": (with_batches(lambda data: Buckets((LABELS * 7).tolist(), BATCH)), {}),
+    "a user's deal": (with_sampler(lambda data: Mine(data, 1, 0)), {}),
+    "repeated augmentation": (
+        with_sampler(lambda data: of("timm.data.distributed_sampler", "RepeatAugSampler")(data, selected_round=0)),
+        {},
+    ),
+    "timm in order": (
+        with_sampler(lambda data: of("timm.data.distributed_sampler", "OrderedDistributedSampler")(data)),
+        {},
+    ),
+}
+LOADERS = KNOWN | UNKNOWN
+
+
+class Loads(Callback):
+    """Notes how much of the sources has been read when training starts, and at each epoch's end."""
+
+    def __init__(self, *sources: CountedSource) -> None:
+        self.sources, self.noted = sources, list[int]()
+
+    def note(self, *_: Any) -> None:
+        self.noted.append(sum(counted.loads for counted in self.sources))
+
+    on_train_start = on_train_epoch_end = note
+
+    @property
+    def of_epochs(self) -> list[int]:
+        return [now - before for before, now in zip(self.noted, self.noted[1:], strict=False)]
+
+
+def seed() -> None:
+    torch.manual_seed(0)
+    random.seed(0)
+
+
+def train(tmp_path: Any, make: Callable[[], Any], callbacks: list[Callback], **options: Any) -> tuple[Watcher, Any]:
+    """The model and the Trainer after training that began with a seed."""
+    model = Watcher()
+    trainer = make_trainer(tmp_path, callbacks, epochs=EPOCHS, log_every_n_steps=1000, **options)
+    seed()
+    trainer.fit(model, make())
+    return model, trainer
+
+
+def check_counts(trainer: Any, loads: Loads, served: list[int]) -> None:
+    """Hits, misses and bypasses are what was served, and the hit rate is what the source says."""
+    values = {key: logged(trainer, f"stocache/{key}") for key in ("hits", "misses", "bypasses", "hit_rate")}
+    parts = list(zip(values["hits"], values["misses"], values["bypasses"], strict=True))
+    assert list(map(sum, parts)) == served
+    assert values["hit_rate"] == pytest.approx([hits / sum(part) for part in parts for hits in part[:1]])
+    more = [now - misses - bypasses for now, (_, misses, bypasses) in zip(loads.of_epochs, parts, strict=True)]
+    assert set(more) <= {0, 1, 2}, "samples are read again, now and then, to see whether they are random"
+
+
+def check_expected(trainer: Any, served: list[int]) -> None:
+    """The hit rates are as expected, but for what is drawn by chance."""
+    measured, expected = logged(trainer, "stocache/hit_rate"), logged(trainer, "stocache/hit_rate_expected")
+    assert len(expected) == EPOCHS
+    for rate, predicted, samples in zip(measured, expected, served, strict=True):
+        assert abs(rate - predicted) <= 0.05 + 3 * math.sqrt(predicted * (1 - predicted) / samples)
+
+
+def samples_per_epoch(model: Watcher) -> list[int]:
+    """How many samples the batches of each epoch held."""
+    sizes = [eval_size(batch) for stage, batch in model.batches if stage == "train"]
+    steps = len(sizes) // EPOCHS
+    return [sum(sizes[epoch * steps : (epoch + 1) * steps]) for epoch in range(EPOCHS)]
+
+
+def eval_size(batch: bytes) -> int:
+    """Number of samples in a batch that a Watcher has noted."""
+    return int(count(pickle.loads(batch)))
+
+
+def count(node: Any) -> int:
+    """The samples in what a Watcher makes of a batch: of a dict or list of batches, all."""
+    if isinstance(node, dict):
+        return sum(map(count, node.values()))
+    if node is None:
+        return 0  # of a loader that has ended
+    kind, parts = node if len(node) == 2 else (None, None)
+    if kind in ("list", "tuple") and parts and len(parts) == 2 and parts[1][0] == "torch.int64":
+        return int(parts[1][1][0])  # images and labels
+    return sum(map(count, parts or ()))
+
+
+@pytest.mark.parametrize("name", LOADERS)
+def test_hit_rates_are_as_expected_and_batches_as_without_a_cache(tmp_path, name, recwarn):
+    """Every batch is the uncached one, the counts are the source's own, and what is expected comes true, if at all."""
+    make, options = LOADERS[name]
+    plain, _ = train(tmp_path / "plain", lambda: make(source(tmp_path, "plain", SAMPLES)), [], **options)
+    data = source(tmp_path, samples=SAMPLES)
+    loads = Loads(data)
+    cached, trainer = train(tmp_path, lambda: make(data), [StochasticCache(budget=60 * SLOT), loads], **options)
+    assert cached.batches == plain.batches
+    check_counts(trainer, loads, samples_per_epoch(cached))
+    if name in UNKNOWN:
+        assert logged(trainer, "stocache/hit_rate_expected") == []
+    else:
+        check_expected(trainer, samples_per_epoch(cached))
+    assert not [warning for warning in recwarn if "were to be expected" in str(warning.message)]
+
+
+MODES = ("min_size", "max_size", "max_size_cycle")  # Lightning trains in no other: it refuses "sequential"
+
+
+@pytest.mark.parametrize("mode", MODES)
+def test_several_loaders_are_expected_to_hit_as_they_do_together(tmp_path, mode):
+    """In all modes of a CombinedLoader what is expected is the mean of the sets, by what was served of each."""
+
+    def loaders(long: Dataset[Any], short: Dataset[Any]) -> Any:
+        weighted = WeightedRandomSampler(torch.arange(1.0, 41), 40)
+        return CombinedLoader({"long": shuffled(long), "short": DataLoader(short, BATCH, sampler=weighted)}, mode)
+
+    def sources(name: str) -> tuple[CountedSource, CountedSource]:
+        return source(tmp_path, f"{name}-long", SAMPLES), source(tmp_path, f"{name}-short", 40)
+
+    plain, _ = train(tmp_path / "plain", lambda: loaders(*sources("plain")), [])
+    data = sources("cached")
+    loads = Loads(*data)
+    cached, trainer = train(tmp_path, lambda: loaders(*data), [StochasticCache(budget="50%"), loads])
+    assert cached.batches == plain.batches
+    served = samples_per_epoch(cached)
+    check_counts(trainer, loads, served)
+    check_expected(trainer, served)
+
+
+def test_nothing_is_expected_where_two_loaders_read_one_dataset(tmp_path):
+    """What one has drawn the other hits: by what chance depends on their pace."""
+    data = source(tmp_path, samples=SAMPLES)
+    pair = {"weak": shuffled(data), "strong": shuffled(data)}
+    _, trainer = train(tmp_path, lambda: pair, [StochasticCache()])
+    assert logged(trainer, "stocache/hit_rate") == [0.5, 1, 1]
+    assert logged(trainer, "stocache/hit_rate_expected") == []
+
+
+@pytest.mark.parametrize(("held_out", "told"), [(range(5), True), (range(60, 70), False)])
+def test_validation_on_the_same_dataset_is_told_from_training(tmp_path, held_out, told):
+    """Of two folds of one dataset each hits what it has filled; where they overlap nothing is expected."""
+    data = source(tmp_path, samples=SAMPLES)
+    folds = SubsetRandomSampler(range(10, SAMPLES)), SubsetRandomSampler(held_out)
+    model, options = Watcher(), {"num_sanity_val_steps": 2, "log_every_n_steps": 1000}
+    trainer = make_trainer(tmp_path, [StochasticCache(budget=SLOT * SAMPLES // 2)], epochs=EPOCHS, **options)
+    trainer.fit(model, *(DataLoader(data, BATCH, sampler=fold) for fold in folds))
+    if told:
+        check_expected(trainer, [SAMPLES - 10] * EPOCHS)
+    else:
+        assert logged(trainer, "stocache/hit_rate_expected") == []
+
+
+def test_a_part_of_cached_datasets_is_drawn_through_subset_and_concat(tmp_path):
+    """A user's CachedDatasets behind `Subset` and `ConcatDataset`: each is expected to hit what is drawn of it."""
+    sources = [source(tmp_path, name, SAMPLES) for name in ("one", "other")]
+    sets = [CachedDataset(counted, budget="50%") for counted in sources]
+    joined = ConcatDataset([Subset(sets[0], range(0, SAMPLES, 3)), sets[1]])
+    loads = Loads(*sources)
+    model, trainer = train(tmp_path, lambda: shuffled(joined), [CacheMonitor(), loads])
+    check_counts(trainer, loads, samples_per_epoch(model))
+    check_expected(trainer, samples_per_epoch(model))
+    for dataset in sets:
+        dataset.close()
+
+
+@pytest.mark.slow
+def test_two_ranks_draw_together(tmp_path):
+    """Under ddp: the batches of an uncached job, slots for what any rank draws, and expectations that are right."""
+    root = Path(__file__).parents[2]
+    command = [sys.executable, "-m", "tests.training.samplers_job", str(tmp_path)]
+    ended = subprocess.run(
+        command, cwd=root, env={**os.environ, "PYTHONPATH": str(root)}, capture_output=True, timeout=200, text=True
+    )
+    assert ended.returncode == 0, ended.stderr
+    ranks = [json.loads((tmp_path / f"rank{rank}.json").read_text()) for rank in (0, 1)]
+    for name, saw in ranks[0].items():
+        assert saw["same"], name
+        assert ranks[1][name]["same"], name
+        fold = "fold" in name
+        assert saw["slots"] == ranks[1][name]["slots"] == [15 if fold else 60], "half of what is drawn"
+        for epoch in saw["epochs"]:
+            served = sum(epoch[f"stocache/{key}"] for key in ("hits", "misses", "bypasses"))
+            assert served == 2 * 4 * saw["steps"] / EPOCHS - (2 if fold else 0)  # 30 of a fold: 15 for each rank
+            assert ("stocache/hit_rate_expected" in epoch) == (not fold)
+            if not fold:
+                expected = epoch["stocache/hit_rate_expected"]
+                assert abs(epoch["stocache/hit_rate"] - expected) <= 0.05 + 3 * math.sqrt(0.25 / served)

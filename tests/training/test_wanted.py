@@ -1,0 +1,261 @@
+"""Slots go to what is drawn: in every door a budget for a tenth of the samples holds the tenth that is drawn."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+from lightning.pytorch import seed_everything
+from torch.utils.data import (
+    BatchSampler,
+    ConcatDataset,
+    DataLoader,
+    Dataset,
+    DistributedSampler,
+    RandomSampler,
+    SequentialSampler,
+    Subset,
+    SubsetRandomSampler,
+    WeightedRandomSampler,
+    random_split,
+)
+
+from lightning_stocache.loading.dataset import CachedDataset
+from lightning_stocache.training.callbacks import StochasticCache
+from lightning_stocache.training.datamodule import StocacheDataModule
+from lightning_stocache.training.hooks import cache_datamodule
+from lightning_stocache.training.monitor import CacheMonitor
+from lightning_stocache.training.wanted import drawn_by
+from tests.training.seen import Looking, Watcher, data_hooks
+from tests.training.tiny import logged, make_trainer, source
+
+pytestmark = pytest.mark.processes
+
+SAMPLES, BATCH = 120, 4
+SLOT = 3 * 8 * 8 + 8 + 1  # bytes
+TENTH = list(range(5, SAMPLES, 10))
+BUDGET = len(TENTH) * SLOT
+
+
+def subset_loader(data: Any, indices: Any = TENTH, **options: Any) -> DataLoader[Any]:
+    return DataLoader(data, BATCH, sampler=SubsetRandomSampler(indices), **options)
+
+
+def hit_rates(tmp_path: Any, callbacks: list[Any], *given: Any, **options: Any) -> tuple[list[float], Looking]:
+    """The hit rates of two epochs, and what was looked at."""
+    looking = Looking()
+    options = {"log_every_n_steps": 1000} | options
+    trainer = make_trainer(tmp_path, [*callbacks, looking], epochs=2, **options)
+    trainer.fit(Watcher(), *given)
+    assert logged(trainer, "stocache/coverage")[-1] <= 1
+    return logged(trainer, "stocache/hit_rate"), looking
+
+
+@pytest.mark.parametrize("door", ["callback", "cache_datamodule", "ours", "by hand"])
+@pytest.mark.parametrize("layout", ["rows", "records"])
+def test_a_tenth_of_the_budget_is_enough_for_a_tenth_of_the_samples(tmp_path, door, layout):
+    """Whatever the door, all is hit in epoch two, and the tenth is what 100 % are of."""
+    data = source(tmp_path, samples=SAMPLES)
+    budget = {"budget": BUDGET if layout == "rows" else "100%", "layout": layout}
+    callbacks: list[Any] = [CacheMonitor()]
+    given: Any
+    if door == "callback":
+        callbacks, given = [StochasticCache(**budget)], subset_loader(data)
+    elif door == "cache_datamodule":
+        given = cache_datamodule(data_hooks(train=lambda: subset_loader(data)), **budget)
+    elif door == "ours":
+        given = StocacheDataModule(data, batch_size=BATCH, loader={"sampler": SubsetRandomSampler(TENTH)}, **budget)
+    else:
+        given = subset_loader(CachedDataset(data, indices=TENTH, **budget))
+    rates, looking = hit_rates(tmp_path, callbacks, given)
+    assert rates == [0, 1]
+    assert looking.slots["train"] == [len(TENTH)]
+    assert set(data.loaded) == set(TENTH), "at set-up, too, nothing else is read"
+    if door == "by hand":
+        given.dataset.close()
+
+
+ORDERS: dict[str, tuple[Callable[[Any], Any], set[int]]] = {
+    "weights": (lambda data: WeightedRandomSampler([i % 10 == 5 for i in range(SAMPLES)], SAMPLES), set(TENTH)),
+    "list": (lambda data: TENTH * 2, set(TENTH)),
+    "shorter": (lambda data: RandomSampler(range(12)), set(range(12))),
+    "a subset's": (lambda data: DistributedSampler(Subset(data, range(12)), 1, 0), set(range(12))),
+}
+
+
+@pytest.mark.parametrize("name", ORDERS)
+def test_other_samplers_that_leave_samples_out(tmp_path, name):
+    """Zero weights, a list, and a sampler of a shorter dataset: what they never draw takes no slot."""
+    make, drawn = ORDERS[name]
+    data = source(tmp_path, samples=SAMPLES)
+    rates, looking = hit_rates(tmp_path, [StochasticCache(BUDGET)], DataLoader(data, BATCH, sampler=make(data)))
+    assert looking.slots["train"] == [len(drawn)]
+    assert rates[-1] > 0.8
+    assert set(data.loaded) <= drawn
+
+
+@pytest.mark.parametrize(
+    "divide",
+    [
+        lambda data: (Subset(data, TENTH), Subset(data, range(12))),
+        lambda data: (Subset(Subset(data, range(0, SAMPLES, 2)), range(12)), Subset(data, range(12))),
+        lambda data: random_split(data, [12, 12, SAMPLES - 24])[:2],
+        lambda data: (ConcatDataset([Subset(data, TENTH[:6]), Subset(data, TENTH[6:])]), Subset(data, range(12))),
+        lambda data: (ConcatDataset(random_split(data, [6, 6, SAMPLES - 12])[:2]), Subset(data, range(12))),
+    ],
+    ids=["subset", "nested", "random_split", "concat", "concat of a split"],
+)
+@pytest.mark.parametrize("door", ["callback", "cache_datamodule", "ours"])
+def test_parts_that_are_datasets_have_slots_of_their_own(tmp_path, door, divide):
+    """A Subset, and what is made of some, is a dataset of its own size, for training and validation each."""
+    data = source(tmp_path, samples=SAMPLES)
+    train, val = divide(data)
+    budget, callbacks, given = 2 * BUDGET, [CacheMonitor()], ()
+    if door == "callback":
+        callbacks = [StochasticCache(budget)]
+        given = DataLoader(train, BATCH, shuffle=True), DataLoader(val, BATCH)
+    elif door == "cache_datamodule":
+        loaders = {"train": lambda: DataLoader(train, BATCH, shuffle=True), "val": lambda: DataLoader(val, BATCH)}
+        given = (cache_datamodule(data_hooks(**loaders), budget=budget),)
+    else:
+        given = (StocacheDataModule(train, val, batch_size=BATCH, budget=budget),)
+    rates, looking = hit_rates(tmp_path, callbacks, *given)
+    assert rates == [0, 1]
+    assert looking.slots == {"train": [12], "val": [12]}
+
+
+@pytest.mark.parametrize(("sanity", "slots"), [(2, {"train": [24], "val": [12]}), (0, {"train": [24], "val": [12]})])
+def test_two_samplers_of_one_dataset_in_two_hooks(tmp_path, sanity, slots):
+    """Which comes first does not know the other: each has a cache of its own, with slots for what it draws."""
+    data = source(tmp_path, samples=SAMPLES)
+    loaders = {"train": lambda: subset_loader(data, range(24)), "val": lambda: subset_loader(data, TENTH)}
+    dm = cache_datamodule(data_hooks(**loaders), budget=3 * BUDGET)
+    rates, looking = hit_rates(tmp_path, [CacheMonitor()], dm, num_sanity_val_steps=sanity)
+    assert rates == [0, 1]
+    assert looking.slots == slots
+
+
+def test_two_samplers_of_one_dataset_that_are_known_together(tmp_path):
+    """Loaders that are given to `fit` share one cache, with slots for what any of them draws."""
+    data = source(tmp_path, samples=SAMPLES)
+    loaders = subset_loader(data, range(12)), subset_loader(data, range(6, 24))
+    rates, looking = hit_rates(tmp_path, [StochasticCache(2 * BUDGET)], *loaders)
+    assert looking.slots == {"train": [24], "val": [24]}
+    assert rates[-1] == 1
+
+
+def test_two_training_loaders_of_one_dataset_share_slots(tmp_path):
+    """The same holds for two loaders of one stage; one that draws everything needs slots for everything."""
+    data = source(tmp_path, samples=SAMPLES)
+    two = [subset_loader(data, range(12)), subset_loader(data, range(12, 24))]
+    _, looking = hit_rates(tmp_path, [StochasticCache("100%")], two)
+    assert looking.slots["train"] == [24]
+    _, looking = hit_rates(tmp_path, [StochasticCache("100%")], [*two, DataLoader(data, BATCH, shuffle=True)])
+    assert looking.slots["train"] == [SAMPLES]
+
+
+@pytest.mark.parametrize("options", [{"keep_cache": True}, {"name": "on disk"}])
+def test_a_cache_that_outlives_the_call_has_room_for_all(tmp_path, options):
+    """The next fold draws other samples from the same dataset: it finds slots for them, and what the last one left."""
+    data = source(tmp_path, samples=SAMPLES)
+    if "name" in options:
+        pytest.importorskip("xxhash")
+        options = {"name": "folds", "dir": str(tmp_path)}
+    callback = StochasticCache("100%", **options)
+    hit_rates(tmp_path / "0", [callback], subset_loader(data, range(40)))
+    loads = data.loads
+    rates, looking = hit_rates(tmp_path / "1", [callback], subset_loader(data, range(20, 60)))
+    assert looking.slots["train"] == [SAMPLES]
+    assert rates == [0.5, 1]
+    assert set(data.loaded[loads:]) >= set(range(40, 60))
+    callback.close()
+
+
+def test_a_limit_on_validation_is_a_limit_on_its_slots(tmp_path):
+    """Ten of 120 samples are validated on: the others take nothing from training's share."""
+    train, val = source(tmp_path, samples=SAMPLES), source(tmp_path, "val", SAMPLES)
+    options = {"limit_val_batches": 3, "num_sanity_val_steps": 0}
+    loaders = DataLoader(train, BATCH, shuffle=True), DataLoader(val, BATCH)
+    rates, looking = hit_rates(tmp_path, [StochasticCache((SAMPLES + 12) * SLOT)], *loaders, **options)
+    assert looking.slots == {"train": [SAMPLES], "val": [12]}
+    assert rates == [0, 1]
+
+
+@pytest.mark.parametrize("workers", [0, 2])
+def test_a_sampler_that_changes_goes_on_as_without_a_cache(tmp_path, workers, recwarn):
+    """Indices that are set anew each epoch pass through, with a word; batches are those of an uncached training."""
+
+    class Changing(Looking):
+        def on_train_epoch_start(self, trainer, pl_module):
+            first = 12 * trainer.current_epoch
+            trainer.train_dataloader.sampler.indices[:] = range(first, first + 12)
+
+    seen = []
+    for callbacks in ([], [StochasticCache()]):
+        model = Watcher()
+        trainer = make_trainer(tmp_path, [*callbacks, Changing()], epochs=3, logger=False)
+        seed_everything(0, verbose=False)
+        trainer.fit(model, subset_loader(source(tmp_path, samples=SAMPLES), list(range(12)), num_workers=workers))
+        seen.append(model.batches)
+    assert seen[0] == seen[1]
+    assert float(trainer.callback_metrics["stocache/bypasses"]) > 0
+    said = [str(warning.message) for warning in recwarn if "draws other samples" in str(warning.message)]
+    assert len(said) == 1
+    assert "keep_cache=True" in said[0]
+
+
+def test_loaders_that_are_made_anew_leave_the_slots_to_all(tmp_path, recwarn):
+    """An active learner's pool grows with each reload: what comes later has its slot waiting."""
+    data, grown = source(tmp_path, samples=SAMPLES), iter(range(12, SAMPLES, 12))
+    dm = cache_datamodule(data_hooks(train=lambda: subset_loader(data, range(next(grown)))), budget="100%")
+    rates, looking = hit_rates(tmp_path, [CacheMonitor()], dm, reload_dataloaders_every_n_epochs=1)
+    assert looking.slots["train"] == [SAMPLES]
+    assert rates == [0, 0.5]
+    assert not [warning for warning in recwarn if "were to be expected" in str(warning.message)]
+
+
+def trainer_with(**options: Any) -> Any:
+    defaults = {"overfit_batches": 0.0, "reload_dataloaders_every_n_epochs": 0, "state": SimpleNamespace(fn="fit")}
+    limits = {f"limit_{stage}_batches": 1.0 for stage in ("train", "val", "test", "predict")}
+    return SimpleNamespace(**defaults | limits | {"distributed_sampler_kwargs": None} | options)
+
+
+DATA: Dataset[Any] = range(100)  # type: ignore[assignment]
+
+
+@pytest.mark.parametrize(
+    ("stage", "order", "options", "count"),
+    [
+        ("val", SequentialSampler(DATA), {}, None),
+        ("val", SequentialSampler(DATA), {"limit_val_batches": 3}, 12),
+        ("val", SequentialSampler(DATA), {"limit_val_batches": 0.5}, 48),  # of 25 batches, 12
+        ("val", BatchSampler(SequentialSampler(DATA), 5, False), {"limit_val_batches": 3}, 15),
+        ("val", [[1, 2], [3]], {"limit_val_batches": 1}, 3),
+        ("train", [[1, 2], [3]], {"overfit_batches": 1, "limit_train_batches": 1}, None),
+        ("val", RandomSampler(DATA), {"limit_val_batches": 3}, None),
+        ("val", DistributedSampler(DATA, 2, 0, shuffle=False), {"limit_val_batches": 3}, 12),
+        ("test", SequentialSampler(DATA), {"limit_val_batches": 3}, None),
+        ("predict", SequentialSampler(DATA), {"limit_predict_batches": 1}, 4),
+        ("train", SequentialSampler(DATA), {"limit_train_batches": 3}, None),
+        ("val", SequentialSampler(DATA), {"limit_val_batches": 1000}, None),
+        (
+            "val",
+            SequentialSampler(DATA),
+            {"limit_val_batches": 3, "distributed_sampler_kwargs": {"num_replicas": 2, "rank": 0}},
+            24,
+        ),
+        ("train", RandomSampler(DATA), {"overfit_batches": 5, "limit_train_batches": 5}, 20),
+        ("train", SubsetRandomSampler([90]), {"overfit_batches": 5, "limit_train_batches": 5}, 20),
+        ("train", None, {"overfit_batches": 0.25, "limit_train_batches": 0.25}, 24),
+        ("train", SubsetRandomSampler([90]), {}, 1),
+        ("train", SubsetRandomSampler([90]), {"reload_dataloaders_every_n_epochs": 2}, None),
+    ],
+)
+def test_what_a_loader_will_draw_follows_from_sampler_and_limits(stage, order, options, count):
+    """Of what comes in order only the beginning, as far as the Trainer's limit; else what the sampler can draw."""
+    orders = (None, order) if isinstance(order, BatchSampler | list) else (order, None)
+    domain = drawn_by(trainer_with(**options), stage, 100, 4, *orders)
+    assert (None if domain is None else len(domain)) == count
+    assert drawn_by(None, "train", 100, 4, SubsetRandomSampler([3, 4])).indices.tolist() == [3, 4]
