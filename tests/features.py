@@ -1,8 +1,8 @@
 """What each door can do: the table in README.md and docs/doors.md, and the test that stands behind each cell.
 
 A cell is what the table says (how it is done, or "yes"), and the test that would fail if it were not so; a door that
-does not have it, or in which it was not tried, has `-`. `python -m tests.features` writes the table into both pages; `test_docs.py` compares them with
-it, and looks for the tests.
+does not have it, or in which it was not tried, has `-`. `python -m tests.features` writes the table into both pages;
+`test_docs.py` compares them with it, and looks for the tests.
 """
 
 from __future__ import annotations
