@@ -11,6 +11,7 @@ if TYPE_CHECKING:
     from lightning_stocache.cache.rolling_writer import RollingWriter
     from lightning_stocache.cache.spec import SampleSpec
     from lightning_stocache.insight.meter import CacheMeter
+    from lightning_stocache.insight.step_clock import StepClock
     from lightning_stocache.loading.dataset import CachedDataset
     from lightning_stocache.loading.loader import CachedLoader
     from lightning_stocache.loading.rolling_cache import RollingCache
@@ -23,6 +24,7 @@ if TYPE_CHECKING:
     from lightning_stocache.training.datamodule import StocacheDataModule
     from lightning_stocache.training.hooks import cache_datamodule
     from lightning_stocache.training.monitor import CacheMonitor
+    from lightning_stocache.training.step_timer import StepTimer
 
     __version__: str
 
@@ -39,6 +41,8 @@ __all__ = [
     "RollingWriter",
     "SampleSpec",
     "SharedCache",
+    "StepClock",
+    "StepTimer",
     "StocacheDataModule",
     "StochasticCache",
     "cache_datamodule",
@@ -59,6 +63,8 @@ _HOMES = {
     "RollingWriter": "cache.rolling_writer",
     "SampleSpec": "cache.spec",
     "SharedCache": "cache.compat",
+    "StepClock": "insight.step_clock",
+    "StepTimer": "training.step_timer",
     "StocacheDataModule": "training.datamodule",
     "StochasticCache": "training.callbacks",
     "cache_datamodule": "training.hooks",

@@ -14,15 +14,17 @@ import os
 import sys
 import warnings
 from collections.abc import Callable, Sequence
+from functools import partial
 from pathlib import Path
 from tempfile import TemporaryDirectory
 from typing import TYPE_CHECKING, Any
 
 from lightning_stocache.housekeeping import clean, doctor, list_
-from lightning_stocache.terminal import add_png, one_line, say
+from lightning_stocache.terminal import add_png, numbers, one_line, progress, say
 
 if TYPE_CHECKING:
     from lightning_stocache.insight.advice import Plan
+    from lightning_stocache.insight.curves import Curves
 
 __all__ = ["COMMANDS", "main"]
 
@@ -59,10 +61,14 @@ def report(parser: argparse.ArgumentParser) -> Action:
 def plan(parser: argparse.ArgumentParser) -> Action:
     """Say what a budget would give before it is paid, for your own data and model, by Hydra's configs."""
     _add_config(parser)
+    parser.add_argument("--workers", type=numbers, default=[], metavar="N,N,..", help="measure these num_workers, too")
+    parser.add_argument("--batch-sizes", type=numbers, default=[], metavar="N,N,..", help="and these batch sizes")
     parser.add_argument("--json", action="store_true", help="plain values instead of the table")
-    add_png(parser, Path("plan.png"), "seconds per epoch over the budget as a picture; by default plan.png")
+    add_png(parser, Path("plan.png"), "seconds per epoch over the budget, and what else was measured, as a picture; by "
+            "default plan.png")  # fmt: skip
 
     def run(arguments: argparse.Namespace) -> None:
+        from lightning_stocache.insight import curve_table
         from lightning_stocache.insight.plan_table import as_json, as_text, save
 
         warnings.simplefilter("ignore")  # Lightning's advice is about training, of which this is none
@@ -71,10 +77,14 @@ def plan(parser: argparse.ArgumentParser) -> Action:
         ours.addHandler(heard)  # without one, the caches of the measurements are told of on stderr
         try:
             with TemporaryDirectory() as folder:
-                made = _planned(arguments, folder)
-            sys.stdout.write((json.dumps(as_json(made)) if arguments.json else as_text(made)) + "\n")
+                made, curves = _planned(arguments, folder)
+            if arguments.json:
+                more = {} if curves is None else {"curves": curve_table.as_json(curves)}
+                say(json.dumps(as_json(made) | more))
+            else:  # the last line stays the plan's, for the config
+                say(("" if curves is None else curve_table.as_text(curves) + "\n\n") + as_text(made))
             if arguments.png is not None:
-                save(made, arguments.png)
+                save(made, arguments.png, [] if curves is None else curve_table.panels_of(curves))
                 sys.stderr.write(f"{arguments.png}\n")
         except Exception as error:  # configs, data and model are the user's, and may raise anything
             parser.exit(2, f"{parser.prog}: {one_line(error)}\n")
@@ -133,15 +143,23 @@ def _instantiated(arguments: argparse.Namespace, folder: str) -> Any:
     return instantiate(node)
 
 
-def _planned(arguments: argparse.Namespace, folder: str) -> Plan:
-    """The plan for what the configs describe; what a Trainer leaves behind goes to the folder."""
+def _planned(arguments: argparse.Namespace, folder: str) -> tuple[Plan, Curves | None]:
+    """The plan for what the configs describe, and curves if asked for; what a Trainer leaves goes to the folder."""
     from hydra.utils import instantiate
     from omegaconf import OmegaConf
 
     from lightning_stocache.insight.advice import advise
+    from lightning_stocache.insight.curve_measurement import measure_curves
     from lightning_stocache.insight.measurement import measure
     from lightning_stocache.insight.planner import PlanError, Planner
-    from lightning_stocache.training.plan_inputs import ARGUMENTS, epochs, measure_step, training_data, world
+    from lightning_stocache.training.plan_inputs import (
+        ARGUMENTS,
+        epochs,
+        measure_step,
+        trained_by,
+        training_data,
+        world,
+    )
 
     config = _composed(arguments, folder)
     if config.get("data") is None:
@@ -151,11 +169,18 @@ def _planned(arguments: argparse.Namespace, folder: str) -> Plan:
     data = training_data(datamodule)
     nodes, ranks = world(trainer)
     job, costs = measure(data, nodes=nodes, ranks=ranks, epochs=epochs(trainer.get("max_epochs")))
-    if config.get("model") is None:
-        return advise(Planner(job, costs))
-    base = {"_target_": "lightning.pytorch.Trainer"}
-    planned = instantiate(OmegaConf.merge(base, trainer, ARGUMENTS, {"default_root_dir": folder}))
-    return advise(Planner(job, costs, measure_step(planned, instantiate(config.model), datamodule, data)))
+    step = train = None
+    if config.get("model") is not None:
+        base = {"_target_": "lightning.pytorch.Trainer"}
+        make = partial(instantiate, OmegaConf.merge(base, trainer, ARGUMENTS, {"default_root_dir": folder}))
+        model = instantiate(config.model)
+        step = measure_step(make(), model, datamodule, data)
+        train = trained_by(make, model, datamodule)
+    made = advise(Planner(job, costs, step))
+    if not (arguments.workers or arguments.batch_sizes):
+        return made, None
+    asked = arguments.workers, arguments.batch_sizes
+    return made, measure_curves(data, *asked, train=train, load=job.load, progress=progress)
 
 
 def _composed(arguments: argparse.Namespace, folder: str) -> Any:

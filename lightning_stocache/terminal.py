@@ -1,4 +1,4 @@
-"""What the commands have in common on a terminal: an option for a picture, a question, a line, an error."""
+"""What the commands have in common on a terminal: options for a picture and numbers, a question, lines, an error."""
 
 from __future__ import annotations
 
@@ -6,7 +6,7 @@ import argparse
 import sys
 from pathlib import Path
 
-__all__ = ["add_png", "one_line", "say", "yes"]
+__all__ = ["add_png", "numbers", "one_line", "progress", "say", "yes"]
 
 
 def add_png(parser: argparse.ArgumentParser, default: Path, what: str) -> None:
@@ -18,6 +18,27 @@ def add_png(parser: argparse.ArgumentParser, default: Path, what: str) -> None:
         return Path(text)
 
     parser.add_argument("--png", type=path, nargs="?", const=default, help=f"{what} (needs matplotlib)")
+
+
+def numbers(text: str) -> list[int]:
+    """Whole numbers with commas between them.
+
+    Example:
+        >>> numbers("0,1,2")
+        [0, 1, 2]
+    """
+    try:
+        return [int(word) for word in text.split(",")]
+    except ValueError as error:
+        raise argparse.ArgumentTypeError(f"whole numbers with commas between them, as 0,1,2,4, got {text}") from error
+
+
+def progress(done: int, count: int, left: float) -> None:
+    """Write how far a command has come, over what was written before; nothing where nobody looks on."""
+    if sys.stderr.isatty():
+        text = f"{done} of {count} measurements, about {left:.0f} s left" if done < count else ""
+        sys.stderr.write(f"\r\x1b[K{text}")
+        sys.stderr.flush()
 
 
 def yes(question: str) -> bool:

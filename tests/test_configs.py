@@ -128,6 +128,7 @@ def test_example_keys_are_the_functions(path, node):
         ("data", "stocache_dataset"),
         ("data", "rolling"),
         ("callbacks", "stochastic_cache"),
+        ("callbacks", "step_timer"),
     ],
 )
 def test_defaults_are_the_constructors(group, name, with_cache_group):
@@ -212,7 +213,7 @@ def test_experiments_compose(experiment):
 
 
 @pytest.mark.parametrize("logger", ["csv", "tensorboard", "[csv,tensorboard]"])
-@pytest.mark.parametrize("callbacks", ["stocache", "stochastic_cache"])
+@pytest.mark.parametrize("callbacks", ["stocache", "stochastic_cache", "[stocache,step_timer]"])
 def test_shipped_groups_instantiate(tmp_path, logger, callbacks):
     """Loggers, callbacks and Trainer are made from the shipped YAML, and write into the run's own folder."""
     config = composed("train", "model=boring", f"logger={logger}", f"callbacks={callbacks}", output=tmp_path)

@@ -14,7 +14,7 @@ import lightning.pytorch  # noqa: F401  sets an environment variable when it is 
 import pytest
 
 from lightning_stocache.__main__ import COMMANDS, main
-from lightning_stocache.insight import measurement
+from lightning_stocache.insight import curve_measurement, measurement
 from lightning_stocache.node import janitor
 from lightning_stocache.node.janitor import clean, named_segments
 from lightning_stocache.node.manifest import Geometry, Manifest
@@ -192,6 +192,37 @@ def test_plan_with_a_model_as_json_and_picture(configs, tmp_path, capsys):
     assert values["step"]["seconds"]["low"] > 0
     assert all(row["later_epoch"]["low"] > 0 for row in values["rows"])
     assert png.read_bytes().startswith(b"\x89PNG")
+
+
+def test_plan_with_curves(configs, tmp_path, capsys, monkeypatch):
+    """Numbers of workers and batch sizes are measured besides; the tables, JSON and the picture have them."""
+    quick = partial(curve_measurement.measure_curves, seconds=0.01)
+    monkeypatch.setattr(curve_measurement, "measure_curves", quick)
+    png = tmp_path / "plan.png"
+    overrides = ["data=squares", "model=line", "++trainer.accelerator=cpu", "data.num_workers=0"]
+    main(["plan", "--config-dir", configs, *overrides, "--workers", "0", "--batch-sizes", "2,8", "--png", str(png)])
+    out, _ = capsys.readouterr()
+    assert [line.split()[0] for line in out.splitlines() if line.count("..") == 4] == ["0", "2", "8"]
+    assert "What a step is made of, with batches from the cache, ms:" in out
+    assert out.splitlines()[-1].startswith("cache.budget=")
+    assert png.read_bytes().startswith(b"\x89PNG")
+    main(["plan", "--config-dir", configs, *overrides[:1], *overrides[2:], "--json", "--batch-sizes=2,8"])
+    points = json.loads(capsys.readouterr().out)["curves"]["points"]
+    assert [(point["batch_size"], point["cached"]) for point in points] == [
+        (2, False),
+        (2, True),
+        (8, False),
+        (8, True),
+    ]
+    assert all(min(point["loader"]) > 0 and point["training"] == [] for point in points)
+
+
+def test_numbers_of_workers_have_commas(capsys):
+    """Anything else is refused, in a sentence."""
+    with pytest.raises(SystemExit) as end:
+        main(["plan", "--workers", "two"])
+    assert end.value.code == 2
+    assert "whole numbers with commas between them, as 0,1,2,4, got two" in capsys.readouterr().err
 
 
 def test_plan_with_a_primary_config_of_the_users(configs, capsys):

@@ -1,6 +1,6 @@
 """What the callbacks cost, and whether their clock is right.
 
-    python examples/benchmarks/overhead.py                         # about 6 minutes on 2 cores
+    python examples/benchmarks/overhead.py                         # about 7 minutes on 2 cores
 
 A Trainer with CacheMonitor and FillProgress at default settings, a CSVLogger and the progress bar; a step sleeps for
 10 ms, which releases the GIL as a GPU's step does, and leaves the processor colder than one.
@@ -10,6 +10,8 @@ step     CPU microseconds of the main thread per step, without both callbacks an
          compared with its two neighbours
 end      the same for the end of an epoch: epochs of a few steps end with them and without them in turn
 cost     both together, in epochs of 500 steps, as a share of the step
+timer    the same for a step with StepTimer; and what its calls take by themselves, ten thousand steps in a row, on the
+         host's clock and with events that cost nothing (a real event takes a CUDA call more, some ten times a step)
 wait     data_wait_seconds as CacheMonitor logs it, beside what Lightning's SimpleProfiler has for `next(loader)`, in
          epoch two of a loader that is warm, and of one whose source takes 20 ms per batch
 compute  compute_seconds, beside the profiler's `run_training_batch`
@@ -31,19 +33,22 @@ from functools import partial
 from typing import Any
 
 import torch
-from lightning.pytorch import LightningModule, Trainer, seed_everything
+from lightning.pytorch import Callback, LightningModule, Trainer, seed_everything
 from lightning.pytorch.loggers import CSVLogger
 from lightning.pytorch.profilers import SimpleProfiler
 from measure import Report, Spread, fresh, parser, rounds
 from torch.utils.data import Dataset
 
-from lightning_stocache import CacheMonitor, FillProgress, StocacheDataModule
+from lightning_stocache import CacheMonitor, FillProgress, StepClock, StepTimer, StocacheDataModule
+from lightning_stocache.insight.timeline import DeviceTimeline, HostTimeline
 
 STEP_SECONDS = 0.010
 SLOW_SECONDS = 0.020
 BATCH_SIZE = 4
 SHORT, LONG = 4, 500  # steps of an epoch: where its end is measured, and where it is to be a share of
 _OURS = ("[Callback]CacheMonitor.", "[Callback]FillProgress.")
+HOW = ("host", "events")  # where StepTimer reads moments
+BOTH = (CacheMonitor, FillProgress)
 
 
 class Images(Dataset[Any]):
@@ -66,10 +71,12 @@ class Sleeper(LightningModule):
 
     Args:
         block: steps that run with our callbacks before as many run without them; 0 for all with them.
+        ours: their classes.
     """
 
-    def __init__(self, block: int = 0) -> None:
+    def __init__(self, block: int = 0, ours: tuple[type[Callback], ...] = BOTH) -> None:
         super().__init__()
+        self.ours = ours
         self.weight = torch.nn.Parameter(torch.zeros(1))
         self.block = block
         self.spent: list[float] = []  # CPU seconds of this thread, at the beginning of each step
@@ -88,7 +95,7 @@ class Sleeper(LightningModule):
         trainer: Any = self.trainer
         if not self.spent:
             self._all, self._profiler = trainer.callbacks, trainer.profiler
-        others = [one for one in self._all if not isinstance(one, CacheMonitor | FillProgress)]
+        others = [one for one in self._all if not isinstance(one, self.ours)]
         trainer.callbacks = self._all if with_ours else others
         trainer.profiler = self._profiler if with_ours else self._profiler.users  # as CacheMonitor leaves it
 
@@ -104,7 +111,7 @@ def train(model: Sleeper, steps: int, epochs: int, source_seconds: float, profil
         trainer = Trainer(
             max_epochs=epochs,
             accelerator="cpu",
-            callbacks=[CacheMonitor(), FillProgress()],
+            callbacks=[made() for made in model.ours],
             logger=CSVLogger(folder),
             profiler=profiler,
             enable_checkpointing=False,
@@ -114,15 +121,16 @@ def train(model: Sleeper, steps: int, epochs: int, source_seconds: float, profil
     return trainer
 
 
-def added(block: int, blocks: int, epochs: int) -> tuple[float, float]:
+def added(block: int, blocks: int, epochs: int, ours: tuple[type[Callback], ...] = BOTH) -> tuple[float, float]:
     """CPU seconds of the main thread for a block of steps: without our callbacks, and what these add.
 
     Args:
         block: steps that run with them, or without them, in turn.
         blocks: that run in all; an even number of epochs, or all in one.
         epochs: that they make up.
+        ours: the callbacks.
     """
-    model = Sleeper(block)
+    model = Sleeper(block, ours)
     train(model, block * blocks // epochs, epochs, 0.0, None)
     spent = [model.spent[first] for first in range(0, len(model.spent), block)]
     # What is done for the first time in a process is not counted.
@@ -146,6 +154,43 @@ def clocks(steps: int, seconds_per_batch: float) -> dict[str, float]:
     }
 
 
+class Free:
+    """An event that costs nothing."""
+
+    def record(self, stream: Any = None) -> None:
+        pass
+
+    def query(self) -> bool:
+        return True
+
+    def elapsed_time(self, end_event: Any) -> float:
+        return 1.0
+
+
+def calls(steps: int) -> dict[str, float]:
+    """CPU seconds per step of what StepTimer tells its clock."""
+    found = {}
+    for name, timeline in {"host": HostTimeline(), "events": DeviceTimeline(event=Free)}.items():
+        clock, spent = StepClock(timeline=timeline), []
+        clock.begin_epoch()
+        begin = time.thread_time()
+        for step in range(steps):
+            if step and step % 320 == 0:  # they are read 32 at a time
+                spent.append((time.thread_time() - begin) / 320)
+                begin = time.thread_time()
+            for part in ("wait", "transfer"):
+                clock.start(part)
+                clock.stop(part)
+            clock.start("optimizer")
+            for part in ("forward", "optimizer", "backward"):
+                clock.start(part)
+                clock.stop(part)
+            clock.stop("optimizer")
+            clock.end_step(BATCH_SIZE)
+        found[name] = statistics.median(spent)
+    return found
+
+
 def main(arguments: list[str] | None = None) -> None:
     chosen = parser(__doc__, rounds=5).parse_args(arguments)
     report = Report("overhead", chosen)
@@ -153,16 +198,23 @@ def main(arguments: list[str] | None = None) -> None:
     arms = {
         "step": partial(fresh, added, block, blocks, 1),
         "end": partial(fresh, added, SHORT, epochs, epochs),
+        "timer": partial(fresh, added, block, blocks, 1, (StepTimer,)),
+        "calls": partial(fresh, calls, 10 * block * blocks),
     }
     runs = rounds(arms, report.rounds)
     steps = [more / block for _, more in runs["step"]]
     ends = [more - SHORT * step for (_, more), step in zip(runs["end"], steps, strict=True)]
+    timer = [more / block for _, more in runs["timer"]]
     rows = [
         ["a step", _microseconds(without / block for without, _ in runs["step"]), _microseconds(steps)],
         ["the end of an epoch", "", _microseconds(ends)],
+        ["a step with StepTimer", _microseconds(without / block for without, _ in runs["timer"]), _microseconds(timer)],
+        *([f"  its clock alone, {name}", "", _microseconds(one[name] for one in runs["calls"])] for name in HOW),
     ]
     report.table("CPU of the main thread", ("", "without callbacks, us", "what they add, us"), rows)
     shares = Spread.of((step + end / LONG) / STEP_SECONDS for step, end in zip(steps, ends, strict=True))
+    timed = Spread.of(more / STEP_SECONDS for more in timer)
+    report.say(f"Cost of StepTimer: {timed:.2%} of a step of {1000 * STEP_SECONDS:.0f} ms")
     report.say(f"Cost in epochs of {LONG} steps of {1000 * STEP_SECONDS:.0f} ms: {shares:.2%} of the step")
 
     sources = {"warm": 0.0, "20 ms per batch": SLOW_SECONDS}
@@ -171,7 +223,7 @@ def main(arguments: list[str] | None = None) -> None:
     keys = ("wait", "profiled wait", "compute", "profiled compute", "hooks")
     rows = [[name, *(_microseconds(one[key] for one in runs) for key in keys)] for name, runs in found.items()]
     report.table("Clocks, us per step of epoch two", ("loader", *keys), rows)
-    report.save(cost=runs, share=shares, clocks=found)
+    report.save(cost=runs, share=shares, timer=timed, clocks=found)
 
 
 def _microseconds(seconds: Iterable[float]) -> str:

@@ -6,6 +6,7 @@ where it holds memory at all: what the header says never decides how much memory
 
 from __future__ import annotations
 
+import errno
 import os
 from collections.abc import Iterator
 from dataclasses import dataclass
@@ -73,8 +74,9 @@ def _pieces(file: int, start: int, end: int) -> Iterator[bytes]:
     while start < end:
         try:
             start = max(start, os.lseek(file, start, os.SEEK_DATA))
-        except OSError:  # ENXIO: nothing but a hole is left
-            return
+        except OSError as error:
+            if error.errno == errno.ENXIO:  # nothing but a hole is left
+                return  # (another error: a filesystem that does not know its holes)
         if start >= end or not (piece := os.pread(file, min(_PIECE, end - start), start)):
             return
         yield piece

@@ -16,6 +16,7 @@ from typing import TypeVar
 
 from lightning_stocache.insight.panels import (
     MOST_DRAWN,
+    Bars,
     Lines,
     Meters,
     Panel,
@@ -47,6 +48,8 @@ def draw(panel: Panel) -> str:
         parts = _lines(panel)
     elif isinstance(panel, Stacks):
         parts = _stacks(panel)
+    elif isinstance(panel, Bars):
+        parts = _columns(panel)
     else:
         parts = _meters(panel)
     size = f'viewBox="0 0 {WIDTH:.0f} {HEIGHT:.0f}"'
@@ -116,8 +119,9 @@ def _lines(panel: Lines) -> Iterator[str]:
         return _LEFT + 10 + part * (right - _LEFT - 20), _height(point[1], ticks[-1])
 
     yield from _grid(ticks, panel.unit, right)
-    for number in _thinned(sorted({first, *xs}), 9 if panel.x == "epoch" else 5):
+    for number in _thinned(sorted({first, *xs}), 9 if panel.x == "epoch" or panel.names else 5):
         words = write(number, panel.x_unit) if panel.x_unit else f"{number:,.0f}"
+        words = panel.names[int(number)] if panel.names else words
         yield _text(place((number, 0))[0], _BOTTOM + 18, words, "dim", "middle")
     yield _text((_LEFT + right) / 2, _BOTTOM + 35, panel.x, "dim", "middle")
     for row, (number, words) in enumerate(panel.notes):
@@ -135,6 +139,11 @@ def _lines(panel: Lines) -> Iterator[str]:
 
 def _line(series: Series, places: Sequence[Point], unit: Unit) -> Iterator[str]:
     colour = f"c{series.colour % MOST_DRAWN}"
+    if series.style == "error":
+        for (x, low), (_, high) in zip(places[::2], places[1::2], strict=True):
+            ends = (x - 5, low), (x + 5, low), (x, low), (x, high), (x - 5, high), (x + 5, high)
+            yield f'<path class="line thin {colour}" d="M{"L".join(f"{at:.1f} {y:.1f}" for at, y in ends)}"/>'
+        return
     shown = _thinned(list(zip(places, series.points, strict=True)), 400)
     path = "L".join(f"{x:.1f} {y:.1f}" for (x, y), _ in shown)
     if len(shown) == 1 and series.style != "solid":  # a ceiling of one epoch is seen as a short line
@@ -183,6 +192,31 @@ def _bars(panel: Stacks, stack: Stack, left: float, width: float, top: float) ->
         yield _text(left + width / 2, _BOTTOM - 8, "none counted", "dim", "middle")
     for index in _thinned(range(len(stack.bars)), max(int(width / 24), 1)):
         yield _text(left + (index + 0.5) * pitch, _BOTTOM + 18, f"{stack.bars[index][0]:,.0f}", "dim", "middle")
+
+
+def _columns(panel: Bars) -> Iterator[str]:
+    """Bars of any number of parts, with what the parts are to their right: the uppermost first."""
+    right = WIDTH - 22 - 7.2 * max(map(len, panel.parts))
+    ticks = scale(max(sum(bar.parts) for bar in panel.bars), panel.unit)
+    yield from _grid(ticks, panel.unit, right)
+    pitch = (right - _LEFT) / len(panel.bars)
+    width = min(0.7 * pitch, 46)
+    for index, bar in enumerate(panel.bars):
+        x, end = _LEFT + (index + 0.5) * pitch, 0.0
+        for part, colour, value in zip(panel.parts, panel.colours, bar.parts, strict=True):
+            upper, lower, end = _height(end + value, ticks[-1]), _height(end, ticks[-1]), end + value
+            if lower > upper:
+                tip = escape(f"{part} {write(value, panel.unit)}")
+                box = f'x="{x - width / 2:.1f}" y="{upper:.1f}" width="{width:.1f}" height="{lower - upper:.1f}"'
+                yield f'<rect class="used c{colour % MOST_DRAWN}" {box}><title>{tip}</title></rect>'
+        yield _text(x, _height(end, ticks[-1]) - 5, bar.told, "share", "middle")
+        if pitch >= 30 or index % 2 == 0:
+            yield _text(x, _BOTTOM + 18, bar.label, "dim", "middle")
+    yield _text((_LEFT + right) / 2, _BOTTOM + 35, panel.x, "dim", "middle")
+    for row, (part, colour) in enumerate(reversed(list(zip(panel.parts, panel.colours, strict=True)))):
+        y, kind = _TOP + 22 * row, f"used c{colour % MOST_DRAWN}"
+        yield f'<rect class="{kind}" x="{right + 8:.1f}" y="{y:.1f}" width="10" height="10"/>'
+        yield _text(right + 22, y + 9, part)
 
 
 def _meters(panel: Meters) -> Iterator[str]:

@@ -168,9 +168,14 @@ def _backends() -> Iterator[Finding]:
     kinds: tuple[Backend, ...] = ("tmpfile", "memfd")
     for kind in kinds:
         try:
-            file, _ = make_file(kind)
-        except (OSError, AttributeError) as error:
+            file, path = make_file(kind)
+        except OSError as error:
             yield Finding(kind, f"cannot be made ({error}); a named file is taken instead.")
+            continue
+        if path is not None:  # macOS
+            os.close(file)
+            os.unlink(path)
+            yield Finding(kind, "there is none here; a named file is taken instead.")
             continue
         try:
             reserve(file, 0, 4096)

@@ -41,7 +41,7 @@ from lightning_stocache.setup.form_choice import EncodedForm, look_at_files
 from lightning_stocache.source.access import check_source
 from lightning_stocache.source.random_split import split
 
-__all__ = ["Data", "measure"]
+__all__ = ["Data", "Trial", "measure", "reading"]
 
 _LARGE = 256 * 2**20  # bytes of the cache that hits are measured in: more than the processor's caches hold
 _ROUNDS = 3
@@ -90,8 +90,8 @@ def measure(data: Data, *, nodes: int = 1, ranks: int = 1, epochs: int = 10, sec
     except (TypeError, ValueError) as error:
         raise PlanError(str(error)) from error
     load = os.getloadavg()[0] / (os.cpu_count() or 1) if hasattr(os, "getloadavg") else 0.0  # of others, so far
-    with _reading(f"a sample of {type(data.source).__name__}"):
-        trial = _Trial(data, seconds / _ROUNDS)
+    with reading(f"a sample of {type(data.source).__name__}"):
+        trial = Trial(data, seconds / _ROUNDS)
         costs = trial.costs(safe_bytes := data.safe_bytes(trial.spec.nbytes if trial.spec is not None else 0, ranks))
     samples, others = len(cast(Sized, data.source)), sum(map(_cached_bytes, data.others))
     loading = (samples, data.batch_size, data.num_workers, nodes, ranks, epochs, data.mode)
@@ -100,8 +100,13 @@ def measure(data: Data, *, nodes: int = 1, ranks: int = 1, epochs: int = 10, sec
     return Job(*loading, others, safe_bytes, cores, data.persistent, hot, load), costs
 
 
-class _Trial:
-    """The measurements, on shuffled indices: each takes others as long as there are enough."""
+class Trial:
+    """The measurements, on shuffled indices: each takes others as long as there are enough.
+
+    Args:
+        data: what is loaded, and how.
+        seconds: of one measurement.
+    """
 
     def __init__(self, data: Data, seconds: float) -> None:
         self.data, self.seconds, self.source, self.transform = data, seconds, data.source, data.transform
@@ -128,11 +133,11 @@ class _Trial:
     def costs(self, room: int) -> Costs:
         """All costs; for a moment, a cache takes as many bytes as there is room for."""
         indices, disk = self.order[: 2 * self.data.batch_size], _from_disk()
-        samples, first, _ = _calls(self.source.__getitem__, indices, self.seconds)
+        samples, first = self.read()
         from_disk = None if disk is None else ((_from_disk() or disk) - disk) / len(samples)
         transform = _calls(self.transform, copy.deepcopy(samples))[1] if self.transform is not None else 0.0
         again, uncached, missed, hit = [], [], [], []
-        full = None if self.spec is None else self._full(samples, self.spec.slot_bytes, room)
+        full = None if self.spec is None else self._loader(self.full(samples, self.spec.slot_bytes, room))
         try:
             for _ in range(_ROUNDS):
                 again.append(_calls(self.source.__getitem__, indices[: len(samples)])[1:])
@@ -185,20 +190,28 @@ class _Trial:
         seconds = (later[-1] - first) / len(later)
         return seconds / wave / size, max(first - seconds, 0.0) if workers else 0.0
 
-    def _full(self, samples: list[Any], slot_bytes: int, room: int) -> CachedLoader:
-        """A loader of whole epochs of these samples, over and over, all of them in a cache."""
+    def read(self) -> tuple[list[Any], float]:
+        """A few samples, and the seconds that each took."""
+        samples, seconds, _ = _calls(self.source.__getitem__, self.order[: 2 * self.data.batch_size], self.seconds)
+        return samples, seconds
+
+    def full(self, samples: list[Any], slot_bytes: int, room: int) -> CachedDataset:
+        """These samples, over and over, all of them in a cache."""
         if room < slot_bytes:
             raise PlanError(
                 f"there is no memory for one sample of {format_bytes(slot_bytes)}: {format_bytes(room)} may safely be "
                 "taken here; what limits it: python -m lightning_stocache doctor"
             )
-        data = self.data
-        length = min(len(self.order), max(data.batch_size, _LARGE // slot_bytes), room // slot_bytes)
+        length = min(len(self.order), max(self.data.batch_size, _LARGE // slot_bytes), room // slot_bytes)
         repeated = Subset(cast(Any, samples), [number % len(samples) for number in range(length)])
         dataset = CachedDataset(repeated, spec=self.spec, transform=self.transform)
         assert dataset.cache is not None
         for index in range(length):
             dataset.cache.fill(index, repeated[index])
+        return dataset
+
+    def _loader(self, dataset: CachedDataset) -> CachedLoader:
+        data = self.data
         size, more = data.batch_size, {**data.settings, "persistent_workers": data.num_workers > 0}
         sampler = LocalitySampler(dataset, 1, 0, data.shuffle, batch_size=size, ring=None, nodes=((0,),))
         return CachedLoader(dataset, size, sampler=sampler, num_workers=data.num_workers, **more)
@@ -233,7 +246,7 @@ def _cached_bytes(source: Dataset[Any]) -> int:
     """What a whole dataset takes in the cache; 0 if it is empty, iterable-style or of samples that cannot be cached."""
     try:
         check_source(source, CachedDataset)
-        with _reading(f"sample 0 of {type(source).__name__}"):
+        with reading(f"sample 0 of {type(source).__name__}"):
             sample = source[0]
         return len(cast(Sized, source)) * choose_codec([0], [sample]).codec.slot_bytes
     except (TypeError, ValueError):
@@ -241,8 +254,12 @@ def _cached_bytes(source: Dataset[Any]) -> int:
 
 
 @contextmanager
-def _reading(what: str) -> Iterator[None]:
-    """Make one sentence of whatever a dataset raises, here or in a worker."""
+def reading(what: str) -> Iterator[None]:
+    """Make one sentence of whatever a dataset raises, here or in a worker.
+
+    Raises:
+        PlanError: with that sentence.
+    """
     try:
         yield
     except PlanError:

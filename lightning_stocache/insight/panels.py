@@ -1,8 +1,8 @@
 """What the dashboard draws, before anybody draws it: six panels of plain data.
 
-A panel is plain data of one of three kinds: `Lines` over epochs or steps, `Stacks` of two parts per epoch, `Meters` of
-used against granted. `chart` draws it. Rates have a fixed axis from 0 to 100 %: on an axis that follows the data, 0.698
-and 0.700 look like nothing and everything.
+A panel is plain data of one of four kinds: `Lines` over epochs or steps, `Stacks` of two parts per epoch, `Bars` of
+several parts, `Meters` of used against granted. `chart` draws it. Rates have a fixed axis from 0 to 100 %: on an axis
+that follows the data, 0.698 and 0.700 look like nothing and everything.
 
 A metric that a run did not log leaves its panel with a sentence in `empty`. Colours are numbers, the same for a run in
 all panels; the drawing knows what they look like. Of more than `MOST_DRAWN` runs the first are drawn.
@@ -19,6 +19,8 @@ from lightning_stocache.node.budget import format_bytes
 
 __all__ = [
     "MOST_DRAWN",
+    "Bar",
+    "Bars",
     "Lines",
     "Meter",
     "Meters",
@@ -40,18 +42,22 @@ Point = tuple[float, float]
 class Series:
     """A line: values (`solid`), their ceiling (`dashed`), what theory expects (`dotted`), a part (`thin`).
 
-    Of style `band` the area between the lowest and the highest: the points go round it.
+    Of style `band` the area between the lowest and the highest: the points go round it. Of style `error` bars from the
+    lowest to the highest: two points for each, one after the other.
     """
 
     label: str
     points: Sequence[Point]
     colour: int
-    style: Literal["solid", "dashed", "dotted", "thin", "band"] = "solid"
+    style: Literal["solid", "dashed", "dotted", "thin", "band", "error"] = "solid"
 
 
 @dataclass(frozen=True)
 class Lines:
-    """Values over epochs, steps or something else; `unit` "%" has the fixed axis. Notes are words at an x."""
+    """Values over epochs, steps or something else; `unit` "%" has the fixed axis. Notes are words at an x.
+
+    With `names`, x is a number of a name, from 0: the points stand at equal distances.
+    """
 
     title: str
     caption: str
@@ -61,6 +67,7 @@ class Lines:
     empty: str = ""
     x_unit: Unit | None = None
     notes: Sequence[tuple[float, str]] = ()
+    names: Sequence[str] = ()
 
 
 @dataclass(frozen=True)
@@ -104,7 +111,30 @@ class Meters:
     empty: str = ""
 
 
-Panel = Lines | Stacks | Meters
+@dataclass(frozen=True)
+class Bar:
+    """The parts of one thing, from below; above it stands a word."""
+
+    label: str
+    parts: Sequence[float]
+    told: str = ""
+
+
+@dataclass(frozen=True)
+class Bars:
+    """Any number of parts of a whole, for each of several things side by side."""
+
+    title: str
+    caption: str
+    x: str
+    unit: Unit
+    parts: Sequence[str]
+    colours: Sequence[int]
+    bars: Sequence[Bar]
+    empty: str = ""
+
+
+Panel = Lines | Stacks | Bars | Meters
 
 
 def write(value: float, unit: Unit) -> str:

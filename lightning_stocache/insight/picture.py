@@ -20,7 +20,7 @@ from lightning_stocache.insight.panels import Panel, Stacks
 if TYPE_CHECKING:
     from matplotlib.axes import Axes
 
-__all__ = ["COLOURS", "save"]
+__all__ = ["COLOURS", "check_matplotlib", "save"]
 
 _UNITS = 100  # to an inch: a letter of 13 units has 9.4 points
 _MARGIN, _HEAD, _FOOT = 24.0, 58.0, 18.0  # units beside each drawing, above it (title and caption), and per footnote
@@ -38,6 +38,20 @@ _LINES: dict[str, dict[str, Any]] = {
 }
 
 
+def check_matplotlib() -> None:
+    """Find out, before a picture is due, whether it can be drawn.
+
+    Raises:
+        ModuleNotFoundError: matplotlib is not installed; the message says how to have it.
+    """
+    try:
+        import matplotlib.figure  # noqa: F401
+    except ModuleNotFoundError as error:
+        raise ModuleNotFoundError(
+            'a PNG needs matplotlib, which is not installed: pip install "lightning-stocache[report]"'
+        ) from error
+
+
 def save(panels: Sequence[Panel], path: Path, *, columns: int = 2, footnotes: Sequence[str] = ()) -> None:
     """Draw panels into a PNG file.
 
@@ -51,13 +65,10 @@ def save(panels: Sequence[Panel], path: Path, *, columns: int = 2, footnotes: Se
         ModuleNotFoundError: matplotlib is not installed; the message says how to have it.
         OSError: the file cannot be written.
     """
-    try:
-        import matplotlib
-        from matplotlib.figure import Figure
-    except ModuleNotFoundError as error:
-        raise ModuleNotFoundError(
-            'a PNG needs matplotlib, which is not installed: pip install "lightning-stocache[report]"'
-        ) from error
+    check_matplotlib()
+    import matplotlib
+    from matplotlib.figure import Figure
+
     cell_width, cell_height = WIDTH + 2 * _MARGIN, HEIGHT + _HEAD + _MARGIN
     width, height = columns * cell_width, -(-len(panels) // columns) * cell_height + _FOOT * len(footnotes) + _MARGIN
     style: Any = {"font.family": "sans-serif", "text.parse_math": False, "text.color": _INK}

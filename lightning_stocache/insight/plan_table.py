@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import asdict
 from pathlib import Path
 from textwrap import fill
 from typing import Any
 
 from lightning_stocache.insight.advice import Plan
-from lightning_stocache.insight.panels import Lines, Series, write
+from lightning_stocache.insight.panels import Lines, Panel, Series, write
 from lightning_stocache.insight.picture import save as save_picture
 from lightning_stocache.insight.planner import ENDS, Row, Spread
 from lightning_stocache.node.budget import format_bytes
@@ -76,8 +77,8 @@ def as_json(plan: Plan) -> dict[str, Any]:
     }
 
 
-def save(plan: Plan, path: Path) -> None:
-    """Draw seconds per epoch over the budget into a PNG file.
+def save(plan: Plan, path: Path, more: Sequence[Panel] = ()) -> None:
+    """Draw seconds per epoch over the budget into a PNG file, after further panels.
 
     Raises:
         ModuleNotFoundError: matplotlib is not installed; the message says how to have it.
@@ -97,7 +98,7 @@ def save(plan: Plan, path: Path) -> None:
     title = f"What a budget would give: {'training' if plan.step else 'the loader alone'}"
     caption = "Seconds per epoch; shaded from the lowest to the highest measured."
     panel = Lines(title, caption, "budget per node", "s", series, x_unit="bytes", notes=notes)
-    save_picture([panel], path, columns=1)
+    save_picture([*more, panel], path, columns=2 if more else 1)
 
 
 def _cells(row: Row, plan: Plan) -> list[str]:

@@ -6,9 +6,9 @@ the fillers sees one that hangs, and one that is started anew leaves out the dra
 
 A sample that cannot be loaded, or is not of the codec, is left out; the first error of a filler is sent with its
 traceback, and after `MOST_FAILURES` in a row the filler ends. One that dies is started anew, at most `MOST_RESTARTS`
-times. All this is looked at (`Fillers.look`) on the trainer's own thread, when an epoch begins, while it waits for a
-minimum, and about once a second while indices are drawn: a process that is forked in the middle of another thread's
-work may inherit its locks.
+times; one that could not begin is not. All this is looked at (`Fillers.look`) on the trainer's own thread, when an
+epoch begins, while it waits for a minimum, and about once a second while indices are drawn: a process that is forked in
+the middle of another thread's work may inherit its locks.
 
 A filler ends with its parent, however that ends (`node.parent`).
 """
@@ -32,7 +32,7 @@ import torch
 
 from lightning_stocache.cache.rolling_ring import FILLERS
 from lightning_stocache.cache.stores import RollingSampleStore
-from lightning_stocache.node.parent import end_with_parent
+from lightning_stocache.node.parent import end_with_parent, why_not_begun
 from lightning_stocache.source.draws import Draw, Draws, EndOfStreamError
 from lightning_stocache.torch_internals import become_worker
 
@@ -128,7 +128,11 @@ class Fillers:
                 what += f", loading {_named(int(self._notes[number, _INDEX]))}"
             if self._job.store.ring.window:  # else the window would wait for that sample for ever
                 self._job.store.skip(number + (int(self._notes[number, _DONE]) - 1) * self._job.fillers)
-            if self._restarted[number] < MOST_RESTARTS:
+            why = why_not_begun(self._context.get_start_method()) if code > 0 else ""
+            if why and not self._notes[number, _DONE]:
+                self.last_error = f"{what}. {why}"
+                log.warning(self.last_error)
+            elif self._restarted[number] < MOST_RESTARTS:
                 log.warning("%s; it is started anew, behind that sample", what)
                 self._restarted[number] += 1
                 self.restarts += 1

@@ -24,6 +24,7 @@ from torch.utils.data import (
     DataLoader,
     DistributedSampler,
     RandomSampler,
+    Sampler,
     SequentialSampler,
     SubsetRandomSampler,
     WeightedRandomSampler,
@@ -252,10 +253,11 @@ def drawn_from(batches: Any) -> dict[str, Any]:
     sampler, plain = _sampler_of(batches), type(batches) is BatchSampler or _sampler_of(batches) is batches
     if plain and getattr(type(sampler), "__iter__", None) in _DRAW_NOTHING:
         return {}
-    inner = getattr(getattr(sampler, "dataset", None), "_sampler", None)  # in Lightning's DistributedSamplerWrapper
+    around = getattr(getattr(sampler, "dataset", None), "__dict__", {})  # Lightning's wrapper reads the user's sampler
+    inner = [value for value in around.values() if isinstance(value, Sampler)]
     generators = {
         f"{number}.{name}": value
-        for number, drawing in enumerate((batches, sampler, inner))
+        for number, drawing in enumerate((batches, sampler, *inner))
         for name, value in getattr(drawing, "__dict__", {}).items()
         if isinstance(value, KINDS)
     }

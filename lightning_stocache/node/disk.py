@@ -82,7 +82,7 @@ class DiskSegment(Segment):
             ValueError: the segment is closed.
         """
         self._check_open()
-        os.fdatasync(self._data)
+        files.sync(self._data)
 
 
 def check_directory(directory: str) -> str:

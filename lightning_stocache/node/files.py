@@ -42,6 +42,7 @@ __all__ = [
     "overwrite",
     "reserve",
     "store",
+    "sync",
     "token_of",
     "write_header",
 ]
@@ -94,10 +95,12 @@ def make_file(backend: Backend, directory: str | None = None) -> tuple[int, str 
         directory: on a disk; by default where memory is.
 
     Raises:
-        OSError: the system refuses it.
+        OSError: the system refuses it, or knows no such kind.
     """
     where = directory or memory_directory()
     if backend == "memfd" and directory is None:
+        if not hasattr(os, "memfd_create"):
+            raise OSError(errno.ENOTSUP, "this system has no memfd: give backend='auto' or 'file'")
         return os.memfd_create("lightning_stocache", os.MFD_CLOEXEC), None
     if backend != "file" and hasattr(os, "O_TMPFILE"):
         try:
@@ -179,7 +182,24 @@ def reserve(data: int, offset: int, length: int) -> None:
     if hasattr(os, "posix_fallocate"):
         os.posix_fallocate(data, offset, length)
     else:  # macOS: storing zeroes allocates the blocks and reports a full disk by an error, too
-        overwrite(data, offset, length)
+        _fill_holes(data, offset, offset + length)
+
+
+def _fill_holes(data: int, start: int, end: int) -> None:
+    """Store zeroes where nobody has stored anything yet; who stores has reserved before, so that is nowhere then."""
+    while start < end:
+        start = _seek(data, start, os.SEEK_HOLE, end)
+        stop = min(_seek(data, start, os.SEEK_DATA, end), end)
+        overwrite(data, start, stop - start)
+        start = stop
+
+
+def _seek(data: int, start: int, whence: int, end: int) -> int:
+    """Where the next hole or the next data begins, `end` where there is none, or holes are not known."""
+    try:
+        return os.lseek(data, start, whence)
+    except OSError:
+        return end
 
 
 def store(data: int, offset: int, *parts: memoryview) -> None:
@@ -188,12 +208,21 @@ def store(data: int, offset: int, *parts: memoryview) -> None:
     Raises:
         OSError: there is no memory left (ENOSPC); a part may have been written.
     """
-    several = 1 < len(parts) <= _MOST_PARTS
+    several = 1 < len(parts) <= _MOST_PARTS and hasattr(os, "pwritev")  # macOS has it from 11 on
     written = os.pwritev(data, parts, offset) if several else 0
     for part in parts:
         while written < part.nbytes:
             written += os.pwrite(data, part[written:] if written else part, offset + written)
         offset, written = offset + part.nbytes, written - part.nbytes
+
+
+def sync(data: int) -> None:
+    """Have the system write to the disk what was stored, and wait for it.
+
+    Raises:
+        OSError: it cannot be written.
+    """
+    getattr(os, "fdatasync", os.fsync)(data)  # macOS has the latter alone
 
 
 def fetch(data: int, offset: int, length: int) -> bytes:

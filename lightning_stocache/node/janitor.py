@@ -18,7 +18,7 @@ from pathlib import Path
 from typing import Any
 
 from lightning_stocache.node.files import memory_directory, token_of
-from lightning_stocache.node.locks import is_unlocked
+from lightning_stocache.node.locks import SEPARATE, is_unlocked
 from lightning_stocache.node.named import LOCKS, check_name, is_name, prefix, still_there, try_exclusive
 from lightning_stocache.node.owned import open_own
 
@@ -89,7 +89,7 @@ def clean_locks(directory: str | None = None) -> None:
         except OSError:
             continue
         try:
-            unused = try_exclusive(locks) and is_unlocked(locks)
+            unused = (not SEPARATE or try_exclusive(locks)) and is_unlocked(locks)
             if unused and not os.fstat(locks).st_size and still_there(locks, path):
                 os.unlink(path)
         finally:

@@ -2,6 +2,9 @@
 
 A lock belongs to a process, not to a thread of it, and is not inherited by fork. Closing *any* descriptor of the file
 drops all locks that the process holds on it: so they live on a file of their own. One costs 1.5 us.
+
+Linux keeps `flock` and byte locks apart. BSD and macOS do not: there a file that somebody holds by `flock` has no byte
+that can be locked, so the two are never taken on one file (`SEPARATE`).
 """
 
 from __future__ import annotations
@@ -19,9 +22,12 @@ if sys.platform != "win32":
 
     _WAIT, _TRY, _FREE = fcntl.LOCK_EX, fcntl.LOCK_EX | fcntl.LOCK_NB, fcntl.LOCK_UN
 
-__all__ = ["TOLD_SECONDS", "give_back", "holder", "is_unlocked", "share", "take"]
+__all__ = ["SEPARATE", "TOLD_SECONDS", "give_back", "holder", "is_unlocked", "share", "take"]
 
 log = logging.getLogger(__name__)
+
+SEPARATE = sys.platform == "linux"
+"""Whether `flock` and byte locks on one file know nothing of each other."""
 
 TOLD_SECONDS = 10.0
 """After so many seconds of waiting for a lock it is said who has it, and again after as many."""

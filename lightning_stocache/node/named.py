@@ -32,10 +32,11 @@ from lightning_stocache.node.files import (
     HEADER_BYTES,
     make_file,
     memory_directory,
+    sync,
     token_of,
     write_header,
 )
-from lightning_stocache.node.locks import share
+from lightning_stocache.node.locks import SEPARATE, share
 from lightning_stocache.node.manifest import Manifest, ManifestError, read_manifest, write_manifest
 from lightning_stocache.node.owned import open_own
 from lightning_stocache.node.segment import Segment
@@ -198,7 +199,7 @@ def _publish(path: str, size: int, manifest: Manifest, directory: str | None) ->
             write_header(data, size)
             write_manifest(data, manifest)
             if directory is not None:
-                os.fdatasync(data)  # once, so that no crash leaves a name without a header
+                sync(data)  # once, so that no crash leaves a name without a header
             fcntl.flock(data, fcntl.LOCK_SH)
             # src_dir_fd makes Python call linkat, which follows the link below /proc; link(2) would fail with EXDEV.
             os.link(made or f"/proc/self/fd/{data}", path, src_dir_fd=folder, follow_symlinks=True)
@@ -232,7 +233,8 @@ def _open_locks(path: str) -> int:
     """
     while True:
         locks = open_own(path + LOCKS, create=True)
-        fcntl.flock(locks, fcntl.LOCK_SH)
+        if SEPARATE:  # else nobody could take the lock of a byte
+            fcntl.flock(locks, fcntl.LOCK_SH)
         if still_there(locks, path + LOCKS):
             return locks
         os.close(locks)

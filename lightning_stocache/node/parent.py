@@ -2,6 +2,8 @@
 
 A process that is killed tells nobody. Its children are given another parent, though, so who looks at its parent's id
 now and then knows. Under forkserver the parent is the server, which ends with the process that uses it.
+
+One that is not forked imports what it is sent, and ends at once where it cannot: `why_not_begun` says so to people.
 """
 
 from __future__ import annotations
@@ -11,7 +13,7 @@ import signal
 import threading
 import time
 
-__all__ = ["end_with_parent"]
+__all__ = ["end_with_parent", "why_not_begun"]
 
 _LOOK_SECONDS = 0.5
 
@@ -25,3 +27,24 @@ def _end_without(parent: int) -> None:
     while os.getppid() == parent:
         time.sleep(_LOOK_SECONDS)
     os.kill(os.getpid(), signal.SIGKILL)
+
+
+def why_not_begun(method: str) -> str:
+    """What may have ended a process before it did anything, in words; empty where it was forked.
+
+    Args:
+        method: how it was started.
+
+    Example:
+        >>> why_not_begun("fork")
+        ''
+        >>> why_not_begun("spawn").partition(":")[0]
+        "A process that is started by 'spawn' imports what it is sent"
+    """
+    if method == "fork":
+        return ""
+    return (
+        f"A process that is started by {method!r} imports what it is sent: it finds no class or function that a "
+        'notebook\'s cell has made, and runs a script again that has no `if __name__ == "__main__":`. Move them into '
+        'a module, or say multiprocessing_context="fork" (Linux\'s default until Python 3.13)'
+    )

@@ -5,7 +5,8 @@ handle of its own; read in the trainer's process, they would hand all forked wor
 could not be sent to spawned ones. Others draw from generators of their own, count, or remember. So the look happens in
 a worker process, started as the loader starts its own, which is thrown away: nothing that it opened, drew or assigned
 is left in the trainer. Where none can be started (a daemonic process; what cannot be pickled, under spawn), the source
-is read here, and the attributes and generators that can be reached from it are put back.
+is read here, and the attributes and generators that can be reached from it are put back. So it is where the trainer
+reads the source itself and nothing can be forked (macOS): a spawned process would run the user's script again.
 
 A source that blocks is given up after half a minute without a read that has ended.
 """
@@ -32,9 +33,10 @@ from lightning_stocache.cache.codec import SampleCodec
 from lightning_stocache.cache.field import UnsupportedSampleError
 from lightning_stocache.cache.records import RecordCodec
 from lightning_stocache.cache.spec import SampleMismatchError
+from lightning_stocache.node.parent import why_not_begun
 from lightning_stocache.setup.codec_choice import choose_codec
 from lightning_stocache.setup.form_choice import EncodedForm, look_at_files
-from lightning_stocache.setup.request import CacheRequest
+from lightning_stocache.setup.request import CacheRequest, LoaderSettings
 from lightning_stocache.source.access import batch_reader
 from lightning_stocache.source.encoded import taken_apart
 from lightning_stocache.source.generators import Generators, owned_generators, reachable
@@ -189,10 +191,8 @@ def _admitting(request: CacheRequest, codec: SampleCodec, samples: Sequence[Any]
 def _start(request: CacheRequest) -> tuple[Iterator[bytes], torch.Tensor] | None:
     """A worker that has begun to look, and its progress; None where none can be started."""
     loader = request.reader
-    method = loader.start_method if loader is not None and loader.num_workers else None
-    if method is None and (loader is None or not loader.num_workers):
-        # What is read in the trainer's process need not be fit to be sent to another one.
-        method = "fork" if sys.platform == "linux" else multiprocessing.get_start_method()
+    if (method := _start_method(loader)) is None:
+        return None
     try:
         progress: torch.Tensor = cast(Any, torch.zeros(2, dtype=torch.int64)).share_memory_()
         return iter(
@@ -212,6 +212,13 @@ def _start(request: CacheRequest) -> tuple[Iterator[bytes], torch.Tensor] | None
         return None
 
 
+def _start_method(loader: LoaderSettings | None) -> str | None:
+    """How the worker is started; None where it would have to be sent what is read in the trainer's own process."""
+    if loader is not None and loader.num_workers:
+        return loader.start_method or multiprocessing.get_start_method()
+    return "fork" if sys.platform == "linux" else None
+
+
 def _answer(request: CacheRequest, answers: Iterator[bytes], progress: torch.Tensor) -> Finding | None:
     """What the worker has found; None if it cannot tell."""
     begun, last, told = time.monotonic(), -1, False
@@ -221,6 +228,9 @@ def _answer(request: CacheRequest, answers: Iterator[bytes], progress: torch.Ten
             return None if answer == _UNSENDABLE else cast(Finding, pickle.loads(answer))
         except RuntimeError as error:
             if not str(error).startswith("DataLoader timed out"):  # the source's own, or the worker has died
+                why = why_not_begun(_start_method(request.reader) or "fork")
+                if why and not int(progress[0]) and "exited unexpectedly" in str(error):
+                    raise ChildProcessError(f"the process that was to read it ended before it began. {why}") from error
                 raise
         reads, index = progress.tolist()
         if reads != last:
@@ -282,7 +292,7 @@ def _private_bytes() -> int | None:
 
 def _words(error: Exception) -> str:
     """What went wrong, in one line."""
-    if isinstance(error, UnsupportedSampleError | SampleMismatchError | TimeoutError):
+    if isinstance(error, UnsupportedSampleError | SampleMismatchError | TimeoutError | ChildProcessError):
         return str(error)
     lines = str(error).strip().splitlines()
     said = lines[-1] if lines else ""

@@ -11,9 +11,9 @@ The file is not made before the first sample is there.
 from __future__ import annotations
 
 import errno
-import fcntl
 import os
 import shutil
+import sys
 import threading
 import time
 from collections.abc import Sequence
@@ -23,6 +23,9 @@ from typing import TYPE_CHECKING
 
 from lightning_stocache.source.lmdb_file import LMDBError, LMDBFile, bytes_needed, import_lmdb
 from lightning_stocache.source.packed import MANIFEST_KEY, PackManifest, key_of
+
+if sys.platform != "win32":
+    import fcntl
 
 if TYPE_CHECKING:
     import lmdb
@@ -125,6 +128,8 @@ class LMDBWriter:
     # ---- what is there ----
 
     def _lock(self, flags: int) -> None:
+        if sys.platform == "win32":
+            raise LMDBError("Windows has not the locks that packing needs: pack on Linux or macOS, read it here")
         if self.path.is_dir():
             raise LMDBError(f"{self.path} is a folder: give the path of a file that does not exist yet")
         try:

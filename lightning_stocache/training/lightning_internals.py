@@ -10,6 +10,8 @@
   nothing is expected of its hit rate.
 - The names of the actions that a `Profiler` is told (`insight.stall`): when the loop waits for a batch, and computes
   one. Without them `data_wait_seconds` and `compute_seconds` are left out, with one warning.
+- The names of further actions (`step_actions`): moving a batch, forward, the optimiser's step. Where the loop is not
+  heard to wait and to compute, `StepTimer` times nothing, with one warning.
 
 The first three are the same from Lightning 2.1 to 2.6; the actions were seen in 2.6.
 """
@@ -28,6 +30,7 @@ __all__ = [
     "data_sources",
     "leaves_samplers_alone",
     "loops",
+    "step_actions",
     "wrapped_sampler",
 ]
 
@@ -47,6 +50,26 @@ def leaves_samplers_alone(trainer: Any) -> bool:
             "made for all ranks, as by default"
         )
     return wanted is False
+
+
+def step_actions(trainer: Any) -> dict[str, str]:
+    """What a training step is heard to do by the Trainer's profiler, and which part of the step that is.
+
+    `optimizer_step` is heard in manual optimisation, the module's hook in automatic. Backward is not among them: manual
+    optimisation does not tell of it, but callbacks have hooks for it. What comes after a batch's transfer, on the
+    device, is none of it: the hook for it is called next.
+    """
+    strategy, module = type(trainer.strategy).__name__, f"[LightningModule]{type(trainer.lightning_module).__name__}"
+    data = f"[LightningDataModule]{type(getattr(trainer, 'datamodule', None)).__name__}"
+    return {
+        "[_TrainingEpochLoop].train_dataloader_next": "wait",
+        f"{module}.transfer_batch_to_device": "transfer",
+        f"{data}.transfer_batch_to_device": "transfer",
+        f"[Strategy]{strategy}.training_step": "forward",
+        f"{module}.optimizer_step": "optimizer",
+        "optimizer_step": "optimizer",
+        f"{module}.optimizer_zero_grad": "optimizer",
+    }
 
 
 def loops(trainer: Any) -> dict[str, Any]:

@@ -2,13 +2,15 @@
 
 `training_data` asks the DataModule for its training loader, once, as a Trainer would, and opens no cache.
 `measure_step` trains in a real Trainer, with one batch that is there at once, again and again: what passes between two
-requests for a batch is the step with all that Lightning does around it. Both belong to a process of their own: the
-DataModule's hooks are replaced, and the model is trained.
+requests for a batch is the step with all that Lightning does around it. `trained_by` trains with the batches of
+loaders, and splits the steps into their parts. All belong to a process of their own: the DataModule's hooks are
+replaced, and the model is trained.
 """
 
 from __future__ import annotations
 
 import dataclasses
+import math
 import time
 from collections.abc import Callable, Iterator, Mapping
 from itertools import pairwise
@@ -17,15 +19,18 @@ from typing import Any
 import torch
 from torch.utils.data import DataLoader, Dataset, DistributedSampler, SequentialSampler, Subset
 
+from lightning_stocache.insight.breakdown import Breakdown
+from lightning_stocache.insight.curve_measurement import Train
 from lightning_stocache.insight.measurement import Data
 from lightning_stocache.insight.planner import PlanError, Spread, Step
 from lightning_stocache.loading.dataset import CachedDataset, cached_source
 from lightning_stocache.loading.stand_in import cached_in
 from lightning_stocache.training.caches import CallCaches
 from lightning_stocache.training.loaders import loaders_in, settings_of
+from lightning_stocache.training.step_timer import StepTimer
 from lightning_stocache.training.wanted import loader_domain
 
-__all__ = ["ARGUMENTS", "epochs", "measure_step", "source_in", "training_data", "world"]
+__all__ = ["ARGUMENTS", "epochs", "measure_step", "source_in", "trained_by", "training_data", "world"]
 
 # Of the Trainer for `measure_step`, in place of the user's own; a third of the batches warm up.
 ARGUMENTS: dict[str, Any] = {
@@ -125,9 +130,7 @@ def measure_step(trainer: Any, model: Any, datamodule: Any, data: Data) -> Step:
             asked.append((time.perf_counter(), time.process_time()))
             yield batch
 
-    for hook in ("prepare_data", "setup", "teardown"):
-        setattr(datamodule, hook, lambda *arguments, **named: None)  # they have run
-    datamodule.train_dataloader = batches
+    _give(datamodule, batches)
     trainer.fit(model, datamodule=datamodule)
     counted = asked[len(asked) // 3 :]
     steps = len(counted) - 1
@@ -136,6 +139,56 @@ def measure_step(trainer: Any, model: Any, datamodule: Any, data: Data) -> Step:
     size = max(steps // _ROUNDS, 1)
     means = ((end - begin) / size for (begin, _), (end, _) in pairwise(counted[::size]))
     return Step(Spread.of(means), (counted[-1][1] - counted[0][1]) / steps)
+
+
+def trained_by(make_trainer: Callable[[], Any], model: Any, datamodule: Any) -> Train:
+    """What trains with the batches of a loader, and tells what the steps were made of.
+
+    Args:
+        make_trainer: makes a Trainer with `ARGUMENTS`, each time another.
+        model: the user's LightningModule, which is trained on.
+        datamodule: the user's DataModule, for its batch hooks.
+    """
+
+    def train(loader: DataLoader[Any], warm: int, seconds: float) -> Breakdown:
+        trainer, timer = make_trainer(), StepTimer()
+        trainer.limit_train_batches = 1.0  # all that come
+        trainer.callbacks.append(timer)
+
+        def batches() -> Iterator[Any]:
+            begin = math.inf
+            for number, batch in enumerate(loader):
+                if number == warm:
+                    begin = time.perf_counter()
+                    timer.on_train_epoch_start(trainer, model)  # what was before is an epoch of its own
+                yield batch
+                if number > warm and time.perf_counter() - begin > seconds:
+                    return
+
+        _give(datamodule, lambda: _Iterable(batches))
+        trainer.fit(model, datamodule=datamodule)
+        if len(timer.epochs) < 2:
+            raise PlanError(f"the model ended training after {trainer.global_step} steps: they cannot be measured")
+        return timer.epochs[-1]
+
+    return train
+
+
+class _Iterable:
+    """Batches without a length."""
+
+    def __init__(self, batches: Callable[[], Iterator[Any]]) -> None:
+        self.batches = batches
+
+    def __iter__(self) -> Iterator[Any]:
+        return self.batches()
+
+
+def _give(datamodule: Any, batches: Callable[[], Any]) -> None:
+    """Let a DataModule, whose hooks have run, give these batches."""
+    for hook in ("prepare_data", "setup", "teardown"):
+        setattr(datamodule, hook, lambda *arguments, **named: None)
+    datamodule.train_dataloader = batches
 
 
 def epochs(maxepochs: int | None) -> int:

@@ -16,7 +16,7 @@ from dataclasses import dataclass, replace
 from typing import Any
 
 import numpy as np
-from torch.utils.data import BatchSampler, DataLoader, Dataset, DistributedSampler, SequentialSampler
+from torch.utils.data import BatchSampler, DataLoader, Dataset, DistributedSampler, IterableDataset, SequentialSampler
 
 from lightning_stocache.cache.domain import Domain
 from lightning_stocache.node.group import NodeGroup
@@ -64,7 +64,9 @@ def together(entry: Wanted, wanted: Sequence[Wanted]) -> Wanted:
 
 
 def loader_domain(trainer: Any, stage: str, loader: DataLoader[Any]) -> Domain | None:
-    """The indices that a loader of a stage will draw, of a dataset with a length; None for all, or if not known."""
+    """The indices that a loader of a stage will draw; None for all, or where it is not known."""
+    if isinstance(loader.dataset, IterableDataset):
+        return None
     length = len(loader.dataset)  # type: ignore[arg-type]
     return drawn_by(trainer, stage, length, loader.batch_size or 1, loader.sampler, loader.batch_sampler)
 

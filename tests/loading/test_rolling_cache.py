@@ -5,7 +5,9 @@ from __future__ import annotations
 import logging
 import os
 import signal
+import sys
 import time
+import types
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
@@ -17,7 +19,7 @@ from torch.utils.data import DataLoader, Dataset, IterableDataset, get_worker_in
 from lightning_stocache import CachedDataset, CachedLoader, RollingCache, RollingWriter, SampleSpec
 from lightning_stocache.loading.rolling_pool import RollingPool
 from lightning_stocache.setup.first_sample import FirstSampleError
-from tests.processes import Child, call
+from tests.processes import Child, call, context
 from tests.ranks import run_ranks
 
 WORDS = 256
@@ -385,6 +387,20 @@ def test_a_filler_that_hangs_is_told_while_training_waits(opened, caplog, monkey
     log.removeFilter(answer)
     assert "6 of 8 have come" in caplog.text
     assert "filler 0 has been loading sample 6 for " in caplog.text
+
+
+def test_fillers_that_cannot_import_the_source_are_not_started_again(opened, caplog, monkeypatch):
+    """A class of a notebook's cell is known only to forked fillers: one warning and the error say what to do."""
+    cell = types.ModuleType("a_cell")
+    cell.Numbers = type("Numbers", (Numbers,), {"__module__": "a_cell"})  # type: ignore[attr-defined]
+    monkeypatch.setitem(sys.modules, "a_cell", cell)
+    context("forkserver")
+    source = cell.Numbers()  # type: ignore[attr-defined]
+    pool = opened(source, budget="1MiB", spec=SPEC, fillers=1, multiprocessing_context="forkserver")
+    with pytest.raises(RuntimeError, match='multiprocessing_context="fork"'):
+        next(iter(CachedLoader(pool, 4)))
+    assert caplog.text.count("filler 0 died") == 1
+    assert pool.stats().restarts == 0
 
 
 def train_and_be_killed(path: str) -> None:

@@ -4,7 +4,9 @@ from __future__ import annotations
 
 import multiprocessing
 import os
+import sys
 import time
+import types
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -18,7 +20,7 @@ import lightning_stocache.setup.look as looking
 from lightning_stocache.loading.dataset import CachedDataset
 from lightning_stocache.setup.look import look
 from lightning_stocache.setup.request import CacheRequest, LoaderSettings
-from tests.processes import call
+from tests.processes import call, context
 
 pytestmark = pytest.mark.processes
 
@@ -74,6 +76,19 @@ def lazy(tmp_path: Path) -> Lazy:
     rows = np.random.default_rng(0).integers(0, 256, (SAMPLES, 512), dtype=np.uint8)
     rows.tofile(tmp_path / "rows")
     return Lazy(tmp_path / "rows")
+
+
+@pytest.fixture
+def of_a_notebook(monkeypatch: pytest.MonkeyPatch) -> Dataset[Any]:
+    """A source whose class no other process can import, as those of a notebook's cells."""
+    cell = types.ModuleType("a_cell")
+    cell.Made = type("Made", (Made,), {"__module__": "a_cell"})  # type: ignore[attr-defined]
+    monkeypatch.setitem(sys.modules, "a_cell", cell)
+    return cell.Made(_squares)  # type: ignore[attr-defined, no-any-return]
+
+
+def _squares(index: int) -> torch.Tensor:
+    return torch.tensor([index, index**2])
 
 
 def in_a_daemon(function: Callable[..., Any], *args: Any) -> Any:
@@ -337,3 +352,27 @@ def _spawned(lazy: Lazy) -> bool:
     dataset = CachedDataset(lazy)
     loader = DataLoader(dataset, 50, num_workers=1, multiprocessing_context="spawn")
     return sum(len(indices) for _, indices in loader) == SAMPLES and dataset.cache is not None
+
+
+def test_workers_that_cannot_import_the_source_are_told_of(of_a_notebook, monkeypatch):
+    """Where workers are forked it is cached; where they are not it passes through, and the reason names the way out."""
+    monkeypatch.setattr(looking, "TOLD_SECONDS", 1.0)
+    context("forkserver")
+    for_now = {method: LoaderSettings(4, 2, context=method) for method in ("fork", "forkserver")}
+    assert look(CacheRequest(of_a_notebook, reader=for_now["fork"])).codec is not None
+    reason = look(CacheRequest(of_a_notebook, reader=for_now["forkserver"])).reason
+    assert reason is not None
+    assert "ended before it began" in reason
+    assert 'multiprocessing_context="fork"' in reason
+    with pytest.raises(ChildProcessError, match="notebook"):
+        look(CacheRequest(of_a_notebook, reader=for_now["forkserver"], strict=True))
+
+
+def test_where_nothing_is_forked_the_trainer_looks_itself(of_a_notebook, lazy, monkeypatch):
+    """A spawned process would run the user's script once more; what was opened and remembered is put back."""
+    monkeypatch.setattr("lightning_stocache.setup.look.sys.platform", "darwin")
+    assert look(CacheRequest(of_a_notebook)).codec is not None
+    finding = look(CacheRequest(lazy))
+    assert finding.codec is not None
+    assert finding.worker_bytes is None
+    assert (lazy.file, lazy.reads, lazy.seen) == (None, 0, [])

@@ -9,7 +9,14 @@ from torch.utils.data import DataLoader, SubsetRandomSampler
 
 from lightning_stocache import StocacheDataModule, cache_datamodule
 from lightning_stocache.insight.planner import PlanError
-from lightning_stocache.training.plan_inputs import ARGUMENTS, measure_step, source_in, training_data, world
+from lightning_stocache.training.plan_inputs import (
+    ARGUMENTS,
+    measure_step,
+    source_in,
+    trained_by,
+    training_data,
+    world,
+)
 
 SAMPLES = [(torch.full((4,), float(index)), index % 2) for index in range(32)]
 
@@ -133,3 +140,24 @@ def test_world(arguments, expected, monkeypatch):
     """Nodes and ranks are read from whatever a Trainer accepts."""
     monkeypatch.setattr(torch.cuda, "device_count", lambda: 0)
     assert world(arguments) == expected
+
+
+def test_training_with_the_batches_of_a_loader(tmp_path):
+    """Its steps are broken down after some to warm up; a second loader is trained on with another Trainer."""
+    module = Slow()
+    train = trained_by(lambda: trainer(tmp_path), module, Own())
+    for size in (4, 8):
+        steps = train(DataLoader(SAMPLES * 100, batch_size=size), 3, 0.1)
+        assert 1 <= steps.steps < 12
+        assert len(module.seen[-1]) == size
+        assert steps.seconds["forward"] >= 0.02 * steps.steps
+        assert steps.seconds["wait"] > 0
+
+
+def test_a_model_that_ends_training_early_cannot_be_measured(tmp_path):
+    """As one that stops after two steps."""
+    train = trained_by(
+        lambda: pl.Trainer(**ARGUMENTS, accelerator="cpu", max_steps=2, default_root_dir=tmp_path), Slow(), Own()
+    )
+    with pytest.raises(PlanError, match="ended training after 2 steps"):
+        train(DataLoader(SAMPLES, batch_size=4), 3, 0.1)

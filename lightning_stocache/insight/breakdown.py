@@ -1,0 +1,111 @@
+"""What training steps are made of: seconds per part, added up, and how they are spread.
+
+A step is one batch, from asking for it to asking for the next one. It has the six `PARTS`; what is none of the first
+five (callbacks, logging, hooks) is the rest, so the parts of a step add up to the step. Sums are exact. Of how a part
+is spread over the steps a histogram is kept, whose bins are 0.5 % wide: a run of any length takes some kilobytes, and a
+quantile is right within that.
+"""
+
+from __future__ import annotations
+
+import math
+from collections import Counter
+from collections.abc import Iterable, Mapping
+
+__all__ = ["PARTS", "Breakdown"]
+
+PARTS = ("wait", "transfer", "forward", "backward", "optimizer", "rest")
+_BIN = 0.005  # of the logarithm
+_NOTHING = -(10**6)  # the bin of zero seconds
+
+
+class Breakdown:
+    """The parts of a number of steps.
+
+    Example:
+        >>> steps = Breakdown()
+        >>> steps.add({"wait": 0.03, "forward": 0.01}, samples=8)
+        >>> steps.add({"wait": 0.01, "forward": 0.01}, samples=8)
+        >>> steps.steps, round(steps.mean("wait"), 4), round(steps.share("wait"), 3), round(steps.step_seconds, 4)
+        (2, 0.02, 0.667, 0.03)
+    """
+
+    def __init__(self) -> None:
+        self.steps = 0
+        self.samples = 0  # 0: nobody knows what a batch holds
+        self.seconds = dict.fromkeys(PARTS, 0.0)
+        self._spread: dict[str, Counter[int]] = {name: Counter() for name in (*PARTS, "step")}
+
+    @classmethod
+    def sum(cls, several: Iterable[Breakdown]) -> Breakdown:
+        """The steps of several, together."""
+        whole = cls()
+        for each in several:
+            whole.steps += each.steps
+            whole.samples += each.samples
+            for part, seconds in each.seconds.items():
+                whole.seconds[part] += seconds
+            for name, counts in each._spread.items():
+                whole._spread[name] += counts
+        return whole
+
+    def add(self, seconds: Mapping[str, float], samples: int = 0) -> None:
+        """One more step.
+
+        Args:
+            seconds: of each part; a part that is left out took none.
+            samples: in the batch.
+        """
+        self.steps += 1
+        self.samples += samples
+        whole = 0.0
+        for part, spent in seconds.items():
+            self.seconds[part] += spent
+            self._spread[part][_bin(spent)] += 1
+            whole += spent
+        self._spread["step"][_bin(whole)] += 1
+
+    @property
+    def total(self) -> float:
+        """Seconds of all steps."""
+        return sum(self.seconds.values())
+
+    @property
+    def step_seconds(self) -> float:
+        """The mean step; NaN without one."""
+        return self.total / self.steps if self.steps else math.nan
+
+    def mean(self, part: str) -> float:
+        """Seconds of a part per step; NaN without a step."""
+        return self.seconds[part] / self.steps if self.steps else math.nan
+
+    def share(self, part: str) -> float:
+        """Of all seconds, from 0 to 1; 0 without any."""
+        return self.seconds[part] / self.total if self.total > 0 else 0.0
+
+    def quantile(self, part: str, share: float) -> float:
+        """Seconds that this share of the steps needs at most for a part, or for the whole `step`; NaN without a step.
+
+        Example:
+            >>> steps = Breakdown()
+            >>> for milliseconds in range(1, 101):
+            ...     steps.add({"forward": milliseconds / 1000})
+            >>> round(steps.quantile("forward", 0.5), 2), round(steps.quantile("step", 0.95), 3)
+            (0.05, 0.095)
+        """
+        counts = self._spread[part]
+        missing = self.steps - counts.total()  # steps without this part
+        rank = math.ceil(share * self.steps) - missing
+        if not self.steps:
+            return math.nan
+        if rank <= 0:
+            return 0.0
+        for number in sorted(counts):
+            rank -= counts[number]
+            if rank <= 0:
+                return 0.0 if number == _NOTHING else math.exp((number + 0.5) * _BIN)
+        raise AssertionError("the counts add up to the steps")
+
+
+def _bin(seconds: float) -> int:
+    return math.floor(math.log(seconds) / _BIN) if seconds > 0 else _NOTHING

@@ -1,0 +1,138 @@
+"""Where moments of a step are read: on the host's clock, or on the device's own time.
+
+What is launched on a GPU runs later. A clock on the host would see how long launching takes, and all the rest wherever
+the host happens to wait for the device. So on a GPU a moment is a CUDA event, recorded on the current stream: it is
+passed when all work launched before it is done. Recording waits for nothing. Between two events lies the time in which
+the device did what was launched between them, or stood still because nothing was: this is how waiting for data is seen
+there. An event is read some steps later, when it has been passed, and is then used again.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Iterable
+from typing import Any, Protocol
+
+import torch
+
+__all__ = ["DeviceTimeline", "Event", "HostTimeline", "Timeline", "timeline_of"]
+
+
+class Timeline(Protocol):
+    """Moments, which can be compared once they are past."""
+
+    def now(self) -> Any:
+        """A moment."""
+
+    def is_past(self, moment: Any) -> bool:
+        """Whether it can be compared yet."""
+
+    def wait(self, moment: Any) -> None:
+        """Wait until it can be compared."""
+
+    def seconds(self, begin: Any, end: Any) -> float:
+        """From one moment to another; both are past."""
+
+    def reuse(self, moments: Iterable[Any]) -> None:
+        """Take back moments that nobody will ask for."""
+
+
+class Event(Protocol):
+    """What a `torch.cuda.Event` does."""
+
+    def record(self, stream: Any = None) -> None:
+        """Put it into a stream, by default the current one of the current device."""
+
+    def query(self) -> bool:
+        """Whether the device has passed it."""
+
+    def synchronize(self) -> None:
+        """Wait until the device has passed it."""
+
+    def elapsed_time(self, end_event: Any, /) -> float:
+        """Milliseconds to a later event."""
+
+
+class HostTimeline:
+    """`time.perf_counter`.
+
+    Example:
+        >>> timeline = HostTimeline()
+        >>> begin = timeline.now()
+        >>> timeline.is_past(begin), timeline.seconds(begin, begin)
+        (True, 0.0)
+    """
+
+    def __init__(self) -> None:
+        self.now = time.perf_counter  # an attribute, not a method: it is called ten times a step
+
+    def is_past(self, moment: float) -> bool:
+        """It is."""
+        return True
+
+    def wait(self, moment: float) -> None:
+        """There is nothing to wait for."""
+
+    def seconds(self, begin: float, end: float) -> float:
+        """The difference."""
+        return end - begin
+
+    def reuse(self, moments: Iterable[float]) -> None:
+        """Numbers need no second use."""
+
+
+class DeviceTimeline:
+    """Events in the current stream of a device.
+
+    Args:
+        device: whose current stream it is; None: that of the device which is the current one.
+        event: makes an event that can be timed; by default CUDA's.
+    """
+
+    def __init__(self, device: torch.device | None = None, event: Callable[[], Event] | None = None) -> None:
+        self._device = device
+        self._make: Callable[[], Any] = event or _cuda_event
+        self._free: list[Any] = []
+
+    def now(self) -> Event:
+        """An event, recorded now."""
+        event: Event = self._free.pop() if self._free else self._make()
+        if self._device is None:
+            event.record()
+        else:
+            event.record(torch.cuda.current_stream(self._device))
+        return event
+
+    def is_past(self, moment: Event) -> bool:
+        """Whether the device has come that far."""
+        return moment.query()
+
+    def wait(self, moment: Event) -> None:
+        """Let the host wait for this event, and for nothing that was launched after it."""
+        moment.synchronize()
+
+    def seconds(self, begin: Event, end: Event) -> float:
+        """What the device needed from one to the other."""
+        return begin.elapsed_time(end) / 1000
+
+    def reuse(self, moments: Iterable[Event]) -> None:
+        """Record these anew some time."""
+        self._free.extend(moments)
+
+
+def timeline_of(device: torch.device | str) -> Timeline:
+    """Events for a CUDA device; the host's clock for all others.
+
+    Example:
+        >>> type(timeline_of("cpu")).__name__, type(timeline_of("cuda:1")).__name__
+        ('HostTimeline', 'DeviceTimeline')
+    """
+    device = torch.device(device)
+    if device.type != "cuda":
+        return HostTimeline()
+    return DeviceTimeline(device if device.index is not None else None)
+
+
+def _cuda_event() -> Any:
+    make: Any = torch.cuda.Event  # without types in some versions
+    return make(enable_timing=True)

@@ -1,0 +1,163 @@
+"""The notebook: its cells run, what it shows is a run of theirs, and a kernel that is interrupted goes on."""
+
+from __future__ import annotations
+
+import json
+import os
+import re
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from tests.proc import descendants, memory_files
+
+pytest.importorskip("ipykernel", reason="ipykernel is not installed")
+jupyter_client = pytest.importorskip("jupyter_client.manager", reason="jupyter_client is not installed")
+pytest.importorskip("sklearn", reason="scikit-learn is not installed")
+
+ROOT = Path(__file__).parents[2]
+NOTEBOOK = ROOT / "examples" / "quickstart.ipynb"
+SECONDS = 120  # for a cell; one that imports torch takes ten on a busy machine
+
+TRAINING = """
+import os, time, torch, lightning.pytorch as pl
+from torch.utils.data import DataLoader, Dataset
+from lightning_stocache import StochasticCache
+
+class Slow(Dataset):
+    def __len__(self):
+        return 64
+
+    def __getitem__(self, index):
+        time.sleep(0.01)
+        return torch.full((8,), index, dtype=torch.uint8), index
+
+class Model(pl.LightningModule):
+    def __init__(self):
+        super().__init__()
+        self.layer = torch.nn.Linear(8, 1)
+
+    def training_step(self, batch, batch_idx):
+        if os.environ.get("STOPS") and batch_idx == 4:
+            print("in the middle", flush=True)
+            time.sleep(60)
+        return self.layer(batch[0].float()).sum()
+
+    def configure_optimizers(self):
+        return torch.optim.SGD(self.parameters(), lr=0.1)
+
+cache = StochasticCache(keep_cache=True)
+loader = DataLoader(Slow(), 8, shuffle=True, num_workers=2, multiprocessing_context="fork", persistent_workers=True)
+
+def fit():
+    more = {"logger": False, "enable_progress_bar": False, "enable_checkpointing": False}
+    trainer = pl.Trainer(max_epochs=2, accelerator="cpu", callbacks=[cache], **more)
+    trainer.fit(Model(), loader)
+    print("hits", int(trainer.callback_metrics["stocache/hits"]))
+"""
+
+
+class Kernel:
+    """A kernel of Jupyter's, in a process of its own."""
+
+    def __init__(self, folder: Path) -> None:
+        environment = {**os.environ, "PYTHONPATH": str(ROOT), "IPYTHONDIR": str(folder / "ipython")}
+        environment |= {"XDG_CACHE_HOME": str(folder / "cache"), "JUPYTER_RUNTIME_DIR": str(folder)}
+        cwd = str(NOTEBOOK.parent)
+        self.manager, self._client = jupyter_client.start_new_kernel(kernel_name="python3", cwd=cwd, env=environment)
+
+    def run(self, cell: str, when: Callable[[str], Any] = lambda said: None) -> tuple[str, str]:
+        """How a cell ends ("ok", or the name of an error), and what it prints; `when` is told each time it prints."""
+        said, error = list[str](), ""
+
+        def hear(message: dict[str, Any]) -> None:
+            nonlocal error
+            content = message["content"]
+            error = content["ename"] if message["msg_type"] == "error" else error
+            said.append(content.get("text", ""))
+            when(said[-1])
+
+        reply = self._client.execute_interactive(cell, timeout=SECONDS, output_hook=hear)
+        return error or reply["content"]["status"], "".join(said)
+
+    def end(self) -> None:
+        if self.manager.has_kernel:
+            self._client.stop_channels()
+            self.manager.shutdown_kernel(now=True)
+
+
+@pytest.fixture(scope="module")  # one imports torch for all tests
+def kernel(tmp_path_factory) -> Iterator[Kernel]:
+    made = Kernel(tmp_path_factory.mktemp("kernel"))
+    yield made
+    made.end()
+
+
+def cells() -> list[dict[str, Any]]:
+    return [cell for cell in json.loads(NOTEBOOK.read_text())["cells"] if cell["cell_type"] == "code"]
+
+
+def lines(text: Any) -> str:
+    return text if isinstance(text, str) else "".join(text)
+
+
+@pytest.mark.processes
+@pytest.mark.slow
+def test_all_cells_run(kernel):
+    """Every cell ends well, on a tenth of the files; a cell that is run again finds its cache warm."""
+    said = {}
+    for number, cell in enumerate(cells()):
+        source = lines(cell["source"]).replace("1200", "120").replace("240", "24")
+        outcome, said[number] = kernel.run(source)
+        assert outcome == "ok", said[number]
+        if "draw(fit(" in source:
+            outcome, again = kernel.run(source)
+            assert outcome == "ok", again
+            assert "hit rate per epoch: 100, 100 %" in again
+    whole = "".join(said.values())
+    assert "hit rate per epoch: 0, 100, 100, 100 %" in whole  # one rank
+    assert "hit rate per epoch: 0, 100, 100 %" in whole  # two
+    assert "epoch 2: " in whole
+    assert "240 of 360 samples were hits" in whole
+
+
+def test_what_it_shows_is_a_run_of_its_cells():
+    """Each cell has been run, in this order and without an error, and what it shows names nobody's machine."""
+    for number, cell in enumerate(cells(), 1):
+        assert cell["execution_count"] == number
+        for output in cell["outputs"]:
+            assert output["output_type"] != "error"
+            shown = lines(output.get("text", "")) + lines(output.get("data", {}).get("text/plain", ""))
+            assert not re.search(r"/(tmp|home|root|Users|usr)/", shown)
+    assert "hit rate per epoch: 0, 100, 100, 100 %" in NOTEBOOK.read_text()
+
+
+@pytest.mark.processes
+@pytest.mark.slow
+@pytest.mark.skipif(not Path("/proc/self/fd").is_dir(), reason="looks into /proc")
+def test_a_fit_that_was_interrupted_goes_on_in_the_next_cell(kernel):
+    """Nothing but the kernel is left of it, what it cached is there; and the memory goes when the kernel is killed."""
+    assert kernel.run(TRAINING)[0] == "ok"
+
+    def interrupt(said: str) -> None:
+        if "in the middle" in said:
+            kernel.manager.interrupt_kernel()
+
+    for _ in range(2):
+        outcome, said = kernel.run("os.environ['STOPS'] = 'yes'\nfit()", interrupt)
+        assert outcome in ("SystemExit", "KeyboardInterrupt"), said  # which of them, Lightning decides
+        assert kernel.run("del os.environ['STOPS']\nloader = DataLoader(loader.dataset, 8, shuffle=True)")[0] == "ok"
+        assert len(descendants()) == 1, said  # the kernel itself
+    outcome, said = kernel.run("fit()")
+    assert (outcome, said.splitlines()[-1]) == ("ok", "hits 64"), said
+    assert kernel.run("print(cache.cache_state()[0]['filled'])") == ("ok", "64\n")
+    assert caches()
+    kernel.end()  # as a restart begins
+    assert not caches()
+
+
+def caches() -> list[str]:
+    """The caches that processes of this test have open."""
+    return [path for path, _ in memory_files(descendants()) if "/dev/shm/#" in path]

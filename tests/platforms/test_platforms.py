@@ -1,0 +1,97 @@
+"""Python 3.14's way to start processes; and systems that are not Linux, played on it: what they lack is taken away."""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from tests.platforms.job import SAMPLES
+
+pytestmark = [
+    pytest.mark.processes,
+    pytest.mark.slow,
+    pytest.mark.skipif(sys.platform != "linux", reason="plays another system on Linux"),
+]
+
+ROOT = Path(__file__).parents[2]
+DARWIN = Path(__file__).parent / "darwin"
+SET_UP = 48  # samples that a look reads of so small a source
+
+
+def run(folder: Path, module: str, *words: str, path: str = "") -> Any:
+    """What a job prints, with a temp folder of its own."""
+    (folder / "tmp").mkdir()
+    environment = {**os.environ, "PYTHONPATH": f"{path}{os.pathsep}{ROOT}" if path else str(ROOT)}
+    environment |= {"TMPDIR": str(folder / "tmp"), "GLOO_SOCKET_IFNAME": "lo", "OMP_NUM_THREADS": "1"}
+    command = [sys.executable, "-m", module, *words, str(folder)]
+    done = subprocess.run(command, cwd=ROOT, env=environment, capture_output=True, text=True, timeout=240)
+    assert done.returncode == 0, done.stderr
+    return json.loads(done.stdout.splitlines()[-1])
+
+
+def on_macos(folder: Path, what: str) -> Any:
+    return run(folder, "tests.platforms.job", what, path=str(DARWIN))
+
+
+def caches(folder: Path) -> list[str]:
+    """The files of caches that are left in the temp folder."""
+    return sorted(path.name.removeprefix(f"lsc-{os.getuid()}-") for path in (folder / "tmp").glob("lsc-*"))
+
+
+@pytest.mark.soak
+def test_every_door_caches_with_a_fork_server(tmp_path):
+    """Where workers come from a fork server if nobody says otherwise, epoch two hits everything, as with fork."""
+    hits = [[0, SAMPLES], True]
+    found = run(tmp_path, "tests.platforms.job", "doors")
+    assert found == {"datamodule": hits, "callback": hits, "loop": hits, "loads": [SAMPLES + SET_UP] * 3}
+
+
+def test_every_door_caches_on_macos(tmp_path):
+    """Without /proc, /dev/shm and fork epoch two hits everything, batches are as without, and no file is left."""
+    hits = [[0, SAMPLES], True]
+    found = on_macos(tmp_path, "doors")
+    assert found == {"datamodule": hits, "callback": hits, "loop": hits, "loads": [SAMPLES + SET_UP] * 3}
+    assert caches(tmp_path) == []
+
+
+@pytest.mark.parametrize("what", ["named", pytest.param("disk", marks=pytest.mark.soak)])
+def test_a_cache_lasts_on_macos(tmp_path, what):
+    """What a spawned worker has filled is found by the next who opens it, in the temp folder and on a disk."""
+    assert on_macos(tmp_path, what) == {"hits": [0, SAMPLES], "loads": SAMPLES + 2 * SET_UP}
+    assert caches(tmp_path) == (["kept", "kept.locks"] if what == "named" else [])
+
+
+@pytest.mark.soak
+def test_two_ranks_share_one_cache_on_macos(tmp_path):
+    """Spawned ranks load each sample once between them."""
+    assert on_macos(tmp_path, "ranks") == {"hits": [[0, SAMPLES]] * 2, "loads": SAMPLES + SET_UP}
+    assert caches(tmp_path) == []
+
+
+def test_the_commands_work_on_macos(tmp_path):
+    """What cannot be known there is a sentence; a cache is listed, removed, and nothing else is left."""
+    doctor, listed, cleaned, empty = on_macos(tmp_path, "commands")["said"]
+    assert "nothing to mend" in doctor
+    assert "tmpfile: there is none here; a named file is taken instead" in doctor
+    assert listed.startswith("kept: CountedSource (24 samples)")
+    assert "removed 1 cache" in cleaned
+    assert "no caches" in empty
+    assert caches(tmp_path) == []
+
+
+def test_windows_trains_as_without(tmp_path):
+    """All modules can be imported, each door passes samples through with one warning, commands say what is missing."""
+    found = run(tmp_path, "tests.platforms.windows")
+    assert found["modules"] > 150
+    for door in ("datamodule", "callback", "loop"):
+        assert found[door] == [[-1, -1], True]
+    assert found["loads"] == [2 * SAMPLES] * 3
+    assert len(found["warnings"]) == 3
+    assert all("all samples pass through uncached" in warning for warning in found["warnings"])
+    assert all("Windows has no" in words for words in found["refused"])

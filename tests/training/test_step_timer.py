@@ -1,0 +1,407 @@
+"""The parts of a Trainer's steps, on a clock that goes on only where a test says so."""
+
+from __future__ import annotations
+
+import logging
+import time
+from typing import Any
+
+import pytest
+import torch
+from lightning.pytorch import Callback, LightningDataModule, Trainer
+from lightning.pytorch.profilers import PassThroughProfiler, SimpleProfiler
+from torch.utils.checkpoint import checkpoint
+from torch.utils.data import DataLoader, Dataset, IterableDataset
+
+from lightning_stocache import CacheMonitor, StepTimer
+from lightning_stocache.insight.breakdown import PARTS
+from lightning_stocache.training import step_timer
+from tests.insight.devices import Device, ManualTimeline
+from tests.training.tiny import Model, logged, make_trainer
+
+WAIT, MOVE, MOVED, FORWARD, BACKWARD, STEP, CALLBACK = 0.5, 1.0, 2.0, 4.0, 8.0, 16.0, 32.0
+EACH = {"wait": WAIT, "transfer": MOVE, "forward": FORWARD, "backward": BACKWARD, "optimizer": STEP}
+EACH |= {"rest": MOVED + CALLBACK}
+BATCHES = 4
+
+
+class Timed(StepTimer):
+    """Reads the test's clock."""
+
+    def __init__(self, clock: Any, picture: Any = None) -> None:
+        super().__init__(picture)
+        self.read = getattr(clock, "timeline", clock)
+
+    def timeline(self, device: torch.device) -> Any:
+        return self.read
+
+
+class Samples(Dataset[Any]):
+    """Batches of one sample, each of which takes a while."""
+
+    def __init__(self, clock: Any) -> None:
+        self.clock = clock
+
+    def __len__(self) -> int:
+        return BATCHES
+
+    def __getitem__(self, index: int) -> tuple[torch.Tensor, int]:
+        self.clock.spend(WAIT)
+        return torch.ones(3, 8, 8, dtype=torch.uint8), 1
+
+
+class Stream(IterableDataset[Any]):
+    """The same as a stream."""
+
+    def __init__(self, clock: Any) -> None:
+        self.samples = Samples(clock)
+
+    def __iter__(self):
+        return (self.samples[index] for index in range(BATCHES))
+
+
+class Spent(torch.autograd.Function):
+    """Its backward takes a while."""
+
+    @staticmethod
+    def forward(context: Any, loss: torch.Tensor, clock: Any) -> torch.Tensor:
+        context.clock = clock
+        return loss.clone()
+
+    @staticmethod
+    def backward(context: Any, gradient: torch.Tensor) -> tuple[torch.Tensor, None]:
+        context.clock.spend(BACKWARD)
+        return gradient, None
+
+
+class Optimizer(torch.optim.SGD):
+    """Its step takes a while, without what the closure takes."""
+
+    def __init__(self, parameters: Any, clock: Any) -> None:
+        super().__init__(parameters, lr=0.1)
+        self.clock = clock
+
+    def step(self, closure: Any = None) -> Any:
+        result = super().step(closure)
+        self.clock.spend(STEP)
+        return result
+
+
+class Steps(Model):
+    """A model of which every part takes a known time."""
+
+    def __init__(self, clock: Any) -> None:
+        super().__init__()
+        self.clock = clock
+
+    def transfer_batch_to_device(self, batch, device, dataloader_idx):
+        self.clock.spend(MOVE)
+        return batch
+
+    def on_after_batch_transfer(self, batch, dataloader_idx):
+        self.clock.spend(MOVED)
+        return batch
+
+    def loss(self, batch):
+        self.clock.spend(FORWARD)
+        return Spent.apply(super().loss(batch), self.clock)
+
+    def configure_optimizers(self):
+        return Optimizer(self.parameters(), self.clock)
+
+
+class Late(Callback):
+    """A callback that takes a while after each batch."""
+
+    def __init__(self, clock: Any) -> None:
+        self.clock = clock
+
+    def on_train_batch_end(self, *_: Any) -> None:
+        self.clock.spend(CALLBACK)
+
+
+def fit(tmp_path, model: type[Steps] = Steps, data: Any = Samples, *, validate: bool = False, **options: Any) -> Any:
+    """The timer of a fit, and its Trainer."""
+    clock = options.pop("clock", None) or ManualTimeline()
+    timer = options.pop("timer", None) or Timed(clock)
+    loaders = [DataLoader(data(clock))] + [DataLoader(Samples(clock))] * validate
+    trainer = make_trainer(tmp_path, [Late(clock), timer], **options)
+    trainer.fit(model(clock), *loaders)
+    return timer, trainer
+
+
+def told(timer: StepTimer) -> list[dict[str, float]]:
+    """Seconds of each epoch's parts."""
+    return [epoch.seconds for epoch in timer.epochs]
+
+
+def times(count: float, **other: float) -> dict[str, float]:
+    return {part: count * seconds for part, seconds in EACH.items()} | other
+
+
+@pytest.mark.parametrize("data", [Samples, Stream])
+@pytest.mark.parametrize(
+    "options",
+    [
+        {},
+        {"gradient_clip_val": 0.5},
+        {"precision": "bf16-mixed"},
+        {"profiler": "simple"},
+        {"validate": True, "val_check_interval": 2},
+        {"logger": False},
+    ],
+)
+def test_every_part_has_its_own_seconds(tmp_path, data, options):
+    """What a part takes is there and nowhere else, with clipping, AMP, validation inside the epoch, a profiler."""
+    timer, trainer = fit(tmp_path, data=data, epochs=2, **options)
+    before = data is Stream  # of a stream Lightning fetches the first batch before training starts
+    assert told(timer) == [times(BATCHES, wait=WAIT * (BATCHES - before)), times(BATCHES)]
+    assert [(epoch.steps, epoch.samples) for epoch in timer.epochs] == [(BATCHES, BATCHES)] * 2
+    assert type(trainer.profiler) is SimpleProfiler if "profiler" in options else PassThroughProfiler
+
+
+def test_gradients_are_accumulated(tmp_path):
+    """A step is one batch: of two, one has an optimiser."""
+    timer, _ = fit(tmp_path, accumulate_grad_batches=2)
+    assert told(timer) == [times(BATCHES, optimizer=STEP * BATCHES / 2)]
+
+
+def test_several_optimizers_by_hand(tmp_path):
+    """Manual optimisation, as of a GAN: two backwards and two steps inside of `training_step`."""
+
+    class Gan(Steps):
+        def __init__(self, clock):
+            super().__init__(clock)
+            self.automatic_optimization = False
+
+        def training_step(self, batch, batch_idx):
+            for optimizer in self.optimizers():
+                loss = self.loss(batch)
+                optimizer.zero_grad()
+                self.manual_backward(loss)
+                optimizer.step()
+
+        def configure_optimizers(self):
+            return super().configure_optimizers(), super().configure_optimizers()
+
+    timer, _ = fit(tmp_path, Gan)
+    twice = {part: 2 * BATCHES * EACH[part] for part in ("forward", "backward", "optimizer")}
+    assert told(timer) == [times(BATCHES, **twice)]
+
+
+def test_an_optimizer_that_asks_several_times(tmp_path):
+    """LBFGS calls the closure as often as it likes: all of it is forward and backward."""
+
+    class Asks(Steps):
+        def configure_optimizers(self):
+            return torch.optim.LBFGS(self.parameters(), lr=1e-3, max_iter=3, max_eval=3, tolerance_grad=0.0)
+
+    timer, _ = fit(tmp_path, Asks)
+    [seconds] = told(timer)
+    asked = seconds["forward"] / FORWARD
+    assert asked > BATCHES
+    assert seconds == times(BATCHES, forward=asked * FORWARD, backward=asked * BACKWARD, optimizer=0.0)
+
+
+def test_what_a_checkpointed_layer_computes_again_is_backward(tmp_path):
+    """Gradient checkpointing moves memory into time; the time is where it is spent."""
+
+    class Checkpointed(Steps):
+        def loss(self, batch):
+            loss = checkpoint(super().loss, batch, use_reentrant=False)
+            assert isinstance(loss, torch.Tensor)
+            return loss
+
+    timer, _ = fit(tmp_path, Checkpointed)
+    assert told(timer) == [times(BATCHES, backward=(BACKWARD + FORWARD) * BATCHES)]
+
+
+def test_a_step_that_fetches_its_batches(tmp_path):
+    """With `dataloader_iter` waiting lies inside of `training_step`, and there is no transfer."""
+
+    class Fetches(Steps):
+        def training_step(self, dataloader_iter):
+            batch, _, _ = next(dataloader_iter)
+            return self.loss(batch)
+
+    timer, _ = fit(tmp_path, Fetches)
+    [seconds] = told(timer)
+    assert seconds == times(BATCHES, transfer=0.0, rest=CALLBACK * BATCHES)
+
+
+def test_batches_without_a_loss_and_epochs_that_end_early(tmp_path):
+    """A step that returns None has no backward; one that a hook skips is none."""
+
+    class Skips(Steps):
+        def training_step(self, batch, batch_idx):
+            loss = super().training_step(batch, batch_idx)
+            return None if batch_idx == 0 else loss
+
+        def on_train_batch_start(self, batch, batch_idx):
+            return -1 if batch_idx == 2 else None
+
+    clock = ManualTimeline()
+    timer = Timed(clock)
+    make_trainer(tmp_path, [timer], logger=False).fit(Skips(clock), DataLoader(Samples(clock)))
+    [epoch] = timer.epochs
+    assert epoch.steps == 2
+    assert epoch.seconds["backward"] == BACKWARD
+    assert epoch.seconds["forward"] == 2 * FORWARD
+
+
+def test_hooks_of_a_datamodule(tmp_path):
+    """Where the DataModule moves the batch, its hook is the transfer."""
+    clock = ManualTimeline()
+
+    class Data(LightningDataModule):
+        def train_dataloader(self):
+            return DataLoader(Samples(clock))
+
+        def transfer_batch_to_device(self, batch, device, dataloader_idx):
+            clock.spend(100)
+            return batch
+
+    class Plain(Model):
+        pass
+
+    timer = Timed(clock)
+    make_trainer(tmp_path, [timer]).fit(Plain(), Data())
+    assert told(timer) == [dict.fromkeys(PARTS, 0.0) | {"wait": WAIT * BATCHES, "transfer": 100 * BATCHES}]
+
+
+def test_means_are_logged_at_the_trainers_cadence(tmp_path):
+    """Each value is the mean over the steps that were over since the last one."""
+    _, trainer = fit(tmp_path, epochs=2, log_every_n_steps=2)
+    for part, seconds in EACH.items():
+        values = logged(trainer, f"stocache/step/{part}_seconds")
+        assert len(values) == 4
+        assert values == pytest.approx([seconds] * 4)
+
+
+def test_its_keys_are_not_the_monitors(tmp_path):
+    """Beside CacheMonitor nothing is logged twice, and both hear the same waits."""
+    clock = ManualTimeline()
+    timer, monitor = Timed(clock), CacheMonitor()
+    trainer = make_trainer(tmp_path, [monitor, Late(clock), timer])
+    trainer.fit(Steps(clock), DataLoader(Samples(clock)))
+    assert told(timer) == [times(BATCHES)]
+    assert not [key for key in trainer.callback_metrics if key.startswith("stocache/step/")]
+    assert type(trainer.profiler) is PassThroughProfiler
+
+
+def test_a_device_is_waited_for_at_the_end_alone(tmp_path):
+    """The parts of a GPU's steps are those of the device, which the host waits for once."""
+    device = Device()
+
+    class Launches(Steps):
+        def loss(self, batch):
+            device.launch(7)
+            return Model.loss(self, batch)
+
+        def configure_optimizers(self):
+            return torch.optim.SGD(self.parameters(), 0.1)
+
+    timer, _ = fit(tmp_path, Launches, clock=device, epochs=2, log_every_n_steps=1)
+    whole = 2 * BATCHES * (WAIT + MOVE + MOVED + CALLBACK)
+    assert device.waits <= 1
+    seconds = [sum(epoch[part] for epoch in told(timer)) for part in PARTS]
+    assert seconds[PARTS.index("forward")] == 2 * BATCHES * 7
+    assert sum(seconds) < 2 * BATCHES * 7 + whole  # some of what the host did was hidden
+
+
+def test_the_table_and_the_picture_at_the_end(tmp_path, caplog):
+    """Whatever was measured is said once, in words and as a PNG."""
+    pytest.importorskip("matplotlib")
+    clock, path = ManualTimeline(), tmp_path / "steps.png"
+    with caplog.at_level(logging.INFO, "lightning.pytorch"):
+        fit(tmp_path, epochs=2, clock=clock, timer=Timed(clock, path))
+    [said] = [record.getMessage() for record in caplog.records if "training steps" in record.getMessage()]
+    rows = {line.split()[0]: line.split()[1:] for line in said.splitlines()[1:]}
+    assert rows["forward"][0] == "4000.00"
+    assert rows["part"][-4:] == ["epoch", "0", "epoch", "1"]
+    assert path.read_bytes().startswith(b"\x89PNG")
+
+
+@pytest.mark.parametrize(("error", "says"), [(KeyboardInterrupt, True), (ValueError, False)])
+def test_an_end_by_an_exception(tmp_path, caplog, error, says):
+    """Ctrl-C is a way to stop, after which the table comes; an error is not buried below one."""
+
+    class Breaks(Steps):
+        def training_step(self, batch, batch_idx):
+            if batch_idx == 2:
+                raise error
+            return super().training_step(batch, batch_idx)
+
+    clock = ManualTimeline()
+    trainer = make_trainer(tmp_path, [Timed(clock)])
+    with caplog.at_level(logging.INFO, "lightning.pytorch"), pytest.raises((error, SystemExit)):
+        trainer.fit(Breaks(clock), DataLoader(Samples(clock)))
+    assert any("training steps" in record.getMessage() for record in caplog.records) == says
+    assert type(trainer.profiler) is PassThroughProfiler
+
+
+def test_actions_of_other_names_are_said_once(tmp_path, monkeypatch, recwarn):
+    """Where Lightning does not tell of its steps nothing is logged, with one warning, and training goes on."""
+    monkeypatch.setattr(step_timer, "step_actions", lambda trainer: {"another name": "wait"})
+    timer, trainer = fit(tmp_path, epochs=2)
+    trainer.fit_loop.max_epochs = 3
+    trainer.fit(trainer.lightning_module, DataLoader(Samples(ManualTimeline())))
+    assert timer.epochs == []
+    assert trainer.global_step == 3 * BATCHES
+    assert len([warning for warning in recwarn if "StepTimer times nothing" in str(warning.message)]) == 1
+
+
+def test_a_second_fit_begins_anew(tmp_path):
+    """A timer may be used again, and knows the last fit."""
+    clock = ManualTimeline()
+    timer = Timed(clock)
+    for epochs in (2, 1):
+        make_trainer(tmp_path, [timer], epochs=epochs, logger=False).fit(Steps(clock), DataLoader(Samples(clock)))
+    assert [epoch.steps for epoch in timer.epochs] == [BATCHES]
+
+
+def test_a_picture_is_a_png():
+    """Another ending is refused at once."""
+    with pytest.raises(ValueError, match=r"ends in \.png, got 'steps\.pdf'"):
+        StepTimer("steps.pdf")
+
+
+def test_real_time_is_where_it_is_spent(tmp_path):
+    """On the host's own clock: sleeping in forward is in forward."""
+
+    class Sleeps(Model):
+        def training_step(self, batch, batch_idx):
+            time.sleep(0.05)
+            return super().training_step(batch, batch_idx)
+
+    timer = StepTimer()
+    begin = time.perf_counter()
+    make_trainer(tmp_path, [timer]).fit(Sleeps(), DataLoader(Samples(ManualTimeline())))
+    [epoch] = timer.epochs
+    assert 0.05 * BATCHES <= epoch.seconds["forward"] <= epoch.total <= time.perf_counter() - begin
+
+
+@pytest.mark.gpu
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")
+def test_a_real_device(tmp_path):
+    """On a GPU the backward of a large layer is longer than moving its batch, and all is within the time of the fit."""
+
+    class Large(Model):
+        def __init__(self):
+            super().__init__()
+            self.large = torch.nn.Linear(4096, 4096)
+
+        def loss(self, batch):
+            many = self.large.weight
+            for _ in range(8):
+                many = many @ self.large.weight
+            return super().loss(batch) + many.mean()
+
+    timer = StepTimer()
+    trainer: Trainer = make_trainer(tmp_path, [timer], accelerator="gpu", epochs=2)
+    begin = time.perf_counter()
+    trainer.fit(Large(), DataLoader(Samples(ManualTimeline()), pin_memory=True))
+    seconds = {part: sum(epoch.seconds[part] for epoch in timer.epochs) for part in PARTS}
+    assert sum(epoch.steps for epoch in timer.epochs) == 2 * BATCHES
+    assert seconds["backward"] > seconds["transfer"] > 0
+    assert sum(seconds.values()) <= time.perf_counter() - begin
