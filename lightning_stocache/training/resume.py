@@ -83,7 +83,10 @@ class ResumePoint(Callback):
             if epoch:
                 set_epoch(leaf, epoch)
             if state is not None and isinstance(leaf, TrainerLoader):
-                self._load(leaf, state)
+                try:
+                    self._load(leaf, state)
+                except (TypeError, ValueError, KeyError):  # of another version
+                    _say_nothing_is_known(state)
 
     def _load(self, loader: TrainerLoader, state: dict[str, Any]) -> None:
         several = replicas(self._trainer, always=True)[0] > 1
@@ -146,11 +149,8 @@ class ResumePoint(Callback):
         epoch, loaders = state_dict.get("epoch"), state_dict.get("loaders")
         if isinstance(epoch, int) and isinstance(loaders, list):
             self._then = state_dict
-            return
-        rank_zero_warn(
-            "the checkpoint does not say where in an epoch it was saved: if that was in the middle of one, its first "
-            f"samples come again, and its last ones do not. Its state has {', '.join(map(str, state_dict))}"
-        )
+        else:
+            _say_nothing_is_known(state_dict)
 
     def teardown(self, trainer: Trainer, pl_module: LightningModule, stage: str) -> None:
         """The next fit begins anew, unless it is given a checkpoint."""
@@ -158,6 +158,13 @@ class ResumePoint(Callback):
 
     def __getstate__(self) -> dict[str, Any]:
         return self.__dict__ | {"_trainer": None, "_gone_on": []}
+
+
+def _say_nothing_is_known(state: Any) -> None:
+    rank_zero_warn(
+        "the checkpoint does not say where in an epoch it was saved: if that was in the middle of one, its first "
+        f"samples come again, and its last ones do not. Its state is {', '.join(map(str, state))}"
+    )
 
 
 def _is_resumable(leaf: DataLoader[Any]) -> TypeGuard[TrainerLoader]:

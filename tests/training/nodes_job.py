@@ -1,10 +1,10 @@
 """A training job on two nodes of two ranks, as a user's script: `nodes_job FOLDER CASE EPOCHS`.
 
 Each rank leaves its metrics of every epoch in `rank<k>.json`, or its error in `rank<k>.error`. CASE is a way of
-sampling with half of the dataset per node (locality, global), `whole` (a cache of everything on each node), `records`
-(samples of which those at set-up are ten times as large as the others, and a tenth of them per node), or a piece of bad
-luck: `full` (no memory on the second node), `dies` (the last rank is killed in `setup`), `wrapped` (a sampler that
-Lightning would wrap).
+sampling with half of the dataset per node (locality, global), the same through another door (callback, cached), `whole`
+(a cache of everything on each node), `records` (samples of which those at set-up are ten times as large as the others,
+and a tenth of them per node), or a piece of bad luck: `full` (no memory on the second node), `dies` (the last rank is
+killed in `setup`), `wrapped` (a sampler that Lightning would wrap).
 """
 
 from __future__ import annotations
@@ -21,11 +21,13 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
-from lightning.pytorch import Callback
+from lightning.pytorch import Callback, LightningDataModule
 from torch.utils.data import Sampler, default_collate
 
 from lightning_stocache.node.segment import Segment
+from lightning_stocache.training.callbacks import StochasticCache
 from lightning_stocache.training.datamodule import StocacheDataModule
+from lightning_stocache.training.hooks import cache_datamodule
 from lightning_stocache.training.monitor import CacheMonitor
 from tests.sources import CountedSource
 from tests.training.tiny import Model, make_trainer
@@ -93,15 +95,20 @@ def main(folder: Path, case: str, epochs: int) -> None:
     options: dict[str, Any] = {"sampler": EveryOther()} if case == "wrapped" else {}
     if case == "records":
         options = {"collate_fn": without_text}
-    dm = StocacheDataModule(
+    dm: LightningDataModule = StocacheDataModule(
         train,
         batch_size=BATCH,
         loader=options,
         budget={"whole": "auto", "records": "10%"}.get(case, "50%"),
         sampling="global" if case in ("global", "whole") else "locality",
     )
+    monitor = CacheMonitor()
+    if case in ("callback", "cached"):
+        dm = LightningDataModule.from_datasets(train(), batch_size=BATCH)
+        monitor = StochasticCache("50%") if case == "callback" else monitor
+        dm = cache_datamodule(dm, "50%") if case == "cached" else dm
     trainer = make_trainer(
-        folder, [CacheMonitor(), witness], epochs=epochs, devices=2, num_nodes=2, strategy="ddp", logger=False
+        folder, [monitor, witness], epochs=epochs, devices=2, num_nodes=2, strategy="ddp", logger=False
     )
     try:
         trainer.fit(Tiny(), dm)

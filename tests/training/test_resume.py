@@ -238,7 +238,10 @@ def test_another_batch_size_goes_on_after_the_same_samples(tmp_path, name, batch
     assert sorted(epoch(seen, 2)) == list(range(SAMPLES))
 
 
-@pytest.mark.parametrize("state", [{"sampler": [1, 2]}, {"epoch": 1, "loaders": "2"}])
+@pytest.mark.parametrize(
+    "state",
+    [{"sampler": [1, 2]}, {"epoch": 1, "loaders": "2"}, {"epoch": 1, "loaders": [{"version": 9, "batches": 2}]}],
+)
 def test_a_foreign_state_is_no_error(tmp_path, state):
     """A checkpoint whose state is of another kind is trained from, with a warning."""
     checkpoint = torch.load(saved_after_eight(tmp_path, "own"), weights_only=False)

@@ -1,0 +1,289 @@
+"""What the table of features promises of every door, each tried in the same way: two epochs over a counted source."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from lightning.fabric import Fabric
+from lightning.pytorch import LightningDataModule, seed_everything
+from torch.utils.data import Dataset, IterableDataset
+from torchvision.transforms import v2
+
+from lightning_stocache.loading.dataset import CachedDataset
+from lightning_stocache.loading.loader import CachedLoader
+from lightning_stocache.loading.stream import CachedStream
+from lightning_stocache.node.janitor import clean, named_segments
+from lightning_stocache.training.callbacks import StochasticCache
+from lightning_stocache.training.datamodule import StocacheDataModule
+from lightning_stocache.training.hooks import cache_datamodule
+from lightning_stocache.training.monitor import CacheMonitor
+from lightning_stocache.training.step_timer import StepTimer
+from tests.sources import CountedSource
+from tests.training.tiny import SAMPLES, Model, announced, logged, make_trainer, plain_loader, source
+
+pytestmark = pytest.mark.processes
+
+DOORS = ("StocacheDataModule", "cache_datamodule", "StochasticCache", "Fabric", "plain PyTorch")
+OF_THE_TRAINER = DOORS[:3]
+every_door = pytest.mark.parametrize("door", DOORS)
+
+
+class Seeing(Model):
+    """Keeps what it was given to train on."""
+
+    def __init__(self, after: Callable[[], None]) -> None:
+        super().__init__()
+        self.epochs: list[list[Any]] = []
+        self.after = after
+
+    def on_train_epoch_end(self) -> None:
+        self.after()
+
+    def on_train_epoch_start(self) -> None:
+        self.epochs.append([])
+
+    def training_step(self, batch: Any, batch_idx: int) -> torch.Tensor:
+        self.epochs[-1].append(batch)
+        return self.layer.weight.sum()
+
+
+class Data(LightningDataModule):
+    """A DataModule of a user's, whose loaders are lists of samples."""
+
+    def __init__(self, **sets: Any) -> None:
+        super().__init__()
+        self.sets = sets
+
+    def train_dataloader(self) -> Any:
+        return plain_loader(self.sets["train"], collate_fn=list, shuffle=shuffled(self.sets["train"]))
+
+    def val_dataloader(self) -> Any:
+        return plain_loader(self.sets["val"]) if "val" in self.sets else []
+
+    def test_dataloader(self) -> Any:
+        return plain_loader(self.sets["test"])
+
+    def predict_dataloader(self) -> Any:
+        return plain_loader(self.sets["predict"])
+
+
+def shuffled(dataset: Any) -> bool | None:
+    return None if isinstance(dataset, IterableDataset) else True
+
+
+def train(
+    door: str, tmp_path: Path, dataset: Any, after: Callable[[], None] = lambda: None, **options: Any
+) -> list[list[Any]]:
+    """Train for two epochs through a door; the samples of each epoch, after which a function is called."""
+    seed_everything(0, verbose=False)
+    if door in OF_THE_TRAINER:
+        model, callbacks, data = Seeing(after), [], Data(train=dataset)
+        if door == "StochasticCache":
+            callbacks = [StochasticCache(**options)]
+        elif door == "cache_datamodule":
+            data = cache_datamodule(data, **options)
+        else:
+            loader = {"collate_fn": list, "shuffle": shuffled(dataset)}
+            data = StocacheDataModule(dataset, batch_size=4, loader=loader, **options)  # type: ignore[assignment]
+        make_trainer(tmp_path, callbacks, epochs=2, logger=False).fit(model, data)
+        return [[sample for batch in epoch for sample in batch] for epoch in model.epochs]
+    if options.pop("streams", False):
+        cached: Any = CachedStream(dataset, **options)
+    else:
+        cached = CachedDataset(dataset, **options)
+    loader = CachedLoader(cached, 4, shuffled(dataset), collate_fn=list)
+    if door == "Fabric":
+        loader = Fabric(accelerator="cpu", devices=1).setup_dataloaders(loader)
+    epochs: list[list[Any]] = []
+    for _ in range(2):
+        epochs.append([sample for batch in loader for sample in batch])
+        after()
+    cached.close()
+    return epochs
+
+
+def bits(epochs: list[list[Any]]) -> list[list[Any]]:
+    """Something that can be compared, with the order of samples."""
+    return [[[part.tolist() if isinstance(part, torch.Tensor) else part for part in s] for s in e] for e in epochs]
+
+
+@every_door
+def test_each_sample_is_loaded_once(door, tmp_path, caplog):
+    """Epoch one loads all samples, and epoch two none."""
+    images = source(tmp_path)
+    first, second = bits(train(door, tmp_path, images))
+    assert sorted(first) == sorted(second)
+    assert images.loads == SAMPLES + announced(caplog)
+
+
+@every_door
+def test_off_is_off(door, tmp_path):
+    """With a budget of zero all is loaded in every epoch."""
+    images = source(tmp_path)
+    train(door, tmp_path, images, budget=0)
+    assert images.loads == 2 * SAMPLES
+
+
+class Augmented(CountedSource):
+    """A source with a random transform inside."""
+
+    transform: Any = v2.Compose([v2.Resize(6, antialias=True), v2.RandomCrop(4)])
+
+    def __getitem__(self, index: int) -> Any:
+        image, label = super().__getitem__(index)
+        return self.transform(image), label
+
+
+@every_door
+def test_a_random_transform_is_split(door, tmp_path, caplog):
+    """What comes before its first random step is cached; the rest draws what it draws without a cache."""
+    images = Augmented(SAMPLES, log_path=tmp_path / "loads")
+    epochs = bits(train(door, tmp_path, images))
+    assert images.loads == SAMPLES + announced(caplog)
+    assert epochs == bits(train(door, tmp_path, images, budget=0))
+    assert sorted(epochs[0]) != sorted(epochs[1])
+
+
+class Texts(CountedSource):
+    """Samples that are no rows."""
+
+    def expected(self, index: int) -> Any:
+        return f"{index}," * (index % 7), {"boxes": super().expected(index)[0][0, : index % 3].tolist()}
+
+
+@every_door
+def test_samples_of_any_kind_are_kept(door, tmp_path, caplog):
+    """Strings and lists of many lengths come out as they went in, from one load each."""
+    texts = Texts(SAMPLES, log_path=tmp_path / "loads")
+    epochs = train(door, tmp_path, texts)
+    assert texts.loads == SAMPLES + announced(caplog)
+    for epoch in epochs:
+        assert sorted(epoch, key=str) == sorted((texts.expected(index) for index in range(SAMPLES)), key=str)
+
+
+class Files(Dataset[Any]):
+    """Samples that are decoded of files; both steps are counted, in whatever process."""
+
+    def __init__(self, folder: Path) -> None:
+        self.folder = folder
+
+    def __len__(self) -> int:
+        return SAMPLES
+
+    def count(self, what: str) -> int:
+        return os.path.getsize(self.folder / what)
+
+    def _note(self, what: str) -> None:
+        with open(self.folder / what, "ab", buffering=0) as log:
+            log.write(b".")
+
+    def read(self, index: int) -> bytes:
+        self._note("reads")
+        return bytes([index] * 20)
+
+    def decode(self, content: bytes, index: int) -> Any:
+        self._note("decodes")
+        return torch.tensor(list(content)), index
+
+    def __getitem__(self, index: int) -> Any:
+        return self.decode(self.read(index), index)
+
+
+@every_door
+def test_files_may_be_kept_instead(door, tmp_path):
+    """With store="encoded" epoch two reads no file, and decodes all of them."""
+    files = Files(tmp_path)
+    reads: list[int] = []
+    epochs = train(door, tmp_path, files, lambda: reads.append(files.count("reads")), store="encoded")
+    assert [sorted(index for _, index in epoch) for epoch in epochs] == [list(range(SAMPLES))] * 2
+    assert reads[0] == reads[1] == files.count("reads")
+    assert files.count("decodes") >= 2 * SAMPLES
+
+
+class Stream(IterableDataset[Any]):
+    """A stream that counts how often it was begun and what it gave."""
+
+    def __init__(self, log: Path) -> None:
+        self.log = log
+
+    def __iter__(self) -> Iterator[Any]:
+        for index in range(SAMPLES):
+            with open(self.log, "ab", buffering=0) as log:
+                log.write(b".")
+            yield torch.full((3,), index), index
+
+
+@every_door
+def test_streams_are_kept_as_they_pass(door, tmp_path):
+    """Epoch two comes from memory, but for the samples that show whether the stream is random, in another order."""
+    epochs = bits(train(door, tmp_path, Stream(tmp_path / "stream"), streams=True))
+    assert sorted(epochs[0]) == sorted(epochs[1])
+    assert epochs[0] != epochs[1]
+    assert os.path.getsize(tmp_path / "stream") < 2 * SAMPLES
+
+
+@pytest.mark.named
+@pytest.mark.parametrize("where", ["memory", "disk"])
+@every_door
+def test_a_name_outlives_the_training(door, where, tmp_path, caplog):
+    """The second training under a name, in memory and on a disk, reads nothing but what set-up reads."""
+    images = source(tmp_path)
+    name = f"doors-{os.getpid()}-{DOORS.index(door)}"
+    options = {"dir": str(tmp_path / "caches")} if where == "disk" else {}
+    try:
+        for _ in range(2):
+            train(door, tmp_path, images, name=name, **options)
+            assert images.loads == SAMPLES + announced(caplog)
+    finally:
+        for segment in named_segments(directory=options.get("dir")):
+            if segment.name.startswith(name):
+                clean(segment.name, directory=options.get("dir"))
+
+
+@pytest.mark.parametrize("door", OF_THE_TRAINER)
+def test_a_later_trial_starts_warm(door, tmp_path, caplog):
+    """With keep_cache="process" a trial that makes all its objects anew reads nothing but what set-up reads."""
+    try:
+        for _ in range(2):
+            train(door, tmp_path, source(tmp_path), keep_cache="process")
+            assert source(tmp_path).loads == SAMPLES + announced(caplog)
+    finally:
+        StochasticCache(keep_cache="process").close()
+
+
+@every_door
+def test_strict_makes_errors(door, tmp_path):
+    """What cannot be cached, and would be passed by with a warning, is refused."""
+    with pytest.raises((TypeError, ValueError)):
+        train(door, tmp_path, Stream(tmp_path / "stream"), strict=True)
+
+
+@pytest.mark.parametrize("door", OF_THE_TRAINER)
+def test_all_calls_are_cached_and_counted(door, tmp_path, caplog):
+    """fit, validate, test and predict, twice each, load a set once; epochs have a hit rate, and steps their parts."""
+    names = ("train", "val", "test", "predict")
+    sets = {name: source(tmp_path, name, 8) for name in names}
+    options: dict[str, Any] = {"keep_cache": True, "stage_budgets": {"test": 0}}
+    callbacks = [StochasticCache(**options) if door == "StochasticCache" else CacheMonitor(), StepTimer()]
+    data: Any = StocacheDataModule(**sets, batch_size=4, **options) if door == "StocacheDataModule" else Data(**sets)
+    if door != "StocacheDataModule":
+        vars(data)["train_dataloader"] = lambda: plain_loader(sets["train"], shuffle=True)
+    if door == "cache_datamodule":
+        data = cache_datamodule(data, **options)
+    trainer = make_trainer(tmp_path, callbacks, epochs=2, num_sanity_val_steps=0)
+    trainer.fit(Model(), data)
+    assert logged(trainer, "stocache/hit_rate")[-1] == 1.0
+    assert logged(trainer, "stocache/step/wait_seconds")
+    for _ in range(2):
+        trainer.validate(Model(), data, verbose=False)
+        trainer.test(Model(), data, verbose=False)
+        trainer.predict(Model(), data)
+    loads = {name: images.loads for name, images in sets.items()}
+    assert loads["test"] == 16
+    assert sum(loads.values()) == 16 + 3 * 8 + announced(caplog)
+    (callbacks[0] if door == "StochasticCache" else data).close() if door != "cache_datamodule" else data.caches.close()
