@@ -25,7 +25,8 @@ from torch.utils.data import BatchSampler, DataLoader, RandomSampler, Sequential
 from torch.utils.data.distributed import DistributedSampler
 
 from lightning_stocache.cache.placement import Integers
-from lightning_stocache.loading.loader_state import LoaderState, ResumableBatches
+from lightning_stocache.loading.loader_state import LoaderState
+from lightning_stocache.loading.resumable_batches import ResumableBatches
 from lightning_stocache.loading.stream_view import StreamBatches
 from lightning_stocache.sampling.locality_sampler import LocalitySampler
 from lightning_stocache.sampling.rolling_sampler import RollingSampler
@@ -65,7 +66,7 @@ class IndexStream:
             torch.empty((), dtype=torch.int64).random_(generator=loader.generator)
             if loader.num_workers:
                 drawing = iter(resumable)
-        whole = state.then is None and (sequential or (private and draws_all_once(inner)))
+        whole = state.origin is None and (sequential or (private and draws_all_once(inner)))
         dealt = type(inner) is LocalitySampler and inner.batch_size == batches.batch_size
         drawn_from = inner.dataset if dealt else inner
         rolling = type(inner) is RollingSampler  # what it draws is resident, however long the epoch is to be

@@ -36,9 +36,11 @@ from lightning_stocache.loading.cached_source import CachedSource
 from lightning_stocache.loading.dataset import cached_source
 from lightning_stocache.loading.epoch import Epoch
 from lightning_stocache.loading.index_stream import IndexStream
-from lightning_stocache.loading.loader_state import CountedBatches, LoaderState, ResumableBatches, batches_of, set_epoch
+from lightning_stocache.loading.loader_sampler import batches_of, set_epoch
+from lightning_stocache.loading.loader_state import LoaderState
 from lightning_stocache.loading.locality import locality_sampler
 from lightning_stocache.loading.resources import Resources, Route
+from lightning_stocache.loading.resumable_batches import CountedBatches, ResumableBatches
 from lightning_stocache.loading.rolling_cache import RollingCache
 from lightning_stocache.loading.stand_in import cached_in
 from lightning_stocache.loading.stream import CachedStream, stream_source
@@ -180,10 +182,9 @@ class CachedLoader(DataLoader[Any]):
 
     def _loader_of_kept(self, serving: StreamSource) -> CachedLoader:
         (dataset, shards), init = kept_dataset(serving), self.worker_init_fn
-        names = ("num_workers", "collate_fn", "pin_memory", "timeout", "generator", "prefetch_factor", "gather")
-        arguments = {name: getattr(self, name) for name in (*names, "persistent_workers", "multiprocessing_context")}
-        if hasattr(self, "in_order"):
-            arguments["in_order"] = self.in_order
+        names = ["num_workers", "collate_fn", "pin_memory", "timeout", "generator", "prefetch_factor", "gather"]
+        names += ["persistent_workers", "multiprocessing_context", "in_order"]  # the last since torch 2.6
+        arguments = {name: getattr(self, name) for name in names if hasattr(self, name)}
         return CachedLoader(
             dataset,
             batch_sampler=StreamBatches(serving, shards, cast(int, self.batch_size), self.drop_last),

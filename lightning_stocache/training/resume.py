@@ -24,8 +24,8 @@ from lightning.pytorch import Callback, LightningModule, Trainer
 from lightning.pytorch.utilities import rank_zero_warn
 from torch.utils.data import DataLoader, DistributedSampler, IterableDataset
 
-from lightning_stocache.loading.loader_state import set_epoch
-from lightning_stocache.loading.loader_tree import leaves_in
+from lightning_stocache.loading.loader_sampler import set_epoch
+from lightning_stocache.loading.loader_tree import loaders_in
 from lightning_stocache.loading.rolling_cache import RollingCache
 from lightning_stocache.training.lightning_internals import leaves_samplers_alone
 from lightning_stocache.training.loaders import TrainerLoader
@@ -70,7 +70,7 @@ class ResumePoint(Callback):
         if then is not None and epoch > then["epoch"]:
             then = None
         epoch = epoch if then is None else then["epoch"]
-        leaves = [leaf for leaf in leaves_in(loaders) if isinstance(leaf, DataLoader)]
+        leaves = list(loaders_in(loaders))
         states = [None] * len(leaves) if then is None else then["loaders"]
         if len(states) != len(leaves):
             rank_zero_warn(
@@ -93,12 +93,12 @@ class ResumePoint(Callback):
         if several and leaves_samplers_alone(self._trainer) and not isinstance(loader.sampler, DistributedSampler):
             return  # each rank draws by itself, and the state is rank zero's
         between = not state["batches"]  # where the first loader puts the generators back for all
-        loader.position.load(state, alone=not several and not (between and self._put_back))
+        loader.position.load(state, process_wide=not several and not (between and self._put_back))
         self._put_back = True
         if not state["batches"]:
             return
         self._gone_on.append(loader)
-        now = loader.position.now(loader)
+        now = loader.position.units(loader)
         changes = [
             f"the {words} has changed from {state.get(name)} to {now.get(name)}"
             for name, words in _NAMES.items()
@@ -128,11 +128,7 @@ class ResumePoint(Callback):
         trainer = self._trainer
         if trainer is None or trainer.train_dataloader is None:
             return {}
-        leaves = [
-            leaf if _is_resumable(leaf) else None
-            for leaf in leaves_in(trainer.train_dataloader)
-            if isinstance(leaf, DataLoader)
-        ]
+        leaves = [leaf if _is_resumable(leaf) else None for leaf in loaders_in(trainer.train_dataloader)]
         handed = [leaf.position.batches for leaf in leaves if leaf is not None]
         if not handed:
             return {}
