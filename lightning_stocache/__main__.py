@@ -64,8 +64,8 @@ def plan(parser: argparse.ArgumentParser) -> Action:
     parser.add_argument("--workers", type=numbers, default=[], metavar="N,N,..", help="measure these num_workers, too")
     parser.add_argument("--batch-sizes", type=numbers, default=[], metavar="N,N,..", help="and these batch sizes")
     parser.add_argument("--json", action="store_true", help="plain values instead of the table")
-    add_png(parser, Path("plan.png"), "seconds per epoch over the budget, and what else was measured, as a picture; by "
-            "default plan.png")  # fmt: skip
+    drawn = "seconds per epoch over the budget, and what else was measured, as a picture; by default plan.png"
+    add_png(parser, Path("plan.png"), drawn)
 
     def run(arguments: argparse.Namespace) -> None:
         from lightning_stocache.insight import curve_table
@@ -99,8 +99,8 @@ def pack(parser: argparse.ArgumentParser) -> Action:
     """Pack a source of your Hydra configs into one LMDB, for LMDBSource. Stopped, the same command goes on."""
     parser.add_argument("path", metavar="OUT.lmdb", type=Path, help="a file that does not exist, or is packed in part")
     _add_config(parser)
-    parser.add_argument("--source", default="data", metavar="KEY", help="of the config: data.val, for instance; of a "
-                        "DataModule, as `data` is (the default), the training set")  # fmt: skip
+    which = "of the config: data.val, for instance; of a DataModule, as `data` is (the default), the training set"
+    parser.add_argument("--source", default="data", metavar="KEY", help=which)
     parser.add_argument("--encoded", action="store_true", help="images as their files, without the source's transform")
     parser.add_argument("--workers", type=int, default=0, metavar="N", help="processes that load (default: this one)")
     parser.add_argument("--fingerprint", default="", help="a word for whatever else decides what the samples are")

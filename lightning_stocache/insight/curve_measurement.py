@@ -10,7 +10,6 @@ each time as long as there are enough; what of it lies in the page cache is as f
 from __future__ import annotations
 
 import itertools
-import os
 import time
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
@@ -21,7 +20,7 @@ from torch.utils.data import DataLoader
 
 from lightning_stocache.insight.breakdown import Breakdown
 from lightning_stocache.insight.curves import Curves, Point, Rates, Setting
-from lightning_stocache.insight.measurement import Data, Trial, reading
+from lightning_stocache.insight.measurement import Data, Trial, machine_load, reading
 from lightning_stocache.insight.planner import PlanError
 from lightning_stocache.loading.dataset import CachedDataset
 from lightning_stocache.loading.loader import CachedLoader
@@ -73,7 +72,7 @@ def measure_curves(
     if min(workers, default=0) < 0 or min(batch_sizes, default=1) < 1:
         raise PlanError(f"workers must be 0 or more and batch sizes 1 or more, got {workers} and {batch_sizes}")
     if load is None:
-        load = os.getloadavg()[0] / (os.cpu_count() or 1) if hasattr(os, "getloadavg") else 0.0
+        load = machine_load()
     with reading(f"a sample of {type(data.source).__name__}"):
         measured = _Measured(data, train, seconds)
         try:
@@ -119,12 +118,10 @@ class _Measured:
             else:
                 made.append(Setting(batch_size, num_workers, False, self.pinned))
             if self._full is not None:
-                both = (
-                    (self.pinned, not self.pinned)
-                    if compared and (batch_size, num_workers) in over_sizes
-                    else (self.pinned,)
-                )
-                made += [Setting(batch_size, num_workers, True, pinned) for pinned in both]
+                kinds = [self.pinned]
+                if compared and (batch_size, num_workers) in over_sizes:
+                    kinds.append(not self.pinned)
+                made += [Setting(batch_size, num_workers, True, pinned) for pinned in kinds]
         return made
 
     def points(self, settings: Sequence[Setting], progress: Callable[[int, int, float], None]) -> tuple[Point, ...]:

@@ -87,9 +87,11 @@ def sentences(steps: Breakdown, *, ahead: bool = True) -> list[str]:
 
 
 def bars_of(named: Mapping[str, Breakdown], title: str, caption: str, x: str) -> Bars:
-    """Mean milliseconds of each part, one bar for each name; above a bar stands the share of waiting."""
-    bars = [Bar(name, [each.mean(part) for part in PARTS], f"{100 * each.share('wait'):.0f} %") for name, each in
-            named.items()]  # fmt: skip
+    """Mean seconds of each part, one bar for each name; above a bar stands the share of waiting."""
+    bars = [
+        Bar(name, [steps.mean(part) for part in PARTS], f"{100 * steps.share('wait'):.0f} %")
+        for name, steps in named.items()
+    ]
     return Bars(title, caption, x, "s", _NAMES, _COLOURS, bars)
 
 

@@ -19,7 +19,6 @@ from weakref import WeakKeyDictionary, WeakSet
 
 from torch.utils.data import DataLoader, IterableDataset, RandomSampler
 
-from lightning_stocache.cache.domain import Domain
 from lightning_stocache.loading.dataset import CachedDataset
 from lightning_stocache.loading.loader_tree import Cached, cached_datasets, cached_in_leaves, leaves_in
 from lightning_stocache.loading.locality import locality_sampler
@@ -83,7 +82,8 @@ class CallLoaders:
         share_pools((getattr(leaf, "dataset", None) for leaf in leaves_in(list(asked.values()))), group)
         cacheable = self._cacheable(asked, group)
         wanted = [
-            Wanted(loader.dataset, name, settings_of(loader), self._domain(name, loader)) for name, loader in cacheable
+            Wanted(loader.dataset, name, settings_of(loader), loader_domain(self._trainer, name, loader))
+            for name, loader in cacheable
         ]
         self._caches.open(
             wanted, group, later_bytes=training_bytes(self._trainer), train_to_come="train" in self._to_come
@@ -136,9 +136,6 @@ class CallLoaders:
             if options.strict:
                 raise type(error)(f"the {stage} loader cannot be cached, {title(leaf)}: {error}") from error
             return str(error)
-
-    def _domain(self, stage: str, loader: DataLoader[Any]) -> Domain | None:
-        return None if isinstance(loader.dataset, IterableDataset) else loader_domain(self._trainer, stage, loader)
 
     def _renewed(self, stage: str, loader: DataLoader[Any]) -> DataLoader[Any]:
         """The loader around its cached dataset, made once for a loader that comes again: its workers may persist."""

@@ -64,7 +64,7 @@ def together(entry: Wanted, wanted: Sequence[Wanted]) -> Wanted:
 
 
 def loader_domain(trainer: Any, stage: str, loader: DataLoader[Any]) -> Domain | None:
-    """The indices that a loader of a stage will draw; None for all, or where it is not known."""
+    """The indices that a loader of a stage will draw; None for all, for a stream, or where it is not known."""
     if isinstance(loader.dataset, IterableDataset):
         return None
     length = len(loader.dataset)  # type: ignore[arg-type]
