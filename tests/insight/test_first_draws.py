@@ -9,23 +9,11 @@ import pytest
 import torch
 
 from lightning_stocache.insight.first_draws import Anew, ByWeight, FirstDraws, InOrder, WithReplacement
+from tests.insight.simulation import simulated
 
 SIZE = 5000
 LENGTHS = (SIZE, SIZE // 2, SIZE // 3, SIZE)
 UNEVEN = torch.rand(SIZE, generator=torch.Generator().manual_seed(0)) ** 4 + 1e-6
-
-
-def simulated(has_slot: np.ndarray, epochs: Iterable[np.ndarray]) -> list[float]:
-    """The hit rate of each epoch of draws, on one node."""
-    met, rates = set[int](), []
-    for epoch in epochs:
-        hits = 0
-        for index in epoch.tolist():
-            hits += index in met
-            if has_slot[index]:
-                met.add(index)
-        rates.append(hits / len(epoch))
-    return rates
 
 
 def predicted(theory: FirstDraws, lengths: Iterable[int], held: np.ndarray, others: np.ndarray) -> list[float]:

@@ -1,7 +1,6 @@
 """Predicted hit rates: closed forms, and their agreement with dealt batches."""
 
 import math
-from collections.abc import Iterable
 
 import numpy as np
 import pytest
@@ -9,6 +8,7 @@ import torch
 
 from lightning_stocache.cache.placement import NO_SLOT, Ring
 from lightning_stocache.insight.theory import expected_hit_rate, moved_share
+from tests.insight.simulation import simulated
 
 
 def equal(nodes, part, size=100_000):
@@ -104,27 +104,15 @@ def test_what_does_not_fit_is_refused(changed, message):
         expected_hit_rate(**{"ring": equal(2, 0.5), "shares": [0.5, 0.5], "epoch": 1, **changed})
 
 
-def simulated(ring: Ring, epochs: Iterable[torch.Tensor]) -> list[float]:
-    """The hit rate of each epoch of draws, on one node."""
-    has_slot, met, rates = ring.arcs[0].slots_of(np.arange(ring.arcs[0].size)) != NO_SLOT, set[int](), []
-    for epoch in epochs:
-        hits = 0
-        for index in epoch.tolist():
-            hits += index in met
-            if has_slot[index]:
-                met.add(index)
-        rates.append(hits / len(epoch))
-    return rates
-
-
 def test_a_part_of_the_dataset_per_epoch_is_met_by_and_by():
     """Epochs of half, a third and all of the samples, anew each time: what is expected is what a simulation says."""
     parts, generator = (0.5, 1 / 3, 0.5, 1.0, 0.5), torch.Generator().manual_seed(0)
     for fits in (1, 0.6):
         ring = equal(1, fits, size=30_000)
+        has_slot = ring.arcs[0].slots_of(np.arange(30_000)) != NO_SLOT
         epochs = [torch.randperm(30_000, generator=generator)[: round(30_000 * part)] for part in parts]
         expected = [expected_hit_rate(ring, [1.0], epoch, drawn=parts[:epoch]) for epoch in range(5)]
-        assert expected == pytest.approx(simulated(ring, epochs), abs=0.01)
+        assert expected == pytest.approx(simulated(has_slot, epochs), abs=0.01)
         assert expected[4] == pytest.approx(fits)
 
 

@@ -3,11 +3,32 @@
 from __future__ import annotations
 
 import logging
+from collections.abc import Iterator
+from typing import Any
 
 import pytest
+
+from lightning_stocache.node.segment import Segment
+from lightning_stocache.setup.kept_cache import close_kept
 
 
 @pytest.fixture(autouse=True)
 def the_package_is_heard(caplog: pytest.LogCaptureFixture) -> None:
     """Its log says, for instance, how many samples were read at set-up."""
     caplog.set_level(logging.INFO, logger="lightning_stocache")
+
+
+@pytest.fixture
+def segments(monkeypatch: pytest.MonkeyPatch) -> Iterator[list[Segment]]:
+    """The segments that this process makes, in that order."""
+    made: list[Segment] = []
+    create = Segment.create.__func__  # type: ignore[attr-defined]
+
+    def noting(cls: type[Segment], *args: Any, **options: Any) -> Segment:
+        made.append(create(cls, *args, **options))
+        return made[-1]
+
+    monkeypatch.setattr(Segment, "create", classmethod(noting))
+    yield made
+    close_kept()
+    made.clear()

@@ -15,7 +15,6 @@ from typing import Any
 import pytest
 from lightning.pytorch import Callback, LightningDataModule
 
-from lightning_stocache.node.segment import Segment
 from lightning_stocache.training.callbacks import StochasticCache
 from lightning_stocache.training.datamodule import StocacheDataModule
 from lightning_stocache.training.hooks import cache_datamodule
@@ -26,21 +25,6 @@ from tests.training.tiny import SAMPLES, Model, logged, make_trainer, plain_load
 pytestmark = pytest.mark.processes
 
 MIB = 2**20
-
-
-@pytest.fixture
-def segments(monkeypatch: pytest.MonkeyPatch) -> Iterator[list[Segment]]:
-    """The segments that this process makes, in that order."""
-    made: list[Segment] = []
-    create = Segment.create.__func__  # type: ignore[attr-defined]
-
-    def noting(cls: type[Segment], *args: Any, **options: Any) -> Segment:
-        made.append(create(cls, *args, **options))
-        return made[-1]
-
-    monkeypatch.setattr(Segment, "create", classmethod(noting))
-    yield made
-    made.clear()
 
 
 class Data(LightningDataModule):

@@ -25,7 +25,6 @@ from tqdm import tqdm
 
 from lightning_stocache import StocacheDataModule, StochasticCache, cache_datamodule
 from lightning_stocache.node.janitor import clean
-from lightning_stocache.node.segment import Segment
 from lightning_stocache.setup.kept_cache import close_kept
 from lightning_stocache.training.loaders import running_datasets
 from lightning_stocache.training.obstacles import check_sweep
@@ -162,22 +161,6 @@ def test_trials_at_the_same_time_share_one_fill(tmp_path):
 
 
 # --- Optuna, and Lightning's Tuner
-
-
-@pytest.fixture
-def segments(monkeypatch: pytest.MonkeyPatch) -> Iterator[list[Segment]]:
-    """The segments that this process makes, in that order."""
-    made: list[Segment] = []
-    create = Segment.create.__func__  # type: ignore[attr-defined]
-
-    def noting(cls: type[Segment], *args: Any, **options: Any) -> Segment:
-        made.append(create(cls, *args, **options))
-        return made[-1]
-
-    monkeypatch.setattr(Segment, "create", classmethod(noting))
-    yield made
-    close_kept()
-    made.clear()
 
 
 class Pruning(Callback):
