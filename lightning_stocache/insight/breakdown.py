@@ -20,7 +20,7 @@ _NOTHING = -(10**6)  # the bin of zero seconds
 
 
 class Breakdown:
-    """The parts of a number of steps.
+    """What a number of training steps are made of: seconds per part.
 
     Example:
         >>> steps = Breakdown()
@@ -38,7 +38,7 @@ class Breakdown:
 
     @classmethod
     def sum(cls, several: Iterable[Breakdown]) -> Breakdown:
-        """The steps of several, together."""
+        """The steps of several breakdowns, together."""
         whole = cls()
         for each in several:
             whole.steps += each.steps
@@ -50,7 +50,7 @@ class Breakdown:
         return whole
 
     def add(self, seconds: Mapping[str, float], samples: int = 0) -> None:
-        """One more step.
+        """Count one more step.
 
         Args:
             seconds: of each part; a part that is left out took none.
@@ -72,7 +72,7 @@ class Breakdown:
 
     @property
     def step_seconds(self) -> float:
-        """The mean step; NaN without one."""
+        """Seconds of the mean step; NaN without a step."""
         return self.total / self.steps if self.steps else math.nan
 
     def mean(self, part: str) -> float:
@@ -80,7 +80,7 @@ class Breakdown:
         return self.seconds[part] / self.steps if self.steps else math.nan
 
     def share(self, part: str) -> float:
-        """Of all seconds, from 0 to 1; 0 without any."""
+        """Share of a part in all seconds, from 0 to 1; 0 without any."""
         return self.seconds[part] / self.total if self.total > 0 else 0.0
 
     def quantile(self, part: str, share: float) -> float:

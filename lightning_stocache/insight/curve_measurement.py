@@ -125,7 +125,7 @@ class _Measured:
         return made
 
     def points(self, settings: Sequence[Setting], progress: Callable[[int, int, float], None]) -> tuple[Point, ...]:
-        """All settings in turn, and again."""
+        """Measure all settings in turn, and again, in rounds."""
         tasks = list(itertools.product(settings, [False] + [True] * (self.train is not None)))
         each = max(self.seconds / max(_ROUNDS * len(tasks), 1) - 0.05, min(_AT_LEAST, self.seconds / 10))
         loader: dict[Setting, list[float]] = {setting: [] for setting in settings}

@@ -17,29 +17,40 @@ __all__ = ["Curves", "Point", "Rates", "Setting"]
 
 @dataclass(frozen=True)
 class Rates:
-    """Samples per second, as each round had it; none if nothing was measured."""
+    """Samples per second of one setting.
+
+    Args:
+        rounds: as each round of measurements had it; none if nothing was measured.
+    """
 
     rounds: tuple[float, ...] = ()
 
     @property
     def mean(self) -> float:
-        """Over the rounds."""
+        """The mean of the rounds, samples per second; there must be one."""
         return statistics.fmean(self.rounds)
 
     @property
     def low(self) -> float:
-        """Of the slowest round."""
+        """The slowest round, samples per second; there must be one."""
         return min(self.rounds)
 
     @property
     def high(self) -> float:
-        """Of the fastest round."""
+        """The fastest round, samples per second; there must be one."""
         return max(self.rounds)
 
 
 @dataclass(frozen=True)
 class Setting:
-    """How batches are loaded."""
+    """How batches are loaded.
+
+    Args:
+        batch_size: samples in a batch.
+        num_workers: processes that load; 0: the trainer's own.
+        cached: whether batches come from a cache that is full, or from the source.
+        pinned: whether they lie in pinned memory.
+    """
 
     batch_size: int
     num_workers: int
@@ -49,34 +60,52 @@ class Setting:
 
 @dataclass(frozen=True)
 class Point:
-    """What a setting gave."""
+    """What was measured of a setting.
+
+    Args:
+        setting: how batches were loaded.
+        loader: the loader by itself.
+        training: the loader with a model's steps; without a model nothing was measured.
+        steps: what these steps were made of, over all rounds.
+    """
 
     setting: Setting
-    loader: Rates  # by itself
-    training: Rates  # with the model's steps; without a model, nothing
-    steps: Breakdown  # what these were made of, over all rounds
+    loader: Rates
+    training: Rates
+    steps: Breakdown
 
 
 @dataclass(frozen=True)
 class Curves:
-    """What was measured."""
+    """The points that were measured, and which of them are a curve.
+
+    Args:
+        points: one for each setting.
+        workers: numbers of workers that were asked for, with batches of `batch_size`.
+        batch_sizes: batch sizes that were asked for, with `num_workers`.
+        batch_size: of the user's loader.
+        num_workers: of the user's loader.
+        pinned: whether the user's loader pins its batches.
+        load: processes that wanted a core, per core, before anything was measured.
+        left_out: what was not measured and why, in sentences.
+    """
 
     points: tuple[Point, ...]
-    workers: tuple[int, ...]  # with batches of `batch_size`
-    batch_sizes: tuple[int, ...]  # with `num_workers`
+    workers: tuple[int, ...]
+    batch_sizes: tuple[int, ...]
     batch_size: int
     num_workers: int
-    pinned: bool  # as the user's loader has it
-    load: float  # processes that wanted a core, per core, before anything was measured
-    left_out: tuple[str, ...]  # what was not measured, and why
+    pinned: bool
+    load: float
+    left_out: tuple[str, ...]
 
     def over_workers(self, cached: bool) -> list[Point]:
-        """The points over the number of workers."""
+        """The points of the curve over the number of workers, from the cache or from the source."""
         wanted = (Setting(self.batch_size, workers, cached, self.pinned) for workers in self.workers)
         return self._found(wanted)
 
     def over_batch_sizes(self, cached: bool, pinned: bool | None = None) -> list[Point]:
-        """The points over the batch size."""
+        """The points of the curve over the batch size; `pinned` is that of the user's loader by default."""
         pinned = self.pinned if pinned is None else pinned
         return self._found(Setting(size, self.num_workers, cached, pinned) for size in self.batch_sizes)
 

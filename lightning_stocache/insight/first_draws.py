@@ -64,11 +64,11 @@ class Anew:
         return len(self.copies)
 
     def passes(self, draws: int) -> Iterator[int]:
-        """Each pass is at most the whole list."""
+        """The draws of each pass through the list: the whole of it, and what is left at last."""
         return _passes(draws, self.length)
 
     def chances(self, draws: int) -> tuple[Numbers, Numbers]:
-        """Of the first part of a list in random order."""
+        """How likely and how often an index of each group is among so many draws, of at most one pass."""
         part = draws / self.length
         return 1 - (1 - part) ** self.copies, part * self.copies
 
@@ -89,18 +89,18 @@ class InOrder:
         return int(self.numbers.max(initial=-1)) + 1
 
     def passes(self, draws: int) -> Iterator[int]:
-        """Each pass begins at the beginning."""
+        """The draws of each pass through the list, which begins at its beginning."""
         return _passes(draws, len(self.numbers))
 
     def chances(self, draws: int) -> tuple[Numbers, Numbers]:
-        """What stands there is drawn for certain."""
+        """Whether (0 or 1) and how often an index of each group stands among the first of the list."""
         times = np.bincount(self.numbers[:draws], minlength=self.groups).astype(np.float64)
         return np.minimum(times, 1), times
 
 
 @dataclass(frozen=True)
 class WithReplacement:
-    """Each draw for itself.
+    """Draws of which each is independent of the others.
 
     Args:
         chance: of an index of each group, per draw, `[groups]`.
@@ -114,17 +114,17 @@ class WithReplacement:
         return len(self.chance)
 
     def passes(self, draws: int) -> Iterator[int]:
-        """All at once."""
+        """The whole epoch as one part: its draws do not depend on each other."""
         yield draws
 
     def chances(self, draws: int) -> tuple[Numbers, Numbers]:
-        """Of so many draws."""
+        """How likely and how often an index of each group is drawn in so many draws."""
         return 1 - (1 - self.chance) ** draws, self.chance * draws
 
 
 @dataclass(frozen=True)
 class ByWeight:
-    """By weight, no index twice.
+    """Draws by weight, in which no index comes twice.
 
     Args:
         weights: of an index of each group, above 0, `[groups]`.
@@ -140,11 +140,11 @@ class ByWeight:
         return len(self.weights)
 
     def passes(self, draws: int) -> Iterator[int]:
-        """Each pass draws every index at most once."""
+        """The draws of each pass, which has every index at most once."""
         return _passes(draws, int(self.counts.sum()))
 
     def chances(self, draws: int) -> tuple[Numbers, Numbers]:
-        """The time at which so many have come is found by bisection."""
+        """How likely an index of each group is among so many draws: t, of the module's text, is found by bisection."""
         if draws >= self.counts.sum():
             return np.ones(self.groups), np.ones(self.groups)
         low, high = 0.0, 1 / float(self.weights.min())

@@ -19,7 +19,7 @@ class PoolRates:
         self._before: tuple[RollingStats, float] | None = None
 
     def start(self, loaders: Any) -> None:
-        """From here on rates are counted."""
+        """Count rates from now on."""
         if (pool := _pool_in(loaders)) is not None:
             self._before = pool.stats(), time.monotonic()
 

@@ -117,7 +117,7 @@ class StepClock:
         self._mark("wait")
 
     def start(self, part: str) -> None:
-        """A part begins."""
+        """Have a part of the step begin, in what is open."""
         if self._paused:
             return
         if self._ended is not None and not self._open:
@@ -127,7 +127,7 @@ class StepClock:
             self._mark(part)
 
     def stop(self, part: str) -> None:
-        """A part, and what is open in it, is over; an end that has no beginning is passed over."""
+        """End a part of the step, and what is open in it; an end that has no beginning is passed over."""
         if self._paused or part not in self._open:
             return
         while self._open.pop() != part:
@@ -145,7 +145,7 @@ class StepClock:
             self._ended = self._timeline.now(), samples
 
     def pause(self) -> None:
-        """What comes now is of no step. A step without an end is not counted."""
+        """Count nothing until `resume`. A step that has not ended is not counted."""
         if self._ended is not None:
             moment, samples = self._ended
             self._close([*self._moments, moment], self._begun, samples)
@@ -153,7 +153,7 @@ class StepClock:
         self._moments, self._begun, self._ended, self._paused = [], [], None, True
 
     def resume(self) -> None:
-        """Steps count again."""
+        """Count steps again."""
         self._paused = False
 
     def take(self) -> dict[str, float]:

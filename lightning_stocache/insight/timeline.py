@@ -22,16 +22,16 @@ class Timeline(Protocol):
     """Moments, which can be compared once they are past."""
 
     def now(self) -> Any:
-        """A moment."""
+        """The moment that it is now."""
 
     def is_past(self, moment: Any) -> bool:
-        """Whether it can be compared yet."""
+        """Whether a moment can be compared yet."""
 
     def wait(self, moment: Any) -> None:
-        """Wait until it can be compared."""
+        """Wait until a moment can be compared."""
 
     def seconds(self, begin: Any, end: Any) -> float:
-        """From one moment to another; both are past."""
+        """Seconds from one moment to another; both are past."""
 
     def reuse(self, moments: Iterable[Any]) -> None:
         """Take back moments that nobody will ask for."""
@@ -54,7 +54,7 @@ class Event(Protocol):
 
 
 class HostTimeline:
-    """`time.perf_counter`.
+    """The host's own clock, `time.perf_counter`.
 
     Example:
         >>> timeline = HostTimeline()
@@ -67,18 +67,18 @@ class HostTimeline:
         self.now = time.perf_counter  # an attribute, not a method: it is called ten times a step
 
     def is_past(self, moment: float) -> bool:
-        """It is."""
+        """Always true: a time of the host's is past when it has been read."""
         return True
 
     def wait(self, moment: float) -> None:
-        """There is nothing to wait for."""
+        """Return at once: a time of the host's is past when it has been read."""
 
     def seconds(self, begin: float, end: float) -> float:
-        """The difference."""
+        """Seconds from one moment to another."""
         return end - begin
 
     def reuse(self, moments: Iterable[float]) -> None:
-        """Numbers need no second use."""
+        """Do nothing: moments are numbers, and need no second use."""
 
 
 class DeviceTimeline:
@@ -104,7 +104,7 @@ class DeviceTimeline:
         return event
 
     def is_past(self, moment: Event) -> bool:
-        """Whether the device has come that far."""
+        """Whether the device has passed an event."""
         return moment.query()
 
     def wait(self, moment: Event) -> None:
@@ -112,11 +112,11 @@ class DeviceTimeline:
         moment.synchronize()
 
     def seconds(self, begin: Event, end: Event) -> float:
-        """What the device needed from one to the other."""
+        """Seconds that the device needed from one event to the other."""
         return begin.elapsed_time(end) / 1000
 
     def reuse(self, moments: Iterable[Event]) -> None:
-        """Record these anew some time."""
+        """Keep these events, to be recorded anew."""
         self._free.extend(moments)
 
 

@@ -73,7 +73,7 @@ def cached_behind(*leaves: Any) -> list[CachedDataset]:
 
 
 def cached_streams(*leaves: Any) -> list[CachedStream]:
-    """The CachedStreams that loaders read."""
+    """The CachedStreams that are read by what has a `dataset`, each once."""
     found = {
         id(leaf.dataset): leaf.dataset for leaf in leaves if isinstance(getattr(leaf, "dataset", None), CachedStream)
     }

@@ -135,7 +135,7 @@ class CacheRequest:
 
     @property
     def samples(self) -> int:
-        """Number of them that are drawn."""
+        """Number of samples in the source that are drawn."""
         return self.length if self.domain is None else len(self.domain)
 
     @property

@@ -30,7 +30,7 @@ def states_of(generators: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def as_text(states: Mapping[str, Any]) -> dict[str, str]:
-    """States as text.
+    """The states of generators as text, for a checkpoint.
 
     Example:
         >>> generators = {"mine": random.Random(7)}

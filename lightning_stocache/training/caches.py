@@ -54,7 +54,7 @@ class _Open:
     stages: set[str] = field(default_factory=set)
 
     def serves(self, entry: Wanted) -> bool:
-        """Whether it is for that loader, too."""
+        """Whether what is open is for that loader, too."""
         covers = entry.stage in self.stages or self.domain is None or self.domain.covers(entry.domain)
         return self.source is entry.source and covers
 

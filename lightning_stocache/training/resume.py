@@ -47,7 +47,7 @@ class ResumePoint(Callback):
 
     @classmethod
     def of(cls, trainer: Any) -> ResumePoint:
-        """That of a Trainer, which it has from the first call on."""
+        """The ResumePoint of a Trainer, which has one from the first call on."""
         point = next((callback for callback in trainer.callbacks if isinstance(callback, cls)), None)
         if point is None:
             point = cls()

@@ -46,7 +46,7 @@ class Wanted:
 
 
 def agreed(wanted: Iterable[Wanted], group: NodeGroup, *, outlives: bool) -> list[Wanted]:
-    """The same, with what any rank draws of each. Collective.
+    """What is wanted, with what any rank draws of each dataset. Collective.
 
     Args:
         wanted: what this rank's loaders will read.
@@ -59,7 +59,7 @@ def agreed(wanted: Iterable[Wanted], group: NodeGroup, *, outlives: bool) -> lis
 
 
 def together(entry: Wanted, wanted: Sequence[Wanted]) -> Wanted:
-    """The first of those that want a dataset, with what all of them draw of it."""
+    """What the first of several loaders wants, with what all that read its dataset draw of it."""
     return replace(entry, domain=united([other.domain for other in wanted if other.source is entry.source]))
 
 
