@@ -19,6 +19,7 @@ from lightning_stocache.cache.store import gathers
 from lightning_stocache.insight.layout import ZERO, mark_zero
 from lightning_stocache.insight.tallies import coverage, samples_of
 from lightning_stocache.loading.dataset import CachedDataset, cached_source
+from lightning_stocache.loading.loader_sampler import index_sampler
 from lightning_stocache.loading.loader_tree import Cached, cached_in_leaves, leaves_in
 from lightning_stocache.loading.rolling_cache import RollingCache
 from lightning_stocache.sampling.locality_sampler import LocalitySampler
@@ -159,10 +160,12 @@ def _of_pool(pool: RollingCache) -> dict[str, Any]:
 
 
 def _sampling(loader: Any) -> str | None:
-    sampler = getattr(loader, "sampler", None)
+    if not hasattr(loader, "sampler") or not hasattr(loader, "batch_sampler"):
+        return None
+    sampler = index_sampler(loader)
     if isinstance(sampler, LocalitySampler):
         return sampler.mode
-    return None if sampler is None else type(sampler).__name__
+    return type(sampler).__name__
 
 
 def _common(values: list[Any]) -> Any:

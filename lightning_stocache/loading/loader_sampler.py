@@ -23,7 +23,7 @@ from lightning_stocache.sampling.locality_sampler import LocalitySampler
 from lightning_stocache.source.generator_state import PROCESS_WIDE
 from lightning_stocache.source.generators import KINDS
 
-__all__ = ["batch_size_of", "batches_of", "drawn_from", "replicas_of", "sampler_of", "set_epoch"]
+__all__ = ["batch_size_of", "batches_of", "drawn_from", "index_sampler", "replicas_of", "sampler_of", "set_epoch"]
 
 _DRAW_FROM_TORCH = (RandomSampler, WeightedRandomSampler, SubsetRandomSampler)
 _DRAW_NOTHING = (DistributedSampler.__iter__, LocalitySampler.__iter__, SequentialSampler.__iter__)
@@ -32,6 +32,15 @@ _DRAW_NOTHING = (DistributedSampler.__iter__, LocalitySampler.__iter__, Sequenti
 def batches_of(loader: DataLoader[Any]) -> Any:
     """What a loader draws its batches from; without batches, its samples."""
     return loader.sampler if loader.batch_sampler is None else loader.batch_sampler
+
+
+def index_sampler(loader: DataLoader[Any]) -> Any:
+    """What gives a loader's indices one by one, or in batches where that is a batch sampler of the user's own.
+
+    It is not always `loader.sampler`: beside a `batch_sampler` that is a SequentialSampler, which nobody draws from.
+    """
+    batches = batches_of(loader)
+    return batches.sampler if type(batches) is BatchSampler else batches
 
 
 def set_epoch(loader: DataLoader[Any], epoch: int) -> None:

@@ -27,6 +27,7 @@ from lightning_stocache.cache.stores import stored
 from lightning_stocache.insight.first_draws import FirstDraws
 from lightning_stocache.insight.theory import expected_hit_rate, moved_share
 from lightning_stocache.loading.dataset import CachedDataset, cached_source
+from lightning_stocache.loading.loader_sampler import index_sampler
 from lightning_stocache.loading.loader_tree import cached_datasets, loaders_in
 from lightning_stocache.sampling.locality_sampler import LocalitySampler, Mode
 from lightning_stocache.sampling.sampler_domain import is_monai
@@ -114,7 +115,7 @@ class _SetExpectation:
         self._dataset = dataset
         group, readers = dataset.group, _readers(trainer.train_dataloader, dataset.counters)
         self.nodes, loader = len(group.nodes), readers[0]
-        self.sampler: Any = loader.sampler
+        self.sampler: Any = index_sampler(loader)
         self._epochs: list[int] = []  # how many samples each was served
         self._ready = 0.0
         self._theory: FirstDraws | None = None

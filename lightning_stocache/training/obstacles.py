@@ -12,8 +12,9 @@ from typing import Any
 
 import numpy as np
 import torch
-from torch.utils.data import BatchSampler, DataLoader, Dataset, IterableDataset
+from torch.utils.data import DataLoader, Dataset, IterableDataset
 
+from lightning_stocache.loading.loader_sampler import index_sampler
 from lightning_stocache.loading.loader_tree import cached_behind
 from lightning_stocache.setup.open_stream import check_budget
 from lightning_stocache.torch_internals import is_loader_iterator
@@ -171,8 +172,7 @@ def check_sweep(trainer: Any) -> None:
 
 def _first_key(loader: DataLoader[Any]) -> Any:
     """The first key that a sampler gives, where that can be seen without drawing from it; else 0."""
-    batches = loader.batch_sampler
-    keys: Any = loader.sampler if batches is None or type(batches) is BatchSampler else batches
+    keys = index_sampler(loader)
     while isinstance(keys, Sequence) and not isinstance(keys, str):
         if not keys:
             return 0

@@ -24,6 +24,7 @@ from lightning_stocache.insight.curve_measurement import Train
 from lightning_stocache.insight.measurement import Data
 from lightning_stocache.insight.planner import PlanError, Spread, Step
 from lightning_stocache.loading.dataset import CachedDataset, cached_source
+from lightning_stocache.loading.loader_sampler import index_sampler
 from lightning_stocache.loading.loader_tree import loaders_in
 from lightning_stocache.loading.stand_in import cached_in
 from lightning_stocache.training.caches import CallCaches
@@ -75,7 +76,7 @@ def training_data(datamodule: Any, *, whole: bool = False) -> Data:
     drawn = None if whole else loader_domain(None, "train", loader)
     if drawn is not None:  # a cache has slots for no more
         source = Subset(source, drawn.indices.tolist())
-    sampler, names = loader.sampler, ["collate_fn", "pin_memory", "timeout", "worker_init_fn"]
+    sampler, names = index_sampler(loader), ["collate_fn", "pin_memory", "timeout", "worker_init_fn"]
     names += ["multiprocessing_context", "prefetch_factor"] if loader.num_workers else []
     ordered = type(sampler) is SequentialSampler or (isinstance(sampler, DistributedSampler) and not sampler.shuffle)
     return Data(

@@ -24,7 +24,7 @@ from lightning.pytorch import Callback, LightningModule, Trainer
 from lightning.pytorch.utilities import rank_zero_warn
 from torch.utils.data import DataLoader, DistributedSampler, IterableDataset
 
-from lightning_stocache.loading.loader_sampler import set_epoch
+from lightning_stocache.loading.loader_sampler import index_sampler, set_epoch
 from lightning_stocache.loading.loader_tree import loaders_in
 from lightning_stocache.loading.rolling_cache import RollingCache
 from lightning_stocache.training.lightning_internals import leaves_samplers_alone
@@ -90,7 +90,8 @@ class ResumePoint(Callback):
 
     def _load(self, loader: TrainerLoader, state: dict[str, Any]) -> None:
         several = replicas(self._trainer, always=True)[0] > 1
-        if several and leaves_samplers_alone(self._trainer) and not isinstance(loader.sampler, DistributedSampler):
+        alone = leaves_samplers_alone(self._trainer) and not isinstance(index_sampler(loader), DistributedSampler)
+        if several and alone:
             return  # each rank draws by itself, and the state is rank zero's
         between = not state["batches"]  # where the first loader puts the generators back for all
         loader.position.load(state, process_wide=not several and not (between and self._put_back))

@@ -21,7 +21,6 @@ import numpy as np
 import numpy.typing as npt
 import torch
 from torch.utils.data import (
-    BatchSampler,
     ConcatDataset,
     DataLoader,
     DistributedSampler,
@@ -35,6 +34,7 @@ from torch.utils.data import (
 from lightning_stocache.cache.counters import Counters
 from lightning_stocache.cache.placement import Integers, Ring
 from lightning_stocache.insight.first_draws import Anew, ByWeight, Draws, InOrder, WithReplacement
+from lightning_stocache.loading.loader_sampler import index_sampler
 from lightning_stocache.loading.stand_in import cached_in
 from lightning_stocache.sampling.locality_sampler import LocalitySampler
 from lightning_stocache.sampling.sampler_domain import indices_of, is_monai
@@ -81,14 +81,13 @@ def loader_draws(loader: DataLoader[Any], counters: Counters, world: int, nodes:
     try:
         return _known(loader, counters, world, nodes)
     except Exception:
-        log.debug("the draws of %s cannot be told", type(loader.sampler).__name__, exc_info=True)
+        log.debug("the draws of %s cannot be told", type(index_sampler(loader)).__name__, exc_info=True)
         return None
 
 
 def drawn_list(loader: DataLoader[Any]) -> str | None:
     """A digest of the indices or weights that a loader's sampler has now; None where it has none, or they are none."""
-    batches = loader.batch_sampler
-    sampler: Any = loader.sampler if batches is None or type(batches) is BatchSampler else batches
+    sampler = index_sampler(loader)
     given = getattr(sampler, "indices", getattr(sampler, "weights", sampler if isinstance(sampler, list) else None))
     try:
         return None if given is None else sha256(np.asarray(given).tobytes()).hexdigest()
@@ -98,9 +97,7 @@ def drawn_list(loader: DataLoader[Any]) -> str | None:
 
 
 def _known(loader: DataLoader[Any], counters: Counters, world: int, nodes: int) -> LoaderDraws | None:
-    batches, cached = loader.batch_sampler, cached_in(loader.dataset)
-    plain = batches is None or type(batches) is BatchSampler
-    sampler: Any = loader.sampler if plain else batches
+    cached, sampler = cached_in(loader.dataset), index_sampler(loader)
     if world > 1 and nodes == 1 and (inner := wrapped_sampler(sampler)) is not None:
         sampler = inner if getattr(inner, "replacement", False) else None
     elif world > 1 and not isinstance(sampler, DistributedSampler):

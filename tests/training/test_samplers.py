@@ -138,6 +138,14 @@ KNOWN: dict[str, tuple[Callable[[Any], Any], dict[str, Any]]] = {
     "list": (with_sampler(lambda data: list(range(20, 80)) + list(range(20, 40))), {}),
     "list of batches": (with_batches(lambda data: [[1, 2, 3], [7, 8], [1, 9]]), {}),
     "batch_sampler": (with_batches(lambda data: BatchSampler(RandomSampler(data), 12, drop_last=True)), {}),
+    "limited batch_sampler": (
+        with_batches(lambda data: BatchSampler(RandomSampler(data), 12, drop_last=False)),
+        {"limit_train_batches": 4},
+    ),
+    "weighted batch_sampler": (
+        with_batches(lambda data: BatchSampler(WeightedRandomSampler(LABELS**3.0 + 0.1, 96), 12, drop_last=False)),
+        {},
+    ),
     "distributed": (with_sampler(lambda data: DistributedSampler(data, 1, 0)), {}),
     "distributed in order": (with_sampler(lambda data: DistributedSampler(data, 1, 0, shuffle=False)), {}),
     "a subset's": (with_sampler(lambda data: DistributedSampler(range(50), 1, 0)), {}),
