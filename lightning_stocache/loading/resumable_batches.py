@@ -101,4 +101,6 @@ class CountedBatches:
         return len(self._iterator)
 
     def __getattr__(self, name: str) -> Any:
+        if name == "_iterator":  # a copy that is not filled yet
+            raise AttributeError(name)
         return getattr(self._iterator, name)
