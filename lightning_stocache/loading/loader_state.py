@@ -14,7 +14,6 @@ The interface is that of torchdata's StatefulDataLoader. A state is plain values
 
 from __future__ import annotations
 
-from collections import deque
 from collections.abc import Iterator, Mapping
 from itertools import chain, islice
 from typing import Any, cast
@@ -49,6 +48,7 @@ class LoaderState:
         ended: whether the epoch has been read to its end.
         then: where the epoch that begins goes on, if not at its beginning.
         drawn: states of the generators when the first index of the epoch was drawn.
+        asked: batches that were drawn since then, which workers have under way; one more when there were no others.
     """
 
     def __init__(self) -> None:
@@ -56,6 +56,7 @@ class LoaderState:
         self.ended = False
         self.then: Mapping[str, Any] | None = None
         self.drawn: dict[str, Any] | None = None
+        self.asked = 0
         self._next: Mapping[str, Any] | None = None  # where the next epoch is to go on
         self._under_way = False
         self._begun: Mapping[str, Any] | None = None  # where the epoch under way has gone on
@@ -86,7 +87,10 @@ class LoaderState:
             now = as_text(states_of(generators))
             state["generators"] = {"now": now}
             if self._under_way and not ended:
-                state["generators"]["drawn"] = now if self.drawn is None else as_text(self.drawn)
+                drawn = now if self.drawn is None else as_text(self.drawn)
+                state["generators"] |= {"drawn": drawn, "asked": self.asked}
+            elif self._under_way and loader.persistent_workers:  # which draw no seed before their next order
+                state["generators"]["drawn"] = now
         return state
 
     @staticmethod
@@ -122,14 +126,14 @@ class LoaderState:
         again = self._begun if self.batches == self._left_out and not self.ended else None
         loaded, self._next, self._under_way = self._next, None, True
         self.then = self._begun = loaded or again
-        self.batches, self._left_out, self.ended, self.drawn = 0, 0, False, None
+        self.batches, self._left_out, self.ended, self.drawn, self.asked = 0, 0, False, None, 0
         drawing = batches_of(loader)
         sampler = _sampler_of(drawing)
         if not again and hasattr(sampler, "set_epoch") and isinstance(getattr(sampler, "epoch", None), int):
             self._set_epoch(sampler, None if loaded is None else loaded.get("epoch"))
         if self.then is None:
             return
-        self.batches = self._left_out = _batches_left_out(self.then, drawing)
+        self.batches = self._left_out = self.asked = _batches_left_out(self.then, drawing)
         states = self.then.get("generators", {})
         if "drawn" not in states:  # between two epochs
             put_back(drawn_from(drawing), states.get("now", {}))
@@ -172,20 +176,22 @@ class ResumableBatches:
             return iter(self._batches)
         if type(self._batches) is BatchSampler:  # draws nothing before it is asked for its first batch
             return self._noted(generators, iter(self._batches))
-        before = states_of(generators)
-        drawing: Iterator[Any] = iter(self._batches)
+        before, drawing = states_of(generators), cast(Iterator[Any], iter(self._batches))
         if as_text(states_of(generators)) == as_text(before):
             return self._noted(generators, drawing)
         self._state.drawn = before
-        return drawing
+        return self._noted(None, drawing)
 
     def __len__(self) -> int:
         return len(self._batches)
 
-    def _noted(self, generators: Mapping[str, Any], batches: Iterator[Any]) -> Iterator[Any]:
-        """The batches of an epoch whose order is drawn with the first of them."""
-        self._state.drawn = states_of(generators)
-        yield from batches
+    def _noted(self, generators: Mapping[str, Any] | None, batches: Iterator[Any]) -> Iterator[Any]:
+        """The batches of an epoch, counted; of one whose order is drawn with the first of them."""
+        self._state.drawn = states_of(generators) if generators else self._state.drawn
+        for batch in batches:
+            self._state.asked += 1
+            yield batch
+        self._state.asked += 1
 
     def _rest(self, then: Mapping[str, Any]) -> Iterator[Any]:
         """What is left of the epoch."""
@@ -193,22 +199,21 @@ class ResumableBatches:
         states, before = then.get("generators", {}), as_text(states_of(generators))
         put_back(generators, states.get("drawn", {}))
         self._state.drawn = states_of(generators)
-        drawing: Iterator[Any]
-        if type(self._batches) is BatchSampler:
-            drawing = iter(self._batches.sampler)
-            deque(islice(drawing, _samples_left_out(then, self._batches)), maxlen=0)
+        plain, asked = type(self._batches) is BatchSampler, max(then["batches"], states.get("asked", 0))
+        count = _samples_left_out if plain else _batches_left_out
+        drawing: Iterator[Any] = iter(self._batches.sampler if plain else self._batches)
+        drawn = islice(drawing, count({**then, "batches": asked}, self._batches))
+        drawing = chain(list(drawn)[count(then, self._batches) :], drawing)
+        if plain:
             drawing = iter(BatchSampler(cast(Any, drawing), self._batches.batch_size, self._batches.drop_last))
-        else:
-            drawing = iter(self._batches)
-            deque(islice(drawing, _batches_left_out(then, self._batches)), maxlen=0)
         now = states.get("now", {})
-        if then["batches"]:
+        if asked:
             put_back(generators, before | now)
-            yield from drawing
+            yield from self._noted(None, drawing)
         else:  # the order is drawn with the first index, as it will have been then
             first = list(islice(drawing, 1))
             put_back(generators, {name: state for name, state in before.items() if name not in now})
-            yield from chain(first, drawing)
+            yield from self._noted(None, chain(first, drawing))
 
 
 class CountedBatches:
