@@ -36,6 +36,7 @@ class LoaderState:
         ended: whether the epoch has been read to its end.
         origin: where the epoch that begins goes on, if not at its beginning.
         drawn: states of the generators when the first index of the epoch was drawn.
+        asked: batches that were drawn since then, which workers have under way; one more when there were no others.
     """
 
     def __init__(self) -> None:
@@ -43,6 +44,7 @@ class LoaderState:
         self.ended = False
         self.origin: Mapping[str, Any] | None = None
         self.drawn: dict[str, Any] | None = None
+        self.asked = 0
         self._next: Mapping[str, Any] | None = None  # where the next epoch is to go on
         self._under_way = False
         self._begun: Mapping[str, Any] | None = None  # where the epoch under way has gone on
@@ -73,7 +75,10 @@ class LoaderState:
             now = as_text(states_of(generators))
             state["generators"] = {"now": now}
             if self._under_way and not ended:
-                state["generators"]["drawn"] = now if self.drawn is None else as_text(self.drawn)
+                drawn = now if self.drawn is None else as_text(self.drawn)
+                state["generators"] |= {"drawn": drawn, "asked": self.asked}
+            elif self._under_way and loader.persistent_workers:  # which draw no seed before their next order
+                state["generators"]["drawn"] = now
         return state
 
     @staticmethod
@@ -109,14 +114,14 @@ class LoaderState:
         again = self._begun if self.batches == self._left_out and not self.ended else None
         loaded, self._next, self._under_way = self._next, None, True
         self.origin = self._begun = loaded or again
-        self.batches, self._left_out, self.ended, self.drawn = 0, 0, False, None
+        self.batches, self._left_out, self.ended, self.drawn, self.asked = 0, 0, False, None, 0
         drawing = batches_of(loader)
         sampler = sampler_of(drawing)
         if not again and hasattr(sampler, "set_epoch") and isinstance(getattr(sampler, "epoch", None), int):
             self._set_epoch(sampler, None if loaded is None else loaded.get("epoch"))
         if self.origin is None:
             return
-        self.batches = self._left_out = batches_left_out(self.origin, drawing)
+        self.batches = self._left_out = self.asked = batches_left_out(self.origin, drawing)
         states = self.origin.get("generators", {})
         if "drawn" not in states:  # between two epochs
             put_back(drawn_from(drawing), states.get("now", {}))

@@ -6,7 +6,6 @@ The order of an epoch is drawn again from the states that its generators had, an
 
 from __future__ import annotations
 
-from collections import deque
 from collections.abc import Iterator, Mapping
 from itertools import chain, islice
 from typing import Any, cast
@@ -40,20 +39,22 @@ class ResumableBatches:
             return iter(self._batches)
         if type(self._batches) is BatchSampler:  # draws nothing before it is asked for its first batch
             return self._noted(generators, iter(self._batches))
-        before = states_of(generators)
-        drawing: Iterator[Any] = iter(self._batches)
+        before, drawing = states_of(generators), cast(Iterator[Any], iter(self._batches))
         if as_text(states_of(generators)) == as_text(before):
             return self._noted(generators, drawing)
         self._state.drawn = before
-        return drawing
+        return self._noted(None, drawing)
 
     def __len__(self) -> int:
         return len(self._batches)
 
-    def _noted(self, generators: Mapping[str, Any], batches: Iterator[Any]) -> Iterator[Any]:
-        """The batches of an epoch whose order is drawn with the first of them."""
-        self._state.drawn = states_of(generators)
-        yield from batches
+    def _noted(self, generators: Mapping[str, Any] | None, batches: Iterator[Any]) -> Iterator[Any]:
+        """The batches of an epoch, counted; of one whose order is drawn with the first of them."""
+        self._state.drawn = states_of(generators) if generators else self._state.drawn
+        for batch in batches:
+            self._state.asked += 1
+            yield batch
+        self._state.asked += 1
 
     def _rest(self, origin: Mapping[str, Any]) -> Iterator[Any]:
         """What is left of the epoch."""
@@ -61,22 +62,21 @@ class ResumableBatches:
         states, before = origin.get("generators", {}), as_text(states_of(generators))
         put_back(generators, states.get("drawn", {}))
         self._state.drawn = states_of(generators)
-        drawing: Iterator[Any]
-        if type(self._batches) is BatchSampler:
-            drawing = iter(self._batches.sampler)
-            deque(islice(drawing, samples_left_out(origin, self._batches)), maxlen=0)
+        plain, asked = type(self._batches) is BatchSampler, max(origin["batches"], states.get("asked", 0))
+        count = samples_left_out if plain else batches_left_out
+        drawing: Iterator[Any] = iter(self._batches.sampler if plain else self._batches)
+        drawn = islice(drawing, count({**origin, "batches": asked}, self._batches))
+        drawing = chain(list(drawn)[count(origin, self._batches) :], drawing)
+        if plain:
             drawing = iter(BatchSampler(cast(Any, drawing), self._batches.batch_size, self._batches.drop_last))
-        else:
-            drawing = iter(self._batches)
-            deque(islice(drawing, batches_left_out(origin, self._batches)), maxlen=0)
         now = states.get("now", {})
-        if origin["batches"]:
+        if asked:
             put_back(generators, before | now)
-            yield from drawing
+            yield from self._noted(None, drawing)
         else:  # the order is drawn with the first index, as it will have been then
             first = list(islice(drawing, 1))
             put_back(generators, {name: state for name, state in before.items() if name not in now})
-            yield from chain(first, drawing)
+            yield from self._noted(None, chain(first, drawing))
 
 
 class CountedBatches:

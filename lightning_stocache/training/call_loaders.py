@@ -17,7 +17,7 @@ from dataclasses import dataclass
 from typing import Any
 from weakref import WeakKeyDictionary, WeakSet
 
-from torch.utils.data import DataLoader, IterableDataset, RandomSampler
+from torch.utils.data import DataLoader, IterableDataset
 
 from lightning_stocache.loading.dataset import CachedDataset
 from lightning_stocache.loading.loader_tree import Cached, cached_datasets, cached_in_leaves, leaves_in
@@ -161,8 +161,8 @@ class CallLoaders:
             return None
         if self._trainer.overfit_batches:  # Lightning takes the sampler away, with a warning if it is not sequential
             return None
-        shuffle = isinstance(loader.sampler, RandomSampler)
-        return locality_sampler(dataset, loader.batch_size, shuffle, count, rank, mode=self._caches.options.sampling)
+        # Shuffled whatever the loader's order was: Lightning's own is, for training.
+        return locality_sampler(dataset, loader.batch_size, True, count, rank, mode=self._caches.options.sampling)
 
 
 @dataclass(frozen=True)

@@ -12,7 +12,7 @@ from torch.utils.data import DataLoader, Dataset
 
 from lightning_stocache import CachedLoader, RollingCache
 
-SLOT_BYTES = 8 + 3 * 8
+SLOT_BYTES = 8 + 2 * 8
 
 
 class Numbers(Dataset[Any]):

@@ -379,7 +379,7 @@ def test_what_does_not_fit_shared_memory_is_sent_by_message(monkeypatch, caplog)
     with closing(CachedDataset(Numbers(LENGTH), "50%")) as dataset:
         loader = CachedLoader(dataset, batch_sampler=batches, num_workers=2)
         assert same(list(loader), expected)
-        monkeypatch.setattr(shared_batch.FreeMemory, "measure", lambda directory: FreeMemory(0, 0, 0))
+        monkeypatch.setattr(shared_batch.MemoryGauge, "read", lambda self, directory: FreeMemory(0, 0, 0))
         assert same([copied(batch) for _ in range(2) for batch in loader], expected * 2)
 
 

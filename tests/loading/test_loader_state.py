@@ -129,6 +129,25 @@ def test_the_rest_comes_from_any_moment(dataset, name):
             assert epochs(again, 0, 2) == [whole[number:], *following], number
 
 
+@pytest.mark.parametrize("name", ["random", "with a generator", "lazy", "weighted"])
+@pytest.mark.parametrize("persistent", [False, True])
+@pytest.mark.processes
+def test_workers_draw_on_from_where_they_had_drawn(dataset, name, persistent):
+    """What workers had drawn ahead when the state was taken is drawn again before the generators go on, and persistent
+    workers, which draw no seed between two epochs, draw none after a break either."""
+    options: dict[str, Any] = {"num_workers": 1, "multiprocessing_context": "fork", "persistent_workers": persistent}
+    first = made(name, 0, dataset, **options)
+    batches, whole = iter(first), list[Any]()
+    states = [first.state_dict() for batch in batches if whole.append(batch.tolist()) is None]  # type: ignore[func-returns-value]
+    states.append(first.state_dict())
+    following = epochs(first, 1, 3)
+    for number in (2, len(whole) - 1, len(whole) + 1):  # the last: at the epoch's end
+        again = made(name, 77, dataset, **options)
+        again.load_state_dict(json.loads(json.dumps(states[number - 1])))
+        rest = [] if number > len(whole) else [whole[number:]]
+        assert epochs(again, 1 - len(rest), 3) == [*rest, *following], number
+
+
 @pytest.mark.parametrize("name", ["random", "own generator", "distributed", "locality"])
 @pytest.mark.processes
 def test_workers_that_read_ahead_do_not_count(dataset, name):

@@ -111,6 +111,8 @@ def test_mlflow_keeps_what_was_logged(tmp_path, monkeypatch, leaf):
     pytest.importorskip("mlflow")
     monkeypatch.setenv("MLFLOW_TRACKING_URI", f"file:{tmp_path / 'runs'}")
     monkeypatch.setenv("MLFLOW_ALLOW_FILE_STORE", "true")  # a database takes ten seconds to make
+    monkeypatch.setenv("_MLFLOW_TELEMETRY_SESSION_ID", "")  # which it sets
+    monkeypatch.setenv("MLFLOW_DISABLE_TELEMETRY", "true")
     logger = leaf("mlflow")
     trained(tmp_path, logger)
     client, run = logger.experiment, logger.run_id

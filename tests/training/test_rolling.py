@@ -17,7 +17,7 @@ from lightning_stocache import CachedLoader, CacheMonitor, RollingCache, Stocach
 
 pytestmark = pytest.mark.processes
 
-EACH = 4 * 4 + 3 * 8
+EACH = 4 * 4 + 2 * 8
 
 
 class Slow(Dataset[Any]):
