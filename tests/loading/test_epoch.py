@@ -8,6 +8,7 @@ from collections.abc import Iterator
 from contextlib import closing
 from multiprocessing import active_children
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
@@ -379,7 +380,8 @@ def test_what_does_not_fit_shared_memory_is_sent_by_message(monkeypatch, caplog)
     with closing(CachedDataset(Numbers(LENGTH), "50%")) as dataset:
         loader = CachedLoader(dataset, batch_sampler=batches, num_workers=2)
         assert same(list(loader), expected)
-        monkeypatch.setattr(shared_batch.MemoryGauge, "read", lambda self, directory: FreeMemory(0, 0, 0))
+        full = SimpleNamespace(read=lambda directory: FreeMemory(0, 0, 0))
+        monkeypatch.setattr(shared_batch, "MemoryGauge", lambda: full)
         assert same([copied(batch) for _ in range(2) for batch in loader], expected * 2)
 
 

@@ -8,6 +8,7 @@ import signal
 import threading
 from contextlib import closing
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
@@ -128,7 +129,8 @@ def test_memory_grows_with_the_batches():
 def test_without_shared_memory_batches_are_sent(monkeypatch):
     """The right ones, and nothing is taken that is not there."""
     with closing(CachedDataset(Numbers(LENGTH, BIG), transform=to_float)) as dataset:
-        monkeypatch.setattr(shared_batch.MemoryGauge, "read", lambda self, directory: FreeMemory(0, 0, 0))
+        full = SimpleNamespace(read=lambda directory: FreeMemory(0, 0, 0))
+        monkeypatch.setattr(shared_batch, "MemoryGauge", lambda: full)
         loader = CachedLoader(dataset, 4, num_workers=2)
         assert same([list(loader), list(loader)], [plain(), plain()])
         assert lent(loader) == 0
