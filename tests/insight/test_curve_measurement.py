@@ -49,7 +49,7 @@ def test_every_setting_is_measured_in_every_round(workers) -> None:
     """Each once where workers and batch size meet; from the source and from the cache; in three rounds."""
     told = []
     found = measure_curves(
-        Data(SOURCE, 4), workers, [4, 60], seconds=10 * QUICK, load=0.0, progress=lambda *each: told.append(each)
+        Data(SOURCE, 4), workers, [4, 60], seconds=40 * QUICK, load=0.0, progress=lambda *each: told.append(each)
     )
     settings = [point.setting for point in found.points]
     assert len(set(settings)) == len(settings) == 2 * (len(workers) + 1)
