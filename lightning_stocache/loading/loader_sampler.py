@@ -44,9 +44,13 @@ def index_sampler(loader: DataLoader[Any]) -> Any:
 
 
 def set_epoch(loader: DataLoader[Any], epoch: int) -> None:
-    """Tell a loader's sampler which epoch the next one is; one that is not interested is left alone."""
-    for drawing in (loader.sampler, sampler_of(batches_of(loader))):
-        if callable(tell := getattr(drawing, "set_epoch", None)):
+    """Tell a loader's samplers, each once, which epoch the next one is; one that is not interested is left alone.
+
+    They are those that Lightning and Fabric tell: a batch sampler itself is told by nobody.
+    """
+    samplers = [loader.sampler, getattr(loader.batch_sampler, "sampler", None)]
+    for sampler in samplers[:1] if samplers[0] is samplers[1] else samplers:
+        if callable(tell := getattr(sampler, "set_epoch", None)):
             tell(epoch)
 
 

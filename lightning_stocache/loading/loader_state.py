@@ -99,10 +99,8 @@ class LoaderState:
         Raises:
             ValueError: it is no state, or one of another version.
         """
-        numbers = [state.get(name) for name in ("version", "batches", "replicas")]
-        whole = all(isinstance(number, int) and number >= 0 for number in numbers)
-        if not whole or numbers[0] != _VERSION or not numbers[2]:
-            found = ", ".join(map(str, state)) or "nothing"
+        if not _is_state(state):
+            found = ", ".join(map(str, state)) if isinstance(state, Mapping) and state else "nothing"
             raise ValueError(f"state_dict must be what the state_dict of a CachedLoader gave, got one with {found}")
         self._next = dict(state)
         if not process_wide and (generators := state.get("generators")):
@@ -142,6 +140,21 @@ class LoaderState:
             self._resumed = None
         if self._offset:
             sampler.set_epoch(sampler.epoch + self._offset)
+
+
+def _is_state(state: Any) -> bool:
+    """Whether these are the numbers and texts of a position."""
+    if not isinstance(state, Mapping) or state.get("version") != _VERSION:
+        return False
+    size = state.get("batch_size")
+    numbers: list[Any] = [state.get("batches"), state.get("replicas"), state.get("length"), 1 if size is None else size]
+    numbers += [state[name] for name in ("epoch", "seed") if name in state]
+    generators = state.get("generators", {"now": {}})
+    if any(type(number) is not int for number in numbers) or not isinstance(generators, Mapping):
+        return False
+    texts = [generators.get("now"), generators.get("drawn", {})]
+    in_range = numbers[0] >= 0 and numbers[1] >= 1 and numbers[3] >= 1 and type(generators.get("asked", 0)) is int
+    return in_range and all(isinstance(each, Mapping) for each in texts)
 
 
 def samples_left_out(origin: Mapping[str, Any], batches: Any) -> int:

@@ -94,6 +94,8 @@ class ResumePoint(Callback):
         if several and alone:
             return  # each rank draws by itself, and the state is rank zero's
         between = not state["batches"]  # where the first loader puts the generators back for all
+        if between:  # Lightning tells samplers their epoch; one that it does not tell is left at what it has
+            state = {name: value for name, value in state.items() if name != "epoch"}
         loader.position.load(state, process_wide=not several and not (between and self._put_back))
         self._put_back = True
         if not state["batches"]:

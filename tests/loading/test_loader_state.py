@@ -275,12 +275,39 @@ def test_callers_may_count_epochs_on_or_from_zero(callers):
     assert seen == [whole[2][2:], *whole[3:]]
 
 
-@pytest.mark.parametrize("state", [{}, {"batches": 3}, {"version": 2, "batches": 0, "replicas": 1}, {"_snapshot": {}}])
+WHOLE = {"version": 1, "batches": 2, "batch_size": 4, "replicas": 1, "length": 23}
+
+
+@pytest.mark.parametrize(
+    "state",
+    [
+        {},
+        None,
+        {"batches": 3},
+        {"_snapshot": {}},
+        *(WHOLE | change for change in ({"version": 2}, {"batches": -1}, {"batch_size": "x"}, {"replicas": 0})),
+        *(WHOLE | {"generators": generators} for generators in ("x", {"now": "x"}, {"now": {}, "drawn": 3})),
+    ],
+)
 def test_what_is_no_state_is_refused(state):
     """A state of something else is an error that says so."""
     with pytest.raises(ValueError, match="state_dict must be what the state_dict of a CachedLoader gave, got one with"):
         CachedLoader(NUMBERS).load_state_dict(state)  # type: ignore[arg-type]
     assert LoaderState().batches == 0
+
+
+def test_a_sampler_is_told_its_epoch_once():
+    """`set_epoch` tells the loader's sampler, also one inside of a batch sampler, and tells it once."""
+
+    class Told(DistributedSampler):  # type: ignore[type-arg]
+        def set_epoch(self, epoch: int) -> None:
+            told.append(epoch)
+
+    sampler = Told(NUMBERS, 1, 0)  # type: ignore[arg-type]
+    for arguments in ({"batch_size": 4, "sampler": sampler}, {"batch_sampler": BatchSampler(sampler, 4, False)}):
+        told: list[int] = []
+        CachedLoader(NUMBERS, **arguments).set_epoch(3)  # type: ignore[arg-type]
+        assert told == [3]
 
 
 def test_a_plain_loader_draws_the_same_as_before():
