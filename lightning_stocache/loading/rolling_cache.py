@@ -24,11 +24,12 @@ from lightning_stocache.cache.rolling_store import RollingHandle
 from lightning_stocache.cache.spec import SampleSpec
 from lightning_stocache.loading.cached_source import CachedSource
 from lightning_stocache.loading.dataset import CachedDataset, cached_source, dataset_over
-from lightning_stocache.loading.rolling_pool import RollingPool, RollingRequest, RollingStats, check_count
+from lightning_stocache.loading.rolling_pool import RollingPool, RollingRequest, RollingStats
 from lightning_stocache.node.budget import Budget
 from lightning_stocache.node.group import NodeGroup
 from lightning_stocache.sampling.rolling_sampler import RollingSampler
 from lightning_stocache.setup.open_cache import OpenCache
+from lightning_stocache.setup.option import check_count
 from lightning_stocache.setup.request import CacheRequest, Layout
 
 __all__ = ["RollingCache"]

@@ -10,7 +10,7 @@ import sys
 import time
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass
-from typing import Any, get_args
+from typing import Any
 
 from lightning_stocache.cache.counters import Counters
 from lightning_stocache.cache.placement import Integers
@@ -26,11 +26,12 @@ from lightning_stocache.node.group import NodeGroup
 from lightning_stocache.node.handle import SegmentHandle
 from lightning_stocache.node.segment import Segment
 from lightning_stocache.setup.first_sample import codec_of
+from lightning_stocache.setup.option import check_choice, check_count
 from lightning_stocache.setup.request import Layout
 from lightning_stocache.setup.rolling_memory import RollingMemory
 from lightning_stocache.source.draws import Draws, is_stream
 
-__all__ = ["RollingPool", "RollingRequest", "RollingStats", "check_count"]
+__all__ = ["RollingPool", "RollingRequest", "RollingStats"]
 
 log = logging.getLogger(__name__)
 
@@ -56,8 +57,7 @@ class RollingRequest:
     def __post_init__(self) -> None:
         for name, least in (("fillers", 0), ("minimum", 1)):
             check_count(name, getattr(self, name), least)
-        if self.layout not in get_args(Layout):
-            raise ValueError(f"layout must be 'auto', 'rows' or 'records', got {self.layout!r}")
+        check_choice("layout", self.layout, Layout)
         if self.source is None and self.spec is None:
             raise ValueError("without a source a rolling cache needs spec=SampleSpec.infer(sample), of one to come")
         if self.replace_rate is not None and not 0 < self.replace_rate <= 1:
@@ -255,9 +255,3 @@ class RollingPool:
                 wanted,
             )
         return False
-
-
-def check_count(name: str, number: Any, least: int) -> None:
-    """Refuse what is no whole number, or too small."""
-    if isinstance(number, bool) or not isinstance(number, int) or number < least:
-        raise ValueError(f"{name} must be a whole number of at least {least}, got {number!r}")
