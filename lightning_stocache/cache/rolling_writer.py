@@ -44,7 +44,9 @@ class RollingWriter:
     def attach(cls, handle: RollingHandle) -> RollingWriter:
         """Open the cache that has this handle, which is plain values: send it by a queue, a pipe or a file of yours."""
         if handle.window:
-            raise ValueError("a RollingCache with replace_rate takes samples from its own fillers alone")
+            raise ValueError(
+                "a RollingCache with replace_rate takes samples from its own fillers alone: to append, leave it out"
+            )
         return cls(attach_rolling(handle))
 
     def append(self, sample: Any, index: int = -1) -> None:
