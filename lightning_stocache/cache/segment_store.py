@@ -38,6 +38,7 @@ class SegmentStore(ABC, Generic[Codec]):
     """Samples in a segment, of a codec and of the indices of an arc."""
 
     slots: Any
+    _kind: type[Segment] = Segment
 
     def __init__(self, segment: Segment, codec: Codec, arc: Arc) -> None:
         self.segment, self.codec, self.arc = segment, codec, arc
@@ -78,8 +79,9 @@ class SegmentStore(ABC, Generic[Codec]):
         whose: Mapping[str, Any] | None = None,
         *,
         granted: int = 0,
+        directory: str | None = None,
     ) -> Self:
-        """Make an empty store in memory.
+        """Make an empty store.
 
         Args:
             codec: what a sample looks like.
@@ -87,9 +89,10 @@ class SegmentStore(ABC, Generic[Codec]):
             backend: kind of segment, see `lightning_stocache.node.segment`.
             whose: what the segment says about itself besides the arc, see `lightning_stocache.node.manifest`.
             granted: bytes that it may take, where that does not follow from the number of slots.
+            directory: of a store on a disk, where it lies; `check_directory` has found it good.
         """
         size, manifest = cls.layout(codec, arc, whose, granted=granted)
-        segment = Segment.create(size, backend, manifest)
+        segment = cls._kind.create(size, backend, manifest, directory)
         try:
             return cls.found(segment, codec, manifest.geometry, arc.length, arc.domain)
         except OSError:
@@ -116,10 +119,7 @@ class SegmentStore(ABC, Generic[Codec]):
         """
         arc = Arc(**asdict(geometry), domain=domain)
         if arc.length != length or not cls.fits(segment.size, codec, arc.slots):
-            raise ValueError(
-                f"it says that it has {arc.slots:,} slots for {arc.size:,} samples, which does not fit its "
-                f"{segment.size:,} bytes"
-            )
+            raise ValueError(f"{arc.slots:,} slots for {arc.size:,} samples do not fit in its {segment.size:,} bytes")
         # Also by who joins: the maker may have been killed before it came to this.
         segment.reserve(0, cls.reserved_bytes(arc.slots))
         return cls._opened(segment, codec, arc)
@@ -226,8 +226,7 @@ class SegmentStore(ABC, Generic[Codec]):
     @property
     def is_filled(self) -> npt.NDArray[np.bool_]:
         """Which slots are READY, bool `[slots]`."""
-        filled: npt.NDArray[np.bool_] = self.slots.states.numpy() != EMPTY
-        return filled
+        return np.asarray(self.slots.states.numpy() != EMPTY)
 
     @property
     def is_readable(self) -> npt.NDArray[np.bool_]:

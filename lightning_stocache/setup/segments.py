@@ -104,7 +104,7 @@ class Segments:
             if joined is None:  # it may have come since, or this is the second try
                 cache = open_cache(request, codec, arc, budget, granted) if arc.slots else join_cache(request, codec)
         elif codec is not None and joined is None and arc.slots and request.dir is not None:
-            cache = disk_store_for(codec).create_in(request.dir, codec, arc, whose, granted=granted)
+            cache = disk_store_for(codec).create(codec, arc, None, whose, granted=granted, directory=request.dir)
         elif codec is not None and joined is None and arc.slots:
             cache = store_for(codec).create(codec, arc, backend, whose, granted=granted)
         if isinstance(cache, DiskStore):
