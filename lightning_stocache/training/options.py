@@ -16,12 +16,23 @@ from typing import TYPE_CHECKING, Any, Literal, Self, TypeAlias, TypeVar
 
 from torch.utils.data import Dataset, IterableDataset
 
+from lightning_stocache.cache.domain import Domain
 from lightning_stocache.loading.dataset import CachedDataset
 from lightning_stocache.node.budget import Budget
 from lightning_stocache.node.named import check_name
 from lightning_stocache.sampling.locality_sampler import Mode
 from lightning_stocache.setup.option import check_choice, check_flag
-from lightning_stocache.setup.request import BackendChoice, Form, Layout, OnError, Write, check_disk, parse_memory
+from lightning_stocache.setup.request import (
+    BackendChoice,
+    CacheRequest,
+    Form,
+    Layout,
+    LoaderSettings,
+    OnError,
+    Write,
+    check_disk,
+    parse_memory,
+)
 
 __all__ = ["STAGES", "CacheOptions", "Keep", "Source", "Stream", "is_plain", "made", "with_options"]
 
@@ -126,6 +137,36 @@ class CacheOptions:
     def pot(self, stage: str) -> str:
         """The pot that a stage's datasets draw on."""
         return stage if stage in self.budgets else ""
+
+    def request(self, source: Dataset[Any], reader: LoaderSettings, name: str, domain: Domain | None) -> CacheRequest:
+        """What is asked for a dataset, which a loader of a stage reads.
+
+        Args:
+            source: the dataset.
+            reader: the loader.
+            name: of its cache, where that outlives the call.
+            domain: what of the dataset is drawn; None: all of it.
+        """
+        pot = self.pot(reader.stage)
+        return CacheRequest(
+            source,
+            pot,
+            self.budgets[pot],
+            allow_random=self.allow_random,
+            reader=reader,
+            name=None if self.name is None else name,
+            fingerprint=self.fingerprint,
+            strict=self.strict,
+            layout=self.layout,
+            store=self.store,
+            prefill=self.prefill,
+            dir=self.dir,
+            memory=parse_memory(self.memory),
+            write=self.write,
+            sync=self.sync,
+            kept=name if self.keeps_for_process else None,
+            domain=domain,
+        )
 
     def is_off(self, stage: str) -> bool:
         """Whether the budget of a stage is 0."""
