@@ -31,9 +31,9 @@ from lightning_stocache.node.budget import Budget
 from lightning_stocache.node.files import memory_directory
 from lightning_stocache.node.free import FreeMemory
 from lightning_stocache.node.group import NodeGroup
-from lightning_stocache.setup.kept_cache import close_kept
 from lightning_stocache.setup.open import open_caches
 from lightning_stocache.setup.open_stream import open_stream
+from lightning_stocache.setup.process_cache import close_kept
 from lightning_stocache.training.options import CacheOptions
 from lightning_stocache.training.wanted import Wanted, agreed, together
 

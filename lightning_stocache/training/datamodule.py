@@ -19,7 +19,7 @@ from torch.utils.data import DataLoader, Dataset, IterableDataset, SequentialSam
 from lightning_stocache.cache.domain import Domain
 from lightning_stocache.loading.dataset import CachedDataset, cached_source, dataset_over
 from lightning_stocache.loading.locality import locality_sampler
-from lightning_stocache.loading.rolling_cache import RollingCache
+from lightning_stocache.loading.rolling_cache import RollingCache, share_pools
 from lightning_stocache.loading.stream import stream_with
 from lightning_stocache.sampling.locality_sampler import Mode
 from lightning_stocache.setup.option import check_count
@@ -29,7 +29,6 @@ from lightning_stocache.training.loaders import TrainerLoader
 from lightning_stocache.training.model_memory import training_bytes
 from lightning_stocache.training.obstacles import check_sweep, is_cacheable
 from lightning_stocache.training.options import STAGES, CacheOptions, Keep, Source, Stream, is_plain, made, with_options
-from lightning_stocache.training.pools import share_pools
 from lightning_stocache.training.resume import ResumePoint
 from lightning_stocache.training.sampling import check_sampler, replicas
 from lightning_stocache.training.wanted import Wanted, drawn_by
