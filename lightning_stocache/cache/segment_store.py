@@ -7,7 +7,7 @@ and copies the bytes out; nobody is ever handed a view. A place is the number of
 
 from __future__ import annotations
 
-from abc import ABC, abstractmethod
+from abc import abstractmethod
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import asdict
 from typing import Any, Generic, Self, TypeVar
@@ -20,12 +20,12 @@ from lightning_stocache.cache.codec import Lend, SampleCodec
 from lightning_stocache.cache.domain import Domain
 from lightning_stocache.cache.filling import Filling
 from lightning_stocache.cache.placement import NO_SLOT, Arc, Integers
-from lightning_stocache.cache.shortage import keep_free
+from lightning_stocache.cache.segment_memory import SegmentMemory
 from lightning_stocache.cache.slots import EMPTY, READY
 from lightning_stocache.cache.store import StoreHandle
 from lightning_stocache.cache.turns import Turns
 from lightning_stocache.node.fence import fence
-from lightning_stocache.node.files import HEADER_BYTES, Backend
+from lightning_stocache.node.files import Backend
 from lightning_stocache.node.manifest import Geometry, Manifest, read_manifest
 from lightning_stocache.node.segment import Segment
 
@@ -34,7 +34,7 @@ __all__ = ["SegmentStore"]
 Codec = TypeVar("Codec", bound=SampleCodec)
 
 
-class SegmentStore(ABC, Generic[Codec]):
+class SegmentStore(SegmentMemory, Generic[Codec]):
     """Samples in a segment, of a codec and of the indices of an arc."""
 
     slots: Any
@@ -46,7 +46,6 @@ class SegmentStore(ABC, Generic[Codec]):
         self.slots = self._open_slots(claims)
         self.turns = Turns(segment, claims, self.slots, arc)
         self._filling = self._open_filling(claims)
-        self._given_up = False
 
     @abstractmethod
     def _open_slots(self, claims: Claims) -> Any:
@@ -254,42 +253,14 @@ class SegmentStore(ABC, Generic[Codec]):
         return len(self)
 
     @property
-    @abstractmethod
-    def granted_bytes(self) -> int:
-        """Bytes that it may take, as budgets count: no header, no rest of whole pages."""
-
-    @property
-    def memory_bytes(self) -> int:
-        """Bytes of them that the store holds in this node's memory right now."""
-        return min(max(self.segment.allocated_bytes - HEADER_BYTES, 0), self.granted_bytes)
-
-    @property
     def disk_bytes(self) -> int:
         """Bytes of them on a disk."""
         return 0
 
     @property
-    def promised_bytes(self) -> int:
-        """Bytes of them that it may still take."""
-        return 0 if self.closed else self.granted_bytes - self.memory_bytes
-
-    @property
     def manifest(self) -> Manifest:
         """What the store says about itself, also to other jobs; a ManifestError if that is damaged."""
         return read_manifest(self.segment.header, self.segment.size)
-
-    def keep_free(self, nbytes: int) -> None:
-        """Leave that many bytes of the node's memory to others from now on, in all processes that fill."""
-        keep_free(self.segment, nbytes)
-
-    def unlink(self) -> None:
-        """Take the name of its file away, if it has one: no other process can open the store any more."""
-        self.segment.unlink()
-
-    @property
-    def closed(self) -> bool:
-        """Whether this process has given it up."""
-        return self._given_up or self.segment.closed
 
     def close(self) -> None:
         """Give the store up in this process; the memory is free when all processes have."""
