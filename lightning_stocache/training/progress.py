@@ -1,0 +1,89 @@
+"""Lightning's count of epochs and batches: what it says of training, and where it is put right.
+
+A Trainer counts epochs and batches as ready, started, processed and completed, and writes the counts into each
+checkpoint. What it makes of them differs, and is put right where the truth is known:
+
+- Saved after an epoch's last batch (`on_train_batch_end`). From 2.5 on Lightning calls the epoch over, but takes itself
+  to be in the middle of the next one, which nobody counts: later checkpoints are one behind, and a second resume runs
+  their batches again. Up to 2.4 it runs a batch of the next epoch as the last one of this, unless a validation is due.
+- Saved after any other batch. Up to 2.4 the batch is counted as one that is to be run again.
+- Saved by a fit that `max_steps`, a Timer or an early stop has ended in the middle of an epoch. Lightning counts the
+  epoch as over; what follows is a new epoch, or with `max_steps` the rest of it under another number.
+
+None of these names is private; those of 2.5 and later are asked for before they are used.
+"""
+
+from __future__ import annotations
+
+from collections.abc import MutableMapping
+from typing import Any
+
+__all__ = ["count_on", "put_batches", "reopen_epoch", "stands"]
+
+_COUNTS = ("ready", "started", "processed", "completed")
+
+
+def stands(trainer: Any) -> tuple[int, int | None]:
+    """The epoch that a trainer is in, and its batches that have been processed; None between two epochs."""
+    epochs, batches = trainer.fit_loop.epoch_progress.current, trainer.fit_loop.epoch_loop.batch_progress
+    epoch, done = int(epochs.processed), int(batches.current.processed)
+    if epochs.started <= epochs.processed:
+        # Cut short by `max_steps` or a Timer. Where a hook has ended the epoch (-1), its last batch is not complete.
+        cut = done > 0 and not batches.is_last_batch and len({getattr(batches.current, name) for name in _COUNTS}) == 1
+        return (epoch - 1, done) if cut and epochs.ready == epoch else (epoch, None)
+    if batches.is_last_batch and done == batches.current.ready:
+        return epoch + 1, None
+    return epoch, done
+
+
+def put_batches(trainer: Any, batches: int) -> None:
+    """Put the count of batches, at the start of a fit in the middle of an epoch, to how many of it have been run."""
+    loop = trainer.fit_loop.epoch_loop
+    count = loop.batch_progress.current
+    more = batches - count.processed
+    _put(count, **{name: getattr(count, name) + more for name in _COUNTS})
+    if not _knows_stages(loop):
+        _put(count, completed=count.processed)
+
+
+def count_on(trainer: Any) -> None:
+    """Have the epoch counted that a fit begins with, resumed after the last batch of the one before."""
+    fit, loop = trainer.fit_loop, trainer.fit_loop.epoch_loop
+    epochs, batches = fit.epoch_progress.current, loop.batch_progress
+    if _knows_stages(loop):
+        if epochs.ready == epochs.started == epochs.processed == epochs.completed:
+            fit.reset_restart_stage()
+    elif batches.is_last_batch and batches.current.processed == batches.current.ready > batches.current.completed:
+        _put(batches.current, completed=batches.current.processed)  # a validation comes, which ends the epoch
+        if not trainer.enable_validation:
+            _put(epochs, **dict.fromkeys(_COUNTS, epochs.processed + 1))
+            batches.reset_on_run()
+
+
+def reopen_epoch(checkpoint: MutableMapping[str, Any], epoch: int, batches: int) -> None:
+    """Have Lightning go on in the middle of an epoch that a checkpoint counts as over, though it was cut short.
+
+    Args:
+        checkpoint: that is being loaded; its count is changed, in memory.
+        epoch: that was cut short.
+        batches: of it that have been run.
+    """
+    loops = checkpoint.get("loops", {}).get("fit_loop", {})
+    epochs, count = loops.get("epoch_progress"), loops.get("epoch_loop.batch_progress")
+    if not epochs or not count or epochs["current"]["processed"] != epoch + 1 or count["is_last_batch"]:
+        return
+    if count["current"]["processed"] != batches:
+        return
+    for progress in epochs["current"], epochs["total"]:
+        processed = progress["processed"] - 1
+        progress |= {"ready": processed + 1, "started": processed + 1, "processed": processed, "completed": processed}
+
+
+def _knows_stages(loop: Any) -> bool:
+    """Whether Lightning looks at where in an epoch a checkpoint was saved (from 2.5 on)."""
+    return hasattr(loop, "restarted_on_train_batch_end") and hasattr(loop, "reset_restart_stage")
+
+
+def _put(count: Any, **values: int) -> None:
+    for name, value in values.items():
+        setattr(count, name, value)
