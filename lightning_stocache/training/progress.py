@@ -18,7 +18,7 @@ from __future__ import annotations
 from collections.abc import MutableMapping
 from typing import Any
 
-__all__ = ["count_on", "put_batches", "reopen_epoch", "stands"]
+__all__ = ["begin_epoch", "put_batches", "reopen_epoch", "stands"]
 
 _COUNTS = ("ready", "started", "processed", "completed")
 
@@ -46,18 +46,37 @@ def put_batches(trainer: Any, batches: int) -> None:
         _put(count, completed=count.processed)
 
 
-def count_on(trainer: Any) -> None:
-    """Have the epoch counted that a fit begins with, resumed after the last batch of the one before."""
-    fit, loop = trainer.fit_loop, trainer.fit_loop.epoch_loop
-    epochs, batches = fit.epoch_progress.current, loop.batch_progress
-    if _knows_stages(loop):
-        if epochs.ready == epochs.started == epochs.processed == epochs.completed:
-            fit.reset_restart_stage()
-    elif batches.is_last_batch and batches.current.processed == batches.current.ready > batches.current.completed:
-        _put(batches.current, completed=batches.current.processed)  # a validation comes, which ends the epoch
-        if not trainer.enable_validation:
-            _put(epochs, **dict.fromkeys(_COUNTS, epochs.processed + 1))
+def begin_epoch(trainer: Any, epoch: int) -> None:
+    """Have an epoch begin with its first batch, and be counted, at the start of a fit that goes on between two epochs.
+
+    Args:
+        trainer: whose loops have been restored.
+        epoch: that begins.
+    """
+    fit, batches = trainer.fit_loop, trainer.fit_loop.epoch_loop.batch_progress
+    epochs = fit.epoch_progress.current
+    if not _knows_stages(fit.epoch_loop):
+        if not fit.restarting:
+            return
+        _put(batches.current, completed=batches.current.processed)
+        if _validates(trainer, epoch):  # which comes now, and ends the epoch
+            return
+        _put(epochs, **dict.fromkeys(_COUNTS, epoch))
+        fit.restarting = False  # it stays where there are `max_steps`
+        batches.reset_on_run()
+    elif epochs.ready == epochs.started == epochs.processed == epoch:
+        for count in epochs, fit.epoch_progress.total:
+            _put(count, completed=count.processed)
+        fit.reset_restart_stage()
+        if fit.epoch_loop.restarted_on_last:
             batches.reset_on_run()
+
+
+def _validates(trainer: Any, epochs: int) -> bool:
+    """Whether a validation follows the last batch of as many epochs."""
+    every = trainer.check_val_every_n_epoch
+    ready = trainer.fit_loop.epoch_loop.batch_progress.current.ready
+    return bool(trainer.enable_validation and epochs % (every or 1) == 0 and ready % trainer.val_check_batch == 0)
 
 
 def reopen_epoch(checkpoint: MutableMapping[str, Any], epoch: int, batches: int) -> None:

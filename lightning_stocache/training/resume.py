@@ -29,7 +29,7 @@ from lightning_stocache.loading.loader_tree import loaders_in
 from lightning_stocache.loading.rolling_cache import RollingCache
 from lightning_stocache.training.lightning_internals import leaves_samplers_alone
 from lightning_stocache.training.loaders import TrainerLoader
-from lightning_stocache.training.progress import count_on, put_batches, reopen_epoch, stands
+from lightning_stocache.training.progress import begin_epoch, put_batches, reopen_epoch, stands
 from lightning_stocache.training.sampling import epochs_done, replicas
 
 __all__ = ["ResumePoint"]
@@ -127,7 +127,7 @@ class ResumePoint(Callback):
         if self._then is None:
             return
         if not self._gone_on:
-            count_on(trainer)
+            begin_epoch(trainer, self._then["epoch"])
             return
         message = "You're resuming from a checkpoint that ended before the epoch ended and your dataloader is not resum"
         warnings.filterwarnings("ignore", message=message)
