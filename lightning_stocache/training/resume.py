@@ -21,7 +21,7 @@ from collections.abc import Mapping
 from typing import Any, TypeGuard
 
 from lightning.pytorch import Callback, LightningModule, Trainer
-from lightning.pytorch.utilities import rank_zero_warn
+from lightning.pytorch.utilities import rank_zero_info, rank_zero_warn
 from torch.utils.data import DataLoader, DistributedSampler, IterableDataset
 
 from lightning_stocache.loading.loader_sampler import index_sampler, set_epoch
@@ -29,7 +29,7 @@ from lightning_stocache.loading.loader_tree import loaders_in
 from lightning_stocache.loading.rolling_cache import RollingCache
 from lightning_stocache.training.lightning_internals import leaves_samplers_alone
 from lightning_stocache.training.loaders import TrainerLoader
-from lightning_stocache.training.progress import begin_epoch, put_batches, reopen_epoch, stands
+from lightning_stocache.training.epoch_count import begin_epoch, put_batches, reopen_epoch, stands
 from lightning_stocache.training.sampling import epochs_done, replicas
 
 __all__ = ["ResumePoint"]
@@ -119,8 +119,12 @@ class ResumePoint(Callback):
     def on_load_checkpoint(self, trainer: Trainer, pl_module: LightningModule, checkpoint: dict[str, Any]) -> None:
         """Have Lightning go on in an epoch that was cut short, which it counts as over."""
         state = checkpoint.get("callbacks", {}).get(self.state_key)
-        if state and _is_position(state) and all(isinstance(each, dict) for each in state["loaders"]):
-            reopen_epoch(checkpoint, state["epoch"], max(each.get("batches", 0) for each in state["loaders"]))
+        if trainer.state.fn != "fit" or not state or not _is_position(state):
+            return
+        epoch, loaders = state["epoch"], state["loaders"]
+        known = bool(loaders) and all(isinstance(each, dict) for each in loaders)
+        if known and reopen_epoch(checkpoint, epoch, max(each.get("batches", 0) for each in loaders)):
+            rank_zero_info(f"epoch {epoch}, which was cut short, goes on with the batches that were left")
 
     def on_train_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
         """Put Lightning's count to where the loaders go on: another batch size makes another number of batches."""

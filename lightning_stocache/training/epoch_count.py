@@ -7,8 +7,8 @@ checkpoint. What it makes of them differs, and is put right where the truth is k
   to be in the middle of the next one, which nobody counts: later checkpoints are one behind, and a second resume runs
   their batches again. Up to 2.4 it runs a batch of the next epoch as the last one of this, unless a validation is due.
 - Saved after any other batch. Up to 2.4 the batch is counted as one that is to be run again.
-- Saved by a fit that `max_steps`, a Timer or an early stop has ended in the middle of an epoch. Lightning counts the
-  epoch as over; what follows is a new epoch, or with `max_steps` the rest of it under another number.
+- Saved at the end of a fit that `max_steps`, a Timer or an early stop has ended in the middle of an epoch. Lightning
+  counts the epoch as over; what follows is a new epoch, or with `max_steps` the rest of it under another number.
 
 None of these names is private; those of 2.5 and later are asked for before they are used.
 """
@@ -28,9 +28,10 @@ def stands(trainer: Any) -> tuple[int, int | None]:
     epochs, batches = trainer.fit_loop.epoch_progress.current, trainer.fit_loop.epoch_loop.batch_progress
     epoch, done = int(epochs.processed), int(batches.current.processed)
     if epochs.started <= epochs.processed:
-        # Cut short by `max_steps` or a Timer. Where a hook has ended the epoch (-1), its last batch is not complete.
-        cut = done > 0 and not batches.is_last_batch and len({getattr(batches.current, name) for name in _COUNTS}) == 1
-        return (epoch - 1, done) if cut and epochs.ready == epoch else (epoch, None)
+        # Where a hook has ended the epoch (it gave -1), its last batch is not complete: that was no cut.
+        complete = len({getattr(batches.current, name) for name in _COUNTS}) == 1 and epochs.ready == epoch
+        cut = 0 < done < trainer.num_training_batches and not batches.is_last_batch and complete
+        return (epoch - 1, done) if cut else (epoch, None)
     if batches.is_last_batch and done == batches.current.ready:
         return epoch + 1, None
     return epoch, done
@@ -79,8 +80,10 @@ def _validates(trainer: Any, epochs: int) -> bool:
     return bool(trainer.enable_validation and epochs % (every or 1) == 0 and ready % trainer.val_check_batch == 0)
 
 
-def reopen_epoch(checkpoint: MutableMapping[str, Any], epoch: int, batches: int) -> None:
+def reopen_epoch(checkpoint: MutableMapping[str, Any], epoch: int, batches: int) -> bool:
     """Have Lightning go on in the middle of an epoch that a checkpoint counts as over, though it was cut short.
+
+    Called before the loops are restored. False, and nothing is changed, where the checkpoint counts otherwise.
 
     Args:
         checkpoint: that is being loaded; its count is changed, in memory.
@@ -89,13 +92,14 @@ def reopen_epoch(checkpoint: MutableMapping[str, Any], epoch: int, batches: int)
     """
     loops = checkpoint.get("loops", {}).get("fit_loop", {})
     epochs, count = loops.get("epoch_progress"), loops.get("epoch_loop.batch_progress")
-    if not epochs or not count or epochs["current"]["processed"] != epoch + 1 or count["is_last_batch"]:
-        return
-    if count["current"]["processed"] != batches:
-        return
+    if not epochs or not count or epochs["current"]["processed"] != epoch + 1:
+        return False
+    if count["is_last_batch"] or count["current"]["processed"] != batches:
+        return False
     for progress in epochs["current"], epochs["total"]:
         processed = progress["processed"] - 1
         progress |= {"ready": processed + 1, "started": processed + 1, "processed": processed, "completed": processed}
+    return True
 
 
 def _knows_stages(loop: Any) -> bool:
