@@ -49,7 +49,7 @@ class CacheOptions:
             they are closed: by `close` of the door, or `datamodule.caches.close()`. "process": for any door of this
             process whose n-th dataset of a stage is the same (what it is pickled to up to its first random step), under
             the same budget, so that the trials of a sweep start warm; nothing is left when the process ends.
-        sampling: how a training set with the default sampler is dealt to several nodes: "locality" (samples go to nodes
+        sampling: how what a training loader's sampler gives is dealt to several nodes: "locality" (samples go to nodes
             that have them), "global" or "sticky"; see `LocalitySampler`.
         streams: keep iterable-style datasets, too, as `CachedStream` does: epoch one is the stream, later ones come
             from memory, those of training shuffled. Without it they pass by. `name`, `store` and `prefill` are not for

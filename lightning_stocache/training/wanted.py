@@ -23,7 +23,7 @@ from lightning_stocache.node.group import NodeGroup
 from lightning_stocache.sampling.sampler_domain import sampler_domain
 from lightning_stocache.setup.agreement import drawn_by_any, united
 from lightning_stocache.setup.request import LoaderSettings
-from lightning_stocache.training.sampling import replicas
+from lightning_stocache.training.sampling import is_default, replicas
 
 __all__ = ["Wanted", "agreed", "drawn_by", "loader_domain", "together"]
 
@@ -90,6 +90,8 @@ def drawn_by(
         sampler, batch_size, batch_sampler = batch_sampler.sampler, batch_sampler.batch_size, None
     if stage in ("train", "val") and getattr(trainer, "overfit_batches", 0) > 0 and trainer.state.fn == "fit":
         return None if batch_sampler is not None else _beginning(trainer, stage, length, batch_size)
+    if stage == "train" and batch_sampler is None and is_default(sampler) and replicas(trainer)[0] > 1:
+        return None  # all is drawn, whatever the sampler leaves out
     in_order = type(sampler) is SequentialSampler or (type(sampler) is DistributedSampler and not sampler.shuffle)
     if trainer is not None and stage != "train" and in_order and batch_sampler is None:
         return _beginning(trainer, stage, length, batch_size)
