@@ -27,9 +27,9 @@ from torch.utils.data import DataLoader, DistributedSampler, IterableDataset
 from lightning_stocache.loading.loader_sampler import index_sampler, set_epoch
 from lightning_stocache.loading.loader_tree import loaders_in
 from lightning_stocache.loading.rolling_cache import RollingCache
+from lightning_stocache.training.epoch_count import begin_epoch, put_batches, reopen_epoch, stands
 from lightning_stocache.training.lightning_internals import leaves_samplers_alone
 from lightning_stocache.training.loaders import TrainerLoader
-from lightning_stocache.training.epoch_count import begin_epoch, put_batches, reopen_epoch, stands
 from lightning_stocache.training.sampling import epochs_done, replicas
 
 __all__ = ["ResumePoint"]
