@@ -68,7 +68,7 @@ class IndexStream:
             if loader.num_workers:
                 drawing = iter(resumable)
         whole = state.origin is None and (sequential or (private and draws_all_once(inner)))
-        dealt = type(inner) is LocalitySampler and inner.batch_size == batches.batch_size
+        dealt = type(inner) is LocalitySampler and inner.draws is None and inner.batch_size == batches.batch_size
         drawn_from = inner.dataset if dealt else inner
         rolling = type(inner) is RollingSampler  # what it draws is resident, however long the epoch is to be
         # No index lies outside the dataset, and every batch but the last is of the same size.

@@ -38,7 +38,7 @@ from lightning_stocache.loading.epoch import Epoch
 from lightning_stocache.loading.index_stream import IndexStream
 from lightning_stocache.loading.loader_sampler import batches_of, set_epoch
 from lightning_stocache.loading.loader_state import LoaderState
-from lightning_stocache.loading.locality import locality_sampler
+from lightning_stocache.loading.locality import deals_to_ranks, locality_sampler
 from lightning_stocache.loading.resources import Resources, Route
 from lightning_stocache.loading.resumable_batches import CountedBatches, ResumableBatches
 from lightning_stocache.loading.rolling_cache import RollingCache
@@ -68,7 +68,7 @@ class CachedLoader(DataLoader[Any]):
             have a transform to run, or go to a `collate_fn` of the user's; else the main process.
         sampling: draw by a `LocalitySampler` of this mode, seeded by `seed_everything`: each rank has its part of each
             global batch, of samples that its node has. Call `dataset.share()` before, and `set_epoch` before each epoch
-            (Fabric does). A `sampler` of your own comes first.
+            (Fabric does). What a `sampler` of your own gives is dealt, unless that deals to ranks itself.
         num_replicas: with `sampling`, how many ranks share the data, by default all: fewer where some work on the same
             samples (`**fabric.strategy.distributed_sampler_kwargs`).
         rank: with `sampling`, which of them this is.
@@ -120,9 +120,9 @@ class CachedLoader(DataLoader[Any]):
             raise ValueError("gather='worker' needs num_workers > 0")
         if isinstance(dataset, RollingCache) and sampler is None and batch_sampler is None:
             sampler, shuffle = dataset.sampler(shuffle=bool(shuffle)), None
-        elif sampling is not None and sampler is None and batch_sampler is None:
-            sampler = locality_sampler(dataset, batch_size, bool(shuffle), num_replicas, rank, mode=sampling)
-            shuffle = None
+        elif sampling is not None and batch_sampler is None and not deals_to_ranks(sampler):
+            shuffles, shuffle, ranks = bool(shuffle), None, (num_replicas, rank)
+            sampler = locality_sampler(dataset, batch_size, shuffles, *ranks, mode=sampling, draws=sampler)
         super().__init__(dataset, batch_size, shuffle, sampler, batch_sampler, num_workers, **arguments)
         self.gather, self.position = gather, LoaderState()
 

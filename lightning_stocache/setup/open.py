@@ -8,7 +8,8 @@ All requests of one call open together, because they share budgets. The steps, e
 2. Each leader joins the named caches that lie in its node's memory (`named_cache`), and those that its process has
    kept (`process_cache`).
 3. Each leader divides the memory of its node among the others (`allocate`). Where samples may be kept as their files,
-   what was granted decides how many are (`form_choice`).
+   what was granted decides how many are (`form_choice`). For a cache that later calls will read, it decides whether all
+   indices get slots or only those that are drawn now.
 4. The leaders tell each other their slots, and every rank lays the same rings: who is the home of which index, and how
    many are expected to find room.
 5. Each leader makes the segments of its node; the other ranks attach (`segments`).
@@ -128,15 +129,24 @@ def open_caches(
         more = {"worker_bytes": worker_bytes, "later_bytes": later_bytes}
         return allocate(requests, codecs, budgets, ranks, backend, promised + kept_back, **more)
 
+    def divided() -> Allocation:
+        return allocate_on_disk(requests, codecs, budgets) if on_disk else in_memory(codecs, budgets)
+
     on_disk = any(request.dir is not None for request in requests)
+    if any(request.whole_if_room and request.domain is not None for request in requests):
+        drawn = list(requests)
+        requests = whole = [replace(request, domain=None) if request.whole_if_room else request for request in drawn]
+        room = group.exchange(group.lead(divided).slots)
+        totals = [sum(room[ranks[0]][number] for ranks in group.nodes) for number in range(len(drawn))]
+        fits = [total >= request.length for total, request in zip(totals, drawn, strict=True)]
+        requests = [every if fit else part for every, part, fit in zip(whole, drawn, fits, strict=True)]
+    plan = group.lead(divided)
     if on_disk:
-        plan = group.lead(lambda: allocate_on_disk(requests, codecs, budgets))
         memory = {request.pot: request.memory for request in requests}
         above = group.lead(lambda: in_memory([found.codec for found in findings], memory))
         plan = replace(plan, backend=above.backend)
         tiers = list(map(Tier, above.slots, above.granted, above.keep_free))
     else:
-        plan = group.lead(lambda: in_memory(codecs, budgets))
         tiers = [Tier()] * len(requests)
     planned, decoded = list(plan.slots), [found.codec for found in findings]
     for number, (request, found) in enumerate(zip(requests, findings, strict=True)):

@@ -89,6 +89,7 @@ class CacheRequest:
         sync: seconds after which what was stored on a disk is synced; None: never.
         kept: the place under which its cache stays in this process, for who asks for the same there again.
         domain: which indices are drawn, where that is known; None: all of them.
+        whole_if_room: whether all indices get slots all the same, where the memory of all nodes is for so many.
 
     Raises:
         TypeError: spec, fingerprint or dir is of another type.
@@ -113,6 +114,7 @@ class CacheRequest:
     sync: float | None = None
     kept: str | None = None
     domain: Domain | None = None
+    whole_if_room: bool = False
 
     def __post_init__(self) -> None:
         if self.domain is not None and self.domain.is_whole:

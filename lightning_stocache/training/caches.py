@@ -5,7 +5,8 @@ that opens later gets what is left of a budget in bytes, and of the free memory.
 training set takes at most half.
 
 A dataset is known by its object. The same object is never opened twice within a call, for a second `setup` or for
-reloaded loaders, but where a stage that comes later draws what has no slot there: it gets a cache of its own. Another
+reloaded loaders, but where a stage that comes later draws what has no slot there: it gets a cache of its own. So does a
+later call for which a cache was kept, if that had no room for more than was drawn then; the kept one goes. Another
 object is another dataset, even if it looks the same: its cache starts empty, those of what it replaces are closed.
 
 Caches that were opened by other ranks than those of now (by hand, before the Trainer had started its processes) are
@@ -51,11 +52,12 @@ class _Open:
     pot: str
     domain: Domain | None = None
     stages: set[str] = field(default_factory=set)
+    kept: bool = False  # from an earlier call, and not asked for in this one
 
     def serves(self, entry: Wanted) -> bool:
         """Whether what is open is for that loader, too."""
-        covers = entry.stage in self.stages or self.domain is None or self.domain.covers(entry.domain)
-        return self.source is entry.source and covers
+        known = entry.stage in self.stages and not self.kept
+        return self.source is entry.source and (known or self.domain is None or self.domain.covers(entry.domain))
 
 
 class CallCaches:
@@ -113,7 +115,8 @@ class CallCaches:
         if group != self._group:
             self._close_open()
             self._group = group
-        wanted = agreed(wanted, group, outlives=bool(options.keep_cache) or options.name is not None)
+        wanted = agreed([replace(e, domain=None) if options.is_for_all(e.stage) else e for e in wanted], group)
+        self._let_go_of_other_parts(wanted)
         new, streams = dict[int, Wanted](), dict[int, Wanted]()
         names, number = dict[int, str](), Counter[str]()
         for entry in wanted:
@@ -150,7 +153,8 @@ class CallCaches:
             cache.tell()
         self._open_streams(streams, group, train_to_come)
         for entry in wanted:
-            cast(_Open, self._serving(entry)).stages.add(entry.stage)
+            (serving := cast(_Open, self._serving(entry))).stages.add(entry.stage)
+            serving.kept = False
 
     def _serving(self, entry: Wanted) -> _Open | None:
         """What is open for a loader: for its stage if there is such a one, else the first that will do."""
@@ -203,7 +207,17 @@ class CallCaches:
         """End of a Trainer call: close, unless the caches are to be kept for the next one."""
         if self.options.keep_cache is not True:
             self._close_open()
+        for opened in self._open:
+            opened.kept = True
         end_call(opened.dataset for opened in self._open)
+
+    def _let_go_of_other_parts(self, wanted: Collection[Wanted]) -> None:
+        """Close what was kept for a part of a dataset, if its stage draws another part now: there was no more room."""
+        for before in [opened for opened in self._open if opened.kept]:
+            asked = [entry for entry in wanted if entry.source is before.source and entry.stage in before.stages]
+            if asked and not any(before.serves(entry) for entry in asked):
+                before.dataset.close()
+                self._open.remove(before)
 
     def _let_go(self, stages: Collection[str], wanted: Collection[Wanted], new: Collection[Wanted]) -> None:
         """Close what these stages do not read any more: a replaced dataset's memory is the new one's."""

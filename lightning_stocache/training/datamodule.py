@@ -30,7 +30,7 @@ from lightning_stocache.training.model_memory import training_bytes
 from lightning_stocache.training.obstacles import check_sweep, is_cacheable
 from lightning_stocache.training.options import STAGES, CacheOptions, Keep, Source, Stream, is_plain, made, with_options
 from lightning_stocache.training.resume import ResumePoint
-from lightning_stocache.training.sampling import check_sampler, replicas
+from lightning_stocache.training.sampling import check_sampler, locality_for, replicas
 from lightning_stocache.training.wanted import Wanted, drawn_by
 
 __all__ = ["StocacheDataModule"]
@@ -226,6 +226,9 @@ class StocacheDataModule(LightningDataModule):
             count, rank = replicas(self.trainer, always=True)
             shuffle, mode = bool(arguments.pop("shuffle")), self.caches.options.sampling
             arguments["sampler"] = locality_sampler(views[0], self.batch_size, shuffle, count, rank, mode=mode)
+        elif stage == "train" and (own := self.loader.get("sampler")) is not None and self.trainer is not None:
+            mode = self.caches.options.sampling
+            arguments["sampler"] = locality_for(self.trainer, views[0], own, self.batch_size, mode) or own
         loaders: list[DataLoader[Any]] = [TrainerLoader(dataset, **arguments) for dataset in views]
         if stage == "train" and self.trainer is not None:
             ResumePoint.of(self.trainer).go_on(loaders)

@@ -58,10 +58,12 @@ class CacheOptions:
         budget: The datasets of a Trainer call share it by their size.
         stage_budgets: a budget of its own for some stages, for instance {"val": "1GiB"} or {"test": 0}; None is none.
         keep_cache: keep the caches when the Trainer call ends, for the next call with the same door and datasets, until
-            they are closed: by `close` of the door, or `datamodule.caches.close()`. "process": for any door of this
-            process whose n-th dataset of a stage is the same (what it is pickled to up to its first random step), under
-            the same budget, so that the trials of a sweep start warm; nothing is left when the process ends.
-        sampling: how a training set with the default sampler is dealt to several nodes: "locality" (samples go to nodes
+            they are closed: by `close` of the door, or `datamodule.caches.close()`. Where there is no memory for all of
+            a dataset, its cache is for what is drawn now, and goes when a later call draws something else. "process":
+            for any door of this process whose n-th dataset of a stage is the same (what it is pickled to up to its
+            first random step), under the same budget, so that the trials of a sweep start warm; nothing is left when
+            the process ends.
+        sampling: how what a training loader's sampler gives is dealt to several nodes: "locality" (samples go to nodes
             that have them), "global" or "sticky"; see `LocalitySampler`.
         streams: keep iterable-style datasets, too, as `CachedStream` does: epoch one is the stream, later ones come
             from memory, those of training shuffled. Without it they pass by. `name`, `store` and `prefill` are not for
@@ -129,6 +131,12 @@ class CacheOptions:
         given = {option.name: getattr(self, option.name) for option in fields(self) if option.init}
         return given | {"stage_budgets": None if self.stage_budgets is None else dict(self.stage_budgets)}
 
+    def is_for_all(self, stage: str) -> bool:
+        """Whether a stage's cache is for the whole of its datasets, whatever is drawn of them now."""
+        budget = self.budgets[self.pot(stage)]
+        part = budget.unit == "% of dataset" and budget.amount < 100
+        return self.name is not None or self.keeps_for_process or (self.keep_cache is True and part)
+
     @property
     def keeps_for_process(self) -> bool:
         """Whether other doors of this process get the caches; those with a name are there anyway."""
@@ -166,6 +174,7 @@ class CacheOptions:
             sync=self.sync,
             kept=name if self.keeps_for_process else None,
             domain=domain,
+            whole_if_room=self.keep_cache is True,
         )
 
     def is_off(self, stage: str) -> bool:

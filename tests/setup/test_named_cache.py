@@ -229,6 +229,18 @@ def test_the_indices_of_one_fold_are_not_those_of_another(tmp_path, name):
             cached(source(tmp_path), name, **others)
 
 
+def test_the_source_of_a_script_is_the_same_in_a_spawned_rank(
+    name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A rank that is spawned calls the script `__mp_main__`, and joins what the script itself has made."""
+    for module in ("__main__", "__mp_main__"):
+        monkeypatch.setattr(OtherSource, "__module__", module)
+        dataset = cached(OtherSource(4, log_path=tmp_path / "loads"), name)
+        assert dataset[1][1] == 1
+        dataset.close()
+    assert source(tmp_path).loads == 1
+
+
 def test_bad_names_are_refused() -> None:
     """Before anything is opened."""
     for make in (cached, lambda source, name: StocacheDataModule(source, name=name)):
