@@ -58,18 +58,7 @@ class Finding:
 
 
 def find(request: CacheRequest, told: Callable[[int], None] = lambda index: None) -> Finding:
-    """Read some samples of the request's source in this process.
-
-    Args:
-        request: what is to be cached.
-        told: is called with each index before it is read.
-
-    Raises:
-        UnsupportedSampleError: a sample holds something that cannot be kept as bytes.
-        SampleMismatchError: (rows) the samples differ in shape, dtype or structure.
-        ValueError: (`strict`) they cannot be kept as files, which was asked for.
-        Exception: what the source itself raises.
-    """
+    """Read some samples of the request's source in this process; `told` is called with each index before."""
     source: Any = request.source
     if request.allow_random:
         generators = Generators(owned_generators(source))
