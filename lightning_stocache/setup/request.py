@@ -17,16 +17,7 @@ from lightning_stocache.node.budget import Budget
 from lightning_stocache.node.named import check_name
 from lightning_stocache.setup.option import check_choice
 
-__all__ = [
-    "BackendChoice",
-    "CacheRequest",
-    "Form",
-    "Layout",
-    "LoaderSettings",
-    "OnError",
-    "Write",
-    "parse_memory",
-]
+__all__ = ["BackendChoice", "CacheRequest", "Form", "Layout", "LoaderSettings", "OnError", "Write", "parse_memory"]
 
 BackendChoice = Literal["auto", "tmpfile", "memfd", "file"]
 Layout = Literal["auto", "rows", "records"]
