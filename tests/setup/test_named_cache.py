@@ -356,7 +356,7 @@ def spoil(name: str, place: int, content: bytes) -> None:
         (lambda name, path: spoil(name, 24, b"\x63"), r"another version .*format 99"),
         (lambda name, path: spoil(name, 24, b"\x00"), r"another version .*format 0"),
         (lambda name, path: spoil(name, HEADER_BYTES + 3, b"\x05"), "a slot is in a state that there is not"),
-        (lambda name, path: os.truncate(path, HEADER_BYTES + LENGTH + 10), "does not fit its 50 bytes"),
+        (lambda name, path: os.truncate(path, HEADER_BYTES + LENGTH + 10), "do not fit in its 50 bytes"),
         (lambda name, path: os.truncate(path, HEADER_BYTES + 3), "do not fit in its 3 bytes"),
         (lambda name, path: os.truncate(path, 100), "is cut off"),
     ],

@@ -26,7 +26,7 @@ from tqdm import tqdm
 
 from lightning_stocache import StocacheDataModule, StochasticCache, cache_datamodule
 from lightning_stocache.node.janitor import clean
-from lightning_stocache.setup.kept_cache import close_kept
+from lightning_stocache.setup.process_cache import close_kept
 from lightning_stocache.training.loaders import running_datasets
 from lightning_stocache.training.obstacles import check_sweep
 from tests.sources import CountedSource
