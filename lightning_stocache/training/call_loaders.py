@@ -155,9 +155,14 @@ class CallLoaders:
         return made.renewed
 
     def _sampler(self, stage: str, loader: DataLoader[Any], dataset: CachedDataset) -> LocalitySampler | None:
-        """What a training loader of several ranks draws from, where Lightning would have put a DistributedSampler."""
+        """What a training loader of several ranks draws from, where Lightning would have put a DistributedSampler.
+
+        A fit that several ranks began goes on in their order on one rank, too.
+        """
         count, rank = replicas(self._trainer)
-        if stage != "train" or count == 1 or not loader.batch_size or not is_default(loader):
+        if stage != "train" or not loader.batch_size or not is_default(loader):
+            return None
+        if count == 1 and (self._trainer is None or not ResumePoint.of(self._trainer).dealt):
             return None
         if self._trainer.overfit_batches:  # Lightning takes the sampler away, with a warning if it is not sequential
             return None
