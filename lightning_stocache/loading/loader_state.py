@@ -66,6 +66,8 @@ class LoaderState:
         sampler = sampler_of(drawing)
         ended = self.ended if ended is None else ended
         batches = self.batches if batches is None else batches
+        if self._begun is not None and not ended and batches == self.batches == self._left_out:
+            return dict(self._begun)  # nothing was handed out since, and the generators may be on their way there
         state: dict[str, Any] = {"version": _VERSION, "batches": 0 if ended else batches} | self.units(loader)
         names = [name for name in ("epoch", "seed") if isinstance(getattr(sampler, name, None), int)]
         state |= {name: getattr(sampler, name) for name in names}
@@ -130,6 +132,10 @@ class LoaderState:
             self.origin = None
         elif not self.origin["batches"] and "drawn" not in states:
             self.origin = None
+
+    def end(self) -> None:
+        """The epoch under way is over, if anything of it was handed out, also where nobody has asked for its end."""
+        self.ended = self.ended or self.batches > self._left_out
 
     def _set_epoch(self, sampler: Any, epoch: int | None) -> None:
         """Set the epoch that is resumed, and later ones where the caller counts from zero again, as Fabric does."""

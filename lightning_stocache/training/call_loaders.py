@@ -154,10 +154,14 @@ class CallLoaders:
         return made.renewed
 
     def _sampler(self, stage: str, loader: DataLoader[Any], dataset: CachedDataset) -> LocalitySampler | None:
-        """What a training loader of several ranks draws from, where Lightning would have put a DistributedSampler."""
+        """What a training loader of several ranks draws from, where Lightning would have put a DistributedSampler.
+
+        A fit that several ranks began goes on in their order on one rank, too.
+        """
         if stage != "train":
             return None
-        return locality_for(self._trainer, dataset, loader.sampler, loader.batch_size, self._caches.options.sampling)
+        dealt, mode = self._trainer is not None and ResumePoint.of(self._trainer).dealt, self._caches.options.sampling
+        return locality_for(self._trainer, dataset, loader.sampler, loader.batch_size, mode, also_alone=dealt)
 
 
 @dataclass(frozen=True)

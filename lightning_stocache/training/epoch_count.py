@@ -23,8 +23,13 @@ __all__ = ["begin_epoch", "put_batches", "reopen_epoch", "stands"]
 _COUNTS = ("ready", "started", "processed", "completed")
 
 
-def stands(trainer: Any) -> tuple[int, int | None]:
-    """The epoch that a trainer is in, and its batches that have been processed; None between two epochs."""
+def stands(trainer: Any, handed: int) -> tuple[int, int | None]:
+    """The epoch that a trainer is in, and its batches that have been processed; None between two epochs.
+
+    Args:
+        trainer: at any moment of a fit (a signal's handler may save a checkpoint), or after it.
+        handed: batches that the loaders have handed out.
+    """
     epochs, batches = trainer.fit_loop.epoch_progress.current, trainer.fit_loop.epoch_loop.batch_progress
     epoch, done = int(epochs.processed), int(batches.current.processed)
     if epochs.started <= epochs.processed:
@@ -32,19 +37,20 @@ def stands(trainer: Any) -> tuple[int, int | None]:
         complete = len({getattr(batches.current, name) for name in _COUNTS}) == 1 and epochs.ready == epoch
         cut = 0 < done < trainer.num_training_batches and not batches.is_last_batch and complete
         return (epoch - 1, done) if cut else (epoch, None)
-    if batches.is_last_batch and done == batches.current.ready:
+    if batches.is_last_batch and handed <= done == batches.current.ready:  # else the last one is about to be run
         return epoch + 1, None
     return epoch, done
 
 
 def put_batches(trainer: Any, batches: int) -> None:
     """Put the count of batches, at the start of a fit in the middle of an epoch, to how many of it have been run."""
-    loop = trainer.fit_loop.epoch_loop
-    count = loop.batch_progress.current
-    more = batches - count.processed
-    _put(count, **{name: getattr(count, name) + more for name in _COUNTS})
-    if not _knows_stages(loop):
-        _put(count, completed=count.processed)
+    progress = trainer.fit_loop.epoch_loop.batch_progress
+    more = batches - progress.current.processed
+    _put(progress.current, **{name: getattr(progress.current, name) + more for name in _COUNTS})
+    progress.is_last_batch = False
+    if not _knows_stages(trainer):
+        _put(progress.current, completed=progress.current.processed)
+    _put_total(trainer)
 
 
 def begin_epoch(trainer: Any, epoch: int) -> None:
@@ -55,8 +61,9 @@ def begin_epoch(trainer: Any, epoch: int) -> None:
         epoch: that begins.
     """
     fit, batches = trainer.fit_loop, trainer.fit_loop.epoch_loop.batch_progress
-    epochs = fit.epoch_progress.current
-    if not _knows_stages(fit.epoch_loop):
+    epochs, total = fit.epoch_progress.current, fit.epoch_progress.total
+    _put_total(trainer)
+    if not _knows_stages(trainer):
         if not fit.restarting:
             return
         _put(batches.current, completed=batches.current.processed)
@@ -65,12 +72,22 @@ def begin_epoch(trainer: Any, epoch: int) -> None:
         _put(epochs, **dict.fromkeys(_COUNTS, epoch))
         fit.restarting = False  # it stays where there are `max_steps`
         batches.reset_on_run()
-    elif epochs.ready == epochs.started == epochs.processed == epoch:
-        for count in epochs, fit.epoch_progress.total:
-            _put(count, completed=count.processed)
+        return
+    if epochs.ready == epochs.started == epoch == epochs.processed + 1 and not _validates(trainer, epoch):
+        _put(epochs, processed=epoch)  # saved in the moment before Lightning did that
+        _put(total, processed=total.processed + 1)
+    if epochs.ready == epochs.started == epochs.processed == epoch:
+        for count in epochs, total:
+            _put(count, **dict.fromkeys(_COUNTS, count.processed))
         fit.reset_restart_stage()
-        if fit.epoch_loop.restarted_on_last:
+        if not fit.epoch_loop.restarted_on_train_batch_end:
             batches.reset_on_run()
+
+
+def _put_total(trainer: Any) -> None:
+    """Take a batch that was under way out of the total, too: Lightning does for the epoch's count alone."""
+    if _knows_stages(trainer) and not trainer.fit_loop.epoch_loop.restarted_on_train_batch_end:
+        trainer.fit_loop.epoch_loop.batch_progress.total.reset_on_restart()
 
 
 def _validates(trainer: Any, epochs: int) -> bool:
@@ -102,8 +119,9 @@ def reopen_epoch(checkpoint: MutableMapping[str, Any], epoch: int, batches: int)
     return True
 
 
-def _knows_stages(loop: Any) -> bool:
+def _knows_stages(trainer: Any) -> bool:
     """Whether Lightning looks at where in an epoch a checkpoint was saved (from 2.5 on)."""
+    loop = trainer.fit_loop.epoch_loop
     return hasattr(loop, "restarted_on_train_batch_end") and hasattr(loop, "reset_restart_stage")
 
 

@@ -24,7 +24,7 @@ from lightning.pytorch import Callback, LightningModule, Trainer
 from lightning.pytorch.utilities import rank_zero_info, rank_zero_warn
 from torch.utils.data import DataLoader, DistributedSampler, IterableDataset
 
-from lightning_stocache.loading.loader_sampler import index_sampler, set_epoch
+from lightning_stocache.loading.loader_sampler import batches_of, drawn_from, index_sampler, set_epoch
 from lightning_stocache.loading.loader_tree import loaders_in
 from lightning_stocache.loading.rolling_cache import RollingCache
 from lightning_stocache.training.epoch_count import begin_epoch, put_batches, reopen_epoch, stands
@@ -60,6 +60,12 @@ class ResumePoint(Callback):
     def state_key(self) -> str:
         """The name of its state in a checkpoint."""
         return "lightning_stocache"
+
+    @property
+    def dealt(self) -> bool:
+        """Whether the fit goes on from a checkpoint whose orders come from seed and epoch, as on several ranks."""
+        states = [] if self._then is None else self._then["loaders"]
+        return any(isinstance(state, dict) and {"seed", "epoch"} <= state.keys() for state in states)
 
     def go_on(self, loaders: Any) -> None:
         """Have the training loaders that Lightning asks for now begin where training stands.
@@ -108,8 +114,11 @@ class ResumePoint(Callback):
             for name, words in _NAMES.items()
             if state.get(name) != now.get(name)
         ]
+        known = ("generators" in state) is bool(drawn_from(batches_of(loader)))
+        if not known and not self._trainer.overfit_batches:  # for which Lightning has yet to take the sampler away
+            changes.append("the sampler is of another kind")
         if changes:
-            same = now["length"] == state.get("length")
+            same = known and now["length"] == state.get("length")
             order = "after the same samples" if same else "in another order: some samples come twice, some do not"
             rank_zero_warn(
                 f"resuming in the middle of epoch {state.get('epoch', epochs_done(self._trainer))}, but "
@@ -137,6 +146,12 @@ class ResumePoint(Callback):
         warnings.filterwarnings("ignore", message=message)
         put_batches(trainer, max(loader.position.batches for loader in self._gone_on))
 
+    def on_train_epoch_end(self, trainer: Trainer, pl_module: LightningModule) -> None:
+        """The epoch is over, though nobody has asked the loaders for what comes after the last batch."""
+        for leaf in loaders_in(trainer.train_dataloader):
+            if _is_resumable(leaf):
+                leaf.position.end()
+
     def state_dict(self) -> dict[str, Any]:
         """Where the training loaders stand, as plain values."""
         trainer = self._trainer
@@ -146,7 +161,9 @@ class ResumePoint(Callback):
         handed = [leaf.position.batches for leaf in leaves if leaf is not None]
         if not handed:
             return {}
-        epoch, done = stands(trainer)
+        epoch, done = stands(trainer, max(handed))
+        if done == 0 and all(leaf is None or leaf.position.ended for leaf in leaves):  # the epoch has not begun to read
+            done = None
         ahead = 0 if done is None else max(handed) - done
         states = [
             None if leaf is None else leaf.position.of(leaf, max(leaf.position.batches - ahead, 0), ended=done is None)

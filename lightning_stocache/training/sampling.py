@@ -46,7 +46,7 @@ def is_default(sampler: Any) -> bool:
 
 
 def locality_for(
-    trainer: Any, dataset: CachedDataset, sampler: Any, batch_size: int | None, mode: Mode
+    trainer: Any, dataset: CachedDataset, sampler: Any, batch_size: int | None, mode: Mode, *, also_alone: bool = False
 ) -> LocalitySampler | None:
     """What a training loader draws from where Lightning would have put a sampler of its own; None: from its own.
 
@@ -58,9 +58,10 @@ def locality_for(
         sampler: the loader's.
         batch_size: of one rank; None where a batch sampler knows.
         mode: see `LocalitySampler`.
+        also_alone: whether one rank goes on in the order of several.
     """
     count, rank = replicas(trainer)
-    if count == 1 or not batch_size:
+    if not batch_size or (count == 1 and not (also_alone and is_default(sampler))):
         return None
     if trainer.overfit_batches:  # Lightning takes the sampler away, with a warning if it is not sequential
         return None

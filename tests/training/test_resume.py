@@ -277,6 +277,23 @@ def test_doors_understand_each_other(tmp_path):
     assert seen == {at: batch for at, batch in whole.batches.items() if 6 * at[0] + at[1] >= 8}
 
 
+def test_a_seeded_order_goes_on_in_another_door(tmp_path):
+    """What StocacheDataModule began by seed and epoch goes on with the callback, which on one rank draws otherwise."""
+    whole = Seen()
+    save = ModelCheckpoint(tmp_path, "{step}", every_n_train_steps=8, save_top_k=-1)
+    fit(tmp_path, ours(), Model(), save, whole)
+    data, more = door("callback")
+    seen = fit(tmp_path, data, Model(), *more, ckpt=tmp_path / "step=8.ckpt")
+    assert seen == {at: batch for at, batch in whole.batches.items() if 6 * at[0] + at[1] >= 8}
+
+
+def test_an_order_of_another_kind_is_said(tmp_path):
+    """Where the order of now does not follow from what the checkpoint says, a warning says so."""
+    checkpoint = saved_after_eight(tmp_path, "callback")
+    with pytest.warns(UserWarning, match="the sampler is of another kind: .* in another order"):
+        assert fit(tmp_path, ours(), Model(), ckpt=checkpoint)
+
+
 def test_the_next_fit_begins_anew(tmp_path):
     """A second fit of the same Trainer, without a checkpoint, begins its epoch at the beginning."""
     checkpoint = saved_after_eight(tmp_path, "callback")
@@ -321,6 +338,35 @@ def test_killed_runs_go_on_where_they_were(tmp_path):
     the batches of the fit that was left alone, each rank its own."""
     draw = random.Random(3)
     killed_again_and_again(tmp_path, "callback", 2, 0, [(draw.randrange(2), draw.randrange(3, 16))])
+
+
+SOAK = pytest.mark.soak
+
+
+@pytest.mark.parametrize(
+    ("name", "before", "after"),
+    [
+        ("callback", 2, 1),
+        ("own", 1, 2),
+        pytest.param("own", 2, 1, marks=SOAK),
+        pytest.param("datamodule", 2, 1, marks=SOAK),
+    ],
+)
+def test_another_number_of_ranks_goes_on_after_the_same_samples(tmp_path, name, before, after):
+    """Killed in its first epoch, and gone on with on another number of ranks, a fit runs each sample of the epoch once,
+    and later epochs are whole."""
+    seen: list[dict[tuple[int, int], list[int]]] = []
+    for ranks, killed in ((before, (0, 4)), (after, None)):
+        job = Child(resume_job.fit, tmp_path, name, ranks, 0, killed, method="forkserver")
+        job.process.join(200)
+        assert (tmp_path / "done").exists() is (killed is None)
+        for batches in seen_by(tmp_path, ranks):
+            seen.append({at: batch for at, batch in batches.items() if killed is None or at < killed})
+        for file in tmp_path.glob("rank*.txt"):
+            file.unlink()
+    for number in range(resume_job.EPOCHS):
+        indices = [index for batches in seen for index in epoch(batches, number)]
+        assert sorted(indices) == list(range(resume_job.SAMPLES)), number
 
 
 @pytest.mark.soak
