@@ -26,7 +26,7 @@ from __future__ import annotations
 
 import weakref
 from collections.abc import Iterable, Mapping
-from typing import Any, Literal, cast, get_args
+from typing import Any, Literal, cast
 
 import torch
 from torch.utils.data import DataLoader, Dataset, IterableDataset, Sampler, default_collate
@@ -48,6 +48,7 @@ from lightning_stocache.loading.stream_source import StreamSource
 from lightning_stocache.loading.stream_view import InitOnStream, StreamBatches, kept_dataset
 from lightning_stocache.loading.worker_pool import InitOnSource
 from lightning_stocache.sampling.locality_sampler import Mode
+from lightning_stocache.setup.option import check_choice
 from lightning_stocache.torch_internals import knows_workers, shut_down
 
 __all__ = ["CachedLoader", "Gather"]
@@ -114,8 +115,7 @@ class CachedLoader(DataLoader[Any]):
         rank: int | None = None,
         **arguments: Any,
     ) -> None:
-        if gather not in get_args(Gather):
-            raise ValueError(f"gather must be 'auto', 'main' or 'worker', got {gather!r}")
+        check_choice("gather", gather, Gather)
         if gather == "worker" and num_workers == 0:
             raise ValueError("gather='worker' needs num_workers > 0")
         if isinstance(dataset, RollingCache) and sampler is None and batch_sampler is None:

@@ -41,7 +41,7 @@ class ResumableBatches:
         if type(self._batches) is BatchSampler:  # draws nothing before it is asked for its first batch
             return self._noted(generators, iter(self._batches))
         before, drawing = states_of(generators), cast(Iterator[Any], iter(self._batches))
-        if as_text(states_of(generators)) == as_text(before):
+        if states_of(generators) == before:
             return self._noted(generators, drawing)
         self._state.drawn = before
         return self._noted(None, drawing)

@@ -6,7 +6,7 @@ All requests of one call open together, because they share budgets. The steps, e
    part is found. The other ranks read nothing; they cut their own copy of the source at the same place. What cannot be
    cached passes through, with one warning.
 2. Each leader joins the named caches that lie in its node's memory (`named_cache`), and those that its process has
-   kept (`kept_cache`).
+   kept (`process_cache`).
 3. Each leader divides the memory of its node among the others (`allocate`). Where samples may be kept as their files,
    what was granted decides how many are (`form_choice`). For a cache that later calls will read, it decides whether all
    indices get slots or only those that are drawn now.
@@ -40,10 +40,10 @@ from lightning_stocache.setup.agreement import check_lengths, drawn_by_any, rank
 from lightning_stocache.setup.allocation import Allocation, allocate
 from lightning_stocache.setup.disk_cache import allocate_on_disk, with_directories
 from lightning_stocache.setup.form_choice import decoded_share, mixed_codec, told_share
-from lightning_stocache.setup.kept_cache import KeptCaches
 from lightning_stocache.setup.look import Finding, look
 from lightning_stocache.setup.named_cache import join_caches, rings_as_they_are
 from lightning_stocache.setup.open_cache import OpenCache
+from lightning_stocache.setup.process_cache import ProcessCaches
 from lightning_stocache.setup.request import BackendChoice, CacheRequest
 from lightning_stocache.setup.segments import CacheMemoryError, Segments, Tier, make_and_attach
 from lightning_stocache.source.encoded import taken_apart
@@ -112,7 +112,7 @@ def open_caches(
         ]
     )
     ranks = len(group.nodes[group.node])
-    kept = group.together(lambda: KeptCaches(requests, findings, backend) if group.is_leader else None)
+    kept = group.together(lambda: ProcessCaches(requests, findings, backend) if group.is_leader else None)
     joined = group.together(
         lambda: join_caches(requests, [found.codec for found in findings], budgets) if group.is_leader else {}
     )

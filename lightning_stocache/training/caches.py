@@ -32,10 +32,9 @@ from lightning_stocache.node.budget import Budget
 from lightning_stocache.node.files import memory_directory
 from lightning_stocache.node.free import FreeMemory
 from lightning_stocache.node.group import NodeGroup
-from lightning_stocache.setup.kept_cache import close_kept
 from lightning_stocache.setup.open import open_caches
 from lightning_stocache.setup.open_stream import open_stream
-from lightning_stocache.setup.request import CacheRequest, parse_memory
+from lightning_stocache.setup.process_cache import close_kept
 from lightning_stocache.training.options import CacheOptions
 from lightning_stocache.training.wanted import Wanted, agreed, together
 
@@ -134,42 +133,23 @@ class CallCaches:
         if new and train_to_come and self.options.keep_cache is not True:
             stages.add("train")  # what is open for it was opened by hand, before the call
         self._let_go(stages, wanted, [*new.values(), *streams.values()])
-        pots = {key: options.pot(entry.stage) for key, entry in new.items()}
         requests = [
-            CacheRequest(
-                entry.source,
-                pots[key],
-                options.budgets[pots[key]],
-                allow_random=options.allow_random,
-                reader=replace(entry.loader, stage=entry.stage),
-                name=None if options.name is None else names[key],
-                fingerprint=options.fingerprint,
-                strict=options.strict,
-                layout=options.layout,
-                store=options.store,
-                prefill=options.prefill,
-                dir=options.dir,
-                memory=parse_memory(options.memory),
-                write=options.write,
-                sync=options.sync,
-                kept=names[key] if options.keeps_for_process else None,
-                domain=entry.domain,
-                whole_if_room=options.keep_cache is True,
-            )
+            options.request(entry.source, replace(entry.loader, stage=entry.stage), names[key], entry.domain)
             for key, entry in new.items()
         ]
+        pots = {request.pot for request in requests}
         opened = open_caches(
             requests,
-            {pot: self._left(pot, new.values(), train_to_come) for pot in options.budgets if pot in pots.values()},
+            {pot: self._left(pot, new.values(), train_to_come) for pot in options.budgets if pot in pots},
             group,
             options.backend,
             disable=options.on_error == "disable",
             later_bytes=later_bytes,
-            kept_back=self._kept_back(pots.values(), train_to_come),
+            kept_back=self._kept_back(pots, train_to_come),
         )
-        for key, cache in zip(new, opened, strict=True):
-            dataset, domain = dataset_over(CachedSource(cache)), cache.request.domain
-            self._open.append(_Open(new[key].source, dataset, pots[key], domain))
+        for entry, cache in zip(new.values(), opened, strict=True):
+            dataset, request = dataset_over(CachedSource(cache)), cache.request
+            self._open.append(_Open(entry.source, dataset, request.pot, request.domain))
             cache.tell()
         self._open_streams(streams, group, train_to_come)
         for entry in wanted:

@@ -21,6 +21,7 @@ from torch.utils.data import DataLoader, IterableDataset
 
 from lightning_stocache.loading.dataset import CachedDataset
 from lightning_stocache.loading.loader_tree import Cached, cached_datasets, cached_in_leaves, leaves_in
+from lightning_stocache.loading.rolling_cache import share_pools
 from lightning_stocache.loading.stand_in import StandIn
 from lightning_stocache.loading.stream import CachedStream
 from lightning_stocache.node.group import NodeGroup
@@ -29,7 +30,6 @@ from lightning_stocache.training.caches import CallCaches
 from lightning_stocache.training.loaders import rewrap, settings_of, with_dataset
 from lightning_stocache.training.model_memory import training_bytes
 from lightning_stocache.training.obstacles import check_leaf, check_loader, check_stream_loader, title
-from lightning_stocache.training.pools import share_pools
 from lightning_stocache.training.resume import ResumePoint
 from lightning_stocache.training.sampling import locality_for, replicas
 from lightning_stocache.training.wanted import Wanted, loader_domain
