@@ -15,18 +15,8 @@ def moments(pause: float) -> Iterator[float]:
     """The moments at which who waits looks again: at once, and after each pause of so many seconds, without end.
 
     Each is the number of seconds since the first where it is time to say that one waits, else 0.
-
-    Example:
-        >>> looks = 0
-        >>> for seconds in moments(0.001):
-        ...     looks += 1
-        ...     if looks == 3:
-        ...         break
-        ...     if seconds:
-        ...         print(f"nothing has come in {seconds:.0f} s")
     """
-    begun = time.monotonic()
-    due = TOLD_SECONDS
+    begun, due = time.monotonic(), TOLD_SECONDS
     while True:
         seconds = time.monotonic() - begun
         is_due = seconds >= due

@@ -39,8 +39,9 @@ from lightning_stocache.node.group import NodeGroup
 from lightning_stocache.setup.agreement import check_lengths, drawn_by_any, ranks_apart
 from lightning_stocache.setup.allocation import Allocation, allocate
 from lightning_stocache.setup.disk_cache import allocate_on_disk, with_directories
+from lightning_stocache.setup.finding import Finding
 from lightning_stocache.setup.form_choice import decoded_share, mixed_codec, told_share
-from lightning_stocache.setup.look import Finding, look
+from lightning_stocache.setup.look import look
 from lightning_stocache.setup.named_cache import join_caches, rings_as_they_are
 from lightning_stocache.setup.open_cache import OpenCache
 from lightning_stocache.setup.process_cache import ProcessCaches

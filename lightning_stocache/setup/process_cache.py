@@ -18,7 +18,7 @@ from typing import Any
 from lightning_stocache.cache.codec import SampleCodec
 from lightning_stocache.cache.segment_store import SegmentStore
 from lightning_stocache.cache.stores import AnyStore, attach_store
-from lightning_stocache.setup.look import Finding
+from lightning_stocache.setup.finding import Finding
 from lightning_stocache.setup.request import CacheRequest
 from lightning_stocache.source.identity import UnknownSourceError, source_digest
 

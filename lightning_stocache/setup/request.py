@@ -17,17 +17,7 @@ from lightning_stocache.node.budget import Budget
 from lightning_stocache.node.named import check_name
 from lightning_stocache.setup.option import check_choice
 
-__all__ = [
-    "BackendChoice",
-    "CacheRequest",
-    "Form",
-    "Layout",
-    "LoaderSettings",
-    "OnError",
-    "Write",
-    "check_disk",
-    "parse_memory",
-]
+__all__ = ["BackendChoice", "CacheRequest", "Form", "Layout", "LoaderSettings", "OnError", "Write", "parse_memory"]
 
 BackendChoice = Literal["auto", "tmpfile", "memfd", "file"]
 Layout = Literal["auto", "rows", "records"]
@@ -133,7 +123,7 @@ class CacheRequest:
             raise TypeError(f"fingerprint must be a string, got {self.fingerprint!r}")
         if self.name is not None:
             check_name(self.name)
-        check_disk(self.dir, self.memory, self.write, self.sync)
+        _check_disk(self.dir, self.memory, self.write, self.sync)
 
     @property
     def outlives(self) -> bool:
@@ -171,7 +161,7 @@ def parse_memory(memory: int | float | str | None) -> Budget:
         raise type(error)(f"memory{str(error).removeprefix('budget')}") from None
 
 
-def check_disk(directory: str | None, memory: Budget, write: Write, sync: float | None) -> None:
+def _check_disk(directory: str | None, memory: Budget, write: Write, sync: float | None) -> None:
     """Refuse what cannot be said of a cache on a disk.
 
     Raises:

@@ -142,16 +142,7 @@ class Segments:
 def make_and_attach(
     make: Callable[[Backend | None], list[Made]], backend: Backend | None, group: NodeGroup
 ) -> list[Made]:
-    """Make segments on every leader and attach elsewhere; by name, where they cannot be reached without one.
-
-    Args:
-        make: makes them, of a kind, on the leader of a node.
-        backend: the kind that is tried first.
-        group: which ranks share memory.
-
-    Raises:
-        CacheMemoryError: they cannot be made or reached, on all ranks alike.
-    """
+    """Make segments on every leader and attach elsewhere; by name, where they cannot be reached without one."""
     troubles: list[str | None] = []
     failure: Exception | None = None
     for kind in dict.fromkeys((backend, "file")):

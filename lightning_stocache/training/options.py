@@ -12,14 +12,13 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, fields
 from inspect import cleandoc
 from textwrap import fill
-from typing import TYPE_CHECKING, Any, Literal, Self, TypeAlias, TypeVar
+from typing import TYPE_CHECKING, Any, Literal, Self, TypeAlias, TypeVar, cast
 
 from torch.utils.data import Dataset, IterableDataset
 
 from lightning_stocache.cache.domain import Domain
 from lightning_stocache.loading.dataset import CachedDataset
 from lightning_stocache.node.budget import Budget
-from lightning_stocache.node.named import check_name
 from lightning_stocache.sampling.locality_sampler import Mode
 from lightning_stocache.setup.option import check_choice, check_flag
 from lightning_stocache.setup.request import (
@@ -30,7 +29,6 @@ from lightning_stocache.setup.request import (
     LoaderSettings,
     OnError,
     Write,
-    check_disk,
     parse_memory,
 )
 
@@ -103,10 +101,6 @@ class CacheOptions:
         check_choice("backend", self.backend, BackendChoice)
         check_choice("on_error", self.on_error, OnError)
         check_choice("sampling", self.sampling, Mode)
-        check_choice("layout", self.layout, Layout)
-        check_choice("store", self.store, Form)
-        if self.store == "encoded" and self.layout == "rows":
-            raise ValueError("store='encoded' keeps records: layout='rows' cannot be had with it")
         if self.keep_cache not in (True, False, "process"):
             raise ValueError(f"keep_cache must be true, false or 'process', got {self.keep_cache!r}")
         if self.keeps_for_process and self.dir is not None:
@@ -115,11 +109,9 @@ class CacheOptions:
             )
         check_flag("prefill", self.prefill)
         check_flag("streams", self.streams)
-        if self.name is not None:
-            check_name(self.name)
-        check_disk(self.dir, parse_memory(self.memory), self.write, self.sync)
         budgets = {stage: Budget.parse(budget) for stage, budget in given.items()}
         object.__setattr__(self, "budgets", budgets | {"": Budget.parse(self.budget)})
+        self.request(cast(Any, None), LoaderSettings(1, 0), self.name or "", None)  # it refuses what else is wrong
 
     @classmethod
     def among(cls, arguments: Mapping[str, Any]) -> Self:
@@ -147,14 +139,7 @@ class CacheOptions:
         return stage if stage in self.budgets else ""
 
     def request(self, source: Dataset[Any], reader: LoaderSettings, name: str, domain: Domain | None) -> CacheRequest:
-        """What is asked for a dataset, which a loader of a stage reads.
-
-        Args:
-            source: the dataset.
-            reader: the loader.
-            name: of its cache, where that outlives the call.
-            domain: what of the dataset is drawn; None: all of it.
-        """
+        """What is asked for a dataset that a loader of a stage reads; `name`: of its cache, where that is to stay."""
         pot = self.pot(reader.stage)
         return CacheRequest(
             source,
