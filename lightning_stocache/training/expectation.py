@@ -172,6 +172,8 @@ class _SetExpectation:
             self._ready = max(filled - fills / slots, 0.0)
         if self.nodes == 1:
             return self._on_one_node(ring, known, served, fills)
+        if ring.arcs[0].domain is not None:  # and what is dealt here is the whole dataset
+            return None
         samples = ring.arcs[0].length
         if served > samples + group.world:  # what is more than padding was drawn twice
             return None

@@ -24,11 +24,15 @@ from torch.utils.data import (
 )
 
 from lightning_stocache import CachedDataset, CachedLoader, SampleSpec
+from lightning_stocache.cache.domain import Domain
+from lightning_stocache.cache.placement import Ring
 from lightning_stocache.loading.loader_state import LoaderState
 from lightning_stocache.loading.locality import locality_sampler
+from lightning_stocache.sampling.locality_sampler import LocalitySampler
 from tests.loading.twins import LazySampler, UnequalBatches
 
 LENGTH = 23
+FOLD = range(2, 18)
 NUMBERS = [torch.tensor(number) for number in range(LENGTH)]
 
 
@@ -55,6 +59,13 @@ class EagerBatches(Shuffled):
         return iter([order[:9], order[9:11], order[11:]])
 
 
+def dealt(draws: Any, rank: int, batch_size: int = 4) -> LocalitySampler:
+    """One of two ranks, each a node with a half of a fold."""
+    fold = Domain(FOLD, LENGTH)
+    ring = Ring.cut(len(FOLD), (0.5, 0.5), (8, 8), fold)
+    return LocalitySampler(NUMBERS, 2, rank, batch_size=batch_size, ring=ring, nodes=((0,), (1,)), draws=draws)
+
+
 SAMPLERS: dict[str, Callable[[], dict[str, Any]]] = {
     "sequential": lambda: {},
     "random": lambda: {"shuffle": True},
@@ -71,6 +82,9 @@ SAMPLERS: dict[str, Callable[[], dict[str, Any]]] = {
     "eager batches": lambda: {"batch_sampler": EagerBatches(None)},  # type: ignore[arg-type]
     "unequal batches": lambda: {"batch_sampler": UnequalBatches(LENGTH)},
     "locality": lambda: {"shuffle": True, "sampling": "locality"},
+    "a dealt fold": lambda: {"sampler": SubsetRandomSampler(range(0, LENGTH, 2)), "sampling": "locality"},
+    "dealt, own generator": lambda: {"sampler": Shuffled(None), "sampling": "locality", "shuffle": True},  # type: ignore[arg-type]
+    "dealt, two ranks": lambda: {"sampler": dealt(SubsetRandomSampler(range(LENGTH)), 1)},
     "no batches": lambda: {"shuffle": True, "batch_size": None},
 }
 
@@ -313,7 +327,7 @@ def test_a_sampler_is_told_its_epoch_once():
 def test_a_plain_loader_draws_the_same_as_before():
     """Whoever never asks for a state has the draws of DataLoader, on all generators."""
     for name in SAMPLERS:
-        if name == "locality":
+        if "sampling" in SAMPLERS[name]():
             continue
         states = []
         for kind in (DataLoader, CachedLoader):
@@ -321,3 +335,22 @@ def test_a_plain_loader_draws_the_same_as_before():
             drawn = [[batch.tolist() for batch in loader] for _ in range(2)]
             states.append((drawn, torch.rand(()).item(), random.random(), np.random.rand()))
         assert states[0] == states[1], name
+
+
+@pytest.mark.parametrize("batch_size", [1, 2, 4])
+def test_a_fold_that_is_dealt_to_nodes_goes_on_after_the_same_samples(batch_size: int) -> None:
+    """With another batch size, too, the ranks train together on what was left of the fold."""
+    before, after = list[int](), list[int]()
+    for rank in (0, 1):
+        torch.manual_seed(3)
+        loader = CachedLoader(NUMBERS, 2, sampler=dealt(SubsetRandomSampler(FOLD), rank, 2))  # type: ignore[arg-type]
+        drawing = iter(loader)
+        before += [number for _ in range(2) for number in next(drawing).tolist()]
+        state = loader.state_dict()
+        torch.manual_seed(rank)  # what the order was drawn from is in the state
+        sampler = dealt(SubsetRandomSampler(FOLD), rank, batch_size)
+        resumed = CachedLoader(NUMBERS, batch_size, sampler=sampler)  # type: ignore[arg-type]
+        resumed.load_state_dict(state)
+        after += [number for batch in resumed for number in batch.tolist()]
+    assert len(before) == 8
+    assert sorted(before + after) == list(FOLD)

@@ -13,6 +13,7 @@ from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 from lightning.pytorch import Callback
@@ -236,6 +237,7 @@ class Loads(Callback):
 def seed() -> None:
     torch.manual_seed(0)
     random.seed(0)
+    np.random.seed(0)
 
 
 def train(tmp_path: Any, make: Callable[[], Any], callbacks: list[Callback], **options: Any) -> tuple[Watcher, Any]:
