@@ -18,6 +18,7 @@ from __future__ import annotations
 import logging
 import multiprocessing
 import os
+import pickle
 import random
 import signal
 import time
@@ -32,7 +33,7 @@ import torch
 
 from lightning_stocache.cache.rolling_ring import FILLERS
 from lightning_stocache.cache.stores import RollingSampleStore
-from lightning_stocache.node.parent import end_with_parent, why_not_begun
+from lightning_stocache.node.parent import end_with_parent, not_sent, why_not_begun
 from lightning_stocache.source.draws import Draw, Draws, EndOfStreamError
 from lightning_stocache.torch_internals import become_worker
 
@@ -73,6 +74,7 @@ class Fillers:
 
     Raises:
         ValueError: they are too many.
+        TypeError: the source cannot be sent to a process that is not forked.
     """
 
     def __init__(self, job: FillJob, method: str | None = None) -> None:
@@ -181,7 +183,10 @@ class Fillers:
             target=_fill, args=(self._job, number, told), daemon=True, name=f"filler {number}"
         )
         self._notes[number, _SINCE] = self._notes[number, _STOP] = 0
-        process.start()
+        try:
+            process.start()
+        except (pickle.PicklingError, AttributeError, TypeError, ValueError) as error:
+            raise TypeError(not_sent(self._context.get_start_method(), error)) from error
         told.close()
         self._processes[number] = process, reports
 

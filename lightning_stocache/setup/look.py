@@ -18,9 +18,9 @@ import multiprocessing
 import pickle
 import sys
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from functools import partial
 from pathlib import Path
 from types import FunctionType
@@ -29,61 +29,21 @@ from typing import Any, cast
 import torch
 from torch.utils.data import DataLoader, IterableDataset, get_worker_info
 
-from lightning_stocache.cache.codec import SampleCodec
 from lightning_stocache.cache.field import UnsupportedSampleError
-from lightning_stocache.cache.records import RecordCodec
 from lightning_stocache.cache.spec import SampleMismatchError
 from lightning_stocache.node.parent import why_not_begun
-from lightning_stocache.setup.codec_choice import choose_codec
-from lightning_stocache.setup.form_choice import EncodedForm, look_at_files
+from lightning_stocache.setup.finding import Finding, find
 from lightning_stocache.setup.request import CacheRequest, LoaderSettings
-from lightning_stocache.source.access import batch_reader
-from lightning_stocache.source.encoded import taken_apart
 from lightning_stocache.source.generators import Generators, owned_generators, reachable
-from lightning_stocache.source.random_split import split, spread
-from lightning_stocache.source.transform_split import Cut
 from lightning_stocache.torch_internals import set_worker_dataset, shut_down
 
-__all__ = ["Finding", "look"]
+__all__ = ["look"]
 
 log = logging.getLogger(__name__)
 
-_BY_HAND = (
-    "To cache it, give its deterministic part to CachedDataset, and the random rest as transform=, which runs after "
-    "the cache; allow_random=True freezes its first draw."
-)
 _UNSENDABLE = b""
-_FROZEN = 4  # samples that are read of a source which is to be cached as it is
-_QUICK = 28  # indices that are read besides the first four, where that is quick
 TOLD_SECONDS = 10.0  # after which the look says what it waits for
 PATIENCE_SECONDS = 30.0  # without a read that has ended
-
-
-@dataclass(frozen=True)
-class Finding:
-    """What has been seen of a source; it can be sent to other processes. Without a codec, nothing is cached.
-
-    Args:
-        codec: between its samples and bytes.
-        cut: where the transform is cut; None if nothing is random.
-        reason: why the source passes through uncached, in words.
-        odd: of a sample that cannot be kept where most can, in words; it will pass through.
-        reads: how many samples were read.
-        worker_bytes: memory that the process which read them had for itself; None if it was this one.
-        encoded: what is known of its samples as files, where they may be kept so.
-        share: of the samples that are kept decoded, the others as files; None: all decoded.
-        note: what cannot be done as it was asked for, in words.
-    """
-
-    codec: SampleCodec | None = None
-    cut: Cut | None = None
-    reason: str | None = None
-    odd: str | None = None
-    reads: int = 0
-    worker_bytes: int | None = None
-    encoded: EncodedForm | None = None
-    share: float | None = None
-    note: str | None = None
 
 
 def look(request: CacheRequest) -> Finding:
@@ -127,7 +87,7 @@ class _Looker(IterableDataset[bytes]):
             self.progress += torch.tensor([1, index - int(self.progress[1])])
 
         try:
-            finding = replace(_find(self.request, told), worker_bytes=_private_bytes())
+            finding = replace(find(self.request, told), worker_bytes=_private_bytes())
         except Exception as error:  # as in `look`
             if self.request.strict:
                 raise
@@ -136,56 +96,6 @@ class _Looker(IterableDataset[bytes]):
             yield pickle.dumps(finding)
         except Exception:  # a sample of a class that other processes cannot find: whatever pickle raises then
             yield _UNSENDABLE
-
-
-def _find(request: CacheRequest, told: Callable[[int], None] = lambda index: None) -> Finding:
-    """Read some samples of the request's source in this process."""
-    source: Any = request.source
-    if request.allow_random:
-        generators = Generators(owned_generators(source))
-        before = generators.state()
-        told(0)
-        try:
-            indices = spread(request.length, _FROZEN, request.domain)
-            samples = [source[index] for index in indices]
-            choice = choose_codec(indices, samples, request.layout)
-            note = None if request.store == "decoded" else f"store={request.store!r} is not for allow_random=True"
-            codec = _admitting(request, choice.codec, samples)
-            return Finding(codec, odd=choice.odd, reads=len(indices), note=note)
-        finally:
-            generators.restore(before)
-    parts = split(source, quick=_QUICK, told=told, domain=request.domain)
-    files: EncodedForm | str | None = None
-    if request.store == "encoded" or (request.store == "auto" and not request.outlives):
-        files = look_at_files(source, parts.source, parts.indices, told)
-    if isinstance(files, EncodedForm) and (request.store == "encoded" or parts.reason is not None):
-        kept = taken_apart(source)[0]
-        finished = sum(map(files.codec.least_bytes, parts.samples)) // len(parts.samples)
-        codec = replace(files.codec, finished_bytes=finished)
-        codec = _admitting(request, codec, [kept[index] for index in parts.indices])
-        return Finding(codec, reads=parts.reads + files.reads, share=0.0)
-    if request.strict and request.store == "encoded":
-        raise ValueError(f"store='encoded' cannot be had: {files}")
-    if parts.reason is not None:
-        return Finding(reason=f"{parts.reason}\n{_BY_HAND}", reads=parts.reads)
-    reads = parts.reads
-    if (fetch := batch_reader(source)) is not None:
-        came = fetch([parts.indices[0]] * 2)
-        reads += 2
-        if not isinstance(came, Sequence) or isinstance(came, str) or len(came) != 2:
-            reason = "its __getitems__ gives whole batches, not a list of one sample per index"
-            return Finding(reason=reason, reads=reads)
-    choice = choose_codec(parts.indices, parts.samples, request.layout, parts.cut)
-    codec = _admitting(request, choice.codec, parts.samples)
-    note = f"store='encoded' cannot be had: {files}" if request.store == "encoded" else None
-    form = files if isinstance(files, EncodedForm) else None
-    reads += 0 if form is None else form.reads
-    return Finding(codec, parts.cut, odd=choice.odd, reads=reads, encoded=form, note=note)
-
-
-def _admitting(request: CacheRequest, codec: SampleCodec, samples: Sequence[Any]) -> SampleCodec:
-    """The codec for a cache with a name, where others may write: it reads back what this job's samples are made of."""
-    return codec.admitting(samples) if request.name is not None and isinstance(codec, RecordCodec) else codec
 
 
 def _start(request: CacheRequest) -> tuple[Iterator[bytes], torch.Tensor] | None:
@@ -246,7 +156,7 @@ def _answer(request: CacheRequest, answers: Iterator[bytes], progress: torch.Ten
 
 def _look_here(request: CacheRequest) -> Finding:
     with _put_back(request.source):
-        return _find(request)
+        return find(request)
 
 
 @contextmanager

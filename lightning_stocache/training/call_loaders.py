@@ -21,7 +21,7 @@ from torch.utils.data import DataLoader, IterableDataset
 
 from lightning_stocache.loading.dataset import CachedDataset
 from lightning_stocache.loading.loader_tree import Cached, cached_datasets, cached_in_leaves, leaves_in
-from lightning_stocache.loading.locality import locality_sampler
+from lightning_stocache.loading.rolling_cache import share_pools
 from lightning_stocache.loading.stand_in import StandIn
 from lightning_stocache.loading.stream import CachedStream
 from lightning_stocache.node.group import NodeGroup
@@ -30,9 +30,8 @@ from lightning_stocache.training.caches import CallCaches
 from lightning_stocache.training.loaders import rewrap, settings_of, with_dataset
 from lightning_stocache.training.model_memory import training_bytes
 from lightning_stocache.training.obstacles import check_leaf, check_loader, check_stream_loader, title
-from lightning_stocache.training.pools import share_pools
 from lightning_stocache.training.resume import ResumePoint
-from lightning_stocache.training.sampling import is_default, replicas
+from lightning_stocache.training.sampling import locality_for, replicas
 from lightning_stocache.training.wanted import Wanted, loader_domain
 
 __all__ = ["CallLoaders"]
@@ -159,15 +158,10 @@ class CallLoaders:
 
         A fit that several ranks began goes on in their order on one rank, too.
         """
-        count, rank = replicas(self._trainer)
-        if stage != "train" or not loader.batch_size or not is_default(loader):
+        if stage != "train" or self._trainer is None:
             return None
-        if count == 1 and (self._trainer is None or not ResumePoint.of(self._trainer).dealt):
-            return None
-        if self._trainer.overfit_batches:  # Lightning takes the sampler away, with a warning if it is not sequential
-            return None
-        # Shuffled whatever the loader's order was: Lightning's own is, for training.
-        return locality_sampler(dataset, loader.batch_size, True, count, rank, mode=self._caches.options.sampling)
+        mode, dealt = self._caches.options.sampling, ResumePoint.of(self._trainer).dealt
+        return locality_for(self._trainer, dataset, loader.sampler, loader.batch_size, mode, dealt=dealt)
 
 
 @dataclass(frozen=True)

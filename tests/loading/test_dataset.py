@@ -495,7 +495,9 @@ def test_a_sample_that_differs_is_named(monkeypatch: pytest.MonkeyPatch, num_wor
             rf"sample {source.odd}: field \['image'\] must be Tensor of dtype torch.uint8 and shape \(3, 8, 8\).*"
             r"got Tensor of dtype torch.uint8 and shape \(1, 8, 8\)"
         )
-        served, error = until_the_end(DataLoader(dataset, 5, collate_fn=list, num_workers=num_workers))
+        context = "fork" if num_workers else None  # workers have what is set here
+        loader = DataLoader(dataset, 5, collate_fn=list, num_workers=num_workers, multiprocessing_context=context)
+        served, error = until_the_end(loader)
     assert len(served) == 4
     assert type(error) is SampleMismatchError
     assert re.search(expected, str(error))
@@ -616,7 +618,7 @@ def test_a_budget_that_cannot_be_read_is_refused(source: CountedSource, budget: 
 @pytest.mark.parametrize(
     ("options", "message"),
     [
-        ({"backend": "shm"}, "backend must be one of auto, tmpfile, memfd, file, got 'shm'"),
+        ({"backend": "shm"}, "backend must be 'auto', 'tmpfile', 'memfd' or 'file', got 'shm'"),
         ({"on_error": "ignore"}, "on_error must be 'raise' or 'disable', got 'ignore'"),
         ({"spec": (3, 8, 8)}, r"spec must be a SampleSpec, .* got \(3, 8, 8\)"),
     ],

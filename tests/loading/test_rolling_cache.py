@@ -17,7 +17,7 @@ import torch
 from torch.utils.data import DataLoader, Dataset, IterableDataset, get_worker_info
 
 from lightning_stocache import CachedDataset, CachedLoader, RollingCache, RollingWriter, SampleSpec
-from lightning_stocache.loading.rolling_pool import RollingPool
+from lightning_stocache.node import waiting
 from lightning_stocache.setup.first_sample import FirstSampleError
 from tests.processes import Child, call, context
 from tests.ranks import run_ranks
@@ -188,9 +188,13 @@ def test_fillers_roll_where_it_does_not_fit(opened):
     assert seen == set(range(40))
 
 
+def slow(index: int) -> None:
+    time.sleep(0.02)
+
+
 def test_an_epoch_waits_for_the_minimum_and_goes_on(opened):
     """A filler slower than training: the epoch has at least the minimum, and a later one more."""
-    pool = opened(Numbers(trouble=lambda index: time.sleep(0.02)), "100%", fillers=1, minimum=5)
+    pool = opened(Numbers(trouble=slow), "100%", fillers=1, minimum=5)
     loader = CachedLoader(pool, 5, shuffle=True)
     lengths = [len(labels(loader)) for _ in range(4) if not time.sleep(0.1)]
     assert 5 <= lengths[0] < lengths[-1] < 40
@@ -217,7 +221,8 @@ def test_a_stream_is_divided_among_the_fillers(opened):
 
 def test_a_generator_ends_and_training_goes_on(opened, caplog):
     """What has come stays; that less than the minimum has come is said once."""
-    pool = opened((Numbers()[number] for number in range(12)), 60 * EACH, fillers=2, minimum=50)
+    source = (Numbers()[number] for number in range(12))  # which cannot be pickled
+    pool = opened(source, 60 * EACH, fillers=2, minimum=50, multiprocessing_context="fork")
     loader = CachedLoader(pool, 8)
     assert sorted(labels(loader)) == sorted(labels(loader)) == list(range(12))
     assert caplog.text.count("training goes on with what is resident") == 1
@@ -368,7 +373,7 @@ class HangsAfter:
 
 def test_a_filler_that_hangs_is_told_while_training_waits(opened, caplog, monkeypatch):
     """Who has been loading what for how long; once the minimum is there, training does not mind."""
-    monkeypatch.setattr(RollingPool, "told_seconds", 0.3)
+    monkeypatch.setattr(waiting, "TOLD_SECONDS", 0.3)
     source = Numbers(trouble=HangsAfter(6))
     pool = opened(source, "100%", spec=SPEC, fillers=1, minimum=8, shuffle=False)
     writer = RollingWriter.attach(pool.handle)
@@ -401,6 +406,13 @@ def test_fillers_that_cannot_import_the_source_are_not_started_again(opened, cap
         next(iter(CachedLoader(pool, 4)))
     assert caplog.text.count("filler 0 died") == 1
     assert pool.stats().restarts == 0
+
+
+def test_what_cannot_be_sent_to_fillers_is_an_error_in_words(opened):
+    """A source that cannot be pickled needs fillers that are forked, and the error says so."""
+    pool = opened(Numbers(trouble=lambda index: None), "100%", spec=SPEC, multiprocessing_context="forkserver")
+    with pytest.raises(TypeError, match=r"cannot be sent to .*'forkserver' .*multiprocessing_context=\"fork\""):
+        next(iter(CachedLoader(pool, 4)))
 
 
 def train_and_be_killed(path: str) -> None:
