@@ -158,10 +158,10 @@ class CallLoaders:
 
         A fit that several ranks began goes on in their order on one rank, too.
         """
-        if stage != "train":
+        if stage != "train" or self._trainer is None:
             return None
-        dealt, mode = self._trainer is not None and ResumePoint.of(self._trainer).dealt, self._caches.options.sampling
-        return locality_for(self._trainer, dataset, loader.sampler, loader.batch_size, mode, also_alone=dealt)
+        mode, dealt = self._caches.options.sampling, ResumePoint.of(self._trainer).dealt
+        return locality_for(self._trainer, dataset, loader.sampler, loader.batch_size, mode, dealt=dealt)
 
 
 @dataclass(frozen=True)

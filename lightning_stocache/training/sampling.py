@@ -46,7 +46,7 @@ def is_default(sampler: Any) -> bool:
 
 
 def locality_for(
-    trainer: Any, dataset: CachedDataset, sampler: Any, batch_size: int | None, mode: Mode, *, also_alone: bool = False
+    trainer: Any, dataset: CachedDataset, sampler: Any, batch_size: int | None, mode: Mode, *, dealt: bool = False
 ) -> LocalitySampler | None:
     """What a training loader draws from where Lightning would have put a sampler of its own; None: from its own.
 
@@ -58,10 +58,10 @@ def locality_for(
         sampler: the loader's.
         batch_size: of one rank; None where a batch sampler knows.
         mode: see `LocalitySampler`.
-        also_alone: whether one rank goes on in the order of several.
+        dealt: whether the fit was begun in such an order: it goes on in it on one rank, too.
     """
     count, rank = replicas(trainer)
-    if not batch_size or (count == 1 and not (also_alone and is_default(sampler))):
+    if (count == 1 and not dealt) or not batch_size:
         return None
     if trainer.overfit_batches:  # Lightning takes the sampler away, with a warning if it is not sequential
         return None
