@@ -74,8 +74,8 @@ class CacheMonitor(Callback):
     `compute_seconds` of rank zero in the epoch so far, `fill_fraction` and `memory_bytes` of its node.
 
     When a fit starts, what was asked of the caches, granted and decided goes to the loggers as hyperparameters, so that
-    runs can be grouped by it: `stocache/budget`, `budget_bytes`, `dataset`, `samples`, `slots`, `coverage`, `layout`,
-    `store`, `backend`, `sampling`, `nodes`, `ranks`, `name` and `dir`; those of validation below `stocache/val/`.
+    runs can be grouped by it: `stocache/budget`, `budget_bytes`, `dataset`, `samples`, `drawn`, `slots`, `coverage`,
+    `layout`, `store`, `backend`, `sampling`, `nodes`, `ranks`, `name`, `dir`; of validation below `stocache/val/`.
     TensorBoard and W&B are told how to draw the metrics (`insight.layout`).
 
     Args:
