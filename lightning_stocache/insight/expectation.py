@@ -7,8 +7,9 @@ theirs, weighted by what was served of each.
 
 On one node `insight.first_draws` has the theory, for all samplers of which `sampler_draws` knows something; on several
 `insight.theory` has it, for DistributedSampler and LocalitySampler. There is none where what a sampler will draw cannot
-be known, where two loaders of training read one dataset, where validation may fill slots of the same samples, and where
-idle workers fill the cache. To watch what is drawn, and to predict the hits from that, would be to measure them twice.
+be known, where two loaders of several ranks read one dataset, where validation may fill slots of the same samples, and
+where idle workers fill the cache. To watch what is drawn, and to predict the hits from that, would be to measure them
+twice.
 """
 
 from __future__ import annotations
@@ -18,19 +19,19 @@ from collections.abc import Mapping, Sequence
 from typing import Any
 
 import numpy.typing as npt
-from torch.utils.data import BatchSampler, DistributedSampler
+from torch.utils.data import BatchSampler
 
 from lightning_stocache.cache.counters import Counters, Counts
 from lightning_stocache.cache.placement import Ring
 from lightning_stocache.cache.stores import stored
 from lightning_stocache.insight.first_draws import FirstDraws
-from lightning_stocache.insight.sampler_draws import LoaderDraws, drawn_list, loader_draws
+from lightning_stocache.insight.sampler_draws import LoaderDraws, drawn_list, drawn_together, loader_draws
 from lightning_stocache.insight.theory import expected_hit_rate, moved_share
 from lightning_stocache.loading.dataset import CachedDataset, cached_source
 from lightning_stocache.loading.loader_sampler import index_sampler
 from lightning_stocache.loading.loader_tree import Cached, cached_behind, leaves_in
 from lightning_stocache.sampling.locality_sampler import LocalitySampler, Mode
-from lightning_stocache.sampling.sampler_domain import is_monai
+from lightning_stocache.sampling.sampler_domain import drawing_of
 
 __all__ = ["Expectation"]
 
@@ -53,8 +54,9 @@ class Expectation:
         datasets: Sequence[Cached],
         loaders: Any,
         *,
-        others: Any = (),
         world: int,
+        others: Any = (),
+        again: bool | None = None,
     ) -> str | None:
         """Add `hit_rate_expected` to the metrics of the epoch that ends now, unless no formula holds.
 
@@ -63,8 +65,10 @@ class Expectation:
             counts: what this rank has been served of each training set in it, the other ranks likewise.
             datasets: the training sets; where one of them is a stream, nothing is expected.
             loaders: that read them.
-            others: loaders that may fill slots of the same samples.
             world: number of ranks.
+            others: loaders that may fill slots of the same samples.
+            again: whether one of several loaders begins again when it has ended, while others go on; None: it is not
+                known in which turns they are read, and nothing is expected where several read one dataset.
 
         Returns:
             What is wrong, in words, if there is something, and for the first time.
@@ -74,7 +78,7 @@ class Expectation:
         if not datasets or len(counters) < len(datasets) or not all(_readers(loaders, each) for each in counters):
             return None
         if counters not in self._of:
-            self._of[counters] = _JointExpectation(cached, loaders, others, world)
+            self._of[counters] = _JointExpectation(cached, loaders, others, world, again)
         joint = self._of[counters]
         if (expected := joint.hit_rate(metrics, counts, loaders)) is not None:
             metrics["hit_rate_expected"] = expected
@@ -90,10 +94,11 @@ class Expectation:
 class _JointExpectation:
     """The prediction for some training sets."""
 
-    def __init__(self, datasets: Sequence[CachedDataset], loaders: Any, others: Any, world: int) -> None:
-        self._sets = [
-            _SetExpectation(dataset, loaders, others, world, alone=len(datasets) == 1) for dataset in datasets
-        ]
+    def __init__(
+        self, datasets: Sequence[CachedDataset], loaders: Any, others: Any, world: int, again: bool | None
+    ) -> None:
+        alone = len(datasets) == 1
+        self._sets = [_SetExpectation(dataset, loaders, others, world, again, alone) for dataset in datasets]
         self._served = 0
 
     def hit_rate(self, metrics: Mapping[str, float], counts: Mapping[Counters, Counts], loaders: Any) -> float | None:
@@ -118,8 +123,8 @@ class _JointExpectation:
             if part.changed and part.leaves_out and metrics["bypasses"]:
                 return (
                     f"{type(part.sampler).__name__} draws other samples than when the cache opened, and only those "
-                    f"have slots: {int(metrics['bypasses'])} samples of this epoch had none.\nWith keep_cache=True all "
-                    "samples have slots"
+                    f"have slots: {int(metrics['bypasses'])} samples of this epoch had none.\nWith keep_cache=True and "
+                    "memory for the whole dataset all samples have slots"
                 )
         measured, expected = metrics["hit_rate"], metrics.get("hit_rate_expected")
         if expected is None or any(part.lags for part in self._sets):
@@ -148,7 +153,9 @@ class _JointExpectation:
 class _SetExpectation:
     """The prediction for one training set."""
 
-    def __init__(self, dataset: CachedDataset, loaders: Any, others: Any, world: int, *, alone: bool) -> None:
+    def __init__(
+        self, dataset: CachedDataset, loaders: Any, others: Any, world: int, again: bool | None, alone: bool
+    ) -> None:
         assert dataset.counters is not None
         self.counters = dataset.counters
         self._dataset = dataset
@@ -159,12 +166,19 @@ class _SetExpectation:
         self._ready = 0.0
         self._theory: FirstDraws | None = None
         self._slots: tuple[Ring, npt.NDArray[Any], npt.NDArray[Any]] | None = None
-        self._list, self.changed = drawn_list(loader), False
-        known = loader_draws(loader, dataset.counters, world, self.nodes)
+        self._lists, self.changed = list(map(drawn_list, readers)), False
+        each = [loader_draws(reader, dataset.counters, world, self.nodes) for reader in readers]
+        known = each[0]
+        if len(each) > 1:
+            known = None if again is None else drawn_together(readers, each, len(dataset), again=again)
         shared = [loader_draws(other, dataset.counters, 1, 1) for other in _readers(others, dataset.counters)]
         self._alone = alone and not shared
         prefills = cached_source(dataset).opened.request.prefill
-        if len(readers) > 1 or prefills or (shared and (known is None or any(_meet(known, other) for other in shared))):
+        if (
+            (len(readers) > 1 and world > 1)
+            or prefills
+            or (shared and (known is None or any(_meet(known, other) for other in shared)))
+        ):
             known = None
         self._draws = known
         if self.nodes > 1 and (type(loader.batch_sampler) is not BatchSampler or not _deals(self.sampler)):
@@ -191,7 +205,7 @@ class _SetExpectation:
         first, known = not self._epochs, self._draws
         self._epochs.append(served)
         readers = _readers(loaders, self.counters)
-        self.changed |= len(readers) == 1 and drawn_list(readers[0]) != self._list
+        self.changed |= list(map(drawn_list, readers)) != self._lists
         if self.changed:
             return None
         if ring is None or known is None or len(self._dataset) != ring.arcs[0].length:
@@ -245,5 +259,5 @@ def _meet(known: LoaderDraws, other: LoaderDraws | None) -> bool:
 
 def _deals(sampler: Any) -> bool:
     """Whether it deals one permutation among the ranks."""
-    kinds = (LocalitySampler, DistributedSampler)
-    return type(sampler) in kinds or is_monai(sampler, "DistributedSampler")
+    drawing = drawing_of(sampler)
+    return drawing is not None and drawing.deals

@@ -121,18 +121,17 @@ class Tallies:
         for dataset, counters in _counted(datasets):
             self._moved(dataset, counters)
 
-    def live(self, datasets: Iterable[Cached], seconds: Seconds | None = None) -> dict[str, float]:
-        """This rank's values of training's epoch so far, by their metric keys; empty where nothing counts.
-
-        Args:
-            datasets: what training reads.
-            seconds: of its loop so far, where they are known.
-        """
+    def peek(self, datasets: Iterable[Cached], seconds: Seconds | None = None) -> Tally | None:
+        """This rank's tally of training's epoch so far, with the seconds of its loop where they are known."""
         tallies = []
         for dataset, counters in _counted(datasets):
             _, counts = self._since(dataset, counters)
             tallies.append(_tally(dataset, counts + self._aside.get(counters, Counts())))
-        tally = _joined(tallies, seconds)
+        return _joined(tallies, seconds)
+
+    def live(self, datasets: Iterable[Cached], seconds: Seconds | None = None) -> dict[str, float]:
+        """This rank's values of training's epoch so far, by their metric keys; empty where nothing counts."""
+        tally = self.peek(datasets, seconds)
         now = {} if tally is None else rates(tally)
         return {LIVE + name: now[name] for name in LIVE_METRICS if name in now}
 

@@ -31,7 +31,8 @@ from lightning_stocache.insight.tallies import Tallies, samples_of
 from lightning_stocache.insight.verdict import verdict
 from lightning_stocache.loading.dataset import CachedDataset, cached_source
 from lightning_stocache.loading.loader_tree import Cached
-from lightning_stocache.training.lightning_internals import stall_actions
+from lightning_stocache.setup.option import check_flag
+from lightning_stocache.training.lightning_internals import begins_again, stall_actions
 from lightning_stocache.training.live import LiveValues
 from lightning_stocache.training.loaders import running_datasets
 from lightning_stocache.training.profiler import listen, stop_listening
@@ -102,8 +103,7 @@ class CacheMonitor(Callback):
     ) -> None:
         options = {"live": live, "per_node": per_node, "hyperparameters": hyperparameters, "verbose": verbose}
         for name, value in options.items():
-            if not isinstance(value, bool):
-                raise ValueError(f"{name} must be true or false, got {value!r}")
+            check_flag(name, value)
         self.live, self.per_node, self.hyperparameters, self.verbose = options.values()
         self._monitors = True
         self._tallies = Tallies()
@@ -267,7 +267,13 @@ class CacheMonitor(Callback):
         """Add what was to be expected, and say so once if it was much more."""
         served, loaders, others = self._tallies.served["train"], trainer.train_dataloader, trainer.val_dataloaders
         if complaint := self._expectation.compare(
-            metrics, served, datasets, loaders, others=others, world=trainer.world_size
+            metrics,
+            served,
+            datasets,
+            loaders,
+            world=trainer.world_size,
+            others=others,
+            again=begins_again(trainer),
         ):
             rank_zero_warn(complaint)
 
