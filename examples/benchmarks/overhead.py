@@ -1,6 +1,6 @@
 """What the callbacks cost, and whether their clock is right.
 
-    python examples/benchmarks/overhead.py                         # about 2 minutes on 2 cores
+    python examples/benchmarks/overhead.py                         # 2 minutes on 2 cores, 4 on busy ones
 
 A Trainer with one of the callbacks at default settings, a CSVLogger and the progress bar, in epoch one, which they have
 most to do in. Its steps do nothing but write over 4 MB, so that the processor's caches are as after a step of a model.
@@ -333,7 +333,7 @@ def counts(steps: int) -> dict[str, float]:
 
 
 def main(arguments: list[str] | None = None) -> None:
-    chosen = parser(__doc__, rounds=3).parse_args(arguments)
+    chosen = parser(__doc__, rounds=2).parse_args(arguments)
     report = Report("overhead", chosen)
     steps, epochs, counted, timed = (60, 20, 50, 20) if report.quick else (800, 80, 100, 100)
     sources = {"warm": 0.0, "20 ms per batch": SLOW_SECONDS}
