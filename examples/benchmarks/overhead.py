@@ -1,19 +1,22 @@
 """What the callbacks cost, and whether their clock is right.
 
-    python examples/benchmarks/overhead.py                         # about 7 minutes on 2 cores
+    python examples/benchmarks/overhead.py                         # 2 minutes on 2 cores, 4 on busy ones
 
-A Trainer with CacheMonitor and FillProgress at default settings, a CSVLogger and the progress bar; a step sleeps for
-10 ms, which releases the GIL as a GPU's step does, and leaves the processor colder than one.
+A Trainer with one of the callbacks at default settings, a CSVLogger and the progress bar, in epoch one, which they have
+most to do in. Its steps do nothing but write over 4 MB, so that the processor's caches are as after a step of a model.
 
-step     CPU microseconds of the main thread per step, without both callbacks and what they add. Blocks of 50 steps run
-         with them and without them in turn, within epoch one, which they have most to do in; each block with them is
-         compared with its two neighbours
-end      the same for the end of an epoch: epochs of a few steps end with them and without them in turn
-cost     both together, in epochs of 500 steps, as a share of the step
-timer    the same for a step with StepTimer; and what its calls take by themselves, ten thousand steps in a row, on the
-         host's clock and with events that cost nothing (a real event takes a CUDA call more, some ten times a step)
+cost     what a callback adds to the main thread's CPU time per step, without the step's own work. Steps come in pairs,
+         one with the callback (and with what it leaves in the Trainer) and one without, in random order; pairs in
+         which something was logged are taken apart, because they are few and dear. Shown are medians of the
+         differences, in brackets their 95 % intervals. Other work on the machine makes both steps slower and the
+         intervals wider. "Empty" is a callback that does nothing: what Lightning takes to call it.
+calls    functions called for it per step, Python's and C's, over 100 steps without the progress bar: however busy the
+         machine is, it is the same. Below zero where a profiler that does nothing is replaced by one that is quicker
+end      CPU time at the end of an epoch: epochs of a few steps end with the callbacks and without them in turn
+clock    what StepTimer tells its clock, by itself, ten thousand steps in a row: on the host's clock and with events
+         that cost nothing (a real event takes a CUDA call more, some ten times a step)
 wait     data_wait_seconds as CacheMonitor logs it, beside what Lightning's SimpleProfiler has for `next(loader)`, in
-         epoch two of a loader that is warm, and of one whose source takes 20 ms per batch
+         epoch two of a loader that is warm, and of one whose source takes 20 ms per batch; a step sleeps for 10 ms
 compute  compute_seconds, beside the profiler's `run_training_batch`
 hooks    what the profiler has for all hooks of both callbacks, over both epochs; what it costs to time them is in it
 """
@@ -22,33 +25,53 @@ from __future__ import annotations
 
 import contextlib
 import io
-import itertools
 import logging
+import math
+import random
 import statistics
+import sys
 import tempfile
 import time
 import warnings
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from functools import partial
-from typing import Any
+from typing import Any, NamedTuple
 
+import numpy as np
 import torch
 from lightning.pytorch import Callback, LightningModule, Trainer, seed_everything
 from lightning.pytorch.loggers import CSVLogger
 from lightning.pytorch.profilers import SimpleProfiler
 from measure import Report, Spread, fresh, parser, rounds
-from torch.utils.data import Dataset
+from torch.utils.data import DataLoader, Dataset
 
-from lightning_stocache import CacheMonitor, FillProgress, StepClock, StepTimer, StocacheDataModule
+from lightning_stocache import CacheMonitor, FillProgress, StepClock, StepTimer, StocacheDataModule, StochasticCache
 from lightning_stocache.insight.timeline import DeviceTimeline, HostTimeline
 
 STEP_SECONDS = 0.010
 SLOW_SECONDS = 0.020
 BATCH_SIZE = 4
-SHORT, LONG = 4, 500  # steps of an epoch: where its end is measured, and where it is to be a share of
+SHORT = 4  # steps of an epoch where its end is measured
+LONG = 500  # and where the end is to be a share of it
+COLD_BYTES = 4 << 20  # what a step writes over: more than a core has to itself
+FIRST = 20  # steps that are not counted: much is done for the first time in them
 _OURS = ("[Callback]CacheMonitor.", "[Callback]FillProgress.")
 HOW = ("host", "events")  # where StepTimer reads moments
 BOTH = (CacheMonitor, FillProgress)
+
+
+class Empty(Callback):
+    """Does nothing."""
+
+
+COSTS: dict[str, tuple[type[Callback], ...]] = {
+    "Empty": (Empty,),
+    "StepTimer": (StepTimer,),
+    "CacheMonitor": (CacheMonitor,),
+    "FillProgress": (FillProgress,),
+    "StochasticCache": (StochasticCache,),
+    "CacheMonitor, FillProgress": BOTH,
+}
 
 
 class Images(Dataset[Any]):
@@ -66,83 +89,165 @@ class Images(Dataset[Any]):
         return torch.full((3, 32, 32), index % 256, dtype=torch.uint8), index % 10
 
 
-class Sleeper(LightningModule):
-    """A step of a known length.
+class Steps(LightningModule):
+    """Training steps of one weight."""
 
-    Args:
-        block: steps that run with our callbacks before as many run without them; 0 for all with them.
-        ours: their classes.
-    """
-
-    def __init__(self, block: int = 0, ours: tuple[type[Callback], ...] = BOTH) -> None:
+    def __init__(self, ours: Sequence[type[Callback]] = BOTH) -> None:
         super().__init__()
-        self.ours = ours
+        self.ours = tuple(ours)
         self.weight = torch.nn.Parameter(torch.zeros(1))
-        self.block = block
-        self.spent: list[float] = []  # CPU seconds of this thread, at the beginning of each step
 
     def training_step(self, batch: Any, batch_idx: int) -> torch.Tensor:
-        if self.block and len(self.spent) % self.block == 0:
-            self._change(with_ours=len(self.spent) // self.block % 2 == 1)
-        self.spent.append(time.thread_time())
-        time.sleep(STEP_SECONDS)
+        self.work()
         return self.weight.sum()
+
+    def work(self) -> None:
+        time.sleep(STEP_SECONDS)
 
     def configure_optimizers(self) -> Any:
         return torch.optim.SGD(self.parameters(), lr=0.1)
 
+
+class Alternating(Steps):
+    """Has the callbacks take part in some steps and not in others, and notes what each step took.
+
+    Args:
+        ours: the classes of the callbacks.
+        block: steps that run with them, or without them, before as many do otherwise; which come first is drawn.
+    """
+
+    def __init__(self, ours: Sequence[type[Callback]], block: int) -> None:
+        super().__init__(ours)
+        self.block, self.random = block, random.Random(0)
+        self.cold = np.zeros(COLD_BYTES, dtype=np.uint8)
+        self.taken: list[tuple[float, bool, bool]] = []  # CPU seconds; with callbacks; something was logged
+        self.logged = False
+        self._begun, self._steps, self._with = 0.0, 0, False
+
+    def work(self) -> None:
+        now = time.thread_time()
+        if self._steps:
+            self.taken.append((now - self._begun, self._with, self.logged))
+        if self._steps % self.block == 0:
+            first = self._steps // self.block % 2 == 0
+            self._change(self.random.random() < 0.5 if first else not self._with)
+        self._steps, self.logged = self._steps + 1, False
+        self.cold += 1
+        self._begun = time.thread_time()
+
+    def log(self, *arguments: Any, **options: Any) -> None:
+        self.logged = True
+        super().log(*arguments, **options)
+
     def _change(self, with_ours: bool) -> None:
         trainer: Any = self.trainer
-        if not self.spent:
+        if not self._steps:
             self._all, self._profiler = trainer.callbacks, trainer.profiler
-        others = [one for one in self._all if not isinstance(one, self.ours)]
-        trainer.callbacks = self._all if with_ours else others
-        trainer.profiler = self._profiler if with_ours else self._profiler.users  # as CacheMonitor leaves it
+            self._others = [other for other in self._all if not isinstance(other, self.ours)]
+            self._users = getattr(self._profiler, "users", self._profiler)  # as our callbacks leave it
+        trainer.callbacks = self._all if with_ours else self._others
+        trainer.profiler = self._profiler if with_ours else self._users
+        self._with = with_ours
 
 
-def train(model: Sleeper, steps: int, epochs: int, source_seconds: float, profiler: SimpleProfiler | None) -> Trainer:
+class Counting(Steps):
+    """Counts the calls of functions in its first steps."""
+
+    def __init__(self, ours: Sequence[type[Callback]], steps: int) -> None:
+        super().__init__(ours)
+        self.calls: list[int] = []
+        self.steps, self._count = steps, 0
+
+    def work(self) -> None:
+        sys.setprofile(None)
+        self.calls.append(self._count)
+        self._count = 0
+        if len(self.calls) <= self.steps:
+            sys.setprofile(self._note)
+        else:
+            self.trainer.should_stop = True
+
+    def on_train_end(self) -> None:
+        sys.setprofile(None)
+
+    def _note(self, frame: Any, event: str, argument: Any) -> None:
+        self._count += event in ("call", "c_call")
+
+
+class Noted(CSVLogger):
+    """Tells a model when something is logged."""
+
+    def __init__(self, folder: str, model: Any) -> None:
+        super().__init__(folder)
+        self.model = model
+
+    def log_metrics(self, metrics: Any, step: int | None = None) -> None:
+        self.model.logged = True
+        super().log_metrics(metrics, step)
+
+
+def train(model: Steps, steps: int, epochs: int, source_seconds: float, profiler: SimpleProfiler | None) -> Trainer:
     """Train quietly; a source that takes so many seconds per batch is to be waited for in every epoch: no cache."""
     torch.set_num_threads(1)
     warnings.simplefilter("ignore")
     logging.getLogger("lightning.pytorch").setLevel(logging.ERROR)
     seed_everything(0, verbose=False)
     source, budget = Images(steps * BATCH_SIZE, source_seconds / BATCH_SIZE), 0 if source_seconds else "auto"
+    data: Any = StocacheDataModule(train=source, batch_size=BATCH_SIZE, budget=budget)
+    if StochasticCache in model.ours:
+        data = DataLoader(source, BATCH_SIZE)
     with tempfile.TemporaryDirectory() as folder, contextlib.redirect_stdout(io.StringIO()):
         trainer = Trainer(
             max_epochs=epochs,
             accelerator="cpu",
             callbacks=[made() for made in model.ours],
-            logger=CSVLogger(folder),
+            logger=Noted(folder, model),
             profiler=profiler,
             enable_checkpointing=False,
             enable_model_summary=False,
+            enable_progress_bar=not isinstance(model, Counting),  # it calls functions when it is time to
         )
-        trainer.fit(model, StocacheDataModule(train=source, batch_size=BATCH_SIZE, budget=budget))
+        trainer.fit(model, data)
     return trainer
 
 
-def added(block: int, blocks: int, epochs: int, ours: tuple[type[Callback], ...] = BOTH) -> tuple[float, float]:
-    """CPU seconds of the main thread for a block of steps: without our callbacks, and what these add.
+def added(steps: int, ours: Sequence[type[Callback]]) -> dict[str, Any]:
+    """CPU seconds of the main thread: of a step without the callbacks, and what they add to it, pair by pair."""
+    model = Alternating(ours, 1)
+    train(model, steps, 1, 0.0, None)
+    pairs = list(in_pairs(model.taken[FIRST:]))
+    return {
+        "without": [without[0] for without, _ in pairs],
+        "plain": [more[0] - without[0] for without, more in pairs if not more[2]],
+        "logging": [more[0] - without[0] for without, more in pairs if more[2]],
+    }
 
-    Args:
-        block: steps that run with them, or without them, in turn.
-        blocks: that run in all; an even number of epochs, or all in one.
-        epochs: that they make up.
-        ours: the callbacks.
-    """
-    model = Sleeper(block, ours)
-    train(model, block * blocks // epochs, epochs, 0.0, None)
-    spent = [model.spent[first] for first in range(0, len(model.spent), block)]
-    # What is done for the first time in a process is not counted.
-    costs = [after - before for before, after in itertools.pairwise(spent)][2:]
-    more = [costs[at] - (costs[at - 1] + costs[at + 1]) / 2 for at in range(1, len(costs) - 1, 2)]
-    return statistics.median(costs[::2]), statistics.median(more)
+
+def ends(epochs: int) -> list[float]:
+    """CPU seconds of the main thread that both callbacks add to an epoch of SHORT steps, pair by pair."""
+    model = Alternating(BOTH, SHORT)
+    train(model, SHORT, epochs, 0.0, None)
+    each = [model.taken[first : first + SHORT] for first in range(0, len(model.taken), SHORT)]
+    whole = [(sum(step[0] for step in steps), steps[0][1], False) for steps in each[4:]]
+    return [more[0] - without[0] for without, more in in_pairs(whole)]
+
+
+def in_pairs(taken: Sequence[tuple[float, bool, bool]]) -> Iterable[Any]:
+    """Each two that follow each other: the one without callbacks, and the one with them."""
+    return (sorted(pair, key=lambda each: each[1]) for pair in zip(taken[::2], taken[1::2], strict=False))
+
+
+def calls(steps: int, ours: Sequence[type[Callback]]) -> float:
+    """Functions called per step, in an epoch of LONG ones."""
+    model = Counting(ours, steps)
+    train(model, LONG, 1, 0.0, None)
+    return statistics.fmean(model.calls[FIRST:])
 
 
 def clocks(steps: int, seconds_per_batch: float) -> dict[str, float]:
     """Seconds per step of epoch two, by our clock and by Lightning's."""
     profiler = SimpleProfiler()
-    trainer = train(Sleeper(), steps, 2, seconds_per_batch, profiler)
+    trainer = train(Steps(), steps, 2, seconds_per_batch, profiler)
     logged, spent = trainer.callback_metrics, profiler.recorded_durations
     hooks = [sum(times) for name, times in spent.items() if name.startswith(_OURS)]
     return {
@@ -167,63 +272,98 @@ class Free:
         return 1.0
 
 
-def calls(steps: int) -> dict[str, float]:
+def clock(steps: int) -> dict[str, float]:
     """CPU seconds per step of what StepTimer tells its clock."""
-    found = {}
+    found, many = {}, 320  # of which some are read meanwhile
     for name, timeline in {"host": HostTimeline(), "events": DeviceTimeline(event=Free)}.items():
         clock, spent = StepClock(timeline=timeline), []
         clock.begin_epoch()
         begin = time.thread_time()
-        for step in range(steps):
-            if step and step % 320 == 0:  # they are read 32 at a time
-                spent.append((time.thread_time() - begin) / 320)
-                begin = time.thread_time()
+        for step in range(1, steps + 1):
             for part in ("wait", "transfer"):
-                clock.start(part)
-                clock.stop(part)
-            clock.start("optimizer")
-            for part in ("forward", "optimizer", "backward"):
-                clock.start(part)
-                clock.stop(part)
-            clock.stop("optimizer")
+                with clock(part):
+                    pass
+            with clock("optimizer"):
+                for part in ("forward", "optimizer", "backward"):
+                    with clock(part):
+                        pass
             clock.end_step(BATCH_SIZE)
+            if step % many == 0:
+                now = time.thread_time()
+                spent.append((now - begin) / many)
+                begin = now
         found[name] = statistics.median(spent)
     return found
 
 
-def main(arguments: list[str] | None = None) -> None:
-    chosen = parser(__doc__, rounds=5).parse_args(arguments)
-    report = Report("overhead", chosen)
-    block, blocks, epochs = (5, 12, 12) if report.quick else (50, 80, 40)
-    arms = {
-        "step": partial(fresh, added, block, blocks, 1),
-        "end": partial(fresh, added, SHORT, epochs, epochs),
-        "timer": partial(fresh, added, block, blocks, 1, (StepTimer,)),
-        "calls": partial(fresh, calls, 10 * block * blocks),
-    }
-    runs = rounds(arms, report.rounds)
-    steps = [more / block for _, more in runs["step"]]
-    ends = [more - SHORT * step for (_, more), step in zip(runs["end"], steps, strict=True)]
-    timer = [more / block for _, more in runs["timer"]]
-    rows = [
-        ["a step", _microseconds(without / block for without, _ in runs["step"]), _microseconds(steps)],
-        ["the end of an epoch", "", _microseconds(ends)],
-        ["a step with StepTimer", _microseconds(without / block for without, _ in runs["timer"]), _microseconds(timer)],
-        *([f"  its clock alone, {name}", "", _microseconds(one[name] for one in runs["calls"])] for name in HOW),
-    ]
-    report.table("CPU of the main thread", ("", "without callbacks, us", "what they add, us"), rows)
-    shares = Spread.of((step + end / LONG) / STEP_SECONDS for step, end in zip(steps, ends, strict=True))
-    timed = Spread.of(more / STEP_SECONDS for more in timer)
-    report.say(f"Cost of StepTimer: {timed:.2%} of a step of {1000 * STEP_SECONDS:.0f} ms")
-    report.say(f"Cost in epochs of {LONG} steps of {1000 * STEP_SECONDS:.0f} ms: {shares:.2%} of the step")
+class Median(NamedTuple):
+    """A median and its 95 % interval, which is of order statistics: it asks nothing of how values are spread."""
 
+    low: float
+    median: float
+    high: float
+
+    @classmethod
+    def of(cls, values: Iterable[float]) -> Median:
+        several = sorted(values)
+        off = 0.98 * math.sqrt(len(several))
+        first, last = math.floor(len(several) / 2 - off), math.ceil(len(several) / 2 + off)
+        return cls(several[max(first, 0)], statistics.median(several), several[min(last, len(several) - 1)])
+
+    def __add__(self, other: Median) -> Median:  # type: ignore[override]
+        return Median(*(mine + its for mine, its in zip(self, other, strict=True)))
+
+    def __mul__(self, factor: float) -> Median:  # type: ignore[override]
+        return Median(*sorted(factor * each for each in self))
+
+    def __format__(self, spec: str) -> str:
+        return f"{self.median:{spec}} [{self.low:{spec}}..{self.high:{spec}}]"
+
+
+def costs(steps: int, epochs: int) -> dict[str, Any]:
+    """What all callbacks cost, in one process: each is compared with nothing but its own run."""
+    arms = {name: partial(added, steps, ours) for name, ours in COSTS.items()} | {"end": partial(ends, epochs)}
+    arms |= {"clock": partial(clock, 10 * steps)}
+    return {name: arms[name]() for name in random.sample(list(arms), len(arms))}
+
+
+def counts(steps: int) -> dict[str, float]:
+    """Functions called per step, without callbacks and with them."""
+    return {name: calls(steps, ours) for name, ours in {"none": (), **COSTS}.items()}
+
+
+def main(arguments: list[str] | None = None) -> None:
+    chosen = parser(__doc__, rounds=2).parse_args(arguments)
+    report = Report("overhead", chosen)
+    steps, epochs, counted, timed = (60, 20, 50, 20) if report.quick else (800, 80, 100, 100)
     sources = {"warm": 0.0, "20 ms per batch": SLOW_SECONDS}
-    count = 20 if report.quick else 200
-    found = rounds({name: partial(fresh, clocks, count, seconds) for name, seconds in sources.items()}, report.rounds)
+    arms: dict[Any, Any] = {name: partial(fresh, clocks, timed, seconds) for name, seconds in sources.items()}
+    found = rounds(arms | {"costs": partial(fresh, costs, steps, epochs)}, report.rounds)
+    called, runs = fresh(counts, counted + FIRST), found.pop("costs")
+
+    rows, totals = [], {}
+    for name in COSTS:
+        plain, logs = ([each for run in runs for each in run[name][kind]] for kind in ("plain", "logging"))
+        share = len(logs) / (len(plain) + len(logs))
+        step, log = Median.of(plain), Median.of(logs or [0.0])
+        totals[name] = step * (1 - share) + log * share
+        cells = [f"{step * 1e6:.0f}", f"{log * 1e6:.0f}" if logs else "", f"{totals[name] * 1e6:.0f}"]
+        more = f"{called[name] - called['none']:+.0f}"
+        rows.append([name, *cells, f"{totals[name] * (1 / STEP_SECONDS):.2%}", more])
+    titles = ("a step with", "adds, us", "where it logs, us", "in all, us", f"of {1000 * STEP_SECONDS:.0f} ms", "calls")
+    report.table("CPU of the main thread", titles, rows)
+    without = Median.of(each for run in runs for name in COSTS for each in run[name]["without"])
+    report.say(f"Without callbacks Lightning takes {without * 1e6:.0f} us a step, in {called['none']:.0f} calls.")
+    end = Median.of(each for run in runs for each in run["end"]) + totals["CacheMonitor, FillProgress"] * -SHORT
+    share = f"{end * (1 / LONG / STEP_SECONDS):.2%} of {LONG} steps of {1000 * STEP_SECONDS:.0f} ms"
+    report.say(f"The end of an epoch costs {end * 1e6:.0f} us more with CacheMonitor and FillProgress, {share}.")
+    told = ", ".join(f"{_microseconds(run['clock'][name] for run in runs)} us ({name})" for name in HOW)
+    report.say(f"StepTimer's clock alone takes {told} a step.")
+
     keys = ("wait", "profiled wait", "compute", "profiled compute", "hooks")
-    rows = [[name, *(_microseconds(one[key] for one in runs) for key in keys)] for name, runs in found.items()]
+    rows = [[name, *(_microseconds(one[key] for one in several) for key in keys)] for name, several in found.items()]
     report.table("Clocks, us per step of epoch two", ("loader", *keys), rows)
-    report.save(cost=runs, share=shares, timer=timed, clocks=found)
+    report.save(cost=runs, calls=called, clocks=found)
 
 
 def _microseconds(seconds: Iterable[float]) -> str:

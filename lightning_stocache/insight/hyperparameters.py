@@ -28,7 +28,7 @@ from lightning_stocache.source.encoded import EncodedSource
 
 __all__ = ["hyperparameters", "log_hyperparameters"]
 
-_ADDED = ("samples", "slots", "budget_bytes")  # over the datasets of a stage
+_ADDED = ("samples", "drawn", "slots", "budget_bytes")  # over the datasets of a stage
 
 _told: WeakKeyDictionary[Any, dict[str, Any]] = WeakKeyDictionary()  # what a logger has been told in this process
 
@@ -40,8 +40,9 @@ def hyperparameters(stages: Mapping[str, Any]) -> dict[str, Any]:
         stages: the loaders of each stage, nested as Lightning takes them.
 
     Returns:
-        Under `stocache` the keys `dataset` (its class), `samples`, `budget` (as it was asked for), `budget_bytes`
-        (granted on this node), `slots` (on this node), `coverage` (share of the indices that have a slot somewhere),
+        Under `stocache` the keys `dataset` (its class), `samples` (of the whole dataset), `drawn` (those of them that
+        the loader draws, where that is known, else all), `budget` (as it was asked for), `budget_bytes` (granted on
+        this node), `slots` (on this node), `coverage` (share of `drawn` that has a slot somewhere),
         `layout` ("rows", "records", "none"), `store` ("decoded", "encoded", "mixed"), `backend` ("tmpfile", "memfd",
         "file", "disk"), `sampling` (the mode of a LocalitySampler, else the sampler's class), `nodes`, `ranks`, `name`
         and `dir`, for training; for another stage the same below its name. Of several datasets numbers are summed.
@@ -133,7 +134,8 @@ def _of_stage(loaders: Any) -> dict[str, Any]:
 
 
 def _of_dataset(dataset: Cached) -> dict[str, Any]:
-    told: dict[str, Any] = {"dataset": type(dataset.source).__name__, "samples": samples_of(dataset)}
+    drawn = samples_of(dataset)
+    told: dict[str, Any] = {"dataset": type(dataset.source).__name__, "samples": drawn, "drawn": drawn}
     told |= {"budget": None, "budget_bytes": dataset.budget_bytes, "slots": 0, "layout": "none", "store": "decoded"}
     told |= {"backend": None if dataset.counters is None else dataset.counters.backend, "name": None, "dir": None}
     if isinstance(dataset, CachedDataset):

@@ -2,23 +2,26 @@
 
 `CacheMeter` counts from one call of `epoch` to the next, and sums over the ranks as the monitor does (`tallies`): each
 posts what it has counted and waits for the others' words, in no collective of theirs. Where it is iterated over in
-place of its loader it is a clock, too: what passes between a request for a batch and the batch is waiting for data, and
-what passes until the next request is computing.
+place of its loader it has the monitor's clock, too (`Stall`): what passes between a request for a batch and the batch
+is waiting for data, and what passes until the next request is computing.
 """
 
 from __future__ import annotations
 
-import time
+import logging
 from collections.abc import Iterator
 from typing import Any, Literal, get_args
 
+from lightning_stocache.insight.expectation import Expectation
 from lightning_stocache.insight.hyperparameters import hyperparameters
 from lightning_stocache.insight.pool_rates import PoolRates
-from lightning_stocache.insight.stall import Seconds
+from lightning_stocache.insight.stall import Stall
 from lightning_stocache.insight.tallies import Tallies
 from lightning_stocache.loading.loader_tree import cached_in_leaves
 
 __all__ = ["CacheMeter"]
+
+log = logging.getLogger(__name__)
 
 Stage = Literal["train", "val", "test", "predict"]
 
@@ -27,7 +30,8 @@ class CacheMeter:
     """Says after each epoch of a loop of one's own what `CacheMonitor` logs, under the same keys.
 
     With several ranks each has one, around its own loader, and all call `epoch` after the same epochs. A dataset that
-    two loaders read, one for training and one for validation, is counted by both meters.
+    two loaders read, one for training and one for validation, is counted by both meters; what is expected of its hit
+    rate holds where the meter's loaders alone read it.
 
     Args:
         loader: a loader with a CachedDataset, CachedStream or RollingCache, as it is or as Fabric has set it up; or
@@ -46,9 +50,9 @@ class CacheMeter:
         ...     for batch in meter:
         ...         pass  # train on it
         ...     metrics = meter.epoch()  # fabric.log_dict(metrics, step=epoch)
-        ...     print(metrics["stocache/hits"], metrics["stocache/hit_rate"])
-        0 0.0
-        4 1.0
+        ...     print(metrics["stocache/hits"], metrics["stocache/hit_rate"], metrics["stocache/hit_rate_expected"])
+        0 0.0 0.0
+        4 1.0 1.0
         >>> dataset.close()
     """
 
@@ -60,7 +64,8 @@ class CacheMeter:
             raise ValueError(f"stage must be one of {', '.join(get_args(Stage))}, got {stage!r}")
         self.loader, self.stage = loader, stage
         self._tallies, self._pools = Tallies(), PoolRates()
-        self._seconds: Seconds | None = None
+        self._stall, self._timed = Stall(), False
+        self._expectation = Expectation()
         if not (datasets := cached_in_leaves(loader)):
             raise TypeError(
                 f"there is no cached dataset behind {type(loader).__name__}: make its dataset a CachedDataset, a "
@@ -75,20 +80,20 @@ class CacheMeter:
             kind = type(self.loader).__name__
             raise TypeError(f"only a CacheMeter of one loader can be iterated over, this one has a {kind} of them")
         batches = iter(self.loader)  # workers that start with an epoch do so before its first wait
-        asked = time.perf_counter()
+        self._timed = True
+        self._stall.resume()
         while True:
             try:
-                batch = next(batches)
+                with self._stall.waiting:
+                    batch = next(batches)
             except StopIteration:
-                self._note(time.perf_counter() - asked, 0.0)
+                self._stall.end()
                 return
-            came = time.perf_counter()
             try:
-                yield batch
+                with self._stall.computing:
+                    yield batch
             finally:
-                done = time.perf_counter()
-                self._note(came - asked, done - came)
-                asked = done
+                self._stall.end()
 
     def __len__(self) -> int:
         return len(self.loader)
@@ -99,17 +104,43 @@ class CacheMeter:
         Where the words of other ranks do not come in time, a warning is given and nothing is returned.
 
         Returns:
-            The keys of `CacheMonitor` for this stage. `hit_rate_expected` is left out, and what an epoch waited for and
-            computed where the loader was not read through this meter.
+            The keys of `CacheMonitor` for this stage, `hit_rate_expected` among those of training. What an epoch waited
+            for and computed is left out where the loader was not read through this meter.
         """
-        seconds, self._seconds = self._seconds, None
+        seconds, self._timed = self._stall.take() if self._timed else None, False
         datasets = cached_in_leaves(self.loader)
         self._tallies.post(self.stage, datasets, seconds)
         metrics = self._tallies.metrics(self.stage, datasets, self.patience)
+        if metrics and self.stage == "train":
+            group, served = datasets[0].group, self._tallies.served["train"]
+            complaint = self._expectation.compare(metrics, served, datasets, self.loader, world=group.world)
+            if complaint is not None and group.rank == 0:
+                log.warning(complaint)
         if metrics:
             metrics |= self._pools.metrics(self.loader)
         prefix = "stocache/" if self.stage == "train" else f"stocache/{self.stage}/"
         return {prefix + name: value for name, value in metrics.items()}
+
+    def live(self) -> dict[str, float]:
+        """This rank's values of training's epoch so far, to be logged once in a while; no message is sent for them.
+
+        Returns:
+            The keys `stocache/live/<metric>` of `CacheMonitor`; nothing for another stage than training. What was
+            waited for and computed is left out where the loader is not read through this meter.
+
+        Example:
+            >>> from lightning_stocache import CachedDataset, CachedLoader
+            >>> dataset = CachedDataset([1.0, 2.0, 3.0, 4.0])
+            >>> meter = CacheMeter(CachedLoader(dataset, batch_size=1))
+            >>> for step, batch in enumerate(meter):
+            ...     if step == 2:
+            ...         print(meter.live()["stocache/live/fill_fraction"])  # fabric.log_dict(meter.live(), step=step)
+            0.75
+            >>> dataset.close()
+        """
+        if self.stage != "train":
+            return {}
+        return self._tallies.live(cached_in_leaves(self.loader), self._stall.peek() if self._timed else None)
 
     def hyperparameters(self) -> dict[str, Any]:
         """What was asked of the cache, granted and decided, as plain values under the key `stocache`.
@@ -117,7 +148,3 @@ class CacheMeter:
         For `logger.log_hyperparams`, or a config that is kept with the run; see `CacheMonitor` for the keys.
         """
         return hyperparameters({self.stage: self.loader})
-
-    def _note(self, waited: float, computed: float) -> None:
-        before = self._seconds or Seconds()
-        self._seconds = Seconds(before.waited + waited, before.computed + computed, before.looped + waited + computed)

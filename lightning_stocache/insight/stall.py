@@ -1,23 +1,18 @@
 """The stall: how long training waited for data, how long it computed, and how long its loop took in all.
 
-A plain clock, fed with the moments at which the trainer starts and stops something, by the names that Lightning's
-profilers know: so these are the seconds that they show. What the loop does besides (callbacks, logging, moving a batch
-to the device) is in the loop alone.
+Three sums on the host's clock. Waiting and computing are contexts: the profiler of a Trainer enters them where
+Lightning says that it does either, so these are the seconds that its own profilers show; `CacheMeter` enters them
+itself. What the loop does besides (callbacks, logging, moving a batch to the device) is in the loop alone. `StepClock`
+is another clock: it keeps steps apart, knows parts that lie in each other, and on a GPU reads the device's time.
 """
 
 from __future__ import annotations
 
 import math
+import time
 from typing import NamedTuple
 
-__all__ = ["ACTIONS", "WAITING", "Seconds", "Stall"]
-
-WAITING = "[_TrainingEpochLoop].train_dataloader_next"
-"""The name of what the loop does while it waits for a training batch."""
-
-_COMPUTING = "run_training_batch"
-ACTIONS = frozenset({WAITING, _COMPUTING})
-"""What is heard; all else is passed over."""
+__all__ = ["Seconds", "Stall"]
 
 
 class Seconds(NamedTuple):
@@ -39,56 +34,59 @@ class Stall:
 
     Example:
         >>> stall = Stall()
-        >>> stall.resume(10.0)  # the epoch begins
-        >>> stall.start("[_TrainingEpochLoop].train_dataloader_next", 10.0)
-        >>> stall.stop("[_TrainingEpochLoop].train_dataloader_next", 10.5)
-        >>> stall.start("run_training_batch", 10.75)
-        >>> stall.stop("run_training_batch", 12.0)
-        >>> stall.end(12.25)
-        >>> stall.take()
-        Seconds(waited=0.5, computed=1.25, looped=2.25)
+        >>> stall.resume()  # the epoch begins
+        >>> with stall.waiting:
+        ...     batch = [1, 2]
+        >>> with stall.computing:
+        ...     loss = sum(batch)
+        >>> stall.end()
+        >>> seconds = stall.take()
+        >>> 0 < seconds.waited + seconds.computed < seconds.looped
+        True
     """
 
     def __init__(self) -> None:
-        self._waited = self._computed = self._looped = 0.0
-        self._started: dict[str, float] = {}
-        self._heard: set[str] = set()
+        self.waiting, self.computing = _Sum(), _Sum()
+        self._looped = 0.0
         self._resumed: float | None = None
 
-    def start(self, action: str, now: float) -> None:
-        """The trainer starts something."""
-        if action in ACTIONS:
-            self._started[action] = now
-            self._heard.add(action)
-
-    def stop(self, action: str, now: float) -> None:
-        """The trainer has done something."""
-        started = self._started.pop(action, None)
-        if started is None:
-            return
-        if action == _COMPUTING:
-            self._computed += now - started
-        else:
-            self._waited += now - started
-
-    def resume(self, now: float) -> None:
+    def resume(self) -> None:
         """The loop counts from now on: an epoch begins, or something that is not of it (validation) has ended."""
-        self._resumed = now
+        self._resumed = time.perf_counter()
 
-    def end(self, now: float) -> None:
+    def end(self) -> None:
         """A step has ended."""
+        now = time.perf_counter()
         if self._resumed is not None:
             self._looped += now - self._resumed
         self._resumed = now
 
     def peek(self) -> Seconds:
         """The seconds so far."""
-        if self._looped and self._heard != ACTIONS:
+        if self._looped and not (self.waiting.seconds and self.computing.seconds):
             return Seconds(math.nan, math.nan, self._looped)
-        return Seconds(self._waited, self._computed, self._looped)
+        return Seconds(self.waiting.seconds, self.computing.seconds, self._looped)
 
     def take(self) -> Seconds:
         """The seconds, which are then forgotten."""
         seconds = self.peek()
-        self._waited = self._computed = self._looped = 0.0
+        self.waiting.seconds = self.computing.seconds = self._looped = 0.0
         return seconds
+
+
+class _Sum:
+    """The seconds that were spent in this context; an end that has no beginning is passed over."""
+
+    __slots__ = ("_begun", "seconds")
+
+    def __init__(self) -> None:
+        self.seconds = 0.0
+        self._begun: float | None = None
+
+    def __enter__(self) -> None:
+        self._begun = time.perf_counter()
+
+    def __exit__(self, *_: object) -> None:
+        if self._begun is not None:
+            self.seconds += time.perf_counter() - self._begun
+            self._begun = None

@@ -7,16 +7,17 @@ that begins there, and its seconds are the differences.
 
 A step is over when `end_step` was called and the next part begins; the time between is the rest. `pause` ends it where
 `end_step` was called, and nothing counts until `resume`: validation is not of the step. Steps that are over are read
-some steps later, many at a time (one by one it costs twice as much, because other code has been in the processor's
-caches meanwhile), and only those whose last moment is past: a GPU is not waited for.
+some steps later, many at a time (one by one it would cost ten times as much), and only those whose last moment is
+past: a GPU is not waited for. `Stall` is another clock: it sums up what the host waits and computes, and knows no step.
 """
 
 from __future__ import annotations
 
-from collections import deque
+from collections import defaultdict, deque
 from collections.abc import Iterable, Iterator
 from typing import Any, NamedTuple, TypeVar
 
+import numpy as np
 import torch
 
 from lightning_stocache.insight.breakdown import PARTS, Breakdown
@@ -25,14 +26,14 @@ from lightning_stocache.insight.timeline import Timeline, timeline_of
 __all__ = ["StepClock"]
 
 _Batch = TypeVar("_Batch")
-_MANY = 32  # steps that are read at a time
+_MANY = 64  # steps that are read at a time: more than lie between two values that are logged by default
 
 
 class _Step(NamedTuple):
     """A step that is over, and not read yet."""
 
     moments: list[Any]
-    parts: list[str]  # what begins at each moment but the last
+    parts: tuple[str, ...]  # what begins at each moment but the last
     samples: int
     epoch: Breakdown
 
@@ -70,15 +71,16 @@ class StepClock:
 
     def __init__(self, device: torch.device | str = "cpu", *, timeline: Timeline | None = None) -> None:
         self._timeline = timeline if timeline is not None else timeline_of(device)
+        self._now = self._timeline.now
         self._parts = {part: _Part(self, part) for part in PARTS[:-1]}
         self._epochs: list[Breakdown] = []
         self._open: list[str] = []  # the innermost last
         self._moments: list[Any] = []  # of this step,
         self._begun: list[str] = []  # and what began at each
-        self._ended: tuple[Any, int] | None = None  # the moment, and the batch's samples
+        self._ended: int | None = None  # the samples of its batch, when it has done its work
         self._paused = False
         self._unread: deque[_Step] = deque()
-        self._sums, self._steps = dict.fromkeys(PARTS, 0.0), 0  # since `take`
+        self._sums, self._steps = np.zeros(len(PARTS)), 0  # since `take`
 
     def __call__(self, part: str) -> _Part:
         """A context: what runs in it is this part of the step."""
@@ -120,19 +122,21 @@ class StepClock:
         """Have a part of the step begin, in what is open."""
         if self._paused:
             return
-        if self._ended is not None and not self._open:
-            self._begin_next()
         self._open.append(part)
-        if not self._begun or self._begun[-1] != part:
+        if self._ended is not None:
+            self._begin_next(part)
+        elif not self._begun or self._begun[-1] != part:
             self._mark(part)
 
     def stop(self, part: str) -> None:
         """End a part of the step, and what is open in it; an end that has no beginning is passed over."""
-        if self._paused or part not in self._open:
+        if part not in self._open:
             return
         while self._open.pop() != part:
             pass
-        self._mark(self._open[-1] if self._open else "rest")
+        goes_on = self._open[-1] if self._open else "rest"
+        if self._begun[-1] != goes_on:
+            self._mark(goes_on)
 
     def end_step(self, samples: int = 0) -> None:
         """The step has done its work; what comes until the next one begins is its rest.
@@ -142,13 +146,13 @@ class StepClock:
         """
         if not self._paused and self._moments:
             self._open.clear()
-            self._ended = self._timeline.now(), samples
+            self._mark("rest")
+            self._ended = samples
 
     def pause(self) -> None:
         """Count nothing until `resume`. A step that has not ended is not counted."""
         if self._ended is not None:
-            moment, samples = self._ended
-            self._close([*self._moments, moment], self._begun, samples)
+            self._close(self._begun[:-1])
         self._open.clear()
         self._moments, self._begun, self._ended, self._paused = [], [], None, True
 
@@ -160,8 +164,8 @@ class StepClock:
         """Seconds per step of each part, over the steps that could be read since the last call; empty if none could."""
         self._read()
         sums, steps = self._sums, self._steps
-        self._sums, self._steps = dict.fromkeys(PARTS, 0.0), 0
-        return {part: seconds / steps for part, seconds in sums.items()} if steps else {}
+        self._sums, self._steps = np.zeros(len(PARTS)), 0
+        return dict(zip(PARTS, (sums / steps).tolist(), strict=True)) if steps else {}
 
     @property
     def epochs(self) -> list[Breakdown]:
@@ -172,49 +176,51 @@ class StepClock:
         return [epoch for epoch in self._epochs if epoch.steps]
 
     def _mark(self, part: str) -> None:
-        self._moments.append(self._timeline.now())
+        self._moments.append(self._now())
         self._begun.append(part)
 
-    def _begin_next(self) -> None:
-        """The step that has ended lasts until now, where the next one begins."""
-        assert self._ended is not None
-        moment, samples = self._ended
-        self._timeline.reuse([moment])
-        now = self._timeline.now()
-        self._close([*self._moments, now], self._begun, samples)
-        self._moments, self._begun, self._ended = [now], ["rest"], None
+    def _begin_next(self, part: str) -> None:
+        """The step that has ended lasts until now, where the next one begins with this part."""
+        now = self._now()
+        self._moments.append(now)
+        self._close(self._begun)
+        self._moments, self._begun, self._ended = [now], [part], None
 
-    def _close(self, moments: list[Any], parts: list[str], samples: int) -> None:
+    def _close(self, parts: list[str]) -> None:
         if not self._epochs:
             self._epochs.append(Breakdown())
-        self._unread.append(_Step(moments, parts, samples, self._epochs[-1]))
+        self._unread.append(_Step(self._moments, tuple(parts), self._ended or 0, self._epochs[-1]))
         if len(self._unread) >= _MANY:
             self._read()
 
     def _read(self) -> None:
-        """Add up what is past."""
+        """Add up what is past: at once for all steps that went through the same parts."""
+        alike: dict[tuple[Breakdown, tuple[str, ...]], list[_Step]] = defaultdict(list)
         while self._unread and self._timeline.is_past(self._unread[0].moments[-1]):
-            step, seconds = self._unread.popleft(), dict[str, float]()
-            begin = step.moments[0]
-            for part, end in zip(step.parts, step.moments[1:], strict=True):
-                seconds[part] = seconds.get(part, 0.0) + self._timeline.seconds(begin, end)
-                begin = end
-            self._timeline.reuse(step.moments[:-1])  # the last may be the next step's first
-            step.epoch.add(seconds, step.samples)
-            for part, spent in seconds.items():
-                self._sums[part] += spent
-            self._steps += 1
+            step = self._unread.popleft()
+            alike[step.epoch, step.parts].append(step)
+        for (epoch, parts), steps in alike.items():
+            whose = np.eye(len(PARTS))[[PARTS.index(part) for part in parts]]
+            seconds = self._timeline.seconds([step.moments for step in steps]) @ whose
+            epoch.add_steps(seconds, sum(step.samples for step in steps))
+            self._sums += seconds.sum(0)
+            self._steps += len(steps)
+            for step in steps:
+                self._timeline.reuse(step.moments[:-1])  # the last may be the next step's first
 
 
 class _Part:
-    """A part of the step, as a context; it has no state, so one serves all steps."""
+    """A part of the step, as a context. It knows no beginning, so one serves all steps, also within itself."""
 
-    __slots__ = ("_clock", "_part")
+    __slots__ = ("_clock", "_part", "heard")
 
     def __init__(self, clock: StepClock, part: str) -> None:
         self._clock, self._part = clock, part
+        self.heard = False
+        """Whether it was ever entered."""
 
     def __enter__(self) -> None:
+        self.heard = True
         self._clock.start(self._part)
 
     def __exit__(self, *_: object) -> None:

@@ -28,7 +28,8 @@ from functools import reduce
 from weakref import WeakKeyDictionary
 
 from lightning_stocache.cache.counters import Counters, Counts
-from lightning_stocache.insight.metrics import Tally, summarise
+from lightning_stocache.insight.layout import LIVE
+from lightning_stocache.insight.metrics import LIVE_METRICS, Tally, rates, summarise
 from lightning_stocache.insight.stall import Seconds
 from lightning_stocache.loading.dataset import CachedDataset, cached_source
 from lightning_stocache.loading.loader_tree import Cached
@@ -61,8 +62,8 @@ class Tallies:
         self._aside: dict[Counters, Counts] = {}  # served to training since its last epoch's end, but seen by now
         self._posted: dict[str, Posted[Tally]] = {}
         self._was_late = False
-        self.of_training: dict[Counters, Counts] = {}
-        """What this rank was served of each dataset in the training epoch that was posted last."""
+        self.served: dict[str, dict[Counters, Counts]] = {}
+        """What this rank was served of each dataset in the epoch of a stage that was posted last."""
 
     def post(self, stage: str, datasets: Sequence[Cached], seconds: Seconds | None = None) -> None:
         """Tell all ranks what this one brings to the epoch that ends, unless that is done.
@@ -72,7 +73,16 @@ class Tallies:
             datasets: what the stage reads; nothing is told where none of them counts.
             seconds: those of the stage's loop, which only training has.
         """
-        if stage not in self._posted and (tally := self._take(datasets, seconds)) is not None:
+        if stage in self._posted:
+            return
+        tallies, self.served[stage] = [], {}
+        for dataset, counters in _counted(datasets):
+            counts = self._moved(dataset, counters)
+            if stage == "train":
+                counts += self._aside.pop(counters, Counts())
+            self.served[stage][counters] = counts
+            tallies.append(_tally(dataset, counts))
+        if (tally := _joined(tallies, seconds)) is not None:
             self._posted[stage] = datasets[0].group.post(tally)
 
     def collect(self, stage: str, patience: float) -> list[Tally]:
@@ -108,31 +118,27 @@ class Tallies:
 
     def skip(self, datasets: Iterable[Cached]) -> None:
         """Count nothing of what was served so far."""
-        self._take(datasets)
+        for dataset, counters in _counted(datasets):
+            self._moved(dataset, counters)
 
-    def peek(self, datasets: Iterable[Cached], seconds: Seconds) -> Tally | None:
-        """This rank's tally of training's epoch so far."""
+    def peek(self, datasets: Iterable[Cached], seconds: Seconds | None = None) -> Tally | None:
+        """This rank's tally of training's epoch so far, with the seconds of its loop where they are known."""
         tallies = []
         for dataset, counters in _counted(datasets):
             _, counts = self._since(dataset, counters)
             tallies.append(_tally(dataset, counts + self._aside.get(counters, Counts())))
         return _joined(tallies, seconds)
 
+    def live(self, datasets: Iterable[Cached], seconds: Seconds | None = None) -> dict[str, float]:
+        """This rank's values of training's epoch so far, by their metric keys; empty where nothing counts."""
+        tally = self.peek(datasets, seconds)
+        now = {} if tally is None else rates(tally)
+        return {LIVE + name: now[name] for name in LIVE_METRICS if name in now}
+
     def put_aside(self, datasets: Iterable[Cached]) -> None:
         """Keep what training has been served so far for its epoch's end: another stage begins."""
         for dataset, counters in _counted(datasets):
             self._aside[counters] = self._aside.get(counters, Counts()) + self._moved(dataset, counters)
-
-    def _take(self, datasets: Iterable[Cached], seconds: Seconds | None = None) -> Tally | None:
-        """This rank's tally since the stage's last epoch end."""
-        tallies = []
-        for dataset, counters in _counted(datasets):
-            counts = self._moved(dataset, counters)
-            if seconds is not None:
-                counts += self._aside.pop(counters, Counts())
-                self.of_training[counters] = counts
-            tallies.append(_tally(dataset, counts))
-        return _joined(tallies, seconds)
 
     def _moved(self, dataset: Cached, counters: Counters) -> Counts:
         self._seen[counters], moved = self._since(dataset, counters)

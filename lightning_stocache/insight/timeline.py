@@ -10,9 +10,12 @@ there. An event is read some steps later, when it has been passed, and is then u
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Sequence
+from itertools import pairwise
 from typing import Any, Protocol
 
+import numpy as np
+import numpy.typing as npt
 import torch
 
 __all__ = ["DeviceTimeline", "Event", "HostTimeline", "Timeline", "timeline_of"]
@@ -30,8 +33,8 @@ class Timeline(Protocol):
     def wait(self, moment: Any) -> None:
         """Wait until a moment can be compared."""
 
-    def seconds(self, begin: Any, end: Any) -> float:
-        """Seconds from one moment to another; both are past."""
+    def seconds(self, moments: Sequence[Sequence[Any]]) -> npt.NDArray[np.float64]:
+        """Seconds from each moment of a row to the next one, `[rows, moments - 1]`; all are past."""
 
     def reuse(self, moments: Iterable[Any]) -> None:
         """Take back moments that nobody will ask for."""
@@ -59,8 +62,8 @@ class HostTimeline:
     Example:
         >>> timeline = HostTimeline()
         >>> begin = timeline.now()
-        >>> timeline.is_past(begin), timeline.seconds(begin, begin)
-        (True, 0.0)
+        >>> timeline.is_past(begin), timeline.seconds([[begin, begin]])
+        (True, array([[0.]]))
     """
 
     def __init__(self) -> None:
@@ -73,9 +76,9 @@ class HostTimeline:
     def wait(self, moment: float) -> None:
         """Return at once: a time of the host's is past when it has been read."""
 
-    def seconds(self, begin: float, end: float) -> float:
-        """Seconds from one moment to another."""
-        return end - begin
+    def seconds(self, moments: Sequence[Sequence[float]]) -> npt.NDArray[np.float64]:
+        """Seconds from each moment of a row to the next one."""
+        return np.diff(np.array(moments))
 
     def reuse(self, moments: Iterable[float]) -> None:
         """Do nothing: moments are numbers, and need no second use."""
@@ -111,9 +114,9 @@ class DeviceTimeline:
         """Let the host wait for this event, and for nothing that was launched after it."""
         moment.synchronize()
 
-    def seconds(self, begin: Event, end: Event) -> float:
-        """Seconds that the device needed from one event to the other."""
-        return begin.elapsed_time(end) / 1000
+    def seconds(self, moments: Sequence[Sequence[Event]]) -> npt.NDArray[np.float64]:
+        """Seconds that the device needed from each event of a row to the next one."""
+        return np.array([[begin.elapsed_time(end) for begin, end in pairwise(row)] for row in moments]) / 1000
 
     def reuse(self, moments: Iterable[Event]) -> None:
         """Keep these events, to be recorded anew."""

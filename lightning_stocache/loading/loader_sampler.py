@@ -23,7 +23,16 @@ from lightning_stocache.sampling.locality_sampler import LocalitySampler
 from lightning_stocache.source.generator_state import PROCESS_WIDE
 from lightning_stocache.source.generators import KINDS
 
-__all__ = ["batch_size_of", "batches_of", "drawn_from", "index_sampler", "replicas_of", "sampler_of", "set_epoch"]
+__all__ = [
+    "batch_size_of",
+    "batches_of",
+    "drawn_from",
+    "index_sampler",
+    "replicas_of",
+    "sampler_of",
+    "set_epoch",
+    "wrapped_sampler",
+]
 
 _DRAW_FROM_TORCH = (RandomSampler, WeightedRandomSampler, SubsetRandomSampler)
 _DRAW_NOTHING = (DistributedSampler.__iter__, LocalitySampler.__iter__, SequentialSampler.__iter__)
@@ -76,6 +85,17 @@ def drawn_from(batches: Any) -> dict[str, Any]:
 def sampler_of(batches: Any) -> Any:
     """What says which samples come: of a batch sampler, the sampler within."""
     return getattr(batches, "sampler", None) or batches
+
+
+def wrapped_sampler(sampler: Any) -> Any | None:
+    """The user's sampler in the one by which Lightning and Fabric deal it out among ranks; None if it is no such one.
+
+    That one has it in what it calls its dataset, under a name of its own.
+    """
+    if type(sampler).__name__ != "DistributedSamplerWrapper":  # of lightning, pytorch_lightning or lightning_fabric
+        return None
+    inner = [value for value in vars(sampler.dataset).values() if isinstance(value, Sampler)]
+    return inner[0] if len(inner) == 1 else None
 
 
 def replicas_of(sampler: Any) -> int:

@@ -24,7 +24,7 @@ from lightning_stocache.setup.option import check_count, check_flag
 from lightning_stocache.setup.request import BackendChoice, Form, Layout, OnError, Write
 from lightning_stocache.training.caches import CallCaches
 from lightning_stocache.training.call_loaders import CallLoaders
-from lightning_stocache.training.lightning_internals import data_sources, loops
+from lightning_stocache.training.lightning_internals import data_sources, loops, stall_actions
 from lightning_stocache.training.loaders import running_datasets
 from lightning_stocache.training.monitor import CacheMonitor
 from lightning_stocache.training.obstacles import check_sweep
@@ -63,15 +63,15 @@ class FillProgress(Callback):
         """Begin with the fill that the call begins with: a cache that was kept is full already."""
         self._full = _is_full(running_datasets(trainer, "train"))
         self._stall.take()
-        listen(trainer, self._stall)
+        listen(trainer, stall_actions(self._stall))
 
     def on_train_end(self, trainer: Trainer, pl_module: LightningModule) -> None:
         """Stop the clock."""
-        stop_listening(trainer, self._stall)
+        stop_listening(trainer, stall_actions(self._stall))
 
     def on_exception(self, trainer: Trainer, pl_module: LightningModule, exception: BaseException) -> None:
         """Stop the clock."""
-        stop_listening(trainer, self._stall)
+        stop_listening(trainer, stall_actions(self._stall))
 
     def on_train_batch_end(
         self, trainer: Trainer, pl_module: LightningModule, outputs: Any, batch: Any, batch_idx: int

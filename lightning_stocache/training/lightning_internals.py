@@ -6,11 +6,9 @@
   come. Without it `StochasticCache` caches nothing, with one warning.
 - `__pl_saved_args` and its relatives: from these Lightning makes a loader anew. Where it keeps none, there are none to
   be changed.
-- `DistributedSamplerWrapper.dataset._sampler`: the user's sampler that Lightning deals out among ranks. Without it
-  nothing is expected of its hit rate.
 - `fit_loop._combined_loader._mode`: whether a training loader that has ended begins again while others go on. Without
   it that is taken to be so, as it is by default; the hit rate that is expected of loaders of one dataset follows.
-- The names of the actions that a `Profiler` is told (`insight.stall`): when the loop waits for a batch, and computes
+- The names of the actions that a `Profiler` is told (`stall_actions`): when the loop waits for a batch, and computes
   one. Without them `data_wait_seconds` and `compute_seconds` are left out, with one warning.
 - The names of further actions (`step_actions`): moving a batch, forward, the optimiser's step. Where the loop is not
   heard to wait and to compute, `StepTimer` times nothing, with one warning.
@@ -20,11 +18,12 @@ The first three are the same from Lightning 2.1 to 2.6; the actions were seen in
 
 from __future__ import annotations
 
+from contextlib import AbstractContextManager
 from typing import Any
 
 from lightning.pytorch.utilities import rank_zero_warn
 
-from lightning_stocache.insight.stall import WAITING
+from lightning_stocache.insight.stall import Stall
 
 __all__ = [
     "ARGS",
@@ -35,12 +34,14 @@ __all__ = [
     "data_sources",
     "leaves_samplers_alone",
     "loops",
+    "stall_actions",
     "step_actions",
-    "wrapped_sampler",
 ]
 
 # Where Lightning keeps a loader's arguments (`lightning.fabric.utilities.data`).
 ARGS, KWARGS, ARG_NAMES, DATASET = "__pl_saved_args", "__pl_saved_kwargs", "__pl_saved_arg_names", "__dataset"
+
+_WAITING = "[_TrainingEpochLoop].train_dataloader_next"
 
 _warned: set[str] = set()
 
@@ -57,6 +58,11 @@ def leaves_samplers_alone(trainer: Any) -> bool:
     return wanted is False
 
 
+def stall_actions(stall: Stall) -> dict[str, AbstractContextManager[None]]:
+    """When the loop waits for a training batch, and when it computes one, by the names of these actions."""
+    return {_WAITING: stall.waiting, "run_training_batch": stall.computing}
+
+
 def step_actions(trainer: Any) -> dict[str, str]:
     """What a training step is heard to do by the Trainer's profiler, and which part of the step that is.
 
@@ -67,7 +73,7 @@ def step_actions(trainer: Any) -> dict[str, str]:
     strategy, module = type(trainer.strategy).__name__, f"[LightningModule]{type(trainer.lightning_module).__name__}"
     data = f"[LightningDataModule]{type(getattr(trainer, 'datamodule', None)).__name__}"
     return {
-        WAITING: "wait",
+        _WAITING: "wait",
         f"{module}.transfer_batch_to_device": "transfer",
         f"{data}.transfer_batch_to_device": "transfer",
         f"[Strategy]{strategy}.training_step": "forward",
@@ -100,13 +106,6 @@ def data_sources(trainer: Any, stage: str) -> dict[str, Any]:
         )
         return {}
     return of_stage
-
-
-def wrapped_sampler(sampler: Any) -> Any | None:
-    """The user's sampler inside the one by which Lightning deals it out among ranks; None if it is no such one."""
-    if type(sampler).__name__ != "DistributedSamplerWrapper":  # of lightning or pytorch_lightning
-        return None
-    return getattr(sampler.dataset, "_sampler", None)
 
 
 def begins_again(trainer: Any) -> bool:

@@ -9,8 +9,7 @@ from __future__ import annotations
 
 from lightning.pytorch import Trainer
 
-from lightning_stocache.insight.layout import LIVE, LIVE_ZERO, mark_zero
-from lightning_stocache.insight.metrics import LIVE_METRICS, rates
+from lightning_stocache.insight.layout import LIVE_ZERO, mark_zero
 from lightning_stocache.insight.stall import Stall
 from lightning_stocache.insight.tallies import Tallies
 from lightning_stocache.training.loaders import running_datasets
@@ -37,11 +36,8 @@ class LiveValues:
         if not (trainer.is_global_zero and trainer.loggers) or step == self._step or (step + 1) % log_every(trainer):
             return
         self._step = step
-        tally = tallies.peek(running_datasets(trainer, "train"), stall.peek())
-        if tally is None:
+        if not (values := tallies.live(running_datasets(trainer, "train"), stall.peek())):
             return
-        now = rates(tally)
-        values = {LIVE + name: now[name] for name in LIVE_METRICS if name in now}
         for logger in trainer.loggers:
             logger.log_metrics(values, step=step)
             mark_zero(logger, step, LIVE_ZERO)

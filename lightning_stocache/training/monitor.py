@@ -22,7 +22,7 @@ from typing import Any, ClassVar
 from lightning.pytorch import Callback, LightningModule, Trainer
 from lightning.pytorch.utilities import rank_zero_info, rank_zero_warn
 
-from lightning_stocache.cache.counters import Counters
+from lightning_stocache.insight.expectation import Expectation
 from lightning_stocache.insight.hyperparameters import hyperparameters, log_hyperparameters
 from lightning_stocache.insight.layout import lay_out, mark_zero
 from lightning_stocache.insight.pool_rates import PoolRates
@@ -32,7 +32,7 @@ from lightning_stocache.insight.verdict import verdict
 from lightning_stocache.loading.dataset import CachedDataset, cached_source
 from lightning_stocache.loading.loader_tree import Cached
 from lightning_stocache.setup.option import check_flag
-from lightning_stocache.training.expectation import Expectation
+from lightning_stocache.training.lightning_internals import begins_again, stall_actions
 from lightning_stocache.training.live import LiveValues
 from lightning_stocache.training.loaders import running_datasets
 from lightning_stocache.training.profiler import listen, stop_listening
@@ -75,8 +75,8 @@ class CacheMonitor(Callback):
     `compute_seconds` of rank zero in the epoch so far, `fill_fraction` and `memory_bytes` of its node.
 
     When a fit starts, what was asked of the caches, granted and decided goes to the loggers as hyperparameters, so that
-    runs can be grouped by it: `stocache/budget`, `budget_bytes`, `dataset`, `samples`, `slots`, `coverage`, `layout`,
-    `store`, `backend`, `sampling`, `nodes`, `ranks`, `name` and `dir`; those of validation below `stocache/val/`.
+    runs can be grouped by it: `stocache/budget`, `budget_bytes`, `dataset`, `samples`, `drawn`, `slots`, `coverage`,
+    `layout`, `store`, `backend`, `sampling`, `nodes`, `ranks`, `name`, `dir`; of validation below `stocache/val/`.
     TensorBoard and W&B are told how to draw the metrics (`insight.layout`).
 
     Args:
@@ -110,8 +110,8 @@ class CacheMonitor(Callback):
         self._started = self._ended = 0.0
         self._stall = Stall()
         self._pools = PoolRates()
-        self._expected: dict[tuple[Counters, ...], Expectation] = {}
-        self._complained = self._warned = False
+        self._expectation = Expectation()
+        self._warned = False
         self._epochs: list[dict[str, float]] = []
         self._live_values = LiveValues()
 
@@ -131,7 +131,7 @@ class CacheMonitor(Callback):
     def on_train_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
         """Start the clock, tell dashboards how to draw the metrics, and log what was granted."""
         self._epochs.clear()
-        listen(trainer, self._stall)
+        listen(trainer, stall_actions(self._stall))
         self._pools.start(trainer.train_dataloader)
         if not (self.monitors and trainer.is_global_zero):
             return
@@ -144,7 +144,7 @@ class CacheMonitor(Callback):
 
     def on_train_end(self, trainer: Trainer, pl_module: LightningModule) -> None:
         """Say what the caches were worth."""
-        stop_listening(trainer, self._stall)
+        stop_listening(trainer, stall_actions(self._stall))
         if self._epochs and self.verbose:
             datasets = running_datasets(trainer, "train")
             off = all(isinstance(dataset, CachedDataset) and cached_source(dataset).opened.off for dataset in datasets)
@@ -155,12 +155,12 @@ class CacheMonitor(Callback):
         """Start the epoch's clock."""
         self._started = self._ended = time.perf_counter()
         self._stall.take()
-        self._stall.resume(self._started)
+        self._stall.resume()
 
     def on_train_batch_end(self, trainer: Trainer, pl_module: LightningModule, *_: Any) -> None:
         """Log live values, at the Trainer's logging cadence; after the epoch's last step, post its tally."""
         self._ended = time.perf_counter()
-        self._stall.end(self._ended)
+        self._stall.end()
         if self.live and self.monitors:
             self._live_values.log(trainer, self._tallies, self._stall)
         if trainer.is_last_batch:
@@ -184,7 +184,7 @@ class CacheMonitor(Callback):
 
     def on_validation_end(self, trainer: Trainer, pl_module: LightningModule) -> None:
         """What validation took is not of the training's loop."""
-        self._stall.resume(time.perf_counter())
+        self._stall.resume()
 
     def on_validation_batch_end(self, trainer: Trainer, pl_module: LightningModule, *batch: Any) -> None:
         """After the last batch, post the validation epoch's tally."""
@@ -225,9 +225,9 @@ class CacheMonitor(Callback):
         self._forget(trainer)
 
     def _forget(self, trainer: Trainer) -> None:
-        stop_listening(trainer, self._stall)
+        stop_listening(trainer, stall_actions(self._stall))
         self._tallies, self._pools = Tallies(), PoolRates()
-        self._expected.clear()
+        self._expectation.forget()
         self._live_values = LiveValues()
 
     def _post(self, trainer: Trainer, stage: str) -> None:
@@ -247,9 +247,8 @@ class CacheMonitor(Callback):
         metrics = self._tallies.metrics(stage, datasets, self.patience)
         if not metrics:
             return {}
-        if stage == "train" and (expectation := self._expectation(trainer, datasets)) is not None:
-            self._compare(metrics, expectation)
         if stage == "train":
+            self._compare(trainer, metrics, datasets)
             metrics |= self._pools.metrics(trainer.train_dataloader)
         kept = (name for name in metrics if self.per_node or not name.startswith("node"))
         values = {f"{prefix}/{name}": metrics[name] for name in kept}
@@ -264,24 +263,19 @@ class CacheMonitor(Callback):
                 logger.log_metrics(values | {"epoch": trainer.current_epoch}, step=trainer.global_step)
         return metrics
 
-    def _compare(self, metrics: dict[str, float], expectation: Expectation) -> None:
+    def _compare(self, trainer: Trainer, metrics: dict[str, float], datasets: Sequence[Cached]) -> None:
         """Add what was to be expected, and say so once if it was much more."""
-        if (expected := expectation.hit_rate(metrics, self._tallies.of_training)) is not None:
-            metrics["hit_rate_expected"] = expected
-        complaint = None if self._complained else expectation.complaint(metrics)
-        if complaint is not None:
-            self._complained = True
+        served, loaders, others = self._tallies.served["train"], trainer.train_dataloader, trainer.val_dataloaders
+        if complaint := self._expectation.compare(
+            metrics,
+            served,
+            datasets,
+            loaders,
+            world=trainer.world_size,
+            others=others,
+            again=begins_again(trainer),
+        ):
             rank_zero_warn(complaint)
-
-    def _expectation(self, trainer: Trainer, datasets: Sequence[Cached]) -> Expectation | None:
-        """What is expected of the training sets; None where one of them is a stream."""
-        cached = [dataset for dataset in datasets if isinstance(dataset, CachedDataset)]
-        counters = tuple(dataset.counters for dataset in cached if dataset.counters is not None)
-        if not datasets or len(counters) < len(datasets):
-            return None
-        if counters not in self._expected:
-            self._expected[counters] = Expectation(trainer, cached)
-        return self._expected[counters]
 
 
 def _is_last(batches: Sequence[int | float], outputs: Any, batch: Any, batch_idx: int, dataloader_idx: int = 0) -> bool:

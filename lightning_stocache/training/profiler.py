@@ -1,56 +1,47 @@
-"""A profiler that also tells clocks what the Trainer's loop does.
+"""A profiler that also enters contexts of ours where the Trainer's loop does something.
 
 No hook says when the loop begins to wait for a batch. Its profiler is told (by a Trainer without one, too), so a
-profiler that passes everything on to the user's is put in its place while training runs.
+profiler that passes everything on to the user's is put in its place while training runs. It is asked some thirty times
+a step: where the user's does nothing it has the context at hand, and costs less than Lightning's own.
 """
 
 from __future__ import annotations
 
-import time
-from collections.abc import Collection, Generator
-from contextlib import AbstractContextManager, ContextDecorator, contextmanager
-from typing import Any, Protocol
+from collections.abc import Mapping
+from contextlib import AbstractContextManager, ContextDecorator
+from functools import lru_cache, reduce
+from typing import Any
 
 from lightning.pytorch import Trainer
 from lightning.pytorch.profilers import PassThroughProfiler, Profiler
 
-from lightning_stocache.insight.stall import ACTIONS
+__all__ = ["Contexts", "listen", "log_every", "stop_listening"]
 
-__all__ = ["Clock", "listen", "log_every", "stop_listening"]
-
-
-class Clock(Protocol):
-    """What is told when the loop begins and ends something."""
-
-    def start(self, action: str, now: float) -> None:
-        """Something starts."""
-
-    def stop(self, action: str, now: float) -> None:
-        """Something has been done."""
+Contexts = Mapping[str, AbstractContextManager[Any]]
+"""What is entered where the Trainer does something, by the name that it has for it; may be entered again and again."""
 
 
-def listen(trainer: Trainer, clock: Clock, actions: Collection[str] | None = None) -> None:
-    """Tell a clock from now on what the Trainer does, with `time.perf_counter`.
+def listen(trainer: Trainer, contexts: Contexts) -> None:
+    """Enter contexts from now on where the Trainer does what they are for.
 
     Args:
-        trainer: gets a profiler that tells it, until `stop_listening`.
-        clock: is told.
-        actions: their names; by default when the Trainer waits for a training batch and when it computes one.
+        trainer: gets a profiler that enters them, until `stop_listening`.
+        contexts: by the names of the actions.
     """
     untyped: Any = trainer  # the attribute is set where no type checker sees it
-    if not isinstance(untyped.profiler, _ClockedProfiler):
-        untyped.profiler = _ClockedProfiler(untyped.profiler)
-    untyped.profiler.add(clock, ACTIONS if actions is None else actions)
+    if not isinstance(untyped.profiler, _Listener):
+        untyped.profiler = _Listener(untyped.profiler)
+    untyped.profiler.add(contexts)
 
 
-def stop_listening(trainer: Trainer, clock: Clock) -> None:
-    """Tell it no more; the last one gives the Trainer its profiler back."""
+def stop_listening(trainer: Trainer, contexts: Contexts) -> None:
+    """Enter them no more; the last ones give the Trainer its profiler back."""
     untyped: Any = trainer
     profiler = untyped.profiler
-    if not isinstance(profiler, _ClockedProfiler):
+    if not isinstance(profiler, _Listener):
         return
-    profiler.remove(clock)
-    if not profiler.told:
+    profiler.remove(contexts)
+    if not profiler.heard:
         untyped.profiler = profiler.users
 
 
@@ -59,6 +50,7 @@ def log_every(trainer: Trainer) -> int:
     return int(getattr(trainer, "log_every_n_steps", 0)) or 1
 
 
+@lru_cache(maxsize=256)  # a Trainer has some fifty names for what it does; a user's own may be any number
 class _Nothing(ContextDecorator):
     """What a PassThroughProfiler does, in a quarter of the time."""
 
@@ -72,76 +64,67 @@ class _Nothing(ContextDecorator):
         pass
 
 
-class _Told:
-    """What is heard of an action where the user's profiler does nothing: it has no state, so one serves all steps."""
+class _Beside:
+    """One context in another, which says what comes out of them."""
 
-    __slots__ = ("_clocks", "_name")
+    def __init__(self, outer: AbstractContextManager[Any], inner: AbstractContextManager[Any]) -> None:
+        self._outer, self._inner = outer, inner
 
-    def __init__(self, action_name: str, clocks: list[Clock]) -> None:
-        self._name, self._clocks = action_name, clocks
+    def __enter__(self) -> Any:
+        entered = self._outer.__enter__()
+        self._inner.__enter__()
+        return entered
 
-    def __enter__(self) -> str:
-        for clock in self._clocks:
-            clock.start(self._name, time.perf_counter())
-        return self._name
-
-    def __exit__(self, *_: object) -> None:
-        for clock in self._clocks:
-            clock.stop(self._name, time.perf_counter())
+    def __exit__(self, *error: Any) -> bool | None:
+        self._inner.__exit__(*error)
+        return self._outer.__exit__(*error)
 
 
-class _ClockedProfiler(Profiler):
-    """The user's profiler, and clocks beside it. It has no state of the base class: all else is asked of the user's.
+class _Listener(Profiler):
+    """The user's profiler, and contexts beside it. It has no state of the base class: all else is asked of the user's.
 
-    `told` has the clocks of each action that is heard.
+    `heard` has the contexts of each action.
     """
 
     def __init__(self, users: Profiler) -> None:
         self.users = users
-        self.told: dict[str, list[Clock]] = {}
-        self._quick: dict[str, _Told] = {}  # where the user's does nothing
+        self.heard: dict[str, list[AbstractContextManager[Any]]] = {}
+        self._idle = type(users) is PassThroughProfiler
+        self._joined: dict[str, AbstractContextManager[Any]] = {}  # all that are heard of an action, as one
 
-    def add(self, clock: Clock, actions: Collection[str]) -> None:
-        """Tell a clock of these actions."""
-        for action in actions:
-            self.told.setdefault(action, []).append(clock)
-        self._prepare()
+    def add(self, contexts: Contexts) -> None:
+        """Enter these, too."""
+        for action, context in contexts.items():
+            self.heard.setdefault(action, []).append(context)
+        self._join()
 
-    def remove(self, clock: Clock) -> None:
-        """Tell a clock nothing more."""
-        told = {action: [other for other in clocks if other is not clock] for action, clocks in self.told.items()}
-        self.told = {action: clocks for action, clocks in told.items() if clocks}
-        self._prepare()
+    def remove(self, contexts: Contexts) -> None:
+        """Enter these no more."""
+        for action, context in contexts.items():
+            others = [other for other in self.heard.pop(action, []) if other is not context]
+            if others:
+                self.heard[action] = others
+        self._join()
 
-    def _prepare(self) -> None:
-        idle = type(self.users) is PassThroughProfiler
-        self._quick = {action: _Told(action, clocks) for action, clocks in self.told.items()} if idle else {}
+    def _join(self) -> None:
+        self._joined = {action: reduce(_Beside, contexts) for action, contexts in self.heard.items()}
 
     def start(self, action_name: str) -> None:
         self.users.start(action_name)
-        self._tell_start(action_name)
+        if (context := self._joined.get(action_name)) is not None:
+            context.__enter__()
 
     def stop(self, action_name: str) -> None:
-        self._tell_stop(action_name)
+        if (context := self._joined.get(action_name)) is not None:
+            context.__exit__(None, None, None)
         self.users.stop(action_name)
 
     def profile(self, action_name: str) -> AbstractContextManager[Any]:  # type: ignore[override]
-        if (quick := self._quick.get(action_name)) is not None:  # a few of some forty per step
-            return quick
-        if action_name in self.told:
-            return self._beside(action_name)
-        if type(self.users) is PassThroughProfiler:
-            return _Nothing(action_name)
-        return self.users.profile(action_name)
-
-    @contextmanager
-    def _beside(self, action: str) -> Generator[Any, None, None]:
-        with self.users.profile(action) as name:
-            self._tell_start(action)
-            try:
-                yield name
-            finally:
-                self._tell_stop(action)
+        context = self._joined.get(action_name)
+        if self._idle:
+            return _Nothing(action_name) if context is None else context
+        users = self.users.profile(action_name)
+        return users if context is None else _Beside(users, context)
 
     def summary(self) -> str:
         return self.users.summary()
@@ -154,14 +137,6 @@ class _ClockedProfiler(Profiler):
 
     def teardown(self, stage: str | None) -> None:
         self.users.teardown(stage)
-
-    def _tell_start(self, action: str) -> None:
-        for clock in self.told.get(action, ()):
-            clock.start(action, time.perf_counter())
-
-    def _tell_stop(self, action: str) -> None:
-        for clock in self.told.get(action, ()):
-            clock.stop(action, time.perf_counter())
 
     def __getattr__(self, name: str) -> Any:
         if name == "users":  # a copy that has not been filled yet

@@ -26,7 +26,7 @@ from lightning_stocache.loading.loader import CachedLoader
 from lightning_stocache.loading.loader_tree import loaders_in
 from lightning_stocache.training.lightning_internals import step_actions
 from lightning_stocache.training.loaders import settings_of
-from lightning_stocache.training.profiler import listen, log_every, stop_listening
+from lightning_stocache.training.profiler import Contexts, listen, log_every, stop_listening
 
 __all__ = ["StepTimer"]
 
@@ -69,8 +69,8 @@ class StepTimer(Callback):
             raise ValueError(f"picture must be a file that ends in .png, got {str(picture)!r}")
         self.picture = None if picture is None else Path(picture)
         self._clock = StepClock()
-        self._actions = _ActionParts(self._clock, {})
-        self._running = self._warned = False
+        self._parts: Contexts = {}
+        self._running = self._heard = self._warned = False
         self._batch_size, self._ahead = 0, True
         self._batches, self._log_every = 0, 1
 
@@ -91,14 +91,15 @@ class StepTimer(Callback):
     def on_train_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
         """Start the clock."""
         self._clock = StepClock(timeline=self.timeline(trainer.strategy.root_device))
-        self._actions = _ActionParts(self._clock, step_actions(trainer))
+        self._parts = {action: self._clock(part) for action, part in step_actions(trainer).items()}
         loaders = list(loaders_in(trainer.train_dataloader))
         self._batch_size = settings_of(loaders[0]).batch_size if len(loaders) == 1 else 0
         self._ahead = not loaders or any(loader.num_workers or isinstance(loader, CachedLoader) for loader in loaders)
         # Batches are counted here: to ask the Trainer for its step takes longer than all else that is done in one.
         self._log_every = log_every(trainer) * trainer.accumulate_grad_batches
         self._batches, self._running = trainer.global_step * trainer.accumulate_grad_batches, True
-        listen(trainer, self._actions, self._actions.parts)
+        self._heard = False
+        listen(trainer, self._parts)
 
     def on_train_epoch_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
         """Begin with an epoch's first step."""
@@ -116,8 +117,10 @@ class StepTimer(Callback):
         """End the step, and log at the Trainer's cadence."""
         if not self._running:
             return
-        if not self._actions.seen >= {"wait", "forward"}:
-            return self._complain(trainer)
+        if not self._heard:  # after the first step it is known for all
+            self._heard = self._clock("wait").heard and self._clock("forward").heard
+            if not self._heard:
+                return self._complain(trainer)
         self._clock.end_step(self._batch_size)
         self._batches += 1
         if self._batches % self._log_every or not trainer.loggers:
@@ -156,7 +159,7 @@ class StepTimer(Callback):
         self._stop(trainer)
 
     def _stop(self, trainer: Trainer) -> None:
-        stop_listening(trainer, self._actions)
+        stop_listening(trainer, self._parts)
         self._clock.pause()
         self._running = False
 
@@ -181,22 +184,3 @@ class StepTimer(Callback):
                 save(epochs, self.picture, ahead=self._ahead)
             except OSError as error:  # no reason to fail after training
                 rank_zero_warn(f"the picture of the training steps cannot be written: {error}")
-
-
-class _ActionParts:
-    """Tells a clock of the parts that the profiler's actions are."""
-
-    def __init__(self, clock: StepClock, parts: dict[str, str]) -> None:
-        self.parts = parts
-        self.seen = set[str]()
-        self._clock = clock
-
-    def start(self, action: str, now: float) -> None:
-        """An action begins."""
-        part = self.parts[action]
-        self.seen.add(part)
-        self._clock.start(part)
-
-    def stop(self, action: str, now: float) -> None:
-        """An action is over."""
-        self._clock.stop(self.parts[action])

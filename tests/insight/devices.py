@@ -4,6 +4,8 @@ from __future__ import annotations
 
 from typing import Any
 
+import numpy as np
+
 from lightning_stocache.insight.timeline import DeviceTimeline
 
 __all__ = ["Device", "ManualTimeline"]
@@ -27,8 +29,8 @@ class ManualTimeline:
     def wait(self, moment: float) -> None:
         pass
 
-    def seconds(self, begin: float, end: float) -> float:
-        return end - begin
+    def seconds(self, moments: Any) -> Any:
+        return np.diff(np.array(moments))
 
     def reuse(self, moments: Any) -> None:
         pass

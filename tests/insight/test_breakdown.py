@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 import random
 
+import numpy as np
 import pytest
 
 from lightning_stocache.insight.breakdown import PARTS, Breakdown
@@ -33,6 +34,21 @@ def test_quantiles_are_those_of_the_list(rng: random.Random) -> None:
         exact = sorted(values)[math.ceil(share * len(values)) - 1]
         assert made.quantile("forward", share) == pytest.approx(exact, rel=0.005)
         assert made.quantile("step", share) == pytest.approx(exact, rel=0.005)
+
+
+def test_many_at_a_time_are_as_one_by_one(rng: random.Random) -> None:
+    """Rows of an array, one part a column, in the order of PARTS."""
+    rows = [[rng.choice([0.0, rng.random()]) for _ in PARTS] for _ in range(50)]
+    single, many = broken_down(*(dict(zip(PARTS, row, strict=True)) for row in rows), samples=2), Breakdown()
+    for first in (0, 20):
+        many.add_steps(np.array(rows[first : first + 20 + first]), samples=2 * (20 + first // 2))
+    assert (many.steps, many.samples) == (single.steps, single.samples)
+    for part in PARTS:
+        assert many.seconds[part] == pytest.approx(single.seconds[part])
+    for part in (*PARTS, "step"):
+        assert [many.quantile(part, share) for share in (0.1, 0.5, 0.9)] == [
+            single.quantile(part, share) for share in (0.1, 0.5, 0.9)
+        ]
 
 
 def test_several_are_added_up(rng: random.Random) -> None:

@@ -9,9 +9,18 @@ import pytest
 import torch
 from lightning.fabric import Fabric
 from lightning.fabric.loggers import CSVLogger
-from torch.utils.data import DataLoader, Subset
+from torch.utils.data import (
+    DataLoader,
+    RandomSampler,
+    Sampler,
+    Subset,
+    SubsetRandomSampler,
+    WeightedRandomSampler,
+)
 
 from lightning_stocache import CachedDataset, CachedLoader, CachedStream, CacheMeter, CacheMonitor
+from lightning_stocache.insight.layout import LIVE
+from lightning_stocache.insight.metrics import LIVE_METRICS
 from tests.insight.meter_job import loop
 from tests.ranks import run_ranks
 from tests.sources import CountedSource
@@ -35,11 +44,12 @@ def counts(metrics: dict[str, float], stage: str = "") -> dict[str, float]:
 
 @pytest.mark.processes
 def test_a_plain_loop_has_the_monitors_values(tmp_path, dataset):
-    """Epoch for epoch the same keys and counts as a Trainer logs for the same dataset, but for what theory expects."""
+    """Epoch for epoch the same keys and counts as a Trainer logs for the same dataset, and what theory expects."""
     loader = CachedLoader(dataset, batch_size=4)
     trainer = make_trainer(tmp_path, [CacheMonitor()], epochs=2)
     trainer.fit(Model(), loader)
-    keys = {key for key in trainer.callback_metrics if key.startswith("stocache/")} - {"stocache/hit_rate_expected"}
+    keys = {key for key in trainer.callback_metrics if key.startswith("stocache/")}
+    assert "stocache/hit_rate_expected" in keys
     dataset.share()
     meter, found = CacheMeter(loader), []
     for _ in range(2):
@@ -65,6 +75,75 @@ def test_a_loop_over_the_loader_itself_has_no_seconds(dataset):
     assert meter.epoch()["stocache/val/hit_rate"] == 0
     with pytest.raises(TypeError, match="only a CacheMeter of one loader can be iterated over, this one has a list"):
         next(iter(meter))
+
+
+@pytest.mark.processes
+@pytest.mark.parametrize("kind", ["random", "replacement", "weighted", "subset", "list"])
+def test_the_expected_hit_rate_is_the_measured_one(caplog, dataset, kind):
+    """For each of torch's samplers, and for a list: what is expected agrees with what comes, and nothing is said."""
+    half = [index for index in range(SAMPLES) if index % 2]
+    samplers = {
+        "random": RandomSampler(dataset),
+        "replacement": RandomSampler(dataset, replacement=True, num_samples=100 * SAMPLES),
+        "weighted": WeightedRandomSampler([1.0 + index % 5 for index in range(SAMPLES)], 100 * SAMPLES),
+        "subset": SubsetRandomSampler(half),
+        "list": half * 2,
+    }
+    torch.manual_seed(1)
+    meter = CacheMeter(DataLoader(dataset, batch_size=4, sampler=samplers[kind]))
+    for _ in range(3):
+        list(meter)
+        metrics = meter.epoch()
+        assert metrics["stocache/hit_rate"] == pytest.approx(metrics["stocache/hit_rate_expected"], abs=0.03)
+    assert not [record for record in caplog.records if "were to be expected" in record.getMessage()]
+
+
+@pytest.mark.processes
+def test_nothing_is_expected_where_no_formula_holds(dataset):
+    """Of a sampler of one's own, of two loaders of one dataset, and of another stage than training."""
+
+    class Own(Sampler[int]):
+        def __iter__(self):
+            return iter(range(4))
+
+    plain = DataLoader(dataset, batch_size=4)
+    others = [DataLoader(dataset, sampler=Own()), [plain, plain]]
+    for meter in (*map(CacheMeter, others), CacheMeter(plain, "val")):
+        list(plain)
+        assert not [key for key in meter.epoch() if "expected" in key]
+
+
+@pytest.mark.processes
+def test_a_hit_rate_that_is_too_low_is_said_once(caplog, dataset):
+    """Where more is loaded than the sampler draws, one warning names the rate, the expected one, and a cause."""
+    meter = CacheMeter(DataLoader(dataset, batch_size=4, shuffle=True))
+    for _ in range(3):
+        list(meter)
+        dataset.counters.add(bypasses=SAMPLES)
+        metrics = meter.epoch()
+    assert metrics["stocache/hit_rate"] < metrics["stocache/hit_rate_expected"]
+    assert [record.levelname for record in caplog.records if "were to be expected" in record.getMessage()] == [
+        "WARNING"
+    ]
+
+
+@pytest.mark.processes
+def test_live_values_are_those_of_the_epoch_so_far(dataset):
+    """Under keys of their own; without seconds where the loader is not read through the meter, none for validation."""
+    loader = CachedLoader(dataset, batch_size=4)
+    meter, seen = CacheMeter(loader), []
+    for _ in range(2):
+        for step, _batch in enumerate(meter):
+            if step in (0, 5):
+                seen.append(meter.live())
+        meter.epoch()
+    assert all(set(live) == {LIVE + name for name in LIVE_METRICS} for live in seen)
+    # Half of the samples have a slot, and which of them is the ring's.
+    assert [round(live["stocache/live/hit_rate"] * SAMPLES) for live in seen[1::2]] == [0, SAMPLES // 2]
+    assert seen[0]["stocache/live/fill_fraction"] < seen[1]["stocache/live/fill_fraction"] == 1
+    assert seen[3]["stocache/live/data_wait_seconds"] > seen[2]["stocache/live/data_wait_seconds"] > 0
+    assert not SECONDS & {key.rpartition("/")[2] for key in meter.live()}
+    assert CacheMeter(loader, "val").live() == {}
 
 
 @pytest.mark.processes
@@ -126,6 +205,7 @@ def test_a_fabric_loop_logs_it(tmp_path):
     logger = CSVLogger(tmp_path, name="", flush_logs_every_n_steps=1)
     found, granted = train(Fabric(accelerator="cpu", devices=1, loggers=logger), tmp_path)
     assert [epoch["stocache/hits"] for epoch in found] == [0, SAMPLES // 2, SAMPLES // 2]
+    assert [epoch["stocache/hit_rate_expected"] for epoch in found] == [0, 0.5, 0.5]
     assert granted["sampling"] == "RandomSampler"
     assert granted["slots"] == SAMPLES // 2
     assert "stocache/hit_rate" in (Path(logger.log_dir) / "metrics.csv").read_text()
@@ -138,4 +218,5 @@ def test_ranks_sum_up():
     assert first == second
     epochs, ranks, nodes = first
     assert [(epoch["stocache/misses"], epoch["stocache/hits"]) for epoch in epochs] == [(SAMPLES, 0), (0, SAMPLES)]
+    assert [epoch["stocache/hit_rate_expected"] for epoch in epochs] == [0, 1]
     assert (ranks, nodes) == (2, 1)

@@ -82,7 +82,7 @@ def test_a_tally_says_what_was_counted_and_what_is_there(dataset: CachedDataset)
     assert (tally.counts.hits, tally.counts.misses, tally.counts.fills) == (1, 2, 2)
     assert (tally.slots, tally.filled, tally.unsized) == (8, 2.0, 0)
     assert (tally.wait_seconds, tally.compute_seconds, tally.loop_seconds, tally.ranks) == (*SECONDS, 1)
-    assert tallies.of_training == {dataset.counters: tally.counts}
+    assert tallies.served["train"] == {dataset.counters: tally.counts}
 
 
 def test_an_epoch_is_posted_once(dataset: CachedDataset) -> None:

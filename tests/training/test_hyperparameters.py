@@ -19,11 +19,23 @@ pytestmark = pytest.mark.processes
 
 SLOT = 3 * 8 * 8 + 8 + 1
 OF_TRAINING = {
-    **{"dataset": "CountedSource", "samples": SAMPLES, "budget": "50%", "budget_bytes": SAMPLES // 2 * SLOT},
+    **{
+        "dataset": "CountedSource",
+        "samples": SAMPLES,
+        "drawn": SAMPLES,
+        "budget": "50%",
+        "budget_bytes": SAMPLES // 2 * SLOT,
+    },
     **{"slots": SAMPLES // 2, "coverage": 0.5, "layout": "rows", "store": "decoded", "nodes": 1, "ranks": 1},
     **{"name": None, "dir": None},
 }
-OF_VALIDATION = OF_TRAINING | {"samples": 8, "budget_bytes": 4 * SLOT, "slots": 4, "sampling": "SequentialSampler"}
+OF_VALIDATION = OF_TRAINING | {
+    "samples": 8,
+    "drawn": 8,
+    "budget_bytes": 4 * SLOT,
+    "slots": 4,
+    "sampling": "SequentialSampler",
+}
 
 
 class Users(LightningDataModule):
@@ -76,6 +88,16 @@ def test_what_was_granted_goes_to_the_logger(tmp_path, door):
     assert found == OF_TRAINING | {"sampling": sampling}
     users = {"batch_size": 4, "folder": str(tmp_path), "name": "mine", "memory": "much"}
     assert written == ({} if door == "ours" else users)
+
+
+def test_what_is_drawn_stands_beside_the_samples(tmp_path):
+    """Of a loader that draws a third `samples` is the whole, `drawn` the third, and `coverage` a share of the third."""
+    sampler = torch.utils.data.SubsetRandomSampler(range(SAMPLES // 3))
+    trainer = make_trainer(tmp_path, [StochasticCache()])
+    trainer.fit(Model(), plain_loader(source(tmp_path), sampler=sampler))
+    found = told(trainer.logger)["stocache"]
+    assert (found["samples"], found["drawn"], found["slots"]) == (SAMPLES, SAMPLES // 3, SAMPLES // 3)
+    assert found["coverage"] == trainer.callback_metrics["stocache/coverage"] == 1
 
 
 def test_nothing_is_told_where_nothing_is_cached_or_wanted(tmp_path):

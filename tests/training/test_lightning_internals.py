@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 
 from lightning_stocache import CacheMonitor, StochasticCache
-from lightning_stocache.training import lightning_internals, profiler
+from lightning_stocache.training import lightning_internals, monitor
 from lightning_stocache.training.lightning_internals import data_sources, leaves_samplers_alone
 from lightning_stocache.training.sampling import replicas
 from tests.training.tiny import SAMPLES, Model, make_trainer, plain_loader, source
@@ -25,7 +25,7 @@ def nothing_said() -> None:
 @pytest.mark.processes
 def test_actions_of_other_names_leave_the_seconds_out(tmp_path, monkeypatch, recwarn):
     """Neither waits of zero, nor a summary that says that training hardly waited."""
-    monkeypatch.setattr(profiler, "ACTIONS", frozenset({"another name"}))
+    monkeypatch.setattr(monitor, "stall_actions", lambda stall: {"another name": stall.waiting})
     cache = StochasticCache()
     trainer = make_trainer(tmp_path, [cache], epochs=2)
     trainer.fit(Model(), plain_loader(source(tmp_path)))

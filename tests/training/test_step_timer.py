@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+import sys
 import time
 from contextlib import suppress
 from typing import Any
@@ -277,6 +278,33 @@ def test_means_are_logged_at_the_trainers_cadence(tmp_path):
         values = logged(trainer, f"stocache/step/{part}_seconds")
         assert len(values) == 4
         assert values == pytest.approx([seconds] * 4)
+
+
+def calls_per_step(tmp_path, *callbacks: Callback) -> float:
+    """Functions called in a training step, Python's and C's."""
+    counts: list[int] = []
+
+    class Counted(Model):
+        def training_step(self, batch, batch_idx):
+            sys.setprofile(None)
+            counts.append(0)
+            sys.setprofile(note)
+            return super().training_step(batch, batch_idx)
+
+        def on_train_end(self):
+            sys.setprofile(None)
+
+    def note(frame: Any, event: str, argument: Any) -> None:
+        counts[-1] += event in ("call", "c_call")
+
+    batches = DataLoader([(torch.ones(3, 8, 8, dtype=torch.uint8), 1)] * 70)
+    make_trainer(tmp_path, callbacks, log_every_n_steps=50).fit(Counted(), batches)
+    return sum(counts[5:65]) / 60
+
+
+def test_what_it_costs_is_a_few_calls(tmp_path):
+    """Of some two thousand a step; what is read many steps at a time, and logged, is in it. Time depends on load."""
+    assert calls_per_step(tmp_path, StepTimer()) < calls_per_step(tmp_path) + 40
 
 
 def test_its_keys_are_not_the_monitors(tmp_path):

@@ -28,11 +28,10 @@ from torch.utils.data import BatchSampler, ConcatDataset, DataLoader, Distribute
 from lightning_stocache.cache.counters import Counters
 from lightning_stocache.cache.placement import Integers, Ring
 from lightning_stocache.insight.first_draws import Anew, ByWeight, Draws, InOrder, Together, WithReplacement
-from lightning_stocache.loading.loader_sampler import batches_of, index_sampler
+from lightning_stocache.loading.loader_sampler import batches_of, index_sampler, wrapped_sampler
 from lightning_stocache.loading.stand_in import cached_in
 from lightning_stocache.sampling.locality_sampler import LocalitySampler
 from lightning_stocache.sampling.sampler_domain import Drawing, drawing_of
-from lightning_stocache.training.lightning_internals import wrapped_sampler
 
 __all__ = ["LoaderDraws", "drawn_list", "drawn_together", "loader_draws"]
 
@@ -67,7 +66,7 @@ def loader_draws(loader: DataLoader[Any], counters: Counters, world: int, nodes:
     A sampler is its user's, and its attributes may be anything: where they make no sense, nothing is known.
 
     Args:
-        loader: as the Trainer reads it.
+        loader: as training reads it, Fabric's too.
         counters: of the cached dataset whose samples are meant.
         world: number of ranks.
         nodes: among how many nodes they are.

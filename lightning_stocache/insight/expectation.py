@@ -19,21 +19,19 @@ from collections.abc import Mapping, Sequence
 from typing import Any
 
 import numpy.typing as npt
-from lightning.pytorch import Trainer
 from torch.utils.data import BatchSampler
 
 from lightning_stocache.cache.counters import Counters, Counts
 from lightning_stocache.cache.placement import Ring
 from lightning_stocache.cache.stores import stored
 from lightning_stocache.insight.first_draws import FirstDraws
+from lightning_stocache.insight.sampler_draws import LoaderDraws, drawn_list, drawn_together, loader_draws
 from lightning_stocache.insight.theory import expected_hit_rate, moved_share
 from lightning_stocache.loading.dataset import CachedDataset, cached_source
 from lightning_stocache.loading.loader_sampler import index_sampler
-from lightning_stocache.loading.loader_tree import cached_datasets, loaders_in
+from lightning_stocache.loading.loader_tree import Cached, cached_behind, leaves_in
 from lightning_stocache.sampling.locality_sampler import LocalitySampler, Mode
 from lightning_stocache.sampling.sampler_domain import drawing_of
-from lightning_stocache.training.lightning_internals import begins_again
-from lightning_stocache.training.sampler_draws import LoaderDraws, drawn_list, drawn_together, loader_draws
 
 __all__ = ["Expectation"]
 
@@ -43,24 +41,68 @@ _SPREAD = 3  # standard deviations of what is drawn at random, which is much whe
 
 
 class Expectation:
-    """The prediction for the training sets, epoch by epoch.
+    """The prediction for whatever training sets are in use, epoch by epoch; what is wrong is said once."""
 
-    Args:
-        trainer: whose loaders and samplers are in use.
-        datasets: the cached training sets.
-    """
+    def __init__(self) -> None:
+        self._of: dict[tuple[Counters, ...], _JointExpectation] = {}
+        self._complained = False
 
-    def __init__(self, trainer: Trainer, datasets: Sequence[CachedDataset]) -> None:
-        self._sets = [_SetExpectation(trainer, dataset, alone=len(datasets) == 1) for dataset in datasets]
-        self._served = 0
-
-    def hit_rate(self, metrics: Mapping[str, float], counts: Mapping[Counters, Counts]) -> float | None:
-        """The predicted hit rate of the epoch that ends now; None where no formula holds.
+    def compare(
+        self,
+        metrics: dict[str, float],
+        counts: Mapping[Counters, Counts],
+        datasets: Sequence[Cached],
+        loaders: Any,
+        *,
+        world: int,
+        others: Any = (),
+        again: bool | None = None,
+    ) -> str | None:
+        """Add `hit_rate_expected` to the metrics of the epoch that ends now, unless no formula holds.
 
         Args:
             metrics: of this epoch.
-            counts: what this rank has been served of each training set in it, the others likewise.
+            counts: what this rank has been served of each training set in it, the other ranks likewise.
+            datasets: the training sets; where one of them is a stream, nothing is expected.
+            loaders: that read them.
+            world: number of ranks.
+            others: loaders that may fill slots of the same samples.
+            again: whether one of several loaders begins again when it has ended, while others go on; None: it is not
+                known in which turns they are read, and nothing is expected where several read one dataset.
+
+        Returns:
+            What is wrong, in words, if there is something, and for the first time.
         """
+        cached = [dataset for dataset in datasets if isinstance(dataset, CachedDataset)]
+        counters = tuple(dataset.counters for dataset in cached if dataset.counters is not None)
+        if not datasets or len(counters) < len(datasets) or not all(_readers(loaders, each) for each in counters):
+            return None
+        if counters not in self._of:
+            self._of[counters] = _JointExpectation(cached, loaders, others, world, again)
+        joint = self._of[counters]
+        if (expected := joint.hit_rate(metrics, counts, loaders)) is not None:
+            metrics["hit_rate_expected"] = expected
+        complaint = None if self._complained else joint.complaint(metrics)
+        self._complained |= complaint is not None
+        return complaint
+
+    def forget(self) -> None:
+        """Begin anew with the next epoch: its caches and loaders are those of another call."""
+        self._of.clear()
+
+
+class _JointExpectation:
+    """The prediction for some training sets."""
+
+    def __init__(
+        self, datasets: Sequence[CachedDataset], loaders: Any, others: Any, world: int, again: bool | None
+    ) -> None:
+        alone = len(datasets) == 1
+        self._sets = [_SetExpectation(dataset, loaders, others, world, again, alone) for dataset in datasets]
+        self._served = 0
+
+    def hit_rate(self, metrics: Mapping[str, float], counts: Mapping[Counters, Counts], loaders: Any) -> float | None:
+        """The predicted hit rate of the epoch that ends now; None where no formula holds."""
         self._served = sum(int(metrics[name]) for name in ("hits", "misses", "bypasses"))
         each = [counts.get(part.counters, Counts()) for part in self._sets]
         served, fills = sum(count.served for count in each), sum(count.fills for count in each)
@@ -68,7 +110,7 @@ class Expectation:
         for part, count in zip(self._sets, each, strict=True):
             share = count.served / served if served else 1 / len(each)
             filled = int(metrics["fills"]) * (count.fills / fills if fills else 0)
-            rate = part.hit_rate(round(self._served * share), filled, metrics["fill_fraction"])
+            rate = part.hit_rate(round(self._served * share), filled, metrics["fill_fraction"], loaders)
             if rate is None:
                 hits = math.nan
             else:
@@ -111,27 +153,29 @@ class Expectation:
 class _SetExpectation:
     """The prediction for one training set."""
 
-    def __init__(self, trainer: Trainer, dataset: CachedDataset, *, alone: bool) -> None:
+    def __init__(
+        self, dataset: CachedDataset, loaders: Any, others: Any, world: int, again: bool | None, alone: bool
+    ) -> None:
         assert dataset.counters is not None
         self.counters = dataset.counters
         self._dataset = dataset
-        group, readers = dataset.group, _readers(trainer.train_dataloader, dataset.counters)
+        group, readers = dataset.group, _readers(loaders, dataset.counters)
         self.nodes, loader = len(group.nodes), readers[0]
         self.sampler: Any = index_sampler(loader)
         self._epochs: list[int] = []  # how many samples each was served
         self._ready = 0.0
         self._theory: FirstDraws | None = None
         self._slots: tuple[Ring, npt.NDArray[Any], npt.NDArray[Any]] | None = None
-        self._trainer, self._lists, self.changed = trainer, list(map(drawn_list, readers)), False
-        each = [loader_draws(reader, dataset.counters, trainer.world_size, self.nodes) for reader in readers]
-        known = drawn_together(readers, each, len(dataset), again=begins_again(trainer)) if len(each) > 1 else each[0]
-        shared = [
-            loader_draws(other, dataset.counters, 1, 1) for other in _readers(trainer.val_dataloaders, dataset.counters)
-        ]
+        self._lists, self.changed = list(map(drawn_list, readers)), False
+        each = [loader_draws(reader, dataset.counters, world, self.nodes) for reader in readers]
+        known = each[0]
+        if len(each) > 1:
+            known = None if again is None else drawn_together(readers, each, len(dataset), again=again)
+        shared = [loader_draws(other, dataset.counters, 1, 1) for other in _readers(others, dataset.counters)]
         self._alone = alone and not shared
         prefills = cached_source(dataset).opened.request.prefill
         if (
-            (len(readers) > 1 and trainer.world_size > 1)
+            (len(readers) > 1 and world > 1)
             or prefills
             or (shared and (known is None or any(_meet(known, other) for other in shared)))
         ):
@@ -155,12 +199,12 @@ class _SetExpectation:
         ring = cached_source(self._dataset).opened.known_ring
         return ring is not None and self.nodes > 1 and sum(arc.slots for arc in ring.arcs) > ring.arcs[0].size
 
-    def hit_rate(self, served: int, fills: float, fill_fraction: float) -> float | None:
+    def hit_rate(self, served: int, fills: float, fill_fraction: float, loaders: Any) -> float | None:
         """The predicted hit rate of an epoch that was served so many samples; None where no formula holds."""
         ring, group = cached_source(self._dataset).opened.known_ring, self._dataset.group
         first, known = not self._epochs, self._draws
         self._epochs.append(served)
-        readers = _readers(self._trainer.train_dataloader, self.counters)
+        readers = _readers(loaders, self.counters)
         self.changed |= list(map(drawn_list, readers)) != self._lists
         if self.changed:
             return None
@@ -200,11 +244,11 @@ class _SetExpectation:
 
 
 def _readers(loaders: Any, counters: Counters) -> list[Any]:
-    """The loaders among them that read a cached dataset."""
+    """The loaders among them that read a cached dataset, Fabric's too."""
     return [
-        loader
-        for loader in loaders_in(loaders)
-        if any(dataset.counters is counters for dataset in cached_datasets(loader))
+        leaf
+        for leaf in leaves_in(loaders)
+        if hasattr(leaf, "batch_sampler") and any(dataset.counters is counters for dataset in cached_behind(leaf))
     ]
 
 
