@@ -31,7 +31,7 @@ torch.set_num_threads(1)  # a forked child would wait for the threads of its par
 if multiprocessing.get_start_method() == "forkserver":  # Python 3.14's, by which each worker imports torch anew
     multiprocessing.set_start_method("fork", force=True)  # tests say the method where it matters
 
-_PATIENCE_SECONDS = 3.0  # for what ends by itself: a killed worker, a thread that holds a batch
+_PATIENCE_SECONDS = 60.0  # for what ends by itself: a killed worker, a thread that holds a batch
 _LAUNCH_VARIABLES = re.compile(r"PYTEST_|PL_|KMP_|CUDA_|TORCH|(LOCAL_|NODE_|GROUP_)?RANK$|WORLD_SIZE$|MASTER_|OMP_")
 
 _audit = Audit()

@@ -152,7 +152,7 @@ def test_what_is_left_in_all_lanes_keeps_no_record_out() -> None:
 
     def hold(offset: int) -> None:
         begun.set()
-        over.wait(60)
+        over.wait(300)
 
     def store_one(nbytes: int, write: Callable[[int], None]) -> int | None:
         with opened(segment) as arena:
@@ -164,7 +164,7 @@ def test_what_is_left_in_all_lanes_keeps_no_record_out() -> None:
         if level < LANES - 1:
             store_one(100, lambda offset: nested(offset, level + 1))
         last.start()
-        begun.wait(60)
+        begun.wait(300)
         raise InterruptedError
 
     with pytest.raises(InterruptedError):

@@ -34,7 +34,7 @@ def run(example: str, tmp_path: Path, *arguments: str, samples: int) -> str:
         env=environment,
         capture_output=True,
         text=True,
-        timeout=120,
+        timeout=280,
     )
     assert done.returncode == 0, done.stderr
     return done.stdout

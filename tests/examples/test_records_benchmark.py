@@ -26,7 +26,7 @@ def tables(tmp_path: Path, part: str, *arguments: str) -> dict[str, list[str]]:
         env=environment,
         capture_output=True,
         text=True,
-        timeout=240,
+        timeout=280,
     )
     assert done.returncode == 0, done.stderr
     written = json.loads((tmp_path / "results" / "records.json").read_text())

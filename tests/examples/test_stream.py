@@ -19,7 +19,7 @@ def reads(tmp_path: Path, *arguments: str) -> list[int]:
     """What the example says was read from the files in each epoch."""
     environment = {**os.environ, "PYTHONPATH": str(ROOT), "TMPDIR": str(tmp_path), "CUDA_VISIBLE_DEVICES": ""}
     command = [sys.executable, str(ROOT / "examples" / "stream.py"), "--samples", "256", *arguments]
-    done = subprocess.run(command, cwd=tmp_path, env=environment, capture_output=True, text=True, timeout=120)
+    done = subprocess.run(command, cwd=tmp_path, env=environment, capture_output=True, text=True, timeout=280)
     assert done.returncode == 0, done.stderr
     return [int(number) for number in re.findall(r"(\d+) read from the files", done.stdout)]
 

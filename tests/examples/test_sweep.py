@@ -21,7 +21,7 @@ def test_a_sweep_whose_ranks_would_sweep_is_refused(tmp_path):
     overrides = ["trainer.accelerator=cpu", "trainer.devices=2", "trainer.strategy=ddp"]
     environment = {**os.environ, "PYTHONPATH": str(ROOT), "XDG_CACHE_HOME": str(tmp_path / "cache")}
     run = subprocess.run(
-        [*command, *overrides], cwd=tmp_path, env=environment, capture_output=True, text=True, timeout=120
+        [*command, *overrides], cwd=tmp_path, env=environment, capture_output=True, text=True, timeout=280
     )
     assert run.returncode != 0
     assert "a sweep (-m) on 2 devices needs a strategy" in run.stderr

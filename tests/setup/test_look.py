@@ -96,8 +96,8 @@ def in_a_daemon(function: Callable[..., Any], *args: Any) -> Any:
     receiver, sender = multiprocessing.Pipe(duplex=False)
     process = multiprocessing.get_context("fork").Process(target=lambda: sender.send(function(*args)), daemon=True)
     process.start()
-    answer = receiver.recv() if receiver.poll(60) else None
-    process.join(10)
+    answer = receiver.recv() if receiver.poll(200) else None
+    process.join(200)
     return answer
 
 
@@ -345,7 +345,7 @@ def test_a_frozen_source_is_read_once_per_sample_and_left_alone() -> None:
 
 def test_spawned_workers_can_be_sent_a_source_after_the_look(lazy: Lazy) -> None:
     """A handle that the look opened would stand in the way of pickle."""
-    assert call(_spawned, lazy, timeout=120)
+    assert call(_spawned, lazy)
 
 
 def _spawned(lazy: Lazy) -> bool:

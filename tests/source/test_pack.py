@@ -180,7 +180,7 @@ def test_a_pack_that_is_killed_goes_on_where_it_was(tmp_path: Path, workers: int
 
 
 def _wait_for_a_commit(path: Path, child: Child) -> None:
-    before, deadline = _version(path), time.monotonic() + 60
+    before, deadline = _version(path), time.monotonic() + 120
     while _version(path) == before and child.process.exitcode is None and time.monotonic() < deadline:
         time.sleep(0.002)
 
@@ -299,7 +299,7 @@ def test_two_processes_do_not_pack_into_one_file(tmp_path: Path) -> None:
     """The second is refused at once."""
     path = tmp_path / "x"
     child = Child(hold, str(path))
-    deadline = time.monotonic() + 60
+    deadline = time.monotonic() + 120
     while not path.exists() and time.monotonic() < deadline:
         time.sleep(0.01)
     try:
