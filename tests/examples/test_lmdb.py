@@ -3,13 +3,12 @@
 from __future__ import annotations
 
 import json
-import os
 import re
-import subprocess
-import sys
 from pathlib import Path
 
 import pytest
+
+from tests.scripts import run_script
 
 pytestmark = [pytest.mark.processes, pytest.mark.slow]
 pytest.importorskip("lmdb")
@@ -19,15 +18,9 @@ ROOT = Path(__file__).parents[2]
 
 
 def run(tmp_path: Path, script: str, *arguments: str) -> str:
-    environment = {**os.environ, "PYTHONPATH": str(ROOT), "XDG_CACHE_HOME": str(tmp_path / "cache")}
-    done = subprocess.run(
-        [sys.executable, str(ROOT / "examples" / script), *arguments],
-        cwd=tmp_path,
-        env=environment | {"CUDA_VISIBLE_DEVICES": "", "TMPDIR": str(tmp_path)},
-        capture_output=True,
-        text=True,
-        timeout=280,
-    )
+    environment = {"PYTHONPATH": str(ROOT), "XDG_CACHE_HOME": str(tmp_path / "cache")}
+    environment |= {"CUDA_VISIBLE_DEVICES": "", "TMPDIR": str(tmp_path)}
+    done = run_script(ROOT / "examples" / script, *arguments, folder=tmp_path, environment=environment)
     assert done.returncode == 0, done.stderr
     return done.stdout
 
