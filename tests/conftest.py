@@ -30,6 +30,8 @@ hypothesis.settings.load_profile("any machine")
 torch.set_num_threads(1)  # a forked child would wait for the threads of its parent's pool for ever
 if multiprocessing.get_start_method() == "forkserver":  # Python 3.14's, by which each worker imports torch anew
     multiprocessing.set_start_method("fork", force=True)  # tests say the method where it matters
+if "forkserver" in multiprocessing.get_all_start_methods():  # a rank or a worker would import them anew, for 3 s
+    multiprocessing.get_context("forkserver").set_forkserver_preload(["lightning.pytorch", "pytest", "hypothesis"])
 
 _PATIENCE_SECONDS = 60.0  # for what ends by itself: a killed worker, a thread that holds a batch
 _LAUNCH_VARIABLES = re.compile(r"PYTEST_|PL_|KMP_|CUDA_|TORCH|(LOCAL_|NODE_|GROUP_)?RANK$|WORLD_SIZE$|MASTER_|OMP_")

@@ -30,9 +30,7 @@ class ChildError(AssertionError):
 
 
 def context(method: str) -> Any:
-    """The start method; the fork server has torch imported already, so its children start in no time."""
-    if method == "forkserver":
-        multiprocessing.get_context(method).set_forkserver_preload(["torch", "numpy"])
+    """The start method; the fork server has imported already what children import, so they start in no time."""
     return multiprocessing.get_context(method)
 
 

@@ -370,6 +370,8 @@ def test_who_is_killed_at_random_moments_leaves_no_hole(tmp_path: Path, rng: ran
     children = [Child(store_for_ever, segment, log, seed) for seed in range(3)]
     kills = 12
     for seed in range(kills):
+        while not log.exists() or log.stat().st_size <= seed * NOTE.size:
+            time.sleep(0.002)
         time.sleep(rng.random() * 0.05)
         children.pop(rng.randrange(3)).kill()
         children.append(Child(store_for_ever, segment, log, 100 + seed))

@@ -4,15 +4,19 @@ from __future__ import annotations
 
 import json
 import re
+from importlib.util import find_spec
 from pathlib import Path
 
 import pytest
 
 from tests.scripts import run_script
 
-pytestmark = [pytest.mark.processes, pytest.mark.slow]
+pytestmark = [
+    pytest.mark.processes,
+    pytest.mark.slow,
+    pytest.mark.skipif(find_spec("sklearn") is None, reason="the photographs need scikit-learn"),
+]
 pytest.importorskip("lmdb")
-pytest.importorskip("sklearn", reason="the photographs need it")
 
 ROOT = Path(__file__).parents[2]
 

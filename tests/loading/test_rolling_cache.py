@@ -21,6 +21,7 @@ from lightning_stocache.loading.rolling_pool import RollingPool
 from lightning_stocache.setup.first_sample import FirstSampleError
 from tests.processes import Child, call, context
 from tests.ranks import run_ranks
+from tests.sources import Allowance
 
 WORDS = 256
 SPEC = SampleSpec.infer((torch.zeros(WORDS, dtype=torch.int64), 0))
@@ -188,13 +189,16 @@ def test_fillers_roll_where_it_does_not_fit(opened):
     assert seen == set(range(40))
 
 
-def test_an_epoch_waits_for_the_minimum_and_goes_on(opened):
-    """A filler slower than training: the epoch has at least the minimum, and a later one more."""
-    pool = opened(Numbers(trouble=lambda index: time.sleep(0.02)), "100%", fillers=1, minimum=5)
+def test_an_epoch_waits_for_the_minimum_and_goes_on(opened, tmp_path):
+    """A filler slower than training: the epoch has at least the minimum, and later ones more."""
+    allowed, lengths = Allowance(tmp_path / "allowed", 5), []
+    pool = opened(Numbers(trouble=allowed), "100%", spec=SPEC, fillers=1, minimum=5)
     loader = CachedLoader(pool, 5, shuffle=True)
-    lengths = [len(labels(loader)) for _ in range(4) if not time.sleep(0.1)]
-    assert 5 <= lengths[0] < lengths[-1] < 40
-    assert lengths == sorted(lengths)
+    for resident in (5, 15, 25, 35):
+        wait_until(lambda resident=resident: pool.stats().resident >= resident)
+        lengths.append(len(labels(loader)))
+        allowed.more(10)
+    assert lengths == [5, 15, 25, 35]
 
 
 class Stream(IterableDataset[Any]):

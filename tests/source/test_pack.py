@@ -319,11 +319,19 @@ def test_the_lock_ends_with_the_process(tmp_path: Path, workers: int) -> None:
     with pytest.raises(PackError):
         pack(Source(tmp_path / "reads", at=1, odd=broken), path)
     child = Child(_go_on, str(path), workers)
-    time.sleep(1)
+    deadline = time.monotonic() + 120
+    while _loads_with(child) < workers or str(path) not in Path(f"/proc/{child.process.pid}/maps").read_text():
+        assert time.monotonic() < deadline
+        time.sleep(0.01)
     os.kill(child.process.pid, signal.SIGKILL)  # type: ignore[arg-type]
     child.process.join()
     assert pack(Source(tmp_path / "reads"), path) > 0
     child.kill()
+
+
+def _loads_with(child: Child) -> int:
+    pid = child.process.pid
+    return len(Path(f"/proc/{pid}/task/{pid}/children").read_text().split())
 
 
 def _go_on(path: str, workers: int) -> None:
