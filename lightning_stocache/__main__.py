@@ -154,6 +154,7 @@ def _planned(arguments: argparse.Namespace, folder: str) -> tuple[Plan, Curves |
     from lightning_stocache.insight.planner import PlanError, Planner
     from lightning_stocache.training.plan_inputs import (
         ARGUMENTS,
+        datamodule_of,
         epochs,
         measure_step,
         trained_by,
@@ -165,7 +166,7 @@ def _planned(arguments: argparse.Namespace, folder: str) -> tuple[Plan, Curves |
     if config.get("data") is None:
         raise PlanError("the config has no `data`; give yours, for instance data=photos --config-dir examples/configs")
     trainer = dict(config.get("trainer") or {})
-    datamodule = instantiate(config.data)
+    datamodule = datamodule_of(instantiate(config.data))
     data = training_data(datamodule)
     nodes, ranks = world(trainer)
     job, costs = measure(data, nodes=nodes, ranks=ranks, epochs=epochs(trainer.get("max_epochs")))

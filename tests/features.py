@@ -72,7 +72,7 @@ FEATURES: dict[str, tuple[Cell, ...]] = {
     ),
     "meshes with fewer replicas than ranks": (
         Cell("yes", "training/test_cluster.py::test_the_ranks_of_a_replica_see_the_same_batches"),
-        NO,
+        Cell("yes", "training/test_cluster.py::test_the_ranks_of_a_replica_see_the_same_batches"),
         Cell("yes", "training/test_cluster.py::test_the_ranks_of_a_replica_see_the_same_batches"),
         *_loops("`num_replicas`", "loading/test_fabric.py::test_a_mesh_has_fewer_replicas_than_ranks"),
     ),
@@ -118,8 +118,8 @@ FEATURES: dict[str, tuple[Cell, ...]] = {
     ),
     "growing datasets (`RollingCache`)": (
         Cell("`train=pool`", "training/test_rolling.py::test_the_datamodule_trains_on_what_is_resident"),
-        NO,
-        Cell("a loader of it", "training/test_rolling.py::test_the_callback_leaves_a_pool_as_it_is"),
+        Cell("a loader of it", "training/test_rolling.py::test_a_pool_is_left_as_it_is"),
+        Cell("a loader of it", "training/test_rolling.py::test_a_pool_is_left_as_it_is"),
         Cell("`share()`", "loading/test_rolling_cache.py::test_ranks_share_a_pool_and_run_the_same_number_of_batches"),
         Cell("yes", "loading/test_rolling_cache.py::test_an_epoch_is_what_is_resident_when_it_begins"),
     ),
@@ -188,9 +188,8 @@ FEATURES: dict[str, tuple[Cell, ...]] = {
     "`plan` reads it": (
         Cell("yes", "training/test_plan_inputs.py::test_the_datamodule_of_the_first_door"),
         Cell("yes", "training/test_plan_inputs.py::test_a_datamodule_of_the_users"),
-        NO,
-        NO,
-        NO,
+        Cell("your DataModule", "training/test_plan_inputs.py::test_a_datamodule_of_the_users"),
+        *_loops("your DataLoader", "training/test_plan_inputs.py::test_a_loader_alone"),
     ),
     "resume in the middle of an epoch, with exactly the batches left": (
         Cell("yes", "training/test_resume.py::test_what_remains_is_what_would_have_come"),

@@ -45,7 +45,7 @@ class CountedSource(Dataset[tuple[torch.Tensor, int]]):
 
     def expected(self, index: int) -> tuple[torch.Tensor, int]:
         """The sample of an index, without a load."""
-        generator = torch.Generator().manual_seed(index)
+        generator = torch.Generator().manual_seed(int(index))
         return torch.randint(0, 256, self.shape, dtype=torch.uint8, generator=generator), index % self.classes
 
     @property

@@ -207,7 +207,9 @@ class Counters:
                     return row
                 self.segment.unlock(number)  # another rank's process took it between our look and our lock
         if self.is_first("no row"):
-            log.warning("more than %d processes use one cache: what the others do is not counted", _ROWS)
+            log.warning(
+                "more than %d processes use one cache: what the others do is not counted. Take fewer workers", _ROWS
+            )
         return None
 
     def __getstate__(self) -> dict[str, object]:

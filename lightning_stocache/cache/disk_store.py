@@ -10,7 +10,7 @@ SIGBUS: all samples are loaded until the job ends. The next one gives the file i
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Sequence
 from typing import Any, Self, cast
 
 import numpy as np
@@ -48,32 +48,12 @@ class DiskStore(SegmentStore[Codec]):
     """
 
     segment: DiskSegment
+    _kind = DiskSegment
 
     def __init__(self, segment: Segment, codec: Codec, arc: Arc, trusted: Segment) -> None:
         self._proof = Proof(cast(DiskSegment, segment), arc, trusted)
         super().__init__(segment, codec, arc)
         self._recall = Recall(self.slots, self._proof, Claims(segment))
-
-    @classmethod
-    def create_in(
-        cls, directory: str, codec: Codec, arc: Arc, whose: Mapping[str, Any] | None = None, *, granted: int = 0
-    ) -> Self:
-        """Make an empty store without a name in a directory on a disk.
-
-        Args:
-            directory: that `check_directory` has found good.
-            codec: what a sample looks like.
-            arc: which indices have a slot, and where.
-            whose: what the segment says about itself besides the arc.
-            granted: bytes that it may take, where that does not follow from the number of slots.
-        """
-        size, manifest = cls.layout(codec, arc, whose, granted=granted)
-        segment = DiskSegment.create(size, None, manifest, directory)
-        try:
-            return cls.found(segment, codec, manifest.geometry, arc.length, arc.domain)
-        except OSError:
-            segment.close()
-            raise
 
     @classmethod
     def mend(cls, segment: Segment, manifest: Manifest) -> None:
@@ -191,7 +171,7 @@ class DiskRows(DiskStore[Any], RowStore):
         >>> import tempfile
         >>> from lightning_stocache.cache.spec import SampleSpec
         >>> with tempfile.TemporaryDirectory() as directory:
-        ...     store = DiskRows.create_in(directory, SampleSpec.infer(1), Arc(size=10, slots=5))
+        ...     store = DiskRows.create(SampleSpec.infer(1), Arc(size=10, slots=5), directory=directory)
         ...     store.fill(4, 16), store.flush(), store.get(4)
         ...     store.close()
         (True, True, 16)
@@ -206,7 +186,7 @@ class DiskRecords(DiskStore[Any], RecordStore):
         >>> from lightning_stocache.cache.records import RecordCodec
         >>> with tempfile.TemporaryDirectory() as directory:
         ...     codec, arc = RecordCodec.infer(["a", "bc"]), Arc(size=10, slots=10)
-        ...     store = DiskRecords.create_in(directory, codec, arc, granted=2**20)
+        ...     store = DiskRecords.create(codec, arc, granted=2**20, directory=directory)
         ...     store.fill(4, "text"), store.flush(), store.get(4)
         ...     store.close()
         (True, True, 'text')

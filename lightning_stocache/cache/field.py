@@ -19,7 +19,7 @@ import numpy as np
 import numpy.typing as npt
 import torch
 
-__all__ = ["Field", "UnsupportedSampleError", "bytes_of", "memory_of", "named", "type_name"]
+__all__ = ["Field", "UnsupportedSampleError", "bytes_of", "memory_of", "module_name", "named", "type_name"]
 
 _NUMBERS: dict[type, torch.dtype] = {
     bool: torch.bool,
@@ -244,6 +244,17 @@ def named(path: str) -> str:
 
 def type_name(kind: type) -> str:
     """A type as its user knows it, for messages."""
-    return (
-        kind.__name__ if kind.__module__ in ("builtins", "torch", "numpy") else f"{kind.__module__}.{kind.__qualname__}"
-    )
+    module = module_name(kind.__module__)
+    return kind.__name__ if module in ("builtins", "torch", "numpy") else f"{module}.{kind.__qualname__}"
+
+
+def module_name(module: str) -> str:
+    """What a module is called in the process that a user starts: a script is `__mp_main__` in processes not forked.
+
+    Both names lead to the script in either.
+
+    Example:
+        >>> module_name("__mp_main__"), module_name("torch")
+        ('__main__', 'torch')
+    """
+    return "__main__" if module == "__mp_main__" else module

@@ -24,7 +24,7 @@ import numpy.typing as npt
 import torch
 from torch.utils.data import Dataset
 
-from lightning_stocache.cache.field import UnsupportedSampleError, bytes_of, memory_of, named, type_name
+from lightning_stocache.cache.field import UnsupportedSampleError, bytes_of, memory_of, module_name, named, type_name
 
 __all__ = ["Encoder", "Reader", "canonical_bytes", "is_image", "is_opened", "unpicklable"]
 
@@ -133,6 +133,7 @@ class Reader(pickle.Unpickler):
 
     def find_class(self, module: str, name: str) -> Any:
         """A class or function by its name."""
+        module = module_name(module)  # samples of one script come from this process and from workers
         if self._noted is not None:
             self._noted.add((module, name))
         elif self._classes is not None and (module, name) not in self._classes:

@@ -7,7 +7,7 @@ wanted it is replaced by another one: all are draws from one source, and the num
 
 from __future__ import annotations
 
-from abc import ABC, abstractmethod
+from abc import abstractmethod
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any, Generic, Self, TypeVar
@@ -18,10 +18,9 @@ from lightning_stocache.cache.codec import Lend, SampleCodec
 from lightning_stocache.cache.placement import NO_SLOT, Integers
 from lightning_stocache.cache.rolling_filling import RollingFilling
 from lightning_stocache.cache.rolling_ring import RollingRing, is_even
-from lightning_stocache.cache.shortage import keep_free
+from lightning_stocache.cache.segment_memory import SegmentMemory
 from lightning_stocache.cache.store import NoTurns
 from lightning_stocache.node.fence import fence
-from lightning_stocache.node.files import HEADER_BYTES
 from lightning_stocache.node.handle import SegmentHandle
 from lightning_stocache.node.segment import Segment
 
@@ -40,7 +39,7 @@ class RollingHandle:
     window: int = 0
 
 
-class RollingStore(ABC, Generic[Codec]):
+class RollingStore(SegmentMemory, Generic[Codec]):
     """A `SampleStore` that rolls: index k is whatever lies in slot k.
 
     Args:
@@ -62,7 +61,6 @@ class RollingStore(ABC, Generic[Codec]):
         self._slots = self._open_slots()
         self._filling = RollingFilling(segment, codec, self.ring, self._slots)
         self._chance = np.random.default_rng()
-        self._given_up = False
 
     @abstractmethod
     def _open_slots(self) -> Any:
@@ -194,34 +192,6 @@ class RollingStore(ABC, Generic[Codec]):
     def full(self) -> bool:
         """Whether every index can be read: one whose own slot cannot gives another's sample."""
         return not self.closed and bool(len(self.ring.resident()))
-
-    @property
-    @abstractmethod
-    def granted_bytes(self) -> int:
-        """Bytes that it may take."""
-
-    @property
-    def memory_bytes(self) -> int:
-        """Bytes of them that the store holds on this node right now."""
-        return min(max(self.segment.allocated_bytes - HEADER_BYTES, 0), self.granted_bytes)
-
-    @property
-    def promised_bytes(self) -> int:
-        """Bytes of them that it may still take."""
-        return 0 if self.closed else self.granted_bytes - self.memory_bytes
-
-    def keep_free(self, nbytes: int) -> None:
-        """Leave that many bytes of the node's memory to others from now on, in all processes that append."""
-        keep_free(self.segment, nbytes)
-
-    def unlink(self) -> None:
-        """Take the name of its file away, if it has one."""
-        self.segment.unlink()
-
-    @property
-    def closed(self) -> bool:
-        """Whether this process has given it up."""
-        return self._given_up or self.segment.closed
 
     def close(self) -> None:
         """Give the store up in this process; the memory is free when all processes have."""

@@ -3,12 +3,11 @@
 from __future__ import annotations
 
 import logging
-import time
 from typing import Any
 
 from lightning_stocache.cache.rolling_store import RollingHandle
 from lightning_stocache.cache.stores import RollingSampleStore, attach_rolling
-from lightning_stocache.node.locks import TOLD_SECONDS
+from lightning_stocache.node.waiting import moments
 
 __all__ = ["RollingWriter"]
 
@@ -45,23 +44,23 @@ class RollingWriter:
     def attach(cls, handle: RollingHandle) -> RollingWriter:
         """Open the cache that has this handle, which is plain values: send it by a queue, a pipe or a file of yours."""
         if handle.window:
-            raise ValueError("a RollingCache with replace_rate takes samples from its own fillers alone")
+            raise ValueError(
+                "a RollingCache with replace_rate takes samples from its own fillers alone: to append, leave it out"
+            )
         return cls(attach_rolling(handle))
 
     def append(self, sample: Any, index: int = -1) -> None:
         """Store a sample, in the place of the oldest once the budget is full; `index`: in its source, for messages."""
-        begun = time.monotonic()
-        tell = begun + TOLD_SECONDS
-        while not self._store.append(sample, index):
-            if time.monotonic() >= tell:
-                tell += TOLD_SECONDS
+        for seconds in moments(pause=0.001):
+            if self._store.append(sample, index):
+                return
+            if seconds:  # every slot is being written to
                 writer = self._store.ring.in_the_way
                 log.warning(
                     "a RollingWriter has been waiting for a slot for %.0f s: %s",
-                    time.monotonic() - begun,
+                    seconds,
                     "all are being written" if writer is None else f"process {writer} writes, and does not get on",
                 )
-            time.sleep(0.001)  # every slot is being written to
 
     def close(self) -> None:
         """Give the cache up in this process."""

@@ -7,7 +7,7 @@ and copies the bytes out; nobody is ever handed a view. A place is the number of
 
 from __future__ import annotations
 
-from abc import ABC, abstractmethod
+from abc import abstractmethod
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import asdict
 from typing import Any, Generic, Self, TypeVar
@@ -20,12 +20,12 @@ from lightning_stocache.cache.codec import Lend, SampleCodec
 from lightning_stocache.cache.domain import Domain
 from lightning_stocache.cache.filling import Filling
 from lightning_stocache.cache.placement import NO_SLOT, Arc, Integers
-from lightning_stocache.cache.shortage import keep_free
+from lightning_stocache.cache.segment_memory import SegmentMemory
 from lightning_stocache.cache.slots import EMPTY, READY
 from lightning_stocache.cache.store import StoreHandle
 from lightning_stocache.cache.turns import Turns
 from lightning_stocache.node.fence import fence
-from lightning_stocache.node.files import HEADER_BYTES, Backend
+from lightning_stocache.node.files import Backend
 from lightning_stocache.node.manifest import Geometry, Manifest, read_manifest
 from lightning_stocache.node.segment import Segment
 
@@ -34,10 +34,11 @@ __all__ = ["SegmentStore"]
 Codec = TypeVar("Codec", bound=SampleCodec)
 
 
-class SegmentStore(ABC, Generic[Codec]):
+class SegmentStore(SegmentMemory, Generic[Codec]):
     """Samples in a segment, of a codec and of the indices of an arc."""
 
     slots: Any
+    _kind: type[Segment] = Segment
 
     def __init__(self, segment: Segment, codec: Codec, arc: Arc) -> None:
         self.segment, self.codec, self.arc = segment, codec, arc
@@ -45,7 +46,6 @@ class SegmentStore(ABC, Generic[Codec]):
         self.slots = self._open_slots(claims)
         self.turns = Turns(segment, claims, self.slots, arc)
         self._filling = self._open_filling(claims)
-        self._given_up = False
 
     @abstractmethod
     def _open_slots(self, claims: Claims) -> Any:
@@ -78,8 +78,9 @@ class SegmentStore(ABC, Generic[Codec]):
         whose: Mapping[str, Any] | None = None,
         *,
         granted: int = 0,
+        directory: str | None = None,
     ) -> Self:
-        """Make an empty store in memory.
+        """Make an empty store.
 
         Args:
             codec: what a sample looks like.
@@ -87,9 +88,10 @@ class SegmentStore(ABC, Generic[Codec]):
             backend: kind of segment, see `lightning_stocache.node.segment`.
             whose: what the segment says about itself besides the arc, see `lightning_stocache.node.manifest`.
             granted: bytes that it may take, where that does not follow from the number of slots.
+            directory: of a store on a disk, where it lies; `check_directory` has found it good.
         """
         size, manifest = cls.layout(codec, arc, whose, granted=granted)
-        segment = Segment.create(size, backend, manifest)
+        segment = cls._kind.create(size, backend, manifest, directory)
         try:
             return cls.found(segment, codec, manifest.geometry, arc.length, arc.domain)
         except OSError:
@@ -116,10 +118,7 @@ class SegmentStore(ABC, Generic[Codec]):
         """
         arc = Arc(**asdict(geometry), domain=domain)
         if arc.length != length or not cls.fits(segment.size, codec, arc.slots):
-            raise ValueError(
-                f"it says that it has {arc.slots:,} slots for {arc.size:,} samples, which does not fit its "
-                f"{segment.size:,} bytes"
-            )
+            raise ValueError(f"{arc.slots:,} slots for {arc.size:,} samples do not fit in its {segment.size:,} bytes")
         # Also by who joins: the maker may have been killed before it came to this.
         segment.reserve(0, cls.reserved_bytes(arc.slots))
         return cls._opened(segment, codec, arc)
@@ -226,8 +225,7 @@ class SegmentStore(ABC, Generic[Codec]):
     @property
     def is_filled(self) -> npt.NDArray[np.bool_]:
         """Which slots are READY, bool `[slots]`."""
-        filled: npt.NDArray[np.bool_] = self.slots.states.numpy() != EMPTY
-        return filled
+        return np.asarray(self.slots.states.numpy() != EMPTY)
 
     @property
     def is_readable(self) -> npt.NDArray[np.bool_]:
@@ -255,42 +253,14 @@ class SegmentStore(ABC, Generic[Codec]):
         return len(self)
 
     @property
-    @abstractmethod
-    def granted_bytes(self) -> int:
-        """Bytes that it may take, as budgets count: no header, no rest of whole pages."""
-
-    @property
-    def memory_bytes(self) -> int:
-        """Bytes of them that the store holds in this node's memory right now."""
-        return min(max(self.segment.allocated_bytes - HEADER_BYTES, 0), self.granted_bytes)
-
-    @property
     def disk_bytes(self) -> int:
         """Bytes of them on a disk."""
         return 0
 
     @property
-    def promised_bytes(self) -> int:
-        """Bytes of them that it may still take."""
-        return 0 if self.closed else self.granted_bytes - self.memory_bytes
-
-    @property
     def manifest(self) -> Manifest:
         """What the store says about itself, also to other jobs; a ManifestError if that is damaged."""
         return read_manifest(self.segment.header, self.segment.size)
-
-    def keep_free(self, nbytes: int) -> None:
-        """Leave that many bytes of the node's memory to others from now on, in all processes that fill."""
-        keep_free(self.segment, nbytes)
-
-    def unlink(self) -> None:
-        """Take the name of its file away, if it has one: no other process can open the store any more."""
-        self.segment.unlink()
-
-    @property
-    def closed(self) -> bool:
-        """Whether this process has given it up."""
-        return self._given_up or self.segment.closed
 
     def close(self) -> None:
         """Give the store up in this process; the memory is free when all processes have."""

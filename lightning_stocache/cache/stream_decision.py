@@ -13,6 +13,7 @@ from collections.abc import Callable
 from typing import Literal, get_args
 
 from lightning_stocache.cache.stream_ledger import StreamLedger
+from lightning_stocache.node.waiting import moments
 
 __all__ = ["Decision", "Mode"]
 
@@ -25,7 +26,6 @@ rest of the stream, and that part; what was kept; the stream, which is not."""
 _MODES: tuple[Mode, ...] = get_args(Mode)
 _DECIDED, _MODE, _FLAGS, _BROKEN, _LESS, _GROWTH = range(6)
 _ALL, _DECISION = 0, 2
-_PAUSE, _TOLD_SECONDS = 2e-3, 10.0
 _FINAL = ("cache", "pass")
 
 
@@ -57,13 +57,12 @@ class Decision:
             epoch: an epoch that a shard of this process, or its rank, has begun.
             decide: is called by one process of the node, when no shard is in an epoch before.
         """
-        ledger, start, told = self._ledger, time.monotonic(), False
-        while True:
+        ledger, start = self._ledger, time.monotonic()
+        for seconds in moments(pause=0.002):
             if ledger.shared[_DECIDED] >= epoch or self.mode in _FINAL:
-                return self.mode
+                break
             late = [rank for rank in range(ledger.ranks) if ledger.epoch_of(rank) < epoch] if epoch > 1 else []
-            waited = time.monotonic() - start
-            if (not late or waited > self.patience) and ledger.claims.take(_DECISION):
+            if (not late or time.monotonic() - start > self.patience) and ledger.claims.take(_DECISION):
                 try:
                     if ledger.shared[_DECIDED] < epoch and self.mode not in _FINAL:
                         if late:
@@ -77,12 +76,10 @@ class Decision:
                         self._decide(epoch, "pass" if late else decide())
                 finally:
                     ledger.claims.give_up(_DECISION)
-                continue
-            if waited > _TOLD_SECONDS and not told:
-                told = True
+            elif seconds:
                 what = f"rank(s) {', '.join(map(str, late))} to begin" if late else "another process to decide on"
                 log.warning("a stream waits for %s epoch %d", what, epoch)
-            time.sleep(_PAUSE)
+        return self.mode
 
     @property
     def mode(self) -> Mode:

@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import contextlib
 from dataclasses import dataclass
-from typing import Any
 
 from lightning_stocache.cache.shortage import keep_free
 from lightning_stocache.cache.stream_index import StreamIndex
@@ -34,6 +33,7 @@ class StreamHandle:
     granted: int
 
 
+@dataclass(frozen=True)
 class StreamSegments:
     """The segments of one stream.
 
@@ -50,8 +50,10 @@ class StreamSegments:
         >>> segments.close()
     """
 
-    def __init__(self, ledger: StreamLedger, samples: Segment, index: StreamIndex, granted: int) -> None:
-        self.ledger, self.samples, self.index, self.granted = ledger, samples, index, granted
+    ledger: StreamLedger
+    samples: Segment
+    index: StreamIndex
+    granted: int
 
     @classmethod
     def create(cls, granted: int, ranks: int = 1, backend: Backend | None = None, free: int = 0) -> StreamSegments:
@@ -95,9 +97,6 @@ class StreamSegments:
         ledger = self.ledger
         return StreamHandle(ledger.handle, self.samples.handle, self.index.segment.handle, ledger.ranks, self.granted)
 
-    def __reduce__(self) -> tuple[Any, ...]:
-        return _inherit, (self.ledger, self.samples, self.index.segment, self.granted)
-
     def unlink(self) -> None:
         """Take the names of their files away, if they have any."""
         for part in (self.ledger, self.samples, self.index.segment):
@@ -107,7 +106,3 @@ class StreamSegments:
         """Give them up in this process."""
         for part in (self.ledger, self.samples, self.index.segment):
             part.close()
-
-
-def _inherit(ledger: StreamLedger, samples: Segment, index: Segment, granted: int) -> StreamSegments:
-    return StreamSegments(ledger, samples, StreamIndex(index), granted)

@@ -24,7 +24,6 @@ from lightning_stocache.cache.segment_store import SegmentStore
 from lightning_stocache.cache.spec import SampleSpec
 from lightning_stocache.cache.store import StoreHandle
 from lightning_stocache.cache.turns import Turns
-from lightning_stocache.node.manifest import Manifest
 
 __all__ = ["TieredHandle", "TieredRows", "TieredStore", "tiered"]
 
@@ -216,11 +215,6 @@ class TieredStore:
     def promised_bytes(self) -> int:
         """Bytes of memory that were granted and are still to be taken."""
         return self.memory.promised_bytes
-
-    @property
-    def manifest(self) -> Manifest:
-        """What the store on the disk says about itself."""
-        return self.disk.manifest
 
     def keep_free(self, nbytes: int) -> None:
         """Leave that many bytes of the disk to others."""

@@ -78,7 +78,9 @@ class Turns:
                     self._impatient_until = time.monotonic() + self._rest
                     self._rest *= 2
                     log.warning(
-                        "another process has been loading a sample for %.0f s: it is loaded here, too", PATIENCE
+                        "another process has been loading a sample for %.0f s (is it stopped, or its disk slow?): "
+                        "it is loaded here, too",
+                        PATIENCE,
                     )
                     return False
                 time.sleep(pause)

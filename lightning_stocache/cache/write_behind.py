@@ -82,7 +82,8 @@ class WriteBehind:
             while self._waiting and (left := end - time.monotonic()) > 0:
                 self._changed.wait(left)
             if self._waiting:
-                log.warning("the disk did not take the last %d samples: they are loaded again", len(self._waiting))
+                words = "the disk did not take the last %d samples in %.0f s: the next job loads them again"
+                log.warning(words, len(self._waiting), LAST_SECONDS)
             return not self._waiting
 
     def wait_for(self, numbers: Iterable[int]) -> bool:

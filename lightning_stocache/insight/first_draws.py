@@ -8,26 +8,31 @@ hits; whether processes are one or many makes no difference, as long as they sha
 Chances, for an epoch of n draws:
 
 - `Anew`: a list in random order, of which the epoch takes the first n. An index that comes c times in a list of L is
-  among them with probability `1 - (1 - n/L)^c`. More draws than the list has are several passes.
+  among them with probability `1 - (1 - n/L)^c`. More draws than the list has are several passes. Where each is given r
+  times in a row (repeated augmentation), n draws are n/r of the list.
 - `InOrder`: a list in its own order: what stands among the first n is drawn, in every epoch.
-- `WithReplacement`: each draw is an index with probability p: `1 - (1 - p)^n`.
+- `WithReplacement`: each draw is an index with probability p: `1 - (1 - p)^n`. Where m are drawn together, none twice
+  (so many of each class), and p is the chance of an index to be among them: `1 - (1 - p)^(n/m)`.
 - `ByWeight`: by weight, and no index twice: `1 - exp(-w t)`, with the t for which these sum to n. (Every index waits
   for an exponential time with its weight as the rate, and the first n are drawn: Efraimidis and Spirakis, "Weighted
   random sampling with a reservoir", 2006. The time of the n-th is t, but for its own spread.)
+
+Several loaders that read one dataset draw independently of each other: an index is missed by whoever draws it first,
+and with chances p and q one of two draws it with `1 - (1 - p)(1 - q)`, in whatever turns they do (`Together`).
 
 Indices of the same chance are one group, and are counted.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any, Protocol
 
 import numpy as np
 import numpy.typing as npt
 
-__all__ = ["Anew", "ByWeight", "Draws", "FirstDraws", "InOrder", "WithReplacement"]
+__all__ = ["Anew", "ByWeight", "Draws", "FirstDraws", "InOrder", "Together", "WithReplacement"]
 
 Numbers = npt.NDArray[np.float64]
 
@@ -53,10 +58,12 @@ class Anew:
     Args:
         copies: how often the indices of each group come in the list, `[groups]`.
         length: of the list.
+        repeats: how often in a row each is given.
     """
 
     copies: npt.NDArray[Any]
     length: int
+    repeats: float = 1
 
     @property
     def groups(self) -> int:
@@ -65,12 +72,12 @@ class Anew:
 
     def passes(self, draws: int) -> Iterator[int]:
         """The draws of each pass through the list: the whole of it, and what is left at last."""
-        return _passes(draws, self.length)
+        return _passes(draws, round(self.length * self.repeats))
 
     def chances(self, draws: int) -> tuple[Numbers, Numbers]:
         """How likely and how often an index of each group is among so many draws, of at most one pass."""
-        part = draws / self.length
-        return 1 - (1 - part) ** self.copies, part * self.copies
+        part = min(draws / (self.length * self.repeats), 1.0)
+        return 1 - (1 - part) ** self.copies, part * self.copies * self.repeats
 
 
 @dataclass(frozen=True)
@@ -104,9 +111,11 @@ class WithReplacement:
 
     Args:
         chance: of an index of each group, per draw, `[groups]`.
+        rounds: so many are drawn together, no index twice; then it is the chance for all of these draws.
     """
 
     chance: Numbers
+    rounds: int = 1
 
     @property
     def groups(self) -> int:
@@ -119,7 +128,8 @@ class WithReplacement:
 
     def chances(self, draws: int) -> tuple[Numbers, Numbers]:
         """How likely and how often an index of each group is drawn in so many draws."""
-        return 1 - (1 - self.chance) ** draws, self.chance * draws
+        times = draws / self.rounds
+        return 1 - (1 - self.chance) ** times, self.chance * times
 
 
 @dataclass(frozen=True)
@@ -156,6 +166,40 @@ class ByWeight:
             low, high = (middle, high) if short else (low, middle)
         chance: Numbers = -np.expm1(-self.weights * high)
         return chance, chance
+
+
+@dataclass(frozen=True)
+class Together:
+    """Several loaders that draw from one dataset, independently of each other.
+
+    Args:
+        each: how each of them draws.
+        places: the group of each of them, for every group here; -1 where it draws none of these, int64 `[groups]` each.
+        divided: how many of so many draws are each loader's.
+    """
+
+    each: Sequence[Draws]
+    places: Sequence[npt.NDArray[np.int64]]
+    divided: Callable[[int], Sequence[int]]
+
+    @property
+    def groups(self) -> int:
+        """Number of groups."""
+        return len(self.places[0])
+
+    def passes(self, draws: int) -> Iterator[int]:
+        """The whole epoch as one part."""
+        yield draws
+
+    def chances(self, draws: int) -> tuple[Numbers, Numbers]:
+        """How likely an index of each group is drawn by any of them, and how often by all."""
+        never, times = np.ones(self.groups), np.zeros(self.groups)
+        for its, place, count in zip(self.each, self.places, self.divided(draws), strict=True):
+            for part in its.passes(count):
+                drawn, often = its.chances(part)
+                never *= 1 - np.append(drawn, 0.0)[place]
+                times += np.append(often, 0.0)[place]
+        return 1 - never, times
 
 
 class FirstDraws:

@@ -27,6 +27,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterator, Sequence
+from dataclasses import replace
 from itertools import islice
 
 import torch
@@ -111,7 +112,7 @@ def moved_share(
     length = min(world * batch_size, size // world * world)
     if length == 0 or len(nodes) == 1:
         return 0.0
-    dealer = Dealer(ring, nodes)
+    dealer = Dealer(Ring(tuple(replace(arc, domain=None) for arc in ring.arcs)), nodes)  # indices are ranks here
     drawn = islice(_batches(size, length, torch.Generator().manual_seed(seed)), batches)
     hits = sum(int((~dealer.deal(batch.numpy()).misses).sum()) for batch in drawn)
     reach = _reach(ring, [len(ranks) / world for ranks in nodes])

@@ -10,7 +10,7 @@ from __future__ import annotations
 import copy
 from collections.abc import Callable, Sequence
 from types import GeneratorType
-from typing import Any, Literal, SupportsIndex, cast, get_args
+from typing import Any, SupportsIndex, cast
 
 from torch.utils.data import Dataset
 
@@ -25,12 +25,11 @@ from lightning_stocache.node.budget import Budget
 from lightning_stocache.node.group import NodeGroup
 from lightning_stocache.setup.open import open_caches
 from lightning_stocache.setup.open_cache import OpenCache
-from lightning_stocache.setup.request import BackendChoice, CacheRequest, Form, Layout, Write, parse_memory
+from lightning_stocache.setup.option import check_choice
+from lightning_stocache.setup.request import BackendChoice, CacheRequest, Form, Layout, OnError, Write, parse_memory
 from lightning_stocache.source.access import check_source
 
-__all__ = ["CachedDataset", "OnError", "cached_source", "dataset_over"]
-
-OnError = Literal["raise", "disable"]
+__all__ = ["CachedDataset", "cached_source", "dataset_over"]
 
 
 class CachedDataset(Forwarding):
@@ -126,10 +125,8 @@ class CachedDataset(Forwarding):
         check_source(source, Forwarding, strict=strict)
         if transform is not None and not callable(transform):
             raise TypeError(f"transform must be a function of a sample, got {transform!r}")
-        if backend not in get_args(BackendChoice):
-            raise ValueError(f"backend must be one of {', '.join(get_args(BackendChoice))}, got {backend!r}")
-        if on_error not in get_args(OnError):
-            raise ValueError(f"on_error must be 'raise' or 'disable', got {on_error!r}")
+        check_choice("backend", backend, BackendChoice)
+        check_choice("on_error", on_error, OnError)
         super().__init__(source)
         request = CacheRequest(
             source,

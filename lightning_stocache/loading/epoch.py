@@ -75,9 +75,7 @@ class Epoch:
         self._prefetcher = Prefetcher()
         self._finalizer = weakref.finalize(self, resources.end_epoch, self._prefetcher)
         try:
-            if resources.route == "main" and resources.full:
-                resources.end_workers()
-            resources.begin_epoch()
+            resources.begin_epoch(loader)
             if self._with_workers:
                 self._planner.begin_with_workers(loader)
         except BaseException:

@@ -30,6 +30,7 @@ from lightning_stocache.loading.resumable_batches import ResumableBatches
 from lightning_stocache.loading.stream_view import StreamBatches
 from lightning_stocache.sampling.locality_sampler import LocalitySampler
 from lightning_stocache.sampling.rolling_sampler import RollingSampler
+from lightning_stocache.source.generator_state import states_of
 from lightning_stocache.torch_internals import draws_all_once
 
 __all__ = ["IndexStream"]
@@ -67,7 +68,7 @@ class IndexStream:
             if loader.num_workers:
                 drawing = iter(resumable)
         whole = state.origin is None and (sequential or (private and draws_all_once(inner)))
-        dealt = type(inner) is LocalitySampler and inner.batch_size == batches.batch_size
+        dealt = type(inner) is LocalitySampler and inner.draws is None and inner.batch_size == batches.batch_size
         drawn_from = inner.dataset if dealt else inner
         rolling = type(inner) is RollingSampler  # what it draws is resident, however long the epoch is to be
         # No index lies outside the dataset, and every batch but the last is of the same size.
@@ -106,7 +107,7 @@ def _in_one(batches: BatchSampler, state: LoaderState) -> Iterator[Integers]:
     sampler, size = batches.sampler, batches.batch_size
     length = len(cast(Any, sampler))
     if type(sampler) is RandomSampler:  # draws its seed here, with the first batch, as the sampler does
-        state.drawn = {"torch": torch.get_rng_state()}
+        state.drawn = states_of({"torch": torch.default_generator})
         private = torch.Generator()
         private.manual_seed(int(torch.empty((), dtype=torch.int64).random_().item()))
         order = torch.randperm(length, generator=private).numpy()

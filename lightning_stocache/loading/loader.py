@@ -26,7 +26,7 @@ from __future__ import annotations
 
 import weakref
 from collections.abc import Iterable, Mapping
-from typing import Any, Literal, cast, get_args
+from typing import Any, Literal, cast
 
 import torch
 from torch.utils.data import DataLoader, Dataset, IterableDataset, Sampler, default_collate
@@ -38,7 +38,7 @@ from lightning_stocache.loading.epoch import Epoch
 from lightning_stocache.loading.index_stream import IndexStream
 from lightning_stocache.loading.loader_sampler import batches_of, set_epoch
 from lightning_stocache.loading.loader_state import LoaderState
-from lightning_stocache.loading.locality import locality_sampler
+from lightning_stocache.loading.locality import deals_to_ranks, locality_sampler
 from lightning_stocache.loading.resources import Resources, Route
 from lightning_stocache.loading.resumable_batches import CountedBatches, ResumableBatches
 from lightning_stocache.loading.rolling_cache import RollingCache
@@ -48,6 +48,7 @@ from lightning_stocache.loading.stream_source import StreamSource
 from lightning_stocache.loading.stream_view import InitOnStream, StreamBatches, kept_dataset
 from lightning_stocache.loading.worker_pool import InitOnSource
 from lightning_stocache.sampling.locality_sampler import Mode
+from lightning_stocache.setup.option import check_choice
 from lightning_stocache.torch_internals import knows_workers, shut_down
 
 __all__ = ["CachedLoader", "Gather"]
@@ -67,7 +68,7 @@ class CachedLoader(DataLoader[Any]):
             have a transform to run, or go to a `collate_fn` of the user's; else the main process.
         sampling: draw by a `LocalitySampler` of this mode, seeded by `seed_everything`: each rank has its part of each
             global batch, of samples that its node has. Call `dataset.share()` before, and `set_epoch` before each epoch
-            (Fabric does). A `sampler` of your own comes first.
+            (Fabric does). What a `sampler` of your own gives is dealt, unless that deals to ranks itself.
         num_replicas: with `sampling`, how many ranks share the data, by default all: fewer where some work on the same
             samples (`**fabric.strategy.distributed_sampler_kwargs`).
         rank: with `sampling`, which of them this is.
@@ -114,15 +115,14 @@ class CachedLoader(DataLoader[Any]):
         rank: int | None = None,
         **arguments: Any,
     ) -> None:
-        if gather not in get_args(Gather):
-            raise ValueError(f"gather must be 'auto', 'main' or 'worker', got {gather!r}")
+        check_choice("gather", gather, Gather)
         if gather == "worker" and num_workers == 0:
             raise ValueError("gather='worker' needs num_workers > 0")
         if isinstance(dataset, RollingCache) and sampler is None and batch_sampler is None:
             sampler, shuffle = dataset.sampler(shuffle=bool(shuffle)), None
-        elif sampling is not None and sampler is None and batch_sampler is None:
-            sampler = locality_sampler(dataset, batch_size, bool(shuffle), num_replicas, rank, mode=sampling)
-            shuffle = None
+        elif sampling is not None and batch_sampler is None and not deals_to_ranks(sampler):
+            shuffles, shuffle, ranks = bool(shuffle), None, (num_replicas, rank)
+            sampler = locality_sampler(dataset, batch_size, shuffles, *ranks, mode=sampling, draws=sampler)
         super().__init__(dataset, batch_size, shuffle, sampler, batch_sampler, num_workers, **arguments)
         self.gather, self.position = gather, LoaderState()
 

@@ -57,10 +57,11 @@ def set_epoch(loader: DataLoader[Any], epoch: int) -> None:
 def drawn_from(batches: Any) -> dict[str, Any]:
     """The generators that the order of an epoch may be drawn from, by name; none for samplers that draw from none."""
     sampler, plain = sampler_of(batches), type(batches) is BatchSampler or sampler_of(batches) is batches
-    if plain and getattr(type(sampler), "__iter__", None) in _DRAW_NOTHING:
+    dealt = sampler.draws if isinstance(sampler, LocalitySampler) else None
+    if plain and dealt is None and getattr(type(sampler), "__iter__", None) in _DRAW_NOTHING:
         return {}
     around = getattr(getattr(sampler, "dataset", None), "__dict__", {})  # Lightning's wrapper reads the user's sampler
-    inner = [value for value in around.values() if isinstance(value, Sampler)]
+    inner = [value for value in (dealt, *around.values()) if isinstance(value, Sampler)]
     generators = {
         f"{number}.{name}": value
         for number, drawing in enumerate((batches, sampler, *inner))

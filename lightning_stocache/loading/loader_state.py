@@ -125,6 +125,7 @@ class LoaderState:
             put_back(drawn_from(drawing), states.get("now", {}))
         if isinstance(sampler, LocalitySampler):
             sampler.seed = self.origin.get("seed", sampler.seed)
+        if isinstance(sampler, LocalitySampler) and sampler.draws is None:
             sampler.skip = samples_left_out(self.origin, drawing)
             self.origin = None
         elif not self.origin["batches"] and "drawn" not in states:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+from collections.abc import Iterable
 from typing import Any
 
 import torch.distributed
@@ -11,12 +12,17 @@ from lightning_stocache.loading.stand_in import cached_in
 from lightning_stocache.node.group import NodeGroup
 from lightning_stocache.sampling.locality_sampler import LocalitySampler, Mode
 
-__all__ = ["global_seed", "locality_sampler"]
+__all__ = ["deals_to_ranks", "global_seed", "locality_sampler"]
 
 
 def global_seed() -> int:
     """The seed of `seed_everything`, which Lightning and Fabric give their own DistributedSampler too."""
     return int(os.environ.get("PL_GLOBAL_SEED", 0))
+
+
+def deals_to_ranks(sampler: Any) -> bool:
+    """Whether a sampler gives each rank a part of its own: a DistributedSampler, or what has been made after it."""
+    return any(hasattr(sampler, name) for name in ("num_replicas", "world_size"))
 
 
 def locality_sampler(
@@ -27,6 +33,7 @@ def locality_sampler(
     rank: int | None = None,
     *,
     mode: Mode = "locality",
+    draws: Iterable[Any] | None = None,
 ) -> LocalitySampler:
     """A sampler for the training loader of a cached dataset; of any other, it deals as DistributedSampler does.
 
@@ -37,6 +44,7 @@ def locality_sampler(
         num_replicas: how many ranks share the data; all of the process group by default.
         rank: which of them this is.
         mode: see `LocalitySampler`.
+        draws: a sampler of the user's, whose indices are dealt.
 
     Raises:
         ValueError: there is no batch size, or no such mode.
@@ -50,7 +58,7 @@ def locality_sampler(
     cached = cached_in(dataset)
     group, ring = (NodeGroup(), None) if cached is None else (cached.group, cached.ring)
     # Else groups of ranks share their samples, and a node may hold parts of groups; or the source has grown.
-    whole = num_replicas == group.world and (ring is None or ring.arcs[0].size == len(dataset))
+    whole = num_replicas == group.world and (ring is None or ring.arcs[0].length == len(dataset))
     return LocalitySampler(
         dataset,
         num_replicas,
@@ -61,4 +69,5 @@ def locality_sampler(
         ring=ring if whole else None,
         nodes=group.nodes if whole else (tuple(range(num_replicas)),),
         mode=mode,
+        draws=draws,
     )

@@ -84,7 +84,7 @@ class BatchPlanner:
     def begin_with_workers(self, loader: DataLoader[Any]) -> None:
         """Start them, before there is a thread, and draw as DataLoader does: it plans a number of batches at once."""
         resources = self._resources
-        if resources.workers is None and not (resources.route == "main" and resources.full):
+        if resources.workers is None and not resources.idle:
             with HeldBack():  # a start that is broken off leaves workers that nobody knows
                 resources.workers = WorkerPool(loader, self._stream.seed_state)
         for _ in range(1 if self._warm else under_way(loader)):

@@ -1,5 +1,8 @@
 """What a CachedLoader keeps from one epoch to the next: the memory of batches, and persistent workers.
 
+Workers end when all that the loader's sampler can draw is READY: the whole dataset, or the fold that it leaves to be
+drawn. Should it draw something else after all, that is loaded in the process that reads.
+
 It belongs to one cache: workers know the cache that the dataset had when they were started, and no other. An epoch
 takes it, and gives it back when it is exhausted, closed, or no longer referred to; a second epoch at the same time gets
 one of its own.
@@ -21,8 +24,10 @@ from lightning_stocache.cache.store import NO_PLACE, RowSampleStore, SampleStore
 from lightning_stocache.loading.batch_pool import BatchPool
 from lightning_stocache.loading.collate import Collator
 from lightning_stocache.loading.interrupts import HeldBack
+from lightning_stocache.loading.loader_sampler import batches_of
 from lightning_stocache.loading.prefetch import Prefetcher
 from lightning_stocache.loading.worker_pool import WorkerPool, under_way
+from lightning_stocache.sampling.sampler_domain import sampler_domain
 from lightning_stocache.torch_internals import pinned
 
 __all__ = ["Resources", "Route"]
@@ -54,7 +59,7 @@ class Resources:
         self.workers: WorkerPool | None = None
         shared = under_way(loader) + _SLACK if loader.num_workers else 0
         self.pool = BatchPool(pinned=self.pins, shared=shared, promised=lambda: cache.promised_bytes)
-        self.in_use = False
+        self.in_use, self.idle = False, False
         self._gather_ns = 0  # written by who gathers, and the next by who counts: these may be two threads
         self._told_ns = 0
         self._pid = os.getpid()
@@ -115,11 +120,24 @@ class Resources:
         if self.workers is not None and not self.workers.usable:
             self.end_workers()
 
-    def begin_epoch(self) -> None:
-        """Call the workers back from an epoch that was broken off: its memory is not written to any more."""
+    def begin_epoch(self, loader: DataLoader[Any]) -> None:
+        """End workers that have nothing to load; call others back from an epoch that was broken off.
+
+        The memory of that epoch is not written to any more then.
+        """
+        self.idle = self.route == "main" and (self.full or (loader.num_workers > 0 and self._holds_all_of(loader)))
+        if self.idle:
+            self.end_workers()
         self.in_use = True
         if self.workers is not None:
             self.workers.begin_epoch()
+
+    def _holds_all_of(self, loader: DataLoader[Any]) -> bool:
+        """Whether all that a loader's sampler can draw is READY, as far as that is known."""
+        drawn = sampler_domain(batches_of(loader), self.cache.length) if self.cache.filled else None
+        if drawn is None or len(drawn) > self.cache.filled:
+            return False
+        return not bool((self.cache.lookup(drawn.indices) == NO_PLACE).any())
 
     def end_epoch(self, prefetcher: Prefetcher) -> None:
         """Stop the epoch's thread, and the workers, unless they are persistent and may still have something to load."""

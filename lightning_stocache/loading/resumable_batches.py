@@ -14,6 +14,7 @@ from torch.utils.data import BatchSampler
 
 from lightning_stocache.loading.loader_sampler import drawn_from
 from lightning_stocache.loading.loader_state import LoaderState, batches_left_out, samples_left_out
+from lightning_stocache.sampling.locality_sampler import LocalitySampler
 from lightning_stocache.source.generator_state import as_text, put_back, states_of
 
 __all__ = ["CountedBatches", "ResumableBatches"]
@@ -40,7 +41,7 @@ class ResumableBatches:
         if type(self._batches) is BatchSampler:  # draws nothing before it is asked for its first batch
             return self._noted(generators, iter(self._batches))
         before, drawing = states_of(generators), cast(Iterator[Any], iter(self._batches))
-        if as_text(states_of(generators)) == as_text(before):
+        if states_of(generators) == before:
             return self._noted(generators, drawing)
         self._state.drawn = before
         return self._noted(None, drawing)
@@ -64,9 +65,13 @@ class ResumableBatches:
         self._state.drawn = states_of(generators)
         plain, asked = type(self._batches) is BatchSampler, max(origin["batches"], states.get("asked", 0))
         count = samples_left_out if plain else batches_left_out
-        drawing: Iterator[Any] = iter(self._batches.sampler if plain else self._batches)
-        drawn = islice(drawing, count({**origin, "batches": asked}, self._batches))
-        drawing = chain(list(drawn)[count(origin, self._batches) :], drawing)
+        if plain and isinstance(self._batches.sampler, LocalitySampler):  # it deals what is left in batches of now
+            self._batches.sampler.skip = samples_left_out(origin, self._batches)
+            drawing: Iterator[Any] = iter(self._batches.sampler)
+        else:
+            drawing = iter(self._batches.sampler if plain else self._batches)
+            drawn = islice(drawing, count({**origin, "batches": asked}, self._batches))
+            drawing = chain(list(drawn)[count(origin, self._batches) :], drawing)
         if plain:
             drawing = iter(BatchSampler(cast(Any, drawing), self._batches.batch_size, self._batches.drop_last))
         now = states.get("now", {})

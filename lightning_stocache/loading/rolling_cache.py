@@ -24,14 +24,15 @@ from lightning_stocache.cache.rolling_store import RollingHandle
 from lightning_stocache.cache.spec import SampleSpec
 from lightning_stocache.loading.cached_source import CachedSource
 from lightning_stocache.loading.dataset import CachedDataset, cached_source, dataset_over
-from lightning_stocache.loading.rolling_pool import RollingPool, RollingRequest, RollingStats, check_count
+from lightning_stocache.loading.rolling_pool import RollingPool, RollingRequest, RollingStats
 from lightning_stocache.node.budget import Budget
 from lightning_stocache.node.group import NodeGroup
 from lightning_stocache.sampling.rolling_sampler import RollingSampler
 from lightning_stocache.setup.open_cache import OpenCache
+from lightning_stocache.setup.option import check_count
 from lightning_stocache.setup.request import CacheRequest, Layout
 
-__all__ = ["RollingCache"]
+__all__ = ["RollingCache", "share_pools"]
 
 log = logging.getLogger(__name__)
 
@@ -265,6 +266,15 @@ class RollingCache(Dataset[Any]):
             budget_bytes=store.granted_bytes,
         )
         return dataset_over(CachedSource(opened, self.transform))
+
+
+def share_pools(datasets: Iterable[Any], group: NodeGroup | None = None) -> None:
+    """Have the rolling caches among some datasets shared by the ranks, unless they are. Collective."""
+    for dataset in datasets:
+        if isinstance(dataset, RollingCache):
+            group = NodeGroup.discover() if group is None else group
+            if not dataset.is_open or dataset.group != group:
+                dataset.share(group)
 
 
 class _Slots(Dataset[Any]):

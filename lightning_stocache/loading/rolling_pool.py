@@ -7,10 +7,9 @@ from __future__ import annotations
 
 import logging
 import sys
-import time
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass
-from typing import Any, get_args
+from typing import Any
 
 from lightning_stocache.cache.counters import Counters
 from lightning_stocache.cache.placement import Integers
@@ -25,12 +24,14 @@ from lightning_stocache.node.budget import Budget
 from lightning_stocache.node.group import NodeGroup
 from lightning_stocache.node.handle import SegmentHandle
 from lightning_stocache.node.segment import Segment
+from lightning_stocache.node.waiting import moments
 from lightning_stocache.setup.first_sample import codec_of
+from lightning_stocache.setup.option import check_choice, check_count
 from lightning_stocache.setup.request import Layout
 from lightning_stocache.setup.rolling_memory import RollingMemory
 from lightning_stocache.source.draws import Draws, is_stream
 
-__all__ = ["RollingPool", "RollingRequest", "RollingStats", "check_count"]
+__all__ = ["RollingPool", "RollingRequest", "RollingStats"]
 
 log = logging.getLogger(__name__)
 
@@ -56,8 +57,7 @@ class RollingRequest:
     def __post_init__(self) -> None:
         for name, least in (("fillers", 0), ("minimum", 1)):
             check_count(name, getattr(self, name), least)
-        if self.layout not in get_args(Layout):
-            raise ValueError(f"layout must be 'auto', 'rows' or 'records', got {self.layout!r}")
+        check_choice("layout", self.layout, Layout)
         if self.source is None and self.spec is None:
             raise ValueError("without a source a rolling cache needs spec=SampleSpec.infer(sample), of one to come")
         if self.replace_rate is not None and not 0 < self.replace_rate <= 1:
@@ -118,9 +118,6 @@ class RollingPool:
         minimum: samples for which an epoch waits.
         fillers: those that this process has started.
     """
-
-    told_seconds = 10.0
-    """After so many seconds of waiting it is said what is waited for, and again after as many."""
 
     def __init__(
         self, store: RollingSampleStore, counters: Counters, minimum: int = 1, fillers: Fillers | None = None
@@ -220,23 +217,21 @@ class RollingPool:
 
     def _wait(self, have: Callable[[], int], wanted: Callable[[], int]) -> bool:
         """Wait for samples, and say so; whether they have come. Where no more can come, what there is will do."""
-        begun = time.monotonic()
-        tell = begun + self.told_seconds
-        while (count := have()) < (least := wanted()):
-            fillers = self.fillers
+        fillers = self.fillers
+        for seconds in moments(pause=0.005):
+            if (count := have()) >= (least := wanted()):
+                break
             # With a window each filler has positions of its own, which nobody else loads.
             if fillers is not None and not fillers.are_at_work(every=self.store.ring.window > 0):
                 return (count := have()) >= least or self._no_more(count, least, fillers)
-            if time.monotonic() >= tell:
-                tell += self.told_seconds
+            if seconds:
                 log.warning(
                     "training waits for samples: %d of %d have come in %.0f s. %s",
                     count,
                     least,
-                    time.monotonic() - begun,
+                    seconds,
                     "Only RollingWriters append to this cache" if fillers is None else fillers.describe(),
                 )
-            time.sleep(0.005)
         return True
 
     def _no_more(self, count: int, wanted: int, fillers: Fillers) -> bool:
@@ -255,9 +250,3 @@ class RollingPool:
                 wanted,
             )
         return False
-
-
-def check_count(name: str, number: Any, least: int) -> None:
-    """Refuse what is no whole number, or too small."""
-    if isinstance(number, bool) or not isinstance(number, int) or number < least:
-        raise ValueError(f"{name} must be a whole number of at least {least}, got {number!r}")

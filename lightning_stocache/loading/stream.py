@@ -7,7 +7,7 @@ Epoch one is the user's stream, sample for sample, and each is kept as it passes
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator
-from typing import Any, Literal, get_args
+from typing import Any
 
 from torch.utils.data import IterableDataset
 
@@ -19,7 +19,8 @@ from lightning_stocache.loading.stream_source import StreamSource
 from lightning_stocache.node.budget import Budget, format_bytes
 from lightning_stocache.node.group import NodeGroup
 from lightning_stocache.setup.open_stream import OpenStream, check_budget, open_stream
-from lightning_stocache.setup.request import BackendChoice, Layout
+from lightning_stocache.setup.option import check_choice, check_count, check_flag
+from lightning_stocache.setup.request import BackendChoice, Layout, OnError
 from lightning_stocache.source.stream import check_stream
 
 __all__ = ["CachedStream", "stream_source", "stream_with"]
@@ -92,7 +93,7 @@ class CachedStream(Forwarding, IterableDataset[Any]):
         transform: Callable[[Any], Any] | None = None,
         allow_random: bool = False,
         backend: BackendChoice = "auto",
-        on_error: Literal["raise", "disable"] = "raise",
+        on_error: OnError = "raise",
         defer: bool = False,
         layout: Layout = "auto",
         seed: int = 0,
@@ -101,16 +102,11 @@ class CachedStream(Forwarding, IterableDataset[Any]):
         check_stream(iterable, CachedStream)
         if transform is not None and not callable(transform):
             raise TypeError(f"transform must be a function of a sample, got {transform!r}")
-        if backend not in get_args(BackendChoice):
-            raise ValueError(f"backend must be one of {', '.join(get_args(BackendChoice))}, got {backend!r}")
-        if on_error not in ("raise", "disable"):
-            raise ValueError(f"on_error must be 'raise' or 'disable', got {on_error!r}")
-        if layout not in get_args(Layout):
-            raise ValueError(f"layout must be 'auto', 'rows' or 'records', got {layout!r}")
-        if isinstance(seed, bool) or not isinstance(seed, int) or seed < 0:
-            raise ValueError(f"seed must be a whole number from 0 on, got {seed!r}")
-        if not isinstance(shuffle, bool):
-            raise ValueError(f"shuffle must be true or false, got {shuffle!r}")
+        check_choice("backend", backend, BackendChoice)
+        check_choice("on_error", on_error, OnError)
+        check_choice("layout", layout, Layout)
+        check_count("seed", seed, 0)
+        check_flag("shuffle", shuffle)
         parsed = Budget.parse(budget)
         check_budget(parsed)
         super().__init__(iterable)

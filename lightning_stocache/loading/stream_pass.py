@@ -186,7 +186,8 @@ class MixedPass:
         if self._served < self._count:
             if self._store.closed or not self._store.ledger.is_current(self._shard, self._epoch):
                 raise RuntimeError(
-                    "a stream that is kept in part was closed, or begun again, in the middle of an epoch"
+                    "a stream that is kept in part was closed, or begun again, in the middle of an epoch: read each "
+                    "iterator to its end, or leave it, before the next one"
                 )
             self._served += 1
             return next(self._rest)

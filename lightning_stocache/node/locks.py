@@ -14,23 +14,21 @@ import os
 import re
 import struct
 import sys
-import time
 from pathlib import Path
+
+from lightning_stocache.node.waiting import moments
 
 if sys.platform != "win32":
     import fcntl
 
     _WAIT, _TRY, _FREE = fcntl.LOCK_EX, fcntl.LOCK_EX | fcntl.LOCK_NB, fcntl.LOCK_UN
 
-__all__ = ["SEPARATE", "TOLD_SECONDS", "give_back", "holder", "is_unlocked", "share", "take"]
+__all__ = ["SEPARATE", "give_back", "holder", "is_unlocked", "share", "take"]
 
 log = logging.getLogger(__name__)
 
 SEPARATE = sys.platform == "linux"
 """Whether `flock` and byte locks on one file know nothing of each other."""
-
-TOLD_SECONDS = 10.0
-"""After so many seconds of waiting for a lock it is said who has it, and again after as many."""
 
 _FLOCK = struct.Struct("@hhqqi4x")  # Linux: kind, whence, start, length, process
 
@@ -74,16 +72,13 @@ def share(descriptor: int, what: str) -> None:
         descriptor: of the file.
         what: it is, for messages.
     """
-    tell = TOLD_SECONDS + time.monotonic()
-    while True:
+    for seconds in moments(pause=0.002):
         try:
             fcntl.flock(descriptor, fcntl.LOCK_SH | fcntl.LOCK_NB)
             return
         except BlockingIOError:
-            if time.monotonic() >= tell:
-                tell += TOLD_SECONDS
+            if seconds:
                 log.warning("%s is waited for: %s has it locked", what, _who_has(os.fstat(descriptor).st_ino))
-            time.sleep(0.002)
 
 
 def _who_has(inode: int) -> str:

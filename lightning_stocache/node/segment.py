@@ -28,14 +28,14 @@ import mmap
 import os
 import weakref
 from collections.abc import Callable
-from multiprocessing import context, reduction
+from multiprocessing import reduction
 from typing import Any, Self
 
 import torch
 
 import lightning_stocache.node.files as files
 from lightning_stocache.node.files import HEADER_BYTES, Backend
-from lightning_stocache.node.handle import SegmentHandle
+from lightning_stocache.node.handle import SegmentHandle, takes_descriptors
 from lightning_stocache.node.locks import give_back, holder, take
 from lightning_stocache.node.manifest import Manifest, write_manifest
 from lightning_stocache.node.owned import open_own
@@ -290,7 +290,7 @@ class Segment:
         # A child that is being started gets the descriptors. Everybody else (a Pool's task) gets the address: DupFd
         # would duplicate and close a descriptor of the lock file here, and with it drop this process's locks.
         self._check_open()
-        if context.get_spawning_popen() is not None:
+        if takes_descriptors():
             descriptors = reduction.DupFd(self._data), reduction.DupFd(self._locks)
             return _inherit, (type(self), *descriptors, self.size, self.path)
         return type(self).attach, (self.handle,)

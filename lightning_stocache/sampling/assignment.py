@@ -31,7 +31,7 @@ from itertools import pairwise
 import numpy as np
 from numpy.typing import NDArray
 
-from lightning_stocache.cache.placement import Arc, Integers, Ring
+from lightning_stocache.cache.placement import NO_SLOT, Arc, Integers, Ring
 
 __all__ = ["Deal", "Dealer"]
 
@@ -87,13 +87,15 @@ class Dealer:
         world = sum(len(ranks) for ranks in nodes)
         self._ranks = np.array([len(ranks) for ranks in nodes])
         self._size = size = arcs[0].size
-        self._circle = Arc(size, size, step=arcs[0].step)  # its slot numbers are the positions on the ring
+        # Its slot numbers are the positions on the ring; those of indices outside of its domain lie behind them.
+        self._circle = Arc(size, size, step=arcs[0].step, domain=arcs[0].domain)
         # Where an arc begins or ends, the ring is cut; the stretches between have the same homes throughout.
         cuts = sorted({0, *(end % size for arc in arcs for end in (arc.start, arc.start + arc.slots))})
-        self._edges = np.array([*cuts, size])
+        self._edges = np.array([*cuts, size, size + 1])  # the last stretch is of what lies outside of the domain
         starts = np.array([arc.start for arc in arcs])
         slots = (self._edges[:-1, None] - starts) % size
         homes = slots < np.array([arc.slots for arc in arcs])
+        homes[-1] = False
         nowhere = len(arcs)  # a last column for the indices that no node has
         self._first = np.where(homes.any(1), np.where(homes, slots, size).argmin(1), nowhere)
         # Of each node, the stretches that it has, from the beginning of its arc; of each stretch, its homes (bit mask).
@@ -105,7 +107,7 @@ class Dealer:
         # Along the ring, each stretch is divided between its homes, the one that began first at the beginning.
         pairs = [
             (stretch, node)
-            for stretch in range(len(cuts))
+            for stretch in range(len(homes))
             for node in (
                 sorted(np.flatnonzero(homes[stretch]).tolist(), key=lambda node: -slots[stretch, node]) or [nowhere]
             )
@@ -122,6 +124,7 @@ class Dealer:
         """
         places = self._ranks * (len(batch) // self._ranks.sum())
         positions = self._circle.slots_of(batch)
+        positions[positions == NO_SLOT] = self._size
         ascending = np.argsort(positions, kind="stable")
         counts = np.diff(np.searchsorted(positions[ascending], self._edges))
         held = self._level(counts, places)

@@ -9,11 +9,17 @@ as the statistics of a BatchNorm that is not synchronised, is not.
 
 Every rank works out the deal for itself, from the seed, the epoch and the ring; nothing is sent. A global batch is
 dealt when its first index is asked for; an epoch in memory is one tensor of N integers.
+
+What a sampler of the user's gives (one fold, by weight) is dealt, too, where that sampler is handed over: the order of
+an epoch is then that in which Lightning's and Fabric's wrapper deals such a sampler, which lists all that it gives when
+the epoch begins, and has DistributedSampler shuffle the places of that list. Every rank draws the list for itself, so
+the ranks' generators must be in step (`seed_everything`), for that wrapper as here.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sized
+from collections.abc import Iterable, Iterator, Sized
+from dataclasses import replace
 from itertools import chain
 from typing import Any, Literal, cast, get_args
 
@@ -53,6 +59,8 @@ class LocalitySampler(DistributedSampler[int]):
         ring: which node has which indices; None leaves DistributedSampler's order.
         nodes: the ranks of each node, in the order of the ring's arcs (`NodeGroup.nodes`).
         mode: see above.
+        draws: a sampler, or a list, whose indices are dealt, each as often as it comes there; by default each index of
+            the dataset once.
 
     Attributes:
         skip: samples of this rank that the next iteration leaves out at its beginning, to resume in the middle of an
@@ -84,8 +92,10 @@ class LocalitySampler(DistributedSampler[int]):
         ring: Ring | None,
         nodes: tuple[tuple[int, ...], ...],
         mode: Mode = "locality",
+        draws: Iterable[int] | None = None,
     ) -> None:
-        super().__init__(cast("Dataset[Any]", dataset), num_replicas, rank, shuffle, seed, drop_last)
+        dealt = cast("Dataset[Any]", dataset if draws is None else draws)
+        super().__init__(dealt, num_replicas, rank, shuffle, seed, drop_last)
         size = len(dataset)
         if batch_size < 1:
             raise ValueError(f"batch_size must be at least 1, got {batch_size}")
@@ -93,12 +103,13 @@ class LocalitySampler(DistributedSampler[int]):
             raise ValueError(f"mode must be one of {', '.join(get_args(Mode))}, got {mode!r}")
         if sorted(rank for ranks in nodes for rank in ranks) != list(range(self.num_replicas)):
             raise ValueError(f"nodes must name each of the {self.num_replicas} ranks once, got {nodes}")
-        if ring is not None and (len(ring.arcs) != len(nodes) or any(arc.size != size for arc in ring.arcs)):
+        if ring is not None and (len(ring.arcs) != len(nodes) or any(arc.length != size for arc in ring.arcs)):
             raise ValueError(f"ring must have one arc of size {size} for each of the {len(nodes)} nodes, got {ring}")
         self.batch_size = batch_size
         self.ring = ring
         self.nodes = nodes
         self.mode = mode
+        self.draws = draws
         self.skip = 0
         self.imbalance = 0
         self._dealer = None
@@ -120,17 +131,18 @@ class LocalitySampler(DistributedSampler[int]):
 
     def _order(self) -> Integers:
         """DistributedSampler's order of the epoch, before padding."""
+        drawn = None if self.draws is None else _listed(self.draws)
         size = len(cast(Sized, self.dataset))
-        if not self.shuffle:
-            return np.arange(size)
-        generator = torch.Generator().manual_seed(self.seed + self.epoch)
-        return torch.randperm(size, generator=generator).numpy()
+        order = np.arange(size)
+        if self.shuffle:
+            order = torch.randperm(size, generator=torch.Generator().manual_seed(self.seed + self.epoch)).numpy()
+        return order if drawn is None else drawn[order]
 
     def _draw(self, order: Integers, skip: int) -> Iterator[Integers]:
         world, step = self.num_replicas, self.batch_size * self.num_replicas
         for begin in range(skip * world, self.total_size, step):
             end = min(begin + step, self.total_size)
-            if self._dealer is None:
+            if self._dealer is None or order.dtype == object:
                 positions = np.arange(begin + self.rank, end, world)
             else:
                 deal = self._dealer.deal(order[np.arange(begin, end) % len(order)])
@@ -156,8 +168,23 @@ class LocalitySampler(DistributedSampler[int]):
         before = sum(len(self.nodes[other]) for other in around[: around.index(node)])
         # Whole numbers, rounded down: every index lies in one part, and no part has more than its ranks will take.
         begin, end = (len(order) * ranks // self.num_replicas for ranks in (before, before + len(self.nodes[node])))
-        if begin == end:
-            return order  # fewer indices than ranks
-        part = Arc(len(order), end - begin, (arcs[around[0]].start + begin) % len(order), arcs[node].step)
-        pieces = (order[first : first + _PIECE] for first in range(0, len(order), _PIECE))
-        return np.concatenate([piece[part.slots_of(piece) >= 0] for piece in pieces])
+        if begin == end or order.dtype == object:
+            return order  # fewer indices than ranks, or what only the source understands
+        if self.draws is None and arcs[0].domain is None:
+            part = Arc(len(order), end - begin, (arcs[around[0]].start + begin) % len(order), arcs[node].step)
+            pieces = (order[first : first + _PIECE] for first in range(0, len(order), _PIECE))
+            return np.concatenate([piece[part.slots_of(piece) >= 0] for piece in pieces])
+        circle = replace(arcs[around[0]], slots=arcs[0].size)
+        return order[np.sort(np.argsort(circle.slots_of(order), kind="stable")[begin:end])]
+
+
+def _listed(draws: Iterable[int]) -> Integers:
+    """All that a sampler gives; keys that are no indices as they are, in an array of objects."""
+    given = list(draws)
+    try:
+        indices = np.asarray(given)
+    except (TypeError, ValueError):  # lists of unlike lengths, tensors on a device
+        indices = np.empty(0)
+    if indices.ndim == 1 and indices.dtype.kind in "iu":
+        return indices.astype(np.int64, copy=False)
+    return np.fromiter(given, dtype=object, count=len(given))

@@ -21,6 +21,7 @@ from torch.utils.data import DataLoader, IterableDataset
 from lightning_stocache.cache.field import UnsupportedSampleError
 from lightning_stocache.cache.records import RecordCodec
 from lightning_stocache.cache.spec import SampleMismatchError, SampleSpec
+from lightning_stocache.node.waiting import TOLD_SECONDS
 from lightning_stocache.setup.codec_choice import choose_codec
 from lightning_stocache.setup.request import Layout
 from lightning_stocache.source.draws import Draws
@@ -30,7 +31,6 @@ __all__ = ["FirstSampleError", "codec_of"]
 
 log = logging.getLogger(__name__)
 
-TOLD_SECONDS = 10.0  # after which it is said what is waited for
 _TRIES = 8  # draws, before the source is given up
 _SAMPLES = 2  # one would not show that shapes differ
 

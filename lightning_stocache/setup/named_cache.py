@@ -19,6 +19,7 @@ import torch
 from torch.utils.data import Dataset, Subset
 
 from lightning_stocache.cache.codec import SampleCodec
+from lightning_stocache.cache.field import module_name
 from lightning_stocache.cache.placement import Arc, Ring
 from lightning_stocache.cache.segment_store import SegmentStore
 from lightning_stocache.cache.store import gathers
@@ -256,7 +257,7 @@ def _identity(source: Dataset[Any]) -> str:
         indices = torch.as_tensor(list(source.indices), dtype=torch.int64)
         digest = hashlib.sha256(indices.numpy().tobytes()).hexdigest()[:16]
         return f"Subset {digest} of {_identity(source.dataset)}"
-    return f"{type(source).__module__}.{type(source).__qualname__}"
+    return f"{module_name(type(source).__module__)}.{type(source).__qualname__}"
 
 
 def _short(text: str) -> str:

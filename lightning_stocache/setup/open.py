@@ -6,9 +6,10 @@ All requests of one call open together, because they share budgets. The steps, e
    part is found. The other ranks read nothing; they cut their own copy of the source at the same place. What cannot be
    cached passes through, with one warning.
 2. Each leader joins the named caches that lie in its node's memory (`named_cache`), and those that its process has
-   kept (`kept_cache`).
+   kept (`process_cache`).
 3. Each leader divides the memory of its node among the others (`allocate`). Where samples may be kept as their files,
-   what was granted decides how many are (`form_choice`).
+   what was granted decides how many are (`form_choice`). For a cache that later calls will read, it decides whether all
+   indices get slots or only those that are drawn now.
 4. The leaders tell each other their slots, and every rank lays the same rings: who is the home of which index, and how
    many are expected to find room.
 5. Each leader makes the segments of its node; the other ranks attach (`segments`).
@@ -39,10 +40,10 @@ from lightning_stocache.setup.agreement import check_lengths, drawn_by_any, rank
 from lightning_stocache.setup.allocation import Allocation, allocate
 from lightning_stocache.setup.disk_cache import allocate_on_disk, with_directories
 from lightning_stocache.setup.form_choice import decoded_share, mixed_codec, told_share
-from lightning_stocache.setup.kept_cache import KeptCaches
 from lightning_stocache.setup.look import Finding, look
 from lightning_stocache.setup.named_cache import join_caches, rings_as_they_are
 from lightning_stocache.setup.open_cache import OpenCache
+from lightning_stocache.setup.process_cache import ProcessCaches
 from lightning_stocache.setup.request import BackendChoice, CacheRequest
 from lightning_stocache.setup.segments import CacheMemoryError, Segments, Tier, make_and_attach
 from lightning_stocache.source.encoded import taken_apart
@@ -111,7 +112,7 @@ def open_caches(
         ]
     )
     ranks = len(group.nodes[group.node])
-    kept = group.together(lambda: KeptCaches(requests, findings, backend) if group.is_leader else None)
+    kept = group.together(lambda: ProcessCaches(requests, findings, backend) if group.is_leader else None)
     joined = group.together(
         lambda: join_caches(requests, [found.codec for found in findings], budgets) if group.is_leader else {}
     )
@@ -127,15 +128,24 @@ def open_caches(
         more = {"worker_bytes": worker_bytes, "later_bytes": later_bytes}
         return allocate(requests, codecs, budgets, ranks, backend, promised + kept_back, **more)
 
+    def divided() -> Allocation:
+        return allocate_on_disk(requests, codecs, budgets) if on_disk else in_memory(codecs, budgets)
+
     on_disk = any(request.dir is not None for request in requests)
+    if any(request.whole_if_room and request.domain is not None for request in requests):
+        drawn = list(requests)
+        requests = whole = [replace(request, domain=None) if request.whole_if_room else request for request in drawn]
+        room = group.exchange(group.lead(divided).slots)
+        totals = [sum(room[ranks[0]][number] for ranks in group.nodes) for number in range(len(drawn))]
+        fits = [total >= request.length for total, request in zip(totals, drawn, strict=True)]
+        requests = [every if fit else part for every, part, fit in zip(whole, drawn, fits, strict=True)]
+    plan = group.lead(divided)
     if on_disk:
-        plan = group.lead(lambda: allocate_on_disk(requests, codecs, budgets))
         memory = {request.pot: request.memory for request in requests}
         above = group.lead(lambda: in_memory([found.codec for found in findings], memory))
         plan = replace(plan, backend=above.backend)
         tiers = list(map(Tier, above.slots, above.granted, above.keep_free))
     else:
-        plan = group.lead(lambda: in_memory(codecs, budgets))
         tiers = [Tier()] * len(requests)
     planned, decoded = list(plan.slots), [found.codec for found in findings]
     for number, (request, found) in enumerate(zip(requests, findings, strict=True)):

@@ -155,7 +155,9 @@ class OpenCache:
                 clean_command(name, self.request.dir),
             )
         if isinstance(cache, TieredStore) and cache.write_back and self.group.is_leader and not cache.save():
-            log.warning("the disk did not take all that lies in memory: the rest is loaded again")
+            log.warning(
+                "the disk did not take all that lies in memory (is it full?): the next job loads the rest again"
+            )
         for part in (self.cache, self.counters):
             if part is not None:
                 part.close()

@@ -23,7 +23,7 @@ from lightning_stocache.node.group import NodeGroup
 from lightning_stocache.node.handle import SegmentHandle
 from lightning_stocache.node.segment import Segment
 from lightning_stocache.setup.request import BackendChoice
-from lightning_stocache.setup.segments import CacheMemoryError
+from lightning_stocache.setup.segments import CacheMemoryError, make_and_attach
 
 __all__ = ["OpenStream", "check_budget", "open_stream"]
 
@@ -70,6 +70,18 @@ class OpenStream:
         counters = None if self.counters is None or self.counters.closed else self.counters
         return self.__dict__ | {"store": self.live, "counters": counters}
 
+    @property
+    def address(self) -> _Address:
+        """Where the memory is, for the other ranks."""
+        assert self.counters is not None
+        return _Address(None if self.store is None else self.store.handle, self.counters.handle, self.budget_bytes)
+
+    def unlink(self) -> None:
+        """Take the names of its files away."""
+        for part in (self.counters, self.store):
+            if part is not None:
+                part.unlink()
+
     def close(self) -> None:
         """Give it up in this process."""
         if self.store is not None:
@@ -83,6 +95,10 @@ class _Address:
     store: StreamHandle | None
     counters: SegmentHandle
     granted: int
+
+    def attach(self, group: NodeGroup) -> OpenStream:
+        store = None if self.store is None else StreamStore.attach(self.store)
+        return OpenStream(store, Counters(Segment.attach(self.counters), group.rank), group, self.granted)
 
 
 def check_budget(budget: Budget) -> None:
@@ -120,53 +136,17 @@ def open_stream(
         if group.rank == 0:
             log.warning("a stream is kept on one node only: on %d it passes through uncached", len(group.nodes))
         budget = Budget.parse(0)
-    made: list[OpenStream] = []
-    for kind in dict.fromkeys((None, "file") if backend == "auto" else (backend, "file")):
-        failed = _make_and_attach(made, budget, group, kind, kept_back)
-        if failed is None:
-            return made[0]
-    message = f"the memory of a stream could not be made or reached: {failed}. To go on uncached: on_error='disable'"
-    if not disable:
-        raise CacheMemoryError(message)
-    if group.rank == 0:
-        log.warning("%s", message)
-    return OpenStream(group=group)
-
-
-def _make_and_attach(
-    made: list[OpenStream], budget: Budget, group: NodeGroup, backend: Backend | None, kept_back: int
-) -> str | None:
-    """Open it on all ranks, in `made`; what has failed on one, in words."""
-    made.clear()
-    address: _Address | None = None
-    trouble: str | None = None
     try:
-        if group.is_leader:
-            made.append(_made(budget, group, backend, kept_back))
-            counters, store = made[0].counters, made[0].store
-            assert counters is not None
-            address = _Address(None if store is None else store.handle, counters.handle, made[0].budget_bytes)
-    except Exception as error:  # whatever it is, the others are waiting for the address
-        trouble = repr(error)
-    address = group.exchange(address)[group.leader]
-    try:
-        if not group.is_leader and address is not None:
-            store = None if address.store is None else StreamStore.attach(address.store)
-            counters = Counters(Segment.attach(address.counters), group.rank)
-            made.append(OpenStream(store, counters, group, address.granted))
-    except Exception as error:  # likewise
-        trouble = repr(error)
-    troubles = group.exchange(trouble)
-    for opened in made:
-        if opened.counters is not None:
-            opened.counters.unlink()
-        if opened.store is not None:
-            opened.store.unlink()
-    if not any(troubles):
-        return None
-    for opened in made:
-        opened.close()
-    return next(f"rank {rank}: {words}" for rank, words in enumerate(troubles) if words)
+        [opened] = make_and_attach(
+            lambda kind: [_made(budget, group, kind, kept_back)], None if backend == "auto" else backend, group
+        )
+        return opened
+    except CacheMemoryError as error:
+        if not disable:
+            raise
+        if group.rank == 0:
+            log.warning("the stream passes through uncached: %s", error)
+        return OpenStream(group=group)
 
 
 def _made(budget: Budget, group: NodeGroup, backend: Backend | None, kept_back: int) -> OpenStream:

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Sized
 from dataclasses import dataclass
 from multiprocessing.context import BaseContext
-from typing import Literal, cast, get_args
+from typing import Literal, cast
 
 from torch.utils.data import Dataset
 
@@ -15,13 +15,25 @@ from lightning_stocache.cache.records import RecordCodec
 from lightning_stocache.cache.spec import SampleSpec
 from lightning_stocache.node.budget import Budget
 from lightning_stocache.node.named import check_name
+from lightning_stocache.setup.option import check_choice
 
-__all__ = ["BackendChoice", "CacheRequest", "Form", "Layout", "LoaderSettings", "Write", "check_disk", "parse_memory"]
+__all__ = [
+    "BackendChoice",
+    "CacheRequest",
+    "Form",
+    "Layout",
+    "LoaderSettings",
+    "OnError",
+    "Write",
+    "check_disk",
+    "parse_memory",
+]
 
 BackendChoice = Literal["auto", "tmpfile", "memfd", "file"]
 Layout = Literal["auto", "rows", "records"]
 Form = Literal["decoded", "encoded", "auto"]
 Write = Literal["through", "back"]
+OnError = Literal["raise", "disable"]
 
 _AUTO, _NONE = Budget.parse("auto"), Budget.parse(0)
 
@@ -77,6 +89,7 @@ class CacheRequest:
         sync: seconds after which what was stored on a disk is synced; None: never.
         kept: the place under which its cache stays in this process, for who asks for the same there again.
         domain: which indices are drawn, where that is known; None: all of them.
+        whole_if_room: whether all indices get slots all the same, where the memory of all nodes is for so many.
 
     Raises:
         TypeError: spec, fingerprint or dir is of another type.
@@ -101,14 +114,13 @@ class CacheRequest:
     sync: float | None = None
     kept: str | None = None
     domain: Domain | None = None
+    whole_if_room: bool = False
 
     def __post_init__(self) -> None:
         if self.domain is not None and self.domain.is_whole:
             object.__setattr__(self, "domain", None)
-        if self.layout not in get_args(Layout):
-            raise ValueError(f"layout must be 'auto', 'rows' or 'records', got {self.layout!r}")
-        if self.store not in get_args(Form):
-            raise ValueError(f"store must be 'decoded', 'encoded' or 'auto', got {self.store!r}")
+        check_choice("layout", self.layout, Layout)
+        check_choice("store", self.store, Form)
         if self.store == "encoded" and self.layout == "rows":
             raise ValueError("store='encoded' keeps records: layout='rows' cannot be had with it")
         if self.spec is not None and not isinstance(self.spec, SampleSpec | RecordCodec):
@@ -170,8 +182,7 @@ def check_disk(directory: str | None, memory: Budget, write: Write, sync: float 
         raise ValueError(f"sync={sync!r} is for a cache on a disk: give dir= too")
     if sync is not None and (type(sync) not in (int, float) or not 0 < sync < float("inf")):
         raise ValueError(f"sync must be a number of seconds, or None for never, got {sync!r}")
-    if write not in get_args(Write):
-        raise ValueError(f"write must be 'through' or 'back', got {write!r}")
+    check_choice("write", write, Write)
     if write == "back" and memory.off:
         raise ValueError("write='back' writes to the disk what lies in memory: say how much does, by memory=")
     if directory is not None and (not isinstance(directory, str) or not directory):

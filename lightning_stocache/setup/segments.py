@@ -1,4 +1,4 @@
-"""The segments of a job's caches on one node: made by the leader, attached by the other ranks.
+"""The memory of a job on one node: made by the leader, attached by the other ranks.
 
 Where they cannot be reached without a name (another pid namespace), named files are tried, whose names go again as soon
 as all are attached.
@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass, replace
-from typing import Any
+from typing import Any, Protocol, TypeVar
 
 from lightning_stocache.cache.codec import SampleCodec
 from lightning_stocache.cache.counters import Counters
@@ -35,6 +35,23 @@ class CacheMemoryError(OSError):
     """The memory for a cache cannot be had, or not be reached by all ranks of a node."""
 
 
+class Shareable(Protocol):
+    """What the leader of a node makes, and its other ranks reach."""
+
+    @property
+    def address(self) -> Any:
+        """Something that can be sent; its `attach(group)` gives the same in another process."""
+
+    def unlink(self) -> None:
+        """Take the names of its files away."""
+
+    def close(self) -> None:
+        """Give it up in this process."""
+
+
+Made = TypeVar("Made", bound=Shareable)
+
+
 @dataclass(frozen=True)
 class _Address:
     """Where the segments of one request are, for the other ranks of the node."""
@@ -43,8 +60,8 @@ class _Address:
     cache: AnyHandle | None
     keeps_name: bool
 
-    def attach(self, rank: int) -> Segments:
-        counters = Counters(Segment.attach(self.counters), rank)
+    def attach(self, group: NodeGroup) -> Segments:
+        counters = Counters(Segment.attach(self.counters), group.rank)
         if self.cache is None:
             return Segments(counters, None)
         return Segments(counters, attach_store(self.cache), self.keeps_name)
@@ -87,7 +104,7 @@ class Segments:
             if joined is None:  # it may have come since, or this is the second try
                 cache = open_cache(request, codec, arc, budget, granted) if arc.slots else join_cache(request, codec)
         elif codec is not None and joined is None and arc.slots and request.dir is not None:
-            cache = disk_store_for(codec).create_in(request.dir, codec, arc, whose, granted=granted)
+            cache = disk_store_for(codec).create(codec, arc, None, whose, granted=granted, directory=request.dir)
         elif codec is not None and joined is None and arc.slots:
             cache = store_for(codec).create(codec, arc, backend, whose, granted=granted)
         if isinstance(cache, DiskStore):
@@ -123,14 +140,23 @@ class Segments:
 
 
 def make_and_attach(
-    make: Callable[[Backend | None], list[Segments]], backend: Backend | None, group: NodeGroup
-) -> list[Segments]:
-    """Make the segments on every leader and attach elsewhere; by name, where they cannot be reached without one."""
+    make: Callable[[Backend | None], list[Made]], backend: Backend | None, group: NodeGroup
+) -> list[Made]:
+    """Make segments on every leader and attach elsewhere; by name, where they cannot be reached without one.
+
+    Args:
+        make: makes them, of a kind, on the leader of a node.
+        backend: the kind that is tried first.
+        group: which ranks share memory.
+
+    Raises:
+        CacheMemoryError: they cannot be made or reached, on all ranks alike.
+    """
     troubles: list[str | None] = []
     failure: Exception | None = None
     for kind in dict.fromkeys((backend, "file")):
-        segments: list[Segments] = []
-        addresses: list[_Address] = []
+        segments: list[Made] = []
+        addresses: list[Any] = []
         failure = None
         try:
             if group.is_leader:
@@ -141,7 +167,7 @@ def make_and_attach(
         addresses = group.exchange(addresses)[group.leader]
         try:
             if not group.is_leader:
-                segments += [address.attach(group.rank) for address in addresses]
+                segments += [address.attach(group) for address in addresses]
         except Exception as error:  # likewise
             failure = error
         troubles = group.exchange(repr(failure) if failure else None)  # by now everybody has attached, or will not

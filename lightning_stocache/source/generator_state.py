@@ -1,7 +1,7 @@
-"""The states of random number generators as text, for a checkpoint.
+"""The states of random number generators as plain values, which `==` compares; as text, for a checkpoint.
 
 Text, because a checkpoint may be read where nothing but plain values is let in (`torch.load(weights_only=True)`), and
-nothing in it is ever unpickled: the state of each is JSON, with arrays as lists and bytes as hexadecimal digits.
+nothing in it is ever unpickled: the state of each is JSON, with bytes and arrays as hexadecimal digits.
 """
 
 from __future__ import annotations
@@ -14,19 +14,29 @@ from typing import Any
 import numpy as np
 import torch
 
-__all__ = ["PROCESS_WIDE", "as_text", "put_back", "states_of"]
+__all__ = ["PROCESS_WIDE", "as_text", "put_back", "restore", "states_of"]
 
 PROCESS_WIDE: Mapping[str, Any] = {"torch": torch.default_generator, "numpy.random": np.random, "random": random}
 """The generators that all code of a process draws from; modules stand for those that are theirs."""
 
 
 def states_of(generators: Mapping[str, Any]) -> dict[str, Any]:
-    """The state of each generator, by its name.
+    """The state of each generator, by its name; None for one of the system's, which has none.
 
     Args:
         generators: objects of `source.generators.KINDS`, or the modules of `PROCESS_WIDE`.
     """
     return {name: _state_of(generator) for name, generator in generators.items()}
+
+
+def restore(generators: Mapping[str, Any], states: Mapping[str, Any]) -> None:
+    """Put generators into states that `states_of` gave; of names that only one of both has, nothing is changed.
+
+    Raises:
+        ValueError, TypeError, KeyError: a state that is none, or of another kind of generator.
+    """
+    for name in generators.keys() & states.keys():
+        _restore(generators[name], states[name])
 
 
 def as_text(states: Mapping[str, Any]) -> dict[str, str]:
@@ -40,48 +50,47 @@ def as_text(states: Mapping[str, Any]) -> dict[str, str]:
         >>> generators["mine"].random() == drawn
         True
     """
-    return {name: json.dumps(state, default=_plain) for name, state in states.items()}
+    return {name: json.dumps(state) for name, state in states.items()}
 
 
 def put_back(generators: Mapping[str, Any], texts: Mapping[str, str]) -> None:
-    """Put generators into states that `as_text` gave; of names that only one of both has, nothing is changed.
-
-    Raises:
-        ValueError, TypeError, KeyError: a state that is none, or of another kind of generator.
-    """
-    for name in generators.keys() & texts.keys():
-        _restore(generators[name], json.loads(texts[name], object_hook=_array))
+    """Put generators into states that `as_text` gave, as `restore` does."""
+    restore(generators, {name: json.loads(texts[name]) for name in generators.keys() & texts.keys()})
 
 
 def _state_of(generator: Any) -> Any:
     if isinstance(generator, torch.Generator):
-        return generator.get_state()
+        return generator.get_state().numpy().tobytes().hex()
+    if isinstance(generator, random.SystemRandom):
+        return None
     if isinstance(generator, np.random.Generator):
-        return generator.bit_generator.state
-    return generator.get_state(legacy=False) if hasattr(generator, "get_state") else generator.getstate()
+        return _plain(generator.bit_generator.state)
+    return _plain(generator.get_state(legacy=False)) if hasattr(generator, "get_state") else generator.getstate()
 
 
 def _restore(generator: Any, state: Any) -> None:
     if isinstance(generator, torch.Generator):
         generator.set_state(torch.frombuffer(bytearray.fromhex(state), dtype=torch.uint8))
     elif isinstance(generator, np.random.Generator):
-        generator.bit_generator.state = state
+        generator.bit_generator.state = _with_arrays(state)
     elif hasattr(generator, "set_state"):
-        generator.set_state(state)
-    else:
+        generator.set_state(_with_arrays(state))
+    elif not isinstance(generator, random.SystemRandom):
         version, words, gauss = state
         generator.setstate((version, tuple(words), gauss))
 
 
 def _plain(value: Any) -> Any:
-    if isinstance(value, torch.Tensor):
-        return value.numpy().tobytes().hex()
+    if isinstance(value, dict):
+        return {key: _plain(item) for key, item in value.items()}
     if isinstance(value, np.ndarray):
-        return {"dtype": str(value.dtype), "values": value.tolist()}
-    if isinstance(value, np.generic):
-        return value.item()
-    raise TypeError(f"the state of a generator holds a {type(value).__name__}")
+        return {"dtype": value.dtype.str, "bytes": value.tobytes().hex()}
+    return value.item() if isinstance(value, np.generic) else value
 
 
-def _array(state: dict[str, Any]) -> Any:
-    return np.array(state["values"], state["dtype"]) if state.keys() == {"dtype", "values"} else state
+def _with_arrays(state: Any) -> Any:
+    if not isinstance(state, dict):
+        return state
+    if state.keys() == {"dtype", "bytes"}:
+        return np.frombuffer(bytes.fromhex(state["bytes"]), state["dtype"])
+    return {key: _with_arrays(item) for key, item in state.items()}

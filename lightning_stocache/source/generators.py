@@ -11,7 +11,6 @@ does: a generator that is made anew in every read has no state that could be see
 from __future__ import annotations
 
 import os
-import pickle
 import random
 import sys
 import types
@@ -24,6 +23,8 @@ from typing import Any, cast
 
 import numpy as np
 import torch
+
+from lightning_stocache.source.generator_state import PROCESS_WIDE, restore, states_of
 
 __all__ = ["ENTROPY", "KINDS", "Generators", "owned_generators", "reachable", "watch_entropy"]
 
@@ -55,36 +56,25 @@ class Generators:
     """
 
     def __init__(self, owned: Mapping[str, Any] | None = None) -> None:
+        cuda = cast(Any, torch.cuda)
         # Looked at once: a generator that is born during the probe has no state to return to.
-        self._cuda = bool(cast(Any, torch.cuda).is_initialized())
+        self._cuda = cuda.default_generators if cuda.is_initialized() else ()
+        named = {f"torch.cuda:{device}": generator for device, generator in enumerate(self._cuda)}
+        self._process_wide = {**PROCESS_WIDE, **named}
         self.owned = dict(owned or {})
 
     def state(self) -> dict[str, Any]:
         """The state of every generator, by name."""
-        state = {
-            "torch": torch.get_rng_state().numpy().tobytes(),
-            "numpy.random": pickle.dumps(np.random.get_state(legacy=False)),
-            "random": random.getstate(),
-            ENTROPY: _Entropy.asked,
-        }
-        if self._cuda:
-            state["torch.cuda"] = [device.numpy().tobytes() for device in torch.cuda.get_rng_state_all()]
-        return state | {name: _state_of(generator) for name, generator in self.owned.items()}
+        return {**states_of(self._process_wide), ENTROPY: _Entropy.asked, **states_of(self.owned)}
 
     def restore(self, state: dict[str, Any]) -> None:
         """Put every generator back to a state."""
-        torch.set_rng_state(_as_tensor(state["torch"]))
-        np.random.set_state(pickle.loads(state["numpy.random"]))
-        random.setstate(state["random"])
-        if self._cuda:
-            torch.cuda.set_rng_state_all([_as_tensor(device) for device in state["torch.cuda"]])
+        restore(self._process_wide, state)
         self.restore_owned(state)
 
     def restore_owned(self, state: dict[str, Any]) -> None:
         """Put the source's generators back to a state, those that it has."""
-        for name, generator in self.owned.items():
-            if name in state:
-                _restore(generator, state[name])
+        restore(self.owned, state)
 
     def same(self, state: dict[str, Any], other: dict[str, Any]) -> bool:
         """Whether two states are equal, in what both of them know."""
@@ -95,8 +85,8 @@ class Generators:
         torch.default_generator.manual_seed(seed)  # torch.manual_seed would queue the seed for a CUDA that starts later
         np.random.seed(seed)
         random.seed(seed)
-        if self._cuda:
-            torch.cuda.manual_seed_all(seed)
+        for generator in self._cuda:
+            generator.manual_seed(seed)
 
 
 class _Entropy:
@@ -239,31 +229,3 @@ def _function(value: Any) -> Any:
 
 def _top(module: str | None) -> str:
     return (module or "").partition(".")[0]
-
-
-def _state_of(generator: Any) -> Any:
-    if isinstance(generator, np.random.Generator):
-        return pickle.dumps(generator.bit_generator.state)
-    if isinstance(generator, np.random.RandomState):
-        return pickle.dumps(generator.get_state(legacy=False))
-    if isinstance(generator, torch.Generator):
-        return generator.get_state().cpu().numpy().tobytes()
-    try:
-        return generator.getstate()
-    except NotImplementedError:  # SystemRandom has none
-        return None
-
-
-def _restore(generator: Any, state: Any) -> None:
-    if isinstance(generator, np.random.Generator):
-        generator.bit_generator.state = pickle.loads(state)
-    elif isinstance(generator, np.random.RandomState):
-        generator.set_state(pickle.loads(state))
-    elif isinstance(generator, torch.Generator):
-        generator.set_state(_as_tensor(state))
-    elif state is not None:
-        generator.setstate(state)
-
-
-def _as_tensor(state: bytes) -> torch.Tensor:
-    return torch.frombuffer(bytearray(state), dtype=torch.uint8)

@@ -21,7 +21,7 @@ from torch.utils.data import Dataset
 from lightning_stocache.source.access import position_of
 from lightning_stocache.source.blob import BlobError, decode_blob
 from lightning_stocache.source.lmdb_file import LMDBError, LMDBFile
-from lightning_stocache.source.packed import MANIFEST_KEY, PackManifest, key_of
+from lightning_stocache.source.pack_manifest import MANIFEST_KEY, PackManifest, key_of
 from lightning_stocache.source.values import decoder_of
 
 __all__ = ["LMDBSource"]

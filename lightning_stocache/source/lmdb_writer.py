@@ -22,7 +22,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from lightning_stocache.source.lmdb_file import LMDBError, LMDBFile, bytes_needed, import_lmdb
-from lightning_stocache.source.packed import MANIFEST_KEY, PackManifest, key_of
+from lightning_stocache.source.pack_manifest import MANIFEST_KEY, PackManifest, key_of
 
 if sys.platform != "win32":
     import fcntl

@@ -30,7 +30,7 @@ from lightning_stocache.source.file_samples import FileSamples
 from lightning_stocache.source.generators import Generators, owned_generators
 from lightning_stocache.source.lmdb_file import LMDBError
 from lightning_stocache.source.lmdb_writer import LMDBWriter
-from lightning_stocache.source.packed import PackManifest
+from lightning_stocache.source.pack_manifest import PackManifest
 
 __all__ = ["PackError", "pack"]
 

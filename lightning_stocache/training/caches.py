@@ -5,7 +5,8 @@ that opens later gets what is left of a budget in bytes, and of the free memory.
 training set takes at most half.
 
 A dataset is known by its object. The same object is never opened twice within a call, for a second `setup` or for
-reloaded loaders, but where a stage that comes later draws what has no slot there: it gets a cache of its own. Another
+reloaded loaders, but where a stage that comes later draws what has no slot there: it gets a cache of its own. So does a
+later call for which a cache was kept, if that had no room for more than was drawn then; the kept one goes. Another
 object is another dataset, even if it looks the same: its cache starts empty, those of what it replaces are closed.
 
 Caches that were opened by other ranks than those of now (by hand, before the Trainer had started its processes) are
@@ -31,10 +32,9 @@ from lightning_stocache.node.budget import Budget
 from lightning_stocache.node.files import memory_directory
 from lightning_stocache.node.free import FreeMemory
 from lightning_stocache.node.group import NodeGroup
-from lightning_stocache.setup.kept_cache import close_kept
 from lightning_stocache.setup.open import open_caches
 from lightning_stocache.setup.open_stream import open_stream
-from lightning_stocache.setup.request import CacheRequest, parse_memory
+from lightning_stocache.setup.process_cache import close_kept
 from lightning_stocache.training.options import CacheOptions
 from lightning_stocache.training.wanted import Wanted, agreed, together
 
@@ -52,11 +52,12 @@ class _Open:
     pot: str
     domain: Domain | None = None
     stages: set[str] = field(default_factory=set)
+    kept: bool = False  # from an earlier call, and not asked for in this one
 
     def serves(self, entry: Wanted) -> bool:
         """Whether what is open is for that loader, too."""
-        covers = entry.stage in self.stages or self.domain is None or self.domain.covers(entry.domain)
-        return self.source is entry.source and covers
+        known = entry.stage in self.stages and not self.kept
+        return self.source is entry.source and (known or self.domain is None or self.domain.covers(entry.domain))
 
 
 class CallCaches:
@@ -114,7 +115,8 @@ class CallCaches:
         if group != self._group:
             self._close_open()
             self._group = group
-        wanted = agreed(wanted, group, outlives=bool(options.keep_cache) or options.name is not None)
+        wanted = agreed([replace(e, domain=None) if options.is_for_all(e.stage) else e for e in wanted], group)
+        self._let_go_of_other_parts(wanted)
         new, streams = dict[int, Wanted](), dict[int, Wanted]()
         names, number = dict[int, str](), Counter[str]()
         for entry in wanted:
@@ -131,45 +133,28 @@ class CallCaches:
         if new and train_to_come and self.options.keep_cache is not True:
             stages.add("train")  # what is open for it was opened by hand, before the call
         self._let_go(stages, wanted, [*new.values(), *streams.values()])
-        pots = {key: options.pot(entry.stage) for key, entry in new.items()}
         requests = [
-            CacheRequest(
-                entry.source,
-                pots[key],
-                options.budgets[pots[key]],
-                allow_random=options.allow_random,
-                reader=replace(entry.loader, stage=entry.stage),
-                name=None if options.name is None else names[key],
-                fingerprint=options.fingerprint,
-                strict=options.strict,
-                layout=options.layout,
-                store=options.store,
-                prefill=options.prefill,
-                dir=options.dir,
-                memory=parse_memory(options.memory),
-                write=options.write,
-                sync=options.sync,
-                kept=names[key] if options.keeps_for_process else None,
-                domain=entry.domain,
-            )
+            options.request(entry.source, replace(entry.loader, stage=entry.stage), names[key], entry.domain)
             for key, entry in new.items()
         ]
+        pots = {request.pot for request in requests}
         opened = open_caches(
             requests,
-            {pot: self._left(pot, new.values(), train_to_come) for pot in options.budgets if pot in pots.values()},
+            {pot: self._left(pot, new.values(), train_to_come) for pot in options.budgets if pot in pots},
             group,
             options.backend,
             disable=options.on_error == "disable",
             later_bytes=later_bytes,
-            kept_back=self._kept_back(pots.values(), train_to_come),
+            kept_back=self._kept_back(pots, train_to_come),
         )
-        for key, cache in zip(new, opened, strict=True):
-            dataset, domain = dataset_over(CachedSource(cache)), cache.request.domain
-            self._open.append(_Open(new[key].source, dataset, pots[key], domain))
+        for entry, cache in zip(new.values(), opened, strict=True):
+            dataset, request = dataset_over(CachedSource(cache)), cache.request
+            self._open.append(_Open(entry.source, dataset, request.pot, request.domain))
             cache.tell()
         self._open_streams(streams, group, train_to_come)
         for entry in wanted:
-            cast(_Open, self._serving(entry)).stages.add(entry.stage)
+            (serving := cast(_Open, self._serving(entry))).stages.add(entry.stage)
+            serving.kept = False
 
     def _serving(self, entry: Wanted) -> _Open | None:
         """What is open for a loader: for its stage if there is such a one, else the first that will do."""
@@ -222,7 +207,17 @@ class CallCaches:
         """End of a Trainer call: close, unless the caches are to be kept for the next one."""
         if self.options.keep_cache is not True:
             self._close_open()
+        for opened in self._open:
+            opened.kept = True
         end_call(opened.dataset for opened in self._open)
+
+    def _let_go_of_other_parts(self, wanted: Collection[Wanted]) -> None:
+        """Close what was kept for a part of a dataset, if its stage draws another part now: there was no more room."""
+        for before in [opened for opened in self._open if opened.kept]:
+            asked = [entry for entry in wanted if entry.source is before.source and entry.stage in before.stages]
+            if asked and not any(before.serves(entry) for entry in asked):
+                before.dataset.close()
+                self._open.remove(before)
 
     def _let_go(self, stages: Collection[str], wanted: Collection[Wanted], new: Collection[Wanted]) -> None:
         """Close what these stages do not read any more: a replaced dataset's memory is the new one's."""

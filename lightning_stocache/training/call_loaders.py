@@ -21,7 +21,7 @@ from torch.utils.data import DataLoader, IterableDataset
 
 from lightning_stocache.loading.dataset import CachedDataset
 from lightning_stocache.loading.loader_tree import Cached, cached_datasets, cached_in_leaves, leaves_in
-from lightning_stocache.loading.locality import locality_sampler
+from lightning_stocache.loading.rolling_cache import share_pools
 from lightning_stocache.loading.stand_in import StandIn
 from lightning_stocache.loading.stream import CachedStream
 from lightning_stocache.node.group import NodeGroup
@@ -30,9 +30,8 @@ from lightning_stocache.training.caches import CallCaches
 from lightning_stocache.training.loaders import rewrap, settings_of, with_dataset
 from lightning_stocache.training.model_memory import training_bytes
 from lightning_stocache.training.obstacles import check_leaf, check_loader, check_stream_loader, title
-from lightning_stocache.training.pools import share_pools
 from lightning_stocache.training.resume import ResumePoint
-from lightning_stocache.training.sampling import is_default, replicas
+from lightning_stocache.training.sampling import locality_for, replicas
 from lightning_stocache.training.wanted import Wanted, loader_domain
 
 __all__ = ["CallLoaders"]
@@ -156,13 +155,9 @@ class CallLoaders:
 
     def _sampler(self, stage: str, loader: DataLoader[Any], dataset: CachedDataset) -> LocalitySampler | None:
         """What a training loader of several ranks draws from, where Lightning would have put a DistributedSampler."""
-        count, rank = replicas(self._trainer)
-        if stage != "train" or count == 1 or not loader.batch_size or not is_default(loader):
+        if stage != "train":
             return None
-        if self._trainer.overfit_batches:  # Lightning takes the sampler away, with a warning if it is not sequential
-            return None
-        # Shuffled whatever the loader's order was: Lightning's own is, for training.
-        return locality_sampler(dataset, loader.batch_size, True, count, rank, mode=self._caches.options.sampling)
+        return locality_for(self._trainer, dataset, loader.sampler, loader.batch_size, self._caches.options.sampling)
 
 
 @dataclass(frozen=True)

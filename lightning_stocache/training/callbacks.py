@@ -17,11 +17,11 @@ from lightning.pytorch.utilities import rank_zero_info, rank_zero_warn
 from lightning_stocache.cache.counters import Counts
 from lightning_stocache.insight.stall import Stall
 from lightning_stocache.insight.tallies import samples_of
-from lightning_stocache.loading.dataset import OnError
 from lightning_stocache.loading.loader_tree import Cached
 from lightning_stocache.node.budget import format_bytes
 from lightning_stocache.sampling.locality_sampler import Mode
-from lightning_stocache.setup.request import BackendChoice, Form, Layout, Write
+from lightning_stocache.setup.option import check_count, check_flag
+from lightning_stocache.setup.request import BackendChoice, Form, Layout, OnError, Write
 from lightning_stocache.training.caches import CallCaches
 from lightning_stocache.training.call_loaders import CallLoaders
 from lightning_stocache.training.lightning_internals import data_sources, loops
@@ -52,11 +52,9 @@ class FillProgress(Callback):
     def __init__(self, name: str = "cache", *, every_n_steps: int | None = None, verbose: bool = True) -> None:
         if not isinstance(name, str) or not name:
             raise ValueError(f"name must be a string that is not empty, got {name!r}")
-        whole = isinstance(every_n_steps, int) and not isinstance(every_n_steps, bool)
-        if every_n_steps is not None and (not whole or every_n_steps < 1):
-            raise ValueError(f"every_n_steps must be a whole number of at least 1, or None, got {every_n_steps!r}")
-        if not isinstance(verbose, bool):
-            raise ValueError(f"verbose must be true or false, got {verbose!r}")
+        if every_n_steps is not None:
+            check_count("every_n_steps", every_n_steps, 1)
+        check_flag("verbose", verbose)
         self.name, self.every_n_steps, self.verbose = name, every_n_steps, verbose
         self._full = False
         self._stall = Stall()

@@ -17,20 +17,20 @@ from lightning.pytorch import LightningDataModule
 from torch.utils.data import DataLoader, Dataset, IterableDataset, SequentialSampler
 
 from lightning_stocache.cache.domain import Domain
-from lightning_stocache.loading.dataset import CachedDataset, OnError, cached_source, dataset_over
+from lightning_stocache.loading.dataset import CachedDataset, cached_source, dataset_over
 from lightning_stocache.loading.locality import locality_sampler
-from lightning_stocache.loading.rolling_cache import RollingCache
+from lightning_stocache.loading.rolling_cache import RollingCache, share_pools
 from lightning_stocache.loading.stream import stream_with
 from lightning_stocache.sampling.locality_sampler import Mode
-from lightning_stocache.setup.request import BackendChoice, Form, Layout, LoaderSettings, Write
+from lightning_stocache.setup.option import check_count
+from lightning_stocache.setup.request import BackendChoice, Form, Layout, LoaderSettings, OnError, Write
 from lightning_stocache.training.caches import CallCaches
 from lightning_stocache.training.loaders import TrainerLoader
 from lightning_stocache.training.model_memory import training_bytes
 from lightning_stocache.training.obstacles import check_sweep, is_cacheable
 from lightning_stocache.training.options import STAGES, CacheOptions, Keep, Source, Stream, is_plain, made, with_options
-from lightning_stocache.training.pools import share_pools
 from lightning_stocache.training.resume import ResumePoint
-from lightning_stocache.training.sampling import check_sampler, replicas
+from lightning_stocache.training.sampling import check_sampler, locality_for, replicas
 from lightning_stocache.training.wanted import Wanted, drawn_by
 
 __all__ = ["StocacheDataModule"]
@@ -122,8 +122,7 @@ class StocacheDataModule(LightningDataModule):
         for argument, given in (("eval_transform", eval_transform), ("eval_batch_transform", eval_batch_transform)):
             if isinstance(given, str) and given != "same":
                 raise ValueError(f"{argument} must be 'same', None or a function, got {given!r}")
-        if isinstance(batch_size, bool) or not isinstance(batch_size, int) or batch_size < 1:
-            raise ValueError(f"batch_size must be a whole number of at least 1, got {batch_size!r}")
+        check_count("batch_size", batch_size, 1)
         if wrong := [name for name in loader or () if name not in _LOADER_ARGUMENTS]:
             raise ValueError(f"loader must hold arguments of DataLoader that are not given otherwise, got {wrong}")
         self.train, self.val, self.test, self.predict = train, val, test, predict
@@ -227,6 +226,9 @@ class StocacheDataModule(LightningDataModule):
             count, rank = replicas(self.trainer, always=True)
             shuffle, mode = bool(arguments.pop("shuffle")), self.caches.options.sampling
             arguments["sampler"] = locality_sampler(views[0], self.batch_size, shuffle, count, rank, mode=mode)
+        elif stage == "train" and (own := self.loader.get("sampler")) is not None and self.trainer is not None:
+            mode = self.caches.options.sampling
+            arguments["sampler"] = locality_for(self.trainer, views[0], own, self.batch_size, mode) or own
         loaders: list[DataLoader[Any]] = [TrainerLoader(dataset, **arguments) for dataset in views]
         if stage == "train" and self.trainer is not None:
             ResumePoint.of(self.trainer).go_on(loaders)

@@ -7,8 +7,9 @@ theirs, weighted by what was served of each.
 
 On one node `insight.first_draws` has the theory, for all samplers of which `sampler_draws` knows something; on several
 `insight.theory` has it, for DistributedSampler and LocalitySampler. There is none where what a sampler will draw cannot
-be known, where two loaders of training read one dataset, where validation may fill slots of the same samples, and where
-idle workers fill the cache. To watch what is drawn, and to predict the hits from that, would be to measure them twice.
+be known, where two loaders of several ranks read one dataset, where validation may fill slots of the same samples, and
+where idle workers fill the cache. To watch what is drawn, and to predict the hits from that, would be to measure them
+twice.
 """
 
 from __future__ import annotations
@@ -19,7 +20,7 @@ from typing import Any
 
 import numpy.typing as npt
 from lightning.pytorch import Trainer
-from torch.utils.data import BatchSampler, DistributedSampler
+from torch.utils.data import BatchSampler
 
 from lightning_stocache.cache.counters import Counters, Counts
 from lightning_stocache.cache.placement import Ring
@@ -30,8 +31,9 @@ from lightning_stocache.loading.dataset import CachedDataset, cached_source
 from lightning_stocache.loading.loader_sampler import index_sampler
 from lightning_stocache.loading.loader_tree import cached_datasets, loaders_in
 from lightning_stocache.sampling.locality_sampler import LocalitySampler, Mode
-from lightning_stocache.sampling.sampler_domain import is_monai
-from lightning_stocache.training.sampler_draws import LoaderDraws, drawn_list, loader_draws
+from lightning_stocache.sampling.sampler_domain import drawing_of
+from lightning_stocache.training.lightning_internals import begins_again
+from lightning_stocache.training.sampler_draws import LoaderDraws, drawn_list, drawn_together, loader_draws
 
 __all__ = ["Expectation"]
 
@@ -79,8 +81,8 @@ class Expectation:
             if part.changed and part.leaves_out and metrics["bypasses"]:
                 return (
                     f"{type(part.sampler).__name__} draws other samples than when the cache opened, and only those "
-                    f"have slots: {int(metrics['bypasses'])} samples of this epoch had none.\nWith keep_cache=True all "
-                    "samples have slots"
+                    f"have slots: {int(metrics['bypasses'])} samples of this epoch had none.\nWith keep_cache=True and "
+                    "memory for the whole dataset all samples have slots"
                 )
         measured, expected = metrics["hit_rate"], metrics.get("hit_rate_expected")
         if expected is None or any(part.lags for part in self._sets):
@@ -120,14 +122,19 @@ class _SetExpectation:
         self._ready = 0.0
         self._theory: FirstDraws | None = None
         self._slots: tuple[Ring, npt.NDArray[Any], npt.NDArray[Any]] | None = None
-        self._trainer, self._list, self.changed = trainer, drawn_list(loader), False
-        known = loader_draws(loader, dataset.counters, trainer.world_size, self.nodes)
+        self._trainer, self._lists, self.changed = trainer, list(map(drawn_list, readers)), False
+        each = [loader_draws(reader, dataset.counters, trainer.world_size, self.nodes) for reader in readers]
+        known = drawn_together(readers, each, len(dataset), again=begins_again(trainer)) if len(each) > 1 else each[0]
         shared = [
             loader_draws(other, dataset.counters, 1, 1) for other in _readers(trainer.val_dataloaders, dataset.counters)
         ]
         self._alone = alone and not shared
         prefills = cached_source(dataset).opened.request.prefill
-        if len(readers) > 1 or prefills or (shared and (known is None or any(_meet(known, other) for other in shared))):
+        if (
+            (len(readers) > 1 and trainer.world_size > 1)
+            or prefills
+            or (shared and (known is None or any(_meet(known, other) for other in shared)))
+        ):
             known = None
         self._draws = known
         if self.nodes > 1 and (type(loader.batch_sampler) is not BatchSampler or not _deals(self.sampler)):
@@ -154,7 +161,7 @@ class _SetExpectation:
         first, known = not self._epochs, self._draws
         self._epochs.append(served)
         readers = _readers(self._trainer.train_dataloader, self.counters)
-        self.changed |= len(readers) == 1 and drawn_list(readers[0]) != self._list
+        self.changed |= list(map(drawn_list, readers)) != self._lists
         if self.changed:
             return None
         if ring is None or known is None or len(self._dataset) != ring.arcs[0].length:
@@ -208,5 +215,5 @@ def _meet(known: LoaderDraws, other: LoaderDraws | None) -> bool:
 
 def _deals(sampler: Any) -> bool:
     """Whether it deals one permutation among the ranks."""
-    kinds = (LocalitySampler, DistributedSampler)
-    return type(sampler) in kinds or is_monai(sampler, "DistributedSampler")
+    drawing = drawing_of(sampler)
+    return drawing is not None and drawing.deals

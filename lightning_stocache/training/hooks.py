@@ -14,9 +14,8 @@ from typing import Any, TypeVar
 
 from lightning.pytorch import LightningDataModule
 
-from lightning_stocache.loading.dataset import OnError
 from lightning_stocache.sampling.locality_sampler import Mode
-from lightning_stocache.setup.request import BackendChoice, Form, Layout, Write
+from lightning_stocache.setup.request import BackendChoice, Form, Layout, OnError, Write
 from lightning_stocache.training.caches import CallCaches
 from lightning_stocache.training.call_loaders import CallLoaders
 from lightning_stocache.training.obstacles import check_sweep

@@ -8,6 +8,8 @@
   be changed.
 - `DistributedSamplerWrapper.dataset._sampler`: the user's sampler that Lightning deals out among ranks. Without it
   nothing is expected of its hit rate.
+- `fit_loop._combined_loader._mode`: whether a training loader that has ended begins again while others go on. Without
+  it that is taken to be so, as it is by default; the hit rate that is expected of loaders of one dataset follows.
 - The names of the actions that a `Profiler` is told (`insight.stall`): when the loop waits for a batch, and computes
   one. Without them `data_wait_seconds` and `compute_seconds` are left out, with one warning.
 - The names of further actions (`step_actions`): moving a batch, forward, the optimiser's step. Where the loop is not
@@ -29,6 +31,7 @@ __all__ = [
     "ARG_NAMES",
     "DATASET",
     "KWARGS",
+    "begins_again",
     "data_sources",
     "leaves_samplers_alone",
     "loops",
@@ -104,6 +107,12 @@ def wrapped_sampler(sampler: Any) -> Any | None:
     if type(sampler).__name__ != "DistributedSamplerWrapper":  # of lightning or pytorch_lightning
         return None
     return getattr(sampler.dataset, "_sampler", None)
+
+
+def begins_again(trainer: Any) -> bool:
+    """Whether a training loader that has ended begins again while others go on."""
+    mode = getattr(getattr(trainer.fit_loop, "_combined_loader", None), "_mode", None)
+    return mode in (None, "max_size_cycle")
 
 
 def _warn(message: str) -> None:

@@ -31,6 +31,7 @@ from lightning_stocache.insight.tallies import Tallies, samples_of
 from lightning_stocache.insight.verdict import verdict
 from lightning_stocache.loading.dataset import CachedDataset, cached_source
 from lightning_stocache.loading.loader_tree import Cached
+from lightning_stocache.setup.option import check_flag
 from lightning_stocache.training.expectation import Expectation
 from lightning_stocache.training.live import LiveValues
 from lightning_stocache.training.loaders import running_datasets
@@ -102,8 +103,7 @@ class CacheMonitor(Callback):
     ) -> None:
         options = {"live": live, "per_node": per_node, "hyperparameters": hyperparameters, "verbose": verbose}
         for name, value in options.items():
-            if not isinstance(value, bool):
-                raise ValueError(f"{name} must be true or false, got {value!r}")
+            check_flag(name, value)
         self.live, self.per_node, self.hyperparameters, self.verbose = options.values()
         self._monitors = True
         self._tallies = Tallies()

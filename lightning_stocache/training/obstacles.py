@@ -72,14 +72,8 @@ def check_stream_loader(loader: DataLoader[Any], options: CacheOptions, stage: s
         TypeError: what is in the way, and what to do about it.
         ValueError: the budget is a share of a size that nobody knows.
     """
-    kind = type(loader).__name__
     check_budget(options.budgets[options.pot(stage)])
-    if _has_threads(loader):
-        raise TypeError(f"the workers of {kind} are threads, and a cache is shared by processes")
-    if any(is_loader_iterator(value) for name, value in vars(loader).items() if name != "_iterator"):
-        raise TypeError(f"{kind} reads it already. Wrap it with CachedStream where you make the loader")
-    if hides_dataset(loader):
-        raise TypeError(f"{kind} makes it by itself. Wrap it with CachedStream there")
+    _check_copy(loader, "CachedStream")
 
 
 def is_cacheable(dataset: Dataset[Any], stage: str, caches: CallCaches) -> bool:
@@ -117,16 +111,10 @@ def check_loader(loader: DataLoader[Any], world: int) -> None:
         ValueError: the dataset is empty.
     """
     check_dataset(loader.dataset)
-    kind = type(loader).__name__
     key = _first_key(loader)
     if not hasattr(key, "__index__"):
         raise TypeError(f"its sampler gives keys such as {key!r}, and a cache knows samples by number")
-    if _has_threads(loader):
-        raise TypeError(f"the workers of {kind} are threads, and a cache is shared by processes")
-    if any(is_loader_iterator(value) for name, value in vars(loader).items() if name != "_iterator"):
-        raise TypeError(f"{kind} reads it already. Wrap it with CachedDataset where you make the loader")
-    if hides_dataset(loader):
-        raise TypeError(f"{kind} makes it by itself. Wrap it with CachedDataset there")
+    _check_copy(loader, "CachedDataset")
     check_sampler(loader, world)
 
 
@@ -168,6 +156,17 @@ def check_sweep(trainer: Any) -> None:
             "but trainer.strategy starts them once, by this command line.\nUse trainer.strategy=ddp_spawn, or run the "
             "program once per job, without -m"
         )
+
+
+def _check_copy(loader: DataLoader[Any], cached: str) -> None:
+    """Refuse a loader of which no copy can read something else, and name what can be put in it by hand."""
+    kind = type(loader).__name__
+    if _has_threads(loader):
+        raise TypeError(f"the workers of {kind} are threads, and a cache is shared by processes")
+    if any(is_loader_iterator(value) for name, value in vars(loader).items() if name != "_iterator"):
+        raise TypeError(f"{kind} reads it already. Wrap it with {cached} where you make the loader")
+    if hides_dataset(loader):
+        raise TypeError(f"{kind} makes it by itself. Wrap it with {cached} there")
 
 
 def _first_key(loader: DataLoader[Any]) -> Any:

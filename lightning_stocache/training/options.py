@@ -12,15 +12,27 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, fields
 from inspect import cleandoc
 from textwrap import fill
-from typing import TYPE_CHECKING, Any, Literal, Self, TypeAlias, TypeVar, get_args
+from typing import TYPE_CHECKING, Any, Literal, Self, TypeAlias, TypeVar
 
 from torch.utils.data import Dataset, IterableDataset
 
-from lightning_stocache.loading.dataset import CachedDataset, OnError
+from lightning_stocache.cache.domain import Domain
+from lightning_stocache.loading.dataset import CachedDataset
 from lightning_stocache.node.budget import Budget
 from lightning_stocache.node.named import check_name
 from lightning_stocache.sampling.locality_sampler import Mode
-from lightning_stocache.setup.request import BackendChoice, Form, Layout, Write, check_disk, parse_memory
+from lightning_stocache.setup.option import check_choice, check_flag
+from lightning_stocache.setup.request import (
+    BackendChoice,
+    CacheRequest,
+    Form,
+    Layout,
+    LoaderSettings,
+    OnError,
+    Write,
+    check_disk,
+    parse_memory,
+)
 
 __all__ = ["STAGES", "CacheOptions", "Keep", "Source", "Stream", "is_plain", "made", "with_options"]
 
@@ -46,10 +58,12 @@ class CacheOptions:
         budget: The datasets of a Trainer call share it by their size.
         stage_budgets: a budget of its own for some stages, for instance {"val": "1GiB"} or {"test": 0}; None is none.
         keep_cache: keep the caches when the Trainer call ends, for the next call with the same door and datasets, until
-            they are closed: by `close` of the door, or `datamodule.caches.close()`. "process": for any door of this
-            process whose n-th dataset of a stage is the same (what it is pickled to up to its first random step), under
-            the same budget, so that the trials of a sweep start warm; nothing is left when the process ends.
-        sampling: how a training set with the default sampler is dealt to several nodes: "locality" (samples go to nodes
+            they are closed: by `close` of the door, or `datamodule.caches.close()`. Where there is no memory for all of
+            a dataset, its cache is for what is drawn now, and goes when a later call draws something else. "process":
+            for any door of this process whose n-th dataset of a stage is the same (what it is pickled to up to its
+            first random step), under the same budget, so that the trials of a sweep start warm; nothing is left when
+            the process ends.
+        sampling: how what a training loader's sampler gives is dealt to several nodes: "locality" (samples go to nodes
             that have them), "global" or "sticky"; see `LocalitySampler`.
         streams: keep iterable-style datasets, too, as `CachedStream` does: epoch one is the stream, later ones come
             from memory, those of training shuffled. Without it they pass by. `name`, `store` and `prefill` are not for
@@ -86,16 +100,11 @@ class CacheOptions:
         given = {stage: budget for stage, budget in (self.stage_budgets or {}).items() if budget is not None}
         if unknown := set(given) - set(STAGES):
             raise ValueError(f"stage_budgets may name {', '.join(STAGES)}; got {', '.join(map(str, sorted(unknown)))}")
-        if self.backend not in get_args(BackendChoice):
-            raise ValueError(f"backend must be one of {', '.join(get_args(BackendChoice))}, got {self.backend!r}")
-        if self.on_error not in get_args(OnError):
-            raise ValueError(f"on_error must be 'raise' or 'disable', got {self.on_error!r}")
-        if self.sampling not in get_args(Mode):
-            raise ValueError(f"sampling must be one of {', '.join(get_args(Mode))}, got {self.sampling!r}")
-        if self.layout not in get_args(Layout):
-            raise ValueError(f"layout must be one of {', '.join(get_args(Layout))}, got {self.layout!r}")
-        if self.store not in get_args(Form):
-            raise ValueError(f"store must be one of {', '.join(get_args(Form))}, got {self.store!r}")
+        check_choice("backend", self.backend, BackendChoice)
+        check_choice("on_error", self.on_error, OnError)
+        check_choice("sampling", self.sampling, Mode)
+        check_choice("layout", self.layout, Layout)
+        check_choice("store", self.store, Form)
         if self.store == "encoded" and self.layout == "rows":
             raise ValueError("store='encoded' keeps records: layout='rows' cannot be had with it")
         if self.keep_cache not in (True, False, "process"):
@@ -104,10 +113,8 @@ class CacheOptions:
             raise ValueError(
                 "keep_cache='process' is for caches in memory: one on a disk is kept by a name, so give name="
             )
-        if not isinstance(self.prefill, bool):
-            raise ValueError(f"prefill must be true or false, got {self.prefill!r}")
-        if not isinstance(self.streams, bool):
-            raise ValueError(f"streams must be true or false, got {self.streams!r}")
+        check_flag("prefill", self.prefill)
+        check_flag("streams", self.streams)
         if self.name is not None:
             check_name(self.name)
         check_disk(self.dir, parse_memory(self.memory), self.write, self.sync)
@@ -124,6 +131,12 @@ class CacheOptions:
         given = {option.name: getattr(self, option.name) for option in fields(self) if option.init}
         return given | {"stage_budgets": None if self.stage_budgets is None else dict(self.stage_budgets)}
 
+    def is_for_all(self, stage: str) -> bool:
+        """Whether a stage's cache is for the whole of its datasets, whatever is drawn of them now."""
+        budget = self.budgets[self.pot(stage)]
+        part = budget.unit == "% of dataset" and budget.amount < 100
+        return self.name is not None or self.keeps_for_process or (self.keep_cache is True and part)
+
     @property
     def keeps_for_process(self) -> bool:
         """Whether other doors of this process get the caches; those with a name are there anyway."""
@@ -132,6 +145,37 @@ class CacheOptions:
     def pot(self, stage: str) -> str:
         """The pot that a stage's datasets draw on."""
         return stage if stage in self.budgets else ""
+
+    def request(self, source: Dataset[Any], reader: LoaderSettings, name: str, domain: Domain | None) -> CacheRequest:
+        """What is asked for a dataset, which a loader of a stage reads.
+
+        Args:
+            source: the dataset.
+            reader: the loader.
+            name: of its cache, where that outlives the call.
+            domain: what of the dataset is drawn; None: all of it.
+        """
+        pot = self.pot(reader.stage)
+        return CacheRequest(
+            source,
+            pot,
+            self.budgets[pot],
+            allow_random=self.allow_random,
+            reader=reader,
+            name=None if self.name is None else name,
+            fingerprint=self.fingerprint,
+            strict=self.strict,
+            layout=self.layout,
+            store=self.store,
+            prefill=self.prefill,
+            dir=self.dir,
+            memory=parse_memory(self.memory),
+            write=self.write,
+            sync=self.sync,
+            kept=name if self.keeps_for_process else None,
+            domain=domain,
+            whole_if_room=self.keep_cache is True,
+        )
 
     def is_off(self, stage: str) -> bool:
         """Whether the budget of a stage is 0."""

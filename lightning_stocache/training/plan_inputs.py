@@ -1,5 +1,6 @@
 """What a plan needs from a DataModule and a LightningModule: how the training data is loaded, and what a step takes.
 
+`datamodule_of` makes a DataModule of a DataLoader, which is all that a loop of one's own has.
 `training_data` asks the DataModule for its training loader, once, as a Trainer would, and opens no cache.
 `measure_step` trains in a real Trainer, with one batch that is there at once, again and again: what passes between two
 requests for a batch is the step with all that Lightning does around it. `trained_by` trains with the batches of
@@ -17,6 +18,7 @@ from itertools import pairwise
 from typing import Any
 
 import torch
+from lightning.pytorch import LightningDataModule
 from torch.utils.data import DataLoader, Dataset, DistributedSampler, SequentialSampler, Subset
 
 from lightning_stocache.insight.breakdown import Breakdown
@@ -32,7 +34,7 @@ from lightning_stocache.training.loaders import settings_of
 from lightning_stocache.training.step_timer import StepTimer
 from lightning_stocache.training.wanted import loader_domain
 
-__all__ = ["ARGUMENTS", "epochs", "measure_step", "source_in", "trained_by", "training_data", "world"]
+__all__ = ["ARGUMENTS", "datamodule_of", "epochs", "measure_step", "source_in", "trained_by", "training_data", "world"]
 
 # Of the Trainer for `measure_step`, in place of the user's own; a third of the batches warm up.
 ARGUMENTS: dict[str, Any] = {
@@ -42,6 +44,17 @@ ARGUMENTS: dict[str, Any] = {
 }
 _ROUNDS = 4  # of steps, whose means differ by the noise of the machine
 _PATIENCE = 10.0  # seconds, after which six batches will do
+
+
+def datamodule_of(given: Any) -> Any:
+    """A DataModule as it is, or a training loader as one, whose cache, if it has one, is closed."""
+    if not isinstance(given, DataLoader):
+        return given
+    if (cached := cached_in(given.dataset)) is not None:
+        cached.close()
+    datamodule: Any = LightningDataModule()
+    datamodule.train_dataloader = lambda: given
+    return datamodule
 
 
 def training_data(datamodule: Any, *, whole: bool = False) -> Data:
@@ -56,7 +69,8 @@ def training_data(datamodule: Any, *, whole: bool = False) -> Data:
         Exception: what its hooks raise.
     """
     if not hasattr(datamodule, "train_dataloader"):
-        raise PlanError(f"data must be a LightningDataModule with a training loader, got {type(datamodule).__name__}")
+        kind = type(datamodule).__name__
+        raise PlanError(f"data must be a LightningDataModule with a training loader, or that DataLoader, got {kind}")
     caches, options, together = getattr(datamodule, "caches", None), None, True
     if isinstance(caches, CallCaches):
         options = caches.options

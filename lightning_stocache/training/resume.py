@@ -21,12 +21,13 @@ from collections.abc import Mapping
 from typing import Any, TypeGuard
 
 from lightning.pytorch import Callback, LightningModule, Trainer
-from lightning.pytorch.utilities import rank_zero_warn
+from lightning.pytorch.utilities import rank_zero_info, rank_zero_warn
 from torch.utils.data import DataLoader, DistributedSampler, IterableDataset
 
 from lightning_stocache.loading.loader_sampler import index_sampler, set_epoch
 from lightning_stocache.loading.loader_tree import loaders_in
 from lightning_stocache.loading.rolling_cache import RollingCache
+from lightning_stocache.training.epoch_count import begin_epoch, put_batches, reopen_epoch, stands
 from lightning_stocache.training.lightning_internals import leaves_samplers_alone
 from lightning_stocache.training.loaders import TrainerLoader
 from lightning_stocache.training.sampling import epochs_done, replicas
@@ -115,16 +116,26 @@ class ResumePoint(Callback):
                 f"{' and '.join(changes)}: the loader goes on {order}"
             )
 
+    def on_load_checkpoint(self, trainer: Trainer, pl_module: LightningModule, checkpoint: dict[str, Any]) -> None:
+        """Have Lightning go on in an epoch that was cut short, which it counts as over."""
+        state = checkpoint.get("callbacks", {}).get(self.state_key)
+        if trainer.state.fn != "fit" or not state or not _is_position(state):
+            return
+        epoch, loaders = state["epoch"], state["loaders"]
+        known = bool(loaders) and all(isinstance(each, dict) for each in loaders)
+        if known and reopen_epoch(checkpoint, epoch, max(each.get("batches", 0) for each in loaders)):
+            rank_zero_info(f"epoch {epoch}, which was cut short, goes on with the batches that were left")
+
     def on_train_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
-        """Put Lightning's count of batches to where the loaders go on: another batch size makes another number."""
-        if self._then is None or not self._gone_on:
+        """Put Lightning's count to where the loaders go on: another batch size makes another number of batches."""
+        if self._then is None:
+            return
+        if not self._gone_on:
+            begin_epoch(trainer, self._then["epoch"])
             return
         message = "You're resuming from a checkpoint that ended before the epoch ended and your dataloader is not resum"
         warnings.filterwarnings("ignore", message=message)
-        count: Any = trainer.fit_loop.epoch_loop.batch_progress.current
-        more = max(loader.position.batches for loader in self._gone_on) - count.processed
-        for name in ("ready", "started", "processed", "completed"):
-            setattr(count, name, getattr(count, name) + more)
+        put_batches(trainer, max(loader.position.batches for loader in self._gone_on))
 
     def state_dict(self) -> dict[str, Any]:
         """Where the training loaders stand, as plain values."""
@@ -135,7 +146,7 @@ class ResumePoint(Callback):
         handed = [leaf.position.batches for leaf in leaves if leaf is not None]
         if not handed:
             return {}
-        epoch, done = _stands(trainer)
+        epoch, done = stands(trainer)
         ahead = 0 if done is None else max(handed) - done
         states = [
             None if leaf is None else leaf.position.of(leaf, max(leaf.position.batches - ahead, 0), ended=done is None)
@@ -145,8 +156,7 @@ class ResumePoint(Callback):
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
         """Go on where training stood: the loaders of this fit leave out what was trained on."""
-        epoch, loaders = state_dict.get("epoch"), state_dict.get("loaders")
-        if isinstance(epoch, int) and isinstance(loaders, list):
+        if _is_position(state_dict):
             self._then = state_dict
         else:
             _say_nothing_is_known(state_dict)
@@ -166,16 +176,9 @@ def _say_nothing_is_known(state: Any) -> None:
     )
 
 
+def _is_position(state: Mapping[str, Any]) -> bool:
+    return isinstance(state.get("epoch"), int) and isinstance(state.get("loaders"), list)
+
+
 def _is_resumable(leaf: DataLoader[Any]) -> TypeGuard[TrainerLoader]:
     return isinstance(leaf, TrainerLoader) and not isinstance(leaf.dataset, IterableDataset | RollingCache)
-
-
-def _stands(trainer: Any) -> tuple[int, int | None]:
-    """The epoch that a trainer is in, and its batches that have been processed; None between two epochs."""
-    epochs, batches = trainer.fit_loop.epoch_progress.current, trainer.fit_loop.epoch_loop.batch_progress
-    epoch, done = int(epochs.processed), int(batches.current.processed)
-    if epochs.started <= epochs.processed:
-        return epoch, None
-    if batches.is_last_batch and done == batches.current.ready:
-        return epoch + 1, None
-    return epoch, done

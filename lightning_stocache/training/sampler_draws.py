@@ -1,10 +1,13 @@
 """How a training loader draws from a cached dataset, as far as its sampler shows: by what chances, and which indices.
 
-Known are torch's samplers, LocalitySampler, MONAI's distributed ones, and lists. Of several ranks that share the memory
-of a node, what all of them draw together counts: a permutation that they deal among themselves, or draws with
-replacement, which are as independent of each other on several ranks as on one. Where each rank draws by itself without
-replacement (Lightning deals out each rank's own SubsetRandomSampler), or a sampler or batch sampler is somebody else's,
-nothing is known: to find out one would have to draw.
+Of which samplers it is known, `sampling.sampler_domain` says. Of several ranks that share the memory of a node, what
+all of them draw together counts: a permutation that they deal among themselves, or draws with replacement, which are as
+independent of each other on several ranks as on one. Where each rank draws by itself without replacement (Lightning
+deals out each rank's own SubsetRandomSampler), or a sampler or batch sampler is somebody else's, nothing is known: to
+find out one would have to draw.
+
+Several loaders may read one dataset, in turns: then it counts what they draw together, if one does not draw as another
+does (two of one seed).
 
 A loader may read the dataset through `Subset` and `ConcatDataset`: then a position of the sampler's is an index of the
 dataset's, or of another one.
@@ -13,34 +16,25 @@ dataset's, or of another one.
 from __future__ import annotations
 
 import logging
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from hashlib import sha256
 from typing import Any
 
 import numpy as np
 import numpy.typing as npt
-import torch
-from torch.utils.data import (
-    ConcatDataset,
-    DataLoader,
-    DistributedSampler,
-    RandomSampler,
-    SequentialSampler,
-    Subset,
-    SubsetRandomSampler,
-    WeightedRandomSampler,
-)
+from torch.utils.data import BatchSampler, ConcatDataset, DataLoader, DistributedSampler, Subset
 
 from lightning_stocache.cache.counters import Counters
 from lightning_stocache.cache.placement import Integers, Ring
-from lightning_stocache.insight.first_draws import Anew, ByWeight, Draws, InOrder, WithReplacement
-from lightning_stocache.loading.loader_sampler import index_sampler
+from lightning_stocache.insight.first_draws import Anew, ByWeight, Draws, InOrder, Together, WithReplacement
+from lightning_stocache.loading.loader_sampler import batches_of, index_sampler
 from lightning_stocache.loading.stand_in import cached_in
 from lightning_stocache.sampling.locality_sampler import LocalitySampler
-from lightning_stocache.sampling.sampler_domain import indices_of, is_monai
+from lightning_stocache.sampling.sampler_domain import Drawing, drawing_of
 from lightning_stocache.training.lightning_internals import wrapped_sampler
 
-__all__ = ["LoaderDraws", "drawn_list", "loader_draws"]
+__all__ = ["LoaderDraws", "drawn_list", "drawn_together", "loader_draws"]
 
 log = logging.getLogger(__name__)
 
@@ -85,9 +79,71 @@ def loader_draws(loader: DataLoader[Any], counters: Counters, world: int, nodes:
         return None
 
 
+def drawn_together(
+    loaders: Sequence[DataLoader[Any]], each: Sequence[LoaderDraws | None], length: int, *, again: bool
+) -> LoaderDraws | None:
+    """What is known of the draws of several loaders that give batches in turns; None where nothing is.
+
+    Args:
+        loaders: which.
+        each: what is known of each.
+        length: number of samples in the dataset.
+        again: whether one that has ended begins again while others go on.
+    """
+    known = [draws for draws in each if draws is not None]
+    if len(known) < len(each) or sum(map(_has_seed, loaders)) > 1:
+        return None
+    if len(known) == 1:
+        return known[0]
+    key, groups = np.zeros(length, dtype=np.int64), []
+    for draws in known:
+        group = np.zeros(length, dtype=np.int64)
+        if draws.indices is not None:
+            group[:] = -1
+            group[draws.indices] = draws.group
+        groups.append(group)
+        key = np.unique(key * (draws.draws.groups + 1) + group + 1, return_inverse=True)[1]
+    drawn = np.flatnonzero(np.max(groups, axis=0) >= 0)
+    _, first, number = np.unique(key[drawn], return_index=True, return_inverse=True)
+    places = [group[drawn][first] for group in groups]
+    return LoaderDraws(Together([draws.draws for draws in known], places, _in_turns(loaders, again)), drawn, number)
+
+
+def _has_seed(loader: DataLoader[Any]) -> bool:
+    sampler = index_sampler(loader)
+    generators = [loader.generator, getattr(sampler, "generator", None)]
+    return hasattr(sampler, "epoch") or any(generator is not None for generator in generators)
+
+
+def _in_turns(loaders: Sequence[DataLoader[Any]], again: bool) -> Callable[[int], list[int]]:
+    """How many of so many samples are each loader's."""
+    batches = np.array([len(loader) for loader in loaders])
+    sizes = np.array([_samples(loader) for loader in loaders]) / batches
+
+    def divided(draws: int) -> list[int]:
+        low, high = 0.0, draws / float(sizes.min())
+        for _ in range(60):
+            turns = (low + high) / 2
+            given = turns * sizes if again else np.minimum(turns, batches) * sizes
+            low, high = (turns, high) if given.sum() < draws else (low, turns)
+        return [round(count) for count in given.tolist()]
+
+    return divided
+
+
+def _samples(loader: DataLoader[Any]) -> int:
+    """How many samples a loader gives in an epoch."""
+    batches = batches_of(loader)
+    if type(batches) is not BatchSampler:
+        return sum(map(len, batches)) if isinstance(batches, list) else len(loader)
+    whole = len(index_sampler(loader))
+    return whole // batches.batch_size * batches.batch_size if batches.drop_last else whole
+
+
 def drawn_list(loader: DataLoader[Any]) -> str | None:
     """A digest of the indices or weights that a loader's sampler has now; None where it has none, or they are none."""
     sampler = index_sampler(loader)
+    sampler = getattr(sampler, "draws", None) if isinstance(sampler, LocalitySampler) else sampler
     given = getattr(sampler, "indices", getattr(sampler, "weights", sampler if isinstance(sampler, list) else None))
     try:
         return None if given is None else sha256(np.asarray(given).tobytes()).hexdigest()
@@ -102,47 +158,36 @@ def _known(loader: DataLoader[Any], counters: Counters, world: int, nodes: int) 
         sampler = inner if getattr(inner, "replacement", False) else None
     elif world > 1 and not isinstance(sampler, DistributedSampler):
         return None
-    order = _order(sampler)
-    positions = None if order is None else indices_of(sampler)
-    if order is None or positions is None:
+    drawing = drawing_of(sampler)
+    if drawing is None or drawing.order == "unknown":
         return None
-    whole = len(positions) == len(loader.dataset)  # type: ignore[arg-type]
-    if order == "anew" and whole and cached is not None and not isinstance(sampler, SubsetRandomSampler):
-        return LoaderDraws(Anew(np.ones(1), len(positions)), None, np.zeros(0, dtype=np.int64))
-    if order == "same" and world == 1 and isinstance(sampler, DistributedSampler):
-        positions = positions[sampler.rank :: sampler.num_replicas]
-    indices = _through(loader.dataset, counters, np.asarray(positions, dtype=np.int64))
+    if world > 1 and getattr(sampler, "draws", None) is not None and (nodes > 1 or drawing.order != "replacement"):
+        return None  # each rank draws the list for itself
+    whole = isinstance(drawing.indices, range) and len(drawing.indices) == len(loader.dataset)  # type: ignore[arg-type]
+    if drawing.order == "anew" and whole and cached is not None:
+        draws = Anew(np.ones(1), len(drawing.indices), drawing.repeats)
+        return LoaderDraws(draws, None, np.zeros(0, dtype=np.int64))
+    positions = np.asarray(drawing.indices, dtype=np.int64)
+    if drawing.order == "same" and world == 1:
+        positions = positions[drawing.part[0] :: drawing.part[1]]
+    indices = _through(loader.dataset, counters, positions)
     ours = indices >= 0
-    if order == "weighted":
-        return _weighted(sampler, positions[ours], indices[ours])
+    if drawing.order in ("replacement", "weighted"):
+        return _by_chance(drawing, ours, indices[ours])
     distinct, numbers, copies = np.unique(indices[ours], return_inverse=True, return_counts=True)
-    if order == "same":
+    if drawing.order == "same":
         return LoaderDraws(InOrder(numbers), distinct, np.arange(len(distinct)))
     each, group = np.unique(copies, return_inverse=True)
-    return LoaderDraws(Anew(each, int(ours.sum())), distinct, group)
+    return LoaderDraws(Anew(each, int(ours.sum()), drawing.repeats), distinct, group)
 
 
-def _order(sampler: Any) -> str | None:
-    """How epochs differ: each draws "anew" without replacement, all draw the "same", or "weighted"; None: not known."""
-    kind = type(sampler)
-    if kind in (LocalitySampler, DistributedSampler) or is_monai(sampler, "DistributedSampler"):
-        return "anew" if sampler.shuffle else "same"
-    if kind is SequentialSampler or isinstance(sampler, list | tuple | range | np.ndarray | torch.Tensor):
-        return "same"
-    if kind is WeightedRandomSampler or is_monai(sampler, "DistributedWeightedRandomSampler"):
-        return "weighted"
-    if kind is RandomSampler:
-        return "weighted" if sampler.replacement else "anew"
-    return "anew" if kind is SubsetRandomSampler else None
-
-
-def _weighted(sampler: Any, positions: Integers, indices: Integers) -> LoaderDraws:
-    given = getattr(sampler, "weights", None)
-    weights = np.ones(len(indices)) if given is None else np.asarray(torch.as_tensor(given).double())[positions]
+def _by_chance(drawing: Drawing, ours: npt.NDArray[np.bool_], indices: Integers) -> LoaderDraws:
+    weights = np.ones(len(indices)) if drawing.weights is None else drawing.weights[ours]
     each, group = np.unique(weights, return_inverse=True)
-    if getattr(sampler, "replacement", True):
-        return LoaderDraws(WithReplacement(each / weights.sum()), indices, group)
-    return LoaderDraws(ByWeight(each, np.bincount(group)), indices, group)
+    if drawing.order == "weighted":
+        return LoaderDraws(ByWeight(each, np.bincount(group)), indices, group)
+    draws = WithReplacement(each / weights.sum()) if drawing.rounds is None else WithReplacement(each, drawing.rounds)
+    return LoaderDraws(draws, indices, group)
 
 
 def _through(dataset: Any, counters: Counters, positions: Integers) -> Integers:

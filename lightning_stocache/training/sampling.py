@@ -2,7 +2,9 @@
 
 A loader that shuffles, or reads in order, with the default sampler gets a LocalitySampler: the global batches of
 DistributedSampler, dealt so that samples go to nodes that have them. Lightning keeps it, because it is a
-DistributedSampler, and calls its `set_epoch`. Any other sampler is the user's own and stays.
+DistributedSampler, and calls its `set_epoch`. What another sampler gives is dealt by one, too, where there are several
+nodes, in the order in which Lightning's own wrapper deals it; on one node that wrapper does as well. A sampler that
+deals to ranks by itself is the user's own and stays.
 """
 
 from __future__ import annotations
@@ -11,10 +13,12 @@ from typing import Any
 
 from torch.utils.data import DataLoader, DistributedSampler, RandomSampler, SequentialSampler
 
-from lightning_stocache.torch_internals import draws_all_once
+from lightning_stocache.loading.dataset import CachedDataset
+from lightning_stocache.loading.locality import deals_to_ranks, locality_sampler
+from lightning_stocache.sampling.locality_sampler import LocalitySampler, Mode
 from lightning_stocache.training.lightning_internals import leaves_samplers_alone
 
-__all__ = ["check_sampler", "epochs_done", "is_default", "replicas"]
+__all__ = ["check_sampler", "epochs_done", "is_default", "locality_for", "replicas"]
 
 
 def replicas(trainer: Any, *, always: bool = False) -> tuple[int, int]:
@@ -36,10 +40,35 @@ def epochs_done(trainer: Any) -> int:
     return int(trainer.fit_loop.epoch_progress.current.processed) if trainer is not None else 0
 
 
-def is_default(loader: DataLoader[Any]) -> bool:
-    """Whether a loader has the sampler that DataLoader gives it by itself."""
-    sampler = loader.sampler
-    return type(sampler) is SequentialSampler or (type(sampler) is RandomSampler and draws_all_once(sampler))
+def is_default(sampler: Any) -> bool:
+    """Whether Lightning, among several ranks, deals the whole dataset in place of what a sampler gives."""
+    return isinstance(sampler, RandomSampler | SequentialSampler)
+
+
+def locality_for(
+    trainer: Any, dataset: CachedDataset, sampler: Any, batch_size: int | None, mode: Mode
+) -> LocalitySampler | None:
+    """What a training loader draws from where Lightning would have put a sampler of its own; None: from its own.
+
+    Shuffled whatever the loader's order was: Lightning's is, for training.
+
+    Args:
+        trainer: of the call.
+        dataset: what the loader reads.
+        sampler: the loader's.
+        batch_size: of one rank; None where a batch sampler knows.
+        mode: see `LocalitySampler`.
+    """
+    count, rank = replicas(trainer)
+    if count == 1 or not batch_size:
+        return None
+    if trainer.overfit_batches:  # Lightning takes the sampler away, with a warning if it is not sequential
+        return None
+    if is_default(sampler):
+        return locality_sampler(dataset, batch_size, True, count, rank, mode=mode)
+    if deals_to_ranks(sampler) or len(dataset.group.nodes) == 1:
+        return None
+    return locality_sampler(dataset, batch_size, True, count, rank, mode=mode, draws=sampler)
 
 
 def check_sampler(loader: DataLoader[Any], world: int) -> None:
@@ -53,8 +82,7 @@ def check_sampler(loader: DataLoader[Any], world: int) -> None:
         TypeError: Lightning would wrap it in a DistributedSampler and halve its share once more, silently.
     """
     sampler = loader.sampler
-    deals = any(hasattr(sampler, name) for name in ("num_replicas", "world_size"))
-    if world > 1 and deals and not isinstance(sampler, DistributedSampler):
+    if world > 1 and deals_to_ranks(sampler) and not isinstance(sampler, DistributedSampler):
         raise TypeError(
             f"{type(sampler).__name__} deals samples to ranks, but is not a torch.utils.data.DistributedSampler: "
             f"Lightning would wrap it in one, and each rank would get 1/{world} of its share. Derive it from "

@@ -4,8 +4,9 @@ What a loader cannot draw needs no slot. It is known from its sampler (`sampling
 Trainer's limits where samples come in order: of a validation that ends after fifty batches, and of `overfit_batches`,
 for which Lightning has every loader start at the beginning, whatever its sampler.
 
-Nothing is known beforehand where loaders are made anew while training goes on, nor of a cache that later calls or jobs
-will read too, with other loaders: it has room for the whole dataset.
+Nothing is known beforehand where loaders are made anew while training goes on, nor of a cache with a name, which other
+jobs read with other loaders, at the same time even: it is for the whole dataset. So is one that is kept for later
+calls, where there is memory for all of it, or a part of the dataset was asked for; else it is for what is drawn now.
 """
 
 from __future__ import annotations
@@ -23,7 +24,7 @@ from lightning_stocache.node.group import NodeGroup
 from lightning_stocache.sampling.sampler_domain import sampler_domain
 from lightning_stocache.setup.agreement import drawn_by_any, united
 from lightning_stocache.setup.request import LoaderSettings
-from lightning_stocache.training.sampling import replicas
+from lightning_stocache.training.sampling import is_default, replicas
 
 __all__ = ["Wanted", "agreed", "drawn_by", "loader_domain", "together"]
 
@@ -45,16 +46,15 @@ class Wanted:
     domain: Domain | None = None
 
 
-def agreed(wanted: Iterable[Wanted], group: NodeGroup, *, outlives: bool) -> list[Wanted]:
+def agreed(wanted: Iterable[Wanted], group: NodeGroup) -> list[Wanted]:
     """What is wanted, with what any rank draws of each dataset. Collective.
 
     Args:
         wanted: what this rank's loaders will read.
         group: the ranks.
-        outlives: whether later calls or jobs will read the caches.
     """
     wanted = list(wanted)
-    domains = drawn_by_any([None if outlives else entry.domain for entry in wanted], group)
+    domains = drawn_by_any([entry.domain for entry in wanted], group)
     return [replace(entry, domain=domain) for entry, domain in zip(wanted, domains, strict=True)]
 
 
@@ -90,6 +90,8 @@ def drawn_by(
         sampler, batch_size, batch_sampler = batch_sampler.sampler, batch_sampler.batch_size, None
     if stage in ("train", "val") and getattr(trainer, "overfit_batches", 0) > 0 and trainer.state.fn == "fit":
         return None if batch_sampler is not None else _beginning(trainer, stage, length, batch_size)
+    if stage == "train" and batch_sampler is None and is_default(sampler) and replicas(trainer)[0] > 1:
+        return None  # all is drawn, whatever the sampler leaves out
     in_order = type(sampler) is SequentialSampler or (type(sampler) is DistributedSampler and not sampler.shuffle)
     if trainer is not None and stage != "train" and in_order and batch_sampler is None:
         return _beginning(trainer, stage, length, batch_size)

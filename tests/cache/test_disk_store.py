@@ -476,4 +476,4 @@ def test_without_checksums_there_is_no_cache_on_a_disk(tmp_path: Path, monkeypat
     """The error says what to install."""
     monkeypatch.setitem(sys.modules, "xxhash", None)
     with pytest.raises(ImportError, match=r"lightning-stocache\[disk\]"):
-        DiskRows.create_in(str(tmp_path), SampleSpec.infer(1), Arc(4, 4))
+        DiskRows.create(SampleSpec.infer(1), Arc(4, 4), directory=str(tmp_path))

@@ -783,6 +783,17 @@ def test_what_comes_behind_something_large_is_admitted_too() -> None:
         assert same(through(sample, codec), sample)
 
 
+def test_the_classes_of_a_script_are_the_same_in_workers(monkeypatch: pytest.MonkeyPatch) -> None:
+    """What a worker that is not forked has made of a script's class, which it calls `__mp_main__`, can be read."""
+    codecs, records = [], []
+    monkeypatch.setattr(sys.modules["__main__"], "Slim", Slim, raising=False)
+    for module in ("__main__", "__mp_main__"):
+        monkeypatch.setattr(Slim, "__module__", module)
+        codecs.append(CODEC.admitting([Slim(1)]))
+        records.append(memoryview(b"".join(codecs[0].encode(Slim(2)))))
+    assert [codec.decode(record) for codec in codecs for record in records] == [Slim(2)] * 4
+
+
 def test_what_could_not_be_read_back_is_not_written() -> None:
     """A sample that holds a class which no other held is refused when it is encoded, not when it is read."""
     codec = CODEC.admitting([{"image": torch.zeros(5000), "target": Slim(3)}])

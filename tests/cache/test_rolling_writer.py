@@ -10,9 +10,9 @@ import pytest
 import torch
 
 from lightning_stocache import RollingCache, RollingWriter, SampleSpec
-from lightning_stocache.cache import rolling_writer
 from lightning_stocache.cache.rolling_store import RollingHandle
 from lightning_stocache.cache.stores import attach_rolling
+from lightning_stocache.node import waiting
 from tests.processes import Child
 
 pytestmark = pytest.mark.processes
@@ -29,7 +29,7 @@ def stand_still(handle: RollingHandle, count: int, flag: str) -> None:
 
 def test_who_waits_behind_a_process_that_stands_still_is_told_which(tmp_path, monkeypatch, caplog):
     """And goes on when that one has ended."""
-    monkeypatch.setattr(rolling_writer, "TOLD_SECONDS", 0.05)
+    monkeypatch.setattr(waiting, "TOLD_SECONDS", 0.05)
     pool = RollingCache(budget=500, spec=SampleSpec.infer(torch.zeros(10)), minimum=1)
     with RollingWriter.attach(pool.handle) as writer:
         store = attach_rolling(pool.handle)

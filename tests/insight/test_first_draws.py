@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 import torch
 
-from lightning_stocache.insight.first_draws import Anew, ByWeight, FirstDraws, InOrder, WithReplacement
+from lightning_stocache.insight.first_draws import Anew, ByWeight, FirstDraws, InOrder, Together, WithReplacement
 from tests.insight.simulation import simulated
 
 SIZE = 5000
@@ -97,3 +97,45 @@ def test_an_epoch_of_nothing_changes_nothing(draws: Callable[[], Anew | WithRepl
     theory = FirstDraws(draws())
     theory.hit_rate(0, np.array([10]), np.array([0]))
     assert theory.hit_rate(1, np.array([10]), np.array([0])) == pytest.approx(0, abs=1e-9)
+
+
+@pytest.mark.parametrize("share", [1.0, 0.4])
+def test_repeated_draws_hit_themselves(share: float) -> None:
+    """Each index of a shuffled list three times in a row, and of those as many as the list is long."""
+    chance, has_slot = np.random.default_rng(1), slots(share)
+    epochs = [np.repeat(chance.permutation(SIZE), 3)[:length] for length in LENGTHS]
+    held = np.array([has_slot.sum()])
+    theory = FirstDraws(Anew(np.ones(1), SIZE, repeats=3))
+    assert predicted(theory, LENGTHS, held, SIZE - held) == pytest.approx(simulated(has_slot, epochs), abs=0.02)
+
+
+@pytest.mark.parametrize("share", [1.0, 0.4])
+def test_so_many_of_each_class_are_drawn_together(share: float) -> None:
+    """Four of each of five classes that are not equally large, again and again: none twice in a round."""
+    chance, has_slot = np.random.default_rng(1), slots(share)
+    classes = np.split(np.arange(SIZE), [10, 100, 1000, 2500])
+    lengths = (400, 2000, 2000)
+    epochs = [
+        np.concatenate([chance.choice(its, 4, replace=False) for _ in range(length // 20) for its in classes])
+        for length in lengths
+    ]
+    held = np.array([has_slot[its].sum() for its in classes])
+    others = np.array([len(its) for its in classes]) - held
+    theory = FirstDraws(WithReplacement(np.array([4 / len(its) for its in classes]), rounds=20))
+    assert predicted(theory, lengths, held, others) == pytest.approx(simulated(has_slot, epochs), abs=0.03)
+
+
+@pytest.mark.parametrize("share", [1.0, 0.4])
+def test_what_one_loader_draws_another_hits(share: float) -> None:
+    """A shuffled dataset beside draws by chance from its first half, three of these for one of those."""
+    chance, has_slot = np.random.default_rng(1), slots(share)
+    half, lengths = SIZE // 2, (1000, 4000, 2000)
+    epochs = []
+    for length in lengths:
+        shuffled, drawn = chance.permutation(SIZE)[: length // 4], chance.integers(0, half, length * 3 // 4)
+        epochs.append(chance.permutation(np.concatenate([shuffled, drawn])))
+    each = [Anew(np.ones(1), SIZE), WithReplacement(np.array([1 / half]))]
+    places = [np.array([0, 0]), np.array([0, -1])]
+    theory = FirstDraws(Together(each, places, lambda draws: (draws // 4, draws * 3 // 4)))
+    held = np.array([has_slot[:half].sum(), has_slot[half:].sum()])
+    assert predicted(theory, lengths, held, half - held) == pytest.approx(simulated(has_slot, epochs), abs=0.03)

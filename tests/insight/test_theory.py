@@ -6,6 +6,7 @@ import numpy as np
 import pytest
 import torch
 
+from lightning_stocache.cache.domain import Domain
 from lightning_stocache.cache.placement import NO_SLOT, Ring
 from lightning_stocache.insight.theory import expected_hit_rate, moved_share
 from tests.insight.simulation import simulated
@@ -80,6 +81,13 @@ def test_moved_share_of_small_datasets_is_smaller():
 def test_overlapping_arcs_move_nothing():
     """Where a neighbour has the surplus too, no sample goes to a node that lacks it."""
     assert moved_share(equal(3, 0.5), ranks(3), 256) < 0.001
+
+
+def test_of_a_domain_as_much_is_moved_as_of_a_dataset_of_its_size():
+    """A tenth of a dataset, on two nodes with half of the tenth each."""
+    domain = Domain(np.arange(7, 100_000, 10), 100_000)
+    part = Ring.cut(len(domain), [0.5, 0.5], [5_000, 5_000], domain)
+    assert moved_share(part, ranks(2), 64) == moved_share(equal(2, 0.5, size=10_000), ranks(2), 64) > 0.02
 
 
 def test_what_nodes_cannot_hold_or_train_on_is_not_moved():

@@ -616,7 +616,7 @@ def test_a_budget_that_cannot_be_read_is_refused(source: CountedSource, budget: 
 @pytest.mark.parametrize(
     ("options", "message"),
     [
-        ({"backend": "shm"}, "backend must be one of auto, tmpfile, memfd, file, got 'shm'"),
+        ({"backend": "shm"}, "backend must be 'auto', 'tmpfile', 'memfd' or 'file', got 'shm'"),
         ({"on_error": "ignore"}, "on_error must be 'raise' or 'disable', got 'ignore'"),
         ({"spec": (3, 8, 8)}, r"spec must be a SampleSpec, .* got \(3, 8, 8\)"),
     ],

@@ -63,6 +63,10 @@ def checked(code: CodeType) -> tuple[set[int], set[int]]:
     return after_calls, others
 
 
+def unchanged(sample: Any) -> Any:
+    return sample
+
+
 class Keyboard:
     """Presses Ctrl-C while a batch is made: at the n-th of the moments at which CPython looks for signals."""
 
@@ -116,7 +120,7 @@ def test_no_batch_is_lost_and_none_comes_twice(
 ) -> None:
     """Whatever is interrupted: waiting, loading, gathering, counting, drawing, handing out; counts are right."""
     arguments = {"batch_size": 4, "shuffle": True, **arguments}
-    plain = DataLoader(Transformed(Numbers(LENGTH), transform or (lambda sample: sample)), **arguments)
+    plain = DataLoader(Transformed(Numbers(LENGTH), transform or unchanged), **arguments)
     torch.manual_seed(0)
     expected = [[copied(batch) for batch in plain] for _ in range(6)]
     with closing(CachedDataset(Numbers(LENGTH), budget, transform=transform)) as dataset:
@@ -137,7 +141,7 @@ def test_no_batch_is_lost_and_none_comes_twice(
 @pytest.mark.parametrize("transform", [None, Jitter("torch")])
 def test_an_answer_that_has_come_is_not_lost(transform: Any, monkeypatch: pytest.MonkeyPatch) -> None:
     """Ctrl-C right after a worker's answer was taken out of its queue: the batch is the next one."""
-    source = Transformed(Numbers(LENGTH), transform or (lambda sample: sample))
+    source = Transformed(Numbers(LENGTH), transform or unchanged)
     torch.manual_seed(0)
     expected = [copied(batch) for batch in DataLoader(source, 4, num_workers=2)]
     with closing(CachedDataset(Numbers(LENGTH), "50%", transform=transform)) as dataset:

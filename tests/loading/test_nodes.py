@@ -10,10 +10,11 @@ from typing import Any
 import pytest
 import torch
 import torch.distributed as dist
-from torch.utils.data import DataLoader
+from torch.utils.data import DataLoader, SubsetRandomSampler
 
 from lightning_stocache.insight.theory import expected_hit_rate, moved_share
 from lightning_stocache.loading.dataset import CachedDataset
+from lightning_stocache.loading.loader import CachedLoader
 from lightning_stocache.node.group import NodeGroup
 from lightning_stocache.sampling.locality_sampler import LocalitySampler
 from tests.processes import ChildError
@@ -72,6 +73,54 @@ def test_nodes_may_have_different_ranks_and_budgets() -> None:
     )
     assert said[1].startswith("CountedSource on node1 (ranks 1, 2): 600 of 1,200 samples have a slot in an arc")
     assert said[1] == said[2]
+
+
+FOLD = list(range(1, LENGTH, 3))
+
+
+def train_on_fold(rank: int) -> Any:
+    """Some epochs of a fold on two nodes of one rank, each with half of the fold, in loaders of the package's own."""
+    group = NodeGroup.discover(key=rank)
+    source = CountedSource(LENGTH, (4,))
+    dataset = CachedDataset(source, "50%", indices=FOLD, defer=True)
+    dataset.share(group)
+    assert dataset.ring is not None
+    assert dataset.counters is not None
+    torch.manual_seed(5)
+    loader = CachedLoader(dataset, 20, sampler=SubsetRandomSampler(FOLD), sampling="locality")
+    hits, seen, states = [0], [], []
+    for epoch in range(EPOCHS):
+        loader.set_epoch(epoch)
+        images = []
+        for number, batch in enumerate(loader):
+            images.append(batch[0])
+            if epoch == 1 and number == 4:
+                states.append(loader.state_dict())
+        drawn = torch.cat(images)
+        seen.append([next(i for i in FOLD if torch.equal(source.expected(i)[0], image)) for image in drawn])
+        hits.append(dataset.counters.totals(rank).hits)
+        dist.barrier()
+    loader.load_state_dict(states[0])
+    again = torch.cat([batch[0] for batch in loader])
+    whole = torch.stack([source.expected(index)[0] for index in seen[1]])
+    assert torch.equal(again, whole[5 * 20 :]), "what was left of the epoch"
+    rates = [sum(its[epoch + 1] - its[epoch] for its in group.exchange(hits)) / len(FOLD) for epoch in range(EPOCHS)]
+    moved = moved_share(dataset.ring, group.nodes, 20)
+    expected = [expected_hit_rate(dataset.ring, group.shares, epoch, moved) for epoch in range(EPOCHS)]
+    dist.barrier()
+    dataset.close()
+    return seen, rates, expected, dataset.source.loads
+
+
+def test_a_fold_is_dealt_to_the_nodes_that_have_it() -> None:
+    """With half of a fold per node, by `indices` and a sampler of the user's: each epoch has the fold once, hit rates
+    are those of theory for the fold, and an epoch goes on in its middle."""
+    results = run_ranks(train_on_fold, 2)
+    rates, expected = results[0][1:3]
+    for epoch in range(EPOCHS):
+        assert sorted(index for result in results for index in result[0][epoch]) == FOLD
+    assert expected[-1] > 0.9
+    assert rates == pytest.approx(expected, abs=0.05)
 
 
 class Deadly(CountedSource):

@@ -18,7 +18,7 @@ from typing import Any
 
 import pytest
 import torch
-from torch.utils.data import DataLoader
+from torch.utils.data import BatchSampler, DataLoader, SubsetRandomSampler
 
 from lightning_stocache.loading.dataset import CachedDataset
 from lightning_stocache.loading.loader import CachedLoader
@@ -71,6 +71,43 @@ def test_an_epoch_that_is_broken_off_leaves_nothing_behind_and_another_one_follo
                 assert bool(active_children()) is bool(loader.persistent_workers)
             # else: the workers may have filled the cache by now, and a full one keeps none
         assert same([copied(batch) for batch in loader], expected)
+        loader.close()
+        assert active_children() == []
+
+
+FOLD = list(range(1, LENGTH, 4))
+
+
+@pytest.mark.parametrize("persistent", [False, True])
+@pytest.mark.parametrize(
+    ("indices", "make"),
+    [
+        (FOLD, lambda: {"batch_size": 4, "sampler": SubsetRandomSampler(list(FOLD))}),
+        (None, lambda: {"batch_sampler": BatchSampler(list(FOLD), 3, drop_last=False)}),
+    ],
+    ids=["slots for a fold", "slots for all"],
+)
+def test_workers_end_when_all_that_is_drawn_is_cached(indices, make, persistent):
+    """Of a fold, too; where another one is drawn then, there are workers again, and batches are DataLoader's."""
+    arguments: dict[str, Any] = {"num_workers": 2, "persistent_workers": persistent}
+    with closing(CachedDataset(Numbers(LENGTH), indices=indices)) as dataset:
+        given, plainly = make(), make()
+        loader, plainly_made = CachedLoader(dataset, **given, **arguments), DataLoader(Numbers(LENGTH), **plainly)
+        working = []
+        for epoch in range(4):
+            if epoch == 2:  # the sampler draws others, which the user has changed in place
+                for order in (given, plainly):
+                    sampler: Any = order.get("sampler") or order["batch_sampler"].sampler
+                    getattr(sampler, "indices", sampler)[:] = range(0, LENGTH, 4)
+            state = torch.get_rng_state()
+            expected = list(plainly_made)
+            torch.set_rng_state(state)
+            if persistent and epoch:
+                torch.empty((), dtype=torch.int64).random_()  # the seed of workers, which are there already
+            served = [(copied(batch), len(active_children())) for batch in loader]
+            assert same([batch for batch, _ in served], expected)
+            working.append(served[0][1])
+        assert working == [2, 0, 2, 0 if indices is None else 2]
         loader.close()
         assert active_children() == []
 

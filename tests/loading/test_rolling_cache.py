@@ -17,7 +17,7 @@ import torch
 from torch.utils.data import DataLoader, Dataset, IterableDataset, get_worker_info
 
 from lightning_stocache import CachedDataset, CachedLoader, RollingCache, RollingWriter, SampleSpec
-from lightning_stocache.loading.rolling_pool import RollingPool
+from lightning_stocache.node import waiting
 from lightning_stocache.setup.first_sample import FirstSampleError
 from tests.processes import Child, call, context
 from tests.ranks import run_ranks
@@ -372,7 +372,7 @@ class HangsAfter:
 
 def test_a_filler_that_hangs_is_told_while_training_waits(opened, caplog, monkeypatch):
     """Who has been loading what for how long; once the minimum is there, training does not mind."""
-    monkeypatch.setattr(RollingPool, "told_seconds", 0.3)
+    monkeypatch.setattr(waiting, "TOLD_SECONDS", 0.3)
     source = Numbers(trouble=HangsAfter(6))
     pool = opened(source, "100%", spec=SPEC, fillers=1, minimum=8, shuffle=False)
     writer = RollingWriter.attach(pool.handle)

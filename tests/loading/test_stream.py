@@ -86,6 +86,10 @@ def listed(samples: list[Any]) -> Any:
     return [sample for sample, _ in samples], [number for _, number in samples]
 
 
+def plus_one(sample: Any) -> Any:
+    return sample[0] + 1, sample[1]
+
+
 def generated() -> Iterator[Any]:
     for number in range(LENGTH):
         yield np.full(3, number), number
@@ -455,7 +459,7 @@ def test_a_cached_loader_makes_batches_from_memory(kind: type[Numbers], workers:
 @pytest.mark.parametrize("workers", [0, 2])
 def test_a_cached_loader_knows_the_other_arguments(workers: int) -> None:
     """drop_last, a collate_fn and a transform are those of the loader and the stream in every epoch."""
-    with closing(CachedStream(Numbers(), "16MiB", transform=lambda sample: (sample[0] + 1, sample[1]))) as stream:
+    with closing(CachedStream(Numbers(), "16MiB", transform=plus_one)) as stream:
         loader = CachedLoader(stream, batch_size=4, drop_last=True, num_workers=workers, collate_fn=listed)
         epochs = [list(loader) for _ in range(3)]
         loader.close()

@@ -45,6 +45,7 @@ def pool_of(
     monkeypatch: pytest.MonkeyPatch, num_workers: int, state: torch.Tensor | None = None, **options: Any
 ) -> Iterator[WorkerPool]:
     monkeypatch.setattr(Responder, "__getitems__", labels)
+    options |= {"multiprocessing_context": "fork"}  # workers have what is set here
     dataset = CachedDataset(Broken(LENGTH), "25%", allow_random=True)  # reads one sample only at set-up
     pool = WorkerPool(DataLoader(dataset, 2, num_workers=num_workers, **options), state)
     yield pool

@@ -10,7 +10,7 @@ from pathlib import Path
 
 import pytest
 
-from lightning_stocache.node import locks
+from lightning_stocache.node import locks, waiting
 from tests.processes import Child
 
 pytestmark = pytest.mark.processes
@@ -60,7 +60,7 @@ def test_who_has_a_byte(file):
 
 def test_who_waits_for_a_file_is_told_for_whom(file, monkeypatch, caplog):
     """Again and again, with the process; then the lock is there."""
-    monkeypatch.setattr(locks, "TOLD_SECONDS", 0.05)
+    monkeypatch.setattr(waiting, "TOLD_SECONDS", 0.05)
     path, descriptor = file
     child, flag = held(path, whole=True)
     threading.Timer(0.4, flag.unlink).start()

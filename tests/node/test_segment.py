@@ -141,6 +141,19 @@ def test_a_file_of_somebody_else_is_refused(tmp_path: Path) -> None:
     assert set(os.listdir("/proc/self/fd")) == before
 
 
+def firsts(segments: list[Segment]) -> list[int]:
+    return [int(segment.bytes(0, 1)) for segment in segments]
+
+
+@pytest.mark.processes
+def test_a_fork_server_s_child_gets_any_number_of_segments() -> None:
+    """A fork server takes 251 descriptors with a process: what comes beyond is found by its address."""
+    segments = [stored(Segment.create(1), value) for value in range(130)]
+    assert call(firsts, segments, method="forkserver") == list(range(130))
+    for segment in segments:
+        segment.close()
+
+
 @pytest.mark.processes
 def test_a_handle_of_a_process_that_is_gone_is_an_error() -> None:
     """Where the creator has ended there is nothing to open."""

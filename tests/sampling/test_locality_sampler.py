@@ -9,10 +9,12 @@ import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from lightning.fabric.utilities.distributed import DistributedSamplerWrapper
 from scipy.sparse import csr_matrix
 from scipy.sparse.csgraph import maximum_bipartite_matching
-from torch.utils.data import DataLoader, DistributedSampler
+from torch.utils.data import DataLoader, DistributedSampler, SubsetRandomSampler, WeightedRandomSampler
 
+from lightning_stocache.cache.domain import Domain
 from lightning_stocache.cache.placement import Ring
 from lightning_stocache.sampling.assignment import Dealer
 from lightning_stocache.sampling.locality_sampler import LocalitySampler
@@ -294,6 +296,96 @@ def test_loader_batches_are_the_dealt_ones():
     sampler = samplers_of(60, nodes_of(1, 1), [0.5, 0.5], 8)[1]
     expected = pieces(epoch_of(sampler, 0), 8)
     assert [batch.tolist() for batch in DataLoader(range(60), batch_size=8, sampler=sampler)] == expected
+
+
+LENGTH = 240
+
+
+def samplers_of_draws(draws, domain, nodes, fractions, batch_size, **options):
+    """Samplers that deal what another one gives, on a ring of a domain (of all, if None)."""
+    world, size = sum(map(len, nodes)), LENGTH if domain is None else len(domain)
+    shares, slots = [len(ranks) / world for ranks in nodes], [round(size * part) for part in fractions]
+    options |= {"batch_size": batch_size, "ring": Ring.cut(size, shares, slots, domain), "nodes": nodes, "draws": draws}
+    return [LocalitySampler(range(LENGTH), world, rank, **options) for rank in range(world)]
+
+
+def in_step(sampler, epoch):
+    """An epoch of a rank whose generators are those of the others."""
+    torch.manual_seed(epoch)
+    return epoch_of(sampler, epoch)
+
+
+folds = st.lists(st.integers(0, LENGTH - 1), min_size=1, max_size=LENGTH)
+drawing = st.one_of(
+    folds,
+    folds.map(SubsetRandomSampler),
+    st.integers(1, 9).map(lambda n: WeightedRandomSampler([float(i % n) + 0.1 for i in range(LENGTH)], 150)),
+)
+
+
+@given(jobs, drawing, st.one_of(st.none(), folds.map(lambda fold: Domain(fold, LENGTH))), st.booleans())
+@settings(max_examples=60, deadline=None)
+def test_what_a_sampler_gives_is_dealt_in_the_global_batches_of_lightning(job, draws, domain, as_it_is):
+    """Of any sampler, whatever part of the dataset is on the ring: every global batch holds what Lightning's wrapper
+    deals to the ranks for it."""
+    options = {name: job[name] for name in ("seed", "shuffle", "drop_last")}
+    mode = "global" if as_it_is else "locality"
+    samplers = samplers_of_draws(
+        draws, domain, job["nodes"], job["fractions"], batch := job["batch_size"], mode=mode, **options
+    )
+    for epoch in range(2):
+        mine = [pieces(in_step(sampler, epoch), batch) for sampler in samplers]
+        wrappers = [DistributedSamplerWrapper(draws, len(samplers), rank, **options) for rank in range(len(samplers))]
+        theirs = [pieces(in_step(wrapper, epoch), batch) for wrapper in wrappers]
+        if as_it_is or len(job["nodes"]) == 1:
+            assert mine == theirs
+        assert [list(map(len, order)) for order in mine] == [list(map(len, order)) for order in theirs]
+        for dealt, drawn in zip(zip(*mine, strict=True), zip(*theirs, strict=True), strict=True):
+            assert Counter(chain(*dealt)) == Counter(chain(*drawn))
+
+
+@given(jobs, folds, st.lists(st.integers(-LENGTH, LENGTH - 1), min_size=1))
+@settings(max_examples=60, deadline=None)
+def test_no_deal_of_a_domain_hits_more(job, fold, batch):
+    """On a ring of a fold, too: as many indices of a batch as can be go to a node that has them; the others, and those
+    from outside of the fold, are misses wherever they go."""
+    domain, nodes = Domain(fold, LENGTH), job["nodes"]
+    world = sum(map(len, nodes))
+    batch = np.resize(np.array(batch), world * job["batch_size"])
+    slots = [round(len(domain) * part) for part in job["fractions"]]
+    ring = Ring.cut(len(domain), [len(ranks) / world for ranks in nodes], slots, domain)
+    deal = Dealer(ring, nodes).deal(batch)
+    has = np.stack([arc.slots_of(batch) >= 0 for arc in ring.arcs], axis=1)
+    assert (deal.misses == ~has[np.arange(len(batch)), deal.nodes]).all()
+    seats = np.repeat(has, [len(ranks) * job["batch_size"] for ranks in nodes], axis=1)
+    assert (~deal.misses).sum() == (maximum_bipartite_matching(csr_matrix(seats), perm_type="column") >= 0).sum()
+
+
+@pytest.mark.parametrize("mode", ["locality", "sticky"])
+def test_a_fold_is_drawn_once_per_epoch_by_the_nodes_that_have_it(mode):
+    """Two nodes with half of a fold each: each epoch has each index of it once, and later ones hit nearly all."""
+    fold = list(range(3, LENGTH, 5))
+    domain = Domain(fold, LENGTH)
+    samplers = samplers_of_draws(SubsetRandomSampler(fold), domain, nodes_of(1, 1), [0.5, 0.5], 8, mode=mode)
+    caches, rates = [set(), set()], []
+    for epoch in range(4):
+        orders = [in_step(sampler, epoch) for sampler in samplers]
+        assert sorted(chain(*orders)) == fold
+        rates.append(sum(len(cache & set(order)) for cache, order in zip(caches, orders, strict=True)) / len(fold))
+        for cache, order, arc in zip(caches, orders, samplers[0].ring.arcs, strict=True):
+            cache |= {index for index in order if arc.slot(index) >= 0}
+    assert rates[0] == 0
+    assert rates[3] >= 0.9 if mode == "locality" else rates[1:] == [1, 1, 1]
+
+
+@pytest.mark.parametrize("keys", [["a", "b", "c", "d"], [(0, 1), (2, 3), (4, 5), (6, 7)], [(0,), (1, 2), (3,), (4,)]])
+@pytest.mark.parametrize("mode", ["locality", "global"])
+def test_keys_that_are_no_indices_are_dealt_as_by_lightning(keys, mode):
+    """What only the source understands has no place on a ring, and stays what it is."""
+    samplers = samplers_of_draws(keys, None, nodes_of(1, 1), [0.5, 0.5], 1, mode=mode)
+    assert [list(sampler) for sampler in samplers] == [
+        list(DistributedSamplerWrapper(keys, 2, rank)) for rank in (0, 1)
+    ]
 
 
 def test_arguments_are_those_of_distributed_sampler():

@@ -231,6 +231,18 @@ def test_the_indices_of_one_fold_are_not_those_of_another(tmp_path, name):
             cached(source(tmp_path), name, **others)
 
 
+def test_the_source_of_a_script_is_the_same_in_a_spawned_rank(
+    name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A rank that is spawned calls the script `__mp_main__`, and joins what the script itself has made."""
+    for module in ("__main__", "__mp_main__"):
+        monkeypatch.setattr(OtherSource, "__module__", module)
+        dataset = cached(OtherSource(4, log_path=tmp_path / "loads"), name)
+        assert dataset[1][1] == 1
+        dataset.close()
+    assert source(tmp_path).loads == 1
+
+
 def test_bad_names_are_refused() -> None:
     """Before anything is opened."""
     for make in (cached, lambda source, name: StocacheDataModule(source, name=name)):
@@ -346,7 +358,7 @@ def spoil(name: str, place: int, content: bytes) -> None:
         (lambda name, path: spoil(name, 24, b"\x63"), r"another version .*format 99"),
         (lambda name, path: spoil(name, 24, b"\x00"), r"another version .*format 0"),
         (lambda name, path: spoil(name, HEADER_BYTES + 3, b"\x05"), "a slot is in a state that there is not"),
-        (lambda name, path: os.truncate(path, HEADER_BYTES + LENGTH + 10), "does not fit its 50 bytes"),
+        (lambda name, path: os.truncate(path, HEADER_BYTES + LENGTH + 10), "do not fit in its 50 bytes"),
         (lambda name, path: os.truncate(path, HEADER_BYTES + 3), "do not fit in its 3 bytes"),
         (lambda name, path: os.truncate(path, 100), "is cut off"),
     ],

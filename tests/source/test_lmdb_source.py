@@ -22,7 +22,7 @@ from lightning_stocache import CachedDataset, CachedLoader, LMDBSource, pack
 from lightning_stocache.source.access import batch_reader
 from lightning_stocache.source.file_access import access_to
 from lightning_stocache.source.lmdb_file import LMDBError
-from lightning_stocache.source.packed import MANIFEST_KEY, PackManifest, key_of
+from lightning_stocache.source.pack_manifest import MANIFEST_KEY, PackManifest, key_of
 from lightning_stocache.source.probe import bits
 from tests.processes import call, call_many
 

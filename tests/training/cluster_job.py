@@ -2,7 +2,7 @@
 
 The launcher's environment says who it is. Options: `mesh=DxT` (ModelParallelStrategy, T ranks to each of D replicas),
 `nodes=N`, `devices=N`, `budget=...`, `name=...`, `dir=...`, `stops=E.B` (after batch B of epoch E the scheduler's
-SIGUSR1 comes, and five batches later SIGKILL). The door is `datamodule` or `callback`. Each rank leaves in
+SIGUSR1 comes, and five batches later SIGKILL). The door is `datamodule`, `wrapped` or `callback`. Each rank leaves in
 `rank<k>.seen` the epoch and the labels of each batch, a line each, in `rank<k>.json` what was logged in each epoch, and
 in `<pid>.log` what it said. The label of a sample is its index.
 """
@@ -19,9 +19,9 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
-from lightning.pytorch import Callback
+from lightning.pytorch import Callback, LightningDataModule
 
-from lightning_stocache import CacheMonitor, StocacheDataModule, StochasticCache
+from lightning_stocache import CacheMonitor, StocacheDataModule, StochasticCache, cache_datamodule
 from tests.sources import CountedSource
 from tests.training.tiny import Model, make_trainer, plain_loader
 
@@ -68,14 +68,28 @@ class Witness(Callback):
         (self.folder / f"rank{trainer.global_rank}.json").write_text(json.dumps(self.epochs))
 
 
+class Plain(LightningDataModule):
+    """Data without a cache."""
+
+    def __init__(self, data: Any) -> None:
+        super().__init__()
+        self.data = data
+
+    def train_dataloader(self) -> Any:
+        return plain_loader(self.data, batch_size=BATCH, shuffle=True)
+
+
 def main(folder: Path, door: str, epochs: int, given: dict[str, str]) -> None:
     torch.set_num_threads(1)
     data = CountedSource(SAMPLES, (8,), folder / "train.loads", classes=SAMPLES)
     knobs: dict[str, Any] = {name: given[name] for name in ("budget", "name", "dir") if name in given}
     witness = Witness(folder, given.get("stops", ""))
     callbacks: list[Callback]
+    dm: Any
     if door == "callback":
         callbacks, dm = [StochasticCache(**knobs), witness], None
+    elif door == "wrapped":
+        callbacks, dm = [CacheMonitor(), witness], cache_datamodule(Plain(data), **knobs)
     else:
         callbacks, dm = [CacheMonitor(), witness], StocacheDataModule(data, batch_size=BATCH, **knobs)
     strategy: Any = "ddp"

@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 
 from lightning_stocache.node.segment import Segment
-from lightning_stocache.setup.kept_cache import close_kept
+from lightning_stocache.setup.process_cache import close_kept
 
 
 @pytest.fixture(autouse=True)

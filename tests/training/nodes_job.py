@@ -1,10 +1,11 @@
 """A training job on two nodes of two ranks, as a user's script: `nodes_job FOLDER CASE EPOCHS`.
 
 Each rank leaves its metrics of every epoch in `rank<k>.json`, or its error in `rank<k>.error`. CASE is a way of
-sampling with half of the dataset per node (locality, global), the same through another door (callback, cached), `whole`
-(a cache of everything on each node), `records` (samples of which those at set-up are ten times as large as the others,
-and a tenth of them per node), or a piece of bad luck: `full` (no memory on the second node), `dies` (the last rank is
-killed in `setup`), `wrapped` (a sampler that Lightning would wrap).
+sampling with half of the dataset per node (locality, global), the same through another door (callback, cached), half of
+a fold per node (`fold`, through the callback, and then by a DataModule), `whole` (a cache of everything on each node),
+`records` (samples of which those at set-up are ten times as large as the others, and a tenth of them per node), or a
+piece of bad luck: `full` (no memory on the second node), `dies` (the last rank is killed in `setup`), `wrapped` (a
+sampler that Lightning would wrap).
 """
 
 from __future__ import annotations
@@ -21,8 +22,8 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
-from lightning.pytorch import Callback, LightningDataModule
-from torch.utils.data import Sampler, default_collate
+from lightning.pytorch import Callback, LightningDataModule, seed_everything
+from torch.utils.data import DataLoader, Sampler, SubsetRandomSampler, default_collate
 
 from lightning_stocache.node.segment import Segment
 from lightning_stocache.training.callbacks import StochasticCache
@@ -33,6 +34,7 @@ from tests.sources import CountedSource
 from tests.training.tiny import Model, make_trainer
 
 SAMPLES, BATCH = 16384, 64
+FOLD = range(0, SAMPLES, 4)
 
 
 class Tiny(Model):
@@ -84,6 +86,7 @@ def full(*_: Any) -> Segment:
 def main(folder: Path, case: str, epochs: int) -> None:
     torch.set_num_threads(1)
     witness = Witness()
+    seed_everything(0, verbose=False)
 
     def train() -> CountedSource:
         if case == "dies" and dist.get_rank() == 3:
@@ -93,6 +96,8 @@ def main(folder: Path, case: str, epochs: int) -> None:
         return (Misjudged if case == "records" else CountedSource)(SAMPLES, (8,), folder / "train.loads")
 
     options: dict[str, Any] = {"sampler": EveryOther()} if case == "wrapped" else {}
+    if case == "fold":
+        options = {"sampler": SubsetRandomSampler(FOLD)}
     if case == "records":
         options = {"collate_fn": without_text}
     dm: LightningDataModule = StocacheDataModule(
@@ -107,9 +112,11 @@ def main(folder: Path, case: str, epochs: int) -> None:
         dm = LightningDataModule.from_datasets(train(), batch_size=BATCH)
         monitor = StochasticCache("50%") if case == "callback" else monitor
         dm = cache_datamodule(dm, "50%") if case == "cached" else dm
-    trainer = make_trainer(
-        folder, [monitor, witness], epochs=epochs, devices=2, num_nodes=2, strategy="ddp", logger=False
-    )
+    nodes: dict[str, Any] = {"epochs": epochs, "devices": 2, "num_nodes": 2, "strategy": "ddp", "logger": False}
+    if case == "fold":
+        loader = DataLoader(train(), BATCH, **options)
+        make_trainer(folder, [StochasticCache("50%"), witness], **nodes).fit(Tiny(), loader)
+    trainer = make_trainer(folder, [monitor, witness], **nodes)
     try:
         trainer.fit(Tiny(), dm)
     except BaseException as error:

@@ -138,6 +138,8 @@ EVERYTHING: list[Any] = list(range(SAMPLES))
     [
         ("callback", 1, 2),
         pytest.param("callback", 2, 2, marks=pytest.mark.soak),
+        pytest.param("wrapped", 1, 2, marks=pytest.mark.soak),
+        pytest.param("wrapped", 2, 2, marks=pytest.mark.soak),
         pytest.param("datamodule", 1, 2, marks=pytest.mark.soak),
         pytest.param("datamodule", 2, 2, marks=pytest.mark.soak),
     ],

@@ -17,7 +17,7 @@ import pytest
 
 from lightning_stocache.cache.placement import Ring
 from lightning_stocache.insight.theory import moved_share
-from tests.training.nodes_job import BATCH, SAMPLES
+from tests.training.nodes_job import BATCH, FOLD, SAMPLES
 from tests.training.tiny import source
 
 pytestmark = [pytest.mark.slow, pytest.mark.timeout(300), pytest.mark.processes]
@@ -116,6 +116,24 @@ def test_the_memory_of_two_nodes_adds_up(tmp_path, launcher, door):
     second_reads = loads - sum(epoch["misses"] + epoch["bypasses"] for epoch in epochs)
     assert 0 < second_reads <= 8 * len(ranks)  # while the cache fills, to see whether the source is random
     assert loads - second_reads <= (1 + 4 * moved) * SAMPLES
+
+
+def test_a_fold_has_the_memory_of_two_nodes(tmp_path):
+    """A SubsetRandomSampler of a quarter, and half of that quarter on each node: through the callback and our own
+    DataModule it is hit as a whole dataset is, and nothing else is loaded."""
+    assert run_nodes(tmp_path, "NODE_RANK", "fold", 3) == [0, 0], said(tmp_path)
+    ranks = [json.loads((tmp_path / f"rank{rank}.json").read_text()) for rank in range(4)]
+    assert ranks[0] == ranks[1] == ranks[2] == ranks[3]
+    half = len(FOLD) // 2
+    moved = moved_share(Ring.cut(len(FOLD), (0.5, 0.5), (half, half)), NODES, BATCH)
+    for epochs in (ranks[0][:3], ranks[0][3:]):
+        rates = [epoch["stocache/hit_rate"] for epoch in epochs]
+        assert rates[0] == 0
+        assert rates[1] >= 1 - 2.5 * moved
+        assert rates[2] >= 1 - 1.5 * moved
+        for epoch in epochs:
+            assert sum(epoch[f"stocache/{key}"] for key in ("hits", "misses", "bypasses")) == len(FOLD)
+    assert set(source(tmp_path).loaded) == set(FOLD)
 
 
 def test_records_find_room_whatever_was_expected(tmp_path):

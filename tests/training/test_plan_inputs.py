@@ -7,10 +7,11 @@ import pytest
 import torch
 from torch.utils.data import DataLoader, SubsetRandomSampler
 
-from lightning_stocache import StocacheDataModule, cache_datamodule
+from lightning_stocache import CachedDataset, CachedLoader, StocacheDataModule, cache_datamodule
 from lightning_stocache.insight.planner import PlanError
 from lightning_stocache.training.plan_inputs import (
     ARGUMENTS,
+    datamodule_of,
     measure_step,
     source_in,
     trained_by,
@@ -58,6 +59,13 @@ class Slow(pl.LightningModule):
         return torch.optim.SGD(self.parameters(), 0.1)
 
 
+class Listed(Slow):
+    """One whose batches are lists of samples."""
+
+    def training_step(self, batch, batch_idx):
+        return super().training_step([torch.stack([image for image, _ in batch])], batch_idx)
+
+
 def test_a_plan_is_for_what_is_drawn_and_a_pack_for_all():
     """Of one fold a plan counts eight samples; what is packed is the dataset, whose indices the sampler gives."""
     assert [sample[0][0] for sample in training_data(Fold()).source] == [*range(0, 32, 4)]
@@ -97,6 +105,25 @@ def test_a_datamodule_of_the_users(wrap):
     assert found.settings["prefetch_factor"] == 3
     assert not found.persistent
     assert found.others == ()
+
+
+@pytest.mark.processes
+@pytest.mark.parametrize("door", ["source", "CachedDataset", "CachedLoader"])
+def test_a_loader_alone(tmp_path, door):
+    """Of a loop of one's own the loader is read, its source and its order; a cache that it has is closed."""
+    source = SAMPLES if door == "source" else CachedDataset(SAMPLES, "1MiB", transform=id)
+    make = CachedLoader if door == "CachedLoader" else DataLoader
+    module = datamodule_of(make(source, batch_size=5, shuffle=True, collate_fn=list))
+    found = training_data(module)
+    assert found.source is SAMPLES
+    assert found.transform is (None if door == "source" else id)
+    assert (found.batch_size, found.shuffle, found.settings["collate_fn"]) == (5, True, list)
+    assert door == "source" or source.cache is None
+    assert datamodule_of(module) is module
+    if door == "source":
+        model = Listed()
+        assert measure_step(trainer(tmp_path), model, module, found).seconds.low > 0
+        assert len(model.seen) >= 6
 
 
 @pytest.mark.parametrize(("module", "words"), [(Own(loaders=2), "got 2 of them"), (object(), "got object")])

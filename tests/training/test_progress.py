@@ -83,8 +83,8 @@ def test_options_of_the_bar(tmp_path, caplog):
     [
         ({"name": ""}, "name must be a string that is not empty, got ''"),
         ({"name": 3}, "name must be a string that is not empty, got 3"),
-        ({"every_n_steps": 0}, "every_n_steps must be a whole number of at least 1, or None, got 0"),
-        ({"every_n_steps": True}, "every_n_steps must be a whole number of at least 1, or None, got True"),
+        ({"every_n_steps": 0}, "every_n_steps must be a whole number of at least 1, got 0"),
+        ({"every_n_steps": True}, "every_n_steps must be a whole number of at least 1, got True"),
         ({"verbose": "no"}, "verbose must be true or false, got 'no'"),
     ],
 )

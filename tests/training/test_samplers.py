@@ -109,6 +109,18 @@ def of(module: str, name: str) -> Callable[..., Any]:
     return make
 
 
+def torchdata(data: Any, **options: Any) -> Any:
+    """torchdata's own shuffled batches."""
+    samplers = pytest.importorskip("torchdata.stateful_dataloader.sampler")
+    return samplers.BatchSampler(samplers.RandomSampler(data, **options), BATCH, False)
+
+
+def per_class(labels: torch.Tensor, **options: Any) -> Any:
+    """pytorch-metric-learning's sampler of so many samples per class, in epochs of a dataset's length."""
+    samplers = pytest.importorskip("pytorch_metric_learning.samplers")
+    return samplers.MPerClassSampler(labels.tolist(), length_before_new_iter=SAMPLES, **options)
+
+
 def with_sampler(make: Callable[[Any], Any]) -> Callable[[Any], DataLoader[Any]]:
     return lambda data: DataLoader(data, BATCH, sampler=make(data))
 
@@ -169,20 +181,38 @@ KNOWN: dict[str, tuple[Callable[[Any], Any], dict[str, Any]]] = {
     ),
     "limit": (shuffled, {"limit_train_batches": 6}),
     "limit to a part": (shuffled, {"limit_train_batches": 0.3}),
-    "limit, in order": (lambda data: DataLoader(data, BATCH), {"limit_train_batches": 5}),
-}
-UNKNOWN: dict[str, tuple[Callable[[Any], Any], dict[str, Any]]] = {
-    "class-balanced batches": (with_batches(lambda data: Balanced(LABELS, 2, 15)), {}),
-    "buckets": (with_batches(lambda data: Buckets((LABELS * 7).tolist(), BATCH)), {}),
-    "a user's deal": (with_sampler(lambda data: Mine(data, 1, 0)), {}),
     "repeated augmentation": (
         with_sampler(lambda data: of("timm.data.distributed_sampler", "RepeatAugSampler")(data, selected_round=0)),
+        {},
+    ),
+    "repeated twice and a half": (
+        with_sampler(
+            lambda data: of("timm.data.distributed_sampler", "RepeatAugSampler")(
+                data, num_repeats=2.5, selected_ratio=0.5, selected_round=0
+            )
+        ),
+        {"limit_train_batches": 20},
+    ),
+    "repeated in order": (
+        with_sampler(
+            lambda data: of("timm.data.distributed_sampler", "RepeatAugSampler")(data, shuffle=False, selected_round=0)
+        ),
         {},
     ),
     "timm in order": (
         with_sampler(lambda data: of("timm.data.distributed_sampler", "OrderedDistributedSampler")(data)),
         {},
     ),
+    "torchdata": (with_batches(lambda data: torchdata(data, num_samples=70)), {}),
+    "torchdata, replacement": (with_batches(lambda data: torchdata(data, replacement=True)), {}),
+    "so many of each class": (with_sampler(lambda data: per_class(LABELS % 5, m=2)), {}),
+    "so many of some classes": (with_sampler(lambda data: per_class(LABELS, m=4, batch_size=BATCH)), {}),
+    "limit, in order": (lambda data: DataLoader(data, BATCH), {"limit_train_batches": 5}),
+}
+UNKNOWN: dict[str, tuple[Callable[[Any], Any], dict[str, Any]]] = {
+    "class-balanced batches": (with_batches(lambda data: Balanced(LABELS, 2, 15)), {}),
+    "buckets": (with_batches(lambda data: Buckets((LABELS * 7).tolist(), BATCH)), {}),
+    "a user's deal": (with_sampler(lambda data: Mine(data, 1, 0)), {}),
 }
 LOADERS = KNOWN | UNKNOWN
 
@@ -300,11 +330,50 @@ def test_several_loaders_are_expected_to_hit_as_they_do_together(tmp_path, mode)
     check_expected(trainer, served)
 
 
-def test_nothing_is_expected_where_two_loaders_read_one_dataset(tmp_path):
-    """What one has drawn the other hits: by what chance depends on their pace."""
+def few(data: Any) -> DataLoader[Any]:
+    return DataLoader(data, BATCH, sampler=SubsetRandomSampler(range(80, SAMPLES)))
+
+
+def pair(one: Any, other: Any) -> dict[str, Any]:
+    return {"one": one, "other": other}
+
+
+TWO: dict[str, tuple[Callable[[Any], Any], int, dict[str, Any]]] = {
+    "both all": (lambda data: pair(shuffled(data), shuffled(data)), 60, {}),
+    "limited": (lambda data: pair(shuffled(data), shuffled(data)), 90, {"limit_train_batches": 6}),
+    "one again": (lambda data: pair(shuffled(data), few(data)), SAMPLES, {}),
+    "one ends": (lambda data: CombinedLoader(pair(shuffled(data), few(data)), "max_size"), SAMPLES, {}),
+    "until one ends": (lambda data: CombinedLoader(pair(shuffled(data), few(data)), "min_size"), SAMPLES, {}),
+    "by weight, in larger batches": (
+        lambda data: pair(DataLoader(data, 20, sampler=WeightedRandomSampler(LABELS**2.0, SAMPLES)), few(data)),
+        SAMPLES,
+        {},
+    ),
+    "three": (
+        lambda data: {"last": DataLoader(data, 4), **pair(shuffled(data), few(data))},
+        SAMPLES,
+        {"limit_train_batches": 11},
+    ),
+}
+
+
+@pytest.mark.parametrize("name", TWO)
+def test_loaders_of_one_dataset_are_expected_to_hit_what_another_has_drawn(tmp_path, name):
+    """In turns, in all modes: an index is missed by who draws it first, whoever that is."""
+    make, slots, options = TWO[name]
     data = source(tmp_path, samples=SAMPLES)
-    pair = {"weak": shuffled(data), "strong": shuffled(data)}
-    _, trainer = train(tmp_path, lambda: pair, [StochasticCache()])
+    loads = Loads(data)
+    model, trainer = train(tmp_path, lambda: make(data), [StochasticCache(budget=slots * SLOT), loads], **options)
+    served = samples_per_epoch(model)
+    check_counts(trainer, loads, served)
+    check_expected(trainer, served)
+
+
+def test_nothing_is_expected_of_two_loaders_that_draw_alike(tmp_path):
+    """Two of one seed: whether the second hits depends on who is ahead."""
+    data = source(tmp_path, samples=SAMPLES)
+    alike = [DataLoader(data, BATCH, sampler=DistributedSampler(data, 1, 0)) for _ in range(2)]
+    _, trainer = train(tmp_path, lambda: alike, [StochasticCache()])
     assert logged(trainer, "stocache/hit_rate") == [0.5, 1, 1]
     assert logged(trainer, "stocache/hit_rate_expected") == []
 

@@ -14,6 +14,7 @@ from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
+import hydra
 import pytest
 import torch
 from hydra.core.hydra_config import HydraConfig
@@ -25,7 +26,7 @@ from tqdm import tqdm
 
 from lightning_stocache import StocacheDataModule, StochasticCache, cache_datamodule
 from lightning_stocache.node.janitor import clean
-from lightning_stocache.setup.kept_cache import close_kept
+from lightning_stocache.setup.process_cache import close_kept
 from lightning_stocache.training.loaders import running_datasets
 from lightning_stocache.training.obstacles import check_sweep
 from tests.sources import CountedSource
@@ -80,6 +81,10 @@ def test_all_else_goes_on(job: Any, mode: str | None, launcher: Any, devices: in
 
 # --- Hydra
 
+hydra_starts = pytest.mark.skipif(
+    sys.version_info >= (3, 14) and hydra.__version__ < "1.4", reason="Hydra 1.3 starts no app on Python 3.14"
+)
+
 
 def sweep(monkeypatch: pytest.MonkeyPatch, folder: Path, *overrides: str) -> list[dict[str, Any]]:
     """What the trials of a sweep in this process have told, in their order."""
@@ -100,6 +105,7 @@ def _nothing_is_kept() -> Iterator[None]:
     close_kept()
 
 
+@hydra_starts
 @pytest.mark.processes
 @pytest.mark.parametrize("door", ["callback", "cached"])
 @pytest.mark.usefixtures("_nothing_is_kept")
@@ -111,6 +117,7 @@ def test_trials_of_one_process_start_warm(tmp_path, monkeypatch, door):
     assert [trial["loads"] for trial in trials] == [[SAMPLES, 0], [0, 0], [0, 0]]
 
 
+@hydra_starts
 @pytest.mark.processes
 @pytest.mark.usefixtures("_nothing_is_kept")
 def test_a_sweep_over_budgets_keeps_none_of_another_budget(tmp_path, monkeypatch):
@@ -119,6 +126,7 @@ def test_a_sweep_over_budgets_keeps_none_of_another_budget(tmp_path, monkeypatch
     assert [trial["hits"] for trial in trials] == [[0, SAMPLES // 2], [0, SAMPLES // 4], [0, SAMPLES]]
 
 
+@hydra_starts
 @pytest.mark.processes
 @pytest.mark.usefixtures("_nothing_is_kept")
 def test_optunas_sweeper(tmp_path, monkeypatch):
@@ -129,6 +137,7 @@ def test_optunas_sweeper(tmp_path, monkeypatch):
     assert [trial["hits"] for trial in trials] == [[0], [SAMPLES], [SAMPLES]]
 
 
+@hydra_starts
 @pytest.mark.processes
 @pytest.mark.named
 @pytest.mark.slow

@@ -26,7 +26,7 @@ from lightning_stocache import (
     StochasticCache,
     cache_datamodule,
 )
-from lightning_stocache.setup.kept_cache import close_kept
+from lightning_stocache.setup.process_cache import close_kept
 from tests.proc import descendants, memory_files
 from tests.sources import CountedSource
 from tests.training.tiny import Model, make_trainer, plain_loader

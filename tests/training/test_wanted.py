@@ -173,6 +173,48 @@ def test_a_cache_that_outlives_the_call_has_room_for_all(tmp_path, options):
     callback.close()
 
 
+@pytest.mark.parametrize("door", ["callback", "cache_datamodule", "ours"])
+def test_a_cache_that_is_kept_and_has_no_room_for_all_is_for_what_is_drawn(tmp_path, door):
+    """With memory for a tenth, a tenth is hit in epoch two and in all of the next call; another takes its place."""
+    data, indices, options = source(tmp_path, samples=SAMPLES), list(TENTH), {"budget": BUDGET, "keep_cache": True}
+    callbacks, given = [CacheMonitor()], subset_loader(data, indices)
+    if door == "callback":
+        callbacks = [StochasticCache(**options)]
+    elif door == "cache_datamodule":
+        given = cache_datamodule(data_hooks(train=lambda: subset_loader(data, indices)), **options)
+    else:
+        loader = {"sampler": SubsetRandomSampler(indices)}
+        given = StocacheDataModule(data, batch_size=BATCH, loader=loader, **options)
+    measured = []
+    for call in range(4):
+        if call == 2:
+            indices[:] = range(6, SAMPLES, 10)
+        rates, looking = hit_rates(tmp_path / str(call), callbacks, given)
+        assert looking.slots["train"] == [len(TENTH)]
+        measured.append(rates)
+    assert measured == [[0, 1], [1, 1], [0, 1], [1, 1]]
+    (callbacks[0] if door == "callback" else given.caches).close()
+
+
+def test_a_cache_that_is_kept_has_room_for_all_if_there_is_memory(tmp_path):
+    """On a budget in bytes, too: the next fold finds slots, and what the last one left."""
+    data, callback = source(tmp_path, samples=SAMPLES), StochasticCache(SAMPLES * SLOT, keep_cache=True)
+    hit_rates(tmp_path / "0", [callback], subset_loader(data, range(40)))
+    rates, looking = hit_rates(tmp_path / "1", [callback], subset_loader(data, range(20, 60)))
+    assert looking.slots["train"] == [SAMPLES]
+    assert rates == [0.5, 1]
+    callback.close()
+
+
+def test_under_a_name_a_subset_says_what_is_drawn(tmp_path):
+    """A cache that other jobs read has slots for the whole dataset; of a Subset, that is the tenth."""
+    pytest.importorskip("xxhash")
+    data, options = source(tmp_path, samples=SAMPLES), {"name": "folds", "dir": str(tmp_path)}
+    loader = DataLoader(Subset(data, TENTH), BATCH, shuffle=True)
+    rates, _ = hit_rates(tmp_path, [StochasticCache(2 * BUDGET, **options)], loader)
+    assert rates == [0, 1]
+
+
 def test_a_limit_on_validation_is_a_limit_on_its_slots(tmp_path):
     """Ten of 120 samples are validated on: the others take nothing from training's share."""
     train, val = source(tmp_path, samples=SAMPLES), source(tmp_path, "val", SAMPLES)

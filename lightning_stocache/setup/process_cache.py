@@ -22,14 +22,14 @@ from lightning_stocache.setup.look import Finding
 from lightning_stocache.setup.request import CacheRequest
 from lightning_stocache.source.identity import UnknownSourceError, source_digest
 
-__all__ = ["KeptCaches", "close_kept"]
+__all__ = ["ProcessCaches", "close_kept"]
 
 log = logging.getLogger(__name__)
 
 _kept: dict[str, tuple[tuple[str, ...], SegmentStore[Any]]] = {}
 
 
-class KeptCaches:
+class ProcessCaches:
     """The caches that are kept for some requests.
 
     Args:

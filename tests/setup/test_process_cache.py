@@ -12,9 +12,9 @@ import pytest
 
 from lightning_stocache.node.budget import Budget
 from lightning_stocache.node.group import NodeGroup
-from lightning_stocache.setup.kept_cache import close_kept
 from lightning_stocache.setup.open import open_caches
 from lightning_stocache.setup.open_cache import OpenCache
+from lightning_stocache.setup.process_cache import close_kept
 from lightning_stocache.setup.request import CacheRequest
 from lightning_stocache.training.options import CacheOptions
 from tests.proc import memory_files

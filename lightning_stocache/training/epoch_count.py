@@ -1,0 +1,112 @@
+"""Lightning's count of epochs and batches: what it says of training, and where it is put right.
+
+A Trainer counts epochs and batches as ready, started, processed and completed, and writes the counts into each
+checkpoint. What it makes of them differs, and is put right where the truth is known:
+
+- Saved after an epoch's last batch (`on_train_batch_end`). From 2.5 on Lightning calls the epoch over, but takes itself
+  to be in the middle of the next one, which nobody counts: later checkpoints are one behind, and a second resume runs
+  their batches again. Up to 2.4 it runs a batch of the next epoch as the last one of this, unless a validation is due.
+- Saved after any other batch. Up to 2.4 the batch is counted as one that is to be run again.
+- Saved at the end of a fit that `max_steps`, a Timer or an early stop has ended in the middle of an epoch. Lightning
+  counts the epoch as over; what follows is a new epoch, or with `max_steps` the rest of it under another number.
+
+None of these names is private; those of 2.5 and later are asked for before they are used.
+"""
+
+from __future__ import annotations
+
+from collections.abc import MutableMapping
+from typing import Any
+
+__all__ = ["begin_epoch", "put_batches", "reopen_epoch", "stands"]
+
+_COUNTS = ("ready", "started", "processed", "completed")
+
+
+def stands(trainer: Any) -> tuple[int, int | None]:
+    """The epoch that a trainer is in, and its batches that have been processed; None between two epochs."""
+    epochs, batches = trainer.fit_loop.epoch_progress.current, trainer.fit_loop.epoch_loop.batch_progress
+    epoch, done = int(epochs.processed), int(batches.current.processed)
+    if epochs.started <= epochs.processed:
+        # Where a hook has ended the epoch (it gave -1), its last batch is not complete: that was no cut.
+        complete = len({getattr(batches.current, name) for name in _COUNTS}) == 1 and epochs.ready == epoch
+        cut = 0 < done < trainer.num_training_batches and not batches.is_last_batch and complete
+        return (epoch - 1, done) if cut else (epoch, None)
+    if batches.is_last_batch and done == batches.current.ready:
+        return epoch + 1, None
+    return epoch, done
+
+
+def put_batches(trainer: Any, batches: int) -> None:
+    """Put the count of batches, at the start of a fit in the middle of an epoch, to how many of it have been run."""
+    loop = trainer.fit_loop.epoch_loop
+    count = loop.batch_progress.current
+    more = batches - count.processed
+    _put(count, **{name: getattr(count, name) + more for name in _COUNTS})
+    if not _knows_stages(loop):
+        _put(count, completed=count.processed)
+
+
+def begin_epoch(trainer: Any, epoch: int) -> None:
+    """Have an epoch begin with its first batch, and be counted, at the start of a fit that goes on between two epochs.
+
+    Args:
+        trainer: whose loops have been restored.
+        epoch: that begins.
+    """
+    fit, batches = trainer.fit_loop, trainer.fit_loop.epoch_loop.batch_progress
+    epochs = fit.epoch_progress.current
+    if not _knows_stages(fit.epoch_loop):
+        if not fit.restarting:
+            return
+        _put(batches.current, completed=batches.current.processed)
+        if _validates(trainer, epoch):  # which comes now, and ends the epoch
+            return
+        _put(epochs, **dict.fromkeys(_COUNTS, epoch))
+        fit.restarting = False  # it stays where there are `max_steps`
+        batches.reset_on_run()
+    elif epochs.ready == epochs.started == epochs.processed == epoch:
+        for count in epochs, fit.epoch_progress.total:
+            _put(count, completed=count.processed)
+        fit.reset_restart_stage()
+        if fit.epoch_loop.restarted_on_last:
+            batches.reset_on_run()
+
+
+def _validates(trainer: Any, epochs: int) -> bool:
+    """Whether a validation follows the last batch of as many epochs."""
+    every = trainer.check_val_every_n_epoch
+    ready = trainer.fit_loop.epoch_loop.batch_progress.current.ready
+    return bool(trainer.enable_validation and epochs % (every or 1) == 0 and ready % trainer.val_check_batch == 0)
+
+
+def reopen_epoch(checkpoint: MutableMapping[str, Any], epoch: int, batches: int) -> bool:
+    """Have Lightning go on in the middle of an epoch that a checkpoint counts as over, though it was cut short.
+
+    Called before the loops are restored. False, and nothing is changed, where the checkpoint counts otherwise.
+
+    Args:
+        checkpoint: that is being loaded; its count is changed, in memory.
+        epoch: that was cut short.
+        batches: of it that have been run.
+    """
+    loops = checkpoint.get("loops", {}).get("fit_loop", {})
+    epochs, count = loops.get("epoch_progress"), loops.get("epoch_loop.batch_progress")
+    if not epochs or not count or epochs["current"]["processed"] != epoch + 1:
+        return False
+    if count["is_last_batch"] or count["current"]["processed"] != batches:
+        return False
+    for progress in epochs["current"], epochs["total"]:
+        processed = progress["processed"] - 1
+        progress |= {"ready": processed + 1, "started": processed + 1, "processed": processed, "completed": processed}
+    return True
+
+
+def _knows_stages(loop: Any) -> bool:
+    """Whether Lightning looks at where in an epoch a checkpoint was saved (from 2.5 on)."""
+    return hasattr(loop, "restarted_on_train_batch_end") and hasattr(loop, "reset_restart_stage")
+
+
+def _put(count: Any, **values: int) -> None:
+    for name, value in values.items():
+        setattr(count, name, value)

@@ -1,0 +1,96 @@
+"""The nesting of loaders: what is iterated over in it, and the cached datasets behind that."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from torch.utils.data import ConcatDataset, DataLoader, Subset, TensorDataset
+
+from lightning_stocache import CachedDataset, CachedStream, SampleSpec
+from lightning_stocache.loading.loader_tree import (
+    cached_behind,
+    cached_datasets,
+    cached_in_leaves,
+    cached_in_loaders,
+    cached_streams,
+    leaves_in,
+    loaders_in,
+    wrapped_loader,
+)
+from lightning_stocache.loading.stand_in import StandIn
+
+PLAIN = DataLoader(TensorDataset(torch.zeros(1)))
+LEAVES = st.sampled_from([PLAIN, range(3), "text", None, 7])
+
+
+def nested(inner: st.SearchStrategy[Any]) -> st.SearchStrategy[Any]:
+    lists = st.lists(inner, max_size=3)
+    combined = lists.map(lambda items: SimpleNamespace(iterables=items))
+    return lists | lists.map(tuple) | st.dictionaries(st.text(max_size=2), inner, max_size=3) | combined
+
+
+def flat(tree: Any) -> list[Any]:
+    """What should be found: everything is made a list first."""
+    if isinstance(tree, SimpleNamespace):
+        return flat(tree.iterables)
+    if isinstance(tree, dict):
+        return flat(list(tree.values()))
+    return [leaf for part in tree for leaf in flat(part)] if isinstance(tree, list | tuple) else [tree]
+
+
+@settings(max_examples=40)
+@given(tree=st.recursive(LEAVES, nested, max_leaves=12))
+def test_leaves_come_in_order(tree: Any) -> None:
+    """Through lists, tuples, dicts and what Lightning combines them in; of them the DataLoaders are known."""
+    assert list(leaves_in(tree)) == flat(tree)
+    assert list(loaders_in(tree)) == [leaf for leaf in flat(tree) if leaf is PLAIN]
+
+
+def test_the_loader_that_timm_wraps_is_found() -> None:
+    """Its own loader is no DataLoader, and reads one; of another class with that name nothing is known."""
+    kind = type("PrefetchLoader", (), {"__module__": "timm.data.loader", "__init__": lambda self, loader: None})
+    wrapper, empty, foreign = kind(None), kind(None), type("PrefetchLoader", (), {"loader": PLAIN})()
+    wrapper.loader, empty.loader = PLAIN, range(3)
+    assert wrapped_loader(wrapper) is PLAIN
+    assert list(leaves_in([wrapper])) == [PLAIN]
+    assert wrapped_loader(empty) is None
+    assert list(leaves_in([empty, foreign])) == [empty, foreign]
+
+
+@pytest.fixture
+def dataset() -> Iterator[CachedDataset]:
+    dataset = CachedDataset([0.0, 1.0, 2.0], spec=SampleSpec.infer(0.0))
+    yield dataset
+    dataset.close()
+
+
+def test_a_cached_dataset_is_found_through_what_wraps_it_once(dataset: CachedDataset) -> None:
+    """A Subset, a ConcatDataset, a StandIn and the dataset itself are all of one cache."""
+    behind = [dataset, Subset(dataset, [1]), ConcatDataset([PLAIN.dataset, Subset(dataset, [0])]), StandIn(dataset)]
+    loaders = {"each": [DataLoader(each) for each in behind], "plain": PLAIN}
+    assert cached_datasets(loaders) == [dataset]
+    assert cached_in_loaders(loaders) == [dataset]
+
+
+def test_datasets_of_two_caches_are_two(dataset: CachedDataset) -> None:
+    """In the order in which they are read."""
+    other = CachedDataset([3.0], spec=SampleSpec.infer(0.0))
+    assert cached_datasets([DataLoader(ConcatDataset([other, dataset])), DataLoader(dataset)]) == [other, dataset]
+    other.close()
+
+
+def test_what_has_a_dataset_and_is_no_dataloader(dataset: CachedDataset) -> None:
+    """It is asked for by its leaves, and left out where DataLoaders are asked for."""
+    stream = CachedStream([1.0], budget="1MiB")
+    leaves = [SimpleNamespace(dataset=dataset), SimpleNamespace(dataset=stream), SimpleNamespace(dataset=stream), 7]
+    assert cached_behind(*leaves) == [dataset]
+    assert cached_streams(*leaves) == [stream]
+    assert cached_in_leaves(leaves) == [dataset, stream]
+    assert cached_in_loaders([*leaves, DataLoader(stream)]) == [stream]
+    stream.close()

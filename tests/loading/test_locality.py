@@ -1,0 +1,78 @@
+"""The sampler of a loader: LocalitySampler, dealt as the ring of its cached dataset says."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+from torch.utils.data import DistributedSampler
+
+from lightning_stocache import CachedDataset, SampleSpec
+from lightning_stocache.loading.locality import global_seed, locality_sampler
+
+
+@given(
+    length=st.integers(1, 60),
+    replicas=st.integers(1, 5),
+    batch_size=st.integers(1, 7),
+    shuffle=st.booleans(),
+    epoch=st.integers(0, 3),
+)
+def test_of_a_plain_dataset_it_deals_as_distributed_sampler(
+    length: int, replicas: int, batch_size: int, shuffle: bool, epoch: int
+) -> None:
+    """The same indices for every rank, in the same order, in every epoch."""
+    data = range(length)
+    for rank in range(replicas):
+        ours = locality_sampler(data, batch_size, shuffle, replicas, rank)
+        theirs: DistributedSampler[int] = DistributedSampler(data, replicas, rank, shuffle=shuffle, seed=0)  # type: ignore[arg-type]
+        ours.set_epoch(epoch)
+        theirs.set_epoch(epoch)
+        assert list(ours) == list(theirs)
+
+
+@pytest.fixture
+def dataset() -> Iterator[CachedDataset]:
+    dataset = CachedDataset([float(index) for index in range(6)], spec=SampleSpec.infer(0.0))
+    yield dataset
+    dataset.close()
+
+
+def test_the_ring_is_that_of_the_cache(dataset: CachedDataset) -> None:
+    """And the nodes are those of its group, as long as every rank has a share of its own."""
+    sampler = locality_sampler(dataset, 2, True)
+    assert (sampler.ring, sampler.nodes) == (dataset.ring, dataset.group.nodes)
+    assert (sampler.num_replicas, sampler.rank, sampler.mode) == (1, 0, "locality")
+
+
+def test_groups_of_ranks_have_no_ring(dataset: CachedDataset) -> None:
+    """Where ranks share their samples, or there are others than the cache knows, a node's arc says nothing."""
+    sampler = locality_sampler(dataset, 2, True, num_replicas=3, rank=1)
+    assert (sampler.ring, sampler.nodes) == (None, ((0, 1, 2),))
+
+
+def test_a_source_that_has_grown_has_no_ring() -> None:
+    """The new samples would lie on no arc."""
+    source = [0.0, 1.0]
+    dataset = CachedDataset(source, spec=SampleSpec.infer(0.0))
+    source.append(2.0)
+    sampler = locality_sampler(dataset, 2, False)
+    assert sampler.ring is None
+    assert list(sampler) == [0, 1, 2]
+    dataset.close()
+
+
+def test_the_seed_is_that_of_seed_everything(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Zero without it."""
+    monkeypatch.delenv("PL_GLOBAL_SEED", raising=False)
+    assert (global_seed(), locality_sampler(range(4), 2, True).seed) == (0, 0)
+    monkeypatch.setenv("PL_GLOBAL_SEED", "17")
+    assert (global_seed(), locality_sampler(range(4), 2, True).seed) == (17, 17)
+
+
+def test_a_loader_without_batches_is_refused() -> None:
+    """A global batch has a size."""
+    with pytest.raises(ValueError, match="give the loader a batch_size"):
+        locality_sampler(range(4), None, True)

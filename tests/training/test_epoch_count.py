@@ -1,0 +1,181 @@
+"""Lightning's count of epochs and batches is that of the fit without a break, after any number of breaks."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from lightning.pytorch import Callback, LightningDataModule, Trainer
+from lightning.pytorch.callbacks import ModelCheckpoint
+from torch.utils.data import DataLoader, Dataset
+
+from lightning_stocache import StocacheDataModule, StochasticCache, cache_datamodule
+from lightning_stocache.training.epoch_count import reopen_epoch
+from tests.training.tiny import Model, make_trainer
+
+pytestmark = pytest.mark.processes
+
+EPOCHS, BATCHES = 3, 6
+WHOLE = {"max_steps": EPOCHS * BATCHES}
+VALIDATES = {"limit_val_batches": 2}
+
+
+class Numbers(Dataset[Any]):
+    """Images that are all of one value, their index."""
+
+    def __len__(self) -> int:
+        return 4 * BATCHES
+
+    def __getitem__(self, index: int) -> Any:
+        return torch.full((3, 8, 8), index, dtype=torch.uint8), index % 10
+
+
+class Users(LightningDataModule):
+    """A DataModule of the user's."""
+
+    def train_dataloader(self) -> Any:
+        return DataLoader(Numbers(), 4, shuffle=True)
+
+    def val_dataloader(self) -> Any:
+        return DataLoader(Numbers(), 4)
+
+
+class BreakError(Exception):
+    """Ends a fit as a kill does: nothing is saved."""
+
+
+class Witness(Callback):
+    """What each batch was, and Lightning's counts when it came; may break the fit, or stop it, after a few batches."""
+
+    def __init__(self, breaks_at: int | None = None, stops_after: int | None = None) -> None:
+        self.breaks_at, self.stops_after = breaks_at, stops_after
+        self.begun: list[int] = []
+        self.seen: dict[tuple[int, int], Any] = {}
+
+    def on_train_epoch_start(self, trainer, pl_module):
+        self.begun.append(trainer.current_epoch)
+
+    def on_train_batch_start(self, trainer, pl_module, batch, batch_idx):
+        if len(self.seen) == self.breaks_at:
+            raise BreakError
+        epochs, batches = trainer.fit_loop.epoch_progress.current, trainer.fit_loop.epoch_loop.batch_progress.current
+        counts = epochs.ready, epochs.started, epochs.processed, batches.ready, batches.processed, trainer.global_step
+        assert (trainer.current_epoch, batch_idx) not in self.seen
+        self.seen[trainer.current_epoch, batch_idx] = batch[0][:, 0, 0, 0].tolist(), counts
+
+    def on_train_batch_end(self, trainer, pl_module, outputs, batch, batch_idx):
+        trainer.should_stop = len(self.seen) == self.stops_after
+
+
+def fit(
+    folder: Path, door: str, witness: Witness, *callbacks: Callback, ckpt: Path | None = None, **options: Any
+) -> Trainer:
+    """A fit in a process that has other random states than the first."""
+    torch.manual_seed(11 if ckpt is None else 99)
+    more: list[Callback] = [StochasticCache()] if door == "callback" else []
+    options = {"num_sanity_val_steps": 0, "limit_val_batches": 0, "logger": False} | options
+    options["enable_checkpointing"] = bool(callbacks)
+    trainer = make_trainer(folder, [*more, witness, *callbacks], epochs=EPOCHS, **options)
+    if door == "own":
+        data: Any = StocacheDataModule(Numbers(), Numbers(), batch_size=4)
+    else:
+        data = cache_datamodule(Users()) if door == "datamodule" else Users()
+    trainer.fit(Model(), data, ckpt_path=ckpt)
+    return trainer
+
+
+@pytest.mark.parametrize(
+    ("door", "options"),
+    [("own", {}), ("own", VALIDATES), ("datamodule", WHOLE), ("callback", {})],
+)
+def test_an_epoch_that_begins_with_a_resume_is_counted(tmp_path, door, options):
+    """Broken after an epoch's last batch, and again in the epoch that follows: each batch, each beginning of an epoch
+    and each count is that of the fit without a break."""
+    whole = Witness()
+    fit(tmp_path / "whole", door, whole, **options)
+    assert len(whole.seen) == EPOCHS * BATCHES
+    ckpt, seen = None, {}
+    # The last checkpoints are those of steps 6, 8, 12 and 12.
+    for breaks_at, begun in ((7, [0, 1]), (3, [1]), (5, [2]), (1, [2]), (None, [2])):
+        witness = Witness(breaks_at)
+        save = ModelCheckpoint(tmp_path, "{step:02d}", every_n_train_steps=2, save_top_k=-1)
+        try:
+            fit(tmp_path, door, witness, save, ckpt=ckpt, **options)
+        except BreakError:
+            ckpt = max(tmp_path.glob("*.ckpt"), key=lambda path: path.name)
+        assert all(whole.seen[at] == then for at, then in witness.seen.items()), breaks_at
+        assert witness.begun == begun
+        seen |= witness.seen
+    assert seen == whole.seen
+
+
+@pytest.mark.parametrize(
+    ("door", "saved", "stops", "options"),
+    [
+        ("own", "at the epoch's end", {"max_steps": 9}, {}),
+        ("own", "at the epoch's end", {}, WHOLE),
+        ("own", "after the fit", {"max_steps": 9}, WHOLE),
+        ("datamodule", "after the fit", {}, {}),
+        ("callback", "at the epoch's end", {}, {}),
+    ],
+)
+def test_an_epoch_that_was_cut_short_goes_on(tmp_path, door, saved, stops, options):
+    """A fit that `max_steps` or a Timer ended in the middle of an epoch goes on with the batches that were left of it,
+    and later epochs are those of the fit without an end."""
+    whole, first, second = Witness(), Witness(stops_after=None if stops else 9), Witness()
+    fit(tmp_path / "whole", door, whole)
+    save = ModelCheckpoint(tmp_path, "end-{step}", every_n_epochs=1, save_top_k=-1)
+    trainer = fit(tmp_path, door, first, save, **stops)
+    assert len(first.seen) == 9
+    ckpt = tmp_path / "end-step=9.ckpt"
+    if saved == "after the fit":
+        trainer.save_checkpoint(ckpt := tmp_path / "after.ckpt")
+    trainer = fit(tmp_path, door, second, ckpt=ckpt, **options)
+    assert first.seen | second.seen == whole.seen
+    assert len(second.seen) == EPOCHS * BATCHES - 9
+    assert trainer.current_epoch == EPOCHS
+
+
+def test_an_epoch_that_a_hook_ended_is_over(tmp_path):
+    """An epoch whose rest the model skips (`on_train_batch_start` gives -1) does not go on after a resume."""
+
+    class Skips(Witness):
+        def on_train_batch_start(self, trainer, pl_module, batch, batch_idx):
+            super().on_train_batch_start(trainer, pl_module, batch, batch_idx)
+            pl_module.on_train_batch_start = lambda batch, batch_idx: -1 if batch_idx == 3 else None
+
+    save = ModelCheckpoint(tmp_path, "{epoch}", every_n_epochs=1, save_top_k=-1)
+    whole, second = Skips(), Skips()
+    fit(tmp_path, "own", whole, save)
+    fit(tmp_path, "own", second, ckpt=tmp_path / "epoch=0.ckpt")
+    assert {at: batch for at, (batch, _) in second.seen.items()} == {
+        at: batch for at, (batch, _) in whole.seen.items() if at[0] > 0
+    }
+
+
+COUNTS = {"ready": 2, "started": 2, "processed": 2, "completed": 1}
+BATCH_COUNTS = {"ready": 3, "started": 3, "processed": 3, "completed": 3}
+
+
+@pytest.mark.parametrize(
+    ("epoch", "batches", "last", "reopened"),
+    [(1, 3, False, True), (1, 3, True, False), (1, 2, False, False), (2, 3, False, False)],
+)
+def test_only_the_epoch_that_was_cut_is_reopened(epoch, batches, last, reopened):
+    """A checkpoint's count changes only where it says that just this epoch has ended after just these batches."""
+    progress = {"current": dict(COUNTS), "total": dict(COUNTS)}
+    count = {"current": dict(BATCH_COUNTS), "total": dict(BATCH_COUNTS), "is_last_batch": last}
+    checkpoint = {"loops": {"fit_loop": {"epoch_progress": progress, "epoch_loop.batch_progress": count}}}
+    assert reopen_epoch(checkpoint, epoch, batches) is reopened
+    expected = {"ready": 2, "started": 2, "processed": 1, "completed": 1} if reopened else COUNTS
+    assert progress == {"current": expected, "total": expected}
+
+
+@pytest.mark.parametrize("checkpoint", [{}, {"loops": {}}, {"loops": {"fit_loop": {}}}])
+def test_a_checkpoint_without_counts_is_left_alone(checkpoint):
+    """Nothing is put into a checkpoint that counts nothing."""
+    before = {name: dict(value) for name, value in checkpoint.items()}
+    assert not reopen_epoch(checkpoint, 1, 3)
+    assert checkpoint == before
