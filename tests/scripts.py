@@ -14,6 +14,7 @@ import tempfile
 import traceback
 from collections.abc import Mapping
 from dataclasses import dataclass
+from multiprocessing import forkserver
 from pathlib import Path
 
 from tests.processes import call
@@ -57,6 +58,7 @@ def _run(path: Path, arguments: tuple[str, ...], folder: Path, environment: dict
     logging.getLogger().handlers.clear()  # pytest's
     for neighbour in path.parent.glob("*.py"):
         sys.modules.pop(neighbour.stem, None)
+    forkserver.ensure_running.__self__.__init__()  # the one of the test process is no server of this one
     sys.argv, sys.path = [str(path), *arguments], [str(path.parent), *sys.path]
     try:
         runpy.run_path(str(path), run_name="__main__")

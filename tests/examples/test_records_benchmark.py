@@ -19,7 +19,7 @@ def tables(tmp_path: Path, part: str, *arguments: str) -> dict[str, list[str]]:
     """The rows of the table of a quick run, by their first cells."""
     told = ("--quick", "--rounds", "1", "--only", part, *arguments, "--output", "results")
     environment = {"XDG_CACHE_HOME": str(tmp_path / "cache")}
-    done = run_script(BENCHMARKS / "records.py", *told, folder=tmp_path, environment=environment)
+    done = run_script(BENCHMARKS / "records.py", *told, folder=tmp_path, environment=environment, timeout=550)
     assert done.returncode == 0, done.stderr
     written = json.loads((tmp_path / "results" / "records.json").read_text())
     assert written["machine"]["cores"] >= 1
