@@ -54,7 +54,7 @@ def labels(loader: Any) -> list[int]:
     return found
 
 
-def wait_until(happens: Callable[[], bool], seconds: float = 120) -> None:
+def wait_until(happens: Callable[[], bool], seconds: float = 300) -> None:
     end = time.monotonic() + seconds
     while not happens():
         assert time.monotonic() < end, "it does not happen"
