@@ -31,7 +31,9 @@ import time
 from collections.abc import Callable
 from contextlib import AbstractContextManager
 from functools import cache
+from multiprocessing import connection
 from multiprocessing.context import BaseContext
+from multiprocessing.process import BaseProcess
 from multiprocessing.queues import Queue
 from typing import Any, ClassVar, cast
 
@@ -58,6 +60,8 @@ __all__ = [
 ]
 
 log = logging.getLogger(__name__)
+
+_ENDING_SECONDS = 10.0
 
 _OF_WORKERS = ("_try_put_index", "_tasks_outstanding", "_rcvd_idx", "_data_queue", "_workers", "_shutdown_workers")
 
@@ -88,7 +92,7 @@ class WorkerIterator:
     def __init__(self, loader: DataLoader[Any], waiting: Callable[[], AbstractContextManager[None]]) -> None:
         self._loader = loader
         self._iterator = cast(Any, iter(loader))
-        self._iterator._data_queue = _Mailbox(self._iterator._data_queue, waiting)
+        self._iterator._data_queue = _Mailbox(self._iterator._data_queue, self._iterator._workers, waiting)
 
     def begin_epoch(self) -> None:
         """Wait for answers that nobody wants any more; the first worker is next again."""
@@ -158,8 +162,10 @@ class _Mailbox:
     What has left the queue is an answer, or stays with the iterator.
     """
 
-    def __init__(self, answers: Any, waiting: Callable[[], AbstractContextManager[None]]) -> None:
-        self._answers, self._waiting = answers, waiting
+    def __init__(
+        self, answers: Any, workers: list[BaseProcess], waiting: Callable[[], AbstractContextManager[None]]
+    ) -> None:
+        self._answers, self._workers, self._waiting = answers, workers, waiting
 
     def get(self, timeout: float | None = None) -> Any:
         """The next answer.
@@ -171,7 +177,13 @@ class _Mailbox:
             came = self._answers._reader.poll(timeout)
         if not came:
             raise queue.Empty
-        return self._answers.get()
+        try:
+            return self._answers.get()
+        except (EOFError, ConnectionError, FileNotFoundError):
+            # A worker that is killed closes the socket by which its tensors come before it is known to have ended.
+            # Once it is, DataLoader's own iterator says so; until then it would raise this.
+            connection.wait([worker.sentinel for worker in self._workers], _ENDING_SECONDS)
+            raise
 
 
 def shut_down(iterator: Any) -> None:

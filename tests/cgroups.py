@@ -74,7 +74,7 @@ def _cgroup(limit: int) -> Iterator[Path]:
             pytest.skip(f"no memory limit can be set here: {error}")
         yield folder
     finally:
-        deadline = time.monotonic() + 10
+        deadline = time.monotonic() + 120
         while True:  # a process that was killed is charged for a moment longer
             try:
                 folder.rmdir()

@@ -5,11 +5,13 @@ Only tests that are marked `processes` start any; the others, `-m "not processes
 
 from __future__ import annotations
 
+import fcntl
 import gc
 import multiprocessing
 import os
 import random
 import re
+import tempfile
 import time
 from collections.abc import Generator, Iterator
 from typing import Any
@@ -30,8 +32,10 @@ hypothesis.settings.load_profile("any machine")
 torch.set_num_threads(1)  # a forked child would wait for the threads of its parent's pool for ever
 if multiprocessing.get_start_method() == "forkserver":  # Python 3.14's, by which each worker imports torch anew
     multiprocessing.set_start_method("fork", force=True)  # tests say the method where it matters
+if "forkserver" in multiprocessing.get_all_start_methods():  # a rank or a worker would import them anew, for 3 s
+    multiprocessing.get_context("forkserver").set_forkserver_preload(["lightning.pytorch", "pytest", "hypothesis"])
 
-_PATIENCE_SECONDS = 3.0  # for what ends by itself: a killed worker, a thread that holds a batch
+_PATIENCE_SECONDS = 60.0  # for what ends by itself: a killed worker, a thread that holds a batch
 _LAUNCH_VARIABLES = re.compile(r"PYTEST_|PL_|KMP_|CUDA_|TORCH|(LOCAL_|NODE_|GROUP_)?RANK$|WORLD_SIZE$|MASTER_|OMP_")
 
 _audit = Audit()
@@ -63,7 +67,24 @@ def leaves_no_environment_variable_behind(request: pytest.FixtureRequest) -> Ite
 
 
 @pytest.fixture(autouse=True)
-def leaves_no_process_and_no_memory_behind(request: pytest.FixtureRequest) -> Iterator[None]:
+def has_names_to_itself(request: pytest.FixtureRequest) -> Iterator[None]:
+    """Tests of named caches run one after the other, in whatever processes: pytest-xdist 3.8 knows no groups of
+    pytest 9.2."""
+    if not request.node.get_closest_marker("named"):
+        yield
+        return
+    path = os.path.join(tempfile.gettempdir(), f"stocache-tests-{os.getuid()}.lock")
+    turn = os.open(path, os.O_RDWR | os.O_CREAT, 0o600)
+    try:
+        fcntl.flock(turn, fcntl.LOCK_EX)
+        yield
+    finally:
+        fcntl.flock(turn, fcntl.LOCK_UN)  # for a child too that has it by a fork
+        os.close(turn)
+
+
+@pytest.fixture(autouse=True)
+def leaves_no_process_and_no_memory_behind(request: pytest.FixtureRequest, has_names_to_itself: None) -> Iterator[None]:
     """Children have ended, and no process of this test run has a file in memory open that it did not have before.
 
     Listing /dev/shm does not show anonymous files, so descriptors and mappings are looked at. The free bytes of the

@@ -15,7 +15,7 @@ from tests.processes import call_many
 __all__ = ["run_ranks"]
 
 
-def run_ranks(function: Callable[..., Any], world: int, *args: Any, timeout: float = 200) -> list[Any]:
+def run_ranks(function: Callable[..., Any], world: int, *args: Any, timeout: float = 400) -> list[Any]:
     """Run `function(rank, *args)` on every rank of a job, with the process group up.
 
     Args:

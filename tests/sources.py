@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 import os
+import time
 from collections.abc import Sequence
 from pathlib import Path
 
 import torch
 from torch.utils.data import Dataset
 
-__all__ = ["CountedSource"]
+__all__ = ["Allowance", "CountedSource"]
 
 _INDEX_BYTES = 8
 
@@ -57,3 +58,30 @@ class CountedSource(Dataset[tuple[torch.Tensor, int]]):
     def loads(self) -> int:
         """How many that are."""
         return os.path.getsize(self.log_path) // _INDEX_BYTES if os.path.exists(self.log_path) else 0
+
+
+class Allowance:
+    """Each process may load so many samples as have been allowed; the next one waits for more.
+
+    Args:
+        path: a file, with one byte for each.
+        loads: so many from the beginning.
+    """
+
+    def __init__(self, path: Path, loads: int) -> None:
+        self.path = path
+        self._process, self._loads = 0, 0
+        self.more(loads)
+
+    def more(self, loads: int) -> None:
+        """Allow so many more."""
+        with open(self.path, "ab") as file:
+            file.write(bytes(loads))
+
+    def __call__(self, index: int) -> None:
+        """Before a load."""
+        if self._process != os.getpid():
+            self._process, self._loads = os.getpid(), 0
+        self._loads += 1
+        while self.path.stat().st_size < self._loads:
+            time.sleep(0.002)

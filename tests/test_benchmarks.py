@@ -4,15 +4,14 @@ import contextlib
 import io
 import json
 import math
-import os
 import runpy
-import subprocess
 import sys
 from pathlib import Path
 
 import pytest
 
 from tests.processes import call
+from tests.scripts import run_script
 
 pytestmark = pytest.mark.processes
 
@@ -22,19 +21,12 @@ SCRIPTS = ("promises", "epochs", "peers", "records", "streams", "rolling", "work
 PNG = b"\x89PNG\r\n"
 
 
-def start(script: str, tmp_path: Path, *arguments: str) -> subprocess.Popen[str]:
-    """A script as a user starts it, with the example's data and the output in tmp_path."""
-    environment = os.environ | {"XDG_CACHE_HOME": str(tmp_path / "cache")}
-    command = [sys.executable, str(BENCHMARKS / f"{script}.py"), *arguments]
-    return subprocess.Popen(
-        command, env=environment, cwd=tmp_path, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True
-    )
-
-
-def finish(process: subprocess.Popen[str]) -> str:
-    out, error = process.communicate(timeout=240)
-    assert process.returncode == 0, error
-    return out
+def run(script: str, tmp_path: Path, *arguments: str) -> str:
+    """What a script prints, with the example's data and the output in tmp_path."""
+    environment = {"XDG_CACHE_HOME": str(tmp_path / "cache")}
+    done = run_script(BENCHMARKS / f"{script}.py", *arguments, folder=tmp_path, environment=environment, timeout=550)
+    assert done.returncode == 0, done.stderr
+    return done.stdout
 
 
 @pytest.mark.parametrize("script", SCRIPTS)
@@ -59,11 +51,11 @@ def test_a_quick_run_writes_table_values_and_figure(tmp_path):
     """The sweep over shares prints its table, keeps every value with the machine, and draws a picture."""
     pytest.importorskip("matplotlib", reason="the picture needs it")
     arguments = ["--quick", "--rounds", "1", "--samples", "32", "--shares", "0.5", "--workers", "0", "--latency", "0"]
-    text = finish(start("epochs", tmp_path, *arguments, "--output", "results"))
+    text = run("epochs", tmp_path, *arguments, "--output", "results")
     written = json.loads((tmp_path / "results" / "epochs.json").read_text())
     assert "two / law" in text
     assert written["machine"]["cores"] >= 1
-    assert [(run["share"], len(run["rounds"])) for run in written["runs"]] == [(0.0, 1), (0.5, 1)]
+    assert [(told["share"], len(told["rounds"])) for told in written["runs"]] == [(0.0, 1), (0.5, 1)]
     assert (tmp_path / "results" / "epochs.png").read_bytes().startswith(PNG)
 
 
@@ -72,7 +64,7 @@ def test_peers_are_compared_at_their_best_number_of_workers(tmp_path):
     """The table for the README is Markdown: each peer once, with the number of workers at which it was fastest."""
     pytest.importorskip("matplotlib", reason="the picture needs it")
     arguments = ["--quick", "--rounds", "1", "--only", "speed", "--peers", "list", "memmap"]
-    text = finish(start("peers", tmp_path, *arguments, "--output", "results"))
+    text = run("peers", tmp_path, *arguments, "--output", "results")
     tables = json.loads((tmp_path / "results" / "peers.json").read_text())["tables"]
     assert "| CachedLoader | " in text
     best, warm = tables[0]["rows"], tables[1]["rows"]
@@ -86,18 +78,18 @@ def test_peers_are_compared_at_their_best_number_of_workers(tmp_path):
 def test_nothing_is_loaded_twice(tmp_path):
     """The source's own count over three epochs is N, what the package announced, and at most eight second reads per
     process (which see whether it is random), on one process and on two ranks."""
-    finish(start("promises", tmp_path, "--quick", "--only", "loads", "--output", "results"))
+    run("promises", tmp_path, "--quick", "--only", "loads", "--output", "results")
     found = json.loads((tmp_path / "results" / "promises.json").read_text())["loads"]
-    assert {(run["ranks"], run["loader"], run["workers"]) for run in found} == {
+    assert {(told["ranks"], told["loader"], told["workers"]) for told in found} == {
         (ranks, loader, workers)
         for ranks in (1, 2)
         for loader in ("CachedDataset", "CachedLoader")
         for workers in (0, 2)
     }
-    for run in found:
-        assert run["announced"] == run["before_epoch_one"]
-        second_reads = run["loads"] - run["n"] - run["announced"]
-        assert 0 <= second_reads <= 8 * run["ranks"] * max(run["workers"], 1)
+    for told in found:
+        assert told["announced"] == told["before_epoch_one"]
+        second_reads = told["loads"] - told["n"] - told["announced"]
+        assert 0 <= second_reads <= 8 * told["ranks"] * max(told["workers"], 1)
 
 
 @pytest.fixture

@@ -255,7 +255,7 @@ def test_a_command_line_cannot_write_to_the_terminal():
     """What a process calls itself is escaped, and so is the name of its file."""
     child = Child(hold_with_codes, method="spawn")
     try:
-        deadline = time.monotonic() + 30
+        deadline = time.monotonic() + 120
         while not os.path.exists("/dev/shm/stocache-test-\x1b[2J"):
             assert time.monotonic() < deadline
             time.sleep(0.01)
@@ -272,8 +272,8 @@ def hold_with_codes():
     file = open("/dev/shm/stocache-test-\x1b[2J", "wb")  # noqa: SIM115  it is to stay open
     file.write(bytes(8192))
     file.flush()
-    with subprocess.Popen([sys.executable, "-c", "import time; time.sleep(60)", "\x1b[2J"], pass_fds=[file.fileno()]):
-        time.sleep(60)
+    with subprocess.Popen([sys.executable, "-c", "import time; time.sleep(300)", "\x1b[2J"], pass_fds=[file.fileno()]):
+        time.sleep(300)
 
 
 def test_of_another_users_file_only_owner_and_size_are_told():

@@ -314,11 +314,11 @@ def test_list_writes_for_any_terminal(named, capsys, monkeypatch):
 @pytest.mark.processes
 def test_a_reader_that_has_gone_is_no_traceback(named):
     """`list | head -0` ends without a word."""
-    code = "import sys, time; time.sleep(1); from lightning_stocache.__main__ import main; main(['list'])"
-    with subprocess.Popen(
-        [sys.executable, "-c", code], stdout=subprocess.PIPE, stderr=subprocess.PIPE, cwd=Path(__file__).parents[1]
-    ) as process:
+    code = "import sys; sys.stdin.read(); from lightning_stocache.__main__ import main; main(['list'])"
+    pipes = dict.fromkeys(("stdin", "stdout", "stderr"), subprocess.PIPE)
+    with subprocess.Popen([sys.executable, "-c", code], **pipes, cwd=Path(__file__).parents[1]) as process:
         process.stdout.close()
+        process.stdin.close()  # now it may write
         assert process.stderr.read() == b""
 
 

@@ -125,15 +125,15 @@ def test_it_is_stopped_and_goes_on(tmp_path: Path, configs: Path) -> None:
     command = [sys.executable, "-m", "lightning_stocache", "pack", str(path), *arguments]
     environment = os.environ | {"PYTHONPATH": os.pathsep.join(filter(None, sys.path))}
     with subprocess.Popen(command, stderr=subprocess.PIPE, text=True, env=environment) as process:
-        deadline = time.monotonic() + 60
+        deadline = time.monotonic() + 120
         while not (path.exists() and path.stat().st_size > 8192) and time.monotonic() < deadline:
             time.sleep(0.05)
         process.send_signal(signal.SIGINT)
-        _, err = process.communicate(timeout=60)
+        _, err = process.communicate(timeout=200)
     assert process.returncode == 130, err
     assert "stopped; the same command goes on where it was" in err
     done = subprocess.run(
-        [*command, "--workers", "2"], capture_output=True, text=True, env=environment, check=True, timeout=120
+        [*command, "--workers", "2"], capture_output=True, text=True, env=environment, check=True, timeout=240
     )
     assert "40 samples, " in done.stdout
     assert "40 samples, 40 of them now" not in done.stdout

@@ -152,7 +152,7 @@ def test_what_is_left_in_all_lanes_keeps_no_record_out() -> None:
 
     def hold(offset: int) -> None:
         begun.set()
-        over.wait(60)
+        over.wait(300)
 
     def store_one(nbytes: int, write: Callable[[int], None]) -> int | None:
         with opened(segment) as arena:
@@ -164,7 +164,7 @@ def test_what_is_left_in_all_lanes_keeps_no_record_out() -> None:
         if level < LANES - 1:
             store_one(100, lambda offset: nested(offset, level + 1))
         last.start()
-        begun.wait(60)
+        begun.wait(300)
         raise InterruptedError
 
     with pytest.raises(InterruptedError):
@@ -370,6 +370,8 @@ def test_who_is_killed_at_random_moments_leaves_no_hole(tmp_path: Path, rng: ran
     children = [Child(store_for_ever, segment, log, seed) for seed in range(3)]
     kills = 12
     for seed in range(kills):
+        while not log.exists() or log.stat().st_size <= seed * NOTE.size:
+            time.sleep(0.002)
         time.sleep(rng.random() * 0.05)
         children.pop(rng.randrange(3)).kill()
         children.append(Child(store_for_ever, segment, log, 100 + seed))

@@ -371,7 +371,7 @@ def test_many_samples_of_which_one_cannot_be_stored(cache: SharedCache, monkeypa
 def hold_claim(cache: SharedCache, ready: str) -> None:
     with holding(cache.segment, cache.arc.slot(5)):
         Path(ready).touch()
-        time.sleep(60)
+        time.sleep(300)
 
 
 @pytest.mark.processes

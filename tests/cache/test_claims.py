@@ -108,7 +108,7 @@ def test_a_child_forked_during_a_claim_of_another_thread_waits_for_nobody(segmen
     claimed.wait()
     release = threading.Timer(0.05, done.set)
     release.start()
-    call(fork_and_wait, timeout=20)
+    call(fork_and_wait)
     thread.join()
     release.join()
 

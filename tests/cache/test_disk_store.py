@@ -279,7 +279,7 @@ def test_a_disk_that_stands_still_is_not_waited_for(disk: Disk, monkeypatch: Any
     still = threading.Event()
 
     def hang(data: int, offset: int, length: int) -> bytes:
-        still.wait(20)
+        still.wait(120)
         return real(data, offset, length)
 
     monkeypatch.setattr(files, "fetch", hang)
@@ -293,7 +293,7 @@ def test_a_disk_that_stands_still_is_not_waited_for(disk: Disk, monkeypatch: Any
     blocked = threading.Event()
 
     def wait(data: int, offset: int, *parts: memoryview) -> None:
-        blocked.wait(20)
+        blocked.wait(120)
         real_store(data, offset, *parts)
 
     monkeypatch.setattr(files, "store", wait)
@@ -314,7 +314,7 @@ def test_a_file_is_not_closed_below_a_thread_that_writes(disk: Disk, monkeypatch
 
     def wait(file: int, offset: int, *parts: memoryview) -> None:
         data.append(file)
-        going_on.wait(20)
+        going_on.wait(120)
         real(file, offset, *parts)
 
     monkeypatch.setattr(files, "store", wait)
@@ -324,7 +324,7 @@ def test_a_file_is_not_closed_below_a_thread_that_writes(disk: Disk, monkeypatch
     assert store.closed
     assert os.path.samefile(f"/proc/self/fd/{data[0]}", disk.path)
     going_on.set()
-    deadline = time.monotonic() + 20
+    deadline = time.monotonic() + 120
     while disk.served() != [3]:
         assert time.monotonic() < deadline
         time.sleep(0.01)
@@ -338,7 +338,7 @@ def test_what_waits_for_a_disk_that_stands_still_is_loaded(disk: Disk, monkeypat
     real_store, real_wait = files.store, threading.Condition.wait_for
 
     def hang(data: int, offset: int, *parts: memoryview) -> None:
-        blocked.wait(20)
+        blocked.wait(120)
         real_store(data, offset, *parts)
 
     def wait(self: threading.Condition, *args: Any) -> Any:
@@ -387,7 +387,7 @@ def kills(disk: Disk, rounds: int) -> None:
         ready = context.Event()
         child = context.Process(target=kill_while_filling, args=(str(disk.directory), disk.layout, ready))
         child.start()
-        ready.wait(30)
+        assert ready.wait(200)
         time.sleep(generator.random() * 0.05)
         os.kill(child.pid, signal.SIGKILL)
         child.join()

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-import threading
+import logging
 import time
 from pathlib import Path
 
@@ -24,7 +24,7 @@ def stand_still(handle: RollingHandle, count: int, flag: str) -> None:
     taken = [store.ring.take() for _ in range(count)]
     assert None not in taken
     Path(flag).touch()
-    time.sleep(100)
+    time.sleep(300)
 
 
 def test_who_waits_behind_a_process_that_stands_still_is_told_which(tmp_path, monkeypatch, caplog):
@@ -38,8 +38,10 @@ def test_who_waits_behind_a_process_that_stands_still_is_told_which(tmp_path, mo
         while not flag.exists():
             time.sleep(0.005)
         pid = child.process.pid
-        threading.Timer(1.5, child.kill).start()  # a slot of a killed writer is looked for once a second
+        log = logging.getLogger("lightning_stocache.cache.rolling_writer")
+        log.addFilter(ends := lambda record: not child.ended and child.kill() is None)  # when it has been told of
         writer.append(torch.ones(10))
+        log.removeFilter(ends)
         store.close()
     assert pool[0].tolist() == [1.0] * 10
     pool.close()

@@ -33,7 +33,7 @@ def test_what_another_process_loads_is_waited_for_but_not_for_ever(
     ready = context.Event()
     other = context.Process(target=load_for_ever, args=(str(tmp_path), ready))
     other.start()
-    assert ready.wait(60)
+    assert ready.wait(200)
     store = Disk(tmp_path, "rows").open()
     assert store.turns.take([2, 3, 4, 5]) == [2, 5]
     with caplog.at_level(logging.WARNING):

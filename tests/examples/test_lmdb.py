@@ -3,31 +3,28 @@
 from __future__ import annotations
 
 import json
-import os
 import re
-import subprocess
-import sys
+from importlib.util import find_spec
 from pathlib import Path
 
 import pytest
 
-pytestmark = [pytest.mark.processes, pytest.mark.slow]
+from tests.scripts import run_script
+
+pytestmark = [
+    pytest.mark.processes,
+    pytest.mark.slow,
+    pytest.mark.skipif(find_spec("sklearn") is None, reason="the photographs need scikit-learn"),
+]
 pytest.importorskip("lmdb")
-pytest.importorskip("sklearn", reason="the photographs need it")
 
 ROOT = Path(__file__).parents[2]
 
 
 def run(tmp_path: Path, script: str, *arguments: str) -> str:
-    environment = {**os.environ, "PYTHONPATH": str(ROOT), "XDG_CACHE_HOME": str(tmp_path / "cache")}
-    done = subprocess.run(
-        [sys.executable, str(ROOT / "examples" / script), *arguments],
-        cwd=tmp_path,
-        env=environment | {"CUDA_VISIBLE_DEVICES": "", "TMPDIR": str(tmp_path)},
-        capture_output=True,
-        text=True,
-        timeout=280,
-    )
+    environment = {"PYTHONPATH": str(ROOT), "XDG_CACHE_HOME": str(tmp_path / "cache")}
+    environment |= {"CUDA_VISIBLE_DEVICES": "", "TMPDIR": str(tmp_path)}
+    done = run_script(ROOT / "examples" / script, *arguments, folder=tmp_path, environment=environment)
     assert done.returncode == 0, done.stderr
     return done.stdout
 

@@ -19,7 +19,7 @@ pytest.importorskip("sklearn", reason="scikit-learn is not installed")
 
 ROOT = Path(__file__).parents[2]
 NOTEBOOK = ROOT / "examples" / "quickstart.ipynb"
-SECONDS = 120  # for a cell; one that imports torch takes ten on a busy machine
+SECONDS = 280  # for a cell; one that imports torch takes ten on a busy machine
 
 TRAINING = """
 import os, time, torch, lightning.pytorch as pl
@@ -42,7 +42,7 @@ class Model(pl.LightningModule):
     def training_step(self, batch, batch_idx):
         if os.environ.get("STOPS") and batch_idx == 4:
             print("in the middle", flush=True)
-            time.sleep(60)
+            time.sleep(280)
         return self.layer(batch[0].float()).sum()
 
     def configure_optimizers(self):
@@ -66,7 +66,9 @@ class Kernel:
         environment = {**os.environ, "PYTHONPATH": str(ROOT), "IPYTHONDIR": str(folder / "ipython")}
         environment |= {"XDG_CACHE_HOME": str(folder / "cache"), "JUPYTER_RUNTIME_DIR": str(folder)}
         cwd = str(NOTEBOOK.parent)
-        self.manager, self._client = jupyter_client.start_new_kernel(kernel_name="python3", cwd=cwd, env=environment)
+        self.manager, self._client = jupyter_client.start_new_kernel(
+            kernel_name="python3", cwd=cwd, env=environment, startup_timeout=SECONDS
+        )
 
     def run(self, cell: str, when: Callable[[str], Any] = lambda said: None) -> tuple[str, str]:
         """How a cell ends ("ok", or the name of an error), and what it prints; `when` is told each time it prints."""

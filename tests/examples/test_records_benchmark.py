@@ -4,12 +4,11 @@ from __future__ import annotations
 
 import importlib.util
 import json
-import os
-import subprocess
-import sys
 from pathlib import Path
 
 import pytest
+
+from tests.scripts import run_script
 
 pytestmark = pytest.mark.processes
 
@@ -18,16 +17,9 @@ BENCHMARKS = Path(__file__).parents[2] / "examples" / "benchmarks"
 
 def tables(tmp_path: Path, part: str, *arguments: str) -> dict[str, list[str]]:
     """The rows of the table of a quick run, by their first cells."""
-    environment = os.environ | {"XDG_CACHE_HOME": str(tmp_path / "cache")}
-    command = [sys.executable, str(BENCHMARKS / "records.py"), "--quick", "--rounds", "1", "--only", part]
-    done = subprocess.run(
-        [*command, *arguments, "--output", "results"],
-        cwd=tmp_path,
-        env=environment,
-        capture_output=True,
-        text=True,
-        timeout=240,
-    )
+    told = ("--quick", "--rounds", "1", "--only", part, *arguments, "--output", "results")
+    environment = {"XDG_CACHE_HOME": str(tmp_path / "cache")}
+    done = run_script(BENCHMARKS / "records.py", *told, folder=tmp_path, environment=environment, timeout=550)
     assert done.returncode == 0, done.stderr
     written = json.loads((tmp_path / "results" / "records.json").read_text())
     assert written["machine"]["cores"] >= 1

@@ -3,13 +3,12 @@
 from __future__ import annotations
 
 import json
-import os
 import re
-import subprocess
-import sys
 from pathlib import Path
 
 import pytest
+
+from tests.scripts import run_script
 
 pytestmark = [pytest.mark.processes, pytest.mark.slow]
 
@@ -18,9 +17,8 @@ ROOT = Path(__file__).parents[2]
 
 def run(script: str, tmp_path: Path, *arguments: str) -> str:
     """What a script prints, as a user starts it."""
-    environment = {**os.environ, "PYTHONPATH": str(ROOT), "CUDA_VISIBLE_DEVICES": "", "TMPDIR": str(tmp_path)}
-    command = [sys.executable, str(ROOT / "examples" / script), *arguments]
-    done = subprocess.run(command, cwd=tmp_path, env=environment, capture_output=True, text=True, timeout=120)
+    environment = {"PYTHONPATH": str(ROOT), "CUDA_VISIBLE_DEVICES": "", "TMPDIR": str(tmp_path)}
+    done = run_script(ROOT / "examples" / script, *arguments, folder=tmp_path, environment=environment)
     assert done.returncode == 0, done.stderr
     return done.stdout
 

@@ -2,13 +2,12 @@
 
 from __future__ import annotations
 
-import os
 import re
-import subprocess
-import sys
 from pathlib import Path
 
 import pytest
+
+from tests.scripts import run_script
 
 pytestmark = [pytest.mark.processes, pytest.mark.slow]
 
@@ -17,9 +16,9 @@ ROOT = Path(__file__).parents[2]
 
 def reads(tmp_path: Path, *arguments: str) -> list[int]:
     """What the example says was read from the files in each epoch."""
-    environment = {**os.environ, "PYTHONPATH": str(ROOT), "TMPDIR": str(tmp_path), "CUDA_VISIBLE_DEVICES": ""}
-    command = [sys.executable, str(ROOT / "examples" / "stream.py"), "--samples", "256", *arguments]
-    done = subprocess.run(command, cwd=tmp_path, env=environment, capture_output=True, text=True, timeout=120)
+    environment = {"PYTHONPATH": str(ROOT), "TMPDIR": str(tmp_path), "CUDA_VISIBLE_DEVICES": ""}
+    script = ROOT / "examples" / "stream.py"
+    done = run_script(script, "--samples", "256", *arguments, folder=tmp_path, environment=environment)
     assert done.returncode == 0, done.stderr
     return [int(number) for number in re.findall(r"(\d+) read from the files", done.stdout)]
 

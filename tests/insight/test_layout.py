@@ -109,7 +109,7 @@ def screenshot(address: str, folder: Path) -> np.ndarray[Any, Any]:
     quiet = ("--disable-background-networking", "--disable-component-update", "--disable-sync", "--no-first-run")
     screen = ("--window-size=1400,1100", "--virtual-time-budget=20000", f"--screenshot={picture}")
     command = [BROWSER, "--headless", "--no-sandbox", "--disable-gpu", *quiet, home, *screen, address]
-    subprocess.run(command, capture_output=True, timeout=120, check=True)
+    subprocess.run(command, capture_output=True, timeout=280, check=True)
     with Image.open(picture) as image:
         return np.asarray(image.convert("RGB")).astype(int)
 

@@ -267,7 +267,7 @@ def test_a_browser_shows_the_panels(multirun, tmp_path):
         f"--user-data-dir={tmp_path / 'browser'}",
     )
     address = (tmp_path / "report.html").as_uri()
-    done = subprocess.run([*headless, "--dump-dom", address], capture_output=True, text=True, timeout=120, check=True)
+    done = subprocess.run([*headless, "--dump-dom", address], capture_output=True, text=True, timeout=280, check=True)
     page = Page(done.stdout)
     assert [title for title in TITLES if title not in page.text] == []
     assert sum(tag == "svg" for tag, _ in page.tags) == len(TITLES)

@@ -1,4 +1,8 @@
-"""Libraries that change the environment when they are imported (OpenCV, Lightning) do so before the first test."""
+"""Libraries that change the environment when they are imported (OpenCV, Lightning) do so before the first test here.
+
+No sooner: MONAI imports MLflow, Optuna and TensorBoard, which takes seconds of each process that collects tests, and
+makes each process that runs them twice as large, which takes twice as long to fork.
+"""
 
 from __future__ import annotations
 
@@ -6,11 +10,15 @@ import os
 from contextlib import suppress
 from importlib import import_module
 
+import pytest
 from tqdm import tqdm
 
 os.environ |= {"NO_ALBUMENTATIONS_UPDATE": "1", "PYTORCH_NVML_BASED_CUDA_CHECK": "1"}  # as they and Lightning do
-for name in ("albumentations", "monai", "timm", "kornia"):
-    with suppress(ImportError):
-        import_module(name)
 
-tqdm.get_lock()  # a semaphore in /dev/shm, else made by whatever test first shows a bar, and left by it
+
+@pytest.fixture(scope="session", autouse=True)
+def imported() -> None:
+    for name in ("albumentations", "monai", "timm", "kornia"):
+        with suppress(ImportError):
+            import_module(name)
+    tqdm.get_lock()  # a semaphore in /dev/shm, else made by whatever test first shows a bar, and left by it

@@ -16,11 +16,16 @@ from tests.training.seen import fit, through
 
 pytestmark = pytest.mark.processes
 
-monai_data, timm_loader, torch_geometric, webdataset = (  # at once: their imports leave semaphores behind
-    pytest.importorskip(name) for name in ("monai.data", "timm.data.loader", "torch_geometric", "webdataset")
-)
-
 SAMPLES = 24
+
+
+@pytest.fixture(scope="module", autouse=True)
+def imported() -> None:
+    """Before the first test: what their imports leave behind is no test's."""
+    global monai_data, timm_loader, torch_geometric, webdataset
+    monai_data, timm_loader, torch_geometric, webdataset = (
+        pytest.importorskip(name) for name in ("monai.data", "timm.data.loader", "torch_geometric", "webdataset")
+    )
 
 
 def numbers() -> TensorDataset:

@@ -446,12 +446,14 @@ def test_workers_whose_source_changes_are_counted_once():
 
 
 @pytest.mark.parametrize("looked_up", [False, True])
-def test_the_thread_runs_only_while_an_epoch_does(looked_up: bool):
+def test_the_thread_runs_only_while_an_epoch_does(looked_up: bool, monkeypatch: pytest.MonkeyPatch):
     """It starts with the first batch that can be gathered ahead of a slow consumer, and ends with epoch or iterator."""
 
     def threads() -> int:
         return sum(thread.name == "stocache-prefetch" for thread in threading.enumerate())
 
+    now = [0]
+    monkeypatch.setattr(time, "perf_counter_ns", lambda: now[0])  # a busy machine makes every consumer slow
     with closing(CachedDataset(Numbers(LENGTH, BLOCK))) as dataset:
         fill(dataset, range(LENGTH))
         loader = CachedLoader(dataset, 4, sampler=DistributedSampler(dataset, 1, 0) if looked_up else None)
@@ -460,12 +462,12 @@ def test_the_thread_runs_only_while_an_epoch_does(looked_up: bool):
         iterator, last = iter(loader), len(loader) - 1
         for number, _ in enumerate(iterator):
             assert threads() == (0 < number < last) or number == last
-            time.sleep(0.001)
+            now[0] += 1_000_000
         assert threads() == 0
         iterator = iter(loader)
         for _ in range(3):
             next(iterator)
-            time.sleep(0.001)
+            now[0] += 1_000_000
         assert threads() == 1
         del iterator
         assert threads() == 0

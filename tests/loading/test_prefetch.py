@@ -32,7 +32,7 @@ def test_an_offered_job_is_done_by_the_thread_while_the_consumer_does_something_
 
     job = Job(work)
     ahead.offer(job)
-    assert done.wait(10)
+    assert done.wait(120)
     assert job.result() != threading.get_ident()
     assert times == [1]
     ahead.stop()
@@ -47,12 +47,12 @@ def test_who_wants_a_job_that_is_under_way_waits_for_it():
     def work() -> str:
         times.append(1)
         begun.set()
-        go_on.wait(10)
+        go_on.wait(120)
         return "done"
 
     job = Job(work)
     ahead.offer(job)
-    assert begun.wait(10)
+    assert begun.wait(120)
     threading.Timer(0.05, go_on.set).start()
     assert job.result() == "done"
     assert times == [1]
@@ -74,7 +74,7 @@ def test_an_error_is_raised_where_the_result_is_wanted(offered):
     if offered:
         ahead.offer(job)
         ahead.offer(other)
-        assert done.wait(10)
+        assert done.wait(120)
     for _ in range(2):  # whoever asks, and how often
         with pytest.raises(KeyError, match="no such slot"):
             job.result()
@@ -93,7 +93,7 @@ def test_what_a_job_made_goes_with_the_job():
     reference = weakref.ref(job.result())
     assert job.result() is reference()
     del job
-    deadline = time.monotonic() + 10
+    deadline = time.monotonic() + 120
     while reference() is not None and time.monotonic() < deadline:
         time.sleep(0.001)  # the thread is about to let it go
     assert reference() is None
@@ -108,6 +108,6 @@ def test_stopping_ends_the_thread_and_may_be_done_twice_or_from_the_thread_itsel
     ahead.offer(stopped)
     [thread] = threads()
     stopped.result()
-    thread.join(10)
+    thread.join(120)
     ahead.stop()
     assert threads() == []

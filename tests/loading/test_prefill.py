@@ -36,7 +36,7 @@ class Counted(Dataset[Any]):
 
 
 def wait_until(dataset: CachedDataset, filled: int) -> None:
-    deadline = time.monotonic() + 60
+    deadline = time.monotonic() + 120
     while dataset.cache is not None and dataset.cache.filled < filled:
         assert time.monotonic() < deadline
         time.sleep(0.01)

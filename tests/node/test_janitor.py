@@ -94,7 +94,7 @@ def test_lock_files_without_a_segment_are_removed(name: str) -> None:
 def keep_locked(path: str, ready: str) -> None:
     assert take(os.open(path, os.O_RDWR), 7)
     Path(ready).touch(0o600)
-    time.sleep(60)
+    time.sleep(300)
 
 
 def test_a_segment_goes_although_its_lock_file_is_not_ours(name: str, tmp_path: Path) -> None:

@@ -45,12 +45,14 @@ class OtherSource(CountedSource):
     """Another class."""
 
 
-class SlowSource(CountedSource):
-    """A job that is caught in the middle."""
+class StuckSource(CountedSource):
+    """A job that is caught in the middle: its 20th load does not end until a file `go on` is there."""
 
     def __getitem__(self, index: int) -> tuple[torch.Tensor, int]:
-        time.sleep(0.01)
-        return super().__getitem__(index)
+        sample = super().__getitem__(index)
+        while self.loads == 20 and not Path(self.log_path).with_name("go on").exists():
+            time.sleep(0.002)
+        return sample
 
 
 @pytest.fixture
@@ -158,20 +160,20 @@ def test_two_jobs_at_the_same_time_share_it(name: str, tmp_path: Path) -> None:
 @pytest.mark.processes
 def test_a_job_that_is_killed_leaves_a_usable_cache(name: str, tmp_path: Path) -> None:
     """SIGKILL in the middle of filling: what is READY is right, and the next job loads the rest."""
-    job = Child(fill_slowly, str(tmp_path), name)
-    deadline = time.monotonic() + 20
-    while source(tmp_path).loads < 5:
+    job = Child(fill_and_stick, str(tmp_path), name)
+    deadline = time.monotonic() + 120
+    while source(tmp_path).loads < 20:
         assert time.monotonic() < deadline
         time.sleep(0.005)
     job.kill()
-    loaded = source(tmp_path).loads
-    misses, hits, filled = fill_slowly(str(tmp_path), name)
-    assert loaded - 1 <= hits < LENGTH
+    (tmp_path / "go on").touch()
+    misses, hits, filled = fill_and_stick(str(tmp_path), name)
+    assert hits == 19
     assert (misses + hits, filled) == (LENGTH, LENGTH)
 
 
-def fill_slowly(folder: str, name: str) -> tuple[int, int, int]:
-    return read(cached(SlowSource(LENGTH, log_path=Path(folder) / "loads"), name))
+def fill_and_stick(folder: str, name: str) -> tuple[int, int, int]:
+    return read(cached(StuckSource(LENGTH, log_path=Path(folder) / "loads"), name))
 
 
 # --- what is refused

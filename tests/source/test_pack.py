@@ -180,7 +180,7 @@ def test_a_pack_that_is_killed_goes_on_where_it_was(tmp_path: Path, workers: int
 
 
 def _wait_for_a_commit(path: Path, child: Child) -> None:
-    before, deadline = _version(path), time.monotonic() + 60
+    before, deadline = _version(path), time.monotonic() + 120
     while _version(path) == before and child.process.exitcode is None and time.monotonic() < deadline:
         time.sleep(0.002)
 
@@ -299,7 +299,7 @@ def test_two_processes_do_not_pack_into_one_file(tmp_path: Path) -> None:
     """The second is refused at once."""
     path = tmp_path / "x"
     child = Child(hold, str(path))
-    deadline = time.monotonic() + 60
+    deadline = time.monotonic() + 120
     while not path.exists() and time.monotonic() < deadline:
         time.sleep(0.01)
     try:
@@ -319,11 +319,19 @@ def test_the_lock_ends_with_the_process(tmp_path: Path, workers: int) -> None:
     with pytest.raises(PackError):
         pack(Source(tmp_path / "reads", at=1, odd=broken), path)
     child = Child(_go_on, str(path), workers)
-    time.sleep(1)
+    deadline = time.monotonic() + 120
+    while _loads_with(child) < workers or str(path) not in Path(f"/proc/{child.process.pid}/maps").read_text():
+        assert time.monotonic() < deadline
+        time.sleep(0.01)
     os.kill(child.process.pid, signal.SIGKILL)  # type: ignore[arg-type]
     child.process.join()
     assert pack(Source(tmp_path / "reads"), path) > 0
     child.kill()
+
+
+def _loads_with(child: Child) -> int:
+    pid = child.process.pid
+    return len(Path(f"/proc/{pid}/task/{pid}/children").read_text().split())
 
 
 def _go_on(path: str, workers: int) -> None:

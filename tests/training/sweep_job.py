@@ -116,7 +116,7 @@ def main(config: DictConfig) -> float:
 def meet(folder: Path, together: int) -> None:
     """Wait until so many trials have come here."""
     (folder / f"came-{os.getpid()}").touch()
-    end = time.monotonic() + 60
+    end = time.monotonic() + 120
     while len(list(folder.glob("came-*"))) < together and time.monotonic() < end:
         time.sleep(0.01)
 

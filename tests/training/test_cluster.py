@@ -25,7 +25,7 @@ from tests.training.tiny import source
 
 pytestmark = [pytest.mark.slow, pytest.mark.timeout(400), pytest.mark.processes]
 
-SECONDS = 180
+SECONDS = 240
 CONTAINER = ["unshare", "--mount", "--pid", "--fork", "--kill-child", "--mount-proc", *OWN_SHM[2:]]
 
 

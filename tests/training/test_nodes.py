@@ -24,7 +24,7 @@ pytestmark = [pytest.mark.slow, pytest.mark.timeout(300), pytest.mark.processes]
 
 ROOT = Path(__file__).parents[2]
 NODES = ((0, 1), (2, 3))
-SECONDS = 150
+SECONDS = 240
 OWN_SHM = ["unshare", "--mount", "sh", "-c", 'mount -t tmpfs -o size=64m tmpfs /dev/shm && exec "$@"', "sh"]
 SLURM = 'for id in 0 1; do SLURM_LOCALID=$id SLURM_PROCID=$((2 * SLURM_NODEID + id)) "$@" & done; wait'
 

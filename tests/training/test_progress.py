@@ -134,7 +134,7 @@ def test_the_seconds_are_those_of_the_clock(tmp_path, caplog):
     forked = {"multiprocessing_context": "fork"}  # a local class
     trainer.fit(Model(), StocacheDataModule(Slow(), batch_size=3, num_workers=8, allow_random=True, loader=forked))
     [line] = full_lines(caplog)
-    assert 0 < float(re.search(r"([\d.]+) s of waiting", line)[1]) <= clock.seconds + 0.05 < 0.2 * SAMPLES  # rounded
+    assert 0 < float(re.search(r"([\d.]+) s of waiting", line)[1]) <= clock.seconds + 0.05  # rounded; the sum is 4.8 s
 
 
 def test_silent_for_a_kept_cache(tmp_path, caplog):

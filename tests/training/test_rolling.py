@@ -21,6 +21,7 @@ from lightning_stocache import (
     StochasticCache,
     cache_datamodule,
 )
+from tests.sources import Allowance
 
 pytestmark = pytest.mark.processes
 
@@ -28,18 +29,35 @@ EACH = 4 * 4 + 2 * 8
 
 
 class Slow(Dataset[Any]):
-    """Samples that take a while."""
+    """Samples that come when they are allowed to."""
+
+    def __init__(self, allowed: Allowance | None = None) -> None:
+        self.allowed = allowed
 
     def __len__(self) -> int:
         return 60
 
     def __getitem__(self, index: int) -> torch.Tensor:
-        time.sleep(0.005)
+        if self.allowed is not None:
+            self.allowed(index)
         return torch.full((4,), float(index))
 
 
+class Growing(pl.Callback):
+    """After each epoch some more samples come."""
+
+    def __init__(self, pool: RollingCache, allowed: Allowance, more: int) -> None:
+        self.pool, self.allowed, self.more = pool, allowed, more
+
+    def on_train_epoch_end(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
+        before = self.pool.stats().resident
+        self.allowed.more(self.more)
+        while before < 60 and self.pool.stats().resident == before:
+            time.sleep(0.002)
+
+
 class Model(pl.LightningModule):
-    """Remembers what it was trained on, and takes its time."""
+    """Remembers what it was trained on."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -51,7 +69,6 @@ class Model(pl.LightningModule):
 
     def training_step(self, batch: torch.Tensor, batch_idx: int) -> torch.Tensor:
         self.epochs[-1] += batch[:, 0].tolist()
-        time.sleep(0.005)
         return self.layer(batch).sum()
 
     def configure_optimizers(self) -> Any:
@@ -78,9 +95,11 @@ def rows(tmp_path: Path) -> list[dict[str, str]]:
 
 def test_the_datamodule_trains_on_what_is_resident(tmp_path):
     """With loaders that are made anew each epoch, epochs grow; the metrics say what came, left and was seen."""
-    model, pool = Model(), RollingCache(Slow(), "100%", fillers=1, minimum=8)
+    model, allowed = Model(), Allowance(tmp_path / "allowed", 8)
+    pool = RollingCache(Slow(allowed), "100%", fillers=1, minimum=8)
     dm = StocacheDataModule(train=pool, batch_size=4)
-    trainer(tmp_path, 6, callbacks=[CacheMonitor()], reload_dataloaders_every_n_epochs=1).fit(model, dm)
+    callbacks = [CacheMonitor(), Growing(pool, allowed, 8)]
+    trainer(tmp_path, 6, callbacks=callbacks, reload_dataloaders_every_n_epochs=1).fit(model, dm)
     lengths = [len(epoch) for epoch in model.epochs]
     assert 8 <= lengths[0] < lengths[-1] <= 60
     assert all(len(set(epoch)) == len(epoch) for epoch in model.epochs)
@@ -92,16 +111,17 @@ def test_the_datamodule_trains_on_what_is_resident(tmp_path):
     assert last["resident"] >= lengths[-1]
     assert float(values[1]["stocache/rolling/appended_per_second"]) > 0
     assert last["evicted_per_second"] == 0
-    assert 0 < last["oldest_seconds"] < 60
+    assert 0 < last["oldest_seconds"] < 600
     assert last["times_seen"] >= 1
     assert float(values[-1]["stocache/hit_rate"]) == 1
 
 
 def test_epochs_of_a_fixed_length(tmp_path):
     """`epoch_samples` gives all epochs one length, whatever is resident."""
-    model = Model()
-    pool = RollingCache(Slow(), "100%", fillers=1, minimum=4, epoch_samples=20)
-    trainer(tmp_path, 4).fit(model, StocacheDataModule(train=pool, batch_size=4))
+    model, allowed = Model(), Allowance(tmp_path / "allowed", 8)
+    pool = RollingCache(Slow(allowed), "100%", fillers=1, minimum=4, epoch_samples=20)
+    dm = StocacheDataModule(train=pool, batch_size=4)
+    trainer(tmp_path, 4, callbacks=[Growing(pool, allowed, 20)]).fit(model, dm)
     assert [len(epoch) for epoch in model.epochs] == [20] * 4
     assert len(set(model.epochs[0])) < len(set(model.epochs[-1])) <= 20
 

@@ -1,0 +1,75 @@
+"""Scripts, run as `python FILE ARGUMENTS` runs them, but in a fork: what they import has been imported already.
+
+torch and Lightning take four seconds of a processor to import, which is more than most examples take.
+"""
+
+from __future__ import annotations
+
+import importlib
+import logging
+import os
+import runpy
+import sys
+import tempfile
+import traceback
+from collections.abc import Mapping
+from dataclasses import dataclass
+from multiprocessing import forkserver
+from pathlib import Path
+
+from tests.processes import call
+
+__all__ = ["Ended", "run_script"]
+
+
+@dataclass(frozen=True)
+class Ended:
+    """A script that has ended: its exit code, and what it wrote."""
+
+    returncode: int
+    stdout: str
+    stderr: str
+
+
+def run_script(
+    path: Path, *arguments: str, folder: Path, environment: Mapping[str, str] | None = None, timeout: float = 280
+) -> Ended:
+    """Run a script to its end.
+
+    Args:
+        path: the file.
+        arguments: of the command line.
+        folder: where it is started.
+        environment: variables, beside those that there are.
+        timeout: seconds after which it is killed and the test fails.
+    """
+    importlib.import_module("lightning.pytorch")  # once, for all scripts that follow
+    with tempfile.TemporaryDirectory() as said:
+        code = call(_run, path, arguments, folder, dict(environment or {}), Path(said), timeout=timeout)
+        return Ended(code, Path(said, "out").read_text(), Path(said, "error").read_text())
+
+
+def _run(path: Path, arguments: tuple[str, ...], folder: Path, environment: dict[str, str], said: Path) -> int:
+    os.environ.update(environment)
+    os.chdir(folder)
+    for number, name in ((1, "out"), (2, "error")):
+        os.dup2(os.open(said / name, os.O_WRONLY | os.O_CREAT | os.O_APPEND), number)
+    sys.stdout, sys.stderr = os.fdopen(1, "w", closefd=False), os.fdopen(2, "w", closefd=False)
+    logging.getLogger().handlers.clear()  # pytest's
+    for neighbour in path.parent.glob("*.py"):
+        sys.modules.pop(neighbour.stem, None)
+    forkserver.ensure_running.__self__.__init__()  # the one of the test process is no server of this one
+    sys.argv, sys.path = [str(path), *arguments], [str(path.parent), *sys.path]
+    try:
+        runpy.run_path(str(path), run_name="__main__")
+        return 0
+    except SystemExit as end:
+        if end.code is None or isinstance(end.code, int):
+            return end.code or 0
+        print(end.code, file=sys.stderr)
+        return 1
+    except BaseException:
+        traceback.print_exc()
+        return 1
+    finally:
+        sys.stdout.flush(), sys.stderr.flush()
