@@ -90,11 +90,6 @@ def plus_one(sample: Any) -> Any:
     return sample[0] + 1, sample[1]
 
 
-def generated() -> Iterator[Any]:
-    for number in range(LENGTH):
-        yield np.full(3, number), number
-
-
 def dictionaries(length: int) -> Iterator[Any]:
     for number in range(length):
         yield {"text": "x" * (number % 5), "number": number}
