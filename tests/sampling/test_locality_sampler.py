@@ -415,7 +415,7 @@ def test_what_does_not_fit_is_refused(changed, message):
 
 def test_a_sampler_without_a_length_is_not_dealt():
     """Nobody would know how many samples are a rank's."""
-    with pytest.raises(TypeError, match="a sampler that is dealt to ranks must have a length .* got <list_iterator"):
+    with pytest.raises(TypeError, match=r"a sampler that is dealt to ranks must have a length .* got <list_iterator"):
         LocalitySampler(range(10), 2, 0, batch_size=2, ring=None, nodes=((0, 1),), draws=iter([1, 2]))
 
 
