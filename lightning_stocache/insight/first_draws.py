@@ -111,11 +111,11 @@ class WithReplacement:
 
     Args:
         chance: of an index of each group, per draw, `[groups]`.
-        rounds: so many are drawn together, no index twice; then it is the chance for all of these draws.
+        together: so many are drawn together, no index twice; then it is the chance for all of these draws.
     """
 
     chance: Numbers
-    rounds: int = 1
+    together: int = 1
 
     @property
     def groups(self) -> int:
@@ -128,7 +128,7 @@ class WithReplacement:
 
     def chances(self, draws: int) -> tuple[Numbers, Numbers]:
         """How likely and how often an index of each group is drawn in so many draws."""
-        times = draws / self.rounds
+        times = draws / self.together
         return 1 - (1 - self.chance) ** times, self.chance * times
 
 
@@ -194,9 +194,9 @@ class Together:
     def chances(self, draws: int) -> tuple[Numbers, Numbers]:
         """How likely an index of each group is drawn by any of them, and how often by all."""
         never, times = np.ones(self.groups), np.zeros(self.groups)
-        for its, place, count in zip(self.each, self.places, self.divided(draws), strict=True):
-            for part in its.passes(count):
-                drawn, often = its.chances(part)
+        for loader, place, count in zip(self.each, self.places, self.divided(draws), strict=True):
+            for part in loader.passes(count):
+                drawn, often = loader.chances(part)
                 never *= 1 - np.append(drawn, 0.0)[place]
                 times += np.append(often, 0.0)[place]
         return 1 - never, times

@@ -6,8 +6,8 @@ independent of each other on several ranks as on one. Where each rank draws by i
 deals out each rank's own SubsetRandomSampler), or a sampler or batch sampler is somebody else's, nothing is known: to
 find out one would have to draw.
 
-Several loaders may read one dataset, in turns: then it counts what they draw together, if one does not draw as another
-does (two of one seed).
+Several loaders may read one dataset, in turns: then it counts what they draw together, if one cannot draw as another
+does (both with a seed or generator of their own, which may be the same).
 
 A loader may read the dataset through `Subset` and `ConcatDataset`: then a position of the sampler's is an index of the
 dataset's, or of another one.
@@ -117,10 +117,10 @@ def _has_seed(loader: DataLoader[Any]) -> bool:
 def _in_turns(loaders: Sequence[DataLoader[Any]], again: bool) -> Callable[[int], list[int]]:
     """How many of so many samples are each loader's."""
     batches = np.array([len(loader) for loader in loaders])
-    sizes = np.array([_samples(loader) for loader in loaders]) / batches
+    sizes = np.array([_samples(loader) for loader in loaders]) / np.maximum(batches, 1)
 
     def divided(draws: int) -> list[int]:
-        low, high = 0.0, draws / float(sizes.min())
+        low, high = 0.0, float(draws)  # a turn gives a sample at least, of whichever loader
         for _ in range(60):
             turns = (low + high) / 2
             given = turns * sizes if again else np.minimum(turns, batches) * sizes
@@ -185,7 +185,8 @@ def _by_chance(drawing: Drawing, ours: npt.NDArray[np.bool_], indices: Integers)
     each, group = np.unique(weights, return_inverse=True)
     if drawing.order == "weighted":
         return LoaderDraws(ByWeight(each, np.bincount(group)), indices, group)
-    draws = WithReplacement(each / weights.sum()) if drawing.rounds is None else WithReplacement(each, drawing.rounds)
+    together = drawing.together
+    draws = WithReplacement(each / weights.sum()) if together is None else WithReplacement(each, together)
     return LoaderDraws(draws, indices, group)
 
 

@@ -69,6 +69,7 @@ class LocalitySampler(DistributedSampler[int]):
             of the latest iteration; counted by the ring, as if all caches were full.
 
     Raises:
+        TypeError: `draws` has no length.
         ValueError: batch_size, mode, nodes or ring do not fit the rest.
 
     Example:
@@ -94,6 +95,8 @@ class LocalitySampler(DistributedSampler[int]):
         mode: Mode = "locality",
         draws: Iterable[int] | None = None,
     ) -> None:
+        if not isinstance(draws, Sized | None):
+            raise TypeError(f"a sampler that is dealt to ranks must have a length (`__len__`), got {draws!r}")
         dealt = cast("Dataset[Any]", dataset if draws is None else draws)
         super().__init__(dealt, num_replicas, rank, shuffle, seed, drop_last)
         size = len(dataset)

@@ -51,7 +51,7 @@ class Drawing:
         order: "same" for that list as it is, in every epoch; "anew" for the list in another random order each time;
             "replacement" and "weighted" for draws by chance, the latter with no index twice; "unknown".
         weights: of each place of the list, by which "replacement" and "weighted" draw, float64 `[length]`; None: alike.
-        rounds: "replacement" draws so many indices together, no index twice, and each with `weights` as its chance.
+        together: "replacement" draws so many indices together, no index twice, and each with `weights` as its chance.
         repeats: how often in a row what is drawn is given.
         part: which part of the list it is in the "same" order, of how many (a rank's).
         deals: whether it deals one order, which all ranks know, among them.
@@ -60,7 +60,7 @@ class Drawing:
     indices: range | Integers
     order: Order
     weights: npt.NDArray[np.float64] | None = None
-    rounds: int | None = None
+    together: int | None = None
     repeats: float = 1
     part: tuple[int, int] = (0, 1)
     deals: bool = False
@@ -145,11 +145,11 @@ def _repeated(sampler: Any) -> Drawing:
 def _of_classes(sampler: Any) -> Drawing | None:
     """So many samples of each of some classes, again and again; None where a class has fewer, which then come twice."""
     each, members = sampler.m_per_class, [np.asarray(members) for members in sampler.labels_to_indices.values()]
-    rounds = each * len(members) if sampler.batch_size is None else sampler.batch_size
-    chances = [np.full(len(indices), rounds / len(members) / len(indices)) for indices in members]
+    together = each * len(members) if sampler.batch_size is None else sampler.batch_size
+    chances = [np.full(len(indices), together / len(members) / len(indices)) for indices in members]
     known = all(len(indices) >= each for indices in members)
     order: Order = "replacement" if known else "unknown"
-    return Drawing(np.concatenate(members).astype(np.int64), order, np.concatenate(chances), rounds)
+    return Drawing(np.concatenate(members).astype(np.int64), order, np.concatenate(chances), together)
 
 
 def _listed(indices: Any, order: Order) -> Drawing | None:

@@ -32,6 +32,7 @@ from torch.utils.data import DataLoader, IterableDataset, get_worker_info
 from lightning_stocache.cache.field import UnsupportedSampleError
 from lightning_stocache.cache.spec import SampleMismatchError
 from lightning_stocache.node.parent import why_not_begun
+from lightning_stocache.node.waiting import TOLD_SECONDS
 from lightning_stocache.setup.finding import Finding, find
 from lightning_stocache.setup.request import CacheRequest, LoaderSettings
 from lightning_stocache.source.generators import Generators, owned_generators, reachable
@@ -42,7 +43,6 @@ __all__ = ["look"]
 log = logging.getLogger(__name__)
 
 _UNSENDABLE = b""
-TOLD_SECONDS = 10.0  # after which the look says what it waits for
 PATIENCE_SECONDS = 30.0  # without a read that has ended
 
 

@@ -21,7 +21,7 @@ PROCESS_WIDE: Mapping[str, Any] = {"torch": torch.default_generator, "numpy.rand
 
 
 def states_of(generators: Mapping[str, Any]) -> dict[str, Any]:
-    """The state of each generator, by its name; None for one of the system's, which has none.
+    """The state of each generator, by its name; None for one that has none, as the system's.
 
     Args:
         generators: objects of `source.generators.KINDS`, or the modules of `PROCESS_WIDE`.
@@ -61,11 +61,14 @@ def put_back(generators: Mapping[str, Any], texts: Mapping[str, str]) -> None:
 def _state_of(generator: Any) -> Any:
     if isinstance(generator, torch.Generator):
         return generator.get_state().numpy().tobytes().hex()
-    if isinstance(generator, random.SystemRandom):
-        return None
     if isinstance(generator, np.random.Generator):
         return _plain(generator.bit_generator.state)
-    return _plain(generator.get_state(legacy=False)) if hasattr(generator, "get_state") else generator.getstate()
+    if hasattr(generator, "get_state"):
+        return _plain(generator.get_state(legacy=False))
+    try:
+        return generator.getstate()
+    except NotImplementedError:  # random.SystemRandom, and what is made after it
+        return None
 
 
 def _restore(generator: Any, state: Any) -> None:
@@ -75,9 +78,8 @@ def _restore(generator: Any, state: Any) -> None:
         generator.bit_generator.state = _with_arrays(state)
     elif hasattr(generator, "set_state"):
         generator.set_state(_with_arrays(state))
-    elif not isinstance(generator, random.SystemRandom):
-        version, words, gauss = state
-        generator.setstate((version, tuple(words), gauss))
+    elif state is not None and not isinstance(generator, random.SystemRandom):
+        generator.setstate(_as_tuples(state))
 
 
 def _plain(value: Any) -> Any:
@@ -86,6 +88,11 @@ def _plain(value: Any) -> Any:
     if isinstance(value, np.ndarray):
         return {"dtype": value.dtype.str, "bytes": value.tobytes().hex()}
     return value.item() if isinstance(value, np.generic) else value
+
+
+def _as_tuples(state: Any) -> Any:
+    """What was a tuple before it was text, which has lists alone."""
+    return tuple(map(_as_tuples, state)) if isinstance(state, list | tuple) else state
 
 
 def _with_arrays(state: Any) -> Any:

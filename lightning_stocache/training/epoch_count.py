@@ -73,6 +73,8 @@ def begin_epoch(trainer: Any, epoch: int) -> None:
         fit.restarting = False  # it stays where there are `max_steps`
         batches.reset_on_run()
         return
+    if epochs.ready == epochs.started == epoch + 1 == epochs.processed + 1 and batches.is_last_batch:
+        put_batches(trainer, 0)  # saved in the moment before Lightning did that: they are those of the epoch before
     if epochs.ready == epochs.started == epoch == epochs.processed + 1 and not _validates(trainer, epoch):
         _put(epochs, processed=epoch)  # saved in the moment before Lightning did that
         _put(total, processed=total.processed + 1)

@@ -45,6 +45,7 @@ class ResumePoint(Callback):
         self._then: Mapping[str, Any] | None = None
         self._gone_on: list[TrainerLoader] = []  # in the middle of their epoch
         self._put_back = False
+        self._begins = False  # an epoch of which no batch has begun
 
     @classmethod
     def of(cls, trainer: Any) -> ResumePoint:
@@ -63,9 +64,9 @@ class ResumePoint(Callback):
 
     @property
     def dealt(self) -> bool:
-        """Whether the fit goes on from a checkpoint whose orders come from seed and epoch, as on several ranks."""
-        states = [] if self._then is None else self._then["loaders"]
-        return any(isinstance(state, dict) and {"seed", "epoch"} <= state.keys() for state in states)
+        """Whether the fit goes on from a checkpoint whose orders all come from seed and epoch, as on several ranks."""
+        states = [] if self._then is None else [state for state in self._then["loaders"] if isinstance(state, dict)]
+        return bool(states) and all({"seed", "epoch"} <= state.keys() for state in states)
 
     def go_on(self, loaders: Any) -> None:
         """Have the training loaders that Lightning asks for now begin where training stands.
@@ -146,6 +147,14 @@ class ResumePoint(Callback):
         warnings.filterwarnings("ignore", message=message)
         put_batches(trainer, max(loader.position.batches for loader in self._gone_on))
 
+    def on_train_epoch_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
+        """An epoch begins, and for a moment more Lightning counts the batches of the one before."""
+        self._begins = True
+
+    def on_train_batch_start(self, trainer: Trainer, pl_module: LightningModule, batch: Any, batch_idx: int) -> None:
+        """By now it counts those of this one."""
+        self._begins = False
+
     def on_train_epoch_end(self, trainer: Trainer, pl_module: LightningModule) -> None:
         """The epoch is over, though nobody has asked the loaders for what comes after the last batch."""
         for leaf in loaders_in(trainer.train_dataloader):
@@ -162,8 +171,8 @@ class ResumePoint(Callback):
         if not handed:
             return {}
         epoch, done = stands(trainer, max(handed))
-        if done == 0 and all(leaf is None or leaf.position.ended for leaf in leaves):  # the epoch has not begun to read
-            done = None
+        if self._begins and all(leaf is None or leaf.position.ended for leaf in leaves):  # it has not begun to read
+            epoch, done = epochs_done(trainer), None
         ahead = 0 if done is None else max(handed) - done
         states = [
             None if leaf is None else leaf.position.of(leaf, max(leaf.position.batches - ahead, 0), ended=done is None)
@@ -180,7 +189,7 @@ class ResumePoint(Callback):
 
     def teardown(self, trainer: Trainer, pl_module: LightningModule, stage: str) -> None:
         """The next fit begins anew, unless it is given a checkpoint."""
-        self._then, self._gone_on = None, []
+        self._then, self._gone_on, self._begins = None, [], False
 
     def __getstate__(self) -> dict[str, Any]:
         return self.__dict__ | {"_trainer": None, "_gone_on": []}

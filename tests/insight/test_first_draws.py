@@ -121,7 +121,7 @@ def test_so_many_of_each_class_are_drawn_together(share: float) -> None:
     ]
     held = np.array([has_slot[its].sum() for its in classes])
     others = np.array([len(its) for its in classes]) - held
-    theory = FirstDraws(WithReplacement(np.array([4 / len(its) for its in classes]), rounds=20))
+    theory = FirstDraws(WithReplacement(np.array([4 / len(its) for its in classes]), together=20))
     assert predicted(theory, lengths, held, others) == pytest.approx(simulated(has_slot, epochs), abs=0.03)
 
 

@@ -193,10 +193,6 @@ def test_samples_that_cannot_be_collated_raise_what_dataloader_raises():
 # ---- what goes DataLoader's own way ----
 
 
-def as_list(samples: list[Any]) -> list[Any]:
-    return samples
-
-
 def later_first(samples: list[Any]) -> torch.Tensor:
     return torch.stack([image for image, _ in reversed(samples)])
 

@@ -9,7 +9,6 @@ from collections.abc import Iterator
 from contextlib import closing
 from typing import Any
 
-import numpy as np
 import pytest
 import torch
 from torch.utils.data import DataLoader, IterableDataset, TensorDataset, get_worker_info
@@ -88,11 +87,6 @@ def listed(samples: list[Any]) -> Any:
 
 def plus_one(sample: Any) -> Any:
     return sample[0] + 1, sample[1]
-
-
-def generated() -> Iterator[Any]:
-    for number in range(LENGTH):
-        yield np.full(3, number), number
 
 
 def dictionaries(length: int) -> Iterator[Any]:

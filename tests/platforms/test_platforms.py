@@ -21,7 +21,7 @@ pytestmark = [
 
 ROOT = Path(__file__).parents[2]
 DARWIN = Path(__file__).parent / "darwin"
-SET_UP = 48  # samples that a look reads of so small a source
+SET_UP = 48  # samples that a look reads of so small a source, at most
 
 
 def run(folder: Path, module: str, *words: str, path: str = "") -> Any:
@@ -44,19 +44,26 @@ def caches(folder: Path) -> list[str]:
     return sorted(path.name.removeprefix(f"lsc-{os.getuid()}-") for path in (folder / "tmp").glob("lsc-*"))
 
 
+def check_loads(loads: list[int], doors: int) -> None:
+    """Each door has loaded each sample once, besides what a look has read: less of it where reading is slow."""
+    assert len(loads) == doors
+    assert all(SAMPLES < count <= SAMPLES + SET_UP for count in loads)
+
+
 @pytest.mark.soak
 def test_every_door_caches_with_a_fork_server(tmp_path):
     """Where workers come from a fork server if nobody says otherwise, epoch two hits everything, as with fork."""
     hits = [[0, SAMPLES], True]
     found = run(tmp_path, "tests.platforms.job", "doors")
-    assert found == {"datamodule": hits, "callback": hits, "loop": hits, "loads": [SAMPLES + SET_UP] * 3}
+    check_loads(found.pop("loads"), 3)
+    assert found == {"datamodule": hits, "callback": hits, "loop": hits}
 
 
 def test_every_door_caches_on_macos(tmp_path):
     """Without /proc, /dev/shm and fork epoch two hits everything, batches are as without, and no file is left."""
     hits = [[0, SAMPLES], True]
     found = on_macos(tmp_path, "doors")
-    assert all(SAMPLES < loads <= SAMPLES + SET_UP for loads in found.pop("loads"))
+    check_loads(found.pop("loads"), 3)
     assert found == {"datamodule": hits, "callback": hits, "loop": hits}
     assert caches(tmp_path) == []
 
@@ -73,7 +80,9 @@ def test_a_cache_lasts_on_macos(tmp_path, what):
 @pytest.mark.soak
 def test_two_ranks_share_one_cache_on_macos(tmp_path):
     """Spawned ranks load each sample once between them."""
-    assert on_macos(tmp_path, "ranks") == {"hits": [[0, SAMPLES]] * 2, "loads": SAMPLES + SET_UP}
+    found = on_macos(tmp_path, "ranks")
+    assert found["hits"] == [[0, SAMPLES]] * 2
+    check_loads([found["loads"]], 1)
     assert caches(tmp_path) == []
 
 

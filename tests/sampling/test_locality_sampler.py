@@ -413,6 +413,12 @@ def test_what_does_not_fit_is_refused(changed, message):
         LocalitySampler(range(10), 2, 0, **{**fitting, **changed})
 
 
+def test_a_sampler_without_a_length_is_not_dealt():
+    """Nobody would know how many samples are a rank's."""
+    with pytest.raises(TypeError, match=r"a sampler that is dealt to ranks must have a length .* got <list_iterator"):
+        LocalitySampler(range(10), 2, 0, batch_size=2, ring=None, nodes=((0, 1),), draws=iter([1, 2]))
+
+
 def test_dealer_refuses_arcs_of_different_rings():
     """Arcs that order the indices differently cannot be dealt together."""
     ring = Ring((Ring.cut(10, (1.0,), (5,)).arcs[0], Ring.cut(11, (1.0,), (5,)).arcs[0]))

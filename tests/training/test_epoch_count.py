@@ -9,6 +9,7 @@ import pytest
 import torch
 from lightning.pytorch import Callback, LightningDataModule, Trainer
 from lightning.pytorch.callbacks import ModelCheckpoint
+from lightning.pytorch.profilers import PassThroughProfiler
 from torch.utils.data import DataLoader, Dataset
 
 from lightning_stocache import StocacheDataModule, StochasticCache, cache_datamodule
@@ -153,6 +154,36 @@ def test_an_epoch_that_a_hook_ended_is_over(tmp_path):
     assert {at: batch for at, (batch, _) in second.seen.items()} == {
         at: batch for at, (batch, _) in whole.seen.items() if at[0] > 0
     }
+
+
+class SavesAtBeginnings(PassThroughProfiler):
+    """Saves a checkpoint when an epoch begins, while Lightning still counts the batches of the one before."""
+
+    def __init__(self, folder: Path) -> None:
+        super().__init__()
+        self.folder, self.trainer = folder, None
+
+    def start(self, action_name: str) -> None:
+        if action_name == "run_training_epoch":
+            self.trainer.save_checkpoint(self.folder / f"begins-{self.trainer.current_epoch}.ckpt")
+
+
+class Introduces(Callback):
+    """Makes the Trainer known to its profiler."""
+
+    def on_fit_start(self, trainer, pl_module):
+        trainer.profiler.trainer = trainer
+
+
+@pytest.mark.parametrize("door", ["own", "callback"])
+@pytest.mark.parametrize("epoch", [0, 1, 2])
+def test_an_epoch_that_is_about_to_begin_is_whole(tmp_path, door, epoch):
+    """Saved in the moment between an epoch's beginning and its first batch (by a signal's handler), a fit goes on with
+    all of its batches."""
+    whole, second = Witness(), Witness()
+    fit(tmp_path, door, whole, Introduces(), profiler=SavesAtBeginnings(tmp_path))
+    fit(tmp_path, door, second, ckpt=tmp_path / f"begins-{epoch}.ckpt")
+    assert second.seen == {at: then for at, then in whole.seen.items() if at[0] >= epoch}
 
 
 COUNTS = {"ready": 2, "started": 2, "processed": 2, "completed": 1}

@@ -178,12 +178,16 @@ def test_what_remains_is_what_would_have_come(tmp_path, name, sampler, workers, 
 class Several(LightningDataModule):
     """Two loaders of unequal lengths, which are read together."""
 
-    def __init__(self, mode: str) -> None:
+    def __init__(self, mode: str, seeded: bool = False) -> None:
         super().__init__()
         self.mode, self.sets = mode, [Numbers(), torch.utils.data.Subset(Numbers(), range(10))]
+        self.seeded = seeded
 
     def train_dataloader(self) -> Any:
-        return CombinedLoader([DataLoader(dataset, BATCH, shuffle=True) for dataset in self.sets], self.mode)
+        long, short = (DataLoader(dataset, BATCH, shuffle=True) for dataset in self.sets)
+        if self.seeded:
+            short = DataLoader(self.sets[1], BATCH, sampler=DistributedSampler(self.sets[1], 1, 0, seed=3))
+        return CombinedLoader([long, short], self.mode)
 
 
 class Both(Model):
@@ -215,6 +219,19 @@ def test_several_loaders_go_on_together(tmp_path, mode):
     for saved in range(1, 3 * steps, 2 if steps == 3 else 3):
         seen = run(ckpt=tmp_path / f"step={saved:02d}.ckpt")
         assert seen == {at: batch for at, batch in whole.items() if steps * at[0] + at[1] >= saved}, saved
+
+
+def test_an_order_without_a_seed_goes_on_beside_one_with_a_seed(tmp_path):
+    """Of two loaders of one rank only the second has a sampler with seed and epoch: the first is not dealt for that."""
+
+    def run(*callbacks: Callback, ckpt: Any = None) -> dict[Any, Any]:
+        torch.manual_seed(11 if ckpt is None else 99)
+        data = Several("max_size", seeded=True)
+        return fit(tmp_path, data, Both(), StochasticCache(), SeenOfBoth(), *callbacks, ckpt=ckpt)
+
+    whole = run(ModelCheckpoint(tmp_path, "{step}", every_n_train_steps=8, save_top_k=-1))
+    seen = run(ckpt=tmp_path / "step=8.ckpt")
+    assert seen == {at: batch for at, batch in whole.items() if 6 * at[0] + at[1] >= 8}
 
 
 def saved_after_eight(tmp_path: Path, name: str) -> Path:

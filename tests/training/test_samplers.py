@@ -351,6 +351,14 @@ TWO: dict[str, tuple[Callable[[Any], Any], int, dict[str, Any]]] = {
         SAMPLES,
         {},
     ),
+    "one without a batch": (
+        lambda data: CombinedLoader(
+            pair(shuffled(data), DataLoader(data, BATCH, sampler=SubsetRandomSampler(range(5)), drop_last=True)),
+            "max_size",
+        ),
+        60,
+        {},
+    ),
     "three": (
         lambda data: {"last": DataLoader(data, 4), **pair(shuffled(data), few(data))},
         SAMPLES,
