@@ -182,7 +182,10 @@ class _Mailbox:
         except (EOFError, ConnectionError, FileNotFoundError):
             # A worker that is killed closes the socket by which its tensors come before it is known to have ended.
             # Once it is, DataLoader's own iterator says so; until then it would raise this.
-            connection.wait([worker.sentinel for worker in self._workers], _ENDING_SECONDS)
+            ended = connection.wait([worker.sentinel for worker in self._workers], _ENDING_SECONDS)
+            for worker in self._workers:
+                if worker.sentinel in ended:
+                    worker.join()  # its files close before it is dead
             raise
 
 

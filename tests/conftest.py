@@ -36,7 +36,9 @@ if "forkserver" in multiprocessing.get_all_start_methods():  # a rank or a worke
     multiprocessing.get_context("forkserver").set_forkserver_preload(["lightning.pytorch", "pytest", "hypothesis"])
 
 _PATIENCE_SECONDS = 60.0  # for what ends by itself: a killed worker, a thread that holds a batch
-_LAUNCH_VARIABLES = re.compile(r"PYTEST_|PL_|KMP_|CUDA_|TORCH|(LOCAL_|NODE_|GROUP_)?RANK$|WORLD_SIZE$|MASTER_|OMP_")
+_LAUNCH_VARIABLES = re.compile(
+    r"PYTEST_|PL_|KMP_|CUDA_|TORCH|PYTORCH_NVML|(LOCAL_|NODE_|GROUP_)?RANK$|WORLD_SIZE$|MASTER_|OMP_"
+)
 
 _audit = Audit()
 
