@@ -23,6 +23,7 @@ from typing import Any
 
 import numpy as np
 import numpy.typing as npt
+import torch
 from torch.utils.data import BatchSampler, ConcatDataset, DataLoader, DistributedSampler, Subset
 
 from lightning_stocache.cache.counters import Counters
@@ -143,9 +144,12 @@ def drawn_list(loader: DataLoader[Any]) -> str | None:
     """A digest of the indices or weights that a loader's sampler has now; None where it has none, or they are none."""
     sampler = index_sampler(loader)
     sampler = getattr(sampler, "draws", None) if isinstance(sampler, LocalitySampler) else sampler
-    given = getattr(sampler, "indices", getattr(sampler, "weights", sampler if isinstance(sampler, list) else None))
+    given: Any = sampler
+    if not isinstance(sampler, list | np.ndarray | torch.Tensor):  # a tensor has a method that is called `indices`
+        given = getattr(sampler, "indices", getattr(sampler, "weights", None))
     try:
-        return None if given is None else sha256(np.asarray(given).tobytes()).hexdigest()
+        numbers = np.asarray(given)
+        return None if numbers.dtype == object else sha256(numbers.tobytes()).hexdigest()
     except Exception:
         log.debug("what %s draws from cannot be told", type(sampler).__name__, exc_info=True)
         return None
@@ -192,6 +196,7 @@ def _by_chance(drawing: Drawing, ours: npt.NDArray[np.bool_], indices: Integers)
 
 def _through(dataset: Any, counters: Counters, positions: Integers) -> Integers:
     """The indices in a cached dataset that positions in what a loader reads stand for; -1 where they are another's."""
+    positions = np.where(positions < 0, positions + len(dataset), positions)  # from the end
     if (cached := cached_in(dataset)) is not None and cached.counters is counters:
         return positions
     indices = np.full(len(positions), -1)

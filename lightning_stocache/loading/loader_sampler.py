@@ -84,7 +84,8 @@ def drawn_from(batches: Any) -> dict[str, Any]:
 
 def sampler_of(batches: Any) -> Any:
     """What says which samples come: of a batch sampler, the sampler within."""
-    return getattr(batches, "sampler", None) or batches
+    sampler = getattr(batches, "sampler", None)
+    return batches if sampler is None else sampler  # an array of indices is neither true nor false
 
 
 def wrapped_sampler(sampler: Any) -> Any | None:

@@ -122,7 +122,8 @@ def _drawing(sampler: Any) -> Drawing | None:
         return Drawing(range(len(sampler.data_source)), "same")
     if kind is RandomSampler or _is(sampler, _TORCHDATA, "RandomSampler"):
         return Drawing(range(len(sampler.data_source)), "replacement" if sampler.replacement else "anew")
-    if isinstance(sampler, list | tuple | range | np.ndarray | torch.Tensor):
+    listed = isinstance(sampler, list | tuple | range | np.ndarray | torch.Tensor)
+    if listed or _is(sampler, "omegaconf.listconfig", "ListConfig"):  # a list in a Hydra config
         batches: Any = sampler
         in_batches = len(sampler) > 0 and isinstance(sampler[0], Sequence)
         return _listed(list(chain.from_iterable(batches)) if in_batches else sampler, "same")

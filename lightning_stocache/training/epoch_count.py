@@ -15,6 +15,7 @@ None of these names is private; those of 2.5 and later are asked for before they
 
 from __future__ import annotations
 
+import math
 from collections.abc import MutableMapping
 from typing import Any
 
@@ -84,6 +85,9 @@ def begin_epoch(trainer: Any, epoch: int) -> None:
         fit.reset_restart_stage()
         if not fit.epoch_loop.restarted_on_train_batch_end:
             batches.reset_on_run()
+        elif 0 < (more := trainer.num_training_batches - batches.current.processed) < math.inf:
+            # Lightning begins anew where all batches of an epoch were run, but counts those that it has now.
+            _put(batches.current, **{name: getattr(batches.current, name) + more for name in _COUNTS})
 
 
 def _put_total(trainer: Any) -> None:
@@ -93,10 +97,15 @@ def _put_total(trainer: Any) -> None:
 
 
 def _validates(trainer: Any, epochs: int) -> bool:
-    """Whether a validation follows the last batch of as many epochs."""
-    every = trainer.check_val_every_n_epoch
-    ready = trainer.fit_loop.epoch_loop.batch_progress.current.ready
-    return bool(trainer.enable_validation and epochs % (every or 1) == 0 and ready % trainer.val_check_batch == 0)
+    """Whether Lightning takes a validation to follow the last batch of as many epochs, where it goes on after it."""
+    every, interval = trainer.check_val_every_n_epoch, trainer.val_check_batch
+    if not trainer.enable_validation or epochs % (every or 1) != 0 or interval is None:
+        return False  # None: it is a time, which has just begun
+    progress = trainer.fit_loop.epoch_loop.batch_progress
+    if interval == math.inf:  # nobody knows how many batches there are
+        return bool(progress.is_last_batch)
+    ready = progress.total.ready if every is None else progress.current.ready
+    return bool(ready % interval == 0)
 
 
 def reopen_epoch(checkpoint: MutableMapping[str, Any], epoch: int, batches: int) -> bool:

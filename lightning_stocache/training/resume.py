@@ -131,6 +131,8 @@ class ResumePoint(Callback):
         state = checkpoint.get("callbacks", {}).get(self.state_key)
         if trainer.state.fn != "fit" or not state or not _is_position(state):
             return
+        if 0 <= trainer.max_steps <= checkpoint.get("global_step", 0):  # nothing follows
+            return
         epoch, loaders = state["epoch"], state["loaders"]
         known = bool(loaders) and all(isinstance(each, dict) for each in loaders)
         if known and reopen_epoch(checkpoint, epoch, max(each.get("batches", 0) for each in loaders)):

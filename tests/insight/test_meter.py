@@ -5,6 +5,7 @@ from __future__ import annotations
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 from lightning.fabric import Fabric
@@ -220,3 +221,24 @@ def test_ranks_sum_up():
     assert [(epoch["stocache/misses"], epoch["stocache/hits"]) for epoch in epochs] == [(SAMPLES, 0), (0, SAMPLES)]
     assert [epoch["stocache/hit_rate_expected"] for epoch in epochs] == [0, 1]
     assert (ranks, nodes) == (2, 1)
+
+
+@pytest.mark.processes
+@pytest.mark.parametrize(
+    "sampler",
+    [[-1, -2, 0, -1], np.array([5, 1, -2]), torch.tensor([5, 1, -2]), SubsetRandomSampler([-3, 2])],
+    ids=["list", "array", "tensor", "subset"],
+)
+def test_indices_of_any_kind_have_their_expected_hit_rate(sampler):
+    """A list, an array or a tensor of indices, also from the end, is drawn as DataLoader draws it, and expected."""
+    source = [torch.tensor(index) for index in range(SAMPLES)]
+    dataset = CachedDataset(source)
+    meter = CacheMeter(CachedLoader(dataset, batch_size=2, sampler=sampler))
+    for _ in range(3):
+        state = torch.get_rng_state()
+        batches = [batch.tolist() for batch in meter]
+        torch.set_rng_state(state)
+        assert batches == [batch.tolist() for batch in DataLoader(source, batch_size=2, sampler=sampler)]
+        epoch = meter.epoch()
+        assert epoch["stocache/hit_rate"] == epoch["stocache/hit_rate_expected"]
+    dataset.close()

@@ -7,6 +7,7 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
+from omegaconf import ListConfig
 from torch.utils.data import (
     BatchSampler,
     DistributedSampler,
@@ -70,6 +71,7 @@ class Mine(SubsetRandomSampler):
         [[1, 2], [2, 3, 4]],
         np.array([6, 7]),
         torch.tensor([6, 7]),
+        ListConfig([4, 2]),
     ],
 )
 def test_it_is_what_is_drawn(sampler: Any) -> None:

@@ -5,6 +5,7 @@ from __future__ import annotations
 from pathlib import Path
 from typing import Any
 
+import lightning
 import pytest
 import torch
 from lightning.pytorch import Callback, LightningDataModule, Trainer
@@ -21,6 +22,7 @@ pytestmark = pytest.mark.processes
 EPOCHS, BATCHES = 3, 6
 WHOLE = {"max_steps": EPOCHS * BATCHES}
 VALIDATES = {"limit_val_batches": 2}
+LIGHTNING = tuple(map(int, lightning.__version__.split(".")[:2]))
 
 
 class Numbers(Dataset[Any]):
@@ -53,10 +55,14 @@ class Witness(Callback):
     def __init__(self, breaks_at: int | None = None, stops_after: int | None = None) -> None:
         self.breaks_at, self.stops_after = breaks_at, stops_after
         self.begun: list[int] = []
+        self.ended: list[int] = []
         self.seen: dict[tuple[int, int], Any] = {}
 
     def on_train_epoch_start(self, trainer, pl_module):
         self.begun.append(trainer.current_epoch)
+
+    def on_train_epoch_end(self, trainer, pl_module):
+        self.ended.append(trainer.current_epoch)
 
     def on_train_batch_start(self, trainer, pl_module, batch, batch_idx):
         if len(self.seen) == self.breaks_at:
@@ -71,7 +77,13 @@ class Witness(Callback):
 
 
 def fit(
-    folder: Path, door: str, witness: Witness, *callbacks: Callback, ckpt: Path | None = None, **options: Any
+    folder: Path,
+    door: str,
+    witness: Witness,
+    *callbacks: Callback,
+    ckpt: Path | None = None,
+    batch_size: int = 4,
+    **options: Any,
 ) -> Trainer:
     """A fit in a process that has other random states than the first."""
     torch.manual_seed(11 if ckpt is None else 99)
@@ -80,7 +92,7 @@ def fit(
     options["enable_checkpointing"] = bool(callbacks)
     trainer = make_trainer(folder, [*more, witness, *callbacks], epochs=EPOCHS, **options)
     if door == "own":
-        data: Any = StocacheDataModule(Numbers(), Numbers(), batch_size=4)
+        data: Any = StocacheDataModule(Numbers(), Numbers(), batch_size=batch_size)
     else:
         data = cache_datamodule(Users()) if door == "datamodule" else Users()
     trainer.fit(Model(), data, ckpt_path=ckpt)
@@ -137,6 +149,49 @@ def test_an_epoch_that_was_cut_short_goes_on(tmp_path, door, saved, stops, optio
     assert first.seen | second.seen == whole.seen
     assert len(second.seen) == EPOCHS * BATCHES - 9
     assert trainer.current_epoch == EPOCHS
+
+
+@pytest.mark.parametrize(
+    ("options", "ended"),
+    [
+        ({"val_check_interval": 2 * BATCHES, "check_val_every_n_epoch": None}, [1, 2]),
+        pytest.param(
+            {"val_check_interval": "00:00:00:00"},
+            [2],  # a time begins anew, and nobody knows that a validation was the last of its epoch
+            marks=pytest.mark.skipif(LIGHTNING < (2, 6), reason="validation is not due by time"),
+        ),
+    ],
+)
+def test_an_epoch_that_a_validation_ends_is_over(tmp_path, options, ended):
+    """Saved at the end of a validation that followed an epoch's last batch, whatever it was due by: the next epoch
+    begins, and hooks that Lightning calls at the end of the one before are called."""
+    options |= VALIDATES
+    save = ModelCheckpoint(tmp_path, "{step}", save_on_train_epoch_end=False, save_top_k=-1)
+    whole, second = Witness(), Witness()
+    fit(tmp_path, "own", whole, save, **options)
+    fit(tmp_path, "own", second, ckpt=tmp_path / f"step={2 * BATCHES}.ckpt", **options)
+    assert second.seen == {at: then for at, then in whole.seen.items() if at[0] == 2}
+    assert (second.begun, second.ended) == ([2], ended)
+
+
+def test_an_epoch_of_more_batches_is_whole(tmp_path):
+    """Saved after an epoch's last batch, and resumed with smaller batches, the next epoch has each sample once."""
+    save = ModelCheckpoint(tmp_path, "{step}", every_n_train_steps=BATCHES, save_top_k=-1)
+    second = Witness()
+    fit(tmp_path, "own", Witness(), save)
+    fit(tmp_path, "own", second, ckpt=tmp_path / f"step={BATCHES}.ckpt", batch_size=2)
+    for epoch in range(1, EPOCHS):
+        numbers = sorted(number for at, (batch, _) in second.seen.items() if at[0] == epoch for number in batch)
+        assert numbers == list(range(len(Numbers())))
+
+
+def test_a_fit_that_is_complete_counts_as_before(tmp_path):
+    """Nothing is reopened where `max_steps` leaves nothing to be done."""
+    witness = Witness()
+    trainer = fit(tmp_path, "own", Witness(), max_steps=9)
+    trainer.save_checkpoint(tmp_path / "after.ckpt")
+    again = fit(tmp_path, "own", witness, ckpt=tmp_path / "after.ckpt", max_steps=9)
+    assert (again.current_epoch, again.global_step, witness.seen) == (trainer.current_epoch, 9, {})
 
 
 def test_an_epoch_that_a_hook_ended_is_over(tmp_path):
