@@ -19,7 +19,7 @@ def test_lightning_shuffles_what_it_deals_out_for_training():
     loader: DataLoader[Any] = DataLoader(list(range(24)), batch_size=3)  # type: ignore[arg-type]
     ranks = {"num_replicas": 2, "rank": 0}
     trainer: Any = SimpleNamespace(distributed_sampler_kwargs=ranks, overfit_batches=0, state=SimpleNamespace(fn=None))
-    trainer.lightning_module = None
+    trainer.lightning_module, trainer.callbacks = None, []
     caches = CallCaches(CacheOptions(budget="1MiB"))
     try:
         renewed = CallLoaders(caches, {"train": lambda: loader}, ["train"], trainer=trainer)("train")
