@@ -61,7 +61,7 @@ __all__ = [
 
 log = logging.getLogger(__name__)
 
-_ENDING_SECONDS = 10.0
+_ENDING_SECONDS = 10.0  # for a worker that has closed its socket to be dead: moments, on a busy machine seconds
 
 _OF_WORKERS = ("_try_put_index", "_tasks_outstanding", "_rcvd_idx", "_data_queue", "_workers", "_shutdown_workers")
 

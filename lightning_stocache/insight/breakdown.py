@@ -58,7 +58,12 @@ class Breakdown:
         Args:
             seconds: of each part; a part that is left out took none.
             samples: in the batch.
+
+        Raises:
+            ValueError: a part is none of `PARTS`.
         """
+        if unknown := seconds.keys() - set(PARTS):
+            raise ValueError(f"part must be one of {', '.join(PARTS)}, got {', '.join(sorted(unknown))}")
         self.add_steps(np.array([[seconds.get(part, 0.0) for part in PARTS]]), samples)
 
     def add_steps(self, seconds: npt.NDArray[np.float64], samples: int = 0) -> None:

@@ -115,7 +115,9 @@ class CallCaches:
         if group != self._group:
             self._close_open()
             self._group = group
-        wanted = agreed([replace(e, domain=None) if options.is_for_all(e.stage) else e for e in wanted], group)
+        wanted = agreed(
+            [replace(entry, domain=None) if options.is_for_all(entry.stage) else entry for entry in wanted], group
+        )
         self._let_go_of_other_parts(wanted)
         new, streams = dict[int, Wanted](), dict[int, Wanted]()
         names, number = dict[int, str](), Counter[str]()

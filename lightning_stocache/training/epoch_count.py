@@ -34,7 +34,8 @@ def stands(trainer: Any, handed: int) -> tuple[int, int | None]:
     epochs, batches = trainer.fit_loop.epoch_progress.current, trainer.fit_loop.epoch_loop.batch_progress
     epoch, done = int(epochs.processed), int(batches.current.processed)
     if epochs.started <= epochs.processed:
-        # Where a hook has ended the epoch (it gave -1), its last batch is not complete: that was no cut.
+        # Where a hook has ended the epoch (it gave -1), its last batch is not complete: that was no cut. Lightning 2.6
+        # calls that batch the last one, 2.5.0 does not.
         complete = len({getattr(batches.current, name) for name in _COUNTS}) == 1 and epochs.ready == epoch
         cut = 0 < done < trainer.num_training_batches and not batches.is_last_batch and complete
         return (epoch - 1, done) if cut else (epoch, None)

@@ -68,3 +68,9 @@ def test_without_a_step_there_is_nothing() -> None:
     assert math.isnan(none.mean("wait"))
     assert math.isnan(none.quantile("wait", 0.5))
     assert none.share("wait") == 0
+
+
+def test_a_part_that_there_is_not_is_refused() -> None:
+    """A misspelt part would be time that nobody sees."""
+    with pytest.raises(ValueError, match=r"part must be one of wait, .* got forwards"):
+        Breakdown().add({"wait": 1.0, "forwards": 1.0})
