@@ -61,6 +61,7 @@ __all__ = [
 
 log = logging.getLogger(__name__)
 
+_TERMINATED_SECONDS = 2.0  # for a worker that was sent SIGTERM
 _ENDING_SECONDS = 10.0  # for a worker that has closed its socket to be dead: moments, on a busy machine seconds
 
 _OF_WORKERS = ("_try_put_index", "_tasks_outstanding", "_rcvd_idx", "_data_queue", "_workers", "_shutdown_workers")
@@ -190,8 +191,17 @@ class _Mailbox:
 
 
 def shut_down(iterator: Any) -> None:
-    """End the workers of a loader's iterator, and wait for them."""
+    """End the workers of a loader's iterator, and wait for them.
+
+    One that hangs since its fork has the handler of SIGTERM that its parent had, and may never come to call it; Python
+    would wait for it at the parent's end.
+    """
     iterator._shutdown_workers()
+    for process in iterator._workers:
+        process.join(_TERMINATED_SECONDS)
+        if process.is_alive():
+            process.kill()
+            process.join()
 
 
 def set_worker_dataset(dataset: Any) -> None:

@@ -11,6 +11,7 @@ import multiprocessing
 import os
 import random
 import re
+import resource
 import tempfile
 import time
 from collections.abc import Generator, Iterator
@@ -34,6 +35,8 @@ if multiprocessing.get_start_method() == "forkserver":  # Python 3.14's, by whic
     multiprocessing.set_start_method("fork", force=True)  # tests say the method where it matters
 if "forkserver" in multiprocessing.get_all_start_methods():  # a rank or a worker would import them anew, for 3 s
     multiprocessing.get_context("forkserver").set_forkserver_preload(["lightning.pytorch", "pytest", "hypothesis"])
+
+resource.setrlimit(resource.RLIMIT_CORE, (0, resource.getrlimit(resource.RLIMIT_CORE)[1]))  # some tests crash a child
 
 _PATIENCE_SECONDS = 60.0  # for what ends by itself: a killed worker, a thread that holds a batch
 _LAUNCH_VARIABLES = re.compile(

@@ -9,7 +9,7 @@ import re
 from multiprocessing import forkserver, resource_tracker
 from typing import Any
 
-__all__ = ["command_of", "descendants", "memory_files", "unused_names"]
+__all__ = ["command_of", "descendants", "is_alive", "memory_files", "unused_names"]
 
 _PID = str(os.getpid())  # it stands in the names that tests give
 _MEMORY_FILES = ("/dev/shm/", "/memfd:lightning_stocache", "/lsc-")
@@ -83,6 +83,11 @@ def _in_use(path: str) -> bool:
 def command_of(pid: int) -> str:
     """What a process was started as."""
     return f"{pid}: " + _read(f"/proc/{pid}/cmdline").replace("\0", " ").strip()
+
+
+def is_alive(pid: int) -> bool:
+    stat = _read(f"/proc/{pid}/stat")
+    return bool(stat) and stat.rpartition(")")[2].split()[0] != "Z"
 
 
 def _is_memory(text: str) -> bool:

@@ -29,6 +29,7 @@ from typing import Any, TypeVar
 import torch
 import torch.distributed as dist
 
+from lightning_stocache.node.collective import all_gather
 from lightning_stocache.node.files import memory_directory
 from lightning_stocache.node.post import Posted
 from lightning_stocache.node.reach import strangers
@@ -200,9 +201,17 @@ def _find_nodes(rank: int) -> tuple[tuple[int, ...], ...]:
 
 
 def _exchange(value: Any) -> list[Any]:
-    gathered: list[Any] = [None] * dist.get_world_size()
-    dist.all_gather_object(gathered, value, group=_private_group())
-    return gathered
+    content = pickle.dumps(value)
+    sizes = [int(size) for size in _gathered(torch.tensor([len(content)]))]
+    padded = bytearray(content.ljust(max(sizes), b"\0"))
+    messages = _gathered(torch.frombuffer(padded, dtype=torch.uint8))
+    return [pickle.loads(message.numpy()[:size].tobytes()) for message, size in zip(messages, sizes, strict=True)]
+
+
+def _gathered(message: torch.Tensor) -> Sequence[torch.Tensor]:
+    messages, work = all_gather(message, _private_group())
+    work.wait()
+    return messages
 
 
 def _private_group() -> dist.ProcessGroup:
@@ -213,7 +222,7 @@ def _private_group() -> dist.ProcessGroup:
         if dist.get_backend(world) == "gloo":
             # A rank that dies before it comes here is noticed by its broken connection; making a group would wait for
             # it until the time-out of the default group, 30 minutes. (NCCL notices neither: there the launcher has to.)
-            dist.all_reduce(torch.zeros(1))
+            all_gather(torch.zeros(1), world)[1].wait()
         private = dist.new_group(backend="gloo")
         assert isinstance(private, dist.ProcessGroup)  # this rank is in it: all are
         _private[world] = private

@@ -21,6 +21,8 @@ from typing import Generic, TypeVar
 import torch
 import torch.distributed as dist
 
+from lightning_stocache.node.collective import all_gather
+
 __all__ = ["Posted"]
 
 T = TypeVar("T")
@@ -58,8 +60,8 @@ class Posted(Generic[T]):
         message = torch.frombuffer(bytearray(content.ljust(_BYTES, b"\0")), dtype=torch.uint8)
         if world == 1:
             return cls([message])
-        messages = [torch.empty_like(message) for _ in range(world)]
-        return cls(messages, dist.all_gather(messages, message, group=group, async_op=True))
+        assert group is not None
+        return cls(*all_gather(message, group))
 
     def collect(self, seconds: float) -> list[T] | None:
         """Every rank's value, by rank; None if not all have come by then.

@@ -15,17 +15,16 @@ from collections.abc import Iterator
 from itertools import islice
 from typing import Any, cast
 
-import torch
-from torch.utils.data import DataLoader, IterableDataset
+from torch.utils.data import IterableDataset
 
 from lightning_stocache.cache.field import UnsupportedSampleError
 from lightning_stocache.cache.records import RecordCodec
 from lightning_stocache.cache.spec import SampleMismatchError, SampleSpec
-from lightning_stocache.node.waiting import TOLD_SECONDS
 from lightning_stocache.setup.codec_choice import choose_codec
+from lightning_stocache.setup.read_apart import read_apart
 from lightning_stocache.setup.request import Layout
 from lightning_stocache.source.draws import Draws
-from lightning_stocache.torch_internals import set_worker_dataset, shut_down
+from lightning_stocache.torch_internals import set_worker_dataset
 
 __all__ = ["FirstSampleError", "codec_of"]
 
@@ -74,27 +73,15 @@ def codec_of(draws: Draws, layout: Layout = "auto", method: str | None = None) -
         FirstSampleError: none of the first few could be read, or they cannot be kept.
     """
     method = method or ("fork" if sys.platform == "linux" else multiprocessing.get_start_method())
-    looking: Any = DataLoader(
-        _First(draws, layout),
-        batch_size=None,
-        num_workers=1,
-        collate_fn=cast(Any, _as_it_is),
-        timeout=TOLD_SECONDS,
-        multiprocessing_context=method,
-        generator=torch.Generator(),
-    )
-    answers, begun = iter(looking), time.monotonic()
+    begun = time.monotonic()
+
+    def waiting() -> None:
+        log.warning("%s: its first sample has been loading for %.0f s", _title(draws), time.monotonic() - begun)
+
     try:
-        while True:
-            try:
-                answer = pickle.loads(next(answers))
-                break
-            except RuntimeError as error:
-                if not str(error).startswith("DataLoader timed out"):
-                    raise FirstSampleError(f"{_title(draws)} cannot be read: {error}") from error
-                log.warning("%s: its first sample has been loading for %.0f s", _title(draws), time.monotonic() - begun)
-    finally:
-        shut_down(answers)
+        answer = pickle.loads(read_apart(_First(draws, layout), method, waiting))
+    except (RuntimeError, TimeoutError) as error:
+        raise FirstSampleError(f"{_title(draws)} cannot be read: {error}") from error
     if isinstance(answer, str):
         raise FirstSampleError(f"{_title(draws)} cannot be kept: {answer}")
     return cast("SampleSpec | RecordCodec", answer)
@@ -102,7 +89,3 @@ def codec_of(draws: Draws, layout: Layout = "auto", method: str | None = None) -
 
 def _title(draws: Draws) -> str:
     return f"the source of a rolling cache ({type(draws.source).__name__})"
-
-
-def _as_it_is(answer: bytes) -> bytes:
-    return answer

@@ -27,16 +27,17 @@ from types import FunctionType
 from typing import Any, cast
 
 import torch
-from torch.utils.data import DataLoader, IterableDataset, get_worker_info
+from torch.utils.data import IterableDataset, get_worker_info
 
 from lightning_stocache.cache.field import UnsupportedSampleError
 from lightning_stocache.cache.spec import SampleMismatchError
 from lightning_stocache.node.parent import why_not_begun
 from lightning_stocache.node.waiting import TOLD_SECONDS
 from lightning_stocache.setup.finding import Finding, find
+from lightning_stocache.setup.read_apart import NotStartedError, read_apart, shared_counts
 from lightning_stocache.setup.request import CacheRequest, LoaderSettings
 from lightning_stocache.source.generators import Generators, owned_generators, reachable
-from lightning_stocache.torch_internals import set_worker_dataset, shut_down
+from lightning_stocache.torch_internals import set_worker_dataset
 
 __all__ = ["look"]
 
@@ -58,17 +59,13 @@ def look(request: CacheRequest) -> Finding:
         return Finding(request.spec)
     if not request.length:
         return Finding(reason="it has no samples")
-    workers = _start(request)
     try:
-        finding = None if workers is None else _answer(request, *workers)
+        finding = _look_apart(request)
         return _look_here(request) if finding is None else finding
     except Exception as error:  # the source is the user's, and may raise anything
         if request.strict:
             raise
         return Finding(reason=_words(error))
-    finally:
-        if workers is not None:  # an error's traceback would keep the worker
-            shut_down(workers[0])
 
 
 class _Looker(IterableDataset[bytes]):
@@ -98,50 +95,14 @@ class _Looker(IterableDataset[bytes]):
             yield _UNSENDABLE
 
 
-def _start(request: CacheRequest) -> tuple[Iterator[bytes], torch.Tensor] | None:
-    """A worker that has begun to look, and its progress; None where none can be started."""
-    loader = request.reader
-    if (method := _start_method(loader)) is None:
+def _look_apart(request: CacheRequest) -> Finding | None:
+    """What another process has found; None where none can be started, or where it cannot tell."""
+    if (method := _start_method(request.reader)) is None:
         return None
-    try:
-        progress: torch.Tensor = cast(Any, torch.zeros(2, dtype=torch.int64)).share_memory_()
-        return iter(
-            DataLoader(
-                _Looker(request, progress),
-                batch_size=None,
-                num_workers=1,
-                collate_fn=cast(Any, _as_it_is),
-                timeout=TOLD_SECONDS,
-                worker_init_fn=partial(_begin, None if loader is None else loader.worker_init_fn),
-                multiprocessing_context=method,
-                generator=torch.Generator(),  # the base seed of the look is not drawn from the user's
-            )
-        ), progress
-    except Exception as error:  # no shared memory, or whatever a start method or a pickle raises: there is another way
-        log.debug("no worker can be started to look at %s (%r): it is read here", request.title, error)
-        return None
-
-
-def _start_method(loader: LoaderSettings | None) -> str | None:
-    """How the worker is started; None where it would have to be sent what is read in the trainer's own process."""
-    if loader is not None and loader.num_workers:
-        return loader.start_method or multiprocessing.get_start_method()
-    return "fork" if sys.platform == "linux" else None
-
-
-def _answer(request: CacheRequest, answers: Iterator[bytes], progress: torch.Tensor) -> Finding | None:
-    """What the worker has found; None if it cannot tell."""
     begun, last, told = time.monotonic(), -1, False
-    while True:
-        try:
-            answer = next(answers)
-            return None if answer == _UNSENDABLE else cast(Finding, pickle.loads(answer))
-        except RuntimeError as error:
-            if not str(error).startswith("DataLoader timed out"):  # the source's own, or the worker has died
-                why = why_not_begun(_start_method(request.reader) or "fork")
-                if why and not int(progress[0]) and "exited unexpectedly" in str(error):
-                    raise ChildProcessError(f"the process that was to read it ended before it began. {why}") from error
-                raise
+
+    def waiting() -> None:
+        nonlocal begun, last, told
         reads, index = progress.tolist()
         if reads != last:
             begun, last = time.monotonic() - TOLD_SECONDS, reads
@@ -152,6 +113,27 @@ def _answer(request: CacheRequest, answers: Iterator[bytes], progress: torch.Ten
                 "set-up waits for %s: it reads a few samples to learn their shape, now sample %d", request.title, index
             )
         told = True
+
+    try:
+        progress = shared_counts(2)
+        user_init_fn = None if request.reader is None else request.reader.worker_init_fn
+        answer = read_apart(_Looker(request, progress), method, waiting, partial(_begin, user_init_fn), TOLD_SECONDS)
+    except NotStartedError as error:
+        log.debug("no process can be started to look at %s (%s): it is read here", request.title, error)
+        return None
+    except RuntimeError as error:
+        why = why_not_begun(method)
+        if why and not int(progress[0]) and "exited unexpectedly" in str(error):
+            raise ChildProcessError(f"the process that was to read it ended before it began. {why}") from error
+        raise
+    return None if answer == _UNSENDABLE else cast(Finding, pickle.loads(answer))
+
+
+def _start_method(loader: LoaderSettings | None) -> str | None:
+    """How the worker is started; None where it would have to be sent what is read in the trainer's own process."""
+    if loader is not None and loader.num_workers:
+        return loader.start_method or multiprocessing.get_start_method()
+    return "fork" if sys.platform == "linux" else None
 
 
 def _look_here(request: CacheRequest) -> Finding:
@@ -185,10 +167,6 @@ def _begin(worker_init_fn: Callable[[int], None] | None, worker: int) -> None:
     set_worker_dataset(info.dataset.request.source)
     if worker_init_fn is not None:
         worker_init_fn(worker)
-
-
-def _as_it_is(answer: bytes) -> bytes:
-    return answer
 
 
 def _private_bytes() -> int | None:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import multiprocessing
 import os
 import re
+import signal
 import sys
 import time
 import types
@@ -307,6 +308,37 @@ def test_a_source_that_blocks_is_given_up(monkeypatch: pytest.MonkeyPatch, caplo
     assert finding.reason == "reading sample 3 has not ended in 4 s"
     assert "set-up waits for Made (12 samples, train)" in caplog.text
     assert re.search("now sample [03]", caplog.text)
+    assert not multiprocessing.active_children()
+
+
+_stuck: Any = context("fork").Value("i", 0)  # how many processes that are forked from now on never begin
+
+
+def _sticks() -> None:
+    if _stuck.value:
+        _stuck.value -= 1
+        signal.signal(signal.SIGTERM, signal.SIG_IGN)  # as a handler in Python that is never called
+        time.sleep(600)
+
+
+os.register_at_fork(after_in_child=_sticks)
+
+
+@pytest.mark.parametrize(
+    ("stuck", "reason"), [(1, None), (3, "none of 3 processes that were forked to read it has begun")]
+)
+def test_a_process_that_hangs_since_its_fork_is_replaced(monkeypatch, stuck, reason) -> None:
+    """The look goes on in another one; none of them is left, for which Python would wait at its end."""
+    monkeypatch.setattr(looking, "TOLD_SECONDS", 5.0 if stuck == 1 else 0.5)
+    monkeypatch.setattr("torch.utils.data._utils.MP_STATUS_CHECK_INTERVAL", 0.2)  # before DataLoader sends SIGTERM
+    _stuck.value = stuck
+    try:
+        finding = look(CacheRequest(Made(torch.tensor)))
+    finally:
+        _stuck.value = 0
+    assert finding.reason == reason
+    assert (finding.codec is None) == bool(reason)
+    assert finding.worker_bytes != 0  # it was read in a process, not here
     assert not multiprocessing.active_children()
 
 

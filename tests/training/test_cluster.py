@@ -12,15 +12,14 @@ import os
 import signal
 import subprocess
 import sys
-import time
 from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
 import pytest
 
+from tests.jobs import OWN_SHM, ROOT, exit_codes, free_port, job_environment
 from tests.training.cluster_job import SAMPLES
-from tests.training.test_nodes import OWN_SHM, ROOT, free_port
 from tests.training.tiny import source
 
 pytestmark = [pytest.mark.slow, pytest.mark.timeout(400), pytest.mark.processes]
@@ -84,22 +83,16 @@ def run(
 ) -> list[int]:
     """Run one rank in each place, with what its launcher tells it and the words for its job; their exit codes."""
     folder.mkdir(exist_ok=True)
-    meeting = {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(free_port()), "GLOO_SOCKET_IFNAME": "lo"}
-    base = {**os.environ, "PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1", **meeting}
+    base = job_environment(free_port())
     ranks = []
-    with open(folder / "said", "ab") as said:
+    with open(folder / "said", "ab") as output:
         for place, environment, more in zip(places, told, words, strict=True):
             command = [*place, sys.executable, "-m", "tests.training.cluster_job", str(folder), *more]
             env = base | environment
-            ranks.append(subprocess.Popen(command, cwd=ROOT, env=env, stdout=said, stderr=said, start_new_session=True))
-    deadline = time.monotonic() + SECONDS
-    try:
-        return [rank.wait(max(deadline - time.monotonic(), 0.1)) for rank in ranks]
-    finally:
-        for rank in ranks:
-            with contextlib.suppress(ProcessLookupError):
-                os.killpg(rank.pid, signal.SIGKILL)
-            rank.wait()
+            ranks.append(
+                subprocess.Popen(command, cwd=ROOT, env=env, stdout=output, stderr=output, start_new_session=True)
+            )
+    return exit_codes(ranks, folder / "said", SECONDS)
 
 
 def said(folder: Path) -> str:

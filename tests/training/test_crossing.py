@@ -2,12 +2,8 @@
 
 from __future__ import annotations
 
-import contextlib
 import json
-import os
 import re
-import signal
-import socket
 import subprocess
 import sys
 from pathlib import Path
@@ -15,44 +11,30 @@ from typing import Any
 
 import pytest
 
+from tests.jobs import OWN_SHM, ROOT, exit_codes, free_port, job_environment
 from tests.training.crossing_job import FITS
 from tests.training.tiny import SAMPLES
 
 pytestmark = [pytest.mark.slow, pytest.mark.timeout(400), pytest.mark.processes]
 
-ROOT = Path(__file__).parents[2]
 SECONDS = 300
-OWN_SHM = ["unshare", "--mount", "sh", "-c", 'mount -t tmpfs -o size=64m tmpfs /dev/shm && exec "$@"', "sh"]
 
 
 def run(folder: Path, devices: int, nodes: int) -> list[list[dict[str, Any]]]:
     """What each rank saw in each fit."""
-    environment = {**os.environ, "PYTHONPATH": str(ROOT), "GLOO_SOCKET_IFNAME": "lo", "OMP_NUM_THREADS": "1"}
-    with socket.socket() as server:
-        server.bind(("127.0.0.1", 0))
-        port = str(server.getsockname()[1])
+    environment, said = job_environment(free_port()), folder / "said"
     command = [sys.executable, "-m", "tests.training.crossing_job", str(folder), str(devices), str(nodes)]
+    place = [] if nodes == 1 else OWN_SHM
     jobs = []
-    with open(folder / "said", "wb") as said:
+    with open(said, "wb") as words:
         for node in range(nodes):
-            meeting = {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": port, "NODE_RANK": str(node)}
+            env = environment | {"NODE_RANK": str(node)}
             jobs.append(
                 subprocess.Popen(
-                    command if nodes == 1 else [*OWN_SHM, *command],
-                    cwd=ROOT,
-                    env=environment | meeting,
-                    stdout=said,
-                    stderr=said,
-                    start_new_session=True,
+                    [*place, *command], cwd=ROOT, env=env, stdout=words, stderr=words, start_new_session=True
                 )
             )
-    try:
-        codes = [job.wait(SECONDS) for job in jobs]
-    finally:
-        for job in jobs:
-            with contextlib.suppress(ProcessLookupError):
-                os.killpg(job.pid, signal.SIGKILL)
-    assert codes == [0] * nodes, (folder / "said").read_text()[-4000:]
+    assert exit_codes(jobs, said, SECONDS) == [0] * nodes, said.read_text()[-4000:]
     ranks = [folder / f"rank{rank}.jsonl" for rank in range(devices * nodes)]
     return [[json.loads(line) for line in rank.read_text().splitlines()] for rank in ranks]
 

@@ -15,6 +15,8 @@ from typing import Any
 
 import pytest
 
+from tests.jobs import ROOT, say_where
+from tests.proc import is_alive
 from tests.training.tiny import SAMPLES, source
 
 pytestmark = [
@@ -23,24 +25,22 @@ pytestmark = [
     pytest.mark.skipif(not Path("/proc/self/fd").is_dir(), reason="looks into /proc"),
 ]
 
-ROOT = Path(__file__).parents[2]
 SECONDS = 240  # a job takes ten; a machine with much else to do takes longer
 
 
 def start(folder: Path, door: str, strategy: str, epochs: int, fits: int = 1) -> subprocess.Popen[bytes]:
     """The job, as its user would start it; what it says goes to `said`."""
     command = [sys.executable, "-m", "tests.training.ddp_job", str(folder), door, strategy, str(epochs), str(fits)]
+    env = {**os.environ, "PYTHONPATH": str(ROOT), "PYTHONFAULTHANDLER": "1"}
     with open(folder / "said", "wb") as said:
-        return subprocess.Popen(
-            command, cwd=ROOT, stdout=said, stderr=said, env={**os.environ, "PYTHONPATH": str(ROOT)}
-        )
+        return subprocess.Popen(command, cwd=ROOT, stdout=said, stderr=said, env=env)
 
 
 def wait_for(condition: Callable[[], Any], job: subprocess.Popen[bytes], folder: Path) -> None:
     deadline = time.monotonic() + SECONDS
     while not condition():
         if job.poll() is not None or time.monotonic() > deadline:
-            job.kill()
+            say_where()
             pytest.fail(f"the job ended with {job.wait()}:\n{(folder / 'said').read_text()}")
         time.sleep(0.05)
 
@@ -85,13 +85,6 @@ def test_two_jobs_on_one_node_do_not_meet(tmp_path):
             int(found) for log in folder.glob("*.log") for found in re.findall(r"(\d+) samples read", log.read_text())
         )
         assert source(folder).loads + source(folder, "val").loads == SAMPLES + 8 + reads
-
-
-def is_alive(pid: int) -> bool:
-    try:
-        return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0] != "Z"
-    except OSError:
-        return False
 
 
 def maps_memory(pid: int) -> bool:

@@ -213,12 +213,15 @@ def shared_memory() -> int:
 
 
 def own_memory() -> int:
-    """Bytes of memory that are this process's alone, without what its allocator keeps for later."""
+    """Bytes of anonymous memory of this process, without what its allocator keeps for later.
+
+    Counted whole: a child of a fork that is about to end would halve its share of every page.
+    """
     gc.collect()
     if trim := getattr(ctypes.CDLL(None), "malloc_trim", None):  # glibc's
         trim(0)
     rollup = Path("/proc/self/smaps_rollup").read_text()
-    return 1024 * int(re.search(r"^Pss_Anon:\s+(\d+)", rollup, re.MULTILINE).group(1))  # type: ignore[union-attr]
+    return 1024 * int(re.search(r"^Anonymous:\s+(\d+)", rollup, re.MULTILINE).group(1))  # type: ignore[union-attr]
 
 
 class Wide(Model):

@@ -2,12 +2,8 @@
 
 from __future__ import annotations
 
-import contextlib
 import json
-import os
 import re
-import signal
-import socket
 import subprocess
 import sys
 from collections.abc import Iterator
@@ -17,15 +13,14 @@ import pytest
 
 from lightning_stocache.cache.placement import Ring
 from lightning_stocache.insight.theory import moved_share
+from tests.jobs import OWN_SHM, ROOT, exit_codes, free_port, job_environment
 from tests.training.nodes_job import BATCH, FOLD, SAMPLES
 from tests.training.tiny import source
 
 pytestmark = [pytest.mark.slow, pytest.mark.timeout(300), pytest.mark.processes]
 
-ROOT = Path(__file__).parents[2]
 NODES = ((0, 1), (2, 3))
 SECONDS = 240
-OWN_SHM = ["unshare", "--mount", "sh", "-c", 'mount -t tmpfs -o size=64m tmpfs /dev/shm && exec "$@"', "sh"]
 SLURM = 'for id in 0 1; do SLURM_LOCALID=$id SLURM_PROCID=$((2 * SLURM_NODEID + id)) "$@" & done; wait'
 
 
@@ -40,16 +35,9 @@ def own_shm() -> None:
         pytest.skip(f"two nodes cannot be made here: {error.stderr.strip()}")
 
 
-def free_port() -> int:
-    with socket.socket() as listener:
-        listener.bind(("127.0.0.1", 0))
-        return int(listener.getsockname()[1])
-
-
-def commands(launcher: str, *arguments: str) -> Iterator[tuple[list[str], dict[str, str]]]:
-    """What a user types on each node, and the environment that it has there."""
-    port, script = str(free_port()), ["-m", "tests.training.nodes_job", *arguments]
-    meeting = {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": port}
+def commands(launcher: str, port: str, *arguments: str) -> Iterator[tuple[list[str], dict[str, str]]]:
+    """What a user types on each node, and what more its environment says there."""
+    script = ["-m", "tests.training.nodes_job", *arguments]
     for node in ("0", "1"):
         if launcher == "torchrun":
             meet = [f"--node-rank={node}", "--master-addr=127.0.0.1", f"--master-port={port}"]
@@ -57,30 +45,23 @@ def commands(launcher: str, *arguments: str) -> Iterator[tuple[list[str], dict[s
             yield [*run, *meet, *script], {}
         elif launcher == "slurm":
             job = {"SLURM_JOB_ID": "1", "SLURM_JOB_NAME": "job", "SLURM_NTASKS": "4", "SLURM_NTASKS_PER_NODE": "2"}
-            yield ["sh", "-c", SLURM, "sh", sys.executable, *script], {**meeting, **job, "SLURM_NODEID": node}
+            yield ["sh", "-c", SLURM, "sh", sys.executable, *script], {**job, "SLURM_NODEID": node}
         else:
-            yield [sys.executable, *script], {**meeting, "NODE_RANK": node}
+            yield [sys.executable, *script], {"NODE_RANK": node}
 
 
 def run_nodes(folder: Path, launcher: str, case: str, epochs: int) -> list[int]:
     """Run the job on both nodes; their exit codes."""
-    environment = {**os.environ, "PYTHONPATH": str(ROOT), "GLOO_SOCKET_IFNAME": "lo", "OMP_NUM_THREADS": "1"}
-    jobs = []
-    with open(folder / "said", "wb") as said:
-        for command, more in commands(launcher, str(folder), case, str(epochs)):
+    environment, jobs = job_environment(free_port()), []
+    with open(folder / "said", "wb") as words:
+        for command, more in commands(launcher, environment["MASTER_PORT"], str(folder), case, str(epochs)):
             whole = [*OWN_SHM, *command]
             jobs.append(
                 subprocess.Popen(
-                    whole, cwd=ROOT, env=environment | more, stdout=said, stderr=said, start_new_session=True
+                    whole, cwd=ROOT, env=environment | more, stdout=words, stderr=words, start_new_session=True
                 )
             )
-    try:
-        return [job.wait(SECONDS) for job in jobs]
-    finally:
-        for job in jobs:
-            job.terminate()  # torchrun ends its ranks, which have sessions of their own
-            with contextlib.suppress(ProcessLookupError):
-                os.killpg(job.pid, signal.SIGKILL)
+    return exit_codes(jobs, folder / "said", SECONDS)
 
 
 def said(folder: Path) -> str:

@@ -1,0 +1,71 @@
+"""Jobs of several processes as their users start them: where they meet, how they end, and where they hang."""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import signal
+import socket
+import subprocess
+import time
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from tests.proc import descendants, is_alive
+
+__all__ = ["OWN_SHM", "ROOT", "exit_codes", "free_port", "job_environment", "say_where"]
+
+ROOT = Path(__file__).parents[1]
+OWN_SHM = ["unshare", "--mount", "sh", "-c", 'mount -t tmpfs -o size=64m tmpfs /dev/shm && exec "$@"', "sh"]
+"""A node: what a command begins with that is to have a /dev/shm of its own."""
+
+_LAST_WORDS_SECONDS = 20.0
+
+
+def free_port() -> int:
+    with socket.socket() as listener:
+        listener.bind(("127.0.0.1", 0))
+        return int(listener.getsockname()[1])
+
+
+def job_environment(port: int) -> dict[str, str]:
+    """What a rank needs to know; a process that is sent SIGABRT says where each of its threads is."""
+    meeting = {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port), "GLOO_SOCKET_IFNAME": "lo"}
+    ours = {"PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1", "PYTHONFAULTHANDLER": "1"}
+    return {**os.environ, **meeting, **ours}
+
+
+def exit_codes(jobs: Sequence[subprocess.Popen[Any]], said: Path, seconds: float) -> list[int]:
+    """How jobs with sessions of their own end; nothing of them is left.
+
+    Args:
+        jobs: their first processes.
+        said: where their errors go. Jobs that hang say there where each of their threads is.
+        seconds: which they may take together.
+    """
+    deadline = time.monotonic() + seconds
+    try:
+        return [job.wait(max(deadline - time.monotonic(), 0.1)) for job in jobs]
+    except subprocess.TimeoutExpired:
+        say_where()
+        pytest.fail(f"the job hangs, {seconds:.0f} s after its start:\n{said.read_text()}")
+    finally:
+        for job in jobs:
+            job.terminate()  # torchrun ends its ranks, which have sessions of their own
+            with contextlib.suppress(ProcessLookupError):
+                os.killpg(job.pid, signal.SIGKILL)
+            job.wait()
+
+
+def say_where() -> None:
+    """End all children of this process and theirs; with our environment, each says where its threads are."""
+    pids = descendants()
+    for pid in pids:
+        with contextlib.suppress(ProcessLookupError):
+            os.kill(pid, signal.SIGABRT)
+    deadline = time.monotonic() + _LAST_WORDS_SECONDS
+    while any(map(is_alive, pids)) and time.monotonic() < deadline:
+        time.sleep(0.1)
