@@ -24,7 +24,7 @@ import weakref
 from collections.abc import Callable, Hashable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, TypeVar
+from typing import Any, NamedTuple, TypeVar
 
 import torch
 import torch.distributed as dist
@@ -40,8 +40,15 @@ log = logging.getLogger(__name__)
 
 T = TypeVar("T")
 
-# One private group per default process group; it ends with it. The nodes are found out once.
-_private: weakref.WeakKeyDictionary[dist.ProcessGroup, dist.ProcessGroup] = weakref.WeakKeyDictionary()
+
+class _Private(NamedTuple):
+    calls: dist.ProcessGroup
+    posts: dist.ProcessGroup
+
+
+# Two private groups per default process group, which end with it: one in which all ranks make the same calls, and one
+# for what is posted, where a rank may be alone with a monitor. The nodes are found out once.
+_private: weakref.WeakKeyDictionary[dist.ProcessGroup, _Private] = weakref.WeakKeyDictionary()
 _nodes: weakref.WeakKeyDictionary[dist.ProcessGroup, tuple[tuple[int, ...], ...]] = weakref.WeakKeyDictionary()
 
 
@@ -124,7 +131,7 @@ class NodeGroup:
 
     def post(self, value: T) -> Posted[T]:
         """Send a value of at most 2 KiB to every rank, and wait for nothing. Every rank posts in the same order."""
-        return Posted.send(value, self.world, _private_group() if self.world > 1 else None)
+        return Posted.send(value, self.world, _private_groups().posts if self.world > 1 else None)
 
     def together(self, work: Callable[[], T]) -> T:
         """Do something on every rank; if it fails on one, it fails on all. Collective.
@@ -209,13 +216,13 @@ def _exchange(value: Any) -> list[Any]:
 
 
 def _gathered(message: torch.Tensor) -> Sequence[torch.Tensor]:
-    messages, work = all_gather(message, _private_group())
+    messages, work = all_gather(message, _private_groups().calls)
     work.wait()
     return messages
 
 
-def _private_group() -> dist.ProcessGroup:
-    """The group over which ranks talk here; the first call of a job makes it, and is collective."""
+def _private_groups() -> _Private:
+    """The groups over which ranks talk here; the first call of a job makes them, and is collective."""
     world = dist.group.WORLD
     assert world is not None
     if world not in _private:
@@ -223,7 +230,11 @@ def _private_group() -> dist.ProcessGroup:
             # A rank that dies before it comes here is noticed by its broken connection; making a group would wait for
             # it until the time-out of the default group, 30 minutes. (NCCL notices neither: there the launcher has to.)
             all_gather(torch.zeros(1), world)[1].wait()
-        private = dist.new_group(backend="gloo")
-        assert isinstance(private, dist.ProcessGroup)  # this rank is in it: all are
-        _private[world] = private
+        _private[world] = _Private(_new_group(), _new_group())
     return _private[world]
+
+
+def _new_group() -> dist.ProcessGroup:
+    group = dist.new_group(backend="gloo")
+    assert isinstance(group, dist.ProcessGroup)  # this rank is in it: all are
+    return group
