@@ -16,9 +16,9 @@ from collections.abc import Sequence
 import torch
 import torch.distributed as dist
 
-__all__ = ["all_gather"]
+__all__ = ["KEPT_SECONDS", "all_gather"]
 
-_KEPT_SECONDS = 30.0
+KEPT_SECONDS = 30.0  # after the end of a work: a thread takes moments
 
 # The works of each group, and when each was last seen running. They end with their group.
 _kept: weakref.WeakKeyDictionary[dist.ProcessGroup, list[tuple[float, dist.Work]]] = weakref.WeakKeyDictionary()
@@ -39,5 +39,5 @@ def all_gather(message: torch.Tensor, group: dist.ProcessGroup) -> tuple[Sequenc
     assert work is not None  # this rank is in the group
     now = time.monotonic()
     running = [(seen if old.is_completed() else now, old) for seen, old in _kept.get(group, [])]
-    _kept[group] = [(seen, old) for seen, old in running if now - seen < _KEPT_SECONDS] + [(now, work)]
+    _kept[group] = [(seen, old) for seen, old in running if now - seen < KEPT_SECONDS] + [(now, work)]
     return messages, work

@@ -36,23 +36,25 @@ def test_threads_of_gloo_free_no_tensor() -> None:
     assert run_ranks(gathered, 2) == [(True, {0}), (True, {0})]
 
 
-def kept(rank: int) -> list[int]:
-    """How many works there are after each of four gatherings, and then of how many groups, the first being gone."""
-    world = dist.group.WORLD
+def released(rank: int) -> list[list[int]]:
+    """The works that are gone after each of three gatherings, and after the end of their group."""
+    world, gone, after = dist.group.WORLD, list[int](), list[list[int]]()
     assert world is not None
-    numbers = []
-    for number in range(4):
-        collective._KEPT_SECONDS = 1000.0 if number < 3 else 0.0
-        all_gather(torch.zeros(1), world)[1].wait()
-        numbers.append(len(collective._kept[world]))
+    for number, seconds in enumerate((1000.0, 1000.0, 0.0)):
+        collective.KEPT_SECONDS = seconds
+        work = all_gather(torch.zeros(1), world)[1]
+        weakref.finalize(work, gone.append, number)
+        work.wait()
+        del work
+        after.append(sorted(gone))
     del world
     dist.destroy_process_group()
-    numbers.append(len(collective._kept))
+    after.append(sorted(gone))
     dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)  # `run_ranks` ends it
-    return numbers
+    return after
 
 
 @pytest.mark.processes
 def test_works_are_kept_for_a_while() -> None:
     """Those that have ended long ago are let go of at the next gathering, all of them with their group."""
-    assert run_ranks(kept, 2) == [[1, 2, 3, 1, 0]] * 2
+    assert run_ranks(released, 2) == [[[], [], [0, 1], [0, 1, 2]]] * 2
