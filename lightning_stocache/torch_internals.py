@@ -28,7 +28,7 @@ import logging
 import multiprocessing
 import queue
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager
 from functools import cache
 from multiprocessing import connection
@@ -61,7 +61,7 @@ __all__ = [
 
 log = logging.getLogger(__name__)
 
-_TERMINATED_SECONDS = 2.0  # for a worker that was sent SIGTERM
+_TERMINATED_SECONDS = 2.0  # for workers that were sent SIGTERM, which torch's handler obeys at once, or SIGKILL
 _ENDING_SECONDS = 10.0  # for a worker that has closed its socket to be dead: moments, on a busy machine seconds
 
 _OF_WORKERS = ("_try_put_index", "_tasks_outstanding", "_rcvd_idx", "_data_queue", "_workers", "_shutdown_workers")
@@ -193,15 +193,25 @@ class _Mailbox:
 def shut_down(iterator: Any) -> None:
     """End the workers of a loader's iterator, and wait for them.
 
-    One that hangs since its fork has the handler of SIGTERM that its parent had, and may never come to call it; Python
-    would wait for it at the parent's end.
+    One that hangs since its fork has the handler of SIGTERM that its parent had, and never comes to call it; Python
+    would wait for it at the parent's end. So what has not ended is killed. Who is in the middle of a read that no
+    signal ends, of a file on a server that is gone, is left.
     """
     iterator._shutdown_workers()
-    for process in iterator._workers:
-        process.join(_TERMINATED_SECONDS)
-        if process.is_alive():
-            process.kill()
-            process.join()
+    left = [process for process in iterator._workers if process.is_alive()]
+    for process in left:
+        process.terminate()  # the iterator does not where the interpreter is about to end
+    for process in _still_alive(left):
+        process.kill()
+    _still_alive(left)
+
+
+def _still_alive(processes: Sequence[BaseProcess]) -> list[BaseProcess]:
+    """Those that do not end in time."""
+    deadline = time.monotonic() + _TERMINATED_SECONDS
+    for process in processes:
+        process.join(max(deadline - time.monotonic(), 0))
+    return [process for process in processes if process.is_alive()]
 
 
 def set_worker_dataset(dataset: Any) -> None:

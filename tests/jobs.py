@@ -8,7 +8,7 @@ import signal
 import socket
 import subprocess
 import time
-from collections.abc import Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -16,7 +16,7 @@ import pytest
 
 from tests.proc import descendants, is_alive
 
-__all__ = ["OWN_SHM", "ROOT", "exit_codes", "free_port", "job_environment", "say_where"]
+__all__ = ["OWN_SHM", "ROOT", "exit_codes", "free_port", "job_environment", "say_where", "start"]
 
 ROOT = Path(__file__).parents[1]
 OWN_SHM = ["unshare", "--mount", "sh", "-c", 'mount -t tmpfs -o size=64m tmpfs /dev/shm && exec "$@"', "sh"]
@@ -31,11 +31,21 @@ def free_port() -> int:
         return int(listener.getsockname()[1])
 
 
-def job_environment(port: int) -> dict[str, str]:
-    """What a rank needs to know; a process that is sent SIGABRT says where each of its threads is."""
+def job_environment(port: int | None = None) -> dict[str, str]:
+    """What a job needs to know; a process of it that is sent SIGABRT says where each of its threads is.
+
+    Args:
+        port: where ranks meet that are started one by one. None: their launcher says so.
+    """
     meeting = {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port), "GLOO_SOCKET_IFNAME": "lo"}
     ours = {"PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1", "PYTHONFAULTHANDLER": "1"}
-    return {**os.environ, **meeting, **ours}
+    return {**os.environ, **({} if port is None else meeting), **ours}
+
+
+def start(command: Sequence[str], environment: Mapping[str, str], said: Path) -> subprocess.Popen[bytes]:
+    """Run a command in a session of its own; what it says is appended to a file."""
+    with open(said, "ab") as words:
+        return subprocess.Popen(command, cwd=ROOT, env=environment, stdout=words, stderr=words, start_new_session=True)
 
 
 def exit_codes(jobs: Sequence[subprocess.Popen[Any]], said: Path, seconds: float) -> list[int]:
@@ -54,18 +64,26 @@ def exit_codes(jobs: Sequence[subprocess.Popen[Any]], said: Path, seconds: float
         pytest.fail(f"the job hangs, {seconds:.0f} s after its start:\n{said.read_text()}")
     finally:
         for job in jobs:
-            job.terminate()  # torchrun ends its ranks, which have sessions of their own
+            if job.poll() is None:  # torchrun ends its ranks, which have sessions of their own
+                job.terminate()
+                with contextlib.suppress(subprocess.TimeoutExpired):
+                    job.wait(_LAST_WORDS_SECONDS)
             with contextlib.suppress(ProcessLookupError):
                 os.killpg(job.pid, signal.SIGKILL)
             job.wait()
 
 
 def say_where() -> None:
-    """End all children of this process and theirs; with our environment, each says where its threads are."""
+    """End all children of this process and theirs; with our environment, each says first where its threads are."""
     pids = descendants()
-    for pid in pids:
-        with contextlib.suppress(ProcessLookupError):
-            os.kill(pid, signal.SIGABRT)
+    _send(signal.SIGABRT, pids)
     deadline = time.monotonic() + _LAST_WORDS_SECONDS
     while any(map(is_alive, pids)) and time.monotonic() < deadline:
         time.sleep(0.1)
+    _send(signal.SIGKILL, pids)
+
+
+def _send(number: int, pids: Iterable[int]) -> None:
+    for pid in pids:
+        with contextlib.suppress(ProcessLookupError):
+            os.kill(pid, number)

@@ -4,9 +4,9 @@ A node is the set of ranks that can map the same memory: same boot id, same memo
 says. Two "nodes" on one machine with one /dev/shm are one node here; two containers with a /dev/shm each are two. A
 rank that cannot open what the others make, though it sees the same filesystem, is a node of its own (`reach`).
 
-All of this is collective: every rank of the job makes the same calls in the same order. The talk goes over a private
-gloo group, so that it stays off the NCCL stream. Without a process group the job is one rank on one node and nothing
-is sent.
+All of this is collective: every rank of the job makes the same calls in the same order. The talk goes over private
+groups of gloo, so that it stays off the NCCL stream. Without a process group the job is one rank on one node and
+nothing is sent.
 
 An error during set-up is everybody's: `together` and `lead` end with the same outcome on all ranks, so that none
 waits for one that has failed. A rank that dies closes its connections, which ends the call of the others.
@@ -20,16 +20,16 @@ import logging
 import os
 import pickle
 import socket
+import struct
 import weakref
 from collections.abc import Callable, Hashable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, NamedTuple, TypeVar
+from typing import Any, TypeVar
 
-import torch
 import torch.distributed as dist
 
-from lightning_stocache.node.collective import all_gather
+from lightning_stocache.node.collective import Gathering
 from lightning_stocache.node.files import memory_directory
 from lightning_stocache.node.post import Posted
 from lightning_stocache.node.reach import strangers
@@ -41,13 +41,22 @@ log = logging.getLogger(__name__)
 T = TypeVar("T")
 
 
-class _Private(NamedTuple):
+@dataclass
+class _Private:
+    """The two groups over which ranks talk here.
+
+    Args:
+        calls: in which all ranks make the same calls.
+        posts: in which a rank may post while others do not. A group of its own, for gloo pairs messages by their order.
+        posted: how many messages this rank has posted.
+    """
+
     calls: dist.ProcessGroup
     posts: dist.ProcessGroup
+    posted: int = 0
 
 
-# Two private groups per default process group, which end with it: one in which all ranks make the same calls, and one
-# for what is posted, where a rank may be alone with a monitor. The nodes are found out once.
+# The private groups of each default process group; they end with it. The nodes are found out once.
 _private: weakref.WeakKeyDictionary[dist.ProcessGroup, _Private] = weakref.WeakKeyDictionary()
 _nodes: weakref.WeakKeyDictionary[dist.ProcessGroup, tuple[tuple[int, ...], ...]] = weakref.WeakKeyDictionary()
 
@@ -130,8 +139,16 @@ class NodeGroup:
         return [value] if self.world == 1 else _exchange(value)
 
     def post(self, value: T) -> Posted[T]:
-        """Send a value of at most 2 KiB to every rank, and wait for nothing. Every rank posts in the same order."""
-        return Posted.send(value, self.world, _private_groups().posts if self.world > 1 else None)
+        """Send a value of at most 2 KiB to every rank, and wait for nothing.
+
+        Every rank posts in the same order. If some have posted less by the next collective call, what is missing is
+        posted for them there, and no message meets one of another turn.
+        """
+        if self.world == 1:
+            return Posted.send(value, 1)
+        private = _private_groups()
+        private.posted += 1
+        return Posted.send(value, self.world, private.posts)
 
     def together(self, work: Callable[[], T]) -> T:
         """Do something on every rank; if it fails on one, it fails on all. Collective.
@@ -208,17 +225,14 @@ def _find_nodes(rank: int) -> tuple[tuple[int, ...], ...]:
 
 
 def _exchange(value: Any) -> list[Any]:
-    content = pickle.dumps(value)
-    sizes = [int(size) for size in _gathered(torch.tensor([len(content)]))]
-    padded = bytearray(content.ljust(max(sizes), b"\0"))
-    messages = _gathered(torch.frombuffer(padded, dtype=torch.uint8))
-    return [pickle.loads(message.numpy()[:size].tobytes()) for message, size in zip(messages, sizes, strict=True)]
-
-
-def _gathered(message: torch.Tensor) -> Sequence[torch.Tensor]:
-    messages, work = all_gather(message, _private_groups().calls)
-    work.wait()
-    return messages
+    private, content = _private_groups(), pickle.dumps(value)
+    told = Gathering(struct.pack("qq", len(content), private.posted), private.calls).wait()
+    sizes, posted = zip(*(struct.unpack("qq", pair) for pair in told), strict=True)
+    while private.posted < max(posted):
+        private.posted += 1
+        Posted.send(None, len(told), private.posts)
+    contents = Gathering(content.ljust(max(sizes), b"\0"), private.calls).wait()
+    return [pickle.loads(content[:size]) for content, size in zip(contents, sizes, strict=True)]
 
 
 def _private_groups() -> _Private:
@@ -229,7 +243,7 @@ def _private_groups() -> _Private:
         if dist.get_backend(world) == "gloo":
             # A rank that dies before it comes here is noticed by its broken connection; making a group would wait for
             # it until the time-out of the default group, 30 minutes. (NCCL notices neither: there the launcher has to.)
-            all_gather(torch.zeros(1), world)[1].wait()
+            Gathering(b"?", world).wait()
         _private[world] = _Private(_new_group(), _new_group())
     return _private[world]
 

@@ -2,8 +2,8 @@
 
 While training runs, other people's collectives may cross ours: rank 0 is in the reduction of a progress bar, which
 rank 1 joins when its hooks are over; were rank 1 waiting in a collective of ours for rank 0, both would wait for ever.
-So there are two calls. `send` returns at once: gloo's own threads carry the message, over the package's private group,
-which no one else uses. `collect` waits for the others' messages, a limited time.
+So there are two calls. `send` returns at once: gloo's own threads carry the message, over a private group in which
+nothing but posts is sent. `collect` waits for the others' messages, a limited time.
 
 Why that cannot hang: a rank that waits in `collect` has sent. It waits for a rank that has not, and that one is before
 its own `send`. Call `send` at a place that each rank reaches without another rank being past its `collect` (the last
@@ -14,14 +14,12 @@ somebody's ranks be out of step all the same, the time limit ends the wait.
 from __future__ import annotations
 
 import pickle
-from collections.abc import Sequence
 from datetime import timedelta
 from typing import Generic, TypeVar
 
-import torch
 import torch.distributed as dist
 
-from lightning_stocache.node.collective import all_gather
+from lightning_stocache.node.collective import Gathering
 
 __all__ = ["Posted"]
 
@@ -38,9 +36,9 @@ class Posted(Generic[T]):
         ['counts']
     """
 
-    def __init__(self, messages: Sequence[torch.Tensor], work: dist.Work | None = None) -> None:
-        self._messages = messages
-        self._work = work
+    def __init__(self, gathering: Gathering | None, content: bytes) -> None:
+        self._gathering = gathering
+        self._content = content
 
     @classmethod
     def send(cls, value: T, world: int, group: dist.ProcessGroup | None = None) -> Posted[T]:
@@ -57,11 +55,11 @@ class Posted(Generic[T]):
         content = pickle.dumps(value)
         if len(content) > _BYTES:
             raise ValueError(f"a posted value may take {_BYTES} bytes, this one takes {len(content)}")
-        message = torch.frombuffer(bytearray(content.ljust(_BYTES, b"\0")), dtype=torch.uint8)
+        content = content.ljust(_BYTES, b"\0")
         if world == 1:
-            return cls([message])
+            return cls(None, content)
         assert group is not None
-        return cls(*all_gather(message, group))
+        return cls(Gathering(content, group), content)
 
     def collect(self, seconds: float) -> list[T] | None:
         """Every rank's value, by rank; None if not all have come by then.
@@ -69,9 +67,10 @@ class Posted(Generic[T]):
         Args:
             seconds: how long to wait at most.
         """
-        if self._work is not None:
-            try:
-                self._work.wait(timedelta(seconds=max(seconds, 0.001)))  # gloo takes zero for no limit
-            except RuntimeError:  # the time is over; or a rank has died, which its own error tells better
-                return None
-        return [pickle.loads(message.numpy().tobytes()) for message in self._messages]
+        if self._gathering is None:
+            return [pickle.loads(self._content)]
+        try:
+            contents = self._gathering.wait(timedelta(seconds=max(seconds, 0.001)))  # gloo takes zero for no limit
+        except RuntimeError:  # the time is over; or a rank has died, which its own error tells better
+            return None
+        return [pickle.loads(content) for content in contents]

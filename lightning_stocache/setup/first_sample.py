@@ -21,7 +21,7 @@ from lightning_stocache.cache.field import UnsupportedSampleError
 from lightning_stocache.cache.records import RecordCodec
 from lightning_stocache.cache.spec import SampleMismatchError, SampleSpec
 from lightning_stocache.setup.codec_choice import choose_codec
-from lightning_stocache.setup.read_apart import read_apart
+from lightning_stocache.setup.reader_process import NotStartedError, read_apart
 from lightning_stocache.setup.request import Layout
 from lightning_stocache.source.draws import Draws
 from lightning_stocache.torch_internals import set_worker_dataset
@@ -70,17 +70,19 @@ def codec_of(draws: Draws, layout: Layout = "auto", method: str | None = None) -
         method: how a process is started that reads it; None: fork, where the system has it.
 
     Raises:
-        FirstSampleError: none of the first few could be read, or they cannot be kept.
+        FirstSampleError: no process can be started, none of the first few could be read, or they cannot be kept.
     """
     method = method or ("fork" if sys.platform == "linux" else multiprocessing.get_start_method())
     begun = time.monotonic()
 
-    def waiting() -> None:
+    def on_wait() -> None:
         log.warning("%s: its first sample has been loading for %.0f s", _title(draws), time.monotonic() - begun)
 
     try:
-        answer = pickle.loads(read_apart(_First(draws, layout), method, waiting))
-    except (RuntimeError, TimeoutError) as error:
+        answer = pickle.loads(read_apart(_First(draws, layout), method, on_wait))
+    except NotStartedError as error:
+        raise FirstSampleError(f"no process can be started to read {_title(draws)}: {error}") from error
+    except RuntimeError as error:
         raise FirstSampleError(f"{_title(draws)} cannot be read: {error}") from error
     if isinstance(answer, str):
         raise FirstSampleError(f"{_title(draws)} cannot be kept: {answer}")

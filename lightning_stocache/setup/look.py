@@ -34,7 +34,7 @@ from lightning_stocache.cache.spec import SampleMismatchError
 from lightning_stocache.node.parent import why_not_begun
 from lightning_stocache.node.waiting import TOLD_SECONDS
 from lightning_stocache.setup.finding import Finding, find
-from lightning_stocache.setup.read_apart import NotStartedError, read_apart, shared_counts
+from lightning_stocache.setup.reader_process import NotStartedError, read_apart, shared_counts
 from lightning_stocache.setup.request import CacheRequest, LoaderSettings
 from lightning_stocache.source.generators import Generators, owned_generators, reachable
 from lightning_stocache.torch_internals import set_worker_dataset
@@ -101,7 +101,7 @@ def _look_apart(request: CacheRequest) -> Finding | None:
         return None
     begun, last, told = time.monotonic(), -1, False
 
-    def waiting() -> None:
+    def on_wait() -> None:
         nonlocal begun, last, told
         reads, index = progress.tolist()
         if reads != last:
@@ -117,7 +117,7 @@ def _look_apart(request: CacheRequest) -> Finding | None:
     try:
         progress = shared_counts(2)
         user_init_fn = None if request.reader is None else request.reader.worker_init_fn
-        answer = read_apart(_Looker(request, progress), method, waiting, partial(_begin, user_init_fn), TOLD_SECONDS)
+        answer = read_apart(_Looker(request, progress), method, on_wait, partial(_begin, user_init_fn), TOLD_SECONDS)
     except NotStartedError as error:
         log.debug("no process can be started to look at %s (%s): it is read here", request.title, error)
         return None

@@ -2,51 +2,71 @@
 
 from __future__ import annotations
 
+import ctypes
 import threading
+import time
 import weakref
+from datetime import timedelta
+from typing import Any
 
 import pytest
 import torch
 import torch.distributed as dist
 
 from lightning_stocache.node import collective
-from lightning_stocache.node.collective import all_gather
+from lightning_stocache.node.collective import Gathering
 from tests.ranks import run_ranks
 
 
-def gathered(rank: int) -> tuple[bool, set[int]]:
-    """Whether all messages have come, and the threads in which tensors were freed; 0 is this one."""
+def gathered(rank: int, kept_seconds: float, late: float) -> tuple[bool, set[bool]]:
+    """Whether all messages have come, and whether the tensors were freed by this thread."""
     world, here = dist.group.WORLD, threading.get_ident()
     assert world is not None
-    freed, came = set[int](), True
+    collective.KEPT_SECONDS = kept_seconds
+    by_this_thread, came, plain = set[bool](), True, torch.empty
+
+    def watched(*size: Any, **options: Any) -> torch.Tensor:
+        tensor = plain(*size, **options)
+        weakref.finalize(tensor, lambda: by_this_thread.add(threading.get_ident() == here))
+        return tensor
+
+    torch.empty = watched  # type: ignore[assignment]
     for number in range(300):
-        message = torch.tensor([rank, number])
-        messages, work = all_gather(message, world)
-        for tensor in (message, *messages):
-            weakref.finalize(tensor, lambda: freed.add(threading.get_ident() - here))
-        work.wait()
-        came &= [tensor.tolist() for tensor in messages] == [[0, number], [1, number]]
-        del message, messages, tensor, work
-    return came, freed
+        time.sleep(late * rank)
+        contents = Gathering(bytes([rank, number % 256]), world).wait()
+        came &= contents == [bytes([sender, number % 256]) for sender in (0, 1)]
+    torch.empty = plain  # type: ignore[assignment]
+    del world
+    dist.destroy_process_group()
+    dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)  # `run_ranks` ends it
+    return came, by_this_thread
 
 
 @pytest.mark.processes
-def test_threads_of_gloo_free_no_tensor() -> None:
-    """They would take Python's lock for it, beside whatever is forked next."""
-    assert run_ranks(gathered, 2) == [(True, {0}), (True, {0})]
+@pytest.mark.parametrize(("kept_seconds", "late"), [(1000.0, 0.0), (0.02, 0.03)])
+def test_threads_of_gloo_free_no_tensor(kept_seconds: float, late: float) -> None:
+    """They would take Python's lock for it, beside whatever is forked next. A work that others were long awaited in is
+    kept from its end on."""
+    assert run_ranks(gathered, 2, kept_seconds, late) == [(True, {True})] * 2
 
 
 def released(rank: int) -> list[list[int]]:
-    """The works that are gone after each of three gatherings, and after the end of their group."""
+    """The works that are gone after each of four gatherings, and after the end of their group."""
     world, gone, after = dist.group.WORLD, list[int](), list[list[int]]()
     assert world is not None
-    for number, seconds in enumerate((1000.0, 1000.0, 0.0)):
-        collective.KEPT_SECONDS = seconds
-        work = all_gather(torch.zeros(1), world)[1]
+    plain = dist.all_gather
+
+    def watched(*args: Any, **options: Any) -> Any:
+        work = plain(*args, **options)
         weakref.finalize(work, gone.append, number)
-        work.wait()
-        del work
+        return work
+
+    dist.all_gather = watched
+    for number, seconds in enumerate((1000.0, 1000.0, 0.0, 0.0)):  # noqa: B007 - `watched` uses it
+        collective.KEPT_SECONDS = seconds
+        Gathering(b"?", world).wait()
         after.append(sorted(gone))
+    dist.all_gather = plain
     del world
     dist.destroy_process_group()
     after.append(sorted(gone))
@@ -57,4 +77,46 @@ def released(rank: int) -> list[list[int]]:
 @pytest.mark.processes
 def test_works_are_kept_for_a_while() -> None:
     """Those that have ended long ago are let go of at the next gathering, all of them with their group."""
-    assert run_ranks(released, 2) == [[[], [], [0, 1], [0, 1, 2]]] * 2
+    assert run_ranks(released, 2) == [[[], [], [0, 1], [0, 1, 2], [0, 1, 2, 3]]] * 2
+
+
+def memory(rank: int) -> int:
+    """KiB of anonymous memory that ten gatherings of 10 MiB leave, less what the allocator keeps for the next ones."""
+    world = dist.group.WORLD
+    assert world is not None
+    before = anonymous()
+    for _ in range(10):
+        Gathering(bytes(10 << 20), world).wait()
+    return anonymous() - before
+
+
+def anonymous() -> int:
+    ctypes.CDLL(None).malloc_trim(0)
+    with open("/proc/self/smaps_rollup") as rollup:
+        return next(int(line.split()[1]) for line in rollup if line.startswith("Anonymous:"))
+
+
+@pytest.mark.processes
+def test_messages_take_no_memory_once_they_have_come() -> None:
+    """What is kept are the tensors without their bytes. (All of it would be 300 MiB.)"""
+    assert max(run_ranks(memory, 2)) < 64 << 10
+
+
+def waited_twice(rank: int) -> list[bytes]:
+    """What a gathering gives, twice, whose first wait was too short on rank 0."""
+    world, turns = dist.group.WORLD, dist.new_group()
+    assert world is not None
+    if rank == 1:
+        dist.barrier(turns)
+    gathering = Gathering(b"%d" % rank, world)
+    if rank == 0:
+        with pytest.raises(RuntimeError):
+            gathering.wait(timedelta(seconds=0.05))
+        dist.barrier(turns)
+    first = gathering.wait(timedelta(seconds=200))
+    return first + gathering.wait()
+
+
+@pytest.mark.processes
+def test_messages_can_be_awaited_again() -> None:
+    assert run_ranks(waited_twice, 2) == [[b"0", b"1"] * 2] * 2

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 import multiprocessing
 import os
 import re
@@ -311,35 +312,41 @@ def test_a_source_that_blocks_is_given_up(monkeypatch: pytest.MonkeyPatch, caplo
     assert not multiprocessing.active_children()
 
 
-_stuck: Any = context("fork").Value("i", 0)  # how many processes that are forked from now on never begin
+def look_with_forks_that_hang(forks: int) -> tuple[str | None, bool, list[str], int]:
+    """What is found where the first processes that are forked never begin: the reason why nothing is kept, whether
+    another process has read; what is said; and how many processes are left."""
+    hang = context("fork").Value("i", forks)
+
+    def never_begins() -> None:
+        if hang.value:
+            hang.value -= 1
+            signal.signal(signal.SIGTERM, signal.SIG_IGN)  # as a handler in Python that is never called
+            time.sleep(600)
+
+    os.register_at_fork(after_in_child=never_begins)
+    looking.TOLD_SECONDS, looking.PATIENCE_SECONDS = 5.0, 14.0
+    torch.utils.data._utils.MP_STATUS_CHECK_INTERVAL = 0.2  # before DataLoader sends SIGTERM
+    said = list[str]()
+    handler = logging.Handler()
+    handler.emit = lambda record: said.append(record.getMessage())  # type: ignore[method-assign]
+    logging.getLogger("lightning_stocache").addHandler(handler)
+    finding = look(CacheRequest(Made(torch.tensor)))
+    return finding.reason, finding.worker_bytes is not None, said, len(multiprocessing.active_children())
 
 
-def _sticks() -> None:
-    if _stuck.value:
-        _stuck.value -= 1
-        signal.signal(signal.SIGTERM, signal.SIG_IGN)  # as a handler in Python that is never called
-        time.sleep(600)
+def test_a_process_that_hangs_since_its_fork_is_replaced() -> None:
+    """The look goes on in another one; none is left, for which Python would wait at its end."""
+    reason, apart, said, left = call(look_with_forks_that_hang, 1)
+    assert (reason, apart, left) == (None, True, 0)
+    assert any("has not begun for 5 s" in words for words in said)
 
 
-os.register_at_fork(after_in_child=_sticks)
-
-
-@pytest.mark.parametrize(
-    ("stuck", "reason"), [(1, None), (3, "none of 3 processes that were forked to read it has begun")]
-)
-def test_a_process_that_hangs_since_its_fork_is_replaced(monkeypatch, stuck, reason) -> None:
-    """The look goes on in another one; none of them is left, for which Python would wait at its end."""
-    monkeypatch.setattr(looking, "TOLD_SECONDS", 5.0 if stuck == 1 else 0.5)
-    monkeypatch.setattr("torch.utils.data._utils.MP_STATUS_CHECK_INTERVAL", 0.2)  # before DataLoader sends SIGTERM
-    _stuck.value = stuck
-    try:
-        finding = look(CacheRequest(Made(torch.tensor)))
-    finally:
-        _stuck.value = 0
-    assert finding.reason == reason
-    assert (finding.codec is None) == bool(reason)
-    assert finding.worker_bytes != 0  # it was read in a process, not here
-    assert not multiprocessing.active_children()
+def test_processes_that_all_hang_are_given_up() -> None:
+    """As a source that blocks is."""
+    reason, _, said, left = call(look_with_forks_that_hang, 3)
+    assert reason == "reading sample 0 has not ended in 14 s"
+    assert left == 0
+    assert sum("has not begun" in words for words in said) == 2
 
 
 class Local(Dataset[Any]):

@@ -1,8 +1,8 @@
 """A training job whose callbacks and metrics have collectives of their own: `crossing_job FOLDER DEVICES NODES`.
 
-It trains once for every bar, order of the callbacks and way of logging, and twice more with a monitor on the last rank
-alone. Each rank leaves in `rank<k>.jsonl` one line per fit: the metrics of every epoch, and the samples that the
-sources of the job have loaded until then.
+It trains once for every bar, order of the callbacks and way of logging, twice with a monitor on the last rank alone,
+and once more with one on all. Each rank leaves in `rank<k>.jsonl` one line per fit: the metrics of every epoch, and the
+samples that the sources of the job have loaded until then.
 """
 
 from __future__ import annotations
@@ -130,8 +130,8 @@ def main(folder: Path, devices: int, nodes: int) -> None:
     for bar, order, way in FITS:
         callbacks = [bar(), StochasticCache()]
         fit(folder, callbacks if order == "bar first" else callbacks[::-1], devices, nodes, way)
-    for _ in range(2):  # the first leaves posts that nobody answers
-        fit(folder, [StochasticCache(), Alone()], devices, nodes)
+    for monitor in (Alone, Alone, CacheMonitor):  # who is alone leaves posts that nobody answers
+        fit(folder, [StochasticCache(), monitor()], devices, nodes)
     dist.destroy_process_group()
 
 

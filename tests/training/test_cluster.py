@@ -18,7 +18,7 @@ from typing import Any
 
 import pytest
 
-from tests.jobs import OWN_SHM, ROOT, exit_codes, free_port, job_environment
+from tests.jobs import OWN_SHM, exit_codes, free_port, job_environment, start
 from tests.training.cluster_job import SAMPLES
 from tests.training.tiny import source
 
@@ -83,16 +83,13 @@ def run(
 ) -> list[int]:
     """Run one rank in each place, with what its launcher tells it and the words for its job; their exit codes."""
     folder.mkdir(exist_ok=True)
-    base = job_environment(free_port())
-    ranks = []
-    with open(folder / "said", "ab") as output:
-        for place, environment, more in zip(places, told, words, strict=True):
-            command = [*place, sys.executable, "-m", "tests.training.cluster_job", str(folder), *more]
-            env = base | environment
-            ranks.append(
-                subprocess.Popen(command, cwd=ROOT, env=env, stdout=output, stderr=output, start_new_session=True)
-            )
-    return exit_codes(ranks, folder / "said", SECONDS)
+    base, output = job_environment(free_port()), folder / "said"
+    command = [sys.executable, "-m", "tests.training.cluster_job", str(folder)]
+    ranks = [
+        start([*place, *command, *more], base | environment, output)
+        for place, environment, more in zip(places, told, words, strict=True)
+    ]
+    return exit_codes(ranks, output, SECONDS)
 
 
 def said(folder: Path) -> str:

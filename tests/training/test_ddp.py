@@ -15,7 +15,7 @@ from typing import Any
 
 import pytest
 
-from tests.jobs import ROOT, say_where
+from tests.jobs import ROOT, job_environment, say_where
 from tests.proc import is_alive
 from tests.training.tiny import SAMPLES, source
 
@@ -31,9 +31,8 @@ SECONDS = 240  # a job takes ten; a machine with much else to do takes longer
 def start(folder: Path, door: str, strategy: str, epochs: int, fits: int = 1) -> subprocess.Popen[bytes]:
     """The job, as its user would start it; what it says goes to `said`."""
     command = [sys.executable, "-m", "tests.training.ddp_job", str(folder), door, strategy, str(epochs), str(fits)]
-    env = {**os.environ, "PYTHONPATH": str(ROOT), "PYTHONFAULTHANDLER": "1"}
     with open(folder / "said", "wb") as said:
-        return subprocess.Popen(command, cwd=ROOT, stdout=said, stderr=said, env=env)
+        return subprocess.Popen(command, cwd=ROOT, stdout=said, stderr=said, env=job_environment())
 
 
 def wait_for(condition: Callable[[], Any], job: subprocess.Popen[bytes], folder: Path) -> None:

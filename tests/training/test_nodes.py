@@ -13,7 +13,7 @@ import pytest
 
 from lightning_stocache.cache.placement import Ring
 from lightning_stocache.insight.theory import moved_share
-from tests.jobs import OWN_SHM, ROOT, exit_codes, free_port, job_environment
+from tests.jobs import OWN_SHM, exit_codes, free_port, job_environment, start
 from tests.training.nodes_job import BATCH, FOLD, SAMPLES
 from tests.training.tiny import source
 
@@ -52,15 +52,9 @@ def commands(launcher: str, port: str, *arguments: str) -> Iterator[tuple[list[s
 
 def run_nodes(folder: Path, launcher: str, case: str, epochs: int) -> list[int]:
     """Run the job on both nodes; their exit codes."""
-    environment, jobs = job_environment(free_port()), []
-    with open(folder / "said", "wb") as words:
-        for command, more in commands(launcher, environment["MASTER_PORT"], str(folder), case, str(epochs)):
-            whole = [*OWN_SHM, *command]
-            jobs.append(
-                subprocess.Popen(
-                    whole, cwd=ROOT, env=environment | more, stdout=words, stderr=words, start_new_session=True
-                )
-            )
+    environment = job_environment(free_port())
+    words = commands(launcher, environment["MASTER_PORT"], str(folder), case, str(epochs))
+    jobs = [start([*OWN_SHM, *command], environment | more, folder / "said") for command, more in words]
     return exit_codes(jobs, folder / "said", SECONDS)
 
 

@@ -2,11 +2,12 @@
 
 It is a worker of a DataLoader, so that a source finds there what it would find in the user's own: `get_worker_info`,
 seeds, one thread. A forked process may hang before it has begun: it inherits the locks that other threads of its parent
-held in that moment, and CPython 3.11 waits for one of them. It is ended, and another one is forked.
+held in that moment, and has nobody to open them. It is ended then, and another one is forked, at most twice.
 """
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Callable
 from functools import partial
 from typing import Any, cast
@@ -19,36 +20,37 @@ from lightning_stocache.torch_internals import shut_down
 
 __all__ = ["NotStartedError", "read_apart", "shared_counts"]
 
+log = logging.getLogger(__name__)
+
 _FORKS = 3
 
 
-class NotStartedError(RuntimeError):
-    """No process could be started."""
+class NotStartedError(Exception):
+    """No process could be started: there is no shared memory, or what a start method or a pickle has raised."""
 
 
 def read_apart(
-    reading: IterableDataset[bytes],
+    reader: IterableDataset[bytes],
     method: str,
-    waiting: Callable[[], None],
+    on_wait: Callable[[], None],
     worker_init_fn: Callable[[int], None] | None = None,
-    every: float = TOLD_SECONDS,
+    seconds: float = TOLD_SECONDS,
 ) -> bytes:
     """Have another process read.
 
     Args:
-        reading: runs there; the first thing that it yields is the answer.
+        reader: iterated there; the first thing that it gives is the answer.
         method: how the process is started: fork, spawn or forkserver.
-        waiting: called here now and then while there is no answer; what it raises ends the wait.
+        on_wait: called here after each of these times without an answer; what it raises ends the wait.
         worker_init_fn: called there with 0 before anything is read.
-        every: seconds between two calls of `waiting`, and those that a forked process may take to begin.
+        seconds: between two calls of `on_wait`. One that was forked and has not begun after that time is replaced.
 
     Raises:
-        NotStartedError: there is no shared memory, or whatever a start method or a pickle raises.
-        TimeoutError: none of three processes that were forked has begun.
+        NotStartedError: no process could be started.
         Exception: what is raised there, and what DataLoader says of a process that has died.
     """
-    for _ in range(_FORKS if method == "fork" else 1):
-        answers, begun = _start(reading, method, worker_init_fn, every)
+    for forks in range(1, _FORKS + 1):
+        answers, begun = _start(reader, method, worker_init_fn, seconds)
         try:
             while True:
                 try:
@@ -56,45 +58,51 @@ def read_apart(
                 except RuntimeError as error:
                     if not str(error).startswith("DataLoader timed out"):  # the source's own, or the worker has died
                         raise
-                if method == "fork" and not begun:
+                if method == "fork" and not begun and forks < _FORKS:
+                    log.warning(
+                        "set-up forks another process: one that was to read samples has not begun for %.0f s. A thread "
+                        "of this one may have held a lock when it was forked",
+                        seconds,
+                    )
                     break
-                waiting()
+                on_wait()
         finally:
             shut_down(answers)
-    raise TimeoutError(f"none of {_FORKS} processes that were forked to read it has begun")
+    raise AssertionError("the last one is not replaced")
+
+
+def shared_counts(number: int) -> torch.Tensor:
+    """That many zeros, int64, in memory that a process which is started later shares.
+
+    Raises:
+        NotStartedError: there is none.
+    """
+    try:
+        counts: Any = torch.zeros(number, dtype=torch.int64, device="cpu")  # whatever the user's default device is
+        return cast(torch.Tensor, counts.share_memory_())
+    except Exception as error:  # it depends on how torch shares memory
+        raise NotStartedError(f"{type(error).__name__}: {error}") from error
 
 
 def _start(
-    reading: IterableDataset[bytes], method: str, worker_init_fn: Callable[[int], None] | None, every: float
+    reader: IterableDataset[bytes], method: str, worker_init_fn: Callable[[int], None] | None, seconds: float
 ) -> tuple[Any, torch.Tensor]:
     """The answers of a process, and in shared memory whether it has begun."""
+    begun = shared_counts(1)
     try:
-        begun = shared_counts(1)
         return iter(
             DataLoader(
-                reading,
+                reader,
                 batch_size=None,
                 num_workers=1,
                 collate_fn=cast(Any, _as_it_is),
-                timeout=every,
+                timeout=seconds,
                 worker_init_fn=partial(_begin, begun, worker_init_fn),
                 multiprocessing_context=method,
                 generator=torch.Generator(),  # the base seed of the process is not drawn from the user's
             )
         ), begun
     except Exception as error:  # whatever a start method or a pickle raises
-        raise NotStartedError(f"{type(error).__name__}: {error}") from error
-
-
-def shared_counts(number: int) -> torch.Tensor:
-    """That many zeros, int64, which a process that is started later shares.
-
-    Raises:
-        NotStartedError: there is no shared memory.
-    """
-    try:
-        return cast(torch.Tensor, cast(Any, torch.zeros(number, dtype=torch.int64)).share_memory_())
-    except Exception as error:  # it depends on how torch shares memory
         raise NotStartedError(f"{type(error).__name__}: {error}") from error
 
 
