@@ -5,13 +5,14 @@ tensors, and takes Python's lock for that. Until CPython 3.12 a process that is 
 that lock may wait for ever: the child takes the mutex of the interpreter's threads (HEAD_LOCK, in
 `_PyEval_ReInitThreads`) before it has been made anew. And what comes after the gatherings of this package is a fork, of
 a process that looks at a source or of the loader's workers. So a work is kept for longer than any thread takes to let
-go of it, and is freed by the thread that gathers next. The memory of its messages is given back at once.
+go of it, and is freed by a thread that gathers later. The memory of its messages is given back at once.
 """
 
 from __future__ import annotations
 
 import time
 import weakref
+from dataclasses import dataclass, field
 from datetime import timedelta
 
 import torch
@@ -21,8 +22,23 @@ __all__ = ["KEPT_SECONDS", "Gathering"]
 
 KEPT_SECONDS = 30.0  # after the end of a work has been seen: a thread takes moments
 
-# The works of each group, and when each was first seen to have ended. They end with their group.
-_kept: weakref.WeakKeyDictionary[dist.ProcessGroup, list[tuple[float | None, dist.Work]]] = weakref.WeakKeyDictionary()
+
+@dataclass
+class _Kept:
+    """The works of a group.
+
+    Args:
+        turned: when it was last seen which of them had ended.
+        ended: that had by then.
+        others: that had not, or have begun since.
+    """
+
+    turned: float
+    ended: list[dist.Work] = field(default_factory=list)
+    others: list[dist.Work] = field(default_factory=list)
+
+
+_kept: weakref.WeakKeyDictionary[dist.ProcessGroup, _Kept] = weakref.WeakKeyDictionary()  # they end with their group
 
 
 class Gathering:
@@ -40,9 +56,9 @@ class Gathering:
         self._messages = [torch.empty_like(self._message) for _ in range(group.size())]
         work = dist.all_gather(self._messages, self._message, group=group, async_op=True)
         assert work is not None  # this rank is in the group
-        self._work = work
-        self._contents: list[bytes] | None = None
         _keep(work, group)
+        self._work: dist.Work | None = work
+        self._contents: list[bytes] = []
 
     def wait(self, timeout: timedelta | None = None) -> list[bytes]:
         """Every rank's bytes, by rank.
@@ -53,11 +69,12 @@ class Gathering:
         Raises:
             RuntimeError: the time is over, or a rank has ended.
         """
-        if self._contents is None:
+        if self._work is not None:
             if timeout is None:
                 self._work.wait()
             else:
                 self._work.wait(timeout)
+            self._work = None  # it would hold the group's connections
             self._contents = [message.clone().numpy().tobytes() for message in self._messages]
             for message in (self._message, *self._messages):  # NumPy would have fixed their size
                 message.untyped_storage().resize_(0)
@@ -65,7 +82,12 @@ class Gathering:
 
 
 def _keep(work: dist.Work, group: dist.ProcessGroup) -> None:
+    """Keep it for once to twice the time after its end, if others follow; else until the group's end."""
     now = time.monotonic()
-    seen = [(now if ended is None and old.is_completed() else ended, old) for ended, old in _kept.get(group, [])]
-    recent = [(ended, old) for ended, old in seen if ended is None or now - ended < KEPT_SECONDS]
-    _kept[group] = [*recent, (None, work)]
+    kept = _kept.setdefault(group, _Kept(now))
+    if now - kept.turned >= KEPT_SECONDS:
+        ended, running = list[dist.Work](), list[dist.Work]()
+        for other in kept.others:
+            (ended if other.is_completed() else running).append(other)
+        kept.turned, kept.ended, kept.others = now, ended, running
+    kept.others.append(work)

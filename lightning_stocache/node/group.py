@@ -141,14 +141,18 @@ class NodeGroup:
     def post(self, value: T) -> Posted[T]:
         """Send a value of at most 2 KiB to every rank, and wait for nothing.
 
-        Every rank posts in the same order. If some have posted less by the next collective call, what is missing is
-        posted for them there, and no message meets one of another turn.
+        Every rank posts in the same order. If some have posted less by the next collective call, they send nothing for
+        what is missing there, so that no message meets one of another turn.
+
+        Raises:
+            ValueError: the value takes more than 2 KiB.
         """
         if self.world == 1:
             return Posted.send(value, 1)
         private = _private_groups()
+        posted = Posted.send(value, self.world, private.posts)
         private.posted += 1
-        return Posted.send(value, self.world, private.posts)
+        return posted
 
     def together(self, work: Callable[[], T]) -> T:
         """Do something on every rank; if it fails on one, it fails on all. Collective.
@@ -229,10 +233,10 @@ def _exchange(value: Any) -> list[Any]:
     told = Gathering(struct.pack("qq", len(content), private.posted), private.calls).wait()
     sizes, posted = zip(*(struct.unpack("qq", pair) for pair in told), strict=True)
     while private.posted < max(posted):
+        Posted.send_nothing(private.posts)
         private.posted += 1
-        Posted.send(None, len(told), private.posts)
     contents = Gathering(content.ljust(max(sizes), b"\0"), private.calls).wait()
-    return [pickle.loads(content[:size]) for content, size in zip(contents, sizes, strict=True)]
+    return [pickle.loads(content) for content in contents]  # a pickle knows where it ends
 
 
 def _private_groups() -> _Private:

@@ -26,6 +26,7 @@ __all__ = ["Posted"]
 T = TypeVar("T")
 
 _BYTES = 2048  # of every message: who gathers must know the size, and to ask for it would be a wait
+_NOTHING = bytes(_BYTES)  # no pickle begins with a zero
 
 
 class Posted(Generic[T]):
@@ -61,8 +62,13 @@ class Posted(Generic[T]):
         assert group is not None
         return cls(Gathering(content, group), content)
 
+    @staticmethod
+    def send_nothing(group: dist.ProcessGroup) -> None:
+        """Send what stands for a value where this rank has none; what the others sent in that turn is None to all."""
+        Gathering(_NOTHING, group)
+
     def collect(self, seconds: float) -> list[T] | None:
-        """Every rank's value, by rank; None if not all have come by then.
+        """Every rank's value, by rank; None if not all have come by then, or a rank has sent nothing.
 
         Args:
             seconds: how long to wait at most.
@@ -73,4 +79,4 @@ class Posted(Generic[T]):
             contents = self._gathering.wait(timedelta(seconds=max(seconds, 0.001)))  # gloo takes zero for no limit
         except RuntimeError:  # the time is over; or a rank has died, which its own error tells better
             return None
-        return [pickle.loads(content) for content in contents]
+        return None if _NOTHING in contents else [pickle.loads(content) for content in contents]

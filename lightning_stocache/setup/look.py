@@ -8,7 +8,8 @@ is left in the trainer. Where none can be started (a daemonic process; what cann
 is read here, and the attributes and generators that can be reached from it are put back. So it is where the trainer
 reads the source itself and nothing can be forked (macOS): a spawned process would run the user's script again.
 
-A source that blocks is given up after half a minute without a read that has ended.
+A source that blocks is given up after half a minute without a read that has ended, not counting the time in which
+processes that do not begin are replaced.
 """
 
 from __future__ import annotations

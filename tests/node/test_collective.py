@@ -2,10 +2,13 @@
 
 from __future__ import annotations
 
+import contextlib
 import ctypes
+import itertools
 import threading
 import time
 import weakref
+from collections.abc import Iterator
 from datetime import timedelta
 from typing import Any
 
@@ -50,23 +53,32 @@ def test_threads_of_gloo_free_no_tensor(kept_seconds: float, late: float) -> Non
     assert run_ranks(gathered, 2, kept_seconds, late) == [(True, {True})] * 2
 
 
-def released(rank: int) -> list[list[int]]:
-    """The works that are gone after each of four gatherings, and after the end of their group."""
-    world, gone, after = dist.group.WORLD, list[int](), list[list[int]]()
-    assert world is not None
-    plain = dist.all_gather
+@contextlib.contextmanager
+def works() -> Iterator[list[int]]:
+    """The numbers of the works that begin from now on and are gone."""
+    gone, number, plain = list[int](), itertools.count(), dist.all_gather
 
     def watched(*args: Any, **options: Any) -> Any:
         work = plain(*args, **options)
-        weakref.finalize(work, gone.append, number)
+        weakref.finalize(work, gone.append, next(number))
         return work
 
     dist.all_gather = watched
-    for number, seconds in enumerate((1000.0, 1000.0, 0.0, 0.0)):  # noqa: B007 - `watched` uses it
-        collective.KEPT_SECONDS = seconds
-        Gathering(b"?", world).wait()
-        after.append(sorted(gone))
-    dist.all_gather = plain
+    try:
+        yield gone
+    finally:
+        dist.all_gather = plain
+
+
+def released(rank: int) -> list[list[int]]:
+    """The works that are gone after each of five gatherings, and after the end of their group."""
+    world, after = dist.group.WORLD, list[list[int]]()
+    assert world is not None
+    with works() as gone:
+        for seconds in (collective.KEPT_SECONDS, collective.KEPT_SECONDS, 0.0, 0.0, 0.0):
+            collective.KEPT_SECONDS = seconds
+            Gathering(b"?", world).wait()
+            after.append(sorted(gone))
     del world
     dist.destroy_process_group()
     after.append(sorted(gone))
@@ -76,8 +88,30 @@ def released(rank: int) -> list[list[int]]:
 
 @pytest.mark.processes
 def test_works_are_kept_for_a_while() -> None:
-    """Those that have ended long ago are let go of at the next gathering, all of them with their group."""
-    assert run_ranks(released, 2) == [[[], [], [0, 1], [0, 1, 2], [0, 1, 2, 3]]] * 2
+    """Those that have ended long ago are let go of at a later gathering, all of them with their group."""
+    assert run_ranks(released, 2) == [[[], [], [], [0, 1], [0, 1, 2], [0, 1, 2, 3, 4]]] * 2
+
+
+def unanswered(rank: int) -> list[int]:
+    """The works that are gone while rank 1 has not begun them."""
+    world, turns, early = dist.group.WORLD, dist.new_group(), list[int]()
+    assert world is not None
+    collective.KEPT_SECONDS = 0.0
+    if rank == 1:
+        dist.barrier(turns)
+    with works() as gone:
+        gatherings = [weakref.ref(Gathering(b"?", world)) for _ in range(5)]
+        assert not any(gathering() for gathering in gatherings)
+        if rank == 0:
+            early = list(gone)
+            dist.barrier(turns)
+    Gathering(b"?", world).wait()
+    return early
+
+
+@pytest.mark.processes
+def test_works_that_nobody_waits_for_are_kept_until_they_have_ended() -> None:
+    assert run_ranks(unanswered, 2) == [[], []]
 
 
 def memory(rank: int) -> int:
@@ -108,7 +142,8 @@ def waited_twice(rank: int) -> list[bytes]:
     assert world is not None
     if rank == 1:
         dist.barrier(turns)
-    gathering = Gathering(b"%d" % rank, world)
+    with torch.device("meta"):  # the user's default
+        gathering = Gathering(b"%d" % rank, world)
     if rank == 0:
         with pytest.raises(RuntimeError):
             gathering.wait(timedelta(seconds=0.05))

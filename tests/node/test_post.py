@@ -57,6 +57,42 @@ def test_a_rank_that_has_ended_ends_the_wait() -> None:
     assert run_ranks(dying, 2) == [None, None]
 
 
+def uneven(rank: int) -> tuple[list[list[int] | None], list[list[int] | None]]:
+    """What comes of posts of which rank 0 makes one, beside one that is refused, rank 1 none and rank 2 three; and of
+    one that all make after the next agreement."""
+    group = NodeGroup.discover()
+    if rank == 0:
+        with pytest.raises(ValueError, match="2048 bytes"):
+            group.post("x" * 2048)
+    lonely = [group.post(rank) for _ in range((1, 0, 3)[rank])]
+    assert group.exchange(rank) == [0, 1, 2]
+    after = group.post(10 * rank)
+    return [post.collect(1000) for post in lonely], [after.collect(1000)]
+
+
+@pytest.mark.processes
+def test_posts_that_some_ranks_leave_out_are_nothing_to_the_others() -> None:
+    """None has a value of another turn, and from the next agreement on all are in step again."""
+    assert run_ranks(uneven, 3) == [([None] * count, [[0, 10, 20]]) for count in (1, 0, 3)]
+
+
+def unwanted(rank: int) -> None:
+    group = NodeGroup.discover()
+    collected = group.post("of all")
+    assert collected.collect(1000) == ["of all"] * 2
+    if rank == 0:
+        group.post("of rank 0")
+    dist.destroy_process_group()
+    dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)  # `run_ranks` ends it
+    assert collected.collect(1000) == ["of all"] * 2
+
+
+@pytest.mark.processes
+def test_a_post_that_nobody_answers_ends_with_its_group() -> None:
+    """Also where a rank still has an earlier one."""
+    run_ranks(unwanted, 2)
+
+
 def test_one_rank_hears_itself() -> None:
     """Without a process group the value is there at once."""
     assert NodeGroup.discover().post({"hits": 1}).collect(1) == [{"hits": 1}]

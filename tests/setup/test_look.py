@@ -17,7 +17,7 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from torch.utils.data import DataLoader, Dataset, Subset, get_worker_info
+from torch.utils.data import DataLoader, Dataset, Subset, TensorDataset, get_worker_info
 
 import lightning_stocache.setup.look as looking
 from lightning_stocache.loading.dataset import CachedDataset
@@ -324,7 +324,7 @@ def look_with_forks_that_hang(forks: int) -> tuple[str | None, bool, list[str], 
             time.sleep(600)
 
     os.register_at_fork(after_in_child=never_begins)
-    looking.TOLD_SECONDS, looking.PATIENCE_SECONDS = 5.0, 14.0
+    looking.TOLD_SECONDS, looking.PATIENCE_SECONDS = 2.0, 6.0
     torch.utils.data._utils.MP_STATUS_CHECK_INTERVAL = 0.2  # before DataLoader sends SIGTERM
     said = list[str]()
     handler = logging.Handler()
@@ -338,15 +338,41 @@ def test_a_process_that_hangs_since_its_fork_is_replaced() -> None:
     """The look goes on in another one; none is left, for which Python would wait at its end."""
     reason, apart, said, left = call(look_with_forks_that_hang, 1)
     assert (reason, apart, left) == (None, True, 0)
-    assert any("has not begun for 5 s" in words for words in said)
+    assert any("has not begun for 2 s" in words for words in said)
 
 
 def test_processes_that_all_hang_are_given_up() -> None:
     """As a source that blocks is."""
     reason, _, said, left = call(look_with_forks_that_hang, 3)
-    assert reason == "reading sample 0 has not ended in 14 s"
+    assert reason == "reading sample 0 has not ended in 6 s"
     assert left == 0
     assert sum("has not begun" in words for words in said) == 2
+
+
+def test_a_process_that_has_begun_is_waited_for(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    """However long a sample takes, no other process reads it."""
+    monkeypatch.setattr(looking, "TOLD_SECONDS", 3.0)
+
+    def slow(index: int) -> torch.Tensor:
+        if not (note := tmp_path / str(os.getpid())).exists():
+            note.touch()
+            time.sleep(1.5 * looking.TOLD_SECONDS)
+        return torch.tensor(index)
+
+    assert look(CacheRequest(Made(slow))).codec is not None
+    assert len(list(tmp_path.iterdir())) == 1
+
+
+def test_a_process_that_imports_first_is_waited_for(
+    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    """One that is not forked takes seconds to begin."""
+    monkeypatch.setattr(looking, "TOLD_SECONDS", 0.5)
+    source = TensorDataset(torch.arange(12))
+    finding = look(CacheRequest(source, reader=LoaderSettings(4, 1, context="spawn")))
+    assert finding.worker_bytes is not None
+    assert "set-up waits for TensorDataset" in caplog.text
+    assert "set-up forks another" not in caplog.text
 
 
 class Local(Dataset[Any]):
