@@ -92,7 +92,7 @@ def _held(footprint: Footprint) -> int:
 
 def tree(pids: Iterable[int]) -> set[int]:
     """These processes and all their descendants."""
-    parents = {int(name): _stat(name)[1] for name in os.listdir("/proc") if name.isdigit() and _stat(name)}
+    parents = {int(name): stat[1] for name in os.listdir("/proc") if name.isdigit() and (stat := _stat(name))}
     found, generation = set[int](), {int(pid) for pid in pids}
     while generation:
         found |= generation
