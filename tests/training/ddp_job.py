@@ -79,8 +79,8 @@ def main(folder: Path, door: str, strategy: str, epochs: int, fits: int) -> None
     elif door == "cached":
         dm = cache_datamodule(Data(folder))
     else:
-        workers = 1 if door == "workers" else 0
-        dm = StocacheDataModule(source(folder), source(folder, "val", 8), batch_size=4, num_workers=workers)
+        some = {"num_workers": 1, "budget": "50%"} if door == "workers" else {}  # all in memory needs no worker
+        dm = StocacheDataModule(source(folder), source(folder, "val", 8), batch_size=4, **some)
         dm.setup("fit")  # as a user does who looks at a batch first: every rank alone, before there are ranks
         dm.train_dataloader()
     for _ in range(fits):
