@@ -317,8 +317,8 @@ def test_another_users_lock_file_holds_nobody_up(name: str) -> None:
     if os.getuid() != 0:
         pytest.skip("only root can become another user")
     make(name)
-    path_of(name + ".locks").unlink()
     locks = path_of(name + ".locks")
+    locks.unlink()
     stranger = Child(lock_as_stranger, str(locks))
     wait_for(lambda: (locks.exists() and locks.stat().st_size == 1) or not stranger.process.is_alive())
     with pytest.raises(PermissionError, match=r"is a file of uid 12345 and not trusted: give another name"):
