@@ -118,9 +118,9 @@ class WorkerIterator:
         return int(self._iterator._rcvd_idx)
 
     @property
-    def alive(self) -> bool:
-        """Whether all workers are."""
-        return all(worker.is_alive() for worker in self._iterator._workers)
+    def ended(self) -> list[BaseProcess]:
+        """The workers that do not run any more."""
+        return [worker for worker in self._iterator._workers if not worker.is_alive()]
 
     def shut_down(self) -> None:
         """End the workers, and wait for them."""

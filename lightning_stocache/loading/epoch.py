@@ -144,8 +144,15 @@ class Epoch:
                 with HeldBack():
                     del self._plans[0]
                     self._planner.plan_again(plan.indices)
-        with HeldBack():
-            self._complete_held()
+        try:
+            with HeldBack():
+                self._complete_held()
+        except StopIteration:
+            raise
+        except Exception:
+            if self._resources.workers is not None:
+                self._resources.workers.note_failure()
+            raise
 
     def _complete_held(self) -> None:
         if not self._with_workers and not self._warm:

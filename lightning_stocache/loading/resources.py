@@ -116,8 +116,12 @@ class Resources:
         return self.pool.take(self.rows.codec.sizes(samples))
 
     def end_broken_workers(self) -> None:
-        """End workers that another epoch could not use: one was killed, or Ctrl-C came while they were called back."""
-        if self.workers is not None and not self.workers.usable:
+        """End workers that another epoch could not use: one has ended, or Ctrl-C came while they were called back.
+
+        Raises:
+            RuntimeError: one has crashed or was killed, and no epoch has ended by that.
+        """
+        if self.workers is not None and not self.workers.usable():
             self.end_workers()
 
     def begin_epoch(self, loader: DataLoader[Any]) -> None:

@@ -12,6 +12,7 @@ doors have put in front of the user's dataset, is none of their business.
 
 from __future__ import annotations
 
+import signal
 from collections import deque
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
@@ -21,13 +22,16 @@ import torch
 from torch.utils.data import DataLoader, get_worker_info
 
 from lightning_stocache.loading.dataset import cached_source
-from lightning_stocache.loading.interrupts import HeldBack, LetThrough, forget_hold
+from lightning_stocache.loading.interrupts import HeldBack, LetThrough, forget_hold, hold_back_deaths
 from lightning_stocache.loading.prefill import Prefill
 from lightning_stocache.loading.request import BatchRequest, Reply, Responder
 from lightning_stocache.loading.stand_in import StandIn, cached_in
 from lightning_stocache.torch_internals import WorkerIterator, do_when_idle, idling_context, set_worker_dataset
 
 __all__ = ["InitOnSource", "WorkerPool", "under_way"]
+
+_CTRL_C = (0, -signal.SIGINT)
+"""How workers end that were interrupted, or told to."""
 
 
 def under_way(loader: DataLoader[Any]) -> int:
@@ -88,17 +92,35 @@ class WorkerPool:
             persistent_workers=True,  # an empty feed must not end them
         )
         self._workers = WorkerIterator(fed, waiting=LetThrough)
+        hold_back_deaths()
         self._at_rest = True  # or the workers were being called back when that was interrupted
+        self._failed = False
 
-    @property
     def usable(self) -> bool:
-        """Whether another epoch can begin: Ctrl-C on a terminal ends workers, too."""
-        return self._at_rest and self._workers.alive
+        """Whether another epoch can begin: Ctrl-C on a terminal ends workers, too.
+
+        Raises:
+            RuntimeError: a worker has crashed or was killed, and no epoch has ended by that. DataLoader's handler of
+                SIGCHLD cannot be relied on for it: what is running when it raises may take that for an error of its
+                own, and go on. Once it is said, new workers can take over.
+        """
+        if self._failed or not self._at_rest:
+            return False
+        ended = self._workers.ended
+        if failed := [worker for worker in ended if worker.exitcode not in _CTRL_C]:
+            self._failed = True
+            who = "; ".join(f"pid {worker.pid}, exit code {worker.exitcode}" for worker in failed)
+            raise RuntimeError(f"DataLoader worker ({who}) exited unexpectedly")
+        return not ended
+
+    def note_failure(self) -> None:
+        """An epoch has ended by an error: if workers have crashed, it was said."""
+        self._failed = self._failed or bool(self._workers.ended)
 
     def begin_epoch(self) -> None:
         """Wait for replies that nobody wants any more (of an epoch broken off); the first worker is next again."""
         self._feed.waiting.clear()
-        self._at_rest = False
+        self._at_rest = False  # and stays so where a worker has crashed
         with HeldBack():
             self._workers.begin_epoch()
             self._at_rest = True

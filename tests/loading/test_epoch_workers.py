@@ -6,7 +6,10 @@ import gc
 import os
 import signal
 import threading
-from contextlib import closing
+import time
+from contextlib import closing, suppress
+from multiprocessing import active_children
+from multiprocessing.process import BaseProcess
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -246,4 +249,51 @@ def test_a_worker_that_is_killed_is_an_error(transform, persistent):
         loader = CachedLoader(dataset, 4, num_workers=2, persistent_workers=persistent)
         with pytest.raises(RuntimeError, match=r"DataLoader worker .* (killed by signal|exited unexpectedly)"):
             list(loader)
+        loader.close()
+
+
+def killed_unheard(victim: BaseProcess) -> None:
+    """It is dead, and torch's handler of SIGCHLD has not run: the consumer is in another thread, or looks first."""
+    handler = signal.signal(signal.SIGCHLD, signal.SIG_DFL)
+    try:
+        victim.kill()
+        victim.join(120)
+    finally:
+        signal.signal(signal.SIGCHLD, handler)
+
+
+def killed_in_vain(victim: BaseProcess) -> None:
+    """Torch's handler raises in what takes that for an error of its own, as Lightning's broadcast of SIGTERM does."""
+    with suppress(RuntimeError):
+        victim.kill()
+        time.sleep(120)
+        pytest.fail("torch has said nothing")
+
+
+@pytest.mark.parametrize("transform", [None, to_float], ids=["gathered", "made"])
+@pytest.mark.parametrize("kill", [killed_unheard, killed_in_vain])
+def test_a_worker_that_is_killed_between_epochs_is_an_error_once(kill, transform):
+    """The next epoch says so, whether or not anybody has heard of it before; the one after has new workers."""
+    with closing(CachedDataset(Numbers(LENGTH), "50%", transform=transform)) as dataset:
+        loader = CachedLoader(dataset, 4, num_workers=2, persistent_workers=True)
+        assert len(list(loader)) == LENGTH // 4
+        victim = active_children()[0]
+        kill(victim)
+        with pytest.raises(RuntimeError, match=rf"DataLoader worker .pid {victim.pid}, exit code -9. exited"):
+            iter(loader)
+        assert [label for _, batch in loader for label in batch.tolist()] == list(range(LENGTH))
+        assert len(active_children()) == 2
+        loader.close()
+
+
+def test_an_epoch_that_was_ended_by_a_killed_worker_is_the_only_one():
+    """Its error is not raised again."""
+    with closing(CachedDataset(Numbers(LENGTH), "50%")) as dataset:
+        loader = CachedLoader(dataset, 1, num_workers=2, persistent_workers=True)
+        batches = iter(loader)
+        next(batches)
+        killed_unheard(active_children()[0])
+        with pytest.raises(RuntimeError, match=r"DataLoader worker .* exited unexpectedly"):
+            list(batches)
+        assert [label for _, batch in loader for label in batch.tolist()] == list(range(LENGTH))
         loader.close()

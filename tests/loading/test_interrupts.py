@@ -27,6 +27,7 @@ from lightning_stocache.cache.counters import Counts
 from lightning_stocache.loading.dataset import CachedDataset
 from lightning_stocache.loading.interrupts import HeldBack, LetThrough
 from lightning_stocache.loading.loader import CachedLoader
+from lightning_stocache.torch_internals import WorkerIterator
 from tests.loading.twins import Jitter, Numbers, Transformed, copied, same
 
 LENGTH = 38
@@ -358,6 +359,39 @@ def test_other_threads_hold_nothing_back() -> None:
     thread.start()
     thread.join()
     assert errors == []
+
+
+@pytest.mark.parametrize("sigint", [signal.default_int_handler, signal.SIG_IGN])
+@pytest.mark.parametrize("transform", [None, Jitter("torch")])
+def test_the_death_of_a_worker_does_not_interrupt_a_request(transform: Any, sigint: Any, monkeypatch: Any) -> None:
+    """Torch's handler would raise inside of the queue, and leave its lock to nobody; it raises while we wait."""
+    whole: list[str] = []
+    push = WorkerIterator.push
+
+    def dying(iterator: WorkerIterator) -> None:
+        if not whole:
+            victim = active_children()[0]
+            victim.kill()
+            assert victim.pid is not None
+            os.waitid(os.P_PID, victim.pid, os.WEXITED | os.WNOWAIT)
+        push(iterator)
+        whole.append("pushed")
+
+    before = signal.signal(signal.SIGINT, sigint)
+    try:
+        with closing(CachedDataset(Numbers(LENGTH), "50%", transform=transform)) as dataset:
+            loader = CachedLoader(dataset, 1, **PERSISTENT)
+            batches = iter(loader)
+            next(batches)
+            with monkeypatch.context() as patch:
+                patch.setattr(WorkerIterator, "push", dying)
+                with pytest.raises(RuntimeError, match="DataLoader worker"):
+                    list(batches)
+            assert whole
+            assert [label for _, batch in loader for label in batch.tolist()] == list(range(LENGTH))
+            loader.close()
+    finally:
+        signal.signal(signal.SIGINT, before)
 
 
 @pytest.mark.parametrize("transform", [None, Jitter("torch")])

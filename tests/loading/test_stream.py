@@ -25,13 +25,17 @@ class Numbers(IterableDataset[Any]):
 
     def __init__(self, length: int = LENGTH) -> None:
         self.length = length
-        self.reads: Any = torch.zeros(1, dtype=torch.int64).share_memory_()
+        self.counts = torch.zeros(9, dtype=torch.int64).share_memory_()  # one per worker: adding is not atomic
+
+    @property
+    def reads(self) -> int:
+        return int(self.counts.sum())
 
     def __iter__(self) -> Iterator[Any]:
         info: Any = get_worker_info()
         first, step = (0, 1) if info is None else (info.id, info.num_workers)
         for number in range(first, self.length, step):
-            self.reads += 1
+            self.counts[0 if info is None else 1 + info.id] += 1
             yield self.sample(number)
 
     def sample(self, number: int) -> Any:
@@ -103,7 +107,7 @@ def test_epoch_one_is_the_stream_and_later_ones_come_from_memory(kind: type[Numb
     with closing(CachedStream(kind(), "16MiB")) as stream:
         loader = DataLoader(stream, batch_size=4, collate_fn=listed)
         epochs = [numbers_of(loader) for _ in range(4)]
-        reads, counts = int(stream.source.reads), stream.counters.totals()
+        reads, counts = stream.source.reads, stream.counters.totals()
     assert epochs[0] == plain
     assert all(sorted(epoch) == list(range(LENGTH)) for epoch in epochs)
     assert len({tuple(epoch) for epoch in epochs[1:]}) == 3
@@ -260,9 +264,9 @@ def test_what_fits_in_part_is_served_beside_the_rest(kind: type[Numbers], worker
         loader = DataLoader(stream, batch_size=4, num_workers=workers, collate_fn=listed)
         epochs, reads, hits = [], [], []
         for _ in range(5):
-            before = int(stream.source.reads), stream.counters.totals().hits
+            before = stream.source.reads, stream.counters.totals().hits
             epochs.append(numbers_of(loader))
-            reads.append(int(stream.source.reads) - before[0])
+            reads.append(stream.source.reads - before[0])
             hits.append(stream.counters.totals().hits - before[1])
         assert stream.counters.totals().served == 5 * 200
     assert all(sorted(epoch) == list(range(200)) for epoch in epochs)
@@ -477,13 +481,13 @@ def test_worker_init_fn_finds_the_stream() -> None:
     with closing(CachedStream(Texts(), "16MiB")) as stream:
         loader = CachedLoader(stream, batch_size=4, num_workers=1, worker_init_fn=told)
         assert [len(numbers_of(loader)) for _ in range(3)] == [LENGTH] * 3
-        assert int(stream.source.reads) == LENGTH + 1002 + 16
+        assert stream.source.reads == LENGTH + 1002 + 16
         loader.close()
 
 
 def told(worker: int) -> None:
     info: Any = get_worker_info()
-    info.dataset.reads += 1000 if int(info.dataset.reads) < 1000 else 1
+    info.dataset.counts[0] += 1000 if info.dataset.reads < 1000 else 1
 
 
 @pytest.mark.processes
