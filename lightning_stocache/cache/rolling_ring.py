@@ -237,8 +237,11 @@ class RollingRing:
 
     def readable_slots(self) -> Integers:
         """The slots that can be read at this moment."""
-        slots = self.slots_of(np.arange(self.window or min(int(self._words[_REACHED]), self.limit)))
-        return slots[self.readable(slots)]
+        while True:
+            appended = self.appended
+            slots = self.slots_of(np.arange(self.window or min(int(self._words[_REACHED]), self.limit)))
+            if len(slots := slots[self.readable(slots)]) or self.appended == appended:
+                return slots  # else what had been written at first has left since: this process was kept waiting
 
     def begin_epoch(self) -> None:
         """Note what is resident: what comes from now on is newer than the epoch."""

@@ -7,6 +7,7 @@ import random
 import time
 from collections.abc import Iterator
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pytest
@@ -87,6 +88,25 @@ def test_what_has_left_is_replaced_by_another(store: RollingRecords) -> None:
         store.append(sample(number))
     assert set(numbers(store, [70, 7, 1])) <= set(range(5))
     assert store.substituted >= 1
+
+
+def test_a_reader_that_is_kept_waiting_while_all_that_it_saw_leaves(
+    store: RollingRecords, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """It looks again, and finds what came instead."""
+    readable, last = store.ring.readable, 5
+    for number in range(last):
+        assert store.append(sample(number))
+
+    def late(slots: Any) -> Any:
+        nonlocal last
+        while len(slots) == 5 and store.ring.evicted < 5:
+            assert store.append(sample(last))
+            last += 1
+        return readable(slots)
+
+    monkeypatch.setattr(store.ring, "readable", late)
+    assert 5 <= numbers(store, [store.ring.count - 1])[0] < last
 
 
 def append_for_ever(handle: RollingHandle, first: int) -> None:
