@@ -110,15 +110,15 @@ def _hold() -> None:
 
 def _release() -> None:
     try:
-        _sigint.release()  # undisturbed: the other one is a word, and waits
+        _sigint.release()  # first: what SIGCHLD raises could keep it from putting the handler back
     finally:
         _sigchld.release()
 
 
 class HeldBack:
-    """SIGINT waits until the end of the block; inside another such block this one does nothing.
+    """SIGINT waits until the end of the block, and so does torch's handler of SIGCHLD (`hold_back_deaths`).
 
-    So does what torch's handler of SIGCHLD raises, after `hold_back_deaths`.
+    Inside another such block this one does nothing.
 
     Example:
         >>> from signal import SIGINT, raise_signal
