@@ -177,7 +177,7 @@ class _Measured:
             assert self._full is not None
             dataset, order = self._full, torch.randperm(len(self._full)).tolist()
         else:
-            dataset = CachedDataset(trial.source, 0, spec=trial.spec, transform=trial.transform, on_error="disable")
+            dataset = CachedDataset(trial.source, 0, spec=trial.spec, transform=trial.transform)
         settings = {**self.data.settings, "pin_memory": setting.pinned}
         if not setting.num_workers:
             for name in ("multiprocessing_context", "prefetch_factor", "timeout"):

@@ -178,7 +178,7 @@ class Trial:
         moved = length // (2 * _ROUNDS + 1)
         self.order = self.order[moved:] + self.order[:moved]
         batches = [self.order[begin : begin + size] for begin in range(0, length - size + 1, size)]
-        dataset = CachedDataset(self.source, budget, spec=self.spec, transform=self.transform, on_error="disable")
+        dataset = CachedDataset(self.source, budget, spec=self.spec, transform=self.transform)
         loader = CachedLoader(dataset, batch_sampler=batches, num_workers=workers, **self.data.settings)
         begin, ends = time.perf_counter(), list[float]()
         try:

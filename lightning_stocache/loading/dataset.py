@@ -26,7 +26,7 @@ from lightning_stocache.node.group import NodeGroup
 from lightning_stocache.setup.open import open_caches
 from lightning_stocache.setup.open_cache import OpenCache
 from lightning_stocache.setup.option import check_choice
-from lightning_stocache.setup.request import BackendChoice, CacheRequest, Form, Layout, OnError, Write, parse_memory
+from lightning_stocache.setup.request import BackendChoice, CacheRequest, Form, Layout, Write, parse_memory
 from lightning_stocache.source.access import check_source
 
 __all__ = ["CachedDataset", "cached_source", "dataset_over"]
@@ -51,14 +51,14 @@ class CachedDataset(Forwarding):
         spec: what a sample looks like, as `SampleSpec.infer(sample)` says; given, the source is not read at set-up.
         allow_random: cache a random source as it is, with its first draw frozen.
         backend: where the memory lies: "tmpfile" (/dev/shm), "memfd", "file", or "auto".
-        on_error: what happens when the memory cannot be had: "raise", or "disable" (go on uncached, with a warning).
         defer: open nothing yet; samples pass through until `share` is called.
         name: under which the cache stays in memory when the job ends, so that the next one starts warm, and which jobs
             that run at the same time share. It lies in /dev/shm; the first job decides how much is cached, and
             `python -m lightning_stocache clean NAME` removes it.
         fingerprint: what else decides what the samples are (a size, a version): another one is refused under a name. Of
             records, sizes are not compared by themselves.
-        strict: what cannot be cached is an error; else it passes through uncached, with one warning.
+        strict: what cannot be cached, or memory that cannot be had, is an error; else samples pass through uncached,
+            with one warning.
         layout: "rows" (samples of one shape, nothing but numbers: a batch is one copy per field), "records" (anything
             that can be pickled: text, boxes, graphs, images of any size), or "auto": rows where the samples read at
             set-up allow it.
@@ -85,7 +85,7 @@ class CachedDataset(Forwarding):
             samples hold something that cannot be kept as bytes (`UnsupportedSampleError`).
         ValueError: the budget cannot be read, an argument is none of its choices, or indices are none of the source's;
             (`strict`) the source is empty.
-        CacheMemoryError: the memory cannot be had, and `on_error="raise"`.
+        CacheMemoryError: (`strict`) the memory cannot be had.
         FingerprintError: the cache of this name holds something else.
 
     Example:
@@ -108,7 +108,6 @@ class CachedDataset(Forwarding):
         spec: SampleCodec | None = None,
         allow_random: bool = False,
         backend: BackendChoice = "auto",
-        on_error: OnError = "raise",
         defer: bool = False,
         name: str | None = None,
         fingerprint: str = "",
@@ -126,7 +125,6 @@ class CachedDataset(Forwarding):
         if transform is not None and not callable(transform):
             raise TypeError(f"transform must be a function of a sample, got {transform!r}")
         check_choice("backend", backend, BackendChoice)
-        check_choice("on_error", on_error, OnError)
         super().__init__(source)
         request = CacheRequest(
             source,
@@ -148,7 +146,6 @@ class CachedDataset(Forwarding):
         )
         self.__cached, self.__lends_transform = CachedSource(OpenCache.without(request), transform), transform is None
         self.__backend: BackendChoice = backend
-        self.__disable = on_error == "disable"
         if not defer:
             self.share(NodeGroup())
 
@@ -164,7 +161,7 @@ class CachedDataset(Forwarding):
         self.close()
         group = NodeGroup.discover() if group is None else group
         request = self.__cached.opened.request
-        [opened] = open_caches([request], {"": request.budget}, group, self.__backend, disable=self.__disable)
+        [opened] = open_caches([request], {"": request.budget}, group, self.__backend)
         self.__cached = CachedSource(opened, self.__cached.transform)
         opened.tell()
 
@@ -252,7 +249,7 @@ class CachedDataset(Forwarding):
         dataset = CachedDataset.__new__(CachedDataset)
         super(CachedDataset, dataset).__init__(cached.source)
         dataset.__cached, dataset.__lends_transform = cached, cached.transform is None
-        dataset.__backend, dataset.__disable = "auto", False
+        dataset.__backend = "auto"
         return dataset
 
 

@@ -20,7 +20,7 @@ from lightning_stocache.node.budget import Budget, format_bytes
 from lightning_stocache.node.group import NodeGroup
 from lightning_stocache.setup.open_stream import OpenStream, check_budget, open_stream
 from lightning_stocache.setup.option import check_choice, check_count, check_flag
-from lightning_stocache.setup.request import BackendChoice, Layout, OnError
+from lightning_stocache.setup.request import BackendChoice, Layout
 from lightning_stocache.source.stream import check_stream
 
 __all__ = ["CachedStream", "stream_source", "stream_with"]
@@ -56,7 +56,7 @@ class CachedStream(Forwarding, IterableDataset[Any]):
         transform: what is done to each sample after the cache, on the CPU: the random part goes here.
         allow_random: keep a random stream as it is, with its first draw frozen.
         backend: where the memory lies: "tmpfile" (/dev/shm), "memfd", "file", or "auto".
-        on_error: what happens when the memory cannot be had: "raise", or "disable" (go on uncached, with a warning).
+        strict: memory that cannot be had is an error; else the stream passes through uncached, with one warning.
         defer: open nothing yet; samples pass through until `share` is called.
         layout: "rows" (samples of one shape, nothing but numbers), "records" (anything that can be pickled), or "auto":
             rows as long as the samples allow it.
@@ -66,7 +66,7 @@ class CachedStream(Forwarding, IterableDataset[Any]):
     Raises:
         TypeError: it is no stream, or one that can be read only once.
         ValueError: the budget cannot be read, or an argument is none of its choices.
-        CacheMemoryError: the memory cannot be had, and `on_error="raise"`.
+        CacheMemoryError: (`strict`) the memory cannot be had.
 
     Example:
         >>> reads = []
@@ -93,7 +93,7 @@ class CachedStream(Forwarding, IterableDataset[Any]):
         transform: Callable[[Any], Any] | None = None,
         allow_random: bool = False,
         backend: BackendChoice = "auto",
-        on_error: OnError = "raise",
+        strict: bool = False,
         defer: bool = False,
         layout: Layout = "auto",
         seed: int = 0,
@@ -103,14 +103,14 @@ class CachedStream(Forwarding, IterableDataset[Any]):
         if transform is not None and not callable(transform):
             raise TypeError(f"transform must be a function of a sample, got {transform!r}")
         check_choice("backend", backend, BackendChoice)
-        check_choice("on_error", on_error, OnError)
+        check_flag("strict", strict)
         check_choice("layout", layout, Layout)
         check_count("seed", seed, 0)
         check_flag("shuffle", shuffle)
         parsed = Budget.parse(budget)
         check_budget(parsed)
         super().__init__(iterable)
-        self.__budget, self.__backend, self.__disable = parsed, backend, on_error == "disable"
+        self.__budget, self.__backend, self.__strict = parsed, backend, strict
         self.__serving = StreamSource(iterable, OpenStream(), transform, layout, allow_random, seed, shuffle)
         if not defer:
             self.share(NodeGroup())
@@ -125,7 +125,7 @@ class CachedStream(Forwarding, IterableDataset[Any]):
         """
         self.close()
         group = NodeGroup.discover() if group is None else group
-        self.__serving.opened = open_stream(self.__budget, group, self.__backend, disable=self.__disable)
+        self.__serving.opened = open_stream(self.__budget, group, self.__backend, strict=self.__strict)
 
     @property
     def source(self) -> Any:

@@ -66,7 +66,6 @@ def open_caches(
     group: NodeGroup,
     backend: BackendChoice = "auto",
     *,
-    disable: bool = False,
     later_bytes: int = 0,
     kept_back: int = 0,
 ) -> list[OpenCache]:
@@ -77,7 +76,6 @@ def open_caches(
         budgets: the budget of every pot, per node.
         group: which ranks share memory.
         backend: where segments lie, see `allocate`.
-        disable: whether to go on uncached, with a warning, where the memory cannot be had.
         later_bytes: memory that each rank's training will take and does not hold yet.
         kept_back: bytes of this node's free memory that are for something else.
 
@@ -85,8 +83,7 @@ def open_caches(
         UnsupportedSampleError: (`strict`) a sample holds something that cannot be kept as bytes.
         SampleMismatchError: (`strict`) the samples read at set-up differ in shape, dtype or structure.
         ValueError: the ranks have sources of different lengths.
-        CacheMemoryError: a segment could not be made or reached, not even by name; on all ranks alike. Not with
-            `disable`, nor where nothing is to be cached.
+        CacheMemoryError: (`strict`) a segment could not be made or reached, not even by name; on all ranks alike.
         FingerprintError: what lies under a name is the cache of something else; a RuntimeError on the other ranks.
         Exception: (`strict`) what a source itself raises; on the other ranks a RuntimeError that names it.
     """
@@ -101,11 +98,7 @@ def open_caches(
     try:
         requests = with_directories(requests, group)
     except (OSError, ImportError, RuntimeError) as error:
-        if not disable:
-            raise
-        if group.rank == 0:
-            log.warning("the cache is off, all samples are loaded from their source, uncounted: %s", error)
-        return [OpenCache.without(request, group) for request in requests]
+        return _without(requests, group, error)
     apart = ranks_apart(requests, group)
     findings = group.lead(
         lambda: [
@@ -207,14 +200,7 @@ def open_caches(
     try:
         segments = make_and_attach(make, plan.backend, group)
     except CacheMemoryError as error:
-        wanted = named or any(arc.slots for ring in rings for arc in ring.arcs)
-        if wanted and not disable:
-            raise
-        if group.rank == 0:
-            log.warning("the cache is off, all samples are loaded from their source, uncounted: %s", error)
-        if wanted:
-            return [OpenCache.without(request, group) for request in requests]
-        segments = [Segments(None, None) for _ in requests]
+        return _without(requests, group, error, wanted=named or any(arc.slots for ring in rings for arc in ring.arcs))
     if kept is not None:
         kept.keep(made.cache for made in segments)
     for request, found, made in zip(requests, findings, segments, strict=True):
@@ -242,6 +228,17 @@ def open_caches(
             parts, segments, rings, expected, plan.granted, requests, strict=True
         )
     ]
+
+
+def _without(
+    requests: Sequence[CacheRequest], group: NodeGroup, error: Exception, *, wanted: bool = True
+) -> list[OpenCache]:
+    """Go on without the caches, for want of memory or disk, with one warning; `strict`, an error if any is wanted."""
+    if wanted and any(request.strict for request in requests):
+        raise error
+    if group.rank == 0:
+        log.warning("the cache is off, all samples are loaded from their source, uncounted: %s", error)
+    return [OpenCache.without(request, group) for request in requests]
 
 
 def _parts(

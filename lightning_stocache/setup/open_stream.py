@@ -115,7 +115,7 @@ def check_budget(budget: Budget) -> None:
 
 
 def open_stream(
-    budget: Budget, group: NodeGroup, backend: BackendChoice = "auto", *, disable: bool = False, kept_back: int = 0
+    budget: Budget, group: NodeGroup, backend: BackendChoice = "auto", *, strict: bool = False, kept_back: int = 0
 ) -> OpenStream:
     """Open the memory of a stream. Collective: all ranks call it in the same order.
 
@@ -123,11 +123,11 @@ def open_stream(
         budget: memory per node.
         group: which ranks share memory.
         backend: where segments lie.
-        disable: whether to go on uncached, with a warning, where the memory cannot be had.
+        strict: whether memory that cannot be had is an error; else the stream passes through, with a warning.
         kept_back: bytes of this node's free memory that are for something else.
 
     Raises:
-        CacheMemoryError: the memory cannot be had or reached, on all ranks alike. Not with `disable`.
+        CacheMemoryError: the memory cannot be had or reached, on all ranks alike, and `strict`.
     """
     if sys.platform == "win32":
         log.warning("Windows has no memory that processes could share: the stream passes through uncached")
@@ -142,7 +142,7 @@ def open_stream(
         )
         return opened
     except CacheMemoryError as error:
-        if not disable:
+        if strict:
             raise
         if group.rank == 0:
             log.warning("the stream passes through uncached: %s", error)

@@ -17,13 +17,12 @@ from lightning_stocache.node.budget import Budget
 from lightning_stocache.node.named import check_name
 from lightning_stocache.setup.option import check_choice
 
-__all__ = ["BackendChoice", "CacheRequest", "Form", "Layout", "LoaderSettings", "OnError", "Write", "parse_memory"]
+__all__ = ["BackendChoice", "CacheRequest", "Form", "Layout", "LoaderSettings", "Write", "parse_memory"]
 
 BackendChoice = Literal["auto", "tmpfile", "memfd", "file"]
 Layout = Literal["auto", "rows", "records"]
 Form = Literal["decoded", "encoded", "auto"]
 Write = Literal["through", "back"]
-OnError = Literal["raise", "disable"]
 
 _AUTO, _NONE = Budget.parse("auto"), Budget.parse(0)
 
@@ -69,7 +68,8 @@ class CacheRequest:
         reader: the loader that will read it, if that is known.
         name: under which its cache outlives the job.
         fingerprint: what the user says of the contents, compared where the name exists.
-        strict: whether what cannot be cached is an error, not passed through with a warning.
+        strict: whether what cannot be cached, or memory that cannot be had, is an error; else it passes through, with a
+            warning.
         layout: whether samples are to lie as rows or as records; "auto": as what is seen of them allows.
         store: whether they are kept as the source decodes them, or as it reads them; "auto": as saves most time.
         prefill: whether idle workers load what nobody has asked for yet.

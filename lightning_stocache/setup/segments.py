@@ -169,7 +169,4 @@ def make_and_attach(
         for made in segments:
             made.close()
     rank, words = next((rank, words) for rank, words in enumerate(troubles) if words)
-    raise CacheMemoryError(
-        f"rank {rank} could not make or reach the shared memory of its node: {words}. To go on uncached: "
-        "on_error='disable', or budget=0"
-    ) from failure
+    raise CacheMemoryError(f"rank {rank} could not make or reach the shared memory of its node: {words}") from failure

@@ -107,7 +107,7 @@ class CallCaches:
             train_to_come: whether the training set will open later, so that half of its pot is kept for it.
 
         Raises:
-            CacheMemoryError: the memory cannot be had, and `on_error="raise"`.
+            CacheMemoryError: (`strict`) the memory cannot be had.
             Exception: what a source raises when its first samples are read.
         """
         options = self.options
@@ -144,8 +144,6 @@ class CallCaches:
             requests,
             {pot: self._left(pot, new.values(), train_to_come) for pot in options.budgets if pot in pots},
             group,
-            options.backend,
-            disable=options.on_error == "disable",
             later_bytes=later_bytes,
             kept_back=self._kept_back(pots, train_to_come),
         )
@@ -184,13 +182,9 @@ class CallCaches:
             free = max(FreeMemory.measure(memory_directory()).bytes, 0)
             back = self._kept_back([pot], train_to_come)
             back += (free - min(back, free)) * (waiting - 1) // waiting
-            arguments = {
-                "allow_random": options.allow_random,
-                "layout": options.layout,
-                "shuffle": entry.stage == "train",
-            }
-            stream = CachedStream(entry.source, budget, defer=True, **arguments)  # type: ignore[arg-type]
-            opened = open_stream(budget, group, options.backend, disable=options.on_error == "disable", kept_back=back)
+            parts = {"allow_random": options.allow_random, "shuffle": entry.stage == "train"}
+            stream = CachedStream(entry.source, budget, defer=True, **parts)  # type: ignore[arg-type]
+            opened = open_stream(budget, group, strict=options.strict, kept_back=back)
             stream_source(stream).opened = opened
             self._open.append(_Open(entry.source, stream, pot))
 

@@ -21,7 +21,7 @@ from lightning_stocache.loading.loader_tree import Cached
 from lightning_stocache.node.budget import format_bytes
 from lightning_stocache.sampling.locality_sampler import Mode
 from lightning_stocache.setup.option import check_count, check_flag
-from lightning_stocache.setup.request import BackendChoice, Form, Layout, OnError, Write
+from lightning_stocache.setup.request import Form, Write
 from lightning_stocache.training.caches import CallCaches
 from lightning_stocache.training.call_loaders import CallLoaders
 from lightning_stocache.training.lightning_internals import data_sources, loops, stall_actions
@@ -130,7 +130,6 @@ class StochasticCache(CacheMonitor):
         options: those of `CacheOptions`, each an argument.
         live: log live values. This and the next are the options of `CacheMonitor`; where there is one in the list of
             callbacks, it logs, by its own.
-        per_node: log the values of each node, where there are several.
         hyperparameters: log what was granted and decided.
         verbose: say a line per epoch, and at the end of training what the caches were worth.
 
@@ -151,14 +150,11 @@ class StochasticCache(CacheMonitor):
         *,
         stage_budgets: Mapping[str, int | float | str | None] | None = None,
         allow_random: bool = False,
-        backend: BackendChoice = "auto",
-        on_error: OnError = "raise",
         keep_cache: Keep = False,
         sampling: Mode = "locality",
         name: str | None = None,
         fingerprint: str = "",
         strict: bool = False,
-        layout: Layout = "auto",
         store: Form = "decoded",
         prefill: bool = False,
         dir: str | None = None,
@@ -167,12 +163,11 @@ class StochasticCache(CacheMonitor):
         sync: float | None = None,
         streams: bool = False,
         live: bool = True,
-        per_node: bool = True,
         hyperparameters: bool = True,
         verbose: bool = True,
     ) -> None:
         options = CacheOptions.among(locals())
-        super().__init__(live=live, per_node=per_node, hyperparameters=hyperparameters, verbose=verbose)
+        super().__init__(live=live, hyperparameters=hyperparameters, verbose=verbose)
         self.caches = CallCaches(options)
 
     def setup(self, trainer: Trainer, pl_module: LightningModule, stage: str) -> None:

@@ -23,7 +23,7 @@ from lightning_stocache.loading.rolling_cache import RollingCache, share_pools
 from lightning_stocache.loading.stream import stream_with
 from lightning_stocache.sampling.locality_sampler import Mode
 from lightning_stocache.setup.option import check_count
-from lightning_stocache.setup.request import BackendChoice, Form, Layout, LoaderSettings, OnError, Write
+from lightning_stocache.setup.request import Form, LoaderSettings, Write
 from lightning_stocache.training.caches import CallCaches
 from lightning_stocache.training.loaders import TrainerLoader
 from lightning_stocache.training.model_memory import training_bytes
@@ -102,14 +102,11 @@ class StocacheDataModule(LightningDataModule):
         eval_batch_transform: Transform | Literal["same"] | None = "same",
         prepare: Callable[[], None] | None = None,
         allow_random: bool = False,
-        backend: BackendChoice = "auto",
-        on_error: OnError = "raise",
         keep_cache: Keep = False,
         sampling: Mode = "locality",
         name: str | None = None,
         fingerprint: str = "",
         strict: bool = False,
-        layout: Layout = "auto",
         store: Form = "decoded",
         prefill: bool = False,
         dir: str | None = None,

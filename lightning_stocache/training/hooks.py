@@ -15,7 +15,7 @@ from typing import Any, TypeVar
 from lightning.pytorch import LightningDataModule
 
 from lightning_stocache.sampling.locality_sampler import Mode
-from lightning_stocache.setup.request import BackendChoice, Form, Layout, OnError, Write
+from lightning_stocache.setup.request import Form, Write
 from lightning_stocache.training.caches import CallCaches
 from lightning_stocache.training.call_loaders import CallLoaders
 from lightning_stocache.training.obstacles import check_sweep
@@ -35,14 +35,11 @@ def cache_datamodule(  # noqa: D417  the options are described in one place
     *,
     stage_budgets: Mapping[str, int | float | str | None] | None = None,
     allow_random: bool = False,
-    backend: BackendChoice = "auto",
-    on_error: OnError = "raise",
     keep_cache: Keep = False,
     sampling: Mode = "locality",
     name: str | None = None,
     fingerprint: str = "",
     strict: bool = False,
-    layout: Layout = "auto",
     store: Form = "decoded",
     prefill: bool = False,
     dir: str | None = None,

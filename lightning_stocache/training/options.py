@@ -22,12 +22,9 @@ from lightning_stocache.node.budget import Budget
 from lightning_stocache.sampling.locality_sampler import Mode
 from lightning_stocache.setup.option import check_choice, check_flag
 from lightning_stocache.setup.request import (
-    BackendChoice,
     CacheRequest,
     Form,
-    Layout,
     LoaderSettings,
-    OnError,
     Write,
     parse_memory,
 )
@@ -76,14 +73,11 @@ class CacheOptions:
     budget: int | float | str = "auto"
     stage_budgets: Mapping[str, int | float | str | None] | None = None
     allow_random: bool = False
-    backend: BackendChoice = "auto"
-    on_error: OnError = "raise"
     keep_cache: Keep = False
     sampling: Mode = "locality"
     name: str | None = None
     fingerprint: str = ""
     strict: bool = False
-    layout: Layout = "auto"
     store: Form = "decoded"
     prefill: bool = False
     dir: str | None = None
@@ -98,8 +92,6 @@ class CacheOptions:
         given = {stage: budget for stage, budget in (self.stage_budgets or {}).items() if budget is not None}
         if unknown := set(given) - set(STAGES):
             raise ValueError(f"stage_budgets may name {', '.join(STAGES)}; got {', '.join(map(str, sorted(unknown)))}")
-        check_choice("backend", self.backend, BackendChoice)
-        check_choice("on_error", self.on_error, OnError)
         check_choice("sampling", self.sampling, Mode)
         if self.keep_cache not in (True, False, "process"):
             raise ValueError(f"keep_cache must be true, false or 'process', got {self.keep_cache!r}")
@@ -150,7 +142,6 @@ class CacheOptions:
             name=None if self.name is None else name,
             fingerprint=self.fingerprint,
             strict=self.strict,
-            layout=self.layout,
             store=self.store,
             prefill=self.prefill,
             dir=self.dir,

@@ -619,7 +619,6 @@ def test_a_budget_that_cannot_be_read_is_refused(source: CountedSource, budget: 
     ("options", "message"),
     [
         ({"backend": "shm"}, "backend must be 'auto', 'tmpfile', 'memfd' or 'file', got 'shm'"),
-        ({"on_error": "ignore"}, "on_error must be 'raise' or 'disable', got 'ignore'"),
         ({"spec": (3, 8, 8)}, r"spec must be a SampleSpec, .* got \(3, 8, 8\)"),
     ],
 )
@@ -838,18 +837,18 @@ def no_memory(*args: Any, **named: Any) -> Any:
 
 
 def test_memory_that_cannot_be_had_is_an_error(source: CountedSource, monkeypatch: pytest.MonkeyPatch) -> None:
-    """It says what failed and which knobs go on without a cache; the system's error is its cause."""
+    """With `strict` it says what failed; the system's error is its cause."""
     monkeypatch.setattr(Segment, "create", no_memory)
-    with pytest.raises(CacheMemoryError, match=r"No space left on device.*on_error='disable', or budget=0") as caught:
-        CachedDataset(source)
+    with pytest.raises(CacheMemoryError, match="No space left on device") as caught:
+        CachedDataset(source, strict=True)
     assert type(caught.value.__cause__) is OSError
 
 
-@pytest.mark.parametrize("options", [{"on_error": "disable"}, {"budget": 0}])
+@pytest.mark.parametrize("options", [{}, {"budget": 0}, {"budget": 0, "strict": True}])
 def test_training_goes_on_without_memory(
     source: CountedSource, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture, options: dict[str, Any]
 ) -> None:
-    """With on_error="disable" or a budget of zero samples pass through, with one warning."""
+    """Samples pass through, with one warning; nothing is refused where nothing was asked for."""
     monkeypatch.setattr(Segment, "create", no_memory)
     dataset = CachedDataset(source, **options)
     assert leaves(list(DataLoader(dataset, 5, num_workers=2))) == leaves(list(DataLoader(CountedSource(LENGTH), 5)))

@@ -154,13 +154,13 @@ def test_what_does_not_go_together_is_refused(options: dict[str, Any]) -> None:
 
 
 def test_a_directory_that_is_none_ends_set_up_or_the_cache(tmp_path: Path, caplog: Any) -> None:
-    """With on_error="disable" training goes on without a cache, with one warning."""
+    """With `strict` it is an error, else training goes on without a cache, with one warning."""
     (tmp_path / "caches").write_text("a file")
     source = CountedSource(LENGTH)
     with pytest.raises(DiskError, match="is not a directory"):
-        opened(source, tmp_path)
+        opened(source, tmp_path, strict=True)
     with caplog.at_level(logging.WARNING):
-        dataset = opened(source, tmp_path, on_error="disable")
+        dataset = opened(source, tmp_path)
     assert dataset.cache is None
     assert "the cache is off" in caplog.text
     epoch(dataset, source)

@@ -395,7 +395,7 @@ def test_the_longest_texts_fit_together(name: str) -> None:
 
 
 def test_without_memory_no_name_is_left(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    """The error is that of any cache, `on_error="disable"` goes on uncached, and nothing lies under the name."""
+    """With `strict` the error is that of any cache, else samples pass through, and nothing lies under the name."""
 
     def full(segment: Segment, offset: int, length: int) -> None:
         if segment.path is not None:
@@ -403,8 +403,8 @@ def test_without_memory_no_name_is_left(name: str, monkeypatch: pytest.MonkeyPat
 
     monkeypatch.setattr(Segment, "reserve", full)
     with pytest.raises(CacheMemoryError, match="No space left"):
-        cached(CountedSource(LENGTH), name)
-    dataset = cached(CountedSource(LENGTH), name, on_error="disable")
+        cached(CountedSource(LENGTH), name, strict=True)
+    dataset = cached(CountedSource(LENGTH), name)
     assert dataset.cache is None
     check(dataset)
     assert name not in [one.name for one in named_segments()]

@@ -118,7 +118,7 @@ def test_a_failure_half_way_leaves_nothing(monkeypatch: pytest.MonkeyPatch) -> N
         return create(size, *rest, **more)
 
     monkeypatch.setattr(Segment, "create", create_three)
-    requests = [CacheRequest(CountedSource(LENGTH), ""), CacheRequest(CountedSource(LENGTH), "")]
+    requests = [CacheRequest(CountedSource(LENGTH), "", strict=True) for _ in range(2)]
     with pytest.raises(CacheMemoryError, match=r"rank 0 could not make or reach .*No space left"):
         open_caches(requests, {"": Budget.parse("auto")}, NodeGroup())
 

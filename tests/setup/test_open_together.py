@@ -215,7 +215,7 @@ def no_segment(rank: int) -> Any:
     if rank == 0:
         Segment.create = full  # type: ignore[method-assign]
     try:
-        dataset = CachedDataset(CountedSource(LENGTH), defer=True)
+        dataset = CachedDataset(CountedSource(LENGTH), strict=True, defer=True)
         dataset.share()
     finally:
         Segment.create = create  # type: ignore[method-assign]
@@ -225,14 +225,14 @@ def no_segment_but_on(rank: int) -> Any:
     create = Segment.create
     if rank == 0:
         Segment.create = full  # type: ignore[method-assign]
-    dataset = CachedDataset(CountedSource(LENGTH), on_error="disable", defer=True)
+    dataset = CachedDataset(CountedSource(LENGTH), defer=True)
     dataset.share()
     Segment.create = create  # type: ignore[method-assign]
     return dataset.cache is None, dataset.group.world, dataset[3][1]
 
 
 def test_a_leader_without_memory_is_the_same_error_everywhere() -> None:
-    """Both ranks raise the same CacheMemoryError, which names the leader; with on_error="disable" both pass through."""
+    """With `strict` both ranks raise the same CacheMemoryError, which names the leader; else both pass through."""
     [(first, second), on] = on_two_ranks(no_segment, no_segment_but_on)
     assert first[:2] == second[:2]
     assert first[0] == "CacheMemoryError"
@@ -266,7 +266,7 @@ class Blind:
         Segment.create = note  # type: ignore[method-assign,assignment]
         error = its = None
         try:
-            its = opened(CountedSource(LENGTH))
+            its = opened(CountedSource(LENGTH), strict=True)
         except OSError as raised:
             error = type(raised).__name__, str(raised), type(raised.__cause__).__name__
         Segment.attach, Segment.create = attach, create  # type: ignore[method-assign]

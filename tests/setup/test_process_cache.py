@@ -74,7 +74,6 @@ def test_two_at_a_time_share_it():
         (CountedSource(11), {}),
         (CountedSource(10, classes=3), {}),
         (CountedSource(10), {"budget": "50%"}),
-        (CountedSource(10), {"layout": "records"}),
         (CountedSource(10), {"fingerprint": "v2"}),
         (CountedSource(10), {"allow_random": True}),
     ],

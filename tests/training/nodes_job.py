@@ -106,6 +106,7 @@ def main(folder: Path, case: str, epochs: int) -> None:
         loader=options,
         budget={"whole": "auto", "records": "10%"}.get(case, "50%"),
         sampling="global" if case in ("global", "whole") else "locality",
+        strict=case == "full",
     )
     monitor = CacheMonitor()
     if case in ("callback", "cached"):

@@ -218,12 +218,8 @@ def test_a_budget_that_is_used_up_says_so(tmp_path, caplog):
 
 
 def test_bad_options_are_refused_at_once():
-    """Misspelt stages, backends and budgets are errors in the constructor."""
+    """Misspelt stages and budgets are errors in the constructor."""
     with pytest.raises(ValueError, match="stage_budgets may name train, val, test, predict; got valid"):
         StochasticCache(stage_budgets={"valid": 0})
-    with pytest.raises(ValueError, match=r"backend must be .*got 'disk'"):
-        StochasticCache(backend="disk")  # type: ignore[arg-type]
-    with pytest.raises(ValueError, match="on_error must be 'raise' or 'disable', got 'ignore'"):
-        StochasticCache(on_error="ignore")  # type: ignore[arg-type]
     with pytest.raises(ValueError, match="'lots'"):
         StochasticCache("lots")

@@ -128,7 +128,7 @@ def test_records_find_room_whatever_was_expected(tmp_path):
 
 @pytest.mark.parametrize("case", ["full", "dies", "wrapped"])
 def test_bad_luck_on_one_node_ends_all(tmp_path, case):
-    """No memory on one node, a rank that dies in setup, a sampler that would be halved: all ranks hear of it and end;
+    """No memory on a node (`strict`), a rank that dies in setup, a sampler that would be halved: all hear and end;
     the reason is the same everywhere, where there is somebody left to tell it."""
     assert 0 not in run_nodes(tmp_path, "NODE_RANK", case, 1), said(tmp_path)
     errors = {path.stem: path.read_text() for path in tmp_path.glob("*.error")}

@@ -5,13 +5,15 @@ from __future__ import annotations
 import logging
 import re
 import time
+from contextlib import closing
 
 import pytest
 import tqdm
 from lightning.pytorch import Callback
 from lightning.pytorch.callbacks import RichProgressBar, TQDMProgressBar
-from torch.utils.data import Dataset
+from torch.utils.data import DataLoader, Dataset
 
+from lightning_stocache.loading.dataset import CachedDataset
 from lightning_stocache.training.callbacks import FillProgress
 from lightning_stocache.training.datamodule import StocacheDataModule
 from tests.training.tiny import SAMPLES, Model, make_trainer, source
@@ -105,8 +107,8 @@ def test_one_line_when_full(tmp_path, caplog):
 
 def test_one_line_when_no_record_finds_room_any_more(tmp_path, caplog):
     """Of records a rest of the bytes is left over, into which none fits."""
-    dm = StocacheDataModule(source(tmp_path, samples=400), batch_size=4, budget="50%", layout="records")
-    make_trainer(tmp_path, [FillProgress()], epochs=2).fit(Model(), dm)
+    with closing(CachedDataset(source(tmp_path, samples=400), "50%", layout="records")) as dataset:
+        make_trainer(tmp_path, [FillProgress()], epochs=2).fit(Model(), DataLoader(dataset, 4, shuffle=True))
     [line] = full_lines(caplog)
     assert 190 <= int(re.search(r"full: (\d+) of 400 samples", line)[1]) <= 210
 
