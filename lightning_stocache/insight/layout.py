@@ -87,7 +87,7 @@ _STAGES = "(val|test|predict)/"
 
 LAYOUT: dict[str, dict[str, list[str | list[str]]]] = {
     "Stochastic cache": {
-        "Hit rate, its ceiling and what theory expects": _chart("hit_rate", "coverage", "hit_rate_expected"),
+        "Hit rate, its ceiling and the expected one": _chart("hit_rate", "coverage", "hit_rate_expected"),
         "Fill: slots that are ready": _chart("live/fill_fraction", "fill_fraction", zero=LIVE_ZERO),
         "Bytes from cache and from source": _chart("bytes_from_cache", "bytes_from_source"),
         "Seconds of waiting for data and of computing": _chart("data_wait_seconds", "compute_seconds"),

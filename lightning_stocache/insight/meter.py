@@ -30,8 +30,7 @@ class CacheMeter:
     """Says after each epoch of a loop of one's own what `CacheMonitor` logs, under the same keys.
 
     With several ranks each has one, around its own loader, and all call `epoch` after the same epochs. A dataset that
-    two loaders read, one for training and one for validation, is counted by both meters; what is expected of its hit
-    rate holds where the meter's loaders alone read it.
+    two loaders read, one for training and one for validation, is counted by both meters.
 
     Args:
         loader: a loader with a CachedDataset, CachedStream or RollingCache, as it is or as Fabric has set it up; or

@@ -40,7 +40,7 @@ Point = tuple[float, float]
 
 @dataclass(frozen=True)
 class Series:
-    """A line: values (`solid`), their ceiling (`dashed`), what theory expects (`dotted`), a part (`thin`).
+    """A line: values (`solid`), their ceiling (`dashed`), what is expected (`dotted`), a part (`thin`).
 
     Of style `band` the area between the lowest and the highest: the points go round it. Of style `error` bars from the
     lowest to the highest: two points for each, one after the other.
@@ -181,7 +181,7 @@ def _hit_rate(runs: Sequence[Run]) -> Lines:
                 Series(f"node {node}", run.epochs(f"node{node}/hit_rate"), colour, "thin")
                 for node in run.nodes[:MOST_DRAWN]
             ]
-    expected = ", dotted what theory expects" if any(run.epochs("hit_rate_expected") for run in runs) else ""
+    expected = ", dotted what is expected" if any(run.epochs("hit_rate_expected") for run in runs) else ""
     caption = f"Samples served from memory, per epoch. Dashed the ceiling, the share that has a slot{expected}."
     return Lines("Hit rate", caption, "epoch", "%", _drawn(series), _unless(series[::3], "an epoch's hit_rate"))
 

@@ -1,6 +1,6 @@
 """What a budget would give, before it is paid: from what was measured to seconds per epoch, for a table of budgets.
 
-Arithmetic alone. `Costs` are seconds per sample, measured by `measurement`; hit rates are those that `theory` predicts.
+Arithmetic alone. `Costs` are seconds per sample, measured by `measurement`; all nodes are alike.
 Of the n samples of a rank a part h hits. As the loader does it:
 
 - without workers, and where workers make whole batches, one follows the other: `n (1-h) missed + n h hit`;
@@ -23,8 +23,6 @@ from dataclasses import dataclass
 from typing import Literal
 
 from lightning_stocache.cache.codec import SampleCodec
-from lightning_stocache.cache.placement import Ring
-from lightning_stocache.insight.theory import expected_hit_rate, moved_share
 from lightning_stocache.sampling.locality_sampler import Mode
 from lightning_stocache.setup.form_choice import EncodedForm
 
@@ -190,7 +188,7 @@ class Planner:
             f"{percent:.0f}%" if percent == int(percent) else f"{percent:.1f}%",
             budget_bytes,
             budget_bytes <= self.job.safe_bytes,
-            round(self._ring(share).coverage * self.job.samples),
+            round(self._reach(share) * self.job.samples),
             tuple(rates),
             first,
             later,
@@ -199,13 +197,11 @@ class Planner:
         )
 
     def hit_rates(self, share: float) -> list[float]:
-        """The hit rate of every epoch."""
-        job, ring, moved = self.job, self._ring(share), 0.0
-        if job.nodes > 1 and job.mode == "locality" and share > 0:
-            ranks = [range(node * job.ranks, (node + 1) * job.ranks) for node in range(job.nodes)]
-            moved = moved_share(ring, ranks, job.batch_size, batches=64)
-        shares = (1 / job.nodes,) * job.nodes
-        return [expected_hit_rate(ring, shares, epoch, moved, job.mode) for epoch in range(max(job.epochs, 2))]
+        """The hit rate of every epoch. A node to which samples are dealt at random meets its part by and by."""
+        job, later = self.job, range(1, max(self.job.epochs, 2))
+        if job.mode != "global":
+            return [0.0, *[self._reach(share)] * len(later)]
+        return [0.0, *(self._part(share) * (1 - (1 - 1 / job.nodes) ** epoch) for epoch in later)]
 
     def epoch(self, hit_rate: float, share: float, number: int, case: Case = MEDIANS) -> float:
         """Seconds of an epoch, counted from 0, with the step if there is one."""
@@ -235,9 +231,13 @@ class Planner:
         return next((share for share in percents if self._later(share, case) <= goal), safe)
 
     def _later(self, share: float, case: Case) -> float:
-        rate = expected_hit_rate(self._ring(share), (1 / self.job.nodes,) * self.job.nodes, 1, mode="sticky")
-        return self.epoch(rate, share, 1, case)
+        return self.epoch(self._reach(share), share, 1, case)
 
-    def _ring(self, share: float) -> Ring:
-        nodes, slots = self.job.nodes, math.floor(round(share * self.job.samples, 6))
-        return Ring.cut(self.job.samples, (1 / nodes,) * nodes, (slots if self.slot_bytes else 0,) * nodes)
+    def _part(self, share: float) -> float:
+        """The part of the samples that each node has slots for."""
+        samples = self.job.samples
+        return math.floor(round(share * samples, 6)) / samples if self.slot_bytes else 0.0
+
+    def _reach(self, share: float) -> float:
+        """The part of the samples that has a slot on some node, and is hit where each goes to a node that has it."""
+        return min(self.job.nodes * self._part(share), 1.0)

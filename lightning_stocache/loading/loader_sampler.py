@@ -31,7 +31,6 @@ __all__ = [
     "replicas_of",
     "sampler_of",
     "set_epoch",
-    "wrapped_sampler",
 ]
 
 _DRAW_FROM_TORCH = (RandomSampler, WeightedRandomSampler, SubsetRandomSampler)
@@ -86,17 +85,6 @@ def sampler_of(batches: Any) -> Any:
     """What says which samples come: of a batch sampler, the sampler within."""
     sampler = getattr(batches, "sampler", None)
     return batches if sampler is None else sampler  # an array of indices is neither true nor false
-
-
-def wrapped_sampler(sampler: Any) -> Any | None:
-    """The user's sampler in the one by which Lightning and Fabric deal it out among ranks; None if it is no such one.
-
-    That one has it in what it calls its dataset, under a name of its own.
-    """
-    if type(sampler).__name__ != "DistributedSamplerWrapper":  # of lightning, pytorch_lightning or lightning_fabric
-        return None
-    inner = [value for value in vars(sampler.dataset).values() if isinstance(value, Sampler)]
-    return inner[0] if len(inner) == 1 else None
 
 
 def replicas_of(sampler: Any) -> int:

@@ -6,8 +6,6 @@
   come. Without it `StochasticCache` caches nothing, with one warning.
 - `__pl_saved_args` and its relatives: from these Lightning makes a loader anew. Where it keeps none, there are none to
   be changed.
-- `fit_loop._combined_loader._mode`: whether a training loader that has ended begins again while others go on. Without
-  it that is taken to be so, as it is by default; the hit rate that is expected of loaders of one dataset follows.
 - The names of the actions that a `Profiler` is told (`stall_actions`): when the loop waits for a batch, and computes
   one. Without them `data_wait_seconds` and `compute_seconds` are left out, with one warning.
 - The names of further actions (`step_actions`): moving a batch, forward, the optimiser's step. Where the loop is not
@@ -30,7 +28,6 @@ __all__ = [
     "ARG_NAMES",
     "DATASET",
     "KWARGS",
-    "begins_again",
     "data_sources",
     "leaves_samplers_alone",
     "loops",
@@ -106,12 +103,6 @@ def data_sources(trainer: Any, stage: str) -> dict[str, Any]:
         )
         return {}
     return of_stage
-
-
-def begins_again(trainer: Any) -> bool:
-    """Whether a training loader that has ended begins again while others go on."""
-    mode = getattr(getattr(trainer.fit_loop, "_combined_loader", None), "_mode", None)
-    return mode in (None, "max_size_cycle")
 
 
 def _warn(message: str) -> None:

@@ -32,7 +32,7 @@ from lightning_stocache.insight.verdict import verdict
 from lightning_stocache.loading.dataset import CachedDataset, cached_source
 from lightning_stocache.loading.loader_tree import Cached
 from lightning_stocache.setup.option import check_flag
-from lightning_stocache.training.lightning_internals import begins_again, stall_actions
+from lightning_stocache.training.lightning_internals import stall_actions
 from lightning_stocache.training.live import LiveValues
 from lightning_stocache.training.loaders import running_datasets
 from lightning_stocache.training.profiler import listen, stop_listening
@@ -63,8 +63,8 @@ class CacheMonitor(Callback):
       (training only, as the next two): the seconds of Lightning's own profilers, `train_dataloader_next` and
       `run_training_batch`. Workers that start with an epoch do so before its first wait.
     - `samples_per_second`: samples served over the seconds of the training's loop, all ranks together.
-    - `hit_rate_expected`: what theory predicts for this sampler, these arcs and ranks; a hit rate well below it is
-      warned about once, with the likely cause. Left out for samplers that no formula is known for.
+    - `hit_rate_expected`: the hit rate to expect where an epoch draws each index once; a hit rate well below it is
+      warned about once, with the likely cause. Left out for other epochs.
 
     Of a `RollingCache` that is trained on, on rank zero's node, under `stocache/rolling/`: `resident` (samples),
     `appended_per_second`, `evicted_per_second`, `oldest_seconds` (age of the oldest sample), `times_seen` (how often a
@@ -265,16 +265,8 @@ class CacheMonitor(Callback):
 
     def _compare(self, trainer: Trainer, metrics: dict[str, float], datasets: Sequence[Cached]) -> None:
         """Add what was to be expected, and say so once if it was much more."""
-        served, loaders, others = self._tallies.served["train"], trainer.train_dataloader, trainer.val_dataloaders
-        if complaint := self._expectation.compare(
-            metrics,
-            served,
-            datasets,
-            loaders,
-            world=trainer.world_size,
-            others=others,
-            again=begins_again(trainer),
-        ):
+        served, loaders = self._tallies.served["train"], trainer.train_dataloader
+        if complaint := self._expectation.compare(metrics, served, datasets, loaders, world=trainer.world_size):
             rank_zero_warn(complaint)
 
 

@@ -9,9 +9,10 @@ from torch.utils.data import DistributedSampler
 from lightning_stocache.insight.meter import CacheMeter
 from lightning_stocache.loading.dataset import CachedDataset
 from lightning_stocache.loading.loader import CachedLoader
+from lightning_stocache.node.group import NodeGroup
 from tests.sources import CountedSource
 
-__all__ = ["loop"]
+__all__ = ["loop", "on_two_nodes"]
 
 
 def loop(rank: int, samples: int) -> Any:
@@ -28,3 +29,19 @@ def loop(rank: int, samples: int) -> Any:
     granted = meter.hyperparameters()["stocache"]
     dataset.close()
     return found, granted["ranks"], granted["nodes"]
+
+
+def on_two_nodes(rank: int, samples: int) -> Any:
+    """What is expected of three epochs on two nodes with memory for a quarter and for all of the dataset."""
+    dataset = CachedDataset(CountedSource(samples), budget=("25%", "100%")[rank], defer=True)
+    dataset.share(NodeGroup.discover(key=rank))
+    found = []
+    for sampling in ("locality", "global"):
+        loader = CachedLoader(dataset, batch_size=4, shuffle=True, sampling=sampling)
+        meter = CacheMeter(loader)
+        for epoch in range(3):
+            loader.set_epoch(epoch)
+            list(meter)
+            found.append(meter.epoch().get("stocache/hit_rate_expected"))
+    dataset.close()
+    return found

@@ -52,10 +52,10 @@ def test_what_the_page_cache_holds_is_read_as_repeated():
 
 
 def test_several_nodes_add_up():
-    """Four nodes with a quarter each hit nearly everything; global dealing hits less."""
+    """Four nodes with a quarter each hit everything; global dealing hits less."""
     row = planner(nodes=4, samples=4000, batch_size=64).row(0.25)
     assert row.samples == 4000
-    assert 0.9 < row.hit_rates[1] < row.hit_rates[2] < 1
+    assert row.hit_rates == (0, 1, 1, 1)
     assert planner(nodes=4, samples=4000, mode="global").row(0.25).hit_rates[1] == pytest.approx(1 / 16)
 
 

@@ -14,10 +14,10 @@ from lightning.fabric import Fabric
 from torch.utils.data import DistributedSampler
 
 from lightning_stocache import CachedDataset, CachedLoader, LocalitySampler
-from lightning_stocache.insight.theory import expected_hit_rate, moved_share
 from lightning_stocache.node.group import NodeGroup
 from tests.loading.twins import Numbers
 from tests.ranks import run_ranks
+from tests.sampling.theory import rates_of
 
 LENGTH, BATCH, EPOCHS = 600, 25, 4
 
@@ -41,8 +41,7 @@ def on_nodes(rank: int) -> Any:
         hits.append(dataset.counters.totals(rank).hits)
         dist.barrier()
     rates = [sum(its[epoch + 1] - its[epoch] for its in group.exchange(hits)) / LENGTH for epoch in range(EPOCHS)]
-    moved = moved_share(dataset.ring, group.nodes, BATCH)
-    expected = [expected_hit_rate(dataset.ring, group.shares, epoch, moved) for epoch in range(EPOCHS)]
+    expected = rates_of(dataset.ring, group.nodes, BATCH, EPOCHS)
     dataset.close()
     return seen, rates, expected
 

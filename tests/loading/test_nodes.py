@@ -12,13 +12,13 @@ import torch
 import torch.distributed as dist
 from torch.utils.data import DataLoader, SubsetRandomSampler
 
-from lightning_stocache.insight.theory import expected_hit_rate, moved_share
 from lightning_stocache.loading.dataset import CachedDataset
 from lightning_stocache.loading.loader import CachedLoader
 from lightning_stocache.node.group import NodeGroup
 from lightning_stocache.sampling.locality_sampler import LocalitySampler
 from tests.processes import ChildError
 from tests.ranks import run_ranks
+from tests.sampling.theory import rates_of
 from tests.sources import CountedSource
 
 pytestmark = pytest.mark.processes
@@ -47,8 +47,7 @@ def train(rank: int, budgets: list[str]) -> Any:
         seen.append(order)
         dist.barrier()
     rates = [sum(its[epoch + 1] - its[epoch] for its in group.exchange(hits)) / LENGTH for epoch in range(EPOCHS)]
-    moved = moved_share(dataset.ring, group.nodes, BATCH)
-    expected = [expected_hit_rate(dataset.ring, group.shares, epoch, moved) for epoch in range(EPOCHS)]
+    expected = rates_of(dataset.ring, group.nodes, BATCH, EPOCHS)
     result = group.nodes, group.shares, dataset.ring.coverage, said, seen, rates, expected
     dist.barrier()
     dataset.close()
@@ -105,8 +104,7 @@ def train_on_fold(rank: int) -> Any:
     whole = torch.stack([source.expected(index)[0] for index in seen[1]])
     assert torch.equal(again, whole[5 * 20 :]), "what was left of the epoch"
     rates = [sum(its[epoch + 1] - its[epoch] for its in group.exchange(hits)) / len(FOLD) for epoch in range(EPOCHS)]
-    moved = moved_share(dataset.ring, group.nodes, 20)
-    expected = [expected_hit_rate(dataset.ring, group.shares, epoch, moved) for epoch in range(EPOCHS)]
+    expected = rates_of(dataset.ring, group.nodes, 20, EPOCHS)
     dist.barrier()
     dataset.close()
     return seen, rates, expected, dataset.source.loads

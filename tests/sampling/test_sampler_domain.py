@@ -20,11 +20,15 @@ from torch.utils.data import (
 
 from lightning_stocache.cache.placement import Ring
 from lightning_stocache.sampling.locality_sampler import LocalitySampler
-from lightning_stocache.sampling.sampler_domain import drawing_of, sampler_domain
+from lightning_stocache.sampling.sampler_domain import draws_once, sampler_domain
 
 LENGTH = 30
 DATA: Any = range(LENGTH)
 FEW: Any = range(7)
+
+
+def dealt(draws: Any) -> LocalitySampler:
+    return LocalitySampler(DATA, 1, 0, batch_size=3, ring=Ring.cut(30, (1,), (9,)), nodes=((0,),), draws=draws)
 
 
 class Other(Sampler[int]):
@@ -62,9 +66,7 @@ class Mine(SubsetRandomSampler):
         RandomSampler(FEW, replacement=True, num_samples=200),
         SequentialSampler(FEW),
         DistributedSampler(FEW, 1, 0),
-        LocalitySampler(
-            DATA, 1, 0, batch_size=3, ring=Ring.cut(30, (1,), (9,)), nodes=((0,),), draws=SubsetRandomSampler([3, 9])
-        ),
+        dealt(SubsetRandomSampler([3, 9])),
         BatchSampler(SubsetRandomSampler([3, 9, 4]), 2, False),
         [4, 4, 2],
         range(3),
@@ -110,39 +112,21 @@ def test_else_all_may_be_drawn(sampler: Any) -> None:
     assert sampler_domain(sampler, LENGTH) is None
 
 
-@pytest.mark.parametrize("shuffle", [True, False])
-@pytest.mark.parametrize("options", [{}, {"num_repeats": 2.5, "selected_ratio": 0.4}, {"selected_round": 8}])
-def test_repeated_augmentation_draws_what_is_said_of_it(shuffle: bool, options: Any) -> None:
-    """Timm's: as often in a row as it says; in order, just what it gives."""
-    timm = pytest.importorskip("timm.data.distributed_sampler")
-    sampler = timm.RepeatAugSampler(DATA, 1, 0, shuffle=shuffle, **{"selected_round": 0} | options)
-    drawing = drawing_of(sampler)
-    assert drawing is not None
-    if shuffle:
-        assert (drawing.order, list(drawing.indices), drawing.repeats) == (
-            "anew",
-            list(DATA),
-            options.get("num_repeats", 3),
-        )
-    else:
-        assert (drawing.order, drawing.indices.tolist(), drawing.repeats) == ("same", list(sampler), 1)
-    assert drawing_of(timm.RepeatAugSampler(DATA, 2, 0)) is None, "of one rank of several"
-
-
-@pytest.mark.usefixtures("seeded")
-def test_classes_are_drawn_by_the_chances_that_are_said() -> None:
-    """Of pytorch-metric-learning's sampler: how often each index comes in many epochs."""
-    samplers = pytest.importorskip("pytorch_metric_learning.samplers")
-    labels = [0] * 4 + [1] * 6 + [2] * 20
-    for options in ({}, {"batch_size": 4}):
-        sampler = samplers.MPerClassSampler(labels, m=2, length_before_new_iter=12_000, **options)
-        drawing = drawing_of(sampler)
-        assert drawing is not None
-        assert drawing.weights is not None
-        assert drawing.together is not None
-        drawn = np.bincount(list(sampler), minlength=LENGTH)
-        expected = drawing.weights[np.argsort(drawing.indices)] / drawing.together
-        assert drawn / drawn.sum() == pytest.approx(expected, rel=0.2)
-    few = drawing_of(samplers.MPerClassSampler(labels, m=5))
-    assert few is not None
-    assert few.order == "unknown", "a class of four gives one of them twice"
+@pytest.mark.parametrize(
+    ("sampler", "once"),
+    [
+        (SequentialSampler(DATA), True),
+        (RandomSampler(DATA), True),
+        (RandomSampler(DATA, replacement=True), False),
+        (SubsetRandomSampler([3, 9]), True),
+        (DistributedSampler(DATA, 2, 0), True),
+        (WeightedRandomSampler([1.0] * LENGTH, 5), False),
+        (dealt(SubsetRandomSampler([3, 9])), True),
+        (dealt(WeightedRandomSampler([1.0] * LENGTH, 5)), False),
+        (Mine([5, 6]), False),
+        (Other(), False),
+    ],
+)
+def test_which_samplers_draw_each_index_once(sampler: Any, once: bool) -> None:
+    """Torch's own, without replacement, and LocalitySampler with one of these; never a class of the user's."""
+    assert draws_once(sampler) == once

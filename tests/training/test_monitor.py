@@ -14,7 +14,7 @@ import torch
 from lightning.pytorch import Callback, LightningDataModule
 from lightning.pytorch.callbacks import EarlyStopping, ModelCheckpoint
 from lightning.pytorch.loggers import CSVLogger, Logger, TensorBoardLogger
-from torch.utils.data import Dataset, RandomSampler, Sampler, SubsetRandomSampler, WeightedRandomSampler
+from torch.utils.data import Dataset, Sampler
 
 from lightning_stocache.loading.dataset import CachedDataset
 from lightning_stocache.training.callbacks import FillProgress, StochasticCache
@@ -122,34 +122,6 @@ def test_a_hit_rate_below_the_expected_one_is_warned_about_once(tmp_path):
         trainer.fit(Model(), StocacheDataModule(source(tmp_path), batch_size=4))
     [line] = [str(warning.message) for warning in caught if "were to be expected" in str(warning.message)]
     assert line.count("\n") == 1
-
-
-UNEVEN = torch.rand(2000, generator=torch.Generator().manual_seed(0)) ** 3
-
-
-@pytest.mark.parametrize(
-    ("draws", "limit"),
-    [
-        (lambda: {"shuffle": True}, 0.5),
-        (lambda: {"shuffle": True, "drop_last": True}, 1.0),
-        (lambda: {"shuffle": False}, 0.5),
-        (lambda: {"sampler": WeightedRandomSampler(UNEVEN.tolist(), 2000)}, 1.0),
-        (lambda: {"sampler": WeightedRandomSampler(UNEVEN.tolist(), 2000)}, 0.5),
-        (lambda: {"sampler": RandomSampler(range(2000), replacement=True, num_samples=1500)}, 1.0),
-        (lambda: {"sampler": SubsetRandomSampler(range(0, 2000, 2))}, 0.6),
-    ],
-)
-def test_the_expected_hit_rate_knows_what_is_drawn(tmp_path, draws, limit, recwarn):
-    """Whatever torch's sampler draws, in whole epochs or parts of them, the hit rate is as expected, and no one is
-    warned."""
-    torch.manual_seed(0)
-    options = {"limit_train_batches": limit, "log_every_n_steps": 1000}  # no live values in between
-    trainer = make_trainer(tmp_path, [StochasticCache(budget="80%")], epochs=4, **options)
-    trainer.fit(Model(), plain_loader(source(tmp_path, samples=2000), batch_size=30, **draws()))
-    expected = logged(trainer, "stocache/hit_rate_expected")
-    assert expected == pytest.approx(logged(trainer, "stocache/hit_rate"), abs=0.05)
-    assert len(expected) == 4
-    assert not [warning for warning in recwarn if "were to be expected" in str(warning.message)]
 
 
 def test_nothing_is_expected_of_a_sampler_that_is_not_known(tmp_path):

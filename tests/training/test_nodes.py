@@ -12,8 +12,8 @@ from pathlib import Path
 import pytest
 
 from lightning_stocache.cache.placement import Ring
-from lightning_stocache.insight.theory import moved_share
 from tests.jobs import OWN_SHM, exit_codes, free_port, job_environment, start
+from tests.sampling.theory import moved_share
 from tests.training.nodes_job import BATCH, FOLD, SAMPLES
 from tests.training.tiny import source
 
