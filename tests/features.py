@@ -159,12 +159,6 @@ FEATURES: dict[str, tuple[Cell, ...]] = {
         Cell("yes", "training/test_hyperparameters.py::test_what_was_granted_goes_to_the_logger"),
         *_loops("`hyperparameters()`", "insight/test_meter.py::test_a_fabric_loop_logs_it"),
     ),
-    "trials of one process start warm": (
-        Cell('`keep_cache="process"`', f"{_DOORS}test_a_later_trial_starts_warm"),
-        Cell('`keep_cache="process"`', f"{_DOORS}test_a_later_trial_starts_warm"),
-        Cell('`keep_cache="process"`', f"{_DOORS}test_a_later_trial_starts_warm"),
-        *_loops("until `close()`", "loading/test_dataset.py::test_a_closed_dataset_passes_through"),
-    ),
     "Lightning's Tuner builds nothing twice": (
         Cell("yes", "training/test_sweeps.py::test_lightnings_tuner_builds_no_cache_twice"),
         Cell("yes", "training/test_sweeps.py::test_lightnings_tuner_builds_no_cache_twice"),

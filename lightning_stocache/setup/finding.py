@@ -75,7 +75,7 @@ def find(request: CacheRequest, told: Callable[[int], None] = lambda index: None
             generators.restore(before)
     parts = split(source, quick=_QUICK, told=told, domain=request.domain)
     files: EncodedForm | str | None = None
-    if request.store == "encoded" or (request.store == "auto" and not request.outlives):
+    if request.store == "encoded" or (request.store == "auto" and request.name is None):
         files = look_at_files(source, parts.source, parts.indices, told)
     if isinstance(files, EncodedForm) and (request.store == "encoded" or parts.reason is not None):
         kept = taken_apart(source)[0]

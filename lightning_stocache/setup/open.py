@@ -5,8 +5,7 @@ All requests of one call open together, because they share budgets. The steps, e
 1. The leader of each node looks at every source (`look`): what its samples look like gives the codec, and the random
    part is found. The other ranks read nothing; they cut their own copy of the source at the same place. What cannot be
    cached passes through, with one warning.
-2. Each leader joins the named caches that lie in its node's memory (`named_cache`), and those that its process has
-   kept (`process_cache`).
+2. Each leader joins the named caches that lie in its node's memory (`named_cache`).
 3. Each leader divides the memory of its node among the others (`allocate`). Where samples may be kept as their files,
    what was granted decides how many are (`form_choice`). For a cache that later calls will read, it decides whether all
    indices get slots or only those that are drawn now.
@@ -44,7 +43,6 @@ from lightning_stocache.setup.form_choice import decoded_share, mixed_codec, tol
 from lightning_stocache.setup.look import look
 from lightning_stocache.setup.named_cache import join_caches, rings_as_they_are
 from lightning_stocache.setup.open_cache import OpenCache
-from lightning_stocache.setup.process_cache import ProcessCaches
 from lightning_stocache.setup.request import BackendChoice, CacheRequest
 from lightning_stocache.setup.segments import CacheMemoryError, Segments, Tier, make_and_attach
 from lightning_stocache.source.encoded import taken_apart
@@ -106,14 +104,11 @@ def open_caches(
         ]
     )
     ranks = len(group.nodes[group.node])
-    kept = group.together(lambda: ProcessCaches(requests, findings, backend) if group.is_leader else None)
     joined = group.together(
         lambda: join_caches(requests, [found.codec for found in findings], budgets) if group.is_leader else {}
     )
-    joined |= {} if kept is None else kept.join()
     promised = sum(cache.promised_bytes for cache in joined.values())
     codecs = [None if number in joined else found.codec for number, found in enumerate(findings)]
-    there_before = any(request.outlives for request in requests)
     if named := any(request.name is not None for request in requests):
         backend = "tmpfile"  # where names are
     worker_bytes = max((found.worker_bytes or 0 for found in findings), default=0)
@@ -176,7 +171,7 @@ def open_caches(
         ]
         for which in (0, 1)
     )
-    if there_before:
+    if named:
         held = group.exchange({number: cache.handle.arc for number, cache in joined.items()})
         rings = [
             ring.beside([held[ranks[0]].get(number) for ranks in group.nodes]) for number, ring in enumerate(rings)
@@ -201,16 +196,16 @@ def open_caches(
         segments = make_and_attach(make, plan.backend, group)
     except CacheMemoryError as error:
         return _without(requests, group, error, wanted=named or any(arc.slots for ring in rings for arc in ring.arcs))
-    if kept is not None:
-        kept.keep(made.cache for made in segments)
     for request, found, made in zip(requests, findings, segments, strict=True):
         told = found.odd if group.is_leader and not request.strict else None
         if told and made.counters is not None and made.counters.is_first("odd sample"):
             warn_of_odd(request.source, told)
-    if there_before:
+    if named:
         arcs = group.exchange([None if made.cache is None else made.cache.handle.arc for made in segments])
         rings = rings_as_they_are(rings, [arcs[ranks[0]] for ranks in group.nodes])
-        expected = [ring if request.outlives else e for ring, request, e in zip(rings, requests, expected, strict=True)]
+        expected = [
+            e if request.name is None else ring for ring, request, e in zip(rings, requests, expected, strict=True)
+        ]
     return [
         OpenCache(
             replace(request, reader=None),

@@ -77,7 +77,6 @@ class CacheRequest:
         memory: what of a cache on a disk lies in memory besides.
         write: whether what lies in memory besides is written to the disk as it comes, or when the cache closes.
         sync: seconds after which what was stored on a disk is synced; None: never.
-        kept: the place under which its cache stays in this process, for who asks for the same there again.
         domain: which indices are drawn, where that is known; None: all of them.
         whole_if_room: whether all indices get slots all the same, where the memory of all nodes is for so many.
 
@@ -102,7 +101,6 @@ class CacheRequest:
     memory: Budget = _NONE
     write: Write = "through"
     sync: float | None = None
-    kept: str | None = None
     domain: Domain | None = None
     whole_if_room: bool = False
 
@@ -124,11 +122,6 @@ class CacheRequest:
         if self.name is not None:
             check_name(self.name)
         _check_disk(self.dir, self.memory, self.write, self.sync)
-
-    @property
-    def outlives(self) -> bool:
-        """Whether its cache is there for the next call, which takes it as it is."""
-        return self.name is not None or self.kept is not None
 
     @property
     def length(self) -> int:

@@ -114,7 +114,7 @@ class Segments:
             memory = store_for(codec).create(codec, part, backend, whose, granted=above.granted)
             memory.keep_free(above.keep_free)
             cache = tiered(memory, cache, request.write == "back")
-        return cls(Counters.create(group.rank, backend), cache, request.name is not None or joined is not None)
+        return cls(Counters.create(group.rank, backend), cache, request.name is not None)
 
     @property
     def address(self) -> _Address:

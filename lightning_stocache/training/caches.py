@@ -34,7 +34,6 @@ from lightning_stocache.node.free import FreeMemory
 from lightning_stocache.node.group import NodeGroup
 from lightning_stocache.setup.open import open_caches
 from lightning_stocache.setup.open_stream import open_stream
-from lightning_stocache.setup.process_cache import close_kept
 from lightning_stocache.training.options import CacheOptions
 from lightning_stocache.training.wanted import Wanted, agreed, together
 
@@ -113,7 +112,7 @@ class CallCaches:
         options = self.options
         group = NodeGroup.discover() if group is None else group
         if group != self._group:
-            self._close_open()
+            self.close()
             self._group = group
         wanted = agreed(
             [replace(entry, domain=None) if options.is_for_all(entry.stage) else entry for entry in wanted], group
@@ -132,7 +131,7 @@ class CallCaches:
             number[entry.stage] += 1
         new = {key: together(entry, wanted) for key, entry in new.items()}
         stages = {entry.stage for entry in wanted}
-        if new and train_to_come and self.options.keep_cache is not True:
+        if new and train_to_come and not self.options.keep_cache:
             stages.add("train")  # what is open for it was opened by hand, before the call
         self._let_go(stages, wanted, [*new.values(), *streams.values()])
         requests = [
@@ -190,19 +189,14 @@ class CallCaches:
 
     def close(self) -> None:
         """Close all caches, kept ones too; samples of the same datasets pass through uncached from then on."""
-        self._close_open()
-        if self.options.keeps_for_process:
-            close_kept()
-
-    def _close_open(self) -> None:
         for opened in self._open:
             opened.dataset.close()
         self._open.clear()
 
     def end_call(self) -> None:
         """End of a Trainer call: close, unless the caches are to be kept for the next one."""
-        if self.options.keep_cache is not True:
-            self._close_open()
+        if not self.options.keep_cache:
+            self.close()
         for opened in self._open:
             opened.kept = True
         end_call(opened.dataset for opened in self._open)

@@ -28,7 +28,7 @@ from lightning_stocache.training.lightning_internals import data_sources, loops,
 from lightning_stocache.training.loaders import running_datasets
 from lightning_stocache.training.monitor import CacheMonitor
 from lightning_stocache.training.obstacles import check_sweep
-from lightning_stocache.training.options import CacheOptions, Keep, with_options
+from lightning_stocache.training.options import CacheOptions, with_options
 from lightning_stocache.training.profiler import listen, log_every, stop_listening
 from lightning_stocache.training.resume import ResumePoint
 
@@ -150,7 +150,7 @@ class StochasticCache(CacheMonitor):
         *,
         stage_budgets: Mapping[str, int | float | str | None] | None = None,
         allow_random: bool = False,
-        keep_cache: Keep = False,
+        keep_cache: bool = False,
         sampling: Mode = "locality",
         name: str | None = None,
         fingerprint: str = "",

@@ -28,7 +28,7 @@ from lightning_stocache.training.caches import CallCaches
 from lightning_stocache.training.loaders import TrainerLoader
 from lightning_stocache.training.model_memory import training_bytes
 from lightning_stocache.training.obstacles import check_sweep, is_cacheable
-from lightning_stocache.training.options import STAGES, CacheOptions, Keep, Source, Stream, is_plain, made, with_options
+from lightning_stocache.training.options import STAGES, CacheOptions, Source, Stream, is_plain, made, with_options
 from lightning_stocache.training.resume import ResumePoint
 from lightning_stocache.training.sampling import check_sampler, locality_for, replicas
 from lightning_stocache.training.wanted import Wanted, drawn_by
@@ -102,7 +102,7 @@ class StocacheDataModule(LightningDataModule):
         eval_batch_transform: Transform | Literal["same"] | None = "same",
         prepare: Callable[[], None] | None = None,
         allow_random: bool = False,
-        keep_cache: Keep = False,
+        keep_cache: bool = False,
         sampling: Mode = "locality",
         name: str | None = None,
         fingerprint: str = "",
@@ -271,7 +271,7 @@ class StocacheDataModule(LightningDataModule):
         self._end_call()
 
     def _end_call(self) -> None:
-        if self.caches.options.keep_cache is not True:
+        if not self.caches.options.keep_cache:
             self._close_pools()
         self.caches.end_call()
 

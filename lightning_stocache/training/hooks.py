@@ -19,7 +19,7 @@ from lightning_stocache.setup.request import Form, Write
 from lightning_stocache.training.caches import CallCaches
 from lightning_stocache.training.call_loaders import CallLoaders
 from lightning_stocache.training.obstacles import check_sweep
-from lightning_stocache.training.options import STAGES, CacheOptions, Keep, with_options
+from lightning_stocache.training.options import STAGES, CacheOptions, with_options
 from lightning_stocache.training.resume import ResumePoint
 
 __all__ = ["CachedHooks", "cache_datamodule"]
@@ -35,7 +35,7 @@ def cache_datamodule(  # noqa: D417  the options are described in one place
     *,
     stage_budgets: Mapping[str, int | float | str | None] | None = None,
     allow_random: bool = False,
-    keep_cache: Keep = False,
+    keep_cache: bool = False,
     sampling: Mode = "locality",
     name: str | None = None,
     fingerprint: str = "",

@@ -12,7 +12,7 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, fields
 from inspect import cleandoc
 from textwrap import fill
-from typing import TYPE_CHECKING, Any, Literal, Self, TypeAlias, TypeVar, cast
+from typing import TYPE_CHECKING, Any, Self, TypeAlias, TypeVar, cast
 
 from torch.utils.data import Dataset, IterableDataset
 
@@ -29,10 +29,9 @@ from lightning_stocache.setup.request import (
     parse_memory,
 )
 
-__all__ = ["STAGES", "CacheOptions", "Keep", "Source", "Stream", "is_plain", "made", "with_options"]
+__all__ = ["STAGES", "CacheOptions", "Source", "Stream", "is_plain", "made", "with_options"]
 
 Door = TypeVar("Door")
-Keep: TypeAlias = bool | Literal["process"]
 
 
 if TYPE_CHECKING:
@@ -54,10 +53,7 @@ class CacheOptions:
         stage_budgets: a budget of its own for some stages, for instance {"val": "1GiB"} or {"test": 0}; None is none.
         keep_cache: keep the caches when the Trainer call ends, for the next call with the same door and datasets, until
             they are closed: by `close` of the door, or `datamodule.caches.close()`. Where there is no memory for all of
-            a dataset, its cache is for what is drawn now, and goes when a later call draws something else. "process":
-            for any door of this process whose n-th dataset of a stage is the same (what it is pickled to up to its
-            first random step), under the same budget, so that the trials of a sweep start warm; nothing is left when
-            the process ends.
+            a dataset, its cache is for what is drawn now, and goes when a later call draws something else.
         sampling: how what a training loader's sampler gives is dealt to several nodes: "locality" (samples go to nodes
             that have them), "global" or "sticky"; see `LocalitySampler`.
         streams: keep iterable-style datasets, too, as `CachedStream` does: epoch one is the stream, later ones come
@@ -73,7 +69,7 @@ class CacheOptions:
     budget: int | float | str = "auto"
     stage_budgets: Mapping[str, int | float | str | None] | None = None
     allow_random: bool = False
-    keep_cache: Keep = False
+    keep_cache: bool = False
     sampling: Mode = "locality"
     name: str | None = None
     fingerprint: str = ""
@@ -93,12 +89,7 @@ class CacheOptions:
         if unknown := set(given) - set(STAGES):
             raise ValueError(f"stage_budgets may name {', '.join(STAGES)}; got {', '.join(map(str, sorted(unknown)))}")
         check_choice("sampling", self.sampling, Mode)
-        if self.keep_cache not in (True, False, "process"):
-            raise ValueError(f"keep_cache must be true, false or 'process', got {self.keep_cache!r}")
-        if self.keeps_for_process and self.dir is not None:
-            raise ValueError(
-                "keep_cache='process' is for caches in memory: one on a disk is kept by a name, so give name="
-            )
+        check_flag("keep_cache", self.keep_cache)
         check_flag("prefill", self.prefill)
         check_flag("streams", self.streams)
         budgets = {stage: Budget.parse(budget) for stage, budget in given.items()}
@@ -119,12 +110,7 @@ class CacheOptions:
         """Whether a stage's cache is for the whole of its datasets, whatever is drawn of them now."""
         budget = self.budgets[self.pot(stage)]
         part = budget.unit == "% of dataset" and budget.amount < 100
-        return self.name is not None or self.keeps_for_process or (self.keep_cache is True and part)
-
-    @property
-    def keeps_for_process(self) -> bool:
-        """Whether other doors of this process get the caches; those with a name are there anyway."""
-        return self.keep_cache == "process" and self.name is None
+        return self.name is not None or (self.keep_cache and part)
 
     def pot(self, stage: str) -> str:
         """The pot that a stage's datasets draw on."""
@@ -148,9 +134,8 @@ class CacheOptions:
             memory=parse_memory(self.memory),
             write=self.write,
             sync=self.sync,
-            kept=name if self.keeps_for_process else None,
             domain=domain,
-            whole_if_room=self.keep_cache is True,
+            whole_if_room=self.keep_cache,
         )
 
     def is_off(self, stage: str) -> bool:

@@ -9,7 +9,6 @@ from typing import Any
 import pytest
 
 from lightning_stocache.node.segment import Segment
-from lightning_stocache.setup.process_cache import close_kept
 
 
 @pytest.fixture(autouse=True)
@@ -30,5 +29,4 @@ def segments(monkeypatch: pytest.MonkeyPatch) -> Iterator[list[Segment]]:
 
     monkeypatch.setattr(Segment, "create", classmethod(noting))
     yield made
-    close_kept()
     made.clear()

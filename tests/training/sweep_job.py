@@ -1,6 +1,5 @@
 """A Hydra app whose trials train for two epochs on a counted source, and tell what each has seen.
 
-    python -m tests.training.sweep_job -m folder=/tmp/sweep lr=0.1,0.01 cache.keep_cache=process
     python -m tests.training.sweep_job -m folder=/tmp/sweep lr=0.1,0.01 hydra/launcher=joblib cache.name=photos
 
 Each trial adds one line of JSON to `trials` in the folder.
@@ -95,7 +94,7 @@ def main(config: DictConfig) -> float:
     if config.door == "callback":
         callbacks = [hydra.utils.instantiate(config.callbacks.stochastic_cache)]
     else:
-        options = {name: config.cache[name] for name in ("budget", "keep_cache", "name")}
+        options = {name: config.cache[name] for name in ("budget", "name")}
         data = cache_datamodule(data, **options)
     meet(folder, config.together)
     trainer = make_trainer(folder / str(number), [*callbacks, seen], epochs=config.epochs, limit_val_batches=0)

@@ -245,17 +245,6 @@ def test_a_name_outlives_the_training(door, where, tmp_path, caplog):
                 clean(segment.name, directory=options.get("dir"))
 
 
-@pytest.mark.parametrize("door", OF_THE_TRAINER)
-def test_a_later_trial_starts_warm(door, tmp_path, caplog):
-    """With keep_cache="process" a trial that makes all its objects anew reads nothing but what set-up reads."""
-    try:
-        for _ in range(2):
-            train(door, tmp_path, source(tmp_path), keep_cache="process")
-            assert source(tmp_path).loads == SAMPLES + announced(caplog)
-    finally:
-        StochasticCache(keep_cache="process").close()
-
-
 @every_door
 def test_strict_makes_errors(door, tmp_path):
     """What cannot be cached, and would be passed by with a warning, is refused."""

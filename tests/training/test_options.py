@@ -35,3 +35,9 @@ def test_memory_that_cannot_be_read_is_called_memory(door):
         door(memory="x")
     with pytest.raises(TypeError, match=r"^memory must be a number or a string"):
         door(memory=True)
+
+
+def test_caches_are_kept_or_not():
+    """`keep_cache` takes no third value."""
+    with pytest.raises(ValueError, match="keep_cache must be true or false, got 'process'"):
+        StochasticCache(keep_cache="process")

@@ -26,7 +26,6 @@ from tqdm import tqdm
 
 from lightning_stocache import StocacheDataModule, StochasticCache, cache_datamodule
 from lightning_stocache.node.janitor import clean
-from lightning_stocache.setup.process_cache import close_kept
 from lightning_stocache.training.loaders import running_datasets
 from lightning_stocache.training.obstacles import check_sweep
 from tests.sources import CountedSource
@@ -100,18 +99,20 @@ def told(folder: Path) -> list[dict[str, Any]]:
 
 
 @pytest.fixture
-def _nothing_is_kept() -> Iterator[None]:
-    yield
-    close_kept()
+def name() -> Iterator[str]:
+    """The name of a cache that is removed after the test."""
+    name = f"sweep-test-{os.getpid()}"
+    yield name
+    clean(f"{name}-train0")
 
 
 @hydra_starts
 @pytest.mark.processes
+@pytest.mark.named
 @pytest.mark.parametrize("door", ["callback", "cached"])
-@pytest.mark.usefixtures("_nothing_is_kept")
-def test_trials_of_one_process_start_warm(tmp_path, monkeypatch, door):
-    """Under the basic launcher, with keep_cache=process, trials two and three are served nothing but hits."""
-    trials = sweep(monkeypatch, tmp_path, f"door={door}", "lr=0.1,0.01,0.001", "cache.keep_cache=process")
+def test_trials_of_one_process_start_warm(tmp_path, monkeypatch, door, name):
+    """Under the basic launcher, with a name, trials two and three are served nothing but hits."""
+    trials = sweep(monkeypatch, tmp_path, f"door={door}", "lr=0.1,0.01,0.001", f"cache.name={name}")
     assert [trial["pid"] for trial in trials] == [os.getpid()] * 3
     assert [trial["hits"] for trial in trials] == [[0, SAMPLES], [SAMPLES] * 2, [SAMPLES] * 2]
     assert [trial["loads"] for trial in trials] == [[SAMPLES, 0], [0, 0], [0, 0]]
@@ -119,21 +120,12 @@ def test_trials_of_one_process_start_warm(tmp_path, monkeypatch, door):
 
 @hydra_starts
 @pytest.mark.processes
-@pytest.mark.usefixtures("_nothing_is_kept")
-def test_a_sweep_over_budgets_keeps_none_of_another_budget(tmp_path, monkeypatch):
-    """Each trial has the share that it asks for, and begins with nothing."""
-    trials = sweep(monkeypatch, tmp_path, "cache.budget=50%,25%,100%", "cache.keep_cache=process")
-    assert [trial["hits"] for trial in trials] == [[0, SAMPLES // 2], [0, SAMPLES // 4], [0, SAMPLES]]
-
-
-@hydra_starts
-@pytest.mark.processes
-@pytest.mark.usefixtures("_nothing_is_kept")
-def test_optunas_sweeper(tmp_path, monkeypatch):
-    """Its trials, one after the other in this process, share what is kept."""
+@pytest.mark.named
+def test_optunas_sweeper(tmp_path, monkeypatch, name):
+    """Its trials, one after the other in this process, share the cache of a name."""
     pytest.importorskip("hydra_plugins.hydra_optuna_sweeper")
     more = ("hydra/sweeper=optuna", "hydra.sweeper.n_trials=3", "hydra.sweeper.n_jobs=1", "lr=choice(0.1,0.01)")
-    trials = sweep(monkeypatch, tmp_path, *more, "cache.keep_cache=process", "epochs=1")
+    trials = sweep(monkeypatch, tmp_path, *more, f"cache.name={name}", "epochs=1")
     assert [trial["hits"] for trial in trials] == [[0], [SAMPLES], [SAMPLES]]
 
 
@@ -141,25 +133,22 @@ def test_optunas_sweeper(tmp_path, monkeypatch):
 @pytest.mark.processes
 @pytest.mark.named
 @pytest.mark.slow
-def test_trials_at_the_same_time_share_one_fill(tmp_path):
+def test_trials_at_the_same_time_share_one_fill(tmp_path, name):
     """Under joblib's launcher, with a name: two processes fill one cache together, and load each sample once."""
     pytest.importorskip("hydra_plugins.hydra_joblib_launcher")
-    name = f"sweep-test-{os.getpid()}-1"
     command = [sys.executable, "-m", "tests.training.sweep_job", "-m", f"folder={tmp_path}", "seconds=0.005"]
     launcher = ["hydra/launcher=joblib", "hydra.launcher.n_jobs=2", "together=2", "lr=0.1,0.01,0.001"]
     environment = {**os.environ, "PYTHONPATH": str(ROOT)}
-    try:
-        run = subprocess.run(
-            [*command, *launcher, f"cache.name={name}"],
-            cwd=ROOT,
-            env=environment,
-            capture_output=True,
-            text=True,
-            timeout=200,
-        )
-        assert run.returncode == 0, run.stderr
-    finally:
-        removed = clean(f"{name}-train0")
+    run = subprocess.run(
+        [*command, *launcher, f"cache.name={name}"],
+        cwd=ROOT,
+        env=environment,
+        capture_output=True,
+        text=True,
+        timeout=200,
+    )
+    assert run.returncode == 0, run.stderr
+    removed = clean(f"{name}-train0")
     trials = told(tmp_path)
     assert len({trial["pid"] for trial in trials}) == 2
     assert trials[0]["loads"][0] + trials[1]["loads"][0] == SAMPLES
@@ -186,9 +175,8 @@ class Pruning(Callback):
 
 
 @pytest.mark.processes
-@pytest.mark.parametrize("keep", [False, "process"])
-def test_pruned_trials_give_their_memory_back(tmp_path, segments, keep):
-    """After TrialPruned nothing is open but what is kept for the next trial, which starts warm."""
+def test_pruned_trials_give_their_memory_back(tmp_path, segments):
+    """After TrialPruned nothing is open."""
     optuna = pytest.importorskip("optuna")
     optuna.logging.set_verbosity(optuna.logging.WARNING)
     hits: list[int] = []
@@ -200,7 +188,7 @@ def test_pruned_trials_give_their_memory_back(tmp_path, segments, keep):
 
     def objective(trial: Any) -> float:
         trial.suggest_float("lr", 1e-3, 1e-1, log=True)
-        caching = StochasticCache(keep_cache=keep)
+        caching = StochasticCache()
         trainer = make_trainer(tmp_path, [caching, Counting(), Pruning(trial)], limit_val_batches=0, logger=False)
         trainer.fit(Model(), Data(str(tmp_path), 0.0))
         return 0.0
@@ -209,8 +197,8 @@ def test_pruned_trials_give_their_memory_back(tmp_path, segments, keep):
     study.optimize(objective, n_trials=4)
     states = [trial.state.name for trial in study.trials]
     assert states == ["COMPLETE", "PRUNED", "COMPLETE", "PRUNED"]
-    assert hits == ([0] * 4 if keep is False else [0] + [SAMPLES] * 3)
-    assert sum(not segment.closed for segment in segments) == (0 if keep is False else 1)
+    assert hits == [0] * 4
+    assert all(segment.closed for segment in segments)
 
 
 class Plain(LightningDataModule):
