@@ -13,7 +13,7 @@ from typing import Any
 import wandb_workspaces.reports.v2 as reports
 import wandb_workspaces.workspaces as workspaces
 
-from lightning_stocache.insight.layout import LAYOUT, LIVE, LIVE_ZERO, ZERO
+from lightning_stocache.insight.layout import LAYOUT, LIVE
 
 
 def workspace(entity: str, project: str) -> Any:
@@ -29,13 +29,12 @@ def workspace(entity: str, project: str) -> Any:
 
 
 def chart(title: str, tags: list[str]) -> Any:
-    """A line for each tag. W&B starts its axes where it is told to, so the zeros of TensorBoard are left out."""
-    patterns = [tag for tag in tags if tag.strip("^$") not in (ZERO, LIVE_ZERO)]
-    live = any(LIVE in pattern for pattern in patterns)
+    """A line for each tag."""
+    live = any(LIVE in tag for tag in tags)
     options = {"title": title, "x": "trainer/global_step" if live else "epoch", "range_y": (0, None)}
-    if any(character in pattern for pattern in patterns for character in "(\\"):  # of several stages or nodes
-        return reports.LinePlot(**options, metric_regex="|".join(patterns))
-    return reports.LinePlot(**options, y=[pattern.strip("^$") for pattern in patterns])
+    if any(character in tag for tag in tags for character in "(\\"):  # of several stages or nodes
+        return reports.LinePlot(**options, metric_regex="|".join(tags))
+    return reports.LinePlot(**options, y=[tag.strip("^$") for tag in tags])
 
 
 def main() -> None:

@@ -2,21 +2,14 @@
 
 They are nested under one key, `stocache`: those of training directly below it, those of another stage below its name.
 Loggers write them as `stocache/budget` (TensorBoard, MLflow) or `stocache.budget` (W&B).
-
-A run may be told them more than once, with other values where other memory is free: by a second `fit`, or by a job that
-goes on in the run of an earlier one. MLflow refuses another value for a name, so the first values stay there.
-TensorBoard's HPARAMS tab shows the first record of a run alone: where a module has saved hyperparameters it is theirs,
-and ours are in the TEXT tab.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping
+from collections.abc import Mapping
 from typing import Any
-from weakref import WeakKeyDictionary
 
 from lightning_stocache.cache.store import gathers
-from lightning_stocache.insight.layout import ZERO, mark_zero
 from lightning_stocache.insight.tallies import coverage, samples_of
 from lightning_stocache.loading.dataset import CachedDataset, cached_source
 from lightning_stocache.loading.loader_sampler import index_sampler
@@ -26,11 +19,9 @@ from lightning_stocache.sampling.locality_sampler import LocalitySampler
 from lightning_stocache.setup.open_cache import OpenCache
 from lightning_stocache.source.encoded import EncodedSource
 
-__all__ = ["hyperparameters", "log_hyperparameters"]
+__all__ = ["hyperparameters"]
 
 _ADDED = ("samples", "drawn", "slots", "budget_bytes")  # over the datasets of a stage
-
-_told: WeakKeyDictionary[Any, dict[str, Any]] = WeakKeyDictionary()  # what a logger has been told in this process
 
 
 def hyperparameters(stages: Mapping[str, Any]) -> dict[str, Any]:
@@ -60,58 +51,6 @@ def hyperparameters(stages: Mapping[str, Any]) -> dict[str, Any]:
         if of_stage := _of_stage(loaders):
             found |= of_stage if stage == "train" else {stage: of_stage}
     return {"stocache": found} if found else {}
-
-
-def log_hyperparameters(logger: Any, values: Mapping[str, Any], step: int = 0) -> None:
-    """Tell a logger hyperparameters, unless it knows them.
-
-    Args:
-        logger: of Lightning or Fabric; one that takes none is left alone.
-        values: as `hyperparameters` gives them.
-        step: where TensorBoard notes them.
-    """
-    if not values or _is_told(logger, values):
-        return
-    writer: Any = getattr(logger, "experiment", None)
-    try:
-        if hasattr(writer, "add_custom_scalars") and getattr(logger, "hparams", None):
-            logger.log_hyperparams(dict(values), metrics={})  # for its `hparams` alone
-            rows = "\n".join(f"|{name}|{value}|" for name, value in _flat(values))
-            writer.add_text("stocache", f"|hyperparameter|value|\n|---|---|\n{rows}", step)
-        elif hasattr(writer, "add_custom_scalars"):
-            # TensorBoard has hyperparameters beside a metric only: without one given here it would be `hp_metric`.
-            logger.log_hyperparams(dict(values), metrics={ZERO: 0.0})
-            mark_zero(logger, 0, logged=True)
-        elif any(kind.__name__ == "MLFlowLogger" for kind in type(logger).__mro__):
-            logger.log_hyperparams(_new_to_mlflow(logger, values))
-        else:
-            logger.log_hyperparams(dict(values))
-    except NotImplementedError:  # Fabric's CSVLogger
-        pass
-
-
-def _is_told(logger: Any, values: Mapping[str, Any]) -> bool:
-    """Whether a logger has been told these values already; it is from now on."""
-    try:
-        known = _told.get(logger)
-        _told[logger] = dict(values)
-    except TypeError:  # a user's own, which cannot be hashed or referred to weakly
-        return False
-    return known == values
-
-
-def _new_to_mlflow(logger: Any, values: Mapping[str, Any]) -> dict[str, Any]:
-    """Those that the run has no value for."""
-    known = logger.experiment.get_run(logger.run_id).data.params
-    return {name: value for name, value in _flat(values) if name not in known}
-
-
-def _flat(values: Mapping[str, Any], above: str = "") -> Iterable[tuple[str, Any]]:
-    for name, value in values.items():
-        if isinstance(value, Mapping):
-            yield from _flat(value, f"{above}{name}/")
-        else:
-            yield above + name, value
 
 
 def _of_stage(loaders: Any) -> dict[str, Any]:

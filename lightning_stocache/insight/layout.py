@@ -4,11 +4,6 @@
 writer takes it once; several runs with the same layout share their charts. TensorBoard matches the beginning of a tag,
 so each pattern ends with `$`: without it `hit_rate` would bring `hit_rate_expected` along wherever it stands.
 
-TensorBoard cuts an axis to what is drawn, where 0.698 and 0.700 look like nothing and everything. So each chart draws
-`ZERO`, too, and a rate its ceiling. A single zero would not do: "Ignore outliers", which is on, leaves out what is less
-than a twentieth of a chart's points. So there is one wherever an epoch's values are logged, and `LIVE_ZERO` wherever
-live ones are (`mark_zero`): of these there may be hundreds to an epoch, beside which its own values would be outliers.
-
 TensorBoard smooths by 0.6, by which a hit rate of 0.70 in epoch two reads 0.43:
 `/#custom_scalars&_smoothingWeight=0` is the address of the tab without smoothing.
 
@@ -20,23 +15,16 @@ a best and a worst epoch with these beside it; live values have none.
 from __future__ import annotations
 
 from typing import Any
-from weakref import WeakKeyDictionary, WeakSet
+from weakref import WeakSet
 
 from lightning_stocache.insight.metrics import LIVE_METRICS, NODE_METRICS, ROLLING_METRICS, Tally, rates
 
-__all__ = ["AXES", "LAYOUT", "LIVE", "LIVE_ZERO", "ZERO", "lay_out", "mark_zero"]
-
-ZERO = "stocache/zero"
-"""The tag that has the axes of epochs' values start at zero: no metric, and for TensorBoard alone."""
+__all__ = ["AXES", "LAYOUT", "LIVE", "lay_out"]
 
 LIVE = "stocache/live/"
 """What the keys of live values begin with."""
 
-LIVE_ZERO = LIVE + "zero"
-"""The tag that has the axes of live values start at zero."""
-
 _laid_out: WeakSet[Any] = WeakSet()
-_zeros: WeakKeyDictionary[Any, dict[str, int]] = WeakKeyDictionary()  # by writer and tag, the step of the latest one
 
 
 def lay_out(logger: Any, nodes: int = 1) -> None:
@@ -57,30 +45,8 @@ def lay_out(logger: Any, nodes: int = 1) -> None:
         experiment.define_metric(**axis)
 
 
-def mark_zero(logger: Any, step: int, tag: str = ZERO, *, logged: bool = False) -> None:
-    """Beside values that were logged at a step: the zero of their charts, once, if the logger is TensorBoard's.
-
-    Args:
-        logger: of Lightning.
-        step: that of the values.
-        tag: `ZERO` or `LIVE_ZERO`.
-        logged: whether it has been logged with something else.
-    """
-    writer: Any = getattr(logger, "experiment", None)
-    if not hasattr(writer, "add_custom_scalars"):
-        return
-    latest = _zeros.setdefault(writer, {})
-    if not logged and latest.get(tag) != step:
-        writer.add_scalar(tag, 0.0, step)
-    latest[tag] = step
-
-
-def _chart(*metrics: str, stage: str = "", zero: str = ZERO) -> list[str | list[str]]:
-    return ["Multiline", [*(f"^stocache/{stage}{metric}$" for metric in metrics), f"^{zero}$"]]
-
-
-def _live_chart(*metrics: str) -> list[str | list[str]]:
-    return _chart(*metrics, stage="live/", zero=LIVE_ZERO)
+def _chart(*metrics: str, stage: str = "") -> list[str | list[str]]:
+    return ["Multiline", [f"^stocache/{stage}{metric}$" for metric in metrics]]
 
 
 _STAGES = "(val|test|predict)/"
@@ -88,7 +54,7 @@ _STAGES = "(val|test|predict)/"
 LAYOUT: dict[str, dict[str, list[str | list[str]]]] = {
     "Stochastic cache": {
         "Hit rate, its ceiling and the expected one": _chart("hit_rate", "coverage", "hit_rate_expected"),
-        "Fill: slots that are ready": _chart("live/fill_fraction", "fill_fraction", zero=LIVE_ZERO),
+        "Fill: slots that are ready": _chart("live/fill_fraction", "fill_fraction"),
         "Bytes from cache and from source": _chart("bytes_from_cache", "bytes_from_source"),
         "Seconds of waiting for data and of computing": _chart("data_wait_seconds", "compute_seconds"),
         "Samples per second": _chart("samples_per_second"),
@@ -102,9 +68,9 @@ LAYOUT: dict[str, dict[str, list[str | list[str]]]] = {
         ),
     },
     "Stochastic cache: in the epoch so far": {
-        "Hit rate": _live_chart("hit_rate"),
-        "Seconds of waiting for data and of computing": _live_chart("data_wait_seconds", "compute_seconds"),
-        "Memory, in bytes": _live_chart("memory_bytes"),
+        "Hit rate": _chart("hit_rate", stage="live/"),
+        "Seconds of waiting for data and of computing": _chart("data_wait_seconds", "compute_seconds", stage="live/"),
+        "Memory, in bytes": _chart("memory_bytes", stage="live/"),
     },
     "Stochastic cache: validation, test and prediction": {
         "Hit rate and its ceiling": _chart("hit_rate", "coverage", stage=_STAGES),

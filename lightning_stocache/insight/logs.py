@@ -19,7 +19,7 @@ from importlib import import_module
 from pathlib import Path
 from typing import Any
 
-from lightning_stocache.insight.layout import LIVE, LIVE_ZERO, ZERO
+from lightning_stocache.insight.layout import LIVE
 
 __all__ = ["LogError", "Row", "has_log", "is_epoch_end", "read_log"]
 
@@ -115,7 +115,6 @@ def _read_events(folder: Path) -> list[Row]:
     except (protobuf.DecodeError, OSError, ValueError) as error:  # TensorBoard itself passes over what is cut off
         raise LogError(f"{folder} holds TensorBoard events that cannot be read: {error}") from error
     tags = [tag for tag in events.Tags()[reader.SCALARS] if tag == "epoch" or tag.startswith("stocache/")]
-    tags = [tag for tag in tags if tag not in (ZERO, LIVE_ZERO)]
     scalars = {tag: [(event.step, event.value) for event in events.Scalars(tag)] for tag in tags}
     ends = {stage: _steps_of_epoch_ends(scalars, stage) for stage in ("", *_OTHER_STAGES)}
 

@@ -9,7 +9,6 @@ from __future__ import annotations
 
 from lightning.pytorch import Trainer
 
-from lightning_stocache.insight.layout import LIVE_ZERO, mark_zero
 from lightning_stocache.insight.stall import Stall
 from lightning_stocache.insight.tallies import Tallies
 from lightning_stocache.training.loaders import running_datasets
@@ -40,4 +39,3 @@ class LiveValues:
             return
         for logger in trainer.loggers:
             logger.log_metrics(values, step=step)
-            mark_zero(logger, step, LIVE_ZERO)

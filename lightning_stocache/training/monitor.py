@@ -23,8 +23,8 @@ from lightning.pytorch import Callback, LightningModule, Trainer
 from lightning.pytorch.utilities import rank_zero_info, rank_zero_warn
 
 from lightning_stocache.insight.expectation import Expectation
-from lightning_stocache.insight.hyperparameters import hyperparameters, log_hyperparameters
-from lightning_stocache.insight.layout import lay_out, mark_zero
+from lightning_stocache.insight.hyperparameters import hyperparameters
+from lightning_stocache.insight.layout import lay_out
 from lightning_stocache.insight.pool_rates import PoolRates
 from lightning_stocache.insight.stall import Stall
 from lightning_stocache.insight.tallies import Tallies, samples_of
@@ -140,7 +140,7 @@ class CacheMonitor(Callback):
         granted = hyperparameters(loaders) if self.hyperparameters and trainer.loggers else {}
         for logger in trainer.loggers:
             lay_out(logger, nodes)
-            log_hyperparameters(logger, granted, trainer.global_step)
+            _log_hyperparameters(logger, granted)
 
     def on_train_end(self, trainer: Trainer, pl_module: LightningModule) -> None:
         """Say what the caches were worth."""
@@ -256,8 +256,6 @@ class CacheMonitor(Callback):
             return metrics
         if trainer.state.fn == "fit":
             pl_module.log_dict(values, on_step=False, on_epoch=True, batch_size=1)
-            for logger in trainer.loggers if stage == "train" and trainer.is_global_zero else ():
-                mark_zero(logger, trainer.global_step - 1)
         else:
             for logger in trainer.loggers:
                 logger.log_metrics(values | {"epoch": trainer.current_epoch}, step=trainer.global_step)
@@ -268,6 +266,16 @@ class CacheMonitor(Callback):
         served, loaders = self._tallies.served["train"], trainer.train_dataloader
         if complaint := self._expectation.compare(metrics, served, datasets, loaders, world=trainer.world_size):
             rank_zero_warn(complaint)
+
+
+def _log_hyperparameters(logger: Any, values: dict[str, Any]) -> None:
+    """Tell a logger what was granted; one that takes none, or keeps what an earlier fit told, ends no training."""
+    if not values:
+        return
+    try:
+        logger.log_hyperparams(values)
+    except Exception as error:  # MLflow's, where a run goes on with other values
+        rank_zero_warn(f"{type(logger).__name__} does not take the cache's hyperparameters: {error}")
 
 
 def _is_last(batches: Sequence[int | float], outputs: Any, batch: Any, batch_idx: int, dataloader_idx: int = 0) -> bool:

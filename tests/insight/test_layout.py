@@ -5,17 +5,14 @@ import re
 import shutil
 import subprocess
 import sys
-from importlib import import_module
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 import pytest
-from lightning.pytorch.loggers import CSVLogger, TensorBoardLogger
 from PIL import Image
 
-from lightning_stocache.insight.layout import LAYOUT, LIVE_ZERO, ZERO, mark_zero
-from lightning_stocache.insight.logs import read_log
+from lightning_stocache.insight.layout import LAYOUT
 from lightning_stocache.insight.metrics import Tally, summarise
 
 LOGGED = summarise([Tally(node, ranks=1) for node in (0, 1)])
@@ -51,41 +48,12 @@ def test_other_stages_have_a_category_of_their_own(tag):
 def test_every_chart_shows_something_that_is_logged():
     """A pattern for what nobody logs would be a chart without a line."""
     tags = {f"stocache/{prefix}{name}" for name in (*LOGGED, *METRICS) for prefix in ("", "val/", "live/")}
-    tags |= {ZERO, LIVE_ZERO}
     assert [tag for tags_of in CHARTS.values() for tag in tags_of if not any(re.match(tag, one) for one in tags)] == []
 
 
 def test_every_pattern_is_a_whole_tag():
     """TensorBoard matches the beginning of a tag, so a pattern without an end would catch longer ones."""
     assert all(tag.startswith("^stocache/") and tag.endswith("$") for tags in CHARTS.values() for tag in tags)
-
-
-def test_every_chart_draws_zero():
-    """TensorBoard cuts an axis to what is drawn: with a zero in it, it starts there. Live values have their own."""
-    live = {chart: any("live/" in tag for tag in tags[:-1]) for chart, tags in CHARTS.items()}
-    assert all(re.match(tags[-1], LIVE_ZERO if live[chart] else ZERO) for chart, tags in CHARTS.items())
-    assert ZERO.removeprefix("stocache/") not in METRICS
-
-
-def test_zero_is_for_tensorboard_alone(tmp_path):
-    """TensorBoard gets a zero at the step of the values; another logger gets nothing, and no report reads it."""
-    pytest.importorskip("tensorboard")
-    tensorboard, csv = (
-        TensorBoardLogger(tmp_path, name="", version=""),
-        CSVLogger(tmp_path / "csv", name="", version=""),
-    )
-    for logger in (tensorboard, csv):
-        logger.log_metrics({"stocache/hit_rate": 0.5}, step=7)
-        for _ in range(2):  # a value and an epoch's end may have one step
-            mark_zero(logger, 7)
-        mark_zero(logger, 7, LIVE_ZERO)
-        logger.save()
-    events = import_module("tensorboard.backend.event_processing.event_accumulator")
-    accumulator = events.EventAccumulator(str(tmp_path))
-    accumulator.Reload()
-    assert [(event.step, event.value) for event in accumulator.Scalars(ZERO)] == [(7, 0.0)]
-    assert read_log(tmp_path) == [{"step": 7, "stocache/hit_rate": 0.5}]
-    assert "zero" not in (tmp_path / "csv" / "metrics.csv").read_text()
 
 
 def test_a_summary_writer_takes_the_layout(tmp_path):

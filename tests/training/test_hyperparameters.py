@@ -113,34 +113,18 @@ def test_nothing_is_told_where_nothing_is_cached_or_wanted(tmp_path):
         assert told(trainer.logger) == {}
 
 
-def test_tensorboard_has_them_without_a_metric_of_its_own(tmp_path):
-    """The event file has one record of them, and no `hp_metric`; a second fit of the same run adds none."""
+def test_tensorboard_has_them(tmp_path):
+    """The event file has them as a record for the HPARAMS tab."""
     logger = TensorBoardLogger(str(tmp_path), name="")
-    dm = StocacheDataModule(source(tmp_path), batch_size=4, keep_cache=True)
-    for epochs in (1, 2):
-        make_trainer(tmp_path, [CacheMonitor()], epochs=epochs, logger=logger).fit(Model(), dm)
-    dm.close()
+    make_trainer(tmp_path, [CacheMonitor()], logger=logger).fit(Model(), StocacheDataModule(source(tmp_path)))
     accumulator = pytest.importorskip("tensorboard.backend.event_processing.event_accumulator")
     events = accumulator.EventAccumulator(logger.log_dir)
     events.Reload()
-    assert "hp_metric" not in events.Tags()["scalars"]
     plugin = pytest.importorskip("tensorboard.plugins.hparams.plugin_data_pb2")
     content = events.summary_metadata["_hparams_/session_start_info"].plugin_data.content
     params = plugin.HParamsPluginData.FromString(content).session_start_info.hparams
     assert params["stocache/budget"].string_value == "auto"
     assert params["stocache/slots"].number_value == SAMPLES
-
-
-def test_tensorboard_has_them_as_text_beside_those_of_the_module(tmp_path):
-    """TensorBoard shows one record of hyperparameters for a run: that of a module that has saved some stays."""
-    logger = TensorBoardLogger(str(tmp_path), name="")
-    make_trainer(tmp_path, [CacheMonitor()], logger=logger).fit(Saving(), StocacheDataModule(source(tmp_path)))
-    accumulator = pytest.importorskip("tensorboard.backend.event_processing.event_accumulator")
-    events = accumulator.EventAccumulator(logger.log_dir)
-    events.Reload()
-    assert [event.step for event in events.Scalars("hp_metric")] == [0]
-    assert b"|stocache/budget|auto|" in events.Tensors("stocache/text_summary")[0].tensor_proto.string_val[0]
-    assert logger.hparams["stocache"]["samples"] == SAMPLES
 
 
 def test_a_logger_may_be_as_its_user_has_made_it(tmp_path):
@@ -158,7 +142,8 @@ def test_a_logger_may_be_as_its_user_has_made_it(tmp_path):
         def log_hyperparams(self, params):
             raise NotImplementedError("not here")
 
-    make_trainer(tmp_path, [CacheMonitor()], logger=Odd()).fit(Model(), StocacheDataModule(source(tmp_path)))
+    with pytest.warns(UserWarning, match="Odd does not take the cache's hyperparameters: not here"):
+        make_trainer(tmp_path, [CacheMonitor()], logger=Odd()).fit(Model(), StocacheDataModule(source(tmp_path)))
 
 
 def test_a_checkpoint_carries_the_plain_options(tmp_path):

@@ -126,7 +126,8 @@ def test_mlflow_keeps_what_was_logged(tmp_path, monkeypatch, leaf):
     again = MLFlowLogger(run_id=run, tracking_uri=f"file:{tmp_path / 'runs'}")  # as in another process
     for door in (again, logger):
         trainer = make_trainer(tmp_path, [StochasticCache(budget="25%")], logger=door)
-        trainer.fit(Model(), plain_loader(source(tmp_path)))
+        with pytest.warns(UserWarning, match="MLFlowLogger does not take the cache's hyperparameters"):
+            trainer.fit(Model(), plain_loader(source(tmp_path)))
     assert client.get_run(run).data.params == params
 
 

@@ -225,10 +225,8 @@ def test_no_value_is_logged_twice(tmp_path):
     accumulator.Reload()
     tags = [tag for tag in accumulator.Tags()["scalars"] if tag.startswith("stocache/")]
     written = {tag: [event.step for event in accumulator.Scalars(tag)] for tag in tags}
-    assert written.pop("stocache/live/zero") == list(range(24))
-    assert written.pop("stocache/zero") == [0, 5, 11, 17, 23]  # at 0 beside the hyperparameters
     assert written == recording.steps
-    assert len(recording.told) == len({str(told) for told in recording.told}) >= 1
+    assert len(recording.told) == 3  # once in each fit
 
 
 @pytest.mark.parametrize("argument", ["live", "per_node", "hyperparameters", "verbose"])
