@@ -1,11 +1,10 @@
 """A stream of tar files: epoch one reads them, later epochs come from memory.
 
     python examples/stream.py                    # all of it fits
-    python examples/stream.py --budget 3MiB      # a part of it fits: the rest is read beside it
+    python examples/stream.py --budget 3MiB      # it does not fit: it passes through, and says how large it is
     python examples/stream.py --lightning        # the same by one callback: StochasticCache(streams=True)
 
-Each line tells what was read from the files in an epoch, and what came from memory. With a part that fits, epoch two is
-the stream once more: only then is it known where its last part begins, which is what is kept.
+Each line tells what was read from the files in an epoch.
 """
 
 import argparse

@@ -15,8 +15,7 @@ over it    later epochs of the CachedStream over those of the arm, in the same r
 
 The texts are records: dicts of a string and a list of numbers, of many lengths.
 
-There is no gain where training waits for compute, where the stream is read once, and where it is a fast one that does
-not fit: what is read beside the cache costs what it did.
+There is no gain where training waits for compute, where the stream is read once, and where it does not fit.
 """
 
 from __future__ import annotations

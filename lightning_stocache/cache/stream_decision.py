@@ -19,12 +19,11 @@ __all__ = ["Decision", "Mode"]
 
 log = logging.getLogger(__name__)
 
-Mode = Literal["stream", "tail", "mixed", "cache", "pass"]
-"""Where the samples of an epoch come from: the stream, which is kept; the stream, of which the last part is kept; the
-rest of the stream, and that part; what was kept; the stream, which is not."""
+Mode = Literal["stream", "cache", "pass"]
+"""Where the samples of an epoch come from: the stream, which is kept; what was kept; the stream, which is not."""
 
 _MODES: tuple[Mode, ...] = get_args(Mode)
-_DECIDED, _MODE, _FLAGS, _BROKEN, _LESS, _GROWTH = range(6)
+_DECIDED, _MODE, _FLAGS, _BROKEN, _GROWTH = range(5)
 _ALL, _DECISION = 0, 2
 _FINAL = ("cache", "pass")
 
@@ -102,11 +101,6 @@ class Decision:
         """One more epoch was broken off, or none; how many that makes one after the other."""
         self._ledger.shared[_BROKEN] = 0 if none else self._ledger.shared[_BROKEN] + 1
         return self._ledger.shared[_BROKEN]
-
-    def count_less(self) -> int:
-        """The tail was too long once more; how often that was so."""
-        self._ledger.shared[_LESS] += 1
-        return self._ledger.shared[_LESS]
 
     @property
     def growth(self) -> int:

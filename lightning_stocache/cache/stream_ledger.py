@@ -6,8 +6,8 @@ seed of their loader's epoch) are in the same epoch; a shard that begins twice h
 per rank, without a message from the loader, which may be anybody's. An epoch of a rank is whole if all of its shards
 have ended, or if as many samples have passed as the stream says that it has: who knows a length stops there.
 
-Layout, int64: eight numbers for all, then `_RANK` numbers per rank, then `_ROW` per shard, `_SHARDS` of them per rank,
-then `_NOTES` per shard, which are those of `stream_order`. All of it is reserved. Who writes holds a lock: byte 0 for
+Layout, int64: eight numbers for all, then `_RANK` numbers per rank, then `_ROW` per shard, `_SHARDS` of them per rank.
+All of it is reserved. Who writes holds a lock: byte 0 for
 what is of all and of ranks, byte 1 for the next number, byte 2 while deciding (`stream_decision`), and a byte per
 shard, which its process holds while it stores a sample. Locks are taken in the order 2, 0, shards, 1, never back.
 """
@@ -32,8 +32,8 @@ POSITION_BITS = 40
 """Of a position, those that count the samples of a shard; the others are the shard's number."""
 
 _NEXT, _GENERATION = range(2)
-_SHARED, _FIRST, _RANK, _ROW, _NOTES = 2, 8, 8, 4, 68
-_EPOCH, _KEY, _WORKERS, _LAST, _WHOLE, _PASSED, _KEPT, _LAST_WORKERS = range(8)
+_SHARED, _FIRST, _RANK, _ROW = 2, 8, 7, 4
+_EPOCH, _KEY, _WORKERS, _LAST, _WHOLE, _PASSED, _KEPT = range(7)
 _BEGUN, _ENDED, _SEEN, _STORED = range(4)
 _SHARDS = MOST_WORKERS
 _ALL, _NUMBER, _ROWS = 0, 1, 8
@@ -168,27 +168,12 @@ class StreamLedger:
         """The number of the epoch that a rank has begun last."""
         return self._numbers[self._rank(rank) + _EPOCH]
 
-    def workers(self, rank: int) -> tuple[int, int]:
-        """How many shards a rank has in the epoch that it has begun last, and had in the one before."""
-        at = self._rank(rank)
-        return self._numbers[at + _WORKERS], self._numbers[at + _LAST_WORKERS]
-
-    def stored(self, shard: Shard) -> int:
-        """How many samples of a shard were kept in its epoch."""
-        return self._numbers[self._row(shard) + _STORED]
-
-    def notes(self, shard: Shard) -> memoryview:
-        """Numbers of a shard that outlive an epoch, int64 `[68]`, live; to be released."""
-        first = _FIRST + self.ranks * (_RANK + _SHARDS * _ROW)
-        at = first + shard.number * _NOTES
-        return self._numbers[at : at + _NOTES]
-
     def _next_epoch(self, rank: int, key: int, workers: int) -> int:
         numbers, at = self._numbers, self._rank(rank)
         epoch, shards = numbers[at + _EPOCH], numbers[at + _WORKERS]
         rows = [self._row(Shard(rank, worker)) for worker in range(_SHARDS)]
         rows = [row for row in rows if epoch and numbers[row + _BEGUN] == epoch]
-        numbers[at + _LAST], numbers[at + _LAST_WORKERS] = epoch, shards
+        numbers[at + _LAST] = epoch
         numbers[at + _WHOLE] = sum(numbers[row + _ENDED] for row in rows) == shards and shards > 0
         numbers[at + _PASSED] = sum(numbers[row + _SEEN] for row in rows)
         numbers[at + _KEPT] = sum(numbers[row + _STORED] for row in rows)
@@ -274,4 +259,4 @@ class StreamLedger:
 
 
 def _bytes_for(ranks: int) -> int:
-    return 8 * (_FIRST + ranks * (_RANK + _SHARDS * (_ROW + _NOTES)))
+    return 8 * (_FIRST + ranks * (_RANK + _SHARDS * _ROW))

@@ -30,7 +30,6 @@ from lightning_stocache.cache.stores import store_for
 from lightning_stocache.cache.stream_decision import Decision
 from lightning_stocache.cache.stream_index import Entry
 from lightning_stocache.cache.stream_ledger import POSITION_BITS, Shard
-from lightning_stocache.cache.stream_order import StreamOrder
 from lightning_stocache.cache.stream_segments import StreamHandle, StreamSegments
 from lightning_stocache.node.files import Backend
 
@@ -195,9 +194,8 @@ class StreamStore:
         return 0 if store is None else store.filled
 
     def __len__(self) -> int:
-        """Number of samples that an epoch has, as far as it is known: where a part is kept, of the whole stream."""
-        passed = StreamOrder(self.ledger).length if Decision(self.ledger).mode == "mixed" else 0
-        return max(self.filled, passed)
+        """Number of samples that an epoch has, as far as it is known."""
+        return self.filled
 
     @property
     def lacks_slots(self) -> bool:
@@ -208,17 +206,17 @@ class StreamStore:
     @property
     def full(self) -> bool:
         """Whether nothing is added any more."""
-        return Decision(self.ledger).mode in ("cache", "mixed")
+        return Decision(self.ledger).mode == "cache"
 
     @property
     def capacity(self) -> int:
         """Number of samples that are kept when nothing is added any more, as far as it is known."""
-        return self.filled if self.full else len(self) + 1
+        return self.filled if self.full else self.filled + 1
 
     @property
     def fill_fraction(self) -> float:
-        """Share of the samples that are kept; while they come, of the memory that is taken."""
-        return self.filled / max(len(self), 1) if self.full else min(self.memory_bytes / self.granted, 1.0)
+        """1 when nothing is added any more; while samples come, the share of the memory that they take."""
+        return 1.0 if self.full else min(self.memory_bytes / self.granted, 1.0)
 
     @property
     def memory_bytes(self) -> int:

@@ -26,21 +26,17 @@ from lightning_stocache.source.stream import check_stream
 __all__ = ["CachedStream", "stream_source", "stream_with"]
 
 
-_STATES = {"cache": "later epochs come from memory", "mixed": "the others are read in every epoch"}
-
-
 class CachedStream(Forwarding, IterableDataset[Any]):
     """An iterable-style dataset whose samples are kept as they pass, in memory that all processes of the node share.
 
     Epoch one is the stream itself, in every worker: order, values, errors. When it has ended everywhere, and all of it
-    was kept, later epochs come from memory, every sample once, in another order each. Where it does not fit, epoch two
-    is the stream, too, and its last part is kept; from epoch three on the rest is read, and that part comes from memory
-    in between: for a stream whose order is the same in every epoch.
+    was kept, later epochs come from memory, every sample once, in another order each.
 
-    What is random in a stream, or another choice in every epoch, passes through uncached, with one warning. Shuffling
-    is no such thing, unless it draws from the process-wide generators with every sample, or batches are made of what
-    was shuffled (`batched` of WebDataset after its `shuffle`): have the loader make them. So does a stream of which
-    three epochs one after the other are broken off, and one on several nodes.
+    A stream that does not fit into its budget passes through uncached, with one warning that says how large it is. So
+    does one whose samples are random, or others in every epoch. Shuffling is no such thing, unless it draws from the
+    process-wide generators with every sample, or batches are made of what was shuffled (`batched` of WebDataset after
+    its `shuffle`): have the loader make them. So does a stream of which three epochs one after the other are broken
+    off, and one on several nodes.
 
     Give it to a CachedLoader, which makes the batches of later epochs in the main process, or to any DataLoader. All
     names but its own (`source`, `cache`, `counters`, `group`, `budget_bytes`, `share`, `close`, `describe`) are those
@@ -162,9 +158,9 @@ class CachedStream(Forwarding, IterableDataset[Any]):
         name, cache = type(self.source).__name__, self.cache
         if cache is None or (mode := Decision(cache.ledger).mode) == "pass":
             return f"{name}: a stream that passes through uncached"
-        state = _STATES.get(mode, "it is being read")
+        state = "later epochs come from memory" if mode == "cache" else "it is being read"
         used = f"{format_bytes(cache.memory_bytes)} in use of {format_bytes(self.budget_bytes)}"
-        return f"{name}: {cache.filled:,} of {len(cache):,} samples of a stream are kept, {used}; {state}"
+        return f"{name}: {cache.filled:,} samples of a stream are kept, {used}; {state}"
 
     def __iter__(self) -> Iterator[Any]:
         return self.__serving.begin()

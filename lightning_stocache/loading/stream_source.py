@@ -26,15 +26,14 @@ from lightning_stocache.cache.placement import Integers
 from lightning_stocache.cache.spec import SampleMismatchError
 from lightning_stocache.cache.stream_decision import Decision, Mode
 from lightning_stocache.cache.stream_ledger import MOST_WORKERS, Shard
-from lightning_stocache.cache.stream_order import StreamOrder
 from lightning_stocache.cache.stream_store import StreamStore
-from lightning_stocache.loading.stream_choice import NO_ROW, StreamChoice
-from lightning_stocache.loading.stream_pass import MixedPass, StreamPass
+from lightning_stocache.loading.stream_choice import BY_HAND, NO_ROW, StreamChoice
 from lightning_stocache.node.budget import format_bytes
 from lightning_stocache.sampling.stream_deal import batches_in_turn, batches_of, deal, permutation
 from lightning_stocache.setup.codec_choice import choose_codec
 from lightning_stocache.setup.open_stream import OpenStream
 from lightning_stocache.setup.request import Layout
+from lightning_stocache.source.stream import DrawsWatch, iterate, mark_of
 
 __all__ = ["StreamSource"]
 
@@ -83,14 +82,7 @@ class StreamSource:
         if mode == "cache":
             kept = store.kept()
             return self._from_memory(kept, self._share(kept, shard, epoch))
-        if mode == "mixed":
-            kept = store.kept()
-            mine = self._tail_of(store, kept, shard, epoch)
-            return MixedPass(
-                self, store, shard, epoch, self._from_memory(kept, mine), len(mine), after=not self.shuffle
-            )
-        how = {"tail": mode == "tail", "watches": not self.allow_random}
-        return StreamPass(self, None if mode == "pass" else store, shard, epoch, **how)
+        return StreamPass(self, None if mode == "pass" else store, shard, epoch)
 
     def announce(self, workers: int) -> int | None:
         """In the process of a loader: the number of the epoch that begins now, if all of it comes from memory."""
@@ -122,17 +114,15 @@ class StreamSource:
     def pass_by(self, store: StreamStore, reason: str) -> None:
         """Keep nothing from now on, and say so once. What others are reading stays where it is."""
         before = Decision(store.ledger).pass_by()
-        if before == "mixed":
-            reason += ". Some samples of this epoch may have come twice, or not at all"
         if before != "pass":
             self._tell(reason)
-        if before in ("stream", "tail"):
+        if before == "stream":
             store.clear()
 
     def keep(self, store: StreamStore, shard: Shard, epoch: int, sample: Any, mark: int) -> int | None:
         """Keep a copy of a sample that has come, if that is possible; its bytes."""
         decision = Decision(store.ledger)
-        if decision.mode not in ("stream", "tail"):
+        if decision.mode != "stream":
             return None
         try:
             if store.codec is None and not self._lay_out(store, decision, sample):
@@ -184,19 +174,6 @@ class StreamSource:
             return np.flatnonzero(kept.shards == shard.number)
         return np.flatnonzero(np.isin(kept.shards, ours))[shard.worker :: shard.workers]
 
-    def _tail_of(self, store: StreamStore, kept: KeptSamples, shard: Shard, epoch: int) -> Integers:
-        """What a shard serves of all tails: as many samples as its own had, so that it stays as long as it was."""
-        if not self.shuffle:
-            return np.flatnonzero(kept.shards == shard.number)
-        order = permutation(len(kept), self.seed, epoch)
-        begin, parts = 0, StreamOrder(store.ledger)
-        for other in parts.shards():
-            *_, tail = parts.parts(other)
-            if (other.rank, other.worker) == (shard.rank, shard.worker):
-                return order[begin : begin + tail]
-            begin += tail
-        return order[:0]
-
     def _from_memory(self, kept: KeptSamples, mine: Integers) -> Iterator[Any]:
         step = max(min(_AT_ONCE_BYTES // max(kept.codec.nbytes, 1), _AT_ONCE), 1)
         for first in range(0, len(mine), step):
@@ -214,3 +191,67 @@ class StreamSource:
     def _tell(self, reason: str) -> None:
         name = getattr(self.source, "__name__", type(self.source).__name__)
         log.warning("%s passes through uncached: %s", name, reason)
+
+
+class StreamPass:
+    """One epoch of a stream that is read, in one process: handed on as it is, and kept.
+
+    What the stream raises comes through, and a stream that goes on after an error may be asked again, as without a
+    cache.
+
+    Args:
+        serving: what it belongs to.
+        store: where samples are kept; None where they are not.
+        shard: what this process reads.
+        epoch: the number of the epoch.
+    """
+
+    def __init__(self, serving: StreamSource, store: StreamStore | None, shard: Shard, epoch: int) -> None:
+        self._serving, self._store, self._shard, self._epoch = serving, store, shard, epoch
+        self._watch = None if store is None or serving.allow_random else DrawsWatch(serving.source)
+        self._failed = False
+        self._stream = iterate(serving.source)
+
+    def __iter__(self) -> Iterator[Any]:
+        return self
+
+    def __next__(self) -> Any:
+        """The next sample of the stream."""
+        watch, start = self._watch, time.perf_counter_ns()
+        if watch is not None:
+            watch.before()
+        try:
+            sample = next(self._stream)
+        except StopIteration:
+            self._end()
+            raise
+        except BaseException:
+            self._failed = True
+            raise
+        ended = time.perf_counter_ns()
+        source_ns = ended - start if watch is None else watch.after()
+        nbytes = self._kept(sample)
+        if nbytes is None:
+            self._serving.count(bypasses=1, source_ns=source_ns)
+        else:
+            fill_ns = time.perf_counter_ns() - ended
+            self._serving.count(misses=1, fills=1, bytes_from_source=nbytes, source_ns=source_ns, fill_ns=fill_ns)
+        return self._serving.finished(sample)
+
+    def _kept(self, sample: Any) -> int | None:
+        store, watch = self._store, self._watch
+        if store is None:
+            return None
+        if not store.closed and (watch is None or watch.moved is None):
+            return self._serving.keep(store, self._shard, self._epoch, sample, mark_of(sample))
+        self._store = self._watch = None
+        if watch is not None and not store.closed:
+            reason = f"it moves the generators of {watch.moved} while samples are read: it is random.\n{BY_HAND}"
+            self._serving.pass_by(store, reason)
+        return None
+
+    def _end(self) -> None:
+        """The stream has ended in this process."""
+        store, self._store = self._store, None
+        if store is not None and not store.closed and not self._failed:
+            store.ledger.end(self._shard, self._epoch)

@@ -16,7 +16,6 @@ from lightning_stocache.cache.spec import SampleMismatchError, SampleSpec
 from lightning_stocache.cache.store import NO_PLACE, divide_turns, lookup_near
 from lightning_stocache.cache.stream_decision import Decision
 from lightning_stocache.cache.stream_ledger import Shard, StreamLedger, Totals
-from lightning_stocache.cache.stream_order import Chain, StreamOrder
 from lightning_stocache.cache.stream_store import StreamStore
 from tests.processes import call
 
@@ -153,32 +152,6 @@ def test_a_ledger_counts_like_a_list() -> None:
                 else:
                     whole = False
             expected = Totals(passed, kept) if whole else None
-
-
-def test_the_head_of_a_shard_is_known_again() -> None:
-    """The chain of a shard's marks tells a head in the same order from any other."""
-    dice, shard = random.Random(1), Shard()
-    marks = [dice.getrandbits(64) for _ in range(1000)]
-    with closing(StreamLedger.create(1)) as ledger:
-        order, epoch = StreamOrder(ledger), ledger.begin(shard)
-        order.note(shard, chained(marks))
-        ledger.end(shard, epoch)
-        ledger.begin(shard)
-        kept = order.plan(0.4)
-        length, head, _ = order.parts(shard)
-        assert length == 1000
-        assert 0.35 * length < kept == length - head <= 0.4 * length
-        assert order.is_head(shard, chained(marks[:head]))
-        assert not order.is_head(shard, chained(marks[: head - 1]))
-        assert not order.is_head(shard, chained(marks[1:head] + marks[:1]))
-        assert not order.is_head(shard, chained([*marks[: head - 1], 0]))
-
-
-def chained(marks: list[int]) -> Chain:
-    chain = Chain()
-    for mark in marks:
-        chain.add(mark)
-    return chain
 
 
 def test_a_decision_is_taken_once() -> None:

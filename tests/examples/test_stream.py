@@ -1,4 +1,4 @@
-"""The example of a stream: files are read once, or what does not fit is read beside the cache."""
+"""The example of a stream: files are read once."""
 
 from __future__ import annotations
 
@@ -27,10 +27,3 @@ def reads(tmp_path: Path, *arguments: str) -> list[int]:
 def test_files_are_read_once(tmp_path: Path, door: tuple[str, ...]) -> None:
     """Epoch one reads all of them, epoch two a few samples, to see that nothing is random."""
     assert reads(tmp_path, *door) == [256, 16, 0, 0]
-
-
-def test_what_does_not_fit_is_read(tmp_path: Path) -> None:
-    """From epoch three on the part that fits comes from memory."""
-    first, second, third, fourth = reads(tmp_path, "--budget", "1500KiB")
-    assert first == second == 256
-    assert third == fourth < 180

@@ -21,14 +21,12 @@ class Life:
     def __init__(self, dice: random.Random) -> None:
         self.dice, self.length = dice, dice.choice([0, 1, 7, 63, 64, 65, 200])
         self.kind = dice.choice(["rows", "texts", "turning", "large", "large texts"])
-        self.shuffles = dice.choice(["never", "always", "once"])
+        self.shuffles = dice.random() < 0.5
         self.fails_at: int | None = None
-        self.epoch = 0
 
     def __iter__(self) -> Iterator[Any]:
-        self.epoch += 1
         numbers = list(range(self.length))
-        if self.shuffles == "always" or (self.shuffles == "once" and self.epoch > 4):
+        if self.shuffles:
             self.dice.shuffle(numbers)
         for position, number in enumerate(numbers):
             if position == self.fails_at:
@@ -50,13 +48,13 @@ def tag(sample: Any) -> tuple[int, Any]:
     return number, content if isinstance(content, str) else (tuple(content.shape), content.sum().item())
 
 
-@pytest.mark.parametrize("seed", range(60))
+@pytest.mark.parametrize("seed", range(30))
 def test_every_whole_epoch_has_every_sample_once(seed: int) -> None:
     """Whatever was broken off, raised, or read by two at once before."""
     dice = random.Random(seed)
     life = Life(dice)
     expected = Counter(tag(life.sample(number)) for number in range(life.length))
-    shuffle, served, doubtful = dice.random() < 0.7, 0, 0
+    shuffle, served = dice.random() < 0.7, 0
     with closing(CachedStream(life, dice.choice(["512KiB", "2MiB", "16MiB"]), shuffle=shuffle)) as stream:
         loader_kind = dice.choice([None, DataLoader, CachedLoader])
         loader: Any = stream if loader_kind is None else loader_kind(stream, batch_size=4, collate_fn=list)
@@ -65,11 +63,9 @@ def test_every_whole_epoch_has_every_sample_once(seed: int) -> None:
             if what == "fail":
                 life.fails_at = dice.randrange(life.length + 1)
             samples = iter(loader)
-            mixed = "others are read" in stream.describe()
             if what == "two":
                 other = iter(loader)
-                if not mixed:
-                    next(samples, None)
+                next(samples, None)
                 came = list(other)
             elif what == "break":
                 for _ in range(dice.randrange(life.length + 1)):
@@ -85,12 +81,6 @@ def test_every_whole_epoch_has_every_sample_once(seed: int) -> None:
                 finally:
                     life.fails_at = None
             flat = [sample for batch in came for sample in batch] if loader_kind is not None else came
-            seen = Counter(map(tag, flat))
-            if mixed and life.shuffles == "once" and seen != expected:
-                doubtful += 1  # the order changed after two epochs that were alike: that epoch is told of
-                assert len(flat) == life.length
-                continue
-            assert seen == expected, what
+            assert Counter(map(tag, flat)) == expected, what
             served += life.length
         assert stream.counters.totals().served >= served
-    assert doubtful <= 1

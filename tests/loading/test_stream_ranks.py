@@ -27,20 +27,19 @@ LENGTH = 103
 class Divided(IterableDataset[Any]):
     """Every worker of every rank reads its share of the numbers."""
 
-    def __init__(self, length: int = LENGTH, size: int = 1) -> None:
-        self.length, self.size = length, size
+    def __init__(self) -> None:
         self.rank, self.world = dist.get_rank(), dist.get_world_size()
 
     def __iter__(self) -> Iterator[Any]:
         info: Any = get_worker_info()
         worker, workers = (0, 1) if info is None else (info.id, info.num_workers)
-        for number in range(self.rank * workers + worker, self.length, self.world * workers):
-            yield np.full(self.size, number), number
+        for number in range(self.rank * workers + worker, LENGTH, self.world * workers):
+            yield np.full(1, number), number
 
 
-def epochs_of(rank: int, kind: Any, workers: int, batch_size: int, size: int = 1, budget: str = "16MiB") -> Any:
+def epochs_of(rank: int, kind: Any, workers: int, batch_size: int) -> Any:
     """The numbers of every batch of four epochs, and what all ranks were served."""
-    with closing(CachedStream(Divided(size=size), budget, defer=True)) as stream:
+    with closing(CachedStream(Divided(), "16MiB", defer=True)) as stream:
         stream.share()
         loader = kind(stream, batch_size=batch_size, num_workers=workers)
         epochs = [[numbers.tolist() for _, numbers in loader] for _ in range(4)]
@@ -70,16 +69,6 @@ def test_every_sample_comes_once_over_all_ranks(kind: Any, workers: int) -> None
     assert {index for batch in first[1] for index in batch} != {index for batch in first[0] for index in batch}
     assert counts.misses == LENGTH
     assert counts.hits == 3 * (LENGTH if kind is CachedLoader else LENGTH + 1)
-
-
-@pytest.mark.processes
-def test_ranks_keep_a_part_together() -> None:
-    """What does not fit is read by the ranks that read it before, and the tails are dealt over all."""
-    (first, counts), (second, _) = run_ranks(epochs_of, 2, DataLoader, 0, 4, 2048, "1MiB")
-    for ours, theirs in zip(first, second, strict=True):
-        assert sorted(index for batch in ours + theirs for index in batch) == list(range(LENGTH))
-    assert counts.hits > 60
-    assert counts.served == 4 * LENGTH
 
 
 @pytest.mark.processes
