@@ -28,7 +28,7 @@ _WARNED = 1  # lock bytes behind those of the ring
 class Slots(Protocol):
     """What has to be known about the place where samples lie to fill it."""
 
-    def take(self, contents: Sequence[memoryview], position: int | None) -> Taken | None:
+    def take(self, contents: Sequence[memoryview]) -> Taken | None:
         """A slot for a sample; None where there is none at this moment."""
 
     def store(self, taken: Taken, contents: Sequence[memoryview]) -> str | None:
@@ -51,16 +51,15 @@ class RollingFilling:
     def __init__(self, segment: Segment, codec: SampleCodec, ring: RollingRing, slots: Slots) -> None:
         self._segment, self._codec, self._ring, self._slots = segment, codec, ring, slots
 
-    def append(self, sample: Any, index: int = -1, position: int | None = None) -> bool:
+    def append(self, sample: Any, index: int = -1) -> bool:
         """Check a sample and store it in the place of the oldest.
 
         Args:
             sample: of the codec.
             index: in its source, for messages; -1 where it has none.
-            position: where the store has a window, in the order of its samples.
 
         Returns:
-            Whether it was stored; not while every slot is being written, or its position is still read.
+            Whether it was stored; not while every slot is being written.
 
         Raises:
             SampleMismatchError: it is not of the codec.
@@ -69,7 +68,7 @@ class RollingFilling:
         """
         contents = self._codec.contents(self._codec.encode(sample, None if index < 0 else index))
         while True:
-            taken = self._slots.take(contents, position)
+            taken = self._slots.take(contents)
             if taken is None:
                 return False
             try:
@@ -81,11 +80,6 @@ class RollingFilling:
                 self._ring.publish(taken)
                 return True
             self._stop_growing(taken, short)
-
-    def skip(self, position: int) -> None:
-        """Say of a position of the window that its sample cannot be had."""
-        if (taken := self._ring.take_at(position)) is not None:
-            self._ring.drop(taken)
 
     def _stored(self, taken: Taken, contents: Sequence[memoryview]) -> str | None:
         try:

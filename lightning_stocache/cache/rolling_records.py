@@ -47,7 +47,6 @@ class RollingRecords(RollingStore[RecordCodec]):
         segment: where they lie.
         codec: between samples and records.
         count: number of slots.
-        window: always 0: the bytes of a position would not be known beforehand.
 
     Example:
         >>> store = RollingRecords.create(RecordCodec.infer(["a"]), granted=2**15)
@@ -145,7 +144,7 @@ class _Arena:
         """Bytes before the arena."""
         return RollingRing.bytes_for(count) + aligned((2 * count + _WORDS) * 8)
 
-    def take(self, contents: Sequence[memoryview], position: int | None) -> Taken | None:
+    def take(self, contents: Sequence[memoryview]) -> Taken | None:
         """A slot, and so many bytes, for a record; None where what lies there is still being written."""
         nbytes = sum(part.nbytes for part in contents)
         if aligned(nbytes) > int(self._words[_SIZE]):

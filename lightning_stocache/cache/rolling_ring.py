@@ -21,10 +21,6 @@ pass over, and whose lock the kernel has freed: the next writer that looks (once
 Slots are taken in turn, so the oldest sample leaves first. Records, which lie one behind the other in a ring of bytes,
 take theirs strictly in turn, and end the samples whose bytes they take (`take_in_turn`, `end`).
 
-With a window (`replace_rate`) slots are taken by position instead: position p of the source's order lies in slot
-`p % count`, only `[start, start + window)` is read, only the slots outside of it are written, and `advance` moves the
-window between two epochs.
-
 Not promised: that ages are in the order of tickets; writers that began at the same time end in any order.
 """
 
@@ -51,7 +47,7 @@ _WORDS, _NOTES = 64, 8
 _HEAD = _WORDS + FILLERS * _NOTES
 GENERATIONS = _HEAD * 8  # bytes of the payload before them
 FORM, ROLLING = "form", "rolling"  # what a manifest says, so that nobody looks for the states of another store
-_APPENDED, _NEXT, _LIMIT, _EVICTED, _START, _EPOCH, _REACHED = range(7)
+_APPENDED, _NEXT, _LIMIT, _EVICTED, _EPOCH, _REACHED = range(6)
 _LOOK_SECONDS = 1.0  # between two looks for slots of killed writers: one takes 1 ms per million slots
 
 
@@ -69,7 +65,6 @@ class RollingRing:
     Args:
         segment: where they lie; at least `bytes_for(count)` long, reserved.
         count: number of slots.
-        window: how many of them are read at a time, where samples lie by position; 0: all, in the order of writing.
 
     Example:
         >>> segment = Segment.create(RollingRing.bytes_for(2))
@@ -83,8 +78,8 @@ class RollingRing:
         (None, None)
     """
 
-    def __init__(self, segment: Segment, count: int, window: int = 0) -> None:
-        self.count, self.window = count, window
+    def __init__(self, segment: Segment, count: int) -> None:
+        self.count = count
         self._claims = Claims(segment)
         columns = segment.bytes(0, self.bytes_for(count)).numpy().view(np.int64)
         self._words = columns[:_WORDS]
@@ -107,18 +102,7 @@ class RollingRing:
         free = self._abandoned()
         with self._claims.waiting(self.count):
             slot = self._next() if free is None else free
-            return None if slot is None else self._begin(slot, int(self._words[_APPENDED]))
-
-    def take_at(self, position: int) -> Taken | None:
-        """The slot of a position; None where it is being written, or as long as it is still read (`is_open`)."""
-        slot = position % self.count
-        if not self.is_open(position) or not self._claims.take(slot):
-            return None
-        if position < 0 or abs(int(self.generations[slot])) >= 2 * position + 2:  # it has come
-            self._claims.give_up(slot)
-            return None
-        with self._claims.waiting(self.count):
-            return self._begin(slot, position)
+            return None if slot is None else self._begin(slot)
 
     def take_in_turn(self, make_room: Callable[[int], bool]) -> Taken | None:
         """The slot after the last one, once `make_room` has made room for it; None where one of both is being written.
@@ -133,7 +117,7 @@ class RollingRing:
                 self._claims.give_up(slot)
                 return None
             self._words[_NEXT] += 1
-            return self._begin(slot, int(self._words[_APPENDED]))
+            return self._begin(slot)
 
     @property
     def in_the_way(self) -> int | None:
@@ -173,10 +157,6 @@ class RollingRing:
                 self._words[_LIMIT] = min(int(self._words[_LIMIT]), taken.slot)
         self._end(taken, -2 * taken.ticket - 2)
 
-    def is_open(self, position: int) -> bool:
-        """Whether a position may be written: its slot is not read any more."""
-        return position < int(self._words[_START]) + self.count
-
     def _next(self) -> int | None:
         limit = max(int(self._words[_LIMIT]), 1)
         for _ in range(limit):
@@ -187,11 +167,12 @@ class RollingRing:
                 return slot
         return None
 
-    def _begin(self, slot: int, ticket: int) -> Taken:
+    def _begin(self, slot: int) -> Taken:
         words, generation = self._words, int(self.generations[slot])
+        ticket = int(words[_APPENDED])
         held = generation > 0 and not generation & 1
         words[_EVICTED] += held
-        words[_APPENDED] = max(int(words[_APPENDED]), ticket + 1)
+        words[_APPENDED] = ticket + 1
         words[_REACHED] = max(int(words[_REACHED]), slot + 1)
         self.generations[slot] = 2 * ticket + 1
         return Taken(slot, ticket, held)
@@ -221,25 +202,19 @@ class RollingRing:
         """Which of those slots can be read now."""
         return is_even(self.generations.take(slots, mode="clip"))
 
-    def slots_of(self, indices: Integers) -> Integers:
-        """The slots of positions in the window, counted from its start; without a window, the numbers themselves."""
-        return (indices + int(self._words[_START])) % self.count if self.window else indices
-
     def resident(self) -> Integers:
-        """The indices (see `slots_of`) that hold a sample, rising; also where a newer one is being written over it."""
-        indices = np.arange(self.window or min(int(self._words[_REACHED]), self.limit))
-        slots = self.slots_of(indices)
+        """The slots that hold a sample, rising; also where a newer one is being written over it."""
+        slots = self._used()
         generations = self.generations.take(slots)  # one look: what is written now may be whole at the next
-        whole = is_even(generations)
-        if not self.window:
-            whole |= (generations & 1 == 1) & (self._times.take(slots) > 0)
-        return indices[whole]
+        whole = is_even(generations) | ((generations & 1 == 1) & (self._times.take(slots) > 0))
+        resident: Integers = slots[whole]
+        return resident
 
     def readable_slots(self) -> Integers:
         """The slots that can be read at this moment."""
         while True:
             appended = self.appended
-            slots = self.slots_of(np.arange(self.window or min(int(self._words[_REACHED]), self.limit)))
+            slots = self._used()
             if len(slots := slots[self.readable(slots)]) or self.appended == appended:
                 return slots  # else what had been written at first has left since: this process was kept waiting
 
@@ -249,16 +224,11 @@ class RollingRing:
 
     def newer(self, generations: Integers) -> int:
         """How many of these samples came after the epoch had begun."""
-        return 0 if self.window else int(np.count_nonzero(generations > 2 * int(self._words[_EPOCH])))
+        return int(np.count_nonzero(generations > 2 * int(self._words[_EPOCH])))
 
-    def settled(self, positions: int) -> int:
-        """How many of the positions from the window's start on, up to so many, have come or cannot be had."""
-        wanted = np.arange(positions) + int(self._words[_START])
-        return int(np.count_nonzero(np.abs(self.generations[wanted % self.count]) >= 2 * wanted + 2))
-
-    def advance(self, by: int) -> None:
-        """Move the window; nobody reads meanwhile."""
-        self._words[_START] += by
+    def _used(self) -> Integers:
+        """The slots that have been written to."""
+        return np.arange(min(int(self._words[_REACHED]), self.limit))
 
     # ---- what there is ----
 

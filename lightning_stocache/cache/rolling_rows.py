@@ -37,7 +37,6 @@ class RollingRows(RollingStore[SampleSpec]):
         segment: where they lie.
         codec: what a sample looks like.
         count: number of slots.
-        window: how many are read at a time, see `RollingRing`; 0: all.
 
     Raises:
         RuntimeError: (`gather`, `read`) no sample is resident, or writers overtake every copy.
@@ -59,7 +58,6 @@ class RollingRows(RollingStore[SampleSpec]):
         codec: SampleSpec,
         count: int,
         *,
-        window: int = 0,
         backend: Backend | None = None,
         whose: Mapping[str, Any] | None = None,
     ) -> Self:
@@ -68,7 +66,6 @@ class RollingRows(RollingStore[SampleSpec]):
         Args:
             codec: what a sample looks like.
             count: number of slots.
-            window: how many are read at a time; then all memory is taken now.
             backend: kind of segment, see `lightning_stocache.node.segment`.
             whose: what the segment says about itself, see `lightning_stocache.node.manifest`.
 
@@ -76,8 +73,8 @@ class RollingRows(RollingStore[SampleSpec]):
             OSError: there is no memory.
         """
         size = RollingSlots.bytes_for(codec.row_bytes, count)
-        reserved = size if window else RollingRing.bytes_for(count)
-        return cls(Segment.create(size, backend, manifest_of(count, whose), reserved=reserved), codec, count, window)
+        reserved = RollingRing.bytes_for(count)
+        return cls(Segment.create(size, backend, manifest_of(count, whose), reserved=reserved), codec, count)
 
     @staticmethod
     def slot_bytes(codec: SampleSpec) -> int:

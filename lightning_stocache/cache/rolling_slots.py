@@ -48,9 +48,9 @@ class RollingSlots:
         """Bytes of a segment with so many slots, the ring included."""
         return list(_starts(row_bytes, count))[-1]
 
-    def take(self, contents: Sequence[memoryview], position: int | None) -> Taken | None:
+    def take(self, contents: Sequence[memoryview]) -> Taken | None:
         """A slot for a sample; None where there is none at this moment."""
-        return self._ring.take() if position is None else self._ring.take_at(position)
+        return self._ring.take()
 
     def store(self, taken: Taken, contents: Sequence[memoryview]) -> str | None:
         """Write a sample, bytes `[nbytes]` per field; or what memory is short, in words. Or raise OSError (ENOSPC)."""

@@ -36,7 +36,6 @@ class RollingHandle:
     segment: SegmentHandle
     codec: SampleCodec
     count: int
-    window: int = 0
 
 
 class RollingStore(SegmentMemory, Generic[Codec]):
@@ -46,7 +45,6 @@ class RollingStore(SegmentMemory, Generic[Codec]):
         segment: where it lies.
         codec: what a sample looks like.
         count: number of slots.
-        window: how many are read at a time, see `RollingRing`; 0: all.
 
     Raises:
         RuntimeError: (`read`) no sample is resident, or writers overtake every copy.
@@ -54,9 +52,9 @@ class RollingStore(SegmentMemory, Generic[Codec]):
 
     turns = NoTurns()
 
-    def __init__(self, segment: Segment, codec: Codec, count: int, window: int = 0) -> None:
+    def __init__(self, segment: Segment, codec: Codec, count: int) -> None:
         self.segment, self.codec = segment, codec
-        self.ring = RollingRing(segment, count, window)
+        self.ring = RollingRing(segment, count)
         self.renewed = self.substituted = 0
         self._slots = self._open_slots()
         self._filling = RollingFilling(segment, codec, self.ring, self._slots)
@@ -75,32 +73,27 @@ class RollingStore(SegmentMemory, Generic[Codec]):
         """
         known = Segment.opened(handle.segment.token)
         segment = Segment.attach(handle.segment) if known is None else known.hold()
-        return cls(segment, handle.codec, handle.count, handle.window)  # type: ignore[arg-type]
+        return cls(segment, handle.codec, handle.count)  # type: ignore[arg-type]
 
     @property
     def handle(self) -> RollingHandle:
         """What another process needs to open the same store."""
-        return RollingHandle(self.segment.handle, self.codec, self.ring.count, self.ring.window)
+        return RollingHandle(self.segment.handle, self.codec, self.ring.count)
 
     def __reduce__(self) -> tuple[Any, ...]:
-        return type(self), (self.segment, self.codec, self.ring.count, self.ring.window)
+        return type(self), (self.segment, self.codec, self.ring.count)
 
     # ---- writers ----
 
-    def append(self, sample: Any, index: int = -1, position: int | None = None) -> bool:
+    def append(self, sample: Any, index: int = -1) -> bool:
         """Store a sample in the place of the oldest, see `RollingFilling`."""
-        return self._filling.append(sample, index, position)
-
-    def skip(self, position: int) -> None:
-        """Say of a position of the window that its sample cannot be had."""
-        self._filling.skip(position)
+        return self._filling.append(sample, index)
 
     # ---- readers ----
 
     def lookup(self, indices: Integers) -> Integers:
         """The slots of those indices, NO_PLACE outside of the store; who reads one gets what lies there then."""
-        places = self.ring.slots_of(indices)
-        return np.where((indices >= 0) & (indices < self.length), places, NO_SLOT)
+        return np.where((indices >= 0) & (indices < self.length), indices, NO_SLOT)
 
     def place(self, index: int) -> int:
         """The slot of an index, or NO_PLACE."""
@@ -127,8 +120,7 @@ class RollingStore(SegmentMemory, Generic[Codec]):
     def others(self, count: int) -> Integers:
         """Slots that can be read, others each time."""
         # A few at random: a look at all of them takes half a millisecond where there are a hundred thousand.
-        indices = self._chance.integers(0, self.length, 64 + 8 * count)
-        slots = self.ring.slots_of(indices)
+        slots = self._chance.integers(0, self.length, 64 + 8 * count)
         slots = slots[self.ring.readable(slots)]
         if len(slots) < count:
             slots = self.ring.readable_slots()
@@ -144,7 +136,7 @@ class RollingStore(SegmentMemory, Generic[Codec]):
     @property
     def length(self) -> int:
         """Number of indices."""
-        return self.ring.window or self.ring.count
+        return self.ring.count
 
     def __len__(self) -> int:
         return self.length

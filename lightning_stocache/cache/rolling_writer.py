@@ -23,7 +23,6 @@ class RollingWriter:
     Raises:
         OSError: (`attach`) the cache cannot be reached from here, or its process has ended; (`append`) there is no
             memory for a single sample.
-        ValueError: (`attach`) it replaces samples by position (`replace_rate`), which only its own fillers can.
         SampleMismatchError: (`append`, rows) a sample differs from the first ones in structure, dtype or shape.
 
     Example:
@@ -43,10 +42,6 @@ class RollingWriter:
     @classmethod
     def attach(cls, handle: RollingHandle) -> RollingWriter:
         """Open the cache that has this handle, which is plain values: send it by a queue, a pipe or a file of yours."""
-        if handle.window:
-            raise ValueError(
-                "a RollingCache with replace_rate takes samples from its own fillers alone: to append, leave it out"
-            )
         return cls(attach_rolling(handle))
 
     def append(self, sample: Any, index: int = -1) -> None:

@@ -93,12 +93,12 @@ class Fillers:
             self.stop()
             raise
 
-    def are_at_work(self, *, every: bool = False) -> bool:
-        """Whether any is, or every one; after a look, so that those that have ended have said why."""
+    def are_at_work(self) -> bool:
+        """Whether any is; after a look, so that those that have ended have said why."""
         self.look()
         if not all(process.is_alive() for process, _ in self._processes.values()):
             self.look()  # it ended behind the look
-        return len(self._processes) == self._job.fillers if every else bool(self._processes)
+        return bool(self._processes)
 
     @property
     def appended(self) -> int:
@@ -128,8 +128,6 @@ class Fillers:
             what = f"filler {number} died ({died}) after {self._notes[number, _DONE]} draws"
             if self._notes[number, _SINCE]:
                 what += f", loading {_named(int(self._notes[number, _INDEX]))}"
-            if self._job.store.ring.window:  # else the window would wait for that sample for ever
-                self._job.store.skip(number + (int(self._notes[number, _DONE]) - 1) * self._job.fillers)
             why = why_not_begun(self._context.get_start_method()) if code > 0 else ""
             if why and not self._notes[number, _DONE]:
                 self.last_error = f"{what}. {why}"
@@ -213,9 +211,6 @@ def _fill(job: FillJob, number: int, reports: Connection) -> None:
     become_worker(number, job.fillers, seed, job.draws.source)
     notes, in_a_row = job.store.ring.notes[number], 0
     for draw in job.draws.share(number, job.fillers, int(notes[_DONE])):
-        position, ring = draw.position if job.store.ring.window else None, job.store.ring
-        while position is not None and not ring.is_open(position) and not notes[_STOP]:
-            time.sleep(0.01)
         if notes[_STOP]:
             return
         notes[_INDEX], notes[_SINCE] = draw.index, time.monotonic_ns()
@@ -223,7 +218,7 @@ def _fill(job: FillJob, number: int, reports: Connection) -> None:
         try:
             sample = draw.load()
             notes[_SINCE] = 0
-            while not job.store.append(sample, draw.index, position):
+            while not job.store.append(sample, draw.index):
                 if notes[_STOP]:
                     return
                 time.sleep(0.001)  # all slots are being written
@@ -234,8 +229,6 @@ def _fill(job: FillJob, number: int, reports: Connection) -> None:
             notes[_SINCE] = 0
             notes[_FAILED] += 1
             in_a_row += 1
-            if position is not None:
-                job.store.skip(position)
             if in_a_row >= MOST_FAILURES or int(notes[_FAILED]) == 1:
                 reports.send(_told(number, draw, error, in_a_row))
             if in_a_row >= MOST_FAILURES:

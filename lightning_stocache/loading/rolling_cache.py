@@ -50,8 +50,6 @@ class RollingCache(Dataset[Any]):
             when it is full. Where the whole source has room, each sample is loaded once.
         fillers: processes per node that load samples and append them.
         minimum: samples for which an epoch waits; less where the source or the budget has less.
-        replace_rate: keep the pool as it is during an epoch, and replace this share of it between two epochs, the
-            oldest first: what MONAI's SmartCacheDataset does. For map-style sources.
         indices: a stream of indices that the fillers load, in place of permutations.
         transform: done to each sample after the cache, whenever it is served.
         spec: what a sample looks like, as `SampleSpec.infer(sample)` says; given, nothing is read at set-up.
@@ -90,7 +88,6 @@ class RollingCache(Dataset[Any]):
         *,
         fillers: int = 4,
         minimum: int = 256,
-        replace_rate: float | None = None,
         indices: Iterable[int] | None = None,
         transform: Callable[[Any], Any] | None = None,
         spec: SampleSpec | None = None,
@@ -109,7 +106,6 @@ class RollingCache(Dataset[Any]):
             Budget.parse(budget),
             fillers,
             minimum,
-            replace_rate,
             indices,
             spec,
             layout,
@@ -152,8 +148,8 @@ class RollingCache(Dataset[Any]):
     def begin_epoch(self) -> Integers:
         """What is resident now, int64, the same on all ranks of the node; this dataset's length until the next call.
 
-        Waits for the minimum; with `replace_rate`, from the second call on, until the replacements have come, and lets
-        them in. The sampler of `sampler` calls it; with another one, call it before each epoch. Collective.
+        Waits for the minimum. The sampler of `sampler` calls it; with another one, call it before each epoch.
+        Collective.
         """
         pool = self.pool
         if self.group.world == 1 and dist.is_available() and dist.is_initialized() and dist.get_world_size() > 1:

@@ -46,7 +46,6 @@ class RollingRequest:
     budget: Budget
     fillers: int = 4
     minimum: int = 256
-    replace_rate: float | None = None
     indices: Iterable[int] | None = None
     spec: SampleSpec | RecordCodec | None = None
     layout: Layout = "auto"
@@ -60,10 +59,6 @@ class RollingRequest:
         check_choice("layout", self.layout, Layout)
         if self.source is None and self.spec is None:
             raise ValueError("without a source a rolling cache needs spec=SampleSpec.infer(sample), of one to come")
-        if self.replace_rate is not None and not 0 < self.replace_rate <= 1:
-            raise ValueError(f"replace_rate must be above 0 and at most 1, got {self.replace_rate!r}")
-        if self.replace_rate is not None and (self.length is None or not self.fillers):
-            raise ValueError("replace_rate needs a map-style source and at least one filler, and no stream of indices")
         if self.indices is not None and (self.source is None or is_stream(self.source)):
             raise ValueError("indices needs a map-style source to load them from")
 
@@ -74,8 +69,7 @@ class RollingRequest:
 
     def draws(self, node: int, *, passes: int | None = None) -> Draws:
         """What the fillers of a node draw."""
-        keep_order = self.replace_rate is not None
-        return Draws(self.source, self.indices, self.seed + _NODE_SEEDS * node, self.shuffle, keep_order, passes)
+        return Draws(self.source, self.indices, self.seed + _NODE_SEEDS * node, self.shuffle, passes)
 
 
 @dataclass(frozen=True)
@@ -123,7 +117,7 @@ class RollingPool:
         self, store: RollingSampleStore, counters: Counters, minimum: int = 1, fillers: Fillers | None = None
     ) -> None:
         self.store, self.counters, self.minimum, self.fillers = store, counters, minimum, fillers
-        self.epochs, self._told_short = 0, False
+        self._told_short = False
 
     @classmethod
     def make(cls, request: RollingRequest, group: NodeGroup) -> RollingPool:
@@ -139,11 +133,11 @@ class RollingPool:
         ranks = len(group.nodes[group.node])
         codec = request.spec or codec_of(request.draws(group.node), request.layout, request.method)
         wanted = 0 if request.source is None else request.fillers
-        memory = RollingMemory.grant(request.budget, codec, request.length, max(wanted, 1), ranks, request.replace_rate)
+        memory = RollingMemory.grant(request.budget, codec, request.length, max(wanted, 1), ranks)
         whose = {"dataset": f"rolling: {type(request.source).__name__}", "node": group.node, "nodes": len(group.nodes)}
         store: RollingSampleStore
         if isinstance(codec, SampleSpec):
-            store = RollingRows.create(codec, memory.count, window=memory.window, backend=memory.backend, whose=whose)
+            store = RollingRows.create(codec, memory.count, backend=memory.backend, whose=whose)
         else:
             store = RollingRecords.create(codec, memory.granted, backend=memory.backend, whose=whose)
         store.keep_free(memory.keep_free)
@@ -171,21 +165,15 @@ class RollingPool:
             RuntimeError: nothing is, and no filler is left.
         """
         ring, store = self.store.ring, self.store
-        if ring.window:
-            self._wait(lambda: ring.settled(ring.window), lambda: ring.window)
-        else:
-            # Memory may end, and larger records come, while it is waited: once samples leave, no more have room.
-            self._wait(lambda: store.filled, lambda: 1 if ring.evicted else min(self.minimum, store.capacity))
+        # Memory may end, and larger records come, while it is waited: once samples leave, no more have room.
+        self._wait(lambda: store.filled, lambda: 1 if ring.evicted else min(self.minimum, store.capacity))
         return ring.resident()
 
     def begin_epoch(self) -> Integers:
-        """What is resident, for a new epoch; the replacements of a window come in then, but in the first epoch."""
-        ring, self.epochs = self.store.ring, self.epochs + 1
+        """What is resident, for a new epoch."""
         self.look_after()
-        if self.epochs > 1 and ring.window and self._wait(lambda: ring.settled(ring.count), lambda: ring.count):
-            ring.advance(ring.count - ring.window)
         resident = self.resident()
-        ring.begin_epoch()
+        self.store.ring.begin_epoch()
         return resident
 
     def look_after(self) -> None:
@@ -215,15 +203,16 @@ class RollingPool:
         if self.fillers is not None:
             self.fillers.stop()
 
-    def _wait(self, have: Callable[[], int], wanted: Callable[[], int]) -> bool:
-        """Wait for samples, and say so; whether they have come. Where no more can come, what there is will do."""
+    def _wait(self, have: Callable[[], int], wanted: Callable[[], int]) -> None:
+        """Wait for samples, and say so. Where no more can come, what there is will do."""
         fillers = self.fillers
         for seconds in moments(pause=0.005):
             if (count := have()) >= (least := wanted()):
                 break
-            # With a window each filler has positions of its own, which nobody else loads.
-            if fillers is not None and not fillers.are_at_work(every=self.store.ring.window > 0):
-                return (count := have()) >= least or self._no_more(count, least, fillers)
+            if fillers is not None and not fillers.are_at_work():
+                if (count := have()) < least:
+                    self._no_more(count, least, fillers)
+                return
             if seconds:
                 log.warning(
                     "training waits for samples: %d of %d have come in %.0f s. %s",
@@ -232,9 +221,8 @@ class RollingPool:
                     seconds,
                     "Only RollingWriters append to this cache" if fillers is None else fillers.describe(),
                 )
-        return True
 
-    def _no_more(self, count: int, wanted: int, fillers: Fillers) -> bool:
+    def _no_more(self, count: int, wanted: int, fillers: Fillers) -> None:
         if not self.store.filled:
             raise RuntimeError(
                 "the rolling cache is empty and none of its fillers is left: "
@@ -243,10 +231,8 @@ class RollingPool:
         if not self._told_short:
             self._told_short = True
             log.warning(
-                "%s of the rolling cache has ended, and %d of %d samples have come: training goes on with what is "
-                "resident",
-                "a filler" if self.store.ring.window else "the last filler",
+                "the last filler of the rolling cache has ended, and %d of %d samples have come: training goes on with "
+                "what is resident",
                 count,
                 wanted,
             )
-        return False

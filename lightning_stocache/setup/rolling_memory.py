@@ -1,9 +1,8 @@
-"""How many samples a rolling cache has room for: those that are read at a time, and those that wait to replace them."""
+"""How many samples a rolling cache has room for."""
 
 from __future__ import annotations
 
 import logging
-import math
 import os
 from dataclasses import dataclass
 
@@ -16,7 +15,7 @@ from lightning_stocache.node.files import Backend, memory_directory
 from lightning_stocache.node.free import FreeMemory
 from lightning_stocache.node.grant import Grant, Reserve, grant, margin
 
-__all__ = ["RollingMemory", "window_of"]
+__all__ = ["RollingMemory"]
 
 log = logging.getLogger(__name__)
 
@@ -29,7 +28,6 @@ class RollingMemory:
 
     Args:
         count: slots; of records, how many samples are expected to find room.
-        window: how many are read at a time, where a part is replaced between epochs; else 0.
         granted: bytes that they take.
         backend: kind of segment; None is the system's default.
         holds_all: whether there is room for the whole source.
@@ -37,7 +35,6 @@ class RollingMemory:
     """
 
     count: int
-    window: int
     granted: int
     backend: Backend | None = None
     holds_all: bool = False
@@ -51,7 +48,6 @@ class RollingMemory:
         length: int | None,
         writers: int,
         ranks: int,
-        replace_rate: float | None,
     ) -> RollingMemory:
         """Divide what is asked for, and free, into slots.
 
@@ -61,7 +57,6 @@ class RollingMemory:
             length: samples in the source; None for a stream.
             writers: processes that append at the same time.
             ranks: of this node.
-            replace_rate: share of the window that is replaced per epoch; None: no window.
 
         Raises:
             ValueError: there is no room for the least number of samples, or the budget is a share of a stream.
@@ -70,8 +65,6 @@ class RollingMemory:
         each = RollingRows.slot_bytes(codec) if isinstance(codec, SampleSpec) else RollingRecords.slot_bytes(codec)
         if length is None and budget.unit == "% of dataset":
             raise ValueError(f'budget must be bytes ("8GiB") or a share of what is free for a stream, got {budget}')
-        if replace_rate is not None and not rows:
-            raise ValueError("replace_rate needs samples of one structure, dtype and shape (rows)")
         # How large records are, nobody knows from two of them: all have room where there is room for twice as much.
         part = budget.unit == "% of dataset" and budget.amount < 100
         size = None if length is None else length * each * (1 if rows or part else _ROOMY)
@@ -82,15 +75,12 @@ class RollingMemory:
             if roomier.bytes > given.bytes:
                 given, backend = roomier, "memfd"
         kept = margin(FreeMemory.measure(None), ranks) // 2  # the other half has come by the time that slots are filled
-        slots, window = given.bytes // each, 0
+        slots = given.bytes // each
         holds_all = length is not None and slots >= length * (1 if rows else _ROOMY)
         if rows and length is not None:
             slots = min(slots, length)
-        if replace_rate is not None and length is not None:
-            window, replaced = window_of(slots, replace_rate, length)
-            slots, holds_all = window + replaced, not replaced
         least = 1 if holds_all else writers + 2
-        if slots < least or (replace_rate is not None and not window):
+        if slots < least:
             raise ValueError(
                 f"a rolling cache needs room for {least} samples of {format_bytes(each)} at least, so that one can be "
                 f"read while others are written; budget={str(budget)!r} gives {format_bytes(given.bytes)}"
@@ -105,21 +95,8 @@ class RollingMemory:
                 str(budget),
                 given.limited_by,
             )
-        return cls(slots, window, slots * each if rows else given.bytes, backend, holds_all, kept)
+        return cls(slots, slots * each if rows else given.bytes, backend, holds_all, kept)
 
 
 def _given(budget: Budget, size: int | None, ranks: int, directory: str | None) -> Grant:
     return grant(budget, 2**62 if size is None else size, FreeMemory.measure(directory), Reserve(), ranks)
-
-
-def window_of(slots: int, replace_rate: float, length: int) -> tuple[int, int]:
-    """How many of so many slots are read at a time, and how many are replaced: `ceil(window * replace_rate)`.
-
-    Example:
-        >>> window_of(slots=5, replace_rate=0.25, length=9), window_of(slots=5, replace_rate=0.25, length=4)
-        ((4, 1), (4, 0))
-    """
-    window = min(slots, length)
-    while window and window + min(math.ceil(window * replace_rate), length - window) > slots:
-        window -= 1
-    return window, min(math.ceil(window * replace_rate), length - window)

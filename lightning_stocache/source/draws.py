@@ -3,8 +3,7 @@
 The draws of a source are numbered: filler k of n has the positions k, k + n, k + 2n and so on, so that one that is
 started anew goes on behind the draw in which it ended. What lies at a position:
 
-- of a map-style source, permutation after permutation of its indices, without replacement (with `keep_order`, one order
-  over and over: the source's own, or one permutation of it);
+- of a map-style source, permutation after permutation of its indices, without replacement;
 - of a stream of indices, the index that comes there, until it ends;
 - of a stream of samples, the next that a filler gets out of it, again and again from the beginning. An IterableDataset
   is told its filler as it is told its DataLoader worker (`get_worker_info`), and divides itself; of other iterables
@@ -53,7 +52,6 @@ class Draws:
         indices: a stream of indices to draw instead of permutations.
         seed: of the permutations.
         shuffle: whether the source's order is changed at all.
-        keep_order: one order over and over.
         passes: how often the source is drawn in all; None: for ever.
 
     Example:
@@ -66,7 +64,6 @@ class Draws:
     indices: Iterable[int] | None = None
     seed: int = 0
     shuffle: bool = True
-    keep_order: bool = False
     passes: int | None = None
 
     def share(self, filler: int, fillers: int, done: int = 0) -> Iterator[Draw]:
@@ -82,7 +79,7 @@ class Draws:
         length = len(self.source)
         if not self.shuffle:
             return position % length
-        return int(_order(length, self.seed, 0 if self.keep_order else position // length)[position % length])
+        return int(_order(length, self.seed, position // length)[position % length])
 
     def _of_permutations(self, filler: int, fillers: int, done: int) -> Iterator[Draw]:
         position = filler + done * fillers

@@ -47,13 +47,6 @@ def store() -> Iterator[RollingRows]:
     store.close()
 
 
-@pytest.fixture
-def windowed() -> Iterator[RollingRows]:
-    store = RollingRows.create(SPEC, 6, window=4)
-    yield store
-    store.close()
-
-
 def test_the_oldest_leave_first(store: RollingRows) -> None:
     """After any number of appends the last ones are resident, as many as there are slots."""
     for number in range(50):
@@ -138,23 +131,6 @@ def test_indices_outside_have_no_place(store: RollingRows) -> None:
 def test_an_empty_batch_is_an_empty_batch(store: RollingRows) -> None:
     """No samples are asked for, none are given."""
     assert store.read(np.empty(0, dtype=np.int64)) == []
-
-
-def test_a_window_is_read_while_what_follows_is_written(windowed: RollingRows) -> None:
-    """Positions outside of the window are written, those in it are not, and it moves on when it is told to."""
-    for position in range(6):
-        assert windowed.append(sample(position), position, position)
-    assert not windowed.append(sample(6), 6, 6)  # its slot is read
-    assert numbers(windowed) == [0, 1, 2, 3]
-    assert windowed.ring.settled(6) == 6
-    windowed.ring.advance(2)
-    assert numbers(windowed) == [2, 3, 4, 5]
-    assert windowed.ring.settled(6) == 4
-    assert windowed.append(sample(6), 6, 6)
-    windowed.skip(7)
-    windowed.ring.advance(2)
-    assert numbers(windowed) == [4, 5, 6]  # 7 could not be had
-    assert windowed.ring.settled(4) == 4
 
 
 def test_a_look_from_outside_says_how_many_samples_there_are(store: RollingRows) -> None:

@@ -440,57 +440,12 @@ def _lives(pid: int) -> bool:
         return False
 
 
-# ---- replace_rate ----
-
-
-def test_a_window_is_replaced_between_epochs(opened):
-    """During an epoch nothing changes; the next one has as many new samples as the rate says, in the source's order."""
-    pool = opened(Numbers(), 12 * EACH, fillers=2, replace_rate=0.2, shuffle=False)
-    loader = CachedLoader(pool, 5, shuffle=True)
-    for epoch in range(30):
-        assert sorted(labels(loader)) == sorted((2 * epoch + number) % 40 for number in range(10))
-    assert pool.stats().renewed == 0
-
-
-def test_a_window_goes_on_without_the_samples_that_cannot_be_loaded(opened):
-    """They are missing from the epochs that would have had them."""
-    pool = opened(Numbers(trouble=raises_at), 12 * EACH, fillers=2, replace_rate=0.2, shuffle=False)
-    loader = CachedLoader(pool, 5, shuffle=True)
-    for epoch in range(5):
-        expected = [number for number in range(2 * epoch, 2 * epoch + 10) if number % 2 == 0]
-        assert sorted(labels(loader)) == expected
-
-
-def test_a_window_stands_still_without_one_of_its_fillers(opened, caplog):
-    """One that has failed too often ends; training goes on with what is resident, which is said once."""
-    pool = opened(Numbers(trouble=raises_at), 12 * EACH, fillers=2, replace_rate=0.2, shuffle=False)
-    loader = CachedLoader(pool, 5, shuffle=True)
-    epochs = [sorted(labels(loader)) for _ in range(40)]
-    assert epochs[-1] == epochs[-2]
-    assert len(epochs[-1]) == 5
-    assert "That is the last of 20 failures in a row" in caplog.text
-    assert caplog.text.count("training goes on with what is resident") == 1
-
-
-def test_a_window_survives_a_filler_that_dies(opened):
-    """What it was loading is left out."""
-    pool = opened(Numbers(trouble=Dies()), 12 * EACH, spec=SPEC, fillers=2, replace_rate=0.2, shuffle=False)
-    loader = CachedLoader(pool, 5, shuffle=True)
-    for epoch in range(4):
-        assert sorted(labels(loader)) == [n for n in range(2 * epoch, 2 * epoch + 10) if n != 3]
-
-
-# ---- arguments ----
-
-
 @pytest.mark.parametrize(
     ("arguments", "message"),
     [
         ({"fillers": -1}, "fillers must be a whole number of at least 0, got -1"),
         ({"minimum": 0}, "minimum must be a whole number of at least 1, got 0"),
         ({"epoch_samples": 2.5}, "epoch_samples must be a whole number of at least 1, got 2.5"),
-        ({"replace_rate": 0}, "replace_rate must be above 0 and at most 1, got 0"),
-        ({"replace_rate": 0.5, "indices": [1]}, "replace_rate needs a map-style source"),
         ({"source": None}, "without a source a rolling cache needs spec"),
         ({"source": Stream(3), "indices": [1]}, "indices needs a map-style source"),
         ({"budget": "much"}, "budget cannot be read"),
@@ -521,16 +476,6 @@ def test_what_is_cached_already_is_refused():
     with pytest.raises(TypeError, match="cached already"):
         RollingCache(dataset, "1MiB")
     dataset.close()
-
-
-def test_writers_do_not_append_to_a_window(opened):
-    """Positions belong to the pool's own fillers."""
-    pool = opened(Numbers(), 12 * EACH, spec=SPEC, fillers=1, replace_rate=0.2)
-    with pytest.raises(ValueError, match="own fillers alone"):
-        RollingWriter.attach(pool.handle)
-
-
-# ---- ranks ----
 
 
 def train_on(rank: int) -> tuple[list[list[int]], int, int]:

@@ -2,23 +2,19 @@
 
 from __future__ import annotations
 
-import math
-
 import pytest
 import torch
-from hypothesis import given
-from hypothesis import strategies as st
 
 from lightning_stocache.cache.spec import SampleSpec
 from lightning_stocache.node.budget import Budget
-from lightning_stocache.setup.rolling_memory import RollingMemory, window_of
+from lightning_stocache.setup.rolling_memory import RollingMemory
 
 SPEC = SampleSpec.infer(torch.zeros(1000, dtype=torch.uint8))
 EACH = 1024  # with the generation, the time and the index of a slot
 
 
-def granted(budget: int | str, length: int | None = None, writers: int = 1, rate: float | None = None) -> RollingMemory:
-    return RollingMemory.grant(Budget.parse(budget), SPEC, length, writers, 1, rate)
+def granted(budget: int | str, length: int | None = None, writers: int = 1) -> RollingMemory:
+    return RollingMemory.grant(Budget.parse(budget), SPEC, length, writers, 1)
 
 
 def test_the_budget_is_divided_into_slots():
@@ -43,14 +39,3 @@ def test_a_share_of_a_stream_is_no_number():
     """Nobody knows how long a stream is."""
     with pytest.raises(ValueError, match="for a stream, got auto"):
         granted("auto")
-
-
-@given(slots=st.integers(1, 300), rate=st.floats(0.001, 1), length=st.integers(1, 300))
-def test_a_window_and_its_replacements_fill_the_slots(slots, rate, length):
-    """The window is the largest whose replacements fit beside it."""
-    window, replaced = window_of(slots, rate, length)
-    assert window + replaced <= slots
-    if window:
-        assert replaced == min(math.ceil(window * rate), length - window)
-    larger = window + 1
-    assert larger > min(slots, length) or larger + min(math.ceil(larger * rate), length - larger) > slots

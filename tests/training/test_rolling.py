@@ -25,8 +25,6 @@ from tests.sources import Allowance
 
 pytestmark = pytest.mark.processes
 
-EACH = 4 * 4 + 2 * 8
-
 
 class Slow(Dataset[Any]):
     """Samples that come when they are allowed to."""
@@ -128,21 +126,10 @@ def test_epochs_of_a_fixed_length(tmp_path):
 
 def test_the_datamodules_transform_comes_after_the_pool(tmp_path):
     """A transform of the DataModule's is done to what is served, by its workers."""
-    model, pool = Model(), RollingCache(Slow(), "100%", fillers=1, minimum=8, replace_rate=None)
+    model, pool = Model(), RollingCache(Slow(), "100%", fillers=1, minimum=8)
     dm = StocacheDataModule(train=pool, batch_size=4, num_workers=1, transform=torch.neg)
     trainer(tmp_path, 2).fit(model, dm)
     assert all(value <= 0 for epoch in model.epochs for value in epoch)
-
-
-def test_a_window_moves_with_reloaded_loaders(tmp_path):
-    """`replace_rate` counts the epochs of the pool, not those of a loader."""
-    model = Model()
-    pool = RollingCache(Slow(), 12 * EACH, fillers=1, replace_rate=0.2, shuffle=False)
-    dm = StocacheDataModule(train=pool, batch_size=5, transform=torch.neg)
-    trainer(tmp_path, 3, reload_dataloaders_every_n_epochs=1).fit(model, dm)
-    assert [sorted(-value for value in epoch) for epoch in model.epochs] == [
-        [float(number) for number in range(first, first + 10)] for first in (0, 2, 4)
-    ]
 
 
 class Given(pl.LightningDataModule):
