@@ -73,11 +73,8 @@ class CachedStream(Forwarding, IterableDataset[Any]):
         >>> stream = CachedStream(squares, budget="1MiB")
         >>> list(stream), sorted(stream), sorted(stream)
         ([0, 1, 4, 9], [0, 1, 4, 9], [0, 1, 4, 9])
-        >>> (
-        ...     stream.counters.totals().hits,
-        ...     len(reads),
-        ... )  # the first samples were read once more, to see that nothing is random
-        (8, 8)
+        >>> stream.counters.totals().hits, len(reads)  # another process has read the first ones again
+        (8, 4)
         >>> stream.close()
     """
 

@@ -14,21 +14,32 @@ epochs that were broken off one after the other.
 
 from __future__ import annotations
 
-from collections.abc import Callable
-from typing import Any
+import logging
+import pickle
+import sys
+import time
+from collections.abc import Callable, Iterator
+from typing import Any, cast
+
+from torch.utils.data import IterableDataset
 
 from lightning_stocache.cache.stream_decision import Decision, Mode
 from lightning_stocache.cache.stream_store import StreamStore
 from lightning_stocache.node.budget import format_bytes
+from lightning_stocache.setup.reader_process import NotStartedError, read_apart
 from lightning_stocache.source.stream import difference, draws_shards
+from lightning_stocache.torch_internals import set_worker_dataset
 
 __all__ = ["BY_HAND", "NO_ROW", "StreamChoice"]
+
+log = logging.getLogger(__name__)
 
 BY_HAND = "Give its deterministic part to CachedStream, and the random rest as transform=; or allow_random=True"
 NO_ROW, _TURNED = 1, 2
 """Flags of the decision: a sample was no row; the stream was begun anew for that."""
 
 _MOST_BROKEN = 3
+_PATIENCE_SECONDS = 30.0  # for the first samples of a stream to be read again
 
 
 class StreamChoice:
@@ -63,7 +74,7 @@ class StreamChoice:
         if self._store.filled != totals.kept:  # a process was killed while all was turned into records
             return self._anew("stream")
         if totals.kept == totals.passed:
-            found = None if self._allow_random else difference(self._source, self._store.marked)
+            found = None if self._allow_random else _read_again(self._source, self._store)
             if found is None:
                 return "cache"
             return self._pass(
@@ -102,3 +113,38 @@ class StreamChoice:
             return len(self._source)
         except Exception:  # whatever the user's code raises: most streams have none
             return None
+
+
+class _Again(IterableDataset[bytes]):
+    """Reads the first samples of a stream again, in a process that is thrown away, and compares them."""
+
+    def __init__(self, source: Any, store: StreamStore) -> None:
+        self.source, self.store = source, store
+
+    def __iter__(self) -> Iterator[bytes]:
+        set_worker_dataset(self.source)
+        yield pickle.dumps(difference(self.source, self.store.marked))
+
+
+def _read_again(source: Any, store: StreamStore) -> str | None:
+    """Why a stream is not what was kept of it, in words; None if it is.
+
+    It is read where `look` reads a dataset, so that nothing which it opens stays in the trainer, and a read that blocks
+    is given up. A worker, which may have no process of its own, reads it itself.
+    """
+    begun = time.monotonic()
+
+    def on_wait() -> None:
+        seconds = time.monotonic() - begun
+        log.warning("a stream waits for its first samples to be read again, for %.0f s", seconds)
+        if seconds > _PATIENCE_SECONDS:
+            raise TimeoutError(f"reading it again has not ended in {_PATIENCE_SECONDS:.0f} s")
+
+    if sys.platform != "linux":  # a spawned process would run the user's script again
+        return difference(source, store.marked)
+    try:
+        return cast("str | None", pickle.loads(read_apart(_Again(source, store), "fork", on_wait)))
+    except NotStartedError:
+        return difference(source, store.marked)
+    except (TimeoutError, RuntimeError) as error:
+        return str(error).splitlines()[0]

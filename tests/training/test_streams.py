@@ -116,6 +116,7 @@ def test_the_callback_keeps_streams(tmp_path: Path, workers: int) -> None:
     trainer(tmp_path, *callbacks).fit(model, Data(train, val, workers))
     assert model.epochs == [ALL] * 4
     assert train.reads <= LENGTH + 16
+    assert train.counts[0] == (0 if workers else LENGTH)  # of this process: another one has read it again
     assert rates(tmp_path) == [0, 1, 1, 1]
     assert rates(tmp_path, "stocache/coverage")[-1] == 1
 
