@@ -175,6 +175,9 @@ class CachedLoader(DataLoader[Any]):
         if self._plain is not None:
             shut_down(self._plain)  # persistent workers, which had the stream to read
             self._plain = None
+        if self._kept is not None and cast(CachedSource, self._kept._cached()).cache is None:
+            self._kept.close()  # its memory was given up: the stream was shared again
+            self._kept = None
         if self._kept is None:
             self._kept = self._loader_of_kept(serving)
         cast(StreamBatches, self._kept.batch_sampler).epoch = epoch

@@ -400,6 +400,15 @@ def test_a_cached_loader_without_batches_serves_samples() -> None:
         assert stream.counters.totals().hits == 2 * LENGTH
 
 
+def test_a_stream_that_is_shared_again_begins_anew() -> None:
+    """A loader that has served from the memory of before serves from the new one."""
+    with closing(CachedStream(Numbers(), "16MiB")) as stream, closing(CachedLoader(stream, batch_size=4)) as loader:
+        for _ in range(2):
+            assert [sorted(numbers_of(loader)) for _ in range(3)] == [list(range(LENGTH))] * 3
+            assert stream.counters.totals().hits == 2 * LENGTH
+            stream.share()
+
+
 @pytest.mark.processes
 def test_worker_init_fn_finds_the_stream() -> None:
     """What a worker is told about its dataset reaches the user's own, in the first epoch and later."""
