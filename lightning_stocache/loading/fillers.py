@@ -1,8 +1,10 @@
 """The processes that fill a rolling cache, and who looks after them.
 
 A filler draws its share (`draws`), loads each sample and appends it. What it has begun it notes in the store, beside
-the slots: number of draws, of samples appended, of failures, and since when it has been loading. So whoever looks after
-the fillers sees one that hangs, and one that is started anew leaves out the draw in which the last one died.
+the slots: number of draws (of a stream: since its beginning), of samples appended, of failures, and since when it has
+been loading. So whoever looks after the fillers sees one that hangs, and one that is started anew leaves out what the
+last one has drawn, the draw in which it died included. In a stream it has to read up to there, and past that sample.
+Its seeds are others.
 
 A sample that cannot be loaded, or is not of the codec, is left out; the first error of a filler is sent with its
 traceback, and after `MOST_FAILURES` in a row the filler ends. One that dies is started anew, at most `MOST_RESTARTS`
@@ -125,11 +127,11 @@ class Fillers:
                 continue
             code = process.exitcode
             died = f"killed by {signal.Signals(-code).name}" if code < 0 else f"exit code {code}"
-            what = f"filler {number} died ({died}) after {self._notes[number, _DONE]} draws"
+            what = f"filler {number} died ({died}) after it had appended {self._notes[number, _APPENDED]} samples"
             if self._notes[number, _SINCE]:
                 what += f", loading {_named(int(self._notes[number, _INDEX]))}"
             why = why_not_begun(self._context.get_start_method()) if code > 0 else ""
-            if why and not self._notes[number, _DONE]:
+            if why and not self._notes[number, : _FAILED + 1].any():
                 self.last_error = f"{what}. {why}"
                 log.warning(self.last_error)
             elif self._restarted[number] < MOST_RESTARTS:
@@ -145,11 +147,11 @@ class Fillers:
         """What they are doing, for people."""
         now, doing = time.monotonic_ns(), []
         for number in self._processes:
-            done, _, _, since, index, _ = self._notes[number, :6].tolist()
+            _, appended, _, since, index, _ = self._notes[number, :6].tolist()
             if since:
                 doing.append(f"filler {number} has been loading {_named(index)} for {(now - since) / 1e9:.1f} s")
             else:
-                doing.append(f"filler {number} has drawn {done} samples")
+                doing.append(f"filler {number} has appended {appended} samples")
         return "; ".join(doing) or "no filler is at work"
 
     def stop(self) -> None:
@@ -178,7 +180,7 @@ class Fillers:
     def _start(self, number: int) -> None:
         reports, told = self._context.Pipe(duplex=False)
         process: BaseProcess = self._context.Process(  # type: ignore[attr-defined]
-            target=_fill, args=(self._job, number, told), daemon=True, name=f"filler {number}"
+            target=_fill, args=(self._job, number, self._restarted[number], told), daemon=True, name=f"filler {number}"
         )
         self._notes[number, _SINCE] = self._notes[number, _STOP] = 0
         try:
@@ -201,12 +203,12 @@ def _named(index: int) -> str:
     return "its next sample" if index < 0 else f"sample {index}"
 
 
-def _fill(job: FillJob, number: int, reports: Connection) -> None:
+def _fill(job: FillJob, number: int, restarts: int, reports: Connection) -> None:
     """What a filler does."""
     signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C is the trainer's, which ends its fillers
     end_with_parent()
     torch.set_num_threads(1)
-    seed = job.seed + number
+    seed = job.seed + number + restarts * job.fillers
     random.seed(seed), np.random.seed(seed % 2**32), torch.manual_seed(seed)
     become_worker(number, job.fillers, seed, job.draws.source)
     notes, in_a_row = job.store.ring.notes[number], 0
@@ -223,7 +225,7 @@ def _fill(job: FillJob, number: int, reports: Connection) -> None:
                     return
                 time.sleep(0.001)  # all slots are being written
         except EndOfStreamError:
-            notes[_SINCE] = 0
+            notes[_SINCE] = notes[_DONE] = 0
             continue
         except Exception as error:  # the source is the user's, and may raise anything
             notes[_SINCE] = 0

@@ -1,11 +1,12 @@
 """Which samples the fillers of a rolling cache draw, each its own share, for ever.
 
-The draws of a source are numbered: filler k of n has the positions k, k + n, k + 2n and so on, so that one that is
-started anew goes on behind the draw in which it ended. What lies at a position:
+Of all draws, filler k of n has number k, k + n, k + 2n and so on. One that is started anew leaves out what has begun.
+The draws are:
 
 - of a map-style source, permutation after permutation of its indices, without replacement;
 - of a stream of indices, the index that comes there, until it ends;
-- of a stream of samples, the next that a filler gets out of it, again and again from the beginning. An IterableDataset
+- of a stream of samples, the next that a filler gets out of it, again and again from the beginning. Nobody can jump in
+  a stream: what is left out is read, and dropped. An IterableDataset
   is told its filler as it is told its DataLoader worker (`get_worker_info`), and divides itself; of other iterables
   each filler takes every n-th sample.
 """
@@ -33,12 +34,10 @@ class Draw:
     """One sample to come.
 
     Args:
-        position: its number among the draws of all fillers.
         index: in the source, -1 where it has none.
         load: gives it; raises what the source raises.
     """
 
-    position: int
     index: int
     load: Callable[[], Any]
 
@@ -56,7 +55,7 @@ class Draws:
 
     Example:
         >>> draws = Draws("abcd", shuffle=False, passes=1)
-        >>> [(draw.position, draw.load()) for draw in draws.share(1, fillers=2)]
+        >>> [(draw.index, draw.load()) for draw in draws.share(1, fillers=2)]
         [(1, 'b'), (3, 'd')]
     """
 
@@ -67,7 +66,7 @@ class Draws:
     passes: int | None = None
 
     def share(self, filler: int, fillers: int, done: int = 0) -> Iterator[Draw]:
-        """The draws of one filler of so many, but the first `done`."""
+        """The draws of one filler of so many, but the first `done`; of a stream, those of its first pass."""
         if self.indices is not None:
             return self._of_indices(self.indices, filler, fillers, done)
         if is_stream(self.source):
@@ -85,34 +84,33 @@ class Draws:
         position = filler + done * fillers
         while self.passes is None or position < self.passes * len(self.source):
             index = self.index(position)
-            yield Draw(position, index, partial(self.source.__getitem__, index))
+            yield Draw(index, partial(self.source.__getitem__, index))
             position += fillers
 
     def _of_indices(self, indices: Iterable[int], filler: int, fillers: int, done: int) -> Iterator[Draw]:
-        for number, index in enumerate(islice(indices, filler + done * fillers, None, fillers), start=done):
-            yield Draw(filler + number * fillers, int(index), partial(self.source.__getitem__, int(index)))
+        for index in map(int, islice(indices, filler + done * fillers, None, fillers)):
+            yield Draw(index, partial(self.source.__getitem__, index))
 
     def _of_stream(self, filler: int, fillers: int, done: int) -> Iterator[Draw]:
-        position, passes = filler + done * fillers, 0
+        passes = 0
         while self.passes is None or passes < self.passes:
             passes += 1
-            stream = _Pass(self.source, filler, fillers)
+            stream, done = _Pass(self.source, filler, fillers, done), 0
             while not stream.over:
-                yield Draw(position, -1, stream.load)
-                position += fillers
+                yield Draw(-1, stream.load)
             if not stream.tried or stream.is_source:  # it is empty, or a generator that will give nothing again
                 return
 
 
 class _Pass:
-    """A stream once from beginning to end, as one filler gets it."""
+    """A stream once from beginning to end, as one filler gets it, but the first `done` samples."""
 
-    def __init__(self, source: Any, filler: int, fillers: int) -> None:
-        self._start = partial(_started, source, filler, fillers)
+    def __init__(self, source: Any, filler: int, fillers: int, done: int) -> None:
+        self._start = partial(_started, source, filler, fillers, done)
         self._iterator: Iterator[Any] | None = None
         self.is_source = isinstance(source, Iterator)
         self.over = False
-        self.tried = 0
+        self.tried = done
 
     def load(self) -> Any:
         """The next sample."""
@@ -131,8 +129,10 @@ class _Pass:
         return sample
 
 
-def _started(source: Any, filler: int, fillers: int) -> Iterator[Any]:
-    return iter(source) if isinstance(source, IterableDataset) else islice(source, filler, None, fillers)
+def _started(source: Any, filler: int, fillers: int, done: int) -> Iterator[Any]:
+    if isinstance(source, IterableDataset):
+        return islice(source, done, None)
+    return islice(source, filler + done * fillers, None, fillers)
 
 
 def is_stream(source: Any) -> bool:

@@ -348,6 +348,35 @@ def test_a_filler_that_dies_is_started_anew_behind_that_sample(opened, caplog):
     assert "loading sample 3; it is started anew" in caplog.text
 
 
+class Drawn(Numbers):
+    """Samples with a random number each."""
+
+    def __getitem__(self, index: int) -> tuple[torch.Tensor, int]:
+        return super().__getitem__(index)[0], int(torch.randint(2**62, ()))
+
+
+def test_a_filler_that_is_started_anew_draws_other_random_numbers(opened):
+    """Not those of the one that died."""
+    pool = opened(Drawn(trouble=Dies()), "100%", spec=SPEC, fillers=2, minimum=39)
+    drawn = [number for _, numbers in DataLoader(pool, 8, sampler=pool.sampler()) for number in numbers.tolist()]
+    assert len(set(drawn)) == len(drawn) == 39
+
+
+def mortal(died: Path) -> Iterator[Any]:
+    for number in range(12):
+        if number == 5 and not died.exists():
+            died.touch()
+            os.kill(os.getpid(), signal.SIGKILL)
+        yield Numbers()[number]
+
+
+def test_a_filler_of_a_stream_goes_on_behind_the_sample_that_killed_it(opened, tmp_path):
+    """What had come before does not come again."""
+    source = mortal(tmp_path / "died")
+    pool = opened(source, 60 * EACH, spec=SPEC, fillers=1, minimum=50, multiprocessing_context="fork")
+    assert sorted(labels(CachedLoader(pool, 8))) == [number for number in range(12) if number != 5]
+
+
 def dies(index: int) -> None:
     os.kill(os.getpid(), signal.SIGKILL)
 

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
-from itertools import islice
+from itertools import islice, zip_longest
 from typing import Any
 
 import pytest
@@ -26,12 +26,13 @@ def values(draws: Iterator[Draw]) -> list[Any]:
 
 @given(length=st.integers(1, 40), fillers=st.integers(1, 7), passes=st.integers(1, 3), shuffle=st.booleans())
 def test_all_fillers_together_draw_each_index_once_per_pass(length, fillers, passes, shuffle):
-    """Their shares are the passes over the source, without replacement, at positions of their own."""
+    """Their shares are the passes over the source, without replacement, dealt in turn."""
     draws = Draws(list(range(length)), shuffle=shuffle, passes=passes)
-    drawn = sorted((d.position, d.index) for k in range(fillers) for d in draws.share(k, fillers))
-    assert [position for position, _ in drawn] == list(range(passes * length))
+    shares = [[draw.index for draw in draws.share(k, fillers)] for k in range(fillers)]
+    drawn = [index for turn in zip_longest(*shares) for index in turn if index is not None]
+    assert len(drawn) == passes * length
     for number in range(passes):
-        part = [index for _, index in drawn[number * length : (number + 1) * length]]
+        part = drawn[number * length : (number + 1) * length]
         assert sorted(part) == list(range(length))
         assert shuffle or part == sorted(part)
 
@@ -69,6 +70,8 @@ def test_a_stream_begins_again_when_it_ends():
     assert values(islice(Draws(Letters()).share(0, 2), 8)) == list("abcabc")  # every fourth draw finds the end
     assert values(Draws(iter("abcde")).share(1, 2)) == ["b", "d"]
     assert values(Draws(Letters(), passes=2).share(0, 1)) == list("abcabc")
+    assert values(Draws(Letters(), passes=2).share(0, 1, done=2)) == list("cabc")
+    assert values(Draws(iter("abcde")).share(1, 2, done=1)) == ["d"]
 
 
 def test_an_empty_stream_is_not_asked_for_ever():
