@@ -31,6 +31,7 @@ from lightning_stocache.sampling.rolling_sampler import RollingSampler
 from lightning_stocache.setup.open_cache import OpenCache
 from lightning_stocache.setup.option import check_count
 from lightning_stocache.setup.request import CacheRequest, Layout
+from lightning_stocache.setup.segments import make_and_attach
 
 __all__ = ["RollingCache", "share_pools"]
 
@@ -130,20 +131,17 @@ class RollingCache(Dataset[Any]):
         """
         self.close()
         group = NodeGroup.discover() if group is None else group
-        made: list[RollingPool] = []
-
-        def make() -> Any:
-            made.append(RollingPool.make(self.request, group))
-            self._end = weakref.finalize(self, made[0].stop)
-            return made[0].handles
-
-        handles = group.lead(make)
+        codec, memory = group.lead(lambda: RollingPool.plan(self.request, group))
+        [pool] = make_and_attach(
+            lambda kind: [RollingPool.make(self.request, group, codec, memory, kind)], memory.backend, group
+        )
+        self._pool, self._end = pool, weakref.finalize(self, pool.stop)
+        self._dataset, self.group = self._dataset_over(pool, group), group
         try:
-            self._pool = group.together(lambda: made[0] if made else RollingPool.attach(handles, group.rank))
-        except BaseException:  # another rank cannot reach it: who fills it has nothing to do
+            group.lead(lambda: pool.start(self.request, group.node, holds_all=memory.holds_all))
+        except BaseException:  # nobody fills it
             self.close()
             raise
-        self._dataset, self.group = self._dataset_over(self._pool, group), group
 
     def begin_epoch(self) -> Integers:
         """What is resident now, int64, the same on all ranks of the node; this dataset's length until the next call.

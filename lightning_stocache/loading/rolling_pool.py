@@ -21,6 +21,7 @@ from lightning_stocache.cache.spec import SampleSpec
 from lightning_stocache.cache.stores import RollingSampleStore, attach_rolling
 from lightning_stocache.loading.fillers import Fillers, FillJob
 from lightning_stocache.node.budget import Budget
+from lightning_stocache.node.files import Backend
 from lightning_stocache.node.group import NodeGroup
 from lightning_stocache.node.handle import SegmentHandle
 from lightning_stocache.node.segment import Segment
@@ -103,6 +104,20 @@ class RollingStats:
     memory_bytes: int
 
 
+@dataclass(frozen=True)
+class _Address:
+    store: RollingHandle
+    counters: SegmentHandle
+
+    def attach(self, group: NodeGroup) -> RollingPool:
+        store = attach_rolling(self.store)
+        try:
+            return RollingPool(store, Counters(Segment.attach(self.counters), group.rank))
+        except OSError:
+            store.close()
+            raise
+
+
 class RollingPool:
     """An open pool.
 
@@ -110,53 +125,70 @@ class RollingPool:
         store: where samples lie.
         counters: what has been served.
         minimum: samples for which an epoch waits.
-        fillers: those that this process has started.
     """
 
-    def __init__(
-        self, store: RollingSampleStore, counters: Counters, minimum: int = 1, fillers: Fillers | None = None
-    ) -> None:
-        self.store, self.counters, self.minimum, self.fillers = store, counters, minimum, fillers
+    def __init__(self, store: RollingSampleStore, counters: Counters, minimum: int = 1) -> None:
+        self.store, self.counters, self.minimum = store, counters, minimum
+        self.fillers: Fillers | None = None
         self._told_short = False
 
     @classmethod
-    def make(cls, request: RollingRequest, group: NodeGroup) -> RollingPool:
-        """On the node's leader: take the memory, and start the fillers.
+    def plan(cls, request: RollingRequest, group: NodeGroup) -> tuple[SampleSpec | RecordCodec, RollingMemory]:
+        """On the node's leader: what samples look like, and what memory there is for them.
 
         Raises:
             ValueError: the budget has no room for the least number of samples.
             FirstSampleError: no sample can be read, or samples cannot be kept.
-            OSError: there is no memory.
         """
         if sys.platform == "win32":
             raise OSError("a rolling cache needs memory and locks that processes share, which Windows does not have")
         ranks = len(group.nodes[group.node])
         codec = request.spec or codec_of(request.draws(group.node), request.layout, request.method)
-        wanted = 0 if request.source is None else request.fillers
-        memory = RollingMemory.grant(request.budget, codec, request.length, max(wanted, 1), ranks)
+        writers = 1 if request.source is None else max(request.fillers, 1)
+        return codec, RollingMemory.grant(request.budget, codec, request.length, writers, ranks)
+
+    @classmethod
+    def make(
+        cls,
+        request: RollingRequest,
+        group: NodeGroup,
+        codec: SampleSpec | RecordCodec,
+        memory: RollingMemory,
+        backend: Backend | None,
+    ) -> RollingPool:
+        """On the node's leader: take the memory.
+
+        Raises:
+            OSError: there is none.
+        """
         whose = {"dataset": f"rolling: {type(request.source).__name__}", "node": group.node, "nodes": len(group.nodes)}
         store: RollingSampleStore
         if isinstance(codec, SampleSpec):
-            store = RollingRows.create(codec, memory.count, backend=memory.backend, whose=whose)
+            store = RollingRows.create(codec, memory.count, backend=backend, whose=whose)
         else:
-            store = RollingRecords.create(codec, memory.granted, backend=memory.backend, whose=whose)
+            store = RollingRecords.create(codec, memory.granted, backend=backend, whose=whose)
         store.keep_free(memory.keep_free)
-        counters = Counters.create(group.rank, memory.backend)
-        fillers = None
-        if wanted:
-            draws = request.draws(group.node, passes=1 if memory.holds_all else None)
-            fillers = Fillers(FillJob(draws, store, wanted, draws.seed), request.method)
-        return cls(store, counters, max(request.minimum, ranks), fillers)
-
-    @classmethod
-    def attach(cls, handles: tuple[RollingHandle, SegmentHandle], rank: int) -> RollingPool:
-        """On the other ranks of the node: open the same memory."""
-        return cls(attach_rolling(handles[0]), Counters(Segment.attach(handles[1]), rank))
+        try:
+            counters = Counters.create(group.rank, backend)
+        except OSError:
+            store.close()
+            raise
+        return cls(store, counters, max(request.minimum, len(group.nodes[group.node])))
 
     @property
-    def handles(self) -> tuple[RollingHandle, SegmentHandle]:
+    def address(self) -> _Address:
         """Where the memory is, for the other ranks."""
-        return self.store.handle, self.counters.handle
+        return _Address(self.store.handle, self.counters.handle)
+
+    def start(self, request: RollingRequest, node: int, *, holds_all: bool) -> None:
+        """On the node's leader: start the fillers.
+
+        Raises:
+            TypeError: the source cannot be sent to them.
+        """
+        if request.source is not None and request.fillers:
+            draws = request.draws(node, passes=1 if holds_all else None)
+            self.fillers = Fillers(FillJob(draws, self.store, request.fillers, draws.seed), request.method)
 
     def resident(self) -> Integers:
         """What is resident, once the minimum has come.
@@ -202,6 +234,16 @@ class RollingPool:
         """End the fillers."""
         if self.fillers is not None:
             self.fillers.stop()
+
+    def unlink(self) -> None:
+        """Take the names of its files away, if they have any."""
+        self.store.unlink()
+        self.counters.unlink()
+
+    def close(self) -> None:
+        """Give the memory up in this process."""
+        self.store.close()
+        self.counters.close()
 
     def _wait(self, have: Callable[[], int], wanted: Callable[[], int]) -> None:
         """Wait for samples, and say so. Where no more can come, what there is will do."""

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import errno
 import logging
 import os
 import signal
@@ -18,6 +19,8 @@ from torch.utils.data import DataLoader, Dataset, IterableDataset, get_worker_in
 
 from lightning_stocache import CachedDataset, CachedLoader, RollingCache, RollingWriter, SampleSpec
 from lightning_stocache.node import waiting
+from lightning_stocache.node.handle import SegmentHandle
+from lightning_stocache.node.segment import Segment
 from lightning_stocache.setup.first_sample import FirstSampleError
 from tests.processes import Child, call, context
 from tests.ranks import run_ranks
@@ -507,7 +510,16 @@ def test_what_is_cached_already_is_refused():
     dataset.close()
 
 
-def train_on(rank: int) -> tuple[list[list[int]], int, int]:
+def train_on(rank: int, by_name: bool) -> tuple[list[list[int]], int, int]:
+    attach = Segment.attach
+
+    def by_name_only(handle: SegmentHandle) -> Segment:
+        if handle.data.startswith("/proc/"):
+            raise FileNotFoundError(errno.ENOENT, "No such file or directory", handle.data)
+        return attach(handle)
+
+    if by_name and rank == 1:
+        Segment.attach = by_name_only  # type: ignore[method-assign,assignment]
     pool = RollingCache(Numbers(), "50%", fillers=2, minimum=20)
     pool.share()
     loader, epochs = CachedLoader(pool, 4, shuffle=True), []
@@ -518,9 +530,11 @@ def train_on(rank: int) -> tuple[list[list[int]], int, int]:
     return epochs, appended, len(pool.request.source)
 
 
-def test_ranks_share_a_pool_and_run_the_same_number_of_batches():
-    """Each epoch's resident samples are divided among the ranks; only one of them has fillers."""
-    found = run_ranks(train_on, 2)
+@pytest.mark.parametrize("by_name", [False, True])
+def test_ranks_share_a_pool_and_run_the_same_number_of_batches(by_name):
+    """Each epoch's resident samples are divided among the ranks, also of separate pid namespaces, who reach files by
+    name alone; only one of them has fillers."""
+    found = run_ranks(train_on, 2, by_name)
     for first, second in zip(found[0][0], found[1][0], strict=True):
         assert len(first) == len(second) == 10
 
