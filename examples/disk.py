@@ -43,7 +43,7 @@ class Slow(Dataset[Any]):
 
 def job(folder: str) -> None:
     """Two epochs; each sample is compared with what the source would have given."""
-    dataset = CachedDataset(Slow(f"{folder}/loads"), budget="1GiB", dir=folder, name="example", memory="50%")
+    dataset = CachedDataset(Slow(f"{folder}/loads"), budget="1GiB", dir=folder, name="example")
     for _ in range(2):
         for images, labels in CachedLoader(dataset, batch_size=50, shuffle=True, num_workers=2):
             generator = torch.Generator().manual_seed(int(labels[0]))

@@ -79,10 +79,6 @@ class Claims:
                 del self._taken[slot]
         return locked
 
-    def holds(self, slot: int) -> bool:
-        """Whether a slot is this process's, of whichever of its threads."""
-        return slot in self._taken
-
     def holder(self, slot: int) -> int | None:
         """The other process that has a slot; None if there is none, or it cannot be known."""
         return self._segment.holder(slot)

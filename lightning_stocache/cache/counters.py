@@ -7,9 +7,7 @@ again is taken only by a process of the same rank, which goes on adding. So noth
 a row, worker ids (which repeat) do not matter, and the counts of an epoch are the difference of two sums. One process
 writes a row, anybody may read it; what is read while somebody counts is at most one addition old.
 
-A thread besides the main one counts on a row of its own (`of_thread`): `+=` on a row is two steps. Such rows are taken
-from the end, because a process is never refused a lock that it has. Where all rows are taken a process counts nothing,
-with one warning.
+Where all rows are taken a process counts nothing, with one warning.
 """
 
 from __future__ import annotations
@@ -27,7 +25,7 @@ __all__ = ["Counters", "Counts", "Matter"]
 
 log = logging.getLogger(__name__)
 
-Matter = Literal["odd sample", "no row", "random sample", "changed source"]
+Matter = Literal["odd sample", "no row", "random sample", "changed source", "slow disk"]
 """What is said once on a node."""
 
 _ROWS = 1024  # 128 KiB, all of it reserved: a row that cannot be had, or read, must not end a training
@@ -85,7 +83,7 @@ _NAMES = tuple(column.name for column in fields(Counts))
 _PLACE = {name: place for place, name in enumerate(_NAMES, start=1)}
 _HITS, _BYTES, _GATHER_NS = (_PLACE[name] for name in ("hits", "bytes_from_cache", "gather_ns"))
 _SAID = _COLUMNS - 1  # of the first row: one bit for each of these
-_MATTERS: dict[Matter, int] = {"odd sample": 1, "no row": 2, "random sample": 4, "changed source": 8}
+_MATTERS: dict[Matter, int] = {"odd sample": 1, "no row": 2, "random sample": 4, "changed source": 8, "slow disk": 16}
 
 
 class Counters:
@@ -94,7 +92,6 @@ class Counters:
     Args:
         segment: where they lie.
         rank: the rank that this process works for.
-        from_end: whether its row is looked for from the end, see `of_thread`.
 
     Example:
         >>> counters = Counters.create()
@@ -104,10 +101,9 @@ class Counters:
         >>> counters.close()
     """
 
-    def __init__(self, segment: Segment, rank: int = 0, *, from_end: bool = False) -> None:
+    def __init__(self, segment: Segment, rank: int = 0) -> None:
         self.segment = segment
         self.rank = rank
-        self._from_end = from_end
         self._numbers = segment.memory(0, _ROWS * _ROW_BYTES).cast("Q")
         self._pid = 0
         self._row: int | None = None
@@ -130,10 +126,6 @@ class Counters:
         if row is not None:
             for name, count in counts.items():
                 self._numbers[row + _PLACE[name]] += count
-
-    def of_thread(self) -> Counters:
-        """What one thread of this process, besides the main one, counts by; it is open as long as this is."""
-        return Counters(self.segment, self.rank, from_end=True)
 
     @property
     def handle(self) -> SegmentHandle:
@@ -198,7 +190,7 @@ class Counters:
         return self._row
 
     def _take_row(self) -> int | None:
-        for number in reversed(range(_ROWS)) if self._from_end else range(_ROWS):
+        for number in range(_ROWS):
             row = number * _COLUMNS
             if self._numbers[row] in (0, self.rank + 1) and self.segment.lock(number):
                 if self._numbers[row] == 0:
@@ -213,7 +205,7 @@ class Counters:
         return None
 
     def __getstate__(self) -> dict[str, object]:
-        return {"segment": self.segment, "rank": self.rank, "from_end": self._from_end}
+        return {"segment": self.segment, "rank": self.rank}
 
     def __setstate__(self, state: dict[str, object]) -> None:
         self.__init__(**state)  # type: ignore[misc]

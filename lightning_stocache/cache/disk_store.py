@@ -1,8 +1,8 @@
 """Stores in a segment on a disk, which outlive job and machine where the segment has a name.
 
 The slots are those of the stores in memory; behind them lie their checksums. What an earlier job has stored is READY
-there, and is not read before this job has found it sound (`proof`, `recall`). What this job stores, a thread stores
-(`write_behind`), and it is trusted at once.
+there, and is not read before this job has found it sound (`proof`, `recall`). What this job stores is trusted
+at once.
 
 Where the file is cut off while it is open, nothing of it is looked at any more, through the mapping it would be a
 SIGBUS: all samples are loaded until the job ends. The next one gives the file its length again.
@@ -10,14 +10,13 @@ SIGBUS: all samples are loaded until the job ends. The next one gives the file i
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from typing import Any, Self, cast
 
 import numpy as np
 import numpy.typing as npt
 
 from lightning_stocache.cache.claims import Claims
-from lightning_stocache.cache.counters import Counters
 from lightning_stocache.cache.filling import Filling
 from lightning_stocache.cache.placement import NO_SLOT, Arc, Integers
 from lightning_stocache.cache.proof import Proof, sums_bytes
@@ -102,24 +101,7 @@ class DiskStore(SegmentStore[Codec]):
     def recall(self, indices: Sequence[int]) -> bool:
         """Look through what an earlier job has stored under those indices, and have it read if it is sound."""
         slots = [self.arc.slot_within(index) for index in indices]
-        waited = self._filling.wait_for(slots)
-        return self._recall.check(slots) or waited
-
-    def count_fills(self, counters: Counters) -> None:
-        """Have the thread count what it has stored, when it has."""
-        self._filling.counters = counters.of_thread()
-
-    def put_copies(self, indices: Sequence[int], samples: Sequence[Sequence[memoryview]]) -> Iterator[bool | None]:
-        """Store encoded samples as `put_many` does, which are counted as stored already."""
-        return self._filling.fill(map(self.arc.slot_within, indices), samples, counted=False)
-
-    def sync_every(self, seconds: float) -> None:
-        """Have all processes of this job sync what they store, after so many seconds; 0: never."""
-        self._proof.sync_seconds = seconds
-
-    def flush(self) -> bool:
-        """Wait until what was handed to the thread is on its way to the disk, but not for long; whether it is."""
-        return self._filling.flush()
+        return self._recall.check(slots)
 
     # ---- what there is ----
 
@@ -150,16 +132,7 @@ class DiskStore(SegmentStore[Codec]):
         return 0
 
     def close(self) -> None:
-        """Give the store up in this process, when the thread has stored what was left.
-
-        Where the disk stands still, the file stays open as long as the process lives: a descriptor that is closed below
-        the thread may be another file's when the thread comes to write.
-        """
-        if not self.closed and not self.flush():
-            self._given_up = True
-        if self._given_up:
-            return
-        self._filling.counters = None  # a view of their memory would keep it
+        """Give the store up in this process."""
         super().close()
         self._proof.close()
 
@@ -172,9 +145,9 @@ class DiskRows(DiskStore[Any], RowStore):
         >>> from lightning_stocache.cache.spec import SampleSpec
         >>> with tempfile.TemporaryDirectory() as directory:
         ...     store = DiskRows.create(SampleSpec.infer(1), Arc(size=10, slots=5), directory=directory)
-        ...     store.fill(4, 16), store.flush(), store.get(4)
+        ...     store.fill(4, 16), store.get(4)
         ...     store.close()
-        (True, True, 16)
+        (True, 16)
     """
 
 
@@ -187,9 +160,9 @@ class DiskRecords(DiskStore[Any], RecordStore):
         >>> with tempfile.TemporaryDirectory() as directory:
         ...     codec, arc = RecordCodec.infer(["a", "bc"]), Arc(size=10, slots=10)
         ...     store = DiskRecords.create(codec, arc, granted=2**20, directory=directory)
-        ...     store.fill(4, "text"), store.flush(), store.get(4)
+        ...     store.fill(4, "text"), store.get(4)
         ...     store.close()
-        (True, True, 'text')
+        (True, 'text')
     """
 
     @classmethod

@@ -7,8 +7,8 @@ READY is set after the bytes are there and is never taken back, but by `clear` a
 are the caller's business. Where memory runs short (`shortage`), or the kernel has none left, the slot stays EMPTY, with
 one warning per node.
 
-To a disk a thread stores (`write_behind`), which then has the claim; the sample has a checksum (`proof`), stored before
-the slot is READY. What the disk refuses is no error of the training: the slot stays EMPTY.
+On a disk the sample has a checksum (`proof`), stored before the slot is READY. What the disk refuses is no error of the
+training: the slot stays EMPTY.
 """
 
 from __future__ import annotations
@@ -22,13 +22,11 @@ from typing import Protocol
 import torch
 
 from lightning_stocache.cache.claims import Claims
-from lightning_stocache.cache.counters import Counters
 from lightning_stocache.cache.placement import NO_SLOT
 from lightning_stocache.cache.proof import Proof
 from lightning_stocache.cache.shortage import Shortage
 from lightning_stocache.cache.slots import EMPTY, READY
 from lightning_stocache.cache.turns import Turns
-from lightning_stocache.cache.write_behind import WriteBehind
 from lightning_stocache.node.fence import fence
 from lightning_stocache.node.files import memory_directory
 from lightning_stocache.node.segment import Segment
@@ -37,7 +35,6 @@ __all__ = ["Filling", "Slots"]
 
 log = logging.getLogger(__name__)
 
-_SYNC = -1  # stands for no slot, but for a call of fdatasync, behind all that waits
 _RETRY_SECONDS = 10.0  # after a shortage: memory seldom comes back at once, and each try costs system calls
 
 
@@ -73,29 +70,21 @@ class Filling:
     ) -> None:
         self._segment, self._slots, self._claims, self._proof = segment, slots, claims, proof
         self._turns = turns
-        self._behind = None if proof is None else WriteBehind(self._publish_later)
         self.shortage = Shortage(segment)
         self._retry_at = 0.0
-        self.counters: Counters | None = None  # on which the thread counts what it has stored
-        self._uncounted: set[int] = set()
-        self._synced = time.monotonic()
 
-    def fill(
-        self, slots: Iterable[int], samples: Sequence[Sequence[memoryview]], *, counted: bool = True
-    ) -> Iterator[bool | None]:
+    def fill(self, slots: Iterable[int], samples: Sequence[Sequence[memoryview]]) -> Iterator[bool | None]:
         """Store samples, each if its slot is empty and nobody else is filling it, as the iterator comes to them.
 
         Args:
             slots: of the samples, or NO_SLOT.
             samples: the parts of each, as bytes. Whether there is memory is asked once for all of them, so a call
                 should hold few megabytes.
-            counted: whether a thread that stores them counts them.
 
         Yields:
-            Whether this call has stored the sample, or handed it to the thread; None where it has no slot, or there is
-            no room for it in any.
+            Whether this call has stored the sample; None where it has no slot, or there is no room for it in any.
         """
-        states, claims, behind, may_store = self._slots.state_bytes, self._claims, self._behind, None
+        states, claims, may_store = self._slots.state_bytes, self._claims, None
         has_claim = self._turns.ends
         if self._proof is not None and not self._proof.is_whole:
             may_store = False
@@ -105,21 +94,15 @@ class Filling:
                 continue
             stored: bool | None = False
             if (may_store is not False and states[slot] != READY and claims.take(slot)) or has_claim(slot):
-                handed_over = False
                 try:
                     if may_store is not False and states[slot] != READY:
                         if may_store is None:
                             may_store = self._has_memory(sum(map(self._slots.size, samples)))
-                        if may_store and behind is None:
+                        if may_store:
                             stored = self._publish(slot, contents)
                             may_store = stored is not False
-                        elif may_store and behind is not None:
-                            if not counted:
-                                self._uncounted.add(slot)
-                            stored = handed_over = behind.put(slot, contents)
                 finally:
-                    if not handed_over:
-                        claims.give_up(slot)
+                    claims.give_up(slot)
             yield stored
 
     def put(self, slot: int, contents: Sequence[memoryview], *, overwrite: bool, same: Callable[[], bool]) -> bool:
@@ -155,18 +138,6 @@ class Filling:
             self._stop(short)
         return short is None
 
-    def wait_for(self, slots: Sequence[int]) -> bool:
-        """Wait for what this process has handed to its thread, if that is for one of these slots; whether it was."""
-        return self._behind is not None and self._behind.wait_for(slots)
-
-    def flush(self) -> bool:
-        """Wait until what was handed to a thread is stored, but not for long; whether all of it is."""
-        if self._behind is None:
-            return True
-        if self._proof is not None and self._proof.sync_seconds:
-            self._behind.put(_SYNC, [])
-        return self._behind.flush()
-
     def _publish(self, slot: int, contents: Sequence[memoryview]) -> bool | None:
         """Store a sample into a slot that is claimed, and have it read; False without memory, None without room."""
         try:
@@ -179,32 +150,6 @@ class Filling:
             else:
                 self._stop(f"no space left in {memory_directory()}; enlarge it (Docker: --shm-size)")
             return False
-
-    def _publish_later(self, slot: int, contents: Sequence[memoryview]) -> None:
-        """Store a sample, on the thread, which has the claim on its slot."""
-        if slot == _SYNC:
-            self._synced = -float("inf")
-            self._sync()
-            return
-        try:
-            if self._publish(slot, contents) and slot not in self._uncounted and self.counters is not None:
-                self.counters.add(fills=1)
-        except ValueError:  # the store was closed meanwhile
-            log.debug("a sample was not stored: its store is closed")
-        finally:
-            self._uncounted.discard(slot)
-            self._claims.give_up(slot)
-        self._sync()
-
-    def _sync(self) -> None:
-        """Sync, if that is wanted by now."""
-        assert self._proof is not None
-        try:
-            if 0 < self._proof.sync_seconds < time.monotonic() - self._synced:
-                self._proof.sync()
-                self._synced = time.monotonic()
-        except (OSError, ValueError) as error:  # the next look at the samples will tell
-            log.debug("what was stored could not be synced: %s", error)
 
     def _stop(self, short: str) -> None:
         """Store nothing for a while, and say why, once on the node."""

@@ -97,21 +97,6 @@ class Proof:
         """
         self._segment.store(self._start + slot * SUM_BYTES, memoryview(_SUM.pack(self._sum(slot, contents))))
 
-    @property
-    def sync_seconds(self) -> float:
-        """After how many seconds this job syncs what it has stored; 0: never."""
-        with self.trusted.numbers as numbers:
-            return numbers[0] / 1e6
-
-    @sync_seconds.setter
-    def sync_seconds(self, seconds: float) -> None:
-        with self.trusted.numbers as numbers:
-            numbers[0] = int(seconds * 1e6)
-
-    def sync(self) -> None:
-        """Have the disk hold what was stored. Or raise OSError."""
-        self._segment.sync()
-
     def trust(self, slot: int) -> None:
         """Have a slot read from now on."""
         self._bytes[slot] = 1

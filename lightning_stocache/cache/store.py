@@ -14,7 +14,6 @@ from typing import Any, Protocol, TypeGuard
 import numpy as np
 
 from lightning_stocache.cache.codec import Lend, Memory, RowCodec, SampleCodec
-from lightning_stocache.cache.counters import Counters
 from lightning_stocache.cache.placement import NO_SLOT, Arc, Integers
 from lightning_stocache.cache.turns import Turns
 from lightning_stocache.node.handle import SegmentHandle
@@ -26,7 +25,6 @@ __all__ = [
     "RowSampleStore",
     "SampleStore",
     "StoreHandle",
-    "counts_fills",
     "divide_turns",
     "gathers",
     "lookup_near",
@@ -93,8 +91,7 @@ class SampleStore(Protocol):
     def put_many(self, indices: Sequence[int], samples: Sequence[Sequence[memoryview]]) -> Iterator[bool | None]:
         """Store encoded samples, a few megabytes, given their bytes in parts, as the iterator comes to them.
 
-        It gives whether each was stored, or is on its way (`counts_fills`); None where its index has no place, or where
-        there is no room for it.
+        It gives whether each was stored; None where its index has no place, or where there is no room for it.
         """
 
     @property
@@ -160,14 +157,6 @@ class NoTurns:
 def gathers(store: SampleStore) -> TypeGuard[RowSampleStore]:
     """Whether a store can gather the samples of a batch, one array per field."""
     return hasattr(store, "gather")
-
-
-def counts_fills(store: SampleStore, counters: Counters | None) -> bool:
-    """Have a store that stores later than it is told to count what it has stored; whether it does."""
-    if counters is None or not hasattr(store, "count_fills"):
-        return False
-    store.count_fills(counters)
-    return True
 
 
 def place_near(store: SampleStore, index: int) -> int:

@@ -18,13 +18,10 @@ from lightning_stocache.cache.rolling_rows import RollingRows
 from lightning_stocache.cache.rolling_store import RollingHandle
 from lightning_stocache.cache.segment_store import SegmentStore
 from lightning_stocache.cache.store import StoreHandle
-from lightning_stocache.cache.tiers import TieredHandle, TieredStore, tiered
 from lightning_stocache.node.disk import DiskSegment
 from lightning_stocache.node.segment import Segment
 
 __all__ = [
-    "AnyHandle",
-    "AnyStore",
     "RollingSampleStore",
     "attach_rolling",
     "attach_store",
@@ -33,8 +30,6 @@ __all__ = [
     "store_for",
 ]
 
-AnyStore: TypeAlias = SegmentStore[Any] | TieredStore
-AnyHandle: TypeAlias = StoreHandle | TieredHandle
 RollingSampleStore: TypeAlias = RollingRows | RollingRecords
 
 
@@ -48,31 +43,12 @@ def disk_store_for(codec: SampleCodec) -> type[DiskStore[Any]]:
     return DiskRecords if isinstance(codec, RecordCodec) else DiskRows
 
 
-def attach_store(handle: AnyHandle) -> AnyStore:
+def attach_store(handle: StoreHandle) -> SegmentStore[Any]:
     """Open a store that another process of the node has open.
 
     Raises:
         OSError: its segment cannot be reached from here.
     """
-    if isinstance(handle, TieredHandle):
-        disk = _attached(handle.disk)
-        assert isinstance(disk, DiskStore)
-        return tiered(_attached(handle.memory), disk, handle.write_back)
-    return _attached(handle)
-
-
-def stored(store: AnyStore, indices: Integers) -> npt.NDArray[np.bool_]:
-    """Which of those indices (int64 `[samples]`, in the dataset) are stored there, whether or not they are near."""
-    if isinstance(store, TieredStore):
-        return stored(store.memory, indices) | stored(store.disk, indices)
-    slots, filled = store.arc.slots_of(indices), store.is_filled
-    if not len(filled):
-        return np.zeros(slots.shape, dtype=np.bool_)
-    found: npt.NDArray[np.bool_] = filled[slots] & (slots != NO_SLOT)
-    return found
-
-
-def _attached(handle: StoreHandle) -> SegmentStore[Any]:
     known = Segment.opened(handle.segment.token)  # another dataset of this process has the same name
     kind = Segment if handle.trusted is None else DiskSegment
     segment = kind.attach(handle.segment) if known is None else known.hold()
@@ -83,6 +59,15 @@ def _attached(handle: StoreHandle) -> SegmentStore[Any]:
     except BaseException:
         segment.close()
         raise
+
+
+def stored(store: SegmentStore[Any], indices: Integers) -> npt.NDArray[np.bool_]:
+    """Which of those indices (int64 `[samples]`, in the dataset) are stored there, whether or not they are near."""
+    slots, filled = store.arc.slots_of(indices), store.is_filled
+    if not len(filled):
+        return np.zeros(slots.shape, dtype=np.bool_)
+    found: npt.NDArray[np.bool_] = filled[slots] & (slots != NO_SLOT)
+    return found
 
 
 def attach_rolling(handle: RollingHandle) -> RollingSampleStore:

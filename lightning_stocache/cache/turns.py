@@ -91,8 +91,7 @@ class Turns:
         if slot == NO_SLOT or self._slots.state_bytes[slot] == READY or self._mine.get(slot, _NOBODY)[0] == os.getpid():
             return True
         if not self._claims.take(slot):
-            # What waits here for a disk is not waited for: the disk may stand still.
-            return self._claims.holds(slot)
+            return False
         self._mine[slot] = _here()
         return True
 

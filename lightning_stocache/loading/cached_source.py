@@ -26,6 +26,7 @@ import numpy as np
 from torch.utils.data import Dataset
 
 from lightning_stocache.cache.codec import BatchRows
+from lightning_stocache.cache.pace import Pace
 from lightning_stocache.cache.store import (
     NO_PLACE,
     UNREADABLE,
@@ -276,7 +277,8 @@ class CachedSource:
         """What loads and stores in this process."""
         opened, known = self.opened, self._misses
         if known is None or known.source is not opened.source or known.cache is not cache:
-            how = opened.request.strict, opened.request.allow_random
+            pace = None if opened.request.dir is None else Pace()
+            how = opened.request.strict, opened.request.allow_random, pace
             self._misses = known = Misses(opened.source, cache, opened.counters, *how)
         return known
 

@@ -18,7 +18,7 @@ from lightning_stocache.cache.codec import SampleCodec
 from lightning_stocache.cache.counters import Counters
 from lightning_stocache.cache.domain import Domain
 from lightning_stocache.cache.placement import Ring
-from lightning_stocache.cache.stores import AnyStore
+from lightning_stocache.cache.segment_store import SegmentStore
 from lightning_stocache.loading.cached_source import CachedSource
 from lightning_stocache.loading.forwarding import Forwarding
 from lightning_stocache.node.budget import Budget
@@ -26,7 +26,7 @@ from lightning_stocache.node.group import NodeGroup
 from lightning_stocache.setup.open import open_caches
 from lightning_stocache.setup.open_cache import OpenCache
 from lightning_stocache.setup.option import check_choice
-from lightning_stocache.setup.request import BackendChoice, CacheRequest, Form, Layout, Write, parse_memory
+from lightning_stocache.setup.request import BackendChoice, CacheRequest, Form, Layout
 from lightning_stocache.source.access import check_source
 
 __all__ = ["CachedDataset", "cached_source", "dataset_over"]
@@ -71,12 +71,6 @@ class CachedDataset(Forwarding):
         dir: a directory on a disk of this machine, where the cache lies instead of in memory; `budget` is of the disk
             then. With a `name` it outlives machine and job: each sample has a checksum, and one that a crash or a bad
             disk has spoilt is loaded again. Needs the package xxhash: `pip install lightning-stocache[disk]`.
-        memory: how much of a cache on a disk lies in memory besides, as `budget` says it; what is there is read from
-            there first.
-        write: whether what lies in memory is written to the disk, too, as it comes ("through"), or when the cache
-            closes, by an exception or SIGTERM as well ("back"): a cache in memory that is saved.
-        sync: seconds after which what was stored on the disk is synced (by a thread); None: the system writes it in its
-            own time. No cut of the power has a wrong sample served, it only costs those that were not written yet.
         indices: which samples are drawn, where a sampler leaves some out (one fold, the positive weights): only they
             get slots, and "60%" is of them. Any other is served uncached.
 
@@ -116,9 +110,6 @@ class CachedDataset(Forwarding):
         store: Form = "decoded",
         prefill: bool = False,
         dir: str | None = None,
-        memory: int | float | str | None = None,
-        write: Write = "through",
-        sync: float | None = None,
         indices: Sequence[int] | None = None,
     ) -> None:
         check_source(source, Forwarding, strict=strict)
@@ -139,9 +130,6 @@ class CachedDataset(Forwarding):
             store=store,
             prefill=prefill,
             dir=dir,
-            memory=parse_memory(memory),
-            write=write,
-            sync=sync,
             domain=None if indices is None else _domain(indices, source),
         )
         self.__cached, self.__lends_transform = CachedSource(OpenCache.without(request), transform), transform is None
@@ -185,7 +173,7 @@ class CachedDataset(Forwarding):
             self.__cached.transform = transform
 
     @property
-    def cache(self) -> AnyStore | None:
+    def cache(self) -> SegmentStore[Any] | None:
         """The cache, or None while samples pass through."""
         return self.__cached.opened.live_cache
 

@@ -19,9 +19,10 @@ from torch.utils.data import Dataset
 from lightning_stocache.cache.codec import BatchRows, Parts
 from lightning_stocache.cache.counters import Counters, Matter
 from lightning_stocache.cache.field import UnsupportedSampleError
+from lightning_stocache.cache.pace import PAUSE_SECONDS, Pace
 from lightning_stocache.cache.placement import Integers
 from lightning_stocache.cache.spec import SampleMismatchError
-from lightning_stocache.cache.store import NO_PLACE, UNREADABLE, SampleStore, counts_fills, gathers
+from lightning_stocache.cache.store import NO_PLACE, UNREADABLE, SampleStore, gathers
 from lightning_stocache.loading.interrupts import LetThrough
 from lightning_stocache.source.access import one_per_index
 from lightning_stocache.source.generators import Generators
@@ -44,6 +45,7 @@ class Misses:
         counters: where they are counted.
         strict: whether an odd sample is an error.
         frozen: whether the user wants a random source cached as it is: then no sample is read again.
+        pace: of a cache on a disk; storing pauses where it is slower than loading.
 
     Raises:
         SampleMismatchError: (`strict`) a sample differs from the cache's codec.
@@ -56,10 +58,11 @@ class Misses:
         counters: Counters | None,
         strict: bool = False,
         frozen: bool = False,
+        pace: Pace | None = None,
     ) -> None:
         self.source, self.cache = source, cache
         self._counters, self._strict = counters, strict
-        self._counts_itself = counts_fills(cache, counters)
+        self._pace = pace
         self._recheck = None if frozen else Recheck(source, partial(_is_first, counters, "random sample"))
 
     def load(
@@ -133,7 +136,8 @@ class Misses:
         rows: Sequence[int] = (),
     ) -> None:
         """Store samples and count them at once; an odd one becomes an `Odd` in the list."""
-        cache, fills, misses, nbytes = self.cache, 0, 0, 0
+        cache, fills, misses, nbytes, store_ns = self.cache, 0, 0, 0, 0
+        put = self._unstored if self._pace is not None and self._pace.pauses else cache.put_many
         start = time.perf_counter_ns()
         step = max(_AT_ONCE // max(cache.codec.nbytes, 1), 1)
         try:
@@ -147,9 +151,11 @@ class Misses:
                     nbytes += sum(part.nbytes for parts in contents for part in parts)
                     others = [_plain(samples[number]) for number in numbers if number not in fitting]
                     nbytes += sum(map(cache.codec.least_bytes, others))
-                    for stored in cache.put_many([indices[number] for number in fitting], contents):
+                    begun = time.perf_counter_ns()
+                    for stored in put([indices[number] for number in fitting], contents):
                         misses += stored is not None
-                        fills += stored is True and not self._counts_itself
+                        fills += stored is True
+                    store_ns += time.perf_counter_ns() - begun
         except BaseException:
             served = False
             raise
@@ -163,6 +169,15 @@ class Misses:
                     source_ns=source_ns,
                     fill_ns=time.perf_counter_ns() - start,
                 )
+        if self._pace is not None and self._pace.note(source_ns, store_ns) and _is_first(self._counters, "slow disk"):
+            log.warning(
+                "the disk of the cache takes longer to store samples than they take to load: storing pauses for %.0f s",
+                PAUSE_SECONDS,
+            )
+
+    def _unstored(self, indices: Sequence[int], contents: Sequence[Sequence[memoryview]]) -> Iterator[bool | None]:
+        """What `put_many` gives where nothing is stored."""
+        return (False if self.cache.has_place(index) else None for index in indices)
 
     def _check(self, numbers: range, indices: list[int], samples: list[Any], fitting: dict[int, Parts]) -> None:
         """Encode those of the samples that are of the cache's codec, by their numbers; the others become `Odd`."""

@@ -74,16 +74,6 @@ class DiskSegment(Segment):
         self._check_open()
         return files.fetch(self._data, HEADER_BYTES + offset, length)
 
-    def sync(self) -> None:
-        """Have the system write to the disk what was stored, and wait for it.
-
-        Raises:
-            OSError: it cannot be written.
-            ValueError: the segment is closed.
-        """
-        self._check_open()
-        files.sync(self._data)
-
 
 def check_directory(directory: str) -> str:
     """The absolute path of a directory that can hold a cache; it is made if its parent is there.

@@ -1,8 +1,7 @@
 """What is different about caches on a disk before they open: where they lie, and what they get.
 
 A directory belongs to one machine, and its cache to one node. Where several nodes of a job see the same directory
-(containers that share a volume), the second one's cache has another name there, and so on. The budget is of the disk;
-what of it lies in memory besides (`memory`) is granted like a cache in memory.
+(containers that share a volume), the second one's cache has another name there, and so on. The budget is of the disk.
 """
 
 from __future__ import annotations

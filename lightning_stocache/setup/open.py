@@ -44,7 +44,7 @@ from lightning_stocache.setup.look import look
 from lightning_stocache.setup.named_cache import join_caches, rings_as_they_are
 from lightning_stocache.setup.open_cache import OpenCache
 from lightning_stocache.setup.request import BackendChoice, CacheRequest
-from lightning_stocache.setup.segments import CacheMemoryError, Segments, Tier, make_and_attach
+from lightning_stocache.setup.segments import CacheMemoryError, Segments, make_and_attach
 from lightning_stocache.source.encoded import taken_apart
 from lightning_stocache.source.odd import warn_of_odd
 
@@ -113,12 +113,11 @@ def open_caches(
         backend = "tmpfile"  # where names are
     worker_bytes = max((found.worker_bytes or 0 for found in findings), default=0)
 
-    def in_memory(codecs: Sequence[SampleCodec | None], budgets: Mapping[str, Budget]) -> Allocation:
+    def divided() -> Allocation:
+        if on_disk:
+            return allocate_on_disk(requests, codecs, budgets)
         more = {"worker_bytes": worker_bytes, "later_bytes": later_bytes}
         return allocate(requests, codecs, budgets, ranks, backend, promised + kept_back, **more)
-
-    def divided() -> Allocation:
-        return allocate_on_disk(requests, codecs, budgets) if on_disk else in_memory(codecs, budgets)
 
     on_disk = any(request.dir is not None for request in requests)
     if any(request.whole_if_room and request.domain is not None for request in requests):
@@ -129,13 +128,8 @@ def open_caches(
         fits = [total >= request.length for total, request in zip(totals, drawn, strict=True)]
         requests = [every if fit else part for every, part, fit in zip(whole, drawn, fits, strict=True)]
     plan = group.lead(divided)
-    if on_disk:
-        memory = {request.pot: request.memory for request in requests}
-        above = group.lead(lambda: in_memory([found.codec for found in findings], memory))
-        plan = replace(plan, backend=above.backend)
-        tiers = list(map(Tier, above.slots, above.granted, above.keep_free))
-    else:
-        tiers = [Tier()] * len(requests)
+    if on_disk and backend != "auto":  # where the job counts
+        plan = replace(plan, backend=backend)
     planned, decoded = list(plan.slots), [found.codec for found in findings]
     for number, (request, found) in enumerate(zip(requests, findings, strict=True)):
         codec, granted = found.codec, plan.granted[number]
@@ -186,7 +180,7 @@ def open_caches(
         for number, (request, found, ring) in enumerate(zip(requests, findings, rings, strict=True)):
             cache, budget, arc = joined.pop(number, None), budgets[request.pot], ring.arcs[group.node]
             granted = plan.granted[number]
-            made.append(Segments.make(request, found.codec, arc, group, kind, cache, budget, granted, tiers[number]))
+            made.append(Segments.make(request, found.codec, arc, group, kind, cache, budget, granted))
         for segments, nbytes in zip(made, plan.keep_free, strict=True):
             if segments.cache is not None:
                 segments.cache.keep_free(nbytes)

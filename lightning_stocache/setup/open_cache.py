@@ -12,8 +12,7 @@ from torch.utils.data import Dataset
 
 from lightning_stocache.cache.counters import Counters
 from lightning_stocache.cache.placement import Ring
-from lightning_stocache.cache.stores import AnyStore
-from lightning_stocache.cache.tiers import TieredStore
+from lightning_stocache.cache.segment_store import SegmentStore
 from lightning_stocache.node.budget import format_bytes
 from lightning_stocache.node.group import NodeGroup
 from lightning_stocache.node.named import clean_command
@@ -47,7 +46,7 @@ class OpenCache:
     request: CacheRequest
     source: Dataset[Any]
     tail: Callable[[Any], Any] | None = None
-    cache: AnyStore | None = None
+    cache: SegmentStore[Any] | None = None
     counters: Counters | None = None
     ring: Ring | None = None
     group: NodeGroup = field(default_factory=NodeGroup)
@@ -62,7 +61,7 @@ class OpenCache:
         return cls(request, request.source, group=NodeGroup() if group is None else group)
 
     @property
-    def live_cache(self) -> AnyStore | None:
+    def live_cache(self) -> SegmentStore[Any] | None:
         """The cache, unless this process has closed it."""
         return None if self.cache is None or self.cache.closed else self.cache
 
@@ -126,11 +125,10 @@ class OpenCache:
             "dir": request.dir,
         }
 
-    def _used(self, cache: AnyStore) -> str:
+    def _used(self, cache: SegmentStore[Any]) -> str:
         if self.request.dir is None:
             return format_bytes(cache.memory_bytes)
-        above = "" if self.request.memory.off else f" ({format_bytes(cache.memory_bytes)} in memory, too)"
-        return f"{format_bytes(cache.disk_bytes)} on the disk{above}"
+        return f"{format_bytes(cache.disk_bytes)} on the disk"
 
     def tell(self) -> None:
         """Describe it once per node: in the log, or on stderr where a script has not set logging up, which drops it."""
@@ -153,10 +151,6 @@ class OpenCache:
                 cache.filled,
                 len(cache),
                 clean_command(name, self.request.dir),
-            )
-        if isinstance(cache, TieredStore) and cache.write_back and self.group.is_leader and not cache.save():
-            log.warning(
-                "the disk did not take all that lies in memory (is it full?): the next job loads the rest again"
             )
         for part in (self.cache, self.counters):
             if part is not None:

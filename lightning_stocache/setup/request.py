@@ -17,14 +17,13 @@ from lightning_stocache.node.budget import Budget
 from lightning_stocache.node.named import check_name
 from lightning_stocache.setup.option import check_choice
 
-__all__ = ["BackendChoice", "CacheRequest", "Form", "Layout", "LoaderSettings", "Write", "parse_memory"]
+__all__ = ["BackendChoice", "CacheRequest", "Form", "Layout", "LoaderSettings"]
 
 BackendChoice = Literal["auto", "tmpfile", "memfd", "file"]
 Layout = Literal["auto", "rows", "records"]
 Form = Literal["decoded", "encoded", "auto"]
-Write = Literal["through", "back"]
 
-_AUTO, _NONE = Budget.parse("auto"), Budget.parse(0)
+_AUTO = Budget.parse("auto")
 
 
 @dataclass(frozen=True)
@@ -74,9 +73,6 @@ class CacheRequest:
         store: whether they are kept as the source decodes them, or as it reads them; "auto": as saves most time.
         prefill: whether idle workers load what nobody has asked for yet.
         dir: on a disk, where the cache lies; None: in memory.
-        memory: what of a cache on a disk lies in memory besides.
-        write: whether what lies in memory besides is written to the disk as it comes, or when the cache closes.
-        sync: seconds after which what was stored on a disk is synced; None: never.
         domain: which indices are drawn, where that is known; None: all of them.
         whole_if_room: whether all indices get slots all the same, where the memory of all nodes is for so many.
 
@@ -98,9 +94,6 @@ class CacheRequest:
     store: Form = "decoded"
     prefill: bool = False
     dir: str | None = None
-    memory: Budget = _NONE
-    write: Write = "through"
-    sync: float | None = None
     domain: Domain | None = None
     whole_if_room: bool = False
 
@@ -121,7 +114,8 @@ class CacheRequest:
             raise TypeError(f"fingerprint must be a string, got {self.fingerprint!r}")
         if self.name is not None:
             check_name(self.name)
-        _check_disk(self.dir, self.memory, self.write, self.sync)
+        if self.dir is not None and (not isinstance(self.dir, str) or not self.dir):
+            raise TypeError(f"dir must be the path of a directory, as a string, got {self.dir!r}")
 
     @property
     def length(self) -> int:
@@ -139,39 +133,3 @@ class CacheRequest:
         whose = self.reader.stage if self.reader is not None and self.reader.stage else self.pot
         samples = f"{self.length:,}" if self.domain is None else f"{self.samples:,} of {self.length:,}"
         return f"{type(self.source).__name__} ({samples} samples{f', {whose}' if whose else ''})"
-
-
-def parse_memory(memory: int | float | str | None) -> Budget:
-    """What of a cache on a disk is to lie in memory besides, read as a budget is; None is nothing.
-
-    Raises:
-        TypeError: it is no number and no string.
-        ValueError: it cannot be read.
-    """
-    try:
-        return Budget.parse(0 if memory is None else memory)
-    except (TypeError, ValueError) as error:
-        raise type(error)(f"memory{str(error).removeprefix('budget')}") from None
-
-
-def _check_disk(directory: str | None, memory: Budget, write: Write, sync: float | None) -> None:
-    """Refuse what cannot be said of a cache on a disk.
-
-    Raises:
-        TypeError: the directory is no path.
-        ValueError: there is memory for what lies on no disk, or a choice or number is none.
-    """
-    if sync is not None and directory is None:
-        raise ValueError(f"sync={sync!r} is for a cache on a disk: give dir= too")
-    if sync is not None and (type(sync) not in (int, float) or not 0 < sync < float("inf")):
-        raise ValueError(f"sync must be a number of seconds, or None for never, got {sync!r}")
-    check_choice("write", write, Write)
-    if write == "back" and memory.off:
-        raise ValueError("write='back' writes to the disk what lies in memory: say how much does, by memory=")
-    if directory is not None and (not isinstance(directory, str) or not directory):
-        raise TypeError(f"dir must be the path of a directory, as a string, got {directory!r}")
-    if directory is None and not memory.off:
-        raise ValueError(
-            f"memory={str(memory)!r} is for what of a cache on a disk lies in memory besides: give dir= too, or say "
-            "budget= for a cache in memory alone"
-        )

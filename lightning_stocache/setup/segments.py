@@ -7,16 +7,15 @@ as all are attached.
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from typing import Any, Protocol, TypeVar
 
 from lightning_stocache.cache.codec import SampleCodec
 from lightning_stocache.cache.counters import Counters
-from lightning_stocache.cache.disk_store import DiskStore
 from lightning_stocache.cache.placement import Arc
 from lightning_stocache.cache.segment_store import SegmentStore
-from lightning_stocache.cache.stores import AnyHandle, AnyStore, attach_store, disk_store_for, store_for
-from lightning_stocache.cache.tiers import tiered
+from lightning_stocache.cache.store import StoreHandle
+from lightning_stocache.cache.stores import attach_store, disk_store_for, store_for
 from lightning_stocache.node.budget import Budget
 from lightning_stocache.node.files import Backend
 from lightning_stocache.node.group import NodeGroup
@@ -26,7 +25,7 @@ from lightning_stocache.node.segment import Segment
 from lightning_stocache.setup.named_cache import join_cache, open_cache
 from lightning_stocache.setup.request import CacheRequest
 
-__all__ = ["CacheMemoryError", "Segments", "Tier", "make_and_attach"]
+__all__ = ["CacheMemoryError", "Segments", "make_and_attach"]
 
 _LONGEST = 200  # characters of a source's title that its segment tells
 
@@ -57,7 +56,7 @@ class _Address:
     """Where the segments of one request are, for the other ranks of the node."""
 
     counters: SegmentHandle
-    cache: AnyHandle | None
+    cache: StoreHandle | None
     keeps_name: bool
 
     def attach(self, group: NodeGroup) -> Segments:
@@ -68,20 +67,11 @@ class _Address:
 
 
 @dataclass(frozen=True)
-class Tier:
-    """What of a cache on a disk lies in memory besides: slots, bytes, and bytes that it leaves to others."""
-
-    slots: int = 0
-    granted: int = 0
-    keep_free: int = 0
-
-
-@dataclass(frozen=True)
 class Segments:
     """The segments of one request, open in this process."""
 
     counters: Counters | None
-    cache: AnyStore | None
+    cache: SegmentStore[Any] | None
     keeps_name: bool = False
 
     @classmethod
@@ -95,10 +85,9 @@ class Segments:
         joined: SegmentStore[Any] | None,
         budget: Budget,
         granted: int,
-        above: Tier,
     ) -> Segments:
-        """Make them, or join the cache that has the request's name; in memory as much of it as `above` says."""
-        cache: AnyStore | None = joined
+        """Make them, or join the cache that has the request's name."""
+        cache: SegmentStore[Any] | None = joined
         whose = {"dataset": printable(request.title, _LONGEST), "node": group.node, "nodes": len(group.nodes)}
         if codec is not None and request.name is not None:
             if joined is None:  # it may have come since, or this is the second try
@@ -107,13 +96,6 @@ class Segments:
             cache = disk_store_for(codec).create(codec, arc, None, whose, granted=granted, directory=request.dir)
         elif codec is not None and joined is None and arc.slots:
             cache = store_for(codec).create(codec, arc, backend, whose, granted=granted)
-        if isinstance(cache, DiskStore):
-            cache.sync_every(request.sync or 0)
-        if codec is not None and isinstance(cache, DiskStore) and above.slots:
-            part = replace(cache.handle.arc, slots=min(above.slots, len(cache)))
-            memory = store_for(codec).create(codec, part, backend, whose, granted=above.granted)
-            memory.keep_free(above.keep_free)
-            cache = tiered(memory, cache, request.write == "back")
         return cls(Counters.create(group.rank, backend), cache, request.name is not None)
 
     @property

@@ -21,7 +21,7 @@ from lightning_stocache.loading.loader_tree import Cached
 from lightning_stocache.node.budget import format_bytes
 from lightning_stocache.sampling.locality_sampler import Mode
 from lightning_stocache.setup.option import check_count, check_flag
-from lightning_stocache.setup.request import Form, Write
+from lightning_stocache.setup.request import Form
 from lightning_stocache.training.caches import CallCaches
 from lightning_stocache.training.call_loaders import CallLoaders
 from lightning_stocache.training.lightning_internals import data_sources, loops, stall_actions
@@ -158,9 +158,6 @@ class StochasticCache(CacheMonitor):
         store: Form = "decoded",
         prefill: bool = False,
         dir: str | None = None,
-        memory: int | float | str | None = None,
-        write: Write = "through",
-        sync: float | None = None,
         streams: bool = False,
         live: bool = True,
         hyperparameters: bool = True,

@@ -23,7 +23,7 @@ from lightning_stocache.loading.rolling_cache import RollingCache, share_pools
 from lightning_stocache.loading.stream import stream_with
 from lightning_stocache.sampling.locality_sampler import Mode
 from lightning_stocache.setup.option import check_count
-from lightning_stocache.setup.request import Form, LoaderSettings, Write
+from lightning_stocache.setup.request import Form, LoaderSettings
 from lightning_stocache.training.caches import CallCaches
 from lightning_stocache.training.loaders import TrainerLoader
 from lightning_stocache.training.model_memory import training_bytes
@@ -110,9 +110,6 @@ class StocacheDataModule(LightningDataModule):
         store: Form = "decoded",
         prefill: bool = False,
         dir: str | None = None,
-        memory: int | float | str | None = None,
-        write: Write = "through",
-        sync: float | None = None,
         streams: bool = False,
     ) -> None:
         super().__init__()

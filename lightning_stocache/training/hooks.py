@@ -15,7 +15,7 @@ from typing import Any, TypeVar
 from lightning.pytorch import LightningDataModule
 
 from lightning_stocache.sampling.locality_sampler import Mode
-from lightning_stocache.setup.request import Form, Write
+from lightning_stocache.setup.request import Form
 from lightning_stocache.training.caches import CallCaches
 from lightning_stocache.training.call_loaders import CallLoaders
 from lightning_stocache.training.obstacles import check_sweep
@@ -43,9 +43,6 @@ def cache_datamodule(  # noqa: D417  the options are described in one place
     store: Form = "decoded",
     prefill: bool = False,
     dir: str | None = None,
-    memory: int | float | str | None = None,
-    write: Write = "through",
-    sync: float | None = None,
     streams: bool = False,
 ) -> M:
     """Cache the loaders of a DataModule, and return the same object.

@@ -25,8 +25,6 @@ from lightning_stocache.setup.request import (
     CacheRequest,
     Form,
     LoaderSettings,
-    Write,
-    parse_memory,
 )
 
 __all__ = ["STAGES", "CacheOptions", "Source", "Stream", "is_plain", "made", "with_options"]
@@ -60,7 +58,6 @@ class CacheOptions:
             from memory, those of training shuffled. Without it they pass by. `name`, `store` and `prefill` are not for
             them.
         name: That of the n-th dataset of a stage is `<name>-<stage><n>`.
-        memory: Each dataset of the call has its share of it, by its size.
 
     Raises:
         ValueError: an option that is none of these.
@@ -77,9 +74,6 @@ class CacheOptions:
     store: Form = "decoded"
     prefill: bool = False
     dir: str | None = None
-    memory: int | float | str | None = None
-    write: Write = "through"
-    sync: float | None = None
     streams: bool = False
     budgets: dict[str, Budget] = field(init=False)
     """The budget of every pot; stages without one of their own share the pot ""."""
@@ -131,9 +125,6 @@ class CacheOptions:
             store=self.store,
             prefill=self.prefill,
             dir=self.dir,
-            memory=parse_memory(self.memory),
-            write=self.write,
-            sync=self.sync,
             domain=domain,
             whole_if_room=self.keep_cache,
         )

@@ -1,6 +1,6 @@
 """Every store with every codec, against a dict, whatever happens: jobs that end or are killed, faults of the disk.
 
-One machine for all: in memory, on a disk, memory above a disk. A sample that a store serves is the one that was stored;
+One machine for all: in memory, and on a disk. A sample that a store serves is the one that was stored;
 what was stored and not lost by a fault is served.
 """
 
@@ -24,13 +24,12 @@ from lightning_stocache.cache.rolling_records import RollingRecords
 from lightning_stocache.cache.rolling_rows import RollingRows
 from lightning_stocache.cache.store import NO_PLACE
 from lightning_stocache.cache.stores import attach_rolling, store_for
-from lightning_stocache.cache.tiers import tiered
 from lightning_stocache.node import files
 from lightning_stocache.node.files import HEADER_BYTES
 from tests.cache.disks import LENGTH, SAMPLES, Disk, codec_of, flip, same
 
 INDICES = st.lists(st.integers(0, LENGTH - 1), min_size=1, max_size=12)
-KINDS = ("memory", "disk", "through", "back")
+KINDS = ("memory", "disk")
 
 
 class Stores(RuleBasedStateMachine):
@@ -43,10 +42,10 @@ class Stores(RuleBasedStateMachine):
         self.faulty = False  # whether something of that may be lost
         self.full = False
 
-    @initialize(kind=st.sampled_from(KINDS), layout=st.sampled_from(["rows", "records"]), part=st.integers(1, LENGTH))
-    def begin(self, kind: str, layout: str, part: int) -> None:
-        """Make a store of one kind for one codec; of tiers, so many slots lie in memory."""
-        self.kind, self.part = kind, part
+    @initialize(kind=st.sampled_from(KINDS), layout=st.sampled_from(["rows", "records"]))
+    def begin(self, kind: str, layout: str) -> None:
+        """Make a store of one kind for one codec."""
+        self.kind = kind
         self.disk = Disk(self.folder, layout, granted=2**19)
         self.store: Any = self.opened()
 
@@ -54,10 +53,7 @@ class Stores(RuleBasedStateMachine):
         codec, arc = self.disk.codec, self.disk.arc
         if self.kind == "memory":
             return store_for(codec).create(codec, arc, granted=2**19)
-        if self.kind == "disk":
-            return self.disk.open()
-        upper = type(arc)(arc.size, self.part, arc.start, arc.step)
-        return tiered(store_for(codec).create(codec, upper, granted=2**17), self.disk.open(), self.kind == "back")
+        return self.disk.open()
 
     @rule()
     def fill_all(self) -> None:
@@ -72,7 +68,6 @@ class Stores(RuleBasedStateMachine):
         outcomes = list(self.store.put_many(new, contents))
         if not self.full:
             self.stored |= {index for index, stored in zip(new, outcomes, strict=True) if stored}
-        self.flush()
 
     @rule(indices=INDICES)
     def read(self, indices: list[int]) -> None:
@@ -103,16 +98,12 @@ class Stores(RuleBasedStateMachine):
     @rule()
     def next_job(self) -> None:
         """The job ends in good order, and another one begins."""
-        if self.kind == "back":
-            assert self.store.save() or self.faulty  # records that were lost have taken their room with them
         self.store.close()
         self.begin_again()
 
     @rule()
     def killed(self) -> None:
         """The job ends without a word: what was written is there."""
-        if self.kind == "back":
-            self.stored &= {i for i in self.stored if self.store.disk.place(i) != NO_PLACE or self.on_disk(i)}
         self.store.close()
         self.begin_again()
 
@@ -154,18 +145,10 @@ class Stores(RuleBasedStateMachine):
         """What is there is never more than there is room for."""
         assert 0 <= self.store.filled <= LENGTH
 
-    def on_disk(self, index: int) -> bool:
-        return bool(self.store.disk.is_filled[self.disk.arc.slot(index)])
-
     def begin_again(self) -> None:
         if self.kind == "memory":
             self.stored.clear()
         self.store = self.opened()
-
-    def flush(self) -> None:
-        store = getattr(self.store, "disk", self.store)
-        if hasattr(store, "flush"):
-            store.flush()
 
     def teardown(self) -> None:
         files.store = STORE  # type: ignore[assignment]

@@ -206,17 +206,3 @@ def said_while_counting(counters: Counters) -> list[str]:
     count(counters, 1)
     count(counters, 1)
     return [record.getMessage() for record in records]
-
-
-def test_a_thread_counts_on_a_row_of_its_own(counters: Counters) -> None:
-    """What it adds at the same time as the main one is not lost, whoever began."""
-    others = counters.of_thread()
-    thread = threading.Thread(target=lambda: [others.add(fills=1) for _ in range(20_000)])
-    thread.start()
-    for _ in range(20_000):
-        counters.add(fills=1)
-    thread.join()
-    assert counters.totals().fills == others.totals(rank=0).fills == 40_000
-    rows = counters.segment.memory(0, ROWS * 128).cast("Q")
-    assert [number for number in range(ROWS) if rows[16 * number]] == [0, ROWS - 1]
-    rows.release()

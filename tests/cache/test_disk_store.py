@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import errno
-import gc
 import logging
 import os
 import random
@@ -18,7 +17,6 @@ from typing import Any
 import numpy as np
 import pytest
 
-from lightning_stocache.cache import write_behind
 from lightning_stocache.cache.arena import LEDGER_BYTES
 from lightning_stocache.cache.codec import aligned
 from lightning_stocache.cache.disk_store import DiskRecords, DiskRows
@@ -189,27 +187,9 @@ def test_records_after_a_power_cut_are_not_overwritten(tmp_path: Path) -> None:
     store.recall(ALL)
     for index in ALL[30:]:
         store.fill(index, disk.sample(index))
-    store.flush()
     assert disk.served(store) == ALL
     store.close()
     assert disk.served() == ALL
-
-
-def test_syncing_is_the_thread_s_business(disk: Disk, monkeypatch: Any) -> None:
-    """It syncs after so many seconds, and never the process that fills; where that is not wanted, nobody does."""
-    threads: list[str] = []
-    monkeypatch.setattr(os, "fdatasync", lambda data: threads.append(threading.current_thread().name))
-    store = disk.open()
-    made = len(threads)
-    for seconds in (0, 1e-6):
-        store.sync_every(seconds)
-        for index in ALL[: LENGTH // 2] if not seconds else ALL[LENGTH // 2 :]:
-            store.fill(index, disk.sample(index))
-        store.flush()
-        synced = threads[made:]
-        assert bool(synced) == bool(seconds)
-    assert set(synced) == {"write-behind"}
-    store.close()
 
 
 @pytest.mark.parametrize("error", [errno.ENOSPC, errno.EIO, errno.EROFS])
@@ -226,8 +206,7 @@ def test_what_the_disk_refuses_is_not_stored(disk: Disk, error: int, monkeypatch
     with caplog.at_level(logging.WARNING):
         for index in ALL[10:]:
             store.fill(index, disk.sample(index))
-        store.flush()
-    assert len([entry for entry in caplog.records if "the cache stops" in entry.message]) == 1
+        assert len([entry for entry in caplog.records if "the cache stops" in entry.message]) == 1
     assert os.strerror(error) in caplog.text
     monkeypatch.setattr(files, "store", real)
     assert disk.served(store) == ALL[:10]
@@ -272,7 +251,7 @@ def test_a_block_that_cannot_be_read_is_loaded_again(disk: Disk, monkeypatch: An
 
 
 def test_a_disk_that_stands_still_is_not_waited_for(disk: Disk, monkeypatch: Any, caplog: Any) -> None:
-    """Reading: after some seconds samples are loaded. Storing: what finds no room in the queue is not stored."""
+    """After some seconds samples are loaded instead."""
     disk.fill(ALL[:10])
     store = disk.open()
     real = files.fetch
@@ -289,72 +268,7 @@ def test_a_disk_that_stands_still_is_not_waited_for(disk: Disk, monkeypatch: Any
     assert "left alone" in caplog.text
     assert store.get(1) is None
     still.set()
-    real_store = files.store
-    blocked = threading.Event()
-
-    def wait(data: int, offset: int, *parts: memoryview) -> None:
-        blocked.wait(120)
-        real_store(data, offset, *parts)
-
-    monkeypatch.setattr(files, "store", wait)
-    monkeypatch.setattr(write_behind, "QUEUE_BYTES", 4000)
-    stored = [store.fill(index, disk.sample(index)) for index in ALL[10:]]
-    assert any(stored)
-    assert not all(stored)
-    blocked.set()
-    store.flush()
     store.close()
-
-
-def test_a_file_is_not_closed_below_a_thread_that_writes(disk: Disk, monkeypatch: Any) -> None:
-    """Its descriptor could be another file's by the time at which the disk goes on: it stays open."""
-    store = disk.open()
-    going_on, data = threading.Event(), []
-    real = files.store
-
-    def wait(file: int, offset: int, *parts: memoryview) -> None:
-        data.append(file)
-        going_on.wait(120)
-        real(file, offset, *parts)
-
-    monkeypatch.setattr(files, "store", wait)
-    monkeypatch.setattr(write_behind, "LAST_SECONDS", 0.1)
-    store.fill(3, disk.sample(3))
-    store.close()
-    assert store.closed
-    assert os.path.samefile(f"/proc/self/fd/{data[0]}", disk.path)
-    going_on.set()
-    deadline = time.monotonic() + 120
-    while disk.served() != [3]:
-        assert time.monotonic() < deadline
-        time.sleep(0.01)
-    del store
-    gc.collect()  # the thread and the store know each other
-
-
-def test_what_waits_for_a_disk_that_stands_still_is_loaded(disk: Disk, monkeypatch: Any) -> None:
-    """It is waited for once, not for each sample; nor is it taken for what another process is loading."""
-    store, blocked, waits = disk.open(), threading.Event(), []
-    real_store, real_wait = files.store, threading.Condition.wait_for
-
-    def hang(data: int, offset: int, *parts: memoryview) -> None:
-        blocked.wait(120)
-        real_store(data, offset, *parts)
-
-    def wait(self: threading.Condition, *args: Any) -> Any:
-        waits.append(args)
-        return real_wait(self, *args)
-
-    monkeypatch.setattr(files, "store", hang)
-    monkeypatch.setattr(threading.Condition, "wait_for", wait)
-    assert all(store.fill(index, disk.sample(index)) for index in ALL[:5])
-    for index in ALL[:5]:
-        store.recall([index])
-    assert len(waits) == 1
-    assert store.turns.take(ALL[:5]) == ALL[:5]
-    blocked.set()
-    store.close()
-    assert disk.served() == ALL[:5]
 
 
 def kill_while_filling(directory: str, layout: str, ready: Any) -> None:

@@ -6,6 +6,7 @@ import logging
 import os
 import shutil
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -13,10 +14,13 @@ import torch
 import torch.distributed as dist
 from lightning.pytorch import Trainer
 
+from lightning_stocache.cache import pace
 from lightning_stocache.cache.placement import Ring
 from lightning_stocache.cache.spec import SampleSpec
+from lightning_stocache.loading import misses
 from lightning_stocache.loading.dataset import CachedDataset
 from lightning_stocache.loading.loader import CachedLoader
+from lightning_stocache.node import files
 from lightning_stocache.node.disk import DiskError
 from lightning_stocache.node.group import NodeGroup
 from lightning_stocache.node.janitor import clean, named_segments
@@ -59,10 +63,10 @@ def epoch(dataset: CachedDataset, source: Any, num_workers: int = 0) -> None:
     assert came == sorted((image.flatten().tolist(), label) for image, label in expected)
 
 
-def job(layout: str, folder: str, num_workers: int, options: dict[str, Any]) -> tuple[int, int, list[int]]:
+def job(layout: str, folder: str, num_workers: int) -> tuple[int, int, list[int]]:
     """A job of one epoch: its hits and misses, and what it has loaded until then."""
     source = SOURCES[layout](LENGTH, (3, 8, 8), Path(folder, "loads"))
-    dataset = opened(source, Path(folder), **options)
+    dataset = opened(source, Path(folder))
     before = source.loads
     epoch(dataset, source, num_workers)
     assert dataset.counters is not None
@@ -72,13 +76,12 @@ def job(layout: str, folder: str, num_workers: int, options: dict[str, Any]) -> 
 
 
 @pytest.mark.processes
-@pytest.mark.parametrize("options", [{}, {"memory": "50%"}, {"memory": "auto", "write": "back"}])
 @pytest.mark.parametrize("num_workers", [0, 2])
 @pytest.mark.parametrize("layout", ["rows", "records"])
-def test_the_next_job_loads_nothing(tmp_path: Path, layout: str, num_workers: int, options: dict[str, Any]) -> None:
+def test_the_next_job_loads_nothing(tmp_path: Path, layout: str, num_workers: int) -> None:
     """The first one loads each sample once; the next one, in another process, none."""
-    assert call(job, layout, str(tmp_path), num_workers, options)[:2] == (0, LENGTH)
-    hits, misses, loaded = call(job, layout, str(tmp_path), num_workers, options)
+    assert call(job, layout, str(tmp_path), num_workers)[:2] == (0, LENGTH)
+    hits, misses, loaded = call(job, layout, str(tmp_path), num_workers)
     assert (hits, misses, loaded) == (LENGTH, 0, [])
 
 
@@ -121,17 +124,16 @@ def test_a_cache_on_a_disk_without_a_name_leaves_nothing(tmp_path: Path) -> None
 
 
 def test_the_budget_is_the_disk_s(tmp_path: Path) -> None:
-    """Bytes and shares count samples with their checksums; memory= is a budget of its own."""
+    """Bytes and shares count samples with their checksums."""
     source = CountedSource(LENGTH)
     spec = SampleSpec.infer(source.expected(0))
     each = spec.slot_bytes + 8
-    dataset = CachedDataset(source, 10 * each, dir=str(tmp_path), memory=3 * spec.slot_bytes, spec=spec)
+    dataset = CachedDataset(source, 10 * each, dir=str(tmp_path), spec=spec)
     assert dataset.cache is not None
     assert (len(dataset.cache), dataset.budget_bytes) == (10, 10 * each)
     for index in range(LENGTH):
         dataset[index]
-    assert dataset.cache.disk.flush()
-    assert (dataset.cache.filled, dataset.cache.memory_bytes) == (10, 3 * spec.slot_bytes)
+    assert (dataset.cache.filled, dataset.cache.memory_bytes) == (10, 0)
     dataset.close()
 
 
@@ -145,12 +147,33 @@ def test_another_source_is_refused_with_the_way_out(tmp_path: Path) -> None:
     opened(CountedSource(LENGTH), tmp_path, fingerprint="v2").close()
 
 
-@pytest.mark.parametrize("options", [{"memory": "1GiB"}, {"dir": "x", "write": "back"}, {"dir": "x", "write": "later"}])
-def test_what_does_not_go_together_is_refused(options: dict[str, Any]) -> None:
-    """In words, and at once in every door."""
-    for door in (lambda: CachedDataset([1, 2], **options), lambda: StochasticCache(**options)):
-        with pytest.raises(ValueError, match=r"memory=|write must be"):
-            door()
+def test_storing_pauses_where_the_disk_is_slower_than_the_source(tmp_path: Path, monkeypatch: Any, caplog: Any) -> None:
+    """Once it has cost half a second more than loading, samples are served unstored for ten, with one warning."""
+    now, real = [0], files.store
+    clock = SimpleNamespace(perf_counter_ns=lambda: now[0], monotonic=lambda: now[0] / 1e9)
+
+    def slow(data: int, offset: int, *parts: memoryview) -> None:
+        now[0] += 100_000_000
+        real(data, offset, *parts)
+
+    source = CountedSource(LENGTH)
+    dataset = CachedDataset(source, dir=str(tmp_path / "caches"), spec=SampleSpec.infer(source.expected(0)))
+    cache = dataset.cache
+    assert cache is not None
+    for module in (misses, pace):
+        monkeypatch.setattr(module, "time", clock)
+    monkeypatch.setattr(files, "store", slow)
+    for index in range(20):
+        assert torch.equal(dataset[index][0], source.expected(index)[0])
+    stored = cache.filled
+    assert 0 < stored < 10
+    counts = dataset.counters.totals()  # type: ignore[union-attr]
+    assert (counts.misses, counts.bypasses, counts.fills) == (20, 0, stored)
+    now[0] += 10_000_000_000
+    dataset[20]
+    assert cache.filled == stored + 1
+    assert caplog.text.count("storing pauses for 10 s") == 1
+    dataset.close()
 
 
 def test_a_directory_that_is_none_ends_set_up_or_the_cache(tmp_path: Path, caplog: Any) -> None:
@@ -186,7 +209,7 @@ def test_every_door_has_it(tmp_path: Path) -> None:
         for _ in range(2):
             source = CountedSource(LENGTH, (3, 8, 8), tmp_path / f"{door}-loads")
             before = source.loads
-            options: dict[str, Any] = {"name": door, "dir": folder, "memory": "50%", "allow_random": True}
+            options: dict[str, Any] = {"name": door, "dir": folder, "allow_random": True}
             if door == "datamodule":
                 module = StocacheDataModule(train=source, batch_size=8, **options)
                 trainer: Trainer = make_trainer(tmp_path, epochs=2)

@@ -26,17 +26,6 @@ def test_what_is_different_in_a_trainer_call_is_added(door):
     assert "The datasets of a Trainer call share it" in told
 
 
-@pytest.mark.parametrize(
-    "door", [StocacheDataModule, StochasticCache, lambda memory: CachedDataset([1], memory=memory)]
-)
-def test_memory_that_cannot_be_read_is_called_memory(door):
-    """Not budget, which is another option that is read alike."""
-    with pytest.raises(ValueError, match=r"^memory cannot be read; got 'x'"):
-        door(memory="x")
-    with pytest.raises(TypeError, match=r"^memory must be a number or a string"):
-        door(memory=True)
-
-
 def test_caches_are_kept_or_not():
     """`keep_cache` takes no third value."""
     with pytest.raises(ValueError, match="keep_cache must be true or false, got 'process'"):
