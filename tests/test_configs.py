@@ -26,6 +26,7 @@ tqdm.get_lock()  # made once per process, and not what a test leaves behind
 
 ROOT = Path(__file__).parents[1]
 SHIPPED = sorted((ROOT / "configs").rglob("*.yaml"))
+BORING = "{_target_:lightning.pytorch.demos.boring_classes.BoringDataModule}"
 OWN = sorted((ROOT / "examples" / "configs").rglob("*.yaml"))
 ConfigStore.instance().store(  # `model` is the app's own group
     group="model", name="boring", node={"_target_": "lightning.pytorch.demos.boring_classes.BoringModel"}
@@ -135,11 +136,21 @@ def given(value: Any) -> Any:
 
 def test_nested_knobs_are_overridden_without_a_plus():
     """A stage's budget, an argument of DataLoader: Hydra takes `key=value` only where the key is there."""
-    config = composed("train", "model=boring", "cache.stage_budgets.val=1GiB", "data.loader.pin_memory=true")
+    source = "data.train={_target_:lightning.pytorch.demos.boring_classes.RandomDataset,size:32,length:8}"
+    config = composed("train", "model=boring", source, "cache.stage_budgets.val=1GiB", "data.loader.pin_memory=true")
     dm = instantiate(config.data)
     assert dm.loader == {"pin_memory": True}
     assert sorted(dm.caches.options.budgets) == ["", "val"]
     assert str(dm.caches.options.budgets["val"]) == "1 GiB"
+
+
+@pytest.mark.parametrize("group", ["data", "callbacks.stochastic_cache"])
+def test_a_key_of_cache_that_is_no_option_is_refused(group):
+    """A slip on the command line names the option that was meant, in every door."""
+    overrides = ("data=stocache_wrapped", "callbacks=stochastic_cache", "+cache.bugdet=50%")
+    config = composed("train", "model=boring", *overrides, f"data.datamodule={BORING}")
+    with pytest.raises(hydra.errors.InstantiationException, match=r"cache\.bugdet is no option.*cache\.budget\?"):
+        instantiate(OmegaConf.select(config, group))
 
 
 def test_cache_group_holds_what_the_doors_share():
@@ -254,8 +265,7 @@ def test_shipped_dataset_instantiates():
 
 def test_shipped_wrapper_instantiates():
     """data=stocache_wrapped gives back the user's own DataModule."""
-    datamodule = "{_target_:lightning.pytorch.demos.boring_classes.BoringDataModule}"
-    config = composed("train", "model=boring", "data=stocache_wrapped", f"data.datamodule={datamodule}")
+    config = composed("train", "model=boring", "data=stocache_wrapped", f"data.datamodule={BORING}")
     assert type(instantiate(config.data)).__name__ == "BoringDataModule"
 
 

@@ -78,7 +78,7 @@ class CachedDataset(Forwarding):
         TypeError: the source is iterable-style or cached already, or an argument is of the wrong type; (`strict`) its
             samples hold something that cannot be kept as bytes (`UnsupportedSampleError`).
         ValueError: the budget cannot be read, an argument is none of its choices, or indices are none of the source's;
-            (`strict`) the source is empty.
+            (`strict`) the source is empty, or random and cannot be split.
         CacheMemoryError: (`strict`) the memory cannot be had.
         FingerprintError: the cache of this name holds something else.
 

@@ -99,6 +99,9 @@ class Budget:
         match = _TEXT.fullmatch(text)
         if match is None:
             rule = "must not be negative" if text.startswith("-") else "cannot be read"
+            if _TEXT.fullmatch(f"{text}B"):  # "32G"
+                short = text.rstrip("iI")
+                rule = f'could mean GB or GiB: write "{short}iB" for powers of 1024, or "{short}B" for powers of 1000'
             raise ValueError(_refused(value, rule))
         number = Fraction(match["number"])
         if match["unit"]:

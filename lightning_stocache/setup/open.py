@@ -80,7 +80,7 @@ def open_caches(
     Raises:
         UnsupportedSampleError: (`strict`) a sample holds something that cannot be kept as bytes.
         SampleMismatchError: (`strict`) the samples read at set-up differ in shape, dtype or structure.
-        ValueError: the ranks have sources of different lengths.
+        ValueError: the ranks have sources of different lengths; (`strict`) a source is random and cannot be split.
         CacheMemoryError: (`strict`) a segment could not be made or reached, not even by name; on all ranks alike.
         FingerprintError: what lies under a name is the cache of something else; a RuntimeError on the other ranks.
         Exception: (`strict`) what a source itself raises; on the other ranks a RuntimeError that names it.
@@ -258,8 +258,8 @@ def _look(request: CacheRequest, budget: Budget, same: bool) -> Finding:
     if budget.off or (not request.length and not request.strict):
         return Finding()
     finding = look(request) if same else Finding(reason=_APART)
-    if request.strict and not same:
-        raise ValueError(f"{request.title} cannot be cached: {_APART}")
+    if request.strict and finding.reason is not None:
+        raise ValueError(f"{request.title} cannot be cached: {finding.reason}")
     if finding.reads:
         log.info("%s: %d samples read at set-up, to learn what they are", request.title, finding.reads)
     if finding.note is not None:

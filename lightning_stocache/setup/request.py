@@ -15,7 +15,7 @@ from lightning_stocache.cache.records import RecordCodec
 from lightning_stocache.cache.spec import SampleSpec
 from lightning_stocache.node.budget import Budget
 from lightning_stocache.node.named import check_name
-from lightning_stocache.setup.option import check_choice
+from lightning_stocache.setup.option import check_choice, check_flag
 
 __all__ = ["BackendChoice", "CacheRequest", "Form", "Layout", "LoaderSettings"]
 
@@ -78,7 +78,8 @@ class CacheRequest:
 
     Raises:
         TypeError: spec, fingerprint or dir is of another type.
-        ValueError: the name cannot be one, the layout or store is none of its choices, or these do not go together.
+        ValueError: the name cannot be one, the layout or store is none of its choices, an option is neither true nor
+            false, or they do not go together.
     """
 
     source: Dataset[object]
@@ -102,6 +103,8 @@ class CacheRequest:
             object.__setattr__(self, "domain", None)
         check_choice("layout", self.layout, Layout)
         check_choice("store", self.store, Form)
+        for name in ("allow_random", "strict", "prefill"):
+            check_flag(name, getattr(self, name))
         if self.store == "encoded" and self.layout == "rows":
             raise ValueError("store='encoded' keeps records: layout='rows' cannot be had with it")
         if self.spec is not None and not isinstance(self.spec, SampleSpec | RecordCodec):

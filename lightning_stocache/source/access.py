@@ -23,7 +23,7 @@ def check_source(source: Any, cached: type, *, strict: bool = True) -> None:
         strict: whether an empty one is an error, not only a warning.
 
     Raises:
-        TypeError: it is iterable-style, has no length, or is cached already.
+        TypeError: it is a path, iterable-style, has no length, or is cached already.
         ValueError: it is empty, and `strict`.
 
     Example:
@@ -36,6 +36,8 @@ def check_source(source: Any, cached: type, *, strict: bool = True) -> None:
         raise TypeError(f"source must be the dataset itself, got a {type(source).__name__} that is cached already")
     if isinstance(source, type):
         raise TypeError(f"source must be a dataset, got the class {source.__name__}: call it first")
+    if isinstance(source, str | bytes):
+        raise TypeError(f"source must be a dataset, got {source!r}: make the dataset of what lies there first")
     if isinstance(source, IterableDataset) or not (hasattr(source, "__getitem__") and hasattr(source, "__len__")):
         raise TypeError(
             f"source must be a map-style dataset with __getitem__ and __len__, got {type(source).__name__}: without an "

@@ -136,7 +136,7 @@ class StochasticCache(CacheMonitor):
     Raises:
         ValueError: an option that cannot be read.
         TypeError: (in the Trainer, `strict=True`) a loader that cannot be cached; it says what to do.
-        ValueError: (in the Trainer, `strict=True`) an empty dataset.
+        ValueError: (in the Trainer, `strict=True`) an empty dataset, or one that is random and cannot be split.
 
     Example:
         >>> trainer = Trainer(callbacks=[StochasticCache(budget="1MiB")], logger=False, enable_checkpointing=False)

@@ -70,7 +70,8 @@ class StocacheDataModule(LightningDataModule):
         options: those of `CacheOptions`, each an argument.
 
     Raises:
-        ValueError: an option that cannot be read; (`setup`, `strict=True`) an empty set.
+        ValueError: no dataset is given, or an option cannot be read; (`setup`, `strict=True`) an empty set, or
+            one that is random and cannot be split.
         TypeError: (`setup`) a set that is neither a dataset nor a function that makes one, or (`strict=True`) that is
             iterable-style; (loader hooks) a sampler that deals samples to ranks and is no DistributedSampler.
         RuntimeError: (loader hooks) `setup` has not run, or `teardown` has.
@@ -128,6 +129,8 @@ class StocacheDataModule(LightningDataModule):
         self.eval_batch_transform = batch_transform if isinstance(eval_batch_transform, str) else eval_batch_transform
         self.prepare = prepare
         options = CacheOptions.among(locals())
+        if train is val is test is predict is None and type(self) is StocacheDataModule:
+            raise ValueError("StocacheDataModule needs a dataset: give train, val, test or predict")
         self.caches = CallCaches(options)
         # For checkpoints. Not by `save_hyperparameters`, which would keep the arguments of a subclass, datasets too.
         self._plain = options.plain() | {"batch_size": batch_size, "num_workers": num_workers}

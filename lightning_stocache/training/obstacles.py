@@ -50,6 +50,8 @@ def check_dataset(dataset: Any) -> None:
     """
     if isinstance(dataset, IterableDataset):
         raise TypeError("it is iterable-style: without an index there is nothing to cache by. Use a map-style dataset")
+    if isinstance(dataset, str | bytes):
+        raise TypeError(f"{dataset!r} is no dataset. Make the dataset of what lies there first")
     if not hasattr(dataset, "__getitem__"):
         raise TypeError("it is not map-style: it has no __getitem__")
     try:

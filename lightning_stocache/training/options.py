@@ -8,8 +8,10 @@ them, for `help` and for LightningCLI's `--help`.
 from __future__ import annotations
 
 import re
-from collections.abc import Callable, Iterator, Mapping, Sequence
+import sys
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, fields
+from difflib import get_close_matches
 from inspect import cleandoc
 from textwrap import fill
 from typing import TYPE_CHECKING, Any, Self, TypeAlias, TypeVar, cast
@@ -60,7 +62,7 @@ class CacheOptions:
         name: That of the n-th dataset of a stage is `<name>-<stage><n>`.
 
     Raises:
-        ValueError: an option that is none of these.
+        ValueError: an option that is none of these, or (`among`) a key `cache.<option>` of a Hydra app is none.
     """
 
     budget: int | float | str = "auto"
@@ -84,7 +86,6 @@ class CacheOptions:
             raise ValueError(f"stage_budgets may name {', '.join(STAGES)}; got {', '.join(map(str, sorted(unknown)))}")
         check_choice("sampling", self.sampling, Mode)
         check_flag("keep_cache", self.keep_cache)
-        check_flag("prefill", self.prefill)
         check_flag("streams", self.streams)
         budgets = {stage: Budget.parse(budget) for stage, budget in given.items()}
         object.__setattr__(self, "budgets", budgets | {"": Budget.parse(self.budget)})
@@ -93,6 +94,7 @@ class CacheOptions:
     @classmethod
     def among(cls, arguments: Mapping[str, Any]) -> Self:
         """The options that are among the arguments of a door, which may have others."""
+        _check_overrides({option.name for option in fields(cls) if option.init})
         return cls(**{option.name: arguments[option.name] for option in fields(cls) if option.init})
 
     def plain(self) -> dict[str, Any]:
@@ -132,6 +134,22 @@ class CacheOptions:
     def is_off(self, stage: str) -> bool:
         """Whether the budget of a stage is 0."""
         return self.budgets[self.pot(stage)].off
+
+
+def _check_overrides(known: Collection[str]) -> None:
+    """Refuse a key of `cache` on the command line of a Hydra app that is no option: nothing would read it.
+
+    Raises:
+        ValueError: it names the key, and the option that was probably meant.
+    """
+    hydra: Any = sys.modules.get("hydra.core.hydra_config")  # never imported: then this is no job of Hydra's
+    if hydra is None or not hydra.HydraConfig.initialized():
+        return
+    keys = (override.lstrip("+~").partition("=")[0].split(".") for override in hydra.HydraConfig.get().overrides.task)
+    for option in (key[1] for key in keys if key[0] == "cache" and len(key) > 1):
+        if option not in known:
+            meant = "".join(f"; did you mean cache.{name}?" for name in get_close_matches(option, known, n=1, cutoff=0))
+            raise ValueError(f"cache.{option} is no option of the cache{meant}")
 
 
 def is_plain(value: Any) -> bool:

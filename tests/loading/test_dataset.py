@@ -619,6 +619,7 @@ def test_a_budget_that_cannot_be_read_is_refused(source: CountedSource, budget: 
     ("options", "message"),
     [
         ({"backend": "shm"}, "backend must be 'auto', 'tmpfile', 'memfd' or 'file', got 'shm'"),
+        ({"strict": "yes"}, "strict must be true or false, got 'yes'"),
         ({"spec": (3, 8, 8)}, r"spec must be a SampleSpec, .* got \(3, 8, 8\)"),
     ],
 )
@@ -741,6 +742,8 @@ class Endless:
         (Stream, TypeError, "map-style.*got Stream.*without an index"),
         (Endless, TypeError, "with __getitem__ and __len__, got Endless"),
         (lambda: 5, TypeError, "got int"),
+        (lambda: "train/", TypeError, "source must be a dataset, got 'train/'"),
+        (lambda: Noisy(LENGTH), ValueError, r"Noisy \(24 samples\) cannot be cached: it is random"),
         (list, ValueError, "at least one sample, got an empty list"),
         (lambda: Subset(CountedSource(3), []), ValueError, "got an empty Subset"),
         (lambda: CachedDataset([1, 2], defer=True), TypeError, "got a CachedDataset that is cached already"),
@@ -754,7 +757,7 @@ class Endless:
     ],
 )
 def test_what_cannot_be_cached_is_refused(make: Callable[[], Any], error: type[Exception], message: str) -> None:
-    """Iterable, unsized, empty and cached sources, and samples of no fixed size, are errors in words."""
+    """Iterable, unsized, empty, random and cached sources, paths, and samples of no fixed size, are errors in words."""
     with pytest.raises(error, match=message):
         CachedDataset(make(), strict=True)
 

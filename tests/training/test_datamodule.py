@@ -307,7 +307,11 @@ def test_used_outside_of_a_trainer(tmp_path):
 
 
 def test_bad_sets_are_refused_in_words():
-    """With strict=True an iterable-style set and an empty one are errors that say what was given."""
+    """No set and a path are errors; with strict=True an iterable-style set and an empty one, too."""
+    with pytest.raises(ValueError, match="give train, val, test or predict"):
+        StocacheDataModule(batch_size=4)
+    with pytest.raises(TypeError, match="train set cannot be cached, str: 'train/' is no dataset"):
+        StocacheDataModule(train="train/").setup("fit")
 
     class Stream(torch.utils.data.IterableDataset):
         def __iter__(self):

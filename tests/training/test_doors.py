@@ -52,6 +52,16 @@ class Seeing(Model):
         return self.layer.weight.sum()
 
 
+class Noise(Dataset[torch.Tensor]):
+    """Another tensor whenever it is read."""
+
+    def __len__(self) -> int:
+        return 8
+
+    def __getitem__(self, index: int) -> torch.Tensor:
+        return torch.rand(3)
+
+
 class Data(LightningDataModule):
     """A DataModule of a user's, whose loaders are lists of samples."""
 
@@ -247,9 +257,10 @@ def test_a_name_outlives_the_training(door, where, tmp_path, caplog):
 
 @every_door
 def test_strict_makes_errors(door, tmp_path):
-    """What cannot be cached, and would be passed by with a warning, is refused."""
-    with pytest.raises((TypeError, ValueError)):
-        train(door, tmp_path, Stream(tmp_path / "stream"), strict=True)
+    """What cannot be cached, and would be passed by with a warning, is refused: a stream, and what is random."""
+    for data in (Stream(tmp_path / "stream"), Noise()):
+        with pytest.raises((TypeError, ValueError), match=r"iterable-style|got Stream|it is random"):
+            train(door, tmp_path, data, strict=True)
 
 
 @pytest.mark.parametrize("door", OF_THE_TRAINER)

@@ -262,6 +262,6 @@ def test_what_cannot_be_cached_is_refused():
     with pytest.raises(TypeError, match="must be a LightningDataModule, got list"):
         cache_datamodule([])
     with pytest.raises(TypeError, match="must not be cached yet, got a StocacheDataModule"):
-        cache_datamodule(StocacheDataModule())
+        cache_datamodule(StocacheDataModule([1]))
     with pytest.raises(TypeError, match="must not be cached yet"):
         cache_datamodule(cache_datamodule(Anew(".")))
