@@ -7,42 +7,10 @@ import random
 from pathlib import Path
 from typing import Any
 
-import numpy as np
-import torch
-
-from lightning_stocache.cache.disk_store import DiskStore
-from lightning_stocache.cache.placement import Ring
-from lightning_stocache.cache.records import RecordCodec
-from lightning_stocache.cache.spec import SampleSpec
-from lightning_stocache.cache.stores import disk_store_for
 from lightning_stocache.node.files import HEADER_BYTES
-from lightning_stocache.node.named import open_named, prefix
+from tests.cache.stores import ARC, LENGTH, SAMPLES, codec_of, disk_store, path_of, same
 
-LENGTH = 48
 PAGE = 4096
-
-
-def row(index: int) -> tuple[torch.Tensor, int]:
-    """A sample of fixed fields, of which no other has the bytes."""
-    return torch.from_numpy(np.random.default_rng(index).integers(0, 256, 700, dtype=np.uint8)), index
-
-
-def record(index: int) -> dict[str, Any]:
-    """A sample of its own size, with text, numbers and an array."""
-    generator = random.Random(index)
-    array = torch.arange(generator.choice([0, 3, 5000]), dtype=torch.int32) + index
-    return {"index": index, "text": f"{index}," * generator.randrange(300), "array": array}
-
-
-SAMPLES = {"rows": row, "records": record}
-
-
-def codec_of(layout: str) -> Any:
-    """The codec of rows, or of records that others have written."""
-    if layout == "rows":
-        return SampleSpec.infer(row(0))
-    samples = [record(index) for index in range(8)]
-    return RecordCodec.infer(samples).admitting(samples)
 
 
 class Disk:
@@ -56,16 +24,12 @@ class Disk:
 
     def __init__(self, directory: Path, layout: str, granted: int = 2**20) -> None:
         self.directory, self.layout, self.granted = directory, layout, granted
-        self.sample, self.codec = SAMPLES[layout], codec_of(layout)
-        self.arc = Ring.cut(LENGTH, (1.0,), (LENGTH,)).arcs[0]
-        self.path = directory / f"{prefix()}store"
+        self.sample, self.codec, self.arc = SAMPLES[layout], codec_of(layout), ARC
+        self.path = path_of(directory)
 
-    def open(self) -> DiskStore[Any]:
+    def open(self) -> Any:
         """The store as the next job finds it, or makes it."""
-        kind = disk_store_for(self.codec)
-        size, manifest = kind.layout(self.codec, self.arc, granted=self.granted)
-        segment, found = open_named("store", size, manifest, str(self.directory), kind.mend)
-        return kind.found(segment, self.codec, found.geometry, LENGTH)
+        return disk_store(self.codec, self.directory, self.granted)
 
     def fill(self, indices: Any = range(LENGTH)) -> None:
         """A job that stores those samples."""
@@ -74,7 +38,7 @@ class Disk:
             store.fill(index, self.sample(index))
         store.close()
 
-    def served(self, store: DiskStore[Any] | None = None) -> list[int]:
+    def served(self, store: Any = None) -> list[int]:
         """The indices that a job is served, each of which is compared with what was stored."""
         opened = self.open() if store is None else store
         indices = []
@@ -96,17 +60,6 @@ class Disk:
         """Have something else lie on the disk."""
         self.path.write_bytes(content)
         os.chmod(self.path, 0o600)
-
-
-def same(left: Any, right: Any) -> bool:
-    """Whether two samples are equal, bit for bit."""
-    if isinstance(left, dict):
-        return left.keys() == right.keys() and all(same(left[key], right[key]) for key in right)
-    if isinstance(left, tuple):
-        return len(left) == len(right) and all(map(same, left, right))
-    if isinstance(left, torch.Tensor):
-        return left.dtype == right.dtype and torch.equal(left, right)
-    return type(left) is type(right) and bool(left == right)
 
 
 def flip(content: bytearray, generator: random.Random, count: int, start: int = HEADER_BYTES) -> None:

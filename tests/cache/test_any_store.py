@@ -1,12 +1,11 @@
 """Every store with every codec, against a dict, whatever happens: jobs that end or are killed, faults of the disk.
 
-One machine for all: in memory, and on a disk. A sample that a store serves is the one that was stored;
+One machine for both: in memory and on a disk. A sample that a store serves is the one that was stored;
 what was stored and not lost by a fault is served.
 """
 
 from __future__ import annotations
 
-import errno
 import os
 import random
 import shutil
@@ -20,16 +19,26 @@ from hypothesis import HealthCheck, settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule
 
-from lightning_stocache.cache.rolling_records import RollingRecords
-from lightning_stocache.cache.rolling_rows import RollingRows
 from lightning_stocache.cache.store import NO_PLACE
-from lightning_stocache.cache.stores import attach_rolling, store_for
-from lightning_stocache.node import files
 from lightning_stocache.node.files import HEADER_BYTES
-from tests.cache.disks import LENGTH, SAMPLES, Disk, codec_of, flip, same
+from tests.cache.disks import Disk, flip
+from tests.cache.stores import (
+    KINDS,
+    LAYOUTS,
+    LENGTH,
+    SAMPLES,
+    attach_rolling,
+    codec_of,
+    encoded,
+    memory_store,
+    refuse_stores,
+    resident,
+    rolling_store,
+    same,
+)
 
 INDICES = st.lists(st.integers(0, LENGTH - 1), min_size=1, max_size=12)
-KINDS = ("memory", "disk")
+GRANTED = 2**19
 
 
 class Stores(RuleBasedStateMachine):
@@ -42,18 +51,14 @@ class Stores(RuleBasedStateMachine):
         self.faulty = False  # whether something of that may be lost
         self.full = False
 
-    @initialize(kind=st.sampled_from(KINDS), layout=st.sampled_from(["rows", "records"]))
+    @initialize(kind=st.sampled_from(KINDS), layout=st.sampled_from(LAYOUTS))
     def begin(self, kind: str, layout: str) -> None:
         """Make a store of one kind for one codec."""
-        self.kind = kind
-        self.disk = Disk(self.folder, layout, granted=2**19)
+        self.kind, self.disk = kind, Disk(self.folder, layout, GRANTED)
         self.store: Any = self.opened()
 
     def opened(self) -> Any:
-        codec, arc = self.disk.codec, self.disk.arc
-        if self.kind == "memory":
-            return store_for(codec).create(codec, arc, granted=2**19)
-        return self.disk.open()
+        return memory_store(self.disk.codec, GRANTED) if self.kind == "memory" else self.disk.open()
 
     @rule()
     def fill_all(self) -> None:
@@ -63,8 +68,8 @@ class Stores(RuleBasedStateMachine):
     @rule(indices=INDICES)
     def fill(self, indices: list[int]) -> None:
         """Store samples, several at once."""
-        codec, new = self.disk.codec, list(dict.fromkeys(indices))
-        contents = [codec.contents(codec.encode(self.disk.sample(index), index)) for index in new]
+        new = list(dict.fromkeys(indices))
+        contents = [encoded(self.disk.codec, self.disk.sample(index), index) for index in new]
         outcomes = list(self.store.put_many(new, contents))
         if not self.full:
             self.stored |= {index for index, stored in zip(new, outcomes, strict=True) if stored}
@@ -97,13 +102,7 @@ class Stores(RuleBasedStateMachine):
 
     @rule()
     def next_job(self) -> None:
-        """The job ends in good order, and another one begins."""
-        self.store.close()
-        self.begin_again()
-
-    @rule()
-    def killed(self) -> None:
-        """The job ends without a word: what was written is there."""
+        """The job ends, and another one begins."""
         self.store.close()
         self.begin_again()
 
@@ -134,7 +133,7 @@ class Stores(RuleBasedStateMachine):
     def disk_full(self, full: bool) -> None:
         """From now on nothing can be stored, or again everything."""
         self.full = full
-        files.store = refuse if full else STORE  # type: ignore[assignment]
+        refuse_stores(full)
         if full:
             self.faulty = True
         else:
@@ -151,7 +150,7 @@ class Stores(RuleBasedStateMachine):
         self.store = self.opened()
 
     def teardown(self) -> None:
-        files.store = STORE  # type: ignore[assignment]
+        refuse_stores(False)
         if hasattr(self, "store"):
             self.store.close()
         shutil.rmtree(self.folder)
@@ -166,13 +165,11 @@ class Rolling(RuleBasedStateMachine):
         self.number = 0
         self.refused = False
 
-    @initialize(layout=st.sampled_from(["rows", "records"]), granted=st.integers(60_000, 300_000))
-    def begin(self, layout: str, granted: int) -> None:
+    @initialize(layout=st.sampled_from(LAYOUTS), samples=st.integers(12, 60))
+    def begin(self, layout: str, samples: int) -> None:
         """Make a store for one codec."""
         self.sample, codec = SAMPLES[layout], codec_of(layout)
-        self.store: Any = (
-            RollingRows.create(codec, granted // 5000) if layout == "rows" else RollingRecords.create(codec, granted)
-        )
+        self.store: Any = rolling_store(codec, samples)
         self.readers = [self.store]
 
     @rule(count=st.integers(1, 40))
@@ -190,7 +187,7 @@ class Rolling(RuleBasedStateMachine):
     def read(self, seed: int) -> None:
         """What is resident are the last that came, each as it was, whoever reads."""
         store = random.Random(seed).choice(self.readers)
-        slots = store.ring.readable_slots()
+        slots = resident(store)
         last = self.resident[len(self.resident) - len(slots) :]
         found = [next(i for i in last if same(got, self.sample(i))) for got in store.read(slots)]
         assert sorted(found) == last
@@ -200,12 +197,12 @@ class Rolling(RuleBasedStateMachine):
     @rule()
     def full(self) -> None:
         """Where there is no memory left nothing is served that was not stored."""
-        files.store = refuse  # type: ignore[assignment]
+        refuse_stores(True)
         self.refused = True
         try:
             self.come()
         finally:
-            files.store = STORE  # type: ignore[assignment]
+            refuse_stores(False)
 
     def come(self) -> None:
         try:
@@ -220,13 +217,6 @@ class Rolling(RuleBasedStateMachine):
     def teardown(self) -> None:
         for store in getattr(self, "readers", ())[::-1]:
             store.close()
-
-
-STORE = files.store
-
-
-def refuse(data: int, offset: int, *parts: memoryview) -> None:
-    raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
 
 
 TestStores = Stores.TestCase

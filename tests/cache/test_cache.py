@@ -263,34 +263,6 @@ def test_overwriting_and_clearing_agree_with_a_dict(cache: SharedCache, rng: ran
     assert {index: cache.get(index)[1] for index in range(12) if cache.get(index)} == plain  # type: ignore[index]
 
 
-BIG = 1 << 16
-
-
-def write_and_read(cache: SharedCache, mark: int, rounds: int) -> int:
-    """Fill every slot with one's own mark and look whether what is served is of one mark; how many were not."""
-    own = torch.full((BIG,), mark, dtype=torch.uint8)
-    torn = 0
-    for index in range(rounds):
-        cache.fill(index, own)
-        served = cache.get(index)
-        if served is not None and int(served.min()) != int(served.max()):
-            torn += 1
-    return torn
-
-
-@pytest.mark.processes
-def test_two_writers_never_tear_a_sample() -> None:
-    """Processes that store different bytes into the same slot at the same time: one wins, and all see it whole."""
-    rounds = 1500
-    cache = SharedCache.create(SampleSpec.infer(torch.zeros(BIG, dtype=torch.uint8)), Arc(rounds, rounds))
-    assert call_many(write_and_read, [(cache, mark, rounds) for mark in (1, 2, 3)]) == [0, 0, 0]
-    assert cache.filled == rounds
-    assert all(
-        int(sample.min()) == int(sample.max()) for index in range(rounds) if (sample := cache.get(index)) is not None
-    )
-    cache.close()
-
-
 # --- death and shortage
 
 

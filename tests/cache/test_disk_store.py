@@ -6,11 +6,9 @@ import errno
 import logging
 import os
 import random
-import signal
 import sys
 import threading
 import time
-from multiprocessing import get_context
 from pathlib import Path
 from typing import Any
 
@@ -271,52 +269,13 @@ def test_a_disk_that_stands_still_is_not_waited_for(disk: Disk, monkeypatch: Any
     store.close()
 
 
-def kill_while_filling(directory: str, layout: str, ready: Any) -> None:
-    disk = Disk(Path(directory), layout)
-    store = disk.open()
-    ready.set()
-    while True:
-        for index in random.sample(ALL, LENGTH):
-            store.fill(index, disk.sample(index))
-            store.recall(ALL)
-            got = store.get(index)
-            assert got is None or same(got, disk.sample(index))
-
-
-@pytest.mark.processes
-def test_what_a_killed_job_has_filled_is_there(disk: Disk) -> None:
-    """A kill at any moment leaves samples, or none: no wrong one, and no lock."""
-    kills(disk, 12)
-    disk.fill()
-    assert disk.served() == ALL
-
-
-def kills(disk: Disk, rounds: int) -> None:
-    """Kill jobs that fill, and look at what they have left; from time to time begin with nothing."""
-    generator = random.Random(3)
-    context = get_context("fork")
-    for number in range(rounds):
-        if number % 6 == 5:
-            disk.path.unlink()
-        ready = context.Event()
-        child = context.Process(target=kill_while_filling, args=(str(disk.directory), disk.layout, ready))
-        child.start()
-        assert ready.wait(200)
-        time.sleep(generator.random() * 0.05)
-        os.kill(child.pid, signal.SIGKILL)
-        child.join()
-        assert child.exitcode == -signal.SIGKILL
-        disk.served()
-
-
 @pytest.mark.soak
 @pytest.mark.processes
 @pytest.mark.timeout(3600)
 def test_no_fault_serves_a_wrong_sample(disk: Disk) -> None:
-    """Half a million flipped bits, 5,000 truncations, 500 power cuts and 250 kills for each layout."""
+    """Half a million flipped bits, 5,000 truncations and 500 power cuts for each layout."""
     lost = flips(disk, 250, 1000) + flips(disk, 2500, 100), truncations(disk, 5000), power_cuts(disk, 500)
     assert all(lost)
-    kills(disk, 250)
 
 
 @pytest.mark.parametrize(

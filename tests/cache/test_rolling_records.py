@@ -2,11 +2,8 @@
 
 from __future__ import annotations
 
-import os
 import random
-import time
 from collections.abc import Iterator
-from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -15,8 +12,7 @@ import torch
 
 from lightning_stocache.cache.records import RecordCodec
 from lightning_stocache.cache.rolling_records import RollingRecords
-from lightning_stocache.cache.rolling_store import RollingHandle
-from tests.processes import Child, without_room
+from tests.processes import without_room
 
 Sample = dict[str, object]
 
@@ -110,64 +106,6 @@ def test_a_reader_that_is_kept_waiting_while_all_that_it_saw_leaves(
     assert len(slots) > 0
     assert store.ring.evicted >= 5
     assert numbers(store, slots) == list(range(last - len(slots), last))
-
-
-def append_for_ever(handle: RollingHandle, first: int) -> None:
-    torch.set_num_threads(1)
-    store = RollingRecords.attach(handle)
-    while os.getppid() != 1:
-        while not store.append(sample(first)):
-            pass
-        first += 1
-
-
-def check(handle: RollingHandle, over: Path, seed: int) -> int:
-    torch.set_num_threads(1)
-    store, random_slots, read = RollingRecords.attach(handle), np.random.default_rng(seed), 0
-    while store.filled < 3:
-        time.sleep(0.01)
-    while read <= 50 or not over.exists():
-        read += len(numbers(store, random_slots.integers(0, store.ring.count, 8)))
-    return read
-
-
-def storm(folder: Path, seconds: float, seed: int) -> None:
-    moments, store, over = random.Random(seed), RollingRecords.create(CODEC, 600_000), folder / "over"
-    readers = [Child(check, store.handle, over, seed + number) for number in range(2)]
-    writers = [Child(append_for_ever, store.handle, 1_000_000 * number) for number in (1, 2)]
-    killed, end = 2, time.monotonic() + seconds
-    try:
-        while time.monotonic() < end or killed < 10 or store.ring.evicted <= 100:
-            time.sleep(moments.uniform(0.0, 0.2))
-            number = moments.randrange(2)
-            writers[number].kill()
-            killed += 1
-            writers[number] = Child(append_for_ever, store.handle, 1_000_000 * killed)
-        over.touch()
-        found = [reader.result() for reader in readers]
-    finally:
-        for writer in writers:
-            writer.kill()
-    assert min(found) > 50
-    for number in range(200):  # what the killed have left is taken over
-        assert store.append(sample(number))
-    resident = sorted(numbers(store))
-    assert resident == list(range(200 - len(resident), 200))
-    store.close()
-
-
-@pytest.mark.processes
-def test_no_reader_sees_a_torn_record(tmp_path: Path) -> None:
-    """Two readers look at all of what two writers write, who are killed again and again."""
-    storm(tmp_path, 2, 7)
-
-
-@pytest.mark.soak
-@pytest.mark.processes
-@pytest.mark.timeout(900)
-def test_no_reader_sees_a_torn_record_in_five_minutes(tmp_path: Path) -> None:
-    """The same for longer."""
-    storm(tmp_path, 300, 8)
 
 
 def grow_without_memory() -> tuple[int, list[int]]:

@@ -3,11 +3,9 @@
 from __future__ import annotations
 
 import os
-import random
 import signal
 import time
 from collections.abc import Iterator
-from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -18,7 +16,7 @@ from lightning_stocache.cache.contents import contents_of
 from lightning_stocache.cache.rolling_rows import RollingRows
 from lightning_stocache.cache.rolling_store import RollingHandle
 from lightning_stocache.cache.spec import SampleMismatchError, SampleSpec
-from tests.processes import Child, ChildError, call, without_room
+from tests.processes import ChildError, call, without_room
 
 WORDS = 4096
 SPEC = SampleSpec.infer((torch.zeros(WORDS, dtype=torch.int64), 0))
@@ -148,15 +146,6 @@ def test_a_look_from_outside_says_how_many_samples_there_are(store: RollingRows)
 # ---- other processes ----
 
 
-def append_for_ever(handle: RollingHandle, first: int) -> None:
-    torch.set_num_threads(1)
-    store = RollingRows.attach(handle)
-    number = first
-    while os.getppid() != 1:
-        store.append(sample(number), number)
-        number += 1
-
-
 def take_and_die(handle: RollingHandle) -> None:
     store = RollingRows.attach(handle)
     store.ring.take()
@@ -177,59 +166,6 @@ def test_the_slot_of_a_killed_writer_is_taken_first(store: RollingRows) -> None:
         store.append(sample(3))
     assert store.ring.readable(np.arange(5)).tolist() == [True] * 4 + [False]
     assert sorted(numbers(store)) == [0, 1, 2, 3]
-
-
-def check(handle: RollingHandle, over: Path, seed: int) -> tuple[int, int, int]:
-    """Read batches of random slots, each word of them; samples read, newest ticket seen, substituted."""
-    torch.set_num_threads(1)
-    store, random_slots, read = RollingRows.attach(handle), np.random.default_rng(seed), 0
-    while store.filled < 3:
-        time.sleep(0.01)
-    while read <= 100 or not over.exists():
-        slots = random_slots.integers(0, min(store.capacity, store.filled), 16)
-        read += len(numbers(store, slots))
-    return read, store.ring.appended, store.substituted
-
-
-def storm(folder: Path, seconds: float, seed: int) -> None:
-    """Writers that are killed at random moments, and readers that look at every word."""
-    moments, store, over = random.Random(seed), RollingRows.create(SPEC, 12), folder / "over"
-    readers = [Child(check, store.handle, over, seed + number, method="fork") for number in range(2)]
-    writers = [Child(append_for_ever, store.handle, 1_000_000 * number) for number in (1, 2)]
-    killed, end = 2, time.monotonic() + seconds
-    try:
-        while time.monotonic() < end or killed < 10 or store.ring.appended <= 100:
-            time.sleep(moments.uniform(0.0, 0.2))
-            number = moments.randrange(2)
-            writers[number].kill()
-            killed += 1
-            writers[number] = Child(append_for_ever, store.handle, 1_000_000 * killed)
-        over.touch()
-        found = [reader.result() for reader in readers]
-    finally:
-        for writer in writers:
-            writer.kill()
-    assert all(read > 100 for read, _, _ in found)
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(time, "monotonic", lambda now=time.monotonic: now() + 60)
-        for number in range(24):  # every slot can be written again, also those of the killed
-            assert store.append(sample(number), number)
-    assert sorted(numbers(store)) == list(range(12, 24))
-    store.close()
-
-
-@pytest.mark.processes
-def test_no_reader_sees_a_torn_sample(tmp_path: Path) -> None:
-    """Two readers look at every word of what two writers write, who are killed again and again."""
-    storm(tmp_path, 2, 7)
-
-
-@pytest.mark.soak
-@pytest.mark.processes
-@pytest.mark.timeout(900)
-def test_no_reader_sees_a_torn_sample_in_ten_minutes(tmp_path: Path) -> None:
-    """The same for ten minutes."""
-    storm(tmp_path, 600, 8)
 
 
 def grow_without_memory() -> tuple[int, int, list[int]]:

@@ -1,0 +1,152 @@
+"""Processes that are killed while they fill leave samples or empty slots: no wrong sample, and no lock."""
+
+from __future__ import annotations
+
+import os
+import random
+import signal
+import sys
+import time
+from collections.abc import Callable, Iterator
+from contextlib import AbstractContextManager, closing, nullcontext
+from pathlib import Path
+from types import FrameType
+from typing import Any
+
+import numpy as np
+import pytest
+
+import lightning_stocache
+from lightning_stocache.cache.store import NO_PLACE
+from tests.cache.stores import (
+    KINDS,
+    LAYOUTS,
+    LENGTH,
+    SAMPLES,
+    codec_of,
+    disk_store,
+    encoded,
+    memory_store,
+    same,
+)
+from tests.processes import Child, ChildError
+
+pytestmark = pytest.mark.processes
+
+Job = Callable[[], AbstractContextManager[Any]]
+"""Opens the store: one in memory that is there for the test, or the next job's on a disk."""
+
+ROOM = str(Path(lightning_stocache.__file__).parent / "cache")
+ALL = list(range(LENGTH))
+GRANTED = 2**23  # also for what those who are killed have taken and not stored
+
+
+@pytest.fixture(params=LAYOUTS)
+def layout(request: Any) -> str:
+    return str(request.param)
+
+
+@pytest.fixture(params=KINDS)
+def job(request: Any, layout: str, tmp_path: Path) -> Iterator[Job]:
+    codec = codec_of(layout)
+    if request.param == "disk":
+        yield lambda: closing(disk_store(codec, tmp_path, GRANTED))
+        return
+    store = memory_store(codec, GRANTED)
+    yield lambda: nullcontext(store)
+    store.close()
+
+
+def served(store: Any, layout: str) -> list[int]:
+    """The indices that are served, whose samples are compared with what was stored."""
+    store.recall(ALL)
+    places = store.lookup(np.array(ALL))
+    found = np.flatnonzero(places != NO_PLACE).tolist()
+    for index, sample in zip(found, store.read(places[found]), strict=True):
+        assert same(sample, SAMPLES[layout](index)), f"a wrong sample under {index}"
+    return found
+
+
+def fill_the_rest(job: Job, layout: str) -> None:
+    """Store all that is missing: no slot is lost, nobody has it claimed."""
+    with job() as store:
+        found = served(store, layout)
+        assert all(store.fill(index, SAMPLES[layout](index)) for index in ALL if index not in found)
+    with job() as store:
+        assert served(store, layout) == ALL
+
+
+def killed_at_line(job: Job, layout: str, index: int, last: int) -> None:
+    """Store a sample, and be killed at that line of the room that storing comes to."""
+    lines = 0
+
+    def trace(frame: FrameType, event: str, _: Any) -> Callable[..., Any] | None:
+        nonlocal lines
+        if not frame.f_code.co_filename.startswith(ROOM):
+            return None
+        lines += event == "line"
+        if lines == last:
+            os.kill(os.getpid(), signal.SIGKILL)
+        return trace
+
+    with job() as store:
+        contents = encoded(store.codec, SAMPLES[layout](index), index)
+        sys.settrace(trace)
+        assert list(store.put_many([index], [contents])) == [True]
+        sys.settrace(None)
+
+
+def test_who_is_killed_at_any_line_does_no_harm(job: Job, layout: str) -> None:
+    """Wherever in the code a writer dies, what was stored stays, and the next writer finds the slot free."""
+    index = line = 0
+    died = "of SIGKILL"
+    while died.endswith("of SIGKILL"):
+        line += 1
+        try:
+            Child(killed_at_line, job, layout, index, line).result()
+            died = ""
+        except ChildError as error:
+            died = str(error)
+        with job() as store:
+            found = served(store, layout)
+        assert found in (ALL[:index], ALL[: index + 1])
+        index = len(found)
+    assert died == ""
+    assert line > 20
+    fill_the_rest(job, layout)
+
+
+def fill_for_ever(job: Job, layout: str, begun: Path) -> None:
+    with job() as store:
+        begun.touch()
+        while True:
+            for index in random.sample(ALL, LENGTH):
+                store.fill(index, SAMPLES[layout](index))
+                served(store, layout)
+
+
+def kill_writers(job: Job, layout: str, folder: Path, kills: int) -> None:
+    """Kill processes that fill at random moments, and look at what they have left."""
+    moments = random.Random(3)
+    for number in range(kills):
+        begun = folder / str(number)
+        writer = Child(fill_for_ever, job, layout, begun)
+        while not begun.exists():
+            time.sleep(0.002)
+        time.sleep(moments.random() * 0.05)
+        writer.kill()
+        with job() as store:
+            served(store, layout)
+    fill_the_rest(job, layout)
+
+
+def test_who_is_killed_at_any_moment_does_no_harm(job: Job, layout: str, tmp_path: Path) -> None:
+    """Whenever a writer is killed, what is served afterwards is right, and the rest can be stored."""
+    kill_writers(job, layout, tmp_path, 12)
+
+
+@pytest.mark.soak
+@pytest.mark.timeout(3600)
+def test_who_is_killed_again_and_again_does_no_harm(job: Job, layout: str, tmp_path: Path) -> None:
+    """The same 250 times."""
+    kill_writers(job, layout, tmp_path, 250)

@@ -1,0 +1,130 @@
+"""Nobody is ever served half of one sample and half of another, while others write and are killed."""
+
+from __future__ import annotations
+
+import os
+import random
+import time
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+
+from lightning_stocache.cache.store import NO_PLACE
+from tests.cache.stores import ARC, LAYOUTS, attach_rolling, evicted, infer_codec, memory_store, resident, rolling_store
+from tests.processes import Child, call_many
+
+BIG = 1 << 16
+SLOTS = 12
+
+
+def sample(layout: str, number: int) -> Any:
+    """A sample whose every word says which it is; a record has a size of its own, too."""
+    if layout == "rows":
+        return torch.full((4096,), number), number
+    words = random.Random(number).randrange(1, 4000)
+    return {"number": number, "words": torch.full((words,), number), "text": f"{number} " * (words % 50)}
+
+
+def whole(layout: str, read: Any) -> int:
+    """The number of a sample, which is looked at word by word."""
+    number, words = (read[1], read[0]) if layout == "rows" else (read["number"], read["words"])
+    assert (words == number).all(), f"sample {number} is torn: it has words of {words.unique().tolist()}"
+    if layout == "records":
+        assert read["text"] == f"{number} " * (len(words) % 50)
+    return int(number)
+
+
+def codec_of(layout: str) -> Any:
+    return infer_codec(layout, [sample(layout, number) for number in range(20)])
+
+
+def write_and_read(store: Any, mark: int) -> int:
+    """Fill every slot with a mark and look at what is served; how many samples had words of several marks."""
+    mine, torn = torch.full((BIG,), mark, dtype=torch.uint8), 0
+    for index in range(ARC.size):
+        store.fill(index, mine)
+        place = store.place(index)
+        for served in store.read(np.array([place])) if place != NO_PLACE else ():
+            torn += int(served.min()) != int(served.max())
+    return torn
+
+
+@pytest.mark.processes
+@pytest.mark.parametrize("layout", LAYOUTS)
+def test_two_writers_never_tear_a_sample(layout: str) -> None:
+    """Processes that store different bytes into the same slot at the same time: one wins, and all see it whole."""
+    codec = infer_codec(layout, [torch.zeros(BIG, dtype=torch.uint8)])
+    for _ in range(15):
+        store = memory_store(codec, 64 * BIG)
+        assert call_many(write_and_read, [(store, mark) for mark in (1, 2, 3)]) == [0, 0, 0]
+        assert store.filled == ARC.size
+        store.close()
+
+
+def append_for_ever(handle: Any, layout: str, first: int) -> None:
+    torch.set_num_threads(1)
+    store = attach_rolling(handle)
+    while os.getppid() != 1:
+        while not store.append(sample(layout, first)):
+            pass
+        first += 1
+
+
+def look(handle: Any, layout: str, over: Path, seed: int) -> int:
+    """Read batches of random places, each word of them; how many samples were read."""
+    torch.set_num_threads(1)
+    store, random_places, read = attach_rolling(handle), np.random.default_rng(seed), 0
+    while store.filled < 3:
+        time.sleep(0.01)
+    while read <= 50 or not over.exists():
+        places = random_places.integers(0, max(min(store.capacity, store.filled), 1), 16)
+        read += len([whole(layout, each) for each in store.read(places)])
+    return read
+
+
+def storm(folder: Path, layout: str, seconds: float, seed: int) -> None:
+    """Writers that are killed at random moments, and readers that look at every word."""
+    moments, store, over = random.Random(seed), rolling_store(codec_of(layout), SLOTS), folder / "over"
+    readers = [Child(look, store.handle, layout, over, seed + number) for number in range(2)]
+    writers = [Child(append_for_ever, store.handle, layout, 1_000_000 * number) for number in (1, 2)]
+    killed, end = 2, time.monotonic() + seconds
+    try:
+        while time.monotonic() < end or killed < 10 or evicted(store) <= 100:
+            time.sleep(moments.uniform(0.0, 0.2))
+            number = moments.randrange(2)
+            writers[number].kill()
+            killed += 1
+            writers[number] = Child(append_for_ever, store.handle, layout, 1_000_000 * killed)
+        over.touch()
+        found = [reader.result() for reader in readers]
+    finally:
+        for writer in writers:
+            writer.kill()
+    assert min(found) > 50
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(time, "monotonic", lambda now=time.monotonic: now() + 60)  # what the killed had is looked for
+        for number in range(200):
+            assert store.append(sample(layout, number))
+    last = sorted(whole(layout, read) for read in store.read(resident(store)))
+    assert last == list(range(200 - len(last), 200))
+    assert len(last) == store.capacity
+    store.close()
+
+
+@pytest.mark.processes
+@pytest.mark.parametrize("layout", LAYOUTS)
+def test_no_reader_sees_a_torn_sample(tmp_path: Path, layout: str) -> None:
+    """Two readers look at every word of what two writers write, who are killed again and again."""
+    storm(tmp_path, layout, 2, 7)
+
+
+@pytest.mark.soak
+@pytest.mark.processes
+@pytest.mark.timeout(900)
+@pytest.mark.parametrize("layout", LAYOUTS)
+def test_no_reader_sees_a_torn_sample_for_long(tmp_path: Path, layout: str) -> None:
+    """The same for ten minutes."""
+    storm(tmp_path, layout, 600, 8)
