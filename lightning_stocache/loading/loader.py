@@ -36,9 +36,9 @@ from lightning_stocache.loading.cached_source import CachedSource
 from lightning_stocache.loading.dataset import cached_source
 from lightning_stocache.loading.epoch import Epoch
 from lightning_stocache.loading.index_stream import IndexStream
-from lightning_stocache.loading.loader_sampler import batches_of, set_epoch
+from lightning_stocache.loading.loader_sampler import batches_of, index_sampler, set_epoch
 from lightning_stocache.loading.loader_state import LoaderState
-from lightning_stocache.loading.locality import deals_to_ranks, locality_sampler
+from lightning_stocache.loading.locality import deals_to_ranks, locality_sampler, warn_of_ranks
 from lightning_stocache.loading.resources import Resources, Route
 from lightning_stocache.loading.resumable_batches import CountedBatches, ResumableBatches
 from lightning_stocache.loading.rolling_cache import RollingCache
@@ -137,6 +137,7 @@ class CachedLoader(DataLoader[Any]):
         self.position.begin(self)
         cached = self._cached()
         if not started and cached is not None:
+            warn_of_ranks(cached.opened.group, index_sampler(self))
             cached.refresh()  # persistent workers have a source of their own, which stays as it was
         resources = None if cached is None else self._resources_for(cached)
         if resources is not self.resources:

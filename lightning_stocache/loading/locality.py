@@ -2,17 +2,22 @@
 
 from __future__ import annotations
 
+import logging
 import os
 from collections.abc import Iterable
+from functools import cache
 from typing import Any
 
 import torch.distributed
+from torch.utils.data import RandomSampler
 
 from lightning_stocache.loading.stand_in import cached_in
-from lightning_stocache.node.group import NodeGroup
+from lightning_stocache.node.group import NodeGroup, job_ranks
 from lightning_stocache.sampling.locality_sampler import LocalitySampler, Mode
 
-__all__ = ["deals_to_ranks", "global_seed", "locality_sampler"]
+__all__ = ["deals_to_ranks", "global_seed", "locality_sampler", "warn_of_ranks"]
+
+log = logging.getLogger(__name__)
 
 
 def global_seed() -> int:
@@ -71,3 +76,29 @@ def locality_sampler(
         mode=mode,
         draws=draws,
     )
+
+
+def warn_of_ranks(group: NodeGroup, sampler: Any) -> None:
+    """Say once, on rank zero, that ranks have a cache each, or train on the same samples.
+
+    Args:
+        group: the ranks that share the cache.
+        sampler: what a loader draws its indices from; one of no random order is taken to validate.
+    """
+    world, rank = job_ranks()
+    alone, same = group.world < world, type(sampler) is RandomSampler
+    if rank or not (same or (alone and deals_to_ranks(sampler))) or world == 1:
+        return
+    troubles, advice = [], []
+    if alone:
+        troubles.append("has a cache of its own")
+        advice.append("after init_process_group, call share() of the dataset on every rank")
+    if same:
+        troubles.append("trains on all samples")
+        advice.append('give CachedLoader sampling="locality", or a DistributedSampler')
+    _warn(f"each of {world} ranks {' and '.join(troubles)}: {'; '.join(advice)}")
+
+
+@cache
+def _warn(message: str) -> None:
+    log.warning(message)

@@ -34,7 +34,7 @@ from lightning_stocache.node.files import memory_directory
 from lightning_stocache.node.post import Posted
 from lightning_stocache.node.reach import strangers
 
-__all__ = ["NodeGroup", "memory_key"]
+__all__ = ["NodeGroup", "job_ranks", "memory_key"]
 
 log = logging.getLogger(__name__)
 
@@ -66,6 +66,13 @@ def memory_key() -> tuple[str, int]:
     boot = Path("/proc/sys/kernel/random/boot_id")
     machine = boot.read_text().strip() if boot.exists() else socket.gethostname()
     return machine, os.stat(memory_directory()).st_dev
+
+
+def job_ranks() -> tuple[int, int]:
+    """The number of ranks of the job, and this one's; before there is a process group, as torchrun says."""
+    if dist.is_available() and dist.is_initialized():
+        return dist.get_world_size(), dist.get_rank()
+    return int(os.environ.get("WORLD_SIZE", 1)), int(os.environ.get("RANK", 0))
 
 
 @dataclass(frozen=True)

@@ -14,7 +14,7 @@ from lightning_stocache.cache.counters import Counters
 from lightning_stocache.cache.placement import Ring
 from lightning_stocache.cache.segment_store import SegmentStore
 from lightning_stocache.node.budget import format_bytes
-from lightning_stocache.node.group import NodeGroup
+from lightning_stocache.node.group import NodeGroup, job_ranks
 from lightning_stocache.node.named import clean_command
 from lightning_stocache.setup.request import CacheRequest
 from lightning_stocache.source.access import batch_reader
@@ -131,8 +131,11 @@ class OpenCache:
         return f"{format_bytes(cache.disk_bytes)} on the disk"
 
     def tell(self) -> None:
-        """Describe it once per node: in the log, or on stderr where a script has not set logging up, which drops it."""
-        if not self.group.is_leader or self.cache is None:
+        """Describe it once per node: in the log, or on stderr where a script has not set logging up, which drops it.
+
+        A rank's own cache in a job of several is not described: `share` swaps it for the node's.
+        """
+        if not self.group.is_leader or self.cache is None or self.group.world < job_ranks()[0]:
             return
         if log.hasHandlers():
             log.info(self.describe())

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 import os
 import signal
 from pathlib import Path
@@ -16,6 +17,7 @@ from lightning_stocache.loading.dataset import CachedDataset
 from lightning_stocache.loading.loader import CachedLoader
 from lightning_stocache.node.group import NodeGroup
 from lightning_stocache.sampling.locality_sampler import LocalitySampler
+from tests.logs import Log
 from tests.processes import ChildError
 from tests.ranks import run_ranks
 from tests.sampling.theory import rates_of
@@ -52,6 +54,35 @@ def train(rank: int, budgets: list[str]) -> Any:
     dist.barrier()
     dataset.close()
     return result
+
+
+def told(rank: int, shares: bool) -> list[str]:
+    """What a script is told that forgets to share, and to deal, or does both."""
+    log = Log()
+    logging.getLogger("lightning_stocache").setLevel(logging.INFO)
+    dataset = CachedDataset(CountedSource(8))
+    if shares:
+        dataset.share()
+    for loader in (CachedLoader(dataset, 2, True, sampling="locality" if shares else None), CachedLoader(dataset, 2)):
+        for _ in range(2):
+            list(loader)
+        loader.close()
+    dist.barrier()
+    dataset.close()
+    return [line for line in log.lines if "read at set-up" not in line]
+
+
+def test_ranks_that_neither_share_nor_deal_are_told_once() -> None:
+    """One warning names share() and a sampler, on rank zero; who does both is told once what is cached."""
+    alone, others = run_ranks(told, 2, False)
+    assert alone == [
+        "each of 2 ranks has a cache of its own and trains on all samples: after init_process_group, call share() of "
+        'the dataset on every rank; give CachedLoader sampling="locality", or a DistributedSampler'
+    ]
+    assert others == []
+    (status,), others = run_ranks(told, 2, True)
+    assert status.startswith("CountedSource: 8 of 8 samples have a slot")
+    assert others == []
 
 
 def test_nodes_may_have_different_ranks_and_budgets() -> None:
