@@ -102,12 +102,13 @@ def open_cache(
         "budget": str(budget),
         "fingerprint": fingerprint(request, codec),
     }
+    size, manifest = _store_for(request, codec).layout(codec, arc, whose, granted=granted)
+    segment, found = open_named(request.name, size, manifest, request.dir, _mender(request, codec))
     try:
-        layout = _store_for(request, codec).layout(codec, arc, whose, granted=granted)
-        opened = open_named(request.name, *layout, request.dir, _mender(request, codec))
-        cache = _over(request, codec, *opened)
+        cache = _over(request, codec, segment, found)
     except OSError:
-        clean(request.name, request.dir)  # unless another job uses it: empty, and of this size, it is no use
+        if found is manifest:  # made here, and unless another job uses it: empty, and of this size, it is no use
+            clean(request.name, request.dir)
         raise
     try:
         _compare(request, cache, budget, arc.slots)

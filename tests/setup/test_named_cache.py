@@ -17,6 +17,7 @@ import torch
 import torch.distributed as dist
 from torch.utils.data import Subset
 
+from lightning_stocache.cache.placement import Arc
 from lightning_stocache.cache.spec import SampleSpec
 from lightning_stocache.loading.dataset import CachedDataset
 from lightning_stocache.node.budget import Budget
@@ -26,7 +27,7 @@ from lightning_stocache.node.janitor import clean, named_segments
 from lightning_stocache.node.manifest import Geometry, Manifest
 from lightning_stocache.node.named import open_named
 from lightning_stocache.node.segment import Segment
-from lightning_stocache.setup.named_cache import FingerprintError
+from lightning_stocache.setup.named_cache import FingerprintError, open_cache
 from lightning_stocache.setup.open import open_caches
 from lightning_stocache.setup.request import CacheRequest
 from lightning_stocache.setup.segments import CacheMemoryError
@@ -408,6 +409,22 @@ def test_without_memory_no_name_is_left(name: str, monkeypatch: pytest.MonkeyPat
     assert dataset.cache is None
     check(dataset)
     assert name not in [one.name for one in named_segments()]
+
+
+@pytest.mark.processes
+def test_a_cache_that_another_job_has_made_stays(name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Who comes too late to make it, joins it and finds no memory leaves it as it is."""
+    call(read_all, str(tmp_path), name)
+
+    def full(segment: Segment, offset: int, length: int) -> None:
+        raise OSError(errno.ENOSPC, "No space left on device")
+
+    spec, auto = SampleSpec.infer(CountedSource(1).expected(0)), Budget.parse("auto")
+    monkeypatch.setattr(Segment, "reserve", full)
+    with pytest.raises(OSError, match="No space left"):
+        open_cache(CacheRequest(source(tmp_path), name=name), spec, Arc(LENGTH, LENGTH), auto)
+    monkeypatch.undo()
+    assert call(read_all, str(tmp_path), name) == (0, LENGTH, LENGTH)
 
 
 # --- several ranks
