@@ -71,9 +71,7 @@ class RollingStore(SegmentMemory, Generic[Codec]):
         Raises:
             OSError: its segment cannot be reached from here.
         """
-        known = Segment.opened(handle.segment.token)
-        segment = Segment.attach(handle.segment) if known is None else known.hold()
-        return cls(segment, handle.codec, handle.count)  # type: ignore[arg-type]
+        return cls(Segment.attach(handle.segment), handle.codec, handle.count)  # type: ignore[arg-type]
 
     @property
     def handle(self) -> RollingHandle:

@@ -49,9 +49,7 @@ def attach_store(handle: StoreHandle) -> SegmentStore[Any]:
     Raises:
         OSError: its segment cannot be reached from here.
     """
-    known = Segment.opened(handle.segment.token)  # another dataset of this process has the same name
-    kind = Segment if handle.trusted is None else DiskSegment
-    segment = kind.attach(handle.segment) if known is None else known.hold()
+    segment = (Segment if handle.trusted is None else DiskSegment).attach(handle.segment)
     try:
         if handle.trusted is not None:
             return disk_store_for(handle.codec).over(segment, handle.codec, handle.arc, Segment.attach(handle.trusted))

@@ -20,7 +20,6 @@ pipe or a folder (`owned`). What has such a name and is no segment, by its magic
 
 from __future__ import annotations
 
-import contextlib
 import os
 import re
 import shlex
@@ -140,35 +139,38 @@ def _join(path: str, directory: str | None, mend: Mend | None) -> tuple[Segment,
         if not alone:
             share(data, path)  # waits for a janitor that has just begun, and for who mends
         if not still_there(data, path):
-            os.close(data)
             return None
         manifest = _checked(data, path, directory)
         if (known := Segment.opened(token_of(data))) is not None:
-            os.close(data)  # a second lock file's descriptor would drop the locks of the first when it is closed
-            return known.hold(), manifest
+            return known.hold(), manifest  # a second lock file's descriptor would drop the locks of the first
         if alone and os.fstat(data).st_size < HEADER_BYTES + manifest.payload:
             os.ftruncate(data, HEADER_BYTES + manifest.payload)  # it was cut off; what is missing is empty
-        segment = _kind(directory)(data, _open_locks(path), os.fstat(data).st_size - HEADER_BYTES, path)
+        segment = _mapped(data, os.fstat(data).st_size - HEADER_BYTES, path, directory)
+        if alone:
+            try:
+                if mend is not None:
+                    mend(segment, manifest)
+                fcntl.flock(data, fcntl.LOCK_SH)
+            except BaseException:
+                segment.close()
+                raise
+            if not still_there(data, path):  # between two kinds of lock there is none
+                segment.close()
+                return None
+        return segment, manifest
+    finally:
+        os.close(data)
+
+
+def _mapped(data: int, size: int, path: str, directory: str | None) -> Segment:
+    """The segment in a file that is locked; it has descriptors of its own, which keep the lock."""
+    own = os.dup(data)
+    try:
+        locks = _open_locks(path)
     except BaseException:
-        with contextlib.suppress(OSError):
-            os.close(data)
+        os.close(own)
         raise
-    if alone:
-        try:
-            if mend is not None:
-                mend(segment, manifest)
-            fcntl.flock(data, fcntl.LOCK_SH)
-        except BaseException:
-            segment.close()
-            raise
-        if not still_there(data, path):  # between two kinds of lock there is none
-            segment.close()
-            return None
-    return segment, manifest
-
-
-def _kind(directory: str | None) -> type[Segment]:
-    return Segment if directory is None else DiskSegment
+    return (Segment if directory is None else DiskSegment)(own, locks, size, path)
 
 
 def _checked(data: int, path: str, directory: str | None) -> Manifest:
@@ -204,19 +206,15 @@ def _publish(path: str, size: int, manifest: Manifest, directory: str | None) ->
             # src_dir_fd makes Python call linkat, which follows the link below /proc; link(2) would fail with EXDEV.
             os.link(made or f"/proc/self/fd/{data}", path, src_dir_fd=folder, follow_symlinks=True)
             try:
-                return _kind(directory)(data, _open_locks(path), size, path)
+                return _mapped(data, size, path, directory)
             except OSError:
                 if try_exclusive(data):  # nobody has joined meanwhile: what cannot be locked is no use
                     os.unlink(path)
                 raise
         except FileExistsError:
-            os.close(data)
             return None
-        except BaseException:
-            with contextlib.suppress(OSError):
-                os.close(data)
-            raise
         finally:
+            os.close(data)
             if made is not None:
                 os.unlink(made)
     finally:

@@ -64,9 +64,11 @@ class Segment:
         >>> segment = Segment.create(1024)
         >>> segment.reserve(0, 8)
         >>> segment.bytes(0, 8)[:] = 7
-        >>> Segment.attach(segment.handle).bytes(0, 2).tolist()
+        >>> attached = Segment.attach(segment.handle)
+        >>> attached.bytes(0, 2).tolist()
         [7, 7]
-        >>> segment.close()
+        >>> attached.close(), segment.close()
+        (None, None)
     """
 
     def __init__(self, data: int, locks: int, size: int, path: str | None = None, *, owned: bool = False) -> None:
@@ -125,14 +127,16 @@ class Segment:
 
     @classmethod
     def attach(cls, handle: SegmentHandle) -> Self:
-        """Open the segment that another process of this node made.
+        """Open the segment that another process of this node made; who calls this closes it.
+
+        It is the same object where this process has it open already, and then takes one more `close`.
 
         Raises:
             OSError: the file cannot be reached (another pid namespace, another user, or its creator is gone).
             ValueError: what lies there now is not that segment.
         """
         if isinstance(known := cls.opened(handle.token), cls):
-            return known
+            return known.hold()
         named = None if handle.data.startswith("/proc/") else handle.data
         data = open_own(named) if named else os.open(handle.data, os.O_RDWR | os.O_CLOEXEC)
         try:
@@ -293,8 +297,14 @@ class Segment:
         if takes_descriptors():
             descriptors = reduction.DupFd(self._data), reduction.DupFd(self._locks)
             return _inherit, (type(self), *descriptors, self.size, self.path)
-        return type(self).attach, (self.handle,)
+        return _reached, (type(self), self.handle)
 
 
 def _inherit(kind: type[Segment], data: Any, locks: Any, size: int, path: str | None) -> Segment:
     return kind(data.detach(), locks.detach(), size, path)
+
+
+def _reached(kind: type[Segment], handle: SegmentHandle) -> Segment:
+    # A copy of an object that this process has open is closed with it.
+    known = kind.opened(handle.token)
+    return kind.attach(handle) if known is None else known

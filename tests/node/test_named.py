@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import errno
 import fcntl
+import mmap
 import os
 import random
 import signal
@@ -349,6 +351,31 @@ def test_where_the_lock_file_comes_too_late_no_segment_is_left(name: str, monkey
         opened(name)
     assert not path_of(name).exists()
     path_of(name + ".locks").rmdir()
+
+
+@pytest.mark.processes
+@pytest.mark.parametrize("there", [False, True])
+def test_what_cannot_be_mapped_is_closed_once(name: str, there: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The error is the system's, whoever makes the segment or joins it, and no descriptor is closed twice, or left."""
+    if there:
+        call(make, name)
+    close, twice, before = os.close, list[int](), open_files()
+
+    def watched(descriptor: int) -> None:
+        try:
+            close(descriptor)
+        except OSError:
+            twice.append(descriptor)
+            raise
+
+    def refuse(*_: Any) -> None:
+        raise OSError(errno.ENOMEM, "Cannot allocate memory")
+
+    monkeypatch.setattr(os, "close", watched)
+    monkeypatch.setattr(mmap, "mmap", refuse)
+    with pytest.raises(OSError, match="Cannot allocate memory"):
+        opened(name)
+    assert (twice, open_files(), path_of(name).exists()) == ([], before, there)
 
 
 def test_another_version_and_damage_are_refused_by_name(name: str) -> None:

@@ -103,8 +103,10 @@ def test_a_pool_shares_the_segment(segment: Segment) -> None:
 
 
 def test_attaching_twice_in_one_process_gives_one_segment(segment: Segment) -> None:
-    """A second attach is the same object: two lock descriptors would drop each other's locks."""
+    """It is the same object, as two lock descriptors would drop each other's locks; who attached closes it."""
     assert Segment.attach(segment.handle) is segment
+    segment.close()
+    assert not segment.closed
     assert pickle.loads(pickle.dumps(segment)) is segment
 
 
