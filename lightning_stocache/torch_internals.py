@@ -29,7 +29,6 @@ import multiprocessing
 import queue
 import time
 from collections.abc import Callable, Sequence
-from contextlib import AbstractContextManager
 from functools import cache
 from multiprocessing import connection
 from multiprocessing.context import BaseContext
@@ -87,13 +86,12 @@ class WorkerIterator:
 
     Args:
         loader: its `batch_sampler` is the feed: an iterator that may be empty now and have more later.
-        waiting: makes a context in which nothing is done but to wait for an answer.
     """
 
-    def __init__(self, loader: DataLoader[Any], waiting: Callable[[], AbstractContextManager[None]]) -> None:
+    def __init__(self, loader: DataLoader[Any]) -> None:
         self._loader = loader
         self._iterator = cast(Any, iter(loader))
-        self._iterator._data_queue = _Mailbox(self._iterator._data_queue, self._iterator._workers, waiting)
+        self._iterator._data_queue = _Mailbox(self._iterator._data_queue, self._iterator._workers)
 
     def begin_epoch(self) -> None:
         """Wait for answers that nobody wants any more; the first worker is next again."""
@@ -158,15 +156,10 @@ def idling_context(given: str | BaseContext | None) -> BaseContext:
 
 
 class _Mailbox:
-    """The queue of the workers' answers, which is waited for apart from being read.
+    """The queue of the workers' answers."""
 
-    What has left the queue is an answer, or stays with the iterator.
-    """
-
-    def __init__(
-        self, answers: Any, workers: list[BaseProcess], waiting: Callable[[], AbstractContextManager[None]]
-    ) -> None:
-        self._answers, self._workers, self._waiting = answers, workers, waiting
+    def __init__(self, answers: Any, workers: list[BaseProcess]) -> None:
+        self._answers, self._workers = answers, workers
 
     def get(self, timeout: float | None = None) -> Any:
         """The next answer.
@@ -174,12 +167,8 @@ class _Mailbox:
         Raises:
             Empty: none has come in that many seconds.
         """
-        with self._waiting():
-            came = self._answers._reader.poll(timeout)
-        if not came:
-            raise queue.Empty
         try:
-            return self._answers.get()
+            return self._answers.get(timeout=timeout)
         except (EOFError, ConnectionError, FileNotFoundError):
             # A worker that is killed closes the socket by which its tensors come before it is known to have ended.
             # Once it is, DataLoader's own iterator says so; until then it would raise this.

@@ -8,7 +8,7 @@ random comes after the cache: first the tail that was cut off the source, then t
 A batch is looked up at once. The hits of rows are copied out by one gather per field (a CachedLoader does that by
 itself, and has the others loaded: `load_into`), those of records one by one when they are asked for; the others are
 loaded in one call if the source has `__getitems__`. Counts are added when a sample has been served: of a batch whose
-loading fails, what was loaded before is stored and counted, its hits are not; Ctrl-C leaves what has been stored.
+loading fails, what was loaded before is stored and counted, its hits are not.
 Where other jobs fill the same cache, each sample is loaded by one of them (`turns`).
 
 The source stays its user's: as soon as it is seen to have changed, it is served as it is now, uncached.
@@ -38,7 +38,6 @@ from lightning_stocache.cache.store import (
     place_near,
 )
 from lightning_stocache.loading.batch_pool import BatchPool
-from lightning_stocache.loading.interrupts import LetThrough
 from lightning_stocache.loading.misses import Misses, in_order, passed_through
 from lightning_stocache.setup.open_cache import OpenCache
 from lightning_stocache.source.access import batch_reader, position_of
@@ -191,8 +190,7 @@ class CachedSource:
             return self._serve(cache, index)
         try:
             start = time.perf_counter_ns()
-            with LetThrough():
-                samples = [self.opened.source[index]]
+            samples = [self.opened.source[index]]
             self._loading(cache).keep([index], samples, time.perf_counter_ns() - start)
         finally:
             cache.turns.give_up([index])
@@ -249,8 +247,7 @@ class CachedSource:
             return self._loading(cache).load_together(indices, read)
         if read is not None:
             start = time.perf_counter_ns()
-            with LetThrough():
-                samples = read(indices)
+            samples = read(indices)
             self.opened.count(bypasses=len(indices), source_ns=time.perf_counter_ns() - start)
             return samples
         if cache is None:

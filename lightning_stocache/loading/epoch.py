@@ -11,10 +11,7 @@ worker that has loaded it, or here where there are no workers.
 An iterator holds nothing that holds it: it ends its thread, and its workers if they are not persistent, when it is
 exhausted, closed, or no longer referred to.
 
-Ctrl-C comes while the iterator waits for workers or loads samples, or when a batch has been made, never in between; the
-batch that it has kept from being handed out is the next one again. Holding it back costs 5 us, so a plan that is only a
-gather does without: each of its steps ends with assignments and no call, after which Python would look for signals. It
-is done or, where it was interrupted, it is done again.
+Ctrl-C ends the epoch, and its workers: one of them may have sent half of a reply. The next epoch is whole.
 """
 
 from __future__ import annotations
@@ -31,7 +28,6 @@ from lightning_stocache.cache.placement import Integers
 from lightning_stocache.loading.cached_source import CachedSource
 from lightning_stocache.loading.collate import Collator
 from lightning_stocache.loading.index_stream import IndexStream
-from lightning_stocache.loading.interrupts import HeldBack
 from lightning_stocache.loading.loader_state import LoaderState
 from lightning_stocache.loading.plan import BatchPlan, BatchPlanner
 from lightning_stocache.loading.prefetch import Job, Prefetcher
@@ -79,7 +75,7 @@ class Epoch:
             if self._with_workers:
                 self._planner.begin_with_workers(loader)
         except BaseException:
-            self.close()
+            self._break_off()
             raise
 
     def __iter__(self) -> Epoch:
@@ -91,6 +87,13 @@ class Epoch:
 
     def __next__(self) -> Any:
         """The next batch."""
+        try:
+            return self._next()
+        except KeyboardInterrupt:
+            self._break_off()
+            raise
+
+    def _next(self) -> Any:
         self._prefetcher.back()
         if self._made and self._block is not None and self._changed:
             self._plan_again(self._block)
@@ -112,13 +115,17 @@ class Epoch:
         self._made = []
         self._finalizer()
 
+    def _break_off(self) -> None:
+        """End the epoch, its workers and its memory, whatever they are being used for."""
+        self.close()
+        self._resources.end()
+
     # ---- plan ----
 
     def _plan_again(self, block: Integers) -> None:
         """Have what is left of the block that is handed out come from the source as it is now."""
-        with HeldBack():
-            self._planner.plan_again(block[-sum(hits for _, hits in self._made) :])
-            self._made = []
+        self._planner.plan_again(block[-sum(hits for _, hits in self._made) :])
+        self._made = []
 
     def _prefetch(self) -> None:
         """Have the thread begin with the next plan, if that is only a gather, and the consumer will be away for it."""
@@ -136,17 +143,14 @@ class Epoch:
         if self._warm and (self._plans or self._planner.plan()):
             plan = self._plans[0]
             if plan.places is not None and not self._planner.closed and not self._changed:
-                made = self._gathered(plan, plan.places)
-                self._made, self._block = made, plan.indices
+                self._made, self._block = self._gathered(plan, plan.places), plan.indices
                 del self._plans[0]
                 return
             if plan.places is not None:
-                with HeldBack():
-                    del self._plans[0]
-                    self._planner.plan_again(plan.indices)
+                del self._plans[0]
+                self._planner.plan_again(plan.indices)
         try:
-            with HeldBack():
-                self._complete_held()
+            self._complete_first()
         except StopIteration:
             raise
         except Exception:
@@ -154,7 +158,7 @@ class Epoch:
                 self._resources.workers.note_failure()
             raise
 
-    def _complete_held(self) -> None:
+    def _complete_first(self) -> None:
         if not self._with_workers and not self._warm:
             while len(self._plans) < (2 if self._planner.ahead_unseen else 1) and self._planner.plan():
                 pass
@@ -166,15 +170,10 @@ class Epoch:
         replies = 0 if workers is None else workers.replies
         try:
             made = self._batches_of(plan)
-        except BaseException as error:
-            # As in DataLoader: what the source raises takes the place of the batch. One that was interrupted, or whose
-            # reply has not come, is the next one again.
-            if workers is not None and self._awaits_reply(plan):
-                over = workers.replies > replies
-            else:
-                over = not isinstance(error, KeyboardInterrupt)
-            plan.gather = None
-            if over:
+        except Exception:
+            # As in DataLoader: what the source raises takes the place of the batch. One whose reply has not come is the
+            # next one again.
+            if workers is None or not self._awaits_reply(plan) or workers.replies > replies:
                 self._go_on()
             raise
         self._go_on()
@@ -200,14 +199,8 @@ class Epoch:
     def _gathered(self, plan: BatchPlan, places: Integers) -> list[_Made]:
         """The batches of a plan that is only a gather, the last first."""
         size = self._planner.batch_size(plan)
-        if plan.gather is None:
-            contents = _gather_batches(self._resources, places, size)
-        else:
-            try:
-                contents = plan.gather.result()
-            except BaseException:
-                plan.gather = None
-                raise
+        job, plan.gather = plan.gather, None  # after an error, another try gathers again
+        contents = _gather_batches(self._resources, places, size) if job is None else job.result()
         made = [(content, size) for content in contents]
         made[-1] = contents[-1], len(places) - (len(contents) - 1) * size
         made.reverse()

@@ -247,7 +247,7 @@ class CachedLoader(DataLoader[Any]):
         if cache is None or route is None:
             return None
         kept = self.resources
-        if kept is not None and kept.cache is cache and kept.route == route and not kept.in_use:
+        if kept is not None and kept.cache is cache and kept.route == route and not (kept.in_use or kept.ended):
             kept.end_broken_workers()
             return kept
         try:

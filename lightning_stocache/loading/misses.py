@@ -23,7 +23,6 @@ from lightning_stocache.cache.pace import PAUSE_SECONDS, Pace
 from lightning_stocache.cache.placement import Integers
 from lightning_stocache.cache.spec import SampleMismatchError
 from lightning_stocache.cache.store import NO_PLACE, UNREADABLE, SampleStore, gathers
-from lightning_stocache.loading.interrupts import LetThrough
 from lightning_stocache.source.access import one_per_index
 from lightning_stocache.source.generators import Generators
 from lightning_stocache.source.odd import Odd, warn_of_odd
@@ -88,14 +87,10 @@ class Misses:
         generators = Generators() if watched else None
         before = None if generators is None else generators.state()
         try:
-            with LetThrough():
-                start = time.perf_counter_ns()
-                for index in indices:
-                    samples.append(self.source[index])
-                    source_ns = time.perf_counter_ns() - start
-        except KeyboardInterrupt:
-            served = False
-            raise
+            start = time.perf_counter_ns()
+            for index in indices:
+                samples.append(self.source[index])
+                source_ns = time.perf_counter_ns() - start
         finally:
             if samples and generators is not None and generators.state() != before:
                 self._leave_random(indices, samples)
@@ -116,8 +111,7 @@ class Misses:
         """
         try:
             start = time.perf_counter_ns()
-            with LetThrough():
-                samples = read(indices)
+            samples = read(indices)
             source_ns = time.perf_counter_ns() - start
             samples = one_per_index(samples, len(indices), self.source)
             self.keep(indices, samples, source_ns)
@@ -257,12 +251,11 @@ def in_order(
 def passed_through(source: Any, indices: Sequence[Any], finish: Callable[[Any], Any]) -> tuple[list[Any], int]:
     """Finished samples of a source, one after the other as without a cache, and nanoseconds spent in the source."""
     samples, source_ns = [], 0
-    with LetThrough():
-        for index in indices:
-            start = time.perf_counter_ns()
-            sample = source[index]
-            source_ns += time.perf_counter_ns() - start
-            samples.append(finish(sample))
+    for index in indices:
+        start = time.perf_counter_ns()
+        sample = source[index]
+        source_ns += time.perf_counter_ns() - start
+        samples.append(finish(sample))
     return samples, source_ns
 
 

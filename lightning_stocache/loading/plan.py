@@ -23,7 +23,7 @@ from lightning_stocache.cache.placement import Integers
 from lightning_stocache.cache.store import NO_PLACE
 from lightning_stocache.loading.cached_source import CachedSource
 from lightning_stocache.loading.index_stream import IndexStream
-from lightning_stocache.loading.interrupts import HeldBack
+from lightning_stocache.loading.interrupts import held_back
 from lightning_stocache.loading.prefetch import Job
 from lightning_stocache.loading.request import BatchRequest
 from lightning_stocache.loading.resources import Resources
@@ -85,17 +85,16 @@ class BatchPlanner:
         """Start them, before there is a thread, and draw as DataLoader does: it plans a number of batches at once."""
         resources = self._resources
         if resources.workers is None and not resources.idle:
-            with HeldBack():  # a start that is broken off leaves workers that nobody knows
+            with held_back():
                 resources.workers = WorkerPool(loader, self._stream.seed_state)
         for _ in range(1 if self._warm else under_way(loader)):
             self.plan()
 
     def plan(self) -> bool:
         """Draw and plan what comes next; whether there was something."""
-        with HeldBack():
-            if not self._open:
-                return False
-            return self._plan_blocks() if self._warm else self._plan_batch()
+        if not self._open:
+            return False
+        return self._plan_blocks() if self._warm else self._plan_batch()
 
     def batch_size(self, plan: BatchPlan) -> int:
         """Samples per batch of a plan, but the last."""

@@ -16,7 +16,7 @@ import time
 from collections.abc import Callable
 from typing import Any
 
-from lightning_stocache.loading.interrupts import HeldBack
+from lightning_stocache.loading.interrupts import held_back
 
 __all__ = ["Prefetcher", "Job"]
 
@@ -85,7 +85,7 @@ class Prefetcher:
     def offer(self, job: Job) -> None:
         """Have a job begun as soon as the thread can."""
         if self._thread is None:
-            with HeldBack():
+            with held_back():
                 self._thread = threading.Thread(target=_run, args=(self._jobs,), name="stocache-prefetch", daemon=True)
                 self._thread.start()
         self._jobs.put(job)

@@ -23,7 +23,7 @@ from lightning_stocache.cache.placement import Integers
 from lightning_stocache.cache.store import NO_PLACE, RowSampleStore, SampleStore, gathers
 from lightning_stocache.loading.batch_pool import BatchPool
 from lightning_stocache.loading.collate import Collator
-from lightning_stocache.loading.interrupts import HeldBack
+from lightning_stocache.loading.interrupts import held_back
 from lightning_stocache.loading.loader_sampler import batches_of
 from lightning_stocache.loading.prefetch import Prefetcher
 from lightning_stocache.loading.worker_pool import WorkerPool, under_way
@@ -59,7 +59,7 @@ class Resources:
         self.workers: WorkerPool | None = None
         shared = under_way(loader) + _SLACK if loader.num_workers else 0
         self.pool = BatchPool(pinned=self.pins, shared=shared, promised=lambda: cache.promised_bytes)
-        self.in_use, self.idle = False, False
+        self.in_use, self.idle, self.ended = False, False, False
         self._gather_ns = 0  # written by who gathers, and the next by who counts: these may be two threads
         self._told_ns = 0
         self._pid = os.getpid()
@@ -84,7 +84,7 @@ class Resources:
         start = time.perf_counter_ns()
         memory = self._private(len(places)) if into is None else into
         self.rows.gather(places, memory)
-        # One thread at a time, but after an interrupted wait, which may cost a few.
+        # One thread at a time.
         self._gather_ns += time.perf_counter_ns() - start
         return memory
 
@@ -147,7 +147,7 @@ class Resources:
         """Stop the epoch's thread, and the workers, unless they are persistent and may still have something to load."""
         if os.getpid() != self._pid:
             return  # the copy of an iterator that a worker inherited ends nothing
-        with HeldBack():
+        with held_back():
             prefetcher.stop()
             if not self.persistent or (self.route == "main" and self.full):
                 self.end_workers()
@@ -162,7 +162,8 @@ class Resources:
             self.pool.trim()  # no other epoch may want it
 
     def end(self) -> None:
-        """End the workers and give up all memory."""
+        """End the workers and give up all memory; for another epoch others are to be made."""
+        self.ended = True
         self.end_workers()
         self.pool.close()
 

@@ -2,8 +2,7 @@
 
 They are DataLoader's own worker processes, but fed by requests instead of a sampler (`torch_internals`): a request is
 the indices of a batch, or of those of its samples that are missing, with the place where they are to be put. Workers
-hold the loader's dataset inside a `Responder`. Only the consumer's thread touches a pool. Ctrl-C is let through only
-while nothing has come.
+hold the loader's dataset inside a `Responder`. Only the consumer's thread touches a pool.
 
 A user's `worker_init_fn` asks `get_worker_info().dataset` for the dataset, to open a file or to seed generators; some
 walk through all that they find there, as MONAI's does. What a loader's workers hold instead, and what the Trainer's
@@ -22,7 +21,7 @@ import torch
 from torch.utils.data import DataLoader, get_worker_info
 
 from lightning_stocache.loading.dataset import cached_source
-from lightning_stocache.loading.interrupts import HeldBack, LetThrough, forget_hold, hold_back_deaths
+from lightning_stocache.loading.interrupts import held_back
 from lightning_stocache.loading.prefill import Prefill
 from lightning_stocache.loading.request import BatchRequest, Reply, Responder
 from lightning_stocache.loading.stand_in import StandIn, cached_in
@@ -91,8 +90,7 @@ class WorkerPool:
             prefetch_factor=loader.prefetch_factor,
             persistent_workers=True,  # an empty feed must not end them
         )
-        self._workers = WorkerIterator(fed, waiting=LetThrough)
-        hold_back_deaths()
+        self._workers = WorkerIterator(fed)
         self._at_rest = True  # or the workers were being called back when that was interrupted
         self._failed = False
 
@@ -121,23 +119,22 @@ class WorkerPool:
         """Wait for replies that nobody wants any more (of an epoch broken off); the first worker is next again."""
         self._feed.waiting.clear()
         self._at_rest = False  # and stays so where a worker has crashed
-        with HeldBack():
-            self._workers.begin_epoch()
-            self._at_rest = True
+        self._workers.begin_epoch()
+        self._at_rest = True
 
     def send(self, request: BatchRequest) -> None:
         """Give a request to the next worker."""
-        with HeldBack():
-            self._feed.waiting.append(request)
-            if self._workers.outstanding < self.most:
+        self._feed.waiting.append(request)
+        if self._workers.outstanding < self.most:
+            with held_back(signal.SIGCHLD):
                 self._workers.push()
 
     def receive(self) -> Reply:
-        """The reply to the earliest request that has none yet. The caller holds Ctrl-C back until it is put away.
+        """The reply to the earliest request that has none yet.
 
         Raises:
             Exception: what the dataset raised in the worker, with the worker's traceback: that is the reply. Where
-                there is none (a time-out, a worker that was killed, KeyboardInterrupt), `replies` stays what it was.
+                there is none (a time-out, a worker that was killed), `replies` stays what it was.
         """
         reply: Reply = self._workers.receive()
         return reply
@@ -149,7 +146,7 @@ class WorkerPool:
 
     def close(self) -> None:
         """End the workers, and wait for them."""
-        with HeldBack():
+        with held_back():
             self._workers.shut_down()
 
 
@@ -165,7 +162,6 @@ class InitOnSource:
 
     def __call__(self, worker: int) -> None:
         """In a worker, which has the number that is given."""
-        forget_hold()
         info: Any = get_worker_info()
         asked = isinstance(info.dataset, Responder)
         dataset = info.dataset.dataset if asked else info.dataset

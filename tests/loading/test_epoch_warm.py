@@ -126,17 +126,17 @@ def test_a_cache_that_is_closed_in_the_middle_is_passed_by(own: CachedDataset, m
     assert same(served, expected)
 
 
-def test_a_gather_that_is_interrupted_is_done_again(dataset: CachedDataset, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Ctrl-C in the middle of a block costs no batch."""
+def test_a_gather_that_fails_is_done_again(dataset: CachedDataset, monkeypatch: pytest.MonkeyPatch) -> None:
+    """An error in the middle of a block costs no batch."""
     expected = [copied(batch) for batch in CachedLoader(dataset, 4)]
     iterator = iter(CachedLoader(dataset, 4))
     with monkeypatch.context() as patch:
 
-        def interrupted(*_: Any) -> Any:
-            raise KeyboardInterrupt
+        def failing(*_: Any) -> Any:
+            raise MemoryError
 
-        patch.setattr(SharedCache, "gather", interrupted)
-        with pytest.raises(KeyboardInterrupt):
+        patch.setattr(SharedCache, "gather", failing)
+        with pytest.raises(MemoryError):
             next(iterator)
     assert same(list(iterator), expected)
 

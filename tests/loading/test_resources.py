@@ -281,23 +281,6 @@ def interrupted_at(gate: Path, ready: Callable[[], bool]) -> Iterator[None]:
 
 
 @ways
-@pytest.mark.parametrize("arguments", [{"num_workers": 1}, {"num_workers": 2, "persistent_workers": True}], ids=str)
-def test_a_batch_that_was_interrupted_is_the_next_one_again(transform, arguments, gate):
-    """As in DataLoader: after Ctrl-C in `next` no batch is lost, and none comes under another one's name."""
-    with closing(CachedDataset(Gated(gate), "50%", transform=transform)) as dataset:
-        loader = CachedLoader(dataset, 4, prefetch_factor=1, **arguments)
-        iterator = iter(loader)
-        got = [copied(next(iterator))]
-        with interrupted_at(gate, lambda: len(got) == 13 // 4):
-            got.extend(copied(batch) for batch in iterator)
-        assert len(got) == 13 // 4
-        got.extend(copied(batch) for batch in iterator)
-        assert same(got, plain(transform))
-        assert same([copied(batch) for batch in loader], plain(transform))
-        loader.close()
-
-
-@ways
 def test_a_batch_that_came_too_late_is_the_next_one_again(transform, gate):
     """A time-out is an error, after which the answer still comes: to its own batch."""
     with closing(CachedDataset(Gated(gate), "50%", transform=transform)) as dataset:
