@@ -34,7 +34,7 @@ def hyperparameters(stages: Mapping[str, Any]) -> dict[str, Any]:
         Under `stocache` the keys `dataset` (its class), `samples` (of the whole dataset), `drawn` (those of them that
         the loader draws, where that is known, else all), `budget` (as it was asked for), `budget_bytes` (granted on
         this node), `slots` (on this node), `coverage` (share of `drawn` that has a slot somewhere),
-        `layout` ("rows", "records", "none"), `store` ("decoded", "encoded", "mixed"), `backend` ("tmpfile", "memfd",
+        `layout` ("rows", "records", "none"), `store` ("decoded", "encoded"), `backend` ("tmpfile", "memfd",
         "file", "disk"), `sampling` (the mode of a LocalitySampler, else the sampler's class), `nodes`, `ranks`, `name`
         and `dir`, for training; for another stage the same below its name. Of several datasets numbers are summed.
 
@@ -91,7 +91,7 @@ def _of_opened(opened: OpenCache) -> dict[str, Any]:
     if cache is not None:
         told |= {"slots": len(cache), "layout": "rows" if gathers(cache) else "records"}
     if isinstance(opened.source, EncodedSource):
-        told["store"] = opened.source.form
+        told["store"] = "encoded"
     return told
 
 

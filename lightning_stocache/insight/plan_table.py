@@ -14,7 +14,7 @@ from lightning_stocache.insight.panels import Lines, Panel, Series, write
 from lightning_stocache.insight.picture import save as save_picture
 from lightning_stocache.insight.planner import ENDS, Row, Spread
 from lightning_stocache.node.budget import format_bytes
-from lightning_stocache.setup.form_choice import decoded_share
+from lightning_stocache.setup.form_choice import keeps_files
 
 __all__ = ["as_json", "as_text", "save"]
 
@@ -52,8 +52,7 @@ def _of_files(plan: Plan) -> list[str]:
         return []
     size, read, decode = encoded.codec.nbytes, encoded.read_seconds, encoded.decode_seconds
     taken = next((row.budget_bytes for row in plan.rows if plan.budget == row.budget), plan.job.safe_bytes)
-    share = decoded_share(taken, plan.job.samples, codec, encoded)
-    keeps = "decoded samples" if share is None else f"{100 * share:.0f} % decoded, the others as files"
+    keeps = "files" if keeps_files(taken, plan.job.samples, codec, encoded) else "decoded samples"
     return [
         f"file      {format_bytes(size)} a sample; {_each(Spread.of([read]))} to read, {_each(Spread.of([decode]))} to "
         f"decode: store=auto keeps {keeps}"

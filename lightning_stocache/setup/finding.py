@@ -42,7 +42,7 @@ class Finding:
         reads: how many samples were read.
         worker_bytes: memory that the process which read them had for itself; None if it was this one.
         encoded: what is known of its samples as files, where they may be kept so.
-        share: of the samples that are kept decoded, the others as files; None: all decoded.
+        as_files: whether they are kept so.
         note: what cannot be done as it was asked for, in words.
     """
 
@@ -53,7 +53,7 @@ class Finding:
     reads: int = 0
     worker_bytes: int | None = None
     encoded: EncodedForm | None = None
-    share: float | None = None
+    as_files: bool = False
     note: str | None = None
 
 
@@ -77,12 +77,13 @@ def find(request: CacheRequest, told: Callable[[int], None] = lambda index: None
     files: EncodedForm | str | None = None
     if request.store == "encoded" or (request.store == "auto" and request.name is None):
         files = look_at_files(source, parts.source, parts.indices, told)
+    if isinstance(files, EncodedForm):
+        finished = sum(map(files.codec.least_bytes, parts.samples)) // len(parts.samples)
+        files = replace(files, codec=replace(files.codec, finished_bytes=finished))
     if isinstance(files, EncodedForm) and (request.store == "encoded" or parts.reason is not None):
         kept = taken_apart(source)[0]
-        finished = sum(map(files.codec.least_bytes, parts.samples)) // len(parts.samples)
-        codec = replace(files.codec, finished_bytes=finished)
-        codec = _admitting(request, codec, [kept[index] for index in parts.indices])
-        return Finding(codec, reads=parts.reads + files.reads, share=0.0)
+        codec = _admitting(request, files.codec, [kept[index] for index in parts.indices])
+        return Finding(codec, reads=parts.reads + files.reads, as_files=True)
     if request.strict and request.store == "encoded":
         raise ValueError(f"store='encoded' cannot be had: {files}")
     if parts.reason is not None:

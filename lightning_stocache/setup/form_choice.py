@@ -1,10 +1,8 @@
-"""Whether samples are kept decoded, as their files, or some so and some so: what saves most time in the memory at hand.
+"""Whether the samples of a source are kept decoded or as their files: the form whose later epochs are shorter.
 
 A sample that is kept as its file saves the reading; one that is kept decoded saves the decoding, too, and takes more
-memory. Both savings and both sizes are measured at set-up. Where the memory holds all samples decoded, that is best.
-Where it does not, it goes to what saves most seconds per byte: all files first, if those save more, and then, with what
-is left, samples that are decoded; else decoded samples alone. (This is the fractional knapsack, whose greedy solution
-is the best; "HyCache", USENIX ATC 2025, places the stages of a pipeline so.)
+memory. The seconds and bytes of both forms are measured at set-up; what was granted says how many samples each form
+would keep, and so how long a later epoch would take.
 """
 
 from __future__ import annotations
@@ -24,7 +22,7 @@ from lightning_stocache.source.encoded import EncodedSource, taken_apart
 from lightning_stocache.source.file_access import access_to
 from lightning_stocache.source.probe import Probe
 
-__all__ = ["EncodedForm", "decoded_share", "look_at_files", "mixed_codec", "told_share"]
+__all__ = ["EncodedForm", "keeps_files", "look_at_files", "told_form"]
 
 _PROVEN = 4  # samples that are decoded from their files, and compared
 _TIMED = 12  # samples whose files are read for the first time, as far as there are so many
@@ -84,8 +82,8 @@ def look_at_files(
         probe.generators.restore(probe.before)
 
 
-def decoded_share(granted: int, length: int, decoded: SampleCodec, encoded: EncodedForm) -> float | None:
-    """The share of the samples to be kept decoded, the others as their files; None: decoded, as far as memory goes.
+def keeps_files(granted: int, length: int, decoded: SampleCodec, encoded: EncodedForm) -> bool:
+    """Whether a later epoch is shorter with samples kept as their files than with decoded ones.
 
     Args:
         granted: bytes that may be taken.
@@ -95,28 +93,19 @@ def decoded_share(granted: int, length: int, decoded: SampleCodec, encoded: Enco
 
     Example:
         >>> files = EncodedForm(RecordCodec(1000 - 16), read_seconds=2e-3, decode_seconds=1e-3)
-        >>> [decoded_share(size, 100, RecordCodec(10_000 - 16), files) for size in (10**6, 550_000, 10**5, 10**4)]
-        [None, 0.5, 0.0, 0.0]
+        >>> [keeps_files(size, 100, RecordCodec(10_000 - 16), files) for size in (10**6, 700_000, 600_000, 10**4)]
+        [False, False, True, True]
     """
-    whole, file = decoded.slot_bytes, encoded.codec.slot_bytes
-    if granted >= length * whole or file >= whole:
-        return None
-    if encoded.read_seconds / file <= (encoded.read_seconds + encoded.decode_seconds) / whole:
-        return None
-    return max(granted - length * file, 0) / (length * (whole - file))
+    read, decode = encoded.read_seconds, encoded.decode_seconds
+    as_files, as_samples = (min(granted // codec.slot_bytes, length) for codec in (encoded.codec, decoded))
+    return length * decode + (length - as_files) * read < (length - as_samples) * (read + decode)
 
 
-def mixed_codec(decoded: SampleCodec, encoded: EncodedForm, share: float) -> RecordCodec:
-    """The codec of a source of which a share is kept decoded."""
-    mean = share * decoded.slot_bytes + (1 - share) * encoded.codec.slot_bytes
-    return replace(encoded.codec, nbytes=round(mean) - (encoded.codec.slot_bytes - encoded.codec.nbytes), most_bytes=0)
-
-
-def told_share(title: str, share: float | None, decoded: SampleCodec, encoded: EncodedForm) -> str:
+def told_form(title: str, files: bool, decoded: SampleCodec, encoded: EncodedForm) -> str:
     """What was chosen, and why, for people."""
     read, decode = 1e3 * encoded.read_seconds, 1e3 * encoded.decode_seconds
     sizes = f"{format_bytes(decoded.nbytes)} decoded, {format_bytes(encoded.codec.nbytes)} as its file"
-    chosen = "samples decoded" if share is None else f"{100 * share:.0f} % of the samples decoded, the others as files"
+    chosen = "files" if files else "samples decoded"
     return f"{title} keeps {chosen}: a sample takes {sizes}, {read:.1f} ms to read and {decode:.1f} ms to decode"
 
 

@@ -7,8 +7,8 @@ All requests of one call open together, because they share budgets. The steps, e
    cached passes through, with one warning.
 2. Each leader joins the named caches that lie in its node's memory (`named_cache`).
 3. Each leader divides the memory of its node among the others (`allocate`). Where samples may be kept as their files,
-   what was granted decides how many are (`form_choice`). For a cache that later calls will read, it decides whether all
-   indices get slots or only those that are drawn now.
+   what was granted decides whether they are (`form_choice`). For a cache that later calls will read, it decides whether
+   all indices get slots or only those that are drawn now.
 4. The leaders tell each other their slots, and every rank lays the same rings: who is the home of which index, and how
    many are expected to find room.
 5. Each leader makes the segments of its node; the other ranks attach (`segments`).
@@ -39,7 +39,7 @@ from lightning_stocache.setup.agreement import check_lengths, drawn_by_any, rank
 from lightning_stocache.setup.allocation import Allocation, allocate
 from lightning_stocache.setup.disk_cache import allocate_on_disk, with_directories
 from lightning_stocache.setup.finding import Finding
-from lightning_stocache.setup.form_choice import decoded_share, mixed_codec, told_share
+from lightning_stocache.setup.form_choice import keeps_files, told_form
 from lightning_stocache.setup.look import look
 from lightning_stocache.setup.named_cache import join_caches, rings_as_they_are
 from lightning_stocache.setup.open_cache import OpenCache
@@ -130,24 +130,23 @@ def open_caches(
     plan = group.lead(divided)
     if on_disk and backend != "auto":  # where the job counts
         plan = replace(plan, backend=backend)
-    planned, decoded = list(plan.slots), [found.codec for found in findings]
+    planned = list(plan.slots)
     for number, (request, found) in enumerate(zip(requests, findings, strict=True)):
         codec, granted = found.codec, plan.granted[number]
         if codec is None or number in joined:
             continue
-        share = found.share
-        if found.encoded is not None:
-            share = decoded_share(granted, request.samples, codec, found.encoded)
-            if group.is_leader:
-                log.info(told_share(request.title, share, codec, found.encoded))
-        if share is not None and found.encoded is not None:
-            codec = mixed_codec(codec, found.encoded, share)
-        elif isinstance(codec, RecordCodec):
+        as_files = found.as_files
+        if isinstance(codec, RecordCodec):
             codec = codec.for_bytes(granted, request.samples)
+        if found.encoded is not None:
+            as_files = keeps_files(granted, request.samples, codec, found.encoded)
+            if group.is_leader:
+                log.info(told_form(request.title, as_files, codec, found.encoded))
+            codec = found.encoded.codec if as_files else codec
         if codec is not found.codec:
-            findings[number] = replace(found, codec=codec, share=share)
+            findings[number] = replace(found, codec=codec, as_files=as_files)
             planned[number] = min(granted // codec.slot_bytes, request.samples)
-    parts = group.together(lambda: list(map(_parts, requests, findings, decoded)))
+    parts = group.together(lambda: list(map(_parts, requests, findings)))
     homes = [
         _homes(found.codec, count, granted, request.samples, group)
         for found, count, granted, request in zip(findings, planned, plan.granted, requests, strict=True)
@@ -230,13 +229,10 @@ def _without(
     return [OpenCache.without(request, group) for request in requests]
 
 
-def _parts(
-    request: CacheRequest, found: Finding, decoded: SampleCodec | None
-) -> tuple[Dataset[Any], Callable[[Any], Any] | None]:
+def _parts(request: CacheRequest, found: Finding) -> tuple[Dataset[Any], Callable[[Any], Any] | None]:
     """What is kept of a source, and what finishes it after the cache."""
-    if found.share is not None:
-        has_places = bool if decoded is None else decoded.is_alike
-        return taken_apart(request.source, found.cut, found.share, has_places)
+    if found.as_files:
+        return taken_apart(request.source)
     return (request.source, None) if found.cut is None else found.cut.apply(request.source)
 
 

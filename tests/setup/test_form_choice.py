@@ -20,36 +20,23 @@ from torchvision.transforms import v2
 
 from lightning_stocache import CachedDataset
 from lightning_stocache.cache.records import RecordCodec
-from lightning_stocache.setup.form_choice import EncodedForm, decoded_share
+from lightning_stocache.setup.form_choice import EncodedForm, keeps_files
 from lightning_stocache.source.probe import bits
 
 SIZES = st.integers(100, 10**6)
 SECONDS = st.floats(1e-6, 1.0)
 
 
-def saved(decoded: float, files: float, form: EncodedForm) -> float:
-    """Seconds that are saved by so many samples of each kind."""
-    return decoded * (form.read_seconds + form.decode_seconds) + files * form.read_seconds
-
-
 @given(SIZES, SIZES, SECONDS, SECONDS, st.integers(1, 1000), st.floats(0.01, 2.0))
 def test_the_choice_saves_most(whole: int, file: int, read: float, decode: float, length: int, part: float) -> None:
-    """No other division of the memory among files and decoded samples saves more time."""
+    """The other form would not save more time; where all fit decoded, they are kept so."""
     form, codec = EncodedForm(RecordCodec(file), read, decode), RecordCodec(whole)
-    whole, file = codec.slot_bytes, form.codec.slot_bytes
-    granted = int(part * length * whole)
-    share = decoded_share(granted, length, codec, form)
-    if share is None:
-        ours = saved(min(granted / whole, length), 0, form)
-    else:
-        assert 0 <= share <= 1
-        mean = share * whole + (1 - share) * file
-        fitting = min(granted / mean, length)
-        ours = saved(share * fitting, (1 - share) * fitting, form)
-    for other in np.linspace(0, 1, 21):
-        files = min(granted / file, length) * other  # some files, and decoded samples in what is left
-        decoded = min(max(granted - files * file, 0) / whole, length - files)
-        assert saved(decoded, files, form) <= ours * (1 + 1e-9) + 1e-12
+    granted = int(part * length * codec.slot_bytes)
+    as_files = keeps_files(granted, length, codec, form)
+    decoded = min(granted // codec.slot_bytes, length) * (read + decode)
+    files = min(granted // form.codec.slot_bytes, length) * read
+    assert files >= decoded * (1 - 1e-9) if as_files else decoded >= files * (1 - 1e-9)
+    assert part < 1 or not as_files
 
 
 @pytest.fixture
@@ -126,7 +113,10 @@ def test_a_decoder_that_gives_another_sample_is_not_believed(caplog: pytest.LogC
 
 
 class Slow(Dataset[Any]):
-    """Long to read, quick to decode, and ten times as large then."""
+    """Long to read or to decode, and ten times as large then."""
+
+    def __init__(self, read: float, decode: float) -> None:
+        self.seconds = read, decode
 
     def __len__(self) -> int:
         return 400
@@ -135,22 +125,30 @@ class Slow(Dataset[Any]):
         return self.decode(self.read(index), index)
 
     def read(self, index: int) -> bytes:
-        time.sleep(1e-3)
+        time.sleep(self.seconds[0])
         return bytes([index % 256]) * 1000
 
     def decode(self, content: bytes, index: int) -> Any:
+        time.sleep(self.seconds[1])
         return torch.frombuffer(bytearray(content), dtype=torch.uint8).repeat(10), index
 
 
 @pytest.mark.processes
 @pytest.mark.parametrize(
-    ("budget", "least", "most"), [("10MB", 10_000, 11_000), ("2MB", 4800, 5200), ("500KB", 1000, 1300)]
+    ("budget", "read", "decode", "bytes_of_one", "filled"),
+    [
+        ("10MB", 1e-3, 0, 10_000, 400),  # all of them decoded
+        ("2MB", 5e-3, 0, 1000, 400),  # all of them as files, where reading is slow
+        ("2MB", 0, 2e-3, 10_000, 195),  # half of them decoded, where decoding is slow
+    ],
 )
-def test_auto_divides_the_memory(budget: str, least: int, most: int) -> None:
-    """All decoded where that fits; else all files first, and decoded samples with what is left."""
-    source = Slow()
+def test_auto_takes_the_better_form_for_all(
+    budget: str, read: float, decode: float, bytes_of_one: int, filled: int
+) -> None:
+    """By the seconds and bytes of both, and what is granted."""
+    source = Slow(read, decode)
     with closing(CachedDataset(source, budget, store="auto")) as dataset:
         assert all(epochs(dataset, source))
         assert dataset.cache is not None
-        assert dataset.cache.filled >= 0.97 * len(source)
-        assert least < dataset.cache.memory_bytes / dataset.cache.filled < most
+        assert filled <= dataset.cache.filled <= 1.05 * filled
+        assert bytes_of_one <= dataset.cache.memory_bytes / dataset.cache.filled < 1.35 * bytes_of_one

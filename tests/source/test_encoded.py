@@ -21,7 +21,6 @@ from torchvision.transforms import v2
 from lightning_stocache.source.encoded import taken_apart
 from lightning_stocache.source.file_access import access_to
 from lightning_stocache.source.probe import bits
-from lightning_stocache.source.random_split import split
 
 LENGTH = 6
 
@@ -129,32 +128,6 @@ def test_what_is_kept_is_the_file(make: Any, folder: Path) -> None:
     record = pickle.dumps(kept[0])
     assert files[0].read_bytes() in record
     assert len(record) < files[0].stat().st_size + 500
-
-
-@pytest.mark.parametrize("share", [0.0, 0.3, 0.5, 1.0])
-def test_a_share_is_kept_decoded(share: float, folder: Path) -> None:
-    """So many of the samples, evenly; the others as files; both give the samples of the source."""
-    source: Any = Subset(of_folder(folder), list(range(LENGTH)) * 50)
-    cut = split(source).cut
-    kept, decoder = taken_apart(source, cut, share)
-    decoded = [isinstance(kept[index][1], tuple) for index in range(len(kept))]
-    assert sum(decoded) == pytest.approx(share * len(kept), abs=3)
-    for index in (0, 1, 7, 100):
-        torch.manual_seed(index)
-        expected = bits(source[index])
-        torch.manual_seed(index)
-        assert bits(decoder(kept[index])) == expected
-
-
-def test_a_decoded_sample_without_its_places_comes_from_the_source(folder: Path) -> None:
-    """Where the rest of the transform would not find what it works on, nothing of it is run."""
-    source = of_folder(folder)
-    kept, decoder = taken_apart(source, split(source).cut, 1.0, lambda sample: False)
-    torch.manual_seed(3)
-    expected = bits(source[3])
-    sample = kept[3]
-    torch.manual_seed(3)
-    assert bits(decoder(sample)) == expected
 
 
 def test_a_decoder_that_fails_names_the_sample() -> None:
