@@ -75,7 +75,7 @@ class RollingRecords(RollingStore[RecordCodec]):
         """
         count = max(granted // (codec.nbytes // _SMALLER + _DIRECTORY_BYTES), 8)
         begin = _Arena.begin(count)
-        size = max(granted, begin + 64)
+        size = max(granted + _Arena.begin(0), begin + 64)
         return cls(Segment.create(size, backend, manifest_of(count, whose), reserved=begin), codec, count)
 
     @staticmethod
@@ -99,7 +99,7 @@ class RollingRecords(RollingStore[RecordCodec]):
     @property
     def granted_bytes(self) -> int:
         """Bytes that slots and records may take."""
-        return self.segment.size
+        return self.segment.size - _Arena.begin(0)
 
     def _copied(self, place: int) -> memoryview:
         """The bytes of a whole record: of that slot, or of another resident one."""

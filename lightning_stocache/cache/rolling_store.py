@@ -23,6 +23,7 @@ from lightning_stocache.cache.store import NoTurns
 from lightning_stocache.node.fence import fence
 from lightning_stocache.node.handle import SegmentHandle
 from lightning_stocache.node.segment import Segment
+from lightning_stocache.node.waiting import moments
 
 __all__ = ["RollingHandle", "RollingStore"]
 
@@ -121,11 +122,13 @@ class RollingStore(SegmentMemory, Generic[Codec]):
         slots = self._chance.integers(0, self.length, 64 + 8 * count)
         slots = slots[self.ring.readable(slots)]
         if len(slots) < count:
-            slots = self.ring.readable_slots()
-            if not len(slots):
-                raise RuntimeError(
-                    "the rolling cache is empty: no sample has been appended yet, or all are being written"
-                )
+            for seconds in moments(pause=0.001):
+                if len(slots := self.ring.readable_slots()):
+                    break
+                if seconds or not self.ring.appended:  # else all of few slots are being written
+                    raise RuntimeError(
+                        "the rolling cache is empty: no sample has been appended yet, or all are being written"
+                    )
             slots = slots[self._chance.integers(0, len(slots), count)]
         return slots[:count]
 

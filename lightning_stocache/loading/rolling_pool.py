@@ -252,9 +252,11 @@ class RollingPool:
             if (count := have()) >= (least := wanted()):
                 break
             if fillers is not None and not fillers.are_at_work():
-                if (count := have()) < least:
+                if (count := have()) >= least:
+                    return
+                if count or seconds or not self.store.ring.appended:  # else the only sample is being replaced
                     self._no_more(count, least, fillers)
-                return
+                    return
             if seconds:
                 log.warning(
                     "training waits for samples: %d of %d have come in %.0f s. %s",

@@ -57,7 +57,11 @@ class RollingSampler(DistributedSampler[int]):
         group = pool.group
         super().__init__(cast("Dataset[Any]", pool), group.world, group.rank, shuffle, seed)
         self.pool, self.epoch_samples = pool, epoch_samples
-        self.num_samples = self._share(len(pool.resident()))
+        self.look_again()
+
+    def look_again(self) -> None:
+        """Count what is resident now, for who asks for the length before an epoch begins. Collective."""
+        self.num_samples = self._share(len(self.pool.resident()))
 
     def __len__(self) -> int:
         return int(self.num_samples)

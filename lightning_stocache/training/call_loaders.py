@@ -31,7 +31,7 @@ from lightning_stocache.training.loaders import rewrap, settings_of, with_datase
 from lightning_stocache.training.model_memory import training_bytes
 from lightning_stocache.training.obstacles import check_leaf, check_loader, check_stream_loader, title
 from lightning_stocache.training.resume import ResumePoint
-from lightning_stocache.training.sampling import locality_for, replicas
+from lightning_stocache.training.sampling import follow_pools, locality_for, replicas
 from lightning_stocache.training.wanted import Wanted, loader_domain
 
 __all__ = ["CallLoaders"]
@@ -79,6 +79,8 @@ class CallLoaders:
         self._to_come -= asked.keys()
         group = NodeGroup.discover()
         share_pools((getattr(leaf, "dataset", None) for leaf in leaves_in(list(asked.values()))), group)
+        if stage == "train":
+            follow_pools(self._trainer, leaves_in(loaders))
         cacheable = self._cacheable(asked, group)
         wanted = [
             Wanted(loader.dataset, name, settings_of(loader), loader_domain(self._trainer, name, loader))

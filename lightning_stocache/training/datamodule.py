@@ -30,7 +30,7 @@ from lightning_stocache.training.model_memory import training_bytes
 from lightning_stocache.training.obstacles import check_sweep, is_cacheable
 from lightning_stocache.training.options import STAGES, CacheOptions, Source, Stream, is_plain, made, with_options
 from lightning_stocache.training.resume import ResumePoint
-from lightning_stocache.training.sampling import check_sampler, locality_for, replicas
+from lightning_stocache.training.sampling import check_sampler, follow_pools, locality_for, replicas
 from lightning_stocache.training.wanted import Wanted, drawn_by
 
 __all__ = ["StocacheDataModule"]
@@ -228,6 +228,7 @@ class StocacheDataModule(LightningDataModule):
             arguments["sampler"] = locality_for(self.trainer, views[0], own, self.batch_size, mode) or own
         loaders: list[DataLoader[Any]] = [TrainerLoader(dataset, **arguments) for dataset in views]
         if stage == "train" and self.trainer is not None:
+            follow_pools(self.trainer, loaders)
             ResumePoint.of(self.trainer).go_on(loaders)
         for loader in loaders:
             check_sampler(loader, replicas(self.trainer)[0])

@@ -9,16 +9,20 @@ deals to ranks by itself is the user's own and stays.
 
 from __future__ import annotations
 
+from collections.abc import Iterable
 from typing import Any
 
+from lightning.pytorch.utilities import rank_zero_info
 from torch.utils.data import DataLoader, DistributedSampler, RandomSampler, SequentialSampler
 
 from lightning_stocache.loading.dataset import CachedDataset
 from lightning_stocache.loading.locality import deals_to_ranks, locality_sampler
+from lightning_stocache.loading.rolling_cache import RollingCache
 from lightning_stocache.sampling.locality_sampler import LocalitySampler, Mode
+from lightning_stocache.sampling.rolling_sampler import RollingSampler
 from lightning_stocache.training.lightning_internals import leaves_samplers_alone
 
-__all__ = ["check_sampler", "epochs_done", "is_default", "locality_for", "replicas"]
+__all__ = ["check_sampler", "epochs_done", "follow_pools", "is_default", "locality_for", "replicas"]
 
 
 def replicas(trainer: Any, *, always: bool = False) -> tuple[int, int]:
@@ -38,6 +42,27 @@ def replicas(trainer: Any, *, always: bool = False) -> tuple[int, int]:
 def epochs_done(trainer: Any) -> int:
     """The epoch that the next training loader is for; right also while a checkpoint is being loaded."""
     return int(trainer.fit_loop.epoch_progress.current.processed) if trainer is not None else 0
+
+
+def follow_pools(trainer: Any, loaders: Iterable[Any]) -> None:
+    """Have training loaders of rolling caches be as long as what is resident, in every epoch. Collective.
+
+    Lightning asks for a length once, unless it asks for the loaders before each epoch.
+    """
+    growing = False
+    for loader in loaders:
+        if isinstance(pool := getattr(loader, "dataset", None), RollingCache):
+            growing |= pool.epoch_samples is None
+            if isinstance(loader.sampler, RollingSampler):
+                loader.sampler.look_again()
+            else:
+                pool.resident()
+    if growing and trainer is not None and not trainer.reload_dataloaders_every_n_epochs:
+        trainer.reload_dataloaders_every_n_epochs = 1
+        rank_zero_info(
+            "stocache: a rolling cache grows, so the Trainer asks for its loaders before each epoch: "
+            "reload_dataloaders_every_n_epochs=1 was set. RollingCache(epoch_samples=...) gives all epochs one length"
+        )
 
 
 def is_default(sampler: Any) -> bool:

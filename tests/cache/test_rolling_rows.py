@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import signal
+import threading
 import time
 from collections.abc import Iterator
 from typing import Any
@@ -119,6 +120,16 @@ def test_what_changes_during_the_copy_is_taken_again(store: RollingRows) -> None
     read = [whole(*each) for each in SPEC.split(into, 8)]
     assert read == [100, 1, 2, 3, 4, 5, 6, 7]
     assert takes > 2
+
+
+def test_a_reader_waits_for_the_only_sample_while_it_is_replaced() -> None:
+    """Where all of a few slots are being written, the store is not empty."""
+    store = RollingRows.create(SPEC, 1)
+    store.append(sample(7))
+    taken = store.ring.take()
+    threading.Timer(0.2, store.ring.publish, [taken]).start()
+    assert [whole(*each) for each in store.read(store.lookup(np.arange(1)))] == [7]
+    store.close()
 
 
 def test_indices_outside_have_no_place(store: RollingRows) -> None:

@@ -272,6 +272,16 @@ def test_records_are_loaded_once_where_all_have_room(opened):
     ]
 
 
+def test_a_few_records_have_room(opened):
+    """What the pool takes for itself is none of their budget; writers may append more than the source has."""
+    pool = opened([texts(20)], "100%", fillers=1, minimum=1)
+    assert len(pool[0]["numbers"]) == 141
+    with RollingWriter.attach(pool.handle) as writer:
+        for number in range(1, 20):
+            writer.append(texts(number))
+    assert len(pool.begin_epoch()) >= 1
+
+
 def test_an_epoch_does_not_wait_for_records_that_have_no_room(opened, caplog):
     """Later records are larger than the first ones: fewer than the minimum fit, and training goes on with these."""
     pool = opened([texts(number // 5) for number in range(300)], 60_000, fillers=1, minimum=256, shuffle=False)

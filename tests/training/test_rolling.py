@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import csv
+import logging
 import time
 from pathlib import Path
 from typing import Any
@@ -92,12 +93,12 @@ def rows(tmp_path: Path) -> list[dict[str, str]]:
 
 
 def test_the_datamodule_trains_on_what_is_resident(tmp_path):
-    """With loaders that are made anew each epoch, epochs grow; the metrics say what came, left and was seen."""
+    """Epochs grow, because loaders are made anew before each; the metrics say what came, left and was seen."""
     model, allowed = Model(), Allowance(tmp_path / "allowed", 8)
     pool = RollingCache(Slow(allowed), "100%", fillers=1, minimum=8)
     dm = StocacheDataModule(train=pool, batch_size=4)
     callbacks = [CacheMonitor(), Growing(pool, allowed, 8)]
-    trainer(tmp_path, 6, callbacks=callbacks, reload_dataloaders_every_n_epochs=1).fit(model, dm)
+    trainer(tmp_path, 6, callbacks=callbacks).fit(model, dm)
     lengths = [len(epoch) for epoch in model.epochs]
     assert 8 <= lengths[0] < lengths[-1] <= 60
     assert all(len(set(epoch)) == len(epoch) for epoch in model.epochs)
@@ -112,6 +113,20 @@ def test_the_datamodule_trains_on_what_is_resident(tmp_path):
     assert 0 < last["oldest_seconds"] < 600
     assert last["times_seen"] >= 1
     assert float(values[-1]["stocache/hit_rate"]) == 1
+
+
+@pytest.mark.parametrize("make", [CachedLoader, DataLoader])
+def test_the_callback_follows_a_pool_that_grows(tmp_path, make, caplog):
+    """A loader that is given to `fit` is as long as what is resident, too; what was set for that is said."""
+    model, allowed = Model(), Allowance(tmp_path / "allowed", 8)
+    pool = RollingCache(Slow(allowed), "100%", fillers=1, minimum=8)
+    loader = make(pool, batch_size=4, sampler=pool.sampler())
+    with caplog.at_level(logging.INFO):
+        trainer(tmp_path, 3, callbacks=[StochasticCache("1MiB"), Growing(pool, allowed, 8)]).fit(model, loader)
+    lengths = [len(epoch) for epoch in model.epochs]
+    assert lengths == sorted(set(lengths))
+    assert caplog.text.count("reload_dataloaders_every_n_epochs=1") == 1
+    pool.close()
 
 
 def test_epochs_of_a_fixed_length(tmp_path):
