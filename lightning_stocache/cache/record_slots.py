@@ -78,6 +78,17 @@ class RecordSlots:
         """Bytes that so many slots take besides their records, alignment included."""
         return _starts(count)[2]
 
+    def reserve_states(self, begin: int, end: int) -> None:
+        """Have the kernel promise the memory of some states and words, where that was not done when the store was made.
+
+        Raises:
+            OSError: there is none left (ENOSPC).
+        """
+        directory, ledger, arena = _starts(self.count)
+        self._segment.reserve(begin, end - begin)
+        self._segment.reserve(directory + begin * _WORD, (end - begin) * _WORD)
+        self._segment.reserve(ledger, arena - ledger)
+
     def ready(self, slots: Integers) -> npt.NDArray[np.bool_]:
         """Which of those slots are READY, and have a record that can be believed; bool of the same shape."""
         found: npt.NDArray[np.bool_] = (self._ready.take(slots, mode="clip") == READY) & (slots >= 0)

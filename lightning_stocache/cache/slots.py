@@ -69,6 +69,14 @@ class FieldSlots:
             if nbytes:
                 self._segment.reserve(start + slot * nbytes, nbytes)
 
+    def reserve_states(self, begin: int, end: int) -> None:
+        """Have the kernel promise the memory of some states, where that was not done when the store was made.
+
+        Raises:
+            OSError: there is none left (ENOSPC).
+        """
+        self._segment.reserve(begin, end - begin)
+
     def size(self, contents: Sequence[memoryview]) -> int:
         """Bytes that a sample takes: all take the same."""
         return self.nbytes

@@ -23,7 +23,7 @@ Mode = Literal["stream", "cache", "pass"]
 """Where the samples of an epoch come from: the stream, which is kept; what was kept; the stream, which is not."""
 
 _MODES: tuple[Mode, ...] = get_args(Mode)
-_DECIDED, _MODE, _FLAGS, _BROKEN, _GROWTH = range(5)
+_DECIDED, _MODE, _FLAGS, _BROKEN = range(4)
 _ALL, _DECISION = 0, 2
 _FINAL = ("cache", "pass")
 
@@ -101,15 +101,6 @@ class Decision:
         """One more epoch was broken off, or none; how many that makes one after the other."""
         self._ledger.shared[_BROKEN] = 0 if none else self._ledger.shared[_BROKEN] + 1
         return self._ledger.shared[_BROKEN]
-
-    @property
-    def growth(self) -> int:
-        """How often there were too few slots."""
-        return self._ledger.shared[_GROWTH]
-
-    def grow(self) -> None:
-        """There were too few slots, and memory for more."""
-        self._ledger.shared[_GROWTH] += 1
 
     def is_first(self, flag: int) -> bool:
         """Whether nobody on the node has raised a flag (a power of two) before."""

@@ -1,7 +1,8 @@
 """The segments in which a stream is kept: made by one process of a node, reached by the others, given up by each.
 
-Three of them: the ledger, the samples as their store lays them out, and the index. None takes memory for samples before
-they come.
+Three of them: the ledger, the samples as their store lays them out with an index behind them, and their codec. Memory
+for samples is taken when they come; the files of the others are as long as the memory that they have, so that other
+jobs see a promise of what was granted, and no more.
 """
 
 from __future__ import annotations
@@ -19,7 +20,6 @@ from lightning_stocache.node.segment import Segment
 __all__ = ["StreamHandle", "StreamSegments"]
 
 _SLACK = 4096  # bytes beyond what is granted, for what is as large in every store
-_LEAST = 16  # bytes that a sample takes at least, with its slot
 
 
 @dataclass(frozen=True)
@@ -41,7 +41,7 @@ class StreamSegments:
         ledger: how far the stream has come.
         samples: the memory for samples.
         index: their codec, and what is known of each.
-        granted: bytes that samples may take.
+        granted: bytes that samples may take, with their index.
 
     Example:
         >>> segments = StreamSegments.create(2**20)
@@ -73,7 +73,7 @@ class StreamSegments:
             undo.callback(ledger.close)
             samples = Segment.create(granted + _SLACK, backend)
             undo.callback(samples.close)
-            index = StreamIndex.create(granted // _LEAST, backend)
+            index = StreamIndex.create(samples, backend)
             undo.callback(index.segment.close)
             if free:
                 keep_free(samples, free)
@@ -88,8 +88,8 @@ class StreamSegments:
             OSError: they cannot be reached from here.
         """
         ledger = StreamLedger(Segment.attach(handle.ledger), handle.ranks)
-        index = StreamIndex(Segment.attach(handle.index))
-        return cls(ledger, Segment.attach(handle.samples), index, handle.granted)
+        samples = Segment.attach(handle.samples)
+        return cls(ledger, samples, StreamIndex(Segment.attach(handle.index), samples), handle.granted)
 
     @property
     def handle(self) -> StreamHandle:

@@ -7,6 +7,7 @@ lays the memory out anew is alone meanwhile (`stream_ledger`), and counts its ge
 open the store again.
 
 The samples lie in a segment as their store lays them out; `stream_index` holds the codec, and what is known of each.
+States of slots are written through the mapping, so their memory is taken before, for a block of numbers at a time.
 
 When a stream has ended and nothing is added any more, what is kept is a dataset: `kept` gives it, in the order of the
 shards, whoever was faster.
@@ -14,29 +15,33 @@ shards, whoever was faster.
 
 from __future__ import annotations
 
+import errno
 from collections.abc import Iterator, Sequence
 from typing import Any
 
 import numpy as np
 
+from lightning_stocache.cache.claims import Claims
 from lightning_stocache.cache.codec import SampleCodec
 from lightning_stocache.cache.kept_samples import KeptRows, KeptSamples
 from lightning_stocache.cache.placement import NO_SLOT, Arc
-from lightning_stocache.cache.record_store import slots_for
+from lightning_stocache.cache.record_slots import RecordSlots
+from lightning_stocache.cache.record_store import RecordStore
 from lightning_stocache.cache.records import RecordCodec
 from lightning_stocache.cache.segment_store import SegmentStore
 from lightning_stocache.cache.store import gathers
 from lightning_stocache.cache.stores import store_for
 from lightning_stocache.cache.stream_decision import Decision
-from lightning_stocache.cache.stream_index import Entry
+from lightning_stocache.cache.stream_index import ENTRY_BYTES, Entry
 from lightning_stocache.cache.stream_ledger import POSITION_BITS, Shard
 from lightning_stocache.cache.stream_segments import StreamHandle, StreamSegments
-from lightning_stocache.node.files import Backend
+from lightning_stocache.node.files import HEADER_BYTES, Backend
 
 __all__ = ["StreamStore"]
 
 _FEW = 64 * 2**20  # bytes that are copied from rows to records while all others wait
-_RESERVED = 1 << 24  # bytes that are taken at once, for the states of slots: of 16 million rows, 2 million records
+_BLOCK = 1 << 12  # slots whose states get their memory together
+_DIRECTORY_SHARE = 28  # at most this part of the bytes granted is for slots of records that may find no room
 _SMALLER = 16  # how much smaller than the first sample the mean may be without running out of slots
 
 
@@ -63,7 +68,7 @@ class StreamStore:
     def __init__(self, segments: StreamSegments) -> None:
         self.ledger, self.granted = segments.ledger, segments.granted
         self._segments, self._samples, self._index = segments, segments.samples, segments.index
-        self._generation = 0
+        self._generation = self._reserved = 0
         self._store: SegmentStore[Any] | None = None
         self._kept: KeptSamples | None = None
 
@@ -97,7 +102,7 @@ class StreamStore:
         """Lay the memory out for samples of a codec, unless that was done already; whether samples can be kept.
 
         Raises:
-            OSError: there is no memory even for the states of its slots.
+            OSError: there is no memory even for the states of its first slots.
         """
         with self.ledger.alone():
             return self._reopened() is not None or self._lay_out(codec)
@@ -136,11 +141,11 @@ class StreamStore:
             rows = self._reopened()
             if rows is None or isinstance(rows.codec, RecordCodec):
                 return True
-            places = np.flatnonzero(rows.lookup(np.arange(len(rows))) >= 0)
+            places = np.flatnonzero(rows.lookup(np.arange(min(self.ledger.count, len(rows)))) >= 0)
             if len(places) * rows.codec.nbytes > _FEW:
                 return False
             # Not of all numbers that were given: those without a place have no entry, either.
-            entries = self._index.entries(int(places[-1]) + 1 if len(places) else 0)[places].tolist()
+            entries = self._index.entries(len(rows), int(places[-1]) + 1 if len(places) else 0)[places].tolist()
             samples = list(rows.read(places))
             codec = RecordCodec.infer(samples[:_SMALLER] or [0])
             self._clear()
@@ -169,7 +174,7 @@ class StreamStore:
         if self._kept is not None:
             return self._kept
         view: Any = type(store).over(self._samples.hold(), store.codec, store.arc)
-        entries = self._index.entries(min(self.ledger.count, len(view)))
+        entries = self._index.entries(len(view), min(self.ledger.count, len(view)))
         order = np.argsort(entries[:, 1], kind="stable")
         slots, shards = view.lookup(order), (entries[order, 1] >> np.uint64(POSITION_BITS)).astype(np.int64)
         ready = slots != NO_SLOT
@@ -182,7 +187,8 @@ class StreamStore:
         store = self._opened()
         if store is None:
             return
-        numbers = np.flatnonzero(self._index.entries(min(self.ledger.count, len(store)))[:, 0] == np.uint64(mark))
+        marks = self._index.entries(len(store), min(self.ledger.count, len(store)))[:, 0]
+        numbers = np.flatnonzero(marks == np.uint64(mark))
         places = store.lookup(numbers)
         for place in places[places >= 0].tolist():
             yield from store.read(np.array([place]))
@@ -191,7 +197,7 @@ class StreamStore:
     def filled(self) -> int:
         """Number of samples that are kept."""
         store = self._opened()
-        return 0 if store is None else store.filled
+        return 0 if store is None else int(self._samples.bytes(0, min(self.ledger.count, len(store))).count_nonzero())
 
     def __len__(self) -> int:
         """Number of samples that an epoch has, as far as it is known."""
@@ -201,7 +207,7 @@ class StreamStore:
     def lacks_slots(self) -> bool:
         """Whether there is memory for more samples than there are slots."""
         store = self._opened()
-        return store is not None and self.ledger.count > len(store) and store.memory_bytes < self.granted // 2
+        return store is not None and self.ledger.count > len(store) and self.memory_bytes < self.granted // 2
 
     @property
     def full(self) -> bool:
@@ -220,9 +226,8 @@ class StreamStore:
 
     @property
     def memory_bytes(self) -> int:
-        """Bytes that the samples take on this node right now."""
-        store = self._opened()
-        return 0 if store is None else store.memory_bytes
+        """Bytes that the samples take on this node right now, with their index."""
+        return min(max(self._samples.allocated_bytes - HEADER_BYTES, 0), self.granted)
 
     # ---- life ----
 
@@ -255,8 +260,9 @@ class StreamStore:
             self._drop()
             if (layout := self._index.layout()) is not None:
                 codec, slots = layout
-                self._store = store_for(codec).over(self._samples.hold(), codec, Arc(slots, slots))
-            self._generation = generation
+                kind: Any = _Records if isinstance(codec, RecordCodec) else store_for(codec)
+                self._store = kind.over(self._samples.hold(), codec, Arc(slots, slots))
+            self._generation, self._reserved = generation, 0
         return self._store
 
     def _drop(self) -> None:
@@ -266,14 +272,13 @@ class StreamStore:
                 part.close()
 
     def _lay_out(self, codec: SampleCodec) -> bool:
-        most = _RESERVED << (4 * Decision(self.ledger).growth)
-        slots = min(_slots_within(self._samples.size, self.granted, codec, most), self._index.places)
-        if slots <= 0:
+        slots = _slots_within(self._samples.size, self.granted, codec)
+        if slots <= 0 or not self._index.lay_out(codec, slots):
             return False
-        self._samples.reserve(0, store_for(codec).reserved_bytes(slots))
-        laid_out = self._index.lay_out(codec, slots)
         self.ledger.lay_out()
-        return laid_out
+        if (store := self._reopened()) is not None:
+            store.slots.reserve_states(0, min(_BLOCK, slots))
+        return True
 
     def _clear(self) -> None:
         self._drop()
@@ -283,15 +288,41 @@ class StreamStore:
 
     def _put(self, store: SegmentStore[Any], number: int, contents: Sequence[memoryview], entry: Entry) -> bool:
         """Store a sample under its number; whether there was room for it."""
-        return number < len(store) and self._index.write(number, entry) and any(store.put_many([number], [contents]))
+        if number >= len(store) or not self._has_states(store, number):
+            return False
+        return self._index.write(len(store), number, entry) and any(store.put_many([number], [contents]))
+
+    def _has_states(self, store: SegmentStore[Any], number: int) -> bool:
+        """Whether there is memory for the state of a slot, and for those after it."""
+        if number >= self._reserved:
+            begin = number // _BLOCK * _BLOCK
+            end = min(begin + _BLOCK, len(store))
+            try:
+                store.slots.reserve_states(begin, end)
+            except OSError as error:
+                if error.errno != errno.ENOSPC:
+                    raise
+                return False
+            store.slots.states = self._samples.bytes(0, end)  # who looks at all of them takes no memory behind these
+            self._reserved = end
+        return True
 
 
-def _slots_within(size: int, granted: int, codec: SampleCodec, most: int) -> int:
-    """How many slots fit, whose states take so many bytes at most."""
-    slots, million = granted // codec.slot_bytes, 1 << 20
+class _Records(RecordStore):
+    """Records that end where the index of their stream begins."""
+
+    def _open_slots(self, claims: Claims) -> RecordSlots:
+        slots = self.arc.slots
+        return RecordSlots(self.segment, slots, claims, self.segment.size - slots * ENTRY_BYTES)
+
+
+def _slots_within(size: int, granted: int, codec: SampleCodec) -> int:
+    """How many slots fit, with their entries of the index."""
+    each = codec.slot_bytes + ENTRY_BYTES
+    slots = granted // each
     if isinstance(codec, RecordCodec):
-        slots = max(slots, slots_for(granted, codec, slots * _SMALLER))
-    slots = min(slots, most * million // store_for(codec).reserved_bytes(million))
-    while slots > 0 and (over := store_for(codec).bytes_for(codec, slots) - size) > 0:
-        slots -= max(over // codec.slot_bytes, 1)
+        cheap = granted // _DIRECTORY_SHARE // (RecordSlots.slot_bytes + ENTRY_BYTES)
+        slots = max(slots, min(cheap, slots * _SMALLER))
+    while slots > 0 and (over := store_for(codec).bytes_for(codec, slots) + slots * ENTRY_BYTES - size) > 0:
+        slots -= max(over // each, 1)
     return slots

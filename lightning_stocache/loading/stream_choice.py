@@ -2,7 +2,7 @@
 
     stream   it is read, and kept
       -> stream   the epoch was broken off, or raised: from nothing, for no sample may come twice; or there was memory,
-                  but the first sample has misled about the layout: later ones are no rows, or far more, and small
+                  but the first sample has misled about the layout: later ones are no rows
       -> cache    all of it was kept, and its first samples, read again, are among them
       -> pass     not all of it could be kept
     cache    all comes from memory, shuffled
@@ -83,9 +83,11 @@ class StreamChoice:
             )
         if self._decision.has(NO_ROW) and self._decision.is_first(_TURNED):
             return self._anew("stream")
-        if self._store.lacks_slots:  # nobody knew how many samples there are: next time there are sixteen times as many
-            self._decision.grow()
-            return self._anew("stream")
+        if self._store.lacks_slots:
+            return self._pass(
+                f"the first of its {totals.passed:,} samples is far larger than the others, so that there are slots "
+                f"for {totals.kept:,} alone. Raise the budget, or have a smaller one first"
+            )
         size = self._store.memory_bytes * totals.passed // max(totals.kept, 1)
         return self._pass(
             f"its {totals.passed:,} samples take about {format_bytes(size)}, and its budget is "

@@ -17,6 +17,7 @@ from lightning_stocache.cache.store import NO_PLACE, divide_turns, lookup_near
 from lightning_stocache.cache.stream_decision import Decision
 from lightning_stocache.cache.stream_ledger import Shard, StreamLedger, Totals
 from lightning_stocache.cache.stream_store import StreamStore
+from lightning_stocache.node.segment import Segment
 from tests.processes import call
 
 
@@ -172,3 +173,18 @@ def test_a_decision_is_taken_once() -> None:
         assert len(asked) == 2
         assert [decision.pass_by(), decision.pass_by()] == ["cache", "pass"]
         assert decision.mode == "pass"
+
+
+def test_a_stream_promises_what_it_was_granted(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Other jobs see that much of the length of its files without memory, not twice; and few samples take little."""
+    create, made = Segment.create, list[Segment]()
+    monkeypatch.setattr(Segment, "create", lambda *given, **more: made.append(create(*given, **more)) or made[-1])
+    shard, granted = Shard(), 64 << 20
+    with closing(StreamStore.create(granted)) as store:
+        missing = sum(segment.size - segment.allocated_bytes for segment in made)
+        assert granted - 2**14 <= missing <= granted + 2**14
+        epoch = store.ledger.begin(shard)
+        store.lay_out(RecordCodec.infer(["text " * 20]))
+        filled(store, shard, epoch, ["text " * 20] * 2000)
+        assert 2000 * 100 < store.memory_bytes < 2000 * 250
+        assert store.filled == len(store.kept()) == 2000
