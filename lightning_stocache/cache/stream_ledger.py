@@ -164,22 +164,32 @@ class StreamLedger:
             kept += numbers[rank + _KEPT]
         return Totals(passed, kept)
 
+    @property
+    def all_kept(self) -> bool:
+        """Whether the epoch that was begun last has ended in every shard, and all of its samples were kept."""
+        counts = map(self._counts, range(self.ranks))
+        return all(ended and passed == kept for ended, passed, kept in counts)
+
     def epoch_of(self, rank: int) -> int:
         """The number of the epoch that a rank has begun last."""
         return self._numbers[self._rank(rank) + _EPOCH]
 
     def _next_epoch(self, rank: int, key: int, workers: int) -> int:
         numbers, at = self._numbers, self._rank(rank)
-        epoch, shards = numbers[at + _EPOCH], numbers[at + _WORKERS]
-        rows = [self._row(Shard(rank, worker)) for worker in range(_SHARDS)]
-        rows = [row for row in rows if epoch and numbers[row + _BEGUN] == epoch]
-        numbers[at + _LAST] = epoch
-        numbers[at + _WHOLE] = sum(numbers[row + _ENDED] for row in rows) == shards and shards > 0
-        numbers[at + _PASSED] = sum(numbers[row + _SEEN] for row in rows)
-        numbers[at + _KEPT] = sum(numbers[row + _STORED] for row in rows)
+        numbers[at + _LAST] = epoch = numbers[at + _EPOCH]
+        numbers[at + _WHOLE], numbers[at + _PASSED], numbers[at + _KEPT] = self._counts(rank)
         numbers[at + _KEY], numbers[at + _WORKERS] = key, workers
         numbers[at + _EPOCH] = epoch + 1
         return epoch + 1
+
+    def _counts(self, rank: int) -> tuple[bool, int, int]:
+        """Of a rank's last epoch: whether all of its shards have ended; the samples that passed, and that were kept."""
+        numbers, at = self._numbers, self._rank(rank)
+        epoch, shards = numbers[at + _EPOCH], numbers[at + _WORKERS]
+        rows = [self._row(Shard(rank, worker)) for worker in range(_SHARDS)]
+        rows = [row for row in rows if epoch and numbers[row + _BEGUN] == epoch]
+        ended = sum(numbers[row + _ENDED] for row in rows) == shards and shards > 0
+        return ended, sum(numbers[row + _SEEN] for row in rows), sum(numbers[row + _STORED] for row in rows)
 
     # ---- what is stored ----
 

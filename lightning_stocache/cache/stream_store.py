@@ -221,8 +221,8 @@ class StreamStore:
 
     @property
     def fill_fraction(self) -> float:
-        """1 when nothing is added any more; while samples come, the share of the memory that they take."""
-        return 1.0 if self.full else min(self.memory_bytes / self.granted, 1.0)
+        """1 when all samples of an epoch have been kept; while they come, the share of the memory that they take."""
+        return 1.0 if self.full or self.ledger.all_kept else min(self.memory_bytes / self.granted, 1.0)
 
     @property
     def memory_bytes(self) -> int:

@@ -40,8 +40,8 @@ def check_source(source: Any, cached: type, *, strict: bool = True) -> None:
         raise TypeError(f"source must be a dataset, got {source!r}: make the dataset of what lies there first")
     if isinstance(source, IterableDataset) or not (hasattr(source, "__getitem__") and hasattr(source, "__len__")):
         raise TypeError(
-            f"source must be a map-style dataset with __getitem__ and __len__, got {type(source).__name__}: without an "
-            "index there is nothing to cache by"
+            f"source must be a map-style dataset with __getitem__ and __len__, got {type(source).__name__}. What has "
+            "no index can be given to CachedStream"
         )
     if len(source) == 0:
         if strict:

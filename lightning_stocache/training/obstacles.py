@@ -49,7 +49,7 @@ def check_dataset(dataset: Any) -> None:
         ValueError: it is empty.
     """
     if isinstance(dataset, IterableDataset):
-        raise TypeError("it is iterable-style: without an index there is nothing to cache by. Use a map-style dataset")
+        raise TypeError("it is iterable-style. streams=True keeps it as it passes, if all of it fits")
     if isinstance(dataset, str | bytes):
         raise TypeError(f"{dataset!r} is no dataset. Make the dataset of what lies there first")
     if not hasattr(dataset, "__getitem__"):

@@ -119,6 +119,7 @@ def test_the_callback_keeps_streams(tmp_path: Path, workers: int) -> None:
     assert train.counts[0] == (0 if workers else LENGTH)  # of this process: another one has read it again
     assert rates(tmp_path) == [0, 1, 1, 1]
     assert rates(tmp_path, "stocache/coverage")[-1] == 1
+    assert rates(tmp_path, "stocache/fill_fraction") == [1] * 4
 
 
 @pytest.mark.processes
@@ -128,7 +129,7 @@ def test_without_the_option_streams_pass_by(tmp_path: Path, caplog: pytest.LogCa
     with caplog.at_level(logging.WARNING):
         trainer(tmp_path, StochasticCache(budget="64MiB"), epochs=2).fit(model, DataLoader(train, batch_size=4))
     assert train.reads >= 2 * LENGTH
-    assert caplog.text.count("iterable-style") == 1
+    assert caplog.text.count("iterable-style. streams=True keeps it") == 1
 
 
 @pytest.mark.processes
