@@ -3,14 +3,13 @@
 A Trainer counts epochs and batches as ready, started, processed and completed, and writes the counts into each
 checkpoint. What it makes of them differs, and is put right where the truth is known:
 
-- Saved after an epoch's last batch (`on_train_batch_end`). From 2.5 on Lightning calls the epoch over, but takes itself
-  to be in the middle of the next one, which nobody counts: later checkpoints are one behind, and a second resume runs
-  their batches again. Up to 2.4 it runs a batch of the next epoch as the last one of this, unless a validation is due.
-- Saved after any other batch. Up to 2.4 the batch is counted as one that is to be run again.
+- Saved after an epoch's last batch (`on_train_batch_end`). Lightning calls the epoch over, but takes itself to be in
+  the middle of the next one, which nobody counts: later checkpoints are one behind, and a second resume runs their
+  batches again.
 - Saved at the end of a fit that `max_steps`, a Timer or an early stop has ended in the middle of an epoch. Lightning
   counts the epoch as over; what follows is a new epoch, or with `max_steps` the rest of it under another number.
 
-None of these names is private; those of 2.5 and later are asked for before they are used.
+None of these names is private. Seen in Lightning 2.5.0 and 2.6.
 """
 
 from __future__ import annotations
@@ -50,8 +49,6 @@ def put_batches(trainer: Any, batches: int) -> None:
     more = batches - progress.current.processed
     _put(progress.current, **{name: getattr(progress.current, name) + more for name in _COUNTS})
     progress.is_last_batch = False
-    if not _knows_stages(trainer):
-        _put(progress.current, completed=progress.current.processed)
     _put_total(trainer)
 
 
@@ -65,16 +62,6 @@ def begin_epoch(trainer: Any, epoch: int) -> None:
     fit, batches = trainer.fit_loop, trainer.fit_loop.epoch_loop.batch_progress
     epochs, total = fit.epoch_progress.current, fit.epoch_progress.total
     _put_total(trainer)
-    if not _knows_stages(trainer):
-        if not fit.restarting:
-            return
-        _put(batches.current, completed=batches.current.processed)
-        if _validates(trainer, epoch):  # which comes now, and ends the epoch
-            return
-        _put(epochs, **dict.fromkeys(_COUNTS, epoch))
-        fit.restarting = False  # it stays where there are `max_steps`
-        batches.reset_on_run()
-        return
     if epochs.ready == epochs.started == epoch + 1 == epochs.processed + 1 and batches.is_last_batch:
         put_batches(trainer, 0)  # saved in the moment before Lightning did that: they are those of the epoch before
     if epochs.ready == epochs.started == epoch == epochs.processed + 1 and not _validates(trainer, epoch):
@@ -93,7 +80,7 @@ def begin_epoch(trainer: Any, epoch: int) -> None:
 
 def _put_total(trainer: Any) -> None:
     """Take a batch that was under way out of the total, too: Lightning does for the epoch's count alone."""
-    if _knows_stages(trainer) and not trainer.fit_loop.epoch_loop.restarted_on_train_batch_end:
+    if not trainer.fit_loop.epoch_loop.restarted_on_train_batch_end:
         trainer.fit_loop.epoch_loop.batch_progress.total.reset_on_restart()
 
 
@@ -129,12 +116,6 @@ def reopen_epoch(checkpoint: MutableMapping[str, Any], epoch: int, batches: int)
         processed = progress["processed"] - 1
         progress |= {"ready": processed + 1, "started": processed + 1, "processed": processed, "completed": processed}
     return True
-
-
-def _knows_stages(trainer: Any) -> bool:
-    """Whether Lightning looks at where in an epoch a checkpoint was saved (from 2.5 on)."""
-    loop = trainer.fit_loop.epoch_loop
-    return hasattr(loop, "restarted_on_train_batch_end") and hasattr(loop, "reset_restart_stage")
 
 
 def _put(count: Any, **values: int) -> None:

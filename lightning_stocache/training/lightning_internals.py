@@ -11,7 +11,7 @@
 - The names of further actions (`step_actions`): moving a batch, forward, the optimiser's step. Where the loop is not
   heard to wait and to compute, `StepTimer` times nothing, with one warning.
 
-The first three are the same from Lightning 2.1 to 2.6; the actions were seen in 2.6.
+The names are the same from Lightning 2.5.0 to 2.6.
 """
 
 from __future__ import annotations

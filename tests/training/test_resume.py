@@ -12,7 +12,7 @@ import numpy as np
 import pytest
 import torch
 from lightning.pytorch import Callback, LightningDataModule
-from lightning.pytorch.callbacks import ModelCheckpoint
+from lightning.pytorch.callbacks import Checkpoint, ModelCheckpoint, OnExceptionCheckpoint
 from lightning.pytorch.utilities import CombinedLoader
 from torch.utils.data import DataLoader, DistributedSampler, Sampler, WeightedRandomSampler
 
@@ -119,7 +119,7 @@ def door(name: str, workers: int = 0, batch_size: int = BATCH, sampler: str = "r
 
 def fit(folder: Path, dm: Any, model: Model, *callbacks: Callback, ckpt: Any = None, **options: Any) -> dict[Any, Any]:
     seen = next((callback for callback in callbacks if isinstance(callback, Seen)), Seen())
-    options |= {"enable_checkpointing": any(isinstance(callback, ModelCheckpoint) for callback in callbacks)}
+    options |= {"enable_checkpointing": any(isinstance(callback, Checkpoint) for callback in callbacks)}
     trainer = make_trainer(folder, [*callbacks, *([] if seen in callbacks else [seen])], epochs=3, **options)
     trainer.fit(model, datamodule=dm, ckpt_path=ckpt)
     return seen.batches
@@ -164,7 +164,7 @@ def test_what_remains_is_what_would_have_come(tmp_path, name, sampler, workers, 
         assert sorted(epoch(whole, 1)) == list(range(SAMPLES))
     assert (whole[0, 0] != whole[1, 0]) is (sampler != "sequential")
     for at in ((1, 2), (1, 5)):  # in the middle of a batch, and of the last one
-        rescue = ModelCheckpoint(tmp_path, f"broken-{at}", save_on_exception=True, every_n_epochs=10)
+        rescue = OnExceptionCheckpoint(tmp_path, f"broken-{at}")
         with pytest.raises(KeyError):
             run(rescue, Seen(fails_at=at))
     checkpoints = sorted(tmp_path.glob("*.ckpt"))
