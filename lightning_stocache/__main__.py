@@ -11,6 +11,7 @@ import argparse
 import json
 import logging
 import os
+import re
 import sys
 import warnings
 from collections.abc import Callable, Sequence
@@ -71,12 +72,12 @@ def plan(parser: argparse.ArgumentParser) -> Action:
         from lightning_stocache.insight import curve_table
         from lightning_stocache.insight.plan_table import as_json, as_text, save
 
-        warnings.simplefilter("ignore")  # Lightning's advice is about training, of which this is none
         logging.disable(logging.WARNING)
         ours, heard = logging.getLogger("lightning_stocache"), logging.NullHandler()
         ours.addHandler(heard)  # without one, the caches of the measurements are told of on stderr
         try:
-            with TemporaryDirectory() as folder:
+            with warnings.catch_warnings(), TemporaryDirectory() as folder:
+                warnings.simplefilter("ignore")  # Lightning's advice is about training, of which this is none
                 made, curves = _planned(arguments, folder)
             if arguments.json:
                 more = {} if curves is None else {"curves": curve_table.as_json(curves)}
@@ -205,7 +206,8 @@ def _composed(arguments: argparse.Namespace, folder: str) -> Any:
         begun = initialize_config_module("lightning_stocache.configs", version_base="1.3")
         if where is not None:
             overrides.append(f"hydra.searchpath=['file://{where.resolve()}']")
-        if not any(override.lstrip("+~").startswith("model") for override in overrides):
+        named = [override.lstrip("+~").partition("=")[0] for override in overrides]
+        if not any(re.split("[.@]", name)[0] == "model" for name in named):
             overrides.append("~model")
     with begun:
         config = compose(arguments.config_name or "train", overrides, return_hydra_config=True)

@@ -190,9 +190,11 @@ def test_processes_of_others_are_counted(tmp_path, monkeypatch):
 
 
 def test_versions_that_are_not_allowed_have_a_fix(monkeypatch):
-    """A version outside of the allowed range is named, with the command that mends it."""
-    monkeypatch.setattr("importlib.metadata.requires", lambda _: ["torch>=99", "numpy>=1"])
-    assert 'pip install "torch>=99"' in words_of(examine(), "torch")
+    """A version outside of the allowed range is named, with the command that mends it; not those of extras."""
+    needs = ["torch>=99", "numpy>=1", 'numpy>=99; extra == "docs"']
+    monkeypatch.setattr("importlib.metadata.requires", lambda _: needs)
+    assert 'pip install "torch>=99"' in words_of(findings := examine(), "torch")
+    assert "99" not in words_of(findings, "numpy")
 
 
 def test_the_verdict_comes_first_then_what_is_to_be_mended(monkeypatch, capsys):

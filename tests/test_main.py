@@ -6,6 +6,7 @@ import logging
 import os
 import subprocess
 import sys
+import warnings
 from datetime import datetime
 from functools import partial
 from pathlib import Path
@@ -172,10 +173,13 @@ def configs(tmp_path, monkeypatch):
 
 
 def test_plan_of_data_alone(configs, capsys, monkeypatch):
-    """Without a model the table is about the loader, and the last line is for the config; nothing else is said."""
+    """Without a model the table is about the loader, and the last line is for the config; nothing else is said, and no
+    filter of warnings stays. A key that begins as `model` does is no model."""
     monkeypatch.setattr(logging.getLogger(), "handlers", [])  # as in a script: pytest's would take what is said
-    main(["plan", "--config-dir", configs, "data=squares", "++trainer.accelerator=cpu"])
+    filters = list(warnings.filters)
+    main(["plan", "--config-dir", configs, "data=squares", "++trainer.accelerator=cpu", "+model_dir=x"])
     out, err = capsys.readouterr()
+    assert warnings.filters == filters
     assert "64 samples of 40 B, batches of 4" in out
     assert "no model was given" in out
     assert out.splitlines()[-1].startswith("cache.budget=")

@@ -250,7 +250,11 @@ def _versions() -> Iterator[Finding]:
         requirements = [Requirement(line) for line in metadata.requires("lightning-stocache") or []]
     except metadata.PackageNotFoundError:  # run from a checkout that is not installed
         requirements = []
-    allowed = {requirement.name: requirement.specifier for requirement in requirements}
+    allowed = {
+        requirement.name: requirement.specifier
+        for requirement in requirements
+        if requirement.marker is None or requirement.marker.evaluate({"extra": ""})  # what an extra needs is its own
+    }
     for name in _PACKAGES:
         try:
             installed = metadata.version(name)

@@ -24,7 +24,7 @@ from lightning_stocache.setup.option import check_count, check_flag
 from lightning_stocache.setup.request import Form
 from lightning_stocache.training.caches import CallCaches
 from lightning_stocache.training.call_loaders import CallLoaders
-from lightning_stocache.training.lightning_internals import data_sources, loops, stall_actions
+from lightning_stocache.training.lightning_internals import data_sources, forget_loaders, stall_actions
 from lightning_stocache.training.loaders import running_datasets
 from lightning_stocache.training.monitor import CacheMonitor
 from lightning_stocache.training.obstacles import check_sweep
@@ -204,9 +204,7 @@ class StochasticCache(CacheMonitor):
         self.caches.close()
 
     def _release(self, trainer: Trainer) -> None:
-        for loop in loops(trainer).values():
-            if (source := getattr(loop, "_data_source", None)) is not None:
-                vars(source).pop("dataloader", None)
+        forget_loaders(trainer)
         self.caches.end_call()
 
 

@@ -6,6 +6,8 @@
   come. Without it `StochasticCache` caches nothing, with one warning.
 - `__pl_saved_args` and its relatives: from these Lightning makes a loader anew. Where it keeps none, there are none to
   be changed.
+- `_SubprocessScriptLauncher`: the name of the launcher that starts ranks by the program's own command line. Under
+  another name a sweep of such ranks is not refused.
 - The names of the actions that a `Profiler` is told (`stall_actions`): when the loop waits for a batch, and computes
   one. Without them `data_wait_seconds` and `compute_seconds` are left out, with one warning.
 - The names of further actions (`step_actions`): moving a batch, forward, the optimiser's step. Where the loop is not
@@ -29,9 +31,11 @@ __all__ = [
     "DATASET",
     "KWARGS",
     "data_sources",
+    "forget_loaders",
     "leaves_samplers_alone",
     "loops",
     "stall_actions",
+    "starts_ranks_itself",
     "step_actions",
 ]
 
@@ -103,6 +107,18 @@ def data_sources(trainer: Any, stage: str) -> dict[str, Any]:
         )
         return {}
     return of_stage
+
+
+def forget_loaders(trainer: Any) -> None:
+    """Have the hook that `StochasticCache` has put on Lightning's data sources gone."""
+    for loop in loops(trainer).values():
+        if (source := getattr(loop, "_data_source", None)) is not None:
+            vars(source).pop("dataloader", None)
+
+
+def starts_ranks_itself(trainer: Any) -> bool:
+    """Whether the Trainer's strategy starts its ranks once, by the program's own command line, as `ddp` does."""
+    return type(trainer.strategy.launcher).__name__ == "_SubprocessScriptLauncher"
 
 
 def _warn(message: str) -> None:

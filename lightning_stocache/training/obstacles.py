@@ -19,6 +19,7 @@ from lightning_stocache.loading.loader_tree import cached_behind
 from lightning_stocache.setup.open_stream import check_budget
 from lightning_stocache.torch_internals import is_loader_iterator
 from lightning_stocache.training.caches import CallCaches
+from lightning_stocache.training.lightning_internals import starts_ranks_itself
 from lightning_stocache.training.loaders import hides_dataset
 from lightning_stocache.training.options import CacheOptions
 from lightning_stocache.training.sampling import check_sampler
@@ -151,8 +152,7 @@ def check_sweep(trainer: Any) -> None:
     hydra: Any = sys.modules.get("hydra.core.hydra_config")  # never imported: then this is no job of Hydra's
     if trainer is None or hydra is None or not hydra.HydraConfig.initialized():
         return
-    starts_itself = type(trainer.strategy.launcher).__name__ == "_SubprocessScriptLauncher"
-    if trainer.num_devices > 1 and starts_itself and hydra.HydraConfig.get().mode.name == "MULTIRUN":
+    if trainer.num_devices > 1 and starts_ranks_itself(trainer) and hydra.HydraConfig.get().mode.name == "MULTIRUN":
         raise ValueError(
             f"a sweep (-m) on {trainer.num_devices} devices needs a strategy that starts its ranks anew for every job, "
             "but trainer.strategy starts them once, by this command line.\nUse trainer.strategy=ddp_spawn, or run the "
