@@ -1,28 +1,42 @@
-"""Jobs of several processes as their users start them: where they meet, how they end, and where they hang."""
+"""Jobs of several processes: how they start, where they meet, how they end, and where they hang.
+
+`start` runs a command, as its users do; a test takes it where the launcher is its subject. `start_module` runs what
+`python -m MODULE` would in a process that has torch and Lightning imported already: importing them anew would take
+each rank four seconds of a processor. A process that Lightning starts from there is a command again.
+"""
 
 from __future__ import annotations
 
+import atexit
 import contextlib
+import faulthandler
 import os
+import runpy
 import signal
 import socket
 import subprocess
+import sys
 import time
+import traceback
 from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
-from typing import Any
+from typing import Any, NoReturn
 
 import pytest
+import torch
+from lightning.fabric.utilities.rank_zero import rank_zero_only
 
 from tests.proc import descendants, is_alive
+from tests.processes import context, mount_own_shm
 
-__all__ = ["OWN_SHM", "ROOT", "exit_codes", "free_port", "job_environment", "say_where", "start"]
+__all__ = ["OWN_SHM", "ROOT", "Job", "exit_codes", "free_port", "job_environment", "say_where", "start", "start_module"]
 
 ROOT = Path(__file__).parents[1]
 OWN_SHM = ["unshare", "--mount", "sh", "-c", 'mount -t tmpfs -o size=64m tmpfs /dev/shm && exec "$@"', "sh"]
 """A node: what a command begins with that is to have a /dev/shm of its own."""
 
 _LAST_WORDS_SECONDS = 20.0
+_RANKS = ("RANK", "LOCAL_RANK", "SLURM_PROCID")
 
 
 def free_port() -> int:
@@ -48,7 +62,95 @@ def start(command: Sequence[str], environment: Mapping[str, str], said: Path) ->
         return subprocess.Popen(command, cwd=ROOT, env=environment, stdout=words, stderr=words, start_new_session=True)
 
 
-def exit_codes(jobs: Sequence[subprocess.Popen[Any]], said: Path, seconds: float) -> list[int]:
+class Job:
+    """A process that runs a module, waited for and ended as a Popen is."""
+
+    def __init__(self, words: Sequence[str], environments: Sequence[Mapping[str, str]], said: Path, mib: int) -> None:
+        job = (list(words), [dict(environment) for environment in environments], said, mib)
+        self._process = context("forkserver").Process(target=_run, args=job)
+        self._process.start()
+        self.pid, self.returncode = self._process.pid, None
+
+    def poll(self) -> int | None:
+        """Its exit code, if it has ended."""
+        if self.returncode is None and not self._process.is_alive():
+            self.returncode = self._process.exitcode
+            self._process.close()
+        return self.returncode
+
+    def wait(self, timeout: float | None = None) -> int:
+        """Its exit code, once it has ended."""
+        if self.returncode is None:
+            self._process.join(timeout)
+        if self.poll() is None:
+            raise subprocess.TimeoutExpired(f"process {self.pid}", timeout or 0)
+        return self.returncode
+
+    def terminate(self) -> None:
+        if self.poll() is None:
+            self._process.terminate()
+
+    def kill(self) -> None:
+        if self.poll() is None:
+            self._process.kill()
+
+
+def start_module(
+    *words: str | Path | int, environments: Sequence[Mapping[str, str]], said: Path, shm_mib: int = 0
+) -> Job:
+    """Run what `python -m WORDS` would, in a session of its own; what it says is appended to a file.
+
+    Args:
+        words: the module and its arguments.
+        environments: one for each process of the job. The job ends when all have, with the first code that is not 0.
+        said: the file.
+        shm_mib: the size of a /dev/shm that these processes have to themselves, as on a node. 0: the machine's.
+    """
+    return Job([str(word) for word in words], environments, said, shm_mib)
+
+
+def _run(words: list[str], environments: list[dict[str, str]], said: Path, shm_mib: int) -> None:
+    os.setsid()
+    os.chdir(ROOT)
+    words_file = os.open(said, os.O_WRONLY | os.O_CREAT | os.O_APPEND, 0o666)
+    os.dup2(words_file, 1), os.dup2(words_file, 2)
+    faulthandler.enable()
+    if shm_mib:
+        mount_own_shm(shm_mib)
+    if len(environments) == 1:
+        _run_module(words, environments[0])
+    pids = []
+    for environment in environments:
+        if not (pid := os.fork()):
+            _run_module(words, environment)
+        pids.append(pid)
+    codes = [os.waitstatus_to_exitcode(os.waitpid(pid, 0)[1]) for pid in pids]
+    os._exit(next((abs(code) for code in codes if code), 0))
+
+
+def _run_module(words: list[str], environment: Mapping[str, str]) -> NoReturn:
+    """Run a module, and end this process as Python would."""
+    os.environ.clear()
+    os.environ.update(environment)
+    sys.argv = list(words)
+    torch.set_num_threads(1)
+    rank_zero_only.rank = next(
+        (int(environment[name]) for name in _RANKS if name in environment), 0
+    )  # as when imported
+    code = 0
+    try:
+        runpy.run_module(words[0], run_name="__main__", alter_sys=True)
+    except SystemExit as end:
+        code = end.code if isinstance(end.code, int) else int(end.code is not None)
+    except BaseException:
+        traceback.print_exc()
+        code = 1
+    atexit._run_exitfuncs()
+    sys.stdout.flush(), sys.stderr.flush()
+    os._exit(code)
+
+
+def exit_codes(jobs: Sequence[subprocess.Popen[Any] | Job], said: Path, seconds: float) -> list[int]:
     """How jobs with sessions of their own end; nothing of them is left.
 
     Args:

@@ -20,7 +20,7 @@ from typing import Any
 
 import pytest
 
-__all__ = ["Child", "call", "call_many", "context", "without_room"]
+__all__ = ["Child", "call", "call_many", "context", "mount_own_shm", "without_room"]
 
 _NEW_USERS, _NEW_MOUNTS, _PRIVATE = 0x10000000, 0x00020000, (1 << 18) | (1 << 14)
 
@@ -117,21 +117,30 @@ class _Refused:
 
 
 def _with_own_shm(mib: int, function: Callable[..., Any], args: tuple[Any, ...]) -> Any:
-    libc = ctypes.CDLL(None, use_errno=True)
-    uid, gid = os.getuid(), os.getgid()
     try:
-        if uid == 0:
-            _check(libc.unshare(_NEW_MOUNTS))
-        else:
-            _check(libc.unshare(_NEW_MOUNTS | _NEW_USERS))
-            Path("/proc/self/setgroups").write_text("deny")
-            Path("/proc/self/uid_map").write_text(f"{uid} {uid} 1")
-            Path("/proc/self/gid_map").write_text(f"{gid} {gid} 1")
-        _check(libc.mount(b"none", b"/", None, _PRIVATE, None))
-        _check(libc.mount(b"tmpfs", b"/dev/shm", b"tmpfs", 0, b"size=%dm" % mib))
+        mount_own_shm(mib)
     except OSError as error:
         return _Refused(str(error))
     return function(*args)
+
+
+def mount_own_shm(mib: int) -> None:
+    """Give this process a /dev/shm of its own.
+
+    Raises:
+        OSError: the system does not let it have that.
+    """
+    libc = ctypes.CDLL(None, use_errno=True)
+    uid, gid = os.getuid(), os.getgid()
+    if uid == 0:
+        _check(libc.unshare(_NEW_MOUNTS))
+    else:
+        _check(libc.unshare(_NEW_MOUNTS | _NEW_USERS))
+        Path("/proc/self/setgroups").write_text("deny")
+        Path("/proc/self/uid_map").write_text(f"{uid} {uid} 1")
+        Path("/proc/self/gid_map").write_text(f"{gid} {gid} 1")
+    _check(libc.mount(b"none", b"/", None, _PRIVATE, None))
+    _check(libc.mount(b"tmpfs", b"/dev/shm", b"tmpfs", 0, b"size=%dm" % mib))
 
 
 def _check(status: int) -> None:

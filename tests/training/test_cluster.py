@@ -18,7 +18,7 @@ from typing import Any
 
 import pytest
 
-from tests.jobs import OWN_SHM, exit_codes, free_port, job_environment, start
+from tests.jobs import OWN_SHM, exit_codes, free_port, job_environment, start, start_module
 from tests.training.cluster_job import SAMPLES
 from tests.training.tiny import source
 
@@ -84,11 +84,13 @@ def run(
     """Run one rank in each place, with what its launcher tells it and the words for its job; their exit codes."""
     folder.mkdir(exist_ok=True)
     base, output = job_environment(free_port()), folder / "said"
-    command = [sys.executable, "-m", "tests.training.cluster_job", str(folder)]
-    ranks = [
-        start([*place, *command, *more], base | environment, output)
-        for place, environment, more in zip(places, told, words, strict=True)
-    ]
+    ranks: list[Any] = []
+    for place, environment, more in zip(places, told, words, strict=True):
+        job = ["tests.training.cluster_job", str(folder), *more]
+        if place:
+            ranks.append(start([*place, sys.executable, "-m", *job], base | environment, output))
+        else:
+            ranks.append(start_module(*job, environments=[base | environment], said=output))
     return exit_codes(ranks, output, SECONDS)
 
 

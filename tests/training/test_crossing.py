@@ -5,13 +5,12 @@ from __future__ import annotations
 import json
 import re
 import subprocess
-import sys
 from pathlib import Path
 from typing import Any
 
 import pytest
 
-from tests.jobs import OWN_SHM, exit_codes, free_port, job_environment, start
+from tests.jobs import OWN_SHM, exit_codes, free_port, job_environment, start_module
 from tests.training.crossing_job import FITS
 from tests.training.tiny import SAMPLES
 
@@ -23,9 +22,11 @@ SECONDS = 300
 def run(folder: Path, devices: int, nodes: int) -> list[list[dict[str, Any]]]:
     """What each rank saw in each fit."""
     environment, said = job_environment(free_port()), folder / "said"
-    command = [sys.executable, "-m", "tests.training.crossing_job", str(folder), str(devices), str(nodes)]
-    place = [] if nodes == 1 else OWN_SHM
-    jobs = [start([*place, *command], environment | {"NODE_RANK": str(node)}, said) for node in range(nodes)]
+    words = ["tests.training.crossing_job", folder, str(devices), str(nodes)]
+    jobs = []
+    for node in range(nodes):
+        told = [environment | {"NODE_RANK": str(node), "LOCAL_RANK": str(local)} for local in range(devices)]
+        jobs.append(start_module(*words, environments=told, said=said, shm_mib=0 if nodes == 1 else 64))
     assert exit_codes(jobs, said, SECONDS) == [0] * nodes, said.read_text()[-4000:]
     ranks = [folder / f"rank{rank}.jsonl" for rank in range(devices * nodes)]
     return [[json.loads(line) for line in rank.read_text().splitlines()] for rank in ranks]

@@ -6,8 +6,6 @@ import json
 import os
 import re
 import signal
-import subprocess
-import sys
 import time
 from collections.abc import Callable
 from pathlib import Path
@@ -15,7 +13,7 @@ from typing import Any
 
 import pytest
 
-from tests.jobs import ROOT, job_environment, say_where
+from tests.jobs import Job, free_port, job_environment, say_where, start_module
 from tests.proc import is_alive, memory_files
 from tests.training.tiny import SAMPLES, source
 
@@ -28,14 +26,17 @@ pytestmark = [
 SECONDS = 240  # a job takes ten; a machine with much else to do takes longer
 
 
-def start(folder: Path, door: str, strategy: str, epochs: int, fits: int = 1) -> subprocess.Popen[bytes]:
-    """The job, as its user would start it; what it says goes to `said`."""
-    command = [sys.executable, "-m", "tests.training.ddp_job", str(folder), door, strategy, str(epochs), str(fits)]
-    with open(folder / "said", "wb") as said:
-        return subprocess.Popen(command, cwd=ROOT, stdout=said, stderr=said, env=job_environment())
+def start(folder: Path, door: str, strategy: str, epochs: int, fits: int = 1, ranks: int = 0) -> Job:
+    """The job; what it says goes to `said`. With `ranks` each is started by itself, else the strategy starts them."""
+    environments = [job_environment()]
+    if ranks:
+        meeting = job_environment(free_port())
+        environments = [{**meeting, "LOCAL_RANK": str(rank)} for rank in range(ranks)]
+    words = [folder, door, strategy, epochs, fits]
+    return start_module("tests.training.ddp_job", *words, environments=environments, said=folder / "said")
 
 
-def wait_for(condition: Callable[[], Any], job: subprocess.Popen[bytes], folder: Path) -> None:
+def wait_for(condition: Callable[[], Any], job: Job, folder: Path) -> None:
     deadline = time.monotonic() + SECONDS
     while not condition():
         if job.poll() is not None or time.monotonic() > deadline:
@@ -73,7 +74,7 @@ def test_two_jobs_on_one_node_do_not_meet(tmp_path):
     folders = [tmp_path / name for name in ("one", "other")]
     for folder in folders:
         folder.mkdir()
-    jobs = [start(folder, "ours", "ddp", 3) for folder in folders]
+    jobs = [start(folder, "ours", "ddp", 3, ranks=2) for folder in folders]
     for folder, job in zip(folders, jobs, strict=True):
         wait_for(lambda job=job: job.poll() == 0, job, folder)
     saw = [json.loads((folder / "rank0.jsonl").read_text()) for folder in folders]

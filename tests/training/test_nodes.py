@@ -6,13 +6,13 @@ import json
 import re
 import subprocess
 import sys
-from collections.abc import Iterator
 from pathlib import Path
+from typing import Any
 
 import pytest
 
 from lightning_stocache.cache.placement import Ring
-from tests.jobs import OWN_SHM, exit_codes, free_port, job_environment, start
+from tests.jobs import OWN_SHM, exit_codes, free_port, job_environment, start, start_module
 from tests.sampling.theory import moved_share
 from tests.training.nodes_job import BATCH, FOLD, SAMPLES
 from tests.training.tiny import source
@@ -21,7 +21,6 @@ pytestmark = [pytest.mark.slow, pytest.mark.timeout(300), pytest.mark.processes]
 
 NODES = ((0, 1), (2, 3))
 SECONDS = 240
-SLURM = 'for id in 0 1; do SLURM_LOCALID=$id SLURM_PROCID=$((2 * SLURM_NODEID + id)) "$@" & done; wait'
 
 
 @pytest.fixture(scope="module", autouse=True)
@@ -35,26 +34,41 @@ def own_shm() -> None:
         pytest.skip(f"two nodes cannot be made here: {error.stderr.strip()}")
 
 
-def commands(launcher: str, port: str, *arguments: str) -> Iterator[tuple[list[str], dict[str, str]]]:
-    """What a user types on each node, and what more its environment says there."""
-    script = ["-m", "tests.training.nodes_job", *arguments]
-    for node in ("0", "1"):
-        if launcher == "torchrun":
-            meet = [f"--node-rank={node}", "--master-addr=127.0.0.1", f"--master-port={port}"]
-            run = [sys.executable, "-m", "torch.distributed.run", "--nnodes=2", "--nproc-per-node=2"]
-            yield [*run, *meet, *script], {}
-        elif launcher == "slurm":
-            job = {"SLURM_JOB_ID": "1", "SLURM_JOB_NAME": "job", "SLURM_NTASKS": "4", "SLURM_NTASKS_PER_NODE": "2"}
-            yield ["sh", "-c", SLURM, "sh", sys.executable, *script], {**job, "SLURM_NODEID": node}
-        else:
-            yield [sys.executable, *script], {"NODE_RANK": node}
+def command(launcher: str, node: int, port: str) -> list[str]:
+    """What a user types on a node."""
+    if launcher == "NODE_RANK":
+        return [sys.executable]
+    meet = [f"--node-rank={node}", "--master-addr=127.0.0.1", f"--master-port={port}"]
+    return [sys.executable, "-m", "torch.distributed.run", "--nnodes=2", "--nproc-per-node=2", *meet]
+
+
+def ranks(launcher: str, node: int) -> list[dict[str, str]]:
+    """What each rank of a node is told, if it is not a command that starts it."""
+    if launcher == "slurm":
+        job = {"JOB_ID": "1", "JOB_NAME": "job", "NTASKS": "4", "NTASKS_PER_NODE": "2", "NODEID": node}
+        told = [{**job, "LOCALID": local, "PROCID": 2 * node + local} for local in (0, 1)]
+        return [{f"SLURM_{name}": str(value) for name, value in one.items()} for one in told]
+    return [{"NODE_RANK": str(node), "LOCAL_RANK": str(local)} for local in (0, 1)]
 
 
 def run_nodes(folder: Path, launcher: str, case: str, epochs: int) -> list[int]:
-    """Run the job on both nodes; their exit codes."""
-    environment = job_environment(free_port())
-    words = commands(launcher, environment["MASTER_PORT"], str(folder), case, str(epochs))
-    jobs = [start([*OWN_SHM, *command], environment | more, folder / "said") for command, more in words]
+    """Run the job on both nodes; their exit codes.
+
+    Args:
+        folder: where the ranks write.
+        launcher: torchrun or NODE_RANK, as commands; "slurm" or "ranks": each rank is started by itself.
+        case: of the job.
+        epochs: of the training.
+    """
+    environment, jobs = job_environment(free_port()), list[Any]()
+    script = ["tests.training.nodes_job", str(folder), case, str(epochs)]
+    for node in (0, 1):
+        if launcher in ("slurm", "ranks"):
+            told = [environment | more for more in ranks(launcher, node)]
+            jobs.append(start_module(*script, environments=told, said=folder / "said", shm_mib=64))
+        else:
+            words = [*OWN_SHM, *command(launcher, node, environment["MASTER_PORT"]), "-m", *script]
+            jobs.append(start(words, environment | {"NODE_RANK": str(node)}, folder / "said"))
     return exit_codes(jobs, folder / "said", SECONDS)
 
 
@@ -96,7 +110,7 @@ def test_the_memory_of_two_nodes_adds_up(tmp_path, launcher, door):
 def test_a_fold_has_the_memory_of_two_nodes(tmp_path):
     """A SubsetRandomSampler of a quarter, and half of that quarter on each node: through the callback and our own
     DataModule it is hit as a whole dataset is, and nothing else is loaded."""
-    assert run_nodes(tmp_path, "NODE_RANK", "fold", 3) == [0, 0], said(tmp_path)
+    assert run_nodes(tmp_path, "ranks", "fold", 3) == [0, 0], said(tmp_path)
     ranks = [json.loads((tmp_path / f"rank{rank}.json").read_text()) for rank in range(4)]
     assert ranks[0] == ranks[1] == ranks[2] == ranks[3]
     half = len(FOLD) // 2
@@ -113,7 +127,7 @@ def test_a_fold_has_the_memory_of_two_nodes(tmp_path):
 
 def test_records_find_room_whatever_was_expected(tmp_path):
     """The samples that were looked at are ten times as large as the others: each node holds all that it trains on."""
-    assert run_nodes(tmp_path, "torchrun", "records", 3) == [0, 0], said(tmp_path)
+    assert run_nodes(tmp_path, "ranks", "records", 3) == [0, 0], said(tmp_path)
     ranks = [json.loads((tmp_path / f"rank{rank}.json").read_text()) for rank in range(4)]
     assert ranks[0] == ranks[1] == ranks[2] == ranks[3]
     half = SAMPLES // 2
@@ -130,7 +144,8 @@ def test_records_find_room_whatever_was_expected(tmp_path):
 def test_bad_luck_on_one_node_ends_all(tmp_path, case):
     """No memory on a node (`strict`), a rank that dies in setup, a sampler that would be halved: all hear and end;
     the reason is the same everywhere, where there is somebody left to tell it."""
-    assert 0 not in run_nodes(tmp_path, "NODE_RANK", case, 1), said(tmp_path)
+    launcher = "NODE_RANK" if case == "dies" else "ranks"  # who is killed tells nobody: the launcher ends the others
+    assert 0 not in run_nodes(tmp_path, launcher, case, 1), said(tmp_path)
     errors = {path.stem: path.read_text() for path in tmp_path.glob("*.error")}
     if case == "dies":
         assert "rank3" not in errors

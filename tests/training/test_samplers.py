@@ -3,13 +3,9 @@
 from __future__ import annotations
 
 import json
-import os
 import pickle
 import random
-import subprocess
-import sys
 from collections.abc import Callable, Iterator, Sequence
-from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -33,6 +29,7 @@ from torch.utils.data import (
 from lightning_stocache.loading.dataset import CachedDataset
 from lightning_stocache.training.callbacks import StochasticCache
 from lightning_stocache.training.monitor import CacheMonitor
+from tests.jobs import exit_codes, free_port, job_environment, start_module
 from tests.sources import CountedSource
 from tests.training.seen import Watcher
 from tests.training.tiny import logged, make_trainer, source
@@ -286,12 +283,10 @@ def test_a_part_of_cached_datasets_is_drawn_through_subset_and_concat(tmp_path):
 @pytest.mark.slow
 def test_two_ranks_draw_together(tmp_path):
     """Under ddp: the batches of an uncached job, and slots for what any rank draws."""
-    root = Path(__file__).parents[2]
-    command = [sys.executable, "-m", "tests.training.samplers_job", str(tmp_path)]
-    ended = subprocess.run(
-        command, cwd=root, env={**os.environ, "PYTHONPATH": str(root)}, capture_output=True, timeout=200, text=True
-    )
-    assert ended.returncode == 0, ended.stderr
+    meeting = job_environment(free_port())
+    environments = [meeting | {"LOCAL_RANK": str(rank)} for rank in (0, 1)]
+    job = start_module("tests.training.samplers_job", tmp_path, environments=environments, said=tmp_path / "said")
+    assert exit_codes([job], tmp_path / "said", 200) == [0], (tmp_path / "said").read_text()
     ranks = [json.loads((tmp_path / f"rank{rank}.json").read_text()) for rank in (0, 1)]
     for name, saw in ranks[0].items():
         assert saw["same"], name

@@ -4,10 +4,7 @@ from __future__ import annotations
 
 import csv
 import logging
-import os
 import re
-import subprocess
-import sys
 from collections import Counter
 from collections.abc import Iterator
 from pathlib import Path
@@ -20,6 +17,7 @@ from lightning.pytorch.loggers import CSVLogger
 from torch.utils.data import DataLoader, IterableDataset, get_worker_info
 
 from lightning_stocache import CachedStream, FillProgress, StocacheDataModule, StochasticCache, cache_datamodule
+from tests.jobs import exit_codes, free_port, job_environment, start_module
 
 LENGTH = 40
 
@@ -243,20 +241,11 @@ def test_streams_and_datasets_share_a_stage(tmp_path: Path) -> None:
 @pytest.mark.parametrize("workers", [0, 2])
 def test_ranks_keep_a_stream_together(tmp_path: Path, workers: int) -> None:
     """Each of two ranks reads a half in epoch one; later all is dealt over both, with as many batches on each."""
-    root = Path(__file__).parents[2]
-    environment = {name: value for name, value in os.environ.items() if name != "LOCAL_RANK"} | {
-        "PYTHONPATH": str(root)
-    }
-    done = subprocess.run(
-        [sys.executable, "-m", "tests.training.streams_job", str(workers)],
-        cwd=root,
-        env=environment,
-        capture_output=True,
-        text=True,
-        timeout=150,
-    )
-    assert done.returncode == 0, done.stderr
-    epochs = re.findall(r"epoch (\d+) (\d+) (\d+) (\d+) (\w+)", done.stdout)
+    said, meeting = tmp_path / "said", job_environment(free_port())
+    told = [meeting | {"LOCAL_RANK": str(rank)} for rank in (0, 1)]
+    job = start_module("tests.training.streams_job", workers, environments=told, said=said)
+    assert exit_codes([job], said, 150) == [0], said.read_text()
+    epochs = re.findall(r"epoch (\d+) (\d+) (\d+) (\d+) (\w+)", said.read_text())
     assert [(first, second, whole) for first, second, _, _, whole in epochs] == [("51", "50", "True")] * 4
     assert all(ours == theirs for *_, ours, theirs, _ in epochs[1:])
-    assert "hit rate per epoch: 0, 100, 100, 100 %" in done.stdout + done.stderr
+    assert "hit rate per epoch: 0, 100, 100, 100 %" in said.read_text()
