@@ -9,6 +9,7 @@ from __future__ import annotations
 
 from abc import abstractmethod
 from collections.abc import Iterable, Iterator, Mapping, Sequence
+from contextlib import AbstractContextManager
 from dataclasses import asdict
 from typing import Any, Generic, Self, TypeVar
 
@@ -32,6 +33,9 @@ from lightning_stocache.node.segment import Segment
 __all__ = ["SegmentStore"]
 
 Codec = TypeVar("Codec", bound=SampleCodec)
+
+_WINDOW = 1 << 24  # slots that are looked through for some that are READY
+_ALONE = 1 << 40  # a byte of the lock file, behind those of all slots
 
 
 class SegmentStore(SegmentMemory, Generic[Codec]):
@@ -231,6 +235,17 @@ class SegmentStore(SegmentMemory, Generic[Codec]):
     def is_readable(self) -> npt.NDArray[np.bool_]:
         """Which slots can be read now, bool `[slots]`."""
         return self.is_filled
+
+    def some_filled(self, count: int) -> list[int]:
+        """About so many indices whose slots are READY, or all if there are fewer."""
+        filled = self.is_filled
+        first = int(filled.argmax()) if len(filled) else 0
+        slots = np.flatnonzero(filled[first : first + _WINDOW]) + first
+        return [self.arc.index(int(slot)) for slot in slots[:: max(len(slots) // count, 1)]]
+
+    def alone(self) -> AbstractContextManager[None]:
+        """Wait until no other process is in here; it has nothing to do with claims on slots."""
+        return Claims(self.segment).waiting(_ALONE)
 
     @property
     def filled(self) -> int:

@@ -48,15 +48,16 @@ class CachedDataset(Forwarding):
         budget: memory per node: "8GiB", "500MB", "60%" (of the dataset's cached size), "60% of free" (memory), "auto"
             (the whole dataset), bytes, or 0 (off). What does not fit is loaded every time.
         transform: what is done to each sample after the cache, on the CPU.
-        spec: what a sample looks like, as `SampleSpec.infer(sample)` says; given, the source is not read at set-up.
+        spec: what a sample looks like, as `SampleSpec.infer(sample)` says; given, the source is not read at set-up, but
+            for four samples where the cache has a name.
         allow_random: cache a random source as it is, with its first draw frozen.
         backend: where the memory lies: "tmpfile" (/dev/shm), "memfd", "file", or "auto".
         defer: open nothing yet; samples pass through until `share` is called.
         name: under which the cache stays in memory when the job ends, so that the next one starts warm, and which jobs
             that run at the same time share. It lies in /dev/shm; the first job decides how much is cached, and
             `python -m lightning_stocache clean NAME` removes it.
-        fingerprint: what else decides what the samples are (a size, a version): another one is refused under a name. Of
-            records, sizes are not compared by themselves.
+        fingerprint: a word for what the data is (a version): another one is refused under a name. Samples are compared
+            too; where they cannot be (`allow_random`), nothing else tells one dataset from another.
         strict: what cannot be cached, or memory that cannot be had, is an error; else samples pass through uncached,
             with one warning.
         layout: "rows" (samples of one shape, nothing but numbers: a batch is one copy per field), "records" (anything

@@ -1,10 +1,11 @@
 """What a source shows when a few of its samples are read: how they can be kept, and what of it is random.
 
-Who calls `find` sees to it that it reads in a process where that does no harm (`look`).
+Who uses a `Reading` sees to it that it reads in a process where that does no harm (`look`).
 """
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
@@ -17,10 +18,13 @@ from lightning_stocache.setup.request import CacheRequest
 from lightning_stocache.source.access import batch_reader
 from lightning_stocache.source.encoded import taken_apart
 from lightning_stocache.source.generators import Generators, owned_generators
+from lightning_stocache.source.probe import Probe
 from lightning_stocache.source.random_split import split, spread
 from lightning_stocache.source.transform_split import Cut
 
-__all__ = ["Finding", "find"]
+__all__ = ["Finding", "Reading"]
+
+log = logging.getLogger(__name__)
 
 _BY_HAND = (
     "To cache it, give its deterministic part to CachedDataset, and the random rest as transform=, which runs after "
@@ -28,6 +32,7 @@ _BY_HAND = (
 )
 _FROZEN = 4  # samples that are read of a source which is to be cached as it is
 _QUICK = 28  # indices that are read besides the first four, where that is quick
+_MOST_BYTES = 64 << 20  # of samples that were read to find out what they are, and are stored
 
 
 @dataclass(frozen=True)
@@ -44,6 +49,7 @@ class Finding:
         encoded: what is known of its samples as files, where they may be kept so.
         as_files: whether they are kept so.
         note: what cannot be done as it was asked for, in words.
+        seen: the indices of samples that were read, and are at hand as they are to be kept.
     """
 
     codec: SampleCodec | None = None
@@ -55,10 +61,65 @@ class Finding:
     encoded: EncodedForm | None = None
     as_files: bool = False
     note: str | None = None
+    seen: tuple[int, ...] = ()
 
 
-def find(request: CacheRequest, told: Callable[[int], None] = lambda index: None) -> Finding:
-    """Read some samples of the request's source in this process; `told` is called with each index before."""
+class Reading:
+    """Reads the source of a request in this process.
+
+    Args:
+        request: whose source.
+        told: is called with each index before it is read.
+    """
+
+    def __init__(self, request: CacheRequest, told: Callable[[int], None] = lambda index: None) -> None:
+        self.request, self._told = request, told
+        self._kept: dict[int, Any] = {}  # samples as they are to be kept, if that is as in `_found`
+        self._found = Finding()
+
+    def find(self) -> Finding:
+        """Read some samples, to learn what they are."""
+        found, kept = _find(self.request, self._told)
+        self._found, self._kept = replace(found, seen=tuple(kept)), kept
+        return self._found
+
+    def contents(self, found: Finding, indices: Sequence[int], again: bool = False) -> dict[int, list[bytes]]:
+        """Samples as they lie in a cache, encoded, by their index: those that were read, and others, read now.
+
+        Left out is what cannot be read, or not be kept; and of what was read what comes after 64 MiB.
+
+        Args:
+            found: what was found, with the codec that was chosen since.
+            indices: of the samples.
+            again: whether all are read, under other seeds than the first time.
+        """
+        assert found.codec is not None
+        kept: Any = self.request.source
+        if found.as_files:
+            kept = taken_apart(kept)[0]
+        elif found.cut is not None:
+            kept = found.cut.apply(kept)[0]
+        known = {} if again or found.as_files != self._found.as_files else self._kept
+        probe, encoded, left = Probe(kept, (), self._told), dict[int, list[bytes]](), _MOST_BYTES
+        try:
+            for index in indices:
+                if index in known and left < 0:
+                    continue
+                try:
+                    sample = known[index] if index in known else probe.read(kept, index, 2 * index + again).sample
+                    parts = list(map(bytes, found.codec.contents(found.codec.encode(sample, index))))
+                except Exception as error:  # of the source, or of the classes of the sample
+                    log.debug("sample %d of %s cannot be had for its cache: %s", index, self.request.title, error)
+                    continue
+                encoded[index] = parts
+                left -= sum(map(len, parts))
+        finally:
+            probe.generators.restore(probe.before)
+        return encoded
+
+
+def _find(request: CacheRequest, told: Callable[[int], None]) -> tuple[Finding, dict[int, Any]]:
+    """What was found, and the samples that can be kept as they came."""
     source: Any = request.source
     if request.allow_random:
         generators = Generators(owned_generators(source))
@@ -70,7 +131,7 @@ def find(request: CacheRequest, told: Callable[[int], None] = lambda index: None
             choice = choose_codec(indices, samples, request.layout)
             note = None if request.store == "decoded" else f"store={request.store!r} is not for allow_random=True"
             codec = _admitting(request, choice.codec, samples)
-            return Finding(codec, odd=choice.odd, reads=len(indices), note=note)
+            return Finding(codec, odd=choice.odd, reads=len(indices), note=note), {}
         finally:
             generators.restore(before)
     parts = split(source, quick=_QUICK, told=told, domain=request.domain)
@@ -82,25 +143,26 @@ def find(request: CacheRequest, told: Callable[[int], None] = lambda index: None
         files = replace(files, codec=replace(files.codec, finished_bytes=finished))
     if isinstance(files, EncodedForm) and (request.store == "encoded" or parts.reason is not None):
         kept = taken_apart(source)[0]
-        codec = _admitting(request, files.codec, [kept[index] for index in parts.indices])
-        return Finding(codec, reads=parts.reads + files.reads, as_files=True)
+        contents = {index: kept[index] for index in parts.indices}
+        codec = _admitting(request, files.codec, list(contents.values()))
+        return Finding(codec, reads=parts.reads + files.reads, as_files=True), contents
     if request.strict and request.store == "encoded":
         raise ValueError(f"store='encoded' cannot be had: {files}")
     if parts.reason is not None:
-        return Finding(reason=f"{parts.reason}\n{_BY_HAND}", reads=parts.reads)
+        return Finding(reason=f"{parts.reason}\n{_BY_HAND}", reads=parts.reads), {}
     reads = parts.reads
     if (fetch := batch_reader(source)) is not None:
         came = fetch([parts.indices[0]] * 2)
         reads += 2
         if not isinstance(came, Sequence) or isinstance(came, str) or len(came) != 2:
             reason = "its __getitems__ gives whole batches, not a list of one sample per index"
-            return Finding(reason=reason, reads=reads)
+            return Finding(reason=reason, reads=reads), {}
     choice = choose_codec(parts.indices, parts.samples, request.layout, parts.cut)
     codec = _admitting(request, choice.codec, parts.samples)
     note = f"store='encoded' cannot be had: {files}" if request.store == "encoded" else None
     form = files if isinstance(files, EncodedForm) else None
     reads += 0 if form is None else form.reads
-    return Finding(codec, parts.cut, odd=choice.odd, reads=reads, encoded=form, note=note)
+    return Finding(codec, parts.cut, odd=choice.odd, reads=reads, encoded=form, note=note), parts.intact
 
 
 def _admitting(request: CacheRequest, codec: SampleCodec, samples: Sequence[Any]) -> SampleCodec:

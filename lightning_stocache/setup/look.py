@@ -3,10 +3,11 @@
 A source is read where its loader would read it. Many open a file when they are first read, so that each worker has a
 handle of its own; read in the trainer's process, they would hand all forked workers one handle with one offset, and
 could not be sent to spawned ones. Others draw from generators of their own, count, or remember. So the look happens in
-a worker process, started as the loader starts its own, which is thrown away: nothing that it opened, drew or assigned
-is left in the trainer. Where none can be started (a daemonic process; what cannot be pickled, under spawn), the source
-is read here, and the attributes and generators that can be reached from it are put back. So it is where the trainer
-reads the source itself and nothing can be forked (macOS): a spawned process would run the user's script again.
+a worker process, started as the loader starts its own, which is thrown away when the caches are open: nothing that it
+opened, drew or assigned is left in the trainer. Where none can be started (a daemonic process; what cannot be pickled,
+under spawn), the source is read here, and the attributes and generators that can be reached from it are put back. So it
+is where the trainer reads the source itself and nothing can be forked (macOS): a spawned process would run the user's
+script again.
 
 A source that blocks is given up after half a minute without a read that has ended, not counting the time in which
 processes that do not begin are replaced.
@@ -19,7 +20,7 @@ import multiprocessing
 import pickle
 import sys
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import replace
 from functools import partial
@@ -28,19 +29,19 @@ from types import FunctionType
 from typing import Any, cast
 
 import torch
-from torch.utils.data import IterableDataset, get_worker_info
+from torch.utils.data import Dataset, get_worker_info
 
 from lightning_stocache.cache.field import UnsupportedSampleError
 from lightning_stocache.cache.spec import SampleMismatchError
 from lightning_stocache.node.parent import why_not_begun
 from lightning_stocache.node.waiting import TOLD_SECONDS
-from lightning_stocache.setup.finding import Finding, find
-from lightning_stocache.setup.reader_process import NotStartedError, read_apart, shared_counts
+from lightning_stocache.setup.finding import Finding, Reading
+from lightning_stocache.setup.reader_process import NotStartedError, ReaderProcess, shared_counts
 from lightning_stocache.setup.request import CacheRequest, LoaderSettings
 from lightning_stocache.source.generators import Generators, owned_generators, reachable
 from lightning_stocache.torch_internals import set_worker_dataset
 
-__all__ = ["look"]
+__all__ = ["SourceReader"]
 
 log = logging.getLogger(__name__)
 
@@ -48,29 +49,111 @@ _UNSENDABLE = b""
 PATIENCE_SECONDS = 30.0  # without a read that has ended
 
 
-def look(request: CacheRequest) -> Finding:
-    """Look at the source of a request.
+class SourceReader:
+    """Reads the source of a request, in a process that lives from the first read until this is closed.
 
-    Raises:
-        UnsupportedSampleError: (`strict`) a sample holds something that cannot be kept as bytes.
-        SampleMismatchError: (`strict`, rows) the samples differ in shape, dtype or structure.
-        Exception: (`strict`) what the source itself raises.
+    Args:
+        request: whose source.
     """
-    if request.spec is not None:
-        return Finding(request.spec)
-    if not request.length:
-        return Finding(reason="it has no samples")
-    try:
-        finding = _look_apart(request)
-        return _look_here(request) if finding is None else finding
-    except Exception as error:  # the source is the user's, and may raise anything
-        if request.strict:
+
+    def __init__(self, request: CacheRequest) -> None:
+        self.request = request
+        self._process: ReaderProcess | None = None
+        self._progress = torch.empty(0)  # int64 [2] in shared memory: how many reads have begun, the index of the last
+        self._here: Reading | None = None
+        self._ended = False
+
+    def look(self) -> Finding:
+        """Look at the source.
+
+        Raises:
+            UnsupportedSampleError: (`strict`) a sample holds something that cannot be kept as bytes.
+            SampleMismatchError: (`strict`, rows) the samples differ in shape, dtype or structure.
+            Exception: (`strict`) what the source itself raises.
+        """
+        request = self.request
+        if request.spec is not None:
+            return Finding(request.spec)
+        if not request.length:
+            return Finding(reason="it has no samples")
+        try:
+            return cast(Finding, self._asked("find"))
+        except Exception as error:  # the source is the user's, and may raise anything
+            if request.strict:
+                raise
+            return Finding(reason=_words(error))
+
+    def read(self, found: Finding, indices: Sequence[int], *, again: bool = False) -> dict[int, list[bytes]]:
+        """Samples of some indices, encoded, as far as they can be had; see `Reading.contents`."""
+        if self._ended or not indices:
+            return {}
+        try:
+            return cast("dict[int, list[bytes]]", self._asked("contents", found, tuple(indices), again))
+        except Exception as error:  # likewise
+            log.debug("%s cannot be read: %s", self.request.title, error)
+            return {}
+
+    def close(self) -> None:
+        """End the process."""
+        self._ended = True
+        if self._process is not None:
+            self._process.close()
+
+    def _asked(self, *question: Any) -> Any:
+        """What a `Reading` answers: in its process, or here where none can be started, or where it cannot tell."""
+        answer = _UNSENDABLE if self._here is not None else self._answer(pickle.dumps(question))
+        if answer != _UNSENDABLE:
+            return pickle.loads(answer)
+        if self._here is None:
+            self._here = Reading(self.request)
+        with _put_back(self.request.source):
+            return getattr(self._here, question[0])(*question[1:])
+
+    def _answer(self, question: bytes) -> bytes:
+        """The answer of another process, pickled."""
+        request = self.request
+        if (method := _start_method(request.reader)) is None:
+            return _UNSENDABLE
+        begun, last, told = time.monotonic(), -1, False
+
+        def on_wait() -> None:
+            nonlocal begun, last, told
+            reads, index = self._progress.tolist()
+            if reads != last:
+                begun, last = time.monotonic() - TOLD_SECONDS, reads
+            if time.monotonic() - begun > PATIENCE_SECONDS:
+                raise TimeoutError(f"reading sample {index} has not ended in {PATIENCE_SECONDS:.0f} s")
+            if not told:
+                log.warning(
+                    "set-up waits for %s: it reads a few samples to learn their shape, now sample %d",
+                    request.title,
+                    index,
+                )
+            told = True
+
+        try:
+            if self._process is None:
+                self._progress = shared_counts(2)
+                user_init_fn = None if request.reader is None else request.reader.worker_init_fn
+                asked = _Asked(request, self._progress)
+                self._process = ReaderProcess(asked, method, partial(_begin, user_init_fn), TOLD_SECONDS)
+            return self._process.ask(question, on_wait)
+        except NotStartedError as error:
+            log.debug("no process can be started to look at %s (%s): it is read here", request.title, error)
+            return _UNSENDABLE
+        except RuntimeError as error:
+            self._ended = True
+            why = why_not_begun(method)
+            if why and not int(self._progress[0]) and "exited unexpectedly" in str(error):
+                raise ChildProcessError(f"the process that was to read it ended before it began. {why}") from error
             raise
-        return Finding(reason=_words(error))
+        except BaseException:
+            self._ended = True
+            raise
 
 
-class _Looker(IterableDataset[bytes]):
-    """Looks at a source in a worker, and answers with one pickle.
+class _Asked(Dataset[bytes]):
+    """Reads a source in a worker. A question is a method of `Reading` with its arguments, the answer one pickle.
 
     Args:
         request: whose source.
@@ -79,55 +162,29 @@ class _Looker(IterableDataset[bytes]):
 
     def __init__(self, request: CacheRequest, progress: torch.Tensor) -> None:
         self.request, self.progress = request, progress
+        self._reading: Reading | None = None
 
-    def __iter__(self) -> Iterator[bytes]:
-        def told(index: int) -> None:
-            self.progress += torch.tensor([1, index - int(self.progress[1])])
-
+    def __getitem__(self, question: bytes | None) -> bytes:
+        if question is None:
+            return _UNSENDABLE
+        if self._reading is None:
+            self._reading = Reading(self.request, self._told)
+        method, *arguments = pickle.loads(question)
         try:
-            finding = replace(find(self.request, told), worker_bytes=_private_bytes())
+            answer = getattr(self._reading, method)(*arguments)
+            if isinstance(answer, Finding):
+                answer = replace(answer, worker_bytes=_private_bytes())
         except Exception as error:  # as in `look`
-            if self.request.strict:
+            if self.request.strict or method != "find":
                 raise
-            finding = Finding(reason=_words(error))
+            answer = Finding(reason=_words(error))
         try:
-            yield pickle.dumps(finding)
+            return pickle.dumps(answer)
         except Exception:  # a sample of a class that other processes cannot find: whatever pickle raises then
-            yield _UNSENDABLE
+            return _UNSENDABLE
 
-
-def _look_apart(request: CacheRequest) -> Finding | None:
-    """What another process has found; None where none can be started, or where it cannot tell."""
-    if (method := _start_method(request.reader)) is None:
-        return None
-    begun, last, told = time.monotonic(), -1, False
-
-    def on_wait() -> None:
-        nonlocal begun, last, told
-        reads, index = progress.tolist()
-        if reads != last:
-            begun, last = time.monotonic() - TOLD_SECONDS, reads
-        if time.monotonic() - begun > PATIENCE_SECONDS:
-            raise TimeoutError(f"reading sample {index} has not ended in {PATIENCE_SECONDS:.0f} s")
-        if not told:
-            log.warning(
-                "set-up waits for %s: it reads a few samples to learn their shape, now sample %d", request.title, index
-            )
-        told = True
-
-    try:
-        progress = shared_counts(2)
-        user_init_fn = None if request.reader is None else request.reader.worker_init_fn
-        answer = read_apart(_Looker(request, progress), method, on_wait, partial(_begin, user_init_fn), TOLD_SECONDS)
-    except NotStartedError as error:
-        log.debug("no process can be started to look at %s (%s): it is read here", request.title, error)
-        return None
-    except RuntimeError as error:
-        why = why_not_begun(method)
-        if why and not int(progress[0]) and "exited unexpectedly" in str(error):
-            raise ChildProcessError(f"the process that was to read it ended before it began. {why}") from error
-        raise
-    return None if answer == _UNSENDABLE else cast(Finding, pickle.loads(answer))
+    def _told(self, index: int) -> None:
+        self.progress += torch.tensor([1, index - int(self.progress[1])])
 
 
 def _start_method(loader: LoaderSettings | None) -> str | None:
@@ -135,11 +192,6 @@ def _start_method(loader: LoaderSettings | None) -> str | None:
     if loader is not None and loader.num_workers:
         return loader.start_method or multiprocessing.get_start_method()
     return "fork" if sys.platform == "linux" else None
-
-
-def _look_here(request: CacheRequest) -> Finding:
-    with _put_back(request.source):
-        return find(request)
 
 
 @contextmanager

@@ -11,7 +11,8 @@ All requests of one call open together, because they share budgets. The steps, e
    all indices get slots or only those that are drawn now.
 4. The leaders tell each other their slots, and every rank lays the same rings: who is the home of which index, and how
    many are expected to find room.
-5. Each leader makes the segments of its node; the other ranks attach (`segments`).
+5. Each leader makes the segments of its node; the other ranks attach (`segments`). What lies under a name is compared
+   with the source (`same_data`).
 6. The leaders tell each other the arcs that they have: a named cache keeps its own, and the ring is made of those.
 
 What fails on one rank is raised on all. Nothing is kept here.
@@ -23,7 +24,9 @@ import logging
 import math
 import sys
 from collections.abc import Callable, Mapping, Sequence
+from contextlib import ExitStack, closing
 from dataclasses import replace
+from functools import partial
 from typing import Any
 
 from torch.utils.data import Dataset
@@ -40,10 +43,11 @@ from lightning_stocache.setup.allocation import Allocation, allocate
 from lightning_stocache.setup.disk_cache import allocate_on_disk, with_directories
 from lightning_stocache.setup.finding import Finding
 from lightning_stocache.setup.form_choice import keeps_files, told_form
-from lightning_stocache.setup.look import look
-from lightning_stocache.setup.named_cache import join_caches, rings_as_they_are
+from lightning_stocache.setup.look import SourceReader
+from lightning_stocache.setup.named_cache import FingerprintError, join_caches, rings_as_they_are
 from lightning_stocache.setup.open_cache import OpenCache
 from lightning_stocache.setup.request import BackendChoice, CacheRequest
+from lightning_stocache.setup.same_data import other_data
 from lightning_stocache.setup.segments import CacheMemoryError, Segments, make_and_attach
 from lightning_stocache.source.encoded import taken_apart
 from lightning_stocache.source.odd import warn_of_odd
@@ -85,6 +89,19 @@ def open_caches(
         FingerprintError: what lies under a name is the cache of something else; a RuntimeError on the other ranks.
         Exception: (`strict`) what a source itself raises; on the other ranks a RuntimeError that names it.
     """
+    with ExitStack() as readers:
+        return _open(requests, budgets, group, backend, later_bytes, kept_back, readers)
+
+
+def _open(
+    requests: Sequence[CacheRequest],
+    budgets: Mapping[str, Budget],
+    group: NodeGroup,
+    backend: BackendChoice,
+    later_bytes: int,
+    kept_back: int,
+    open_readers: ExitStack,
+) -> list[OpenCache]:
     if sys.platform == "win32":
         log.warning("Windows has no memory that processes could share: all samples pass through uncached")
         return [OpenCache.without(request) for request in requests]
@@ -98,9 +115,11 @@ def open_caches(
     except (OSError, ImportError, RuntimeError) as error:
         return _without(requests, group, error)
     apart = ranks_apart(requests, group)
+    readers = [open_readers.enter_context(closing(SourceReader(request))) for request in requests]
     findings = group.lead(
         lambda: [
-            _look(request, budgets[request.pot], same=not other) for request, other in zip(requests, apart, strict=True)
+            _look(request, reader, budgets[request.pot], same=not other)
+            for request, reader, other in zip(requests, readers, apart, strict=True)
         ]
     )
     ranks = len(group.nodes[group.node])
@@ -179,7 +198,8 @@ def open_caches(
         for number, (request, found, ring) in enumerate(zip(requests, findings, rings, strict=True)):
             cache, budget, arc = joined.pop(number, None), budgets[request.pot], ring.arcs[group.node]
             granted = plan.granted[number]
-            made.append(Segments.make(request, found.codec, arc, group, kind, cache, budget, granted))
+            refuse = partial(other_data, request, found, reader=readers[number])
+            made.append(Segments.make(request, found.codec, arc, group, kind, cache, budget, granted, refuse))
         for segments, nbytes in zip(made, plan.keep_free, strict=True):
             if segments.cache is not None:
                 segments.cache.keep_free(nbytes)
@@ -189,6 +209,13 @@ def open_caches(
         segments = make_and_attach(make, plan.backend, group)
     except CacheMemoryError as error:
         return _without(requests, group, error, wanted=named or any(arc.slots for ring in rings for arc in ring.arcs))
+    if named:
+        try:
+            group.together(lambda: _tell_refusals(requests, segments, group))
+        except BaseException:
+            for made in segments:
+                made.close()
+            raise
     for request, found, made in zip(requests, findings, segments, strict=True):
         told = found.odd if group.is_leader and not request.strict else None
         if told and made.counters is not None and made.counters.is_first("odd sample"):
@@ -249,11 +276,24 @@ def _homes(codec: SampleCodec | None, expected: int, granted: int, length: int, 
     return min(max(expected, share), max(slots_for(granted, codec, length), expected), length)
 
 
-def _look(request: CacheRequest, budget: Budget, same: bool) -> Finding:
+def _tell_refusals(requests: Sequence[CacheRequest], segments: Sequence[Segments], group: NodeGroup) -> None:
+    """Say which caches are not used, for what lies under their names is other data.
+
+    Raises:
+        FingerprintError: a request for one of them is strict.
+    """
+    for request, made in zip(requests, segments, strict=True):
+        if made.refusal is not None and request.strict:
+            raise FingerprintError(f"{request.title} cannot be cached: {made.refusal}")
+        if made.refusal is not None and group.is_leader:
+            log.warning("%s passes through uncached: %s", request.title, made.refusal)
+
+
+def _look(request: CacheRequest, reader: SourceReader, budget: Budget, same: bool) -> Finding:
     """What the leader of a node has seen of a source, told to people."""
     if budget.off or (not request.length and not request.strict):
         return Finding()
-    finding = look(request) if same else Finding(reason=_APART)
+    finding = reader.look() if same else Finding(reason=_APART)
     if request.strict and finding.reason is not None:
         raise ValueError(f"{request.title} cannot be cached: {finding.reason}")
     if finding.reads:

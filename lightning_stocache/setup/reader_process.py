@@ -1,24 +1,28 @@
-"""A process that reads a source, gives one answer, and is thrown away.
+"""A process that reads a source, answers questions about it, and is thrown away.
 
 It is a worker of a DataLoader, so that a source finds there what it would find in the user's own: `get_worker_info`,
 seeds, one thread. A forked process may hang before it has begun: it inherits the locks that other threads of its parent
 held in that moment, and has nobody to open them. It is ended then, and another one is forked, at most twice.
+
+A question is what the loader's sampler gives, the answer is the loader's batch. The loader draws the next question
+before it hands an answer out, when nobody has asked it yet: then None is sent, whose answer is dropped.
 """
 
 from __future__ import annotations
 
 import logging
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import closing
 from functools import partial
 from typing import Any, cast
 
 import torch
-from torch.utils.data import DataLoader, IterableDataset
+from torch.utils.data import DataLoader, Dataset, IterableDataset
 
 from lightning_stocache.node.waiting import TOLD_SECONDS
 from lightning_stocache.torch_internals import shut_down
 
-__all__ = ["NotStartedError", "read_apart", "shared_counts"]
+__all__ = ["NotStartedError", "ReaderProcess", "read_apart", "shared_counts"]
 
 log = logging.getLogger(__name__)
 
@@ -29,6 +33,101 @@ class NotStartedError(Exception):
     """No process could be started: there is no shared memory, or what a start method or a pickle has raised."""
 
 
+class ReaderProcess:
+    """A process that is started at the first question, and answers until it is closed.
+
+    Args:
+        reader: what `reader[question]` returns there is the answer; `reader[None]` must be bytes, too.
+        method: how the process is started: fork, spawn or forkserver.
+        worker_init_fn: called there with 0 before anything is read.
+        seconds: between two calls of `on_wait`. A process that was forked and has not begun by then is replaced.
+    """
+
+    def __init__(
+        self,
+        reader: Dataset[bytes],
+        method: str,
+        worker_init_fn: Callable[[int], None] | None = None,
+        seconds: float = TOLD_SECONDS,
+    ) -> None:
+        self._reader, self._method, self._worker_init_fn, self._seconds = reader, method, worker_init_fn, seconds
+        self._questions = _Questions()
+        self._answers: Any = None
+
+    def ask(self, question: Any, on_wait: Callable[[], None]) -> bytes:
+        """The answer to a question.
+
+        Args:
+            question: it is pickled.
+            on_wait: called here after each `seconds` without an answer; what it raises ends the wait.
+
+        Raises:
+            NotStartedError: no process could be started.
+            Exception: what is raised there, and what DataLoader says of a process that has died. The process is closed.
+        """
+        try:
+            self._questions.asked = question
+            if self._answers is not None:
+                self._answer(on_wait)  # to what was sent when nobody had asked
+                return self._answer(on_wait)
+            for forks in range(1, _FORKS + 1):
+                self._questions.asked = question
+                begun = self._start()
+                try:
+                    return self._answer(on_wait, begun if self._method == "fork" and forks < _FORKS else None)
+                except _NotBegunError:
+                    log.warning(
+                        "set-up forks another process: one that was to read samples has not begun for %.0f s. A thread "
+                        "of this one may have held a lock when it was forked",
+                        self._seconds,
+                    )
+                    self.close()
+            raise AssertionError("the last one is not replaced")
+        except BaseException:
+            self.close()
+            raise
+
+    def close(self) -> None:
+        """End the process."""
+        answers, self._answers = self._answers, None
+        if answers is not None:
+            shut_down(answers)
+
+    def _answer(self, on_wait: Callable[[], None], begun: torch.Tensor | None = None) -> bytes:
+        """The next answer; a _NotBegunError after a time in which the process was to begin, and has not."""
+        while True:
+            try:
+                return cast(bytes, next(self._answers))
+            except RuntimeError as error:
+                if not str(error).startswith("DataLoader timed out"):  # the source's own, or the worker has died
+                    raise
+            if begun is not None and not begun:
+                raise _NotBegunError
+            on_wait()
+
+    def _start(self) -> torch.Tensor:
+        """Start the process, with the question that was asked; in shared memory, whether it has begun."""
+        begun = shared_counts(1)
+        try:
+            self._answers = iter(
+                DataLoader(
+                    self._reader,
+                    batch_size=None,
+                    sampler=self._questions,
+                    num_workers=1,
+                    prefetch_factor=1,
+                    collate_fn=cast(Any, _as_it_is),
+                    timeout=self._seconds,
+                    worker_init_fn=partial(_begin, begun, self._worker_init_fn),
+                    multiprocessing_context=self._method,
+                    generator=torch.Generator(),  # the base seed of the process is not drawn from the user's
+                )
+            )
+        except Exception as error:  # whatever a start method or a pickle raises
+            raise NotStartedError(f"{type(error).__name__}: {error}") from error
+        return begun
+
+
 def read_apart(
     reader: IterableDataset[bytes],
     method: str,
@@ -36,39 +135,9 @@ def read_apart(
     worker_init_fn: Callable[[int], None] | None = None,
     seconds: float = TOLD_SECONDS,
 ) -> bytes:
-    """Have another process read.
-
-    Args:
-        reader: iterated there; the first thing that it gives is the answer.
-        method: how the process is started: fork, spawn or forkserver.
-        on_wait: called here after each of these times without an answer; what it raises ends the wait.
-        worker_init_fn: called there with 0 before anything is read.
-        seconds: between two calls of `on_wait`. One that was forked and has not begun after that time is replaced.
-
-    Raises:
-        NotStartedError: no process could be started.
-        Exception: what is raised there, and what DataLoader says of a process that has died.
-    """
-    for forks in range(1, _FORKS + 1):
-        answers, begun = _start(reader, method, worker_init_fn, seconds)
-        try:
-            while True:
-                try:
-                    return cast(bytes, next(answers))
-                except RuntimeError as error:
-                    if not str(error).startswith("DataLoader timed out"):  # the source's own, or the worker has died
-                        raise
-                if method == "fork" and not begun and forks < _FORKS:
-                    log.warning(
-                        "set-up forks another process: one that was to read samples has not begun for %.0f s. A thread "
-                        "of this one may have held a lock when it was forked",
-                        seconds,
-                    )
-                    break
-                on_wait()
-        finally:
-            shut_down(answers)
-    raise AssertionError("the last one is not replaced")
+    """The first thing that is given by what is iterated in a process; arguments and errors are `ReaderProcess`'s."""
+    with closing(ReaderProcess(_First(reader), method, worker_init_fn, seconds)) as process:
+        return process.ask(None, on_wait)
 
 
 def shared_counts(number: int) -> torch.Tensor:
@@ -84,26 +153,35 @@ def shared_counts(number: int) -> torch.Tensor:
         raise NotStartedError(f"{type(error).__name__}: {error}") from error
 
 
-def _start(
-    reader: IterableDataset[bytes], method: str, worker_init_fn: Callable[[int], None] | None, seconds: float
-) -> tuple[Any, torch.Tensor]:
-    """The answers of a process, and in shared memory whether it has begun."""
-    begun = shared_counts(1)
-    try:
-        return iter(
-            DataLoader(
-                reader,
-                batch_size=None,
-                num_workers=1,
-                collate_fn=cast(Any, _as_it_is),
-                timeout=seconds,
-                worker_init_fn=partial(_begin, begun, worker_init_fn),
-                multiprocessing_context=method,
-                generator=torch.Generator(),  # the base seed of the process is not drawn from the user's
-            )
-        ), begun
-    except Exception as error:  # whatever a start method or a pickle raises
-        raise NotStartedError(f"{type(error).__name__}: {error}") from error
+class _NotBegunError(Exception):
+    """A forked process has not begun in time."""
+
+
+class _Questions:
+    """Without end: the question that was asked, once, else None."""
+
+    asked: Any = None
+
+    def __iter__(self) -> Iterator[Any]:
+        return self
+
+    def __next__(self) -> Any:
+        question, self.asked = self.asked, None
+        return question
+
+
+class _First(Dataset[bytes]):
+    """The first thing that an iterable gives, whatever is asked; nothing after that."""
+
+    def __init__(self, reader: IterableDataset[bytes]) -> None:
+        self.reader = reader
+        self._asked = False
+
+    def __getitem__(self, question: Any) -> bytes:
+        if self._asked:
+            return b""
+        self._asked = True
+        return next(iter(self.reader))
 
 
 def _begin(begun: torch.Tensor, worker_init_fn: Callable[[int], None] | None, worker: int) -> None:

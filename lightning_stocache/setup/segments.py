@@ -58,21 +58,30 @@ class _Address:
     counters: SegmentHandle
     cache: StoreHandle | None
     keeps_name: bool
+    refusal: str | None
 
     def attach(self, group: NodeGroup) -> Segments:
         counters = Counters(Segment.attach(self.counters), group.rank)
         if self.cache is None:
-            return Segments(counters, None)
+            return Segments(counters, None, refusal=self.refusal)
         return Segments(counters, attach_store(self.cache), self.keeps_name)
 
 
 @dataclass(frozen=True)
 class Segments:
-    """The segments of one request, open in this process."""
+    """The segments of one request, open in this process.
+
+    Args:
+        counters: what is counted.
+        cache: what is cached.
+        keeps_name: whether the cache is there for other jobs.
+        refusal: why the cache that has the name is not used, in words.
+    """
 
     counters: Counters | None
     cache: SegmentStore[Any] | None
     keeps_name: bool = False
+    refusal: str | None = None
 
     @classmethod
     def make(
@@ -85,27 +94,42 @@ class Segments:
         joined: SegmentStore[Any] | None,
         budget: Budget,
         granted: int,
+        refuse: Callable[[SegmentStore[Any]], str | None],
     ) -> Segments:
-        """Make them, or join the cache that has the request's name."""
+        """Make them, or join the cache that has the request's name, unless `refuse` says why it must not be used."""
         cache: SegmentStore[Any] | None = joined
+        refusal: str | None = None
         whose = {"dataset": printable(request.title, _LONGEST), "node": group.node, "nodes": len(group.nodes)}
         if codec is not None and request.name is not None:
             if joined is None:  # it may have come since, or this is the second try
                 cache = open_cache(request, codec, arc, budget, granted) if arc.slots else join_cache(request, codec)
+            if cache is not None:
+                try:
+                    refusal = refuse(cache)
+                except BaseException:
+                    cache.close()
+                    raise
+                if refusal is not None:
+                    cache.close()
+                    cache = None
         elif codec is not None and joined is None and arc.slots and request.dir is not None:
             cache = disk_store_for(codec).create(codec, arc, None, whose, granted=granted, directory=request.dir)
         elif codec is not None and joined is None and arc.slots:
             cache = store_for(codec).create(codec, arc, backend, whose, granted=granted)
-        return cls(Counters.create(group.rank, backend), cache, request.name is not None)
+        keeps_name = cache is not None and request.name is not None
+        return cls(Counters.create(group.rank, backend), cache, keeps_name, refusal)
 
     @property
     def address(self) -> _Address:
         """Where they are, for the other ranks."""
         assert self.counters is not None
-        return _Address(self.counters.handle, None if self.cache is None else self.cache.handle, self.keeps_name)
+        handle = None if self.cache is None else self.cache.handle
+        return _Address(self.counters.handle, handle, self.keeps_name, self.refusal)
 
     def bytes_of(self, granted: int) -> int:
         """The memory that the cache may take: what was granted, or what a named one was made with."""
+        if self.refusal is not None:
+            return 0
         return granted if self.cache is None or not self.keeps_name else self.cache.granted_bytes
 
     def unlink(self) -> None:

@@ -35,6 +35,7 @@ __all__ = ["LMDBWriter"]
 BATCH_BYTES = 64 << 20  # a commit of 16 MiB has a third of the speed
 BATCH_SECONDS = 2.0
 FIRST_MAP_BYTES = 16 << 20
+_COMPARED = 4  # samples of a pack that is gone on with
 
 Item = tuple[bytes, bytes]
 
@@ -55,8 +56,8 @@ class LMDBWriter:
 
     def __init__(self, path: Path, manifest: PackManifest) -> None:
         self.path, self.manifest = path, manifest
-        self.done, self.last = 0, b""
-        """Samples that lie there already, and the blob of the last one."""
+        self.done, self.known = 0, dict[int, bytes]()
+        """Samples that lie there already, and the blobs of some of them, the last one's too."""
         self.complete = False
         self._lock_file = -1
         self._environment: lmdb.Environment | None = None
@@ -170,7 +171,8 @@ class LMDBWriter:
         if differing := _differences(known, self.manifest):
             raise LMDBError(f"{other} a pack of another source ({differing}): {way}")
         self.complete, self.done = known.complete, file.entries - 1
-        self.last = b"" if not self.done else file.get(key_of(self.done - 1)) or b""
+        some = {number * (self.done - 1) // (_COMPARED - 1) for number in range(_COMPARED)} if self.done else ()
+        self.known = {index: file.get(key_of(index)) or b"" for index in sorted(some)}
         if self.done > known.samples:
             raise LMDBError(
                 f"{other} a damaged pack, of {self.done:,} samples where there were {known.samples:,}: {way}"

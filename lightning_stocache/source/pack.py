@@ -13,9 +13,10 @@ from __future__ import annotations
 import os
 import time
 import traceback
-from collections.abc import Callable, Iterator, Sized
+from collections.abc import Callable, Iterator, Sequence, Sized
 from contextlib import contextmanager
 from functools import partial
+from itertools import chain
 from pathlib import Path
 from typing import Any, NamedTuple, cast
 
@@ -25,12 +26,13 @@ from torch.utils.data import DataLoader, Dataset
 from lightning_stocache.cache.field import UnsupportedSampleError
 from lightning_stocache.node.parent import end_with_parent
 from lightning_stocache.source.access import check_source
-from lightning_stocache.source.blob import encode_blob
+from lightning_stocache.source.blob import decode_blob, encode_blob
 from lightning_stocache.source.file_samples import FileSamples
 from lightning_stocache.source.generators import Generators, owned_generators
 from lightning_stocache.source.lmdb_file import LMDBError
 from lightning_stocache.source.lmdb_writer import LMDBWriter
 from lightning_stocache.source.pack_manifest import PackManifest
+from lightning_stocache.source.same_sample import same_sample
 
 __all__ = ["PackError", "pack"]
 
@@ -96,8 +98,7 @@ def pack(
     writer = LMDBWriter(Path(path), manifest)
     written, whole = 0, False
     try:
-        if not writer.complete and writer.done < length:
-            written = _pack(_Blobs(samples, allow_random or encoded), writer, workers, allow_random, progress)
+        written = _pack(_Blobs(samples, allow_random or encoded), writer, workers, allow_random, progress)
         whole = True
     finally:
         writer.close(complete=whole)
@@ -160,16 +161,19 @@ class _Chunks:
     """Indices, some at a time: as many as make a message of a megabyte, or take a quarter of a second to load.
 
     Args:
+        known: indices of samples that are to be compared, all at once before the others.
         begin: the first index.
         end: the one after the last.
     """
 
-    def __init__(self, begin: int, end: int) -> None:
-        self.begin, self.end = begin, end
+    def __init__(self, known: Sequence[int], begin: int, end: int) -> None:
+        self.known, self.begin, self.end = known, begin, end
         self.blobs, self.bytes, self.start = 0, 0, time.monotonic()
 
     def __iter__(self) -> Iterator[list[int]]:
         begin, count = self.begin, 1
+        if self.known:
+            yield list(self.known)
         while begin < self.end:
             if self.blobs:
                 by_size = _CHUNK_BYTES * self.blobs // max(self.bytes, 1)
@@ -180,9 +184,13 @@ class _Chunks:
 
 
 def _pack(blobs: _Blobs, writer: LMDBWriter, workers: int, allow_random: bool, progress: bool) -> int:
-    """Write what is not there yet; how many samples that were."""
-    seen = writer.done - 1 if writer.done and not allow_random else writer.done
-    chunks = _Chunks(seen, len(blobs))
+    """Compare some of what is there, and write what is not; how many samples that were."""
+    known = {} if allow_random else writer.known
+    length = writer.done if writer.complete else len(blobs)
+    if not known and writer.done == length:
+        return 0
+    chunks = _Chunks(list(known), writer.done, length)
+    numbers = chain(known, range(writer.done, length))
     loader = DataLoader(
         blobs,
         batch_sampler=cast(Any, chunks),
@@ -200,13 +208,12 @@ def _pack(blobs: _Blobs, writer: LMDBWriter, workers: int, allow_random: bool, p
                     if blob.traceback:
                         failure.add_note(blob.traceback)
                     raise failure
-                if seen < writer.done:
-                    _compare(blob, writer, blobs.source)
+                if (number := next(numbers)) in known:
+                    _compare(blob, number, writer, blobs.source)
                 else:
                     writer.put(blob)
                     written += 1
                     tell()
-                seen += 1
                 chunks.blobs, chunks.bytes = chunks.blobs + 1, chunks.bytes + len(blob)
     return written
 
@@ -224,11 +231,12 @@ def _guarded(loader: DataLoader[Any], source: Any) -> Iterator[list[Any]]:
         ) from error
 
 
-def _compare(blob: bytes, writer: LMDBWriter, source: Any) -> None:
-    if blob != writer.last:
+def _compare(blob: bytes, number: int, writer: LMDBWriter, source: Any) -> None:
+    known = writer.known[number]
+    if blob != known and not same_sample(decode_blob(blob, number), decode_blob(known, number)):
         raise LMDBError(
-            f"{writer.path} is not gone on with: its last sample, {writer.done - 1}, is another one than "
-            f"{_title(source)} gives now. Give another path, or remove it first"
+            f"{writer.path} holds other data: its sample {number} is another one than {_title(source)} gives now. Give "
+            "another path, or remove it first"
         )
 
 

@@ -16,6 +16,7 @@ from __future__ import annotations
 import sys
 from collections import UserDict
 from collections.abc import Callable, Iterator
+from contextlib import suppress
 from dataclasses import dataclass
 from typing import Any, cast
 
@@ -146,6 +147,9 @@ def _leaf_bits(node: Any) -> Any:
         return kind, node.mode, node.size, node.getpalette(), node.tobytes()
     if kind in _PLAIN:
         return kind, node
+    if isinstance(node, set | frozenset):  # in no order: that of strings is another one in each process
+        with suppress(TypeError):  # of what has no hash
+            return kind, frozenset(tuple(bits(item).items()) for item in node)
     if (content := canonical_bytes(node)) is not None:
         return kind, content
     # What cannot be pickled by its own ==, if it has one and is safe to keep; of the rest only the type counts.

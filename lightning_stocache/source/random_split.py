@@ -62,6 +62,7 @@ class Split:
         samples: What `source` returned for them.
         reads: How many times the user's dataset was read.
         reason: None, or why a random source cannot be cached: what moved, and why it is not split.
+        bits: Those of the samples when they were read.
     """
 
     source: Dataset[Any]
@@ -71,6 +72,13 @@ class Split:
     samples: tuple[Any, ...]
     reads: int
     reason: str | None
+    bits: tuple[dict[Path, Any], ...] = ()
+
+    @property
+    def intact(self) -> dict[int, Any]:
+        """The samples by index, but those into whose memory the source has read another one since."""
+        read = zip(self.indices, self.samples, self.bits, strict=True)
+        return {index: sample for index, sample, before in read if bits(sample) == before}
 
 
 def split(
@@ -133,10 +141,10 @@ def spread(length: int, count: int, domain: Domain | None = None) -> tuple[int, 
 def _split(source: Dataset[Any], probe: Probe, quick: tuple[int, ...]) -> Split:
     pairs = list(_pairs(source, probe, quick))
     probe.indices = tuple(first.index for first, _ in pairs)
-    found = tuple(second.sample for _, second in pairs)
+    found, as_read = tuple(second.sample for _, second in pairs), tuple(second.bits for _, second in pairs)
     moved = next(filter(None, (sign(*pair) for pair in pairs)), None)
     if moved is None:
-        return Split(source, None, None, probe.indices, found, probe.reads, None)
+        return Split(source, None, None, probe.indices, found, probe.reads, None, as_read)
     originals = [first for first, _ in pairs]
     try:
         transform = transform_of(source)
@@ -147,7 +155,7 @@ def _split(source: Dataset[Any], probe: Probe, quick: tuple[int, ...]) -> Split:
             for original, once, *_ in _heads(source, transform, position, originals, probe):
                 if once.bits != original.bits:
                     raise UncuttableError("its steps do not give its samples again, run one by one")
-            return Split(source, None, None, probe.indices, found, probe.reads, None)
+            return Split(source, None, None, probe.indices, found, probe.reads, None, as_read)
         cut, heads = _cut(source, transform, position, originals, probe)
         part, tail = cut.apply(source)
     except UncuttableError as error:
@@ -155,7 +163,8 @@ def _split(source: Dataset[Any], probe: Probe, quick: tuple[int, ...]) -> Split:
     except Exception as error:  # user code on a changed dataset may raise anything; the source as it is did not
         why = f"without its random steps it raised {error!r}"
     else:
-        return Split(part, tail, cut, probe.indices, heads, probe.reads, None)
+        samples = tuple(head.sample for head in heads)
+        return Split(part, tail, cut, probe.indices, samples, probe.reads, None, tuple(head.bits for head in heads))
     reason = f"it is random ({moved}) and cannot be split: {why}"
     return Split(source, None, None, probe.indices, found, probe.reads, reason)
 
@@ -216,8 +225,8 @@ class _Call:
 
 def _cut(
     source: Dataset[Any], transform: Callable[..., Any], position: int, originals: list[Read], probe: Probe
-) -> tuple[Cut, tuple[Any, ...]]:
-    """The cut before a step, and the samples of the deterministic part; UncuttableError if it is not sound."""
+) -> tuple[Cut, tuple[Read, ...]]:
+    """The cut before a step, and the reads of the deterministic part; UncuttableError if it is not sound."""
     first = step_name(steps_of(transform)[position])
     heads, cuts = [], set()
     for original, once, kept, calls in _heads(source, transform, position, originals, probe):
@@ -237,8 +246,8 @@ def _cut(
 
 def _heads(
     source: Dataset[Any], transform: Callable[..., Any], position: int, originals: list[Read], probe: Probe
-) -> Iterator[tuple[Read, Read, Any, list[_Call]]]:
-    """Each original, a read under its seed without the random steps, a sample to keep, and the calls."""
+) -> Iterator[tuple[Read, Read, Read, list[_Call]]]:
+    """Each original, a read under its seed without the random steps, one whose sample is kept, and the calls."""
     recorder = _Recorder(transform, position, probe.generators)
     part = with_transform(source, recorder)
     for original in originals:
@@ -247,7 +256,7 @@ def _heads(
         once = probe.read(part, original.index, 2 * original.index)  # the seed under which `original` was read
         if found := sign(once, kept):
             raise UncuttableError(f"its dataset is random outside the transform ({found})")
-        yield original, once, kept.sample, recorder.calls.copy()
+        yield original, once, kept, recorder.calls.copy()
 
 
 def _first_random(source: Dataset[Any], transform: Callable[..., Any], index: int, probe: Probe) -> int:

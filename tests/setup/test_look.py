@@ -11,6 +11,7 @@ import sys
 import time
 import types
 from collections.abc import Callable
+from contextlib import closing
 from pathlib import Path
 from typing import Any
 
@@ -21,7 +22,8 @@ from torch.utils.data import DataLoader, Dataset, Subset, TensorDataset, get_wor
 
 import lightning_stocache.setup.look as looking
 from lightning_stocache.loading.dataset import CachedDataset
-from lightning_stocache.setup.look import look
+from lightning_stocache.setup.finding import Finding
+from lightning_stocache.setup.look import SourceReader
 from lightning_stocache.setup.request import CacheRequest, LoaderSettings
 from tests.processes import call, context
 
@@ -59,6 +61,12 @@ class Own(Dataset[Any]):
 
     def __getitem__(self, index: int) -> tuple[torch.Tensor, int]:
         return torch.full((4,), float(index)) + (self.draws.random() if index % 5 == 0 else 0), index
+
+
+def look(request: CacheRequest) -> Finding:
+    """What a reader finds that is closed again."""
+    with closing(SourceReader(request)) as reader:
+        return reader.look()
 
 
 class Made(Dataset[Any]):

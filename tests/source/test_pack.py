@@ -83,13 +83,13 @@ def values(path: Path) -> dict[bytes, bytes]:
 @pytest.mark.processes
 @pytest.mark.parametrize("workers", [0, 2])
 def test_the_source_comes_out_and_each_index_is_read_once(tmp_path: Path, workers: int) -> None:
-    """With workers and without; a second call writes and reads nothing."""
+    """With workers and without; a second call writes nothing, and reads four, to compare them."""
     source = Source(tmp_path / "reads")
     assert pack(source, tmp_path / "x.lmdb", workers=workers) == LENGTH
     assert packed(tmp_path / "x.lmdb") == expected()
     assert reads_of(tmp_path / "reads") == Counter(range(LENGTH))
     assert pack(source, tmp_path / "x.lmdb", workers=workers) == 0
-    assert reads_of(tmp_path / "reads") == Counter(range(LENGTH))
+    assert reads_of(tmp_path / "reads") == Counter(range(LENGTH)) + Counter((0, 19, 39, 59))
     assert sorted(path.name for path in tmp_path.iterdir()) == ["reads", "x.lmdb"]
 
 
@@ -132,7 +132,7 @@ def broken() -> Any:
 @pytest.mark.parametrize("workers", [0, 2])
 @pytest.mark.parametrize("at", [1, 17, LENGTH - 1])
 def test_an_error_of_the_source_loses_nothing(tmp_path: Path, workers: int, at: int) -> None:
-    """It is told with the index; what came before is kept, and only the last of that is read again."""
+    """It is told with the index; what came before is kept, and four of that are read again."""
     path = tmp_path / "x.lmdb"
     with pytest.raises(PackError, match=f"sample {at} of Source: ValueError: no such file"):
         pack(Source(tmp_path / "first", at=at, odd=broken), path, workers=workers)
@@ -140,7 +140,8 @@ def test_an_error_of_the_source_loses_nothing(tmp_path: Path, workers: int, at: 
         LMDBSource(path)
     assert pack(Source(tmp_path / "again"), path, workers=workers) == LENGTH - at
     assert packed(path) == expected()
-    assert reads_of(tmp_path / "again") == Counter(range(at - 1, LENGTH))
+    compared = {number * (at - 1) // 3 for number in range(4)}
+    assert reads_of(tmp_path / "again") == Counter([*compared, *range(at, LENGTH)])
 
 
 def interrupted() -> Any:
@@ -190,7 +191,7 @@ def _version(path: Path) -> int:
 
 
 def test_one_that_was_killed_before_the_manifest_says_all_is_completed(tmp_path: Path) -> None:
-    """All samples are there; nothing is read but the last one's twin, if that."""
+    """All samples are there; nothing is read but the four that are compared."""
     path = tmp_path / "x"
     with pytest.raises(PackError):
         pack(Source(tmp_path / "reads", at=LENGTH - 1, odd=broken), path)
@@ -202,7 +203,7 @@ def test_one_that_was_killed_before_the_manifest_says_all_is_completed(tmp_path:
             key = b"#lightning_stocache"
             transaction.put(key, transaction.get(key).replace(b'"complete": true', b'"complete": false'))
     assert pack(source, path) == 0
-    assert len((tmp_path / "reads").read_text().split()) == lines
+    assert len((tmp_path / "reads").read_text().split()) == lines + 4
     assert packed(path) == expected()
 
 
@@ -270,14 +271,17 @@ def test_nothing_else_is_overwritten(tmp_path: Path) -> None:
     assert not (tmp_path / "reads").exists()
 
 
-def test_one_of_the_same_class_and_length_is_found_out(tmp_path: Path) -> None:
-    """Where it was stopped: the last sample that was packed is read again, and is another one."""
+def test_other_data_of_the_same_class_and_length_is_found_out(tmp_path: Path) -> None:
+    """Where it was stopped, and where all of it is there; what differs in the last bits alone is the same."""
     with pytest.raises(PackError):
         pack(["a", "b", {1}], tmp_path / "x")
-    with pytest.raises(LMDBError, match="its last sample, 1, is another one"):
+    with pytest.raises(LMDBError, match="holds other data: its sample 1 is another one"):
         pack(["a", "other", "c"], tmp_path / "x")
     assert pack(["a", "b", "c"], tmp_path / "x") == 1
+    with pytest.raises(LMDBError, match="holds other data: its sample 0 is another one"):
+        pack(["other", "b", "c"], tmp_path / "x")
     assert list(LMDBSource(tmp_path / "x")) == ["a", "b", "c"]
+    assert [pack([{"x": number}], tmp_path / "y") for number in (0.1 + 0.2, 0.3)] == [1, 0]
 
 
 def test_a_truncated_pack_is_not_gone_on_with(tmp_path: Path) -> None:

@@ -1,0 +1,129 @@
+"""Whether what lies in a cache with a name is the data of the job that opens it, and what is stored at set-up.
+
+The class, the length and the shapes of a source say little: another folder of photographs has the same. So samples are
+compared. The leader of each node does it, when the cache is open and before any rank serves from it:
+
+1. Where no slot is READY, what was read at set-up is stored. The look again whether that is so and the storing happen
+   under a lock of their own, which each job takes before it fills anything: so a slot that is READY holds a sample of
+   the first job, and of a second one that opens at the same time only if its samples are the same.
+2. Else samples of READY slots are compared: those that were read at set-up, and others, read now, until there are four.
+   A sample of the source is encoded and decoded as a cache does it, and `same_sample` compares what comes out.
+3. A sample that differs is read once more, under other seeds. If it differs from itself it is random, which nobody has
+   looked for where `spec=` was given, and says nothing.
+
+What is kept of a source is compared: of one that was split its deterministic part, of `store="encoded"` the files.
+A source that is cached as it is (`allow_random`) has other samples in each job. There, and where no sample could be
+compared, the user's `fingerprint` has to do; a warning says so where none was given.
+"""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Iterator, Mapping, Sequence
+from itertools import islice
+from typing import Any
+
+import numpy as np
+
+from lightning_stocache.cache.codec import SampleCodec
+from lightning_stocache.cache.records import RecordCodec
+from lightning_stocache.cache.segment_store import SegmentStore
+from lightning_stocache.cache.spec import SampleSpec
+from lightning_stocache.cache.store import NO_PLACE, UNREADABLE, lookup_near
+from lightning_stocache.node.named import way_out
+from lightning_stocache.setup.finding import Finding
+from lightning_stocache.setup.look import SourceReader
+from lightning_stocache.setup.request import CacheRequest
+from lightning_stocache.source.same_sample import same_sample
+
+__all__ = ["other_data"]
+
+log = logging.getLogger(__name__)
+
+_COMPARED = 4  # samples at least, if so many are stored
+_TRIED = 64  # samples that are asked for, to have so many
+
+
+def other_data(request: CacheRequest, found: Finding, cache: SegmentStore[Any], reader: SourceReader) -> str | None:
+    """Store what was read at set-up in a cache with a name, or compare it with what lies there.
+
+    Args:
+        request: what is to be cached.
+        found: what was found of its source, with the codec of the cache.
+        cache: that was opened under the request's name.
+        reader: of its source.
+
+    Returns:
+        Why the cache must not be used, in two lines; None if it may be.
+    """
+    if request.allow_random:
+        if cache.filled:
+            _warn_of_trust(request, "a random source that is cached as it is has other samples in each job")
+        return None
+    contents = reader.read(found, found.seen)
+    if not cache.filled:
+        contents |= reader.read(found, _with_slots(cache, contents))
+        with cache.alone():
+            if not cache.filled:
+                _store(cache, contents)
+                return None
+    compared = 0
+    for index, stored in _stored(cache, list(contents)):
+        if index not in contents and compared >= _COMPARED:
+            break
+        ours = contents.get(index) or reader.read(found, [index]).get(index)
+        if ours is None or stored is UNREADABLE:
+            continue
+        sample = _decoded(cache.codec, ours)
+        if not same_sample(sample, stored):
+            again = reader.read(found, [index], again=True).get(index)
+            if again is None or not same_sample(sample, _decoded(cache.codec, again)):
+                continue
+            return (
+                f"there is other data under this name: sample {index} of the cache {request.name!r} is another one.\n"
+                f"{way_out(str(request.name), request.dir)}"
+            )
+        compared += 1
+    if not compared:
+        _warn_of_trust(request, "no sample that lies there could be compared with this job's")
+    return None
+
+
+def _with_slots(cache: SegmentStore[Any], known: Mapping[int, Any]) -> list[int]:
+    """Indices that have a slot, as many as are needed beside the known ones that have one."""
+    missing = _COMPARED - sum(map(cache.has_place, known))
+    among = map(cache.handle.arc.index, range(len(cache)))
+    return list(islice((index for index in among if index not in known), max(missing, 0)))
+
+
+def _store(cache: SegmentStore[Any], contents: Mapping[int, Sequence[bytes]]) -> None:
+    samples = [[memoryview(bytearray(part)) for part in parts] for parts in contents.values()]
+    for _ in cache.put_many(list(contents), samples):
+        pass
+
+
+def _stored(cache: SegmentStore[Any], known: Sequence[int]) -> Iterator[tuple[int, Any]]:
+    """Indices and samples that can be read from a cache: those of the known indices, then some of all others."""
+    for index in [*known, *(index for index in cache.some_filled(_TRIED) if index not in known)]:
+        places, _ = lookup_near(cache, [index])
+        if places[0] != NO_PLACE:
+            yield index, next(iter(cache.read(places)))
+
+
+def _decoded(codec: SampleCodec, parts: Sequence[bytes]) -> Any:
+    if isinstance(codec, RecordCodec):
+        return codec.decode(memoryview(b"".join(parts)))
+    assert isinstance(codec, SampleSpec)
+    return codec.split([np.frombuffer(bytearray(part), dtype=np.uint8) for part in parts], 1)[0]
+
+
+def _warn_of_trust(request: CacheRequest, why: str) -> None:
+    """Say that nobody knows whose data lies under a name, unless the user has said it."""
+    if not request.fingerprint:
+        log.warning(
+            "the samples under the name %r are taken for those of %s without being compared: %s.\nSay what the data is "
+            "by fingerprint=, so that no other dataset of this class and length is served them",
+            request.name,
+            request.title,
+            why,
+        )
