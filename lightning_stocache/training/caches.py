@@ -7,7 +7,9 @@ training set takes at most half.
 A dataset is known by its object. The same object is never opened twice within a call, for a second `setup` or for
 reloaded loaders, but where a stage that comes later draws what has no slot there: it gets a cache of its own. So does a
 later call for which a cache was kept, if that had no room for more than was drawn then; the kept one goes. Another
-object is another dataset, even if it looks the same: its cache starts empty, those of what it replaces are closed.
+object that comes in its place within the call goes on in the same cache, if the samples that are compared are equal
+(`same_source`); it may be longer, and what is new passes through. Else its cache starts empty, and that of the one
+before is closed; when that has happened twice, and nothing was hit, the stage is not cached any more.
 
 Caches that were opened by other ranks than those of now (by hand, before the Trainer had started its processes) are
 closed and opened again for all. A copy in another process (pickled for ddp_spawn) has the options and nothing open.
@@ -34,12 +36,15 @@ from lightning_stocache.node.free import FreeMemory
 from lightning_stocache.node.group import NodeGroup
 from lightning_stocache.setup.open import open_caches
 from lightning_stocache.setup.open_stream import open_stream
+from lightning_stocache.setup.same_source import is_continued
 from lightning_stocache.training.options import CacheOptions
 from lightning_stocache.training.wanted import Wanted, agreed, together
 
 __all__ = ["CallCaches"]
 
 log = logging.getLogger(__name__)
+
+_MOST_FRUITLESS = 2
 
 
 @dataclass(eq=False)
@@ -72,6 +77,7 @@ class CallCaches:
         self._group = NodeGroup()
         self._warned = False
         self._said: set[str] = set()
+        self._fruitless = Counter[str]()  # datasets of a stage that were replaced before a sample was hit
 
     def of(self, stage: str, source: Dataset[Any]) -> Any:
         """The cached dataset, or stream, around one that has been opened for a stage."""
@@ -118,6 +124,7 @@ class CallCaches:
             [replace(entry, domain=None) if options.is_for_all(entry.stage) else entry for entry in wanted], group
         )
         self._let_go_of_other_parts(wanted)
+        self._go_on(wanted, group)
         new, streams = dict[int, Wanted](), dict[int, Wanted]()
         names, number = dict[int, str](), Counter[str]()
         for entry in wanted:
@@ -134,6 +141,7 @@ class CallCaches:
         if new and train_to_come and not self.options.keep_cache:
             stages.add("train")  # what is open for it was opened by hand, before the call
         self._let_go(stages, wanted, [*new.values(), *streams.values()])
+        options = self.options
         requests = [
             options.request(entry.source, replace(entry.loader, stage=entry.stage), names[key], entry.domain)
             for key, entry in new.items()
@@ -209,6 +217,21 @@ class CallCaches:
                 before.dataset.close()
                 self._open.remove(before)
 
+    def _go_on(self, wanted: Collection[Wanted], group: NodeGroup) -> None:
+        """Have an open cache serve the object that comes in place of its dataset, if it has the same samples."""
+        for entry in wanted:
+            stages = [opened for opened in self._open if entry.stage in opened.stages]
+            if entry.source in self or len(stages) != 1 or stages[0].kept or entry.domain is not None:
+                continue
+            [opened] = stages
+            if not isinstance(opened.dataset, CachedDataset) or any(other.source is opened.source for other in wanted):
+                continue
+            before = cached_source(opened.dataset)
+            if all(group.exchange(is_continued(before.opened, entry.source))):
+                request = replace(before.opened.request, source=entry.source)
+                cache = replace(before.opened, request=request, source=entry.source)
+                opened.source, opened.dataset = entry.source, dataset_over(CachedSource(cache))
+
     def _let_go(self, stages: Collection[str], wanted: Collection[Wanted], new: Collection[Wanted]) -> None:
         """Close what these stages do not read any more: a replaced dataset's memory is the new one's."""
         for stage in stages:
@@ -217,6 +240,7 @@ class CallCaches:
                 if stage not in before.stages or any(source is before.source for source in still):
                     continue
                 before.stages.remove(stage)
+                self._count_fruitless(stage, before, new)
                 if not before.stages:
                     before.dataset.close()
                     self._open.remove(before)
@@ -228,6 +252,23 @@ class CallCaches:
                         stage,
                         type(before.dataset.source).__name__,
                     )
+
+    def _count_fruitless(self, stage: str, before: _Open, new: Collection[Wanted]) -> None:
+        """Cache a stage no more whose datasets are replaced again and again before a sample of them was hit."""
+        counters = before.dataset.counters
+        hits = self._group.exchange(0 if counters is None else counters.totals().hits)
+        if any(hits) or not any(entry.stage == stage for entry in new):
+            return
+        self._fruitless[stage] += 1
+        if self._fruitless[stage] == _MOST_FRUITLESS:
+            self.options = replace(self.options, stage_budgets={**(self.options.stage_budgets or {}), stage: 0})
+            if self._group.rank == 0:
+                log.warning(
+                    "the %s loader is not cached any more: nothing of its last two %s was hit before another one "
+                    "came.\nMake the dataset once; for one that grows there is RollingCache",
+                    stage,
+                    type(before.dataset.source).__name__,
+                )
 
     def _left(self, pot: str, new: Collection[Wanted], train_to_come: bool) -> Budget:
         """What new datasets may take of a pot: of bytes, what the open caches leave, or half if train is to come."""

@@ -119,8 +119,8 @@ class StochasticCache(CacheMonitor):
 
     Nothing else changes: it stands before the Trainer's loaders, wherever they come from, and gives the same loaders
     with cached datasets; hooks run when Lightning runs them. Each loader stands alone: one that cannot be cached is
-    used as it is, with one warning. A dataset should be made once: one that is made anew whenever a loader hook runs
-    starts with an empty cache each time.
+    used as it is, with one warning. A dataset should be made once: one that is made anew whenever a loader hook runs is
+    compared each time, and starts with an empty cache where its samples are others, or random.
 
     Datasets of loaders that are given to `fit` share the budget by their size. Of loaders that come from hooks, the
     val set, which Lightning's sanity check asks for first, takes at most half; without a sanity check it gets what the

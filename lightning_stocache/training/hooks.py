@@ -49,8 +49,8 @@ def cache_datamodule(  # noqa: D417  the options are described in one place
 
     Its loader hooks give the same loaders with cached datasets; class, hyperparameters, checkpoints and all other hooks
     stay what they are. Each loader stands alone: one that cannot be cached is used as it is, with one warning. A
-    dataset should be made once, in `setup` or `__init__`: one that is made anew in every call of a loader hook starts
-    with an empty cache each time.
+    dataset should be made once, in `setup` or `__init__`: one that is made anew in every call of a loader hook is
+    compared each time, and starts with an empty cache where its samples are others, or random.
 
     The val set, which Lightning's sanity check asks for first, takes at most half of the budget; without a sanity check
     it gets what the training set leaves. `stage_budgets` says otherwise.

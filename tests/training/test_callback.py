@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -15,6 +16,7 @@ from lightning_stocache.loading.loader_tree import cached_datasets
 from lightning_stocache.training.callbacks import FillProgress, StochasticCache
 from lightning_stocache.training.datamodule import StocacheDataModule
 from lightning_stocache.training.monitor import CacheMonitor
+from tests.sources import CountedSource
 from tests.training.tiny import SAMPLES, Model, announced, logged, make_trainer, plain_loader, source
 
 pytestmark = pytest.mark.processes
@@ -176,18 +178,42 @@ def test_around_the_datamodule_of_ours_it_only_monitors(tmp_path, caplog):
     assert logged(trainer, "stocache/hits")[-3:] == [0, SAMPLES, SAMPLES]
 
 
-def test_a_dataset_made_anew_for_every_epoch_is_served_right(tmp_path, caplog):
-    """Every epoch of a dataset that its hook makes anew is a first one; one warning says so."""
+class Anew(Model):
+    """Makes its dataset for every epoch; `make` is given how many it has made."""
 
-    class Anew(Model):
-        def train_dataloader(self):
-            return plain_loader(source(tmp_path))
+    def __init__(self, make):
+        super().__init__()
+        self.make, self.count = make, 0
 
-    callback = StochasticCache()
-    trainer = make_trainer(tmp_path, [callback], epochs=3, reload_dataloaders_every_n_epochs=1)
-    trainer.fit(Anew())
-    assert logged(trainer, "stocache/misses") == [SAMPLES] * 3
-    assert sum("came with a new CountedSource" in record.getMessage() for record in caplog.records) == 1
+    def train_dataloader(self):
+        self.count += 1
+        return plain_loader(self.make(self.count - 1))
+
+
+def test_a_dataset_made_anew_goes_on_in_the_cache_of_the_one_before(tmp_path, caplog):
+    """Also where it is longer each time: its samples are hits, and what is new passes through."""
+    trainer = make_trainer(tmp_path, [StochasticCache()], epochs=3, reload_dataloaders_every_n_epochs=1)
+    trainer.fit(Anew(lambda count: source(tmp_path, samples=SAMPLES + 4 * count)))
+    assert logged(trainer, "stocache/misses") == [SAMPLES, 0, 0]
+    assert logged(trainer, "stocache/hits") == [0, SAMPLES, SAMPLES]
+    assert logged(trainer, "stocache/bypasses") == [0, 4, 8]
+    assert "came with a new" not in caplog.text
+
+
+class Other(CountedSource):
+    """Other samples in each object."""
+
+    def expected(self, index):
+        image, label = super().expected(index)
+        return image + int(Path(self.log_path).name), label
+
+
+def test_datasets_that_are_never_the_same_end_the_caching(tmp_path, caplog):
+    """The second that comes before anything was hit passes through, with one warning that says what to do."""
+    trainer = make_trainer(tmp_path, [StochasticCache()], epochs=5, reload_dataloaders_every_n_epochs=1)
+    trainer.fit(Anew(lambda count: Other(SAMPLES, log_path=tmp_path / str(count))))
+    assert logged(trainer, "stocache/misses")[:2] == [SAMPLES] * 2
+    assert caplog.text.count("not cached any more") == caplog.text.count("RollingCache") == 1
 
 
 def test_keep_cache_and_close(tmp_path):

@@ -1,0 +1,72 @@
+"""Whether the cache of a dataset can go on with another object: the same dataset, made anew, or a longer one.
+
+Some loader hooks make their dataset whenever they run, and a dataset that grows is often made anew to be longer. A few
+samples that are in the cache are read from the new object, in a process that is thrown away, and compared.
+"""
+
+from __future__ import annotations
+
+import logging
+import pickle
+import sys
+from collections.abc import Iterator, Sequence
+from typing import Any, cast
+
+import numpy as np
+from torch.utils.data import IterableDataset
+
+from lightning_stocache.cache.segment_store import SegmentStore
+from lightning_stocache.cache.store import NO_PLACE
+from lightning_stocache.setup.open_cache import OpenCache
+from lightning_stocache.setup.reader_process import NotStartedError, read_apart
+from lightning_stocache.source.probe import bits
+from lightning_stocache.torch_internals import set_worker_dataset
+
+__all__ = ["is_continued"]
+
+log = logging.getLogger(__name__)
+
+_TRIED, _COMPARED = 256, 4  # indices that are looked for in the cache, and samples that are compared
+
+
+class _Comparison(IterableDataset[bytes]):
+    """In a worker: whether samples of a source are those of a cache, pickled."""
+
+    def __init__(self, source: Any, cache: SegmentStore[Any], indices: Sequence[int]) -> None:
+        self.source, self.cache, self.indices = source, cache, indices
+
+    def __iter__(self) -> Iterator[bytes]:
+        set_worker_dataset(self.source)
+        stored = self.cache.read(self.cache.lookup(np.array(self.indices)))
+        pairs = zip(self.indices, stored, strict=True)
+        yield pickle.dumps(all(bits(self.source[index]) == bits(sample) for index, sample in pairs))
+
+
+def is_continued(opened: OpenCache, dataset: Any) -> bool:
+    """Whether another dataset has the samples that are in a cache; it may have more behind them.
+
+    False also where that cannot be known: nothing is stored by now, the random part of the source was cut off, or it is
+    cached as it is, though random.
+    """
+    cache, request, length = opened.live_cache, opened.request, len(dataset)
+    if sys.platform != "linux":  # a spawned process would run the user's script again
+        return False
+    if cache is None or type(dataset) is not type(request.source) or opened.source is not request.source:
+        return False
+    if request.allow_random or request.name is not None or request.domain is not None or length < cache.length:
+        return False
+    tried = np.unique(np.linspace(0, cache.length - 1, _TRIED).astype(np.int64))
+    indices = tried[cache.lookup(tried) != NO_PLACE][:_COMPARED].tolist()
+    if not indices:
+        return False
+    try:
+        return cast(bool, pickle.loads(read_apart(_Comparison(dataset, cache, indices), "fork", _give_up)))
+    except NotStartedError:
+        return False
+    except Exception as error:  # the source is the user's, and may raise anything
+        log.debug("%s cannot be compared with the one before: %s", request.title, error)
+        return False
+
+
+def _give_up() -> None:
+    raise TimeoutError("reading a few samples has not ended")
