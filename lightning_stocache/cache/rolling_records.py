@@ -105,6 +105,8 @@ class RollingRecords(RollingStore[RecordCodec]):
         """The bytes of a whole record: of that slot, or of another resident one."""
         generations = self.ring.generations
         for _ in range(_MOST_TRIES):
+            if self.closed:
+                raise RuntimeError("the rolling cache was closed while samples were read from it")
             seen = int(generations[place])
             if seen > 0 and not seen & 1:
                 fence()

@@ -47,6 +47,16 @@ def store() -> Iterator[RollingRecords]:
     store.close()
 
 
+def test_what_is_read_after_close_is_an_error_in_words() -> None:
+    """Samples are copied out when they are asked for, which may be too late."""
+    store = RollingRecords.create(CODEC, 500_000)
+    store.append(sample(0))
+    samples = store.read(store.ring.readable_slots())
+    store.close()
+    with pytest.raises(RuntimeError, match="was closed while samples were read"):
+        next(samples)
+
+
 def test_the_oldest_leave_first(store: RollingRecords) -> None:
     """What is resident are always the last ones that came, as many as fit."""
     for number in range(400):
