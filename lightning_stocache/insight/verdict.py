@@ -77,6 +77,8 @@ def _advice(epochs: Sequence[Mapping[str, float]], last: Mapping[str, float]) ->
         return ["a cache helps from the second epoch on; this run had one"]
     if not last["coverage"]:
         return ["nothing was cached: raise the budget, or see the warnings above"]
+    if last["coverage"] < first["coverage"] and _served(last) > _served(first):
+        return ["the dataset has grown, and what is new has no slot. For data that grows there is RollingCache"]
     if seconds and first["data_wait_seconds"] < _WAITS * seconds:
         return ["training hardly waited for data even in its first epoch: a cache cannot make it faster"]
     if last["coverage"] < 1 and last["budget_bytes"]:

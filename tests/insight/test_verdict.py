@@ -66,3 +66,11 @@ def test_of_a_cache_on_a_disk_no_memory_is_told():
     [said, *_] = verdict([epoch(misses=10) | {"memory_bytes": 0}, epoch(hits=10) | {"memory_bytes": 0}], 10)
     assert "in use" not in said
     assert "of the slots are filled; hit rate" in said
+
+
+def test_a_dataset_that_has_grown_is_said_to_have():
+    """No budget would hold what came after the cache was opened."""
+    epochs = [epoch(misses=10), epoch(hits=10, bypasses=10, coverage=0.5), epoch(hits=10, bypasses=20, coverage=1 / 3)]
+    sentence = verdict(epochs, 30)[-1]
+    assert "has grown" in sentence
+    assert "RollingCache" in sentence
