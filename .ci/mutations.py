@@ -119,7 +119,7 @@ def start(tests: Sequence[str], mutation: Mutation | None, copy: Path, log: Path
 def killer(log: Path) -> str:
     """The test that failed."""
     found = re.search(r"^(?:FAILED|ERROR) (\S+)", log.read_text(errors="replace"), re.MULTILINE)
-    return found[1] if found else "?"
+    return found[1] if found else "a crash"
 
 
 def end(run: Run) -> None:
@@ -134,7 +134,7 @@ def outcome(run: Run, status: int | None) -> str:
     if status is None:
         return "killed (hangs)" if run.mutation.hangs else "timed out"
     code = os.waitstatus_to_exitcode(status)
-    if code == FAILED:
+    if code == FAILED or code < 0:  # a signal such as SIGBUS ends pytest itself
         return "killed"
     if code == PASSED:
         return "SURVIVED" if run.mutation.survives is None else "survived, as known"

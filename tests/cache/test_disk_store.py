@@ -19,6 +19,7 @@ from lightning_stocache.cache.arena import LEDGER_BYTES
 from lightning_stocache.cache.codec import aligned
 from lightning_stocache.cache.disk_store import DiskRecords, DiskRows
 from lightning_stocache.cache.placement import Arc
+from lightning_stocache.cache.proof import SUM_BYTES, sums_bytes
 from lightning_stocache.cache.spec import SampleSpec
 from lightning_stocache.cache.store import NO_PLACE
 from lightning_stocache.node import disk as disk_module
@@ -329,16 +330,26 @@ def test_a_directory_is_made_for_this_user_alone(tmp_path: Path) -> None:
 def test_another_index_or_file_is_no_proof(tmp_path: Path) -> None:
     """The bytes of one sample under another index, or in another file, are not what was stored there."""
     disk = Disk(tmp_path, "rows")
-    disk.fill()
     store = disk.open()
-    first, second = (store.slots.fetch(store.arc.slot(index)) for index in (0, 1))
-    store.close()
+    pixels = [disk.sample(index)[0] for index in (0, 1)]
+    assert all(store.fill(index, (pixels[index], 7)) for index in (0, 1))
     content = disk.bytes()
-    one, other = content.index(first[0]), content.index(second[0])
+    store.close()
+    begin = len(content) - sums_bytes(store.arc.slots)
     swapped = bytearray(content)
-    swapped[one : one + 700], swapped[other : other + 700] = content[other : other + 700], content[one : one + 700]
+    for places in (
+        [(start := content.index(bytes(each.numpy())), start + 700) for each in pixels],
+        [(start := begin + store.arc.slot(index) * SUM_BYTES, start + SUM_BYTES) for index in (0, 1)],
+    ):
+        (one, one_end), (other, other_end) = places
+        swapped[one:one_end], swapped[other:other_end] = content[other:other_end], content[one:one_end]
     disk.write(swapped)
-    assert disk.served() == ALL[2:]
+    assert disk.served() == []
+    disk.write(content)
+    store = disk.open()
+    assert store.recall([0, 1])
+    assert same(store.get(0), (pixels[0], 7))
+    store.close()
     stranger = bytearray(content)
     stranger[8:24] = bytes(16)  # the token
     disk.write(stranger)

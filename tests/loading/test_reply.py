@@ -213,7 +213,7 @@ def test_samples_are_put_away_as_they_come():
     pool.close()
 
 
-@pytest.mark.parametrize("other", [torch.zeros(3), torch.zeros(2, dtype=torch.int16)], ids=["shape", "dtype"])
+@pytest.mark.parametrize("other", [torch.zeros(3), torch.full((2,), 0.1, dtype=torch.float64)], ids=["shape", "dtype"])
 def test_a_sample_that_differs_in_shared_memory_is_as_without(other):
     """What does not fit the rows of the first sample is left to default_collate, whatever it makes of it."""
     samples = [torch.ones(2), other, torch.ones(2)]

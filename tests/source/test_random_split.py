@@ -73,6 +73,13 @@ class Noise(nn.Module):
         return image + draws.get(self.kind, self.own.random)()
 
 
+class Rare(nn.Module):
+    """Adds noise to some images, by what they show."""
+
+    def forward(self, image: torch.Tensor) -> torch.Tensor:
+        return image + torch.rand(()) if int(image[0, 0, 0]) % 2 else image
+
+
 OWNED: list[np.random.Generator] = []
 
 
@@ -133,6 +140,7 @@ HEAD_V2 = [v2.ToDtype(torch.float32, scale=True), v2.Resize(8)]
         (v2.Compose([*HEAD_V2, v2.RandomErasing(p=0.1), Noise("own")]), "RandomErasing, Noise"),
         (v2.RandomCrop(6), "RandomCrop"),
         (Noise("random"), "Noise"),
+        (v2.Compose([Rare(), v2.RandomCrop(6)]), "Rare, RandomCrop"),
     ],
 )
 def test_a_transform_is_cut_at_its_first_random_step(transform: Any, tail: str) -> None:
