@@ -12,6 +12,7 @@ so that it takes as long as its tests. The tests run without any mutation first,
 from __future__ import annotations
 
 import argparse
+import contextlib
 import importlib
 import itertools
 import os
@@ -122,10 +123,12 @@ def killer(log: Path) -> str:
     return found[1] if found else "a crash"
 
 
-def end(run: Run) -> None:
-    """End tests that take too long, with all that they have started."""
-    os.killpg(run.pid, signal.SIGKILL)
-    os.waitpid(run.pid, 0)
+def end(run: Run, *, reap: bool) -> None:
+    """End tests that take too long, and all that tests have started and left."""
+    with contextlib.suppress(ProcessLookupError):
+        os.killpg(run.pid, signal.SIGKILL)
+    if reap:
+        os.waitpid(run.pid, 0)
 
 
 def outcome(run: Run, status: int | None) -> str:
@@ -145,13 +148,11 @@ def finished(runs: list[Run], seconds: float) -> Iterator[tuple[Run, int | None]
     """Runs that have ended, with their exit statuses, or have taken too long."""
     for run in list(runs):
         pid, status = os.waitpid(run.pid, os.WNOHANG)
-        if pid:
+        late = time.monotonic() > run.started + seconds
+        if pid or late:
+            end(run, reap=not pid)
             runs.remove(run)
-            yield run, status
-        elif time.monotonic() > run.started + seconds:
-            end(run)
-            runs.remove(run)
-            yield run, None
+            yield run, status if pid else None
 
 
 def check_unchanged(mutations: Sequence[Mutation], copy: Path, log: Path, seconds: float) -> bool:

@@ -472,7 +472,7 @@ def test_fillers_end_with_their_parent(tmp_path):
     wait_until(lambda: path.exists() and len(path.read_text().split()) >= 2)
     fillers = [int(pid) for pid in path.read_text().split()]
     child.kill()
-    wait_until(lambda: not any(_lives(pid) for pid in fillers))
+    wait_until(lambda: not any(_lives(pid) for pid in fillers), seconds=60)
 
 
 def _lives(pid: int) -> bool:
