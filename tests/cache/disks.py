@@ -7,8 +7,7 @@ import random
 from pathlib import Path
 from typing import Any
 
-from lightning_stocache.node.files import HEADER_BYTES
-from tests.cache.stores import ARC, LENGTH, SAMPLES, codec_of, disk_store, path_of, same
+from tests.cache.stores import ARC, HEADER_BYTES, LENGTH, SAMPLES, codec_of, disk_store, path_of, same
 
 PAGE = 4096
 

@@ -27,15 +27,19 @@ from lightning_stocache.cache.records import RecordCodec
 from lightning_stocache.cache.rolling_records import RollingRecords
 from lightning_stocache.cache.rolling_rows import RollingRows
 from lightning_stocache.cache.spec import SampleSpec
+from lightning_stocache.cache.store import NO_PLACE
 from lightning_stocache.cache.stores import attach_rolling, disk_store_for, store_for
 from lightning_stocache.node import files
+from lightning_stocache.node.files import HEADER_BYTES
 from lightning_stocache.node.named import open_named, prefix
 
 __all__ = [
     "ARC",
+    "HEADER_BYTES",
     "KINDS",
     "LAYOUTS",
     "LENGTH",
+    "NO_PLACE",
     "SAMPLES",
     "attach_rolling",
     "codec_of",

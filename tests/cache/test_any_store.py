@@ -19,13 +19,13 @@ from hypothesis import HealthCheck, settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule
 
-from lightning_stocache.cache.store import NO_PLACE
-from lightning_stocache.node.files import HEADER_BYTES
 from tests.cache.disks import Disk, flip
 from tests.cache.stores import (
+    HEADER_BYTES,
     KINDS,
     LAYOUTS,
     LENGTH,
+    NO_PLACE,
     SAMPLES,
     attach_rolling,
     codec_of,

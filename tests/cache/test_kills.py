@@ -17,11 +17,11 @@ import numpy as np
 import pytest
 
 import lightning_stocache
-from lightning_stocache.cache.store import NO_PLACE
 from tests.cache.stores import (
     KINDS,
     LAYOUTS,
     LENGTH,
+    NO_PLACE,
     SAMPLES,
     codec_of,
     disk_store,
@@ -126,22 +126,29 @@ def fill_for_ever(job: Job, layout: str, begun: Path) -> None:
 
 
 def kill_writers(job: Job, layout: str, folder: Path, kills: int) -> None:
-    """Kill processes that fill at random moments, and look at what they have left."""
+    """Kill one of two processes that fill at random moments, again and again, and look at what there is."""
     moments = random.Random(3)
-    for number in range(kills):
-        begun = folder / str(number)
-        writer = Child(fill_for_ever, job, layout, begun)
-        while not begun.exists():
+
+    def started(number: int) -> Child:
+        writer = Child(fill_for_ever, job, layout, folder / str(number))
+        while not (folder / str(number)).exists():
             time.sleep(0.002)
+        return writer
+
+    writers = [started(0), started(1)]
+    for number in range(2, kills + 2):
         time.sleep(moments.random() * 0.05)
-        writer.kill()
+        writers.pop(0).kill()
         with job() as store:
             served(store, layout)
+        writers.append(started(number))
+    for writer in writers:
+        writer.kill()
     fill_the_rest(job, layout)
 
 
 def test_who_is_killed_at_any_moment_does_no_harm(job: Job, layout: str, tmp_path: Path) -> None:
-    """Whenever a writer is killed, what is served afterwards is right, and the rest can be stored."""
+    """Whenever one of two writers is killed, what is served is right, and the rest can be stored."""
     kill_writers(job, layout, tmp_path, 12)
 
 

@@ -12,8 +12,17 @@ import numpy as np
 import pytest
 import torch
 
-from lightning_stocache.cache.store import NO_PLACE
-from tests.cache.stores import ARC, LAYOUTS, attach_rolling, evicted, infer_codec, memory_store, resident, rolling_store
+from tests.cache.stores import (
+    ARC,
+    LAYOUTS,
+    NO_PLACE,
+    attach_rolling,
+    evicted,
+    infer_codec,
+    memory_store,
+    resident,
+    rolling_store,
+)
 from tests.processes import Child, call_many
 
 BIG = 1 << 16
