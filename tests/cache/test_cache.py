@@ -5,7 +5,6 @@ from __future__ import annotations
 import os
 import pickle
 import random
-import signal
 import time
 import weakref
 from collections.abc import Iterator
@@ -25,7 +24,7 @@ from lightning_stocache.cache.spec import SampleMismatchError, SampleSpec
 from lightning_stocache.node.files import Backend
 from tests.cache.test_claims import holding
 from tests.logs import Log
-from tests.processes import Child, ChildError, call, call_many, context, without_room
+from tests.processes import Child, call, call_many, context, without_room
 from tests.sources import CountedSource
 
 SOURCE = CountedSource(40, (3, 5, 7))
@@ -264,30 +263,6 @@ def test_overwriting_and_clearing_agree_with_a_dict(cache: SharedCache, rng: ran
 
 
 # --- death and shortage
-
-
-def die_half_way(cache: SharedCache) -> None:
-    """A writer that is killed when it has stored the first field, and half of nothing else."""
-    store = cache.slots.store
-
-    def half(slot: int, contents: list[memoryview]) -> None:
-        store(slot, [contents[0], memoryview(bytes(8))])
-        os.kill(os.getpid(), signal.SIGKILL)
-
-    cache.slots.store = half  # type: ignore[method-assign, assignment]
-    cache.fill(5, (torch.full((3, 5, 7), 255, dtype=torch.uint8), 1))
-
-
-@pytest.mark.processes
-def test_a_writer_that_is_killed_half_way_leaves_the_slot_empty(cache: SharedCache) -> None:
-    """What it had stored is served to nobody, and the next process fills the slot."""
-    with pytest.raises(ChildError, match="SIGKILL"):
-        call(die_half_way, cache)
-    assert int(cache.slots.read(cache.arc.slot(5))[0].max()) == 255  # it had begun
-    assert cache.get(5) is None
-    assert cache.filled == 0
-    assert call(lambda: cache.fill(5, SOURCE.expected(5)))
-    assert same(cache.get(5), SOURCE.expected(5))
 
 
 def test_a_store_that_fails_leaves_the_slot_empty(cache: SharedCache, monkeypatch: pytest.MonkeyPatch) -> None:
