@@ -188,13 +188,7 @@ class CachedSource:
             return sample
         if divide_turns(cache, [index])[1] and cache.turns.wait([index]):
             return self._serve(cache, index)
-        try:
-            start = time.perf_counter_ns()
-            samples = [self.opened.source[index]]
-            self._loading(cache).keep([index], samples, time.perf_counter_ns() - start)
-        finally:
-            cache.turns.give_up([index])
-        return samples[0]
+        return self._loading(cache).load([index])[0]
 
     def _serve_many(self, indices: list[int], *, lazily: bool = False) -> Any:
         """The samples of a batch, unfinished; `lazily`: records are read when their samples are asked for.
@@ -244,7 +238,7 @@ class CachedSource:
         """The samples of indices, loaded here: in one call, if the source can."""
         read = self._read_batch
         if read is not None and cache is not None:
-            return self._loading(cache).load_together(indices, read)
+            return self._loading(cache).load(indices, read)
         if read is not None:
             start = time.perf_counter_ns()
             samples = read(indices)

@@ -67,6 +67,7 @@ class Misses:
     def load(
         self,
         indices: list[int],
+        read: Callable[[list[int]], Any] | None = None,
         *,
         batch: BatchRows | None = None,
         rows: Sequence[int] = (),
@@ -76,9 +77,13 @@ class Misses:
 
         Args:
             indices: of the samples.
+            read: loads all of them in one call, as the source's `__getitems__` does.
             batch: where else the samples are wanted, but for odd ones.
             rows: theirs in the batch.
             served: whether somebody has asked for them; else they are filled, and no misses.
+
+        Raises:
+            TypeError: `read` does not give one sample per index.
         """
         samples: list[Any] = []
         source_ns = 0
@@ -88,14 +93,17 @@ class Misses:
         before = None if generators is None else generators.state()
         try:
             start = time.perf_counter_ns()
-            for index in indices:
+            if read is not None:
+                samples += one_per_index(read(indices), len(indices), self.source)
+            for index in indices[len(samples) :]:
                 samples.append(self.source[index])
                 source_ns = time.perf_counter_ns() - start
+            source_ns = time.perf_counter_ns() - start
         finally:
             if samples and generators is not None and generators.state() != before:
                 self._leave_random(indices, samples)
             try:
-                self.keep(indices[: len(samples)], samples, source_ns, served, batch=batch, rows=rows)
+                self._keep(indices[: len(samples)], samples, source_ns, served, batch=batch, rows=rows)
             finally:
                 self.cache.turns.give_up(indices)
         for index, sample in zip(indices, samples, strict=True):
@@ -103,23 +111,7 @@ class Misses:
                 self._recheck.after(index, sample)
         return samples
 
-    def load_together(self, indices: list[int], read: Callable[[list[int]], Any]) -> list[Any]:
-        """Load samples in one call of the source's `__getitems__`, and store them.
-
-        Raises:
-            TypeError: it does not give one sample per index.
-        """
-        try:
-            start = time.perf_counter_ns()
-            samples = read(indices)
-            source_ns = time.perf_counter_ns() - start
-            samples = one_per_index(samples, len(indices), self.source)
-            self.keep(indices, samples, source_ns)
-            return samples
-        finally:
-            self.cache.turns.give_up(indices)
-
-    def keep(
+    def _keep(
         self,
         indices: list[int],
         samples: list[Any],

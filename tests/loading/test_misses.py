@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+import os
+from collections.abc import Callable, Iterator
 from contextlib import closing
 from dataclasses import dataclass
 from typing import Any
@@ -10,7 +11,7 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from torch.utils.data import Dataset
+from torch.utils.data import ConcatDataset, DataLoader, Dataset
 
 from lightning_stocache.cache.counters import Counters
 from lightning_stocache.cache.placement import Arc
@@ -46,6 +47,59 @@ def test_a_random_class_is_not_frozen(num_workers: int, capfd: pytest.CaptureFix
         assert counts.served == 3 * 400
         assert counts.bypasses == 3 * 16
         assert len({*epochs[0], *epochs[1], *epochs[2]}) == 27
+
+
+class InBatches(Dataset[Any]):
+    """A source that loads whole batches, over another."""
+
+    def __init__(self, source: Dataset[Any]) -> None:
+        self.source = source
+
+    def __len__(self) -> int:
+        return len(self.source)  # type: ignore[arg-type]
+
+    def __getitem__(self, index: int) -> Any:
+        return self.source[index]
+
+    def __getitems__(self, indices: list[int]) -> list[Any]:
+        return [self.source[index] for index in indices]
+
+
+class FromTheSystem(RareClass):
+    """It draws from what nobody can watch."""
+
+    def __getitem__(self, index: int) -> torch.Tensor:
+        return torch.tensor([float(index), *os.urandom(8)])
+
+
+WAYS: dict[str, Callable[[CachedDataset], Any]] = {
+    "samples": lambda dataset: [dataset[index] for index in range(400)],
+    "batches": lambda dataset: [torch.stack(dataset.__getitems__(list(range(at, at + 8)))) for at in range(0, 400, 8)],
+    "a wrapper": lambda dataset: map(ConcatDataset([dataset]).__getitem__, range(400)),
+    "a DataLoader": lambda dataset: DataLoader(dataset, 8),
+    "a CachedLoader": lambda dataset: CachedLoader(dataset, 8),
+}
+
+
+@pytest.mark.parametrize("kind", [RareClass, lambda: InBatches(RareClass())], ids=["one by one", "in batches"])
+@pytest.mark.parametrize("way", WAYS.values(), ids=WAYS)
+def test_a_rare_draw_is_frozen_on_no_way(way: Any, kind: Any, caplog: pytest.LogCaptureFixture) -> None:
+    """However a sample is asked for; one warning says so."""
+    spec = SampleSpec.infer(RareClass()[0])
+    with closing(CachedDataset(kind(), spec=spec)) as dataset:
+        epochs = [torch.stack([row for part in way(dataset) for row in part.reshape(-1, 2)]) for _ in range(2)]
+        assert (epochs[0] != epochs[1]).any(dim=1).nonzero().flatten().tolist() == list(range(303, 312))
+        assert len([text for text in caplog.messages if "draws random numbers for some samples" in text]) == 1
+
+
+@pytest.mark.parametrize("kind", [FromTheSystem, lambda: InBatches(FromTheSystem())], ids=["one by one", "in batches"])
+@pytest.mark.parametrize("way", WAYS.values(), ids=WAYS)
+def test_samples_are_read_again_on_every_way(way: Any, kind: Any, caplog: pytest.LogCaptureFixture) -> None:
+    """What draws from the system cannot be seen to draw; a second read tells."""
+    with closing(CachedDataset(kind(), spec=SampleSpec.infer(FromTheSystem()[0]))) as dataset:
+        for _ in way(dataset):
+            pass
+        assert "is another one when it is read again" in caplog.text
 
 
 def test_a_frozen_source_is_stored_all_the_same() -> None:
