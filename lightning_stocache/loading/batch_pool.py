@@ -12,11 +12,14 @@ So batches of every size (a last one, a sampler's buckets) share them, and no si
 batches come from torch's own caching host allocator instead: a copy to the device may still be reading a tensor that
 nobody holds, and only that allocator knows.
 
-Shared memory is a number of segments, each as large as the largest batch so far (`shared_batch`).
+Shared memory is a number of segments, each as large as the largest batch so far (`shared_batch`). Where there is no
+memory for one more, batches do without for a while, with one warning.
 """
 
 from __future__ import annotations
 
+import logging
+import time
 import weakref
 from collections.abc import Callable, Sequence
 from typing import Any
@@ -31,9 +34,12 @@ from lightning_stocache.node.segment import Segment
 
 __all__ = ["BatchPool"]
 
+log = logging.getLogger(__name__)
+
 _SMALL = 1 << 14  # below this (labels) a fresh tensor costs less than the bookkeeping
 _KEPT = 8  # private buffers per field; a consumer that lets go of batches in bursts needs no more
 _KEPT_OF_A_SIZE = 2  # of samples of many sizes
+_PAUSE_SECONDS = 10.0  # after memory was refused
 
 
 class BatchPool:
@@ -58,6 +64,7 @@ class BatchPool:
         self._free = list(range(shared))
         self._segments: dict[int, Segment] = {}
         self._size = 0
+        self._refused_until: float | None = None
 
     @property
     def pinned(self) -> bool:
@@ -79,19 +86,31 @@ class BatchPool:
     def take_shared(self, sizes: Sequence[int] = ()) -> SharedBatch | None:
         """Shared memory for fields of those sizes, or for any batch so far; None if there is none to be had."""
         self.expect(sum(map(aligned, sizes)))
-        while self._size and self._free:
-            number = self._free.pop()
-            segment = self._segments.get(number)
-            if segment is not None and segment.size < self._size:
-                self._segments.pop(number).close()
-                segment = None
-            if segment is None:
-                try:
-                    segment = self._segments[number] = reserved_segment(self._size, self._promised())
-                except OSError:  # from now on there is one less
-                    continue
-            return SharedBatch(number, segment, self._free)
-        return None
+        if not self._size or not self._free:
+            return None
+        number = self._free.pop()
+        segment = self._segments.get(number)
+        if segment is not None and segment.size < self._size:
+            self._segments.pop(number).close()
+            segment = None
+        if segment is None and (segment := self._reserved()) is None:
+            self._free.insert(0, number)  # those that have memory come first
+            return None
+        self._segments[number] = segment
+        return SharedBatch(number, segment, self._free)
+
+    def _reserved(self) -> Segment | None:
+        """One more segment; None where there is no memory for it, or there was none a moment ago."""
+        if self._refused_until is not None and time.monotonic() < self._refused_until:
+            return None
+        try:
+            segment = reserved_segment(self._size, self._promised())
+        except OSError as error:
+            if self._refused_until is None:
+                log.warning("workers send batches in messages, which is slower, for want of shared memory: %s", error)
+            self._refused_until = time.monotonic() + _PAUSE_SECONDS
+            return None
+        return segment
 
     def expect(self, nbytes: int) -> None:
         """Batches are as large as that: shared memory is, from now on."""
@@ -104,8 +123,8 @@ class BatchPool:
 
     @property
     def shared_left(self) -> int:
-        """How many batches shared memory can still be lent to."""
-        return len(self._free)
+        """How many batches shared memory can still be lent to; after it was refused, those that have some."""
+        return len(self._free) if self._refused_until is None else sum(map(self._segments.__contains__, self._free))
 
     @property
     def shared_count(self) -> int:

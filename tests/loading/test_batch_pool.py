@@ -154,18 +154,37 @@ def test_memory_that_is_not_there_or_promised_to_a_cache_is_not_tried(monkeypatc
     pool.close()
 
 
-def test_shared_memory_that_was_refused_is_not_asked_for_again_and_again(monkeypatch):
-    """Each number is tried once."""
+def test_shared_memory_that_was_refused_is_asked_for_again_after_a_while(monkeypatch, caplog):
+    """Not for every batch; one warning says that it is short. What there is goes on being used meanwhile."""
     tries: list[int] = []
+    now = [0.0]
+    reserve = batch_pool.reserved_segment
 
     def refuse(size: int, promised: int) -> Any:
         tries.append(size)
         raise OSError("no memory")
 
-    monkeypatch.setattr(batch_pool, "reserved_segment", refuse)
+    monkeypatch.setattr(batch_pool.time, "monotonic", lambda: now[0])
     pool = BatchPool(shared=3)
-    assert [pool.take_shared([100]) for _ in range(5)] == [None] * 5
-    assert tries == [128] * 3
+    first = pool.take_shared([100])
+    assert first is not None
+    monkeypatch.setattr(batch_pool, "reserved_segment", refuse)
+    for now[0] in (0.0, 1.0, 2.0, 60.0):
+        assert pool.take_shared([100]) is None
+        assert not pool.may_lend
+    assert tries == [128] * 2
+    del first
+    assert pool.may_lend
+    again = pool.take_shared([100])
+    assert again is not None
+    monkeypatch.setattr(batch_pool, "reserved_segment", reserve)
+    now[0] = 120.0
+    more = [pool.take_shared([100]) for _ in range(2)]
+    assert None not in more
+    assert len(caplog.messages) == 1
+    assert "no memory" in caplog.text
+    del again, more
+    pool.close()
 
 
 def test_before_a_batch_is_known_there_is_no_shared_memory():
