@@ -15,7 +15,7 @@ from __future__ import annotations
 from collections.abc import Callable, Collection, Mapping
 from dataclasses import dataclass
 from typing import Any
-from weakref import WeakKeyDictionary, WeakSet
+from weakref import WeakSet
 
 from torch.utils.data import DataLoader, IterableDataset
 
@@ -64,8 +64,8 @@ class CallLoaders:
         self._at_hand = dict(at_hand or {})
         self._trainer = trainer
         self._shared: WeakSet[Cached] = WeakSet()
-        # By the user's loader, and stage: one that a hook makes anew each time takes its workers with it when it goes.
-        self._made: WeakKeyDictionary[DataLoader[Any], dict[str, _Made]] = WeakKeyDictionary()
+        # By stage and the id of the user's loader, of the last call: what a hook makes anew takes its workers with it.
+        self._made: dict[str, dict[int, _Made]] = {}
 
     def __call__(self, stage: str) -> Any:
         """The loaders of a stage. Collective: every rank asks for the same stages in the same order.
@@ -95,7 +95,10 @@ class CallLoaders:
                 dataset.share(group)
                 self._shared.add(dataset)
         chosen = {id(loader) for name, loader in cacheable if name == stage}
-        renewed = rewrap(loaders, lambda loader: self._renewed(stage, loader) if id(loader) in chosen else loader)
+        before, self._made[stage] = self._made.get(stage, {}), {}
+        renewed = rewrap(
+            loaders, lambda loader: self._renewed(stage, loader, before) if id(loader) in chosen else loader
+        )
         if stage == "train" and self._trainer is not None and self._trainer.state.fn == "fit":
             ResumePoint.of(self._trainer).go_on(renewed)
         return renewed
@@ -138,21 +141,21 @@ class CallLoaders:
                 raise type(error)(f"the {stage} loader cannot be cached, {title(leaf)}: {error}") from error
             return str(error)
 
-    def _renewed(self, stage: str, loader: DataLoader[Any]) -> DataLoader[Any]:
+    def _renewed(self, stage: str, loader: DataLoader[Any], before: Mapping[int, _Made]) -> DataLoader[Any]:
         """The loader around its cached dataset, made once for a loader that comes again: its workers may persist."""
         stream = isinstance(loader.dataset, IterableDataset)
         dataset: Any = self._caches.of(stage, loader.dataset)
         attributes = dict(vars(loader))
         if dataset.counters is None:  # its cache could not be opened
             return loader
-        by_stage = self._made.setdefault(loader, {})
-        made = by_stage.get(stage)
+        made = self._made[stage].get(id(loader), before.get(id(loader)))
         if made is None or not made.is_of(attributes, dataset):
             if stream:
                 renewed = with_dataset(loader, dataset)
             else:
                 renewed = with_dataset(loader, StandIn(dataset), self._sampler(stage, loader, dataset))
-            made = by_stage[stage] = _Made(attributes, dataset, renewed)
+            made = _Made(loader, attributes, dataset, renewed)
+        self._made[stage][id(loader)] = made
         return made.renewed
 
     def _sampler(self, stage: str, loader: DataLoader[Any], dataset: CachedDataset) -> LocalitySampler | None:
@@ -170,6 +173,7 @@ class CallLoaders:
 class _Made:
     """A loader that was made of the user's around a dataset, and what attributes the user's had then."""
 
+    loader: DataLoader[Any]
     attributes: dict[str, Any]
     dataset: Cached
     renewed: DataLoader[Any]

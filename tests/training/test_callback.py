@@ -2,15 +2,25 @@
 
 from __future__ import annotations
 
+import gc
 import logging
+import weakref
 from pathlib import Path
+from types import MethodType
 from typing import Any
 
 import pytest
 import torch
 from lightning.pytorch import LightningDataModule, Trainer
 from lightning.pytorch.utilities import CombinedLoader
-from torch.utils.data import BatchSampler, DataLoader, IterableDataset, RandomSampler, WeightedRandomSampler
+from torch.utils.data import (
+    BatchSampler,
+    DataLoader,
+    IterableDataset,
+    RandomSampler,
+    WeightedRandomSampler,
+    default_collate,
+)
 
 from lightning_stocache.loading.loader_tree import cached_datasets
 from lightning_stocache.training.callbacks import FillProgress, StochasticCache
@@ -214,6 +224,24 @@ def test_datasets_that_are_never_the_same_end_the_caching(tmp_path, caplog):
     trainer.fit(Anew(lambda count: Other(SAMPLES, log_path=tmp_path / str(count))))
     assert logged(trainer, "stocache/misses")[:2] == [SAMPLES] * 2
     assert caplog.text.count("not cached any more") == caplog.text.count("RollingCache") == 1
+
+
+def test_a_loader_made_anew_for_every_epoch_goes_with_it(tmp_path):
+    """Also one that its own collate function holds: the call keeps the last one alone."""
+    train, made, alive = source(tmp_path), [], []
+
+    class Anew(Model):
+        def train_dataloader(self):
+            loader = plain_loader(train)
+            loader.collate_fn = MethodType(lambda loader, samples: default_collate(samples), loader)
+            made.append(weakref.ref(loader))
+            gc.collect()
+            alive.append(sum(loader() is not None for loader in made))
+            return loader
+
+    make_trainer(tmp_path, [StochasticCache()], epochs=5, reload_dataloaders_every_n_epochs=1).fit(Anew())
+    assert len(alive) == 5
+    assert max(alive) <= 3
 
 
 def test_keep_cache_and_close(tmp_path):
