@@ -30,7 +30,9 @@ def headline(run: Run) -> list[tuple[str, str, str]]:
     if run.epoch_seconds:
         first, later = run.epoch_seconds[0], run.later_seconds
         if later is None:
-            figures.append(("seconds of epoch one", write(first, "s"), "a cache helps from the second epoch on"))
+            warm = (run.epochs("hit_rate") or ((0, 0.0),))[0][1] > 0.5
+            note = "from a cache that was filled before" if warm else "a cache helps from the second epoch on"
+            figures.append(("seconds of epoch one", write(first, "s"), note))
         else:
             figures.append(("seconds per epoch", write(later, "s"), f"later ones; epoch one {write(first, 's')}"))
             figures.append(("faster than epoch one", _times(first, later), "the median of later epochs"))

@@ -11,7 +11,7 @@ from collections.abc import Mapping, Sequence
 
 from lightning_stocache.node.budget import format_bytes
 
-__all__ = ["saved_seconds", "verdict"]
+__all__ = ["began_warm", "saved_seconds", "verdict"]
 
 _NEEDED = ("hits", "misses", "bypasses", "data_wait_seconds")
 _WAITS = 0.05  # below this share of an epoch, waiting for data is noise
@@ -35,10 +35,15 @@ def saved_seconds(epochs: Sequence[Mapping[str, float]]) -> float | None:
         return None
     first, later = epochs[0], epochs[1:]
     loads = first["misses"] + first["bypasses"]
-    if not loads or first["hits"] > loads:
+    if not loads or began_warm(first):
         return None
     without = sum(map(_served, later)) * first["data_wait_seconds"] / loads
     return max(without - sum(epoch["data_wait_seconds"] for epoch in later), 0.0) / len(later)
+
+
+def began_warm(first: Mapping[str, float]) -> bool:
+    """Whether most samples of the first epoch came from the cache: from one with a name, kept, or filled by others."""
+    return first["hits"] > first["misses"] + first["bypasses"]
 
 
 def _served(epoch: Mapping[str, float]) -> float:
@@ -73,13 +78,16 @@ def verdict(epochs: Sequence[Mapping[str, float]], samples: int, *, off: bool = 
 
 def _advice(epochs: Sequence[Mapping[str, float]], last: Mapping[str, float]) -> list[str]:
     first, seconds = epochs[0], _seconds(epochs[0])
+    if last["coverage"] < first["coverage"] and _served(last) > _served(first):
+        return ["the dataset has grown, and what is new has no slot. For data that grows there is RollingCache"]
+    if began_warm(first):
+        return ["epoch one came from the cache already: this run does not tell how long training waits without it"]
     if len(epochs) == 1:
         return ["a cache helps from the second epoch on; this run had one"]
     if not last["coverage"]:
         return ["nothing was cached: raise the budget, or see the warnings above"]
-    if last["coverage"] < first["coverage"] and _served(last) > _served(first):
-        return ["the dataset has grown, and what is new has no slot. For data that grows there is RollingCache"]
-    if seconds and first["data_wait_seconds"] < _WAITS * seconds:
+    loaded = (first["misses"] + first["bypasses"]) / max(_served(first), 1)
+    if seconds and first["data_wait_seconds"] < _WAITS * seconds * loaded:
         return ["training hardly waited for data even in its first epoch: a cache cannot make it faster"]
     if last["coverage"] < 1 and last["budget_bytes"]:
         whole = int(last["budget_bytes"] / last["coverage"])

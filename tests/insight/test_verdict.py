@@ -61,6 +61,15 @@ def test_advice_fits_what_went_wrong():
     assert "2 MiB" in verdict([first, epoch(hits=5, bypasses=5, coverage=0.5)], 10)[-1]
 
 
+@pytest.mark.parametrize("epochs", [1, 2])
+def test_a_run_that_began_warm_is_not_told_that_a_cache_is_of_no_use(epochs):
+    """Of a named cache that was full, or a rolling one: it did not wait because of the cache."""
+    said = verdict([epoch(hits=9, misses=1, wait=0.0)] * epochs, 10)[1:]
+    assert said == ["epoch one came from the cache already: this run does not tell how long training waits without it"]
+    [said] = verdict([epoch(hits=4, misses=6, wait=0.04), epoch(hits=10, wait=0.0)], 10)[1:]
+    assert "hardly waited" not in said
+
+
 def test_of_a_cache_on_a_disk_no_memory_is_told():
     """Nothing of it is in use there."""
     [said, *_] = verdict([epoch(misses=10) | {"memory_bytes": 0}, epoch(hits=10) | {"memory_bytes": 0}], 10)
