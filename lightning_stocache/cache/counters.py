@@ -25,7 +25,7 @@ __all__ = ["Counters", "Counts", "Matter"]
 
 log = logging.getLogger(__name__)
 
-Matter = Literal["odd sample", "no row", "random sample", "changed source", "slow disk"]
+Matter = Literal["odd sample", "no row", "random sample", "changed source", "slow disk", "no workers"]
 """What is said once on a node."""
 
 _ROWS = 1024  # 128 KiB, all of it reserved: a row that cannot be had, or read, must not end a training
@@ -83,7 +83,9 @@ _NAMES = tuple(column.name for column in fields(Counts))
 _PLACE = {name: place for place, name in enumerate(_NAMES, start=1)}
 _HITS, _BYTES, _GATHER_NS = (_PLACE[name] for name in ("hits", "bytes_from_cache", "gather_ns"))
 _SAID = _COLUMNS - 1  # of the first row: one bit for each of these
-_MATTERS: dict[Matter, int] = {"odd sample": 1, "no row": 2, "random sample": 4, "changed source": 8, "slow disk": 16}
+_MATTERS: dict[Matter, int] = {
+    **{"odd sample": 1, "no row": 2, "random sample": 4, "changed source": 8, "slow disk": 16, "no workers": 32}
+}
 
 
 class Counters:

@@ -39,6 +39,7 @@ from lightning_stocache.loading.index_stream import IndexStream
 from lightning_stocache.loading.loader_sampler import batches_of, index_sampler, set_epoch
 from lightning_stocache.loading.loader_state import LoaderState
 from lightning_stocache.loading.locality import deals_to_ranks, locality_sampler, warn_of_ranks
+from lightning_stocache.loading.prefill import warn_without_workers
 from lightning_stocache.loading.resources import Resources, Route
 from lightning_stocache.loading.resumable_batches import CountedBatches, ResumableBatches
 from lightning_stocache.loading.rolling_cache import RollingCache
@@ -244,6 +245,8 @@ class CachedLoader(DataLoader[Any]):
     def _resources_for(self, cached: CachedSource) -> Resources | None:
         """What was kept for this cache and this route, or new; None where there is no short cut."""
         cache, route = cached.cache, self.route
+        if not self.num_workers:
+            warn_without_workers(cached)
         if cache is None or route is None:
             return None
         kept = self.resources

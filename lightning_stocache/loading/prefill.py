@@ -16,7 +16,7 @@ import numpy as np
 from lightning_stocache.cache.store import NO_PLACE
 from lightning_stocache.loading.cached_source import CachedSource
 
-__all__ = ["Prefill"]
+__all__ = ["Prefill", "warn_without_workers"]
 
 log = logging.getLogger(__name__)
 
@@ -69,6 +69,17 @@ class Prefill:
                     return
                 if cache.has_place(index) and cache.place(index) == NO_PLACE:
                     yield index
+
+
+def warn_without_workers(cached: CachedSource) -> None:
+    """Say once on a node that a loader without workers prefills nothing.
+
+    Args:
+        cached: what serves the loader's dataset; nothing is said where it is not to be prefilled.
+    """
+    counters = cached.opened.counters
+    if cached.opened.request.prefill and counters is not None and counters.is_first("no workers"):
+        log.warning("prefill=True does nothing with num_workers=0: only idle workers load ahead")
 
 
 def _spreading(length: int) -> int:
