@@ -4,7 +4,10 @@ The public names are resolved on first use (PEP 562), so importing the package i
 """
 
 from importlib import import_module
+from logging import getLogger
 from typing import TYPE_CHECKING, Any
+
+from lightning_stocache.console import Console
 
 if TYPE_CHECKING:
     from lightning_stocache.cache.compat import SharedCache
@@ -27,6 +30,8 @@ if TYPE_CHECKING:
     from lightning_stocache.training.step_timer import StepTimer
 
     __version__: str
+
+getLogger(__name__).addHandler(Console())
 
 __all__ = [
     "CacheMeter",

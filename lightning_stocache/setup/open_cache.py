@@ -13,6 +13,7 @@ from torch.utils.data import Dataset
 from lightning_stocache.cache.counters import Counters
 from lightning_stocache.cache.placement import Ring
 from lightning_stocache.cache.segment_store import SegmentStore
+from lightning_stocache.console import PREFIX, is_heard
 from lightning_stocache.node.budget import format_bytes
 from lightning_stocache.node.group import NodeGroup, job_ranks
 from lightning_stocache.node.named import clean_command
@@ -137,10 +138,10 @@ class OpenCache:
         """
         if not self.group.is_leader or self.cache is None or self.group.world < job_ranks()[0]:
             return
-        if log.hasHandlers():
+        if is_heard():
             log.info(self.describe())
         else:
-            sys.stderr.write(f"{self.describe()}\n")
+            sys.stderr.write(f"{PREFIX}{self.describe()}\n")
 
     def close(self) -> None:
         """Give cache and counters up in this process; a cache with a name stays for the next job."""

@@ -12,7 +12,6 @@ from functools import partial
 from typing import Any, ClassVar
 
 from lightning.pytorch import Callback, LightningModule, Trainer
-from lightning.pytorch.utilities import rank_zero_info, rank_zero_warn
 
 from lightning_stocache.cache.counters import Counts
 from lightning_stocache.insight.stall import Stall
@@ -31,6 +30,7 @@ from lightning_stocache.training.obstacles import check_sweep
 from lightning_stocache.training.options import CacheOptions, with_options
 from lightning_stocache.training.profiler import listen, log_every, stop_listening
 from lightning_stocache.training.resume import ResumePoint
+from lightning_stocache.training.say import say, warn
 
 __all__ = ["FillProgress", "StochasticCache"]
 
@@ -108,9 +108,7 @@ class FillProgress(Callback):
         waited = share * self._stall.peek().waited
         saved = f"; {waited:.1f} s of waiting for data will not be repeated" if waited else ""
         samples = sum(map(samples_of, datasets))
-        rank_zero_info(
-            f"the cache is full: {filled:,} of {samples:,} samples, {format_bytes(memory)} on {where}{saved}"
-        )
+        say(f"the cache is full: {filled:,} of {samples:,} samples, {format_bytes(memory)} on {where}{saved}")
 
 
 @with_options
@@ -173,7 +171,7 @@ class StochasticCache(CacheMonitor):
         callbacks: list[Callback] = trainer.callbacks  # type: ignore[attr-defined]
         if next((other for other in callbacks if isinstance(other, StochasticCache)), self) is not self:
             self._monitors = False
-            rank_zero_warn("there is a StochasticCache before this one in the list of callbacks: this one does nothing")
+            warn("there is a StochasticCache before this one in the list of callbacks: this one does nothing")
             return
         super().setup(trainer, pl_module, stage)  # only now: it moves to the front
         found = data_sources(trainer, stage).items()

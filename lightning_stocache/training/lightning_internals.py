@@ -23,6 +23,7 @@ from typing import Any
 
 from lightning.pytorch.utilities import rank_zero_warn
 
+from lightning_stocache.console import PREFIX
 from lightning_stocache.insight.stall import Stall
 
 __all__ = [
@@ -124,4 +125,4 @@ def starts_ranks_itself(trainer: Any) -> bool:
 def _warn(message: str) -> None:
     if message not in _warned:
         _warned.add(message)
-        rank_zero_warn(message)
+        rank_zero_warn(f"{PREFIX}{message}")

@@ -20,7 +20,6 @@ from collections.abc import Sequence
 from typing import Any, ClassVar
 
 from lightning.pytorch import Callback, LightningModule, Trainer
-from lightning.pytorch.utilities import rank_zero_info, rank_zero_warn
 
 from lightning_stocache.insight.expectation import Expectation
 from lightning_stocache.insight.hyperparameters import hyperparameters
@@ -36,6 +35,7 @@ from lightning_stocache.training.lightning_internals import stall_actions
 from lightning_stocache.training.live import LiveValues
 from lightning_stocache.training.loaders import running_datasets
 from lightning_stocache.training.profiler import listen, stop_listening
+from lightning_stocache.training.say import say, warn
 
 __all__ = ["CacheMonitor"]
 
@@ -149,7 +149,7 @@ class CacheMonitor(Callback):
             datasets = running_datasets(trainer, "train")
             off = all(isinstance(dataset, CachedDataset) and cached_source(dataset).opened.off for dataset in datasets)
             for sentence in verdict(self._epochs, sum(map(samples_of, datasets)), off=off):
-                rank_zero_info(f"stocache: {sentence}")
+                say(sentence)
 
     def on_train_epoch_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
         """Start the epoch's clock."""
@@ -172,7 +172,7 @@ class CacheMonitor(Callback):
         if metrics:
             self._epochs.append(metrics)
         if metrics and self.verbose:
-            rank_zero_info(
+            say(
                 f"epoch {trainer.current_epoch}: hit rate {100 * metrics['hit_rate']:.1f} %, "
                 f"fill {100 * metrics['fill_fraction']:.1f} %, {self._ended - self._started:.1f} s"
             )
@@ -235,7 +235,7 @@ class CacheMonitor(Callback):
             seconds = self._stall.take() if stage == "train" else None
             if seconds is not None and math.isnan(seconds.waited) and not self._warned:
                 self._warned = True
-                rank_zero_warn(
+                warn(
                     "this version of Lightning does not say when its loop waits for a batch and when it computes: "
                     "data_wait_seconds and compute_seconds are left out"
                 )
@@ -265,7 +265,7 @@ class CacheMonitor(Callback):
         """Add what was to be expected, and say so once if it was much more."""
         served, loaders = self._tallies.served["train"], trainer.train_dataloader
         if complaint := self._expectation.compare(metrics, served, datasets, loaders, world=trainer.world_size):
-            rank_zero_warn(complaint)
+            warn(complaint)
 
 
 def _log_hyperparameters(logger: Any, values: dict[str, Any]) -> None:
@@ -275,7 +275,7 @@ def _log_hyperparameters(logger: Any, values: dict[str, Any]) -> None:
     try:
         logger.log_hyperparams(values)
     except Exception as error:  # MLflow's, where a run goes on with other values
-        rank_zero_warn(f"{type(logger).__name__} does not take the cache's hyperparameters: {error}")
+        warn(f"{type(logger).__name__} does not take the cache's hyperparameters: {error}")
 
 
 def _is_last(batches: Sequence[int | float], outputs: Any, batch: Any, batch_idx: int, dataloader_idx: int = 0) -> bool:

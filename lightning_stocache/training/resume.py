@@ -21,7 +21,6 @@ from collections.abc import Mapping
 from typing import Any, TypeGuard
 
 from lightning.pytorch import Callback, LightningModule, Trainer
-from lightning.pytorch.utilities import rank_zero_info, rank_zero_warn
 from torch.utils.data import DataLoader, DistributedSampler, IterableDataset
 
 from lightning_stocache.loading.loader_sampler import batches_of, drawn_from, index_sampler, set_epoch
@@ -31,6 +30,7 @@ from lightning_stocache.training.epoch_count import begin_epoch, put_batches, re
 from lightning_stocache.training.lightning_internals import leaves_samplers_alone
 from lightning_stocache.training.loaders import TrainerLoader
 from lightning_stocache.training.sampling import epochs_done, replicas
+from lightning_stocache.training.say import say, warn
 
 __all__ = ["ResumePoint"]
 
@@ -81,7 +81,7 @@ class ResumePoint(Callback):
         leaves = list(loaders_in(loaders))
         states = [None] * len(leaves) if then is None else then["loaders"]
         if len(states) != len(leaves):
-            rank_zero_warn(
+            warn(
                 f"the checkpoint was saved with {len(states)} training loaders, and there are {len(leaves)} now: the "
                 "epoch goes on with their first samples"
             )
@@ -121,7 +121,7 @@ class ResumePoint(Callback):
         if changes:
             same = known and now["length"] == state.get("length")
             order = "after the same samples" if same else "in another order: some samples come twice, some do not"
-            rank_zero_warn(
+            warn(
                 f"resuming in the middle of epoch {state.get('epoch', epochs_done(self._trainer))}, but "
                 f"{' and '.join(changes)}: the loader goes on {order}"
             )
@@ -136,7 +136,7 @@ class ResumePoint(Callback):
         epoch, loaders = state["epoch"], state["loaders"]
         known = bool(loaders) and all(isinstance(each, dict) for each in loaders)
         if known and reopen_epoch(checkpoint, epoch, max(each.get("batches", 0) for each in loaders)):
-            rank_zero_info(f"epoch {epoch}, which was cut short, goes on with the batches that were left")
+            say(f"epoch {epoch}, which was cut short, goes on with the batches that were left")
 
     def on_train_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
         """Put Lightning's count to where the loaders go on: another batch size makes another number of batches."""
@@ -198,7 +198,7 @@ class ResumePoint(Callback):
 
 
 def _say_nothing_is_known(state: Any) -> None:
-    rank_zero_warn(
+    warn(
         "the checkpoint does not say where in an epoch it was saved: if that was in the middle of one, its first "
         f"samples come again, and its last ones do not. Its state is {', '.join(map(str, state))}"
     )

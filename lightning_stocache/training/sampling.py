@@ -12,7 +12,6 @@ from __future__ import annotations
 from collections.abc import Iterable
 from typing import Any
 
-from lightning.pytorch.utilities import rank_zero_info
 from torch.utils.data import DataLoader, DistributedSampler, RandomSampler, SequentialSampler
 
 from lightning_stocache.loading.dataset import CachedDataset
@@ -21,6 +20,7 @@ from lightning_stocache.loading.rolling_cache import RollingCache
 from lightning_stocache.sampling.locality_sampler import LocalitySampler, Mode
 from lightning_stocache.sampling.rolling_sampler import RollingSampler
 from lightning_stocache.training.lightning_internals import leaves_samplers_alone
+from lightning_stocache.training.say import say
 
 __all__ = ["check_sampler", "epochs_done", "follow_pools", "is_default", "locality_for", "replicas"]
 
@@ -59,8 +59,8 @@ def follow_pools(trainer: Any, loaders: Iterable[Any]) -> None:
                 pool.resident()
     if growing and trainer is not None and not trainer.reload_dataloaders_every_n_epochs:
         trainer.reload_dataloaders_every_n_epochs = 1
-        rank_zero_info(
-            "stocache: a rolling cache grows, so the Trainer asks for its loaders before each epoch: "
+        say(
+            "a rolling cache grows, so the Trainer asks for its loaders before each epoch: "
             "reload_dataloaders_every_n_epochs=1 was set. RollingCache(epoch_samples=...) gives all epochs one length"
         )
 

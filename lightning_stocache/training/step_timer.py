@@ -15,7 +15,6 @@ from typing import Any
 
 import torch
 from lightning.pytorch import Callback, LightningModule, Trainer
-from lightning.pytorch.utilities import rank_zero_info, rank_zero_warn
 
 from lightning_stocache.insight.breakdown import Breakdown
 from lightning_stocache.insight.picture import check_matplotlib
@@ -27,6 +26,7 @@ from lightning_stocache.loading.loader_tree import loaders_in
 from lightning_stocache.training.lightning_internals import step_actions
 from lightning_stocache.training.loaders import settings_of
 from lightning_stocache.training.profiler import Contexts, listen, log_every, stop_listening
+from lightning_stocache.training.say import say, warn
 
 __all__ = ["StepTimer"]
 
@@ -168,7 +168,7 @@ class StepTimer(Callback):
         self._clock = StepClock()
         if not self._warned:
             self._warned = True
-            rank_zero_warn(
+            warn(
                 "this version of Lightning does not say when its loop waits for a batch and when it computes: "
                 "StepTimer times nothing"
             )
@@ -178,9 +178,9 @@ class StepTimer(Callback):
         if not epochs:
             return
         whose = f" of rank 0 of {trainer.world_size}" if trainer.world_size > 1 else ""
-        rank_zero_info(f"stocache: what the training steps{whose} are made of\n{as_text(epochs, ahead=self._ahead)}")
+        say(f"what the training steps{whose} are made of\n{as_text(epochs, ahead=self._ahead)}")
         if self.picture is not None:
             try:
                 save(epochs, self.picture, ahead=self._ahead)
             except OSError as error:  # no reason to fail after training
-                rank_zero_warn(f"the picture of the training steps cannot be written: {error}")
+                warn(f"the picture of the training steps cannot be written: {error}")

@@ -29,7 +29,11 @@ def _hear_everything(caplog):
 
 
 def full_lines(caplog) -> list[str]:
-    return [record.getMessage() for record in caplog.records if record.getMessage().startswith("the cache is full")]
+    return [
+        record.getMessage()
+        for record in caplog.records
+        if record.getMessage().startswith("stocache: the cache is full")
+    ]
 
 
 @pytest.mark.parametrize("bar", [TQDMProgressBar, RichProgressBar])

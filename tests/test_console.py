@@ -1,0 +1,71 @@
+"""How the lines of the package reach a console: with their prefix, and above a progress bar."""
+
+from __future__ import annotations
+
+import io
+import logging
+import sys
+from collections.abc import Iterator
+from contextlib import contextmanager
+from typing import Any
+
+import pytest
+from tqdm import tqdm
+
+from lightning_stocache.console import Console, above_bars
+
+tqdm.get_lock()  # a semaphore that tqdm makes once and keeps: not this test's to leave behind
+
+
+LOGGER = logging.getLogger("tests.console")
+
+
+@contextmanager
+def handled(stream: Any) -> Iterator[logging.StreamHandler[Any]]:
+    """A handler that was made before the bar was drawn, as Lightning's is when it is imported."""
+    handler = logging.StreamHandler(stream)
+    LOGGER.addHandler(handler)
+    yield handler
+    LOGGER.removeHandler(handler)
+
+
+def test_a_line_stands_above_the_bar_of_tqdm(capsys: pytest.CaptureFixture[str]) -> None:
+    """It is not glued to what the bar has drawn, and the bar is drawn again below."""
+    with handled(sys.stderr), tqdm(total=2, file=sys.stderr, ncols=60) as bar:
+        bar.update()
+        with above_bars(LOGGER.name):
+            LOGGER.warning("epoch 0")
+        said = capsys.readouterr().err
+    line, *rest = said.split("\n")
+    assert line.split("\r")[-1] == "epoch 0"
+    assert "50%" in rest[-1]
+
+
+def test_a_line_goes_to_the_stderr_that_rich_puts_in_place(monkeypatch: pytest.MonkeyPatch) -> None:
+    """While its bar is drawn; afterwards the handler has its own stream again."""
+    before, richs = io.StringIO(), io.StringIO()
+    monkeypatch.setattr(sys, "__stderr__", before)
+    monkeypatch.setattr(sys, "stderr", richs)
+    with handled(before) as handler:
+        with above_bars(LOGGER.name):
+            LOGGER.warning("epoch 0")
+        assert (before.getvalue(), richs.getvalue(), handler.stream) == ("", "epoch 0\n", before)
+
+
+def test_files_get_their_lines_as_ever() -> None:
+    """A handler that is no console's keeps its stream."""
+    with handled(io.StringIO()) as file:
+        with above_bars(LOGGER.name):
+            LOGGER.warning("epoch 0")
+        assert file.stream.getvalue() == "epoch 0\n"
+
+
+def test_warnings_say_whose_they_are(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
+    """Where nobody has set logging up, they have the prefix; where somebody has, they are his to print."""
+    ours = logging.getLogger("lightning_stocache")
+    assert [type(handler) for handler in ours.handlers] == [Console]
+    ours.getChild("setup").warning("heard")
+    assert capsys.readouterr().err == ""
+    monkeypatch.setattr(logging.getLogger(), "handlers", [])
+    ours.getChild("setup").warning("unheard")
+    assert capsys.readouterr().err == "stocache: unheard\n"
