@@ -6,8 +6,7 @@ and comes out as memory of its own. An image of PIL is kept as PIL holds it, fou
 plain copy (30 us for 500x375, where three bytes take 450).
 
 What comes out is what went in: types, dtypes, shapes, the order of dimensions in memory, attributes, palettes, keys;
-references that a sample has twice, and cycles, as pickle keeps them. A pickle may run any code: `Reader` admits what it
-is told to.
+references that a sample has twice, and cycles, as pickle keeps them.
 """
 
 from __future__ import annotations
@@ -24,9 +23,9 @@ import numpy.typing as npt
 import torch
 from torch.utils.data import Dataset
 
-from lightning_stocache.cache.field import UnsupportedSampleError, bytes_of, memory_of, module_name, named, type_name
+from lightning_stocache.cache.field import UnsupportedSampleError, bytes_of, memory_of, named, type_name
 
-__all__ = ["Encoder", "Reader", "canonical_bytes", "is_image", "is_opened", "unpicklable"]
+__all__ = ["Encoder", "canonical_bytes", "is_image", "is_opened", "unpicklable"]
 
 _DEEPEST = 8  # levels to which what cannot be pickled is looked for
 _IN_PICKLE = 4096  # bytes; a copy of so few costs less than memory of their own
@@ -109,36 +108,6 @@ class Encoder(pickle.Pickler):
         palette = None if image.palette is None else (image.palette.mode, bytes(image.getpalette(None) or b""))
         own = {name: value for name, value in vars(image).items() if name[0] != "_" and name not in _OF_IMAGES}
         return _image, (image.mode, image.size, image.info, palette, raw, buffer, own)
-
-
-class Reader(pickle.Unpickler):
-    """Reads a pickle that names nothing but what it may.
-
-    Args:
-        content: the pickle.
-        classes: what it may name; None: anything, which is noted in `noted`.
-        buffers: that lie outside of it.
-        noted: gets the names.
-    """
-
-    def __init__(
-        self,
-        content: memoryview,
-        classes: frozenset[tuple[str, str]] | None,
-        buffers: Iterable[Any] = (),
-        noted: set[tuple[str, str]] | None = None,
-    ) -> None:
-        super().__init__(io.BytesIO(content), buffers=buffers)
-        self._classes, self._noted = classes, noted
-
-    def find_class(self, module: str, name: str) -> Any:
-        """A class or function by its name."""
-        module = module_name(module)  # samples of one script come from this process and from workers
-        if self._noted is not None:
-            self._noted.add((module, name))
-        elif self._classes is not None and (module, name) not in self._classes:
-            raise pickle.UnpicklingError(f"a record names {module}.{name}, which no sample of this source holds")
-        return super().find_class(module, name)
 
 
 # ---- tensors ----

@@ -44,14 +44,12 @@ class RecordStore(SegmentStore[RecordCodec]):
     slots: RecordSlots
 
     def read(self, places: Integers, lend: Lend | None = None) -> Iterator[Any]:
-        """Copies of the samples of READY slots (int64 `[samples]`), each made when it is asked for.
+        """Copies of the samples of READY slots (int64 `[samples]`), or UNREADABLE, each made when it is asked for.
 
         They may be asked for when the store has been closed: who has begun to read goes on.
         """
         codec, records = self.codec, [self.slots.record(place) for place in places.tolist()]
-        if codec.classes is None:
-            return (codec.decode(record, lend) for record in records)
-        return (_admitted(codec, record, lend) for record in records)
+        return (_decoded(codec, record, lend) for record in records)
 
     def contents(self, place: int) -> list[memoryview]:
         """A copy of the record in a READY slot; in two parts if it has buffers, which lie at multiples of 64 bytes."""
@@ -115,10 +113,10 @@ class RecordStore(SegmentStore[RecordCodec]):
         return RecordSlots(self.segment, self.arc.slots, claims)
 
 
-def _admitted(codec: RecordCodec, record: memoryview, lend: Lend | None) -> Any:
+def _decoded(codec: RecordCodec, record: memoryview, lend: Lend | None) -> Any:
     try:
         return codec.decode(record, lend)
-    except Exception:  # a pickle that is damaged raises anything
+    except Exception:  # of a class that has another name by now, for instance; its own code may raise anything
         return UNREADABLE
 
 

@@ -11,8 +11,7 @@ A record is a head, the table of its buffers, a pickle, and the buffers that lie
 an image does not keep the image. `packed` records take three bytes for a pixel of an image of PIL, not the four that it
 has there.
 
-A pickle may run any code, so records are read only where this job has written them. Where others may have (a cache with
-a name), `classes` are all that a pickle may name.
+A pickle may run any code, so records are read only from files of this user alone (`node.owned`).
 """
 
 from __future__ import annotations
@@ -20,7 +19,8 @@ from __future__ import annotations
 import io
 import pickle
 import struct
-from collections.abc import Iterable, Mapping, Sequence
+import sys
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -29,7 +29,7 @@ import torch
 
 from lightning_stocache.cache.codec import Lend, aligned
 from lightning_stocache.cache.field import UnsupportedSampleError, named, type_name
-from lightning_stocache.cache.pickling import Encoder, Reader, is_image, unpicklable
+from lightning_stocache.cache.pickling import Encoder, is_image, unpicklable
 from lightning_stocache.cache.spec import SampleMismatchError
 
 __all__ = ["HEAD", "RecordCodec", "Required"]
@@ -41,10 +41,8 @@ _TABLE_ENTRY = 8
 _LONGEST_PICKLE = 2**32 - 1
 _ONCE = 16  # bytes that a slot's state and entry in the directory take, and what alignment wastes of a small record
 
-_RUNS_CODE = {("torch.storage", "_load_from_bytes"), *(("builtins", name) for name in ("getattr", "eval", "exec"))}
-"""What would run any code that a record names: a quantised tensor is kept by the first, a method by the second."""
-
-_COMMON = {"PIL", "builtins", "collections", "copyreg", "lightning_stocache", "numpy", "torch", "torchvision"}
+# What a spawned worker calls a class of the script: who reads its records must know it by that name, too.
+sys.modules.setdefault("__mp_main__", sys.modules["__main__"])
 
 Required = tuple[tuple[tuple[Any, ...], type[Any]], ...]
 """Where a sample must hold a value of which type: one key or position per level."""
@@ -62,7 +60,6 @@ class RecordCodec:
         packed_bytes: what `nbytes` is then.
         finished_bytes: bytes of a sample as it is handed out, where that is more than what is kept.
         form: what of samples is kept, where that is not what the source returns.
-        classes: what pickles may name, as (module, name); None: anything, because this job alone writes them.
 
     Raises:
         UnsupportedSampleError: (`encode`) something in the sample cannot be pickled, or must not be kept; the message
@@ -83,7 +80,6 @@ class RecordCodec:
     packed_bytes: int = 0
     finished_bytes: int = 0
     form: str = ""
-    classes: frozenset[tuple[str, str]] | None = None
 
     @classmethod
     def infer(cls, samples: Sequence[Any], required: Required = ()) -> RecordCodec:
@@ -124,8 +120,7 @@ class RecordCodec:
     def title(self) -> str:
         """What samples look like, in words that two jobs can compare."""
         places = (f"{_written(path) or 'sample'}: {type_name(kind)}" for path, kind in self.required)
-        own = (f"{module}.{name}" for module, name in self.classes or () if module.partition(".")[0] not in _COMMON)
-        return "; ".join([f"{self.form} records".strip(), *places, *sorted(own)])
+        return "; ".join([f"{self.form} records".strip(), *places])
 
     def encode(self, sample: Any, index: int | None = None) -> list[memoryview]:
         """The parts of a record, one after the other, as bytes; those of a large tensor are its own memory."""
@@ -135,8 +130,6 @@ class RecordCodec:
         encoder = Encoder(file, large, self.packed)
         try:
             encoder.dump(sample)
-            if self.classes is not None:  # nobody could read it
-                Reader(file.getbuffer(), self.classes, [bytearray(buffer) for buffer in large]).load()
         except Exception as error:  # whatever the code of the sample's classes raises when it is pickled
             where = unpicklable(sample, error)
             raise UnsupportedSampleError(f"{_titled(index)}: {where}") from error
@@ -175,20 +168,7 @@ class RecordCodec:
             lend: gives the memory; by default it is new.
         """
         content, buffers = _taken_apart(record, lend)
-        if self.classes is None:
-            return pickle.loads(content, buffers=buffers)
-        return Reader(content, self.classes, buffers).load()
-
-    def admitting(self, samples: Iterable[Any]) -> RecordCodec:
-        """This codec, which keeps and reads back nothing but what such samples are made of."""
-        named_there: set[tuple[str, str]] = set()
-        for sample in samples:
-            try:
-                content, buffers = _taken_apart(memoryview(b"".join(self.encode(sample))), None)
-                Reader(content, None, buffers, named_there).load()
-            except Exception:  # it will pass through
-                continue
-        return replace(self, classes=frozenset(named_there - _RUNS_CODE))
+        return pickle.loads(content, buffers=buffers)
 
 
 # ---- layout ----

@@ -36,7 +36,7 @@ from lightning_stocache.node.files import (
     write_header,
 )
 from lightning_stocache.node.locks import SEPARATE, share
-from lightning_stocache.node.manifest import Manifest, ManifestError, read_manifest, write_manifest
+from lightning_stocache.node.manifest import Manifest, ManifestError, printable, read_manifest, write_manifest
 from lightning_stocache.node.owned import open_own
 from lightning_stocache.node.segment import Segment
 
@@ -249,22 +249,15 @@ def way_out(name: str, directory: str | None = None) -> str:
 
 
 def clean_command(name: str = "", directory: str | None = None) -> str:
-    r"""What removes a cache, or all that nobody uses, as it is typed into a shell, whatever the directory's name is.
+    """What removes a cache, or all that nobody uses, as it is typed into a shell.
 
     Example:
         >>> clean_command("photos"), clean_command("photos", "/local/nvme")
         ('python -m lightning_stocache clean photos', 'python -m lightning_stocache clean photos --dir /local/nvme')
-        >>> print(clean_command(directory="/tmp/a\udcff"))
-        python -m lightning_stocache clean --dir $'/tmp/a\xff'
     """
     words = ["python -m lightning_stocache clean", *filter(None, [name])]
     if directory is not None:
-        if directory.isprintable():
-            words.append(f"--dir {shlex.quote(directory)}")
-        else:  # bytes that are no text, or move the cursor: as the shells write them
-            shown = (chr(byte) if 32 <= byte < 127 else f"\\x{byte:02x}" for byte in os.fsencode(directory))
-            quoted = "".join(f"\\{char}" if char in "\\'" and len(char) == 1 else char for char in shown)
-            words.append(f"--dir $'{quoted}'")
+        words.append(f"--dir {shlex.quote(printable(directory))}")
     return " ".join(words)
 
 

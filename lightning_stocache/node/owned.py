@@ -1,13 +1,14 @@
-"""Opening files in a folder that everybody may write to: only what is certainly this user's own.
+"""Opening files in a folder that everybody may write to: only this user's own.
 
 Any user may put anything into /dev/shm under a name that a cache is about to use: a link that leads elsewhere, a pipe
-that blocks who opens it, a file whose locks he holds for ever. So whatever has a name is opened here, its lock file
-like its data: without following a link, without waiting, and only if it is a regular file that belongs to this user,
-that nobody else may open, and that has no second name. What is refused is told in one sentence with the way out.
+that blocks, a file whose locks he holds for ever. So whatever has a name is opened here, its lock file like its data:
+without following a link, without waiting, and only if it is a regular file of this user, that nobody else may open, and
+that has no second name. What lies in such a file is trusted.
 """
 
 from __future__ import annotations
 
+import errno
 import os
 import stat
 
@@ -15,13 +16,7 @@ from lightning_stocache.node.manifest import printable
 
 __all__ = ["open_own", "owner_name"]
 
-_KINDS = {
-    stat.S_IFLNK: "a symbolic link",
-    stat.S_IFDIR: "a folder",
-    stat.S_IFIFO: "a pipe",
-    stat.S_IFSOCK: "a socket",
-    stat.S_IFREG: "a file",
-}
+_REFUSED = {errno.EACCES, errno.EEXIST, errno.EISDIR, errno.ELOOP, errno.ENXIO, errno.EPERM}
 
 
 def open_own(path: str, *, create: bool = False, exclusive: bool = False) -> int:
@@ -34,22 +29,27 @@ def open_own(path: str, *, create: bool = False, exclusive: bool = False) -> int
 
     Raises:
         FileNotFoundError: there is none.
-        PermissionError: it is not trusted; the message says why and what to do.
+        PermissionError: it is not trusted; the message says what to do.
         OSError: the system has no room for it, or no descriptor left.
     """
     flags = os.O_RDWR | os.O_CLOEXEC | os.O_NOFOLLOW | os.O_NONBLOCK
     flags |= (os.O_CREAT if create else 0) | (os.O_EXCL if exclusive else 0)
+    refusal = PermissionError(
+        f"{printable(path)} is not trusted, because it is no file that this user alone may open: give another name, or "
+        "remove it"
+    )
     try:
         descriptor = os.open(path, flags, 0o600)
     except OSError as error:
-        if (reason := _distrust(path, taken=exclusive)) is None:
-            raise
-        raise PermissionError(reason) from error
+        if error.errno in _REFUSED:
+            raise refusal from error
+        raise
     facts = os.fstat(descriptor)
-    if _is_own(facts):
+    private = facts.st_uid == os.getuid() and not facts.st_mode & 0o077
+    if private and stat.S_ISREG(facts.st_mode) and facts.st_nlink <= 1:
         return descriptor
     os.close(descriptor)
-    raise PermissionError(_distrust(path) or f"{printable(path)} was exchanged while it was opened: try again")
+    raise refusal
 
 
 def owner_name(uid: int) -> str:
@@ -60,34 +60,3 @@ def owner_name(uid: int) -> str:
         return f"{printable(pwd.getpwuid(uid).pw_name)} (uid {uid})"
     except KeyError:
         return f"uid {uid}"
-
-
-def _is_own(facts: os.stat_result) -> bool:
-    private = facts.st_uid == os.getuid() and not facts.st_mode & 0o077
-    return private and stat.S_ISREG(facts.st_mode) and facts.st_nlink <= 1
-
-
-def _distrust(path: str, *, taken: bool = False) -> str | None:
-    """Why what lies there is not trusted, in one sentence with the way out; None if it may be."""
-    try:
-        facts = os.lstat(path)
-    except OSError:
-        return None
-    what, mode = _KINDS.get(stat.S_IFMT(facts.st_mode), "a device"), stat.S_IMODE(facts.st_mode)
-    if facts.st_uid != os.getuid():
-        owner = owner_name(facts.st_uid)
-        return f"{printable(path)} is {what} of {owner} and not trusted: give another name, or have its owner remove it"
-    if not stat.S_ISREG(facts.st_mode):
-        why = f"is {what}"
-    elif mode & 0o077:
-        why = f"may be opened by others (mode {mode:04o})"
-    elif facts.st_nlink > 1:
-        why = "has a second name (a hard link)"
-    elif mode & 0o600 != 0o600:
-        why = f"may not be opened (mode {mode:04o})"
-    elif taken:
-        why = "is there already"
-    else:
-        return None
-    remove = "rmdir" if stat.S_ISDIR(facts.st_mode) else "rm"
-    return f"{printable(path)} {why} and is not trusted: give another name, or remove it ({remove} {printable(path)})"

@@ -11,7 +11,6 @@ from dataclasses import dataclass, replace
 from typing import Any
 
 from lightning_stocache.cache.codec import SampleCodec
-from lightning_stocache.cache.records import RecordCodec
 from lightning_stocache.setup.codec_choice import choose_codec
 from lightning_stocache.setup.form_choice import EncodedForm, look_at_files
 from lightning_stocache.setup.request import CacheRequest
@@ -130,8 +129,7 @@ def _find(request: CacheRequest, told: Callable[[int], None]) -> tuple[Finding, 
             samples = [source[index] for index in indices]
             choice = choose_codec(indices, samples, request.layout)
             note = None if request.store == "decoded" else f"store={request.store!r} is not for allow_random=True"
-            codec = _admitting(request, choice.codec, samples)
-            return Finding(codec, odd=choice.odd, reads=len(indices), note=note), {}
+            return Finding(choice.codec, odd=choice.odd, reads=len(indices), note=note), {}
         finally:
             generators.restore(before)
     parts = split(source, quick=_QUICK, told=told, domain=request.domain)
@@ -144,8 +142,7 @@ def _find(request: CacheRequest, told: Callable[[int], None]) -> tuple[Finding, 
     if isinstance(files, EncodedForm) and (request.store == "encoded" or parts.reason is not None):
         kept = taken_apart(source)[0]
         contents = {index: kept[index] for index in parts.indices}
-        codec = _admitting(request, files.codec, list(contents.values()))
-        return Finding(codec, reads=parts.reads + files.reads, as_files=True), contents
+        return Finding(files.codec, reads=parts.reads + files.reads, as_files=True), contents
     if request.strict and request.store == "encoded":
         raise ValueError(f"store='encoded' cannot be had: {files}")
     if parts.reason is not None:
@@ -158,13 +155,7 @@ def _find(request: CacheRequest, told: Callable[[int], None]) -> tuple[Finding, 
             reason = "its __getitems__ gives whole batches, not a list of one sample per index"
             return Finding(reason=reason, reads=reads), {}
     choice = choose_codec(parts.indices, parts.samples, request.layout, parts.cut)
-    codec = _admitting(request, choice.codec, parts.samples)
     note = f"store='encoded' cannot be had: {files}" if request.store == "encoded" else None
     form = files if isinstance(files, EncodedForm) else None
     reads += 0 if form is None else form.reads
-    return Finding(codec, parts.cut, odd=choice.odd, reads=reads, encoded=form, note=note), parts.intact
-
-
-def _admitting(request: CacheRequest, codec: SampleCodec, samples: Sequence[Any]) -> SampleCodec:
-    """The codec for a cache with a name, where others may write: it reads back what this job's samples are made of."""
-    return codec.admitting(samples) if request.name is not None and isinstance(codec, RecordCodec) else codec
+    return Finding(choice.codec, parts.cut, odd=choice.odd, reads=reads, encoded=form, note=note), parts.intact

@@ -109,10 +109,6 @@ class CacheRequest:
             raise ValueError("store='encoded' keeps records: layout='rows' cannot be had with it")
         if self.spec is not None and not isinstance(self.spec, SampleSpec | RecordCodec):
             raise TypeError(f"spec must be a SampleSpec, as SampleSpec.infer(sample) makes it; got {self.spec!r}")
-        if self.name is not None and isinstance(self.spec, RecordCodec) and self.spec.classes is None:
-            raise ValueError(
-                "a cache with a name reads back only what is known: give no spec, or one that is `admitting`"
-            )
         if not isinstance(self.fingerprint, str):
             raise TypeError(f"fingerprint must be a string, got {self.fingerprint!r}")
         if self.name is not None:

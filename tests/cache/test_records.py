@@ -6,7 +6,6 @@ import collections
 import enum
 import io
 import os
-import pickle
 import random
 import sys
 import tracemalloc
@@ -636,12 +635,6 @@ def test_any_sample_comes_back_and_is_as_large_as_was_said(sample: Any) -> None:
     assert CODEC.least_bytes(sample) <= sum(part.nbytes for part in parts) <= CODEC.stored_size(parts)
 
 
-@given(SAMPLES)
-def test_what_samples_are_made_of_is_admitted(sample: Any) -> None:
-    """A codec that admits what one sample holds keeps and reads that sample."""
-    assert same(through(sample, CODEC.admitting([sample])), sample)
-
-
 def test_least_bytes_counts_what_is_kept_once_once() -> None:
     """Words that come again and again, the same tensor under two names, and samples in which one can walk for ever."""
     tensor = torch.zeros(10_000)
@@ -747,60 +740,6 @@ def test_a_required_place_must_hold_its_type() -> None:
         with pytest.raises(SampleMismatchError, match=message):
             codec.encode(bad, 5)
     assert codec.title == "records; ['views'][0]: Tensor; ['label']: int"
-
-
-# --- pickles that others may have written
-
-
-class Runs:
-    """Its pickle makes a file."""
-
-    def __init__(self, path: Path) -> None:
-        self.path = path
-
-    def __reduce__(self) -> Any:
-        return os.mkdir, (str(self.path),)
-
-
-def test_a_reader_refuses_what_no_sample_holds(tmp_path: Path) -> None:
-    """Nothing of such a record is run or made."""
-    codec = CODEC.admitting([{"image": torch.zeros(5000), "label": 1}])
-    assert same(through({"image": torch.ones(9), "label": 2}, codec), {"image": torch.ones(9), "label": 2})
-    record = memoryview(b"".join(CODEC.encode({"label": Runs(tmp_path / "made")})))
-    with pytest.raises(pickle.UnpicklingError, match=r"names (posix|nt)\.mkdir"):
-        codec.decode(record)
-    assert list(tmp_path.iterdir()) == []
-    CODEC.decode(record)
-    assert [path.name for path in tmp_path.iterdir()] == ["made"]
-
-
-def test_what_comes_behind_something_large_is_admitted_too() -> None:
-    """All of a sample is looked through, and all of the samples; the odd one among them does not count."""
-    first = {"image": torch.zeros(5000), "photo": picture("RGB", (90, 90)), "target": Slim(3)}
-    second = {"image": np.zeros(5000), "colour": Colour.RED}
-    codec = CODEC.admitting([first, {"odd": lambda: 0}, second])
-    for sample in (first, second):
-        assert same(through(sample, codec), sample)
-
-
-def test_the_classes_of_a_script_are_the_same_in_workers(monkeypatch: pytest.MonkeyPatch) -> None:
-    """What a worker that is not forked has made of a script's class, which it calls `__mp_main__`, can be read."""
-    codecs, records = [], []
-    monkeypatch.setattr(sys.modules["__main__"], "Slim", Slim, raising=False)
-    for module in ("__main__", "__mp_main__"):
-        monkeypatch.setattr(Slim, "__module__", module)
-        codecs.append(CODEC.admitting([Slim(1)]))
-        records.append(memoryview(b"".join(codecs[0].encode(Slim(2)))))
-    assert [codec.decode(record) for codec in codecs for record in records] == [Slim(2)] * 4
-
-
-def test_what_could_not_be_read_back_is_not_written() -> None:
-    """A sample that holds a class which no other held is refused when it is encoded, not when it is read."""
-    codec = CODEC.admitting([{"image": torch.zeros(5000), "target": Slim(3)}])
-    sample = {"image": torch.zeros(5000), "target": Colour.RED}
-    with pytest.raises(UnsupportedSampleError, match=r"sample 8: .*Colour"):
-        codec.encode(sample, 8)
-    assert same(through(sample), sample)
 
 
 # --- sizes, and comparing

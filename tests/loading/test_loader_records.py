@@ -206,3 +206,38 @@ def test_a_full_arena_lets_the_rest_pass() -> None:
         assert counts.fills == counts.misses == cache.filled
         assert counts.bypasses == 2 * (LENGTH - cache.filled)
         assert cache.memory_bytes <= 60_000
+
+
+class Point:
+    """A part of samples, whose class gets another name."""
+
+    def __init__(self, x: int) -> None:
+        self.x = x
+
+
+class Points(Dataset[Any]):
+    """Samples that hold one."""
+
+    kind = Point
+
+    def __len__(self) -> int:
+        return LENGTH
+
+    def __getitem__(self, index: int) -> Any:
+        return {"point": self.kind(index), "text": "." * index}
+
+
+@pytest.mark.parametrize("num_workers", [0, 2])
+def test_a_record_that_cannot_be_decoded_is_a_miss(num_workers: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A class that was renamed since its samples were stored costs loads, and ends no training."""
+    with closing(CachedDataset(Points())) as dataset:
+        loader = CachedLoader(
+            dataset, 4, collate_fn=lambda samples: [sample["point"].x for sample in samples], num_workers=num_workers
+        )
+        for epoch in range(2):
+            assert [x for batch in loader for x in batch] == list(range(LENGTH))
+            assert dataset.counters is not None
+            counts = dataset.counters.totals()
+            assert (counts.hits, counts.served) == (0, (epoch + 1) * LENGTH)
+            monkeypatch.delattr(f"{__name__}.Point", raising=False)
+        loader.close()

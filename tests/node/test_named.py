@@ -8,7 +8,6 @@ import mmap
 import os
 import random
 import signal
-import subprocess
 import time
 from collections.abc import Iterator
 from pathlib import Path
@@ -20,7 +19,7 @@ from lightning_stocache.cache.contents import contents_of
 from lightning_stocache.node.files import HEADER_BYTES
 from lightning_stocache.node.janitor import clean, named_segments
 from lightning_stocache.node.manifest import Geometry, Manifest, ManifestError
-from lightning_stocache.node.named import check_name, clean_command, join_named, open_named
+from lightning_stocache.node.named import check_name, join_named, open_named
 from lightning_stocache.node.segment import Segment
 from tests.processes import Child, call, call_many
 
@@ -242,7 +241,7 @@ def test_a_link_is_refused(name: str, tmp_path: Path) -> None:
     """It could lead anywhere."""
     (tmp_path / "there").write_bytes(bytes(SIZE))
     path_of(name).symlink_to(tmp_path / "there")
-    with pytest.raises(OSError, match="is a symbolic link and is not trusted"):
+    with pytest.raises(OSError, match="is not trusted"):
         opened(name)
     assert clean(name) == []
     assert (tmp_path / "there").exists()
@@ -315,7 +314,7 @@ def test_a_strange_lock_file_is_refused(name: str, tmp_path: Path) -> None:
 
 @pytest.mark.processes
 def test_another_users_lock_file_holds_nobody_up(name: str) -> None:
-    """He keeps all of it locked for ever: who opens the name hears whose file it is, and waits for nothing."""
+    """He keeps all of it locked for ever: who opens the name hears that it is not his, and waits for nothing."""
     if os.getuid() != 0:
         pytest.skip("only root can become another user")
     make(name)
@@ -323,7 +322,7 @@ def test_another_users_lock_file_holds_nobody_up(name: str) -> None:
     locks.unlink()
     stranger = Child(lock_as_stranger, str(locks))
     wait_for(lambda: (locks.exists() and locks.stat().st_size == 1) or not stranger.process.is_alive())
-    with pytest.raises(PermissionError, match=r"is a file of uid 12345 and not trusted: give another name"):
+    with pytest.raises(PermissionError, match=r"is not trusted.*: give another name"):
         opened(name)
     stranger.kill()
 
@@ -347,7 +346,7 @@ def test_where_the_lock_file_comes_too_late_no_segment_is_left(name: str, monkey
         path_of(name + ".locks").mkdir()
 
     monkeypatch.setattr(os, "link", link_and_block)
-    with pytest.raises(PermissionError, match="is a folder"):
+    with pytest.raises(PermissionError, match="is not trusted"):
         opened(name)
     assert not path_of(name).exists()
     path_of(name + ".locks").rmdir()
@@ -388,16 +387,3 @@ def test_another_version_and_damage_are_refused_by_name(name: str) -> None:
         with pytest.raises(ManifestError, match=f"the cache '{name}' .*{words}.*stocache clean {name}"):
             opened(name)
         assert len(clean(name)) == 1
-
-
-@pytest.mark.processes
-@pytest.mark.parametrize(
-    "directory", [b"/tmp/a", b"/tmp/it's here", b"/tmp/\xff\n'a\\", b"/tmp/\x1b[2J$x", "/tmp/Bär".encode()]
-)
-def test_the_command_that_removes_is_what_a_shell_reads(directory):
-    """Whatever bytes the name of a directory has, and it can always be written to a terminal."""
-    command = clean_command("photos", os.fsdecode(directory))
-    assert command.isprintable()
-    command.encode()
-    words = subprocess.run(["bash", "-c", f"printf '%s\\0' {command}"], capture_output=True, check=True).stdout
-    assert words.split(b"\0")[-3:-1] == [b"--dir", directory]

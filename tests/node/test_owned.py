@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 import socket
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -40,27 +41,18 @@ def make_foreign(path: Path) -> None:
     os.chown(path, STRANGER, STRANGER)
 
 
-STRANGE = {
-    "is a symbolic link": make_link,
-    "is a pipe": os.mkfifo,
-    "is a folder": os.mkdir,
-    "is a socket": make_socket,
-    r"may be opened by others \(mode 0666\)": make_open_to_all,
-    "has a second name": make_second_name,
-    f"is a file of uid {STRANGER}": make_foreign,
-}
+STRANGE = [make_link, os.mkfifo, os.mkdir, make_socket, make_open_to_all, make_second_name, make_foreign]
 
 
 @pytest.mark.timeout(20)
 @pytest.mark.parametrize("create", [False, True])
-@pytest.mark.parametrize("words", STRANGE)
-def test_what_is_strange_is_refused_without_waiting(tmp_path: Path, words: str, create: bool) -> None:
-    """One sentence says what it is and the way out; nothing is followed, made, or waited for."""
-    STRANGE[words](tmp_path / "file")
+@pytest.mark.parametrize("make", STRANGE)
+def test_what_is_strange_is_refused_without_waiting(tmp_path: Path, make: Any, create: bool) -> None:
+    """One sentence says the way out; nothing is followed, made, or waited for."""
+    make(tmp_path / "file")
     before = set(os.listdir("/proc/self/fd"))
-    with pytest.raises(PermissionError, match=words) as caught:
+    with pytest.raises(PermissionError, match=r"file is not trusted.*: give another name, or remove it"):
         open_own(str(tmp_path / "file"), create=create)
-    assert "not trusted: give another name, or " in str(caught.value)
     assert not (tmp_path / "elsewhere").exists()
     assert set(os.listdir("/proc/self/fd")) == before
 
@@ -80,7 +72,7 @@ def test_what_is_own_is_opened_and_made(tmp_path: Path) -> None:
 def test_exclusive_refuses_what_is_there(tmp_path: Path) -> None:
     """Even a file of this user's own."""
     (tmp_path / "file").touch(0o600)
-    with pytest.raises(PermissionError, match="is there already"):
+    with pytest.raises(PermissionError, match="is not trusted"):
         open_own(str(tmp_path / "file"), create=True, exclusive=True)
 
 
@@ -104,7 +96,7 @@ def test_a_user_is_told_of_roots_file(tmp_path: Path) -> None:
         folder.chmod(0o755)
         if folder.name.startswith("pytest-of-"):
             break
-    assert "is a file of root (uid 0) and not trusted" in call(as_stranger, str(path))
+    assert "is not trusted" in call(as_stranger, str(path))
 
 
 def as_stranger(path: str) -> str:
