@@ -11,12 +11,14 @@ SIGBUS: all samples are loaded until the job ends. The next one gives the file i
 from __future__ import annotations
 
 from collections.abc import Sequence
+from dataclasses import asdict
 from typing import Any, Self, cast
 
 import numpy as np
 import numpy.typing as npt
 
 from lightning_stocache.cache.claims import Claims
+from lightning_stocache.cache.domain import Domain
 from lightning_stocache.cache.filling import Filling
 from lightning_stocache.cache.placement import NO_SLOT, Arc, Integers
 from lightning_stocache.cache.proof import Proof, sums_bytes
@@ -55,8 +57,8 @@ class DiskStore(SegmentStore[Codec]):
         self._recall = Recall(self.slots, self._proof, Claims(segment))
 
     @classmethod
-    def mend(cls, segment: Segment, manifest: Manifest) -> None:
-        """Mend what a crash may have left in a segment, while nobody else has it open."""
+    def mend(cls, segment: Segment, manifest: Manifest, domain: Domain | None = None) -> None:
+        """Mend what a crash may have left in a segment of the indices of a domain, while nobody else has it open."""
 
     @classmethod
     def bytes_for(cls, codec: Any, slots: int, granted: int = 0) -> int:
@@ -166,15 +168,17 @@ class DiskRecords(DiskStore[Any], RecordStore):
     """
 
     @classmethod
-    def mend(cls, segment: Segment, manifest: Manifest) -> None:
+    def mend(cls, segment: Segment, manifest: Manifest, domain: Domain | None = None) -> None:
         """Have no record of an earlier job be overwritten by those to come, while nobody else has the segment open."""
-        slots = manifest.geometry.slots
-        segment.reserve(0, cls.reserved_bytes(slots))
-        records = RecordSlots(segment, slots, Claims(segment), segment.size - sums_bytes(slots))
+        arc = Arc(**asdict(manifest.geometry), domain=domain)
+        segment.reserve(0, cls.reserved_bytes(arc.slots))
+        proof = Proof(cast(DiskSegment, segment), arc, Proof.begin(arc.slots))
+        records = RecordSlots(segment, arc.slots, Claims(segment), segment.size - sums_bytes(arc.slots))
         try:
-            records.mend()
+            records.mend(proof.holds)
         finally:
             records.close()
+            proof.close()
 
     def _open_slots(self, claims: Claims) -> RecordSlots:
         return RecordSlots(self.segment, self.arc.slots, claims, self.segment.size - sums_bytes(self.arc.slots))

@@ -11,7 +11,7 @@ from typing import Any
 
 from lightning_stocache.cache.claims import Claims
 from lightning_stocache.cache.codec import Lend
-from lightning_stocache.cache.placement import NO_SLOT, Integers
+from lightning_stocache.cache.placement import Integers
 from lightning_stocache.cache.record_slots import RecordSlots
 from lightning_stocache.cache.records import HEAD, RecordCodec
 from lightning_stocache.cache.segment_store import SegmentStore
@@ -21,7 +21,7 @@ from lightning_stocache.node.files import HEADER_BYTES
 __all__ = ["RecordStore", "slots_for"]
 
 _KNOWN = 32  # samples, of which the mean is believed rather than that of those looked at
-_FIXED = 2048  # bytes, for the numbers of the arena, and what alignment wastes around them
+_FIXED = 192  # bytes, for the number of the arena, and what alignment wastes around it
 _DIRECTORY_SHARE = 28  # at most this part of the bytes granted is for slots that may find no room
 
 
@@ -56,11 +56,6 @@ class RecordStore(SegmentStore[RecordCodec]):
         record = memoryview(bytearray(self.slots.record(place)))
         buffers = HEAD.unpack_from(record)[3]
         return [record[:64], record[64:]] if buffers else [record]
-
-    def place(self, index: int) -> int:
-        """Where the sample of an index can be read now, or NO_PLACE."""
-        place = super().place(index)
-        return place if place != NO_SLOT and self.slots.is_sound(place) else NO_SLOT
 
     def stored_bytes(self, places: Integers) -> int:
         """Bytes of the records in READY slots (int64 `[samples]`)."""
@@ -101,7 +96,7 @@ class RecordStore(SegmentStore[RecordCodec]):
 
     @staticmethod
     def reserved_bytes(slots: int) -> int:
-        """Bytes of the states, the directory and the numbers of the arena."""
+        """Bytes of the states, the directory and the number of the arena."""
         return RecordSlots.bytes_for(slots)
 
     @classmethod

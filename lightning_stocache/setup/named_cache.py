@@ -171,7 +171,7 @@ def _mender(request: CacheRequest, codec: SampleCodec) -> Mend:
 
     def mend(segment: Segment, manifest: Manifest) -> None:
         _check(request, codec, manifest)
-        disk_store_for(codec).mend(segment, manifest)
+        disk_store_for(codec).mend(segment, manifest, request.domain)
 
     return mend
 

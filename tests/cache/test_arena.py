@@ -1,4 +1,4 @@
-"""Many processes take memory from one arena: no byte is given to two, and none is lost with who dies half-way."""
+"""Many processes take memory from one arena: no byte is given to two, and little is lost with who dies half-way."""
 
 from __future__ import annotations
 
@@ -7,7 +7,6 @@ import random
 import signal
 import struct
 import sys
-import threading
 import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager, nullcontext
@@ -21,10 +20,10 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 import lightning_stocache.cache.arena as arena_module
-from lightning_stocache.cache.arena import LANES, LEDGER_BYTES, Arena
+from lightning_stocache.cache.arena import LEDGER_BYTES, Arena
 from lightning_stocache.cache.claims import Claims
 from lightning_stocache.node.segment import Segment
-from tests.processes import Child, ChildError, call, call_many
+from tests.processes import Child, ChildError, call_many
 
 BEGIN = -(-LEDGER_BYTES // 64) * 64
 NOTE = struct.Struct("<QQB")  # where a record begins, its bytes, and what it is full of
@@ -116,9 +115,9 @@ def test_what_is_too_large_finds_no_room_and_takes_none(segment: Segment) -> Non
     with opened(segment) as arena:
         assert not arena.has_room(10_001)
         assert put(segment, arena, 10_001) is None
-        assert (arena.used_bytes, arena.room) == (0, 10_000)
+        assert arena.used_bytes == 0
         assert put(segment, arena, 10_000) == BEGIN
-        assert (arena.used_bytes, arena.room) == (10_000, 0)
+        assert arena.used_bytes == 10_000
         assert not arena.has_room(1)
         assert put(segment, arena, 1) is None
 
@@ -127,11 +126,11 @@ def test_an_arena_without_memory_has_no_room() -> None:
     """Where all of the segment is taken by numbers."""
     segment = segment_of(0)
     with opened(segment) as arena:
-        assert (arena.room, arena.has_room(1), put(segment, arena, 1)) == (0, False, None)
+        assert (arena.has_room(1), put(segment, arena, 1)) == (False, None)
     segment.close()
 
 
-def test_a_write_that_raises_leaves_its_room(segment: Segment) -> None:
+def test_a_write_that_raises_gives_its_room_back(segment: Segment) -> None:
     """What it raises comes through; afterwards the arena takes as many records as one where nothing failed."""
 
     def failing(offset: int) -> None:
@@ -144,40 +143,6 @@ def test_a_write_that_raises_leaves_its_room(segment: Segment) -> None:
                 arena.store(1000, 8, failing)
             assert put(segment, arena, 1000) is not None
         assert len(fill_up(segment, arena, 1000)) == 7
-
-
-def test_what_is_left_in_all_lanes_keeps_no_record_out() -> None:
-    """Every lane has room that is too small, or is busy: then a larger record takes what is free, and no less fits."""
-    segment, begun, over = segment_of(100_000), threading.Event(), threading.Event()
-
-    def hold(offset: int) -> None:
-        begun.set()
-        over.wait(300)
-
-    def store_one(nbytes: int, write: Callable[[int], None]) -> int | None:
-        with opened(segment) as arena:
-            return arena.store(nbytes, 8, write)
-
-    last = threading.Thread(target=store_one, args=(100, hold))
-
-    def nested(offset: int, level: int) -> None:
-        if level < LANES - 1:
-            store_one(100, lambda offset: nested(offset, level + 1))
-        last.start()
-        begun.wait(300)
-        raise InterruptedError
-
-    with pytest.raises(InterruptedError):
-        store_one(100, lambda offset: nested(offset, 1))
-    records = [(store_one(5000, lambda offset: None) or 0, 5000, 0)]
-    with opened(segment) as arena:
-        records += fill_up(segment, arena, 5000, mark=0)
-    over.set()
-    last.join()
-    assert len(records) == (100_000 - 100 * LANES) // 5000
-    assert overlaps(records) == []
-    assert min(records)[0] >= BEGIN + 100 * LANES
-    segment.close()
 
 
 # --- several
@@ -210,7 +175,7 @@ def test_records_of_many_processes_never_overlap() -> None:
     assert sum(nbytes for _, nbytes, _ in records) > 0.99 * room
     with opened(segment) as arena:
         assert arena.used_bytes <= room
-        assert arena.room < 364
+        assert not arena.has_room(364)
     segment.close()
 
 
@@ -227,61 +192,6 @@ def test_many_processes_fill_an_arena_with_small_records() -> None:
 
 
 # --- death
-
-
-def killed_in_the_middle(segment: Segment, nbytes: int) -> None:
-    def write(offset: int) -> None:
-        segment.store(offset, memoryview(b"\xff" * (nbytes // 2)))
-        os.kill(os.getpid(), signal.SIGKILL)
-
-    with opened(segment) as arena:
-        arena.store(nbytes, 8, write)
-
-
-@pytest.mark.processes
-def test_who_is_killed_in_the_middle_of_a_record_leaves_its_room(segment: Segment) -> None:
-    """Before each record a writer of the same size is killed: all find room that would have found it without."""
-    records = Records()
-    for _ in range(10):
-        with pytest.raises(ChildError, match="SIGKILL"):
-            call(killed_in_the_middle, segment, 1000)
-        with opened(segment) as arena:
-            records.append((put(segment, arena, 1000) or 0, 1000, 1))
-    assert [begin for begin, _, _ in sorted(records)] == [BEGIN + 1000 * number for number in range(10)]
-    with opened(segment) as arena:
-        assert put(segment, arena, 1) is None
-
-
-def stopped_in_the_middle(segment: Segment, nbytes: int, ready: Path) -> None:
-    def write(offset: int) -> None:
-        segment.store(offset, memoryview(b"\xff" * (nbytes // 2)))
-        ready.touch()
-        time.sleep(200)
-
-    with opened(segment) as arena:
-        arena.store(nbytes, 8, write)
-
-
-@pytest.mark.processes
-def test_who_is_killed_together_leaves_all_its_room(segment: Segment, tmp_path: Path) -> None:
-    """Four writers in the middle of records, each in a lane of its own: what they had is used up afterwards."""
-    sizes = (1000, 3000, 2000, 1000)
-    children = [
-        Child(stopped_in_the_middle, segment, nbytes, tmp_path / str(number)) for number, nbytes in enumerate(sizes)
-    ]
-    while len(list(tmp_path.iterdir())) < len(sizes):
-        time.sleep(0.005)
-    with opened(segment) as arena:
-        live = fill_up(segment, arena, 1000)
-        assert len(live) == 3  # while they live nobody gets at what is theirs
-        assert arena.used_bytes == 3000
-        for child in children:
-            child.kill()
-        records = live + fill_up(segment, arena, 1000, mark=2)
-        assert arena.used_bytes == 10_000
-    assert len(records) == 10
-    assert overlaps(records) == []
-    assert damaged(segment, records) == []
 
 
 def killed_at_line(segment: Segment, log: int, nbytes: int, line: int, traced: int) -> int:
@@ -312,8 +222,7 @@ def in_log(path: Path) -> Records:
 
 
 @pytest.mark.processes
-@pytest.mark.parametrize("others", [False, True], ids=["alone", "beside another lane"])
-def test_who_is_killed_at_any_line_of_the_code_does_no_harm(tmp_path: Path, others: bool) -> None:
+def test_who_is_killed_at_any_line_of_the_code_does_no_harm(tmp_path: Path) -> None:
     """Wherever in the code a writer dies, no record overlaps another, and at most the one being stored is lost."""
     log = tmp_path / "log"
     line, lines, lost = 0, 1, 0
@@ -321,12 +230,8 @@ def test_who_is_killed_at_any_line_of_the_code_does_no_harm(tmp_path: Path, othe
         line += 1
         segment = segment_of(10_000)
         records = Records()
-        if others:
-            half = Child(stopped_in_the_middle, segment, 1000, tmp_path / "ready")
-            while not (tmp_path / "ready").exists():
-                time.sleep(0.002)
         file = os.open(log, os.O_CREAT | os.O_TRUNC | os.O_APPEND | os.O_WRONLY)
-        child = Child(killed_at_line, segment, file, 1000, line, 1 if others else 2)
+        child = Child(killed_at_line, segment, file, 1000, line, 2)
         died = ""
         try:
             lines = child.result()
@@ -334,9 +239,6 @@ def test_who_is_killed_at_any_line_of_the_code_does_no_harm(tmp_path: Path, othe
             died, lines = str(error), line + 1
         assert "in the child" not in died
         os.close(file)
-        if others:
-            half.kill()
-            (tmp_path / "ready").unlink()
         with opened(segment) as arena:
             records = in_log(log) + fill_up(segment, arena, 1000, mark=3)
             assert arena.used_bytes == 10_000
@@ -346,8 +248,8 @@ def test_who_is_killed_at_any_line_of_the_code_does_no_harm(tmp_path: Path, othe
         assert len(records) in (9, 10)
         lost += len(records) == 9
         segment.close()
-    assert line > 20
-    assert 1 <= lost <= 5  # after the cursor was moved: there it was stored, and nobody has been told
+    assert line > 10
+    assert lost >= 1  # after `free` was moved, and before anybody was told
 
 
 def store_for_ever(segment: Segment, log: Path, seed: int) -> None:
@@ -363,7 +265,7 @@ def store_for_ever(segment: Segment, log: Path, seed: int) -> None:
 
 
 @pytest.mark.processes
-def test_who_is_killed_at_random_moments_leaves_no_hole(tmp_path: Path, rng: random.Random) -> None:
+def test_who_is_killed_at_random_moments_costs_a_record(tmp_path: Path, rng: random.Random) -> None:
     """Three processes store and are killed and replaced, again and again; then the rest of the arena is filled."""
     room = 24 << 20
     segment, log = segment_of(room), tmp_path / "log"
@@ -384,6 +286,6 @@ def test_who_is_killed_at_random_moments_leaves_no_hole(tmp_path: Path, rng: ran
             records += fill_up(segment, arena, nbytes, mark=7)
     assert overlaps(records) == []
     assert damaged(segment, records) == []
-    # Who dies when a record is whole, but before anybody knows of it, has lost that one.
+    # Who dies after taking memory, and before anybody knows of the record, has lost that one.
     assert sum(nbytes for _, nbytes, _ in records) > 0.995 * room - (kills + 3) * 40_000
     segment.close()
