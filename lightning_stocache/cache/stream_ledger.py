@@ -240,10 +240,6 @@ class StreamLedger:
                 held.enter_context(self.claims.waiting(_ROWS + row))
             yield
 
-    def numbers_from(self, number: int) -> None:
-        """The next sample has this number; `alone`."""
-        self._numbers[_NEXT] = number
-
     # ---- life ----
 
     @property

@@ -2,9 +2,8 @@
 
 A stream has no index: a sample gets the next number, and is stored under it in a store of rows or of records. Which of
 the two, and for how many samples there are places, is agreed when the first sample comes (`lay_out`): nothing has to be
-read before. A sample that is no row turns all that is kept into records, where that is little (`to_records`). Whoever
-lays the memory out anew is alone meanwhile (`stream_ledger`), and counts its generations up; the others see that, and
-open the store again.
+read before. Whoever lays the memory out anew is alone meanwhile (`stream_ledger`), and counts its generations up; the
+others see that, and open the store again.
 
 The samples lie in a segment as their store lays them out; `stream_index` holds the codec, and what is known of each.
 States of slots are written through the mapping, so their memory is taken before, for a block of numbers at a time.
@@ -39,7 +38,6 @@ from lightning_stocache.node.files import HEADER_BYTES, Backend
 
 __all__ = ["StreamStore"]
 
-_FEW = 64 * 2**20  # bytes that are copied from rows to records while all others wait
 _BLOCK = 1 << 12  # slots whose states get their memory together
 _DIRECTORY_SHARE = 28  # at most this part of the bytes granted is for slots of records that may find no room
 _SMALLER = 16  # how much smaller than the first sample the mean may be without running out of slots
@@ -134,26 +132,6 @@ class StreamStore:
         with self.ledger.holding(shard):
             if self.ledger.is_current(shard, epoch):
                 self.ledger.note(shard, kept=False)
-
-    def to_records(self) -> bool:
-        """Turn the rows that are kept into records; False where that is too much to be done while others wait."""
-        with self.ledger.alone():
-            rows = self._reopened()
-            if rows is None or isinstance(rows.codec, RecordCodec):
-                return True
-            places = np.flatnonzero(rows.lookup(np.arange(min(self.ledger.count, len(rows)))) >= 0)
-            if len(places) * rows.codec.nbytes > _FEW:
-                return False
-            # Not of all numbers that were given: those without a place have no entry, either.
-            entries = self._index.entries(len(rows), int(places[-1]) + 1 if len(places) else 0)[places].tolist()
-            samples = list(rows.read(places))
-            codec = RecordCodec.infer(samples[:_SMALLER] or [0])
-            self._clear()
-            if self._lay_out(codec) and (store := self._reopened()) is not None:
-                for number, (sample, (mark, position)) in enumerate(zip(samples, entries, strict=True)):
-                    self._put(store, number, codec.contents(codec.encode(sample)), (mark, position))
-                self.ledger.numbers_from(len(samples))
-            return True
 
     def clear(self) -> None:
         """Forget all samples, and give their memory back."""

@@ -55,7 +55,7 @@ class CachedStream(Forwarding, IterableDataset[Any]):
         strict: memory that cannot be had is an error; else the stream passes through uncached, with one warning.
         defer: open nothing yet; samples pass through until `share` is called.
         layout: "rows" (samples of one shape, nothing but numbers), "records" (anything that can be pickled), or "auto":
-            rows as long as the samples allow it.
+            rows where the first sample is one. If a later one is none, the stream is read once more, as records.
         seed: of the order of later epochs; the same on all ranks.
         shuffle: whether later epochs have another order each; False: that of epoch one, batch for batch.
 

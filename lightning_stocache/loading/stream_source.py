@@ -127,16 +127,14 @@ class StreamSource:
         try:
             if store.codec is None and not self._lay_out(store, decision, sample):
                 return None
-            try:
-                return store.keep(shard, epoch, sample, mark)
-            except SampleMismatchError:
-                if self.layout == "rows":
-                    raise
-            if store.to_records():
-                return store.keep(shard, epoch, sample, mark)
-            decision.is_first(NO_ROW)  # the next epoch is the stream again, as records
+            return store.keep(shard, epoch, sample, mark)
+        except SampleMismatchError as error:
+            if self.layout == "rows":
+                self.pass_by(store, str(error))
+            elif decision.is_first(NO_ROW):
+                log.info("the next epoch reads the stream once more, and keeps records: %s", error)
             store.leave(shard, epoch)
-        except (UnsupportedSampleError, SampleMismatchError) as error:
+        except UnsupportedSampleError as error:
             self.pass_by(store, str(error))
         except OSError as error:
             self.pass_by(store, f"there is no memory for it: {error}")

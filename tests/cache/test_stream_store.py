@@ -12,7 +12,7 @@ import pytest
 import torch
 
 from lightning_stocache.cache.records import RecordCodec
-from lightning_stocache.cache.spec import SampleMismatchError, SampleSpec
+from lightning_stocache.cache.spec import SampleSpec
 from lightning_stocache.cache.store import NO_PLACE, divide_turns, lookup_near
 from lightning_stocache.cache.stream_decision import Decision
 from lightning_stocache.cache.stream_ledger import Shard, StreamLedger, Totals
@@ -42,41 +42,6 @@ def test_what_is_kept_is_in_the_order_of_the_shards() -> None:
         places, found = lookup_near(kept, [5, 6, -1])
         assert (places[1], found.tolist()) == (NO_PLACE, [0, 2])
         assert divide_turns(kept, [6]) == ([6], [])
-
-
-def test_rows_become_records_with_all_that_was_kept() -> None:
-    """The first sample that is no row turns the others; nothing is lost, and marks stay."""
-    shard = Shard()
-    with closing(StreamStore.create(1 << 20)) as store:
-        epoch = store.ledger.begin(shard)
-        store.lay_out(SampleSpec.infer(torch.zeros(3)))
-        filled(store, shard, epoch, [torch.full((3,), float(number)) for number in range(20)])
-        with pytest.raises(SampleMismatchError):
-            store.keep(shard, epoch, torch.zeros(4), 20)
-        assert store.to_records()
-        assert isinstance(store.codec, RecordCodec)
-        filled(store, shard, epoch, [])
-        assert store.keep(shard, epoch, torch.zeros(4), 20) is not None
-        kept = store.kept()
-        samples = list(kept.read(kept.lookup(np.arange(21))))
-        assert [len(sample) for sample in samples] == [3] * 20 + [4]
-        assert [float(sample[0]) for sample in samples[:20]] == list(map(float, range(20)))
-        assert [float(sample[0]) for sample in store.marked(7)] == [7.0]
-
-
-def test_rows_become_records_where_more_have_passed_than_there_are_places() -> None:
-    """Samples that found no room have a number and no entry; those that are kept are found."""
-    shard = Shard()
-    with closing(StreamStore.create(1 << 16)) as store:
-        epoch = store.ledger.begin(shard)
-        store.lay_out(SampleSpec.infer(0))
-        for number in range(5000):
-            store.keep(shard, epoch, number, number)
-        before = store.filled
-        assert store.to_records()
-        assert isinstance(store.codec, RecordCodec)
-        assert 0 < store.filled <= before < 5000
-        assert list(store.marked(7)) == [7]
 
 
 def test_an_epoch_that_is_over_keeps_nothing() -> None:
