@@ -39,7 +39,7 @@ NO_ROW, _TURNED = 1, 2
 """Flags of the decision: a sample was no row; the stream was begun anew for that."""
 
 _MOST_BROKEN = 3
-_PATIENCE_SECONDS = 30.0  # for the first samples of a stream to be read again
+PATIENCE_SECONDS = 30.0  # for the first samples of a stream to be read again
 
 
 class StreamChoice:
@@ -139,8 +139,8 @@ def _read_again(source: Any, store: StreamStore) -> str | None:
     def on_wait() -> None:
         seconds = time.monotonic() - begun
         log.warning("a stream waits for its first samples to be read again, for %.0f s", seconds)
-        if seconds > _PATIENCE_SECONDS:
-            raise TimeoutError(f"reading it again has not ended in {_PATIENCE_SECONDS:.0f} s")
+        if seconds > PATIENCE_SECONDS:
+            raise TimeoutError(f"reading it again has not ended in {PATIENCE_SECONDS:.0f} s")
 
     if sys.platform != "linux":  # a spawned process would run the user's script again
         return difference(source, store.marked)

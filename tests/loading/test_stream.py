@@ -15,6 +15,7 @@ from torch.utils.data import DataLoader, IterableDataset, TensorDataset, get_wor
 from torch.utils.data.datapipes.iter import IterableWrapper
 
 from lightning_stocache import CachedLoader, CachedStream
+from lightning_stocache.loading import stream_choice
 from tests.loading.twins import same
 
 LENGTH = 103
@@ -294,6 +295,16 @@ def test_another_choice_in_every_epoch_is_not_frozen(caplog: pytest.LogCaptureFi
     assert first[0] == 100
     assert second[0] > first[-1]
     assert "not among those" in caplog.text
+
+
+def test_a_stream_that_blocks_when_it_is_read_again_passes_through(monkeypatch: Any, caplog: Any) -> None:
+    """It is not waited for for ever: the epoch is the stream."""
+    monkeypatch.setattr(stream_choice, "PATIENCE_SECONDS", 0.0)
+    monkeypatch.setattr(stream_choice, "read_apart", lambda reader, method, on_wait: on_wait())
+    with caplog.at_level(logging.WARNING), closing(CachedStream(Numbers(), "1MiB")) as stream:
+        assert [len(list(stream)) for _ in range(3)] == [LENGTH] * 3
+        assert stream.counters.totals().hits == 0
+    assert "reading it again has not ended" in caplog.text
 
 
 def test_an_empty_stream_stays_empty() -> None:
