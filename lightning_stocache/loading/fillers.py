@@ -58,13 +58,11 @@ class FillJob:
         draws: what is drawn.
         store: where it goes.
         fillers: how many there are.
-        seed: of their process-wide generators.
     """
 
     draws: Draws
     store: RollingSampleStore
     fillers: int
-    seed: int = 0
 
 
 class Fillers:
@@ -101,11 +99,6 @@ class Fillers:
         if not all(process.is_alive() for process, _ in self._processes.values()):
             self.look()  # it ended behind the look
         return bool(self._processes)
-
-    @property
-    def appended(self) -> int:
-        """Samples that they have appended."""
-        return int(self._notes[:, _APPENDED].sum())
 
     @property
     def failed(self) -> int:
@@ -208,7 +201,7 @@ def _fill(job: FillJob, number: int, restarts: int, reports: Connection) -> None
     signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C is the trainer's, which ends its fillers
     end_with_parent()
     torch.set_num_threads(1)
-    seed = job.seed + number + restarts * job.fillers
+    seed = job.draws.seed + number + restarts * job.fillers
     random.seed(seed), np.random.seed(seed % 2**32), torch.manual_seed(seed)
     become_worker(number, job.fillers, seed, job.draws.source)
     notes, in_a_row = job.store.ring.notes[number], 0

@@ -188,7 +188,7 @@ class RollingPool:
         """
         if request.source is not None and request.fillers:
             draws = request.draws(node, passes=1 if holds_all else None)
-            self.fillers = Fillers(FillJob(draws, self.store, request.fillers, draws.seed), request.method)
+            self.fillers = Fillers(FillJob(draws, self.store, request.fillers), request.method)
 
     def resident(self) -> Integers:
         """What is resident, once the minimum has come.

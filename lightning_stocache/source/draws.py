@@ -49,7 +49,7 @@ class Draws:
     Args:
         source: map-style, or a stream of samples.
         indices: a stream of indices to draw instead of permutations.
-        seed: of the permutations.
+        seed: of the permutations, and of the process-wide generators of fillers.
         shuffle: whether the source's order is changed at all.
         passes: how often the source is drawn in all; None: for ever.
 
