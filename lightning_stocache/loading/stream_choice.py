@@ -26,6 +26,7 @@ from torch.utils.data import IterableDataset
 from lightning_stocache.cache.stream_decision import Decision, Mode
 from lightning_stocache.cache.stream_store import StreamStore
 from lightning_stocache.node.budget import format_bytes
+from lightning_stocache.setup.look import PATIENCE_SECONDS
 from lightning_stocache.setup.reader_process import NotStartedError, read_apart
 from lightning_stocache.source.stream import difference, draws_shards
 from lightning_stocache.torch_internals import set_worker_dataset
@@ -39,7 +40,6 @@ NO_ROW, _TURNED = 1, 2
 """Flags of the decision: a sample was no row; the stream was begun anew for that."""
 
 _MOST_BROKEN = 3
-PATIENCE_SECONDS = 30.0  # for the first samples of a stream to be read again
 
 
 class StreamChoice:

@@ -9,6 +9,7 @@ from __future__ import annotations
 import logging
 import pickle
 import sys
+import time
 from collections.abc import Iterator, Sequence
 from typing import Any, cast
 
@@ -17,9 +18,10 @@ from torch.utils.data import IterableDataset
 
 from lightning_stocache.cache.segment_store import SegmentStore
 from lightning_stocache.cache.store import NO_PLACE
+from lightning_stocache.setup.look import PATIENCE_SECONDS
 from lightning_stocache.setup.open_cache import OpenCache
 from lightning_stocache.setup.reader_process import NotStartedError, read_apart
-from lightning_stocache.source.probe import bits
+from lightning_stocache.source.same_sample import same_sample
 from lightning_stocache.torch_internals import set_worker_dataset
 
 __all__ = ["is_continued"]
@@ -39,7 +41,7 @@ class _Comparison(IterableDataset[bytes]):
         set_worker_dataset(self.source)
         stored = self.cache.read(self.cache.lookup(np.array(self.indices)))
         pairs = zip(self.indices, stored, strict=True)
-        yield pickle.dumps(all(bits(self.source[index]) == bits(sample) for index, sample in pairs))
+        yield pickle.dumps(all(same_sample(self.source[index], sample) for index, sample in pairs))
 
 
 def is_continued(opened: OpenCache, dataset: Any) -> bool:
@@ -56,17 +58,20 @@ def is_continued(opened: OpenCache, dataset: Any) -> bool:
     if request.allow_random or request.name is not None or request.domain is not None or length < cache.length:
         return False
     tried = np.unique(np.linspace(0, cache.length - 1, _TRIED).astype(np.int64))
-    indices = tried[cache.lookup(tried) != NO_PLACE][:_COMPARED].tolist()
-    if not indices:
+    stored = tried[cache.lookup(tried) != NO_PLACE]
+    if not len(stored):
         return False
+    indices = np.unique(stored[np.linspace(0, len(stored) - 1, _COMPARED).astype(np.int64)]).tolist()
+    begun = time.monotonic()
+
+    def on_wait() -> None:
+        if time.monotonic() - begun > PATIENCE_SECONDS:
+            raise TimeoutError(f"reading {len(indices)} samples has not ended in {PATIENCE_SECONDS:.0f} s")
+
     try:
-        return cast(bool, pickle.loads(read_apart(_Comparison(dataset, cache, indices), "fork", _give_up)))
+        return cast(bool, pickle.loads(read_apart(_Comparison(dataset, cache, indices), "fork", on_wait)))
     except NotStartedError:
         return False
     except Exception as error:  # the source is the user's, and may raise anything
         log.debug("%s cannot be compared with the one before: %s", request.title, error)
         return False
-
-
-def _give_up() -> None:
-    raise TimeoutError("reading a few samples has not ended")
