@@ -46,7 +46,7 @@ class Mutation:
         file: where the place is.
         old: the text of the place, which occurs once in the file.
         new: the text that replaces it.
-        tests: what pytest is given: files, tests in them, `-k` and an expression.
+        tests: their ids for pytest, `file::test` or `file::test[parameters]`.
         hangs: whether tests that do not end are a kill, too.
         survives: why no test can notice; None where one must.
     """
@@ -60,9 +60,15 @@ class Mutation:
     hangs: bool = False
     survives: str | None = None
 
-    def times_found(self, root: Path) -> int:
-        path = root / self.file
-        return path.read_text().count(self.old) if path.exists() else 0
+    def lost(self) -> str:
+        """What of it is not where the table says, in words; empty if all is."""
+        path = ROOT / self.file
+        times = path.read_text().count(self.old) if path.exists() else 0
+        if times != 1:
+            return f"found {times} times" if times else "place not found"
+        tests = [test.partition("[")[0].partition("::") for test in self.tests]
+        there = ((ROOT / file).exists() and f"def {name}(" in (ROOT / file).read_text() for file, _, name in tests)
+        return "" if all(there) else "tests not found"
 
 
 @dataclass(frozen=True)
@@ -155,16 +161,15 @@ def finished(runs: list[Run], seconds: float) -> Iterator[tuple[Run, int | None]
             yield run, status if pid else None
 
 
-def check_unchanged(mutations: Sequence[Mutation], copy: Path, log: Path, seconds: float) -> bool:
+def pass_unchanged(mutations: Sequence[Mutation], copy: Path, log: Path, seconds: float) -> bool:
     """Whether all tests of these mutations pass as long as nothing is changed."""
-    for tests in dict.fromkeys(mutation.tests for mutation in mutations):
-        runs = [start(tests, None, copy, log)]
-        while runs:
-            time.sleep(0.05)
-            for _, status in finished(runs, seconds):
-                if status != PASSED:
-                    print(f"without any mutation {' '.join(tests)} fail:\n{log.read_text(errors='replace')[-3000:]}")
-                    return False
+    runs = [start(sorted({test for mutation in mutations for test in mutation.tests}), None, copy, log)]
+    while runs:
+        time.sleep(0.05)
+        for _, status in finished(runs, seconds):
+            if status != PASSED:
+                print(f"tests fail without any mutation:\n{log.read_text(errors='replace')[-3000:]}")
+                return False
     return True
 
 
@@ -204,13 +209,11 @@ def main() -> int:
     options = parser.parse_args()
     wanted = options.only or [""]
     table = [one for one in read_table() if any(text in f"{one.area}: {one.name}" for text in wanted)]
-    lost = [mutation for mutation in table if mutation.times_found(ROOT) != 1]
+    lost = [mutation for mutation in table if mutation.lost()]
     for mutation in table if options.list else lost:
-        times = mutation.times_found(ROOT)
-        said = "found" if times == 1 else "PLACE NOT FOUND" if not times else f"FOUND {times} TIMES"
-        print(f"{said:10} {mutation.area}: {mutation.name} ({mutation.file})")
+        print(f"{mutation.lost() or 'found':10} {mutation.area}: {mutation.name} ({mutation.file})")
     if options.list:
-        print(f"{len(table)} mutations, {len(lost)} of them without their place")
+        print(f"{len(table)} mutations, {len(lost)} of them without their place or tests")
         return bool(lost)
     found = [mutation for mutation in table if mutation not in lost]
     for name in IMPORTED:
@@ -220,10 +223,10 @@ def main() -> int:
         for copy in copies:
             shutil.copytree(ROOT, copy, ignore=IGNORED, symlinks=True)
         begun = time.monotonic()
-        if not options.unchecked and not check_unchanged(found, copies[0], Path(folder, "log.txt"), options.seconds):
+        if not options.unchecked and not pass_unchanged(found, copies[0], Path(folder, "log"), 20 * options.seconds):
             return 1
         counts = run_all(found, copies, Path(folder), options.seconds)
-    counts["place not found"] = len(lost)
+    counts["not found"] = len(lost)
     said = ", ".join(f"{count} {what}" for what, count in counts.items() if count)
     print(f"{len(table)} mutations in {time.monotonic() - begun:.0f} s: {said}")
     return int(set(+counts) > {"killed", "killed (hangs)", "survived, as known"})
