@@ -64,20 +64,26 @@ def plan(parser: argparse.ArgumentParser) -> Action:
     _add_config(parser)
     parser.add_argument("--workers", type=numbers, default=[], metavar="N,N,..", help="measure these num_workers, too")
     parser.add_argument("--batch-sizes", type=numbers, default=[], metavar="N,N,..", help="and these batch sizes")
+    threads = "threads of torch in this process, as your app sets them (torch.set_num_threads); default: torch's own"
+    parser.add_argument("--threads", type=int, metavar="N", help=threads)
     parser.add_argument("--json", action="store_true", help="plain values instead of the table")
     drawn = "seconds per epoch over the budget, and what else was measured, as a picture; by default plan.png"
     add_png(parser, Path("plan.png"), drawn)
 
     def run(arguments: argparse.Namespace) -> None:
+        import torch
+
         from lightning_stocache.insight import curve_table
         from lightning_stocache.insight.plan_table import as_json, as_text, save
 
+        before = torch.get_num_threads()
         logging.disable(logging.WARNING)
         ours, heard = logging.getLogger("lightning_stocache"), logging.NullHandler()
         ours.addHandler(heard)  # without one, the caches of the measurements are told of on stderr
         try:
             with warnings.catch_warnings(), TemporaryDirectory() as folder:
                 warnings.simplefilter("ignore")  # Lightning's advice is about training, of which this is none
+                torch.set_num_threads(before if arguments.threads is None else arguments.threads)
                 made, curves = _planned(arguments, folder)
             if arguments.json:
                 more = {} if curves is None else {"curves": curve_table.as_json(curves)}
@@ -90,6 +96,7 @@ def plan(parser: argparse.ArgumentParser) -> Action:
         except Exception as error:  # configs, data and model are the user's, and may raise anything
             parser.exit(2, f"{parser.prog}: {one_line(error)}\n")
         finally:
+            torch.set_num_threads(before)
             logging.disable(logging.NOTSET)
             ours.removeHandler(heard)
 
@@ -182,7 +189,7 @@ def _planned(arguments: argparse.Namespace, folder: str) -> tuple[Plan, Curves |
     if not (arguments.workers or arguments.batch_sizes):
         return made, None
     asked = arguments.workers, arguments.batch_sizes
-    return made, measure_curves(data, *asked, train=train, load=job.load, progress=progress)
+    return made, measure_curves(data, *asked, train=train, progress=progress)
 
 
 def _composed(arguments: argparse.Namespace, folder: str) -> Any:

@@ -33,12 +33,12 @@ def numbers(text: str) -> list[int]:
         raise argparse.ArgumentTypeError(f"whole numbers with commas between them, as 0,1,2,4, got {text}") from error
 
 
-def progress(done: int, count: int, left: float) -> None:
-    """Write how far a command has come, over what was written before; nothing where nobody looks on."""
-    if sys.stderr.isatty():
-        text = f"{done} of {count} measurements, about {left:.0f} s left" if done < count else ""
-        sys.stderr.write(f"\r\x1b[K{text}")
-        sys.stderr.flush()
+def progress(done: int, count: int, left: float, words: str) -> None:
+    """Write what was measured last, on a line of its own; on a terminal, over the line before, how much is left."""
+    over = "\r\x1b[K" if sys.stderr.isatty() else ""
+    text = f"{done} of {count} measurements, about {left:.0f} s left" if over and done < count else ""
+    sys.stderr.write(over + (f"{words}\n" if words else "") + text)
+    sys.stderr.flush()
 
 
 def yes(question: str) -> bool:

@@ -13,6 +13,7 @@ from pathlib import Path
 
 import lightning.pytorch  # noqa: F401  sets an environment variable when it is first imported
 import pytest
+import torch
 
 from lightning_stocache.__main__ import COMMANDS, main
 from lightning_stocache.insight import curve_measurement, measurement
@@ -174,13 +175,17 @@ def configs(tmp_path, monkeypatch):
 
 def test_plan_of_data_alone(configs, capsys, monkeypatch):
     """Without a model the table is about the loader, and the last line is for the config; nothing else is said, and no
-    filter of warnings stays. A key that begins as `model` does is no model."""
+    filter of warnings and no number of threads stays. A key that begins as `model` does is no model."""
     monkeypatch.setattr(logging.getLogger(), "handlers", [])  # as in a script: pytest's would take what is said
-    filters = list(warnings.filters)
-    main(["plan", "--config-dir", configs, "data=squares", "++trainer.accelerator=cpu", "+model_dir=x"])
+    filters, threads = list(warnings.filters), torch.get_num_threads()
+    main(
+        ["plan", "--config-dir", configs, "--threads", "3", "data=squares", "++trainer.accelerator=cpu", "+model_dir=x"]
+    )
     out, err = capsys.readouterr()
     assert warnings.filters == filters
     assert "64 samples of 40 B, batches of 4" in out
+    assert "threads=3" in out
+    assert torch.get_num_threads() == threads
     assert "no model was given" in out
     assert out.splitlines()[-1].startswith("cache.budget=")
     assert err == ""

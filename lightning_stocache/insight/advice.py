@@ -2,8 +2,8 @@
 
 Every cost is a spread of repeated measurements. A budget below `auto` is advised only where the ends of the spreads say
 the same as their medians: a cache gains if it is faster where the source was at its quickest and the cache at its
-slowest; nothing is gained if it is not faster the other way round. Else the advice is that it cannot be told, and
-`auto`, which does no harm. So it is where the whole machine was slow: then all spreads may lie beside the truth.
+slowest; nothing is gained if it is not faster the other way round. Else the ranges overlap: the advice is that it
+cannot be told, and `auto`, which does no harm.
 """
 
 from __future__ import annotations
@@ -16,8 +16,6 @@ from lightning_stocache.insight.planner import MOST, WORST, Costs, Job, Planner,
 __all__ = ["Plan", "advise"]
 
 _SHARES = (0.0, 0.25, 0.5, 0.75, 1.0)
-_BUSY = 0.5  # processes per core before the trial: it would measure them, too
-_AGAIN = 1.2  # times a first read: the quickest of repeated reads takes no longer, but for noise
 
 
 @dataclass(frozen=True)
@@ -46,28 +44,16 @@ def advise(planner: Planner) -> Plan:
     """
     job, pot = planner.job, planner.pot_bytes
     safe = min(job.safe_bytes / pot, 1.0) if pot else 0.0
-    doubt = _doubt(planner)
-    share, sentences = _budget(planner, safe, doubt)
+    share, sentences = _budget(planner, safe)
     percent = math.ceil(round(100 * share, 3))
     budget = "0" if percent == 0 else "auto" if share == safe else f"{percent}%"
     shares = {*_SHARES, safe, *([] if share == safe else [percent / 100])} if pot else {0.0}
     rows = tuple(planner.row(share) for share in sorted(shares))
-    workers = job.num_workers
-    if not doubt:
-        workers, sentence = _workers(planner, share)
-        sentences.append(sentence)
-    return Plan(job, planner.costs, planner.step, rows, budget, workers, tuple(sentences))
+    workers, sentence = _workers(planner, share)
+    return Plan(job, planner.costs, planner.step, rows, budget, workers, (*sentences, sentence))
 
 
-def _doubt(planner: Planner) -> str:
-    """Why what was measured may not be what training will see; nothing, if it may well be."""
-    if planner.job.load > _BUSY:
-        return f"the machine is busy ({planner.job.load:.1f} processes per core)"
-    slower = planner.costs.reads.repeated.low / planner.costs.reads.first
-    return f"reading samples again took {slower:.1f} times as long as the first time" if slower > _AGAIN else ""
-
-
-def _budget(planner: Planner, safe: float, doubt: str) -> tuple[float, list[str]]:
+def _budget(planner: Planner, safe: float) -> tuple[float, list[str]]:
     """The share of the dataset to take, and why."""
     if planner.costs.reason is not None:
         return 0.0, [f"Nothing can be cached. {planner.costs.reason}"]
@@ -76,17 +62,17 @@ def _budget(planner: Planner, safe: float, doubt: str) -> tuple[float, list[str]
         sentences.append(f"This node has room for {100 * safe:.1f} % of it: see python -m lightning_stocache doctor.")
     enough, gains = planner.enough(safe, MOST), planner.enough(safe, WORST) > 0
     wait = "training waits for its steps" if planner.step is not None else ""
-    if not enough and not doubt:
+    if not enough:
         why = wait + ", not for data" if wait else "the source is as fast as the cache"
         return 0.0, [*sentences, f"No budget gains anything: {why}."]
-    if gains and not doubt:
+    if gains:
         if enough > 0.95 * safe:  # that near, what is free when the job starts may as well be taken
             return safe, sentences
         told = f"Beyond {100 * enough:.0f} % of the dataset nothing is gained" + (f": {wait}." if wait else ".")
         return enough, [*sentences, told]
-    what = "how much a budget gains" if gains else "whether a budget gains anything"
-    why = doubt or "repeated measurements differ by more than a cache would gain"
-    return safe, [*sentences, f"Cannot tell {what}: {why}. Run it again when the machine is quiet."]
+    why = "repeated measurements differ by more than a cache would gain"
+    told = f"Cannot tell whether a budget gains anything: {why}. Run it again when the machine is quiet."
+    return safe, [*sentences, told]
 
 
 def _workers(planner: Planner, share: float) -> tuple[int, str]:

@@ -10,6 +10,7 @@ each time as long as there are enough; what of it lies in the page cache is as f
 from __future__ import annotations
 
 import itertools
+import os
 import time
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
@@ -20,7 +21,7 @@ from torch.utils.data import DataLoader
 
 from lightning_stocache.insight.breakdown import Breakdown
 from lightning_stocache.insight.curves import Curves, Point, Rates, Setting
-from lightning_stocache.insight.measurement import Data, Trial, machine_load, reading
+from lightning_stocache.insight.measurement import Data, Trial, reading
 from lightning_stocache.insight.planner import PlanError
 from lightning_stocache.loading.dataset import CachedDataset
 from lightning_stocache.loading.loader import CachedLoader
@@ -33,6 +34,7 @@ Train = Callable[[DataLoader[Any], int, float], Breakdown]
 _ROUNDS = 3
 _AT_LEAST = 0.3  # seconds of a measurement
 _PATIENCE = 20.0  # seconds that all rounds may take, however few were asked for
+_MOST_WORKERS = 8  # per core: to start more takes longer than to measure them
 _WARM = 3  # batches before training is timed, at least
 
 
@@ -43,8 +45,7 @@ def measure_curves(
     *,
     train: Train | None = None,
     seconds: float = 60.0,
-    load: float | None = None,
-    progress: Callable[[int, int, float], None] | None = None,
+    progress: Callable[[int, int, float, str], None] | None = None,
 ) -> Curves:
     """Measure loading over the number of workers, and over the batch size; the other of both is the data's own.
 
@@ -54,8 +55,8 @@ def measure_curves(
         batch_sizes: in samples.
         train: trains with the batches; None: the loader alone is measured.
         seconds: of all measurements together, about. Where that is too little for all rounds, there are fewer.
-        load: processes per core before the measurements, if known.
-        progress: is told how many measurements are done, of how many, and the seconds that are left, about.
+        progress: is told how many measurements are done, of how many, the seconds that are left, about, and in the
+            first round what the latest one has given.
 
     Raises:
         PlanError: a number is not one that can be, the dataset raises, or there is no memory for a sample.
@@ -71,17 +72,20 @@ def measure_curves(
     workers, batch_sizes = tuple(sorted(set(workers))), tuple(sorted(set(batch_sizes)))
     if min(workers, default=0) < 0 or min(batch_sizes, default=1) < 1:
         raise PlanError(f"workers must be 0 or more and batch sizes 1 or more, got {workers} and {batch_sizes}")
-    if load is None:
-        load = machine_load()
+    cores = os.cpu_count() or 1
+    if max(workers, default=0) > _MOST_WORKERS * cores:
+        raise PlanError(
+            f"workers must be {_MOST_WORKERS} per core at most, here {_MOST_WORKERS * cores}, got {workers}"
+        )
     with reading(f"a sample of {type(data.source).__name__}"):
         measured = _Measured(data, train, seconds)
         try:
             settings = measured.settings(workers, batch_sizes)
-            points = measured.points(settings, progress or (lambda done, of, left: None))
+            points = measured.points(settings, progress or (lambda done, of, left, words: None))
         finally:
             measured.close()
     pinned, left_out = measured.pinned, tuple(measured.left_out)
-    return Curves(points, workers, batch_sizes, data.batch_size, data.num_workers, pinned, load, left_out)
+    return Curves(points, workers, batch_sizes, data.batch_size, data.num_workers, pinned, left_out)
 
 
 class _Measured:
@@ -124,13 +128,15 @@ class _Measured:
                 made += [Setting(batch_size, num_workers, True, pinned) for pinned in kinds]
         return made
 
-    def points(self, settings: Sequence[Setting], progress: Callable[[int, int, float], None]) -> tuple[Point, ...]:
+    def points(
+        self, settings: Sequence[Setting], progress: Callable[[int, int, float, str], None]
+    ) -> tuple[Point, ...]:
         """Measure all settings in turn, and again, in rounds."""
         tasks = list(itertools.product(settings, [False] + [True] * (self.train is not None)))
         each = max(self.seconds / max(_ROUNDS * len(tasks), 1) - 0.05, min(_AT_LEAST, self.seconds / 10))
         loader: dict[Setting, list[float]] = {setting: [] for setting in settings}
         training: dict[Setting, list[Breakdown]] = {setting: [] for setting in settings}
-        begin, done, count = time.perf_counter(), 0, _ROUNDS * len(tasks)
+        begin, done, count, words = time.perf_counter(), 0, _ROUNDS * len(tasks), ""
         for number in range(_ROUNDS):
             spent = time.perf_counter() - begin
             if number and spent / number * (number + 1) > max(2 * self.seconds, _PATIENCE):
@@ -138,16 +144,22 @@ class _Measured:
                 break
             for setting, trains in tasks:
                 spent = time.perf_counter() - begin
-                progress(done, count, spent / done * (count - done) if done else self.seconds)
+                if not number and spent > max(3 * self.seconds, 3 * _PATIENCE):
+                    self.left_out.append(f"After {done} of {len(tasks)} measurements {spent:.0f} s were over.")
+                    break
+                progress(done, count, spent / done * (count - done) if done else self.seconds, words)
                 if trains:
                     training[setting].append(self._trained(setting, each))
+                    words = f"training, {setting}: {_samples_per_second(setting, training[setting][-1]):,.0f} samples/s"
                 else:
                     loader[setting].append(self._rate(setting, each))
+                    words = f"loading, {setting}: {loader[setting][-1]:,.0f} samples/s"
+                words = "" if number else words
                 done += 1
-        progress(count, count, 0.0)
+        progress(count, count, 0.0, words)
         made = []
-        for setting in settings:
-            rates = (steps.steps * setting.batch_size / steps.total for steps in training[setting])
+        for setting in filter(loader.get, settings):
+            rates = (_samples_per_second(setting, steps) for steps in training[setting])
             steps = Breakdown.sum(training[setting])
             made.append(Point(setting, Rates(tuple(loader[setting])), Rates(tuple(rates)), steps))
         return tuple(made)
@@ -190,6 +202,10 @@ class _Measured:
             loader.close()
             if not setting.cached:
                 dataset.close()
+
+
+def _samples_per_second(setting: Setting, steps: Breakdown) -> float:
+    return steps.steps * setting.batch_size / steps.total
 
 
 class _Batches:

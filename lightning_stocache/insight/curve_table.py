@@ -18,7 +18,6 @@ from lightning_stocache.insight.step_table import bars_of
 
 __all__ = ["as_json", "as_text", "panels_of", "sentences"]
 
-_BUSY = 0.5  # processes per core before the measurements, as for a plan
 _KINDS = {"loader": "Loading", "training": "Training"}
 _ARMS = ((False, "the source"), (True, "the cache"))
 
@@ -28,7 +27,7 @@ def as_text(curves: Curves) -> str:
     blocks = []
     for name, get in _curves(curves):
         if rows := list(_rates(name, get)):
-            blocks.append([*rows, "Samples per second; the mean of all rounds [lowest..highest]."])
+            blocks.append([*rows, "Samples per second; mean +- standard deviation [lowest..highest] of all rounds."])
     for cached, what in _ARMS:
         blocks.append(list(_steps(curves.over_batch_sizes(cached), f"with batches from {what}, ms")))
     blocks += [list(_pinned(curves)), sentences(curves)]
@@ -41,7 +40,6 @@ def as_json(curves: Curves) -> dict[str, Any]:
         "points": [_plain(point) for point in curves.points],
         "workers": list(curves.workers),
         "batch_sizes": list(curves.batch_sizes),
-        "load": curves.load,
         "left_out": list(curves.left_out),
         "sentences": sentences(curves),
     }
@@ -67,8 +65,6 @@ def panels_of(curves: Curves) -> list[Panel]:
 def sentences(curves: Curves) -> list[str]:
     """What follows for the number of workers and the batch size; ends of error bars that overlap are no difference."""
     said = list(curves.left_out)
-    if curves.load > _BUSY:
-        return [*said, f"The machine is busy ({curves.load:.1f} processes per core): run it again when it is quiet."]
     for cached, what in _ARMS:
         if len(points := curves.over_workers(cached)) > 1:
             rates = [_telling(point) for point in points]
@@ -186,4 +182,4 @@ def _plain(point: Point) -> dict[str, Any]:
 
 
 def _spread(rates: Rates) -> str:
-    return f"{rates.mean:,.0f} [{rates.low:,.0f}..{rates.high:,.0f}]"
+    return f"{rates.mean:,.0f} +- {rates.deviation:,.0f} [{rates.low:,.0f}..{rates.high:,.0f}]"

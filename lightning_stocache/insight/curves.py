@@ -31,6 +31,11 @@ class Rates:
         return statistics.fmean(self.rounds)
 
     @property
+    def deviation(self) -> float:
+        """The standard deviation of the rounds, samples per second; 0 for a single one."""
+        return statistics.stdev(self.rounds) if len(self.rounds) > 1 else 0.0
+
+    @property
     def low(self) -> float:
         """The slowest round, samples per second; there must be one."""
         return min(self.rounds)
@@ -56,6 +61,10 @@ class Setting:
     num_workers: int
     cached: bool
     pinned: bool
+
+    def __str__(self) -> str:
+        whence = "the cache" if self.cached else "the source"
+        return f"num_workers={self.num_workers}, batch_size={self.batch_size}, batches from {whence}"
 
 
 @dataclass(frozen=True)
@@ -86,7 +95,6 @@ class Curves:
         batch_size: of the user's loader.
         num_workers: of the user's loader.
         pinned: whether the user's loader pins its batches.
-        load: processes that wanted a core, per core, before anything was measured.
         left_out: what was not measured and why, in sentences.
     """
 
@@ -96,7 +104,6 @@ class Curves:
     batch_size: int
     num_workers: int
     pinned: bool
-    load: float
     left_out: tuple[str, ...]
 
     def over_workers(self, cached: bool) -> list[Point]:

@@ -41,7 +41,7 @@ from lightning_stocache.setup.form_choice import EncodedForm, look_at_files
 from lightning_stocache.source.access import check_source
 from lightning_stocache.source.random_split import split
 
-__all__ = ["Data", "Trial", "machine_load", "measure", "reading"]
+__all__ = ["Data", "Trial", "measure", "reading"]
 
 _LARGE = 256 * 2**20  # bytes of the cache that hits are measured in: more than the processor's caches hold
 _ROUNDS = 3
@@ -89,7 +89,6 @@ def measure(data: Data, *, nodes: int = 1, ranks: int = 1, epochs: int = 10, sec
         check_source(data.source, CachedDataset)
     except (TypeError, ValueError) as error:
         raise PlanError(str(error)) from error
-    load = machine_load()  # of others, so far
     with reading(f"a sample of {type(data.source).__name__}"):
         trial = Trial(data, seconds / _ROUNDS)
         costs = trial.costs(safe_bytes := data.safe_bytes(trial.spec.nbytes if trial.spec is not None else 0, ranks))
@@ -97,12 +96,7 @@ def measure(data: Data, *, nodes: int = 1, ranks: int = 1, epochs: int = 10, sec
     loading = (samples, data.batch_size, data.num_workers, nodes, ranks, epochs, data.mode)
     cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
     hot = 0 < (costs.reads.from_disk or 0) * samples < FreeMemory.measure(None).bytes
-    return Job(*loading, others, safe_bytes, cores, data.persistent, hot, load), costs
-
-
-def machine_load() -> float:
-    """Processes that wanted a core in the last minute, per core; 0 where the system does not say."""
-    return os.getloadavg()[0] / (os.cpu_count() or 1) if hasattr(os, "getloadavg") else 0.0
+    return Job(*loading, others, safe_bytes, cores, data.persistent, torch.get_num_threads(), hot), costs
 
 
 class Trial:

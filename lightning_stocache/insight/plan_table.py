@@ -25,7 +25,8 @@ def as_text(plan: Plan) -> str:
     size = f" of {format_bytes(costs.spec.nbytes)}" if costs.spec is not None else ""
     lines = [
         f"{job.samples:,} samples{size}, batches of {job.batch_size}, num_workers={job.num_workers}, "
-        f"{job.nodes} node{'s' * (job.nodes > 1)} x {job.ranks} rank{'s' * (job.ranks > 1)}, {job.cores} cores",
+        f"{job.nodes} node{'s' * (job.nodes > 1)} x {job.ranks} rank{'s' * (job.ranks > 1)}, {job.cores} cores, "
+        f"threads={job.threads}",
         "",
         f"source    {_each(Spread.of([costs.reads.first]))}{_whence(plan)}; again {_each(costs.reads.repeated)}",
         f"uncached  {_each(costs.uncached)}",

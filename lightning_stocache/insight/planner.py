@@ -119,8 +119,8 @@ class Job:
     safe_bytes: int = 0  # the largest budget that is safe on this node
     cores: int = 1  # of this node
     persistent: bool = True  # workers live on from epoch to epoch
+    threads: int = 1  # of torch, in each rank
     hot: bool = False  # repeated reads are what later epochs pay
-    load: float = 0.0  # processes that wanted a core, per core, in the minute before anything was measured
 
     @property
     def rank_samples(self) -> float:

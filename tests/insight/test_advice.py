@@ -27,29 +27,25 @@ def test_training_that_waits_for_its_steps_needs_no_budget():
 
 
 @pytest.mark.parametrize(
-    ("costs", "step", "load", "words"),
+    ("costs", "step"),
     [
-        (QUICK, 0.2, 2.0, "whether a budget gains anything: the machine is busy (2.0 processes per core)"),
-        (measured(hit=1e-6, again=0.02), 0.2, 0.0, "again took 2.0 times as long"),
-        (measured(hit=1e-6, uncached=[0.01, 0.011, 0.03]), 0.2, 0.0, "repeated measurements differ"),
-        (QUICK, [0.09, 0.2, 0.3], 0.0, "repeated measurements differ"),
-        (measured(uncached=[0.009, 0.011], hit=[0.001, 0.01]), None, 0.0, "repeated measurements differ"),
-        (QUICK, None, 0.6, "how much a budget gains: the machine is busy"),
+        (measured(hit=1e-6, uncached=[0.01, 0.011, 0.03]), 0.2),
+        (QUICK, [0.09, 0.2, 0.3]),
+        (measured(uncached=[0.009, 0.011], hit=[0.001, 0.01]), None),
     ],
 )
-def test_noise_is_no_advice(costs, step, load, words):
-    """On a busy machine, or where measurements differ by more than a cache would gain, the advice is auto, and why."""
-    plan = advise(planner(costs, step, num_workers=1, load=load))
+def test_ranges_that_overlap_are_no_advice(costs, step):
+    """Where measurements differ by more than a cache would gain, the advice is auto, and why; workers are advised."""
+    plan = advise(planner(costs, step, num_workers=1))
     assert plan.budget == "auto"
-    assert plan.sentences[0].startswith("Cannot tell")
-    assert words in plan.sentences[0]
+    assert plan.sentences[0].startswith("Cannot tell whether a budget gains anything: repeated measurements differ")
     assert plan.sentences[0].endswith("Run it again when the machine is quiet.")
-    assert len(plan.sentences[0]) < 200
+    assert "num_workers=" in plan.sentences[1]
 
 
 def test_a_gain_that_is_larger_than_the_noise_is_told():
-    """Spreads that do not overlap are no doubt."""
-    plan = advise(planner(measured(uncached=[0.009, 0.011, 0.03], hit=[0.001, 0.002])))
+    """Spreads that do not overlap are no doubt, however long it takes to read a sample again."""
+    plan = advise(planner(measured(uncached=[0.009, 0.011, 0.03], hit=[0.001, 0.002], again=0.02)))
     assert plan.budget == "auto"
     assert not any("Cannot tell" in sentence for sentence in plan.sentences)
 
@@ -75,14 +71,11 @@ def test_several_nodes_need_a_part_each():
 
 
 def test_advice_on_workers():
-    """As many as let loading keep up with the step, and no more than the cores can feed; none by noise."""
+    """As many as let loading keep up with the step, and no more than the cores can feed."""
     assert advise(planner(step=0.05)).num_workers == 2
     plan = advise(planner(measured(cpu=0.01), step=0.01))
     assert plan.num_workers == 4
     assert "would take 10" in plan.sentences[-1]
-    plan = advise(planner(step=0.05, num_workers=7, load=2.0))
-    assert plan.num_workers == 7
-    assert not any("num_workers" in sentence for sentence in plan.sentences)
 
 
 def test_what_cannot_be_cached_is_said():

@@ -49,7 +49,7 @@ def test_every_setting_is_measured_in_every_round(workers) -> None:
     """Each once where workers and batch size meet; from the source and from the cache; in three rounds."""
     told = []
     found = measure_curves(
-        Data(SOURCE, 4), workers, [4, 60], seconds=40 * QUICK, load=0.0, progress=lambda *each: told.append(each)
+        Data(SOURCE, 4), workers, [4, 60], seconds=40 * QUICK, progress=lambda *each: told.append(each)
     )
     settings = [point.setting for point in found.points]
     assert len(set(settings)) == len(settings) == 2 * (len(workers) + 1)
@@ -60,7 +60,9 @@ def test_every_setting_is_measured_in_every_round(workers) -> None:
         Setting(size, 0, False, False) for size in (4, 60)
     ]
     assert told[0][:2] == (0, 3 * len(settings))
-    assert told[-1] == (3 * len(settings), 3 * len(settings), 0.0)
+    assert told[-1] == (3 * len(settings), 3 * len(settings), 0.0, "")
+    said = [words for *_, words in told if words]
+    assert [words.partition(": ")[0] for words in said] == [f"loading, {setting}" for setting in settings]
     assert found.left_out == ()
 
 
@@ -77,7 +79,7 @@ def test_training_gets_the_batches_of_the_setting() -> None:
         steps.add({"wait": 1.0, "forward": 1.0})
         return steps
 
-    found = measure_curves(Data(SOURCE, 8), (), [8, 16], train=train, seconds=QUICK, load=0.0)
+    found = measure_curves(Data(SOURCE, 8), (), [8, 16], train=train, seconds=QUICK)
     assert seen == {8, 16}
     [small, large] = found.over_batch_sizes(cached=True)
     assert small.training.rounds == (4.0,) * 3
@@ -87,7 +89,7 @@ def test_training_gets_the_batches_of_the_setting() -> None:
 
 def test_what_cannot_be_cached_is_measured_from_the_source() -> None:
     """And said."""
-    found = measure_curves(Data(Opaque(), 4), [0], seconds=QUICK, load=0.0)
+    found = measure_curves(Data(Opaque(), 4), [0], seconds=QUICK)
     assert [point.setting.cached for point in found.points] == [False]
     assert "Nothing can be cached" in found.left_out[0]
 
@@ -100,7 +102,7 @@ class Slow(Opaque):
 
 def test_batches_that_take_too_long_are_left_out() -> None:
     """A slow source is not read for minutes, and the dataset has an end; it is said which batches were not measured."""
-    found = measure_curves(Data(Slow(), 2), (), [1, 16, 10**9], seconds=1.0, load=0.0)
+    found = measure_curves(Data(Slow(), 2), (), [1, 16, 10**9], seconds=1.0)
     assert [point.setting.batch_size for point in found.over_batch_sizes(cached=False)] == [1]
     assert [point.setting.batch_size for point in found.over_batch_sizes(cached=True)] == [1, 16]
     assert "Batches of 16 from the source" in found.left_out[0]
@@ -111,6 +113,7 @@ def test_batches_that_take_too_long_are_left_out() -> None:
     ("data", "workers", "sizes", "words"),
     [
         (Data(SOURCE, 4), [-1], [], "workers must be 0 or more"),
+        (Data(SOURCE, 4), [0, 10**4], [], "workers must be 8 per core at most"),
         (Data(SOURCE, 4), [], [0, 8], "batch sizes 1 or more"),
         (Data(Unread(2), 4), [0], [], "no more"),
     ],

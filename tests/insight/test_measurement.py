@@ -192,10 +192,3 @@ def test_largest_safe_keeps_room_for_batches():
     source = [torch.zeros(100)]
     free = Data(source, 1).safe_bytes(0, ranks=1)
     assert 0 < Data(source, 16, 2).safe_bytes(2**16, ranks=1) < free
-
-
-def test_the_load_before_the_measurements_is_known(monkeypatch):
-    """A job knows how busy the machine was before anything of it was measured."""
-    monkeypatch.setattr(os, "getloadavg", lambda: (6.0, 1.0, 1.0))
-    monkeypatch.setattr(os, "cpu_count", lambda: 4)
-    assert measure(Data([torch.zeros(100)] * 8, 4), seconds=QUICK)[0].load == 1.5

@@ -39,7 +39,7 @@ def test_the_largest_safe_budget_is_marked():
 
 def test_the_table_fits_a_terminal():
     """No line of a plan is wider than 110 characters."""
-    assert max(map(len, as_text(advise(planner(QUICK, step=0.2, load=2.0))).splitlines())) <= 110
+    assert max(map(len, as_text(advise(planner(QUICK, step=0.2))).splitlines())) <= 110
 
 
 def test_the_picture_is_a_png(tmp_path):
