@@ -1,17 +1,16 @@
 """One leaf of a sample: what it is, and how its bytes are read and written.
 
-A leaf is a tensor (subclasses with their attributes included), a NumPy array or number, a Python int, float, complex or
-bool, or None. Its bytes are those of its values in row order; dtype, shape, type and attributes are the same for all
-samples and lie in the `Field`. What comes out has the type, dtype and values of what went in, bit for bit. Not
-promised: strides (what comes out is contiguous), and `numpy.memmap`, which comes out as the array that it is.
+A leaf is a tensor (of a subclass, too, but without attributes), a NumPy array or number, a Python int, float, complex
+or bool, or None. Its bytes are those of its values in row order; dtype, shape and type are the same for all samples and
+lie in the `Field`. What comes out has the type, dtype and values of what went in, bit for bit. Not promised: strides
+(what comes out is contiguous), and `numpy.memmap`, which comes out as the array that it is.
 """
 
 from __future__ import annotations
 
-import copy
 import struct
 from collections.abc import Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from functools import cached_property
 from typing import Any
 
@@ -43,7 +42,6 @@ class Field:
         kind: its type.
         dtype: of torch or NumPy; None for None.
         shape: empty for numbers.
-        attributes: of a tensor subclass: the format of bounding boxes, for instance.
 
     Example:
         >>> field = Field.of("[0]", torch.zeros(2, dtype=torch.int16))
@@ -55,7 +53,6 @@ class Field:
     kind: type[Any]
     dtype: torch.dtype | np.dtype[Any] | None = None
     shape: tuple[int, ...] = ()
-    attributes: dict[str, Any] = field(default_factory=dict)
 
     @cached_property  # asked for with every batch
     def nbytes(self) -> int:
@@ -79,7 +76,7 @@ class Field:
         if isinstance(leaf, torch.Tensor):
             if advice := _tensor_trouble(leaf):
                 raise UnsupportedSampleError(f"{named(path)} is a tensor that {advice}")
-            return cls(path, kind, leaf.dtype, tuple(leaf.shape), copy.deepcopy(leaf.__dict__))
+            return cls(path, kind, leaf.dtype, tuple(leaf.shape))
         if kind is np.ndarray or isinstance(leaf, (np.memmap, np.generic)):
             if leaf.dtype.kind in "OSUV":
                 raise UnsupportedSampleError(
@@ -101,7 +98,7 @@ class Field:
                     and leaf.shape == self.shape
                     and leaf.is_cpu
                     and leaf.layout is torch.strided
-                    and not (leaf.requires_grad or leaf.__dict__ or self.attributes)
+                    and not (leaf.requires_grad or leaf.__dict__)
                 ):
                     return True
             elif self.kind is int:
@@ -153,27 +150,17 @@ class Field:
         if self.kind in _NUMBERS:
             return batch.tolist()
         leaves = batch.unbind(0)
-        return (
-            list(leaves)
-            if self.kind is torch.Tensor and not self.attributes
-            else [self._dress(leaf) for leaf in leaves]
-        )
+        return list(leaves) if self.kind is torch.Tensor else [leaf.as_subclass(self.kind) for leaf in leaves]
 
     def batch(self, rows: torch.Tensor) -> torch.Tensor:
         """The leaves of many samples as one tensor `[samples, *shape]` over their bytes, if torch has the dtype."""
         assert isinstance(self.dtype, torch.dtype)
         return rows.reshape(-1).view(self.dtype).reshape(len(rows), *self.shape)
 
-    def _dress(self, leaf: torch.Tensor) -> torch.Tensor:
-        dressed: torch.Tensor = leaf.as_subclass(self.kind)
-        dressed.__dict__.update(copy.deepcopy(self.attributes))  # who changes a sample in place changes only that one
-        return dressed
-
     def __str__(self) -> str:
         if self.dtype is None or self.kind in _NUMBERS:
             return type_name(self.kind)
-        attributes = "".join(f", {name}={value!r}" for name, value in self.attributes.items())
-        return f"{type_name(self.kind)} of dtype {self.dtype} and shape {self.shape}{attributes}"
+        return f"{type_name(self.kind)} of dtype {self.dtype} and shape {self.shape}"
 
 
 def bytes_of(leaf: torch.Tensor) -> torch.Tensor:
@@ -211,18 +198,7 @@ def _tensor_trouble(leaf: torch.Tensor) -> str | None:
         return f"lies on {leaf.device}; return it with .cpu() and move batches to the device instead"
     if leaf.requires_grad:
         return "requires grad; return it with .detach()"
-    if _holds_arrays(leaf.__dict__):
-        return "carries other tensors as attributes; return them as fields of their own"
-    return None
-
-
-def _holds_arrays(value: Any) -> bool:
-    """Whether an attribute is, or has inside it, what `==` gives no answer for."""
-    if isinstance(value, dict):
-        return any(map(_holds_arrays, value.values()))
-    if isinstance(value, list | tuple):
-        return any(map(_holds_arrays, value))
-    return isinstance(value, torch.Tensor | np.ndarray)
+    return "has attributes; return them as fields of their own" if leaf.__dict__ else None
 
 
 def _advice(kind: type) -> str:

@@ -28,7 +28,7 @@ __all__ = ["SampleMismatchError", "SampleSpec"]
 
 
 class SampleMismatchError(ValueError):
-    """A sample differs from the spec in structure, type, dtype, shape or attributes."""
+    """A sample differs from the spec in structure, type, dtype or shape."""
 
 
 @dataclass(frozen=True)
@@ -167,7 +167,7 @@ class SampleSpec:
                 if field_.agrees(leaf):
                     continue
                 came = str(Field.of(field_.path, leaf))
-            except Exception as error:  # also what is raised by the code of a tensor subclass or its attributes
+            except Exception as error:  # also what is raised by the code of a tensor subclass
                 came = f"something else: {error}"
             raise SampleMismatchError(_mismatch(index, field_.path, str(field_), came))
         return leaves
@@ -181,7 +181,7 @@ class SampleSpec:
         return self.nbytes
 
     def is_alike(self, sample: Any) -> bool:
-        """Whether a sample has the same containers and types of leaves, of whatever dtypes, shapes and attributes."""
+        """Whether a sample has the same containers and types of leaves, of whatever dtypes and shapes."""
         try:
             other = SampleSpec.infer(sample)
         except Exception:  # as in `encode`
