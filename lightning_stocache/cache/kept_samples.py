@@ -6,7 +6,7 @@ is full.
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterable
 from typing import Any
 
 import numpy as np
@@ -14,12 +14,12 @@ import numpy as np
 from lightning_stocache.cache.codec import Lend, Memory, SampleCodec
 from lightning_stocache.cache.placement import NO_SLOT, Integers
 from lightning_stocache.cache.segment_store import SegmentStore
-from lightning_stocache.cache.store import NoTurns
+from lightning_stocache.cache.store import ReadOnly
 
 __all__ = ["KeptRows", "KeptSamples"]
 
 
-class KeptSamples:
+class KeptSamples(ReadOnly):
     """A full store over the samples that another store has; a `SampleStore`.
 
     Args:
@@ -27,8 +27,6 @@ class KeptSamples:
         slots: theirs, in order, int64 `[samples]`.
         shards: the number of the shard that each came from, in rising order, int64 `[samples]`.
     """
-
-    turns = NoTurns()
 
     def __init__(self, store: SegmentStore[Any], slots: Integers, shards: Integers) -> None:
         self._store, self._slots, self.shards = store, slots, shards
@@ -55,10 +53,6 @@ class KeptSamples:
         """Whether there is such a sample."""
         return -len(self) <= index < len(self)
 
-    def has_room(self, sample: Any) -> bool:
-        """Never: nothing is added."""
-        return False
-
     def place(self, index: int) -> int:
         """Where the sample of an index lies, or NO_PLACE."""
         return int(self._slots[index]) if self.has_place(index) else NO_SLOT
@@ -76,18 +70,6 @@ class KeptSamples:
     def stored_bytes(self, places: Integers) -> int:
         """Bytes of the samples of places (int64 `[samples]`)."""
         return self._store.stored_bytes(places) if len(places) else 0
-
-    def recall(self, indices: Sequence[int]) -> bool:
-        """There is nothing further away."""
-        return False
-
-    def fill(self, index: int, sample: Any) -> bool:
-        """Nothing is added."""
-        return False
-
-    def put_many(self, indices: Sequence[int], samples: Sequence[Sequence[memoryview]]) -> Iterator[bool | None]:
-        """Nothing is added."""
-        return iter([None] * len(indices))
 
     @property
     def filled(self) -> int:

@@ -8,7 +8,7 @@ wanted it is replaced by another one: all are draws from one source, and the num
 from __future__ import annotations
 
 from abc import abstractmethod
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterable
 from dataclasses import dataclass
 from typing import Any, Generic, Self, TypeVar
 
@@ -19,7 +19,7 @@ from lightning_stocache.cache.placement import NO_SLOT, Integers
 from lightning_stocache.cache.rolling_filling import RollingFilling
 from lightning_stocache.cache.rolling_ring import RollingRing, is_even
 from lightning_stocache.cache.segment_memory import SegmentMemory
-from lightning_stocache.cache.store import NoTurns
+from lightning_stocache.cache.store import ReadOnly
 from lightning_stocache.node.fence import fence
 from lightning_stocache.node.handle import SegmentHandle
 from lightning_stocache.node.segment import Segment
@@ -39,7 +39,7 @@ class RollingHandle:
     count: int
 
 
-class RollingStore(SegmentMemory, Generic[Codec]):
+class RollingStore(ReadOnly, SegmentMemory, Generic[Codec]):
     """A `SampleStore` that rolls: index k is whatever lies in slot k.
 
     Args:
@@ -50,8 +50,6 @@ class RollingStore(SegmentMemory, Generic[Codec]):
     Raises:
         RuntimeError: (`read`) no sample is resident, or writers overtake every copy.
     """
-
-    turns = NoTurns()
 
     def __init__(self, segment: Segment, codec: Codec, count: int) -> None:
         self.segment, self.codec = segment, codec
@@ -145,22 +143,6 @@ class RollingStore(SegmentMemory, Generic[Codec]):
     def has_place(self, index: int) -> bool:
         """Whether an index has a slot."""
         return 0 <= index < self.length
-
-    def has_room(self, sample: Any) -> bool:
-        """Whether a sample that was loaded beside the writers is wanted: no."""
-        return False
-
-    def recall(self, indices: Sequence[int]) -> bool:
-        """There is nothing further away."""
-        return False
-
-    def fill(self, index: int, sample: Any) -> bool:
-        """Store nothing: only writers append."""
-        return False
-
-    def put_many(self, indices: Sequence[int], samples: Sequence[Sequence[memoryview]]) -> Iterator[bool | None]:
-        """Store nothing: only writers append."""
-        return (None for _ in indices)
 
     @abstractmethod
     def stored_bytes(self, places: Integers) -> int:

@@ -22,6 +22,7 @@ __all__ = [
     "NO_PLACE",
     "UNREADABLE",
     "NoTurns",
+    "ReadOnly",
     "RowSampleStore",
     "SampleStore",
     "StoreHandle",
@@ -152,6 +153,28 @@ class NoTurns:
     def wait(self, indices: Sequence[int]) -> bool:
         """Nobody is waited for."""
         return False
+
+
+class ReadOnly:
+    """The part of a store that takes nothing from who misses a sample."""
+
+    turns = NoTurns()
+
+    def has_room(self, sample: Any) -> bool:
+        """Never."""
+        return False
+
+    def recall(self, indices: Sequence[int]) -> bool:
+        """There is nothing further away."""
+        return False
+
+    def fill(self, index: int, sample: Any) -> bool:
+        """Store nothing."""
+        return False
+
+    def put_many(self, indices: Sequence[int], samples: Sequence[Sequence[memoryview]]) -> Iterator[bool | None]:
+        """Store nothing."""
+        return iter([None] * len(indices))
 
 
 def gathers(store: SampleStore) -> TypeGuard[RowSampleStore]:
