@@ -75,17 +75,24 @@ class Reading:
         self.request, self._told = request, told
         self._kept: dict[int, Any] = {}  # samples as they are to be kept, if that is as in `_found`
         self._found = Finding()
+        self.kept_bytes = 0
+        """Bytes that the samples take which it keeps, at most 64 MiB."""
 
     def find(self) -> Finding:
         """Read some samples, to learn what they are."""
-        found, kept = _find(self.request, self._told)
-        self._found, self._kept = replace(found, seen=tuple(kept)), kept
+        found, samples = _find(self.request, self._told)
+        for index, sample in samples.items():
+            nbytes = 0 if found.codec is None else found.codec.least_bytes(sample)
+            if self.kept_bytes + nbytes <= _MOST_BYTES:
+                self._kept[index] = sample
+                self.kept_bytes += nbytes
+        self._found = replace(found, seen=tuple(self._kept))
         return self._found
 
     def contents(self, found: Finding, indices: Sequence[int], again: bool = False) -> dict[int, list[bytes]]:
         """Samples as they lie in a cache, encoded, by their index: those that were read, and others, read now.
 
-        Left out is what cannot be read, or not be kept; and of what was read what comes after 64 MiB.
+        Left out is what cannot be read, or not be kept.
 
         Args:
             found: what was found, with the codec that was chosen since.
@@ -99,19 +106,14 @@ class Reading:
         elif found.cut is not None:
             kept = found.cut.apply(kept)[0]
         known = {} if again or found.as_files != self._found.as_files else self._kept
-        probe, encoded, left = Probe(kept, (), self._told), dict[int, list[bytes]](), _MOST_BYTES
+        probe, encoded = Probe(kept, (), self._told), dict[int, list[bytes]]()
         try:
             for index in indices:
-                if index in known and left < 0:
-                    continue
                 try:
                     sample = known[index] if index in known else probe.read(kept, index, 2 * index + again).sample
-                    parts = list(map(bytes, found.codec.contents(found.codec.encode(sample, index))))
+                    encoded[index] = list(map(bytes, found.codec.contents(found.codec.encode(sample, index))))
                 except Exception as error:  # of the source, or of the classes of the sample
                     log.debug("sample %d of %s cannot be had for its cache: %s", index, self.request.title, error)
-                    continue
-                encoded[index] = parts
-                left -= sum(map(len, parts))
         finally:
             probe.generators.restore(probe.before)
         return encoded

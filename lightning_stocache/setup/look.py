@@ -20,16 +20,15 @@ import multiprocessing
 import pickle
 import sys
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import replace
-from functools import partial
 from pathlib import Path
 from types import FunctionType
 from typing import Any, cast
 
 import torch
-from torch.utils.data import Dataset, get_worker_info
+from torch.utils.data import Dataset
 
 from lightning_stocache.cache.field import UnsupportedSampleError
 from lightning_stocache.cache.spec import SampleMismatchError
@@ -50,68 +49,69 @@ PATIENCE_SECONDS = 30.0  # without a read that has ended
 
 
 class SourceReader:
-    """Reads the source of a request, in a process that lives from the first read until this is closed.
+    """Reads the sources of some requests, in a process that lives from the first read until this is closed.
+
+    One process reads all sources whose workers are forked. What is spawned is sent its source alone.
 
     Args:
-        request: whose source.
+        requests: whose sources.
     """
 
-    def __init__(self, request: CacheRequest) -> None:
-        self.request = request
-        self._process: ReaderProcess | None = None
+    def __init__(self, requests: Sequence[CacheRequest]) -> None:
+        self.requests = requests
+        self._processes: dict[int | str, ReaderProcess] = {}  # by number; one for all that are forked
         self._progress = torch.empty(0)  # int64 [2] in shared memory: how many reads have begun, the index of the last
-        self._here: Reading | None = None
-        self._ended = False
+        self._here: dict[int, Reading] = {}
+        self._given_up = set[int]()
 
-    def look(self) -> Finding:
-        """Look at the source.
+    def look(self, number: int) -> Finding:
+        """Look at the source of the request with this number.
 
         Raises:
             UnsupportedSampleError: (`strict`) a sample holds something that cannot be kept as bytes.
             SampleMismatchError: (`strict`, rows) the samples differ in shape, dtype or structure.
             Exception: (`strict`) what the source itself raises.
         """
-        request = self.request
+        request = self.requests[number]
         if request.spec is not None:
             return Finding(request.spec)
         if not request.length:
             return Finding(reason="it has no samples")
         try:
-            return cast(Finding, self._asked("find"))
+            return cast(Finding, self._asked(number, "find"))
         except Exception as error:  # the source is the user's, and may raise anything
             if request.strict:
                 raise
             return Finding(reason=_words(error))
 
-    def read(self, found: Finding, indices: Sequence[int], *, again: bool = False) -> dict[int, list[bytes]]:
-        """Samples of some indices, encoded, as far as they can be had; see `Reading.contents`."""
-        if self._ended or not indices:
+    def read(self, number: int, found: Finding, indices: Sequence[int], again: bool = False) -> dict[int, list[bytes]]:
+        """Samples of a source, encoded, by their index, as far as they can be had; see `Reading.contents`."""
+        if number in self._given_up or not indices:
             return {}
         try:
-            return cast("dict[int, list[bytes]]", self._asked("contents", found, tuple(indices), again))
+            return cast("dict[int, list[bytes]]", self._asked(number, "contents", found, tuple(indices), again))
         except Exception as error:  # likewise
-            log.debug("%s cannot be read: %s", self.request.title, error)
+            log.debug("%s cannot be read: %s", self.requests[number].title, error)
             return {}
 
     def close(self) -> None:
         """End the process."""
-        self._ended = True
-        if self._process is not None:
-            self._process.close()
+        for process in self._processes.values():
+            process.close()
 
-    def _asked(self, *question: Any) -> Any:
+    def _asked(self, number: int, *question: Any) -> Any:
         """What a `Reading` answers: in its process, or here where none can be started, or where it cannot tell."""
-        answer = _UNSENDABLE if self._here is not None else self._answer(pickle.dumps(question))
+        answer = _UNSENDABLE if number in self._here else self._answer(number, pickle.dumps((number, *question)))
         if answer != _UNSENDABLE:
             return pickle.loads(answer)
-        if self._here is None:
-            self._here = Reading(self.request)
-        with _put_back(self.request.source):
-            return getattr(self._here, question[0])(*question[1:])
+        request = self.requests[number]
+        reading = self._here.setdefault(number, Reading(request))
+        with _put_back(request.source):
+            return getattr(reading, question[0])(*question[1:])
 
-    def _answer(self, question: bytes) -> bytes:
+    def _answer(self, number: int, question: bytes) -> bytes:
         """The answer of another process, pickled."""
-        request = self.request
+        request = self.requests[number]
         if (method := _start_method(request.reader)) is None:
             return _UNSENDABLE
         begun, last, told = time.monotonic(), -1, False
@@ -132,56 +132,70 @@ class SourceReader:
             told = True
 
         try:
-            if self._process is None:
+            if not len(self._progress):
                 self._progress = shared_counts(2)
-                user_init_fn = None if request.reader is None else request.reader.worker_init_fn
-                asked = _Asked(request, self._progress)
-                self._process = ReaderProcess(asked, method, partial(_begin, user_init_fn), TOLD_SECONDS)
-            return self._process.ask(question, on_wait)
+            key = method if method == "fork" else number
+            if key not in self._processes:
+                requests = dict(enumerate(self.requests)) if method == "fork" else {number: request}
+                self._processes[key] = ReaderProcess(_Asked(requests, self._progress), method, seconds=TOLD_SECONDS)
+            return self._processes[key].ask(question, on_wait)
         except NotStartedError as error:
             log.debug("no process can be started to look at %s (%s): it is read here", request.title, error)
             return _UNSENDABLE
         except RuntimeError as error:
-            self._ended = True
+            self._given_up.add(number)
             why = why_not_begun(method)
             if why and not int(self._progress[0]) and "exited unexpectedly" in str(error):
                 raise ChildProcessError(f"the process that was to read it ended before it began. {why}") from error
             raise
         except BaseException:
-            self._ended = True
+            self._given_up.add(number)
             raise
 
 
 class _Asked(Dataset[bytes]):
-    """Reads a source in a worker. A question is a method of `Reading` with its arguments, the answer one pickle.
+    """Reads sources in a worker. A question is a number and a method of `Reading` with its arguments, pickled.
 
     Args:
-        request: whose source.
+        requests: whose sources, by their numbers.
         progress: int64 `[2]` in shared memory: how many reads have begun, and the index of the last.
     """
 
-    def __init__(self, request: CacheRequest, progress: torch.Tensor) -> None:
-        self.request, self.progress = request, progress
-        self._reading: Reading | None = None
+    def __init__(self, requests: Mapping[int, CacheRequest], progress: torch.Tensor) -> None:
+        self.requests, self.progress = requests, progress
+        self._readings: dict[int, Reading] = {}
 
     def __getitem__(self, question: bytes | None) -> bytes:
         if question is None:
             return _UNSENDABLE
-        if self._reading is None:
-            self._reading = Reading(self.request, self._told)
-        method, *arguments = pickle.loads(question)
+        number, method, *arguments = pickle.loads(question)
+        request, before = self.requests[number], _private_bytes()
+        if not self._readings:
+            self._first_bytes = before
+        set_worker_dataset(request.source)
+        if number not in self._readings:
+            if request.reader is not None and request.reader.worker_init_fn is not None:
+                request.reader.worker_init_fn(0)  # as the user's loader does when a worker starts
+            self._readings[number] = Reading(request, self._told)
         try:
-            answer = getattr(self._reading, method)(*arguments)
+            answer = getattr(self._readings[number], method)(*arguments)
             if isinstance(answer, Finding):
-                answer = replace(answer, worker_bytes=_private_bytes())
+                answer = replace(answer, worker_bytes=self._worker_bytes(before, self._readings[number].kept_bytes))
         except Exception as error:  # as in `look`
-            if self.request.strict or method != "find":
+            if request.strict or method != "find":
                 raise
             answer = Finding(reason=_words(error))
         try:
             return pickle.dumps(answer)
         except Exception:  # a sample of a class that other processes cannot find: whatever pickle raises then
             return _UNSENDABLE
+
+    def _worker_bytes(self, before: int | None, kept: int) -> int | None:
+        """What this process would have for itself if it had read the last source alone, and had kept none of it."""
+        now = _private_bytes()
+        if now is None or before is None or self._first_bytes is None:
+            return None
+        return max(now - kept - before, 0) + self._first_bytes
 
     def _told(self, index: int) -> None:
         self.progress += torch.tensor([1, index - int(self.progress[1])])
@@ -212,14 +226,6 @@ def _put_back(source: Any) -> Iterator[None]:
             if names != kept:
                 names.clear()
                 names.update(kept)
-
-
-def _begin(worker_init_fn: Callable[[int], None] | None, worker: int) -> None:
-    """What the user's loader does when a worker starts, on the user's own dataset."""
-    info: Any = get_worker_info()
-    set_worker_dataset(info.dataset.request.source)
-    if worker_init_fn is not None:
-        worker_init_fn(worker)
 
 
 def _private_bytes() -> int | None:

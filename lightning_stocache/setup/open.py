@@ -115,13 +115,15 @@ def _open(
     except (OSError, ImportError, RuntimeError) as error:
         return _without(requests, group, error)
     apart = ranks_apart(requests, group)
-    readers = [open_readers.enter_context(closing(SourceReader(request))) for request in requests]
+    reader = open_readers.enter_context(closing(SourceReader(requests)))
     findings = group.lead(
         lambda: [
-            _look(request, reader, budgets[request.pot], same=not other)
-            for request, reader, other in zip(requests, readers, apart, strict=True)
+            _look(request, partial(reader.look, number), budgets[request.pot], same=not apart[number])
+            for number, request in enumerate(requests)
         ]
     )
+    if all(request.name is None for request in requests):
+        reader.close()
     ranks = len(group.nodes[group.node])
     joined = group.together(
         lambda: join_caches(requests, [found.codec for found in findings], budgets) if group.is_leader else {}
@@ -133,6 +135,9 @@ def _open(
     worker_bytes = max((found.worker_bytes or 0 for found in findings), default=0)
 
     def divided() -> Allocation:
+        if all(found.codec is None for found in findings):  # to measure what is free would take its time
+            nothing = (0,) * len(requests)
+            return Allocation(nothing, nothing, None if backend == "auto" else backend, (), nothing)
         if on_disk:
             return allocate_on_disk(requests, codecs, budgets)
         more = {"worker_bytes": worker_bytes, "later_bytes": later_bytes}
@@ -198,7 +203,7 @@ def _open(
         for number, (request, found, ring) in enumerate(zip(requests, findings, rings, strict=True)):
             cache, budget, arc = joined.pop(number, None), budgets[request.pot], ring.arcs[group.node]
             granted = plan.granted[number]
-            refuse = partial(other_data, request, found, reader=readers[number])
+            refuse = partial(other_data, request, found, partial(reader.read, number))
             made.append(Segments.make(request, found.codec, arc, group, kind, cache, budget, granted, refuse))
         for segments, nbytes in zip(made, plan.keep_free, strict=True):
             if segments.cache is not None:
@@ -289,11 +294,11 @@ def _tell_refusals(requests: Sequence[CacheRequest], segments: Sequence[Segments
             log.warning("%s passes through uncached: %s", request.title, made.refusal)
 
 
-def _look(request: CacheRequest, reader: SourceReader, budget: Budget, same: bool) -> Finding:
+def _look(request: CacheRequest, look: Callable[[], Finding], budget: Budget, same: bool) -> Finding:
     """What the leader of a node has seen of a source, told to people."""
     if budget.off or (not request.length and not request.strict):
         return Finding()
-    finding = reader.look() if same else Finding(reason=_APART)
+    finding = look() if same else Finding(reason=_APART)
     if request.strict and finding.reason is not None:
         raise ValueError(f"{request.title} cannot be cached: {finding.reason}")
     if finding.reads:

@@ -19,7 +19,7 @@ compared, the user's `fingerprint` has to do; a warning says so where none was g
 from __future__ import annotations
 
 import logging
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from itertools import islice
 from typing import Any
 
@@ -32,7 +32,6 @@ from lightning_stocache.cache.spec import SampleSpec
 from lightning_stocache.cache.store import NO_PLACE, UNREADABLE, lookup_near
 from lightning_stocache.node.named import way_out
 from lightning_stocache.setup.finding import Finding
-from lightning_stocache.setup.look import SourceReader
 from lightning_stocache.setup.request import CacheRequest
 from lightning_stocache.source.same_sample import same_sample
 
@@ -44,14 +43,19 @@ _COMPARED = 4  # samples at least, if so many are stored
 _TRIED = 64  # samples that are asked for, to have so many
 
 
-def other_data(request: CacheRequest, found: Finding, cache: SegmentStore[Any], reader: SourceReader) -> str | None:
+def other_data(
+    request: CacheRequest,
+    found: Finding,
+    read: Callable[[Finding, Sequence[int], bool], Mapping[int, list[bytes]]],
+    cache: SegmentStore[Any],
+) -> str | None:
     """Store what was read at set-up in a cache with a name, or compare it with what lies there.
 
     Args:
         request: what is to be cached.
         found: what was found of its source, with the codec of the cache.
+        read: reads samples of its source, see `SourceReader`.
         cache: that was opened under the request's name.
-        reader: of its source.
 
     Returns:
         Why the cache must not be used, in two lines; None if it may be.
@@ -60,9 +64,9 @@ def other_data(request: CacheRequest, found: Finding, cache: SegmentStore[Any], 
         if cache.filled:
             _warn_of_trust(request, "a random source that is cached as it is has other samples in each job")
         return None
-    contents = reader.read(found, found.seen)
+    contents = dict(read(found, found.seen, False))
     if not cache.filled:
-        contents |= reader.read(found, _with_slots(cache, contents))
+        contents |= read(found, _with_slots(cache, contents), False)
         with cache.alone():
             if not cache.filled:
                 _store(cache, contents)
@@ -71,12 +75,12 @@ def other_data(request: CacheRequest, found: Finding, cache: SegmentStore[Any], 
     for index, stored in _stored(cache, list(contents)):
         if index not in contents and compared >= _COMPARED:
             break
-        ours = contents.get(index) or reader.read(found, [index]).get(index)
+        ours = contents.get(index) or read(found, [index], False).get(index)
         if ours is None or stored is UNREADABLE:
             continue
         sample = _decoded(cache.codec, ours)
         if not same_sample(sample, stored):
-            again = reader.read(found, [index], again=True).get(index)
+            again = read(found, [index], True).get(index)
             if again is None or not same_sample(sample, _decoded(cache.codec, again)):
                 continue
             return (

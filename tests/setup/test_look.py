@@ -65,8 +65,8 @@ class Own(Dataset[Any]):
 
 def look(request: CacheRequest) -> Finding:
     """What a reader finds that is closed again."""
-    with closing(SourceReader(request)) as reader:
-        return reader.look()
+    with closing(SourceReader([request])) as reader:
+        return reader.look(0)
 
 
 class Made(Dataset[Any]):
@@ -450,3 +450,39 @@ def test_where_nothing_is_forked_the_trainer_looks_itself(of_a_notebook, lazy, m
     assert finding.codec is not None
     assert finding.worker_bytes is None
     assert (lazy.file, lazy.reads, lazy.seen) == (None, 0, [])
+
+
+class Reported(Made):
+    """Notes the process that reads it in a file."""
+
+    def __init__(self, path: Path) -> None:
+        super().__init__(_squares)
+        self.path = path
+
+    def __getitem__(self, index: int) -> Any:
+        with self.path.open("a") as file:
+            file.write(f"{os.getpid()}\n")
+        return super().__getitem__(index)
+
+
+def test_one_process_reads_all_sources(tmp_path: Path) -> None:
+    """Each with its own look, also again after the other; it ends when the reader is closed."""
+    requests = [CacheRequest(Reported(tmp_path / "pids")), CacheRequest(Made(str))]
+    with closing(SourceReader(requests)) as reader:
+        findings = [reader.look(number) for number in (0, 1)]
+        assert [found.codec is not None for found in findings] == [True, True]
+        for number, found in enumerate(findings):
+            again = reader.read(number, found, [0, 5], True)
+            assert list(again) == [0, 5]
+            assert reader.read(number, found, [0, 5]) == again
+        [pid] = set((tmp_path / "pids").read_text().split())
+        assert int(pid) != os.getpid()
+    assert not os.path.exists(f"/proc/{pid}")
+
+
+@pytest.mark.xfail(strict=True, reason="One way of a batch: source, setup, sampling, loading, and what grows")
+def test_what_was_read_at_set_up_is_not_loaded_again() -> None:
+    """It lies in the cache when the first epoch begins."""
+    with closing(CachedDataset(Made(_squares))) as dataset:
+        assert dataset.cache is not None
+        assert dataset.cache.filled == len(dataset)

@@ -107,6 +107,16 @@ def test_the_backend_can_be_chosen(backend: Any) -> None:
     its.close()
 
 
+def test_off_reads_and_measures_nothing(monkeypatch: pytest.MonkeyPatch) -> None:
+    """No process is started, and nobody looks for free memory, which takes its time."""
+    for what in ("allocation.FreeMemory", "look.ReaderProcess"):
+        monkeypatch.setattr(f"lightning_stocache.setup.{what}", None)
+    off = opened(CountedSource(LENGTH), 0)
+    assert off.cache is None
+    assert CachedSource(off).sample(3)[1] == 3
+    off.close()
+
+
 def test_a_failure_half_way_leaves_nothing(monkeypatch: pytest.MonkeyPatch) -> None:
     """The second request's segment cannot be made: the first one's memory is given back, and the error is told."""
     create, made = Segment.create, []
