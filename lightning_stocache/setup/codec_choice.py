@@ -6,8 +6,12 @@ which hold anything that can be pickled and comes out as it went in; that is tri
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Sequence
+from contextlib import suppress
 from dataclasses import dataclass
+from functools import reduce
+from operator import getitem
 from typing import Any
 
 import torch
@@ -73,20 +77,29 @@ def choose_codec(
         else:
             if layout == "rows" or choice.odd is None:
                 return choice
-    return _records(indices, samples, _required(samples[0], cut))
+    return _records(indices, samples, _required(samples, cut))
 
 
 def _rows(indices: Sequence[int], samples: Sequence[Any]) -> Choice:
-    spec = SampleSpec.infer(samples[0])
-    odd: list[SampleMismatchError] = []
-    for index, sample in zip(indices, samples, strict=True):
+    """Rows that are like the first sample, or like a later one where the first is odd itself."""
+    failure: UnsupportedSampleError | SampleMismatchError | None = None
+    for like in samples[: int(len(samples) * _ODD) + 1]:
+        odd: list[SampleMismatchError] = []
         try:
-            spec.encode(sample, index)
-        except SampleMismatchError as error:
-            odd.append(error)
-    if len(odd) > len(samples) * _ODD:
-        raise odd[0]
-    return Choice(spec, str(odd[0]) if odd else None)
+            spec = SampleSpec.infer(like)
+        except UnsupportedSampleError as error:
+            failure = failure or error
+            continue
+        for index, sample in zip(indices, samples, strict=True):
+            try:
+                spec.encode(sample, index)
+            except SampleMismatchError as error:
+                odd.append(error)
+        if len(odd) <= len(samples) * _ODD:
+            return Choice(spec, str(odd[0]) if odd else None)
+        failure = failure or odd[0]
+    assert failure is not None
+    raise failure
 
 
 def _records(indices: Sequence[int], samples: Sequence[Any], required: Required) -> Choice:
@@ -142,13 +155,11 @@ def _lost(node: Any, again: Any, deep: int) -> str | None:
     return None
 
 
-def _required(sample: Any, cut: Cut | None) -> Required:
-    """What the tail of a cut source works on."""
-    required = []
-    for places in () if cut is None else cut.places:
-        for _, path in places:
-            node = sample
-            for key in path:
-                node = node[key]
-            required.append((path, type(node)))
-    return tuple(dict.fromkeys(required))
+def _required(samples: Sequence[Any], cut: Cut | None) -> Required:
+    """What the tail of a cut source works on, of the types that most samples have there."""
+    paths = [path for places in (cut.places if cut is not None else ()) for _, path in places]
+    found: Counter[Required] = Counter()
+    for sample in samples:
+        with suppress(KeyError, IndexError, TypeError):
+            found[tuple(dict.fromkeys((path, type(reduce(getitem, path, sample))) for path in paths))] += 1
+    return max(found, key=found.__getitem__)

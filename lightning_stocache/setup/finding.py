@@ -127,8 +127,7 @@ def _find(request: CacheRequest, told: Callable[[int], None]) -> tuple[Finding, 
         before = generators.state()
         told(0)
         try:
-            indices = spread(request.length, _FROZEN, request.domain)
-            samples = [source[index] for index in indices]
+            indices, samples = _readable(source, spread(request.length, _FROZEN, request.domain))
             choice = choose_codec(indices, samples, request.layout)
             note = None if request.store == "decoded" else f"store={request.store!r} is not for allow_random=True"
             return Finding(choice.codec, odd=choice.odd, reads=len(indices), note=note), {}
@@ -137,7 +136,7 @@ def _find(request: CacheRequest, told: Callable[[int], None]) -> tuple[Finding, 
     parts = split(source, quick=_QUICK, told=told, domain=request.domain)
     files: EncodedForm | str | None = None
     if request.store == "encoded" or (request.store == "auto" and request.name is None):
-        files = look_at_files(source, parts.source, parts.indices, told)
+        files = look_at_files(source, parts.source, parts.indices, told, request.domain)
     if isinstance(files, EncodedForm):
         finished = sum(map(files.codec.least_bytes, parts.samples)) // len(parts.samples)
         files = replace(files, codec=replace(files.codec, finished_bytes=finished))
@@ -161,3 +160,16 @@ def _find(request: CacheRequest, told: Callable[[int], None]) -> tuple[Finding, 
     form = files if isinstance(files, EncodedForm) else None
     reads += 0 if form is None else form.reads
     return Finding(choice.codec, parts.cut, odd=choice.odd, reads=reads, encoded=form, note=note), parts.intact
+
+
+def _readable(source: Any, indices: Sequence[int]) -> tuple[list[int], list[Any]]:
+    """The indices whose samples can be read, and these; where none can, what the first raises."""
+    samples, failures = {}, []
+    for index in indices:
+        try:
+            samples[index] = source[index]
+        except Exception as error:  # the source is the user's, and may raise anything
+            failures.append(error)
+    if not samples:
+        raise failures[0]
+    return list(samples), list(samples.values())

@@ -16,6 +16,7 @@ from typing import Any
 from torch.utils.data import Dataset, Subset
 
 from lightning_stocache.cache.codec import SampleCodec
+from lightning_stocache.cache.domain import Domain
 from lightning_stocache.cache.records import RecordCodec
 from lightning_stocache.node.budget import format_bytes
 from lightning_stocache.source.encoded import EncodedSource, taken_apart
@@ -46,7 +47,11 @@ class EncodedForm:
 
 
 def look_at_files(
-    source: Dataset[Any], head: Dataset[Any], indices: Sequence[int], told: Callable[[int], None]
+    source: Dataset[Any],
+    head: Dataset[Any],
+    indices: Sequence[int],
+    told: Callable[[int], None],
+    domain: Domain | None = None,
 ) -> EncodedForm | str:
     """Try to take a source apart into its files and their decoding.
 
@@ -55,6 +60,7 @@ def look_at_files(
         head: its deterministic part.
         indices: of samples to try.
         told: is called with each index before it is read.
+        domain: which indices may be read; by default all.
 
     Returns:
         What was measured; or why it cannot be done, in words.
@@ -75,7 +81,8 @@ def look_at_files(
             again = probe.read(_Finished(kept, decoder), index, 2 * index)
             if again.bits != original.bits or not probe.generators.same(again.after, original.after):
                 return f"sample {index}, decoded from its file, is not the sample that the source returns"
-        return _measured(kept, head, indices, told)
+        among = range(len(kept)) if domain is None else domain.indices.tolist()
+        return _measured(kept, head, indices, told, among)
     except Exception as error:  # methods of these names that mean something else, a file that cannot be opened
         return f"its files cannot be read and decoded apart: {error!r}"
     finally:
@@ -120,11 +127,15 @@ class _Finished(Dataset[Any]):
 
 
 def _measured(
-    kept: EncodedSource, head: Dataset[Any], indices: Sequence[int], told: Callable[[int], None]
+    kept: EncodedSource,
+    head: Dataset[Any],
+    indices: Sequence[int],
+    told: Callable[[int], None],
+    among: Sequence[int],
 ) -> EncodedForm:
     """The costs of files that have not been read before, if there are some."""
-    length, known = len(kept), set(indices)
-    fresh = [index for index in range(length // 2, length) if index not in known][:_TIMED] or list(indices)
+    known = set(indices)
+    fresh = [index for index in among[len(among) // 2 :] if index not in known][:_TIMED] or list(indices)
     contents, reads, decodes = [], [], []
     for index in fresh:
         told(index)

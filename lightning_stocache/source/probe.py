@@ -16,9 +16,9 @@ from __future__ import annotations
 import sys
 from collections import UserDict
 from collections.abc import Callable, Iterator
-from contextlib import suppress
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass
-from typing import Any, cast
+from typing import Any
 
 import numpy as np
 import torch
@@ -77,12 +77,10 @@ class Probe:
             self.generators.restore_owned(self._started[seed])
         before = self._started[seed] = self.generators.state()
         self.reads += 1
-        if (info := cast(Any, get_worker_info())) is not None:  # what a worker draws from its seed or number is random
-            object.__setattr__(info, "seed", seed)  # it refuses to be changed
-            object.__setattr__(info, "id", seed % 2)
         if self._told is not None:
             self._told(index)
-        sample = source[index]
+        with _worker_of(seed):
+            sample = source[index]
         read = Read(index, sample, bits(sample), before, self.generators.state())
         if self.reads == 1:
             made = owned_generators(self._source)
@@ -92,6 +90,23 @@ class Probe:
     def read_twice(self, source: Dataset[Any], index: int) -> tuple[Read, Read]:
         """Read an index under two seeds, which no other index has."""
         return self.read(source, index, 2 * index), self.read(source, index, 2 * index + 1)
+
+
+@contextmanager
+def _worker_of(seed: int) -> Iterator[None]:
+    """In a worker: have another seed and number for a while, because what is drawn from them is random."""
+    info: Any = get_worker_info()
+    if info is None:
+        yield
+        return
+    before = info.seed, info.id
+    try:
+        object.__setattr__(info, "seed", seed)  # it refuses to be changed
+        object.__setattr__(info, "id", seed % 2)
+        yield
+    finally:
+        object.__setattr__(info, "seed", before[0])
+        object.__setattr__(info, "id", before[1])
 
 
 def sign(first: Read, second: Read) -> str | None:

@@ -109,6 +109,19 @@ def test_a_frozen_source_is_stored_all_the_same() -> None:
         assert torch.equal(first, second)
 
 
+def test_one_that_cannot_be_read_does_not_turn_a_frozen_cache_off() -> None:
+    """It may be one that no sampler asks for; the look passes it over."""
+
+    class Gap(RareClass):
+        def __getitem__(self, index: int) -> torch.Tensor:
+            if index == 0:
+                raise OSError("no file")
+            return super().__getitem__(index)
+
+    with closing(CachedDataset(Gap(), allow_random=True)) as dataset:
+        assert torch.equal(dataset[305], dataset[305])
+
+
 class Mixed(Dataset[Any]):
     """Samples of one shape, but for those at `odd`; `broken` cannot be loaded, `stop` is interrupted."""
 

@@ -74,6 +74,9 @@ def test_other_samples_are_records(samples: list[Any]) -> None:
 def test_rows_that_were_asked_for_may_have_a_few_odd_ones() -> None:
     """Up to a quarter pass through, and the first of them is told; more are an error that names it."""
     odd = (torch.zeros(3, 5), 1)
+    choice = choose([odd, *ROWS[1:]], "rows")
+    assert choice.codec == SampleSpec.infer(ROWS[1])
+    assert "sample 0: field [0] must be" in choice.odd
     for count in (1, SAMPLES // 4):
         choice = choose(ROWS[:-count] + [odd] * count, "rows")
         assert choice.codec == SampleSpec.infer(ROWS[0])
@@ -115,7 +118,7 @@ def test_a_sample_that_does_not_come_back_as_it_was_cannot_be_kept() -> None:
 
 
 def test_the_places_of_a_cut_must_be_in_every_record() -> None:
-    """On which the tail of the transform works: of the types that the first sample has there."""
+    """On which the tail of the transform works: of the types that most samples have there."""
     image = Image.new("RGB", (9, 9))
     samples = [{"image": image, "views": [torch.zeros(2 + number), 1]} for number in range(SAMPLES)]
     cut = Cut(1, (((0, ("image",)),), ((0, ("views", 0)), ("again", ("image",)))))
@@ -123,9 +126,11 @@ def test_the_places_of_a_cut_must_be_in_every_record() -> None:
     assert choice.codec.required == ((("image",), Image.Image), (("views", 0), torch.Tensor))
     with pytest.raises(SampleMismatchError, match=r"sample 7 has no field \['image'\]"):
         choice.codec.encode({"views": [torch.zeros(2)]}, 7)
-    few = [*samples[:-1], {"image": torch.zeros(3), "views": [torch.zeros(1), "a"]}]
-    choice = choose(few, cut=cut)
-    assert f"sample {10 * (SAMPLES - 1)}: field ['image']" in choice.odd
+    other = {"image": torch.zeros(3), "views": [torch.zeros(1), "a"]}
+    for few, index in (([*samples[:-1], other], 10 * (SAMPLES - 1)), ([other, *samples[1:]], 0)):
+        choice = choose(few, cut=cut)
+        assert f"sample {index}: field ['image']" in choice.odd
+    assert "sample 0 has no field ['image']" in choose([{"views": [1]}, *samples[1:]], cut=cut).odd
 
 
 def test_looking_changes_no_sample() -> None:

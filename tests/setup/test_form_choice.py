@@ -19,8 +19,9 @@ from torchvision.datasets import ImageFolder
 from torchvision.transforms import v2
 
 from lightning_stocache import CachedDataset
+from lightning_stocache.cache.domain import Domain
 from lightning_stocache.cache.records import RecordCodec
-from lightning_stocache.setup.form_choice import EncodedForm, keeps_files
+from lightning_stocache.setup.form_choice import EncodedForm, keeps_files, look_at_files
 from lightning_stocache.source.probe import bits
 
 SIZES = st.integers(100, 10**6)
@@ -131,6 +132,15 @@ class Slow(Dataset[Any]):
     def decode(self, content: bytes, index: int) -> Any:
         time.sleep(self.seconds[1])
         return torch.frombuffer(bytearray(content), dtype=torch.uint8).repeat(10), index
+
+
+def test_no_index_outside_the_domain_is_read() -> None:
+    """What no sampler asks for may not be there."""
+    told: list[int] = []
+    source = Slow(0, 0)
+    look_at_files(source, source, [3, 30], told.append, Domain(range(3, 60, 3), len(source)))
+    assert len(told) > 4
+    assert all(index in range(3, 60, 3) for index in told)
 
 
 @pytest.mark.processes

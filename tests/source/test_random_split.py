@@ -17,14 +17,16 @@ import pytest
 import torch
 from PIL import Image
 from torch import nn
-from torch.utils.data import DataLoader, Dataset, Subset, TensorDataset, random_split
+from torch.utils.data import DataLoader, Dataset, Subset, TensorDataset, get_worker_info, random_split
 from torchvision import transforms as v1
 from torchvision import tv_tensors
 from torchvision.datasets import FakeData, ImageFolder, VisionDataset
 from torchvision.transforms import v2
 
+from lightning_stocache.source.probe import Probe
 from lightning_stocache.source.random_split import Split, split
 from lightning_stocache.source.transform_split import Cut, Tail
+from lightning_stocache.torch_internals import become_worker
 
 Pair = namedtuple("Pair", "image label")
 
@@ -612,3 +614,20 @@ def test_the_cuda_generator_is_watched_and_put_back() -> None:
     assert parts.reason is not None
     assert "moves the generator of torch.cuda" in parts.reason
     assert torch.equal(torch.cuda.get_rng_state(), before)
+
+
+def test_a_worker_keeps_its_seed_and_number(monkeypatch: pytest.MonkeyPatch) -> None:
+    """They are others while a sample is read, and those of the worker afterwards."""
+    monkeypatch.setattr("torch.utils.data._utils.worker._worker_info", None)
+    become_worker(3, 5, 7, None)
+
+    class Told(Dataset[Any]):
+        def __getitem__(self, index: int) -> Any:
+            info: Any = get_worker_info()
+            return info.seed, info.id
+
+    source = Told()
+    first, second = Probe(source, (1,)).read_twice(source, 1)
+    assert first.sample != second.sample
+    info: Any = get_worker_info()
+    assert (info.id, info.seed) == (3, 7)
