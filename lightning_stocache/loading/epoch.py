@@ -163,7 +163,7 @@ class Epoch:
             while len(self._plans) < (2 if self._planner.ahead_unseen else 1) and self._planner.plan():
                 pass
         if not self._plans:
-            self._state.ended = True
+            self._state.ended = self._state.ended or not self._planner.ended
             self.close()
             raise StopIteration
         plan, workers = self._plans[0], self._resources.workers

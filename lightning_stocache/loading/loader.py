@@ -24,6 +24,7 @@ each sample what it returned for it; DataLoader's workers stack what it returned
 
 from __future__ import annotations
 
+import copy
 import weakref
 from collections.abc import Iterable, Mapping
 from typing import Any, Literal, cast
@@ -135,6 +136,7 @@ class CachedLoader(DataLoader[Any]):
         if persistent and self._current is not None and (last := self._current()) is not None:
             last.close()
         started = persistent and (self._started or self._plain is not None)
+        self.position = copy.copy(self.position)  # an epoch that is still read counts in the one before
         self.position.begin(self)
         cached = self._cached()
         if not started and cached is not None:

@@ -110,6 +110,11 @@ class BatchPlanner:
         self.plans.clear()
 
     @property
+    def ended(self) -> bool:
+        """Whether `close` was called."""
+        return not self._open
+
+    @property
     def closed(self) -> bool:
         """Whether the dataset has let go of the cache."""
         return self._cached.cache is not self._resources.cache
