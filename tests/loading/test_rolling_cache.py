@@ -419,6 +419,7 @@ def test_a_filler_that_hangs_is_told_while_training_waits(opened, caplog, monkey
     source = Numbers(trouble=HangsAfter(6))
     pool = opened(source, "100%", spec=SPEC, fillers=1, minimum=8, shuffle=False)
     writer = RollingWriter.attach(pool.handle)
+    wait_until(lambda: "loading sample 6" in pool.pool.fillers.describe())
     monkeypatch.setattr(time, "time", lambda: -1e9)  # the clock on the wall is nobody's business
     log = logging.getLogger("lightning_stocache.loading.rolling_pool")
 
