@@ -42,22 +42,6 @@ CLASSES = 10  # of the source's samples, which are `index % CLASSES`
 LABELS = torch.arange(SAMPLES) % CLASSES
 
 
-class Balanced(Sampler[list[int]]):
-    """Batches with as many samples of each class, as users write it."""
-
-    def __init__(self, labels: torch.Tensor, per_class: int, batches: int) -> None:
-        self.of_class = [torch.where(labels == label)[0].tolist() for label in labels.unique()]
-        self.per_class, self.batches = per_class, batches
-
-    def __len__(self) -> int:
-        return self.batches
-
-    def __iter__(self) -> Iterator[list[int]]:
-        for _ in range(self.batches):
-            chosen = random.sample(range(len(self.of_class)), 4)
-            yield [index for label in chosen for index in random.sample(self.of_class[label], self.per_class)]
-
-
 class Buckets(Sampler[list[int]]):
     """Batches of samples that are about equally long, in random order."""
 
@@ -106,7 +90,6 @@ ONCE: dict[str, tuple[Callable[[Any], Any], dict[str, Any]]] = {
 }
 OTHERS: dict[str, tuple[Callable[[Any], Any], dict[str, Any]]] = {
     "fewer": (with_sampler(lambda data: RandomSampler(data, num_samples=50)), {}),
-    "more": (with_sampler(lambda data: RandomSampler(data, num_samples=150)), {}),
     "replacement": (with_sampler(lambda data: RandomSampler(data, replacement=True)), {}),
     "weighted": (with_sampler(lambda data: WeightedRandomSampler(torch.arange(SAMPLES) ** 2.0, SAMPLES)), {}),
     "zero weights": (with_sampler(lambda data: WeightedRandomSampler((LABELS < 4).double(), SAMPLES)), {}),
@@ -117,17 +100,12 @@ OTHERS: dict[str, tuple[Callable[[Any], Any], dict[str, Any]]] = {
     "oversampled": (with_sampler(lambda data: SubsetRandomSampler([*range(SAMPLES), *range(0, SAMPLES, 4)] * 2)), {}),
     "list": (with_sampler(lambda data: list(range(20, 80)) + list(range(20, 40))), {}),
     "list of batches": (with_batches(lambda data: [[1, 2, 3], [7, 8], [1, 9]]), {}),
-    "limited batch_sampler": (
-        with_batches(lambda data: BatchSampler(RandomSampler(data), 12, drop_last=False)),
-        {"limit_train_batches": 4},
-    ),
     "overfit some": (shuffled, {"overfit_batches": 3}),
     "overfit a subset": (
         with_sampler(lambda data: SubsetRandomSampler(range(50, SAMPLES))),
         {"overfit_batches": 2},
     ),
     "limit, in order": (lambda data: DataLoader(data, BATCH), {"limit_train_batches": 5}),
-    "class-balanced batches": (with_batches(lambda data: Balanced(LABELS, 2, 15)), {}),
     "buckets": (with_batches(lambda data: Buckets((LABELS * 7).tolist(), BATCH)), {}),
     "a user's deal": (with_sampler(lambda data: Mine(data, 1, 0)), {}),
 }
