@@ -200,7 +200,8 @@ def test_datasets_of_datasets(source: CountedSource, make: Callable[..., Dataset
 def test_a_batch_is_its_samples(source: CountedSource, budget: str | int) -> None:
     """`__getitems__` gives what `__getitem__` gives: empty, filled, with repeated, negative and single indices."""
     with closing(CachedDataset(source, budget)) as dataset:
-        for indices in ([3, 5, 3], [0], [-1, 1, np.int64(2), torch.tensor(5)], list(range(LENGTH)), []):
+        numbers = [-1, 1, np.int64(2), np.array(5), torch.tensor(5), torch.tensor(5 - LENGTH)]
+        for indices in ([3, 5, 3], [0], numbers, list(range(LENGTH)), []):
             expected = leaves([source.expected(int(index) % LENGTH) for index in indices])
             assert leaves(dataset.__getitems__(indices)) == expected
             assert leaves([dataset[index] for index in indices]) == expected
@@ -252,16 +253,6 @@ def test_batches_that_are_no_lists_of_samples(caplog: pytest.LogCaptureFixture, 
 # --- indices
 
 
-@pytest.mark.parametrize("budget", ["auto", "50%", 0])
-def test_any_integer_is_an_index(source: CountedSource, budget: str | int) -> None:
-    """Negative, NumPy and torch integers name the same sample, cached or not."""
-    with closing(CachedDataset(source, budget)) as dataset:
-        for index in (5, 5 - LENGTH, np.int32(5), np.array(5), torch.tensor(5), torch.tensor(5 - LENGTH)):
-            for _ in range(2):
-                assert leaves(dataset[index]) == leaves(source.expected(5))
-        assert totals(dataset).served == 12
-
-
 @pytest.mark.parametrize("budget", ["auto", 0])
 def test_what_is_no_index_goes_to_the_source(budget: str | int) -> None:
     """Lists, slices and tensors of indices get what the source makes of them, transformed, and are counted."""
@@ -286,8 +277,9 @@ def test_a_samplers_keys_go_to_the_source() -> None:
         assert batch.tolist() == [[1] * 4, [2] * 4]
 
 
-@pytest.mark.parametrize("budget", ["auto", "50%", 0])
-@pytest.mark.parametrize("index", [LENGTH, LENGTH + 5, -LENGTH - 1])
+@pytest.mark.parametrize(
+    ("budget", "index"), [("auto", LENGTH), ("50%", LENGTH + 5), (0, -LENGTH - 1), ("auto", -LENGTH - 1)]
+)
 def test_an_index_outside_is_the_sources_own_error(source: CountedSource, budget: str | int, index: int) -> None:
     """The source says what is wrong with it, with the index as it was given, also when everything is cached."""
     with closing(CachedDataset(source, budget)) as dataset:
@@ -369,10 +361,17 @@ def uncached_epochs(kind: str, num_workers: int, shuffle: bool) -> tuple[list[An
 
 
 @pytest.mark.usefixtures("seeded")
-@pytest.mark.parametrize("budget", ["auto", "50%", 0])
-@pytest.mark.parametrize("shuffle", [False, True], ids=["in order", "shuffled"])
-@pytest.mark.parametrize("num_workers", [0, 2])
-@pytest.mark.parametrize("kind", AUGMENTATIONS)
+@pytest.mark.parametrize(
+    ("kind", "num_workers", "shuffle", "budget"),
+    [
+        ("v1", 0, True, "auto"),
+        ("v1", 2, False, "50%"),
+        ("v1", 0, True, 0),
+        ("v2", 0, False, "50%"),
+        ("v2", 2, True, "auto"),
+        ("v2", 2, True, 0),
+    ],
+)
 def test_batches_are_those_without_a_cache(kind: str, num_workers: int, shuffle: bool, budget: str | int) -> None:
     """With a random transform in the source and another one after it: the same bits and draws in every epoch."""
     with closing(CachedDataset(augmented(kind), budget, transform=jitter)) as dataset:
@@ -608,7 +607,7 @@ def test_a_budget_is_that_many_slots(
     assert warnings(caplog) == []
 
 
-@pytest.mark.parametrize("budget", [-1, float("nan"), float("inf"), None, "lots", "150%", 0.5, True])
+@pytest.mark.parametrize("budget", [-1, None, "lots"])
 def test_a_budget_that_cannot_be_read_is_refused(source: CountedSource, budget: Any) -> None:
     """The error names the argument and lists what is accepted; the source is not read."""
     with pytest.raises((ValueError, TypeError), match=r"budget .*Accepted are"):

@@ -124,8 +124,7 @@ ODD = {
 }
 
 
-@DOORS
-@pytest.mark.parametrize("odd", ODD)
+@pytest.mark.parametrize(("door", "odd"), [*(("callback", odd) for odd in ODD), ("cache_datamodule", "iterable")])
 def test_an_odd_val_loader_passes_as_it_is(tmp_path, caplog, door, odd):
     """Beside a val loader that cannot be cached training is cached; the batches are those of without, the loader is the
     user's own object, and one warning over three epochs names stage, dataset and reason."""
@@ -158,8 +157,7 @@ STRICT = {
 }
 
 
-@DOORS
-@pytest.mark.parametrize("odd", STRICT)
+@pytest.mark.parametrize(("door", "odd"), [*(("callback", odd) for odd in STRICT), ("cache_datamodule", "iterable")])
 def test_with_strict_an_odd_loader_is_an_error(tmp_path, door, odd):
     """strict=True refuses what cannot be cached, naming stage, dataset and reason; not where the stage is off."""
     error, words = STRICT[odd]
@@ -217,8 +215,10 @@ OPTIONS: dict[str, dict[str, Any]] = {
 }
 
 
-@DOORS
-@pytest.mark.parametrize("name", OPTIONS)
+@pytest.mark.parametrize(
+    ("door", "name"),
+    [*(("callback", name) for name in OPTIONS), ("cache_datamodule", "sanity"), ("cache_datamodule", "reload")],
+)
 def test_hooks_run_when_and_as_often_as_without(tmp_path, door, name):
     """In fit, validate, test and predict each hook runs at the same step and as often as without the cache, and the
     batches are the same."""

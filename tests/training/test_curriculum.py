@@ -93,16 +93,24 @@ def trained(folder: Path, dataset: Images, change: str, cached: bool, *callbacks
     return torch.cat(model.seen)
 
 
-@pytest.mark.parametrize("options", [{}, {"num_workers": 2}, {"num_workers": 2, "persistent_workers": True}], ids=str)
-@pytest.mark.parametrize("change", ["assigned", "by a method", "private", "on the user's object"])
+@pytest.mark.parametrize(
+    ("change", "options"),
+    [
+        ("assigned", {}),
+        ("assigned", {"num_workers": 2, "persistent_workers": True}),
+        ("by a method", {"num_workers": 2}),
+        ("private", {}),
+        ("on the user's object", {"num_workers": 2}),
+    ],
+    ids=str,
+)
 def test_a_curriculum(tmp_path: Path, change: str, options: dict[str, Any]) -> None:
     """Whatever way the module changes its dataset at the start of an epoch, it trains on what it would train on."""
     expected = trained(tmp_path, Images(), change, False, **options)
     assert torch.equal(trained(tmp_path, Images(), change, True, **options), expected)
 
 
-@pytest.mark.parametrize("num_workers", [0, 2])
-@pytest.mark.parametrize("transform", ["none", "deterministic", "split"])
+@pytest.mark.parametrize(("transform", "num_workers"), [("none", 0), ("deterministic", 2), ("split", 0), ("split", 2)])
 def test_a_transform_that_is_swapped(tmp_path: Path, caplog: Any, transform: str, num_workers: int) -> None:
     """In epoch two, split at its random step or not: the new one is used, the old one is not, with one warning."""
     transforms: dict[str, Any] = {

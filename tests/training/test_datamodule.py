@@ -14,8 +14,7 @@ from torch.utils.data import BatchSampler, SequentialSampler, WeightedRandomSamp
 
 from lightning_stocache.loading.dataset import CachedDataset
 from lightning_stocache.training.datamodule import StocacheDataModule
-from lightning_stocache.training.monitor import CacheMonitor
-from tests.training.tiny import SAMPLES, Model, announced, logged, make_trainer, source
+from tests.training.tiny import SAMPLES, Model, announced, make_trainer, source
 
 
 @pytest.fixture(autouse=True)
@@ -26,15 +25,6 @@ def _hear_announcements(caplog):
 def caches_of(dm: StocacheDataModule, stage: str) -> list[CachedDataset]:
     loaders = getattr(dm, f"{stage}_dataloader")()
     return [loader.dataset for loader in (loaders if isinstance(loaders, list) else [loaders])]
-
-
-@pytest.mark.processes
-def test_every_sample_is_loaded_once_in_three_epochs(tmp_path, caplog):
-    """Over three epochs each set is loaded once, plus the reads that were announced."""
-    train, val = source(tmp_path), source(tmp_path, "val", 8)
-    dm = StocacheDataModule(train=train, val=val, batch_size=4)
-    make_trainer(tmp_path, epochs=3).fit(Model(), dm)
-    assert train.loads + val.loads == SAMPLES + 8 + announced(caplog)
 
 
 @pytest.mark.processes
@@ -58,19 +48,6 @@ def test_all_stages_read_what_their_source_holds(tmp_path, workers):
                 seen = sorted(image.sum().item() for batch, _ in loader for image in batch)
                 assert seen == sorted(sets["train"].expected(index)[0].sum().item() for index in range(8))
         dm.teardown(call)
-
-
-@pytest.mark.processes
-def test_trainer_runs_all_its_calls(tmp_path):
-    """fit, validate, test and predict run one after the other; predictions come for every sample."""
-    dm = StocacheDataModule(
-        *(source(tmp_path, name, 8) for name in ("train", "val", "test", "predict")), batch_size=4, num_workers=0
-    )
-    trainer, model = make_trainer(tmp_path), Model()
-    trainer.fit(model, dm)
-    trainer.validate(model, dm, verbose=False)
-    trainer.test(model, dm, verbose=False)
-    assert sum(map(len, trainer.predict(model, dm))) == 8
 
 
 @pytest.mark.processes
@@ -264,21 +241,6 @@ def test_setup_twice_opens_once(tmp_path):
     make_trainer(tmp_path).fit(Model(), dm)
     assert train.loads == reads + SAMPLES
     assert cache.closed
-
-
-@pytest.mark.processes
-def test_a_kept_cache_starts_the_second_fit_warm(tmp_path):
-    """With keep_cache=True the second fit loads nothing and logs hits alone; close() gives the memory back."""
-    train = source(tmp_path)
-    dm = StocacheDataModule(train, batch_size=4, keep_cache=True)
-    make_trainer(tmp_path).fit(Model(), dm)
-    loads = train.loads
-    trainer = make_trainer(tmp_path, [CacheMonitor()])
-    trainer.fit(Model(), dm)
-    assert train.loads == loads
-    assert logged(trainer, "stocache/hits")[-1] == SAMPLES
-    assert logged(trainer, "stocache/misses") == [0]
-    dm.close()
 
 
 @pytest.mark.processes

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import collections
-import logging
 import pickle
 
 import pytest
@@ -68,14 +67,6 @@ def test_the_object_stays_what_it_is(tmp_path):
     }
     assert overridden == {"train_dataloader", "val_dataloader"}
     assert not is_overridden("on_after_batch_transfer", dm)
-
-
-def test_every_sample_is_loaded_once(tmp_path, caplog):
-    """Over three epochs, loaders reloaded in each, both sets are loaded once plus the announced reads."""
-    caplog.set_level(logging.INFO, logger="lightning_stocache")
-    dm = cache_datamodule(Photos(str(tmp_path)))
-    make_trainer(tmp_path, epochs=3, reload_dataloaders_every_n_epochs=1).fit(Model(), dm)
-    assert dm.train.loads + dm.val.loads == SAMPLES + 8 + announced(caplog)
 
 
 def test_the_users_hooks_run_as_often_as_without_a_cache(tmp_path):

@@ -307,18 +307,6 @@ def test_checkpoints_and_early_stopping_can_watch_the_hit_rate(tmp_path):
     assert trainer.current_epoch == 4
 
 
-def test_no_logger_and_several(tmp_path):
-    """Without a logger the values are in callback_metrics; with several each gets them."""
-    trainer = make_trainer(tmp_path, [CacheMonitor()], logger=False)
-    trainer.fit(Model(), StocacheDataModule(source(tmp_path), batch_size=4))
-    assert trainer.callback_metrics["stocache/misses"] == SAMPLES
-    loggers = [CSVLogger(tmp_path, name="one"), CSVLogger(tmp_path, name="two"), TensorBoardLogger(str(tmp_path))]
-    trainer = make_trainer(tmp_path, [CacheMonitor()], logger=loggers)
-    trainer.fit(Model(), StocacheDataModule(source(tmp_path), batch_size=4))
-    for logger in loggers[:2]:
-        assert "stocache/hit_rate" in Path(logger.log_dir, "metrics.csv").read_text()
-
-
 def test_validate_and_test_return_what_they_return_without_a_monitor(tmp_path):
     """The loggers get stocache/val/ and stocache/test/ of a call outside of fit once, its results hold none of them."""
 
@@ -410,28 +398,3 @@ def test_without_any_cache_nothing_is_logged(tmp_path):
     trainer = make_trainer(tmp_path, [CacheMonitor()])
     trainer.fit(Model(), plain_loader(source(tmp_path)))
     assert not [key for key in trainer.callback_metrics if "stocache" in key]
-
-
-def test_a_users_own_cached_dataset_is_monitored(tmp_path):
-    """A CachedDataset in a plain loader is found without any door of ours."""
-    dataset = CachedDataset(source(tmp_path))
-    trainer = make_trainer(tmp_path, [CacheMonitor()], epochs=2)
-    trainer.fit(Model(), plain_loader(torch.utils.data.Subset(dataset, range(8))))
-    assert logged(trainer, "stocache/hits") == [0, 8]
-    dataset.close()
-
-
-def test_counts_of_a_failed_call_are_forgotten(tmp_path):
-    """After an exception the same monitor counts the next fit from its beginning."""
-
-    class Failing(Model):
-        def on_train_epoch_end(self):
-            raise ArithmeticError("mine")
-
-    monitor = CacheMonitor()
-    train = source(tmp_path)
-    with pytest.raises(ArithmeticError):
-        make_trainer(tmp_path, [monitor], epochs=2).fit(Failing(), StocacheDataModule(train, batch_size=4))
-    trainer = make_trainer(tmp_path, [monitor])
-    trainer.fit(Model(), StocacheDataModule(train, batch_size=4))
-    assert logged(trainer, "stocache/misses") == [SAMPLES]

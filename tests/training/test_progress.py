@@ -36,9 +36,8 @@ def full_lines(caplog) -> list[str]:
     ]
 
 
-@pytest.mark.parametrize("bar", [TQDMProgressBar, RichProgressBar])
-def test_the_fill_is_in_the_bar(tmp_path, bar):
-    """The bar's metrics hold the fill of the node after every batch of a short epoch."""
+def watching_bar(bar, key):
+    """A bar that keeps what it has shown under a key after each batch."""
 
     class Watching(bar):
         def __init__(self):
@@ -47,9 +46,16 @@ def test_the_fill_is_in_the_bar(tmp_path, bar):
 
         def on_train_batch_end(self, trainer, pl_module, *rest):
             super().on_train_batch_end(trainer, pl_module, *rest)
-            self.fills.append(self.get_metrics(trainer, pl_module).get("cache"))
+            self.fills.append(self.get_metrics(trainer, pl_module).get(key))
 
-    watching = Watching()
+    return Watching()
+
+
+@pytest.mark.parametrize("bar", [TQDMProgressBar, RichProgressBar])
+def test_the_fill_is_in_the_bar(tmp_path, bar):
+    """The bar's metrics hold the fill of the node after every batch of a short epoch."""
+
+    watching = watching_bar(bar, "cache")
     trainer = make_trainer(tmp_path, [FillProgress(), watching], enable_progress_bar=True)
     trainer.fit(Model(), StocacheDataModule(source(tmp_path), batch_size=4))
     assert watching.fills == [pytest.approx((batch + 1) / 6, abs=1e-3) for batch in range(6)]
@@ -66,16 +72,7 @@ def test_the_bar_ends_with_the_whole_fill(tmp_path):
 def test_options_of_the_bar(tmp_path, caplog):
     """The key in the bar, how often it is shown, and whether the line is said."""
 
-    class Watching(TQDMProgressBar):
-        def __init__(self):
-            super().__init__()
-            self.fills = []
-
-        def on_train_batch_end(self, trainer, pl_module, *rest):
-            super().on_train_batch_end(trainer, pl_module, *rest)
-            self.fills.append(self.get_metrics(trainer, pl_module).get("photos"))
-
-    watching = Watching()
+    watching = watching_bar(TQDMProgressBar, "photos")
     progress = FillProgress("photos", every_n_steps=4, verbose=False)
     trainer = make_trainer(tmp_path, [progress, watching], enable_progress_bar=True)
     trainer.fit(Model(), StocacheDataModule(source(tmp_path), batch_size=4))

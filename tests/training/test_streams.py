@@ -16,7 +16,7 @@ from lightning.pytorch import LightningDataModule, LightningModule, Trainer
 from lightning.pytorch.loggers import CSVLogger
 from torch.utils.data import DataLoader, IterableDataset, get_worker_info
 
-from lightning_stocache import CachedStream, FillProgress, StocacheDataModule, StochasticCache, cache_datamodule
+from lightning_stocache import CachedStream, FillProgress, StocacheDataModule, StochasticCache
 from tests.jobs import exit_codes, free_port, job_environment, start_module
 
 LENGTH = 40
@@ -113,6 +113,7 @@ def test_the_callback_keeps_streams(tmp_path: Path, workers: int) -> None:
     callbacks = [StochasticCache(budget="64MiB", streams=True), FillProgress()]
     trainer(tmp_path, *callbacks).fit(model, Data(train, val, workers))
     assert model.epochs == [ALL] * 4
+    assert {tuple(counter) for counter in model.validated[1:]} == {tuple(map(float, range(12)))}
     assert train.reads <= LENGTH + 16
     assert train.counts[0] == (0 if workers else LENGTH)  # of this process: another one has read it again
     assert rates(tmp_path) == [0, 1, 1, 1]
@@ -128,18 +129,6 @@ def test_without_the_option_streams_pass_by(tmp_path: Path, caplog: pytest.LogCa
         trainer(tmp_path, StochasticCache(budget="64MiB"), epochs=2).fit(model, DataLoader(train, batch_size=4))
     assert train.reads >= 2 * LENGTH
     assert caplog.text.count("iterable-style. streams=True keeps it") == 1
-
-
-@pytest.mark.processes
-def test_a_datamodule_of_the_users_keeps_streams(tmp_path: Path) -> None:
-    """cache_datamodule knows the option."""
-    train, model = Numbers(), Seen()
-    datamodule = cache_datamodule(Data(train, Numbers(8), 0), budget="64MiB", streams=True)
-    trainer(tmp_path).fit(model, datamodule)
-    assert model.epochs == [ALL] * 4
-    assert train.reads <= LENGTH + 16
-    assert model.validated[1:] == [Counter(map(float, range(8)))] * 4
-    assert {tuple(counter) for counter in model.validated} == {tuple(map(float, range(8)))}  # in the stream's order
 
 
 @pytest.mark.processes
@@ -195,12 +184,6 @@ def test_a_share_of_a_stream_cannot_be_asked_for(tmp_path: Path, caplog: pytest.
         )
     assert model.epochs == [ALL] * 2
     assert caplog.text.count("nobody knows the size") == 1
-
-
-def test_the_option_is_a_boolean() -> None:
-    """Anything else is an error that names it."""
-    with pytest.raises(ValueError, match="streams"):
-        StochasticCache(streams="yes")  # type: ignore[arg-type]
 
 
 @pytest.mark.processes

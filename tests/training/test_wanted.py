@@ -200,16 +200,6 @@ def test_a_cache_that_is_kept_and_has_no_room_for_all_is_for_what_is_drawn(tmp_p
     (callbacks[0] if door == "callback" else given.caches).close()
 
 
-def test_a_cache_that_is_kept_has_room_for_all_if_there_is_memory(tmp_path):
-    """On a budget in bytes, too: the next fold finds slots, and what the last one left."""
-    data, callback = source(tmp_path, samples=SAMPLES), StochasticCache(SAMPLES * SLOT, keep_cache=True)
-    hit_rates(tmp_path / "0", [callback], subset_loader(data, range(40)))
-    rates, looking = hit_rates(tmp_path / "1", [callback], subset_loader(data, range(20, 60)))
-    assert looking.slots["train"] == [SAMPLES]
-    assert rates == [0.5, 1]
-    callback.close()
-
-
 def test_under_a_name_a_subset_says_what_is_drawn(tmp_path):
     """A cache that other jobs read has slots for the whole dataset; of a Subset, that is the tenth."""
     pytest.importorskip("xxhash")
