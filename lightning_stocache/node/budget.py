@@ -131,6 +131,10 @@ class Budget:
         """Whether nothing is to be cached at all."""
         return self.amount == 0
 
+    def part_of(self, samples: int) -> int:
+        """How many of so many samples are meant: of a percentage of the dataset that many, else all."""
+        return round(self.amount * samples / 100) if self.unit == "% of dataset" else samples
+
     def wanted(self, dataset_bytes: int, free_bytes: int) -> int:
         """The bytes asked for, rounded down; never negative, and not yet limited by anything.
 

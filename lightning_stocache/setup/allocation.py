@@ -122,7 +122,7 @@ def _divide(
     kept_back = loaders + later
     for pot, budget in budgets.items():
         members = [
-            (number, request, codec, _size(request, codec, budget) + request.samples * more)
+            (number, request, codec, request.samples * (codec.most_slot_bytes + more))
             for number, (request, codec) in enumerate(zip(requests, codecs, strict=True))
             if request.pot == pot and codec is not None
         ]
@@ -133,7 +133,7 @@ def _divide(
         kept_back += Reserve(files=given.bytes)
         for number, request, codec, nbytes in members:
             granted[number] = given.bytes * nbytes // size
-            slots[number] = min(granted[number] // (codec.slot_bytes + more), request.samples)
+            slots[number] = min(granted[number] // (codec.slot_bytes + more), budget.part_of(request.samples))
         got, samples = sum(slots[number] for number, *_ in members), sum(request.samples for _, request, *_ in members)
         if given.limited_by is not None or not got:
             whose = f" ({pot})" if pot else ""
@@ -146,12 +146,6 @@ def _divide(
     # by its own loader; those of the others may come after that.
     keep_free = tuple(margin(free, ranks) // 2 + loaders.bytes - reserve.bytes for reserve in reserves)
     return Allocation(tuple(slots), tuple(granted), None, tuple(warnings), keep_free)
-
-
-def _size(request: CacheRequest, codec: SampleCodec, budget: Budget) -> int:
-    """Bytes for all that is drawn: what is meant by a part of it is a part of the samples; for all, all must fit."""
-    part = budget.unit == "% of dataset" and budget.amount < 100
-    return request.samples * (codec.slot_bytes if part else codec.most_slot_bytes)
 
 
 def _reserve(request: CacheRequest, codec: SampleCodec | None, ranks: int, worker_bytes: int, own: int) -> Reserve:

@@ -156,23 +156,23 @@ def _open(
         plan = replace(plan, backend=backend)
     planned = list(plan.slots)
     for number, (request, found) in enumerate(zip(requests, findings, strict=True)):
-        codec, granted = found.codec, plan.granted[number]
+        codec, granted, wanted = found.codec, plan.granted[number], budgets[request.pot].part_of(request.samples)
         if codec is None or number in joined:
             continue
         as_files = found.as_files
         if isinstance(codec, RecordCodec):
-            codec = codec.for_bytes(granted, request.samples)
+            codec = codec.for_bytes(granted, wanted)
         if found.encoded is not None:
-            as_files = keeps_files(granted, request.samples, codec, found.encoded)
+            as_files = keeps_files(granted, wanted, codec, found.encoded)
             if group.is_leader:
                 log.info(told_form(request.title, as_files, codec, found.encoded))
             codec = found.encoded.codec if as_files else codec
         if codec is not found.codec:
             findings[number] = replace(found, codec=codec, as_files=as_files)
-            planned[number] = min(granted // codec.slot_bytes, request.samples)
+            planned[number] = min(granted // codec.slot_bytes, wanted)
     parts = group.together(lambda: list(map(_parts, requests, findings)))
     homes = [
-        _homes(found.codec, count, granted, request.samples, group)
+        _homes(found.codec, count, granted, budgets[request.pot].part_of(request.samples), group)
         for found, count, granted, request in zip(findings, planned, plan.granted, requests, strict=True)
     ]
     slots = group.exchange([planned, homes])

@@ -1,0 +1,77 @@
+"""A budget of N % is N % of the samples, whatever they are and however they are stored."""
+
+from __future__ import annotations
+
+from contextlib import closing
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+import torch.distributed as dist
+from PIL import Image
+from torch.utils.data import Dataset
+
+from lightning_stocache.loading.dataset import CachedDataset
+from tests.ranks import run_ranks
+
+LENGTH = 400
+
+pytestmark = pytest.mark.processes
+
+
+class Photos(Dataset[Any]):
+    """Images of PIL of many sizes, which take a quarter less where they are packed."""
+
+    def __len__(self) -> int:
+        return LENGTH
+
+    def __getitem__(self, index: int) -> Any:
+        return Image.new("RGB", (40 + index % 7, 60 + index % 5), (index % 256, 0, 0)), index
+
+
+class Texts(Photos):
+    """Records of very different sizes."""
+
+    def __getitem__(self, index: int) -> Any:
+        return "x" * int(np.random.default_rng(index).lognormal(6, 1)), index
+
+
+class Rows(Photos):
+    """Rows of one size."""
+
+    def __getitem__(self, index: int) -> Any:
+        return torch.full((30,), index), index
+
+
+def filled(dataset: CachedDataset) -> float:
+    """The share of the samples that lie in the cache when all were asked for."""
+    for index in range(LENGTH):
+        dataset[index]
+    assert dataset.cache is not None
+    return dataset.cache.filled / LENGTH
+
+
+@pytest.mark.parametrize("kind", [Photos, Texts, Rows])
+@pytest.mark.parametrize("percent", [50, 75])
+def test_so_many_of_the_samples_are_cached(kind: Any, percent: int) -> None:
+    """Within one in a hundred."""
+    with closing(CachedDataset(kind(), f"{percent}%")) as dataset:
+        assert filled(dataset) == pytest.approx(percent / 100, abs=0.01)
+
+
+def share_of_a_rank(rank: int) -> float:
+    dataset = CachedDataset(Photos(), "50%", defer=True)
+    dataset.share()
+    share = filled(dataset)
+    dist.barrier()
+    assert dataset.cache is not None
+    share = dataset.cache.filled / LENGTH
+    dist.barrier()
+    dataset.close()
+    return share
+
+
+def test_two_ranks_cache_as_much_as_one() -> None:
+    """The budget is that of their node."""
+    assert run_ranks(share_of_a_rank, 2) == pytest.approx([0.5, 0.5], abs=0.01)
