@@ -23,6 +23,7 @@ import numpy.testing  # before 2.0 it runs a command when it is first imported
 import pytest
 import torch
 from torch.utils.data.dataloader import _MultiProcessingDataLoaderIter
+from tqdm import tqdm
 
 from tests.audit import Audit
 from tests.huge_pages import collapse
@@ -30,6 +31,7 @@ from tests.proc import command_of, descendants, memory_files, unused_names
 
 hypothesis.settings.register_profile("any machine", deadline=None)  # an example is not wrong because others are busy
 hypothesis.settings.load_profile("any machine")
+tqdm.get_lock()  # made with the first bar or line that is written, in memory that is shared, and stays
 torch.set_num_threads(1)  # a forked child would wait for the threads of its parent's pool for ever
 if multiprocessing.get_start_method() == "forkserver":  # Python 3.14's, by which each worker imports torch anew
     multiprocessing.set_start_method("fork", force=True)  # tests say the method where it matters

@@ -22,7 +22,6 @@ from hydra.types import RunMode
 from lightning.pytorch import Callback, LightningDataModule
 from lightning.pytorch.tuner import Tuner
 from omegaconf import OmegaConf
-from tqdm import tqdm
 
 from lightning_stocache import StocacheDataModule, StochasticCache, cache_datamodule
 from lightning_stocache.node.janitor import clean
@@ -33,7 +32,6 @@ from tests.training.sweep_job import SAMPLES, Data, main
 from tests.training.tiny import Model, make_trainer, plain_loader, source
 
 ROOT = Path(__file__).parents[2]
-tqdm.get_lock()  # it is made at a first progress bar, in memory that is shared, and stays
 
 
 class _SubprocessScriptLauncher:
