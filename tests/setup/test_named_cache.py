@@ -64,7 +64,7 @@ class StuckSource(CountedSource):
 def set_up_reads_here(monkeypatch: pytest.MonkeyPatch) -> None:
     """Most of these tests start no process."""
 
-    def refuse(*args: Any) -> None:
+    def refuse(*arguments: Any, **options: Any) -> None:
         raise NotStartedError
 
     monkeypatch.setattr("lightning_stocache.setup.look.ReaderProcess", refuse)
