@@ -64,11 +64,12 @@ class _AboveBars:
         self.name = name
 
     def write(self, text: str) -> None:
-        bars = sys.modules.get("tqdm")  # never imported: then none is drawn
-        if bars is None:
-            getattr(sys, self.name).write(text)
+        stream = getattr(sys, self.name)
+        bars: Any = getattr(sys.modules.get("tqdm"), "tqdm", None)
+        if getattr(bars, "_instances", None):  # those that are drawn; `write` makes a semaphore, which stays
+            bars.write(text, file=stream, end="")
         else:
-            bars.tqdm.write(text, file=getattr(sys, self.name), end="")
+            stream.write(text)
 
     def flush(self) -> None:
         getattr(sys, self.name).flush()
