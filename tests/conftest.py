@@ -5,14 +5,12 @@ Only tests that are marked `processes` start any; the others, `-m "not processes
 
 from __future__ import annotations
 
-import fcntl
 import gc
 import multiprocessing
 import os
 import random
 import re
 import resource
-import tempfile
 import time
 from collections.abc import Generator, Iterator
 from typing import Any
@@ -25,6 +23,9 @@ import torch
 from torch.utils.data.dataloader import _MultiProcessingDataLoaderIter
 from tqdm import tqdm
 
+from lightning_stocache.setup import look
+from lightning_stocache.setup.reader_process import NotStartedError
+from tests import names
 from tests.audit import Audit
 from tests.huge_pages import collapse
 from tests.proc import command_of, descendants, memory_files, unused_names
@@ -46,6 +47,22 @@ _LAUNCH_VARIABLES = re.compile(
 )
 
 _audit = Audit()
+
+
+@pytest.fixture(autouse=True)
+def looks_in_this_process(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Set-up reads samples here, as it does where no process can be started, and forks none for each cache.
+
+    Only in the rooms that build on a cache that is open. A test of what the reading process leaves behind is marked
+    `looks_apart`; a job that is started as a command has that process, too.
+    """
+    rooms = {"insight", "loading", "training"}.intersection(request.path.parts)
+    if rooms and not request.node.get_closest_marker("looks_apart"):
+        monkeypatch.setattr(look, "shared_counts", _refuse_to_start)
+
+
+def _refuse_to_start(*_: Any) -> None:
+    raise NotStartedError("this test looks in its own process")
 
 
 @pytest.fixture(autouse=True)
@@ -75,19 +92,11 @@ def leaves_no_environment_variable_behind(request: pytest.FixtureRequest) -> Ite
 
 @pytest.fixture(autouse=True)
 def has_names_to_itself(request: pytest.FixtureRequest) -> Iterator[None]:
-    """Tests of named caches run one after the other, in whatever processes: pytest-xdist 3.8 knows no groups of
-    pytest 9.2."""
-    if not request.node.get_closest_marker("named"):
-        yield
-        return
-    path = os.path.join(tempfile.gettempdir(), f"stocache-tests-{os.getuid()}.lock")
-    turn = os.open(path, os.O_RDWR | os.O_CREAT, 0o600)
-    try:
-        fcntl.flock(turn, fcntl.LOCK_EX)
-        yield
-    finally:
-        fcntl.flock(turn, fcntl.LOCK_UN)  # for a child too that has it by a fork
-        os.close(turn)
+    """Named caches lie in a folder of this process of pytest: others make, list and remove theirs at the same time."""
+    if request.node.get_closest_marker("named"):
+        names.use()
+    yield
+    names.leave()
 
 
 @pytest.fixture(autouse=True)
@@ -101,10 +110,9 @@ def leaves_no_process_and_no_memory_behind(request: pytest.FixtureRequest, has_n
         yield
         return
     look = descendants if request.node.get_closest_marker("processes") else set[int]
-    # Tests that leave names run one after the other, so those of this one are all that come and go.
-    names = unused_names if request.node.get_closest_marker("named") else set[tuple[str, str]]
+    unused = unused_names if request.node.get_closest_marker("named") else set[tuple[str, str]]
     children = look()
-    memory = _memory_here() | memory_files(children) | names()
+    memory = _memory_here() | memory_files(children) | unused()
     yield
     if _has_failed(request):
         return  # the traceback holds on to the test's objects
@@ -112,7 +120,7 @@ def leaves_no_process_and_no_memory_behind(request: pytest.FixtureRequest, has_n
     while True:
         multiprocessing.active_children()  # reaps those that have ended
         left_children = look() - children
-        left_memory = (_memory_here(anew=look is descendants) | memory_files(left_children) | names()) - memory
+        left_memory = (_memory_here(anew=look is descendants) | memory_files(left_children) | unused()) - memory
         if not left_children and not left_memory:
             return
         if time.monotonic() > deadline:
@@ -142,13 +150,6 @@ def seeded() -> Iterator[None]:
 
 
 @pytest.hookimpl(tryfirst=True)
-def pytest_cmdline_main(config: pytest.Config) -> None:
-    """With -n (pytest-xdist) tests of one group go to one process, without --dist having to say so."""
-    if getattr(config.option, "numprocesses", None) and config.option.dist == "no":
-        config.option.dist = "loadgroup"
-
-
-@pytest.hookimpl(tryfirst=True)
 def pytest_runtest_setup(item: pytest.Item) -> None:
     _audit.started.clear()  # the last teardown is no business of this test
 
@@ -163,17 +164,9 @@ def pytest_runtest_makereport(
     return report
 
 
-@pytest.hookimpl(tryfirst=True)  # xdist reads the groups in this hook
-def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
-    """Other people's libraries come last: a process that has imported them all takes twice as long to fork.
-
-    Where tests are dealt to several processes, one of these gets all that is named.
-    """
+def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    """Other people's libraries come last: a process that has imported them all takes twice as long to fork."""
     items.sort(key=lambda item: "interop" in item.path.parts)
-    if config.pluginmanager.hasplugin("xdist"):
-        for item in items:
-            if item.get_closest_marker("named"):
-                item.add_marker(pytest.mark.xdist_group("named"))
 
 
 def pytest_collection_finish(session: pytest.Session) -> None:
@@ -189,6 +182,7 @@ def leaves_modules_out_of_collections() -> None:
 
 
 def pytest_unconfigure() -> None:
+    names.remove()
     gc.unfreeze()  # libraries complain of what is not collected at the end
 
 

@@ -5,13 +5,13 @@ from __future__ import annotations
 import fcntl
 import glob
 import os
-import re
 from multiprocessing import forkserver, resource_tracker
 from typing import Any
 
+from tests import names
+
 __all__ = ["command_of", "descendants", "is_alive", "memory_files", "unused_names"]
 
-_PID = str(os.getpid())  # it stands in the names that tests give
 _MEMORY_FILES = ("/dev/shm/", "/memfd:lightning_stocache", "/lsc-")
 
 
@@ -60,13 +60,12 @@ def memory_files(pids: set[int]) -> set[tuple[str, str]]:
 
 
 def unused_names() -> set[tuple[str, str]]:
-    """Named files in memory that nobody uses, but those of tests that another process runs on this machine."""
-    names = (path for path in glob.glob("/dev/shm/lsc-*") if not _in_use(path))
-    return {("unused", path) for path in names if not (of := re.search(r"-test-(\d+)-", path)) or of[1] == _PID}
+    """Named files in memory that nobody uses, in the folder of this process of tests."""
+    return {("unused", path) for path in glob.glob(f"{names.folder()}/lsc-*") if not _in_use(path)}
 
 
 def _in_use(path: str) -> bool:
-    """Whether somebody holds the lock that says so: other programs on this machine may be using caches, too."""
+    """Whether somebody holds the lock that says so."""
     try:
         descriptor = os.open(path.removesuffix(".locks"), os.O_RDONLY)
     except FileNotFoundError:

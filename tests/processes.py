@@ -20,6 +20,8 @@ from typing import Any
 
 import pytest
 
+from tests import names
+
 __all__ = ["Child", "call", "call_many", "context", "mount_own_shm", "without_room"]
 
 _NEW_USERS, _NEW_MOUNTS, _PRIVATE = 0x10000000, 0x00020000, (1 << 18) | (1 << 14)
@@ -46,7 +48,9 @@ class Child:
     def __init__(self, function: Callable[..., Any], *args: Any, method: str = "fork") -> None:
         self._folder = tempfile.TemporaryDirectory()
         self._answer = Path(self._folder.name) / "answer"
-        self.process: BaseProcess = context(method).Process(target=_run, args=(str(self._answer), function, args))
+        self.process: BaseProcess = context(method).Process(
+            target=_run, args=(str(self._answer), names.folder(), function, args)
+        )
         self.process.start()
         self.ended = False
 
@@ -141,6 +145,7 @@ def mount_own_shm(mib: int) -> None:
         Path("/proc/self/gid_map").write_text(f"{gid} {gid} 1")
     _check(libc.mount(b"none", b"/", None, _PRIVATE, None))
     _check(libc.mount(b"tmpfs", b"/dev/shm", b"tmpfs", 0, b"size=%dm" % mib))
+    names.leave()  # the folder for names is not there
 
 
 def _check(status: int) -> None:
@@ -148,7 +153,8 @@ def _check(status: int) -> None:
         raise OSError(ctypes.get_errno(), os.strerror(ctypes.get_errno()))
 
 
-def _run(answer: str, function: Callable[..., Any], args: tuple[Any, ...]) -> None:
+def _run(answer: str, folder_of_names: str, function: Callable[..., Any], args: tuple[Any, ...]) -> None:
+    names.use(folder_of_names)
     try:
         outcome = pickle.dumps((True, function(*args)))
     except BaseException:

@@ -21,6 +21,7 @@ from lightning_stocache.node import janitor
 from lightning_stocache.node.janitor import clean, named_segments
 from lightning_stocache.node.manifest import Geometry, Manifest
 from lightning_stocache.node.named import open_named
+from tests.names import path_of
 
 pytestmark = pytest.mark.named
 
@@ -353,7 +354,7 @@ def test_clean_of_a_job_leaves_others_alone(named, capsys):
 
 def test_clean_refuses_in_a_sentence(named, capsys):
     """What is in use, what does not exist, and what is no segment stay; code 2."""
-    path = f"/dev/shm/lsc-{os.getuid()}-{named}-notes.txt"
+    path = path_of(f"{named}-notes.txt")
     with open(path, "w") as file:
         file.write("what I must not forget")
     for name, words in (

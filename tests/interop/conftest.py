@@ -11,7 +11,6 @@ from contextlib import suppress
 from importlib import import_module
 
 import pytest
-from tqdm import tqdm
 
 os.environ |= {"NO_ALBUMENTATIONS_UPDATE": "1", "PYTORCH_NVML_BASED_CUDA_CHECK": "1"}  # as they and Lightning do
 
@@ -21,4 +20,3 @@ def imported() -> None:
     for name in ("albumentations", "monai", "timm", "kornia"):
         with suppress(ImportError):
             import_module(name)
-    tqdm.get_lock()  # a semaphore in /dev/shm, else made by whatever test first shows a bar, and left by it

@@ -17,6 +17,7 @@ from lightning_stocache.node.janitor import clean, clean_locks, is_stranger, nam
 from lightning_stocache.node.locks import take
 from lightning_stocache.node.manifest import Geometry, Manifest
 from lightning_stocache.node.named import open_named
+from tests.names import folder, path_of
 from tests.processes import Child
 
 pytestmark = pytest.mark.named
@@ -28,12 +29,8 @@ STRANGER = 12345
 def name() -> Iterator[str]:
     name = f"test-{os.getpid()}-{random.getrandbits(32)}"
     yield name
-    for path in Path("/dev/shm").glob(f"lsc-*-{name}*"):
+    for path in Path(folder()).glob(f"lsc-*-{name}*"):
         shutil.rmtree(path) if path.is_dir() and not path.is_symlink() else path.unlink()
-
-
-def path_of(name: str) -> Path:
-    return Path(f"/dev/shm/lsc-{os.getuid()}-{name}")
 
 
 def make(name: str) -> None:

@@ -21,6 +21,7 @@ from lightning_stocache.node.janitor import clean, named_segments
 from lightning_stocache.node.manifest import Geometry, Manifest, ManifestError
 from lightning_stocache.node.named import check_name, join_named, open_named
 from lightning_stocache.node.segment import Segment
+from tests.names import path_of
 from tests.processes import Child, call, call_many
 
 pytestmark = pytest.mark.named
@@ -34,10 +35,6 @@ def name() -> Iterator[str]:
     yield name
     for path in (path_of(name + ".locks"), path_of(name)):  # what is no segment, too
         path.unlink(missing_ok=True)
-
-
-def path_of(name: str) -> Path:
-    return Path(f"/dev/shm/lsc-{os.getuid()}-{name}")
 
 
 def says(dataset: str = "") -> Manifest:

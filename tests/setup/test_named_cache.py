@@ -33,6 +33,7 @@ from lightning_stocache.setup.reader_process import NotStartedError
 from lightning_stocache.setup.request import CacheRequest
 from lightning_stocache.setup.segments import CacheMemoryError
 from lightning_stocache.training.datamodule import StocacheDataModule
+from tests.names import path_of
 from tests.processes import Child, call, call_many
 from tests.ranks import run_ranks
 from tests.sources import CountedSource
@@ -359,7 +360,7 @@ def test_what_lies_there_is_no_cache(name: str) -> None:
 
 def spoil(name: str, place: int, content: bytes) -> None:
     """Overwrite a part of a cache's file."""
-    with Path(f"/dev/shm/lsc-{os.getuid()}-{name}").open("r+b") as file:
+    with path_of(name).open("r+b") as file:
         file.seek(place)
         file.write(content)
 
@@ -380,7 +381,7 @@ def spoil(name: str, place: int, content: bytes) -> None:
 def test_a_damaged_cache_is_refused_by_name(name: str, damage: Any, words: str) -> None:
     """What outlives a job can be spoilt: it is refused before it is read, and the command that is named removes it."""
     cached(CountedSource(LENGTH), name).close()
-    damage(name, f"/dev/shm/lsc-{os.getuid()}-{name}")
+    damage(name, path_of(name))
     with pytest.raises(ValueError, match=f"the cache '{name}' .*{words}.*python -m lightning_stocache clean {name}"):
         cached(CountedSource(LENGTH), name)
     assert [one.name for one in clean(name)] == [name]

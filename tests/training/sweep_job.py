@@ -25,11 +25,15 @@ from omegaconf import DictConfig
 
 from lightning_stocache import cache_datamodule
 from lightning_stocache.training.loaders import running_datasets
+from tests import names
 from tests.logs import Log
 from tests.sources import CountedSource
 from tests.training.tiny import Model, make_trainer, plain_loader
 
 SAMPLES = 80
+
+if names.VARIABLE in os.environ:
+    names.use(os.environ[names.VARIABLE])
 
 ConfigStore.instance().store(
     name="sweep_job",

@@ -21,7 +21,7 @@ from lightning_stocache.training.monitor import CacheMonitor
 from tests.sources import CountedSource
 from tests.training.tiny import SAMPLES, Model, logged, make_trainer, plain_loader, source
 
-pytestmark = pytest.mark.processes
+pytestmark = [pytest.mark.processes, pytest.mark.looks_apart]
 
 MIB = 2**20
 

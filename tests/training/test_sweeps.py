@@ -27,6 +27,7 @@ from lightning_stocache import StocacheDataModule, StochasticCache, cache_datamo
 from lightning_stocache.node.janitor import clean
 from lightning_stocache.training.loaders import running_datasets
 from lightning_stocache.training.obstacles import check_sweep
+from tests import names
 from tests.sources import CountedSource
 from tests.training.sweep_job import SAMPLES, Data, main
 from tests.training.tiny import Model, make_trainer, plain_loader, source
@@ -137,7 +138,7 @@ def test_trials_at_the_same_time_share_one_fill(tmp_path, name):
     pytest.importorskip("hydra_plugins.hydra_joblib_launcher")
     command = [sys.executable, "-m", "tests.training.sweep_job", "-m", f"folder={tmp_path}", "seconds=0.005"]
     launcher = ["hydra/launcher=joblib", "hydra.launcher.n_jobs=2", "together=2", "lr=0.1,0.01,0.001"]
-    environment = {**os.environ, "PYTHONPATH": str(ROOT)}
+    environment = {**os.environ, "PYTHONPATH": str(ROOT), names.VARIABLE: names.folder()}
     run = subprocess.run(
         [*command, *launcher, f"cache.name={name}"],
         cwd=ROOT,

@@ -1,0 +1,54 @@
+"""A folder in memory for the names of caches, one for each process that runs tests.
+
+Whoever lists or removes names locks each of them for a moment: in one folder tests would find each other's in use.
+"""
+
+from __future__ import annotations
+
+import os
+import shutil
+import tempfile
+from pathlib import Path
+
+from lightning_stocache.node import files, janitor, named
+
+__all__ = ["VARIABLE", "folder", "leave", "path_of", "remove", "use"]
+
+VARIABLE = "STOCACHE_TESTS_NAMES"
+"""The environment variable that tells a job of a test the folder."""
+
+_plain = files.memory_directory
+_made: list[str] = []
+
+
+def folder() -> str:
+    """Where named segments lie now."""
+    return files.memory_directory()
+
+
+def path_of(name: str) -> Path:
+    """The file of a name."""
+    return Path(folder(), f"lsc-{os.getuid()}-{name}")
+
+
+def use(path: str | None = None) -> None:
+    """Have named segments lie in a folder from now on, by default the one of this process."""
+    if path is None:
+        if not _made:
+            _made.append(tempfile.mkdtemp(prefix="stocache-tests-", dir=_plain()))
+            os.chmod(_made[0], 0o1777)  # as /dev/shm is: other users may put files there
+        path = _made[0]
+    chosen = path
+    for module in (files, janitor, named):
+        module.memory_directory = _plain if chosen == _plain() else lambda: chosen  # type: ignore[attr-defined]
+
+
+def leave() -> None:
+    """Have named segments lie where users have them."""
+    use(_plain())
+
+
+def remove() -> None:
+    """Remove the folder of this process."""
+    while _made:
+        shutil.rmtree(_made.pop())
