@@ -107,7 +107,9 @@ class BatchPool:
             segment = reserved_segment(self._size, self._promised())
         except OSError as error:
             if self._refused_until is None:
-                log.warning("workers send batches in messages, which is slower, for want of shared memory: %s", error)
+                log.warning(
+                    "workers send batches in messages, which is slower, for want of shared memory: %s", str(error)
+                )
             self._refused_until = time.monotonic() + _PAUSE_SECONDS
             return None
         return segment
