@@ -17,7 +17,7 @@ from lightning_stocache.setup.request import CacheRequest
 from lightning_stocache.source.access import batch_reader
 from lightning_stocache.source.encoded import taken_apart
 from lightning_stocache.source.generators import Generators, owned_generators
-from lightning_stocache.source.probe import Probe
+from lightning_stocache.source.probe import Probe, sign
 from lightning_stocache.source.random_split import split, spread
 from lightning_stocache.source.transform_split import Cut
 
@@ -92,7 +92,7 @@ class Reading:
     def contents(self, found: Finding, indices: Sequence[int], again: bool = False) -> dict[int, list[bytes]]:
         """Samples as they lie in a cache, encoded, by their index: those that were read, and others, read now.
 
-        Left out is what cannot be read, or not be kept.
+        Left out is what cannot be read, or not be kept, and what draws random numbers.
 
         Args:
             found: what was found, with the codec that was chosen since.
@@ -110,7 +110,13 @@ class Reading:
         try:
             for index in indices:
                 try:
-                    sample = known[index] if index in known else probe.read(kept, index, 2 * index + again).sample
+                    if index in known:
+                        sample = known[index]
+                    else:
+                        read = probe.read(kept, index, 2 * index + again)
+                        if sign(read, read) is not None:
+                            continue
+                        sample = read.sample
                     encoded[index] = list(map(bytes, found.codec.contents(found.codec.encode(sample, index))))
                 except Exception as error:  # of the source, or of the classes of the sample
                     log.debug("sample %d of %s cannot be had for its cache: %s", index, self.request.title, error)
