@@ -11,6 +11,7 @@ import os
 import random
 import re
 import resource
+import signal
 import time
 from collections.abc import Generator, Iterator
 from typing import Any
@@ -147,6 +148,14 @@ def seeded() -> Iterator[None]:
     random.seed(0), np.random.seed(0), torch.manual_seed(0)  # type: ignore[func-returns-value]
     yield
     random.setstate(states[0]), np.random.set_state(states[1]), torch.set_rng_state(states[2])  # type: ignore[func-returns-value]
+
+
+@pytest.fixture
+def interruptible() -> Iterator[None]:
+    """Ctrl-C interrupts, also where a shell has started the tests in its background."""
+    before = signal.signal(signal.SIGINT, signal.default_int_handler)
+    yield
+    signal.signal(signal.SIGINT, before)
 
 
 @pytest.hookimpl(tryfirst=True)

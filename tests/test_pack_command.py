@@ -118,6 +118,7 @@ def test_nothing_else_is_overwritten(tmp_path: Path, configs: Path, capsys: pyte
 
 
 @pytest.mark.processes
+@pytest.mark.usefixtures("interruptible")
 def test_it_is_stopped_and_goes_on(tmp_path: Path, configs: Path) -> None:
     """By Ctrl-C, with exit code 130; then the same command, with workers, loads the rest."""
     path = tmp_path / "x.lmdb"

@@ -11,7 +11,6 @@ import signal
 import sys
 import threading
 import time
-from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import closing, nullcontext, suppress
 from multiprocessing import active_children
@@ -33,14 +32,6 @@ LENGTH = 38
 PERSISTENT: dict[str, Any] = {"num_workers": 2, "persistent_workers": True}
 
 pytestmark = [pytest.mark.usefixtures("seeded", "interruptible"), pytest.mark.processes]
-
-
-@pytest.fixture
-def interruptible() -> Iterator[None]:
-    """Ctrl-C interrupts, also where a shell has started the tests in its background."""
-    before = signal.signal(signal.SIGINT, signal.default_int_handler)
-    yield
-    signal.signal(signal.SIGINT, before)
 
 
 def counts(dataset: CachedDataset) -> Counts:

@@ -21,10 +21,12 @@ import torch
 from tests.sources import CountedSource
 
 SAMPLES = 24
+KEPT = 48
+"""Samples of a cache that lasts: more than set-up stores of them."""
 
 
-def source(folder: Path, name: str) -> CountedSource:
-    return CountedSource(SAMPLES, log_path=folder / f"{name}.loads")
+def source(folder: Path, name: str, samples: int = SAMPLES) -> CountedSource:
+    return CountedSource(samples, log_path=folder / f"{name}.loads")
 
 
 def labels(loader: Any) -> list[list[int]]:
@@ -96,18 +98,19 @@ def ranks(folder: Path) -> dict[str, Any]:
 
 
 def lasting(folder: Path, **where: Any) -> dict[str, Any]:
-    """The hits of two openings of a cache with a name, one epoch each, and how often the source was read."""
+    """Of two openings of a cache with a name, one epoch each: what it held then, the hits, and all loads."""
     from lightning_stocache import CachedDataset, CachedLoader
 
-    hits = []
+    held, hits = [], []
     for _ in range(2):
-        dataset = CachedDataset(source(folder, "kept"), name="kept", **where)
+        dataset = CachedDataset(source(folder, "kept", KEPT), name="kept", **where)
+        held.append(None if dataset.cache is None else dataset.cache.filled)
         loader = CachedLoader(dataset, 4, shuffle=True, num_workers=1)
         labels(loader)
         loader.close()
         hits.append(None if dataset.counters is None else dataset.counters.totals().hits)
         dataset.close()
-    return {"hits": hits, "loads": source(folder, "kept").loads}
+    return {"held": held, "hits": hits, "loads": source(folder, "kept").loads}
 
 
 def commands(folder: Path) -> dict[str, Any]:

@@ -268,7 +268,7 @@ def test_strict_gives_the_error() -> None:
     with pytest.raises(TypeError, match="is a str, which cannot be cached"):
         look(CacheRequest(Made(str), strict=True, layout="rows"))
     with pytest.raises(ValueError, match=r"shape \(3,\).*layout=\"records\""):
-        look(CacheRequest(Made(lambda index: torch.zeros(2 + (index > 0))), strict=True, layout="rows"))
+        look(CacheRequest(Made(lambda index: torch.zeros(2 + index % 2)), strict=True, layout="rows"))
 
 
 def test_a_late_error_of_the_source_is_no_time_out(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -32,9 +32,6 @@ from tests.training.tiny import Model, make_trainer, plain_loader
 
 SAMPLES = 80
 
-if names.VARIABLE in os.environ:
-    names.use(os.environ[names.VARIABLE])
-
 ConfigStore.instance().store(
     name="sweep_job",
     node={
@@ -90,6 +87,8 @@ class Seen(Callback):
 @hydra.main(version_base="1.3", config_path="pkg://lightning_stocache.configs", config_name="sweep_job")
 def main(config: DictConfig) -> float:
     """One trial; what it returns is smallest at lr=0.01."""
+    if names.VARIABLE in os.environ:  # here: a launcher sends its processes this function, without importing the module
+        names.use(os.environ[names.VARIABLE])
     torch.set_num_threads(1)
     folder, number, log = Path(config.folder), HydraConfig.get().job.num, Log()
     logging.getLogger("lightning_stocache").setLevel(logging.INFO)

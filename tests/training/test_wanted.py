@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Callable
 from types import SimpleNamespace
 from typing import Any
@@ -29,7 +30,7 @@ from lightning_stocache.training.hooks import cache_datamodule
 from lightning_stocache.training.monitor import CacheMonitor
 from lightning_stocache.training.wanted import drawn_by
 from tests.training.seen import Looking, Watcher, data_hooks
-from tests.training.tiny import logged, make_trainer, source
+from tests.training.tiny import announced, logged, make_trainer, source
 
 pytestmark = pytest.mark.processes
 
@@ -161,19 +162,22 @@ def test_two_training_loaders_of_one_dataset_share_slots(tmp_path):
 
 
 @pytest.mark.parametrize("options", [{"keep_cache": True}, {"name": "on disk"}])
-def test_a_cache_that_outlives_the_call_has_room_for_all(tmp_path, options):
+def test_a_cache_that_outlives_the_call_has_room_for_all(tmp_path, options, caplog):
     """The next fold draws other samples from the same dataset: it finds slots for them, and what the last one left."""
     data = source(tmp_path, samples=SAMPLES)
     if "name" in options:
         pytest.importorskip("xxhash")
         options = {"name": "folds", "dir": str(tmp_path)}
+    caplog.set_level(logging.INFO, "lightning_stocache")
     callback = StochasticCache("100%", **options)
     hit_rates(tmp_path / "0", [callback], subset_loader(data, range(40)))
     loads = data.loads
+    stored = set(data.loaded[: announced(caplog)]) if "name" in options else set()  # by set-up
     rates, looking = hit_rates(tmp_path / "1", [callback], subset_loader(data, range(20, 60)))
     assert looking.slots["train"] == [SAMPLES]
-    assert rates == [0.5, 1]
-    assert set(data.loaded[loads:]) >= set(range(40, 60))
+    new = set(range(40, 60)) - stored
+    assert rates == [1 - len(new) / 40, 1]
+    assert set(data.loaded[loads:]) >= new
     callback.close()
 
 
@@ -200,13 +204,17 @@ def test_a_cache_that_is_kept_and_has_no_room_for_all_is_for_what_is_drawn(tmp_p
     (callbacks[0] if door == "callback" else given.caches).close()
 
 
-def test_under_a_name_a_subset_says_what_is_drawn(tmp_path):
+def test_under_a_name_a_subset_says_what_is_drawn(tmp_path, caplog):
     """A cache that other jobs read has slots for the whole dataset; of a Subset, that is the tenth."""
     pytest.importorskip("xxhash")
     data, options = source(tmp_path, samples=SAMPLES), {"name": "folds", "dir": str(tmp_path)}
     loader = DataLoader(Subset(data, TENTH), BATCH, shuffle=True)
-    rates, _ = hit_rates(tmp_path, [StochasticCache(2 * BUDGET, **options)], loader)
-    assert rates == [0, 1]
+    caplog.set_level(logging.INFO, "lightning_stocache")
+    rates, looking = hit_rates(tmp_path, [StochasticCache(2 * BUDGET, **options)], loader)
+    assert looking.slots["train"] == [len(TENTH)]
+    stored = set(data.loaded[: announced(caplog)])
+    assert rates == [len(stored) / len(TENTH), 1]
+    assert set(data.loaded) == set(TENTH)
 
 
 def test_a_limit_on_validation_is_a_limit_on_its_slots(tmp_path):
