@@ -37,6 +37,7 @@ _ARRAY_DTYPES = {
         *(torch.float16, torch.float32, torch.float64, torch.complex64, torch.complex128),
     )
 }
+_SPARSE = (torch.sparse_coo, torch.sparse_csr, torch.sparse_csc, torch.sparse_bsr, torch.sparse_bsc)
 _OF_IMAGES = ("info", "palette", "readonly", "im", "pyaccess")  # attributes of PIL's own; others are the user's
 _GENERATORS = (random.Random, np.random.Generator, np.random.RandomState, torch.Generator)
 
@@ -127,8 +128,10 @@ def _reduced_tensor(tensor: torch.Tensor) -> Any:
         if hasattr(kind, "__tensor_flatten__") or dispatch is not torch.Tensor.__torch_dispatch__:
             return NotImplemented
         return _subclass, (kind, tensor.as_subclass(torch.Tensor), tensor.__dict__)
-    if tensor.layout is not torch.strided or tensor.is_quantized or tensor.is_nested or tensor.is_meta:
+    if tensor.layout not in (torch.strided, *_SPARSE) or tensor.is_quantized or tensor.is_nested or tensor.is_meta:
         return NotImplemented
+    if tensor.layout is not torch.strided:
+        return NotImplemented if tensor.__dict__ else (_sparse, cast(Any, tensor).__reduce_ex__(5)[1])
     if tensor.__dict__:
         return _subclass, (kind, tensor.view_as(tensor), tensor.__dict__)
     if tensor.is_conj() or tensor.is_neg():
@@ -163,6 +166,13 @@ def _permuted(dtype: str, shape: tuple[int, ...], order: tuple[int, ...], buffer
 
 def _empty(dtype: str, shape: tuple[int, ...]) -> torch.Tensor:
     return torch.empty(shape, dtype=_DTYPES[dtype], device="cpu")
+
+
+def _sparse(layout: torch.layout, parts: tuple[Any, ...]) -> torch.Tensor:
+    """As torch would rebuild it, which also keeps it until the next `torch.load` has checked it."""
+    if layout is torch.sparse_coo:
+        return torch.sparse_coo_tensor(*parts[:3], is_coalesced=parts[3], check_invariants=False)
+    return torch.sparse_compressed_tensor(*parts, layout=layout, check_invariants=False)
 
 
 def _subclass(kind: type[torch.Tensor], plain: torch.Tensor, attributes: dict[str, Any]) -> torch.Tensor:

@@ -9,6 +9,7 @@ import os
 import random
 import sys
 import tracemalloc
+import weakref
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -275,6 +276,9 @@ def test_tensors_come_back_with_values_strides_and_attributes(
         assert came.untyped_storage().nbytes() == came.numel() * came.element_size()
         assert not came.is_conj()
         assert not came.is_neg()
+    kept = weakref.ref(came)
+    del came
+    assert kept() is None
 
 
 @pytest.mark.parametrize("count", [4, 4000])
