@@ -24,6 +24,7 @@ import torch
 from torch.utils.data.dataloader import _MultiProcessingDataLoaderIter
 from tqdm import tqdm
 
+from lightning_stocache.loading import stream_choice
 from lightning_stocache.setup import look
 from lightning_stocache.setup.reader_process import NotStartedError
 from tests import names
@@ -60,10 +61,12 @@ def looks_in_this_process(request: pytest.FixtureRequest, monkeypatch: pytest.Mo
     rooms = {"insight", "loading", "training"}.intersection(request.path.parts)
     if rooms and not request.node.get_closest_marker("looks_apart"):
         monkeypatch.setattr(look, "shared_counts", _refuse_to_start)
+    if rooms - {"training"}:  # streams are read again here, too; `tests/training/test_streams.py` has that process
+        monkeypatch.setattr(stream_choice, "read_apart", _refuse_to_start)
 
 
 def _refuse_to_start(*_: Any) -> None:
-    raise NotStartedError("this test looks in its own process")
+    raise NotStartedError("this test reads in its own process")
 
 
 @pytest.fixture(autouse=True)

@@ -9,6 +9,7 @@ from torch.utils.data import Dataset, IterableDataset
 
 from lightning_stocache.insight.measurement import Data, measure
 from lightning_stocache.insight.planner import PlanError
+from lightning_stocache.node.free import FreeMemory
 from tests.sources import CountedSource
 
 QUICK = 0.01
@@ -187,8 +188,9 @@ def test_other_sets_count_their_cached_size():
         measure(Data([torch.zeros(100)] * 8, 4, others=[Broken(0)]), seconds=QUICK)
 
 
-def test_largest_safe_keeps_room_for_batches():
+def test_largest_safe_keeps_room_for_batches(monkeypatch):
     """What the batches of the loaders take is not granted."""
+    monkeypatch.setattr(FreeMemory, "measure", lambda _: FreeMemory(2**35, 2**36, None))
     source = [torch.zeros(100)]
     free = Data(source, 1).safe_bytes(0, ranks=1)
     assert 0 < Data(source, 16, 2).safe_bytes(2**16, ranks=1) < free

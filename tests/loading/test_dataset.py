@@ -739,7 +739,7 @@ class Endless:
 @pytest.mark.parametrize(
     ("make", "error", "message"),
     [
-        (Stream, TypeError, "map-style.*got Stream.*without an index"),
+        (Stream, TypeError, "map-style.*got Stream. What has no index can be given to CachedStream"),
         (Endless, TypeError, "with __getitem__ and __len__, got Endless"),
         (lambda: 5, TypeError, "got int"),
         (lambda: "train/", TypeError, "source must be a dataset, got 'train/'"),

@@ -3,9 +3,9 @@
 Each rank leaves its metrics of every epoch in `rank<k>.json`, or its error in `rank<k>.error`. CASE is a way of
 sampling with half of the dataset per node (locality, global), the same through another door (callback, cached), half of
 a fold per node (`fold`, through the callback, and then by a DataModule), `whole` (a cache of everything on each node),
-`records` (samples of which those at set-up are ten times as large as the others, and a tenth of them per node), or a
-piece of bad luck: `full` (no memory on the second node), `dies` (the last rank is killed in `setup`), `wrapped` (a
-sampler that Lightning would wrap).
+`records` (samples of which those at set-up are ten times as large as the others, and memory for a tenth of such per
+node), or a piece of bad luck: `full` (no memory on the second node), `dies` (the last rank is killed in `setup`),
+`wrapped` (a sampler that Lightning would wrap).
 """
 
 from __future__ import annotations
@@ -104,7 +104,7 @@ def main(folder: Path, case: str, epochs: int) -> None:
         train,
         batch_size=BATCH,
         loader=options,
-        budget={"whole": "auto", "records": "10%"}.get(case, "50%"),
+        budget={"whole": "auto", "records": "6MiB"}.get(case, "50%"),
         sampling="global" if case in ("global", "whole") else "locality",
         strict=case == "full",
     )
