@@ -136,7 +136,8 @@ class CachedLoader(DataLoader[Any]):
         if persistent and self._current is not None and (last := self._current()) is not None:
             last.close()
         started = persistent and (self._started or self._plain is not None)
-        self.position = copy.copy(self.position)  # an epoch that is still read counts in the one before
+        if not persistent:
+            self.position = copy.copy(self.position)  # an epoch that is still read counts in the one before
         self.position.begin(self)
         cached = self._cached()
         if not started and cached is not None:
