@@ -80,8 +80,8 @@ def filled(size: str, how: str, megabytes: int) -> dict[str, float]:
             if cache.has_room(sample):  # else whoever loads a sample does not encode it
                 clock(index, sample)
     else:
-        clock = Clock(Misses.keep)
-        Misses.keep = clock  # type: ignore[method-assign]
+        clock = Clock(Misses._keep)
+        Misses._keep = clock  # type: ignore[method-assign]
         for _ in CachedLoader(dataset, 32, shuffle=True, num_workers=int(how), collate_fn=list):
             pass
     kept = [index for index in range(len(source)) if cache.place(index) >= 0]

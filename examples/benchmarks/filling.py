@@ -109,8 +109,8 @@ def measured(samples: int, nbytes: int, fields: int, batch_size: int, how: str, 
         clock()
         spent |= {"fill": time.perf_counter_ns() - wall, "CPU": clock.ns}
     else:
-        keep, state = Clock(Misses.keep), Clock(Generators.state)
-        Misses.keep, Generators.state = keep, state  # type: ignore[method-assign, assignment]
+        keep, state = Clock(Misses._keep), Clock(Generators.state)
+        Misses._keep, Generators.state = keep, state  # type: ignore[method-assign, assignment]
         before = counters.totals()
         for _ in CachedLoader(dataset, batch_size, shuffle=True, num_workers=int(how)):
             pass
