@@ -6,7 +6,7 @@ import os
 import signal
 import threading
 from collections.abc import Iterator
-from contextlib import closing, nullcontext
+from contextlib import closing
 from typing import Any, NoReturn
 
 import pytest
@@ -70,7 +70,7 @@ class Dying(Dataset[Any]):
 def test_an_answer_that_a_killed_worker_has_torn_is_its_end():
     """What is raised is DataLoader's error about the worker, though its sockets close before it has ended."""
     loader = DataLoader(Dying(), batch_sampler=[[0]], num_workers=1, collate_fn=list, persistent_workers=True)
-    workers = WorkerIterator(loader, nullcontext)
+    workers = WorkerIterator(loader)
     with pytest.raises(RuntimeError, match=r"DataLoader worker .* (killed by signal|exited unexpectedly)"):
         workers.receive()
     workers.shut_down()
