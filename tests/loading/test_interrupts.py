@@ -132,14 +132,15 @@ class Failing(Numbers):
 
 @pytest.mark.parametrize("transform", [None, Jitter("torch")])
 def test_persistent_workers_begin_again_any_number_of_times(transform: Any) -> None:
-    """Forty epochs broken off in every way, with two workers and nothing left of each; then a whole one."""
+    """Fifty epochs broken off in every way, with two workers and nothing left of each; then a whole one."""
     with closing(CachedDataset(Failing(LENGTH), "50%", transform=transform)) as dataset:
         loader = CachedLoader(dataset, 4, **PERSISTENT)
         held: list[tuple[int, int, int]] = []
-        for number in range(40):
+        for number in range(50):
             with suppress(KeyboardInterrupt, ArithmeticError, OSError):
-                break_off(loader, ENDS[number % len(ENDS)], moment=2 + number)
+                break_off(loader, ENDS[number % len(ENDS)], moment=number * 4)
             assert len(active_children()) == (0 if ENDS[number % len(ENDS)] == "Ctrl-C" else 2)
+            wait_for_feeders()
             gc.collect()
             held.append((len(os.listdir("/proc/self/fd")), threading.active_count(), mapped()))
         assert all(later <= first for first, later in zip(map(max, *held[:8]), map(max, *held[8:]), strict=True))
@@ -162,6 +163,16 @@ def break_off(loader: DataLoader[Any], end: str, moment: int) -> None:
             raise ArithmeticError
         if number == 2 and end == "Ctrl-C":
             Keyboard().next(batches, moment)
+
+
+def wait_for_feeders() -> None:
+    """Until workers that have ended are fed no more: nobody joins the threads that do it, and they hold the queues."""
+    deadline = time.monotonic() + 120
+    while time.monotonic() < deadline:
+        feeders = [thread for thread in threading.enumerate() if thread.name == "QueueFeederThread"]
+        if len(feeders) <= len(active_children()):
+            return
+        time.sleep(0.01)
 
 
 def mapped() -> int:
