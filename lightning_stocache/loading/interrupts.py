@@ -31,8 +31,8 @@ def held_back(number: int = signal.SIGINT) -> Iterator[None]:
         else:  # a worker that was forked in the block
             handler(number, frame)
 
-    signal.signal(number, note)
     try:
+        signal.signal(number, note)
         yield
     finally:
         signal.signal(number, handler)

@@ -126,7 +126,7 @@ class WorkerPool:
         """Give a request to the next worker."""
         self._feed.waiting.append(request)
         if self._workers.outstanding < self.most:
-            with held_back(signal.SIGCHLD):
+            with held_back(), held_back(signal.SIGCHLD):  # Ctrl-C would leave the handler of the other unset
                 self._workers.push()
 
     def receive(self) -> Reply:

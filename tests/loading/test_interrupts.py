@@ -136,13 +136,16 @@ def test_persistent_workers_begin_again_any_number_of_times(transform: Any) -> N
     with closing(CachedDataset(Failing(LENGTH), "50%", transform=transform)) as dataset:
         loader = CachedLoader(dataset, 4, **PERSISTENT)
         held: list[tuple[int, int, int]] = []
+        handlers = set[Any]()
         for number in range(50):
             with suppress(KeyboardInterrupt, ArithmeticError, OSError):
                 break_off(loader, ENDS[number % len(ENDS)], moment=number * 4)
             assert len(active_children()) == (0 if ENDS[number % len(ENDS)] == "Ctrl-C" else 2)
+            handlers.add(signal.getsignal(signal.SIGCHLD))
             wait_for_feeders()
             gc.collect()
             held.append((len(os.listdir("/proc/self/fd")), threading.active_count(), mapped()))
+        assert len(handlers) == 1
         assert all(later <= first for first, later in zip(map(max, *held[:8]), map(max, *held[8:]), strict=True))
         batches, labels = iter(loader), list[int]()
         for number in range(10):
