@@ -23,7 +23,7 @@ from lightning_stocache.source.same_sample import same_sample
         (torch.tensor([1.0, np.nan, np.inf]), torch.tensor([1.0, np.nan, np.inf]), True),
         (torch.tensor([1.0, np.nan]), torch.tensor([1.0, 2.0]), False),
         (torch.ones(2, dtype=torch.complex64), torch.ones(2, dtype=torch.complex64) * 2j, False),
-        (np.float32(0.1) * 3, np.float32(0.3), True),
+        (np.float32(0.3), np.nextafter(np.float32(0.3), np.float32(1)), True),
         ([1, {"a": 0.1 + 0.2}], [1, {"a": 0.3}], True),
         ([1, {"a": 1}], [1, {"b": 1}], False),
         ({"a", "b"}, {"b", "a"}, True),
