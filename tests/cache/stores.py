@@ -106,9 +106,9 @@ def same(left: Any, right: Any) -> bool:
 # ---- opening ----
 
 
-def memory_store(codec: Any, granted: int = GRANTED, arc: Any = ARC) -> Any:
+def memory_store(codec: Any, granted: int = GRANTED, arc: Any = ARC, backend: Any = None) -> Any:
     """A new store in memory, which children of this process have, too."""
-    return store_for(codec).create(codec, arc, granted=granted)
+    return store_for(codec).create(codec, arc, backend, granted=granted)
 
 
 def disk_store(codec: Any, directory: Path, granted: int = GRANTED) -> Any:

@@ -24,7 +24,7 @@ from lightning_stocache.cache.spec import SampleMismatchError, SampleSpec
 from lightning_stocache.node.files import Backend
 from tests.cache.test_claims import holding
 from tests.logs import Log
-from tests.processes import Child, call, call_many, context, without_room
+from tests.processes import Child, call, context, without_room
 from tests.sources import CountedSource
 
 SOURCE = CountedSource(40, (3, 5, 7))
@@ -55,80 +55,6 @@ def same(one: Any, other: Any) -> bool:
 
 
 # --- one contract, however the process was started
-
-
-def use_elsewhere(cache: SharedCache) -> dict[str, Any]:
-    """In another process: read what is there, fill what is not, and say what was seen."""
-    before = {index: sample for index in range(len(SOURCE)) if (sample := cache.get(index)) is not None}
-    stored = [index for index in range(10, 20) if cache.fill(index, SOURCE.expected(index))]
-    seen = {"before": before, "stored": stored, "filled": cache.filled, "length": len(cache)}
-    cache.close()
-    return seen
-
-
-@pytest.mark.processes
-@pytest.mark.parametrize(
-    ("method", "backend"),
-    [("fork", "tmpfile"), ("fork", "file"), ("forkserver", "tmpfile"), ("forkserver", "memfd"), ("spawn", "tmpfile")],
-)
-def test_what_was_stored_is_served_in_every_process(method: str, backend: Backend) -> None:
-    """Samples are got after they were filled, here and elsewhere; each is stored once; the rest has no slot."""
-    cache = made(0.75, backend)
-    with_slot = [index for index in range(len(SOURCE)) if cache.arc.slot(index) != NO_SLOT]
-    assert len(with_slot) == len(cache) == 30
-    assert all(cache.get(index) is None for index in range(len(SOURCE)))
-    here = [index for index in range(15) if cache.fill(index, SOURCE.expected(index))]
-    assert here == [index for index in with_slot if index < 15]
-    seen = call(use_elsewhere, cache, method=method)
-    assert all(same(sample, SOURCE.expected(index)) for index, sample in seen["before"].items())
-    assert list(seen["before"]) == here
-    assert seen["stored"] == [index for index in with_slot if 15 <= index < 20]
-    assert seen["length"] == 30
-    assert cache.filled == seen["filled"] == len(here) + len(seen["stored"])
-    for index in range(20):
-        sample = cache.get(index)
-        assert (sample is not None) == (index in with_slot)
-        assert sample is None or same(sample, SOURCE.expected(index))
-    cache.close()
-
-
-def test_many_samples_are_gathered_as_single_ones_are_read(cache: SharedCache) -> None:
-    """Ready slots of a batch, repeated indices and empty slots among them, give the same samples as `get`."""
-    for index in range(0, len(SOURCE), 2):
-        cache.fill(index, SOURCE.expected(index))
-    indices = np.array([4, 3, 4, 0, 39, 38])
-    slots = cache.lookup(indices)
-    assert (slots != NO_SLOT).tolist() == [True, False, True, True, False, True]
-    ready = slots[slots != NO_SLOT]
-    samples = SPEC.split(gathered(cache, ready), len(ready))
-    assert all(same(one, cache.get(index)) for one, index in zip(samples, [4, 4, 0, 38], strict=True))
-
-
-def test_indices_outside_of_the_dataset_have_no_place(cache: SharedCache) -> None:
-    """The ring would wrap them around; those from the end are the same samples."""
-    length = len(SOURCE)
-    for index in range(0, length, 3):
-        cache.fill(index, SOURCE.expected(index))
-    places = cache.lookup(np.arange(-2 * length, 2 * length)).reshape(4, length)
-    assert places[1].tolist() == places[2].tolist() == cache.lookup(np.arange(length)).tolist()
-    assert set(places[[0, 3]].flatten().tolist()) == {NO_SLOT}
-    for index in (-length - 1, length, 7 * length):
-        assert (cache.has_place(index), cache.get(index)) == (False, None)
-        assert not cache.fill(index, SOURCE.expected(0))
-    assert [cache.get(index - length) is None for index in range(length)] == [
-        bool(index % 3) for index in range(length)
-    ]
-
-
-def test_a_cache_without_slots_serves_nothing() -> None:
-    """Where the budget is too small for one sample everything is a bypass, and nothing fails."""
-    cache = made(0.0)
-    assert len(cache) == cache.filled == 0
-    assert not cache.fill(1, SOURCE.expected(1))
-    assert cache.get(1) is None
-    assert cache.lookup(np.arange(5)).tolist() == [NO_SLOT] * 5
-    cache.clear()
-    cache.close()
 
 
 def test_a_sample_that_differs_is_refused_even_without_a_slot() -> None:
@@ -169,63 +95,7 @@ def test_memory_is_never_more_than_the_slots_may_take(shape: tuple[int, ...]) ->
 # --- nobody is handed a view
 
 
-def test_changing_a_served_sample_changes_nothing_else(cache: SharedCache) -> None:
-    """In-place changes to what was stored, got or gathered never reach the cache."""
-    image, label = SOURCE.expected(3)
-    cache.fill(3, (image, label))
-    image.zero_()
-    got = cache.get(3)
-    assert got is not None
-    got[0].fill_(255)
-    slots = cache.lookup(np.array([3, 3]))
-    for one in SPEC.split(gathered(cache, slots), 2):
-        one[0].fill_(255)
-    for column in gathered(cache, slots):
-        column.fill(255)
-    cache.get_slot(3)[0].fill_(255)  # type: ignore[index]
-    cache[int(slots[0])][0].fill_(255)
-    assert same(cache.get(3), SOURCE.expected(3))
-
-
 # --- several processes at once
-
-
-def operate(cache: SharedCache, seed: int, steps: int) -> list[int]:
-    """Random gets and fills; which indices this process has stored."""
-    rng, stored = random.Random(seed), []
-    for _ in range(steps):
-        index = rng.randrange(len(SOURCE))
-        expected = SOURCE.expected(index)
-        what = rng.choice(["get", "fill", "set", "batch"])
-        if what == "fill":
-            if cache.fill(index, expected):
-                stored.append(index)
-        elif what == "set":
-            cache.set_slot(index, expected)  # same bytes: never an error, whoever was first
-        elif what == "get":
-            sample = cache.get(index)
-            assert sample is None or same(sample, expected)
-        else:
-            batch = np.array([rng.randrange(len(SOURCE)) for _ in range(8)])
-            slots = cache.lookup(batch)
-            found = slots != NO_SLOT
-            for one, wanted in zip(
-                SPEC.split(gathered(cache, slots[found]), int(found.sum())), batch[found].tolist(), strict=True
-            ):
-                assert same(one, SOURCE.expected(wanted))
-    return stored
-
-
-@pytest.mark.processes
-def test_random_operations_of_several_processes_agree_with_a_dict(cache: SharedCache) -> None:
-    """Whatever processes do at the same time, nobody is served another sample than the plain dict holds."""
-    stored = call_many(operate, [(cache, seed, 300) for seed in range(3)])
-    stored.append(operate(cache, 99, 300))
-    flat = [index for own in stored for index in own]
-    assert len(flat) == len(set(flat))  # nobody stored what another had
-    assert cache.filled == len(SOURCE)
-    plain = {index: SOURCE.expected(index) for index in range(len(SOURCE))}
-    assert all(same(cache.get(index), plain[index]) for index in plain)
 
 
 def do(cache: SharedCache, what: str, index: int, value: int) -> Any:
@@ -265,54 +135,8 @@ def test_overwriting_and_clearing_agree_with_a_dict(cache: SharedCache, rng: ran
 # --- death and shortage
 
 
-def test_a_store_that_fails_leaves_the_slot_empty(cache: SharedCache, monkeypatch: pytest.MonkeyPatch) -> None:
-    """An exception between claim and READY gives the claim back; the slot can be filled afterwards."""
-    with monkeypatch.context() as patch:
-        patch.setattr(cache.slots, "store", lambda *_: 1 / 0)
-        with pytest.raises(ZeroDivisionError):
-            cache.fill(5, SOURCE.expected(5))
-    assert cache.get(5) is None
-    assert cache.fill(5, SOURCE.expected(5))
-
-
 def encoded(indices: list[int]) -> list[list[memoryview]]:
     return [SPEC.contents(SPEC.encode(SOURCE.expected(index))) for index in indices]
-
-
-def test_many_samples_are_stored_one_by_one() -> None:
-    """Each as the iterator comes to it; what has no slot, and what another was quicker with, is told apart."""
-    cache = made(0.5)
-    indices = list(range(10))
-    has_slot = [cache.has_place(index) for index in indices]
-    cache.fill(first := has_slot.index(True), SOURCE.expected(first))
-    stored = cache.put_many(indices, encoded(indices))
-    assert cache.filled == 1
-    for index, was_stored in enumerate(stored):
-        assert was_stored is ((index != first) if has_slot[index] else None)
-        assert cache.filled == max(sum(has_slot[: index + 1]), 1)
-    assert all(same(cache.get(index), SOURCE.expected(index)) for index in indices if has_slot[index])
-    cache.close()
-
-
-@pytest.mark.processes
-def test_many_samples_of_which_one_cannot_be_stored(cache: SharedCache, monkeypatch: pytest.MonkeyPatch) -> None:
-    """What came before stays, the slot is empty and free for the next, and what comes after is not touched."""
-    store, slots = cache.slots.store, [cache.arc.slot(index) for index in range(5)]
-
-    def failing(slot: int, contents: list[memoryview]) -> bool:
-        store(slot, [contents[0], memoryview(bytes(8))])
-        if slot == slots[2]:
-            raise OSError(5, "the third")
-        return True
-
-    monkeypatch.setattr(cache.slots, "store", failing)
-    stored = cache.put_many(range(5), encoded([*range(5)]))
-    assert (next(stored), next(stored)) == (True, True)
-    with pytest.raises(OSError, match="the third"):
-        next(stored)
-    monkeypatch.undo()
-    assert [cache.get(index) is not None for index in range(5)] == [True, True, False, False, False]
-    assert call(lambda: cache.fill(2, SOURCE.expected(2)))
 
 
 def hold_claim(cache: SharedCache, ready: str) -> None:
