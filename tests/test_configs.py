@@ -26,6 +26,7 @@ tqdm.get_lock()  # made once per process, and not what a test leaves behind
 
 ROOT = Path(__file__).parents[1]
 SHIPPED = sorted((ROOT / "configs").rglob("*.yaml"))
+RANDOM = "_target_:lightning.pytorch.demos.boring_classes.RandomDataset,size:32,length:8"
 BORING = "{_target_:lightning.pytorch.demos.boring_classes.BoringDataModule}"
 OWN = sorted((ROOT / "examples" / "configs").rglob("*.yaml"))
 ConfigStore.instance().store(  # `model` is the app's own group
@@ -223,26 +224,16 @@ def test_shipped_groups_instantiate(tmp_path, logger, callbacks):
 
 
 @pytest.mark.processes
-def test_shipped_data_takes_partial_sources():
-    """data=stocache with _partial_ sources makes a DataModule that trains."""
-    source = "{_target_:lightning.pytorch.demos.boring_classes.RandomDataset,_partial_:true,size:32,length:8}"
-    config = composed("train", "model=boring", f"data.train={source}", "data.batch_size=4")
-    datamodule = instantiate(config.data)
-    trainer = pl.Trainer(fast_dev_run=True, accelerator="cpu", enable_progress_bar=False, enable_model_summary=False)
-    from lightning.pytorch.demos.boring_classes import BoringModel
-
-    class Training(BoringModel):
-        validation_step = None
-
-    trainer.fit(Training(), datamodule=datamodule)
-    assert trainer.global_step == 1
-
-
-@pytest.mark.processes
-def test_shipped_rolling_data_trains():
-    """data=rolling makes a DataModule whose training set is a rolling cache of the source that YAML describes."""
-    source = "{_target_:lightning.pytorch.demos.boring_classes.RandomDataset,size:32,length:8}"
-    overrides = ("data=rolling", f"data.train.source={source}", "data.train.budget=100%", "data.train.minimum=4")
+@pytest.mark.parametrize(
+    "overrides",
+    [
+        (f"data.train={{{RANDOM},_partial_:true}}",),
+        ("data=rolling", f"data.train.source={{{RANDOM}}}", "data.train.budget=100%", "data.train.minimum=4"),
+    ],
+    ids=["stocache", "rolling"],
+)
+def test_shipped_data_trains(overrides):
+    """data=stocache with `_partial_` sources, and data=rolling with the source of its rolling cache."""
     datamodule = instantiate(composed("train", "model=boring", *overrides, "data.batch_size=4").data)
     trainer = pl.Trainer(fast_dev_run=True, accelerator="cpu", enable_progress_bar=False, enable_model_summary=False)
     from lightning.pytorch.demos.boring_classes import BoringModel
@@ -257,8 +248,8 @@ def test_shipped_rolling_data_trains():
 @pytest.mark.processes
 def test_shipped_dataset_instantiates():
     """data=stocache_dataset makes a CachedDataset around a source that YAML describes."""
-    source = "{_target_:lightning.pytorch.demos.boring_classes.RandomDataset,size:32,length:8}"
-    dataset = instantiate(composed("train", "model=boring", "data=stocache_dataset", f"data.source={source}").data)
+    overrides = ("model=boring", "data=stocache_dataset", f"data.source={{{RANDOM}}}")
+    dataset = instantiate(composed("train", *overrides).data)
     assert len(dataset) == 8
     assert torch.equal(dataset[3], dataset[3])
 

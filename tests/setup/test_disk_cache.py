@@ -12,7 +12,6 @@ from typing import Any
 import pytest
 import torch
 import torch.distributed as dist
-from lightning.pytorch import Trainer
 
 from lightning_stocache.cache import pace
 from lightning_stocache.cache.placement import Ring
@@ -25,12 +24,9 @@ from lightning_stocache.node.disk import DiskError
 from lightning_stocache.node.group import NodeGroup
 from lightning_stocache.node.janitor import clean, named_segments
 from lightning_stocache.setup.named_cache import FingerprintError
-from lightning_stocache.training.callbacks import StochasticCache
-from lightning_stocache.training.datamodule import StocacheDataModule
 from tests.processes import call, call_many
 from tests.ranks import run_ranks
 from tests.sources import CountedSource
-from tests.training.tiny import Model, make_trainer, plain_loader
 
 LENGTH = 60
 
@@ -76,8 +72,7 @@ def job(layout: str, folder: str, num_workers: int) -> tuple[int, int, list[int]
 
 
 @pytest.mark.processes
-@pytest.mark.parametrize("num_workers", [0, 2])
-@pytest.mark.parametrize("layout", ["rows", "records"])
+@pytest.mark.parametrize(("layout", "num_workers"), [("rows", 2), ("records", 0)])
 def test_the_next_job_loads_nothing(tmp_path: Path, layout: str, num_workers: int) -> None:
     """The first one loads each sample once; the next one, in another process, none."""
     assert call(job, layout, str(tmp_path), num_workers)[:2] == (0, LENGTH)
@@ -86,8 +81,7 @@ def test_the_next_job_loads_nothing(tmp_path: Path, layout: str, num_workers: in
 
 
 @pytest.mark.processes
-@pytest.mark.parametrize("where", ["disk", "memory"])
-@pytest.mark.parametrize("num_workers", [0, 2])
+@pytest.mark.parametrize(("where", "num_workers"), [("disk", 2), ("memory", 0)])
 def test_jobs_at_the_same_time_load_each_sample_once(tmp_path: Path, where: str, num_workers: int) -> None:
     """Four trials that draw the same order share one fill: between them, each sample is loaded once."""
     name = f"trials-{os.getpid()}-{num_workers}"
@@ -198,30 +192,6 @@ def test_a_directory_that_vanishes_harms_nobody(tmp_path: Path) -> None:
     shutil.rmtree(tmp_path / "caches")
     epoch(dataset, source)
     dataset.close()
-
-
-@pytest.mark.processes
-def test_every_door_has_it(tmp_path: Path) -> None:
-    """DataModule and callback open caches on a disk; the second run of either loads nothing."""
-    folder = str(tmp_path / "caches")
-    for door in ("datamodule", "callback"):
-        loads = []
-        for _ in range(2):
-            source = CountedSource(LENGTH, (3, 8, 8), tmp_path / f"{door}-loads")
-            before = source.loads
-            options: dict[str, Any] = {"name": door, "dir": folder, "allow_random": True}
-            if door == "datamodule":
-                module = StocacheDataModule(train=source, batch_size=8, **options)
-                trainer: Trainer = make_trainer(tmp_path, epochs=2)
-                trainer.fit(Model(), module)
-            else:
-                callback = StochasticCache(**options)
-                make_trainer(tmp_path, [callback], epochs=2).fit(Model(), plain_loader(source))
-            loads.append(source.loads - before)
-        assert loads[0] >= LENGTH
-        assert loads[1] <= 8, "nothing but what set-up reads"
-    names = [segment.name for segment in named_segments(directory=folder)]
-    assert sorted(names) == ["callback-train0", "datamodule-train0"]
 
 
 def two_nodes(rank: int, folder: str) -> tuple[str, int, float, list[str]]:

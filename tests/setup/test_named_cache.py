@@ -34,7 +34,7 @@ from lightning_stocache.setup.request import CacheRequest
 from lightning_stocache.setup.segments import CacheMemoryError
 from lightning_stocache.training.datamodule import StocacheDataModule
 from tests.names import path_of
-from tests.processes import Child, call, call_many
+from tests.processes import Child, call
 from tests.ranks import run_ranks
 from tests.sources import CountedSource
 from tests.training.tiny import Model, make_trainer
@@ -165,16 +165,6 @@ def test_closing_says_once_what_is_kept(name: str, tmp_path: Path, caplog: pytes
 
 
 @pytest.mark.processes
-def test_two_jobs_at_the_same_time_share_it(name: str, tmp_path: Path) -> None:
-    """Both get exactly the samples of the source, and few are loaded twice."""
-    counts = call_many(read_all, [(str(tmp_path), name)] * 2)
-    assert [misses + hits for misses, hits, _ in counts] == [LENGTH, LENGTH]
-    assert max(filled for *_, filled in counts) == LENGTH
-    assert LENGTH <= source(tmp_path).loads <= 2 * LENGTH
-    assert call(read_all, str(tmp_path), name)[:2] == (0, LENGTH)
-
-
-@pytest.mark.processes
 def test_a_job_that_is_killed_leaves_a_usable_cache(name: str, tmp_path: Path) -> None:
     """SIGKILL in the middle of filling: what is READY is right, and the next job loads the rest."""
     job = Child(fill_and_stick, str(tmp_path), name)
@@ -263,14 +253,6 @@ def test_bad_names_are_refused() -> None:
     for make in (cached, lambda source, name: StocacheDataModule(source, name=name)):
         with pytest.raises(ValueError, match="name must be"):
             make(CountedSource(LENGTH), "../up")
-
-
-def test_a_long_fingerprint_fits(name: str) -> None:
-    """Texts that the header has no room for are compared by their digest."""
-    first = cached(CountedSource(LENGTH), name, fingerprint="x" * 10000)
-    with pytest.raises(FingerprintError):
-        cached(CountedSource(LENGTH), name, fingerprint="x" * 10001)
-    first.close()
 
 
 # --- geometry
@@ -468,24 +450,6 @@ def half(rank: int, folder: str, name: str) -> tuple[int, int]:
     dist.barrier()
     dataset.close()
     return answer
-
-
-@pytest.mark.processes
-def test_all_ranks_refuse_another_fingerprint(name: str) -> None:
-    """The leader sees it, and all say it, with both sides."""
-    first = cached(CountedSource(LENGTH), name, fingerprint="v1")
-    for words in run_ranks(refused, 2, name):
-        assert "'fingerprint': 'v1'" in words
-        assert "'fingerprint': 'v2'" in words
-        assert f"python -m lightning_stocache clean {name}" in words
-    first.close()
-
-
-def refused(rank: int, name: str) -> str:
-    dataset = cached(CountedSource(LENGTH), name, fingerprint="v2", defer=True)
-    with pytest.raises((FingerprintError, RuntimeError)) as caught:
-        dataset.share()
-    return str(caught.value)
 
 
 # --- under a Trainer

@@ -16,7 +16,7 @@ from torch import nn
 from torch.utils.data import DataLoader, Dataset, DistributedSampler
 
 from lightning_stocache.loading.cached_source import CachedSource
-from lightning_stocache.loading.dataset import CachedDataset, dataset_over
+from lightning_stocache.loading.dataset import CachedDataset
 from lightning_stocache.node.budget import Budget
 from lightning_stocache.node.group import NodeGroup
 from lightning_stocache.node.handle import SegmentHandle
@@ -52,20 +52,6 @@ def opened(
 ) -> OpenCache:
     group = NodeGroup.discover() if group is None else group
     return open_caches([CacheRequest(source, "", strict=strict)], {"": Budget.parse(budget)}, group)[0]
-
-
-def test_datasets_open_together() -> None:
-    """Datasets of one pot get the same coverage, and start to count anew."""
-    requests = [CacheRequest(CountedSource(length), "") for length in (30, 10)]
-    for _ in range(2):
-        opened = open_caches(requests, {"": Budget.parse("50%")}, NodeGroup())
-        datasets = [dataset_over(CachedSource(cache)) for cache in opened]
-        assert [dataset.ring.coverage for dataset in datasets if dataset.ring is not None] == [0.5, 0.5]
-        assert [dataset.counters.totals().served for dataset in datasets if dataset.counters is not None] == [0, 0]
-        for dataset in datasets:
-            list(dataset)
-            dataset.close()
-    assert open_caches([], {}, NodeGroup()) == []
 
 
 # --- on two ranks

@@ -110,7 +110,10 @@ def numbers() -> TensorDataset:
 
 ODD = {
     "empty": (lambda: DataLoader([], batch_size=2), "list passes through uncached: it is empty"),
-    "iterable": (lambda: DataLoader(Stream(), batch_size=2), "Stream passes through uncached: it is iterable-style"),
+    "iterable": (
+        lambda: DataLoader(Stream(), batch_size=2),
+        "Stream passes through uncached: it is iterable-style. streams=True keeps it",
+    ),
     "keys": (lambda: DataLoader(Keyed(), batch_size=None, sampler=["k1", "k2"]), "Keyed .*keys such as 'k1'"),
     "batches of keys": (lambda: DataLoader(Keyed(), batch_sampler=[["k1"], ["k2"]]), "Keyed .*keys such as 'k1'"),
     "no length": (lambda: DataLoader(Endless(), batch_size=2, sampler=[1, 2]), "Endless .*no length.*__len__"),

@@ -3,45 +3,34 @@
 from __future__ import annotations
 
 import gc
-import logging
 import weakref
 from pathlib import Path
 from types import MethodType
 from typing import Any
 
 import pytest
-import torch
 from lightning.pytorch import LightningDataModule, Trainer
-from lightning.pytorch.utilities import CombinedLoader
 from torch.utils.data import (
-    BatchSampler,
-    DataLoader,
-    IterableDataset,
-    RandomSampler,
-    WeightedRandomSampler,
     default_collate,
 )
 
-from lightning_stocache.loading.loader_tree import cached_datasets
 from lightning_stocache.training.callbacks import FillProgress, StochasticCache
-from lightning_stocache.training.monitor import CacheMonitor
+from lightning_stocache.training.hooks import cache_datamodule
 from tests.sources import CountedSource
 from tests.training.tiny import SAMPLES, Model, announced, logged, make_trainer, plain_loader, source
 
 pytestmark = pytest.mark.processes
 
 
-@pytest.fixture(autouse=True)
-def _hear_announcements(caplog):
-    caplog.set_level(logging.INFO, logger="lightning_stocache")
-
-
 @pytest.mark.parametrize(
     ("origin", "reload"),
-    [("fit", 0), ("fit", 1), ("module", 1), ("datamodule", 0), ("datamodule", 1), ("from_datasets", 0)],
+    [("fit", 1), ("module", 1), ("datamodule", 0), ("from_datasets", 0), ("cache_datamodule", 1)],
 )
 def test_loaders_from_anywhere_are_cached(tmp_path, caplog, origin, reload):
-    """Given to fit, from a module's hooks or from a DataModule: each sample is loaded once in three epochs."""
+    """Given to fit, from a module's hooks or from a DataModule: each sample is loaded once in three epochs.
+
+    A DataModule that `cache_datamodule` has cached keeps its caches beside the callback.
+    """
     train, val = source(tmp_path), source(tmp_path, "val", 8)
 
     class Hooks:
@@ -57,86 +46,17 @@ def test_loaders_from_anywhere_are_cached(tmp_path, caplog, origin, reload):
     class OwnModel(Hooks, Model):
         pass
 
+    made = {"datamodule": OwnData, "from_datasets": lambda: LightningDataModule.from_datasets(train, val)}
+    made["cache_datamodule"] = lambda: cache_datamodule(LightningDataModule.from_datasets(train, val))
     trainer = make_trainer(tmp_path, [StochasticCache()], epochs=3, reload_dataloaders_every_n_epochs=reload)
     if origin == "fit":
         trainer.fit(Model(), plain_loader(train, shuffle=True), plain_loader(val))
     elif origin == "module":
         trainer.fit(OwnModel())
     else:
-        trainer.fit(Model(), OwnData() if origin == "datamodule" else LightningDataModule.from_datasets(train, val))
+        trainer.fit(Model(), made[origin]())
     assert train.loads + val.loads == SAMPLES + 8 + announced(caplog)
     assert logged(trainer, "stocache/hit_rate")[-1] == 1
-
-
-class Tagged(DataLoader[Any]):
-    """A loader with an argument of its own."""
-
-    def __init__(self, dataset: Any, tag: str, **options: Any) -> None:
-        super().__init__(dataset, **options)
-        self.tag = tag
-
-
-def seeded() -> torch.Generator:
-    return torch.Generator().manual_seed(0)
-
-
-@pytest.mark.parametrize(
-    "make",
-    [
-        lambda data: Tagged(data, "blue", batch_size=4),
-        lambda data: plain_loader(data, sampler=RandomSampler(data, True, SAMPLES, seeded())),
-        lambda data: plain_loader(data, sampler=WeightedRandomSampler([1.0] * SAMPLES, SAMPLES, generator=seeded())),
-        lambda data: DataLoader(data, batch_sampler=BatchSampler(RandomSampler(data), 4, drop_last=True)),
-        lambda data: plain_loader(data, num_workers=2, persistent_workers=True),
-        lambda data: CombinedLoader(plain_loader(data), "min_size"),
-    ],
-    ids=["subclass", "replacement", "weighted", "batch_sampler", "workers", "CombinedLoader"],
-)
-def test_loaders_of_all_kinds_are_cached(tmp_path, make, caplog):
-    """Subclasses, samplers that repeat, batch samplers, workers: everything served is counted and hits in the end."""
-    train = source(tmp_path)
-    trainer = make_trainer(tmp_path, [StochasticCache()], epochs=12)
-    trainer.fit(Model(), make(train))
-    counts = {name: logged(trainer, f"stocache/{name}") for name in ("hits", "misses", "bypasses")}
-    assert [sum(epoch) for epoch in zip(*counts.values(), strict=True)] == [SAMPLES] * 12
-    assert counts["hits"][-1] == SAMPLES
-    assert train.loads <= SAMPLES + announced(caplog)
-
-
-class Stream(IterableDataset[Any]):
-    """An iterable-style dataset of batches for Model."""
-
-    def __iter__(self):
-        return iter([(torch.zeros(3, 8, 8), 1)] * 8)
-
-
-def test_an_iterable_dataset_can_be_left_out(tmp_path, caplog):
-    """With its stage's budget at 0 an iterable-style set is passed on as it is, and the other stages are cached."""
-    val = source(tmp_path, "val", 8)
-    trainer = make_trainer(tmp_path, [StochasticCache(stage_budgets={"train": 0})], epochs=2)
-    trainer.fit(Model(), plain_loader(Stream()), plain_loader(val))
-    assert val.loads == 8 + announced(caplog)
-    assert logged(trainer, "stocache/hit_rate") == []
-
-
-@pytest.mark.parametrize(
-    ("options", "served"),
-    [
-        ({"limit_train_batches": 2}, 8),
-        ({"overfit_batches": 3}, 12),
-        ({"limit_val_batches": 0}, SAMPLES),
-        ({"num_sanity_val_steps": 0}, SAMPLES),
-        ({"limit_train_batches": 0.5, "val_check_interval": 2}, 12),
-    ],
-)
-def test_the_trainers_limits_hold(tmp_path, options, served):
-    """With limits of the Trainer's the samples served are those that are trained on, and the second epoch hits if it
-    sees the same ones."""
-    train, val = source(tmp_path), source(tmp_path, "val", 8)
-    trainer = make_trainer(tmp_path, [StochasticCache()], epochs=2, **options)
-    trainer.fit(Model(), plain_loader(train), plain_loader(val))
-    assert logged(trainer, "stocache/misses") == [served, 0]
-    assert logged(trainer, "stocache/hits") == [0, served]
 
 
 def test_fast_dev_run_and_barebones(tmp_path, recwarn):
@@ -145,18 +65,6 @@ def test_fast_dev_run_and_barebones(tmp_path, recwarn):
     for trainer in (make_trainer(tmp_path, [StochasticCache()], fast_dev_run=True), barebones):
         trainer.fit(Model(), plain_loader(source(tmp_path)), plain_loader(source(tmp_path, "val", 8)))
     assert not [warning for warning in recwarn if "self.log" in str(warning.message)]
-
-
-def test_with_a_monitor_in_the_list_nothing_is_logged_twice(tmp_path):
-    """StochasticCache leaves logging to a CacheMonitor beside it: one value per epoch, one live row per step."""
-    trainer = make_trainer(tmp_path, [StochasticCache(), CacheMonitor()], epochs=2)
-    calls: list[dict[str, float]] = []
-    original = trainer.logger.log_metrics
-    trainer.logger.log_metrics = lambda metrics, step=None: (calls.append(metrics), original(metrics, step))[1]
-    trainer.fit(Model(), plain_loader(source(tmp_path)))
-    assert sum("stocache/hits" in call for call in calls) == 2
-    assert sum("stocache/hit_rate" in call for call in calls) == 2
-    assert sum("stocache/live/hit_rate" in call for call in calls) == 12
 
 
 class Anew(Model):
@@ -213,20 +121,6 @@ def test_a_loader_made_anew_for_every_epoch_goes_with_it(tmp_path):
     make_trainer(tmp_path, [StochasticCache()], epochs=5, reload_dataloaders_every_n_epochs=1).fit(Anew())
     assert len(alive) == 5
     assert max(alive) <= 3
-
-
-def test_keep_cache_and_close(tmp_path):
-    """With keep_cache=True a second fit on the same dataset loads nothing; close() ends that."""
-    train, callback = source(tmp_path), StochasticCache(keep_cache=True)
-    loads = []
-    for _ in range(2):
-        trainer = make_trainer(tmp_path, [callback])
-        trainer.fit(Model(), plain_loader(train))
-        loads.append(train.loads)
-    assert loads[1] == loads[0]
-    assert [dataset.cache.filled for dataset in cached_datasets(trainer.train_dataloader)] == [SAMPLES]
-    callback.close()
-    assert [dataset.cache for dataset in cached_datasets(trainer.train_dataloader)] == [None]
 
 
 def test_a_budget_that_is_used_up_says_so(tmp_path, caplog):

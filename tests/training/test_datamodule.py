@@ -2,24 +2,17 @@
 
 from __future__ import annotations
 
-import logging
 import warnings
 from functools import partial
 
 import pytest
 import torch
-from lightning.pytorch import Callback, LightningModule
 from lightning.pytorch.utilities.exceptions import MisconfigurationException
 from torch.utils.data import BatchSampler, SequentialSampler, WeightedRandomSampler
 
 from lightning_stocache.loading.dataset import CachedDataset
 from lightning_stocache.training.datamodule import StocacheDataModule
-from tests.training.tiny import SAMPLES, Model, announced, make_trainer, source
-
-
-@pytest.fixture(autouse=True)
-def _hear_announcements(caplog):
-    caplog.set_level(logging.INFO, logger="lightning_stocache")
+from tests.training.tiny import SAMPLES, Model, make_trainer, source
 
 
 def caches_of(dm: StocacheDataModule, stage: str) -> list[CachedDataset]:
@@ -28,9 +21,8 @@ def caches_of(dm: StocacheDataModule, stage: str) -> list[CachedDataset]:
 
 
 @pytest.mark.processes
-@pytest.mark.parametrize("workers", [0, 2])
-def test_all_stages_read_what_their_source_holds(tmp_path, workers):
-    """Train, several val sets, test and predict give the batches of their sources, with and without workers."""
+def test_all_stages_read_what_their_source_holds(tmp_path):
+    """Train, several val sets, test and predict give the batches of their sources, in loops without a Trainer, too."""
     sets = {name: source(tmp_path, name, 8) for name in ("train", "val", "other", "test", "predict")}
     dm = StocacheDataModule(
         sets["train"],
@@ -38,7 +30,7 @@ def test_all_stages_read_what_their_source_holds(tmp_path, workers):
         sets["test"],
         sets["predict"],
         batch_size=4,
-        num_workers=workers,
+        num_workers=2,
     )
     for call, stages in {"fit": ("train", "val"), "test": ("test",), "predict": ("predict",)}.items():
         dm.setup(call)
@@ -51,24 +43,16 @@ def test_all_stages_read_what_their_source_holds(tmp_path, workers):
 
 
 @pytest.mark.processes
-def test_sets_of_a_call_share_the_budget_by_size(tmp_path):
-    """One budget in bytes is split over train and val in proportion to their sizes."""
-    train, val = source(tmp_path, "train", 60), source(tmp_path, "val", 20)
-    dm = StocacheDataModule(train, val, budget=40 * (3 * 8 * 8 + 8 + 1))
+@pytest.mark.parametrize(
+    ("options", "slots"),
+    [({"budget": 40 * (3 * 8 * 8 + 8 + 1)}, [30, 10]), ({"budget": "50%", "stage_budgets": {"val": 0}}, [30, 0])],
+)
+def test_sets_of_a_call_share_the_budget_by_size(tmp_path, options, slots):
+    """Bytes are split over train and val in proportion to their sizes; a stage with a budget of its own has that."""
+    dm = StocacheDataModule(source(tmp_path, "train", 60), source(tmp_path, "val", 20), **options)
     dm.setup("fit")
-    slots = [len(dataset.cache) for stage in ("train", "val") for dataset in caches_of(dm, stage)]
-    dm.teardown("fit")
-    assert slots == [30, 10]
-
-
-@pytest.mark.processes
-def test_a_stage_can_have_a_budget_of_its_own(tmp_path):
-    """stage_budgets takes a stage out of the common pot; 0 leaves it uncached."""
-    train, val = source(tmp_path), source(tmp_path, "val")
-    dm = StocacheDataModule(train, val, budget="50%", stage_budgets={"val": 0})
-    dm.setup("fit")
-    assert len(caches_of(dm, "train")[0].cache) == SAMPLES // 2
-    assert caches_of(dm, "val")[0].cache is None
+    caches = [dataset.cache for stage in ("train", "val") for dataset in caches_of(dm, stage)]
+    assert [0 if cache is None else len(cache) for cache in caches] == slots
     dm.teardown("fit")
 
 
@@ -208,27 +192,6 @@ def test_loaders_before_setup_say_what_to_call(tmp_path):
         dm.train_dataloader()
 
 
-class Openings(Callback):
-    """Notes which memory files the caches of a DataModule use at every batch."""
-
-    def __init__(self, dm: StocacheDataModule) -> None:
-        self.dm, self.inodes = dm, set()
-
-    def on_train_batch_end(self, *_):
-        self.inodes |= {dataset.cache.segment.handle.inode for dataset in caches_of(self.dm, "train")}
-
-
-@pytest.mark.processes
-def test_nothing_is_built_twice_within_a_call(tmp_path, caplog):
-    """Sanity check, validation and loaders reloaded in every epoch all use the caches of the call's beginning."""
-    train, val = source(tmp_path), source(tmp_path, "val", 8)
-    dm = StocacheDataModule(train, val, batch_size=4)
-    openings = Openings(dm)
-    make_trainer(tmp_path, [openings], epochs=3, reload_dataloaders_every_n_epochs=1).fit(Model(), dm)
-    assert len(openings.inodes) == 1
-    assert train.loads + val.loads == SAMPLES + 8 + announced(caplog)
-
-
 @pytest.mark.processes
 def test_setup_twice_opens_once(tmp_path):
     """A second setup, before or by the Trainer, keeps the cache and reads nothing more."""
@@ -241,30 +204,6 @@ def test_setup_twice_opens_once(tmp_path):
     make_trainer(tmp_path).fit(Model(), dm)
     assert train.loads == reads + SAMPLES
     assert cache.closed
-
-
-@pytest.mark.processes
-def test_without_keep_cache_nothing_is_open_between_calls(tmp_path, caplog):
-    """When a call has ended the datasets pass through, and the next call loads again."""
-    train = source(tmp_path)
-    dm = StocacheDataModule(train, batch_size=4)
-    for calls in (1, 2):
-        make_trainer(tmp_path).fit(Model(), dm)
-        assert train.loads == calls * SAMPLES + announced(caplog)
-
-
-@pytest.mark.processes
-def test_used_outside_of_a_trainer(tmp_path):
-    """setup, loop, teardown by hand: the second pass loads nothing."""
-    train = source(tmp_path)
-    dm = StocacheDataModule(train, batch_size=4, num_workers=2)
-    dm.setup("fit")
-    loader = dm.train_dataloader()
-    assert len(list(loader)) == 6
-    loads = train.loads
-    assert len(list(loader)) == 6
-    assert train.loads == loads
-    dm.teardown("fit")
 
 
 def test_bad_sets_are_refused_in_words():
@@ -282,18 +221,6 @@ def test_bad_sets_are_refused_in_words():
         StocacheDataModule(train=Stream(), strict=True).setup("fit")
     with pytest.raises(ValueError, match="train set cannot be cached, list: it is empty"):
         StocacheDataModule(train=[], strict=True).setup("fit")
-
-
-def test_hparams_and_module_stay_the_users(tmp_path):
-    """A subclass may save its hyperparameters and add hooks as with any LightningDataModule."""
-
-    class Photos(StocacheDataModule):
-        def __init__(self, size: int = 3, **options):
-            super().__init__(train=source(tmp_path, "train", 4), **options)
-            self.save_hyperparameters("size")
-
-    assert Photos(size=5).hparams.size == 5
-    assert isinstance(Model(), LightningModule)
 
 
 @pytest.mark.processes

@@ -2,14 +2,12 @@
 
 from __future__ import annotations
 
-import collections
 import pickle
 
 import pytest
 import torch
 from lightning.pytorch import Callback, LightningDataModule
 from lightning.pytorch.callbacks import ModelCheckpoint
-from lightning.pytorch.utilities import CombinedLoader
 from lightning.pytorch.utilities.model_helpers import is_overridden
 
 from lightning_stocache.loading.dataset import CachedDataset
@@ -69,18 +67,6 @@ def test_the_object_stays_what_it_is(tmp_path):
     assert not is_overridden("on_after_batch_transfer", dm)
 
 
-def test_the_users_hooks_run_as_often_as_without_a_cache(tmp_path):
-    """setup, loader hooks and teardown of the user run as often as on an object that is not cached."""
-
-    def run(dm: Photos) -> dict[str, int]:
-        trainer = make_trainer(tmp_path, epochs=2, reload_dataloaders_every_n_epochs=1)
-        trainer.fit(Model(), dm)
-        trainer.validate(Model(), dm, verbose=False)
-        return collections.Counter(dm.ran)
-
-    assert run(cache_datamodule(Photos(str(tmp_path)))) == run(Photos(str(tmp_path)))
-
-
 def test_the_users_on_exception_runs_and_the_caches_close(tmp_path):
     """An exception in training reaches the user's on_exception, and the caches are closed after it."""
 
@@ -107,41 +93,6 @@ def test_checkpoints_hold_what_they_held(tmp_path):
     again = cache_datamodule(Photos(str(tmp_path)))
     make_trainer(tmp_path, epochs=2).fit(Model(), again, ckpt_path=saver.last_model_path)
     assert "loaded" in again.ran
-
-
-def test_from_datasets(tmp_path, caplog):
-    """A DataModule made by LightningDataModule.from_datasets is cached like any other."""
-    train = source(tmp_path)
-    dm = cache_datamodule(LightningDataModule.from_datasets(train, batch_size=4))
-    make_trainer(tmp_path, epochs=3).fit(Model(), dm)
-    assert train.loads <= SAMPLES + announced(caplog)
-    assert not is_overridden("val_dataloader", dm)
-
-
-@pytest.mark.parametrize("nest", ["dict", "list", "combined"])
-def test_loaders_may_be_nested(tmp_path, nest, caplog):
-    """A dict, a list or a CombinedLoader of loaders keeps its form; every dataset in it is cached once."""
-    first, second = source(tmp_path), source(tmp_path, "second", 12)
-
-    class Several(LightningDataModule):
-        def train_dataloader(self):
-            loaders = {"a": plain_loader(first), "b": plain_loader(second)}
-            return {"dict": loaders, "list": list(loaders.values()), "combined": CombinedLoader(loaders, "min_size")}[
-                nest
-            ]
-
-    class Both(Model):
-        batches = 0
-
-        def training_step(self, batch, batch_idx):
-            self.batches += 1
-            one, other = batch.values() if isinstance(batch, dict) else batch
-            return self.loss(one) + self.loss(other)
-
-    dm, model = cache_datamodule(Several()), Both()
-    make_trainer(tmp_path, epochs=2).fit(model, dm)
-    assert model.batches == 2 * (3 if nest == "combined" else 6)
-    assert first.loads + second.loads <= SAMPLES + 12 + announced(caplog)
 
 
 def test_a_new_call_asks_for_its_loaders_again(tmp_path):
@@ -186,15 +137,6 @@ def test_a_new_call_shares_its_budget_anew(tmp_path):
 
     make_trainer(tmp_path, [Looking()]).fit(Model(), dm)
     assert slots == [8, 8]
-
-
-def test_a_dataset_made_in_the_hook_goes_on_in_its_cache(tmp_path, caplog):
-    """One that is made anew for every epoch, with the same samples, is served by the cache of the one before."""
-    dm = cache_datamodule(Anew(tmp_path), keep_cache=True)
-    make_trainer(tmp_path, epochs=3, reload_dataloaders_every_n_epochs=1).fit(Model(), dm)
-    assert [one in dm.caches for one in dm.made] == [False] * (len(dm.made) - 1) + [True]
-    assert "came with a new" not in caplog.text
-    dm.caches.close()
 
 
 def test_a_kept_cache_is_replaced_when_setup_makes_a_new_dataset(tmp_path):

@@ -3,17 +3,16 @@
 from __future__ import annotations
 
 import importlib
-import time
 from types import SimpleNamespace
 from typing import Any
 
 import pytest
 
-from lightning_stocache import CacheMonitor, StochasticCache
+from lightning_stocache import StochasticCache
 from lightning_stocache.training import lightning_internals, monitor
 from lightning_stocache.training.lightning_internals import data_sources, leaves_samplers_alone
 from lightning_stocache.training.sampling import replicas
-from tests.training.tiny import SAMPLES, Model, make_trainer, plain_loader, source
+from tests.training.tiny import Model, make_trainer, plain_loader, source
 
 
 @pytest.fixture(autouse=True)
@@ -33,25 +32,6 @@ def test_actions_of_other_names_leave_the_seconds_out(tmp_path, monkeypatch, rec
     assert not [name for name in trainer.callback_metrics if "seconds" in name and ("wait" in name or "comp" in name)]
     told = [str(warning.message) for warning in recwarn if "data_wait_seconds" in str(warning.message)]
     assert len(told) == 1
-
-
-@pytest.mark.processes
-def test_the_seconds_are_there_otherwise(tmp_path):
-    """The loop of this Lightning is heard: an epoch has computed as long as its steps, and no longer than the fit."""
-
-    class Slow(Model):
-        def training_step(self, batch, batch_idx):
-            time.sleep(0.02)
-            return super().training_step(batch, batch_idx)
-
-    trainer = make_trainer(tmp_path, [CacheMonitor(), StochasticCache()])
-    begin = time.perf_counter()
-    trainer.fit(Slow(), plain_loader(source(tmp_path)))
-    seconds = time.perf_counter() - begin
-    waited, computed = (
-        float(trainer.callback_metrics[f"stocache/{name}_seconds"]) for name in ("data_wait", "compute")
-    )
-    assert 0.02 * SAMPLES / 4 <= computed <= computed + waited <= seconds
 
 
 def trainer_of(**connector: Any) -> Any:

@@ -7,19 +7,17 @@ import logging
 import time
 from importlib import import_module
 from pathlib import Path
-from typing import Any
 
 import pytest
 import torch
-from lightning.pytorch import Callback, LightningDataModule
+from lightning.pytorch import Callback
 from lightning.pytorch.callbacks import EarlyStopping, ModelCheckpoint
 from lightning.pytorch.loggers import CSVLogger, Logger, TensorBoardLogger
-from torch.utils.data import Dataset, Sampler
+from torch.utils.data import Dataset
 
 from lightning_stocache.loading.dataset import CachedDataset
 from lightning_stocache.training.callbacks import FillProgress, StochasticCache
 from lightning_stocache.training.datamodule import StocacheDataModule
-from lightning_stocache.training.hooks import cache_datamodule
 from lightning_stocache.training.monitor import CacheMonitor
 from tests.training.tiny import SAMPLES, Model, logged, make_trainer, plain_loader, source
 
@@ -34,8 +32,7 @@ KEYS = {
 OF_TRAINING = {"data_wait_seconds", "compute_seconds", "samples_per_second", "hit_rate_expected"}
 
 
-@pytest.mark.parametrize("workers", [0, 2])
-@pytest.mark.parametrize(("budget", "slots"), [("auto", 24), ("50%", 12), (0, 0)])
+@pytest.mark.parametrize(("budget", "slots", "workers"), [("auto", 24, 0), ("50%", 12, 2), (0, 0, 2)])
 def test_values_are_the_sources_own(tmp_path, workers, budget, slots):
     """In every epoch hits, misses and bypasses add up to what was served, and the loads to what the source counted."""
     train = source(tmp_path)
@@ -124,22 +121,6 @@ def test_a_hit_rate_below_the_expected_one_is_warned_about_once(tmp_path):
     assert line.count("\n") == 1
 
 
-def test_nothing_is_expected_of_a_sampler_that_is_not_known(tmp_path):
-    """For a user's own sampler the key is left out."""
-
-    class Often(Sampler[int]):
-        def __iter__(self):
-            return iter([0, 1, 2, 3] * 6)
-
-        def __len__(self):
-            return 24
-
-    trainer = make_trainer(tmp_path, [StochasticCache()], epochs=2)
-    trainer.fit(Model(), plain_loader(source(tmp_path), sampler=Often()))
-    assert logged(trainer, "stocache/hits") == [20, 24]
-    assert logged(trainer, "stocache/hit_rate_expected") == []
-
-
 def test_live_values_come_at_the_trainers_cadence(tmp_path):
     """Every log_every_n_steps a row with the epoch's hit rate so far, numbered as Lightning numbers its own."""
 
@@ -161,15 +142,6 @@ def test_live_values_come_at_the_trainers_cadence(tmp_path):
     assert [float(row["stocache/live/fill_fraction"]) for row in live] == pytest.approx([2 / 6, 4 / 6, 1, 1, 1, 1])
     assert [float(row["stocache/live/hit_rate"]) for row in live] == [0, 0, 0, 1, 1, 1]
     assert len([row for row in rows if row["stocache/hit_rate"]]) == 2  # the epochs' alone
-
-
-def test_live_values_are_off_by_one_option(tmp_path):
-    """With `live=False` there are the epochs' values and no others, whichever of the two monitors it is."""
-    for callback in (CacheMonitor(live=False), StochasticCache(live=False)):
-        trainer = make_trainer(tmp_path, [callback])
-        trainer.fit(Model(), plain_loader(CachedDataset(source(tmp_path))))
-        assert len(logged(trainer, "stocache/hit_rate")) == 1
-        assert "stocache/live/" not in Path(trainer.logger.log_dir, "metrics.csv").read_text()
 
 
 class Recording(Logger):
@@ -369,28 +341,6 @@ def test_coverage_is_that_of_the_source_as_it_is_now(tmp_path):
     assert logged(trainer, "stocache/bypasses") == [0, 12]
     assert logged(trainer, "stocache/coverage") == [1, 0.5]
     assert logged(trainer, "stocache/hit_rate_expected") == [0]  # no formula holds for what grows
-
-
-def test_several_sets_are_counted_together(tmp_path):
-    """Several val sets, and several loaders for training, make one sum."""
-    first, second = source(tmp_path), source(tmp_path, "second", 12)
-
-    class Several(LightningDataModule):
-        def train_dataloader(self) -> Any:
-            return [plain_loader(first), plain_loader(second)]
-
-        def val_dataloader(self) -> Any:
-            return [plain_loader(source(tmp_path, name, 8)) for name in ("val", "other")]
-
-    class Both(Model):
-        def training_step(self, batch, batch_idx):
-            return self.loss(batch[0]) + self.loss(batch[1])
-
-    dm = cache_datamodule(Several())
-    trainer = make_trainer(tmp_path, [CacheMonitor()], num_sanity_val_steps=0)
-    trainer.fit(Both(), dm)
-    assert logged(trainer, "stocache/val/misses") == [16]
-    assert logged(trainer, "stocache/fills") == [SAMPLES + 12]
 
 
 def test_without_any_cache_nothing_is_logged(tmp_path):

@@ -7,7 +7,6 @@ from lightning.pytorch import Callback, Trainer
 from lightning.pytorch.profilers import PassThroughProfiler, SimpleProfiler
 
 from lightning_stocache.training.datamodule import StocacheDataModule
-from lightning_stocache.training.monitor import CacheMonitor
 from lightning_stocache.training.profiler import listen, stop_listening
 from tests.training.tiny import SAMPLES, Model, make_trainer, source
 
@@ -66,34 +65,6 @@ def test_contexts_are_entered_where_the_profiler_hears_of_them(tmp_path, profile
     assert one.heard.count(("stop", COMPUTE)) == steps
     if profiler is not None:
         assert len(trainer.profiler.recorded_durations[WAIT]) == one.heard.count(("stop", WAIT))
-
-
-def test_the_users_profiler_is_reached_through_it(tmp_path):
-    """While it is overheard its own attributes are there, too."""
-    seen = []
-
-    class Look(Callback):
-        def on_train_batch_end(self, trainer, *_):
-            seen.append(trainer.profiler.recorded_durations["run_training_batch"])
-
-    profiler = SimpleProfiler()
-    trainer = make_trainer(tmp_path, [CacheMonitor(), Look()], epochs=1, profiler=profiler)
-    trainer.fit(Model(), StocacheDataModule(source(tmp_path), batch_size=4))
-    assert seen[-1] is profiler.recorded_durations["run_training_batch"]
-    assert trainer.profiler is profiler
-
-
-def test_an_exception_gives_the_profiler_back(tmp_path):
-    """Also where training ends in an error."""
-
-    class Broken(Model):
-        def training_step(self, batch, batch_idx):
-            raise ValueError("mine")
-
-    trainer = make_trainer(tmp_path, [CacheMonitor()], epochs=1)
-    with pytest.raises(ValueError, match="mine"):
-        trainer.fit(Broken(), StocacheDataModule(source(tmp_path), batch_size=4))
-    assert type(trainer.profiler) is PassThroughProfiler
 
 
 def test_a_profiler_with_ways_of_its_own_keeps_them(tmp_path):

@@ -140,20 +140,13 @@ def test_the_seconds_are_those_of_the_clock(tmp_path, caplog):
     assert 0 < float(re.search(r"([\d.]+) s of waiting", line)[1]) <= clock.seconds + 0.05  # rounded; the sum is 4.8 s
 
 
-def test_silent_for_a_kept_cache(tmp_path, caplog):
-    """A fit that begins with a full cache says nothing."""
-    dm = StocacheDataModule(source(tmp_path), batch_size=4, keep_cache=True)
+@pytest.mark.parametrize("options", [{"keep_cache": True}, {"budget": 0}])
+def test_silent_where_nothing_fills(tmp_path, caplog, options):
+    """A fit that begins with a full cache, and one whose cache is off, show and say nothing."""
+    dm = StocacheDataModule(source(tmp_path), batch_size=4, **options)
     make_trainer(tmp_path).fit(Model(), dm)
     trainer = make_trainer(tmp_path, [FillProgress()])
     trainer.fit(Model(), dm)
     dm.close()
-    assert full_lines(caplog) == []
-    assert "cache" not in trainer.progress_bar_metrics
-
-
-def test_silent_without_slots(tmp_path, caplog):
-    """With the cache off there is no fill to show."""
-    trainer = make_trainer(tmp_path, [FillProgress()])
-    trainer.fit(Model(), StocacheDataModule(source(tmp_path), batch_size=4, budget=0))
     assert full_lines(caplog) == []
     assert "cache" not in trainer.progress_bar_metrics

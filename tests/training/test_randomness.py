@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import logging
 from pathlib import Path
 from typing import Any
 
@@ -10,14 +9,12 @@ import pytest
 import torch
 from lightning.pytorch import LightningDataModule, seed_everything
 from torch.utils.data import random_split
-from torchvision.transforms import v2
 
 from lightning_stocache.training.callbacks import FillProgress, StochasticCache
 from lightning_stocache.training.datamodule import StocacheDataModule
 from lightning_stocache.training.hooks import cache_datamodule
 from lightning_stocache.training.monitor import CacheMonitor
-from tests.sources import CountedSource
-from tests.training.tiny import Model, announced, make_trainer, plain_loader, source
+from tests.training.tiny import Model, make_trainer, plain_loader, source
 
 pytestmark = [pytest.mark.usefixtures("seeded"), pytest.mark.processes]
 
@@ -94,27 +91,3 @@ def test_hooks_that_draw_numbers_draw_the_same_ones(tmp_path):
     assert torch.equal(train(tmp_path, tapped, [StochasticCache()]), weights)
     assert torch.equal(train(tmp_path, cache_datamodule(cached), []), weights)
     assert plain.options == tapped.options == cached.options
-
-
-class Augmented(CountedSource):
-    """A source with a torchvision transform inside, random from its second step on."""
-
-    def __init__(self, length: int, log_path: Path) -> None:
-        super().__init__(length, log_path=log_path)
-        self.transform = v2.Compose(
-            [v2.RandomHorizontalFlip(0.0), v2.RandomHorizontalFlip(), v2.RandomCrop(8, padding=2)]
-        )
-
-    def __getitem__(self, index: int) -> Any:
-        image, label = super().__getitem__(index)
-        return self.transform(image), label
-
-
-def test_a_split_random_transform_gives_the_same_weights(tmp_path, caplog):
-    """A random transform inside the source is drawn anew in every epoch, as without a cache, from one load each."""
-    caplog.set_level(logging.INFO, logger="lightning_stocache")
-    augmented = Augmented(24, tmp_path / "augmented.loads")
-    augmented, val = sets = augmented, source(tmp_path, "val", 8)
-    cached = train(tmp_path, Data(*sets, 0), [StochasticCache()])
-    assert augmented.loads + val.loads == 24 + 8 + announced(caplog)
-    assert torch.equal(cached, train(tmp_path, Data(*sets, 0), []))

@@ -2,16 +2,13 @@
 
 from __future__ import annotations
 
-import csv
 import logging
 import time
-from pathlib import Path
 from typing import Any
 
 import lightning.pytorch as pl
 import pytest
 import torch
-from lightning.pytorch.loggers import CSVLogger
 from torch.utils.data import DataLoader, Dataset
 
 from lightning_stocache import (
@@ -23,6 +20,7 @@ from lightning_stocache import (
     cache_datamodule,
 )
 from tests.sources import Allowance
+from tests.training.tiny import logged, make_trainer
 
 pytestmark = pytest.mark.processes
 
@@ -74,45 +72,27 @@ class Model(pl.LightningModule):
         return torch.optim.SGD(self.parameters(), lr=0.0)
 
 
-def trainer(tmp_path: Path, epochs: int, **more: Any) -> pl.Trainer:
-    return pl.Trainer(
-        max_epochs=epochs,
-        accelerator="cpu",
-        logger=CSVLogger(tmp_path),
-        enable_progress_bar=False,
-        enable_model_summary=False,
-        enable_checkpointing=False,
-        **more,
-    )
-
-
-def rows(tmp_path: Path) -> list[dict[str, str]]:
-    [path] = tmp_path.rglob("metrics.csv")
-    with path.open() as file:
-        return list(csv.DictReader(file))
-
-
 def test_the_datamodule_trains_on_what_is_resident(tmp_path):
     """Epochs grow, because loaders are made anew before each; the metrics say what came, left and was seen."""
     model, allowed = Model(), Allowance(tmp_path / "allowed", 8)
     pool = RollingCache(Slow(allowed), "100%", fillers=1, minimum=8)
     dm = StocacheDataModule(train=pool, batch_size=4)
     callbacks = [CacheMonitor(), Growing(pool, allowed, 8)]
-    trainer(tmp_path, 6, callbacks=callbacks).fit(model, dm)
+    trainer = make_trainer(tmp_path, callbacks, epochs=6)
+    trainer.fit(model, dm)
     lengths = [len(epoch) for epoch in model.epochs]
     assert 8 <= lengths[0] < lengths[-1] <= 60
     assert all(len(set(epoch)) == len(epoch) for epoch in model.epochs)
     assert not pool.is_open
-    values = [row for row in rows(tmp_path) if row.get("stocache/rolling/resident")]
-    assert len(values) == 6
-    last = {name.rpartition("/")[2]: float(value) for name, value in values[-1].items() if "rolling" in name}
-    assert {"resident", "appended_per_second", "evicted_per_second", "oldest_seconds", "times_seen"} <= set(last)
-    assert last["resident"] >= lengths[-1]
-    assert float(values[1]["stocache/rolling/appended_per_second"]) > 0
-    assert last["evicted_per_second"] == 0
-    assert 0 < last["oldest_seconds"] < 600
-    assert last["times_seen"] >= 1
-    assert float(values[-1]["stocache/hit_rate"]) == 1
+    names = ("resident", "appended_per_second", "evicted_per_second", "oldest_seconds", "times_seen")
+    values = {name: logged(trainer, f"stocache/rolling/{name}") for name in names}
+    assert {name: len(epochs) for name, epochs in values.items()} == dict.fromkeys(names, 6)
+    assert values["resident"][-1] >= lengths[-1]
+    assert values["appended_per_second"][1] > 0
+    assert values["evicted_per_second"][-1] == 0
+    assert 0 < values["oldest_seconds"][-1] < 600
+    assert values["times_seen"][-1] >= 1
+    assert logged(trainer, "stocache/hit_rate")[-1] == 1
 
 
 @pytest.mark.parametrize("make", [CachedLoader, DataLoader])
@@ -121,8 +101,9 @@ def test_the_callback_follows_a_pool_that_grows(tmp_path, make, caplog):
     model, allowed = Model(), Allowance(tmp_path / "allowed", 8)
     pool = RollingCache(Slow(allowed), "100%", fillers=1, minimum=8)
     loader = make(pool, batch_size=4, sampler=pool.sampler())
+    callbacks = [StochasticCache("1MiB"), Growing(pool, allowed, 8)]
     with caplog.at_level(logging.INFO):
-        trainer(tmp_path, 3, callbacks=[StochasticCache("1MiB"), Growing(pool, allowed, 8)]).fit(model, loader)
+        make_trainer(tmp_path, callbacks, epochs=3).fit(model, loader)
     lengths = [len(epoch) for epoch in model.epochs]
     assert lengths == sorted(set(lengths))
     assert caplog.text.count("reload_dataloaders_every_n_epochs=1") == 1
@@ -135,7 +116,7 @@ def test_epochs_of_a_fixed_length(tmp_path):
     model, allowed = Model(), Allowance(tmp_path / "allowed", 8)
     pool = RollingCache(Slow(allowed), "100%", fillers=1, minimum=4, epoch_samples=20)
     dm = StocacheDataModule(train=pool, batch_size=4)
-    trainer(tmp_path, 4, callbacks=[Growing(pool, allowed, 20)]).fit(model, dm)
+    make_trainer(tmp_path, [Growing(pool, allowed, 20)], epochs=4).fit(model, dm)
     assert [len(epoch) for epoch in model.epochs] == [20] * 4
     assert len(set(model.epochs[0])) < len(set(model.epochs[-1])) <= 20
 
@@ -144,7 +125,7 @@ def test_the_datamodules_transform_comes_after_the_pool(tmp_path):
     """A transform of the DataModule's is done to what is served, by its workers."""
     model, pool = Model(), RollingCache(Slow(), "100%", fillers=1, minimum=8)
     dm = StocacheDataModule(train=pool, batch_size=4, num_workers=1, transform=torch.neg)
-    trainer(tmp_path, 2).fit(model, dm)
+    make_trainer(tmp_path, epochs=2).fit(model, dm)
     assert all(value <= 0 for epoch in model.epochs for value in epoch)
 
 
@@ -166,9 +147,9 @@ def test_a_pool_is_left_as_it_is(tmp_path, make, door, recwarn):
     model, pool = Model(), RollingCache(Slow(), "100%", fillers=1, minimum=8)
     data = Given(make(pool, batch_size=4, sampler=pool.sampler()))
     if door == "callback":
-        trainer(tmp_path, 2, callbacks=[StochasticCache("1MiB")]).fit(model, data)
+        make_trainer(tmp_path, [StochasticCache("1MiB")], epochs=2).fit(model, data)
     else:
-        trainer(tmp_path, 2).fit(model, cache_datamodule(data, "1MiB"))
+        make_trainer(tmp_path, epochs=2).fit(model, cache_datamodule(data, "1MiB"))
     assert all(len(epoch) >= 8 for epoch in model.epochs)
     assert not [str(warning.message) for warning in recwarn if "stocache" in str(warning.message).lower()]
     assert pool.is_open
@@ -179,9 +160,9 @@ def test_a_kept_pool_goes_on(tmp_path):
     """With `keep_cache=True` a second call trains on what has come by then."""
     model, pool = Model(), RollingCache(Slow(), "100%", fillers=1, minimum=8)
     dm = StocacheDataModule(train=pool, batch_size=4, keep_cache=True)
-    trainer(tmp_path / "first", 1).fit(model, dm)
+    make_trainer(tmp_path / "first").fit(model, dm)
     came = pool.stats().appended
-    trainer(tmp_path / "second", 1).fit(model, dm)
+    make_trainer(tmp_path / "second").fit(model, dm)
     assert pool.stats().appended >= came > 0
     dm.close()
     assert not pool.is_open
@@ -191,10 +172,8 @@ def test_ranks_of_a_trainer_share_the_pool(tmp_path):
     """Under DDP all ranks run the same number of batches, and only one of them fills."""
     pool = RollingCache(Slow(), "100%", fillers=1, minimum=16)
     dm = StocacheDataModule(train=pool, batch_size=4)
-    fitted = trainer(
-        tmp_path, 2, callbacks=[CacheMonitor()], strategy="ddp_fork", devices=2, reload_dataloaders_every_n_epochs=1
-    )
-    fitted.fit(Model(), dm)
-    values = [row for row in rows(tmp_path) if row.get("stocache/rolling/resident")]
-    assert [float(row["stocache/hit_rate"]) for row in values] == [1, 1]
-    assert float(values[0]["stocache/hits"]) >= 16
+    ranks = {"strategy": "ddp_fork", "devices": 2, "reload_dataloaders_every_n_epochs": 1}
+    trainer = make_trainer(tmp_path, [CacheMonitor()], epochs=2, **ranks)
+    trainer.fit(Model(), dm)
+    assert trainer.callback_metrics["stocache/hit_rate"] == 1
+    assert trainer.callback_metrics["stocache/hits"] >= 16

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import csv
-import logging
 import re
 from collections import Counter
 from collections.abc import Iterator
@@ -12,12 +10,14 @@ from typing import Any
 
 import pytest
 import torch
-from lightning.pytorch import LightningDataModule, LightningModule, Trainer
-from lightning.pytorch.loggers import CSVLogger
+from lightning.pytorch import LightningDataModule, LightningModule
 from torch.utils.data import DataLoader, IterableDataset, get_worker_info
 
 from lightning_stocache import CachedStream, FillProgress, StocacheDataModule, StochasticCache
 from tests.jobs import exit_codes, free_port, job_environment, start_module
+from tests.training.tiny import logged, make_trainer
+
+pytestmark = pytest.mark.processes
 
 LENGTH = 40
 
@@ -82,111 +82,65 @@ class Data(LightningDataModule):
         return DataLoader(self.val, batch_size=4)
 
 
-def trainer(folder: Path, *callbacks: Any, epochs: int = 4) -> Trainer:
-    return Trainer(
-        accelerator="cpu",
-        max_epochs=epochs,
-        callbacks=list(callbacks),
-        logger=CSVLogger(folder),
-        enable_checkpointing=False,
-        enable_progress_bar=False,
-        enable_model_summary=False,
-        log_every_n_steps=1,
-    )
-
-
-def rates(folder: Path, key: str = "stocache/hit_rate") -> list[float]:
-    [path] = folder.rglob("metrics.csv")
-    with path.open() as file:
-        rows = [row for row in csv.DictReader(file) if row.get("stocache/coverage")]
-    return [float(row[key]) for row in rows]
-
-
 ALL = Counter(float(number) for number in range(LENGTH))
 
 
-@pytest.mark.processes
 @pytest.mark.parametrize("workers", [0, 2])
 def test_the_callback_keeps_streams(tmp_path: Path, workers: int) -> None:
     """Every sample comes once an epoch; after the first epoch they come from memory, and the hit rate is logged."""
     train, val, model = Numbers(), Numbers(12), Seen()
     callbacks = [StochasticCache(budget="64MiB", streams=True), FillProgress()]
-    trainer(tmp_path, *callbacks).fit(model, Data(train, val, workers))
+    trainer = make_trainer(tmp_path, callbacks, epochs=4)
+    trainer.fit(model, Data(train, val, workers))
     assert model.epochs == [ALL] * 4
     assert {tuple(counter) for counter in model.validated[1:]} == {tuple(map(float, range(12)))}
     assert train.reads <= LENGTH + 16
     assert train.counts[0] == (0 if workers else LENGTH)  # of this process: another one has read it again
-    assert rates(tmp_path) == [0, 1, 1, 1]
-    assert rates(tmp_path, "stocache/coverage")[-1] == 1
-    assert rates(tmp_path, "stocache/fill_fraction") == [1] * 4
+    assert logged(trainer, "stocache/hit_rate") == [0, 1, 1, 1]
+    assert logged(trainer, "stocache/coverage")[-1] == 1
+    assert logged(trainer, "stocache/fill_fraction") == [1] * 4
 
 
-@pytest.mark.processes
-def test_without_the_option_streams_pass_by(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
-    """As ever: read in every epoch, with one warning."""
-    train, model = Numbers(), Seen()
-    with caplog.at_level(logging.WARNING):
-        trainer(tmp_path, StochasticCache(budget="64MiB"), epochs=2).fit(model, DataLoader(train, batch_size=4))
-    assert train.reads >= 2 * LENGTH
-    assert caplog.text.count("iterable-style. streams=True keeps it") == 1
-
-
-@pytest.mark.processes
 def test_our_datamodule_keeps_streams_with_a_transform_after_them(tmp_path: Path) -> None:
     """StocacheDataModule runs its transform after what is kept."""
     train, model = Numbers(), Seen()
     datamodule = StocacheDataModule(
         train=train, batch_size=4, budget="64MiB", streams=True, transform=lambda sample: sample + 100
     )
-    trainer(tmp_path).fit(model, datamodule)
+    make_trainer(tmp_path, epochs=4).fit(model, datamodule)
     assert model.epochs == [Counter({number + 100: 1 for number in ALL})] * 4
     assert train.reads <= LENGTH + 16
 
 
-@pytest.mark.processes
 def test_a_stream_that_its_user_keeps_is_left_to_him(tmp_path: Path) -> None:
     """A CachedStream in the user's own loader is monitored, and made the node's common one."""
     train, model = Numbers(), Seen()
     stream = CachedStream(train, "64MiB")
-    trainer(tmp_path, StochasticCache(budget="64MiB")).fit(model, DataLoader(stream, batch_size=4))
+    trainer = make_trainer(tmp_path, [StochasticCache(budget="64MiB")], epochs=4)
+    trainer.fit(model, DataLoader(stream, batch_size=4))
     assert model.epochs == [ALL] * 4
-    assert rates(tmp_path) == [0, 1, 1, 1]
+    assert logged(trainer, "stocache/hit_rate") == [0, 1, 1, 1]
     stream.close()
 
 
-@pytest.mark.processes
 def test_epochs_that_end_early_are_the_stream(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
     """With limit_train_batches nobody knows what is in a stream: it is what it is without a cache."""
     train, model = Numbers(), Seen()
-    call = Trainer(
-        accelerator="cpu",
-        max_epochs=5,
-        limit_train_batches=3,
-        callbacks=[StochasticCache(budget="64MiB", streams=True)],
-        logger=False,
-        enable_checkpointing=False,
-        enable_progress_bar=False,
-        enable_model_summary=False,
-    )
-    with caplog.at_level(logging.WARNING):
-        call.fit(model, DataLoader(train, batch_size=4))
+    callbacks = [StochasticCache(budget="64MiB", streams=True)]
+    make_trainer(tmp_path, callbacks, epochs=5, limit_train_batches=3).fit(model, DataLoader(train, batch_size=4))
     assert model.epochs == [Counter(map(float, range(12)))] * 5
     assert caplog.text.count("broken off") == 1
 
 
-@pytest.mark.processes
 def test_a_share_of_a_stream_cannot_be_asked_for(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
     """A budget in percent of the dataset passes it by, with one warning."""
     train, model = Numbers(), Seen()
-    with caplog.at_level(logging.WARNING):
-        trainer(tmp_path, StochasticCache(budget="50%", streams=True), epochs=2).fit(
-            model, DataLoader(train, batch_size=4)
-        )
+    callbacks = [StochasticCache(budget="50%", streams=True)]
+    make_trainer(tmp_path, callbacks, epochs=2).fit(model, DataLoader(train, batch_size=4))
     assert model.epochs == [ALL] * 2
     assert caplog.text.count("nobody knows the size") == 1
 
 
-@pytest.mark.processes
 def test_a_stream_that_is_made_anew_replaces_the_one_before(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
     """Loaders that are reloaded with a new stream give the memory of the old one back, with one warning."""
 
@@ -194,16 +148,12 @@ def test_a_stream_that_is_made_anew_replaces_the_one_before(tmp_path: Path, capl
         def train_dataloader(self) -> Any:
             return DataLoader(Numbers(), batch_size=4)
 
-    model, callback = Seen(), StochasticCache(budget="64MiB", streams=True)
-    call = trainer(tmp_path, callback)
-    call.reload_dataloaders_every_n_epochs = 1
-    with caplog.at_level(logging.WARNING):
-        call.fit(model, Anew())
+    model, callbacks = Seen(), [StochasticCache(budget="64MiB", streams=True)]
+    make_trainer(tmp_path, callbacks, epochs=4, reload_dataloaders_every_n_epochs=1).fit(model, Anew())
     assert model.epochs == [ALL] * 4
     assert caplog.text.count("came with a new Numbers") == 1
 
 
-@pytest.mark.processes
 def test_streams_and_datasets_share_a_stage(tmp_path: Path) -> None:
     """A validation of both keeps both, and opens them once."""
 
@@ -215,12 +165,11 @@ def test_streams_and_datasets_share_a_stage(tmp_path: Path) -> None:
     model.validation_step = lambda batch, index, dataloader_idx=0: None  # type: ignore[method-assign, assignment]
     data = Both(train, val, 0)
     data.samples = [torch.zeros(3) for _ in range(8)]  # type: ignore[attr-defined]
-    trainer(tmp_path, StochasticCache(budget="64MiB", streams=True)).fit(model, data)
+    make_trainer(tmp_path, [StochasticCache(budget="64MiB", streams=True)], epochs=4).fit(model, data)
     assert model.epochs == [ALL] * 4
     assert val.reads <= 8 + 12 + 12
 
 
-@pytest.mark.processes
 @pytest.mark.parametrize("workers", [0, 2])
 def test_ranks_keep_a_stream_together(tmp_path: Path, workers: int) -> None:
     """Each of two ranks reads a half in epoch one; later all is dealt over both, with as many batches on each."""
