@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, TypeAlias
 from lightning_stocache.terminal import say, yes
 
 if TYPE_CHECKING:
-    from lightning_stocache.node.janitor import NamedSegment
+    from lightning_stocache.node.named import NamedSegment
 
 __all__ = ["clean", "doctor", "list_"]
 
@@ -40,7 +40,7 @@ def list_(parser: argparse.ArgumentParser) -> Action:
 
     def run(arguments: argparse.Namespace) -> None:
         from lightning_stocache.insight.inventory import named_lines
-        from lightning_stocache.node.manifest import printable
+        from lightning_stocache.node.header import printable
 
         for line in named_lines(_named(parser)):
             say(line)
@@ -62,7 +62,7 @@ def clean(parser: argparse.ArgumentParser) -> Action:
 
     def run(arguments: argparse.Namespace) -> None:
         from lightning_stocache.insight.inventory import count, describe, of_job
-        from lightning_stocache.node.janitor import clean, clean_locks, is_stranger
+        from lightning_stocache.node.named import clean, clean_locks, is_foreign
 
         known = _named(parser, arguments.dir)
         if arguments.name is not None:
@@ -70,7 +70,7 @@ def clean(parser: argparse.ArgumentParser) -> Action:
         dead = [cache for cache in known if not cache.in_use]
         if arguments.name is not None and not dead:
             why = "is in use" if known else "does not exist"
-            if is_stranger(arguments.name, arguments.dir):
+            if is_foreign(arguments.name, arguments.dir):
                 why = "is none: what lies under its name is no segment of this user, and stays as it is"
             parser.exit(2, f"{parser.prog}: the cache {arguments.name!r} {why}; python -m lightning_stocache list\n")
         for cache in known:
@@ -95,8 +95,8 @@ def _named(parser: argparse.ArgumentParser, directory: str | None = None) -> Seq
     if sys.platform == "win32":
         parser.exit(2, f"{parser.prog}: Windows has no named caches\n")
     from lightning_stocache.cache.contents import contents_of
-    from lightning_stocache.node.janitor import named_segments
-    from lightning_stocache.node.manifest import printable
+    from lightning_stocache.node.header import printable
+    from lightning_stocache.node.named import named_segments
 
     if directory is not None and not os.path.isdir(directory):
         parser.exit(2, f"{parser.prog}: --dir {printable(directory)} is not a directory\n")

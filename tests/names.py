@@ -10,7 +10,7 @@ import shutil
 import tempfile
 from pathlib import Path
 
-from lightning_stocache.node import files, janitor, named
+from lightning_stocache.node import files, named
 
 __all__ = ["VARIABLE", "folder", "leave", "path_of", "remove", "use"]
 
@@ -39,7 +39,7 @@ def use(path: str | None = None) -> None:
             os.chmod(_made[0], 0o1777)  # as /dev/shm is: other users may put files there
         path = _made[0]
     chosen = path
-    for module in (files, janitor, named):
+    for module in (files, named):
         module.memory_directory = _plain if chosen == _plain() else lambda: chosen  # type: ignore[attr-defined]
 
 

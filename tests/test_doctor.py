@@ -18,9 +18,8 @@ from lightning_stocache.cache.spec import SampleSpec
 from lightning_stocache.insight import doctor
 from lightning_stocache.insight.doctor import Finding, examine, shared_memory
 from lightning_stocache.loading.dataset import CachedDataset
-from lightning_stocache.node import holders
-from lightning_stocache.node.files import HEADER_BYTES, MANIFEST_OFFSET
-from lightning_stocache.node.holders import held
+from lightning_stocache.node.header import HEADER_BYTES, MANIFEST_OFFSET
+from lightning_stocache.node.open_files import open_files
 from lightning_stocache.node.segment import Segment
 from tests.processes import Child, without_room
 from tests.sources import CountedSource
@@ -123,13 +122,13 @@ def test_segments_are_found_with_their_holders(backend):
     """A segment of any kind is found in the process that has it open, with what it holds; lock files are not."""
     segment = Segment.create(8 * MIB, backend)
     segment.reserve(0, MIB)
-    mine = [one for one in held(look=contents_of)[0] if os.getpid() in [holder.pid for holder in one.holders]]
+    mine = [one for one in open_files(look=contents_of)[0] if os.getpid() in [process.pid for process in one.processes]]
     [found] = [one for one in mine if one.key[1] == segment.handle.inode]
     assert found.contents == Contents(None, "does not say what it holds")
     assert MIB <= found.allocated_bytes < 2 * MIB
-    assert "python" in found.holders[0].command
+    assert "python" in found.processes[0].command
     segment.close()
-    assert not [one for one in held()[0] if one.key == found.key]
+    assert not [one for one in open_files()[0] if one.key == found.key]
 
 
 def test_the_arc_of_each_cache_is_told():
@@ -155,7 +154,7 @@ def test_other_files_in_memory_are_told_apart():
     try:
         os.write(descriptor, bytes(4096))
         facts = os.fstat(descriptor)
-        [found] = [one for one in held()[0] if one.key == (facts.st_dev, facts.st_ino)]
+        [found] = [one for one in open_files()[0] if one.key == (facts.st_dev, facts.st_ino)]
         assert found.contents is None
     finally:
         os.close(descriptor)
@@ -178,15 +177,15 @@ def test_a_process_of_its_own_is_named():
 def test_processes_of_others_are_counted(tmp_path, monkeypatch):
     """A process whose descriptors may not be listed is counted, not passed over in silence."""
     (tmp_path / "proc/7/fd").mkdir(parents=True)
-    iterdir = Path.iterdir
+    listdir = os.listdir
 
     def guarded(path):
-        if path.name == "fd":
+        if Path(path).name == "fd":
             raise PermissionError(13, "Permission denied")
-        return iterdir(path)
+        return listdir(path)
 
-    monkeypatch.setattr(holders.Path, "iterdir", guarded)
-    assert held(tmp_path) == ([], 1)
+    monkeypatch.setattr(os, "listdir", guarded)
+    assert open_files(tmp_path) == ([], 1)
 
 
 def test_versions_that_are_not_allowed_have_a_fix(monkeypatch):
@@ -262,7 +261,7 @@ def test_a_command_line_cannot_write_to_the_terminal():
             assert time.monotonic() < deadline
             time.sleep(0.01)
         words = words_of(examine(), "held")
-        assert all("\x1b" not in file.name + str(file.holders) for file in held()[0])
+        assert all("\x1b" not in file.name + str(file.processes) for file in open_files()[0])
         assert "\x1b" not in words
     finally:
         child.kill()
@@ -286,7 +285,7 @@ def test_of_another_users_file_only_owner_and_size_are_told():
     data = int(segment.handle.data.rpartition("/")[2])
     os.fchown(data, 12345, 12345)
     assert f"of files in memory of uid 12345: {os.getpid()}" in words_of(examine(), "held")
-    [found] = [file for file in held()[0] if file.owner == 12345]
+    [found] = [file for file in open_files()[0] if file.owner == 12345]
     assert found.contents is None
     segment.close()
 

@@ -17,10 +17,8 @@ import torch
 
 from lightning_stocache.__main__ import COMMANDS, main
 from lightning_stocache.insight import curve_measurement, measurement
-from lightning_stocache.node import janitor
-from lightning_stocache.node.janitor import clean, named_segments
-from lightning_stocache.node.manifest import Geometry, Manifest
-from lightning_stocache.node.named import open_named
+from lightning_stocache.node.header import Geometry, Manifest
+from lightning_stocache.node.named import clean, named_segments, open_named
 from tests.names import path_of
 
 pytestmark = pytest.mark.named
@@ -306,7 +304,7 @@ def test_list_tells_each_job_for_people(named, capsys):
 
 def test_list_says_that_there_are_none(monkeypatch, capsys):
     """An empty machine is a sentence."""
-    monkeypatch.setattr(janitor, "memory_directory", lambda: "/no/such/folder")
+    monkeypatch.setattr("lightning_stocache.node.named.memory_directory", lambda: "/no/such/folder")
     main(["list"])
     assert capsys.readouterr().out == "no caches with a name lie in this machine's memory\n"
 

@@ -149,7 +149,7 @@ def trials(samples: int, folder: str, how: str, together: bool) -> dict[str, flo
     if any(job.exitcode for job in jobs):
         raise RuntimeError("a trial failed")
     if name is not None:
-        from lightning_stocache.node.janitor import clean
+        from lightning_stocache.node.named import clean
 
         clean(name, where)
     return {"loads": loads, "seconds": seconds}

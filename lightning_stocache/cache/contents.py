@@ -15,8 +15,7 @@ import numpy as np
 
 from lightning_stocache.cache.rolling_ring import FORM, GENERATIONS, ROLLING, is_even
 from lightning_stocache.cache.slots import EMPTY, READY
-from lightning_stocache.node.files import HEADER_BYTES, token_of
-from lightning_stocache.node.manifest import Manifest, ManifestError, read_manifest
+from lightning_stocache.node.header import HEADER_BYTES, Manifest, ManifestError, read_manifest, token_of
 
 __all__ = ["Contents", "contents_of"]
 

@@ -29,7 +29,7 @@ from lightning_stocache.cache.row_store import RowStore
 from lightning_stocache.cache.segment_store import Codec, SegmentStore
 from lightning_stocache.cache.store import StoreHandle
 from lightning_stocache.node.disk import DiskSegment
-from lightning_stocache.node.manifest import Manifest
+from lightning_stocache.node.header import Manifest
 from lightning_stocache.node.segment import Segment
 
 __all__ = ["DiskRecords", "DiskRows", "DiskStore"]

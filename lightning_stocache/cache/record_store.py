@@ -16,7 +16,7 @@ from lightning_stocache.cache.record_slots import RecordSlots
 from lightning_stocache.cache.records import HEAD, RecordCodec
 from lightning_stocache.cache.segment_store import SegmentStore
 from lightning_stocache.cache.store import UNREADABLE
-from lightning_stocache.node.files import HEADER_BYTES
+from lightning_stocache.node.header import HEADER_BYTES
 
 __all__ = ["RecordStore", "slots_for"]
 

@@ -11,7 +11,7 @@ A record is a head, the table of its buffers, a pickle, and the buffers that lie
 an image does not keep the image. `packed` records take three bytes for a pixel of an image of PIL, not the four that it
 has there.
 
-A pickle may run any code, so records are read only from files of this user alone (`node.owned`).
+A pickle may run any code, so records are read only from files of this user alone (`node.files.open_own`).
 """
 
 from __future__ import annotations

@@ -37,7 +37,7 @@ from lightning_stocache.cache.claims import Claims
 from lightning_stocache.cache.codec import aligned
 from lightning_stocache.cache.placement import Integers
 from lightning_stocache.node.fence import fence
-from lightning_stocache.node.manifest import Geometry, Manifest
+from lightning_stocache.node.header import Geometry, Manifest
 from lightning_stocache.node.segment import Segment
 
 __all__ = ["FILLERS", "FORM", "GENERATIONS", "ROLLING", "RollingRing", "Taken", "is_even", "manifest_of"]

@@ -5,7 +5,7 @@ from __future__ import annotations
 from abc import ABC, abstractmethod
 
 from lightning_stocache.cache.shortage import keep_free
-from lightning_stocache.node.files import HEADER_BYTES
+from lightning_stocache.node.header import HEADER_BYTES
 from lightning_stocache.node.segment import Segment
 
 __all__ = ["SegmentMemory"]

@@ -27,7 +27,7 @@ from lightning_stocache.cache.store import StoreHandle
 from lightning_stocache.cache.turns import Turns
 from lightning_stocache.node.fence import fence
 from lightning_stocache.node.files import Backend
-from lightning_stocache.node.manifest import Geometry, Manifest, read_manifest
+from lightning_stocache.node.header import Geometry, Manifest, read_manifest
 from lightning_stocache.node.segment import Segment
 
 __all__ = ["SegmentStore"]

@@ -34,7 +34,8 @@ from lightning_stocache.cache.stream_decision import Decision
 from lightning_stocache.cache.stream_index import ENTRY_BYTES, Entry
 from lightning_stocache.cache.stream_ledger import POSITION_BITS, Shard
 from lightning_stocache.cache.stream_segments import StreamHandle, StreamSegments
-from lightning_stocache.node.files import HEADER_BYTES, Backend
+from lightning_stocache.node.files import Backend
+from lightning_stocache.node.header import HEADER_BYTES
 
 __all__ = ["StreamStore"]
 

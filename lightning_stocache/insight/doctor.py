@@ -29,7 +29,7 @@ from lightning_stocache.node.budget import Budget, format_bytes
 from lightning_stocache.node.disk import check_directory
 from lightning_stocache.node.files import Backend, make_file, memory_directory, reserve
 from lightning_stocache.node.free import FreeMemory
-from lightning_stocache.node.janitor import named_segments
+from lightning_stocache.node.named import named_segments
 from lightning_stocache.setup.allocation import allocate
 from lightning_stocache.setup.request import BackendChoice, CacheRequest
 

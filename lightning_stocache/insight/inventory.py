@@ -16,11 +16,9 @@ from pathlib import Path
 
 from lightning_stocache.cache.contents import Contents, contents_of
 from lightning_stocache.node.budget import format_bytes
-from lightning_stocache.node.holders import Holder, held
-from lightning_stocache.node.janitor import NamedSegment, segments_of_others
-from lightning_stocache.node.manifest import printable
-from lightning_stocache.node.named import clean_command
-from lightning_stocache.node.owned import owner_name
+from lightning_stocache.node.header import printable
+from lightning_stocache.node.named import NamedSegment, clean_command, segments_of_others
+from lightning_stocache.node.open_files import Process, open_files
 
 __all__ = ["count", "describe", "held_lines", "named_lines", "of_job"]
 
@@ -59,7 +57,7 @@ def named_lines(segments: Sequence[NamedSegment], directory: str | None = None) 
         where = "this machine's memory" if directory is None else printable(directory)
         yield f"no caches with a name lie in {where}"
     for owner, (files, size) in segments_of_others(directory).items():
-        yield f"{owner_name(owner)} has {format_bytes(size)} in {files} file{'s' * (files > 1)} with names of caches"
+        yield f"{_user(owner)} has {format_bytes(size)} in {files} file{'s' * (files > 1)} with names of caches"
 
 
 def held_lines(root: Path = Path("/")) -> Iterator[str]:
@@ -69,7 +67,7 @@ def held_lines(root: Path = Path("/")) -> Iterator[str]:
         root: where `proc` is found; another one is for tests.
     """
     try:
-        files, closed = held(root, contents_of)
+        files, closed = open_files(root, contents_of)
     except OSError:
         yield "there is no /proc here: who holds memory cannot be seen."
         return
@@ -77,12 +75,12 @@ def held_lines(root: Path = Path("/")) -> Iterator[str]:
     for file in files:
         where = " on a disk" if file.on_disk else ""
         if file.owner != os.getuid():
-            kind = f"files{where or ' in memory'} of {owner_name(file.owner)}"
+            kind = f"files{where or ' in memory'} of {_user(file.owner)}"
         elif file.contents is None:
             kind = "files beside caches (a loader's batches, say)"
         else:
             kind = f"{_what(file.contents)}{where}"
-        sizes[f"{kind}: {_who(file.holders)}"] += file.allocated_bytes
+        sizes[f"{kind}: {_who(file.processes)}"] += file.allocated_bytes
     for words, size in sizes.items():
         yield f"{format_bytes(size)} of {words}"
     if not files:
@@ -91,16 +89,16 @@ def held_lines(root: Path = Path("/")) -> Iterator[str]:
         yield f"{closed} processes of other users cannot be looked into (root can)."
 
 
-def describe(segment: NamedSegment, holders: Sequence[Holder] = ()) -> str:
+def describe(segment: NamedSegment, processes: Sequence[Process] = ()) -> str:
     """A named cache in one line: its name, what it holds, how much memory, since when, and who uses it.
 
     Args:
         segment: the cache.
-        holders: who has it open, as far as that can be seen.
+        processes: those that have it open, as far as that can be seen.
     """
     manifest = segment.contents.manifest
     since = "" if manifest is None else f", since {datetime.fromtimestamp(manifest.created):%Y-%m-%d %H:%M}"
-    user = "nobody" if not segment.in_use else _who(holders) or "a process that cannot be seen from here"
+    user = "nobody" if not segment.in_use else _who(processes) or "a process that cannot be seen from here"
     size = format_bytes(segment.allocated_bytes)
     return f"{segment.name}: {_what(segment.contents)}, {size}{since}, used by {user}"
 
@@ -117,21 +115,31 @@ def _what(contents: Contents) -> str:
     return f"{manifest.dataset or 'a dataset without a name'}, {slots}"
 
 
-def _who(holders: Sequence[Holder]) -> str:
+def _who(processes: Sequence[Process]) -> str:
     """Processes for people: the ids of those that were started alike, and how."""
     pids: dict[str, list[str]] = {}
-    for holder in holders:
-        pids.setdefault(holder.command, []).append(str(holder.pid))
+    for process in processes:
+        pids.setdefault(process.command, []).append(str(process.pid))
     return "; ".join(
         f"{', '.join(alike[:_PIDS])}{f' and {len(alike) - _PIDS} more' if len(alike) > _PIDS else ''} ({command})"
         for command, alike in pids.items()
     )
 
 
-def _users() -> dict[tuple[int, int], tuple[Holder, ...]]:
+def _user(uid: int) -> str:
+    """A user for people: the name if there is one, and the number."""
+    import pwd
+
+    try:
+        return f"{printable(pwd.getpwuid(uid).pw_name)} (uid {uid})"
+    except KeyError:
+        return f"uid {uid}"
+
+
+def _users() -> dict[tuple[int, int], tuple[Process, ...]]:
     """Who has which file in memory open, as far as that can be seen."""
     try:
-        return {file.key: file.holders for file in held()[0]}
+        return {file.key: file.processes for file in open_files()[0]}
     except OSError:  # there is no /proc
         return {}
 

@@ -15,9 +15,8 @@ import re
 import tempfile
 
 import lightning_stocache.node.files as files
-from lightning_stocache.node.files import HEADER_BYTES
+from lightning_stocache.node.header import HEADER_BYTES, printable
 from lightning_stocache.node.locks import give_back, take
-from lightning_stocache.node.manifest import printable
 from lightning_stocache.node.segment import Segment
 
 __all__ = ["DiskError", "DiskSegment", "check_directory", "filesystem_of"]

@@ -1,12 +1,13 @@
-"""The files that segments are made of: where they lie, how their memory is reserved, what their header says.
+"""The files that segments are made of: where they lie, how their memory is reserved, who may open them.
 
 Kinds: `tmpfile` (O_TMPFILE in /dev/shm) and `memfd` have no name, so nothing can guess or collide with it, and nothing
 is left behind; `file` has a name, and carries a shared `flock` as long as anybody uses it. A directory on a disk takes
 the place of /dev/shm where one is given; filesystems that have no O_TMPFILE get a `file` there.
 
-The header is 4096 bytes: a magic number (8 bytes), a random token by which an attaching process knows the segment again
-(16), the number of this format (4), from byte 48 on two numbers of 8 bytes for whoever fills the segment, and from byte
-64 on room for a manifest (`manifest`).
+Any user may put anything into /dev/shm under a name that a cache is about to use: a link that leads elsewhere, a pipe
+that blocks, a file that stays locked for ever. So `open_own` opens whatever has a name, lock files too: without
+following a link, without waiting, and only if it is a regular file of this user, that nobody else may open, and that
+has no second name. What lies in such a file is trusted.
 """
 
 from __future__ import annotations
@@ -14,47 +15,38 @@ from __future__ import annotations
 import contextlib
 import errno
 import os
-import struct
+import stat
 import sys
 import tempfile
 from collections.abc import Sequence
 from typing import Literal
 
+from lightning_stocache.node.header import HEADER_BYTES, new_header, printable
+
 if sys.platform != "win32":
     import fcntl
 
 __all__ = [
-    "FORMAT",
-    "HEADER_BYTES",
-    "MANIFEST_OFFSET",
-    "NUMBERS_OFFSET",
     "Backend",
     "backend_of",
     "default_backend",
     "fetch",
-    "format_of",
     "free_beside",
     "get_shm_size",
     "give_up",
     "hold",
     "make_file",
     "memory_directory",
+    "open_own",
     "overwrite",
     "reserve",
     "store",
     "sync",
-    "token_of",
     "write_header",
 ]
 
 Backend = Literal["tmpfile", "memfd", "file"]
-HEADER_BYTES = 4096
-NUMBERS_OFFSET = 48
-MANIFEST_OFFSET = 64
-FORMAT = 3  # of header, manifest and payload; another one is refused, so change it with any of them
-_MAGIC = b"STOCACHE"
-_TOKEN_BYTES = 16
-_FORMAT = struct.Struct("<I")
+_REFUSED = {errno.EACCES, errno.EEXIST, errno.EISDIR, errno.ELOOP, errno.ENXIO, errno.EPERM}
 _MOST_PARTS = 1024  # that one call takes (IOV_MAX)
 _ZEROES = bytes(1 << 20)
 
@@ -113,6 +105,39 @@ def make_file(backend: Backend, directory: str | None = None) -> tuple[int, str 
     return data, path
 
 
+def open_own(path: str, *, create: bool = False, exclusive: bool = False) -> int:
+    """Open a file of this user alone, for reading and writing; its descriptor.
+
+    Args:
+        path: the file.
+        create: whether to make it, empty and for this user only, where there is none.
+        exclusive: whether to refuse one that is there already; with `create` only.
+
+    Raises:
+        FileNotFoundError: there is none.
+        PermissionError: it is not trusted; the message says what to do.
+        OSError: the system has no room for it, or no descriptor left.
+    """
+    flags = os.O_RDWR | os.O_CLOEXEC | os.O_NOFOLLOW | os.O_NONBLOCK
+    flags |= (os.O_CREAT if create else 0) | (os.O_EXCL if exclusive else 0)
+    refusal = PermissionError(
+        f"{printable(path)} is not trusted, because it is no file that this user alone may open: give another name, or "
+        "remove it"
+    )
+    try:
+        descriptor = os.open(path, flags, 0o600)
+    except OSError as error:
+        if error.errno in _REFUSED:
+            raise refusal from error
+        raise
+    facts = os.fstat(descriptor)
+    private = facts.st_uid == os.getuid() and not facts.st_mode & 0o077
+    if private and stat.S_ISREG(facts.st_mode) and facts.st_nlink <= 1:
+        return descriptor
+    os.close(descriptor)
+    raise refusal
+
+
 def hold(data: int) -> None:
     """Take the shared `flock` that says that a named file is in use; it goes with the last copy of the descriptor."""
     fcntl.flock(data, fcntl.LOCK_SH)
@@ -143,34 +168,13 @@ def write_header(data: int, size: int, reserved: int = 0) -> None:
     """
     os.ftruncate(data, HEADER_BYTES + size)
     reserve(data, 0, HEADER_BYTES + reserved)
-    os.pwrite(data, _MAGIC + os.urandom(_TOKEN_BYTES) + _FORMAT.pack(FORMAT), 0)
+    os.pwrite(data, new_header(), 0)
 
 
 def free_beside(data: int) -> int | None:
     """Bytes that are free in the filesystem of a file, for a user without privileges; None where it has no limit."""
     stats = os.fstatvfs(data)
     return stats.f_frsize * stats.f_bavail if stats.f_blocks else None  # that of memfds has no size
-
-
-def token_of(data: int) -> bytes:
-    """The token of a segment's file.
-
-    Raises:
-        ValueError: the file is not a segment.
-    """
-    header = os.pread(data, len(_MAGIC) + _TOKEN_BYTES, 0)
-    if not header.startswith(_MAGIC):
-        raise ValueError("the file is not a segment of lightning_stocache: its header has another magic number")
-    return header[len(_MAGIC) :]
-
-
-def format_of(header: bytes) -> int | None:
-    """The number of the format that a header has, 0 of one from before there was a number; None if it is no header."""
-    place = len(_MAGIC) + _TOKEN_BYTES
-    if not header.startswith(_MAGIC) or len(header) < place + _FORMAT.size:
-        return None
-    (number,) = _FORMAT.unpack_from(header, place)
-    return int(number)
 
 
 def reserve(data: int, offset: int, length: int) -> None:

@@ -7,7 +7,7 @@ and limits nothing. `MemoryGauge` asks again and again while a cache is filled: 
 Filesystem and cgroup fail differently. A full /dev/shm is an error that the store of a slot reports; above a
 cgroup's limit the kernel kills (measured: `posix_fallocate` beyond it ends in SIGKILL, not ENOSPC). So a limit
 cannot be found by trying: it is read here, before any memory is taken, with what caches of other jobs were granted and
-have still to take (`promises`).
+have still to take (`open_files`).
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ from dataclasses import dataclass, field, replace
 from pathlib import Path, PurePosixPath
 from typing import NamedTuple
 
-from lightning_stocache.node.promises import Promise, Promises, other_promises
+from lightning_stocache.node.open_files import Promise, Promises, other_promises
 
 __all__ = ["FreeMemory", "MemoryGauge"]
 

@@ -2,7 +2,7 @@
 
 Three facts, in the order in which they are made:
 
-1. `FreeMemory.measure` asks the kernel, when a cache opens, what may be taken at all, and other caches (`promises`).
+1. `FreeMemory.measure` asks the kernel, when a cache opens, what may be taken at all, and other caches (`open_files`).
 2. A `Reserve` says what will still come beside the caches: batches, workers, gradients, the optimiser's state.
 3. `grant` takes the smallest: the wish, the dataset, and the free memory less the reserve, a margin, and what caches of
    other jobs were promised: of memory, which is looked at again while a cache is filled, a job gets an even share at

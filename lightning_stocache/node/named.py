@@ -1,95 +1,115 @@
-"""Segments that are meant to outlive their job.
+"""Segments with a name, which outlive their job: open, join, list, clean.
 
 A named segment is a file `lsc-<uid>-<name>` in the memory directory, or in one of the user's on a disk, whose header
-carries a manifest: plain values that say what lies in it. Two jobs of one user may share it. The protocol, by `flock`
-on the file and by inode:
+carries a manifest. Several jobs of one user may use it. The protocol, by `flock` on the file and by inode:
 
-- Who uses it holds a shared lock, from before the name can be seen until its last process has ended: forked workers
-  keep the lock of the rank that they come from, and the kernel drops it when they die.
-- Who makes it writes header and manifest first, takes the lock, and only then links the name. A name that can be seen
-  is complete; who loses the race opens what the winner made.
-- Who opens one on a disk, and gets the exclusive lock, is the first since a crash that there may have been. He mends
-  what it may have left (`mend`), and gives a file that was cut off its length again, before he shares it.
-- Who removes it must get the exclusive lock, so nobody uses it, and takes away the lock file before the name.
-- Whoever has taken a lock looks again whether the name still leads to the same inode: it may have been removed
-  meanwhile.
+- A process that uses the segment holds a shared lock, from before the name can be seen until the process has ended:
+  forked workers inherit the lock of their rank, and the kernel drops it when they die.
+- A process that makes the segment writes header and manifest, takes the lock, and only then links the name. So a name
+  that can be seen is complete. If another process has linked the name meanwhile, its segment is joined.
+- A process that joins a segment on a disk and gets the exclusive lock is the first since a possible crash. It repairs
+  the file (`mend`), and gives it its full length again, before it shares the lock.
+- A process that removes the segment takes the exclusive lock, so nobody uses it, and removes the lock file before the
+  name.
+- After every lock the process checks that the name still leads to the same inode, because another process may have
+  removed it.
 
 A file of another user is never opened, whatever its name, nor is one that others may write to or that is a link, a
-pipe or a folder (`owned`). What has such a name and is no segment, by its magic number, is never removed.
+pipe or a folder (`files.open_own`). A file that is no segment, by its magic number, is never removed.
 """
 
 from __future__ import annotations
 
+import contextlib
 import os
 import re
 import shlex
+import stat
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from typing import Any
 
 from lightning_stocache.node.disk import DiskSegment
-from lightning_stocache.node.files import (
+from lightning_stocache.node.files import make_file, memory_directory, open_own, sync, write_header
+from lightning_stocache.node.header import (
     HEADER_BYTES,
-    make_file,
-    memory_directory,
-    sync,
+    Manifest,
+    ManifestError,
+    printable,
+    read_manifest,
     token_of,
-    write_header,
+    write_manifest,
 )
-from lightning_stocache.node.locks import SEPARATE, share
-from lightning_stocache.node.manifest import Manifest, ManifestError, printable, read_manifest, write_manifest
-from lightning_stocache.node.owned import open_own
+from lightning_stocache.node.locks import SEPARATE, is_unlocked, share
 from lightning_stocache.node.segment import Segment
 
 if sys.platform != "win32":
     import fcntl
 
 __all__ = [
-    "LOCKS",
     "Mend",
+    "NamedSegment",
     "check_name",
+    "clean",
     "clean_command",
-    "is_name",
+    "clean_locks",
+    "is_foreign",
     "join_named",
+    "named_segments",
     "open_named",
     "prefix",
-    "still_there",
-    "try_exclusive",
+    "segments_of_others",
     "way_out",
 ]
 
 Mend = Callable[[Segment, Manifest], None]
-"""Mends what a crash may have left in a segment on a disk."""
+"""Repairs what a crash may have left in a segment on a disk."""
 
+_LOCKS = ".locks"
 _NAME = re.compile(r"[A-Za-z0-9_][A-Za-z0-9._-]{0,99}")
-LOCKS = ".locks"
+
+
+@dataclass(frozen=True)
+class NamedSegment:
+    """A named segment, as `named_segments` lists it.
+
+    Args:
+        name: the name.
+        key: device and inode of the file.
+        allocated_bytes: memory that the file takes.
+        in_use: whether a living process uses it.
+        contents: the result of `look`.
+    """
+
+    name: str
+    key: tuple[int, int]
+    allocated_bytes: int
+    in_use: bool
+    contents: Any
 
 
 def check_name(name: str) -> str:
-    """A name, if it is one.
+    """Return a valid name, and refuse any other.
 
     Raises:
-        ValueError: it is none.
+        ValueError: the name is not valid.
 
     Example:
         >>> check_name("photos-256")
         'photos-256'
     """
-    if not isinstance(name, str) or not is_name(name):
+    if not isinstance(name, str) or not _is_name(name):
         raise ValueError(f"name must be letters, digits, dots, dashes and underscores, at most 100, got {name!r}")
     return name
 
 
-def is_name(name: str) -> bool:
-    """Whether it is the name of a segment."""
-    return _NAME.fullmatch(name) is not None and not name.endswith(LOCKS)
-
-
 def join_named(name: str, directory: str | None = None, mend: Mend | None = None) -> tuple[Segment, Manifest] | None:
-    """Open the segment of a name with its manifest, if there is one; errors as in `open_named`.
+    """Open the segment of a name with its manifest, or return None if there is none; errors as in `open_named`.
 
     It is the same object where this process has it open already; it then has to be closed once more.
     """
-    return _join(_path(name, directory), directory, mend)
+    return _join(_path(check_name(name), directory), directory, mend)
 
 
 def open_named(
@@ -99,48 +119,110 @@ def open_named(
 
     Args:
         name: letters, digits, dots, dashes and underscores, at most 100.
-        size: payload bytes, if it has to be made.
-        manifest: what it then says about itself; must fit in the header as JSON.
-        directory: on a disk; by default it lies in memory.
+        size: payload bytes of a new segment.
+        manifest: of a new segment; must fit in the header as JSON.
+        directory: on a disk; by default the segment lies in memory.
         mend: is called with a segment on a disk, and its manifest, while nobody else has it open. What it raises comes
             through.
 
     Returns:
-        The segment, and the manifest that it has: the given one if it was made now. It may differ otherwise, also in
-        what it says of the size. It is the same object where this process has it open already, and then has to be
-        closed once more.
+        The segment and its manifest. Those of a segment that was there may differ from the arguments, also in size. It
+        is the same object where this process has it open already, and then has to be closed once more.
 
     Raises:
-        ValueError: the name is none, or the manifest is too large.
+        ValueError: the name is not valid, or the manifest is too large.
         ManifestError: what lies there is no segment, one of another version, or damaged; the message names the way out.
         PermissionError: what lies there, or beside it as its lock file, is not a file of this user alone.
         OSError: there is no memory for the header.
     """
-    path = _path(name, directory)
+    path = _path(check_name(name), directory)
     while True:
         if (joined := _join(path, directory, mend)) is not None:
             return joined
-        if (made := _publish(path, size, manifest, directory)) is not None:
-            return made, manifest
+        if (segment := _publish(path, size, manifest, directory)) is not None:
+            return segment, manifest
 
 
-def _path(name: str, directory: str | None) -> str:
-    return os.path.join(directory or memory_directory(), prefix() + check_name(name))
+def named_segments(look: Callable[[int], Any] = token_of, directory: str | None = None) -> list[NamedSegment]:
+    """The named segments of this user on this node, by name.
+
+    Args:
+        look: reads what is to be known of a segment from a descriptor of its file; ValueError if it is no segment.
+        directory: on a disk, whose segments are meant; by default those in memory.
+    """
+    return list(_inspect(directory, remove=False, look=look))
+
+
+def segments_of_others(directory: str | None = None) -> dict[int, tuple[int, int]]:
+    """By user, how many files of other users have names of caches, and their bytes; nothing of them is opened."""
+    users: dict[int, tuple[int, int]] = {}
+    for path in _files(directory, re.compile("lsc-[0-9]+-")):
+        with contextlib.suppress(OSError):
+            facts = os.lstat(path)
+            if facts.st_uid != os.getuid() and stat.S_ISREG(facts.st_mode) and facts.st_blocks:
+                count, size = users.get(facts.st_uid, (0, 0))
+                users[facts.st_uid] = count + 1, size + facts.st_blocks * 512
+    return dict(sorted(users.items()))
+
+
+def clean(name: str | None = None, directory: str | None = None) -> list[NamedSegment]:
+    """Remove the named segments of this user that nobody uses, or the one of a name, in memory or in a directory.
+
+    Returns:
+        The segments that were removed.
+    """
+    only = None if name is None else check_name(name)
+    return [segment for segment in _inspect(directory, remove=True, only=only) if not segment.in_use]
+
+
+def clean_locks(directory: str | None = None) -> None:
+    """Remove the lock files of this user whose segments have gone, if they are empty and nobody has them locked."""
+    for path in _files(directory):
+        if not path.endswith(_LOCKS) or os.path.lexists(path.removesuffix(_LOCKS)):
+            continue
+        with contextlib.suppress(OSError), _own_file(path) as locks:
+            unused = (not SEPARATE or _try_exclusive(locks)) and is_unlocked(locks)
+            if unused and not os.fstat(locks).st_size and _leads_to(path, locks):
+                os.unlink(path)
+
+
+def is_foreign(name: str, directory: str | None = None) -> bool:
+    """Whether a name leads to something that is no segment of this user."""
+    there = _is_name(name) and os.path.lexists(_path(name, directory))
+    return there and not any(_inspect(directory, remove=False, only=name))
+
+
+def way_out(name: str, directory: str | None = None) -> str:
+    """What to do about a cache that cannot be joined, in one sentence."""
+    return f"Give another name, or remove it: {clean_command(name, directory)}"
+
+
+def clean_command(name: str = "", directory: str | None = None) -> str:
+    """The shell command that removes a cache, or all that nobody uses.
+
+    Example:
+        >>> clean_command("photos"), clean_command("photos", "/local/nvme")
+        ('python -m lightning_stocache clean photos', 'python -m lightning_stocache clean photos --dir /local/nvme')
+    """
+    words = ["python -m lightning_stocache clean", *filter(None, [name])]
+    if directory is not None:
+        words.append(f"--dir {shlex.quote(printable(directory))}")
+    return " ".join(words)
 
 
 def _join(path: str, directory: str | None, mend: Mend | None) -> tuple[Segment, Manifest] | None:
-    """The segment that lies there, used from now on; None if there is none, or none any more."""
+    """The segment at a path, locked for use; None if there is none, or it was removed meanwhile."""
     try:
         data = open_own(path)
     except FileNotFoundError:
         return None
     try:
-        alone = directory is not None and try_exclusive(data)
+        alone = directory is not None and _try_exclusive(data)
         if not alone:
-            share(data, path)  # waits for a janitor that has just begun, and for who mends
-        if not still_there(data, path):
+            share(data, path)  # waits while another process removes or repairs the segment
+        if not _leads_to(path, data):
             return None
-        manifest = _checked(data, path, directory)
+        manifest = _manifest(data, path, directory)
         if (known := Segment.opened(token_of(data))) is not None:
             return known.hold(), manifest  # a second lock file's descriptor would drop the locks of the first
         if alone and os.fstat(data).st_size < HEADER_BYTES + manifest.payload:
@@ -154,7 +236,7 @@ def _join(path: str, directory: str | None, mend: Mend | None) -> tuple[Segment,
             except BaseException:
                 segment.close()
                 raise
-            if not still_there(data, path):  # between two kinds of lock there is none
+            if not _leads_to(path, data):  # between two kinds of lock there is none
                 segment.close()
                 return None
         return segment, manifest
@@ -162,107 +244,129 @@ def _join(path: str, directory: str | None, mend: Mend | None) -> tuple[Segment,
         os.close(data)
 
 
+def _publish(path: str, size: int, manifest: Manifest, directory: str | None) -> Segment | None:
+    """Make the segment and give it its name; None if another process was first."""
+    with contextlib.ExitStack() as cleanup:
+        folder = os.open(os.path.dirname(path), os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
+        cleanup.callback(os.close, folder)
+        data, temporary = make_file("tmpfile", directory)
+        cleanup.callback(os.close, data)
+        if temporary is not None:
+            cleanup.callback(os.unlink, temporary)
+        write_header(data, size)
+        write_manifest(data, manifest)
+        if directory is not None:
+            sync(data)  # once, so that no crash leaves a name without a header
+        fcntl.flock(data, fcntl.LOCK_SH)
+        try:
+            # src_dir_fd makes Python call linkat, which follows the link below /proc; link(2) would fail with EXDEV.
+            os.link(temporary or f"/proc/self/fd/{data}", path, src_dir_fd=folder, follow_symlinks=True)
+        except FileExistsError:
+            return None
+        try:
+            return _mapped(data, size, path, directory)
+        except OSError:
+            if _try_exclusive(data):  # nobody has joined meanwhile: what cannot be locked is no use
+                os.unlink(path)
+            raise
+
+
 def _mapped(data: int, size: int, path: str, directory: str | None) -> Segment:
-    """The segment in a file that is locked; it has descriptors of its own, which keep the lock."""
+    """The segment in a locked file; it gets descriptors of its own, which keep the lock."""
     own = os.dup(data)
     try:
-        locks = _open_locks(path)
+        locks = _open_locks(path + _LOCKS)
     except BaseException:
         os.close(own)
         raise
     return (Segment if directory is None else DiskSegment)(own, locks, size, path)
 
 
-def _checked(data: int, path: str, directory: str | None) -> Manifest:
-    """What the segment says about itself.
+def _open_locks(path: str) -> int:
+    """The lock file of a segment, made if there is none.
+
+    The caller holds a lock on the segment, so nobody removes both; a lock on this file keeps `clean_locks` away.
 
     Raises:
-        ManifestError: it is none, or damaged; with the way out.
+        PermissionError: it is not a file of this user alone.
     """
+    while True:
+        locks = open_own(path, create=True)
+        if SEPARATE:  # else nobody could take the lock of a byte
+            fcntl.flock(locks, fcntl.LOCK_SH)
+        if _leads_to(path, locks):
+            return locks
+        os.close(locks)
+
+
+def _manifest(data: int, path: str, directory: str | None) -> Manifest:
+    """The manifest of a segment; ManifestError, with the way out, if the file is no segment or damaged."""
     name = os.path.basename(path).removeprefix(prefix())
     try:
         token_of(data)
     except ValueError as error:
         raise ManifestError(f"{path} is no cache: give another name, or remove it (rm {path})") from error
     try:
-        # What was cut off of a file on a disk gets its length again.
+        # A file on a disk that was cut off gets its length again.
         payload = 2**62 if directory is not None else os.fstat(data).st_size - HEADER_BYTES
         return read_manifest(os.pread(data, HEADER_BYTES, 0), payload)
     except ManifestError as error:
         raise ManifestError(f"the cache {name!r} {error}. {way_out(name, directory)}") from error
 
 
-def _publish(path: str, size: int, manifest: Manifest, directory: str | None) -> Segment | None:
-    """Make the segment and give it its name; None if another process was first."""
-    folder = os.open(directory or memory_directory(), os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
-    try:
-        data, made = make_file("tmpfile", directory)
-        try:
-            write_header(data, size)
-            write_manifest(data, manifest)
-            if directory is not None:
-                sync(data)  # once, so that no crash leaves a name without a header
-            fcntl.flock(data, fcntl.LOCK_SH)
-            # src_dir_fd makes Python call linkat, which follows the link below /proc; link(2) would fail with EXDEV.
-            os.link(made or f"/proc/self/fd/{data}", path, src_dir_fd=folder, follow_symlinks=True)
-            try:
-                return _mapped(data, size, path, directory)
-            except OSError:
-                if try_exclusive(data):  # nobody has joined meanwhile: what cannot be locked is no use
+def _inspect(
+    directory: str | None, *, remove: bool, only: str | None = None, look: Callable[[int], Any] = token_of
+) -> Iterator[NamedSegment]:
+    for path in _files(directory):
+        name = os.path.basename(path).removeprefix(prefix())
+        if only not in (None, name) or not _is_name(name):
+            continue
+        with contextlib.suppress(OSError, ValueError), _own_file(path) as data:
+            contents = look(data)
+            in_use = not _try_exclusive(data)
+            facts = os.fstat(data)
+            if remove and not in_use and _leads_to(path, data):
+                with contextlib.suppress(OSError), _own_file(path + _LOCKS):  # it may be another user's
+                    os.unlink(path + _LOCKS)
+                with contextlib.suppress(FileNotFoundError):
                     os.unlink(path)
-                raise
-        except FileExistsError:
-            return None
-        finally:
-            os.close(data)
-            if made is not None:
-                os.unlink(made)
+            yield NamedSegment(name, (facts.st_dev, facts.st_ino), facts.st_blocks * 512, in_use, contents)
+
+
+@contextlib.contextmanager
+def _own_file(path: str) -> Iterator[int]:
+    """A descriptor of a file of this user alone, for as long as it is needed."""
+    descriptor = open_own(path)
+    try:
+        yield descriptor
     finally:
-        os.close(folder)
+        os.close(descriptor)
 
 
-def _open_locks(path: str) -> int:
-    """The lock file beside a segment, made if there is none.
+def _files(directory: str | None, beginning: re.Pattern[str] | None = None) -> list[str]:
+    """The paths of files whose names begin as those of caches do, by default of this user's."""
+    folder, pattern = directory or memory_directory(), beginning or re.compile(re.escape(prefix()))
+    try:
+        return [os.path.join(folder, name) for name in sorted(os.listdir(folder)) if pattern.match(name)]
+    except OSError:
+        return []
 
-    Who comes here holds a lock on the segment, so nobody removes both; a lock on this file keeps `clean_locks` away.
 
-    Raises:
-        PermissionError: it is not a file of this user alone.
-    """
-    while True:
-        locks = open_own(path + LOCKS, create=True)
-        if SEPARATE:  # else nobody could take the lock of a byte
-            fcntl.flock(locks, fcntl.LOCK_SH)
-        if still_there(locks, path + LOCKS):
-            return locks
-        os.close(locks)
+def _path(name: str, directory: str | None) -> str:
+    return os.path.join(directory or memory_directory(), prefix() + name)
 
 
 def prefix() -> str:
-    """What the files of this user's segments begin with."""
+    """How the file names of this user's segments begin."""
     return f"lsc-{os.getuid()}-"
 
 
-def way_out(name: str, directory: str | None = None) -> str:
-    """What to do about a cache that cannot be joined, in one sentence."""
-    return f"Give another name, or remove it: {clean_command(name, directory)}"
+def _is_name(name: str) -> bool:
+    return _NAME.fullmatch(name) is not None and not name.endswith(_LOCKS)
 
 
-def clean_command(name: str = "", directory: str | None = None) -> str:
-    """What removes a cache, or all that nobody uses, as it is typed into a shell.
-
-    Example:
-        >>> clean_command("photos"), clean_command("photos", "/local/nvme")
-        ('python -m lightning_stocache clean photos', 'python -m lightning_stocache clean photos --dir /local/nvme')
-    """
-    words = ["python -m lightning_stocache clean", *filter(None, [name])]
-    if directory is not None:
-        words.append(f"--dir {shlex.quote(printable(directory))}")
-    return " ".join(words)
-
-
-def try_exclusive(descriptor: int) -> bool:
-    """Whether nobody else has a lock on a segment; from then on it is locked for this descriptor alone."""
+def _try_exclusive(descriptor: int) -> bool:
+    """Lock a file for this descriptor alone; False if another has a lock on it."""
     try:
         fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
     except BlockingIOError:
@@ -270,7 +374,7 @@ def try_exclusive(descriptor: int) -> bool:
     return True
 
 
-def still_there(descriptor: int, path: str) -> bool:
+def _leads_to(path: str, descriptor: int) -> bool:
     """Whether a name still leads to the file that was opened by it."""
     try:
         return os.stat(path, follow_symlinks=False).st_ino == os.fstat(descriptor).st_ino

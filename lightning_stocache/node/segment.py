@@ -1,6 +1,6 @@
 """One file, mapped into memory by every process of a node.
 
-Layout: a header (`files`), then the payload, whose meaning only the owner of the segment knows. A second, empty file
+Layout: a header (`header`), then the payload, whose meaning only the owner of the segment knows. A second, empty file
 beside it carries byte locks; it is separate because closing *any* descriptor of a file drops all POSIX locks that the
 process holds on it.
 
@@ -34,11 +34,17 @@ from typing import Any, Self
 import torch
 
 import lightning_stocache.node.files as files
-from lightning_stocache.node.files import HEADER_BYTES, Backend
+from lightning_stocache.node.files import Backend, open_own
 from lightning_stocache.node.handle import SegmentHandle, takes_descriptors
+from lightning_stocache.node.header import (
+    HEADER_BYTES,
+    MANIFEST_OFFSET,
+    NUMBERS_OFFSET,
+    Manifest,
+    token_of,
+    write_manifest,
+)
 from lightning_stocache.node.locks import give_back, holder, take
-from lightning_stocache.node.manifest import Manifest, write_manifest
-from lightning_stocache.node.owned import open_own
 
 __all__ = ["Segment"]
 
@@ -78,7 +84,7 @@ class Segment:
         self._map: mmap.mmap | None = None
         self._finalizer = weakref.finalize(self, files.give_up, data, locks, self._own_names, os.getpid())
         try:
-            self.token = files.token_of(data)
+            self.token = token_of(data)
             self._map = mmap.mmap(data, HEADER_BYTES + size)
         except BaseException:
             self._finalizer()
@@ -142,7 +148,7 @@ class Segment:
         try:
             if os.fstat(data).st_ino != handle.inode:
                 raise ValueError(f"{handle.data} is another file by now: the process that made the segment has gone")
-            if files.token_of(data) != handle.token:
+            if token_of(data) != handle.token:
                 raise ValueError(
                     f"{handle.data} holds another segment (its token differs): these ranks do not share memory"
                 )
@@ -179,7 +185,7 @@ class Segment:
     @property
     def numbers(self) -> memoryview:
         """Two numbers in the header that all processes share, live, int64; zeroes at first. Release before `close`."""
-        return memoryview(self._check_open())[files.NUMBERS_OFFSET : files.MANIFEST_OFFSET].cast("q")
+        return memoryview(self._check_open())[NUMBERS_OFFSET:MANIFEST_OFFSET].cast("q")
 
     @property
     def closed(self) -> bool:

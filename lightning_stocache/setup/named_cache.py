@@ -27,9 +27,8 @@ from lightning_stocache.cache.stores import disk_store_for, store_for
 from lightning_stocache.node.budget import Budget
 from lightning_stocache.node.files import memory_directory
 from lightning_stocache.node.free import FreeMemory
-from lightning_stocache.node.janitor import clean
-from lightning_stocache.node.manifest import Manifest, ManifestError, printable
-from lightning_stocache.node.named import Mend, join_named, open_named, way_out
+from lightning_stocache.node.header import Manifest, ManifestError, printable
+from lightning_stocache.node.named import Mend, clean, join_named, open_named, way_out
 from lightning_stocache.node.segment import Segment
 from lightning_stocache.setup.disk_cache import free_on
 from lightning_stocache.setup.request import CacheRequest

@@ -30,7 +30,7 @@ from lightning_stocache.cache.spec import SampleSpec
 from lightning_stocache.cache.store import NO_PLACE
 from lightning_stocache.cache.stores import attach_rolling, disk_store_for, store_for
 from lightning_stocache.node import files
-from lightning_stocache.node.files import HEADER_BYTES
+from lightning_stocache.node.header import HEADER_BYTES
 from lightning_stocache.node.named import open_named, prefix
 
 __all__ = [

@@ -8,8 +8,8 @@ import tracemalloc
 import pytest
 
 from lightning_stocache.cache.contents import Contents, contents_of
-from lightning_stocache.node.files import HEADER_BYTES, make_file, write_header
-from lightning_stocache.node.manifest import Geometry, Manifest, write_manifest
+from lightning_stocache.node.files import make_file, write_header
+from lightning_stocache.node.header import HEADER_BYTES, Geometry, Manifest, write_manifest
 
 
 def segment(slots: int, payload: int) -> tuple[int, Manifest]:

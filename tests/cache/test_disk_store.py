@@ -25,8 +25,7 @@ from lightning_stocache.cache.store import NO_PLACE
 from lightning_stocache.node import disk as disk_module
 from lightning_stocache.node import files
 from lightning_stocache.node.disk import DiskError, check_directory
-from lightning_stocache.node.files import HEADER_BYTES
-from lightning_stocache.node.manifest import ManifestError
+from lightning_stocache.node.header import HEADER_BYTES, ManifestError
 from tests.cache.disks import LENGTH, PAGE, Disk, flip, power_cut, same
 
 LAYOUTS = ("rows", "records")

@@ -14,7 +14,7 @@ from hypothesis import strategies as st
 
 from lightning_stocache.cache.field import bytes_of
 from lightning_stocache.cache.slots import READY, FieldSlots
-from lightning_stocache.node.files import HEADER_BYTES
+from lightning_stocache.node.header import HEADER_BYTES
 from lightning_stocache.node.segment import Segment
 
 row_sizes = st.lists(st.sampled_from([0, 1, 2, 3, 4, 6, 7, 8, 12, 16, 63, 64, 65, 200]), min_size=1, max_size=4)

@@ -6,9 +6,9 @@ import pytest
 
 from lightning_stocache.cache.contents import Contents
 from lightning_stocache.insight.inventory import count, describe, of_job
-from lightning_stocache.node.holders import Holder
-from lightning_stocache.node.janitor import NamedSegment
-from lightning_stocache.node.manifest import Geometry, Manifest
+from lightning_stocache.node.header import Geometry, Manifest
+from lightning_stocache.node.named import NamedSegment
+from lightning_stocache.node.open_files import Process
 
 MIB = 2**20
 
@@ -36,8 +36,8 @@ def test_a_job_is_known_by_the_name_that_it_was_given(name: str, meant: list[str
 
 def test_many_workers_are_told_briefly() -> None:
     """Processes that were started alike are named by id, the first eight of them."""
-    holders = [Holder(pid, "python train.py") for pid in range(1, 12)] + [Holder(99, "python other.py")]
-    told = describe(segment("photos", in_use=True), holders)
+    processes = [Process(pid, "python train.py") for pid in range(1, 12)] + [Process(99, "python other.py")]
+    told = describe(segment("photos", in_use=True), processes)
     assert told.endswith("used by 1, 2, 3, 4, 5, 6, 7, 8 and 3 more (python train.py); 99 (python other.py)")
 
 

@@ -12,11 +12,9 @@ from pathlib import Path
 import pytest
 
 from lightning_stocache.cache.contents import contents_of
-from lightning_stocache.node.files import HEADER_BYTES
-from lightning_stocache.node.janitor import clean, clean_locks, is_stranger, named_segments, segments_of_others
+from lightning_stocache.node.header import HEADER_BYTES, Geometry, Manifest
 from lightning_stocache.node.locks import take
-from lightning_stocache.node.manifest import Geometry, Manifest
-from lightning_stocache.node.named import open_named
+from lightning_stocache.node.named import clean, clean_locks, is_foreign, named_segments, open_named, segments_of_others
 from tests.names import folder, path_of
 from tests.processes import Child
 
@@ -50,7 +48,7 @@ def test_what_is_no_segment_is_never_removed(name: str) -> None:
     os.mkfifo(path_of(name + "-pipe"))
     path_of(name + "-folder").mkdir()
     assert listed(name) == [name]
-    assert [is_stranger(name + end) for end in ("-notes.txt", "-link", "-pipe", "-folder", "", "-none")] == (
+    assert [is_foreign(name + end) for end in ("-notes.txt", "-link", "-pipe", "-folder", "", "-none")] == (
         [True] * 4 + [False] * 2
     )
     for end in ("-notes.txt", "-link", "-pipe", "-folder"):

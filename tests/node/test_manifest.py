@@ -12,8 +12,10 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from lightning_stocache.node.files import FORMAT, HEADER_BYTES, MANIFEST_OFFSET
-from lightning_stocache.node.manifest import (
+from lightning_stocache.node.header import (
+    FORMAT,
+    HEADER_BYTES,
+    MANIFEST_OFFSET,
     Geometry,
     Manifest,
     ManifestError,

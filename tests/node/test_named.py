@@ -16,10 +16,8 @@ from typing import Any
 import pytest
 
 from lightning_stocache.cache.contents import contents_of
-from lightning_stocache.node.files import HEADER_BYTES
-from lightning_stocache.node.janitor import clean, named_segments
-from lightning_stocache.node.manifest import Geometry, Manifest, ManifestError
-from lightning_stocache.node.named import check_name, join_named, open_named
+from lightning_stocache.node.header import HEADER_BYTES, Geometry, Manifest, ManifestError
+from lightning_stocache.node.named import check_name, clean, join_named, named_segments, open_named
 from lightning_stocache.node.segment import Segment
 from tests.names import path_of
 from tests.node.test_owned import make_foreign, make_link, make_open_to_all

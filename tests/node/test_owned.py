@@ -9,7 +9,7 @@ from typing import Any
 
 import pytest
 
-from lightning_stocache.node.owned import open_own
+from lightning_stocache.node.files import open_own
 from tests.processes import call
 
 STRANGER = 12345

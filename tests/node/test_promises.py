@@ -12,7 +12,7 @@ from lightning_stocache.node import free as free_module
 from lightning_stocache.node.budget import Budget
 from lightning_stocache.node.free import FreeMemory
 from lightning_stocache.node.grant import Reserve, grant
-from lightning_stocache.node.promises import Promise, Promises, other_promises
+from lightning_stocache.node.open_files import Promise, Promises, other_promises
 from lightning_stocache.node.segment import Segment
 from tests.processes import Child
 

@@ -20,8 +20,9 @@ from typing import Any
 import pytest
 
 from lightning_stocache.node import files
-from lightning_stocache.node.files import HEADER_BYTES, Backend
+from lightning_stocache.node.files import Backend
 from lightning_stocache.node.handle import SegmentHandle
+from lightning_stocache.node.header import HEADER_BYTES
 from lightning_stocache.node.segment import Segment
 from tests.processes import Child, call, context, without_room
 

@@ -22,7 +22,7 @@ from lightning_stocache.loading.loader import CachedLoader
 from lightning_stocache.node import files
 from lightning_stocache.node.disk import DiskError
 from lightning_stocache.node.group import NodeGroup
-from lightning_stocache.node.janitor import clean, named_segments
+from lightning_stocache.node.named import clean, named_segments
 from lightning_stocache.setup.named_cache import FingerprintError
 from tests.processes import call, call_many
 from tests.ranks import run_ranks

@@ -17,7 +17,7 @@ from torch.utils.data import Dataset
 
 from lightning_stocache.cache.spec import SampleSpec
 from lightning_stocache.loading.dataset import CachedDataset
-from lightning_stocache.node.janitor import clean, named_segments
+from lightning_stocache.node.named import clean, named_segments
 from lightning_stocache.setup.named_cache import FingerprintError
 from lightning_stocache.source.same_sample import same_sample
 from tests.processes import call, call_many

@@ -17,7 +17,7 @@ from torchvision.transforms import v2
 from lightning_stocache.loading.dataset import CachedDataset
 from lightning_stocache.loading.loader import CachedLoader
 from lightning_stocache.loading.stream import CachedStream
-from lightning_stocache.node.janitor import clean, named_segments
+from lightning_stocache.node.named import clean, named_segments
 from lightning_stocache.training.callbacks import StochasticCache
 from lightning_stocache.training.datamodule import StocacheDataModule
 from lightning_stocache.training.hooks import cache_datamodule

@@ -24,7 +24,7 @@ from lightning.pytorch.tuner import Tuner
 from omegaconf import OmegaConf
 
 from lightning_stocache import StocacheDataModule, StochasticCache, cache_datamodule
-from lightning_stocache.node.janitor import clean
+from lightning_stocache.node.named import clean
 from lightning_stocache.training.loaders import running_datasets
 from lightning_stocache.training.obstacles import check_sweep
 from tests import names

@@ -1,7 +1,9 @@
-"""What a segment says about itself, in its header: a few plain values, as JSON.
+"""The header of a segment's file: its first 4096 bytes.
 
-A name that is meant to last needs it, to be known again. Other segments carry one for people who ask who holds what.
-The file is this user's own (`owned`). What a crash has damaged, or another version has written, is a `ManifestError`.
+From byte 0 a magic number (8 bytes); from byte 8 a random token by which an attaching process knows the segment again
+(16); from byte 24 the number of this format (4); from byte 48 two numbers of 8 bytes for the owner of the segment; from
+byte 64 a manifest: its length (4) and that many bytes of JSON. A named segment is known again by its manifest; other
+segments carry one for people who ask what takes their memory.
 """
 
 from __future__ import annotations
@@ -13,12 +15,29 @@ import time
 from collections.abc import Mapping
 from dataclasses import asdict, dataclass, field
 
-from lightning_stocache.node.files import FORMAT, HEADER_BYTES, MANIFEST_OFFSET, format_of
+__all__ = [
+    "FORMAT",
+    "HEADER_BYTES",
+    "MANIFEST_OFFSET",
+    "NUMBERS_OFFSET",
+    "Geometry",
+    "Manifest",
+    "ManifestError",
+    "new_header",
+    "printable",
+    "read_manifest",
+    "token_of",
+    "write_manifest",
+]
 
-__all__ = ["Geometry", "Manifest", "ManifestError", "printable", "read_manifest", "write_manifest"]
-
-_LENGTH = struct.Struct("<I")
-_START = MANIFEST_OFFSET + _LENGTH.size
+HEADER_BYTES = 4096
+NUMBERS_OFFSET = 48
+MANIFEST_OFFSET = 64
+FORMAT = 3  # of header, manifest and payload; another one is refused, so change it with any of them
+_MAGIC = b"STOCACHE"
+_TOKEN_BYTES = 16
+_NUMBER = struct.Struct("<I")  # the format, and the manifest's length
+_MANIFEST_START = MANIFEST_OFFSET + _NUMBER.size
 
 
 class ManifestError(ValueError):
@@ -60,6 +79,23 @@ class Manifest:
     fingerprint: Mapping[str, str | int] = field(default_factory=dict)
 
 
+def new_header() -> bytes:
+    """The beginning of a header with a token of its own, without a manifest."""
+    return _MAGIC + os.urandom(_TOKEN_BYTES) + _NUMBER.pack(FORMAT)
+
+
+def token_of(data: int) -> bytes:
+    """The token of a segment's file.
+
+    Raises:
+        ValueError: the file is not a segment.
+    """
+    header = os.pread(data, len(_MAGIC) + _TOKEN_BYTES, 0)
+    if not header.startswith(_MAGIC):
+        raise ValueError("the file is not a segment of lightning_stocache: its header has another magic number")
+    return header[len(_MAGIC) :]
+
+
 def write_manifest(data: int, manifest: Manifest) -> None:
     """Write a manifest into the header of a file.
 
@@ -67,34 +103,35 @@ def write_manifest(data: int, manifest: Manifest) -> None:
         ManifestError: it is too large.
     """
     text = json.dumps(asdict(manifest), sort_keys=True, ensure_ascii=False).encode()
-    room = HEADER_BYTES - _START
+    room = HEADER_BYTES - _MANIFEST_START
     if len(text) > room:
         raise ManifestError(f"manifest must fit in {room} bytes, got {len(text)}")
-    os.pwrite(data, _LENGTH.pack(len(text)) + text, MANIFEST_OFFSET)
+    os.pwrite(data, _NUMBER.pack(len(text)) + text, MANIFEST_OFFSET)
 
 
 def read_manifest(header: bytes, payload: int) -> Manifest:
-    """The manifest in a header.
+    """The manifest in a header. The file is this user's own, so its text is trusted to be what was written.
 
     Args:
         header: the first bytes of a file.
         payload: how many bytes follow after the header.
 
     Raises:
-        ManifestError: it is no header of a segment, or of another version, cut off or damaged; the message is what
-            follows after "the cache ...".
+        ManifestError: the header is cut off, damaged, or of another version; the message is what follows after
+            "the cache ...".
     """
     if len(header) < HEADER_BYTES or payload < 0:
         raise ManifestError("is damaged: its header is cut off")
-    if (version := format_of(header)) is None:
+    if not header.startswith(_MAGIC):
         raise ManifestError("is none: it has another magic number")
+    (version,) = _NUMBER.unpack_from(header, len(_MAGIC) + _TOKEN_BYTES)  # 0: from before there was a number
     if version != FORMAT:
         raise ManifestError(f"is of another version of lightning_stocache (format {version}, this one has {FORMAT})")
-    (length,) = _LENGTH.unpack_from(header, MANIFEST_OFFSET)
+    (length,) = _NUMBER.unpack_from(header, MANIFEST_OFFSET)
     if not length:
         raise ManifestError("does not say what it holds")
     try:
-        values = json.loads(header[_START : _START + length])
+        values = json.loads(header[_MANIFEST_START : _MANIFEST_START + length])
         manifest = Manifest(**values | {"geometry": Geometry(**values["geometry"])})
         fits = manifest.geometry.slots <= payload  # each has a byte that says whether it is filled
     except (ValueError, KeyError, TypeError, RecursionError) as error:
