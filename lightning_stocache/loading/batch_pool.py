@@ -29,6 +29,7 @@ import numpy.typing as npt
 import torch
 
 from lightning_stocache.cache.codec import aligned
+from lightning_stocache.loading.interrupts import held_back
 from lightning_stocache.loading.shared_batch import SharedBatch, reserved_segment
 from lightning_stocache.node.segment import Segment
 
@@ -90,13 +91,15 @@ class BatchPool:
             return None
         number = self._free.pop()
         segment = self._segments.get(number)
-        if segment is not None and segment.size < self._size:
-            self._segments.pop(number).close()
-            segment = None
-        if segment is None and (segment := self._reserved()) is None:
-            self._free.insert(0, number)  # those that have memory come first
-            return None
-        self._segments[number] = segment
+        if segment is None or segment.size < self._size:
+            with held_back():  # between a file's opening and its registration Ctrl-C would leave the file open for ever
+                if segment is not None:
+                    self._segments.pop(number).close()
+                segment = self._reserved()
+                if segment is None:
+                    self._free.insert(0, number)  # those that have memory come first
+                    return None
+                self._segments[number] = segment
         return SharedBatch(number, segment, self._free)
 
     def _reserved(self) -> Segment | None:

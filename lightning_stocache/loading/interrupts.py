@@ -1,4 +1,4 @@
-"""Steps that no signal interrupts: starting and ending workers, and sending them a request.
+"""Steps that no signal interrupts: starting and ending workers, sending them a request, and taking shared memory.
 
 KeyboardInterrupt between a worker's start and its registration leaves a process that nobody ends. Torch's handler of
 SIGCHLD raises where a worker was killed; in the middle of a request it leaves the queue's lock taken, and ending the
