@@ -1,4 +1,7 @@
-"""The benchmarks under examples/benchmarks: they start, explain themselves, and write what they say. No timing."""
+"""The benchmarks under examples/benchmarks: they start, explain themselves, and write what they say. No timing.
+
+One of them runs here, in small; all of them by `-m soak`.
+"""
 
 import contextlib
 import io
@@ -50,7 +53,7 @@ def help_of(path: str) -> str:
 def test_a_quick_run_writes_table_values_and_figure(tmp_path):
     """The sweep over shares prints its table, keeps every value with the machine, and draws a picture."""
     pytest.importorskip("matplotlib", reason="the picture needs it")
-    arguments = ["--quick", "--rounds", "1", "--samples", "32", "--shares", "0.5", "--workers", "0", "--latency", "0"]
+    arguments = ["--quick", "--rounds", "1", "--samples", "8", "--shares", "0.5", "--workers", "0", "--latency", "0"]
     text = run("epochs", tmp_path, *arguments, "--output", "results")
     written = json.loads((tmp_path / "results" / "epochs.json").read_text())
     assert "two / law" in text
@@ -59,7 +62,7 @@ def test_a_quick_run_writes_table_values_and_figure(tmp_path):
     assert (tmp_path / "results" / "epochs.png").read_bytes().startswith(PNG)
 
 
-@pytest.mark.slow
+@pytest.mark.soak
 def test_peers_are_compared_at_their_best_number_of_workers(tmp_path):
     """The table for the README is Markdown: each peer once, with the number of workers at which it was fastest."""
     pytest.importorskip("matplotlib", reason="the picture needs it")
@@ -74,7 +77,7 @@ def test_peers_are_compared_at_their_best_number_of_workers(tmp_path):
         assert rates[number] == max(rates.values()) == float(rate)
 
 
-@pytest.mark.slow
+@pytest.mark.soak
 def test_nothing_is_loaded_twice(tmp_path):
     """The source's own count over three epochs is N, what the package announced, and at most eight second reads per
     process (which see whether it is random), on one process and on two ranks."""

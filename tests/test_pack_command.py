@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
+import contextlib
 import os
 import signal
-import subprocess
 import sys
 import time
 from pathlib import Path
@@ -16,6 +16,7 @@ from tqdm import tqdm
 
 from lightning_stocache import LMDBSource
 from lightning_stocache.__main__ import main
+from tests.processes import Child, call
 
 pytest.importorskip("lmdb")
 tqdm.get_lock()  # made once per process, and not what a test leaves behind
@@ -117,25 +118,30 @@ def test_nothing_else_is_overwritten(tmp_path: Path, configs: Path, capsys: pyte
     assert (tmp_path / "x.lmdb").read_text() == "precious" * 1000
 
 
+def packing(arguments: list[str], said: Path) -> Any:
+    """The exit code of the command in this process; what it prints is in the file."""
+    with open(said, "w") as file, contextlib.redirect_stdout(file), contextlib.redirect_stderr(file):
+        try:
+            pack(*arguments)
+        except SystemExit as end:
+            return end.code
+    return 0
+
+
 @pytest.mark.processes
 @pytest.mark.usefixtures("interruptible")
 def test_it_is_stopped_and_goes_on(tmp_path: Path, configs: Path) -> None:
     """By Ctrl-C, with exit code 130; then the same command, with workers, loads the rest."""
-    path = tmp_path / "x.lmdb"
-    arguments = ["data=squares", "data.train.seconds=0.2", "data.train.length=40", "--config-dir", str(configs)]
-    command = [sys.executable, "-m", "lightning_stocache", "pack", str(path), *arguments]
-    environment = os.environ | {"PYTHONPATH": os.pathsep.join(filter(None, sys.path))}
-    with subprocess.Popen(command, stderr=subprocess.PIPE, text=True, env=environment) as process:
-        deadline = time.monotonic() + 120
-        while not (path.exists() and path.stat().st_size > 8192) and time.monotonic() < deadline:
-            time.sleep(0.05)
-        process.send_signal(signal.SIGINT)
-        _, err = process.communicate(timeout=200)
-    assert process.returncode == 130, err
-    assert "stopped; the same command goes on where it was" in err
-    done = subprocess.run(
-        [*command, "--workers", "2"], capture_output=True, text=True, env=environment, check=True, timeout=240
-    )
-    assert "40 samples, " in done.stdout
-    assert "40 samples, 40 of them now" not in done.stdout
+    path, said = tmp_path / "x.lmdb", tmp_path / "said"
+    arguments = [str(path), "data=squares", "data.train.length=40", "--config-dir", str(configs)]
+    child = Child(packing, [*arguments, "data.train.seconds=0.2"], said)
+    deadline = time.monotonic() + 120
+    while not (path.exists() and path.stat().st_size > 8192) and time.monotonic() < deadline:
+        time.sleep(0.05)
+    os.kill(child.process.pid or 0, signal.SIGINT)
+    assert child.result() == 130, said.read_text()
+    assert "stopped; the same command goes on where it was" in said.read_text()
+    assert call(packing, [*arguments, "--workers", "2"], said) == 0
+    assert "40 samples, " in said.read_text()
+    assert "40 samples, 40 of them now" not in said.read_text()
     assert [sample[1] for sample in LMDBSource(path)] == list(range(40))

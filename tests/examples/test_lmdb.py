@@ -39,6 +39,7 @@ def test_photographs_are_packed_and_loaded_once(tmp_path: Path) -> None:
         assert second == 0
 
 
+@pytest.mark.soak
 def test_the_benchmark_compares_what_is_installed(tmp_path: Path) -> None:
     """A row for each way, with no workers and with two, and what packing gives."""
     run(tmp_path, "benchmarks/lmdb_read.py", "--quick", "--rounds", "1", "--output", "results")

@@ -106,7 +106,7 @@ def lines(text: Any) -> str:
 
 
 @pytest.mark.processes
-@pytest.mark.slow
+@pytest.mark.soak
 def test_all_cells_run(kernel):
     """Every cell ends well, on a tenth of the files; a cell that is run again finds its cache warm."""
     said = {}
@@ -128,6 +128,7 @@ def test_all_cells_run(kernel):
 def test_what_it_shows_is_a_run_of_its_cells():
     """Each cell has been run, in this order and without an error, and what it shows names nobody's machine."""
     for number, cell in enumerate(cells(), 1):
+        compile(lines(cell["source"]), f"cell {number}", "exec")
         assert cell["execution_count"] == number
         for output in cell["outputs"]:
             assert output["output_type"] != "error"
@@ -137,7 +138,7 @@ def test_what_it_shows_is_a_run_of_its_cells():
 
 
 @pytest.mark.processes
-@pytest.mark.slow
+@pytest.mark.soak
 @pytest.mark.skipif(not Path("/proc/self/fd").is_dir(), reason="looks into /proc")
 def test_a_fit_that_was_interrupted_goes_on_in_the_next_cell(kernel):
     """Nothing but the kernel is left of it, what it cached is there; and the memory goes when the kernel is killed."""

@@ -38,22 +38,24 @@ def loads(said: str) -> list[int]:
     return [int(number) for number in re.findall(r"the source loaded (\d+) samples", said)]
 
 
+def check(tmp_path: Path, example: str, *arguments: str) -> None:
+    samples, more = CASES[example]
+    first, second = loads(run(example, tmp_path, *arguments, samples=samples))
+    assert samples <= first <= samples + more
+    assert second == 0
+
+
+@pytest.mark.parametrize("command", [*CASES, "molecules --plain"])
+def test_each_sample_is_loaded_once(tmp_path, command):
+    """Every sample in epoch one, and nothing in epoch two; molecules as Data of PyG (if there is one), and as dicts."""
+    check(tmp_path, *command.split())
+
+
+@pytest.mark.soak
 @pytest.mark.parametrize("example", CASES)
 def test_two_ranks_load_each_sample_once(tmp_path, example):
     """Two ranks of two workers each load every sample once between them, and nothing in epoch two."""
-    samples, more = CASES[example]
-    first, second = loads(run(example, tmp_path, *TWO_RANKS, samples=samples))
-    assert samples <= first <= samples + more
-    assert second == 0
-
-
-@pytest.mark.parametrize("arguments", [(), ("--plain",)])
-def test_molecules_are_cached_with_pyg_and_without(tmp_path, arguments):
-    """One rank loads every sample once, as Data of PyG (where it is installed) and as dicts of tensors."""
-    samples, more = CASES["molecules"]
-    first, second = loads(run("molecules", tmp_path, *arguments, samples=samples))
-    assert samples <= first <= samples + more
-    assert second == 0
+    check(tmp_path, example, *TWO_RANKS)
 
 
 def test_the_count_sees_what_is_loaded_again(tmp_path):
@@ -72,6 +74,7 @@ def test_photographs_of_many_sizes_are_cached_by_both_recipes(tmp_path):
     assert re.search(r"^recipe, uncached +\d+ +1\.0$\n^recipe +\d.*$\n^tensors +\d", said, re.MULTILINE)
 
 
+@pytest.mark.soak
 def test_photographs_are_cached_for_two_ranks(tmp_path):
     """Two trainings in a row, each on two ranks, load each photograph once where there is a cache."""
     trainings = ("--only", "recipe", "tensors")

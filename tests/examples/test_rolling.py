@@ -25,7 +25,7 @@ def run(script: str, tmp_path: Path, *arguments: str) -> str:
 
 def test_the_example_trains_at_once_and_draws(tmp_path):
     """Epochs begin with the first few volumes; more come, and old ones leave."""
-    arguments = ("--latency", "0.02", "--budget", "20MB", "--fillers", "2", "--minimum", "8", "--seconds", "3")
+    arguments = ("--latency", "0.02", "--budget", "20MB", "--fillers", "2", "--minimum", "8", "--seconds", "1")
     text = run("rolling.py", tmp_path, *arguments)
     [trained] = re.findall(r"RollingCache: (\d+) samples", text)
     [(came, resident)] = re.findall(r"(\d+) volumes came, (\d+) are resident", text)
@@ -35,6 +35,7 @@ def test_the_example_trains_at_once_and_draws(tmp_path):
         assert (tmp_path / "rolling.png").read_bytes().startswith(b"\x89PNG")
 
 
+@pytest.mark.soak
 def test_the_benchmark_finds_nothing_torn(tmp_path):
     """Every sample that was read while others were written was whole."""
     run("benchmarks/rolling.py", tmp_path, "--quick", "--rounds", "1", "--output", "results")

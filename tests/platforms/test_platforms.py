@@ -59,6 +59,7 @@ def test_every_door_caches_with_a_fork_server(tmp_path):
     assert found == {"datamodule": hits, "callback": hits, "loop": hits}
 
 
+@pytest.mark.soak
 def test_every_door_caches_on_macos(tmp_path):
     """Without /proc, /dev/shm and fork epoch two hits everything, batches are as without, and no file is left."""
     hits = [[0, SAMPLES], True]
@@ -68,7 +69,8 @@ def test_every_door_caches_on_macos(tmp_path):
     assert caches(tmp_path) == []
 
 
-@pytest.mark.parametrize("what", ["named", pytest.param("disk", marks=pytest.mark.soak)])
+@pytest.mark.soak
+@pytest.mark.parametrize("what", ["named", "disk"])
 def test_a_cache_lasts_on_macos(tmp_path, what):
     """What a spawned worker has filled is found by the next who opens it, in the temp folder and on a disk."""
     found = on_macos(tmp_path, what)
@@ -100,6 +102,7 @@ def test_the_commands_work_on_macos(tmp_path):
     assert caches(tmp_path) == []
 
 
+@pytest.mark.soak
 def test_windows_trains_as_without(tmp_path):
     """All modules can be imported, each door passes samples through with one warning, commands say what is missing."""
     found = run(tmp_path, "tests.platforms.windows")
