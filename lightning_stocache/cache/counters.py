@@ -17,9 +17,8 @@ import os
 from dataclasses import dataclass, fields
 from typing import Literal
 
-from lightning_stocache.node.files import Backend, backend_of
-from lightning_stocache.node.handle import SegmentHandle
-from lightning_stocache.node.segment import Segment
+from lightning_stocache.node.files import Backend
+from lightning_stocache.node.segment import Segment, SegmentHandle
 
 __all__ = ["Counters", "Counts", "Matter"]
 
@@ -137,7 +136,7 @@ class Counters:
     @property
     def backend(self) -> Backend:
         """Where they lie, as the cache does that they are of, unless it has a name or lies on a disk."""
-        return backend_of(self.segment.handle.data)
+        return self.segment.backend
 
     @property
     def closed(self) -> bool:

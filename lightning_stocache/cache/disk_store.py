@@ -12,7 +12,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import asdict
-from typing import Any, Self, cast
+from typing import Any, Self
 
 import numpy as np
 import numpy.typing as npt
@@ -28,7 +28,6 @@ from lightning_stocache.cache.record_store import RecordStore
 from lightning_stocache.cache.row_store import RowStore
 from lightning_stocache.cache.segment_store import Codec, SegmentStore
 from lightning_stocache.cache.store import StoreHandle
-from lightning_stocache.node.disk import DiskSegment
 from lightning_stocache.node.header import Manifest
 from lightning_stocache.node.segment import Segment
 
@@ -48,11 +47,8 @@ class DiskStore(SegmentStore[Codec]):
         ImportError: xxhash, which makes the checksums, is not installed.
     """
 
-    segment: DiskSegment
-    _kind = DiskSegment
-
     def __init__(self, segment: Segment, codec: Codec, arc: Arc, trusted: Segment) -> None:
-        self._proof = Proof(cast(DiskSegment, segment), arc, trusted)
+        self._proof = Proof(segment, arc, trusted)
         super().__init__(segment, codec, arc)
         self._recall = Recall(self.slots, self._proof, Claims(segment))
 
@@ -69,7 +65,7 @@ class DiskStore(SegmentStore[Codec]):
     @classmethod
     def _opened(cls, segment: Segment, codec: Codec, arc: Arc) -> Self:
         # What cannot be read is an error here, and would be a SIGBUS later.
-        cast(DiskSegment, segment).fetch(0, cls.reserved_bytes(arc.slots))
+        segment.fetch(0, cls.reserved_bytes(arc.slots))
         return cls.over(segment, codec, arc, Proof.begin(arc.slots))
 
     def _open_filling(self, claims: Claims) -> Filling:
@@ -172,7 +168,7 @@ class DiskRecords(DiskStore[Any], RecordStore):
         """Have no record of an earlier job be overwritten by those to come, while nobody else has the segment open."""
         arc = Arc(**asdict(manifest.geometry), domain=domain)
         segment.reserve(0, cls.reserved_bytes(arc.slots))
-        proof = Proof(cast(DiskSegment, segment), arc, Proof.begin(arc.slots))
+        proof = Proof(segment, arc, Proof.begin(arc.slots))
         records = RecordSlots(segment, arc.slots, Claims(segment), segment.size - sums_bytes(arc.slots))
         try:
             records.mend(proof.holds)

@@ -21,7 +21,6 @@ import numpy.typing as npt
 
 from lightning_stocache.cache.codec import aligned
 from lightning_stocache.cache.placement import Arc, Integers
-from lightning_stocache.node.disk import DiskSegment
 from lightning_stocache.node.segment import Segment
 
 __all__ = ["SUM_BYTES", "Proof", "checksum", "sums_bytes"]
@@ -51,7 +50,7 @@ class Proof:
         ImportError: xxhash is not installed; the message says how to get it.
     """
 
-    def __init__(self, segment: DiskSegment, arc: Arc, trusted: Segment) -> None:
+    def __init__(self, segment: Segment, arc: Arc, trusted: Segment) -> None:
         self.trusted = trusted
         self._segment, self._arc = segment, arc
         self._start = segment.size - sums_bytes(arc.slots)

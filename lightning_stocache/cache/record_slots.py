@@ -11,7 +11,6 @@ takes care that nothing is stored over it.
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from typing import cast
 
 import numpy as np
 import numpy.typing as npt
@@ -23,7 +22,6 @@ from lightning_stocache.cache.codec import aligned
 from lightning_stocache.cache.placement import Integers
 from lightning_stocache.cache.records import HEAD
 from lightning_stocache.cache.slots import EMPTY, READY
-from lightning_stocache.node.disk import DiskSegment
 from lightning_stocache.node.segment import Segment
 
 __all__ = ["RecordSlots"]
@@ -130,7 +128,7 @@ class RecordSlots:
         Raises:
             OSError: it cannot be read (EIO).
         """
-        segment, offset = cast(DiskSegment, self._segment), self._words[slot]
+        segment, offset = self._segment, self._words[slot]
         if not self._begin <= offset <= self._end - HEAD.size or offset % _SMALL:
             return None
         head = segment.fetch(offset, HEAD.size)

@@ -21,8 +21,7 @@ from lightning_stocache.cache.rolling_ring import RollingRing, is_even
 from lightning_stocache.cache.segment_memory import SegmentMemory
 from lightning_stocache.cache.store import ReadOnly
 from lightning_stocache.node.fence import fence
-from lightning_stocache.node.handle import SegmentHandle
-from lightning_stocache.node.segment import Segment
+from lightning_stocache.node.segment import Segment, SegmentHandle
 from lightning_stocache.node.waiting import moments
 
 __all__ = ["RollingHandle", "RollingStore"]

@@ -42,7 +42,6 @@ class SegmentStore(SegmentMemory, Generic[Codec]):
     """Samples in a segment, of a codec and of the indices of an arc."""
 
     slots: Any
-    _kind: type[Segment] = Segment
 
     def __init__(self, segment: Segment, codec: Codec, arc: Arc) -> None:
         self.segment, self.codec, self.arc = segment, codec, arc
@@ -95,7 +94,7 @@ class SegmentStore(SegmentMemory, Generic[Codec]):
             directory: of a store on a disk, where it lies; `check_directory` has found it good.
         """
         size, manifest = cls.layout(codec, arc, whose, granted=granted)
-        segment = cls._kind.create(size, backend, manifest, directory)
+        segment = Segment.create(size, backend, manifest, directory)
         try:
             return cls.found(segment, codec, manifest.geometry, arc.length, arc.domain)
         except OSError:

@@ -23,7 +23,6 @@ import time
 from functools import cached_property
 
 from lightning_stocache.node.budget import format_bytes
-from lightning_stocache.node.disk import DiskSegment
 from lightning_stocache.node.files import memory_directory
 from lightning_stocache.node.free import MemoryGauge
 from lightning_stocache.node.segment import Segment
@@ -77,7 +76,7 @@ class Shortage:
 
     @property
     def _on_disk(self) -> bool:
-        return isinstance(self._segment, DiskSegment)
+        return self._segment.on_disk
 
     def _room(self, allocated: int) -> tuple[int | None, int]:
         """Bytes that are free in the filesystem of a store in memory, and those of them that are kept for others."""
@@ -86,8 +85,8 @@ class Shortage:
 
     def _measured(self) -> tuple[int, str] | None:
         """Bytes that are free, and where."""
-        if isinstance(self._segment, DiskSegment):
-            return self._segment.free_bytes, "the disk"
+        if self._segment.on_disk:
+            return self._segment.free_bytes or 0, "the disk"
         return self._gauge.read().memory
 
     @cached_property

@@ -13,7 +13,6 @@ bytes; who may write a slot, and when it becomes READY, is the cache's protocol.
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
-from typing import cast
 
 import numpy as np
 import numpy.typing as npt
@@ -21,7 +20,6 @@ import torch
 
 from lightning_stocache.cache.codec import Memory, aligned
 from lightning_stocache.cache.placement import Integers
-from lightning_stocache.node.disk import DiskSegment
 from lightning_stocache.node.segment import Segment
 
 __all__ = ["EMPTY", "READY", "FieldSlots"]
@@ -106,7 +104,7 @@ class FieldSlots:
         Raises:
             OSError: it cannot be read (EIO).
         """
-        segment = cast(DiskSegment, self._segment)
+        segment = self._segment
         return [
             segment.fetch(start + slot * nbytes, nbytes)
             for start, nbytes in zip(self._starts, self._row_bytes, strict=True)

@@ -16,7 +16,7 @@ import numpy as np
 from lightning_stocache.cache.codec import Lend, Memory, RowCodec, SampleCodec
 from lightning_stocache.cache.placement import NO_SLOT, Arc, Integers
 from lightning_stocache.cache.turns import Turns
-from lightning_stocache.node.handle import SegmentHandle
+from lightning_stocache.node.segment import SegmentHandle
 
 __all__ = [
     "NO_PLACE",

@@ -18,7 +18,6 @@ from lightning_stocache.cache.rolling_rows import RollingRows
 from lightning_stocache.cache.rolling_store import RollingHandle
 from lightning_stocache.cache.segment_store import SegmentStore
 from lightning_stocache.cache.store import StoreHandle
-from lightning_stocache.node.disk import DiskSegment
 from lightning_stocache.node.segment import Segment
 
 __all__ = [
@@ -49,7 +48,7 @@ def attach_store(handle: StoreHandle) -> SegmentStore[Any]:
     Raises:
         OSError: its segment cannot be reached from here.
     """
-    segment = (Segment if handle.trusted is None else DiskSegment).attach(handle.segment)
+    segment = Segment.attach(handle.segment)
     try:
         if handle.trusted is not None:
             return disk_store_for(handle.codec).over(segment, handle.codec, handle.arc, Segment.attach(handle.trusted))

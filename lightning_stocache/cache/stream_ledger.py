@@ -20,8 +20,7 @@ from dataclasses import dataclass
 
 from lightning_stocache.cache.claims import Claims
 from lightning_stocache.node.files import Backend
-from lightning_stocache.node.handle import SegmentHandle
-from lightning_stocache.node.segment import Segment
+from lightning_stocache.node.segment import Segment, SegmentHandle
 
 __all__ = ["MOST_WORKERS", "POSITION_BITS", "Shard", "StreamLedger", "Totals"]
 

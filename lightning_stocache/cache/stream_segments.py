@@ -14,8 +14,7 @@ from lightning_stocache.cache.shortage import keep_free
 from lightning_stocache.cache.stream_index import StreamIndex
 from lightning_stocache.cache.stream_ledger import StreamLedger
 from lightning_stocache.node.files import Backend
-from lightning_stocache.node.handle import SegmentHandle
-from lightning_stocache.node.segment import Segment
+from lightning_stocache.node.segment import Segment, SegmentHandle
 
 __all__ = ["StreamHandle", "StreamSegments"]
 

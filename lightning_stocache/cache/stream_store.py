@@ -152,7 +152,7 @@ class StreamStore:
             raise ValueError("nothing is kept of the stream")
         if self._kept is not None:
             return self._kept
-        view: Any = type(store).over(self._samples.hold(), store.codec, store.arc)
+        view: Any = type(store).over(self._samples.share(), store.codec, store.arc)
         entries = self._index.entries(len(view), min(self.ledger.count, len(view)))
         order = np.argsort(entries[:, 1], kind="stable")
         slots, shards = view.lookup(order), (entries[order, 1] >> np.uint64(POSITION_BITS)).astype(np.int64)
@@ -240,7 +240,7 @@ class StreamStore:
             if (layout := self._index.layout()) is not None:
                 codec, slots = layout
                 kind: Any = _Records if isinstance(codec, RecordCodec) else store_for(codec)
-                self._store = kind.over(self._samples.hold(), codec, Arc(slots, slots))
+                self._store = kind.over(self._samples.share(), codec, Arc(slots, slots))
             self._generation, self._reserved = generation, 0
         return self._store
 

@@ -23,8 +23,7 @@ from lightning_stocache.loading.fillers import Fillers, FillJob
 from lightning_stocache.node.budget import Budget
 from lightning_stocache.node.files import Backend
 from lightning_stocache.node.group import NodeGroup
-from lightning_stocache.node.handle import SegmentHandle
-from lightning_stocache.node.segment import Segment
+from lightning_stocache.node.segment import Segment, SegmentHandle
 from lightning_stocache.node.waiting import moments
 from lightning_stocache.setup.first_sample import codec_of
 from lightning_stocache.setup.option import check_choice, check_count

@@ -22,8 +22,7 @@ import torch
 from lightning_stocache.cache.codec import aligned
 from lightning_stocache.node.files import Backend, memory_directory
 from lightning_stocache.node.free import MemoryGauge
-from lightning_stocache.node.handle import SegmentHandle
-from lightning_stocache.node.segment import Segment
+from lightning_stocache.node.segment import Segment, SegmentHandle
 
 __all__ = ["Attached", "Place", "SharedBatch", "reserved_segment"]
 

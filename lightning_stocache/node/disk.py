@@ -1,9 +1,4 @@
-"""Segments whose file lies on a disk, in a directory of the user's.
-
-They are mapped like those in memory, and the kernel keeps what is read and written in its page cache. What is different
-is how they fail. A disk can be full, be read only, have a bad block, or take seconds for a page; a file can be cut off.
-Through the mapping all of these are a SIGBUS or a wait without an end; through the file they are errors. So what is
-stored goes through the file, and so does what has not been read before (`fetch`).
+"""Directories on a disk that can hold caches, and the mounted filesystems of this machine.
 
 Files on other machines' disks are refused: a mapping shows a machine only what it has written itself.
 """
@@ -12,14 +7,18 @@ from __future__ import annotations
 
 import os
 import re
+import sys
 import tempfile
+from collections.abc import Iterator
+from pathlib import Path
+from typing import NamedTuple
 
-import lightning_stocache.node.files as files
 from lightning_stocache.node.header import HEADER_BYTES, printable
-from lightning_stocache.node.locks import give_back, take
-from lightning_stocache.node.segment import Segment
 
-__all__ = ["DiskError", "DiskSegment", "check_directory", "filesystem_of"]
+if sys.platform != "win32":
+    import fcntl
+
+__all__ = ["DiskError", "Mount", "check_directory", "filesystem_of", "mounts"]
 
 _REMOTE = {
     *("nfs", "nfs4", "cifs", "smb3", "smbfs", "ceph", "lustre", "gpfs", "beegfs", "afs", "9p", "glusterfs", "pvfs2"),
@@ -28,50 +27,27 @@ _REMOTE = {
 }
 """Filesystems of other machines, as /proc/self/mountinfo calls them."""
 
-_OCTAL = re.compile(r"\\([0-7]{3})")
 _ELSEWHERE = "Give a directory on a disk of this machine, or leave dir= away for a cache in memory"
+
+
+class Mount(NamedTuple):
+    """A mounted filesystem, as /proc/self/mountinfo describes it.
+
+    Args:
+        root: the folder of the filesystem that is mounted.
+        folder: where it is mounted.
+        kind: of filesystem.
+        options: of the filesystem.
+    """
+
+    root: str
+    folder: str
+    kind: str
+    options: str
 
 
 class DiskError(OSError):
     """A directory cannot hold a cache."""
-
-
-class DiskSegment(Segment):
-    """A segment in a directory on a disk. See `Segment`.
-
-    Example:
-        >>> with tempfile.TemporaryDirectory() as directory:
-        ...     segment = DiskSegment.create(8192, directory=directory)
-        ...     segment.store(100, memoryview(b"abc"))
-        ...     segment.fetch(100, 3), segment.is_whole
-        ...     segment.close()
-        (b'abc', True)
-    """
-
-    @property
-    def free_bytes(self) -> int:
-        """Bytes that are free on the disk, for a user without privileges.
-
-        Raises:
-            ValueError: the segment is closed.
-        """
-        self._check_open()
-        return files.free_beside(self._data) or 0
-
-    @property
-    def is_whole(self) -> bool:
-        """Whether the file has still the length that it was made with: to read behind its end is a SIGBUS."""
-        return not self.closed and os.fstat(self._data).st_size >= HEADER_BYTES + self.size
-
-    def fetch(self, offset: int, length: int) -> bytes:
-        """A copy of a range of the payload, read through the file.
-
-        Raises:
-            OSError: a block cannot be read, or the file ends before (EIO).
-            ValueError: the segment is closed.
-        """
-        self._check_open()
-        return files.fetch(self._data, HEADER_BYTES + offset, length)
 
 
 def check_directory(directory: str) -> str:
@@ -106,17 +82,30 @@ def check_directory(directory: str) -> str:
 def filesystem_of(path: str) -> str:
     """The kind of filesystem that a directory lies on, empty where that cannot be known."""
     path, longest, kind = os.path.realpath(path), -1, ""
+    for mount in mounts():
+        if len(mount.folder) >= longest and os.path.commonpath([mount.folder, path]) == mount.folder:
+            longest, kind = len(mount.folder), mount.kind
+    return kind
+
+
+def mounts(root: Path = Path("/")) -> Iterator[Mount]:
+    """The mounted filesystems, in the order in which they were mounted; none where there is no /proc.
+
+    Args:
+        root: where `proc` is found; another one is for tests.
+    """
     try:
-        with open("/proc/self/mountinfo", "rb") as file:
+        with open(root / "proc/self/mountinfo", "rb") as file:
             lines = file.read().split(b"\n")
     except OSError:
-        return ""
-    for line in filter(None, lines):
-        place, _, what = os.fsdecode(line).partition(" - ")
-        mount = _OCTAL.sub(lambda code: chr(int(code[1], 8)), place.split(" ")[4])  # a space in it is written \040
-        if len(mount) >= longest and os.path.commonpath([mount, path]) == mount:
-            longest, kind = len(mount), what.split()[0]
-    return kind
+        return
+    for line in lines:
+        place, _, rest = os.fsdecode(line).partition(" - ")
+        fields, kinds = place.split(" "), rest.split()
+        if len(fields) > 4 and kinds:
+            # The kernel writes a space in a path as \040.
+            folder, mount = (re.sub(r"\\([0-7]{3})", lambda code: chr(int(code[1], 8)), path) for path in fields[3:5])
+            yield Mount(folder, mount, kinds[0], kinds[-1])
 
 
 def _try_locks(path: str) -> None:
@@ -128,9 +117,12 @@ def _try_locks(path: str) -> None:
     file, name = tempfile.mkstemp(prefix=f".lsc-{os.getuid()}-", dir=path)
     try:
         os.unlink(name)
-        files.hold(file)
+        fcntl.flock(file, fcntl.LOCK_SH)
         os.ftruncate(file, HEADER_BYTES)
-        take(file, 0)
-        give_back(file, 0)
+        try:
+            fcntl.lockf(file, fcntl.LOCK_EX | fcntl.LOCK_NB, 1, 0)
+        except (BlockingIOError, PermissionError):  # BSD and macOS: the two kinds of lock exclude each other
+            return
+        fcntl.lockf(file, fcntl.LOCK_UN, 1, 0)
     finally:
         os.close(file)

@@ -12,13 +12,11 @@ has no second name. What lies in such a file is trusted.
 
 from __future__ import annotations
 
-import contextlib
 import errno
 import os
 import stat
 import sys
 import tempfile
-from collections.abc import Sequence
 from typing import Literal
 
 from lightning_stocache.node.header import HEADER_BYTES, new_header, printable
@@ -28,26 +26,18 @@ if sys.platform != "win32":
 
 __all__ = [
     "Backend",
-    "backend_of",
     "default_backend",
-    "fetch",
-    "free_beside",
     "get_shm_size",
-    "give_up",
-    "hold",
     "make_file",
     "memory_directory",
     "open_own",
     "overwrite",
     "reserve",
-    "store",
-    "sync",
     "write_header",
 ]
 
 Backend = Literal["tmpfile", "memfd", "file"]
 _REFUSED = {errno.EACCES, errno.EEXIST, errno.EISDIR, errno.ELOOP, errno.ENXIO, errno.EPERM}
-_MOST_PARTS = 1024  # that one call takes (IOV_MAX)
 _ZEROES = bytes(1 << 20)
 
 
@@ -72,13 +62,6 @@ def default_backend() -> Backend:
     return "tmpfile" if hasattr(os, "O_TMPFILE") and os.path.isdir("/dev/shm") else "file"
 
 
-def backend_of(path: str) -> Backend:
-    """The kind of a file, by its name or by that of a descriptor below /proc."""
-    if not path.startswith("/proc/"):
-        return "file"
-    return "memfd" if os.readlink(path).startswith("/memfd:") else "tmpfile"
-
-
 def make_file(backend: Backend, directory: str | None = None) -> tuple[int, str | None]:
     """A new, empty file of a kind: its descriptor, and its name if it has one.
 
@@ -101,7 +84,7 @@ def make_file(backend: Backend, directory: str | None = None) -> tuple[int, str 
             if directory is None or error.errno not in (errno.EOPNOTSUPP, errno.EISDIR, errno.ENOENT, errno.EINVAL):
                 raise
     data, path = tempfile.mkstemp(prefix=f"lsc-{os.getuid()}-", dir=where)
-    hold(data)
+    fcntl.flock(data, fcntl.LOCK_SH)  # the file is in use; the lock goes with the last copy of the descriptor
     return data, path
 
 
@@ -138,23 +121,6 @@ def open_own(path: str, *, create: bool = False, exclusive: bool = False) -> int
     raise refusal
 
 
-def hold(data: int) -> None:
-    """Take the shared `flock` that says that a named file is in use; it goes with the last copy of the descriptor."""
-    fcntl.flock(data, fcntl.LOCK_SH)
-
-
-def give_up(data: int, locks: int, own_names: Sequence[str], pid: int) -> None:
-    """Close a segment's two files, and take away the names that this process, `pid`, has made for them.
-
-    A child that was forked since leaves the names alone.
-    """
-    os.close(data)
-    os.close(locks)
-    for name in own_names if os.getpid() == pid else ():
-        with contextlib.suppress(FileNotFoundError):
-            os.unlink(name)
-
-
 def write_header(data: int, size: int, reserved: int = 0) -> None:
     """Give a file its full length, `size` bytes after the header, and a header with a token of its own.
 
@@ -169,12 +135,6 @@ def write_header(data: int, size: int, reserved: int = 0) -> None:
     os.ftruncate(data, HEADER_BYTES + size)
     reserve(data, 0, HEADER_BYTES + reserved)
     os.pwrite(data, new_header(), 0)
-
-
-def free_beside(data: int) -> int | None:
-    """Bytes that are free in the filesystem of a file, for a user without privileges; None where it has no limit."""
-    stats = os.fstatvfs(data)
-    return stats.f_frsize * stats.f_bavail if stats.f_blocks else None  # that of memfds has no size
 
 
 def reserve(data: int, offset: int, length: int) -> None:
@@ -206,46 +166,8 @@ def _seek(data: int, start: int, whence: int, end: int) -> int:
         return end
 
 
-def store(data: int, offset: int, *parts: memoryview) -> None:
-    """Write pieces into a range, one after the other; its memory need not have been reserved.
-
-    Raises:
-        OSError: there is no memory left (ENOSPC); a part may have been written.
-    """
-    several = 1 < len(parts) <= _MOST_PARTS and hasattr(os, "pwritev")  # macOS has it from 11 on
-    written = os.pwritev(data, parts, offset) if several else 0
-    for part in parts:
-        while written < part.nbytes:
-            written += os.pwrite(data, part[written:] if written else part, offset + written)
-        offset, written = offset + part.nbytes, written - part.nbytes
-
-
-def sync(data: int) -> None:
-    """Have the system write to the disk what was stored, and wait for it.
-
-    Raises:
-        OSError: it cannot be written.
-    """
-    getattr(os, "fdatasync", os.fsync)(data)  # macOS has the latter alone
-
-
-def fetch(data: int, offset: int, length: int) -> bytes:
-    """Read a range.
-
-    Raises:
-        OSError: a block cannot be read (EIO), or the file ends before.
-    """
-    pieces = []
-    while length:
-        piece = os.pread(data, length, offset)
-        if not piece:
-            raise OSError(errno.EIO, f"the file ends {length} bytes too early")
-        pieces.append(piece)
-        offset, length = offset + len(piece), length - len(piece)
-    return pieces[0] if len(pieces) == 1 else b"".join(pieces)
-
-
 def overwrite(data: int, offset: int, length: int) -> None:
     """Store zeroes in a range."""
-    for start in range(0, length, len(_ZEROES)):
-        store(data, offset + start, memoryview(_ZEROES)[: length - start])
+    while length > 0:
+        written = os.pwrite(data, memoryview(_ZEROES)[:length], offset)
+        offset, length = offset + written, length - written

@@ -20,6 +20,7 @@ from dataclasses import dataclass, field, replace
 from pathlib import Path, PurePosixPath
 from typing import NamedTuple
 
+from lightning_stocache.node.disk import mounts
 from lightning_stocache.node.open_files import Promise, Promises, other_promises
 
 __all__ = ["FreeMemory", "MemoryGauge"]
@@ -233,15 +234,10 @@ def _own_path(kind: _Hierarchy, root: Path) -> PurePosixPath | None:
 
 
 def _mounts(kind: _Hierarchy, root: Path) -> Iterator[tuple[str, Path]]:
-    for line in _lines(root / "proc/self/mountinfo"):
-        place, _, what = line.partition(" - ")
-        fields, kinds = place.split(), what.split()
-        if len(fields) < 5 or not kinds or kinds[0] != kind.filesystem:
-            continue
-        if kind.filesystem == "cgroup2" or "memory" in kinds[-1].split(","):
-            # The kernel writes a space in a path as \040.
-            mount_root, mount = (re.sub(r"\\([0-7]{3})", lambda c: chr(int(c[1], 8)), path) for path in fields[3:5])
-            yield mount_root, root / mount.lstrip("/")
+    for mount in mounts(root):
+        controllers = mount.options.split(",")
+        if mount.kind == kind.filesystem and (kind.filesystem == "cgroup2" or "memory" in controllers):
+            yield mount.root, root / mount.folder.lstrip("/")
 
 
 def _lines(path: Path) -> list[str]:

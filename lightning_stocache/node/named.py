@@ -21,6 +21,7 @@ pipe or a folder (`files.open_own`). A file that is no segment, by its magic num
 from __future__ import annotations
 
 import contextlib
+import logging
 import os
 import re
 import shlex
@@ -28,10 +29,10 @@ import stat
 import sys
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Any
 
-from lightning_stocache.node.disk import DiskSegment
-from lightning_stocache.node.files import make_file, memory_directory, open_own, sync, write_header
+from lightning_stocache.node.files import make_file, memory_directory, open_own, write_header
 from lightning_stocache.node.header import (
     HEADER_BYTES,
     Manifest,
@@ -41,8 +42,8 @@ from lightning_stocache.node.header import (
     token_of,
     write_manifest,
 )
-from lightning_stocache.node.locks import SEPARATE, is_unlocked, share
 from lightning_stocache.node.segment import Segment
+from lightning_stocache.node.waiting import moments
 
 if sys.platform != "win32":
     import fcntl
@@ -66,7 +67,12 @@ __all__ = [
 Mend = Callable[[Segment, Manifest], None]
 """Repairs what a crash may have left in a segment on a disk."""
 
+log = logging.getLogger(__name__)
+
 _LOCKS = ".locks"
+# BSD and macOS do not keep `flock` and byte locks on one file apart: there a lock file is never locked by `flock`, or
+# nobody could take the lock of a byte.
+_SEPARATE = sys.platform == "linux"
 _NAME = re.compile(r"[A-Za-z0-9_][A-Za-z0-9._-]{0,99}")
 
 
@@ -181,7 +187,7 @@ def clean_locks(directory: str | None = None) -> None:
         if not path.endswith(_LOCKS) or os.path.lexists(path.removesuffix(_LOCKS)):
             continue
         with contextlib.suppress(OSError), _own_file(path) as locks:
-            unused = (not SEPARATE or _try_exclusive(locks)) and is_unlocked(locks)
+            unused = (not _SEPARATE or _try_exclusive(locks)) and _has_no_byte_locks(locks)
             if unused and not os.fstat(locks).st_size and _leads_to(path, locks):
                 os.unlink(path)
 
@@ -219,12 +225,12 @@ def _join(path: str, directory: str | None, mend: Mend | None) -> tuple[Segment,
     try:
         alone = directory is not None and _try_exclusive(data)
         if not alone:
-            share(data, path)  # waits while another process removes or repairs the segment
+            _share(data, path)  # waits while another process removes or repairs the segment
         if not _leads_to(path, data):
             return None
         manifest = _manifest(data, path, directory)
         if (known := Segment.opened(token_of(data))) is not None:
-            return known.hold(), manifest  # a second lock file's descriptor would drop the locks of the first
+            return known.share(), manifest  # a second lock file's descriptor would drop the locks of the first
         if alone and os.fstat(data).st_size < HEADER_BYTES + manifest.payload:
             os.ftruncate(data, HEADER_BYTES + manifest.payload)  # it was cut off; what is missing is empty
         segment = _mapped(data, os.fstat(data).st_size - HEADER_BYTES, path, directory)
@@ -256,7 +262,7 @@ def _publish(path: str, size: int, manifest: Manifest, directory: str | None) ->
         write_header(data, size)
         write_manifest(data, manifest)
         if directory is not None:
-            sync(data)  # once, so that no crash leaves a name without a header
+            os.fsync(data)  # once, so that no crash leaves a name without a header
         fcntl.flock(data, fcntl.LOCK_SH)
         try:
             # src_dir_fd makes Python call linkat, which follows the link below /proc; link(2) would fail with EXDEV.
@@ -279,7 +285,7 @@ def _mapped(data: int, size: int, path: str, directory: str | None) -> Segment:
     except BaseException:
         os.close(own)
         raise
-    return (Segment if directory is None else DiskSegment)(own, locks, size, path)
+    return Segment(own, locks, size, path, on_disk=directory is not None)
 
 
 def _open_locks(path: str) -> int:
@@ -292,7 +298,7 @@ def _open_locks(path: str) -> int:
     """
     while True:
         locks = open_own(path, create=True)
-        if SEPARATE:  # else nobody could take the lock of a byte
+        if _SEPARATE:
             fcntl.flock(locks, fcntl.LOCK_SH)
         if _leads_to(path, locks):
             return locks
@@ -370,6 +376,36 @@ def _try_exclusive(descriptor: int) -> bool:
     try:
         fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
     except BlockingIOError:
+        return False
+    return True
+
+
+def _share(descriptor: int, path: str) -> None:
+    """Take the shared lock of a file, as soon as no process has the exclusive one."""
+    for seconds in moments(pause=0.002):
+        try:
+            fcntl.flock(descriptor, fcntl.LOCK_SH | fcntl.LOCK_NB)
+            return
+        except BlockingIOError:
+            if seconds:
+                log.warning("%s is waited for: %s has it locked", path, _exclusive_user(os.fstat(descriptor).st_ino))
+
+
+def _exclusive_user(inode: int) -> str:
+    """The process that has a file locked exclusively, for people."""
+    try:
+        lines = Path("/proc/locks").read_text()
+    except OSError:
+        lines = ""
+    lock = re.search(rf"FLOCK +\w+ +WRITE +(\d+) +\w+:\w+:{inode} ", lines)
+    return f"process {lock[1]}" if lock else "another process"
+
+
+def _has_no_byte_locks(descriptor: int) -> bool:
+    """Whether no other process has a byte locked; all bytes are locked now, until the descriptor is closed."""
+    try:
+        fcntl.lockf(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
+    except (BlockingIOError, PermissionError):
         return False
     return True
 

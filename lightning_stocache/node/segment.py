@@ -4,6 +4,10 @@ Layout: a header (`header`), then the payload, whose meaning only the owner of t
 beside it carries byte locks; it is separate because closing *any* descriptor of a file drops all POSIX locks that the
 process holds on it.
 
+The file lies in memory or on a disk (`files`). A disk can be full, be read only, have a bad block, or take seconds for
+a page; a file can be cut off. Through the mapping all of these are a SIGBUS or a wait without an end; through the file
+they are errors. So what is stored on a disk goes through the file, and so does what was not read before (`fetch`).
+
 Who does what, in this order:
 
 1. The leader of a node calls `Segment.create`: the file has its full length at once but holds no memory yet.
@@ -13,7 +17,7 @@ Who does what, in this order:
    (spawn, forkserver).
 3. Whoever stores into pages that nobody has reserved yet does so by `store`, through the file, or calls `reserve`
    first: then a full filesystem is an `OSError(ENOSPC)`. In the middle of a store through the mapping it is a SIGBUS.
-4. `close` gives up this process's mapping. The memory is free when the last process has closed or died, by SIGKILL too:
+4. `close` ends this process's mapping. The memory is free when the last process has closed or died, by SIGKILL too:
    a file without a name cannot be left behind.
 
 A page that nobody has reserved must not be read through the mapping either: the read takes one, or dies of SIGBUS, too.
@@ -24,18 +28,21 @@ Not promised: that two processes see each other's stores in a given order; that 
 from __future__ import annotations
 
 import contextlib
+import errno
 import mmap
 import os
+import struct
+import sys
 import weakref
-from collections.abc import Callable
-from multiprocessing import reduction
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from multiprocessing import context, reduction
 from typing import Any, Self
 
 import torch
 
 import lightning_stocache.node.files as files
 from lightning_stocache.node.files import Backend, open_own
-from lightning_stocache.node.handle import SegmentHandle, takes_descriptors
 from lightning_stocache.node.header import (
     HEADER_BYTES,
     MANIFEST_OFFSET,
@@ -44,13 +51,32 @@ from lightning_stocache.node.header import (
     token_of,
     write_manifest,
 )
-from lightning_stocache.node.locks import give_back, holder, take
 
-__all__ = ["Segment"]
+if sys.platform != "win32":
+    import fcntl
 
+__all__ = ["Segment", "SegmentHandle"]
+
+_MOST_PARTS = 1024  # that one call writes (IOV_MAX)
+_FLOCK = struct.Struct("@hhqqi4x")  # Linux: kind, whence, start, length, process
+# A fork server takes 251 descriptors with a process. A segment has two, and torch sends one for each tensor.
+_MOST_SENT = 80
+_sent: weakref.WeakKeyDictionary[Any, int] = weakref.WeakKeyDictionary()
 # The segments that this process has open, by token. Opening one a second time in the same process would make a second
 # lock descriptor, and closing either would drop the locks of both.
 _open_here: weakref.WeakValueDictionary[bytes, Segment] = weakref.WeakValueDictionary()
+
+
+@dataclass(frozen=True)
+class SegmentHandle:
+    """The address of a segment for other processes of the node. Plain values: it can be pickled and sent anywhere."""
+
+    data: str  # paths: of a name, or of the creator's descriptors below /proc
+    locks: str
+    inode: int
+    token: bytes
+    size: int
+    on_disk: bool = False
 
 
 class Segment:
@@ -61,7 +87,8 @@ class Segment:
         locks: descriptor of the lock file, likewise.
         size: payload bytes, the header not counted.
         path: the file's name, if it has one.
-        owned: whether this process takes the name away at the latest when it closes the segment or ends.
+        on_disk: whether the file lies on a disk.
+        owned: whether this process removes the name, at the latest when it closes the segment or ends.
 
     Raises:
         ValueError: the file is not a segment; (whatever needs its memory, or its files) it is closed.
@@ -77,12 +104,21 @@ class Segment:
         (None, None)
     """
 
-    def __init__(self, data: int, locks: int, size: int, path: str | None = None, *, owned: bool = False) -> None:
-        self.size, self.path, self._data, self._locks = size, path, data, locks
+    def __init__(
+        self,
+        data: int,
+        locks: int,
+        size: int,
+        path: str | None = None,
+        *,
+        on_disk: bool = False,
+        owned: bool = False,
+    ) -> None:
+        self.size, self.path, self.on_disk, self._data, self._locks = size, path, on_disk, data, locks
         self._own_names = [path, path + ".locks"] if owned and path else []
-        self._holds = 1
+        self._users = 1
         self._map: mmap.mmap | None = None
-        self._finalizer = weakref.finalize(self, files.give_up, data, locks, self._own_names, os.getpid())
+        self._finalizer = weakref.finalize(self, _release, data, locks, self._own_names, os.getpid())
         try:
             self.token = token_of(data)
             self._map = mmap.mmap(data, HEADER_BYTES + size)
@@ -129,7 +165,7 @@ class Segment:
             if manifest is not None:
                 write_manifest(data, manifest)
             undo.pop_all()
-        return cls(data, locks, size, path, owned=True)
+        return cls(data, locks, size, path, on_disk=directory is not None, owned=True)
 
     @classmethod
     def attach(cls, handle: SegmentHandle) -> Self:
@@ -141,8 +177,8 @@ class Segment:
             OSError: the file cannot be reached (another pid namespace, another user, or its creator is gone).
             ValueError: what lies there now is not that segment.
         """
-        if isinstance(known := cls.opened(handle.token), cls):
-            return known.hold()
+        if (known := cls.opened(handle.token)) is not None:
+            return known.share()
         named = None if handle.data.startswith("/proc/") else handle.data
         data = open_own(named) if named else os.open(handle.data, os.O_RDWR | os.O_CLOEXEC)
         try:
@@ -153,18 +189,18 @@ class Segment:
                     f"{handle.data} holds another segment (its token differs): these ranks do not share memory"
                 )
             if named is not None:
-                files.hold(data)
+                fcntl.flock(data, fcntl.LOCK_SH)
             locks = open_own(handle.locks) if named else os.open(handle.locks, os.O_RDWR | os.O_CLOEXEC)
         except BaseException:
             os.close(data)
             raise
-        return cls(data, locks, handle.size, named)
+        return cls(data, locks, handle.size, named, on_disk=handle.on_disk)
 
-    @staticmethod
-    def opened(token: bytes) -> Segment | None:
+    @classmethod
+    def opened(cls, token: bytes) -> Self | None:
         """The segment with this token that this process has open, if it has."""
         known = _open_here.get(token)
-        return None if known is None or known.closed else known
+        return known if isinstance(known, cls) and not known.closed else None
 
     @property
     def handle(self) -> SegmentHandle:
@@ -175,7 +211,7 @@ class Segment:
         self._check_open()
         here = f"/proc/{os.getpid()}/fd/"
         paths = (self.path, self.path + ".locks") if self.path else (f"{here}{self._data}", f"{here}{self._locks}")
-        return SegmentHandle(*paths, os.fstat(self._data).st_ino, self.token, self.size)
+        return SegmentHandle(*paths, os.fstat(self._data).st_ino, self.token, self.size, self.on_disk)
 
     @property
     def header(self) -> bytes:
@@ -189,18 +225,49 @@ class Segment:
 
     @property
     def closed(self) -> bool:
-        """Whether this process has given the segment up."""
+        """Whether this process has closed the segment."""
         return self._map is None
 
     @property
     def allocated_bytes(self) -> int:
-        """Bytes of memory (or of the disk) that the file holds right now, the header included."""
+        """Bytes of memory (or of the disk) that the file takes right now, the header included."""
         return 0 if self.closed else os.fstat(self._data).st_blocks * 512
 
     @property
+    def backend(self) -> Backend:
+        """The kind of the file."""
+        if self.path is not None:
+            return "file"
+        return "memfd" if os.readlink(f"/proc/self/fd/{self._data}").startswith("/memfd:") else "tmpfile"
+
+    @property
     def free_bytes(self) -> int | None:
-        """Bytes that are free where the file lies; None where its filesystem has no limit."""
-        return files.free_beside(self._data)
+        """Bytes that are free in the file's filesystem, for a user without privileges; None where it has no limit."""
+        self._check_open()
+        stats = os.fstatvfs(self._data)
+        return stats.f_frsize * stats.f_bavail if stats.f_blocks else None  # the filesystem of memfds has no size
+
+    @property
+    def is_whole(self) -> bool:
+        """Whether the file still has its full length: a read behind its end is a SIGBUS."""
+        return not self.closed and os.fstat(self._data).st_size >= HEADER_BYTES + self.size
+
+    def fetch(self, offset: int, length: int) -> bytes:
+        """A copy of a range of the payload, read through the file.
+
+        Raises:
+            OSError: a block cannot be read, or the file ends before (EIO).
+            ValueError: the segment is closed.
+        """
+        self._check_open()
+        offset += HEADER_BYTES
+        content = os.pread(self._data, length, offset)
+        while len(content) < length:
+            piece = os.pread(self._data, length - len(content), offset + len(content))
+            if not piece:
+                raise OSError(errno.EIO, f"the file ends {length - len(content)} bytes too early")
+            content += piece
+        return content
 
     def bytes(self, offset: int, length: int) -> torch.Tensor:
         """A live view, uint8 `[length]`, of the payload from `offset` on. Drop it before `close`.
@@ -237,7 +304,13 @@ class Segment:
             OSError: there is no memory left (ENOSPC); a part may have been written.
         """
         self._check_open()
-        files.store(self._data, HEADER_BYTES + offset, *parts)
+        offset += HEADER_BYTES
+        several = 1 < len(parts) <= _MOST_PARTS and hasattr(os, "pwritev")  # macOS has it from 11 on
+        written = os.pwritev(self._data, parts, offset) if several else 0
+        for part in parts:
+            while written < part.nbytes:
+                written += os.pwrite(self._data, part[written:] if written else part, offset + written)
+            offset, written = offset + part.nbytes, written - part.nbytes
 
     def discard(self, offset: int = 0) -> None:
         """Zero the payload from `offset` on, in every process, and give its whole pages back to the system at once."""
@@ -249,21 +322,33 @@ class Segment:
         files.overwrite(self._data, start, end - start)
 
     def lock(self, byte: int, *, wait: bool = False) -> bool:
-        """Take the lock of one byte for this process; whether it is held now. See `node.locks`."""
+        """Take the lock of one byte for this process; False if another process has it. With `wait` never False.
+
+        A lock belongs to a process, not to a thread of it, and is not inherited by fork; the kernel frees it when its
+        process dies. One costs 1.5 us.
+        """
         self._check_open()
-        return take(self._locks, byte, wait=wait)
+        try:
+            fcntl.lockf(self._locks, fcntl.LOCK_EX if wait else fcntl.LOCK_EX | fcntl.LOCK_NB, 1, byte)
+        except (BlockingIOError, PermissionError):
+            return False
+        return True
 
     def unlock(self, byte: int) -> None:
-        """Give the lock of one byte back; `close` has done so already."""
+        """Release the lock of one byte; `close` has done so already."""
         if not self.closed:
-            give_back(self._locks, byte)
+            fcntl.lockf(self._locks, fcntl.LOCK_UN, 1, byte)
 
     def holder(self, byte: int) -> int | None:
         """The other process that has the lock of one byte; None if there is none, or it cannot be known."""
-        return None if self.closed else holder(self._locks, byte)
+        if self.closed or not sys.platform.startswith("linux"):
+            return None
+        request = _FLOCK.pack(fcntl.F_WRLCK, os.SEEK_SET, byte, 1, 0)
+        kind, _, _, _, pid = _FLOCK.unpack(fcntl.fcntl(self._locks, fcntl.F_GETLK, request))
+        return None if kind == fcntl.F_UNLCK or pid <= 0 else int(pid)  # 0: of another pid namespace
 
     def unlink(self) -> None:
-        """Take the name away, if there is one: from then on the memory goes with the last process that uses it."""
+        """Remove the name, if there is one: from then on the memory goes with the last process that uses it."""
         if self.path is not None:
             for name in (self.path, self.path + ".locks"):
                 with contextlib.suppress(FileNotFoundError):  # another process was first
@@ -271,20 +356,20 @@ class Segment:
             self.path = None
             self._own_names.clear()
 
-    def hold(self) -> Self:
+    def share(self) -> Self:
         """This segment for one more user in this process: it takes one more `close`."""
-        self._holds += 1
+        self._users += 1
         return self
 
     def close(self) -> None:
-        """Give up this process's mapping, for every copy of this object in the process, once nobody else holds it.
+        """Unmap the file in this process, for every copy of this object, once each of its users here has closed it.
 
         Views should have been dropped before: the memory of others goes with the last. A name goes with its creator.
         """
         if self._map is None:
             return
-        self._holds -= 1
-        if self._holds:
+        self._users -= 1
+        if self._users:
             return
         mapped, self._map = self._map, None
         with contextlib.suppress(BufferError):  # a view of the user's is alive: the mapping goes when that view does
@@ -300,17 +385,38 @@ class Segment:
         # A child that is being started gets the descriptors. Everybody else (a Pool's task) gets the address: DupFd
         # would duplicate and close a descriptor of the lock file here, and with it drop this process's locks.
         self._check_open()
-        if takes_descriptors():
+        if _sends_descriptors():
             descriptors = reduction.DupFd(self._data), reduction.DupFd(self._locks)
-            return _inherit, (type(self), *descriptors, self.size, self.path)
-        return _reached, (type(self), self.handle)
+            return _inherited, (type(self), *descriptors, self.size, self.path, self.on_disk)
+        return _attached, (type(self), self.handle)
 
 
-def _inherit(kind: type[Segment], data: Any, locks: Any, size: int, path: str | None) -> Segment:
-    return kind(data.detach(), locks.detach(), size, path)
+def _release(data: int, locks: int, own_names: Sequence[str], pid: int) -> None:
+    """Close a segment's two files, and remove the names that process `pid` has made for them.
+
+    A child that was forked since leaves the names alone.
+    """
+    os.close(data)
+    os.close(locks)
+    for name in own_names if os.getpid() == pid else ():
+        with contextlib.suppress(FileNotFoundError):
+            os.unlink(name)
 
 
-def _reached(kind: type[Segment], handle: SegmentHandle) -> Segment:
+def _sends_descriptors() -> bool:
+    """Whether a process is being started that can be sent the descriptors of one more segment, and count them."""
+    child = context.get_spawning_popen()
+    if child is None:
+        return False
+    _sent[child] = _sent.get(child, 0) + 1
+    return _sent[child] <= _MOST_SENT
+
+
+def _inherited(kind: type[Segment], data: Any, locks: Any, size: int, path: str | None, on_disk: bool) -> Segment:
+    return kind(data.detach(), locks.detach(), size, path, on_disk=on_disk)
+
+
+def _attached(kind: type[Segment], handle: SegmentHandle) -> Segment:
     # A copy of an object that this process has open is closed with it.
     known = kind.opened(handle.token)
     return kind.attach(handle) if known is None else known

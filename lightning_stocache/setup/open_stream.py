@@ -20,8 +20,7 @@ from lightning_stocache.node.files import Backend, memory_directory
 from lightning_stocache.node.free import FreeMemory
 from lightning_stocache.node.grant import Reserve, grant, margin
 from lightning_stocache.node.group import NodeGroup
-from lightning_stocache.node.handle import SegmentHandle
-from lightning_stocache.node.segment import Segment
+from lightning_stocache.node.segment import Segment, SegmentHandle
 from lightning_stocache.setup.request import BackendChoice
 from lightning_stocache.setup.segments import CacheMemoryError, make_and_attach
 

@@ -19,9 +19,8 @@ from lightning_stocache.cache.stores import attach_store, disk_store_for, store_
 from lightning_stocache.node.budget import Budget
 from lightning_stocache.node.files import Backend
 from lightning_stocache.node.group import NodeGroup
-from lightning_stocache.node.handle import SegmentHandle
 from lightning_stocache.node.header import printable
-from lightning_stocache.node.segment import Segment
+from lightning_stocache.node.segment import Segment, SegmentHandle
 from lightning_stocache.setup.named_cache import join_cache, open_cache
 from lightning_stocache.setup.request import CacheRequest
 

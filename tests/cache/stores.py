@@ -29,9 +29,9 @@ from lightning_stocache.cache.rolling_rows import RollingRows
 from lightning_stocache.cache.spec import SampleSpec
 from lightning_stocache.cache.store import NO_PLACE
 from lightning_stocache.cache.stores import attach_rolling, disk_store_for, store_for
-from lightning_stocache.node import files
 from lightning_stocache.node.header import HEADER_BYTES
 from lightning_stocache.node.named import open_named, prefix
+from lightning_stocache.node.segment import Segment
 
 __all__ = [
     "ARC",
@@ -144,13 +144,13 @@ def evicted(store: Any) -> int:
     return int(store.ring.evicted)
 
 
-_store = files.store
+_store = Segment.store
 
 
 def refuse_stores(refused: bool) -> None:
     """Have the system refuse to store anything from now on, as if memory and disk were full; or let it again."""
-    files.store = _refuse if refused else _store  # type: ignore[assignment]
+    Segment.store = _refuse if refused else _store  # type: ignore[method-assign]
 
 
-def _refuse(data: int, offset: int, *parts: memoryview) -> None:
+def _refuse(segment: Segment, offset: int, *parts: memoryview) -> None:
     raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))

@@ -23,9 +23,9 @@ from lightning_stocache.cache.proof import SUM_BYTES, sums_bytes
 from lightning_stocache.cache.spec import SampleSpec
 from lightning_stocache.cache.store import NO_PLACE
 from lightning_stocache.node import disk as disk_module
-from lightning_stocache.node import files
 from lightning_stocache.node.disk import DiskError, check_directory
 from lightning_stocache.node.header import HEADER_BYTES, ManifestError
+from lightning_stocache.node.segment import Segment
 from tests.cache.disks import LENGTH, PAGE, Disk, flip, power_cut, same
 
 LAYOUTS = ("rows", "records")
@@ -195,18 +195,18 @@ def test_what_the_disk_refuses_is_not_stored(disk: Disk, error: int, monkeypatch
     """One warning, no error, and what was there before is served."""
     disk.fill(ALL[:10])
     store = disk.open()
-    real = files.store
+    real = Segment.store
 
-    def refuse(data: int, offset: int, *parts: memoryview) -> None:
+    def refuse(segment: Segment, offset: int, *parts: memoryview) -> None:
         raise OSError(error, os.strerror(error))
 
-    monkeypatch.setattr(files, "store", refuse)
+    monkeypatch.setattr(Segment, "store", refuse)
     with caplog.at_level(logging.WARNING):
         for index in ALL[10:]:
             store.fill(index, disk.sample(index))
         assert len([entry for entry in caplog.records if "the cache stops" in entry.message]) == 1
     assert os.strerror(error) in caplog.text
-    monkeypatch.setattr(files, "store", real)
+    monkeypatch.setattr(Segment, "store", real)
     assert disk.served(store) == ALL[:10]
     store.close()
 
@@ -214,7 +214,7 @@ def test_what_the_disk_refuses_is_not_stored(disk: Disk, error: int, monkeypatch
 def test_a_disk_that_others_have_filled_is_tried_again(disk: Disk, monkeypatch: Any, caplog: Any) -> None:
     """As long as there is too little room nothing is stored; when others have made room, it is."""
     store, now, free = disk.open(), [time.monotonic()], [0]
-    monkeypatch.setattr(disk_module.DiskSegment, "free_bytes", property(lambda segment: free[0]))
+    monkeypatch.setattr(Segment, "free_bytes", property(lambda segment: free[0]))
     monkeypatch.setattr(time, "monotonic", lambda: now[0])
     assert not any(store.fill(index, disk.sample(index)) for index in ALL)
     assert "the disk (0 B free" in caplog.text
@@ -228,15 +228,15 @@ def test_a_block_that_cannot_be_read_is_loaded_again(disk: Disk, monkeypatch: An
     """An error of the disk is no error of the training; its slot is empty, and the disk is left alone for a while."""
     disk.fill()
     store = disk.open()
-    real, failed = files.fetch, []
+    real, failed = Segment.fetch, []
 
-    def broken(data: int, offset: int, length: int) -> bytes:
+    def broken(segment: Segment, offset: int, length: int) -> bytes:
         if not failed:
             failed.append(offset)
             raise OSError(errno.EIO, os.strerror(errno.EIO))
-        return real(data, offset, length)
+        return real(segment, offset, length)
 
-    monkeypatch.setattr(files, "fetch", broken)
+    monkeypatch.setattr(Segment, "fetch", broken)
     with caplog.at_level(logging.WARNING):
         store.recall([5])
         assert store.get(5) is None
@@ -252,14 +252,14 @@ def test_a_disk_that_stands_still_is_not_waited_for(disk: Disk, monkeypatch: Any
     """After some seconds samples are loaded instead."""
     disk.fill(ALL[:10])
     store = disk.open()
-    real = files.fetch
+    real = Segment.fetch
     still = threading.Event()
 
-    def hang(data: int, offset: int, length: int) -> bytes:
+    def hang(segment: Segment, offset: int, length: int) -> bytes:
         still.wait(120)
-        return real(data, offset, length)
+        return real(segment, offset, length)
 
-    monkeypatch.setattr(files, "fetch", hang)
+    monkeypatch.setattr(Segment, "fetch", hang)
     monkeypatch.setattr("lightning_stocache.cache.recall.PATIENCE", 0.2)
     with caplog.at_level(logging.WARNING):
         store.recall([1])

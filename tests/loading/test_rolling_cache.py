@@ -19,8 +19,7 @@ from torch.utils.data import DataLoader, Dataset, IterableDataset, get_worker_in
 
 from lightning_stocache import CachedDataset, CachedLoader, RollingCache, RollingWriter, SampleSpec
 from lightning_stocache.node import waiting
-from lightning_stocache.node.handle import SegmentHandle
-from lightning_stocache.node.segment import Segment
+from lightning_stocache.node.segment import Segment, SegmentHandle
 from lightning_stocache.setup.first_sample import FirstSampleError
 from tests.processes import Child, call, context
 from tests.ranks import run_ranks

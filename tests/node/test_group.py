@@ -14,8 +14,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from lightning_stocache.node.group import NodeGroup, memory_key
-from lightning_stocache.node.handle import SegmentHandle
-from lightning_stocache.node.segment import Segment
+from lightning_stocache.node.segment import Segment, SegmentHandle
 from tests.logs import Log
 from tests.proc import unused_names
 from tests.processes import call

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import fcntl
 import os
 import random
 import shutil
@@ -13,7 +14,6 @@ import pytest
 
 from lightning_stocache.cache.contents import contents_of
 from lightning_stocache.node.header import HEADER_BYTES, Geometry, Manifest
-from lightning_stocache.node.locks import take
 from lightning_stocache.node.named import clean, clean_locks, is_foreign, named_segments, open_named, segments_of_others
 from tests.names import folder, path_of
 from tests.processes import Child
@@ -87,7 +87,7 @@ def test_lock_files_without_a_segment_are_removed(name: str) -> None:
 
 
 def keep_locked(path: str, ready: str) -> None:
-    assert take(os.open(path, os.O_RDWR), 7)
+    fcntl.lockf(os.open(path, os.O_RDWR), fcntl.LOCK_EX | fcntl.LOCK_NB, 1, 7)
     Path(ready).touch(0o600)
     time.sleep(300)
 

@@ -21,9 +21,8 @@ import pytest
 
 from lightning_stocache.node import files
 from lightning_stocache.node.files import Backend
-from lightning_stocache.node.handle import SegmentHandle
 from lightning_stocache.node.header import HEADER_BYTES
-from lightning_stocache.node.segment import Segment
+from lightning_stocache.node.segment import Segment, SegmentHandle
 from tests.processes import Child, call, context, without_room
 
 BACKENDS: tuple[Backend, ...] = ("tmpfile", "memfd", "file")

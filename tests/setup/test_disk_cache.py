@@ -19,10 +19,10 @@ from lightning_stocache.cache.spec import SampleSpec
 from lightning_stocache.loading import misses
 from lightning_stocache.loading.dataset import CachedDataset
 from lightning_stocache.loading.loader import CachedLoader
-from lightning_stocache.node import files
 from lightning_stocache.node.disk import DiskError
 from lightning_stocache.node.group import NodeGroup
 from lightning_stocache.node.named import clean, named_segments
+from lightning_stocache.node.segment import Segment
 from lightning_stocache.setup.named_cache import FingerprintError
 from tests.processes import call, call_many
 from tests.ranks import run_ranks
@@ -143,12 +143,12 @@ def test_another_source_is_refused_with_the_way_out(tmp_path: Path) -> None:
 
 def test_storing_pauses_where_the_disk_is_slower_than_the_source(tmp_path: Path, monkeypatch: Any, caplog: Any) -> None:
     """Once it has cost half a second more than loading, samples are served unstored for ten, with one warning."""
-    now, real = [0], files.store
+    now, real = [0], Segment.store
     clock = SimpleNamespace(perf_counter_ns=lambda: now[0], monotonic=lambda: now[0] / 1e9)
 
-    def slow(data: int, offset: int, *parts: memoryview) -> None:
+    def slow(segment: Segment, offset: int, *parts: memoryview) -> None:
         now[0] += 100_000_000
-        real(data, offset, *parts)
+        real(segment, offset, *parts)
 
     source = CountedSource(LENGTH)
     dataset = CachedDataset(source, dir=str(tmp_path / "caches"), spec=SampleSpec.infer(source.expected(0)))
@@ -156,7 +156,7 @@ def test_storing_pauses_where_the_disk_is_slower_than_the_source(tmp_path: Path,
     assert cache is not None
     for module in (misses, pace):
         monkeypatch.setattr(module, "time", clock)
-    monkeypatch.setattr(files, "store", slow)
+    monkeypatch.setattr(Segment, "store", slow)
     for index in range(20):
         assert torch.equal(dataset[index][0], source.expected(index)[0])
     stored = cache.filled
