@@ -15,6 +15,7 @@ assert {"torch", "lightning"}.isdisjoint(sys.modules), "importing the package im
 for name in lightning_stocache.__all__:
     getattr(lightning_stocache, name)
 assert (home / "py.typed").is_file()
+assert (home / "insight" / "report.html").is_file()
 
 configs = resources("lightning_stocache.configs")
 shipped = {str(path.relative_to(str(configs))) for path in Path(str(configs)).rglob("*.yaml")}

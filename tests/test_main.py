@@ -102,7 +102,7 @@ def test_runs_that_are_left_out_are_told(tmp_path, capsys):
     out, err = capsys.readouterr()
     assert out == f"{tmp_path / 'report.html'}\n"
     assert "left out" in err
-    assert "is empty" in err
+    assert "holds no stocache/ value" in err
 
 
 DATA = """
