@@ -10,6 +10,7 @@ from __future__ import annotations
 import atexit
 import contextlib
 import faulthandler
+import multiprocessing
 import os
 import runpy
 import signal
@@ -27,7 +28,7 @@ import torch
 from lightning.fabric.utilities.rank_zero import rank_zero_only
 
 from tests.proc import descendants, is_alive
-from tests.processes import context, mount_own_shm
+from tests.processes import context, default_method, mount_own_shm
 
 __all__ = ["OWN_SHM", "ROOT", "Job", "exit_codes", "free_port", "job_environment", "say_where", "start", "start_module"]
 
@@ -66,7 +67,7 @@ class Job:
     """A process that runs a module, waited for and ended as a Popen is."""
 
     def __init__(self, words: Sequence[str], environments: Sequence[Mapping[str, str]], said: Path, mib: int) -> None:
-        job = (list(words), [dict(environment) for environment in environments], said, mib)
+        job = (list(words), [dict(environment) for environment in environments], said, mib, default_method())
         self._process = context("forkserver").Process(target=_run, args=job)
         self._process.start()
         self.pid, self.returncode = self._process.pid, None
@@ -109,7 +110,8 @@ def start_module(
     return Job([str(word) for word in words], environments, said, shm_mib)
 
 
-def _run(words: list[str], environments: list[dict[str, str]], said: Path, shm_mib: int) -> None:
+def _run(words: list[str], environments: list[dict[str, str]], said: Path, shm_mib: int, method: str) -> None:
+    multiprocessing.set_start_method(method, force=True)
     os.setsid()
     os.chdir(ROOT)
     words_file = os.open(said, os.O_WRONLY | os.O_CREAT | os.O_APPEND, 0o666)

@@ -22,7 +22,7 @@ import pytest
 
 from tests import names
 
-__all__ = ["Child", "call", "call_many", "context", "mount_own_shm", "without_room"]
+__all__ = ["Child", "call", "call_many", "context", "default_method", "mount_own_shm", "without_room"]
 
 _NEW_USERS, _NEW_MOUNTS, _PRIVATE = 0x10000000, 0x00020000, (1 << 18) | (1 << 14)
 
@@ -34,6 +34,14 @@ class ChildError(AssertionError):
 def context(method: str) -> Any:
     """The start method; the fork server has imported already what children import, so they start in no time."""
     return multiprocessing.get_context(method)
+
+
+def default_method() -> str:
+    """The start method where none is said.
+
+    A child that was not forked would start its own children as it was started itself, with all imports anew.
+    """
+    return multiprocessing.get_start_method()
 
 
 class Child:
@@ -49,7 +57,7 @@ class Child:
         self._folder = tempfile.TemporaryDirectory()
         self._answer = Path(self._folder.name) / "answer"
         self.process: BaseProcess = context(method).Process(
-            target=_run, args=(str(self._answer), names.folder(), function, args)
+            target=_run, args=(str(self._answer), names.folder(), default_method(), function, args)
         )
         self.process.start()
         self.ended = False
@@ -153,8 +161,9 @@ def _check(status: int) -> None:
         raise OSError(ctypes.get_errno(), os.strerror(ctypes.get_errno()))
 
 
-def _run(answer: str, folder_of_names: str, function: Callable[..., Any], args: tuple[Any, ...]) -> None:
+def _run(answer: str, folder_of_names: str, method: str, function: Callable[..., Any], args: tuple[Any, ...]) -> None:
     names.use(folder_of_names)
+    multiprocessing.set_start_method(method, force=True)
     try:
         outcome = pickle.dumps((True, function(*args)))
     except BaseException:
