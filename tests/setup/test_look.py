@@ -278,7 +278,7 @@ def test_a_late_error_of_the_source_is_no_time_out(monkeypatch: pytest.MonkeyPat
         time.sleep(0.95 * looking.TOLD_SECONDS)
         raise RuntimeError("the disk is gone")
 
-    monkeypatch.setattr(looking, "TOLD_SECONDS", 2.0)
+    monkeypatch.setattr(looking, "TOLD_SECONDS", 0.5)
     with pytest.raises(RuntimeError, match="the disk is gone"):
         look(CacheRequest(Made(late), strict=True))
 
@@ -320,7 +320,7 @@ def test_a_source_that_blocks_is_given_up(monkeypatch: pytest.MonkeyPatch, caplo
     assert not multiprocessing.active_children()
 
 
-def look_with_forks_that_hang(forks: int) -> tuple[str | None, bool, list[str], int]:
+def look_with_forks_that_hang(forks: int, told_seconds: float) -> tuple[str | None, bool, list[str], int]:
     """What is found where the first processes that are forked never begin: the reason why nothing is kept, whether
     another process has read; what is said; and how many processes are left."""
     hang = context("fork").Value("i", forks)
@@ -332,7 +332,7 @@ def look_with_forks_that_hang(forks: int) -> tuple[str | None, bool, list[str], 
             time.sleep(600)
 
     os.register_at_fork(after_in_child=never_begins)
-    looking.TOLD_SECONDS, looking.PATIENCE_SECONDS = 2.0, 6.0
+    looking.TOLD_SECONDS, looking.PATIENCE_SECONDS = told_seconds, 3 * told_seconds
     torch.utils.data._utils.MP_STATUS_CHECK_INTERVAL = 0.2  # before DataLoader sends SIGTERM
     said = list[str]()
     handler = logging.Handler()
@@ -344,15 +344,15 @@ def look_with_forks_that_hang(forks: int) -> tuple[str | None, bool, list[str], 
 
 def test_a_process_that_hangs_since_its_fork_is_replaced() -> None:
     """The look goes on in another one; none is left, for which Python would wait at its end."""
-    reason, apart, said, left = call(look_with_forks_that_hang, 1)
+    reason, apart, said, left = call(look_with_forks_that_hang, 1, 2.0)
     assert (reason, apart, left) == (None, True, 0)
     assert any("has not begun for 2 s" in words for words in said)
 
 
 def test_processes_that_all_hang_are_given_up() -> None:
     """As a source that blocks is."""
-    reason, _, said, left = call(look_with_forks_that_hang, 3)
-    assert reason == "reading sample 0 has not ended in 6 s"
+    reason, _, said, left = call(look_with_forks_that_hang, 3, 1.0)
+    assert reason == "reading sample 0 has not ended in 3 s"
     assert left == 0
     assert sum("has not begun" in words for words in said) == 2
 

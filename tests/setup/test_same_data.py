@@ -152,8 +152,8 @@ def test_other_data_passes_through_and_the_same_is_joined(name, kind, served, on
 
 def test_other_processes_join_their_own_cache(name) -> None:
     """Sets have another order there, generators other seeds, and a decoder may compute other last bits."""
-    for seed in (1, 2):
-        assert call(joins_each, name, seed, method="spawn") == [True, True, True]
+    for seed, method in ((1, "fork"), (2, "spawn")):
+        assert call(joins_each, name, seed, method=method) == [True, True, True]
 
 
 def joins_each(name: str, seed: int) -> list[bool]:

@@ -4,8 +4,7 @@ Each rank leaves its metrics of every epoch in `rank<k>.json`, or its error in `
 sampling with half of the dataset per node (locality, global), the same through another door (callback, cached), half of
 a fold per node (`fold`, through the callback, and then by a DataModule), `whole` (a cache of everything on each node),
 `records` (samples of which those at set-up are ten times as large as the others, and memory for a tenth of such per
-node), or a piece of bad luck: `full` (no memory on the second node), `dies` (the last rank is killed in `setup`),
-`wrapped` (a sampler that Lightning would wrap).
+node), or a piece of bad luck: `full` (no memory on the second node), `dies` (the last rank is killed in `setup`).
 """
 
 from __future__ import annotations
@@ -16,14 +15,13 @@ import logging
 import os
 import signal
 import sys
-from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
 import torch
 import torch.distributed as dist
 from lightning.pytorch import Callback, LightningDataModule, seed_everything
-from torch.utils.data import DataLoader, Sampler, SubsetRandomSampler, default_collate
+from torch.utils.data import DataLoader, SubsetRandomSampler, default_collate
 
 from lightning_stocache.node.segment import Segment
 from lightning_stocache.training.callbacks import StochasticCache
@@ -55,18 +53,6 @@ class Witness(Callback):
         self.epochs.append({name: float(value) for name, value in trainer.callback_metrics.items()})
 
 
-class EveryOther(Sampler[int]):
-    """A user's own way of dealing to ranks."""
-
-    num_replicas = 4
-
-    def __iter__(self) -> Iterator[int]:
-        return iter(range(0, SAMPLES, self.num_replicas))
-
-    def __len__(self) -> int:
-        return SAMPLES // self.num_replicas
-
-
 class Misjudged(CountedSource):
     """Samples with a text, which is long in every sample that may be looked at before training."""
 
@@ -95,7 +81,7 @@ def main(folder: Path, case: str, epochs: int) -> None:
             Segment.create = full  # type: ignore[method-assign,assignment]
         return (Misjudged if case == "records" else CountedSource)(SAMPLES, (8,), folder / "train.loads")
 
-    options: dict[str, Any] = {"sampler": EveryOther()} if case == "wrapped" else {}
+    options: dict[str, Any] = {}
     if case == "fold":
         options = {"sampler": SubsetRandomSampler(FOLD)}
     if case == "records":

@@ -87,10 +87,10 @@ def test_two_jobs_on_one_node_do_not_meet(tmp_path):
         assert source(folder).loads + source(folder, "val").loads == SAMPLES + 8 + reads
 
 
-@pytest.mark.parametrize("victim", ["rank 0", "rank 1", "worker"])
-def test_sigkill_of_any_process_ends_all_and_leaves_nothing(tmp_path, victim):
+@pytest.mark.parametrize(("victim", "ranks"), [("rank 0", 2), ("rank 1", 0), ("worker", 2)])
+def test_sigkill_of_any_process_ends_all_and_leaves_nothing(tmp_path, victim, ranks):
     """When a rank or a worker is killed, all processes of the job end by themselves, and with them the memory."""
-    job = start(tmp_path, "workers" if victim == "worker" else "ours", "ddp", 10**6)
+    job = start(tmp_path, "workers" if victim == "worker" else "ours", "ddp", 10**6, ranks=ranks)
     try:
         notes = [tmp_path / "rank0.pids", tmp_path / "rank1.pids"]
         wait_for(lambda: all(note.exists() for note in notes), job, tmp_path)

@@ -6,15 +6,15 @@ import pytest
 from torch.utils.data import DataLoader, DistributedSampler
 
 from lightning_stocache.training.sampling import check_sampler, replicas
-from tests.training.nodes_job import EveryOther
+from tests.training.test_call_loaders import Dealing
 from tests.training.tiny import make_trainer
 
 
 def test_a_sampler_that_would_be_wrapped_is_refused():
     """A sampler that deals to ranks must be a DistributedSampler, where Lightning would wrap it; on one rank not."""
     numbers = list(range(8))
-    own, torchs = EveryOther(), DistributedSampler(numbers, 2, 0)  # type: ignore[arg-type]
-    with pytest.raises(TypeError, match=r"EveryOther deals samples to ranks, but is not .* 1/2 of its share"):
+    own, torchs = Dealing(), DistributedSampler(numbers, 2, 0)  # type: ignore[arg-type]
+    with pytest.raises(TypeError, match=r"Dealing deals samples to ranks, but is not .* 1/2 of its share"):
         check_sampler(DataLoader(numbers, sampler=own), 2)
     check_sampler(DataLoader(numbers, sampler=own), 1)
     check_sampler(DataLoader(numbers, sampler=torchs), 2)

@@ -132,9 +132,12 @@ def test_optunas_sweeper(tmp_path, monkeypatch, name):
 @hydra_starts
 @pytest.mark.processes
 @pytest.mark.named
-@pytest.mark.slow
+@pytest.mark.soak
 def test_trials_at_the_same_time_share_one_fill(tmp_path, name):
-    """Under joblib's launcher, with a name: two processes fill one cache together, and load each sample once."""
+    """Under joblib's launcher, with a name: two processes fill one cache together, and load each sample once.
+
+    `tests/setup/test_disk_cache.py` says the same of four jobs, without a launcher that imports everything anew.
+    """
     pytest.importorskip("hydra_plugins.hydra_joblib_launcher")
     command = [sys.executable, "-m", "tests.training.sweep_job", "-m", f"folder={tmp_path}", "seconds=0.005"]
     launcher = ["hydra/launcher=joblib", "hydra.launcher.n_jobs=2", "together=2", "lr=0.1,0.01,0.001"]
