@@ -14,7 +14,6 @@ if TYPE_CHECKING:
     from lightning_stocache.cache.rolling_writer import RollingWriter
     from lightning_stocache.cache.spec import SampleSpec
     from lightning_stocache.insight.meter import CacheMeter
-    from lightning_stocache.insight.step_clock import StepClock
     from lightning_stocache.loading.dataset import CachedDataset
     from lightning_stocache.loading.loader import CachedLoader
     from lightning_stocache.loading.rolling_cache import RollingCache
@@ -46,7 +45,6 @@ __all__ = [
     "RollingWriter",
     "SampleSpec",
     "SharedCache",
-    "StepClock",
     "StepTimer",
     "StocacheDataModule",
     "StochasticCache",
@@ -68,7 +66,6 @@ _HOMES = {
     "RollingWriter": "cache.rolling_writer",
     "SampleSpec": "cache.spec",
     "SharedCache": "cache.compat",
-    "StepClock": "insight.step_clock",
     "StepTimer": "training.step_timer",
     "StocacheDataModule": "training.datamodule",
     "StochasticCache": "training.callbacks",

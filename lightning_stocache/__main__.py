@@ -8,14 +8,12 @@ costs nothing. Input that is no good is one sentence on stderr and exit code 2; 
 from __future__ import annotations
 
 import argparse
-import json
 import logging
 import os
 import re
 import sys
 import warnings
 from collections.abc import Callable, Sequence
-from functools import partial
 from pathlib import Path
 from tempfile import TemporaryDirectory
 from typing import TYPE_CHECKING, Any
@@ -24,8 +22,8 @@ from lightning_stocache.housekeeping import clean, doctor, list_
 from lightning_stocache.terminal import add_png, numbers, one_line, progress, say
 
 if TYPE_CHECKING:
-    from lightning_stocache.insight.advice import Plan
     from lightning_stocache.insight.curves import Curves
+    from lightning_stocache.insight.planner import Plan
 
 __all__ = ["COMMANDS", "main"]
 
@@ -64,16 +62,16 @@ def plan(parser: argparse.ArgumentParser) -> Action:
     _add_config(parser)
     parser.add_argument("--workers", type=numbers, default=[], metavar="N,N,..", help="measure these num_workers, too")
     parser.add_argument("--batch-sizes", type=numbers, default=[], metavar="N,N,..", help="and these batch sizes")
-    threads = "threads of torch in this process, as your app sets them (torch.set_num_threads); default: torch's own"
+    threads = "threads of torch, if not those that the app beside your configs sets (torch.set_num_threads)"
     parser.add_argument("--threads", type=int, metavar="N", help=threads)
     parser.add_argument("--json", action="store_true", help="plain values instead of the table")
-    drawn = "seconds per epoch over the budget, and what else was measured, as a picture; by default plan.png"
+    drawn = "seconds per epoch over the budget, and the curves, as a picture; by default plan.png"
     add_png(parser, Path("plan.png"), drawn)
 
     def run(arguments: argparse.Namespace) -> None:
         import torch
 
-        from lightning_stocache.insight import curve_table
+        from lightning_stocache.insight.curves import as_text as curves_as_text
         from lightning_stocache.insight.plan_table import as_json, as_text, save
 
         before = torch.get_num_threads()
@@ -83,15 +81,13 @@ def plan(parser: argparse.ArgumentParser) -> Action:
         try:
             with warnings.catch_warnings(), TemporaryDirectory() as folder:
                 warnings.simplefilter("ignore")  # Lightning's advice is about training, of which this is none
-                torch.set_num_threads(before if arguments.threads is None else arguments.threads)
                 made, curves = _planned(arguments, folder)
             if arguments.json:
-                more = {} if curves is None else {"curves": curve_table.as_json(curves)}
-                say(json.dumps(as_json(made) | more))
+                say(as_json(made, curves))
             else:  # the last line stays the plan's, for the config
-                say(("" if curves is None else curve_table.as_text(curves) + "\n\n") + as_text(made))
+                say(("" if curves is None else curves_as_text(curves) + "\n\n") + as_text(made))
             if arguments.png is not None:
-                save(made, arguments.png, [] if curves is None else curve_table.panels_of(curves))
+                save(made, arguments.png, curves)
                 sys.stderr.write(f"{arguments.png}\n")
         except Exception as error:  # configs, data and model are the user's, and may raise anything
             parser.exit(2, f"{parser.prog}: {one_line(error)}\n")
@@ -144,7 +140,7 @@ def _instantiated(arguments: argparse.Namespace, folder: str) -> Any:
     from hydra.utils import instantiate
     from omegaconf import OmegaConf
 
-    from lightning_stocache.insight.planner import PlanError
+    from lightning_stocache.insight.measurement import PlanError
 
     if (node := OmegaConf.select(_composed(arguments, folder), arguments.source)) is None:
         raise PlanError(f"the config has no `{arguments.source}`; data=photos --config-dir examples/configs gives one")
@@ -153,43 +149,61 @@ def _instantiated(arguments: argparse.Namespace, folder: str) -> Any:
 
 def _planned(arguments: argparse.Namespace, folder: str) -> tuple[Plan, Curves | None]:
     """The plan for what the configs describe, and curves if asked for; what a Trainer leaves goes to the folder."""
+    import torch
     from hydra.utils import instantiate
     from omegaconf import OmegaConf
 
-    from lightning_stocache.insight.advice import advise
-    from lightning_stocache.insight.curve_measurement import measure_curves
-    from lightning_stocache.insight.measurement import measure
-    from lightning_stocache.insight.planner import PlanError, Planner
+    from lightning_stocache.insight.curves import check_numbers, measure_curves
+    from lightning_stocache.insight.measurement import PlanError, cached_bytes, measure
+    from lightning_stocache.insight.planner import Job, plan
+    from lightning_stocache.node.free import FreeMemory
     from lightning_stocache.training.plan_inputs import (
         ARGUMENTS,
+        app_threads,
         datamodule_of,
-        epochs,
         measure_step,
-        trained_by,
         training_data,
         world,
     )
 
+    asked = arguments.workers, arguments.batch_sizes
+    check_numbers(*asked)
     config = _composed(arguments, folder)
     if config.get("data") is None:
         raise PlanError("the config has no `data`; give yours, for instance data=photos --config-dir examples/configs")
+    if arguments.threads is not None:
+        threads_from = "--threads"
+        torch.set_num_threads(arguments.threads)
+    elif arguments.config_dir is not None and (read := app_threads(arguments.config_dir.resolve().parent, config)):
+        threads_from = f"as {read[1]} sets them"
+        torch.set_num_threads(read[0])
+    else:
+        threads_from = "torch's default; --threads if your app sets others"
     trainer = dict(config.get("trainer") or {})
     datamodule = datamodule_of(instantiate(config.data))
     data = training_data(datamodule)
     nodes, ranks = world(trainer)
-    job, costs = measure(data, nodes=nodes, ranks=ranks, epochs=epochs(trainer.get("max_epochs")))
-    step = train = None
+    paces = measure(data, ranks=ranks)
+    step = None
     if config.get("model") is not None:
         base = {"_target_": "lightning.pytorch.Trainer"}
-        make = partial(instantiate, OmegaConf.merge(base, trainer, ARGUMENTS, {"default_root_dir": folder}))
-        model = instantiate(config.model)
-        step = measure_step(make(), model, datamodule, data)
-        train = trained_by(make, model, datamodule)
-    made = advise(Planner(job, costs, step))
-    if not (arguments.workers or arguments.batch_sizes):
-        return made, None
-    asked = arguments.workers, arguments.batch_sizes
-    return made, measure_curves(data, *asked, train=train, progress=progress)
+        made = instantiate(OmegaConf.merge(base, trainer, ARGUMENTS, {"default_root_dir": folder}))
+        step = measure_step(made, instantiate(config.model), datamodule, data)
+    job = Job(
+        samples=len(data.source),  # type: ignore[arg-type]
+        batch_size=data.batch_size,
+        num_workers=data.num_workers,
+        nodes=nodes,
+        ranks=ranks,
+        mode=data.mode,
+        other_bytes=sum(map(cached_bytes, data.others)),
+        safe_bytes=data.safe_bytes(paces.codec.nbytes if paces.codec is not None else 0, ranks),
+        free_bytes=FreeMemory.measure(None).bytes,
+        threads=torch.get_num_threads(),
+        threads_from=threads_from,
+    )
+    curves = measure_curves(data, *asked, progress=progress) if any(asked) else None
+    return plan(job, paces, step), curves
 
 
 def _composed(arguments: argparse.Namespace, folder: str) -> Any:
@@ -198,7 +212,7 @@ def _composed(arguments: argparse.Namespace, folder: str) -> Any:
     from hydra.core.hydra_config import HydraConfig
     from omegaconf import open_dict
 
-    from lightning_stocache.insight.planner import PlanError
+    from lightning_stocache.insight.measurement import PlanError
 
     overrides, where = list(arguments.overrides), arguments.config_dir
     if where is not None:

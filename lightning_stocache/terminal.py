@@ -60,7 +60,7 @@ def say(line: str) -> None:
 
 def one_line(error: Exception) -> str:
     """The words of an exception: Hydra wraps what a constructor raises, and tells on several lines."""
-    from lightning_stocache.insight.planner import PlanError
+    from lightning_stocache.insight.measurement import PlanError
     from lightning_stocache.source.lmdb_file import LMDBError
     from lightning_stocache.source.pack import PackError
 

@@ -16,7 +16,7 @@ import pytest
 import torch
 
 from lightning_stocache.__main__ import COMMANDS, main
-from lightning_stocache.insight import curve_measurement, measurement
+from lightning_stocache.insight import curves, measurement
 from lightning_stocache.node.header import Geometry, Manifest
 from lightning_stocache.node.named import clean, named_segments, open_named
 from tests.names import path_of
@@ -183,7 +183,7 @@ def test_plan_of_data_alone(configs, capsys, monkeypatch):
     out, err = capsys.readouterr()
     assert warnings.filters == filters
     assert "64 samples of 40 B, batches of 4" in out
-    assert "threads=3" in out
+    assert "threads=3 (--threads)" in out
     assert torch.get_num_threads() == threads
     assert "no model was given" in out
     assert out.splitlines()[-1].startswith("cache.budget=")
@@ -204,25 +204,38 @@ def test_plan_with_a_model_as_json_and_picture(configs, tmp_path, capsys):
 
 def test_plan_with_curves(configs, tmp_path, capsys, monkeypatch):
     """Numbers of workers and batch sizes are measured besides; the tables, JSON and the picture have them."""
-    quick = partial(curve_measurement.measure_curves, seconds=1.0)  # less, and a busy machine leaves settings out
-    monkeypatch.setattr(curve_measurement, "measure_curves", quick)
+    quick = partial(curves.measure_curves, seconds=3.0)  # less, and a busy machine leaves arms out
+    monkeypatch.setattr(curves, "measure_curves", quick)
     png = tmp_path / "plan.png"
-    overrides = ["data=squares", "model=line", "++trainer.accelerator=cpu", "data.num_workers=0"]
+    overrides = ["data=squares", "++trainer.accelerator=cpu", "data.num_workers=0"]
     main(["plan", "--config-dir", configs, *overrides, "--workers", "0", "--batch-sizes", "2,8", "--png", str(png)])
-    out, _ = capsys.readouterr()
-    assert [line.split()[0] for line in out.splitlines() if line.count("..") == 4] == ["0", "2", "8"]
-    assert "What a step is made of, with batches from the cache, ms:" in out
+    out, err = capsys.readouterr()
+    assert [line.split()[0] for line in out.splitlines() if line.count("+-") == 2] == ["0", "2", "8"]
     assert out.splitlines()[-1].startswith("cache.budget=")
+    assert err.count("batches from the cache: ") == 9
     assert png.read_bytes().startswith(b"\x89PNG")
-    main(["plan", "--config-dir", configs, *overrides[:1], *overrides[2:], "--json", "--batch-sizes=2,8"])
+    main(["plan", "--config-dir", configs, *overrides, "--json", "--batch-sizes=2,8"])
     points = json.loads(capsys.readouterr().out)["curves"]["points"]
-    assert [(point["batch_size"], point["cached"]) for point in points] == [
-        (2, False),
-        (2, True),
-        (8, False),
-        (8, True),
-    ]
-    assert all(min(point["loader"]) > 0 and point["training"] == [] for point in points)
+    arms = [(point["batch_size"], point["cached"]) for point in points]
+    assert arms == [(2, False), (2, True), (8, False), (8, True)]
+    assert all(min(point["rounds"]) > 0 for point in points)
+
+
+def test_wrong_numbers_are_refused_before_anything_is_measured(configs, capsys, monkeypatch):
+    """Nobody waits for the plan to learn that there are too many workers."""
+    monkeypatch.setattr(measurement, "measure", lambda *_, **__: pytest.fail("measured"))
+    with pytest.raises(SystemExit) as end:
+        main(["plan", "--config-dir", configs, "data=squares", "--workers", "0,9999"])
+    assert end.value.code == 2
+    assert "workers must be 8 per core at most" in capsys.readouterr().err
+
+
+def test_threads_of_the_app_are_taken(configs, tmp_path, capsys):
+    """Without --threads they are those that the app beside the configs gives torch."""
+    app = "import hydra, torch\n\n\n@hydra.main()\ndef main(config):\n    torch.set_num_threads(3)\n"
+    (tmp_path / "app.py").write_text(app)
+    main(["plan", "--config-dir", configs, "data=squares", "++trainer.accelerator=cpu"])
+    assert "threads=3 (as app.py sets them)" in capsys.readouterr().out
 
 
 def test_numbers_of_workers_have_commas(capsys):

@@ -45,8 +45,8 @@ from lightning.pytorch.profilers import SimpleProfiler
 from measure import Report, Spread, fresh, parser, rounds
 from torch.utils.data import DataLoader, Dataset
 
-from lightning_stocache import CacheMonitor, FillProgress, StepClock, StepTimer, StocacheDataModule, StochasticCache
-from lightning_stocache.insight.timeline import DeviceTimeline, HostTimeline
+from lightning_stocache import CacheMonitor, FillProgress, StepTimer, StocacheDataModule, StochasticCache
+from lightning_stocache.insight.steps import StepClock
 
 STEP_SECONDS = 0.010
 SLOW_SECONDS = 0.020
@@ -262,9 +262,6 @@ def clocks(steps: int, seconds_per_batch: float) -> dict[str, float]:
 class Free:
     """An event that costs nothing."""
 
-    def record(self, stream: Any = None) -> None:
-        pass
-
     def query(self) -> bool:
         return True
 
@@ -275,19 +272,19 @@ class Free:
 def clock(steps: int) -> dict[str, float]:
     """CPU seconds per step of what StepTimer tells its clock."""
     found, many = {}, 320  # of which some are read meanwhile
-    for name, timeline in {"host": HostTimeline(), "events": DeviceTimeline(event=Free)}.items():
-        clock, spent = StepClock(timeline=timeline), []
-        clock.begin_epoch()
+    for name, moment in {"host": time.perf_counter, "events": Free}.items():
+        clock, spent = StepClock(moment), []
+        clock.resume("wait")
         begin = time.thread_time()
         for step in range(1, steps + 1):
             for part in ("wait", "transfer"):
-                with clock(part):
+                with clock.part(part):
                     pass
-            with clock("optimizer"):
+            with clock.part("optimizer"):
                 for part in ("forward", "optimizer", "backward"):
-                    with clock(part):
+                    with clock.part(part):
                         pass
-            clock.end_step(BATCH_SIZE)
+            clock.end_step()
             if step % many == 0:
                 now = time.thread_time()
                 spent.append((now - begin) / many)

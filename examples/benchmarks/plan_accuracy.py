@@ -22,7 +22,7 @@ from torch.utils.data import DataLoader, Dataset
 
 from lightning_stocache import StocacheDataModule
 from lightning_stocache.insight.measurement import measure
-from lightning_stocache.insight.planner import Planner
+from lightning_stocache.insight.planner import Job, plan
 from lightning_stocache.training.plan_inputs import training_data
 
 SHARES = (0.0, 0.25, 0.5, 0.75, 1.0)
@@ -36,9 +36,10 @@ def module(samples: int, latency: float, workers: int, budget: str) -> StocacheD
 
 def predicted(samples: int, latency: float, workers: int) -> dict[float, tuple[float, float]]:
     """Seconds of epoch one and of a later epoch for each share."""
-    planner = Planner(*measure(training_data(module(samples, latency, workers, "auto"))))
-    rows = {share: planner.row(share) for share in SHARES}
-    return {share: (row.first_epoch.median, row.later_epoch.median) for share, row in rows.items()}
+    data = training_data(module(samples, latency, workers, "auto"))
+    job = Job(samples, data.batch_size, workers, safe_bytes=2**62)
+    rows = {row.budget: (row.first_epoch.median, row.later_epoch.median) for row in plan(job, measure(data)).rows}
+    return {share: rows[f"{100 * share:.0f}%"] for share in SHARES}
 
 
 def measured(samples: int, latency: float, workers: int, share: float) -> tuple[float, float]:

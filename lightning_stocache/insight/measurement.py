@@ -1,16 +1,15 @@
-"""What `plan` measures of the training data: the source by itself, and the loader uncached, missing and hitting.
+"""What `plan` measures of the training data: seconds a sample of the loader, uncached, with misses and with hits.
 
-The source is read in this process, each sample several times: the first read may come from the disk (the kernel says
-how many bytes did), later ones come from the page cache. What the loader makes of it, with its workers, its transport
-and its cores, is not put together from parts but watched: the user's kind of loader runs over a few batches uncached;
-over a few with every sample a miss that is stored; and over whole epochs of hits, in a real cache as long as the
-dataset if that is small, else too large for the processor's caches. All of this is done in turn, and then again: what
-differs from round to round is the noise of the machine, and each cost is the spread of all rounds.
+The user's kind of loader, with its workers and its transport, runs over a few batches without a cache, over a few in
+which every sample is a miss that is stored, and over hits in a full cache. The three take turns in several rounds; the
+differences between rounds are the noise of the machine. A loader delivers in waves of one batch per worker. What counts
+begins after the first wave, when the workers are there. Samples of the source are new in each round as long as there
+are enough, so that a round does not find in the page cache what the round before has read.
 """
 
 from __future__ import annotations
 
-import copy
+import itertools
 import os
 import statistics
 import time
@@ -20,32 +19,75 @@ from dataclasses import dataclass, field
 from functools import partial
 from pathlib import Path
 from traceback import clear_frames
-from typing import Any, cast
+from typing import Any, Literal, TypeAlias, cast
 
 import torch
 from torch.utils.data import Dataset, Subset
 
 from lightning_stocache.cache.codec import SampleCodec
 from lightning_stocache.cache.field import UnsupportedSampleError
-from lightning_stocache.cache.spec import SampleMismatchError, SampleSpec
-from lightning_stocache.insight.planner import Costs, Job, PlanError, Reads, Spread
+from lightning_stocache.cache.spec import SampleMismatchError
 from lightning_stocache.loading.dataset import CachedDataset
 from lightning_stocache.loading.loader import CachedLoader
 from lightning_stocache.node.budget import Budget, format_bytes
 from lightning_stocache.node.files import memory_directory
 from lightning_stocache.node.free import FreeMemory
 from lightning_stocache.node.grant import grant, loader_reserve
-from lightning_stocache.sampling.locality_sampler import LocalitySampler, Mode
+from lightning_stocache.sampling.locality_sampler import Mode
 from lightning_stocache.setup.codec_choice import choose_codec
-from lightning_stocache.setup.form_choice import EncodedForm, look_at_files
 from lightning_stocache.source.access import check_source
 from lightning_stocache.source.random_split import split
 
-__all__ = ["Data", "Trial", "measure", "reading"]
+__all__ = ["KINDS", "Data", "Kind", "Paces", "PlanError", "Spread", "Trial", "cached_bytes", "measure", "reading"]
 
+Kind: TypeAlias = Literal["uncached", "missed", "hit"]
+KINDS: tuple[Kind, ...] = ("uncached", "missed", "hit")
 _LARGE = 256 * 2**20  # bytes of the cache that hits are measured in: more than the processor's caches hold
 _ROUNDS = 3
+_READING = 1.0  # seconds in which samples are read, at least one
 _QUICK = 28  # samples that are looked at besides the first four, where that is quick
+
+
+class PlanError(Exception):
+    """Nothing can be planned, and the message says why in one sentence."""
+
+
+@dataclass(frozen=True)
+class Spread:
+    """Several measurements of one quantity.
+
+    Example:
+        >>> spread = Spread((3.0, 1.0, 2.0))
+        >>> spread.low, spread.median, spread.high, spread.deviation
+        (1.0, 2.0, 3.0, 1.0)
+    """
+
+    values: tuple[float, ...]
+
+    @property
+    def low(self) -> float:
+        """The lowest value."""
+        return min(self.values)
+
+    @property
+    def median(self) -> float:
+        """The median."""
+        return statistics.median(self.values)
+
+    @property
+    def high(self) -> float:
+        """The highest value."""
+        return max(self.values)
+
+    @property
+    def mean(self) -> float:
+        """The mean."""
+        return statistics.fmean(self.values)
+
+    @property
+    def deviation(self) -> float:
+        """The standard deviation; 0 for a single value."""
+        return statistics.stdev(self.values) if len(self.values) > 1 else 0.0
 
 
 @dataclass(frozen=True)
@@ -56,15 +98,13 @@ class Data:
     batch_size: int
     num_workers: int = 0
     transform: Callable[[Any], Any] | None = None  # per sample, after the cache
-    shuffle: bool = True
-    persistent: bool = True  # the workers live on from epoch to epoch
     settings: Mapping[str, Any] = field(default_factory=dict)  # further arguments of DataLoader
-    others: Sequence[Dataset[Any]] = ()  # what draws on the same budget (validation); one sample of each is read
+    others: Sequence[Dataset[Any]] = ()  # what shares the budget (validation); one sample of each is read
     allow_random: bool = False  # a random source is cached as it is
     mode: Mode = "locality"  # how samples are dealt to nodes
 
     def safe_bytes(self, sample_bytes: int, ranks: int) -> int:
-        """What a cache of any size may take here, in /dev/shm or in a memfd, beside the batches of so many ranks."""
+        """The largest safe cache here, in /dev/shm or in a memfd, beside the batches of so many ranks."""
         places = (memory_directory(), None) if hasattr(os, "memfd_create") else (memory_directory(),)
         frees = [FreeMemory.measure(place) for place in places]
         factor = self.settings.get("prefetch_factor")
@@ -72,46 +112,64 @@ class Data:
         return max(grant(Budget.parse("auto"), 2**62, free, reserve, ranks).bytes for free in frees)
 
 
-def measure(data: Data, *, nodes: int = 1, ranks: int = 1, epochs: int = 10, seconds: float = 3.0) -> tuple[Job, Costs]:
-    """Measure what a `Planner` needs for training on a dataset, with this machine as one of the nodes.
+@dataclass(frozen=True)
+class Paces:
+    """Seconds a sample that the loader of one rank takes."""
 
-    A measurement takes so many seconds; where a batch of a slow source takes longer, smaller ones are loaded.
+    uncached: Spread  # without a cache
+    missed: Spread  # every sample is loaded and stored
+    hit: Spread  # every sample comes from the cache
+    codec: SampleCodec | None  # how a sample lies in the cache; None if it cannot be cached
+    reason: str | None = None  # why it cannot be cached
+    disk_bytes: int = 0  # read from a disk for the samples of the uncached rounds
+
+
+def measure(data: Data, *, ranks: int = 1, seconds: float = 3.0) -> Paces:
+    """Measure the three paces.
+
+    Args:
+        data: the training data, and how one rank loads it.
+        ranks: of this node, beside whose batches the cache must fit.
+        seconds: that each pace may take, about; where a batch of a slow source takes longer, smaller ones are loaded.
 
     Raises:
         PlanError: a dataset is empty, iterable-style or raises, or there is no memory for a sample.
 
     Example:
-        >>> job, costs = measure(Data([torch.zeros(100)] * 64, batch_size=8), nodes=2, seconds=0.01)
-        >>> job.samples, job.rank_samples, costs.spec.nbytes, costs.hit.low > 0
-        (64, 32.0, 400, True)
+        >>> paces = measure(Data([torch.zeros(100)] * 64, batch_size=8), seconds=0.01)
+        >>> paces.codec.nbytes, paces.hit.low > 0
+        (400, True)
     """
     try:
         check_source(data.source, CachedDataset)
     except (TypeError, ValueError) as error:
         raise PlanError(str(error)) from error
-    with reading(f"a sample of {type(data.source).__name__}"):
-        trial = Trial(data, seconds / _ROUNDS)
-        costs = trial.costs(safe_bytes := data.safe_bytes(trial.spec.nbytes if trial.spec is not None else 0, ranks))
-    samples, others = len(cast(Sized, data.source)), sum(map(_cached_bytes, data.others))
-    loading = (samples, data.batch_size, data.num_workers, nodes, ranks, epochs, data.mode)
-    cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
-    hot = 0 < (costs.reads.from_disk or 0) * samples < FreeMemory.measure(None).bytes
-    return Job(*loading, others, safe_bytes, cores, data.persistent, torch.get_num_threads(), hot), costs
+    with reading(f"a sample of {type(data.source).__name__}"), Trial(data, ranks) as trial:
+        found: dict[Kind, list[float]] = {kind: [] for kind in trial.kinds}
+        each, disk = seconds / _ROUNDS, 0
+        small = int(each / max(trial.read_seconds, 1e-9)), len(trial.order) // (3 * max(data.num_workers, 1))
+        for _ in range(_ROUNDS):
+            for kind, values in found.items():
+                before = _read_from_disk()
+                size = data.batch_size if kind == "hit" else max(min(data.batch_size, *small), 1)
+                values.append(trial.pace(kind, size, data.num_workers, each))
+                disk += _read_from_disk() - before if kind == "uncached" else 0
+        uncached, missed, hit = (Spread(tuple(found.get(kind, found["uncached"]))) for kind in KINDS)
+        return Paces(uncached, missed, hit, trial.codec, trial.reason, disk)
 
 
 class Trial:
-    """The measurements, on shuffled indices: each takes others as long as there are enough.
+    """Loaders over the source and over a full cache, on shuffled indices. A context: the cache is closed at its end.
 
     Args:
         data: what is loaded, and how.
-        seconds: of one measurement.
+        ranks: of this node, beside whose batches the cache must fit.
     """
 
-    def __init__(self, data: Data, seconds: float) -> None:
-        self.data, self.seconds, self.source, self.transform = data, seconds, data.source, data.transform
-        self.spec: SampleCodec | None = None
+    def __init__(self, data: Data, ranks: int = 1) -> None:
+        self.data, self.source, self.transform = data, data.source, data.transform
+        self.codec: SampleCodec | None = None
         self.reason: str | None = None
-        self.encoded: EncodedForm | None = None
         indices: tuple[int, ...] = (0,)
         samples, cut = (data.source[0],) if data.allow_random else (), None
         if not data.allow_random:
@@ -120,129 +178,103 @@ class Trial:
             indices, samples = parts.indices, parts.samples
             if (tail := parts.tail) is not None:
                 self.transform = tail if data.transform is None else partial(_both, tail, data.transform)
-            files = look_at_files(data.source, parts.source, indices, lambda index: None)
-            self.encoded = None if isinstance(files, str) else files
         try:
-            self.spec = choose_codec(indices, samples, cut=cut).codec if self.reason is None else None
+            self.codec = choose_codec(indices, samples, cut=cut).codec if self.reason is None else None
         except (UnsupportedSampleError, SampleMismatchError) as error:
             self.reason = str(error)
         length, generator = len(cast(Sized, data.source)), torch.Generator().manual_seed(0)
         self.order: list[int] = torch.randperm(length, generator=generator).tolist()
+        begin, read = time.perf_counter(), list[Any]()
+        for index in self.order[: 2 * data.batch_size]:
+            read.append(self.source[index])
+            if time.perf_counter() - begin > _READING:
+                break
+        self.read_seconds = (time.perf_counter() - begin) / len(read)
+        self.room = data.safe_bytes(self.codec.nbytes if self.codec is not None else 0, ranks)
+        self.full = None if self.codec is None else self._full(read, self.codec.slot_bytes)
 
-    def costs(self, room: int) -> Costs:
-        """All costs; for a moment, a cache takes as many bytes as there is room for."""
-        indices, disk = self.order[: 2 * self.data.batch_size], _from_disk()
-        samples, first = self.read()
-        from_disk = None if disk is None else ((_from_disk() or disk) - disk) / len(samples)
-        transform = _calls(self.transform, copy.deepcopy(samples))[1] if self.transform is not None else 0.0
-        again, uncached, missed, hit = [], [], [], []
-        full = None if self.spec is None else self._loader(self.full(samples, self.spec.slot_bytes, room))
-        try:
-            for _ in range(_ROUNDS):
-                again.append(_calls(self.source.__getitem__, indices[: len(samples)])[1:])
-                uncached.append(self._pace(0, first))
-                missed.append(uncached[-1] if full is None else self._pace(room, first))
-                hit.append(uncached[-1][0] if full is None else _epoch_seconds(full, self.seconds))
-        finally:
-            if full is not None:
-                full.close()
-                cast(CachedDataset, full.dataset).close()
-        repeated, cpu = (Spread.of(values) for values in zip(*again, strict=True))
-        return Costs(
-            self.spec,
-            Reads(first, repeated, cpu.median, from_disk),
-            transform,
-            Spread.of(seconds for seconds, _ in uncached),
-            Spread.of(seconds for seconds, _ in missed),
-            Spread.of(hit),
-            statistics.median(start for _, start in missed),
-            (self.transform is not None or not isinstance(self.spec, SampleSpec)) and self.data.num_workers > 0,
-            self.reason,
-            self.encoded,
-        )
+    @property
+    def kinds(self) -> tuple[Kind, ...]:
+        """What can be measured of the data."""
+        return KINDS[:1] if self.codec is None else KINDS
 
-    def _pace(self, budget: int, read: float) -> tuple[float, float]:
-        """Load samples that were not read before, where there are enough: seconds per sample, and until workers began.
+    def __enter__(self) -> Trial:
+        return self
 
-        With workers a loader delivers in waves of one batch per worker. Only whole waves after the first are counted,
-        one at least; what the first took longer is what it costs to start the workers.
+    def __exit__(self, *_: object) -> None:
+        if self.full is not None:
+            self.full.close()
+
+    def pace(self, kind: Kind, batch_size: int, num_workers: int, seconds: float) -> float:
+        """Run a loader for so many seconds, and for two waves at least: seconds a sample after the first wave.
+
+        Misses end with the dataset, whose samples would be hits then.
         """
-        workers, wave, length = self.data.num_workers, max(self.data.num_workers, 1), len(self.order)
-        size = max(min(self.data.batch_size, length // (3 * wave), int(self.seconds / read)), 1)
-        moved = length // (2 * _ROUNDS + 1)
-        self.order = self.order[moved:] + self.order[:moved]
-        batches = [self.order[begin : begin + size] for begin in range(0, length - size + 1, size)]
-        dataset = CachedDataset(self.source, budget, spec=self.spec, transform=self.transform)
-        loader = CachedLoader(dataset, batch_sampler=batches, num_workers=workers, **self.data.settings)
-        begin, ends = time.perf_counter(), list[float]()
+        moved = len(self.order) // (2 * _ROUNDS + 1)
+        order = self.order = self.order[moved:] + self.order[:moved]
+        if kind == "hit":
+            assert self.full is not None
+            dataset, order = self.full, torch.randperm(len(self.full)).tolist()
+        else:
+            budget = self.room if kind == "missed" else 0
+            dataset = CachedDataset(self.source, budget, spec=self.codec, transform=self.transform)
+        settings = dict(self.data.settings)
+        if not num_workers:
+            for name in ("multiprocessing_context", "prefetch_factor", "timeout"):
+                settings.pop(name, None)
+        batches = cast(Any, _Batches(order, batch_size, endless=kind != "missed"))
+        loader = CachedLoader(dataset, batch_sampler=batches, num_workers=num_workers, **settings)
+        wave, begin, ends = max(num_workers, 1), time.perf_counter(), list[float]()
         try:
             for _ in loader:
                 ends.append(time.perf_counter() - begin)
-                if len(ends) % wave == 0 and len(ends) > 2 * wave and ends[-1] > self.seconds:
+                if len(ends) % wave == 0 and len(ends) > wave and ends[-1] - ends[wave - 1] > seconds:
                     break
         finally:
             loader.close()
-            dataset.close()
-        first, *later = ends[wave - 1 :: wave] or ends[-1:]
-        if not later:
-            return ends[-1] / len(ends) / size, 0.0
-        seconds = (later[-1] - first) / len(later)
-        return seconds / wave / size, max(first - seconds, 0.0) if workers else 0.0
+            if dataset is not self.full:
+                dataset.close()
+        waves = ends[wave - 1 :: wave]
+        if len(waves) < 2:
+            return ends[-1] / len(ends) / batch_size
+        return (waves[-1] - waves[0]) / (len(waves) - 1) / wave / batch_size
 
-    def read(self) -> tuple[list[Any], float]:
-        """A few samples, and the seconds that each took."""
-        samples, seconds, _ = _calls(self.source.__getitem__, self.order[: 2 * self.data.batch_size], self.seconds)
-        return samples, seconds
-
-    def full(self, samples: list[Any], slot_bytes: int, room: int) -> CachedDataset:
-        """These samples, over and over, all of them in a cache."""
-        if room < slot_bytes:
+    def _full(self, samples: Sequence[Any], slot_bytes: int) -> CachedDataset:
+        """A cache full of these samples, repeated: as long as the dataset, or larger than the processor's caches."""
+        if self.room < slot_bytes:
             raise PlanError(
-                f"there is no memory for one sample of {format_bytes(slot_bytes)}: {format_bytes(room)} may safely be "
-                "taken here; what limits it: python -m lightning_stocache doctor"
+                f"there is no memory for one sample of {format_bytes(slot_bytes)}: {format_bytes(self.room)} may "
+                "safely be taken here; what limits it: python -m lightning_stocache doctor"
             )
-        length = min(len(self.order), max(self.data.batch_size, _LARGE // slot_bytes), room // slot_bytes)
+        length = min(len(self.order), max(self.data.batch_size, _LARGE // slot_bytes), self.room // slot_bytes)
         repeated = Subset(cast(Any, samples), [number % len(samples) for number in range(length)])
-        dataset = CachedDataset(repeated, spec=self.spec, transform=self.transform)
+        dataset = CachedDataset(repeated, spec=self.codec, transform=self.transform)
         assert dataset.cache is not None
         for index in range(length):
             dataset.cache.fill(index, repeated[index])
         return dataset
 
-    def _loader(self, dataset: CachedDataset) -> CachedLoader:
-        data = self.data
-        size, more = data.batch_size, {**data.settings, "persistent_workers": data.num_workers > 0}
-        sampler = LocalitySampler(dataset, 1, 0, data.shuffle, batch_size=size, ring=None, nodes=((0,),))
-        return CachedLoader(dataset, size, sampler=sampler, num_workers=data.num_workers, **more)
+
+class _Batches:
+    """Batches of these indices, once or over and over."""
+
+    def __init__(self, order: Sequence[int], batch_size: int, *, endless: bool) -> None:
+        self.order, self.batch_size, self.endless = order, batch_size, endless
+
+    def __len__(self) -> int:
+        return 2**40 if self.endless else max(len(self.order) // self.batch_size, 1)
+
+    def __iter__(self) -> Iterator[list[int]]:
+        indices = itertools.cycle(self.order)
+        return (list(itertools.islice(indices, self.batch_size)) for _ in range(len(self)))
 
 
-def _both(tail: Callable[[Any], Any], transform: Callable[[Any], Any], sample: Any) -> Any:
-    return transform(tail(sample))
+def cached_bytes(source: Dataset[Any]) -> int:
+    """What a whole dataset takes in the cache; 0 if it is empty, iterable-style or of samples that cannot be cached.
 
-
-def _calls(call: Callable[[Any], Any], items: list[Any], limit: float = 1e9) -> tuple[list[Any], float, float]:
-    """What a function gives, and takes per call in seconds and in those of the processor; for two items at least."""
-    begin, cpu, results = time.perf_counter(), time.process_time(), list[Any]()
-    for item in items:
-        results.append(call(item))
-        if len(results) > 1 and time.perf_counter() - begin > limit:
-            break
-    return results, (time.perf_counter() - begin) / len(results), (time.process_time() - cpu) / len(results)
-
-
-def _epoch_seconds(loader: CachedLoader, limit: float) -> float:
-    """Seconds per sample of whole epochs, by their median: one to warm up, and more until so many seconds are over."""
-    epochs, end = list[float](), time.perf_counter() + limit
-    while len(epochs) < 2 or time.perf_counter() < end:
-        begin = time.perf_counter()
-        for _ in loader:
-            pass
-        epochs.append(time.perf_counter() - begin)
-    return statistics.median(epochs[1:]) / len(cast(Sized, loader.dataset))
-
-
-def _cached_bytes(source: Dataset[Any]) -> int:
-    """What a whole dataset takes in the cache; 0 if it is empty, iterable-style or of samples that cannot be cached."""
+    Raises:
+        PlanError: the dataset raises.
+    """
     try:
         check_source(source, CachedDataset)
         with reading(f"sample 0 of {type(source).__name__}"):
@@ -254,7 +286,7 @@ def _cached_bytes(source: Dataset[Any]) -> int:
 
 @contextmanager
 def reading(what: str) -> Iterator[None]:
-    """Make one sentence of whatever a dataset raises, here or in a worker.
+    """Turn whatever a dataset raises, here or in a worker, into one sentence.
 
     Raises:
         PlanError: with that sentence.
@@ -263,16 +295,20 @@ def reading(what: str) -> Iterator[None]:
         yield
     except PlanError:
         raise
-    except Exception as error:  # code of the user's may raise anything
-        clear_frames(error.__traceback__)  # they hold the loader's iterator, and that its workers
-        lines = str(error).strip().splitlines() or [""]  # of a worker's error the last has the words of the original
+    except Exception as error:  # the user's code may raise anything
+        clear_frames(error.__traceback__)  # the frames hold the loader's iterator, which holds its workers
+        lines = str(error).strip().splitlines() or [""]  # the last line of a worker's error is the original message
         words = lines[-1].strip() if "Traceback" in str(error) else f"{type(error).__name__}: {lines[0]}"
         raise PlanError(f"{what} cannot be had: {words}") from error
 
 
-def _from_disk() -> int | None:
-    """Bytes that this process has caused to be fetched from a disk; None where the system does not say."""
+def _both(tail: Callable[[Any], Any], transform: Callable[[Any], Any], sample: Any) -> Any:
+    return transform(tail(sample))
+
+
+def _read_from_disk() -> int:
+    """Bytes that this process and its workers that have ended fetched from disks; 0 where the system does not say."""
     try:
         return int(Path("/proc/self/io").read_text().partition("\nread_bytes:")[2].split()[0])
     except (OSError, IndexError):
-        return None
+        return 0

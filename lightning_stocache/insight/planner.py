@@ -1,243 +1,185 @@
-"""What a budget would give, before it is paid: from what was measured to seconds per epoch, for a table of budgets.
+"""What a budget would give, before it is paid: from the measured paces to the seconds of an epoch.
 
-Arithmetic alone. `Costs` are seconds per sample, measured by `measurement`; all nodes are alike.
-Of the n samples of a rank a part h hits. As the loader does it:
+The law is linear. Of the n samples of a rank the share h comes from the cache:
 
-- without workers, and where workers make whole batches, one follows the other: `n (1-h) missed + n h hit`;
-- else workers load misses while the main process gathers: `max(n (1-h) missed, n hit)`;
-- a training step lets the main process wait, not the workers: it is added to what the main process does. Where all is
-  cached, the next batch is gathered meanwhile, and the slower of the two counts;
-- nothing is faster than the processor time of all ranks of the node, divided by its cores;
-- epoch one is all misses, after the workers have started; without a cache every epoch goes by `uncached`.
+    loading = n * ((1 - h) * missed + h * hit)
 
-Later misses cost what repeated reads cost in place of first ones, if the first ones came from a disk and the files
-would fit into free memory. What other programs do meanwhile, and a slower network at night, nobody can plan.
+In epoch one h is 0; later it is the share of the samples that have a slot on some node. Without a cache a sample takes
+`uncached`. The training steps are added to that where the main process loads, and hide it where workers do, or where
+all samples are hits: then an epoch takes the longer of the two.
+
+Advice follows from ranges. A cache gains if it is faster with the lowest uncached pace and its own highest paces; it
+gains nothing if it is no faster the other way round. In between the ranges overlap: it cannot be told, and the advice
+is `auto`, which does no harm.
 """
 
 from __future__ import annotations
 
 import math
-import statistics
-from collections.abc import Iterable
 from dataclasses import dataclass
-from typing import Literal
 
-from lightning_stocache.cache.codec import SampleCodec
+from lightning_stocache.insight.measurement import Paces, Spread
 from lightning_stocache.sampling.locality_sampler import Mode
-from lightning_stocache.setup.form_choice import EncodedForm
 
-__all__ = ["ENDS", "MOST", "WORST", "Costs", "Job", "PlanError", "Planner", "Reads", "Row", "Spread", "Step"]
+__all__ = ["Job", "Plan", "Row", "plan"]
 
-End = Literal["low", "median", "high"]
-Case = tuple[End, End, End, End]  # which end of what was measured is taken to be true: of uncached, missed, hit, step
-ENDS: tuple[End, ...] = ("low", "median", "high")
-MEDIANS: Case = ("median", "median", "median", "median")
-LOW: Case = ("low", "low", "low", "low")
-HIGH: Case = ("high", "high", "high", "high")
-WORST: Case = ("low", "high", "high", "high")  # a cache gains least
-BEST: Case = ("high", "low", "low", "low")
-MOST: Case = ("high", "high", "low", "low")  # a cache must be largest
-
+_SHARES = (0.0, 0.25, 0.5, 0.75, 1.0)
 _NOTHING = 0.02  # of an epoch's time: less is no gain
-
-
-class PlanError(Exception):
-    """Nothing can be planned, and the message says why in one sentence."""
-
-
-@dataclass(frozen=True)
-class Spread:
-    """The lowest, the median and the highest of several measurements; plans go by the median.
-
-    Example:
-        >>> Spread.of([3.0, 1.0, 2.0]), Spread.of([2.0]).high
-        (Spread(low=1.0, median=2.0, high=3.0), 2.0)
-    """
-
-    low: float
-    median: float
-    high: float
-
-    @classmethod
-    def of(cls, values: Iterable[float]) -> Spread:
-        """The spread of these values."""
-        values = sorted(values)
-        return cls(values[0], statistics.median(values), values[-1])
-
-    def at(self, end: End) -> float:
-        """One of the three."""
-        value: float = getattr(self, end)
-        return value
-
-
-@dataclass(frozen=True)
-class Reads:
-    """The source in one process: seconds per sample."""
-
-    first: float  # read for the first time by this process
-    repeated: Spread  # read again
-    cpu: float  # seconds of the processor in a repeated read; the rest is waiting
-    from_disk: float | None = None  # bytes that a first read fetched from a disk; None where the system does not say
-
-
-@dataclass(frozen=True)
-class Costs:
-    """Seconds per sample of one rank."""
-
-    spec: SampleCodec | None  # what a sample looks like in the cache; None if it cannot be cached
-    reads: Reads
-    transform: float  # what comes after the cache, on the CPU, in one process
-    uncached: Spread  # the loader without a cache
-    missed: Spread  # the loader where every sample is loaded and stored
-    hit: Spread  # the loader where every sample is cached
-    start: float = 0.0  # until the workers are there, once
-    made_by_workers: bool = False  # whole batches, hits too
-    reason: str | None = None  # why nothing can be cached, if so
-    encoded: EncodedForm | None = None  # what is known of samples as their files
-
-
-@dataclass(frozen=True)
-class Step:
-    """A training step, one batch of one rank: from having a batch to asking for the next one."""
-
-    seconds: Spread
-    cpu: float = 0.0  # seconds of the processor
 
 
 @dataclass(frozen=True)
 class Job:
-    """The training that is planned."""
+    """The training that is planned. All nodes are alike."""
 
     samples: int
     batch_size: int  # of one rank
     num_workers: int = 0  # of one rank
-    nodes: int = 1  # all as this one
+    nodes: int = 1
     ranks: int = 1  # on each node
-    epochs: int = 10
-    mode: Mode = "locality"
+    mode: Mode = "locality"  # how samples are dealt to nodes
     other_bytes: int = 0  # cached size of the sets that share the budget (validation)
     safe_bytes: int = 0  # the largest budget that is safe on this node
-    cores: int = 1  # of this node
-    persistent: bool = True  # workers live on from epoch to epoch
+    free_bytes: int = 0  # memory that the page cache may use
     threads: int = 1  # of torch, in each rank
-    hot: bool = False  # repeated reads are what later epochs pay
-
-    @property
-    def rank_samples(self) -> float:
-        """Samples of one rank in an epoch."""
-        return self.samples / (self.nodes * self.ranks)
+    threads_from: str = "torch's default"  # who says so
 
 
 @dataclass(frozen=True)
 class Row:
-    """What one budget gives. Epochs are those of training, or of the loader alone if there is no model."""
+    """What one budget gives. Seconds are those of training, or of the loader alone if there is no model."""
 
     budget: str  # as it is written into a config
     budget_bytes: int  # per node
     safe: bool  # this node has room for it
     samples: int  # that have a slot somewhere in the job
-    hit_rates: tuple[float, ...]  # per epoch
-    first_epoch: Spread  # seconds
-    later_epoch: Spread  # seconds of the last epoch
-    faster: Spread  # how many times as fast the last epoch is as an uncached one
-    pays_in: int | None  # the epoch, from 1, at whose end training is ahead of uncached; None: never, or cannot be told
+    hit_rate: float  # of later epochs
+    first_epoch: Spread  # seconds; lowest, median, highest, as the next two
+    later_epoch: Spread  # seconds
+    faster: Spread  # how many times as fast a later epoch is as an uncached one
+    pays_in: int | None  # the epoch, from 1, at whose end training is ahead of uncached; None: never, or cannot tell
 
 
-class Planner:
-    """The calculator for one job.
+@dataclass(frozen=True)
+class Plan:
+    """The table, what it is made from, and what follows from it."""
+
+    job: Job
+    paces: Paces
+    step: Spread | None  # seconds a batch, if there is a model
+    rows: tuple[Row, ...]  # by rising budget, uncached first
+    budget: str  # what to write into the config as `cache.budget`
+    sentences: tuple[str, ...]  # what follows, for people
+
+
+def plan(job: Job, paces: Paces, step: Spread | None = None) -> Plan:
+    """Make the table over shares of the dataset, with the largest safe budget and the advised one among them.
 
     Args:
         job: the training.
-        costs: what a sample costs.
-        step: what a step costs, if there is a model.
+        paces: seconds a sample of one rank's loader.
+        step: seconds of a training step, if there is a model.
 
     Example:
-        >>> slow, quick = Spread.of([0.009, 0.01, 0.012]), Spread.of([1e-5])
         >>> from lightning_stocache.cache.spec import SampleSpec
-        >>> costs = Costs(SampleSpec.infer(1.5), Reads(0.01, slow, 0.01), 0.0, uncached=slow, missed=slow, hit=quick)
-        >>> planner = Planner(Job(samples=1000, batch_size=10, safe_bytes=2**20), costs, Step(Spread.of([0.05])))
-        >>> half = planner.row(0.5)
-        >>> half.samples, half.hit_rates[:2], round(half.later_epoch.median, 3), round(half.faster.low, 3)
-        (500, (0.0, 0.5), 10.005, 1.272)
+        >>> slow, quick = Spread((0.009, 0.01, 0.012)), Spread((1e-5,))
+        >>> paces = Paces(slow, slow, quick, SampleSpec.infer(1.5))
+        >>> plan(Job(samples=1000, batch_size=10, safe_bytes=2**20), paces).budget
+        'auto'
     """
+    law = _Law(job, paces, step)
+    pot = law.pot_bytes
+    safe = min(job.safe_bytes / pot, 1.0) if pot else 0.0
+    share, sentences = _advice(law, safe)
+    percent = math.ceil(round(100 * share, 3))
+    budget = "0" if percent == 0 else "auto" if share == safe else f"{percent}%"
+    shares = {*_SHARES, safe, *([] if share == safe else [percent / 100])} if pot else {0.0}
+    return Plan(job, paces, step, tuple(map(law.row, sorted(shares))), budget, tuple(sentences))
 
-    def __init__(self, job: Job, costs: Costs, step: Step | None = None) -> None:
-        self.job, self.costs, self.step = job, costs, step
-        self.slot_bytes = costs.spec.slot_bytes if costs.spec is not None else 0
-        self.pot_bytes = job.samples * self.slot_bytes + job.other_bytes
+
+class _Law:
+    """Seconds of an epoch by the share of the dataset that a node caches."""
+
+    def __init__(self, job: Job, paces: Paces, step: Spread | None) -> None:
+        self.job, self.paces, self.step = job, paces, step or Spread((0.0,))
+        self.has_step = step is not None
+        self.samples = job.samples / (job.nodes * job.ranks)  # of one rank in an epoch
+        self.batches = math.ceil(self.samples / job.batch_size)
+        slot_bytes = paces.codec.slot_bytes if paces.codec is not None else 0
+        self.pot_bytes = job.samples * slot_bytes + (job.other_bytes if slot_bytes else 0)
+
+    def hit_rate(self, share: float) -> float:
+        """The hit rate of later epochs. Nodes to which samples are dealt at random do not add up."""
+        slots = math.floor(round(share * self.job.samples, 6)) / self.job.samples
+        return slots if self.job.mode == "global" else min(self.job.nodes * slots, 1.0)
+
+    def epoch(self, hit_rate: float, loaded: float, hit: float, step: float) -> float:
+        """Seconds of an epoch, from seconds a sample loaded, a sample hit and a step."""
+        loading = self.samples * ((1 - hit_rate) * loaded + hit_rate * hit)
+        steps = self.batches * step
+        return loading + steps if hit_rate < 1 and not self.job.num_workers else max(loading, steps)
 
     def row(self, share: float) -> Row:
         """What a budget of a share of the dataset gives."""
-        rates, percent = self.hit_rates(share), round(100 * share, 7)
-        last = len(rates) - 1
-        first, later = (
-            Spread.of(self.epoch(rates[number], share, number, case) for case in (LOW, MEDIANS, HIGH))
-            for number in (0, last)
+        uncached, missed, hit, step = self.paces.uncached, self.paces.missed, self.paces.hit, self.step
+        rate = self.hit_rate(share)
+        if not share:
+            missed = uncached
+        without = self._spread(0.0, uncached)
+        first, later = self._spread(0.0, missed), self._spread(rate, missed)
+        faster = (
+            self.epoch(0.0, uncached.low, 0.0, step.high) / self.epoch(rate, missed.high, hit.high, step.high),
+            without.median / later.median,
+            self.epoch(0.0, uncached.high, 0.0, step.low) / self.epoch(rate, missed.low, hit.low, step.low),
         )
-        faster = Spread.of(
-            self.epoch(0.0, 0.0, last, case) / self.epoch(rates[last], share, last, case)
-            for case in (WORST, MEDIANS, BEST)
+        pays_in = None
+        if share and faster[0] > 1:
+            pays_in = max(math.floor((first.median - without.median) / (without.median - later.median)) + 2, 2)
+        percent, budget_bytes = round(100 * share, 7), math.floor(share * self.pot_bytes)
+        name = f"{percent:.0f}%" if percent == int(percent) else f"{percent:.1f}%"
+        slots = round(min(self.job.nodes * share, 1.0) * self.job.samples)
+        safe = budget_bytes <= self.job.safe_bytes
+        return Row(name, budget_bytes, safe, slots, rate, first, later, Spread(faster), pays_in)
+
+    def enough(self, safe: float) -> float:
+        """The smallest share, in whole percents, that is as good as the largest safe one.
+
+        It is that for the highest miss, the lowest hit and the lowest step of those measured: they need it largest.
+        """
+        paces = self.paces.missed.high, self.paces.hit.low, self.step.low
+        goal = self.epoch(self.hit_rate(safe), *paces) * (1 + _NOTHING)
+        percents = (percent / 100 for percent in range(1, math.ceil(100 * safe)))
+        return next((share for share in percents if self.epoch(self.hit_rate(share), *paces) <= goal), safe)
+
+    def _spread(self, hit_rate: float, loaded: Spread) -> Spread:
+        hit, step = self.paces.hit, self.step
+        ends = ((each.low, each.median, each.high) for each in (loaded, hit, step))
+        return Spread(tuple(self.epoch(hit_rate, *end) for end in zip(*ends, strict=True)))
+
+
+def _advice(law: _Law, safe: float) -> tuple[float, list[str]]:
+    """The share of the dataset to cache, and why."""
+    job, paces = law.job, law.paces
+    if paces.codec is None:
+        return 0.0, [f"Nothing can be cached. {paces.reason}"]
+    sentences = []
+    if safe < 1:
+        sentences.append(f"This node has room for {100 * safe:.1f} % of it: see python -m lightning_stocache doctor.")
+    if paces.disk_bytes and law.pot_bytes < job.free_bytes:
+        sentences.append(
+            "The source was read from a disk. Later epochs may find it in the page cache, and be faster without a "
+            "cache, too: run this again to see."
         )
-        ahead, pays_in = 0.0, None
-        for number, rate in enumerate(rates):
-            ahead += self.epoch(0.0, 0.0, number) - self.epoch(rate, share, number)
-            if pays_in is None and ahead > 0 and faster.low > 1:
-                pays_in = number + 1
-        budget_bytes = math.floor(share * self.pot_bytes)
-        return Row(
-            f"{percent:.0f}%" if percent == int(percent) else f"{percent:.1f}%",
-            budget_bytes,
-            budget_bytes <= self.job.safe_bytes,
-            round(self._reach(share) * self.job.samples),
-            tuple(rates),
-            first,
-            later,
-            faster,
-            pays_in,
+    faster = law.row(safe).faster
+    if faster.high <= 1 + _NOTHING:
+        why = "training waits for its steps, not for data" if law.has_step else "the source is as fast as the cache"
+        return 0.0, [*sentences, f"No budget gains anything: {why}."]
+    if faster.low <= 1 + _NOTHING:
+        sentences.append(
+            "Cannot tell whether a budget gains anything: repeated measurements differ by more than a cache would gain."
         )
-
-    def hit_rates(self, share: float) -> list[float]:
-        """The hit rate of every epoch. A node to which samples are dealt at random meets its part by and by."""
-        job, later = self.job, range(1, max(self.job.epochs, 2))
-        if job.mode != "global":
-            return [0.0, *[self._reach(share)] * len(later)]
-        return [0.0, *(self._part(share) * (1 - (1 - 1 / job.nodes) ** epoch) for epoch in later)]
-
-    def epoch(self, hit_rate: float, share: float, number: int, case: Case = MEDIANS) -> float:
-        """Seconds of an epoch, counted from 0, with the step if there is one."""
-        job, costs, samples = self.job, self.costs, self.job.rank_samples
-        batches, cached = math.ceil(samples / job.batch_size), share > 0 and costs.spec is not None
-        loaded, hit = (costs.missed.at(case[1]) if cached else costs.uncached.at(case[0])), costs.hit.at(case[2])
-        steps = batches * self.step.seconds.at(case[3]) if self.step is not None else 0.0
-        later = min(costs.reads.repeated.median / costs.reads.first, 1.0) if job.hot and number else 1.0
-        loading, gather = samples * (1 - hit_rate) * loaded * later, samples * hit_rate * hit
-        if hit_rate >= 1:
-            seconds = max(gather, steps)
-        elif not job.num_workers:
-            seconds = loading + gather + steps
-        elif not cached or costs.made_by_workers:
-            seconds = max(loading + gather, steps)
-        else:
-            seconds = max(loading, samples * hit + steps)
-        busy = samples * ((1 - hit_rate) * (costs.reads.cpu + costs.transform) + hit_rate * hit)
-        busy += batches * self.step.cpu if self.step is not None else 0.0
-        starts = number == 0 or not (job.persistent or (hit_rate >= 1 and not costs.made_by_workers))
-        return max(seconds, job.ranks * busy / job.cores) + (costs.start if starts else 0.0)
-
-    def enough(self, safe: float, case: Case) -> float:
-        """The smallest share, in whole percents, with which later epochs are as fast as with the largest safe one."""
-        goal = self._later(safe, case) * (1 + _NOTHING)
-        percents = (percent / 100 for percent in range(math.ceil(100 * safe)))
-        return next((share for share in percents if self._later(share, case) <= goal), safe)
-
-    def _later(self, share: float, case: Case) -> float:
-        return self.epoch(self._reach(share), share, 1, case)
-
-    def _part(self, share: float) -> float:
-        """The part of the samples that each node has slots for."""
-        samples = self.job.samples
-        return math.floor(round(share * samples, 6)) / samples if self.slot_bytes else 0.0
-
-    def _reach(self, share: float) -> float:
-        """The part of the samples that has a slot on some node, and is hit where each goes to a node that has it."""
-        return min(self.job.nodes * self._part(share), 1.0)
+        return safe, sentences
+    enough = law.enough(safe)
+    if enough > 0.95 * safe:  # that near, what is free when the job starts may as well be taken
+        return safe, sentences
+    why = ": training waits for its steps" if law.has_step else ""
+    return enough, [*sentences, f"Beyond {100 * enough:.0f} % of the dataset nothing is gained{why}."]

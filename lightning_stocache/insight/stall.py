@@ -3,7 +3,7 @@
 Three sums on the host's clock. Waiting and computing are contexts: the profiler of a Trainer enters them where
 Lightning says that it does either, so these are the seconds that its own profilers show; `CacheMeter` enters them
 itself. What the loop does besides (callbacks, logging, moving a batch to the device) is in the loop alone. `StepClock`
-is another clock: it keeps steps apart, knows parts that lie in each other, and on a GPU reads the device's time.
+is another clock: it knows parts that lie in each other, and on a GPU reads the device's time.
 """
 
 from __future__ import annotations

@@ -1,40 +1,43 @@
 """What a plan needs from a DataModule and a LightningModule: how the training data is loaded, and what a step takes.
 
-`datamodule_of` makes a DataModule of a DataLoader, which is all that a loop of one's own has.
-`training_data` asks the DataModule for its training loader, once, as a Trainer would, and opens no cache.
-`measure_step` trains in a real Trainer, with one batch that is there at once, again and again: what passes between two
-requests for a batch is the step with all that Lightning does around it. `trained_by` trains with the batches of
-loaders, and splits the steps into their parts. All belong to a process of their own: the DataModule's hooks are
-replaced, and the model is trained.
+`datamodule_of` makes a DataModule of a DataLoader, which is all that a loop of one's own has. `training_data` asks the
+DataModule for its training loader, once, as a Trainer would, and opens no cache. `app_threads` finds the number of
+threads that the user's app gives torch. `measure_step` trains in a real Trainer, with one batch again and again: the
+time between two requests for a batch is the step with all that Lightning does around it. It needs a process of its own:
+the DataModule's hooks are replaced, and the model is trained.
 """
 
 from __future__ import annotations
 
+import ast
 import dataclasses
-import math
 import time
 from collections.abc import Callable, Iterator, Mapping
 from itertools import pairwise
+from pathlib import Path
 from typing import Any
 
 import torch
 from lightning.pytorch import LightningDataModule
-from torch.utils.data import DataLoader, Dataset, DistributedSampler, SequentialSampler, Subset
+from torch.utils.data import DataLoader, Dataset, Subset
 
-from lightning_stocache.insight.breakdown import Breakdown
-from lightning_stocache.insight.curve_measurement import Train
-from lightning_stocache.insight.measurement import Data
-from lightning_stocache.insight.planner import PlanError, Spread, Step
+from lightning_stocache.insight.measurement import Data, PlanError, Spread
 from lightning_stocache.loading.dataset import CachedDataset, cached_source
-from lightning_stocache.loading.loader_sampler import index_sampler
 from lightning_stocache.loading.loader_tree import loaders_in
 from lightning_stocache.loading.stand_in import cached_in
 from lightning_stocache.training.caches import CallCaches
 from lightning_stocache.training.loaders import settings_of
-from lightning_stocache.training.step_timer import StepTimer
 from lightning_stocache.training.wanted import loader_domain
 
-__all__ = ["ARGUMENTS", "datamodule_of", "epochs", "measure_step", "source_in", "trained_by", "training_data", "world"]
+__all__ = [
+    "ARGUMENTS",
+    "app_threads",
+    "datamodule_of",
+    "measure_step",
+    "source_in",
+    "training_data",
+    "world",
+]
 
 # Of the Trainer for `measure_step`, in place of the user's own; a third of the batches warm up.
 ARGUMENTS: dict[str, Any] = {
@@ -90,16 +93,13 @@ def training_data(datamodule: Any, *, whole: bool = False) -> Data:
     drawn = None if whole else loader_domain(None, "train", loader)
     if drawn is not None:  # a cache has slots for no more
         source = Subset(source, drawn.indices.tolist())
-    sampler, names = index_sampler(loader), ["collate_fn", "pin_memory", "timeout", "worker_init_fn"]
+    names = ["collate_fn", "pin_memory", "timeout", "worker_init_fn"]
     names += ["multiprocessing_context", "prefetch_factor"] if loader.num_workers else []
-    ordered = type(sampler) is SequentialSampler or (isinstance(sampler, DistributedSampler) and not sampler.shuffle)
     return Data(
         source,
         settings_of(loader).batch_size,
         loader.num_workers,
         transform,
-        not ordered,
-        loader.persistent_workers or not loader.num_workers,
         {name: getattr(loader, name) for name in names},
         others,
         options is not None and options.allow_random,
@@ -121,8 +121,40 @@ def source_in(given: Any) -> Any:
     return made
 
 
-def measure_step(trainer: Any, model: Any, datamodule: Any, data: Data) -> Step:
-    """What a training step takes.
+def app_threads(folder: Path, config: Mapping[str, Any]) -> tuple[int, str] | None:
+    """The number of threads that the Hydra app beside the configs gives torch, and the name of its file.
+
+    Read are calls of `torch.set_num_threads` in the Python files that have a `hydra.main`: with a number, or with a
+    value of the config (`config.threads`). None where there is no such call, or where apps differ.
+
+    Args:
+        folder: of the app.
+        config: the composed config.
+    """
+    found = set()
+    for path in sorted(folder.glob("*.py")):
+        text = path.read_text(errors="replace")
+        if "hydra.main" not in text or "set_num_threads" not in text:
+            continue
+        try:
+            calls = [node for node in ast.walk(ast.parse(text)) if isinstance(node, ast.Call) and len(node.args) == 1]
+        except SyntaxError:
+            continue
+        for call in calls:
+            if ast.unparse(call.func).endswith("set_num_threads"):
+                value: Any = config
+                if isinstance(call.args[0], ast.Constant):
+                    value = call.args[0].value
+                else:
+                    for key in ast.unparse(call.args[0]).split(".")[1:]:
+                        value = value.get(key) if isinstance(value, Mapping) else None
+                if type(value) is int and value > 0:
+                    found.add((value, path.name))
+    return found.pop() if len({threads for threads, _ in found}) == 1 else None
+
+
+def measure_step(trainer: Any, model: Any, datamodule: Any, data: Data) -> Spread:
+    """Seconds of a training step: the means of four stretches of a training.
 
     Args:
         trainer: a Trainer with `ARGUMENTS`.
@@ -134,7 +166,7 @@ def measure_step(trainer: Any, model: Any, datamodule: Any, data: Data) -> Step:
         PlanError: the model ended training too early.
         Exception: what the model raises.
     """
-    dataset, asked = CachedDataset(data.source, 0, transform=data.transform), list[tuple[float, float]]()
+    dataset, asked = CachedDataset(data.source, 0, transform=data.transform), list[float]()
     batch = next(iter(DataLoader(dataset, data.batch_size, collate_fn=data.settings.get("collate_fn"))))
     dataset.close()
 
@@ -143,7 +175,7 @@ def measure_step(trainer: Any, model: Any, datamodule: Any, data: Data) -> Step:
         while len(asked) < 6 or time.perf_counter() - begin < _PATIENCE:
             if torch.cuda.is_available():
                 torch.cuda.synchronize()  # what was only launched is not done
-            asked.append((time.perf_counter(), time.process_time()))
+            asked.append(time.perf_counter())
             yield batch
 
     _give(datamodule, batches)
@@ -153,51 +185,7 @@ def measure_step(trainer: Any, model: Any, datamodule: Any, data: Data) -> Step:
     if steps < 1:
         raise PlanError(f"the model ended training after {len(asked)} batches: its step cannot be measured")
     size = max(steps // _ROUNDS, 1)
-    means = ((end - begin) / size for (begin, _), (end, _) in pairwise(counted[::size]))
-    return Step(Spread.of(means), (counted[-1][1] - counted[0][1]) / steps)
-
-
-def trained_by(make_trainer: Callable[[], Any], model: Any, datamodule: Any) -> Train:
-    """What trains with the batches of a loader, and tells what the steps were made of.
-
-    Args:
-        make_trainer: makes a Trainer with `ARGUMENTS`, each time another.
-        model: the user's LightningModule, which is trained on.
-        datamodule: the user's DataModule, for its batch hooks.
-    """
-
-    def train(loader: DataLoader[Any], warm: int, seconds: float) -> Breakdown:
-        trainer, timer = make_trainer(), StepTimer()
-        trainer.limit_train_batches = 1.0  # all that come
-        trainer.callbacks.append(timer)
-
-        def batches() -> Iterator[Any]:
-            begin = math.inf
-            for number, batch in enumerate(loader):
-                if number == warm:
-                    begin = time.perf_counter()
-                    timer.on_train_epoch_start(trainer, model)  # what was before is an epoch of its own
-                yield batch
-                if number > warm and time.perf_counter() - begin > seconds:
-                    return
-
-        _give(datamodule, lambda: _Iterable(batches))
-        trainer.fit(model, datamodule=datamodule)
-        if len(timer.epochs) < 2:
-            raise PlanError(f"the model ended training after {trainer.global_step} steps: they cannot be measured")
-        return timer.epochs[-1]
-
-    return train
-
-
-class _Iterable:
-    """Batches without a length."""
-
-    def __init__(self, batches: Callable[[], Iterator[Any]]) -> None:
-        self.batches = batches
-
-    def __iter__(self) -> Iterator[Any]:
-        return self.batches()
+    return Spread(tuple((end - begin) / size for begin, end in pairwise(counted[::size])))
 
 
 def _give(datamodule: Any, batches: Callable[[], Any]) -> None:
@@ -205,11 +193,6 @@ def _give(datamodule: Any, batches: Callable[[], Any]) -> None:
     for hook in ("prepare_data", "setup", "teardown"):
         setattr(datamodule, hook, lambda *arguments, **named: None)
     datamodule.train_dataloader = batches
-
-
-def epochs(maxepochs: int | None) -> int:
-    """The epochs to plan for: those of the Trainer, up to a thousand; ten where it has no number (None, 0, -1)."""
-    return min(maxepochs, 1000) if maxepochs and maxepochs > 0 else 10
 
 
 def world(trainer: Mapping[str, Any]) -> tuple[int, int]:

@@ -1,39 +1,23 @@
-"""A GPU without a wall clock: the host's time goes on where a test says so, the device's where work is launched."""
+"""A host's clock that a test moves, and a GPU that follows it: its time goes on where work is launched."""
 
 from __future__ import annotations
 
 from typing import Any
 
-import numpy as np
-
-from lightning_stocache.insight.timeline import DeviceTimeline
-
-__all__ = ["Device", "ManualTimeline"]
+__all__ = ["Device", "ManualClock"]
 
 
-class ManualTimeline:
-    """A host's clock that stands still until `spend`; nothing is ever late."""
+class ManualClock:
+    """A host's clock that stands still until `spend`."""
 
     def __init__(self) -> None:
-        self.seconds_so_far = 0.0
+        self.seconds = 0.0
 
     def spend(self, seconds: float) -> None:
-        self.seconds_so_far += seconds
+        self.seconds += seconds
 
-    def now(self) -> float:
-        return self.seconds_so_far
-
-    def is_past(self, moment: float) -> bool:
-        return True
-
-    def wait(self, moment: float) -> None:
-        pass
-
-    def seconds(self, moments: Any) -> Any:
-        return np.diff(np.array(moments))
-
-    def reuse(self, moments: Any) -> None:
-        pass
+    def moment(self) -> float:
+        return self.seconds
 
 
 class Device:
@@ -42,17 +26,17 @@ class Device:
     Attributes:
         host: seconds on the host's clock.
         waits: how often the host waited for the device.
-        made: events that were made.
+        read: events whose time was asked for.
     """
 
     def __init__(self) -> None:
         self.host = 0.0
-        self.waits = self.made = 0
+        self.waits = self.read = 0
         self._busy_until = 0.0
 
-    @property
-    def timeline(self) -> DeviceTimeline:
-        return DeviceTimeline(event=lambda: _Event(self))
+    def moment(self) -> Any:
+        """As a CUDA event that has been recorded now."""
+        return _Event(self, self.free_at())
 
     def spend(self, seconds: float) -> None:
         """The host does something."""
@@ -67,14 +51,10 @@ class Device:
 
 
 class _Event:
-    """As a CUDA event: it has a time of which nobody may ask before the device has come to it."""
+    """It has a time of which nobody may ask before the device has come to it."""
 
-    def __init__(self, device: Device) -> None:
-        self._device, self._time = device, -1.0
-        device.made += 1
-
-    def record(self, stream: Any = None) -> None:
-        self._time = self._device.free_at()
+    def __init__(self, device: Device, time: float) -> None:
+        self._device, self._time = device, time
 
     def query(self) -> bool:
         return self._device.host >= self._time
@@ -86,5 +66,6 @@ class _Event:
     def elapsed_time(self, end_event: Any) -> float:
         if not (self.query() and end_event.query()):
             raise RuntimeError("device not ready")  # so does CUDA
+        self._device.read += 1
         milliseconds: float = 1000 * (end_event._time - self._time)
         return milliseconds

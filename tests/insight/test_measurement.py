@@ -7,8 +7,7 @@ import pytest
 import torch
 from torch.utils.data import Dataset, IterableDataset
 
-from lightning_stocache.insight.measurement import Data, measure
-from lightning_stocache.insight.planner import PlanError
+from lightning_stocache.insight.measurement import Data, PlanError, cached_bytes, measure
 from lightning_stocache.node.free import FreeMemory
 from tests.sources import CountedSource
 
@@ -43,22 +42,15 @@ class Endless(IterableDataset):
         yield 1
 
 
-def double(sample):
-    return sample * 2
-
-
 @pytest.mark.parametrize("workers", [0, pytest.param(2, marks=pytest.mark.processes)])
-def test_all_costs_are_measured(workers):
-    """Source, cache and loader have costs above zero, with and without workers, and no memory is left behind."""
-    source = [torch.full((500,), index) for index in range(64)]
-    _, costs = measure(Data(source, 4, workers), seconds=QUICK)
-    assert costs.spec is not None
-    assert costs.spec.nbytes == 4000
-    spreads = (costs.reads.repeated, costs.uncached, costs.missed, costs.hit)
-    assert min(costs.reads.first, *(spread.low for spread in spreads)) > 0
-    assert all(spread.low < spread.high for spread in spreads)  # measured several times
-    assert costs.transform == 0
-    assert not costs.made_by_workers
+def test_all_paces_are_measured(workers):
+    """Uncached, misses and hits cost something in each round, with and without workers; no memory is left behind."""
+    paces = measure(Data([torch.full((500,), index) for index in range(64)], 4, workers), seconds=QUICK)
+    assert paces.codec is not None
+    assert paces.codec.nbytes == 4000
+    for spread in (paces.uncached, paces.missed, paces.hit):
+        assert 0 < spread.low < spread.high
+        assert len(spread.values) == 3
 
 
 class Clock:
@@ -87,33 +79,20 @@ class Slow(Broken):
         return self.clock.takes(0.25, torch.tensor([index]))
 
 
-def test_costs_are_what_the_clock_says(monkeypatch):
-    """A read takes a quarter of a second, a transform an eighth: so do first and later reads, and batches with them;
-    a hit takes the transform alone."""
+def test_paces_are_what_the_clock_says(monkeypatch):
+    """A read takes a quarter of a second, a transform an eighth; a hit takes the transform alone."""
     clock = Clock(monkeypatch)
-    _, costs = measure(Data(Slow(clock), 4, transform=lambda sample: clock.takes(0.125, sample)), seconds=QUICK)
-    assert costs.reads.first == pytest.approx(0.25, rel=0.01)
-    assert (costs.reads.repeated.low, costs.reads.repeated.high) == pytest.approx((0.25, 0.25), rel=0.01)
-    assert costs.reads.cpu == pytest.approx(0.25, rel=0.01)
-    assert costs.transform == pytest.approx(0.125, rel=0.01)
-    for spread, seconds in ((costs.uncached, 0.375), (costs.missed, 0.375), (costs.hit, 0.125)):
-        assert (spread.low, spread.median, spread.high) == pytest.approx((seconds,) * 3, rel=0.01)
-
-
-@pytest.mark.processes
-def test_a_transform_is_measured_too():
-    """A transform after the cache has a cost of its own, and with workers it is they who make the batches."""
-    source = [torch.full((500,), index) for index in range(64)]
-    _, costs = measure(Data(source, 4, 2, double), seconds=QUICK)
-    assert costs.transform > 0
-    assert costs.made_by_workers
+    paces = measure(Data(Slow(clock), 4, transform=lambda sample: clock.takes(0.125, sample)), seconds=QUICK)
+    for spread, seconds in ((paces.uncached, 0.375), (paces.missed, 0.375), (paces.hit, 0.125)):
+        assert spread.values == pytest.approx((seconds,) * 3, rel=0.01)
+    assert paces.disk_bytes == 0
 
 
 @pytest.mark.parametrize("samples", [1, 2, 5])
 @pytest.mark.parametrize("workers", [0, pytest.param(3, marks=pytest.mark.processes)])
 def test_tiny_datasets(samples, workers):
     """Fewer samples than a batch, or than workers, are planned like any others."""
-    assert measure(Data([torch.zeros(4)] * samples, 8, workers), seconds=QUICK)[1].hit.low > 0
+    assert measure(Data([torch.zeros(4)] * samples, 8, workers), seconds=QUICK).hit.low > 0
 
 
 def test_few_samples_are_read(tmp_path):
@@ -161,16 +140,15 @@ class InWorkers(Broken):
 @pytest.mark.parametrize(("source", "words"), [(WithGradients(0), "requires grad"), (Noise(0), "random")])
 def test_what_cannot_be_cached_has_a_reason(source, words):
     """Samples that cannot be kept, and random ones that cannot be split, are measured uncached, with the reason."""
-    job, costs = measure(Data(source, 4), seconds=QUICK)
-    assert costs.spec is None
-    assert words in str(costs.reason)
-    assert costs.uncached.low > 0
-    assert job.samples == 40
+    paces = measure(Data(source, 4), seconds=QUICK)
+    assert paces.codec is None
+    assert words in str(paces.reason)
+    assert paces.hit == paces.uncached
 
 
 def test_allow_random_is_heeded():
     """A random source that the user caches as it is can be cached in the plan, too."""
-    assert measure(Data(Noise(0), 4, allow_random=True), seconds=QUICK)[1].spec is not None
+    assert measure(Data(Noise(0), 4, allow_random=True), seconds=QUICK).codec is not None
 
 
 def test_no_memory_is_one_sentence(monkeypatch):
@@ -182,10 +160,9 @@ def test_no_memory_is_one_sentence(monkeypatch):
 
 def test_other_sets_count_their_cached_size():
     """Validation sets take their share of the budget; one that cannot be cached takes none."""
-    job, _ = measure(Data([torch.zeros(100)] * 8, 4, others=[[torch.zeros(1)] * 5, [lambda: 1], []]), seconds=QUICK)
-    assert job.other_bytes == 5 * 5
+    assert [cached_bytes(source) for source in ([torch.zeros(1)] * 5, [lambda: 1], [])] == [5 * 5, 0, 0]
     with pytest.raises(PlanError, match="sample 0 of Broken"):
-        measure(Data([torch.zeros(100)] * 8, 4, others=[Broken(0)]), seconds=QUICK)
+        cached_bytes(Broken(0))
 
 
 def test_largest_safe_keeps_room_for_batches(monkeypatch):

@@ -15,9 +15,9 @@ from torch.utils.checkpoint import checkpoint
 from torch.utils.data import DataLoader, Dataset, IterableDataset
 
 from lightning_stocache import CacheMonitor, StepTimer
-from lightning_stocache.insight.breakdown import PARTS
+from lightning_stocache.insight.steps import PARTS, StepClock
 from lightning_stocache.training import step_timer
-from tests.insight.devices import Device, ManualTimeline
+from tests.insight.devices import Device, ManualClock
 from tests.training.tiny import Model, logged, make_trainer
 
 WAIT, MOVE, MOVED, FORWARD, BACKWARD, STEP, CALLBACK = 0.5, 1.0, 2.0, 4.0, 8.0, 16.0, 32.0
@@ -29,12 +29,12 @@ BATCHES = 4
 class Timed(StepTimer):
     """Reads the test's clock."""
 
-    def __init__(self, clock: Any, picture: Any = None) -> None:
-        super().__init__(picture)
-        self.read = getattr(clock, "timeline", clock)
+    def __init__(self, clock: Any) -> None:
+        super().__init__()
+        self.moment = clock.moment
 
-    def timeline(self, device: torch.device) -> Any:
-        return self.read
+    def clock(self, device: torch.device) -> StepClock:
+        return StepClock(self.moment)
 
 
 class Samples(Dataset[Any]):
@@ -123,7 +123,7 @@ class Late(Callback):
 
 def fit(tmp_path, model: type[Steps] = Steps, data: Any = Samples, *, validate: bool = False, **options: Any) -> Any:
     """The timer of a fit, and its Trainer."""
-    clock = options.pop("clock", None) or ManualTimeline()
+    clock = options.pop("clock", None) or ManualClock()
     timer = options.pop("timer", None) or Timed(clock)
     loaders = [DataLoader(data(clock))] + [DataLoader(Samples(clock))] * validate
     trainer = make_trainer(tmp_path, [Late(clock), timer], **options)
@@ -132,8 +132,8 @@ def fit(tmp_path, model: type[Steps] = Steps, data: Any = Samples, *, validate: 
 
 
 def told(timer: StepTimer) -> list[dict[str, float]]:
-    """Seconds of each epoch's parts."""
-    return [epoch.seconds for epoch in timer.epochs]
+    """Seconds of each epoch's parts, of `BATCHES` steps."""
+    return [{part: BATCHES * seconds for part, seconds in epoch.items()} for epoch in timer.epochs]
 
 
 def times(count: float, **other: float) -> dict[str, float]:
@@ -157,7 +157,6 @@ def test_every_part_has_its_own_seconds(tmp_path, data, options):
     timer, trainer = fit(tmp_path, data=data, epochs=2, **options)
     before = data is Stream  # of a stream Lightning fetches the first batch before training starts
     assert told(timer) == [times(BATCHES, wait=WAIT * (BATCHES - before)), times(BATCHES)]
-    assert [(epoch.steps, epoch.samples) for epoch in timer.epochs] == [(BATCHES, BATCHES)] * 2
     assert type(trainer.profiler) is SimpleProfiler if "profiler" in options else PassThroughProfiler
 
 
@@ -241,18 +240,16 @@ def test_batches_without_a_loss_and_epochs_that_end_early(tmp_path):
         def on_train_batch_start(self, batch, batch_idx):
             return -1 if batch_idx == 2 else None
 
-    clock = ManualTimeline()
+    clock = ManualClock()
     timer = Timed(clock)
     make_trainer(tmp_path, [timer], logger=False).fit(Skips(clock), DataLoader(Samples(clock)))
-    [epoch] = timer.epochs
-    assert epoch.steps == 2
-    assert epoch.seconds["backward"] == BACKWARD
-    assert epoch.seconds["forward"] == 2 * FORWARD
+    [means] = timer.epochs
+    assert (means["backward"], means["forward"]) == (BACKWARD / 2, FORWARD)  # of two steps
 
 
 def test_hooks_of_a_datamodule(tmp_path):
     """Where the DataModule moves the batch, its hook is the transfer."""
-    clock = ManualTimeline()
+    clock = ManualClock()
 
     class Data(LightningDataModule):
         def train_dataloader(self):
@@ -270,13 +267,13 @@ def test_hooks_of_a_datamodule(tmp_path):
     assert told(timer) == [dict.fromkeys(PARTS, 0.0) | {"wait": WAIT * BATCHES, "transfer": 100 * BATCHES}]
 
 
-def test_means_are_logged_at_the_trainers_cadence(tmp_path):
-    """Each value is the mean over the steps that were over since the last one."""
-    _, trainer = fit(tmp_path, epochs=2, log_every_n_steps=2)
+def test_means_are_logged_per_epoch(tmp_path):
+    """One value of each part for an epoch, beside those of Lightning, so that callbacks can watch them."""
+    timer, trainer = fit(tmp_path, epochs=2, log_every_n_steps=2)
     for part, seconds in EACH.items():
-        values = logged(trainer, f"stocache/step/{part}_seconds")
-        assert len(values) == 4
-        assert values == pytest.approx([seconds] * 4)
+        assert logged(trainer, f"stocache/step/{part}_seconds") == pytest.approx([seconds] * 2)
+        assert trainer.callback_metrics[f"stocache/step/{part}_seconds"] == pytest.approx(seconds)
+        assert timer.epochs[-1][part] == pytest.approx(seconds)
 
 
 def calls_per_step(tmp_path, *callbacks: Callback) -> float:
@@ -306,19 +303,18 @@ def test_what_it_costs_is_a_few_calls(tmp_path):
     assert calls_per_step(tmp_path, StepTimer()) < calls_per_step(tmp_path) + 40
 
 
-def test_its_keys_are_not_the_monitors(tmp_path):
-    """Beside CacheMonitor nothing is logged twice, and both hear the same waits."""
-    clock = ManualTimeline()
+def test_it_stands_beside_the_monitor(tmp_path):
+    """Both hear the same waits, and the Trainer gets its profiler back."""
+    clock = ManualClock()
     timer, monitor = Timed(clock), CacheMonitor()
     trainer = make_trainer(tmp_path, [monitor, Late(clock), timer])
     trainer.fit(Steps(clock), DataLoader(Samples(clock)))
     assert told(timer) == [times(BATCHES)]
-    assert not [key for key in trainer.callback_metrics if key.startswith("stocache/step/")]
     assert type(trainer.profiler) is PassThroughProfiler
 
 
-def test_a_device_is_waited_for_at_the_end_alone(tmp_path):
-    """The parts of a GPU's steps are those of the device, which the host waits for once."""
+def test_a_device_is_waited_for_at_the_end_of_an_epoch_alone(tmp_path):
+    """The parts of a GPU's steps are those of the device, which the host waits for once an epoch."""
     device = Device()
 
     class Launches(Steps):
@@ -331,28 +327,26 @@ def test_a_device_is_waited_for_at_the_end_alone(tmp_path):
 
     timer, _ = fit(tmp_path, Launches, clock=device, epochs=2, log_every_n_steps=1)
     whole = 2 * BATCHES * (WAIT + MOVE + MOVED + CALLBACK)
-    assert device.waits <= 1
+    assert device.waits <= 2
     seconds = [sum(epoch[part] for epoch in told(timer)) for part in PARTS]
     assert seconds[PARTS.index("forward")] == 2 * BATCHES * 7
     assert sum(seconds) < 2 * BATCHES * 7 + whole  # some of what the host did was hidden
 
 
-def test_the_table_and_the_picture_at_the_end(tmp_path, caplog):
-    """Whatever was measured is said once, in words and as a PNG."""
-    pytest.importorskip("matplotlib")
-    clock, path = ManualTimeline(), tmp_path / "steps.png"
+def test_a_line_at_the_end(tmp_path, caplog):
+    """The shares of the last epoch are said once."""
     with caplog.at_level(logging.INFO, "lightning.pytorch"):
-        fit(tmp_path, epochs=2, clock=clock, timer=Timed(clock, path))
-    [said] = [record.getMessage() for record in caplog.records if "training steps" in record.getMessage()]
-    rows = {line.split()[0]: line.split()[1:] for line in said.splitlines()[1:]}
-    assert rows["forward"][0] == "4000.00"
-    assert rows["part"][-4:] == ["epoch", "0", "epoch", "1"]
-    assert path.read_bytes().startswith(b"\x89PNG")
+        fit(tmp_path, epochs=2)
+    [said] = [record.getMessage() for record in caplog.records if "a training step took" in record.getMessage()]
+    assert said == (
+        "stocache: a training step took 63500.00 ms in the last epoch: wait 1 %, transfer 2 %, forward 6 %, "
+        "backward 13 %, optimizer 25 %, rest 54 %"
+    )
 
 
 @pytest.mark.parametrize(("error", "says"), [(KeyboardInterrupt, True), (ValueError, False)])
 def test_an_end_by_an_exception(tmp_path, caplog, error, says):
-    """Ctrl-C is a way to stop, after which the table comes; an error is not buried below one."""
+    """Ctrl-C is a way to stop, after which the line comes; an error is not buried below one."""
 
     class Breaks(Steps):
         def training_step(self, batch, batch_idx):
@@ -360,12 +354,12 @@ def test_an_end_by_an_exception(tmp_path, caplog, error, says):
                 raise error
             return super().training_step(batch, batch_idx)
 
-    clock = ManualTimeline()
+    clock = ManualClock()
     trainer = make_trainer(tmp_path, [Timed(clock)])
     ends = pytest.raises(SystemExit if error is KeyboardInterrupt else error)
     with caplog.at_level(logging.INFO, "lightning.pytorch"), ends:
         trainer.fit(Breaks(clock), DataLoader(Samples(clock)))
-    assert any("training steps" in record.getMessage() for record in caplog.records) == says
+    assert any("a training step took" in record.getMessage() for record in caplog.records) == says
     assert type(trainer.profiler) is PassThroughProfiler
 
 
@@ -374,7 +368,7 @@ def test_actions_of_other_names_are_said_once(tmp_path, monkeypatch, recwarn):
     monkeypatch.setattr(step_timer, "step_actions", lambda trainer: {"another name": "wait"})
     timer, trainer = fit(tmp_path, epochs=2)
     trainer.fit_loop.max_epochs = 3
-    trainer.fit(trainer.lightning_module, DataLoader(Samples(ManualTimeline())))
+    trainer.fit(trainer.lightning_module, DataLoader(Samples(ManualClock())))
     assert timer.epochs == []
     assert trainer.global_step == 3 * BATCHES
     assert len([warning for warning in recwarn if "StepTimer times nothing" in str(warning.message)]) == 1
@@ -382,17 +376,13 @@ def test_actions_of_other_names_are_said_once(tmp_path, monkeypatch, recwarn):
 
 def test_a_second_fit_begins_anew(tmp_path):
     """A timer may be used again, and knows the last fit."""
-    clock = ManualTimeline()
+    clock = ManualClock()
     timer = Timed(clock)
     for epochs in (2, 1):
-        make_trainer(tmp_path, [timer], epochs=epochs, logger=False).fit(Steps(clock), DataLoader(Samples(clock)))
-    assert [epoch.steps for epoch in timer.epochs] == [BATCHES]
-
-
-def test_a_picture_is_a_png():
-    """Another ending is refused at once."""
-    with pytest.raises(ValueError, match=r"ends in \.png, got 'steps\.pdf'"):
-        StepTimer("steps.pdf")
+        make_trainer(tmp_path, [Late(clock), timer], epochs=epochs, logger=False).fit(
+            Steps(clock), DataLoader(Samples(clock))
+        )
+    assert told(timer) == [times(BATCHES)]
 
 
 def test_real_time_is_where_it_is_spent(tmp_path):
@@ -405,9 +395,9 @@ def test_real_time_is_where_it_is_spent(tmp_path):
 
     timer = StepTimer()
     begin = time.perf_counter()
-    make_trainer(tmp_path, [timer]).fit(Sleeps(), DataLoader(Samples(ManualTimeline())))
-    [epoch] = timer.epochs
-    assert 0.05 * BATCHES <= epoch.seconds["forward"] <= epoch.total <= time.perf_counter() - begin
+    make_trainer(tmp_path, [timer]).fit(Sleeps(), DataLoader(Samples(ManualClock())))
+    [seconds] = told(timer)
+    assert 0.05 * BATCHES <= seconds["forward"] <= sum(seconds.values()) <= time.perf_counter() - begin
 
 
 @pytest.mark.gpu
@@ -429,8 +419,8 @@ def test_a_real_device(tmp_path):
     timer = StepTimer()
     trainer: Trainer = make_trainer(tmp_path, [timer], accelerator="gpu", epochs=2)
     begin = time.perf_counter()
-    trainer.fit(Large(), DataLoader(Samples(ManualTimeline()), pin_memory=True))
-    seconds = {part: sum(epoch.seconds[part] for epoch in timer.epochs) for part in PARTS}
-    assert sum(epoch.steps for epoch in timer.epochs) == 2 * BATCHES
+    trainer.fit(Large(), DataLoader(Samples(ManualClock()), pin_memory=True))
+    seconds = {part: sum(epoch[part] for epoch in told(timer)) for part in PARTS}
+    assert len(timer.epochs) == 2
     assert seconds["backward"] > seconds["transfer"] > 0
     assert sum(seconds.values()) <= time.perf_counter() - begin

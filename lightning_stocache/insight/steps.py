@@ -1,0 +1,146 @@
+"""A clock that splits the time of training steps into parts.
+
+It is told when a part begins and ends. Parts may lie in each other, and every moment belongs to the innermost one:
+Lightning calls forward and backward inside of the optimiser's step, a GAN calls several optimisers inside of its
+forward, and each is counted once. Time in no part is the rest. So the clock keeps a list of marks, each a moment and
+the part that begins there; the seconds of a part are the differences between marks.
+
+A step ends with `end_step`; the time until the next part begins is its rest. `pause` drops a step that has not ended,
+and nothing counts until `resume`: validation belongs to no step.
+
+On a GPU a moment is a CUDA event on the current stream: work that is launched there runs later, and the host's clock
+would see how long launching takes. Events are read when the device has passed them, so only `take` waits for it.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable
+from itertools import pairwise
+from typing import Any
+
+import torch
+
+__all__ = ["PARTS", "StepClock", "cuda_moment"]
+
+PARTS = ("wait", "transfer", "forward", "backward", "optimizer", "rest")
+_MANY = 2048  # marks that are kept: half of them are read where there are more
+
+
+class StepClock:
+    """Adds up the seconds of each part over the steps of a training loop.
+
+    Args:
+        moment: the moment that it is now: seconds, or an event that the device passes later.
+
+    Example:
+        >>> clock = StepClock()
+        >>> clock.resume("wait")
+        >>> for _ in range(5):
+        ...     with clock.part("forward"):
+        ...         time.sleep(0.001)
+        ...     clock.end_step()
+        >>> means = clock.take()
+        >>> list(means) == list(PARTS), 0.001 <= means["forward"] < sum(means.values()), clock.take()
+        (True, True, {})
+    """
+
+    def __init__(self, moment: Callable[[], Any] = time.perf_counter) -> None:
+        self._moment = moment
+        self._marks: list[tuple[Any, str | None]] = []
+        self._ended = 0  # marks up to the end of the last step
+        self._open: list[str] = []  # parts, the innermost last
+        self._paused = True
+        self._seconds, self._steps = dict.fromkeys(PARTS, 0.0), 0  # since `take`
+        self.heard: set[str] = set()
+        """The parts that ever began."""
+
+    def part(self, name: str) -> _Part:
+        """A context: what runs in it is this part of the step."""
+        return _Part(self, name)
+
+    def start(self, part: str) -> None:
+        """Begin a part, inside of the part that is open."""
+        if not self._paused:
+            self.heard.add(part)
+            self._open.append(part)
+            self._mark(part)
+
+    def stop(self, part: str) -> None:
+        """End a part, and what is open in it. An end without a beginning is ignored."""
+        if part in self._open:
+            while self._open.pop() != part:
+                pass
+            self._mark(self._open[-1] if self._open else "rest")
+
+    def end_step(self) -> None:
+        """End the step. The time until the next part begins is its rest."""
+        if self._paused:
+            return
+        self._open.clear()
+        self._mark("rest")
+        self._ended = len(self._marks)
+        self._steps += 1
+        half = self._ended // 2
+        if len(self._marks) > _MANY and _is_past(self._marks[half][0]):
+            self._read(half + 1)
+
+    def pause(self) -> None:
+        """Count nothing until `resume`. A step that has not ended is dropped, and so is the rest of the last one."""
+        del self._marks[self._ended :]
+        if self._marks:
+            self._marks[-1] = self._marks[-1][0], None
+        self._open.clear()
+        self._paused = True
+
+    def resume(self, part: str | None = None) -> None:
+        """Count again, from now on for this part, or from the beginning of the next part."""
+        self._paused = False
+        if part is not None:
+            self._mark(part)
+
+    def take(self) -> dict[str, float]:
+        """Mean seconds of each part over the steps since the last call; empty without a step. Waits for the device."""
+        if self._ended and not _is_past(last := self._marks[self._ended - 1][0]):
+            last.synchronize()
+        self._read(self._ended)
+        seconds, steps = self._seconds, self._steps
+        self._seconds, self._steps = dict.fromkeys(PARTS, 0.0), 0
+        return {part: spent / steps for part, spent in seconds.items()} if steps else {}
+
+    def _mark(self, part: str) -> None:
+        self._marks.append((self._moment(), part))
+
+    def _read(self, count: int) -> None:
+        """Add up the first marks; the last of them begins what is read next."""
+        for (begin, part), (end, _) in pairwise(self._marks[:count]):
+            if part is not None:
+                self._seconds[part] += end - begin if isinstance(begin, float) else begin.elapsed_time(end) / 1000
+        read = max(count - 1, 0)
+        del self._marks[:read]
+        self._ended -= read
+
+
+class _Part:
+    """A part of the step as a context, which may be entered again and again, also within itself."""
+
+    def __init__(self, clock: StepClock, name: str) -> None:
+        self._clock, self._name = clock, name
+
+    def __enter__(self) -> None:
+        self._clock.start(self._name)
+
+    def __exit__(self, *_: object) -> None:
+        self._clock.stop(self._name)
+
+
+def cuda_moment() -> torch.cuda.Event:
+    """An event that the current stream of the current CUDA device has been given now."""
+    make: Any = torch.cuda.Event  # without types in some versions
+    event: torch.cuda.Event = make(enable_timing=True)
+    event.record()
+    return event
+
+
+def _is_past(moment: Any) -> bool:
+    return isinstance(moment, float) or bool(moment.query())
