@@ -45,44 +45,31 @@ def lay_out(logger: Any, nodes: int = 1) -> None:
         experiment.define_metric(**axis)
 
 
-def _chart(*metrics: str, stage: str = "") -> list[str | list[str]]:
-    return ["Multiline", [f"^stocache/{stage}{metric}$" for metric in metrics]]
+def _chart(*metrics: str) -> list[str | list[str]]:
+    return ["Multiline", [f"^stocache/{metric}$" for metric in metrics]]
 
-
-_STAGES = "(val|test|predict)/"
 
 LAYOUT: dict[str, dict[str, list[str | list[str]]]] = {
     "Stochastic cache": {
-        "Hit rate, its ceiling and the expected one": _chart("hit_rate", "coverage", "hit_rate_expected"),
+        "Hit rate, and the share that has a slot": _chart("hit_rate", "coverage"),
         "Fill: slots that are ready": _chart("live/fill_fraction", "fill_fraction"),
-        "Bytes from cache and from source": _chart("bytes_from_cache", "bytes_from_source"),
+        "Bytes from the cache and from the source": _chart("bytes_from_cache", "bytes_from_source"),
         "Seconds of waiting for data and of computing": _chart("data_wait_seconds", "compute_seconds"),
         "Samples per second": _chart("samples_per_second"),
         "Memory and budget, in bytes": _chart("memory_bytes", "budget_bytes"),
     },
-    "Stochastic cache: samples": {
-        "Hits, misses and bypasses": _chart("hits", "misses", "bypasses"),
-        "Fills": _chart("fills"),
-        "Seconds of loading, over all processes: source, fill and gather": _chart(
-            "source_seconds", "fill_seconds", "gather_seconds"
-        ),
-    },
     "Stochastic cache: in the epoch so far": {
-        "Hit rate": _chart("hit_rate", stage="live/"),
-        "Seconds of waiting for data and of computing": _chart("data_wait_seconds", "compute_seconds", stage="live/"),
-        "Memory, in bytes": _chart("memory_bytes", stage="live/"),
+        "Hit rate": _chart("live/hit_rate"),
+        "Seconds of waiting for data and of computing": _chart("live/data_wait_seconds", "live/compute_seconds"),
     },
-    "Stochastic cache: validation, test and prediction": {
-        "Hit rate and its ceiling": _chart("hit_rate", "coverage", stage=_STAGES),
-        "Memory and budget, in bytes": _chart("memory_bytes", "budget_bytes", stage=_STAGES),
-    },
+    "Stochastic cache: validation, test and prediction": {"Hit rate": _chart("(val|test|predict)/hit_rate")},
     "Stochastic cache: nodes": {
-        "Hit rate per node": _chart("hit_rate", stage=r"node\d+/"),
-        "Fill per node": _chart("fill_fraction", stage=r"node\d+/"),
-        "Memory per node, in bytes": _chart("memory_bytes", stage=r"node\d+/"),
+        "Hit rate per node": _chart(r"node\d+/hit_rate"),
+        "Memory per node, in bytes": _chart(r"node\d+/memory_bytes"),
     },
 }
-"""The layout. With one node or no validation the last categories stay empty."""
+"""The layout: one or two curves a chart, because a run has one colour. Without validation or with one node the last
+categories stay empty."""
 
 _WITH_EXTREMES = ("data_wait_seconds", "samples_per_second")
 
