@@ -11,7 +11,6 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
-from functools import partial
 from io import StringIO
 from pathlib import Path
 from textwrap import fill, shorten
@@ -202,23 +201,31 @@ def _speed(axes: Axes, runs: Runs) -> bool:
     return _draw_lines(axes, _of_runs(runs, lambda run: run.epochs("samples_per_second")), "samples/s", "epoch")
 
 
-def _two_parts(axes: Axes, runs: Runs, parts: Mapping[str, str], unit: Unit, share: int) -> bool:
-    """Two metrics of an epoch as the parts of a bar."""
-    groups, (lower, upper) = {}, parts
+def _bars_of(runs: Runs, metrics: Sequence[str]) -> dict[str, list[tuple[str, list[float]]]]:
+    """A bar for each epoch of each run that has logged all these parts."""
+    groups = {}
     for name, run in runs.items():
-        above = dict(run.epochs(upper))
-        groups[name] = [(f"{n:.0f}", (max(low, 0.0), max(above[n], 0.0))) for n, low in run.epochs(lower) if n in above]
-    return _draw_bars(axes, groups, dict(zip(parts.values(), (_BLUE, _ORANGE), strict=True)), unit, share)
+        columns = [dict(run.epochs(metric)) for metric in metrics]
+        epochs = [epoch for epoch in columns[0] if all(epoch in column for column in columns)]
+        groups[name] = [(f"{epoch:.0f}", [max(column[epoch], 0.0) for column in columns]) for epoch in epochs]
+    return groups
+
+
+def _bytes(axes: Axes, runs: Runs) -> bool:
+    groups = _bars_of(runs, ["bytes_from_cache", "bytes_from_source"])
+    return _draw_bars(axes, groups, {"cache": _BLUE, "source": _ORANGE}, "bytes", 0)
+
+
+def _waiting(axes: Axes, runs: Runs) -> bool:
+    groups = _bars_of(runs, ["compute_seconds", "data_wait_seconds"])
+    return _draw_bars(axes, groups, {"computing": _BLUE, "waiting": _ORANGE}, "s", 1)
 
 
 def _steps(axes: Axes, runs: Runs) -> bool:
-    bars = {
-        name: [(str(n), [parts.get(part, 0.0) for part in _PARTS]) for n, parts in run.steps.items()]
-        for name, run in runs.items()
-    }
+    groups = _bars_of(runs, [f"step/{part}_seconds" for part in _PARTS])
     if len(runs) == 1:
-        return _draw_bars(axes, bars, _PARTS, "s", 0)
-    return _draw_bars(axes, {"": [(name, each[-1][1]) for name, each in bars.items() if each]}, _PARTS, "s", 0, "")
+        return _draw_bars(axes, groups, _PARTS, "s", 0)
+    return _draw_bars(axes, {"": [(name, bars[-1][1]) for name, bars in groups.items() if bars]}, _PARTS, "s", 0, "")
 
 
 def _memory(axes: Axes, runs: Runs) -> bool:
@@ -242,9 +249,6 @@ def _memory(axes: Axes, runs: Runs) -> bool:
     return bool(rows)
 
 
-_BYTES = {"bytes_from_cache": "cache", "bytes_from_source": "source"}
-_SECONDS = {"compute_seconds": "computing", "data_wait_seconds": "waiting"}
-
 CHARTS = (
     Chart(
         "Hit rate",
@@ -261,14 +265,14 @@ CHARTS = (
     Chart(
         "Where the bytes came from",
         "Bytes per epoch; above a bar the share that came from the cache.",
-        list(_BYTES),
-        partial(_two_parts, parts=_BYTES, unit="bytes", share=0),
+        ["bytes_from_cache", "bytes_from_source"],
+        _bytes,
     ),
     Chart(
         "Waiting for data",
         "Seconds of computing and waiting per epoch; above a bar the share spent waiting.",
-        list(_SECONDS),
-        partial(_two_parts, parts=_SECONDS, unit="s", share=1),
+        ["compute_seconds", "data_wait_seconds"],
+        _waiting,
     ),
     Chart("Samples per second", "Of training, per epoch, over all ranks.", ["samples_per_second"], _speed),
     Chart("Memory against budget", "In use, of what was granted; summed over nodes.", ["memory_bytes"], _memory),

@@ -2,7 +2,7 @@
 
 Both become rows in the order of their steps: a dict from column (or tag) to value. Only `epoch`, `step` and what begins
 with `stocache/` is kept, and only finite numbers. TensorBoard stores each tag by itself: the values of one step become
-two rows, the live ones and those of StepTimer first, then those of the epoch that ended there.
+two rows, the live ones first, then those of the epoch that ended there.
 """
 
 from __future__ import annotations
@@ -14,12 +14,9 @@ from typing import Any
 
 from lightning_stocache.insight.layout import LIVE
 
-__all__ = ["STEP", "LogError", "Row", "log_folders", "read_log"]
+__all__ = ["LogError", "Row", "log_folders", "read_log"]
 
 Row = dict[str, float]
-
-STEP = "stocache/step/"
-"""What the keys of StepTimer begin with."""
 
 _CSV = "metrics.csv"
 
@@ -85,7 +82,7 @@ def _read_events(folder: Path) -> list[Row]:
     events.Reload()
     rows: dict[tuple[int, bool], Row] = {}
     for tag in events.Tags()[reader.SCALARS]:
-        of_epoch = not tag.startswith((LIVE, STEP))
+        of_epoch = not tag.startswith(LIVE)
         for event in events.Scalars(tag):
             rows.setdefault((event.step, of_epoch), {"step": event.step})[tag] = event.value
     return [_row(rows[key]) for key in sorted(rows)]

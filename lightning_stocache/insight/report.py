@@ -50,7 +50,8 @@ def report(folders: Sequence[Path], output: Path, png: Path | None = None) -> li
         raise ModuleNotFoundError(f'{needed}: pip install "lightning-stocache[report]"', name=error.name) from error
     runs, left_out = find_runs(folders)
     drawn = dict(zip(labels(runs[: len(COLOURS)]), runs, strict=False))
-    charts = [chart for chart in CHARTS if chart is not CHARTS[-1] or any(run.steps for run in drawn.values())]
+    timed = any(run.epochs("step/wait_seconds") for run in drawn.values())
+    charts = CHARTS if timed else CHARTS[:-1]
     numbered = "run 1" in drawn  # the names, which the table has, are too long for the charts
     names = [f"run {number}: {run.name}" if numbered else run.name for number, run in enumerate(runs, 1)]
     templates = Environment(loader=FileSystemLoader(Path(__file__).parent), autoescape=True)

@@ -10,7 +10,6 @@ from __future__ import annotations
 import os
 import re
 import statistics
-from bisect import bisect_left
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 from functools import cached_property
@@ -18,7 +17,7 @@ from itertools import pairwise
 from pathlib import Path
 
 from lightning_stocache.insight.layout import LIVE
-from lightning_stocache.insight.logs import STEP, LogError, Row, log_folders, read_log
+from lightning_stocache.insight.logs import LogError, Row, log_folders, read_log
 from lightning_stocache.insight.verdict import saved_seconds
 
 __all__ = ["Run", "find_runs", "labels"]
@@ -88,18 +87,6 @@ class Run:
         return sorted(points.items())
 
     @cached_property
-    def steps(self) -> dict[int, dict[str, float]]:
-        """Mean seconds of each part of a step, by epoch; empty without StepTimer."""
-        ends = [row["step"] for row in self._ends["train"]]
-        values: dict[int, dict[str, list[float]]] = {}
-        for row in self.rows:
-            for name in row:
-                if name.startswith(STEP):
-                    parts = values.setdefault(bisect_left(ends, row["step"]), {})
-                    parts.setdefault(name.removeprefix(STEP).removesuffix("_seconds"), []).append(row[name])
-        return {epoch: {part: statistics.mean(each) for part, each in parts.items()} for epoch, parts in values.items()}
-
-    @cached_property
     def epoch_seconds(self) -> list[float]:
         """Seconds of each epoch's training loop: the samples that it was served, at its speed."""
         counts = [dict(self.epochs(metric)) for metric in ("hits", "misses", "bypasses")]
@@ -131,8 +118,11 @@ class Run:
 
     @cached_property
     def _ends(self) -> dict[str, list[Row]]:
-        """The rows that were logged at the epochs' ends of each stage: they have the counts."""
-        return {stage: [row for row in self.rows if prefix + "hits" in row] for stage, prefix in _STAGES.items()}
+        """The rows that were logged at the epochs' ends of each stage: they have counts, or a StepTimer's means."""
+        return {
+            stage: [row for row in self.rows if prefix + "hits" in row or prefix + "step/wait_seconds" in row]
+            for stage, prefix in _STAGES.items()
+        }
 
 
 def find_runs(folders: Sequence[Path]) -> tuple[list[Run], list[str]]:

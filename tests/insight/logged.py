@@ -4,6 +4,8 @@ import csv
 import json
 from pathlib import Path
 
+from lightning_stocache.insight.steps import PARTS
+
 
 def rows_of_a_run(share: float = 0.5, epochs: int = 3, *, without: tuple[str, ...] = (), nodes: int = 1):
     """What CacheMonitor logs of 100 samples in 10 steps per epoch: (step, epoch or None, metrics) in its order."""
@@ -31,7 +33,8 @@ def step_rows(rows):
     """The same with what StepTimer logs: waiting of 0.03 s a step in the first epoch, and less in each later one."""
     for step, epoch, values in rows:
         if "stocache/hits" in values:
-            values |= {"stocache/step/wait_seconds": 0.03 - 0.01 * epoch, "stocache/step/forward_seconds": 0.01}
+            seconds = {"wait": 0.03 - 0.01 * epoch, "forward": 0.01}
+            values |= {f"stocache/step/{part}_seconds": seconds.get(part, 0.0) for part in PARTS}
         yield step, epoch, values
 
 
