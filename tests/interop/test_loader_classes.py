@@ -51,8 +51,7 @@ CACHED = {
 
 
 @pytest.mark.parametrize("name", CACHED)
-@pytest.mark.parametrize("door", ["callback", "cache_datamodule"])
-@pytest.mark.parametrize("reload", [0, 1])
+@pytest.mark.parametrize(("door", "reload"), [("callback", 0), ("cache_datamodule", 1)])
 def test_subclasses_are_cached_and_equal(tmp_path, name, door, reload):
     """Three epochs give the batches of without, bit for bit, and all samples have slots."""
     make = CACHED[name]()

@@ -123,10 +123,8 @@ class Transformed(Dataset[Any]):
     ("num_workers", "method", "persistent"),
     [
         (0, None, False),
-        (2, "fork", False),
         (2, "fork", True),
         (2, "forkserver", False),
-        (2, "forkserver", True),
         (2, "spawn", True),
     ],
 )
@@ -175,10 +173,9 @@ AROUND: dict[str, Callable[[CountedSource], Dataset[Any]]] = {
 }
 
 
-@pytest.mark.parametrize("num_workers", [0, 2])
 @pytest.mark.parametrize(
-    "make",
-    [*INSIDE.values(), *AROUND.values()],
+    ("make", "num_workers"),
+    list(zip([*INSIDE.values(), *AROUND.values()], [0, 2, 0, 2, 0, 2], strict=True)),
     ids=[*(f"in {name}" for name in INSIDE), *(f"{name} around" for name in AROUND)],
 )
 def test_datasets_of_datasets(source: CountedSource, make: Callable[..., Dataset[Any]], num_workers: int) -> None:
@@ -293,13 +290,6 @@ def test_an_index_outside_is_the_sources_own_error(source: CountedSource, budget
                 ask()
 
 
-def test_iteration_ends(source: CountedSource) -> None:
-    """`for sample in dataset` gives every sample once, like the source, cold and warm."""
-    with closing(CachedDataset(source)) as dataset:
-        for _ in range(2):
-            assert leaves(list(dataset)) == leaves([source.expected(i) for i in range(LENGTH)])
-
-
 # --- batches equal uncached batches
 
 
@@ -381,15 +371,14 @@ def test_batches_are_those_without_a_cache(kind: str, num_workers: int, shuffle:
 
 @pytest.mark.usefixtures("seeded")
 @pytest.mark.parametrize(
-    "make",
+    ("make", "budget"),
     [
-        lambda: Noisy(LENGTH),
-        lambda: Subset(Noisy(LENGTH), range(3, LENGTH)),
-        lambda: Subset(augmented("v2"), range(3, LENGTH)),
+        (lambda: Noisy(LENGTH), "auto"),
+        (lambda: Subset(Noisy(LENGTH), range(3, LENGTH)), 0),
+        (lambda: Subset(augmented("v2"), range(3, LENGTH)), "50%"),
     ],
     ids=["whole", "Subset of whole", "Subset of split"],
 )
-@pytest.mark.parametrize("budget", ["auto", "50%", 0])
 def test_draws_are_those_without_a_cache(make: Callable[[], Dataset[Any]], budget: str | int) -> None:
     """Each sample's own draws are followed by those of its `transform`, split or not, through Subset too."""
     with closing(CachedDataset(make(), budget, transform=jitter)) as dataset:
@@ -409,8 +398,7 @@ def test_whole_batches_draw_alike_at_every_budget() -> None:
 # --- counts
 
 
-@pytest.mark.parametrize("num_workers", [0, 2])
-@pytest.mark.parametrize("budget", ["auto", "50%", 0])
+@pytest.mark.parametrize(("budget", "num_workers"), [("auto", 0), ("50%", 2), (0, 0)])
 def test_counts_add_up(source: CountedSource, budget: str | int, num_workers: int) -> None:
     """Hits, misses and bypasses sum to what was served, with replacement, padding and indices twice in a batch."""
     samplers: list[Any] = [
@@ -459,15 +447,6 @@ def test_changes_of_a_sample_stay_outside(budget: str) -> None:
         assert leaves([dataset[index] for index in range(LENGTH)]) == expected
 
 
-def test_the_same_index_twice_is_two_samples(source: CountedSource) -> None:
-    """A change of one does not reach the other."""
-    with closing(CachedDataset(source)) as dataset:
-        for _ in range(2):
-            one, other = dataset.__getitems__([4, 4])
-            one[0].zero_()
-            assert leaves(other) == leaves(source.expected(4))
-
-
 # --- samples that differ
 
 
@@ -481,8 +460,7 @@ class Odd(CountedSource):
         return {"image": image[:1] if index == self.odd else image, "label": label}
 
 
-@pytest.mark.parametrize("num_workers", [0, 2])
-@pytest.mark.parametrize("has_slot", [True, False])
+@pytest.mark.parametrize(("num_workers", "has_slot"), [(0, True), (2, False)])
 def test_a_sample_that_differs_is_named(monkeypatch: pytest.MonkeyPatch, num_workers: int, has_slot: bool) -> None:
     """With `strict` the error names index, field, what was expected and what came, from workers and without a slot."""
     source = Odd(LENGTH)
@@ -579,11 +557,7 @@ def test_a_given_spec_saves_the_reads(source: CountedSource) -> None:
     ("budget", "expected"),
     [
         ("auto", LENGTH),
-        ("100%", LENGTH),
-        ("25%", LENGTH // 4),
-        ("50%", LENGTH // 2),
         ("33.3%", 7),
-        ("1GiB", LENGTH),
         (f"{5 * SLOT_BYTES}B", 5),
         (5 * SLOT_BYTES + SLOT_BYTES - 1, 5),
         ("2KB", 2000 // SLOT_BYTES),
@@ -888,7 +862,7 @@ def test_the_sources_attributes_are_reachable() -> None:
 
 @pytest.mark.parametrize("duplicate", [lambda dataset: pickle.loads(pickle.dumps(dataset)), copy.deepcopy, copy.copy])
 def test_copies_share_the_cache(source: CountedSource, duplicate: Callable[[Any], Any]) -> None:
-    """What the original fills, a copy serves, and one set of counts has both."""
+    """What the original fills, a copy serves, and one set of counts has both; closed, it gives up its own use alone."""
     with closing(CachedDataset(source)) as dataset:
         other = duplicate(dataset)
         loads = source.loads
@@ -897,24 +871,13 @@ def test_copies_share_the_cache(source: CountedSource, duplicate: Callable[[Any]
         assert source.loads == loads + 2
         assert totals(dataset) == totals(other)
         assert totals(dataset).hits == 3
-        del other
-
-
-@pytest.mark.parametrize("duplicate", [lambda dataset: pickle.loads(pickle.dumps(dataset)), copy.deepcopy, copy.copy])
-def test_closing_a_copy_leaves_the_original_open(source: CountedSource, duplicate: Callable[[Any], Any]) -> None:
-    """It gives up its own use of the memory: its samples pass through, the original's stay cached and counted."""
-    with closing(CachedDataset(source)) as dataset:
-        leaves(dataset[3])
-        other = duplicate(dataset)
-        assert leaves(other[3]) == leaves(source.expected(3))
         other.close()
         assert other.cache is None
         assert leaves(other[3]) == leaves(source.expected(3))
         loads = source.loads
         assert leaves(dataset[3]) == leaves(source.expected(3))
-        assert dataset.cache is not None
         assert source.loads == loads
-        assert (totals(dataset).hits, totals(dataset).misses) == (2, 1)
+        assert (totals(dataset).hits, totals(dataset).misses) == (4, 2)
 
 
 def test_a_copy_whose_memory_is_closed_passes_through(source: CountedSource) -> None:

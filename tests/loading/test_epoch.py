@@ -1,4 +1,7 @@
-"""Batches put together in the main process: what is counted, who is woken, what is reused, and what goes wrong."""
+"""Batches of a CachedLoader: what is counted, who is woken, what is reused, and what goes wrong.
+
+Those that are gathered here or, with a transform, made by workers.
+"""
 
 from __future__ import annotations
 
@@ -17,7 +20,6 @@ import torch
 from torch.utils.data import BatchSampler, DataLoader, Dataset, DistributedSampler, RandomSampler, get_worker_info
 
 from lightning_stocache.cache.counters import Counts
-from lightning_stocache.cache.spec import SampleMismatchError, SampleSpec
 from lightning_stocache.loading import shared_batch
 from lightning_stocache.loading.dataset import CachedDataset
 from lightning_stocache.loading.loader import CachedLoader
@@ -25,7 +27,7 @@ from lightning_stocache.loading.request import BatchRequest
 from lightning_stocache.loading.resources import Resources
 from lightning_stocache.loading.worker_pool import WorkerPool
 from lightning_stocache.node.free import FreeMemory
-from tests.loading.twins import Numbers, copied, same
+from tests.loading.twins import Numbers, Transformed, copied, same
 from tests.sources import CountedSource
 
 LENGTH = 40
@@ -35,6 +37,22 @@ WORKERS: list[dict[str, Any]] = [
     {"num_workers": 2, "persistent_workers": True},
 ]
 NAMES = ["alone", "a worker", "persistent workers"]
+
+
+def to_float(sample: Any) -> Any:
+    image, label = sample
+    return image.float() / 255, label
+
+
+WAYS: list[tuple[dict[str, Any], str, Any]] = [
+    ({}, "25%", None),
+    ({"num_workers": 1}, "auto", None),
+    ({"num_workers": 2, "persistent_workers": True}, "25%", None),
+    ({"num_workers": 1}, "25%", to_float),
+    ({"num_workers": 2, "persistent_workers": True}, "auto", to_float),
+]
+in_every_way = pytest.mark.parametrize(("workers", "budget", "transform"), WAYS)
+"""Workers, budgets, and whether they transform: pairs of them."""
 BLOCK = (3, 300, 300)  # over 1 MiB in a batch of 4: gathered alone
 BIG = (3, 64, 64)  # 48 KiB in a batch of 4: recycled, not too small
 
@@ -60,6 +78,12 @@ def counts(dataset: CachedDataset) -> Counts:
     return dataset.counters.totals()
 
 
+def plain(transform: Any = None, shape: tuple[int, ...] = (3, 5, 7)) -> list[Any]:
+    """The batches of a DataLoader."""
+    source = Numbers(LENGTH, shape)
+    return list(DataLoader(source if transform is None else Transformed(source, transform), 4))
+
+
 def fill(dataset: CachedDataset, indices: Any) -> None:
     dataset.__getitems__(list(indices))
 
@@ -67,12 +91,11 @@ def fill(dataset: CachedDataset, indices: Any) -> None:
 # ---- counts, and who is woken ----
 
 
-@pytest.mark.parametrize("workers", WORKERS, ids=NAMES)
-@pytest.mark.parametrize("budget", ["25%", "auto"])
-def test_every_sample_is_counted_once_and_loaded_once(tmp_path, workers, budget):
+@in_every_way
+def test_every_sample_is_counted_once_and_loaded_once(tmp_path, workers, budget, transform):
     """Hits, misses and bypasses sum to what was served; what has a slot is loaded in the first epoch only."""
     source = CountedSource(LENGTH, log_path=tmp_path / "loads")
-    with closing(CachedDataset(source, budget)) as dataset:
+    with closing(CachedDataset(source, budget, transform=transform)) as dataset:
         assert dataset.cache is not None
         slots, at_setup = len(dataset.cache), source.loads
         loader = CachedLoader(dataset, 7, shuffle=True, **workers)
@@ -163,13 +186,12 @@ def test_persistent_workers_are_kept_as_long_as_something_has_no_slot():
 # ---- buffers ----
 
 
-@pytest.mark.parametrize("num_workers", [0, 1])
-@pytest.mark.parametrize("budget", ["50%", "auto"])
-def test_who_keeps_every_batch_sees_them_unchanged(num_workers, budget):
-    """Whole batches, views, arrays: nothing that is held is written to again."""
-    expected = list(DataLoader(Numbers(LENGTH, BIG), 4))
-    with closing(CachedDataset(Numbers(LENGTH, BIG), budget)) as dataset:
-        loader = CachedLoader(dataset, 4, num_workers=num_workers)
+@in_every_way
+def test_who_keeps_every_batch_sees_them_unchanged(workers, budget, transform):
+    """Whole batches, views, arrays: nothing that is held is written to again; with no memory left, batches are sent."""
+    expected = plain(transform, BIG)
+    with closing(CachedDataset(Numbers(LENGTH, BIG), budget, transform=transform)) as dataset:
+        loader = CachedLoader(dataset, 4, **workers)
         whole = list(loader)
         rows = [image[1] for image, _ in loader]
         arrays = [image.numpy()[2] for image, _ in loader]
@@ -182,19 +204,21 @@ def test_who_keeps_every_batch_sees_them_unchanged(num_workers, budget):
             assert np.array_equal(arrays[number], image[2].numpy())
             assert bytes(views[number]) == image.numpy().tobytes()
             assert torch.equal(shared[number], image)
+        loader.close()
+        assert same(whole, expected)  # the memory goes with the last who holds it
 
 
-@pytest.mark.parametrize("num_workers", [0, 1])
-@pytest.mark.parametrize("budget", ["50%", "auto"])
-def test_batches_belong_to_who_gets_them(num_workers, budget):
+@in_every_way
+def test_batches_belong_to_who_gets_them(workers, budget, transform):
     """They may be overwritten: neither the cache nor a later batch changes."""
-    expected = list(DataLoader(Numbers(LENGTH, BIG), 4))
-    with closing(CachedDataset(Numbers(LENGTH, BIG), budget)) as dataset:
-        loader = CachedLoader(dataset, 4, num_workers=num_workers)
+    expected = plain(transform, BIG)
+    with closing(CachedDataset(Numbers(LENGTH, BIG), budget, transform=transform)) as dataset:
+        loader = CachedLoader(dataset, 4, **workers)
         for _ in range(3):
             for (image, label), wanted in zip(loader, expected, strict=True):
                 assert same([image, label], wanted)
                 image.zero_(), label.zero_()
+        loader.close()
 
 
 @pytest.mark.parametrize("num_workers", [0, 1])
@@ -244,33 +268,19 @@ def outcomes(loader: DataLoader[Any]) -> Iterator[Any]:
             yield type(error), text.rpartition("Error: ")[2].strip(), "self.bad[index]" in text
 
 
-@pytest.mark.parametrize("workers", WORKERS, ids=NAMES)
-@pytest.mark.parametrize("budget", ["50%", "auto"])
+@pytest.mark.parametrize(("workers", "budget"), [(WORKERS[0], "auto"), (WORKERS[1], "50%"), (WORKERS[2], "auto")])
 def test_an_error_of_the_source_takes_the_place_of_its_batch(workers, budget):
     """With the user's traceback where a worker raised it; the next batch is the one that DataLoader gives."""
     source = Faulty({9: OSError("sample 9 is broken"), 22: ValueError("sample 22 is broken")})
     arguments: dict[str, Any] = {"batch_size": 4, **workers}
-    plain = DataLoader(source, **arguments)
-    expected = [list(outcomes(plain)) for _ in range(2)]
+    uncached = DataLoader(source, **arguments)
+    expected = [list(outcomes(uncached)) for _ in range(2)]
     assert next(one for one in expected[0] if type(one) is tuple)[0] is OSError
     with closing(CachedDataset(source, budget)) as dataset:
         loader = CachedLoader(dataset, **arguments)
         assert same([list(outcomes(loader)) for _ in range(2)], expected)
         loader.close()
-    del plain
-
-
-@pytest.mark.parametrize("num_workers", [0, 1])
-def test_a_sample_that_differs_from_the_others_is_an_error_with_its_index(num_workers):
-    """With `strict`: also where it has no slot, and never a batch with something cut or cast."""
-    source = Faulty({9: (torch.zeros(3, 5, 8, dtype=torch.uint8), 9)})
-    spec = SampleSpec.infer(source[0])  # then it is not found at set-up
-    with closing(CachedDataset(source, spec=spec, strict=True)) as dataset:
-        iterator = iter(CachedLoader(dataset, 4, num_workers=num_workers))
-        next(iterator), next(iterator)
-        with pytest.raises(SampleMismatchError, match="sample 9: "):
-            next(iterator)
-        assert next(iterator)[1].tolist() == [12, 13, 14, 15]
+    del uncached
 
 
 @pytest.mark.parametrize("num_workers", [0, 1])
@@ -288,13 +298,12 @@ def test_an_empty_batch_is_the_error_that_dataloader_raises(num_workers):
 # ---- a cache that changes ----
 
 
-@pytest.mark.parametrize("workers", WORKERS, ids=NAMES)
-@pytest.mark.parametrize("warm", [False, True])
-def test_closing_the_cache_in_the_middle_of_an_epoch_lets_samples_pass_through(workers, warm):
-    """The epoch ends with the right batches, and so do the next ones."""
-    expected = list(DataLoader(Numbers(LENGTH), 4))
-    dataset = CachedDataset(Numbers(LENGTH))
-    if warm:
+@in_every_way
+def test_closing_the_cache_in_the_middle_of_an_epoch_lets_samples_pass_through(workers, budget, transform):
+    """The epoch ends with the right batches, and so do the next ones; of a cache that is warm or fills."""
+    expected = plain(transform)
+    dataset = CachedDataset(Numbers(LENGTH), transform=transform)
+    if budget == "auto":
         fill(dataset, range(LENGTH))
     loader = CachedLoader(dataset, 4, **workers)
     got = []
@@ -349,8 +358,10 @@ def test_a_sampler_may_change_its_batch_size_between_epochs(before):
         loader.close()
 
 
-@pytest.mark.parametrize("workers", WORKERS, ids=NAMES)
-@pytest.mark.parametrize("when", ["between epochs", "in the middle"])
+@pytest.mark.parametrize(
+    ("workers", "when"),
+    [(WORKERS[0], "in the middle"), (WORKERS[1], "between epochs"), (WORKERS[2], "in the middle")],
+)
 def test_sharing_anew_changes_the_cache_under_a_loader_that_goes_on(workers, when):
     """Workers that know the old cache fill nothing for the new one: they are replaced."""
     expected = list(DataLoader(Numbers(LENGTH), 4))
@@ -373,11 +384,13 @@ def test_sharing_anew_changes_the_cache_under_a_loader_that_goes_on(workers, whe
         loader.close()
 
 
-def test_what_does_not_fit_shared_memory_is_sent_by_message(monkeypatch, caplog):
+@pytest.mark.parametrize("transform", [None, to_float], ids=["gathered", "made"])
+def test_what_does_not_fit_shared_memory_is_sent_by_message(monkeypatch, transform):
     """Without memory that workers could write to, samples come all the same."""
     batches: Any = [list(range(30)), [30], list(range(31, 40))]
-    expected = list(DataLoader(Numbers(LENGTH), batch_sampler=batches))
-    with closing(CachedDataset(Numbers(LENGTH), "50%")) as dataset:
+    source: Any = Numbers(LENGTH) if transform is None else Transformed(Numbers(LENGTH), transform)
+    expected = list(DataLoader(source, batch_sampler=batches))
+    with closing(CachedDataset(Numbers(LENGTH), "50%", transform=transform)) as dataset:
         loader = CachedLoader(dataset, batch_sampler=batches, num_workers=2)
         assert same(list(loader), expected)
         full = SimpleNamespace(read=lambda directory: FreeMemory(0, 0, 0))

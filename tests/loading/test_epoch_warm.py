@@ -16,7 +16,7 @@ from lightning_stocache.loading import index_stream, plan
 from lightning_stocache.loading.dataset import CachedDataset
 from lightning_stocache.loading.loader import CachedLoader
 from lightning_stocache.sampling.locality_sampler import LocalitySampler
-from tests.loading.twins import Numbers, copied, same
+from tests.loading.twins import Numbers, copied, pairwise, same
 
 LENGTH = 700
 SAMPLE_BYTES = 3 * 5 * 7 + 8
@@ -48,14 +48,18 @@ def locality(dataset: CachedDataset, size: int) -> LocalitySampler:
     return LocalitySampler(dataset, 1, 0, batch_size=size, ring=dataset.ring, nodes=((0,),))
 
 
-@pytest.mark.parametrize("drop_last", [False, True])
-@pytest.mark.parametrize("size", [1, 2, 7, 100, 699, 700, 1000])
-@pytest.mark.parametrize("block", [1, 5, 100], ids=lambda samples: f"{samples} samples a block")
-@pytest.mark.parametrize("order", ["sequential", "shuffled", "locality"])
-def test_batches_are_those_of_a_dataloader(
-    dataset: CachedDataset, monkeypatch: pytest.MonkeyPatch, order: str, block: int, size: int, drop_last: bool
-) -> None:
-    """In order and bit for bit over two epochs, wherever blocks and drawn stretches end."""
+CASES = pairwise(
+    size=(1, 2, 7, 100, 699, 700, 1000),
+    order=("sequential", "shuffled", "locality"),
+    block=(1, 5, 100),
+    drop_last=(False, True),
+)
+
+
+@pytest.mark.parametrize("case", CASES, ids=lambda case: "-".join(map(str, case.values())))
+def test_batches_are_those_of_a_dataloader(dataset: CachedDataset, monkeypatch: pytest.MonkeyPatch, case: Any) -> None:
+    """In order and bit for bit over two epochs, wherever blocks (of so many samples) and drawn stretches end."""
+    order, block, size, drop_last = (case[name] for name in ("order", "block", "size", "drop_last"))
     monkeypatch.setattr(plan, "BLOCK_BYTES", block * SAMPLE_BYTES)
     monkeypatch.setattr(plan, "DRAWN", 60)
     monkeypatch.setattr(index_stream, "GROUP", 50)

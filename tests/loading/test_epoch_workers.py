@@ -10,21 +10,14 @@ import time
 from contextlib import closing, suppress
 from multiprocessing import active_children
 from multiprocessing.process import BaseProcess
-from pathlib import Path
-from types import SimpleNamespace
 from typing import Any
 
-import numpy as np
 import pytest
-import torch
 from torch.utils.data import DataLoader, get_worker_info
 
-from lightning_stocache.loading import shared_batch
 from lightning_stocache.loading.dataset import CachedDataset
 from lightning_stocache.loading.loader import CachedLoader
-from lightning_stocache.node.free import FreeMemory
 from tests.loading.twins import Numbers, Transformed, copied, same
-from tests.sources import CountedSource
 
 LENGTH = 40
 BIG = (3, 32, 32)
@@ -45,58 +38,6 @@ def lent(loader: CachedLoader) -> int:
     """Segments that exist."""
     assert loader.resources is not None
     return loader.resources.pool.shared_count
-
-
-@pytest.mark.parametrize("num_workers", [1, 2])
-@pytest.mark.parametrize("persistent", [False, True])
-@pytest.mark.parametrize("budget", ["25%", "auto"])
-def test_every_sample_is_counted_once_and_loaded_once(tmp_path: Path, num_workers, persistent, budget):
-    """Workers count; all of it is seen by the main process."""
-    source = CountedSource(LENGTH, log_path=tmp_path / "loads")
-    with closing(CachedDataset(source, budget, transform=to_float)) as dataset:
-        assert dataset.cache is not None
-        assert dataset.counters is not None
-        slots, at_setup = len(dataset.cache), source.loads
-        loader = CachedLoader(dataset, 7, shuffle=True, num_workers=num_workers, persistent_workers=persistent)
-        for epoch in range(1, 4):
-            assert sum(len(labels) for _, labels in loader) == LENGTH
-            count = dataset.counters.totals()
-            assert count.served == epoch * LENGTH
-            assert (count.misses, count.fills, count.bypasses) == (slots, slots, epoch * (LENGTH - slots))
-            assert source.loads - at_setup == count.misses + count.bypasses
-        loader.close()
-
-
-@pytest.mark.parametrize("persistent", [False, True])
-def test_who_keeps_every_batch_sees_them_unchanged(persistent):
-    """Memory that is lent is not written to, in this epoch or a later one; with none left, batches are sent."""
-    expected = plain()
-    with closing(CachedDataset(Numbers(LENGTH, BIG), transform=to_float)) as dataset:
-        loader = CachedLoader(dataset, 4, num_workers=2, persistent_workers=persistent)
-        epochs = [list(loader) for _ in range(4)]
-        rows = [image[1] for image, _ in loader]
-        arrays = [image.numpy()[2] for image, _ in loader]
-        shared = [torch.from_dlpack(image) for image, _ in loader]
-        list(loader)
-        for epoch in epochs:
-            assert same(epoch, expected)
-        for number, (image, _) in enumerate(expected):
-            assert torch.equal(rows[number], image[1])
-            assert np.array_equal(arrays[number], image[2].numpy())
-            assert torch.equal(shared[number], image)
-        loader.close()
-        assert same(epochs[-1], expected)  # the memory goes with the last who holds it
-
-
-def test_batches_belong_to_who_gets_them():
-    """They may be overwritten: no later batch changes."""
-    expected = plain()
-    with closing(CachedDataset(Numbers(LENGTH, BIG), transform=to_float)) as dataset:
-        loader = CachedLoader(dataset, 4, num_workers=2)
-        for _ in range(3):
-            for (image, label), wanted in zip(loader, expected, strict=True):
-                assert same([image, label], wanted)
-                image.zero_(), label.zero_()
 
 
 def test_memory_is_made_once_and_lent_again_and_again():
@@ -127,16 +68,6 @@ def test_memory_grows_with_the_batches():
         assert any(image.untyped_storage().nbytes() < 4 * 3 * 32 * 32 * 4 + 64 for image in images)
         del images
         loader.close()
-
-
-def test_without_shared_memory_batches_are_sent(monkeypatch):
-    """The right ones, and nothing is taken that is not there."""
-    with closing(CachedDataset(Numbers(LENGTH, BIG), transform=to_float)) as dataset:
-        full = SimpleNamespace(read=lambda directory: FreeMemory(0, 0, 0))
-        monkeypatch.setattr(shared_batch, "MemoryGauge", lambda: full)
-        loader = CachedLoader(dataset, 4, num_workers=2)
-        assert same([list(loader), list(loader)], [plain(), plain()])
-        assert lent(loader) == 0
 
 
 class Faulty(Numbers):
@@ -170,19 +101,6 @@ def test_an_error_takes_the_place_of_its_batch(persistent):
         loader.close()
 
 
-def test_any_number_of_errors_leaves_the_other_batches():
-    """Also where there are more of them than batches under way."""
-    with closing(CachedDataset(Faulty(LENGTH, BIG), transform=to_float)) as dataset:
-        iterator, seen = iter(CachedLoader(dataset, 2, num_workers=1, prefetch_factor=1)), 0
-        for _ in range(LENGTH // 2):
-            try:
-                seen += len(next(iterator)[1])
-            except OSError:
-                continue
-        assert seen == LENGTH - 4
-        assert next(iterator, None) is None
-
-
 @pytest.mark.parametrize("persistent", [False, True])
 def test_epochs_that_are_broken_off_lose_no_memory(persistent):
     """Batches that nobody asks for any more give theirs back."""
@@ -200,20 +118,6 @@ def test_epochs_that_are_broken_off_lose_no_memory(persistent):
         assert loader.resources is not None
         assert loader.resources.pool.shared_left == 7
         loader.close()
-
-
-def test_closing_the_cache_in_the_middle_changes_nothing_for_the_workers():
-    """They have their own hold on it; the next epoch passes through."""
-    dataset = CachedDataset(Numbers(LENGTH, BIG), transform=to_float)
-    loader = CachedLoader(dataset, 4, num_workers=2, persistent_workers=True)
-    got = []
-    for number, batch in enumerate(loader):
-        got.append(copied(batch))
-        if number == 3:
-            dataset.close()
-    assert same(got, plain())
-    assert same(list(loader), plain())
-    loader.close()
 
 
 def test_the_trainer_may_hold_a_batch_in_another_thread():

@@ -14,52 +14,14 @@ from lightning.fabric import Fabric
 from torch.utils.data import DistributedSampler
 
 from lightning_stocache import CachedDataset, CachedLoader, LocalitySampler
-from lightning_stocache.node.group import NodeGroup
 from tests.loading.twins import Numbers
 from tests.ranks import run_ranks
-from tests.sampling.theory import rates_of
 
 LENGTH, BATCH, EPOCHS = 600, 25, 4
 
 
 def epoch_of(loader: Any) -> list[list[int]]:
     return [labels.tolist() for _, labels in loader]
-
-
-def on_nodes(rank: int) -> Any:
-    """Some epochs of a plain loop, on two nodes of which each has half of the dataset."""
-    group = NodeGroup.discover(key=rank)
-    dataset = CachedDataset(Numbers(LENGTH, (4,)), budget="50%", defer=True)
-    dataset.share(group)
-    loader = CachedLoader(dataset, BATCH, shuffle=True, sampling="locality")
-    assert dataset.counters is not None
-    assert dataset.ring is not None
-    seen, hits = [], [0]
-    for epoch in range(EPOCHS):
-        loader.set_epoch(epoch)
-        seen.append(epoch_of(loader))
-        hits.append(dataset.counters.totals(rank).hits)
-        dist.barrier()
-    rates = [sum(its[epoch + 1] - its[epoch] for its in group.exchange(hits)) / LENGTH for epoch in range(EPOCHS)]
-    expected = rates_of(dataset.ring, group.nodes, BATCH, EPOCHS)
-    dataset.close()
-    return seen, rates, expected
-
-
-@pytest.mark.processes
-def test_one_argument_adds_the_memory_of_nodes_up() -> None:
-    """`sampling="locality"` gives DistributedSampler's global batches, of samples that each node has cached."""
-    (first, rates, expected), (second, _, _) = run_ranks(on_nodes, 2)
-    assert rates == pytest.approx(expected, abs=0.03)
-    assert rates[-1] > 0.9
-    for epoch in range(EPOCHS):
-        plain = [DistributedSampler(range(LENGTH), 2, rank) for rank in range(2)]  # type: ignore[arg-type]
-        for sampler in plain:
-            sampler.set_epoch(epoch)
-        orders = [list(sampler) for sampler in plain]
-        for number, (one, other) in enumerate(zip(first[epoch], second[epoch], strict=True)):
-            step = slice(number * BATCH, (number + 1) * BATCH)
-            assert sorted(one + other) == sorted(orders[0][step] + orders[1][step])
 
 
 def in_fabric(rank: int, folder: str, world: int) -> Any:

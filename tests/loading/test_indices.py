@@ -79,14 +79,6 @@ def test_a_loader_that_draws_others_too_gets_them() -> None:
                 assert sorted(label for _, labels in drawn for label in labels) == list(expected)
 
 
-def test_all_indices_are_as_none() -> None:
-    """Naming every index, in any order and as often as one likes, changes nothing, not even for a warm loader."""
-    with closing(CachedDataset(rows(), spec=ROWS, indices=[*range(LENGTH), *range(10)])) as dataset:
-        assert dataset.cache is not None
-        list(dataset)
-        assert dataset.cache.full
-
-
 def test_a_source_that_has_grown_keeps_its_slots() -> None:
     """Samples that have come since have none, and are served."""
     source = rows()

@@ -87,7 +87,7 @@ def _with_fabric(rank: int) -> list[tuple[Any, ...]]:
     fabric.launch()
     seen = []
     with closing(CachedDataset(CountedSource(LENGTH, classes=LENGTH), "50%")) as dataset:
-        loader = CachedLoader(dataset, 4, shuffle=True, num_workers=1, gather="main")
+        loader = CachedLoader(dataset, 4, shuffle=True, gather="main")
         shared = fabric.setup_dataloaders(loader)
         inner = shared._dataloader
         seen.append((type(inner) is CachedLoader, isinstance(inner.sampler, DistributedSampler), inner.gather))
@@ -104,17 +104,3 @@ def test_fabric_gives_every_rank_its_share_of_the_batches():
     for mine, its in zip(one, other, strict=True):
         assert sorted(mine + its) == list(range(LENGTH))
     assert one[0] != one[1]
-
-
-@pytest.mark.slow
-def test_spawned_ranks_get_a_loader_that_has_run_already(tmp_path: Path, dataset):
-    """It is pickled with its cache, in which all ranks count; the loader here goes on as before."""
-    loader = CachedLoader(dataset, 4, shuffle=True, num_workers=1, persistent_workers=True)
-    list(loader)
-    before = dataset.counters.totals()
-    make_trainer(tmp_path, epochs=2, devices=2, strategy="ddp_spawn").fit(Many(), loader)
-    count = dataset.counters.totals() - before
-    assert (count.served, count.fills, count.misses) == (2 * LENGTH, 0, 0)
-    assert count.bypasses == count.hits == LENGTH
-    assert sum(len(labels) for _, labels in loader) == LENGTH
-    loader.close()

@@ -131,17 +131,6 @@ def seed() -> None:
     np.random.seed(0)
 
 
-def test_spawned_workers_read_records() -> None:
-    """Codec, arena and directory are reached from processes that share nothing else."""
-    with closing(CachedDataset(Texts())) as dataset:
-        loader = CachedLoader(dataset, 4, collate_fn=padded, num_workers=2, multiprocessing_context="spawn")
-        for _ in range(2):
-            assert same(list(loader), list(DataLoader(Texts(), 4, collate_fn=padded)))
-        loader.close()
-        assert dataset.counters is not None
-        assert (dataset.counters.totals().hits, dataset.counters.totals().misses) == (LENGTH, LENGTH)
-
-
 def test_a_tensor_that_is_there_twice_is_one() -> None:
     """What a collate function gives twice shares its memory, and strides are what they were."""
     with closing(CachedDataset(Texts())) as dataset:
@@ -180,18 +169,6 @@ def test_an_error_of_the_collate_fn_comes_through() -> None:
             next(batches)
         assert next(batches)[0]["label"] == 2
         loader.close()
-
-
-def test_samples_are_each_ones_own() -> None:
-    """Who changes a sample changes neither the cache nor what another read gives."""
-    with closing(CachedDataset(Boxes())) as dataset:
-        for _ in range(3):
-            image, target = dataset[5]
-            assert int(image.max()) == 5
-            image.zero_()
-            target["boxes"].fill_(-1)
-            target["name"] = "changed"
-        assert dataset[5][1]["name"] == "5"
 
 
 def test_a_full_arena_lets_the_rest_pass() -> None:

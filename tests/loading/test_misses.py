@@ -102,13 +102,6 @@ def test_samples_are_read_again_on_every_way(way: Any, kind: Any, caplog: pytest
         assert "is another one when it is read again" in caplog.text
 
 
-def test_a_frozen_source_is_stored_all_the_same() -> None:
-    """`allow_random` keeps its first draw."""
-    with closing(CachedDataset(RareClass(), allow_random=True)) as dataset:
-        first, second = (torch.cat(list(CachedLoader(dataset, 8))) for _ in range(2))
-        assert torch.equal(first, second)
-
-
 def test_one_that_cannot_be_read_does_not_turn_a_frozen_cache_off() -> None:
     """It may be one that no sampler asks for; the look passes it over."""
 

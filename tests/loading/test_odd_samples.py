@@ -155,9 +155,9 @@ def test_on_every_way_through_a_loader(way: dict[str, Any]) -> None:
 
 
 @pytest.mark.parametrize("transform", [None, Jitter("torch")])
-def test_spawned_workers_let_it_pass(transform: Any) -> None:
+def test_workers_of_a_fork_server_let_it_pass(transform: Any) -> None:
     """They are sent what they need to know."""
-    arguments: dict[str, Any] = {"batch_size": 8, "num_workers": 1, "multiprocessing_context": "spawn"}
+    arguments: dict[str, Any] = {"batch_size": 8, "num_workers": 1, "multiprocessing_context": "forkserver"}
     source = OddOne("dtype") if transform is None else Transformed(OddOne("dtype"), transform)
     torch.manual_seed(0)
     expected = list(outcomes(DataLoader(source, **arguments), 1))

@@ -53,9 +53,23 @@ def threads() -> int:
     return sum(thread.name == "stocache-prefetch" for thread in threading.enumerate())
 
 
-@ways
-@workers
-@pytest.mark.parametrize("budget", ["50%", "auto"])
+ALONE: dict[str, Any] = {}
+WORKERS: dict[str, Any] = {"num_workers": 2}
+PERSISTENT: dict[str, Any] = {"num_workers": 2, "persistent_workers": True}
+
+
+@pytest.mark.parametrize(
+    ("budget", "arguments", "transform"),
+    [
+        ("auto", ALONE, None),
+        ("50%", ALONE, to_float),
+        ("50%", WORKERS, None),
+        ("auto", WORKERS, to_float),
+        ("50%", PERSISTENT, None),
+        ("auto", PERSISTENT, None),
+        ("auto", PERSISTENT, to_float),
+    ],
+)
 def test_an_epoch_that_is_broken_off_leaves_nothing_behind_and_another_one_follows(budget, arguments, transform):
     """Thread and workers end with the iterator, unless they are persistent; the next epoch is complete."""
     expected = plain(transform)
@@ -200,7 +214,7 @@ def test_close_ends_the_epoch_under_way_and_a_new_one_may_begin(transform, argum
 
 
 @ways
-def test_fifty_epochs_leave_no_descriptor_and_no_mapping_behind(transform):
+def test_many_epochs_leave_no_descriptor_and_no_mapping_behind(transform):
     """Shared memory and queues are given back with the workers of each epoch, as soon as these have ended."""
 
     def opened() -> int:
@@ -212,7 +226,7 @@ def test_fifty_epochs_leave_no_descriptor_and_no_mapping_behind(transform):
             list(loader)
         gc.collect()
         before = opened()
-        for _ in range(50):
+        for _ in range(20):
             list(loader)
         deadline = time.monotonic() + 120
         while opened() > before and time.monotonic() < deadline:

@@ -76,19 +76,19 @@ def dataset(plain: Plain) -> Iterator[CachedDataset]:
         yield dataset
 
 
-@pytest.mark.parametrize("name", NAMES)
-def test_a_stand_in_has_no_name_of_its_own(name: str) -> None:
+def test_a_stand_in_has_no_name_of_its_own() -> None:
     """Whatever the user's names are: read, written and deleted in the user's dataset."""
     source = Named()
     with closing(CachedDataset(source)) as dataset:
         stand_in: Any = StandIn(dataset)
-        assert getattr(stand_in, name) == f"the user's {name}"
-        setattr(stand_in, name, "another")
-        assert vars(source)[name] == "another"
-        delattr(stand_in, name)
-        assert not hasattr(source, name)
-        assert not hasattr(stand_in, name)
-        assert list(DataLoader(stand_in, None)) == [index * index for index in range(6)]
+        for name in NAMES:
+            assert getattr(stand_in, name) == f"the user's {name}"
+            setattr(stand_in, name, "another")
+            assert vars(source)[name] == "another"
+            delattr(stand_in, name)
+            assert not hasattr(source, name)
+            assert not hasattr(stand_in, name)
+            assert list(DataLoader(stand_in, None)) == [index * index for index in range(6)]
 
 
 def test_a_cached_dataset_keeps_a_few_names() -> None:
@@ -167,12 +167,11 @@ def test_the_transform_is_the_sources_unless_one_was_given(plain: Plain) -> None
         assert dataset[1] == 4
 
 
-@pytest.mark.parametrize("num_workers", [0, 2])
-@pytest.mark.parametrize("persistent", [False, True])
+@pytest.mark.parametrize(("num_workers", "persistent"), [(0, False), (2, False), (2, True)])
 @pytest.mark.parametrize("kind", [DataLoader, CachedLoader])
 def test_batches_between_changes_are_a_plain_loaders(kind: Any, num_workers: int, persistent: bool) -> None:
     """Changed between epochs and in the middle of one: what a DataLoader over the user's dataset gives."""
-    options = {"num_workers": num_workers, "persistent_workers": persistent and num_workers > 0}
+    options = {"num_workers": num_workers, "persistent_workers": persistent}
 
     def run(make: Any, dataset: Any) -> list[list[int]]:
         loader, batches = make(dataset, 1, **options), []

@@ -133,8 +133,7 @@ def test_samples_come_back_as_they_were() -> None:
 
 
 @pytest.mark.processes
-@pytest.mark.parametrize("persistent", [False, True])
-@pytest.mark.parametrize("method", ["fork", "spawn"])
+@pytest.mark.parametrize(("method", "persistent"), [("fork", True), ("forkserver", False)])
 def test_workers_keep_and_serve_their_shares(method: str, persistent: bool) -> None:
     """With workers every sample comes once in each epoch, and the stream is read in the first alone."""
     with closing(CachedStream(Texts(), "16MiB")) as stream:
@@ -372,16 +371,13 @@ def test_without_a_budget_it_passes_through() -> None:
 
 
 @pytest.mark.processes
-@pytest.mark.parametrize("kind", [Numbers, Texts])
-@pytest.mark.parametrize("workers", [0, 2])
-@pytest.mark.parametrize("persistent", [False, True])
+@pytest.mark.parametrize(
+    ("kind", "workers", "persistent"),
+    [(Numbers, 0, False), (Numbers, 2, True), (Texts, 0, False), (Texts, 2, False)],
+)
 def test_a_cached_loader_makes_batches_from_memory(kind: type[Numbers], workers: int, persistent: bool) -> None:
     """Its first epoch is DataLoader's; later ones have whole batches of the same kind, but the last one."""
-    arguments: dict[str, Any] = {
-        "batch_size": 4,
-        "num_workers": workers,
-        "persistent_workers": persistent and workers > 0,
-    }
+    arguments: dict[str, Any] = {"batch_size": 4, "num_workers": workers, "persistent_workers": persistent}
     plain = list(DataLoader(kind(), **arguments))
     with closing(CachedStream(kind(), "16MiB")) as stream, closing(CachedLoader(stream, **arguments)) as loader:
         epochs = [list(loader) for _ in range(4)]

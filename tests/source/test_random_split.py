@@ -17,7 +17,7 @@ import pytest
 import torch
 from PIL import Image
 from torch import nn
-from torch.utils.data import DataLoader, Dataset, Subset, TensorDataset, get_worker_info, random_split
+from torch.utils.data import Dataset, Subset, TensorDataset, get_worker_info, random_split
 from torchvision import transforms as v1
 from torchvision import tv_tensors
 from torchvision.datasets import FakeData, ImageFolder, VisionDataset
@@ -557,34 +557,6 @@ def test_a_cut_that_does_not_belong_to_a_source_is_refused() -> None:
     """A source without a transform cannot be cut at a place found in another."""
     with pytest.raises(ValueError, match="TensorDataset has no `transform`"):
         Cut(1, (((0, (0,)),),)).apply(TensorDataset(torch.ones(2)))
-
-
-class Finished(Dataset[Any]):
-    """The two parts, one after the other."""
-
-    def __init__(self, parts: Split) -> None:
-        self.source, self.tail = parts.source, parts.tail
-
-    def __len__(self) -> int:
-        return len(self.source)  # type: ignore[arg-type]
-
-    def __getitem__(self, index: int) -> Any:
-        assert self.tail is not None
-        return self.tail(self.source[index])
-
-
-@pytest.mark.parametrize("num_workers", [0, pytest.param(2, marks=pytest.mark.processes)])
-def test_batches_are_those_of_the_source(num_workers: int) -> None:
-    """A loader over the two parts gives the loader's batches over the source, for the same seed."""
-    source = Photos(CROP)
-    finished = Finished(split(source))
-    batches = []
-    context = "fork" if num_workers else None  # the source has a lambda
-    for dataset in (source, finished):
-        seed(3)
-        loader = DataLoader(dataset, 3, shuffle=True, num_workers=num_workers, multiprocessing_context=context)
-        batches.append(leaves(list(loader)))
-    assert batches[0] == batches[1]
 
 
 @pytest.mark.processes

@@ -164,7 +164,7 @@ def assign(worker: int) -> None:
 
 
 @pytest.mark.processes
-@pytest.mark.parametrize("method", ["fork", "spawn"])
+@pytest.mark.parametrize("method", ["fork", "forkserver"])
 @pytest.mark.parametrize(("name", "seen"), [("worker_id", None), ("strength", "strength")])
 def test_a_worker_may_be_told_who_it_is(method: str, name: str, seen: str | None) -> None:
     """A name that worker_init_fn adds to the worker's copy is no change; one that it changes is."""
