@@ -80,6 +80,7 @@ def measure_curves(
     batch_sizes: Sequence[int] = (),
     *,
     seconds: float = 60.0,
+    limit: float = 120.0,
     progress: Callable[[int, int, float, str], None] | None = None,
 ) -> Curves:
     """Measure loading over the number of workers, and over the batch size; the other of both is the data's own.
@@ -88,7 +89,8 @@ def measure_curves(
         data: the training data, and how one rank loads it.
         workers: numbers of workers, 0 among them for loading in this process.
         batch_sizes: in samples.
-        seconds: of all measurements together, about. None begins after twice as many.
+        seconds: of all measurements together, about.
+        limit: seconds after which no measurement begins.
         progress: is told how many measurements are done, of how many, the seconds that are left, about, and what the
             latest one has given.
 
@@ -111,7 +113,7 @@ def measure_curves(
             if size > max(len(trial.order), data.batch_size):
                 left_out.append(f"There are no batches of {size}: the dataset has fewer samples.")
                 continue
-            if (took := trial.read_seconds * size) > seconds / 8:
+            if (took := trial.read_seconds * size) > limit / 16:
                 left_out.append(f"Batches of {size} from the source take {took:.0f} s each: left out.")
             else:
                 rates[Arm(size, number, False)] = []
@@ -121,7 +123,7 @@ def measure_curves(
         report(0, count, seconds, "")
         for done, arm in enumerate([*rates] * _ROUNDS):
             spent = time.perf_counter() - begin
-            if spent > 2 * seconds:
+            if spent > limit:
                 left_out.append(f"{spent:.0f} s were over after {done} of {count} measurements.")
                 break
             kind: Kind = "hit" if arm.cached else "uncached"

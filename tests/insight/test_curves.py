@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import time
 from typing import Any
 
 import pytest
@@ -12,7 +11,7 @@ from lightning_stocache.insight import measurement
 from lightning_stocache.insight.curves import Arm, Curves, as_json, as_text, measure_curves
 from lightning_stocache.insight.measurement import Data, PlanError
 from tests.insight.planned import spread
-from tests.insight.test_measurement import Clock
+from tests.insight.test_measurement import Clock, Slow
 
 SOURCE = [torch.full((50,), index) for index in range(64)]
 QUICK = 0.05
@@ -49,7 +48,7 @@ def test_every_arm_is_measured_in_every_round(workers) -> None:
     """Each once where workers and batch size meet; from the source and from the cache; told as they come."""
     told = []
     found = measure_curves(
-        Data(SOURCE, 4), workers, [4, 60], seconds=60 * QUICK, progress=lambda *each: told.append(each)
+        Data(SOURCE, 4), workers, [4, 60], seconds=QUICK, limit=1e9, progress=lambda *each: told.append(each)
     )
     arms = list(found.rates)
     assert len(arms) == 2 * (len(workers) + 1)
@@ -64,10 +63,10 @@ def test_every_arm_is_measured_in_every_round(workers) -> None:
 
 
 def test_there_is_a_time_limit(monkeypatch) -> None:
-    """What cannot be measured in twice the time is left out, and it is said after how many measurements."""
+    """What cannot be measured in time is left out, and it is said after how many measurements."""
     clock = Clock(monkeypatch)
     monkeypatch.setattr(measurement.Trial, "pace", lambda *_: clock.takes(50.0, 0.001))
-    found = measure_curves(Data(SOURCE, 4), [0], [4, 16], seconds=60.0)
+    found = measure_curves(Data(SOURCE, 4), [0], [4, 16], limit=120.0)
     assert [len(rate.values) for rate in found.rates.values()] == [1, 1, 1]
     assert found.left_out[0].endswith("s were over after 3 of 12 measurements.")
 
@@ -79,15 +78,10 @@ def test_what_cannot_be_cached_is_measured_from_the_source() -> None:
     assert "Nothing can be cached" in found.left_out[0]
 
 
-class Slow(Opaque):
-    def __getitem__(self, index: int) -> Any:
-        time.sleep(0.01)
-        return torch.ones(2)
-
-
-def test_batches_that_take_too_long_are_left_out() -> None:
+def test_batches_that_take_too_long_are_left_out(monkeypatch) -> None:
     """A slow source is not read for minutes, and the dataset has an end; it is said which batches were not measured."""
-    found = measure_curves(Data(Slow(), 2), (), [1, 16, 10**9], seconds=1.0)
+    slow = Slow(Clock(monkeypatch))  # a quarter of a second a sample
+    found = measure_curves(Data(slow, 2), (), [1, 16, 10**9], seconds=QUICK, limit=16.0)
     assert [number for number, _ in found.over("batch_size")["source"]] == [1]
     assert [number for number, _ in found.over("batch_size")["cache"]] == [1, 16]
     assert "Batches of 16 from the source" in found.left_out[0]
