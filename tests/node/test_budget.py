@@ -80,12 +80,6 @@ def test_off(value):
     assert budget.wanted(BIG, BIG) == 0
 
 
-@pytest.mark.parametrize("value", [1, "1", "auto", "1%", "0.1% of free", "1B"])
-def test_not_off(value):
-    """Whatever asks for something is not off."""
-    assert not Budget.parse(value).off
-
-
 @pytest.mark.parametrize("value", ["60%", "60% of free", "auto"])
 def test_wanted_is_never_negative(value):
     """Less than nothing free, or an impossible dataset, wants nothing."""

@@ -107,29 +107,6 @@ def test_four_ranks_agree() -> None:
         assert seen["still in step"] == [0, 1, 2, 3]
 
 
-def share_a_segment(rank: int) -> tuple[int, int]:
-    group = NodeGroup.discover()
-    made = Segment.create(4096) if group.is_leader else None
-    handle = group.lead(lambda: made.handle if made else None)
-    segment = group.together(lambda: made or Segment.attach(handle))
-    segment.reserve(0, 8)
-    segment.bytes(rank, 1).fill_(rank + 1)
-    group.exchange(None)
-    total = int(segment.bytes(0, 8).sum())
-    inode = segment.handle.inode
-    group.exchange(None)
-    segment.close()
-    return total, inode
-
-
-@pytest.mark.processes
-def test_ranks_share_one_segment() -> None:
-    """The leader makes a segment, the others attach, and all see what each has stored."""
-    seen = run_ranks(share_a_segment, 2)
-    assert [total for total, _ in seen] == [3, 3]
-    assert len({inode for _, inode in seen}) == 1
-
-
 class Apart:
     """Ranks that cannot open what another rank makes: nothing without a name, or nothing at all."""
 

@@ -10,14 +10,16 @@ from __future__ import annotations
 import os
 import sys
 from collections.abc import Iterator
+from pathlib import Path
 from typing import Any
 
 import torch
 import torch.distributed as dist
-from lightning.pytorch import LightningModule, Trainer
+from lightning.pytorch import LightningModule
 from torch.utils.data import DataLoader, IterableDataset, get_worker_info
 
 from lightning_stocache import StochasticCache
+from tests.training.tiny import make_trainer
 
 LENGTH = 101
 
@@ -59,17 +61,8 @@ class Seen(LightningModule):
 
 def main(workers: int) -> None:
     os.environ.setdefault("GLOO_SOCKET_IFNAME", "lo")
-    trainer = Trainer(
-        accelerator="cpu",
-        devices=2,
-        strategy="ddp",
-        max_epochs=4,
-        callbacks=[StochasticCache(budget="64MiB", streams=True)],
-        logger=False,
-        enable_checkpointing=False,
-        enable_progress_bar=False,
-        enable_model_summary=False,
-    )
+    ranks = {"devices": 2, "strategy": "ddp", "logger": False}
+    trainer = make_trainer(Path.cwd(), [StochasticCache(budget="64MiB", streams=True)], epochs=4, **ranks)
     trainer.fit(Seen(), DataLoader(Halves(), batch_size=4, num_workers=workers))
     dist.destroy_process_group()  # without it a gloo rank aborts at exit, in one run of six
 

@@ -7,8 +7,7 @@ from typing import Any
 
 import pytest
 import torch
-from lightning.pytorch import Callback, LightningDataModule, seed_everything
-from lightning.pytorch.tuner import Tuner
+from lightning.pytorch import Callback, seed_everything
 from lightning.pytorch.utilities import CombinedLoader
 from torch.utils.data import DataLoader, Dataset, IterableDataset, TensorDataset
 from tqdm.auto import tqdm
@@ -18,7 +17,7 @@ from lightning_stocache.training.callbacks import StochasticCache
 from lightning_stocache.training.datamodule import StocacheDataModule
 from lightning_stocache.training.hooks import cache_datamodule
 from tests.training.seen import Looking, Watcher, data_hooks, fit, through
-from tests.training.tiny import SAMPLES, Model, announced, logged, make_trainer, plain_loader, source
+from tests.training.tiny import SAMPLES, announced, logged, make_trainer, plain_loader, source
 
 pytestmark = pytest.mark.processes
 
@@ -360,64 +359,6 @@ def test_a_persistent_loader_that_comes_again_is_the_same(tmp_path):
     assert run(StochasticCache(), Noting()) == plain
     assert len(set(map(id, seen))) == 1
     assert seen[0] is not loader
-
-
-class Sized(Model):
-    """A model with a batch size that a Tuner may change, and loaders of that size."""
-
-    def __init__(self, folder: Any) -> None:
-        super().__init__()
-        self.batch_size, self.lr, self.folder = 2, 0.1, folder
-        self.sizes: list[int] = []
-
-    def train_dataloader(self):
-        return plain_loader(source(self.folder), batch_size=self.batch_size, shuffle=True)
-
-    def val_dataloader(self):
-        return plain_loader(source(self.folder, "val", 8), batch_size=self.batch_size)
-
-    def training_step(self, batch, batch_idx):
-        self.sizes.append(len(batch[1]))
-        return super().training_step(batch, batch_idx)
-
-    def configure_optimizers(self):
-        return torch.optim.SGD(self.parameters(), lr=self.lr)
-
-
-class SizedData(LightningDataModule):
-    """A DataModule whose batch size a Tuner may change."""
-
-    def __init__(self, folder: Any) -> None:
-        super().__init__()
-        self.batch_size, self.folder = 2, folder
-
-    def train_dataloader(self):
-        return plain_loader(source(self.folder), batch_size=self.batch_size, shuffle=True)
-
-    def val_dataloader(self):
-        return plain_loader(source(self.folder, "val", 8), batch_size=self.batch_size)
-
-
-@pytest.mark.parametrize("door", ["callback", "cache_datamodule"])
-def test_the_tuner_finds_what_it_finds_without(tmp_path, door):
-    """Batch size and learning rate are found as without the cache, and fit goes on from there."""
-
-    def run(door: str) -> Any:
-        model = Sized(tmp_path)
-        dm = None if door == "callback" or door == "none" else SizedData(tmp_path)
-        if door == "cache_datamodule":
-            cache_datamodule(dm)
-        callbacks = [StochasticCache()] if door == "callback" else []
-        trainer = make_trainer(tmp_path, callbacks, logger=False, enable_checkpointing=True, epochs=2)
-        seed_everything(0, verbose=False)
-        tuner = Tuner(trainer)
-        size = tuner.scale_batch_size(model, datamodule=dm, max_trials=3, steps_per_trial=2)
-        rate = tuner.lr_find(model, datamodule=dm, num_training=12)
-        trainer.fit(model, datamodule=dm)
-        assert "dataloader" not in vars(trainer.fit_loop._data_source)
-        return size, rate.results, model.sizes, model.weights.tolist()
-
-    assert run(door) == run("none" if door == "callback" else "data")
 
 
 def test_setup_data_by_hand_is_as_before(tmp_path):

@@ -1,4 +1,4 @@
-"""The loaders of a call: what ranks agree on, and how memory is divided between stages that come one after another."""
+"""The loaders of a call: their samplers on several ranks, what ranks agree on, and how stages divide the memory."""
 
 from __future__ import annotations
 
@@ -8,15 +8,17 @@ from typing import Any
 
 import pytest
 import torch
-from torch.utils.data import DataLoader, Sampler
+from torch.utils.data import DataLoader, DistributedSampler, Sampler
 
 from lightning_stocache.loading.loader_tree import cached_datasets, loaders_in
 from lightning_stocache.node.free import FreeMemory
 from lightning_stocache.training.caches import CallCaches
 from lightning_stocache.training.call_loaders import CallLoaders
 from lightning_stocache.training.options import CacheOptions
+from lightning_stocache.training.sampling import check_sampler, replicas
 from tests.logs import Log
 from tests.ranks import run_ranks
+from tests.training.tiny import make_trainer
 
 MIB = 2**20
 NUMBERS = [torch.tensor(number) for number in range(12)]
@@ -45,6 +47,41 @@ def test_a_sampler_that_deals_by_itself_keeps_its_loader(caplog):
     call_loaders = CallLoaders(CallCaches(CacheOptions(strict=True)), {"train": lambda: loader}, trainer=trainer)
     with pytest.raises(TypeError, match="train loader cannot be cached, list: Dealing deals samples"):
         call_loaders("train")
+
+
+def test_a_sampler_that_would_be_wrapped_is_refused():
+    """A sampler that deals to ranks must be a DistributedSampler, where Lightning would wrap it; on one rank not."""
+    numbers = list(range(8))
+    own, torchs = Dealing(), DistributedSampler(numbers, 2, 0)  # type: ignore[arg-type]
+    with pytest.raises(TypeError, match=r"Dealing deals samples to ranks, but is not .* 1/2 of its share"):
+        check_sampler(DataLoader(numbers, sampler=own), 2)
+    check_sampler(DataLoader(numbers, sampler=own), 1)
+    check_sampler(DataLoader(numbers, sampler=torchs), 2)
+    check_sampler(DataLoader(numbers, shuffle=True), 2)
+
+
+def test_a_trainer_that_leaves_samplers_alone_divides_nothing(tmp_path):
+    """With use_distributed_sampler=False a user's loader is one rank's own; the package's own sampler still deals."""
+    for leaves_alone, own in ((False, 4), (True, 1)):
+        trainer = make_trainer(
+            tmp_path, devices=2, num_nodes=2, strategy="ddp", use_distributed_sampler=not leaves_alone
+        )
+        assert replicas(trainer) == (own, 0)
+        assert replicas(trainer, always=True) == (4, 0)
+
+
+@pytest.mark.processes  # set-up reads samples in a process of its own
+def test_lightning_shuffles_what_it_deals_out_for_training():
+    """Lightning gives a training loader a DistributedSampler that shuffles, whatever its order was; so does a door."""
+    arguments = {"num_replicas": 2, "rank": 0}
+    trainer = SimpleNamespace(distributed_sampler_kwargs=arguments, overfit_batches=0, state=SimpleNamespace(fn=None))
+    trainer.lightning_module, trainer.callbacks = None, []
+    caches = CallCaches(CacheOptions(budget="1MiB"))
+    loaders = {"train": lambda: DataLoader(NUMBERS, batch_size=3)}
+    try:
+        assert CallLoaders(caches, loaders, ["train"], trainer=trainer)("train").sampler.shuffle is True
+    finally:
+        caches.close()
 
 
 def different(rank: int) -> tuple[list[list[bool]], list[str]]:

@@ -86,6 +86,8 @@ def test_a_dataset_made_anew_goes_on_in_the_cache_of_the_one_before(tmp_path, ca
     assert logged(trainer, "stocache/misses") == [SAMPLES, 0, 0]
     assert logged(trainer, "stocache/hits") == [0, SAMPLES, SAMPLES]
     assert logged(trainer, "stocache/bypasses") == [0, 4, 8]
+    assert logged(trainer, "stocache/coverage") == pytest.approx([1, SAMPLES / (SAMPLES + 4), SAMPLES / (SAMPLES + 8)])
+    assert logged(trainer, "stocache/hit_rate_expected") == [0]  # no formula holds for what grows
     assert "came with a new" not in caplog.text
 
 

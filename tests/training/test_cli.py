@@ -6,10 +6,8 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-import torch
 from lightning.pytorch import LightningDataModule
 from lightning.pytorch.cli import LightningCLI
-from torch.utils.data import Dataset
 
 from lightning_stocache.training.callbacks import StochasticCache
 from lightning_stocache.training.datamodule import StocacheDataModule
@@ -76,23 +74,10 @@ def test_our_datamodule(tmp_path):
     assert logged(cli.trainer, "stocache/live/hit_rate") == []
 
 
-class Squares(Dataset[Any]):
-    """A dataset that can be made without an argument."""
-
-    def __init__(self, length: int = 12) -> None:
-        self.length = length
-
-    def __len__(self) -> int:
-        return self.length
-
-    def __getitem__(self, index: int) -> tuple[torch.Tensor, int]:
-        return torch.full((3, 8, 8), index, dtype=torch.uint8), index % 10
-
-
-@pytest.mark.parametrize(("arguments", "samples"), [([], 12), (["--data.train.length=8"], 8)])
+@pytest.mark.parametrize(("arguments", "samples"), [([], SAMPLES), (["--data.train.length=8"], 8)])
 def test_a_dataset_by_its_name_alone(tmp_path, arguments, samples):
     """`--data.train=my.Photos` and nothing else is that dataset, with its defaults."""
-    named = ["--data.train=tests.training.test_cli.Squares", *arguments, "--data.batch_size=4"]
+    named = ["--data.train=tests.training.tiny.Numbers", *arguments, "--data.batch_size=4"]
     cli = run(StocacheDataModule, command(tmp_path, *named, "--trainer.callbacks+=lightning_stocache.CacheMonitor"))
     assert logged(cli.trainer, "stocache/hits") == [0, samples]
 

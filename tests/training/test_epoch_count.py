@@ -11,28 +11,18 @@ import torch
 from lightning.pytorch import Callback, LightningDataModule, Trainer
 from lightning.pytorch.callbacks import ModelCheckpoint
 from lightning.pytorch.profilers import PassThroughProfiler
-from torch.utils.data import DataLoader, Dataset
+from torch.utils.data import DataLoader
 
 from lightning_stocache import StocacheDataModule, StochasticCache, cache_datamodule
 from lightning_stocache.training.epoch_count import reopen_epoch
-from tests.training.tiny import Model, make_trainer
+from tests.training.tiny import SAMPLES, Model, Numbers, make_trainer
 
 pytestmark = pytest.mark.processes
 
-EPOCHS, BATCHES = 3, 6
+EPOCHS, BATCHES = 3, SAMPLES // 4
 WHOLE = {"max_steps": EPOCHS * BATCHES}
 VALIDATES = {"limit_val_batches": 2}
 LIGHTNING = tuple(map(int, lightning.__version__.split(".")[:2]))
-
-
-class Numbers(Dataset[Any]):
-    """Images that are all of one value, their index."""
-
-    def __len__(self) -> int:
-        return 4 * BATCHES
-
-    def __getitem__(self, index: int) -> Any:
-        return torch.full((3, 8, 8), index, dtype=torch.uint8), index % 10
 
 
 class Users(LightningDataModule):

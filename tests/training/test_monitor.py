@@ -315,34 +315,6 @@ def test_a_cache_that_is_off_says_so_and_gives_no_false_bytes(tmp_path, caplog, 
     assert said == ["stocache: the cache is off (budget=0)"]
 
 
-def test_coverage_is_that_of_the_source_as_it_is_now(tmp_path):
-    """A source that has grown since its cache was opened is covered in part; what is new are bypasses."""
-
-    class Growing(Dataset):
-        length = 12
-
-        def __len__(self):
-            return self.length
-
-        def __getitem__(self, index):
-            return torch.tensor([index])
-
-    class Grow(Callback):
-        def on_train_epoch_end(self, trainer, pl_module):
-            train.length = 24
-
-    class Whatever(Model):
-        def training_step(self, batch, batch_idx):
-            return self.layer.weight.sum()
-
-    train = Growing()
-    trainer = make_trainer(tmp_path, [StochasticCache(), Grow()], epochs=2, reload_dataloaders_every_n_epochs=1)
-    trainer.fit(Whatever(), plain_loader(train))
-    assert logged(trainer, "stocache/bypasses") == [0, 12]
-    assert logged(trainer, "stocache/coverage") == [1, 0.5]
-    assert logged(trainer, "stocache/hit_rate_expected") == [0]  # no formula holds for what grows
-
-
 def test_without_any_cache_nothing_is_logged(tmp_path):
     """A monitor beside plain loaders is silent."""
     trainer = make_trainer(tmp_path, [CacheMonitor()])

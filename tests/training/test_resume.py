@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import os
 import random
+import signal
 import warnings
 from collections.abc import Iterator
 from pathlib import Path
@@ -18,22 +20,11 @@ from torch.utils.data import DataLoader, DistributedSampler, Sampler, WeightedRa
 
 from lightning_stocache import StocacheDataModule, StochasticCache, cache_datamodule
 from tests.processes import Child
-from tests.training import resume_job
-from tests.training.tiny import Model, make_trainer
+from tests.training.tiny import SAMPLES, Model, Numbers, make_trainer
 
 pytestmark = pytest.mark.processes
 
-SAMPLES, BATCH = 24, 4  # six batches per epoch
-
-
-class Numbers(torch.utils.data.Dataset[Any]):
-    """Images that are all of one value, their index."""
-
-    def __len__(self) -> int:
-        return SAMPLES
-
-    def __getitem__(self, index: int) -> Any:
-        return torch.full((3, 8, 8), index, dtype=torch.uint8), index % 10
+BATCH = 4  # of 24 samples: six batches per epoch
 
 
 class Scheduled(Model):
@@ -78,9 +69,11 @@ class Seeded(Sampler[int]):
 class Users(LightningDataModule):
     """A DataModule with a state of its own."""
 
-    def __init__(self, workers: int = 0, batch_size: int = BATCH, sampler: str = "random") -> None:
+    def __init__(
+        self, workers: int = 0, batch_size: int = BATCH, sampler: str = "random", samples: int = SAMPLES
+    ) -> None:
         super().__init__()
-        self.numbers, self.state = Numbers(), "new"
+        self.numbers, self.state = Numbers(samples), "new"
         self.options: dict[str, Any] = {"batch_size": batch_size, "num_workers": workers}
         if workers:
             self.options["multiprocessing_context"] = "fork"
@@ -103,17 +96,19 @@ class Users(LightningDataModule):
         self.state = state_dict["state"]
 
 
-def ours(workers: int = 0, batch_size: int = BATCH) -> StocacheDataModule:
+def ours(workers: int = 0, batch_size: int = BATCH, samples: int = SAMPLES) -> StocacheDataModule:
     options = {"multiprocessing_context": "fork"} if workers else {}
-    return StocacheDataModule(Numbers(), batch_size=batch_size, num_workers=workers, loader=options)
+    return StocacheDataModule(Numbers(samples), batch_size=batch_size, num_workers=workers, loader=options)
 
 
-def door(name: str, workers: int = 0, batch_size: int = BATCH, sampler: str = "random") -> tuple[Any, list[Callback]]:
+def door(
+    name: str, workers: int = 0, batch_size: int = BATCH, sampler: str = "random", samples: int = SAMPLES
+) -> tuple[Any, list[Callback]]:
     """The data and the callbacks of a door."""
     torch.manual_seed(11)
     if name == "own":
-        return ours(workers, batch_size), []
-    users = Users(workers, batch_size, sampler)
+        return ours(workers, batch_size, samples), []
+    users = Users(workers, batch_size, sampler, samples)
     return (cache_datamodule(users), []) if name == "datamodule" else (users, [StochasticCache()])
 
 
@@ -322,6 +317,34 @@ def test_the_next_fit_begins_anew(tmp_path):
     assert sorted(epoch(seen.batches, 2)) == list(range(SAMPLES))
 
 
+MANY, EPOCHS = 48, 3  # samples and epochs of fits that are killed
+
+
+class Witness(Callback):
+    """Writes down each batch of a rank before its step; one rank is killed in the middle of a step."""
+
+    def __init__(self, folder: Path, killed: tuple[int, int] | None) -> None:
+        self.folder, self.killed = folder, killed
+
+    def on_train_batch_start(self, trainer, pl_module, batch, batch_idx):
+        indices = " ".join(map(str, batch[0][:, 0, 0, 0].tolist()))
+        with open(self.folder / f"rank{trainer.global_rank}.txt", "a") as lines:
+            lines.write(f"{trainer.current_epoch} {batch_idx} {indices}\n")
+        if self.killed == (trainer.global_rank, trainer.global_step):
+            os.kill(os.getpid(), signal.SIGKILL)
+
+
+def fit_on(folder: Path, name: str, ranks: int, workers: int, killed: tuple[int, int] | None) -> None:
+    """Fit on from the last checkpoint in the folder, if there is one; a rank may be killed in a step."""
+    data, callbacks = door(name, workers, samples=MANY)
+    callbacks += [Witness(folder, killed), ModelCheckpoint(folder, "{step:04d}", every_n_train_steps=2, save_top_k=-1)]
+    more: dict[str, Any] = {"devices": ranks, "strategy": "ddp_fork"} if ranks > 1 else {}
+    trainer = make_trainer(folder, callbacks, epochs=EPOCHS, enable_checkpointing=True, **more)
+    saved = sorted(folder.glob("*.ckpt"))
+    trainer.fit(Model(), data, ckpt_path=saved[-1] if saved else None)
+    (folder / "done").touch()
+
+
 def seen_by(folder: Path, ranks: int) -> list[dict[tuple[int, int], list[int]]]:
     """The batches of each rank; a step that was run again after a kill had the same one."""
     seen: list[dict[tuple[int, int], list[int]]] = []
@@ -339,13 +362,13 @@ def killed_again_and_again(tmp_path: Path, name: str, ranks: int, workers: int, 
     for folder, ends in ((whole, [None]), (broken, [*kills, None])):
         folder.mkdir()
         for killed in ends:
-            job = Child(resume_job.fit, folder, name, ranks, workers, killed, method="forkserver")
+            job = Child(fit_on, folder, name, ranks, workers, killed, method="forkserver")
             job.process.join(200)
             assert not job.process.is_alive()
             assert (folder / "done").exists() is (killed is None), f"killed at {killed}"
     for one, other in zip(seen_by(whole, ranks), seen_by(broken, ranks), strict=True):
         assert one == other
-        assert len(one) == resume_job.EPOCHS * resume_job.SAMPLES // (4 * ranks)
+        assert len(one) == EPOCHS * MANY // (4 * ranks)
 
 
 def test_killed_runs_go_on_where_they_were(tmp_path):
@@ -372,16 +395,16 @@ def test_another_number_of_ranks_goes_on_after_the_same_samples(tmp_path, name, 
     and later epochs are whole."""
     seen: list[dict[tuple[int, int], list[int]]] = []
     for ranks, killed in ((before, (0, 4)), (after, None)):
-        job = Child(resume_job.fit, tmp_path, name, ranks, 0, killed, method="forkserver")
+        job = Child(fit_on, tmp_path, name, ranks, 0, killed, method="forkserver")
         job.process.join(200)
         assert (tmp_path / "done").exists() is (killed is None)
         for batches in seen_by(tmp_path, ranks):
             seen.append({at: batch for at, batch in batches.items() if killed is None or at < killed})
         for file in tmp_path.glob("rank*.txt"):
             file.unlink()
-    for number in range(resume_job.EPOCHS):
+    for number in range(EPOCHS):
         indices = [index for batches in seen for index in epoch(batches, number)]
-        assert sorted(indices) == list(range(resume_job.SAMPLES)), number
+        assert sorted(indices) == list(range(MANY)), number
 
 
 @pytest.mark.soak
@@ -391,6 +414,6 @@ def test_another_number_of_ranks_goes_on_after_the_same_samples(tmp_path, name, 
 @pytest.mark.parametrize("name", ["own", "datamodule", "callback"])
 def test_any_door_survives_kills(tmp_path, name, ranks, workers):
     """The same in every door, with and without workers, on one rank and on two, killed four times."""
-    draw, steps = random.Random(f"{name}{ranks}{workers}"), resume_job.EPOCHS * 48 // (4 * ranks)
+    draw, steps = random.Random(f"{name}{ranks}{workers}"), EPOCHS * MANY // (4 * ranks)
     kills = sorted(draw.sample(range(2, steps), 4))
     killed_again_and_again(tmp_path, name, ranks, workers, [(draw.randrange(ranks), step) for step in kills])

@@ -19,7 +19,7 @@ import pytest
 import torch
 from hydra.core.hydra_config import HydraConfig
 from hydra.types import RunMode
-from lightning.pytorch import Callback, LightningDataModule
+from lightning.pytorch import Callback, LightningDataModule, seed_everything
 from lightning.pytorch.tuner import Tuner
 from omegaconf import OmegaConf
 
@@ -228,27 +228,36 @@ class Tunable(Model):
         return torch.optim.SGD(self.parameters(), lr=self.lr)
 
 
+def tuned(folder: Path, door: str, sets: Any) -> tuple[Any, Any]:
+    """What was found and trained behind a door, or behind none, and what the door closes."""
+    callbacks, closing = list[Callback](), None
+    dm: Any = Plain(*sets)
+    if door == "ours":
+        dm = closing = StocacheDataModule(*sets, batch_size=2, keep_cache=True)
+    elif door == "cached":
+        closing = cache_datamodule(dm, keep_cache=True).caches
+    elif door == "callback":
+        callbacks = [closing := StochasticCache(keep_cache=True)]
+    seed_everything(0, verbose=False)
+    trainer = make_trainer(folder, callbacks, logger=False)
+    tuner, model = Tuner(trainer), Tunable()
+    assert tuner.scale_batch_size(model, dm, max_trials=3, steps_per_trial=2) == dm.batch_size == 8
+    found = tuner.lr_find(model, dm, num_training=10)
+    trainer.fit(model, dm)
+    assert "dataloader" not in vars(trainer.fit_loop._data_source)
+    return (found.results, model.weights.tolist()), closing
+
+
 @pytest.mark.processes
 @pytest.mark.parametrize("door", ["callback", "cached", "ours"])
 def test_lightnings_tuner_builds_no_cache_twice(tmp_path, segments, door):
     """The batch size is tried out, on loaders that are made anew each time, with one cache per dataset; with keep_cache
-    the learning rate is looked for, and training done, on what that has cached."""
-    train, val, callbacks = source(tmp_path, samples=96), source(tmp_path, "val", 8), list[Callback]()
-    dm: Any = StocacheDataModule(train, val, batch_size=2, keep_cache=True)
-    closing: Any = dm
-    if door != "ours":
-        dm = Plain(train, val)
-        if door == "cached":
-            dm = cache_datamodule(dm, keep_cache=True)
-            closing = dm.caches
-        else:
-            callbacks = [closing := StochasticCache(keep_cache=True)]
-    trainer = make_trainer(tmp_path, callbacks, logger=False)
-    tuner, model = Tuner(trainer), Tunable()
-    assert tuner.scale_batch_size(model, dm, max_trials=3, steps_per_trial=2) == dm.batch_size == 8
-    tuner.lr_find(model, dm, num_training=10)
-    trainer.fit(model, dm)
+    the learning rate is looked for, and training done, on what that has cached. Around a user's loaders all that is
+    found and trained is as without a cache."""
+    sets = source(tmp_path, samples=96), source(tmp_path, "val", 8)
+    seen, closing = tuned(tmp_path, door, sets)
     assert len(segments) == 4
-    assert train.loads <= 96 + 64 + 8  # each once, beside the look at set-up, and what is read again while it fills
+    assert sets[0].loads <= 96 + 64 + 8  # each once, beside the look at set-up, and what is read again while it fills
     closing.close()
     assert all(segment.closed for segment in segments)
+    assert door == "ours" or seen == tuned(tmp_path, "none", sets)[0]

@@ -16,7 +16,7 @@ from torch.utils.data import DataLoader, Dataset
 
 from tests.sources import CountedSource
 
-__all__ = ["SAMPLES", "Model", "announced", "logged", "make_trainer", "plain_loader", "source"]
+__all__ = ["SAMPLES", "Model", "Numbers", "announced", "logged", "make_trainer", "plain_loader", "source"]
 
 SAMPLES = 24
 
@@ -52,6 +52,19 @@ class Model(LightningModule):
     @property
     def weights(self) -> torch.Tensor:
         return self.layer.weight.detach().clone()
+
+
+class Numbers(Dataset[Any]):
+    """Images that are all of one value, their index."""
+
+    def __init__(self, length: int = SAMPLES) -> None:
+        self.length = length
+
+    def __len__(self) -> int:
+        return self.length
+
+    def __getitem__(self, index: int) -> tuple[torch.Tensor, int]:
+        return torch.full((3, 8, 8), index, dtype=torch.uint8), index % 10
 
 
 def make_trainer(tmp_path: Path, callbacks: Sequence[Callback] = (), *, epochs: int = 1, **options: Any) -> Trainer:
