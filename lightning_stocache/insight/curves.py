@@ -107,18 +107,12 @@ def measure_curves(
     report = progress or (lambda done, count, left, words: None)
     with reading(f"a sample of {type(data.source).__name__}"), Trial(data) as trial:
         left_out = [] if trial.full is not None else [f"Nothing can be cached: {trial.reason}"]
-        rates: dict[Arm, list[float]] = {}
         pairs = [(data.batch_size, number) for number in workers] + [(size, data.num_workers) for size in batch_sizes]
+        rates: dict[Arm, list[float]] = {}
         for size, number in dict.fromkeys(pairs):
-            if size > max(len(trial.order), data.batch_size):
-                left_out.append(f"There are no batches of {size}: the dataset has fewer samples.")
-                continue
-            if (took := trial.read_seconds * size) > limit / 16:
-                left_out.append(f"Batches of {size} from the source take {took:.0f} s each: left out.")
-            else:
-                rates[Arm(size, number, False)] = []
-            if trial.full is not None:
-                rates[Arm(size, number, True)] = []
+            arms, why = _arms(trial, size, number, limit / 16)
+            rates |= {arm: [] for arm in arms}
+            left_out += why
         begin, count = time.perf_counter(), _ROUNDS * len(rates)
         report(0, count, seconds, "")
         for done, arm in enumerate([*rates] * _ROUNDS):
@@ -133,6 +127,16 @@ def measure_curves(
             report(done + 1, count, left, f"{arm}: {rate:,.0f} samples/s")
     measured = {arm: Spread(tuple(values)) for arm, values in rates.items() if values}
     return Curves(measured, workers, batch_sizes, data.batch_size, data.num_workers, tuple(left_out))
+
+
+def _arms(trial: Trial, size: int, num_workers: int, patience: float) -> tuple[list[Arm], list[str]]:
+    """What can be measured for a batch size and a number of workers, and what is left out."""
+    if size > max(len(trial.order), trial.data.batch_size):
+        return [], [f"There are no batches of {size}: the dataset has fewer samples."]
+    cached = [Arm(size, num_workers, True)] if trial.full is not None else []
+    if (took := trial.read_seconds * size) > patience:
+        return cached, [f"Batches of {size} from the source take {took:.0f} s each: left out."]
+    return [Arm(size, num_workers, False), *cached], []
 
 
 def as_text(curves: Curves) -> str:

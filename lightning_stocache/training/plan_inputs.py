@@ -134,23 +134,30 @@ def app_threads(folder: Path, config: Mapping[str, Any]) -> tuple[int, str] | No
     found = set()
     for path in sorted(folder.glob("*.py")):
         text = path.read_text(errors="replace")
-        if "hydra.main" not in text or "set_num_threads" not in text:
-            continue
-        try:
-            calls = [node for node in ast.walk(ast.parse(text)) if isinstance(node, ast.Call) and len(node.args) == 1]
-        except SyntaxError:
-            continue
-        for call in calls:
-            if ast.unparse(call.func).endswith("set_num_threads"):
-                value: Any = config
-                if isinstance(call.args[0], ast.Constant):
-                    value = call.args[0].value
-                else:
-                    for key in ast.unparse(call.args[0]).split(".")[1:]:
-                        value = value.get(key) if isinstance(value, Mapping) else None
-                if type(value) is int and value > 0:
-                    found.add((value, path.name))
+        if "hydra.main" in text:
+            found |= {(value, path.name) for value in _numbers_of_threads(text, config)}
     return found.pop() if len({threads for threads, _ in found}) == 1 else None
+
+
+def _numbers_of_threads(text: str, config: Mapping[str, Any]) -> set[int]:
+    """What a script gives `set_num_threads`, as far as that can be read."""
+    try:
+        nodes = ast.walk(ast.parse(text))
+    except SyntaxError:
+        return set()
+    values: list[Any] = []
+    for node in nodes:
+        if isinstance(node, ast.Call) and ast.unparse(node.func).endswith("set_num_threads") and node.args:
+            given = node.args[0]
+            values.append(given.value if isinstance(given, ast.Constant) else _value_of(ast.unparse(given), config))
+    return {value for value in values if type(value) is int and value > 0}
+
+
+def _value_of(expression: str, config: Any) -> Any:
+    """The value of `config.some.key` in a config, or None."""
+    for key in expression.split(".")[1:]:
+        config = config.get(key) if isinstance(config, Mapping) else None
+    return config
 
 
 def measure_step(trainer: Any, model: Any, datamodule: Any, data: Data) -> Spread:
