@@ -81,6 +81,13 @@ class _Line:
     marker: str = ""
 
 
+@dataclass(frozen=True)
+class _Bar:
+    run: str
+    label: str
+    parts: Sequence[float]
+
+
 def _draw_lines(axes: Axes, lines: Iterable[_Line], unit: Unit, x: str) -> bool:
     """Lines with the last value and the name at the end of each that has a name or marks."""
     lines = [line for line in lines if line.points]
@@ -89,8 +96,7 @@ def _draw_lines(axes: Axes, lines: Iterable[_Line], unit: Unit, x: str) -> bool:
     end = _scale(axes, max(y for line in lines for _, y in line.points), unit)
     for line in lines[::-1]:  # the first ones lie above
         xs, ys = [x for x, _ in line.points], [min(max(y, 0.0), end) for _, y in line.points]
-        marker = line.marker if 1 < len(xs) <= 20 else "o" if len(xs) == 1 else ""
-        axes.plot(xs, ys, line.style, color=line.colour, marker=marker, clip_on=False)
+        axes.plot(xs, ys, line.style, color=line.colour, marker=line.marker if len(xs) <= 20 else "", clip_on=False)
     axes.xaxis.set_major_locator(MaxNLocator(8, integer=True))
     if len(places := {x for line in lines for x, _ in line.points}) == 1:
         axes.set_xticks(list(places))
@@ -101,48 +107,46 @@ def _draw_lines(axes: Axes, lines: Iterable[_Line], unit: Unit, x: str) -> bool:
 
 
 def _draw_bars(
-    axes: Axes,
-    groups: Mapping[str, Sequence[tuple[str, Sequence[float]]]],
-    parts: Mapping[str, str],
-    unit: Unit,
-    share: int,
-    x: str = "epoch",
+    axes: Axes, bars: Sequence[_Bar], parts: Mapping[str, str], unit: Unit, share: int, x: str = "epoch"
 ) -> bool:
-    """Stacked bars in groups with names, and the parts' names beside the last one.
+    """Stacked bars, run by run, and the parts' names beside the last one.
 
     Args:
         axes: to draw in.
-        groups: the bars of each group: a label and the parts from below.
+        bars: those of a run one after the other.
         parts: the colours of the parts, by their names.
         unit: of the parts.
-        share: number of the part whose share stands above a bar, where there is room for it.
+        share: number of the part whose share stands above a bar: of many bars above the last one of each run.
         x: what the labels are.
     """
-    groups = {name: bars for name, bars in groups.items() if bars}
-    if not groups:
+    if not bars:
         return False
-    values: Sequence[float] = ()
-    count, left, ticks = sum(map(len, groups.values())), 0.0, {}
-    end = _scale(axes, max(sum(values) for bars in groups.values() for _, values in bars), unit)
-    for name, bars in groups.items():
-        for place, (label, values) in enumerate(bars):
-            for number, colour in enumerate(parts.values()):
-                axes.bar(left + place, values[number], 0.8, sum(values[:number]), color=colour)
-            whole, alone = sum(values), count <= 8
-            if whole and (alone or place == len(bars) - 1):
-                words = f"{100 * values[share] / whole:.0f} %"
-                top = whole if alone else max(sum(each) for _, each in bars[-3:])  # above the bars that it spans
-                _write(axes, words, (left + place, top), (0, 2), ha="center", fontweight="bold")
-            if (len(bars) - 1 - place) % math.ceil(count / 24) == 0:
-                ticks[left + place] = label
-        middle = left + (len(bars) - 1) / 2
-        _write(axes, name, (middle, 1), (0, 12), xycoords=axes.get_xaxis_transform(), ha="center")
-        left += len(bars) + 0.6
-    axes.set_xticks(list(ticks), list(ticks.values()))
-    axes.set(xlabel=x, xlim=(-0.6, max(left - 1, 3.4)))
+    runs = list(dict.fromkeys(bar.run for bar in bars))
+    places = [number + 0.6 * runs.index(bar.run) for number, bar in enumerate(bars)]
+    end = _scale(axes, max(sum(bar.parts) for bar in bars), unit)
+    for number, colour in enumerate(parts.values()):
+        heights, below = [bar.parts[number] for bar in bars], [sum(bar.parts[:number]) for bar in bars]
+        axes.bar(places, heights, 0.8, below, color=colour)
+    for run in runs:
+        drawn = [(place, bar.parts) for place, bar in zip(places, bars, strict=True) if bar.run == run]
+        middle = (drawn[0][0] + drawn[-1][0]) / 2
+        _write(axes, run, (middle, 1), (0, 12), xycoords=axes.get_xaxis_transform(), ha="center")
+        crowded = len(bars) > 8
+        for place, values in drawn[-1:] if crowded else drawn:
+            over = drawn[-3:] if crowded else [(place, values)]  # the bars that the words span
+            top = max(sum(each) for _, each in over)
+            _write(axes, _percent(values, share), (place, top), (0, 2), ha="center", fontweight="bold")
+    every = math.ceil(len(bars) / 24)
+    axes.set_xticks(places[::every], [bar.label for bar in bars[::every]])
+    axes.set(xlabel=x, xlim=(-0.6, max(places[-1] + 0.6, 3.4)))
+    values = bars[-1].parts
     middles = [sum(values[:number]) + values[number] / 2 for number in range(len(parts))]
     _name(axes, [(middle / end, *part) for middle, part in zip(middles, parts.items(), strict=True)])
     return True
+
+
+def _percent(parts: Sequence[float], number: int) -> str:
+    return f"{100 * parts[number] / sum(parts):.0f} %" if sum(parts) else ""
 
 
 def _scale(axes: Axes, top: float, unit: Unit) -> float:
@@ -201,31 +205,32 @@ def _speed(axes: Axes, runs: Runs) -> bool:
     return _draw_lines(axes, _of_runs(runs, lambda run: run.epochs("samples_per_second")), "samples/s", "epoch")
 
 
-def _bars_of(runs: Runs, metrics: Sequence[str]) -> dict[str, list[tuple[str, list[float]]]]:
+def _bars_of(runs: Runs, metrics: Sequence[str]) -> list[_Bar]:
     """A bar for each epoch of each run that has logged all these parts."""
-    groups = {}
+    bars = []
     for name, run in runs.items():
         columns = [dict(run.epochs(metric)) for metric in metrics]
-        epochs = [epoch for epoch in columns[0] if all(epoch in column for column in columns)]
-        groups[name] = [(f"{epoch:.0f}", [max(column[epoch], 0.0) for column in columns]) for epoch in epochs]
-    return groups
+        for epoch in sorted(set.intersection(*map(set, columns))):
+            bars.append(_Bar(name, f"{epoch:.0f}", [max(column[epoch], 0.0) for column in columns]))
+    return bars
 
 
 def _bytes(axes: Axes, runs: Runs) -> bool:
-    groups = _bars_of(runs, ["bytes_from_cache", "bytes_from_source"])
-    return _draw_bars(axes, groups, {"cache": _BLUE, "source": _ORANGE}, "bytes", 0)
+    bars = _bars_of(runs, ["bytes_from_cache", "bytes_from_source"])
+    return _draw_bars(axes, bars, {"cache": _BLUE, "source": _ORANGE}, "bytes", 0)
 
 
 def _waiting(axes: Axes, runs: Runs) -> bool:
-    groups = _bars_of(runs, ["compute_seconds", "data_wait_seconds"])
-    return _draw_bars(axes, groups, {"computing": _BLUE, "waiting": _ORANGE}, "s", 1)
+    bars = _bars_of(runs, ["compute_seconds", "data_wait_seconds"])
+    return _draw_bars(axes, bars, {"computing": _BLUE, "waiting": _ORANGE}, "s", 1)
 
 
 def _steps(axes: Axes, runs: Runs) -> bool:
-    groups = _bars_of(runs, [f"step/{part}_seconds" for part in _PARTS])
+    bars = _bars_of(runs, [f"step/{part}_seconds" for part in _PARTS])
     if len(runs) == 1:
-        return _draw_bars(axes, groups, _PARTS, "s", 0)
-    return _draw_bars(axes, {"": [(name, bars[-1][1]) for name, bars in groups.items() if bars]}, _PARTS, "s", 0, "")
+        return _draw_bars(axes, bars, _PARTS, "s", 0)
+    last = {bar.run: _Bar("", bar.run, bar.parts) for bar in bars}
+    return _draw_bars(axes, list(last.values()), _PARTS, "s", 0, "")
 
 
 def _memory(axes: Axes, runs: Runs) -> bool:

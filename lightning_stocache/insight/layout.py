@@ -7,7 +7,7 @@ so each pattern ends with `$`: without it `hit_rate` would bring `hit_rate_expec
 TensorBoard smooths by 0.6, by which a hit rate of 0.70 in epoch two reads 0.43:
 `/#custom_scalars&_smoothingWeight=0` is the address of the tab without smoothing.
 
-`AXES` is what W&B's `run.define_metric` takes, one entry for each call: the values of an epoch are drawn over `epoch`,
+`axes` are what W&B's `run.define_metric` takes, one entry for each call: the values of an epoch are drawn over `epoch`,
 live ones over `trainer/global_step`, which Lightning logs beside them. Summaries are the last values, those that have
 a best and a worst epoch with these beside it; live values have none.
 """
@@ -19,7 +19,7 @@ from weakref import WeakSet
 
 from lightning_stocache.insight.metrics import LIVE_METRICS, NODE_METRICS, ROLLING_METRICS, Tally, rates
 
-__all__ = ["AXES", "LAYOUT", "LIVE", "lay_out"]
+__all__ = ["LAYOUT", "LIVE", "axes", "lay_out"]
 
 LIVE = "stocache/live/"
 """What the keys of live values begin with."""
@@ -35,13 +35,13 @@ def lay_out(logger: Any, nodes: int = 1) -> None:
         nodes: how many there are.
     """
     experiment: Any = getattr(logger, "experiment", None)
-    charts, axes = hasattr(experiment, "add_custom_scalars"), hasattr(experiment, "define_metric")
-    if not (charts or axes) or experiment in _laid_out:
+    has_charts, has_axes = (hasattr(experiment, name) for name in ("add_custom_scalars", "define_metric"))
+    if not (has_charts or has_axes) or experiment in _laid_out:
         return
     _laid_out.add(experiment)
-    if charts:
+    if has_charts:
         experiment.add_custom_scalars(LAYOUT)
-    for axis in [*AXES, *_axes_of_nodes(nodes)] if axes else ():
+    for axis in axes(nodes) if has_axes else ():
         experiment.define_metric(**axis)
 
 
@@ -71,28 +71,22 @@ LAYOUT: dict[str, dict[str, list[str | list[str]]]] = {
 """The layout: one or two curves a chart, because a run has one colour. Without validation or with one node the last
 categories stay empty."""
 
-_WITH_EXTREMES = ("data_wait_seconds", "samples_per_second")
 
+def axes(nodes: int = 1) -> list[dict[str, Any]]:
+    """The axes of all metrics: those of a run that has logged no such value draw nothing.
 
-def _axes() -> list[dict[str, Any]]:
+    Args:
+        nodes: how many there are.
+    """
     of_stages = [*rates(Tally()), "coverage"]
-    of_training = [*rates(Tally(ranks=1)), "coverage", "hit_rate_expected"]
-    names = of_training + [f"{stage}/{name}" for stage in ("val", "test", "predict") for name in of_stages]
-    axes: list[dict[str, Any]] = [{"name": "epoch"}]
-    names += [f"rolling/{name}" for name in ROLLING_METRICS]
+    of_epochs = [*rates(Tally(ranks=1)), "coverage", "hit_rate_expected"]
+    of_epochs += [f"{stage}/{name}" for stage in ("val", "test", "predict") for name in of_stages]
+    of_epochs += [f"rolling/{name}" for name in ROLLING_METRICS]
+    of_epochs += [f"node{node}/{name}" for node in range(nodes) if nodes > 1 for name in NODE_METRICS]
+    extremes = {name: {"summary": "last,min,max"} for name in ("data_wait_seconds", "samples_per_second")}
     # No patterns: of two that match W&B takes one at random, and Lightning has defined `*`.
-    axes += [{"name": f"stocache/{name}", "step_metric": "epoch"} for name in names]
-    for axis in axes:
-        if axis["name"].removeprefix("stocache/") in _WITH_EXTREMES:
-            axis["summary"] = "last,min,max"
-    over_steps = {"step_metric": "trainer/global_step", "summary": "none"}
-    return axes + [{"name": LIVE + name, **over_steps} for name in LIVE_METRICS]
-
-
-def _axes_of_nodes(nodes: int) -> list[dict[str, Any]]:
-    names = [f"stocache/node{node}/{name}" for node in range(nodes) if nodes > 1 for name in NODE_METRICS]
-    return [{"name": name, "step_metric": "epoch"} for name in names]
-
-
-AXES = _axes()
-"""The axes: those of a run that has logged no such value draw nothing."""
+    return [
+        {"name": "epoch"},
+        *({"name": f"stocache/{name}", "step_metric": "epoch", **extremes.get(name, {})} for name in of_epochs),
+        *({"name": LIVE + name, "step_metric": "trainer/global_step", "summary": "none"} for name in LIVE_METRICS),
+    ]

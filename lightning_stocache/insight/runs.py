@@ -119,10 +119,9 @@ class Run:
     @cached_property
     def _ends(self) -> dict[str, list[Row]]:
         """The rows that were logged at the epochs' ends of each stage: they have counts, or a StepTimer's means."""
-        return {
-            stage: [row for row in self.rows if prefix + "hits" in row or prefix + "step/wait_seconds" in row]
-            for stage, prefix in _STAGES.items()
-        }
+        timed = [row for row in self.rows if "epoch" in row and "stocache/step/wait_seconds" in row]
+        ends = {stage: [row for row in self.rows if prefix + "hits" in row] for stage, prefix in _STAGES.items()}
+        return ends | {"train": ends["train"] or timed}
 
 
 def find_runs(folders: Sequence[Path]) -> tuple[list[Run], list[str]]:

@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 
-from lightning_stocache.insight.layout import AXES, LAYOUT
+from lightning_stocache.insight.layout import LAYOUT, axes
 
 pytestmark = [pytest.mark.processes, pytest.mark.filterwarnings("ignore::DeprecationWarning")]
 
@@ -23,7 +23,7 @@ def test_the_view_has_tensorboards_charts(monkeypatch):
     view = wandb_workspace.workspace("team", "project")
     assert [section.name for section in view.sections] == list(LAYOUT)
     assert [len(section.panels) for section in view.sections] == [len(charts) for charts in LAYOUT.values()]
-    over = {axis["name"]: axis.get("step_metric") for axis in AXES}
+    over = {axis["name"]: axis.get("step_metric") for axis in axes()}
     names = [
         (metric if isinstance(metric, str) else metric.name, panel)
         for section in view.sections

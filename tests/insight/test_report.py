@@ -70,7 +70,7 @@ def words(axes) -> list[str]:
 
 def heights(axes) -> list[float]:
     """The height of every part of a bar, bar after bar from the left."""
-    return [patch.get_height() for patch in axes.patches if isinstance(patch, Rectangle)]
+    return [patch.get_height() for patch in sorted(axes.patches, key=Rectangle.get_x)]
 
 
 def test_a_csv_folder_becomes_a_page_with_six_charts(tmp_path):
@@ -203,7 +203,10 @@ def test_parts_of_a_step_are_bars(tmp_path):
     assert heights(axes) == pytest.approx([0.03, 0, 0.01, 0, 0, 0, 0.02, 0, 0.01, 0, 0, 0])
     assert [label.get_text() for label in axes.get_xticklabels()] == ["0", "1"]
     assert {"75 %", "67 %", "wait", "forward"} <= {*words(axes)}
-    write_csv(tmp_path / "runs" / "b", step_rows(rows_of_a_run(epochs=3)))
+    timer_alone = [row for row in step_rows(rows_of_a_run(epochs=3)) if "stocache/hits" in row[2]]
+    for _, _, values in timer_alone:
+        del values["stocache/hits"]
+    write_csv(tmp_path / "runs" / "b", timer_alone)
     axes = drawn(tmp_path / "runs", "What a step is made of")
     assert [label.get_text() for label in axes.get_xticklabels()] == ["a", "b"]
     assert heights(axes)[::6] == pytest.approx([0.02, 0.01])  # waiting in their last epochs
