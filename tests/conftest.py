@@ -6,6 +6,7 @@ Only tests that are marked `processes` start any; the others, `-m "not processes
 from __future__ import annotations
 
 import gc
+import math
 import multiprocessing
 import os
 import random
@@ -25,8 +26,9 @@ from torch.utils.data.dataloader import _MultiProcessingDataLoaderIter
 from tqdm import tqdm
 
 from lightning_stocache.loading import stream_choice
-from lightning_stocache.setup import look
+from lightning_stocache.setup import finding, look
 from lightning_stocache.setup.reader_process import NotStartedError
+from lightning_stocache.source import random_split
 from tests import names
 from tests.audit import Audit
 from tests.huge_pages import collapse
@@ -63,6 +65,19 @@ def looks_in_this_process(request: pytest.FixtureRequest, monkeypatch: pytest.Mo
         monkeypatch.setattr(look, "shared_counts", _refuse_to_start)
     if rooms - {"training"}:  # streams are read again here, too; `tests/training/test_streams.py` has that process
         monkeypatch.setattr(stream_choice, "read_apart", _refuse_to_start)
+
+
+@pytest.fixture(autouse=True)
+def set_up_stores_nothing(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> None:
+    """In these rooms the first epoch loads and fills: set-up keeps none of what it reads, as where it is too large.
+
+    A test that is marked `stores_at_set_up` finds there what users find. Set-up reads as many samples on a busy machine
+    as on another one.
+    """
+    monkeypatch.setattr(random_split, "QUICK_SECONDS", math.inf)
+    rooms = {"insight", "loading", "training"}.intersection(request.path.parts)
+    if rooms and not request.node.get_closest_marker("stores_at_set_up"):
+        monkeypatch.setattr(finding, "MOST_BYTES", -1)
 
 
 def _refuse_to_start(*_: Any) -> None:

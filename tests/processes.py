@@ -20,6 +20,8 @@ from typing import Any
 
 import pytest
 
+from lightning_stocache.setup import finding
+from lightning_stocache.source import random_split
 from tests import names
 
 __all__ = ["Child", "call", "call_many", "context", "default_method", "mount_own_shm", "without_room"]
@@ -57,7 +59,7 @@ class Child:
         self._folder = tempfile.TemporaryDirectory()
         self._answer = Path(self._folder.name) / "answer"
         self.process: BaseProcess = context(method).Process(
-            target=_run, args=(str(self._answer), names.folder(), default_method(), function, args)
+            target=_run, args=(str(self._answer), names.folder(), default_method(), _bounds(), function, args)
         )
         self.process.start()
         self.ended = False
@@ -161,9 +163,23 @@ def _check(status: int) -> None:
         raise OSError(ctypes.get_errno(), os.strerror(ctypes.get_errno()))
 
 
-def _run(answer: str, folder_of_names: str, method: str, function: Callable[..., Any], args: tuple[Any, ...]) -> None:
+def _bounds(*values: float) -> tuple[float, ...]:
+    """How much set-up reads and stores, which a fixture has decided: this, or from now on what is given."""
+    finding.MOST_BYTES, random_split.QUICK_SECONDS = values or (finding.MOST_BYTES, random_split.QUICK_SECONDS)
+    return finding.MOST_BYTES, random_split.QUICK_SECONDS
+
+
+def _run(
+    answer: str,
+    folder_of_names: str,
+    method: str,
+    bounds: tuple[float, ...],
+    function: Callable[..., Any],
+    args: tuple[Any, ...],
+) -> None:
     names.use(folder_of_names)
     multiprocessing.set_start_method(method, force=True)
+    _bounds(*bounds)
     try:
         outcome = pickle.dumps((True, function(*args)))
     except BaseException:

@@ -46,6 +46,8 @@ class Counts:
         source_ns: nanoseconds spent in the source, summed over processes.
         fill_ns: nanoseconds spent on checking and storing what came from it.
         gather_ns: nanoseconds spent on copying hits out of their slots, on the thread ahead of the consumer too.
+        setup_fills: samples that set-up has read and stored into their slot. They belong to no epoch, and are no
+            `fills`: the first epoch finds them READY, and hits them.
 
     Example:
         >>> (Counts(hits=3, misses=1) - Counts(hits=1)).served
@@ -61,6 +63,7 @@ class Counts:
     source_ns: int = 0
     fill_ns: int = 0
     gather_ns: int = 0
+    setup_fills: int = 0
 
     @property
     def served(self) -> int:

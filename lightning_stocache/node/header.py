@@ -67,6 +67,7 @@ class Manifest:
         payload: bytes behind the header, by which one sees that a file was cut off.
         budget: what its maker was given to spend, as text; empty where it does not matter.
         fingerprint: what two jobs that share it must have in common; empty where it is not shared.
+        found: what its maker has found out about the samples, as a digest; empty where that is not known.
     """
 
     geometry: Geometry
@@ -77,6 +78,7 @@ class Manifest:
     payload: int = 0
     budget: str = ""
     fingerprint: Mapping[str, str | int] = field(default_factory=dict)
+    found: str = ""
 
 
 def new_header() -> bytes:

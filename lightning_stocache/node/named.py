@@ -57,6 +57,7 @@ __all__ = [
     "clean_locks",
     "is_foreign",
     "join_named",
+    "manifest_of",
     "named_segments",
     "open_named",
     "prefix",
@@ -147,6 +148,13 @@ def open_named(
             return joined
         if (segment := _publish(path, size, manifest, directory)) is not None:
             return segment, manifest
+
+
+def manifest_of(name: str, directory: str | None = None) -> Manifest | None:
+    """What the segment of a name says about itself, which is not used from now on; None if none can be read."""
+    with contextlib.suppress(OSError, ManifestError), _own_file(_path(check_name(name), directory)) as data:
+        return read_manifest(os.pread(data, HEADER_BYTES, 0), os.fstat(data).st_size)
+    return None
 
 
 def named_segments(look: Callable[[int], Any] = token_of, directory: str | None = None) -> list[NamedSegment]:

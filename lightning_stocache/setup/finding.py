@@ -5,6 +5,7 @@ Who uses a `Reading` sees to it that it reads in a process where that does no ha
 
 from __future__ import annotations
 
+import hashlib
 import logging
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
@@ -31,7 +32,7 @@ _BY_HAND = (
 )
 _FROZEN = 4  # samples that are read of a source which is to be cached as it is
 _QUICK = 28  # indices that are read besides the first four, where that is quick
-_MOST_BYTES = 64 << 20  # of samples that were read to find out what they are, and are stored
+MOST_BYTES: float = 64 << 20  # of samples that were read to find out what they are, and are stored
 
 
 @dataclass(frozen=True)
@@ -62,6 +63,12 @@ class Finding:
     note: str | None = None
     seen: tuple[int, ...] = ()
 
+    @property
+    def digest(self) -> str:
+        """The codec and the cut in a few characters, the same where another look finds the same."""
+        form = None if self.codec is None else self.codec.title, self.cut
+        return hashlib.sha256(repr(form).encode(errors="replace")).hexdigest()[:16]
+
 
 class Reading:
     """Reads the source of a request in this process.
@@ -73,21 +80,26 @@ class Reading:
 
     def __init__(self, request: CacheRequest, told: Callable[[int], None] = lambda index: None) -> None:
         self.request, self._told = request, told
-        self._kept: dict[int, Any] = {}  # samples as they are to be kept, if that is as in `_found`
-        self._found = Finding()
+        self._kept: dict[int, Any] = {}  # samples as they are to be kept
         self.kept_bytes = 0
         """Bytes that the samples take which it keeps, at most 64 MiB."""
 
-    def find(self) -> Finding:
-        """Read some samples, to learn what they are."""
-        found, samples = _find(self.request, self._told)
+    def find(self, known: str = "") -> Finding:
+        """Read some samples, to learn what they are.
+
+        Args:
+            known: what was found by who made a cache that lies there, see `Finding.digest`. Four samples do where they
+                show the same.
+        """
+        found, samples = _find(self.request, self._told, quick=0 if known else _QUICK)
+        if known and found.digest != known:
+            found, samples = _find(self.request, self._told, quick=_QUICK)
         for index, sample in samples.items():
             nbytes = 0 if found.codec is None else found.codec.least_bytes(sample)
-            if self.kept_bytes + nbytes <= _MOST_BYTES:
+            if self.kept_bytes + nbytes <= MOST_BYTES:
                 self._kept[index] = sample
                 self.kept_bytes += nbytes
-        self._found = replace(found, seen=tuple(self._kept))
-        return self._found
+        return replace(found, seen=tuple(self._kept))
 
     def contents(self, found: Finding, indices: Sequence[int], again: bool = False) -> dict[int, list[bytes]]:
         """Samples as they lie in a cache, encoded, by their index: those that were read, and others, read now.
@@ -100,33 +112,41 @@ class Reading:
             again: whether all are read, under other seeds than the first time.
         """
         assert found.codec is not None
-        kept: Any = self.request.source
+        known = {} if again else {index: self._kept[index] for index in indices if index in self._kept}
+        missing = [index for index in indices if index not in known]
+        encoded = dict[int, list[bytes]]()
+        for index, sample in (known | self._read(found, missing, again)).items():
+            try:
+                encoded[index] = list(map(bytes, found.codec.contents(found.codec.encode(sample, index))))
+            except Exception as error:  # of the classes of the sample
+                log.debug("sample %d of %s cannot be kept: %s", index, self.request.title, error)
+        return encoded
+
+    def _read(self, found: Finding, indices: Sequence[int], again: bool) -> dict[int, Any]:
+        if not indices:
+            return {}
+        source: Any = self.request.source
         if found.as_files:
-            kept = taken_apart(kept)[0]
+            source = taken_apart(source)[0]
         elif found.cut is not None:
-            kept = found.cut.apply(kept)[0]
-        known = {} if again or found.as_files != self._found.as_files else self._kept
-        probe, encoded = Probe(kept, (), self._told), dict[int, list[bytes]]()
+            source = found.cut.apply(source)[0]
+        probe, samples = Probe(source, (), self._told), dict[int, Any]()
         try:
             for index in indices:
                 try:
-                    if index in known:
-                        sample = known[index]
-                    else:
-                        read = probe.read(kept, index, 2 * index + again)
-                        if sign(read, read) is not None:
-                            continue
-                        sample = read.sample
-                    encoded[index] = list(map(bytes, found.codec.contents(found.codec.encode(sample, index))))
-                except Exception as error:  # of the source, or of the classes of the sample
-                    log.debug("sample %d of %s cannot be had for its cache: %s", index, self.request.title, error)
+                    read = probe.read(source, index, 2 * index + again)
+                except Exception as error:  # of the source
+                    log.debug("sample %d of %s cannot be read: %s", index, self.request.title, error)
+                    continue
+                if sign(read, read) is None:
+                    samples[index] = read.sample
         finally:
             probe.generators.restore(probe.before)
-        return encoded
+        return samples
 
 
-def _find(request: CacheRequest, told: Callable[[int], None]) -> tuple[Finding, dict[int, Any]]:
-    """What was found, and the samples that can be kept as they came."""
+def _find(request: CacheRequest, told: Callable[[int], None], quick: int) -> tuple[Finding, dict[int, Any]]:
+    """What was found, and the samples that can be kept as they came; `quick`: indices that are read besides four."""
     source: Any = request.source
     if request.allow_random:
         generators = Generators(owned_generators(source))
@@ -139,10 +159,10 @@ def _find(request: CacheRequest, told: Callable[[int], None]) -> tuple[Finding, 
             return Finding(choice.codec, odd=choice.odd, reads=len(indices), note=note), {}
         finally:
             generators.restore(before)
-    parts = split(source, quick=_QUICK, told=told, domain=request.domain)
+    parts = split(source, quick=quick, told=told, domain=request.domain)
     files: EncodedForm | str | None = None
     if request.store == "encoded" or (request.store == "auto" and request.name is None):
-        files = look_at_files(source, parts.source, parts.indices, told, request.domain)
+        files = look_at_files(source, parts.source, parts.indices, told, request.domain, chosen=not quick)
     if isinstance(files, EncodedForm):
         finished = sum(map(files.codec.least_bytes, parts.samples)) // len(parts.samples)
         files = replace(files, codec=replace(files.codec, finished_bytes=finished))

@@ -52,6 +52,8 @@ def look_at_files(
     indices: Sequence[int],
     told: Callable[[int], None],
     domain: Domain | None = None,
+    *,
+    chosen: bool = False,
 ) -> EncodedForm | str:
     """Try to take a source apart into its files and their decoding.
 
@@ -61,6 +63,7 @@ def look_at_files(
         indices: of samples to try.
         told: is called with each index before it is read.
         domain: which indices may be read; by default all.
+        chosen: whether this form has been chosen before: then no files of other indices are timed.
 
     Returns:
         What was measured; or why it cannot be done, in words.
@@ -81,7 +84,7 @@ def look_at_files(
             again = probe.read(_Finished(kept, decoder), index, 2 * index)
             if again.bits != original.bits or not probe.generators.same(again.after, original.after):
                 return f"sample {index}, decoded from its file, is not the sample that the source returns"
-        among = range(len(kept)) if domain is None else domain.indices.tolist()
+        among = [] if chosen else range(len(kept)) if domain is None else domain.indices.tolist()
         return _measured(kept, head, indices, told, among)
     except Exception as error:  # methods of these names that mean something else, a file that cannot be opened
         return f"its files cannot be read and decoded apart: {error!r}"

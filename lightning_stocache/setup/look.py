@@ -64,8 +64,12 @@ class SourceReader:
         self._here: dict[int, Reading] = {}
         self._given_up = set[int]()
 
-    def look(self, number: int) -> Finding:
+    def look(self, number: int, known: str = "") -> Finding:
         """Look at the source of the request with this number.
+
+        Args:
+            number: of the request.
+            known: what was found of it before, see `Reading.find`.
 
         Raises:
             UnsupportedSampleError: (`strict`) a sample holds something that cannot be kept as bytes.
@@ -78,7 +82,7 @@ class SourceReader:
         if not request.length:
             return Finding(reason="it has no samples")
         try:
-            return cast(Finding, self._asked(number, "find"))
+            return cast(Finding, self._asked(number, "find", known))
         except Exception as error:  # the source is the user's, and may raise anything
             if request.strict:
                 raise

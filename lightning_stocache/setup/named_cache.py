@@ -28,12 +28,20 @@ from lightning_stocache.node.budget import Budget
 from lightning_stocache.node.files import memory_directory
 from lightning_stocache.node.free import FreeMemory
 from lightning_stocache.node.header import Manifest, ManifestError, printable
-from lightning_stocache.node.named import Mend, clean, join_named, open_named, way_out
+from lightning_stocache.node.named import Mend, clean, join_named, manifest_of, open_named, way_out
 from lightning_stocache.node.segment import Segment
 from lightning_stocache.setup.disk_cache import free_on
 from lightning_stocache.setup.request import CacheRequest
 
-__all__ = ["FingerprintError", "fingerprint", "join_cache", "join_caches", "open_cache", "rings_as_they_are"]
+__all__ = [
+    "FingerprintError",
+    "fingerprint",
+    "found_before",
+    "join_cache",
+    "join_caches",
+    "open_cache",
+    "rings_as_they_are",
+]
 
 log = logging.getLogger(__name__)
 
@@ -65,6 +73,12 @@ def fingerprint(request: CacheRequest, codec: SampleCodec) -> dict[str, str | in
     }
 
 
+def found_before(request: CacheRequest) -> str:
+    """What the maker of the cache with the request's name has found of its source, as `Finding.digest`; "" if none."""
+    manifest = None if request.name is None else manifest_of(request.name, request.dir)
+    return "" if manifest is None else manifest.found
+
+
 def join_cache(request: CacheRequest, codec: SampleCodec) -> SegmentStore[Any] | None:
     """The cache that lies under the request's name, or None if there is none.
 
@@ -79,7 +93,7 @@ def join_cache(request: CacheRequest, codec: SampleCodec) -> SegmentStore[Any] |
 
 
 def open_cache(
-    request: CacheRequest, codec: SampleCodec, arc: Arc, budget: Budget, granted: int = 0
+    request: CacheRequest, codec: SampleCodec, arc: Arc, budget: Budget, granted: int = 0, found: str = ""
 ) -> SegmentStore[Any]:
     """Make the cache of the request's name, with an arc; or join it, if another job has just made it.
 
@@ -89,6 +103,7 @@ def open_cache(
         arc: which of them have a slot on this node.
         budget: what the job was given to spend.
         granted: bytes that the cache may take.
+        found: what was found out about the samples, as `Finding.digest`.
 
     Raises:
         FingerprintError: that is the cache of something else, or (strict) of another budget.
@@ -100,13 +115,14 @@ def open_cache(
         "dataset": printable(request.title, _TITLE),
         "budget": str(budget),
         "fingerprint": fingerprint(request, codec),
+        "found": found,
     }
     size, manifest = _store_for(request, codec).layout(codec, arc, whose, granted=granted)
-    segment, found = open_named(request.name, size, manifest, request.dir, _mender(request, codec))
+    segment, there = open_named(request.name, size, manifest, request.dir, _mender(request, codec))
     try:
-        cache = _over(request, codec, segment, found)
+        cache = _over(request, codec, segment, there)
     except OSError:
-        if found is manifest:  # made here, and unless another job uses it: empty, and of this size, it is no use
+        if there is manifest:  # made here, and unless another job uses it: empty, and of this size, it is no use
             clean(request.name, request.dir)
         raise
     try:

@@ -12,7 +12,7 @@ All requests of one call open together, because they share budgets. The steps, e
 4. The leaders tell each other their slots, and every rank lays the same rings: who is the home of which index, and how
    many are expected to find room.
 5. Each leader makes the segments of its node; the other ranks attach (`segments`). What lies under a name is compared
-   with the source (`same_data`).
+   with the source, and what was read at set-up is stored (`same_data`).
 6. The leaders tell each other the arcs that they have: a named cache keeps its own, and the ring is made of those.
 
 What fails on one rank is raised on all. Nothing is kept here.
@@ -44,10 +44,10 @@ from lightning_stocache.setup.disk_cache import allocate_on_disk, with_directori
 from lightning_stocache.setup.finding import Finding
 from lightning_stocache.setup.form_choice import keeps_files, told_form
 from lightning_stocache.setup.look import SourceReader
-from lightning_stocache.setup.named_cache import FingerprintError, join_caches, rings_as_they_are
+from lightning_stocache.setup.named_cache import FingerprintError, found_before, join_caches, rings_as_they_are
 from lightning_stocache.setup.open_cache import OpenCache
 from lightning_stocache.setup.request import BackendChoice, CacheRequest
-from lightning_stocache.setup.same_data import other_data
+from lightning_stocache.setup.same_data import store_or_refuse
 from lightning_stocache.setup.segments import CacheMemoryError, Segments, make_and_attach
 from lightning_stocache.source.encoded import taken_apart
 from lightning_stocache.source.odd import warn_of_odd
@@ -118,12 +118,10 @@ def _open(
     reader = open_readers.enter_context(closing(SourceReader(requests)))
     findings = group.lead(
         lambda: [
-            _look(request, partial(reader.look, number), budgets[request.pot], same=not apart[number])
+            _look(request, partial(reader.look, number, found_before(request)), budgets[request.pot], not apart[number])
             for number, request in enumerate(requests)
         ]
     )
-    if all(request.name is None for request in requests):
-        reader.close()
     ranks = len(group.nodes[group.node])
     joined = group.together(
         lambda: join_caches(requests, [found.codec for found in findings], budgets) if group.is_leader else {}
@@ -168,7 +166,8 @@ def _open(
                 log.info(told_form(request.title, as_files, codec, found.encoded))
             codec = found.encoded.codec if as_files else codec
         if codec is not found.codec:
-            findings[number] = replace(found, codec=codec, as_files=as_files)
+            seen = found.seen if as_files == found.as_files else ()
+            findings[number] = replace(found, codec=codec, as_files=as_files, seen=seen)
             planned[number] = min(granted // codec.slot_bytes, wanted)
     parts = group.together(lambda: list(map(_parts, requests, findings)))
     homes = [
@@ -202,12 +201,9 @@ def _open(
         made = []
         for number, (request, found, ring) in enumerate(zip(requests, findings, rings, strict=True)):
             cache, budget, arc = joined.pop(number, None), budgets[request.pot], ring.arcs[group.node]
-            granted = plan.granted[number]
-            refuse = partial(other_data, request, found, partial(reader.read, number))
-            made.append(Segments.make(request, found.codec, arc, group, kind, cache, budget, granted, refuse))
-        for segments, nbytes in zip(made, plan.keep_free, strict=True):
-            if segments.cache is not None:
-                segments.cache.keep_free(nbytes)
+            bounds = plan.granted[number], plan.keep_free[number]
+            refuse = partial(store_or_refuse, request, found, partial(reader.read, number))
+            made.append(Segments.make(request, found, arc, group, kind, cache, budget, *bounds, refuse))
         return made
 
     try:

@@ -1,13 +1,17 @@
-"""Whether what lies in a cache with a name is the data of the job that opens it, and what is stored at set-up.
+"""What set-up has read is stored in the cache, unless other data lies there under the request's name.
 
-The class, the length and the shapes of a source say little: another folder of photographs has the same. So samples are
-compared. The leader of each node does it, when the cache is open and before any rank serves from it:
+The leader of each node does it, when the cache is open and before any rank serves from it. A cache without a name is
+empty: what was read at set-up is stored, where it has a slot, and counted apart from the fills of epochs.
+
+Under a name another job may have stored something. The class, the length and the shapes of a source say little: another
+folder of photographs has the same. So samples are compared:
 
 1. Where no slot is READY, what was read at set-up is stored. The look again whether that is so and the storing happen
    under a lock of their own, which each job takes before it fills anything: so a slot that is READY holds a sample of
    the first job, and of a second one that opens at the same time only if its samples are the same.
 2. Else samples of READY slots are compared: those that were read at set-up, and others, read now, until there are four.
-   A sample of the source is encoded and decoded as a cache does it, and `same_sample` compares what comes out.
+   A sample of the source is encoded and decoded as a cache does it, and `same_sample` compares what comes out. Where
+   they are the same, what was read is stored in the slots that are still empty.
 3. A sample that differs is read once more, under other seeds. If it differs from itself it is random, which nobody has
    looked for where `spec=` was given, and says nothing.
 
@@ -26,6 +30,7 @@ from typing import Any
 import numpy as np
 
 from lightning_stocache.cache.codec import SampleCodec
+from lightning_stocache.cache.counters import Counters
 from lightning_stocache.cache.records import RecordCodec
 from lightning_stocache.cache.segment_store import SegmentStore
 from lightning_stocache.cache.spec import SampleSpec
@@ -35,7 +40,7 @@ from lightning_stocache.setup.finding import Finding
 from lightning_stocache.setup.request import CacheRequest
 from lightning_stocache.source.same_sample import same_sample
 
-__all__ = ["other_data"]
+__all__ = ["store_or_refuse"]
 
 log = logging.getLogger(__name__)
 
@@ -43,33 +48,38 @@ _COMPARED = 4  # samples at least, if so many are stored
 _TRIED = 64  # samples that are asked for, to have so many
 
 
-def other_data(
+def store_or_refuse(
     request: CacheRequest,
     found: Finding,
     read: Callable[[Finding, Sequence[int], bool], Mapping[int, list[bytes]]],
     cache: SegmentStore[Any],
+    counters: Counters,
 ) -> str | None:
-    """Store what was read at set-up in a cache with a name, or compare it with what lies there.
+    """Store what was read at set-up, unless what lies there is other data.
 
     Args:
         request: what is to be cached.
         found: what was found of its source, with the codec of the cache.
         read: reads samples of its source, see `SourceReader`.
-        cache: that was opened under the request's name.
+        cache: that was opened for the request.
+        counters: of the cache; what is stored is counted as `setup_fills`.
 
     Returns:
         Why the cache must not be used, in two lines; None if it may be.
     """
     if request.allow_random:
-        if cache.filled:
+        if request.name is not None and cache.filled:
             _warn_of_trust(request, "a random source that is cached as it is has other samples in each job")
         return None
-    contents = dict(read(found, found.seen, False))
+    contents = dict(read(found, list(filter(cache.has_place, found.seen)), False))
+    if request.name is None:
+        _store(cache, contents, counters)
+        return None
     if not cache.filled:
         contents |= read(found, _with_slots(cache, contents), False)
         with cache.alone():
             if not cache.filled:
-                _store(cache, contents)
+                _store(cache, contents, counters)
                 return None
     compared = 0
     for index, stored in _stored(cache, list(contents)):
@@ -88,22 +98,25 @@ def other_data(
                 f"{way_out(str(request.name), request.dir)}"
             )
         compared += 1
-    if not compared:
+    if compared:
+        _store(cache, contents, counters)
+    else:
         _warn_of_trust(request, "no sample that lies there could be compared with this job's")
     return None
 
 
 def _with_slots(cache: SegmentStore[Any], known: Mapping[int, Any]) -> list[int]:
-    """Indices that have a slot, as many as are needed beside the known ones that have one."""
-    missing = _COMPARED - sum(map(cache.has_place, known))
+    """Indices that have a slot, as many as are needed beside the known ones, which have one."""
+    missing = _COMPARED - len(known)
     among = map(cache.handle.arc.index, range(len(cache)))
     return list(islice((index for index in among if index not in known), max(missing, 0)))
 
 
-def _store(cache: SegmentStore[Any], contents: Mapping[int, Sequence[bytes]]) -> None:
-    samples = [[memoryview(bytearray(part)) for part in parts] for parts in contents.values()]
-    for _ in cache.put_many(list(contents), samples):
-        pass
+def _store(cache: SegmentStore[Any], contents: Mapping[int, Sequence[bytes]], counters: Counters) -> None:
+    for index, parts in contents.items():
+        [stored] = cache.put_many([index], [[memoryview(bytearray(part)) for part in parts]])
+        if stored:
+            counters.add(setup_fills=1)
 
 
 def _stored(cache: SegmentStore[Any], known: Sequence[int]) -> Iterator[tuple[int, Any]]:

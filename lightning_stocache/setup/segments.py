@@ -10,7 +10,6 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any, Protocol, TypeVar
 
-from lightning_stocache.cache.codec import SampleCodec
 from lightning_stocache.cache.counters import Counters
 from lightning_stocache.cache.placement import Arc
 from lightning_stocache.cache.segment_store import SegmentStore
@@ -21,6 +20,7 @@ from lightning_stocache.node.files import Backend
 from lightning_stocache.node.group import NodeGroup
 from lightning_stocache.node.header import printable
 from lightning_stocache.node.segment import Segment, SegmentHandle
+from lightning_stocache.setup.finding import Finding
 from lightning_stocache.setup.named_cache import join_cache, open_cache
 from lightning_stocache.setup.request import CacheRequest
 
@@ -86,37 +86,39 @@ class Segments:
     def make(
         cls,
         request: CacheRequest,
-        codec: SampleCodec | None,
+        found: Finding,
         arc: Arc,
         group: NodeGroup,
         backend: Backend | None,
         joined: SegmentStore[Any] | None,
         budget: Budget,
         granted: int,
-        refuse: Callable[[SegmentStore[Any]], str | None],
+        keep_free: int,
+        refuse: Callable[[SegmentStore[Any], Counters], str | None],
     ) -> Segments:
         """Make them, or join the cache that has the request's name, unless `refuse` says why it must not be used."""
-        cache: SegmentStore[Any] | None = joined
-        refusal: str | None = None
+        cache, codec, refusal = joined, found.codec, None
         whose = {"dataset": printable(request.title, _LONGEST), "node": group.node, "nodes": len(group.nodes)}
         if codec is not None and request.name is not None:
             if joined is None:  # it may have come since, or this is the second try
-                cache = open_cache(request, codec, arc, budget, granted) if arc.slots else join_cache(request, codec)
-            if cache is not None:
-                try:
-                    refusal = refuse(cache)
-                except BaseException:
-                    cache.close()
-                    raise
-                if refusal is not None:
-                    cache.close()
-                    cache = None
+                settings = budget, granted, found.digest
+                cache = open_cache(request, codec, arc, *settings) if arc.slots else join_cache(request, codec)
         elif codec is not None and joined is None and arc.slots and request.dir is not None:
             cache = disk_store_for(codec).create(codec, arc, None, whose, granted=granted, directory=request.dir)
         elif codec is not None and joined is None and arc.slots:
             cache = store_for(codec).create(codec, arc, backend, whose, granted=granted)
-        keeps_name = cache is not None and request.name is not None
-        return cls(Counters.create(group.rank, backend), cache, keeps_name, refusal)
+        counters = Counters.create(group.rank, backend)
+        if cache is not None:
+            cache.keep_free(keep_free)
+            try:
+                refusal = refuse(cache, counters)
+            except BaseException:
+                cache.close()
+                raise
+            if refusal is not None:
+                cache.close()
+                cache = None
+        return cls(counters, cache, cache is not None and request.name is not None, refusal)
 
     @property
     def address(self) -> _Address:

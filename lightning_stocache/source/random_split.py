@@ -45,7 +45,7 @@ from lightning_stocache.source.transform_split import (
 
 __all__ = ["Split", "split", "spread"]
 
-_QUICK_SECONDS = 0.2
+QUICK_SECONDS = 0.2
 _SLOW_SECONDS = 20.0  # after which two indices have to do
 
 
@@ -179,7 +179,7 @@ def _pairs(source: Dataset[Any], probe: Probe, quick: tuple[int, ...]) -> Iterat
         first = index in probe.indices
         if failure is not None and not (first or seen):
             break
-        if seen >= 2 and time.perf_counter() - begin > (_SLOW_SECONDS if first else _QUICK_SECONDS):
+        if seen >= 2 and time.perf_counter() - begin > (_SLOW_SECONDS if first else QUICK_SECONDS):
             break
         try:
             pair = probe.read_twice(source, index)

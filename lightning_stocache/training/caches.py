@@ -25,6 +25,7 @@ from typing import Any, cast
 
 from torch.utils.data import Dataset, IterableDataset
 
+from lightning_stocache.cache.counters import Counts
 from lightning_stocache.cache.domain import Domain
 from lightning_stocache.insight.tallies import end_call
 from lightning_stocache.loading.cached_source import CachedSource
@@ -256,8 +257,9 @@ class CallCaches:
     def _count_fruitless(self, stage: str, before: _Open, new: Collection[Wanted]) -> None:
         """Cache a stage no more whose datasets are replaced again and again before a sample of them was hit."""
         counters = before.dataset.counters
-        hits = self._group.exchange(0 if counters is None else counters.totals().hits)
-        if any(hits) or not any(entry.stage == stage for entry in new):
+        counts = Counts() if counters is None else counters.totals()
+        hit = self._group.exchange(counts.hits > counts.setup_fills)  # those are hit in the first epoch already
+        if any(hit) or not any(entry.stage == stage for entry in new):
             return
         self._fruitless[stage] += 1
         if self._fruitless[stage] == _MOST_FRUITLESS:

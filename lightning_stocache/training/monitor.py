@@ -53,7 +53,8 @@ class CacheMonitor(Callback):
     - `fill_fraction`: share of the slots that are ready; of records, which differ in size, of the bytes granted.
     - `coverage`: share of the indices that have a slot, and are expected to find room in it, on some node; of those
       that are drawn, where that is known.
-    - `hits`, `misses`, `bypasses`, `fills`: samples in this epoch, over all ranks.
+    - `hits`, `misses`, `bypasses`, `fills`: samples in this epoch, over all ranks. What set-up has read and stored (at
+      most 32 samples, and 64 MiB, of each dataset) is no fill of an epoch; the first epoch hits it.
     - `bytes_from_cache`, `bytes_from_source`: bytes in this epoch; the latter is left out without a cache, because
       nobody knows then what a sample takes.
     - `source_seconds`, `fill_seconds`, `gather_seconds`: what loading consists of: time spent in the source, on storing

@@ -119,10 +119,12 @@ def test_all_cells_run(kernel):
             assert outcome == "ok", again
             assert "hit rate per epoch: 100, 100 %" in again
     whole = "".join(said.values())
-    assert "hit rate per epoch: 0, 100, 100, 100 %" in whole  # one rank
-    assert "hit rate per epoch: 0, 100, 100 %" in whole  # two
+    assert re.search(r"hit rate per epoch: [0-9]+, 100, 100, 100 %", whole)  # one rank
+    assert re.search(r"hit rate per epoch: [0-9]+, 100, 100 %", whole)  # two
     assert "epoch 2: " in whole
-    assert "240 of 360 samples were hits" in whole
+    hits = re.search(r"(\d+) of 360 samples were hits", whole)
+    assert hits is not None
+    assert 240 + 4 <= int(hits.group(1)) <= 240 + 32
 
 
 def test_what_it_shows_is_a_run_of_its_cells():

@@ -480,7 +480,6 @@ def test_one_process_reads_all_sources(tmp_path: Path) -> None:
     assert not os.path.exists(f"/proc/{pid}")
 
 
-@pytest.mark.xfail(strict=True, reason="One way of a batch: source, setup, sampling, loading, and what grows")
 def test_what_was_read_at_set_up_is_not_loaded_again() -> None:
     """It lies in the cache when the first epoch begins."""
     with closing(CachedDataset(Made(_squares))) as dataset:

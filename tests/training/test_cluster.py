@@ -150,7 +150,7 @@ def test_the_ranks_of_a_replica_see_the_same_batches(tmp_path, door, replicas, p
     assert batches == [first for first in firsts for _ in range(parallel)]
     assert samples(firsts, 0) == samples(firsts, 1) == EVERYTHING
     first, second = epochs(tmp_path)
-    assert first["fills"] == SAMPLES
+    assert SAMPLES - 32 <= first["fills"] <= SAMPLES - 4, "set-up has stored what it has read"
     assert first["hits"] + first["misses"] == second["hits"] == parallel * SAMPLES
     assert all(epochs(tmp_path, rank) == [first, second] for rank in range(world))
 
@@ -185,7 +185,8 @@ def test_a_container_per_rank_has_a_cache_each(tmp_path):
     batches = [seen(tmp_path, rank) for rank in range(2)]
     assert all(samples(batches, epoch) == EVERYTHING for epoch in range(3))
     first, _, last = epochs(tmp_path)
-    assert (first["hits"], last["coverage"]) == (0, 1)
+    assert first["hits"] <= 2 * 32, "what the set-up of both ranks has read is stored"
+    assert last["coverage"] == 1
     assert last["hit_rate"] > 0.8  # a random deal has 0.44
     [warning] = warnings(tmp_path)
     assert "ranks 0, 1 run on one machine and do not share memory" in warning
@@ -225,6 +226,6 @@ def test_named_caches_of_several_nodes(tmp_path, where):
             [logged] = epochs(folder)
             rates.append(logged["hit_rate"])
             assert logged["hits"] + source(folder).loads >= SAMPLES
-    assert rates[0] == 0
+    assert rates[0] <= 2 * 32 / SAMPLES, "what the set-up of two nodes has read is stored"
     assert rates[1] > 0.75  # of what a random deal finds on these nodes: a half
     assert rates[2] == pytest.approx(0.44, abs=0.06)  # what one epoch has filled of its half

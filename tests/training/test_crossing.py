@@ -50,10 +50,11 @@ def test_no_collective_of_others_is_crossed(tmp_path, devices, nodes):
                 assert sum(counts) == samples
                 assert epoch[f"stocache/{stage}hit_rate"] == pytest.approx(counts[0] / samples)
             if nodes == 1:
-                assert (epoch["stocache/hit_rate"], epoch["stocache/fill_fraction"]) == (number, 1)
+                assert epoch["stocache/fill_fraction"] == 1
+                assert (epoch["stocache/hit_rate"] == 1) if number else (epoch["stocache/hits"] >= 4)
     logs = "".join(log.read_text() for log in tmp_path.glob("*.log"))
     if nodes == 1:  # two keep samples that are dealt to both in turn
         at_setup = sum(map(int, re.findall(r"(\d+) samples read at set-up", logs)))
-        assert sum(first[-1]["loads"]) == len(first) * (SAMPLES + 8) + at_setup
+        assert sum(first[-1]["loads"]) == len(first) * (SAMPLES + 8) + at_setup // 2  # each twice; then it is stored
     assert [fit["epochs"] for fit in (*alone, *alone_again)] == [[{}, {}]] * 4
     assert logs.count("the cache counts of the other ranks have not come") == 2

@@ -238,6 +238,7 @@ def test_streams_are_kept_as_they_pass(door, tmp_path):
 
 
 @pytest.mark.named
+@pytest.mark.stores_at_set_up
 @pytest.mark.parametrize("where", ["memory", "disk"])
 @every_door
 def test_a_name_outlives_the_training(door, where, tmp_path, caplog):

@@ -97,18 +97,19 @@ def test_the_memory_of_two_nodes_adds_up(tmp_path, launcher, door):
     moved = moved_share(Ring.cut(SAMPLES, (0.5, 0.5), (half, half)), NODES, BATCH)
     epochs = [{name.removeprefix("stocache/"): value for name, value in epoch.items()} for epoch in ranks[0]]
     rates = [epoch["hit_rate"] for epoch in epochs]
-    assert rates[0] == 0
+    logs = "".join(log.read_text() for log in tmp_path.glob("*.log"))
+    stored = sum(map(int, re.findall(r"(\d+) samples read at set-up", logs))) / 2  # by each node, where it has a slot
+    assert rates[0] <= stored / SAMPLES
     assert rates[1] >= 1 - 2.2 * moved
     assert rates[2] >= 1 - 1.2 * moved
     for epoch in epochs:
         assert epoch["coverage"] == 1
         assert epoch["hits"] + epoch["misses"] + epoch["bypasses"] == SAMPLES
         assert epoch["hit_rate"] == pytest.approx(sum(epoch[f"node{node}/hit_rate"] for node in (0, 1)) / 2, abs=1e-6)
-    assert epochs[0]["fills"] == pytest.approx(SAMPLES * (1 - moved), abs=SAMPLES * moved)
+    assert epochs[0]["fills"] == pytest.approx(SAMPLES * (1 - moved), abs=SAMPLES * moved + stored)
     assert epochs[2]["node0/fill_fraction"] > 0.99
     assert epochs[2]["node1/fill_fraction"] > 0.99
-    logs = "".join(log.read_text() for log in tmp_path.glob("*.log"))
-    loads = source(tmp_path).loads - sum(map(int, re.findall(r"(\d+) samples read at set-up", logs)))
+    loads = source(tmp_path).loads - 2 * stored
     second_reads = loads - sum(epoch["misses"] + epoch["bypasses"] for epoch in epochs)
     assert 0 < second_reads <= 8 * len(ranks)  # while the cache fills, to see whether the source is random
     assert loads - second_reads <= (1 + 4 * moved) * SAMPLES
@@ -124,7 +125,7 @@ def test_a_fold_has_the_memory_of_two_nodes(tmp_path):
     moved = moved_share(Ring.cut(len(FOLD), (0.5, 0.5), (half, half)), NODES, BATCH)
     for epochs in (ranks[0][:3], ranks[0][3:]):
         rates = [epoch["stocache/hit_rate"] for epoch in epochs]
-        assert rates[0] == 0
+        assert rates[0] <= 2 * 32 / len(FOLD), "what the set-up of two nodes has read is stored"
         assert rates[1] >= 1 - 2.5 * moved
         assert rates[2] >= 1 - 1.5 * moved
         for epoch in epochs:

@@ -108,6 +108,7 @@ def name() -> Iterator[str]:
 @hydra_starts
 @pytest.mark.processes
 @pytest.mark.named
+@pytest.mark.stores_at_set_up
 @pytest.mark.parametrize("door", ["callback", "cached"])
 def test_trials_of_one_process_start_warm(tmp_path, monkeypatch, door, name):
     """Under the basic launcher, with a name, trials two and three are served nothing but hits."""
@@ -121,6 +122,7 @@ def test_trials_of_one_process_start_warm(tmp_path, monkeypatch, door, name):
 @hydra_starts
 @pytest.mark.processes
 @pytest.mark.named
+@pytest.mark.stores_at_set_up
 def test_optunas_sweeper(tmp_path, monkeypatch, name):
     """Its trials, one after the other in this process, share the cache of a name."""
     pytest.importorskip("hydra_plugins.hydra_optuna_sweeper")
