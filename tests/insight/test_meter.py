@@ -10,7 +10,7 @@ import pytest
 import torch
 from lightning.fabric import Fabric
 from lightning.fabric.loggers import CSVLogger
-from torch.utils.data import DataLoader, Sampler, Subset, SubsetRandomSampler
+from torch.utils.data import DataLoader, Subset, SubsetRandomSampler
 
 from lightning_stocache import CachedDataset, CachedLoader, CachedStream, CacheMeter, CacheMonitor
 from lightning_stocache.insight.layout import LIVE
@@ -69,21 +69,6 @@ def test_a_loop_over_the_loader_itself_has_no_seconds(dataset):
     assert meter.epoch()["stocache/val/hit_rate"] == 0
     with pytest.raises(TypeError, match="only a CacheMeter of one loader can be iterated over, this one has a list"):
         next(iter(meter))
-
-
-@pytest.mark.processes
-def test_nothing_is_expected_where_no_formula_holds(dataset):
-    """Of a sampler of one's own, of two loaders of one dataset, and of another stage than training."""
-
-    class Own(Sampler[int]):
-        def __iter__(self):
-            return iter(range(4))
-
-    plain = DataLoader(dataset, batch_size=4)
-    others = [DataLoader(dataset, sampler=Own()), [plain, plain]]
-    for meter in (*map(CacheMeter, others), CacheMeter(plain, "val")):
-        list(plain)
-        assert not [key for key in meter.epoch() if "expected" in key]
 
 
 @pytest.mark.processes

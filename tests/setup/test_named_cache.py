@@ -35,7 +35,6 @@ from tests.names import path_of
 from tests.processes import Child, call
 from tests.ranks import run_ranks
 from tests.sources import CountedSource
-from tests.training.tiny import Model, make_trainer
 
 pytestmark = pytest.mark.named
 
@@ -445,27 +444,16 @@ def half(rank: int, folder: str, name: str) -> tuple[int, int]:
     return answer
 
 
-# --- under a Trainer
+# --- several sets
 
 
 @pytest.mark.processes
-def test_a_second_trainer_starts_warm(name: str, tmp_path: Path) -> None:
-    """Train, val and test sets have a name each, by stage and place; the next process reads only at set-up."""
-    cold = call(train, str(tmp_path), name)
-    assert cold == LENGTH + 8 + 8 + 8 + AT_SET_UP
-    assert call(train, str(tmp_path), name) == cold + AT_SET_UP
+def test_each_set_of_a_datamodule_has_a_name(name: str) -> None:
+    """By its stage, and its place among the sets of that stage."""
+    sets = [CountedSource(length) for length in (LENGTH, 8, 8, 8)]
+    dm = StocacheDataModule(sets[0], sets[1:3], sets[3], name=name, fingerprint="v1", allow_random=True)
+    for stage in ("fit", "test"):
+        dm.setup(stage)
+        dm.teardown(stage)
     kept = sorted(one.name.removeprefix(name) for one in named_segments() if one.name.startswith(name))
     assert kept == ["-test0", "-train0", "-val0", "-val1"]
-
-
-AT_SET_UP = 16  # four samples of each set, with allow_random
-
-
-def train(folder: str, name: str) -> int:
-    torch.set_num_threads(1)
-    sets = [CountedSource(length, log_path=Path(folder) / "loads") for length in (LENGTH, 8, 8, 8)]
-    dm = StocacheDataModule(sets[0], sets[1:3], sets[3], batch_size=4, name=name, fingerprint="v1", allow_random=True)
-    trainer = make_trainer(Path(folder), epochs=2)
-    trainer.fit(Model(), dm)
-    trainer.test(Model(), dm, verbose=False)
-    return sets[0].loads

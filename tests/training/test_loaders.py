@@ -16,7 +16,6 @@ from torch.utils.data import (
     ConcatDataset,
     DataLoader,
     RandomSampler,
-    Sampler,
     SequentialSampler,
     Subset,
     WeightedRandomSampler,
@@ -229,17 +228,3 @@ def test_settings_know_how_workers_start():
     """A worker that is not forked needs as much memory as the trainer; without workers nothing is started."""
     assert settings_of(DataLoader(NUMBERS, num_workers=2, multiprocessing_context="spawn")).start_method == "spawn"
     assert settings_of(DataLoader(NUMBERS, num_workers=2)).start_method is None
-
-
-def test_shuffling_sampler_object_is_kept():
-    """The sampler of the old loader goes on in the new one: it may hold a state."""
-
-    class Own(Sampler[int]):
-        def __iter__(self):
-            return iter([2, 0])
-
-        def __len__(self):
-            return 2
-
-    sampler = Own()
-    assert tens(DataLoader(NUMBERS, sampler=sampler)).sampler is sampler
