@@ -17,41 +17,56 @@ sizes = st.integers(1, 300)
 
 @st.composite
 def rings(draw: st.DrawFn) -> Ring:
-    """Any number of indices, nodes of any number of ranks, and any number of slots for each."""
+    """Any number of indices, or some of a dataset's; nodes of any number of ranks, and of slots for each."""
+    length = draw(sizes)
+    drawn = draw(st.none() | st.lists(st.integers(-length, length - 1), min_size=1, max_size=length))
+    domain = None if drawn is None else Domain(drawn, length)
+    size = length if domain is None else len(domain)
     ranks = draw(st.lists(st.integers(1, 8), min_size=1, max_size=5))
-    size = draw(sizes)
     slots = draw(st.lists(st.integers(0, 2 * size), min_size=len(ranks), max_size=len(ranks)))
-    return Ring.cut(size, [own / sum(ranks) for own in ranks], slots)
+    return Ring.cut(size, [own / sum(ranks) for own in ranks], slots, domain)
+
+
+def indices_of(arc: Arc) -> set[int]:
+    """Those that may have a slot."""
+    return set(range(arc.length)) if arc.domain is None else set(arc.domain.indices.tolist())
 
 
 @given(ring=rings())
 def test_every_slot_belongs_to_exactly_one_index(ring: Ring) -> None:
-    """The indices that have a slot on an arc have the slots 0, 1, 2 ... each, and all others have none."""
+    """The slots 0, 1, 2 ... are those of indices that are drawn, which they lead back to; others have no slot."""
     for arc in ring.arcs:
-        slots = [arc.slot(index) for index in range(arc.size)]
-        assert sorted(slot for slot in slots if slot != NO_SLOT) == list(range(arc.slots))
+        slots = {index: arc.slot(index) for index in range(arc.length)}
+        held = {index: slot for index, slot in slots.items() if slot != NO_SLOT}
+        assert sorted(held.values()) == list(range(arc.slots))
+        assert held.keys() <= indices_of(arc)
+        assert all(arc.index(slot) == index for index, slot in held.items())
 
 
 @given(ring=rings())
 def test_many_indices_are_placed_as_one_is(ring: Ring) -> None:
-    """`slots_of` is `slot` for each index, whatever the integer type and shape of the array."""
+    """`slots_of` is `slot` for each index, whatever the integer type and shape of the array; outside there is none."""
     for arc in ring.arcs:
-        expected = [arc.slot(index) for index in range(arc.size)]
+        expected = [arc.slot(index) for index in range(arc.length)]
         for dtype in (np.int64, np.int32):
-            indices = np.arange(arc.size, dtype=dtype)
+            indices = np.arange(arc.length, dtype=dtype)
             slots = arc.slots_of(indices)
             assert slots.dtype == np.int64
             assert slots.tolist() == expected
             assert arc.slots_of(indices.reshape(-1, 1)).tolist() == [[slot] for slot in expected]
-            assert indices.tolist() == list(range(arc.size))
+            assert indices.tolist() == list(range(arc.length))
+        assert [arc.slot_within(index) for index in range(-arc.length, arc.length)] == expected * 2
+        assert arc.slot_within(arc.length) == arc.slot_within(-arc.length - 1) == NO_SLOT
+        if arc.domain is not None:
+            assert arc.slots_of(np.arange(-arc.length, arc.length)).tolist() == expected * 2
 
 
 @given(ring=rings())
 def test_coverage_is_the_share_of_indices_that_have_a_home(ring: Ring) -> None:
-    """Coverage equals what counting every index on every node gives."""
-    size = ring.arcs[0].size
-    homes = sum(any(arc.slot(index) != NO_SLOT for arc in ring.arcs) for index in range(size))
-    assert ring.coverage == pytest.approx(homes / size)
+    """Coverage equals what counting every index that is drawn on every node gives."""
+    indices = indices_of(ring.arcs[0])
+    homes = sum(any(arc.slot(index) != NO_SLOT for arc in ring.arcs) for index in indices)
+    assert ring.coverage == pytest.approx(homes / len(indices))
 
 
 @given(size=sizes, ranks=st.lists(st.integers(1, 8), min_size=1, max_size=5))
@@ -121,49 +136,6 @@ def test_every_process_lays_the_same_ring() -> None:
     """The placement is fixed: a cache that is read by another process finds its samples."""
     ring = Ring.cut(1000, (0.25, 0.75), (100, 900))
     assert [(arc.start, arc.slots, arc.step) for arc in ring.arcs] == [(0, 100, 633), (250, 900, 633)]
-
-
-@st.composite
-def rings_over_domains(draw: st.DrawFn) -> Ring:
-    """Any number of nodes over some of the indices of a dataset."""
-    length = draw(sizes)
-    domain = Domain(draw(st.lists(st.integers(-length, length - 1), min_size=1, max_size=length)), length)
-    ranks = draw(st.lists(st.integers(1, 8), min_size=1, max_size=4))
-    slots = draw(st.lists(st.integers(0, 2 * len(domain)), min_size=len(ranks), max_size=len(ranks)))
-    return Ring.cut(len(domain), [own / sum(ranks) for own in ranks], slots, domain)
-
-
-@given(ring=rings_over_domains())
-def test_every_slot_belongs_to_one_index_that_is_drawn(ring: Ring) -> None:
-    """Of a domain, the slots 0, 1, 2 ... are those of indices in it, which they lead back to; all others have none."""
-    for arc in ring.arcs:
-        assert arc.domain is not None
-        slots = {index: arc.slot(index) for index in range(arc.length)}
-        held = {index: slot for index, slot in slots.items() if slot != NO_SLOT}
-        assert sorted(held.values()) == list(range(arc.slots))
-        assert held.keys() <= set(arc.domain.indices.tolist())
-        assert all(arc.index(slot) == index for index, slot in held.items())
-
-
-@given(ring=rings_over_domains())
-def test_many_indices_of_a_domain_are_placed_as_one_is(ring: Ring) -> None:
-    """`slots_of` is `slot` for each index, from the end too, and outside of the dataset nothing has a slot."""
-    for arc in ring.arcs:
-        indices = np.arange(-arc.length, arc.length)
-        expected = [arc.slot_within(index) for index in indices.tolist()]
-        assert expected[: arc.length] == expected[arc.length :] == [arc.slot(index) for index in range(arc.length)]
-        assert arc.slots_of(indices).tolist() == expected
-        assert arc.slots_of(indices.reshape(2, -1).astype(np.int32)).reshape(-1).tolist() == expected
-        assert arc.slot_within(arc.length) == arc.slot_within(-arc.length - 1) == NO_SLOT
-
-
-@given(ring=rings_over_domains())
-def test_coverage_is_that_of_the_domain(ring: Ring) -> None:
-    """Coverage counts the indices that are drawn, and no other."""
-    domain = ring.arcs[0].domain
-    assert domain is not None
-    homes = sum(any(arc.slot(index) != NO_SLOT for arc in ring.arcs) for index in domain.indices.tolist())
-    assert ring.coverage == pytest.approx(homes / len(domain))
 
 
 @given(length=sizes, share=st.floats(0, 1))

@@ -12,7 +12,7 @@ import re
 import traceback
 import weakref
 from collections import OrderedDict
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator
 from contextlib import closing
 from pathlib import Path
 from typing import Any
@@ -44,7 +44,6 @@ from lightning_stocache.loading.loader import CachedLoader
 from lightning_stocache.node.free import FreeMemory
 from lightning_stocache.node.segment import Segment
 from lightning_stocache.setup import allocation
-from lightning_stocache.setup.segments import CacheMemoryError
 from tests.processes import context, without_room
 from tests.sources import CountedSource
 
@@ -260,18 +259,6 @@ def test_what_is_no_index_goes_to_the_source(budget: str | int) -> None:
         assert totals(dataset).bypasses == 4
         batches = DataLoader(dataset, sampler=BatchSampler(SequentialSampler(data), 5, False), batch_size=None)
         assert [len(batch) for batch in batches] == [5, 5]
-
-
-def test_a_samplers_keys_go_to_the_source() -> None:
-    """A batch of what is no index (sizes of a multi-scale sampler) reaches the source item by item."""
-
-    class Scaled(CountedSource):
-        def __getitem__(self, key: Any) -> Any:
-            return torch.full((key[1],), key[0]) if isinstance(key, tuple) else super().__getitem__(key)
-
-    with closing(CachedDataset(Scaled(8))) as dataset:
-        [batch] = DataLoader(dataset, batch_sampler=[[(1, 4), (2, 4)]])
-        assert batch.tolist() == [[1] * 4, [2] * 4]
 
 
 @pytest.mark.parametrize(
@@ -603,16 +590,6 @@ def test_other_options_are_checked(source: CountedSource, options: dict[str, Any
         CachedDataset(source, **options)
 
 
-def test_a_budget_below_one_slot_is_one_warning(source: CountedSource, caplog: pytest.LogCaptureFixture) -> None:
-    """Samples pass through, and the warning says what there would have been room for."""
-    with closing(CachedDataset(source, 10)) as dataset:
-        assert leaves(list(DataLoader(dataset, 5))) == leaves(list(DataLoader(CountedSource(LENGTH), 5)))
-        assert slots(dataset) == 0
-    [warning] = warnings(caplog)
-    assert "room for 0 of 24 samples" in warning
-    assert "less than one sample" in warning
-
-
 def test_a_budget_above_what_is_free_is_one_warning(
     source: CountedSource, caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -813,14 +790,6 @@ def no_memory(*args: Any, **named: Any) -> Any:
     raise OSError(28, "No space left on device")
 
 
-def test_memory_that_cannot_be_had_is_an_error(source: CountedSource, monkeypatch: pytest.MonkeyPatch) -> None:
-    """With `strict` it says what failed; the system's error is its cause."""
-    monkeypatch.setattr(Segment, "create", no_memory)
-    with pytest.raises(CacheMemoryError, match="No space left on device") as caught:
-        CachedDataset(source, strict=True)
-    assert type(caught.value.__cause__) is OSError
-
-
 @pytest.mark.parametrize("options", [{}, {"budget": 0}, {"budget": 0, "strict": True}])
 def test_training_goes_on_without_memory(
     source: CountedSource, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture, options: dict[str, Any]
@@ -834,30 +803,6 @@ def test_training_goes_on_without_memory(
 
 
 # --- attributes and copies
-
-
-class Named(CountedSource):
-    classes_seen: Sequence[str] = ("cat", "dog")
-    targets = torch.arange(LENGTH)
-
-    def __array__(self) -> Any:
-        raise AssertionError("never asked")
-
-    _hidden = None
-
-
-def test_the_sources_attributes_are_reachable() -> None:
-    """`classes`, `targets` and private names are those of the source; its dunder names stay its own."""
-    with closing(CachedDataset(Named(LENGTH))) as dataset:
-        assert dataset.classes_seen == ("cat", "dog")
-        assert dataset.targets is Named.targets
-        assert dataset._hidden is None
-        for name in ("__array__", "nothing_of_this_name"):
-            assert not hasattr(dataset, name)
-        with pytest.raises(AttributeError, match="nothing_of_this_name"):
-            dataset.nothing_of_this_name  # noqa: B018
-    with pytest.raises(AttributeError, match="source"):
-        CachedDataset.__new__(CachedDataset).source  # noqa: B018  pickle asks before there is one
 
 
 @pytest.mark.parametrize("duplicate", [lambda dataset: pickle.loads(pickle.dumps(dataset)), copy.deepcopy, copy.copy])

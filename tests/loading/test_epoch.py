@@ -122,18 +122,6 @@ def test_an_index_that_is_drawn_several_times_is_counted_each_time(num_workers):
         assert counts(dataset).bypasses == 0
 
 
-def test_what_was_only_looked_ahead_to_is_not_counted():
-    """An epoch that is broken off has served what it has given, also with a batch gathered ahead."""
-    with closing(CachedDataset(Numbers(LENGTH))) as dataset:
-        loader = CachedLoader(dataset, 4)
-        for stop in (2, 5, 0):
-            before = counts(dataset).served
-            for number, _ in enumerate(loader):
-                if number == stop:
-                    break
-            assert counts(dataset).served - before == 4 * (stop + 1)
-
-
 def test_a_batch_without_a_miss_wakes_no_worker(requests):
     """Only what is not READY is sent, and where nothing is missing nothing is."""
     with closing(CachedDataset(Numbers(LENGTH))) as dataset:
@@ -229,12 +217,6 @@ def test_later_epochs_take_no_new_memory(num_workers):
         first, *others = [{image.untyped_storage().data_ptr() for image, _ in loader} for _ in range(5)]
         assert len(first) <= (5 if num_workers else 3)
         assert len(set.union(*others)) <= 3
-
-
-def test_batches_are_aligned():
-    """At 64 bytes, for wide copies; the last one, which is smaller, too."""
-    with closing(CachedDataset(Numbers(LENGTH, BIG))) as dataset:
-        assert all(image.data_ptr() % 64 == 0 for image, _ in CachedLoader(dataset, 7))
 
 
 # ---- errors ----

@@ -91,20 +91,6 @@ def test_a_sampler_of_a_longer_dataset_is_not_trusted(dataset: CachedDataset) ->
         list(loader)
 
 
-def test_batches_of_a_block_are_independent(dataset: CachedDataset) -> None:
-    """Changing one in place changes neither the next nor the cache; kept batches stay as they are for ever."""
-    loader = CachedLoader(dataset, 4)
-    expected = [copied(batch) for batch in loader]
-    kept = []
-    for batch in loader:
-        kept.append(copied(batch))
-        batch[0].fill_(255)
-        batch[1].zero_()
-    assert same(kept, expected)
-    kept = [batch for _ in range(3) for batch in loader]
-    assert same(kept, expected * 3)
-
-
 def test_hits_are_counted_when_a_batch_is_handed_out(dataset: CachedDataset) -> None:
     """Not when it is gathered: an epoch broken off has served what it gave."""
     before = counts(dataset)
@@ -143,18 +129,6 @@ def test_a_gather_that_fails_is_done_again(dataset: CachedDataset, monkeypatch: 
         with pytest.raises(MemoryError):
             next(iterator)
     assert same(list(iterator), expected)
-
-
-def test_an_epoch_that_is_over_stays_over(dataset: CachedDataset) -> None:
-    """After its end, or when it was closed, an iterator gives nothing more."""
-    loader = CachedLoader(dataset, 100)
-    iterator = iter(loader)
-    assert len(list(iterator)) == len(iterator) == 7
-    assert next(iterator, None) is None
-    closed: Any = iter(loader)
-    next(closed)
-    closed.close()
-    assert next(closed, None) is None
 
 
 def test_large_batches_are_gathered_alone(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -223,7 +223,11 @@ def test_the_package_finds_the_cached_dataset(dataset: CachedDataset, plain: Pla
 
 
 def test_dir_and_dunder_names(dataset: CachedDataset) -> None:
-    """`dir` shows the source's names; a dunder name of the source is never forwarded."""
+    """`dir` shows the source's names; a dunder name of the source is never forwarded; what nobody has is missing."""
     assert {"strength", "_offset", "set_strength"} <= set(dir(dataset)) & set(dir(StandIn(dataset)))
     with closing(CachedDataset(Named(), 0)) as other:
         assert not hasattr(StandIn(other), "__iter__")
+        with pytest.raises(AttributeError, match="nothing_of_this_name"):
+            other.nothing_of_this_name  # noqa: B018
+    with pytest.raises(AttributeError, match="source"):
+        CachedDataset.__new__(CachedDataset).source  # noqa: B018  pickle asks before there is one

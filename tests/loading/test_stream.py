@@ -306,12 +306,6 @@ def test_a_stream_that_blocks_when_it_is_read_again_passes_through(monkeypatch: 
     assert "reading it again has not ended" in caplog.text
 
 
-def test_an_empty_stream_stays_empty() -> None:
-    """Nothing comes, as often as one asks."""
-    with closing(CachedStream(lambda: iter(()), "1MiB")) as stream:
-        assert [list(stream) for _ in range(5)] == [[]] * 5
-
-
 def test_a_known_length_ends_an_epoch() -> None:
     """Who knows a length stops there, and asks for no more: that epoch is whole."""
 
