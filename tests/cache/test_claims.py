@@ -80,16 +80,6 @@ def test_a_lost_claim_leaves_nothing(segment: Segment) -> None:
 
 
 @pytest.mark.processes
-def test_an_error_gives_the_claim_back(segment: Segment) -> None:
-    """A claim ends with its block, however that ends."""
-    with pytest.raises(KeyError):
-        with holding(segment, 3):
-            raise KeyError
-    assert can_claim(segment, 3)
-    assert call(can_claim, segment, 3)
-
-
-@pytest.mark.processes
 def test_a_child_forked_during_a_claim_of_another_thread_waits_for_nobody(segment: Segment) -> None:
     """The thread that held the slot does not exist in the child; once the parent is done the child gets the slot."""
     claimed, done = threading.Event(), threading.Event()

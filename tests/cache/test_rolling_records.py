@@ -57,17 +57,6 @@ def test_what_is_read_after_close_is_an_error_in_words() -> None:
         next(samples)
 
 
-def test_the_oldest_leave_first(store: RollingRecords) -> None:
-    """What is resident are always the last ones that came, as many as fit."""
-    for number in range(400):
-        assert store.append(sample(number))
-        if number % 7 == 0:
-            resident = sorted(numbers(store))
-            assert resident == list(range(number - len(resident) + 1, number + 1))
-    assert 10 < store.filled == store.capacity < 60
-    assert store.ring.appended - store.ring.evicted == store.filled
-
-
 def test_small_samples_end_at_the_number_of_slots() -> None:
     """Where samples are smaller than was expected, slots run out before bytes do."""
     store = RollingRecords.create(CODEC, 200_000)

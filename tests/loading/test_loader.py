@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import collections
 import copy
 import inspect
 import itertools
@@ -25,13 +24,23 @@ from torch.utils.data import (
     Subset,
     get_worker_info,
 )
-from torchvision import tv_tensors
 from torchvision.transforms import v2
 
 from lightning_stocache.cache.spec import SampleSpec
 from lightning_stocache.loading.dataset import CachedDataset
 from lightning_stocache.loading.loader import CachedLoader
-from tests.loading.twins import Jitter, LazySampler, Numbers, Transformed, UnequalBatches, copied, pairwise, run, same
+from tests.loading.twins import (
+    STRUCTURES,
+    Jitter,
+    LazySampler,
+    Numbers,
+    Transformed,
+    UnequalBatches,
+    copied,
+    pairwise,
+    run,
+    same,
+)
 
 LENGTH = 50
 SPEC = SampleSpec.infer(Numbers(LENGTH)[0])
@@ -137,29 +146,6 @@ def test_with_workers_batches_and_draws_are_those_of_dataloader(options):
 
 
 # ---- what samples look like ----
-
-Pair = collections.namedtuple("Pair", "image label")
-
-STRUCTURES: dict[str, Callable[[int], Any]] = {
-    "a tensor": lambda i: torch.full((2, 3), float(i)),
-    "a list": lambda i: [torch.tensor([i, -i]), i],
-    "a dict": lambda i: {"label": i, "image": torch.full((3,), i, dtype=torch.uint8)},
-    "an OrderedDict": lambda i: collections.OrderedDict(b=torch.tensor(i), a=float(i)),
-    "a namedtuple": lambda i: Pair(torch.tensor([i], dtype=torch.int16), i),
-    "nested": lambda i: {"pair": Pair([torch.tensor([i])], (i, {"deep": torch.tensor([i * 0.5])})), "one": (i,)},
-    "arrays": lambda i: (np.full((2, 2), i, dtype=np.float32), np.array(i), np.arange(3, dtype=np.int16) + i),
-    "scalars": lambda i: (i, float(i), i % 2 == 0, np.float32(i), np.int64(i), torch.tensor(i % 3 == 0)),
-    "half precision": lambda i: (torch.full((5,), i, dtype=torch.bfloat16), torch.full((3,), i, dtype=torch.half)),
-    "complex": lambda i: torch.tensor([complex(i, -i)]),
-    "an empty field": lambda i: (torch.empty(0, 3), torch.tensor([i])),
-    "odd rows": lambda i: (torch.full((3,), i, dtype=torch.uint8), torch.tensor([i, 1, 2], dtype=torch.int16)),
-    "tv_tensors": lambda i: {
-        "image": tv_tensors.Image(torch.full((3, 2, 2), i, dtype=torch.uint8)),
-        "boxes": tv_tensors.BoundingBoxes(torch.full((2, 4), i), format="XYXY", canvas_size=(9, 9)),
-        "mask": tv_tensors.Mask(torch.full((2, 2), i % 2 == 0)),
-    },
-    "nothing": lambda i: (),
-}
 
 
 def unchanged(sample: Any) -> Any:

@@ -78,8 +78,7 @@ def test_batches_of_shuffled_samples_are_not_frozen(shards: list[str], caplog: p
 
 
 @pytest.mark.processes
-@pytest.mark.parametrize("workers", [0, 2])
-@pytest.mark.parametrize("shuffle", [False, True])
+@pytest.mark.parametrize(("workers", "shuffle"), [(0, True), (2, False)])
 def test_streams_of_hugging_face_are_kept(workers: int, shuffle: bool) -> None:
     """A `datasets.IterableDataset`, shuffled or not; what is called on it reaches it."""
     table = datasets.Dataset.from_list(list(dictionaries(60))).to_iterable_dataset(num_shards=4)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import collections
 import itertools
 import random
 from collections.abc import Callable, Iterable, Mapping, Sequence
@@ -10,8 +11,20 @@ from typing import Any
 import numpy as np
 import torch
 from torch.utils.data import DataLoader, Dataset, Sampler
+from torchvision import tv_tensors
 
-__all__ = ["Jitter", "LazySampler", "Numbers", "Transformed", "UnequalBatches", "copied", "pairwise", "run", "same"]
+__all__ = [
+    "STRUCTURES",
+    "Jitter",
+    "LazySampler",
+    "Numbers",
+    "Transformed",
+    "UnequalBatches",
+    "copied",
+    "pairwise",
+    "run",
+    "same",
+]
 
 
 class Numbers(Dataset[Any]):
@@ -161,3 +174,31 @@ def pairwise(**factors: Sequence[Any]) -> list[dict[str, Any]]:
         wanted -= met(best)
         chosen.append({name: factors[name][place] for name, place in best.items()})
     return chosen
+
+
+Pair = collections.namedtuple("Pair", "image label")
+
+STRUCTURES: dict[str, Callable[[int], Any]] = {
+    "a tensor": lambda i: torch.full((2, 3), float(i)),
+    "a list": lambda i: [torch.tensor([i, -i]), i],
+    "a dict": lambda i: {"label": i, "image": torch.full((3,), i, dtype=torch.uint8)},
+    "an OrderedDict": lambda i: collections.OrderedDict(b=torch.tensor(i), a=float(i)),
+    "a namedtuple": lambda i: Pair(torch.tensor([i], dtype=torch.int16), i),
+    "nested": lambda i: {"pair": Pair([torch.tensor([i])], (i, {"deep": torch.tensor([i * 0.5])})), "one": (i,)},
+    "arrays": lambda i: (np.full((2, 2), i, dtype=np.float32), np.array(i), np.arange(3, dtype=np.int16) + i),
+    "scalars": lambda i: (i, float(i), i % 2 == 0, np.float32(i), np.int64(i), torch.tensor(i % 3 == 0)),
+    "half precision": lambda i: (torch.full((5,), i, dtype=torch.bfloat16), torch.full((3,), i, dtype=torch.half)),
+    "complex": lambda i: torch.tensor([complex(i, -i)]),
+    "an empty field": lambda i: (torch.empty(0, 3), torch.tensor([i])),
+    "odd rows": lambda i: (torch.full((3,), i, dtype=torch.uint8), torch.tensor([i, 1, 2], dtype=torch.int16)),
+    "tv_tensors": lambda i: {
+        "image": tv_tensors.Image(torch.full((3, 2, 2), i, dtype=torch.uint8)),
+        "mask": tv_tensors.Mask(torch.full((2, 2), i % 2 == 0)),
+    },
+    "boxes": lambda i: tv_tensors.BoundingBoxes(torch.full((2, 4), i), format="XYXY", canvas_size=(9, 9)),
+    "a bool": lambda i: i % 2 == 0,
+    "a NumPy scalar": lambda i: np.float16(i),
+    "empty branches": lambda i: {2: torch.tensor([i]), "a": [], "b": (i, ()), "c": {}},
+    "nothing": lambda i: (),
+}
+"""What samples look like: a sample for each index. `nothing` has no field, and `boxes` are no row."""
