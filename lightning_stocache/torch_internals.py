@@ -17,6 +17,8 @@
 - `_BaseDataLoaderIter`: what a loader that is read already holds.
 - `_utils.worker._worker_info` and `WorkerInfo`: a process that fills a rolling cache is told which part of a stream
   is its own as a DataLoader worker is. Where they are missing, it is not told, and draws the whole stream.
+- `distributed_c10d._get_default_store`: the key-value store over which the ranks of a job have met. Where it is
+  missing, their messages go over a store of our own.
 
 The names are the same from torch 2.4 to 2.15.
 """
@@ -52,6 +54,7 @@ __all__ = [
     "draws_all_once",
     "idling_context",
     "is_loader_iterator",
+    "job_store",
     "knows_workers",
     "pinned",
     "set_worker_dataset",
@@ -224,6 +227,19 @@ def draws_all_once(sampler: Sampler[Any]) -> bool:
     """Whether a RandomSampler draws every index of its dataset once."""
     given: Any = sampler
     return not given.replacement and getattr(given, "_num_samples", 0) is None
+
+
+def job_store() -> Any:
+    """The `torch.distributed.Store` of the running job, on a connection of its own where torch can make one.
+
+    None if the job has none (MPI), or this torch has another name for it.
+    """
+    from torch.distributed import distributed_c10d
+
+    find = getattr(distributed_c10d, "_get_default_store", None)
+    store = None if find is None else find()
+    clone = getattr(store, "clone", None)  # not before torch 2.6
+    return store if clone is None else clone()
 
 
 def pinned(batch: Any) -> Any:

@@ -1,26 +1,30 @@
 """Which ranks share memory, and how they agree.
 
 A node is the set of ranks that can map the same memory: same boot id, same memory filesystem, whatever NODE_RANK
-says. Two "nodes" on one machine with one /dev/shm are one node here; two containers with a /dev/shm each are two. A
-rank that cannot open what the others make, though it sees the same filesystem, is a node of its own (`reach`).
+says. Two "nodes" on one machine with one /dev/shm are one node here; two containers with a /dev/shm each are two.
 
-All of this is collective: every rank of the job makes the same calls in the same order. The talk goes over private
-groups of gloo, so that it stays off the NCCL stream. Without a process group the job is one rank on one node and
-nothing is sent.
+That two processes see the same filesystem does not mean that one can open what the other makes: a container per rank
+has process ids of its own, another user no right to open. So the first rank of every node makes two empty segments, one
+without a name and one with, and the others try to open either. A rank that can open neither is a node of its own.
+
+All of this is collective: every rank of the job makes the same calls in the same order. Messages go through the job's
+store (`post`), not through its process groups. Without a process group the job is one rank on one node and nothing is
+sent.
 
 An error during set-up is everybody's: `together` and `lead` end with the same outcome on all ranks, so that none
-waits for one that has failed. A rank that dies closes its connections, which ends the call of the others.
+waits for one that has failed.
 
-That is for set-up. While training runs nobody may wait for all the others: what is told then is posted (`post`).
+That is for set-up. While training runs nobody may wait for all the others: values are posted then.
 """
 
 from __future__ import annotations
 
+import contextlib
 import logging
 import os
 import pickle
 import socket
-import struct
+import sys
 import weakref
 from collections.abc import Callable, Hashable, Sequence
 from dataclasses import dataclass
@@ -29,10 +33,10 @@ from typing import Any, TypeVar
 
 import torch.distributed as dist
 
-from lightning_stocache.node.collective import Gathering
-from lightning_stocache.node.files import memory_directory
-from lightning_stocache.node.post import Posted
-from lightning_stocache.node.reach import strangers
+from lightning_stocache.node.files import Backend, default_backend, memory_directory
+from lightning_stocache.node.post import Mailbox, Posted, posted_bytes
+from lightning_stocache.node.segment import Segment, SegmentHandle
+from lightning_stocache.torch_internals import job_store
 
 __all__ = ["NodeGroup", "job_ranks", "memory_key"]
 
@@ -41,24 +45,10 @@ log = logging.getLogger(__name__)
 T = TypeVar("T")
 
 
-@dataclass
-class _Private:
-    """The two groups over which ranks talk here.
-
-    Args:
-        calls: in which all ranks make the same calls.
-        posts: in which a rank may post while others do not. A group of its own, for gloo pairs messages by their order.
-        posted: how many messages this rank has posted.
-    """
-
-    calls: dist.ProcessGroup
-    posts: dist.ProcessGroup
-    posted: int = 0
-
-
-# The private groups of each default process group; they end with it. The nodes are found out once.
-_private: weakref.WeakKeyDictionary[dist.ProcessGroup, _Private] = weakref.WeakKeyDictionary()
+# The mailbox of each default process group; it ends with the group. The nodes are found out once.
+_mailboxes: weakref.WeakKeyDictionary[dist.ProcessGroup, Mailbox] = weakref.WeakKeyDictionary()
 _nodes: weakref.WeakKeyDictionary[dist.ProcessGroup, tuple[tuple[int, ...], ...]] = weakref.WeakKeyDictionary()
+_KINDS: tuple[Backend, ...] = (default_backend(), "file")
 
 
 def memory_key() -> tuple[str, int]:
@@ -111,7 +101,7 @@ class NodeGroup:
         world, rank = dist.group.WORLD, dist.get_rank()
         assert world is not None
         if key is not None:
-            return cls(rank, _alike(_exchange(key)))
+            return cls(rank, _alike(_mailbox().exchange(key)))
         if world not in _nodes:
             _nodes[world] = _find_nodes(rank)
         return cls(rank, _nodes[world])
@@ -143,23 +133,20 @@ class NodeGroup:
 
     def exchange(self, value: T) -> list[T]:
         """Every rank's value, by rank. Collective."""
-        return [value] if self.world == 1 else _exchange(value)
+        return [value] if self.world == 1 else _mailbox().exchange(value)
 
     def post(self, value: T) -> Posted[T]:
         """Send a value of at most 2 KiB to every rank, and wait for nothing.
 
-        Every rank posts in the same order. If some have posted less by the next collective call, they send nothing for
-        what is missing there, so that no message meets one of another turn.
+        Every rank makes the same posts in the same order. Where some ranks have made fewer before the next collective
+        call, the posts that they left out come to nothing on all ranks.
 
         Raises:
             ValueError: the value takes more than 2 KiB.
         """
         if self.world == 1:
-            return Posted.send(value, 1)
-        private = _private_groups()
-        posted = Posted.send(value, self.world, private.posts)
-        private.posted += 1
-        return posted
+            return Posted(None, "", [pickle.loads(posted_bytes(value))])
+        return _mailbox().post(value)
 
     def together(self, work: Callable[[], T]) -> T:
         """Do something on every rank; if it fails on one, it fails on all. Collective.
@@ -216,8 +203,8 @@ def _alike(keys: Sequence[Hashable]) -> tuple[tuple[int, ...], ...]:
 
 def _find_nodes(rank: int) -> tuple[tuple[int, ...], ...]:
     """Which ranks share memory. Collective; rank 0 warns where ranks of one machine do not."""
-    keys = _exchange(memory_key())
-    apart = strangers(rank, _alike(keys), _exchange)
+    keys = _mailbox().exchange(memory_key())
+    apart = _unreachable(rank, _alike(keys))
     nodes = _alike([(key, number if number in apart else None) for number, key in enumerate(keys)])
     for ranks in _alike([machine for machine, _ in keys]):
         caches = [node for node in nodes if node[0] in ranks]
@@ -235,31 +222,49 @@ def _find_nodes(rank: int) -> tuple[tuple[int, ...], ...]:
     return nodes
 
 
-def _exchange(value: Any) -> list[Any]:
-    private, content = _private_groups(), pickle.dumps(value)
-    told = Gathering(struct.pack("qq", len(content), private.posted), private.calls).wait()
-    sizes, posted = zip(*(struct.unpack("qq", pair) for pair in told), strict=True)
-    while private.posted < max(posted):
-        Posted.send_nothing(private.posts)
-        private.posted += 1
-    contents = Gathering(content.ljust(max(sizes), b"\0"), private.calls).wait()
-    return [pickle.loads(content) for content in contents]  # a pickle knows where it ends
+def _unreachable(rank: int, nodes: Sequence[Sequence[int]]) -> dict[int, str]:
+    """The ranks that cannot open what the first rank of their node makes, each with the reason. Collective."""
+    mates = next(node for node in nodes if rank in node)
+    with contextlib.ExitStack() as cleanup:
+        handles: list[SegmentHandle] = []
+        if rank == mates[0] and len(mates) > 1 and sys.platform != "win32":
+            for kind in dict.fromkeys(_KINDS):
+                with contextlib.suppress(OSError):  # no memory at all is for the first cache to report
+                    segment = Segment.create(1, kind)
+                    cleanup.callback(segment.close)
+                    handles.append(segment.handle)
+        offered: list[SegmentHandle] = _mailbox().exchange(handles)[mates[0]]
+        reasons = _mailbox().exchange(None if rank == mates[0] else _why_not_opened(offered))
+    return {number: reason for number, reason in enumerate(reasons) if reason is not None}
 
 
-def _private_groups() -> _Private:
-    """The groups over which ranks talk here; the first call of a job makes them, and is collective."""
-    world = dist.group.WORLD
+def _why_not_opened(handles: Sequence[SegmentHandle]) -> str | None:
+    """Why none of these segments can be opened here, or None."""
+    reason = None
+    for handle in handles:
+        try:
+            Segment.attach(handle).close()
+            return None
+        except (OSError, ValueError) as error:
+            reason = str(error)
+    return reason
+
+
+def _mailbox() -> Mailbox:
+    """This rank's mailbox in the running job; the first call of a job makes it, and is collective."""
+    world, rank = dist.group.WORLD, dist.get_rank()
     assert world is not None
-    if world not in _private:
-        if dist.get_backend(world) == "gloo":
-            # A rank that dies before it comes here is noticed by its broken connection; making a group would wait for
-            # it until the time-out of the default group, 30 minutes. (NCCL notices neither: there the launcher has to.)
-            Gathering(b"?", world).wait()
-        _private[world] = _Private(_new_group(), _new_group())
-    return _private[world]
+    if world not in _mailboxes:
+        _mailboxes[world] = Mailbox(job_store() or _new_store(rank), rank, dist.get_world_size())
+    return _mailboxes[world]
 
 
-def _new_group() -> dist.ProcessGroup:
-    group = dist.new_group(backend="gloo")
-    assert isinstance(group, dist.ProcessGroup)  # this rank is in it: all are
-    return group
+def _new_store(rank: int) -> Any:
+    """A store of our own, for a job that has none (MPI). Collective."""
+    stores: Any = dist  # torch's types do not export its stores
+    host = os.environ.get("MASTER_ADDR") or socket.gethostname()
+    server = stores.TCPStore(host, 0, is_master=True, wait_for_workers=False) if rank == 0 else None
+    address = [None if server is None else (host, server.port)]
+    dist.broadcast_object_list(address, src=0)
+    assert address[0] is not None
+    return server or stores.TCPStore(*address[0], is_master=False)

@@ -1,82 +1,223 @@
-"""Messages between ranks that nobody waits for while they are sent.
+"""Messages between the ranks of a job, by the key-value store that the job has from `init_process_group`.
 
-While training runs, other people's collectives may cross ours: rank 0 is in the reduction of a progress bar, which
-rank 1 joins when its hooks are over; were rank 1 waiting in a collective of ours for rank 0, both would wait for ever.
-So there are two calls. `send` returns at once: gloo's own threads carry the message, over a private group in which
-nothing but posts is sent. `collect` waits for the others' messages, a limited time.
+No collective takes part, so no message crosses the collectives of others, and no thread of gloo runs that a fork could
+hang on (a thread that frees a tensor takes Python's lock; CPython 3.11 may wait for ever in a child that is forked
+meanwhile). Requests go over a connection of our own, because a blocking call of the job's would hold up a shared one.
 
-Why that cannot hang: a rank that waits in `collect` has sent. It waits for a rank that has not, and that one is before
-its own `send`. Call `send` at a place that each rank reaches without another rank being past its `collect` (the last
-step of an epoch, `collect` being at the epoch's end), and every wait ends when the slowest rank has come so far. Should
-somebody's ranks be out of step all the same, the time limit ends the wait.
+There are two kinds of message. All ranks call `exchange` in the same order and wait for each other. A post is for the
+training, where nobody may wait for all: `post` returns at once, and `Posted.collect` waits a limited time. Each rank
+makes the same posts in the same order between two exchanges.
+
+A turn is one exchange or one post. The key `<turn>/<rank>` has the message of a rank, and `<turn>/all` says that all
+messages are there: the rank that comes last sets it. So a rank polls one key, whatever the number of ranks. It deletes
+its message when no rank can ask for it any more. The store may end with rank 0, so rank 0 returns from an exchange when
+all ranks have read it: each sends a message to `<turn>/read`.
+
+A rank that has ended is noticed by the ranks on its machine, which look for its process, and by all others when one of
+these has marked it. A machine that is lost as a whole is for the launcher to notice; else the wait ends after 30
+minutes.
 """
 
 from __future__ import annotations
 
+import contextlib
+import os
 import pickle
-from datetime import timedelta
-from typing import Generic, TypeVar
+import time
+from collections import deque
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, Generic, TypeVar
 
-import torch.distributed as dist
-
-from lightning_stocache.node.collective import Gathering
-
-__all__ = ["Posted"]
+__all__ = ["Mailbox", "Posted", "posted_bytes"]
 
 T = TypeVar("T")
 
-_BYTES = 2048  # of every message: who gathers must know the size, and to ask for it would be a wait
-_NOTHING = bytes(_BYTES)  # no pickle begins with a zero
+_POST_BYTES = 2048  # at most, of a posted message
+_POSTS = 8  # of this rank that stay in the store: their readers wait for seconds, and an epoch makes a few
+_EXCHANGE_SECONDS = 1800.0
+_LIVENESS_SECONDS = 0.5
+_SHORTEST, _LONGEST = 0.0005, 0.02  # seconds between two polls
 
 
-class Posted(Generic[T]):
-    """Messages under way, one from each rank. Every rank sends as often, in the same order.
+class Mailbox:
+    """The messages of one rank of a job.
+
+    Args:
+        store: the job's `torch.distributed.Store`.
+        rank: this process's rank.
+        world: number of ranks.
 
     Example:
-        >>> Posted.send("counts", world=1).collect(seconds=1)
-        ['counts']
+        >>> import torch.distributed as dist
+        >>> Mailbox(dist.HashStore(), rank=0, world=1).exchange("value")
+        ['value']
     """
 
-    def __init__(self, gathering: Gathering | None, content: bytes) -> None:
-        self._gathering = gathering
-        self._content = content
+    def __init__(self, store: Any, rank: int, world: int) -> None:
+        self.rank, self.world, self._store = rank, world, store
+        # A store may outlive the processes of a job that torchrun starts again.
+        self._prefix = f"lightning_stocache/{os.environ.get('TORCHELASTIC_RESTART_COUNT', 0)}"
+        self.exchanges = 0
+        self._posts = 0  # since the last exchange
+        self._old_posts: deque[str] = deque()
+        self._process = _Process.of(os.getpid())
+        self._neighbours: dict[int, _Process] = {}  # the ranks on this machine
 
-    @classmethod
-    def send(cls, value: T, world: int, group: dist.ProcessGroup | None = None) -> Posted[T]:
-        """Send a value to every rank.
+    def exchange(self, value: T) -> list[T]:
+        """Every rank's value, by rank. Collective.
 
-        Args:
-            value: what is sent, pickled.
-            world: number of ranks.
-            group: a gloo group of all ranks; not needed for one rank.
+        Raises:
+            RuntimeError: a rank has ended, or has not come within 30 minutes; or the store has ended.
+        """
+        turn = f"{self._prefix}/{self.exchanges}"
+        self.send(turn, pickle.dumps((self._process, value)))
+        if not self.poll(turn, _EXCHANGE_SECONDS):
+            raise RuntimeError(f"not all ranks have come to an exchange of the cache in {_EXCHANGE_SECONDS:.0f} s")
+        messages = [pickle.loads(content) for content in self.read(turn)]
+        self.send(f"{turn}/read", b"1")
+        if self.rank == 0:
+            with contextlib.suppress(RuntimeError):  # a rank that has ended reads no more
+                self.poll(f"{turn}/read", _EXCHANGE_SECONDS)
+        if self.exchanges:  # all ranks have come to this exchange, so they have left the last one
+            last = f"{self._prefix}/{self.exchanges - 1}"
+            self._delete(last)
+            self._delete(f"{last}/read")
+        processes = enumerate(process for process, _ in messages)
+        self._neighbours = {rank: other for rank, other in processes if other.machine == self._process.machine != ""}
+        self.exchanges += 1
+        self._posts = 0
+        return [value for _, value in messages]
+
+    def post(self, value: T) -> Posted[T]:
+        """Send a value of at most 2 KiB to every rank, and wait for nothing.
 
         Raises:
             ValueError: the value takes more than 2 KiB.
         """
-        content = pickle.dumps(value)
-        if len(content) > _BYTES:
-            raise ValueError(f"a posted value may take {_BYTES} bytes, this one takes {len(content)}")
-        content = content.ljust(_BYTES, b"\0")
-        if world == 1:
-            return cls(None, content)
-        assert group is not None
-        return cls(Gathering(content, group), content)
+        content = posted_bytes(value)
+        turn = f"{self._prefix}/{self.exchanges}/post/{self._posts}"
+        self._posts += 1
+        self._old_posts.append(turn)
+        with contextlib.suppress(RuntimeError):  # the store has ended with rank 0, whose own error tells better
+            self.send(turn, content)
+            if len(self._old_posts) > _POSTS:
+                self._delete(self._old_posts.popleft())
+        return Posted(self, turn)
 
-    @staticmethod
-    def send_nothing(group: dist.ProcessGroup) -> None:
-        """Send what stands for a value where this rank has none; what the others sent in that turn is None to all."""
-        Gathering(_NOTHING, group)
+    def send(self, turn: str, content: bytes) -> None:
+        """Store this rank's message of a turn."""
+        self._store.set(f"{turn}/{self.rank}", content)
+        if self._store.add(f"{turn}/count", 1) == self.world:
+            self._store.set(f"{turn}/all", b"1")
+
+    def read(self, turn: str) -> list[bytes]:
+        """The messages of a turn, by rank, when all are there; empty if they have been deleted since."""
+        keys = [f"{turn}/{rank}" for rank in range(self.world)]
+        if not self._store.check(keys):
+            return []
+        if self._store.has_extended_api():
+            return [bytes(content) for content in self._store.multi_get(keys)]
+        return [bytes(self._store.get(key)) for key in keys]
+
+    def poll(self, turn: str, seconds: float) -> bool:
+        """Wait until the messages of all ranks are there; False if they do not come in time.
+
+        Raises:
+            RuntimeError: a rank has ended before it sent its message, or the store has ended.
+        """
+        begun, pause = time.monotonic(), _SHORTEST
+        look = begun + _LIVENESS_SECONDS
+        while not self._store.check([f"{turn}/all"]):
+            now = time.monotonic()
+            if now - begun >= seconds:
+                return False
+            if now >= look:
+                look = now + _LIVENESS_SECONDS
+                if (dead := self._dead_rank(turn)) is not None:
+                    raise RuntimeError(f"rank {dead} has ended")
+            time.sleep(min(pause, begun + seconds - now))
+            pause = min(1.5 * pause, _LONGEST)
+        return True
+
+    def _dead_rank(self, turn: str) -> int | None:
+        """A rank that has ended without a message for this turn, as far as this machine or another rank knows."""
+        dead = [rank for rank, process in self._neighbours.items() if process != _Process.of(process.pid)]
+        dead_key = f"{self._prefix}/dead"
+        if self._store.check([dead_key]):
+            dead.append(int(self._store.get(dead_key)))
+        for rank in dead:
+            if not self._store.check([f"{turn}/{rank}"]):
+                self._store.set(dead_key, str(rank))
+                return rank
+        return None
+
+    def _delete(self, turn: str) -> None:
+        """Delete this rank's message of a turn, and as rank 0 what says that all are there."""
+        for name in (self.rank, "count", "all") if self.rank == 0 else (self.rank,):
+            self._store.delete_key(f"{turn}/{name}")
+
+
+class Posted(Generic[T]):
+    """Messages that are on their way, one from each rank.
+
+    Args:
+        mailbox: of this rank; None for a job of one rank.
+        turn: which post this is.
+        values: what every rank has sent, where that is known.
+    """
+
+    def __init__(self, mailbox: Mailbox | None, turn: str, values: list[T] | None = None) -> None:
+        self._mailbox, self._turn, self._values = mailbox, turn, values
+        self._exchanges = mailbox.exchanges if mailbox is not None else 0
 
     def collect(self, seconds: float) -> list[T] | None:
-        """Every rank's value, by rank; None if not all have come by then, or a rank has sent nothing.
+        """Every rank's value, by rank; None if not all have come by then, or a rank has made no such post.
 
         Args:
             seconds: how long to wait at most.
         """
-        if self._gathering is None:
-            return [pickle.loads(self._content)]
+        if self._values is None and self._mailbox is not None:
+            try:
+                # No rank posts in this turn any more once all have come to the next exchange.
+                over = self._mailbox.exchanges > self._exchanges
+                if self._mailbox.poll(self._turn, 0.0 if over else seconds):
+                    contents = self._mailbox.read(self._turn)
+                    self._values = [pickle.loads(content) for content in contents] or None
+            except RuntimeError:  # a rank has died, or the store with rank 0: its own error tells better
+                return None
+        return self._values
+
+
+def posted_bytes(value: Any) -> bytes:
+    """A value as it is posted.
+
+    Raises:
+        ValueError: the value takes more than 2 KiB.
+    """
+    content = pickle.dumps(value)
+    if len(content) > _POST_BYTES:
+        raise ValueError(f"a posted value may take {_POST_BYTES} bytes, this one takes {len(content)}")
+    return content
+
+
+@dataclass(frozen=True)
+class _Process:
+    """A process: the machine on which its id means something, empty where there is no /proc, and its start time."""
+
+    machine: str
+    pid: int
+    start: str
+
+    @classmethod
+    def of(cls, pid: int) -> _Process:
+        """The process that has an id here now; one that has ended has no start time."""
+        boot = Path("/proc/sys/kernel/random/boot_id")
+        if not boot.exists():
+            return cls("", pid, "")
+        machine = f"{boot.read_text().strip()} {os.stat('/proc/self/ns/pid').st_ino}"
         try:
-            contents = self._gathering.wait(timedelta(seconds=max(seconds, 0.001)))  # gloo takes zero for no limit
-        except RuntimeError:  # the time is over; or a rank has died, which its own error tells better
-            return None
-        return None if _NOTHING in contents else [pickle.loads(content) for content in contents]
+            state, *fields = Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()
+        except OSError:
+            return cls(machine, pid, "")
+        return cls(machine, pid, "" if state in ("X", "Z") else fields[18])

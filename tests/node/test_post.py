@@ -3,13 +3,19 @@
 from __future__ import annotations
 
 import time
+from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
+from typing import Any, TypeVar
 
 import pytest
 import torch.distributed as dist
 
+from lightning_stocache.node import group as group_module
 from lightning_stocache.node.group import NodeGroup
-from lightning_stocache.node.post import Posted
+from lightning_stocache.node.post import Mailbox
 from tests.ranks import run_ranks
+
+T = TypeVar("T")
 
 
 def cross(rank: int) -> list[list[str] | None]:
@@ -101,4 +107,61 @@ def test_one_rank_hears_itself() -> None:
 def test_a_message_has_a_size() -> None:
     """A value of more than 2 KiB is refused."""
     with pytest.raises(ValueError, match="a posted value may take 2048 bytes"):
-        Posted.send("x" * 2048, world=1)
+        NodeGroup().post("x" * 2048)
+
+
+def leave(rank: int) -> str | list[int]:
+    group = NodeGroup.discover()
+    try:
+        return "left" if rank == 1 else group.exchange(rank)
+    except RuntimeError as error:
+        return str(error)
+
+
+@pytest.mark.processes
+def test_a_rank_that_has_ended_ends_an_exchange_on_all_others() -> None:
+    """Its name is told, also to a rank that looks when another one has ended for the same reason."""
+    assert run_ranks(leave, 4) == ["rank 1 has ended", "left", *["rank 1 has ended"] * 2]
+
+
+def without_a_store(rank: int) -> tuple[list[int], list[int] | None]:
+    group_module.job_store = lambda: None
+    group = NodeGroup.discover()
+    seen = group.exchange(rank), group.post(rank).collect(1000)
+    dist.barrier()  # rank 0 has the store
+    return seen
+
+
+@pytest.mark.processes
+def test_a_job_without_a_store_gets_one() -> None:
+    """As under MPI."""
+    assert run_ranks(without_a_store, 3) == [([0, 1, 2], [0, 1, 2])] * 3
+
+
+def on_all(store: Any, world: int, work: Callable[[Mailbox], T]) -> list[T]:
+    with ThreadPoolExecutor(world) as threads:
+        return list(threads.map(work, [Mailbox(store, rank, world) for rank in range(world)]))
+
+
+def test_processes_that_are_started_again_read_nothing_of_those_before(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The store of torchrun outlives them."""
+    store = dist.HashStore()
+    for attempt in range(2):
+        monkeypatch.setenv("TORCHELASTIC_RESTART_COUNT", str(attempt))
+        seen = on_all(store, 2, lambda mailbox: mailbox.exchange((attempt, mailbox.rank)))  # noqa: B023
+        assert seen == [[(attempt, 0), (attempt, 1)]] * 2
+
+
+def test_messages_are_deleted() -> None:
+    """The store of a job does not grow with its epochs."""
+    store = dist.HashStore()
+    mailboxes = [Mailbox(store, rank, 2) for rank in range(2)]
+
+    def epoch(_: int) -> int:
+        with ThreadPoolExecutor(2) as threads:
+            list(threads.map(lambda mailbox: mailbox.exchange(1), mailboxes))
+            assert list(threads.map(lambda mailbox: mailbox.post(2).collect(100), mailboxes)) == [[2, 2]] * 2
+        return int(store.num_keys())
+
+    sizes = [epoch(number) for number in range(20)]
+    assert sizes[-1] == sizes[10]
