@@ -255,6 +255,9 @@ def _mailbox() -> Mailbox:
     world, rank = dist.group.WORLD, dist.get_rank()
     assert world is not None
     if world not in _mailboxes:
+        if dist.get_backend(world) == "gloo":
+            # A rank that dies before it comes here is noticed by its broken connection, once. (NCCL notices none.)
+            dist.barrier()
         _mailboxes[world] = Mailbox(job_store() or _new_store(rank), rank, dist.get_world_size())
     return _mailboxes[world]
 

@@ -13,9 +13,9 @@ messages are there: the rank that comes last sets it. So a rank polls one key, w
 its message when no rank can ask for it any more. The store may end with rank 0, so rank 0 returns from an exchange when
 all ranks have read it: each sends a message to `<turn>/read`.
 
-A rank that has ended is noticed by the ranks on its machine, which look for its process, and by all others when one of
-these has marked it. A machine that is lost as a whole is for the launcher to notice; else the wait ends after 30
-minutes.
+A rank that has ended since the first exchange is noticed by the ranks on its machine, which look for its process, and
+by all others when one of these has marked it. A machine that is lost as a whole is for the launcher to notice; else the
+wait ends after 30 minutes.
 """
 
 from __future__ import annotations
