@@ -127,8 +127,10 @@ def test_a_reader_waits_for_the_only_sample_while_it_is_replaced() -> None:
     store = RollingRows.create(SPEC, 1)
     store.append(sample(7))
     taken = store.ring.take()
-    threading.Timer(0.2, store.ring.publish, [taken]).start()
+    writer = threading.Timer(0.2, store.ring.publish, [taken])
+    writer.start()
     assert [whole(*each) for each in store.read(store.lookup(np.arange(1)))] == [7]
+    writer.join()  # a sample can be read before its writer has given the slot up
     store.close()
 
 
