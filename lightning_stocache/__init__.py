@@ -11,12 +11,12 @@ from lightning_stocache.console import Console
 
 if TYPE_CHECKING:
     from lightning_stocache.cache.compat import SharedCache
-    from lightning_stocache.cache.rolling_writer import RollingWriter
-    from lightning_stocache.cache.spec import SampleSpec
+    from lightning_stocache.cache.rows import SampleSpec
     from lightning_stocache.insight.meter import CacheMeter
     from lightning_stocache.loading.dataset import CachedDataset
     from lightning_stocache.loading.loader import CachedLoader
     from lightning_stocache.loading.rolling_cache import RollingCache
+    from lightning_stocache.loading.rolling_writer import RollingWriter
     from lightning_stocache.loading.stream import CachedStream
     from lightning_stocache.node.files import get_shm_size
     from lightning_stocache.sampling.locality_sampler import LocalitySampler
@@ -63,8 +63,8 @@ _HOMES = {
     "LMDBSource": "source.lmdb_source",
     "LocalitySampler": "sampling.locality_sampler",
     "RollingCache": "loading.rolling_cache",
-    "RollingWriter": "cache.rolling_writer",
-    "SampleSpec": "cache.spec",
+    "RollingWriter": "loading.rolling_writer",
+    "SampleSpec": "cache.rows",
     "SharedCache": "cache.compat",
     "StepTimer": "training.step_timer",
     "StocacheDataModule": "training.datamodule",

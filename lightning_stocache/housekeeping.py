@@ -94,7 +94,7 @@ def _take_directories(parser: argparse.ArgumentParser, text: str) -> None:
 def _named(parser: argparse.ArgumentParser, directory: str | None = None) -> Sequence[NamedSegment]:
     if sys.platform == "win32":
         parser.exit(2, f"{parser.prog}: Windows has no named caches\n")
-    from lightning_stocache.cache.contents import contents_of
+    from lightning_stocache.cache.layout import contents_of
     from lightning_stocache.node.header import printable
     from lightning_stocache.node.named import named_segments
 

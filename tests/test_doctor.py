@@ -11,10 +11,10 @@ import pytest
 import torch
 
 from lightning_stocache.__main__ import main
-from lightning_stocache.cache.compat import SharedCache
-from lightning_stocache.cache.contents import Contents, contents_of
+from lightning_stocache.cache.layout import Contents, contents_of
 from lightning_stocache.cache.placement import Arc
-from lightning_stocache.cache.spec import SampleSpec
+from lightning_stocache.cache.rows import SampleSpec
+from lightning_stocache.cache.store import Store
 from lightning_stocache.insight import doctor
 from lightning_stocache.insight.doctor import Finding, examine, shared_memory
 from lightning_stocache.loading.dataset import CachedDataset
@@ -135,8 +135,8 @@ def test_the_arc_of_each_cache_is_told():
     """A living cache says whose it is, on which node, how much of it is filled and where its arc lies."""
     spec = SampleSpec.infer(torch.zeros(3))
     arc = Arc(size=100, slots=40, start=60, step=7)
-    cache = SharedCache.create(spec, arc, whose={"dataset": "Photos (100 samples)", "node": 1, "nodes": 2})
-    alone = SharedCache.create(spec, Arc(9, 9))
+    cache = Store.create(spec, arc, whose={"dataset": "Photos (100 samples)", "node": 1, "nodes": 2})
+    alone = Store.create(spec, Arc(9, 9))
     for index in range(10):
         cache.fill(index, torch.ones(3))
     words = words_of(examine(), "held")

@@ -1,27 +1,44 @@
-"""Who may write a slot: one process, and one thread of it, at a time.
+"""Who may write a slot: one process, and one thread of it, at a time; and who loads which sample.
 
 Processes are told apart by a byte lock on the segment's lock file. It costs 1.5 us, works between ranks that were
 started separately, and the kernel frees it when its holder dies (a `multiprocessing.Lock` would stay locked for
 ever). POSIX locks do not tell threads apart; inside a process the dict does, whose `setdefault` is atomic. The dict
-belongs to the segment, so that two caches that were unpickled over one segment exclude each other, too. A forked child
+belongs to the segment, so that two stores that were unpickled over one segment exclude each other, too. A forked child
 empties it: it has none of the locks, and none of the threads but one.
 
 A claim is taken and given up slot by slot, also where many are filled: the kernel looks through all locks of the file
 for each, which costs 10 ns per lock that anybody holds.
+
+Turns: two processes that miss the same sample both load it, and one of them stores it. Within a job that is rare: each
+index is drawn once an epoch. Four trials of a sweep draw the same indices in the same order. So they take turns: a slot
+is claimed before its sample is loaded, not only before it is stored, and a process that finds it claimed loads other
+samples first and waits then. Nobody waits while he has a claim himself, so nobody waits for ever; a claim goes with its
+process. A process that has waited in vain (the other one was stopped, takes very long, or writes to a disk that hangs)
+loads the sample too, and does not wait again for a while, which is twice as long each time.
 """
 
 from __future__ import annotations
 
 import errno
+import logging
 import os
+import threading
 import time
 import weakref
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator, Sequence
 from contextlib import contextmanager
+from typing import Protocol
 
+from lightning_stocache.cache.placement import NO_SLOT, Arc
 from lightning_stocache.node.segment import Segment
 
-__all__ = ["Claims"]
+__all__ = ["PATIENCE", "Claims", "Turns"]
+
+log = logging.getLogger(__name__)
+
+PATIENCE, _REST = 30.0, 60.0  # seconds that a process waits for others, and then does not wait after the first time
+_NOBODY = (0, 0)
+_FIRST_PAUSE, _LONGEST_PAUSE = 0.0002, 0.01
 
 _taken_here: weakref.WeakKeyDictionary[Segment, dict[int, object]] = weakref.WeakKeyDictionary()
 
@@ -62,7 +79,7 @@ class Claims:
             self.give_up(slot)
 
     def take(self, slot: int, *, wait: bool = False) -> bool:
-        """Claim a slot; whether it is ours now. Who has it gives it up (`waiting` does both)."""
+        """Claim a slot; whether it is ours now. Whoever has it gives it up (`waiting` does both)."""
         mine = object()
         if self._taken.setdefault(slot, mine) is not mine:
             return False
@@ -87,3 +104,78 @@ class Claims:
         """Give a slot up that is ours."""
         self._segment.unlock(slot)
         self._taken.pop(slot, None)  # gone in the child of a fork
+
+
+class _States(Protocol):
+    """Slots whose states can be looked at: not 0 where a slot is ready."""
+
+    states: memoryview
+
+
+class Turns:
+    """The turns of this process at loading samples.
+
+    Args:
+        segment: of the store; one without a name no other job can open, and turns are not taken there.
+        slots: of the store.
+        arc: which indices have a slot, and where.
+    """
+
+    def __init__(self, segment: Segment, slots: _States, arc: Arc) -> None:
+        self.are_taken = segment.path is not None and arc.is_filled_by_misses
+        self._claims, self._slots, self._slot_of = Claims(segment), slots, arc.slot_within
+        self._mine: dict[int, tuple[int, int]] = {}  # by slot, the process and the thread whose turn it is
+        self._impatient_until, self._rest = 0.0, _REST
+
+    def take(self, indices: Iterable[int]) -> list[int]:
+        """Those of the indices that no other process is loading: they are to be stored now, or given up."""
+        return [index for index in indices if self._take(self._slot_of(index))]
+
+    def give_up(self, indices: Iterable[int]) -> None:
+        """Have others load what was not stored."""
+        for index in indices if self._mine else ():
+            if self.ends(slot := self._slot_of(index)):
+                self._claims.give_up(slot)
+
+    def ends(self, slot: int) -> bool:
+        """Whether it is this thread's turn at a slot, which ends now; the claim is still there."""
+        return bool(self._mine) and self._mine.get(slot) == _here() and self._mine.pop(slot, None) is not None
+
+    def wait(self, indices: Sequence[int]) -> bool:
+        """Wait until nobody is loading those indices; False if that takes too long."""
+        if time.monotonic() < self._impatient_until:
+            return False
+        end, pause = time.monotonic() + PATIENCE, _FIRST_PAUSE
+        for slot in map(self._slot_of, indices):
+            while slot != NO_SLOT and not self._slots.states[slot] and not self._is_free(slot):
+                if time.monotonic() > end:
+                    self._impatient_until = time.monotonic() + self._rest
+                    self._rest *= 2
+                    log.warning(
+                        "another process has been loading a sample for %.0f s (is it stopped, or its disk slow?): "
+                        "it is loaded here, too",
+                        PATIENCE,
+                    )
+                    return False
+                time.sleep(pause)
+                pause = min(2 * pause, _LONGEST_PAUSE)
+        return True
+
+    def _take(self, slot: int) -> bool:
+        if slot == NO_SLOT or self._slots.states[slot] or self._mine.get(slot, _NOBODY)[0] == os.getpid():
+            return True
+        if not self._claims.take(slot):
+            return False
+        self._mine[slot] = _here()
+        return True
+
+    def _is_free(self, slot: int) -> bool:
+        if not self._claims.take(slot):
+            return False
+        self._claims.give_up(slot)
+        return True
+
+
+def _here() -> tuple[int, int]:
+    """This process and this thread: a forked child has the numbers of its parent's turns, and none of its claims."""
+    return os.getpid(), threading.get_ident()

@@ -1,6 +1,6 @@
 """What turns samples into bytes, and bytes into samples again: the seam behind which their form is nobody's business.
 
-A codec knows what a sample looks like and what it costs. Rows of fixed fields (`spec`) are one, which also knows how
+A codec knows what a sample looks like and what it costs. Rows of fixed fields (`rows`) are one, which also knows how
 many of them lie in the memory of a batch; records (`records`) are another. Nothing outside this room looks into what it
 gives.
 """
@@ -13,7 +13,28 @@ from typing import Any, Protocol
 import numpy as np
 import numpy.typing as npt
 
-__all__ = ["BatchRows", "Lend", "Memory", "Parts", "RowCodec", "SampleCodec", "aligned"]
+__all__ = [
+    "BatchRows",
+    "Lend",
+    "Memory",
+    "Parts",
+    "SampleCodec",
+    "SampleMismatchError",
+    "UnsupportedSampleError",
+    "aligned",
+    "module_name",
+    "named",
+    "type_name",
+]
+
+
+class SampleMismatchError(ValueError):
+    """A sample differs from the spec in structure, type, dtype or shape."""
+
+
+class UnsupportedSampleError(TypeError):
+    """A sample holds something that cannot be kept: it has no fixed number of bytes, or cannot be pickled."""
+
 
 Parts = Sequence[Any]
 """What a sample is made of, checked and otherwise as it came: tensors, arrays, numbers."""
@@ -85,14 +106,24 @@ class BatchRows(Protocol):
         """Copy the bytes of a sample to its place, per field."""
 
 
-class RowCodec(SampleCodec, Protocol):
-    """A codec of samples that all have the same fields: a batch of them is one array per field."""
+def named(path: str) -> str:
+    """A place in a sample, for messages."""
+    return f"field {path}" if path else "the sample"
 
-    def sizes(self, samples: int) -> tuple[int, ...]:
-        """Bytes of the memory for a batch, per field."""
 
-    def rows(self, memory: Callable[[], Memory], samples: int) -> BatchRows:
-        """Open the memory of a batch, uint8 of `sizes(samples)`; it is asked for when it is needed."""
+def type_name(kind: type) -> str:
+    """A type as its user knows it, for messages."""
+    module = module_name(kind.__module__)
+    return kind.__name__ if module in ("builtins", "torch", "numpy") else f"{module}.{kind.__qualname__}"
 
-    def split(self, memory: Memory, samples: int) -> list[Any]:
-        """The samples that lie in the memory of a batch, which they then own together."""
+
+def module_name(module: str) -> str:
+    """What a module is called in the process that a user starts: a script is `__mp_main__` in processes not forked.
+
+    Both names lead to the script in either.
+
+    Example:
+        >>> module_name("__mp_main__"), module_name("torch")
+        ('__main__', 'torch')
+    """
+    return "__main__" if module == "__mp_main__" else module

@@ -1,8 +1,8 @@
-"""The interface of the library that the idea comes from, on top of a store of rows.
+"""The interface of the library that the idea comes from, around a store of rows.
 
 stocaching (https://github.com/Charl-AI/stochastic-caching) documents its `SharedCache` by constructor, `get_slot`,
 `set_slot`, `[]`, `len`, `array`, `aux_array` and `clear`: a user of that library changes one import. A cache made by
-that constructor holds the first indices of the dataset; one made by `create` holds the arc that it is given.
+that constructor holds the first indices of the dataset; one made around a store has the slots of that store.
 """
 
 from __future__ import annotations
@@ -14,17 +14,17 @@ from typing import Any
 import numpy as np
 import torch
 
+from lightning_stocache.cache.layout import READY, Rows
 from lightning_stocache.cache.placement import NO_SLOT, Arc
-from lightning_stocache.cache.row_store import RowStore
-from lightning_stocache.cache.slots import READY
-from lightning_stocache.cache.spec import SampleSpec
+from lightning_stocache.cache.rows import SampleSpec
+from lightning_stocache.cache.store import Store
 
 __all__ = ["SharedCache"]
 
 _OUT_OF_BOUNDS = 2
 
 
-class SharedCache(RowStore):
+class SharedCache:
     """A cache of samples in memory that the processes of a node share, lazily filled and never evicted.
 
     Args:
@@ -65,8 +65,30 @@ class SharedCache(RowStore):
         spec = SampleSpec.infer(torch.empty(data_dims, dtype=dtype))
         limit = int(size_limit_gib * 1024**3) - dataset_len
         slots = min(max(limit, 0) // max(spec.nbytes, 1), dataset_len)
-        made = RowStore.create(spec, Arc(dataset_len, slots))
-        super().__init__(made.segment, made.codec, made.arc)
+        self.store = Store.create(spec, Arc(dataset_len, slots))
+
+    @classmethod
+    def around(cls, store: Store) -> SharedCache:
+        """This interface to a store of rows that is open; closing one closes the other."""
+        cache = cls.__new__(cls)
+        cache.store = store
+        return cache
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        return type(self).around, (self.store,)
+
+    def __len__(self) -> int:
+        """Number of slots."""
+        return len(self.store)
+
+    @property
+    def closed(self) -> bool:
+        """Whether this process has closed the cache."""
+        return self.store.closed
+
+    def close(self) -> None:
+        """Close the cache in this process; the memory is free when all processes have."""
+        self.store.close()
 
     def get_slot(self, idx: int, allow_oob_idx: bool = True, allow_empty_slot: bool = True) -> Any | None:
         """A copy of the sample of an index.
@@ -82,7 +104,7 @@ class SharedCache(RowStore):
         """
         if self._checked_slot(idx, allow_oob_idx) == NO_SLOT:
             return None
-        sample = self.get(idx)
+        sample = self.store.get(idx)
         if sample is None and not allow_empty_slot:
             raise RuntimeError(f"the slot of index {idx} is empty, and allow_empty_slot=False")
         return sample
@@ -105,27 +127,23 @@ class SharedCache(RowStore):
             SampleMismatchError: the sample has another dtype, shape or structure.
         """
         slot = self._checked_slot(idx, allow_oob_idx)
-        leaves = self.spec.encode(value, idx)
+        leaves = self.store.codec.encode(value, idx)
         if slot == NO_SLOT:
             return
-        contents = self.spec.contents(leaves)
-
-        def same() -> bool:
-            return [row.numpy().data for row in self.slots.read(slot)] == contents
-
-        if not self._filling.put(slot, contents, overwrite=allow_overwrite, same=same):
+        if not self.store.replace(slot, self.store.codec.contents(leaves), overwrite=allow_overwrite):
             raise RuntimeError(f"the slot of index {idx} already holds another sample, and allow_overwrite=False")
 
     def __getitem__(self, idx: int) -> Any:
         """A copy of what lies in slot `idx`: zeroes where nothing has been stored, for which memory is taken."""
         slot = self._slot_number(idx)
-        if self.slots.state_bytes[slot] != READY:
-            self.slots.reserve(slot)
-        return self.spec.unflatten(self.slots.read(slot))
+        if self._rows.states[slot] != READY:
+            self._rows.reserve_rows(slot)
+        [sample] = self.store.read(np.array([slot]))
+        return sample
 
     def __setitem__(self, idx: int, value: Any) -> None:
         slot = self._slot_number(idx)
-        self.set_slot(self.arc.index(slot), value, allow_overwrite=True)
+        self.set_slot(self.store.arc.index(slot), value, allow_overwrite=True)
 
     @property
     def array(self) -> torch.Tensor:
@@ -135,24 +153,31 @@ class SharedCache(RowStore):
         is none the process dies of SIGBUS.
         """
         self._check_open()
-        if len(self.spec.fields) != 1 or not isinstance(self.spec.fields[0].dtype, torch.dtype):
-            came = ", ".join(map(str, self.spec.fields))
+        fields = self.store.codec.fields
+        if len(fields) != 1 or not isinstance(fields[0].dtype, torch.dtype):
+            came = ", ".join(map(str, fields))
             raise TypeError(f"array needs samples of a single tensor; these are of {came or 'nothing'}")
-        return self.spec.fields[0].batch(self.slots.table(0).reshape(len(self), self.spec.nbytes))
+        live: torch.Tensor = fields[0].batch(torch.from_numpy(self._rows.fields[0]))
+        return live
 
     @property
     def aux_array(self) -> torch.Tensor:
         """The state of each index now, uint8 `[dataset_len]`: 0 empty, 1 set, 2 out of bounds (no slot)."""
         self._check_open()
-        slots = torch.from_numpy(self.arc.slots_of(np.arange(self.length)))
-        states = torch.full((self.length,), _OUT_OF_BOUNDS, dtype=torch.uint8)
+        slots = self.store.arc.slots_of(np.arange(self.store.length))
         has_slot = slots != NO_SLOT
-        states[has_slot] = self.slots.states[slots[has_slot]]
-        return states
+        states = np.full(self.store.length, _OUT_OF_BOUNDS, dtype=np.uint8)
+        states[has_slot] = self._rows.state[slots[has_slot]] == READY
+        return torch.from_numpy(states)
 
     def clear(self) -> None:
         """Empty all slots and give their memory back. No process may be reading or filling meanwhile."""
-        self.slots.clear()
+        self.store.clear()
+
+    @property
+    def _rows(self) -> Rows:
+        assert isinstance(self.store.layout, Rows)
+        return self.store.layout
 
     def _check_open(self) -> None:
         if self.closed:
@@ -168,9 +193,9 @@ class SharedCache(RowStore):
     def _checked_slot(self, idx: int, allow_oob_idx: bool) -> int:
         self._check_open()
         idx = operator.index(idx)
-        if not 0 <= idx < self.length:
-            raise IndexError(f"index {idx} is outside the dataset of {self.length} samples")
-        slot = self.arc.slot(idx)
+        if not 0 <= idx < self.store.length:
+            raise IndexError(f"index {idx} is outside the dataset of {self.store.length} samples")
+        slot = self.store.arc.slot(idx)
         if slot == NO_SLOT and not allow_oob_idx:
             raise IndexError(f"index {idx} has no slot in this cache of {len(self)}, and allow_oob_idx=False")
         return slot

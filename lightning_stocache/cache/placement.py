@@ -12,7 +12,7 @@ message: every process can work out every node's ownership. Arcs longer than the
 neighbours', and give those indices several homes.
 
 Where it is known that only a part of the dataset is drawn, its domain, the ring is of that part: N is its size, and in
-the formula an index is its rank in the domain (`domain`). An index outside has no slot.
+the formula an index is its rank in the domain (`Domain`). An index outside has no slot.
 
 A cache that outlives its job keeps its arc, whatever nodes the next job has: what was stored is where it was. A node
 that comes new to such caches begins where they leave the largest gap (`beside`). So a node that is lost takes its own
@@ -21,6 +21,7 @@ arc away and moves nothing else, and one that replaces it gets just that arc.
 
 from __future__ import annotations
 
+import hashlib
 import math
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
@@ -31,16 +32,99 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 
-from lightning_stocache.cache.domain import NO_RANK, Domain
-
-__all__ = ["NO_SLOT", "Arc", "Integers", "Ring"]
+__all__ = ["NO_RANK", "NO_SLOT", "Arc", "Domain", "Each", "Integers", "Order", "Ring"]
 
 Integers = npt.NDArray[np.int64]
 
 NO_SLOT = -1
+NO_RANK = -1
+"""Stands for an index that is not drawn."""
 _GOLDEN = (math.sqrt(5) - 1) / 2
 _CANDIDATES = 64
 _REACH = 150  # numbers looked at on either side, to find that many that are coprime to N
+
+
+class Domain:
+    """The indices of a dataset that are drawn, where those are not all; two of the same indices and length are equal.
+
+    A `SubsetRandomSampler` draws one fold of a dataset, a `WeightedRandomSampler` nothing of weight zero. Each index
+    that can be drawn has a rank, from 0 on, in the order of the dataset; ranks take the place of indices on the ring.
+    They lie in one int32 array, four bytes for each index of the dataset.
+
+    Args:
+        indices: which; in any order, and from the end if negative. What comes twice counts once.
+        length: number of samples in the dataset.
+
+    Raises:
+        ValueError: an index is outside of the dataset, or no whole number.
+
+    Example:
+        >>> domain = Domain([7, 2, -1], length=10)
+        >>> len(domain), domain.indices.tolist(), [domain.rank(index) for index in (2, 3, 7)]
+        (3, [2, 7, 9], [0, -1, 1])
+    """
+
+    def __init__(self, indices: Sequence[int] | npt.NDArray[np.integer[Any]], length: int) -> None:
+        given = np.asarray(indices)
+        if given.size and (given.ndim != 1 or given.dtype.kind not in "iu"):
+            raise ValueError(f"indices must be whole numbers, one after the other; got {given.dtype} {given.shape}")
+        given = given.astype(np.int64).reshape(-1)
+        outside = given[(given < -length) | (given >= length)]
+        if len(outside):
+            raise ValueError(f"indices must lie in the dataset of {length} samples, got {int(outside[0])}")
+        drawn = np.zeros(length, dtype=np.bool_)
+        drawn[given] = True
+        self.length = length
+        self.indices: Integers = np.flatnonzero(drawn)
+        """The indices, int64 `[len]`, ascending; the rank of each is its place here."""
+        self.indices.flags.writeable = False
+        self._ranks = np.full(length, NO_RANK, dtype=np.int32)
+        self._ranks[self.indices] = np.arange(len(self.indices), dtype=np.int32)
+
+    def __len__(self) -> int:
+        return len(self.indices)
+
+    @property
+    def is_whole(self) -> bool:
+        """Whether these are all indices of the dataset."""
+        return len(self) == self.length
+
+    def rank(self, index: int) -> int:
+        """The rank of an index, which must lie in `[0, length)`, or NO_RANK."""
+        return int(self._ranks[index])
+
+    def ranks(self, indices: npt.NDArray[np.integer[Any]]) -> Integers:
+        """The ranks of many indices in `[0, length)`, int64 of the same shape, NO_RANK where there is none."""
+        return self._ranks.take(indices).astype(np.int64)
+
+    def covers(self, other: Domain | None) -> bool:
+        """Whether another domain of the dataset, or all of it (None), lies in this one."""
+        return self.is_whole if other is None else bool((self._ranks[other.indices] != NO_RANK).all())
+
+    @cached_property
+    def digest(self) -> str:
+        """What tells it from another one, in 16 characters."""
+        return hashlib.sha256(np.packbits(self._ranks != NO_RANK).tobytes()).hexdigest()[:16]
+
+    def __or__(self, other: Domain) -> Domain:
+        return Domain(np.union1d(self.indices, other.indices), self.length)
+
+    def __eq__(self, other: object) -> bool:
+        return isinstance(other, Domain) and self.length == other.length and np.array_equal(self.indices, other.indices)
+
+    def __hash__(self) -> int:
+        return hash((self.length, self.digest))
+
+    def __repr__(self) -> str:
+        return f"Domain({len(self)} of {self.length} indices, {self.digest})"
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        return _domain_of, (np.packbits(self._ranks != NO_RANK), self.length)
+
+
+def _domain_of(bits: npt.NDArray[np.uint8], length: int) -> Domain:
+    """The domain that a pickle has as one bit for each index."""
+    return Domain(np.flatnonzero(np.unpackbits(bits, count=length)), length)
 
 
 @dataclass(frozen=True)
@@ -79,6 +163,14 @@ class Arc:
             raise ValueError(f"size * step must stay below 2**63, got size={self.size}, step={self.step}")
         if math.gcd(self.step, self.size) != 1:
             raise ValueError(f"step must have no common divisor with size={self.size}, got {self.step}")
+
+    is_filled_by_misses = True
+    """Whether a process that misses a sample stores it."""
+
+    @property
+    def in_all(self) -> int:
+        """Number of slots in the memory of a store: all of them are in the arc."""
+        return self.slots
 
     @property
     def length(self) -> int:
@@ -130,6 +222,76 @@ class Arc:
         slots = (ranks * self.step - self.start) % max(self.size, 1)
         slots[(ranks == NO_RANK) | (slots >= self.slots)] = NO_SLOT
         return slots
+
+
+@dataclass(frozen=True, eq=False)
+class Order:
+    """Slots in an order of their own: what was stored of a stream, numbered from 0 without a gap. Nothing is added.
+
+    Args:
+        places: the slot of each index, int64 `[samples]`.
+        shards: the number of the shard that each sample came from, in rising order, int64 `[samples]`.
+        in_all: number of slots in the memory of the store, ready or not.
+
+    Example:
+        >>> order = Order(np.array([7, 3]), np.array([0, 1]), 10)
+        >>> order.slot_within(1), order.slots_of(np.array([-1, 0, 2])).tolist()
+        (3, [3, 7, -1])
+    """
+
+    places: Integers
+    shards: Integers
+    in_all: int
+    is_filled_by_misses = False
+
+    @property
+    def length(self) -> int:
+        """Number of samples."""
+        return len(self.places)
+
+    @property
+    def slots(self) -> int:
+        """Number of slots that have an index."""
+        return len(self.places)
+
+    def slot_within(self, index: int) -> int:
+        """The slot of any index, counted from the end if it is negative; NO_SLOT outside."""
+        return int(self.places[index]) if -self.length <= index < self.length else NO_SLOT
+
+    def slots_of(self, indices: npt.NDArray[np.integer[Any]]) -> Integers:
+        """The slots of many indices, int64 of the same shape, NO_SLOT where there is none."""
+        slots: Integers = self.places.take(indices, mode="wrap") if self.length else np.full(indices.shape, NO_SLOT)
+        slots[(indices >= self.length) | (indices < -self.length)] = NO_SLOT
+        return slots
+
+    def index(self, slot: int) -> int:
+        """The index that has a slot."""
+        return int(np.flatnonzero(self.places == slot)[0])
+
+
+@dataclass(frozen=True)
+class Each:
+    """Every slot by its number: a store whose oldest samples leave, where an index is whatever lies in its slot.
+
+    Args:
+        slots: number of slots.
+    """
+
+    slots: int
+    is_filled_by_misses = False
+
+    @property
+    def length(self) -> int:
+        """Number of indices."""
+        return self.slots
+
+    def slot_within(self, index: int) -> int:
+        """The slot of any index; NO_SLOT outside of the store."""
+        return index if 0 <= index < self.slots else NO_SLOT
+
+    def slots_of(self, indices: npt.NDArray[np.integer[Any]]) -> Integers:
+        """The slots of many indices, int64 of the same shape, NO_SLOT where there is none."""
+        return np.where((indices >= 0) & (indices < self.slots), indices, NO_SLOT)
 
 
 @dataclass(frozen=True)

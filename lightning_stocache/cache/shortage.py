@@ -1,4 +1,4 @@
-"""When filling has to stop because memory runs short.
+"""When filling has to stop because memory runs short, or time.
 
 A full /dev/shm is an error that the store of a slot reports. Above a cgroup's limit the kernel kills, and the limit
 cannot be found by trying; so what is free is looked at again while a cache is filled.
@@ -13,12 +13,16 @@ Of a store on a disk, it is the disk whose free bytes count, as they are now: wh
 goes on. The same is looked at where a store lies in /dev/shm: the last bytes there are for what loaders' workers put
 there, who would die of it.
 
+Time can run short, too: on a disk a sample is stored by the process that has loaded it, so a slow disk delays that
+process's batches. Where storing takes longer than loading, storing pauses, and samples are served unstored (`Pace`).
+
 A look costs 0.1 ms. A process takes one after a small part of what is left has been filled, so that many processes that
 fill at once do not overrun it, and at least ten times a second.
 """
 
 from __future__ import annotations
 
+import errno
 import time
 from functools import cached_property
 
@@ -27,7 +31,12 @@ from lightning_stocache.node.files import memory_directory
 from lightning_stocache.node.free import MemoryGauge
 from lightning_stocache.node.segment import Segment
 
-__all__ = ["Shortage", "keep_free"]
+__all__ = ["PAUSE_SECONDS", "Pace", "Shortage", "keep_free", "refused"]
+
+PAUSE_SECONDS = 10.0
+"""Length of a pause; then storing is tried again."""
+
+_MOST_NS = 500_000_000  # that storing may lag behind loading: of a slow disk, training sees half a second in ten
 
 _LEAST = 64 * 2**20  # bytes that are left free where nobody has said how many
 _SHARE = 64  # a process fills this part of what is left before it looks again
@@ -98,3 +107,39 @@ def keep_free(segment: Segment, nbytes: int) -> None:
     """Leave that many bytes to others from now on, and forget what was seen before. For all processes that fill it."""
     with segment.numbers as numbers:
         numbers[0], numbers[1] = max(nbytes, 1), 0
+
+
+def refused(error: OSError, *, on_disk: bool = False) -> str | None:
+    """Why the system has no room for what was to be stored, in words; None if it is another error."""
+    if on_disk:
+        return f"the disk refuses them ({error.strerror})"
+    if error.errno != errno.ENOSPC:
+        return None
+    return f"no space left in {memory_directory()}; enlarge it (Docker: --shm-size)"
+
+
+class Pace:
+    """Compares the seconds of storing with those of loading.
+
+    Example:
+        >>> pace = Pace()
+        >>> pace.note(load_ns=9_000_000, store_ns=1_000_000), pace.note(load_ns=0, store_ns=600_000_000), pace.pauses
+        (False, True, True)
+    """
+
+    def __init__(self) -> None:
+        self._behind_ns = 0
+        self._paused_until = 0.0
+
+    @property
+    def pauses(self) -> bool:
+        """Whether nothing is to be stored now."""
+        return time.monotonic() < self._paused_until
+
+    def note(self, load_ns: int, store_ns: int) -> bool:
+        """Add what it took to load some samples, and to store them; whether a pause begins now."""
+        self._behind_ns = max(self._behind_ns + store_ns - load_ns, 0)
+        if self._behind_ns < _MOST_NS:
+            return False
+        self._behind_ns, self._paused_until = 0, time.monotonic() + PAUSE_SECONDS
+        return True

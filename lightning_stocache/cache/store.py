@@ -1,86 +1,391 @@
 """Where samples are kept: the one door of this room for whoever makes batches.
 
-An index has a place in the store or none, which never changes; a place that is READY can be read, and stays so. Who
+A store is a segment (memory or a file on a disk), a layout (rows or records) and a policy (which index has which slot).
+An index has a place in the store or none, which never changes; a place that is ready can be read, and stays so. Whoever
 asks for indices gets places, reads them, and puts what was missing. A store of rows also gathers places into the memory
-of a batch. How samples lie, and in whose memory, is the store's business.
+of a batch. A place is the number of a slot.
+
+A slot is filled by whoever has loaded the sample:
+
+    claim the slot -> look again -> write, which takes the memory -> fence -> ready -> give the claim up
+
+A process that does not get the claim serves its sample unstored; a writer that is killed leaves the slot empty and
+claimable. Ready is set after the bytes are there and is never taken back, but by `clear` and an explicit overwrite;
+then readers are the caller's business. A reader looks at the state, fences, and copies the bytes out; nobody is ever
+handed a view. Where memory runs short (`shortage`), or the kernel has none left, the slot stays empty, with one warning
+per node.
+
+On a disk the sample has a checksum (`checksums`), written before the slot is ready. What an earlier job has stored is
+ready there, and is not read before this job has verified it, where `verify` is asked for. What the disk refuses is no
+error of the training: the slot stays empty. Where the file is cut off while it is open, nothing of it is looked at any
+more, through the mapping it would be a SIGBUS: all samples are loaded until the job ends. The next one gives the file
+its length again.
+
+Indices may be any number: one from the end of the dataset (-1 and so on) is that of the same sample, and one outside
+has no place.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Sequence
-from dataclasses import dataclass
-from typing import Any, Protocol, TypeGuard
+import logging
+import time
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from contextlib import AbstractContextManager
+from dataclasses import asdict, dataclass
+from typing import Any, cast
 
 import numpy as np
+import numpy.typing as npt
 
-from lightning_stocache.cache.codec import Lend, Memory, RowCodec, SampleCodec
-from lightning_stocache.cache.placement import NO_SLOT, Arc, Integers
-from lightning_stocache.cache.turns import Turns
-from lightning_stocache.node.segment import SegmentHandle
+from lightning_stocache.cache.checksums import Checksums
+from lightning_stocache.cache.claims import Claims, Turns
+from lightning_stocache.cache.codec import Lend, Memory, SampleCodec
+from lightning_stocache.cache.layout import EMPTY, ONCE, READY, Layout, Records, layout_of
+from lightning_stocache.cache.placement import NO_SLOT, Arc, Domain, Each, Integers, Order
+from lightning_stocache.cache.records import RecordCodec
+from lightning_stocache.cache.rolling import Ring
+from lightning_stocache.cache.shortage import Shortage, keep_free, refused
+from lightning_stocache.node.fence import fence
+from lightning_stocache.node.files import Backend
+from lightning_stocache.node.header import HEADER_BYTES, Geometry, Manifest, read_manifest
+from lightning_stocache.node.segment import Segment, SegmentHandle
 
-__all__ = [
-    "NO_PLACE",
-    "UNREADABLE",
-    "NoTurns",
-    "ReadOnly",
-    "RowSampleStore",
-    "SampleStore",
-    "StoreHandle",
-    "divide_turns",
-    "gathers",
-    "lookup_near",
-    "place_near",
-]
+__all__ = ["NO_PLACE", "UNREADABLE", "Store", "StoreHandle", "gathers", "slots_for"]
+
+log = logging.getLogger(__name__)
 
 UNREADABLE: Any = object()
-"""Stands for a sample that was stored by another job, and is made of what this one does not admit."""
+"""Stands for a sample that was stored by another job, and cannot be decoded by this one."""
 
 NO_PLACE = NO_SLOT
-"""Stands for an index that has no place, or one that is not READY."""
+"""Stands for an index that has no place, or one that is not ready."""
+
+_ON_DISK = {**ONCE, "sum": np.uint64}
+_WINDOW = 1 << 24  # slots that are looked through for some that are ready
+_ALONE = 1 << 40  # a byte of the lock file, behind those of all slots
+_RETRY_SECONDS = 10.0  # after a shortage: memory seldom comes back at once, and each try costs system calls
+_DIRECTORY_SHARE = 28  # at most this part of the bytes granted is for slots of records that may find no room
 
 
-class SampleStore(Protocol):
-    """Samples by their index, filled lazily, read by many processes.
+@dataclass(frozen=True)
+class StoreHandle:
+    """How another process opens a store: where its segment is, and what lies there. It can be pickled."""
 
-    Readers get copies, never views. Indices may be any number: one from the end of the dataset (-1 and so on) is that
-    of the same sample, and one outside of it has no place.
+    segment: SegmentHandle
+    codec: Any
+    arc: Arc
+    verified: SegmentHandle | None = None
+    """On a disk: what of it this job may read."""
+
+
+class Store:
+    """Samples by their index, filled lazily, read by many processes, never evicted.
+
+    Args:
+        segment: where they lie.
+        codec: what a sample looks like: the spec of rows, or the codec of records.
+        arc: which indices have a slot, and where.
+        verified: of a store on a disk: in memory, which slots this job may read.
+        head: the columns of a slot, by default those of a store in memory or on a disk.
+
+    Raises:
+        ImportError: xxhash, which makes the checksums of a store on a disk, is not installed.
+
+    Example:
+        >>> from lightning_stocache import SampleSpec
+        >>> store = Store.create(SampleSpec.infer(1), Arc(size=10, slots=5))
+        >>> store.fill(4, 16), store.get(4), store.fill(7, 49), store.filled
+        (True, 16, False, 1)
+        >>> store.close()
+        >>> store = Store.create(RecordCodec.infer(["a", "bc"]), Arc(size=10, slots=10), granted=2**20)
+        >>> store.fill(4, "some text"), store.get(4), store.get(5), store.filled
+        (True, 'some text', None, 1)
+        >>> store.close()
     """
 
+    def __init__(
+        self,
+        segment: Segment,
+        codec: Any,
+        arc: Arc | Order | Each,
+        verified: Segment | None = None,
+        head: Mapping[str, npt.DTypeLike] | None = None,
+    ) -> None:
+        self.segment, self.codec = segment, codec
+        self.arc = cast(Arc, arc)  # the others, which no miss fills, have all of an Arc that is asked of them
+        self._given = verified, head
+        self._ring = Ring(segment, codec, arc.slots) if isinstance(arc, Each) else None
+        self._is_final = isinstance(arc, Order)
+        if self._ring is not None:
+            self.layout: Layout = self._ring.layout
+        else:
+            head = head or (ONCE if verified is None else _ON_DISK)
+            self.layout = layout_of(codec)(segment, codec, self.arc.in_all, head)
+        self._claims = Claims(segment)
+        self._checksums = None if verified is None else Checksums(segment, self.layout, self.arc, verified)
+        self._readable = self.layout.state if self._checksums is None else self._checksums.verified
+        self._readable_bytes: memoryview = self._readable.data
+        self.turns = Turns(segment, self.layout, self.arc)
+        self._shortage = Shortage(segment)
+        self._retry_at = 0.0
+        self._closed = False
+
+    # ---- opening ----
+
+    @classmethod
+    def create(
+        cls,
+        codec: SampleCodec,
+        arc: Arc,
+        backend: Backend | None = None,
+        whose: Mapping[str, Any] | None = None,
+        *,
+        granted: int = 0,
+        directory: str | None = None,
+    ) -> Store:
+        """Make an empty store.
+
+        Args:
+            codec: what a sample looks like.
+            arc: which indices have a slot, and where.
+            backend: kind of segment, see `lightning_stocache.node.segment`.
+            whose: what the segment says about itself besides the arc, see `lightning_stocache.node.header`.
+            granted: bytes that it may take, where that does not follow from the number of slots.
+            directory: of a store on a disk, where it lies; `check_directory` has found it good.
+        """
+        size, manifest = cls.plan(codec, arc, whose, granted=granted, on_disk=directory is not None)
+        segment = Segment.create(size, backend, manifest, directory)
+        try:
+            return cls.open(segment, codec, manifest.geometry, arc.length, arc.domain)
+        except OSError:
+            segment.close()
+            raise
+
+    @staticmethod
+    def plan(
+        codec: SampleCodec,
+        arc: Arc,
+        whose: Mapping[str, Any] | None = None,
+        *,
+        granted: int = 0,
+        on_disk: bool = False,
+    ) -> tuple[int, Manifest]:
+        """The size of a segment for such a store, and what it is to say about itself."""
+        size = layout_of(codec).bytes_for(codec, arc.slots, granted, _ON_DISK if on_disk else ONCE)
+        return size, Manifest(Geometry(**arc.geometry), payload=size, **(whose or {}))
+
+    @classmethod
+    def open(
+        cls, segment: Segment, codec: SampleCodec, geometry: Geometry, length: int, domain: Domain | None = None
+    ) -> Store:
+        """Open the store that a segment says it holds, whoever has made it, for a dataset of so many samples.
+
+        Raises:
+            ValueError: what it says does not fit its size or the dataset, or a slot is in a state that there is not.
+            OSError: the system has no memory for the columns of the slots, which are read before anything is stored.
+        """
+        arc, layout = Arc(**asdict(geometry), domain=domain), layout_of(codec)
+        head = _ON_DISK if segment.on_disk else ONCE
+        if arc.length != length or not layout.fits(segment.size, codec, arc.slots, head):
+            raise ValueError(f"{arc.slots:,} slots for {arc.size:,} samples do not fit in its {segment.size:,} bytes")
+        # Also by a job that joins: the maker may have been killed before it came to this.
+        segment.reserve(0, layout.reserved_bytes(arc.slots, head))
+        if segment.on_disk:
+            # What cannot be read is an error here, and would be a SIGBUS later.
+            segment.fetch(0, layout.reserved_bytes(arc.slots, head))
+            return cls(segment, codec, arc, Checksums.begin(arc.slots))
+        store = cls(segment, codec, arc)
+        if not np.isin(store.layout.state, (EMPTY, READY)).all():
+            store.layout.close()
+            raise ValueError("a slot is in a state that there is not")
+        return store
+
+    @classmethod
+    def create_rolling(
+        cls,
+        codec: SampleCodec,
+        count: int = 0,
+        backend: Backend | None = None,
+        whose: Mapping[str, Any] | None = None,
+        *,
+        granted: int = 0,
+    ) -> Store:
+        """Make an empty store whose oldest samples leave when it is full, see `rolling`.
+
+        Args:
+            codec: what a sample looks like.
+            count: slots, of rows.
+            backend: kind of segment.
+            whose: what the segment says about itself.
+            granted: bytes that it may take, of records.
+
+        Raises:
+            OSError: there is no memory.
+        """
+        count, size, reserved, manifest = Ring.plan(codec, count, granted, whose)
+        return cls(Segment.create(size, backend, manifest, reserved=reserved), codec, Each(count))
+
+    @classmethod
+    def attach(cls, handle: StoreHandle) -> Store:
+        """Open a store that another process of the node has open.
+
+        Raises:
+            OSError: its segment cannot be reached from here.
+        """
+        segment = Segment.attach(handle.segment)
+        try:
+            verified = None if handle.verified is None else Segment.attach(handle.verified)
+            return cls(segment, handle.codec, handle.arc, verified)
+        except BaseException:
+            segment.close()
+            raise
+
+    @staticmethod
+    def mend(codec: SampleCodec, segment: Segment, manifest: Manifest, domain: Domain | None = None) -> None:
+        """Mend what a crash may have left in a segment on a disk, while nobody else has it open."""
+        arc, layout = Arc(**asdict(manifest.geometry), domain=domain), layout_of(codec)
+        segment.reserve(0, layout.reserved_bytes(arc.slots, _ON_DISK))
+        store = Store(segment, codec, arc, Checksums.begin(arc.slots))
+        checksums = store._checksums
+        assert checksums is not None
+
+        def is_sound(slot: int) -> bool:
+            try:
+                return checksums.is_sound(slot)
+            except OSError:
+                return False
+
+        try:
+            store.layout.mend(is_sound)
+        finally:
+            store.layout.close()
+            checksums.close()
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        return type(self), (self.segment, self.codec, self.arc, *self._given)
+
     @property
-    def codec(self) -> SampleCodec:
-        """What samples look like."""
+    def handle(self) -> StoreHandle:
+        """What another process needs to open the same store."""
+        verified = None if self._checksums is None else self._checksums.segment.handle
+        return StoreHandle(self.segment.handle, self.codec, self.arc, verified)
+
+    @property
+    def ring(self) -> Ring:
+        """Of a store whose oldest samples leave: who writes which slot, and what came and went."""
+        assert self._ring is not None
+        return self._ring
 
     @property
     def length(self) -> int:
         """Number of samples in the dataset."""
-
-    @property
-    def turns(self) -> Turns | NoTurns:
-        """Who loads what, where several jobs fill the store at the same time."""
+        return self.arc.length
 
     def __len__(self) -> int:
-        """Number of places."""
+        """Number of slots."""
+        return self.arc.slots
+
+    def look_at(self, slots: int) -> None:
+        """Count the first slots alone from now on: those behind them have no memory yet, and a look would take some."""
+        self.layout.state = self.layout.columns["state"][:slots]
+
+    # ---- out ----
 
     def has_place(self, index: int) -> bool:
-        """Whether an index has a place, READY or not."""
+        """Whether an index has a slot, ready or not."""
+        return self.arc.slot_within(index) != NO_SLOT
+
+    def place(self, index: int, *, verify: bool = False) -> int:
+        """Where the sample of an index can be read now, or NO_PLACE; see `lookup`."""
+        slot = self.arc.slot_within(index)
+        if slot == NO_SLOT:
+            return NO_PLACE
+        if self._checksums is not None:
+            if not self._checksums.is_whole:
+                return NO_PLACE
+            if verify:
+                self._checksums.verify([slot])
+        if self._ring is None and self._readable_bytes[slot] != READY:
+            return NO_PLACE
+        fence()
+        return slot
+
+    def lookup(self, indices: Integers, *, verify: bool = False) -> Integers:
+        """The places of those indices (int64 `[samples]`) that can be read now, NO_PLACE for the others.
+
+        An index outside of the dataset has none: the ring would wrap it around, but what it means, the source knows.
+
+        Args:
+            indices: of the samples.
+            verify: whether to read first what an earlier job has stored under them on a disk, and compare it with its
+                checksum. It costs what a read of the disk costs, so workers do it, not the process that trains.
+        """
+        slots, size = self.arc.slots_of(indices), self.length
+        if self.arc.slots == 0 or self._ring is not None:
+            return slots
+        if self._checksums is not None:
+            if not self._checksums.is_whole:
+                return np.full_like(slots, NO_PLACE)
+            if verify:
+                self._checksums.verify(slots.tolist())
+        ready = self._readable.take(slots, mode="clip") == READY
+        fence()
+        slots[~ready | (indices >= size) | (indices < -size)] = NO_PLACE
+        return slots
+
+    def gather(self, places: Integers, into: Memory) -> None:
+        """Copy ready rows (int64 `[samples]`) into the memory of a batch, uint8 `codec.sizes(samples)`."""
+        rows: Any = self._ring or self.layout
+        rows.gather(places, into)
+
+    def read(self, places: Integers, lend: Lend | None = None) -> Iterable[Any]:
+        """Copies of the samples of ready places (int64 `[samples]`), in memory that is lent, or new; or UNREADABLE.
+
+        Rows own their memory together. Records are made when they are asked for, which may be after the store was
+        closed: whoever has begun to read goes on.
+        """
+        layout, codec = self.layout, self.codec
+        if isinstance(layout, Records) and self._ring is not None:
+            copy = self._ring.record
+            return (codec.decode(copy(place), lend) for place in places.tolist())
+        if isinstance(layout, Records):
+            records = [layout.record(place) for place in places.tolist()]
+            return (_decoded(codec, record, lend) for record in records)
+        sizes = codec.sizes(len(places))
+        memory = [np.empty(size, dtype=np.uint8) for size in sizes] if lend is None else lend(sizes)
+        self.gather(places, memory)
+        samples: list[Any] = codec.split(memory, len(places))
+        return samples
+
+    def get(self, index: int) -> Any | None:
+        """A copy of the sample of an index, or None."""
+        place = self.place(index)
+        return None if place == NO_PLACE else next(iter(self.read(np.array([place]))))
+
+    def stored_bytes(self, places: Integers) -> int:
+        """Bytes of the samples of ready places (int64 `[samples]`)."""
+        return self.layout.stored_bytes(places)
+
+    def divide(self, indices: Sequence[int]) -> tuple[list[int], list[int]]:
+        """What this process is to load now, and what another one is loading, or has stored since it was looked up."""
+        if not self.turns.are_taken:
+            return list(indices), []
+        mine = self.turns.take(indices)
+        try:
+            places = self.lookup(np.array(mine, dtype=np.int64), verify=True)
+            stored = {index for index, place in zip(mine, places.tolist(), strict=True) if place != NO_PLACE}
+        except BaseException:
+            self.turns.give_up(mine)
+            raise
+        self.turns.give_up(stored)
+        here = set(mine) - stored
+        return [index for index in indices if index in here], [index for index in indices if index not in here]
+
+    # ---- in ----
 
     def has_room(self, sample: Any) -> bool:
         """Whether a sample whose index has a place may find room; False spares the work to encode it."""
-
-    def place(self, index: int) -> int:
-        """Where the sample of an index can be read now, or NO_PLACE."""
-
-    def lookup(self, indices: Integers) -> Integers:
-        """The places of those indices (int64 `[samples]`) that can be read now, NO_PLACE for the others."""
-
-    def read(self, places: Integers, lend: Lend | None = None) -> Iterable[Any]:
-        """Copies of the samples of READY places (int64 `[samples]`), in memory that is lent, or new; or UNREADABLE."""
-
-    def stored_bytes(self, places: Integers) -> int:
-        """Bytes of the samples of READY places (int64 `[samples]`)."""
-
-    def recall(self, indices: Sequence[int]) -> bool:
-        """Bring nearer what lies under those indices and is not READY, but need not be loaded; whether it has tried."""
+        return self.arc.is_filled_by_misses and self.layout.has_room(self.codec.least_bytes(sample))
 
     def fill(self, index: int, sample: Any) -> bool:
         """Check a sample and store it, unless its index has no place or somebody else fills it; whether it was stored.
@@ -88,141 +393,267 @@ class SampleStore(Protocol):
         Raises:
             SampleMismatchError: it is not of the codec; also where it has no place.
         """
+        return any(self.put([index], [self.codec.contents(self.codec.encode(sample, index))]))
 
-    def put_many(self, indices: Sequence[int], samples: Sequence[Sequence[memoryview]]) -> Iterator[bool | None]:
-        """Store encoded samples, a few megabytes, given their bytes in parts, as the iterator comes to them.
+    def append(self, sample: Any, index: int = -1) -> bool:
+        """Check a sample and store it in the place of the oldest, where these leave; False while all are written.
 
-        It gives whether each was stored; None where its index has no place, or where there is no room for it.
+        Args:
+            sample: of the codec.
+            index: in its source, for messages; -1 where it has none.
+
+        Raises:
+            SampleMismatchError: it is not of the codec.
+            ValueError: it is larger than the whole store.
+            OSError: there is no memory for a single sample.
         """
+        parts = self.codec.encode(sample, None if index < 0 else index)
+        return self.ring.append(self.codec.contents(parts))
+
+    def put(self, indices: Iterable[int], samples: Sequence[Sequence[memoryview]]) -> Iterator[bool | None]:
+        """Store samples, each if its slot is empty and nobody else is filling it, as the iterator comes to them.
+
+        Args:
+            indices: of the samples.
+            samples: the parts of each, as bytes. Whether there is memory is asked once for all of them, so a call
+                should hold few megabytes.
+
+        Yields:
+            Whether this call has stored the sample; None where it has no place, or there is no room for it in any.
+        """
+        states, claims, may_store = self.layout.states, self._claims, None
+        has_claim = self.turns.ends
+        if self._checksums is not None and not self._checksums.is_whole:
+            may_store = False
+        for index, contents in zip(indices, samples, strict=True):
+            slot = self.arc.slot_within(index)
+            if slot == NO_SLOT or not self.arc.is_filled_by_misses:
+                yield None
+                continue
+            stored: bool | None = False
+            if (may_store is not False and states[slot] != READY and claims.take(slot)) or has_claim(slot):
+                try:
+                    if may_store is not False and states[slot] != READY:
+                        if may_store is None:
+                            may_store = self._has_memory(sum(map(self.layout.size, samples)))
+                        if may_store:
+                            stored = self._try_write(slot, contents)
+                            may_store = stored is not False
+                finally:
+                    claims.give_up(slot)
+            yield stored
+
+    def replace(self, slot: int, contents: Sequence[memoryview], *, overwrite: bool) -> bool:
+        """Store a row as soon as nobody else is filling its slot.
+
+        Args:
+            slot: of the row.
+            contents: its parts, as bytes.
+            overwrite: whether it takes the place of another one.
+
+        Returns:
+            False if the slot holds other bytes and is not to be overwritten.
+        """
+        states = self.layout.states
+        with self._claims.waiting(slot):
+            if states[slot] != READY:
+                if self._has_memory(self.layout.size(contents)):
+                    self._try_write(slot, contents)
+                return True
+            memory = [np.empty(size, dtype=np.uint8) for size in self.codec.sizes(1)]
+            self.gather(np.array([slot]), memory)
+            if [part.data for part in memory] != list(contents):
+                if not overwrite:
+                    return False
+                states[slot] = EMPTY
+                fence()
+                self._write(slot, contents)  # it has its memory
+        return True
+
+    def clear(self) -> None:
+        """Empty all slots and give their memory back. No process may be reading or filling meanwhile."""
+        self.layout.state[:] = EMPTY
+        self.segment.discard(len(self))
+
+    def alone(self) -> AbstractContextManager[None]:
+        """Wait until no other process is in here; it has nothing to do with claims on slots."""
+        return self._claims.waiting(_ALONE)
+
+    def _has_memory(self, nbytes: int) -> bool:
+        """Whether so many bytes may be filled now."""
+        if self._retry_at and time.monotonic() < self._retry_at:
+            return False
+        short = self._shortage.comes_with(nbytes)
+        if short is not None:
+            self._stop(short)
+        return short is None
+
+    def _try_write(self, slot: int, contents: Sequence[memoryview]) -> bool | None:
+        """Write a sample into a slot that is claimed, and have it read; False without memory, None without room."""
+        try:
+            return self._write(slot, contents) or None
+        except OSError as error:
+            if (short := refused(error, on_disk=self._checksums is not None)) is None:
+                raise
+            self._stop(short)
+            return False
+
+    def _write(self, slot: int, contents: Sequence[memoryview]) -> bool:
+        if not self.layout.write(slot, contents):
+            return False
+        if self._checksums is not None:
+            self._checksums.seal(slot, contents)
+        fence()
+        self.layout.states[slot] = READY
+        if self._checksums is not None:
+            self._checksums.verified[slot] = READY
+        return True
+
+    def _stop(self, short: str) -> None:
+        """Store nothing for a while, and say why, once on the node."""
+        # The lock behind those of the slots is kept until this process ends: one warning per node.
+        if not self._retry_at and self.segment.lock(len(self)):
+            log.warning(
+                "the cache stops at %s of %s samples: %s.\nThe others are loaded every time. Give %s, or lower the "
+                "budget to have no such warning",
+                f"{self.filled:,}",
+                f"{len(self):,}",
+                short,
+                "the job more memory" if self._checksums is None else "the disk more room",
+            )
+        self._retry_at = time.monotonic() + _RETRY_SECONDS
+
+    # ---- what there is ----
+
+    @property
+    def _stored(self) -> npt.NDArray[np.bool_]:
+        """Which slots are ready, bool `[slots]`, whether or not they can be read now."""
+        state = self.layout.state
+        if self._checksums is not None and not self._checksums.is_whole:
+            return np.zeros(len(state), dtype=np.bool_)
+        return np.asarray(state != EMPTY)
+
+    def is_stored(self, indices: Integers) -> npt.NDArray[np.bool_]:
+        """Which of those indices (int64 `[samples]`, in the dataset) are stored here, verified or not."""
+        slots, stored = self.arc.slots_of(indices), self._stored
+        if not len(stored):
+            return np.zeros(slots.shape, dtype=np.bool_)
+        found: npt.NDArray[np.bool_] = stored[slots] & (slots != NO_SLOT)
+        return found
+
+    def some_stored(self, count: int) -> list[int]:
+        """About so many indices whose slots are ready, or all if there are fewer."""
+        stored = self._stored
+        first = int(stored.argmax()) if len(stored) else 0
+        slots = np.flatnonzero(stored[first : first + _WINDOW]) + first
+        return [self.arc.index(int(slot)) for slot in slots[:: max(len(slots) // count, 1)]]
 
     @property
     def filled(self) -> int:
-        """Number of places that are READY."""
+        """Number of slots that are ready."""
+        if self._ring is not None:
+            return len(self._ring.resident())
+        return len(self) if self._is_final else int(np.count_nonzero(self._stored))
+
+    @property
+    def full(self) -> bool:
+        """Whether every index of the dataset can be read now."""
+        if self.closed or len(self) < self.length or (self._checksums is not None and not self._checksums.is_whole):
+            return False
+        if self._ring is not None:  # an index whose own slot cannot be read gives another's sample
+            return self.filled > 0
+        return self._is_final or bool((self._readable == READY).all())
 
     @property
     def fill_fraction(self) -> float:
-        """How much of what there is for samples is filled: places, or bytes where samples differ in size."""
+        """How much of what there is for samples is filled: slots, or bytes where samples differ in size."""
+        if self._ring is not None:
+            return self.filled / max(min(len(self), self._ring.limit), 1)
+        return 1.0 if self._is_final else self.layout.fill_fraction(self.filled)
 
     @property
     def capacity(self) -> int:
         """Number of samples for which there is room, as far as that is known."""
+        if self._ring is not None:
+            return self._ring.capacity
+        return len(self) if self._is_final else self.layout.capacity(self.filled)
 
     @property
-    def full(self) -> bool:
-        """Whether every index of the dataset is READY."""
+    def granted_bytes(self) -> int:
+        """Bytes that it may take, as budgets count."""
+        return self.layout.granted_bytes if self._ring is None else self._ring.granted_bytes
+
+    @property
+    def _used_bytes(self) -> int:
+        used = self.segment.allocated_bytes - HEADER_BYTES - self.layout.fixed_bytes
+        return min(max(used, 0), self.granted_bytes)
 
     @property
     def memory_bytes(self) -> int:
-        """Bytes that the samples take on this node right now, as budgets count."""
+        """Bytes that samples take in this node's memory right now; what the page cache has of a disk is nobody's."""
+        return self._used_bytes if self._checksums is None else 0
+
+    @property
+    def disk_bytes(self) -> int:
+        """Bytes that samples take on a disk."""
+        return 0 if self._checksums is None else self._used_bytes
 
     @property
     def promised_bytes(self) -> int:
-        """Bytes that were granted and are still to be taken."""
+        """Bytes of memory that were granted and are still to be taken."""
+        done = self.closed or self._checksums is not None or self._is_final
+        return 0 if done else self.granted_bytes - self.memory_bytes
+
+    def keep_free(self, nbytes: int) -> None:
+        """Leave that many bytes of the node's memory to others from now on, in all processes that fill."""
+        keep_free(self.segment, nbytes)
+
+    def unlink(self) -> None:
+        """Take the name of its file away, if it has one: no other process can open the store any more."""
+        self.segment.unlink()
+
+    @property
+    def manifest(self) -> Manifest:
+        """What the store says about itself, also to other jobs; a ManifestError if that is damaged."""
+        return read_manifest(self.segment.header, self.segment.size)
 
     @property
     def closed(self) -> bool:
-        """Whether this process has given the store up."""
+        """Whether this process has closed the store."""
+        return self._closed or self.segment.closed
 
     def close(self) -> None:
-        """Give the store up in this process."""
+        """Close the store in this process; the memory is free when all processes have."""
+        # Also where another copy has closed the segment: these views are our own.
+        if self._ring is not None:
+            self._ring.close()
+        self.layout.close()
+        self._readable = np.empty(0, dtype=np.uint8)
+        self._readable_bytes.release()
+        if self._checksums is not None:
+            self._checksums.close()
+        if not self._closed:
+            self._closed = True
+            self.segment.close()
 
 
-class RowSampleStore(SampleStore, Protocol):
-    """A store of samples that all have the same fields."""
-
-    @property
-    def codec(self) -> RowCodec:
-        """What samples look like."""
-
-    def gather(self, places: Integers, into: Memory) -> None:
-        """Copy READY places (int64 `[samples]`) into the memory of a batch, uint8 `codec.sizes(samples)`."""
-
-
-class NoTurns:
-    """The turns of a store that takes nothing from who misses a sample: there are none."""
-
-    are_taken = False
-
-    def take(self, indices: Iterable[int]) -> list[int]:
-        """All of them."""
-        return list(indices)
-
-    def give_up(self, indices: Iterable[int]) -> None:
-        """Nothing was taken."""
-
-    def wait(self, indices: Sequence[int]) -> bool:
-        """Nobody is waited for."""
-        return False
-
-
-class ReadOnly:
-    """The part of a store that takes nothing from who misses a sample."""
-
-    turns = NoTurns()
-
-    def has_room(self, sample: Any) -> bool:
-        """Never."""
-        return False
-
-    def recall(self, indices: Sequence[int]) -> bool:
-        """There is nothing further away."""
-        return False
-
-    def fill(self, index: int, sample: Any) -> bool:
-        """Store nothing."""
-        return False
-
-    def put_many(self, indices: Sequence[int], samples: Sequence[Sequence[memoryview]]) -> Iterator[bool | None]:
-        """Store nothing."""
-        return iter([None] * len(indices))
-
-
-def gathers(store: SampleStore) -> TypeGuard[RowSampleStore]:
-    """Whether a store can gather the samples of a batch, one array per field."""
-    return hasattr(store, "gather")
-
-
-def place_near(store: SampleStore, index: int) -> int:
-    """Where an index can be read when what lies further away has been brought near, or NO_PLACE."""
-    place = store.place(index)
-    return store.place(index) if place == NO_PLACE and store.recall([index]) else place
-
-
-def lookup_near(store: SampleStore, indices: Sequence[int]) -> tuple[Integers, Integers]:
-    """Where those indices can be read when what lies further away has been brought near.
-
-    Returns:
-        Their places (int64 `[samples]`), NO_PLACE for what has to be loaded; and which of them have one.
-    """
-    wanted = np.array(indices)
-    places = store.lookup(wanted)
-    missing = wanted[places == NO_PLACE]
-    if len(missing) and store.recall(missing.tolist()):
-        places = store.lookup(wanted)
-    return places, np.flatnonzero(places != NO_PLACE)
-
-
-def divide_turns(store: SampleStore, indices: Sequence[int]) -> tuple[list[int], list[int]]:
-    """What this process is to load now, and what another one is loading, or has stored since it was looked up."""
-    if not store.turns.are_taken:
-        return list(indices), []
-    mine = store.turns.take(indices)
+def _decoded(codec: Any, record: memoryview, lend: Lend | None) -> Any:
     try:
-        stored = {mine[number] for number in lookup_near(store, mine)[1].tolist()} if mine else set()
-    except BaseException:
-        store.turns.give_up(mine)
-        raise
-    store.turns.give_up(stored)
-    here = set(mine) - stored
-    return [index for index in indices if index in here], [index for index in indices if index not in here]
+        return codec.decode(record, lend)
+    except Exception:  # of a class that has another name by now, for instance; its own code may raise anything
+        return UNREADABLE
 
 
-@dataclass(frozen=True)
-class StoreHandle:
-    """How another process opens a store: where its segment is, and what lies there."""
+def gathers(store: Any) -> bool:
+    """Whether a store holds rows, which it can gather into the memory of a batch, one array per field."""
+    return not isinstance(store.codec, RecordCodec)
 
-    segment: SegmentHandle
-    codec: SampleCodec
-    arc: Arc
-    trusted: SegmentHandle | None = None
-    """On a disk: what of it this job may read."""
+
+def slots_for(granted: int, codec: RecordCodec, length: int) -> int:
+    """How many slots a store of records gets, that may take so many bytes.
+
+    Every index, unless the directory would take much of them: of a dataset of small records that fits in small part.
+    Never fewer than will find room.
+    """
+    expected = granted // codec.slot_bytes
+    return min(max(expected, granted // _DIRECTORY_SHARE // Records.slot_bytes), length)

@@ -21,9 +21,9 @@ from typing import Any, NamedTuple, cast
 import torch
 from packaging.requirements import Requirement
 
-from lightning_stocache.cache.contents import contents_of
-from lightning_stocache.cache.proof import checksum
-from lightning_stocache.cache.spec import SampleSpec
+from lightning_stocache.cache.checksums import checksum
+from lightning_stocache.cache.layout import contents_of
+from lightning_stocache.cache.rows import SampleSpec
 from lightning_stocache.insight.inventory import count, held_lines
 from lightning_stocache.node.budget import Budget, format_bytes
 from lightning_stocache.node.disk import check_directory

@@ -17,9 +17,7 @@ from collections.abc import Mapping, Sequence
 from typing import Any
 
 from lightning_stocache.cache.counters import Counters, Counts
-from lightning_stocache.cache.domain import Domain
-from lightning_stocache.cache.placement import Ring
-from lightning_stocache.cache.stores import stored
+from lightning_stocache.cache.placement import Domain, Ring
 from lightning_stocache.loading.dataset import CachedDataset, cached_source
 from lightning_stocache.loading.loader_sampler import batches_of, index_sampler
 from lightning_stocache.loading.loader_tree import Cached, cached_behind, leaves_in
@@ -122,7 +120,7 @@ class Expectation:
         elif domain is None or domain == ring.arcs[0].domain:
             ready = cache.filled
         else:
-            ready = int(stored(cache, domain.indices).sum())
+            ready = int(cache.is_stored(domain.indices).sum())
         return min(max(ready - fills, 0.0), served)
 
 

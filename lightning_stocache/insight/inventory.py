@@ -14,7 +14,7 @@ from datetime import datetime
 from itertools import groupby
 from pathlib import Path
 
-from lightning_stocache.cache.contents import Contents, contents_of
+from lightning_stocache.cache.layout import Contents, contents_of
 from lightning_stocache.node.budget import format_bytes
 from lightning_stocache.node.header import printable
 from lightning_stocache.node.named import NamedSegment, clean_command, segments_of_others

@@ -80,7 +80,7 @@ def plan(job: Job, paces: Paces, step: Spread | None = None) -> Plan:
         step: seconds of a training step, if there is a model.
 
     Example:
-        >>> from lightning_stocache.cache.spec import SampleSpec
+        >>> from lightning_stocache.cache.rows import SampleSpec
         >>> slow, quick = Spread((0.009, 0.01, 0.012)), Spread((1e-5,))
         >>> paces = Paces(slow, slow, quick, SampleSpec.infer(1.5))
         >>> plan(Job(samples=1000, batch_size=10, safe_bytes=2**20), paces).budget

@@ -26,17 +26,8 @@ import numpy as np
 from torch.utils.data import Dataset
 
 from lightning_stocache.cache.codec import BatchRows
-from lightning_stocache.cache.pace import Pace
-from lightning_stocache.cache.store import (
-    NO_PLACE,
-    UNREADABLE,
-    RowSampleStore,
-    SampleStore,
-    divide_turns,
-    gathers,
-    lookup_near,
-    place_near,
-)
+from lightning_stocache.cache.shortage import Pace
+from lightning_stocache.cache.store import NO_PLACE, UNREADABLE, Store, gathers
 from lightning_stocache.loading.batch_pool import BatchPool
 from lightning_stocache.loading.misses import Misses, in_order, passed_through
 from lightning_stocache.setup.open_cache import OpenCache
@@ -73,7 +64,7 @@ class CachedSource:
         return self.opened.request.source
 
     @property
-    def cache(self) -> SampleStore | None:
+    def cache(self) -> Store | None:
         """The cache, or None while samples pass through."""
         return self.opened.live_cache
 
@@ -125,7 +116,7 @@ class CachedSource:
         if (cache := self.cache) is None:
             return False
         with self._state:
-            mine, _ = divide_turns(cache, [index])
+            mine, _ = cache.divide([index])
             return not mine or cache.has_room(self._loading(cache).load(mine, served=False)[0])
 
     def count_hits(self, samples: int, gather_ns: int = 0) -> None:
@@ -175,10 +166,10 @@ class CachedSource:
 
     # ---- from the cache ----
 
-    def _serve(self, cache: SampleStore, index: int) -> Any:
+    def _serve(self, cache: Store, index: int) -> Any:
         """The sample of an index, unfinished. One that lies outside the dataset is the source's business."""
         start = time.perf_counter_ns()
-        if (place := place_near(cache, index)) != NO_PLACE:
+        if (place := cache.place(index, verify=True)) != NO_PLACE:
             places = np.array([place])
             [sample] = cache.read(places, self._pool.lend)
             if sample is UNREADABLE:
@@ -186,7 +177,7 @@ class CachedSource:
             nbytes, gather_ns = cache.stored_bytes(places), time.perf_counter_ns() - start
             self.opened.count(hits=1, bytes_from_cache=nbytes, gather_ns=gather_ns)
             return sample
-        if divide_turns(cache, [index])[1] and cache.turns.wait([index]):
+        if cache.divide([index])[1] and cache.turns.wait([index]):
             return self._serve(cache, index)
         return self._loading(cache).load([index])[0]
 
@@ -198,7 +189,9 @@ class CachedSource:
         cache = self.cache
         if cache is None or not indices or min(indices) < 0 or max(indices) >= cache.length:
             return self._load(cache, indices)
-        start, (places, hits), rows = time.perf_counter_ns(), lookup_near(cache, indices), gathers(cache)
+        start, rows = time.perf_counter_ns(), gathers(cache)
+        places = cache.lookup(np.array(indices), verify=True)
+        hits = np.flatnonzero(places != NO_PLACE)
         ready = cache.read(places[hits], self._pool.take if rows else self._pool.lend)
         nbytes, gather_ns = cache.stored_bytes(places[hits]), time.perf_counter_ns() - start
         missing = [index for index, place in zip(indices, places.tolist(), strict=True) if place == NO_PLACE]
@@ -211,11 +204,11 @@ class CachedSource:
     # ---- from the source ----
 
     def _load_into(self, batch: BatchRows, indices: list[int], rows: list[int]) -> dict[int, Any]:
-        cache: RowSampleStore = cast(Any, self.opened.cache)
+        cache = cast(Store, self.opened.cache)
         different = len(set(indices)) == len(indices) > 0 and self._read_batch is None
         inside = different and min(indices) >= 0 and max(indices) < cache.length
-        alone = inside and not cache.closed and not len(lookup_near(cache, indices)[1])
-        if alone and not divide_turns(cache, indices)[1]:
+        alone = inside and not cache.closed and bool((cache.lookup(np.array(indices), verify=True) == NO_PLACE).all())
+        if alone and not cache.divide(indices)[1]:
             samples = self._loading(cache).load(indices, batch=batch, rows=rows)
         else:
             samples = self._serve_many(indices)
@@ -225,16 +218,16 @@ class CachedSource:
                 batch.put_many([rows[number] for number in fitting], parts)
         return {row: sample.sample for row, sample in zip(rows, samples, strict=True) if type(sample) is Odd}
 
-    def _load(self, cache: SampleStore | None, indices: list[int]) -> Any:
+    def _load(self, cache: Store | None, indices: list[int]) -> Any:
         """The samples of indices that were not READY a moment ago; what another job is loading, when it has come."""
-        mine, others = (indices, []) if cache is None else divide_turns(cache, indices)
+        mine, others = (indices, []) if cache is None else cache.divide(indices)
         if cache is None or not others:
             return self._load_now(cache, indices)
         loaded, theirs = iter(self._load_now(cache, mine) if mine else ()), set(others)
         come = iter(self._serve_many(others) if cache.turns.wait(others) else self._load_now(cache, others))
         return [next(come if index in theirs else loaded) for index in indices]
 
-    def _load_now(self, cache: SampleStore | None, indices: list[int]) -> Any:
+    def _load_now(self, cache: Store | None, indices: list[int]) -> Any:
         """The samples of indices, loaded here: in one call, if the source can."""
         read = self._read_batch
         if read is not None and cache is not None:
@@ -264,7 +257,7 @@ class CachedSource:
     def _read_batch(self) -> Callable[[list[int]], Any] | None:
         return batch_reader(self.opened.source)
 
-    def _loading(self, cache: SampleStore) -> Misses:
+    def _loading(self, cache: Store) -> Misses:
         """What loads and stores in this process."""
         opened, known = self.opened, self._misses
         if known is None or known.source is not opened.source or known.cache is not cache:

@@ -16,7 +16,8 @@ import numpy.typing as npt
 import torch
 from torch.utils.data import default_collate
 
-from lightning_stocache.cache.codec import Memory, RowCodec
+from lightning_stocache.cache.codec import Memory
+from lightning_stocache.cache.rows import SampleSpec
 
 __all__ = ["Collator"]
 
@@ -40,7 +41,7 @@ class Collator:
                 [3, 4]], dtype=torch.uint8), tensor([5, 6])]
     """
 
-    def __init__(self, codec: RowCodec, pinned: bool = False) -> None:
+    def __init__(self, codec: SampleSpec, pinned: bool = False) -> None:
         zeroes = [np.zeros(size, dtype=np.uint8) for size in codec.sizes(2)]
         pattern = default_collate(codec.split(zeroes, 2))
         self._fields: list[_Column] = []

@@ -16,9 +16,8 @@ from torch.utils.data import Dataset
 
 from lightning_stocache.cache.codec import SampleCodec
 from lightning_stocache.cache.counters import Counters
-from lightning_stocache.cache.domain import Domain
-from lightning_stocache.cache.placement import Ring
-from lightning_stocache.cache.segment_store import SegmentStore
+from lightning_stocache.cache.placement import Domain, Ring
+from lightning_stocache.cache.store import Store
 from lightning_stocache.loading.cached_source import CachedSource
 from lightning_stocache.loading.forwarding import Forwarding
 from lightning_stocache.node.budget import Budget
@@ -174,7 +173,7 @@ class CachedDataset(Forwarding):
             self.__cached.transform = transform
 
     @property
-    def cache(self) -> SegmentStore[Any] | None:
+    def cache(self) -> Store | None:
         """The cache, or None while samples pass through."""
         return self.__cached.opened.live_cache
 

@@ -33,8 +33,8 @@ from typing import Any
 import numpy as np
 import torch
 
-from lightning_stocache.cache.rolling_ring import FILLERS
-from lightning_stocache.cache.stores import RollingSampleStore
+from lightning_stocache.cache.rolling import FILLERS
+from lightning_stocache.cache.store import Store
 from lightning_stocache.node.parent import end_with_parent, not_sent, why_not_begun
 from lightning_stocache.source.draws import Draw, Draws, EndOfStreamError
 from lightning_stocache.torch_internals import become_worker
@@ -61,7 +61,7 @@ class FillJob:
     """
 
     draws: Draws
-    store: RollingSampleStore
+    store: Store
     fillers: int
 
 

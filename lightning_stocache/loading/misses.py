@@ -16,13 +16,11 @@ from typing import Any
 import numpy as np
 from torch.utils.data import Dataset
 
-from lightning_stocache.cache.codec import BatchRows, Parts
+from lightning_stocache.cache.codec import BatchRows, Parts, SampleMismatchError, UnsupportedSampleError
 from lightning_stocache.cache.counters import Counters, Matter
-from lightning_stocache.cache.field import UnsupportedSampleError
-from lightning_stocache.cache.pace import PAUSE_SECONDS, Pace
 from lightning_stocache.cache.placement import Integers
-from lightning_stocache.cache.spec import SampleMismatchError
-from lightning_stocache.cache.store import NO_PLACE, UNREADABLE, SampleStore, gathers
+from lightning_stocache.cache.shortage import PAUSE_SECONDS, Pace
+from lightning_stocache.cache.store import NO_PLACE, UNREADABLE, Store, gathers
 from lightning_stocache.source.access import one_per_index
 from lightning_stocache.source.generators import Generators
 from lightning_stocache.source.odd import Odd, warn_of_odd
@@ -53,7 +51,7 @@ class Misses:
     def __init__(
         self,
         source: Dataset[Any],
-        cache: SampleStore,
+        cache: Store,
         counters: Counters | None,
         strict: bool = False,
         frozen: bool = False,
@@ -123,7 +121,7 @@ class Misses:
     ) -> None:
         """Store samples and count them at once; an odd one becomes an `Odd` in the list."""
         cache, fills, misses, nbytes, store_ns = self.cache, 0, 0, 0, 0
-        put = self._unstored if self._pace is not None and self._pace.pauses else cache.put_many
+        put = self._unstored if self._pace is not None and self._pace.pauses else cache.put
         start = time.perf_counter_ns()
         step = max(_AT_ONCE // max(cache.codec.nbytes, 1), 1)
         try:
@@ -162,7 +160,7 @@ class Misses:
             )
 
     def _unstored(self, indices: Sequence[int], contents: Sequence[Sequence[memoryview]]) -> Iterator[bool | None]:
-        """What `put_many` gives where nothing is stored."""
+        """What `Store.put` gives where nothing is stored."""
         return (False if self.cache.has_place(index) else None for index in indices)
 
     def _check(self, numbers: range, indices: list[int], samples: list[Any], fitting: dict[int, Parts]) -> None:
@@ -187,10 +185,10 @@ class Misses:
             return batch.put_many([rows[number] for number in samples], parts)
         if count < 2 or not gathers(self.cache):
             return [codec.contents(part) for part in parts]
-        codec = self.cache.codec
         # A copy of many small ones at once costs less than a view of each.
         memory = [np.empty(size, dtype=np.uint8) for size in codec.sizes(count)]
-        return codec.rows(lambda: memory, count).put_many(range(count), parts)
+        copied: list[list[memoryview]] = codec.rows(lambda: memory, count).put_many(range(count), parts)
+        return copied
 
     def _leave_random(self, indices: list[int], samples: list[Any]) -> None:
         """Have samples pass through, of which some drew random numbers: they would be frozen."""

@@ -20,7 +20,7 @@ from torch.utils.data import DataLoader
 
 from lightning_stocache.cache.codec import Memory
 from lightning_stocache.cache.placement import Integers
-from lightning_stocache.cache.store import NO_PLACE, RowSampleStore, SampleStore, gathers
+from lightning_stocache.cache.store import NO_PLACE, Store, gathers
 from lightning_stocache.loading.batch_pool import BatchPool
 from lightning_stocache.loading.collate import Collator
 from lightning_stocache.loading.interrupts import held_back
@@ -51,7 +51,7 @@ class Resources:
             than one tensor per field.
     """
 
-    def __init__(self, loader: DataLoader[Any], cache: SampleStore, route: Route) -> None:
+    def __init__(self, loader: DataLoader[Any], cache: Store, route: Route) -> None:
         self.cache, self.route = cache, route
         self.pins = loader.pin_memory and torch.cuda.is_available()
         self.collator = Collator(self.rows.codec, self.pins) if route == "main" else None
@@ -65,7 +65,7 @@ class Resources:
         self._pid = os.getpid()
 
     @property
-    def rows(self) -> RowSampleStore:
+    def rows(self) -> Store:
         """The cache where the main process puts batches together, which it does by gathering rows."""
         assert gathers(self.cache)
         return self.cache

@@ -20,8 +20,8 @@ import torch.distributed as dist
 from torch.utils.data import Dataset
 
 from lightning_stocache.cache.placement import Arc, Integers, Ring
-from lightning_stocache.cache.rolling_store import RollingHandle
-from lightning_stocache.cache.spec import SampleSpec
+from lightning_stocache.cache.rows import SampleSpec
+from lightning_stocache.cache.store import StoreHandle
 from lightning_stocache.loading.cached_source import CachedSource
 from lightning_stocache.loading.dataset import CachedDataset, cached_source, dataset_over
 from lightning_stocache.loading.rolling_pool import RollingPool, RollingRequest, RollingStats
@@ -187,7 +187,7 @@ class RollingCache(Dataset[Any]):
         return self._dataset
 
     @property
-    def handle(self) -> RollingHandle:
+    def handle(self) -> StoreHandle:
         """What a `RollingWriter` in another process needs to append here: plain values, to be sent as you like."""
         return self.pool.store.handle
 
@@ -249,11 +249,10 @@ class RollingCache(Dataset[Any]):
     def _dataset_over(self, pool: RollingPool, group: NodeGroup) -> CachedDataset:
         store, slots = pool.store, _Slots(pool.store.length)
         request = CacheRequest(slots, budget=self.request.budget, spec=store.codec)
-        cache: Any = store  # it is no SegmentStore, and answers to all that is asked of one here
         opened = OpenCache(
             request,
             slots,
-            cache=cache,
+            cache=store,
             counters=pool.counters,
             ring=Ring((Arc(store.length, store.length),) * len(group.nodes)),
             group=group,

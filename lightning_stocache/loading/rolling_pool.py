@@ -14,11 +14,8 @@ from typing import Any
 from lightning_stocache.cache.counters import Counters
 from lightning_stocache.cache.placement import Integers
 from lightning_stocache.cache.records import RecordCodec
-from lightning_stocache.cache.rolling_records import RollingRecords
-from lightning_stocache.cache.rolling_rows import RollingRows
-from lightning_stocache.cache.rolling_store import RollingHandle
-from lightning_stocache.cache.spec import SampleSpec
-from lightning_stocache.cache.stores import RollingSampleStore, attach_rolling
+from lightning_stocache.cache.rows import SampleSpec
+from lightning_stocache.cache.store import Store, StoreHandle
 from lightning_stocache.loading.fillers import Fillers, FillJob
 from lightning_stocache.node.budget import Budget
 from lightning_stocache.node.files import Backend
@@ -105,11 +102,11 @@ class RollingStats:
 
 @dataclass(frozen=True)
 class _Address:
-    store: RollingHandle
+    store: StoreHandle
     counters: SegmentHandle
 
     def attach(self, group: NodeGroup) -> RollingPool:
-        store = attach_rolling(self.store)
+        store = Store.attach(self.store)
         try:
             return RollingPool(store, Counters(Segment.attach(self.counters), group.rank))
         except OSError:
@@ -126,7 +123,7 @@ class RollingPool:
         minimum: samples for which an epoch waits.
     """
 
-    def __init__(self, store: RollingSampleStore, counters: Counters, minimum: int = 1) -> None:
+    def __init__(self, store: Store, counters: Counters, minimum: int = 1) -> None:
         self.store, self.counters, self.minimum = store, counters, minimum
         self.fillers: Fillers | None = None
         self._told_short = False
@@ -161,11 +158,7 @@ class RollingPool:
             OSError: there is none.
         """
         whose = {"dataset": f"rolling: {type(request.source).__name__}", "node": group.node, "nodes": len(group.nodes)}
-        store: RollingSampleStore
-        if isinstance(codec, SampleSpec):
-            store = RollingRows.create(codec, memory.count, backend=backend, whose=whose)
-        else:
-            store = RollingRecords.create(codec, memory.granted, backend=backend, whose=whose)
+        store = Store.create_rolling(codec, memory.count, backend, whose, granted=memory.granted)
         store.keep_free(memory.keep_free)
         try:
             counters = Counters.create(group.rank, backend)
@@ -222,8 +215,8 @@ class RollingPool:
             evicted=store.ring.evicted,
             oldest_seconds=store.ring.oldest_seconds,
             times_seen=self.counters.totals().hits / max(store.ring.appended, 1),
-            renewed=store.renewed,
-            substituted=store.substituted,
+            renewed=store.ring.renewed,
+            substituted=store.ring.substituted,
             failed=0 if fillers is None else fillers.failed,
             restarts=0 if fillers is None else fillers.restarts,
             memory_bytes=store.memory_bytes,

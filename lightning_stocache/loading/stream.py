@@ -12,8 +12,8 @@ from typing import Any
 from torch.utils.data import IterableDataset
 
 from lightning_stocache.cache.counters import Counters
-from lightning_stocache.cache.stream_decision import Decision
-from lightning_stocache.cache.stream_store import StreamStore
+from lightning_stocache.cache.ledger import Decision
+from lightning_stocache.cache.stream import StreamStore
 from lightning_stocache.loading.forwarding import Forwarding
 from lightning_stocache.loading.stream_source import StreamSource
 from lightning_stocache.node.budget import Budget, format_bytes

@@ -23,8 +23,8 @@ from typing import Any, cast
 
 from torch.utils.data import IterableDataset
 
-from lightning_stocache.cache.stream_decision import Decision, Mode
-from lightning_stocache.cache.stream_store import StreamStore
+from lightning_stocache.cache.ledger import Decision, Mode
+from lightning_stocache.cache.stream import StreamStore
 from lightning_stocache.node.budget import format_bytes
 from lightning_stocache.setup.look import PATIENCE_SECONDS
 from lightning_stocache.setup.reader_process import NotStartedError, read_apart

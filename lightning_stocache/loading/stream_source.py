@@ -20,13 +20,11 @@ from typing import Any
 import numpy as np
 from torch.utils.data import get_worker_info
 
-from lightning_stocache.cache.field import UnsupportedSampleError
-from lightning_stocache.cache.kept_samples import KeptSamples
+from lightning_stocache.cache.codec import SampleMismatchError, UnsupportedSampleError
+from lightning_stocache.cache.ledger import MOST_WORKERS, Decision, Mode, Shard
 from lightning_stocache.cache.placement import Integers
-from lightning_stocache.cache.spec import SampleMismatchError
-from lightning_stocache.cache.stream_decision import Decision, Mode
-from lightning_stocache.cache.stream_ledger import MOST_WORKERS, Shard
-from lightning_stocache.cache.stream_store import StreamStore
+from lightning_stocache.cache.store import Store
+from lightning_stocache.cache.stream import StreamStore
 from lightning_stocache.loading.stream_choice import BY_HAND, NO_ROW, StreamChoice
 from lightning_stocache.node.budget import format_bytes
 from lightning_stocache.sampling.stream_deal import batches_in_turn, batches_of, deal, permutation
@@ -81,7 +79,7 @@ class StreamSource:
         mode = self._mode(store, epoch)
         if mode == "cache":
             kept = store.kept()
-            return self._from_memory(kept, self._share(kept, shard, epoch))
+            return self._from_memory(kept, self._share(store.shards, shard, epoch))
         return StreamPass(self, None if mode == "pass" else store, shard, epoch)
 
     def announce(self, workers: int) -> int | None:
@@ -162,17 +160,17 @@ class StreamSource:
         ours = range(Shard(self.opened.rank).number, Shard(self.opened.rank + 1).number)
         return [number for number in np.unique(shards).tolist() if number in ours]
 
-    def _share(self, kept: KeptSamples, shard: Shard, epoch: int) -> Integers:
+    def _share(self, shards: Integers, shard: Shard, epoch: int) -> Integers:
         """What a shard serves of all that is kept: unshuffled, what it has read, where shards are the same."""
         if self.shuffle:
-            mine = deal(permutation(len(kept), self.seed, epoch), self.opened.rank, self.opened.ranks)
+            mine = deal(permutation(len(shards), self.seed, epoch), self.opened.rank, self.opened.ranks)
             return mine[shard.worker :: shard.workers]
-        ours = self._numbers(kept.shards)
+        ours = self._numbers(shards)
         if all(number - Shard(self.opened.rank).number < shard.workers for number in ours):
-            return np.flatnonzero(kept.shards == shard.number)
-        return np.flatnonzero(np.isin(kept.shards, ours))[shard.worker :: shard.workers]
+            return np.flatnonzero(shards == shard.number)
+        return np.flatnonzero(np.isin(shards, ours))[shard.worker :: shard.workers]
 
-    def _from_memory(self, kept: KeptSamples, mine: Integers) -> Iterator[Any]:
+    def _from_memory(self, kept: Store, mine: Integers) -> Iterator[Any]:
         step = max(min(_AT_ONCE_BYTES // max(kept.codec.nbytes, 1), _AT_ONCE), 1)
         for first in range(0, len(mine), step):
             if kept.closed:

@@ -41,7 +41,7 @@ def kept_dataset(serving: StreamSource) -> tuple[CachedDataset, Integers]:
     opened = OpenCache(
         request, request.source, None, kept, serving.opened.counters, group=serving.opened.group, borrowed=True
     )
-    return dataset_over(CachedSource(opened, serving.transform)), kept.shards
+    return dataset_over(CachedSource(opened, serving.transform)), store.shards
 
 
 class StreamBatches(Sampler[list[int]]):

@@ -23,7 +23,7 @@ from torch.utils.data import (
     WeightedRandomSampler,
 )
 
-from lightning_stocache.cache.domain import Domain
+from lightning_stocache.cache.placement import Domain
 from lightning_stocache.sampling.locality_sampler import LocalitySampler
 
 __all__ = ["draws_once", "sampler_domain"]

@@ -16,11 +16,9 @@ from typing import Any
 
 import torch
 
-from lightning_stocache.cache.codec import SampleCodec
-from lightning_stocache.cache.field import UnsupportedSampleError, named
-from lightning_stocache.cache.pickling import is_opened
-from lightning_stocache.cache.records import RecordCodec, Required
-from lightning_stocache.cache.spec import SampleMismatchError, SampleSpec
+from lightning_stocache.cache.codec import SampleCodec, SampleMismatchError, UnsupportedSampleError, named
+from lightning_stocache.cache.records import RecordCodec, Required, is_opened
+from lightning_stocache.cache.rows import SampleSpec
 from lightning_stocache.setup.request import Layout
 from lightning_stocache.source.probe import bits, walk
 from lightning_stocache.source.transform_split import Cut

@@ -17,9 +17,9 @@ from typing import Any, cast
 
 from torch.utils.data import IterableDataset
 
-from lightning_stocache.cache.field import UnsupportedSampleError
+from lightning_stocache.cache.codec import SampleMismatchError, UnsupportedSampleError
 from lightning_stocache.cache.records import RecordCodec
-from lightning_stocache.cache.spec import SampleMismatchError, SampleSpec
+from lightning_stocache.cache.rows import SampleSpec
 from lightning_stocache.setup.codec_choice import choose_codec
 from lightning_stocache.setup.reader_process import NotStartedError, read_apart
 from lightning_stocache.setup.request import Layout

@@ -16,7 +16,7 @@ from typing import Any
 from torch.utils.data import Dataset, Subset
 
 from lightning_stocache.cache.codec import SampleCodec
-from lightning_stocache.cache.domain import Domain
+from lightning_stocache.cache.placement import Domain
 from lightning_stocache.cache.records import RecordCodec
 from lightning_stocache.node.budget import format_bytes
 from lightning_stocache.source.encoded import EncodedSource, taken_apart

@@ -30,8 +30,7 @@ from typing import Any, cast
 import torch
 from torch.utils.data import Dataset
 
-from lightning_stocache.cache.field import UnsupportedSampleError
-from lightning_stocache.cache.spec import SampleMismatchError
+from lightning_stocache.cache.codec import SampleMismatchError, UnsupportedSampleError
 from lightning_stocache.node.parent import why_not_begun
 from lightning_stocache.node.waiting import TOLD_SECONDS
 from lightning_stocache.setup.finding import Finding, Reading

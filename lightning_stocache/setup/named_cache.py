@@ -18,12 +18,9 @@ from typing import Any
 import torch
 from torch.utils.data import Dataset, Subset
 
-from lightning_stocache.cache.codec import SampleCodec
-from lightning_stocache.cache.field import module_name
+from lightning_stocache.cache.codec import SampleCodec, module_name
 from lightning_stocache.cache.placement import Arc, Ring
-from lightning_stocache.cache.segment_store import SegmentStore
-from lightning_stocache.cache.store import gathers
-from lightning_stocache.cache.stores import disk_store_for, store_for
+from lightning_stocache.cache.store import Store, gathers
 from lightning_stocache.node.budget import Budget
 from lightning_stocache.node.files import memory_directory
 from lightning_stocache.node.free import FreeMemory
@@ -79,7 +76,7 @@ def found_before(request: CacheRequest) -> str:
     return "" if manifest is None else manifest.found
 
 
-def join_cache(request: CacheRequest, codec: SampleCodec) -> SegmentStore[Any] | None:
+def join_cache(request: CacheRequest, codec: SampleCodec) -> Store | None:
     """The cache that lies under the request's name, or None if there is none.
 
     Raises:
@@ -94,7 +91,7 @@ def join_cache(request: CacheRequest, codec: SampleCodec) -> SegmentStore[Any] |
 
 def open_cache(
     request: CacheRequest, codec: SampleCodec, arc: Arc, budget: Budget, granted: int = 0, found: str = ""
-) -> SegmentStore[Any]:
+) -> Store:
     """Make the cache of the request's name, with an arc; or join it, if another job has just made it.
 
     Args:
@@ -117,7 +114,7 @@ def open_cache(
         "fingerprint": fingerprint(request, codec),
         "found": found,
     }
-    size, manifest = _store_for(request, codec).layout(codec, arc, whose, granted=granted)
+    size, manifest = Store.plan(codec, arc, whose, granted=granted, on_disk=request.dir is not None)
     segment, there = open_named(request.name, size, manifest, request.dir, _mender(request, codec))
     try:
         cache = _over(request, codec, segment, there)
@@ -135,9 +132,9 @@ def open_cache(
 
 def join_caches(
     requests: Sequence[CacheRequest], codecs: Sequence[SampleCodec | None], budgets: Mapping[str, Budget]
-) -> dict[int, SegmentStore[Any]]:
+) -> dict[int, Store]:
     """The named caches that exist, by the number of their request; errors as in `open_cache`, and none stays open."""
-    joined: dict[int, SegmentStore[Any]] = {}
+    joined: dict[int, Store] = {}
     try:
         for number, (request, codec) in enumerate(zip(requests, codecs, strict=True)):
             if request.name is None or codec is None:
@@ -169,11 +166,11 @@ def rings_as_they_are(rings: Sequence[Ring], arcs: Sequence[Sequence[Arc | None]
     ]
 
 
-def _over(request: CacheRequest, codec: SampleCodec, segment: Segment, manifest: Manifest) -> SegmentStore[Any]:
+def _over(request: CacheRequest, codec: SampleCodec, segment: Segment, manifest: Manifest) -> Store:
     try:
         _check(request, codec, manifest)
         try:
-            return _store_for(request, codec).found(segment, codec, manifest.geometry, request.length, request.domain)
+            return Store.open(segment, codec, manifest.geometry, request.length, request.domain)
         except ValueError as error:
             raise ManifestError(f"the cache {request.name!r} is damaged: {error}. {_way_out(request)}") from None
     except BaseException:
@@ -186,7 +183,7 @@ def _mender(request: CacheRequest, codec: SampleCodec) -> Mend:
 
     def mend(segment: Segment, manifest: Manifest) -> None:
         _check(request, codec, manifest)
-        disk_store_for(codec).mend(segment, manifest, request.domain)
+        Store.mend(codec, segment, manifest, request.domain)
 
     return mend
 
@@ -196,10 +193,6 @@ def _check(request: CacheRequest, codec: SampleCodec, manifest: Manifest) -> Non
     ours = fingerprint(request, codec)
     if manifest.fingerprint != ours:
         raise FingerprintError(_refusal(request, manifest.fingerprint, ours))
-
-
-def _store_for(request: CacheRequest, codec: SampleCodec) -> type[SegmentStore[Any]]:
-    return store_for(codec) if request.dir is None else disk_store_for(codec)
 
 
 def _way_out(request: CacheRequest) -> str:
@@ -234,7 +227,7 @@ def _asked_for(
     return slots
 
 
-def _compare(request: CacheRequest, cache: SegmentStore[Any], budget: Budget, slots: int) -> None:
+def _compare(request: CacheRequest, cache: Store, budget: Budget, slots: int) -> None:
     """Tell a job that its budget does not count, where that makes a difference.
 
     A cache that was made under the same words may have found less memory than they asked for.

@@ -33,8 +33,8 @@ from torch.utils.data import Dataset
 
 from lightning_stocache.cache.codec import SampleCodec
 from lightning_stocache.cache.placement import Ring
-from lightning_stocache.cache.record_store import slots_for
 from lightning_stocache.cache.records import RecordCodec
+from lightning_stocache.cache.store import slots_for
 from lightning_stocache.node.budget import Budget
 from lightning_stocache.node.files import Backend
 from lightning_stocache.node.group import NodeGroup

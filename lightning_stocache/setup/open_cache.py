@@ -12,7 +12,7 @@ from torch.utils.data import Dataset
 
 from lightning_stocache.cache.counters import Counters
 from lightning_stocache.cache.placement import Ring
-from lightning_stocache.cache.segment_store import SegmentStore
+from lightning_stocache.cache.store import Store
 from lightning_stocache.console import PREFIX, is_heard
 from lightning_stocache.node.budget import format_bytes
 from lightning_stocache.node.group import NodeGroup, job_ranks
@@ -47,7 +47,7 @@ class OpenCache:
     request: CacheRequest
     source: Dataset[Any]
     tail: Callable[[Any], Any] | None = None
-    cache: SegmentStore[Any] | None = None
+    cache: Store | None = None
     counters: Counters | None = None
     ring: Ring | None = None
     group: NodeGroup = field(default_factory=NodeGroup)
@@ -62,7 +62,7 @@ class OpenCache:
         return cls(request, request.source, group=NodeGroup() if group is None else group)
 
     @property
-    def live_cache(self) -> SegmentStore[Any] | None:
+    def live_cache(self) -> Store | None:
         """The cache, unless this process has closed it."""
         return None if self.cache is None or self.cache.closed else self.cache
 
@@ -126,7 +126,7 @@ class OpenCache:
             "dir": request.dir,
         }
 
-    def _used(self, cache: SegmentStore[Any]) -> str:
+    def _used(self, cache: Store) -> str:
         if self.request.dir is None:
             return format_bytes(cache.memory_bytes)
         return f"{format_bytes(cache.disk_bytes)} on the disk"

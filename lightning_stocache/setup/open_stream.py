@@ -13,8 +13,7 @@ from dataclasses import dataclass, field, replace
 from typing import Any
 
 from lightning_stocache.cache.counters import Counters
-from lightning_stocache.cache.stream_segments import StreamHandle
-from lightning_stocache.cache.stream_store import StreamStore
+from lightning_stocache.cache.stream import StreamHandle, StreamStore
 from lightning_stocache.node.budget import Budget, format_bytes
 from lightning_stocache.node.files import Backend, memory_directory
 from lightning_stocache.node.free import FreeMemory

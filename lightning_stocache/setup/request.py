@@ -10,9 +10,9 @@ from typing import Literal, cast
 from torch.utils.data import Dataset
 
 from lightning_stocache.cache.codec import SampleCodec
-from lightning_stocache.cache.domain import Domain
+from lightning_stocache.cache.placement import Domain
 from lightning_stocache.cache.records import RecordCodec
-from lightning_stocache.cache.spec import SampleSpec
+from lightning_stocache.cache.rows import SampleSpec
 from lightning_stocache.node.budget import Budget
 from lightning_stocache.node.named import check_name
 from lightning_stocache.setup.option import check_choice, check_flag

@@ -32,9 +32,8 @@ import numpy as np
 from lightning_stocache.cache.codec import SampleCodec
 from lightning_stocache.cache.counters import Counters
 from lightning_stocache.cache.records import RecordCodec
-from lightning_stocache.cache.segment_store import SegmentStore
-from lightning_stocache.cache.spec import SampleSpec
-from lightning_stocache.cache.store import NO_PLACE, UNREADABLE, lookup_near
+from lightning_stocache.cache.rows import SampleSpec
+from lightning_stocache.cache.store import NO_PLACE, UNREADABLE, Store
 from lightning_stocache.node.named import way_out
 from lightning_stocache.setup.finding import Finding
 from lightning_stocache.setup.request import CacheRequest
@@ -52,7 +51,7 @@ def store_or_refuse(
     request: CacheRequest,
     found: Finding,
     read: Callable[[Finding, Sequence[int], bool], Mapping[int, list[bytes]]],
-    cache: SegmentStore[Any],
+    cache: Store,
     counters: Counters,
 ) -> str | None:
     """Store what was read at set-up, unless what lies there is other data.
@@ -105,26 +104,25 @@ def store_or_refuse(
     return None
 
 
-def _with_slots(cache: SegmentStore[Any], known: Mapping[int, Any]) -> list[int]:
+def _with_slots(cache: Store, known: Mapping[int, Any]) -> list[int]:
     """Indices that have a slot, as many as are needed beside the known ones, which have one."""
     missing = _COMPARED - len(known)
     among = map(cache.handle.arc.index, range(len(cache)))
     return list(islice((index for index in among if index not in known), max(missing, 0)))
 
 
-def _store(cache: SegmentStore[Any], contents: Mapping[int, Sequence[bytes]], counters: Counters) -> None:
+def _store(cache: Store, contents: Mapping[int, Sequence[bytes]], counters: Counters) -> None:
     for index, parts in contents.items():
-        [stored] = cache.put_many([index], [[memoryview(bytearray(part)) for part in parts]])
+        [stored] = cache.put([index], [[memoryview(bytearray(part)) for part in parts]])
         if stored:
             counters.add(setup_fills=1)
 
 
-def _stored(cache: SegmentStore[Any], known: Sequence[int]) -> Iterator[tuple[int, Any]]:
+def _stored(cache: Store, known: Sequence[int]) -> Iterator[tuple[int, Any]]:
     """Indices and samples that can be read from a cache: those of the known indices, then some of all others."""
-    for index in [*known, *(index for index in cache.some_filled(_TRIED) if index not in known)]:
-        places, _ = lookup_near(cache, [index])
-        if places[0] != NO_PLACE:
-            yield index, next(iter(cache.read(places)))
+    for index in [*known, *(index for index in cache.some_stored(_TRIED) if index not in known)]:
+        if (place := cache.place(index, verify=True)) != NO_PLACE:
+            yield index, next(iter(cache.read(np.array([place]))))
 
 
 def _decoded(codec: SampleCodec, parts: Sequence[bytes]) -> Any:

@@ -16,8 +16,7 @@ from typing import Any, cast
 import numpy as np
 from torch.utils.data import IterableDataset
 
-from lightning_stocache.cache.segment_store import SegmentStore
-from lightning_stocache.cache.store import NO_PLACE
+from lightning_stocache.cache.store import NO_PLACE, Store
 from lightning_stocache.setup.look import PATIENCE_SECONDS
 from lightning_stocache.setup.open_cache import OpenCache
 from lightning_stocache.setup.reader_process import NotStartedError, read_apart
@@ -34,7 +33,7 @@ _TRIED, _COMPARED = 256, 4  # indices that are looked for in the cache, and samp
 class _Comparison(IterableDataset[bytes]):
     """In a worker: whether samples of a source are those of a cache, pickled."""
 
-    def __init__(self, source: Any, cache: SegmentStore[Any], indices: Sequence[int]) -> None:
+    def __init__(self, source: Any, cache: Store, indices: Sequence[int]) -> None:
         self.source, self.cache, self.indices = source, cache, indices
 
     def __iter__(self) -> Iterator[bytes]:

@@ -12,9 +12,7 @@ from typing import Any, Protocol, TypeVar
 
 from lightning_stocache.cache.counters import Counters
 from lightning_stocache.cache.placement import Arc
-from lightning_stocache.cache.segment_store import SegmentStore
-from lightning_stocache.cache.store import StoreHandle
-from lightning_stocache.cache.stores import attach_store, disk_store_for, store_for
+from lightning_stocache.cache.store import Store, StoreHandle
 from lightning_stocache.node.budget import Budget
 from lightning_stocache.node.files import Backend
 from lightning_stocache.node.group import NodeGroup
@@ -63,7 +61,7 @@ class _Address:
         counters = Counters(Segment.attach(self.counters), group.rank)
         if self.cache is None:
             return Segments(counters, None, refusal=self.refusal)
-        return Segments(counters, attach_store(self.cache), self.keeps_name)
+        return Segments(counters, Store.attach(self.cache), self.keeps_name)
 
 
 @dataclass(frozen=True)
@@ -78,7 +76,7 @@ class Segments:
     """
 
     counters: Counters | None
-    cache: SegmentStore[Any] | None
+    cache: Store | None
     keeps_name: bool = False
     refusal: str | None = None
 
@@ -90,11 +88,11 @@ class Segments:
         arc: Arc,
         group: NodeGroup,
         backend: Backend | None,
-        joined: SegmentStore[Any] | None,
+        joined: Store | None,
         budget: Budget,
         granted: int,
         keep_free: int,
-        refuse: Callable[[SegmentStore[Any], Counters], str | None],
+        refuse: Callable[[Store, Counters], str | None],
     ) -> Segments:
         """Make them, or join the cache that has the request's name, unless `refuse` says why it must not be used."""
         cache, codec, refusal = joined, found.codec, None
@@ -104,9 +102,9 @@ class Segments:
                 settings = budget, granted, found.digest
                 cache = open_cache(request, codec, arc, *settings) if arc.slots else join_cache(request, codec)
         elif codec is not None and joined is None and arc.slots and request.dir is not None:
-            cache = disk_store_for(codec).create(codec, arc, None, whose, granted=granted, directory=request.dir)
+            cache = Store.create(codec, arc, None, whose, granted=granted, directory=request.dir)
         elif codec is not None and joined is None and arc.slots:
-            cache = store_for(codec).create(codec, arc, backend, whose, granted=granted)
+            cache = Store.create(codec, arc, backend, whose, granted=granted)
         counters = Counters.create(group.rank, backend)
         if cache is not None:
             cache.keep_free(keep_free)

@@ -28,7 +28,7 @@ from typing import Any, NamedTuple
 import numpy as np
 import torch
 
-from lightning_stocache.cache.field import UnsupportedSampleError
+from lightning_stocache.cache.codec import UnsupportedSampleError
 from lightning_stocache.source.probe import is_pil
 from lightning_stocache.source.values import image_of, tensor_of
 
@@ -79,7 +79,7 @@ def encode_blob(sample: Any, index: int) -> bytes:
         >>> encode_blob({"when": [object()]}, 0)
         Traceback (most recent call last):
             ...
-        lightning_stocache.cache.field.UnsupportedSampleError: sample['when'][0] is an object, which cannot be packed
+        lightning_stocache.cache.codec.UnsupportedSampleError: sample['when'][0] is an object, which cannot be packed
     """
     encoder = _Encoder()
     sample_json = json.dumps(encoder.node(sample, ""), separators=(",", ":"))

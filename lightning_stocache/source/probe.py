@@ -24,7 +24,7 @@ import numpy as np
 import torch
 from torch.utils.data import Dataset, get_worker_info
 
-from lightning_stocache.cache.pickling import canonical_bytes
+from lightning_stocache.cache.records import canonical_bytes
 from lightning_stocache.source.generators import ENTROPY, Generators, owned_generators
 
 _PLAIN = (str, bytes, int, bool, type(None))

@@ -26,7 +26,7 @@ from typing import Any, cast
 
 from torch.utils.data import Dataset
 
-from lightning_stocache.cache.domain import Domain
+from lightning_stocache.cache.placement import Domain
 from lightning_stocache.source.generators import Generators, watch_entropy
 from lightning_stocache.source.probe import Path, Probe, Read, bits, sign, walk
 from lightning_stocache.source.transform_split import (

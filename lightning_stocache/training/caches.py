@@ -26,7 +26,7 @@ from typing import Any, cast
 from torch.utils.data import Dataset, IterableDataset
 
 from lightning_stocache.cache.counters import Counts
-from lightning_stocache.cache.domain import Domain
+from lightning_stocache.cache.placement import Domain
 from lightning_stocache.insight.tallies import end_call
 from lightning_stocache.loading.cached_source import CachedSource
 from lightning_stocache.loading.dataset import CachedDataset, cached_source, dataset_over

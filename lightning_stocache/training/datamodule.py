@@ -16,7 +16,7 @@ import torch
 from lightning.pytorch import LightningDataModule
 from torch.utils.data import DataLoader, Dataset, IterableDataset, SequentialSampler
 
-from lightning_stocache.cache.domain import Domain
+from lightning_stocache.cache.placement import Domain
 from lightning_stocache.loading.dataset import CachedDataset, cached_source, dataset_over
 from lightning_stocache.loading.locality import locality_sampler
 from lightning_stocache.loading.rolling_cache import RollingCache, share_pools

@@ -18,7 +18,7 @@ from typing import TYPE_CHECKING, Any, Self, TypeAlias, TypeVar, cast
 
 from torch.utils.data import Dataset, IterableDataset
 
-from lightning_stocache.cache.domain import Domain
+from lightning_stocache.cache.placement import Domain
 from lightning_stocache.loading.dataset import CachedDataset
 from lightning_stocache.node.budget import Budget
 from lightning_stocache.sampling.locality_sampler import Mode

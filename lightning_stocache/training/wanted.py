@@ -19,7 +19,7 @@ from typing import Any
 import numpy as np
 from torch.utils.data import BatchSampler, DataLoader, Dataset, DistributedSampler, IterableDataset, SequentialSampler
 
-from lightning_stocache.cache.domain import Domain
+from lightning_stocache.cache.placement import Domain
 from lightning_stocache.node.group import NodeGroup
 from lightning_stocache.sampling.sampler_domain import sampler_domain
 from lightning_stocache.setup.agreement import drawn_by_any, united

@@ -7,6 +7,8 @@ import random
 from pathlib import Path
 from typing import Any
 
+import numpy as np
+
 from tests.cache.stores import ARC, HEADER_BYTES, LENGTH, SAMPLES, codec_of, disk_store, path_of, same
 
 PAGE = 4096
@@ -41,7 +43,7 @@ class Disk:
         """The indices that a job is served, each of which is compared with what was stored."""
         opened = self.open() if store is None else store
         indices = []
-        opened.recall(list(range(LENGTH)))
+        opened.lookup(np.arange(LENGTH), verify=True)
         for index in range(LENGTH):
             sample = opened.get(index)
             if sample is not None:

@@ -16,6 +16,7 @@ from __future__ import annotations
 import errno
 import os
 import random
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -24,11 +25,8 @@ import torch
 
 from lightning_stocache.cache.placement import Ring
 from lightning_stocache.cache.records import RecordCodec
-from lightning_stocache.cache.rolling_records import RollingRecords
-from lightning_stocache.cache.rolling_rows import RollingRows
-from lightning_stocache.cache.spec import SampleSpec
-from lightning_stocache.cache.store import NO_PLACE
-from lightning_stocache.cache.stores import attach_rolling, disk_store_for, store_for
+from lightning_stocache.cache.rows import SampleSpec
+from lightning_stocache.cache.store import NO_PLACE, Store, gathers
 from lightning_stocache.node.header import HEADER_BYTES
 from lightning_stocache.node.named import open_named, prefix
 from lightning_stocache.node.segment import Segment
@@ -46,6 +44,7 @@ __all__ = [
     "disk_store",
     "encoded",
     "evicted",
+    "gathers",
     "infer_codec",
     "memory_store",
     "path_of",
@@ -88,7 +87,7 @@ def codec_of(layout: str) -> Any:
 
 
 def encoded(codec: Any, sample: Any, index: int) -> list[memoryview]:
-    """A sample as `put_many` takes it."""
+    """A sample as `put` takes it."""
     return codec.contents(codec.encode(sample, index))
 
 
@@ -108,15 +107,14 @@ def same(left: Any, right: Any) -> bool:
 
 def memory_store(codec: Any, granted: int = GRANTED, arc: Any = ARC, backend: Any = None) -> Any:
     """A new store in memory, which children of this process have, too."""
-    return store_for(codec).create(codec, arc, backend, granted=granted)
+    return Store.create(codec, arc, backend, granted=granted)
 
 
 def disk_store(codec: Any, directory: Path, granted: int = GRANTED) -> Any:
     """The named store in a directory as the next job finds it, or makes it."""
-    kind = disk_store_for(codec)
-    size, manifest = kind.layout(codec, ARC, granted=granted)
-    segment, found = open_named("store", size, manifest, str(directory), kind.mend)
-    return kind.found(segment, codec, found.geometry, LENGTH)
+    size, manifest = Store.plan(codec, ARC, granted=granted, on_disk=True)
+    segment, found = open_named("store", size, manifest, str(directory), partial(Store.mend, codec))
+    return Store.open(segment, codec, found.geometry, LENGTH)
 
 
 def path_of(directory: Path) -> Path:
@@ -126,9 +124,10 @@ def path_of(directory: Path) -> Path:
 
 def rolling_store(codec: Any, samples: int) -> Any:
     """A new store for about so many samples, of which the oldest leave. `attach_rolling` opens it by its handle."""
-    if isinstance(codec, SampleSpec):
-        return RollingRows.create(codec, samples)
-    return RollingRecords.create(codec, samples * codec.nbytes)
+    return Store.create_rolling(codec, samples, granted=samples * codec.nbytes)
+
+
+attach_rolling = Store.attach
 
 
 # ---- what the contract of a store has no name for ----

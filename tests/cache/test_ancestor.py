@@ -11,8 +11,8 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from lightning_stocache.cache.codec import SampleMismatchError
 from lightning_stocache.cache.compat import SharedCache
-from lightning_stocache.cache.spec import SampleMismatchError
 from lightning_stocache.node.files import get_shm_size
 from tests.processes import call, context
 

@@ -30,6 +30,7 @@ from tests.cache.stores import (
     attach_rolling,
     codec_of,
     encoded,
+    gathers,
     memory_store,
     refuse_stores,
     resident,
@@ -70,15 +71,14 @@ class Stores(RuleBasedStateMachine):
         """Store samples, several at once."""
         new = list(dict.fromkeys(indices))
         contents = [encoded(self.disk.codec, self.disk.sample(index), index) for index in new]
-        outcomes = list(self.store.put_many(new, contents))
+        outcomes = list(self.store.put(new, contents))
         if not self.full:
             self.stored |= {index for index, stored in zip(new, outcomes, strict=True) if stored}
 
     @rule(indices=INDICES)
     def read(self, indices: list[int]) -> None:
         """Look samples up, and read them: each is the one that was stored."""
-        self.store.recall(indices)
-        places = self.store.lookup(np.array(indices))
+        places = self.store.lookup(np.array(indices), verify=True)
         ready = places[places != NO_PLACE]
         found = [index for index, place in zip(indices, places.tolist(), strict=True) if place != NO_PLACE]
         for index, sample in zip(found, self.store.read(ready), strict=True):
@@ -89,10 +89,9 @@ class Stores(RuleBasedStateMachine):
     @rule(indices=INDICES)
     def gather(self, indices: list[int]) -> None:
         """Rows come out together as they do one by one."""
-        self.store.recall(indices)
-        places = self.store.lookup(np.array(indices))
+        places = self.store.lookup(np.array(indices), verify=True)
         ready = places[places != NO_PLACE]
-        if not hasattr(self.store, "gather") or not len(ready):
+        if not gathers(self.store) or not len(ready):
             return
         codec = self.disk.codec
         memory = [np.zeros(size, dtype=np.uint8) for size in codec.sizes(len(ready))]

@@ -17,10 +17,12 @@ import numpy.typing as npt
 import pytest
 import torch
 
+from lightning_stocache.cache.codec import SampleMismatchError
 from lightning_stocache.cache.compat import SharedCache
+from lightning_stocache.cache.layout import EMPTY
 from lightning_stocache.cache.placement import NO_SLOT, Arc, Ring
-from lightning_stocache.cache.slots import EMPTY
-from lightning_stocache.cache.spec import SampleMismatchError, SampleSpec
+from lightning_stocache.cache.rows import SampleSpec
+from lightning_stocache.cache.store import Store
 from lightning_stocache.node.files import Backend
 from tests.cache.test_claims import holding
 from tests.logs import Log
@@ -31,21 +33,21 @@ SOURCE = CountedSource(40, (3, 5, 7))
 SPEC = SampleSpec.infer(SOURCE[0])
 
 
-def made(share: float = 1.0, backend: Backend | None = None) -> SharedCache:
+def made(share: float = 1.0, backend: Backend | None = None) -> Store:
     arc = Ring.cut(len(SOURCE), (1.0,), (round(len(SOURCE) * share),)).arcs[0]
-    return SharedCache.create(SPEC, arc, backend)
+    return Store.create(SPEC, arc, backend)
 
 
 @pytest.fixture
-def cache() -> Iterator[SharedCache]:
+def cache() -> Iterator[Store]:
     cache = made()
     yield cache
     cache.close()
 
 
-def gathered(cache: SharedCache, slots: npt.NDArray[np.int64]) -> list[npt.NDArray[np.uint8]]:
+def gathered(cache: Store, slots: npt.NDArray[np.int64]) -> list[npt.NDArray[np.uint8]]:
     """The rows of those slots, in fresh memory."""
-    into = [np.empty(len(slots) * nbytes, dtype=np.uint8) for nbytes in cache.spec.row_bytes]
+    into = [np.empty(len(slots) * nbytes, dtype=np.uint8) for nbytes in cache.codec.row_bytes]
     cache.gather(slots, into)
     return into
 
@@ -70,7 +72,7 @@ def test_a_sample_that_differs_is_refused_even_without_a_slot() -> None:
 def test_memory_is_taken_by_what_is_stored_only() -> None:
     """An empty cache holds its states; a stored sample adds its own pages; closing gives all back."""
     spec = SampleSpec.infer(torch.zeros(1 << 20, dtype=torch.uint8))
-    cache = SharedCache.create(spec, Arc(64, 64))
+    cache = Store.create(spec, Arc(64, 64))
     assert cache.memory_bytes <= 2 * 4096
     cache.fill(5, torch.ones(1 << 20, dtype=torch.uint8))
     assert 1 << 20 <= cache.memory_bytes <= (1 << 20) + 3 * 4096
@@ -84,11 +86,11 @@ def test_memory_is_taken_by_what_is_stored_only() -> None:
 def test_memory_is_never_more_than_the_slots_may_take(shape: tuple[int, ...]) -> None:
     """Neither the header nor the rest of a page is counted: a budget counts neither."""
     sample = torch.ones(shape, dtype=torch.uint8)
-    cache = SharedCache.create(SampleSpec.infer(sample), Arc(7, 7))
-    assert cache.memory_bytes <= 7 * cache.spec.slot_bytes
+    cache = Store.create(SampleSpec.infer(sample), Arc(7, 7))
+    assert cache.memory_bytes <= 7 * cache.codec.slot_bytes
     for index in range(7):
         cache.fill(index, sample)
-    assert 7 * sample.numel() <= cache.memory_bytes <= 7 * cache.spec.slot_bytes
+    assert 7 * sample.numel() <= cache.memory_bytes <= 7 * cache.codec.slot_bytes
     cache.close()
 
 
@@ -98,21 +100,21 @@ def test_memory_is_never_more_than_the_slots_may_take(shape: tuple[int, ...]) ->
 # --- several processes at once
 
 
-def do(cache: SharedCache, what: str, index: int, value: int) -> Any:
+def do(cache: Store, what: str, index: int, value: int) -> Any:
     sample = (torch.full((3, 5, 7), value, dtype=torch.uint8), value)
     if what == "get":
-        got = cache.get_slot(index)
+        got = SharedCache.around(cache).get_slot(index)
         return None if got is None else (got[0].unique().tolist(), got[1])
     if what == "clear":
         return cache.clear()
     try:
-        return cache.set_slot(index, sample, allow_overwrite=what == "overwrite")
+        return SharedCache.around(cache).set_slot(index, sample, allow_overwrite=what == "overwrite")
     except RuntimeError:
         return "occupied"
 
 
 @pytest.mark.processes
-def test_overwriting_and_clearing_agree_with_a_dict(cache: SharedCache, rng: random.Random) -> None:
+def test_overwriting_and_clearing_agree_with_a_dict(cache: Store, rng: random.Random) -> None:
     """Sets, overwrites and clears, each by a process drawn at random, leave what they would leave in a dict."""
     plain: dict[int, int] = {}
     with context("forkserver").Pool(2) as pool:
@@ -139,21 +141,21 @@ def encoded(indices: list[int]) -> list[list[memoryview]]:
     return [SPEC.contents(SPEC.encode(SOURCE.expected(index))) for index in indices]
 
 
-def hold_claim(cache: SharedCache, ready: str) -> None:
+def hold_claim(cache: Store, ready: str) -> None:
     with holding(cache.segment, cache.arc.slot(5)):
         Path(ready).touch()
         time.sleep(300)
 
 
 @pytest.mark.processes
-def test_a_lost_claim_serves_the_sample_unstored(cache: SharedCache, tmp_path: Path) -> None:
+def test_a_lost_claim_serves_the_sample_unstored(cache: Store, tmp_path: Path) -> None:
     """While another process fills a slot, nobody waits for it; when that one dies, the slot is free."""
     other = Child(hold_claim, cache, str(tmp_path / "ready"))
     while not (tmp_path / "ready").exists():
         time.sleep(0.005)
     assert not cache.fill(5, SOURCE.expected(5))
     assert cache.fill(6, SOURCE.expected(6))
-    assert list(cache.put_many([4, 5, 7], encoded([4, 5, 7]))) == [True, False, True]
+    assert list(cache.put([4, 5, 7], encoded([4, 5, 7]))) == [True, False, True]
     other.kill()
     assert cache.fill(5, SOURCE.expected(5))
 
@@ -170,7 +172,7 @@ def a_minute_later() -> Iterator[None]:
 
 
 def fill_without_room() -> dict[str, Any]:
-    log, cache = Log(), SharedCache.create(SampleSpec.infer(torch.zeros(MIB, dtype=torch.uint8)), Arc(100, 100))
+    log, cache = Log(), Store.create(SampleSpec.infer(torch.zeros(MIB, dtype=torch.uint8)), Arc(100, 100))
     with open("/dev/shm/other", "wb") as other:
         os.posix_fallocate(other.fileno(), 0, 40 * MIB)
 
@@ -178,14 +180,14 @@ def fill_without_room() -> dict[str, Any]:
         return torch.full((MIB,), index, dtype=torch.uint8)
 
     contents = [[sample(index).numpy().data] for index in range(100)]
-    stored = [index for index, was_stored in enumerate(cache.put_many(range(100), contents)) if was_stored]
+    stored = [index for index, was_stored in enumerate(cache.put(range(100), contents)) if was_stored]
     seen: dict[str, Any] = {"stored": stored}
-    cache.set_slot(99, sample(99))  # as a user of the ancestor's interface does
-    cache.set_slot(stored[0], sample(77), allow_overwrite=True)
+    SharedCache.around(cache).set_slot(99, sample(99))  # as a user of the ancestor's interface does
+    SharedCache.around(cache).set_slot(stored[0], sample(77), allow_overwrite=True)
     seen["overwritten"] = int(cache.get(stored[0]).max())  # type: ignore[union-attr]
     seen["served"] = [index for index in range(100) if cache.get(index) is not None]
     seen["right"] = all(torch.equal(cache.get(index), sample(index)) for index in stored[1:])  # type: ignore[arg-type]
-    seen["counted"] = cache.filled, int((cache.aux_array == 1).sum())
+    seen["counted"] = cache.filled, int((SharedCache.around(cache).aux_array == 1).sum())
     seen["in a child"] = call(lambda: cache.fill(98, sample(98)))
     seen["lines"] = list(log.lines)
     os.unlink("/dev/shm/other")
@@ -212,7 +214,7 @@ def test_without_room_the_cache_stops_growing_and_goes_on() -> None:
     assert seen["with room again"] == (True, 98)
 
 
-def warn_elsewhere(cache: SharedCache) -> list[str]:
+def warn_elsewhere(cache: Store) -> list[str]:
     log, same = Log(), pickle.loads(pickle.dumps(cache))  # as in a process that has not tried yet
     same.fill(3, torch.ones(MIB, dtype=torch.uint8))
     return log.lines
@@ -220,7 +222,7 @@ def warn_elsewhere(cache: SharedCache) -> list[str]:
 
 def look_without_room(create_before: bool) -> tuple[Any, ...]:
     spec, arc = SampleSpec.infer(torch.zeros(MIB, dtype=torch.uint8)), Arc(100_000, 100_000)
-    cache = SharedCache.create(spec, arc) if create_before else None
+    cache = Store.create(spec, arc) if create_before else None
     with open("/dev/shm/other", "wb", buffering=0) as other:
         try:
             while True:
@@ -229,7 +231,7 @@ def look_without_room(create_before: bool) -> tuple[Any, ...]:
             pass
     if cache is None:
         try:
-            SharedCache.create(spec, arc)
+            Store.create(spec, arc)
         except OSError as error:
             return (error.strerror,)
         return ("made",)
@@ -240,7 +242,7 @@ def look_without_room(create_before: bool) -> tuple[Any, ...]:
     with a_minute_later():
         cache.fill(3, torch.ones(MIB, dtype=torch.uint8))
     try:
-        cache[5]
+        SharedCache.around(cache)[5]
     except OSError as error:
         looks = (*looks, error.strerror)  # type: ignore[assignment]
     cache.clear()
@@ -264,7 +266,7 @@ def test_a_cache_that_does_not_fit_at_all_is_an_error_at_once() -> None:
 # --- life
 
 
-def test_a_closed_cache_gives_its_memory_back_even_with_a_copy(cache: SharedCache) -> None:
+def test_a_closed_cache_gives_its_memory_back_even_with_a_copy(cache: Store) -> None:
     """A copy that was unpickled in this process drops its own views, whichever of the two is closed first."""
     cache.fill(1, SOURCE.expected(1))
     copy = pickle.loads(pickle.dumps(cache))
@@ -279,14 +281,14 @@ def test_a_closed_cache_gives_its_memory_back_even_with_a_copy(cache: SharedCach
 
 
 @pytest.mark.processes
-def test_clear_empties_the_cache_for_everybody(cache: SharedCache) -> None:
+def test_clear_empties_the_cache_for_everybody(cache: Store) -> None:
     """After clear all slots are EMPTY in every process, read as zeroes, and can be filled again."""
     for index in range(len(SOURCE)):
         cache.fill(index, SOURCE.expected(index))
     call(cache.clear)
     assert cache.filled == 0
     assert cache.get(7) is None
-    assert set(cache.slots.state_bytes) == {EMPTY}
-    assert int(cache[3][0].max()) == 0
+    assert set(cache.layout.states) == {EMPTY}
+    assert int(SharedCache.around(cache)[3][0].max()) == 0
     assert cache.fill(7, SOURCE.expected(7))
     assert same(cache.get(7), SOURCE.expected(7))

@@ -7,7 +7,7 @@ import tracemalloc
 
 import pytest
 
-from lightning_stocache.cache.contents import Contents, contents_of
+from lightning_stocache.cache.layout import Contents, contents_of
 from lightning_stocache.node.files import make_file, write_header
 from lightning_stocache.node.header import HEADER_BYTES, Geometry, Manifest, write_manifest
 
@@ -23,8 +23,8 @@ def segment(slots: int, payload: int) -> tuple[int, Manifest]:
 def test_filled_slots_are_counted() -> None:
     """Also where states lie in several pieces, and with holes between them."""
     file, manifest = segment(10**6, 2 * 10**6)
-    os.pwrite(file, bytes([1, 0, 1]), HEADER_BYTES)
-    os.pwrite(file, b"\1" * 100_000, HEADER_BYTES + 700_000)
+    os.pwrite(file, bytes([2, 0, 2]), HEADER_BYTES)
+    os.pwrite(file, b"\2" * 100_000, HEADER_BYTES + 700_000)
     os.pwrite(file, b"\7" * 9, HEADER_BYTES + 10**6)  # samples, not states
     assert contents_of(file) == Contents(manifest, "", 100_002)
     os.close(file)
@@ -34,7 +34,7 @@ def test_filled_slots_are_counted() -> None:
 def test_a_file_that_is_mostly_holes_costs_nothing() -> None:
     """A tebibyte of slots, of which three are stored, is read where it holds memory."""
     file, manifest = segment(10**12, 10**12)
-    os.pwrite(file, b"\1\1\1", HEADER_BYTES + 5 * 10**11)
+    os.pwrite(file, b"\2\2\2", HEADER_BYTES + 5 * 10**11)
     tracemalloc.start()
     assert contents_of(file) == Contents(manifest, "", 3)
     _, peak = tracemalloc.get_traced_memory()
@@ -46,7 +46,7 @@ def test_a_file_that_is_mostly_holes_costs_nothing() -> None:
 def test_damage_is_said() -> None:
     """A state that there is not, and a header that cannot be read; what is no segment is an error."""
     file, _ = segment(100, 4096)
-    os.pwrite(file, b"\2", HEADER_BYTES + 99)
+    os.pwrite(file, b"\1", HEADER_BYTES + 99)
     assert contents_of(file) == Contents(None, "is damaged: a slot is in a state that there is not")
     os.ftruncate(file, HEADER_BYTES + 99)
     assert contents_of(file) == Contents(None, "is damaged: 100 slots do not fit in its 99 bytes")

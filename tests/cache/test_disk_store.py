@@ -7,24 +7,21 @@ import logging
 import os
 import random
 import sys
-import threading
 import time
+from contextlib import closing
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 import pytest
 
-from lightning_stocache.cache.arena import LEDGER_BYTES
-from lightning_stocache.cache.codec import aligned
-from lightning_stocache.cache.disk_store import DiskRecords, DiskRows
+from lightning_stocache.cache.checksums import SUM_BYTES
 from lightning_stocache.cache.placement import Arc
-from lightning_stocache.cache.proof import SUM_BYTES, sums_bytes
-from lightning_stocache.cache.spec import SampleSpec
-from lightning_stocache.cache.store import NO_PLACE
+from lightning_stocache.cache.rows import SampleSpec
+from lightning_stocache.cache.store import NO_PLACE, Store
 from lightning_stocache.node import disk as disk_module
 from lightning_stocache.node.disk import DiskError, check_directory
-from lightning_stocache.node.header import HEADER_BYTES, ManifestError
+from lightning_stocache.node.header import FORMAT, HEADER_BYTES, ManifestError
 from lightning_stocache.node.segment import Segment
 from tests.cache.disks import LENGTH, PAGE, Disk, power_cut, same
 
@@ -47,15 +44,14 @@ def test_the_next_job_is_served_what_the_one_before_has_stored(disk: Disk) -> No
 
 
 def test_nothing_is_read_before_it_was_found_sound(disk: Disk) -> None:
-    """What lies there is READY and cannot be looked up; `recall` makes it readable, for other processes, too."""
+    """What lies there is ready and cannot be looked up; `verify` makes it readable, for other processes, too."""
     disk.fill()
     store = disk.open()
     assert (store.filled, store.full, store.get(3)) == (LENGTH, False, None)
     assert (store.lookup(np.arange(LENGTH)) == NO_PLACE).all()
-    assert store.recall([3, 3, LENGTH + 7])
+    assert (store.lookup(np.array([3, 3, LENGTH + 7]), verify=True) != NO_PLACE).tolist() == [True, True, False]
     assert same(store.get(3), disk.sample(3))
     assert store.get(4) is None
-    assert not store.recall([3])
     assert disk.served(store) == ALL
     assert store.full
     store.close()
@@ -66,8 +62,8 @@ def test_a_flipped_bit_costs_its_sample_alone(disk: Disk) -> None:
     disk.fill()
     content = disk.bytes()
     store = disk.open()
-    store.recall(ALL)
-    places = {index: store.slots.fetch(store.arc.slot(index)) for index in (0, 7, LENGTH - 1)}
+    store.lookup(np.array(ALL), verify=True)
+    places = {index: store.layout.fetch(store.arc.slot(index)) for index in (0, 7, LENGTH - 1)}
     store.close()
     for index, parts in places.items():
         part = max(parts, key=len)
@@ -89,6 +85,17 @@ def test_a_header_that_was_cut_off_is_refused(disk: Disk, length: int) -> None:
         disk.open()
 
 
+def test_a_file_of_the_version_before_is_refused(disk: Disk) -> None:
+    """In words, with the way out: its samples lie in another way."""
+    disk.fill([1])
+    content = disk.bytes()
+    at = content.index(FORMAT.to_bytes(4, "little"), 8 + 16)  # behind the magic number and the token
+    content[at : at + 4] = (FORMAT - 1).to_bytes(4, "little")
+    disk.write(content)
+    with pytest.raises(ManifestError, match=rf"format {FORMAT - 1}, this one has {FORMAT}.*remove it"):
+        disk.open()
+
+
 def test_a_file_that_is_cut_off_in_use_is_left_alone(disk: Disk) -> None:
     """Nothing of it is looked at any more, where the mapping would be a SIGBUS; nor is it given its length again."""
     disk.fill()
@@ -97,7 +104,7 @@ def test_a_file_that_is_cut_off_in_use_is_left_alone(disk: Disk) -> None:
     os.truncate(disk.path, HEADER_BYTES + PAGE)
     assert disk.served(store) == []
     assert (store.filled, store.full) == (0, False)
-    assert not any(store.put_many([3], [disk.codec.contents(disk.codec.encode(disk.sample(3)))]))
+    assert not any(store.put([3], [disk.codec.contents(disk.codec.encode(disk.sample(3)))]))
     assert disk.path.stat().st_size == HEADER_BYTES + PAGE
     store.close()
 
@@ -133,14 +140,15 @@ def test_records_after_a_power_cut_are_not_overwritten(tmp_path: Path) -> None:
     before = disk.bytes()
     disk.fill(ALL[4:30])
     after = disk.bytes()
-    end = HEADER_BYTES + DiskRecords.reserved_bytes(LENGTH)
-    numbers = slice(end - aligned(LEDGER_BYTES), end)
     image = bytearray(after)
+    with closing(disk.open()) as store:
+        end = HEADER_BYTES + store.layout.begin
+        numbers = slice(end - store.layout.words.nbytes, end)
     image[numbers] = before[numbers]
     assert image != after
     disk.write(image)
     store = disk.open()
-    store.recall(ALL)
+    store.lookup(np.array(ALL), verify=True)
     for index in ALL[30:]:
         store.fill(index, disk.sample(index))
     assert disk.served(store) == ALL
@@ -196,35 +204,13 @@ def test_a_block_that_cannot_be_read_is_loaded_again(disk: Disk, monkeypatch: An
 
     monkeypatch.setattr(Segment, "fetch", broken)
     with caplog.at_level(logging.WARNING):
-        store.recall([5])
-        assert store.get(5) is None
-        store.recall([6])
+        assert store.place(5, verify=True) == NO_PLACE
+        assert store.place(6, verify=True) == NO_PLACE
     assert failed
     assert "left alone" in caplog.text
     assert store.get(6) is None
     store.close()
     assert disk.served() == [index for index in ALL if index != 5]
-
-
-def test_a_disk_that_stands_still_is_not_waited_for(disk: Disk, monkeypatch: Any, caplog: Any) -> None:
-    """After some seconds samples are loaded instead."""
-    disk.fill(ALL[:10])
-    store = disk.open()
-    real = Segment.fetch
-    still = threading.Event()
-
-    def hang(segment: Segment, offset: int, length: int) -> bytes:
-        still.wait(120)
-        return real(segment, offset, length)
-
-    monkeypatch.setattr(Segment, "fetch", hang)
-    monkeypatch.setattr("lightning_stocache.cache.recall.PATIENCE", 0.2)
-    with caplog.at_level(logging.WARNING):
-        store.recall([1])
-    assert "left alone" in caplog.text
-    assert store.get(1) is None
-    still.set()
-    store.close()
 
 
 @pytest.mark.soak
@@ -290,8 +276,8 @@ def test_another_index_or_file_is_no_proof(tmp_path: Path) -> None:
     pixels = [disk.sample(index)[0] for index in (0, 1)]
     assert all(store.fill(index, (pixels[index], 7)) for index in (0, 1))
     content = disk.bytes()
+    begin = HEADER_BYTES + store.layout.offset_in("sum", 0)
     store.close()
-    begin = len(content) - sums_bytes(store.arc.slots)
     swapped = bytearray(content)
     for places in (
         [(start := content.index(bytes(each.numpy())), start + 700) for each in pixels],
@@ -303,7 +289,7 @@ def test_another_index_or_file_is_no_proof(tmp_path: Path) -> None:
     assert disk.served() == []
     disk.write(content)
     store = disk.open()
-    assert store.recall([0, 1])
+    assert (store.lookup(np.array([0, 1]), verify=True) != NO_PLACE).all()
     assert same(store.get(0), (pixels[0], 7))
     store.close()
     stranger = bytearray(content)
@@ -316,4 +302,4 @@ def test_without_checksums_there_is_no_cache_on_a_disk(tmp_path: Path, monkeypat
     """The error says what to install."""
     monkeypatch.setitem(sys.modules, "xxhash", None)
     with pytest.raises(ImportError, match=r"lightning-stocache\[disk\]"):
-        DiskRows.create(SampleSpec.infer(1), Arc(4, 4), directory=str(tmp_path))
+        Store.create(SampleSpec.infer(1), Arc(4, 4), directory=str(tmp_path))

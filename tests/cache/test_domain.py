@@ -9,7 +9,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from lightning_stocache.cache.domain import NO_RANK, Domain
+from lightning_stocache.cache.placement import NO_RANK, Domain
 
 
 @st.composite

@@ -11,7 +11,7 @@ import pytest
 import torch
 from torchvision import tv_tensors
 
-from lightning_stocache.cache.spec import SampleSpec
+from lightning_stocache.cache.rows import SampleSpec
 
 SAMPLE = {"image": torch.zeros(3, 4, 5, dtype=torch.uint8), "weights": np.zeros((2, 3), np.float32), "label": 0}
 SPEC = SampleSpec.infer(SAMPLE)

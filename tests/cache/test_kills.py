@@ -59,8 +59,7 @@ def job(request: Any, layout: str, tmp_path: Path) -> Iterator[Job]:
 
 def served(store: Any, layout: str) -> list[int]:
     """The indices that are served, whose samples are compared with what was stored."""
-    store.recall(ALL)
-    places = store.lookup(np.array(ALL))
+    places = store.lookup(np.array(ALL), verify=True)
     found = np.flatnonzero(places != NO_PLACE).tolist()
     for index, sample in zip(found, store.read(places[found]), strict=True):
         assert same(sample, SAMPLES[layout](index)), f"a wrong sample under {index}"
@@ -92,7 +91,7 @@ def killed_at_line(job: Job, layout: str, index: int, last: int) -> None:
     with job() as store:
         contents = encoded(store.codec, SAMPLES[layout](index), index)
         sys.settrace(trace)
-        assert list(store.put_many([index], [contents])) == [True]
+        assert list(store.put([index], [contents])) == [True]
         sys.settrace(None)
 
 

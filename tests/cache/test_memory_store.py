@@ -11,8 +11,8 @@ import numpy as np
 import pytest
 
 from lightning_stocache.cache.placement import Ring
-from lightning_stocache.cache.stores import attach_store
-from tests.cache.stores import LAYOUTS, LENGTH, NO_PLACE, SAMPLES, codec_of, encoded, memory_store, same
+from lightning_stocache.cache.store import Store
+from tests.cache.stores import LAYOUTS, LENGTH, NO_PLACE, SAMPLES, codec_of, encoded, gathers, memory_store, same
 from tests.processes import call, call_many
 
 GRANTED = 2**23
@@ -36,7 +36,7 @@ def store(layout: str) -> Iterator[Any]:
 
 
 def sample(store: Any, index: int) -> Any:
-    return SAMPLES["rows" if hasattr(store, "gather") else "records"](index)
+    return SAMPLES["rows" if gathers(store) else "records"](index)
 
 
 def filled(store: Any, indices: Sequence[int] = range(LENGTH)) -> list[int]:
@@ -56,7 +56,7 @@ def served(store: Any) -> list[int]:
     assert all(same(got, sample(store, index)) for index, got in zip(found, store.read(ready), strict=True))
     assert [index for index in range(LENGTH) if store.get(index) is not None] == found
     assert all(same(store.get(index), sample(store, index)) for index in found)
-    if hasattr(store, "gather"):
+    if gathers(store):
         memory = [np.empty(size, dtype=np.uint8) for size in store.codec.sizes(len(ready))]
         store.gather(ready[::-1], memory)
         rows = store.codec.split(memory, len(ready))[::-1]
@@ -72,7 +72,7 @@ def scribble(sample: Any) -> None:
 def use_elsewhere(store: Any, handle: Any) -> dict[str, Any]:
     """In another process: read what is there, fill what is not, and say what was seen; also by its address."""
     before = served(store)
-    attached: Any = attach_store(handle)
+    attached: Any = Store.attach(handle)
     assert served(attached) == before
     seen = {"before": before, "stored": filled(store, range(10, 20)), "filled": store.filled, "length": len(store)}
     assert served(attached) == served(store)
@@ -124,7 +124,7 @@ def test_a_store_without_slots_serves_nothing(layout: str) -> None:
     """Everything is a bypass, and nothing fails."""
     store = opened(layout, slots=0, granted=0)
     assert len(store) == store.filled == 0
-    assert list(store.put_many([1, 2], contents(store, [1, 2]))) == [None, None]
+    assert list(store.put([1, 2], contents(store, [1, 2]))) == [None, None]
     assert filled(store) == served(store) == []
     store.close()
 
@@ -150,7 +150,7 @@ def test_many_samples_are_stored_one_by_one(layout: str) -> None:
     has_slot = [store.has_place(index) for index in indices]
     first = has_slot.index(True)
     filled(store, [first])
-    outcomes = store.put_many(indices, contents(store, [*indices[:first], 9, *indices[first + 1 :]]))
+    outcomes = store.put(indices, contents(store, [*indices[:first], 9, *indices[first + 1 :]]))
     for index, outcome in enumerate(outcomes):
         assert outcome is ((index != first) if has_slot[index] else None)
         assert store.filled == max(sum(has_slot[: index + 1]), 1)
@@ -167,7 +167,7 @@ def test_a_slot_is_free_after_a_store_that_failed(store: Any, monkeypatch: pytes
         write(offset, *parts)
         raise OSError(5, "broken")
 
-    outcomes = store.put_many(range(3), contents(store, range(3)))
+    outcomes = store.put(range(3), contents(store, range(3)))
     assert next(outcomes)
     with monkeypatch.context() as patch:
         patch.setattr(store.segment, "store", failing)

@@ -9,8 +9,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from lightning_stocache.cache.domain import Domain
-from lightning_stocache.cache.placement import NO_SLOT, Arc, Ring
+from lightning_stocache.cache.placement import NO_SLOT, Arc, Domain, Ring
 
 sizes = st.integers(1, 300)
 

@@ -23,10 +23,8 @@ import torch
 from hypothesis import given
 from PIL import Image
 
-from lightning_stocache.cache.field import UnsupportedSampleError
-from lightning_stocache.cache.pickling import canonical_bytes
-from lightning_stocache.cache.records import RecordCodec
-from lightning_stocache.cache.spec import SampleMismatchError
+from lightning_stocache.cache.codec import SampleMismatchError, UnsupportedSampleError
+from lightning_stocache.cache.records import RecordCodec, canonical_bytes
 from tests.sources import CountedSource
 
 CODEC = RecordCodec(0)

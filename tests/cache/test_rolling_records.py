@@ -11,7 +11,7 @@ import pytest
 import torch
 
 from lightning_stocache.cache.records import RecordCodec
-from lightning_stocache.cache.rolling_records import RollingRecords
+from lightning_stocache.cache.store import Store
 from tests.processes import without_room
 
 Sample = dict[str, object]
@@ -35,21 +35,21 @@ def whole(read: Sample) -> int:
     return number
 
 
-def numbers(store: RollingRecords, places: object = None) -> list[int]:
+def numbers(store: Store, places: object = None) -> list[int]:
     slots = store.ring.readable_slots() if places is None else np.asarray(places)
     return [whole(read) for read in store.read(slots)]
 
 
 @pytest.fixture
-def store() -> Iterator[RollingRecords]:
-    store = RollingRecords.create(CODEC, 500_000)
+def store() -> Iterator[Store]:
+    store = Store.create_rolling(CODEC, granted=500_000)
     yield store
     store.close()
 
 
 def test_what_is_read_after_close_is_an_error_in_words() -> None:
     """Samples are copied out when they are asked for, which may be too late."""
-    store = RollingRecords.create(CODEC, 500_000)
+    store = Store.create_rolling(CODEC, granted=500_000)
     store.append(sample(0))
     samples = store.read(store.ring.readable_slots())
     store.close()
@@ -59,7 +59,7 @@ def test_what_is_read_after_close_is_an_error_in_words() -> None:
 
 def test_small_samples_end_at_the_number_of_slots() -> None:
     """Where samples are smaller than was expected, slots run out before bytes do."""
-    store = RollingRecords.create(CODEC, 200_000)
+    store = Store.create_rolling(CODEC, granted=200_000)
     for number in range(3 * store.ring.count):
         assert store.append({"number": number})
     assert store.filled == store.ring.count
@@ -69,7 +69,7 @@ def test_small_samples_end_at_the_number_of_slots() -> None:
     store.close()
 
 
-def test_a_sample_that_is_too_large_is_refused(store: RollingRecords) -> None:
+def test_a_sample_that_is_too_large_is_refused(store: Store) -> None:
     """It could not even lie there alone; what is resident stays."""
     store.append(sample(1))
     with pytest.raises(ValueError, match="larger than the whole rolling cache"):
@@ -77,16 +77,16 @@ def test_a_sample_that_is_too_large_is_refused(store: RollingRecords) -> None:
     assert numbers(store) == [1]
 
 
-def test_what_has_left_is_replaced_by_another(store: RollingRecords) -> None:
+def test_what_has_left_is_replaced_by_another(store: Store) -> None:
     """A slot that cannot be read gives another resident sample."""
     for number in range(5):
         store.append(sample(number))
     assert set(numbers(store, [70, 7, 1])) <= set(range(5))
-    assert store.substituted >= 1
+    assert store.ring.substituted >= 1
 
 
 def test_a_reader_that_is_kept_waiting_while_all_that_it_saw_leaves(
-    store: RollingRecords, monkeypatch: pytest.MonkeyPatch
+    store: Store, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """It looks again, and finds what came instead."""
     readable, last = store.ring.readable, 5
@@ -108,7 +108,7 @@ def test_a_reader_that_is_kept_waiting_while_all_that_it_saw_leaves(
 
 
 def grow_without_memory() -> tuple[int, list[int]]:
-    store = RollingRecords.create(CODEC, 10_000_000)
+    store = Store.create_rolling(CODEC, granted=10_000_000)
     for number in range(300):
         assert store.append(sample(number))
     return store.ring.evicted, sorted(numbers(store))

@@ -13,10 +13,10 @@ import numpy as np
 import pytest
 import torch
 
-from lightning_stocache.cache.contents import contents_of
-from lightning_stocache.cache.rolling_rows import RollingRows
-from lightning_stocache.cache.rolling_store import RollingHandle
-from lightning_stocache.cache.spec import SampleMismatchError, SampleSpec
+from lightning_stocache.cache.codec import SampleMismatchError
+from lightning_stocache.cache.layout import contents_of
+from lightning_stocache.cache.rows import SampleSpec
+from lightning_stocache.cache.store import Store, StoreHandle
 from tests.processes import ChildError, call, without_room
 
 WORDS = 4096
@@ -28,7 +28,7 @@ def sample(number: int) -> tuple[torch.Tensor, int]:
     return torch.full((WORDS,), number, dtype=torch.int64), number
 
 
-def numbers(store: RollingRows, places: Any = None) -> list[int]:
+def numbers(store: Store, places: Any = None) -> list[int]:
     """The samples of those slots, each looked at word by word."""
     places = store.ring.readable_slots() if places is None else np.asarray(places)
     return [whole(*read) for read in store.read(places)]
@@ -40,13 +40,13 @@ def whole(words: torch.Tensor, number: int) -> int:
 
 
 @pytest.fixture
-def store() -> Iterator[RollingRows]:
-    store = RollingRows.create(SPEC, 8)
+def store() -> Iterator[Store]:
+    store = Store.create_rolling(SPEC, 8)
     yield store
     store.close()
 
 
-def test_the_oldest_leave_first(store: RollingRows) -> None:
+def test_the_oldest_leave_first(store: Store) -> None:
     """After any number of appends the last ones are resident, as many as there are slots."""
     for number in range(50):
         store.append(sample(number))
@@ -54,7 +54,7 @@ def test_the_oldest_leave_first(store: RollingRows) -> None:
     assert (store.ring.appended, store.ring.evicted, store.filled) == (50, 42, 8)
 
 
-def test_a_sample_of_another_kind_is_refused(store: RollingRows) -> None:
+def test_a_sample_of_another_kind_is_refused(store: Store) -> None:
     """What is not of the codec is an error, and nothing is replaced."""
     store.append(sample(1))
     with pytest.raises(SampleMismatchError, match="sample 3"):
@@ -62,13 +62,13 @@ def test_a_sample_of_another_kind_is_refused(store: RollingRows) -> None:
     assert numbers(store) == [1]
 
 
-def test_an_empty_store_says_so(store: RollingRows) -> None:
+def test_an_empty_store_says_so(store: Store) -> None:
     """Who reads before anything was appended is told."""
     with pytest.raises(RuntimeError, match="no sample has been appended yet"):
         numbers(store, [0])
 
 
-def test_a_slot_that_is_being_written_gives_another_sample(store: RollingRows) -> None:
+def test_a_slot_that_is_being_written_gives_another_sample(store: Store) -> None:
     """Readers do not wait for a writer: they are served another resident sample, and count it."""
     for number in range(8):
         store.append(sample(number))
@@ -77,24 +77,24 @@ def test_a_slot_that_is_being_written_gives_another_sample(store: RollingRows) -
     read = numbers(store, [taken.slot] * 20)
     assert taken.slot not in read
     assert len(set(read)) > 2  # not always the same one
-    assert store.substituted == 20
+    assert store.ring.substituted == 20
     assert store.filled == 8  # its sample is about to come
     store.ring.publish(taken)
 
 
-def test_what_came_after_the_epoch_had_begun_is_counted(store: RollingRows) -> None:
+def test_what_came_after_the_epoch_had_begun_is_counted(store: Store) -> None:
     """A sample that left during an epoch is replaced by the newer one of its slot."""
     for number in range(8):
         store.append(sample(number))
     store.ring.begin_epoch()
     assert numbers(store, [0, 1, 7]) == [0, 1, 7]
-    assert store.renewed == 0
+    assert store.ring.renewed == 0
     store.append(sample(8))
     assert numbers(store, [0, 1]) == [8, 1]
-    assert store.renewed == 1
+    assert store.ring.renewed == 1
 
 
-def test_what_changes_during_the_copy_is_taken_again(store: RollingRows) -> None:
+def test_what_changes_during_the_copy_is_taken_again(store: Store) -> None:
     """A batch in which samples are replaced while it is gathered holds whole samples only."""
     for number in range(8):
         store.append(sample(number))
@@ -124,7 +124,7 @@ def test_what_changes_during_the_copy_is_taken_again(store: RollingRows) -> None
 
 def test_a_reader_waits_for_the_only_sample_while_it_is_replaced() -> None:
     """Where all of a few slots are being written, the store is not empty."""
-    store = RollingRows.create(SPEC, 1)
+    store = Store.create_rolling(SPEC, 1)
     store.append(sample(7))
     taken = store.ring.take()
     writer = threading.Timer(0.2, store.ring.publish, [taken])
@@ -134,17 +134,17 @@ def test_a_reader_waits_for_the_only_sample_while_it_is_replaced() -> None:
     store.close()
 
 
-def test_indices_outside_have_no_place(store: RollingRows) -> None:
+def test_indices_outside_have_no_place(store: Store) -> None:
     """What is no slot is no place, whatever is resident."""
     assert store.lookup(np.array([-1, 0, 7, 8])).tolist() == [-1, 0, 7, -1]
 
 
-def test_an_empty_batch_is_an_empty_batch(store: RollingRows) -> None:
+def test_an_empty_batch_is_an_empty_batch(store: Store) -> None:
     """No samples are asked for, none are given."""
     assert store.read(np.empty(0, dtype=np.int64)) == []
 
 
-def test_a_look_from_outside_says_how_many_samples_there_are(store: RollingRows) -> None:
+def test_a_look_from_outside_says_how_many_samples_there_are(store: Store) -> None:
     """Who asks what takes their memory is told the slots that hold a sample."""
     for number in range(5):
         store.append(sample(number))
@@ -159,14 +159,14 @@ def test_a_look_from_outside_says_how_many_samples_there_are(store: RollingRows)
 # ---- other processes ----
 
 
-def take_and_die(handle: RollingHandle) -> None:
-    store = RollingRows.attach(handle)
+def take_and_die(handle: StoreHandle) -> None:
+    store = Store.attach(handle)
     store.ring.take()
     os.kill(os.getpid(), signal.SIGKILL)
 
 
 @pytest.mark.processes
-def test_the_slot_of_a_killed_writer_is_taken_first(store: RollingRows) -> None:
+def test_the_slot_of_a_killed_writer_is_taken_first(store: Store) -> None:
     """Readers pass over the slot in which a writer was killed; the next writer takes it before any other."""
     for number in range(3):
         store.append(sample(number))
@@ -182,7 +182,7 @@ def test_the_slot_of_a_killed_writer_is_taken_first(store: RollingRows) -> None:
 
 
 def grow_without_memory() -> tuple[int, int, list[int]]:
-    store = RollingRows.create(SPEC, 1000)
+    store = Store.create_rolling(SPEC, 1000)
     for number in range(100):
         assert store.append(sample(number))
     return store.capacity, store.filled, sorted(numbers(store))

@@ -10,17 +10,16 @@ import pytest
 import torch
 
 from lightning_stocache import RollingCache, RollingWriter, SampleSpec
-from lightning_stocache.cache.rolling_store import RollingHandle
-from lightning_stocache.cache.stores import attach_rolling
+from lightning_stocache.cache.store import Store, StoreHandle
 from lightning_stocache.node import waiting
 from tests.processes import Child
 
 pytestmark = pytest.mark.processes
 
 
-def stand_still(handle: RollingHandle, count: int, flag: str) -> None:
+def stand_still(handle: StoreHandle, count: int, flag: str) -> None:
     """Begin to write to all slots, and do not get on."""
-    store = attach_rolling(handle)
+    store = Store.attach(handle)
     taken = [store.ring.take() for _ in range(count)]
     assert None not in taken
     Path(flag).touch()
@@ -32,13 +31,13 @@ def test_who_waits_behind_a_process_that_stands_still_is_told_which(tmp_path, mo
     monkeypatch.setattr(waiting, "TOLD_SECONDS", 0.05)
     pool = RollingCache(budget=500, spec=SampleSpec.infer(torch.zeros(10)), minimum=1)
     with RollingWriter.attach(pool.handle) as writer:
-        store = attach_rolling(pool.handle)
+        store = Store.attach(pool.handle)
         flag = tmp_path / "flag"
         child = Child(stand_still, pool.handle, store.ring.count, str(flag))
         while not flag.exists():
             time.sleep(0.005)
         pid = child.process.pid
-        log = logging.getLogger("lightning_stocache.cache.rolling_writer")
+        log = logging.getLogger("lightning_stocache.loading.rolling_writer")
         log.addFilter(ends := lambda record: not child.ended and child.kill() is None)  # when it has been told of
         writer.append(torch.ones(10))
         log.removeFilter(ends)

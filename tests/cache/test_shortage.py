@@ -12,8 +12,9 @@ import torch
 from lightning_stocache.cache import shortage
 from lightning_stocache.cache.compat import SharedCache
 from lightning_stocache.cache.placement import Arc
+from lightning_stocache.cache.rows import SampleSpec
 from lightning_stocache.cache.shortage import keep_free
-from lightning_stocache.cache.spec import SampleSpec
+from lightning_stocache.cache.store import Store
 from lightning_stocache.node.free import FreeMemory
 from tests.cgroups import run_limited
 from tests.logs import Log
@@ -28,7 +29,7 @@ class Memory:
 
     def __init__(self, total: int) -> None:
         self.total, self.others, self.reads = total, 0, 0
-        self.cache = SharedCache.create(SampleSpec.infer(sample(0)), Arc(SLOTS, SLOTS))
+        self.cache = Store.create(SampleSpec.infer(sample(0)), Arc(SLOTS, SLOTS))
 
     def read(self) -> FreeMemory:
         self.reads += 1
@@ -111,17 +112,17 @@ def test_where_memory_cannot_be_known_nothing_stops(memory: Memory, monkeypatch:
 
 def fill_in_children(count: int) -> None:
     """In a cgroup: several processes fill a cache that is larger than it, at once."""
-    cache, log = SharedCache.create(SampleSpec.infer(sample(0)), Arc(2000, 2000)), Log()
+    cache, log = Store.create(SampleSpec.infer(sample(0)), Arc(2000, 2000)), Log()
     call_many(fill_all, [(cache, log, start) for start in range(count)])
-    ready = [index for index in range(2000) if cache.get(index) is not None]
+    array, ready = SharedCache.around(cache).array, [index for index in range(2000) if cache.get(index) is not None]
     print(
         len(ready),
-        all(int(cache.array[index].min()) == int(cache.array[index].max()) == index % 256 for index in ready),
+        all(int(array[index].min()) == int(array[index].max()) == index % 256 for index in ready),
     )
     cache.close()
 
 
-def fill_all(cache: SharedCache, log: Log, start: int) -> None:
+def fill_all(cache: Store, log: Log, start: int) -> None:
     for index in range(start, 2000, 3):
         cache.fill(index, sample(index))
     assert len(log.lines) <= 1
@@ -151,7 +152,7 @@ def test_the_last_bytes_of_dev_shm_are_for_batches() -> None:
 
 def _filled_up() -> tuple[int, str]:
     log = Log()
-    cache = SharedCache.create(SampleSpec.infer(sample(0)), Arc(80, 80))
+    cache = Store.create(SampleSpec.infer(sample(0)), Arc(80, 80))
     keep_free(cache.segment, MIB)
     stored = sum(cache.fill(index, sample(index)) for index in range(80))
     cache.close()

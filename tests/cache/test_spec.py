@@ -22,8 +22,8 @@ from hypothesis import strategies as st
 from PIL import Image
 from torchvision import tv_tensors
 
-from lightning_stocache.cache.field import UnsupportedSampleError
-from lightning_stocache.cache.spec import SampleMismatchError, SampleSpec
+from lightning_stocache.cache.codec import SampleMismatchError, UnsupportedSampleError
+from lightning_stocache.cache.rows import SampleSpec
 
 _NAMES = """bool uint8 uint16 uint32 uint64 int8 int16 int32 int64 float16 bfloat16 float32 float64 complex32 complex64
 complex128 float8_e4m3fn float8_e5m2 float8_e4m3fnuz float8_e5m2fnuz float8_e8m0fnu"""

@@ -11,12 +11,11 @@ import numpy as np
 import pytest
 import torch
 
+from lightning_stocache.cache.ledger import Decision, Shard, StreamLedger, Totals
 from lightning_stocache.cache.records import RecordCodec
-from lightning_stocache.cache.spec import SampleSpec
-from lightning_stocache.cache.store import NO_PLACE, divide_turns, lookup_near
-from lightning_stocache.cache.stream_decision import Decision
-from lightning_stocache.cache.stream_ledger import Shard, StreamLedger, Totals
-from lightning_stocache.cache.stream_store import StreamStore
+from lightning_stocache.cache.rows import SampleSpec
+from lightning_stocache.cache.store import NO_PLACE
+from lightning_stocache.cache.stream import StreamStore
 from lightning_stocache.node.segment import Segment
 from tests.processes import call
 
@@ -37,11 +36,11 @@ def test_what_is_kept_is_in_the_order_of_the_shards() -> None:
             store.keep(shards[number // 10], epochs[0], number, number)
         kept = store.kept()
         assert list(kept.read(kept.lookup(np.arange(6)))) == [0, 1, 2, 10, 11, 12]
-        assert kept.shards.tolist() == [0, 0, 0, 1, 1, 1]
+        assert store.shards.tolist() == [0, 0, 0, 1, 1, 1]
         assert [list(store.marked(mark)) for mark in (11, 5)] == [[11], []]
-        places, found = lookup_near(kept, [5, 6, -1])
-        assert (places[1], found.tolist()) == (NO_PLACE, [0, 2])
-        assert divide_turns(kept, [6]) == ([6], [])
+        places = kept.lookup(np.array([5, 6, -1]), verify=True)
+        assert (places != NO_PLACE).tolist() == [True, False, True]
+        assert kept.divide([6]) == ([6], [])
 
 
 def test_an_epoch_that_is_over_keeps_nothing() -> None:

@@ -11,7 +11,7 @@ from typing import Any
 
 import pytest
 
-from lightning_stocache.cache import turns
+from lightning_stocache.cache import claims
 from tests.cache.disks import Disk
 
 pytestmark = pytest.mark.processes
@@ -28,7 +28,7 @@ def test_what_another_process_loads_is_waited_for_but_not_for_ever(
     tmp_path: Path, monkeypatch: Any, caplog: Any
 ) -> None:
     """A process that stands still is waited for once; when it is gone, its samples are free."""
-    monkeypatch.setattr(turns, "PATIENCE", 0.2)
+    monkeypatch.setattr(claims, "PATIENCE", 0.2)
     context = get_context("fork")
     ready = context.Event()
     other = context.Process(target=load_for_ever, args=(str(tmp_path), ready))

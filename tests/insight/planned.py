@@ -4,7 +4,7 @@ import dataclasses
 
 import torch
 
-from lightning_stocache.cache.spec import SampleSpec
+from lightning_stocache.cache.rows import SampleSpec
 from lightning_stocache.insight.measurement import Paces, Spread
 from lightning_stocache.insight.planner import Job, Plan, Row, plan
 

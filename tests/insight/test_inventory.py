@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from lightning_stocache.cache.contents import Contents
+from lightning_stocache.cache.layout import Contents
 from lightning_stocache.insight.inventory import count, describe, of_job
 from lightning_stocache.node.header import Geometry, Manifest
 from lightning_stocache.node.named import NamedSegment

@@ -11,7 +11,7 @@ from torch.utils.data import default_collate
 from torch.utils.data._utils.collate import default_collate_fn_map
 from torchvision import tv_tensors
 
-from lightning_stocache.cache.spec import SampleSpec
+from lightning_stocache.cache.rows import SampleSpec
 from lightning_stocache.loading.collate import Collator
 from tests.loading.twins import STRUCTURES, same
 

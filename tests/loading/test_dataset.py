@@ -36,9 +36,10 @@ from torch.utils.data import (
 from torchvision import transforms as v1
 from torchvision.transforms import v2
 
+from lightning_stocache.cache.codec import SampleMismatchError
 from lightning_stocache.cache.counters import Counts
 from lightning_stocache.cache.placement import NO_SLOT
-from lightning_stocache.cache.spec import SampleMismatchError, SampleSpec
+from lightning_stocache.cache.rows import SampleSpec
 from lightning_stocache.loading.dataset import CachedDataset
 from lightning_stocache.loading.loader import CachedLoader
 from lightning_stocache.node.free import FreeMemory

@@ -105,7 +105,7 @@ def test_every_sample_is_counted_once_and_loaded_once(tmp_path, workers, budget,
             assert (count.misses, count.fills) == (slots, slots)
             assert count.bypasses == epoch * (LENGTH - slots)
             assert count.hits == (epoch - 1) * slots
-            assert count.bytes_from_cache == count.hits * dataset.cache.spec.nbytes
+            assert count.bytes_from_cache == count.hits * dataset.cache.codec.nbytes
             again = source.loads - at_setup - (count.misses + count.bypasses)
             assert 0 <= again <= 2  # a few samples are read again, see `Recheck`
         loader.close()

@@ -10,8 +10,8 @@ import pytest
 import torch
 from torch.utils.data import BatchSampler, DataLoader, SequentialSampler
 
-from lightning_stocache.cache.compat import SharedCache
 from lightning_stocache.cache.counters import Counts
+from lightning_stocache.cache.store import Store
 from lightning_stocache.loading import index_stream, plan
 from lightning_stocache.loading.dataset import CachedDataset
 from lightning_stocache.loading.loader import CachedLoader
@@ -125,7 +125,7 @@ def test_a_gather_that_fails_is_done_again(dataset: CachedDataset, monkeypatch: 
         def failing(*_: Any) -> Any:
             raise MemoryError
 
-        patch.setattr(SharedCache, "gather", failing)
+        patch.setattr(Store, "gather", failing)
         with pytest.raises(MemoryError):
             next(iterator)
     assert same(list(iterator), expected)

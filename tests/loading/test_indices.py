@@ -11,7 +11,7 @@ import torch
 from torch.utils.data import SubsetRandomSampler
 
 from lightning_stocache.cache.records import RecordCodec
-from lightning_stocache.cache.spec import SampleSpec
+from lightning_stocache.cache.rows import SampleSpec
 from lightning_stocache.loading.dataset import CachedDataset
 from lightning_stocache.loading.loader import CachedLoader
 

@@ -26,7 +26,7 @@ from torch.utils.data import (
 )
 from torchvision.transforms import v2
 
-from lightning_stocache.cache.spec import SampleSpec
+from lightning_stocache.cache.rows import SampleSpec
 from lightning_stocache.loading.dataset import CachedDataset
 from lightning_stocache.loading.loader import CachedLoader
 from tests.loading.twins import (

@@ -13,10 +13,11 @@ import pytest
 import torch
 from torch.utils.data import ConcatDataset, DataLoader, Dataset
 
+from lightning_stocache.cache.codec import SampleMismatchError
 from lightning_stocache.cache.counters import Counters
 from lightning_stocache.cache.placement import Arc
-from lightning_stocache.cache.row_store import RowStore
-from lightning_stocache.cache.spec import SampleMismatchError, SampleSpec
+from lightning_stocache.cache.rows import SampleSpec
+from lightning_stocache.cache.store import Store
 from lightning_stocache.loading.dataset import CachedDataset
 from lightning_stocache.loading.loader import CachedLoader
 from lightning_stocache.loading.misses import Misses
@@ -137,7 +138,7 @@ class Kept:
     size: int
 
     def __post_init__(self) -> None:
-        self.store = RowStore.create(SampleSpec.infer(Mixed(self.size)[0]), Arc(40, 20))
+        self.store = Store.create(SampleSpec.infer(Mixed(self.size)[0]), Arc(40, 20))
         self.counters = Counters.create()
 
     def __enter__(self) -> Kept:

@@ -12,8 +12,9 @@ import torch
 from torch.utils.data import DataLoader, Dataset
 from torchvision.transforms import v2
 
+from lightning_stocache.cache.codec import SampleMismatchError
 from lightning_stocache.cache.counters import Counts
-from lightning_stocache.cache.spec import SampleMismatchError, SampleSpec
+from lightning_stocache.cache.rows import SampleSpec
 from lightning_stocache.loading.dataset import CachedDataset
 from lightning_stocache.loading.loader import CachedLoader
 from tests.loading.twins import Jitter, Transformed, copied, pairwise, same

@@ -12,7 +12,7 @@ from pathlib import Path
 
 import pytest
 
-from lightning_stocache.cache.contents import contents_of
+from lightning_stocache.cache.layout import contents_of
 from lightning_stocache.node.header import HEADER_BYTES, Geometry, Manifest
 from lightning_stocache.node.named import clean, clean_locks, is_foreign, named_segments, open_named, segments_of_others
 from tests.names import folder, path_of

@@ -15,7 +15,7 @@ from typing import Any
 
 import pytest
 
-from lightning_stocache.cache.contents import contents_of
+from lightning_stocache.cache.layout import contents_of
 from lightning_stocache.node.header import HEADER_BYTES, Geometry, Manifest, ManifestError
 from lightning_stocache.node.named import check_name, clean, join_named, named_segments, open_named
 from lightning_stocache.node.segment import Segment

@@ -14,8 +14,7 @@ from scipy.sparse import csr_matrix
 from scipy.sparse.csgraph import maximum_bipartite_matching
 from torch.utils.data import DataLoader, DistributedSampler, SubsetRandomSampler, WeightedRandomSampler
 
-from lightning_stocache.cache.domain import Domain
-from lightning_stocache.cache.placement import Ring
+from lightning_stocache.cache.placement import Domain, Ring
 from lightning_stocache.sampling.assignment import Dealer
 from lightning_stocache.sampling.locality_sampler import LocalitySampler
 

@@ -10,9 +10,9 @@ import pytest
 import torch
 from PIL import Image
 
-from lightning_stocache.cache.field import UnsupportedSampleError
+from lightning_stocache.cache.codec import SampleMismatchError, UnsupportedSampleError
 from lightning_stocache.cache.records import RecordCodec
-from lightning_stocache.cache.spec import SampleMismatchError, SampleSpec
+from lightning_stocache.cache.rows import SampleSpec
 from lightning_stocache.setup.codec_choice import choose_codec
 from lightning_stocache.setup.request import Layout
 from lightning_stocache.source.transform_split import Cut

@@ -5,6 +5,7 @@ from __future__ import annotations
 import logging
 import os
 import shutil
+import time
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -13,9 +14,9 @@ import pytest
 import torch
 import torch.distributed as dist
 
-from lightning_stocache.cache import pace
+from lightning_stocache.cache import shortage
 from lightning_stocache.cache.placement import Ring
-from lightning_stocache.cache.spec import SampleSpec
+from lightning_stocache.cache.rows import SampleSpec
 from lightning_stocache.loading import misses
 from lightning_stocache.loading.dataset import CachedDataset
 from lightning_stocache.loading.loader import CachedLoader
@@ -141,6 +142,31 @@ def test_another_source_is_refused_with_the_way_out(tmp_path: Path) -> None:
     opened(CountedSource(LENGTH), tmp_path, fingerprint="v2").close()
 
 
+@pytest.mark.processes
+@pytest.mark.parametrize("layout", SOURCES)
+def test_a_disk_that_hangs_is_waited_for_like_a_dataset(layout: str, tmp_path: Path, monkeypatch: Any) -> None:
+    """What an earlier job has left is read by workers; the loader's `timeout` ends the wait, and nothing is lost."""
+    call(job, layout, str(tmp_path), 0)
+    source = SOURCES[layout](LENGTH, (3, 8, 8))
+    dataset, on, fetch = opened(source, tmp_path), tmp_path / "on", Segment.fetch
+
+    def hang(segment: Segment, offset: int, length: int) -> bytes:
+        while not on.exists():
+            time.sleep(0.01)
+        return fetch(segment, offset, length)
+
+    monkeypatch.setattr(Segment, "fetch", hang)
+    batches = iter(CachedLoader(dataset, batch_size=8, num_workers=1, timeout=1, collate_fn=list))
+    with pytest.raises(RuntimeError, match="timed out after 1 second"):
+        next(batches)
+    on.touch()
+    del batches
+    epoch(dataset, source, 1)
+    counts = dataset.counters.totals()  # type: ignore[union-attr]
+    assert (counts.misses, counts.fills) == (0, 0)
+    dataset.close()
+
+
 def test_storing_pauses_where_the_disk_is_slower_than_the_source(tmp_path: Path, monkeypatch: Any, caplog: Any) -> None:
     """Once it has cost half a second more than loading, samples are served unstored for ten, with one warning."""
     now, real = [0], Segment.store
@@ -154,7 +180,7 @@ def test_storing_pauses_where_the_disk_is_slower_than_the_source(tmp_path: Path,
     dataset = CachedDataset(source, dir=str(tmp_path / "caches"), spec=SampleSpec.infer(source.expected(0)))
     cache = dataset.cache
     assert cache is not None
-    for module in (misses, pace):
+    for module in (misses, shortage):
         monkeypatch.setattr(module, "time", clock)
     monkeypatch.setattr(Segment, "store", slow)
     for index in range(20):

@@ -19,7 +19,7 @@ from torchvision.datasets import ImageFolder
 from torchvision.transforms import v2
 
 from lightning_stocache import CachedDataset
-from lightning_stocache.cache.domain import Domain
+from lightning_stocache.cache.placement import Domain
 from lightning_stocache.cache.records import RecordCodec
 from lightning_stocache.setup.form_choice import EncodedForm, keeps_files, look_at_files
 from lightning_stocache.source.probe import bits

@@ -18,7 +18,7 @@ import torch.distributed as dist
 from torch.utils.data import Subset
 
 from lightning_stocache.cache.placement import Arc
-from lightning_stocache.cache.spec import SampleSpec
+from lightning_stocache.cache.rows import SampleSpec
 from lightning_stocache.loading.dataset import CachedDataset
 from lightning_stocache.node.budget import Budget
 from lightning_stocache.node.group import NodeGroup
@@ -267,7 +267,7 @@ def test_geometry_wins_over_another_budget(name: str, tmp_path: Path) -> None:
         assert later.ring is not None
         assert (len(later.cache), later.cache.filled, later.ring.coverage) == (LENGTH // 2, LENGTH // 2, 0.5)
         assert later.ring.arcs == (later.cache.arc,)
-        assert later.budget_bytes == LENGTH // 2 * later.cache.spec.slot_bytes
+        assert later.budget_bytes == LENGTH // 2 * later.cache.codec.slot_bytes
         check(later)
         later.close()
     assert source(tmp_path).loads == 2 * (LENGTH + COMPARED)

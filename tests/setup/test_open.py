@@ -12,7 +12,7 @@ import torch
 from torch.utils.data import Dataset
 from torchvision.transforms import v2
 
-from lightning_stocache.cache.spec import SampleMismatchError
+from lightning_stocache.cache.codec import SampleMismatchError
 from lightning_stocache.loading.cached_source import CachedSource
 from lightning_stocache.loading.dataset import CachedDataset
 from lightning_stocache.node.budget import Budget

@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 import torch
 
-from lightning_stocache.cache.spec import SampleSpec
+from lightning_stocache.cache.rows import SampleSpec
 from lightning_stocache.node.budget import Budget
 from lightning_stocache.setup.rolling_memory import RollingMemory
 

@@ -15,7 +15,7 @@ import torch
 import torch.distributed as dist
 from torch.utils.data import Dataset
 
-from lightning_stocache.cache.spec import SampleSpec
+from lightning_stocache.cache.rows import SampleSpec
 from lightning_stocache.loading.dataset import CachedDataset
 from lightning_stocache.node.named import clean, named_segments
 from lightning_stocache.setup.named_cache import FingerprintError

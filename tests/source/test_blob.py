@@ -15,7 +15,7 @@ from hypothesis import strategies as st
 from PIL import Image
 from torchvision import tv_tensors
 
-from lightning_stocache.cache.field import UnsupportedSampleError
+from lightning_stocache.cache.codec import UnsupportedSampleError
 from lightning_stocache.source.blob import BlobError, decode_blob, encode_blob
 from lightning_stocache.source.probe import bits
 

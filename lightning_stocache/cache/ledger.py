@@ -8,21 +8,32 @@ have ended, or if as many samples have passed as the stream says that it has: wh
 
 Layout, int64: eight numbers for all, then `_RANK` numbers per rank, then `_ROW` per shard, `_SHARDS` of them per rank.
 All of it is reserved. Who writes holds a lock: byte 0 for
-what is of all and of ranks, byte 1 for the next number, byte 2 while deciding (`stream_decision`), and a byte per
+what is of all and of ranks, byte 1 for the next number, byte 2 while deciding, and a byte per
 shard, which its process holds while it stores a sample. Locks are taken in the order 2, 0, shards, 1, never back.
+
+What an epoch comes from is decided once for all shards of a node (`Decision`), by the first process that comes to it
+when every rank of the node has begun the epoch, so that nobody is still in the one before. It holds a lock meanwhile,
+which the kernel frees when it dies. A rank that does not come is waited for with a message; then the stream passes by
+for good.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+import logging
+import time
+from collections.abc import Callable, Iterator
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
+from typing import Literal, get_args
 
 from lightning_stocache.cache.claims import Claims
 from lightning_stocache.node.files import Backend
 from lightning_stocache.node.segment import Segment, SegmentHandle
+from lightning_stocache.node.waiting import moments
 
-__all__ = ["MOST_WORKERS", "POSITION_BITS", "Shard", "StreamLedger", "Totals"]
+__all__ = ["MOST_WORKERS", "POSITION_BITS", "Decision", "Mode", "Shard", "StreamLedger", "Totals"]
+
+log = logging.getLogger(__name__)
 
 MOST_WORKERS = 256
 """Workers of a rank that can keep a stream."""
@@ -35,7 +46,7 @@ _SHARED, _FIRST, _RANK, _ROW = 2, 8, 7, 4
 _EPOCH, _KEY, _WORKERS, _LAST, _WHOLE, _PASSED, _KEPT = range(7)
 _BEGUN, _ENDED, _SEEN, _STORED = range(4)
 _SHARDS = MOST_WORKERS
-_ALL, _NUMBER, _ROWS = 0, 1, 8
+_ALL, _NUMBER, _DECISION, _ROWS = 0, 1, 2, 8
 _UNCLAIMED = -1
 
 
@@ -91,7 +102,7 @@ class StreamLedger:
         self.claims = Claims(segment)
         self._numbers = segment.memory(0, _bytes_for(ranks)).cast("q")
         self.shared = self._numbers[_SHARED:_FIRST]
-        """Numbers of `stream_decision`."""
+        """Numbers of the decision."""
 
     @classmethod
     def create(cls, ranks: int, backend: Backend | None = None) -> StreamLedger:
@@ -265,3 +276,96 @@ class StreamLedger:
 
 def _bytes_for(ranks: int) -> int:
     return 8 * (_FIRST + ranks * (_RANK + _SHARDS * _ROW))
+
+
+Mode = Literal["stream", "cache", "pass"]
+"""Where the samples of an epoch come from: the stream, which is kept; what was kept; the stream, which is not."""
+
+_MODES: tuple[Mode, ...] = get_args(Mode)
+_DECIDED, _MODE, _FLAGS, _BROKEN = range(4)
+_FINAL = ("cache", "pass")
+
+
+class Decision:
+    """The decision for the epoch that was begun last, and what it rests on.
+
+    Args:
+        ledger: how far the stream has come.
+
+    Example:
+        >>> ledger = StreamLedger.create(1)
+        >>> decision, epoch = Decision(ledger), ledger.begin(Shard())
+        >>> decision.of(epoch, lambda: "stream"), decision.of(epoch, lambda: "cache")
+        ('stream', 'stream')
+        >>> ledger.close()
+    """
+
+    patience = 60.0
+    """Seconds for which a rank that does not begin an epoch is waited for."""
+
+    def __init__(self, ledger: StreamLedger) -> None:
+        self._ledger = ledger
+
+    def of(self, epoch: int, decide: Callable[[], Mode]) -> Mode:
+        """Where an epoch's samples come from, as was decided, or is decided now.
+
+        Args:
+            epoch: an epoch that a shard of this process, or its rank, has begun.
+            decide: is called by one process of the node, when no shard is in an epoch before.
+        """
+        ledger, start = self._ledger, time.monotonic()
+        for seconds in moments(pause=0.002):
+            if ledger.shared[_DECIDED] >= epoch or self.mode in _FINAL:
+                break
+            late = [rank for rank in range(ledger.ranks) if ledger.epoch_of(rank) < epoch] if epoch > 1 else []
+            if (not late or time.monotonic() - start > self.patience) and ledger.claims.take(_DECISION):
+                try:
+                    if ledger.shared[_DECIDED] < epoch and self.mode not in _FINAL:
+                        if late:
+                            log.warning(
+                                "a stream passes through uncached from now on: rank(s) %s of the node did not begin "
+                                "epoch %d within %.0f s.\nEvery rank must read the stream as often",
+                                ", ".join(map(str, late)),
+                                epoch,
+                                self.patience,
+                            )
+                        self._decide(epoch, "pass" if late else decide())
+                finally:
+                    ledger.claims.give_up(_DECISION)
+            elif seconds:
+                what = f"rank(s) {', '.join(map(str, late))} to begin" if late else "another process to decide on"
+                log.warning("a stream waits for %s epoch %d", what, epoch)
+        return self.mode
+
+    @property
+    def mode(self) -> Mode:
+        """What was decided last."""
+        return _MODES[self._ledger.shared[_MODE]]
+
+    def pass_by(self) -> Mode:
+        """Keep nothing any more, from the next epoch on; what was decided before."""
+        with self._ledger.claims.waiting(_ALL):
+            before, self._ledger.shared[_MODE] = self.mode, _MODES.index("pass")
+        return before
+
+    def _decide(self, epoch: int, mode: Mode) -> None:
+        with self._ledger.claims.waiting(_ALL):
+            if self.mode not in _FINAL:
+                self._ledger.shared[_MODE] = _MODES.index(mode)
+            self._ledger.shared[_DECIDED] = epoch
+
+    def count_broken(self, *, none: bool = False) -> int:
+        """One more epoch was broken off, or none; how many that makes one after the other."""
+        self._ledger.shared[_BROKEN] = 0 if none else self._ledger.shared[_BROKEN] + 1
+        return self._ledger.shared[_BROKEN]
+
+    def is_first(self, flag: int) -> bool:
+        """Whether nobody on the node has raised a flag (a power of two) before."""
+        with self._ledger.claims.waiting(_ALL):
+            first = not self._ledger.shared[_FLAGS] & flag
+            self._ledger.shared[_FLAGS] |= flag
+        return first
+
+    def has(self, flag: int) -> bool:
+        """Whether a flag was raised."""
+        return bool(self._ledger.shared[_FLAGS] & flag)

@@ -5,8 +5,7 @@ from __future__ import annotations
 import logging
 from typing import Any
 
-from lightning_stocache.cache.rolling_store import RollingHandle
-from lightning_stocache.cache.stores import RollingSampleStore, attach_rolling
+from lightning_stocache.cache.store import Store, StoreHandle
 from lightning_stocache.node.waiting import moments
 
 __all__ = ["RollingWriter"]
@@ -36,13 +35,13 @@ class RollingWriter:
         >>> pool.close()
     """
 
-    def __init__(self, store: RollingSampleStore) -> None:
+    def __init__(self, store: Store) -> None:
         self._store = store
 
     @classmethod
-    def attach(cls, handle: RollingHandle) -> RollingWriter:
+    def attach(cls, handle: StoreHandle) -> RollingWriter:
         """Open the cache that has this handle, which is plain values: send it by a queue, a pipe or a file of yours."""
-        return cls(attach_rolling(handle))
+        return cls(Store.attach(handle))
 
     def append(self, sample: Any, index: int = -1) -> None:
         """Store a sample, in the place of the oldest once the budget is full; `index`: in its source, for messages."""

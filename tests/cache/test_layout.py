@@ -5,6 +5,8 @@ from __future__ import annotations
 import mmap
 from collections.abc import Iterator
 from contextlib import contextmanager
+from types import SimpleNamespace
+from typing import Any
 
 import numpy as np
 import pytest
@@ -12,8 +14,10 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from lightning_stocache.cache.field import bytes_of
-from lightning_stocache.cache.slots import READY, FieldSlots
+from lightning_stocache.cache.layout import Rows
+from lightning_stocache.cache.placement import Arc
+from lightning_stocache.cache.rows import SampleSpec, bytes_of
+from lightning_stocache.cache.store import Store
 from lightning_stocache.node.header import HEADER_BYTES
 from lightning_stocache.node.segment import Segment
 
@@ -21,16 +25,25 @@ row_sizes = st.lists(st.sampled_from([0, 1, 2, 3, 4, 6, 7, 8, 12, 16, 63, 64, 65
 counts = st.integers(0, 20)
 
 
+def codec(row_bytes: list[int]) -> Any:
+    return SimpleNamespace(row_bytes=tuple(row_bytes))
+
+
+def read(slots: Rows, slot: int) -> list[torch.Tensor]:
+    """A copy of one sample."""
+    return [torch.from_numpy(rows[slot].copy()) if rows.size else torch.empty(0).byte() for rows in slots.fields]
+
+
 @contextmanager
-def opened(row_bytes: list[int], count: int) -> Iterator[FieldSlots]:
+def opened(row_bytes: list[int], count: int) -> Iterator[Rows]:
     with lying_in_a_segment(row_bytes, count) as (slots, _):
         yield slots
 
 
 @contextmanager
-def lying_in_a_segment(row_bytes: list[int], count: int) -> Iterator[tuple[FieldSlots, Segment]]:
-    segment = Segment.create(FieldSlots.bytes_for(row_bytes, count))
-    slots = FieldSlots(segment, row_bytes, count)
+def lying_in_a_segment(row_bytes: list[int], count: int) -> Iterator[tuple[Rows, Segment]]:
+    segment = Segment.create(Rows.bytes_for(codec(row_bytes), count))
+    slots = Rows(segment, codec(row_bytes), count)
     yield slots, segment
     slots.close()
     segment.close()
@@ -55,9 +68,9 @@ def test_every_slot_keeps_its_own_sample(row_bytes: list[int], count: int) -> No
     """After all slots are written, backwards, each reads as its own sample: no two overlap, whatever the sizes."""
     with opened(row_bytes, count) as slots:
         for slot in reversed(range(count)):
-            slots.store(slot, contents(sample(row_bytes, slot)))
-        assert not slots.states.any()
-        assert all(equal(slots.read(slot), sample(row_bytes, slot)) for slot in range(count))
+            slots.write(slot, contents(sample(row_bytes, slot)))
+        assert not slots.state.any()
+        assert all(equal(read(slots, slot), sample(row_bytes, slot)) for slot in range(count))
 
 
 @settings(deadline=None)
@@ -67,8 +80,8 @@ def test_a_gather_is_many_reads(row_bytes: list[int], count: int, data: st.DataO
     wanted = data.draw(st.lists(st.integers(0, count - 1), max_size=30))
     with opened(row_bytes, count) as slots:
         for slot in range(count):
-            slots.store(slot, contents(sample(row_bytes, slot)))
-        expected = [[slots.read(slot)[field] for slot in wanted] for field in range(len(row_bytes))]
+            slots.write(slot, contents(sample(row_bytes, slot)))
+        expected = [[read(slots, slot)[field] for slot in wanted] for field in range(len(row_bytes))]
         memory = [np.empty(len(wanted) * nbytes, dtype=np.uint8) for nbytes in row_bytes]
         indices = np.array(wanted, dtype=np.int64)
         slots.gather(indices, memory)
@@ -80,8 +93,8 @@ def test_a_gather_is_many_reads(row_bytes: list[int], count: int, data: st.DataO
 def test_arrays_are_aligned_and_follow_each_other(row_bytes: list[int], count: int) -> None:
     """Every field's array begins at a multiple of 64 bytes, after the one before it, within the bytes asked for."""
     with opened(row_bytes, count) as slots:
-        tables = [slots.table(field) for field in range(len(row_bytes))]
-        begin = slots.states.data_ptr() if count else 0
+        tables = [torch.from_numpy(rows).view(-1) for rows in slots.fields]
+        begin = slots.state.ctypes.data if count else 0
         end = begin + count
         for table, nbytes in zip(tables, row_bytes, strict=True):
             assert table.numel() == count * nbytes
@@ -89,8 +102,8 @@ def test_arrays_are_aligned_and_follow_each_other(row_bytes: list[int], count: i
                 assert table.data_ptr() % 64 == 0
                 assert table.data_ptr() >= end
                 end = table.data_ptr() + table.numel()
-        assert end - begin <= FieldSlots.bytes_for(row_bytes, count)
-        assert FieldSlots.bytes_for(row_bytes, count) <= count * (sum(row_bytes) + 1) + 64 * (len(row_bytes) + 1)
+        assert end - begin < Rows.bytes_for(codec(row_bytes), count)
+        assert Rows.bytes_for(codec(row_bytes), count) <= count * (sum(row_bytes) + 1) + 64 * (len(row_bytes) + 3)
 
 
 @pytest.mark.parametrize("row_bytes", [[1 << 16, 8], [1 << 16, 0, 1]])
@@ -99,13 +112,13 @@ def test_only_slots_that_are_used_hold_memory(row_bytes: list[int], taken: str) 
     """Reserving a slot, or storing into it, takes its own pages, of every field, and no others."""
     with lying_in_a_segment(row_bytes, 100) as (slots, segment):
         assert segment.allocated_bytes == HEADER_BYTES
-        slots.reserve(50) if taken == "reserved" else slots.store(50, contents(sample(row_bytes, 1)))
+        slots.reserve_rows(50) if taken == "reserved" else slots.write(50, contents(sample(row_bytes, 1)))
         pages = (1 << 16) // mmap.PAGESIZE + 1 + sum(nbytes > 0 for nbytes in row_bytes[1:])
         assert segment.allocated_bytes <= HEADER_BYTES + pages * mmap.PAGESIZE
         before = segment.allocated_bytes
-        slots.store(50, contents(sample(row_bytes, 0)))
+        slots.write(50, contents(sample(row_bytes, 0)))
         assert segment.allocated_bytes == before
-        assert equal(slots.read(50), sample(row_bytes, 0))
+        assert equal(read(slots, 50), sample(row_bytes, 0))
 
 
 def test_leaves_of_any_dtype_and_strides_are_stored_in_row_order() -> None:
@@ -116,30 +129,28 @@ def test_leaves_of_any_dtype_and_strides_are_stored_in_row_order() -> None:
     leaves = [image, every_other, torch.tensor(7, dtype=torch.int16), torch.zeros(0)]
     row_bytes = [105, 96, 2, 0]
     with opened(row_bytes, 3) as slots:
-        slots.store(1, contents(leaves))
-        for row, leaf in zip(slots.read(1), leaves, strict=True):
+        slots.write(1, contents(leaves))
+        for row, leaf in zip(read(slots, 1), leaves, strict=True):
             assert torch.equal(row.clone().view(leaf.dtype).view(leaf.shape), leaf)
-        assert not any(row.any() for slot in (0, 2) for row in slots.read(slot))
+        assert not any(row.any() for slot in (0, 2) for row in read(slots, slot))
 
 
 def test_clear_empties_all_and_gives_memory_back() -> None:
-    """After clear all states are EMPTY, all slots read as zeroes, and only the states hold memory."""
-    row_bytes = [5000, 8]
-    with lying_in_a_segment(row_bytes, 50) as (slots, segment):
-        for slot in range(50):
-            slots.store(slot, contents(sample(row_bytes, slot)))
-        slots.states.fill_(READY)
-        slots.clear()
-        assert segment.allocated_bytes == HEADER_BYTES + mmap.PAGESIZE  # before anything is looked at: that takes pages
-        assert not slots.states.any()
-        assert not any(row.any() for slot in range(50) for row in slots.read(slot))
+    """After clear all states are empty, all slots read as zeroes, and only the states hold memory."""
+    store = Store.create(SampleSpec.infer(torch.zeros(5000)), Arc(50, 50))
+    assert all(store.fill(index, torch.ones(5000)) for index in range(50))
+    store.clear()
+    assert store.segment.allocated_bytes == HEADER_BYTES + mmap.PAGESIZE  # before a look, which takes pages
+    assert store.filled == 0
+    assert not any(rows.any() for rows in store.layout.fields)
+    store.close()
 
 
 def test_a_closed_segment_is_unmapped() -> None:
     """Closing the slots drops their views, so that the segment's memory goes at its close."""
-    segment = Segment.create(FieldSlots.bytes_for([64], 10))
+    segment = Segment.create(Rows.bytes_for(codec([64]), 10))
     mapped = segment.memory(0, 1).obj
-    slots = FieldSlots(segment, [64], 10)
+    slots = Rows(segment, codec([64]), 10)
     slots.close()
     segment.close()
     assert isinstance(mapped, mmap.mmap)

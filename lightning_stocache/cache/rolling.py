@@ -1,0 +1,502 @@
+"""A store that others append to while it is read: the oldest samples leave first.
+
+Every sample that is appended gets a ticket, the next number. The state of a slot (int64, its generation) says what lies
+there: 0 nothing, `2 * ticket + 1` the sample of that ticket is being written, `2 * ticket + 2` it can be read, a
+negative number it was dropped. A second column has the time of the sample (nanoseconds of the monotonic clock, which
+the processes of a machine share). The words of the layout are control words, then a row of notes for each of `FILLERS`
+processes, whose meaning is their business. A writer
+
+    takes the lock of the tickets -> next slot, whose own lock it claims -> generation odd -> gives the ticket lock back
+    -> writes the bytes -> fence -> generation even -> gives the slot back
+
+and a reader looks at the generation, fences, copies, fences and looks again: if it is the same even number, what was
+copied is whole (a seqlock; Lameter, "Effective Synchronization on Linux/NUMA Systems", 2005). Readers take no lock and
+wait for nobody: what changed while it was copied is taken again, after a few tries from another slot. So a sample that
+leaves during an epoch that wanted it is replaced by another one: all are draws from one source, and the number of
+batches stays. Between the odd generation and the bytes lies a system call (the ticket lock is given back), which no
+store crosses.
+
+A slot that somebody is still writing to is left out; a writer that was killed leaves an odd generation, which readers
+pass over, and whose lock the kernel has freed: the next writer that looks (once a second) takes that slot first.
+
+Rows take their slots in turn, so the oldest sample leaves first. The first sample of a slot is written through the
+file, where a lack of memory is an answer; later ones are copied through the mapping, whose pages exist by then: writes
+through the file exclude each other (two writers of rows of 1 MiB: 4.3 GB/s each through the file, 10 so).
+
+Records lie one behind the other in the run of bytes; one that does not fit at the end begins at the beginning again. A
+writer that takes a slot first ends the samples whose bytes it needs, the oldest first, all under the lock of the
+tickets; then it writes, and publishes. A record that is still being written is never taken over: the next writer waits.
+Their bytes are always written through the file: holes that a killed writer left have no memory yet. A reader decodes
+its own copy, never bytes that somebody may write.
+
+Where memory ends, the store stops growing, with one warning per node, and rolls within what it has.
+
+Not promised: that ages are in the order of tickets; writers that began at the same time end in any order.
+"""
+
+from __future__ import annotations
+
+import errno
+import logging
+import time
+from collections.abc import Mapping, Sequence
+from typing import Any, NamedTuple
+
+import numpy as np
+import numpy.typing as npt
+
+from lightning_stocache.cache.claims import Claims
+from lightning_stocache.cache.codec import Memory, SampleCodec, aligned
+from lightning_stocache.cache.layout import ROLLING, Records, Rows, is_even, layout_of
+from lightning_stocache.cache.placement import Integers
+from lightning_stocache.cache.records import RecordCodec
+from lightning_stocache.cache.shortage import Shortage, refused
+from lightning_stocache.node.budget import format_bytes
+from lightning_stocache.node.fence import fence
+from lightning_stocache.node.header import Geometry, Manifest
+from lightning_stocache.node.segment import Segment
+from lightning_stocache.node.waiting import moments
+
+__all__ = ["FILLERS", "Ring", "Taken"]
+
+log = logging.getLogger(__name__)
+
+FILLERS = 64
+_CONTROL, _NOTES = 64, 8
+_APPENDED, _NEXT, _LIMIT, _EVICTED, _EPOCH, _REACHED, _SIZE, _END, _TAIL, _LAPPED = range(1, 11)
+_COLUMNS: Mapping[str, npt.DTypeLike] = {"state": np.int64, "time": np.int64}
+_WORDS = _CONTROL + FILLERS * _NOTES
+
+_LOOK_SECONDS = 1.0  # between two looks for slots of killed writers: one takes 1 ms per million slots
+_TRIES = 3  # of one slot, before another one is read
+_MOST_TRIES = 1000  # in all: then the writers are faster than any copy
+_SMALLER = 4  # slots for records this much smaller than the mean that is expected
+_KNOWN = 32  # records whose mean is believed
+_TOO_FAST = "is overwritten faster than it can be read: give it a larger budget, or fewer fillers"
+
+
+class Taken(NamedTuple):
+    """A slot that a writer has for itself, with the ticket of its sample, and whether it held a sample before."""
+
+    slot: int
+    ticket: int
+    held: bool
+
+
+class Ring:
+    """The policy of a rolling store: who writes which slot next, and what a reader may believe.
+
+    Args:
+        segment: where the store lies.
+        codec: what a sample looks like.
+        count: number of slots.
+
+    Raises:
+        RuntimeError: (what reads) no sample is resident, or writers overtake every copy.
+
+    Example:
+        >>> from lightning_stocache import SampleSpec
+        >>> from lightning_stocache.cache.store import Store
+        >>> store = Store.create_rolling(SampleSpec.infer(0), 3)
+        >>> [store.append(number) for number in range(5)]
+        [True, True, True, True, True]
+        >>> sorted(store.read(store.lookup(np.arange(3)))), store.ring.evicted
+        ([2, 3, 4], 2)
+        >>> store.close()
+    """
+
+    def __init__(self, segment: Segment, codec: SampleCodec, count: int) -> None:
+        self.count, self.layout = count, layout_of(codec)(segment, codec, count, _COLUMNS, _WORDS)
+        self._segment, self._codec, self._claims, self._shortage = segment, codec, Claims(segment), Shortage(segment)
+        self.generations: npt.NDArray[np.int64] = self.layout.state
+        self._times, self._words = self.layout.columns["time"], self.layout.words[:_CONTROL]
+        self.notes = self.layout.words[_CONTROL:].reshape(FILLERS, _NOTES)
+        if not self._words[_LIMIT]:
+            self._words[_LIMIT] = count
+        if isinstance(self.layout, Records) and not self._words[_SIZE]:
+            self._words[_SIZE] = self.layout.end - self.layout.begin
+        self.renewed = self.substituted = 0
+        self._looked = 0.0
+        self._chance = np.random.default_rng()
+
+    @staticmethod
+    def plan(
+        codec: SampleCodec, count: int, granted: int, whose: Mapping[str, Any] | None = None
+    ) -> tuple[int, int, int, Manifest]:
+        """The slots and bytes of a store, how many of the bytes are reserved, and what it says about itself.
+
+        Args:
+            codec: what a sample looks like.
+            count: slots, of rows.
+            granted: bytes that it may take, of records.
+            whose: what the segment says about itself besides.
+        """
+        layout = layout_of(codec)
+        if isinstance(codec, RecordCodec):
+            count = max(granted // (codec.nbytes // _SMALLER + Ring.column_bytes(codec)), 8)
+        reserved = layout.reserved_bytes(count, _COLUMNS, _WORDS)
+        if isinstance(codec, RecordCodec):
+            size = max(granted + layout.reserved_bytes(0, _COLUMNS, _WORDS), reserved + 64) + 1
+        else:
+            size = layout.bytes_for(codec, count, 0, _COLUMNS, _WORDS)
+        manifest = Manifest(Geometry(size=count, slots=count), fingerprint=ROLLING, **(whose or {}))
+        return count, size, reserved, manifest
+
+    @staticmethod
+    def column_bytes(codec: SampleCodec) -> int:
+        """Bytes that a slot costs beside its sample."""
+        return sum(np.dtype(dtype).itemsize for dtype in {**_COLUMNS, **layout_of(codec).head}.values())
+
+    @staticmethod
+    def slot_bytes(codec: SampleCodec) -> int:
+        """Bytes that a sample costs; of records, one of the expected size."""
+        nbytes = aligned(codec.nbytes) if isinstance(codec, RecordCodec) else codec.nbytes
+        return nbytes + Ring.column_bytes(codec)
+
+    # ---- in ----
+
+    def append(self, contents: Sequence[memoryview]) -> bool:
+        """Store a sample, given its parts, in the place of the oldest; False while every slot is being written.
+
+        Raises:
+            ValueError: it is larger than the whole store.
+            OSError: there is no memory for a single sample.
+        """
+        while True:
+            taken = self.take() if isinstance(self.layout, Rows) else self._take_in_turn(self.layout.size(contents))
+            if taken is None:
+                return False
+            try:
+                short = self._write(taken, contents)
+            except BaseException:
+                self.drop(taken)
+                raise
+            if short is None:
+                self.publish(taken)
+                return True
+            self._stop_growing(taken, short)
+
+    def take(self) -> Taken | None:
+        """The next slot, for this process alone; None where all are being written. It is to be published or dropped."""
+        free = self._abandoned()
+        with self._claims.waiting(self.count):
+            slot = self._next() if free is None else free
+            return None if slot is None else self._begin(slot)
+
+    def publish(self, taken: Taken) -> None:
+        """Have a slot read whose bytes have been written."""
+        self._times[taken.slot] = time.monotonic_ns()
+        self._end(taken, 2 * taken.ticket + 2)
+
+    def drop(self, taken: Taken) -> None:
+        """Give a slot up whose sample could not be written."""
+        self._end(taken, -2 * taken.ticket - 2)
+
+    @property
+    def in_the_way(self) -> int | None:
+        """The process for which a writer has to wait; None if there is none, or it cannot be known."""
+        slots = [self.count, int(self._words[_NEXT]) % self.count, *np.flatnonzero(self.generations & 1).tolist()]
+        return next(filter(None, map(self._claims.holder, slots)), None)
+
+    def _next(self) -> int | None:
+        limit = max(int(self._words[_LIMIT]), 1)
+        for _ in range(limit):
+            slot = int(self._words[_NEXT])
+            slot = slot if slot < limit else 0
+            self._words[_NEXT] = slot + 1
+            if self._claims.take(slot):
+                return slot
+        return None
+
+    def _begin(self, slot: int) -> Taken:
+        words, generation = self._words, int(self.generations[slot])
+        ticket = int(words[_APPENDED])
+        held = generation > 0 and not generation & 1
+        words[_EVICTED] += held
+        words[_APPENDED] = ticket + 1
+        words[_REACHED] = max(int(words[_REACHED]), slot + 1)
+        self.generations[slot] = 2 * ticket + 1
+        return Taken(slot, ticket, held)
+
+    def _end(self, taken: Taken, generation: int) -> None:
+        fence()
+        self.generations[taken.slot] = generation
+        self._claims.give_up(taken.slot)
+
+    def _abandoned(self) -> int | None:
+        """A slot that a writer was killed in, claimed."""
+        now = time.monotonic()
+        if now < self._looked + _LOOK_SECONDS:
+            return None
+        self._looked = now
+        for slot in np.flatnonzero(self.generations[: self.limit] & 1).tolist():
+            if self._claims.take(slot):
+                if self.generations[slot] & 1:
+                    return int(slot)
+                self._claims.give_up(slot)
+        return None
+
+    def _write(self, taken: Taken, contents: Sequence[memoryview]) -> str | None:
+        """Write a sample; or what memory is short, in words."""
+        layout = self.layout
+        if isinstance(layout, Rows) and taken.held:
+            for rows, content in zip(layout.fields, contents, strict=True):
+                rows[taken.slot] = np.frombuffer(content, dtype=np.uint8)
+            return None
+        grows = isinstance(layout, Rows) or not self._words[_LAPPED]
+        if grows and (short := self._shortage.comes_with(layout.size(contents))) is not None:
+            return short
+        try:
+            if isinstance(layout, Rows):
+                layout.write(taken.slot, contents)
+            else:
+                self._segment.store(int(layout.columns["begin"][taken.slot]), *contents)
+        except OSError as error:
+            if (short := refused(error)) is None:
+                raise
+            return short
+        return None
+
+    def _stop_growing(self, taken: Taken, short: str) -> None:
+        """Roll within what there is from now on, and say why, once on the node."""
+        if isinstance(self.layout, Rows):
+            used = taken.slot
+            if used:
+                with self._claims.waiting(self.count):
+                    self._words[_LIMIT] = min(int(self._words[_LIMIT]), used)
+        else:
+            used = int(self.layout.columns["begin"][taken.slot]) - self.layout.begin
+            if used:
+                self._words[_SIZE] = min(int(self._words[_SIZE]), used)
+        self.drop(taken)
+        if not used:
+            needed = format_bytes(self._codec.nbytes)
+            raise OSError(errno.ENOSPC, f"a rolling cache needs {needed} for its first sample: {short}")
+        if self._segment.lock(self.count + 1):  # kept until this process ends: one warning per node
+            log.warning(
+                "the rolling cache stops growing at %s samples: %s.\nIt rolls within these. Give the job more memory, "
+                "or lower the budget to have no such warning",
+                f"{len(self.resident()):,}",
+                short,
+            )
+
+    # ---- records ----
+
+    def _take_in_turn(self, nbytes: int) -> Taken | None:
+        """The slot after the last one, and so many bytes; None where what lies there is still being written."""
+        need, size = aligned(nbytes), int(self._words[_SIZE])
+        if need > size:
+            room, sample = format_bytes(size), format_bytes(nbytes)
+            raise ValueError(f"a sample of {sample} is larger than the whole rolling cache of {room}")
+        with self._claims.waiting(self.count):
+            slot = int(self._words[_NEXT]) % self.count
+            if not self._claims.take(slot):
+                return None
+            if not self._make_room(slot, nbytes):
+                self._claims.give_up(slot)
+                return None
+            self._words[_NEXT] += 1
+            return self._begin(slot)
+
+    def _make_room(self, slot: int, nbytes: int) -> bool:
+        """Find bytes for the record of a slot, and end the samples that lie there; under the lock of the tickets."""
+        words, need = self._words, aligned(nbytes)
+        begin, size = int(words[_END]), int(words[_SIZE])
+        if need > size:
+            return False
+        if begin + need > size:
+            if not self._free(begin, max(size, begin), slot):
+                return False
+            begin = words[_END] = 0
+            words[_LAPPED] = 1
+        if not self._free(begin, begin + need, slot):
+            return False
+        if self._live == self.count and not self._end_oldest(slot):  # that is this very slot
+            return False
+        columns = self.layout.columns
+        columns["begin"][slot], columns["nbytes"][slot] = self.layout.begin + begin, nbytes
+        words[_END] = begin + need
+        return True
+
+    def _free(self, begin: int, end: int, slot: int) -> bool:
+        """End the oldest samples until none of them lies there, nor behind the end of the run."""
+        columns = self.layout.columns
+        while self._live:
+            oldest = int(self._words[_TAIL]) % self.count
+            first = int(columns["begin"][oldest]) - self.layout.begin
+            last = first + aligned(int(columns["nbytes"][oldest]))
+            if (first >= end or last <= begin) and last <= int(self._words[_SIZE]):
+                return True
+            if not self._end_oldest(slot):
+                return False
+        return True
+
+    def _end_oldest(self, mine: int) -> bool:
+        """Have the oldest sample not be read any more; False where it is being written, by another one than me."""
+        slot = int(self._words[_TAIL]) % self.count
+        generation = int(self.generations[slot])
+        if generation & 1 and slot != mine:
+            if not self._claims.take(slot):
+                return False
+            self._claims.give_up(slot)  # its writer was killed
+        self._words[_EVICTED] += generation > 0 and not generation & 1
+        self.generations[slot] = -abs(generation) & ~1
+        self._times[slot] = 0
+        self._words[_TAIL] += 1
+        return True
+
+    @property
+    def _live(self) -> int:
+        """How many slots have bytes. One number per end, each moved by one step: a writer may be killed between two."""
+        return int(self._words[_NEXT]) - int(self._words[_TAIL])
+
+    # ---- out ----
+
+    def gather(self, places: Integers, into: Memory) -> None:
+        """Copy whole rows into the memory of a batch, waiting for nobody."""
+        rows: Any = self.layout
+        slots, seen = self._whole(places)
+        rows.gather(slots, into)
+        fence()
+        torn = np.flatnonzero(self.generations.take(slots) != seen)
+        tries = 0
+        while len(torn):
+            tries += 1
+            if tries > _MOST_TRIES:
+                raise RuntimeError(f"a rolling cache of {self.limit} samples {_TOO_FAST}")
+            again, generations = self._whole(slots[torn] if tries < _TRIES else self._others(len(torn)))
+            for fields, memory in zip(rows.fields, into, strict=True):
+                memory.reshape(len(slots), fields.shape[1])[torn] = fields[again]
+            fence()
+            seen[torn] = generations
+            torn = torn[self.generations.take(again) != generations]
+        self.renewed += self._newer(seen)
+
+    def record(self, place: int) -> memoryview:
+        """A copy of a whole record: of that slot, or of another resident one."""
+        records: Any = self.layout
+        for _ in range(_MOST_TRIES):
+            if self._segment.closed or not len(self._words):
+                raise RuntimeError("the rolling cache was closed while samples were read from it")
+            seen = int(self.generations[place])
+            if seen > 0 and not seen & 1:
+                fence()
+                live = records.record(place)
+                fence()
+                if int(self.generations[place]) == seen:  # then that is where it lies, or lay
+                    record = memoryview(bytes(live))
+                    fence()
+                    if int(self.generations[place]) == seen:
+                        self.renewed += self._newer(np.array([seen]))
+                        return record
+            place = int(self._others(1)[0])
+            self.substituted += 1
+        raise RuntimeError(f"a rolling cache {_TOO_FAST}")
+
+    def readable(self, slots: Integers) -> npt.NDArray[np.bool_]:
+        """Which of those slots can be read now."""
+        return is_even(self.generations.take(slots, mode="clip"))
+
+    def readable_slots(self) -> Integers:
+        """The slots that can be read at this moment."""
+        while True:
+            appended = self.appended
+            slots = self._used()
+            if len(slots := slots[self.readable(slots)]) or self.appended == appended:
+                return slots  # else what had been written at first has left since: this process was kept waiting
+
+    def resident(self) -> Integers:
+        """The slots that hold a sample, rising; also where a newer one is being written over it."""
+        slots = self._used()
+        generations = self.generations.take(slots)  # one look: what is written now may be whole at the next
+        whole = is_even(generations) | ((generations & 1 == 1) & (self._times.take(slots) > 0))
+        resident: Integers = slots[whole]
+        return resident
+
+    def begin_epoch(self) -> None:
+        """Note what is resident: what comes from now on is newer than the epoch."""
+        self._words[_EPOCH] = self._words[_APPENDED]
+
+    def _newer(self, generations: Integers) -> int:
+        """How many of these samples came after the epoch had begun."""
+        return int(np.count_nonzero(generations > 2 * int(self._words[_EPOCH])))
+
+    def _used(self) -> Integers:
+        """The slots that have been written to."""
+        return np.arange(min(int(self._words[_REACHED]), self.limit))
+
+    def _whole(self, slots: Integers) -> tuple[Integers, Integers]:
+        """Those slots, others in place of what cannot be read now, and their generations."""
+        generations = self.generations.take(slots)
+        whole = is_even(generations)
+        if not whole.all():
+            slots = slots.copy()
+            while len(missing := np.flatnonzero(~whole)):
+                slots[missing] = self._others(len(missing))
+                generations[missing] = self.generations.take(slots[missing])
+                whole = is_even(generations)
+                self.substituted += len(missing)
+        fence()
+        return slots, generations
+
+    def _others(self, count: int) -> Integers:
+        """Slots that can be read, others each time."""
+        # A few at random: a look at all of them takes half a millisecond where there are a hundred thousand.
+        slots = self._chance.integers(0, self.count, 64 + 8 * count)
+        slots = slots[self.readable(slots)]
+        if len(slots) < count:
+            for seconds in moments(pause=0.001):
+                if len(slots := self.readable_slots()):
+                    break
+                if seconds or not self.appended:  # else all of few slots are being written
+                    raise RuntimeError(
+                        "the rolling cache is empty: no sample has been appended yet, or all are being written"
+                    )
+            slots = slots[self._chance.integers(0, len(slots), count)]
+        return slots[:count]
+
+    # ---- what there is ----
+
+    @property
+    def appended(self) -> int:
+        """Samples that came, those being written included."""
+        return int(self._words[_APPENDED])
+
+    @property
+    def evicted(self) -> int:
+        """Samples that left for newer ones."""
+        return int(self._words[_EVICTED])
+
+    @property
+    def limit(self) -> int:
+        """Number of slots that there is memory for, as far as that is known."""
+        return int(self._words[_LIMIT])
+
+    @property
+    def oldest_seconds(self) -> float:
+        """Age of the oldest sample that can be read; 0 without any."""
+        slots = self.readable_slots()
+        return (time.monotonic_ns() - int(self._times[slots].min())) / 1e9 if len(slots) else 0.0
+
+    @property
+    def capacity(self) -> int:
+        """Number of samples for which there is room; of records, if those to come are as large as those that came."""
+        if isinstance(self.layout, Rows):
+            return min(self.count, self.limit)
+        live = self._live
+        if live and self._words[_LAPPED]:
+            return live
+        mean = int(self._words[_END]) / live if live >= _KNOWN else aligned(max(self._codec.nbytes, 1))
+        return max(min(int(self._words[_SIZE] / max(mean, 1)), self.count), 1)
+
+    @property
+    def granted_bytes(self) -> int:
+        """Bytes that slots and samples may take."""
+        if isinstance(self.layout, Rows):
+            return self.count * self.slot_bytes(self._codec)
+        return self._segment.size - self.layout.reserved_bytes(0, _COLUMNS, _WORDS) - 1
+
+    def close(self) -> None:
+        """Drop all views."""
+        self.notes = np.empty((0, 0), dtype=np.int64)
+        self._words = self.generations = self._times = np.empty(0, dtype=np.int64)
