@@ -25,9 +25,8 @@ import os
 import threading
 import time
 import weakref
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
-from typing import Protocol
 
 from lightning_stocache.cache.placement import NO_SLOT, Arc
 from lightning_stocache.node.segment import Segment
@@ -106,24 +105,18 @@ class Claims:
         self._taken.pop(slot, None)  # gone in the child of a fork
 
 
-class _States(Protocol):
-    """Slots whose states can be looked at: not 0 where a slot is ready."""
-
-    states: memoryview
-
-
 class Turns:
     """The turns of this process at loading samples.
 
     Args:
         segment: of the store; one without a name no other job can open, and turns are not taken there.
-        slots: of the store.
+        is_stored: whether a slot of the store holds a sample.
         arc: which indices have a slot, and where.
     """
 
-    def __init__(self, segment: Segment, slots: _States, arc: Arc) -> None:
+    def __init__(self, segment: Segment, is_stored: Callable[[int], bool], arc: Arc) -> None:
         self.are_taken = segment.path is not None and arc.is_filled_by_misses
-        self._claims, self._slots, self._slot_of = Claims(segment), slots, arc.slot_within
+        self._claims, self._is_stored, self._slot_of = Claims(segment), is_stored, arc.slot_within
         self._mine: dict[int, tuple[int, int]] = {}  # by slot, the process and the thread whose turn it is
         self._impatient_until, self._rest = 0.0, _REST
 
@@ -147,7 +140,7 @@ class Turns:
             return False
         end, pause = time.monotonic() + PATIENCE, _FIRST_PAUSE
         for slot in map(self._slot_of, indices):
-            while slot != NO_SLOT and not self._slots.states[slot] and not self._is_free(slot):
+            while slot != NO_SLOT and not self._is_stored(slot) and not self._is_free(slot):
                 if time.monotonic() > end:
                     self._impatient_until = time.monotonic() + self._rest
                     self._rest *= 2
@@ -162,7 +155,7 @@ class Turns:
         return True
 
     def _take(self, slot: int) -> bool:
-        if slot == NO_SLOT or self._slots.states[slot] or self._mine.get(slot, _NOBODY)[0] == os.getpid():
+        if slot == NO_SLOT or self._is_stored(slot) or self._mine.get(slot, _NOBODY)[0] == os.getpid():
             return True
         if not self._claims.take(slot):
             return False

@@ -14,9 +14,12 @@ from __future__ import annotations
 
 import logging
 import os
-from dataclasses import dataclass, fields
-from typing import Literal
+from dataclasses import astuple, dataclass, fields
+from typing import Literal, get_args
 
+import numpy as np
+
+from lightning_stocache.cache.layout import columns
 from lightning_stocache.node.files import Backend
 from lightning_stocache.node.segment import Segment, SegmentHandle
 
@@ -29,7 +32,7 @@ Matter = Literal["odd sample", "no row", "random sample", "changed source", "slo
 
 _ROWS = 1024  # 128 KiB, all of it reserved: a row that cannot be had, or read, must not end a training
 _COLUMNS = 16
-_ROW_BYTES = _COLUMNS * 8
+_BYTES = _ROWS * _COLUMNS * 8
 
 
 @dataclass(frozen=True)
@@ -78,16 +81,13 @@ class Counts:
 
     def values(self) -> tuple[int, ...]:
         """The numbers in the order of the fields, as one vector to reduce over ranks."""
-        return tuple(getattr(self, name) for name in _NAMES)
+        return astuple(self)
 
 
-_NAMES = tuple(column.name for column in fields(Counts))
-_PLACE = {name: place for place, name in enumerate(_NAMES, start=1)}
-_HITS, _BYTES, _GATHER_NS = (_PLACE[name] for name in ("hits", "bytes_from_cache", "gather_ns"))
-_SAID = _COLUMNS - 1  # of the first row: one bit for each of these
-_MATTERS: dict[Matter, int] = {
-    **{"odd sample": 1, "no row": 2, "random sample": 4, "changed source": 8, "slow disk": 16, "no workers": 32}
-}
+_PLACE = {column.name: place for place, column in enumerate(fields(Counts), start=1)}
+_HITS, _BYTES_FROM_CACHE, _GATHER_NS = (_PLACE[name] for name in ("hits", "bytes_from_cache", "gather_ns"))
+_SAID = _COLUMNS - 1  # of the first row: one bit for each matter
+_MATTERS = {matter: 1 << place for place, matter in enumerate(get_args(Matter))}
 
 
 class Counters:
@@ -106,11 +106,10 @@ class Counters:
     """
 
     def __init__(self, segment: Segment, rank: int = 0) -> None:
-        self.segment = segment
-        self.rank = rank
-        self._numbers = segment.memory(0, _ROWS * _ROW_BYTES).cast("Q")
+        self.segment, self.rank = segment, rank
+        self._rows = columns(segment, {"row": (np.int64, (_COLUMNS,))}, _ROWS)["row"]
         self._pid = 0
-        self._row: int | None = None
+        self._row: memoryview | None = None
 
     @classmethod
     def create(cls, rank: int = 0, backend: Backend | None = None) -> Counters:
@@ -119,17 +118,16 @@ class Counters:
         Raises:
             OSError: there is no memory for them.
         """
-        size = _ROWS * _ROW_BYTES
-        return cls(Segment.create(size, backend, reserved=size), rank)
+        return cls(Segment.create(_BYTES, backend, reserved=_BYTES), rank)
+
+    def __reduce__(self) -> tuple[type[Counters], tuple[Segment, int]]:
+        return type(self), (self.segment, self.rank)
 
     def add(self, **counts: int) -> None:
         """Add to this process's row, by the names of `Counts`. 0.2 us per number."""
-        if self.segment.closed:
-            return
-        row = self._own_row()
-        if row is not None:
+        if (row := self._own_row()) is not None:
             for name, count in counts.items():
-                self._numbers[row + _PLACE[name]] += count
+                row[_PLACE[name]] += count
 
     @property
     def handle(self) -> SegmentHandle:
@@ -152,13 +150,10 @@ class Counters:
 
     def add_hits(self, samples: int, nbytes: int, gather_ns: int) -> None:
         """Add samples that were copied out of the cache: whole or, where a signal's handler raises, not at all."""
-        if self.segment.closed:
-            return
-        row, numbers = self._own_row(), self._numbers
-        if row is not None:  # no call from here on, after which Python would run the handler
-            numbers[row + _HITS] += samples
-            numbers[row + _BYTES] += nbytes
-            numbers[row + _GATHER_NS] += gather_ns
+        if (row := self._own_row()) is not None:  # no call from here on, after which Python would run the handler
+            row[_HITS] += samples
+            row[_BYTES_FROM_CACHE] += nbytes
+            row[_GATHER_NS] += gather_ns
 
     def is_first(self, matter: Matter) -> bool:
         """Whether nobody on the node has asked this before: who is told so says it for all."""
@@ -166,8 +161,8 @@ class Counters:
             return False
         self.segment.lock(_ROWS, wait=True)
         try:
-            first = not self._numbers[_SAID] & _MATTERS[matter]
-            self._numbers[_SAID] |= _MATTERS[matter]
+            first = not self._rows[0, _SAID] & _MATTERS[matter]
+            self._rows[0, _SAID] |= _MATTERS[matter]
         finally:
             self.segment.unlock(_ROWS)
         return first
@@ -176,30 +171,30 @@ class Counters:
         """The sum over all rows, or over those of one rank."""
         if self.segment.closed:
             return Counts()
-        total = Counts()
-        for row in range(0, _ROWS * _COLUMNS, _COLUMNS):
-            owner = self._numbers[row]
-            if owner and rank in (None, owner - 1):
-                total += Counts(*self._numbers[row + 1 : row + 1 + len(_NAMES)])
-        return total
+        owners = self._rows[:, 0]
+        rows = self._rows[owners > 0 if rank is None else owners == rank + 1]
+        return Counts(*rows[:, 1 : 1 + len(_PLACE)].sum(0).tolist())
 
     def close(self) -> None:
-        """Give the rows up; counting goes nowhere from then on."""
-        self._numbers.release()
+        """Close the rows in this process; counting goes nowhere from then on."""
+        self._rows = np.empty((0, _COLUMNS), dtype=np.int64)
+        self._row, self._pid = None, 0
         self.segment.close()
 
-    def _own_row(self) -> int | None:
+    def _own_row(self) -> memoryview | None:
+        if self.segment.closed:
+            return None
         if self._pid != os.getpid():  # first use here, or after a fork
             self._row, self._pid = self._take_row(), os.getpid()
         return self._row
 
-    def _take_row(self) -> int | None:
-        for number in range(_ROWS):
-            row = number * _COLUMNS
-            if self._numbers[row] in (0, self.rank + 1) and self.segment.lock(number):
-                if self._numbers[row] == 0:
-                    self._numbers[row] = self.rank + 1
-                if self._numbers[row] == self.rank + 1:
+    def _take_row(self) -> memoryview | None:
+        for number in np.flatnonzero(np.isin(self._rows[:, 0], (0, self.rank + 1))).tolist():
+            row: memoryview = self._rows[number].data
+            if self.segment.lock(number):
+                if row[0] == 0:
+                    row[0] = self.rank + 1
+                if row[0] == self.rank + 1:
                     return row
                 self.segment.unlock(number)  # another rank's process took it between our look and our lock
         if self.is_first("no row"):
@@ -207,9 +202,3 @@ class Counters:
                 "more than %d processes use one cache: what the others do is not counted. Take fewer workers", _ROWS
             )
         return None
-
-    def __getstate__(self) -> dict[str, object]:
-        return {"segment": self.segment, "rank": self.rank}
-
-    def __setstate__(self, state: dict[str, object]) -> None:
-        self.__init__(**state)  # type: ignore[misc]

@@ -30,11 +30,10 @@ from __future__ import annotations
 import errno
 import os
 import time
-from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, TypeAlias
 
 import numpy as np
 import numpy.typing as npt
@@ -48,6 +47,7 @@ from lightning_stocache.node.segment import Segment
 
 __all__ = [
     "EMPTY",
+    "Head",
     "ONCE",
     "READY",
     "ROLLING",
@@ -65,13 +65,11 @@ __all__ = [
 EMPTY, READY = 0, 2
 """States of a slot that is written once. None is odd: an odd number marks a slot that is being written (`rolling`)."""
 
-ONCE: Mapping[str, npt.DTypeLike] = {"state": np.uint8}
-"""The column of a store whose slots are written once."""
-
 ROLLING: Mapping[str, str | int] = {"form": "rolling"}
 """The fingerprint of a store whose oldest samples leave, so that nobody looks for the states of another store."""
 
 _END = ""
+_WHERE: Mapping[str, npt.DTypeLike] = {"begin": np.int64, "nbytes": np.int64}
 _PIECE = 1 << 16
 _SMALL = 8  # alignment of records that have one part
 _KNOWN = 32  # records whose mean is believed, rather than that of the samples that were looked at
@@ -116,42 +114,48 @@ def columns(
     return arrays
 
 
-class Layout(ABC):
-    """The columns of a store, and how samples lie behind them.
+@dataclass(frozen=True)
+class Head:
+    """What lies before the samples: the columns of each slot, and a few numbers for all slots."""
+
+    columns: Mapping[str, npt.DTypeLike]
+    words: int = 8
+
+    def plus(self, columns: Mapping[str, npt.DTypeLike]) -> Head:
+        """With more columns."""
+        return Head({**self.columns, **columns}, self.words)
+
+    def nbytes(self, count: int) -> int:
+        """Bytes of it for so many slots."""
+        return aligned(offsets(self.columns, count)[_END] + 8 * self.words)
+
+
+ONCE = Head({"state": np.uint8})
+"""The head of a store whose slots are written once."""
+
+
+class _Slots:
+    """The head of a store, live.
 
     Args:
-        segment: where they lie.
-        codec: what a sample looks like.
+        segment: where it lies.
         count: number of slots.
-        head: the columns that the policy of the store needs; `state` is one of them.
-        words: how many numbers there are for all slots.
+        head: what lies there; `state` is one of the columns.
     """
 
-    head: Mapping[str, npt.DTypeLike] = {}
-    """The columns that this form of samples needs."""
-
-    def __init__(
-        self,
-        segment: Segment,
-        codec: SampleCodec,
-        count: int,
-        head: Mapping[str, npt.DTypeLike] = ONCE,
-        words: int = 8,
-    ) -> None:
-        self.count = count
-        self._segment, self._head = segment, {**head, **self.head}
-        self._starts = offsets(self._head, count)
-        self.columns = columns(segment, self._head, count)
-        self.words = columns(segment, {"words": np.int64}, words, self._starts[_END])["words"]
-        self.begin = self.reserved_bytes(count, head, words)
+    def __init__(self, segment: Segment, count: int, head: Head) -> None:
+        self.count, self.begin = count, head.nbytes(count)
+        self._segment, self._head = segment, head
+        self._starts = offsets(head.columns, count)
+        self.columns = columns(segment, head.columns, count)
+        self.words = columns(segment, {"words": np.int64}, head.words, self._starts[_END])["words"]
         self.state = self.columns["state"]
         self.states: memoryview = self.state.data
         """The states, for single looks: they cost 30 ns, where those of an array cost 100."""
 
-    @classmethod
-    def reserved_bytes(cls, count: int, head: Mapping[str, npt.DTypeLike] = ONCE, words: int = 8) -> int:
-        """Bytes before the samples."""
-        return aligned(offsets({**head, **cls.head}, count)[_END] + 8 * words)
+    def is_stored(self, slot: int) -> bool:
+        """Whether a slot holds a sample."""
+        return bool(self.states[slot])
 
     def reserve(self, first: int, last: int) -> None:
         """Have the kernel promise the memory of the columns of some slots, and of the words.
@@ -159,7 +163,7 @@ class Layout(ABC):
         Raises:
             OSError: there is none left (ENOSPC).
         """
-        for name, dtype in self._head.items():
+        for name, dtype in self._head.columns.items():
             nbytes = np.dtype(dtype).itemsize
             self._segment.reserve(self._starts[name] + first * nbytes, (last - first) * nbytes)
         self._segment.reserve(self._starts[_END], self.begin - self._starts[_END])
@@ -167,65 +171,6 @@ class Layout(ABC):
     def offset_in(self, column: str, slot: int) -> int:
         """Where the number of a slot lies in the segment."""
         return self._starts[column] + slot * self.columns[column].itemsize
-
-    @classmethod
-    @abstractmethod
-    def bytes_for(
-        cls, codec: Any, count: int, granted: int = 0, head: Mapping[str, npt.DTypeLike] = ONCE, words: int = 8
-    ) -> int:
-        """Bytes of a segment for so many slots, where so many bytes are granted.
-
-        The last byte is nobody's: a file that was cut off never gets its length again by what is stored into it.
-        """
-
-    @classmethod
-    @abstractmethod
-    def fits(cls, size: int, codec: Any, count: int, head: Mapping[str, npt.DTypeLike] = ONCE) -> bool:
-        """Whether a segment of so many bytes can hold so many slots."""
-
-    fixed_bytes = 0
-    """Bytes that are as many in every store, which budgets do not count."""
-
-    @property
-    @abstractmethod
-    def granted_bytes(self) -> int:
-        """Bytes that slots and samples may take, as budgets count: no header, no rest of whole pages."""
-
-    @abstractmethod
-    def fill_fraction(self, filled: int) -> float:
-        """How much of what there is for samples is filled, where so many slots are ready."""
-
-    @abstractmethod
-    def capacity(self, filled: int) -> int:
-        """Number of samples for which there is room, as far as that is known, where so many slots are ready."""
-
-    @abstractmethod
-    def size(self, contents: Sequence[memoryview]) -> int:
-        """Bytes that a sample takes, given its parts."""
-
-    @abstractmethod
-    def has_room(self, nbytes: int) -> bool:
-        """Whether a sample of so many bytes may find room."""
-
-    @abstractmethod
-    def write(self, slot: int, contents: Sequence[memoryview]) -> bool:
-        """Write a sample, given its parts, and take the memory that it needs; False if there is no room for it.
-
-        Raises:
-            OSError: the system has no memory left (ENOSPC); a part may have been written.
-        """
-
-    @abstractmethod
-    def fetch(self, slot: int) -> list[bytes] | None:
-        """Read a sample through the file of a store on a disk; None if there can be none.
-
-        Raises:
-            OSError: it cannot be read (EIO).
-        """
-
-    @abstractmethod
-    def stored_bytes(self, slots: Integers) -> int:
-        """Bytes of the samples of ready slots."""
 
     def mend(self, is_sound: Callable[[int], bool]) -> None:
         """Empty the slots that a crash has left in a state that there is not; nobody else has the store open."""
@@ -238,11 +183,11 @@ class Layout(ABC):
         self.columns = {}
 
 
-class Rows(Layout):
+class Rows(_Slots):
     """One array per field."""
 
-    def __init__(self, segment: Segment, codec: Any, count: int, *head: Any) -> None:
-        super().__init__(segment, codec, count, *head)
+    def __init__(self, segment: Segment, codec: Any, count: int, head: Head = ONCE) -> None:
+        super().__init__(segment, count, head)
         self._row_bytes: tuple[int, ...] = codec.row_bytes
         self._nbytes: int = sum(self._row_bytes)
         dtypes = _field_dtypes(codec)
@@ -250,17 +195,26 @@ class Rows(Layout):
         self.fields = list(columns(segment, dtypes, count, self.begin).values())
         """The array of each field, live, uint8 `[slots, nbytes]`."""
 
-    @classmethod
-    def bytes_for(
-        cls, codec: Any, count: int, granted: int = 0, head: Mapping[str, npt.DTypeLike] = ONCE, words: int = 8
-    ) -> int:
-        """Bytes that so many slots take, whatever is granted."""
-        return offsets(_field_dtypes(codec), count, cls.reserved_bytes(count, head, words))[_END] + 1
+    @staticmethod
+    def reserved_bytes(count: int, head: Head = ONCE) -> int:
+        """Bytes before the rows."""
+        return head.nbytes(count)
 
-    @classmethod
-    def fits(cls, size: int, codec: Any, count: int, head: Mapping[str, npt.DTypeLike] = ONCE) -> bool:
+    @staticmethod
+    def bytes_for(codec: Any, count: int, granted: int = 0, head: Head = ONCE) -> int:
+        """Bytes that so many slots take, whatever is granted, and the last one, which is nobody's.
+
+        A file that was cut off never gets its length again by what is stored into it.
+        """
+        return offsets(_field_dtypes(codec), count, head.nbytes(count))[_END] + 1
+
+    @staticmethod
+    def fits(size: int, codec: Any, count: int, head: Head = ONCE) -> bool:
         """Whether a segment of so many bytes is that of so many slots."""
-        return size == cls.bytes_for(codec, count, 0, head)
+        return size == Rows.bytes_for(codec, count, 0, head)
+
+    fixed_bytes = 0
+    """Bytes that are as many in every store, which budgets do not count."""
 
     @property
     def granted_bytes(self) -> int:
@@ -325,7 +279,7 @@ class Rows(Layout):
         self.fields = []
 
 
-class Records(Layout):
+class Records(_Slots):
     """One run of bytes, which every process of a node takes from, and gives nothing back.
 
     Example:
@@ -340,10 +294,8 @@ class Records(Layout):
         (None, None)
     """
 
-    head: Mapping[str, npt.DTypeLike] = {"begin": np.int64, "nbytes": np.int64}
-
-    def __init__(self, segment: Segment, codec: Any, count: int, *head: Any) -> None:
-        super().__init__(segment, codec, count, *head)
+    def __init__(self, segment: Segment, codec: Any, count: int, head: Head = ONCE) -> None:
+        super().__init__(segment, count, head.plus(_WHERE))
         # The last byte belongs to no record: a file that was cut off never gets its length again by a record.
         self.end = segment.size - 1
         self._begins, self._sizes = self.columns["begin"].data, self.columns["nbytes"].data
@@ -357,17 +309,20 @@ class Records(Layout):
 
     fixed_bytes = 320
 
-    @classmethod
-    def bytes_for(
-        cls, codec: Any, count: int, granted: int = 0, head: Mapping[str, npt.DTypeLike] = ONCE, words: int = 8
-    ) -> int:
-        """All that is granted, but no less than so many slots take without any record."""
-        return max(cls.reserved_bytes(count, head, words) + 1, granted + cls.fixed_bytes)
+    @staticmethod
+    def reserved_bytes(count: int, head: Head = ONCE) -> int:
+        """Bytes before the run."""
+        return head.plus(_WHERE).nbytes(count)
 
-    @classmethod
-    def fits(cls, size: int, codec: Any, count: int, head: Mapping[str, npt.DTypeLike] = ONCE) -> bool:
+    @staticmethod
+    def bytes_for(codec: Any, count: int, granted: int = 0, head: Head = ONCE) -> int:
+        """All that is granted, but no less than so many slots take without any record."""
+        return max(Records.reserved_bytes(count, head) + 1, granted + Records.fixed_bytes)
+
+    @staticmethod
+    def fits(size: int, codec: Any, count: int, head: Head = ONCE) -> bool:
         """Whether so many slots fit in so many bytes."""
-        return size > cls.reserved_bytes(count, head)
+        return size > Records.reserved_bytes(count, head)
 
     @property
     def granted_bytes(self) -> int:
@@ -473,6 +428,10 @@ class Records(Layout):
             yield True
         finally:
             self._claims.give_up(self._lock)
+
+
+Layout: TypeAlias = Rows | Records
+"""How the samples of a store lie."""
 
 
 def layout_of(codec: SampleCodec) -> type[Rows] | type[Records]:

@@ -6,10 +6,10 @@ seed of their loader's epoch) are in the same epoch; a shard that begins twice h
 per rank, without a message from the loader, which may be anybody's. An epoch of a rank is whole if all of its shards
 have ended, or if as many samples have passed as the stream says that it has: who knows a length stops there.
 
-Layout, int64: eight numbers for all, then `_RANK` numbers per rank, then `_ROW` per shard, `_SHARDS` of them per rank.
-All of it is reserved. Who writes holds a lock: byte 0 for
-what is of all and of ranks, byte 1 for the next number, byte 2 while deciding, and a byte per
-shard, which its process holds while it stores a sample. Locks are taken in the order 2, 0, shards, 1, never back.
+Layout: columns of int64, all of them reserved: one number each for all, then one for each rank, then one for each of
+the `MOST_WORKERS` shards of every rank. Whoever writes holds a lock: byte 0 for what is of all and of ranks, byte 1 for
+the next number, byte 2 while deciding, and a byte per shard, which its process holds while it stores a sample. Locks
+are taken in the order 2, 0, shards, 1, never back.
 
 What an epoch comes from is decided once for all shards of a node (`Decision`), by the first process that comes to it
 when every rank of the node has begun the epoch, so that nobody is still in the one before. It holds a lock meanwhile,
@@ -26,7 +26,10 @@ from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
 from typing import Literal, get_args
 
+import numpy as np
+
 from lightning_stocache.cache.claims import Claims
+from lightning_stocache.cache.layout import columns, offsets
 from lightning_stocache.node.files import Backend
 from lightning_stocache.node.segment import Segment, SegmentHandle
 from lightning_stocache.node.waiting import moments
@@ -41,12 +44,11 @@ MOST_WORKERS = 256
 POSITION_BITS = 40
 """Of a position, those that count the samples of a shard; the others are the shard's number."""
 
-_NEXT, _GENERATION = range(2)
-_SHARED, _FIRST, _RANK, _ROW = 2, 8, 7, 4
-_EPOCH, _KEY, _WORKERS, _LAST, _WHOLE, _PASSED, _KEPT = range(7)
-_BEGUN, _ENDED, _SEEN, _STORED = range(4)
 _SHARDS = MOST_WORKERS
-_ALL, _NUMBER, _DECISION, _ROWS = 0, 1, 2, 8
+_OF_ALL = dict.fromkeys(("next", "generation", "decided", "mode", "flags", "broken"), np.int64)
+_OF_RANK = dict.fromkeys(("epoch", "key", "workers", "last", "whole", "passed", "kept"), np.int64)
+_OF_SHARD = dict.fromkeys(("begun", "ended", "seen", "stored"), np.int64)
+_ALL, _NUMBER, _DECISION, _ROWS = 0, 1, 2, 8  # bytes of the lock file
 _UNCLAIMED = -1
 
 
@@ -100,9 +102,11 @@ class StreamLedger:
     def __init__(self, segment: Segment, ranks: int) -> None:
         self.segment, self.ranks = segment, ranks
         self.claims = Claims(segment)
-        self._numbers = segment.memory(0, _bytes_for(ranks)).cast("q")
-        self.shared = self._numbers[_SHARED:_FIRST]
-        """Numbers of the decision."""
+        of_rank, of_shard, _ = _starts(ranks)
+        self.all = columns(segment, _OF_ALL, 1)
+        """Numbers of all, `[1]` each."""
+        self._ranks = columns(segment, _OF_RANK, ranks, of_rank)
+        self._shards = columns(segment, _OF_SHARD, ranks * _SHARDS, of_shard)
 
     @classmethod
     def create(cls, ranks: int, backend: Backend | None = None) -> StreamLedger:
@@ -111,7 +115,7 @@ class StreamLedger:
         Raises:
             OSError: there is no memory for it.
         """
-        size = _bytes_for(ranks)
+        size = _starts(ranks)[2]
         return cls(Segment.create(size, backend, reserved=size), ranks)
 
     def __reduce__(self) -> tuple[type[StreamLedger], tuple[Segment, int]]:
@@ -131,32 +135,30 @@ class StreamLedger:
 
     def begin(self, shard: Shard) -> int:
         """Begin an epoch of a shard: that of its rank, or the next one; its number."""
-        numbers, rank, row = self._numbers, self._rank(shard.rank), self._row(shard)
+        ranks, shards, rank, row = self._ranks, self._shards, shard.rank, shard.number
         with self.claims.waiting(_ALL):
-            if numbers[rank + _KEY] == _UNCLAIMED:
-                numbers[rank + _KEY], numbers[rank + _WORKERS] = shard.key, shard.workers
-            elif numbers[rank + _KEY] != shard.key or numbers[row + _BEGUN] == numbers[rank + _EPOCH]:
-                self._next_epoch(shard.rank, shard.key, shard.workers)
-            epoch = numbers[rank + _EPOCH]
-            numbers[row + _ENDED] = numbers[row + _SEEN] = numbers[row + _STORED] = 0
-            numbers[row + _BEGUN] = epoch
+            if ranks["key"][rank] == _UNCLAIMED:
+                ranks["key"][rank], ranks["workers"][rank] = shard.key, shard.workers
+            elif ranks["key"][rank] != shard.key or shards["begun"][row] == ranks["epoch"][rank]:
+                self._next_epoch(rank, shard.key, shard.workers)
+            shards["ended"][row] = shards["seen"][row] = shards["stored"][row] = 0
+            shards["begun"][row] = epoch = self.epoch_of(rank)
         return epoch
 
     def is_current(self, shard: Shard, epoch: int) -> bool:
         """Whether a shard's rank is still in this epoch, and not in one that was begun later."""
-        return self._numbers[self._rank(shard.rank) + _EPOCH] == epoch
+        return self.epoch_of(shard.rank) == epoch
 
     def note(self, shard: Shard, *, kept: bool) -> None:
         """A sample has passed; `holding` the shard."""
-        row = self._row(shard)
-        self._numbers[row + _STORED] += kept
-        self._numbers[row + _SEEN] += 1
+        self._shards["stored"][shard.number] += kept
+        self._shards["seen"][shard.number] += 1
 
     def end(self, shard: Shard, epoch: int) -> None:
         """A shard has come to its end."""
         with self.claims.waiting(_ALL):
             if self.is_current(shard, epoch):
-                self._numbers[self._row(shard) + _ENDED] = 1
+                self._shards["ended"][shard.number] = 1
 
     def totals(self, epoch: int, length: int | None = None) -> Totals | None:
         """The samples of an epoch that is over in every rank; None if it was broken off in one.
@@ -165,14 +167,11 @@ class StreamLedger:
             epoch: the one before that which all ranks have begun.
             length: how many samples the stream of a rank says that it has.
         """
-        numbers, passed, kept = self._numbers, 0, 0
-        for rank in map(self._rank, range(self.ranks)):
-            enough = length is not None and numbers[rank + _PASSED] >= length
-            if numbers[rank + _LAST] != epoch or not (numbers[rank + _WHOLE] or enough):
-                return None
-            passed += numbers[rank + _PASSED]
-            kept += numbers[rank + _KEPT]
-        return Totals(passed, kept)
+        ranks = self._ranks
+        whole = (ranks["whole"] > 0) | (length is not None and ranks["passed"] >= length)
+        if not ((ranks["last"] == epoch) & whole).all():
+            return None
+        return Totals(int(ranks["passed"].sum()), int(ranks["kept"].sum()))
 
     @property
     def all_kept(self) -> bool:
@@ -182,52 +181,55 @@ class StreamLedger:
 
     def epoch_of(self, rank: int) -> int:
         """The number of the epoch that a rank has begun last."""
-        return self._numbers[self._rank(rank) + _EPOCH]
+        return int(self._ranks["epoch"][rank])
 
     def _next_epoch(self, rank: int, key: int, workers: int) -> int:
-        numbers, at = self._numbers, self._rank(rank)
-        numbers[at + _LAST] = epoch = numbers[at + _EPOCH]
-        numbers[at + _WHOLE], numbers[at + _PASSED], numbers[at + _KEPT] = self._counts(rank)
-        numbers[at + _KEY], numbers[at + _WORKERS] = key, workers
-        numbers[at + _EPOCH] = epoch + 1
+        ranks, epoch = self._ranks, self.epoch_of(rank)
+        ranks["last"][rank] = epoch
+        ranks["whole"][rank], ranks["passed"][rank], ranks["kept"][rank] = self._counts(rank)
+        ranks["key"][rank], ranks["workers"][rank] = key, workers
+        ranks["epoch"][rank] = epoch + 1
         return epoch + 1
 
     def _counts(self, rank: int) -> tuple[bool, int, int]:
         """Of a rank's last epoch: whether all of its shards have ended; the samples that passed, and that were kept."""
-        numbers, at = self._numbers, self._rank(rank)
-        epoch, shards = numbers[at + _EPOCH], numbers[at + _WORKERS]
-        rows = [self._row(Shard(rank, worker)) for worker in range(_SHARDS)]
-        rows = [row for row in rows if epoch and numbers[row + _BEGUN] == epoch]
-        ended = sum(numbers[row + _ENDED] for row in rows) == shards and shards > 0
-        return ended, sum(numbers[row + _SEEN] for row in rows), sum(numbers[row + _STORED] for row in rows)
+        of_rank, epoch, workers = (
+            slice(rank * _SHARDS, (rank + 1) * _SHARDS),
+            self.epoch_of(rank),
+            self._ranks["workers"],
+        )
+        shards = {name: column[of_rank] for name, column in self._shards.items()}
+        begun = (shards["begun"] == epoch) & (epoch > 0)
+        ended, passed, kept = (int(shards[name][begun].sum()) for name in ("ended", "seen", "stored"))
+        return 0 < ended == int(workers[rank]), passed, kept
 
     # ---- what is stored ----
 
     @property
     def generation(self) -> int:
         """How often the memory of the samples was laid out anew; 0 as long as there is no sample."""
-        return self._numbers[_GENERATION]
+        return int(self.all["generation"][0])
 
     def lay_out(self) -> None:
         """The memory of the samples was laid out anew: numbers start from 0; `alone`."""
-        self._numbers[_NEXT] = 0
-        self._numbers[_GENERATION] += 1
+        self.all["next"][0] = 0
+        self.all["generation"][0] += 1
 
     def next_number(self) -> int:
         """A number for a sample, which no other has since the memory was laid out; `holding` a shard."""
         with self.claims.waiting(_NUMBER):
-            number = self._numbers[_NEXT]
-            self._numbers[_NEXT] = number + 1
+            number = self.count
+            self.all["next"][0] = number + 1
         return number
 
     @property
     def count(self) -> int:
         """How many numbers have been given."""
-        return self._numbers[_NEXT]
+        return int(self.all["next"][0])
 
     def position(self, shard: Shard) -> int:
         """Where the next sample of a shard stands among those of all shards, which come one after the other."""
-        return shard.number << POSITION_BITS | self._numbers[self._row(shard) + _SEEN]
+        return shard.number << POSITION_BITS | int(self._shards["seen"][shard.number])
 
     @contextmanager
     def holding(self, shard: Shard) -> Iterator[None]:
@@ -263,26 +265,21 @@ class StreamLedger:
 
     def close(self) -> None:
         """Give it up in this process."""
-        self.shared.release()
-        self._numbers.release()
+        self.all, self._ranks, self._shards = {}, {}, {}
         self.segment.close()
 
-    def _rank(self, rank: int) -> int:
-        return _FIRST + rank * _RANK
 
-    def _row(self, shard: Shard) -> int:
-        return _FIRST + self.ranks * _RANK + shard.number * _ROW
-
-
-def _bytes_for(ranks: int) -> int:
-    return 8 * (_FIRST + ranks * (_RANK + _SHARDS * _ROW))
+def _starts(ranks: int) -> tuple[int, int, int]:
+    """Where the columns of ranks and of shards begin, and where all end."""
+    of_rank = offsets(_OF_ALL, 1)[""]
+    of_shard = offsets(_OF_RANK, ranks, of_rank)[""]
+    return of_rank, of_shard, offsets(_OF_SHARD, ranks * _SHARDS, of_shard)[""]
 
 
 Mode = Literal["stream", "cache", "pass"]
 """Where the samples of an epoch come from: the stream, which is kept; what was kept; the stream, which is not."""
 
 _MODES: tuple[Mode, ...] = get_args(Mode)
-_DECIDED, _MODE, _FLAGS, _BROKEN = range(4)
 _FINAL = ("cache", "pass")
 
 
@@ -315,12 +312,12 @@ class Decision:
         """
         ledger, start = self._ledger, time.monotonic()
         for seconds in moments(pause=0.002):
-            if ledger.shared[_DECIDED] >= epoch or self.mode in _FINAL:
+            if ledger.all["decided"][0] >= epoch or self.mode in _FINAL:
                 break
             late = [rank for rank in range(ledger.ranks) if ledger.epoch_of(rank) < epoch] if epoch > 1 else []
             if (not late or time.monotonic() - start > self.patience) and ledger.claims.take(_DECISION):
                 try:
-                    if ledger.shared[_DECIDED] < epoch and self.mode not in _FINAL:
+                    if ledger.all["decided"][0] < epoch and self.mode not in _FINAL:
                         if late:
                             log.warning(
                                 "a stream passes through uncached from now on: rank(s) %s of the node did not begin "
@@ -340,32 +337,32 @@ class Decision:
     @property
     def mode(self) -> Mode:
         """What was decided last."""
-        return _MODES[self._ledger.shared[_MODE]]
+        return _MODES[int(self._ledger.all["mode"][0])]
 
     def pass_by(self) -> Mode:
         """Keep nothing any more, from the next epoch on; what was decided before."""
         with self._ledger.claims.waiting(_ALL):
-            before, self._ledger.shared[_MODE] = self.mode, _MODES.index("pass")
+            before, self._ledger.all["mode"][0] = self.mode, _MODES.index("pass")
         return before
 
     def _decide(self, epoch: int, mode: Mode) -> None:
         with self._ledger.claims.waiting(_ALL):
             if self.mode not in _FINAL:
-                self._ledger.shared[_MODE] = _MODES.index(mode)
-            self._ledger.shared[_DECIDED] = epoch
+                self._ledger.all["mode"][0] = _MODES.index(mode)
+            self._ledger.all["decided"][0] = epoch
 
     def count_broken(self, *, none: bool = False) -> int:
         """One more epoch was broken off, or none; how many that makes one after the other."""
-        self._ledger.shared[_BROKEN] = 0 if none else self._ledger.shared[_BROKEN] + 1
-        return self._ledger.shared[_BROKEN]
+        self._ledger.all["broken"][0] = count = 0 if none else int(self._ledger.all["broken"][0]) + 1
+        return count
 
     def is_first(self, flag: int) -> bool:
         """Whether nobody on the node has raised a flag (a power of two) before."""
         with self._ledger.claims.waiting(_ALL):
-            first = not self._ledger.shared[_FLAGS] & flag
-            self._ledger.shared[_FLAGS] |= flag
+            first = not self._ledger.all["flags"][0] & flag
+            self._ledger.all["flags"][0] |= flag
         return first
 
     def has(self, flag: int) -> bool:
         """Whether a flag was raised."""
-        return bool(self._ledger.shared[_FLAGS] & flag)
+        return bool(self._ledger.all["flags"][0] & flag)

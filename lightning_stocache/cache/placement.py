@@ -74,15 +74,19 @@ class Domain:
             raise ValueError(f"indices must lie in the dataset of {length} samples, got {int(outside[0])}")
         drawn = np.zeros(length, dtype=np.bool_)
         drawn[given] = True
-        self.length = length
-        self.indices: Integers = np.flatnonzero(drawn)
-        """The indices, int64 `[len]`, ascending; the rank of each is its place here."""
-        self.indices.flags.writeable = False
+        self.length, self._count = length, int(np.count_nonzero(drawn))
         self._ranks = np.full(length, NO_RANK, dtype=np.int32)
-        self._ranks[self.indices] = np.arange(len(self.indices), dtype=np.int32)
+        self._ranks[drawn] = np.arange(self._count, dtype=np.int32)
 
     def __len__(self) -> int:
-        return len(self.indices)
+        return self._count
+
+    @cached_property
+    def indices(self) -> Integers:
+        """The indices, int64 `[len]`, ascending; the rank of each is its place here."""
+        indices = np.flatnonzero(self._ranks != NO_RANK)
+        indices.flags.writeable = False
+        return indices
 
     @property
     def is_whole(self) -> bool:
@@ -110,7 +114,7 @@ class Domain:
         return Domain(np.union1d(self.indices, other.indices), self.length)
 
     def __eq__(self, other: object) -> bool:
-        return isinstance(other, Domain) and self.length == other.length and np.array_equal(self.indices, other.indices)
+        return isinstance(other, Domain) and np.array_equal(self._ranks, other._ranks)
 
     def __hash__(self) -> int:
         return hash((self.length, self.digest))

@@ -47,7 +47,7 @@ import numpy.typing as npt
 
 from lightning_stocache.cache.claims import Claims
 from lightning_stocache.cache.codec import Memory, SampleCodec, aligned
-from lightning_stocache.cache.layout import ROLLING, Records, Rows, is_even, layout_of
+from lightning_stocache.cache.layout import ROLLING, Head, Records, Rows, is_even, layout_of
 from lightning_stocache.cache.placement import Integers
 from lightning_stocache.cache.records import RecordCodec
 from lightning_stocache.cache.shortage import Shortage, refused
@@ -57,15 +57,14 @@ from lightning_stocache.node.header import Geometry, Manifest
 from lightning_stocache.node.segment import Segment
 from lightning_stocache.node.waiting import moments
 
-__all__ = ["FILLERS", "Ring", "Taken"]
+__all__ = ["FILLERS", "Roll", "Taken"]
 
 log = logging.getLogger(__name__)
 
 FILLERS = 64
 _CONTROL, _NOTES = 64, 8
 _APPENDED, _NEXT, _LIMIT, _EVICTED, _EPOCH, _REACHED, _SIZE, _END, _TAIL, _LAPPED = range(1, 11)
-_COLUMNS: Mapping[str, npt.DTypeLike] = {"state": np.int64, "time": np.int64}
-_WORDS = _CONTROL + FILLERS * _NOTES
+_HEAD = Head({"state": np.int64, "time": np.int64}, _CONTROL + FILLERS * _NOTES)
 
 _LOOK_SECONDS = 1.0  # between two looks for slots of killed writers: one takes 1 ms per million slots
 _TRIES = 3  # of one slot, before another one is read
@@ -83,7 +82,7 @@ class Taken(NamedTuple):
     held: bool
 
 
-class Ring:
+class Roll:
     """The policy of a rolling store: who writes which slot next, and what a reader may believe.
 
     Args:
@@ -100,13 +99,13 @@ class Ring:
         >>> store = Store.create_rolling(SampleSpec.infer(0), 3)
         >>> [store.append(number) for number in range(5)]
         [True, True, True, True, True]
-        >>> sorted(store.read(store.lookup(np.arange(3)))), store.ring.evicted
+        >>> sorted(store.read(store.lookup(np.arange(3)))), store.roll.evicted
         ([2, 3, 4], 2)
         >>> store.close()
     """
 
     def __init__(self, segment: Segment, codec: SampleCodec, count: int) -> None:
-        self.count, self.layout = count, layout_of(codec)(segment, codec, count, _COLUMNS, _WORDS)
+        self.count, self.layout = count, layout_of(codec)(segment, codec, count, _HEAD)
         self._segment, self._codec, self._claims, self._shortage = segment, codec, Claims(segment), Shortage(segment)
         self.generations: npt.NDArray[np.int64] = self.layout.state
         self._times, self._words = self.layout.columns["time"], self.layout.words[:_CONTROL]
@@ -133,25 +132,25 @@ class Ring:
         """
         layout = layout_of(codec)
         if isinstance(codec, RecordCodec):
-            count = max(granted // (codec.nbytes // _SMALLER + Ring.column_bytes(codec)), 8)
-        reserved = layout.reserved_bytes(count, _COLUMNS, _WORDS)
+            count = max(granted // (codec.nbytes // _SMALLER + Roll.column_bytes(codec)), 8)
+        reserved = layout.reserved_bytes(count, _HEAD)
         if isinstance(codec, RecordCodec):
-            size = max(granted + layout.reserved_bytes(0, _COLUMNS, _WORDS), reserved + 64) + 1
+            size = max(granted + layout.reserved_bytes(0, _HEAD), reserved + 64) + 1
         else:
-            size = layout.bytes_for(codec, count, 0, _COLUMNS, _WORDS)
+            size = layout.bytes_for(codec, count, 0, _HEAD)
         manifest = Manifest(Geometry(size=count, slots=count), fingerprint=ROLLING, **(whose or {}))
         return count, size, reserved, manifest
 
     @staticmethod
     def column_bytes(codec: SampleCodec) -> int:
         """Bytes that a slot costs beside its sample."""
-        return sum(np.dtype(dtype).itemsize for dtype in {**_COLUMNS, **layout_of(codec).head}.values())
+        return 4 * 8 if isinstance(codec, RecordCodec) else 2 * 8
 
     @staticmethod
     def slot_bytes(codec: SampleCodec) -> int:
         """Bytes that a sample costs; of records, one of the expected size."""
         nbytes = aligned(codec.nbytes) if isinstance(codec, RecordCodec) else codec.nbytes
-        return nbytes + Ring.column_bytes(codec)
+        return nbytes + Roll.column_bytes(codec)
 
     # ---- in ----
 
@@ -494,7 +493,7 @@ class Ring:
         """Bytes that slots and samples may take."""
         if isinstance(self.layout, Rows):
             return self.count * self.slot_bytes(self._codec)
-        return self._segment.size - self.layout.reserved_bytes(0, _COLUMNS, _WORDS) - 1
+        return self._segment.size - self.layout.reserved_bytes(0, _HEAD) - 1
 
     def close(self) -> None:
         """Drop all views."""

@@ -40,10 +40,10 @@ import numpy.typing as npt
 from lightning_stocache.cache.checksums import Checksums
 from lightning_stocache.cache.claims import Claims, Turns
 from lightning_stocache.cache.codec import Lend, Memory, SampleCodec
-from lightning_stocache.cache.layout import EMPTY, ONCE, READY, Layout, Records, layout_of
+from lightning_stocache.cache.layout import EMPTY, ONCE, READY, Head, Layout, Records, layout_of
 from lightning_stocache.cache.placement import NO_SLOT, Arc, Domain, Each, Integers, Order
 from lightning_stocache.cache.records import RecordCodec
-from lightning_stocache.cache.rolling import Ring
+from lightning_stocache.cache.rolling import Roll
 from lightning_stocache.cache.shortage import Shortage, keep_free, refused
 from lightning_stocache.node.fence import fence
 from lightning_stocache.node.files import Backend
@@ -60,7 +60,7 @@ UNREADABLE: Any = object()
 NO_PLACE = NO_SLOT
 """Stands for an index that has no place, or one that is not ready."""
 
-_ON_DISK = {**ONCE, "sum": np.uint64}
+_ON_DISK = ONCE.plus({"sum": np.uint64})
 _WINDOW = 1 << 24  # slots that are looked through for some that are ready
 _ALONE = 1 << 40  # a byte of the lock file, behind those of all slots
 _RETRY_SECONDS = 10.0  # after a shortage: memory seldom comes back at once, and each try costs system calls
@@ -86,7 +86,7 @@ class Store:
         codec: what a sample looks like: the spec of rows, or the codec of records.
         arc: which indices have a slot, and where.
         verified: of a store on a disk: in memory, which slots this job may read.
-        head: the columns of a slot, by default those of a store in memory or on a disk.
+        head: what lies before the samples, by default those of a store in memory or on a disk.
 
     Raises:
         ImportError: xxhash, which makes the checksums of a store on a disk, is not installed.
@@ -109,15 +109,15 @@ class Store:
         codec: Any,
         arc: Arc | Order | Each,
         verified: Segment | None = None,
-        head: Mapping[str, npt.DTypeLike] | None = None,
+        head: Head | None = None,
     ) -> None:
         self.segment, self.codec = segment, codec
         self.arc = cast(Arc, arc)  # the others, which no miss fills, have all of an Arc that is asked of them
         self._given = verified, head
-        self._ring = Ring(segment, codec, arc.slots) if isinstance(arc, Each) else None
+        self._roll = Roll(segment, codec, arc.slots) if isinstance(arc, Each) else None
         self._is_final = isinstance(arc, Order)
-        if self._ring is not None:
-            self.layout: Layout = self._ring.layout
+        if self._roll is not None:
+            self.layout: Layout = self._roll.layout
         else:
             head = head or (ONCE if verified is None else _ON_DISK)
             self.layout = layout_of(codec)(segment, codec, self.arc.in_all, head)
@@ -125,7 +125,7 @@ class Store:
         self._checksums = None if verified is None else Checksums(segment, self.layout, self.arc, verified)
         self._readable = self.layout.state if self._checksums is None else self._checksums.verified
         self._readable_bytes: memoryview = self._readable.data
-        self.turns = Turns(segment, self.layout, self.arc)
+        self.turns = Turns(segment, self.layout.is_stored, self.arc)
         self._shortage = Shortage(segment)
         self._retry_at = 0.0
         self._closed = False
@@ -222,7 +222,7 @@ class Store:
         Raises:
             OSError: there is no memory.
         """
-        count, size, reserved, manifest = Ring.plan(codec, count, granted, whose)
+        count, size, reserved, manifest = Roll.plan(codec, count, granted, whose)
         return cls(Segment.create(size, backend, manifest, reserved=reserved), codec, Each(count))
 
     @classmethod
@@ -271,10 +271,10 @@ class Store:
         return StoreHandle(self.segment.handle, self.codec, self.arc, verified)
 
     @property
-    def ring(self) -> Ring:
+    def roll(self) -> Roll:
         """Of a store whose oldest samples leave: who writes which slot, and what came and went."""
-        assert self._ring is not None
-        return self._ring
+        assert self._roll is not None
+        return self._roll
 
     @property
     def length(self) -> int:
@@ -305,7 +305,7 @@ class Store:
                 return NO_PLACE
             if verify:
                 self._checksums.verify([slot])
-        if self._ring is None and self._readable_bytes[slot] != READY:
+        if self._roll is None and self._readable_bytes[slot] != READY:
             return NO_PLACE
         fence()
         return slot
@@ -321,7 +321,7 @@ class Store:
                 checksum. It costs what a read of the disk costs, so workers do it, not the process that trains.
         """
         slots, size = self.arc.slots_of(indices), self.length
-        if self.arc.slots == 0 or self._ring is not None:
+        if self.arc.slots == 0 or self._roll is not None:
             return slots
         if self._checksums is not None:
             if not self._checksums.is_whole:
@@ -335,7 +335,7 @@ class Store:
 
     def gather(self, places: Integers, into: Memory) -> None:
         """Copy ready rows (int64 `[samples]`) into the memory of a batch, uint8 `codec.sizes(samples)`."""
-        rows: Any = self._ring or self.layout
+        rows: Any = self._roll or self.layout
         rows.gather(places, into)
 
     def read(self, places: Integers, lend: Lend | None = None) -> Iterable[Any]:
@@ -345,8 +345,8 @@ class Store:
         closed: whoever has begun to read goes on.
         """
         layout, codec = self.layout, self.codec
-        if isinstance(layout, Records) and self._ring is not None:
-            copy = self._ring.record
+        if isinstance(layout, Records) and self._roll is not None:
+            copy = self._roll.record
             return (codec.decode(copy(place), lend) for place in places.tolist())
         if isinstance(layout, Records):
             records = [layout.record(place) for place in places.tolist()]
@@ -408,7 +408,7 @@ class Store:
             OSError: there is no memory for a single sample.
         """
         parts = self.codec.encode(sample, None if index < 0 else index)
-        return self.ring.append(self.codec.contents(parts))
+        return self.roll.append(self.codec.contents(parts))
 
     def put(self, indices: Iterable[int], samples: Sequence[Sequence[memoryview]]) -> Iterator[bool | None]:
         """Store samples, each if its slot is empty and nobody else is filling it, as the iterator comes to them.
@@ -551,8 +551,8 @@ class Store:
     @property
     def filled(self) -> int:
         """Number of slots that are ready."""
-        if self._ring is not None:
-            return len(self._ring.resident())
+        if self._roll is not None:
+            return len(self._roll.resident())
         return len(self) if self._is_final else int(np.count_nonzero(self._stored))
 
     @property
@@ -560,28 +560,28 @@ class Store:
         """Whether every index of the dataset can be read now."""
         if self.closed or len(self) < self.length or (self._checksums is not None and not self._checksums.is_whole):
             return False
-        if self._ring is not None:  # an index whose own slot cannot be read gives another's sample
+        if self._roll is not None:  # an index whose own slot cannot be read gives another's sample
             return self.filled > 0
         return self._is_final or bool((self._readable == READY).all())
 
     @property
     def fill_fraction(self) -> float:
         """How much of what there is for samples is filled: slots, or bytes where samples differ in size."""
-        if self._ring is not None:
-            return self.filled / max(min(len(self), self._ring.limit), 1)
+        if self._roll is not None:
+            return self.filled / max(min(len(self), self._roll.limit), 1)
         return 1.0 if self._is_final else self.layout.fill_fraction(self.filled)
 
     @property
     def capacity(self) -> int:
         """Number of samples for which there is room, as far as that is known."""
-        if self._ring is not None:
-            return self._ring.capacity
+        if self._roll is not None:
+            return self._roll.capacity
         return len(self) if self._is_final else self.layout.capacity(self.filled)
 
     @property
     def granted_bytes(self) -> int:
         """Bytes that it may take, as budgets count."""
-        return self.layout.granted_bytes if self._ring is None else self._ring.granted_bytes
+        return self.layout.granted_bytes if self._roll is None else self._roll.granted_bytes
 
     @property
     def _used_bytes(self) -> int:
@@ -625,8 +625,8 @@ class Store:
     def close(self) -> None:
         """Close the store in this process; the memory is free when all processes have."""
         # Also where another copy has closed the segment: these views are our own.
-        if self._ring is not None:
-            self._ring.close()
+        if self._roll is not None:
+            self._roll.close()
         self.layout.close()
         self._readable = np.empty(0, dtype=np.uint8)
         self._readable_bytes.release()

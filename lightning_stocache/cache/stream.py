@@ -21,12 +21,11 @@ import contextlib
 import errno
 import pickle
 import struct
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
-import numpy.typing as npt
 
 from lightning_stocache.cache.codec import SampleCodec
 from lightning_stocache.cache.layout import ONCE, READY, Records, layout_of
@@ -41,7 +40,7 @@ from lightning_stocache.node.segment import Segment, SegmentHandle
 
 __all__ = ["StreamHandle", "StreamStore"]
 
-_HEAD: Mapping[str, npt.DTypeLike] = {**ONCE, "mark": np.uint64, "position": np.uint64}
+_HEAD = ONCE.plus({"mark": np.uint64, "position": np.uint64})
 _HEAD_BYTES = 2 * 8  # more than a slot has in other stores
 _BLOCK = 1 << 12  # slots whose columns get their memory together
 _SLACK = 4096  # bytes beyond what is granted, for what is as large in every store

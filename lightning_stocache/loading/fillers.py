@@ -168,7 +168,7 @@ class Fillers:
 
     @property
     def _notes(self) -> Any:
-        return self._job.store.ring.notes[: self._job.fillers]
+        return self._job.store.roll.notes[: self._job.fillers]
 
     def _start(self, number: int) -> None:
         reports, told = self._context.Pipe(duplex=False)
@@ -204,7 +204,7 @@ def _fill(job: FillJob, number: int, restarts: int, reports: Connection) -> None
     seed = job.draws.seed + number + restarts * job.fillers
     random.seed(seed), np.random.seed(seed % 2**32), torch.manual_seed(seed)
     become_worker(number, job.fillers, seed, job.draws.source)
-    notes, in_a_row = job.store.ring.notes[number], 0
+    notes, in_a_row = job.store.roll.notes[number], 0
     for draw in job.draws.share(number, job.fillers, int(notes[_DONE])):
         if notes[_STOP]:
             return

@@ -188,16 +188,16 @@ class RollingPool:
         Raises:
             RuntimeError: nothing is, and no filler is left.
         """
-        ring, store = self.store.ring, self.store
+        roll, store = self.store.roll, self.store
         # Memory may end, and larger records come, while it is waited: once samples leave, no more have room.
-        self._wait(lambda: store.filled, lambda: 1 if ring.evicted else min(self.minimum, store.capacity))
-        return ring.resident()
+        self._wait(lambda: store.filled, lambda: 1 if roll.evicted else min(self.minimum, store.capacity))
+        return roll.resident()
 
     def begin_epoch(self) -> Integers:
         """What is resident, for a new epoch."""
         self.look_after()
         resident = self.resident()
-        self.store.ring.begin_epoch()
+        self.store.roll.begin_epoch()
         return resident
 
     def look_after(self) -> None:
@@ -211,12 +211,12 @@ class RollingPool:
         return RollingStats(
             resident=store.filled,
             capacity=store.capacity,
-            appended=store.ring.appended,
-            evicted=store.ring.evicted,
-            oldest_seconds=store.ring.oldest_seconds,
-            times_seen=self.counters.totals().hits / max(store.ring.appended, 1),
-            renewed=store.ring.renewed,
-            substituted=store.ring.substituted,
+            appended=store.roll.appended,
+            evicted=store.roll.evicted,
+            oldest_seconds=store.roll.oldest_seconds,
+            times_seen=self.counters.totals().hits / max(store.roll.appended, 1),
+            renewed=store.roll.renewed,
+            substituted=store.roll.substituted,
             failed=0 if fillers is None else fillers.failed,
             restarts=0 if fillers is None else fillers.restarts,
             memory_bytes=store.memory_bytes,
@@ -246,7 +246,7 @@ class RollingPool:
             if fillers is not None and not fillers.are_at_work():
                 if (count := have()) >= least:
                     return
-                if count or seconds or not self.store.ring.appended:  # else the only sample is being replaced
+                if count or seconds or not self.store.roll.appended:  # else the only sample is being replaced
                     self._no_more(count, least, fillers)
                     return
             if seconds:

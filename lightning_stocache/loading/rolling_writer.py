@@ -49,7 +49,7 @@ class RollingWriter:
             if self._store.append(sample, index):
                 return
             if seconds:  # every slot is being written to
-                writer = self._store.ring.in_the_way
+                writer = self._store.roll.in_the_way
                 log.warning(
                     "a RollingWriter has been waiting for a slot for %.0f s: %s",
                     seconds,

@@ -7,7 +7,7 @@ import os
 from dataclasses import dataclass
 
 from lightning_stocache.cache.records import RecordCodec
-from lightning_stocache.cache.rolling import Ring
+from lightning_stocache.cache.rolling import Roll
 from lightning_stocache.cache.rows import SampleSpec
 from lightning_stocache.node.budget import Budget, format_bytes
 from lightning_stocache.node.files import Backend, memory_directory
@@ -61,7 +61,7 @@ class RollingMemory:
             ValueError: there is no room for the least number of samples, or the budget is a share of a stream.
         """
         rows = isinstance(codec, SampleSpec)
-        each = Ring.slot_bytes(codec)
+        each = Roll.slot_bytes(codec)
         if length is None and budget.unit == "% of dataset":
             raise ValueError(f'budget must be bytes ("8GiB") or a share of what is free for a stream, got {budget}')
         # How large records are, nobody knows from two of them: all have room where there is room for twice as much.

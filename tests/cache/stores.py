@@ -135,12 +135,12 @@ attach_rolling = Store.attach
 
 def resident(store: Any) -> Any:
     """The places of a rolling store that can be read now."""
-    return store.ring.readable_slots()
+    return store.roll.readable_slots()
 
 
 def evicted(store: Any) -> int:
     """How many samples have left a rolling store for newer ones."""
-    return int(store.ring.evicted)
+    return int(store.roll.evicted)
 
 
 _store = Segment.store

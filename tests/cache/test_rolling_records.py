@@ -36,7 +36,7 @@ def whole(read: Sample) -> int:
 
 
 def numbers(store: Store, places: object = None) -> list[int]:
-    slots = store.ring.readable_slots() if places is None else np.asarray(places)
+    slots = store.roll.readable_slots() if places is None else np.asarray(places)
     return [whole(read) for read in store.read(slots)]
 
 
@@ -51,7 +51,7 @@ def test_what_is_read_after_close_is_an_error_in_words() -> None:
     """Samples are copied out when they are asked for, which may be too late."""
     store = Store.create_rolling(CODEC, granted=500_000)
     store.append(sample(0))
-    samples = store.read(store.ring.readable_slots())
+    samples = store.read(store.roll.readable_slots())
     store.close()
     with pytest.raises(RuntimeError, match="was closed while samples were read"):
         next(samples)
@@ -60,11 +60,11 @@ def test_what_is_read_after_close_is_an_error_in_words() -> None:
 def test_small_samples_end_at_the_number_of_slots() -> None:
     """Where samples are smaller than was expected, slots run out before bytes do."""
     store = Store.create_rolling(CODEC, granted=200_000)
-    for number in range(3 * store.ring.count):
+    for number in range(3 * store.roll.count):
         assert store.append({"number": number})
-    assert store.filled == store.ring.count
-    assert sorted(read["number"] for read in store.read(store.ring.readable_slots())) == list(
-        range(2 * store.ring.count, 3 * store.ring.count)
+    assert store.filled == store.roll.count
+    assert sorted(read["number"] for read in store.read(store.roll.readable_slots())) == list(
+        range(2 * store.roll.count, 3 * store.roll.count)
     )
     store.close()
 
@@ -82,28 +82,28 @@ def test_what_has_left_is_replaced_by_another(store: Store) -> None:
     for number in range(5):
         store.append(sample(number))
     assert set(numbers(store, [70, 7, 1])) <= set(range(5))
-    assert store.ring.substituted >= 1
+    assert store.roll.substituted >= 1
 
 
 def test_a_reader_that_is_kept_waiting_while_all_that_it_saw_leaves(
     store: Store, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """It looks again, and finds what came instead."""
-    readable, last = store.ring.readable, 5
+    readable, last = store.roll.readable, 5
     for number in range(last):
         assert store.append(sample(number))
 
     def late(slots: Any) -> Any:
         nonlocal last
-        while len(slots) == 5 and store.ring.evicted < 5:
+        while len(slots) == 5 and store.roll.evicted < 5:
             assert store.append(sample(last))
             last += 1
         return readable(slots)
 
-    monkeypatch.setattr(store.ring, "readable", late)
-    slots = store.ring.readable_slots()
+    monkeypatch.setattr(store.roll, "readable", late)
+    slots = store.roll.readable_slots()
     assert len(slots) > 0
-    assert store.ring.evicted >= 5
+    assert store.roll.evicted >= 5
     assert numbers(store, slots) == list(range(last - len(slots), last))
 
 
@@ -111,7 +111,7 @@ def grow_without_memory() -> tuple[int, list[int]]:
     store = Store.create_rolling(CODEC, granted=10_000_000)
     for number in range(300):
         assert store.append(sample(number))
-    return store.ring.evicted, sorted(numbers(store))
+    return store.roll.evicted, sorted(numbers(store))
 
 
 @pytest.mark.processes

@@ -30,7 +30,7 @@ def sample(number: int) -> tuple[torch.Tensor, int]:
 
 def numbers(store: Store, places: Any = None) -> list[int]:
     """The samples of those slots, each looked at word by word."""
-    places = store.ring.readable_slots() if places is None else np.asarray(places)
+    places = store.roll.readable_slots() if places is None else np.asarray(places)
     return [whole(*read) for read in store.read(places)]
 
 
@@ -51,7 +51,7 @@ def test_the_oldest_leave_first(store: Store) -> None:
     for number in range(50):
         store.append(sample(number))
         assert sorted(numbers(store)) == list(range(max(number - 7, 0), number + 1))
-    assert (store.ring.appended, store.ring.evicted, store.filled) == (50, 42, 8)
+    assert (store.roll.appended, store.roll.evicted, store.filled) == (50, 42, 8)
 
 
 def test_a_sample_of_another_kind_is_refused(store: Store) -> None:
@@ -72,26 +72,26 @@ def test_a_slot_that_is_being_written_gives_another_sample(store: Store) -> None
     """Readers do not wait for a writer: they are served another resident sample, and count it."""
     for number in range(8):
         store.append(sample(number))
-    taken = store.ring.take()
+    taken = store.roll.take()
     assert taken is not None
     read = numbers(store, [taken.slot] * 20)
     assert taken.slot not in read
     assert len(set(read)) > 2  # not always the same one
-    assert store.ring.substituted == 20
+    assert store.roll.substituted == 20
     assert store.filled == 8  # its sample is about to come
-    store.ring.publish(taken)
+    store.roll.publish(taken)
 
 
 def test_what_came_after_the_epoch_had_begun_is_counted(store: Store) -> None:
     """A sample that left during an epoch is replaced by the newer one of its slot."""
     for number in range(8):
         store.append(sample(number))
-    store.ring.begin_epoch()
+    store.roll.begin_epoch()
     assert numbers(store, [0, 1, 7]) == [0, 1, 7]
-    assert store.ring.renewed == 0
+    assert store.roll.renewed == 0
     store.append(sample(8))
     assert numbers(store, [0, 1]) == [8, 1]
-    assert store.ring.renewed == 1
+    assert store.roll.renewed == 1
 
 
 def test_what_changes_during_the_copy_is_taken_again(store: Store) -> None:
@@ -101,7 +101,7 @@ def test_what_changes_during_the_copy_is_taken_again(store: Store) -> None:
 
     into = [np.empty(8 * WORDS * 8, dtype=np.uint8), np.empty(8 * 8, dtype=np.uint8)]
     takes = 0
-    live = [store.ring.generations]
+    live = [store.roll.generations]
 
     class Generations(np.ndarray):  # type: ignore[type-arg]
         """The live generations; after the first look another sample comes."""
@@ -114,9 +114,9 @@ def test_what_changes_during_the_copy_is_taken_again(store: Store) -> None:
                 store.append(sample(100))
             return found
 
-    store.ring.generations = live[0].view(Generations)
+    store.roll.generations = live[0].view(Generations)
     store.gather(np.arange(8), into)
-    store.ring.generations = live.pop()
+    store.roll.generations = live.pop()
     read = [whole(*each) for each in SPEC.split(into, 8)]
     assert read == [100, 1, 2, 3, 4, 5, 6, 7]
     assert takes > 2
@@ -126,8 +126,8 @@ def test_a_reader_waits_for_the_only_sample_while_it_is_replaced() -> None:
     """Where all of a few slots are being written, the store is not empty."""
     store = Store.create_rolling(SPEC, 1)
     store.append(sample(7))
-    taken = store.ring.take()
-    writer = threading.Timer(0.2, store.ring.publish, [taken])
+    taken = store.roll.take()
+    writer = threading.Timer(0.2, store.roll.publish, [taken])
     writer.start()
     assert [whole(*each) for each in store.read(store.lookup(np.arange(1)))] == [7]
     writer.join()  # a sample can be read before its writer has given the slot up
@@ -161,7 +161,7 @@ def test_a_look_from_outside_says_how_many_samples_there_are(store: Store) -> No
 
 def take_and_die(handle: StoreHandle) -> None:
     store = Store.attach(handle)
-    store.ring.take()
+    store.roll.take()
     os.kill(os.getpid(), signal.SIGKILL)
 
 
@@ -173,11 +173,11 @@ def test_the_slot_of_a_killed_writer_is_taken_first(store: Store) -> None:
     with pytest.raises(ChildError, match="SIGKILL"):
         call(take_and_die, store.handle)
     assert sorted(numbers(store)) == [0, 1, 2]
-    assert store.ring.readable(np.arange(4)).tolist() == [True, True, True, False]
+    assert store.roll.readable(np.arange(4)).tolist() == [True, True, True, False]
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(time, "monotonic", lambda now=time.monotonic: now() + 60)  # a writer looks once a second
         store.append(sample(3))
-    assert store.ring.readable(np.arange(5)).tolist() == [True] * 4 + [False]
+    assert store.roll.readable(np.arange(5)).tolist() == [True] * 4 + [False]
     assert sorted(numbers(store)) == [0, 1, 2, 3]
 
 

@@ -20,7 +20,7 @@ pytestmark = pytest.mark.processes
 def stand_still(handle: StoreHandle, count: int, flag: str) -> None:
     """Begin to write to all slots, and do not get on."""
     store = Store.attach(handle)
-    taken = [store.ring.take() for _ in range(count)]
+    taken = [store.roll.take() for _ in range(count)]
     assert None not in taken
     Path(flag).touch()
     time.sleep(300)
@@ -33,7 +33,7 @@ def test_who_waits_behind_a_process_that_stands_still_is_told_which(tmp_path, mo
     with RollingWriter.attach(pool.handle) as writer:
         store = Store.attach(pool.handle)
         flag = tmp_path / "flag"
-        child = Child(stand_still, pool.handle, store.ring.count, str(flag))
+        child = Child(stand_still, pool.handle, store.roll.count, str(flag))
         while not flag.exists():
             time.sleep(0.005)
         pid = child.process.pid
