@@ -12,7 +12,7 @@ for each, which costs 10 ns per lock that anybody holds.
 Turns: two processes that miss the same sample both load it, and one of them stores it. Within a job that is rare: each
 index is drawn once an epoch. Four trials of a sweep draw the same indices in the same order. So they take turns: a slot
 is claimed before its sample is loaded, not only before it is stored, and a process that finds it claimed loads other
-samples first and waits then. Nobody waits while he has a claim himself, so nobody waits for ever; a claim goes with its
+samples first and waits then. No process waits while it has a claim, so none waits for ever; a claim goes with its
 process. A process that has waited in vain (the other one was stopped, takes very long, or writes to a disk that hangs)
 loads the sample too, and does not wait again for a while, which is twice as long each time.
 """
@@ -78,7 +78,7 @@ class Claims:
             self.give_up(slot)
 
     def take(self, slot: int, *, wait: bool = False) -> bool:
-        """Claim a slot; whether it is ours now. Whoever has it gives it up (`waiting` does both)."""
+        """Claim a slot. Returns whether this thread has it now and must give it up (`waiting` does both)."""
         mine = object()
         if self._taken.setdefault(slot, mine) is not mine:
             return False
@@ -121,17 +121,17 @@ class Turns:
         self._impatient_until, self._rest = 0.0, _REST
 
     def take(self, indices: Iterable[int]) -> list[int]:
-        """Those of the indices that no other process is loading: they are to be stored now, or given up."""
+        """Take the turns at some indices. Returns those that no other process is loading, to be stored or given up."""
         return [index for index in indices if self._take(self._slot_of(index))]
 
     def give_up(self, indices: Iterable[int]) -> None:
-        """Have others load what was not stored."""
+        """Give the turns at some indices up: other processes may load what was not stored."""
         for index in indices if self._mine else ():
             if self.ends(slot := self._slot_of(index)):
                 self._claims.give_up(slot)
 
     def ends(self, slot: int) -> bool:
-        """Whether it is this thread's turn at a slot, which ends now; the claim is still there."""
+        """End this thread's turn at a slot. Returns whether it had one; the claim remains."""
         return bool(self._mine) and self._mine.get(slot) == _here() and self._mine.pop(slot, None) is not None
 
     def wait(self, indices: Sequence[int]) -> bool:

@@ -1,9 +1,9 @@
 """How samples lie in a segment: aligned arrays, one behind the other.
 
     state        per slot: 0 empty, 2 ready
-    ...          what else the policy of the store needs per slot: a checksum, a position
+    ...          what the policy of the store needs per slot: a checksum, a position, a time
     begin        records: where the record begins in the segment, int64
-    nbytes       records: its bytes, int64
+    nbytes       records: its size, int64
     words        a few int64 for all slots; word 0 of records: where the free part of the run begins
     rows         one array per field, `[slots, nbytes]`; or
     records      one run of bytes
@@ -14,15 +14,15 @@ already collated. It is NumPy's `take`: torch's `index_select` divides the copy 
 they wait for each other: with workers on the same cores, a batch of 64 photographs took 7.7 ms where one thread takes
 0.8.
 
-The columns up to the words are reserved when the store is made, or block by block. A sample is written through the
-file (`Segment.store`), where a lack of memory is an error. A writer that is killed half-way leaves the state 0.
+Memory for the columns and words (the head) is reserved when the store is made, or block by block. Samples are written
+through the file (`Segment.store`), where a lack of memory is an error. A writer that is killed half-way leaves state 0.
 
 Records lie one behind the other. A writer moves the free offset behind its record under one lock, and writes without
-the lock, so records never overlap. The room of a writer that is killed before its slot is ready stays unused. Where a
-write fails and nobody has taken room since, the offset goes back. A record begins at a multiple of 8, and of 64 if it
-has several parts.
+the lock, so records never overlap. The room of a writer that is killed before its slot is ready stays unused. If a
+write fails and no other writer has taken room since, the offset goes back. A record begins at a multiple of 8, and of
+64 if it has several parts.
 
-These classes only move bytes. Who may write a slot, and when it becomes ready, is the business of `store`.
+These classes only move bytes. Who may write a slot, and when it becomes ready, is decided in `store`.
 """
 
 from __future__ import annotations
@@ -63,10 +63,10 @@ __all__ = [
 ]
 
 EMPTY, READY = 0, 2
-"""States of a slot that is written once. None is odd: an odd number marks a slot that is being written (`rolling`)."""
+"""States of a slot that is written once. Odd numbers mark a slot that is being written (`rolling`)."""
 
 ROLLING: Mapping[str, str | int] = {"form": "rolling"}
-"""The fingerprint of a store whose oldest samples leave, so that nobody looks for the states of another store."""
+"""The fingerprint of a rolling store, whose states are int64."""
 
 _END = ""
 _WHERE: Mapping[str, npt.DTypeLike] = {"begin": np.int64, "nbytes": np.int64}
@@ -77,7 +77,7 @@ _TRIES, _PAUSE = 200, 50e-6  # whoever holds the lock of the run for longer than
 
 
 def offsets(dtypes: Mapping[str, npt.DTypeLike], count: int, begin: int = 0) -> dict[str, int]:
-    """Where the array of each column begins, and under the empty name where the next one would."""
+    """Where the array of each column begins; under the empty name, where all of them end."""
     starts = {}
     for name, dtype in dtypes.items():
         starts[name] = begin
@@ -88,7 +88,7 @@ def offsets(dtypes: Mapping[str, npt.DTypeLike], count: int, begin: int = 0) -> 
 def columns(
     segment: Segment, dtypes: Mapping[str, npt.DTypeLike], count: int, begin: int = 0
 ) -> dict[str, npt.NDArray[Any]]:
-    """Live arrays over a segment, `[count]` each, one behind the other. Drop them before the segment is closed.
+    """Make live, aligned arrays `[count]` over a segment. Drop them before the segment is closed.
 
     Args:
         segment: must be long enough.
@@ -116,17 +116,17 @@ def columns(
 
 @dataclass(frozen=True)
 class Head:
-    """What lies before the samples: the columns of each slot, and a few numbers for all slots."""
+    """What lies before the samples: columns with a number per slot, and a few words for all slots."""
 
     columns: Mapping[str, npt.DTypeLike]
     words: int = 8
 
     def plus(self, columns: Mapping[str, npt.DTypeLike]) -> Head:
-        """With more columns."""
+        """This head with more columns."""
         return Head({**self.columns, **columns}, self.words)
 
     def nbytes(self, count: int) -> int:
-        """Bytes of it for so many slots."""
+        """Its size for `count` slots."""
         return aligned(offsets(self.columns, count)[_END] + 8 * self.words)
 
 
@@ -151,14 +151,14 @@ class _Slots:
         self.words = columns(segment, {"words": np.int64}, head.words, self._starts[_END])["words"]
         self.state = self.columns["state"]
         self.states: memoryview = self.state.data
-        """The states, for single looks: they cost 30 ns, where those of an array cost 100."""
+        """The states again: a single look costs 30 ns, and 100 through the array."""
 
     def is_stored(self, slot: int) -> bool:
         """Whether a slot holds a sample."""
         return bool(self.states[slot])
 
     def reserve(self, first: int, last: int) -> None:
-        """Have the kernel promise the memory of the columns of some slots, and of the words.
+        """Reserve the memory for the columns of some slots, and for the words.
 
         Raises:
             OSError: there is none left (ENOSPC).
@@ -169,11 +169,11 @@ class _Slots:
         self._segment.reserve(self._starts[_END], self.begin - self._starts[_END])
 
     def offset_in(self, column: str, slot: int) -> int:
-        """Where the number of a slot lies in the segment."""
+        """Where a slot's number of a column lies in the segment."""
         return self._starts[column] + slot * self.columns[column].itemsize
 
     def mend(self, is_sound: Callable[[int], bool]) -> None:
-        """Empty the slots that a crash has left in a state that there is not; nobody else has the store open."""
+        """Empty the slots whose state a crash has spoilt, while no other process has the store open."""
         self.state[self.state != READY] = EMPTY
 
     def close(self) -> None:
@@ -269,7 +269,7 @@ class Rows(_Slots):
         return len(slots) * self._nbytes
 
     def reserve_rows(self, slot: int) -> None:
-        """Have the kernel promise the memory of a slot's rows; an OSError if there is none."""
+        """Reserve the memory of one slot's row; an OSError if there is none."""
         for start, nbytes in zip(self._fields, self._row_bytes, strict=True):
             self._segment.reserve(start + slot * nbytes, nbytes)
 
@@ -280,7 +280,7 @@ class Rows(_Slots):
 
 
 class Records(_Slots):
-    """One run of bytes, which every process of a node takes from, and gives nothing back.
+    """One run of bytes, from which all processes of a node take room and never give it back.
 
     Example:
         >>> codec, segment = RecordCodec.infer(["a"]), Segment.create(8192)
@@ -342,7 +342,7 @@ class Records(_Slots):
 
     @property
     def free(self) -> int:
-        """Where the part of the run begins that nobody has taken."""
+        """Where the free part of the run begins."""
         return max(int(self._numbers[0]), self.begin)
 
     def size(self, contents: Sequence[memoryview]) -> int:
@@ -354,7 +354,7 @@ class Records(_Slots):
         return bool(self.end - self.free >= nbytes)
 
     def write(self, slot: int, contents: Sequence[memoryview]) -> bool:
-        """Write a record, and say where it is; False if there is no room, or if somebody was stopped who takes some."""
+        """Write a record and its place; False if there is no room, or if another writer was stopped in the lock."""
         nbytes = self.size(contents)
         if not self.has_room(nbytes):
             return False
@@ -376,7 +376,7 @@ class Records(_Slots):
         return True
 
     def record(self, slot: int) -> memoryview:
-        """The record of a ready slot, live; it is only to be read."""
+        """The record of a ready slot: a live, read-only view."""
         begin = self._begins[slot]
         return self._run[begin : begin + self._sizes[slot]].toreadonly()
 
@@ -392,10 +392,7 @@ class Records(_Slots):
         return int(self.columns["nbytes"].take(slots).sum())
 
     def mend(self, is_sound: Callable[[int], bool]) -> None:
-        """Empty the slots whose records cannot be, and have new records lie behind all that can be served.
-
-        Records do not overlap, so the last sound one says where the free part begins.
-        """
+        """Empty slots whose record lies outside of the run; the free part begins behind the last sound record."""
         super().mend(is_sound)
         begin, nbytes = self.columns["begin"], self.columns["nbytes"]
         inside = (begin >= self.begin) & (begin < self.end) & (nbytes > 0) & (nbytes <= self.end - begin)
@@ -416,7 +413,7 @@ class Records(_Slots):
 
     @contextmanager
     def _locked(self) -> Iterator[bool]:
-        """Take the lock of the run for as long as it takes to move its offset; whether it could be had."""
+        """Try to take the lock of the run, for as long as it takes to move the offset; yields whether it was taken."""
         for _ in range(_TRIES):
             if self._claims.take(self._lock):
                 break
@@ -435,7 +432,7 @@ Layout: TypeAlias = Rows | Records
 
 
 def layout_of(codec: SampleCodec) -> type[Rows] | type[Records]:
-    """How samples of a codec lie."""
+    """The layout for samples of a codec."""
     return Records if isinstance(codec, RecordCodec) else Rows
 
 

@@ -1,20 +1,21 @@
-"""How far a stream has come: what every process of a node has to know of the epochs of all others.
+"""How far a stream has come, for all processes of a node.
 
 A stream is read by shards: one per rank and worker of its loader. A shard begins an epoch (`begin`), notes each sample
-that passes, and whether it was kept (`note`), and ends (`end`). The shards of a rank that begin with the same key (the
-seed of their loader's epoch) are in the same epoch; a shard that begins twice has begun another. So epochs are counted
-per rank, without a message from the loader, which may be anybody's. An epoch of a rank is whole if all of its shards
-have ended, or if as many samples have passed as the stream says that it has: who knows a length stops there.
+that passes and whether it was stored (`note`), and ends (`end`). Shards of a rank that begin with the same key (the
+seed of their loader's epoch) are in the same epoch; a shard that begins twice has begun the next one. So epochs are
+counted per rank, without a message from the loader. An epoch of a rank is whole if all of its shards have ended, or if
+as many samples have passed as the stream's length says: a loader that knows the length stops there.
 
-Layout: columns of int64, all of them reserved: one number each for all, then one for each rank, then one for each of
-the `MOST_WORKERS` shards of every rank. Whoever writes holds a lock: byte 0 for what is of all and of ranks, byte 1 for
-the next number, byte 2 while deciding, and a byte per shard, which its process holds while it stores a sample. Locks
-are taken in the order 2, 0, shards, 1, never back.
+What an epoch comes from is decided once for all shards of a node (`Decision`), by the first process that asks after
+every rank of the node has begun the epoch: then no shard is in the epoch before. A rank that does not come is waited
+for with a message; then the stream passes by for good.
 
-What an epoch comes from is decided once for all shards of a node (`Decision`), by the first process that comes to it
-when every rank of the node has begun the epoch, so that nobody is still in the one before. It holds a lock meanwhile,
-which the kernel frees when it dies. A rank that does not come is waited for with a message; then the stream passes by
-for good.
+Layout: columns of int64: one number each for all, then one for each rank, then one for each of the `MOST_WORKERS`
+shards of every rank; then the pickle of the samples' codec, up to 64 KiB. All of it is reserved.
+
+Writers hold a lock of the lock file, which the kernel frees when they die: byte 0 for the numbers of all and of ranks,
+byte 1 for the next number, byte 2 while deciding, and a byte per shard, which its process holds while it stores a
+sample. Locks are taken in the order 2, 0, shards, 1, never back.
 """
 
 from __future__ import annotations
@@ -45,7 +46,8 @@ POSITION_BITS = 40
 """Of a position, those that count the samples of a shard; the others are the shard's number."""
 
 _SHARDS = MOST_WORKERS
-_OF_ALL = dict.fromkeys(("next", "generation", "decided", "mode", "flags", "broken"), np.int64)
+_CODEC_BYTES = 1 << 16
+_OF_ALL = dict.fromkeys(("next", "generation", "slots", "codec_bytes", "decided", "mode", "flags", "broken"), np.int64)
 _OF_RANK = dict.fromkeys(("epoch", "key", "workers", "last", "whole", "passed", "kept"), np.int64)
 _OF_SHARD = dict.fromkeys(("begun", "ended", "seen", "stored"), np.int64)
 _ALL, _NUMBER, _DECISION, _ROWS = 0, 1, 2, 8  # bytes of the lock file
@@ -54,7 +56,7 @@ _UNCLAIMED = -1
 
 @dataclass(frozen=True)
 class Shard:
-    """What one process reads of a stream.
+    """The part of a stream that one process reads.
 
     Args:
         rank: its rank, among those of the node.
@@ -102,7 +104,7 @@ class StreamLedger:
     def __init__(self, segment: Segment, ranks: int) -> None:
         self.segment, self.ranks = segment, ranks
         self.claims = Claims(segment)
-        of_rank, of_shard, _ = _starts(ranks)
+        of_rank, of_shard, self._codec, _ = _starts(ranks)
         self.all = columns(segment, _OF_ALL, 1)
         """Numbers of all, `[1]` each."""
         self._ranks = columns(segment, _OF_RANK, ranks, of_rank)
@@ -115,7 +117,7 @@ class StreamLedger:
         Raises:
             OSError: there is no memory for it.
         """
-        size = _starts(ranks)[2]
+        size = _starts(ranks)[3]
         return cls(Segment.create(size, backend, reserved=size), ranks)
 
     def __reduce__(self) -> tuple[type[StreamLedger], tuple[Segment, int]]:
@@ -129,12 +131,12 @@ class StreamLedger:
     # ---- epochs ----
 
     def announce(self, rank: int, workers: int) -> int:
-        """Begin a rank's next epoch before its shards do, which join it; its number."""
+        """Begin a rank's next epoch before its shards, which will join it. Returns its number."""
         with self.claims.waiting(_ALL):
             return self._next_epoch(rank, _UNCLAIMED, workers)
 
     def begin(self, shard: Shard) -> int:
-        """Begin an epoch of a shard: that of its rank, or the next one; its number."""
+        """Begin an epoch of a shard: the current one of its rank, or the next one. Returns its number."""
         ranks, shards, rank, row = self._ranks, self._shards, shard.rank, shard.number
         with self.claims.waiting(_ALL):
             if ranks["key"][rank] == _UNCLAIMED:
@@ -150,22 +152,22 @@ class StreamLedger:
         return self.epoch_of(shard.rank) == epoch
 
     def note(self, shard: Shard, *, kept: bool) -> None:
-        """A sample has passed; `holding` the shard."""
+        """Count a sample that has passed. The caller holds the lock of the shard (`locked`)."""
         self._shards["stored"][shard.number] += kept
         self._shards["seen"][shard.number] += 1
 
     def end(self, shard: Shard, epoch: int) -> None:
-        """A shard has come to its end."""
+        """Note that a shard has come to its end."""
         with self.claims.waiting(_ALL):
             if self.is_current(shard, epoch):
                 self._shards["ended"][shard.number] = 1
 
     def totals(self, epoch: int, length: int | None = None) -> Totals | None:
-        """The samples of an epoch that is over in every rank; None if it was broken off in one.
+        """Count the samples of an epoch that is over in every rank; None if a rank has broken it off.
 
         Args:
-            epoch: the one before that which all ranks have begun.
-            length: how many samples the stream of a rank says that it has.
+            epoch: the last epoch before the one that all ranks have begun.
+            length: the length of the stream of one rank, if it has one.
         """
         ranks = self._ranks
         whole = (ranks["whole"] > 0) | (length is not None and ranks["passed"] >= length)
@@ -175,12 +177,12 @@ class StreamLedger:
 
     @property
     def all_kept(self) -> bool:
-        """Whether the epoch that was begun last has ended in every shard, and all of its samples were kept."""
+        """Whether the latest epoch has ended in every shard, and all of its samples were stored."""
         counts = map(self._counts, range(self.ranks))
         return all(ended and passed == kept for ended, passed, kept in counts)
 
     def epoch_of(self, rank: int) -> int:
-        """The number of the epoch that a rank has begun last."""
+        """The number of a rank's latest epoch."""
         return int(self._ranks["epoch"][rank])
 
     def _next_epoch(self, rank: int, key: int, workers: int) -> int:
@@ -192,31 +194,44 @@ class StreamLedger:
         return epoch + 1
 
     def _counts(self, rank: int) -> tuple[bool, int, int]:
-        """Of a rank's last epoch: whether all of its shards have ended; the samples that passed, and that were kept."""
-        of_rank, epoch, workers = (
-            slice(rank * _SHARDS, (rank + 1) * _SHARDS),
-            self.epoch_of(rank),
-            self._ranks["workers"],
-        )
-        shards = {name: column[of_rank] for name, column in self._shards.items()}
+        """A rank's latest epoch: whether all of its shards have ended, samples that passed, and samples stored."""
+        shards = {name: column[rank * _SHARDS : (rank + 1) * _SHARDS] for name, column in self._shards.items()}
+        epoch = self.epoch_of(rank)
         begun = (shards["begun"] == epoch) & (epoch > 0)
-        ended, passed, kept = (int(shards[name][begun].sum()) for name in ("ended", "seen", "stored"))
-        return 0 < ended == int(workers[rank]), passed, kept
+        ended, passed, stored = (int(shards[name][begun].sum()) for name in ("ended", "seen", "stored"))
+        return 0 < ended == int(self._ranks["workers"][rank]), passed, stored
 
     # ---- what is stored ----
 
     @property
     def generation(self) -> int:
-        """How often the memory of the samples was laid out anew; 0 as long as there is no sample."""
+        """How often the memory was laid out anew; 0 before the first sample."""
         return int(self.all["generation"][0])
 
-    def lay_out(self) -> None:
-        """The memory of the samples was laid out anew: numbers start from 0; `alone`."""
-        self.all["next"][0] = 0
+    def lay_out(self, slots: int = 0, codec: bytes = b"") -> bool:
+        """Note a new layout of the samples' memory; numbers start from 0. The caller holds all locks (`alone`).
+
+        Args:
+            slots: number of slots; 0 if nothing is stored.
+            codec: the pickled codec of the samples.
+
+        Returns:
+            Whether there is room for the codec.
+        """
+        if len(codec) > _CODEC_BYTES:
+            return False
+        self.segment.store(self._codec, memoryview(codec))
+        self.all["slots"][0], self.all["codec_bytes"][0], self.all["next"][0] = slots, len(codec), 0
         self.all["generation"][0] += 1
+        return True
+
+    def layout(self) -> tuple[int, bytes]:
+        """The number of slots and the pickled codec; 0 and nothing before the first sample."""
+        with self.segment.memory(self._codec, int(self.all["codec_bytes"][0])) as codec:
+            return int(self.all["slots"][0]), bytes(codec)
 
     def next_number(self) -> int:
-        """A number for a sample, which no other has since the memory was laid out; `holding` a shard."""
+        """Take the next number for a sample. The caller holds the lock of its shard (`locked`)."""
         with self.claims.waiting(_NUMBER):
             number = self.count
             self.all["next"][0] = number + 1
@@ -224,28 +239,28 @@ class StreamLedger:
 
     @property
     def count(self) -> int:
-        """How many numbers have been given."""
+        """How many numbers have been taken."""
         return int(self.all["next"][0])
 
     def position(self, shard: Shard) -> int:
-        """Where the next sample of a shard stands among those of all shards, which come one after the other."""
+        """The position of a shard's next sample, where all shards come one after the other."""
         return shard.number << POSITION_BITS | int(self._shards["seen"][shard.number])
 
     @contextmanager
-    def holding(self, shard: Shard) -> Iterator[None]:
-        """Nobody lays the memory out anew meanwhile."""
+    def locked(self, shard: Shard) -> Iterator[None]:
+        """Keep others from laying the memory out anew."""
         with self.claims.waiting(_ROWS + shard.number):
             yield
 
     @contextmanager
     def same_layout(self) -> Iterator[None]:
-        """Nobody lays the memory out anew meanwhile; for who is no shard, or holds none."""
+        """Keep others from laying the memory out anew, in a process that has no lock of a shard."""
         with self.claims.waiting(_ALL):
             yield
 
     @contextmanager
     def alone(self) -> Iterator[None]:
-        """No shard stores anything meanwhile."""
+        """Keep all shards from storing anything."""
         with ExitStack() as held:
             held.enter_context(self.claims.waiting(_ALL))
             for row in range(self.ranks * _SHARDS):
@@ -256,7 +271,7 @@ class StreamLedger:
 
     @property
     def closed(self) -> bool:
-        """Whether this process has given it up."""
+        """Whether this process has closed it."""
         return self.segment.closed
 
     def unlink(self) -> None:
@@ -264,16 +279,17 @@ class StreamLedger:
         self.segment.unlink()
 
     def close(self) -> None:
-        """Give it up in this process."""
+        """Close it in this process."""
         self.all, self._ranks, self._shards = {}, {}, {}
         self.segment.close()
 
 
-def _starts(ranks: int) -> tuple[int, int, int]:
-    """Where the columns of ranks and of shards begin, and where all end."""
+def _starts(ranks: int) -> tuple[int, int, int, int]:
+    """Where the columns of ranks and of shards begin, and the codec, and where all end."""
     of_rank = offsets(_OF_ALL, 1)[""]
     of_shard = offsets(_OF_RANK, ranks, of_rank)[""]
-    return of_rank, of_shard, offsets(_OF_SHARD, ranks * _SHARDS, of_shard)[""]
+    codec = offsets(_OF_SHARD, ranks * _SHARDS, of_shard)[""]
+    return of_rank, of_shard, codec, codec + _CODEC_BYTES
 
 
 Mode = Literal["stream", "cache", "pass"]
@@ -304,7 +320,7 @@ class Decision:
         self._ledger = ledger
 
     def of(self, epoch: int, decide: Callable[[], Mode]) -> Mode:
-        """Where an epoch's samples come from, as was decided, or is decided now.
+        """Where the samples of an epoch come from; decides it if no process has.
 
         Args:
             epoch: an epoch that a shard of this process, or its rank, has begun.
@@ -340,7 +356,7 @@ class Decision:
         return _MODES[int(self._ledger.all["mode"][0])]
 
     def pass_by(self) -> Mode:
-        """Keep nothing any more, from the next epoch on; what was decided before."""
+        """Store nothing from the next epoch on. Returns what was decided before."""
         with self._ledger.claims.waiting(_ALL):
             before, self._ledger.all["mode"][0] = self.mode, _MODES.index("pass")
         return before
@@ -352,12 +368,12 @@ class Decision:
             self._ledger.all["decided"][0] = epoch
 
     def count_broken(self, *, none: bool = False) -> int:
-        """One more epoch was broken off, or none; how many that makes one after the other."""
+        """Count an epoch that was broken off; `none` resets. Returns how many were, one after the other."""
         self._ledger.all["broken"][0] = count = 0 if none else int(self._ledger.all["broken"][0]) + 1
         return count
 
     def is_first(self, flag: int) -> bool:
-        """Whether nobody on the node has raised a flag (a power of two) before."""
+        """Raise a flag (a power of two). Returns whether no process of the node had."""
         with self._ledger.claims.waiting(_ALL):
             first = not self._ledger.all["flags"][0] & flag
             self._ledger.all["flags"][0] |= flag

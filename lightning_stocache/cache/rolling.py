@@ -1,4 +1,4 @@
-"""A store that others append to while it is read: the oldest samples leave first.
+"""The policy of stores that processes append to while others read: the oldest samples leave first.
 
 Every sample that is appended gets a ticket, the next number. The state of a slot (int64, its generation) says what lies
 there: 0 nothing, `2 * ticket + 1` the sample of that ticket is being written, `2 * ticket + 2` it can be read, a
@@ -16,8 +16,8 @@ leaves during an epoch that wanted it is replaced by another one: all are draws 
 batches stays. Between the odd generation and the bytes lies a system call (the ticket lock is given back), which no
 store crosses.
 
-A slot that somebody is still writing to is left out; a writer that was killed leaves an odd generation, which readers
-pass over, and whose lock the kernel has freed: the next writer that looks (once a second) takes that slot first.
+A slot that another writer is still writing is left out. A killed writer leaves an odd generation, which readers pass
+over; the kernel frees its lock, and the next writer that looks (once a second) takes that slot first.
 
 Rows take their slots in turn, so the oldest sample leaves first. The first sample of a slot is written through the
 file, where a lack of memory is an answer; later ones are copied through the mapping, whose pages exist by then: writes
@@ -83,7 +83,7 @@ class Taken(NamedTuple):
 
 
 class Roll:
-    """The policy of a rolling store: who writes which slot next, and what a reader may believe.
+    """The policy of a rolling store: which slot is written next, and which copies are whole.
 
     Args:
         segment: where the store lies.
@@ -122,7 +122,7 @@ class Roll:
     def plan(
         codec: SampleCodec, count: int, granted: int, whose: Mapping[str, Any] | None = None
     ) -> tuple[int, int, int, Manifest]:
-        """The slots and bytes of a store, how many of the bytes are reserved, and what it says about itself.
+        """The number of slots of a new store, its size, the bytes to reserve, and its manifest.
 
         Args:
             codec: what a sample looks like.
@@ -176,14 +176,14 @@ class Roll:
             self._stop_growing(taken, short)
 
     def take(self) -> Taken | None:
-        """The next slot, for this process alone; None where all are being written. It is to be published or dropped."""
+        """Take the next slot, to be published or dropped; None if all are being written."""
         free = self._abandoned()
         with self._claims.waiting(self.count):
             slot = self._next() if free is None else free
             return None if slot is None else self._begin(slot)
 
     def publish(self, taken: Taken) -> None:
-        """Have a slot read whose bytes have been written."""
+        """Let readers read a slot whose bytes are written."""
         self._times[taken.slot] = time.monotonic_ns()
         self._end(taken, 2 * taken.ticket + 2)
 
@@ -193,7 +193,7 @@ class Roll:
 
     @property
     def in_the_way(self) -> int | None:
-        """The process for which a writer has to wait; None if there is none, or it cannot be known."""
+        """The process that other writers wait for; None if there is none, or if it cannot be known."""
         slots = [self.count, int(self._words[_NEXT]) % self.count, *np.flatnonzero(self.generations & 1).tolist()]
         return next(filter(None, map(self._claims.holder, slots)), None)
 
@@ -223,7 +223,7 @@ class Roll:
         self._claims.give_up(taken.slot)
 
     def _abandoned(self) -> int | None:
-        """A slot that a writer was killed in, claimed."""
+        """Claim a slot in which a writer was killed."""
         now = time.monotonic()
         if now < self._looked + _LOOK_SECONDS:
             return None
@@ -236,7 +236,7 @@ class Roll:
         return None
 
     def _write(self, taken: Taken, contents: Sequence[memoryview]) -> str | None:
-        """Write a sample; or what memory is short, in words."""
+        """Write a sample. Returns the reason, in words, if memory is short."""
         layout = self.layout
         if isinstance(layout, Rows) and taken.held:
             for rows, content in zip(layout.fields, contents, strict=True):
@@ -257,7 +257,7 @@ class Roll:
         return None
 
     def _stop_growing(self, taken: Taken, short: str) -> None:
-        """Roll within what there is from now on, and say why, once on the node."""
+        """Roll within the present slots from now on, and warn once per node."""
         if isinstance(self.layout, Rows):
             used = taken.slot
             if used:
@@ -282,7 +282,7 @@ class Roll:
     # ---- records ----
 
     def _take_in_turn(self, nbytes: int) -> Taken | None:
-        """The slot after the last one, and so many bytes; None where what lies there is still being written."""
+        """Take the next slot and bytes for its record; None if what lies there is still being written."""
         need, size = aligned(nbytes), int(self._words[_SIZE])
         if need > size:
             room, sample = format_bytes(size), format_bytes(nbytes)
@@ -331,7 +331,7 @@ class Roll:
         return True
 
     def _end_oldest(self, mine: int) -> bool:
-        """Have the oldest sample not be read any more; False where it is being written, by another one than me."""
+        """Drop the oldest sample; False if another writer is still writing it."""
         slot = int(self._words[_TAIL]) % self.count
         generation = int(self.generations[slot])
         if generation & 1 and slot != mine:
@@ -346,7 +346,7 @@ class Roll:
 
     @property
     def _live(self) -> int:
-        """How many slots have bytes. One number per end, each moved by one step: a writer may be killed between two."""
+        """Number of slots with bytes. Each end has a number of its own: a writer may be killed between two steps."""
         return int(self._words[_NEXT]) - int(self._words[_TAIL])
 
     # ---- out ----

@@ -1,28 +1,30 @@
-"""Where samples are kept: the one door of this room for whoever makes batches.
+"""Where samples are stored: the one class of this room that loaders and set-up use.
 
-A store is a segment (memory or a file on a disk), a layout (rows or records) and a policy (which index has which slot).
-An index has a place in the store or none, which never changes; a place that is ready can be read, and stays so. Whoever
-asks for indices gets places, reads them, and puts what was missing. A store of rows also gathers places into the memory
-of a batch. A place is the number of a slot.
+A store is a segment (memory or a file on a disk), a layout (rows or records) and a policy (which index has which slot):
 
-A slot is filled by whoever has loaded the sample:
+    Arc     an index has its slot on the ring, and keeps it; the store stops when there is no room
+    Order   the samples of a stream that has ended, in the order of its shards (`stream`)
+    Each    every slot by its number; the oldest samples leave for newer ones (`rolling`)
+
+An index has a place in the store or none, which never changes. A place is the number of a slot. A loader looks places
+up, reads those that are ready, and puts the samples that were missing. Rows are also gathered into the memory of a
+batch. Readers get copies, never views.
+
+A slot is filled by the process that has loaded the sample:
 
     claim the slot -> look again -> write, which takes the memory -> fence -> ready -> give the claim up
 
 A process that does not get the claim serves its sample unstored; a writer that is killed leaves the slot empty and
-claimable. Ready is set after the bytes are there and is never taken back, but by `clear` and an explicit overwrite;
-then readers are the caller's business. A reader looks at the state, fences, and copies the bytes out; nobody is ever
-handed a view. Where memory runs short (`shortage`), or the kernel has none left, the slot stays empty, with one warning
-per node.
+claimable. A slot that is ready stays ready, except after `clear` and an explicit overwrite; then readers are the
+caller's business. Where memory runs short (`shortage`), or the kernel has none left, the slot stays empty, with one
+warning per node.
 
-On a disk the sample has a checksum (`checksums`), written before the slot is ready. What an earlier job has stored is
-ready there, and is not read before this job has verified it, where `verify` is asked for. What the disk refuses is no
-error of the training: the slot stays empty. Where the file is cut off while it is open, nothing of it is looked at any
-more, through the mapping it would be a SIGBUS: all samples are loaded until the job ends. The next one gives the file
-its length again.
+On a disk a slot also has a checksum (`checksums`), written before the slot is ready. What an earlier job has stored is
+not read before this job has verified it, which lookups with `verify` do. An error of the disk is no error of the
+training: the slot stays empty. A file that is cut off while it is open is not read any more, because the mapping would
+raise SIGBUS: all samples are loaded until the job ends. The next job gives the file its length again.
 
-Indices may be any number: one from the end of the dataset (-1 and so on) is that of the same sample, and one outside
-has no place.
+Indices may be any number: a negative one counts from the end of the dataset, and one outside has no place.
 """
 
 from __future__ import annotations
@@ -55,10 +57,10 @@ __all__ = ["NO_PLACE", "UNREADABLE", "Store", "StoreHandle", "gathers", "slots_f
 log = logging.getLogger(__name__)
 
 UNREADABLE: Any = object()
-"""Stands for a sample that was stored by another job, and cannot be decoded by this one."""
+"""Stands for a sample that another job has stored and this one cannot decode."""
 
 NO_PLACE = NO_SLOT
-"""Stands for an index that has no place, or one that is not ready."""
+"""Stands for an index without a place, or with one that is not ready."""
 
 _ON_DISK = ONCE.plus({"sum": np.uint64})
 _WINDOW = 1 << 24  # slots that are looked through for some that are ready
@@ -69,22 +71,22 @@ _DIRECTORY_SHARE = 28  # at most this part of the bytes granted is for slots of 
 
 @dataclass(frozen=True)
 class StoreHandle:
-    """How another process opens a store: where its segment is, and what lies there. It can be pickled."""
+    """The address of a store for other processes of the node. It can be pickled and sent anywhere."""
 
     segment: SegmentHandle
     codec: Any
     arc: Arc
     verified: SegmentHandle | None = None
-    """On a disk: what of it this job may read."""
+    """Of a store on a disk: which slots this job has verified."""
 
 
 class Store:
-    """Samples by their index, filled lazily, read by many processes, never evicted.
+    """Samples by their index, filled lazily and read by many processes.
 
     Args:
         segment: where they lie.
         codec: what a sample looks like: the spec of rows, or the codec of records.
-        arc: which indices have a slot, and where.
+        arc: the policy.
         verified: of a store on a disk: in memory, which slots this job may read.
         head: what lies before the samples, by default those of a store in memory or on a disk.
 
@@ -170,7 +172,7 @@ class Store:
         granted: int = 0,
         on_disk: bool = False,
     ) -> tuple[int, Manifest]:
-        """The size of a segment for such a store, and what it is to say about itself."""
+        """The size and the manifest of a segment for a store."""
         size = layout_of(codec).bytes_for(codec, arc.slots, granted, _ON_DISK if on_disk else ONCE)
         return size, Manifest(Geometry(**arc.geometry), payload=size, **(whose or {}))
 
@@ -178,10 +180,10 @@ class Store:
     def open(
         cls, segment: Segment, codec: SampleCodec, geometry: Geometry, length: int, domain: Domain | None = None
     ) -> Store:
-        """Open the store that a segment says it holds, whoever has made it, for a dataset of so many samples.
+        """Open the store in a segment that this job or another one has made, for a dataset of so many samples.
 
         Raises:
-            ValueError: what it says does not fit its size or the dataset, or a slot is in a state that there is not.
+            ValueError: its manifest does not fit its size or the dataset, or a slot has a state that does not exist.
             OSError: the system has no memory for the columns of the slots, which are read before anything is stored.
         """
         arc, layout = Arc(**asdict(geometry), domain=domain), layout_of(codec)
@@ -242,7 +244,7 @@ class Store:
 
     @staticmethod
     def mend(codec: SampleCodec, segment: Segment, manifest: Manifest, domain: Domain | None = None) -> None:
-        """Mend what a crash may have left in a segment on a disk, while nobody else has it open."""
+        """Empty the slots that a crash has spoilt in a segment on a disk, while no other process has it open."""
         arc, layout = Arc(**asdict(manifest.geometry), domain=domain), layout_of(codec)
         segment.reserve(0, layout.reserved_bytes(arc.slots, _ON_DISK))
         store = Store(segment, codec, arc, Checksums.begin(arc.slots))
@@ -266,13 +268,13 @@ class Store:
 
     @property
     def handle(self) -> StoreHandle:
-        """What another process needs to open the same store."""
+        """The address of this store for other processes."""
         verified = None if self._checksums is None else self._checksums.segment.handle
         return StoreHandle(self.segment.handle, self.codec, self.arc, verified)
 
     @property
     def roll(self) -> Roll:
-        """Of a store whose oldest samples leave: who writes which slot, and what came and went."""
+        """The policy of a rolling store: which slot is written next, and what came and went."""
         assert self._roll is not None
         return self._roll
 
@@ -286,7 +288,7 @@ class Store:
         return self.arc.slots
 
     def look_at(self, slots: int) -> None:
-        """Count the first slots alone from now on: those behind them have no memory yet, and a look would take some."""
+        """Count only the first slots from now on: to look at the columns of others would take memory."""
         self.layout.state = self.layout.columns["state"][:slots]
 
     # ---- out ----
@@ -305,20 +307,18 @@ class Store:
                 return NO_PLACE
             if verify:
                 self._checksums.verify([slot])
-        if self._roll is None and self._readable_bytes[slot] != READY:
+        if self._readable_bytes[slot] != READY and self._roll is None:
             return NO_PLACE
         fence()
         return slot
 
     def lookup(self, indices: Integers, *, verify: bool = False) -> Integers:
-        """The places of those indices (int64 `[samples]`) that can be read now, NO_PLACE for the others.
-
-        An index outside of the dataset has none: the ring would wrap it around, but what it means, the source knows.
+        """The places of indices that can be read now, and NO_PLACE for the others; int64 `[samples]`.
 
         Args:
-            indices: of the samples.
-            verify: whether to read first what an earlier job has stored under them on a disk, and compare it with its
-                checksum. It costs what a read of the disk costs, so workers do it, not the process that trains.
+            indices: of the samples, int64 `[samples]`.
+            verify: whether to verify first what an earlier job has stored under them on a disk. That reads the disk, so
+                workers ask for it, not the process that trains.
         """
         slots, size = self.arc.slots_of(indices), self.length
         if self.arc.slots == 0 or self._roll is not None:
@@ -339,10 +339,9 @@ class Store:
         rows.gather(places, into)
 
     def read(self, places: Integers, lend: Lend | None = None) -> Iterable[Any]:
-        """Copies of the samples of ready places (int64 `[samples]`), in memory that is lent, or new; or UNREADABLE.
+        """Copies of the samples of ready places (int64 `[samples]`), in lent or new memory, or UNREADABLE.
 
-        Rows own their memory together. Records are made when they are asked for, which may be after the store was
-        closed: whoever has begun to read goes on.
+        Rows own their memory together. Records are decoded one by one as the caller iterates, also after `close`.
         """
         layout, codec = self.layout, self.codec
         if isinstance(layout, Records) and self._roll is not None:
@@ -367,7 +366,7 @@ class Store:
         return self.layout.stored_bytes(places)
 
     def divide(self, indices: Sequence[int]) -> tuple[list[int], list[int]]:
-        """What this process is to load now, and what another one is loading, or has stored since it was looked up."""
+        """Divide indices into those that this process loads, and those that others load or have just stored."""
         if not self.turns.are_taken:
             return list(indices), []
         mine = self.turns.take(indices)
@@ -384,11 +383,11 @@ class Store:
     # ---- in ----
 
     def has_room(self, sample: Any) -> bool:
-        """Whether a sample whose index has a place may find room; False spares the work to encode it."""
+        """Whether a sample may find room; False saves the work of encoding it."""
         return self.arc.is_filled_by_misses and self.layout.has_room(self.codec.least_bytes(sample))
 
     def fill(self, index: int, sample: Any) -> bool:
-        """Check a sample and store it, unless its index has no place or somebody else fills it; whether it was stored.
+        """Check and store a sample, unless its index has no place or another process fills it. Returns whether stored.
 
         Raises:
             SampleMismatchError: it is not of the codec; also where it has no place.
@@ -396,7 +395,7 @@ class Store:
         return any(self.put([index], [self.codec.contents(self.codec.encode(sample, index))]))
 
     def append(self, sample: Any, index: int = -1) -> bool:
-        """Check a sample and store it in the place of the oldest, where these leave; False while all are written.
+        """Check a sample and store it in the place of the oldest; False while all slots are being written.
 
         Args:
             sample: of the codec.
@@ -411,7 +410,7 @@ class Store:
         return self.roll.append(self.codec.contents(parts))
 
     def put(self, indices: Iterable[int], samples: Sequence[Sequence[memoryview]]) -> Iterator[bool | None]:
-        """Store samples, each if its slot is empty and nobody else is filling it, as the iterator comes to them.
+        """Store samples one by one as the caller iterates, each if its slot is empty and no other process fills it.
 
         Args:
             indices: of the samples.
@@ -444,7 +443,7 @@ class Store:
             yield stored
 
     def replace(self, slot: int, contents: Sequence[memoryview], *, overwrite: bool) -> bool:
-        """Store a row as soon as nobody else is filling its slot.
+        """Store a row as soon as no other process fills its slot.
 
         Args:
             slot: of the row.
@@ -476,7 +475,7 @@ class Store:
         self.segment.discard(len(self))
 
     def alone(self) -> AbstractContextManager[None]:
-        """Wait until no other process is in here; it has nothing to do with claims on slots."""
+        """Exclude other processes that call this; claims on slots are not affected."""
         return self._claims.waiting(_ALONE)
 
     def _has_memory(self, nbytes: int) -> bool:
@@ -489,7 +488,7 @@ class Store:
         return short is None
 
     def _try_write(self, slot: int, contents: Sequence[memoryview]) -> bool | None:
-        """Write a sample into a slot that is claimed, and have it read; False without memory, None without room."""
+        """Write a sample into a claimed slot and set it ready; False without memory, None without room."""
         try:
             return self._write(slot, contents) or None
         except OSError as error:
@@ -510,7 +509,7 @@ class Store:
         return True
 
     def _stop(self, short: str) -> None:
-        """Store nothing for a while, and say why, once on the node."""
+        """Store nothing for a while, and warn once per node."""
         # The lock behind those of the slots is kept until this process ends: one warning per node.
         if not self._retry_at and self.segment.lock(len(self)):
             log.warning(
@@ -542,7 +541,7 @@ class Store:
         return found
 
     def some_stored(self, count: int) -> list[int]:
-        """About so many indices whose slots are ready, or all if there are fewer."""
+        """About `count` indices whose slots are ready, or all if there are fewer."""
         stored = self._stored
         first = int(stored.argmax()) if len(stored) else 0
         slots = np.flatnonzero(stored[first : first + _WINDOW]) + first
@@ -566,7 +565,7 @@ class Store:
 
     @property
     def fill_fraction(self) -> float:
-        """How much of what there is for samples is filled: slots, or bytes where samples differ in size."""
+        """Share of the slots that are filled, or of the bytes where samples differ in size."""
         if self._roll is not None:
             return self.filled / max(min(len(self), self._roll.limit), 1)
         return 1.0 if self._is_final else self.layout.fill_fraction(self.filled)
@@ -590,7 +589,7 @@ class Store:
 
     @property
     def memory_bytes(self) -> int:
-        """Bytes that samples take in this node's memory right now; what the page cache has of a disk is nobody's."""
+        """Bytes that samples take in this node's memory now; the page cache of a disk does not count."""
         return self._used_bytes if self._checksums is None else 0
 
     @property
@@ -605,16 +604,16 @@ class Store:
         return 0 if done else self.granted_bytes - self.memory_bytes
 
     def keep_free(self, nbytes: int) -> None:
-        """Leave that many bytes of the node's memory to others from now on, in all processes that fill."""
+        """Leave `nbytes` of the node's memory to others from now on, in all processes that fill."""
         keep_free(self.segment, nbytes)
 
     def unlink(self) -> None:
-        """Take the name of its file away, if it has one: no other process can open the store any more."""
+        """Remove the name of its file, if it has one: no other process can open the store any more."""
         self.segment.unlink()
 
     @property
     def manifest(self) -> Manifest:
-        """What the store says about itself, also to other jobs; a ManifestError if that is damaged."""
+        """The manifest in the header; a ManifestError if it is damaged."""
         return read_manifest(self.segment.header, self.segment.size)
 
     @property
@@ -650,10 +649,10 @@ def gathers(store: Any) -> bool:
 
 
 def slots_for(granted: int, codec: RecordCodec, length: int) -> int:
-    """How many slots a store of records gets, that may take so many bytes.
+    """How many slots a store of records gets for the bytes that it may take.
 
-    Every index, unless the directory would take much of them: of a dataset of small records that fits in small part.
-    Never fewer than will find room.
+    Every index, unless the columns would take too large a part of the bytes, as for a dataset of small records of which
+    a small part fits. Never fewer than will find room.
     """
     expected = granted // codec.slot_bytes
     return min(max(expected, granted // _DIRECTORY_SHARE // Records.slot_bytes), length)

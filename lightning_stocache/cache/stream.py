@@ -1,26 +1,23 @@
 """The samples of a stream, stored as they pass, by all processes of a node.
 
-A stream has no index: a sample gets the next number, and is stored under it in a store of rows or of records. Which of
-the two, and how many slots there are, is agreed when the first sample comes (`lay_out`): nothing has to be read before.
-Whoever lays the memory out anew is alone meanwhile (`ledger`), and counts its generations up; the others see that, and
-open the store again.
+A stream has no index: a sample takes the next number and is stored under it, in rows or records. The first sample
+decides which of the two, and how many slots there are (`lay_out`), so nothing has to be read before. A process that
+lays the memory out anew holds all locks of the `ledger` and raises its generation; the others see that, and open the
+store again.
 
-Three segments: the ledger, the samples, and the codec with the number of slots (two uint64 and a pickle, up to 64 KiB).
-Beside its state a slot has two columns: `mark`, by which a sample is found again, and `position`, which orders all of
-them: the number of its shard, and its number there. The columns are written through the mapping, so their memory is
-reserved before, for a block of slots at a time. The file of the samples is as long as what was granted, so that other
-jobs see a promise of that, and no more.
+There are two segments: the ledger with the codec, and the samples. Besides its state a slot has two columns: `mark`, by
+which a sample is found again, and `position`, the number of its shard and its number there, which orders all samples.
+The columns are written through the mapping, so their memory is reserved before, for a block of slots at a time. The
+samples' file has the length that was granted, so that other jobs see how much this one may still take.
 
-When a stream has ended and nothing is added any more, what was stored is a dataset: `kept` gives it as a store of its
-own, in the order of the shards, whoever was faster.
+When a stream has ended and nothing is added any more, `kept` gives its samples as a store of their own, in the order of
+the shards, whichever shard was faster.
 """
 
 from __future__ import annotations
 
-import contextlib
 import errno
 import pickle
-import struct
 from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import Any
@@ -46,8 +43,6 @@ _BLOCK = 1 << 12  # slots whose columns get their memory together
 _SLACK = 4096  # bytes beyond what is granted, for what is as large in every store
 _DIRECTORY_SHARE = 28  # at most this part of the bytes granted is for slots of records that may find no room
 _SMALLER = 16  # how much smaller than the first sample the mean may be without running out of slots
-_CODEC_BYTES = 1 << 16
-_TWO = struct.Struct("<QQ")
 
 
 @dataclass(frozen=True)
@@ -56,18 +51,16 @@ class StreamHandle:
 
     ledger: SegmentHandle
     samples: SegmentHandle
-    codec: SegmentHandle
     ranks: int
     granted: int
 
 
 class StreamStore:
-    """What is stored of a stream.
+    """The stored samples of a stream.
 
     Args:
         ledger: how far the stream has come.
         samples: the memory for samples.
-        layout: the memory for their codec, and the number of slots.
         granted: bytes that samples may take, with their columns.
 
     Example:
@@ -84,9 +77,8 @@ class StreamStore:
         >>> store.close()
     """
 
-    def __init__(self, ledger: StreamLedger, samples: Segment, layout: Segment, granted: int) -> None:
-        self.ledger, self.granted = ledger, granted
-        self._samples, self._layout = samples, layout
+    def __init__(self, ledger: StreamLedger, samples: Segment, granted: int) -> None:
+        self.ledger, self.granted, self._samples = ledger, granted, samples
         self._generation = self._reserved = 0
         self._store: Store | None = None
         self._kept: Store | None = None
@@ -104,32 +96,29 @@ class StreamStore:
         Raises:
             OSError: the memory cannot be had.
         """
-        with contextlib.ExitStack() as undo:
-            ledger = StreamLedger.create(ranks, backend)
-            undo.callback(ledger.close)
+        ledger = StreamLedger.create(ranks, backend)
+        try:
             samples = Segment.create(granted + _SLACK, backend)
-            undo.callback(samples.close)
-            layout = Segment.create(_CODEC_BYTES, backend, reserved=_CODEC_BYTES)
-            undo.callback(layout.close)
-            if free:
-                keep_free(samples, free)
-            undo.pop_all()
-        return cls(ledger, samples, layout, granted)
+        except OSError:
+            ledger.close()
+            raise
+        if free:
+            keep_free(samples, free)
+        return cls(ledger, samples, granted)
 
     @classmethod
     def attach(cls, handle: StreamHandle) -> StreamStore:
         """Open the store that another process of the node made; an OSError where it cannot be reached."""
         ledger = StreamLedger(Segment.attach(handle.ledger), handle.ranks)
-        return cls(ledger, Segment.attach(handle.samples), Segment.attach(handle.codec), handle.granted)
+        return cls(ledger, Segment.attach(handle.samples), handle.granted)
 
     @property
     def handle(self) -> StreamHandle:
         """What another process of the node needs to open it."""
-        ledger = self.ledger
-        return StreamHandle(ledger.handle, self._samples.handle, self._layout.handle, ledger.ranks, self.granted)
+        return StreamHandle(self.ledger.handle, self._samples.handle, self.ledger.ranks, self.granted)
 
     def __reduce__(self) -> tuple[Any, ...]:
-        return type(self), (self.ledger, self._samples, self._layout, self.granted)
+        return type(self), (self.ledger, self._samples, self.granted)
 
     # ---- in ----
 
@@ -140,7 +129,7 @@ class StreamStore:
         return None if store is None else store.codec
 
     def lay_out(self, codec: SampleCodec) -> bool:
-        """Lay the memory out for samples of a codec, unless that was done already; whether samples can be stored.
+        """Lay the memory out for samples of a codec, unless it is laid out. Returns whether samples can be stored.
 
         Raises:
             OSError: there is no memory even for the columns of its first slots.
@@ -148,17 +137,15 @@ class StreamStore:
         with self.ledger.alone():
             if self._reopened() is not None:
                 return True
-            slots, content = _slots_within(self._samples.size, self.granted, codec), pickle.dumps(codec)
-            if slots <= 0 or len(content) > _CODEC_BYTES - _TWO.size:
+            slots = _slots_within(self._samples.size, self.granted, codec)
+            if slots <= 0 or not self.ledger.lay_out(slots, pickle.dumps(codec)):
                 return False
-            self._layout.store(0, memoryview(_TWO.pack(len(content), slots) + content))
-            self.ledger.lay_out()
             if (store := self._reopened()) is not None:
                 store.layout.reserve(0, min(_BLOCK, slots))
             return True
 
     def keep(self, shard: Shard, epoch: int, sample: Any, mark: int) -> int | None:
-        """Store a sample of a shard, if there is room for it and its epoch goes on; its bytes, None if it was not.
+        """Store a sample of a shard, if there is room and its epoch goes on. Returns its bytes, or None.
 
         Raises:
             SampleMismatchError: it is not of the codec.
@@ -167,7 +154,7 @@ class StreamStore:
         while (store := self._opened()) is not None:
             room = store.has_room(sample)
             contents = store.codec.contents(store.codec.encode(sample)) if room else ()
-            with self.ledger.holding(shard):
+            with self.ledger.locked(shard):
                 if self.ledger.generation != self._generation:
                     continue
                 if not self.ledger.is_current(shard, epoch):
@@ -183,8 +170,8 @@ class StreamStore:
         return None
 
     def leave(self, shard: Shard, epoch: int) -> None:
-        """A sample of a shard has passed, and is not stored."""
-        with self.ledger.holding(shard):
+        """Count a sample of a shard that has passed unstored."""
+        with self.ledger.locked(shard):
             if self.ledger.is_current(shard, epoch):
                 self.ledger.note(shard, kept=False)
 
@@ -192,14 +179,13 @@ class StreamStore:
         """Forget all samples, and give their memory back."""
         with self.ledger.alone():
             self._drop()
-            self._layout.store(0, memoryview(bytes(_TWO.size)))  # its memory stays, which might not be had again
             self._samples.discard(0)
             self.ledger.lay_out()
 
     # ---- out ----
 
     def kept(self) -> Store:
-        """The samples as a store of their own, numbered from 0 without a gap; nothing may be added any more.
+        """The samples as a store of their own, numbered from 0 without a gap. Nothing may be added any more.
 
         Raises:
             ValueError: there is none.
@@ -243,7 +229,7 @@ class StreamStore:
         return store.filled
 
     def __len__(self) -> int:
-        """Number of samples that an epoch has, as far as it is known."""
+        """Number of samples of an epoch, as far as it is known."""
         return self.filled
 
     @property
@@ -259,12 +245,12 @@ class StreamStore:
 
     @property
     def capacity(self) -> int:
-        """Number of samples that are stored when nothing is added any more, as far as it is known."""
+        """Number of samples that will be stored, as far as it is known."""
         return self.filled if self.full else self.filled + 1
 
     @property
     def fill_fraction(self) -> float:
-        """1 when all samples of an epoch have been stored; while they come, the share of the memory that they take."""
+        """1 when a whole epoch is stored; before, the share of the memory that samples take."""
         return 1.0 if self.full or self.ledger.all_kept else min(self.memory_bytes / self.granted, 1.0)
 
     @property
@@ -281,15 +267,15 @@ class StreamStore:
 
     def unlink(self) -> None:
         """Take the names of its files away, if they have any."""
-        for part in (self.ledger, self._samples, self._layout):
-            part.unlink()
+        self.ledger.unlink()
+        self._samples.unlink()
 
     def close(self) -> None:
         """Close it in this process."""
         if not self.closed:
             self._drop()
-            for part in (self.ledger, self._samples, self._layout):
-                part.close()
+            self.ledger.close()
+            self._samples.close()
 
     def _opened(self) -> Store | None:
         """The store as it is laid out now."""
@@ -303,11 +289,9 @@ class StreamStore:
         generation = self.ledger.generation
         if generation != self._generation:
             self._drop()
-            with self._layout.memory(0, _CODEC_BYTES) as memory:
-                nbytes, slots = _TWO.unpack_from(memory)
-                codec = pickle.loads(bytes(memory[_TWO.size : _TWO.size + nbytes])) if nbytes else None
-            if codec is not None:
-                self._store = Store(self._samples.share(), codec, Arc(slots, slots), None, _HEAD)
+            slots, codec = self.ledger.layout()
+            if slots:
+                self._store = Store(self._samples.share(), pickle.loads(codec), Arc(slots, slots), None, _HEAD)
             self._generation, self._reserved = generation, 0
         return self._store
 
@@ -318,7 +302,7 @@ class StreamStore:
                 part.close()
 
     def _has_columns(self, store: Store, number: int) -> bool:
-        """Whether there is memory for the columns of a slot, and for those after it."""
+        """Reserve the columns of a slot and those after it. Returns whether there is memory."""
         if number >= self._reserved:
             begin = number // _BLOCK * _BLOCK
             end = min(begin + _BLOCK, len(store))
