@@ -161,6 +161,7 @@ def test_two_training_loaders_of_one_dataset_share_slots(tmp_path):
     assert looking.slots["train"] == [SAMPLES]
 
 
+@pytest.mark.stores_at_set_up
 @pytest.mark.parametrize("options", [{"keep_cache": True}, {"name": "on disk"}])
 def test_a_cache_that_outlives_the_call_has_room_for_all(tmp_path, options, caplog):
     """The next fold draws other samples from the same dataset: it finds slots for them, and what the last one left."""
@@ -204,6 +205,7 @@ def test_a_cache_that_is_kept_and_has_no_room_for_all_is_for_what_is_drawn(tmp_p
     (callbacks[0] if door == "callback" else given.caches).close()
 
 
+@pytest.mark.stores_at_set_up
 def test_under_a_name_a_subset_says_what_is_drawn(tmp_path, caplog):
     """A cache that other jobs read has slots for the whole dataset; of a Subset, that is the tenth."""
     pytest.importorskip("xxhash")
