@@ -16,6 +16,7 @@ import pytest
 import torch
 
 from lightning_stocache.__main__ import COMMANDS, main
+from lightning_stocache.cache.layout import READY
 from lightning_stocache.insight import curves, measurement
 from lightning_stocache.node.header import Geometry, Manifest
 from lightning_stocache.node.named import clean, named_segments, open_named
@@ -291,7 +292,7 @@ def named(tmp_path):
     name = f"test-main-{tmp_path.name[-20:]}".replace("_", "-")
     for part, dataset in (("-train0", "Photos (3 samples, train)"), ("-val0", "Photos (4 samples, val)")):
         segment, _ = open_named(name + part, 4096, Manifest(Geometry(3, 3), dataset, created=CREATED))
-        segment.store(0, memoryview(b"\1\1"))
+        segment.store(0, memoryview(bytes([READY, READY])))
         if part == "-train0":
             segment.close()
     yield name

@@ -46,7 +46,8 @@ class Finding:
         reason: why the source passes through uncached, in words.
         odd: of a sample that cannot be kept where most can, in words; it will pass through.
         reads: how many samples were read.
-        worker_bytes: memory that the process which read them had for itself; None if it was this one.
+        worker_bytes: memory that the process which read them had for itself; None if it was this one, or if no
+            loader has workers.
         encoded: what is known of its samples as files, where they may be kept so.
         as_files: whether they are kept so.
         note: what cannot be done as it was asked for, in words.
