@@ -1,14 +1,14 @@
 """Whether what lies on a disk is what was stored there, and not what a crash or a flipped bit has left.
 
-Each slot has a checksum (XXH3, 64 bits, of which the lowest is always one, so that what was never written is none). The
-bytes of the sample lie under it, with their number, the index, and the token of the file. It is written after them, in
-no particular order on the disk: no write is waited for. So after a crash a slot may be ready without its checksum,
-or have a checksum without its bytes. Both are found when a job reads the slot for the first time: by `pread`, because a
-block that cannot be read is an error there, and through the mapping the end of the process. What is sound is verified
-from then on, for all processes of the job on the node: a byte for each slot, in memory. What is not sound is emptied,
-and loaded anew. A disk with a bad block is left alone for a while.
+Each slot has a checksum (XXH3, 64 bits, of which the lowest is always one, so that zero is none). It covers the bytes
+of the sample and their number, the index, where a record begins, and the token of the file. It is written after the
+bytes, and no write waits for the disk. So after a crash a slot may be ready without its checksum, or have a checksum
+without its bytes. Both are found when a job reads the slot for the first time: by `pread`, which reports a bad block as
+an error, where the mapping would end the process. A sound slot is verified from then on, for all processes of the job
+on the node: a byte per slot, in memory. A slot that is not sound is emptied, and loaded anew. A disk with a bad block
+is left alone for a while.
 
-What the job has stored itself is verified, too. Later reads go through the mapping, as from memory.
+Slots that the job has filled itself are verified, too. Later reads go through the mapping, as from memory.
 """
 
 from __future__ import annotations
@@ -34,7 +34,7 @@ SUM_BYTES = 8
 """Bytes of a checksum."""
 
 _SUM = struct.Struct("<Q")
-_ABOUT = struct.Struct("<16sqQ")  # token, index, bytes
+_ABOUT = struct.Struct("<16sqqQ")  # token, where a record begins, index, bytes
 _REST = 30.0  # seconds for which a disk with a bad block is left alone
 
 
@@ -55,6 +55,7 @@ class Checksums:
         self.segment = verified
         self.verified = np.frombuffer(verified.memory(0, arc.slots), dtype=np.uint8)
         self._disk, self._layout, self._arc = segment, layout, arc
+        self._begins = layout.columns.get("begin")
         self._claims = Claims(segment)
         self._xxh3 = checksum()
         self._rest_until = 0.0
@@ -126,7 +127,7 @@ class Checksums:
 
     def close(self) -> None:
         """Drop the view, and the memory of what is verified."""
-        self.verified = np.empty(0, dtype=np.uint8)
+        self.verified, self._begins = np.empty(0, dtype=np.uint8), None
         self.segment.close()
 
     def _sum(self, slot: int, contents: Iterable[Any]) -> int:
@@ -134,7 +135,8 @@ class Checksums:
         for part in contents:
             digest.update(part)
             nbytes += memoryview(part).nbytes
-        digest.update(_ABOUT.pack(self._disk.token, self._arc.index(slot), nbytes))
+        begin = 0 if self._begins is None else int(self._begins[slot])
+        digest.update(_ABOUT.pack(self._disk.token, begin, self._arc.index(slot), nbytes))
         return int(digest.intdigest()) | 1
 
 

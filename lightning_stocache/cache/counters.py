@@ -189,9 +189,9 @@ class Counters:
         return self._row
 
     def _take_row(self) -> memoryview | None:
-        for number in np.flatnonzero(np.isin(self._rows[:, 0], (0, self.rank + 1))).tolist():
+        for number in range(_ROWS):
             row: memoryview = self._rows[number].data
-            if self.segment.lock(number):
+            if row[0] in (0, self.rank + 1) and self.segment.lock(number):
                 if row[0] == 0:
                     row[0] = self.rank + 1
                 if row[0] == self.rank + 1:

@@ -1,6 +1,6 @@
 """Stores of each kind, as tests open them: samples, codecs, and how one gets a store for them.
 
-The fences of this room know stores by the contract (`SampleStore`) and by this file, which alone changes when stores
+The fences of this room know stores by the contract (`Store`) and by this file, which alone changes when stores
 are made or opened in another way. The fences of the whole package, which a change of its inside leaves as they are:
 
 - test_any_store.py: every kind of store against a dict, whatever happens to its jobs and its disk

@@ -134,7 +134,7 @@ def power_cuts(disk: Disk, rounds: int) -> int:
 
 
 def test_records_after_a_power_cut_are_not_overwritten(tmp_path: Path) -> None:
-    """The arena's numbers may be older than the words that lead to records: new records lie behind all of them."""
+    """The free offset may be older than the columns that lead to records: new records lie behind all of them."""
     disk = Disk(tmp_path, "records")
     disk.fill(ALL[:4])
     before = disk.bytes()
