@@ -14,6 +14,7 @@ import tempfile
 import time
 import traceback
 from collections.abc import Callable, Sequence
+from contextlib import suppress
 from multiprocessing.process import BaseProcess
 from pathlib import Path
 from typing import Any
@@ -24,7 +25,17 @@ from lightning_stocache.setup import finding
 from lightning_stocache.source import random_split
 from tests import names
 
-__all__ = ["Child", "call", "call_many", "context", "default_method", "mount_own_shm", "without_room"]
+__all__ = [
+    "Child",
+    "call",
+    "call_many",
+    "context",
+    "default_method",
+    "mount_own_shm",
+    "take_all_of_dev_shm",
+    "wait_until",
+    "without_room",
+]
 
 _NEW_USERS, _NEW_MOUNTS, _PRIVATE = 0x10000000, 0x00020000, (1 << 18) | (1 << 14)
 
@@ -123,6 +134,25 @@ def without_room(function: Callable[..., Any], *args: Any, mib: int = 64) -> Any
     if isinstance(value, _Refused):
         pytest.skip(f"no private /dev/shm here: {value.why}")
     return value
+
+
+def take_all_of_dev_shm() -> None:
+    """Have a file in /dev/shm take what is left of it."""
+    with open("/dev/shm/other", "wb", buffering=0) as other, suppress(OSError):
+        while True:
+            other.write(bytes(65536))
+
+
+def wait_until(happens: Callable[[], bool], seconds: float = 300) -> None:
+    """Wait for something that another process or thread is to do.
+
+    Raises:
+        AssertionError: it has not been done in so many seconds.
+    """
+    deadline = time.monotonic() + seconds
+    while not happens():
+        assert time.monotonic() < deadline, "it does not happen"
+        time.sleep(0.005)
 
 
 class _Refused:

@@ -1,19 +1,25 @@
-"""One process, and one thread of it, has a slot at a time; death gives it back."""
+"""One process, and one thread of it, has a slot or a turn to load at a time; death gives it back."""
 
 from __future__ import annotations
 
+import logging
 import os
 import pickle
+import signal
 import threading
 import time
 from collections.abc import Iterator
 from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
 
 import pytest
 
+from lightning_stocache.cache import claims
 from lightning_stocache.cache.claims import Claims
 from lightning_stocache.node.segment import Segment
-from tests.processes import call, call_many
+from tests.cache.disks import Disk
+from tests.processes import Child, call, call_many, wait_until
 
 
 @pytest.fixture
@@ -155,3 +161,52 @@ def wait_in_a_circle() -> int:
         pass
     holding.join()
     return os.waitstatus_to_exitcode(os.waitpid(child, 0)[1])
+
+
+# ---- whose turn it is to load ----
+
+
+def load_for_ever(folder: Path, ready: Path) -> None:
+    store = Disk(folder, "rows").open()
+    assert store.turns.take([3, 4]) == [3, 4]
+    ready.touch()
+    signal.pause()
+
+
+@pytest.mark.processes
+def test_what_another_process_loads_is_waited_for_but_not_for_ever(
+    tmp_path: Path, monkeypatch: Any, caplog: Any
+) -> None:
+    """A process that stands still is waited for once; when it is gone, its samples are free."""
+    monkeypatch.setattr(claims, "PATIENCE", 0.2)
+    ready = tmp_path / "ready"
+    other = Child(load_for_ever, tmp_path, ready)
+    wait_until(ready.exists)
+    store = Disk(tmp_path, "rows").open()
+    assert store.turns.take([2, 3, 4, 5]) == [2, 5]
+    with caplog.at_level(logging.WARNING):
+        assert not store.turns.wait([3])
+        assert not store.turns.wait([4])
+    assert len(caplog.records) == 1, "who has waited in vain does not wait again soon"
+    other.kill()
+    assert store.turns.take([3, 4]) == [3, 4]
+    store.turns.give_up([2, 3, 4, 5])
+    store.close()
+
+
+@pytest.mark.processes
+def test_a_forked_child_has_none_of_its_parent_s_turns(tmp_path: Path) -> None:
+    """It has their numbers, and none of the claims: to store without one would be to store into another's slot."""
+    store = Disk(tmp_path, "rows").open()
+    assert store.turns.take([7]) == [7]
+    slot = store.arc.slot(7)
+    reader, writer = os.pipe()
+    if (child := os.fork()) == 0:
+        os.write(writer, bytes([store.turns.ends(slot), len(store.turns.take([7]))]))
+        os._exit(0)
+    os.waitpid(child, 0)
+    assert os.read(reader, 2) == bytes([False, 0])
+    os.close(reader)
+    os.close(writer)
+    assert store.turns.ends(slot)
+    store.close()

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import logging
 import pickle
 import threading
 import time
@@ -14,7 +13,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from lightning_stocache.cache.counters import Counters, Counts
-from tests.processes import Child, call, call_many, context, without_room
+from tests.logs import Log
+from tests.processes import Child, call, call_many, context, take_all_of_dev_shm, wait_until, without_room
 
 ROWS = 1024
 
@@ -48,13 +48,6 @@ def test_counts_add_and_subtract(one: Counts, other: Counts) -> None:
     assert (one + other).served == one.served + other.served
     assert one.served == one.hits + one.misses + one.bypasses
     assert Counts(*one.values()) == one
-
-
-def test_a_process_adds_to_its_row(counters: Counters) -> None:
-    """Additions sum up, column by column."""
-    counters.add(hits=2, misses=1)
-    counters.add(hits=3, source_ns=2**40)
-    assert counters.totals() == Counts(hits=5, misses=1, source_ns=2**40)
 
 
 @pytest.mark.processes
@@ -96,8 +89,7 @@ def count_and_hang(counters: Counters, ready: str) -> None:
 def test_what_a_killed_process_counted_stays(counters: Counters, tmp_path: Path) -> None:
     """SIGKILL takes no count away, and the next process of that rank goes on in the same row."""
     worker = Child(count_and_hang, counters, str(tmp_path / "ready"))
-    while not (tmp_path / "ready").exists():
-        time.sleep(0.005)
+    wait_until((tmp_path / "ready").exists)
     worker.kill()
     assert counters.totals().hits == 7
     call(count, counters, 5)
@@ -163,12 +155,7 @@ def test_closed_counters_count_nothing(counters: Counters) -> None:
 
 def count_without_room() -> int:
     counters = Counters.create()
-    with open("/dev/shm/all", "wb", buffering=0) as file:
-        try:
-            while True:
-                file.write(bytes(65536))
-        except OSError:
-            pass
+    take_all_of_dev_shm()
     count(counters, 5)
     call_many(count, [(counters, 5)] * 3)
     return counters.totals().hits
@@ -197,10 +184,7 @@ def test_more_processes_than_rows_count_nothing(counters: Counters) -> None:
 
 def said_while_counting(counters: Counters) -> list[str]:
     """In a child: what is logged."""
-    records: list[logging.LogRecord] = []
-    handler = logging.Handler()
-    handler.emit = records.append  # type: ignore[method-assign]
-    logging.getLogger("lightning_stocache").addHandler(handler)
+    log = Log()
     count(counters, 1)
     count(counters, 1)
-    return [record.getMessage() for record in records]
+    return log.lines

@@ -1,8 +1,10 @@
-"""Slots lie one array per field: what is written to one is read from it, and from no other."""
+"""Slots lie one array per field, each read as it was written; what lies in the file of a segment can be told."""
 
 from __future__ import annotations
 
 import mmap
+import os
+import tracemalloc
 from collections.abc import Iterator
 from contextlib import contextmanager
 from types import SimpleNamespace
@@ -14,11 +16,12 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from lightning_stocache.cache.layout import Rows
+from lightning_stocache.cache.layout import Contents, Rows, contents_of
 from lightning_stocache.cache.placement import Arc
 from lightning_stocache.cache.rows import SampleSpec, bytes_of
 from lightning_stocache.cache.store import Store
-from lightning_stocache.node.header import HEADER_BYTES
+from lightning_stocache.node.files import make_file, write_header
+from lightning_stocache.node.header import HEADER_BYTES, Geometry, Manifest, write_manifest
 from lightning_stocache.node.segment import Segment
 
 row_sizes = st.lists(st.sampled_from([0, 1, 2, 3, 4, 6, 7, 8, 12, 16, 63, 64, 65, 200]), min_size=1, max_size=4)
@@ -121,20 +124,6 @@ def test_only_slots_that_are_used_hold_memory(row_bytes: list[int], taken: str) 
         assert equal(read(slots, 50), sample(row_bytes, 0))
 
 
-def test_leaves_of_any_dtype_and_strides_are_stored_in_row_order() -> None:
-    """What lies in a slot are the values in row order, however they lay in the memory of who stored them."""
-    generator = torch.Generator().manual_seed(0)
-    image = torch.randint(0, 256, (5, 7, 3), dtype=torch.uint8, generator=generator).permute(2, 0, 1)
-    every_other = torch.randn(4, 6, dtype=torch.float64, generator=generator)[:, ::2]
-    leaves = [image, every_other, torch.tensor(7, dtype=torch.int16), torch.zeros(0)]
-    row_bytes = [105, 96, 2, 0]
-    with opened(row_bytes, 3) as slots:
-        slots.write(1, contents(leaves))
-        for row, leaf in zip(read(slots, 1), leaves, strict=True):
-            assert torch.equal(row.clone().view(leaf.dtype).view(leaf.shape), leaf)
-        assert not any(row.any() for slot in (0, 2) for row in read(slots, slot))
-
-
 def test_clear_empties_all_and_gives_memory_back() -> None:
     """After clear all states are empty, all slots read as zeroes, and only the states hold memory."""
     store = Store.create(SampleSpec.infer(torch.zeros(5000)), Arc(50, 50))
@@ -146,12 +135,50 @@ def test_clear_empties_all_and_gives_memory_back() -> None:
     store.close()
 
 
-def test_a_closed_segment_is_unmapped() -> None:
-    """Closing the slots drops their views, so that the segment's memory goes at its close."""
-    segment = Segment.create(Rows.bytes_for(codec([64]), 10))
-    mapped = segment.memory(0, 1).obj
-    slots = Rows(segment, codec([64]), 10)
-    slots.close()
-    segment.close()
-    assert isinstance(mapped, mmap.mmap)
-    assert mapped.closed
+# ---- what lies in a segment's file ----
+
+
+def file_of(slots: int, payload: int) -> tuple[int, Manifest]:
+    file, _ = make_file("tmpfile")
+    write_header(file, payload)
+    manifest = Manifest(Geometry(slots, slots), "numbers")
+    write_manifest(file, manifest)
+    return file, manifest
+
+
+def test_filled_slots_are_counted() -> None:
+    """Also where states lie in several pieces, and with holes between them."""
+    file, manifest = file_of(10**6, 2 * 10**6)
+    os.pwrite(file, bytes([2, 0, 2]), HEADER_BYTES)
+    os.pwrite(file, b"\2" * 100_000, HEADER_BYTES + 700_000)
+    os.pwrite(file, b"\7" * 9, HEADER_BYTES + 10**6)  # samples, not states
+    assert contents_of(file) == Contents(manifest, "", 100_002)
+    os.close(file)
+
+
+@pytest.mark.timeout(20)
+def test_a_file_that_is_mostly_holes_costs_nothing() -> None:
+    """A tebibyte of slots, of which three are stored, is read where it holds memory."""
+    file, manifest = file_of(10**12, 10**12)
+    os.pwrite(file, b"\2\2\2", HEADER_BYTES + 5 * 10**11)
+    tracemalloc.start()
+    assert contents_of(file) == Contents(manifest, "", 3)
+    _, peak = tracemalloc.get_traced_memory()
+    tracemalloc.stop()
+    assert peak < 2**20
+    os.close(file)
+
+
+def test_damage_is_said() -> None:
+    """A state that there is not, and a header that cannot be read; what is no segment is an error."""
+    file, _ = file_of(100, 4096)
+    os.pwrite(file, b"\1", HEADER_BYTES + 99)
+    assert contents_of(file) == Contents(None, "is damaged: a slot is in a state that there is not")
+    os.ftruncate(file, HEADER_BYTES + 99)
+    assert contents_of(file) == Contents(None, "is damaged: 100 slots do not fit in its 99 bytes")
+    os.ftruncate(file, 100)
+    assert "cut off" in contents_of(file).damage
+    os.pwrite(file, b"something", 0)
+    with pytest.raises(ValueError, match="not a segment"):
+        contents_of(file)
+    os.close(file)

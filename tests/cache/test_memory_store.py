@@ -2,18 +2,31 @@
 
 from __future__ import annotations
 
+import os
 import pickle
 import random
+import time
+import weakref
 from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from pathlib import Path
 from typing import Any
 
 import numpy as np
 import pytest
+import torch
 
-from lightning_stocache.cache.placement import Ring
+from lightning_stocache.cache.codec import SampleMismatchError
+from lightning_stocache.cache.compat import SharedCache
+from lightning_stocache.cache.layout import EMPTY
+from lightning_stocache.cache.placement import Arc, Ring
+from lightning_stocache.cache.records import RecordCodec
+from lightning_stocache.cache.rows import SampleSpec
 from lightning_stocache.cache.store import Store
 from tests.cache.stores import LAYOUTS, LENGTH, NO_PLACE, SAMPLES, codec_of, encoded, gathers, memory_store, same
-from tests.processes import call, call_many
+from tests.cache.test_claims import holding
+from tests.logs import Log
+from tests.processes import Child, call, call_many, take_all_of_dev_shm, wait_until, without_room
 
 GRANTED = 2**23
 
@@ -179,19 +192,74 @@ def test_a_slot_is_free_after_a_store_that_failed(store: Any, monkeypatch: pytes
 
 
 def test_copies_in_one_process_are_closed_apart(store: Any) -> None:
-    """A copy that was unpickled here serves the same, and gives its views up by itself."""
+    """A copy that was unpickled here serves the same, and the memory goes with the views of both."""
     filled(store)
     copy = pickle.loads(pickle.dumps(store))
     assert served(copy) == list(range(LENGTH))
+    mapped = weakref.ref(store.segment.memory(0, 1).obj)
     store.close()
-    copy.close()
+    assert mapped() is not None
+    copy.close(), store.close()
+    assert mapped() is None
     assert copy.closed
     assert copy.memory_bytes == 0
 
 
+@pytest.mark.processes
+def test_clear_empties_the_store_for_everybody(store: Any) -> None:
+    """After clear all slots are EMPTY in every process, and can be filled again."""
+    filled(store)
+    call(store.clear)
+    assert set(store.layout.states) == {EMPTY}
+    assert served(store) == []
+    assert filled(store, [7]) == served(store) == [7]
+
+
+def test_a_sample_that_differs_is_refused_even_without_a_slot() -> None:
+    """Whether an index happens to have a slot does not decide whether its sample is checked."""
+    for slots in (0, LENGTH):
+        store = opened("rows", slots)
+        with pytest.raises(SampleMismatchError, match=r"sample 7: field \[0\] must be"):
+            store.fill(7, (torch.zeros(8, dtype=torch.uint8), 0))
+        assert store.filled == 0
+        store.close()
+
+
+@pytest.mark.parametrize("shape", [(3,), (600,), (5000,)])
+def test_memory_is_never_more_than_the_slots_may_take(shape: tuple[int, ...]) -> None:
+    """Neither the header nor the rest of a page is counted: a budget counts neither."""
+    row = torch.ones(shape, dtype=torch.uint8)
+    store = Store.create(SampleSpec.infer(row), Arc(7, 7))
+    assert store.memory_bytes <= 7 * store.codec.slot_bytes
+    for index in range(7):
+        store.fill(index, row)
+    assert 7 * row.numel() <= store.memory_bytes <= 7 * store.codec.slot_bytes
+    store.close()
+
+
+def hold_claim(store: Any, ready: str) -> None:
+    with holding(store.segment, store.arc.slot(5)):
+        Path(ready).touch()
+        time.sleep(300)
+
+
+@pytest.mark.processes
+def test_a_lost_claim_serves_the_sample_unstored(store: Any, tmp_path: Path) -> None:
+    """While another process fills a slot, nobody waits for it; when that one dies, the slot is free."""
+    other = Child(hold_claim, store, str(tmp_path / "ready"))
+    wait_until((tmp_path / "ready").exists)
+    assert filled(store, [5, 6]) == [6]
+    assert list(store.put([4, 5, 7], contents(store, [4, 5, 7]))) == [True, False, True]
+    other.kill()
+    assert filled(store, [5]) == [5]
+    assert served(store) == [4, 5, 6, 7]
+
+
 def fill_in_disorder(store: Any, seed: int) -> list[int]:
     stored = filled(store, random.Random(seed).sample(range(LENGTH), LENGTH))
-    served(store)
+    for index in range(LENGTH):  # more may come while this process looks
+        got = store.get(index)
+        assert got is None or same(got, sample(store, index))
     return stored
 
 
@@ -207,3 +275,99 @@ def test_processes_that_fill_at_once_store_each_sample_once(layout: str, share: 
     assert served(store) == sorted(stored)
     assert (store.filled == LENGTH) == (share == 1.0)
     store.close()
+
+
+# ---- shortage ----
+
+MIB = 1 << 20
+
+
+def large(index: int) -> torch.Tensor:
+    return torch.full((MIB,), index, dtype=torch.uint8)
+
+
+@contextmanager
+def a_minute_later() -> Iterator[None]:
+    """The clock of this process shows a minute more, after which what failed is tried again."""
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(time, "monotonic", lambda now=time.monotonic: now() + 60)
+        yield
+
+
+def fill_without_room(layout: str) -> dict[str, Any]:
+    codec: Any = SampleSpec.infer(large(0)) if layout == "rows" else RecordCodec(MIB)
+    log, store = Log(), Store.create(codec, Arc(100, 100), granted=90 * MIB)
+    with open("/dev/shm/other", "wb") as other:
+        os.posix_fallocate(other.fileno(), 0, 40 * MIB)
+    samples = [encoded(codec, large(index), index) for index in range(100)]
+    stored = [index for index, was_stored in enumerate(store.put(range(100), samples)) if was_stored]
+    if layout == "rows":  # as a user of the ancestor's interface does
+        shared = SharedCache.around(store)
+        shared.set_slot(99, large(99))
+        shared.set_slot(stored[0], large(77), allow_overwrite=True)
+        assert torch.equal(store.get(stored[0]), large(77))  # type: ignore[arg-type]
+        shared.set_slot(stored[0], large(stored[0]), allow_overwrite=True)
+    else:
+        assert store.layout.free < (len(stored) + 1) * MIB  # type: ignore[attr-defined]  # no room is lost
+    served = [index for index in range(100) if store.get(index) is not None]
+    assert all(torch.equal(store.get(index), large(index)) for index in served)  # type: ignore[arg-type]
+    seen: dict[str, Any] = {"stored": stored, "served": served, "filled": store.filled}
+    seen["in a child"] = call(lambda: store.fill(98, large(98)))
+    seen["lines"] = list(log.lines)
+    os.unlink("/dev/shm/other")
+    seen["before the next try"] = store.fill(98, large(98))
+    with a_minute_later():
+        seen["with room again"] = store.fill(98, large(98)) and torch.equal(store.get(98), large(98))  # type: ignore[arg-type]
+    store.close()
+    return seen
+
+
+@pytest.mark.processes
+def test_without_room_the_store_stops_growing_and_goes_on(layout: str) -> None:
+    """At ENOSPC a slot stays empty, with one warning; what is stored is served, can be overwritten, and grows later."""
+    seen = without_room(fill_without_room, layout)
+    assert 20 <= seen["filled"] <= 24
+    assert seen["served"] == seen["stored"] == list(range(seen["filled"]))
+    [line] = seen["lines"]
+    assert f"stops at {seen['filled']} of 100 samples: no space left in /dev/shm" in line
+    assert [seen[key] for key in ("in a child", "before the next try", "with room again")] == [False, False, True]
+
+
+def warn_elsewhere(store: Store) -> list[str]:
+    log, same = Log(), pickle.loads(pickle.dumps(store))  # as in a process that has not tried yet
+    same.fill(3, large(3))
+    return log.lines
+
+
+def look_without_room() -> tuple[Any, ...]:
+    store = Store.create(SampleSpec.infer(large(0)), Arc(100_000, 100_000))
+    take_all_of_dev_shm()
+    log = Log()
+    assert not any(store.fill(index, large(7)) for index in (0, 50_000, 99_999))
+    looks = store.get(70_000), store.filled, int(store.lookup(np.arange(100_000)).max())
+    elsewhere = call(warn_elsewhere, store)
+    with a_minute_later():
+        store.fill(3, large(3))
+    with pytest.raises(OSError, match="No space left on device"):
+        SharedCache.around(store)[5]
+    store.clear()
+    store.close()
+    return (*looks, len(log.lines), len(elsewhere))
+
+
+@pytest.mark.processes
+def test_looking_needs_no_room() -> None:
+    """In a full /dev/shm empty slots are looked at without SIGBUS, and all processes together warn once."""
+    assert without_room(look_without_room, mib=4) == (None, 0, NO_PLACE, 1, 0)
+
+
+def create_without_room() -> None:
+    take_all_of_dev_shm()
+    with pytest.raises(OSError, match="No space left on device"):
+        Store.create(SampleSpec.infer(large(0)), Arc(100_000, 100_000))
+
+
+@pytest.mark.processes
+def test_a_store_that_does_not_fit_at_all_is_an_error_at_once() -> None:
+    """Where there is no memory for the states, making the store raises ENOSPC."""
+    without_room(create_without_room, mib=4)

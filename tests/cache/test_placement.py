@@ -1,7 +1,8 @@
-"""An arc gives every slot to one index, spreads over the whole dataset, and needs no table to say so."""
+"""An arc gives every slot to one index, without a table; a domain is a set of indices that costs little to send."""
 
 from __future__ import annotations
 
+import pickle
 from fractions import Fraction
 
 import numpy as np
@@ -9,7 +10,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from lightning_stocache.cache.placement import NO_SLOT, Arc, Domain, Ring
+from lightning_stocache.cache.placement import NO_RANK, NO_SLOT, Arc, Domain, Ring
 
 sizes = st.integers(1, 300)
 
@@ -93,13 +94,6 @@ def test_a_class_sorted_dataset_is_cached_evenly(size: int, share: float) -> Non
     assert surplus.max() - surplus.min() <= 8
 
 
-def test_a_part_of_the_ring_is_not_the_beginning_of_the_dataset() -> None:
-    """With step 1 a cache of a quarter holds the first quarter, as the ancestor's does; a ring takes of all four."""
-    assert [Arc(100, 25).slot(index) for index in (0, 24, 25, 99)] == [0, 24, NO_SLOT, NO_SLOT]
-    spread = Ring.cut(100, (1.0,), (25,)).arcs[0]
-    assert {index // 25 for index in range(100) if spread.slot(index) != NO_SLOT} == {0, 1, 2, 3}
-
-
 @pytest.mark.parametrize("size", [10**9, 3 * 10**9 + 17, 3_800_000_000])
 def test_billions_of_indices_do_not_overflow(size: int) -> None:
     """In 64 bits the slots of many indices are those of exact arithmetic."""
@@ -160,3 +154,64 @@ def test_an_arc_of_another_size_than_its_domain_is_refused() -> None:
     """The numbers of a cache that was made for other indices do not become slots of these."""
     with pytest.raises(ValueError, match="size must be that of the domain, 2, got 3"):
         Arc(3, 3, domain=Domain([1, 2], 5))
+
+
+# ---- domains ----
+
+
+@st.composite
+def parts(draw: st.DrawFn, length: int | None = None) -> Domain:
+    """Some of the indices of a dataset, in any order, some more than once, some counted from the end."""
+    length = draw(st.integers(1, 500)) if length is None else length
+    return Domain(draw(st.lists(st.integers(-length, length - 1), max_size=60)), length)
+
+
+@given(domain=parts())
+def test_ranks_are_the_order_of_the_dataset(domain: Domain) -> None:
+    """The indices of a domain have the ranks 0, 1, 2 ..., all others have none, one by one or many at once."""
+    order = {index: rank for rank, index in enumerate(sorted(domain.indices.tolist()))}
+    expected = [order.get(index, NO_RANK) for index in range(domain.length)]
+    assert [domain.rank(index) for index in range(domain.length)] == expected
+    assert domain.ranks(np.arange(domain.length)).tolist() == expected
+
+
+@given(domain=parts())
+def test_a_domain_is_the_same_in_another_process(domain: Domain) -> None:
+    """What comes out of a pickle is equal, has the same digest and hash, and is as read-only."""
+    other = pickle.loads(pickle.dumps(domain))
+    assert other == domain
+    assert (other.digest, hash(other)) == (domain.digest, hash(domain))
+    with pytest.raises(ValueError, match="read-only"):
+        other.indices[:] = 0
+
+
+def test_many_indices_are_sent_as_bits() -> None:
+    """Half a million of a million indices travel in an eighth of a megabyte."""
+    assert len(pickle.dumps(Domain(np.arange(0, 10**6, 2), 10**6))) < 130_000
+
+
+@given(st.data())
+def test_unions_and_subsets_are_those_of_sets(data: st.DataObject) -> None:
+    """`|` and `covers` do what they do with sets."""
+    left, right = data.draw(parts(100)), data.draw(parts(100))
+    sets = [set(domain.indices.tolist()) for domain in (left, right)]
+    assert set((left | right).indices.tolist()) == sets[0] | sets[1]
+    assert left.covers(right) == (sets[0] >= sets[1])
+    assert (left == right) == (sets[0] == sets[1])
+    assert left.covers(None) == (len(sets[0]) == 100) == left.is_whole
+
+
+@pytest.mark.parametrize(
+    ("indices", "words"),
+    [
+        ([1, 10], "must lie in the dataset of 10 samples, got 10"),
+        ([-11], "must lie in the dataset of 10 samples, got -11"),
+        ([0.5], "must be whole numbers, one after the other; got float64"),
+        ([[1, 2], [3, 4]], r"must be whole numbers, one after the other; got int64 \(2, 2\)"),
+        ([True, False], "must be whole numbers, one after the other; got bool"),
+    ],
+)
+def test_what_are_no_indices_is_refused(indices: list[int], words: str) -> None:
+    """A mask, fractions, or indices of another dataset are named with the rule."""
+    with pytest.raises(ValueError, match=words):
+        Domain(indices, 10)

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import itertools
-import os
 import random
 from collections.abc import Iterator, Sequence
 from typing import Any
@@ -14,13 +13,11 @@ import torch
 
 from lightning_stocache.cache.codec import aligned
 from lightning_stocache.cache.layout import Records
-from lightning_stocache.cache.placement import NO_SLOT, Arc, Ring
+from lightning_stocache.cache.placement import NO_SLOT, Ring
 from lightning_stocache.cache.records import RecordCodec
 from lightning_stocache.cache.store import Store, slots_for
 from lightning_stocache.node.files import Backend
 from tests.cache.test_records import Colour, Slim, Target, boxes, picture, same
-from tests.logs import Log
-from tests.processes import without_room
 
 SAMPLES = 60
 HEADER = Records.fixed_bytes  # of a store, which are not counted
@@ -94,15 +91,6 @@ def test_who_has_begun_to_read_goes_on_when_the_store_is_closed(full: Store) -> 
     assert list(half) == []
 
 
-def test_what_is_ready_is_not_stored_again(full: Store) -> None:
-    """The sample that came first stays, and no memory is taken."""
-    before = full.stored_bytes(full.lookup(np.arange(SAMPLES))), full.layout.free
-    assert not any(full.fill(index, "another") for index in range(SAMPLES))
-    assert list(full.put([0, 1], [CODEC.encode("x"), CODEC.encode("y")])) == [False, False]
-    assert (full.stored_bytes(full.lookup(np.arange(SAMPLES))), full.layout.free) == before
-    assert served(full) == list(range(SAMPLES))
-
-
 # --- how much there is
 
 
@@ -114,7 +102,10 @@ def test_what_is_stored_is_counted_to_the_byte(store: Store) -> None:
     for number, index in enumerate(range(SAMPLES), 1):
         parts = CODEC.encode(EXPECTED[index])
         nbytes = sum(part.nbytes for part in parts)
-        assert list(store.put([index], [parts])) == [True]
+        assert list(store.put([index, index], [parts, parts])) == [
+            True,
+            False,
+        ]  # what is ready stays, and takes nothing
         end = (aligned(end) if len(parts) > 1 else -(-end // 8) * 8) + nbytes
         total += nbytes
         ready = store.lookup(np.arange(SAMPLES))
@@ -199,29 +190,3 @@ def test_every_index_has_a_slot_where_slots_cost_little() -> None:
     assert MIB // small.slot_bytes <= slots_for(MIB, small, 10**6) < 10**5
     assert slots_for(0, small, 10**6) == 0
     assert Records.bytes_for(small, slots_for(MIB, small, 10**6)) < MIB / 7
-
-
-# --- several processes, death and shortage
-
-
-def fill_without_room() -> tuple[list[int], list[str], int]:
-    log = Log()
-    store = Store.create(RecordCodec(MIB), Arc(100, 100), granted=90 * MIB)
-    with open("/dev/shm/other", "wb") as other:
-        os.posix_fallocate(other.fileno(), 0, 40 * MIB)
-    stored = [index for index in range(100) if store.fill(index, torch.full((MIB,), index, dtype=torch.uint8))]
-    served = [index for index in range(100) if (sample := store.get(index)) is not None and int(sample.max()) == index]
-    assert served == stored
-    used = store.layout.free
-    store.close()
-    return stored, log.lines, used
-
-
-@pytest.mark.processes
-def test_without_memory_the_store_stops_growing_and_goes_on() -> None:
-    """At ENOSPC a slot stays empty, with one warning, and no room is lost; what is stored is served."""
-    stored, lines, used = without_room(fill_without_room)
-    assert 20 <= len(stored) <= 24
-    assert len(lines) == 1
-    assert f"stops at {len(stored)} of 100 samples: no space left in /dev/shm" in lines[0]
-    assert used < (len(stored) + 1) * MIB

@@ -18,10 +18,11 @@ import torch
 from torch.utils.data import DataLoader, Dataset, IterableDataset, get_worker_info
 
 from lightning_stocache import CachedDataset, CachedLoader, RollingCache, RollingWriter, SampleSpec
+from lightning_stocache.cache.store import Store, StoreHandle
 from lightning_stocache.node import waiting
 from lightning_stocache.node.segment import Segment, SegmentHandle
 from lightning_stocache.setup.first_sample import FirstSampleError
-from tests.processes import Child, call, context
+from tests.processes import Child, call, context, wait_until
 from tests.ranks import run_ranks
 from tests.sources import Allowance
 
@@ -54,13 +55,6 @@ def labels(loader: Any) -> list[int]:
         assert (words == numbers[:, None]).all()
         found += numbers.tolist()
     return found
-
-
-def wait_until(happens: Callable[[], bool], seconds: float = 300) -> None:
-    end = time.monotonic() + seconds
-    while not happens():
-        assert time.monotonic() < end, "it does not happen"
-        time.sleep(0.01)
 
 
 @pytest.fixture
@@ -615,3 +609,37 @@ def use_up() -> int:
 def test_a_pool_that_nobody_closes_ends_with_its_process():
     """Its fillers are daemons: the process ends at once."""
     assert call(use_up) == 20
+
+
+# ---- writers of the user's own ----
+
+
+def stand_still(handle: StoreHandle, count: int, flag: str) -> None:
+    """Begin to write to all slots, and do not get on."""
+    store = Store.attach(handle)
+    taken = [store.roll.take() for _ in range(count)]
+    assert None not in taken
+    Path(flag).touch()
+    time.sleep(300)
+
+
+def test_who_waits_behind_a_process_that_stands_still_is_told_which(tmp_path, monkeypatch, caplog):
+    """And goes on when that one has ended."""
+    monkeypatch.setattr(waiting, "TOLD_SECONDS", 0.05)
+    pool = RollingCache(budget=500, spec=SampleSpec.infer(torch.zeros(10)), minimum=1)
+    with RollingWriter.attach(pool.handle) as writer:
+        store = Store.attach(pool.handle)
+        flag = tmp_path / "flag"
+        child = Child(stand_still, pool.handle, store.roll.count, str(flag))
+        wait_until(flag.exists)
+        pid = child.process.pid
+        log = logging.getLogger("lightning_stocache.loading.rolling_writer")
+        log.addFilter(ends := lambda record: not child.ended and child.kill() is None)  # when it has been told of
+        writer.append(torch.ones(10))
+        log.removeFilter(ends)
+        store.close()
+    assert pool[0].tolist() == [1.0] * 10
+    pool.close()
+    messages = [record.getMessage() for record in caplog.records if "RollingWriter" in record.getMessage()]
+    assert messages
+    assert all(message.endswith(f"process {pid} writes, and does not get on") for message in messages)

@@ -1,4 +1,4 @@
-"""A rolling store of rows: the oldest leave first, and nobody ever reads half of a sample."""
+"""A rolling store: the oldest samples leave first, and nobody ever reads half of one."""
 
 from __future__ import annotations
 
@@ -15,33 +15,40 @@ import torch
 
 from lightning_stocache.cache.codec import SampleMismatchError
 from lightning_stocache.cache.layout import contents_of
-from lightning_stocache.cache.rows import SampleSpec
-from lightning_stocache.cache.store import Store, StoreHandle
+from lightning_stocache.cache.store import Store, StoreHandle, gathers
+from tests.cache.test_torn_reads import codec_of, whole
+from tests.cache.test_torn_reads import sample as sample_of
 from tests.processes import ChildError, call, without_room
 
-WORDS = 4096
-SPEC = SampleSpec.infer((torch.zeros(WORDS, dtype=torch.int64), 0))
+SPEC = codec_of("rows")
 
 
-def sample(number: int) -> tuple[torch.Tensor, int]:
-    """One whose every word says which it is."""
-    return torch.full((WORDS,), number, dtype=torch.int64), number
+def sample(number: int) -> Any:
+    """A row whose every word says which it is."""
+    return sample_of("rows", number)
+
+
+def record(number: int) -> Any:
+    """A record of a size of its own, which says everywhere which it is."""
+    return sample_of("records", number)
 
 
 def numbers(store: Store, places: Any = None) -> list[int]:
     """The samples of those slots, each looked at word by word."""
     places = store.roll.readable_slots() if places is None else np.asarray(places)
-    return [whole(*read) for read in store.read(places)]
-
-
-def whole(words: torch.Tensor, number: int) -> int:
-    assert (words == number).all(), f"sample {number} is torn: it has words of {words.unique().tolist()}"
-    return number
+    return [whole("rows" if gathers(store) else "records", read) for read in store.read(places)]
 
 
 @pytest.fixture
 def store() -> Iterator[Store]:
     store = Store.create_rolling(SPEC, 8)
+    yield store
+    store.close()
+
+
+@pytest.fixture
+def records() -> Iterator[Store]:
+    store = Store.create_rolling(codec_of("records"), granted=500_000)
     yield store
     store.close()
 
@@ -99,7 +106,7 @@ def test_what_changes_during_the_copy_is_taken_again(store: Store) -> None:
     for number in range(8):
         store.append(sample(number))
 
-    into = [np.empty(8 * WORDS * 8, dtype=np.uint8), np.empty(8 * 8, dtype=np.uint8)]
+    into = [np.empty(size, dtype=np.uint8) for size in SPEC.sizes(8)]
     takes = 0
     live = [store.roll.generations]
 
@@ -117,7 +124,7 @@ def test_what_changes_during_the_copy_is_taken_again(store: Store) -> None:
     store.roll.generations = live[0].view(Generations)
     store.gather(np.arange(8), into)
     store.roll.generations = live.pop()
-    read = [whole(*each) for each in SPEC.split(into, 8)]
+    read = [whole("rows", each) for each in SPEC.split(into, 8)]
     assert read == [100, 1, 2, 3, 4, 5, 6, 7]
     assert takes > 2
 
@@ -129,7 +136,7 @@ def test_a_reader_waits_for_the_only_sample_while_it_is_replaced() -> None:
     taken = store.roll.take()
     writer = threading.Timer(0.2, store.roll.publish, [taken])
     writer.start()
-    assert [whole(*each) for each in store.read(store.lookup(np.arange(1)))] == [7]
+    assert numbers(store, [0]) == [7]
     writer.join()  # a sample can be read before its writer has given the slot up
     store.close()
 
@@ -154,6 +161,66 @@ def test_a_look_from_outside_says_how_many_samples_there_are(store: Store) -> No
     assert (contents.damage, contents.filled) == ("", 5)
     assert contents.manifest is not None
     assert contents.manifest.geometry.slots == 8
+
+
+# ---- records ----
+
+
+def test_what_is_read_after_close_is_an_error_in_words(records: Store) -> None:
+    """Samples are copied out when they are asked for, which may be too late."""
+    records.append(record(0))
+    samples = iter(records.read(records.roll.readable_slots()))
+    records.close()
+    with pytest.raises(RuntimeError, match="was closed while samples were read"):
+        next(samples)
+
+
+def test_small_samples_end_at_the_number_of_slots(records: Store) -> None:
+    """Where samples are smaller than was expected, slots run out before bytes do."""
+    count = records.roll.count
+    for number in range(3 * count):
+        assert records.append({"number": number})
+    assert records.filled == count
+    left = [read["number"] for read in records.read(records.roll.readable_slots())]
+    assert sorted(left) == list(range(2 * count, 3 * count))
+
+
+def test_a_sample_that_is_too_large_is_refused(records: Store) -> None:
+    """It could not even lie there alone; what is resident stays."""
+    records.append(record(1))
+    with pytest.raises(ValueError, match="larger than the whole rolling cache"):
+        records.append({"number": 2, "words": torch.zeros(10**6)})
+    assert numbers(records) == [1]
+
+
+def test_what_has_left_is_replaced_by_another(records: Store) -> None:
+    """A slot that cannot be read gives another resident sample."""
+    for number in range(5):
+        records.append(record(number))
+    assert set(numbers(records, [70, 7, 1])) <= set(range(5))
+    assert records.roll.substituted >= 1
+
+
+def test_a_reader_that_is_kept_waiting_while_all_that_it_saw_leaves(
+    records: Store, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """It looks again, and finds what came instead."""
+    readable, last = records.roll.readable, 5
+    for number in range(last):
+        assert records.append(record(number))
+
+    def late(slots: Any) -> Any:
+        nonlocal last
+        while len(slots) == 5 and records.roll.evicted < 5:
+            assert records.append(record(last))
+            last += 1
+        return readable(slots)
+
+    monkeypatch.setattr(records.roll, "readable", late)
+    slots = records.roll.readable_slots()
+    assert len(slots) > 0
+    assert records.roll.evicted >= 5
+    assert numbers(records, slots) == list(range(last - len(slots), last))
 
 
 # ---- other processes ----
@@ -181,17 +248,18 @@ def test_the_slot_of_a_killed_writer_is_taken_first(store: Store) -> None:
     assert sorted(numbers(store)) == [0, 1, 2, 3]
 
 
-def grow_without_memory() -> tuple[int, int, list[int]]:
-    store = Store.create_rolling(SPEC, 1000)
-    for number in range(100):
-        assert store.append(sample(number))
+def grow_without_memory(layout: str) -> tuple[int, int, list[int]]:
+    store = Store.create_rolling(codec_of(layout), 1000, granted=10_000_000)
+    for number in range(300):
+        assert store.append(sample_of(layout, number))
     return store.capacity, store.filled, sorted(numbers(store))
 
 
 @pytest.mark.processes
-def test_where_memory_ends_the_store_rolls_within_what_it_has() -> None:
+@pytest.mark.parametrize(("layout", "mib", "least", "most"), [("rows", 1, 5, 40), ("records", 2, 20, 200)])
+def test_where_memory_ends_the_store_rolls_within_what_it_has(layout: str, mib: int, least: int, most: int) -> None:
     """A full /dev/shm is no error: the store stops growing, and the oldest leave from then on."""
-    capacity, filled, left = without_room(grow_without_memory, mib=1)
-    assert 5 < capacity < 40
-    assert filled == capacity
-    assert left == list(range(100 - capacity, 100))
+    capacity, filled, left = without_room(grow_without_memory, layout, mib=mib)
+    assert least < filled < most
+    assert layout == "records" or filled == capacity
+    assert left == list(range(300 - filled, 300))
