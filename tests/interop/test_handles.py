@@ -72,18 +72,3 @@ def test_forked_workers_do_not_share_a_file_offset(tmp_path: Path, train: Callab
     assert model.seen == 2 * SAMPLES
     assert model.wrong == 0
     assert dataset.file is None
-
-
-def test_h5py_opened_on_first_use_reaches_workers_of_a_fork_server(tmp_path: Path) -> None:
-    """A dataset whose handle cannot be pickled is sent to workers, since nothing is opened before."""
-    pytest.importorskip("h5py")
-    dataset = storage.H5(storage.h5_path(tmp_path))
-    model = by_callback(
-        dataset,
-        torch.from_numpy(storage.rows()),
-        num_workers=1,
-        multiprocessing_context="forkserver",
-        persistent_workers=True,
-    )
-    assert (model.seen, model.wrong) == (48, 0)
-    assert dataset.file is None

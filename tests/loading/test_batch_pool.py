@@ -57,16 +57,6 @@ def test_memory_that_somebody_holds_a_view_of_is_not_given_out_again(hold: Calla
     assert address in {one.data_ptr() for one in [take(pool, [SIZE])[0], take(pool, [SIZE])[0]]}
 
 
-def test_three_batches_in_rotation_take_three_buffers():
-    """However many there are: one that is held, one to come, one being made."""
-    pool = BatchPool()
-    addresses, held = set(), []
-    for _ in range(50):
-        held = [*held[-1:], take(pool, [SIZE])[0]]
-        addresses.add(held[-1].data_ptr())
-    assert len(addresses) == 3
-
-
 def test_batches_of_every_size_share_the_buffers_of_a_field():
     """A sampler with batches of a hundred sizes does not make the process keep a hundred kinds of buffers."""
     pool = BatchPool()

@@ -7,19 +7,16 @@ from __future__ import annotations
 
 import threading
 import time
-from collections.abc import Iterator
 from contextlib import closing
 from multiprocessing import active_children
-from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
 import pytest
 import torch
-from torch.utils.data import BatchSampler, DataLoader, Dataset, DistributedSampler, RandomSampler, get_worker_info
+from torch.utils.data import BatchSampler, DataLoader, DistributedSampler, RandomSampler, get_worker_info
 
-from lightning_stocache.cache.counters import Counts
 from lightning_stocache.loading import shared_batch
 from lightning_stocache.loading.dataset import CachedDataset
 from lightning_stocache.loading.loader import CachedLoader
@@ -27,7 +24,7 @@ from lightning_stocache.loading.request import BatchRequest
 from lightning_stocache.loading.resources import Resources
 from lightning_stocache.loading.worker_pool import WorkerPool
 from lightning_stocache.node.free import FreeMemory
-from tests.loading.twins import Numbers, Transformed, copied, same
+from tests.loading.twins import Faulty, Numbers, Transformed, copied, outcomes, same, to_float, totals
 from tests.sources import CountedSource
 
 LENGTH = 40
@@ -37,11 +34,6 @@ WORKERS: list[dict[str, Any]] = [
     {"num_workers": 2, "persistent_workers": True},
 ]
 NAMES = ["alone", "a worker", "persistent workers"]
-
-
-def to_float(sample: Any) -> Any:
-    image, label = sample
-    return image.float() / 255, label
 
 
 WAYS: list[tuple[dict[str, Any], str, Any]] = [
@@ -73,11 +65,6 @@ def requests(monkeypatch: pytest.MonkeyPatch) -> list[list[int]]:
     return sent
 
 
-def counts(dataset: CachedDataset) -> Counts:
-    assert dataset.counters is not None
-    return dataset.counters.totals()
-
-
 def plain(transform: Any = None, shape: tuple[int, ...] = (3, 5, 7)) -> list[Any]:
     """The batches of a DataLoader."""
     source = Numbers(LENGTH, shape)
@@ -101,7 +88,7 @@ def test_every_sample_is_counted_once_and_loaded_once(tmp_path, workers, budget,
         loader = CachedLoader(dataset, 7, shuffle=True, **workers)
         for epoch in range(1, 4):
             assert sum(len(labels) for _, labels in loader) == LENGTH
-            count = counts(dataset)
+            count = totals(dataset)
             assert (count.misses, count.fills) == (slots, slots)
             assert count.bypasses == epoch * (LENGTH - slots)
             assert count.hits == (epoch - 1) * slots
@@ -117,9 +104,9 @@ def test_an_index_that_is_drawn_several_times_is_counted_each_time(num_workers):
     with closing(CachedDataset(Numbers(6))) as dataset:
         sampler = RandomSampler(range(6), replacement=True, num_samples=60)
         labels = torch.cat([batch[1] for batch in CachedLoader(dataset, 8, sampler=sampler, num_workers=num_workers)])
-        assert counts(dataset).served == 60
-        assert counts(dataset).fills == len(labels.unique())
-        assert counts(dataset).bypasses == 0
+        assert totals(dataset).served == 60
+        assert totals(dataset).fills == len(labels.unique())
+        assert totals(dataset).bypasses == 0
 
 
 def test_a_batch_without_a_miss_wakes_no_worker(requests):
@@ -222,45 +209,25 @@ def test_later_epochs_take_no_new_memory(num_workers):
 # ---- errors ----
 
 
-class Faulty(Dataset[Any]):
-    """A source that cannot load some of its samples."""
-
-    def __init__(self, bad: dict[int, Any]) -> None:
-        self.numbers, self.bad = Numbers(LENGTH), bad
-
-    def __len__(self) -> int:
-        return LENGTH
-
-    def __getitem__(self, index: int) -> Any:
-        if index in self.bad and isinstance(self.bad[index], Exception):
-            raise self.bad[index]
-        return self.bad.get(index, self.numbers[index])
-
-
-def outcomes(loader: DataLoader[Any]) -> Iterator[Any]:
-    """Batches, and in their place types and texts of errors; then the iteration goes on."""
-    iterator = iter(loader)
-    while True:
-        try:
-            yield copied(next(iterator))
-        except StopIteration:
-            return
-        except Exception as error:
-            text = str(error)
-            yield type(error), text.rpartition("Error: ")[2].strip(), "self.bad[index]" in text
+def told(outcome: Any) -> Any:
+    """A batch; of an error its type and text, and whether it has the user's traceback."""
+    if not isinstance(outcome, Exception):
+        return outcome
+    text = str(outcome)
+    return type(outcome), text.rpartition("Error: ")[2].strip(), "self.bad[index]" in text
 
 
 @pytest.mark.parametrize(("workers", "budget"), [(WORKERS[0], "auto"), (WORKERS[1], "50%"), (WORKERS[2], "auto")])
 def test_an_error_of_the_source_takes_the_place_of_its_batch(workers, budget):
     """With the user's traceback where a worker raised it; the next batch is the one that DataLoader gives."""
-    source = Faulty({9: OSError("sample 9 is broken"), 22: ValueError("sample 22 is broken")})
+    source = Faulty(LENGTH, {9: OSError("sample 9 is broken"), 22: ValueError("sample 22 is broken")})
     arguments: dict[str, Any] = {"batch_size": 4, **workers}
     uncached = DataLoader(source, **arguments)
-    expected = [list(outcomes(uncached)) for _ in range(2)]
+    expected = [list(map(told, outcomes(uncached))) for _ in range(2)]
     assert next(one for one in expected[0] if type(one) is tuple)[0] is OSError
     with closing(CachedDataset(source, budget)) as dataset:
         loader = CachedLoader(dataset, **arguments)
-        assert same([list(outcomes(loader)) for _ in range(2)], expected)
+        assert same([list(map(told, outcomes(loader))) for _ in range(2)], expected)
         loader.close()
     del uncached
 
@@ -391,8 +358,7 @@ def test_workers_that_cannot_reach_the_memory_of_a_batch_send_their_rows(monkeyp
         monkeypatch.setattr(shared_batch.Segment, "attach", refuse)  # the workers are forked
         loader = CachedLoader(dataset, 7, num_workers=2, multiprocessing_context="fork")
         assert same([copied(batch) for _ in range(2) for batch in loader], expected * 2)
-        assert dataset.counters is not None
-        assert dataset.counters.totals().served == 2 * LENGTH
+        assert totals(dataset).served == 2 * LENGTH
 
 
 def test_a_gather_that_fails_while_a_batch_is_planned_loses_no_other_batch(monkeypatch):
@@ -433,11 +399,10 @@ def test_workers_whose_source_changes_are_counted_once():
     """They have let go of the cache, and serve whole batches: what the main process had planned as hits, too."""
     with closing(CachedDataset(Numbers(LENGTH), "50%")) as dataset:
         fill(dataset, range(LENGTH))
-        assert dataset.counters is not None
-        before = dataset.counters.totals().served
+        before = totals(dataset).served
         loader = CachedLoader(dataset, 7, num_workers=2, worker_init_fn=changed_by_worker)
         assert sum(len(labels) for _, labels in loader) == LENGTH
-        assert dataset.counters.totals().served - before == LENGTH
+        assert totals(dataset).served - before == LENGTH
 
 
 @pytest.mark.parametrize("looked_up", [False, True])
@@ -466,15 +431,6 @@ def test_the_thread_runs_only_while_an_epoch_does(looked_up: bool, monkeypatch: 
         assert threads() == 1
         del iterator
         assert threads() == 0
-
-
-def test_the_log_of_loads_agrees_with_the_requests(tmp_path: Path, requests):
-    """Workers load what they are sent, and the main process loads nothing."""
-    source = CountedSource(LENGTH, log_path=tmp_path / "loads")
-    with closing(CachedDataset(source, "50%")) as dataset:
-        at_setup = source.loads
-        list(CachedLoader(dataset, 6, shuffle=True, num_workers=2))
-        assert sorted(source.loaded[at_setup:]) == sorted(index for indices in requests for index in indices)
 
 
 def test_a_gather_that_fails_beside_a_load_is_an_error_and_no_hang(monkeypatch: pytest.MonkeyPatch):

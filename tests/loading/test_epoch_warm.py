@@ -10,13 +10,12 @@ import pytest
 import torch
 from torch.utils.data import BatchSampler, DataLoader, SequentialSampler
 
-from lightning_stocache.cache.counters import Counts
 from lightning_stocache.cache.store import Store
 from lightning_stocache.loading import index_stream, plan
 from lightning_stocache.loading.dataset import CachedDataset
 from lightning_stocache.loading.loader import CachedLoader
 from lightning_stocache.sampling.locality_sampler import LocalitySampler
-from tests.loading.twins import Numbers, copied, pairwise, same
+from tests.loading.twins import Numbers, copied, pairwise, same, totals
 
 LENGTH = 700
 SAMPLE_BYTES = 3 * 5 * 7 + 8
@@ -29,19 +28,6 @@ def dataset() -> Iterator[CachedDataset]:
     with closing(CachedDataset(Numbers(LENGTH))) as dataset:
         dataset.__getitems__(list(range(LENGTH)))
         yield dataset
-
-
-@pytest.fixture
-def own() -> Iterator[CachedDataset]:
-    """One that a test may close."""
-    with closing(CachedDataset(Numbers(LENGTH))) as dataset:
-        dataset.__getitems__(list(range(LENGTH)))
-        yield dataset
-
-
-def counts(dataset: CachedDataset) -> Counts:
-    assert dataset.counters is not None
-    return dataset.counters.totals()
 
 
 def locality(dataset: CachedDataset, size: int) -> LocalitySampler:
@@ -93,22 +79,23 @@ def test_a_sampler_of_a_longer_dataset_is_not_trusted(dataset: CachedDataset) ->
 
 def test_hits_are_counted_when_a_batch_is_handed_out(dataset: CachedDataset) -> None:
     """Not when it is gathered: an epoch broken off has served what it gave."""
-    before = counts(dataset)
+    before = totals(dataset)
     iterator = iter(CachedLoader(dataset, 4))
     for number in range(1, 4):
         next(iterator)
-        moved = counts(dataset) - before
+        moved = totals(dataset) - before
         assert (moved.hits, moved.bytes_from_cache, moved.served) == (4 * number, 4 * number * SAMPLE_BYTES, 4 * number)
         assert moved.gather_ns > 0
 
 
 @pytest.mark.parametrize("num_workers", [0, 1])
-def test_a_cache_that_is_closed_in_the_middle_is_passed_by(own: CachedDataset, monkeypatch, num_workers: int) -> None:
+def test_a_cache_that_is_closed_in_the_middle_is_passed_by(monkeypatch, num_workers: int) -> None:
     """Blocks that lie in memory are handed out, and what follows is loaded, also what was not drawn yet."""
     monkeypatch.setattr(plan, "BLOCK_BYTES", 30 * SAMPLE_BYTES)
     monkeypatch.setattr(plan, "DRAWN", 60)
-    expected = list(DataLoader(own.source, 10))
-    served = []
+    expected, served = list(DataLoader(Numbers(LENGTH), 10)), []
+    own = CachedDataset(Numbers(LENGTH))
+    own.__getitems__(list(range(LENGTH)))
     for batch in CachedLoader(own, 10, num_workers=num_workers):
         served.append(copied(batch))
         if len(served) == 4:
@@ -163,35 +150,22 @@ def test_batches_are_no_views_to_autograd(dataset: CachedDataset, size: int) -> 
         loss.backward()  # type: ignore[no-untyped-call]
 
 
-class Growing(Numbers):
-    """A source that has more samples by and by."""
-
-
-def test_a_source_that_has_grown_is_loaded_beyond_its_cache() -> None:
-    """Samples that the cache does not know come from the source, and take nobody's slot."""
-    source = Growing(10)
+@pytest.mark.parametrize("warm", [True, False])
+def test_a_source_that_has_grown_is_loaded_beyond_its_cache(warm: bool) -> None:
+    """Samples that the cache does not know come from the source, and take nobody's slot, also in the first epoch."""
+    source = Numbers(10)
     with closing(CachedDataset(source)) as dataset:
         loader = CachedLoader(dataset, 4)
-        list(loader)
+        if warm:
+            list(loader)
         source.length = 13
+        last: Any = [12, 11, 10]
+        assert same(list(CachedLoader(dataset, 3, sampler=last)), list(DataLoader(Numbers(13), 3, sampler=last)))
+        dataset.__getitems__([10, 11, -1])
         assert same(list(loader), list(DataLoader(Numbers(13), 4)))
-        assert same(
-            list(CachedLoader(dataset, 3, sampler=[12, 11, 10])), list(DataLoader(Numbers(13), 3, sampler=[12, 11, 10]))
-        )
-        dataset.__getitems__([10, 11])
         assert same([dataset[index] for index in range(13)], [source[index] for index in range(13)])
         assert dataset.cache is not None
         assert dataset.cache.filled == 10
-
-
-def test_the_first_epoch_of_a_source_that_has_grown_fills_no_foreign_slot() -> None:
-    """Also before anything is cached."""
-    source = Growing(10)
-    with closing(CachedDataset(source)) as dataset:
-        source.length = 13
-        list(CachedLoader(dataset, 3, sampler=[12, 11, 10]))
-        dataset.__getitems__([10, 11, -1])
-        assert same([dataset[index] for index in range(13)], [source[index] for index in range(13)])
 
 
 @pytest.mark.parametrize("num_workers", [0, 1])

@@ -24,7 +24,7 @@ def epoch_of(loader: Any) -> list[list[int]]:
     return [labels.tolist() for _, labels in loader]
 
 
-def in_fabric(rank: int, folder: str, world: int) -> Any:
+def in_fabric(rank: int, folder: str, world: int, sampling: Any) -> Any:
     """Three epochs by Fabric, of which the second is broken off and gone on with by other objects."""
     os.environ |= {"RANK": str(rank), "WORLD_SIZE": str(world), "LOCAL_RANK": str(rank), "LOCAL_WORLD_SIZE": str(world)}
     os.environ |= {"GROUP_RANK": "0", "TORCHELASTIC_RUN_ID": "tests", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": "1"}
@@ -38,10 +38,12 @@ def in_fabric(rank: int, folder: str, world: int) -> Any:
         def new(fabric: Fabric = fabric, source: Any = source) -> tuple[Any, CachedDataset]:
             dataset = CachedDataset(source, defer=True)
             dataset.share()
-            return fabric.setup_dataloaders(CachedLoader(dataset, BATCH, shuffle=True, sampling="locality")), dataset
+            loader = CachedLoader(dataset, BATCH, shuffle=True, sampling=sampling, gather="main")
+            return fabric.setup_dataloaders(loader), dataset
 
         loader, dataset = new()
-        assert isinstance(loader.sampler, LocalitySampler)
+        assert type(loader.sampler) is (LocalitySampler if sampling else DistributedSampler)
+        assert (type(loader._dataloader), loader._dataloader.gather) == (CachedLoader, "main")
         seen = [epoch_of(loader)]
         if broken:
             seen.append([])
@@ -65,10 +67,11 @@ def in_fabric(rank: int, folder: str, world: int) -> Any:
 
 
 @pytest.mark.processes
-def test_fabric_saves_and_loads_a_loader(tmp_path: Path) -> None:
-    """`fabric.save` and `fabric.load` know the loader: the rest of the epoch comes, and then the next one, though
-    Fabric counts epochs from zero again."""
-    ranks = run_ranks(in_fabric, 2, str(tmp_path), 2)
+@pytest.mark.parametrize("sampling", ["locality", None])
+def test_fabric_saves_and_loads_a_loader(tmp_path: Path, sampling: str | None) -> None:
+    """`fabric.save` and `fabric.load` know the loader, made anew with a DistributedSampler or not: the rest of the
+    epoch comes, and then the next one, though Fabric counts epochs from zero again."""
+    ranks = run_ranks(in_fabric, 2, str(tmp_path), 2, sampling)
     for whole, broken in ranks:
         assert whole == broken
     for epoch in range(3):

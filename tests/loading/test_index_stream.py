@@ -15,7 +15,7 @@ from lightning_stocache.loading.index_stream import IndexStream
 from lightning_stocache.loading.loader import CachedLoader
 from lightning_stocache.loading.loader_state import LoaderState
 from lightning_stocache.sampling.locality_sampler import LocalitySampler
-from tests.loading.twins import LazySampler, Numbers, run, same
+from tests.loading.twins import LazySampler, Numbers, outcomes, run, same
 
 LENGTH = 20
 
@@ -131,20 +131,9 @@ class Failing(Sampler[int]):
         raise OSError("the list of files is gone")
 
 
-def outcomes(loader: DataLoader[Any]) -> list[Any]:
-    """Labels of the batches, and names of errors, in the order in which they come."""
-    seen: list[Any] = []
-    try:
-        iterator = iter(loader)
-    except Exception as error:
-        return [repr(error)]
-    while True:
-        try:
-            seen.append(next(iterator)[1].tolist())
-        except StopIteration:
-            return seen
-        except Exception as error:
-            seen.append(repr(error))
+def labels(loader: DataLoader[Any]) -> list[Any]:
+    """Labels of the batches, and the errors, in the order in which they come."""
+    return [repr(came) if isinstance(came, Exception) else came[1].tolist() for came in outcomes(loader)]
 
 
 @pytest.mark.processes
@@ -154,7 +143,7 @@ def test_an_error_of_the_sampler_comes_where_dataloader_raises_it(num_workers, b
     """In `iter` or with a batch, as soon as DataLoader would have drawn so far, and then the iteration goes on."""
     with closing(CachedDataset(Numbers(LENGTH))) as dataset:
         arguments: dict[str, Any] = {"batch_size": batch_size, "sampler": Failing(), "num_workers": num_workers}
-        assert outcomes(CachedLoader(dataset, **arguments)) == outcomes(DataLoader(Numbers(LENGTH), **arguments))
+        assert labels(CachedLoader(dataset, **arguments)) == labels(DataLoader(Numbers(LENGTH), **arguments))
 
 
 @pytest.mark.processes

@@ -14,6 +14,7 @@ from lightning_stocache.cache.records import RecordCodec
 from lightning_stocache.cache.rows import SampleSpec
 from lightning_stocache.loading.dataset import CachedDataset
 from lightning_stocache.loading.loader import CachedLoader
+from tests.loading.twins import totals
 
 LENGTH = 50
 FOLD = list(range(3, LENGTH, 5))
@@ -40,14 +41,13 @@ def test_any_index_gives_the_sources_sample(make: Any, spec: Any, budget: str) -
     source, chance = make(), random.Random(0)
     with closing(CachedDataset(source, budget, spec=spec, indices=FOLD)) as dataset:
         assert dataset.cache is not None
-        assert dataset.counters is not None
         served = 0
         for _ in range(200):
             wanted = [chance.randrange(-LENGTH, LENGTH) for _ in range(chance.randrange(1, 6))]
             got = [dataset[wanted[0]]] if len(wanted) == 1 else dataset.__getitems__(wanted)
             assert all(same(sample, source[index]) for sample, index in zip(got, wanted, strict=True))
             served += len(wanted)
-        counts = dataset.counters.totals()
+        counts = totals(dataset)
         assert counts.hits + counts.misses + counts.bypasses == served
         assert len(dataset.cache) <= len(FOLD)
         assert counts.fills == dataset.cache.filled
@@ -110,5 +110,4 @@ def test_only_what_is_drawn_is_read_at_set_up() -> None:
 
     with closing(CachedDataset(Broken(rows()), indices=FOLD, strict=True)) as dataset:
         assert [dataset[index][1] for index in FOLD * 2] == FOLD * 2
-        assert dataset.counters is not None
-        assert dataset.counters.totals().hits == len(FOLD)
+        assert totals(dataset).hits == len(FOLD)

@@ -11,7 +11,6 @@ import random
 import signal
 import sys
 import threading
-import time
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import closing, nullcontext, suppress
 from multiprocessing import active_children
@@ -22,24 +21,19 @@ from typing import Any
 import pytest
 from torch.utils.data import DataLoader
 
-from lightning_stocache.cache.counters import Counts
 from lightning_stocache.loading import shared_batch
 from lightning_stocache.loading.batch_pool import BatchPool
 from lightning_stocache.loading.dataset import CachedDataset
 from lightning_stocache.loading.interrupts import held_back
 from lightning_stocache.loading.loader import CachedLoader
 from lightning_stocache.torch_internals import WorkerIterator
-from tests.loading.twins import Jitter, Numbers, Transformed, same
+from tests.loading.twins import Faulty, Jitter, Numbers, Transformed, same, unchanged
+from tests.processes import wait_until
 
 LENGTH = 38
 PERSISTENT: dict[str, Any] = {"num_workers": 2, "persistent_workers": True}
 
 pytestmark = [pytest.mark.usefixtures("seeded", "interruptible"), pytest.mark.processes]
-
-
-def counts(dataset: CachedDataset) -> Counts:
-    assert dataset.counters is not None
-    return dataset.counters.totals()
 
 
 @functools.cache
@@ -55,10 +49,6 @@ def checked(code: CodeType) -> tuple[set[int], set[int]]:
             others.add(instruction.argval)
         last = instruction.opname
     return after_calls, others
-
-
-def unchanged(sample: Any) -> Any:
-    return sample
 
 
 class Keyboard:
@@ -113,6 +103,7 @@ def test_ctrl_c_ends_the_epoch_and_the_next_one_is_whole(
                 except KeyboardInterrupt:
                     presses += 1
                     assert [process for process in active_children() if process.is_alive()] == []
+                    assert [thread for thread in threading.enumerate() if thread.name == "stocache-prefetch"] == []
                     assert next(batches, None) is None
         got = list(loader)
         assert [labels.tolist() for _, labels in got] == [labels.tolist() for _, labels in plain]
@@ -124,19 +115,11 @@ def test_ctrl_c_ends_the_epoch_and_the_next_one_is_whole(
 # ---- beginning again
 
 
-class Failing(Numbers):
-    """A source that cannot load one sample."""
-
-    def __getitem__(self, index: int) -> Any:
-        if index == 17:
-            raise OSError("sample 17 is broken")
-        return super().__getitem__(index)
-
-
 @pytest.mark.parametrize("transform", [None, Jitter("torch")])
 def test_persistent_workers_begin_again_any_number_of_times(transform: Any) -> None:
     """Fifty epochs broken off in every way, with two workers and nothing left of each; then a whole one."""
-    with closing(CachedDataset(Failing(LENGTH), "50%", transform=transform)) as dataset:
+    source = Faulty(LENGTH, {17: OSError("sample 17 is broken")})
+    with closing(CachedDataset(source, "50%", transform=transform)) as dataset:
         loader = CachedLoader(dataset, 4, **PERSISTENT)
         held: list[tuple[int, int, int]] = []
         handlers = set[Any]()
@@ -173,12 +156,11 @@ def break_off(loader: DataLoader[Any], end: str, moment: int) -> None:
 
 def wait_for_feeders() -> None:
     """Until workers that have ended are fed no more: nobody joins the threads that do it, and they hold the queues."""
-    deadline = time.monotonic() + 120
-    while time.monotonic() < deadline:
-        feeders = [thread for thread in threading.enumerate() if thread.name == "QueueFeederThread"]
-        if len(feeders) <= len(active_children()):
-            return
-        time.sleep(0.01)
+
+    def feeders() -> int:
+        return sum(thread.name == "QueueFeederThread" for thread in threading.enumerate())
+
+    wait_until(lambda: feeders() <= len(active_children()))
 
 
 def mapped() -> int:
@@ -199,9 +181,7 @@ def test_workers_that_ctrl_c_has_ended_are_replaced(transform: Any) -> None:
             for child in active_children():
                 assert child.pid is not None
                 os.kill(child.pid, signal.SIGINT)
-            deadline = time.monotonic() + 120
-            while active_children() and time.monotonic() < deadline:
-                time.sleep(0.01)
+            wait_until(lambda: not active_children())
             del batches
             assert [label for _, batch in loader for label in batch.tolist()] == list(range(LENGTH))
         loader.close()

@@ -40,6 +40,8 @@ from tests.loading.twins import (
     pairwise,
     run,
     same,
+    totals,
+    unchanged,
 )
 
 LENGTH = 50
@@ -148,10 +150,6 @@ def test_with_workers_batches_and_draws_are_those_of_dataloader(options):
 # ---- what samples look like ----
 
 
-def unchanged(sample: Any) -> Any:
-    return sample
-
-
 @pytest.mark.parametrize(
     ("transform", "options"), [(None, {}), (unchanged, {"num_workers": 1})], ids=["gathered", "made"]
 )
@@ -189,8 +187,7 @@ def test_what_has_no_short_cut_travels_as_dataloader_sends_it(arguments):
         for _ in range(2):
             assert same(list(loader), list(DataLoader(Numbers(10), **arguments)))
         assert loader.resources is None
-        assert dataset.counters is not None
-        assert dataset.counters.totals().served == 20
+        assert totals(dataset).served == 20
 
 
 @pytest.mark.parametrize("num_workers", [0, 2])
@@ -201,8 +198,7 @@ def test_a_subset_of_a_cached_dataset_is_loaded_as_any_dataset(num_workers):
         expected = list(DataLoader(Subset(Numbers(10), [1, 3, 5, 7]), 3))
         assert same(list(loader), expected)
         assert same(list(loader), expected)
-        assert dataset.counters is not None
-        assert (dataset.counters.totals().misses, dataset.counters.totals().hits) == (4, 4)
+        assert (totals(dataset).misses, totals(dataset).hits) == (4, 4)
 
 
 def test_a_dataset_that_is_not_cached_is_loaded_as_ever():

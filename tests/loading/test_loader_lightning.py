@@ -1,8 +1,7 @@
-"""CachedLoader in the hands of Lightning and Fabric: made anew with its attributes, sent to ranks, and shut down."""
+"""CachedLoader in the hands of Lightning: made anew with its attributes, and shut down."""
 
 from __future__ import annotations
 
-import os
 from collections.abc import Iterator
 from contextlib import closing
 from multiprocessing import active_children
@@ -11,12 +10,10 @@ from typing import Any
 
 import pytest
 import torch
-from lightning.fabric import Fabric
-from torch.utils.data import DistributedSampler, SequentialSampler
+from torch.utils.data import SequentialSampler
 
 from lightning_stocache.loading.dataset import CachedDataset
 from lightning_stocache.loading.loader import CachedLoader
-from tests.ranks import run_ranks
 from tests.sources import CountedSource
 from tests.training.tiny import Model, make_trainer
 
@@ -76,31 +73,3 @@ def test_a_trainer_that_overfits_makes_it_anew(tmp_path: Path, dataset):
     assert type(model.loader.sampler) is SequentialSampler
     assert (model.loader.gather, model.loader.prefetch_factor, model.loader.dataset) == ("worker", 3, dataset)
     assert model.labels == [*range(8)] * 2
-
-
-def _with_fabric(rank: int) -> list[tuple[Any, ...]]:
-    os.environ.update(
-        TORCHELASTIC_RUN_ID="test", RANK=str(rank), LOCAL_RANK=str(rank), WORLD_SIZE="2", LOCAL_WORLD_SIZE="2",
-        GROUP_RANK="0", MASTER_ADDR="localhost", MASTER_PORT="1",
-    )  # fmt: skip
-    fabric = Fabric(accelerator="cpu", devices=2, strategy="ddp")
-    fabric.launch()
-    seen = []
-    with closing(CachedDataset(CountedSource(LENGTH, classes=LENGTH), "50%")) as dataset:
-        loader = CachedLoader(dataset, 4, shuffle=True, gather="main")
-        shared = fabric.setup_dataloaders(loader)
-        inner = shared._dataloader
-        seen.append((type(inner) is CachedLoader, isinstance(inner.sampler, DistributedSampler), inner.gather))
-        for _ in range(2):
-            seen.append(tuple(label for _, labels in shared for label in labels.tolist()))
-    return seen
-
-
-@pytest.mark.slow
-def test_fabric_gives_every_rank_its_share_of_the_batches():
-    """It is made anew with a DistributedSampler, whose epochs count."""
-    (first, *one), (second, *other) = run_ranks(_with_fabric, 2)
-    assert first == second == (True, True, "main")
-    for mine, its in zip(one, other, strict=True):
-        assert sorted(mine + its) == list(range(LENGTH))
-    assert one[0] != one[1]

@@ -14,7 +14,7 @@ from torch.utils.data import DataLoader, Dataset
 from torchvision import transforms
 
 from lightning_stocache import CachedDataset, CachedLoader
-from tests.loading.twins import Transformed, pairwise, run, same
+from tests.loading.twins import Transformed, pairwise, run, same, totals
 
 pytestmark = pytest.mark.processes
 
@@ -120,8 +120,7 @@ def test_batches_and_draws_are_those_of_dataloader(design: dict[str, Any]) -> No
         cached = run(loader)
         loader.close()
         assert same(cached, plain)
-        assert dataset.counters is not None
-        counts = dataset.counters.totals()
+        counts = totals(dataset)
         assert counts.hits > 0
         assert counts.fills == dataset.cache.filled  # type: ignore[union-attr]
 
@@ -213,8 +212,7 @@ def test_a_record_that_cannot_be_decoded_is_a_miss(num_workers: int, monkeypatch
         )
         for epoch in range(2):
             assert [x for batch in loader for x in batch] == list(range(LENGTH))
-            assert dataset.counters is not None
-            counts = dataset.counters.totals()
+            counts = totals(dataset)
             assert (counts.hits, counts.served) == (0, (epoch + 1) * LENGTH)
             monkeypatch.delattr(f"{__name__}.Point", raising=False)
         loader.close()

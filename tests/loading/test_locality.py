@@ -70,9 +70,3 @@ def test_the_seed_is_that_of_seed_everything(monkeypatch: pytest.MonkeyPatch) ->
     assert (global_seed(), locality_sampler(range(4), 2, True).seed) == (0, 0)
     monkeypatch.setenv("PL_GLOBAL_SEED", "17")
     assert (global_seed(), locality_sampler(range(4), 2, True).seed) == (17, 17)
-
-
-def test_a_loader_without_batches_is_refused() -> None:
-    """A global batch has a size."""
-    with pytest.raises(ValueError, match="give the loader a batch_size"):
-        locality_sampler(range(4), None, True)

@@ -22,6 +22,7 @@ from lightning_stocache.loading.dataset import CachedDataset
 from lightning_stocache.loading.loader import CachedLoader
 from lightning_stocache.loading.misses import Misses
 from lightning_stocache.source.odd import Odd
+from tests.loading.twins import InBatches
 
 pytestmark = pytest.mark.processes
 
@@ -48,22 +49,6 @@ def test_a_random_class_is_not_frozen(num_workers: int, capfd: pytest.CaptureFix
         assert counts.served == 3 * 400
         assert counts.bypasses == 3 * 16
         assert len({*epochs[0], *epochs[1], *epochs[2]}) == 27
-
-
-class InBatches(Dataset[Any]):
-    """A source that loads whole batches, over another."""
-
-    def __init__(self, source: Dataset[Any]) -> None:
-        self.source = source
-
-    def __len__(self) -> int:
-        return len(self.source)  # type: ignore[arg-type]
-
-    def __getitem__(self, index: int) -> Any:
-        return self.source[index]
-
-    def __getitems__(self, indices: list[int]) -> list[Any]:
-        return [self.source[index] for index in indices]
 
 
 class FromTheSystem(RareClass):
@@ -200,9 +185,11 @@ def test_what_comes_before_an_error_of_the_source_is_kept(kept: Kept) -> None:
     assert (kept.filled, kept.counted) == (stored, (9, len(stored), 9 - len(stored), len(stored)))
 
 
-def test_what_comes_before_an_odd_sample_is_kept_where_that_is_an_error(kept: Kept) -> None:
+@pytest.mark.parametrize("odd", [13, 33], ids=["with a slot", "without a slot"])
+def test_what_comes_before_an_odd_sample_is_kept_where_that_is_an_error(kept: Kept, odd: int) -> None:
     """The batch is handed to nobody, so none of it is counted as served."""
-    with pytest.raises(SampleMismatchError, match="sample 13: "):
-        kept.misses(Mixed(kept.size, (13,)), strict=True).load(list(range(10, 20)))
-    stored = [index for index in range(10, 13) if kept.has_place(index)]
+    assert kept.has_place(odd) == (odd == 13)
+    with pytest.raises(SampleMismatchError, match=f"sample {odd}: "):
+        kept.misses(Mixed(kept.size, (odd,)), strict=True).load(list(range(odd - 3, odd + 7)))
+    stored = [index for index in range(odd - 3, odd) if kept.has_place(index)]
     assert (kept.filled, kept.counted) == (stored, (0, 0, 0, len(stored)))

@@ -13,11 +13,10 @@ from torch.utils.data import DataLoader, Dataset
 from torchvision.transforms import v2
 
 from lightning_stocache.cache.codec import SampleMismatchError
-from lightning_stocache.cache.counters import Counts
 from lightning_stocache.cache.rows import SampleSpec
 from lightning_stocache.loading.dataset import CachedDataset
 from lightning_stocache.loading.loader import CachedLoader
-from tests.loading.twins import Jitter, Transformed, copied, pairwise, same
+from tests.loading.twins import Jitter, Transformed, outcomes, pairwise, same, totals
 
 LENGTH = 40
 ODD = 10
@@ -72,20 +71,11 @@ class InBatches(OddOne):
         return [self[index] for index in indices]
 
 
-def outcomes(loader: DataLoader[Any], epochs: int = 3) -> Iterator[Any]:
+def told(loader: DataLoader[Any], epochs: int = 3) -> Iterator[Any]:
     """The batches of some epochs, the type of an error in the place of one, and the generator's state after each."""
     for _ in range(epochs):
-        batches = iter(loader)
-        while True:
-            try:
-                batch = next(batches)
-            except StopIteration:
-                break
-            except Exception as error:
-                yield type(error), torch.get_rng_state()
-            else:
-                yield copied(batch), torch.get_rng_state()
-        del batches
+        for outcome in outcomes(loader):
+            yield type(outcome) if isinstance(outcome, Exception) else outcome, torch.get_rng_state()
 
 
 def alike(got: list[Any], expected: list[Any]) -> bool:
@@ -101,11 +91,6 @@ def bare(node: Any) -> Any:
     return node
 
 
-def counts(dataset: CachedDataset) -> Counts:
-    assert dataset.counters is not None
-    return dataset.counters.totals()
-
-
 def flat(samples: list[Any]) -> list[Any]:
     """A collate function of the user's, which takes any sample."""
     return [repr(sample) if isinstance(sample, str) or sample is None else sample[0] for sample in samples]
@@ -117,15 +102,15 @@ def test_its_batch_is_that_of_a_dataloader(kind: str, num_workers: int) -> None:
     """Bit for bit, or the same exception, in every epoch; all else is cached, and the odd one a bypass each time."""
     arguments: dict[str, Any] = {"batch_size": 4, "shuffle": True, "num_workers": num_workers}
     torch.manual_seed(0)
-    expected = list(outcomes(DataLoader(OddOne(kind), **arguments)))
+    expected = list(told(DataLoader(OddOne(kind), **arguments)))
     with closing(CachedDataset(OddOne(kind), layout="rows")) as dataset:
         torch.manual_seed(0)
-        assert alike(list(outcomes(CachedLoader(dataset, **arguments))), expected)
+        assert alike(list(told(CachedLoader(dataset, **arguments))), expected)
         assert dataset.cache is not None
-        assert dataset.cache.filled == counts(dataset).fills == counts(dataset).misses == LENGTH - 1
-        assert counts(dataset).bypasses == 3
+        assert dataset.cache.filled == totals(dataset).fills == totals(dataset).misses == LENGTH - 1
+        assert totals(dataset).bypasses == 3
         if not any(isinstance(batch, type) for batch, _ in expected):
-            assert counts(dataset).served == 3 * LENGTH
+            assert totals(dataset).served == 3 * LENGTH
 
 
 WAYS = pairwise(
@@ -148,11 +133,11 @@ def test_on_every_way_through_a_loader(way: dict[str, Any]) -> None:
     source, jitter = way["source"](way["kind"], inside), Jitter("torch") if way["after"] == "transform" else None
     torch.manual_seed(0)
     plain = source if jitter is None else Transformed(source, jitter)
-    expected = list(outcomes(DataLoader(plain, **arguments), 2))
+    expected = list(told(DataLoader(plain, **arguments), 2))
     with closing(CachedDataset(source, way["budget"], transform=jitter, layout="rows")) as dataset:
         assert dataset.cache is not None
         torch.manual_seed(0)
-        assert alike(list(outcomes(way["loader"](dataset, **arguments), 2)), expected)
+        assert alike(list(told(way["loader"](dataset, **arguments), 2)), expected)
 
 
 @pytest.mark.parametrize("transform", [None, Jitter("torch")])
@@ -161,11 +146,11 @@ def test_workers_of_a_fork_server_let_it_pass(transform: Any) -> None:
     arguments: dict[str, Any] = {"batch_size": 8, "num_workers": 1, "multiprocessing_context": "forkserver"}
     source = OddOne("dtype") if transform is None else Transformed(OddOne("dtype"), transform)
     torch.manual_seed(0)
-    expected = list(outcomes(DataLoader(source, **arguments), 1))
+    expected = list(told(DataLoader(source, **arguments), 1))
     with closing(CachedDataset(OddOne("dtype"), layout="rows", transform=transform)) as dataset:
         torch.manual_seed(0)
-        assert alike(list(outcomes(CachedLoader(dataset, **arguments), 1)), expected)
-        assert (counts(dataset).bypasses, counts(dataset).fills) == (1, LENGTH - 1)
+        assert alike(list(told(CachedLoader(dataset, **arguments), 1)), expected)
+        assert (totals(dataset).bypasses, totals(dataset).fills) == (1, LENGTH - 1)
 
 
 @pytest.mark.parametrize("num_workers", [0, 1])
@@ -174,10 +159,10 @@ def test_an_index_that_comes_twice_in_a_batch(kind: str, num_workers: int) -> No
     """Each time it is loaded, and a bypass."""
     batches = [[ODD, 3, ODD, 5], [1, ODD], [ODD], [ODD - LENGTH, 2], [1, 2, 3]]
     arguments: dict[str, Any] = {"batch_sampler": batches, "num_workers": num_workers}
-    expected = [batch for batch, _ in outcomes(DataLoader(TurnedRound(kind), **arguments))]
+    expected = [batch for batch, _ in told(DataLoader(TurnedRound(kind), **arguments))]
     with closing(CachedDataset(TurnedRound(kind), layout="rows")) as dataset:
-        assert alike([batch for batch, _ in outcomes(CachedLoader(dataset, **arguments))], expected)
-        assert counts(dataset).bypasses == 3 * 5
+        assert alike([batch for batch, _ in told(CachedLoader(dataset, **arguments))], expected)
+        assert totals(dataset).bypasses == 3 * 5
 
 
 class TurnedRound(OddOne):
@@ -208,9 +193,9 @@ def test_later_epochs_load_that_sample_and_nothing_else(tmp_path: Any, tail: boo
     inside = v2.Compose([v2.Identity(), v2.RandomHorizontalFlip()]) if tail else None
     with closing(CachedDataset(Counting("shape", str(path), inside), layout="rows")) as dataset:
         loader = CachedLoader(dataset, 4, num_workers=num_workers)
-        list(outcomes(loader, 1))
+        list(told(loader, 1))
         path.unlink()
-        list(outcomes(loader, 3))
+        list(told(loader, 3))
         assert path.read_text().split() == [str(ODD)] * 3
 
 
@@ -222,7 +207,7 @@ def test_one_warning_names_it(num_workers: int, capfd: pytest.CaptureFixture[str
     try:
         with closing(CachedDataset(OddOne("dtype"), layout="rows")) as dataset:
             for _ in range(2):
-                list(outcomes(CachedLoader(dataset, 4, num_workers=num_workers), 2))
+                list(told(CachedLoader(dataset, 4, num_workers=num_workers), 2))
     finally:
         logging.getLogger("lightning_stocache").removeHandler(handler)
     [said] = [line for line in capfd.readouterr().err.splitlines() if "OddOne" in line]
@@ -238,7 +223,7 @@ def test_with_strict_it_is_an_error(transform: Any, num_workers: int) -> None:
     source = OddOne("dtype")
     spec = SampleSpec.infer(source[0])  # then it is not found at set-up
     with closing(CachedDataset(source, transform=transform, spec=spec, strict=True)) as dataset:
-        got = [batch for batch, _ in outcomes(CachedLoader(dataset, 4, num_workers=num_workers), 1)]
+        got = [batch for batch, _ in told(CachedLoader(dataset, 4, num_workers=num_workers), 1)]
         assert [number for number, batch in enumerate(got) if batch is SampleMismatchError] == [ODD // 4]
         assert len(got) == LENGTH // 4
 
@@ -248,4 +233,4 @@ def test_a_single_sample_is_what_the_source_gives() -> None:
     with closing(CachedDataset(OddOne("str alone"), layout="rows", transform=repr)) as dataset:
         assert dataset[ODD] == repr("a sample")
         assert dataset.__getitems__([3, ODD])[1] == repr("a sample")
-        assert counts(dataset).bypasses == 2
+        assert totals(dataset).bypasses == 2

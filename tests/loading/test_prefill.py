@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import time
 from contextlib import closing
 from pathlib import Path
 from typing import Any
@@ -12,6 +11,8 @@ import torch
 from torch.utils.data import Dataset
 
 from lightning_stocache import CachedDataset, CachedLoader
+from tests.loading.twins import totals
+from tests.processes import wait_until
 
 pytestmark = pytest.mark.processes
 
@@ -35,11 +36,8 @@ class Counted(Dataset[Any]):
         return torch.full((3,), index), str(index)
 
 
-def wait_until(dataset: CachedDataset, filled: int) -> None:
-    deadline = time.monotonic() + 120
-    while dataset.cache is not None and dataset.cache.filled < filled:
-        assert time.monotonic() < deadline
-        time.sleep(0.01)
+def wait_for(dataset: CachedDataset, filled: int) -> None:
+    wait_until(lambda: dataset.cache is None or dataset.cache.filled >= filled)
 
 
 @pytest.mark.parametrize("method", ["fork", "forkserver"])
@@ -55,15 +53,14 @@ def test_idle_workers_fill_what_nobody_asked_for(tmp_path: Path, method: str) ->
         batches = iter(loader)
         first = next(batches)
         assert first[0].tolist() == [[index] * 3 for index in range(4)]
-        wait_until(dataset, LENGTH)
+        wait_for(dataset, LENGTH)
         rest = list(batches)
         loader.close()
         assert [text for _, texts in [first, *rest] for text in texts] == list(map(str, range(LENGTH)))
         loads = (tmp_path / "loads").read_text().split()
         assert set(map(int, loads)) == set(range(LENGTH))
         assert len(loads) <= LENGTH + 5
-        assert dataset.counters is not None
-        counts = dataset.counters.totals()
+        counts = totals(dataset)
         assert (counts.served, counts.fills, counts.bypasses) == (LENGTH, LENGTH, 0)
 
 
@@ -72,7 +69,7 @@ def test_without_it_nothing_is_loaded_ahead(tmp_path: Path) -> None:
     with closing(CachedDataset(Counted(tmp_path / "loads"))) as dataset:
         loader = CachedLoader(dataset, 4, num_workers=2, persistent_workers=True)
         next(iter(loader))
-        wait_until(dataset, 5 * 4)
+        wait_for(dataset, 5 * 4)
         loader.close()
         assert dataset.cache is not None
         assert dataset.cache.filled == 5 * 4
@@ -85,7 +82,7 @@ def test_a_broken_sample_is_left_to_who_asks_for_it(tmp_path: Path) -> None:
         loader = CachedLoader(dataset, 4, num_workers=2, persistent_workers=True)
         batches = iter(loader)
         next(batches)
-        wait_until(dataset, LENGTH - 1)
+        wait_for(dataset, LENGTH - 1)
         with pytest.raises(OSError, match="sample 55 is broken"):
             list(batches)
         loader.close()
@@ -110,7 +107,7 @@ def test_only_what_is_drawn_is_filled(tmp_path: Path) -> None:
         loader = CachedLoader(dataset, 4, sampler=fold, num_workers=1, persistent_workers=True)
         batches = iter(loader)
         next(batches)
-        wait_until(dataset, len(fold))
+        wait_for(dataset, len(fold))
         list(batches)
         loader.close()
     assert set(map(int, (tmp_path / "loads").read_text().split())) == set(fold)

@@ -19,7 +19,7 @@ from lightning_stocache.loading.batch_pool import BatchPool
 from lightning_stocache.loading.dataset import CachedDataset
 from lightning_stocache.loading.request import BatchRequest, Collated, Reply, Responder, Written, unpacked
 from lightning_stocache.loading.shared_batch import SharedBatch
-from tests.loading.twins import STRUCTURES, Numbers, same
+from tests.loading.twins import STRUCTURES, InBatches, Numbers, same
 from tests.sources import CountedSource
 
 
@@ -53,6 +53,7 @@ def through(samples: list[Any]) -> tuple[Any, Any]:
 
 
 SAMPLES: dict[str, Callable[[int], Any]] = STRUCTURES | {
+    "a string": lambda i: f"file {i}",
     "strings": lambda i: (torch.tensor([i]), f"file {i}", b"bytes"),
     "not contiguous": lambda i: torch.arange(12).reshape(3, 4).t() + i,
     "conjugated": lambda i: torch.tensor([1 + 1j * i]).conj(),
@@ -172,14 +173,6 @@ def test_what_does_not_fit_is_sent_and_the_next_memory_is_larger():
     pool.close()
 
 
-def test_a_batch_of_labels_alone_is_small_and_still_right():
-    """Whatever there is to lend."""
-    for got in through([1, 2, 3]):
-        assert same(got, torch.tensor([1, 2, 3]))
-    for got in through(["a", "b"]):
-        assert got == ["a", "b"]
-
-
 @pytest.mark.processes
 def test_samples_are_put_away_as_they_come():
     """In shared memory no sample's tensor is kept until the batch is complete; the batch is the same."""
@@ -228,13 +221,6 @@ def test_a_sample_that_differs_in_shared_memory_is_as_without(other):
 
 
 LENGTH = 12
-
-
-class BatchedSource(CountedSource):
-    """One that loads whole batches."""
-
-    def __getitems__(self, indices: list[int]) -> list[Any]:
-        return [self[index] for index in indices]
 
 
 @pytest.fixture
@@ -302,9 +288,8 @@ def test_a_worker_whose_cache_is_closed_makes_the_whole_batch(dataset):
 @pytest.mark.parametrize("shared", [False, True])
 def test_what_has_become_ready_meanwhile_is_not_loaded_again(tmp_path, batched, shared):
     """The rest is loaded, stored where it has a slot, and counted once."""
-    kind = BatchedSource if batched else CountedSource
-    source = kind(LENGTH, log_path=tmp_path / "loads")
-    with closing(CachedDataset(source, "50%")) as dataset:
+    source = CountedSource(LENGTH, log_path=tmp_path / "loads")
+    with closing(CachedDataset(InBatches(source) if batched else source, "50%")) as dataset:
         pool = BatchPool(shared=1)
         memory = pool.take_shared([10_000]) if shared else None
         place = None if memory is None else memory.place

@@ -4,14 +4,13 @@ from __future__ import annotations
 
 import gc
 import os
-import signal
 import subprocess
 import sys
 import threading
 import time
 import weakref
-from collections.abc import Callable, Iterator
-from contextlib import closing, contextmanager
+from collections.abc import Callable
+from contextlib import closing
 from multiprocessing import active_children
 from pathlib import Path
 from typing import Any
@@ -23,17 +22,12 @@ from torch.utils.data import BatchSampler, DataLoader, SubsetRandomSampler
 from lightning_stocache.loading.dataset import CachedDataset
 from lightning_stocache.loading.loader import CachedLoader
 from lightning_stocache.loading.worker_pool import WorkerPool
-from tests.loading.twins import Numbers, Transformed, copied, same
-from tests.processes import without_room
+from tests.loading.twins import Numbers, Transformed, copied, same, to_float
+from tests.processes import wait_until, without_room
 
 LENGTH = 40
 
 pytestmark = [pytest.mark.usefixtures("seeded"), pytest.mark.processes]
-
-
-def to_float(sample: Any) -> Any:
-    image, label = sample
-    return image.float() / 255, label
 
 
 ways = pytest.mark.parametrize("transform", [None, to_float], ids=["gathered", "made"])
@@ -228,11 +222,7 @@ def test_many_epochs_leave_no_descriptor_and_no_mapping_behind(transform):
         before = opened()
         for _ in range(20):
             list(loader)
-        deadline = time.monotonic() + 120
-        while opened() > before and time.monotonic() < deadline:
-            gc.collect()
-            time.sleep(0.05)
-        assert opened() <= before
+        wait_until(lambda: gc.collect() >= 0 and opened() <= before)
 
 
 # ---- interruptions ----
@@ -265,35 +255,6 @@ def gate(tmp_path: Path) -> Path:
     return tmp_path / "gate"
 
 
-@contextmanager
-def interrupted_at(gate: Path, ready: Callable[[], bool]) -> Iterator[None]:
-    """KeyboardInterrupt, as from the keyboard, when a worker waits at the gate and `ready` says so; then it opens."""
-    main, over = threading.get_ident(), threading.Event()
-
-    def opening(number: int, frame: Any) -> None:
-        gate.touch()
-        raise KeyboardInterrupt
-
-    def interrupt() -> None:
-        while not over.is_set() and not (gate.with_name("waiting").exists() and ready()):
-            time.sleep(0.01)
-        time.sleep(0.05)  # now it may wait already, or be about to
-        if not over.is_set():
-            signal.pthread_kill(main, signal.SIGINT)
-
-    gate.unlink()
-    before = signal.signal(signal.SIGINT, opening)
-    thread = threading.Thread(target=interrupt)
-    thread.start()
-    try:
-        with pytest.raises(KeyboardInterrupt):
-            yield
-    finally:
-        over.set()
-        thread.join()
-        signal.signal(signal.SIGINT, before)
-
-
 @ways
 def test_a_batch_that_came_too_late_is_the_next_one_again(transform, gate):
     """A time-out is an error, after which the answer still comes: to its own batch."""
@@ -313,17 +274,6 @@ def test_a_batch_that_came_too_late_is_the_next_one_again(transform, gate):
                     gate.touch()
         assert set(errors) == {"DataLoader timed out after 0.3 seconds"}
         assert same(got, plain(transform))
-
-
-@ways
-def test_an_interrupted_loader_ends_with_its_iterator(transform, gate):
-    """Workers and thread do not survive the traceback."""
-    with closing(CachedDataset(Gated(gate), "50%", transform=transform)) as dataset:
-        with interrupted_at(gate, lambda: True):
-            list(CachedLoader(dataset, 4, num_workers=2))
-        gc.collect()
-        assert active_children() == []
-        assert threads() == 0
 
 
 SCRIPT = """

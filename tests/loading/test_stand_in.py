@@ -16,6 +16,7 @@ from torch.utils.data import DataLoader, Dataset, Subset, get_worker_info
 from lightning_stocache.loading.dataset import CachedDataset
 from lightning_stocache.loading.loader import CachedLoader
 from lightning_stocache.loading.stand_in import StandIn, cached_in
+from tests.loading.twins import totals
 
 pytestmark = pytest.mark.processes
 
@@ -125,8 +126,7 @@ def test_a_change_takes_effect(plain: Plain, dataset: CachedDataset, wrap: Any, 
     assert warning.startswith("Plain: its `strength` has changed")
     assert warning.count("\n") == 1
     assert dataset.cache is None
-    assert dataset.counters is not None
-    assert dataset.counters.totals().served == 17
+    assert totals(dataset).served == 17
 
 
 def set_strength_of_the_worker(worker: int) -> None:

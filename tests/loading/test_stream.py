@@ -94,11 +94,6 @@ def plus_one(sample: Any) -> Any:
     return sample[0] + 1, sample[1]
 
 
-def dictionaries(length: int) -> Iterator[Any]:
-    for number in range(length):
-        yield {"text": "x" * (number % 5), "number": number}
-
-
 @pytest.mark.parametrize("kind", [Numbers, Texts, Shuffled])
 def test_epoch_one_is_the_stream_and_later_ones_come_from_memory(kind: type[Numbers]) -> None:
     """The first epoch gives the plain stream's samples in its order; the others all of them, each once, shuffled."""
@@ -123,13 +118,6 @@ def test_a_stream_whose_samples_turn_out_to_be_no_rows_is_read_once_more() -> No
     with closing(CachedStream(Turning(), "16MiB")) as stream:
         assert [sorted(number for _, number in stream) for _ in range(4)] == [list(range(LENGTH))] * 4
         assert stream.counters.totals().hits == 2 * LENGTH
-
-
-def test_samples_come_back_as_they_were() -> None:
-    """What comes from memory has the values, types and structure of what passed."""
-    with closing(CachedStream(lambda: dictionaries(30), "16MiB")) as stream:
-        first, second = list(stream), list(stream)
-    assert sorted(second, key=lambda sample: sample["number"]) == first == list(dictionaries(30))
 
 
 @pytest.mark.processes

@@ -14,20 +14,11 @@ from torch.utils.data import DataLoader, get_worker_info
 from lightning_stocache.loading.dataset import CachedDataset
 from lightning_stocache.loading.request import BatchRequest, Responder
 from lightning_stocache.loading.worker_pool import WorkerPool
-from tests.loading.twins import Numbers
+from tests.loading.twins import Faulty
 
 pytestmark = pytest.mark.processes
 
 LENGTH = 12
-
-
-class Broken(Numbers):
-    """A source that cannot load one of its samples."""
-
-    def __getitem__(self, index: int) -> Any:
-        if index == 7:
-            raise ValueError("sample 7 is broken")
-        return super().__getitem__(index)
 
 
 def labels(responder: Responder, request: BatchRequest) -> Any:
@@ -46,7 +37,8 @@ def pool_of(
 ) -> Iterator[WorkerPool]:
     monkeypatch.setattr(Responder, "__getitems__", labels)
     options |= {"multiprocessing_context": "fork"}  # workers have what is set here
-    dataset = CachedDataset(Broken(LENGTH), "25%", allow_random=True)  # reads one sample only at set-up
+    source = Faulty(LENGTH, {7: ValueError("sample 7 is broken")})
+    dataset = CachedDataset(source, "25%", allow_random=True)  # reads one sample only at set-up
     pool = WorkerPool(DataLoader(dataset, 2, num_workers=num_workers, **options), state)
     yield pool
     pool.close()

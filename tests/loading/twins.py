@@ -5,7 +5,7 @@ from __future__ import annotations
 import collections
 import itertools
 import random
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from typing import Any
 
 import numpy as np
@@ -15,15 +15,21 @@ from torchvision import tv_tensors
 
 __all__ = [
     "STRUCTURES",
+    "Faulty",
+    "InBatches",
     "Jitter",
     "LazySampler",
     "Numbers",
     "Transformed",
     "UnequalBatches",
     "copied",
+    "outcomes",
     "pairwise",
     "run",
     "same",
+    "to_float",
+    "totals",
+    "unchanged",
 ]
 
 
@@ -44,6 +50,19 @@ class Numbers(Dataset[Any]):
         return torch.randint(0, 256, self.shape, dtype=torch.uint8, generator=generator), index
 
 
+class Faulty(Numbers):
+    """Numbers of which some cannot be loaded, with an error for each."""
+
+    def __init__(self, length: int, bad: dict[int, Exception], shape: tuple[int, ...] = (3, 5, 7)) -> None:
+        super().__init__(length, shape)
+        self.bad = bad
+
+    def __getitem__(self, index: int) -> tuple[torch.Tensor, int]:
+        if index in self.bad:
+            raise self.bad[index]
+        return super().__getitem__(index)
+
+
 class Transformed(Dataset[Any]):
     """A source and a transform, without any cache."""
 
@@ -57,6 +76,22 @@ class Transformed(Dataset[Any]):
         return self.transform(self.source[index])
 
 
+class InBatches(Dataset[Any]):
+    """A source that loads whole batches, over another."""
+
+    def __init__(self, source: Dataset[Any]) -> None:
+        self.source = source
+
+    def __len__(self) -> int:
+        return len(self.source)  # type: ignore[arg-type]
+
+    def __getitem__(self, index: int) -> Any:
+        return self.source[index]
+
+    def __getitems__(self, indices: list[int]) -> list[Any]:
+        return [self.source[index] for index in indices]
+
+
 class Jitter:
     """A transform that draws from the generator that its name says."""
 
@@ -66,6 +101,17 @@ class Jitter:
     def __call__(self, sample: Any) -> Any:
         draw = {"torch": lambda: float(torch.rand(())), "numpy": np.random.rand, "random": random.random}[self.name]
         return sample[0].float() / 255 + draw(), sample[1]
+
+
+def to_float(sample: Any) -> Any:
+    """A transform that makes another sample."""
+    image, label = sample
+    return image.float() / 255, label
+
+
+def unchanged(sample: Any) -> Any:
+    """A transform that makes none."""
+    return sample
 
 
 class LazySampler(Sampler[int]):
@@ -96,6 +142,12 @@ class UnequalBatches:
             order = order[size:]
 
 
+def totals(dataset: Any) -> Any:
+    """What has been counted of a cache that is open."""
+    assert dataset.counters is not None
+    return dataset.counters.totals()
+
+
 def run(loader: DataLoader[Any], stops: Iterable[int | None] = (None, 2, None)) -> list[Any]:
     """All batches of some epochs, each with the states of all generators after it; the consumer draws between batches.
 
@@ -114,6 +166,24 @@ def run(loader: DataLoader[Any], stops: Iterable[int | None] = (None, 2, None)) 
             if number == stop:
                 break
     return seen
+
+
+def outcomes(loader: Any) -> Iterator[Any]:
+    """The batches of an epoch, and errors in the place of some; the iteration goes on after each."""
+    try:
+        batches = iter(loader)
+    except Exception as error:
+        yield error
+        return
+    while True:
+        try:
+            batch = copied(next(batches))
+        except StopIteration:
+            return
+        except Exception as error:
+            yield error
+        else:
+            yield batch
 
 
 def _numpy_state() -> tuple[bytes, int]:

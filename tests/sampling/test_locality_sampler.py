@@ -12,7 +12,7 @@ from hypothesis import strategies as st
 from lightning.fabric.utilities.distributed import DistributedSamplerWrapper
 from scipy.sparse import csr_matrix
 from scipy.sparse.csgraph import maximum_bipartite_matching
-from torch.utils.data import DataLoader, DistributedSampler, SubsetRandomSampler, WeightedRandomSampler
+from torch.utils.data import DistributedSampler, SubsetRandomSampler, WeightedRandomSampler
 
 from lightning_stocache.cache.placement import Domain, Ring
 from lightning_stocache.sampling.assignment import Dealer
@@ -152,17 +152,6 @@ def test_misses_are_even_within_a_node(job):
     assert max(map(max, misses)) - min(map(min, misses)) == deal.imbalance
 
 
-def test_imbalance_between_nodes_is_what_levelling_leaves():
-    """With arcs that do not overlap, a node's misses are its places less the indices of the batch that it has."""
-    nodes = nodes_of(2, 2, 2, 2)
-    ring = ring_of(8192, nodes, [0.2] * 4)
-    batch = torch.randperm(8192)[: 8 * 64]
-    deal = Dealer(ring, nodes).deal(batch.numpy())
-    for node, arc in enumerate(ring.arcs):
-        has = int((arc.slots_of(batch.numpy()) >= 0).sum())
-        assert deal.misses[deal.nodes == node].sum() == 128 - min(has, 128)
-
-
 def test_the_odd_miss_goes_round():
     """Where a node's misses do not divide by its ranks, another rank has the odd one in each batch."""
     nodes = nodes_of(3, 3)
@@ -226,11 +215,6 @@ def test_sticky_nodes_keep_to_their_part(job):
         assert sum(map(len, parts)) == size
 
 
-def test_sticky_hits_everything_from_epoch_two():
-    """In `sticky` mode a node whose memory holds its part never loads a sample twice."""
-    assert hit_rates(samplers_of(4000, nodes_of(2, 2), [0.5, 0.5], 20, mode="sticky"), 2) == [0, 1]
-
-
 @pytest.mark.parametrize(
     ("nodes", "fractions", "batch_size", "second", "third"),
     [
@@ -273,13 +257,6 @@ def test_nothing_is_drawn_ahead(monkeypatch):
     monkeypatch.setattr(Dealer, "deal", lambda dealer, batch: dealt.append(len(batch)) or deal(dealer, batch))
     assert len(list(islice(sampler, 12))) == 12
     assert dealt == [16, 16]
-
-
-def test_loader_batches_are_the_dealt_ones():
-    """In a DataLoader the batches are the rank's shares of the global batches."""
-    sampler = samplers_of(60, nodes_of(1, 1), [0.5, 0.5], 8)[1]
-    expected = pieces(epoch_of(sampler, 0), 8)
-    assert [batch.tolist() for batch in DataLoader(range(60), batch_size=8, sampler=sampler)] == expected
 
 
 LENGTH = 240

@@ -8,7 +8,6 @@ import random
 from pathlib import Path
 from typing import Any
 
-import numpy as np
 import pytest
 import torch
 from PIL import Image
@@ -21,20 +20,14 @@ from torchvision.transforms import v2
 from lightning_stocache.source.encoded import taken_apart
 from lightning_stocache.source.file_access import access_to
 from lightning_stocache.source.probe import bits
+from tests.sources import write_photos
 
 LENGTH = 6
 
 
 @pytest.fixture(scope="module")
 def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """Two classes of three photographs of many sizes."""
-    root, noise = tmp_path_factory.mktemp("photos"), np.random.default_rng(0)
-    for name in ("cat", "dog"):
-        (root / name).mkdir()
-        for number in range(LENGTH // 2):
-            pixels = noise.integers(0, 256, (12 + number, 20 - number, 3), dtype=np.uint8)
-            Image.fromarray(pixels).save(root / name / f"{number}.jpg")
-    return root
+    return write_photos(tmp_path_factory.mktemp("photos"))
 
 
 class Files(Dataset[Any]):

@@ -24,6 +24,8 @@ from lightning_stocache.source.file_access import access_to
 from lightning_stocache.source.lmdb_file import LMDBError
 from lightning_stocache.source.pack_manifest import MANIFEST_KEY, PackManifest, key_of
 from lightning_stocache.source.probe import bits
+from lightning_stocache.source.random_split import split
+from tests.logs import Log
 from tests.processes import call, call_many
 
 lmdb = pytest.importorskip("lmdb")
@@ -255,25 +257,14 @@ def test_it_is_taken_apart_by_its_own_methods(photos: Path) -> None:
     assert batch_reader(source) is None
 
 
-@pytest.mark.processes
 def test_its_random_transform_is_split_off(tmp_path: Path) -> None:
-    """What comes before the first random step is cached, the rest draws as it would have drawn."""
+    """What comes before the first random step can be cached, and the rest draws as it would have drawn."""
     pack([(torch.arange(48, dtype=torch.uint8).reshape(3, 4, 4) + i, i) for i in range(8)], tmp_path / "x.lmdb")
     from torchvision.transforms import v2  # here, since spawned children import this file
 
-    source = LMDBSource(tmp_path / "x.lmdb", transform=v2.Compose([v2.Resize(6), v2.RandomHorizontalFlip()]))
-    dataset = CachedDataset(source, budget="auto")
-    assert dataset.cache is not None
-    for _ in range(2):
-        for index in range(8):
-            torch.manual_seed(index)
-            expected = bits(source[index])
-            torch.manual_seed(index)
-            assert bits(dataset[index]) == expected
-    assert dataset.counters is not None
-    counts = dataset.counters.totals()
-    assert (counts.setup_fills + counts.fills, counts.hits) == (8, 16 - counts.fills)
-    dataset.close()
+    parts = split(LMDBSource(tmp_path / "x.lmdb", transform=v2.Compose([v2.Resize(6), v2.RandomHorizontalFlip()])))
+    assert (repr(parts.tail), parts.reason) == ("Tail(RandomHorizontalFlip)", None)
+    assert parts.source[3][0].shape == (3, 6, 6)
 
 
 # ---- bad input ----
@@ -379,13 +370,8 @@ def test_one_that_nobody_has_open_is_not_warned_of(tmp_path: Path, caplog: pytes
 
 
 def reads(path: str) -> tuple[list[str], list[Any]]:
-    import logging
-
-    said: list[str] = []
-    handler = logging.Handler()
-    handler.emit = lambda record: said.append(record.getMessage())  # type: ignore[method-assign]
-    logging.getLogger("lightning_stocache").addHandler(handler)
-    return said, list(LMDBSource(path, kind="json"))
+    log = Log()
+    return log.lines, list(LMDBSource(path, kind="json"))
 
 
 @pytest.mark.processes

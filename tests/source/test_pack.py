@@ -15,7 +15,6 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from PIL import Image
 from torch.utils.data import Dataset, Subset
 from torchvision.datasets import ImageFolder
 from torchvision.io import read_image
@@ -27,7 +26,8 @@ from lightning_stocache.source import pack as packing
 from lightning_stocache.source.lmdb_file import LMDBError
 from lightning_stocache.source.pack import PackError
 from lightning_stocache.source.probe import bits
-from tests.processes import Child, call, without_room
+from tests.processes import Child, call, wait_until, without_room
+from tests.sources import write_photos
 
 lmdb = pytest.importorskip("lmdb")
 
@@ -171,9 +171,8 @@ def test_a_pack_that_is_killed_goes_on_where_it_was(tmp_path: Path, workers: int
 
 
 def _wait_for_a_commit(path: Path, child: Child) -> None:
-    before, deadline = _version(path), time.monotonic() + 120
-    while _version(path) == before and child.process.exitcode is None and time.monotonic() < deadline:
-        time.sleep(0.002)
+    before = _version(path)
+    wait_until(lambda: _version(path) != before or child.process.exitcode is not None)
 
 
 def _version(path: Path) -> int:
@@ -293,9 +292,7 @@ def test_two_processes_do_not_pack_into_one_file(tmp_path: Path) -> None:
     """The second is refused at once."""
     path = tmp_path / "x"
     child = Child(hold, str(path))
-    deadline = time.monotonic() + 120
-    while not path.exists() and time.monotonic() < deadline:
-        time.sleep(0.01)
+    wait_until(path.exists)
     try:
         with pytest.raises(LMDBError, match="another process is packing into"):
             pack(Source(tmp_path / "reads"), path)
@@ -313,10 +310,8 @@ def test_the_lock_ends_with_the_process(tmp_path: Path, workers: int) -> None:
     with pytest.raises(PackError):
         pack(Source(tmp_path / "reads", at=1, odd=broken), path)
     child = Child(_go_on, str(path), workers)
-    deadline = time.monotonic() + 120
-    while _loads_with(child) < workers or str(path) not in Path(f"/proc/{child.process.pid}/maps").read_text():
-        assert time.monotonic() < deadline
-        time.sleep(0.01)
+    maps = Path(f"/proc/{child.process.pid}/maps")
+    wait_until(lambda: _loads_with(child) >= workers and str(path) in maps.read_text())
     os.kill(child.process.pid, signal.SIGKILL)  # type: ignore[arg-type]
     child.process.join()
     assert pack(Source(tmp_path / "reads"), path) > 0
@@ -413,13 +408,7 @@ def test_a_folder_that_is_missing_is_said(tmp_path: Path) -> None:
 
 @pytest.fixture
 def folder(tmp_path: Path) -> Path:
-    noise = np.random.default_rng(0)
-    for name in ("cat", "dog"):
-        (tmp_path / "photos" / name).mkdir(parents=True)
-        for number in range(3):
-            pixels = noise.integers(0, 256, (12 + number, 20, 3), dtype=np.uint8)
-            Image.fromarray(pixels).save(tmp_path / "photos" / name / f"{number}.jpg")
-    return tmp_path / "photos"
+    return write_photos(tmp_path / "photos")
 
 
 @pytest.mark.parametrize("loader", [None, read_image], ids=["PIL", "tensor"])

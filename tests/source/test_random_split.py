@@ -27,6 +27,8 @@ from lightning_stocache.source.probe import Probe
 from lightning_stocache.source.random_split import Split, split
 from lightning_stocache.source.transform_split import Cut, Tail
 from lightning_stocache.torch_internals import become_worker
+from tests.loading.twins import copied, same
+from tests.sources import write_photos
 
 Pair = namedtuple("Pair", "image label")
 
@@ -102,16 +104,6 @@ def seed(value: int) -> None:
     random.seed(value)
 
 
-def leaves(sample: Any) -> list[Any]:
-    if isinstance(sample, dict):
-        return [list(sample), *(leaf for value in sample.values() for leaf in leaves(value))]
-    if isinstance(sample, (list, tuple)):
-        return [type(sample), *(leaf for value in sample for leaf in leaves(value))]
-    if isinstance(sample, torch.Tensor):
-        return [type(sample), sample.dtype, sample.tolist()]
-    return [sample]
-
-
 def assert_same_stream(source: Any, parts: Split) -> None:
     """The two parts give the source's samples and draws, bit for bit, for a seed that the probe did not use."""
     assert parts.reason is None
@@ -120,7 +112,7 @@ def assert_same_stream(source: Any, parts: Split) -> None:
         seed(1000 + index)
         whole, after = source[index], states()
         seed(1000 + index)
-        assert leaves(parts.tail(parts.source[index])) == leaves(whole)
+        assert same(parts.tail(parts.source[index]), whole)
         assert states() == after
 
 
@@ -151,7 +143,7 @@ def test_a_transform_is_cut_at_its_first_random_step(transform: Any, tail: str) 
     parts = split(source)
     assert repr(parts.tail) == f"Tail({tail})"
     assert_same_stream(source, parts)
-    assert leaves(parts.source[3]) == leaves(parts.source[3])
+    assert same(parts.source[3], parts.source[3])
 
 
 class OwnCompose(v2.Compose):
@@ -185,10 +177,10 @@ def test_the_tail_finds_the_image_in_any_structure(make: Any) -> None:
     parts = split(source)
     assert_same_stream(source, parts)
     sample = parts.source[1]
-    before = leaves(sample)
+    before = copied(sample)
     assert parts.tail is not None
     parts.tail(sample)
-    assert leaves(sample) == before
+    assert same(sample, before)
 
 
 class TwoViews(Photos):
@@ -218,19 +210,9 @@ def test_a_source_is_split_through_subsets() -> None:
         assert parts.source.indices == source.indices
 
 
-def write_photos(root: Path, size: int = 16) -> Path:
-    noise = np.random.default_rng(0)
-    for name in ("cat", "dog"):
-        (root / name).mkdir(parents=True)
-        for k in range(3):
-            pixels = noise.integers(0, 256, (size, size, 3), dtype=np.uint8)
-            Image.fromarray(pixels).save(root / name / f"{k}.{'png' if k else 'jpg'}")
-    return root
-
-
 def test_an_image_folder_is_split(tmp_path: Path) -> None:
     """Real files: decoding and resizing stay in the source, the target's own transform too."""
-    steps = [v2.Resize(8), v2.PILToTensor(), v2.RandomHorizontalFlip(), v2.ToDtype(torch.float32, scale=True)]
+    steps = [v2.Resize((8, 8)), v2.PILToTensor(), v2.RandomHorizontalFlip(), v2.ToDtype(torch.float32, scale=True)]
     source = ImageFolder(write_photos(tmp_path), transform=v2.Compose(steps), target_transform=lambda label: label + 10)
     parts = split(source)
     assert_same_stream(source, parts)
@@ -331,7 +313,7 @@ def test_every_read_of_a_random_source_is_counted() -> None:
     assert parts.reads == Counted.total == 18
     assert [sample[1] for sample in parts.samples] == list(parts.indices) == [0, 3, 7]
     assert all(sample[0].shape == (3, 8, 8) for sample in parts.samples)
-    assert leaves(parts.samples[0]) == leaves(parts.source[0])
+    assert same(parts.samples[0], parts.source[0])
 
 
 def test_one_sample_is_enough() -> None:
