@@ -30,7 +30,18 @@ from lightning.fabric.utilities.rank_zero import rank_zero_only
 from tests.proc import descendants, is_alive
 from tests.processes import context, default_method, mount_own_shm
 
-__all__ = ["OWN_SHM", "ROOT", "Job", "exit_codes", "free_port", "job_environment", "say_where", "start", "start_module"]
+__all__ = [
+    "OWN_SHM",
+    "ROOT",
+    "Job",
+    "exit_codes",
+    "free_port",
+    "job_environment",
+    "say_where",
+    "skip_without",
+    "start",
+    "start_module",
+]
 
 ROOT = Path(__file__).parents[1]
 OWN_SHM = ["unshare", "--mount", "sh", "-c", 'mount -t tmpfs -o size=64m tmpfs /dev/shm && exec "$@"', "sh"]
@@ -44,6 +55,16 @@ def free_port() -> int:
     with socket.socket() as listener:
         listener.bind(("127.0.0.1", 0))
         return int(listener.getsockname()[1])
+
+
+def skip_without(command: Sequence[str]) -> None:
+    """Skip a test where a process may not have the namespaces that a command begins with."""
+    try:
+        subprocess.run([*command, "true"], check=True, capture_output=True, text=True)
+    except FileNotFoundError:
+        pytest.skip("there is no unshare here to make nodes with")
+    except subprocess.CalledProcessError as error:
+        pytest.skip(f"nodes cannot be made here: {error.stderr.strip()}")
 
 
 def job_environment(port: int | None = None) -> dict[str, str]:

@@ -22,7 +22,9 @@ from typing import Any
 
 from tests.processes import call
 
-__all__ = ["Ended", "run_script"]
+__all__ = ["Ended", "run_example", "run_script"]
+
+ROOT = Path(__file__).parents[1]
 
 
 @dataclass(frozen=True)
@@ -50,6 +52,15 @@ def run_script(
     with tempfile.TemporaryDirectory() as said:
         code = call(_run, path, arguments, folder, dict(environment or {}), Path(said), timeout=timeout)
         return Ended(code, Path(said, "out").read_text(), Path(said, "error").read_text())
+
+
+def run_example(script: str, folder: Path, *arguments: str) -> str:
+    """What a script of `examples` prints, as a user starts it on a machine without a GPU; its files are in a folder."""
+    environment = {"PYTHONPATH": str(ROOT), "XDG_CACHE_HOME": str(folder / "cache")}
+    environment |= {"CUDA_VISIBLE_DEVICES": "", "TMPDIR": str(folder)}
+    done = run_script(ROOT / "examples" / script, *arguments, folder=folder, environment=environment)
+    assert done.returncode == 0, done.stderr
+    return done.stdout
 
 
 def _run(path: Path, arguments: tuple[str, ...], folder: Path, environment: dict[str, str], said: Path) -> int:

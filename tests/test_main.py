@@ -27,6 +27,16 @@ pytestmark = pytest.mark.named
 CSV = "epoch,step,stocache/hit_rate,stocache/hits\n0,9,0.5,5\n"
 
 
+def refused(capsys, *arguments: str) -> str:
+    """What stands on stderr where a command ends with code 2, without a traceback, and prints nothing else."""
+    with pytest.raises(SystemExit) as end:
+        main([*arguments])
+    out, err = capsys.readouterr()
+    assert (end.value.code, out) == (2, "")
+    assert "Traceback" not in err
+    return err
+
+
 @pytest.mark.processes
 def test_help_lists_the_commands_and_imports_little(tmp_path):
     """--help names every command, and imports neither torch nor Lightning nor Hydra nor NumPy."""
@@ -54,22 +64,14 @@ def test_it_runs_as_a_module(tmp_path):
 @pytest.mark.parametrize("arguments", [["report"], ["no_such_command"], [], ["report", "{}/missing"], ["report", "{}"]])
 def test_bad_input_is_exit_code_2_and_a_sentence(tmp_path, capsys, arguments):
     """Missing arguments, unknown commands and folders without a run end alike: stderr, code 2, no traceback."""
-    with pytest.raises(SystemExit) as end:
-        main([argument.format(tmp_path) for argument in arguments])
-    out, err = capsys.readouterr()
-    assert end.value.code == 2
-    assert out == ""
-    assert err
-    assert "Traceback" not in err
+    assert refused(capsys, *(argument.format(tmp_path) for argument in arguments))
 
 
 def test_a_page_that_cannot_be_written_is_a_sentence(tmp_path, capsys):
     """An output in a folder that does not exist is refused by its name."""
     (tmp_path / "metrics.csv").write_text(CSV)
-    with pytest.raises(SystemExit) as end:
-        main(["report", str(tmp_path), "--output", str(tmp_path / "no" / "report.html")])
-    assert end.value.code == 2
-    assert capsys.readouterr().err.count("\n") == 1
+    err = refused(capsys, "report", str(tmp_path), "--output", str(tmp_path / "no" / "report.html"))
+    assert err.count("\n") == 1
 
 
 @pytest.mark.parametrize(
@@ -88,10 +90,7 @@ def test_a_picture_needs_no_path(tmp_path, monkeypatch, capsys, arguments, pictu
 
 def test_what_stands_behind_png_is_no_picture(tmp_path, capsys):
     """A folder that --png would take for its path is refused, with the way out."""
-    with pytest.raises(SystemExit) as end:
-        main(["report", "--png", str(tmp_path)])
-    assert end.value.code == 2
-    assert "write --png last" in capsys.readouterr().err
+    assert "write --png last" in refused(capsys, "report", "--png", str(tmp_path))
 
 
 def test_runs_that_are_left_out_are_told(tmp_path, capsys):
@@ -225,10 +224,8 @@ def test_plan_with_curves(configs, tmp_path, capsys, monkeypatch):
 def test_wrong_numbers_are_refused_before_anything_is_measured(configs, capsys, monkeypatch):
     """Nobody waits for the plan to learn that there are too many workers."""
     monkeypatch.setattr(measurement, "measure", lambda *_, **__: pytest.fail("measured"))
-    with pytest.raises(SystemExit) as end:
-        main(["plan", "--config-dir", configs, "data=squares", "--workers", "0,9999"])
-    assert end.value.code == 2
-    assert "workers must be 8 per core at most" in capsys.readouterr().err
+    err = refused(capsys, "plan", "--config-dir", configs, "data=squares", "--workers", "0,9999")
+    assert "workers must be 8 per core at most" in err
 
 
 def test_threads_of_the_app_are_taken(configs, tmp_path, capsys):
@@ -241,10 +238,8 @@ def test_threads_of_the_app_are_taken(configs, tmp_path, capsys):
 
 def test_numbers_of_workers_have_commas(capsys):
     """Anything else is refused, in a sentence."""
-    with pytest.raises(SystemExit) as end:
-        main(["plan", "--workers", "two"])
-    assert end.value.code == 2
-    assert "whole numbers with commas between them, as 0,1,2,4, got two" in capsys.readouterr().err
+    err = refused(capsys, "plan", "--workers", "two")
+    assert "whole numbers with commas between them, as 0,1,2,4, got two" in err
 
 
 def test_plan_with_a_primary_config_of_the_users(configs, capsys):
@@ -273,14 +268,9 @@ def test_plan_with_a_primary_config_of_the_users(configs, capsys):
 )
 def test_a_plan_that_cannot_be_made_is_one_sentence(configs, capsys, arguments, words):
     """Data or a model that raises, data without samples or indices, and missing configs: one line, exit code 2."""
-    with pytest.raises(SystemExit) as end:
-        main(["plan", *(argument.format(configs) for argument in arguments), "++trainer.accelerator=cpu"])
-    out, err = capsys.readouterr()
-    assert end.value.code == 2
-    assert out == ""
+    err = refused(capsys, "plan", *(argument.format(configs) for argument in arguments), "++trainer.accelerator=cpu")
     assert words in err
     assert err.count("\n") == 1
-    assert "Traceback" not in err
 
 
 CREATED = 1_700_000_000
@@ -375,10 +365,7 @@ def test_clean_refuses_in_a_sentence(named, capsys):
         ("../x", "does not exist"),
         (f"{named}-notes.txt", "is no segment of this user, and stays as it is"),
     ):
-        with pytest.raises(SystemExit) as end:
-            main(["clean", name])
-        assert end.value.code == 2
-        assert words in capsys.readouterr().err
+        assert words in refused(capsys, "clean", name)
     os.unlink(path)
 
 

@@ -9,7 +9,7 @@ from pathlib import Path
 
 import pytest
 
-from tests.scripts import run_script
+from tests.scripts import run_example
 
 pytestmark = [
     pytest.mark.processes,
@@ -18,21 +18,11 @@ pytestmark = [
 ]
 pytest.importorskip("lmdb")
 
-ROOT = Path(__file__).parents[2]
-
-
-def run(tmp_path: Path, script: str, *arguments: str) -> str:
-    environment = {"PYTHONPATH": str(ROOT), "XDG_CACHE_HOME": str(tmp_path / "cache")}
-    environment |= {"CUDA_VISIBLE_DEVICES": "", "TMPDIR": str(tmp_path)}
-    done = run_script(ROOT / "examples" / script, *arguments, folder=tmp_path, environment=environment)
-    assert done.returncode == 0, done.stderr
-    return done.stdout
-
 
 def test_photographs_are_packed_and_loaded_once(tmp_path: Path) -> None:
     """A second run packs nothing. Up to 32 samples are read and stored at set-up, before epoch one."""
     for packed in (96, 0):
-        said = run(tmp_path, "lmdb_photos.py", "--samples", "96", "--epochs", "2", "--batch-size", "8")
+        said = run_example("lmdb_photos.py", tmp_path, "--samples", "96", "--epochs", "2", "--batch-size", "8")
         assert f"packed {packed} of 96 files" in said
         first, second = (int(loaded) for loaded in re.findall(r"the source loaded (\d+) samples", said))
         assert 96 - 32 <= first <= 96
@@ -42,7 +32,7 @@ def test_photographs_are_packed_and_loaded_once(tmp_path: Path) -> None:
 @pytest.mark.soak
 def test_the_benchmark_compares_what_is_installed(tmp_path: Path) -> None:
     """A row for each way, with no workers and with two, and what packing gives."""
-    run(tmp_path, "benchmarks/lmdb_read.py", "--quick", "--rounds", "1", "--output", "results")
+    run_example("benchmarks/lmdb_read.py", tmp_path, "--quick", "--rounds", "1", "--output", "results")
     written = json.loads((tmp_path / "results" / "lmdb_read.json").read_text())
     rows = {tuple(row[:2]) for row in written["tables"][0]["rows"]}
     assert {(way, workers) for way in ("cached", "LMDBSource", "Efficient-PyTorch") for workers in "02"} <= rows

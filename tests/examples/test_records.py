@@ -8,11 +8,10 @@ from pathlib import Path
 
 import pytest
 
-from tests.scripts import run_script
+from tests.scripts import run_example
 
 pytestmark = [pytest.mark.processes, pytest.mark.slow]
 
-ROOT = Path(__file__).parents[2]
 TWO_RANKS = ("--devices", "2", "--strategy", "ddp")  # no fork: a test before may have asked CUDA something
 
 # So many samples, and at most so many more reads: those of set-up, and a few that see whether the source is random.
@@ -24,13 +23,8 @@ def run(example: str, tmp_path: Path, *arguments: str, samples: int) -> str:
     """What an example prints, as a user starts it, with the files that it makes in tmp_path."""
     if example in NEEDS and importlib.util.find_spec(NEEDS[example]) is None:
         pytest.skip(f"{NEEDS[example]} is not installed")
-    environment = {"PYTHONPATH": str(ROOT), "XDG_CACHE_HOME": str(tmp_path / "cache")}
-    environment |= {"CUDA_VISIBLE_DEVICES": "", "TMPDIR": str(tmp_path)}
     always = ("--samples", str(samples), "--epochs", "2", "--batch-size", "8")
-    script = ROOT / "examples" / f"{example}.py"
-    done = run_script(script, *always, *arguments, folder=tmp_path, environment=environment)
-    assert done.returncode == 0, done.stderr
-    return done.stdout
+    return run_example(f"{example}.py", tmp_path, *always, *arguments)
 
 
 def loads(said: str) -> list[int]:

@@ -4,29 +4,18 @@ from __future__ import annotations
 
 import json
 import re
-from pathlib import Path
 
 import pytest
 
-from tests.scripts import run_script
+from tests.scripts import run_example
 
 pytestmark = [pytest.mark.processes, pytest.mark.slow]
-
-ROOT = Path(__file__).parents[2]
-
-
-def run(script: str, tmp_path: Path, *arguments: str) -> str:
-    """What a script prints, as a user starts it."""
-    environment = {"PYTHONPATH": str(ROOT), "CUDA_VISIBLE_DEVICES": "", "TMPDIR": str(tmp_path)}
-    done = run_script(ROOT / "examples" / script, *arguments, folder=tmp_path, environment=environment)
-    assert done.returncode == 0, done.stderr
-    return done.stdout
 
 
 def test_the_example_trains_at_once_and_draws(tmp_path):
     """Epochs begin with the first few volumes; more come, and old ones leave."""
     arguments = ("--latency", "0.02", "--budget", "20MB", "--fillers", "2", "--minimum", "8", "--seconds", "1")
-    text = run("rolling.py", tmp_path, *arguments)
+    text = run_example("rolling.py", tmp_path, *arguments)
     [trained] = re.findall(r"RollingCache: (\d+) samples", text)
     [(came, resident)] = re.findall(r"(\d+) volumes came, (\d+) are resident", text)
     assert int(trained) > 8
@@ -38,7 +27,7 @@ def test_the_example_trains_at_once_and_draws(tmp_path):
 @pytest.mark.soak
 def test_the_benchmark_finds_nothing_torn(tmp_path):
     """Every sample that was read while others were written was whole."""
-    run("benchmarks/rolling.py", tmp_path, "--quick", "--rounds", "1", "--output", "results")
+    run_example("benchmarks/rolling.py", tmp_path, "--quick", "--rounds", "1", "--output", "results")
     runs = json.loads((tmp_path / "results" / "rolling.json").read_text())["runs"]
     assert [run["writers"] for run in runs] == [2, 0]
     for found in (found for run in runs for found in run["rounds"]):

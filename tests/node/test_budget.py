@@ -149,22 +149,7 @@ REFUSED = [
     ("100.001%", "more than 100 percent"),
     ("150% of free", "more than 100 percent"),
 ]
-UNREADABLE = [
-    "",
-    " ",
-    "lots",
-    "nan",
-    "inf",
-    "None",
-    "GiB",
-    "%",
-    "8 apples",
-    "8ib",
-    "8GiB 2",
-    "1_000",
-    "8,5GB",
-    "0x10",
-]
+UNREADABLE = ["", " ", "lots", "nan", "inf", "None", "GiB", "%", "8 apples", "8ib", "8GiB 2", "1_000", "8,5GB", "0x10"]
 UNREADABLE += ["60% free", "60% of", "of free", "auto 5", "1.2.3GB", "+5", "1e999999999", "8\u212aB", "\u0668GB"]
 
 

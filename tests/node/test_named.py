@@ -7,7 +7,9 @@ import fcntl
 import mmap
 import os
 import random
+import shutil
 import signal
+import threading
 import time
 from collections.abc import Iterator
 from pathlib import Path
@@ -16,11 +18,21 @@ from typing import Any
 import pytest
 
 from lightning_stocache.cache.layout import contents_of
-from lightning_stocache.node.header import HEADER_BYTES, Geometry, Manifest, ManifestError
-from lightning_stocache.node.named import check_name, clean, join_named, named_segments, open_named
+from lightning_stocache.node import waiting
+from lightning_stocache.node.header import HEADER_BYTES, Geometry, Manifest
+from lightning_stocache.node.named import (
+    check_name,
+    clean,
+    clean_locks,
+    is_foreign,
+    join_named,
+    named_segments,
+    open_named,
+    segments_of_others,
+)
 from lightning_stocache.node.segment import Segment
-from tests.names import path_of
-from tests.node.test_owned import make_foreign, make_link, make_open_to_all
+from tests.names import folder, path_of
+from tests.node.test_files import STRANGER, make_foreign, make_link, make_open_to_all
 from tests.processes import Child, call, call_many
 
 pytestmark = pytest.mark.named
@@ -32,8 +44,8 @@ SIZE = 4096
 def name() -> Iterator[str]:
     name = f"test-{os.getpid()}-{random.getrandbits(32)}"
     yield name
-    for path in (path_of(name + ".locks"), path_of(name)):  # what is no segment, too
-        path.unlink(missing_ok=True)
+    for path in Path(folder()).glob(f"lsc-*-{name}*"):  # what is no segment, too
+        shutil.rmtree(path) if path.is_dir() and not path.is_symlink() else path.unlink()
 
 
 def says(dataset: str = "") -> Manifest:
@@ -114,15 +126,6 @@ def test_clean_leaves_what_is_in_use(name: str) -> None:
     assert not path_of(name).exists()
     assert not path_of(name + ".locks").exists()
     assert clean(name) == []
-
-
-def test_who_opens_a_removed_name_makes_a_new_one(name: str) -> None:
-    """The old memory is not found again."""
-    make(name)
-    clean(name)
-    segment, manifest = open_named(name, SIZE, says("a later one"))
-    assert manifest.dataset == "a later one"
-    segment.close()
 
 
 # --- bad luck
@@ -218,6 +221,31 @@ def sweep(name: str, over: Path, removed: Path) -> None:
     with open(removed, "ab", buffering=0) as file:
         while not over.exists():
             file.write(b"x" * len(clean(name)))
+
+
+@pytest.mark.processes
+def test_who_waits_for_a_file_is_told_for_whom(
+    name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    """Again and again, with the process; then the lock is there."""
+    monkeypatch.setattr(waiting, "TOLD_SECONDS", 0.05)
+    flag = tmp_path / "flag"
+    opened(name).close()
+    child = Child(hold_file, str(path_of(name)), flag)
+    wait_for(flag.exists)
+    threading.Timer(0.4, flag.unlink).start()
+    opened(name).close()
+    pid = child.process.pid
+    child.result()
+    messages = [record.getMessage() for record in caplog.records]
+    assert len(messages) > 1
+    assert messages[0] == f"{path_of(name)} is waited for: process {pid} has it locked"
+
+
+def hold_file(path: str, flag: Path) -> None:
+    fcntl.flock(os.open(path, os.O_RDWR), fcntl.LOCK_EX)
+    flag.touch()
+    wait_for(lambda: not flag.exists())
 
 
 # --- what is not trusted
@@ -345,13 +373,94 @@ def test_what_cannot_be_mapped_is_closed_once(name: str, there: bool, monkeypatc
     assert (twice, open_files(), path_of(name).exists()) == ([], before, there)
 
 
-def test_another_version_and_damage_are_refused_by_name(name: str) -> None:
-    """The message names the cache, and the command that removes it; that command works."""
-    for place, content, words in ((24, bytes(4), "another version"), (64, b"\xff" * 4, "is damaged")):
-        make(name)
-        with path_of(name).open("r+b") as file:
-            file.seek(place)
-            file.write(content)
-        with pytest.raises(ManifestError, match=f"the cache '{name}' .*{words}.*stocache clean {name}"):
-            opened(name)
-        assert len(clean(name)) == 1
+# --- what is listed and cleaned: this user's own segments only
+
+
+def listed(name: str) -> list[str]:
+    return [found.name for found in named_segments() if found.name.startswith(name)]
+
+
+def test_what_is_no_segment_is_never_removed(name: str) -> None:
+    """Notes, a link to a segment, a pipe and a folder under names of caches are not listed, and stay."""
+    opened(name).close()
+    path_of(name + "-notes.txt").touch(0o600)
+    path_of(name + "-notes.txt").write_text("what I must not forget")
+    path_of(name + "-link").symlink_to(path_of(name))
+    os.mkfifo(path_of(name + "-pipe"))
+    path_of(name + "-folder").mkdir()
+    assert listed(name) == [name]
+    assert [is_foreign(name + end) for end in ("-notes.txt", "-link", "-pipe", "-folder", "", "-none")] == (
+        [True] * 4 + [False] * 2
+    )
+    for end in ("-notes.txt", "-link", "-pipe", "-folder"):
+        assert clean(name + end) == []
+        assert os.path.lexists(path_of(name + end))
+
+
+def test_a_damaged_segment_is_listed_and_removed(name: str) -> None:
+    """It takes memory like any other, and the list says what is wrong with it."""
+    opened(name).close()
+    with path_of(name).open("r+b") as file:
+        file.seek(64)
+        file.write(b"\xff" * 100)
+    [found] = [found for found in named_segments(contents_of) if found.name == name]
+    assert found.contents.manifest is None
+    assert found.contents.damage.startswith("is damaged")
+    assert [gone.name for gone in clean(name)] == [name]
+    assert not path_of(name).exists()
+
+
+@pytest.mark.processes
+def test_lock_files_without_a_segment_are_removed(name: str) -> None:
+    """If they are empty, this user's own, and nobody has them locked; with their segment they stay."""
+    opened(name + "-used").close()
+    for end in ("-left", "-full", "-locked", "-open"):
+        path_of(name + end + ".locks").touch(0o600)
+    path_of(name + "-full.locks").write_text("no lock file")
+    path_of(name + "-open.locks").chmod(0o666)
+    child = Child(keep_locked, str(path_of(name + "-locked.locks")), str(path_of(name + "-locked.locks.ready")))
+    wait_for(path_of(name + "-locked.locks.ready").exists)
+    clean_locks()
+    child.kill()
+    left = {end for end in ("-left", "-full", "-locked", "-open", "-used") if path_of(name + end + ".locks").exists()}
+    assert left == {"-full", "-locked", "-open", "-used"}
+
+
+def keep_locked(path: str, ready: str) -> None:
+    fcntl.lockf(os.open(path, os.O_RDWR), fcntl.LOCK_EX | fcntl.LOCK_NB, 1, 7)
+    Path(ready).touch(0o600)
+    time.sleep(300)
+
+
+def test_a_segment_goes_although_its_lock_file_is_not_ours(name: str, tmp_path: Path) -> None:
+    """The folder or the link that somebody put in its place is left as it is."""
+    locks = path_of(name + ".locks")
+    for put in (locks.mkdir, lambda: locks.symlink_to(tmp_path)):
+        opened(name).close()
+        locks.unlink()
+        put()
+        assert [gone.name for gone in clean(name)] == [name]
+        assert not path_of(name).exists()
+        assert os.path.lexists(locks)
+        locks.unlink() if locks.is_symlink() else locks.rmdir()
+
+
+def test_names_that_nobody_could_have_given_are_left_alone(name: str) -> None:
+    """A segment whose name holds codes for a terminal was not made here."""
+    opened(name).close()
+    path_of(name).rename(path_of(name + "\x1b[2J"))
+    assert listed(name) == []
+    assert path_of(name + "\x1b[2J").exists()
+
+
+def test_of_other_users_only_owner_and_size_are_told(name: str) -> None:
+    """Whatever their headers say: they are not opened."""
+    if os.getuid() != 0:
+        pytest.skip("only root can give a file away")
+    opened(name).close()
+    size = path_of(name).stat().st_blocks * 512
+    before = segments_of_others().get(STRANGER, (0, 0))
+    os.chown(path_of(name), STRANGER, STRANGER)
+    assert segments_of_others()[STRANGER] == (before[0] + 1, before[1] + size)
+    assert size == HEADER_BYTES
+    assert listed(name) == []

@@ -419,16 +419,6 @@ def lock_and_hold(segment: Segment, byte: int, ready: str) -> None:
 
 
 @pytest.mark.processes
-def test_a_lock_is_one_process_s(segment: Segment) -> None:
-    """A byte that is locked here cannot be locked elsewhere, others can; unlocked, it can."""
-    assert segment.lock(3)
-    assert not call(try_lock, segment, 3)
-    assert call(try_lock, segment, 4)
-    segment.unlock(3)
-    assert call(try_lock, segment, 3)
-
-
-@pytest.mark.processes
 @pytest.mark.parametrize("backend", BACKENDS)
 def test_pickling_does_not_drop_locks(backend: Backend) -> None:
     """Sending a segment to a Pool's task keeps the locks that this process holds."""
@@ -441,13 +431,18 @@ def test_pickling_does_not_drop_locks(backend: Backend) -> None:
 
 
 @pytest.mark.processes
-def test_a_lock_is_freed_by_sigkill(segment: Segment, tmp_path: Path) -> None:
-    """A process that is killed holds nothing up: its lock is free as soon as it is gone."""
-    holder = Child(lock_and_hold, segment, 3, str(tmp_path / "ready"))
+def test_who_has_a_byte(segment: Segment, tmp_path: Path) -> None:
+    """The process that has it, until it is killed; nobody for a free one, nor for one's own."""
+    child = Child(lock_and_hold, segment, 3, str(tmp_path / "ready"))
     while not (tmp_path / "ready").exists():
         time.sleep(0.005)
     assert not segment.lock(3)
-    holder.kill()
+    assert segment.holder(3) == child.process.pid
+    assert segment.holder(4) is None
+    assert segment.lock(4)
+    assert segment.holder(4) is None
+    child.kill()
+    assert segment.holder(3) is None
     assert segment.lock(3)
 
 

@@ -477,10 +477,3 @@ def test_one_process_reads_all_sources(tmp_path: Path) -> None:
         [pid] = set((tmp_path / "pids").read_text().split())
         assert int(pid) != os.getpid()
     assert not os.path.exists(f"/proc/{pid}")
-
-
-def test_what_was_read_at_set_up_is_not_loaded_again() -> None:
-    """It lies in the cache when the first epoch begins."""
-    with closing(CachedDataset(Made(_squares))) as dataset:
-        assert dataset.cache is not None
-        assert dataset.cache.filled == len(dataset)

@@ -5,9 +5,7 @@ from __future__ import annotations
 import errno
 import logging
 import os
-import random
 import time
-from collections.abc import Iterator
 from contextlib import closing
 from pathlib import Path
 from typing import Any
@@ -39,9 +37,8 @@ from tests.sources import CountedSource
 pytestmark = pytest.mark.named
 
 LENGTH = 40
-COMPARED = (
-    4  # samples that set-up reads for a cache with a name: to store them, or to compare them with what lies there
-)
+COMPARED = 4
+"""Samples that set-up reads for a cache with a name: to store them, or to compare them with what lies there."""
 
 
 class OtherSource(CountedSource):
@@ -66,15 +63,6 @@ def set_up_reads_here(monkeypatch: pytest.MonkeyPatch) -> None:
         raise NotStartedError
 
     monkeypatch.setattr("lightning_stocache.setup.look.ReaderProcess", refuse)
-
-
-@pytest.fixture
-def name() -> Iterator[str]:
-    name = f"test-{os.getpid()}-{random.getrandbits(32)}"
-    yield name
-    for one in named_segments():
-        if one.name.startswith(name):
-            clean(one.name)
 
 
 def source(folder: Path | str, length: int = LENGTH) -> CountedSource:
@@ -110,31 +98,6 @@ def check(dataset: CachedDataset) -> None:
 
 
 # --- warm starts
-
-
-@pytest.mark.processes
-def test_a_second_process_starts_warm(name: str, tmp_path: Path) -> None:
-    """What one job has loaded, the next one does not load; it counts its own samples alone."""
-    assert call(read_all, str(tmp_path), name) == (LENGTH - COMPARED, COMPARED, LENGTH)
-    assert call(read_all, str(tmp_path), name) == (0, LENGTH, LENGTH)
-    assert source(tmp_path).loads == LENGTH + COMPARED
-
-
-def test_a_second_dataset_in_the_process_starts_warm(name: str, tmp_path: Path) -> None:
-    """At the same time or later; each closes for itself."""
-    first = cached(source(tmp_path), name)
-    check(first)
-    second = cached(source(tmp_path), name)
-    cache = first.cache
-    assert cache is not None
-    first.close()
-    cache.close()
-    check(second)
-    second.close()
-    third = cached(source(tmp_path), name)
-    check(third)
-    third.close()
-    assert source(tmp_path).loads == LENGTH + 2 * COMPARED
 
 
 @pytest.mark.processes

@@ -70,21 +70,6 @@ def test_what_was_opened_serves_the_deterministic_part(tmp_path: Path) -> None:
     cropped.close()
 
 
-def test_requests_are_opened_side_by_side(tmp_path: Path) -> None:
-    """Each in its place, with its own share of a common pot; one that is off has only counters."""
-    sources = [CountedSource(length, (length,)) for length in (30, 10, 5)]
-    requests = [CacheRequest(source, pot) for source, pot in zip(sources, ("", "", "val"), strict=True)]
-    train, more, val = open_caches(requests, {"": Budget.parse("50%"), "val": Budget.parse(0)}, NodeGroup())
-    assert [len(its.cache) for its in (train, more) if its.cache is not None] == [15, 5]
-    assert val.cache is None
-    assert (val.budget_bytes, train.budget_bytes > more.budget_bytes > 0) == (0, True)
-    list(CachedSource(val).samples([2, 3]))
-    assert val.counters is not None
-    assert val.counters.totals().bypasses == 2
-    for its in (train, more, val):
-        its.close()
-
-
 def test_rows_read_at_set_up_that_differ_are_an_error(tmp_path: Path) -> None:
     """The last one is probed too, and compared with the first; without `strict` the source passes through."""
     source: Any = [torch.zeros(2), torch.zeros(2), torch.zeros(3)]

@@ -3,9 +3,7 @@
 from __future__ import annotations
 
 import logging
-import os
-import random
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from contextlib import closing
 from typing import Any
 
@@ -17,7 +15,6 @@ from torch.utils.data import Dataset
 
 from lightning_stocache.cache.rows import SampleSpec
 from lightning_stocache.loading.dataset import CachedDataset
-from lightning_stocache.node.named import clean, named_segments
 from lightning_stocache.setup.named_cache import FingerprintError
 from lightning_stocache.source.same_sample import same_sample
 from tests.processes import call, call_many
@@ -84,15 +81,6 @@ class Gain(torch.nn.Module):
 
     def forward(self, values: torch.Tensor) -> torch.Tensor:
         return values * self.gain
-
-
-@pytest.fixture
-def name() -> Iterator[str]:
-    name = f"test-{os.getpid()}-{random.getrandbits(32)}"
-    yield name
-    for one in named_segments():
-        if one.name.startswith(name):
-            clean(one.name)
 
 
 def said(caplog: pytest.LogCaptureFixture) -> list[str]:

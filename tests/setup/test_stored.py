@@ -2,23 +2,19 @@
 
 from __future__ import annotations
 
-import os
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from contextlib import closing
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
-import torch.distributed as dist
 from torch.utils.data import DataLoader, Dataset
 
 from lightning_stocache.cache.rows import SampleSpec
 from lightning_stocache.loading.dataset import CachedDataset
-from lightning_stocache.node.named import clean
 from lightning_stocache.setup import finding
 from lightning_stocache.source.random_split import spread
-from tests.ranks import run_ranks
 from tests.sources import CountedSource
 
 pytestmark = pytest.mark.processes
@@ -83,13 +79,6 @@ class Augmented(Source):
     def __getitem__(self, index: int) -> Any:
         self.note(index)
         return self.transform(torch.full((3, 3), index + 1.0)), index
-
-
-@pytest.fixture
-def name() -> Iterator[str]:
-    name = f"test-{os.getpid()}-stored"
-    yield name
-    clean(name)
 
 
 @pytest.mark.parametrize(
@@ -183,24 +172,3 @@ def test_what_four_samples_do_not_show_is_looked_for_again(name, tmp_path) -> No
         assert first.cache is not None
         assert second.cache is not None
         assert set(sources[1].read_indices) == Source.seen
-
-
-def test_the_leader_stores_for_all_ranks(tmp_path) -> None:
-    """Each rank finds what the node's leader has read, and nothing is loaded twice."""
-    (stored, *of_leader), (nothing, *of_other) = run_ranks(of_rank, 2, tmp_path)
-    assert stored >= 4
-    assert nothing == 0
-    hits, misses = map(sum, zip(of_leader, of_other, strict=True))
-    assert (hits, misses) == (stored, LENGTH - stored)
-    assert len(Source(tmp_path / "log").read_indices) == 2 * stored + misses
-
-
-def of_rank(rank: int, folder: Path) -> tuple[int, int, int]:
-    dataset = CachedDataset(Source(folder / "log"), defer=True)
-    dataset.share()
-    assert all(torch.equal(dataset[index][0], made(index)[0]) for index in range(rank, LENGTH, 2))
-    assert dataset.counters is not None
-    counts = dataset.counters.totals(rank)
-    dist.barrier()
-    dataset.close()
-    return counts.setup_fills, counts.hits, counts.misses

@@ -19,27 +19,13 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
-from lightning.pytorch import Callback, LightningDataModule
+from lightning.pytorch import Callback
 
 from lightning_stocache import CacheMonitor, StocacheDataModule, StochasticCache, cache_datamodule
 from tests.sources import CountedSource
-from tests.training.tiny import Model, make_trainer, plain_loader
+from tests.training.tiny import Data, Narrow, make_trainer, plain_loader
 
 SAMPLES, BATCH = 512, 8
-
-
-class Tiny(Model):
-    """One small layer, on however many devices."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.layer = torch.nn.Linear(8, 10)
-
-    def configure_model(self) -> None:
-        """A mesh wants it; the layer is too small to be cut."""
-
-    def loss(self, batch: Any) -> torch.Tensor:
-        return self.layer(batch[0].float() / 255).square().mean()
 
 
 class Witness(Callback):
@@ -68,17 +54,6 @@ class Witness(Callback):
         (self.folder / f"rank{trainer.global_rank}.json").write_text(json.dumps(self.epochs))
 
 
-class Plain(LightningDataModule):
-    """Data without a cache."""
-
-    def __init__(self, data: Any) -> None:
-        super().__init__()
-        self.data = data
-
-    def train_dataloader(self) -> Any:
-        return plain_loader(self.data, batch_size=BATCH, shuffle=True)
-
-
 def main(folder: Path, door: str, epochs: int, given: dict[str, str]) -> None:
     torch.set_num_threads(1)
     data = CountedSource(SAMPLES, (8,), folder / "train.loads", classes=SAMPLES)
@@ -89,7 +64,7 @@ def main(folder: Path, door: str, epochs: int, given: dict[str, str]) -> None:
     if door == "callback":
         callbacks, dm = [StochasticCache(**knobs), witness], None
     elif door == "wrapped":
-        callbacks, dm = [CacheMonitor(), witness], cache_datamodule(Plain(data), **knobs)
+        callbacks, dm = [CacheMonitor(), witness], cache_datamodule(Data(data, batch_size=BATCH), **knobs)
     else:
         callbacks, dm = [CacheMonitor(), witness], StocacheDataModule(data, batch_size=BATCH, **knobs)
     strategy: Any = "ddp"
@@ -101,9 +76,9 @@ def main(folder: Path, door: str, epochs: int, given: dict[str, str]) -> None:
     options: dict[str, Any] = {"devices": int(given.get("devices", 1)), "num_nodes": int(given.get("nodes", 1))}
     trainer = make_trainer(folder, callbacks, epochs=epochs, logger=False, strategy=strategy, **options)
     if dm is None:
-        trainer.fit(Tiny(), plain_loader(data, batch_size=BATCH, shuffle=True))
+        trainer.fit(Narrow(), plain_loader(data, batch_size=BATCH, shuffle=True))
     else:
-        trainer.fit(Tiny(), datamodule=dm)
+        trainer.fit(Narrow(), datamodule=dm)
     if dist.is_initialized():
         dist.destroy_process_group()
 

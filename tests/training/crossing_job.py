@@ -23,7 +23,7 @@ from torchmetrics import MeanMetric
 
 from lightning_stocache.training.callbacks import StochasticCache
 from lightning_stocache.training.monitor import CacheMonitor
-from tests.training.tiny import Model, make_trainer, plain_loader, source
+from tests.training.tiny import Epochs, Model, make_trainer, plain_loader, source
 
 EPOCHS = 2
 FITS = [  # each pair of a bar, an order and a way
@@ -85,16 +85,8 @@ class Slow(Callback):
         self.on_train_batch_start(trainer, pl_module, batch, batch_idx)
 
 
-class Witness(Checkpoint):
+class Witness(Epochs, Checkpoint):
     """Stands where ModelCheckpoint does, and writes down what it could watch."""
-
-    def __init__(self) -> None:
-        self.epochs: list[dict[str, float]] = []
-
-    def on_train_epoch_end(self, trainer, pl_module):
-        self.epochs.append(
-            {name: float(value) for name, value in trainer.callback_metrics.items() if "stocache/" in name}
-        )
 
 
 class Alone(CacheMonitor):
@@ -123,7 +115,7 @@ def fit(folder: Path, callbacks: list[Callback], devices: int, nodes: int, way: 
     )
     train, val = plain_loader(source(folder), shuffle=True), plain_loader(source(folder, "val", 8))
     trainer.fit(Logging(way), train, val)
-    saw = {"epochs": witness.epochs, "loads": [source(folder, name).loads for name in ("train", "val")]}
+    saw = {"epochs": witness.metrics, "loads": [source(folder, name).loads for name in ("train", "val")]}
     with open(folder / f"rank{trainer.global_rank}.jsonl", "a") as file:
         print(json.dumps(saw), file=file)
     dist.barrier()  # the sources count for all fits together

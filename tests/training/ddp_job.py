@@ -13,7 +13,6 @@ import os
 import sys
 from multiprocessing import active_children
 from pathlib import Path
-from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -24,31 +23,15 @@ from lightning_stocache.training.callbacks import StochasticCache
 from lightning_stocache.training.datamodule import StocacheDataModule
 from lightning_stocache.training.hooks import cache_datamodule
 from lightning_stocache.training.monitor import CacheMonitor
-from tests.training.tiny import Model, make_trainer, plain_loader, source
+from tests.training.tiny import Epochs, MadeInSetup, Model, make_trainer, source
 
 
-class Data(LightningDataModule):
-    """Two datasets of a user's, made in setup."""
-
-    def __init__(self, folder: Path) -> None:
-        super().__init__()
-        self.folder = folder
-
-    def setup(self, stage: str) -> None:
-        self.train, self.val = source(self.folder), source(self.folder, "val", 8)
-
-    def train_dataloader(self) -> Any:
-        return plain_loader(self.train, shuffle=True)
-
-    def val_dataloader(self) -> Any:
-        return plain_loader(self.val)
-
-
-class Witness(Callback):
+class Witness(Epochs):
     """Writes down what a rank sees; it stands after the monitor."""
 
     def __init__(self, folder: Path) -> None:
-        self.folder, self.epochs, self.inodes = folder, [], []
+        super().__init__()
+        self.folder, self.inodes = folder, []
 
     def on_train_batch_end(self, trainer, pl_module, outputs, batch, batch_idx):
         if batch_idx == 0 and trainer.current_epoch == 1:
@@ -58,16 +41,15 @@ class Witness(Callback):
             part.rename(self.folder / f"rank{trainer.global_rank}.pids")
 
     def on_train_epoch_end(self, trainer, pl_module):
-        metrics = {name: float(value) for name, value in trainer.callback_metrics.items() if "stocache/" in name}
-        self.epochs.append(metrics)
+        super().on_train_epoch_end(trainer, pl_module)
         datasets = cached_datasets(trainer.train_dataloader)
         self.inodes = [dataset.cache.segment.handle.inode for dataset in datasets]
 
     def on_fit_end(self, trainer, pl_module):
-        saw = {"epochs": self.epochs, "inodes": self.inodes, "weights": float(pl_module.weights.double().sum())}
+        saw = {"epochs": self.metrics, "inodes": self.inodes, "weights": float(pl_module.weights.double().sum())}
         with open(self.folder / f"rank{trainer.global_rank}.jsonl", "a") as file:
             print(json.dumps(saw), file=file)
-        self.epochs = []
+        self.metrics = []
 
 
 def main(folder: Path, door: str, strategy: str, epochs: int, fits: int) -> None:
@@ -75,9 +57,9 @@ def main(folder: Path, door: str, strategy: str, epochs: int, fits: int) -> None
     monitors: list[Callback] = [CacheMonitor()]
     dm: LightningDataModule
     if door == "callback":
-        dm, monitors = Data(folder), [StochasticCache()]
+        dm, monitors = MadeInSetup(folder), [StochasticCache()]
     elif door == "cached":
-        dm = cache_datamodule(Data(folder))
+        dm = cache_datamodule(MadeInSetup(folder))
     else:
         some = {"num_workers": 1, "budget": "50%"} if door == "workers" else {}  # all in memory needs no worker
         dm = StocacheDataModule(source(folder), source(folder, "val", 8), batch_size=4, **some)

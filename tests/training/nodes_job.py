@@ -20,7 +20,7 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
-from lightning.pytorch import Callback, LightningDataModule, seed_everything
+from lightning.pytorch import LightningDataModule, seed_everything
 from torch.utils.data import DataLoader, SubsetRandomSampler, default_collate
 
 from lightning_stocache.node.segment import Segment
@@ -29,28 +29,10 @@ from lightning_stocache.training.datamodule import StocacheDataModule
 from lightning_stocache.training.hooks import cache_datamodule
 from lightning_stocache.training.monitor import CacheMonitor
 from tests.sources import CountedSource
-from tests.training.tiny import Model, make_trainer
+from tests.training.tiny import Epochs, Narrow, make_trainer
 
 SAMPLES, BATCH = 16384, 64
 FOLD = range(0, SAMPLES, 4)
-
-
-class Tiny(Model):
-    """One small layer: what counts here is which samples come."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.layer = torch.nn.Linear(8, 10)
-
-
-class Witness(Callback):
-    """Keeps what the monitor has logged."""
-
-    def __init__(self) -> None:
-        self.epochs: list[dict[str, float]] = []
-
-    def on_train_epoch_end(self, trainer, pl_module):
-        self.epochs.append({name: float(value) for name, value in trainer.callback_metrics.items()})
 
 
 class Misjudged(CountedSource):
@@ -71,7 +53,7 @@ def full(*_: Any) -> Segment:
 
 def main(folder: Path, case: str, epochs: int) -> None:
     torch.set_num_threads(1)
-    witness = Witness()
+    witness = Epochs()
     seed_everything(0, verbose=False)
 
     def train() -> CountedSource:
@@ -102,15 +84,15 @@ def main(folder: Path, case: str, epochs: int) -> None:
     nodes: dict[str, Any] = {"epochs": epochs, "devices": 2, "num_nodes": 2, "strategy": "ddp", "logger": False}
     if case == "fold":
         loader = DataLoader(train(), BATCH, **options)
-        make_trainer(folder, [StochasticCache("50%"), witness], **nodes).fit(Tiny(), loader)
+        make_trainer(folder, [StochasticCache("50%"), witness], **nodes).fit(Narrow(), loader)
     trainer = make_trainer(folder, [monitor, witness], **nodes)
     try:
-        trainer.fit(Tiny(), dm)
+        trainer.fit(Narrow(), dm)
     except BaseException as error:
         (folder / f"rank{trainer.global_rank}.error").write_text(f"{type(error).__name__}: {error}")
         raise
     rank = trainer.global_rank
-    (folder / f"rank{rank}.json").write_text(json.dumps(witness.epochs))
+    (folder / f"rank{rank}.json").write_text(json.dumps(witness.metrics))
     dist.destroy_process_group()
 
 

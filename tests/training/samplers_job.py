@@ -13,26 +13,15 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
-from lightning.pytorch import Callback, seed_everything
+from lightning.pytorch import seed_everything
 from torch.utils.data import DataLoader, DistributedSampler, SubsetRandomSampler, WeightedRandomSampler
 
 from lightning_stocache.training.callbacks import StochasticCache
 from tests.training.seen import Looking, Watcher
-from tests.training.tiny import make_trainer, source
+from tests.training.tiny import Epochs, make_trainer, source
 
 SAMPLES, BATCH, EPOCHS = 120, 4, 3
 FOLD = list(range(0, SAMPLES, 4))
-
-
-class Epochs(Callback):
-    """Notes the metrics of each epoch; it stands after the monitor."""
-
-    def __init__(self) -> None:
-        self.metrics: list[dict[str, float]] = []
-
-    def on_train_epoch_end(self, trainer, pl_module):
-        metrics = {name: float(value) for name, value in trainer.callback_metrics.items() if "stocache/" in name}
-        self.metrics.append(metrics)
 
 
 def samplers(data: Any) -> dict[str, Any]:

@@ -14,7 +14,7 @@ from lightning_stocache.training.callbacks import StochasticCache
 from lightning_stocache.training.hooks import cache_datamodule
 from tests.training.tiny import make_trainer
 
-__all__ = ["Looking", "Watcher", "data_hooks", "fit", "through"]
+__all__ = ["Looking", "Remembers", "Watcher", "data_hooks", "fit", "through"]
 
 
 class Watcher(LightningModule):
@@ -40,6 +40,36 @@ class Watcher(LightningModule):
 
     def predict_step(self, batch: Any, batch_idx: int, dataloader_idx: int = 0) -> None:
         self.note(f"predict{dataloader_idx}", batch)
+
+    def configure_optimizers(self) -> torch.optim.Optimizer:
+        return torch.optim.SGD(self.parameters(), lr=0.1)
+
+
+class Remembers(LightningModule):
+    """Remembers the first number of each sample that it was trained and validated on, epoch by epoch."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.weight = torch.nn.Parameter(torch.zeros(1))
+        self.epochs: list[list[float]] = []
+        self.validated: list[list[float]] = []
+
+    @property
+    def sorted_epochs(self) -> list[list[float]]:
+        return list(map(sorted, self.epochs))
+
+    def on_train_epoch_start(self) -> None:
+        self.epochs.append([])
+
+    def on_validation_epoch_start(self) -> None:
+        self.validated.append([])
+
+    def training_step(self, batch: torch.Tensor, batch_idx: int) -> torch.Tensor:
+        self.epochs[-1] += batch[:, 0].tolist()
+        return self.weight.sum()
+
+    def validation_step(self, batch: torch.Tensor, batch_idx: int) -> None:
+        self.validated[-1] += batch[:, 0].tolist()
 
     def configure_optimizers(self) -> torch.optim.Optimizer:
         return torch.optim.SGD(self.parameters(), lr=0.1)

@@ -19,7 +19,7 @@ from typing import Any
 import pytest
 
 from lightning_stocache.cache.placement import Ring
-from tests.jobs import OWN_SHM, exit_codes, free_port, job_environment, start, start_module
+from tests.jobs import OWN_SHM, exit_codes, free_port, job_environment, skip_without, start, start_module
 from tests.sampling.theory import rates_of
 from tests.training.cluster_job import BATCH, SAMPLES
 from tests.training.tiny import source
@@ -33,12 +33,7 @@ CONTAINER = ["unshare", "--mount", "--pid", "--fork", "--kill-child", "--mount-p
 @pytest.fixture(scope="module", autouse=True)
 def namespaces() -> None:
     """Skips where there is no namespace to be had."""
-    try:
-        subprocess.run([*CONTAINER, "true"], check=True, capture_output=True, text=True)
-    except FileNotFoundError:
-        pytest.skip("there is no unshare here to make nodes with")
-    except subprocess.CalledProcessError as error:
-        pytest.skip(f"nodes cannot be made here: {error.stderr.strip()}")
+    skip_without(CONTAINER)
 
 
 @contextlib.contextmanager

@@ -4,13 +4,12 @@ from __future__ import annotations
 
 import json
 import re
-import subprocess
 from pathlib import Path
 from typing import Any
 
 import pytest
 
-from tests.jobs import OWN_SHM, exit_codes, free_port, job_environment, start_module
+from tests.jobs import OWN_SHM, exit_codes, free_port, job_environment, skip_without, start_module
 from tests.training.crossing_job import FITS
 from tests.training.tiny import SAMPLES
 
@@ -37,8 +36,8 @@ def test_no_collective_of_others_is_crossed(tmp_path, devices, nodes):
     """Whatever bar stands first or last and however metrics are reduced, every fit ends; what a checkpoint could watch
     is the same on all ranks, though one of them is late, and says what the source says. Where one rank alone has a
     monitor, it warns once per fit, logs nothing, and training goes on; the fit after that is right again."""
-    if nodes > 1 and subprocess.run([*OWN_SHM, "true"], capture_output=True).returncode:
-        pytest.skip("two nodes cannot be made here")
+    if nodes > 1:
+        skip_without(OWN_SHM)
     first, second = run(tmp_path, devices, nodes)
     assert len(first) == len(FITS) + 3
     *fits, alone, alone_again, after = zip(first, second, strict=True)

@@ -8,14 +8,13 @@ from typing import Any
 import lightning
 import pytest
 import torch
-from lightning.pytorch import Callback, LightningDataModule, Trainer
+from lightning.pytorch import Callback, Trainer
 from lightning.pytorch.callbacks import ModelCheckpoint
 from lightning.pytorch.profilers import PassThroughProfiler
-from torch.utils.data import DataLoader
 
 from lightning_stocache import StocacheDataModule, StochasticCache, cache_datamodule
 from lightning_stocache.training.epoch_count import reopen_epoch
-from tests.training.tiny import SAMPLES, Model, Numbers, make_trainer
+from tests.training.tiny import SAMPLES, Data, Model, Numbers, make_trainer
 
 pytestmark = pytest.mark.processes
 
@@ -23,16 +22,6 @@ EPOCHS, BATCHES = 3, SAMPLES // 4
 WHOLE = {"max_steps": EPOCHS * BATCHES}
 VALIDATES = {"limit_val_batches": 2}
 LIGHTNING = tuple(map(int, lightning.__version__.split(".")[:2]))
-
-
-class Users(LightningDataModule):
-    """A DataModule of the user's."""
-
-    def train_dataloader(self) -> Any:
-        return DataLoader(Numbers(), 4, shuffle=True)
-
-    def val_dataloader(self) -> Any:
-        return DataLoader(Numbers(), 4)
 
 
 class BreakError(Exception):
@@ -84,7 +73,8 @@ def fit(
     if door == "own":
         data: Any = StocacheDataModule(Numbers(), Numbers(), batch_size=batch_size)
     else:
-        data = cache_datamodule(Users()) if door == "datamodule" else Users()
+        users = Data(Numbers(), Numbers())
+        data = cache_datamodule(users) if door == "datamodule" else users
     trainer.fit(Model(), data, ckpt_path=ckpt)
     return trainer
 

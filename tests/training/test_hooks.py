@@ -14,7 +14,7 @@ from lightning_stocache.loading.dataset import CachedDataset
 from lightning_stocache.loading.loader_tree import cached_datasets
 from lightning_stocache.training.datamodule import StocacheDataModule
 from lightning_stocache.training.hooks import cache_datamodule
-from tests.training.tiny import SAMPLES, Model, announced, make_trainer, plain_loader, source
+from tests.training.tiny import SAMPLES, MadeInSetup, Model, announced, make_trainer, plain_loader, source
 
 pytestmark = pytest.mark.processes
 
@@ -106,26 +106,9 @@ def test_a_new_call_asks_for_its_loaders_again(tmp_path):
     assert dm.train.loads == loads
 
 
-class Anew(LightningDataModule):
-    """Makes its dataset in the loader hook, as too many do."""
-
-    def __init__(self, folder) -> None:
-        super().__init__()
-        self.folder, self.made = folder, []
-
-    def train_dataloader(self):
-        self.made.append(source(self.folder))
-        return plain_loader(self.made[-1])
-
-
 def test_a_new_call_shares_its_budget_anew(tmp_path):
     """Datasets that setup makes anew have the whole budget, half of it each, though one of before had it all."""
-
-    class Remaking(Photos):
-        def setup(self, stage):
-            self.train, self.val = source(self.hparams.folder), source(self.hparams.folder, "val", 8)
-
-    dm = cache_datamodule(Remaking(str(tmp_path)), 16 * (3 * 8 * 8 + 8 + 1))
+    dm = cache_datamodule(MadeInSetup(tmp_path), 16 * (3 * 8 * 8 + 8 + 1))
     dm.setup("fit")
     dm.train_dataloader()
     slots = []
@@ -141,15 +124,14 @@ def test_a_new_call_shares_its_budget_anew(tmp_path):
 
 def test_a_kept_cache_is_replaced_when_setup_makes_a_new_dataset(tmp_path):
     """keep_cache=True keeps no cache that nobody can reach: a second fit with new datasets closes the first one's."""
-
     made = []
 
-    class Remaking(Photos):
+    class Remaking(MadeInSetup):
         def setup(self, stage):
-            self.train, self.val = source(self.hparams.folder), source(self.hparams.folder, "val", 8)
+            super().setup(stage)
             made.append((self.train, self.val))
 
-    dm = cache_datamodule(Remaking(str(tmp_path)), keep_cache=True)
+    dm = cache_datamodule(Remaking(tmp_path), keep_cache=True)
     for _ in range(3):
         make_trainer(tmp_path).fit(Model(), dm)
     assert [[one in dm.caches for one in sets] for sets in made] == [[False, False], [False, False], [True, True]]
@@ -193,4 +175,4 @@ def test_what_cannot_be_cached_is_refused():
     with pytest.raises(TypeError, match="must not be cached yet, got a StocacheDataModule"):
         cache_datamodule(StocacheDataModule([1]))
     with pytest.raises(TypeError, match="must not be cached yet"):
-        cache_datamodule(cache_datamodule(Anew(".")))
+        cache_datamodule(cache_datamodule(Photos(".")))

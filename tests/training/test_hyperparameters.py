@@ -18,24 +18,11 @@ from tests.training.tiny import SAMPLES, Model, make_trainer, plain_loader, sour
 pytestmark = pytest.mark.processes
 
 SLOT = 3 * 8 * 8 + 8 + 1
-OF_TRAINING = {
-    **{
-        "dataset": "CountedSource",
-        "samples": SAMPLES,
-        "drawn": SAMPLES,
-        "budget": "50%",
-        "budget_bytes": SAMPLES // 2 * SLOT,
-    },
-    **{"slots": SAMPLES // 2, "coverage": 0.5, "layout": "rows", "store": "decoded", "nodes": 1, "ranks": 1},
-    **{"name": None, "dir": None},
-}
-OF_VALIDATION = OF_TRAINING | {
-    "samples": 8,
-    "drawn": 8,
-    "budget_bytes": 4 * SLOT,
-    "slots": 4,
-    "sampling": "SequentialSampler",
-}
+OF_TRAINING = {"dataset": "CountedSource", "samples": SAMPLES, "drawn": SAMPLES, "budget": "50%"}
+OF_TRAINING |= {"budget_bytes": SAMPLES // 2 * SLOT, "slots": SAMPLES // 2, "coverage": 0.5, "layout": "rows"}
+OF_TRAINING |= {"store": "decoded", "nodes": 1, "ranks": 1, "name": None, "dir": None}
+OF_VALIDATION = OF_TRAINING | {"samples": 8, "drawn": 8, "budget_bytes": 4 * SLOT, "slots": 4}
+OF_VALIDATION |= {"sampling": "SequentialSampler"}
 
 
 class Users(LightningDataModule):
@@ -102,14 +89,9 @@ def test_what_is_drawn_stands_beside_the_samples(tmp_path):
 
 def test_nothing_is_told_where_nothing_is_cached_or_wanted(tmp_path):
     """Beside plain loaders there is nothing to tell; with `hyperparameters=False` it is not told."""
-    for number, (callback, data) in enumerate(
-        [
-            (CacheMonitor(), plain_loader(source(tmp_path))),
-            (StochasticCache(hyperparameters=False), plain_loader(source(tmp_path))),
-        ]
-    ):
+    for number, callback in enumerate([CacheMonitor(), StochasticCache(hyperparameters=False)]):
         trainer = make_trainer(tmp_path, [callback], logger=CSVLogger(tmp_path, name=str(number)))
-        trainer.fit(Model(), data)
+        trainer.fit(Model(), plain_loader(source(tmp_path)))
         assert told(trainer.logger) == {}
 
 

@@ -19,36 +19,19 @@ from lightning_stocache.training.datamodule import StocacheDataModule
 from lightning_stocache.training.hooks import cache_datamodule
 from lightning_stocache.training.monitor import CacheMonitor
 from tests.sources import CountedSource
-from tests.training.tiny import SAMPLES, Model, logged, make_trainer, plain_loader, source
+from tests.training.tiny import SAMPLES, Data, MadeInSetup, Model, logged, make_trainer, plain_loader, source
 
 pytestmark = [pytest.mark.processes, pytest.mark.looks_apart]
 
 MIB = 2**20
 
 
-class Data(LightningDataModule):
-    """Two datasets of a user's, made in setup."""
-
-    def __init__(self, folder: Path, workers: int = 0) -> None:
-        super().__init__()
-        self.folder, self.workers = folder, workers
-
-    def setup(self, stage: str) -> None:
-        self.train, self.val = source(self.folder), source(self.folder, "val", 8)
-
-    def train_dataloader(self) -> Any:
-        return plain_loader(self.train, shuffle=True, num_workers=self.workers)
-
-    def val_dataloader(self) -> Any:
-        return plain_loader(self.val, num_workers=self.workers)
-
-
 def door(name: str, folder: Path, workers: int = 0, **options: Any) -> tuple[list[Any], LightningDataModule]:
     """The callbacks and the DataModule with which a test trains through one of the doors."""
     if name == "callback":
-        return [StochasticCache(**options)], Data(folder, workers)
+        return [StochasticCache(**options)], MadeInSetup(folder, num_workers=workers)
     if name == "cached":
-        return [CacheMonitor()], cache_datamodule(Data(folder, workers), **options)
+        return [CacheMonitor()], cache_datamodule(MadeInSetup(folder, num_workers=workers), **options)
     sets = source(folder), source(folder, "val", 8)
     return [CacheMonitor()], StocacheDataModule(*sets, batch_size=4, num_workers=workers, **options)
 
@@ -73,9 +56,9 @@ def test_a_call_opens_two_segments_per_dataset(tmp_path, segments, name):
 def test_a_reloaded_loader_takes_its_workers_with_it(tmp_path, name):
     """Loaders that a hook makes anew for every epoch leave no more worker processes than one epoch has."""
 
-    class Reloading(Data):
+    class Reloading(MadeInSetup):
         def setup(self, stage: str) -> None:
-            if not hasattr(self, "train"):
+            if self.train is None:
                 super().setup(stage)
 
         def train_dataloader(self) -> Any:
@@ -235,18 +218,14 @@ def test_five_fits_end_with_the_memory_of_one(tmp_path, name):
         def on_train_end(self, trainer, pl_module):
             within.append(shared_memory())
 
-    class Big(Data):
-        def setup(self, stage):
-            self.train = self.val = big
-
     before = shared_memory()
     for _ in range(6):  # the first warms the allocator up
         if name == "ours":
             callbacks, dm = [], StocacheDataModule(big, big, batch_size=4)
         elif name == "cached":
-            callbacks, dm = [], cache_datamodule(Big(tmp_path))
+            callbacks, dm = [], cache_datamodule(Data(big, big))
         else:
-            callbacks, dm = [StochasticCache()], Big(tmp_path)
+            callbacks, dm = [StochasticCache()], Data(big, big)
         make_trainer(tmp_path, [*callbacks, Looking()], logger=False).fit(Wide(), dm)
         after.append((shared_memory(), own_memory()))
     assert all(taken >= before + 11 * MIB for taken in within)

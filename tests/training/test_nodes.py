@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import json
 import re
-import subprocess
 import sys
 from pathlib import Path
 from typing import Any
@@ -12,7 +11,7 @@ from typing import Any
 import pytest
 
 from lightning_stocache.cache.placement import Ring
-from tests.jobs import OWN_SHM, exit_codes, free_port, job_environment, start, start_module
+from tests.jobs import OWN_SHM, exit_codes, free_port, job_environment, skip_without, start, start_module
 from tests.sampling.theory import moved_share
 from tests.training.nodes_job import BATCH, FOLD, SAMPLES
 from tests.training.tiny import source
@@ -26,12 +25,7 @@ SECONDS = 240
 @pytest.fixture(scope="module", autouse=True)
 def own_shm() -> None:
     """Skips where a process may not have a /dev/shm of its own."""
-    try:
-        subprocess.run([*OWN_SHM, "true"], check=True, capture_output=True, text=True)
-    except FileNotFoundError:
-        pytest.skip("there is no unshare here to make two nodes with")
-    except subprocess.CalledProcessError as error:
-        pytest.skip(f"two nodes cannot be made here: {error.stderr.strip()}")
+    skip_without(OWN_SHM)
 
 
 def command(launcher: str, node: int, port: str) -> list[str]:
@@ -76,6 +70,18 @@ def said(folder: Path) -> str:
     return (folder / "said").read_text()[-4000:]
 
 
+def logged_by_all(folder: Path) -> list[dict[str, float]]:
+    """The metrics of each epoch, which are the same on all ranks."""
+    ranks = [json.loads((folder / f"rank{rank}.json").read_text()) for rank in range(4)]
+    assert ranks[0] == ranks[1] == ranks[2] == ranks[3]
+    return [{name.removeprefix("stocache/"): value for name, value in epoch.items()} for epoch in ranks[0]]
+
+
+def moved_of(samples: int) -> float:
+    """The share of samples that other nodes draw in the next epoch, where each of two nodes has slots for half."""
+    return moved_share(Ring.cut(samples, (0.5, 0.5), (samples // 2, samples // 2)), NODES, BATCH)
+
+
 @pytest.mark.parametrize(
     ("launcher", "door"),
     [
@@ -91,11 +97,7 @@ def test_the_memory_of_two_nodes_adds_up(tmp_path, launcher, door):
     later ones 1 - m, m being moved; the metrics of all ranks are the same, per node too, and say what the source says.
     """
     assert run_nodes(tmp_path, launcher, door, 3) == [0, 0], said(tmp_path)
-    ranks = [json.loads((tmp_path / f"rank{rank}.json").read_text()) for rank in range(4)]
-    assert ranks[0] == ranks[1] == ranks[2] == ranks[3]
-    half = SAMPLES // 2
-    moved = moved_share(Ring.cut(SAMPLES, (0.5, 0.5), (half, half)), NODES, BATCH)
-    epochs = [{name.removeprefix("stocache/"): value for name, value in epoch.items()} for epoch in ranks[0]]
+    epochs, moved = logged_by_all(tmp_path), moved_of(SAMPLES)
     rates = [epoch["hit_rate"] for epoch in epochs]
     logs = "".join(log.read_text() for log in tmp_path.glob("*.log"))
     stored = sum(map(int, re.findall(r"(\d+) samples read at set-up", logs))) / 2  # by each node, where it has a slot
@@ -111,7 +113,7 @@ def test_the_memory_of_two_nodes_adds_up(tmp_path, launcher, door):
     assert epochs[2]["node1/fill_fraction"] > 0.99
     loads = source(tmp_path).loads - 2 * stored
     second_reads = loads - sum(epoch["misses"] + epoch["bypasses"] for epoch in epochs)
-    assert 0 < second_reads <= 8 * len(ranks)  # while the cache fills, to see whether the source is random
+    assert 0 < second_reads <= 8 * 4  # of each rank, while the cache fills, to see whether the source is random
     assert loads - second_reads <= (1 + 4 * moved) * SAMPLES
 
 
@@ -119,31 +121,25 @@ def test_a_fold_has_the_memory_of_two_nodes(tmp_path):
     """A SubsetRandomSampler of a quarter, and half of that quarter on each node: through the callback and our own
     DataModule it is hit as a whole dataset is, and nothing else is loaded."""
     assert run_nodes(tmp_path, "ranks", "fold", 3) == [0, 0], said(tmp_path)
-    ranks = [json.loads((tmp_path / f"rank{rank}.json").read_text()) for rank in range(4)]
-    assert ranks[0] == ranks[1] == ranks[2] == ranks[3]
-    half = len(FOLD) // 2
-    moved = moved_share(Ring.cut(len(FOLD), (0.5, 0.5), (half, half)), NODES, BATCH)
-    for epochs in (ranks[0][:3], ranks[0][3:]):
-        rates = [epoch["stocache/hit_rate"] for epoch in epochs]
+    logged, moved = logged_by_all(tmp_path), moved_of(len(FOLD))
+    for epochs in (logged[:3], logged[3:]):
+        rates = [epoch["hit_rate"] for epoch in epochs]
         assert rates[0] <= 2 * 32 / len(FOLD), "what the set-up of two nodes has read is stored"
         assert rates[1] >= 1 - 2.5 * moved
         assert rates[2] >= 1 - 1.5 * moved
         for epoch in epochs:
-            assert sum(epoch[f"stocache/{key}"] for key in ("hits", "misses", "bypasses")) == len(FOLD)
+            assert epoch["hits"] + epoch["misses"] + epoch["bypasses"] == len(FOLD)
     assert set(source(tmp_path).loaded) == set(FOLD)
 
 
 def test_records_find_room_whatever_was_expected(tmp_path):
     """The samples that were looked at are ten times as large as the others: each node holds all that it trains on."""
     assert run_nodes(tmp_path, "ranks", "records", 3) == [0, 0], said(tmp_path)
-    ranks = [json.loads((tmp_path / f"rank{rank}.json").read_text()) for rank in range(4)]
-    assert ranks[0] == ranks[1] == ranks[2] == ranks[3]
-    half = SAMPLES // 2
-    moved = moved_share(Ring.cut(SAMPLES, (0.5, 0.5), (half, half)), NODES, BATCH)
-    rates = [epoch["stocache/hit_rate"] for epoch in ranks[0]]
+    epochs, moved = logged_by_all(tmp_path), moved_of(SAMPLES)
+    rates = [epoch["hit_rate"] for epoch in epochs]
     assert rates[1] >= 1 - 2.2 * moved
     assert rates[2] >= 1 - 1.2 * moved
-    assert ranks[0][0]["stocache/coverage"] < 0.3
+    assert epochs[0]["coverage"] < 0.3
     logs = "".join(log.read_text() for log in tmp_path.glob("*.log"))
     assert "hit rate of this epoch is" not in logs
 

@@ -14,7 +14,7 @@ from lightning_stocache.training.callbacks import FillProgress, StochasticCache
 from lightning_stocache.training.datamodule import StocacheDataModule
 from lightning_stocache.training.hooks import cache_datamodule
 from lightning_stocache.training.monitor import CacheMonitor
-from tests.training.tiny import Model, make_trainer, plain_loader, source
+from tests.training.tiny import Data, Model, make_trainer, plain_loader, source
 
 pytestmark = [pytest.mark.usefixtures("seeded"), pytest.mark.processes]
 
@@ -26,21 +26,6 @@ class Dropping(Model):
         images, labels = batch
         images = torch.nn.functional.dropout(images.flatten(1).float() / 255, training=self.training)
         return torch.nn.functional.cross_entropy(self.layer(images), labels)
-
-
-class Data(LightningDataModule):
-    """Datasets and loaders of a user's."""
-
-    def __init__(self, train: Any, val: Any, workers: int) -> None:
-        super().__init__()
-        self.train, self.val = train, val
-        self.options = {"num_workers": workers, "persistent_workers": workers > 0}
-
-    def train_dataloader(self) -> Any:
-        return plain_loader(self.train, shuffle=True, **self.options)
-
-    def val_dataloader(self) -> Any:
-        return plain_loader(self.val, **self.options)
 
 
 class Splitting(Data):
@@ -72,10 +57,11 @@ def test_weights_are_the_same_with_and_without_a_cache(tmp_path, workers):
     StocacheDataModule deals its samples by a sampler of its own, so there it is `budget=0` that is compared with.
     """
     sets = source(tmp_path), source(tmp_path, "val", 8)
-    plain = train(tmp_path, Data(*sets, workers), [])
+    options = {"num_workers": workers, "persistent_workers": workers > 0}
+    plain = train(tmp_path, Data(*sets, **options), [])
     watching = [CacheMonitor(), FillProgress()]
-    assert torch.equal(train(tmp_path, Data(*sets, workers), [StochasticCache()]), plain)
-    assert torch.equal(train(tmp_path, cache_datamodule(Data(*sets, workers), "50%"), watching), plain)
+    assert torch.equal(train(tmp_path, Data(*sets, **options), [StochasticCache()]), plain)
+    assert torch.equal(train(tmp_path, cache_datamodule(Data(*sets, **options), "50%"), watching), plain)
     full, half, off = (
         train(tmp_path, StocacheDataModule(*sets, batch_size=4, num_workers=workers, budget=budget), watching)
         for budget in ("auto", "50%", 0)
@@ -86,7 +72,7 @@ def test_weights_are_the_same_with_and_without_a_cache(tmp_path, workers):
 
 def test_hooks_that_draw_numbers_draw_the_same_ones(tmp_path):
     """Splits drawn in loader hooks are the same with a cache, although the training loader is asked for early."""
-    plain, tapped, cached = (Splitting(source(tmp_path), source(tmp_path, "val", 8), 0) for _ in range(3))
+    plain, tapped, cached = (Splitting(source(tmp_path), source(tmp_path, "val", 8)) for _ in range(3))
     weights = train(tmp_path, plain, [])
     assert torch.equal(train(tmp_path, tapped, [StochasticCache()]), weights)
     assert torch.equal(train(tmp_path, cache_datamodule(cached), []), weights)

@@ -198,13 +198,16 @@ class SeenOfBoth(Seen):
         self.batches[at] = [None if part is None else part[0][:, 0, 0, 0].tolist() for part in batch]
 
 
-@pytest.mark.parametrize("mode", ["min_size", "max_size", "max_size_cycle"])
-def test_several_loaders_go_on_together(tmp_path, mode):
-    """Each loader goes on where it stood, one that has begun again since the epoch's beginning, too."""
+@pytest.mark.parametrize(
+    ("mode", "seeded"), [("min_size", False), ("max_size", False), ("max_size_cycle", False), ("max_size", True)]
+)
+def test_several_loaders_go_on_together(tmp_path, mode, seeded):
+    """Each loader goes on where it stood, one that has begun again since the epoch's beginning, too. Where only the
+    second has a sampler with seed and epoch, the first is not dealt for that."""
 
     def run(*callbacks: Callback, ckpt: Any = None) -> dict[Any, Any]:
         torch.manual_seed(11 if ckpt is None else 99)
-        return fit(tmp_path, Several(mode), Both(), StochasticCache(), SeenOfBoth(), *callbacks, ckpt=ckpt)
+        return fit(tmp_path, Several(mode, seeded), Both(), StochasticCache(), SeenOfBoth(), *callbacks, ckpt=ckpt)
 
     whole = run(ModelCheckpoint(tmp_path, "{step:02d}", every_n_train_steps=1, save_top_k=-1))
     steps = 3 if mode == "min_size" else 6
@@ -214,37 +217,21 @@ def test_several_loaders_go_on_together(tmp_path, mode):
         assert seen == {at: batch for at, batch in whole.items() if steps * at[0] + at[1] >= saved}, saved
 
 
-def test_an_order_without_a_seed_goes_on_beside_one_with_a_seed(tmp_path):
-    """Of two loaders of one rank only the second has a sampler with seed and epoch: the first is not dealt for that."""
-
-    def run(*callbacks: Callback, ckpt: Any = None) -> dict[Any, Any]:
-        torch.manual_seed(11 if ckpt is None else 99)
-        data = Several("max_size", seeded=True)
-        return fit(tmp_path, data, Both(), StochasticCache(), SeenOfBoth(), *callbacks, ckpt=ckpt)
-
-    whole = run(ModelCheckpoint(tmp_path, "{step}", every_n_train_steps=8, save_top_k=-1))
-    seen = run(ckpt=tmp_path / "step=8.ckpt")
-    assert seen == {at: batch for at, batch in whole.items() if 6 * at[0] + at[1] >= 8}
-
-
-def saved_after_eight(tmp_path: Path, name: str) -> Path:
-    """A checkpoint after the second batch of the second epoch."""
+def saved_after_eight(tmp_path: Path, name: str) -> tuple[Path, dict[Any, Any]]:
+    """A checkpoint after the second batch of the second epoch, and all batches of the fit."""
     data, more = door(name)
-    fit(tmp_path, data, Model(), *more, ModelCheckpoint(tmp_path, "{step}", every_n_train_steps=8, save_top_k=-1))
-    return tmp_path / "step=8.ckpt"
+    save = ModelCheckpoint(tmp_path, "{step}", every_n_train_steps=8, save_top_k=-1)
+    return tmp_path / "step=8.ckpt", fit(tmp_path, data, Model(), *more, save)
 
 
 @pytest.mark.parametrize(("name", "batch_size"), [("own", 3), ("own", 8), ("datamodule", 2), ("callback", 5)])
 def test_another_batch_size_goes_on_after_the_same_samples(tmp_path, name, batch_size):
     """With another batch size there is a warning, every sample of the epoch comes once, and the next epoch is whole."""
-    whole: Seen = Seen()
-    data, more = door(name)
-    save = ModelCheckpoint(tmp_path, "{step}", every_n_train_steps=8, save_top_k=-1)
-    fit(tmp_path, data, Model(), *more, save, whole)
+    checkpoint, whole = saved_after_eight(tmp_path, name)
     data, more = door(name, batch_size=batch_size)
     with pytest.warns(UserWarning, match=f"batch size has changed from 4 to {batch_size}: .* after the same samples"):
-        seen = fit(tmp_path, data, Model(), *more, ckpt=tmp_path / "step=8.ckpt")
-    assert epoch(seen, 1) == epoch(whole.batches, 1)[8:]
+        seen = fit(tmp_path, data, Model(), *more, ckpt=checkpoint)
+    assert epoch(seen, 1) == epoch(whole, 1)[8:]
     assert sorted(epoch(seen, 2)) == list(range(SAMPLES))
 
 
@@ -254,17 +241,18 @@ def test_another_batch_size_goes_on_after_the_same_samples(tmp_path, name, batch
 )
 def test_a_foreign_state_is_no_error(tmp_path, state):
     """A checkpoint whose state is of another kind is trained from, with a warning."""
-    checkpoint = torch.load(saved_after_eight(tmp_path, "own"), weights_only=False)
+    path, _ = saved_after_eight(tmp_path, "own")
+    checkpoint = torch.load(path, weights_only=False)
     checkpoint["callbacks"]["lightning_stocache"] = state
-    torch.save(checkpoint, tmp_path / "step=8.ckpt")
+    torch.save(checkpoint, path)
     with pytest.warns(UserWarning, match="does not say where in an epoch"):
-        assert fit(tmp_path, ours(), Model(), ckpt=tmp_path / "step=8.ckpt")
+        assert fit(tmp_path, ours(), Model(), ckpt=path)
 
 
 @pytest.mark.parametrize("name", ["datamodule", "callback"])
 def test_a_checkpoint_is_good_without_the_cache(tmp_path, name):
     """What is saved with a cache is trained from without one, and the other way round; the user's own state is his."""
-    cached = saved_after_eight(tmp_path, name)
+    cached, _ = saved_after_eight(tmp_path, name)
     users = Users()
     with warnings.catch_warnings():
         warnings.filterwarnings("ignore", "Be aware that when using `ckpt_path`")
@@ -276,37 +264,26 @@ def test_a_checkpoint_is_good_without_the_cache(tmp_path, name):
     assert len(fit(tmp_path, data, Model(), *more, ckpt=tmp_path / "plain-step=8.ckpt")) == 10
 
 
-def test_doors_understand_each_other(tmp_path):
-    """A fit that was begun with the callback goes on with `cache_datamodule`."""
-    whole = Seen()
-    data, more = door("callback")
-    save = ModelCheckpoint(tmp_path, "{step}", every_n_train_steps=8, save_top_k=-1)
-    fit(tmp_path, data, Model(), *more, save, whole)
-    data, _ = door("datamodule")
-    seen = fit(tmp_path, data, Model(), ckpt=tmp_path / "step=8.ckpt")
-    assert seen == {at: batch for at, batch in whole.batches.items() if 6 * at[0] + at[1] >= 8}
-
-
-def test_a_seeded_order_goes_on_in_another_door(tmp_path):
-    """What StocacheDataModule began by seed and epoch goes on with the callback, which on one rank draws otherwise."""
-    whole = Seen()
-    save = ModelCheckpoint(tmp_path, "{step}", every_n_train_steps=8, save_top_k=-1)
-    fit(tmp_path, ours(), Model(), save, whole)
-    data, more = door("callback")
-    seen = fit(tmp_path, data, Model(), *more, ckpt=tmp_path / "step=8.ckpt")
-    assert seen == {at: batch for at, batch in whole.batches.items() if 6 * at[0] + at[1] >= 8}
+@pytest.mark.parametrize(("begun", "other"), [("callback", "datamodule"), ("own", "callback")])
+def test_doors_understand_each_other(tmp_path, begun, other):
+    """A fit that one door began goes on with another: also what StocacheDataModule began by seed and epoch, with the
+    callback, which on one rank draws otherwise."""
+    checkpoint, whole = saved_after_eight(tmp_path, begun)
+    data, more = door(other)
+    seen = fit(tmp_path, data, Model(), *more, ckpt=checkpoint)
+    assert seen == {at: batch for at, batch in whole.items() if 6 * at[0] + at[1] >= 8}
 
 
 def test_an_order_of_another_kind_is_said(tmp_path):
     """Where the order of now does not follow from what the checkpoint says, a warning says so."""
-    checkpoint = saved_after_eight(tmp_path, "callback")
+    checkpoint, _ = saved_after_eight(tmp_path, "callback")
     with pytest.warns(UserWarning, match="the sampler is of another kind: .* in another order"):
         assert fit(tmp_path, ours(), Model(), ckpt=checkpoint)
 
 
 def test_the_next_fit_begins_anew(tmp_path):
     """A second fit of the same Trainer, without a checkpoint, begins its epoch at the beginning."""
-    checkpoint = saved_after_eight(tmp_path, "callback")
+    checkpoint, _ = saved_after_eight(tmp_path, "callback")
     data, more = door("callback")
     seen = Seen()
     trainer = make_trainer(tmp_path, [*more, seen], epochs=2)

@@ -20,6 +20,7 @@ from lightning_stocache import (
     cache_datamodule,
 )
 from tests.sources import Allowance
+from tests.training.seen import Remembers
 from tests.training.tiny import logged, make_trainer
 
 pytestmark = pytest.mark.processes
@@ -53,28 +54,9 @@ class Growing(pl.Callback):
             time.sleep(0.002)
 
 
-class Model(pl.LightningModule):
-    """Remembers what it was trained on."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.layer = torch.nn.Linear(4, 1)
-        self.epochs: list[list[float]] = []
-
-    def on_train_epoch_start(self) -> None:
-        self.epochs.append([])
-
-    def training_step(self, batch: torch.Tensor, batch_idx: int) -> torch.Tensor:
-        self.epochs[-1] += batch[:, 0].tolist()
-        return self.layer(batch).sum()
-
-    def configure_optimizers(self) -> Any:
-        return torch.optim.SGD(self.parameters(), lr=0.0)
-
-
 def test_the_datamodule_trains_on_what_is_resident(tmp_path):
     """Epochs grow, because loaders are made anew before each; the metrics say what came, left and was seen."""
-    model, allowed = Model(), Allowance(tmp_path / "allowed", 8)
+    model, allowed = Remembers(), Allowance(tmp_path / "allowed", 8)
     pool = RollingCache(Slow(allowed), "100%", fillers=1, minimum=8)
     dm = StocacheDataModule(train=pool, batch_size=4)
     callbacks = [CacheMonitor(), Growing(pool, allowed, 8)]
@@ -98,7 +80,7 @@ def test_the_datamodule_trains_on_what_is_resident(tmp_path):
 @pytest.mark.parametrize("make", [CachedLoader, DataLoader])
 def test_the_callback_follows_a_pool_that_grows(tmp_path, make, caplog):
     """A loader that is given to `fit` is as long as what is resident, too; what was set for that is said."""
-    model, allowed = Model(), Allowance(tmp_path / "allowed", 8)
+    model, allowed = Remembers(), Allowance(tmp_path / "allowed", 8)
     pool = RollingCache(Slow(allowed), "100%", fillers=1, minimum=8)
     loader = make(pool, batch_size=4, sampler=pool.sampler())
     callbacks = [StochasticCache("1MiB"), Growing(pool, allowed, 8)]
@@ -113,7 +95,7 @@ def test_the_callback_follows_a_pool_that_grows(tmp_path, make, caplog):
 
 def test_epochs_of_a_fixed_length(tmp_path):
     """`epoch_samples` gives all epochs one length, whatever is resident."""
-    model, allowed = Model(), Allowance(tmp_path / "allowed", 8)
+    model, allowed = Remembers(), Allowance(tmp_path / "allowed", 8)
     pool = RollingCache(Slow(allowed), "100%", fillers=1, minimum=4, epoch_samples=20)
     dm = StocacheDataModule(train=pool, batch_size=4)
     make_trainer(tmp_path, [Growing(pool, allowed, 20)], epochs=4).fit(model, dm)
@@ -123,7 +105,7 @@ def test_epochs_of_a_fixed_length(tmp_path):
 
 def test_the_datamodules_transform_comes_after_the_pool(tmp_path):
     """A transform of the DataModule's is done to what is served, by its workers."""
-    model, pool = Model(), RollingCache(Slow(), "100%", fillers=1, minimum=8)
+    model, pool = Remembers(), RollingCache(Slow(), "100%", fillers=1, minimum=8)
     dm = StocacheDataModule(train=pool, batch_size=4, num_workers=1, transform=torch.neg)
     make_trainer(tmp_path, epochs=2).fit(model, dm)
     assert all(value <= 0 for epoch in model.epochs for value in epoch)
@@ -144,7 +126,7 @@ class Given(pl.LightningDataModule):
 @pytest.mark.parametrize("door", ["callback", "cache_datamodule"])
 def test_a_pool_is_left_as_it_is(tmp_path, make, door, recwarn):
     """A loader of a rolling cache is cached already, with its own sampler; that is no word worth."""
-    model, pool = Model(), RollingCache(Slow(), "100%", fillers=1, minimum=8)
+    model, pool = Remembers(), RollingCache(Slow(), "100%", fillers=1, minimum=8)
     data = Given(make(pool, batch_size=4, sampler=pool.sampler()))
     if door == "callback":
         make_trainer(tmp_path, [StochasticCache("1MiB")], epochs=2).fit(model, data)
@@ -158,7 +140,7 @@ def test_a_pool_is_left_as_it_is(tmp_path, make, door, recwarn):
 
 def test_a_kept_pool_goes_on(tmp_path):
     """With `keep_cache=True` a second call trains on what has come by then."""
-    model, pool = Model(), RollingCache(Slow(), "100%", fillers=1, minimum=8)
+    model, pool = Remembers(), RollingCache(Slow(), "100%", fillers=1, minimum=8)
     dm = StocacheDataModule(train=pool, batch_size=4, keep_cache=True)
     make_trainer(tmp_path / "first").fit(model, dm)
     came = pool.stats().appended
@@ -174,6 +156,6 @@ def test_ranks_of_a_trainer_share_the_pool(tmp_path):
     dm = StocacheDataModule(train=pool, batch_size=4)
     ranks = {"strategy": "ddp_fork", "devices": 2, "reload_dataloaders_every_n_epochs": 1}
     trainer = make_trainer(tmp_path, [CacheMonitor()], epochs=2, **ranks)
-    trainer.fit(Model(), dm)
+    trainer.fit(Remembers(), dm)
     assert trainer.callback_metrics["stocache/hit_rate"] == 1
     assert trainer.callback_metrics["stocache/hits"] >= 16

@@ -162,14 +162,9 @@ def check_expected(trainer: Any) -> None:
 
 def samples_per_epoch(model: Watcher) -> list[int]:
     """How many samples the batches of each epoch held."""
-    sizes = [eval_size(batch) for stage, batch in model.batches if stage == "train"]
+    sizes = [count(pickle.loads(batch)) for stage, batch in model.batches if stage == "train"]
     steps = len(sizes) // EPOCHS
     return [sum(sizes[epoch * steps : (epoch + 1) * steps]) for epoch in range(EPOCHS)]
-
-
-def eval_size(batch: bytes) -> int:
-    """Number of samples in a batch that a Watcher has noted."""
-    return int(count(pickle.loads(batch)))
 
 
 def count(node: Any) -> int:

@@ -259,11 +259,8 @@ def test_hooks_of_a_datamodule(tmp_path):
             clock.spend(100)
             return batch
 
-    class Plain(Model):
-        pass
-
     timer = Timed(clock)
-    make_trainer(tmp_path, [timer]).fit(Plain(), Data())
+    make_trainer(tmp_path, [timer]).fit(Model(), Data())
     assert told(timer) == [dict.fromkeys(PARTS, 0.0) | {"wait": WAIT * BATCHES, "transfer": 100 * BATCHES}]
 
 

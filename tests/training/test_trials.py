@@ -15,7 +15,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from lightning.pytorch import Callback, LightningDataModule
+from lightning.pytorch import Callback
 from tqdm import tqdm
 
 from lightning_stocache import (
@@ -28,7 +28,7 @@ from lightning_stocache import (
 )
 from tests.proc import descendants, memory_files
 from tests.sources import CountedSource
-from tests.training.tiny import Model, make_trainer, plain_loader
+from tests.training.tiny import Data, Model, make_trainer
 
 tqdm.get_lock()  # it is made at a first progress bar, in memory that is shared, and stays
 
@@ -89,20 +89,6 @@ class TextModel(Model):
         return super().loss((batch["image"], batch["label"]))
 
 
-class Data(LightningDataModule):
-    """A user's DataModule."""
-
-    def __init__(self, train: Any, val: Any, workers: int = 0) -> None:
-        super().__init__()
-        self.train, self.val, self.workers = train, val, workers
-
-    def train_dataloader(self) -> Any:
-        return plain_loader(self.train, shuffle=True, num_workers=self.workers)
-
-    def val_dataloader(self) -> Any:
-        return plain_loader(self.val)
-
-
 def callback(folder: Path, more: Sequence[Callback], **options: Any) -> None:
     fit(folder, [StochasticCache(**options), *more], Data(CountedSource(24), CountedSource(8)))
 
@@ -120,7 +106,7 @@ def ours(folder: Path, more: Sequence[Callback], **options: Any) -> None:
 
 
 def workers(folder: Path, more: Sequence[Callback], **options: Any) -> None:
-    fit(folder, [StochasticCache(**options), *more], Data(CountedSource(24), CountedSource(8), workers=1))
+    fit(folder, [StochasticCache(**options), *more], Data(CountedSource(24), CountedSource(8), num_workers=1))
 
 
 def plain(folder: Path, more: Sequence[Callback], **options: Any) -> None:

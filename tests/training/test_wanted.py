@@ -54,22 +54,25 @@ def hit_rates(tmp_path: Any, callbacks: list[Any], *given: Any, **options: Any) 
     return logged(trainer, "stocache/hit_rate"), looking
 
 
+def behind(door: str, data: Any, indices: list[int], **options: Any) -> tuple[list[Any], Any]:
+    """The callbacks of a door, and what it trains on: these indices, as they are when the loader is made."""
+    if door == "callback":
+        return [StochasticCache(**options)], subset_loader(data, indices)
+    if door == "cache_datamodule":
+        return [CacheMonitor()], cache_datamodule(data_hooks(train=lambda: subset_loader(data, indices)), **options)
+    loader = {"sampler": SubsetRandomSampler(indices)}
+    return [CacheMonitor()], StocacheDataModule(data, batch_size=BATCH, loader=loader, **options)
+
+
 @pytest.mark.parametrize("door", ["callback", "cache_datamodule", "ours", "by hand", "by hand, records"])
 def test_a_tenth_of_the_budget_is_enough_for_a_tenth_of_the_samples(tmp_path, door):
     """Whatever the door, all is hit in epoch two, and the tenth is what 100 % are of."""
     data = source(tmp_path, samples=SAMPLES)
-    budget: dict[str, Any] = {"budget": BUDGET}
-    callbacks: list[Any] = [CacheMonitor()]
-    given: Any
-    if door == "callback":
-        callbacks, given = [StochasticCache(**budget)], subset_loader(data)
-    elif door == "cache_datamodule":
-        given = cache_datamodule(data_hooks(train=lambda: subset_loader(data)), **budget)
-    elif door == "ours":
-        given = StocacheDataModule(data, batch_size=BATCH, loader={"sampler": SubsetRandomSampler(TENTH)}, **budget)
+    if door.startswith("by hand"):
+        options: dict[str, Any] = {"budget": BUDGET} if door == "by hand" else {"budget": "100%", "layout": "records"}
+        callbacks, given = [CacheMonitor()], subset_loader(CachedDataset(data, indices=TENTH, **options))
     else:
-        budget = budget if door == "by hand" else {"budget": "100%", "layout": "records"}
-        given = subset_loader(CachedDataset(data, indices=TENTH, **budget))
+        callbacks, given = behind(door, data, TENTH, budget=BUDGET)
     rates, looking = hit_rates(tmp_path, callbacks, given)
     assert rates == [0, 1]
     assert looking.slots["train"] == [len(TENTH)]
@@ -185,15 +188,8 @@ def test_a_cache_that_outlives_the_call_has_room_for_all(tmp_path, options, capl
 @pytest.mark.parametrize("door", ["callback", "cache_datamodule", "ours"])
 def test_a_cache_that_is_kept_and_has_no_room_for_all_is_for_what_is_drawn(tmp_path, door):
     """With memory for a tenth, a tenth is hit in epoch two and in all of the next call; another takes its place."""
-    data, indices, options = source(tmp_path, samples=SAMPLES), list(TENTH), {"budget": BUDGET, "keep_cache": True}
-    callbacks, given = [CacheMonitor()], subset_loader(data, indices)
-    if door == "callback":
-        callbacks = [StochasticCache(**options)]
-    elif door == "cache_datamodule":
-        given = cache_datamodule(data_hooks(train=lambda: subset_loader(data, indices)), **options)
-    else:
-        loader = {"sampler": SubsetRandomSampler(indices)}
-        given = StocacheDataModule(data, batch_size=BATCH, loader=loader, **options)
+    data, indices = source(tmp_path, samples=SAMPLES), list(TENTH)
+    callbacks, given = behind(door, data, indices, budget=BUDGET, keep_cache=True)
     measured = []
     for call in range(4):
         if call == 2:

@@ -10,13 +10,26 @@ from typing import Any
 
 import pytest
 import torch
-from lightning.pytorch import Callback, LightningModule, Trainer
+from lightning.pytorch import Callback, LightningDataModule, LightningModule, Trainer
 from lightning.pytorch.loggers import CSVLogger
 from torch.utils.data import DataLoader, Dataset
 
 from tests.sources import CountedSource
 
-__all__ = ["SAMPLES", "Model", "Numbers", "announced", "logged", "make_trainer", "plain_loader", "source"]
+__all__ = [
+    "SAMPLES",
+    "Data",
+    "Epochs",
+    "MadeInSetup",
+    "Model",
+    "Narrow",
+    "Numbers",
+    "announced",
+    "logged",
+    "make_trainer",
+    "plain_loader",
+    "source",
+]
 
 SAMPLES = 24
 
@@ -54,6 +67,31 @@ class Model(LightningModule):
         return self.layer.weight.detach().clone()
 
 
+class Narrow(Model):
+    """A smaller layer, on however many devices, for samples of eight bytes."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.layer = torch.nn.Linear(8, 10)
+
+    def configure_model(self) -> None:
+        """A mesh wants it; the layer is too small to be cut."""
+
+    def loss(self, batch: Any) -> torch.Tensor:
+        return self.layer(batch[0].float() / 255).square().mean()
+
+
+class Epochs(Callback):
+    """Keeps the caches' metrics of each epoch; it stands after the monitor."""
+
+    def __init__(self) -> None:
+        self.metrics: list[dict[str, float]] = []
+
+    def on_train_epoch_end(self, trainer: Trainer, pl_module: LightningModule) -> None:
+        metrics = {name: float(value) for name, value in trainer.callback_metrics.items() if "stocache/" in name}
+        self.metrics.append(metrics)
+
+
 class Numbers(Dataset[Any]):
     """Images that are all of one value, their index."""
 
@@ -65,6 +103,31 @@ class Numbers(Dataset[Any]):
 
     def __getitem__(self, index: int) -> tuple[torch.Tensor, int]:
         return torch.full((3, 8, 8), index, dtype=torch.uint8), index % 10
+
+
+class Data(LightningDataModule):
+    """A DataModule as users write it: its loaders are made in its hooks, with the options that it is given."""
+
+    def __init__(self, train: Any, val: Any = None, **options: Any) -> None:
+        super().__init__()
+        self.train, self.val, self.options = train, val, options
+
+    def train_dataloader(self) -> Any:
+        return plain_loader(self.train, shuffle=True, **self.options)
+
+    def val_dataloader(self) -> Any:
+        return [] if self.val is None else plain_loader(self.val, **self.options)
+
+
+class MadeInSetup(Data):
+    """Its two datasets are made in setup, anew for each call."""
+
+    def __init__(self, folder: Path, **options: Any) -> None:
+        super().__init__(None, **options)
+        self.folder = folder
+
+    def setup(self, stage: str) -> None:
+        self.train, self.val = source(self.folder), source(self.folder, "val", 8)
 
 
 def make_trainer(tmp_path: Path, callbacks: Sequence[Callback] = (), *, epochs: int = 1, **options: Any) -> Trainer:
