@@ -128,7 +128,7 @@ def test_nothing_is_opened_counted_or_remembered(lazy: Lazy, num_workers: int, w
 def _looked_in_a_daemon(lazy: Lazy) -> Any:
     own = Own()
     before = own.draws.bit_generator.state
-    finding = look(CacheRequest(lazy))
+    finding = look(CacheRequest(lazy, reader=LoaderSettings(4, 1)))
     reason = look(CacheRequest(own)).reason
     return (
         finding.codec is not None,
@@ -303,7 +303,7 @@ def test_a_source_is_looked_at_without_shared_memory(monkeypatch: pytest.MonkeyP
         raise RuntimeError("unable to allocate shared memory (shm)")
 
     monkeypatch.setattr(torch.Tensor, "share_memory_", full)
-    finding = look(CacheRequest(Made(torch.tensor)))
+    finding = look(CacheRequest(Made(torch.tensor), reader=LoaderSettings(4, 1)))
     assert finding.codec is not None
     assert finding.worker_bytes is None
 
@@ -337,7 +337,7 @@ def look_with_forks_that_hang(forks: int, told_seconds: float) -> tuple[str | No
     handler = logging.Handler()
     handler.emit = lambda record: said.append(record.getMessage())  # type: ignore[method-assign]
     logging.getLogger("lightning_stocache").addHandler(handler)
-    finding = look(CacheRequest(Made(torch.tensor)))
+    finding = look(CacheRequest(Made(torch.tensor), reader=LoaderSettings(4, 1)))
     return finding.reason, finding.worker_bytes is not None, said, len(multiprocessing.active_children())
 
 
@@ -445,9 +445,10 @@ def test_where_nothing_is_forked_the_trainer_looks_itself(of_a_notebook, lazy, m
     """A spawned process would run the user's script once more; what was opened and remembered is put back."""
     monkeypatch.setattr("lightning_stocache.setup.look.sys.platform", "darwin")
     assert look(CacheRequest(of_a_notebook)).codec is not None
-    finding = look(CacheRequest(lazy))
-    assert finding.codec is not None
-    assert finding.worker_bytes is None
+    readers = set[int]()
+    assert look(CacheRequest(Made(lambda index: readers.add(os.getpid()) or torch.tensor(index)))).codec is not None
+    assert readers == {os.getpid()}
+    assert look(CacheRequest(lazy)).codec is not None
     assert (lazy.file, lazy.reads, lazy.seen) == (None, 0, [])
 
 
