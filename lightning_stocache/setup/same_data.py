@@ -44,6 +44,7 @@ __all__ = ["store_or_refuse"]
 log = logging.getLogger(__name__)
 
 _COMPARED = 4  # samples at least, if so many are stored
+_PIECE_BYTES = 1 << 20  # of samples that are asked for at once
 _TRIED = 64  # samples that are asked for, to have so many
 
 
@@ -70,10 +71,13 @@ def store_or_refuse(
         if request.name is not None and cache.filled:
             _warn_of_trust(request, "a random source that is cached as it is has other samples in each job")
         return None
-    contents = dict(read(found, list(filter(cache.has_place, found.seen)), False))
+    seen = list(filter(cache.has_place, found.seen))
     if request.name is None:
-        _store(cache, contents, counters)
+        step = max(_PIECE_BYTES // max(cache.codec.nbytes, 1), 1)
+        for start in range(0, len(seen), step):  # this process never holds all of them
+            _store(cache, read(found, seen[start : start + step], False), counters)
         return None
+    contents = dict(read(found, seen, False))
     if not cache.filled:
         contents |= read(found, _with_slots(cache, contents), False)
         with cache.alone():

@@ -162,7 +162,7 @@ def test_a_pack_that_is_killed_goes_on_where_it_was(tmp_path: Path, workers: int
         child.process.join(chance.uniform(0.0, 0.1))
         ended = child.process.exitcode is not None
         child.kill()
-        found.append(len(values(path)) - 1)
+        found.append(max(len(values(path)) - 1, 0))  # killed before the first commit, it holds nothing
     assert len(set(found)) > 3, "the kills came too early or too late"
     assert found == sorted(found)
     pack(Source(tmp_path / "whole"), tmp_path / "whole.lmdb")
