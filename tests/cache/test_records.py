@@ -50,7 +50,10 @@ def same(left: Any, right: Any, met: dict[int, int] | None = None) -> bool:
     if isinstance(left, torch.Tensor):
         return same_tensors(left, right) and same(vars(left), vars(right), met)
     if isinstance(left, np.ndarray):
-        if (left.dtype, left.dtype.metadata, left.shape) != (right.dtype, right.dtype.metadata, right.shape):
+        # NumPy 1 gives a pickled dtype of times an empty dict of metadata where there was none.
+        if (left.dtype, left.dtype.metadata or None) != (right.dtype, right.dtype.metadata or None):
+            return False
+        if left.shape != right.shape:
             return False
         # The lists live shortly, and another object may get their id: what has been met is theirs alone.
         return same(left.tolist(), right.tolist(), {}) if left.dtype.hasobject else left.tobytes() == right.tobytes()

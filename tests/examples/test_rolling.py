@@ -18,7 +18,7 @@ def test_the_example_trains_at_once_and_draws(tmp_path):
     text = run_example("rolling.py", tmp_path, *arguments)
     [trained] = re.findall(r"RollingCache: (\d+) samples", text)
     [(came, resident)] = re.findall(r"(\d+) volumes came, (\d+) are resident", text)
-    assert int(trained) >= 8
+    assert int(trained) > 8
     assert 20_000 > int(came) >= int(resident) >= 8  # it has ended long before all of them came
     if "matplotlib" not in text:
         assert (tmp_path / "rolling.png").read_bytes().startswith(b"\x89PNG")
