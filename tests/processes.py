@@ -13,8 +13,8 @@ import signal
 import tempfile
 import time
 import traceback
-from collections.abc import Callable, Sequence
-from contextlib import suppress
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager, suppress
 from multiprocessing.process import BaseProcess
 from pathlib import Path
 from typing import Any
@@ -31,6 +31,7 @@ __all__ = [
     "call_many",
     "context",
     "default_method",
+    "hanging",
     "mount_own_shm",
     "take_all_of_dev_shm",
     "wait_until",
@@ -109,6 +110,27 @@ class Child:
 def call(function: Callable[..., Any], *args: Any, method: str = "fork", timeout: float = 400) -> Any:
     """What a function returns in a process of its own."""
     return Child(function, *args, method=method).result(timeout)
+
+
+@contextmanager
+def hanging(function: Callable[..., Any], *args: Any) -> Iterator[Child]:
+    """A process in which a function has returned, and which does nothing from then on until it is killed."""
+    ready, tell = os.pipe()
+    child = Child(_hang, tell, function, args)
+    os.close(tell)
+    try:
+        assert os.read(ready, 1), "the process has ended"
+        yield child
+    finally:
+        os.close(ready)
+        child.kill()
+
+
+def _hang(tell: int, function: Callable[..., Any], args: tuple[Any, ...]) -> None:
+    kept = function(*args)
+    os.write(tell, b"!")
+    signal.pause()
+    del kept
 
 
 def call_many(

@@ -9,7 +9,8 @@ from typing import Any
 
 import numpy as np
 
-from tests.cache.stores import ARC, HEADER_BYTES, LENGTH, SAMPLES, codec_of, disk_store, path_of, same
+from tests.cache.equality import same
+from tests.cache.stores import ARC, HEADER_BYTES, LENGTH, SAMPLES, codec_of, disk_store, path_of
 
 PAGE = 4096
 

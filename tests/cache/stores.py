@@ -51,7 +51,6 @@ __all__ = [
     "refuse_stores",
     "resident",
     "rolling_store",
-    "same",
 ]
 
 KINDS = ("memory", "disk")
@@ -89,17 +88,6 @@ def codec_of(layout: str) -> Any:
 def encoded(codec: Any, sample: Any, index: int) -> list[memoryview]:
     """A sample as `put` takes it."""
     return codec.contents(codec.encode(sample, index))
-
-
-def same(left: Any, right: Any) -> bool:
-    """Whether two samples are equal, bit for bit."""
-    if isinstance(left, dict):
-        return left.keys() == right.keys() and all(same(left[key], right[key]) for key in right)
-    if isinstance(left, tuple):
-        return len(left) == len(right) and all(map(same, left, right))
-    if isinstance(left, torch.Tensor):
-        return left.dtype == right.dtype and torch.equal(left, right)
-    return type(left) is type(right) and bool(left == right)
 
 
 # ---- opening ----

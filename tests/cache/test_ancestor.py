@@ -138,16 +138,6 @@ def test_array_outlives_the_cache(cache: SharedCache) -> None:
     assert int(array.sum()) == 30
 
 
-def test_clear(cache: SharedCache) -> None:
-    """After clear all slots are empty and read as zeroes, and can be set to other bytes."""
-    cache.set_slot(0, image(5))
-    cache.clear()
-    assert cache.aux_array.tolist() == [0] * 6 + [2] * 4
-    assert not cache.array.any()
-    cache.set_slot(0, image(6))
-    assert int(cache.get_slot(0).max()) == 6  # type: ignore[union-attr]
-
-
 def do(cache: SharedCache, what: str, index: int, value: int) -> Any:
     """Use a cache; what is there, or whether its slot was occupied."""
     if what == "get":

@@ -20,6 +20,7 @@ from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule
 
 from tests.cache.disks import Disk, flip
+from tests.cache.equality import same
 from tests.cache.stores import (
     HEADER_BYTES,
     KINDS,
@@ -35,7 +36,6 @@ from tests.cache.stores import (
     refuse_stores,
     resident,
     rolling_store,
-    same,
 )
 
 INDICES = st.lists(st.integers(0, LENGTH - 1), min_size=1, max_size=12)

@@ -1,32 +1,24 @@
-"""Many processes take room from one run of bytes: no byte is given to two, and little is lost with a death."""
+"""Many processes take room from one run of bytes: no byte is given to two. What a death loses is test_kills' matter."""
 
 from __future__ import annotations
 
 import os
 import random
-import signal
-import struct
-import sys
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from contextlib import contextmanager, nullcontext
 from itertools import pairwise
-from pathlib import Path
-from types import FrameType
-from typing import Any
 
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-import lightning_stocache.cache.layout as layout_module
 from lightning_stocache.cache.layout import Records as Layout
 from lightning_stocache.cache.records import RecordCodec
 from lightning_stocache.node.segment import Segment
-from tests.processes import Child, ChildError, call_many
+from tests.processes import call_many
 
 SLOTS, CODEC = 1024, RecordCodec(1000)
 BEGIN = Layout.reserved_bytes(SLOTS)
-NOTE = struct.Struct("<QQB")  # where a record begins, its bytes, and what it is full of
 
 Records = list[tuple[int, int, int]]
 
@@ -95,14 +87,6 @@ def damaged(segment: Segment, records: Records) -> Records:
             if bytes(memory) != bytes([mark]) * nbytes:
                 wrong.append((begin, nbytes, mark))
     return wrong
-
-
-def fill_up(segment: Segment, arena: Layout, nbytes: int, mark: int = 1) -> Records:
-    """Store records of one size until there is no room."""
-    records: Records = []
-    while len(records) * nbytes <= segment.size and (offset := put(arena, nbytes, mark=mark)) is not None:
-        records.append((offset, nbytes, mark))
-    return records
 
 
 # --- one process
@@ -180,64 +164,3 @@ def test_records_of_many_processes_never_overlap(
         assert (arena.free - BEGIN) <= room
         assert not arena.has_room(smallest + 64)
     segment.close()
-
-
-# --- death
-
-
-def killed_at_line(segment: Segment, log: int, nbytes: int, line: int, traced: int) -> int:
-    """Store two records, and be killed at the n-th line that storing one of them comes to; how many lines there are."""
-    lines = 0
-
-    def trace(frame: FrameType, event: str, _: Any) -> Callable[..., Any] | None:
-        nonlocal lines
-        if frame.f_code.co_filename != layout_module.__file__:
-            return None
-        if event == "line":
-            lines += 1
-            if lines == line:
-                os.kill(os.getpid(), signal.SIGKILL)
-        return trace
-
-    with opened(segment) as arena:
-        for mark in (1, 2):
-            sys.settrace(trace if mark == traced else None)
-            offset = put(arena, nbytes, mark=mark)
-            sys.settrace(None)
-            os.write(log, NOTE.pack(offset or 0, nbytes, mark))
-    return lines
-
-
-def in_log(path: Path) -> Records:
-    return list(NOTE.iter_unpack(path.read_bytes()))
-
-
-@pytest.mark.processes
-def test_who_is_killed_at_any_line_of_the_code_does_no_harm(tmp_path: Path) -> None:
-    """Wherever in the code a writer dies, no record overlaps another, and at most the one being stored is lost."""
-    log = tmp_path / "log"
-    line, lines, lost = 0, 1, 0
-    while line <= lines:
-        line += 1
-        segment = segment_of(10_000)
-        records = Records()
-        file = os.open(log, os.O_CREAT | os.O_TRUNC | os.O_APPEND | os.O_WRONLY)
-        child = Child(killed_at_line, segment, file, 1000, line, 2)
-        died = ""
-        try:
-            lines = child.result()
-        except ChildError as error:
-            died, lines = str(error), line + 1
-        assert "in the child" not in died
-        os.close(file)
-        with opened(segment) as arena:
-            records = in_log(log) + fill_up(segment, arena, 1000, mark=3)
-            assert (arena.free - BEGIN) == 10_000
-        assert overlaps(records) == []
-        assert outside(segment, records) == []
-        assert damaged(segment, records) == []
-        assert len(records) in (9, 10)
-        lost += len(records) == 9
-        segment.close()
-    assert line > 10
-    assert lost >= 1  # after `free` was moved, and before anybody was told

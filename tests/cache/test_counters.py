@@ -4,9 +4,7 @@ from __future__ import annotations
 
 import pickle
 import threading
-import time
 from collections.abc import Iterator
-from pathlib import Path
 
 import pytest
 from hypothesis import given
@@ -14,7 +12,7 @@ from hypothesis import strategies as st
 
 from lightning_stocache.cache.counters import Counters, Counts
 from tests.logs import Log
-from tests.processes import Child, call, call_many, context, take_all_of_dev_shm, wait_until, without_room
+from tests.processes import Child, call, call_many, context, hanging, take_all_of_dev_shm, without_room
 
 ROWS = 1024
 
@@ -79,18 +77,11 @@ def test_the_row_of_a_dead_process_goes_on(counters: Counters) -> None:
     assert (counters.totals(0).hits, counters.totals(1).hits) == (50, 50)
 
 
-def count_and_hang(counters: Counters, ready: str) -> None:
-    count(counters, 7)
-    Path(ready).touch()
-    time.sleep(300)
-
-
 @pytest.mark.processes
-def test_what_a_killed_process_counted_stays(counters: Counters, tmp_path: Path) -> None:
+def test_what_a_killed_process_counted_stays(counters: Counters) -> None:
     """SIGKILL takes no count away, and the next process of that rank goes on in the same row."""
-    worker = Child(count_and_hang, counters, str(tmp_path / "ready"))
-    wait_until((tmp_path / "ready").exists)
-    worker.kill()
+    with hanging(count, counters, 7):
+        pass
     assert counters.totals().hits == 7
     call(count, counters, 5)
     assert counters.totals().hits == 12

@@ -38,13 +38,7 @@ def read(slots: Rows, slot: int) -> list[torch.Tensor]:
 
 
 @contextmanager
-def opened(row_bytes: list[int], count: int) -> Iterator[Rows]:
-    with lying_in_a_segment(row_bytes, count) as (slots, _):
-        yield slots
-
-
-@contextmanager
-def lying_in_a_segment(row_bytes: list[int], count: int) -> Iterator[tuple[Rows, Segment]]:
+def opened(row_bytes: list[int], count: int) -> Iterator[tuple[Rows, Segment]]:
     segment = Segment.create(Rows.bytes_for(codec(row_bytes), count))
     slots = Rows(segment, codec(row_bytes), count)
     yield slots, segment
@@ -69,7 +63,7 @@ def equal(one: list[torch.Tensor], other: list[torch.Tensor]) -> bool:
 @given(row_bytes=row_sizes, count=counts)
 def test_every_slot_keeps_its_own_sample(row_bytes: list[int], count: int) -> None:
     """After all slots are written, backwards, each reads as its own sample: no two overlap, whatever the sizes."""
-    with opened(row_bytes, count) as slots:
+    with opened(row_bytes, count) as (slots, _):
         for slot in reversed(range(count)):
             slots.write(slot, contents(sample(row_bytes, slot)))
         assert not slots.state.any()
@@ -81,7 +75,7 @@ def test_every_slot_keeps_its_own_sample(row_bytes: list[int], count: int) -> No
 def test_a_gather_is_many_reads(row_bytes: list[int], count: int, data: st.DataObject) -> None:
     """Gathered rows, in any order and with repetitions, are those that single reads give, and copies of them."""
     wanted = data.draw(st.lists(st.integers(0, count - 1), max_size=30))
-    with opened(row_bytes, count) as slots:
+    with opened(row_bytes, count) as (slots, _):
         for slot in range(count):
             slots.write(slot, contents(sample(row_bytes, slot)))
         expected = [[read(slots, slot)[field] for slot in wanted] for field in range(len(row_bytes))]
@@ -95,7 +89,7 @@ def test_a_gather_is_many_reads(row_bytes: list[int], count: int, data: st.DataO
 @given(row_bytes=row_sizes, count=counts)
 def test_arrays_are_aligned_and_follow_each_other(row_bytes: list[int], count: int) -> None:
     """Every field's array begins at a multiple of 64 bytes, after the one before it, within the bytes asked for."""
-    with opened(row_bytes, count) as slots:
+    with opened(row_bytes, count) as (slots, _):
         tables = [torch.from_numpy(rows).view(-1) for rows in slots.fields]
         begin = slots.state.ctypes.data if count else 0
         end = begin + count
@@ -113,7 +107,7 @@ def test_arrays_are_aligned_and_follow_each_other(row_bytes: list[int], count: i
 @pytest.mark.parametrize("taken", ["reserved", "stored"])
 def test_only_slots_that_are_used_hold_memory(row_bytes: list[int], taken: str) -> None:
     """Reserving a slot, or storing into it, takes its own pages, of every field, and no others."""
-    with lying_in_a_segment(row_bytes, 100) as (slots, segment):
+    with opened(row_bytes, 100) as (slots, segment):
         assert segment.allocated_bytes == HEADER_BYTES
         slots.reserve_rows(50) if taken == "reserved" else slots.write(50, contents(sample(row_bytes, 1)))
         pages = (1 << 16) // mmap.PAGESIZE + 1 + sum(nbytes > 0 for nbytes in row_bytes[1:])

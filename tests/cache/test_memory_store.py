@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import os
 import pickle
 import random
@@ -9,26 +10,27 @@ import time
 import weakref
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
-from pathlib import Path
 from typing import Any
 
 import numpy as np
 import pytest
 import torch
 
-from lightning_stocache.cache.codec import SampleMismatchError
+from lightning_stocache.cache.claims import Claims
+from lightning_stocache.cache.codec import SampleMismatchError, aligned
 from lightning_stocache.cache.compat import SharedCache
-from lightning_stocache.cache.layout import EMPTY
+from lightning_stocache.cache.layout import EMPTY, Records
 from lightning_stocache.cache.placement import Arc, Ring
 from lightning_stocache.cache.records import RecordCodec
 from lightning_stocache.cache.rows import SampleSpec
-from lightning_stocache.cache.store import Store
-from tests.cache.stores import LAYOUTS, LENGTH, NO_PLACE, SAMPLES, codec_of, encoded, gathers, memory_store, same
-from tests.cache.test_claims import holding
+from lightning_stocache.cache.store import Store, slots_for
+from tests.cache.equality import same
+from tests.cache.stores import LAYOUTS, LENGTH, NO_PLACE, SAMPLES, codec_of, encoded, gathers, memory_store
 from tests.logs import Log
-from tests.processes import Child, call, call_many, take_all_of_dev_shm, wait_until, without_room
+from tests.processes import call, call_many, hanging, take_all_of_dev_shm, without_room
 
 GRANTED = 2**23
+MIB = 1 << 20
 
 
 @pytest.fixture(params=LAYOUTS)
@@ -237,20 +239,12 @@ def test_memory_is_never_more_than_the_slots_may_take(shape: tuple[int, ...]) ->
     store.close()
 
 
-def hold_claim(store: Any, ready: str) -> None:
-    with holding(store.segment, store.arc.slot(5)):
-        Path(ready).touch()
-        time.sleep(300)
-
-
 @pytest.mark.processes
-def test_a_lost_claim_serves_the_sample_unstored(store: Any, tmp_path: Path) -> None:
+def test_a_lost_claim_serves_the_sample_unstored(store: Any) -> None:
     """While another process fills a slot, nobody waits for it; when that one dies, the slot is free."""
-    other = Child(hold_claim, store, str(tmp_path / "ready"))
-    wait_until((tmp_path / "ready").exists)
-    assert filled(store, [5, 6]) == [6]
-    assert list(store.put([4, 5, 7], contents(store, [4, 5, 7]))) == [True, False, True]
-    other.kill()
+    with hanging(Claims(store.segment).take, store.arc.slot(5)):
+        assert filled(store, [5, 6]) == [6]
+        assert list(store.put([4, 5, 7], contents(store, [4, 5, 7]))) == [True, False, True]
     assert filled(store, [5]) == [5]
     assert served(store) == [4, 5, 6, 7]
 
@@ -277,9 +271,126 @@ def test_processes_that_fill_at_once_store_each_sample_once(layout: str, share: 
     store.close()
 
 
-# ---- shortage ----
+# ---- how much there is, of records ----
 
-MIB = 1 << 20
+
+@pytest.fixture
+def records() -> Iterator[Any]:
+    store = opened("records")
+    yield store
+    store.close()
+
+
+def test_who_has_begun_to_read_goes_on_when_the_store_is_closed(records: Any) -> None:
+    """The rest of the samples comes, and the memory is free when they have."""
+    filled(records)
+    samples = records.read(records.lookup(np.arange(LENGTH)))
+    first = list(itertools.islice(samples, 20))
+    records.close()
+    assert records.closed
+    assert all(same(got, SAMPLES["records"](index)) for index, got in enumerate([*first, *samples]))
+    nothing = (store := opened("records")).read(np.array([], dtype=np.int64))
+    store.close()
+    assert list(nothing) == []
+
+
+def test_what_is_stored_is_counted_to_the_byte(records: Any) -> None:
+    """Number, share, bytes of records and memory, after each sample; and what is not READY has no bytes."""
+    assert (records.filled, round(records.fill_fraction, 3), records.full) == (0, 0.0, False)
+    header, end, total = Records.fixed_bytes, Records.reserved_bytes(LENGTH), 0
+    for index in range(LENGTH):
+        [parts] = contents(records, [index])
+        nbytes = sum(part.nbytes for part in parts)
+        assert list(records.put([index, index], [parts, parts])) == [True, False]  # what is ready takes nothing
+        end = (aligned(end) if len(parts) > 1 else -(-end // 8) * 8) + nbytes
+        total += nbytes
+        ready = records.lookup(np.arange(LENGTH))
+        assert records.stored_bytes(ready[ready != NO_PLACE]) == total
+        assert records.filled == index + 1
+        assert records.layout.free == end
+        share = max(end - header, 0) / records.granted_bytes
+        assert records.fill_fraction == (share if index + 1 < LENGTH else 1.0)
+        assert end <= records.memory_bytes + header + 4096
+        assert records.memory_bytes <= end + 2 * 4096
+        assert records.promised_bytes == records.granted_bytes - records.memory_bytes
+    assert records.full
+    assert records.granted_bytes == GRANTED
+
+
+@pytest.mark.parametrize("granted", [200_000, 200_001, 204_095])
+def test_a_store_never_takes_more_than_was_granted(granted: int) -> None:
+    """Filled to the brim, its memory is what it may take."""
+    store = opened("records", granted=granted)
+    stored, header = filled(store), Records.fixed_bytes
+    assert served(store) == stored
+    assert 0 < len(stored) < LENGTH
+    assert store.granted_bytes == granted
+    assert store.layout.free <= granted + header
+    assert store.layout.free - header - 8192 <= store.memory_bytes <= granted
+    assert 0.5 < store.fill_fraction <= 1.0
+    store.close()
+
+
+def test_a_sample_larger_than_all_there_is_passes_by(records: Any) -> None:
+    """It is told that there is no room, before and after it is encoded; smaller ones are stored."""
+    giant, small = torch.zeros(9 * MIB, dtype=torch.uint8), SAMPLES["records"](1)
+    assert not records.has_room(giant)
+    assert records.has_room(small)
+    assert list(records.put([0, 1], [encoded(records.codec, giant, 0), encoded(records.codec, small, 1)])) == [
+        None,
+        True,
+    ]
+    assert not records.fill(0, giant)
+    assert served(records) == [1]
+
+
+SIZES = {
+    "small": (300, 300, 8 * MIB),
+    "up to 3 KB": (300, 3000, 8 * MIB),
+    "all": (300, 2 * MIB, 64 * MIB),
+    "large": (100_000, 2 * MIB, 64 * MIB),
+    "largest": (2 * MIB, 2 * MIB, 64 * MIB),
+}
+
+
+@pytest.mark.parametrize("mixture", [*SIZES, "two sizes"])
+def test_a_full_store_holds_records_and_little_else(mixture: str, rng: random.Random) -> None:
+    """With as many slots as set-up gives it, 95 % of the bytes granted are records."""
+    if mixture == "two sizes":
+        granted = 64 * MIB
+        sizes = rng.choices([300, 2 * MIB], [200, 1], k=20_000)
+    else:
+        low, high, granted = SIZES[mixture]
+        sizes = [int(low * (high / low) ** rng.random()) for _ in range(300)]
+        sizes += [int(low * (high / low) ** rng.random()) for _ in range(int(2 * granted / np.mean(sizes)))]
+
+    def sample(index: int) -> Any:
+        # With 48 bytes for what is pickled beside small ones, and 320 beside large ones.
+        return bytes(sizes[index] - 48) if sizes[index] < 5000 else np.empty(sizes[index] - 320, dtype=np.uint8)
+
+    codec = RecordCodec.infer([sample(index) for index in range(20)])
+    slots = slots_for(granted, codec, len(sizes))
+    store = Store.create(codec, Ring.cut(len(sizes), (1.0,), (slots,)).arcs[0], granted=granted)
+    for index in range(len(sizes)):
+        if store.has_place(index):
+            store.fill(index, sample(index))
+    ready = store.lookup(np.arange(len(sizes))) != NO_PLACE
+    assert np.array(sizes)[ready].sum() >= 0.95 * granted
+    assert store.memory_bytes <= granted
+    store.close()
+
+
+def test_every_index_has_a_slot_where_slots_cost_little() -> None:
+    """Of a data set of small records that fits in small part, some have none; never fewer than would find room."""
+    small, large = RecordCodec(nbytes=100), RecordCodec(nbytes=100_000)
+    assert slots_for(MIB, large, 1000) == 1000
+    assert slots_for(MIB, small, 1000) == 1000
+    assert MIB // small.slot_bytes <= slots_for(MIB, small, 10**6) < 10**5
+    assert slots_for(0, small, 10**6) == 0
+    assert Records.bytes_for(small, slots_for(MIB, small, 10**6)) < MIB / 7
+
+
+# ---- shortage ----
 
 
 def large(index: int) -> torch.Tensor:
@@ -342,6 +453,8 @@ def warn_elsewhere(store: Store) -> list[str]:
 def look_without_room() -> tuple[Any, ...]:
     store = Store.create(SampleSpec.infer(large(0)), Arc(100_000, 100_000))
     take_all_of_dev_shm()
+    with pytest.raises(OSError, match="No space left on device"):
+        Store.create(SampleSpec.infer(large(0)), Arc(100_000, 100_000))
     log = Log()
     assert not any(store.fill(index, large(7)) for index in (0, 50_000, 99_999))
     looks = store.get(70_000), store.filled, int(store.lookup(np.arange(100_000)).max())
@@ -357,17 +470,6 @@ def look_without_room() -> tuple[Any, ...]:
 
 @pytest.mark.processes
 def test_looking_needs_no_room() -> None:
-    """In a full /dev/shm empty slots are looked at without SIGBUS, and all processes together warn once."""
+    """In a full /dev/shm empty slots are looked at without SIGBUS, and all processes together warn once. Where there is
+    no memory for the states, making a store raises ENOSPC."""
     assert without_room(look_without_room, mib=4) == (None, 0, NO_PLACE, 1, 0)
-
-
-def create_without_room() -> None:
-    take_all_of_dev_shm()
-    with pytest.raises(OSError, match="No space left on device"):
-        Store.create(SampleSpec.infer(large(0)), Arc(100_000, 100_000))
-
-
-@pytest.mark.processes
-def test_a_store_that_does_not_fit_at_all_is_an_error_at_once() -> None:
-    """Where there is no memory for the states, making the store raises ENOSPC."""
-    without_room(create_without_room, mib=4)

@@ -33,6 +33,11 @@ def record(number: int) -> Any:
     return sample_of("records", number)
 
 
+def append(store: Store, numbers: range) -> None:
+    for number in numbers:
+        store.append(sample(number))
+
+
 def numbers(store: Store, places: Any = None) -> list[int]:
     """The samples of those slots, each looked at word by word."""
     places = store.roll.readable_slots() if places is None else np.asarray(places)
@@ -77,8 +82,7 @@ def test_an_empty_store_says_so(store: Store) -> None:
 
 def test_a_slot_that_is_being_written_gives_another_sample(store: Store) -> None:
     """Readers do not wait for a writer: they are served another resident sample, and count it."""
-    for number in range(8):
-        store.append(sample(number))
+    append(store, range(8))
     taken = store.roll.take()
     assert taken is not None
     read = numbers(store, [taken.slot] * 20)
@@ -91,8 +95,7 @@ def test_a_slot_that_is_being_written_gives_another_sample(store: Store) -> None
 
 def test_what_came_after_the_epoch_had_begun_is_counted(store: Store) -> None:
     """A sample that left during an epoch is replaced by the newer one of its slot."""
-    for number in range(8):
-        store.append(sample(number))
+    append(store, range(8))
     store.roll.begin_epoch()
     assert numbers(store, [0, 1, 7]) == [0, 1, 7]
     assert store.roll.renewed == 0
@@ -103,8 +106,7 @@ def test_what_came_after_the_epoch_had_begun_is_counted(store: Store) -> None:
 
 def test_what_changes_during_the_copy_is_taken_again(store: Store) -> None:
     """A batch in which samples are replaced while it is gathered holds whole samples only."""
-    for number in range(8):
-        store.append(sample(number))
+    append(store, range(8))
 
     into = [np.empty(size, dtype=np.uint8) for size in SPEC.sizes(8)]
     takes = 0
@@ -142,19 +144,14 @@ def test_a_reader_waits_for_the_only_sample_while_it_is_replaced() -> None:
 
 
 def test_indices_outside_have_no_place(store: Store) -> None:
-    """What is no slot is no place, whatever is resident."""
+    """What is no slot is no place, whatever is resident; where none is asked for, none is given."""
     assert store.lookup(np.array([-1, 0, 7, 8])).tolist() == [-1, 0, 7, -1]
-
-
-def test_an_empty_batch_is_an_empty_batch(store: Store) -> None:
-    """No samples are asked for, none are given."""
     assert store.read(np.empty(0, dtype=np.int64)) == []
 
 
 def test_a_look_from_outside_says_how_many_samples_there_are(store: Store) -> None:
     """Who asks what takes their memory is told the slots that hold a sample."""
-    for number in range(5):
-        store.append(sample(number))
+    append(store, range(5))
     file = os.open(store.handle.segment.data, os.O_RDONLY)
     contents = contents_of(file)
     os.close(file)
@@ -235,8 +232,7 @@ def take_and_die(handle: StoreHandle) -> None:
 @pytest.mark.processes
 def test_the_slot_of_a_killed_writer_is_taken_first(store: Store) -> None:
     """Readers pass over the slot in which a writer was killed; the next writer takes it before any other."""
-    for number in range(3):
-        store.append(sample(number))
+    append(store, range(3))
     with pytest.raises(ChildError, match="SIGKILL"):
         call(take_and_die, store.handle)
     assert sorted(numbers(store)) == [0, 1, 2]

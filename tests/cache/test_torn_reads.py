@@ -94,10 +94,13 @@ def look(handle: Any, layout: str, over: Path, seed: int) -> int:
     return read
 
 
-def storm(folder: Path, layout: str, seconds: float, seed: int) -> None:
-    """Writers that are killed at random moments, and readers that look at every word."""
-    moments, store, over = random.Random(seed), rolling_store(codec_of(layout), SLOTS), folder / "over"
-    readers = [Child(look, store.handle, layout, over, seed + number) for number in range(2)]
+@pytest.mark.processes
+@pytest.mark.parametrize("seconds", [2, pytest.param(600, marks=[pytest.mark.soak, pytest.mark.timeout(900)])])
+@pytest.mark.parametrize("layout", LAYOUTS)
+def test_no_reader_sees_a_torn_sample(tmp_path: Path, layout: str, seconds: float) -> None:
+    """Two readers look at every word of what two writers write, who are killed again and again at random moments."""
+    moments, store, over = random.Random(7), rolling_store(codec_of(layout), SLOTS), tmp_path / "over"
+    readers = [Child(look, store.handle, layout, over, 7 + number) for number in range(2)]
     writers = [Child(append_for_ever, store.handle, layout, 1_000_000 * number) for number in (1, 2)]
     killed, end = 2, time.monotonic() + seconds
     try:
@@ -121,19 +124,3 @@ def storm(folder: Path, layout: str, seconds: float, seed: int) -> None:
     assert last == list(range(200 - len(last), 200))
     assert len(last) == store.capacity
     store.close()
-
-
-@pytest.mark.processes
-@pytest.mark.parametrize("layout", LAYOUTS)
-def test_no_reader_sees_a_torn_sample(tmp_path: Path, layout: str) -> None:
-    """Two readers look at every word of what two writers write, who are killed again and again."""
-    storm(tmp_path, layout, 2, 7)
-
-
-@pytest.mark.soak
-@pytest.mark.processes
-@pytest.mark.timeout(900)
-@pytest.mark.parametrize("layout", LAYOUTS)
-def test_no_reader_sees_a_torn_sample_for_long(tmp_path: Path, layout: str) -> None:
-    """The same for ten minutes."""
-    storm(tmp_path, layout, 600, 8)

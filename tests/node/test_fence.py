@@ -38,24 +38,18 @@ def module_on(machine: str, lock: Lock, monkeypatch: pytest.MonkeyPatch) -> Modu
     return module
 
 
-@pytest.mark.parametrize("machine", ["aarch64", "arm64", "riscv64", "ppc64le", ""])
+@pytest.mark.parametrize("machine", ["aarch64", "arm64", "riscv64", "ppc64le", "", "x86_64", "AMD64", "i686"])
 def test_where_processors_reorder_two_sections_of_a_lock_lie_between(
     machine: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Nothing can pass both the release of the first and the acquire of the second, in either direction."""
+    """Nothing can pass both the release of the first and the acquire of the second, in either direction. Where
+    processors keep the order, neither a lock nor anything else is touched."""
     lock = Lock()
     module = module_on(machine, lock, monkeypatch)
+    sections = 0 if machine in ("x86_64", "AMD64", "i686") else 2
     for calls in (1, 2):
         module.fence()
-        assert lock.did == ["acquire", "release"] * 2 * calls
-
-
-@pytest.mark.parametrize("machine", ["x86_64", "AMD64", "i686"])
-def test_where_processors_keep_the_order_it_does_nothing(machine: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Neither a lock nor anything else is touched."""
-    lock = Lock()
-    module_on(machine, lock, monkeypatch).fence()
-    assert lock.did == []
+        assert lock.did == ["acquire", "release"] * sections * calls
 
 
 def test_the_fence_of_this_machine_can_be_called_over_and_over() -> None:

@@ -128,16 +128,6 @@ def test_v2_takes_the_tightest_of_the_chain(machine):
     assert machine.cgroup == 950
 
 
-def test_v2_throttling_counts(machine):
-    """In v2 memory.high limits as memory.max does."""
-    machine.mounted(MOUNT_V2)
-    machine.in_cgroup("0::/job")
-    machine.v2("/sys/fs/cgroup/job", 1000, 100, high=300)
-    assert machine.cgroup == 200
-    machine.v2("/sys/fs/cgroup/job", "max", 100, high=700)
-    assert machine.cgroup == 600
-
-
 def test_v1_takes_the_tightest_of_the_chain(machine):
     """In v1 the same, with total_inactive_file, from the line and the mount of the memory controller alone."""
     machine.mounted("/ /sys/fs/cgroup/cpu rw - cgroup cgroup rw,cpu", MOUNT_V1)
@@ -156,6 +146,19 @@ def test_v1_unlimited(machine, unlimited):
     machine.in_cgroup("4:memory:/a")
     machine.v1("/sys/fs/cgroup/memory/a", unlimited, 100)
     assert machine.cgroup is None
+
+
+@pytest.mark.parametrize(
+    ("limit", "high", "usage", "inactive", "left"),
+    [(1000, 300, 100, 0, 200), ("max", 700, 100, 0, 600), (100, "max", 500, 30, 0), (100, "max", 20, 5000, 100)],
+)
+def test_what_a_cgroup_leaves(machine, limit, high, usage, inactive, left):
+    """In v2 memory.high limits as memory.max does. A limit below the usage leaves nothing, and reclaimable pages never
+    make more than the limit."""
+    machine.mounted(MOUNT_V2)
+    machine.in_cgroup("0::/a")
+    machine.v2("/sys/fs/cgroup/a", limit, usage, inactive, high)
+    assert machine.cgroup == left
 
 
 def test_both_versions(machine):
@@ -232,16 +235,6 @@ def test_partly_missing_files(machine):
     machine.write("/sys/fs/cgroup/a/memory.max", "1000\n")
     machine.write("/sys/fs/cgroup/a/memory.current", "400\n")
     assert machine.cgroup == 600
-
-
-def test_headroom_stays_within_its_bounds(machine):
-    """A limit set below the usage leaves nothing, and reclaimable pages never make more than the limit."""
-    machine.mounted(MOUNT_V2)
-    machine.in_cgroup("0::/a")
-    machine.v2("/sys/fs/cgroup/a", 100, 500, 30)
-    assert machine.cgroup == 0
-    machine.v2("/sys/fs/cgroup/a", 100, 20, 5000)
-    assert machine.cgroup == 100
 
 
 @pytest.mark.parametrize("version", [1, 2])

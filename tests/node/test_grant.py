@@ -16,17 +16,33 @@ MIB, GIB = 2**20, 2**30
 AUTO = Budget.parse("auto")
 
 
-def test_grant_of_what_is_asked():
-    """With enough memory a budget gets what it asks for and nothing limits it."""
-    free = FreeMemory(32 * GIB, 32 * GIB, None, "/dev/shm")
-    assert grant(Budget.parse("8GiB"), 20 * GIB, free, Reserve(GIB)) == Grant(8 * GIB, 8 * GIB, None)
+AMPLE = FreeMemory(32 * GIB, 32 * GIB, None, "/dev/shm")
+TIGHT = FreeMemory(12 * GIB, 20 * GIB, 220 * MIB, "/dev/shm", own=480 * MIB)
 
 
-def test_grant_never_exceeds_the_dataset():
-    """A budget larger than the dataset gets the dataset, which is no shortage."""
-    free = FreeMemory(32 * GIB, 32 * GIB, None, "/dev/shm")
-    assert grant(Budget.parse("8GiB"), GIB, free, Reserve()) == Grant(GIB, 8 * GIB, None)
-    assert grant(Budget.parse("8GiB"), GIB, FreeMemory(4 * GIB, None, None), Reserve()) == Grant(GIB, 8 * GIB, None)
+@pytest.mark.parametrize(
+    ("budget", "dataset", "free", "reserve", "granted"),
+    [
+        ("8GiB", 20 * GIB, AMPLE, Reserve(GIB), Grant(8 * GIB, 8 * GIB, None)),
+        ("8GiB", GIB, AMPLE, Reserve(), Grant(GIB, 8 * GIB, None)),
+        ("8GiB", GIB, FreeMemory(4 * GIB, None, None), Reserve(), Grant(GIB, 8 * GIB, None)),
+        ("auto", 400 * GIB, FreeMemory(None, 500 * GIB, 100 * GIB), Reserve(), 98 * GIB),
+        ("auto", GIB, TIGHT, Reserve(private=64 * MIB), 0),
+        (
+            "50% of free",
+            400 * GIB,
+            FreeMemory(None, 100 * GIB, None),
+            Reserve(8 * GIB),
+            Grant(45 * GIB, 45 * GIB, None),
+        ),
+    ],
+)
+def test_grant(budget, dataset, free, reserve, granted):
+    """With enough memory a budget gets what it asks for, and no more than the dataset, which is no shortage. Below a
+    cgroup's limit two percent are kept back; where the training needs all that is left there is no cache. A share of
+    free memory is one of what is left after reserve and margin, so nothing limits it."""
+    got = grant(Budget.parse(budget), dataset, free, reserve)
+    assert (got if isinstance(granted, Grant) else got.bytes) == granted
 
 
 def test_grant_in_a_small_dev_shm():
@@ -34,12 +50,6 @@ def test_grant_in_a_small_dev_shm():
     free = FreeMemory(64 * MIB, 32 * GIB, None, "/dev/shm")
     reserve = Reserve(files=8 * MIB, private=2 * GIB, readers=9)
     assert grant(AUTO, GIB, free, reserve) == Grant(40 * MIB, GIB, "/dev/shm (64 MiB free)")
-
-
-def test_grant_below_a_cgroup():
-    """Below a cgroup's limit two percent are kept back."""
-    free = FreeMemory(None, 500 * GIB, 100 * GIB)
-    assert grant(AUTO, 400 * GIB, free, Reserve()).bytes == 98 * GIB
 
 
 def test_all_that_is_to_come_is_kept_back():
@@ -55,18 +65,6 @@ def test_readers_pay_page_tables():
     free = FreeMemory(None, None, 33 * GIB + 33 * GIB // 49)  # of which 2 % are the margin
     got = grant(AUTO, 400 * GIB, free, Reserve(readers=16)).bytes
     assert got == pytest.approx(32 * GIB, rel=0.001)
-
-
-def test_a_tight_cgroup_grants_nothing():
-    """Where workers and the training need all that is left, there is no cache."""
-    free = FreeMemory(12 * GIB, 20 * GIB, 220 * MIB, "/dev/shm", own=480 * MIB)
-    assert grant(AUTO, GIB, free, Reserve(private=64 * MIB)).bytes == 0
-
-
-def test_grant_of_a_share_of_free():
-    """A share of free memory is a share of what is left after reserve and margin, so nothing limits it."""
-    free = FreeMemory(None, 100 * GIB, None)
-    assert grant(Budget.parse("50% of free"), 400 * GIB, free, Reserve(8 * GIB)) == Grant(45 * GIB, 45 * GIB, None)
 
 
 @given(

@@ -33,7 +33,7 @@ from lightning_stocache.node.named import (
 from lightning_stocache.node.segment import Segment
 from tests.names import folder, path_of
 from tests.node.test_files import STRANGER, make_foreign, make_link, make_open_to_all
-from tests.processes import Child, call, call_many
+from tests.processes import Child, call, call_many, hanging, wait_until
 
 pytestmark = pytest.mark.named
 
@@ -85,10 +85,10 @@ def test_of_two_that_make_it_at_once_one_wins_and_both_share(name: str, tmp_path
 
 def race(name: str, folder: Path, number: int) -> tuple[int, str]:
     (folder / f"came-{number}").touch()
-    wait_for(lambda: len(list(folder.glob("came-*"))) == 4)
+    wait_until(lambda: len(list(folder.glob("came-*"))) == 4)
     keeper, manifest = open_named(name, SIZE, says(str(number)))
     (folder / f"opened-{number}").touch()
-    wait_for(lambda: len(list(folder.glob("opened-*"))) == 4)
+    wait_until(lambda: len(list(folder.glob("opened-*"))) == 4)
     answer = keeper.handle.inode, manifest.dataset
     keeper.close()
     return answer
@@ -134,10 +134,8 @@ def test_clean_leaves_what_is_in_use(name: str) -> None:
 @pytest.mark.processes
 def test_a_killed_user_frees_it(name: str) -> None:
     """The kernel gives up the lock of a process that is killed; until then nobody can remove its segment."""
-    child = Child(hold, name)
-    wait_for(lambda: any(one.name == name and one.in_use for one in named_segments()))
-    assert clean(name) == []
-    child.kill()
+    with hanging(opened, name):
+        assert clean(name) == []
     assert [one.name for one in clean(name)] == [name]
 
 
@@ -145,14 +143,14 @@ def test_a_killed_user_frees_it(name: str) -> None:
 def test_a_forked_worker_keeps_what_its_dead_rank_used(name: str, tmp_path: Path) -> None:
     """The rank is killed and its worker reads on: the segment is in use until the worker has gone, too."""
     child = Child(hold_with_worker, name, str(tmp_path / "pid"))
-    wait_for((tmp_path / "pid").exists)
+    wait_until((tmp_path / "pid").exists)
     worker = int((tmp_path / "pid").read_text())
     child.kill()
     try:
         assert clean(name) == []
     finally:
         os.kill(worker, signal.SIGKILL)
-    wait_for(lambda: bool(clean(name)))
+    wait_until(lambda: bool(clean(name)))
 
 
 def hold(name: str) -> None:
@@ -169,13 +167,6 @@ def hold_with_worker(name: str, pid: str) -> None:
         os.rename(pid + ".part", pid)
     time.sleep(300)
     segment.close()
-
-
-def wait_for(condition: Any) -> None:
-    deadline = time.monotonic() + 120
-    while not condition():
-        assert time.monotonic() < deadline, "it did not come to that in 120 s"
-        time.sleep(0.002)
 
 
 @pytest.mark.processes
@@ -232,7 +223,7 @@ def test_who_waits_for_a_file_is_told_for_whom(
     flag = tmp_path / "flag"
     opened(name).close()
     child = Child(hold_file, str(path_of(name)), flag)
-    wait_for(flag.exists)
+    wait_until(flag.exists)
     threading.Timer(0.4, flag.unlink).start()
     opened(name).close()
     pid = child.process.pid
@@ -245,7 +236,7 @@ def test_who_waits_for_a_file_is_told_for_whom(
 def hold_file(path: str, flag: Path) -> None:
     fcntl.flock(os.open(path, os.O_RDWR), fcntl.LOCK_EX)
     flag.touch()
-    wait_for(lambda: not flag.exists())
+    wait_until(lambda: not flag.exists())
 
 
 # --- what is not trusted
@@ -316,11 +307,9 @@ def test_another_users_lock_file_holds_nobody_up(name: str) -> None:
     make(name)
     locks = path_of(name + ".locks")
     locks.unlink()
-    stranger = Child(lock_as_stranger, str(locks))
-    wait_for(lambda: (locks.exists() and locks.stat().st_size == 1) or not stranger.process.is_alive())
-    with pytest.raises(PermissionError, match=r"is not trusted.*: give another name"):
+    refused = pytest.raises(PermissionError, match=r"is not trusted.*: give another name")
+    with hanging(lock_as_stranger, str(locks)), refused:
         opened(name)
-    stranger.kill()
 
 
 def lock_as_stranger(path: str) -> None:
@@ -329,8 +318,6 @@ def lock_as_stranger(path: str) -> None:
     locks = os.open(path, os.O_RDWR | os.O_CREAT, 0o666)
     fcntl.flock(locks, fcntl.LOCK_EX)
     fcntl.lockf(locks, fcntl.LOCK_EX)
-    os.write(locks, b"x")
-    time.sleep(300)
 
 
 def test_where_the_lock_file_comes_too_late_no_segment_is_left(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -418,18 +405,14 @@ def test_lock_files_without_a_segment_are_removed(name: str) -> None:
         path_of(name + end + ".locks").touch(0o600)
     path_of(name + "-full.locks").write_text("no lock file")
     path_of(name + "-open.locks").chmod(0o666)
-    child = Child(keep_locked, str(path_of(name + "-locked.locks")), str(path_of(name + "-locked.locks.ready")))
-    wait_for(path_of(name + "-locked.locks.ready").exists)
-    clean_locks()
-    child.kill()
+    with hanging(keep_locked, str(path_of(name + "-locked.locks"))):
+        clean_locks()
     left = {end for end in ("-left", "-full", "-locked", "-open", "-used") if path_of(name + end + ".locks").exists()}
     assert left == {"-full", "-locked", "-open", "-used"}
 
 
-def keep_locked(path: str, ready: str) -> None:
+def keep_locked(path: str) -> None:
     fcntl.lockf(os.open(path, os.O_RDWR), fcntl.LOCK_EX | fcntl.LOCK_NB, 1, 7)
-    Path(ready).touch(0o600)
-    time.sleep(300)
 
 
 def test_a_segment_goes_although_its_lock_file_is_not_ours(name: str, tmp_path: Path) -> None:

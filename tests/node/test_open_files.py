@@ -14,7 +14,7 @@ from lightning_stocache.node.free import FreeMemory
 from lightning_stocache.node.grant import Reserve, grant
 from lightning_stocache.node.open_files import Promise, Promises, other_promises
 from lightning_stocache.node.segment import Segment
-from tests.processes import Child
+from tests.processes import hanging
 
 MIB = 2**20
 
@@ -67,29 +67,11 @@ def test_without_a_proc_nothing_is_known(tmp_path):
     assert other_promises(tmp_path) == Promises()
 
 
-def hold(size: int) -> int:
-    """Grant this process a cache, and wait until it is told to end."""
-    segment = Segment.create(size)
-    Path(os.environ["STOCACHE_TEST_READY"]).touch()
-    while Path(os.environ["STOCACHE_TEST_READY"]).exists():
-        os.sched_yield()
-    segment.close()
-    return os.getpid()
-
-
 @pytest.mark.processes
-def test_a_living_job_is_found(tmp_path, monkeypatch):
+def test_a_living_job_is_found():
     """Its segment holds one page, and is as long as what it was granted."""
-    flag = tmp_path / "ready"
-    monkeypatch.setenv("STOCACHE_TEST_READY", str(flag))
-    child = Child(hold, 512 * MIB)
-    try:
-        while not flag.exists():
-            os.sched_yield()
-        found = other_promises()
-    finally:
-        flag.unlink(missing_ok=True)
-        pid = child.result()
+    with hanging(Segment.create, 512 * MIB) as child:
+        found, pid = other_promises(), child.process.pid
     for promise in (found.files, found.machine, found.cgroup):
         assert pid in promise.pids
         assert promise.jobs >= 1

@@ -23,7 +23,7 @@ from lightning_stocache.node import files
 from lightning_stocache.node.files import Backend
 from lightning_stocache.node.header import HEADER_BYTES
 from lightning_stocache.node.segment import Segment, SegmentHandle
-from tests.processes import Child, call, context, without_room
+from tests.processes import Child, call, context, hanging, wait_until, without_room
 
 BACKENDS: tuple[Backend, ...] = ("tmpfile", "memfd", "file")
 MIB = 2**20
@@ -236,22 +236,6 @@ def test_closing_in_a_child_leaves_the_parent_s_segment_open(segment: Segment) -
     assert segment.path is None or os.path.exists(segment.path)
 
 
-def five_rounds() -> tuple[int, list[int]]:
-    used = []
-    before = os.statvfs("/dev/shm").f_bfree
-    for _ in range(5):
-        segment = stored(Segment.create(32 * MIB), 1)
-        used.append((before - os.statvfs("/dev/shm").f_bfree) * 4096 // MIB)
-        segment.close()
-    return before - os.statvfs("/dev/shm").f_bfree, used
-
-
-@pytest.mark.processes
-def test_five_rounds_hold_the_memory_of_one() -> None:
-    """Creating and closing five times never holds more than one segment, and nothing at the end."""
-    assert without_room(five_rounds) == (0, [32] * 5)
-
-
 def test_a_name_goes_with_its_creator() -> None:
     """A named file that nobody has unlinked goes when its creator closes it, or drops it."""
     closed, dropped = Segment.create(4096, "file"), Segment.create(4096, "file")
@@ -296,8 +280,7 @@ def create_and_hold(backend: Backend, ready: str) -> None:
         if not workers[-1]:
             hold(segment, f"{ready}{number}")
             os._exit(0)
-    while not (os.path.exists(ready + "0") and os.path.exists(ready + "1")):
-        time.sleep(0.01)
+    wait_until(lambda: os.path.exists(ready + "0") and os.path.exists(ready + "1"))
     segment.unlink()
     Path(ready + "pids.part").write_text(" ".join(map(str, workers)))
     os.rename(ready + "pids.part", ready + "pids")
@@ -318,8 +301,7 @@ def killed(backend: Backend, folder: str) -> dict[str, int]:
         finally:
             os._exit(1)
     pids = Path(folder, "pids")
-    while not pids.exists():
-        time.sleep(0.01)
+    wait_until(pids.exists)
     seen = {"alive": used()}
     os.kill(creator, signal.SIGKILL)
     os.waitpid(creator, 0)
@@ -328,9 +310,7 @@ def killed(backend: Backend, folder: str) -> dict[str, int]:
     os.kill(workers[0], signal.SIGKILL)
     seen["one worker killed"] = used()
     os.kill(workers[1], signal.SIGKILL)
-    deadline = time.monotonic() + 120
-    while used() and time.monotonic() < deadline:
-        time.sleep(0.01)
+    wait_until(lambda: not used())
     seen["all killed"] = used()
     return seen
 
@@ -346,35 +326,21 @@ def test_nothing_is_left_when_everybody_is_killed(backend: Backend, tmp_path: Pa
 # --- memory is promised before it is touched
 
 
-def reserve_too_much() -> tuple[int | None, int]:
+def take_too_much() -> int:
     segment = Segment.create(256 * MIB)
     free = os.statvfs("/dev/shm").f_bfree
-    try:
+    with pytest.raises(OSError, match="No space left on device"):
         segment.reserve(0, 128 * MIB)
-    except OSError as error:
-        return error.errno, free - os.statvfs("/dev/shm").f_bfree
-    return None, 0
-
-
-@pytest.mark.processes
-def test_too_little_memory_is_an_error_before_the_store() -> None:
-    """In a /dev/shm of 64 MiB, reserving more raises ENOSPC and takes nothing."""
-    assert without_room(reserve_too_much) == (errno.ENOSPC, 0)
-
-
-def store_too_much() -> int | None:
-    segment = Segment.create(256 * MIB)
-    try:
+    taken = free - os.statvfs("/dev/shm").f_bfree
+    with pytest.raises(OSError, match="No space left on device"):
         segment.store(0, memoryview(bytes(128 * MIB)))
-    except OSError as error:
-        return error.errno
-    return None
+    return taken
 
 
 @pytest.mark.processes
-def test_a_store_through_the_file_needs_no_reservation() -> None:
-    """The same amount stored through the file is an error like that of a reservation."""
-    assert without_room(store_too_much) == errno.ENOSPC
+def test_too_little_memory_is_an_error() -> None:
+    """In a /dev/shm of 64 MiB reserving more raises ENOSPC and takes nothing; so does storing through the file."""
+    assert without_room(take_too_much) == 0
 
 
 def test_what_is_stored_through_the_file_is_seen_in_the_mapping(segment: Segment) -> None:
@@ -409,15 +375,6 @@ def test_discard_zeroes_from_an_offset_and_gives_pages_back(segment: Segment) ->
 # --- locks
 
 
-def try_lock(segment: Segment, byte: int) -> bool:
-    return segment.lock(byte)
-
-
-def lock_and_hold(segment: Segment, byte: int, ready: str) -> None:
-    segment.lock(byte)
-    hold(segment, ready)
-
-
 @pytest.mark.processes
 @pytest.mark.parametrize("backend", BACKENDS)
 def test_pickling_does_not_drop_locks(backend: Backend) -> None:
@@ -425,23 +382,20 @@ def test_pickling_does_not_drop_locks(backend: Backend) -> None:
     segment = Segment.create(4096, backend)
     segment.lock(3)
     with context("forkserver").Pool(1) as pool:
-        assert not pool.apply(try_lock, (segment, 3))
-        assert not pool.apply(try_lock, (segment, 3))
+        assert not pool.apply(Segment.lock, (segment, 3))
+        assert not pool.apply(Segment.lock, (segment, 3))
     segment.close()
 
 
 @pytest.mark.processes
-def test_who_has_a_byte(segment: Segment, tmp_path: Path) -> None:
+def test_who_has_a_byte(segment: Segment) -> None:
     """The process that has it, until it is killed; nobody for a free one, nor for one's own."""
-    child = Child(lock_and_hold, segment, 3, str(tmp_path / "ready"))
-    while not (tmp_path / "ready").exists():
-        time.sleep(0.005)
-    assert not segment.lock(3)
-    assert segment.holder(3) == child.process.pid
-    assert segment.holder(4) is None
-    assert segment.lock(4)
-    assert segment.holder(4) is None
-    child.kill()
+    with hanging(segment.lock, 3) as child:
+        assert not segment.lock(3)
+        assert segment.holder(3) == child.process.pid
+        assert segment.holder(4) is None
+        assert segment.lock(4)
+        assert segment.holder(4) is None
     assert segment.holder(3) is None
     assert segment.lock(3)
 
@@ -456,8 +410,7 @@ def test_waiting_for_a_lock_ends_when_it_is_free(segment: Segment, tmp_path: Pat
     """With `wait` a process gets the lock as soon as its holder gives it back."""
     segment.lock(3)
     waiter = Child(wait_for_lock, segment, str(tmp_path / "ready"))
-    while not (tmp_path / "ready").exists():
-        time.sleep(0.005)
+    wait_until((tmp_path / "ready").exists)
     segment.unlock(3)
     assert waiter.result()
 
