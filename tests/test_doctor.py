@@ -3,8 +3,8 @@
 import os
 import re
 import subprocess
-import sys
 import tempfile
+from functools import partial
 from pathlib import Path
 
 import pytest
@@ -21,7 +21,8 @@ from lightning_stocache.loading.dataset import CachedDataset
 from lightning_stocache.node.header import HEADER_BYTES, MANIFEST_OFFSET
 from lightning_stocache.node.open_files import open_files
 from lightning_stocache.node.segment import Segment
-from tests.processes import without_room
+from tests.commands import write_files
+from tests.processes import hanging, without_room
 from tests.sources import CountedSource
 
 pytestmark = pytest.mark.named
@@ -61,10 +62,7 @@ def test_the_cgroup_is_read_where_it_lies(tmp_path):
         "sys/kernel/mm/transparent_hugepage/shmem_enabled": "always within_size [advise] never\n",
         "proc/self/mounts": "tmpfs /dev/shm tmpfs rw,huge=within_size 0 0\n",
     }
-    for name, text in files.items():
-        path = tmp_path / name
-        path.parent.mkdir(parents=True, exist_ok=True)
-        path.write_text(text)
+    write_files(tmp_path, files)
     (tmp_path / "proc/self/ns").mkdir()
     (tmp_path / "proc/self/ns/pid").symlink_to("pid:[4026532000]")
     findings = examine(tmp_path)
@@ -165,15 +163,8 @@ def test_other_files_in_memory_are_told_apart():
 @pytest.mark.processes
 def test_a_process_of_its_own_is_named():
     """The doctor of one process names another one that holds a segment, by id and command line."""
-    code = (
-        "import sys; from lightning_stocache.node.segment import Segment; s = Segment.create(1 << 20);"
-        "s.reserve(0, 1 << 20); print('up', flush=True); sys.stdin.read()"
-    )
-    pipes = {"stdin": subprocess.PIPE, "stdout": subprocess.PIPE}
-    with subprocess.Popen([sys.executable, "-c", code], text=True, cwd=Path(__file__).parents[1], **pipes) as process:
-        assert process.stdout.readline() == "up\n"
-        assert f"{process.pid} (" in words_of(examine(), "held")
-        process.communicate()
+    with hanging(partial(Segment.create, reserved=MIB), MIB) as child:
+        assert f"{child.process.pid} (" in words_of(examine(), "held")
 
 
 def test_processes_of_others_are_counted(tmp_path, monkeypatch):

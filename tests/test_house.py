@@ -80,16 +80,10 @@ def exported(tree: ast.Module) -> list[str]:
     return []
 
 
-def test_only_training_knows_lightning():
-    """Lightning is imported in training/ and nowhere else in the package."""
-    knowing = {room_of(name_of(path)) for path in FILES if {"lightning", "pytorch_lightning"} & tops(path)}
-    assert knowing == {"training"}
-
-
-def test_only_the_command_line_knows_hydra():
-    """Hydra and OmegaConf are imported by __main__ alone, if at all."""
-    knowing = {name_of(path) for path in FILES if {"hydra", "omegaconf"} & tops(path)}
-    assert knowing <= {f"{PACKAGE.name}.__main__"}
+def test_only_training_knows_lightning_and_the_command_line_hydra():
+    """Lightning is imported in training/ and nowhere else in the package, Hydra and OmegaConf by __main__ alone."""
+    assert {room_of(name_of(path)) for path in FILES if {"lightning", "pytorch_lightning"} & tops(path)} == {"training"}
+    assert {name_of(path) for path in FILES if {"hydra", "omegaconf"} & tops(path)} <= {f"{PACKAGE.name}.__main__"}
 
 
 def tops(path: Path) -> set[str]:

@@ -20,21 +20,12 @@ from lightning_stocache.cache.layout import READY
 from lightning_stocache.insight import curves, measurement
 from lightning_stocache.node.header import Geometry, Manifest
 from lightning_stocache.node.named import clean, named_segments, open_named
+from tests.commands import refused, write_files
 from tests.names import path_of
 
 pytestmark = pytest.mark.named
 
 CSV = "epoch,step,stocache/hit_rate,stocache/hits\n0,9,0.5,5\n"
-
-
-def refused(capsys, *arguments: str) -> str:
-    """What stands on stderr where a command ends with code 2, without a traceback, and prints nothing else."""
-    with pytest.raises(SystemExit) as end:
-        main([*arguments])
-    out, err = capsys.readouterr()
-    assert (end.value.code, out) == (2, "")
-    assert "Traceback" not in err
-    return err
 
 
 @pytest.mark.processes
@@ -95,9 +86,7 @@ def test_what_stands_behind_png_is_no_picture(tmp_path, capsys):
 
 def test_runs_that_are_left_out_are_told(tmp_path, capsys):
     """A run that cannot be read is named on stderr; the page of the others is written."""
-    for name, text in (("a", CSV), ("b", "")):
-        (tmp_path / name).mkdir()
-        (tmp_path / name / "metrics.csv").write_text(text)
+    write_files(tmp_path, {"a/metrics.csv": CSV, "b/metrics.csv": ""})
     main(["report", str(tmp_path), "--output", str(tmp_path / "report.html")])
     out, err = capsys.readouterr()
     assert out == f"{tmp_path / 'report.html'}\n"
@@ -161,10 +150,7 @@ CONFIGS = {
 @pytest.fixture
 def configs(tmp_path, monkeypatch):
     """A folder of configs with the modules of their data and model beside it."""
-    for name, text in CONFIGS.items():
-        path = tmp_path / name
-        path.parent.mkdir(parents=True, exist_ok=True)
-        path.write_text(text)
+    write_files(tmp_path, CONFIGS)
     monkeypatch.setattr(sys, "path", list(sys.path))
     # Not three seconds for each measurement.
     monkeypatch.setattr(measurement, "measure", partial(measurement.measure, seconds=0.01))

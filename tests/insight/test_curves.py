@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-from typing import Any
-
 import pytest
 import torch
 
@@ -11,36 +9,10 @@ from lightning_stocache.insight import measurement
 from lightning_stocache.insight.curves import Arm, Curves, as_json, as_text, measure_curves
 from lightning_stocache.insight.measurement import Data, PlanError
 from tests.insight.planned import spread
-from tests.insight.test_measurement import Clock, Slow
+from tests.insight.test_measurement import Broken, Clock, Slow, WithGradients
 
 SOURCE = [torch.full((50,), index) for index in range(64)]
 QUICK = 0.05
-
-
-class Unread:
-    """A source that can be read a few times."""
-
-    def __init__(self, sound: int) -> None:
-        self.sound = sound
-
-    def __len__(self) -> int:
-        return 64
-
-    def __getitem__(self, index: int) -> Any:
-        self.sound -= 1
-        if self.sound < 0:
-            raise ValueError("no more")
-        return torch.zeros(4)
-
-
-class Opaque:
-    """Samples that no cache can hold."""
-
-    def __len__(self) -> int:
-        return 16
-
-    def __getitem__(self, index: int) -> Any:
-        return torch.ones(2, requires_grad=True)
 
 
 @pytest.mark.parametrize("workers", [[0], pytest.param([0, 2], marks=pytest.mark.processes)])
@@ -73,7 +45,7 @@ def test_there_is_a_time_limit(monkeypatch) -> None:
 
 def test_what_cannot_be_cached_is_measured_from_the_source() -> None:
     """And said."""
-    found = measure_curves(Data(Opaque(), 4), [0], seconds=QUICK)
+    found = measure_curves(Data(WithGradients(40), 4), [0], seconds=QUICK)
     assert [arm.cached for arm in found.rates] == [False]
     assert "Nothing can be cached" in found.left_out[0]
 
@@ -94,7 +66,7 @@ def test_batches_that_take_too_long_are_left_out(monkeypatch) -> None:
         (Data(SOURCE, 4), [-1], [], "workers must be 0 or more"),
         (Data(SOURCE, 4), [0, 10**4], [], "workers must be 8 per core at most"),
         (Data(SOURCE, 4), [], [0, 8], "batch sizes 1 or more"),
-        (Data(Unread(2), 4), [0], [], "no more"),
+        (Data(Broken(2), 4), [0], [], "no file"),
     ],
 )
 def test_what_cannot_be_measured_is_one_sentence(data, workers, sizes, words) -> None:

@@ -2,7 +2,6 @@
 
 import itertools
 import re
-import shutil
 import subprocess
 import sys
 from pathlib import Path
@@ -14,6 +13,7 @@ from PIL import Image
 
 from lightning_stocache.insight.layout import LAYOUT
 from lightning_stocache.insight.metrics import Tally, summarise
+from tests.insight.browser import browse, needs_a_browser
 
 LOGGED = summarise([Tally(node, ranks=1) for node in (0, 1)])
 METRICS = sorted({name for name in LOGGED if "/" not in name} | {"coverage", "hit_rate_expected"})
@@ -69,24 +69,21 @@ def test_a_summary_writer_takes_the_layout(tmp_path):
     assert all(chart.multiline.tag for category in read.category for chart in category.chart)
 
 
-BROWSER = shutil.which("chromium") or shutil.which("chromium-browser") or shutil.which("google-chrome")
 ORANGE = (255, 112, 67)  # of TensorBoard's first run
 
 
 def screenshot(address: str, folder: Path) -> np.ndarray[Any, Any]:
     """What a browser shows after a while, as bytes `[height, width, 3]`."""
-    picture, home = folder / "screen.png", f"--user-data-dir={folder / 'browser'}"
-    quiet = ("--disable-background-networking", "--disable-component-update", "--disable-sync", "--no-first-run")
+    picture = folder / "screen.png"
     screen = ("--window-size=1400,1100", "--virtual-time-budget=20000", f"--screenshot={picture}")
-    command = [BROWSER, "--headless", "--no-sandbox", "--disable-gpu", *quiet, home, *screen, address]
-    subprocess.run(command, capture_output=True, timeout=280, check=True)
+    browse(folder / "browser", *screen, address)
     with Image.open(picture) as image:
         return np.asarray(image.convert("RGB")).astype(int)
 
 
 @pytest.mark.processes
 @pytest.mark.slow
-@pytest.mark.skipif(BROWSER is None, reason="needs Chromium")
+@needs_a_browser
 def test_tensorboard_shows_the_tab_in_a_browser(tmp_path):
     """The tab draws a line in each of the six charts, for a run that logged their metrics and the layout."""
     tensorboard = pytest.importorskip("torch.utils.tensorboard", reason="needs TensorBoard")

@@ -1,0 +1,30 @@
+"""The command line in tests: what it is given, and how it ends where its input is no good."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from pathlib import Path
+
+import pytest
+
+from lightning_stocache.__main__ import main
+
+__all__ = ["refused", "write_files"]
+
+
+def write_files(folder: Path, files: Mapping[str, str]) -> None:
+    """Write texts under their paths below a folder."""
+    for name, text in files.items():
+        path = folder / name
+        path.parent.mkdir(parents=True, exist_ok=True)
+        path.write_text(text)
+
+
+def refused(capsys: pytest.CaptureFixture[str], *arguments: str) -> str:
+    """What stands on stderr where a command ends with code 2, without a traceback, and prints nothing else."""
+    with pytest.raises(SystemExit) as end:
+        main([*arguments])
+    out, err = capsys.readouterr()
+    assert (end.value.code, out) == (2, "")
+    assert "Traceback" not in err
+    return err
