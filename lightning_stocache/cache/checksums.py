@@ -123,7 +123,7 @@ class Checksums:
                 if not self.verified[slot]:
                     self._layout.states[slot] = EMPTY
             finally:
-                self._claims.give_up(slot)
+                self._claims.release(slot)
 
     def close(self) -> None:
         """Drop the view, and the memory of what is verified."""

@@ -1,13 +1,13 @@
 """Who may write a slot: one process, and one thread of it, at a time; and who loads which sample.
 
-Processes are told apart by a byte lock on the segment's lock file. It costs 1.5 us, works between ranks that were
-started separately, and the kernel frees it when its holder dies (a `multiprocessing.Lock` would stay locked for
-ever). POSIX locks do not tell threads apart; inside a process the dict does, whose `setdefault` is atomic. The dict
-belongs to the segment, so that two stores that were unpickled over one segment exclude each other, too. A forked child
-empties it: it has none of the locks, and none of the threads but one.
+A byte lock on the segment's lock file excludes other processes. It costs 1.5 us, works between ranks that were started
+separately, and the kernel frees it when its process dies (a `multiprocessing.Lock` would stay locked for ever). POSIX
+locks do not exclude other threads of the process; a dict does, whose `setdefault` is atomic. The dict belongs to the
+segment, so that two stores that were unpickled over one segment exclude each other, too. A forked child empties it: it
+has none of the locks, and none of the threads but one.
 
-A claim is taken and given up slot by slot, also where many are filled: the kernel looks through all locks of the file
-for each, which costs 10 ns per lock that anybody holds.
+A claim is taken and released slot by slot, also where many are filled: the kernel looks through all locks of the file
+for each, which costs 10 ns per lock.
 
 Turns: two processes that miss the same sample both load it, and one of them stores it. Within a job that is rare: each
 index is drawn once an epoch. Four trials of a sweep draw the same indices in the same order. So they take turns: a slot
@@ -69,16 +69,16 @@ class Claims:
 
     @contextmanager
     def waiting(self, slot: int) -> Iterator[None]:
-        """Claim a slot as soon as nobody else has it."""
+        """Claim a slot as soon as it is free, and release it in the end."""
         while not self.take(slot, wait=True):
             time.sleep(0)  # another thread of this process has it, or see `take`
         try:
             yield
         finally:
-            self.give_up(slot)
+            self.release(slot)
 
     def take(self, slot: int, *, wait: bool = False) -> bool:
-        """Claim a slot. Returns whether this thread has it now and must give it up (`waiting` does both)."""
+        """Claim a slot. Returns whether this thread has it now and must release it (`waiting` does both)."""
         mine = object()
         if self._taken.setdefault(slot, mine) is not mine:
             return False
@@ -95,12 +95,8 @@ class Claims:
                 del self._taken[slot]
         return locked
 
-    def holder(self, slot: int) -> int | None:
-        """The other process that has a slot; None if there is none, or it cannot be known."""
-        return self._segment.holder(slot)
-
-    def give_up(self, slot: int) -> None:
-        """Give a slot up that is ours."""
+    def release(self, slot: int) -> None:
+        """Release a slot that this thread has claimed."""
         self._segment.unlock(slot)
         self._taken.pop(slot, None)  # gone in the child of a fork
 
@@ -110,25 +106,25 @@ class Turns:
 
     Args:
         segment: of the store; one without a name no other job can open, and turns are not taken there.
-        is_stored: whether a slot of the store holds a sample.
+        is_stored: whether a slot of the store has a sample.
         arc: which indices have a slot, and where.
     """
 
     def __init__(self, segment: Segment, is_stored: Callable[[int], bool], arc: Arc) -> None:
         self.are_taken = segment.path is not None and arc.is_filled_by_misses
-        self._claims, self._is_stored, self._slot_of = Claims(segment), is_stored, arc.slot_within
+        self._claims, self._is_stored, self._slot_of = Claims(segment), is_stored, arc.slot
         self._mine: dict[int, tuple[int, int]] = {}  # by slot, the process and the thread whose turn it is
         self._impatient_until, self._rest = 0.0, _REST
 
     def take(self, indices: Iterable[int]) -> list[int]:
-        """Take the turns at some indices. Returns those that no other process is loading, to be stored or given up."""
+        """Take the turns at some indices. Returns those that no other process is loading, to be stored or released."""
         return [index for index in indices if self._take(self._slot_of(index))]
 
-    def give_up(self, indices: Iterable[int]) -> None:
-        """Give the turns at some indices up: other processes may load what was not stored."""
+    def release(self, indices: Iterable[int]) -> None:
+        """Release the turns at some indices: other processes may load what was not stored."""
         for index in indices if self._mine else ():
             if self.ends(slot := self._slot_of(index)):
-                self._claims.give_up(slot)
+                self._claims.release(slot)
 
     def ends(self, slot: int) -> bool:
         """End this thread's turn at a slot. Returns whether it had one; the claim remains."""
@@ -165,7 +161,7 @@ class Turns:
     def _is_free(self, slot: int) -> bool:
         if not self._claims.take(slot):
             return False
-        self._claims.give_up(slot)
+        self._claims.release(slot)
         return True
 
 

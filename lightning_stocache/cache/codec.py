@@ -1,24 +1,17 @@
-"""What turns samples into bytes, and bytes into samples again: the seam behind which their form is nobody's business.
-
-A codec knows what a sample looks like and what it costs. Rows of fixed fields (`rows`) are one, which also knows how
-many of them lie in the memory of a batch; records (`records`) are another. Nothing outside this room looks into what it
-gives.
-"""
+"""What the codec of rows (`rows`) and that of records (`records`) share: errors, types, words for messages."""
 
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from typing import Any, Protocol
+from typing import Any
 
 import numpy as np
 import numpy.typing as npt
 
 __all__ = [
-    "BatchRows",
     "Lend",
     "Memory",
     "Parts",
-    "SampleCodec",
     "SampleMismatchError",
     "UnsupportedSampleError",
     "aligned",
@@ -53,57 +46,6 @@ _ALIGNMENT = 64  # bytes; rows copied from or to less aligned memory cost up to 
 def aligned(size: int) -> int:
     """Bytes that so many take up, with what is left free behind them."""
     return -(-size // _ALIGNMENT) * _ALIGNMENT
-
-
-class SampleCodec(Protocol):
-    """Between samples and their bytes.
-
-    Raises:
-        SampleMismatchError: (`encode`) a sample is not of this codec; the message says where it differs.
-        UnsupportedSampleError: (`encode`) it cannot be kept as bytes.
-    """
-
-    @property
-    def nbytes(self) -> int:
-        """Bytes of one sample; where they differ, the mean of those that have been seen."""
-
-    @property
-    def slot_bytes(self) -> int:
-        """Bytes that a sample costs in a store, with its state."""
-
-    @property
-    def most_slot_bytes(self) -> int:
-        """Bytes per sample, on average, with which all will fit, for all that is known."""
-
-    @property
-    def batch_bytes(self) -> int:
-        """Bytes that a sample takes in a batch, before it is transformed."""
-
-    @property
-    def title(self) -> str:
-        """What samples look like, in words that two jobs can compare."""
-
-    def encode(self, sample: Any, index: int | None = None) -> Parts:
-        """Check a sample and take it apart. `index` is named in errors."""
-
-    def contents(self, parts: Parts) -> Sequence[memoryview]:
-        """The bytes of an encoded sample, without a copy where they lie in one piece."""
-
-    def least_bytes(self, sample: Any) -> int:
-        """Bytes that a sample takes at least, without the work of encoding it."""
-
-    def is_alike(self, sample: Any) -> bool:
-        """Whether what comes after the cache finds its places in a sample which is not of this codec."""
-
-
-class BatchRows(Protocol):
-    """The samples of a batch, in memory that was lent for it, open one by one."""
-
-    def put_many(self, places: Sequence[int], samples: Sequence[Parts]) -> list[list[memoryview]]:
-        """Copy encoded samples to their places at once; the bytes of each there, per field."""
-
-    def write(self, place: int, contents: Sequence[memoryview | npt.NDArray[np.uint8]]) -> None:
-        """Copy the bytes of a sample to its place, per field."""
 
 
 def named(path: str) -> str:

@@ -21,7 +21,7 @@ import numpy as np
 
 from lightning_stocache.cache.layout import columns
 from lightning_stocache.node.files import Backend
-from lightning_stocache.node.segment import Segment, SegmentHandle
+from lightning_stocache.node.segment import Segment
 
 __all__ = ["Counters", "Counts", "Matter"]
 
@@ -130,16 +130,6 @@ class Counters:
                 row[_PLACE[name]] += count
 
     @property
-    def handle(self) -> SegmentHandle:
-        """What another process of the node needs to count here, too."""
-        return self.segment.handle
-
-    @property
-    def backend(self) -> Backend:
-        """Where they lie, as the cache does that they are of, unless it has a name or lies on a disk."""
-        return self.segment.backend
-
-    @property
     def closed(self) -> bool:
         """Whether this process has given them up."""
         return self.segment.closed
@@ -156,7 +146,7 @@ class Counters:
             row[_GATHER_NS] += gather_ns
 
     def is_first(self, matter: Matter) -> bool:
-        """Whether nobody on the node has asked this before: who is told so says it for all."""
+        """Whether nobody on the node has asked this before; the caller for which it is true warns for all."""
         if self.segment.closed:
             return False
         self.segment.lock(_ROWS, wait=True)

@@ -39,19 +39,19 @@ import numpy as np
 import numpy.typing as npt
 
 from lightning_stocache.cache.claims import Claims
-from lightning_stocache.cache.codec import Memory, SampleCodec, aligned
+from lightning_stocache.cache.codec import Memory, aligned
 from lightning_stocache.cache.placement import Integers
-from lightning_stocache.cache.records import RecordCodec
+from lightning_stocache.cache.records import RecordCodec, SampleCodec
 from lightning_stocache.node.header import HEADER_BYTES, Manifest, ManifestError, read_manifest, token_of
 from lightning_stocache.node.segment import Segment
 
 __all__ = [
     "EMPTY",
-    "Head",
     "ONCE",
     "READY",
     "ROLLING",
     "Contents",
+    "Head",
     "Layout",
     "Records",
     "Rows",
@@ -69,11 +69,10 @@ ROLLING: Mapping[str, str | int] = {"form": "rolling"}
 """The fingerprint of a rolling store, whose states are int64."""
 
 _END = ""
-_WHERE: Mapping[str, npt.DTypeLike] = {"begin": np.int64, "nbytes": np.int64}
 _PIECE = 1 << 16
 _SMALL = 8  # alignment of records that have one part
 _KNOWN = 32  # records whose mean is believed, rather than that of the samples that were looked at
-_TRIES, _PAUSE = 200, 50e-6  # whoever holds the lock of the run for longer than 10 ms was stopped while it had it
+_TRIES, _PAUSE = 200, 50e-6  # a process that has the lock of the run for longer than 10 ms was stopped
 
 
 def offsets(dtypes: Mapping[str, npt.DTypeLike], count: int, begin: int = 0) -> dict[str, int]:
@@ -143,7 +142,11 @@ class _Slots:
         head: what lies there; `state` is one of the columns.
     """
 
+    own_columns: Mapping[str, npt.DTypeLike] = {}
+    """The columns that a layout needs beside those of the policy."""
+
     def __init__(self, segment: Segment, count: int, head: Head) -> None:
+        head = head.plus(self.own_columns)
         self.count, self.begin = count, head.nbytes(count)
         self._segment, self._head = segment, head
         self._starts = offsets(head.columns, count)
@@ -153,8 +156,13 @@ class _Slots:
         self.states: memoryview = self.state.data
         """The states again: a single look costs 30 ns, and 100 through the array."""
 
+    @classmethod
+    def reserved_bytes(cls, count: int, head: Head = ONCE) -> int:
+        """Bytes of the head of `count` slots, before the samples."""
+        return head.plus(cls.own_columns).nbytes(count)
+
     def is_stored(self, slot: int) -> bool:
-        """Whether a slot holds a sample."""
+        """Whether a slot has a sample."""
         return bool(self.states[slot])
 
     def reserve(self, first: int, last: int) -> None:
@@ -196,21 +204,16 @@ class Rows(_Slots):
         """The array of each field, live, uint8 `[slots, nbytes]`."""
 
     @staticmethod
-    def reserved_bytes(count: int, head: Head = ONCE) -> int:
-        """Bytes before the rows."""
-        return head.nbytes(count)
-
-    @staticmethod
     def bytes_for(codec: Any, count: int, granted: int = 0, head: Head = ONCE) -> int:
-        """Bytes that so many slots take, whatever is granted, and the last one, which is nobody's.
+        """Size of a segment for `count` slots, whatever is granted.
 
-        A file that was cut off never gets its length again by what is stored into it.
+        The last byte belongs to no row: a file that was cut off never gets its length again by what is stored into it.
         """
         return offsets(_field_dtypes(codec), count, head.nbytes(count))[_END] + 1
 
     @staticmethod
     def fits(size: int, codec: Any, count: int, head: Head = ONCE) -> bool:
-        """Whether a segment of so many bytes is that of so many slots."""
+        """Whether a segment of `size` bytes is one for `count` slots."""
         return size == Rows.bytes_for(codec, count, 0, head)
 
     fixed_bytes = 0
@@ -234,7 +237,7 @@ class Rows(_Slots):
         return self._nbytes
 
     def has_room(self, nbytes: int) -> bool:
-        """There is room for each slot."""
+        """Always true: every slot has its row."""
         return True
 
     def write(self, slot: int, contents: Sequence[memoryview]) -> bool:
@@ -265,7 +268,7 @@ class Rows(_Slots):
         ]
 
     def stored_bytes(self, slots: Integers) -> int:
-        """Bytes of so many rows."""
+        """Bytes of the rows of ready slots."""
         return len(slots) * self._nbytes
 
     def reserve_rows(self, slot: int) -> None:
@@ -294,8 +297,15 @@ class Records(_Slots):
         (None, None)
     """
 
+    own_columns: Mapping[str, npt.DTypeLike] = {"begin": np.int64, "nbytes": np.int64}
+
+    slot_bytes = 1 + 2 * 8
+    """Bytes that a slot takes besides its record."""
+
+    fixed_bytes = 320
+
     def __init__(self, segment: Segment, codec: Any, count: int, head: Head = ONCE) -> None:
-        super().__init__(segment, count, head.plus(_WHERE))
+        super().__init__(segment, count, head)
         # The last byte belongs to no record: a file that was cut off never gets its length again by a record.
         self.end = segment.size - 1
         self._begins, self._sizes = self.columns["begin"].data, self.columns["nbytes"].data
@@ -304,24 +314,14 @@ class Records(_Slots):
         self._claims, self._lock = Claims(segment), count + 1
         self._expected: int = codec.slot_bytes
 
-    slot_bytes = 1 + 2 * 8
-    """Bytes that a slot takes besides its record."""
-
-    fixed_bytes = 320
-
-    @staticmethod
-    def reserved_bytes(count: int, head: Head = ONCE) -> int:
-        """Bytes before the run."""
-        return head.plus(_WHERE).nbytes(count)
-
     @staticmethod
     def bytes_for(codec: Any, count: int, granted: int = 0, head: Head = ONCE) -> int:
-        """All that is granted, but no less than so many slots take without any record."""
+        """Size of a segment: all that is granted, but no less than `count` slots take without any record."""
         return max(Records.reserved_bytes(count, head) + 1, granted + Records.fixed_bytes)
 
     @staticmethod
     def fits(size: int, codec: Any, count: int, head: Head = ONCE) -> bool:
-        """Whether so many slots fit in so many bytes."""
+        """Whether `count` slots fit in a segment of `size` bytes."""
         return size > Records.reserved_bytes(count, head)
 
     @property
@@ -350,7 +350,7 @@ class Records(_Slots):
         return sum(part.nbytes for part in contents)
 
     def has_room(self, nbytes: int) -> bool:
-        """Whether a record of so many bytes may find room."""
+        """Whether a record may find room."""
         return bool(self.end - self.free >= nbytes)
 
     def write(self, slot: int, contents: Sequence[memoryview]) -> bool:
@@ -424,14 +424,14 @@ class Records(_Slots):
         try:
             yield True
         finally:
-            self._claims.give_up(self._lock)
+            self._claims.release(self._lock)
 
 
 Layout: TypeAlias = Rows | Records
 """How the samples of a store lie."""
 
 
-def layout_of(codec: SampleCodec) -> type[Rows] | type[Records]:
+def layout_of(codec: SampleCodec) -> type[Layout]:
     """The layout for samples of a codec."""
     return Records if isinstance(codec, RecordCodec) else Rows
 
@@ -451,7 +451,7 @@ class Contents:
     Args:
         manifest: its own words; None if it has none, or none that can be read.
         damage: why it cannot be read, as it follows after "the cache"; empty if it can.
-        filled: slots that hold a sample.
+        filled: slots that have a sample.
     """
 
     manifest: Manifest | None

@@ -133,7 +133,7 @@ def _domain_of(bits: npt.NDArray[np.uint8], length: int) -> Domain:
 
 @dataclass(frozen=True)
 class Arc:
-    """The part of the ring that one node holds.
+    """The part of the ring that one node stores.
 
     Args:
         size: number of indices on the ring, N.
@@ -187,18 +187,14 @@ class Arc:
         return {"size": self.size, "slots": self.slots, "start": self.start, "step": self.step}
 
     def slot(self, index: int) -> int:
-        """The slot of one index, or NO_SLOT. The index must lie in `[0, length)`."""
-        if self.domain is not None and (index := self.domain.rank(index)) == NO_RANK:
+        """The slot of an index, counted from the end if it is negative; NO_SLOT without one, or outside the dataset."""
+        length = self.size if self.domain is None else self.domain.length
+        if not -length <= index < length:
+            return NO_SLOT
+        if self.domain is not None and (index := self.domain.rank(index % length)) == NO_RANK:
             return NO_SLOT
         slot = (index * self.step - self.start) % self.size
         return slot if slot < self.slots else NO_SLOT
-
-    def slot_within(self, index: int) -> int:
-        """The slot of any index, counted from the end if it is negative; NO_SLOT outside of the dataset."""
-        if self.domain is not None:
-            length = self.domain.length
-            return self.slot(index % length) if -length <= index < length else NO_SLOT
-        return self.slot(index) if -self.size <= index < self.size else NO_SLOT
 
     def index(self, slot: int) -> int:
         """The index that has a slot, which must lie in `[0, slots)`."""
@@ -212,19 +208,17 @@ class Arc:
     def slots_of(self, indices: npt.NDArray[np.integer[Any]]) -> Integers:
         """The slots of many indices, int64 of the same shape, NO_SLOT where there is none.
 
-        One outside of the dataset has that of the index at which it comes out, round and round.
+        An index outside of the dataset has the slot of the one at which it comes out, round and round.
         """
-        if self.domain is not None:
-            return self._slots_in(self.domain, indices)
-        slots = (indices.astype(np.int64, copy=False) * self.step - self.start) % self.size
+        if self.domain is None:
+            ranks = indices.astype(np.int64, copy=False)
+        else:
+            ranks = self.domain.ranks(indices % self.domain.length)
+        slots = (ranks * self.step - self.start) % max(self.size, 1)
         if self.slots < self.size:
             slots[slots >= self.slots] = NO_SLOT
-        return slots
-
-    def _slots_in(self, domain: Domain, indices: npt.NDArray[np.integer[Any]]) -> Integers:
-        ranks = domain.ranks(indices % domain.length)
-        slots = (ranks * self.step - self.start) % max(self.size, 1)
-        slots[(ranks == NO_RANK) | (slots >= self.slots)] = NO_SLOT
+        if self.domain is not None:
+            slots[ranks == NO_RANK] = NO_SLOT
         return slots
 
 
@@ -234,17 +228,15 @@ class Order:
 
     Args:
         places: the slot of each index, int64 `[samples]`.
-        shards: the number of the shard that each sample came from, in rising order, int64 `[samples]`.
         in_all: number of slots in the memory of the store, ready or not.
 
     Example:
-        >>> order = Order(np.array([7, 3]), np.array([0, 1]), 10)
-        >>> order.slot_within(1), order.slots_of(np.array([-1, 0, 2])).tolist()
+        >>> order = Order(np.array([7, 3]), 10)
+        >>> order.slot(1), order.slots_of(np.array([-1, 0, 2])).tolist()
         (3, [3, 7, -1])
     """
 
     places: Integers
-    shards: Integers
     in_all: int
     is_filled_by_misses = False
 
@@ -258,7 +250,7 @@ class Order:
         """Number of slots that have an index."""
         return len(self.places)
 
-    def slot_within(self, index: int) -> int:
+    def slot(self, index: int) -> int:
         """The slot of any index, counted from the end if it is negative; NO_SLOT outside."""
         return int(self.places[index]) if -self.length <= index < self.length else NO_SLOT
 
@@ -289,7 +281,7 @@ class Each:
         """Number of indices."""
         return self.slots
 
-    def slot_within(self, index: int) -> int:
+    def slot(self, index: int) -> int:
         """The slot of any index; NO_SLOT outside of the store."""
         return index if 0 <= index < self.slots else NO_SLOT
 
@@ -335,30 +327,25 @@ class Ring:
         each = zip(starts, slots, strict=True)
         return cls(tuple(Arc(size, min(count, size), start, step, domain) for start, count in each))
 
-    def beside(self, held: Sequence[Arc | None]) -> Ring:
+    def beside(self, present: Sequence[Arc | None]) -> Ring:
         """This ring, if some nodes have an arc already; the others' begin where there is the largest gap.
 
         Args:
-            held: per node, the arc that it has; None for one that comes new.
+            present: per node, the arc that it has already, or None.
 
         Example:
             >>> ring = Ring.cut(size=100, shares=(0.5, 0.5), slots=(40, 40))
             >>> [(arc.start, arc.slots) for arc in ring.beside((Arc(100, 40, 70, ring.arcs[0].step), None)).arcs]
             [(70, 40), (10, 40)]
         """
-        known = [arc for arc in held if arc is not None and arc.slots]
+        known = [arc for arc in present if arc is not None and arc.slots]
         arcs = []
-        for planned, arc in zip(self.arcs, held, strict=True):
+        for planned, arc in zip(self.arcs, present, strict=True):
             if arc is None and known and planned.slots:
                 arc = replace(planned, start=_largest_gap(known, planned.start))
                 known.append(arc)
             arcs.append(planned if arc is None else arc)
         return Ring(tuple(arcs))
-
-    def held_by(self, node: int, indices: npt.NDArray[np.integer[Any]]) -> npt.NDArray[np.bool_]:
-        """Which of those indices have a slot on a node, bool of the same shape."""
-        held: npt.NDArray[np.bool_] = self.arcs[node].slots_of(indices) != NO_SLOT
-        return held
 
     @property
     def coverage(self) -> float:

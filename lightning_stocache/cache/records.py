@@ -28,7 +28,7 @@ import struct
 import sys
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
-from typing import Any, cast
+from typing import Any, TypeAlias, cast
 
 import numpy as np
 import numpy.typing as npt
@@ -43,9 +43,9 @@ from lightning_stocache.cache.codec import (
     named,
     type_name,
 )
-from lightning_stocache.cache.rows import bytes_of, memory_of
+from lightning_stocache.cache.rows import SampleSpec, bytes_of, memory_of
 
-__all__ = ["RecordCodec", "Required", "canonical_bytes", "is_image", "is_opened"]
+__all__ = ["RecordCodec", "Required", "SampleCodec", "canonical_bytes", "is_image", "is_opened"]
 
 _HEAD = struct.Struct("<II")  # bytes of the pickle, number of buffers
 
@@ -181,6 +181,10 @@ class RecordCodec:
         """
         content, buffers = _taken_apart(record, lend)
         return pickle.loads(content, buffers=buffers)
+
+
+SampleCodec: TypeAlias = SampleSpec | RecordCodec
+"""What turns samples into bytes, and bytes into samples again. Nothing outside this room looks into the bytes."""
 
 
 # ---- layout ----

@@ -4,7 +4,7 @@ Every sample that is appended gets a ticket, the next number. The state of a slo
 there: 0 nothing, `2 * ticket + 1` the sample of that ticket is being written, `2 * ticket + 2` it can be read, a
 negative number it was dropped. A second column has the time of the sample (nanoseconds of the monotonic clock, which
 the processes of a machine share). The words of the layout are control words, then a row of notes for each of `FILLERS`
-processes, whose meaning is their business. A writer
+processes, which they define themselves. A writer
 
     takes the lock of the tickets -> next slot, whose own lock it claims -> generation odd -> gives the ticket lock back
     -> writes the bytes -> fence -> generation even -> gives the slot back
@@ -46,10 +46,10 @@ import numpy as np
 import numpy.typing as npt
 
 from lightning_stocache.cache.claims import Claims
-from lightning_stocache.cache.codec import Memory, SampleCodec, aligned
+from lightning_stocache.cache.codec import Memory, aligned
 from lightning_stocache.cache.layout import ROLLING, Head, Records, Rows, is_even, layout_of
 from lightning_stocache.cache.placement import Integers
-from lightning_stocache.cache.records import RecordCodec
+from lightning_stocache.cache.records import RecordCodec, SampleCodec
 from lightning_stocache.cache.shortage import Shortage, refused
 from lightning_stocache.node.budget import format_bytes
 from lightning_stocache.node.fence import fence
@@ -65,6 +65,7 @@ FILLERS = 64
 _CONTROL, _NOTES = 64, 8
 _APPENDED, _NEXT, _LIMIT, _EVICTED, _EPOCH, _REACHED, _SIZE, _END, _TAIL, _LAPPED = range(1, 11)
 _HEAD = Head({"state": np.int64, "time": np.int64}, _CONTROL + FILLERS * _NOTES)
+_COLUMN_BYTES = 4 * 8  # that a slot of records takes besides its record
 
 _LOOK_SECONDS = 1.0  # between two looks for slots of killed writers: one takes 1 ms per million slots
 _TRIES = 3  # of one slot, before another one is read
@@ -75,11 +76,11 @@ _TOO_FAST = "is overwritten faster than it can be read: give it a larger budget,
 
 
 class Taken(NamedTuple):
-    """A slot that a writer has for itself, with the ticket of its sample, and whether it held a sample before."""
+    """A slot that a writer has for itself, with the ticket of its sample; `is_new` where it had no sample before."""
 
     slot: int
     ticket: int
-    held: bool
+    is_new: bool
 
 
 class Roll:
@@ -132,25 +133,19 @@ class Roll:
         """
         layout = layout_of(codec)
         if isinstance(codec, RecordCodec):
-            count = max(granted // (codec.nbytes // _SMALLER + Roll.column_bytes(codec)), 8)
-        reserved = layout.reserved_bytes(count, _HEAD)
-        if isinstance(codec, RecordCodec):
-            size = max(granted + layout.reserved_bytes(0, _HEAD), reserved + 64) + 1
+            count = max(granted // (codec.nbytes // _SMALLER + _COLUMN_BYTES), 8)
+            size = max(granted + layout.reserved_bytes(0, _HEAD), layout.reserved_bytes(count, _HEAD) + 64) + 1
         else:
             size = layout.bytes_for(codec, count, 0, _HEAD)
         manifest = Manifest(Geometry(size=count, slots=count), fingerprint=ROLLING, **(whose or {}))
-        return count, size, reserved, manifest
-
-    @staticmethod
-    def column_bytes(codec: SampleCodec) -> int:
-        """Bytes that a slot costs beside its sample."""
-        return 4 * 8 if isinstance(codec, RecordCodec) else 2 * 8
+        return count, size, layout.reserved_bytes(count, _HEAD), manifest
 
     @staticmethod
     def slot_bytes(codec: SampleCodec) -> int:
-        """Bytes that a sample costs; of records, one of the expected size."""
-        nbytes = aligned(codec.nbytes) if isinstance(codec, RecordCodec) else codec.nbytes
-        return nbytes + Roll.column_bytes(codec)
+        """Bytes that a sample costs with its columns; of records, one of the expected size."""
+        if isinstance(codec, RecordCodec):
+            return aligned(codec.nbytes) + _COLUMN_BYTES
+        return codec.nbytes + 2 * 8
 
     # ---- in ----
 
@@ -176,11 +171,19 @@ class Roll:
             self._stop_growing(taken, short)
 
     def take(self) -> Taken | None:
-        """Take the next slot, to be published or dropped; None if all are being written."""
-        free = self._abandoned()
+        """Take the next slot of rows, to be published or dropped; None if all are being written."""
+        abandoned = self._abandoned()
         with self._claims.waiting(self.count):
-            slot = self._next() if free is None else free
-            return None if slot is None else self._begin(slot)
+            if abandoned is not None:
+                return self._begin(abandoned)
+            limit = max(self.limit, 1)
+            for _ in range(limit):
+                slot = int(self._words[_NEXT])
+                slot = slot if slot < limit else 0
+                self._words[_NEXT] = slot + 1
+                if self._claims.take(slot):
+                    return self._begin(slot)
+        return None
 
     def publish(self, taken: Taken) -> None:
         """Let readers read a slot whose bytes are written."""
@@ -195,32 +198,22 @@ class Roll:
     def in_the_way(self) -> int | None:
         """The process that other writers wait for; None if there is none, or if it cannot be known."""
         slots = [self.count, int(self._words[_NEXT]) % self.count, *np.flatnonzero(self.generations & 1).tolist()]
-        return next(filter(None, map(self._claims.holder, slots)), None)
-
-    def _next(self) -> int | None:
-        limit = max(int(self._words[_LIMIT]), 1)
-        for _ in range(limit):
-            slot = int(self._words[_NEXT])
-            slot = slot if slot < limit else 0
-            self._words[_NEXT] = slot + 1
-            if self._claims.take(slot):
-                return slot
-        return None
+        return next(filter(None, map(self._segment.holder, slots)), None)
 
     def _begin(self, slot: int) -> Taken:
         words, generation = self._words, int(self.generations[slot])
         ticket = int(words[_APPENDED])
-        held = generation > 0 and not generation & 1
-        words[_EVICTED] += held
+        is_evicted = generation > 0 and not generation & 1
+        words[_EVICTED] += is_evicted
         words[_APPENDED] = ticket + 1
         words[_REACHED] = max(int(words[_REACHED]), slot + 1)
         self.generations[slot] = 2 * ticket + 1
-        return Taken(slot, ticket, held)
+        return Taken(slot, ticket, not is_evicted)
 
     def _end(self, taken: Taken, generation: int) -> None:
         fence()
         self.generations[taken.slot] = generation
-        self._claims.give_up(taken.slot)
+        self._claims.release(taken.slot)
 
     def _abandoned(self) -> int | None:
         """Claim a slot in which a writer was killed."""
@@ -232,46 +225,43 @@ class Roll:
             if self._claims.take(slot):
                 if self.generations[slot] & 1:
                     return int(slot)
-                self._claims.give_up(slot)
+                self._claims.release(slot)
         return None
 
     def _write(self, taken: Taken, contents: Sequence[memoryview]) -> str | None:
         """Write a sample. Returns the reason, in words, if memory is short."""
         layout = self.layout
-        if isinstance(layout, Rows) and taken.held:
+        if isinstance(layout, Rows) and not taken.is_new:
             for rows, content in zip(layout.fields, contents, strict=True):
                 rows[taken.slot] = np.frombuffer(content, dtype=np.uint8)
             return None
-        grows = isinstance(layout, Rows) or not self._words[_LAPPED]
-        if grows and (short := self._shortage.comes_with(layout.size(contents))) is not None:
-            return short
+        short = None
+        if isinstance(layout, Rows) or not self._words[_LAPPED]:  # else the store takes no more memory than it has
+            short = self._shortage.comes_with(layout.size(contents))
         try:
-            if isinstance(layout, Rows):
+            if short is None and isinstance(layout, Rows):
                 layout.write(taken.slot, contents)
-            else:
+            elif short is None:
                 self._segment.store(int(layout.columns["begin"][taken.slot]), *contents)
         except OSError as error:
             if (short := refused(error)) is None:
                 raise
-            return short
-        return None
+        return short
 
     def _stop_growing(self, taken: Taken, short: str) -> None:
         """Roll within the present slots from now on, and warn once per node."""
         if isinstance(self.layout, Rows):
-            used = taken.slot
-            if used:
-                with self._claims.waiting(self.count):
-                    self._words[_LIMIT] = min(int(self._words[_LIMIT]), used)
+            used, most = taken.slot, _LIMIT
         else:
-            used = int(self.layout.columns["begin"][taken.slot]) - self.layout.begin
-            if used:
-                self._words[_SIZE] = min(int(self._words[_SIZE]), used)
+            used, most = int(self.layout.columns["begin"][taken.slot]) - self.layout.begin, _SIZE
+        if used:
+            with self._claims.waiting(self.count):
+                self._words[most] = min(int(self._words[most]), used)
         self.drop(taken)
         if not used:
             needed = format_bytes(self._codec.nbytes)
             raise OSError(errno.ENOSPC, f"a rolling cache needs {needed} for its first sample: {short}")
-        if self._segment.lock(self.count + 1):  # kept until this process ends: one warning per node
+        if self._segment.lock(self.count + 1):  # until this process ends: one warning per node
             log.warning(
                 "the rolling cache stops growing at %s samples: %s.\nIt rolls within these. Give the job more memory, "
                 "or lower the budget to have no such warning",
@@ -292,7 +282,7 @@ class Roll:
             if not self._claims.take(slot):
                 return None
             if not self._make_room(slot, nbytes):
-                self._claims.give_up(slot)
+                self._claims.release(slot)
                 return None
             self._words[_NEXT] += 1
             return self._begin(slot)
@@ -331,13 +321,13 @@ class Roll:
         return True
 
     def _end_oldest(self, mine: int) -> bool:
-        """Drop the oldest sample; False if another writer is still writing it."""
+        """Drop the oldest sample; False if the writer of another slot than `mine` is still writing it."""
         slot = int(self._words[_TAIL]) % self.count
         generation = int(self.generations[slot])
         if generation & 1 and slot != mine:
             if not self._claims.take(slot):
                 return False
-            self._claims.give_up(slot)  # its writer was killed
+            self._claims.release(slot)  # its writer was killed
         self._words[_EVICTED] += generation > 0 and not generation & 1
         self.generations[slot] = -abs(generation) & ~1
         self._times[slot] = 0
@@ -421,7 +411,7 @@ class Roll:
         return int(np.count_nonzero(generations > 2 * int(self._words[_EPOCH])))
 
     def _used(self) -> Integers:
-        """The slots that have been written to."""
+        """The slots that have ever been written to."""
         return np.arange(min(int(self._words[_REACHED]), self.limit))
 
     def _whole(self, slots: Integers) -> tuple[Integers, Integers]:

@@ -61,42 +61,29 @@ class Shortage:
         self._unseen -= nbytes
         if self._unseen >= 0 and now < self._until:
             return None
-        measured = self._measured()
+        segment, allocated = self._segment, self._segment.allocated_bytes
+        measured = (segment.free_bytes or 0, "the disk") if segment.on_disk else self._gauge.read().memory
         if measured is None:  # it cannot be known here: then it limits nothing
             return None
         free, name = measured
-        allocated = self._segment.allocated_bytes
-        with self._segment.numbers as numbers:
-            keep, numbered = numbers[0] or _LEAST, numbers[0] > 0
-            seen = 0 if self._on_disk else numbers[1]
+        with segment.numbers as numbers:
+            reserve, numbered = numbers[0] or _LEAST, numbers[0] > 0
+            seen = 0 if segment.on_disk else numbers[1]
             lowest = numbers[1] = max(min(free + allocated, seen or 2**62), 1)
-        left = lowest - allocated - keep
-        room, kept = self._room(allocated) if numbered else (None, 0)
-        self._unseen = (left if room is None else min(left, room - kept)) // _SHARE
-        self._until = now + _EVERY
-        if room is not None and room - kept < nbytes:
-            return f"{memory_directory()} ({format_bytes(room)} free, {format_bytes(kept)} kept for loaders' batches)"
+        left = lowest - allocated - reserve
+        self._unseen, self._until = left // _SHARE, now + _EVERY
+        if numbered and not segment.on_disk and (room := segment.free_bytes) is not None:
+            batches = max((room + allocated) // 100, _LEAST_FILES)
+            self._unseen = min(left, room - batches) // _SHARE
+            if room - batches < nbytes:
+                room_text, kept_text = format_bytes(room), format_bytes(batches)
+                return f"{memory_directory()} ({room_text} free, {kept_text} kept for loaders' batches)"
         if left >= nbytes:
             return None
-        least = max(lowest - allocated, 0)
-        if self._on_disk:
-            return f"{name} ({format_bytes(least)} free, {format_bytes(keep)} kept for others)"
-        return f"{name} (at times {format_bytes(least)} free, {format_bytes(keep)} kept for the training)"
-
-    @property
-    def _on_disk(self) -> bool:
-        return self._segment.on_disk
-
-    def _room(self, allocated: int) -> tuple[int | None, int]:
-        """Bytes that are free in the filesystem of a store in memory, and those of them that are kept for others."""
-        room = None if self._on_disk else self._segment.free_bytes
-        return room, max(((room or 0) + allocated) // 100, _LEAST_FILES)
-
-    def _measured(self) -> tuple[int, str] | None:
-        """Bytes that are free, and where."""
-        if self._segment.on_disk:
-            return self._segment.free_bytes or 0, "the disk"
-        return self._gauge.read().memory
+        least, kept = format_bytes(max(lowest - allocated, 0)), format_bytes(reserve)
+        if segment.on_disk:
+            return f"{name} ({least} free, {kept} kept for others)"
+        return f"{name} (at times {least} free, {kept} kept for the training)"
 
     @cached_property
     def _gauge(self) -> MemoryGauge:

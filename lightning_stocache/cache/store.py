@@ -2,7 +2,7 @@
 
 A store is a segment (memory or a file on a disk), a layout (rows or records) and a policy (which index has which slot):
 
-    Arc     an index has its slot on the ring, and keeps it; the store stops when there is no room
+    Arc     an index has a fixed slot on the ring; the store stops when there is no room
     Order   the samples of a stream that has ended, in the order of its shards (`stream`)
     Each    every slot by its number; the oldest samples leave for newer ones (`rolling`)
 
@@ -12,11 +12,11 @@ batch. Readers get copies, never views.
 
 A slot is filled by the process that has loaded the sample:
 
-    claim the slot -> look again -> write, which takes the memory -> fence -> ready -> give the claim up
+    claim the slot -> look again -> write, which takes the memory -> fence -> ready -> release the claim
 
 A process that does not get the claim serves its sample unstored; a writer that is killed leaves the slot empty and
-claimable. A slot that is ready stays ready, except after `clear` and an explicit overwrite; then readers are the
-caller's business. Where memory runs short (`shortage`), or the kernel has none left, the slot stays empty, with one
+claimable. A slot that is ready stays ready, except after `clear` and an explicit overwrite, during which the caller
+keeps readers away. Where memory runs short (`shortage`), or the kernel has none left, the slot stays empty, with one
 warning per node.
 
 On a disk a slot also has a checksum (`checksums`), written before the slot is ready. What an earlier job has stored is
@@ -41,10 +41,10 @@ import numpy.typing as npt
 
 from lightning_stocache.cache.checksums import Checksums
 from lightning_stocache.cache.claims import Claims, Turns
-from lightning_stocache.cache.codec import Lend, Memory, SampleCodec
+from lightning_stocache.cache.codec import Lend, Memory
 from lightning_stocache.cache.layout import EMPTY, ONCE, READY, Head, Layout, Records, layout_of
 from lightning_stocache.cache.placement import NO_SLOT, Arc, Domain, Each, Integers, Order
-from lightning_stocache.cache.records import RecordCodec
+from lightning_stocache.cache.records import RecordCodec, SampleCodec
 from lightning_stocache.cache.rolling import Roll
 from lightning_stocache.cache.shortage import Shortage, keep_free, refused
 from lightning_stocache.node.fence import fence
@@ -71,13 +71,15 @@ _DIRECTORY_SHARE = 28  # at most this part of the bytes granted is for slots of 
 
 @dataclass(frozen=True)
 class StoreHandle:
-    """The address of a store for other processes of the node. It can be pickled and sent anywhere."""
+    """The address of a store for other processes of the node. It can be pickled and sent anywhere.
+
+    `verified` tells which slots of a store on a disk this job has verified.
+    """
 
     segment: SegmentHandle
     codec: Any
     arc: Arc
     verified: SegmentHandle | None = None
-    """Of a store on a disk: which slots this job has verified."""
 
 
 class Store:
@@ -87,8 +89,8 @@ class Store:
         segment: where they lie.
         codec: what a sample looks like: the spec of rows, or the codec of records.
         arc: the policy.
-        verified: of a store on a disk: in memory, which slots this job may read.
-        head: what lies before the samples, by default those of a store in memory or on a disk.
+        verified: of a store on a disk: memory that tells which slots this job may read.
+        head: what lies before the samples, by default the head of a store in memory or on a disk.
 
     Raises:
         ImportError: xxhash, which makes the checksums of a store on a disk, is not installed.
@@ -152,8 +154,8 @@ class Store:
             arc: which indices have a slot, and where.
             backend: kind of segment, see `lightning_stocache.node.segment`.
             whose: what the segment says about itself besides the arc, see `lightning_stocache.node.header`.
-            granted: bytes that it may take, where that does not follow from the number of slots.
-            directory: of a store on a disk, where it lies; `check_directory` has found it good.
+            granted: bytes that a store of records may take.
+            directory: on a disk, where the store lies; `check_directory` has accepted it.
         """
         size, manifest = cls.plan(codec, arc, whose, granted=granted, on_disk=directory is not None)
         segment = Segment.create(size, backend, manifest, directory)
@@ -172,7 +174,7 @@ class Store:
         granted: int = 0,
         on_disk: bool = False,
     ) -> tuple[int, Manifest]:
-        """The size and the manifest of a segment for a store."""
+        """The size and the manifest of the segment for a store; arguments as in `create`."""
         size = layout_of(codec).bytes_for(codec, arc.slots, granted, _ON_DISK if on_disk else ONCE)
         return size, Manifest(Geometry(**arc.geometry), payload=size, **(whose or {}))
 
@@ -180,11 +182,11 @@ class Store:
     def open(
         cls, segment: Segment, codec: SampleCodec, geometry: Geometry, length: int, domain: Domain | None = None
     ) -> Store:
-        """Open the store in a segment that this job or another one has made, for a dataset of so many samples.
+        """Open the store in a segment that this job or another one has made, for a dataset of `length` samples.
 
         Raises:
             ValueError: its manifest does not fit its size or the dataset, or a slot has a state that does not exist.
-            OSError: the system has no memory for the columns of the slots, which are read before anything is stored.
+            OSError: the system has no memory for the columns of the slots.
         """
         arc, layout = Arc(**asdict(geometry), domain=domain), layout_of(codec)
         head = _ON_DISK if segment.on_disk else ONCE
@@ -216,10 +218,10 @@ class Store:
 
         Args:
             codec: what a sample looks like.
-            count: slots, of rows.
+            count: number of slots for rows.
             backend: kind of segment.
             whose: what the segment says about itself.
-            granted: bytes that it may take, of records.
+            granted: bytes that a store of records may take.
 
         Raises:
             OSError: there is no memory.
@@ -288,18 +290,18 @@ class Store:
         return self.arc.slots
 
     def look_at(self, slots: int) -> None:
-        """Count only the first slots from now on: to look at the columns of others would take memory."""
+        """Count only the first slots from now on: to look at the columns of the others would take memory."""
         self.layout.state = self.layout.columns["state"][:slots]
 
     # ---- out ----
 
     def has_place(self, index: int) -> bool:
         """Whether an index has a slot, ready or not."""
-        return self.arc.slot_within(index) != NO_SLOT
+        return self.arc.slot(index) != NO_SLOT
 
     def place(self, index: int, *, verify: bool = False) -> int:
-        """Where the sample of an index can be read now, or NO_PLACE; see `lookup`."""
-        slot = self.arc.slot_within(index)
+        """The place of an index that can be read now, or NO_PLACE; see `lookup`."""
+        slot = self.arc.slot(index)
         if slot == NO_SLOT:
             return NO_PLACE
         if self._checksums is not None:
@@ -316,7 +318,7 @@ class Store:
         """The places of indices that can be read now, and NO_PLACE for the others; int64 `[samples]`.
 
         Args:
-            indices: of the samples, int64 `[samples]`.
+            indices: int64 `[samples]`.
             verify: whether to verify first what an earlier job has stored under them on a disk. That reads the disk, so
                 workers ask for it, not the process that trains.
         """
@@ -374,16 +376,16 @@ class Store:
             places = self.lookup(np.array(mine, dtype=np.int64), verify=True)
             stored = {index for index, place in zip(mine, places.tolist(), strict=True) if place != NO_PLACE}
         except BaseException:
-            self.turns.give_up(mine)
+            self.turns.release(mine)
             raise
-        self.turns.give_up(stored)
+        self.turns.release(stored)
         here = set(mine) - stored
         return [index for index in indices if index in here], [index for index in indices if index not in here]
 
     # ---- in ----
 
     def has_room(self, sample: Any) -> bool:
-        """Whether a sample may find room; False saves the work of encoding it."""
+        """Whether a sample may find room. Where it is false, encoding the sample would be wasted work."""
         return self.arc.is_filled_by_misses and self.layout.has_room(self.codec.least_bytes(sample))
 
     def fill(self, index: int, sample: Any) -> bool:
@@ -425,7 +427,7 @@ class Store:
         if self._checksums is not None and not self._checksums.is_whole:
             may_store = False
         for index, contents in zip(indices, samples, strict=True):
-            slot = self.arc.slot_within(index)
+            slot = self.arc.slot(index)
             if slot == NO_SLOT or not self.arc.is_filled_by_misses:
                 yield None
                 continue
@@ -439,19 +441,14 @@ class Store:
                             stored = self._try_write(slot, contents)
                             may_store = stored is not False
                 finally:
-                    claims.give_up(slot)
+                    claims.release(slot)
             yield stored
 
     def replace(self, slot: int, contents: Sequence[memoryview], *, overwrite: bool) -> bool:
-        """Store a row as soon as no other process fills its slot.
-
-        Args:
-            slot: of the row.
-            contents: its parts, as bytes.
-            overwrite: whether it takes the place of another one.
+        """Store a row, given its parts, as soon as no other process fills its slot.
 
         Returns:
-            False if the slot holds other bytes and is not to be overwritten.
+            False if the slot has other bytes, and not `overwrite`.
         """
         states = self.layout.states
         with self._claims.waiting(slot):
@@ -510,7 +507,7 @@ class Store:
 
     def _stop(self, short: str) -> None:
         """Store nothing for a while, and warn once per node."""
-        # The lock behind those of the slots is kept until this process ends: one warning per node.
+        # The lock behind those of the slots stays locked until this process ends: one warning per node.
         if not self._retry_at and self.segment.lock(len(self)):
             log.warning(
                 "the cache stops at %s of %s samples: %s.\nThe others are loaded every time. Give %s, or lower the "
@@ -537,8 +534,7 @@ class Store:
         slots, stored = self.arc.slots_of(indices), self._stored
         if not len(stored):
             return np.zeros(slots.shape, dtype=np.bool_)
-        found: npt.NDArray[np.bool_] = stored[slots] & (slots != NO_SLOT)
-        return found
+        return np.asarray(stored[slots] & (slots != NO_SLOT))
 
     def some_stored(self, count: int) -> list[int]:
         """About `count` indices whose slots are ready, or all if there are fewer."""
@@ -648,11 +644,17 @@ def gathers(store: Any) -> bool:
     return not isinstance(store.codec, RecordCodec)
 
 
-def slots_for(granted: int, codec: RecordCodec, length: int) -> int:
+def slots_for(granted: int, codec: RecordCodec, most: int, column_bytes: int = 0) -> int:
     """How many slots a store of records gets for the bytes that it may take.
 
-    Every index, unless the columns would take too large a part of the bytes, as for a dataset of small records of which
-    a small part fits. Never fewer than will find room.
+    Never fewer than will find room, and otherwise as many as a small part of the bytes has columns for: a store for
+    large records has a slot for every index, one for a small part of a dataset of small records has not.
+
+    Args:
+        granted: the bytes.
+        codec: says how large records are expected to be.
+        most: for how many samples there can be a use.
+        column_bytes: bytes of a slot's other columns.
     """
-    expected = granted // codec.slot_bytes
-    return min(max(expected, granted // _DIRECTORY_SHARE // Records.slot_bytes), length)
+    expected = granted // (codec.slot_bytes + column_bytes)
+    return min(max(expected, granted // _DIRECTORY_SHARE // (Records.slot_bytes + column_bytes)), most)

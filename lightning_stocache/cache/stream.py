@@ -10,8 +10,8 @@ which a sample is found again, and `position`, the number of its shard and its n
 The columns are written through the mapping, so their memory is reserved before, for a block of slots at a time. The
 samples' file has the length that was granted, so that other jobs see how much this one may still take.
 
-When a stream has ended and nothing is added any more, `kept` gives its samples as a store of their own, in the order of
-the shards, whichever shard was faster.
+When a stream has ended and nothing is added any more, `in_order` gives its samples as a store of their own, in the
+order of the shards, whichever shard was faster.
 """
 
 from __future__ import annotations
@@ -19,40 +19,27 @@ from __future__ import annotations
 import errno
 import pickle
 from collections.abc import Iterator
-from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
 
-from lightning_stocache.cache.codec import SampleCodec
-from lightning_stocache.cache.layout import ONCE, READY, Records, layout_of
-from lightning_stocache.cache.ledger import POSITION_BITS, Decision, Shard, StreamLedger
+from lightning_stocache.cache.layout import ONCE, READY, layout_of
+from lightning_stocache.cache.ledger import POSITION_BITS, Shard, StreamLedger
 from lightning_stocache.cache.placement import Arc, Integers, Order
-from lightning_stocache.cache.records import RecordCodec
+from lightning_stocache.cache.records import RecordCodec, SampleCodec
 from lightning_stocache.cache.shortage import keep_free
-from lightning_stocache.cache.store import Store
+from lightning_stocache.cache.store import Store, slots_for
 from lightning_stocache.node.files import Backend
 from lightning_stocache.node.header import HEADER_BYTES
 from lightning_stocache.node.segment import Segment, SegmentHandle
 
-__all__ = ["StreamHandle", "StreamStore"]
+__all__ = ["StreamStore"]
 
 _HEAD = ONCE.plus({"mark": np.uint64, "position": np.uint64})
 _HEAD_BYTES = 2 * 8  # more than a slot has in other stores
 _BLOCK = 1 << 12  # slots whose columns get their memory together
 _SLACK = 4096  # bytes beyond what is granted, for what is as large in every store
-_DIRECTORY_SHARE = 28  # at most this part of the bytes granted is for slots of records that may find no room
 _SMALLER = 16  # how much smaller than the first sample the mean may be without running out of slots
-
-
-@dataclass(frozen=True)
-class StreamHandle:
-    """How another process of the node opens the same."""
-
-    ledger: SegmentHandle
-    samples: SegmentHandle
-    ranks: int
-    granted: int
 
 
 class StreamStore:
@@ -61,7 +48,6 @@ class StreamStore:
     Args:
         ledger: how far the stream has come.
         samples: the memory for samples.
-        granted: bytes that samples may take, with their columns.
 
     Example:
         >>> from lightning_stocache import SampleSpec
@@ -69,26 +55,28 @@ class StreamStore:
         >>> epoch = store.ledger.begin(shard)
         >>> store.lay_out(SampleSpec.infer(1))
         True
-        >>> [store.keep(shard, epoch, number * number, mark=number) for number in range(3)]
+        >>> [store.put(shard, epoch, number * number, mark=number) for number in range(3)]
         [8, 8, 8]
-        >>> kept = store.kept()
-        >>> list(kept.read(kept.lookup(np.array([2, 0]))))
+        >>> ordered, shards = store.in_order()
+        >>> list(ordered.read(ordered.lookup(np.array([2, 0]))))
         [4, 0]
         >>> store.close()
     """
 
-    def __init__(self, ledger: StreamLedger, samples: Segment, granted: int) -> None:
-        self.ledger, self.granted, self._samples = ledger, granted, samples
+    def __init__(self, ledger: StreamLedger, samples: Segment) -> None:
+        self.ledger, self._samples = ledger, samples
+        self.granted = samples.size - _SLACK
+        """Bytes that samples may take, with their columns."""
         self._generation = self._reserved = 0
         self._store: Store | None = None
-        self._kept: Store | None = None
+        self._ordered: tuple[Store, Integers] | None = None
 
     @classmethod
     def create(cls, granted: int, ranks: int = 1, backend: Backend | None = None, free: int = 0) -> StreamStore:
-        """Make one that is empty.
+        """Make an empty one.
 
         Args:
-            granted: bytes that samples may take.
+            granted: bytes that samples may take, with their columns.
             ranks: ranks of the node that read the stream.
             backend: kind of segments.
             free: bytes of the node's memory that filling leaves to others; 0: as many as it does by itself.
@@ -104,28 +92,27 @@ class StreamStore:
             raise
         if free:
             keep_free(samples, free)
-        return cls(ledger, samples, granted)
+        return cls(ledger, samples)
 
     @classmethod
-    def attach(cls, handle: StreamHandle) -> StreamStore:
+    def attach(cls, handle: tuple[SegmentHandle, SegmentHandle]) -> StreamStore:
         """Open the store that another process of the node made; an OSError where it cannot be reached."""
-        ledger = StreamLedger(Segment.attach(handle.ledger), handle.ranks)
-        return cls(ledger, Segment.attach(handle.samples), handle.granted)
+        return _opened(*map(Segment.attach, handle))
 
     @property
-    def handle(self) -> StreamHandle:
-        """What another process of the node needs to open it."""
-        return StreamHandle(self.ledger.handle, self._samples.handle, self.ledger.ranks, self.granted)
+    def handle(self) -> tuple[SegmentHandle, SegmentHandle]:
+        """The address of this store for other processes: of its ledger and of its samples."""
+        return self.ledger.segment.handle, self._samples.handle
 
     def __reduce__(self) -> tuple[Any, ...]:
-        return type(self), (self.ledger, self._samples, self.granted)
+        return _opened, (self.ledger.segment, self._samples)
 
     # ---- in ----
 
     @property
     def codec(self) -> SampleCodec | None:
         """What samples look like; None as long as none has come."""
-        store = self._opened()
+        store = self._current()
         return None if store is None else store.codec
 
     def lay_out(self, codec: SampleCodec) -> bool:
@@ -144,14 +131,14 @@ class StreamStore:
                 store.layout.reserve(0, min(_BLOCK, slots))
             return True
 
-    def keep(self, shard: Shard, epoch: int, sample: Any, mark: int) -> int | None:
+    def put(self, shard: Shard, epoch: int, sample: Any, mark: int) -> int | None:
         """Store a sample of a shard, if there is room and its epoch goes on. Returns its bytes, or None.
 
         Raises:
             SampleMismatchError: it is not of the codec.
             UnsupportedSampleError: it cannot be stored as bytes.
         """
-        while (store := self._opened()) is not None:
+        while (store := self._current()) is not None:
             room = store.has_room(sample)
             contents = store.codec.contents(store.codec.encode(sample)) if room else ()
             with self.ledger.locked(shard):
@@ -159,21 +146,21 @@ class StreamStore:
                     continue
                 if not self.ledger.is_current(shard, epoch):
                     return None
-                number, stored = self.ledger.next_number(), False
+                (number, position), stored = self.ledger.take_number(shard), False
                 if room and number < len(store) and self._has_columns(store, number):
                     columns = store.layout.columns
-                    columns["mark"][number], columns["position"][number] = mark, self.ledger.position(shard)
+                    columns["mark"][number], columns["position"][number] = mark, position
                     stored = any(store.put([number], [contents]))
-                self.ledger.note(shard, kept=stored)
+                self.ledger.note(shard, stored=stored)
                 return sum(part.nbytes for part in contents) if stored else None
-        self.leave(shard, epoch)
+        self.pass_on(shard, epoch)
         return None
 
-    def leave(self, shard: Shard, epoch: int) -> None:
+    def pass_on(self, shard: Shard, epoch: int) -> None:
         """Count a sample of a shard that has passed unstored."""
         with self.ledger.locked(shard):
             if self.ledger.is_current(shard, epoch):
-                self.ledger.note(shard, kept=False)
+                self.ledger.note(shard, stored=False)
 
     def clear(self) -> None:
         """Forget all samples, and give their memory back."""
@@ -184,34 +171,30 @@ class StreamStore:
 
     # ---- out ----
 
-    def kept(self) -> Store:
+    def in_order(self) -> tuple[Store, Integers]:
         """The samples as a store of their own, numbered from 0 without a gap. Nothing may be added any more.
 
+        Returns:
+            The store, and the number of the shard that each sample came from, in rising order, int64 `[samples]`.
+
         Raises:
-            ValueError: there is none.
+            ValueError: nothing is stored.
         """
-        store = self._opened()
+        store = self._current()
         if store is None:
-            raise ValueError("nothing is kept of the stream")
-        if self._kept is None:
+            raise ValueError("nothing is stored of the stream")
+        if self._ordered is None:
             count = min(self.ledger.count, len(store))
             positions = store.layout.columns["position"][:count]
             order = np.argsort(positions, kind="stable")
             slots = order[store.layout.columns["state"][order] == READY]
             shards = (positions[slots] >> np.uint64(POSITION_BITS)).astype(np.int64)
-            self._kept = Store(self._samples.share(), store.codec, Order(slots, shards, len(store)), None, _HEAD)
-        return self._kept
-
-    @property
-    def shards(self) -> Integers:
-        """The number of the shard that each sample of `kept` came from, in rising order, int64 `[samples]`."""
-        order: Any = self.kept().arc
-        shards: Integers = order.shards
-        return shards
+            self._ordered = Store(self._samples.share(), store.codec, Order(slots, len(store)), None, _HEAD), shards
+        return self._ordered
 
     def marked(self, mark: int) -> Iterator[Any]:
         """Copies of the samples that have a mark, each made when it is asked for."""
-        store = self._opened()
+        store = self._current()
         if store is None:
             return
         marks = store.layout.columns["mark"][: min(self.ledger.count, len(store))]
@@ -222,7 +205,7 @@ class StreamStore:
     @property
     def filled(self) -> int:
         """Number of samples that are stored."""
-        store = self._opened()
+        store = self._current()
         if store is None:
             return 0
         store.look_at(min(self.ledger.count, len(store)))
@@ -235,13 +218,13 @@ class StreamStore:
     @property
     def lacks_slots(self) -> bool:
         """Whether there is memory for more samples than there are slots."""
-        store = self._opened()
+        store = self._current()
         return store is not None and self.ledger.count > len(store) and self.memory_bytes < self.granted // 2
 
     @property
     def full(self) -> bool:
         """Whether nothing is added any more."""
-        return Decision(self.ledger).mode == "cache"
+        return self.ledger.mode == "cache"
 
     @property
     def capacity(self) -> int:
@@ -251,7 +234,7 @@ class StreamStore:
     @property
     def fill_fraction(self) -> float:
         """1 when a whole epoch is stored; before, the share of the memory that samples take."""
-        return 1.0 if self.full or self.ledger.all_kept else min(self.memory_bytes / self.granted, 1.0)
+        return 1.0 if self.full or self.ledger.all_stored else min(self.memory_bytes / self.granted, 1.0)
 
     @property
     def memory_bytes(self) -> int:
@@ -263,11 +246,11 @@ class StreamStore:
     @property
     def closed(self) -> bool:
         """Whether this process has closed it."""
-        return self.ledger.closed
+        return self.ledger.segment.closed
 
     def unlink(self) -> None:
-        """Take the names of its files away, if they have any."""
-        self.ledger.unlink()
+        """Remove the names of its files, if they have any."""
+        self.ledger.segment.unlink()
         self._samples.unlink()
 
     def close(self) -> None:
@@ -277,11 +260,11 @@ class StreamStore:
             self.ledger.close()
             self._samples.close()
 
-    def _opened(self) -> Store | None:
+    def _current(self) -> Store | None:
         """The store as it is laid out now."""
         if self.ledger.generation == self._generation:
             return self._store
-        with self.ledger.same_layout():
+        with self.ledger.locked():
             return self._reopened()
 
     def _reopened(self) -> Store | None:
@@ -296,10 +279,11 @@ class StreamStore:
         return self._store
 
     def _drop(self) -> None:
-        opened, self._store, self._kept = (self._store, self._kept), None, None
-        for part in opened:
-            if part is not None:
-                part.close()
+        if self._store is not None:
+            self._store.close()
+        if self._ordered is not None:
+            self._ordered[0].close()
+        self._store = self._ordered = None
 
     def _has_columns(self, store: Store, number: int) -> bool:
         """Reserve the columns of a slot and those after it. Returns whether there is memory."""
@@ -317,13 +301,16 @@ class StreamStore:
         return True
 
 
+def _opened(ledger: Segment, samples: Segment) -> StreamStore:
+    return StreamStore(StreamLedger(ledger), samples)
+
+
 def _slots_within(size: int, granted: int, codec: SampleCodec) -> int:
     """How many slots fit, with their columns."""
     each = codec.slot_bytes + _HEAD_BYTES
     slots = granted // each
     if isinstance(codec, RecordCodec):
-        cheap = granted // _DIRECTORY_SHARE // (Records.slot_bytes + _HEAD_BYTES)
-        slots = max(slots, min(cheap, slots * _SMALLER))
+        slots = slots_for(granted, codec, slots * _SMALLER, _HEAD_BYTES)
     layout = layout_of(codec)
     while slots > 0 and (beyond := layout.bytes_for(codec, slots, 0, _HEAD) - size) > 0:
         slots -= max(beyond // each, 1)

@@ -17,7 +17,7 @@ from collections.abc import Mapping, Sequence
 from typing import Any
 
 from lightning_stocache.cache.counters import Counters, Counts
-from lightning_stocache.cache.placement import Domain, Ring
+from lightning_stocache.cache.placement import NO_SLOT, Domain, Ring
 from lightning_stocache.loading.dataset import CachedDataset, cached_source
 from lightning_stocache.loading.loader_sampler import batches_of, index_sampler
 from lightning_stocache.loading.loader_tree import Cached, cached_behind, leaves_in
@@ -129,7 +129,7 @@ def _slots(ring: Ring, node: int, domain: Domain | None) -> int:
     arc = ring.arcs[node]
     if domain is None or domain == arc.domain:
         return arc.slots
-    return int(ring.held_by(node, domain.indices).sum())
+    return int((arc.slots_of(domain.indices) != NO_SLOT).sum())
 
 
 def _unforeseen(dataset: CachedDataset, readers: Sequence[Any], metrics: Mapping[str, float]) -> str | None:

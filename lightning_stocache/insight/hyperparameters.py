@@ -76,7 +76,11 @@ def _of_dataset(dataset: Cached) -> dict[str, Any]:
     drawn = samples_of(dataset)
     told: dict[str, Any] = {"dataset": type(dataset.source).__name__, "samples": drawn, "drawn": drawn}
     told |= {"budget": None, "budget_bytes": dataset.budget_bytes, "slots": 0, "layout": "none", "store": "decoded"}
-    told |= {"backend": None if dataset.counters is None else dataset.counters.backend, "name": None, "dir": None}
+    told |= {
+        "backend": None if dataset.counters is None else dataset.counters.segment.backend,
+        "name": None,
+        "dir": None,
+    }
     if isinstance(dataset, CachedDataset):
         return told | _of_opened(cached_source(dataset).opened)
     return told if dataset.cache is None else told | {"slots": len(dataset.cache), "layout": "stream"}

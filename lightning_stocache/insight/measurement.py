@@ -24,7 +24,8 @@ from typing import Any, Literal, TypeAlias, cast
 import torch
 from torch.utils.data import Dataset, Subset
 
-from lightning_stocache.cache.codec import SampleCodec, SampleMismatchError, UnsupportedSampleError
+from lightning_stocache.cache.codec import SampleMismatchError, UnsupportedSampleError
+from lightning_stocache.cache.records import SampleCodec
 from lightning_stocache.loading.dataset import CachedDataset
 from lightning_stocache.loading.loader import CachedLoader
 from lightning_stocache.node.budget import Budget, format_bytes

@@ -25,7 +25,7 @@ from typing import Any, SupportsIndex, cast
 import numpy as np
 from torch.utils.data import Dataset
 
-from lightning_stocache.cache.codec import BatchRows
+from lightning_stocache.cache.rows import FieldRows
 from lightning_stocache.cache.shortage import Pace
 from lightning_stocache.cache.store import NO_PLACE, UNREADABLE, Store, gathers
 from lightning_stocache.loading.batch_pool import BatchPool
@@ -101,7 +101,7 @@ class CachedSource:
                 return self._uncached(self.opened.source, positions, self._finished)
             return self._each_finished(self._serve_many(positions, lazily=self.transforms))
 
-    def load_into(self, batch: BatchRows, indices: Sequence[SupportsIndex], rows: list[int]) -> dict[int, Any]:
+    def load_into(self, batch: FieldRows, indices: Sequence[SupportsIndex], rows: list[int]) -> dict[int, Any]:
         """Serve samples that were not READY a moment ago, each in its row of a batch, untransformed; store them there.
 
         Returns:
@@ -203,7 +203,7 @@ class CachedSource:
 
     # ---- from the source ----
 
-    def _load_into(self, batch: BatchRows, indices: list[int], rows: list[int]) -> dict[int, Any]:
+    def _load_into(self, batch: FieldRows, indices: list[int], rows: list[int]) -> dict[int, Any]:
         cache = cast(Store, self.opened.cache)
         different = len(set(indices)) == len(indices) > 0 and self._read_batch is None
         inside = different and min(indices) >= 0 and max(indices) < cache.length

@@ -14,9 +14,9 @@ from typing import Any, SupportsIndex, cast
 
 from torch.utils.data import Dataset
 
-from lightning_stocache.cache.codec import SampleCodec
 from lightning_stocache.cache.counters import Counters
 from lightning_stocache.cache.placement import Domain, Ring
+from lightning_stocache.cache.records import SampleCodec
 from lightning_stocache.cache.store import Store
 from lightning_stocache.loading.cached_source import CachedSource
 from lightning_stocache.loading.forwarding import Forwarding

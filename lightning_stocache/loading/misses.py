@@ -16,9 +16,10 @@ from typing import Any
 import numpy as np
 from torch.utils.data import Dataset
 
-from lightning_stocache.cache.codec import BatchRows, Parts, SampleMismatchError, UnsupportedSampleError
+from lightning_stocache.cache.codec import Parts, SampleMismatchError, UnsupportedSampleError
 from lightning_stocache.cache.counters import Counters, Matter
 from lightning_stocache.cache.placement import Integers
+from lightning_stocache.cache.rows import FieldRows
 from lightning_stocache.cache.shortage import PAUSE_SECONDS, Pace
 from lightning_stocache.cache.store import NO_PLACE, UNREADABLE, Store, gathers
 from lightning_stocache.source.access import one_per_index
@@ -67,7 +68,7 @@ class Misses:
         indices: list[int],
         read: Callable[[list[int]], Any] | None = None,
         *,
-        batch: BatchRows | None = None,
+        batch: FieldRows | None = None,
         rows: Sequence[int] = (),
         served: bool = True,
     ) -> list[Any]:
@@ -103,7 +104,7 @@ class Misses:
             try:
                 self._keep(indices[: len(samples)], samples, source_ns, served, batch=batch, rows=rows)
             finally:
-                self.cache.turns.give_up(indices)
+                self.cache.turns.release(indices)
         for index, sample in zip(indices, samples, strict=True):
             if self._recheck is not None and type(sample) is not Odd and self.cache.has_place(index):
                 self._recheck.after(index, sample)
@@ -116,7 +117,7 @@ class Misses:
         source_ns: int,
         served: bool = True,
         *,
-        batch: BatchRows | None = None,
+        batch: FieldRows | None = None,
         rows: Sequence[int] = (),
     ) -> None:
         """Store samples and count them at once; an odd one becomes an `Odd` in the list."""
@@ -177,7 +178,7 @@ class Misses:
                 samples[number] = Odd(index, sample, codec.is_alike(sample))
 
     def _contents(
-        self, samples: Mapping[int, Parts], batch: BatchRows | None, rows: Sequence[int]
+        self, samples: Mapping[int, Parts], batch: FieldRows | None, rows: Sequence[int]
     ) -> Sequence[Sequence[memoryview]]:
         """The bytes of encoded samples, which are copied to their rows of a batch if there is one."""
         parts, codec, count = list(samples.values()), self.cache.codec, len(samples)

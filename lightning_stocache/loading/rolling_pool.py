@@ -170,7 +170,7 @@ class RollingPool:
     @property
     def address(self) -> _Address:
         """Where the memory is, for the other ranks."""
-        return _Address(self.store.handle, self.counters.handle)
+        return _Address(self.store.handle, self.counters.segment.handle)
 
     def start(self, request: RollingRequest, node: int, *, holds_all: bool) -> None:
         """On the node's leader: start the fillers.

@@ -12,7 +12,6 @@ from typing import Any
 from torch.utils.data import IterableDataset
 
 from lightning_stocache.cache.counters import Counters
-from lightning_stocache.cache.ledger import Decision
 from lightning_stocache.cache.stream import StreamStore
 from lightning_stocache.loading.forwarding import Forwarding
 from lightning_stocache.loading.stream_source import StreamSource
@@ -153,7 +152,7 @@ class CachedStream(Forwarding, IterableDataset[Any]):
     def describe(self) -> str:
         """One line on what is kept, for people."""
         name, cache = type(self.source).__name__, self.cache
-        if cache is None or (mode := Decision(cache.ledger).mode) == "pass":
+        if cache is None or (mode := cache.ledger.mode) == "pass":
             return f"{name}: a stream that passes through uncached"
         state = "later epochs come from memory" if mode == "cache" else "it is being read"
         used = f"{format_bytes(cache.memory_bytes)} in use of {format_bytes(self.budget_bytes)}"

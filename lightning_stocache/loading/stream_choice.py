@@ -23,7 +23,7 @@ from typing import Any, cast
 
 from torch.utils.data import IterableDataset
 
-from lightning_stocache.cache.ledger import Decision, Mode
+from lightning_stocache.cache.ledger import Mode
 from lightning_stocache.cache.stream import StreamStore
 from lightning_stocache.node.budget import format_bytes
 from lightning_stocache.setup.look import PATIENCE_SECONDS
@@ -54,7 +54,6 @@ class StreamChoice:
 
     def __init__(self, source: Any, store: StreamStore, allow_random: bool, tell: Callable[[str], None]) -> None:
         self._source, self._store, self._allow_random, self._tell = source, store, allow_random, tell
-        self._decision = Decision(store.ledger)
 
     def of(self, epoch: int) -> Mode:
         """What an epoch comes from that all ranks have begun."""
@@ -62,18 +61,18 @@ class StreamChoice:
             return self._first()
         totals = self._store.ledger.totals(epoch - 1, self._length())
         if totals is None:
-            if self._decision.count_broken() >= _MOST_BROKEN:
+            if self._store.ledger.count_broken() >= _MOST_BROKEN:
                 return self._pass(
                     f"{_MOST_BROKEN} epochs were broken off before it came to its end (limit_train_batches, break, an "
                     "error), so nobody knows what is in it. Read it to its end once"
                 )
             return self._anew("stream")
-        self._decision.count_broken(none=True)
+        self._store.ledger.count_broken(reset=True)
         if not totals.passed:
             return "stream"
-        if self._store.filled != totals.kept:  # a process was killed while all was turned into records
+        if self._store.filled != totals.stored:  # a process was killed while all was turned into records
             return self._anew("stream")
-        if totals.kept == totals.passed:
+        if totals.stored == totals.passed:
             found = None if self._allow_random else _read_again(self._source, self._store)
             if found is None:
                 return "cache"
@@ -81,14 +80,14 @@ class StreamChoice:
                 f"{found}: it is random, or another one in every epoch, as batches are that it makes of shuffled "
                 f"samples (make them in the loader).\n{BY_HAND}"
             )
-        if self._decision.has(NO_ROW) and self._decision.is_first(_TURNED):
+        if self._store.ledger.has(NO_ROW) and self._store.ledger.is_first(_TURNED):
             return self._anew("stream")
         if self._store.lacks_slots:
             return self._pass(
                 f"the first of its {totals.passed:,} samples is far larger than the others, so that there are slots "
-                f"for {totals.kept:,} alone. Raise the budget, or have a smaller one first"
+                f"for {totals.stored:,} alone. Raise the budget, or have a smaller one first"
             )
-        size = self._store.memory_bytes * totals.passed // max(totals.kept, 1)
+        size = self._store.memory_bytes * totals.passed // max(totals.stored, 1)
         return self._pass(
             f"its {totals.passed:,} samples take about {format_bytes(size)}, and its budget is "
             f"{format_bytes(self._store.granted)}. A stream is kept whole or not at all"

@@ -21,7 +21,7 @@ import numpy as np
 from torch.utils.data import get_worker_info
 
 from lightning_stocache.cache.codec import SampleMismatchError, UnsupportedSampleError
-from lightning_stocache.cache.ledger import MOST_WORKERS, Decision, Mode, Shard
+from lightning_stocache.cache.ledger import MOST_WORKERS, Mode, Shard
 from lightning_stocache.cache.placement import Integers
 from lightning_stocache.cache.store import Store
 from lightning_stocache.cache.stream import StreamStore
@@ -78,8 +78,8 @@ class StreamSource:
         epoch = store.ledger.begin(shard)
         mode = self._mode(store, epoch)
         if mode == "cache":
-            kept = store.kept()
-            return self._from_memory(kept, self._share(store.shards, shard, epoch))
+            stored, shards = store.in_order()
+            return self._from_memory(stored, self._share(shards, shard, epoch))
         return StreamPass(self, None if mode == "pass" else store, shard, epoch)
 
     def announce(self, workers: int) -> int | None:
@@ -111,7 +111,7 @@ class StreamSource:
 
     def pass_by(self, store: StreamStore, reason: str) -> None:
         """Keep nothing from now on, and say so once. What others are reading stays where it is."""
-        before = Decision(store.ledger).pass_by()
+        before = store.ledger.pass_by()
         if before != "pass":
             self._tell(reason)
         if before == "stream":
@@ -119,27 +119,26 @@ class StreamSource:
 
     def keep(self, store: StreamStore, shard: Shard, epoch: int, sample: Any, mark: int) -> int | None:
         """Keep a copy of a sample that has come, if that is possible; its bytes."""
-        decision = Decision(store.ledger)
-        if decision.mode != "stream":
+        if store.ledger.mode != "stream":
             return None
         try:
-            if store.codec is None and not self._lay_out(store, decision, sample):
+            if store.codec is None and not self._lay_out(store, sample):
                 return None
-            return store.keep(shard, epoch, sample, mark)
+            return store.put(shard, epoch, sample, mark)
         except SampleMismatchError as error:
             if self.layout == "rows":
                 self.pass_by(store, str(error))
-            elif decision.is_first(NO_ROW):
+            elif store.ledger.is_first(NO_ROW):
                 log.info("the next epoch reads the stream once more, and keeps records: %s", error)
-            store.leave(shard, epoch)
+            store.pass_on(shard, epoch)
         except UnsupportedSampleError as error:
             self.pass_by(store, str(error))
         except OSError as error:
             self.pass_by(store, f"there is no memory for it: {error}")
         return None
 
-    def _lay_out(self, store: StreamStore, decision: Decision, sample: Any) -> bool:
-        layout: Layout = "records" if decision.has(NO_ROW) and self.layout == "auto" else self.layout
+    def _lay_out(self, store: StreamStore, sample: Any) -> bool:
+        layout: Layout = "records" if store.ledger.has(NO_ROW) and self.layout == "auto" else self.layout
         laid_out = store.lay_out(choose_codec([0], [sample], layout).codec)
         if not laid_out:
             self.pass_by(store, f"its first sample is larger than {format_bytes(self.opened.budget_bytes)}")
@@ -147,7 +146,7 @@ class StreamSource:
 
     def _mode(self, store: StreamStore, epoch: int) -> Mode:
         choice = StreamChoice(self.source, store, self.allow_random, self._tell)
-        return Decision(store.ledger).of(epoch, lambda: choice.of(epoch))
+        return store.ledger.decide(epoch, lambda: choice.of(epoch))
 
     def _shard(self) -> Shard:
         info: Any = get_worker_info()
@@ -170,14 +169,14 @@ class StreamSource:
             return np.flatnonzero(shards == shard.number)
         return np.flatnonzero(np.isin(shards, ours))[shard.worker :: shard.workers]
 
-    def _from_memory(self, kept: Store, mine: Integers) -> Iterator[Any]:
-        step = max(min(_AT_ONCE_BYTES // max(kept.codec.nbytes, 1), _AT_ONCE), 1)
+    def _from_memory(self, stored: Store, mine: Integers) -> Iterator[Any]:
+        step = max(min(_AT_ONCE_BYTES // max(stored.codec.nbytes, 1), _AT_ONCE), 1)
         for first in range(0, len(mine), step):
-            if kept.closed:
+            if stored.closed:
                 raise RuntimeError("the stream was closed while an epoch was served from what is kept of it")
             start = time.perf_counter_ns()
-            places = kept.lookup(mine[first : first + step])
-            samples, nbytes = list(kept.read(places)), kept.stored_bytes(places)
+            places = stored.lookup(mine[first : first + step])
+            samples, nbytes = list(stored.read(places)), stored.stored_bytes(places)
             gather_ns = time.perf_counter_ns() - start
             for number, sample in enumerate(samples, 1):  # one by one: who stops in between has been served no more
                 share = nbytes * number // len(samples) - nbytes * (number - 1) // len(samples)

@@ -36,12 +36,12 @@ def kept_dataset(serving: StreamSource) -> tuple[CachedDataset, Integers]:
     """The samples of a stream of which all is kept, and their shards; the memory stays the stream's."""
     store = serving.opened.live
     assert store is not None
-    kept: Any = store.kept()
-    request = CacheRequest(_Passed(len(kept)))
+    stored, shards = store.in_order()
+    request = CacheRequest(_Passed(len(stored)))
     opened = OpenCache(
-        request, request.source, None, kept, serving.opened.counters, group=serving.opened.group, borrowed=True
+        request, request.source, None, stored, serving.opened.counters, group=serving.opened.group, borrowed=True
     )
-    return dataset_over(CachedSource(opened, serving.transform)), store.shards
+    return dataset_over(CachedSource(opened, serving.transform)), shards
 
 
 class StreamBatches(Sampler[list[int]]):

@@ -12,7 +12,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 
 from lightning_stocache.cache.checksums import SUM_BYTES
-from lightning_stocache.cache.codec import SampleCodec
+from lightning_stocache.cache.records import SampleCodec
 from lightning_stocache.node.budget import Budget, format_bytes
 from lightning_stocache.node.files import Backend, memory_directory
 from lightning_stocache.node.free import FreeMemory

@@ -16,8 +16,8 @@ from typing import Any
 
 import torch
 
-from lightning_stocache.cache.codec import SampleCodec, SampleMismatchError, UnsupportedSampleError, named
-from lightning_stocache.cache.records import RecordCodec, Required, is_opened
+from lightning_stocache.cache.codec import SampleMismatchError, UnsupportedSampleError, named
+from lightning_stocache.cache.records import RecordCodec, Required, SampleCodec, is_opened
 from lightning_stocache.cache.rows import SampleSpec
 from lightning_stocache.setup.request import Layout
 from lightning_stocache.source.probe import bits, walk

@@ -11,7 +11,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import replace
 
 from lightning_stocache.cache.checksums import checksum
-from lightning_stocache.cache.codec import SampleCodec
+from lightning_stocache.cache.records import SampleCodec
 from lightning_stocache.node.budget import Budget
 from lightning_stocache.node.disk import check_directory
 from lightning_stocache.node.free import FreeMemory

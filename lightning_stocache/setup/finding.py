@@ -11,7 +11,7 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any
 
-from lightning_stocache.cache.codec import SampleCodec
+from lightning_stocache.cache.records import SampleCodec
 from lightning_stocache.setup.codec_choice import choose_codec
 from lightning_stocache.setup.form_choice import EncodedForm, look_at_files
 from lightning_stocache.setup.request import CacheRequest

@@ -15,9 +15,8 @@ from typing import Any
 
 from torch.utils.data import Dataset, Subset
 
-from lightning_stocache.cache.codec import SampleCodec
 from lightning_stocache.cache.placement import Domain
-from lightning_stocache.cache.records import RecordCodec
+from lightning_stocache.cache.records import RecordCodec, SampleCodec
 from lightning_stocache.node.budget import format_bytes
 from lightning_stocache.source.encoded import EncodedSource, taken_apart
 from lightning_stocache.source.file_access import access_to

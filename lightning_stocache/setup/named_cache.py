@@ -18,8 +18,9 @@ from typing import Any
 import torch
 from torch.utils.data import Dataset, Subset
 
-from lightning_stocache.cache.codec import SampleCodec, module_name
+from lightning_stocache.cache.codec import module_name
 from lightning_stocache.cache.placement import Arc, Ring
+from lightning_stocache.cache.records import SampleCodec
 from lightning_stocache.cache.store import Store, gathers
 from lightning_stocache.node.budget import Budget
 from lightning_stocache.node.files import memory_directory

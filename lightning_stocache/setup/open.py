@@ -31,9 +31,8 @@ from typing import Any
 
 from torch.utils.data import Dataset
 
-from lightning_stocache.cache.codec import SampleCodec
 from lightning_stocache.cache.placement import Ring
-from lightning_stocache.cache.records import RecordCodec
+from lightning_stocache.cache.records import RecordCodec, SampleCodec
 from lightning_stocache.cache.store import slots_for
 from lightning_stocache.node.budget import Budget
 from lightning_stocache.node.files import Backend

@@ -13,7 +13,7 @@ from dataclasses import dataclass, field, replace
 from typing import Any
 
 from lightning_stocache.cache.counters import Counters
-from lightning_stocache.cache.stream import StreamHandle, StreamStore
+from lightning_stocache.cache.stream import StreamStore
 from lightning_stocache.node.budget import Budget, format_bytes
 from lightning_stocache.node.files import Backend, memory_directory
 from lightning_stocache.node.free import FreeMemory
@@ -72,7 +72,9 @@ class OpenStream:
     def address(self) -> _Address:
         """Where the memory is, for the other ranks."""
         assert self.counters is not None
-        return _Address(None if self.store is None else self.store.handle, self.counters.handle, self.budget_bytes)
+        return _Address(
+            None if self.store is None else self.store.handle, self.counters.segment.handle, self.budget_bytes
+        )
 
     def unlink(self) -> None:
         """Take the names of its files away."""
@@ -90,7 +92,7 @@ class OpenStream:
 
 @dataclass(frozen=True)
 class _Address:
-    store: StreamHandle | None
+    store: tuple[SegmentHandle, SegmentHandle] | None
     counters: SegmentHandle
     granted: int
 

@@ -9,9 +9,8 @@ from typing import Literal, cast
 
 from torch.utils.data import Dataset
 
-from lightning_stocache.cache.codec import SampleCodec
 from lightning_stocache.cache.placement import Domain
-from lightning_stocache.cache.records import RecordCodec
+from lightning_stocache.cache.records import RecordCodec, SampleCodec
 from lightning_stocache.cache.rows import SampleSpec
 from lightning_stocache.node.budget import Budget
 from lightning_stocache.node.named import check_name

@@ -29,9 +29,8 @@ from typing import Any
 
 import numpy as np
 
-from lightning_stocache.cache.codec import SampleCodec
 from lightning_stocache.cache.counters import Counters
-from lightning_stocache.cache.records import RecordCodec
+from lightning_stocache.cache.records import RecordCodec, SampleCodec
 from lightning_stocache.cache.rows import SampleSpec
 from lightning_stocache.cache.store import NO_PLACE, UNREADABLE, Store
 from lightning_stocache.node.named import way_out

@@ -123,7 +123,7 @@ class Segments:
         """Where they are, for the other ranks."""
         assert self.counters is not None
         handle = None if self.cache is None else self.cache.handle
-        return _Address(self.counters.handle, handle, self.keeps_name, self.refusal)
+        return _Address(self.counters.segment.handle, handle, self.keeps_name, self.refusal)
 
     def bytes_of(self, granted: int) -> int:
         """The memory that the cache may take: what was granted, or what a named one was made with."""

@@ -38,7 +38,7 @@ def holding(segment: Segment, slot: int) -> Iterator[bool]:
         yield taken
     finally:
         if taken:
-            claims.give_up(slot)
+            claims.release(slot)
 
 
 def can_claim(segment: Segment, slot: int) -> bool:
@@ -176,7 +176,7 @@ def test_what_another_process_loads_is_waited_for_but_not_for_ever(
         assert not store.turns.wait([4])
     assert len(caplog.records) == 1, "who has waited in vain does not wait again soon"
     assert store.turns.take([3, 4]) == [3, 4]
-    store.turns.give_up([2, 3, 4, 5])
+    store.turns.release([2, 3, 4, 5])
     store.close()
 
 

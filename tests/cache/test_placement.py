@@ -55,8 +55,8 @@ def test_many_indices_are_placed_as_one_is(ring: Ring) -> None:
             assert slots.tolist() == expected
             assert arc.slots_of(indices.reshape(-1, 1)).tolist() == [[slot] for slot in expected]
             assert indices.tolist() == list(range(arc.length))
-        assert [arc.slot_within(index) for index in range(-arc.length, arc.length)] == expected * 2
-        assert arc.slot_within(arc.length) == arc.slot_within(-arc.length - 1) == NO_SLOT
+        assert [arc.slot(index) for index in range(-arc.length, arc.length)] == expected * 2
+        assert arc.slot(arc.length) == arc.slot(-arc.length - 1) == NO_SLOT
         if arc.domain is not None:
             assert arc.slots_of(np.arange(-arc.length, arc.length)).tolist() == expected * 2
 

@@ -11,7 +11,7 @@ import numpy as np
 import pytest
 import torch
 
-from lightning_stocache.cache.ledger import Decision, Shard, StreamLedger, Totals
+from lightning_stocache.cache.ledger import Shard, StreamLedger, Totals
 from lightning_stocache.cache.records import RecordCodec
 from lightning_stocache.cache.rows import SampleSpec
 from lightning_stocache.cache.store import NO_PLACE
@@ -23,7 +23,7 @@ from tests.processes import call
 def filled(store: StreamStore, shard: Shard, epoch: int, samples: list[Any]) -> None:
     """Keep samples, marked by their position."""
     for mark, sample in enumerate(samples):
-        assert store.keep(shard, epoch, sample, mark) is not None
+        assert store.put(shard, epoch, sample, mark) is not None
 
 
 def test_what_is_kept_is_in_the_order_of_the_shards() -> None:
@@ -33,14 +33,14 @@ def test_what_is_kept_is_in_the_order_of_the_shards() -> None:
         epochs = [store.ledger.begin(shard) for shard in shards]
         store.lay_out(SampleSpec.infer(1))
         for number in (10, 11, 0, 12, 1, 2):
-            store.keep(shards[number // 10], epochs[0], number, number)
-        kept = store.kept()
-        assert list(kept.read(kept.lookup(np.arange(6)))) == [0, 1, 2, 10, 11, 12]
-        assert store.shards.tolist() == [0, 0, 0, 1, 1, 1]
+            store.put(shards[number // 10], epochs[0], number, number)
+        ordered, of_shards = store.in_order()
+        assert list(ordered.read(ordered.lookup(np.arange(6)))) == [0, 1, 2, 10, 11, 12]
+        assert of_shards.tolist() == [0, 0, 0, 1, 1, 1]
         assert [list(store.marked(mark)) for mark in (11, 5)] == [[11], []]
-        places = kept.lookup(np.array([5, 6, -1]), verify=True)
+        places = ordered.lookup(np.array([5, 6, -1]), verify=True)
         assert (places != NO_PLACE).tolist() == [True, False, True]
-        assert kept.divide([6]) == ([6], [])
+        assert ordered.divide([6]) == ([6], [])
 
 
 def test_an_epoch_that_is_over_keeps_nothing() -> None:
@@ -50,8 +50,8 @@ def test_an_epoch_that_is_over_keeps_nothing() -> None:
         before = store.ledger.begin(late)
         store.lay_out(SampleSpec.infer(1))
         epoch = store.ledger.begin(next_one)
-        assert store.keep(late, before, 5, 5) is None
-        assert store.keep(next_one, epoch, 6, 6) is not None
+        assert store.put(late, before, 5, 5) is None
+        assert store.put(next_one, epoch, 6, 6) is not None
         assert store.filled == 1
 
 
@@ -74,7 +74,7 @@ def test_clear_gives_the_memory_back() -> None:
 def in_another_process(content: bytes) -> Any:
     store = pickle.loads(content)
     shard = Shard(0, 1, 2, key=9)
-    store.keep(shard, store.ledger.begin(shard), 7, 77)
+    store.put(shard, store.ledger.begin(shard), 7, 77)
     found = list(store.marked(5))
     store.close()
     return found
@@ -87,7 +87,7 @@ def test_another_process_opens_the_same() -> None:
     with closing(StreamStore.create(1 << 20)) as store:
         epoch = store.ledger.begin(shard)
         store.lay_out(SampleSpec.infer(1))
-        store.keep(shard, epoch, 4, 5)
+        store.put(shard, epoch, 4, 5)
         assert call(in_another_process, pickle.dumps(store)) == [4]
         assert list(store.marked(77)) == [7]
         assert store.ledger.begin(Shard(key=10)) == 2
@@ -110,7 +110,7 @@ def test_a_ledger_counts_like_a_list() -> None:
                 assert shard.worker == 0 or ledger.begin(shard) == epoch
                 for _ in range(dice.randrange(5)):
                     stored = dice.random() < 0.9
-                    ledger.note(shard, kept=stored)
+                    ledger.note(shard, stored=stored)
                     passed, kept = passed + 1, kept + stored
                 if dice.random() < 0.9:
                     ledger.end(shard, epoch)
@@ -122,21 +122,21 @@ def test_a_ledger_counts_like_a_list() -> None:
 def test_a_decision_is_taken_once() -> None:
     """Who comes second hears what was decided; what is final stays."""
     with closing(StreamLedger.create(1)) as ledger:
-        decision, asked = Decision(ledger), list[int]()
+        asked = list[int]()
 
         def decide(mode: Any) -> Any:
             asked.append(1)
             return mode
 
         epoch = ledger.begin(Shard(key=1))
-        assert [decision.of(epoch, lambda: decide("stream")) for _ in range(2)] == ["stream"] * 2
+        assert [ledger.decide(epoch, lambda: decide("stream")) for _ in range(2)] == ["stream"] * 2
         epoch = ledger.begin(Shard(key=2))
-        assert [decision.of(epoch, lambda: decide("cache")) for _ in range(2)] == ["cache"] * 2
+        assert [ledger.decide(epoch, lambda: decide("cache")) for _ in range(2)] == ["cache"] * 2
         epoch = ledger.begin(Shard(key=3))
-        assert decision.of(epoch, lambda: decide("stream")) == "cache"
+        assert ledger.decide(epoch, lambda: decide("stream")) == "cache"
         assert len(asked) == 2
-        assert [decision.pass_by(), decision.pass_by()] == ["cache", "pass"]
-        assert decision.mode == "pass"
+        assert [ledger.pass_by(), ledger.pass_by()] == ["cache", "pass"]
+        assert ledger.mode == "pass"
 
 
 def test_a_stream_promises_what_it_was_granted(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -151,4 +151,4 @@ def test_a_stream_promises_what_it_was_granted(monkeypatch: pytest.MonkeyPatch) 
         store.lay_out(RecordCodec.infer(["text " * 20]))
         filled(store, shard, epoch, ["text " * 20] * 2000)
         assert 2000 * 100 < store.memory_bytes < 2000 * 250
-        assert store.filled == len(store.kept()) == 2000
+        assert store.filled == len(store.in_order()[0]) == 2000

@@ -17,7 +17,7 @@ from hypothesis import strategies as st
 from torch.utils.data import DataLoader, IterableDataset, get_worker_info
 
 from lightning_stocache import CachedLoader, CachedStream
-from lightning_stocache.cache.ledger import Decision
+from lightning_stocache.cache.ledger import StreamLedger
 from lightning_stocache.sampling.stream_deal import batches_of
 from tests.ranks import run_ranks
 
@@ -79,7 +79,7 @@ def test_a_rank_that_does_not_come_is_not_waited_for_for_ever() -> None:
 
 
 def stopped(rank: int) -> Any:
-    Decision.patience = 2.0
+    StreamLedger.patience = 2.0
     with closing(CachedStream(Divided(), "16MiB", defer=True)) as stream:
         stream.share()
         epochs = [sorted(number for _, number in stream) for _ in range(3 if rank == 0 else 1)]
