@@ -126,7 +126,6 @@ def test_it_takes_nothing_from_dev_shm_and_all_of_it_is_reserved():
     """What is left of /dev/shm belongs to the cache and to torch."""
     pool = BatchPool(shared=1)
     shared = pool.take_shared([1 << 20])
-    assert shared is not None
     assert shared.place.handle.data.startswith("/proc/")
     assert "memfd" in os.readlink(shared.place.handle.data)
     assert os.stat(shared.place.handle.data).st_blocks * 512 >= 1 << 20
@@ -183,7 +182,6 @@ def test_before_a_batch_is_known_there_is_no_shared_memory():
     assert pool.take_shared() is None
     pool.expect(100)
     shared = pool.take_shared()
-    assert shared is not None
     assert shared.tensor(0, torch.uint8, (100,)).shape == (100,)
     del shared
     pool.close()
@@ -193,7 +191,6 @@ def test_shared_memory_is_free_again_when_the_last_tensor_over_it_is_gone():
     """Not before: one of two, or a view of a view, is enough to keep it."""
     pool = BatchPool(shared=2)
     shared = pool.take_shared([400, 400])
-    assert shared is not None
     ones, others = map(torch.from_numpy, shared.fields([400, 400]))
     del shared
     for name in ("ones", "row"):
@@ -213,7 +210,6 @@ def test_what_a_worker_writes_is_what_the_batch_holds():
     pool, attached = BatchPool(shared=1), Attached()
     for sizes in ([100, 7, 0], [1000, 70, 0]):
         shared = pool.take_shared(sizes)
-        assert shared is not None
         fields = shared.fields(sizes)
         for number, field in enumerate(attached.fields(shared.place, sizes)):
             field.fill(number + 1)
@@ -228,14 +224,12 @@ def test_what_is_free_is_given_up_and_can_be_had_again():
     """What a batch still holds stays."""
     pool = BatchPool(shared=2)
     held, other = pool.take_shared([100]), pool.take_shared([100])
-    assert held is not None
     field = torch.from_numpy(held.fields([100])[0]).fill_(5)
     del other, held
     pool.trim()
     assert pool.shared_count == 1
     assert field.tolist() == [5] * 100
     again = pool.take_shared([100])
-    assert again is not None
     again.fields([100])[0].fill(6)
     assert field.tolist() == [5] * 100
     del again, field
@@ -249,7 +243,6 @@ def test_loaders_leave_to_their_cache_what_it_has_not_filled_yet(monkeypatch, tr
     source: Any = [torch.full((1000,), i) for i in range(40)]
     with closing(CachedDataset(source, transform=transform)) as dataset:
         cache = dataset.cache
-        assert cache is not None
         size = cache.segment.size
 
         def read(*_: Any) -> FreeMemory:
@@ -259,7 +252,6 @@ def test_loaders_leave_to_their_cache_what_it_has_not_filled_yet(monkeypatch, tr
         loader = CachedLoader(dataset, 4, num_workers=1, persistent_workers=True)
         for _ in range(3):
             assert [batch[:, 0].tolist() for batch in loader] == [[*range(i, i + 4)] for i in range(0, 40, 4)]
-            assert loader.resources is not None
             assert loader.resources.pool.shared_bytes == 0
         loader.close()
 

@@ -503,7 +503,6 @@ def fill_in_small_shm() -> tuple[int, int, str, list[str]]:
         for _ in range(2):
             for batch in DataLoader(dataset, 1, num_workers=2):  # torch sends batches through /dev/shm, too
                 assert torch.equal(batch[:, 0, 0], batch[:, -1, -1])
-        assert dataset.cache is not None
         where = os.readlink(dataset.cache.handle.segment.data)
         return len(dataset.cache), totals(dataset).hits, where, log.lines
 

@@ -83,7 +83,6 @@ def test_every_sample_is_counted_once_and_loaded_once(tmp_path, workers, budget,
     """Hits, misses and bypasses sum to what was served; what has a slot is loaded in the first epoch only."""
     source = CountedSource(LENGTH, log_path=tmp_path / "loads")
     with closing(CachedDataset(source, budget, transform=transform)) as dataset:
-        assert dataset.cache is not None
         slots, at_setup = len(dataset.cache), source.loads
         loader = CachedLoader(dataset, 7, shuffle=True, **workers)
         for epoch in range(1, 4):
@@ -324,11 +323,9 @@ def test_sharing_anew_changes_the_cache_under_a_loader_that_goes_on(workers, whe
                     dataset.share()
             assert same(got, expected)
             if when == "between epochs":
-                assert loader.resources is not None
                 assert loader.resources.cache is dataset.cache
             if when == "between epochs" and epoch == 1:
                 dataset.share()
-        assert dataset.cache is not None
         assert dataset.cache.filled == len(dataset.cache)
         loader.close()
 
@@ -384,7 +381,6 @@ def test_shared_memory_goes_when_nothing_is_left_to_load():
     with closing(CachedDataset(Numbers(LENGTH))) as dataset:
         loader = CachedLoader(dataset, 4, num_workers=2)
         *_, last = iter(loader)
-        assert loader.resources is not None
         del _, last
         list(loader)
         assert loader.resources.pool.shared_bytes == 0

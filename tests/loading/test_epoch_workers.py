@@ -31,7 +31,6 @@ def plain(batch_size: int = 4, length: int = LENGTH) -> list[Any]:
 
 def lent(loader: CachedLoader) -> int:
     """Segments that exist."""
-    assert loader.resources is not None
     return loader.resources.pool.shared_count
 
 
@@ -57,7 +56,6 @@ def test_memory_grows_with_the_batches():
         loader = CachedLoader(dataset, batch_sampler=batches, num_workers=1, persistent_workers=True)
         for _ in range(2):
             assert same([copied(batch) for batch in loader], expected)
-        assert loader.resources is not None
         assert loader.resources.pool.shared_bytes >= 4 * 3 * 32 * 32 * 4 * loader.resources.pool.shared_count
         images = [image for image, _ in loader]
         assert any(image.untyped_storage().nbytes() < 4 * 3 * 32 * 32 * 4 + 64 for image in images)
@@ -81,7 +79,6 @@ def test_an_error_takes_the_place_of_its_batch(persistent):
                 else:
                     assert same(next(iterator), expected[number])
             assert next(iterator, None) is None
-        assert loader.resources is not None
         del iterator
         gc.collect()
         assert loader.resources.pool.shared_left == 7
@@ -102,7 +99,6 @@ def test_epochs_that_are_broken_off_lose_no_memory(persistent):
             del batch
         assert same([copied(batch) for batch in loader], expected)
         gc.collect()
-        assert loader.resources is not None
         assert loader.resources.pool.shared_left == 7
         loader.close()
 

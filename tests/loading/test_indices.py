@@ -59,8 +59,6 @@ def test_any_index_gives_the_sources_sample(make: Any, spec: Any, budget: str) -
 def test_budgets_and_coverage_are_of_what_is_drawn() -> None:
     """60 % is of the ten that are drawn; who reads the description sees that."""
     with closing(CachedDataset(rows(), "60%", spec=ROWS, indices=FOLD)) as dataset:
-        assert dataset.cache is not None
-        assert dataset.ring is not None
         assert len(dataset.cache) == 6
         assert dataset.ring.coverage == 0.6
         assert len(dataset) == LENGTH

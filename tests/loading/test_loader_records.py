@@ -175,8 +175,6 @@ def test_a_full_arena_lets_the_rest_pass() -> None:
     with closing(CachedDataset(Boxes(), "60 KB")) as dataset:
         assert [dataset[index][1]["id"] for _ in range(2) for index in range(LENGTH)] == [*range(LENGTH)] * 2
         cache, counters = dataset.cache, dataset.counters
-        assert cache is not None
-        assert counters is not None
         counts = counters.totals()
         assert (counts.served, counts.hits) == (2 * LENGTH, cache.filled)
         assert counts.fills == counts.misses == cache.filled

@@ -106,7 +106,6 @@ def test_its_batch_is_that_of_a_dataloader(kind: str, num_workers: int) -> None:
     with closing(CachedDataset(OddOne(kind), layout="rows")) as dataset:
         torch.manual_seed(0)
         assert alike(list(told(CachedLoader(dataset, **arguments))), expected)
-        assert dataset.cache is not None
         assert dataset.cache.filled == totals(dataset).fills == totals(dataset).misses == LENGTH - 1
         assert totals(dataset).bypasses == 3
         if not any(isinstance(batch, type) for batch, _ in expected):

@@ -133,7 +133,6 @@ def test_tensors_lie_in_shared_memory_and_labels_in_the_message():
     samples = [(torch.full((100,), float(i)), torch.full((7,), i), i) for i in range(4)]
     made(pool, responder, samples)
     shared = pool.take_shared()
-    assert shared is not None
     reply = reply_to(responder, samples, shared)
     assert len(pickle.dumps(reply)) < 1000
     images, others, _ = received(reply, shared, pool)
@@ -187,7 +186,6 @@ def test_samples_are_put_away_as_they_come():
     expected = default_collate([(torch.full((100,), float(number)), number) for number in range(6)])
     made(pool, Responder(None), [(torch.zeros(100), 0)] * 6)
     shared = pool.take_shared()
-    assert shared is not None
     with closing(CachedDataset(list(range(6)), transform=image)) as dataset:
         reply = Responder(dataset).__getitems__(BatchRequest(range(6), shared.place))
     assert len(alive) == 6
@@ -233,7 +231,6 @@ def dataset() -> Iterator[CachedDataset]:
 
 
 def without_slot(dataset: CachedDataset) -> list[int]:
-    assert dataset.cache is not None
     return [index for index in range(LENGTH) if not dataset.cache.has_place(index)]
 
 

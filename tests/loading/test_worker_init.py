@@ -31,7 +31,6 @@ class Seeded(Dataset[Any]):
 def seed(worker: int) -> None:
     """Walks through all that it finds, as MONAI's does, and counts on from object to object."""
     info = get_worker_info()
-    assert info is not None
     for number, value in enumerate(_generators(info.dataset)):
         value.bit_generator.state = np.random.default_rng(info.seed + number).bit_generator.state
 

@@ -78,7 +78,6 @@ def test_a_division_stays_within_every_bound(
     got = divided(requests, sizes, {"": budget}, free=FreeMemory(None, free, None), ranks=ranks)
     reserve = Reserve()
     for size in sizes if batch is not None else ():
-        assert batch is not None
         reserve += loader_reserve(batch.batch_size * (size - 1), batch.num_workers, batch.prefetch_factor, ranks)
     safe = max(0, (free - reserve.bytes - max(free // 50, MARGIN)) * 512 // (512 + reserve.readers))
     wanted = min(Budget.parse(budget).wanted(whole, safe), whole)

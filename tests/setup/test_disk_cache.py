@@ -66,7 +66,6 @@ def job(layout: str, folder: str, num_workers: int) -> tuple[int, int, list[int]
     dataset = opened(source, Path(folder))
     before = source.loads
     epoch(dataset, source, num_workers)
-    assert dataset.counters is not None
     counts = dataset.counters.totals()
     dataset.close()
     return counts.hits, counts.misses, source.loaded[before:]
@@ -111,7 +110,6 @@ def test_a_cache_on_a_disk_without_a_name_leaves_nothing(tmp_path: Path) -> None
     source = CountedSource(LENGTH)
     dataset = CachedDataset(source, dir=str(tmp_path / "caches"))
     epoch(dataset, source)
-    assert dataset.cache is not None
     assert (dataset.cache.memory_bytes, dataset.cache.disk_bytes > 0) == (0, True)
     assert "on the disk" in dataset.describe()
     dataset.close()
@@ -124,7 +122,6 @@ def test_the_budget_is_the_disk_s(tmp_path: Path) -> None:
     spec = SampleSpec.infer(source.expected(0))
     each = spec.slot_bytes + 8
     dataset = CachedDataset(source, 10 * each, dir=str(tmp_path), spec=spec)
-    assert dataset.cache is not None
     assert (len(dataset.cache), dataset.budget_bytes) == (10, 10 * each)
     for index in range(LENGTH):
         dataset[index]
@@ -224,7 +221,6 @@ def two_nodes(rank: int, folder: str) -> tuple[str, int, float, list[str]]:
     group = NodeGroup.discover(key=rank)
     dataset = CachedDataset(CountedSource(LENGTH), "50%", dir=folder, name="shared", defer=True)
     dataset.share(group)
-    assert dataset.ring is not None
     arc, coverage = dataset.ring.arcs[group.node], dataset.ring.coverage
     dist.barrier()
     names = sorted(segment.name for segment in named_segments(directory=folder))

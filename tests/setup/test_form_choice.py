@@ -65,7 +65,6 @@ def test_encoded_takes_a_tenth_and_gives_the_same(folder: Path) -> None:
     source = ImageFolder(str(folder), v2.Compose([v2.RandomResizedCrop(16), v2.PILToTensor()]))
     with closing(CachedDataset(source, store="encoded")) as dataset:
         assert all(epochs(dataset, source))
-        assert dataset.cache is not None
         assert dataset.cache.full
         files = sum(path.stat().st_size for path in folder.rglob("*.jpg"))
         assert files < dataset.cache.stored_bytes(np.arange(12)) < files + 12 * 300
@@ -158,6 +157,5 @@ def test_auto_takes_the_better_form_for_all(
     """By the seconds and bytes of both, and what is granted."""
     with closing(CachedDataset(Slow(read, decode), budget, store="auto")) as dataset:
         assert all(epochs(dataset, Slow(0, 0)))
-        assert dataset.cache is not None
         assert filled <= dataset.cache.filled <= 1.05 * filled
         assert bytes_of_one <= dataset.cache.memory_bytes / dataset.cache.filled < 1.35 * bytes_of_one

@@ -81,8 +81,6 @@ def read_all(folder: str, name: str) -> tuple[int, int, int]:
 def read(dataset: CachedDataset) -> tuple[int, int, int]:
     """A job that reads everything once: its misses, its hits, and the slots that are filled at its end."""
     check(dataset)
-    assert dataset.counters is not None
-    assert dataset.cache is not None
     counts, filled = dataset.counters.totals(), dataset.cache.filled
     dataset.close()
     return counts.misses, counts.hits, filled
@@ -167,7 +165,6 @@ def test_another_fingerprint_is_refused(name: str, other: Any, options: dict[str
     assert words.count(f"'{differs}': ") == 2
     assert "another name" in words
     assert f"python -m lightning_stocache clean {name}" in words
-    assert first.cache is not None
     assert first.cache.filled == COMPARED
     first.close()
 
@@ -226,8 +223,6 @@ def test_geometry_wins_over_another_budget(name: str, tmp_path: Path) -> None:
     assert source(tmp_path).loads == LENGTH
     for budget in ("auto", "10%"):
         later = cached(source(tmp_path), name, budget=budget)
-        assert later.cache is not None
-        assert later.ring is not None
         assert (len(later.cache), later.cache.filled, later.ring.coverage) == (LENGTH // 2, LENGTH // 2, 0.5)
         assert later.ring.arcs == (later.cache.arc,)
         assert later.budget_bytes == LENGTH // 2 * later.cache.codec.slot_bytes
@@ -400,7 +395,6 @@ def half(rank: int, folder: str, name: str) -> tuple[int, int]:
         image, _ = dataset[index]
         assert torch.equal(image, CountedSource(LENGTH).expected(index)[0])
     dist.barrier()
-    assert dataset.cache is not None
     answer = dataset.cache.filled, dataset.cache.segment.handle.inode
     dist.barrier()
     dataset.close()

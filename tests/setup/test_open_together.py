@@ -96,7 +96,6 @@ class Train:
                 assert labels.tolist() == [label for _, label in expected]
                 seen += len(indices)
             dist.barrier()  # as a step's all-reduce does: no rank begins an epoch before all have loaded the last one
-        assert dataset.counters is not None
         counts = dataset.counters.totals().values()
         dist.barrier()
         dataset.close()
@@ -127,8 +126,6 @@ def folds(rank: int) -> Any:
     dataset = CachedDataset(CountedSource(LENGTH), "50%", defer=True, indices=mine)
     dataset.share(NodeGroup(rank, ((0,), (1,))))
     list(dataset)
-    assert dataset.cache is not None
-    assert dataset.ring is not None
     held = [index for index in range(LENGTH) if dataset.cache.has_place(index)]
     result = held, dataset.cache.filled, dataset.ring.coverage
     dist.barrier()
@@ -170,7 +167,6 @@ def look(rank: int) -> Any:
     source = Watched(LENGTH)
     its = opened(source)
     at_set_up = len(reads)
-    assert its.cache is not None
     assert its.tail is not None
     torch.manual_seed(3)
     served = CachedSource(its)
@@ -328,8 +324,6 @@ def short_of_memory(rank: int) -> list[str]:
 
 def two_nodes(rank: int) -> Any:
     its = opened(CountedSource(LENGTH), "50%", NodeGroup.discover(key=rank))
-    assert its.cache is not None
-    assert its.ring is not None
     result = its.group.nodes, its.ring, its.cache.arc, its.ring.coverage
     its.close()
     return result

@@ -48,7 +48,6 @@ def filled(dataset: CachedDataset) -> float:
     """The share of the samples that lie in the cache when all were asked for."""
     for index in range(LENGTH):
         dataset[index]
-    assert dataset.cache is not None
     return dataset.cache.filled / LENGTH
 
 
@@ -65,7 +64,6 @@ def share_of_a_rank(rank: int) -> float:
     dataset.share()
     share = filled(dataset)
     dist.barrier()
-    assert dataset.cache is not None
     share = dataset.cache.filled / LENGTH
     dist.barrier()
     dataset.close()

@@ -99,8 +99,6 @@ def test_what_was_read_is_hit_in_the_first_epoch(make, options, tmp_path) -> Non
         options = {"dir": str(tmp_path)}
     with closing(CachedDataset(source, **options)) as dataset:
         cache, counters = dataset.cache, dataset.counters
-        assert cache is not None
-        assert counters is not None
         assert set(source.read_indices) >= source.seen
         assert cache.filled == counters.totals().setup_fills == len(source.seen)
         assert (counters.totals().fills, counters.totals().served) == (0, 0)
@@ -118,8 +116,6 @@ def test_what_was_read_is_hit_in_the_first_epoch(make, options, tmp_path) -> Non
 def test_what_has_no_slot_is_not_stored(tmp_path) -> None:
     """A budget for fewer samples than set-up reads is not exceeded."""
     with closing(CachedDataset(Source(tmp_path / "log"), budget="10%")) as dataset:
-        assert dataset.cache is not None
-        assert dataset.counters is not None
         held = [index for index in range(LENGTH) if dataset.cache.has_place(index)]
         assert len(held) == LENGTH // 10
         assert dataset.cache.filled == dataset.counters.totals().setup_fills == len(Source.seen.intersection(held))
@@ -130,7 +126,6 @@ def test_what_is_too_large_is_read_again(tmp_path, monkeypatch) -> None:
     monkeypatch.setattr(finding, "MOST_BYTES", 5 * SampleSpec.infer(made(0)).nbytes)
     source = Source(tmp_path / "log")
     with closing(CachedDataset(source)) as dataset:
-        assert dataset.cache is not None
         assert dataset.cache.filled == 5
         assert len(source.read_indices) == 2 * len(source.seen)
         assert [dataset[index][1] for index in range(LENGTH)] == list(range(LENGTH))
@@ -140,7 +135,6 @@ def test_what_is_too_large_is_read_again(tmp_path, monkeypatch) -> None:
 def test_random_samples_are_not_stored() -> None:
     """A source that is cached as it is has the draws of the training, not those of set-up."""
     with closing(CachedDataset(CountedSource(LENGTH), allow_random=True)) as dataset:
-        assert dataset.cache is not None
         assert dataset.cache.filled == 0
 
 
@@ -155,7 +149,6 @@ def test_a_job_over_a_named_cache_reads_four_samples(kind, served, name, tmp_pat
             first[index]
         source = kind(tmp_path / "second")
         with closing(CachedDataset(source, strict=True, **options)) as second:
-            assert second.cache is not None
             assert second.cache.filled == max(served, len(source.seen))
             assert set(source.read_indices) == set(spread(LENGTH, 4))
 

@@ -240,7 +240,6 @@ def test_it_is_cached(tmp_path: Path, make: Callable[[], Any], store: str) -> No
     expected = [bits(make()[index]) for index in range(LENGTH)]
     for _ in range(2):
         assert [bits(sample) for batch in loader for sample in batch] == expected
-    assert dataset.counters is not None
     counts = dataset.counters.totals()
     assert counts.setup_fills + counts.fills == LENGTH
     assert (counts.hits, counts.misses) == (2 * LENGTH - counts.fills, counts.fills)
@@ -251,7 +250,6 @@ def test_it_is_taken_apart_by_its_own_methods(photos: Path) -> None:
     """read gives bytes and decode makes the sample of them; it has no way to read a batch, which a cache would lose."""
     source = LMDBSource(photos)
     access = access_to(source)
-    assert access is not None
     assert type(access.read(3)) is bytes
     assert bits(access.decode(access.read(3), 3)) == bits(source[3])
     assert batch_reader(source) is None
