@@ -4,15 +4,16 @@ from __future__ import annotations
 
 import os
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import torch
 from PIL import Image
 from torch.utils.data import Dataset
 
-__all__ = ["Allowance", "CountedSource", "write_photos"]
+__all__ = ["Allowance", "CountedSource", "Made", "TransformedSource", "write_photos"]
 
 _INDEX_BYTES = 8
 
@@ -60,6 +61,29 @@ class CountedSource(Dataset[tuple[torch.Tensor, int]]):
     def loads(self) -> int:
         """How many that are."""
         return os.path.getsize(self.log_path) // _INDEX_BYTES if os.path.exists(self.log_path) else 0
+
+
+class TransformedSource(CountedSource):
+    """Images that its `transform` changes, if it has one, as most users' sources have."""
+
+    transform: Any = None
+
+    def __getitem__(self, index: int) -> Any:
+        image, label = super().__getitem__(index)
+        return (image if self.transform is None else self.transform(image)), label
+
+
+class Made(Dataset[Any]):
+    """Whatever a function makes of an index."""
+
+    def __init__(self, make: Callable[[int], Any], length: int = 12) -> None:
+        self.make, self.length = make, length
+
+    def __len__(self) -> int:
+        return self.length
+
+    def __getitem__(self, index: int) -> Any:
+        return self.make(index)
 
 
 class Allowance:

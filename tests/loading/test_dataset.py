@@ -45,7 +45,7 @@ from lightning_stocache.setup import allocation
 from tests.loading.twins import InBatches, Transformed, outcomes, totals
 from tests.logs import Log
 from tests.processes import context, without_room
-from tests.sources import CountedSource
+from tests.sources import CountedSource, TransformedSource
 
 pytestmark = pytest.mark.processes
 
@@ -255,18 +255,8 @@ def test_an_index_outside_is_the_sources_own_error(source: CountedSource, budget
 # --- batches equal uncached batches
 
 
-class Augmented(CountedSource):
-    """A source with random augmentation inside, as most users' are."""
-
-    transform: Any = None
-
-    def __getitem__(self, index: int) -> Any:
-        image, label = super().__getitem__(index)
-        return self.transform(image), label
-
-
-class BatchedAugmented(Augmented):
-    """The same, loading whole batches."""
+class BatchedAugmented(TransformedSource):
+    """Loads whole batches."""
 
     def __getitems__(self, indices: list[int]) -> Any:
         return [self[index] for index in indices]
@@ -286,7 +276,7 @@ AUGMENTATIONS = {
 }
 
 
-def augmented(kind: str, make: type[Augmented] = Augmented) -> Augmented:
+def augmented(kind: str, make: type[TransformedSource] = TransformedSource) -> Dataset[Any]:
     source = make(LENGTH)
     source.transform = AUGMENTATIONS[kind]
     return source

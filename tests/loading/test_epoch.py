@@ -5,6 +5,7 @@ Those that are gathered here or, with a transform, made by workers.
 
 from __future__ import annotations
 
+import gc
 import threading
 import time
 from contextlib import closing
@@ -33,8 +34,6 @@ WORKERS: list[dict[str, Any]] = [
     {"num_workers": 1},
     {"num_workers": 2, "persistent_workers": True},
 ]
-NAMES = ["alone", "a worker", "persistent workers"]
-
 
 WAYS: list[tuple[dict[str, Any], str, Any]] = [
     ({}, "25%", None),
@@ -216,17 +215,21 @@ def told(outcome: Any) -> Any:
     return type(outcome), text.rpartition("Error: ")[2].strip(), "self.bad[index]" in text
 
 
-@pytest.mark.parametrize(("workers", "budget"), [(WORKERS[0], "auto"), (WORKERS[1], "50%"), (WORKERS[2], "auto")])
-def test_an_error_of_the_source_takes_the_place_of_its_batch(workers, budget):
-    """With the user's traceback where a worker raised it; the next batch is the one that DataLoader gives."""
+@in_every_way
+def test_an_error_of_the_source_takes_the_place_of_its_batch(workers, budget, transform):
+    """With the user's traceback where a worker raised it; the next batch is DataLoader's, and no memory is lost."""
     source = Faulty(LENGTH, {9: OSError("sample 9 is broken"), 22: ValueError("sample 22 is broken")})
     arguments: dict[str, Any] = {"batch_size": 4, **workers}
-    uncached = DataLoader(source, **arguments)
+    uncached = DataLoader(source if transform is None else Transformed(source, transform), **arguments)
     expected = [list(map(told, outcomes(uncached))) for _ in range(2)]
     assert next(one for one in expected[0] if type(one) is tuple)[0] is OSError
-    with closing(CachedDataset(source, budget)) as dataset:
+    with closing(CachedDataset(source, budget, transform=transform)) as dataset:
         loader = CachedLoader(dataset, **arguments)
-        assert same([list(map(told, outcomes(loader))) for _ in range(2)], expected)
+        for _ in range(3):
+            assert same([list(map(told, outcomes(loader))) for _ in range(2)], expected)
+        if transform is not None:
+            gc.collect()
+            assert loader.resources.pool.shared_left == 3 + 2 * workers["num_workers"]
         loader.close()
     del uncached
 

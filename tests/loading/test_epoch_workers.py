@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import gc
 import os
 import signal
 import threading
@@ -17,16 +16,12 @@ from torch.utils.data import DataLoader, get_worker_info
 
 from lightning_stocache.loading.dataset import CachedDataset
 from lightning_stocache.loading.loader import CachedLoader
-from tests.loading.twins import Faulty, Numbers, Transformed, copied, same, to_float
+from tests.loading.twins import Numbers, Transformed, copied, same, to_float
 
 LENGTH = 40
 BIG = (3, 32, 32)
 
 pytestmark = [pytest.mark.usefixtures("seeded"), pytest.mark.processes]
-
-
-def plain(batch_size: int = 4, length: int = LENGTH) -> list[Any]:
-    return list(DataLoader(Transformed(Numbers(length, BIG), to_float), batch_size))
 
 
 def lent(loader: CachedLoader) -> int:
@@ -60,46 +55,6 @@ def test_memory_grows_with_the_batches():
         images = [image for image, _ in loader]
         assert any(image.untyped_storage().nbytes() < 4 * 3 * 32 * 32 * 4 + 64 for image in images)
         del images
-        loader.close()
-
-
-@pytest.mark.parametrize("persistent", [False, True])
-def test_an_error_takes_the_place_of_its_batch(persistent):
-    """With the user's traceback; the next batch comes, and no memory is lost."""
-    bad: dict[int, Exception] = {index: OSError(f"sample {index} is broken") for index in (9, 22)}
-    with closing(CachedDataset(Faulty(LENGTH, bad, BIG), transform=to_float)) as dataset:
-        loader = CachedLoader(dataset, 4, num_workers=2, persistent_workers=persistent)
-        expected = plain()
-        for _ in range(6):
-            iterator = iter(loader)
-            for number in range(10):
-                if number in (2, 5):
-                    with pytest.raises(OSError, match=f"(?s)in __getitem__.*sample {9 if number == 2 else 22} is bro"):
-                        next(iterator)
-                else:
-                    assert same(next(iterator), expected[number])
-            assert next(iterator, None) is None
-        del iterator
-        gc.collect()
-        assert loader.resources.pool.shared_left == 7
-        loader.close()
-
-
-@pytest.mark.parametrize("persistent", [False, True])
-def test_epochs_that_are_broken_off_lose_no_memory(persistent):
-    """Batches that nobody asks for any more give theirs back."""
-    expected = plain()
-    with closing(CachedDataset(Numbers(LENGTH, BIG), transform=to_float)) as dataset:
-        loader = CachedLoader(dataset, 4, num_workers=2, persistent_workers=persistent)
-        for stop in (1, 4, 2, 7, 3, 1, 9):
-            for number, batch in enumerate(loader):
-                assert same(batch, expected[number])
-                if number == stop:
-                    break
-            del batch
-        assert same([copied(batch) for batch in loader], expected)
-        gc.collect()
-        assert loader.resources.pool.shared_left == 7
         loader.close()
 
 

@@ -14,7 +14,7 @@ from lightning_stocache.cache.records import RecordCodec
 from lightning_stocache.cache.rows import SampleSpec
 from lightning_stocache.loading.dataset import CachedDataset
 from lightning_stocache.loading.loader import CachedLoader
-from tests.loading.twins import totals
+from tests.loading.twins import same, totals
 
 LENGTH = 50
 FOLD = list(range(3, LENGTH, 5))
@@ -28,10 +28,6 @@ def rows() -> list[Any]:
 
 def texts() -> list[Any]:
     return [{"text": f"sample {index}"} for index in range(LENGTH)]
-
-
-def same(left: Any, right: Any) -> bool:
-    return left == right if isinstance(left, dict) else torch.equal(left[0], right[0]) and left[1] == right[1]
 
 
 @pytest.mark.parametrize(("make", "spec"), [(rows, ROWS), (texts, TEXTS)])

@@ -15,20 +15,16 @@ from torchvision import transforms
 
 from lightning_stocache import CachedDataset, CachedLoader
 from tests.loading.twins import Transformed, pairwise, run, same, totals
+from tests.sources import Made
 
 pytestmark = pytest.mark.processes
 
 LENGTH = 26
 
 
-class Texts(Dataset[Any]):
+def text(index: int) -> Any:
     """A string, its tokens and a label, of many lengths."""
-
-    def __len__(self) -> int:
-        return LENGTH
-
-    def __getitem__(self, index: int) -> Any:
-        return {"text": f"sample {index} " * (index % 5), "ids": list(range(index % 7 + 1)), "label": index % 3}
+    return {"text": f"sample {index} " * (index % 5), "ids": list(range(index % 7 + 1)), "label": index % 3}
 
 
 class Photos(Dataset[Any]):
@@ -46,15 +42,13 @@ class Photos(Dataset[Any]):
         return self.transform(Image.fromarray(pixels)), f"{index}.jpg"
 
 
-class Boxes(Dataset[Any]):
-    """Large images with boxes of varying number."""
+def boxed(index: int) -> Any:
+    """A large image with boxes of varying number."""
+    image = torch.full((3, 64, 60 + index), index, dtype=torch.uint8)
+    return image, {"boxes": torch.full((index % 4, 4), float(index)), "id": index, "name": str(index)}
 
-    def __len__(self) -> int:
-        return LENGTH
 
-    def __getitem__(self, index: int) -> Any:
-        image = torch.full((3, 64, 60 + index), index, dtype=torch.uint8)
-        return image, {"boxes": torch.full((index % 4, 4), float(index)), "id": index, "name": str(index)}
+TEXTS, BOXES = Made(text, LENGTH), Made(boxed, LENGTH)
 
 
 def padded(samples: list[Any]) -> Any:
@@ -82,11 +76,11 @@ def twice(samples: list[Any]) -> Any:
 
 
 WAYS: dict[str, tuple[Any, Any]] = {
-    "text, padded": (Texts, padded),
-    "photographs": (Photos, None),
-    "photographs, tuples": (Photos, as_tuples),
-    "boxes": (Boxes, as_tuples),
-    "odd batches": (Texts, twice),
+    "text, padded": (TEXTS, padded),
+    "photographs": (Photos(), None),
+    "photographs, tuples": (Photos(), as_tuples),
+    "boxes": (BOXES, as_tuples),
+    "odd batches": (TEXTS, twice),
 }
 
 DESIGNS = pairwise(
@@ -103,14 +97,13 @@ DESIGNS = pairwise(
 @pytest.mark.parametrize("design", DESIGNS, ids=lambda design: " ".join(map(str, design.values())))
 def test_batches_and_draws_are_those_of_dataloader(design: dict[str, Any]) -> None:
     """In three epochs, one of them broken off, with all of it in the cache, or a part."""
-    make, collate = WAYS[design["way"]]
+    source, collate = WAYS[design["way"]]
     transform = design["transform"]
     if transform is not None:
         collate = list
     arguments = {"batch_size": design["batch_size"], "shuffle": design["shuffle"], "collate_fn": collate}
     arguments |= {"num_workers": design["num_workers"]}
     arguments |= {"persistent_workers": design["persistent"] and design["num_workers"] > 0}
-    source = make()
     with closing(CachedDataset(source, design["budget"], transform=transform)) as dataset:
         whole = source if transform is None else Transformed(source, transform)
         seed()
@@ -132,7 +125,7 @@ def seed() -> None:
 
 def test_a_tensor_that_is_there_twice_is_one() -> None:
     """What a collate function gives twice shares its memory, and strides are what they were."""
-    with closing(CachedDataset(Texts())) as dataset:
+    with closing(CachedDataset(TEXTS)) as dataset:
         loader = CachedLoader(dataset, 4, collate_fn=twice, num_workers=1)
         for _ in range(3):
             batch = next(iter(loader))
@@ -144,11 +137,11 @@ def test_a_tensor_that_is_there_twice_is_one() -> None:
 
 def test_batches_that_are_kept_stay_what_they_are() -> None:
     """The memory of a batch is not used again while somebody holds a part of it."""
-    with closing(CachedDataset(Boxes())) as dataset:
+    with closing(CachedDataset(BOXES)) as dataset:
         loader = CachedLoader(dataset, 4, collate_fn=as_tuples, num_workers=2)
         kept = [batch for _ in range(3) for batch in loader]
         loader.close()
-        expected = [batch for _ in range(3) for batch in DataLoader(Boxes(), 4, collate_fn=as_tuples)]
+        expected = [batch for _ in range(3) for batch in DataLoader(BOXES, 4, collate_fn=as_tuples)]
         assert same(kept, expected)
 
 
@@ -160,7 +153,7 @@ def test_an_error_of_the_collate_fn_comes_through() -> None:
             raise ZeroDivisionError("of the user's")
         return samples
 
-    with closing(CachedDataset(Texts())) as dataset:
+    with closing(CachedDataset(TEXTS)) as dataset:
         loader = CachedLoader(dataset, 1, collate_fn=fails, num_workers=1)
         batches = iter(loader)
         assert next(batches)[0]["label"] == 0
@@ -172,7 +165,7 @@ def test_an_error_of_the_collate_fn_comes_through() -> None:
 
 def test_a_full_arena_lets_the_rest_pass() -> None:
     """Counts add up, nothing is stored beyond the bytes that were granted, and they are full to 95 %."""
-    with closing(CachedDataset(Boxes(), "60 KB")) as dataset:
+    with closing(CachedDataset(BOXES, "60 KB")) as dataset:
         assert [dataset[index][1]["id"] for _ in range(2) for index in range(LENGTH)] == [*range(LENGTH)] * 2
         cache, counters = dataset.cache, dataset.counters
         counts = counters.totals()
@@ -189,22 +182,14 @@ class Point:
         self.x = x
 
 
-class Points(Dataset[Any]):
-    """Samples that hold one."""
-
-    kind = Point
-
-    def __len__(self) -> int:
-        return LENGTH
-
-    def __getitem__(self, index: int) -> Any:
-        return {"point": self.kind(index), "text": "." * index}
+def of_a_point(index: int, kind: type[Point] = Point) -> Any:
+    return {"point": kind(index), "text": "." * index}
 
 
 @pytest.mark.parametrize("num_workers", [0, 2])
 def test_a_record_that_cannot_be_decoded_is_a_miss(num_workers: int, monkeypatch: pytest.MonkeyPatch) -> None:
     """A class that was renamed since its samples were stored costs loads, and ends no training."""
-    with closing(CachedDataset(Points())) as dataset:
+    with closing(CachedDataset(Made(of_a_point, LENGTH))) as dataset:
         loader = CachedLoader(
             dataset, 4, collate_fn=lambda samples: [sample["point"].x for sample in samples], num_workers=num_workers
         )

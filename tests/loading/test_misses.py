@@ -23,24 +23,28 @@ from lightning_stocache.loading.loader import CachedLoader
 from lightning_stocache.loading.misses import Misses
 from lightning_stocache.source.odd import Odd
 from tests.loading.twins import InBatches
+from tests.sources import Made
 
 pytestmark = pytest.mark.processes
 
 
-class RareClass(Dataset[Any]):
+def rare(index: int) -> torch.Tensor:
     """One class of a sorted folder is augmented."""
+    return torch.tensor([index, np.random.rand() if 303 <= index < 312 else 0.0])
 
-    def __len__(self) -> int:
-        return 400
 
-    def __getitem__(self, index: int) -> torch.Tensor:
-        return torch.tensor([index, np.random.rand() if 303 <= index < 312 else 0.0])
+def from_the_system(index: int) -> torch.Tensor:
+    """It draws from what nobody can watch."""
+    return torch.tensor([float(index), *os.urandom(8)])
+
+
+RARE, SYSTEM = Made(rare, 400), Made(from_the_system, 400)
 
 
 @pytest.mark.parametrize("num_workers", [0, 2])
 def test_a_random_class_is_not_frozen(num_workers: int, capfd: pytest.CaptureFixture[str]) -> None:
     """It has other draws in every epoch, and is counted as a bypass; the rest is cached."""
-    with closing(CachedDataset(RareClass())) as dataset:
+    with closing(CachedDataset(RARE)) as dataset:
         loader = CachedLoader(dataset, 8, num_workers=num_workers)
         epochs = [torch.cat(list(loader))[303:312, 1].tolist() for _ in range(3)]
         assert dataset.cache.filled == 400 - 16  # the two batches that hold it
@@ -48,13 +52,6 @@ def test_a_random_class_is_not_frozen(num_workers: int, capfd: pytest.CaptureFix
         assert counts.served == 3 * 400
         assert counts.bypasses == 3 * 16
         assert len({*epochs[0], *epochs[1], *epochs[2]}) == 27
-
-
-class FromTheSystem(RareClass):
-    """It draws from what nobody can watch."""
-
-    def __getitem__(self, index: int) -> torch.Tensor:
-        return torch.tensor([float(index), *os.urandom(8)])
 
 
 WAYS: dict[str, Callable[[CachedDataset], Any]] = {
@@ -66,22 +63,24 @@ WAYS: dict[str, Callable[[CachedDataset], Any]] = {
 }
 
 
-@pytest.mark.parametrize("kind", [RareClass, lambda: InBatches(RareClass())], ids=["one by one", "in batches"])
+@pytest.mark.parametrize("source", [RARE, InBatches(RARE)], ids=["one by one", "in batches"])
 @pytest.mark.parametrize("way", WAYS.values(), ids=WAYS)
-def test_a_rare_draw_is_frozen_on_no_way(way: Any, kind: Any, caplog: pytest.LogCaptureFixture) -> None:
+def test_a_rare_draw_is_frozen_on_no_way(way: Any, source: Any, caplog: pytest.LogCaptureFixture) -> None:
     """However a sample is asked for; one warning says so."""
-    spec = SampleSpec.infer(RareClass()[0])
-    with closing(CachedDataset(kind(), spec=spec)) as dataset:
+    spec = SampleSpec.infer(rare(0))
+    with closing(CachedDataset(source, spec=spec)) as dataset:
         epochs = [torch.stack([row for part in way(dataset) for row in part.reshape(-1, 2)]) for _ in range(2)]
         assert (epochs[0] != epochs[1]).any(dim=1).nonzero().flatten().tolist() == list(range(303, 312))
         assert len([text for text in caplog.messages if "draws random numbers for some samples" in text]) == 1
 
 
-@pytest.mark.parametrize("kind", [FromTheSystem, lambda: InBatches(FromTheSystem())], ids=["one by one", "in batches"])
+@pytest.mark.parametrize(
+    "source", [Made(from_the_system, 400), InBatches(Made(from_the_system, 400))], ids=["one by one", "in batches"]
+)
 @pytest.mark.parametrize("way", WAYS.values(), ids=WAYS)
-def test_samples_are_read_again_on_every_way(way: Any, kind: Any, caplog: pytest.LogCaptureFixture) -> None:
+def test_samples_are_read_again_on_every_way(way: Any, source: Any, caplog: pytest.LogCaptureFixture) -> None:
     """What draws from the system cannot be seen to draw; a second read tells."""
-    with closing(CachedDataset(kind(), spec=SampleSpec.infer(FromTheSystem()[0]))) as dataset:
+    with closing(CachedDataset(source, spec=SampleSpec.infer(from_the_system(0)))) as dataset:
         for _ in way(dataset):
             pass
         assert "is another one when it is read again" in caplog.text
@@ -90,13 +89,12 @@ def test_samples_are_read_again_on_every_way(way: Any, kind: Any, caplog: pytest
 def test_one_that_cannot_be_read_does_not_turn_a_frozen_cache_off() -> None:
     """It may be one that no sampler asks for; the look passes it over."""
 
-    class Gap(RareClass):
-        def __getitem__(self, index: int) -> torch.Tensor:
-            if index == 0:
-                raise OSError("no file")
-            return super().__getitem__(index)
+    def gap(index: int) -> torch.Tensor:
+        if index == 0:
+            raise OSError("no file")
+        return rare(index)
 
-    with closing(CachedDataset(Gap(), allow_random=True)) as dataset:
+    with closing(CachedDataset(Made(gap, 400), allow_random=True)) as dataset:
         assert torch.equal(dataset[305], dataset[305])
 
 

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import logging
 import multiprocessing
 import os
 import re
@@ -25,7 +24,9 @@ from lightning_stocache.loading.dataset import CachedDataset
 from lightning_stocache.setup.finding import Finding
 from lightning_stocache.setup.look import SourceReader
 from lightning_stocache.setup.request import CacheRequest, LoaderSettings
+from tests.logs import Log
 from tests.processes import call, context
+from tests.sources import Made
 
 pytestmark = pytest.mark.processes
 
@@ -67,19 +68,6 @@ def look(request: CacheRequest) -> Finding:
     """What a reader finds that is closed again."""
     with closing(SourceReader([request])) as reader:
         return reader.look(0)
-
-
-class Made(Dataset[Any]):
-    """Whatever a function of the index makes."""
-
-    def __init__(self, make: Callable[[int], Any], length: int = 12) -> None:
-        self.make, self.length = make, length
-
-    def __len__(self) -> int:
-        return self.length
-
-    def __getitem__(self, index: int) -> Any:
-        return self.make(index)
 
 
 @pytest.fixture
@@ -205,25 +193,11 @@ def test_what_cannot_be_cached_has_a_reason(source: Dataset[Any], reason: str) -
     assert reason in finding.reason
 
 
-class OfWorker(Dataset[Any]):
-    """Draws from the seed of its worker, or shows its number."""
-
-    def __init__(self, name: str) -> None:
-        self.name = name
-
-    def __len__(self) -> int:
-        return 12
-
-    def __getitem__(self, index: int) -> torch.Tensor:
-        info = get_worker_info()
-        return torch.tensor([index, 0 if info is None else getattr(info, self.name)])
-
-
 @pytest.mark.parametrize("name", ["seed", "id"])
 def test_what_comes_from_the_worker_is_random(name: str) -> None:
     """A generator that is seeded by `get_worker_info().seed`, and a sample that depends on the worker."""
-    reason = look(CacheRequest(OfWorker(name), reader=LoaderSettings(4, 2))).reason
-    assert "it is random" in reason
+    source = Made(lambda index: torch.tensor([index, getattr(get_worker_info(), name, 0)]))
+    assert "it is random" in look(CacheRequest(source, reader=LoaderSettings(4, 2))).reason
 
 
 class Batches(Made):
@@ -327,10 +301,7 @@ def look_with_forks_that_hang(forks: int, told_seconds: float) -> tuple[str | No
     os.register_at_fork(after_in_child=never_begins)
     looking.TOLD_SECONDS, looking.PATIENCE_SECONDS = told_seconds, 3 * told_seconds
     torch.utils.data._utils.MP_STATUS_CHECK_INTERVAL = 0.2  # before DataLoader sends SIGTERM
-    said = list[str]()
-    handler = logging.Handler()
-    handler.emit = lambda record: said.append(record.getMessage())  # type: ignore[method-assign]
-    logging.getLogger("lightning_stocache").addHandler(handler)
+    said = Log().lines
     finding = look(CacheRequest(Made(torch.tensor), reader=LoaderSettings(4, 1)))
     return finding.reason, finding.worker_bytes is not None, said, len(multiprocessing.active_children())
 

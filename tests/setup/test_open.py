@@ -22,21 +22,11 @@ from lightning_stocache.setup.open import open_caches
 from lightning_stocache.setup.open_cache import OpenCache
 from lightning_stocache.setup.request import CacheRequest, Layout
 from lightning_stocache.setup.segments import CacheMemoryError
-from tests.sources import CountedSource
+from tests.sources import CountedSource, TransformedSource
 
 pytestmark = pytest.mark.processes
 
 LENGTH = 20
-
-
-class Cropped(CountedSource):
-    """Random inside, by a transform that can be cut."""
-
-    transform: Any = v2.Compose([v2.ToDtype(torch.float32, scale=True), v2.RandomCrop(4)])
-
-    def __getitem__(self, index: int) -> Any:
-        image, label = super().__getitem__(index)
-        return (image if self.transform is None else self.transform(image)), label
 
 
 def opened(
@@ -56,7 +46,8 @@ def opened(
 
 def test_what_was_opened_serves_the_deterministic_part(tmp_path: Path) -> None:
     """The source before the cut is cached, and the tail after it gives the samples of the source."""
-    source = Cropped(LENGTH, log_path=tmp_path / "loads")
+    source = TransformedSource(LENGTH, log_path=tmp_path / "loads")
+    source.transform = v2.Compose([v2.ToDtype(torch.float32, scale=True), v2.RandomCrop(4)])
     cropped = opened(source)
     assert cropped.cache is not None
     assert cropped.tail is not None

@@ -23,8 +23,9 @@ from lightning_stocache.node.segment import Segment, SegmentHandle
 from lightning_stocache.setup.open import open_caches
 from lightning_stocache.setup.open_cache import OpenCache
 from lightning_stocache.setup.request import CacheRequest
+from tests.logs import Log
 from tests.ranks import run_ranks
-from tests.sources import CountedSource
+from tests.sources import CountedSource, TransformedSource
 
 pytestmark = pytest.mark.processes
 
@@ -36,14 +37,10 @@ class Scale(nn.Module):
         return image / 255
 
 
-class Dropped(CountedSource):
+class Dropped(TransformedSource):
     """Random inside, by a transform that can be cut: two steps, of which the second draws."""
 
     transform: Any = nn.Sequential(Scale(), nn.Dropout())
-
-    def __getitem__(self, index: int) -> Any:
-        image, label = super().__getitem__(index)
-        return (image if self.transform is None else self.transform(image)), label
 
 
 def opened(
@@ -314,12 +311,10 @@ def test_what_one_source_does_wrong_is_told_to_all() -> None:
 
 
 def short_of_memory(rank: int) -> list[str]:
-    heard: list[str] = []
-    handler = logging.Handler(logging.WARNING)
-    handler.emit = lambda record: heard.append(record.getMessage())  # type: ignore[method-assign]
-    logging.getLogger("lightning_stocache").addHandler(handler)
+    log = Log()
+    log.setLevel(logging.WARNING)
     opened(CountedSource(LENGTH), 10).close()
-    return heard
+    return log.lines
 
 
 def two_nodes(rank: int) -> Any:

@@ -10,38 +10,29 @@ import pytest
 import torch
 import torch.distributed as dist
 from PIL import Image
-from torch.utils.data import Dataset
 
 from lightning_stocache.loading.dataset import CachedDataset
 from tests.ranks import run_ranks
+from tests.sources import Made
 
 LENGTH = 400
 
 pytestmark = pytest.mark.processes
 
 
-class Photos(Dataset[Any]):
-    """Images of PIL of many sizes, which take a quarter less where they are packed."""
-
-    def __len__(self) -> int:
-        return LENGTH
-
-    def __getitem__(self, index: int) -> Any:
-        return Image.new("RGB", (40 + index % 7, 60 + index % 5), (index % 256, 0, 0)), index
+def photo(index: int) -> Any:
+    """An image of PIL of some size, which takes a quarter less where it is packed."""
+    return Image.new("RGB", (40 + index % 7, 60 + index % 5), (index % 256, 0, 0)), index
 
 
-class Texts(Photos):
-    """Records of very different sizes."""
-
-    def __getitem__(self, index: int) -> Any:
-        return "x" * int(np.random.default_rng(index).lognormal(6, 1)), index
+def text(index: int) -> Any:
+    """A record: they are of very different sizes."""
+    return "x" * int(np.random.default_rng(index).lognormal(6, 1)), index
 
 
-class Rows(Photos):
-    """Rows of one size."""
-
-    def __getitem__(self, index: int) -> Any:
-        return torch.full((30,), index), index
+def row(index: int) -> Any:
+    """A row: all are of one size."""
+    return torch.full((30,), index), index
 
 
 def filled(dataset: CachedDataset) -> float:
@@ -51,16 +42,16 @@ def filled(dataset: CachedDataset) -> float:
     return dataset.cache.filled / LENGTH
 
 
-@pytest.mark.parametrize("kind", [Photos, Texts, Rows])
+@pytest.mark.parametrize("make", [photo, text, row])
 @pytest.mark.parametrize("percent", [50, 75])
-def test_so_many_of_the_samples_are_cached(kind: Any, percent: int) -> None:
+def test_so_many_of_the_samples_are_cached(make: Any, percent: int) -> None:
     """Within one in a hundred."""
-    with closing(CachedDataset(kind(), f"{percent}%")) as dataset:
+    with closing(CachedDataset(Made(make, LENGTH), f"{percent}%")) as dataset:
         assert filled(dataset) == pytest.approx(percent / 100, abs=0.01)
 
 
 def share_of_a_rank(rank: int) -> float:
-    dataset = CachedDataset(Photos(), "50%", defer=True)
+    dataset = CachedDataset(Made(photo, LENGTH), "50%", defer=True)
     dataset.share()
     share = filled(dataset)
     dist.barrier()

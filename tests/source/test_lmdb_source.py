@@ -16,7 +16,7 @@ import numpy as np
 import pytest
 import torch
 from PIL import Image
-from torch.utils.data import Dataset, StackDataset, Subset
+from torch.utils.data import StackDataset, Subset
 
 from lightning_stocache import CachedDataset, CachedLoader, LMDBSource, pack
 from lightning_stocache.source.access import batch_reader
@@ -27,31 +27,25 @@ from lightning_stocache.source.probe import bits
 from lightning_stocache.source.random_split import split
 from tests.logs import Log
 from tests.processes import call, call_many
+from tests.sources import Made
 
 lmdb = pytest.importorskip("lmdb")
 
 LENGTH = 40
 
 
-class Photos(Dataset[Any]):
+def photo(index: int) -> Any:
     """An image, a label, and what else a sample may hold."""
-
-    def __len__(self) -> int:
-        return LENGTH
-
-    def __getitem__(self, index: int) -> Any:
-        pixels = torch.full((3, 8, 8 + index % 3), index, dtype=torch.uint8)
-        return {"image": pixels, "label": index % 2, "name": f"photo {index}", "box": np.arange(4) * index}
+    pixels = torch.full((3, 8, 8 + index % 3), index, dtype=torch.uint8)
+    return {"image": pixels, "label": index % 2, "name": f"photo {index}", "box": np.arange(4) * index}
 
 
-class Numbers(Dataset[Any]):
-    """Rows: a tensor and a label."""
+def number(index: int) -> Any:
+    """A row: a tensor and a label."""
+    return torch.full((16,), float(index)), index
 
-    def __len__(self) -> int:
-        return LENGTH
 
-    def __getitem__(self, index: int) -> Any:
-        return torch.full((16,), float(index)), index
+PHOTOS = Made(photo, LENGTH)
 
 
 def jpeg(index: int) -> bytes:
@@ -72,7 +66,7 @@ def foreign(path: Path, values: dict[Any, bytes], *, subdir: bool = False) -> Pa
 
 @pytest.fixture
 def photos(tmp_path: Path) -> Path:
-    pack(Photos(), tmp_path / "photos.lmdb")
+    pack(PHOTOS, tmp_path / "photos.lmdb")
     return tmp_path / "photos.lmdb"
 
 
@@ -81,7 +75,7 @@ def photos(tmp_path: Path) -> Path:
 
 def test_packed_samples_come_back(photos: Path) -> None:
     """Bit for bit, from the front and the back, and as slices."""
-    source, expected = LMDBSource(photos), Photos()
+    source, expected = LMDBSource(photos), PHOTOS
     assert len(source) == LENGTH
     assert [bits(source[i]) for i in range(LENGTH)] == [bits(expected[i]) for i in range(LENGTH)]
     assert bits(source[-1]) == bits(expected[LENGTH - 1])
@@ -186,7 +180,7 @@ def read_all(source: LMDBSource) -> list[Any]:
 @pytest.mark.parametrize("method", ["fork", "forkserver"])
 def test_two_processes_read_at_the_same_time(photos: Path, method: str) -> None:
     """Forked or sent to them, whether the parent has read from it or not; the parent reads on."""
-    source, expected = LMDBSource(photos), [bits(Photos()[index]) for index in range(LENGTH)]
+    source, expected = LMDBSource(photos), [bits(photo(index)) for index in range(LENGTH)]
     assert call_many(read_all, [(source,), (source,)], method=method) == [expected, expected]
     assert bits(source[0]) == expected[0]
     assert call(read_all, source, method=method) == expected
@@ -230,14 +224,14 @@ def test_a_file_that_other_code_has_open_is_told_of(photos: Path) -> None:
 
 
 @pytest.mark.processes
-@pytest.mark.parametrize("make", [Numbers, Photos])
+@pytest.mark.parametrize("make", [number, photo])
 @pytest.mark.parametrize("store", ["decoded", "encoded", "auto"])
-def test_it_is_cached(tmp_path: Path, make: Callable[[], Any], store: str) -> None:
+def test_it_is_cached(tmp_path: Path, make: Callable[[int], Any], store: str) -> None:
     """Decoded and as bytes, with workers: each sample is stored once, at set-up or in epoch one, then hit."""
-    pack(make(), tmp_path / "x.lmdb")
+    pack(Made(make, LENGTH), tmp_path / "x.lmdb")
     dataset = CachedDataset(LMDBSource(tmp_path / "x.lmdb"), budget="auto", store=store)
     loader = CachedLoader(dataset, batch_size=4, num_workers=2, collate_fn=list)
-    expected = [bits(make()[index]) for index in range(LENGTH)]
+    expected = [bits(make(index)) for index in range(LENGTH)]
     for _ in range(2):
         assert [bits(sample) for batch in loader for sample in batch] == expected
     counts = dataset.counters.totals()

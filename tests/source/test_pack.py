@@ -27,7 +27,7 @@ from lightning_stocache.source.lmdb_file import LMDBError
 from lightning_stocache.source.pack import PackError
 from lightning_stocache.source.probe import bits
 from tests.processes import Child, call, wait_until, without_room
-from tests.sources import write_photos
+from tests.sources import Made, write_photos
 
 lmdb = pytest.importorskip("lmdb")
 
@@ -341,22 +341,15 @@ def test_what_cannot_be_packed_is_said_before_anything_is_written(tmp_path: Path
     assert list(tmp_path.iterdir()) == []
 
 
-class Noise(Dataset[Any]):
-    def __len__(self) -> int:
-        return 3
-
-    def __getitem__(self, index: int) -> Any:
-        return torch.rand(2)
-
-
 @pytest.mark.processes
 @pytest.mark.parametrize("workers", [0, 1])
 def test_a_random_source_is_refused(tmp_path: Path, workers: int) -> None:
     """One draw would be frozen for all epochs; unless that is what the user wants."""
-    with pytest.raises(PackError, match="sample 0 of Noise: reading it moves the generator of torch"):
-        pack(Noise(), tmp_path / "x", workers=workers)
+    source = Made(lambda index: torch.rand(2), 3)
+    with pytest.raises(PackError, match="sample 0 of Made: reading it moves the generator of torch"):
+        pack(source, tmp_path / "x", workers=workers)
     assert not (tmp_path / "x").exists()
-    assert pack(Noise(), tmp_path / "x", workers=workers, allow_random=True) == 3
+    assert pack(source, tmp_path / "x", workers=workers, allow_random=True) == 3
 
 
 class Unsendable(Exception):
@@ -460,6 +453,7 @@ def test_files_that_are_not_known_are_said(tmp_path: Path, folder: Path) -> None
         pack(ImageFolder(str(folder), loader=str), tmp_path / "x", encoded=True)
 
 
+@pytest.mark.processes
 def test_without_the_package_the_extra_is_named(tmp_path: Path) -> None:
     """Both to read and to write."""
     assert call(without_lmdb, str(tmp_path)) == ['pip install "lightning-stocache[lmdb]"'] * 2
@@ -477,9 +471,6 @@ def without_lmdb(folder: str) -> list[str]:
         except ModuleNotFoundError as error:
             said.append(str(error).partition(": ")[2])
     return said
-
-
-test_without_the_package_the_extra_is_named = pytest.mark.processes(test_without_the_package_the_extra_is_named)
 
 
 @pytest.mark.processes

@@ -28,7 +28,7 @@ from lightning_stocache.source.random_split import Split, split
 from lightning_stocache.source.transform_split import Cut, Tail
 from lightning_stocache.torch_internals import become_worker
 from tests.loading.twins import copied, same
-from tests.sources import write_photos
+from tests.sources import Made, write_photos
 
 Pair = namedtuple("Pair", "image label")
 
@@ -49,19 +49,6 @@ class Photos(Dataset[Any]):
         self.reads += 1
         image = self.images[index].clone()
         return self.make(self.transform(image) if self.transform else image, index)
-
-
-class Made(Dataset[Any]):
-    """Whatever a function of the index makes."""
-
-    def __init__(self, make: Any, length: int = 8) -> None:
-        self.make, self.length = make, length
-
-    def __len__(self) -> int:
-        return self.length
-
-    def __getitem__(self, index: int) -> Any:
-        return self.make(index)
 
 
 class Noise(nn.Module):
