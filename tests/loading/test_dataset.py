@@ -42,7 +42,7 @@ from lightning_stocache.loading.loader import CachedLoader
 from lightning_stocache.node.free import FreeMemory
 from lightning_stocache.node.segment import Segment
 from lightning_stocache.setup import allocation
-from tests.loading.twins import InBatches, Transformed, outcomes, totals
+from tests.loading.twins import InBatches, Transformed, outcomes, same, totals
 from tests.logs import Log
 from tests.processes import context, without_room
 from tests.sources import CountedSource, TransformedSource
@@ -80,17 +80,6 @@ def seed(value: int) -> None:
 
 def states() -> tuple[Any, ...]:
     return torch.get_rng_state().tolist(), pickle.dumps(np.random.get_state()), random.getstate()
-
-
-def leaves(sample: Any) -> list[Any]:
-    """A sample or batch as plain values, with their types."""
-    if isinstance(sample, dict):
-        return [list(sample), *(leaf for value in sample.values() for leaf in leaves(value))]
-    if isinstance(sample, list | tuple):
-        return [type(sample), *(leaf for value in sample for leaf in leaves(value))]
-    if isinstance(sample, torch.Tensor | np.ndarray):
-        return [type(sample), sample.dtype, sample.tolist()]
-    return [sample]
 
 
 def slots(dataset: CachedDataset) -> int:
@@ -163,15 +152,15 @@ def test_datasets_of_datasets(source: CountedSource, make: Callable[..., Dataset
     """Around and inside Subset, random_split and ConcatDataset: the same samples, and no load in the second epoch."""
     dataset = make(source)
     loader = DataLoader(dataset, 4, num_workers=num_workers)
-    first, loads = leaves(list(loader)), source.loads
-    assert first == leaves(list(loader))
+    first, loads = list(loader), source.loads
+    assert same(first, list(loader))
     assert source.loads == loads
     plain = source.__class__(LENGTH)
     uncached = {"Subset": lambda: Subset(plain, dataset.indices)}.get(type(dataset).__name__)
     if uncached is not None:
-        assert first == leaves(list(DataLoader(uncached(), 4)))
+        assert same(first, list(DataLoader(uncached(), 4)))
     elif isinstance(dataset, CachedDataset):
-        assert first == leaves(list(DataLoader(dataset.source, 4)))
+        assert same(first, list(DataLoader(dataset.source, 4)))
 
 
 @pytest.mark.parametrize("budget", ["auto", "50%", 0])
@@ -180,9 +169,9 @@ def test_a_batch_is_its_samples(source: CountedSource, budget: str | int) -> Non
     with closing(CachedDataset(source, budget)) as dataset:
         numbers = [-1, 1, np.int64(2), np.array(5), torch.tensor(5), torch.tensor(5 - LENGTH)]
         for indices in ([3, 5, 3], [0], numbers, list(range(LENGTH)), []):
-            expected = leaves([source.expected(int(index) % LENGTH) for index in indices])
-            assert leaves(dataset.__getitems__(indices)) == expected
-            assert leaves([dataset[index] for index in indices]) == expected
+            expected = [source.expected(int(index) % LENGTH) for index in indices]
+            assert same(dataset.__getitems__(indices), expected)
+            assert same([dataset[index] for index in indices], expected)
 
 
 # --- sources that load whole batches
@@ -206,7 +195,7 @@ def test_a_source_with_batches_of_its_own(
         uncached = LENGTH - slots(dataset)
         for _ in range(3):
             batches = list(DataLoader(dataset, batch_size))
-            assert leaves(batches) == leaves(list(DataLoader(CountedSource(LENGTH), batch_size)))
+            assert same(batches, list(DataLoader(CountedSource(LENGTH), batch_size)))
         assert source.loads == LENGTH + 2 * uncached + announced(caplog)
         assert totals(dataset).hits == 2 * slots(dataset)
 
@@ -292,7 +281,7 @@ def epochs(dataset: Dataset[Any], num_workers: int, shuffle: bool) -> tuple[list
     seed(11)
     batches, after = [], []
     for _ in range(3):
-        batches += leaves(list(DataLoader(dataset, 5, shuffle, num_workers=num_workers)))
+        batches += list(DataLoader(dataset, 5, shuffle, num_workers=num_workers))
         after.append(states())
     return batches, after
 
@@ -325,7 +314,7 @@ def test_batches_are_those_without_a_cache(name: str, num_workers: int, shuffle:
     """With a random transform in the source and another one after it: the same bits and draws in every epoch."""
     expected = epochs(Transformed(SOURCES[name](), jitter), num_workers, shuffle)
     with closing(CachedDataset(SOURCES[name](), budget, transform=jitter)) as dataset:
-        assert epochs(dataset, num_workers, shuffle) == expected
+        assert same(epochs(dataset, num_workers, shuffle), expected)
         assert totals(dataset).hits == 2 * slots(dataset)
 
 
@@ -336,7 +325,7 @@ def test_whole_batches_draw_alike_at_every_budget() -> None:
     for budget in (0, "auto", "50%"):
         with closing(CachedDataset(augmented("v2", BatchedAugmented), budget, transform=jitter)) as dataset:
             results.append(epochs(dataset, 0, True))
-    assert results[0] == results[1] == results[2]
+    assert all(same(result, results[0]) for result in results)
 
 
 # --- counts
@@ -376,7 +365,7 @@ class Nested(CountedSource):
 def test_changes_of_a_sample_stay_outside(budget: str) -> None:
     """A served sample changed in place, loaded or from the cache, alone or in a batch, leaves the cache as it was."""
     source = Nested(LENGTH)
-    expected = leaves([source[index] for index in range(LENGTH)])
+    expected = [source[index] for index in range(LENGTH)]
     with closing(CachedDataset(source, budget)) as dataset:
         for _ in range(3):
             for sample in [
@@ -388,7 +377,7 @@ def test_changes_of_a_sample_stay_outside(budget: str) -> None:
                 sample["more"].append("more")
             for batch in DataLoader(dataset, 6):
                 batch["image"].zero_()
-        assert leaves([dataset[index] for index in range(LENGTH)]) == expected
+        assert same([dataset[index] for index in range(LENGTH)], expected)
 
 
 # --- random sources
@@ -419,7 +408,7 @@ def test_a_given_spec_saves_the_reads(source: CountedSource) -> None:
     """With `spec=` nothing is read at set-up."""
     with closing(CachedDataset(source, spec=SampleSpec.infer(source.expected(0)))) as dataset:
         assert source.loads == 0
-        assert leaves(list(dataset)) == leaves(list(dataset))
+        assert same(list(dataset), list(dataset))
         assert source.loads == LENGTH
 
 
@@ -531,7 +520,7 @@ def test_the_users_own_exception_comes_through(budget: str | int, num_workers: i
     with closing(CachedDataset(Failing(LENGTH), budget)) as dataset:
         came = list(outcomes(DataLoader(dataset, 4, num_workers=num_workers)))
     error, served = came[1], [came[0], *came[2:]]
-    assert leaves(served) == leaves([batch for k, batch in enumerate(DataLoader(CountedSource(LENGTH), 4)) if k != 1])
+    assert same(served, [batch for k, batch in enumerate(DataLoader(CountedSource(LENGTH), 4)) if k != 1])
     assert type(error) is DiskError
     assert "the disk is gone" in str(error)
     text = "".join(traceback.format_exception(error))
@@ -606,11 +595,11 @@ def held() -> int:
 def test_a_closed_dataset_passes_through(source: CountedSource) -> None:
     """After `close`, once or twice, samples come from the source, and nothing is kept."""
     dataset = CachedDataset(source)
-    first = leaves(list(DataLoader(dataset, 5)))
+    first = list(DataLoader(dataset, 5))
     dataset.close()
     dataset.close()
     loads = source.loads
-    assert leaves(list(DataLoader(dataset, 5, num_workers=2))) == first
+    assert same(list(DataLoader(dataset, 5, num_workers=2)), first)
     assert source.loads == loads + LENGTH
     assert (dataset.cache, dataset.counters, dataset.budget_bytes) == (None, None, 0)
     assert dataset.describe() == "CountedSource: 24 samples, not cached"
@@ -642,7 +631,7 @@ def test_a_deferred_dataset_opens_when_it_is_shared(source: CountedSource) -> No
     """With `defer=True` nothing is read or opened before `share()`."""
     dataset = CachedDataset(source, defer=True)
     assert (dataset.cache, source.loads) == (None, 0)
-    assert leaves(dataset[3]) == leaves(source.expected(3))
+    assert same(dataset[3], source.expected(3))
     with closing(dataset):
         dataset.share()
         assert slots(dataset) == LENGTH
@@ -659,7 +648,7 @@ def test_training_goes_on_without_memory(
     """Samples pass through, with one warning; nothing is refused where nothing was asked for."""
     monkeypatch.setattr(Segment, "create", no_memory)
     dataset = CachedDataset(source, **options)
-    assert leaves(list(DataLoader(dataset, 5, num_workers=2))) == leaves(list(DataLoader(CountedSource(LENGTH), 5)))
+    assert same(list(DataLoader(dataset, 5, num_workers=2)), list(DataLoader(CountedSource(LENGTH), 5)))
     [warning] = warnings(caplog)
     assert "all samples are loaded from their source" in warning
 
@@ -673,16 +662,16 @@ def test_copies_share_the_cache(source: CountedSource, duplicate: Callable[[Any]
     with closing(CachedDataset(source)) as dataset:
         other = duplicate(dataset)
         loads = source.loads
-        assert leaves(dataset[3]) == leaves(other[3])
-        assert leaves(other[5]) == leaves(dataset.__getitems__([5, 3])[0])
+        assert same(dataset[3], other[3])
+        assert same(other[5], dataset.__getitems__([5, 3])[0])
         assert source.loads == loads + 2
         assert totals(dataset) == totals(other)
         assert totals(dataset).hits == 3
         other.close()
         assert other.cache is None
-        assert leaves(other[3]) == leaves(source.expected(3))
+        assert same(other[3], source.expected(3))
         loads = source.loads
-        assert leaves(dataset[3]) == leaves(source.expected(3))
+        assert same(dataset[3], source.expected(3))
         assert source.loads == loads
         assert (totals(dataset).hits, totals(dataset).misses) == (4, 2)
 
@@ -692,9 +681,9 @@ def test_a_copy_whose_memory_is_closed_passes_through(source: CountedSource) -> 
     dataset = CachedDataset(source)
     other = copy.deepcopy(dataset)
     dataset.close()
-    assert leaves(other[3]) == leaves(source.expected(3))
-    assert leaves(other.__getitems__([3])) == leaves([source.expected(3)])
-    assert leaves(pickle.loads(pickle.dumps(other))[3]) == leaves(source.expected(3))
+    assert same(other[3], source.expected(3))
+    assert same(other.__getitems__([3]), [source.expected(3)])
+    assert same(pickle.loads(pickle.dumps(other))[3], source.expected(3))
 
 
 # --- what comes twice, what is closed

@@ -8,7 +8,6 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-import torch
 import torch.distributed as dist
 from lightning.fabric import Fabric
 from torch.utils.data import DistributedSampler
@@ -90,14 +89,3 @@ def test_a_mesh_has_fewer_replicas_than_ranks() -> None:
     assert parts[0] == parts[1] != parts[2] == parts[3]
     assert sorted(label for part in parts[1:3] for batch in part for label in batch) == list(range(LENGTH))
     dataset.close()
-
-
-def test_bad_arguments_are_refused() -> None:
-    """No such mode, and no batch size to cut global batches by."""
-    numbers: Any = list(torch.arange(8))
-    with pytest.raises(ValueError, match="mode must be one of locality, global, sticky, got 'nearby'"):
-        CachedLoader(numbers, 2, sampling="nearby")  # type: ignore[arg-type]
-    with pytest.raises(ValueError, match="give the loader a batch_size"):
-        CachedLoader(numbers, None, sampling="locality")
-    own = DistributedSampler(numbers, 2, 0)
-    assert CachedLoader(numbers, 2, sampler=own, sampling="locality").sampler is own

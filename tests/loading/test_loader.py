@@ -380,6 +380,12 @@ def test_arguments_that_cannot_be_are_refused_in_words():
         CachedLoader(Numbers(4), shuffle=True, batch_sampler=[[0]])
     with pytest.raises(TypeError, match="frobnicate"):
         CachedLoader(Numbers(4), frobnicate=1)
+    with pytest.raises(ValueError, match="mode must be one of locality, global, sticky, got 'nearby'"):
+        CachedLoader(Numbers(4), 2, sampling="nearby")  # type: ignore[arg-type]
+    with pytest.raises(ValueError, match="give the loader a batch_size"):
+        CachedLoader(Numbers(4), None, sampling="locality")
+    sampler = DistributedSampler(Numbers(4), 2, 0)
+    assert CachedLoader(Numbers(4), 2, sampler=sampler, sampling="locality").sampler is sampler
 
 
 def test_the_length_is_that_of_the_batch_sampler_and_asked_for_only_then():

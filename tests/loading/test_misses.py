@@ -74,9 +74,7 @@ def test_a_rare_draw_is_frozen_on_no_way(way: Any, source: Any, caplog: pytest.L
         assert len([text for text in caplog.messages if "draws random numbers for some samples" in text]) == 1
 
 
-@pytest.mark.parametrize(
-    "source", [Made(from_the_system, 400), InBatches(Made(from_the_system, 400))], ids=["one by one", "in batches"]
-)
+@pytest.mark.parametrize("source", [SYSTEM, InBatches(SYSTEM)], ids=["one by one", "in batches"])
 @pytest.mark.parametrize("way", WAYS.values(), ids=WAYS)
 def test_samples_are_read_again_on_every_way(way: Any, source: Any, caplog: pytest.LogCaptureFixture) -> None:
     """What draws from the system cannot be seen to draw; a second read tells."""

@@ -126,23 +126,6 @@ def test_a_proxy_is_not_made_to_load() -> None:
     assert not owned_generators(Holder(Proxy()))
 
 
-@pytest.mark.parametrize("make", [np.random.default_rng, np.random.RandomState, random.Random, torch.Generator])
-def test_a_state_is_put_back(make: Callable[[], Any]) -> None:
-    """What is drawn after `restore` is what was drawn before."""
-    generator = make()
-
-    def draw() -> float:
-        return float(torch.rand((), generator=generator)) if make is torch.Generator else generator.random()
-
-    generators = Generators({"own": generator})
-    before = generators.state()
-    first = draw()
-    assert generators.state() != before
-    generators.restore(before)
-    assert generators.same(generators.state(), before)
-    assert draw() == first
-
-
 @pytest.mark.parametrize("ask", [np.random.default_rng, lambda: np.random.RandomState(), random.SystemRandom().random])
 def test_entropy_is_seen(ask: Callable[[], Any]) -> None:
     """A generator that is seeded by the system leaves a trace, while that is watched."""
