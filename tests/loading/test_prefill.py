@@ -8,31 +8,27 @@ from typing import Any
 
 import pytest
 import torch
-from torch.utils.data import Dataset
 
 from lightning_stocache import CachedDataset, CachedLoader
 from tests.loading.twins import totals
 from tests.processes import wait_until
+from tests.sources import CountedSource
 
 pytestmark = pytest.mark.processes
 
 LENGTH = 60
 
 
-class Counted(Dataset[Any]):
-    """Writes down each load."""
+class Texts(CountedSource):
+    """A tensor and a text; one of them may be broken."""
 
     def __init__(self, path: Path, broken: int | None = None) -> None:
-        self.path, self.broken = path, broken
+        super().__init__(LENGTH, log_path=path)
+        self.broken = broken
 
-    def __len__(self) -> int:
-        return LENGTH
-
-    def __getitem__(self, index: int) -> Any:
+    def expected(self, index: int) -> Any:
         if index == self.broken:
             raise OSError(f"sample {index} is broken")
-        with open(self.path, "ab", buffering=0) as file:
-            file.write(f"{index} ".encode())
         return torch.full((3,), index), str(index)
 
 
@@ -46,7 +42,7 @@ def test_idle_workers_fill_what_nobody_asked_for(tmp_path: Path, method: str) ->
 
     A sample is loaded twice only where it is asked for while it is being loaded ahead.
     """
-    dataset = CachedDataset(Counted(tmp_path / "loads"), prefill=True)
+    dataset = CachedDataset(Texts(tmp_path / "loads"), prefill=True)
     (tmp_path / "loads").unlink()
     with closing(dataset):
         loader = CachedLoader(dataset, 4, num_workers=2, persistent_workers=True, multiprocessing_context=method)
@@ -57,8 +53,8 @@ def test_idle_workers_fill_what_nobody_asked_for(tmp_path: Path, method: str) ->
         rest = list(batches)
         loader.close()
         assert [text for _, texts in [first, *rest] for text in texts] == list(map(str, range(LENGTH)))
-        loads = (tmp_path / "loads").read_text().split()
-        assert set(map(int, loads)) == set(range(LENGTH))
+        loads = dataset.source.loaded
+        assert set(loads) == set(range(LENGTH))
         assert len(loads) <= LENGTH + 5
         counts = totals(dataset)
         assert (counts.served, counts.fills, counts.bypasses) == (LENGTH, LENGTH, 0)
@@ -66,7 +62,7 @@ def test_idle_workers_fill_what_nobody_asked_for(tmp_path: Path, method: str) ->
 
 def test_without_it_nothing_is_loaded_ahead(tmp_path: Path) -> None:
     """Only what was asked for."""
-    with closing(CachedDataset(Counted(tmp_path / "loads"))) as dataset:
+    with closing(CachedDataset(Texts(tmp_path / "loads"))) as dataset:
         loader = CachedLoader(dataset, 4, num_workers=2, persistent_workers=True)
         next(iter(loader))
         wait_for(dataset, 5 * 4)
@@ -76,7 +72,7 @@ def test_without_it_nothing_is_loaded_ahead(tmp_path: Path) -> None:
 
 def test_a_broken_sample_is_left_to_who_asks_for_it(tmp_path: Path) -> None:
     """The others are filled; whoever asks for the broken one gets its error."""
-    source = Counted(tmp_path / "loads", broken=55)
+    source = Texts(tmp_path / "loads", broken=55)
     with closing(CachedDataset(source, prefill=True)) as dataset:
         loader = CachedLoader(dataset, 4, num_workers=2, persistent_workers=True)
         batches = iter(loader)
@@ -89,34 +85,33 @@ def test_a_broken_sample_is_left_to_who_asks_for_it(tmp_path: Path) -> None:
 
 def test_it_ends_where_there_is_no_room(tmp_path: Path) -> None:
     """A cache of a part fills that part, and workers go on waiting for requests."""
-    dataset = CachedDataset(Counted(tmp_path / "loads"), "50%", prefill=True)
+    dataset = CachedDataset(Texts(tmp_path / "loads"), "50%", prefill=True)
     with closing(dataset):
         loader = CachedLoader(dataset, 4, num_workers=1, persistent_workers=True)
         assert sum(len(texts) for _, texts in loader) == LENGTH
         assert sum(len(texts) for _, texts in loader) == LENGTH
         loader.close()
-        loads = (tmp_path / "loads").read_text().split()
-        assert len(loads) < 3 * LENGTH
+        assert dataset.source.loads < 3 * LENGTH
 
 
 def test_only_what_is_drawn_is_filled(tmp_path: Path) -> None:
     """Of one fold nothing else is loaded ahead."""
     fold = list(range(0, LENGTH, 3))
-    with closing(CachedDataset(Counted(tmp_path / "loads"), prefill=True, indices=fold)) as dataset:
+    with closing(CachedDataset(Texts(tmp_path / "loads"), prefill=True, indices=fold)) as dataset:
         loader = CachedLoader(dataset, 4, sampler=fold, num_workers=1, persistent_workers=True)
         batches = iter(loader)
         next(batches)
         wait_for(dataset, len(fold))
         list(batches)
         loader.close()
-    assert set(map(int, (tmp_path / "loads").read_text().split())) == set(fold)
+    assert set(dataset.source.loaded) == set(fold)
 
 
 def test_without_workers_one_warning_says_that_nothing_is_loaded_ahead(tmp_path: Path, caplog: Any) -> None:
     """Over several epochs and loaders; a dataset that is not to be prefilled says nothing."""
     for prefill, warnings in ((True, 1), (False, 0)):
         caplog.clear()
-        with closing(CachedDataset(Counted(tmp_path / "loads"), prefill=prefill)) as dataset:
+        with closing(CachedDataset(Texts(tmp_path / "loads"), prefill=prefill)) as dataset:
             for loader in (CachedLoader(dataset, 4), CachedLoader(dataset, 6)):
                 assert [len(list(loader)) for _ in range(2)] == [len(loader)] * 2
         assert caplog.text.count("prefill=True does nothing with num_workers=0") == warnings
