@@ -80,6 +80,7 @@ def test_an_epoch_that_is_broken_off_leaves_nothing_behind_and_another_one_follo
             # else: the workers may have filled the cache by now, and a full one keeps none
         assert same([copied(batch) for batch in loader], expected)
         if transform is not None and loader.num_workers:  # batches that nobody asked for any more gave theirs back
+            del batch
             gc.collect()
             assert loader.resources.pool.shared_left == 7
         loader.close()
