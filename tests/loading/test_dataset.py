@@ -145,7 +145,7 @@ def seeded() -> torch.Generator:
     return torch.Generator().manual_seed(0)
 
 
-@pytest.mark.parametrize(("name", "num_workers"), zip(WRAPPED, [0, 2, 0, 2, 0, 2], strict=True), ids=WRAPPED)
+@pytest.mark.parametrize(("name", "num_workers"), list(zip(WRAPPED, [0, 2] * 3, strict=True)), ids=WRAPPED)
 def test_datasets_of_datasets(source: CountedSource, name: str, num_workers: int) -> None:
     """Around and inside Subset, random_split and ConcatDataset: the same samples, and no load in the second epoch."""
     expected = list(DataLoader(WRAPPED[name](CountedSource(LENGTH), lambda dataset: dataset), 4))
