@@ -192,11 +192,14 @@ def test_batches_in_memory_pass_in_silence(tmp_path, caplog):
     assert passing(caplog) == []
 
 
-def test_a_cached_dataset_inside_a_wrapper_is_found(tmp_path, caplog):
-    """Who wraps his dataset with CachedDataset inside a loader of another kind is warned no more."""
+@pytest.mark.parametrize(("door", "wrap"), [("callback", Batches), ("cache_datamodule", lambda loader: loader)])
+def test_a_cached_dataset_of_the_users_is_left_alone(tmp_path, caplog, door, wrap):
+    """A loader that reads a CachedDataset already, also one of another kind around it, is not cached again, nor begun
+    anew by a reload, and no word is said."""
     train = source(tmp_path)
     dataset = CachedDataset(train, defer=True)
-    model, *_ = fit("callback", tmp_path, {"train": lambda: Batches(plain_loader(dataset))}, epochs=2)
+    options = {"epochs": 2, "reload_dataloaders_every_n_epochs": 1}
+    model, *_ = fit(door, tmp_path, {"train": lambda: wrap(plain_loader(dataset))}, **options)
     assert len(model.batches) == 12
     assert train.loads <= SAMPLES + announced(caplog)
     assert dataset.cache.filled == SAMPLES

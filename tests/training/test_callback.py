@@ -125,13 +125,3 @@ def test_a_budget_that_is_used_up_says_so(tmp_path, caplog):
     assert logged(trainer, "stocache/test/bypasses") == [8]
     assert sum("the caches that are open use all of budget=" in record.getMessage() for record in caplog.records) == 1
     callback.close()
-
-
-def test_bad_options_are_refused_at_once():
-    """Misspelt stages, flags and budgets are errors in the constructor."""
-    with pytest.raises(ValueError, match="stage_budgets may name train, val, test, predict; got valid"):
-        StochasticCache(stage_budgets={"valid": 0})
-    with pytest.raises(ValueError, match="streams must be true or false"):
-        StochasticCache(streams="yes")  # type: ignore[arg-type]
-    with pytest.raises(ValueError, match="'lots'"):
-        StochasticCache("lots")

@@ -9,7 +9,6 @@ import pytest
 from lightning.pytorch import LightningDataModule
 from lightning.pytorch.cli import LightningCLI
 
-from lightning_stocache.training.callbacks import StochasticCache
 from lightning_stocache.training.datamodule import StocacheDataModule
 from lightning_stocache.training.hooks import cache_datamodule
 from tests.training.tiny import SAMPLES, Model, logged, plain_loader, source
@@ -48,77 +47,52 @@ def run(data: Any, arguments: list[str]) -> LightningCLI:
     return LightningCLI(Model, data, args=arguments, save_config_callback=None, seed_everything_default=1)
 
 
-def test_our_datamodule(tmp_path):
-    """`--data.train=...`, `--data.budget=50%` and all other options of StocacheDataModule."""
-    cli = run(
-        StocacheDataModule,
-        command(
-            tmp_path,
-            "--data.train=tests.sources.CountedSource",
-            f"--data.train.length={SAMPLES}",
-            "--data.val=tests.sources.CountedSource",
-            "--data.val.length=8",
-            "--data.batch_size=4",
-            "--data.budget=50%",
-            "--data.stage_budgets={val: 0}",
-            "--data.loader={drop_last: true}",
-            "--data.keep_cache=false",
-            "--trainer.callbacks+=lightning_stocache.FillProgress",
-            "--trainer.callbacks.every_n_steps=5",
-            "--trainer.callbacks+=lightning_stocache.CacheMonitor",
-            "--trainer.callbacks.live=false",
-        ),
-    )
-    assert logged(cli.trainer, "stocache/hits") == [0, SAMPLES // 2]
-    assert logged(cli.trainer, "stocache/val/bypasses") == [8, 8]
-    assert logged(cli.trainer, "stocache/live/hit_rate") == []
-
-
-@pytest.mark.parametrize(("arguments", "samples"), [([], SAMPLES), (["--data.train.length=8"], 8)])
-def test_a_dataset_by_its_name_alone(tmp_path, arguments, samples):
-    """`--data.train=my.Photos` and nothing else is that dataset, with its defaults."""
-    named = ["--data.train=tests.training.tiny.Numbers", *arguments, "--data.batch_size=4"]
-    cli = run(StocacheDataModule, command(tmp_path, *named, "--trainer.callbacks+=lightning_stocache.CacheMonitor"))
-    assert logged(cli.trainer, "stocache/hits") == [0, samples]
-
-
-def test_the_callback(tmp_path):
-    """`--trainer.callbacks+=lightning_stocache.StochasticCache` and its options, around a DataModule of the user's."""
-    cli = run(
-        Photos,
-        command(
-            tmp_path,
-            f"--data.folder={tmp_path}",
-            "--trainer.callbacks+=lightning_stocache.StochasticCache",
-            "--trainer.callbacks.budget=1MiB",
-            "--trainer.callbacks.stage_budgets={val: 0}",
-            "--trainer.callbacks+=lightning_stocache.FillProgress",
-        ),
-    )
-    assert any(isinstance(callback, StochasticCache) for callback in cli.trainer.callbacks)
-    assert logged(cli.trainer, "stocache/hits") == [0, SAMPLES]
-
-
 @pytest.fixture(autouse=True)
 def _without_pytests_own_arguments(monkeypatch):
     """LightningCLI warns of arguments that it is not given."""
     monkeypatch.setattr("sys.argv", ["train.py"])
 
 
-@pytest.mark.parametrize("door", [cache_datamodule, cached])
-def test_cached_datamodule(tmp_path, door):
-    """cache_datamodule, or a function of the user's around it, stands where a DataModule class would."""
-    cli = run(
-        door,
-        command(
-            tmp_path,
-            "--data.datamodule=tests.training.test_cli.Photos",
-            f"--data.datamodule.folder={tmp_path}",
-            "--data.budget=50%",
-            "--trainer.callbacks+=lightning_stocache.CacheMonitor",
-        ),
-    )
+SOURCE, CALLBACKS = "tests.sources.CountedSource", "--trainer.callbacks+=lightning_stocache."
+MONITOR = f"{CALLBACKS}CacheMonitor"
+OURS = [f"--data.train={SOURCE}", f"--data.train.length={SAMPLES}", f"--data.val={SOURCE}", "--data.val.length=8"]
+OURS += ["--data.budget=50%", "--data.stage_budgets={val: 0}", "--data.loader={drop_last: true}"]
+OURS += [
+    "--data.batch_size=4",
+    "--data.keep_cache=false",
+    f"{CALLBACKS}FillProgress",
+    "--trainer.callbacks.every_n_steps=5",
+]
+NAMED = ["--data.train=tests.training.tiny.Numbers", "--data.batch_size=4", MONITOR]
+CALLBACK = ["--data.folder={folder}", f"{CALLBACKS}StochasticCache", "--trainer.callbacks.budget=1MiB"]
+CALLBACK += ["--trainer.callbacks.stage_budgets={{val: 0}}", f"{CALLBACKS}FillProgress"]
+CACHED = ["--data.datamodule=tests.training.test_cli.Photos", "--data.datamodule.folder={folder}", "--data.budget=50%"]
+
+
+@pytest.mark.parametrize(
+    ("data", "arguments", "hits"),
+    [
+        (StocacheDataModule, NAMED, SAMPLES),
+        (StocacheDataModule, [*NAMED, "--data.train.length=8"], 8),
+        (Photos, CALLBACK, SAMPLES),
+        (cache_datamodule, [*CACHED, MONITOR], SAMPLES // 2),
+        (cached, [*CACHED, MONITOR], SAMPLES // 2),
+    ],
+    ids=["a dataset by its name alone", "with an argument", "callback", "cache_datamodule", "a function around it"],
+)
+def test_every_door_takes_its_options(tmp_path, data, arguments, hits):
+    """A dataset by its name, the callback among the Trainer's, and cache_datamodule, or a function of the user's around
+    it, where a DataModule class would stand."""
+    cli = run(data, command(tmp_path, *(argument.format(folder=tmp_path) for argument in arguments)))
+    assert logged(cli.trainer, "stocache/hits") == [0, hits]
+
+
+def test_our_datamodule(tmp_path):
+    """`--data.train=...`, `--data.budget=50%` and all other options of StocacheDataModule."""
+    cli = run(StocacheDataModule, command(tmp_path, *OURS, MONITOR, "--trainer.callbacks.live=false"))
     assert logged(cli.trainer, "stocache/hits") == [0, SAMPLES // 2]
+    assert logged(cli.trainer, "stocache/val/bypasses") == [8, 8]
+    assert logged(cli.trainer, "stocache/live/hit_rate") == []
 
 
 def test_a_bad_budget_is_an_error_of_the_command_line(tmp_path, capsys):

@@ -10,11 +10,9 @@ from lightning.pytorch import Callback, LightningDataModule
 from lightning.pytorch.callbacks import ModelCheckpoint
 from lightning.pytorch.utilities.model_helpers import is_overridden
 
-from lightning_stocache.loading.dataset import CachedDataset
 from lightning_stocache.loading.loader_tree import cached_datasets
-from lightning_stocache.training.datamodule import StocacheDataModule
 from lightning_stocache.training.hooks import cache_datamodule
-from tests.training.tiny import SAMPLES, MadeInSetup, Model, announced, make_trainer, plain_loader, source
+from tests.training.tiny import MadeInSetup, Model, make_trainer, plain_loader, source
 
 pytestmark = pytest.mark.processes
 
@@ -138,22 +136,6 @@ def test_a_kept_cache_is_replaced_when_setup_makes_a_new_dataset(tmp_path):
     dm.caches.close()
 
 
-def test_users_own_cached_dataset_is_left_alone(tmp_path, caplog):
-    """A loader that reads a CachedDataset already is not cached again, nor started anew by a reload."""
-    train = source(tmp_path)
-    dataset = CachedDataset(train)
-
-    class Own(LightningDataModule):
-        def train_dataloader(self):
-            return plain_loader(dataset)
-
-    dm = cache_datamodule(Own())
-    make_trainer(tmp_path, epochs=3, reload_dataloaders_every_n_epochs=1).fit(Model(), dm)
-    assert train.loads <= SAMPLES + announced(caplog)
-    assert dataset.cache.filled == SAMPLES
-    dataset.close()
-
-
 def test_a_copy_in_another_process_has_nothing_open(tmp_path):
     """Pickled with open caches, a DataModule arrives with its hooks and options, and opens its own."""
     dm = cache_datamodule(Photos(str(tmp_path)), budget="1MiB")
@@ -166,13 +148,3 @@ def test_a_copy_in_another_process_has_nothing_open(tmp_path):
     assert cached_datasets(copy.train_dataloader())[0].cache is not cached_datasets(dm.train_dataloader())[0].cache
     for module in (dm, copy):
         module.teardown("fit")
-
-
-def test_what_cannot_be_cached_is_refused():
-    """Something that is no DataModule, and one that is cached already, are errors that say what came."""
-    with pytest.raises(TypeError, match="must be a LightningDataModule, got list"):
-        cache_datamodule([])
-    with pytest.raises(TypeError, match="must not be cached yet, got a StocacheDataModule"):
-        cache_datamodule(StocacheDataModule([1]))
-    with pytest.raises(TypeError, match="must not be cached yet"):
-        cache_datamodule(cache_datamodule(Photos(".")))

@@ -2,10 +2,8 @@
 
 from __future__ import annotations
 
-import ctypes
 import gc
 import multiprocessing
-import re
 import signal
 from collections.abc import Iterator
 from pathlib import Path
@@ -19,11 +17,9 @@ from lightning_stocache.training.datamodule import StocacheDataModule
 from lightning_stocache.training.hooks import cache_datamodule
 from lightning_stocache.training.monitor import CacheMonitor
 from tests.sources import CountedSource
-from tests.training.tiny import SAMPLES, Data, MadeInSetup, Model, logged, make_trainer, plain_loader, source
+from tests.training.tiny import SAMPLES, MadeInSetup, Model, logged, make_trainer, plain_loader, source
 
 pytestmark = [pytest.mark.processes, pytest.mark.looks_apart]
-
-MIB = 2**20
 
 
 def door(name: str, folder: Path, workers: int = 0, **options: Any) -> tuple[list[Any], LightningDataModule]:
@@ -181,53 +177,3 @@ def test_an_error_of_the_source_at_set_up_is_the_users_own(tmp_path, segments):
         with pytest.raises(ZeroDivisionError, match="sample 0 is mine"):
             make_trainer(tmp_path, callbacks).fit(Model(), dm)
     assert all(segment.closed for segment in segments)
-
-
-def shared_memory() -> int:
-    """Bytes of shared memory that this process has mapped, its part of what others map too."""
-    rollup = Path("/proc/self/smaps_rollup").read_text()
-    return 1024 * int(re.search(r"^Pss_Shmem:\s+(\d+)", rollup, re.MULTILINE).group(1))  # type: ignore[union-attr]
-
-
-def own_memory() -> int:
-    """Bytes of anonymous memory of this process, without what its allocator keeps for later.
-
-    Counted whole: a child of a fork that is about to end would halve its share of every page.
-    """
-    gc.collect()
-    if trim := getattr(ctypes.CDLL(None), "malloc_trim", None):  # glibc's
-        trim(0)
-    rollup = Path("/proc/self/smaps_rollup").read_text()
-    return 1024 * int(re.search(r"^Anonymous:\s+(\d+)", rollup, re.MULTILINE).group(1))  # type: ignore[union-attr]
-
-
-class Wide(Model):
-    """Takes the first corner of a large image."""
-
-    def loss(self, batch):
-        return super().loss((batch[0][:, :, :8, :8], batch[1]))
-
-
-@DOORS
-def test_five_fits_end_with_the_memory_of_one(tmp_path, name):
-    """A cache of 12 MiB is in memory while a fit runs and gone after it; five fits leave no more than one does."""
-    big = CountedSource(64, (3, 256, 256))
-    after, within = [], []
-
-    class Looking(CacheMonitor):
-        def on_train_end(self, trainer, pl_module):
-            within.append(shared_memory())
-
-    before = shared_memory()
-    for _ in range(6):  # the first warms the allocator up
-        if name == "ours":
-            callbacks, dm = [], StocacheDataModule(big, big, batch_size=4)
-        elif name == "cached":
-            callbacks, dm = [], cache_datamodule(Data(big, big))
-        else:
-            callbacks, dm = [StochasticCache()], Data(big, big)
-        make_trainer(tmp_path, [*callbacks, Looking()], logger=False).fit(Wide(), dm)
-        after.append((shared_memory(), own_memory()))
-    assert all(taken >= before + 11 * MIB for taken in within)
-    assert all(abs(shared - before) < MIB for shared, _ in after)
-    assert after[-1][1] - after[1][1] < 6 * MIB

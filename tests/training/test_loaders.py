@@ -218,13 +218,10 @@ def test_cached_datasets_are_found_inside():
         dataset.close()
 
 
-def test_settings_know_the_batch_of_a_batch_sampler():
-    """What a loader keeps in memory is reckoned from its batch sampler where it has no batch size of its own."""
+def test_settings_know_batches_and_how_workers_start():
+    """What a loader keeps in memory is reckoned from its batch sampler where it has no batch size of its own. A worker
+    that is not forked needs as much memory as the trainer; without workers nothing is started."""
     assert settings_of(DataLoader(NUMBERS, batch_sampler=BatchSampler(range(7), 3, False))).batch_size == 3
     assert settings_of(DataLoader(NUMBERS, batch_size=None)).batch_size == 1
-
-
-def test_settings_know_how_workers_start():
-    """A worker that is not forked needs as much memory as the trainer; without workers nothing is started."""
     assert settings_of(DataLoader(NUMBERS, num_workers=2, multiprocessing_context="spawn")).start_method == "spawn"
     assert settings_of(DataLoader(NUMBERS, num_workers=2)).start_method is None

@@ -201,13 +201,6 @@ def test_no_value_is_logged_twice(tmp_path):
     assert len(recording.told) == 3  # once in each fit
 
 
-@pytest.mark.parametrize("argument", ["live", "per_node", "hyperparameters", "verbose"])
-def test_options_are_true_or_false(argument):
-    """Anything else is refused, with the argument and what was given."""
-    with pytest.raises(ValueError, match=f"{argument} must be true or false, got 'yes'"):
-        CacheMonitor(**{argument: "yes"})
-
-
 def test_a_quiet_monitor_logs_and_says_nothing(tmp_path, caplog):
     """With `verbose=False` there are values in the log, and no line per epoch or at the end."""
     trainer = make_trainer(tmp_path, [CacheMonitor(verbose=False)], epochs=2)

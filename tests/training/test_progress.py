@@ -81,22 +81,6 @@ def test_options_of_the_bar(tmp_path, caplog):
     assert full_lines(caplog) == []
 
 
-@pytest.mark.parametrize(
-    ("options", "message"),
-    [
-        ({"name": ""}, "name must be a string that is not empty, got ''"),
-        ({"name": 3}, "name must be a string that is not empty, got 3"),
-        ({"every_n_steps": 0}, "every_n_steps must be a whole number of at least 1, got 0"),
-        ({"every_n_steps": True}, "every_n_steps must be a whole number of at least 1, got True"),
-        ({"verbose": "no"}, "verbose must be true or false, got 'no'"),
-    ],
-)
-def test_bad_options_are_refused(options, message):
-    """Each error names the argument, the rule and what was given."""
-    with pytest.raises(ValueError, match=re.escape(message)):
-        FillProgress(**options)
-
-
 def test_one_line_when_full(tmp_path, caplog):
     """Once, at the end of the first epoch, a line says how many samples are cached and what that saves."""
     trainer = make_trainer(tmp_path, [FillProgress()], epochs=3)

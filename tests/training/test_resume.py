@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import os
 import random
 import signal
@@ -334,7 +335,19 @@ def seen_by(folder: Path, ranks: int) -> list[dict[tuple[int, int], list[int]]]:
     return seen
 
 
-def killed_again_and_again(tmp_path: Path, name: str, ranks: int, workers: int, kills: list[tuple[int, int]]) -> None:
+SOAK = [pytest.mark.soak, pytest.mark.timeout(1200)]
+EVERY_DOOR = itertools.product(("own", "datamodule", "callback"), (1, 2), (0, 2))
+
+
+@pytest.mark.parametrize(
+    ("name", "ranks", "workers", "count"),
+    [("callback", 2, 0, 1), *(pytest.param(*case, 4, marks=SOAK) for case in EVERY_DOOR)],
+)
+def test_killed_runs_go_on_where_they_were(tmp_path, name, ranks, workers, count):
+    """Killed in random steps and started again from the last checkpoint, a fit runs the batches of the fit that was
+    left alone, each rank its own, in every door."""
+    draw, steps = random.Random(f"{name}{ranks}{workers}"), EPOCHS * MANY // (4 * ranks)
+    kills = [(draw.randrange(ranks), step) for step in sorted(draw.sample(range(3, steps - 2), count))]
     whole, broken = tmp_path / "whole", tmp_path / "broken"
     for folder, ends in ((whole, [None]), (broken, [*kills, None])):
         folder.mkdir()
@@ -345,17 +358,7 @@ def killed_again_and_again(tmp_path: Path, name: str, ranks: int, workers: int, 
             assert (folder / "done").exists() is (killed is None), f"killed at {killed}"
     for one, other in zip(seen_by(whole, ranks), seen_by(broken, ranks), strict=True):
         assert one == other
-        assert len(one) == EPOCHS * MANY // (4 * ranks)
-
-
-def test_killed_runs_go_on_where_they_were(tmp_path):
-    """Killed in a random step and started again from the last checkpoint, a fit of two ranks under the callback runs
-    the batches of the fit that was left alone, each rank its own."""
-    draw = random.Random(3)
-    killed_again_and_again(tmp_path, "callback", 2, 0, [(draw.randrange(2), draw.randrange(3, 16))])
-
-
-SOAK = pytest.mark.soak
+        assert len(one) == steps
 
 
 @pytest.mark.parametrize(
@@ -363,8 +366,8 @@ SOAK = pytest.mark.soak
     [
         ("callback", 2, 1),
         ("own", 1, 2),
-        pytest.param("own", 2, 1, marks=SOAK),
-        pytest.param("datamodule", 2, 1, marks=SOAK),
+        pytest.param("own", 2, 1, marks=pytest.mark.soak),
+        pytest.param("datamodule", 2, 1, marks=pytest.mark.soak),
     ],
 )
 def test_another_number_of_ranks_goes_on_after_the_same_samples(tmp_path, name, before, after):
@@ -382,15 +385,3 @@ def test_another_number_of_ranks_goes_on_after_the_same_samples(tmp_path, name, 
     for number in range(EPOCHS):
         indices = [index for batches in seen for index in epoch(batches, number)]
         assert sorted(indices) == list(range(MANY)), number
-
-
-@pytest.mark.soak
-@pytest.mark.timeout(1200)
-@pytest.mark.parametrize("workers", [0, 2])
-@pytest.mark.parametrize("ranks", [1, 2])
-@pytest.mark.parametrize("name", ["own", "datamodule", "callback"])
-def test_any_door_survives_kills(tmp_path, name, ranks, workers):
-    """The same in every door, with and without workers, on one rank and on two, killed four times."""
-    draw, steps = random.Random(f"{name}{ranks}{workers}"), EPOCHS * MANY // (4 * ranks)
-    kills = sorted(draw.sample(range(2, steps), 4))
-    killed_again_and_again(tmp_path, name, ranks, workers, [(draw.randrange(ranks), step) for step in kills])

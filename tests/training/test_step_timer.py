@@ -14,7 +14,7 @@ from lightning.pytorch.profilers import PassThroughProfiler, SimpleProfiler
 from torch.utils.checkpoint import checkpoint
 from torch.utils.data import DataLoader, Dataset, IterableDataset
 
-from lightning_stocache import CacheMonitor, StepTimer
+from lightning_stocache import StepTimer
 from lightning_stocache.insight.steps import PARTS, StepClock
 from lightning_stocache.training import step_timer
 from tests.insight.devices import Device, ManualClock
@@ -298,16 +298,6 @@ def calls_per_step(tmp_path, *callbacks: Callback) -> float:
 def test_what_it_costs_is_a_few_calls(tmp_path):
     """Of some two thousand a step; what is read many steps at a time, and logged, is in it. Time depends on load."""
     assert calls_per_step(tmp_path, StepTimer()) < calls_per_step(tmp_path) + 40
-
-
-def test_it_stands_beside_the_monitor(tmp_path):
-    """Both hear the same waits, and the Trainer gets its profiler back."""
-    clock = ManualClock()
-    timer, monitor = Timed(clock), CacheMonitor()
-    trainer = make_trainer(tmp_path, [monitor, Late(clock), timer])
-    trainer.fit(Steps(clock), DataLoader(Samples(clock)))
-    assert told(timer) == [times(BATCHES)]
-    assert type(trainer.profiler) is PassThroughProfiler
 
 
 def test_a_device_is_waited_for_at_the_end_of_an_epoch_alone(tmp_path):

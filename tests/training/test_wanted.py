@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import logging
-from collections.abc import Callable
 from types import SimpleNamespace
 from typing import Any
 
@@ -19,7 +18,6 @@ from torch.utils.data import (
     SequentialSampler,
     Subset,
     SubsetRandomSampler,
-    WeightedRandomSampler,
     random_split,
 )
 
@@ -81,25 +79,6 @@ def test_a_tenth_of_the_budget_is_enough_for_a_tenth_of_the_samples(tmp_path, do
         given.dataset.close()
 
 
-ORDERS: dict[str, tuple[Callable[[Any], Any], set[int]]] = {
-    "weights": (lambda data: WeightedRandomSampler([i % 10 == 5 for i in range(SAMPLES)], SAMPLES), set(TENTH)),
-    "list": (lambda data: TENTH * 2, set(TENTH)),
-    "shorter": (lambda data: RandomSampler(range(12)), set(range(12))),
-    "a subset's": (lambda data: DistributedSampler(Subset(data, range(12)), 1, 0), set(range(12))),
-}
-
-
-@pytest.mark.parametrize("name", ORDERS)
-def test_other_samplers_that_leave_samples_out(tmp_path, name):
-    """Zero weights, a list, and a sampler of a shorter dataset: what they never draw takes no slot."""
-    make, drawn = ORDERS[name]
-    data = source(tmp_path, samples=SAMPLES)
-    rates, looking = hit_rates(tmp_path, [StochasticCache(BUDGET)], DataLoader(data, BATCH, sampler=make(data)))
-    assert looking.slots["train"] == [len(drawn)]
-    assert rates[-1] > 0.8
-    assert set(data.loaded) <= drawn
-
-
 @pytest.mark.parametrize(
     ("door", "divide"),
     [
@@ -146,22 +125,17 @@ def test_two_samplers_of_one_dataset_in_two_hooks(tmp_path, sanity):
 
 
 def test_two_samplers_of_one_dataset_that_are_known_together(tmp_path):
-    """Loaders that are given to `fit` share one cache, with slots for what any of them draws."""
+    """Loaders that are given to `fit`, for one stage or for two, share one cache, with slots for what any of them
+    draws; one that draws everything needs slots for everything."""
     data = source(tmp_path, samples=SAMPLES)
     loaders = subset_loader(data, range(12)), subset_loader(data, range(6, 24))
     rates, looking = hit_rates(tmp_path, [StochasticCache(2 * BUDGET)], *loaders)
     assert looking.slots == {"train": [24], "val": [24]}
     assert rates[-1] == 1
-
-
-def test_two_training_loaders_of_one_dataset_share_slots(tmp_path):
-    """The same holds for two loaders of one stage; one that draws everything needs slots for everything."""
-    data = source(tmp_path, samples=SAMPLES)
     two = [subset_loader(data, range(12)), subset_loader(data, range(12, 24))]
-    _, looking = hit_rates(tmp_path, [StochasticCache("100%")], two)
-    assert looking.slots["train"] == [24]
-    _, looking = hit_rates(tmp_path, [StochasticCache("100%")], [*two, DataLoader(data, BATCH, shuffle=True)])
-    assert looking.slots["train"] == [SAMPLES]
+    for loaders, slots in ((two, 24), ([*two, DataLoader(data, BATCH, shuffle=True)], SAMPLES)):
+        _, looking = hit_rates(tmp_path, [StochasticCache("100%")], loaders)
+        assert looking.slots["train"] == [slots]
 
 
 @pytest.mark.stores_at_set_up
