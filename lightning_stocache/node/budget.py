@@ -25,10 +25,6 @@ _TEXT = re.compile(
 )
 
 
-def _refused(value: object, rule: str) -> str:
-    return f"budget {rule}; got {value!r}. Accepted are {_FORMS}."
-
-
 @dataclass(frozen=True)
 class Budget:
     """What the user asked for, per node; made by `parse`.
@@ -54,11 +50,11 @@ class Budget:
 
     def __post_init__(self) -> None:
         if self.amount < 0:
-            raise ValueError(_refused(float(self.amount), "must not be negative"))
+            raise ValueError("budget must not be negative")
         if self.unit == "bytes" and self.amount.denominator != 1:
-            raise ValueError(_refused(float(self.amount), "in bytes must be whole"))
+            raise ValueError("budget without a unit must be a whole number of bytes")
         if self.unit != "bytes" and self.amount > 100:
-            raise ValueError(_refused(f"{float(self.amount):.12g}{self.unit}", "cannot be more than 100 percent"))
+            raise ValueError("budget cannot be more than 100 percent")
 
     @classmethod
     def parse(cls, value: int | float | str | Budget) -> Budget:
@@ -80,51 +76,52 @@ class Budget:
         """
         if isinstance(value, Budget):
             return value
-        is_bool = type(value).__name__ in ("bool", "bool_")  # NumPy's was an index before 2.0
-        if is_bool or not isinstance(value, (str, float, SupportsIndex)):
-            raise TypeError(_refused(value, "must be a number or a string"))
-        if isinstance(value, str):
-            return cls._of_text(value)
-        if not isinstance(value, float):
-            return cls._of_number(Fraction(value.__index__()), value)  # NumPy's integers too
-        if not math.isfinite(value):
-            raise ValueError(_refused(value, "must be finite"))
-        return cls._of_number(Fraction(value), value, share_possible=True)
+        try:
+            return cls._of_text(value.strip()) if isinstance(value, str) else cls._of_number(value)
+        except (TypeError, ValueError) as error:
+            raise type(error)(f"{error}; got {value!r}. Accepted are {_FORMS}.") from None
 
     @classmethod
-    def _of_text(cls, value: str) -> Budget:
-        text = value.strip()
+    def _of_number(cls, value: SupportsIndex | float) -> Budget:
+        is_bool = type(value).__name__ in ("bool", "bool_")  # NumPy's was an index before 2.0
+        if is_bool or not isinstance(value, (float, SupportsIndex)):
+            raise TypeError("budget must be a number or a string")
+        if not isinstance(value, float):
+            return cls(Fraction(value.__index__()))  # NumPy's integers too
+        if not math.isfinite(value):
+            raise ValueError("budget must be finite")
+        return cls._of_decimal(Fraction(value))
+
+    @classmethod
+    def _of_decimal(cls, number: Fraction) -> Budget:
+        if 0 < number <= 1:
+            share = f'"{float(number * 100):.12g}%"'
+            raise ValueError(
+                f"budget is ambiguous: a float in (0, 1] could mean a share or bytes (write {share} for the share)"
+            )
+        return cls(number)
+
+    @classmethod
+    def _of_text(cls, text: str) -> Budget:
         if text.lower() == "auto":
             return cls(Fraction(100), "% of dataset")
         match = _TEXT.fullmatch(text)
         if match is None:
-            rule = "must not be negative" if text.startswith("-") else "cannot be read"
             if _TEXT.fullmatch(f"{text}B"):  # "32G"
                 short = text.rstrip("iI")
-                rule = f'could mean GB or GiB: write "{short}iB" for powers of 1024, or "{short}B" for powers of 1000'
-            raise ValueError(_refused(value, rule))
+                raise ValueError(
+                    f'budget could mean GB or GiB: write "{short}iB" for powers of 1024, or "{short}B" for powers of '
+                    "1000"
+                )
+            raise ValueError("budget must not be negative" if text.startswith("-") else "budget cannot be read")
         number = Fraction(match["number"])
         if match["unit"]:
             return cls(Fraction(math.floor(number * _UNITS[match["unit"].upper().replace("I", "i")])))
         if not match["percent"]:  # the shell or YAML may have made a string of a number: the same rules
-            return cls._of_number(number, value, share_possible=not match["number"].isdigit())
-        if number > 100:
-            raise ValueError(_refused(value, "cannot be more than 100 percent"))
+            return cls(number) if match["number"].isdigit() else cls._of_decimal(number)
         if number == 0:
             return cls(Fraction(0))  # there is only one way to be off, so that equal budgets are equal
         return cls(number, "% of free" if match["free"] else "% of dataset")
-
-    @classmethod
-    def _of_number(cls, number: Fraction, value: object, share_possible: bool = False) -> Budget:
-        if number < 0:
-            raise ValueError(_refused(value, "must not be negative"))
-        if share_possible and 0 < number <= 1:
-            share = f'"{float(number * 100):.12g}%"'
-            rule = f"is ambiguous: a float in (0, 1] could mean a share or bytes (write {share} for the share)"
-            raise ValueError(_refused(value, rule))
-        if number.denominator != 1:
-            raise ValueError(_refused(value, "without a unit must be a whole number of bytes"))
-        return cls(number)
 
     @property
     def off(self) -> bool:
