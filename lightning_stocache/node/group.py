@@ -3,18 +3,14 @@
 A node is the set of ranks that can map the same memory: same boot id, same memory filesystem, whatever NODE_RANK
 says. Two "nodes" on one machine with one /dev/shm are one node here; two containers with a /dev/shm each are two.
 
-That two processes see the same filesystem does not mean that one can open what the other makes: a container per rank
-has process ids of its own, another user no right to open. So the first rank of every node makes two empty segments, one
-without a name and one with, and the others try to open either. A rank that can open neither is a node of its own.
+That two processes see the same filesystem does not mean that one can open the other's files: a container per rank has
+its own process ids, another user has no right to open them. So the first rank of every node makes two empty segments,
+one without a name and one with, and the others try to open either. A rank that can open neither is a node of its own.
 
-All of this is collective: every rank of the job makes the same calls in the same order. Messages go through the job's
-store (`post`), not through its process groups. Without a process group the job is one rank on one node and nothing is
-sent.
-
-An error during set-up is everybody's: `together` and `lead` end with the same outcome on all ranks, so that none
-waits for one that has failed.
-
-That is for set-up. While training runs nobody may wait for all the others: values are posted then.
+Set-up is collective: every rank of the job makes the same calls in the same order, and `together` and `lead` end with
+the same outcome on all ranks, so that none waits for a rank that has failed. While training runs no rank may wait for
+all the others; values are posted then. Messages go through the job's store (`post`), not through its process groups.
+Without a process group the job is one rank on one node, and nothing is sent.
 """
 
 from __future__ import annotations
@@ -28,13 +24,12 @@ import sys
 import weakref
 from collections.abc import Callable, Hashable, Sequence
 from dataclasses import dataclass
-from pathlib import Path
 from typing import Any, TypeVar
 
 import torch.distributed as dist
 
 from lightning_stocache.node.files import Backend, default_backend, memory_directory
-from lightning_stocache.node.post import Mailbox, Posted, posted_bytes
+from lightning_stocache.node.post import Mailbox, Posted, boot_id
 from lightning_stocache.node.segment import Segment, SegmentHandle
 from lightning_stocache.torch_internals import job_store
 
@@ -44,22 +39,18 @@ log = logging.getLogger(__name__)
 
 T = TypeVar("T")
 
-
 # The mailbox of each default process group; it ends with the group. The nodes are found out once.
 _mailboxes: weakref.WeakKeyDictionary[dist.ProcessGroup, Mailbox] = weakref.WeakKeyDictionary()
 _nodes: weakref.WeakKeyDictionary[dist.ProcessGroup, tuple[tuple[int, ...], ...]] = weakref.WeakKeyDictionary()
-_KINDS: tuple[Backend, ...] = (default_backend(), "file")
 
 
 def memory_key() -> tuple[str, int]:
-    """What two processes have in common when they see the same files in memory: the machine, and the filesystem."""
-    boot = Path("/proc/sys/kernel/random/boot_id")
-    machine = boot.read_text().strip() if boot.exists() else socket.gethostname()
-    return machine, os.stat(memory_directory()).st_dev
+    """The machine and the filesystem of this process's memory: equal in two processes that see the same files there."""
+    return boot_id() or socket.gethostname(), os.stat(memory_directory()).st_dev
 
 
 def job_ranks() -> tuple[int, int]:
-    """The number of ranks of the job, and this one's; before there is a process group, as torchrun says."""
+    """The number of ranks of the job, and this rank; from torchrun's variables before there is a process group."""
     if dist.is_available() and dist.is_initialized():
         return dist.get_world_size(), dist.get_rank()
     return int(os.environ.get("WORLD_SIZE", 1)), int(os.environ.get("RANK", 0))
@@ -71,7 +62,7 @@ class NodeGroup:
 
     Args:
         rank: this process's global rank.
-        nodes: the global ranks of each node, every node's in rising order, nodes by their first rank.
+        nodes: the global ranks of each node, in rising order; nodes by their first rank.
 
     Raises:
         ValueError: `rank` is on none of the nodes.
@@ -94,7 +85,7 @@ class NodeGroup:
         """Group the ranks of the running job. Collective; without an initialised process group, the group of one.
 
         Args:
-            key: what this rank's memory is known by; tests give one to play several nodes on one machine.
+            key: ranks with the same key share memory; for tests, which play several nodes on one machine.
         """
         if not (dist.is_available() and dist.is_initialized()) or dist.get_world_size() == 1:
             return cls()
@@ -118,7 +109,7 @@ class NodeGroup:
 
     @property
     def leader(self) -> int:
-        """The rank that makes this node's segments: its first."""
+        """The rank that makes this node's segments: the node's first."""
         return self.nodes[self.node][0]
 
     @property
@@ -138,21 +129,21 @@ class NodeGroup:
     def post(self, value: T) -> Posted[T]:
         """Send a value of at most 2 KiB to every rank, and wait for nothing.
 
-        Every rank makes the same posts in the same order. Where some ranks have made fewer before the next collective
-        call, the posts that they left out come to nothing on all ranks.
+        Every rank makes the same posts in the same order. A post that some ranks have not made before the next
+        collective call comes to nothing on all ranks.
 
         Raises:
             ValueError: the value takes more than 2 KiB.
         """
         if self.world == 1:
-            return Posted(None, "", [pickle.loads(posted_bytes(value))])
+            return Posted(None, "", [value])
         return _mailbox().post(value)
 
     def together(self, work: Callable[[], T]) -> T:
-        """Do something on every rank; if it fails on one, it fails on all. Collective.
+        """Call `work` on every rank. If it fails on one, it fails on all. Collective.
 
         Raises:
-            Exception: on the rank that failed, what it raised.
+            Exception: on the rank that failed, the error of `work`.
             RuntimeError: on the others; it names that rank and its error.
         """
         results: list[T] = []
@@ -160,9 +151,9 @@ class NodeGroup:
         return results[0]
 
     def lead(self, work: Callable[[], T]) -> T:
-        """Do something on each node's leader and give its result, pickled, to the other ranks of that node.
+        """Call `work` on each node's leader. Returns its result on all ranks of that node. Collective.
 
-        Collective; errors as in `together`, and a result that cannot be pickled is one.
+        Errors are those of `together`; a result that cannot be pickled is one of them.
         """
         results: list[T] = []
 
@@ -175,26 +166,26 @@ class NodeGroup:
         return outcome
 
     def _agree(self, work: Callable[[], Any] | None) -> list[Any]:
-        """Every rank's result. Plain values only: what cannot be pickled here would leave the others waiting."""
+        """Every rank's result of `work`, in plain values: a result that cannot be pickled here would end no wait."""
         result: Any = None
         failure: Exception | None = None
         try:
             result = work() if work is not None else None
-        except Exception as error:  # whatever it is, the others must hear of it before it goes on its way
+        except Exception as error:  # the others must be told of it before it is raised
             if self.world == 1:
                 raise
             failure = error
         outcomes = self.exchange((repr(failure) if failure else None, None if failure else result))
         if failure is not None:
             raise failure
-        for rank, (complaint, _) in enumerate(outcomes):
-            if complaint is not None:
-                raise RuntimeError(f"setting up the cache failed on rank {rank}: {complaint}")
+        for rank, (message, _) in enumerate(outcomes):
+            if message is not None:
+                raise RuntimeError(f"setting up the cache failed on rank {rank}: {message}")
         return [value for _, value in outcomes]
 
 
 def _alike(keys: Sequence[Hashable]) -> tuple[tuple[int, ...], ...]:
-    """The ranks that have each key, by their first rank."""
+    """The ranks with equal keys, by their first rank."""
     members: dict[Hashable, list[int]] = {}
     for rank, key in enumerate(keys):
         members.setdefault(key, []).append(rank)
@@ -202,7 +193,7 @@ def _alike(keys: Sequence[Hashable]) -> tuple[tuple[int, ...], ...]:
 
 
 def _find_nodes(rank: int) -> tuple[tuple[int, ...], ...]:
-    """Which ranks share memory. Collective; rank 0 warns where ranks of one machine do not."""
+    """Which ranks share memory. Collective; rank 0 warns if ranks of one machine do not."""
     keys = _mailbox().exchange(memory_key())
     apart = _unreachable(rank, _alike(keys))
     nodes = _alike([(key, number if number in apart else None) for number, key in enumerate(keys)])
@@ -223,12 +214,13 @@ def _find_nodes(rank: int) -> tuple[tuple[int, ...], ...]:
 
 
 def _unreachable(rank: int, nodes: Sequence[Sequence[int]]) -> dict[int, str]:
-    """The ranks that cannot open what the first rank of their node makes, each with the reason. Collective."""
+    """The ranks that cannot open the segments of the first rank of their node, each with the reason. Collective."""
     mates = next(node for node in nodes if rank in node)
     with contextlib.ExitStack() as cleanup:
         handles: list[SegmentHandle] = []
         if rank == mates[0] and len(mates) > 1 and sys.platform != "win32":
-            for kind in dict.fromkeys(_KINDS):
+            kinds: tuple[Backend, ...] = (default_backend(), "file")
+            for kind in dict.fromkeys(kinds):
                 with contextlib.suppress(OSError):  # no memory at all is for the first cache to report
                     segment = Segment.create(1, kind)
                     cleanup.callback(segment.close)
@@ -239,7 +231,7 @@ def _unreachable(rank: int, nodes: Sequence[Sequence[int]]) -> dict[int, str]:
 
 
 def _why_not_opened(handles: Sequence[SegmentHandle]) -> str | None:
-    """Why none of these segments can be opened here, or None."""
+    """Why no segment can be opened here, or None."""
     reason = None
     for handle in handles:
         try:

@@ -8,14 +8,18 @@ There are two kinds of message. All ranks call `exchange` in the same order and 
 training, where nobody may wait for all: `post` returns at once, and `Posted.collect` waits a limited time. Each rank
 makes the same posts in the same order between two exchanges.
 
-A turn is one exchange or one post. The key `<turn>/<rank>` has the message of a rank, and `<turn>/all` says that all
-messages are there: the rank that comes last sets it. So a rank polls one key, whatever the number of ranks. It deletes
-its message when no rank can ask for it any more. The store may end with rank 0, so rank 0 returns from an exchange when
-all ranks have read it: each sends a message to `<turn>/read`.
+A turn is one exchange or one post. Each rank writes its message to the key `<turn>/<rank>`. The last of them reads all
+messages and writes them to `<turn>/all`, the one key that every rank polls and reads: a turn costs a rank the same
+number of requests in a job of any size. Messages are deleted when no rank can ask for them any more. The store may end
+with rank 0, so rank 0 returns from an exchange when all ranks have read it, each of which sends a message to
+`<turn>/read`.
+
+A store may serve several process groups, one after the other. The ranks count themselves in when they join, so each
+group has a prefix of its own.
 
 A rank that has ended since the first exchange is noticed by the ranks on its machine, which look for its process, and
-by all others when one of these has marked it. A machine that is lost as a whole is for the launcher to notice; else the
-wait ends after 30 minutes.
+by all others when one of these has marked it. A rank that is lost with its whole machine is for the launcher to notice;
+else the wait ends after 30 minutes, as those of torch do.
 """
 
 from __future__ import annotations
@@ -29,7 +33,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Generic, TypeVar
 
-__all__ = ["Mailbox", "Posted", "posted_bytes"]
+__all__ = ["Mailbox", "Posted", "boot_id"]
 
 T = TypeVar("T")
 
@@ -41,7 +45,7 @@ _SHORTEST, _LONGEST = 0.0005, 0.02  # seconds between two polls
 
 
 class Mailbox:
-    """The messages of one rank of a job.
+    """The messages of one rank of a job. All ranks of a process group make theirs, each one.
 
     Args:
         store: the job's `torch.distributed.Store`.
@@ -56,13 +60,13 @@ class Mailbox:
 
     def __init__(self, store: Any, rank: int, world: int) -> None:
         self.rank, self.world, self._store = rank, world, store
-        # A store may outlive the processes of a job that torchrun starts again.
-        self._prefix = f"lightning_stocache/{os.environ.get('TORCHELASTIC_RESTART_COUNT', 0)}"
+        groups = f"lightning_stocache/{world}"
+        self._prefix = f"{groups}/{(store.add(groups, 1) - 1) // world}"
         self.exchanges = 0
         self._posts = 0  # since the last exchange
         self._old_posts: deque[str] = deque()
         self._process = _Process.of(os.getpid())
-        self._neighbours: dict[int, _Process] = {}  # the ranks on this machine
+        self._neighbors: dict[int, _Process] = {}  # the ranks on this machine
 
     def exchange(self, value: T) -> list[T]:
         """Every rank's value, by rank. Collective.
@@ -71,20 +75,21 @@ class Mailbox:
             RuntimeError: a rank has ended, or has not come within 30 minutes; or the store has ended.
         """
         turn = f"{self._prefix}/{self.exchanges}"
-        self.send(turn, pickle.dumps((self._process, value)))
-        if not self.poll(turn, _EXCHANGE_SECONDS):
+        self._send(turn, pickle.dumps((self._process, value)))
+        contents = self.receive(turn, _EXCHANGE_SECONDS)
+        if contents is None:
             raise RuntimeError(f"not all ranks have come to an exchange of the cache in {_EXCHANGE_SECONDS:.0f} s")
-        messages = [pickle.loads(content) for content in self.read(turn)]
-        self.send(f"{turn}/read", b"1")
+        messages = [pickle.loads(content) for content in contents]
+        self._send(f"{turn}/read", b"")
         if self.rank == 0:
             with contextlib.suppress(RuntimeError):  # a rank that has ended reads no more
-                self.poll(f"{turn}/read", _EXCHANGE_SECONDS)
+                self.receive(f"{turn}/read", _EXCHANGE_SECONDS)
         if self.exchanges:  # all ranks have come to this exchange, so they have left the last one
             last = f"{self._prefix}/{self.exchanges - 1}"
             self._delete(last)
             self._delete(f"{last}/read")
         processes = enumerate(process for process, _ in messages)
-        self._neighbours = {rank: other for rank, other in processes if other.machine == self._process.machine != ""}
+        self._neighbors = {rank: other for rank, other in processes if other.machine == self._process.machine != ""}
         self.exchanges += 1
         self._posts = 0
         return [value for _, value in messages]
@@ -95,33 +100,20 @@ class Mailbox:
         Raises:
             ValueError: the value takes more than 2 KiB.
         """
-        content = posted_bytes(value)
+        content = pickle.dumps(value)
+        if len(content) > _POST_BYTES:
+            raise ValueError(f"a posted value may take {_POST_BYTES} bytes, this one takes {len(content)}")
         turn = f"{self._prefix}/{self.exchanges}/post/{self._posts}"
         self._posts += 1
         self._old_posts.append(turn)
         with contextlib.suppress(RuntimeError):  # the store has ended with rank 0, whose own error tells better
-            self.send(turn, content)
+            self._send(turn, content)
             if len(self._old_posts) > _POSTS:
                 self._delete(self._old_posts.popleft())
         return Posted(self, turn)
 
-    def send(self, turn: str, content: bytes) -> None:
-        """Store this rank's message of a turn."""
-        self._store.set(f"{turn}/{self.rank}", content)
-        if self._store.add(f"{turn}/count", 1) == self.world:
-            self._store.set(f"{turn}/all", b"1")
-
-    def read(self, turn: str) -> list[bytes]:
-        """The messages of a turn, by rank, when all are there; empty if they have been deleted since."""
-        keys = [f"{turn}/{rank}" for rank in range(self.world)]
-        if not self._store.check(keys):
-            return []
-        if self._store.has_extended_api():
-            return [bytes(content) for content in self._store.multi_get(keys)]
-        return [bytes(self._store.get(key)) for key in keys]
-
-    def poll(self, turn: str, seconds: float) -> bool:
-        """Wait until the messages of all ranks are there; False if they do not come in time.
+    def receive(self, turn: str, seconds: float) -> list[bytes] | None:
+        """Wait for the messages of all ranks; None if they do not come in time.
 
         Raises:
             RuntimeError: a rank has ended before it sent its message, or the store has ended.
@@ -131,18 +123,28 @@ class Mailbox:
         while not self._store.check([f"{turn}/all"]):
             now = time.monotonic()
             if now - begun >= seconds:
-                return False
+                return None
             if now >= look:
                 look = now + _LIVENESS_SECONDS
                 if (dead := self._dead_rank(turn)) is not None:
                     raise RuntimeError(f"rank {dead} has ended")
             time.sleep(min(pause, begun + seconds - now))
             pause = min(1.5 * pause, _LONGEST)
-        return True
+        contents: list[bytes] = pickle.loads(self._store.get(f"{turn}/all"))
+        return contents
+
+    def _send(self, turn: str, content: bytes) -> None:
+        """Write this rank's message of a turn; as the last rank, write all messages for everybody."""
+        self._store.set(f"{turn}/{self.rank}", content)
+        if self._store.add(f"{turn}/count", 1) == self.world:
+            keys = [f"{turn}/{rank}" for rank in range(self.world)]
+            at_once = self._store.has_extended_api()
+            contents = self._store.multi_get(keys) if at_once else [self._store.get(key) for key in keys]
+            self._store.set(f"{turn}/all", pickle.dumps([bytes(content) for content in contents]))
 
     def _dead_rank(self, turn: str) -> int | None:
         """A rank that has ended without a message for this turn, as far as this machine or another rank knows."""
-        dead = [rank for rank, process in self._neighbours.items() if process != _Process.of(process.pid)]
+        dead = [rank for rank, process in self._neighbors.items() if process != _Process.of(process.pid)]
         dead_key = f"{self._prefix}/dead"
         if self._store.check([dead_key]):
             dead.append(int(self._store.get(dead_key)))
@@ -153,7 +155,7 @@ class Mailbox:
         return None
 
     def _delete(self, turn: str) -> None:
-        """Delete this rank's message of a turn, and as rank 0 what says that all are there."""
+        """Delete this rank's message of a turn, and as rank 0 what is there once."""
         for name in (self.rank, "count", "all") if self.rank == 0 else (self.rank,):
             self._store.delete_key(f"{turn}/{name}")
 
@@ -162,9 +164,9 @@ class Posted(Generic[T]):
     """Messages that are on their way, one from each rank.
 
     Args:
-        mailbox: of this rank; None for a job of one rank.
-        turn: which post this is.
-        values: what every rank has sent, where that is known.
+        mailbox: of this rank; None in a job of one rank.
+        turn: of the post.
+        values: every rank's value, if known.
     """
 
     def __init__(self, mailbox: Mailbox | None, turn: str, values: list[T] | None = None) -> None:
@@ -172,33 +174,22 @@ class Posted(Generic[T]):
         self._exchanges = mailbox.exchanges if mailbox is not None else 0
 
     def collect(self, seconds: float) -> list[T] | None:
-        """Every rank's value, by rank; None if not all have come by then, or a rank has made no such post.
-
-        Args:
-            seconds: how long to wait at most.
-        """
+        """Every rank's value, by rank; None if not all have come within `seconds`, or a rank made no such post."""
         if self._values is None and self._mailbox is not None:
-            try:
-                # No rank posts in this turn any more once all have come to the next exchange.
-                over = self._mailbox.exchanges > self._exchanges
-                if self._mailbox.poll(self._turn, 0.0 if over else seconds):
-                    contents = self._mailbox.read(self._turn)
-                    self._values = [pickle.loads(content) for content in contents] or None
-            except RuntimeError:  # a rank has died, or the store with rank 0: its own error tells better
-                return None
+            # No rank posts in this turn any more once all have come to the next exchange.
+            over = self._mailbox.exchanges > self._exchanges
+            with contextlib.suppress(RuntimeError):  # a rank has died, or the store with rank 0: its error tells better
+                contents = self._mailbox.receive(self._turn, 0.0 if over else seconds)
+                self._values = None if contents is None else [pickle.loads(content) for content in contents]
         return self._values
 
 
-def posted_bytes(value: Any) -> bytes:
-    """A value as it is posted.
-
-    Raises:
-        ValueError: the value takes more than 2 KiB.
-    """
-    content = pickle.dumps(value)
-    if len(content) > _POST_BYTES:
-        raise ValueError(f"a posted value may take {_POST_BYTES} bytes, this one takes {len(content)}")
-    return content
+def boot_id() -> str:
+    """The id of this machine's boot; empty where there is no /proc."""
+    try:
+        return Path("/proc/sys/kernel/random/boot_id").read_text().strip()
+    except OSError:
+        return ""
 
 
 @dataclass(frozen=True)
@@ -212,10 +203,10 @@ class _Process:
     @classmethod
     def of(cls, pid: int) -> _Process:
         """The process that has an id here now; one that has ended has no start time."""
-        boot = Path("/proc/sys/kernel/random/boot_id")
-        if not boot.exists():
+        boot = boot_id()
+        if not boot:
             return cls("", pid, "")
-        machine = f"{boot.read_text().strip()} {os.stat('/proc/self/ns/pid').st_ino}"
+        machine = f"{boot} {os.stat('/proc/self/ns/pid').st_ino}"
         try:
             state, *fields = Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()
         except OSError:
