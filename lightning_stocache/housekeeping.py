@@ -62,7 +62,7 @@ def clean(parser: argparse.ArgumentParser) -> Action:
 
     def run(arguments: argparse.Namespace) -> None:
         from lightning_stocache.insight.inventory import count, describe, of_job
-        from lightning_stocache.node.named import clean, clean_locks, is_foreign
+        from lightning_stocache.node.named import clean, is_foreign
 
         known = _named(parser, arguments.dir)
         if arguments.name is not None:
@@ -81,8 +81,6 @@ def clean(parser: argparse.ArgumentParser) -> Action:
         shown = [cache.name for cache in dead]  # what has come since was not
         removed = [gone for cache in shown for gone in clean(cache, arguments.dir)]
         say(f"removed {count(removed)}" if dead else "nothing to remove")
-        if arguments.name is None:
-            clean_locks(arguments.dir)
 
     return run
 

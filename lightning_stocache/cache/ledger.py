@@ -33,7 +33,7 @@ from lightning_stocache.cache.claims import Claims
 from lightning_stocache.cache.layout import columns, offsets
 from lightning_stocache.node.files import Backend
 from lightning_stocache.node.segment import Segment
-from lightning_stocache.node.waiting import moments
+from lightning_stocache.node.waiting import poll
 
 __all__ = ["MOST_WORKERS", "POSITION_BITS", "Mode", "Shard", "StreamLedger", "Totals"]
 
@@ -223,7 +223,7 @@ class StreamLedger:
             choose: called by one process of the node, when no shard is in an epoch before.
         """
         start = time.monotonic()
-        for seconds in moments(pause=0.002):
+        for seconds in poll(pause=0.002):
             if self._is_decided(epoch):
                 break
             late = [rank for rank in range(self.ranks) if self._epoch_of(rank) < epoch] if epoch > 1 else []

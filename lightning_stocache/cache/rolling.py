@@ -55,7 +55,7 @@ from lightning_stocache.node.budget import format_bytes
 from lightning_stocache.node.fence import fence
 from lightning_stocache.node.header import Geometry, Manifest
 from lightning_stocache.node.segment import Segment
-from lightning_stocache.node.waiting import moments
+from lightning_stocache.node.waiting import poll
 
 __all__ = ["FILLERS", "Roll", "Taken"]
 
@@ -434,7 +434,7 @@ class Roll:
         slots = self._chance.integers(0, self.count, 64 + 8 * count)
         slots = slots[self.readable(slots)]
         if len(slots) < count:
-            for seconds in moments(pause=0.001):
+            for seconds in poll(pause=0.001):
                 if len(slots := self.readable_slots()):
                     break
                 if seconds or not self.appended:  # else all of few slots are being written

@@ -21,7 +21,7 @@ from lightning_stocache.node.budget import Budget
 from lightning_stocache.node.files import Backend
 from lightning_stocache.node.group import NodeGroup
 from lightning_stocache.node.segment import Segment, SegmentHandle
-from lightning_stocache.node.waiting import moments
+from lightning_stocache.node.waiting import poll
 from lightning_stocache.setup.first_sample import codec_of
 from lightning_stocache.setup.option import check_choice, check_count
 from lightning_stocache.setup.request import Layout
@@ -240,7 +240,7 @@ class RollingPool:
     def _wait(self, have: Callable[[], int], wanted: Callable[[], int]) -> None:
         """Wait for samples, and say so. Where no more can come, what there is will do."""
         fillers = self.fillers
-        for seconds in moments(pause=0.005):
+        for seconds in poll(pause=0.005):
             if (count := have()) >= (least := wanted()):
                 break
             if fillers is not None and not fillers.are_at_work():

@@ -6,7 +6,7 @@ import logging
 from typing import Any
 
 from lightning_stocache.cache.store import Store, StoreHandle
-from lightning_stocache.node.waiting import moments
+from lightning_stocache.node.waiting import poll
 
 __all__ = ["RollingWriter"]
 
@@ -45,7 +45,7 @@ class RollingWriter:
 
     def append(self, sample: Any, index: int = -1) -> None:
         """Store a sample, in the place of the oldest once the budget is full; `index`: in its source, for messages."""
-        for seconds in moments(pause=0.001):
+        for seconds in poll(pause=0.001):
             if self._store.append(sample, index):
                 return
             if seconds:  # every slot is being written to

@@ -1,6 +1,6 @@
 """Directories on a disk that can hold caches, and the mounted filesystems of this machine.
 
-Files on other machines' disks are refused: a mapping shows a machine only what it has written itself.
+Network filesystems are refused: a mapping shows a machine only what it has written itself.
 """
 
 from __future__ import annotations
@@ -13,7 +13,7 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import NamedTuple
 
-from lightning_stocache.node.header import HEADER_BYTES, printable
+from lightning_stocache.node.header import printable
 
 if sys.platform != "win32":
     import fcntl
@@ -25,7 +25,7 @@ _REMOTE = {
     *("orangefs", "panfs", "ocfs2", "gfs2", "virtiofs", "davfs", "fuse.sshfs", "fuse.glusterfs", "fuse.s3fs"),
     *("fuse.gcsfuse", "fuse.juicefs", "fuse.rclone", "fuse.ceph", "fuse.mount-s3", "fuse.goofys"),
 }
-"""Filesystems of other machines, as /proc/self/mountinfo calls them."""
+"""Network filesystems, as /proc/self/mountinfo calls them."""
 
 _ELSEWHERE = "Give a directory on a disk of this machine, or leave dir= away for a cache in memory"
 
@@ -36,8 +36,8 @@ class Mount(NamedTuple):
     Args:
         root: the folder of the filesystem that is mounted.
         folder: where it is mounted.
-        kind: of filesystem.
-        options: of the filesystem.
+        kind: type of the filesystem.
+        options: options of the filesystem.
     """
 
     root: str
@@ -51,10 +51,10 @@ class DiskError(OSError):
 
 
 def check_directory(directory: str) -> str:
-    """The absolute path of a directory that can hold a cache; it is made if its parent is there.
+    """The absolute path of a directory that can hold a cache; it is made if its parent exists.
 
     Raises:
-        DiskError: it can hold none; the message says why, and the way out.
+        DiskError: it can hold none; the message says why, and what to do.
     """
     path = os.path.abspath(os.path.expanduser(directory))
     shown = printable(path)
@@ -73,14 +73,17 @@ def check_directory(directory: str) -> str:
             f"write. {_ELSEWHERE}"
         )
     try:
-        _try_locks(path)
+        with tempfile.TemporaryFile(dir=path) as file:  # segments take both kinds of lock
+            fcntl.flock(file, fcntl.LOCK_SH)
+            fcntl.flock(file, fcntl.LOCK_UN)  # BSD and macOS: the two kinds exclude each other
+            fcntl.lockf(file, fcntl.LOCK_EX | fcntl.LOCK_NB, 1, 0)
     except OSError as error:
         raise DiskError(f"dir={shown!r} cannot hold a cache: {error.strerror or error}. {_ELSEWHERE}") from error
     return path
 
 
 def filesystem_of(path: str) -> str:
-    """The kind of filesystem that a directory lies on, empty where that cannot be known."""
+    """The type of filesystem that a directory lies on; empty if it cannot be known."""
     path, longest, kind = os.path.realpath(path), -1, ""
     for mount in mounts():
         if len(mount.folder) >= longest and os.path.commonpath([mount.folder, path]) == mount.folder:
@@ -89,7 +92,7 @@ def filesystem_of(path: str) -> str:
 
 
 def mounts(root: Path = Path("/")) -> Iterator[Mount]:
-    """The mounted filesystems, in the order in which they were mounted; none where there is no /proc.
+    """The mounted filesystems, in the order of mounting; none if there is no /proc.
 
     Args:
         root: where `proc` is found; another one is for tests.
@@ -106,23 +109,3 @@ def mounts(root: Path = Path("/")) -> Iterator[Mount]:
             # The kernel writes a space in a path as \040.
             folder, mount = (re.sub(r"\\([0-7]{3})", lambda code: chr(int(code[1], 8)), path) for path in fields[3:5])
             yield Mount(folder, mount, kinds[0], kinds[-1])
-
-
-def _try_locks(path: str) -> None:
-    """Make a file there, and lock it in both ways that segments do.
-
-    Raises:
-        OSError: one of these is refused.
-    """
-    file, name = tempfile.mkstemp(prefix=f".lsc-{os.getuid()}-", dir=path)
-    try:
-        os.unlink(name)
-        fcntl.flock(file, fcntl.LOCK_SH)
-        os.ftruncate(file, HEADER_BYTES)
-        try:
-            fcntl.lockf(file, fcntl.LOCK_EX | fcntl.LOCK_NB, 1, 0)
-        except (BlockingIOError, PermissionError):  # BSD and macOS: the two kinds of lock exclude each other
-            return
-        fcntl.lockf(file, fcntl.LOCK_UN, 1, 0)
-    finally:
-        os.close(file)

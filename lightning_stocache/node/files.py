@@ -1,13 +1,12 @@
 """The files that segments are made of: where they lie, how their memory is reserved, who may open them.
 
-Kinds: `tmpfile` (O_TMPFILE in /dev/shm) and `memfd` have no name, so nothing can guess or collide with it, and nothing
-is left behind; `file` has a name, and carries a shared `flock` as long as anybody uses it. A directory on a disk takes
-the place of /dev/shm where one is given; filesystems that have no O_TMPFILE get a `file` there.
+Kinds: `tmpfile` (O_TMPFILE in /dev/shm) and `memfd` have no name, so nothing collides with them and nothing is left
+behind; `file` has a name, and a shared `flock` as long as a process uses it. A segment on a disk lies in a directory
+that the user gives; filesystems without O_TMPFILE get a `file` there.
 
 Any user may put anything into /dev/shm under a name that a cache is about to use: a link that leads elsewhere, a pipe
-that blocks, a file that stays locked for ever. So `open_own` opens whatever has a name, lock files too: without
-following a link, without waiting, and only if it is a regular file of this user, that nobody else may open, and that
-has no second name. What lies in such a file is trusted.
+that blocks, a file that stays locked for ever. `open_own` opens every file that has a name, lock files too, and refuses
+all of these. The content of a file that passes is trusted.
 """
 
 from __future__ import annotations
@@ -15,30 +14,38 @@ from __future__ import annotations
 import errno
 import os
 import stat
+import struct
 import sys
 import tempfile
 from typing import Literal
 
-from lightning_stocache.node.header import HEADER_BYTES, new_header, printable
+from lightning_stocache.node.header import HEADER_BYTES, Manifest, new_header, printable
 
 if sys.platform != "win32":
     import fcntl
 
 __all__ = [
+    "LOCKS",
     "Backend",
     "default_backend",
     "get_shm_size",
+    "lock_owner",
     "make_file",
     "memory_directory",
     "open_own",
     "overwrite",
+    "prefix",
     "reserve",
     "write_header",
 ]
 
 Backend = Literal["tmpfile", "memfd", "file"]
+LOCKS = ".locks"
+"""The end of the name of a lock file."""
+
 _REFUSED = {errno.EACCES, errno.EEXIST, errno.EISDIR, errno.ELOOP, errno.ENXIO, errno.EPERM}
 _ZEROES = bytes(1 << 20)
+_FLOCK = struct.Struct("@hhqqi4x")  # Linux: kind, whence, start, length, process
 
 
 def memory_directory() -> str:
@@ -58,19 +65,24 @@ def get_shm_size() -> int:
 
 
 def default_backend() -> Backend:
-    """The backend for this system: anonymous memory where it exists."""
+    """The backend for this system: a file without a name in /dev/shm, if both exist."""
     return "tmpfile" if hasattr(os, "O_TMPFILE") and os.path.isdir("/dev/shm") else "file"
 
 
+def prefix() -> str:
+    """The beginning of the names of this user's files."""
+    return f"lsc-{os.getuid()}-"
+
+
 def make_file(backend: Backend, directory: str | None = None) -> tuple[int, str | None]:
-    """A new, empty file of a kind: its descriptor, and its name if it has one.
+    """Make an empty file. Returns its descriptor, and its path if it has a name.
 
     Args:
-        backend: its kind; on a disk that of a file without a name, where there can be one.
-        directory: on a disk; by default where memory is.
+        backend: the kind of file.
+        directory: on a disk, where every kind without a name is a `tmpfile`; by default the file lies in memory.
 
     Raises:
-        OSError: the system refuses it, or knows no such kind.
+        OSError: the system refuses it, or has no such kind.
     """
     where = directory or memory_directory()
     if backend == "memfd" and directory is None:
@@ -83,22 +95,24 @@ def make_file(backend: Backend, directory: str | None = None) -> tuple[int, str 
         except OSError as error:
             if directory is None or error.errno not in (errno.EOPNOTSUPP, errno.EISDIR, errno.ENOENT, errno.EINVAL):
                 raise
-    data, path = tempfile.mkstemp(prefix=f"lsc-{os.getuid()}-", dir=where)
+    data, path = tempfile.mkstemp(prefix=prefix(), dir=where)
     fcntl.flock(data, fcntl.LOCK_SH)  # the file is in use; the lock goes with the last copy of the descriptor
     return data, path
 
 
 def open_own(path: str, *, create: bool = False, exclusive: bool = False) -> int:
-    """Open a file of this user alone, for reading and writing; its descriptor.
+    """Open a regular file that only this user may open, for reading and writing. Returns its descriptor.
+
+    It follows no link, waits for nothing, and refuses a file with a second name.
 
     Args:
         path: the file.
-        create: whether to make it, empty and for this user only, where there is none.
-        exclusive: whether to refuse one that is there already; with `create` only.
+        create: make it, empty and for this user only, if it does not exist.
+        exclusive: with `create`, refuse a file that exists.
 
     Raises:
-        FileNotFoundError: there is none.
-        PermissionError: it is not trusted; the message says what to do.
+        FileNotFoundError: there is no such file.
+        PermissionError: the file is not trusted; the message says what to do.
         OSError: the system has no room for it, or no descriptor left.
     """
     flags = os.O_RDWR | os.O_CLOEXEC | os.O_NOFOLLOW | os.O_NONBLOCK
@@ -121,45 +135,45 @@ def open_own(path: str, *, create: bool = False, exclusive: bool = False) -> int
     raise refusal
 
 
-def write_header(data: int, size: int, reserved: int = 0) -> None:
-    """Give a file its full length, `size` bytes after the header, and a header with a token of its own.
+def write_header(data: int, size: int, manifest: Manifest | None = None, reserved: int = 0) -> None:
+    """Give a file its full length, and a header with a new token.
 
     Args:
         data: descriptor of the file.
         size: bytes after the header.
-        reserved: how many of these are reserved, too.
+        manifest: the content that the header describes.
+        reserved: how many of the `size` bytes are reserved at once.
 
     Raises:
-        OSError: there is no room for the header, and what is reserved.
+        ManifestError: the manifest is too large.
+        OSError: there is no room for the header and the reserved bytes.
     """
+    header = new_header(manifest)
     os.ftruncate(data, HEADER_BYTES + size)
     reserve(data, 0, HEADER_BYTES + reserved)
-    os.pwrite(data, new_header(), 0)
+    os.pwrite(data, header, 0)
 
 
 def reserve(data: int, offset: int, length: int) -> None:
     """Have the kernel promise the memory of a range, whose contents stay as they are.
 
     Raises:
-        OSError: there is none left (ENOSPC); nothing has changed.
+        OSError: there is no memory left (ENOSPC); nothing has changed.
     """
     if hasattr(os, "posix_fallocate"):
         os.posix_fallocate(data, offset, length)
-    else:  # macOS: storing zeroes allocates the blocks and reports a full disk by an error, too
-        _fill_holes(data, offset, offset + length)
-
-
-def _fill_holes(data: int, start: int, end: int) -> None:
-    """Store zeroes where nobody has stored anything yet; who stores has reserved before, so that is nowhere then."""
-    while start < end:
-        start = _seek(data, start, os.SEEK_HOLE, end)
-        stop = min(_seek(data, start, os.SEEK_DATA, end), end)
-        overwrite(data, start, stop - start)
-        start = stop
+        return
+    # macOS: zeroes in the holes of the range take the memory, or fail with ENOSPC. Nobody writes to a hole meanwhile,
+    # because writers reserve first.
+    end = offset + length
+    while offset < end:
+        hole = _seek(data, offset, os.SEEK_HOLE, end)
+        offset = min(_seek(data, hole, os.SEEK_DATA, end), end)
+        overwrite(data, hole, offset - hole)
 
 
 def _seek(data: int, start: int, whence: int, end: int) -> int:
-    """Where the next hole or the next data begins, `end` where there is none, or holes are not known."""
+    """Where the next hole or the next data begins; `end` if there is none, or the filesystem knows no holes."""
     try:
         return os.lseek(data, start, whence)
     except OSError:
@@ -167,7 +181,16 @@ def _seek(data: int, start: int, whence: int, end: int) -> int:
 
 
 def overwrite(data: int, offset: int, length: int) -> None:
-    """Store zeroes in a range."""
+    """Write zeroes to a range."""
     while length > 0:
         written = os.pwrite(data, memoryview(_ZEROES)[:length], offset)
         offset, length = offset + written, length - written
+
+
+def lock_owner(descriptor: int, byte: int) -> int | None:
+    """The other process that has locked a byte of a file; None if there is none, or it cannot be known."""
+    if sys.platform != "linux":
+        return None
+    request = _FLOCK.pack(fcntl.F_WRLCK, os.SEEK_SET, byte, 1, 0)
+    kind, _, _, _, pid = _FLOCK.unpack(fcntl.fcntl(descriptor, fcntl.F_GETLK, request))
+    return None if kind == fcntl.F_UNLCK or pid <= 0 else int(pid)  # 0: of another pid namespace

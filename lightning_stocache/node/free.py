@@ -1,13 +1,12 @@
-"""What is free: the memory that a cache on this node may take at all.
+"""The memory that a cache on this node may take at all.
 
 `FreeMemory.measure` asks the kernel when a cache opens: the bytes free in the backend's filesystem, MemAvailable, and
-the headroom of this process's memory cgroup and of all its visible parents, v1 and v2. What cannot be read is unknown
-and limits nothing. `MemoryGauge` asks again and again while a cache is filled: it finds the files once.
+the headroom of this process's memory cgroup and of all its visible parents, v1 and v2. A value that cannot be read
+limits nothing. `MemoryGauge` asks again and again while a cache is filled: it finds the files once.
 
-Filesystem and cgroup fail differently. A full /dev/shm is an error that the store of a slot reports; above a
-cgroup's limit the kernel kills (measured: `posix_fallocate` beyond it ends in SIGKILL, not ENOSPC). So a limit
-cannot be found by trying: it is read here, before any memory is taken, with what caches of other jobs were granted and
-have still to take (`open_files`).
+Filesystem and cgroup fail differently. A full /dev/shm is an error of the store of a slot; above a cgroup's limit the
+kernel kills (measured: `posix_fallocate` beyond it ends in SIGKILL, not ENOSPC). So a limit cannot be found by trying:
+it is read here, before any memory is taken, with the memory that caches of other jobs may still take (`open_files`).
 """
 
 from __future__ import annotations
@@ -29,7 +28,7 @@ _PROGRAMS = 256 * 2**20  # page cache in active use that is left alone: the libr
 
 
 class Limit(NamedTuple):
-    """Bytes that are free, where, and what of them was promised to caches of other jobs."""
+    """Bytes that are free, the name of their limit, and how many of them are promised to caches of other jobs."""
 
     size: int
     name: str
@@ -38,16 +37,16 @@ class Limit(NamedTuple):
 
 @dataclass(frozen=True)
 class FreeMemory:
-    """What is free, in bytes, seen from three sides; None where there is no such limit or it cannot be known.
+    """Free bytes, by what limits them; None if there is no such limit or it cannot be known.
 
     Args:
-        filesystem: Free in the filesystem that holds the cache; None for memory that no filesystem limits (memfd).
+        filesystem: Free in the filesystem that holds the cache; None for a memfd, which no filesystem limits.
         available: What the machine can give without swapping (MemAvailable).
         cgroup: What this process's cgroup, or the tightest of its parents, still lets it have.
-        directory: The folder that `filesystem` speaks of, for messages.
+        directory: The folder of `filesystem`, for messages.
         cgroup_limit: The limit itself of that cgroup.
-        own: What this process holds for itself (its anonymous memory); 0 where that cannot be known.
-        promised: What caches of other jobs may still take of it.
+        own: This process's anonymous memory; 0 if unknown.
+        promised: What caches of other jobs may still take.
 
     Example:
         >>> free = FreeMemory(filesystem=64 * 2**20, available=8 * 2**30, cgroup=None, directory="/dev/shm")
@@ -68,15 +67,15 @@ class FreeMemory:
         """Ask the kernel.
 
         Args:
-            directory: Where the cache's file will lie, as it is (not below `root`); None for memory that no filesystem
-                limits (memfd).
+            directory: Where the cache's file will lie, as it is (not below `root`); None for a memfd.
             root: Where `proc` and `sys` are found; another one is for tests.
         """
-        return replace(MemoryGauge(root).read(directory), own=_own(root), promised=other_promises(root))
+        own = _bytes(root / "proc/self/status", "RssAnon") or 0
+        return replace(MemoryGauge(root).read(directory), own=own, promised=other_promises(root))
 
     @property
     def bytes(self) -> int:
-        """The smallest of the limits that are known; 0 if none is, because nothing is then safe."""
+        """The smallest of the known limits; 0 if none is known, because nothing is safe then."""
         return self._tightest[0]
 
     @property
@@ -86,12 +85,12 @@ class FreeMemory:
 
     @property
     def memory(self) -> tuple[int, str] | None:
-        """The smaller limit of memory, whatever the filesystem says, and its name; None if neither is known."""
+        """The smaller limit of memory, without the filesystem, and its name; None if neither is known."""
         return min(((limit.size, limit.name) for limit in self.limits_of_memory), default=None)
 
     @property
     def limits_of_memory(self) -> list[Limit]:
-        """The limits of memory that are known, each with what others were promised of it."""
+        """The known limits of memory, each with its promises to others."""
         limits = (
             (self.cgroup, "the cgroup's memory limit", self.promised.cgroup),
             (self.available, "MemAvailable", self.promised.machine),
@@ -127,7 +126,7 @@ class MemoryGauge:
         ]
 
     def read(self, directory: str | None = None) -> FreeMemory:
-        """What is free now; `directory` is where the cache's file lies, None for memory that no filesystem limits."""
+        """What is free now; `directory` is where the cache's file lies, None for a memfd."""
         rooms = (_headroom(kind, folder) for kind, folder in self._cgroups)
         # A hybrid system mounts v1 and v2.
         room, limit = min((room for room in rooms if room is not None), default=(None, None))
@@ -144,17 +143,10 @@ def _filesystem_free(directory: str | None) -> int | None:
     return usage.free if usage.total else None  # a tmpfs mounted with size=0 has no limit, and says so by a size of 0
 
 
-def _own(root: Path) -> int:
-    for line in _lines(root / "proc/self/status"):
-        if found := re.match(r"RssAnon:\s*([0-9]+) kB", line):
-            return int(found[1]) * 1024
-    return 0
-
-
 def _memory_available(root: Path) -> int | None:
-    for line in _lines(root / "proc/meminfo"):
-        if found := re.match(r"MemAvailable:\s*([0-9]+) kB", line):
-            return int(found[1]) * 1024
+    available = _bytes(root / "proc/meminfo", "MemAvailable")
+    if available is not None:
+        return available
     # macOS says only how much memory there is. Half of it is a guess that leaves the rest to everything else.
     for name, share in (("SC_AVPHYS_PAGES", 1), ("SC_PHYS_PAGES", 2)):
         try:
@@ -167,7 +159,7 @@ def _memory_available(root: Path) -> int | None:
 
 
 class _Hierarchy(NamedTuple):
-    """How one version of cgroups is mounted and named."""
+    """Mount and file names of one version of cgroups."""
 
     filesystem: str
     usual_mount: str
@@ -211,9 +203,13 @@ def _headroom(kind: _Hierarchy, folder: Path) -> tuple[int, int] | None:
 
 def _cgroup_folders(kind: _Hierarchy, root: Path) -> Iterator[Path]:
     """This process's cgroup and its parents up to the mount; only the mount if it does not show the cgroup's path."""
-    mounts = list(_mounts(kind, root)) or [("/", root / kind.usual_mount)]
+    mounted = [
+        (mount.root, root / mount.folder.lstrip("/"))
+        for mount in mounts(root)
+        if mount.kind == kind.filesystem and (kind.filesystem == "cgroup2" or "memory" in mount.options.split(","))
+    ] or [("/", root / kind.usual_mount)]
     path = _own_path(kind, root)
-    for mount_root, mount in mounts:
+    for mount_root, mount in mounted:
         # A container on v1 mounts only the subtree that the path begins with; in a cgroup namespace both may have "..".
         if path is None or ".." in path.parts or not path.is_relative_to(mount_root):
             continue
@@ -221,7 +217,7 @@ def _cgroup_folders(kind: _Hierarchy, root: Path) -> Iterator[Path]:
         if os.path.isdir(mount / below):
             yield from (mount / folder for folder in (below, *below.parents))
             return
-    yield mounts[0][1]
+    yield mounted[0][1]
 
 
 def _own_path(kind: _Hierarchy, root: Path) -> PurePosixPath | None:
@@ -233,18 +229,19 @@ def _own_path(kind: _Hierarchy, root: Path) -> PurePosixPath | None:
     return None
 
 
-def _mounts(kind: _Hierarchy, root: Path) -> Iterator[tuple[str, Path]]:
-    for mount in mounts(root):
-        controllers = mount.options.split(",")
-        if mount.kind == kind.filesystem and (kind.filesystem == "cgroup2" or "memory" in controllers):
-            yield mount.root, root / mount.folder.lstrip("/")
-
-
 def _lines(path: Path) -> list[str]:
     try:
         return path.read_text(errors="replace").splitlines()
     except OSError:
         return []
+
+
+def _bytes(path: Path, name: str) -> int | None:
+    """The value of a line "<name>: <number> kB"."""
+    for line in _lines(path):
+        if found := re.match(rf"{name}:\s*([0-9]+) kB", line):
+            return int(found[1]) * 1024
+    return None
 
 
 def _number(path: Path) -> int | None:

@@ -1,9 +1,12 @@
 """The header of a segment's file: its first 4096 bytes.
 
-From byte 0 a magic number (8 bytes); from byte 8 a random token by which an attaching process knows the segment again
-(16); from byte 24 the number of this format (4); from byte 48 two numbers of 8 bytes for the owner of the segment; from
-byte 64 a manifest: its length (4) and that many bytes of JSON. A named segment is known again by its manifest; other
-segments carry one for people who ask what takes their memory.
+    byte  0  magic number (8 bytes)
+    byte  8  random token, by which an attaching process recognizes the segment (16)
+    byte 24  number of this format (4)
+    byte 48  two int64 for the owner of the segment (16)
+    byte 64  length of the manifest (4), then the manifest as JSON
+
+A named segment needs a manifest. In others it tells people what takes their memory.
 """
 
 from __future__ import annotations
@@ -27,7 +30,6 @@ __all__ = [
     "printable",
     "read_manifest",
     "token_of",
-    "write_manifest",
 ]
 
 HEADER_BYTES = 4096
@@ -56,18 +58,18 @@ class Geometry:
 
 @dataclass(frozen=True)
 class Manifest:
-    """What a segment says about itself.
+    """The content of a segment.
 
     Args:
         geometry: where its samples lie.
         dataset: what is cached, for people.
-        node: of which node of the job this is the part, from 0 on.
-        nodes: how many nodes the job has.
+        node: number of the job's node whose part this is.
+        nodes: number of nodes of the job.
         created: seconds since the epoch.
-        payload: bytes behind the header, by which one sees that a file was cut off.
-        budget: what its maker was given to spend, as text; empty where it does not matter.
-        fingerprint: what two jobs that share it must have in common; empty where it is not shared.
-        found: what its maker has found out about the samples, as a digest; empty where that is not known.
+        payload: bytes behind the header, which show whether a file was cut off.
+        budget: the budget of the job that made it, as text; empty if the segment is not shared between jobs.
+        fingerprint: what two jobs that share the segment must have in common; empty if it is not shared.
+        found: digest of what set-up found out about the samples; empty if unknown.
     """
 
     geometry: Geometry
@@ -81,9 +83,20 @@ class Manifest:
     found: str = ""
 
 
-def new_header() -> bytes:
-    """The beginning of a header with a token of its own, without a manifest."""
-    return _MAGIC + os.urandom(_TOKEN_BYTES) + _NUMBER.pack(FORMAT)
+def new_header(manifest: Manifest | None = None) -> bytes:
+    """A header with a random token.
+
+    Raises:
+        ManifestError: the manifest is too large.
+    """
+    header = _MAGIC + os.urandom(_TOKEN_BYTES) + _NUMBER.pack(FORMAT)
+    if manifest is not None:
+        text = json.dumps(asdict(manifest), sort_keys=True, ensure_ascii=False).encode()
+        room = HEADER_BYTES - _MANIFEST_START
+        if len(text) > room:
+            raise ManifestError(f"manifest must fit in {room} bytes, got {len(text)}")
+        header = header.ljust(MANIFEST_OFFSET, b"\0") + _NUMBER.pack(len(text)) + text
+    return header.ljust(HEADER_BYTES, b"\0")
 
 
 def token_of(data: int) -> bytes:
@@ -98,29 +111,15 @@ def token_of(data: int) -> bytes:
     return header[len(_MAGIC) :]
 
 
-def write_manifest(data: int, manifest: Manifest) -> None:
-    """Write a manifest into the header of a file.
-
-    Raises:
-        ManifestError: it is too large.
-    """
-    text = json.dumps(asdict(manifest), sort_keys=True, ensure_ascii=False).encode()
-    room = HEADER_BYTES - _MANIFEST_START
-    if len(text) > room:
-        raise ManifestError(f"manifest must fit in {room} bytes, got {len(text)}")
-    os.pwrite(data, _NUMBER.pack(len(text)) + text, MANIFEST_OFFSET)
-
-
 def read_manifest(header: bytes, payload: int) -> Manifest:
-    """The manifest in a header. The file is this user's own, so its text is trusted to be what was written.
+    """The manifest in a header.
 
     Args:
-        header: the first bytes of a file.
-        payload: how many bytes follow after the header.
+        header: the first bytes of a file of this user, whose content is trusted.
+        payload: number of bytes behind the header.
 
     Raises:
-        ManifestError: the header is cut off, damaged, or of another version; the message is what follows after
-            "the cache ...".
+        ManifestError: the header is cut off, damaged, or of another version. The message continues "the cache ...".
     """
     if len(header) < HEADER_BYTES or payload < 0:
         raise ManifestError("is damaged: its header is cut off")
@@ -135,7 +134,7 @@ def read_manifest(header: bytes, payload: int) -> Manifest:
     try:
         values = json.loads(header[_MANIFEST_START : _MANIFEST_START + length])
         manifest = Manifest(**values | {"geometry": Geometry(**values["geometry"])})
-        fits = manifest.geometry.slots <= payload  # each has a byte that says whether it is filled
+        fits = manifest.geometry.slots <= payload  # a slot has a byte at least, its state
     except (ValueError, KeyError, TypeError, RecursionError) as error:
         raise ManifestError("is damaged: what it says of itself cannot be read") from error
     if not fits:
@@ -144,10 +143,9 @@ def read_manifest(header: bytes, payload: int) -> Manifest:
 
 
 def printable(text: str, longest: int | None = None) -> str:
-    r"""The text with every character that is not printable as its escape, cut where it is too long.
+    r"""The text with every unprintable character escaped, cut to at most `longest` characters.
 
-    File names, command lines and headers can hold anything: codes that move the cursor or name the window anew, that
-    turn the direction of writing, or halves of characters that cannot be written at all.
+    File names and command lines can hold terminal codes, or halves of characters that cannot be written at all.
 
     Example:
         >>> printable("photos\x1b[2J"), printable("a long name", longest=8)

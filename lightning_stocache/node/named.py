@@ -1,21 +1,21 @@
 """Segments with a name, which outlive their job: open, join, list, clean.
 
-A named segment is a file `lsc-<uid>-<name>` in the memory directory, or in one of the user's on a disk, whose header
-carries a manifest. Several jobs of one user may use it. The protocol, by `flock` on the file and by inode:
+A named segment is a file `lsc-<uid>-<name>` in the memory directory, or in a directory of the user on a disk, whose
+header carries a manifest. Several jobs of one user may use it. The protocol, by `flock` on the file and by inode:
 
-- A process that uses the segment holds a shared lock, from before the name can be seen until the process has ended:
-  forked workers inherit the lock of their rank, and the kernel drops it when they die.
+- A process that uses the segment has a shared lock, from before the name can be seen until the process ends: forked
+  workers inherit the lock of their rank, and the kernel drops it when they die.
 - A process that makes the segment writes header and manifest, takes the lock, and only then links the name. So a name
   that can be seen is complete. If another process has linked the name meanwhile, its segment is joined.
 - A process that joins a segment on a disk and gets the exclusive lock is the first since a possible crash. It repairs
   the file (`mend`), and gives it its full length again, before it shares the lock.
 - A process that removes the segment takes the exclusive lock, so nobody uses it, and removes the lock file before the
-  name.
+  name. So no lock file is left alone.
 - After every lock the process checks that the name still leads to the same inode, because another process may have
   removed it.
 
-A file of another user is never opened, whatever its name, nor is one that others may write to or that is a link, a
-pipe or a folder (`files.open_own`). A file that is no segment, by its magic number, is never removed.
+Files of other users, links, pipes and files that others may open are never opened (`files.open_own`). A file that is no
+segment, by its magic number, is never removed.
 """
 
 from __future__ import annotations
@@ -32,18 +32,10 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from lightning_stocache.node.files import make_file, memory_directory, open_own, write_header
-from lightning_stocache.node.header import (
-    HEADER_BYTES,
-    Manifest,
-    ManifestError,
-    printable,
-    read_manifest,
-    token_of,
-    write_manifest,
-)
+from lightning_stocache.node.files import LOCKS, make_file, memory_directory, open_own, prefix, write_header
+from lightning_stocache.node.header import HEADER_BYTES, Manifest, ManifestError, printable, read_manifest, token_of
 from lightning_stocache.node.segment import Segment
-from lightning_stocache.node.waiting import moments
+from lightning_stocache.node.waiting import poll
 
 if sys.platform != "win32":
     import fcntl
@@ -54,13 +46,11 @@ __all__ = [
     "check_name",
     "clean",
     "clean_command",
-    "clean_locks",
     "is_foreign",
     "join_named",
     "manifest_of",
     "named_segments",
     "open_named",
-    "prefix",
     "segments_of_others",
     "way_out",
 ]
@@ -70,23 +60,19 @@ Mend = Callable[[Segment, Manifest], None]
 
 log = logging.getLogger(__name__)
 
-_LOCKS = ".locks"
-# BSD and macOS do not keep `flock` and byte locks on one file apart: there a lock file is never locked by `flock`, or
-# nobody could take the lock of a byte.
-_SEPARATE = sys.platform == "linux"
 _NAME = re.compile(r"[A-Za-z0-9_][A-Za-z0-9._-]{0,99}")
 
 
 @dataclass(frozen=True)
 class NamedSegment:
-    """A named segment, as `named_segments` lists it.
+    """A named segment in a list.
 
     Args:
         name: the name.
         key: device and inode of the file.
         allocated_bytes: memory that the file takes.
         in_use: whether a living process uses it.
-        contents: the result of `look`.
+        contents: result of `look`, see `named_segments`.
     """
 
     name: str
@@ -97,7 +83,7 @@ class NamedSegment:
 
 
 def check_name(name: str) -> str:
-    """Return a valid name, and refuse any other.
+    """Return a valid name.
 
     Raises:
         ValueError: the name is not valid.
@@ -112,10 +98,7 @@ def check_name(name: str) -> str:
 
 
 def join_named(name: str, directory: str | None = None, mend: Mend | None = None) -> tuple[Segment, Manifest] | None:
-    """Open the segment of a name with its manifest, or return None if there is none; errors as in `open_named`.
-
-    It is the same object where this process has it open already; it then has to be closed once more.
-    """
+    """Open the segment of a name with its manifest, as `open_named` does; None if there is no such segment."""
     return _join(_path(check_name(name), directory), directory, mend)
 
 
@@ -129,17 +112,17 @@ def open_named(
         size: payload bytes of a new segment.
         manifest: of a new segment; must fit in the header as JSON.
         directory: on a disk; by default the segment lies in memory.
-        mend: is called with a segment on a disk, and its manifest, while nobody else has it open. What it raises comes
+        mend: called with a segment on a disk and its manifest, while no other process has it open. Its errors come
             through.
 
     Returns:
-        The segment and its manifest. Those of a segment that was there may differ from the arguments, also in size. It
-        is the same object where this process has it open already, and then has to be closed once more.
+        The segment and its manifest. An existing segment may differ from the arguments, also in size. If this process
+        has it open already, it is the same object, which then takes one more `close`.
 
     Raises:
         ValueError: the name is not valid, or the manifest is too large.
-        ManifestError: what lies there is no segment, one of another version, or damaged; the message names the way out.
-        PermissionError: what lies there, or beside it as its lock file, is not a file of this user alone.
+        ManifestError: the file of this name is no segment, damaged, or of another version; the message says what to do.
+        PermissionError: this file, or its lock file, is not a file of this user alone.
         OSError: there is no memory for the header.
     """
     path = _path(check_name(name), directory)
@@ -151,7 +134,7 @@ def open_named(
 
 
 def manifest_of(name: str, directory: str | None = None) -> Manifest | None:
-    """What the segment of a name says about itself, which is not used from now on; None if none can be read."""
+    """The manifest of a name, without joining the segment; None if it cannot be read."""
     with contextlib.suppress(OSError, ManifestError), _own_file(_path(check_name(name), directory)) as data:
         return read_manifest(os.pread(data, HEADER_BYTES, 0), os.fstat(data).st_size)
     return None
@@ -161,16 +144,16 @@ def named_segments(look: Callable[[int], Any] = token_of, directory: str | None 
     """The named segments of this user on this node, by name.
 
     Args:
-        look: reads what is to be known of a segment from a descriptor of its file; ValueError if it is no segment.
-        directory: on a disk, whose segments are meant; by default those in memory.
+        look: reads a segment from a descriptor of its file; ValueError if it is no segment.
+        directory: on a disk; by default the segments in memory.
     """
     return list(_inspect(directory, remove=False, look=look))
 
 
 def segments_of_others(directory: str | None = None) -> dict[int, tuple[int, int]]:
-    """By user, how many files of other users have names of caches, and their bytes; nothing of them is opened."""
+    """Number and bytes of the files that other users have under names of caches, by user; none of them is opened."""
     users: dict[int, tuple[int, int]] = {}
-    for path in _files(directory, re.compile("lsc-[0-9]+-")):
+    for path in _paths("lsc-[0-9]+-", directory):
         with contextlib.suppress(OSError):
             facts = os.lstat(path)
             if facts.st_uid != os.getuid() and stat.S_ISREG(facts.st_mode) and facts.st_blocks:
@@ -180,34 +163,19 @@ def segments_of_others(directory: str | None = None) -> dict[int, tuple[int, int
 
 
 def clean(name: str | None = None, directory: str | None = None) -> list[NamedSegment]:
-    """Remove the named segments of this user that nobody uses, or the one of a name, in memory or in a directory.
-
-    Returns:
-        The segments that were removed.
-    """
+    """Remove the named segments of this user that nobody uses, or only that of one name. Returns the removed ones."""
     only = None if name is None else check_name(name)
     return [segment for segment in _inspect(directory, remove=True, only=only) if not segment.in_use]
 
 
-def clean_locks(directory: str | None = None) -> None:
-    """Remove the lock files of this user whose segments have gone, if they are empty and nobody has them locked."""
-    for path in _files(directory):
-        if not path.endswith(_LOCKS) or os.path.lexists(path.removesuffix(_LOCKS)):
-            continue
-        with contextlib.suppress(OSError), _own_file(path) as locks:
-            unused = (not _SEPARATE or _try_exclusive(locks)) and _has_no_byte_locks(locks)
-            if unused and not os.fstat(locks).st_size and _leads_to(path, locks):
-                os.unlink(path)
-
-
 def is_foreign(name: str, directory: str | None = None) -> bool:
-    """Whether a name leads to something that is no segment of this user."""
+    """Whether a file has this name and is no segment of this user."""
     there = _is_name(name) and os.path.lexists(_path(name, directory))
     return there and not any(_inspect(directory, remove=False, only=name))
 
 
 def way_out(name: str, directory: str | None = None) -> str:
-    """What to do about a cache that cannot be joined, in one sentence."""
+    """What to do about a cache that cannot be joined."""
     return f"Give another name, or remove it: {clean_command(name, directory)}"
 
 
@@ -267,8 +235,7 @@ def _publish(path: str, size: int, manifest: Manifest, directory: str | None) ->
         cleanup.callback(os.close, data)
         if temporary is not None:
             cleanup.callback(os.unlink, temporary)
-        write_header(data, size)
-        write_manifest(data, manifest)
+        write_header(data, size, manifest)
         if directory is not None:
             os.fsync(data)  # once, so that no crash leaves a name without a header
         fcntl.flock(data, fcntl.LOCK_SH)
@@ -280,37 +247,20 @@ def _publish(path: str, size: int, manifest: Manifest, directory: str | None) ->
         try:
             return _mapped(data, size, path, directory)
         except OSError:
-            if _try_exclusive(data):  # nobody has joined meanwhile: what cannot be locked is no use
-                os.unlink(path)
+            if _try_exclusive(data):  # nobody has joined meanwhile: a segment that cannot be locked is of no use
+                _remove(path)
             raise
 
 
 def _mapped(data: int, size: int, path: str, directory: str | None) -> Segment:
-    """The segment in a locked file; it gets descriptors of its own, which keep the lock."""
+    """The segment in a locked file, with descriptors of its own, which keep the lock."""
     own = os.dup(data)
     try:
-        locks = _open_locks(path + _LOCKS)
+        locks = open_own(path + LOCKS, create=True)
     except BaseException:
         os.close(own)
         raise
     return Segment(own, locks, size, path, on_disk=directory is not None)
-
-
-def _open_locks(path: str) -> int:
-    """The lock file of a segment, made if there is none.
-
-    The caller holds a lock on the segment, so nobody removes both; a lock on this file keeps `clean_locks` away.
-
-    Raises:
-        PermissionError: it is not a file of this user alone.
-    """
-    while True:
-        locks = open_own(path, create=True)
-        if _SEPARATE:
-            fcntl.flock(locks, fcntl.LOCK_SH)
-        if _leads_to(path, locks):
-            return locks
-        os.close(locks)
 
 
 def _manifest(data: int, path: str, directory: str | None) -> Manifest:
@@ -331,7 +281,7 @@ def _manifest(data: int, path: str, directory: str | None) -> Manifest:
 def _inspect(
     directory: str | None, *, remove: bool, only: str | None = None, look: Callable[[int], Any] = token_of
 ) -> Iterator[NamedSegment]:
-    for path in _files(directory):
+    for path in _paths(re.escape(prefix()), directory):
         name = os.path.basename(path).removeprefix(prefix())
         if only not in (None, name) or not _is_name(name):
             continue
@@ -340,16 +290,21 @@ def _inspect(
             in_use = not _try_exclusive(data)
             facts = os.fstat(data)
             if remove and not in_use and _leads_to(path, data):
-                with contextlib.suppress(OSError), _own_file(path + _LOCKS):  # it may be another user's
-                    os.unlink(path + _LOCKS)
-                with contextlib.suppress(FileNotFoundError):
-                    os.unlink(path)
+                _remove(path)
             yield NamedSegment(name, (facts.st_dev, facts.st_ino), facts.st_blocks * 512, in_use, contents)
+
+
+def _remove(path: str) -> None:
+    """Remove the names of a segment that nobody uses; a lock file that is not ours stays."""
+    with contextlib.suppress(OSError), _own_file(path + LOCKS):
+        os.unlink(path + LOCKS)
+    with contextlib.suppress(FileNotFoundError):
+        os.unlink(path)
 
 
 @contextlib.contextmanager
 def _own_file(path: str) -> Iterator[int]:
-    """A descriptor of a file of this user alone, for as long as it is needed."""
+    """A descriptor of a file of this user alone."""
     descriptor = open_own(path)
     try:
         yield descriptor
@@ -357,11 +312,11 @@ def _own_file(path: str) -> Iterator[int]:
         os.close(descriptor)
 
 
-def _files(directory: str | None, beginning: re.Pattern[str] | None = None) -> list[str]:
-    """The paths of files whose names begin as those of caches do, by default of this user's."""
-    folder, pattern = directory or memory_directory(), beginning or re.compile(re.escape(prefix()))
+def _paths(beginning: str, directory: str | None) -> list[str]:
+    """The files whose names begin so, by name."""
+    folder = directory or memory_directory()
     try:
-        return [os.path.join(folder, name) for name in sorted(os.listdir(folder)) if pattern.match(name)]
+        return [os.path.join(folder, name) for name in sorted(os.listdir(folder)) if re.match(beginning, name)]
     except OSError:
         return []
 
@@ -370,17 +325,12 @@ def _path(name: str, directory: str | None) -> str:
     return os.path.join(directory or memory_directory(), prefix() + name)
 
 
-def prefix() -> str:
-    """How the file names of this user's segments begin."""
-    return f"lsc-{os.getuid()}-"
-
-
 def _is_name(name: str) -> bool:
-    return _NAME.fullmatch(name) is not None and not name.endswith(_LOCKS)
+    return _NAME.fullmatch(name) is not None and not name.endswith(LOCKS)
 
 
 def _try_exclusive(descriptor: int) -> bool:
-    """Lock a file for this descriptor alone; False if another has a lock on it."""
+    """Take the exclusive lock of a file; False if another descriptor has a lock."""
     try:
         fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
     except BlockingIOError:
@@ -390,7 +340,7 @@ def _try_exclusive(descriptor: int) -> bool:
 
 def _share(descriptor: int, path: str) -> None:
     """Take the shared lock of a file, as soon as no process has the exclusive one."""
-    for seconds in moments(pause=0.002):
+    for seconds in poll(pause=0.002):
         try:
             fcntl.flock(descriptor, fcntl.LOCK_SH | fcntl.LOCK_NB)
             return
@@ -409,17 +359,8 @@ def _exclusive_user(inode: int) -> str:
     return f"process {lock[1]}" if lock else "another process"
 
 
-def _has_no_byte_locks(descriptor: int) -> bool:
-    """Whether no other process has a byte locked; all bytes are locked now, until the descriptor is closed."""
-    try:
-        fcntl.lockf(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
-    except (BlockingIOError, PermissionError):
-        return False
-    return True
-
-
 def _leads_to(path: str, descriptor: int) -> bool:
-    """Whether a name still leads to the file that was opened by it."""
+    """Whether a name still leads to the file that a descriptor has open."""
     try:
         return os.stat(path, follow_symlinks=False).st_ino == os.fstat(descriptor).st_ino
     except FileNotFoundError:

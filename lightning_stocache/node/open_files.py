@@ -1,7 +1,7 @@
 """Which processes have caches open, and how much memory those may still take: one scan of `/proc/<pid>/fd`.
 
-A segment without a name is seen nowhere else. Every descriptor of the processes that may be looked into is examined:
-files in /dev/shm, deleted or named, memfds of ours, and caches with a name on a disk. A file that begins with a
+A segment without a name is seen nowhere else. The scan examines every descriptor of the processes that this user may
+look into: files in /dev/shm, deleted or named, memfds of ours, and named caches on a disk. A file that begins with a
 segment's magic number is a segment; its lock file is empty and is left out. Other files in /dev/shm (torch's batches)
 are listed too, because they take the same room. Of another user's file (root sees them all) only owner and size are
 read. Processes that may not be looked into are counted.
@@ -9,9 +9,10 @@ read. Processes that may not be looked into are counted.
 A cache takes its memory when its slots are filled, so what is free now is not what is free later: four trials of a
 sweep that begin together would each count on all of it. A segment's file has its full length from the beginning and
 takes memory only where something was stored; the difference is what its cache may still take. `other_promises` adds
-that up over the segments that other processes have open and this one has not. What cannot be seen (another user's
-processes, those of another container, no /proc) is not counted; `cache.shortage` looks at the free memory again while
-a cache is filled. Nothing is locked: two jobs that ask in the same millisecond do not see each other.
+that up over the segments that other processes have open and this one has not. Not counted is what cannot be seen:
+another user's processes, those of another container, and all where there is no /proc. So `cache.shortage` looks at the
+free memory again while a cache is filled. Nothing is locked: two jobs that ask in the same millisecond do not see each
+other.
 """
 
 from __future__ import annotations
@@ -23,7 +24,7 @@ import stat
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any
 
 from lightning_stocache.node.budget import format_bytes
 from lightning_stocache.node.files import memory_directory
@@ -34,7 +35,7 @@ __all__ = ["OpenFile", "Process", "Promise", "Promises", "open_files", "other_pr
 _IN_MEMORY = ("/dev/shm/", "/memfd:lightning_stocache")
 _ON_DISK = re.compile(r".*/lsc-[0-9]+-[^/]*(?<!\.locks)")
 _COMMAND = 120  # characters of a command line that are shown
-_LEAST = 2**20  # bytes of a promise; what is less is the rest of a page, or counters
+_LEAST = 2**20  # bytes of a promise; less is the rest of a page, or counters
 _PIDS = 4  # that a message names
 
 
@@ -56,7 +57,7 @@ class OpenFile:
         owner: the user whose file it is.
         allocated_bytes: memory that it takes, or room on a disk.
         contents: the result of `look`; None if it is no segment of a cache, or another user's.
-        processes: by process id.
+        processes: in the order of their ids.
     """
 
     name: str
@@ -68,17 +69,17 @@ class OpenFile:
 
     @property
     def on_disk(self) -> bool:
-        """Whether it takes no memory, but room on a disk."""
+        """Whether it lies on a disk, and takes no memory."""
         return not self.name.startswith(_IN_MEMORY)
 
 
 @dataclass(frozen=True)
 class Promise:
-    """What caches of other jobs may still take of something.
+    """Bytes that caches of other jobs may still take.
 
     Args:
         nbytes: how many bytes.
-        jobs: how many jobs these are.
+        jobs: number of these jobs.
         pids: their processes.
     """
 
@@ -87,7 +88,7 @@ class Promise:
     pids: tuple[int, ...] = ()
 
     def share(self, free: int) -> int:
-        """What is left of free bytes for one more job: what is not promised, but at least an even share.
+        """The part of `free` bytes for one more job: the bytes that are not promised, but at least an even share.
 
         Example:
             >>> Promise(70, jobs=1).share(100), Promise(70, jobs=1).share(200)
@@ -96,7 +97,7 @@ class Promise:
         return max(free - self.nbytes, free // (1 + self.jobs))
 
     def __str__(self) -> str:
-        """What follows the bytes that are free in a message; empty where nothing is promised."""
+        """The continuation of "... free" in a message; empty if nothing is promised."""
         if not self.nbytes:
             return ""
         pids = ", ".join(map(str, self.pids[:_PIDS])) + (" and others" if len(self.pids) > _PIDS else "")
@@ -105,12 +106,12 @@ class Promise:
 
 @dataclass(frozen=True)
 class Promises:
-    """What caches of other jobs may still take, seen from three sides as `FreeMemory` is.
+    """Bytes that caches of other jobs may still take, by what limits them.
 
     Args:
         files: of the filesystem in which caches lie.
         machine: of the machine's memory.
-        cgroup: of the memory of this process's cgroup: those of the same one.
+        cgroup: of the memory of this process's cgroup, by processes in it.
     """
 
     files: Promise = field(default_factory=Promise)
@@ -118,73 +119,76 @@ class Promises:
     cgroup: Promise = field(default_factory=Promise)
 
 
+@dataclass
+class _File:
+    """A file that processes have open: its name, a path to it below /proc, the result of `stat`, and their ids."""
+
+    name: str
+    path: str
+    facts: os.stat_result
+    pids: set[int] = field(default_factory=set)
+
+    @property
+    def is_own(self) -> bool:
+        """Whether it is this user's."""
+        return self.facts.st_uid == os.getuid()
+
+
 def open_files(root: Path = Path("/"), look: Callable[[int], Any] = token_of) -> tuple[list[OpenFile], int]:
     """The files that processes have open, the largest first, and how many processes cannot be looked into.
 
     Args:
         root: where `proc` is found; another one is for tests.
-        look: reads what is to be known of a segment from a descriptor of its file; ValueError if it is no segment.
+        look: reads a segment from a descriptor of its file; ValueError if it is no segment.
 
     Raises:
         OSError: there is no /proc here.
     """
-    descriptors, hidden = _scan(root)
+    scanned, hidden = _scan(root)
     files = list[OpenFile]()
-    for key, opened in _by_file(descriptors).items():
-        first = opened[0]
-        contents = _contents(first.path, look) if first.facts.st_uid == os.getuid() else None
-        processes = tuple(Process(pid, _command(root, pid)) for pid in sorted({one.pid for one in opened}))
-        size = first.facts.st_blocks * 512
-        files.append(OpenFile(printable(first.file), key, first.facts.st_uid, size, contents, processes))
+    for key, file in scanned.items():
+        contents = _contents(file.path, look) if file.is_own else None
+        processes = tuple(Process(pid, _command(root, pid)) for pid in sorted(file.pids))
+        size = file.facts.st_blocks * 512
+        files.append(OpenFile(printable(file.name), key, file.facts.st_uid, size, contents, processes))
     return sorted(files, key=lambda file: -file.allocated_bytes), hidden
 
 
 def other_promises(root: Path = Path("/")) -> Promises:
-    """What caches of this user's other processes have been granted and have not taken yet.
+    """The bytes that were granted to caches of this user's other processes, and are not taken yet.
 
     Args:
         root: where `proc` is found; another one is for tests.
     """
-    missing, users = dict[tuple[int, int], int](), dict[tuple[int, int], set[int]]()
+    promised = list[tuple[int, _File]]()
     with contextlib.suppress(OSError):  # there is no /proc here
-        for key, opened in _by_file(_scan(root)[0]).items():
-            facts, pids = opened[0].facts, {one.pid for one in opened}
-            size = facts.st_size - facts.st_blocks * 512
-            ours = facts.st_uid == os.getuid() and opened[0].file.startswith(_IN_MEMORY)
-            if ours and size >= _LEAST and os.getpid() not in pids and _contents(opened[0].path, token_of) is not None:
-                missing[key], users[key] = size, pids
-    if not missing:
+        for file in _scan(root)[0].values():
+            size = file.facts.st_size - file.facts.st_blocks * 512
+            ours = file.is_own and file.name.startswith(_IN_MEMORY)
+            if ours and size >= _LEAST and os.getpid() not in file.pids and _contents(file.path, token_of) is not None:
+                promised.append((size, file))
+    if not promised:
         return Promises()
     cgroup, device = _cgroup(root, "self"), os.stat(memory_directory()).st_dev
-    same_cgroup = {pid for pid in set[int]().union(*users.values()) if _cgroup(root, str(pid)) == cgroup}
-
-    def sum_of(keys: Iterable[tuple[int, int]]) -> Promise:
-        nbytes, jobs = 0, list[set[int]]()
-        for key in keys:  # processes that share a segment are of one job
-            nbytes += missing[key]
-            sharing = [job for job in jobs if not job.isdisjoint(users[key])]
-            jobs = [*(job for job in jobs if job not in sharing), users[key].union(*sharing)]
-        return Promise(nbytes, len(jobs), tuple(sorted(set[int]().union(*jobs))))
-
     return Promises(
-        sum_of(key for key in missing if key[0] == device),
-        sum_of(missing),
-        sum_of(key for key in missing if not users[key].isdisjoint(same_cgroup)),
+        _sum((size, file) for size, file in promised if file.facts.st_dev == device),
+        _sum(promised),
+        _sum((size, file) for size, file in promised if any(_cgroup(root, str(pid)) == cgroup for pid in file.pids)),
     )
 
 
-class _Descriptor(NamedTuple):
-    """An open file of a process: its id, the path below /proc, what that leads to, and the result of `stat`."""
+def _sum(promised: Iterable[tuple[int, _File]]) -> Promise:
+    nbytes, jobs = 0, list[set[int]]()
+    for size, file in promised:  # processes that share a segment are of one job
+        nbytes += size
+        sharing = [job for job in jobs if not job.isdisjoint(file.pids)]
+        jobs = [*(job for job in jobs if job not in sharing), file.pids.union(*sharing)]
+    return Promise(nbytes, len(jobs), tuple(sorted(set[int]().union(*jobs))))
 
-    pid: int
-    path: str
-    file: str
-    facts: os.stat_result
 
-
-def _scan(root: Path) -> tuple[list[_Descriptor], int]:
-    """Every descriptor of a file that holds memory, and how many processes cannot be looked into."""
-    descriptors, hidden = list[_Descriptor](), 0
+def _scan(root: Path) -> tuple[dict[tuple[int, int], _File], int]:
+    """The open files that hold memory, by device and inode, and how many processes cannot be looked into."""
+    files, hidden = dict[tuple[int, int], _File](), 0
     pids = sorted(int(entry) for entry in os.listdir(root / "proc") if entry.isdecimal())
     if not pids:
         raise FileNotFoundError("there is an empty folder in place of /proc")
@@ -200,23 +204,17 @@ def _scan(root: Path) -> tuple[list[_Descriptor], int]:
         for number in numbers:
             path = f"{folder}/{number}"
             with contextlib.suppress(OSError):  # closed meanwhile, or another user's
-                file = os.readlink(path)
-                if file.startswith(_IN_MEMORY) or _ON_DISK.fullmatch(file):
+                name = os.readlink(path)
+                if name.startswith(_IN_MEMORY) or _ON_DISK.fullmatch(name):
                     facts = os.stat(path)
                     if facts.st_blocks and stat.S_ISREG(facts.st_mode):
-                        descriptors.append(_Descriptor(pid, path, file, facts))
-    return descriptors, hidden
-
-
-def _by_file(descriptors: Iterable[_Descriptor]) -> dict[tuple[int, int], list[_Descriptor]]:
-    files = dict[tuple[int, int], list[_Descriptor]]()
-    for descriptor in descriptors:
-        files.setdefault((descriptor.facts.st_dev, descriptor.facts.st_ino), []).append(descriptor)
-    return files
+                        file = files.setdefault((facts.st_dev, facts.st_ino), _File(name, path, facts))
+                        file.pids.add(pid)
+    return files, hidden
 
 
 def _contents(path: str, look: Callable[[int], Any]) -> Any:
-    """What a look makes of an open file; None if it is no segment, or was closed meanwhile."""
+    """The result of `look`; None if the file is no segment, or was closed meanwhile."""
     try:
         file = os.open(path, os.O_RDONLY | os.O_CLOEXEC | os.O_NONBLOCK)
     except OSError:

@@ -1,10 +1,10 @@
-"""Processes of ours that end with the process that has started them, however that ends.
+"""Child processes that end with their parent, and the errors of those that do not start.
 
-A process that is killed tells nobody. Its children are given another parent, though, so who looks at its parent's id
-now and then knows. Under forkserver the parent is the server, which ends with the process that uses it.
+A process that is killed tells nobody, but its children get another parent, so a child looks at its parent's id now and
+then. Under forkserver the parent is the server, which ends with the process that uses it.
 
-One that is not forked is sent what it works with as a pickle: `not_sent` says to people that something cannot be. It
-imports what it is sent, and ends at once where it cannot: `why_not_begun` says that.
+A spawned process receives its arguments pickled. `not_sent` is the message if pickling fails, `why_not_begun` if the
+process cannot import what it received.
 """
 
 from __future__ import annotations
@@ -32,10 +32,10 @@ def _end_without(parent: int) -> None:
 
 
 def why_not_begun(method: str) -> str:
-    """What may have ended a process before it did anything, in words; empty where it was forked.
+    """Why a process may have ended before it did anything; empty for a forked one.
 
     Args:
-        method: how it was started.
+        method: its start method.
 
     Example:
         >>> why_not_begun("fork")
@@ -53,11 +53,11 @@ def why_not_begun(method: str) -> str:
 
 
 def not_sent(method: str, error: Exception) -> str:
-    """Why a source cannot be sent to a process, in words.
+    """Why a source cannot be sent to a process.
 
     Args:
-        method: how it is started.
-        error: what sending has raised.
+        method: the start method of the process.
+        error: raised by pickling.
     """
     return (
         f"the source cannot be sent to a process that is started by {method!r} ({type(error).__name__}: {error}). Make "

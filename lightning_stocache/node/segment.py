@@ -1,26 +1,22 @@
 """One file, mapped into memory by every process of a node.
 
-Layout: a header (`header`), then the payload, whose meaning only the owner of the segment knows. A second, empty file
-beside it carries byte locks; it is separate because closing *any* descriptor of a file drops all POSIX locks that the
-process holds on it.
+Layout: a header (`header`), then the payload, whose meaning only the owner of the segment knows. Byte locks lie on a
+second, empty file beside it, because closing *any* descriptor of a file drops all POSIX locks that the process has on
+it.
 
-The file lies in memory or on a disk (`files`). A disk can be full, be read only, have a bad block, or take seconds for
-a page; a file can be cut off. Through the mapping all of these are a SIGBUS or a wait without an end; through the file
-they are errors. So what is stored on a disk goes through the file, and so does what was not read before (`fetch`).
+The file lies in memory or on a disk (`files`). A disk can be full or read-only, have a bad block, or take seconds for a
+page; a file can be cut off. Through the mapping all of these are a SIGBUS or an endless wait; through the file they are
+errors. So everything that goes to a disk goes through the file, and so do first reads (`fetch`).
 
-Who does what, in this order:
-
-1. The leader of a node calls `Segment.create`: the file has its full length at once but holds no memory yet.
+1. The leader of a node calls `Segment.create`: the file has its full length at once but takes no memory yet.
 2. It sends `segment.handle` (plain values) to the other ranks, which call `Segment.attach`: they open the same file,
-   through `/proc/<pid>/fd/<n>` where it has no name, and check inode and token, so that a recycled pid can never lead
-   to foreign memory. DataLoader workers inherit the descriptors (fork) or are sent them while they are started
-   (spawn, forkserver).
-3. Whoever stores into pages that nobody has reserved yet does so by `store`, through the file, or calls `reserve`
-   first: then a full filesystem is an `OSError(ENOSPC)`. In the middle of a store through the mapping it is a SIGBUS.
+   through `/proc/<pid>/fd/<n>` if it has no name, and check inode and token, so that a recycled pid never leads to
+   foreign memory. DataLoader workers inherit the descriptors (fork) or receive them while they start (spawn,
+   forkserver).
+3. A process writes to pages that nobody has reserved by `store`, through the file, or reserves them first: then a full
+   filesystem is an `OSError(ENOSPC)`. A write, or even a read, through the mapping is a SIGBUS there.
 4. `close` ends this process's mapping. The memory is free when the last process has closed or died, by SIGKILL too:
    a file without a name cannot be left behind.
-
-A page that nobody has reserved must not be read through the mapping either: the read takes one, or dies of SIGBUS, too.
 
 Not promised: that two processes see each other's stores in a given order; that is the caller's protocol.
 """
@@ -31,26 +27,18 @@ import contextlib
 import errno
 import mmap
 import os
-import struct
 import sys
 import weakref
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from dataclasses import dataclass
 from multiprocessing import context, reduction
-from typing import Any, Self
+from typing import Any
 
 import torch
 
 import lightning_stocache.node.files as files
-from lightning_stocache.node.files import Backend, open_own
-from lightning_stocache.node.header import (
-    HEADER_BYTES,
-    MANIFEST_OFFSET,
-    NUMBERS_OFFSET,
-    Manifest,
-    token_of,
-    write_manifest,
-)
+from lightning_stocache.node.files import LOCKS, Backend, open_own
+from lightning_stocache.node.header import HEADER_BYTES, MANIFEST_OFFSET, NUMBERS_OFFSET, Manifest, token_of
 
 if sys.platform != "win32":
     import fcntl
@@ -58,21 +46,20 @@ if sys.platform != "win32":
 __all__ = ["Segment", "SegmentHandle"]
 
 _MOST_PARTS = 1024  # that one call writes (IOV_MAX)
-_FLOCK = struct.Struct("@hhqqi4x")  # Linux: kind, whence, start, length, process
 # A fork server takes 251 descriptors with a process. A segment has two, and torch sends one for each tensor.
 _MOST_SENT = 80
 _sent: weakref.WeakKeyDictionary[Any, int] = weakref.WeakKeyDictionary()
-# The segments that this process has open, by token. Opening one a second time in the same process would make a second
-# lock descriptor, and closing either would drop the locks of both.
+# The segments that this process has open, by token. A second lock descriptor of the same file must not be opened:
+# closing either would drop the locks of both.
 _open_here: weakref.WeakValueDictionary[bytes, Segment] = weakref.WeakValueDictionary()
 
 
 @dataclass(frozen=True)
 class SegmentHandle:
-    """The address of a segment for other processes of the node. Plain values: it can be pickled and sent anywhere."""
+    """The address of a segment for other processes of the node, in plain values."""
 
-    data: str  # paths: of a name, or of the creator's descriptors below /proc
-    locks: str
+    data: str  # path of the file's name, or of the creator's descriptor below /proc
+    locks: str  # of the lock file, likewise
     inode: int
     token: bytes
     size: int
@@ -85,13 +72,13 @@ class Segment:
     Args:
         data: descriptor of the mapped file; the segment owns it from now on.
         locks: descriptor of the lock file, likewise.
-        size: payload bytes, the header not counted.
+        size: payload bytes, without the header.
         path: the file's name, if it has one.
         on_disk: whether the file lies on a disk.
-        owned: whether this process removes the name, at the latest when it closes the segment or ends.
+        owned: whether this process removes the name when it closes the segment or ends.
 
     Raises:
-        ValueError: the file is not a segment; (whatever needs its memory, or its files) it is closed.
+        ValueError: the file is not a segment, or (methods that need its memory or its files) the segment is closed.
 
     Example:
         >>> segment = Segment.create(1024)
@@ -115,10 +102,10 @@ class Segment:
         owned: bool = False,
     ) -> None:
         self.size, self.path, self.on_disk, self._data, self._locks = size, path, on_disk, data, locks
-        self._own_names = [path, path + ".locks"] if owned and path else []
+        self._own_paths = [path] if owned and path else []
         self._users = 1
         self._map: mmap.mmap | None = None
-        self._finalizer = weakref.finalize(self, _release, data, locks, self._own_names, os.getpid())
+        self._finalizer = weakref.finalize(self, _release, data, locks, self._own_paths, os.getpid())
         try:
             self.token = token_of(data)
             self._map = mmap.mmap(data, HEADER_BYTES + size)
@@ -136,19 +123,19 @@ class Segment:
         directory: str | None = None,
         *,
         reserved: int = 0,
-    ) -> Self:
-        """Make a segment of `size` payload bytes that holds no memory until it is reserved.
+    ) -> Segment:
+        """Make a segment of `size` payload bytes, which takes no memory until it is reserved.
 
         Args:
             size: payload bytes.
-            backend: where the file lies; by default `tmpfile` where the system has it, else `file`.
-            manifest: what it says about itself, for people.
-            directory: where the file lies; by default in memory.
+            backend: kind of file; by default `tmpfile` where the system has it, else `file`.
+            manifest: description for people.
+            directory: on a disk; by default the file lies in memory.
             reserved: how many bytes of the payload, from its beginning, are reserved at once.
 
         Raises:
             ValueError: the manifest does not fit in the header.
-            OSError: the system refuses the file, or has no room for the header and what is reserved.
+            OSError: the system refuses the file, or has no room for the header and the reserved bytes.
         """
         backend = backend or files.default_backend()
         with contextlib.ExitStack() as undo:
@@ -158,29 +145,27 @@ class Segment:
                 locks, _ = files.make_file(backend, directory)
             else:
                 undo.callback(os.unlink, path)
-                locks = open_own(path + ".locks", create=True, exclusive=True)
-                undo.callback(os.unlink, path + ".locks")
+                locks = open_own(path + LOCKS, create=True, exclusive=True)
+                undo.callback(os.unlink, path + LOCKS)
             undo.callback(os.close, locks)
-            files.write_header(data, size, reserved)
-            if manifest is not None:
-                write_manifest(data, manifest)
+            files.write_header(data, size, manifest, reserved)
             undo.pop_all()
         return cls(data, locks, size, path, on_disk=directory is not None, owned=True)
 
     @classmethod
-    def attach(cls, handle: SegmentHandle) -> Self:
-        """Open the segment that another process of this node made; who calls this closes it.
+    def attach(cls, handle: SegmentHandle) -> Segment:
+        """Open the segment that another process of this node made. It is closed by the caller.
 
-        It is the same object where this process has it open already, and then takes one more `close`.
+        If this process has it open already, this is the same object, which then takes one more `close`.
 
         Raises:
             OSError: the file cannot be reached (another pid namespace, another user, or its creator is gone).
-            ValueError: what lies there now is not that segment.
+            ValueError: another file, or another segment, lies there now.
         """
         if (known := cls.opened(handle.token)) is not None:
             return known.share()
-        named = None if handle.data.startswith("/proc/") else handle.data
-        data = open_own(named) if named else os.open(handle.data, os.O_RDWR | os.O_CLOEXEC)
+        named = not handle.data.startswith("/proc/")
+        data = _open(handle.data)
         try:
             if os.fstat(data).st_ino != handle.inode:
                 raise ValueError(f"{handle.data} is another file by now: the process that made the segment has gone")
@@ -188,29 +173,26 @@ class Segment:
                 raise ValueError(
                     f"{handle.data} holds another segment (its token differs): these ranks do not share memory"
                 )
-            if named is not None:
+            if named:
                 fcntl.flock(data, fcntl.LOCK_SH)
-            locks = open_own(handle.locks) if named else os.open(handle.locks, os.O_RDWR | os.O_CLOEXEC)
+            locks = _open(handle.locks)
         except BaseException:
             os.close(data)
             raise
-        return cls(data, locks, handle.size, named, on_disk=handle.on_disk)
+        return cls(data, locks, handle.size, handle.data if named else None, on_disk=handle.on_disk)
 
-    @classmethod
-    def opened(cls, token: bytes) -> Self | None:
-        """The segment with this token that this process has open, if it has."""
+    @staticmethod
+    def opened(token: bytes) -> Segment | None:
+        """The segment with this token, if this process has it open."""
         known = _open_here.get(token)
-        return known if isinstance(known, cls) and not known.closed else None
+        return None if known is None or known.closed else known
 
     @property
     def handle(self) -> SegmentHandle:
-        """The address of this segment for other processes of the node.
-
-        Valid while this process lives, or while the name exists.
-        """
+        """The address of this segment, valid while this process has it open, or while the name exists."""
         self._check_open()
         here = f"/proc/{os.getpid()}/fd/"
-        paths = (self.path, self.path + ".locks") if self.path else (f"{here}{self._data}", f"{here}{self._locks}")
+        paths = (self.path, self.path + LOCKS) if self.path else (f"{here}{self._data}", f"{here}{self._locks}")
         return SegmentHandle(*paths, os.fstat(self._data).st_ino, self.token, self.size, self.on_disk)
 
     @property
@@ -220,7 +202,7 @@ class Segment:
 
     @property
     def numbers(self) -> memoryview:
-        """Two numbers in the header that all processes share, live, int64; zeroes at first. Release before `close`."""
+        """A live view of two int64 in the header, 0 at first. Release it before `close`."""
         return memoryview(self._check_open())[NUMBERS_OFFSET:MANIFEST_OFFSET].cast("q")
 
     @property
@@ -230,7 +212,7 @@ class Segment:
 
     @property
     def allocated_bytes(self) -> int:
-        """Bytes of memory (or of the disk) that the file takes right now, the header included."""
+        """Bytes of memory, or of the disk, that the file takes right now, with its header."""
         return 0 if self.closed else os.fstat(self._data).st_blocks * 512
 
     @property
@@ -242,14 +224,14 @@ class Segment:
 
     @property
     def free_bytes(self) -> int | None:
-        """Bytes that are free in the file's filesystem, for a user without privileges; None where it has no limit."""
+        """Bytes free in the file's filesystem, for a user without privileges; None if it has no limit."""
         self._check_open()
         stats = os.fstatvfs(self._data)
         return stats.f_frsize * stats.f_bavail if stats.f_blocks else None  # the filesystem of memfds has no size
 
     @property
     def is_whole(self) -> bool:
-        """Whether the file still has its full length: a read behind its end is a SIGBUS."""
+        """Whether the file has its full length. A read behind its end is a SIGBUS."""
         return not self.closed and os.fstat(self._data).st_size >= HEADER_BYTES + self.size
 
     def fetch(self, offset: int, length: int) -> bytes:
@@ -270,14 +252,10 @@ class Segment:
         return content
 
     def bytes(self, offset: int, length: int) -> torch.Tensor:
-        """A live view, uint8 `[length]`, of the payload from `offset` on. Drop it before `close`.
-
-        Reading or writing what has not been reserved takes memory, or dies of SIGBUS where there is none.
-        """
+        """A live view, uint8 `[length]`, of the payload from `offset` on. Drop it before `close`."""
         if length == 0:
             return torch.empty(0, dtype=torch.uint8)
-        # Through a memoryview: torch keeps its object alive but releases the buffer, and `close` would unmap the memory
-        # below a view of the mmap itself.
+        # torch releases the buffer, so below a view of the mmap itself `close` would unmap the memory.
         return torch.frombuffer(self.memory(offset, length), dtype=torch.uint8)
 
     def memory(self, offset: int, length: int) -> memoryview:
@@ -295,10 +273,10 @@ class Segment:
             files.reserve(self._data, HEADER_BYTES + offset, length)
 
     def store(self, offset: int, *parts: memoryview) -> None:
-        """Write bytes into the payload, one piece after the other, and take the memory that they need.
+        """Write bytes into the payload, one part after the other, and take the memory that they need.
 
-        Through the file, not the mapping: one system call allocates and copies, where a page of new memory that is
-        written to through the mapping is first zeroed, and then faulted in by every process that writes.
+        One system call allocates and copies. Through the mapping, a new page is first zeroed, and then faulted in by
+        every process that writes.
 
         Raises:
             OSError: there is no memory left (ENOSPC); a part may have been written.
@@ -322,10 +300,9 @@ class Segment:
         files.overwrite(self._data, start, end - start)
 
     def lock(self, byte: int, *, wait: bool = False) -> bool:
-        """Take the lock of one byte for this process; False if another process has it. With `wait` never False.
+        """Take the lock of one byte for this process; False if another process has it (never with `wait`). 1.5 us.
 
-        A lock belongs to a process, not to a thread of it, and is not inherited by fork; the kernel frees it when its
-        process dies. One costs 1.5 us.
+        The threads of a process share a lock, and a forked child has none. The kernel frees it when its process dies.
         """
         self._check_open()
         try:
@@ -341,30 +318,24 @@ class Segment:
 
     def holder(self, byte: int) -> int | None:
         """The other process that has the lock of one byte; None if there is none, or it cannot be known."""
-        if self.closed or not sys.platform.startswith("linux"):
-            return None
-        request = _FLOCK.pack(fcntl.F_WRLCK, os.SEEK_SET, byte, 1, 0)
-        kind, _, _, _, pid = _FLOCK.unpack(fcntl.fcntl(self._locks, fcntl.F_GETLK, request))
-        return None if kind == fcntl.F_UNLCK or pid <= 0 else int(pid)  # 0: of another pid namespace
+        return None if self.closed else files.lock_owner(self._locks, byte)
 
     def unlink(self) -> None:
         """Remove the name, if there is one: from then on the memory goes with the last process that uses it."""
         if self.path is not None:
-            for name in (self.path, self.path + ".locks"):
-                with contextlib.suppress(FileNotFoundError):  # another process was first
-                    os.unlink(name)
+            _unlink(self.path)
             self.path = None
-            self._own_names.clear()
+            self._own_paths.clear()
 
-    def share(self) -> Self:
-        """This segment for one more user in this process: it takes one more `close`."""
+    def share(self) -> Segment:
+        """This segment, which takes one more `close` from now on."""
         self._users += 1
         return self
 
     def close(self) -> None:
-        """Unmap the file in this process, for every copy of this object, once each of its users here has closed it.
+        """Unmap the file in this process, once each of its users here has closed it.
 
-        Views should have been dropped before: the memory of others goes with the last. A name goes with its creator.
+        A view that is still alive keeps the memory. A name goes with its creator.
         """
         if self._map is None:
             return
@@ -387,20 +358,28 @@ class Segment:
         self._check_open()
         if _sends_descriptors():
             descriptors = reduction.DupFd(self._data), reduction.DupFd(self._locks)
-            return _inherited, (type(self), *descriptors, self.size, self.path, self.on_disk)
-        return _attached, (type(self), self.handle)
+            return _inherited, (*descriptors, self.size, self.path, self.on_disk)
+        return _attached, (self.handle,)
 
 
-def _release(data: int, locks: int, own_names: Sequence[str], pid: int) -> None:
-    """Close a segment's two files, and remove the names that process `pid` has made for them.
+def _open(path: str) -> int:
+    """The descriptor of a file by its name, or by another process's descriptor below /proc."""
+    return os.open(path, os.O_RDWR | os.O_CLOEXEC) if path.startswith("/proc/") else open_own(path)
 
-    A child that was forked since leaves the names alone.
-    """
+
+def _unlink(path: str) -> None:
+    """Remove the name of a file, and its lock file first, so that a kill in between leaves no lock file alone."""
+    for name in (path + LOCKS, path):
+        with contextlib.suppress(FileNotFoundError):  # another process was first
+            os.unlink(name)
+
+
+def _release(data: int, locks: int, own_paths: list[str], pid: int) -> None:
+    """Close a segment's two files, and remove the names that process `pid` has made, in that process only."""
     os.close(data)
     os.close(locks)
-    for name in own_names if os.getpid() == pid else ():
-        with contextlib.suppress(FileNotFoundError):
-            os.unlink(name)
+    for path in own_paths if os.getpid() == pid else ():
+        _unlink(path)
 
 
 def _sends_descriptors() -> bool:
@@ -412,11 +391,9 @@ def _sends_descriptors() -> bool:
     return _sent[child] <= _MOST_SENT
 
 
-def _inherited(kind: type[Segment], data: Any, locks: Any, size: int, path: str | None, on_disk: bool) -> Segment:
-    return kind(data.detach(), locks.detach(), size, path, on_disk=on_disk)
+def _inherited(data: Any, locks: Any, size: int, path: str | None, on_disk: bool) -> Segment:
+    return Segment(data.detach(), locks.detach(), size, path, on_disk=on_disk)
 
 
-def _attached(kind: type[Segment], handle: SegmentHandle) -> Segment:
-    # A copy of an object that this process has open is closed with it.
-    known = kind.opened(handle.token)
-    return kind.attach(handle) if known is None else known
+def _attached(handle: SegmentHandle) -> Segment:
+    return Segment.opened(handle.token) or Segment.attach(handle)  # one copy's `close` closes all of a process

@@ -1,25 +1,25 @@
-"""Waiting for another process, which is said to people when it takes long, and again and again."""
+"""Waiting for another process: look again and again, and tell people whenever it takes long."""
 
 from __future__ import annotations
 
 import time
 from collections.abc import Iterator
 
-__all__ = ["TOLD_SECONDS", "moments"]
+__all__ = ["REPORT_SECONDS", "poll"]
 
-TOLD_SECONDS = 10.0
-"""After so many seconds of waiting it is said what is waited for, and again after as many."""
+REPORT_SECONDS = 10.0
+"""How often people are told what is waited for."""
 
 
-def moments(pause: float) -> Iterator[float]:
-    """The moments at which who waits looks again: at once, and after each pause of so many seconds, without end.
+def poll(pause: float) -> Iterator[float]:
+    """Yield at once, and again after each sleep of `pause` seconds, without end.
 
-    Each is the number of seconds since the first where it is time to say that one waits, else 0.
+    Yields the seconds waited so far whenever a report is due, else 0.
     """
-    begun, due = time.monotonic(), TOLD_SECONDS
+    begin, due = time.monotonic(), REPORT_SECONDS
     while True:
-        seconds = time.monotonic() - begun
+        seconds = time.monotonic() - begin
         is_due = seconds >= due
-        due += TOLD_SECONDS * is_due
+        due += REPORT_SECONDS * is_due
         yield seconds if is_due else 0.0
         time.sleep(pause)

@@ -32,7 +32,7 @@ from torch.utils.data import Dataset
 
 from lightning_stocache.cache.codec import SampleMismatchError, UnsupportedSampleError
 from lightning_stocache.node.parent import why_not_begun
-from lightning_stocache.node.waiting import TOLD_SECONDS
+from lightning_stocache.node.waiting import REPORT_SECONDS
 from lightning_stocache.setup.finding import Finding, Reading
 from lightning_stocache.setup.reader_process import NotStartedError, ReaderProcess, shared_counts
 from lightning_stocache.setup.request import CacheRequest, LoaderSettings
@@ -129,7 +129,7 @@ class SourceReader:
             nonlocal begun, last, told
             reads, index = self._progress.tolist()
             if reads != last:
-                begun, last = time.monotonic() - TOLD_SECONDS, reads
+                begun, last = time.monotonic() - REPORT_SECONDS, reads
             if time.monotonic() - begun > PATIENCE_SECONDS:
                 raise TimeoutError(f"reading sample {index} has not ended in {PATIENCE_SECONDS:.0f} s")
             if not told:
@@ -146,7 +146,7 @@ class SourceReader:
             key = method if method == "fork" else number
             if key not in self._processes:
                 requests = dict(enumerate(self.requests)) if method == "fork" else {number: request}
-                self._processes[key] = ReaderProcess(_Asked(requests, self._progress), method, seconds=TOLD_SECONDS)
+                self._processes[key] = ReaderProcess(_Asked(requests, self._progress), method, seconds=REPORT_SECONDS)
             return self._processes[key].ask(question, on_wait)
         except NotStartedError as error:
             log.debug("no process can be started to look at %s (%s): it is read here", request.title, error)

@@ -19,7 +19,7 @@ from typing import Any, cast
 import torch
 from torch.utils.data import DataLoader, Dataset, IterableDataset
 
-from lightning_stocache.node.waiting import TOLD_SECONDS
+from lightning_stocache.node.waiting import REPORT_SECONDS
 from lightning_stocache.torch_internals import shut_down
 
 __all__ = ["NotStartedError", "ReaderProcess", "read_apart", "shared_counts"]
@@ -48,7 +48,7 @@ class ReaderProcess:
         reader: Dataset[bytes],
         method: str,
         worker_init_fn: Callable[[int], None] | None = None,
-        seconds: float = TOLD_SECONDS,
+        seconds: float = REPORT_SECONDS,
     ) -> None:
         self._reader, self._method, self._worker_init_fn, self._seconds = reader, method, worker_init_fn, seconds
         self._questions = _Questions()
@@ -133,7 +133,7 @@ def read_apart(
     method: str,
     on_wait: Callable[[], None],
     worker_init_fn: Callable[[int], None] | None = None,
-    seconds: float = TOLD_SECONDS,
+    seconds: float = REPORT_SECONDS,
 ) -> bytes:
     """The first thing that is given by what is iterated in a process; arguments and errors are `ReaderProcess`'s."""
     with closing(ReaderProcess(_First(reader), method, worker_init_fn, seconds)) as process:

@@ -13,13 +13,13 @@ from __future__ import annotations
 
 import logging
 import os
-import struct
-import sys
 import threading
 import weakref
 from collections.abc import Iterator
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
+
+from lightning_stocache.node.files import lock_owner
 
 if TYPE_CHECKING:
     import lmdb
@@ -242,14 +242,8 @@ def _version(file: str) -> tuple[int, int]:
 
 def _holder(lock_file: str) -> int | None:
     """A process that has the LMDB of this lock file open with locks; None if nobody has, or the system does not say."""
-    if sys.platform != "linux":
-        return None
-    import fcntl
-
     try:
         with open(lock_file, "rb") as file:
-            asked = struct.pack("hhlli", fcntl.F_WRLCK, os.SEEK_SET, 0, 1, 0)
-            kind, _, _, _, pid = struct.unpack("hhlli", fcntl.fcntl(file, fcntl.F_GETLK, asked))
+            return lock_owner(file.fileno(), 0)
     except OSError:  # none, or it may not be read
         return None
-    return pid if kind != fcntl.F_UNLCK and pid > 0 else None

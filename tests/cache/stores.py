@@ -27,8 +27,9 @@ from lightning_stocache.cache.placement import Ring
 from lightning_stocache.cache.records import RecordCodec
 from lightning_stocache.cache.rows import SampleSpec
 from lightning_stocache.cache.store import NO_PLACE, Store, gathers
+from lightning_stocache.node.files import prefix
 from lightning_stocache.node.header import HEADER_BYTES
-from lightning_stocache.node.named import open_named, prefix
+from lightning_stocache.node.named import open_named
 from lightning_stocache.node.segment import Segment
 
 __all__ = [

@@ -21,7 +21,7 @@ from lightning_stocache.cache.placement import Arc
 from lightning_stocache.cache.rows import SampleSpec, bytes_of
 from lightning_stocache.cache.store import Store
 from lightning_stocache.node.files import make_file, write_header
-from lightning_stocache.node.header import HEADER_BYTES, Geometry, Manifest, write_manifest
+from lightning_stocache.node.header import HEADER_BYTES, Geometry, Manifest
 from lightning_stocache.node.segment import Segment
 
 row_sizes = st.lists(st.sampled_from([0, 1, 2, 3, 4, 6, 7, 8, 12, 16, 63, 64, 65, 200]), min_size=1, max_size=4)
@@ -134,9 +134,8 @@ def test_clear_empties_all_and_gives_memory_back() -> None:
 
 def file_of(slots: int, payload: int) -> tuple[int, Manifest]:
     file, _ = make_file("tmpfile")
-    write_header(file, payload)
     manifest = Manifest(Geometry(slots, slots), "numbers")
-    write_manifest(file, manifest)
+    write_header(file, payload, manifest)
     return file, manifest
 
 

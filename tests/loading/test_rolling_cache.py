@@ -407,7 +407,7 @@ class HangsAfter:
 
 def test_a_filler_that_hangs_is_told_while_training_waits(opened, caplog, monkeypatch):
     """Who has been loading what for how long; once the minimum is there, training does not mind."""
-    monkeypatch.setattr(waiting, "TOLD_SECONDS", 0.3)
+    monkeypatch.setattr(waiting, "REPORT_SECONDS", 0.3)
     source = Numbers(trouble=HangsAfter(6))
     pool = opened(source, "100%", spec=SPEC, fillers=1, minimum=8, shuffle=False)
     writer = RollingWriter.attach(pool.handle)
@@ -617,7 +617,7 @@ def stand_still(handle: StoreHandle, count: int, flag: str) -> None:
 
 def test_who_waits_behind_a_process_that_stands_still_is_told_which(tmp_path, monkeypatch, caplog):
     """And goes on when that one has ended."""
-    monkeypatch.setattr(waiting, "TOLD_SECONDS", 0.05)
+    monkeypatch.setattr(waiting, "REPORT_SECONDS", 0.05)
     pool = RollingCache(budget=500, spec=SampleSpec.infer(torch.zeros(10)), minimum=1)
     with RollingWriter.attach(pool.handle) as writer:
         store = Store.attach(pool.handle)

@@ -23,7 +23,6 @@ from lightning_stocache.node.header import HEADER_BYTES, Geometry, Manifest
 from lightning_stocache.node.named import (
     check_name,
     clean,
-    clean_locks,
     is_foreign,
     join_named,
     named_segments,
@@ -219,7 +218,7 @@ def test_who_waits_for_a_file_is_told_for_whom(
     name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
     """Again and again, with the process; then the lock is there."""
-    monkeypatch.setattr(waiting, "TOLD_SECONDS", 0.05)
+    monkeypatch.setattr(waiting, "REPORT_SECONDS", 0.05)
     flag = tmp_path / "flag"
     opened(name).close()
     child = Child(hold_file, str(path_of(name)), flag)
@@ -397,22 +396,24 @@ def test_a_damaged_segment_is_listed_and_removed(name: str) -> None:
     assert not path_of(name).exists()
 
 
-@pytest.mark.processes
-def test_lock_files_without_a_segment_are_removed(name: str) -> None:
-    """If they are empty, this user's own, and nobody has them locked; with their segment they stay."""
-    opened(name + "-used").close()
-    for end in ("-left", "-full", "-locked", "-open"):
-        path_of(name + end + ".locks").touch(0o600)
-    path_of(name + "-full.locks").write_text("no lock file")
-    path_of(name + "-open.locks").chmod(0o666)
-    with hanging(keep_locked, str(path_of(name + "-locked.locks"))):
-        clean_locks()
-    left = {end for end in ("-left", "-full", "-locked", "-open", "-used") if path_of(name + end + ".locks").exists()}
-    assert left == {"-full", "-locked", "-open", "-used"}
+def test_no_lock_file_is_left_alone(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """It is removed before its segment, so a kill in between leaves a segment for the next `clean`. A lock file whose
+    segment was removed by hand is that of the next segment of this name."""
+    unlink, removed = os.unlink, list[str]()
 
+    def noted(path: str) -> None:
+        removed.append(path)
+        unlink(path)
 
-def keep_locked(path: str) -> None:
-    fcntl.lockf(os.open(path, os.O_RDWR), fcntl.LOCK_EX | fcntl.LOCK_NB, 1, 7)
+    path_of(name + ".locks").touch(0o600)
+    opened(name).close()
+    monkeypatch.setattr(os, "unlink", noted)
+    assert [gone.name for gone in clean(name)] == [name]
+    assert removed == [str(path_of(name + ".locks")), str(path_of(name))]
+    segment = Segment.create(SIZE, "file")
+    segment.unlink()
+    assert removed[2] == f"{removed[3]}.locks"
+    segment.close()
 
 
 def test_a_segment_goes_although_its_lock_file_is_not_ours(name: str, tmp_path: Path) -> None:

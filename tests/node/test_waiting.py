@@ -31,15 +31,15 @@ def clock(monkeypatch: pytest.MonkeyPatch) -> Clock:
 
 def test_the_first_moment_comes_at_once(clock: Clock) -> None:
     """And is none at which one says that one waits."""
-    assert next(waiting.moments(pause=60.0)) == 0.0
+    assert next(waiting.poll(pause=60.0)) == 0.0
     assert clock.now == 1000.0
 
 
 def test_a_word_is_due_as_often_as_its_time_has_passed() -> None:
     """Every ten seconds, with the seconds that have passed in all."""
-    assert [seconds for seconds in islice(waiting.moments(pause=4.0), 12) if seconds] == [12.0, 20.0, 32.0, 40.0]
+    assert [seconds for seconds in islice(waiting.poll(pause=4.0), 12) if seconds] == [12.0, 20.0, 32.0, 40.0]
 
 
 def test_a_long_pause_is_one_word() -> None:
     """Where a single look took longer than the time between two words, none is made up for."""
-    assert list(islice(waiting.moments(pause=25.0), 3)) == [0.0, 25.0, 50.0]
+    assert list(islice(waiting.poll(pause=25.0), 3)) == [0.0, 25.0, 50.0]

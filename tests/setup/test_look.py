@@ -243,10 +243,10 @@ def test_a_late_error_of_the_source_is_no_time_out(monkeypatch: pytest.MonkeyPat
     """Also a RuntimeError that comes when the look is about to say what it waits for is the source's own."""
 
     def late(index: int) -> Any:
-        time.sleep(0.95 * looking.TOLD_SECONDS)
+        time.sleep(0.95 * looking.REPORT_SECONDS)
         raise RuntimeError("the disk is gone")
 
-    monkeypatch.setattr(looking, "TOLD_SECONDS", 0.5)
+    monkeypatch.setattr(looking, "REPORT_SECONDS", 0.5)
     with pytest.raises(RuntimeError, match="the disk is gone"):
         look(CacheRequest(Made(late), strict=True))
 
@@ -278,7 +278,7 @@ def test_a_source_is_looked_at_without_shared_memory(monkeypatch: pytest.MonkeyP
 
 def test_a_source_that_blocks_is_given_up(monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture) -> None:
     """After a time-out, with a word on what is being read meanwhile; the process that waits for it is gone."""
-    monkeypatch.setattr(looking, "TOLD_SECONDS", 1.0)
+    monkeypatch.setattr(looking, "REPORT_SECONDS", 1.0)
     monkeypatch.setattr(looking, "PATIENCE_SECONDS", 4.0)  # a busy machine takes its time to begin
     finding = look(CacheRequest(Made(lambda index: time.sleep(600 * (index > 0)) or torch.tensor(index))))
     assert finding.reason == "reading sample 3 has not ended in 4 s"
@@ -299,7 +299,7 @@ def look_with_forks_that_hang(forks: int, told_seconds: float) -> tuple[str | No
             time.sleep(600)
 
     os.register_at_fork(after_in_child=never_begins)
-    looking.TOLD_SECONDS, looking.PATIENCE_SECONDS = told_seconds, 3 * told_seconds
+    looking.REPORT_SECONDS, looking.PATIENCE_SECONDS = told_seconds, 3 * told_seconds
     torch.utils.data._utils.MP_STATUS_CHECK_INTERVAL = 0.2  # before DataLoader sends SIGTERM
     said = Log().lines
     finding = look(CacheRequest(Made(torch.tensor), reader=LoaderSettings(4, 1)))
@@ -323,12 +323,12 @@ def test_processes_that_all_hang_are_given_up() -> None:
 
 def test_a_process_that_has_begun_is_waited_for(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     """However long a sample takes, no other process reads it."""
-    monkeypatch.setattr(looking, "TOLD_SECONDS", 3.0)
+    monkeypatch.setattr(looking, "REPORT_SECONDS", 3.0)
 
     def slow(index: int) -> torch.Tensor:
         if not (note := tmp_path / str(os.getpid())).exists():
             note.touch()
-            time.sleep(1.5 * looking.TOLD_SECONDS)
+            time.sleep(1.5 * looking.REPORT_SECONDS)
         return torch.tensor(index)
 
     assert look(CacheRequest(Made(slow))).codec is not None
@@ -339,7 +339,7 @@ def test_a_process_that_imports_first_is_waited_for(
     monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
     """One that is not forked takes seconds to begin."""
-    monkeypatch.setattr(looking, "TOLD_SECONDS", 0.5)
+    monkeypatch.setattr(looking, "REPORT_SECONDS", 0.5)
     source = TensorDataset(torch.arange(12))
     finding = look(CacheRequest(source, reader=LoaderSettings(4, 1, context="spawn")))
     assert finding.worker_bytes is not None
@@ -394,7 +394,7 @@ def _spawned(lazy: Lazy) -> bool:
 
 def test_workers_that_cannot_import_the_source_are_told_of(of_a_notebook, monkeypatch):
     """Where workers are forked it is cached; where they are not it passes through, and the reason names the way out."""
-    monkeypatch.setattr(looking, "TOLD_SECONDS", 1.0)
+    monkeypatch.setattr(looking, "REPORT_SECONDS", 1.0)
     context("forkserver")
     for_now = {method: LoaderSettings(4, 2, context=method) for method in ("fork", "forkserver")}
     assert look(CacheRequest(of_a_notebook, reader=for_now["fork"])).codec is not None
