@@ -45,7 +45,7 @@ class Checksums:
         segment: of the store.
         layout: its columns, of which one is `sum`.
         arc: which indices have a slot, and where.
-        verified: in memory, a byte for each slot: READY where it may be read.
+        verified: in memory, a byte for each slot: READY where it may be read; zeroes at first.
 
     Raises:
         ImportError: xxhash is not installed; the message says how to get it.
@@ -59,20 +59,6 @@ class Checksums:
         self._claims = Claims(segment)
         self._xxh3 = checksum()
         self._rest_until = 0.0
-
-    @staticmethod
-    def begin(slots: int) -> Segment:
-        """The memory that says which slots are verified: none is.
-
-        Raises:
-            OSError: there is no room for it.
-        """
-        return Segment.create(slots, reserved=slots)
-
-    @property
-    def is_whole(self) -> bool:
-        """Whether the file has still its length; behind its end nothing may be read."""
-        return self._disk.is_whole
 
     def seal(self, slot: int, contents: Iterable[Any]) -> None:
         """Write the checksum of a sample, given its parts, whose bytes are in their slot already.
@@ -96,7 +82,7 @@ class Checksums:
 
     def verify(self, slots: Sequence[int]) -> None:
         """Read what an earlier job has stored in those slots: what is sound may be read, what is not is emptied."""
-        if time.monotonic() < self._rest_until or not self.is_whole:
+        if time.monotonic() < self._rest_until or not self._disk.is_whole:
             return
         states = self._layout.states
         for slot in slots:

@@ -57,7 +57,7 @@ __all__ = [
     "Rows",
     "columns",
     "contents_of",
-    "is_even",
+    "is_complete",
     "layout_of",
     "offsets",
 ]
@@ -485,7 +485,7 @@ def contents_of(file: int) -> Contents:
         if place >= end or not (piece := os.pread(file, min(_PIECE, end - place), place)):
             break
         if rolls:
-            filled += int(np.count_nonzero(is_even(np.frombuffer(piece, np.int64, len(piece) // 8))))
+            filled += int(np.count_nonzero(is_complete(np.frombuffer(piece, np.int64, len(piece) // 8))))
         elif piece.translate(None, bytes((EMPTY, READY))):
             return Contents(None, "is damaged: a slot is in a state that there is not")
         else:
@@ -494,7 +494,6 @@ def contents_of(file: int) -> Contents:
     return Contents(manifest, "", filled)
 
 
-def is_even(generations: Integers) -> npt.NDArray[np.bool_]:
-    """Of slots that are overwritten (`rolling`): whether a sample lies there, whole."""
-    whole: npt.NDArray[np.bool_] = (generations > 0) & (generations & 1 == 0)
-    return whole
+def is_complete(generation: Integers | int) -> Any:
+    """Whether a complete sample lies in a slot of this generation (`rolling`); of an array, for each."""
+    return (generation > 0) & (generation & 1 == 0)

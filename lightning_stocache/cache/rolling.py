@@ -47,7 +47,7 @@ import numpy.typing as npt
 
 from lightning_stocache.cache.claims import Claims
 from lightning_stocache.cache.codec import Memory, aligned
-from lightning_stocache.cache.layout import ROLLING, Head, Records, Rows, is_even, layout_of
+from lightning_stocache.cache.layout import ROLLING, Head, Records, Rows, is_complete, layout_of
 from lightning_stocache.cache.placement import Integers
 from lightning_stocache.cache.records import RecordCodec, SampleCodec
 from lightning_stocache.cache.shortage import Shortage, refused
@@ -203,7 +203,7 @@ class Roll:
     def _begin(self, slot: int) -> Taken:
         words, generation = self._words, int(self.generations[slot])
         ticket = int(words[_APPENDED])
-        is_evicted = generation > 0 and not generation & 1
+        is_evicted = is_complete(generation)
         words[_EVICTED] += is_evicted
         words[_APPENDED] = ticket + 1
         words[_REACHED] = max(int(words[_REACHED]), slot + 1)
@@ -328,7 +328,7 @@ class Roll:
             if not self._claims.take(slot):
                 return False
             self._claims.release(slot)  # its writer was killed
-        self._words[_EVICTED] += generation > 0 and not generation & 1
+        self._words[_EVICTED] += is_complete(generation)
         self.generations[slot] = -abs(generation) & ~1
         self._times[slot] = 0
         self._words[_TAIL] += 1
@@ -368,7 +368,7 @@ class Roll:
             if self._segment.closed or not len(self._words):
                 raise RuntimeError("the rolling cache was closed while samples were read from it")
             seen = int(self.generations[place])
-            if seen > 0 and not seen & 1:
+            if is_complete(seen):
                 fence()
                 live = records.record(place)
                 fence()
@@ -384,7 +384,7 @@ class Roll:
 
     def readable(self, slots: Integers) -> npt.NDArray[np.bool_]:
         """Which of those slots can be read now."""
-        return is_even(self.generations.take(slots, mode="clip"))
+        return is_complete(self.generations.take(slots, mode="clip"))
 
     def readable_slots(self) -> Integers:
         """The slots that can be read at this moment."""
@@ -398,7 +398,7 @@ class Roll:
         """The slots that hold a sample, rising; also where a newer one is being written over it."""
         slots = self._used()
         generations = self.generations.take(slots)  # one look: what is written now may be whole at the next
-        whole = is_even(generations) | ((generations & 1 == 1) & (self._times.take(slots) > 0))
+        whole = is_complete(generations) | ((generations & 1 == 1) & (self._times.take(slots) > 0))
         resident: Integers = slots[whole]
         return resident
 
@@ -417,13 +417,13 @@ class Roll:
     def _whole(self, slots: Integers) -> tuple[Integers, Integers]:
         """Those slots, others in place of what cannot be read now, and their generations."""
         generations = self.generations.take(slots)
-        whole = is_even(generations)
+        whole = is_complete(generations)
         if not whole.all():
             slots = slots.copy()
             while len(missing := np.flatnonzero(~whole)):
                 slots[missing] = self._others(len(missing))
                 generations[missing] = self.generations.take(slots[missing])
-                whole = is_even(generations)
+                whole = is_complete(generations)
                 self.substituted += len(missing)
         fence()
         return slots, generations

@@ -117,7 +117,7 @@ class Store:
     ) -> None:
         self.segment, self.codec = segment, codec
         self.arc = cast(Arc, arc)  # the others, which no miss fills, have all of an Arc that is asked of them
-        self._given = verified, head
+        self._verified, self._head = verified, head
         self._roll = Roll(segment, codec, arc.slots) if isinstance(arc, Each) else None
         self._is_final = isinstance(arc, Order)
         if self._roll is not None:
@@ -197,7 +197,7 @@ class Store:
         if segment.on_disk:
             # What cannot be read is an error here, and would be a SIGBUS later.
             segment.fetch(0, layout.reserved_bytes(arc.slots, head))
-            return cls(segment, codec, arc, Checksums.begin(arc.slots))
+            return cls(segment, codec, arc, Segment.create(arc.slots, reserved=arc.slots))
         store = cls(segment, codec, arc)
         if not np.isin(store.layout.state, (EMPTY, READY)).all():
             store.layout.close()
@@ -249,7 +249,7 @@ class Store:
         """Empty the slots that a crash has spoilt in a segment on a disk, while no other process has it open."""
         arc, layout = Arc(**asdict(manifest.geometry), domain=domain), layout_of(codec)
         segment.reserve(0, layout.reserved_bytes(arc.slots, _ON_DISK))
-        store = Store(segment, codec, arc, Checksums.begin(arc.slots))
+        store = Store(segment, codec, arc, Segment.create(arc.slots, reserved=arc.slots))
         checksums = store._checksums
         assert checksums is not None
 
@@ -266,12 +266,12 @@ class Store:
             checksums.close()
 
     def __reduce__(self) -> tuple[Any, ...]:
-        return type(self), (self.segment, self.codec, self.arc, *self._given)
+        return type(self), (self.segment, self.codec, self.arc, self._verified, self._head)
 
     @property
     def handle(self) -> StoreHandle:
         """The address of this store for other processes."""
-        verified = None if self._checksums is None else self._checksums.segment.handle
+        verified = None if self._verified is None else self._verified.handle
         return StoreHandle(self.segment.handle, self.codec, self.arc, verified)
 
     @property
@@ -305,7 +305,7 @@ class Store:
         if slot == NO_SLOT:
             return NO_PLACE
         if self._checksums is not None:
-            if not self._checksums.is_whole:
+            if not self.segment.is_whole:
                 return NO_PLACE
             if verify:
                 self._checksums.verify([slot])
@@ -326,7 +326,7 @@ class Store:
         if self.arc.slots == 0 or self._roll is not None:
             return slots
         if self._checksums is not None:
-            if not self._checksums.is_whole:
+            if not self.segment.is_whole:
                 return np.full_like(slots, NO_PLACE)
             if verify:
                 self._checksums.verify(slots.tolist())
@@ -424,7 +424,7 @@ class Store:
         """
         states, claims, may_store = self.layout.states, self._claims, None
         has_claim = self.turns.ends
-        if self._checksums is not None and not self._checksums.is_whole:
+        if self._checksums is not None and not self.segment.is_whole:
             may_store = False
         for index, contents in zip(indices, samples, strict=True):
             slot = self.arc.slot(index)
@@ -438,7 +438,7 @@ class Store:
                         if may_store is None:
                             may_store = self._has_memory(sum(map(self.layout.size, samples)))
                         if may_store:
-                            stored = self._try_write(slot, contents)
+                            stored = self._write(slot, contents)
                             may_store = stored is not False
                 finally:
                     claims.release(slot)
@@ -454,7 +454,7 @@ class Store:
         with self._claims.waiting(slot):
             if states[slot] != READY:
                 if self._has_memory(self.layout.size(contents)):
-                    self._try_write(slot, contents)
+                    self._write(slot, contents)
                 return True
             memory = [np.empty(size, dtype=np.uint8) for size in self.codec.sizes(1)]
             self.gather(np.array([slot]), memory)
@@ -463,7 +463,7 @@ class Store:
                     return False
                 states[slot] = EMPTY
                 fence()
-                self._write(slot, contents)  # it has its memory
+                self._write(slot, contents)
         return True
 
     def clear(self) -> None:
@@ -484,25 +484,23 @@ class Store:
             self._stop(short)
         return short is None
 
-    def _try_write(self, slot: int, contents: Sequence[memoryview]) -> bool | None:
+    def _write(self, slot: int, contents: Sequence[memoryview]) -> bool | None:
         """Write a sample into a claimed slot and set it ready; False without memory, None without room."""
+        checksums = self._checksums
         try:
-            return self._write(slot, contents) or None
+            if not self.layout.write(slot, contents):
+                return None
+            if checksums is not None:
+                checksums.seal(slot, contents)
         except OSError as error:
-            if (short := refused(error, on_disk=self._checksums is not None)) is None:
+            if (short := refused(error, on_disk=checksums is not None)) is None:
                 raise
             self._stop(short)
             return False
-
-    def _write(self, slot: int, contents: Sequence[memoryview]) -> bool:
-        if not self.layout.write(slot, contents):
-            return False
-        if self._checksums is not None:
-            self._checksums.seal(slot, contents)
         fence()
         self.layout.states[slot] = READY
-        if self._checksums is not None:
-            self._checksums.verified[slot] = READY
+        if checksums is not None:
+            checksums.verified[slot] = READY
         return True
 
     def _stop(self, short: str) -> None:
@@ -525,7 +523,7 @@ class Store:
     def _stored(self) -> npt.NDArray[np.bool_]:
         """Which slots are ready, bool `[slots]`, whether or not they can be read now."""
         state = self.layout.state
-        if self._checksums is not None and not self._checksums.is_whole:
+        if self._checksums is not None and not self.segment.is_whole:
             return np.zeros(len(state), dtype=np.bool_)
         return np.asarray(state != EMPTY)
 
@@ -553,7 +551,7 @@ class Store:
     @property
     def full(self) -> bool:
         """Whether every index of the dataset can be read now."""
-        if self.closed or len(self) < self.length or (self._checksums is not None and not self._checksums.is_whole):
+        if self.closed or len(self) < self.length or (self._checksums is not None and not self.segment.is_whole):
             return False
         if self._roll is not None:  # an index whose own slot cannot be read gives another's sample
             return self.filled > 0
