@@ -384,7 +384,8 @@ class Roll:
 
     def readable(self, slots: Integers) -> npt.NDArray[np.bool_]:
         """Which of those slots can be read now."""
-        return is_complete(self.generations.take(slots, mode="clip"))
+        readable: npt.NDArray[np.bool_] = is_complete(self.generations.take(slots, mode="clip"))
+        return readable
 
     def readable_slots(self) -> Integers:
         """The slots that can be read at this moment."""
