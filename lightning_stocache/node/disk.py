@@ -74,9 +74,10 @@ def check_directory(directory: str) -> str:
         )
     try:
         with tempfile.TemporaryFile(dir=path) as file:  # segments take both kinds of lock
-            fcntl.flock(file, fcntl.LOCK_SH)
-            fcntl.flock(file, fcntl.LOCK_UN)  # BSD and macOS: the two kinds exclude each other
-            fcntl.lockf(file, fcntl.LOCK_EX | fcntl.LOCK_NB, 1, 0)
+            descriptor = file.fileno()
+            fcntl.flock(descriptor, fcntl.LOCK_SH)
+            fcntl.flock(descriptor, fcntl.LOCK_UN)  # BSD and macOS: the two kinds exclude each other
+            fcntl.lockf(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB, 1, 0)
     except OSError as error:
         raise DiskError(f"dir={shown!r} cannot hold a cache: {error.strerror or error}. {_ELSEWHERE}") from error
     return path
