@@ -198,7 +198,7 @@ class Roll:
     def in_the_way(self) -> int | None:
         """The process that other writers wait for; None if there is none, or if it cannot be known."""
         slots = [self.count, int(self._words[_NEXT]) % self.count, *np.flatnonzero(self.generations & 1).tolist()]
-        return next(filter(None, map(self._segment.holder, slots)), None)
+        return next(filter(None, map(self._segment.lock_owner, slots)), None)
 
     def _begin(self, slot: int) -> Taken:
         words, generation = self._words, int(self.generations[slot])

@@ -316,7 +316,7 @@ class Segment:
         if not self.closed:
             fcntl.lockf(self._locks, fcntl.LOCK_UN, 1, byte)
 
-    def holder(self, byte: int) -> int | None:
+    def lock_owner(self, byte: int) -> int | None:
         """The other process that has the lock of one byte; None if there is none, or it cannot be known."""
         return None if self.closed else files.lock_owner(self._locks, byte)
 

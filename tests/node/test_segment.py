@@ -392,11 +392,11 @@ def test_who_has_a_byte(segment: Segment) -> None:
     """The process that has it, until it is killed; nobody for a free one, nor for one's own."""
     with hanging(segment.lock, 3) as child:
         assert not segment.lock(3)
-        assert segment.holder(3) == child.process.pid
-        assert segment.holder(4) is None
+        assert segment.lock_owner(3) == child.process.pid
+        assert segment.lock_owner(4) is None
         assert segment.lock(4)
-        assert segment.holder(4) is None
-    assert segment.holder(3) is None
+        assert segment.lock_owner(4) is None
+    assert segment.lock_owner(3) is None
     assert segment.lock(3)
 
 
