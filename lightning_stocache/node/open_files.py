@@ -47,25 +47,40 @@ class Process:
     command: str
 
 
-@dataclass(frozen=True)
+@dataclass
 class OpenFile:
     """A file in memory, or a cache on a disk, and the processes that have it open.
 
     Args:
         name: as the kernel calls it, printable.
-        key: device and inode.
-        owner: the user whose file it is.
-        allocated_bytes: memory that it takes, or room on a disk.
-        contents: the result of `look`; None if it is no segment of a cache, or another user's.
-        processes: in the order of their ids.
+        path: to one of its descriptors below /proc.
+        facts: result of `stat`.
+        pids: of the processes.
+        processes: in the order of their ids, with their command lines; only from `open_files`.
+        contents: result of `look`; None if it is no segment of a cache, or another user's.
     """
 
     name: str
-    key: tuple[int, int]
-    owner: int
-    allocated_bytes: int
-    contents: Any
+    path: str
+    facts: os.stat_result
+    pids: set[int] = field(default_factory=set)
     processes: tuple[Process, ...] = ()
+    contents: Any = None
+
+    @property
+    def key(self) -> tuple[int, int]:
+        """Device and inode."""
+        return self.facts.st_dev, self.facts.st_ino
+
+    @property
+    def owner(self) -> int:
+        """The user whose file it is."""
+        return self.facts.st_uid
+
+    @property
+    def allocated_bytes(self) -> int:
+        """Bytes of memory that it takes, or of a disk."""
+        return self.facts.st_blocks * 512
 
     @property
     def on_disk(self) -> bool:
@@ -119,21 +134,6 @@ class Promises:
     cgroup: Promise = field(default_factory=Promise)
 
 
-@dataclass
-class _File:
-    """A file that processes have open: its name, a path to it below /proc, the result of `stat`, and their ids."""
-
-    name: str
-    path: str
-    facts: os.stat_result
-    pids: set[int] = field(default_factory=set)
-
-    @property
-    def is_own(self) -> bool:
-        """Whether it is this user's."""
-        return self.facts.st_uid == os.getuid()
-
-
 def open_files(root: Path = Path("/"), look: Callable[[int], Any] = token_of) -> tuple[list[OpenFile], int]:
     """The files that processes have open, the largest first, and how many processes cannot be looked into.
 
@@ -144,13 +144,10 @@ def open_files(root: Path = Path("/"), look: Callable[[int], Any] = token_of) ->
     Raises:
         OSError: there is no /proc here.
     """
-    scanned, hidden = _scan(root)
-    files = list[OpenFile]()
-    for key, file in scanned.items():
-        contents = _contents(file.path, look) if file.is_own else None
-        processes = tuple(Process(pid, _command(root, pid)) for pid in sorted(file.pids))
-        size = file.facts.st_blocks * 512
-        files.append(OpenFile(printable(file.name), key, file.facts.st_uid, size, contents, processes))
+    files, hidden = _scan(root)
+    for file in files:
+        file.processes = tuple(Process(pid, _command(root, pid)) for pid in sorted(file.pids))
+        file.contents = _contents(file, look)
     return sorted(files, key=lambda file: -file.allocated_bytes), hidden
 
 
@@ -160,12 +157,12 @@ def other_promises(root: Path = Path("/")) -> Promises:
     Args:
         root: where `proc` is found; another one is for tests.
     """
-    promised = list[tuple[int, _File]]()
+    promised = list[tuple[int, OpenFile]]()
     with contextlib.suppress(OSError):  # there is no /proc here
-        for file in _scan(root)[0].values():
-            size = file.facts.st_size - file.facts.st_blocks * 512
-            ours = file.is_own and file.name.startswith(_IN_MEMORY)
-            if ours and size >= _LEAST and os.getpid() not in file.pids and _contents(file.path, token_of) is not None:
+        for file in _scan(root)[0]:
+            size = file.facts.st_size - file.allocated_bytes
+            others = size >= _LEAST and not file.on_disk and os.getpid() not in file.pids
+            if others and _contents(file, token_of) is not None:
                 promised.append((size, file))
     if not promised:
         return Promises()
@@ -177,7 +174,7 @@ def other_promises(root: Path = Path("/")) -> Promises:
     )
 
 
-def _sum(promised: Iterable[tuple[int, _File]]) -> Promise:
+def _sum(promised: Iterable[tuple[int, OpenFile]]) -> Promise:
     nbytes, jobs = 0, list[set[int]]()
     for size, file in promised:  # processes that share a segment are of one job
         nbytes += size
@@ -186,9 +183,9 @@ def _sum(promised: Iterable[tuple[int, _File]]) -> Promise:
     return Promise(nbytes, len(jobs), tuple(sorted(set[int]().union(*jobs))))
 
 
-def _scan(root: Path) -> tuple[dict[tuple[int, int], _File], int]:
-    """The open files that hold memory, by device and inode, and how many processes cannot be looked into."""
-    files, hidden = dict[tuple[int, int], _File](), 0
+def _scan(root: Path) -> tuple[list[OpenFile], int]:
+    """The open files that hold memory, and how many processes cannot be looked into."""
+    files, hidden = dict[tuple[int, int], OpenFile](), 0
     pids = sorted(int(entry) for entry in os.listdir(root / "proc") if entry.isdecimal())
     if not pids:
         raise FileNotFoundError("there is an empty folder in place of /proc")
@@ -203,28 +200,30 @@ def _scan(root: Path) -> tuple[dict[tuple[int, int], _File], int]:
             continue
         for number in numbers:
             path = f"{folder}/{number}"
-            with contextlib.suppress(OSError):  # closed meanwhile, or another user's
+            with contextlib.suppress(OSError):  # closed meanwhile
                 name = os.readlink(path)
                 if name.startswith(_IN_MEMORY) or _ON_DISK.fullmatch(name):
                     facts = os.stat(path)
                     if facts.st_blocks and stat.S_ISREG(facts.st_mode):
-                        file = files.setdefault((facts.st_dev, facts.st_ino), _File(name, path, facts))
-                        file.pids.add(pid)
-    return files, hidden
+                        file = OpenFile(printable(name), path, facts)
+                        files.setdefault(file.key, file).pids.add(pid)
+    return list(files.values()), hidden
 
 
-def _contents(path: str, look: Callable[[int], Any]) -> Any:
-    """The result of `look`; None if the file is no segment, or was closed meanwhile."""
+def _contents(file: OpenFile, look: Callable[[int], Any]) -> Any:
+    """The result of `look`; None if the file is no segment, another user's, or was closed meanwhile."""
+    if file.owner != os.getuid():
+        return None
     try:
-        file = os.open(path, os.O_RDONLY | os.O_CLOEXEC | os.O_NONBLOCK)
+        descriptor = os.open(file.path, os.O_RDONLY | os.O_CLOEXEC | os.O_NONBLOCK)
     except OSError:
         return None
     try:
-        return look(file)
+        return look(descriptor)
     except (ValueError, OSError):
         return None
     finally:
-        os.close(file)
+        os.close(descriptor)
 
 
 def _command(root: Path, pid: int) -> str:
