@@ -68,15 +68,14 @@ def looks_in_this_process(request: pytest.FixtureRequest, monkeypatch: pytest.Mo
 
 
 @pytest.fixture(autouse=True)
-def set_up_stores_nothing(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> None:
-    """In these rooms the first epoch loads and fills: set-up keeps none of what it reads, as where it is too large.
+def set_up_reads_as_many(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Set-up reads as many samples on a busy machine as on another one.
 
-    A test that is marked `stores_at_set_up` finds there what users find. Set-up reads as many samples on a busy machine
-    as on another one.
+    Of a test that is marked `epoch_one_reads_all` it stores none of them, as where they are too large: what is counted
+    there is easier to say when every sample is loaded in the first epoch.
     """
     monkeypatch.setattr(random_split, "QUICK_SECONDS", math.inf)
-    rooms = {"insight", "loading", "training"}.intersection(request.path.parts)
-    if rooms and not request.node.get_closest_marker("stores_at_set_up"):
+    if request.node.get_closest_marker("epoch_one_reads_all"):
         monkeypatch.setattr(finding, "MOST_BYTES", -1)
 
 

@@ -20,6 +20,8 @@ from tests.ranks import run_ranks
 from tests.sources import CountedSource
 from tests.training.tiny import SAMPLES, Model, logged, make_trainer
 
+pytestmark = pytest.mark.epoch_one_reads_all
+
 SECONDS = {"data_wait_seconds", "compute_seconds", "samples_per_second"}
 
 

@@ -47,7 +47,7 @@ from tests.logs import Log
 from tests.processes import context, without_room
 from tests.sources import CountedSource, TransformedSource
 
-pytestmark = pytest.mark.processes
+pytestmark = [pytest.mark.processes, pytest.mark.epoch_one_reads_all]
 
 LENGTH = 24
 SLOT_BYTES = 3 * 8 * 8 + 8 + 1  # the image, the label, the state

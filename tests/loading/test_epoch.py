@@ -47,7 +47,7 @@ in_every_way = pytest.mark.parametrize(("workers", "budget", "transform"), WAYS)
 BLOCK = (3, 300, 300)  # over 1 MiB in a batch of 4: gathered alone
 BIG = (3, 64, 64)  # 48 KiB in a batch of 4: recycled, not too small
 
-pytestmark = [pytest.mark.usefixtures("seeded"), pytest.mark.processes]
+pytestmark = [pytest.mark.usefixtures("seeded"), pytest.mark.processes, pytest.mark.epoch_one_reads_all]
 
 
 @pytest.fixture

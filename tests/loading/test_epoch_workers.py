@@ -83,6 +83,7 @@ class Deadly(Numbers):
         return super().__getitem__(index)
 
 
+@pytest.mark.epoch_one_reads_all
 @pytest.mark.parametrize("transform", [None, to_float], ids=["gathered", "made"])
 @pytest.mark.parametrize("persistent", [False, True])
 def test_a_worker_that_is_killed_is_an_error(transform, persistent):
@@ -112,6 +113,7 @@ def killed_in_vain(victim: BaseProcess) -> None:
         pytest.fail("torch has said nothing")
 
 
+@pytest.mark.epoch_one_reads_all
 @pytest.mark.parametrize("transform", [None, to_float], ids=["gathered", "made"])
 @pytest.mark.parametrize("kill", [killed_unheard, killed_in_vain])
 def test_a_worker_that_is_killed_between_epochs_is_an_error_once(kill, transform):

@@ -92,6 +92,7 @@ def test_indices_of_no_sample_are_refused(indices: Any, words: str) -> None:
         CachedDataset(rows(), spec=ROWS, indices=indices)
 
 
+@pytest.mark.epoch_one_reads_all
 @pytest.mark.processes
 def test_only_what_is_drawn_is_read_at_set_up() -> None:
     """A fold without the broken files is cached, whatever the others are like."""

@@ -190,6 +190,7 @@ def test_what_has_no_short_cut_travels_as_dataloader_sends_it(arguments):
         assert totals(dataset).served == 20
 
 
+@pytest.mark.epoch_one_reads_all
 @pytest.mark.parametrize("num_workers", [0, 2])
 def test_a_subset_of_a_cached_dataset_is_loaded_as_any_dataset(num_workers):
     """The loader sees no cache there, but the subset reads from it: right batches, and hits."""
@@ -342,6 +343,7 @@ class Telling(Numbers):
         return torch.tensor([*self.told, -1 if info is None else info.id]), index
 
 
+@pytest.mark.epoch_one_reads_all
 @pytest.mark.parametrize("transform", [None, unchanged], ids=["gathered", "made"])
 def test_worker_init_fn_finds_the_dataset_and_the_worker(transform):
     """It runs in every worker, where get_worker_info says what it says under DataLoader."""

@@ -17,7 +17,7 @@ from lightning_stocache import CachedDataset, CachedLoader
 from tests.loading.twins import Transformed, pairwise, run, same, totals
 from tests.sources import Made
 
-pytestmark = pytest.mark.processes
+pytestmark = [pytest.mark.processes, pytest.mark.epoch_one_reads_all]
 
 LENGTH = 26
 

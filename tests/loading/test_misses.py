@@ -41,6 +41,7 @@ def from_the_system(index: int) -> torch.Tensor:
 RARE, SYSTEM = Made(rare, 400), Made(from_the_system, 400)
 
 
+@pytest.mark.epoch_one_reads_all
 @pytest.mark.parametrize("num_workers", [0, 2])
 def test_a_random_class_is_not_frozen(num_workers: int, capfd: pytest.CaptureFixture[str]) -> None:
     """It has other draws in every epoch, and is counted as a bypass; the rest is cached."""

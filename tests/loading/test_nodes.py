@@ -141,6 +141,7 @@ def train_on_fold(rank: int) -> Any:
     return seen, rates, expected, dataset.source.loads
 
 
+@pytest.mark.epoch_one_reads_all
 def test_a_fold_is_dealt_to_the_nodes_that_have_it() -> None:
     """With half of a fold per node, by `indices` and a sampler of the user's: each epoch has the fold once, hit rates
     are those of theory for the fold, and an epoch goes on in its middle."""

@@ -96,6 +96,7 @@ def flat(samples: list[Any]) -> list[Any]:
     return [repr(sample) if isinstance(sample, str) or sample is None else sample[0] for sample in samples]
 
 
+@pytest.mark.epoch_one_reads_all
 @pytest.mark.parametrize("num_workers", [0, 2])
 @pytest.mark.parametrize("kind", KINDS)
 def test_its_batch_is_that_of_a_dataloader(kind: str, num_workers: int) -> None:
@@ -139,6 +140,7 @@ def test_on_every_way_through_a_loader(way: dict[str, Any]) -> None:
         assert alike(list(told(way["loader"](dataset, **arguments), 2)), expected)
 
 
+@pytest.mark.epoch_one_reads_all
 @pytest.mark.parametrize("transform", [None, Jitter("torch")])
 def test_workers_of_a_fork_server_let_it_pass(transform: Any) -> None:
     """They are sent what they need to know."""

@@ -36,6 +36,7 @@ def wait_for(dataset: CachedDataset, filled: int) -> None:
     wait_until(lambda: dataset.cache is None or dataset.cache.filled >= filled)
 
 
+@pytest.mark.epoch_one_reads_all
 @pytest.mark.parametrize("method", ["fork", "forkserver"])
 def test_idle_workers_fill_what_nobody_asked_for(tmp_path: Path, method: str) -> None:
     """After one batch all of it is filled, and what was served is what was counted.
@@ -60,6 +61,7 @@ def test_idle_workers_fill_what_nobody_asked_for(tmp_path: Path, method: str) ->
         assert (counts.served, counts.fills, counts.bypasses) == (LENGTH, LENGTH, 0)
 
 
+@pytest.mark.epoch_one_reads_all
 def test_without_it_nothing_is_loaded_ahead(tmp_path: Path) -> None:
     """Only what was asked for."""
     with closing(CachedDataset(Texts(tmp_path / "loads"))) as dataset:

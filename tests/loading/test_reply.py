@@ -280,6 +280,7 @@ def test_a_worker_whose_cache_is_closed_makes_the_whole_batch(dataset):
     assert same(answer.batch, default_collate([dataset.source[index] for index in range(LENGTH)]))
 
 
+@pytest.mark.epoch_one_reads_all
 @pytest.mark.processes
 @pytest.mark.parametrize("batched", [False, True])
 @pytest.mark.parametrize("shared", [False, True])

@@ -90,6 +90,7 @@ def test_an_epoch_that_is_broken_off_leaves_nothing_behind_and_another_one_follo
 FOLD = list(range(1, LENGTH, 4))
 
 
+@pytest.mark.epoch_one_reads_all
 @pytest.mark.parametrize("persistent", [False, True])
 @pytest.mark.parametrize(
     ("indices", "make"),
@@ -259,6 +260,7 @@ def gate(tmp_path: Path) -> Path:
     return tmp_path / "gate"
 
 
+@pytest.mark.epoch_one_reads_all
 @ways
 def test_a_batch_that_came_too_late_is_the_next_one_again(transform, gate):
     """A time-out is an error, after which the answer still comes: to its own batch."""

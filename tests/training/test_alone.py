@@ -383,6 +383,7 @@ def test_setup_data_by_hand_is_as_before(tmp_path):
     assert trainer.train_dataloader is loader
 
 
+@pytest.mark.epoch_one_reads_all
 @pytest.mark.parametrize("other", ["callback", "cache_datamodule", "ours"])
 def test_two_doors_cache_once(tmp_path, caplog, other):
     """A second StochasticCache, or one beside a DataModule that caches, opens nothing and changes nothing."""

@@ -127,6 +127,7 @@ class Large:
         return torch.zeros(MIB, dtype=torch.uint8)
 
 
+@pytest.mark.epoch_one_reads_all
 @pytest.mark.processes
 def test_scarce_memory_is_kept_for_train_and_promised_once(monkeypatch):
     """With "auto", val takes no more than half of the free memory before train, and what it was granted, filled or not,

@@ -17,7 +17,7 @@ from lightning_stocache.training.hooks import cache_datamodule
 from tests.sources import CountedSource
 from tests.training.tiny import SAMPLES, Model, announced, logged, make_trainer, plain_loader, source
 
-pytestmark = pytest.mark.processes
+pytestmark = [pytest.mark.processes, pytest.mark.epoch_one_reads_all]
 
 
 @pytest.mark.parametrize(

@@ -69,6 +69,7 @@ CALLBACK += ["--trainer.callbacks.stage_budgets={{val: 0}}", f"{CALLBACKS}FillPr
 CACHED = ["--data.datamodule=tests.training.test_cli.Photos", "--data.datamodule.folder={folder}", "--data.budget=50%"]
 
 
+@pytest.mark.epoch_one_reads_all
 @pytest.mark.parametrize(
     ("data", "arguments", "hits"),
     [
@@ -87,6 +88,7 @@ def test_every_door_takes_its_options(tmp_path, data, arguments, hits):
     assert logged(cli.trainer, "stocache/hits") == [0, hits]
 
 
+@pytest.mark.epoch_one_reads_all
 def test_our_datamodule(tmp_path):
     """`--data.train=...`, `--data.budget=50%` and all other options of StocacheDataModule."""
     cli = run(StocacheDataModule, command(tmp_path, *OURS, MONITOR, "--trainer.callbacks.live=false"))

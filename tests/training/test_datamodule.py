@@ -181,6 +181,7 @@ def test_loader_options_reach_the_loaders(tmp_path):
     dm.teardown("fit")
 
 
+@pytest.mark.epoch_one_reads_all
 @pytest.mark.processes
 def test_setup_twice_opens_once(tmp_path):
     """A second setup, before or by the Trainer, keeps the cache and reads nothing more."""

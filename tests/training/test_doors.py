@@ -122,6 +122,7 @@ def bits(epochs: list[list[Any]]) -> list[list[Any]]:
     return [[[part.tolist() if isinstance(part, torch.Tensor) else part for part in s] for s in e] for e in epochs]
 
 
+@pytest.mark.epoch_one_reads_all
 @every_door
 def test_each_sample_is_loaded_once(door, tmp_path, caplog):
     """Epoch one loads all samples, and epoch two none."""
@@ -149,6 +150,7 @@ class Augmented(CountedSource):
         return self.transform(image), label
 
 
+@pytest.mark.epoch_one_reads_all
 @every_door
 def test_a_random_transform_is_split(door, tmp_path, caplog):
     """What comes before its first random step is cached; the rest draws what it draws without a cache."""
@@ -166,6 +168,7 @@ class Texts(CountedSource):
         return f"{index}," * (index % 7), {"boxes": super().expected(index)[0][0, : index % 3].tolist()}
 
 
+@pytest.mark.epoch_one_reads_all
 @every_door
 def test_samples_of_any_kind_are_kept(door, tmp_path, caplog):
     """Strings and lists of many lengths come out as they went in, from one load each."""
@@ -238,7 +241,6 @@ def test_streams_are_kept_as_they_pass(door, tmp_path):
 
 
 @pytest.mark.named
-@pytest.mark.stores_at_set_up
 @pytest.mark.parametrize("where", ["memory", "disk"])
 @every_door
 def test_a_name_outlives_the_training(door, where, tmp_path, caplog):
@@ -266,6 +268,7 @@ def test_strict_makes_errors(door, tmp_path):
             train(door, tmp_path, data, strict=True)
 
 
+@pytest.mark.epoch_one_reads_all
 @pytest.mark.parametrize("door", OF_THE_TRAINER)
 def test_all_calls_are_cached_and_counted(door, tmp_path, caplog):
     """fit, validate, test and predict, twice each, load a set once; epochs have a hit rate, and steps their parts."""

@@ -98,6 +98,7 @@ def _interruptible() -> Iterator[None]:
     signal.signal(signal.SIGINT, handler)
 
 
+@pytest.mark.epoch_one_reads_all
 @pytest.mark.parametrize(
     ("name", "workers", "error"),
     [
@@ -123,6 +124,7 @@ def test_caches_are_closed_after_every_kind_of_end(tmp_path, segments, name, err
     assert all(segment.closed for segment in segments)
 
 
+@pytest.mark.epoch_one_reads_all
 def test_a_kept_cache_outlives_a_failure(tmp_path, segments):
     """With keep_cache=True what a failed fit had loaded is there for the next one."""
     train = source(tmp_path)

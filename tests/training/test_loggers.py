@@ -63,6 +63,7 @@ def records(path: Path) -> Iterator[Any]:
             yield protocol.Record.FromString(parts)
 
 
+@pytest.mark.epoch_one_reads_all
 def test_wandb_keeps_what_was_logged(tmp_path, monkeypatch, leaf):
     """Offline: every value with its epoch and step, the axes of all keys, and what was granted in the run's config."""
     wandb = pytest.importorskip("wandb")
@@ -106,6 +107,7 @@ def test_wandb_keeps_what_was_logged(tmp_path, monkeypatch, leaf):
     assert not [name for name in summary if "/live/" in name]
 
 
+@pytest.mark.epoch_one_reads_all
 def test_mlflow_keeps_what_was_logged(tmp_path, monkeypatch, leaf):
     """Values come back through its client with their steps; a fit that goes on in the run keeps its first params."""
     pytest.importorskip("mlflow")

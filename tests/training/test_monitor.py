@@ -21,7 +21,7 @@ from lightning_stocache.training.datamodule import StocacheDataModule
 from lightning_stocache.training.monitor import CacheMonitor
 from tests.training.tiny import SAMPLES, Model, logged, make_trainer, plain_loader, source
 
-pytestmark = pytest.mark.processes
+pytestmark = [pytest.mark.processes, pytest.mark.epoch_one_reads_all]
 
 SLOT = 3 * 8 * 8 + 8 + 1
 KEYS = {

@@ -18,7 +18,7 @@ from lightning_stocache.training.callbacks import FillProgress
 from lightning_stocache.training.datamodule import StocacheDataModule
 from tests.training.tiny import SAMPLES, Model, make_trainer, source
 
-pytestmark = pytest.mark.processes
+pytestmark = [pytest.mark.processes, pytest.mark.epoch_one_reads_all]
 
 tqdm.tqdm.get_lock()  # a semaphore that tqdm makes once and keeps: not this test's to leave behind
 

@@ -53,6 +53,7 @@ def make_trainer(tmp_path, callbacks):
     )
 
 
+@pytest.mark.epoch_one_reads_all
 @pytest.mark.processes
 def test_the_callback_caches_and_logs(tmp_path, caplog):
     """Loaders given to fit, a CombinedLoader of that package among them, are cached; the metrics are logged."""
@@ -71,6 +72,7 @@ def test_its_combined_loader_keeps_its_class():
     assert type(rewrap(given, lambda loader: loader)) is type(given)
 
 
+@pytest.mark.epoch_one_reads_all
 @pytest.mark.processes
 def test_its_datamodule_can_be_cached(tmp_path):
     """cache_datamodule takes a DataModule of that package, too."""

@@ -96,7 +96,6 @@ def name() -> Iterator[str]:
 @hydra_starts
 @pytest.mark.processes
 @pytest.mark.named
-@pytest.mark.stores_at_set_up
 @pytest.mark.parametrize("door", ["callback", "cached"])
 def test_trials_of_one_process_start_warm(tmp_path, monkeypatch, door, name):
     """Under the basic launcher, with a name, trials two and three are served nothing but hits."""
@@ -110,7 +109,6 @@ def test_trials_of_one_process_start_warm(tmp_path, monkeypatch, door, name):
 @hydra_starts
 @pytest.mark.processes
 @pytest.mark.named
-@pytest.mark.stores_at_set_up
 def test_optunas_sweeper(tmp_path, monkeypatch, name):
     """Its trials, one after the other in this process, share the cache of a name."""
     pytest.importorskip("hydra_plugins.hydra_optuna_sweeper")
@@ -168,6 +166,7 @@ class Pruning(Callback):
             raise optuna.TrialPruned
 
 
+@pytest.mark.epoch_one_reads_all
 @pytest.mark.processes
 def test_pruned_trials_give_their_memory_back(tmp_path, segments):
     """After TrialPruned nothing is open."""

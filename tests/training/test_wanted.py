@@ -62,6 +62,7 @@ def behind(door: str, data: Any, indices: list[int], **options: Any) -> tuple[li
     return [CacheMonitor()], StocacheDataModule(data, batch_size=BATCH, loader=loader, **options)
 
 
+@pytest.mark.epoch_one_reads_all
 @pytest.mark.parametrize("door", ["callback", "cache_datamodule", "ours", "by hand", "by hand, records"])
 def test_a_tenth_of_the_budget_is_enough_for_a_tenth_of_the_samples(tmp_path, door):
     """Whatever the door, all is hit in epoch two, and the tenth is what 100 % are of."""
@@ -79,6 +80,7 @@ def test_a_tenth_of_the_budget_is_enough_for_a_tenth_of_the_samples(tmp_path, do
         given.dataset.close()
 
 
+@pytest.mark.epoch_one_reads_all
 @pytest.mark.parametrize(
     ("door", "divide"),
     [
@@ -113,6 +115,7 @@ def test_parts_that_are_datasets_have_slots_of_their_own(tmp_path, door, divide)
     assert looking.slots == {"train": [12], "val": [12]}
 
 
+@pytest.mark.epoch_one_reads_all
 @pytest.mark.parametrize("sanity", [0, 2])
 def test_two_samplers_of_one_dataset_in_two_hooks(tmp_path, sanity):
     """Which comes first does not know the other: each has a cache of its own, with slots for what it draws."""
@@ -138,7 +141,6 @@ def test_two_samplers_of_one_dataset_that_are_known_together(tmp_path):
         assert looking.slots["train"] == [slots]
 
 
-@pytest.mark.stores_at_set_up
 @pytest.mark.parametrize("options", [{"keep_cache": True}, {"name": "on disk"}])
 def test_a_cache_that_outlives_the_call_has_room_for_all(tmp_path, options, caplog):
     """The next fold draws other samples from the same dataset: it finds slots for them, and what the last one left."""
@@ -159,6 +161,7 @@ def test_a_cache_that_outlives_the_call_has_room_for_all(tmp_path, options, capl
     callback.close()
 
 
+@pytest.mark.epoch_one_reads_all
 @pytest.mark.parametrize("door", ["callback", "cache_datamodule", "ours"])
 def test_a_cache_that_is_kept_and_has_no_room_for_all_is_for_what_is_drawn(tmp_path, door):
     """With memory for a tenth, a tenth is hit in epoch two and in all of the next call; another takes its place."""
@@ -175,7 +178,6 @@ def test_a_cache_that_is_kept_and_has_no_room_for_all_is_for_what_is_drawn(tmp_p
     (callbacks[0] if door == "callback" else given.caches).close()
 
 
-@pytest.mark.stores_at_set_up
 def test_under_a_name_a_subset_says_what_is_drawn(tmp_path, caplog):
     """A cache that other jobs read has slots for the whole dataset; of a Subset, that is the tenth."""
     pytest.importorskip("xxhash")
@@ -189,6 +191,7 @@ def test_under_a_name_a_subset_says_what_is_drawn(tmp_path, caplog):
     assert set(data.loaded) == set(TENTH)
 
 
+@pytest.mark.epoch_one_reads_all
 def test_a_limit_on_validation_is_a_limit_on_its_slots(tmp_path):
     """Ten of 120 samples are validated on: the others take nothing from training's share."""
     train, val = source(tmp_path, samples=SAMPLES), source(tmp_path, "val", SAMPLES)
@@ -222,6 +225,7 @@ def test_a_sampler_that_changes_goes_on_as_without_a_cache(tmp_path, workers, re
     assert "keep_cache=True" in said[0]
 
 
+@pytest.mark.epoch_one_reads_all
 def test_loaders_that_are_made_anew_leave_the_slots_to_all(tmp_path, recwarn):
     """An active learner's pool grows with each reload: what comes later has its slot waiting."""
     data, grown = source(tmp_path, samples=SAMPLES), iter(range(12, SAMPLES, 12))
