@@ -105,13 +105,13 @@ class Turns:
     """The turns of this process at loading samples.
 
     Args:
-        segment: of the store; one without a name no other job can open, and turns are not taken there.
+        segment: of the store; without a name no other job can open it, and turns are not taken.
         is_stored: whether a slot of the store has a sample.
         arc: which indices have a slot, and where.
     """
 
     def __init__(self, segment: Segment, is_stored: Callable[[int], bool], arc: Arc) -> None:
-        self.are_taken = segment.path is not None and arc.is_filled_by_misses
+        self.are_taken = segment.path is not None and isinstance(arc, Arc)
         self._claims, self._is_stored, self._slot_of = Claims(segment), is_stored, arc.slot
         self._mine: dict[int, tuple[int, int]] = {}  # by slot, the process and the thread whose turn it is
         self._impatient_until, self._rest = 0.0, _REST

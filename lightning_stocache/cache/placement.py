@@ -168,14 +168,6 @@ class Arc:
         if math.gcd(self.step, self.size) != 1:
             raise ValueError(f"step must have no common divisor with size={self.size}, got {self.step}")
 
-    is_filled_by_misses = True
-    """Whether a process that misses a sample stores it."""
-
-    @property
-    def in_all(self) -> int:
-        """Number of slots in the memory of a store: all of them are in the arc."""
-        return self.slots
-
     @property
     def length(self) -> int:
         """Number of samples in the dataset."""
@@ -238,7 +230,6 @@ class Order:
 
     places: Integers
     in_all: int
-    is_filled_by_misses = False
 
     @property
     def length(self) -> int:
@@ -260,10 +251,6 @@ class Order:
         slots[(indices >= self.length) | (indices < -self.length)] = NO_SLOT
         return slots
 
-    def index(self, slot: int) -> int:
-        """The index that has a slot."""
-        return int(np.flatnonzero(self.places == slot)[0])
-
 
 @dataclass(frozen=True)
 class Each:
@@ -274,7 +261,6 @@ class Each:
     """
 
     slots: int
-    is_filled_by_misses = False
 
     @property
     def length(self) -> int:

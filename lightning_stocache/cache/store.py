@@ -116,15 +116,16 @@ class Store:
         head: Head | None = None,
     ) -> None:
         self.segment, self.codec = segment, codec
-        self.arc = cast(Arc, arc)  # the others, which no miss fills, have all of an Arc that is asked of them
+        self.arc = cast(Arc, arc)  # Order and Each have all that this class asks of it
         self._verified, self._head = verified, head
         self._roll = Roll(segment, codec, arc.slots) if isinstance(arc, Each) else None
-        self._is_final = isinstance(arc, Order)
+        self._is_filled_by_misses, self._is_final = isinstance(arc, Arc), isinstance(arc, Order)
         if self._roll is not None:
             self.layout: Layout = self._roll.layout
         else:
             head = head or (ONCE if verified is None else _ON_DISK)
-            self.layout = layout_of(codec)(segment, codec, self.arc.in_all, head)
+            slots = arc.in_all if isinstance(arc, Order) else arc.slots
+            self.layout = layout_of(codec)(segment, codec, slots, head)
         self._claims = Claims(segment)
         self._checksums = None if verified is None else Checksums(segment, self.layout, self.arc, verified)
         self._readable = self.layout.state if self._checksums is None else self._checksums.verified
@@ -386,7 +387,7 @@ class Store:
 
     def has_room(self, sample: Any) -> bool:
         """Whether a sample may find room. Where it is false, encoding the sample would be wasted work."""
-        return self.arc.is_filled_by_misses and self.layout.has_room(self.codec.least_bytes(sample))
+        return self._is_filled_by_misses and self.layout.has_room(self.codec.least_bytes(sample))
 
     def fill(self, index: int, sample: Any) -> bool:
         """Check and store a sample, unless its index has no place or another process fills it. Returns whether stored.
@@ -428,7 +429,7 @@ class Store:
             may_store = False
         for index, contents in zip(indices, samples, strict=True):
             slot = self.arc.slot(index)
-            if slot == NO_SLOT or not self.arc.is_filled_by_misses:
+            if slot == NO_SLOT or not self._is_filled_by_misses:
                 yield None
                 continue
             stored: bool | None = False
