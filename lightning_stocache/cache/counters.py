@@ -28,7 +28,7 @@ __all__ = ["Counters", "Counts", "Matter"]
 log = logging.getLogger(__name__)
 
 Matter = Literal["odd sample", "no row", "random sample", "changed source", "slow disk", "no workers"]
-"""What is said once on a node."""
+"""The warnings that a node has once."""
 
 _ROWS = 1024  # 128 KiB, all of it reserved: a row that cannot be had, or read, must not end a training
 _COLUMNS = 16

@@ -57,7 +57,7 @@ _ONCE = 24  # bytes that the columns of a slot take, and what alignment wastes o
 sys.modules.setdefault("__mp_main__", sys.modules["__main__"])
 
 Required = tuple[tuple[tuple[Any, ...], type[Any]], ...]
-"""Where a sample must hold a value of which type: one key or position per level."""
+"""Where a sample must have a value of which type: one key or position per level."""
 
 
 @dataclass(frozen=True)
@@ -65,17 +65,17 @@ class RecordCodec:
     """Between samples of any kind and records.
 
     Args:
-        nbytes: bytes of a record, the mean of those that have been seen; budgets are divided by it.
-        most_bytes: what the mean of all may be, for all that is known: with so many bytes each, all will fit.
-        required: what a sample must hold at which place, because the tail of a transform works on it.
-        packed: whether images of PIL take three bytes for a pixel of RGB, not the four that they have there.
-        packed_bytes: what `nbytes` is then.
-        finished_bytes: bytes of a sample as it is handed out, where that is more than what is kept.
-        form: what of samples is kept, where that is not what the source returns.
+        nbytes: mean bytes of the records that have been seen; budgets are divided by it.
+        most_bytes: upper estimate of the mean bytes of all records: with that many bytes each, all will fit.
+        required: what a sample must have at which place, because the tail of a transform works on it.
+        packed: whether images of PIL take three bytes for a pixel of RGB, not the four that PIL itself takes.
+        packed_bytes: `nbytes` of packed records.
+        finished_bytes: bytes of a sample after its transforms, if that is more than `nbytes`.
+        form: what is stored of a sample, if that is not what the source returns.
 
     Raises:
-        UnsupportedSampleError: (`encode`) something in the sample cannot be pickled, or must not be kept; the message
-            names the field.
+        UnsupportedSampleError: (`encode`) something in the sample cannot be pickled, or must not be stored; the
+            message names the field.
         SampleMismatchError: (`encode`) the sample lacks what is required.
 
     Example:
@@ -120,7 +120,7 @@ class RecordCodec:
 
     @property
     def most_slot_bytes(self) -> int:
-        """Bytes that suffice for a sample on average, for all that is known."""
+        """Upper estimate of the bytes that a sample costs on average."""
         return max(self.most_bytes, self.nbytes) + _ONCE
 
     @property
@@ -160,11 +160,11 @@ class RecordCodec:
         return size if len(parts) == 1 else aligned(size)
 
     def least_bytes(self, sample: Any) -> int:
-        """Bytes that its record has at least, without the work of encoding it: those of its arrays, images and text."""
+        """Least bytes of a sample's record, without encoding it: those of its arrays, images and text."""
         return _HEAD.size + _bytes_inside(sample, 8, set())
 
     def is_alike(self, sample: Any) -> bool:
-        """Whether it holds what is required."""
+        """Whether a sample has what is required."""
         try:
             for path, kind in self.required:
                 _check_place(sample, path, kind, None)
@@ -334,7 +334,7 @@ class Encoder(pickle.Pickler):
         super().__init__(file, 5, buffer_callback=cast(Any, is_small))
         self.packed = packed
         self.copied: list[pickle.PickleBuffer] = []
-        """Buffers that are copied by who rebuilds from them: they may be read where they lie."""
+        """Buffers that the decoder copies, so that they may be read where they lie."""
 
     def reducer_override(self, node: Any) -> Any:
         """How an object is taken apart."""

@@ -16,8 +16,8 @@ leaves during an epoch that wanted it is replaced by another one: all are draws 
 batches stays. Between the odd generation and the bytes lies a system call (the ticket lock is given back), which no
 store crosses.
 
-A slot that another writer is still writing is left out. A killed writer leaves an odd generation, which readers pass
-over; the kernel frees its lock, and the next writer that looks (once a second) takes that slot first.
+Writers skip a slot that is still being written. A killed writer leaves an odd generation, which readers skip; the
+kernel frees its lock, and the next writer that looks (once a second) takes that slot first.
 
 Rows take their slots in turn, so the oldest sample leaves first. The first sample of a slot is written through the
 file, where a lack of memory is an answer; later ones are copied through the mapping, whose pages exist by then: writes
@@ -92,7 +92,7 @@ class Roll:
         count: number of slots.
 
     Raises:
-        RuntimeError: (what reads) no sample is resident, or writers overtake every copy.
+        RuntimeError: (when reading) no sample is resident, or writers overtake every copy.
 
     Example:
         >>> from lightning_stocache import SampleSpec

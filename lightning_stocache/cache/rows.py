@@ -2,7 +2,7 @@
 
 A sample is any nesting of dict, OrderedDict, tuple, list and namedtuple around leaves. A leaf (`Field`) is a tensor (of
 a subclass, too, but without attributes), a NumPy array or number, a Python int, float, complex or bool, or None. The
-first sample gives the spec (`SampleSpec`), to which all others are held. `encode` checks a sample and gives its leaves
+first sample gives the spec (`SampleSpec`), which all others must match. `encode` checks a sample and gives its leaves
 as they are, `contents` their bytes in row order; `split` makes samples anew from the memory of a batch, one array per
 field. `FieldRows` is that memory, open to single samples and to many at once.
 
@@ -387,7 +387,7 @@ class SampleSpec:
 
     @property
     def most_slot_bytes(self) -> int:
-        """Bytes that suffice for a slot: all cost the same."""
+        """Upper estimate of the bytes that a sample costs: all cost the same."""
         return self.slot_bytes
 
     @cached_property  # asked for once per batch
@@ -428,7 +428,7 @@ class SampleSpec:
         return [field.content(leaf) for field, leaf in zip(self.fields, parts, strict=True)]
 
     def least_bytes(self, sample: Any) -> int:
-        """Bytes that any sample takes."""
+        """Least bytes of a sample: all have the same."""
         return self.nbytes
 
     def is_alike(self, sample: Any) -> bool:
@@ -476,8 +476,8 @@ class SampleSpec:
 def _maker(node: _Branch | int, leaves: Sequence[Any]) -> Callable[[int], Any]:
     """Makes the n-th sample of many from their leaves.
 
-    Not a function inside `split`: one that calls itself would hold the leaves, and the memory of the batch, until the
-    garbage collector comes.
+    Not a function inside `split`: a closure that calls itself would keep the leaves, and the memory of the batch, alive
+    until the garbage collector runs.
     """
     if isinstance(node, int):
         make: Callable[[int], Any] = leaves[node].__getitem__

@@ -3,15 +3,14 @@
 A full /dev/shm is an error that the store of a slot reports. Above a cgroup's limit the kernel kills, and the limit
 cannot be found by trying; so what is free is looked at again while a cache is filled.
 
-What counts is not what is free at this moment. A training step takes memory and gives it back; who fills a slot in
-between must not take what the next step needs. So every look adds what the cache holds to what is free, which is what
-the cache could have if all else stayed as it is; the lowest value that any process of the node has seen lies in the
-segment's header, and is the measure for all of them. It is never raised: a process that starts in a quiet moment would
-fill too much.
+What is free at this moment does not count. A training step takes memory and gives it back; a slot that is filled in
+between must not take what the next step needs. So every look adds the bytes of the cache to the free bytes: that much
+the cache could have if all else stayed as it is. The lowest sum that any process of the node has seen lies in the
+segment's header, and limits all of them. It is never raised: a process that starts in a quiet moment would fill too
+much.
 
-Of a store on a disk, it is the disk whose free bytes count, as they are now: where others make room again, filling
-goes on. The same is looked at where a store lies in /dev/shm: the last bytes there are for what loaders' workers put
-there, who would die of it.
+For a store on a disk the bytes that are free on the disk now count: filling goes on when others make room. A store in
+/dev/shm also leaves the last bytes there to the batches of loaders' workers, which would die without them.
 
 Time can run short, too: on a disk a sample is stored by the process that has loaded it, so a slow disk delays that
 process's batches. Where storing takes longer than loading, storing pauses, and samples are served unstored (`Pace`).
