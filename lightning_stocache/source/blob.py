@@ -20,7 +20,6 @@ from __future__ import annotations
 import json
 import math
 import struct
-import sys
 import zlib
 from collections.abc import Iterator
 from typing import Any, NamedTuple
@@ -43,6 +42,9 @@ _NAMES = {
 }
 _ARRAY_KINDS = "biufcSUmM"
 _TV_TENSORS = ("Image", "Mask", "Video")  # those that carry nothing beside their values
+_to_json = json.JSONEncoder(separators=(",", ":")).encode
+
+Path = tuple[Any, ...]
 
 
 class BlobError(ValueError):
@@ -81,21 +83,16 @@ def encode_blob(sample: Any, index: int) -> bytes:
             ...
         lightning_stocache.cache.codec.UnsupportedSampleError: sample['when'][0] is an object, which cannot be packed
     """
-    encoder = _Encoder()
-    sample_json = json.dumps(encoder.node(sample, ""), separators=(",", ":"))
-    rest = f'","index":"{index}","sample":{json.dumps(sample_json)}}}'
-    end = 0
-    for number, part in enumerate(encoder.parts):
-        begin, end = end, end + len(part.content)
-        shape = json.dumps(part.shape, separators=(",", ":"))
-        rest += f',"{number}":{{"dtype":"{part.dtype}","shape":{shape},"data_offsets":[{begin},{end}]}}'
-    header = rest.encode() + b"}"
-    header += b" " * (-(len(_BEGIN) + 8 + len(header)) % 8)
-    length = struct.pack("<Q", len(_BEGIN) + 8 + len(header))
-    total = zlib.crc32(header, zlib.crc32(length))
-    for part in encoder.parts:
-        total = zlib.crc32(part.content, total)
-    return b"".join((length, _BEGIN, b"%08x" % total, header, *(part.content for part in encoder.parts)))
+    leaves = _Leaves()
+    tree = json.dumps(_to_json(leaves.node(sample, ())))
+    text = f'00000000","index":"{index}","sample":{tree}}}{leaves.header}}}'.encode()
+    text = _BEGIN + text + b" " * (-len(_BEGIN + text) % 8)
+    begin = bytearray(struct.pack("<Q", len(text)) + text)
+    total = zlib.crc32(memoryview(begin)[_SUM.stop :], zlib.crc32(begin[:8]))
+    for content in leaves.contents:
+        total = zlib.crc32(content, total)
+    begin[_SUM] = b"%08x" % total
+    return b"".join((begin, *leaves.contents))
 
 
 def decode_blob(content: bytes | memoryview, index: int) -> Any:
@@ -109,42 +106,39 @@ def decode_blob(content: bytes | memoryview, index: int) -> Any:
         raise BlobError(f"these {len(view)} bytes are no packed sample")
     if bytes(view[_SUM]) != b"%08x" % zlib.crc32(view[_SUM.stop :], zlib.crc32(view[:8])):
         raise BlobError(f"these {len(view)} bytes are damaged: their checksum is another")
-    begin = 8 + struct.unpack("<Q", view[:8])[0]
-    header = json.loads(bytes(view[8:begin]))
-    known = header.pop("__metadata__")
-    if known["index"] != str(index):
-        raise BlobError(f"here lies sample {known['index']}, not {index}")
-    parts = [view[begin + part["data_offsets"][0] : begin + part["data_offsets"][1]] for part in header.values()]
-    return _decoded(json.loads(known["sample"]), parts)
+    try:
+        begin = 8 + struct.unpack("<Q", view[:8])[0]
+        header = json.loads(bytes(view[8:begin]))
+        known = header.pop("__metadata__")
+        if known["index"] == str(index):
+            spans = [part["data_offsets"] for part in header.values()]
+            return _decoded(json.loads(known["sample"]), [view[begin + start : begin + end] for start, end in spans])
+    except Exception as error:  # a checksum is no signature: what was written may be anything
+        raise BlobError(f"these {len(view)} bytes are no sample of this package ({error})") from error
+    raise BlobError(f"here lies sample {known['index']}, not {index}")
 
 
-class _Part(NamedTuple):
-    """A tensor of the blob."""
-
-    content: Any
-    dtype: str
-    shape: tuple[int, ...]
-
-
-class _Encoder:
-    """Takes a sample apart: nodes of JSON, and the bytes of the leaves."""
+class _Leaves:
+    """The leaves of a sample that lie in the data: their bytes, and what the header says of them."""
 
     def __init__(self) -> None:
-        self.parts: list[_Part] = []
+        self.header = ""
+        self.contents: list[Any] = []
+        self._end = 0
 
-    def node(self, value: Any, path: str, level: int = 0) -> Any:
-        """A value as JSON; `path`: where it lies in the sample."""
+    def node(self, value: Any, path: Path) -> Any:
+        """A value as JSON; its leaves are put into the data."""
         kind = type(value)
         if value is None or kind in (bool, int, str):
             return value
         if kind is float:
             return value if math.isfinite(value) else {"float": struct.pack(">d", value).hex()}
         if kind in (list, tuple, dict):
-            if level == _MOST_LEVELS:
-                raise UnsupportedSampleError(f"sample{path[:80]}... is nested more than {_MOST_LEVELS} levels deep")
+            if len(path) == _MOST_LEVELS:
+                raise UnsupportedSampleError(f"{_named(path)[:80]}... is nested more than {_MOST_LEVELS} levels deep")
             if kind is dict:
-                return {"dict": list(self._pairs(value, path, level))}
-            nodes = [self.node(item, f"{path}[{at}]", level + 1) for at, item in enumerate(value)]
+                return {"dict": list(self._pairs(value, path))}
+            nodes = [self.node(item, (*path, at)) for at, item in enumerate(value)]
             return nodes if kind is list else {"tuple": nodes}
         if kind is bytes:
             return {"bytes": self._put(value)}
@@ -156,41 +150,39 @@ class _Encoder:
             return self._array(value, path)
         if is_pil(value):
             return self._image(value)
-        raise UnsupportedSampleError(f"sample{path} is {_named(kind)}, which cannot be packed")
+        raise UnsupportedSampleError(f"{_named(path)} is {_described(kind)}, which cannot be packed")
 
-    def _pairs(self, value: dict[Any, Any], path: str, level: int) -> Iterator[list[Any]]:
+    def _pairs(self, value: dict[Any, Any], path: Path) -> Iterator[list[Any]]:
         for key, item in value.items():
             if type(key) not in (str, int):
                 raise UnsupportedSampleError(
-                    f"sample{path} has the key {key!r}: keys of what is packed are strings or ints"
+                    f"{_named(path)} has the key {key!r}: keys of what is packed are strings or ints"
                 )
-            yield [key, self.node(item, f"{path}[{key!r}]", level + 1)]
+            yield [key, self.node(item, (*path, key))]
 
-    def _tensor(self, value: torch.Tensor, path: str) -> Any:
-        vision: Any = sys.modules.get("torchvision.tv_tensors")  # never imported: then nobody made one
-        subclass = next((name for name in _TV_TENSORS if vision and type(value) is getattr(vision, name)), None)
-        if type(value) is not torch.Tensor and subclass is None:
-            raise UnsupportedSampleError(f"sample{path} is {_named(type(value))}: of tensors, plain ones can be packed")
+    def _tensor(self, value: torch.Tensor, path: Path) -> Any:
+        kind = type(value)
+        is_vision = kind.__module__.startswith("torchvision.tv_tensors") and kind.__name__ in _TV_TENSORS
+        if kind is not torch.Tensor and not is_vision:
+            raise UnsupportedSampleError(f"{_named(path)} is {_described(kind)}: of tensors, plain ones can be packed")
         if value.layout is not torch.strided or value.device.type != "cpu" or value.is_quantized or value.is_nested:
             raise UnsupportedSampleError(
-                f"sample{path} must be a dense tensor of the CPU, is {value.layout} on {value.device}"
+                f"{_named(path)} must be a dense tensor of the CPU, is {value.layout} on {value.device}"
             )
         if value.requires_grad:
-            raise UnsupportedSampleError(f"sample{path} requires a gradient: give value.detach()")
+            raise UnsupportedSampleError(f"{_named(path)} requires a gradient: give value.detach()")
         name, shape = str(value.dtype).removeprefix("torch."), tuple(value.shape)
         flat = value.as_subclass(torch.Tensor).resolve_conj().resolve_neg().contiguous().reshape(-1)
-        content: Any = flat.view(torch.uint8).numpy().data
-        node = {"tensor": self._put(content, name, shape), "dtype": name, "shape": shape}
-        return node if subclass is None else node | {"class": subclass}
+        node = {"tensor": self._put(flat.view(torch.uint8).numpy().data, name, shape), "dtype": name, "shape": shape}
+        return node | {"class": kind.__name__} if is_vision else node
 
-    def _array(self, value: Any, path: str) -> Any:
+    def _array(self, value: Any, path: Path) -> Any:
         array = np.asarray(value)
         if array.dtype.kind not in _ARRAY_KINDS:
-            raise UnsupportedSampleError(f"sample{path} is an array of dtype {array.dtype}, which cannot be packed")
-        shape, name = array.shape, array.dtype.name if array.dtype.isnative else ""
-        content: Any = np.ascontiguousarray(array).reshape(-1).view(np.uint8).data if array.size else b""
-        what = "array" if type(value) is np.ndarray else "scalar"
-        return {what: self._put(content, name, shape), "dtype": array.dtype.str, "shape": shape}
+            raise UnsupportedSampleError(f"{_named(path)} is an array of dtype {array.dtype}, which cannot be packed")
+        name = array.dtype.name if array.dtype.isnative else ""
+        kind = "array" if type(value) is np.ndarray else "scalar"
+        return {kind: self._put(array.tobytes(), name, array.shape), "dtype": array.dtype.str, "shape": array.shape}
 
     def _image(self, value: Any) -> Any:
         node = {"image": self._put(value.tobytes()), "mode": value.mode, "size": value.size}
@@ -201,9 +193,13 @@ class _Encoder:
         return node
 
     def _put(self, content: Any, dtype: str = "", shape: tuple[int, ...] = ()) -> int:
+        number, begin = len(self.contents), self._end
+        self._end += len(content)
+        self.contents.append(content)
         name = _NAMES.get(dtype)
-        self.parts.append(_Part(content, name or "U8", shape if name else (len(content),)))
-        return len(self.parts) - 1
+        size = list(shape) if name else [len(content)]
+        self.header += f',"{number}":{{"dtype":"{name or "U8"}","shape":{size},"data_offsets":[{begin},{self._end}]}}'
+        return number
 
 
 def _decoded(node: Any, parts: list[memoryview]) -> Any:
@@ -211,14 +207,26 @@ def _decoded(node: Any, parts: list[memoryview]) -> Any:
         return [_decoded(item, parts) for item in node]
     if type(node) is not dict:
         return node
-    what, held = next(iter(node.items()))
-    if what == "tuple":
-        return tuple(_decoded(item, parts) for item in held)
-    if what == "dict":
-        return {key: _decoded(item, parts) for key, item in held}
-    if what == "float":
-        return struct.unpack(">d", bytes.fromhex(held))[0]
-    return _LEAVES[what](node, parts[held])
+    kind, value = next(iter(node.items()))
+    if kind == "tuple":
+        return tuple(_decoded(item, parts) for item in value)
+    if kind == "dict":
+        return {key: _decoded(item, parts) for key, item in value}
+    if kind == "float":
+        return struct.unpack(">d", bytes.fromhex(value))[0]
+    content = parts[value]
+    if kind == "tensor":
+        return _tensor(node, content)
+    if kind == "bytes":
+        return bytes(content)
+    if kind == "image":
+        return _image(node, content)
+    if kind == "file":
+        return image_of(content, node["form"])
+    if (dtype := np.dtype(node["dtype"])).kind not in _ARRAY_KINDS:  # of objects, the bytes would be addresses
+        raise BlobError(f"an array has dtype {dtype}")
+    array = np.ndarray(node["shape"], dtype, bytearray(content))
+    return array if kind == "array" else array[()]
 
 
 def _tensor(node: dict[str, Any], content: memoryview) -> torch.Tensor:
@@ -230,13 +238,6 @@ def _tensor(node: dict[str, Any], content: memoryview) -> torch.Tensor:
     return tensor
 
 
-def _array(node: dict[str, Any], content: memoryview) -> Any:
-    array = np.empty(node["shape"], np.dtype(node["dtype"]))
-    if content:
-        np.copyto(array.reshape(-1).view(np.uint8), np.frombuffer(content, np.uint8))
-    return array
-
-
 def _image(node: dict[str, Any], content: memoryview) -> Any:
     from PIL import Image
 
@@ -244,28 +245,18 @@ def _image(node: dict[str, Any], content: memoryview) -> Any:
     if "palette" in node:
         mode, colours = node["palette"]
         image.putpalette(colours, mode)
-    if "transparency" in node:
-        held = node["transparency"]
+    if (known := node.get("transparency")) is not None:
+        is_bytes = isinstance(known, str)
         image.info["transparency"] = (
-            bytes.fromhex(held) if isinstance(held, str) else tuple(held) if isinstance(held, list) else held
+            bytes.fromhex(known) if is_bytes else tuple(known) if type(known) is list else known
         )
     return image
 
 
-def _file(node: dict[str, Any], content: memoryview) -> Any:
-    return image_of(content, node["form"])
+def _named(path: Path) -> str:
+    return "sample" + "".join(f"[{key!r}]" for key in path)
 
 
-_LEAVES: dict[str, Any] = {
-    "tensor": _tensor,
-    "array": _array,
-    "scalar": lambda node, content: _array(node, content)[()],
-    "bytes": lambda node, content: bytes(content),
-    "image": _image,
-    "file": _file,
-}
-
-
-def _named(kind: type) -> str:
+def _described(kind: type) -> str:
     name = kind.__name__ if kind.__module__ == "builtins" else f"{kind.__module__}.{kind.__name__}"
     return f"{'an' if name[0] in 'aeiou' else 'a'} {name}"

@@ -1,8 +1,8 @@
 """What `pack` writes into an LMDB beside the samples: the manifest, under a key of its own, and the samples' keys.
 
 A sample lies as a blob (`blob`) under its index in twelve decimal digits: LMDB's order is that of the indices. The
-manifest is JSON. It comes before all samples, says `complete: false` until the last one is there, and how many samples
-there are is the number of keys beside it: each commit of LMDB is whole, so nothing else needs to be written down.
+manifest is JSON. Every commit has it, with `complete: false` until the last sample is there; the number of keys beside
+it is the number of samples that are packed. Commits are atomic, so resuming needs nothing else.
 """
 
 from __future__ import annotations
@@ -14,9 +14,8 @@ from typing import Any
 __all__ = ["MANIFEST_KEY", "PackManifest", "key_of"]
 
 MANIFEST_KEY = b"#lightning_stocache"  # before the digits
-_FORMAT = "lightning_stocache pack"
-_VERSION = 1
-_MOST_BYTES = 1 << 24
+_FORMAT, _VERSION = "lightning_stocache pack", 1
+_TYPES = {"samples": int, "source": str, "encoded": bool, "fingerprint": str, "classes": list, "complete": bool}
 
 
 def key_of(index: int) -> bytes:
@@ -66,8 +65,8 @@ class PackManifest:
             ValueError: it is none, or one of another version; the message says which.
         """
         try:
-            read: Any = json.loads(content) if len(content) <= _MOST_BYTES else None
-        except ValueError:
+            read: Any = json.loads(content)
+        except (ValueError, RecursionError):
             read = None
         if not isinstance(read, dict) or read.get("format") != _FORMAT:
             raise ValueError("its manifest is damaged")
@@ -77,10 +76,7 @@ class PackManifest:
                 f"{_VERSION}: pack it again, or install the package that packed it"
             )
         given: dict[str, Any] = {field.name: read.get(field.name) for field in fields(cls)}
-        given["classes"] = tuple(given["classes"]) if isinstance(given["classes"], list) else None
-        kinds = {"samples": int, "source": str, "encoded": bool, "fingerprint": str, "classes": tuple, "complete": bool}
-        if any(type(given[name]) is not kind for name, kind in kinds.items()) or given["samples"] < 1:
+        of_their_types = all(type(given[name]) is kind for name, kind in _TYPES.items())
+        if not of_their_types or given["samples"] < 1 or {*map(type, given["classes"])} - {str}:
             raise ValueError("its manifest is damaged")
-        if not all(type(name) is str for name in given["classes"]):
-            raise ValueError("its manifest is damaged")
-        return cls(**given)
+        return cls(**given | {"classes": tuple(given["classes"])})

@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import json
 import math
 import random
 import struct
+import zlib
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -155,6 +157,31 @@ def test_no_part_of_a_blob_gives_a_sample() -> None:
                     decode_blob(damaged, 7)
     with pytest.raises(BlobError):
         decode_blob(blob + b" ", 7)
+
+
+@pytest.mark.parametrize(
+    "tree",
+    [
+        '{"array":0,"dtype":"O","shape":[1]}',
+        '{"tensor":0,"dtype":"load","shape":[8]}',
+        '{"tensor":0,"dtype":"uint8","shape":[-8]}',
+        '{"tensor":3,"dtype":"uint8","shape":[8]}',
+        '{"image":0,"mode":"none","size":[2,4]}',
+        '{"set":0}',
+        "{}",
+        "[" * 100_000,
+    ],
+)
+def test_a_blob_that_others_have_made_is_no_crash(tree: str) -> None:
+    """Its checksum is right, and what it says makes no sample: bytes are never taken for addresses of objects."""
+    parts = {"0": {"dtype": "U8", "shape": [8], "data_offsets": [0, 8]}}
+    header = {"__metadata__": {"crc32": "0" * 8, "index": "7", "sample": tree}} | parts
+    text = json.dumps(header, separators=(",", ":")).encode()
+    blob = bytearray(struct.pack("<Q", len(text)) + text + b"\1" * 8)
+    place = blob.index(b"0" * 8)
+    blob[place : place + 8] = b"%08x" % zlib.crc32(blob[place + 8 :], zlib.crc32(blob[:8]))
+    with pytest.raises(BlobError, match="no sample of this package"):
+        decode_blob(bytes(blob), 7)
 
 
 def test_a_blob_of_another_index_is_refused() -> None:

@@ -315,6 +315,7 @@ def change(path: Path, key: bytes, value: bytes | None) -> None:
     [
         (b"no json", "its manifest is damaged"),
         (b"[]", "its manifest is damaged"),
+        (b"[" * 100_000, "its manifest is damaged"),
         (json.dumps({"format": "lightning_stocache pack", "version": 2}).encode(), "version 2 of the format"),
         (json.dumps({"format": "lightning_stocache pack", "version": 1, "samples": "4"}).encode(), "is damaged"),
         (PackManifest(LENGTH, "Photos").to_bytes(), f"has {LENGTH} of the {LENGTH} samples of Photos so far"),
