@@ -84,7 +84,7 @@ class LMDBFile:
         self._file = os.path.abspath(os.path.join(self.path, "data.mdb") if self._is_folder else self.path)
         self._version: tuple[int, int] | None = None
         self._environment: lmdb.Environment | None = None
-        self._open()
+        self._checked()
         lock_file = os.path.join(self.path, "lock.mdb") if self._is_folder else f"{self.path}-lock"
         if (writer := _holder(lock_file)) is not None:
             log.warning(
@@ -132,7 +132,9 @@ class LMDBFile:
     def _checked(self) -> lmdb.Environment:
         """The environment of this process, with a file that is as long as LMDB needs."""
         if self._environment is None or self._pid != os.getpid():
-            self._open()
+            with _opening:
+                if self._environment is None or self._pid != os.getpid():
+                    self._open()
         if (size := os.fstat(self._content.fileno()).st_size) < self._needed:
             raise LMDBError(
                 f"{self.path} is truncated: it has {size:,} bytes, and its last commit needs {self._needed:,}. Copy or "
@@ -151,20 +153,17 @@ class LMDBFile:
         if not status.st_size:
             raise LMDBError(f"{self.path} is empty: 0 bytes are no LMDB")
         name = status.st_dev, status.st_ino
-        with _opening:
-            environment = _environments.get(name)
-            if environment is None:
-                # Without reading ahead, which is of no use to samples in random order.
-                options = {"readonly": True, "lock": False, "readahead": False, "create": False, "max_spare_txns": 4}
-                try:
-                    environment = lmdb.open(self.path, subdir=self._is_folder, **options)
-                except lmdb.Error as error:
-                    why = next((why for sign, why in _WHY.items() if sign in str(error)), f"cannot be opened: {error}")
-                    raise LMDBError(f"{self.path} {why}") from error
-                _environments[name] = environment
-        self._environment, self._pid = environment, os.getpid()
+        if (environment := _environments.get(name)) is None:
+            # Without reading ahead, which is of no use to samples in random order.
+            options = {"readonly": True, "lock": False, "readahead": False, "create": False, "max_spare_txns": 4}
+            try:
+                environment = lmdb.open(self.path, subdir=self._is_folder, **options)
+            except lmdb.Error as error:
+                why = next((why for sign, why in _WHY.items() if sign in str(error)), f"cannot be opened: {error}")
+                raise LMDBError(f"{self.path} {why}") from error
+            _environments[name] = environment
         self._version, self._needed = (status.st_size, status.st_mtime_ns), bytes_needed(environment)
-        self._checked()
+        self._pid, self._environment = os.getpid(), environment  # the last, for threads that look without the lock
 
     def _readable(self) -> Any:
         """The file that holds the data, opened to look at its length."""
