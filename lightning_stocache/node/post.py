@@ -14,8 +14,8 @@ number of requests in a job of any size. Messages are deleted when no rank can a
 with rank 0, so rank 0 returns from an exchange when all ranks have read it, each of which sends a message to
 `<turn>/read`.
 
-A store may serve several process groups, one after the other. The ranks count themselves in when they join, so each
-group has a prefix of its own.
+A store may serve several process groups, one after the other, so each has a prefix of its own: how often torchrun has
+started the processes again, and which group it is since then. For that the ranks count themselves in when they join.
 
 A rank that has ended since the first exchange is noticed by the ranks on its machine, which look for its process, and
 by all others when one of these has marked it. A rank that is lost with its whole machine is for the launcher to notice;
@@ -60,7 +60,7 @@ class Mailbox:
 
     def __init__(self, store: Any, rank: int, world: int) -> None:
         self.rank, self.world, self._store = rank, world, store
-        groups = f"lightning_stocache/{world}"
+        groups = f"lightning_stocache/{os.environ.get('TORCHELASTIC_RESTART_COUNT', 0)}/{world}"
         self._prefix = f"{groups}/{(store.add(groups, 1) - 1) // world}"
         self.exchanges = 0
         self._posts = 0  # since the last exchange
