@@ -145,13 +145,8 @@ def test_a_group_reads_nothing_of_those_before_it(monkeypatch: pytest.MonkeyPatc
         monkeypatch.setenv("TORCHELASTIC_RESTART_COUNT", str(attempt))
         for number, world in enumerate((3, 2, 2, 3)):
             value = (attempt, number)
-            assert (
-                on_all(store, world, lambda mailbox: mailbox.exchange((value, mailbox.rank)))
-                == [  # noqa: B023
-                    [(value, rank) for rank in range(world)]
-                ]
-                * world
-            )
+            seen = on_all(store, world, lambda mailbox: mailbox.exchange((value, mailbox.rank)))  # noqa: B023
+            assert seen == [[(value, rank) for rank in range(world)]] * world
         Mailbox(store, rank=0, world=3)
 
 
