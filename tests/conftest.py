@@ -69,11 +69,7 @@ def looks_in_this_process(request: pytest.FixtureRequest, monkeypatch: pytest.Mo
 
 @pytest.fixture(autouse=True)
 def set_up_reads_as_many(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Set-up reads as many samples on a busy machine as on another one.
-
-    Of a test that is marked `epoch_one_reads_all` it stores none of them, as where they are too large: what is counted
-    there is easier to say when every sample is loaded in the first epoch.
-    """
+    """Set-up reads as many samples on a busy machine as on another one; it stores none of them if a test says so."""
     monkeypatch.setattr(random_split, "QUICK_SECONDS", math.inf)
     if request.node.get_closest_marker("epoch_one_reads_all"):
         monkeypatch.setattr(finding, "MOST_BYTES", -1)

@@ -4,16 +4,16 @@ from __future__ import annotations
 
 import os
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 import torch
 from PIL import Image
-from torch.utils.data import Dataset
+from torch.utils.data import Dataset, IterableDataset, get_worker_info
 
-__all__ = ["Allowance", "CountedSource", "Made", "TransformedSource", "write_photos"]
+__all__ = ["Allowance", "CountedSource", "CountedStream", "Made", "TransformedSource", "write_photos"]
 
 _INDEX_BYTES = 8
 
@@ -122,3 +122,27 @@ def write_photos(root: Path) -> Path:
             pixels = noise.integers(0, 256, (12 + number, 20 - number, 3), dtype=np.uint8)
             Image.fromarray(pixels).save(root / name / f"{number}.jpg")
     return root
+
+
+class CountedStream(IterableDataset[Any]):
+    """Samples of numbers from 0 on; every worker reads its share. `reads` are counted in shared memory."""
+
+    length = 0
+
+    def __init__(self, length: int = 0) -> None:
+        self.length = length or self.length
+        self.counts = torch.zeros(9, dtype=torch.int64).share_memory_()  # one per worker: adding is not atomic
+
+    @property
+    def reads(self) -> int:
+        return int(self.counts.sum())
+
+    def __iter__(self) -> Iterator[Any]:
+        info: Any = get_worker_info()
+        first, step = (0, 1) if info is None else (info.id, info.num_workers)
+        for number in range(first, self.length, step):
+            self.counts[0 if info is None else 1 + info.id] += 1
+            yield self.sample(number)
+
+    def sample(self, number: int) -> Any:
+        return number

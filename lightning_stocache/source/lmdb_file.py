@@ -1,12 +1,12 @@
-"""An LMDB that many processes read, each with an environment of its own.
+"""An LMDB that is read by many processes, each with an environment of its own.
 
-LMDB allows an environment neither across a fork nor twice in one process. An `LMDBFile` is therefore a path: each
-process opens the environment on first use, all LMDBFiles of that file share it, and a forked child closes the ones that
-it has inherited. The environment has no locks, which a shared file system may lack and a read-only one forbids, so
-nobody may write to the file meanwhile.
+LMDB forbids to use an environment across a fork, and to open a file twice in one process. So an `LMDBFile` is a path:
+its environment is opened on first use in each process, closed and opened anew where a fork has brought one along, and
+shared by all LMDBFiles of that file. It is opened without locks, which a shared filesystem may not have and a read-only
+one does not allow: nobody may write to the file meanwhile.
 
-LMDB maps the file, and a missing page is a SIGBUS. Opening and each read therefore compare the length of the file with
-what its last commit needs.
+LMDB maps the file, and a page that is missing from it is a SIGBUS. So its length is compared with what its last commit
+needs when it is opened, and before each read.
 """
 
 from __future__ import annotations
@@ -16,7 +16,8 @@ import os
 import threading
 import weakref
 from collections.abc import Iterator
-from typing import TYPE_CHECKING, Any, cast
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
 
 from lightning_stocache.node.files import lock_owner
 
@@ -27,16 +28,11 @@ __all__ = ["LMDBError", "LMDBFile", "bytes_needed", "import_lmdb"]
 
 log = logging.getLogger(__name__)
 
-_WHY = {
-    "already open": "is open in this process by other code, and LMDB allows that once: close that environment, or open "
-    "it in the workers only",
-    "MDB_INVALID": "is not an LMDB (it does not begin as one), or its first pages are damaged",
-    "MDB_VERSION": "was made by another version of LMDB; copy it by that version's mdb_dump and mdb_load",
-}
+_EXTRA = 'LMDB needs the package lmdb: pip install "lightning-stocache[lmdb]"'
 
 
 class LMDBError(RuntimeError):
-    """An LMDB cannot be read or written; the message says which, why, and what to do."""
+    """An LMDB cannot be read, or not written; the message says which, why, and what to do."""
 
 
 def import_lmdb() -> Any:
@@ -48,13 +44,12 @@ def import_lmdb() -> Any:
     try:
         import lmdb
     except ModuleNotFoundError as error:
-        words = 'LMDB needs the package lmdb: pip install "lightning-stocache[lmdb]"'
-        raise ModuleNotFoundError(words, name="lmdb") from error
+        raise ModuleNotFoundError(_EXTRA, name="lmdb") from error
     return lmdb
 
 
 def bytes_needed(environment: lmdb.Environment) -> int:
-    """The length that the file of an environment must have for its last commit."""
+    """How long the file of an environment must be for its last commit."""
     return int((environment.info()["last_pgno"] + 1) * environment.stat()["psize"])
 
 
@@ -66,8 +61,8 @@ class LMDBFile:
 
     Raises:
         FileNotFoundError: there is none.
-        PermissionError: this user may not read it.
-        LMDBError: it is no LMDB, is truncated, or other code of this process has it open.
+        PermissionError: it may not be read.
+        LMDBError: it is no LMDB, is truncated, or this process has it open otherwise.
 
     Example:
         >>> LMDBFile("photos.lmdb")
@@ -76,16 +71,13 @@ class LMDBFile:
         FileNotFoundError: there is no LMDB photos.lmdb: give the path of its file, or of the folder of its data.mdb
     """
 
-    _content: Any = None
-
     def __init__(self, path: str | os.PathLike[str]) -> None:
         self.path = os.fspath(path)
-        self._is_folder = os.path.isdir(self.path)
-        self._file = os.path.abspath(os.path.join(self.path, "data.mdb") if self._is_folder else self.path)
-        self._version: tuple[int, int] | None = None
-        self._environment: lmdb.Environment | None = None
-        self._checked()
-        lock_file = os.path.join(self.path, "lock.mdb") if self._is_folder else f"{self.path}-lock"
+        self._file = _data_file(self.path)
+        self._version = _version(self._file)
+        self._opened: _Opened | None = None
+        self.environment()
+        lock_file = os.path.join(self.path, "lock.mdb") if os.path.isdir(self.path) else f"{self.path}-lock"
         if (writer := _holder(lock_file)) is not None:
             log.warning(
                 "%s is open in process %d, too. If that writes to it, wait until it has ended: it is read without "
@@ -94,104 +86,158 @@ class LMDBFile:
                 writer,
             )
 
+    def environment(self) -> _Opened:
+        """The environment of this process."""
+        if (opened := self._opened) is None or opened.pid != os.getpid():
+            if _version(_data_file(self.path)) != self._version:
+                raise LMDBError(f"{self.path} has changed since it was opened by another process: open it anew")
+            self._opened = opened = _open(self.path, self._file)
+        return opened
+
     def get(self, key: bytes) -> bytes | None:
         """The value of a key, or None.
 
         Raises:
-            LMDBError: LMDB cannot read it.
+            LMDBError: it cannot be read.
         """
-        try:
-            with self._checked().begin() as transaction:
-                value: bytes | None = transaction.get(key)
-                return value
-        except import_lmdb().Error as error:
-            raise LMDBError(f"{self.path}: key {key!r} cannot be read: {error}") from error
+        return self.environment().get(key)
 
     def __iter__(self) -> Iterator[bytes]:
-        """All keys, in the order of their bytes."""
-        with self._checked().begin() as transaction, transaction.cursor() as cursor:
-            yield from cursor.iternext(keys=True, values=False)
+        """All keys, in LMDB's order, which is that of their bytes."""
+        return self.environment().keys()
 
     @property
     def entries(self) -> int:
-        """The number of keys."""
-        return int(self._checked().stat()["entries"])
+        """How many keys there are."""
+        return int(self.environment().lmdb.stat()["entries"])
 
     def close(self) -> None:
         """Give the environment of this process up; the next read opens it again."""
-        self._environment = None
-        if self._content is not None:
-            self._content.close()
-            self._content = None
-
-    __del__ = close
+        self._opened = None
 
     def __getstate__(self) -> dict[str, Any]:
-        return self.__dict__ | {"_environment": None, "_content": None}
+        return self.__dict__ | {"_opened": None}
 
-    def _checked(self) -> lmdb.Environment:
-        """The environment of this process, with a file that is as long as LMDB needs."""
-        if self._environment is None or self._pid != os.getpid():
-            with _opening:
-                if self._environment is None or self._pid != os.getpid():
-                    self._open()
-        if (size := os.fstat(self._content.fileno()).st_size) < self._needed:
+
+class _Opened:
+    """An environment of one process, shared by all who read this file there.
+
+    Args:
+        path: as it was given, for messages.
+        file: the file with the data.
+        environment: of LMDB.
+    """
+
+    def __init__(self, path: str, file: str, environment: lmdb.Environment) -> None:
+        self.pid, self.path, self.lmdb, self._file = os.getpid(), path, environment, -1
+        self._error = import_lmdb().Error
+        self._needed = bytes_needed(environment)
+        self._file = os.open(file, os.O_RDONLY | os.O_CLOEXEC)
+
+    def check(self) -> None:
+        """Raise LMDBError if the file is shorter than LMDB needs."""
+        if (size := os.fstat(self._file).st_size) < self._needed:
             raise LMDBError(
                 f"{self.path} is truncated: it has {size:,} bytes, and its last commit needs {self._needed:,}. Copy or "
                 "pack it again. (If it was never copied, and LMDB itself has left free pages at its end unwritten, "
                 "`mdb_copy -c` makes a whole one)"
             )
-        return cast("lmdb.Environment", self._environment)
 
-    def _open(self) -> None:
-        lmdb = import_lmdb()
-        self.close()
-        self._content = self._readable()
-        status = os.fstat(self._content.fileno())
-        if self._version not in (None, (status.st_size, status.st_mtime_ns)):
-            raise LMDBError(f"{self.path} has changed since it was opened by another process: open it anew")
-        if not status.st_size:
-            raise LMDBError(f"{self.path} is empty: 0 bytes are no LMDB")
-        name = status.st_dev, status.st_ino
-        if (environment := _environments.get(name)) is None:
-            # Without reading ahead, which is of no use to samples in random order.
-            options = {"readonly": True, "lock": False, "readahead": False, "create": False, "max_spare_txns": 4}
-            try:
-                environment = lmdb.open(self.path, subdir=self._is_folder, **options)
-            except lmdb.Error as error:
-                why = next((why for sign, why in _WHY.items() if sign in str(error)), f"cannot be opened: {error}")
-                raise LMDBError(f"{self.path} {why}") from error
-            _environments[name] = environment
-        self._version, self._needed = (status.st_size, status.st_mtime_ns), bytes_needed(environment)
-        self._pid, self._environment = os.getpid(), environment  # the last, for threads that look without the lock
-
-    def _readable(self) -> Any:
-        """The file that holds the data, opened to look at its length."""
+    def get(self, key: bytes) -> bytes | None:
+        self.check()
         try:
-            return open(self._file, "rb", buffering=0)
-        except FileNotFoundError:
-            what = f"{self.path} is a folder without a data.mdb" if self._is_folder else f"there is no LMDB {self.path}"
-            raise FileNotFoundError(f"{what}: give the path of its file, or of the folder of its data.mdb") from None
-        except PermissionError:
-            raise PermissionError(f"{self._file} may not be read by this user: chmod a+r {self._file}") from None
-        except OSError as error:
-            raise LMDBError(f"{self.path} cannot be opened: {error.strerror}") from error
+            with self.lmdb.begin() as transaction:
+                value: bytes | None = transaction.get(key)
+                return value
+        except self._error as error:
+            raise LMDBError(f"{self.path}: key {key!r} cannot be read: {error}") from error
+
+    def keys(self) -> Iterator[bytes]:
+        self.check()
+        with self.lmdb.begin() as transaction, transaction.cursor() as cursor:
+            yield from cursor.iternext(keys=True, values=False)
+
+    def close(self) -> None:
+        self.lmdb.close()
+        if self._file >= 0:
+            os.close(self._file)
+            self._file = -1
+
+    __del__ = close
 
 
-_environments: weakref.WeakValueDictionary[tuple[int, int], lmdb.Environment] = weakref.WeakValueDictionary()
+_environments: weakref.WeakValueDictionary[tuple[int, int], _Opened] = weakref.WeakValueDictionary()
 _opening = threading.Lock()
-
-
-def _close_inherited() -> None:
-    global _opening
-    _opening = threading.Lock()  # in the child, no thread would ever release the old one
-    for environment in _environments.values():
-        environment.close()
-    _environments.clear()
-
-
 if hasattr(os, "register_at_fork"):
-    os.register_at_fork(after_in_child=_close_inherited)
+    # A thread that was opening is not there in the child, and would never let go.
+    os.register_at_fork(before=_opening.acquire, after_in_parent=_opening.release, after_in_child=_opening.release)
+
+
+def _open(path: str, file: str) -> _Opened:
+    """The environment of a file in this process, opened if nobody has; one that a fork has brought is closed first."""
+    lmdb = import_lmdb()
+    with _opening:
+        status = os.stat(file)
+        name = status.st_dev, status.st_ino
+        if (known := _environments.get(name)) is not None:
+            if known.pid == os.getpid():
+                known.check()
+                return known
+            known.close()  # without locks that is this process's own affair
+        if not status.st_size:
+            raise LMDBError(f"{path} is empty: 0 bytes are no LMDB")
+        try:
+            environment = lmdb.open(
+                path,
+                subdir=os.path.isdir(path),
+                readonly=True,
+                lock=False,
+                readahead=False,  # for samples in random order it reads what nobody has asked for
+                create=False,
+                max_spare_txns=4,
+            )
+        except lmdb.Error as error:
+            raise _refusal(path, error) from error
+        opened = _Opened(path, file, environment)
+        opened.check()
+        _environments[name] = opened
+    return opened
+
+
+def _refusal(path: str, error: Exception) -> LMDBError:
+    """What is wrong with a file, in words."""
+    if "already open" in str(error):
+        return LMDBError(
+            f"{path} is open in this process by other code, and LMDB allows that once: close that environment, or open "
+            "it in the workers only"
+        )
+    if "MDB_INVALID" in str(error):
+        return LMDBError(f"{path} is not an LMDB (it does not begin as one), or its first pages are damaged")
+    if "MDB_VERSION" in str(error):
+        return LMDBError(f"{path} was made by another version of LMDB; copy it by that version's mdb_dump and mdb_load")
+    return LMDBError(f"{path} cannot be opened: {error}")
+
+
+def _data_file(path: str) -> str:
+    """The file that holds the data, once it is known that it can be read."""
+    where = Path(path)
+    file = where / "data.mdb" if where.is_dir() else where
+    try:
+        with open(file, "rb"):
+            return os.path.abspath(file)
+    except FileNotFoundError:
+        missing = f"{path} is a folder without a data.mdb" if where.is_dir() else f"there is no LMDB {path}"
+        raise FileNotFoundError(f"{missing}: give the path of its file, or of the folder of its data.mdb") from None
+    except PermissionError:
+        raise PermissionError(f"{file} may not be read by this user: chmod a+r {file}") from None
+    except OSError as error:
+        raise LMDBError(f"{path} cannot be opened: {error.strerror}") from error
+
+
+def _version(file: str) -> tuple[int, int]:
+    """What changes when a file is written to, or replaced."""
+    status = os.stat(file)
+    return status.st_size, status.st_mtime_ns
 
 
 def _holder(lock_file: str) -> int | None:

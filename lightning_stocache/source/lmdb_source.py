@@ -11,11 +11,10 @@ workers write samples into their batch as they come.
 from __future__ import annotations
 
 import os
-from array import array
 from collections.abc import Callable, Iterable, Sequence
-from itertools import accumulate
-from typing import Any, NamedTuple, SupportsIndex
+from typing import Any, SupportsIndex
 
+import numpy as np
 import torch
 from torch.utils.data import Dataset
 
@@ -90,8 +89,10 @@ class LMDBSource(Dataset[Any]):
             self._decode = decode or decoder_of(kind, dtype, shape)
             if decode is not None and (kind, dtype, shape) != (None, None, None):
                 raise ValueError("decode= says how values are read: leave kind, dtype and shape out")
-            self._keys = _keys_of(self._file, keys)
-            self._length = len(self._keys.ends)
+            if isinstance(keys, str | bytes):
+                raise ValueError(f"keys must be a list of keys, got {keys!r}")
+            self._keys = _Keys(_found(self._file) if keys is None else keys)
+            self._length = len(self._keys)
         else:
             if any(argument is not None for argument in (kind, dtype, shape, keys, decode)):
                 raise ValueError(
@@ -130,7 +131,7 @@ class LMDBSource(Dataset[Any]):
             LMDBError: there are none.
         """
         position = self._position(index)
-        key = key_of(position) if self._keys is None else self._keys.at(position)
+        key = key_of(position) if self._keys is None else self._keys[position]
         if (content := self._file.get(key)) is None:
             why = "it is damaged: pack it again" if self._keys is None else "give keys= that are there"
             raise LMDBError(f"{self.path} has no key {key!r}, of sample {position}: {why}")
@@ -197,31 +198,33 @@ class LMDBSource(Dataset[Any]):
 
     def _undecodable(self, content: bytes, position: int, error: Exception) -> str:
         """What is wrong with a value, in words."""
-        key = self._keys.at(position) if self._keys is not None else b""
+        keys: Any = self._keys
         way = "give kind=, dtype= or decode= that fits"
         if content[:1] == b"\x80" and content[1:2] in (b"\x02", b"\x03", b"\x04", b"\x05"):
             way = "it looks like a pickle, and nothing is unpickled here: decode= may be a function of yours that does"
         begin = f"{len(content)} bytes that begin with {content[:16]!r}"
-        return f"{self.path}: the value of {key!r}, {begin}, cannot be read ({error}): {way}"
+        return f"{self.path}: the value of {keys[position]!r}, {begin}, cannot be read ({error}): {way}"
 
 
-class _Keys(NamedTuple):
-    """Keys in one run of bytes: a list of a million objects would be copied by every forked worker that reads it."""
+class _Keys:
+    """Keys as one run of bytes: a list of a million objects would be copied by every forked worker that reads it."""
 
-    content: bytes
-    ends: array[int]
+    def __init__(self, keys: Iterable[bytes | str]) -> None:
+        encoded = [key.encode() if isinstance(key, str) else bytes(key) for key in keys]
+        self._ends = np.cumsum([len(key) for key in encoded], dtype=np.int64)
+        self._bytes = b"".join(encoded)
 
-    def at(self, position: int) -> bytes:
-        return self.content[self.ends[position - 1] if position else 0 : self.ends[position]]
+    def __len__(self) -> int:
+        return len(self._ends)
+
+    def __getitem__(self, position: int) -> bytes:
+        return self._bytes[self._ends[position - 1] if position else 0 : self._ends[position]]
+
+    def __eq__(self, other: object) -> bool:
+        return isinstance(other, _Keys) and self._bytes == other._bytes and np.array_equal(self._ends, other._ends)
 
 
-def _keys_of(file: LMDBFile, given: Iterable[bytes | str] | None) -> _Keys:
-    """The keys of the samples of an LMDB that others have written: those that are given, or all."""
-    if isinstance(given, str | bytes):
-        raise ValueError(f"keys must be a list of keys, got {given!r}")
-    if given is None:
-        keys = [key for key in file if not (key.startswith(b"__") and key.endswith(b"__"))]
-        keys.sort(key=int if all(map(bytes.isdigit, keys)) else None)
-    else:
-        keys = [key.encode() if isinstance(key, str) else bytes(key) for key in given]
-    return _Keys(b"".join(keys), array("q", accumulate(map(len, keys))))
+def _found(file: LMDBFile) -> list[bytes]:
+    """The keys of the samples of an LMDB that others have written."""
+    keys = [key for key in file if not (key.startswith(b"__") and key.endswith(b"__"))]
+    return sorted(keys, key=int) if keys and all(map(bytes.isdigit, keys)) else keys

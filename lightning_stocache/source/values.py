@@ -5,18 +5,19 @@ from __future__ import annotations
 import io
 import json
 from collections.abc import Callable, Sequence
-from functools import partial
+from importlib.util import find_spec
 from typing import Any
 
 import numpy as np
 import torch
 
-__all__ = ["decoder_of", "image_of", "tensor_of"]
+__all__ = ["Decode", "decoder_of", "image_of", "tensor_of"]
+
+Decode = Callable[[bytes], Any]
+"""Makes a sample of the bytes of a value."""
 
 
-def decoder_of(
-    kind: str | None, dtype: torch.dtype | str | None, shape: Sequence[int] | None
-) -> Callable[[bytes], Any]:
+def decoder_of(kind: str | None, dtype: torch.dtype | str | None, shape: Sequence[int] | None) -> Decode:
     """What makes a sample of the bytes of a value.
 
     Args:
@@ -35,31 +36,37 @@ def decoder_of(
     if dtype is not None or shape is not None or kind == "tensor":
         if kind not in (None, "tensor") or dtype is None:
             raise ValueError(f"a tensor needs dtype= (and shape=, if it has one), got {kind=}, {dtype=}, {shape=}")
-        named = getattr(torch, dtype, None) if isinstance(dtype, str) else dtype
-        if not isinstance(named, torch.dtype):
-            raise ValueError(f"dtype must be one of torch's, such as 'uint8' or torch.float32, got {dtype!r}")
-        return partial(tensor_of, dtype=named, shape=shape)
-    if kind == "safetensors":
-        try:
-            from safetensors.torch import load
-        except ModuleNotFoundError as error:
-            words = 'kind="safetensors" needs that package: pip install "lightning-stocache[lmdb]"'
-            raise ModuleNotFoundError(words, name="safetensors") from error
-        return load
+        return _TensorOf(dtype, shape)
     if (decode := _DECODERS.get(kind or "image")) is None:
-        raise ValueError(f"kind must be one of {', '.join((*_DECODERS, 'safetensors', 'tensor'))}, got {kind!r}")
+        raise ValueError(f"kind must be one of {', '.join((*_DECODERS, 'tensor'))}, got {kind!r}")
+    if kind == "safetensors" and find_spec("safetensors") is None:
+        raise ModuleNotFoundError('kind="safetensors" needs that package: pip install "lightning-stocache[lmdb]"')
     return decode
 
 
-def tensor_of(content: bytes | memoryview, dtype: torch.dtype, shape: Sequence[int] | None) -> torch.Tensor:
-    """A tensor with a copy of those bytes; without a shape, of one dimension.
+class _TensorOf:
+    """A tensor of the bytes of a value."""
+
+    def __init__(self, dtype: torch.dtype | str, shape: Sequence[int] | None) -> None:
+        named = getattr(torch, dtype, None) if isinstance(dtype, str) else dtype
+        if not isinstance(named, torch.dtype):
+            raise ValueError(f"dtype must be one of torch's, such as 'uint8' or torch.float32, got {dtype!r}")
+        self.dtype, self.shape = named, None if shape is None else tuple(int(size) for size in shape)
+
+    def __call__(self, content: bytes) -> torch.Tensor:
+        shape = (len(content) // self.dtype.itemsize,) if self.shape is None else self.shape
+        return tensor_of(content, self.dtype, shape)
+
+
+def tensor_of(content: bytes | memoryview, dtype: torch.dtype, shape: Sequence[int]) -> torch.Tensor:
+    """A tensor with a copy of those bytes.
 
     Raises:
         ValueError: it takes more, or fewer.
     """
-    tensor = torch.empty((len(content) // dtype.itemsize,) if shape is None else tuple(shape), dtype=dtype)
+    tensor = torch.empty(tuple(shape), dtype=dtype)
     if tensor.nbytes != len(content):
-        raise ValueError(f"a tensor of {dtype} and shape {tuple(tensor.shape)} takes {tensor.nbytes} bytes")
+        raise ValueError(f"a tensor of {dtype} and shape {tuple(shape)} takes {tensor.nbytes} bytes")
     if content:
         np.copyto(tensor.reshape(-1).view(torch.uint8).numpy(), np.frombuffer(content, np.uint8))
     return tensor
@@ -81,9 +88,24 @@ def image_of(content: bytes | memoryview, form: str = "rgb") -> Any:
     return Image.open(io.BytesIO(content)).convert("RGB")
 
 
-_DECODERS: dict[str, Callable[[bytes], Any]] = {
+def _text(content: bytes) -> str:
+    return content.decode()
+
+
+def _bytes(content: bytes) -> bytes:
+    return content
+
+
+def _safetensors(content: bytes) -> dict[str, torch.Tensor]:
+    from safetensors.torch import load
+
+    return load(content)
+
+
+_DECODERS: dict[str, Decode] = {
     "image": image_of,
-    "bytes": bytes,
-    "text": bytes.decode,
+    "bytes": _bytes,
+    "text": _text,
     "json": json.loads,
+    "safetensors": _safetensors,
 }

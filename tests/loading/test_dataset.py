@@ -12,7 +12,7 @@ import re
 import traceback
 import weakref
 from collections import OrderedDict
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from contextlib import closing
 from pathlib import Path
 from typing import Any
@@ -26,7 +26,6 @@ from torch.utils.data import (
     DataLoader,
     Dataset,
     DistributedSampler,
-    IterableDataset,
     SequentialSampler,
     Subset,
     TensorDataset,
@@ -45,7 +44,7 @@ from lightning_stocache.setup import allocation
 from tests.loading.twins import InBatches, Transformed, outcomes, same, totals
 from tests.logs import Log
 from tests.processes import context, without_room
-from tests.sources import CountedSource, TransformedSource
+from tests.sources import CountedSource, CountedStream, TransformedSource
 
 pytestmark = [pytest.mark.processes, pytest.mark.epoch_one_reads_all]
 
@@ -521,11 +520,6 @@ def test_the_users_own_exception_comes_through(budget: str | int, num_workers: i
     assert 'raise DiskError("the disk is gone")' in text
 
 
-class Stream(IterableDataset[int]):
-    def __iter__(self) -> Iterator[int]:
-        return iter(range(3))
-
-
 class Endless:
     def __getitem__(self, index: int) -> int:
         return index
@@ -534,7 +528,7 @@ class Endless:
 @pytest.mark.parametrize(
     ("make", "error", "message"),
     [
-        (Stream, TypeError, "map-style.*got Stream. What has no index can be given to CachedStream"),
+        (CountedStream, TypeError, "map-style.*got CountedStream. What has no index can be given to CachedStream"),
         (Endless, TypeError, "with __getitem__ and __len__, got Endless"),
         (lambda: 5, TypeError, "got int"),
         (lambda: "train/", TypeError, "source must be a dataset, got 'train/'"),

@@ -11,33 +11,21 @@ from typing import Any
 
 import pytest
 import torch
-from torch.utils.data import DataLoader, IterableDataset, TensorDataset, get_worker_info
+from torch.utils.data import DataLoader, TensorDataset, get_worker_info
 from torch.utils.data.datapipes.iter import IterableWrapper
 
 from lightning_stocache import CachedLoader, CachedStream
 from lightning_stocache.loading import stream_choice
 from tests.loading.twins import same
+from tests.sources import CountedStream
 
 LENGTH = 103
 
 
-class Numbers(IterableDataset[Any]):
-    """A tensor and its number; every worker reads its share. `reads` are counted in shared memory."""
+class Numbers(CountedStream):
+    """A tensor and its number."""
 
-    def __init__(self, length: int = LENGTH) -> None:
-        self.length = length
-        self.counts = torch.zeros(9, dtype=torch.int64).share_memory_()  # one per worker: adding is not atomic
-
-    @property
-    def reads(self) -> int:
-        return int(self.counts.sum())
-
-    def __iter__(self) -> Iterator[Any]:
-        info: Any = get_worker_info()
-        first, step = (0, 1) if info is None else (info.id, info.num_workers)
-        for number in range(first, self.length, step):
-            self.counts[0 if info is None else 1 + info.id] += 1
-            yield self.sample(number)
+    length = LENGTH
 
     def sample(self, number: int) -> Any:
         return torch.full((4,), float(number)), number

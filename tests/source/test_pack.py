@@ -21,6 +21,7 @@ from torchvision.io import read_image
 from torchvision.transforms import v2
 
 from lightning_stocache import LMDBSource, pack
+from lightning_stocache.source import lmdb_writer
 from lightning_stocache.source import pack as packing
 from lightning_stocache.source.lmdb_file import LMDBError
 from lightning_stocache.source.pack import PackError
@@ -146,7 +147,7 @@ def test_ctrl_c_keeps_what_is_loaded(tmp_path: Path) -> None:
 
 
 def slowly(path: str, folder: str, workers: int) -> None:
-    packing.COMMIT_SECONDS = 0.005
+    lmdb_writer.BATCH_SECONDS, packing.CHUNK_SECONDS = 0.005, 0.02
     pack(Source(Path(folder) / "reads", seconds=0.02), path, workers=workers)
 
 
@@ -197,8 +198,8 @@ def test_one_that_was_killed_before_the_manifest_says_all_is_completed(tmp_path:
 
 def test_the_map_grows(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Nobody has to guess its size, not even for a sample that is larger than all before it."""
-    monkeypatch.setattr(packing, "FIRST_MAP_BYTES", 1 << 16)
-    monkeypatch.setattr(packing, "COMMIT_BYTES", 1 << 14)
+    monkeypatch.setattr(lmdb_writer, "FIRST_MAP_BYTES", 1 << 16)
+    monkeypatch.setattr(lmdb_writer, "BATCH_BYTES", 1 << 14)
     samples = [os.urandom(size) for size in (10, 10**5, 10**3, 3 * 10**6, 10, 10**4)]
     pack(samples, tmp_path / "x")
     assert list(LMDBSource(tmp_path / "x")) == samples
@@ -207,7 +208,7 @@ def test_the_map_grows(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
 
 def fill_the_disk() -> Any:
     path, reads = Path("/dev/shm/x.lmdb"), Path("/dev/shm/reads")
-    packing.COMMIT_BYTES = 1 << 20
+    lmdb_writer.BATCH_BYTES = 1 << 20
     ballast = Path("/dev/shm/ballast")
     ballast.write_bytes(bytes(60 << 20))
     try:
@@ -282,16 +283,17 @@ def test_a_truncated_pack_is_not_gone_on_with(tmp_path: Path) -> None:
         pack(Source(tmp_path / "reads"), path)
 
 
-def hold(path: str) -> None:
-    pack(Source(Path(os.devnull), seconds=0.1), path)
+def hold(path: str, reads: Path) -> None:
+    pack(Source(reads, at=1, odd=lambda: time.sleep(1000)), path)
 
 
 @pytest.mark.processes
 def test_two_processes_do_not_pack_into_one_file(tmp_path: Path) -> None:
     """The second is refused at once."""
     path = tmp_path / "x"
-    child = Child(hold, str(path))
-    wait_until(path.exists)
+    child = Child(hold, str(path), tmp_path / "held")
+    # It makes the file with its first sample, and then locks it: who only sees the file may be the first to lock it.
+    wait_until(lambda: (tmp_path / "held").exists() and len(reads_of(tmp_path / "held")) == 2)
     try:
         with pytest.raises(LMDBError, match="another process is packing into"):
             pack(Source(tmp_path / "reads"), path)

@@ -16,6 +16,7 @@ from lightning_stocache.loading.dataset import CachedDataset
 from lightning_stocache.training.callbacks import StochasticCache
 from lightning_stocache.training.datamodule import StocacheDataModule
 from lightning_stocache.training.hooks import cache_datamodule
+from tests.sources import Made
 from tests.training.seen import Looking, Watcher, data_hooks, fit, through
 from tests.training.tiny import SAMPLES, announced, logged, make_trainer, plain_loader, source
 
@@ -39,16 +40,6 @@ class Stream(IterableDataset[Any]):
 
     def __iter__(self):
         return iter([torch.full((2,), float(number)) for number in range(6)])
-
-
-class Empty(Dataset[Any]):
-    """A dataset without samples."""
-
-    def __getitem__(self, index: int) -> torch.Tensor:
-        raise IndexError(index)
-
-    def __len__(self) -> int:
-        return 0
 
 
 class Keyed(Dataset[Any]):
@@ -410,7 +401,7 @@ def test_sets_of_ours_that_cannot_be_cached_pass(tmp_path, caplog):
     """An empty and an iterable-style set of a StocacheDataModule pass through, transformed; train is cached."""
     train = source(tmp_path)
     dm = StocacheDataModule(
-        train, [Empty(), Stream()], batch_size=2, transform=lambda sample: sample, eval_transform=torch.neg
+        train, [Made(float, 0), Stream()], batch_size=2, transform=lambda sample: sample, eval_transform=torch.neg
     )
     looking, model = Looking(), Watcher()
     make_trainer(tmp_path, [looking], logger=False, num_sanity_val_steps=0).fit(model, datamodule=dm)
@@ -420,8 +411,8 @@ def test_sets_of_ours_that_cannot_be_cached_pass(tmp_path, caplog):
     assert [entry for entry in model.batches if entry[0] == "val1"] == negative.batches
     assert looking.slots["train"] == [SAMPLES]
     assert len(passing(caplog)) == 2
-    with pytest.raises(ValueError, match="val set cannot be cached, Empty: it is empty"):
-        StocacheDataModule(train, [Empty(), Stream()], strict=True).setup("fit")
+    with pytest.raises(ValueError, match="val set cannot be cached, Made: it is empty"):
+        StocacheDataModule(train, [Made(float, 0), Stream()], strict=True).setup("fit")
 
 
 def test_a_stream_of_ours_can_train(tmp_path, caplog):

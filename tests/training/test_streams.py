@@ -3,17 +3,17 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
 from lightning.pytorch import LightningDataModule
-from torch.utils.data import DataLoader, IterableDataset, get_worker_info
+from torch.utils.data import DataLoader
 
 from lightning_stocache import CachedStream, FillProgress, StocacheDataModule, StochasticCache
 from tests.jobs import exit_codes, free_port, job_environment, start_module
+from tests.sources import CountedStream
 from tests.training.seen import Remembers
 from tests.training.tiny import logged, make_trainer
 
@@ -22,23 +22,13 @@ pytestmark = pytest.mark.processes
 LENGTH = 40
 
 
-class Numbers(IterableDataset[Any]):
-    """Numbers, counted as they are read."""
+class Numbers(CountedStream):
+    """Tensors of their number."""
 
-    def __init__(self, length: int = LENGTH) -> None:
-        self.length = length
-        self.counts = torch.zeros(9, dtype=torch.int64).share_memory_()  # one per worker: adding is not atomic
+    length = LENGTH
 
-    @property
-    def reads(self) -> int:
-        return int(self.counts.sum())
-
-    def __iter__(self) -> Iterator[torch.Tensor]:
-        info: Any = get_worker_info()
-        first, step = (0, 1) if info is None else (info.id, info.num_workers)
-        for number in range(first, self.length, step):
-            self.counts[0 if info is None else 1 + info.id] += 1
-            yield torch.full((3,), float(number))
+    def sample(self, number: int) -> torch.Tensor:
+        return torch.full((3,), float(number))
 
 
 class Data(LightningDataModule):
