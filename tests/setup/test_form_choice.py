@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import time
 from collections.abc import Iterator
 from contextlib import closing
 from pathlib import Path
@@ -21,6 +20,7 @@ from torchvision.transforms import v2
 from lightning_stocache import CachedDataset
 from lightning_stocache.cache.placement import Domain
 from lightning_stocache.cache.records import RecordCodec
+from lightning_stocache.setup import form_choice
 from lightning_stocache.setup.form_choice import EncodedForm, keeps_files, look_at_files
 from lightning_stocache.source.probe import bits
 
@@ -112,6 +112,16 @@ def test_a_decoder_that_gives_another_sample_is_not_believed(caplog: pytest.LogC
     assert "sample 0, decoded from its file, is not the sample that the source returns" in caplog.text
 
 
+class Clock:
+    """What the look measures by, in whichever process: it goes on when a sample is read or decoded, and only then."""
+
+    now = 0.0
+
+    @classmethod
+    def perf_counter(cls) -> float:
+        return cls.now
+
+
 class Slow(Dataset[Any]):
     """Long to read or to decode, and ten times as large then."""
 
@@ -125,11 +135,11 @@ class Slow(Dataset[Any]):
         return self.decode(self.read(index), index)
 
     def read(self, index: int) -> bytes:
-        time.sleep(self.seconds[0])
+        Clock.now += self.seconds[0]
         return bytes([index % 256]) * 1000
 
     def decode(self, content: bytes, index: int) -> Any:
-        time.sleep(self.seconds[1])
+        Clock.now += self.seconds[1]
         return torch.frombuffer(bytearray(content), dtype=torch.uint8).repeat(10), index
 
 
@@ -152,9 +162,10 @@ def test_no_index_outside_the_domain_is_read() -> None:
     ],
 )
 def test_auto_takes_the_better_form_for_all(
-    budget: str, read: float, decode: float, bytes_of_one: int, filled: int
+    monkeypatch: pytest.MonkeyPatch, budget: str, read: float, decode: float, bytes_of_one: int, filled: int
 ) -> None:
     """By the seconds and bytes of both, and what is granted."""
+    monkeypatch.setattr(form_choice, "time", Clock)
     with closing(CachedDataset(Slow(read, decode), budget, store="auto")) as dataset:
         assert all(epochs(dataset, Slow(0, 0)))
         assert filled <= dataset.cache.filled <= 1.05 * filled
