@@ -45,7 +45,7 @@ from lightning_stocache.cache.codec import (
 )
 from lightning_stocache.cache.rows import SampleSpec, bytes_of, memory_of
 
-__all__ = ["RecordCodec", "Required", "SampleCodec", "canonical_bytes", "is_image", "is_opened"]
+__all__ = ["RecordCodec", "Required", "SampleCodec", "canonical_bytes", "is_image", "is_opened", "written"]
 
 _HEAD = struct.Struct("<II")  # bytes of the pickle, number of buffers
 
@@ -131,7 +131,7 @@ class RecordCodec:
     @property
     def title(self) -> str:
         """What samples look like, in words that two jobs can compare."""
-        places = (f"{_written(path) or 'sample'}: {type_name(kind)}" for path, kind in self.required)
+        places = (f"{written(path) or 'sample'}: {type_name(kind)}" for path, kind in self.required)
         return "; ".join([f"{self.form} records".strip(), *places])
 
     def encode(self, sample: Any, index: int | None = None) -> list[memoryview]:
@@ -261,18 +261,18 @@ def _check_place(sample: Any, path: tuple[Any, ...], kind: type[Any], index: int
         try:
             node = node[step]
         except (LookupError, TypeError):
-            lacking = named(_written(path[: number + 1]))
+            lacking = named(written(path[: number + 1]))
             raise SampleMismatchError(
                 f"{_titled(index)} has no {lacking}, on which the random part of the transform works"
             ) from None
     if type(node) is not kind and not (is_image(kind) and is_image(type(node))):
         raise SampleMismatchError(
-            f"{_titled(index)}: {named(_written(path))}, on which the random part of the transform works, must be a "
+            f"{_titled(index)}: {named(written(path))}, on which the random part of the transform works, must be a "
             f"{type_name(kind)}; got a {type_name(type(node))}"
         )
 
 
-def _written(path: tuple[Any, ...]) -> str:
+def written(path: tuple[Any, ...]) -> str:
     """A place in a sample, as one would write it in Python."""
     return "".join(f"[{step!r}]" for step in path)
 

@@ -31,8 +31,9 @@ from lightning_stocache.loading.batch_pool import BatchPool
 from lightning_stocache.loading.cached_source import CachedSource
 from lightning_stocache.loading.dataset import cached_source
 from lightning_stocache.loading.shared_batch import Attached, Place, SharedBatch
-from lightning_stocache.loading.stacking import InMemory, Rows, Stack, is_dense, is_plain, rebuilt
+from lightning_stocache.loading.stacking import InMemory, Rows, Stack, is_dense
 from lightning_stocache.loading.stand_in import cached_in
+from lightning_stocache.source.samples import is_plain, rebuilt
 from lightning_stocache.torch_internals import collate, default_collate_fn_map
 
 __all__ = ["BatchRequest", "Collated", "MissingRows", "Reply", "Responder", "Written", "unpacked"]

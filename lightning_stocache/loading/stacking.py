@@ -8,23 +8,17 @@ tensors are copied to their rows at once. `collate` then finds that nothing is l
 from __future__ import annotations
 
 import itertools
-from collections import OrderedDict
-from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any, NamedTuple
 
-import numpy as np
 import torch
 from torch.utils.data import default_collate
 
 from lightning_stocache.cache.codec import aligned
 from lightning_stocache.node.segment import Segment
-from lightning_stocache.torch_internals import default_collate_fn_map
+from lightning_stocache.source.samples import is_plain, rebuilt
 
-__all__ = ["InMemory", "Rows", "Stack", "is_dense", "is_plain", "rebuilt"]
-
-
-_SCALARS = frozenset((int, float, bool, str, bytes, type(None)))
+__all__ = ["InMemory", "Rows", "Stack", "is_dense"]
 
 
 @dataclass(frozen=True)
@@ -131,24 +125,6 @@ class Stack:
         return place
 
 
-def is_plain(node: Any) -> bool:
-    """Whether a sample, and so the batch that is collated from it, can be walked by `rebuilt`."""
-    kind = type(node)
-    if kind in (dict, OrderedDict):
-        return all(map(is_plain, node.values()))
-    if node is None or isinstance(node, torch.Tensor | np.ndarray | np.generic | int | float | str | bytes):
-        return kind is torch.Tensor or not isinstance(node, torch.Tensor) or kind not in default_collate_fn_map
-    if kind in (list, tuple) and _is_flat(node):
-        return True
-    walked = kind in (list, tuple) or (isinstance(node, tuple) and hasattr(kind, "_fields"))
-    return walked and kind not in default_collate_fn_map and all(map(is_plain, node))
-
-
-def _is_flat(node: Any) -> bool:
-    """Whether a list or tuple holds numbers and strings alone: there is nothing to be done with each of them."""
-    return _SCALARS.issuperset(map(type, node))
-
-
 def is_dense(leaf: Any) -> bool:
     """Whether it is a tensor that is its bytes, dtype and shape, and nothing else."""
     return (
@@ -157,15 +133,3 @@ def is_dense(leaf: Any) -> bool:
         and leaf.device.type == "cpu"
         and not (leaf.requires_grad or leaf.is_quantized or leaf.is_nested or leaf.is_conj() or leaf.is_neg())
     )
-
-
-def rebuilt(node: Any, leaf: Callable[[Any], Any]) -> Any:
-    """A sample or batch with what `leaf` makes of each of its leaves, in containers of the same types."""
-    if type(node) in (dict, OrderedDict):
-        return type(node)((key, rebuilt(value, leaf)) for key, value in node.items())
-    if type(node) is list or isinstance(node, tuple):
-        if _is_flat(node):
-            return node
-        values = [rebuilt(value, leaf) for value in node]
-        return type(node)(*values) if hasattr(node, "_fields") else type(node)(values)
-    return leaf(node)

@@ -31,7 +31,8 @@ from lightning_stocache.sampling.stream_deal import batches_in_turn, batches_of,
 from lightning_stocache.setup.codec_choice import choose_codec
 from lightning_stocache.setup.open_stream import OpenStream
 from lightning_stocache.setup.request import Layout
-from lightning_stocache.source.stream import DrawsWatch, iterate, mark_of
+from lightning_stocache.source.samples import mark_of
+from lightning_stocache.source.stream import DrawsWatch, iterate
 
 __all__ = ["StreamSource"]
 

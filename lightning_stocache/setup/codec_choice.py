@@ -10,17 +10,15 @@ from collections import Counter
 from collections.abc import Sequence
 from contextlib import suppress
 from dataclasses import dataclass
-from functools import reduce
-from operator import getitem
 from typing import Any
 
 import torch
 
 from lightning_stocache.cache.codec import SampleMismatchError, UnsupportedSampleError, named
-from lightning_stocache.cache.records import RecordCodec, Required, SampleCodec, is_opened
+from lightning_stocache.cache.records import RecordCodec, Required, SampleCodec, is_opened, written
 from lightning_stocache.cache.rows import SampleSpec
 from lightning_stocache.setup.request import Layout
-from lightning_stocache.source.probe import bits, walk
+from lightning_stocache.source.samples import bits, difference, part_at, walk
 from lightning_stocache.source.transform_split import Cut
 
 __all__ = ["Choice", "choose_codec"]
@@ -125,13 +123,11 @@ def _read_back(codec: RecordCodec, record: memoryview, index: int) -> Any:
 
 def _difference(sample: Any, other: Any) -> str | None:
     """Where two samples differ; None if they are equal, bit for bit, and have the same attributes."""
-    left, right = bits(sample), bits(other)
-    for path in {**left, **right}:
-        if path not in left or path not in right or left[path] != right[path]:
-            return "".join(f"[{key!r}]" for key in path)
+    if (where := difference(bits(sample), bits(other))) is not None:
+        return where
     for (path, node), (_, again) in zip(walk(sample), walk(other), strict=True):
         if (lost := _lost(node, again, _DEEP)) is not None:
-            return "".join(f"[{key!r}]" for key in path) + lost
+            return written(path) + lost
     return None
 
 
@@ -159,5 +155,5 @@ def _required(samples: Sequence[Any], cut: Cut | None) -> Required:
     found: Counter[Required] = Counter()
     for sample in samples:
         with suppress(KeyError, IndexError, TypeError):
-            found[tuple(dict.fromkeys((path, type(reduce(getitem, path, sample))) for path in paths))] += 1
+            found[tuple(dict.fromkeys((path, type(part_at(sample, path))) for path in paths))] += 1
     return max(found, key=found.__getitem__)

@@ -36,7 +36,7 @@ from lightning_stocache.cache.store import NO_PLACE, UNREADABLE, Store
 from lightning_stocache.node.named import way_out
 from lightning_stocache.setup.finding import Finding
 from lightning_stocache.setup.request import CacheRequest
-from lightning_stocache.source.same_sample import same_sample
+from lightning_stocache.source.samples import same_sample
 
 __all__ = ["store_or_refuse"]
 

@@ -20,7 +20,7 @@ from lightning_stocache.cache.store import NO_PLACE, Store
 from lightning_stocache.setup.look import PATIENCE_SECONDS
 from lightning_stocache.setup.open_cache import OpenCache
 from lightning_stocache.setup.reader_process import NotStartedError, read_apart
-from lightning_stocache.source.same_sample import same_sample
+from lightning_stocache.source.samples import same_sample
 from lightning_stocache.torch_internals import set_worker_dataset
 
 __all__ = ["is_continued"]

@@ -28,7 +28,7 @@ import numpy as np
 import torch
 
 from lightning_stocache.cache.codec import UnsupportedSampleError
-from lightning_stocache.source.probe import is_pil
+from lightning_stocache.source.samples import is_pil
 from lightning_stocache.source.values import image_of, tensor_of
 
 __all__ = ["BlobError", "EncodedFile", "decode_blob", "encode_blob"]

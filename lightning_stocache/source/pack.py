@@ -32,7 +32,7 @@ from lightning_stocache.source.generators import Generators, owned_generators
 from lightning_stocache.source.lmdb_file import LMDBError
 from lightning_stocache.source.lmdb_writer import LMDBWriter
 from lightning_stocache.source.pack_manifest import PackManifest
-from lightning_stocache.source.same_sample import same_sample
+from lightning_stocache.source.samples import same_sample
 
 __all__ = ["PackError", "pack"]
 

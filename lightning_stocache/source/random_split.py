@@ -28,7 +28,8 @@ from torch.utils.data import Dataset
 
 from lightning_stocache.cache.placement import Domain
 from lightning_stocache.source.generators import Generators, watch_entropy
-from lightning_stocache.source.probe import Path, Probe, Read, bits, sign, walk
+from lightning_stocache.source.probe import Probe, Read, sign
+from lightning_stocache.source.samples import Bits, Path, bits, walk
 from lightning_stocache.source.transform_split import (
     Cut,
     Part,
@@ -72,7 +73,7 @@ class Split:
     samples: tuple[Any, ...]
     reads: int
     reason: str | None
-    bits: tuple[dict[Path, Any], ...] = ()
+    bits: tuple[Bits, ...] = ()
 
     @property
     def intact(self) -> dict[int, Any]:
@@ -220,7 +221,7 @@ class _Call:
     """A call of a transform: what it returned, by position or keyword, and each step's bits and whether it drew."""
 
     values: dict[int | str, Any]
-    notes: list[tuple[dict[Path, Any], bool]]
+    notes: list[tuple[Bits, bool]]
 
 
 def _cut(

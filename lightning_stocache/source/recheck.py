@@ -16,7 +16,7 @@ from typing import Any
 from torch.utils.data import Dataset
 
 from lightning_stocache.source.generators import Generators, owned_generators
-from lightning_stocache.source.probe import bits
+from lightning_stocache.source.samples import bits
 
 __all__ = ["Recheck"]
 

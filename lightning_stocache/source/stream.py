@@ -14,35 +14,27 @@ Two things must not be frozen by keeping what a stream gives. What tells them ap
   every sample that it may give is kept, in whatever order. So the first samples of the stream are read once more, under
   other seeds (`difference`): each must be there already, bit for bit. A stream that draws its shards anew for each
   sample (`resampled=True` of WebDataset) is known by its class: its epoch is cut out of something that never ends.
-
-To find a sample among those that are kept, each has a `mark`: 64 bits made of the sums and the ends of its fields.
 """
 
 from __future__ import annotations
 
-import hashlib
 import random
 import time
 from collections.abc import Callable, Iterable, Iterator, Mapping
-from contextlib import suppress
 from typing import Any
 
 import numpy as np
-import numpy.typing as npt
 import torch
 from torch.utils.data import IterDataPipe
 
 from lightning_stocache.source.generators import Generators, owned_generators, reachable
-from lightning_stocache.source.probe import bits, is_pil
+from lightning_stocache.source.samples import bits, mark_of
 
-__all__ = ["DrawsWatch", "check_stream", "difference", "draws_shards", "iterate", "mark_of"]
+__all__ = ["DrawsWatch", "check_stream", "difference", "draws_shards", "iterate"]
 
 _FIRST = 32  # samples that are watched in any case
 _SHARE = 20  # at most this part of the source's time is for watching the others
 _AGAIN, _AGAIN_SECONDS = 16, 10.0  # samples that are read once more, and how long that may take
-_ENDS = 64  # bytes of either end of a field
-_DEEP = 16  # containers inside each other that are looked into
-_NUMBERS = (int, float, bool, type(None))
 
 
 def check_stream(source: Any, cached: type) -> None:
@@ -99,57 +91,6 @@ def draws_shards(source: Any) -> bool:
         type(node).__module__.partition(".")[0] == "webdataset" and "Resampled" in type(node).__name__
         for _, node in reachable(source)
     )
-
-
-def mark_of(sample: Any) -> int:
-    """64 bits of a sample, which are equal for samples of the same content.
-
-    Example:
-        >>> mark_of({"x": torch.ones(3)}) == mark_of({"x": torch.ones(3)}) != mark_of({"x": torch.zeros(3)})
-        True
-    """
-    digest = hashlib.blake2b(digest_size=8)
-    with suppress(Exception):  # an object of the user's that only looks like one of these: the rest tells it apart
-        _feed(digest, sample, _DEEP)
-    return int.from_bytes(digest.digest(), "little")
-
-
-def _feed(digest: Any, node: Any, deep: int) -> None:
-    kind = type(node)
-    digest.update(kind.__name__.encode())
-    if isinstance(node, dict | list | tuple) and deep:
-        if isinstance(node, dict):
-            digest.update(repr(list(node)).encode(errors="replace"))
-            node = list(node.values())
-        if all(type(item) in _NUMBERS for item in node):
-            digest.update(repr(node).encode())
-        else:
-            for item in node:
-                _feed(digest, item, deep - 1)
-    elif isinstance(node, torch.Tensor):
-        digest.update(str((node.dtype, tuple(node.shape))).encode())
-        if node.layout is torch.strided and node.is_cpu and not node.is_quantized and not node.is_nested:
-            plain = node.as_subclass(torch.Tensor).detach().resolve_conj().resolve_neg().contiguous()
-            digest.update(_digested(plain.reshape(-1).view(torch.uint8).numpy()))
-    elif isinstance(node, np.ndarray):
-        digest.update(str((node.dtype, node.shape)).encode())
-        if not node.dtype.hasobject and node.size:
-            digest.update(_digested(np.ascontiguousarray(node).reshape(-1).view(np.uint8)))
-    elif isinstance(node, bytes | bytearray | str):
-        text = node if isinstance(node, bytes | bytearray) else node.encode(errors="replace")
-        digest.update(_digested(np.frombuffer(text, dtype=np.uint8)))
-    elif kind in _NUMBERS or isinstance(node, complex | np.generic):
-        digest.update(repr(node).encode())
-    elif is_pil(node):
-        middle = node.crop((0, node.height // 2, node.width, node.height // 2 + 1))
-        digest.update(f"{node.mode}{node.size}".encode() + middle.tobytes())
-
-
-def _digested(content: npt.NDArray[np.uint8]) -> bytes:
-    """Some bytes as few: their number, their ends, and the sum of their words, which costs 0.1 us per KB."""
-    words = content[: len(content) // 8 * 8].view(np.uint64)
-    ends = content[:_ENDS].tobytes() + content[-_ENDS:].tobytes()
-    return len(content).to_bytes(8, "little") + int(words.sum(dtype=np.uint64)).to_bytes(8, "little") + ends
 
 
 class DrawsWatch:

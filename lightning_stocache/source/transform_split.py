@@ -25,7 +25,7 @@ from typing import Any, cast
 from torch import nn
 from torch.utils.data import Dataset, Subset
 
-from lightning_stocache.source.probe import Path
+from lightning_stocache.source.samples import Path, part_at, with_part
 
 __all__ = [
     "Cut",
@@ -129,12 +129,12 @@ class Tail:
     def __call__(self, sample: Any) -> Any:
         """Finish a sample of the split source."""
         for places in self.places:
-            given = {key: _get(sample, path) for key, path in places}
+            given = {key: part_at(sample, path) for key, path in places}
             named = {key: value for key, value in given.items() if isinstance(key, str)}
             result = self.part(*(value for key, value in given.items() if not isinstance(key, str)), **named)
             values = named_values(result, len(given), by_keyword=bool(named))
             for key, path in places:
-                sample = _put(sample, path, values[key])
+                sample = with_part(sample, path, values[key])
         return sample
 
 
@@ -226,22 +226,3 @@ def _is_compose(transform: Any, module: str) -> bool:
     """Whether it is of the class Compose of a library, which need not be installed."""
     library = sys.modules.get(module)  # never imported: then nobody made one
     return library is not None and type(transform) is getattr(library, "Compose", None)
-
-
-def _get(sample: Any, path: Path) -> Any:
-    for key in path:
-        sample = sample[key]
-    return sample
-
-
-def _put(node: Any, path: Path, value: Any) -> Any:
-    """The sample with another object at `path`; containers on the way are copied."""
-    if not path:
-        return value
-    key, value = path[0], _put(node[path[0]], path[1:], value)
-    if isinstance(node, tuple):
-        items = (*node[:key], value, *node[key + 1 :])
-        return type(node)(*items) if hasattr(node, "_fields") else type(node)(items)
-    node = copy.copy(node)
-    node[key] = value
-    return node

@@ -22,7 +22,7 @@ from lightning_stocache.cache.placement import Domain
 from lightning_stocache.cache.records import RecordCodec
 from lightning_stocache.setup import form_choice
 from lightning_stocache.setup.form_choice import EncodedForm, keeps_files, look_at_files
-from lightning_stocache.source.probe import bits
+from lightning_stocache.source.samples import bits
 
 SIZES = st.integers(100, 10**6)
 SECONDS = st.floats(1e-6, 1.0)

@@ -19,7 +19,7 @@ from torchvision import tv_tensors
 
 from lightning_stocache.cache.codec import UnsupportedSampleError
 from lightning_stocache.source.blob import BlobError, decode_blob, encode_blob
-from lightning_stocache.source.probe import bits
+from lightning_stocache.source.samples import bits
 
 
 def image(mode: str) -> Image.Image:

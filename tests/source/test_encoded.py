@@ -19,7 +19,7 @@ from torchvision.transforms import v2
 
 from lightning_stocache.source.encoded import taken_apart
 from lightning_stocache.source.file_access import access_to
-from lightning_stocache.source.probe import bits
+from lightning_stocache.source.samples import bits
 from tests.sources import write_photos
 
 LENGTH = 6

@@ -23,8 +23,8 @@ from lightning_stocache.source.access import batch_reader
 from lightning_stocache.source.file_access import access_to
 from lightning_stocache.source.lmdb_file import LMDBError
 from lightning_stocache.source.pack_manifest import MANIFEST_KEY, PackManifest, key_of
-from lightning_stocache.source.probe import bits
 from lightning_stocache.source.random_split import split
+from lightning_stocache.source.samples import bits
 from tests.logs import Log
 from tests.processes import call, call_many
 from tests.sources import Made

@@ -25,7 +25,7 @@ from lightning_stocache.source import lmdb_writer
 from lightning_stocache.source import pack as packing
 from lightning_stocache.source.lmdb_file import LMDBError
 from lightning_stocache.source.pack import PackError
-from lightning_stocache.source.probe import bits
+from lightning_stocache.source.samples import bits
 from tests.processes import Child, call, wait_until, without_room
 from tests.sources import Made, write_photos
 

@@ -1,0 +1,313 @@
+"""A sample as a tree: dicts, lists and tuples, and the leaves in them.
+
+`walk` gives every container and leaf with its path. Samples are compared and told apart in three ways:
+
+- `bits`: values by path that `==` compares bit for bit; `difference` says where two of them differ.
+- `same_sample`: as a user has them, never as pickles, for another job, on another machine perhaps, has read one. Sets
+  and dicts have no order, and floating-point numbers may differ in their last bits: another processor or decoder may
+  have computed them.
+- `mark_of`: 64 bits made of the sums and the ends of the leaves, to find a sample among many.
+
+`rebuilt` makes the same containers again around other leaves.
+"""
+
+from __future__ import annotations
+
+import copy
+import hashlib
+import sys
+from collections import OrderedDict, UserDict
+from collections.abc import Callable, Iterable, Iterator
+from contextlib import suppress
+from functools import reduce
+from operator import getitem
+from types import BuiltinFunctionType, FunctionType
+from typing import Any, TypeAlias
+
+import numpy as np
+import numpy.typing as npt
+import torch
+
+from lightning_stocache.cache.records import canonical_bytes, written
+from lightning_stocache.torch_internals import default_collate_fn_map
+
+__all__ = [
+    "Bits",
+    "Path",
+    "bits",
+    "difference",
+    "is_pil",
+    "is_plain",
+    "mark_of",
+    "part_at",
+    "rebuilt",
+    "same_sample",
+    "walk",
+    "with_part",
+]
+
+Path: TypeAlias = tuple[Any, ...]
+"""Where an object lies in a sample: one key or position per level, () for the sample itself."""
+
+Bits: TypeAlias = dict[Path, Any]
+"""What `bits` gives."""
+
+_PLAIN = (str, bytes, int, bool, type(None))
+_DICTS = (dict, UserDict)  # other mappings may not be iterated, or make their values anew
+_SCALARS = frozenset((int, float, bool, str, bytes, type(None)))
+_NUMBERS = (int, float, bool, type(None))
+_DEEP = 16  # containers or objects inside each other that are looked into
+_ENDS = 64  # bytes of either end of a leaf
+_LAST_BITS = 16  # differences that count for nothing, as multiples of what the last bit of the largest number is worth
+_LAST_BITS_OF_HALF = 2
+_LAST_BIT = 2**-23  # of 1.0 in 32 bits: a number of 64 bits may have been computed from such
+
+
+# ---- places ----
+
+
+def walk(node: Any, path: Path = (), above: tuple[int, ...] = ()) -> Iterator[tuple[Path, Any]]:
+    """Every container and leaf of a sample with its path; a container inside itself is not gone into again.
+
+    Args:
+        node: the sample, or a part of it.
+        path: where that lies.
+        above: the containers around it, by their `id`.
+    """
+    yield path, node
+    if isinstance(node, (*_DICTS, list, tuple)) and id(node) not in above:
+        inside = (*above, id(node))
+        for key in node if isinstance(node, _DICTS) else range(len(node)):
+            yield from walk(node[key], (*path, key), inside)
+
+
+def part_at(sample: Any, path: Path) -> Any:
+    """What lies at a path."""
+    return reduce(getitem, path, sample)
+
+
+def with_part(node: Any, path: Path, part: Any) -> Any:
+    """The sample with another object at a path; containers on the way are copied."""
+    if not path:
+        return part
+    key, part = path[0], with_part(node[path[0]], path[1:], part)
+    if isinstance(node, tuple):
+        return _refilled(node, (*node[:key], part, *node[key + 1 :]))
+    node = copy.copy(node)
+    node[key] = part
+    return node
+
+
+def _refilled(node: list[Any] | tuple[Any, ...], items: Iterable[Any]) -> Any:
+    """A list or tuple of the same class with other items."""
+    return type(node)(*items) if hasattr(node, "_fields") else type(node)(items)
+
+
+# ---- rebuilt ----
+
+
+def is_plain(node: Any) -> bool:
+    """Whether a sample, and so the batch that is collated from it, can be walked by `rebuilt`."""
+    kind = type(node)
+    if kind in (dict, OrderedDict):
+        return all(map(is_plain, node.values()))
+    if node is None or isinstance(node, torch.Tensor | np.ndarray | np.generic | int | float | str | bytes):
+        return kind is torch.Tensor or not isinstance(node, torch.Tensor) or kind not in default_collate_fn_map
+    if kind in (list, tuple) and _is_flat(node):
+        return True
+    walked = kind in (list, tuple) or (isinstance(node, tuple) and hasattr(kind, "_fields"))
+    return walked and kind not in default_collate_fn_map and all(map(is_plain, node))
+
+
+def _is_flat(node: Any) -> bool:
+    """Whether a list or tuple holds numbers and strings alone: there is nothing to be done with each of them."""
+    return _SCALARS.issuperset(map(type, node))
+
+
+def rebuilt(node: Any, leaf: Callable[[Any], Any]) -> Any:
+    """A sample or batch with what `leaf` makes of each of its leaves, in containers of the same types."""
+    if type(node) in (dict, OrderedDict):
+        return type(node)((key, rebuilt(value, leaf)) for key, value in node.items())
+    if type(node) is list or isinstance(node, tuple):
+        if _is_flat(node):
+            return node
+        return _refilled(node, [rebuilt(value, leaf) for value in node])
+    return leaf(node)
+
+
+# ---- bits ----
+
+
+def bits(sample: Any) -> Bits:
+    """A sample as values that `==` compares bit for bit, by path; copies, which no later read can overwrite."""
+    return {path: _leaf_bits(node) for path, node in walk(sample)}
+
+
+def _leaf_bits(node: Any) -> Any:
+    kind: Any = type(node)
+    if isinstance(node, _DICTS):
+        return kind, tuple(node)
+    if isinstance(node, (list, tuple)):
+        return kind, len(node)
+    if isinstance(node, torch.Tensor):
+        if node.layout is not torch.strided or node.is_meta or node.is_nested or node.is_quantized:
+            return kind, node.dtype, node.layout  # no plain bytes; a cache refuses these anyway
+        plain = node.as_subclass(torch.Tensor).detach().cpu()
+        return kind, plain.dtype, tuple(plain.shape), _bytes_of(plain).tobytes(), _attribute_bits(node)
+    if isinstance(node, (np.ndarray, np.generic, float, complex)):  # by bits: NaN equals itself, 0.0 is not -0.0
+        array = np.asarray(node)
+        return kind, array.dtype, array.shape, bits(array.tolist()) if array.dtype.hasobject else array.tobytes()
+    if is_pil(node):
+        return kind, node.mode, node.size, node.getpalette(), node.tobytes()
+    if kind in _PLAIN:
+        return kind, node
+    if isinstance(node, set | frozenset):  # in no order: that of strings is another one in each process
+        with suppress(TypeError):  # of what has no hash
+            return kind, frozenset(tuple(bits(item).items()) for item in node)
+    if (content := canonical_bytes(node)) is not None:
+        return kind, content
+    # What cannot be pickled by its own ==, if it has one and is safe to keep; of the rest only the type counts.
+    return (kind, node) if kind.__eq__ is not object.__eq__ and kind.__hash__ is not None else kind
+
+
+def _attribute_bits(tensor: torch.Tensor) -> Bits:
+    """Those of a tensor's attributes. MONAI notes the addresses of its transforms there, some of which live shortly."""
+    return {
+        path: content
+        for path, content in bits(vars(tensor)).items()
+        if path[:1] != ("_applied_operations",) or path[-1] != "id"
+    }
+
+
+def _bytes_of(plain: torch.Tensor) -> npt.NDArray[np.uint8]:
+    """The bytes of a dense tensor of the CPU in row order, uint8 `[nbytes]`."""
+    flat = plain.resolve_conj().resolve_neg().contiguous().reshape(-1)
+    return flat.view(torch.uint8).numpy()
+
+
+def is_pil(node: Any) -> bool:
+    """Whether an object is an image of PIL, without importing it."""
+    module = sys.modules.get("PIL.Image")  # never imported: then nobody made one
+    return module is not None and isinstance(node, module.Image)
+
+
+def difference(left: Bits, right: Bits) -> str | None:
+    """Where the bits of two samples differ, as one would write it in Python; None if they are equal."""
+    for path in {**left, **right}:
+        if path not in left or path not in right or left[path] != right[path]:
+            return written(path)
+    return None
+
+
+# ---- the same ----
+
+
+def same_sample(left: Any, right: Any) -> bool:
+    """Whether two samples are the same, but for the last bits of floating-point numbers.
+
+    Example:
+        >>> same_sample({"x": 0.1 + 0.2, "tags": {"a", "b"}}, {"x": 0.3, "tags": {"b", "a"}}), same_sample([1], [2])
+        (True, False)
+    """
+    return bits(left) == bits(right) or _alike(left, right, _DEEP)
+
+
+def _alike(left: Any, right: Any, deep: int) -> bool:
+    """Whether two objects are the same, as far as that can be told."""
+    if type(left) is not type(right):
+        return False
+    if isinstance(left, torch.Tensor | np.ndarray | np.generic | float | complex):
+        return bits(left) == bits(right) or _is_near(left, right)
+    if isinstance(left, set | frozenset):
+        return bool(left == right)
+    if isinstance(left, dict):
+        return left.keys() == right.keys() and all(_alike(left[key], right[key], deep - 1) for key in left)
+    ours, theirs = _parts(left), _parts(right)
+    if ours is None or theirs is None:
+        return bits(left) == bits(right)
+    pairs = zip(ours, theirs, strict=False)
+    return len(ours) == len(theirs) and (not deep or all(_alike(*pair, deep - 1) for pair in pairs))
+
+
+def _parts(node: Any) -> list[Any] | None:
+    """What an object is made of, as it says to who copies or pickles it; None if it is in one piece."""
+    if isinstance(node, list | tuple):
+        return list(node)
+    if type(node) in _PLAIN or isinstance(node, type | FunctionType | BuiltinFunctionType) or is_pil(node):
+        return None
+    try:
+        make, arguments, state, items, pairs = (*node.__reduce_ex__(4), None, None, None)[:5]
+    except Exception:  # it is a name, or cannot be taken apart
+        return None
+    return [make, *arguments, state, *(items or ()), *(pairs or ())]
+
+
+def _is_near(left: Any, right: Any) -> bool:
+    """Whether two floating-point numbers, arrays or tensors of them differ in their last bits alone."""
+    if isinstance(left, torch.Tensor):
+        if left.dtype != right.dtype or not (left.is_floating_point() or left.is_complex()):
+            return False
+        eps = torch.finfo(left.dtype).eps
+        tensors = (node.detach().as_subclass(torch.Tensor).cpu() for node in (left, right))
+        left, right = (node.to(torch.complex128).numpy() for node in tensors)
+    else:
+        left, right = np.asarray(left), np.asarray(right)
+        if left.dtype != right.dtype or left.dtype.kind not in "fc":
+            return False
+        eps = float(np.finfo(left.dtype).eps)
+    largest = np.abs(left[np.isfinite(left)]).max(initial=0)
+    allowed = largest * (_LAST_BITS_OF_HALF * eps if eps > _LAST_BIT else _LAST_BITS * _LAST_BIT)
+    return left.shape == right.shape and np.allclose(left, right, rtol=0, atol=allowed, equal_nan=True)
+
+
+# ---- marks ----
+
+
+def mark_of(sample: Any) -> int:
+    """64 bits of a sample, which are equal for samples of the same content.
+
+    Example:
+        >>> mark_of({"x": torch.ones(3)}) == mark_of({"x": torch.ones(3)}) != mark_of({"x": torch.zeros(3)})
+        True
+    """
+    digest = hashlib.blake2b(digest_size=8)
+    with suppress(Exception):  # an object of the user's that only looks like one of these: the rest tells it apart
+        _feed(digest, sample, _DEEP)
+    return int.from_bytes(digest.digest(), "little")
+
+
+def _feed(digest: Any, node: Any, deep: int) -> None:
+    kind = type(node)
+    digest.update(kind.__name__.encode())
+    if isinstance(node, dict | list | tuple) and deep:
+        if isinstance(node, dict):
+            digest.update(repr(list(node)).encode(errors="replace"))
+            node = list(node.values())
+        if all(type(item) in _NUMBERS for item in node):
+            digest.update(repr(node).encode())
+        else:
+            for item in node:
+                _feed(digest, item, deep - 1)
+    elif isinstance(node, torch.Tensor):
+        digest.update(str((node.dtype, tuple(node.shape))).encode())
+        if node.layout is torch.strided and node.is_cpu and not node.is_quantized and not node.is_nested:
+            digest.update(_digested(_bytes_of(node.as_subclass(torch.Tensor).detach())))
+    elif isinstance(node, np.ndarray):
+        digest.update(str((node.dtype, node.shape)).encode())
+        if not node.dtype.hasobject and node.size:
+            digest.update(_digested(np.ascontiguousarray(node).reshape(-1).view(np.uint8)))
+    elif isinstance(node, bytes | bytearray | str):
+        text = node if isinstance(node, bytes | bytearray) else node.encode(errors="replace")
+        digest.update(_digested(np.frombuffer(text, dtype=np.uint8)))
+    elif kind in _NUMBERS or isinstance(node, complex | np.generic):
+        digest.update(repr(node).encode())
+    elif is_pil(node):
+        middle = node.crop((0, node.height // 2, node.width, node.height // 2 + 1))
+        digest.update(f"{node.mode}{node.size}".encode() + middle.tobytes())
+
+
+def _digested(content: npt.NDArray[np.uint8]) -> bytes:
+    """Some bytes as few: their number, their ends, and the sum of their words, which costs 0.1 us per KB."""
+    words = content[: len(content) // 8 * 8].view(np.uint64)
+    ends = content[:_ENDS].tobytes() + content[-_ENDS:].tobytes()
+    return len(content).to_bytes(8, "little") + int(words.sum(dtype=np.uint64)).to_bytes(8, "little") + ends
