@@ -89,7 +89,7 @@ class Misses:
         # Made anew: a forked worker has no CUDA, whatever its parent had. What has no slot cannot be frozen.
         watched = self._recheck is not None and any(map(self.cache.has_place, indices))
         generators = Generators() if watched else None
-        before = None if generators is None else generators.state()
+        before = {} if generators is None else generators.state()
         try:
             start = time.perf_counter_ns()
             if read is not None:
@@ -99,7 +99,7 @@ class Misses:
                 source_ns = time.perf_counter_ns() - start
             source_ns = time.perf_counter_ns() - start
         finally:
-            if samples and generators is not None and generators.state() != before:
+            if samples and generators is not None and generators.moved(before):
                 self._leave_random(indices, samples)
             try:
                 self._keep(indices[: len(samples)], samples, source_ns, served, batch=batch, rows=rows)

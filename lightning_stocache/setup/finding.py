@@ -17,7 +17,7 @@ from lightning_stocache.setup.form_choice import EncodedForm, look_at_files
 from lightning_stocache.setup.request import CacheRequest
 from lightning_stocache.source.access import batch_reader
 from lightning_stocache.source.encoded import taken_apart
-from lightning_stocache.source.generators import Generators, owned_generators
+from lightning_stocache.source.generators import Generators
 from lightning_stocache.source.probe import Probe, sign
 from lightning_stocache.source.random_split import split, spread
 from lightning_stocache.source.transform_split import Cut
@@ -136,8 +136,8 @@ class Reading:
             source = taken_apart(source)[0]
         elif found.cut is not None:
             source = found.cut.apply(source)[0]
-        probe, samples = Probe(source, (), self._told), dict[int, Any]()
-        try:
+        samples = dict[int, Any]()
+        with Probe(source, (), self._told) as probe:
             for index in indices:
                 try:
                     read = probe.read(source, index, 2 * index + again)
@@ -146,8 +146,6 @@ class Reading:
                     continue
                 if sign(read, read) is None:
                     samples[index] = read.sample
-        finally:
-            probe.generators.restore(probe.before)
         return samples
 
 
@@ -155,16 +153,12 @@ def _find(request: CacheRequest, told: Callable[[int], None], quick: int) -> tup
     """What was found, and the samples that can be kept as they came; `quick`: indices that are read besides four."""
     source: Any = request.source
     if request.allow_random:
-        generators = Generators(owned_generators(source))
-        before = generators.state()
         told(0)
-        try:
+        with Generators(source):
             indices, samples = _readable(source, spread(request.length, _FROZEN, request.domain))
             choice = choose_codec(indices, samples, request.layout)
             note = None if request.store == "decoded" else f"store={request.store!r} is not for allow_random=True"
             return Finding(choice.codec, odd=choice.odd, reads=len(indices), note=note), {}
-        finally:
-            generators.restore(before)
     parts = split(source, quick=quick, told=told, domain=request.domain)
     files: EncodedForm | str | None = None
     if request.store == "encoded" or (request.store == "auto" and request.name is None):

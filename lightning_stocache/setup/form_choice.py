@@ -76,19 +76,17 @@ def look_at_files(
             "what is to be kept (bytes), and decode(content, index), which makes the sample of it"
         )
     kept, decoder = taken_apart(source)
-    probe = Probe(source, tuple(indices), told)
-    try:
-        for index in indices[:_PROVEN]:
-            original = probe.read(source, index, 2 * index)
-            again = probe.read(_Finished(kept, decoder), index, 2 * index)
-            if again.bits != original.bits or not probe.generators.same(again.after, original.after):
-                return f"sample {index}, decoded from its file, is not the sample that the source returns"
-        among = [] if chosen else range(len(kept)) if domain is None else domain.indices.tolist()
-        return _measured(kept, head, indices, told, among)
-    except Exception as error:  # methods of these names that mean something else, a file that cannot be opened
-        return f"its files cannot be read and decoded apart: {error!r}"
-    finally:
-        probe.generators.restore(probe.before)
+    with Probe(source, tuple(indices), told) as probe:
+        try:
+            for index in indices[:_PROVEN]:
+                original = probe.read(source, index, 2 * index)
+                again = probe.read(_Finished(kept, decoder), index, 2 * index)
+                if again.bits != original.bits or not probe.generators.same(again.after, original.after):
+                    return f"sample {index}, decoded from its file, is not the sample that the source returns"
+            among = [] if chosen else range(len(kept)) if domain is None else domain.indices.tolist()
+            return _measured(kept, head, indices, told, among)
+        except Exception as error:  # methods of these names that mean something else, a file that cannot be opened
+            return f"its files cannot be read and decoded apart: {error!r}"
 
 
 def keeps_files(granted: int, length: int, decoded: SampleCodec, encoded: EncodedForm) -> bool:

@@ -36,7 +36,7 @@ from lightning_stocache.node.waiting import REPORT_SECONDS
 from lightning_stocache.setup.finding import Finding, Reading
 from lightning_stocache.setup.reader_process import NotStartedError, ReaderProcess, shared_counts
 from lightning_stocache.setup.request import CacheRequest, LoaderSettings
-from lightning_stocache.source.generators import Generators, owned_generators, reachable
+from lightning_stocache.source.generators import Generators, reachable
 from lightning_stocache.torch_internals import set_worker_dataset
 
 __all__ = ["SourceReader"]
@@ -227,12 +227,10 @@ def _put_back(source: Any) -> Iterator[None]:
         for _, node in reachable(source)
         if not isinstance(node, type | FunctionType) and type(names := getattr(node, "__dict__", None)) is dict
     ]
-    generators = Generators(owned_generators(source))
-    before = generators.state()
     try:
-        yield
+        with Generators(source):
+            yield
     finally:
-        generators.restore(before)
         for names, kept in attributes:
             if names != kept:
                 names.clear()

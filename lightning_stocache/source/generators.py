@@ -4,8 +4,8 @@
 of functions, and what of their modules' globals those functions name. `owned_generators` picks the generators among
 them: NumPy's Generator and RandomState, `random.Random`, `torch.Generator`. albumentations and MONAI draw from such.
 
-`Generators` saves, restores and seeds. It also counts who asks the system for entropy, as `np.random.default_rng()`
-does: a generator that is made anew in every read has no state that could be seen to move.
+`Generators` seeds them, says which have moved, and puts them back. It also counts who asks the system for entropy, as
+`np.random.default_rng()` does: a generator that is made anew in every read has no state that could be seen to move.
 """
 
 from __future__ import annotations
@@ -15,18 +15,20 @@ import random
 import sys
 import types
 from collections import deque
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager, suppress
 from functools import partial
 from itertools import islice
-from typing import Any, cast
+from typing import Any, TypeAlias, cast
 
 import numpy as np
 import torch
 
 from lightning_stocache.source.generator_state import PROCESS_WIDE, restore, states_of
 
-__all__ = ["ENTROPY", "KINDS", "Generators", "owned_generators", "reachable", "watch_entropy"]
+__all__ = ["ENTROPY", "KINDS", "Generators", "State", "owned_generators", "reachable", "watch_entropy"]
+
+State: TypeAlias = dict[str, Any]
 
 ENTROPY = "the system's entropy"
 """The name under which a state counts it."""
@@ -49,34 +51,57 @@ _LEAVES = (str, bytes, bytearray, int, float, complex, type(None), torch.Tensor,
 
 
 class Generators:
-    """The process-wide generators, and some more. A state is a dict of values that `==` compares.
+    """The process-wide generators, and those of a source. A state is a dict of values that `==` compares.
+
+    At the end of a `with` they are where they were at its beginning.
 
     Args:
-        owned: generators of a source, by where they lie.
+        source: whose own generators count, too; None: the process-wide ones alone.
+
+    Example:
+        >>> generators = Generators()
+        >>> before = generators.state()
+        >>> drawn = torch.rand(2)
+        >>> generators.moved(before)
+        ['torch']
     """
 
-    def __init__(self, owned: Mapping[str, Any] | None = None) -> None:
+    def __init__(self, source: Any = None) -> None:
         cuda = cast(Any, torch.cuda)
         # Looked at once: a generator that is born during the probe has no state to return to.
         self._cuda = cuda.default_generators if cuda.is_initialized() else ()
         named = {f"torch.cuda:{device}": generator for device, generator in enumerate(self._cuda)}
         self._process_wide = {**PROCESS_WIDE, **named}
-        self.owned = dict(owned or {})
+        self._source = source
+        self._owned = {} if source is None else owned_generators(source)
+        self._begun: State = {}
 
-    def state(self) -> dict[str, Any]:
+    def __enter__(self) -> Generators:
+        self._begun = self.state()
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        restore(self._process_wide, self._begun)
+        self.restore_owned(self._begun)
+
+    def find_new(self) -> None:
+        """From now on, also those count that the source has made meanwhile."""
+        self._owned = owned_generators(self._source) | self._owned
+
+    def state(self) -> State:
         """The state of every generator, by name."""
-        return {**states_of(self._process_wide), ENTROPY: _Entropy.asked, **states_of(self.owned)}
+        return {**states_of(self._process_wide), ENTROPY: _Entropy.asked, **states_of(self._owned)}
 
-    def restore(self, state: dict[str, Any]) -> None:
-        """Put every generator back to a state."""
-        restore(self._process_wide, state)
-        self.restore_owned(state)
+    def moved(self, before: State, after: State | None = None) -> list[str]:
+        """The names of generators that have drawn between two states; `after` is by default that of now."""
+        now = self.state() if after is None else after
+        return [name for name in before if before[name] != now.get(name)]
 
-    def restore_owned(self, state: dict[str, Any]) -> None:
+    def restore_owned(self, state: State) -> None:
         """Put the source's generators back to a state, those that it has."""
-        restore(self.owned, state)
+        restore(self._owned, state)
 
-    def same(self, state: dict[str, Any], other: dict[str, Any]) -> bool:
+    def same(self, state: State, other: State) -> bool:
         """Whether two states are equal, in what both of them know."""
         return all(state[name] == other[name] for name in state.keys() & other.keys())
 

@@ -28,7 +28,7 @@ from lightning_stocache.node.parent import end_with_parent
 from lightning_stocache.source.access import check_source
 from lightning_stocache.source.blob import decode_blob, encode_blob
 from lightning_stocache.source.file_samples import FileSamples
-from lightning_stocache.source.generators import Generators, owned_generators
+from lightning_stocache.source.generators import Generators
 from lightning_stocache.source.lmdb_file import LMDBError
 from lightning_stocache.source.lmdb_writer import LMDBWriter
 from lightning_stocache.source.pack_manifest import PackManifest
@@ -144,11 +144,10 @@ class _Blobs(Dataset[Any]):
             return self.source[index]
         self._watched += 1
         if self._generators is None:
-            self._generators = Generators(owned_generators(self.source))
+            self._generators = Generators(self.source)
         before = self._generators.state()
         sample = self.source[index]
-        after = self._generators.state()
-        if moved := [name for name in before if before[name] != after[name]]:
+        if moved := self._generators.moved(before):
             raise PackError(
                 f"reading it moves the generator of {' and '.join(moved)}: one draw would be frozen for all epochs. "
                 "Pack the deterministic part, and give the rest to LMDBSource as transform=; of image folders, "

@@ -8,7 +8,7 @@ reads of an index under different seeds: unequal bits or a generator that moved 
 The generators that belong to the source (`generators`) cannot be seeded: they go on from read to read, which does as
 well, and start a seed's second read where they started its first.
 
-Whoever makes a Probe puts the generators back at the end: `probe.generators.restore(probe.before)`.
+At the end of a `with` of the Probe all generators are where they were at its beginning.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ from typing import Any
 
 from torch.utils.data import Dataset, get_worker_info
 
-from lightning_stocache.source.generators import ENTROPY, Generators, owned_generators
+from lightning_stocache.source.generators import ENTROPY, Generators, State
 from lightning_stocache.source.samples import Bits, bits, difference
 
 __all__ = ["Probe", "Read", "sign"]
@@ -28,13 +28,21 @@ __all__ = ["Probe", "Read", "sign"]
 
 @dataclass(frozen=True)
 class Read:
-    """One read of an index: the sample, its bits, and the generators before and after."""
+    """One read of an index.
+
+    Args:
+        index: that was read.
+        sample: what came.
+        bits: of the sample.
+        moved: names of the generators that it drew from.
+        after: the state of all generators after it.
+    """
 
     index: int
     sample: Any
     bits: Bits
-    before: dict[str, Any]
-    after: dict[str, Any]
+    moved: list[str]
+    after: State
 
 
 class Probe:
@@ -51,11 +59,16 @@ class Probe:
     ) -> None:
         self.indices = indices
         self._told = told
-        self.generators = Generators(owned_generators(source))
-        self.before = self.generators.state()
+        self.generators = Generators(source)
         self.reads = 0
-        self._source = source
-        self._started: dict[int, dict[str, Any]] = {}  # by seed
+        self._started: dict[int, State] = {}  # by seed
+
+    def __enter__(self) -> Probe:
+        self.generators.__enter__()
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.generators.__exit__()
 
     def read(self, source: Dataset[Any], index: int, seed: int) -> Read:
         """Read an index of the source, or of a copy with another transform, under a seed; what it raises comes through.
@@ -71,10 +84,10 @@ class Probe:
             self._told(index)
         with _worker_of(seed):
             sample = source[index]
-        read = Read(index, sample, bits(sample), before, self.generators.state())
+        content, after = bits(sample), self.generators.state()
+        read = Read(index, sample, content, self.generators.moved(before, after), after)
         if self.reads == 1:
-            made = owned_generators(self._source)
-            self.generators.owned = made | self.generators.owned
+            self.generators.find_new()
         return read
 
     def read_twice(self, source: Dataset[Any], index: int) -> tuple[Read, Read]:
@@ -102,9 +115,9 @@ def _worker_of(seed: int) -> Iterator[None]:
 def sign(first: Read, second: Read) -> str | None:
     """What shows that two reads of an index are random, in words; None if nothing does."""
     for read in (first, second):
-        if moved := [name for name in read.before if read.before[name] != read.after[name]]:
-            if moved == [ENTROPY]:
-                return f"reading index {read.index} makes a generator with a seed of the system's"
-            return f"reading index {read.index} moves the generator of {' and '.join(moved)}"
+        if read.moved == [ENTROPY]:
+            return f"reading index {read.index} makes a generator with a seed of the system's"
+        if read.moved:
+            return f"reading index {read.index} moves the generator of {' and '.join(read.moved)}"
     where = difference(first.bits, second.bits)
     return None if where is None else f"two reads of index {first.index} differ in sample{where}"

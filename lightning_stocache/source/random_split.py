@@ -124,12 +124,8 @@ def split(
     length = len(cast(Sized, source))
     if length < 1 or samples < 1:
         raise ValueError(f"split needs a source with samples and samples >= 1, got {length} samples and {samples=}")
-    probe = Probe(source, spread(length, samples, domain), told)
-    with watch_entropy():
-        try:
-            return _split(source, probe, spread(length, quick + 2, domain)[1:-1] if quick else ())
-        finally:
-            probe.generators.restore(probe.before)
+    with Probe(source, spread(length, samples, domain), told) as probe, watch_entropy():
+        return _split(source, probe, spread(length, quick + 2, domain)[1:-1] if quick else ())
 
 
 def spread(length: int, count: int, domain: Domain | None = None) -> tuple[int, ...]:
@@ -211,7 +207,7 @@ class _Recorder:
         for part in self.parts:
             before = self.generators.state()
             result = part(**result) if named else part(*(result if len(values) > 1 else (result,)))
-            notes.append((bits(result), before != self.generators.state()))
+            notes.append((bits(result), bool(self.generators.moved(before))))
         self.calls.append(_Call(dict(named_values(result, len(values), by_keyword=bool(named))), notes))
         return result
 

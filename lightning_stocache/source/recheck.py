@@ -15,7 +15,7 @@ from typing import Any
 
 from torch.utils.data import Dataset
 
-from lightning_stocache.source.generators import Generators, owned_generators
+from lightning_stocache.source.generators import Generators
 from lightning_stocache.source.samples import bits
 
 __all__ = ["Recheck"]
@@ -50,15 +50,12 @@ class Recheck:
         self._gap *= 2
         self._due = self._next()
         before = bits(sample)
-        generators = Generators(owned_generators(self._source))
-        state = generators.state()
-        generators.seed(self._dice.getrandbits(31))
-        try:
-            differs = bits(self._source[index]) != before
-        except Exception:  # whatever the user's code raises when it is asked twice: the sample itself has been served
-            return True
-        finally:
-            generators.restore(state)
+        with Generators(self._source) as generators:
+            generators.seed(self._dice.getrandbits(31))
+            try:
+                differs = bits(self._source[index]) != before
+            except Exception:  # whatever the user's code raises when it is asked twice: the sample has been served
+                return True
         if differs:
             self._left = 0
             if self._first_to_tell():

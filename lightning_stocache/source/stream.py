@@ -27,7 +27,7 @@ import numpy as np
 import torch
 from torch.utils.data import IterDataPipe
 
-from lightning_stocache.source.generators import Generators, owned_generators, reachable
+from lightning_stocache.source.generators import Generators, State, reachable
 from lightning_stocache.source.samples import bits, mark_of
 
 __all__ = ["DrawsWatch", "check_stream", "difference", "draws_shards", "iterate"]
@@ -104,8 +104,8 @@ class DrawsWatch:
     """
 
     def __init__(self, source: Any) -> None:
-        self._generators = Generators(owned_generators(source))
-        self._before: dict[str, Any] | None = None
+        self._generators = Generators(source)
+        self._before: State | None = None
         self._seen = self._own_ns = self._source_ns = self._began = 0
         self.moved: str | None = None
         """The generators that moved while a sample was read, in words; None as long as none has."""
@@ -126,8 +126,7 @@ class DrawsWatch:
         self._seen += 1
         before, self._before = self._before, None
         if before is not None:
-            now = self._generators.state()
-            if moved := [name for name in before if before[name] != now.get(name)]:
+            if moved := self._generators.moved(before):
                 self.moved = " and ".join(moved)
             self._own_ns += time.perf_counter_ns() - ended
         return ended - self._began
@@ -142,19 +141,16 @@ def difference(source: Any, known: Callable[[int], Iterable[Any]]) -> str | None
         source: the stream.
         known: gives the samples that were kept and have this mark.
     """
-    generators = Generators(owned_generators(source))
-    state, began = generators.state(), time.monotonic()
-    generators.seed(random.SystemRandom().getrandbits(31))
-    try:
-        stream = iterate(source)
-        for number, sample in zip(range(_AGAIN), stream, strict=False):
-            seen = bits(sample)
-            if not any(bits(other) == seen for other in known(mark_of(sample))):
-                return f"sample {number}, when it was read again, was not among those of the epoch before"
-            if time.monotonic() - began > _AGAIN_SECONDS:
-                break
-    except Exception as error:  # whatever the user's code raises when it is asked again
-        return f"reading it again raised {error!r}"
-    finally:
-        generators.restore(state)
+    with Generators(source) as generators:
+        began = time.monotonic()
+        generators.seed(random.SystemRandom().getrandbits(31))
+        try:
+            for number, sample in zip(range(_AGAIN), iterate(source), strict=False):
+                seen = bits(sample)
+                if not any(bits(other) == seen for other in known(mark_of(sample))):
+                    return f"sample {number}, when it was read again, was not among those of the epoch before"
+                if time.monotonic() - began > _AGAIN_SECONDS:
+                    break
+        except Exception as error:  # whatever the user's code raises when it is asked again
+            return f"reading it again raised {error!r}"
     return None
