@@ -13,13 +13,13 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
-from torch.utils.data import Dataset, Subset
+from torch.utils.data import Dataset
 
 from lightning_stocache.cache.placement import Domain
 from lightning_stocache.cache.records import RecordCodec, SampleCodec
 from lightning_stocache.node.budget import format_bytes
-from lightning_stocache.source.encoded import EncodedSource, taken_apart
-from lightning_stocache.source.file_access import access_to
+from lightning_stocache.source.access import unwrap
+from lightning_stocache.source.encoded import EncodedSource, access_to, taken_apart
 from lightning_stocache.source.probe import Probe
 
 __all__ = ["EncodedForm", "keeps_files", "look_at_files", "told_form"]
@@ -68,12 +68,9 @@ def look_at_files(
         What was measured; or why it cannot be done, in words.
     """
     if access_to(source) is None:
-        inner: Any = source
-        while type(inner) is Subset:
-            inner = inner.dataset
         return (
-            f"the files of a {type(inner).__name__} are not known. Give it two methods: read(index), which returns "
-            "what is to be kept (bytes), and decode(content, index), which makes the sample of it"
+            f"the files of a {type(unwrap(source)).__name__} are not known. Give it two methods: read(index), which "
+            "returns what is to be kept (bytes), and decode(content, index), which makes the sample of it"
         )
     kept, decoder = taken_apart(source)
     with Probe(source, tuple(indices), told) as probe:

@@ -9,7 +9,7 @@ from typing import Any, SupportsIndex
 
 from torch.utils.data import ConcatDataset, IterableDataset, Subset
 
-__all__ = ["batch_reader", "check_source", "one_per_index", "position_of"]
+__all__ = ["batch_reader", "check_source", "one_per_index", "position_of", "unwrap"]
 
 log = logging.getLogger(__name__)
 
@@ -64,10 +64,19 @@ def batch_reader(source: Any) -> Callable[[list[int]], Any] | None:
         >>> batch_reader(Subset([1, 2, 3], [0, 1])) is None
         True
     """
-    inner = source
-    while type(inner) is Subset:
-        inner = inner.dataset
-    return getattr(source, "__getitems__", None) if getattr(inner, "__getitems__", None) else None
+    return getattr(source, "__getitems__", None) if getattr(unwrap(source), "__getitems__", None) else None
+
+
+def unwrap(source: Any) -> Any:
+    """The dataset inside a Subset, through any depth of them.
+
+    Example:
+        >>> unwrap(Subset(Subset("abc", [0, 1]), [1]))
+        'abc'
+    """
+    while type(source) is Subset:
+        source = source.dataset
+    return source
 
 
 def one_per_index(samples: Any, count: int, source: Any) -> list[Any]:

@@ -27,7 +27,7 @@ from lightning_stocache.cache.codec import UnsupportedSampleError
 from lightning_stocache.node.parent import end_with_parent
 from lightning_stocache.source.access import check_source
 from lightning_stocache.source.blob import decode_blob, encode_blob
-from lightning_stocache.source.file_samples import FileSamples
+from lightning_stocache.source.encoded import FileSamples
 from lightning_stocache.source.generators import Generators
 from lightning_stocache.source.lmdb_file import LMDBError
 from lightning_stocache.source.lmdb_writer import LMDBWriter

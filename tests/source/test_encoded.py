@@ -17,8 +17,7 @@ from torchvision.datasets import ImageFolder
 from torchvision.io import read_image
 from torchvision.transforms import v2
 
-from lightning_stocache.source.encoded import taken_apart
-from lightning_stocache.source.file_access import access_to
+from lightning_stocache.source.encoded import access_to, taken_apart
 from lightning_stocache.source.samples import bits
 from tests.sources import write_photos
 

@@ -20,7 +20,7 @@ from torch.utils.data import StackDataset, Subset
 
 from lightning_stocache import CachedDataset, CachedLoader, LMDBSource, pack
 from lightning_stocache.source.access import batch_reader
-from lightning_stocache.source.file_access import access_to
+from lightning_stocache.source.encoded import access_to
 from lightning_stocache.source.lmdb_file import LMDBError
 from lightning_stocache.source.pack_manifest import MANIFEST_KEY, PackManifest, key_of
 from lightning_stocache.source.random_split import split
