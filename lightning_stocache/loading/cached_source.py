@@ -31,8 +31,7 @@ from lightning_stocache.cache.store import NO_PLACE, UNREADABLE, Store, gathers
 from lightning_stocache.loading.batch_pool import BatchPool
 from lightning_stocache.loading.misses import Misses, in_order, passed_through
 from lightning_stocache.setup.open_cache import OpenCache
-from lightning_stocache.source.access import batch_reader, position_of
-from lightning_stocache.source.odd import Odd
+from lightning_stocache.source.access import Odd, batch_reader, position_of
 from lightning_stocache.source.state import SourceState
 
 __all__ = ["CachedSource"]

@@ -22,10 +22,9 @@ from lightning_stocache.cache.placement import Integers
 from lightning_stocache.cache.rows import FieldRows
 from lightning_stocache.cache.shortage import PAUSE_SECONDS, Pace
 from lightning_stocache.cache.store import NO_PLACE, UNREADABLE, Store, gathers
-from lightning_stocache.source.access import one_per_index
+from lightning_stocache.source.access import Odd, one_per_index, warn_of_odd
 from lightning_stocache.source.generators import Generators
-from lightning_stocache.source.odd import Odd, warn_of_odd
-from lightning_stocache.source.recheck import Recheck
+from lightning_stocache.source.probe import Recheck
 
 __all__ = ["Misses", "in_order", "passed_through"]
 

@@ -48,8 +48,8 @@ from lightning_stocache.setup.open_cache import OpenCache
 from lightning_stocache.setup.request import BackendChoice, CacheRequest
 from lightning_stocache.setup.same_data import store_or_refuse
 from lightning_stocache.setup.segments import CacheMemoryError, Segments, make_and_attach
+from lightning_stocache.source.access import warn_of_odd
 from lightning_stocache.source.encoded import taken_apart
-from lightning_stocache.source.odd import warn_of_odd
 
 __all__ = ["open_caches"]
 

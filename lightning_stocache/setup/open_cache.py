@@ -18,8 +18,7 @@ from lightning_stocache.node.budget import format_bytes
 from lightning_stocache.node.group import NodeGroup, job_ranks
 from lightning_stocache.node.named import clean_command
 from lightning_stocache.setup.request import CacheRequest
-from lightning_stocache.source.access import batch_reader
-from lightning_stocache.source.odd import Odd
+from lightning_stocache.source.access import Odd, batch_reader
 
 __all__ = ["OpenCache"]
 

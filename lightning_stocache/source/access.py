@@ -1,15 +1,19 @@
-"""What can be a source (a map-style dataset, with samples, that is not cached already), and how it is read."""
+"""What can be a source, and how it is read.
+
+A source is a map-style dataset, with samples, that is not cached already. A sample unlike the others is `Odd`.
+"""
 
 from __future__ import annotations
 
 import logging
 import operator
 from collections.abc import Callable, Sequence
+from dataclasses import dataclass
 from typing import Any, SupportsIndex
 
 from torch.utils.data import ConcatDataset, IterableDataset, Subset
 
-__all__ = ["batch_reader", "check_source", "one_per_index", "position_of", "unwrap"]
+__all__ = ["Odd", "batch_reader", "check_source", "one_per_index", "position_of", "unwrap", "warn_of_odd"]
 
 log = logging.getLogger(__name__)
 
@@ -112,3 +116,27 @@ def position_of(index: SupportsIndex, source: Any) -> int:
         return index
     length = len(source)
     return index + length if index >= -length else index
+
+
+@dataclass(frozen=True)
+class Odd:
+    """A sample that is not of the cache's spec, as the source gave it; it is loaded every time.
+
+    Args:
+        index: of the sample.
+        sample: what the source gave.
+        has_all_places: whether it is built like the others, and differs in dtypes and shapes alone.
+    """
+
+    index: int
+    sample: Any
+    has_all_places: bool = True
+
+
+def warn_of_odd(source: Any, words: str) -> None:
+    """Say that some samples of a source are not cached, because they cannot be kept as the others are."""
+    log.warning(
+        "%s: some samples are not cached, but loaded every time. %s (strict=True makes it an error)",
+        type(source).__name__,
+        words,
+    )

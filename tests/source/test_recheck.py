@@ -10,7 +10,7 @@ import pytest
 import torch
 from torch.utils.data import Dataset
 
-from lightning_stocache.source.recheck import Recheck
+from lightning_stocache.source.probe import Recheck
 
 LOADS = 40_000
 
