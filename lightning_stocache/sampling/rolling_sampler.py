@@ -16,6 +16,7 @@ from torch.utils.data import Dataset, DistributedSampler
 
 from lightning_stocache.cache.placement import Integers
 from lightning_stocache.node.group import NodeGroup
+from lightning_stocache.sampling.stream_deal import permutation
 
 __all__ = ["RollingSampler"]
 
@@ -93,16 +94,12 @@ class RollingSampler(DistributedSampler[int]):
         ranks = group.nodes[group.node]
         wanted, turn = self.num_samples, 0
         while wanted:
-            order = resident[self._permutation(len(resident), epoch, turn)]
+            order = resident
+            if self.shuffle:
+                order = resident[permutation(len(resident), self.seed, epoch, turn, group.node)]
             mine = order[ranks.index(group.rank) :: len(ranks)][:wanted]
             yield mine
             wanted, turn = wanted - len(mine), turn + 1
-
-    def _permutation(self, length: int, epoch: int, turn: int) -> Integers:
-        if not self.shuffle:
-            return np.arange(length)
-        order = np.random.default_rng((self.seed, epoch, turn, self.pool.group.node)).permutation(length)
-        return order.astype(np.int64, copy=False)
 
     def _share(self, resident: int) -> int:
         """How many samples every rank draws. Collective."""

@@ -12,15 +12,18 @@ from lightning_stocache.cache.placement import Integers
 __all__ = ["batches_in_turn", "batches_of", "deal", "permutation"]
 
 
-def permutation(samples: int, seed: int, epoch: int) -> Integers:
-    """All samples in the order of an epoch, int64 `[samples]`; the same in every process.
+def permutation(samples: int, *seeds: int) -> Integers:
+    """All samples in an order, int64 `[samples]`; the same in every process.
+
+    Args:
+        samples: how many there are.
+        seeds: what the order follows from: the user's seed, the epoch, and whatever else there is.
 
     Example:
-        >>> sorted(permutation(5, seed=0, epoch=2).tolist())
-        [0, 1, 2, 3, 4]
+        >>> permutation(5, 0, 2).tolist()
+        [4, 2, 1, 0, 3]
     """
-    order: Integers = np.random.Generator(np.random.PCG64([seed, epoch])).permutation(samples)
-    return order
+    return np.random.default_rng(seeds).permutation(samples).astype(np.int64, copy=False)
 
 
 def deal(order: Integers, rank: int, ranks: int, *, pad: bool = True) -> Integers:
