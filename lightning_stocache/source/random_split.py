@@ -36,8 +36,8 @@ from lightning_stocache.source.transform_split import (
     Places,
     Tail,
     UncuttableError,
+    Values,
     draws_by_itself,
-    named_values,
     step_name,
     steps_of,
     transform_of,
@@ -191,32 +191,32 @@ def _pairs(source: Dataset[Any], probe: Probe, quick: tuple[int, ...]) -> Iterat
         raise failure
 
 
-class _Recorder:
-    """A transform that runs its first steps, and notes per call the values and each step's bits and whether it drew."""
+class _Recorder(Part):
+    """The first steps of a transform, which notes per call the values and each step's bits and whether it drew."""
 
     def __init__(self, transform: Callable[..., Any], end: int, generators: Generators) -> None:
+        super().__init__(transform, 0, end)
         self.parts = [Part(transform, position, position + 1) for position in range(end)]
         self.generators = generators
         self.calls: list[_Call] = []
 
-    def __call__(self, *values: Any, **named: Any) -> Any:
-        if bool(values) == bool(named):
+    def run(self, values: Values) -> Values:
+        if len(set(map(type, values))) != 1:
             raise UncuttableError("its transform is called with values and keywords at once")
-        result: Any = named or (values if len(values) > 1 else values[0])
         notes = []
         for part in self.parts:
             before = self.generators.state()
-            result = part(**result) if named else part(*(result if len(values) > 1 else (result,)))
-            notes.append((bits(result), bool(self.generators.moved(before))))
-        self.calls.append(_Call(dict(named_values(result, len(values), by_keyword=bool(named))), notes))
-        return result
+            values = part.run(values)
+            notes.append((bits(values), bool(self.generators.moved(before))))
+        self.calls.append(_Call(values, notes))
+        return values
 
 
 @dataclass(frozen=True)
 class _Call:
     """A call of a transform: what it returned, by position or keyword, and each step's bits and whether it drew."""
 
-    values: dict[int | str, Any]
+    values: Values
     notes: list[tuple[Bits, bool]]
 
 

@@ -18,9 +18,9 @@ from __future__ import annotations
 
 import copy
 import sys
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from typing import Any, cast
+from typing import Any, TypeAlias, cast
 
 from torch import nn
 from torch.utils.data import Dataset, Subset
@@ -33,16 +33,19 @@ __all__ = [
     "Places",
     "Tail",
     "UncuttableError",
+    "Values",
     "draws_by_itself",
-    "named_values",
     "step_name",
     "steps_of",
     "transform_of",
     "with_transform",
 ]
 
-Places = tuple[tuple[int | str, Path], ...]
-"""Where the values of one call lie in a sample: by position, or by keyword."""
+Values: TypeAlias = dict[int | str, Any]
+"""What a transform is called with, and what it returns: by position, or by keyword."""
+
+Places: TypeAlias = tuple[tuple[int | str, Path], ...]
+"""Where the values of one call lie in a sample."""
 
 
 @dataclass(frozen=True)
@@ -86,24 +89,22 @@ class Part:
 
     def __call__(self, *values: Any, **named: Any) -> Any:
         """Run the steps. Several values come back as a tuple, named ones as a dict."""
+        call: dict[Any, Any] = {**dict(enumerate(values)), **named}
+        result = self.run(call)
+        if named:
+            return result
+        return tuple(result.values()) if len(result) > 1 else result[0]
+
+    def run(self, values: Values) -> Values:
+        """Run the steps on the values of a call."""
         # A copy for each call: who has given the whole transform new generators has given them to it.
         if _is_monai(self.transform) or (draws_by_itself(self.transform) and self.end is None):
             section: Any = copy.copy(self.transform)
             section.transforms = self.transform.transforms[self.begin : self.end]
-            return section(*values, **named)
+            return _called(section, values)
         for step in self.steps:
-            if named:
-                came = step(**named)
-                if not isinstance(came, dict):
-                    raise UncuttableError(
-                        f"its transform is called with keyword arguments ({', '.join(named)}), and "
-                        f"{step_name(step)} returns no dict for them"
-                    )
-                named = came
-            else:
-                result = step(*values)
-                values = tuple(result) if len(values) > 1 else (result,)
-        return named or (values if len(values) > 1 else values[0])
+            values = _called(step, values)
+        return values
 
 
 class Tail:
@@ -129,10 +130,7 @@ class Tail:
     def __call__(self, sample: Any) -> Any:
         """Finish a sample of the split source."""
         for places in self.places:
-            given = {key: part_at(sample, path) for key, path in places}
-            named = {key: value for key, value in given.items() if isinstance(key, str)}
-            result = self.part(*(value for key, value in given.items() if not isinstance(key, str)), **named)
-            values = named_values(result, len(given), by_keyword=bool(named))
+            values = self.part.run({key: part_at(sample, path) for key, path in places})
             for key, path in places:
                 sample = with_part(sample, path, values[key])
         return sample
@@ -142,17 +140,17 @@ class UncuttableError(ValueError):
     """The source cannot be split; the message says why."""
 
 
-def named_values(result: Any, count: int, *, by_keyword: bool) -> Mapping[int | str, Any]:
-    """What a transform returned, by position or keyword.
-
-    Args:
-        result: Of a call.
-        count: How many values went in.
-        by_keyword: Whether they had names.
-    """
-    if by_keyword:
-        return cast(Mapping[int | str, Any], result)
-    return dict(enumerate(result if count > 1 else (result,)))
+def _called(step: Callable[..., Any], values: Values) -> Values:
+    named = {key: value for key, value in values.items() if isinstance(key, str)}
+    if not named:
+        result = step(*values.values())
+        return dict(enumerate(result if len(values) > 1 else (result,)))
+    if not isinstance(came := step(**named), dict):
+        raise UncuttableError(
+            f"its transform is called with keyword arguments ({', '.join(named)}), and {step_name(step)} returns no "
+            "dict for them"
+        )
+    return came
 
 
 def _attribute(dataset: Dataset[Any]) -> str | None:
