@@ -2,31 +2,22 @@
 
 One cache serves the ranks of a node, by index. Ranks that hold other data under the same index (a share of the files
 each, a random split that each has drawn for itself) would get each other's samples. What a source holds is told by its
-class, its length, and a digest of the lists, arrays and tensors in its attributes, through the datasets inside it:
-their sizes and their ends, for they may be large.
+`data_digest`.
 
 Which of the indices are drawn may differ: a rank may have a sampler of its own. What any rank draws gets a slot.
 """
 
 from __future__ import annotations
 
-import hashlib
 from collections.abc import Sequence
 from functools import reduce
-from typing import Any
-
-import numpy as np
-import torch
-from torch.utils.data import Dataset
 
 from lightning_stocache.cache.placement import Domain
 from lightning_stocache.node.group import NodeGroup
 from lightning_stocache.setup.request import CacheRequest
+from lightning_stocache.source.identity import data_digest
 
-__all__ = ["check_lengths", "data_digest", "drawn_by_any", "ranks_apart", "united"]
-
-_ENDS = 8  # items at either end of a container
-_DEEP = 4  # datasets inside each other
+__all__ = ["check_lengths", "drawn_by_any", "ranks_apart", "united"]
 
 
 def check_lengths(requests: Sequence[CacheRequest], group: NodeGroup) -> None:
@@ -70,44 +61,3 @@ def ranks_apart(requests: Sequence[CacheRequest], group: NodeGroup) -> list[bool
         return [False] * len(requests)
     digests = group.exchange([data_digest(request.source) for request in requests])
     return [len({digest[number] for digest in digests}) > 1 for number in range(len(requests))]
-
-
-def data_digest(source: Any) -> str:
-    """A digest of what a source holds, as far as its attributes show it.
-
-    Example:
-        >>> from torch.utils.data import Subset
-        >>> halves = [Subset(range(10), range(rank, 10, 2)) for rank in (0, 1)]
-        >>> data_digest(halves[0]) == data_digest(halves[1]), data_digest(range(10)) == data_digest(range(10))
-        (False, True)
-    """
-    digest = hashlib.sha256()
-    for part in _parts(source, _DEEP):
-        digest.update(part.encode(errors="replace") + b"\0")
-    return digest.hexdigest()
-
-
-def _parts(node: Any, deep: int) -> list[str]:
-    kind = type(node)
-    parts = [f"{kind.__module__}.{kind.__qualname__}"]
-    if isinstance(node, torch.Tensor | np.ndarray):
-        first = (slice(_ENDS), *[slice(2)] * (node.ndim - 1))[: node.ndim]  # to flatten it might copy all of it
-        last = (slice(-_ENDS, None), *[slice(-2, None)] * (node.ndim - 1))[: node.ndim]
-        ends = [] if node.dtype == object else [node[first].tolist(), node[last].tolist()]
-        return [*parts, f"{tuple(node.shape)} {ends}"]
-    if isinstance(node, list | tuple | range):
-        parts.append(str(len(node)))
-        for item in (*node[:_ENDS], *node[-_ENDS:]):
-            parts += [repr(item)] if isinstance(item, str | bytes | int | float) else _parts_of_item(item, deep)
-    elif deep and isinstance(getattr(node, "__dict__", None), dict):
-        for name, value in sorted(vars(node).items()):
-            if isinstance(value, torch.Tensor | np.ndarray | list | tuple | range | Dataset):
-                parts += [name, *_parts_of_item(value, deep)]
-    return parts
-
-
-def _parts_of_item(item: Any, deep: int) -> list[str]:
-    try:
-        return _parts(item, deep - 1) if deep else []
-    except Exception:  # an object of the user's that only looks like one of these
-        return []

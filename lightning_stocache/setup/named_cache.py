@@ -13,12 +13,7 @@ import hashlib
 import logging
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
-from typing import Any
 
-import torch
-from torch.utils.data import Dataset, Subset
-
-from lightning_stocache.cache.codec import module_name
 from lightning_stocache.cache.placement import Arc, Ring
 from lightning_stocache.cache.records import SampleCodec
 from lightning_stocache.cache.store import Store, gathers
@@ -30,6 +25,7 @@ from lightning_stocache.node.named import Mend, clean, join_named, manifest_of, 
 from lightning_stocache.node.segment import Segment
 from lightning_stocache.setup.disk_cache import free_on
 from lightning_stocache.setup.request import CacheRequest
+from lightning_stocache.source.identity import identity
 
 __all__ = [
     "FingerprintError",
@@ -64,7 +60,7 @@ def fingerprint(request: CacheRequest, codec: SampleCodec) -> dict[str, str | in
     domain = request.domain
     part = "" if domain is None else f"{len(domain)} indices {domain.digest} of "
     return {
-        "dataset": _short(part + _identity(request.source) + frozen),
+        "dataset": _short(part + identity(request.source) + frozen),
         "length": request.length,
         "spec": _short(codec.title),
         "fingerprint": _short(str(request.fingerprint)),
@@ -259,15 +255,6 @@ def _refusal(request: CacheRequest, theirs: Mapping[str, str | int], ours: Mappi
         f"the cache {request.name!r} holds something else than {request.title} ({differ} differ). "
         f"It holds {theirs}; this job has {ours}. {_way_out(request)}"
     )
-
-
-def _identity(source: Dataset[Any]) -> str:
-    """The class of a source. Of a Subset also which indices it has: two random splits are alike in all else."""
-    if type(source) is Subset:
-        indices = torch.as_tensor(list(source.indices), dtype=torch.int64)
-        digest = hashlib.sha256(indices.numpy().tobytes()).hexdigest()[:16]
-        return f"Subset {digest} of {_identity(source.dataset)}"
-    return f"{module_name(type(source).__module__)}.{type(source).__qualname__}"
 
 
 def _short(text: str) -> str:

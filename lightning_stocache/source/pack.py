@@ -29,6 +29,7 @@ from lightning_stocache.source.access import check_source
 from lightning_stocache.source.blob import decode_blob, encode_blob
 from lightning_stocache.source.encoded import FileSamples
 from lightning_stocache.source.generators import Generators
+from lightning_stocache.source.identity import class_name
 from lightning_stocache.source.lmdb_file import LMDBError
 from lightning_stocache.source.lmdb_writer import LMDBWriter
 from lightning_stocache.source.pack_manifest import PackManifest
@@ -93,7 +94,7 @@ def pack(
     length = len(cast(Sized, source))
     classes = getattr(source, "classes", None)
     named = isinstance(classes, list | tuple) and all(type(name) is str for name in classes)
-    title = f"{type(source).__module__}.{type(source).__qualname__}"
+    title = class_name(source)
     manifest = PackManifest(length, title, encoded, fingerprint, tuple(cast(Any, classes)) if named else ())
     writer = LMDBWriter(Path(path), manifest)
     written, whole = 0, False

@@ -11,7 +11,7 @@ import torch
 from torch.utils.data import ConcatDataset, Dataset, Subset, random_split
 
 from lightning_stocache.loading.dataset import CachedDataset
-from lightning_stocache.setup.agreement import data_digest
+from lightning_stocache.source.identity import data_digest
 from tests.ranks import run_ranks
 from tests.sources import CountedSource
 

@@ -1,0 +1,83 @@
+"""What a source is, in words and digests that other processes and other jobs can compare."""
+
+from __future__ import annotations
+
+import hashlib
+from typing import Any
+
+import numpy as np
+import torch
+from torch.utils.data import Dataset, Subset
+
+from lightning_stocache.cache.codec import module_name
+
+__all__ = ["class_name", "data_digest", "identity"]
+
+_ENDS = 8  # items at either end of a container
+_DEEP = 4  # datasets inside each other
+
+
+def class_name(source: Any) -> str:
+    """The class of a source, with its module.
+
+    Example:
+        >>> class_name([1, 2])
+        'builtins.list'
+    """
+    return f"{module_name(type(source).__module__)}.{type(source).__qualname__}"
+
+
+def identity(source: Dataset[Any]) -> str:
+    """The class of a source. Of a Subset also which indices it has: two random splits are alike in all else.
+
+    Example:
+        >>> identity(Subset("abc", [2, 0]))
+        'Subset b1535c7783ea8829 of builtins.str'
+    """
+    if type(source) is Subset:
+        indices = torch.as_tensor(list(source.indices), dtype=torch.int64)
+        digest = hashlib.sha256(indices.numpy().tobytes()).hexdigest()[:16]
+        return f"Subset {digest} of {identity(source.dataset)}"
+    return class_name(source)
+
+
+def data_digest(source: Any) -> str:
+    """A digest of what a source holds, as far as its attributes show it.
+
+    It is made of the class, and of the lists, arrays and tensors in the attributes, through the datasets inside it:
+    their sizes and their ends, for they may be large.
+
+    Example:
+        >>> halves = [Subset(range(10), range(rank, 10, 2)) for rank in (0, 1)]
+        >>> data_digest(halves[0]) == data_digest(halves[1]), data_digest(range(10)) == data_digest(range(10))
+        (False, True)
+    """
+    digest = hashlib.sha256()
+    for part in _parts(source, _DEEP):
+        digest.update(part.encode(errors="replace") + b"\0")
+    return digest.hexdigest()
+
+
+def _parts(node: Any, deep: int) -> list[str]:
+    parts = [class_name(node)]
+    if isinstance(node, torch.Tensor | np.ndarray):
+        first = (slice(_ENDS), *[slice(2)] * (node.ndim - 1))[: node.ndim]  # to flatten it might copy all of it
+        last = (slice(-_ENDS, None), *[slice(-2, None)] * (node.ndim - 1))[: node.ndim]
+        ends = [] if node.dtype == object else [node[first].tolist(), node[last].tolist()]
+        return [*parts, f"{tuple(node.shape)} {ends}"]
+    if isinstance(node, list | tuple | range):
+        parts.append(str(len(node)))
+        for item in (*node[:_ENDS], *node[-_ENDS:]):
+            parts += [repr(item)] if isinstance(item, str | bytes | int | float) else _parts_of_item(item, deep)
+    elif deep and isinstance(getattr(node, "__dict__", None), dict):
+        for name, value in sorted(vars(node).items()):
+            if isinstance(value, torch.Tensor | np.ndarray | list | tuple | range | Dataset):
+                parts += [name, *_parts_of_item(value, deep)]
+    return parts
+
+
+def _parts_of_item(item: Any, deep: int) -> list[str]:
+    try:
+        return _parts(item, deep - 1) if deep else []
+    except Exception:  # an object of the user's that only looks like one of these
+        return []
