@@ -30,7 +30,7 @@ from lightning_stocache.loading.resumable_batches import ResumableBatches
 from lightning_stocache.loading.stream_view import StreamBatches
 from lightning_stocache.sampling.locality_sampler import LocalitySampler
 from lightning_stocache.sampling.rolling_sampler import RollingSampler
-from lightning_stocache.source.generator_state import states_of
+from lightning_stocache.source.generators import states_of
 from lightning_stocache.torch_internals import draws_all_once
 
 __all__ = ["IndexStream"]

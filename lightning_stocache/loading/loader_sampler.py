@@ -20,8 +20,7 @@ from torch.utils.data import (
 )
 
 from lightning_stocache.sampling.locality_sampler import LocalitySampler
-from lightning_stocache.source.generator_state import PROCESS_WIDE
-from lightning_stocache.source.generators import KINDS
+from lightning_stocache.source.generators import KINDS, PROCESS_WIDE
 
 __all__ = [
     "batch_size_of",

@@ -21,7 +21,7 @@ from torch.utils.data import BatchSampler, DataLoader
 
 from lightning_stocache.loading.loader_sampler import batch_size_of, batches_of, drawn_from, replicas_of, sampler_of
 from lightning_stocache.sampling.locality_sampler import LocalitySampler
-from lightning_stocache.source.generator_state import PROCESS_WIDE, as_text, put_back, states_of
+from lightning_stocache.source.generators import PROCESS_WIDE, as_text, put_back, states_of
 
 __all__ = ["LoaderState", "batches_left_out", "samples_left_out"]
 

@@ -15,7 +15,7 @@ from torch.utils.data import BatchSampler
 from lightning_stocache.loading.loader_sampler import drawn_from
 from lightning_stocache.loading.loader_state import LoaderState, batches_left_out, samples_left_out
 from lightning_stocache.sampling.locality_sampler import LocalitySampler
-from lightning_stocache.source.generator_state import as_text, put_back, states_of
+from lightning_stocache.source.generators import as_text, put_back, states_of
 
 __all__ = ["CountedBatches", "ResumableBatches"]
 

@@ -1,21 +1,26 @@
 """Random number generators: the process-wide ones, and those that belong to a source.
 
-`reachable` walks from a source to the objects that its code can come to: attributes, containers, closures and defaults
-of functions, and what of their modules' globals those functions name. `owned_generators` picks the generators among
-them: NumPy's Generator and RandomState, `random.Random`, `torch.Generator`. albumentations and MONAI draw from such.
+Their states are plain values, which `==` compares (`states_of`, `restore`); for a checkpoint they are text (`as_text`,
+`put_back`), because one may be read where nothing but plain values is let in (`torch.load(weights_only=True)`). Nothing
+in it is ever unpickled: the state of each is JSON, with bytes and arrays as hexadecimal digits.
 
 `Generators` seeds them, says which have moved, and puts them back. It also counts who asks the system for entropy, as
 `np.random.default_rng()` does: a generator that is made anew in every read has no state that could be seen to move.
+
+`reachable` walks from a source to the objects that its code can come to: attributes, containers, closures and defaults
+of functions, and what of their modules' globals those functions name. `owned_generators` picks the generators among
+them: NumPy's Generator and RandomState, `random.Random`, `torch.Generator`. albumentations and MONAI draw from such.
 """
 
 from __future__ import annotations
 
+import json
 import os
 import random
 import sys
 import types
 from collections import deque
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager, suppress
 from functools import partial
 from itertools import islice
@@ -24,21 +29,33 @@ from typing import Any, TypeAlias, cast
 import numpy as np
 import torch
 
-from lightning_stocache.source.generator_state import PROCESS_WIDE, restore, states_of
-
-__all__ = ["ENTROPY", "KINDS", "Generators", "State", "owned_generators", "reachable", "watch_entropy"]
+__all__ = [
+    "ENTROPY",
+    "KINDS",
+    "PROCESS_WIDE",
+    "Generators",
+    "State",
+    "as_text",
+    "owned_generators",
+    "put_back",
+    "reachable",
+    "restore",
+    "states_of",
+    "watch_entropy",
+]
 
 State: TypeAlias = dict[str, Any]
 
 ENTROPY = "the system's entropy"
 """The name under which a state counts it."""
 
+PROCESS_WIDE: Mapping[str, Any] = {"torch": torch.default_generator, "numpy.random": np.random, "random": random}
+"""The generators that all code of a process draws from; modules stand for those that are theirs."""
+
 KINDS = (np.random.Generator, np.random.RandomState, random.Random, torch.Generator)
 """The classes of generators."""
-_MOST = (
-    20_000  # objects that are looked at, and of a container's items the first 256: a list of a million paths has none
-)
-_FIRST = 256
+_MOST = 20_000  # objects that are looked at
+_FIRST = 256  # items of a container that are: a list of a million paths has no generator
 # Packages whose functions draw from the process-wide generators, or from one that an object or a class of theirs has:
 # their code is not followed, which would take a quarter of a second in albumentations alone.
 _KNOWN = sys.stdlib_module_names | {
@@ -48,6 +65,95 @@ _KNOWN = sys.stdlib_module_names | {
     *("webdataset", "zarr"),
 }
 _LEAVES = (str, bytes, bytearray, int, float, complex, type(None), torch.Tensor, np.ndarray, np.generic)
+
+
+# ---- states ----
+
+
+def states_of(generators: Mapping[str, Any]) -> dict[str, Any]:
+    """The state of each generator, by its name; None for one that has none, as the system's.
+
+    Args:
+        generators: objects of `KINDS`, or the modules of `PROCESS_WIDE`.
+    """
+    return {name: _state_of(generator) for name, generator in generators.items()}
+
+
+def restore(generators: Mapping[str, Any], states: Mapping[str, Any]) -> None:
+    """Put generators into states that `states_of` gave; of names that only one of both has, nothing is changed.
+
+    Raises:
+        ValueError, TypeError, KeyError: a state that is none, or of another kind of generator.
+    """
+    for name in generators.keys() & states.keys():
+        _restore(generators[name], states[name])
+
+
+def as_text(states: Mapping[str, Any]) -> dict[str, str]:
+    """The states of generators as text, for a checkpoint.
+
+    Example:
+        >>> generators = {"mine": random.Random(7)}
+        >>> state = as_text(states_of(generators))
+        >>> drawn = generators["mine"].random()
+        >>> put_back(generators, state)
+        >>> generators["mine"].random() == drawn
+        True
+    """
+    return {name: json.dumps(state) for name, state in states.items()}
+
+
+def put_back(generators: Mapping[str, Any], texts: Mapping[str, str]) -> None:
+    """Put generators into states that `as_text` gave, as `restore` does."""
+    restore(generators, {name: json.loads(texts[name]) for name in generators.keys() & texts.keys()})
+
+
+def _state_of(generator: Any) -> Any:
+    if isinstance(generator, torch.Generator):
+        return generator.get_state().numpy().tobytes().hex()
+    if isinstance(generator, np.random.Generator):
+        return _plain(generator.bit_generator.state)
+    if hasattr(generator, "get_state"):
+        return _plain(generator.get_state(legacy=False))
+    try:
+        return generator.getstate()
+    except NotImplementedError:  # random.SystemRandom, and what is made after it
+        return None
+
+
+def _restore(generator: Any, state: Any) -> None:
+    if isinstance(generator, torch.Generator):
+        generator.set_state(torch.frombuffer(bytearray.fromhex(state), dtype=torch.uint8))
+    elif isinstance(generator, np.random.Generator):
+        generator.bit_generator.state = _with_arrays(state)
+    elif hasattr(generator, "set_state"):
+        generator.set_state(_with_arrays(state))
+    elif state is not None and not isinstance(generator, random.SystemRandom):
+        generator.setstate(_as_tuples(state))
+
+
+def _plain(value: Any) -> Any:
+    if isinstance(value, dict):
+        return {key: _plain(item) for key, item in value.items()}
+    if isinstance(value, np.ndarray):
+        return {"dtype": value.dtype.str, "bytes": value.tobytes().hex()}
+    return value.item() if isinstance(value, np.generic) else value
+
+
+def _as_tuples(state: Any) -> Any:
+    """What was a tuple before it was text, which has lists alone."""
+    return tuple(map(_as_tuples, state)) if isinstance(state, list | tuple) else state
+
+
+def _with_arrays(state: Any) -> Any:
+    if not isinstance(state, dict):
+        return state
+    if state.keys() == {"dtype", "bytes"}:
+        return np.frombuffer(bytes.fromhex(state["bytes"]), state["dtype"])
+    return {key: _with_arrays(item) for key, item in state.items()}
+
+
+# ---- of a process and of a source ----
 
 
 class Generators:
@@ -139,6 +245,9 @@ class _Entropy:
 
 
 watch_entropy = _Entropy.watched
+
+
+# ---- that belong to a source ----
 
 
 def owned_generators(source: Any) -> dict[str, Any]:

@@ -13,7 +13,7 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from lightning_stocache.source.generator_state import PROCESS_WIDE, as_text, put_back, restore, states_of
+from lightning_stocache.source.generators import PROCESS_WIDE, as_text, put_back, restore, states_of
 
 BIT_GENERATORS = (np.random.PCG64, np.random.PCG64DXSM, np.random.MT19937, np.random.Philox, np.random.SFC64)
 MAKERS: dict[str, Callable[[int], Any]] = {
