@@ -16,7 +16,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass
 from functools import lru_cache, partial
-from itertools import islice
+from itertools import count, islice, takewhile
 from typing import Any
 
 import torch
@@ -67,11 +67,9 @@ class Draws:
 
     def share(self, filler: int, fillers: int, done: int = 0) -> Iterator[Draw]:
         """The draws of one filler of so many, but the first `done`; of a stream, those of its first pass."""
-        if self.indices is not None:
-            return self._of_indices(self.indices, filler, fillers, done)
-        if is_stream(self.source):
+        if self.indices is None and is_stream(self.source):
             return self._of_stream(filler, fillers, done)
-        return self._of_permutations(filler, fillers, done)
+        return self._of_indices(filler + done * fillers, fillers)
 
     def index(self, position: int) -> int:
         """The index at a position of a map-style source."""
@@ -80,16 +78,14 @@ class Draws:
             return position % length
         return int(_order(length, self.seed, position // length)[position % length])
 
-    def _of_permutations(self, filler: int, fillers: int, done: int) -> Iterator[Draw]:
-        position = filler + done * fillers
-        while self.passes is None or position < self.passes * len(self.source):
-            index = self.index(position)
+    def _of_indices(self, first: int, step: int) -> Iterator[Draw]:
+        positions = takewhile(self._is_left, count(first, step))
+        indices = map(self.index, positions) if self.indices is None else islice(self.indices, first, None, step)
+        for index in map(int, indices):
             yield Draw(index, partial(self.source.__getitem__, index))
-            position += fillers
 
-    def _of_indices(self, indices: Iterable[int], filler: int, fillers: int, done: int) -> Iterator[Draw]:
-        for index in map(int, islice(indices, filler + done * fillers, None, fillers)):
-            yield Draw(index, partial(self.source.__getitem__, index))
+    def _is_left(self, position: int) -> bool:
+        return self.passes is None or position < self.passes * len(self.source)
 
     def _of_stream(self, filler: int, fillers: int, done: int) -> Iterator[Draw]:
         passes = 0
