@@ -207,10 +207,6 @@ class Generators:
         """Put the source's generators back to a state, those that it has."""
         restore(self._owned, state)
 
-    def same(self, state: State, other: State) -> bool:
-        """Whether two states are equal, in what both of them know."""
-        return all(state[name] == other[name] for name in state.keys() & other.keys())
-
     def seed(self, seed: int) -> None:
         """Seed the process-wide generators."""
         torch.default_generator.manual_seed(seed)  # torch.manual_seed would queue the seed for a CUDA that starts later

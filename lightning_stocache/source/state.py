@@ -21,7 +21,7 @@ import logging
 from collections.abc import Callable, Collection, Iterator
 from dataclasses import dataclass
 from types import BuiltinFunctionType, FunctionType, MethodType
-from typing import Any, NamedTuple
+from typing import Any
 
 from torch.utils.data import Dataset, get_worker_info
 
@@ -42,15 +42,6 @@ _CHANGED = (
 )
 
 
-class _Difference(NamedTuple):
-    """An attribute that holds something else than before."""
-
-    path: str
-    name: str
-    old: Any
-    new: Any
-
-
 @dataclass
 class _Part:
     """The attributes of a dataset or transform, or the entries of a list of them.
@@ -67,14 +58,14 @@ class _Part:
     seen: Any
     kind: type | None = None
 
-    def differences(self) -> Iterator[_Difference]:
-        """The entries that are others now."""
+    def differences(self) -> Iterator[tuple[str, str, Any, Any]]:
+        """The entries that are others now: where they lie, their names, what they held, and what they hold."""
         live, seen = _entries(self.live), _entries(self.seen)
         for name in {**seen, **live}:
             default = _MISSING if self.kind is None else getattr(self.kind, name, _MISSING)
             old, new = seen.get(name, default), live.get(name, default)
             if not (_same(old, new) or (_is_handle(old) and _is_handle(new))):
-                yield _Difference(_inside(self.path, name, self.kind), str(name), old, new)
+                yield _inside(self.path, name, self.kind), str(name), old, new
 
 
 class SourceState:
@@ -113,7 +104,7 @@ class SourceState:
             first_to_tell: says whether this process is to warn of a change that is found; None: it is not.
         """
         if self.change is None and (found := self._differences()):
-            self.change, self._parts = found[0].path, []  # they hold what may have been replaced to be rid of it
+            self.change, self._parts = found[0], []  # they hold what may have been replaced to be rid of it
         if self.change is not None and first_to_tell is not None and not self._told:
             self._told = True
             if first_to_tell():
@@ -125,24 +116,25 @@ class SourceState:
 
     def __exit__(self, *_: object) -> None:
         """After it: what has moved meanwhile, reading moves."""
-        self._ignored.update(difference.path for difference in self._differences())
+        self._ignored.update(self._differences())
 
-    def _differences(self) -> list[_Difference]:
-        found: list[_Difference] = []
+    def _differences(self) -> list[str]:
+        """Where attributes hold something else than at the last look."""
+        found: list[str] = []
         for part in self._parts:
             if not _same(part.live, part.seen):  # of identical objects a glance is enough
-                found += filter(self._counts, part.differences())
+                found += [difference[0] for difference in part.differences() if self._counts(*difference)]
                 part.seen = part.live.copy()
         return found
 
-    def _counts(self, difference: _Difference) -> bool:
-        if difference.path in self._ignored or difference.name in self._ignored:
+    def _counts(self, path: str, name: str, old: Any, new: Any) -> bool:
+        if path in self._ignored or name in self._ignored:
             return False
-        if difference.old is _MISSING and get_worker_info() is not None:
+        if old is _MISSING and get_worker_info() is not None:
             return False
-        if self._tail or not _same((difference.old, difference.new), (self._length, len(self._source))):
+        if self._tail or not _same((old, new), (self._length, len(self._source))):
             return True  # a source that was cut cannot tell its copy that it has grown
-        self._length = difference.new
+        self._length = new
         return False
 
     def _remember(self) -> list[_Part]:
