@@ -5,11 +5,11 @@ import time
 
 import pytest
 import torch
-from torch.utils.data import Dataset, IterableDataset
+from torch.utils.data import Dataset
 
 from lightning_stocache.insight.measurement import Data, PlanError, cached_bytes, measure
 from lightning_stocache.node.free import FreeMemory
-from tests.sources import CountedSource
+from tests.sources import CountedSource, CountedStream
 
 QUICK = 0.01
 
@@ -35,11 +35,6 @@ class WithGradients(Broken):
 class Noise(Broken):
     def __getitem__(self, index):
         return torch.rand(3)
-
-
-class Endless(IterableDataset):
-    def __iter__(self):
-        yield 1
 
 
 @pytest.mark.parametrize("workers", [0, pytest.param(2, marks=pytest.mark.processes)])
@@ -106,7 +101,7 @@ def test_few_samples_are_read(tmp_path):
     ("source", "words"),
     [
         ([], "at least one sample"),
-        (Endless(), "map-style"),
+        (CountedStream(1), "map-style"),
         (Broken(0), "a sample of Broken cannot be had: ValueError: no file"),
     ],
 )

@@ -12,6 +12,7 @@ from hypothesis import strategies as st
 from torch.utils.data import IterableDataset
 
 from lightning_stocache.source.draws import Draw, Draws, EndOfStreamError
+from tests.sources import CountedStream
 
 
 def values(draws: Iterator[Draw]) -> list[Any]:
@@ -77,12 +78,7 @@ def test_a_stream_begins_again_when_it_ends():
 def test_an_empty_stream_is_not_asked_for_ever():
     """What gives nothing ends the draws."""
     assert values(Draws(iter(())).share(0, 1)) == []
-
-    class Empty(IterableDataset[str]):
-        def __iter__(self) -> Iterator[str]:
-            return iter(())
-
-    assert values(Draws(Empty()).share(0, 1)) == []
+    assert values(Draws(CountedStream(0)).share(0, 1)) == []
 
 
 def test_what_a_stream_raises_is_raised_by_the_draw():
