@@ -125,7 +125,7 @@ def write_photos(root: Path) -> Path:
 
 
 class CountedStream(IterableDataset[Any]):
-    """Samples of numbers from 0 on; every worker reads its share. `reads` are counted in shared memory."""
+    """Samples of numbers from 0 up to a length, by default the class's; workers share them, and `reads` are counted."""
 
     length = 0
 
