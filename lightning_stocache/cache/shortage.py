@@ -23,11 +23,10 @@ from __future__ import annotations
 
 import errno
 import time
-from functools import cached_property
 
 from lightning_stocache.node.budget import format_bytes
 from lightning_stocache.node.files import memory_directory
-from lightning_stocache.node.free import MemoryGauge
+from lightning_stocache.node.free import FreeMemory
 from lightning_stocache.node.segment import Segment
 
 __all__ = ["PAUSE_SECONDS", "Pace", "Shortage", "keep_free", "refused"]
@@ -61,7 +60,7 @@ class Shortage:
         if self._unseen >= 0 and now < self._until:
             return None
         segment, allocated = self._segment, self._segment.allocated_bytes
-        measured = (segment.free_bytes or 0, "the disk") if segment.on_disk else self._gauge.read().memory
+        measured = (segment.free_bytes or 0, "the disk") if segment.on_disk else FreeMemory.now().memory
         if measured is None:  # it cannot be known here: then it limits nothing
             return None
         free, name = measured
@@ -83,10 +82,6 @@ class Shortage:
         if segment.on_disk:
             return f"{name} ({least} free, {kept} kept for others)"
         return f"{name} (at times {least} free, {kept} kept for the training)"
-
-    @cached_property
-    def _gauge(self) -> MemoryGauge:
-        return MemoryGauge()
 
 
 def keep_free(segment: Segment, nbytes: int) -> None:

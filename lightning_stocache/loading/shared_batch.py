@@ -21,7 +21,7 @@ import torch
 
 from lightning_stocache.cache.codec import aligned
 from lightning_stocache.node.files import Backend, memory_directory
-from lightning_stocache.node.free import MemoryGauge
+from lightning_stocache.node.free import FreeMemory
 from lightning_stocache.node.segment import Segment, SegmentHandle
 
 __all__ = ["Attached", "Place", "SharedBatch", "reserved_segment"]
@@ -114,7 +114,7 @@ def reserved_segment(size: int, promised: int) -> Segment:
         OSError: there is no memory for it besides what is promised to others.
     """
     backend: Backend | None = "memfd" if hasattr(os, "memfd_create") else None
-    free = MemoryGauge().read(memory_directory() if backend is None else None)
+    free = FreeMemory.now(memory_directory() if backend is None else None)
     if size > free.bytes - promised:
         left = max(free.bytes - promised, 0)
         raise OSError(errno.ENOMEM, f"{size} bytes are more than the {left} that {free.limited_by} leaves")

@@ -1,4 +1,4 @@
-"""Directories on a disk that can hold caches, and the mounted filesystems of this machine.
+"""Directories on a disk that can hold caches.
 
 Network filesystems are refused: a mapping shows a machine only what it has written itself.
 """
@@ -9,16 +9,14 @@ import os
 import re
 import sys
 import tempfile
-from collections.abc import Iterator
 from pathlib import Path
-from typing import NamedTuple
 
 from lightning_stocache.node.header import printable
 
 if sys.platform != "win32":
     import fcntl
 
-__all__ = ["DiskError", "Mount", "check_directory", "filesystem_of", "mounts"]
+__all__ = ["DiskError", "check_directory", "filesystem_of"]
 
 _REMOTE = {
     *("nfs", "nfs4", "cifs", "smb3", "smbfs", "ceph", "lustre", "gpfs", "beegfs", "afs", "9p", "glusterfs", "pvfs2"),
@@ -28,22 +26,6 @@ _REMOTE = {
 """Network filesystems, as /proc/self/mountinfo calls them."""
 
 _ELSEWHERE = "Give a directory on a disk of this machine, or leave dir= away for a cache in memory"
-
-
-class Mount(NamedTuple):
-    """A mounted filesystem, as /proc/self/mountinfo describes it.
-
-    Args:
-        root: the folder of the filesystem that is mounted.
-        folder: where it is mounted.
-        kind: type of the filesystem.
-        options: options of the filesystem.
-    """
-
-    root: str
-    folder: str
-    kind: str
-    options: str
 
 
 class DiskError(OSError):
@@ -84,29 +66,11 @@ def check_directory(directory: str) -> str:
 
 
 def filesystem_of(path: str) -> str:
-    """The type of filesystem that a directory lies on; empty if it cannot be known."""
-    path, longest, kind = os.path.realpath(path), -1, ""
-    for mount in mounts():
-        if len(mount.folder) >= longest and os.path.commonpath([mount.folder, path]) == mount.folder:
-            longest, kind = len(mount.folder), mount.kind
-    return kind
-
-
-def mounts(root: Path = Path("/")) -> Iterator[Mount]:
-    """The mounted filesystems, in the order of mounting; none if there is no /proc.
-
-    Args:
-        root: where `proc` is found; another one is for tests.
-    """
+    """The type of filesystem that a directory lies on, by its device; empty if it cannot be known."""
+    device = os.stat(path).st_dev
     try:
-        with open(root / "proc/self/mountinfo", "rb") as file:
-            lines = file.read().split(b"\n")
+        mounts = Path("/proc/self/mountinfo").read_text(errors="replace")
     except OSError:
-        return
-    for line in lines:
-        place, _, rest = os.fsdecode(line).partition(" - ")
-        fields, kinds = place.split(" "), rest.split()
-        if len(fields) > 4 and kinds:
-            # The kernel writes a space in a path as \040.
-            folder, mount = (re.sub(r"\\([0-7]{3})", lambda code: chr(int(code[1], 8)), path) for path in fields[3:5])
-            yield Mount(folder, mount, kinds[0], kinds[-1])
+        return ""
+    line = re.search(rf"^\d+ \d+ {os.major(device)}:{os.minor(device)} .* - (\S+) ", mounts, re.MULTILINE)
+    return line[1] if line else ""

@@ -2,8 +2,8 @@
 
 `grant` takes the smallest of three: the wish, the dataset, and the free memory (`FreeMemory`) less a margin, the
 `Reserve` for what will still come beside the caches (batches, workers, gradients, the optimizer's state), and the
-promises to caches of other jobs. Of memory a job gets an even share at least, so that a job that was granted everything
-and never fills it does not keep the others from caching; filling looks at the free memory again.
+promises to caches of other jobs. Of memory a job gets half of what is left at least, so that a job that was granted
+everything and never fills it does not keep the others from caching; filling looks at the free memory again.
 
 Not promised: that the memory is still free later. Others allocate too, which is why a slot's memory is taken where that
 can fail.
@@ -82,18 +82,23 @@ def grant(budget: Budget, dataset_bytes: int, free: FreeMemory, reserve: Reserve
     if free.filesystem is not None:
         # A full filesystem kills nobody. 16 MiB are for others' small files, yet little of Docker's 64 MiB. All that is
         # promised counts: workers that put their batches there die when it is full.
-        others = free.promised.files
-        room = free.filesystem - others.nbytes - reserve.files - max(free.filesystem // 50, 16 * _MIB)
-        rooms.append((room, f"{free.directory or 'the filesystem'} ({format_bytes(free.filesystem)} free{others})"))
-    for size, name, others in free.limits_of_memory:
+        room = free.filesystem - free.promised - reserve.files - max(free.filesystem // 50, 16 * _MIB)
+        rooms.append((room, f"{free.directory or 'the filesystem'} ({_free(free.filesystem, free.promised)})"))
+    for size, name, promised in free.limits_of_memory:
         spare = reserve.bytes + margin(free, ranks)
-        room = others.share(size - spare) * _READER_SHARE // (_READER_SHARE + reserve.readers)
-        rooms.append((room, f"{name} ({format_bytes(size)} free{others}, {format_bytes(spare)} kept for the training)"))
+        room = max(size - spare - promised, (size - spare) // (2 if promised else 1))
+        room = room * _READER_SHARE // (_READER_SHARE + reserve.readers)
+        rooms.append((room, f"{name} ({_free(size, promised)}, {format_bytes(spare)} kept for the training)"))
     room, limit = min(rooms, default=(0, "memory that cannot be measured here"))
     safe = max(0, room)
     wanted = budget.wanted(dataset_bytes, safe)
     useful = min(wanted, dataset_bytes)
     return Grant(min(useful, safe), wanted, limit if safe < useful else None)
+
+
+def _free(size: int, promised: int) -> str:
+    others = f", of which caches of other jobs may take {format_bytes(promised)}" if promised else ""
+    return f"{format_bytes(size)} free{others}"
 
 
 def margin(free: FreeMemory, ranks: int = 1) -> int:

@@ -8,7 +8,7 @@ read. Processes that may not be looked into are counted.
 
 A cache takes its memory when its slots are filled, so what is free now is not what is free later: four trials of a
 sweep that begin together would each count on all of it. A segment's file has its full length from the beginning and
-takes memory only where something was stored; the difference is what its cache may still take. `other_promises` adds
+takes memory only where something was stored; the difference is what its cache may still take. `promised_to_others` adds
 that up over the segments that other processes have open and this one has not. Not counted is what cannot be seen:
 another user's processes, those of another container, and all where there is no /proc. So `cache.shortage` looks at the
 free memory again while a cache is filled. Nothing is locked: two jobs that ask in the same millisecond do not see each
@@ -21,22 +21,19 @@ import contextlib
 import os
 import re
 import stat
-from collections.abc import Callable, Iterable
+from collections.abc import Callable
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-from lightning_stocache.node.budget import format_bytes
-from lightning_stocache.node.files import memory_directory
 from lightning_stocache.node.header import printable, token_of
 
-__all__ = ["OpenFile", "Process", "Promise", "Promises", "open_files", "other_promises"]
+__all__ = ["OpenFile", "Process", "open_files", "promised_to_others"]
 
 _IN_MEMORY = ("/dev/shm/", "/memfd:lightning_stocache")
 _ON_DISK = re.compile(r".*/lsc-[0-9]+-[^/]*(?<!\.locks)")
 _COMMAND = 120  # characters of a command line that are shown
 _LEAST = 2**20  # bytes of a promise; less is the rest of a page, or counters
-_PIDS = 4  # that a message names
 
 
 @dataclass(frozen=True)
@@ -88,52 +85,6 @@ class OpenFile:
         return not self.name.startswith(_IN_MEMORY)
 
 
-@dataclass(frozen=True)
-class Promise:
-    """Bytes that caches of other jobs may still take.
-
-    Args:
-        nbytes: how many bytes.
-        jobs: number of these jobs.
-        pids: their processes.
-    """
-
-    nbytes: int = 0
-    jobs: int = 0
-    pids: tuple[int, ...] = ()
-
-    def share(self, free: int) -> int:
-        """The part of `free` bytes for one more job: the bytes that are not promised, but at least an even share.
-
-        Example:
-            >>> Promise(70, jobs=1).share(100), Promise(70, jobs=1).share(200)
-            (50, 130)
-        """
-        return max(free - self.nbytes, free // (1 + self.jobs))
-
-    def __str__(self) -> str:
-        """The continuation of "... free" in a message; empty if nothing is promised."""
-        if not self.nbytes:
-            return ""
-        pids = ", ".join(map(str, self.pids[:_PIDS])) + (" and others" if len(self.pids) > _PIDS else "")
-        return f", of which caches of process {pids} may take {format_bytes(self.nbytes)}"
-
-
-@dataclass(frozen=True)
-class Promises:
-    """Bytes that caches of other jobs may still take, by what limits them.
-
-    Args:
-        files: of the filesystem in which caches lie.
-        machine: of the machine's memory.
-        cgroup: of the memory of this process's cgroup, by processes in it.
-    """
-
-    files: Promise = field(default_factory=Promise)
-    machine: Promise = field(default_factory=Promise)
-    cgroup: Promise = field(default_factory=Promise)
-
-
 def open_files(root: Path = Path("/"), look: Callable[[int], Any] = token_of) -> tuple[list[OpenFile], int]:
     """The files that processes have open, the largest first, and how many processes cannot be looked into.
 
@@ -151,36 +102,24 @@ def open_files(root: Path = Path("/"), look: Callable[[int], Any] = token_of) ->
     return sorted(files, key=lambda file: -file.allocated_bytes), hidden
 
 
-def other_promises(root: Path = Path("/")) -> Promises:
-    """The bytes that were granted to caches of this user's other processes, and are not taken yet.
+def promised_to_others(root: Path = Path("/")) -> tuple[int, int]:
+    """The bytes of memory that were granted to caches of this user's other processes, and are not taken yet.
 
     Args:
         root: where `proc` is found; another one is for tests.
+
+    Returns:
+        The bytes of all, and of those in this process's cgroup.
     """
-    promised = list[tuple[int, OpenFile]]()
+    promised = in_cgroup = 0
     with contextlib.suppress(OSError):  # there is no /proc here
         for file in _scan(root)[0]:
             size = file.facts.st_size - file.allocated_bytes
             others = size >= _LEAST and not file.on_disk and os.getpid() not in file.pids
             if others and _contents(file, token_of) is not None:
-                promised.append((size, file))
-    if not promised:
-        return Promises()
-    cgroup, device = _cgroup(root, "self"), os.stat(memory_directory()).st_dev
-    return Promises(
-        _sum((size, file) for size, file in promised if file.facts.st_dev == device),
-        _sum(promised),
-        _sum((size, file) for size, file in promised if any(_cgroup(root, str(pid)) == cgroup for pid in file.pids)),
-    )
-
-
-def _sum(promised: Iterable[tuple[int, OpenFile]]) -> Promise:
-    nbytes, jobs = 0, list[set[int]]()
-    for size, file in promised:  # processes that share a segment are of one job
-        nbytes += size
-        sharing = [job for job in jobs if not job.isdisjoint(file.pids)]
-        jobs = [*(job for job in jobs if job not in sharing), file.pids.union(*sharing)]
-    return Promise(nbytes, len(jobs), tuple(sorted(set[int]().union(*jobs))))
+                promised += size
+                in_cgroup += size * any(_cgroup(root, pid) == _cgroup(root, "self") for pid in file.pids)
+    return promised, in_cgroup
 
 
 def _scan(root: Path) -> tuple[list[OpenFile], int]:
@@ -235,8 +174,8 @@ def _command(root: Path, pid: int) -> str:
     return printable(words.replace(b"\0", b" ").decode(errors="replace").strip(), _COMMAND) or "(ended)"
 
 
-def _cgroup(root: Path, pid: str) -> str:
+def _cgroup(root: Path, pid: int | str) -> str:
     try:
-        return (root / "proc" / pid / "cgroup").read_text()
+        return Path(f"{root}/proc/{pid}/cgroup").read_text()
     except OSError:
         return ""

@@ -31,7 +31,7 @@ class Memory:
         self.total, self.others, self.reads = total, 0, 0
         self.cache = Store.create(SampleSpec.infer(sample(0)), Arc(SLOTS, SLOTS))
 
-    def read(self) -> FreeMemory:
+    def now(self) -> FreeMemory:
         self.reads += 1
         return FreeMemory(None, None, max(self.total - self.others - self.cache.memory_bytes, 0))
 
@@ -46,7 +46,7 @@ def sample(index: int) -> torch.Tensor:
 @pytest.fixture
 def memory(monkeypatch: pytest.MonkeyPatch) -> Iterator[Memory]:
     memory = Memory(200 * MIB)
-    monkeypatch.setattr(shortage, "MemoryGauge", lambda: memory)
+    monkeypatch.setattr(shortage, "FreeMemory", memory)
     yield memory
     memory.cache.close()
 
@@ -106,7 +106,7 @@ def test_what_one_process_saw_counts_for_all(memory: Memory) -> None:
 
 def test_where_memory_cannot_be_known_nothing_stops(memory: Memory, monkeypatch: pytest.MonkeyPatch) -> None:
     """A system that does not say what is free fills as it was granted."""
-    monkeypatch.setattr(memory, "read", lambda: FreeMemory(None, None, None))
+    monkeypatch.setattr(memory, "now", lambda: FreeMemory(None, None, None))
     assert memory.fill(range(SLOTS)) == SLOTS
 
 

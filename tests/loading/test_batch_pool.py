@@ -136,7 +136,7 @@ def test_it_takes_nothing_from_dev_shm_and_all_of_it_is_reserved():
 @pytest.mark.parametrize("promised", [0, 400])
 def test_memory_that_is_not_there_or_promised_to_a_cache_is_not_tried(monkeypatch, promised):
     """Above a cgroup's limit the kernel would kill: so it is asked before."""
-    monkeypatch.setattr(shared_batch.MemoryGauge, "read", lambda *_: FreeMemory(None, 2**40, 1024 + promised))
+    monkeypatch.setattr(shared_batch.FreeMemory, "now", lambda *_: FreeMemory(None, 2**40, 1024 + promised))
     pool = BatchPool(shared=3, promised=lambda: promised)
     assert pool.take_shared([1024]) is not None
     assert pool.take_shared([1025]) is None
@@ -248,7 +248,7 @@ def test_loaders_leave_to_their_cache_what_it_has_not_filled_yet(monkeypatch, tr
         def read(*_: Any) -> FreeMemory:
             return FreeMemory(None, 2**40, size + 1000 - cache.memory_bytes)
 
-        monkeypatch.setattr(shared_batch.MemoryGauge, "read", read)
+        monkeypatch.setattr(shared_batch.FreeMemory, "now", read)
         loader = CachedLoader(dataset, 4, num_workers=1, persistent_workers=True)
         for _ in range(3):
             assert [batch[:, 0].tolist() for batch in loader] == [[*range(i, i + 4)] for i in range(0, 40, 4)]

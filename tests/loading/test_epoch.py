@@ -342,8 +342,8 @@ def test_what_does_not_fit_shared_memory_is_sent_by_message(monkeypatch, transfo
     with closing(CachedDataset(Numbers(LENGTH), "50%", transform=transform)) as dataset:
         loader = CachedLoader(dataset, batch_sampler=batches, num_workers=2)
         assert same(list(loader), expected)
-        full = SimpleNamespace(read=lambda directory: FreeMemory(0, 0, 0))
-        monkeypatch.setattr(shared_batch, "MemoryGauge", lambda: full)
+        full = SimpleNamespace(now=lambda directory: FreeMemory(0, 0, 0))
+        monkeypatch.setattr(shared_batch, "FreeMemory", full)
         assert same([copied(batch) for _ in range(2) for batch in loader], expected * 2)
 
 

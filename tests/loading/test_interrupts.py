@@ -188,17 +188,18 @@ def test_workers_that_ctrl_c_has_ended_are_replaced(transform: Any) -> None:
 
 
 class PlentyOfMemory:
-    """Instead of a MemoryGauge, which asks the kernel in a thousand steps."""
+    """Instead of FreeMemory, which asks the kernel in a thousand steps."""
 
     bytes = 2**40
 
-    def read(self, _: Any) -> PlentyOfMemory:
-        return self
+    @classmethod
+    def now(cls, _: Any) -> PlentyOfMemory:
+        return cls()
 
 
 def test_shared_memory_that_is_being_taken_belongs_to_the_pool(monkeypatch: pytest.MonkeyPatch) -> None:
     """Whichever step Ctrl-C interrupts, closing the pool closes every file."""
-    monkeypatch.setattr(shared_batch, "MemoryGauge", PlentyOfMemory)
+    monkeypatch.setattr(shared_batch, "FreeMemory", PlentyOfMemory)
     open_files, presses = len(os.listdir("/proc/self/fd")), 0
     for moment in itertools.count(1):
         pool = BatchPool(shared=1)

@@ -8,11 +8,10 @@ from typing import Any
 
 import pytest
 
-from lightning_stocache.node import free as free_module
 from lightning_stocache.node.budget import Budget
 from lightning_stocache.node.free import FreeMemory
 from lightning_stocache.node.grant import Reserve, grant
-from lightning_stocache.node.open_files import Promise, Promises, other_promises
+from lightning_stocache.node.open_files import promised_to_others
 from lightning_stocache.node.segment import Segment
 from tests.processes import hanging
 
@@ -43,60 +42,45 @@ def descriptor_of(segment: Segment) -> int:
 
 
 def test_what_others_may_still_take_is_counted_once(tmp_path, monkeypatch, sparse):
-    """A segment that two processes have open is one job's; its cgroup's limit counts it only for the same cgroup."""
+    """A segment that two processes have open counts once, and for the cgroup's limit if one of them is in it."""
     links = {f"/proc/{os.getpid()}/fd/{descriptor_of(sparse)}": "/dev/shm/#12 (deleted)"}
     readlink = os.readlink
     monkeypatch.setattr(os, "readlink", lambda path: links.get(readlink(path), readlink(path)))
     file = descriptor_of(sparse)
     other = machine(tmp_path, p71=(file, "theirs"), p72=(file, "theirs"))
-    found = other_promises(other)
-    assert 47 * MIB < found.machine.nbytes <= 48 * MIB
-    assert (found.machine.jobs, found.machine.pids) == (1, (71, 72))
-    assert (found.files, found.cgroup) == (found.machine, Promise())
+    promised, in_cgroup = promised_to_others(other)
+    assert 47 * MIB < promised <= 48 * MIB
+    assert in_cgroup == 0
     (tmp_path / "proc/72/cgroup").write_text("ours")
-    assert other_promises(tmp_path).cgroup == found.machine
-
-
-def test_what_this_process_has_open_is_its_own_business(sparse):
-    """Its own caches are no promise to others."""
-    assert os.getpid() not in other_promises().machine.pids
+    assert promised_to_others(tmp_path) == (promised, promised)
+    free = FreeMemory.measure(None, tmp_path)
+    assert (free.promised, free.promised_in_cgroup) == (promised, promised)
 
 
 def test_without_a_proc_nothing_is_known(tmp_path):
     """As on macOS."""
-    assert other_promises(tmp_path) == Promises()
+    assert promised_to_others(tmp_path) == (0, 0)
 
 
 @pytest.mark.processes
-def test_a_living_job_is_found():
-    """Its segment holds one page, and is as long as what it was granted."""
-    with hanging(Segment.create, 512 * MIB) as child:
-        found, pid = other_promises(), child.process.pid
-    for promise in (found.files, found.machine, found.cgroup):
-        assert pid in promise.pids
-        assert promise.jobs >= 1
-        assert promise.nbytes >= 511 * MIB
+def test_a_living_job_is_found(sparse):
+    """Its segment holds one page, and is as long as what it was granted; those of this process are not counted."""
+    before = promised_to_others()
+    with hanging(Segment.create, 512 * MIB):
+        for promised, others in zip(promised_to_others(), before, strict=True):
+            assert 511 * MIB <= promised - others < 513 * MIB
 
 
 def test_a_filesystem_is_not_promised_twice_and_memory_is_shared():
-    """Of a filesystem what is promised is gone; of memory a newcomer gets an even share at least, and is told why."""
-    promise = Promise(900 * MIB, jobs=2, pids=(7, 8))
-    others = Promises(files=promise, machine=promise)
-    free = FreeMemory(1000 * MIB, 10_000 * MIB, None, "/dev/shm", promised=others)
+    """Of a filesystem what is promised is gone; of memory a newcomer gets half at least, and is told why."""
+    free = FreeMemory(1000 * MIB, 10_000 * MIB, None, "/dev/shm", promised=900 * MIB)
     given = grant(Budget.parse("auto"), 2**40, free, Reserve())
     assert given.bytes == (1000 - 900 - 20) * MIB
-    assert given.limited_by == "/dev/shm (1000 MiB free, of which caches of process 7, 8 may take 900 MiB)"
-    free = FreeMemory(None, 1064 * MIB, 10_000 * MIB, promised=others)
+    assert given.limited_by == "/dev/shm (1000 MiB free, of which caches of other jobs may take 900 MiB)"
+    free = FreeMemory(None, 1064 * MIB, 10_000 * MIB, promised=900 * MIB)
     given = grant(Budget.parse("auto"), 2**40, free, Reserve())
-    assert given.bytes == 1000 * MIB // 3
+    assert given.bytes == 500 * MIB
     assert given.limited_by is not None
-    assert "(1 GiB free, of which caches of process 7, 8 may take 900 MiB, 64 MiB kept" in given.limited_by
-    less = FreeMemory(None, 2064 * MIB, None, promised=others)
+    assert "(1 GiB free, of which caches of other jobs may take 900 MiB, 64 MiB kept" in given.limited_by
+    less = FreeMemory(None, 2064 * MIB, None, promised=900 * MIB)
     assert grant(Budget.parse("auto"), 2**40, less, Reserve()).bytes == 1100 * MIB
-
-
-def test_what_is_measured_tells_of_others(monkeypatch):
-    """Whoever asks what is free is told what others may still take."""
-    others = Promises(Promise(5, 1, (7,)))
-    monkeypatch.setattr(free_module, "other_promises", lambda root: others)
-    assert FreeMemory.measure("/dev/shm").promised == others
