@@ -40,8 +40,8 @@ def report(parser: argparse.ArgumentParser) -> Action:
     add_png(parser, _BESIDE, "the same panels as a picture, too; by default beside the page")
 
     def run(arguments: argparse.Namespace) -> None:
-        from lightning_stocache.insight.logs import LogError
         from lightning_stocache.insight.report import report
+        from lightning_stocache.insight.runs import LogError
 
         png = arguments.output.with_suffix(".png") if arguments.png == _BESIDE else arguments.png
         try:

@@ -1,8 +1,7 @@
 """The dashboard without a server: from the folders of runs to one page that can be opened, mailed and kept.
 
-logs -> runs -> summary and charts -> `report.html`, a template of jinja2. Nothing here knows Lightning or torch, and
-nothing is sent or fetched. The page stands by itself: style and pictures inside, no script, nothing loaded, and it
-forbids itself both. Names of runs were written by others: jinja2 and matplotlib escape them.
+The page is `report.html`, a template of jinja2, and stands by itself: style and pictures inside, no script, nothing
+loaded, and it forbids itself both. Names of runs were written by others: jinja2 and matplotlib escape them.
 """
 
 from __future__ import annotations
@@ -10,8 +9,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from pathlib import Path
 
-from lightning_stocache.insight.runs import Run, find_runs, labels
-from lightning_stocache.insight.summary import table
+from lightning_stocache.insight.runs import Run, find_runs, labels, table
 
 __all__ = ["report"]
 
@@ -54,6 +52,9 @@ def report(folders: Sequence[Path], output: Path, png: Path | None = None) -> li
     charts = CHARTS if timed else CHARTS[:-1]
     numbered = "run 1" in drawn  # the names, which the table has, are too long for the charts
     names = [f"run {number}: {run.name}" if numbered else run.name for number, run in enumerate(runs, 1)]
+    notes = [f"Left out: {sentence}" for sentence in left_out]
+    if len(runs) > len(drawn):
+        notes.insert(0, f"The charts show the first {len(drawn)} of {len(runs)} runs; the table has all.")
     templates = Environment(loader=FileSystemLoader(Path(__file__).parent), autoescape=True)
     text = templates.get_template("report.html").render(
         title="Stochastic cache" if len(runs) == 1 else f"Stochastic cache: {len(runs)} runs",
@@ -62,7 +63,7 @@ def report(folders: Sequence[Path], output: Path, png: Path | None = None) -> li
         table=table(runs),
         colours=COLOURS,
         charts=[(chart, svg(chart, drawn)) for chart in charts],
-        notes=_notes(runs, len(drawn), left_out),
+        notes=notes,
     )
     output.write_text(text, encoding="utf-8", errors="replace")
     if png is not None:
@@ -70,21 +71,8 @@ def report(folders: Sequence[Path], output: Path, png: Path | None = None) -> li
     return left_out
 
 
-def _notes(runs: Sequence[Run], drawn: int, left_out: Sequence[str]) -> list[str]:
-    notes = []
-    if any(run.seconds_saved for run in runs):
-        notes.append(
-            "Waiting saved: what epoch one waited for data, sample for sample, less what later epochs waited; mean per "
-            "later epoch."
-        )
-    if len(runs) > drawn:
-        notes.append(f"The charts show the first {drawn} of {len(runs)} runs; the table has all.")
-    return notes + [f"Left out: {sentence}" for sentence in left_out]
-
-
 def _epochs(run: Run) -> str:
-    if not run.epoch_count:
+    count = len(run.ends["train"])
+    if not count:
         return "first epoch not over yet"
-    if run.epoch_count == 1:
-        return "1 epoch; a cache helps from the second epoch on"
-    return f"{run.epoch_count} epochs"
+    return "1 epoch; a cache helps from the second epoch on" if count == 1 else f"{count} epochs"

@@ -1,12 +1,16 @@
-"""Runs as their folders tell them: which there are below a folder, what each is called, what it measured.
+"""Runs as the loggers leave them in folders: found, named, read and summed up in figures.
 
-A run is a folder with a log (`logs`), or the Hydra folder around it, where Hydra started the run: then its name is made
-of the overrides in `.hydra/overrides.yaml` that set it apart from the runs beside it. Otherwise its name is the path.
-Where two loggers wrote in one Hydra folder, the CSV is read. Links are not followed, and files are only read.
+A run is a folder with a log, or the Hydra folder around it: its name is then made of the overrides that set it apart
+from the runs beside it, else of its path. A log is the metrics.csv of CSVLogger, or the event files of
+TensorBoardLogger where there is no CSV. It becomes rows in the order of its steps: finite numbers by column (or tag),
+of `epoch`, `step` and what begins with `stocache/`. Of TensorBoard's events the live values of a step are one row, and
+those of the epoch that ended there are the next. Files are only read.
 """
 
 from __future__ import annotations
 
+import csv
+import math
 import os
 import re
 import statistics
@@ -15,16 +19,22 @@ from dataclasses import dataclass, field
 from functools import cached_property
 from itertools import pairwise
 from pathlib import Path
+from typing import Any, Literal
 
 from lightning_stocache.insight.layout import LIVE
-from lightning_stocache.insight.logs import LogError, Row, log_folders, read_log
-from lightning_stocache.insight.verdict import saved_seconds
+from lightning_stocache.node.budget import format_bytes
 
-__all__ = ["Run", "find_runs", "labels"]
+__all__ = ["LogError", "Points", "Run", "Unit", "find_runs", "labels", "table", "write"]
+
+Points = Sequence[tuple[float, float]]
+Row = dict[str, float]
+Unit = Literal["%", "bytes", "s", "samples/s"]
 
 _STAGES = {"train": "stocache/", "val": "stocache/val/", "test": "stocache/test/", "predict": "stocache/predict/"}
 
-Points = Sequence[tuple[float, float]]
+
+class LogError(ValueError):
+    """Folders without a run, or a log that cannot be read; the message is one sentence for people."""
 
 
 @dataclass(frozen=True)
@@ -32,8 +42,8 @@ class Run:
     """What one run measured.
 
     Args:
-        name: What sets it apart from the other runs.
-        rows: Its log, in the order in which it was written.
+        name: what sets it apart from the other runs.
+        rows: its log, in the order in which it was written.
 
     Example:
         >>> live = {"step": 1, "stocache/live/hit_rate": 0.1}
@@ -46,9 +56,16 @@ class Run:
     rows: Sequence[Row] = field(repr=False)
 
     @cached_property
+    def ends(self) -> dict[str, list[Row]]:
+        """The rows that were logged at the ends of each stage's epochs: they have counts, or a StepTimer's means."""
+        timed = [row for row in self.rows if "epoch" in row and "stocache/step/wait_seconds" in row]
+        ends = {stage: [row for row in self.rows if prefix + "hits" in row] for stage, prefix in _STAGES.items()}
+        return ends | {"train": ends["train"] or timed}
+
+    @property
     def stages(self) -> list[str]:
         """The stages that ended an epoch, training first."""
-        return [stage for stage in _STAGES if self._ends[stage]]
+        return [stage for stage in _STAGES if self.ends[stage]]
 
     @cached_property
     def nodes(self) -> list[int]:
@@ -56,14 +73,9 @@ class Run:
         found = (re.match(r"stocache/node(\d+)/", name) for row in self.rows for name in row)
         return sorted({int(match[1]) for match in found if match})
 
-    @property
-    def epoch_count(self) -> int:
-        """Training epochs that ended."""
-        return len(self._ends["train"])
-
     def epochs(self, metric: str, stage: str = "train") -> Points:
         """Pairs of epoch and value, in order; where the epochs of several fits overlap, they are numbered through."""
-        rows, key = self._ends[stage], _STAGES[stage] + metric
+        rows, key = self.ends[stage], _STAGES[stage] + metric
         numbers = [row.get("epoch", float(index)) for index, row in enumerate(rows)]
         if any(after <= before for before, after in pairwise(numbers)):
             numbers = [float(index) for index in range(len(rows))]
@@ -71,16 +83,15 @@ class Run:
 
     def last(self, metric: str, stage: str = "train") -> float | None:
         """The value of the last epoch that has one; of training in its first epoch, the last live value."""
-        points = self.epochs(metric, stage)
-        if stage == "train" and not self.epoch_count:
-            points = self.live(metric)
+        first_epoch = stage == "train" and not self.ends["train"]
+        points = self.live(metric) if first_epoch else self.epochs(metric, stage)
         return points[-1][1] if points else None
 
     def live(self, metric: str, *, first_epoch: bool = False) -> Points:
         """Pairs of step and value while training ran; of the first epoch, its end included, or of all."""
-        end = next(iter(self._ends["train"]), None) if first_epoch else None
         points = {row["step"]: row[LIVE + metric] for row in self.rows if LIVE + metric in row}
-        if end is not None:
+        if first_epoch and self.ends["train"]:
+            end = self.ends["train"][0]
             points = {step: value for step, value in points.items() if step <= end["step"]}
             if f"stocache/{metric}" in end:
                 points[end["step"]] = end[f"stocache/{metric}"]
@@ -105,98 +116,133 @@ class Run:
         pairs = [(wait, wait + computes.get(epoch, 0.0)) for epoch, wait in self.epochs("data_wait_seconds")]
         return [wait / whole for wait, whole in pairs if whole > 0]
 
-    @property
-    def seconds_saved(self) -> float | None:
-        """Seconds by which an epoch waited less for data than the first one did; None where it cannot be known."""
-        ends = self._ends["train"]
-        return saved_seconds([{name.removeprefix("stocache/"): value for name, value in row.items()} for row in ends])
-
     def uncached(self, runs: Sequence[Run]) -> Run | None:
         """The run that differs from this one by its budget alone, and had none; None if there is no such run."""
         same = (run for run in runs if _but_for_budget(run.name) == _but_for_budget(self.name))
         return next((run for run in same if run is not self and run.last("coverage") == 0), None)
 
-    @cached_property
-    def _ends(self) -> dict[str, list[Row]]:
-        """The rows that were logged at the epochs' ends of each stage: they have counts, or a StepTimer's means."""
-        timed = [row for row in self.rows if "epoch" in row and "stocache/step/wait_seconds" in row]
-        ends = {stage: [row for row in self.rows if prefix + "hits" in row] for stage, prefix in _STAGES.items()}
-        return ends | {"train": ends["train"] or timed}
 
-
-def find_runs(folders: Sequence[Path]) -> tuple[list[Run], list[str]]:
-    """Find and read the runs in these folders and below.
-
-    Args:
-        folders: Folders of runs, or folders above them.
-
-    Returns:
-        The runs, in the order of the folders, and one sentence for each that had to be left out.
-
-    Raises:
-        LogError: One of the folders is not a folder or has no log below it, or no run at all could be read.
-    """
-    logs: dict[Path, Path] = {}  # by the run's folder
-    for folder in folders:
-        if not folder.is_dir():
-            why = "is a file: give the folder that it lies in" if folder.exists() else "does not exist"
-            raise LogError(f"{folder} {why}")
-        found = log_folders(folder.resolve())
-        if not found:
-            raise LogError(
-                f"{folder} holds no run: no metrics.csv (CSVLogger) or TensorBoard event file in it or below"
-            )
-        for log in found:
-            logs.setdefault(_home(log), log)
-    homes = sorted(logs, key=lambda home: _natural(str(home)))
-    names, runs, problems = _names(homes), [], []
-    for name, home in zip(names, homes, strict=True):
-        try:
-            runs.append(Run(name, read_log(logs[home])))
-        except LogError as error:
-            problems.append(str(error))
-    if not runs:
-        more = f" ({len(problems) - 1} more runs could not be read)" if len(problems) > 1 else ""
-        raise LogError(problems[0] + more)
-    return runs, problems
-
-
-def labels(runs: Sequence[Run]) -> list[str]:
-    """Names that are short enough to stand in a chart, and differ: nothing for a single run.
-
-    Overrides without their groups, or their values alone; if these are too long, the numbers of the runs.
+def write(value: float | None, unit: Unit) -> str:
+    """Write a value for people; what is not known is empty.
 
     Example:
-        >>> def named(*names):
-        ...     return [Run(name, []) for name in names]
-        >>> labels(named("cache.budget=0", "cache.budget=50%")), labels(named("cache.budget=50%, seed=1", "seed=2"))
-        (['budget=0', 'budget=50%'], ['50%, 1', '2'])
-        >>> labels(named("data.root=/mnt/storage/one", "data.root=/mnt/storage/two")), labels(named("lightning_logs"))
-        (['run 1', 'run 2'], [''])
+        >>> write(0.4996, "%"), write(1, "%"), write(3 * 2**20, "bytes"), write(0.0123, "s"), write(4321.9, "samples/s")
+        ('50 %', '100 %', '3 MiB', '0.012 s', '4,322')
     """
-    if len(runs) == 1:
-        return [""]
-    longest = 14 if len(runs) <= 4 else 8
-    for left_out in (r"[^,= ]*\.(?=[^,=]*=)", r"[^,= ]*="):  # the group of a key, the key
-        names = [re.sub(left_out, "", run.name) for run in runs]
-        if max(map(len, names)) <= longest and len(set(names)) == len(names):
-            return names
-    return [f"run {number}" for number in range(1, len(runs) + 1)]
+    if value is None:
+        return ""
+    if unit == "%":
+        return f"{100 * value:.1f}".removesuffix(".0") + " %"
+    if unit == "bytes":
+        return format_bytes(int(value))
+    digits = f"{value:.2g}" if abs(value) < 10 else f"{value:.1f}".removesuffix(".0")
+    if abs(value) >= 100:
+        digits = f"{value:,.0f}"
+    return f"{digits} s" if unit == "s" else digits
+
+
+def table(runs: Sequence[Run]) -> dict[str, list[str]]:
+    """The figures of all runs by column, without columns that are empty. What was not logged is empty, never 0."""
+    rows = [_figures(run, runs) for run in runs]
+    columns = {name: [row[name] for row in rows] for name in rows[0]}
+    return {name: cells for name, cells in columns.items() if any(cells)}
+
+
+def _figures(run: Run, runs: Sequence[Run]) -> dict[str, str]:
+    before, after = next(iter(run.epoch_seconds), None), run.later_seconds
+    uncached, waits = run.uncached(runs), run.wait_shares
+    return {
+        "epochs": str(len(run.ends["train"])),
+        "hit rate": write(run.last("hit_rate"), "%"),
+        "at most": write(run.last("coverage"), "%"),
+        "slots filled": write(run.last("fill_fraction"), "%"),
+        "epoch one": write(before, "s"),
+        "later epochs": write(after, "s"),
+        "faster than epoch one": _times(before, after),
+        "faster than budget=0": _times(uncached.later_seconds if uncached else None, after),
+        "waiting, epoch one": write(waits[0] if waits else None, "%"),
+        "waiting, last epoch": write(waits[-1] if len(waits) > 1 else None, "%"),
+        "memory": write(run.last("memory_bytes"), "bytes"),
+        "budget": write(run.last("budget_bytes"), "bytes"),
+        "val hit rate": write(run.last("hit_rate", "val"), "%"),
+    }
+
+
+def _times(before: float | None, after: float | None) -> str:
+    return f"{before / after:.1f}x" if before is not None and after else ""
 
 
 def _but_for_budget(name: str) -> list[str]:
     return [override for override in name.split(", ") if not override.partition("=")[0].endswith("budget")]
 
 
-def _natural(name: str) -> list[tuple[int, str]]:
-    """A sort key by which version_10 comes after version_9."""
-    parts = re.split(r"(\d+)", name)
-    return [(int(part), "") if index % 2 else (0, part) for index, part in enumerate(parts)]
+def find_runs(folders: Sequence[Path]) -> tuple[list[Run], list[str]]:
+    """Find and read the runs in these folders and below.
+
+    Args:
+        folders: folders of runs, or folders above them.
+
+    Returns:
+        The runs, in the order of their paths, and one sentence for each that had to be left out.
+
+    Raises:
+        LogError: one of the folders is not a folder or has no log below it, or no run at all could be read.
+    """
+    logs: dict[Path, Path] = {}  # by the run's folder
+    for folder in folders:
+        if not folder.is_dir():
+            why = "is a file: give the folder that it lies in" if folder.exists() else "does not exist"
+            raise LogError(f"{folder} {why}")
+        patterns = ("metrics.csv", "events.out.tfevents.*")  # of two loggers in one Hydra folder the CSV is read
+        found = [path.parent for pattern in patterns for path in sorted(folder.resolve().rglob(pattern))]
+        if not found:
+            raise LogError(f"{folder} holds no run: no metrics.csv (CSVLogger) nor TensorBoard event file lies in it")
+        for log in found:  # outputs/date/time/csv/version_0: the Hydra folder is at most three above
+            above = (each for each in (log, *log.parents[:3]) if (each / ".hydra").is_dir())
+            logs.setdefault(next(above, log), log)
+    numbered = {
+        home: [int(part) if part.isdigit() else part for part in re.split(r"(\d+)", str(home))] for home in logs
+    }
+    homes = sorted(logs, key=numbered.__getitem__)  # version_10 comes after version_9
+    runs, problems = [], []
+    for name, home in zip(_names(homes), homes, strict=True):
+        try:
+            runs.append(Run(name, _read(logs[home])))
+        except LogError as error:
+            problems.append(str(error))
+    if not runs:
+        raise LogError(problems[0])
+    return runs, problems
 
 
-def _home(log: Path) -> Path:
-    """The Hydra folder of a log, at most three above it (outputs/date/time/csv/version_0), or its own."""
-    return next((folder for folder in (log, *list(log.parents)[:3]) if (folder / ".hydra").is_dir()), log)
+def labels(runs: Sequence[Run]) -> list[str]:
+    """Names that are short enough to stand in a chart, and differ: overrides without their groups, or numbers.
+
+    Example:
+        >>> def named(*names):
+        ...     return [Run(name, []) for name in names]
+        >>> labels(named("cache.budget=0", "cache.budget=50%")), labels(named("data.root=/mnt/first", "data.root=/mnt"))
+        (['budget=0', 'budget=50%'], ['run 1', 'run 2'])
+        >>> labels(named("lightning_logs"))
+        ['']
+    """
+    if len(runs) == 1:
+        return [""]
+    names = [re.sub(r"[^,= ]*\.(?=[^,=]*=)", "", run.name) for run in runs]
+    if max(map(len, names)) <= (14 if len(runs) <= 4 else 8) and len(set(names)) == len(names):
+        return names
+    return [f"run {number}" for number in range(1, len(runs) + 1)]
+
+
+def _names(homes: Sequence[Path]) -> list[str]:
+    """Each run by the overrides that not all have; where there are none, by its path below what is common to all."""
+    overrides = [_overrides(home) for home in homes]
+    common = set.intersection(*map(set, overrides)) if len(homes) > 1 else set()
+    names = [", ".join(override for override in listed if override not in common) for listed in overrides]
+    above = Path(os.path.commonpath([home.parent for home in homes]))
+    paths = [str(home.relative_to(above)) for home in homes]
+    names = [name or path for name, path in zip(names, paths, strict=True)]
+    return [name if names.count(name) == 1 else f"{name} ({path})" for name, path in zip(names, paths, strict=True)]
 
 
 def _overrides(home: Path) -> list[str]:
@@ -209,12 +255,48 @@ def _overrides(home: Path) -> list[str]:
     return [entry for entry in listed if isinstance(entry, str)] if isinstance(listed, list) else []
 
 
-def _names(homes: Sequence[Path]) -> list[str]:
-    """Each run by the overrides that not all have; where there are none, by its path below what is common to all."""
-    overrides = [_overrides(home) for home in homes]
-    common = set.intersection(*map(set, overrides)) if len(homes) > 1 else set()
-    names = [", ".join(override for override in listed if override not in common) for listed in overrides]
-    above = Path(os.path.commonpath([home.parent for home in homes]))
-    paths = [str(home.relative_to(above)) for home in homes]
-    names = [name or path for name, path in zip(names, paths, strict=True)]
-    return [name if names.count(name) == 1 else f"{name} ({path})" for name, path in zip(names, paths, strict=True)]
+def _read(folder: Path) -> list[Row]:
+    rows = _read_csv(folder / "metrics.csv") if (folder / "metrics.csv").is_file() else _read_events(folder)
+    rows = [row for row in rows if "step" in row]
+    if not any(name.startswith("stocache/") for row in rows for name in row):
+        raise LogError(
+            f"{folder} holds no stocache/ value: was CacheMonitor or StochasticCache among the Trainer's callbacks, "
+            "and did the run get as far as its first logging step?"
+        )
+    return rows
+
+
+def _read_csv(path: Path) -> list[Row]:
+    try:
+        with path.open(newline="", encoding="utf-8", errors="replace") as file:
+            return [_row(line) for line in csv.DictReader(file) if None not in line.values()]  # None: it was cut off
+    except (OSError, csv.Error) as error:
+        raise LogError(f"{path} cannot be read: {error}") from error
+
+
+def _row(cells: dict[str, Any]) -> Row:
+    row = {}
+    for name, cell in cells.items():
+        if name and (name in ("epoch", "step") or name.startswith("stocache/")):
+            try:
+                row[name] = float(cell)
+            except ValueError:
+                continue  # not logged in this row
+    return {name: value for name, value in row.items() if math.isfinite(value)}
+
+
+def _read_events(folder: Path) -> list[Row]:
+    try:
+        from tensorboard.backend.event_processing import event_accumulator as reader
+    except ModuleNotFoundError as error:
+        raise LogError(
+            f"{folder} holds TensorBoard events, and reading those needs TensorBoard, which is not installed: "
+            'pip install "lightning-stocache[tensorboard]", or log with CSVLogger'
+        ) from error
+    events = reader.EventAccumulator(str(folder), size_guidance={reader.SCALARS: 0}, purge_orphaned_data=False)
+    events.Reload()
+    rows: dict[tuple[int, bool], Row] = {}
+    for tag in events.Tags()[reader.SCALARS]:
+        for event in events.Scalars(tag):
+            rows.setdefault((event.step, not tag.startswith(LIVE)), {"step": event.step})[tag] = event.value
+    return [_row(rows[key]) for key in sorted(rows)]

@@ -14,9 +14,7 @@ from matplotlib.text import Text
 
 from lightning_stocache.insight.charts import CHARTS, COLOURS
 from lightning_stocache.insight.report import report
-from lightning_stocache.insight.runs import find_runs, labels
-from lightning_stocache.insight.summary import table
-from tests.insight.browser import browse, needs_a_browser
+from lightning_stocache.insight.runs import find_runs, labels, table
 from tests.insight.logged import rows_of_a_run, step_rows, write_csv, write_hydra, write_multirun
 
 TITLES = [chart.title for chart in CHARTS]
@@ -79,7 +77,6 @@ def test_a_csv_folder_becomes_a_page_with_six_charts(tmp_path):
     assert sum(tag == "svg" for tag, _ in page.tags) == len(EVERY_RUN)
     assert "Nothing to draw" not in page.text
     assert "at most\n50 %" in page.text
-    assert "512 KiB of 512 KiB" in page.text
 
 
 def test_the_page_stands_by_itself(multirun, tmp_path):
@@ -121,12 +118,10 @@ def test_runs_of_a_multirun_stand_side_by_side(multirun):
     assert sorted(words(hit_rate)) == sorted(f"{share} {name}" for share, name in zip(SHARES, names, strict=True))
     assert len({line.get_color() for line in hit_rate.get_lines()}) == 3
     sources = drawn(multirun, "Where the bytes came from")
-    assert [name for name in words(sources) if name in names] == names
+    assert words(sources)[:3] == [f"{name}\n{share}" for name, share in zip(names, SHARES, strict=True)]
     parts = heights(sources)
     assert [parts[6 * run + 4 : 6 * run + 6] for run in range(3)] == [[0, 2**20], [2**19, 2**19], [2**20, 0]]
-    columns = table(find_runs([multirun])[0])
-    assert columns["hit rate"] == SHARES
-    assert columns["waiting saved per epoch"][1] == "2.5 s"  # of the 5 s that epoch one waited
+    assert table(find_runs([multirun])[0])["hit rate"] == SHARES
 
 
 SHARES = ["0 %", "50 %", "100 %"]
@@ -160,18 +155,10 @@ def test_gains_are_told(multirun, tmp_path):
     assert "epoch one\n2 s\nlater epochs\n1 s\nfaster than epoch one\n2.0x" in page.text
 
 
-def test_one_epoch_has_seconds_and_no_gain(tmp_path):
-    """A run of one epoch is not compared with itself."""
-    page = page_of([write_csv(tmp_path / "run", rows_of_a_run(epochs=1))], tmp_path)
-    assert "epoch one\n2 s" in page.text
-    assert "a cache helps from the second epoch on" in page.text
-    assert "faster than" not in page.text
-
-
 def test_metrics_that_were_not_logged_leave_a_sentence(tmp_path):
     """The charts of what was not logged say so; the others are drawn."""
     page = page_of([write_csv(tmp_path / "run", rows_of_a_run(without=NEW))], tmp_path)
-    assert "compute_seconds and data_wait_seconds not logged" in page.text
+    assert "data_wait_seconds and compute_seconds not logged" in page.text
     assert "samples_per_second not logged" in page.text
     assert page.text.count("Nothing to draw") == 2
 
@@ -188,24 +175,22 @@ def test_nodes_have_lines_of_their_own(tmp_path):
     """With several nodes, a single run shows the hit rate and the memory of each."""
     folder = write_csv(tmp_path / "run", rows_of_a_run(nodes=2))
     assert {"50 % node 0", "50 % node 1"} <= {*words(drawn(folder, "Hit rate"))}
-    assert "node 1" in words(drawn(folder, "Memory against budget"))
+    assert [label.get_text() for label in drawn(folder, "Memory against budget").get_xticklabels()][-1] == "node 1"
 
 
 def test_parts_of_a_step_are_bars(tmp_path):
-    """Where a StepTimer logged there is a chart more: a bar for each epoch, and for each of several runs."""
-    write_csv(tmp_path / "runs" / "a", step_rows(rows_of_a_run(epochs=2)))
-    axes = drawn(tmp_path / "runs", "What a step is made of")
-    assert heights(axes) == pytest.approx([0.03, 0, 0.01, 0, 0, 0, 0.02, 0, 0.01, 0, 0, 0])
-    assert [label.get_text() for label in axes.get_xticklabels()] == ["0", "1"]
-    assert {"75 %", "67 %", "wait", "forward"} <= {*words(axes)}
-    timer_alone = [row for row in step_rows(rows_of_a_run(epochs=3)) if "stocache/hits" in row[2]]
-    for _, _, values in timer_alone:
-        del values["stocache/hits"]
-    write_csv(tmp_path / "runs" / "b", timer_alone)
-    axes = drawn(tmp_path / "runs", "What a step is made of")
-    assert [label.get_text() for label in axes.get_xticklabels()] == ["a", "b"]
-    assert heights(axes)[::6] == pytest.approx([0.02, 0.01])  # waiting in their last epochs
-    assert TITLES[-1] in page_of([tmp_path / "runs"], tmp_path).text
+    """Where a StepTimer logged there is a chart more, with a bar for each epoch; it may have logged alone."""
+    for name, alone in (("a", False), ("b", True)):
+        rows = list(step_rows(rows_of_a_run(epochs=2)))
+        for _, _, values in rows:
+            if alone:
+                values.pop("stocache/hits", None)
+        folder = write_csv(tmp_path / name, rows)
+        axes = drawn(folder, "What a step is made of")
+        assert heights(axes) == pytest.approx([0.03, 0, 0.01, 0, 0, 0, 0.02, 0, 0.01, 0, 0, 0])
+        assert [label.get_text() for label in axes.get_xticklabels()] == ["0", "1"]
+        assert {"75 %", "67 %", "wait", "forward"} <= {*words(axes)}
+        assert TITLES[-1] in page_of([folder], tmp_path).text
 
 
 def test_more_runs_than_colours_are_all_in_the_table(tmp_path):
@@ -218,26 +203,17 @@ def test_more_runs_than_colours_are_all_in_the_table(tmp_path):
 
 
 def test_hostile_names_are_escaped(tmp_path):
-    """Markup in an override, a folder or a column's name is text in the page, or is not in it at all."""
-    bad = "<script>alert(1)</script>"
-    extra = [(3, 0, {f"stocache/{bad}": 1.0, f"stocache/node{bad}/hit_rate": 1.0, "stocache/hits": 1.0})]
-    write_hydra(tmp_path / "a", [f"x={bad}"], [*rows_of_a_run(), *extra])
-    write_csv(tmp_path / "<script>alert(2)<", rows_of_a_run())
-    write_csv(tmp_path / "'\" onload=alert(3)", [(1, 0, {"val/loss": 1.0})])
-    page = page_of([tmp_path], tmp_path)
-    assert "script" not in {tag for tag, _ in page.tags}
-    assert not [name for _, attributes in page.tags for name in attributes if name.startswith("on")]
-    assert f"x={bad}" in page.text  # the reader still sees the name
-
-
-def test_short_hostile_names_are_escaped_in_charts(tmp_path):
-    """A name that is short enough for the charts is text there, too, and no formula."""
-    names = ["x=<b>", "x=$\\frac{1$"]
-    for number, name in enumerate(names):
-        write_hydra(tmp_path / str(number), [name], rows_of_a_run())
-    page = page_of([tmp_path], tmp_path)
-    assert "b" not in {tag for tag, _ in page.tags}
-    assert all(f"100 {name}\n" in page.text for name in names)
+    """Markup in an override or a folder is text in the page and in its charts, and a name is no formula."""
+    bad, short = "<script>alert(1)</script>", ["x=<b>", "x=$\\frac{1$"]
+    write_hydra(tmp_path / "long" / "a", [f"x={bad}"], [*rows_of_a_run(), (3, 0, {f"stocache/{bad}": 1.0})])
+    write_csv(tmp_path / "long" / "'\" onload=alert(3)", rows_of_a_run())
+    for number, name in enumerate(short):
+        write_hydra(tmp_path / "short" / str(number), [name], rows_of_a_run())
+    for folder, names in (("long", [f"x={bad}"]), ("short", [f"100 {name}\n" for name in short])):
+        page = page_of([tmp_path / folder], tmp_path)
+        assert not {"script", "b"} & {tag for tag, _ in page.tags}
+        assert not [name for _, attributes in page.tags for name in attributes if name.startswith("on")]
+        assert all(name in page.text for name in names)  # the reader still sees the name
 
 
 def test_a_run_that_cannot_be_read_does_not_hide_the_others(multirun, tmp_path):
@@ -282,17 +258,3 @@ def test_a_library_that_is_missing_is_named(tmp_path, monkeypatch, missing):
     monkeypatch.setitem(sys.modules, missing, None)
     with pytest.raises(ModuleNotFoundError, match=rf"{missing}.*lightning-stocache\[report\]"):
         report([write_csv(tmp_path / "run", rows_of_a_run())], tmp_path / "report.html")
-
-
-@pytest.mark.processes
-@pytest.mark.slow
-@needs_a_browser
-def test_a_browser_shows_the_charts(multirun, tmp_path):
-    """Headless Chromium draws every chart, and hostile names stay text in its document."""
-    write_hydra(multirun / "3", ["x=<script>document.title='run'</script>"], rows_of_a_run(0.2))
-    report([multirun], tmp_path / "report.html")
-    page = Page(browse(tmp_path / "browser", "--dump-dom", (tmp_path / "report.html").as_uri()))
-    assert [title for title in EVERY_RUN if title not in page.text] == []
-    assert sum(tag == "svg" for tag, _ in page.tags) == len(EVERY_RUN)
-    assert "script" not in {tag for tag, _ in page.tags}
-    assert "Stochastic cache: 4 runs" in page.text

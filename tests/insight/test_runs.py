@@ -4,9 +4,7 @@ import sys
 
 import pytest
 
-from lightning_stocache.insight.logs import LogError, read_log
-from lightning_stocache.insight.runs import find_runs
-from lightning_stocache.insight.summary import table
+from lightning_stocache.insight.runs import LogError, find_runs, table
 from tests.insight.logged import rows_of_a_run, step_rows, write_csv, write_hydra, write_multirun
 
 
@@ -78,7 +76,7 @@ def test_tensorboard_that_is_missing_is_named(tmp_path, monkeypatch):
     (tmp_path / "events.out.tfevents.1.host").write_bytes(b"")
     monkeypatch.setitem(sys.modules, "tensorboard.backend.event_processing", None)
     with pytest.raises(LogError, match=r"lightning-stocache\[tensorboard\].*CSVLogger"):
-        read_log(tmp_path)
+        find_runs([tmp_path])
 
 
 @pytest.mark.parametrize("overrides", ["{a: 1}", "[1, [2]]", "- [", "!!python/object/apply:os.getpid []", "\x00", ""])
