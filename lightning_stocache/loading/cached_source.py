@@ -5,11 +5,11 @@ if nobody else is doing so), or a bypass (it has no slot or no room, is odd, or 
 has been loaded is checked against the cache's codec; what differs is odd, served as it is, and never stored. What is
 random comes after the cache: first the tail that was cut off the source, then the user's transform.
 
-A batch is looked up at once. The hits of rows are copied out by one gather per field (a CachedLoader does that by
-itself, and has the others loaded: `load_into`), those of records one by one when they are asked for; the others are
-loaded in one call if the source has `__getitems__`. Counts are added when a sample has been served: of a batch whose
-loading fails, what was loaded before is stored and counted, its hits are not.
-Where other jobs fill the same cache, each sample is loaded by one of them (`turns`).
+A batch is looked up at once. The hits of rows are copied out by one gather per field, those of records one by one when
+they are asked for; the others are loaded in one call if the source has `__getitems__`. Samples that a batch holds
+twice, that another job is loading (`turns`) or that cannot be decoded are served one by one after that. Counts are
+added when a sample has been served: of a batch whose loading fails, what was loaded before is stored and counted, its
+hits are not.
 
 The source stays its user's: as soon as it is seen to have changed, it is served as it is now, uncached.
 """
@@ -18,25 +18,24 @@ from __future__ import annotations
 
 import copy
 import time
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import replace
 from typing import Any, SupportsIndex, cast
 
 import numpy as np
 from torch.utils.data import Dataset
 
+from lightning_stocache.cache.placement import Integers
 from lightning_stocache.cache.rows import FieldRows
 from lightning_stocache.cache.shortage import Pace
 from lightning_stocache.cache.store import NO_PLACE, UNREADABLE, Store, gathers
 from lightning_stocache.loading.batch_pool import BatchPool
-from lightning_stocache.loading.misses import Misses, in_order, passed_through
+from lightning_stocache.loading.misses import Misses
 from lightning_stocache.setup.open_cache import OpenCache
 from lightning_stocache.source.access import Odd, batch_reader, position_of
 from lightning_stocache.source.state import SourceState
 
 __all__ = ["CachedSource"]
-
-_AGAIN: Any = object()  # stands for a sample that its batch has already
 
 
 class CachedSource:
@@ -83,7 +82,7 @@ class CachedSource:
             cache = self.cache
             if cache is None:
                 return self._uncached(self.opened.source, [position], self._finished)[0]
-            return self._finished(self._serve(cache, position))
+            return self._finished(self._serve_one(cache, position))
 
     def samples(self, indices: Sequence[SupportsIndex]) -> Any:
         """The finished samples of a batch, each made when it is asked for: who puts one away needs no memory for all.
@@ -96,9 +95,15 @@ class CachedSource:
                 positions = [position_of(index, self.source) for index in indices]
             except TypeError:  # a sampler's keys, which only the source understands
                 return self._uncached(self.source, indices, self._transformed)
-            if self.cache is None and self._read_batch is None:
+            cache, read = self.cache, self._read_batch
+            if cache is not None:
+                return self._each_finished(self._serve(cache, positions))
+            if read is None:
                 return self._uncached(self.opened.source, positions, self._finished)
-            return self._each_finished(self._serve_many(positions, lazily=self.transforms))
+            start = time.perf_counter_ns()
+            samples = read(positions)
+            self.opened.count(bypasses=len(positions), source_ns=time.perf_counter_ns() - start)
+            return self._each_finished(samples)
 
     def load_into(self, batch: FieldRows, indices: Sequence[SupportsIndex], rows: list[int]) -> dict[int, Any]:
         """Serve samples that were not READY a moment ago, each in its row of a batch, untransformed; store them there.
@@ -107,7 +112,17 @@ class CachedSource:
             By row, the samples that are odd; what lies in their rows is undefined.
         """
         with self._state:
-            return self._load_into(batch, [position_of(index, self.source) for index in indices], rows)
+            cache, positions = cast(Store, self.opened.cache), [position_of(index, self.source) for index in indices]
+            missing = bool((cache.lookup(np.array(positions, dtype=np.int64), verify=True) == NO_PLACE).all())
+            if missing and len(set(positions)) == len(positions) and not cache.divide(positions)[1]:
+                samples = self._misses_of(cache).load(positions, self._read_batch, batch=batch, rows=rows)
+            else:  # of a disk, drawn twice, or of a job that shares its cache
+                samples = list(self._serve(cache, positions))
+                fitting = [number for number, sample in enumerate(samples) if type(sample) is not Odd]
+                parts = [cache.codec.encode(samples[number], positions[number]) for number in fitting]
+                if parts:
+                    batch.put_many([rows[number] for number in fitting], parts)
+        return {row: sample.sample for row, sample in zip(rows, samples, strict=True) if type(sample) is Odd}
 
     def load_ahead(self, index: int) -> bool:
         """Load a sample that nobody has asked for yet; whether there is room for such."""
@@ -116,7 +131,7 @@ class CachedSource:
             return False
         with self._state:
             mine, _ = cache.divide([index])
-            return not mine or cache.has_room(self._loading(cache).load(mine, served=False)[0])
+            return not mine or cache.has_room(self._misses_of(cache).load(mine, served=False)[0])
 
     def count_hits(self, samples: int, gather_ns: int = 0) -> None:
         """Count samples that somebody else has copied out of the cache, and the nanoseconds that it took."""
@@ -163,92 +178,70 @@ class CachedSource:
         # For a copy, too: memory and what loads belong to one process, and to one cache.
         return self.__dict__ | {"_pool": BatchPool(), "_misses": None}
 
-    # ---- from the cache ----
+    # ---- serving, unfinished ----
 
-    def _serve(self, cache: Store, index: int) -> Any:
-        """The sample of an index, unfinished. One that lies outside the dataset is the source's business."""
+    def _serve_one(self, cache: Store, index: int) -> Any:
+        """The sample of an index. One that lies outside the dataset is the source's business."""
         start = time.perf_counter_ns()
-        if (place := cache.place(index, verify=True)) != NO_PLACE:
-            places = np.array([place])
-            [sample] = cache.read(places, self._pool.lend)
-            if sample is UNREADABLE:
-                return self._load(cache, [index])[0]
-            nbytes, gather_ns = cache.stored_bytes(places), time.perf_counter_ns() - start
-            self.opened.count(hits=1, bytes_from_cache=nbytes, gather_ns=gather_ns)
-            return sample
-        if cache.divide([index])[1] and cache.turns.wait([index]):
-            return self._serve(cache, index)
-        return self._loading(cache).load([index])[0]
+        while (place := cache.place(index, verify=True)) == NO_PLACE:
+            if not (cache.divide([index])[1] and cache.turns.wait([index])):
+                return self._misses_of(cache).load([index])[0]
+        places = np.array([place])
+        [sample] = cache.read(places, self._pool.lend)
+        if sample is UNREADABLE:
+            return self._misses_of(cache).load([index])[0]
+        nbytes, gather_ns = cache.stored_bytes(places), time.perf_counter_ns() - start
+        self.opened.count(hits=1, bytes_from_cache=nbytes, gather_ns=gather_ns)
+        return sample
 
-    def _serve_many(self, indices: list[int], *, lazily: bool = False) -> Any:
-        """The samples of a batch, unfinished; `lazily`: records are read when their samples are asked for.
-
-        Without a cache, whatever the source's `__getitems__` makes of the batch.
-        """
-        cache = self.cache
-        if cache is None or not indices or min(indices) < 0 or max(indices) >= cache.length:
-            return self._load(cache, indices)
+    def _serve(self, cache: Store, indices: list[int]) -> Iterable[Any]:
+        """The samples of a batch, those that are not READY loaded now; records are read when they are asked for."""
         start, rows = time.perf_counter_ns(), gathers(cache)
-        places = cache.lookup(np.array(indices), verify=True)
-        hits = np.flatnonzero(places != NO_PLACE)
-        ready = cache.read(places[hits], self._pool.take if rows else self._pool.lend)
-        nbytes, gather_ns = cache.stored_bytes(places[hits]), time.perf_counter_ns() - start
-        missing = [index for index, place in zip(indices, places.tolist(), strict=True) if place == NO_PLACE]
-        loaded = self._load(cache, missing) if missing else []
+        places = cache.lookup(np.array(indices, dtype=np.int64), verify=True)
+        hits = places[places != NO_PLACE]
+        ready = cache.read(hits, self._pool.take if rows else self._pool.lend)
+        nbytes, gather_ns = cache.stored_bytes(hits), time.perf_counter_ns() - start
+        loaded: list[Any] = []
+        if len(hits) < len(indices):
+            missing = [index for index, place in zip(indices, places.tolist(), strict=True) if place == NO_PLACE]
+            loaded = self._load(cache, missing)
         # Only now: where loading fails or is interrupted, nobody gets the hits, and the batch may come again.
         self.opened.count(hits=len(hits), bytes_from_cache=nbytes, gather_ns=gather_ns)
-        samples = in_order(places, ready, loaded, lambda at: self._load(cache, [indices[at]])[0], self.opened.count)
-        return samples if lazily and not rows else list(samples)
+        return ready if rows and not loaded else self._in_order(cache, indices, places, ready, loaded)
 
-    # ---- from the source ----
-
-    def _load_into(self, batch: FieldRows, indices: list[int], rows: list[int]) -> dict[int, Any]:
-        cache = cast(Store, self.opened.cache)
-        different = len(set(indices)) == len(indices) > 0 and self._read_batch is None
-        inside = different and min(indices) >= 0 and max(indices) < cache.length
-        alone = inside and not cache.closed and bool((cache.lookup(np.array(indices), verify=True) == NO_PLACE).all())
-        if alone and not cache.divide(indices)[1]:
-            samples = self._loading(cache).load(indices, batch=batch, rows=rows)
-        else:
-            samples = self._serve_many(indices)
-            fitting = [number for number, sample in enumerate(samples) if type(sample) is not Odd]
-            parts = [cache.codec.encode(samples[number], indices[number]) for number in fitting]
-            if parts:
-                batch.put_many([rows[number] for number in fitting], parts)
-        return {row: sample.sample for row, sample in zip(rows, samples, strict=True) if type(sample) is Odd}
-
-    def _load(self, cache: Store | None, indices: list[int]) -> Any:
-        """The samples of indices that were not READY a moment ago; what another job is loading, when it has come."""
-        mine, others = (indices, []) if cache is None else cache.divide(indices)
-        if cache is None or not others:
-            return self._load_now(cache, indices)
-        loaded, theirs = iter(self._load_now(cache, mine) if mine else ()), set(others)
-        come = iter(self._serve_many(others) if cache.turns.wait(others) else self._load_now(cache, others))
-        return [next(come if index in theirs else loaded) for index in indices]
-
-    def _load_now(self, cache: Store | None, indices: list[int]) -> Any:
-        """The samples of indices, loaded here: in one call, if the source can."""
-        read = self._read_batch
-        if read is not None and cache is not None:
-            return self._loading(cache).load(indices, read)
-        if read is not None:
+    def _in_order(
+        self, cache: Store, indices: list[int], places: Integers, ready: Iterable[Any], loaded: list[Any]
+    ) -> Iterator[Any]:
+        """The samples of a batch: those that were READY, which may be made only now, and those that were loaded."""
+        hits, others, gather_ns = iter(ready), iter(loaded), 0
+        for index, place in zip(indices, places.tolist(), strict=True):
+            if place == NO_PLACE:
+                yield next(others)
+                continue
             start = time.perf_counter_ns()
-            samples = read(indices)
-            self.opened.count(bypasses=len(indices), source_ns=time.perf_counter_ns() - start)
-            return samples
-        if cache is None:
-            return self._uncached(self.opened.source, indices, lambda sample: sample)
-        loaded = dict.fromkeys(indices)
-        loaded.update(zip(loaded, self._loading(cache).load(list(loaded)), strict=True))
-        if len(loaded) == len(indices):
-            return list(loaded.values())
-        samples = [loaded.pop(index, _AGAIN) for index in indices]  # what comes again may be READY by now
-        again = iter(self._serve_many([i for i, sample in zip(indices, samples, strict=True) if sample is _AGAIN]))
-        return [next(again) if sample is _AGAIN else sample for sample in samples]
+            sample = next(hits)
+            gather_ns += time.perf_counter_ns() - start
+            if sample is UNREADABLE:
+                self.opened.count(hits=-1)
+                sample = self._misses_of(cache).load([index])[0]
+            yield sample
+        self.opened.count(gather_ns=gather_ns)
+
+    def _load(self, cache: Store, indices: list[int]) -> list[Any]:
+        """The samples of indices that were not READY a moment ago, in one call if the source can."""
+        here = list(dict.fromkeys(cache.divide(indices)[0]))
+        loaded = dict(zip(here, self._misses_of(cache).load(here, self._read_batch), strict=True)) if here else {}
+        # What comes again, and what another job was loading, may be READY by now.
+        return [loaded.pop(index) if index in loaded else self._serve_one(cache, index) for index in indices]
 
     def _uncached(self, source: Any, indices: Sequence[Any], finish: Callable[[Any], Any]) -> list[Any]:
-        """Finished samples of a source, counted when all have come."""
-        samples, source_ns = passed_through(source, indices, finish)
+        """Finished samples of a source, one after the other as without a cache, counted when all have come."""
+        samples, source_ns = [], 0
+        for index in indices:
+            start = time.perf_counter_ns()
+            sample = source[index]
+            source_ns += time.perf_counter_ns() - start
+            samples.append(finish(sample))
         self.opened.count(bypasses=len(samples), source_ns=source_ns)
         return samples
 
@@ -256,7 +249,7 @@ class CachedSource:
     def _read_batch(self) -> Callable[[list[int]], Any] | None:
         return batch_reader(self.opened.source)
 
-    def _loading(self, cache: Store) -> Misses:
+    def _misses_of(self, cache: Store) -> Misses:
         """What loads and stores in this process."""
         opened, known = self.opened, self._misses
         if known is None or known.source is not opened.source or known.cache is not cache:

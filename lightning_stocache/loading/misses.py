@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import logging
 import time
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from functools import partial
 from typing import Any
 
@@ -18,15 +18,14 @@ from torch.utils.data import Dataset
 
 from lightning_stocache.cache.codec import Parts, SampleMismatchError, UnsupportedSampleError
 from lightning_stocache.cache.counters import Counters, Matter
-from lightning_stocache.cache.placement import Integers
 from lightning_stocache.cache.rows import FieldRows
 from lightning_stocache.cache.shortage import PAUSE_SECONDS, Pace
-from lightning_stocache.cache.store import NO_PLACE, UNREADABLE, Store, gathers
+from lightning_stocache.cache.store import Store, gathers
 from lightning_stocache.source.access import Odd, one_per_index, warn_of_odd
 from lightning_stocache.source.generators import Generators
 from lightning_stocache.source.probe import Recheck
 
-__all__ = ["Misses", "in_order", "passed_through"]
+__all__ = ["Misses"]
 
 log = logging.getLogger(__name__)
 
@@ -101,12 +100,13 @@ class Misses:
             if samples and generators is not None and generators.moved(before):
                 self._leave_random(indices, samples)
             try:
-                self._keep(indices[: len(samples)], samples, source_ns, served, batch=batch, rows=rows)
+                self._keep(indices[: len(samples)], samples, source_ns, served, batch, rows)
             finally:
                 self.cache.turns.release(indices)
-        for index, sample in zip(indices, samples, strict=True):
-            if self._recheck is not None and type(sample) is not Odd and self.cache.has_place(index):
-                self._recheck.after(index, sample)
+        if self._recheck is not None:
+            for index, sample in zip(indices, samples, strict=True):
+                if type(sample) is not Odd and self.cache.has_place(index):
+                    self._recheck.after(index, sample)
         return samples
 
     def _keep(
@@ -114,31 +114,30 @@ class Misses:
         indices: list[int],
         samples: list[Any],
         source_ns: int,
-        served: bool = True,
-        *,
-        batch: FieldRows | None = None,
-        rows: Sequence[int] = (),
+        served: bool,
+        batch: FieldRows | None,
+        rows: Sequence[int],
     ) -> None:
         """Store samples and count them at once; an odd one becomes an `Odd` in the list."""
         cache, fills, misses, nbytes, store_ns = self.cache, 0, 0, 0, 0
-        put = self._unstored if self._pace is not None and self._pace.pauses else cache.put
-        start = time.perf_counter_ns()
+        pauses, start = self._pace is not None and self._pace.pauses, time.perf_counter_ns()
         step = max(_AT_ONCE // max(cache.codec.nbytes, 1), 1)
         try:
             for first in range(0, len(samples), step):
-                fitting: dict[int, Parts] = {}
-                numbers = range(first, min(first + step, len(samples)))
+                numbers, fitting = range(first, min(first + step, len(samples))), dict[int, Parts]()
                 try:
                     self._check(numbers, indices, samples, fitting)
                 finally:  # also what comes before one that is an error
                     contents = self._contents(fitting, batch, rows)
                     nbytes += sum(part.nbytes for parts in contents for part in parts)
-                    others = [_plain(samples[number]) for number in numbers if number not in fitting]
-                    nbytes += sum(map(cache.codec.least_bytes, others))
-                    begun = time.perf_counter_ns()
-                    for stored in put([indices[number] for number in fitting], contents):
-                        misses += stored is not None
-                        fills += stored is True
+                    nbytes += sum(cache.codec.least_bytes(_plain(samples[k])) for k in numbers if k not in fitting)
+                    begun, wanted = time.perf_counter_ns(), [indices[number] for number in fitting]
+                    if pauses:
+                        misses += sum(map(cache.has_place, wanted))
+                    else:
+                        for stored in cache.put(wanted, contents):
+                            misses += stored is not None
+                            fills += stored is True
                     store_ns += time.perf_counter_ns() - begun
         except BaseException:
             served = False
@@ -159,10 +158,6 @@ class Misses:
                 PAUSE_SECONDS,
             )
 
-    def _unstored(self, indices: Sequence[int], contents: Sequence[Sequence[memoryview]]) -> Iterator[bool | None]:
-        """What `Store.put` gives where nothing is stored."""
-        return (False if self.cache.has_place(index) else None for index in indices)
-
     def _check(self, numbers: range, indices: list[int], samples: list[Any], fitting: dict[int, Parts]) -> None:
         """Encode those of the samples that are of the cache's codec, by their numbers; the others become `Odd`."""
         codec, has_room = self.cache.codec, self.cache.has_room
@@ -173,16 +168,19 @@ class Misses:
             try:
                 fitting[number] = codec.encode(sample, index)
             except (SampleMismatchError, UnsupportedSampleError) as error:
-                self._let_pass(error)
+                if self._strict:
+                    raise
+                if _is_first(self._counters, "odd sample"):
+                    warn_of_odd(self.source, str(error))
                 samples[number] = Odd(index, sample, codec.is_alike(sample))
 
     def _contents(
-        self, samples: Mapping[int, Parts], batch: FieldRows | None, rows: Sequence[int]
+        self, fitting: dict[int, Parts], batch: FieldRows | None, rows: Sequence[int]
     ) -> Sequence[Sequence[memoryview]]:
         """The bytes of encoded samples, which are copied to their rows of a batch if there is one."""
-        parts, codec, count = list(samples.values()), self.cache.codec, len(samples)
+        parts, codec, count = list(fitting.values()), self.cache.codec, len(fitting)
         if batch is not None and parts:
-            return batch.put_many([rows[number] for number in samples], parts)
+            return batch.put_many([rows[number] for number in fitting], parts)
         if count < 2 or not gathers(self.cache):
             return [codec.contents(part) for part in parts]
         # A copy of many small ones at once costs less than a view of each.
@@ -201,52 +199,6 @@ class Misses:
             )
         for number, (index, sample) in enumerate(zip(indices, samples, strict=False)):
             samples[number] = Odd(index, sample, self.cache.codec.is_alike(sample))
-
-    def _let_pass(self, error: SampleMismatchError | UnsupportedSampleError) -> None:
-        """Say, once for this dataset on the node, that an odd sample is not cached; or raise it."""
-        if self._strict:
-            raise error
-        if _is_first(self._counters, "odd sample"):
-            warn_of_odd(self.source, str(error))
-
-
-def in_order(
-    places: Integers,
-    ready: Iterable[Any],
-    loaded: Iterable[Any],
-    anew: Callable[[int], Any],
-    count: Callable[..., None],
-) -> Iterator[Any]:
-    """The samples of a batch: those that were READY, which may be made only now, and those that were not.
-
-    Args:
-        places: of all, NO_PLACE for those that were not READY.
-        ready: the ones.
-        loaded: the others.
-        anew: loads the sample of a position after all: what lies in the cache cannot be read.
-        count: is told the nanoseconds that making them has taken, and of a hit that was none.
-    """
-    hits, others, gather_ns = iter(ready), iter(loaded), 0
-    for position, place in enumerate(places.tolist()):
-        start = time.perf_counter_ns()
-        sample = next(others if place == NO_PLACE else hits)
-        gather_ns += time.perf_counter_ns() - start
-        if sample is UNREADABLE:
-            count(hits=-1)
-            sample = anew(position)
-        yield sample
-    count(gather_ns=gather_ns)
-
-
-def passed_through(source: Any, indices: Sequence[Any], finish: Callable[[Any], Any]) -> tuple[list[Any], int]:
-    """Finished samples of a source, one after the other as without a cache, and nanoseconds spent in the source."""
-    samples, source_ns = [], 0
-    for index in indices:
-        start = time.perf_counter_ns()
-        sample = source[index]
-        source_ns += time.perf_counter_ns() - start
-        samples.append(finish(sample))
-    return samples, source_ns
 
 
 def _plain(sample: Any) -> Any:
