@@ -12,12 +12,12 @@ from lightning_stocache.console import Console
 if TYPE_CHECKING:
     from lightning_stocache.cache.compat import SharedCache
     from lightning_stocache.cache.rows import SampleSpec
+    from lightning_stocache.growing.rolling_cache import RollingCache
+    from lightning_stocache.growing.rolling_writer import RollingWriter
+    from lightning_stocache.growing.stream import CachedStream
     from lightning_stocache.insight.meter import CacheMeter
     from lightning_stocache.loading.dataset import CachedDataset
     from lightning_stocache.loading.loader import CachedLoader
-    from lightning_stocache.loading.rolling_cache import RollingCache
-    from lightning_stocache.loading.rolling_writer import RollingWriter
-    from lightning_stocache.loading.stream import CachedStream
     from lightning_stocache.node.files import get_shm_size
     from lightning_stocache.sampling.locality_sampler import LocalitySampler
     from lightning_stocache.source.lmdb_source import LMDBSource
@@ -58,12 +58,12 @@ _HOMES = {
     "CacheMonitor": "training.monitor",
     "CachedDataset": "loading.dataset",
     "CachedLoader": "loading.loader",
-    "CachedStream": "loading.stream",
+    "CachedStream": "growing.stream",
     "FillProgress": "training.callbacks",
     "LMDBSource": "source.lmdb_source",
     "LocalitySampler": "sampling.locality_sampler",
-    "RollingCache": "loading.rolling_cache",
-    "RollingWriter": "loading.rolling_writer",
+    "RollingCache": "growing.rolling_cache",
+    "RollingWriter": "growing.rolling_writer",
     "SampleSpec": "cache.rows",
     "SharedCache": "cache.compat",
     "StepTimer": "training.step_timer",

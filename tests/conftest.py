@@ -25,7 +25,7 @@ import torch
 from torch.utils.data.dataloader import _MultiProcessingDataLoaderIter
 from tqdm import tqdm
 
-from lightning_stocache.loading import stream_choice
+from lightning_stocache.growing import stream_choice
 from lightning_stocache.setup import finding, look
 from lightning_stocache.setup.reader_process import NotStartedError
 from lightning_stocache.source import random_split
@@ -60,7 +60,7 @@ def looks_in_this_process(request: pytest.FixtureRequest, monkeypatch: pytest.Mo
     Only in the rooms that build on a cache that is open. A test of what the reading process leaves behind is marked
     `looks_apart`; a job that is started as a command has that process, too.
     """
-    rooms = {"insight", "loading", "training"}.intersection(request.path.parts)
+    rooms = {"growing", "insight", "loading", "training"}.intersection(request.path.parts)
     if rooms and not request.node.get_closest_marker("looks_apart"):
         monkeypatch.setattr(look, "shared_counts", _refuse_to_start)
     if rooms - {"training"}:  # streams are read again here, too; `tests/training/test_streams.py` has that process

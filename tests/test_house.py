@@ -10,7 +10,7 @@ from pathlib import Path
 
 ROOT = Path(__file__).parents[1]
 PACKAGE = ROOT / "lightning_stocache"
-ROOMS = ["node", "cache", "source", "setup", "sampling", "loading", "insight", "training"]
+ROOMS = ["node", "cache", "source", "setup", "sampling", "loading", "growing", "insight", "training"]
 FILES = sorted(PACKAGE.rglob("*.py"))
 TESTS = sorted((ROOT / "tests").rglob("*.py"))
 

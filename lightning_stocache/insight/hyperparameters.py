@@ -10,11 +10,11 @@ from collections.abc import Mapping
 from typing import Any
 
 from lightning_stocache.cache.store import gathers
+from lightning_stocache.growing.rolling_cache import RollingCache
 from lightning_stocache.insight.tallies import coverage, samples_of
 from lightning_stocache.loading.dataset import CachedDataset, cached_source
 from lightning_stocache.loading.loader_sampler import index_sampler
 from lightning_stocache.loading.loader_tree import Cached, cached_in_leaves, leaves_in
-from lightning_stocache.loading.rolling_cache import RollingCache
 from lightning_stocache.sampling.locality_sampler import LocalitySampler
 from lightning_stocache.setup.open_cache import OpenCache
 from lightning_stocache.source.encoded import EncodedSource

@@ -5,9 +5,9 @@ from __future__ import annotations
 import time
 from typing import Any
 
+from lightning_stocache.growing.rolling_cache import RollingCache
+from lightning_stocache.growing.rolling_pool import RollingStats
 from lightning_stocache.loading.loader_tree import leaves_in
-from lightning_stocache.loading.rolling_cache import RollingCache
-from lightning_stocache.loading.rolling_pool import RollingStats
 
 __all__ = ["PoolRates"]
 

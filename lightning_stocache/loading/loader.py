@@ -36,6 +36,7 @@ from lightning_stocache.cache.store import gathers
 from lightning_stocache.loading.cached_source import CachedSource
 from lightning_stocache.loading.dataset import cached_source
 from lightning_stocache.loading.epoch import Epoch
+from lightning_stocache.loading.grows import Kept, Stream, is_rolling, is_stream
 from lightning_stocache.loading.index_stream import IndexStream
 from lightning_stocache.loading.loader_sampler import batches_of, index_sampler, set_epoch
 from lightning_stocache.loading.loader_state import LoaderState
@@ -43,13 +44,10 @@ from lightning_stocache.loading.locality import deals_to_ranks, locality_sampler
 from lightning_stocache.loading.prefill import warn_without_workers
 from lightning_stocache.loading.resources import Resources, Route
 from lightning_stocache.loading.resumable_batches import CountedBatches, ResumableBatches
-from lightning_stocache.loading.rolling_cache import RollingCache
 from lightning_stocache.loading.stand_in import cached_in
-from lightning_stocache.loading.stream import CachedStream, stream_source
-from lightning_stocache.loading.stream_source import StreamSource
-from lightning_stocache.loading.stream_view import InitOnStream, StreamBatches, kept_dataset
 from lightning_stocache.loading.worker_pool import InitOnSource
 from lightning_stocache.sampling.locality_sampler import Mode
+from lightning_stocache.sampling.stream_deal import StreamBatches
 from lightning_stocache.setup.option import check_choice
 from lightning_stocache.torch_internals import knows_workers, shut_down
 
@@ -120,8 +118,8 @@ class CachedLoader(DataLoader[Any]):
         check_choice("gather", gather, Gather)
         if gather == "worker" and num_workers == 0:
             raise ValueError("gather='worker' needs num_workers > 0")
-        if isinstance(dataset, RollingCache) and sampler is None and batch_sampler is None:
-            sampler, shuffle = dataset.sampler(shuffle=bool(shuffle)), None
+        if is_rolling(dataset) and sampler is None and batch_sampler is None:
+            sampler, shuffle = dataset.__loader_sampler__(shuffle=bool(shuffle)), None
         elif sampling is not None and batch_sampler is None and not deals_to_ranks(sampler):
             shuffles, shuffle, ranks = bool(shuffle), None, (num_replicas, rank)
             sampler = locality_sampler(dataset, batch_size, shuffles, *ranks, mode=sampling, draws=sampler)
@@ -130,8 +128,8 @@ class CachedLoader(DataLoader[Any]):
 
     def __iter__(self) -> Any:
         """A new epoch. With persistent workers it ends the one before, as DataLoader's does."""
-        if isinstance(self.dataset, CachedStream):
-            return self._iter_stream(stream_source(self.dataset))
+        if is_stream(self.dataset):
+            return self._iter_stream(self.dataset)
         persistent = self.persistent_workers and self.num_workers > 0
         if persistent and self._current is not None and (last := self._current()) is not None:
             last.close()
@@ -172,33 +170,29 @@ class CachedLoader(DataLoader[Any]):
             vars(self)[name] = batches
             self.generator, self.worker_init_fn = generator, init
 
-    def _iter_stream(self, serving: StreamSource) -> Any:
+    def _iter_stream(self, stream: Stream) -> Any:
         """An epoch of a stream: as DataLoader makes it, or as of a dataset in memory, once all of it is kept."""
-        epoch = None if self.batch_size is None else serving.announce(self.num_workers)
-        if epoch is None:
+        size = self.batch_size
+        kept = None if size is None else stream.__kept__(self.num_workers, size, self.drop_last)
+        if kept is None:
             return self._iter_plainly(seeded=False)
         if self._plain is not None:
             shut_down(self._plain)  # persistent workers, which had the stream to read
             self._plain = None
-        if self._kept is not None and cast(CachedSource, self._kept._cached()).cache is None:
+        if self._kept is not None and self._kept.dataset is not kept.dataset:
             self._kept.close()  # its memory was given up: the stream was shared again
             self._kept = None
         if self._kept is None:
-            self._kept = self._loader_of_kept(serving)
-        cast(StreamBatches, self._kept.batch_sampler).epoch = epoch
+            self._kept = self._loader_of_kept(kept)
+        cast(StreamBatches, self._kept.batch_sampler).epoch = kept.batches.epoch
         return iter(self._kept)
 
-    def _loader_of_kept(self, serving: StreamSource) -> CachedLoader:
-        (dataset, shards), init = kept_dataset(serving), self.worker_init_fn
+    def _loader_of_kept(self, kept: Kept) -> CachedLoader:
         names = ["num_workers", "collate_fn", "pin_memory", "timeout", "generator", "prefetch_factor", "gather"]
         names += ["persistent_workers", "multiprocessing_context", "in_order"]  # the last since torch 2.6
         arguments = {name: getattr(self, name) for name in names if hasattr(self, name)}
-        return CachedLoader(
-            dataset,
-            batch_sampler=StreamBatches(serving, shards, cast(int, self.batch_size), self.drop_last),
-            worker_init_fn=None if init is None else InitOnStream(init, serving.source),
-            **arguments,
-        )
+        init: Any = kept.init(self.worker_init_fn)
+        return CachedLoader(kept.dataset, batch_sampler=kept.batches, worker_init_fn=init, **arguments)
 
     @property
     def route(self) -> Route | None:
@@ -278,7 +272,7 @@ class CachedLoader(DataLoader[Any]):
         Raises:
             TypeError: the dataset is a stream or a RollingCache, which cannot go on where they were.
         """
-        if isinstance(self.dataset, IterableDataset | RollingCache):
+        if isinstance(self.dataset, IterableDataset) or is_rolling(self.dataset):
             raise TypeError(f"a loader of a {type(self.dataset).__name__} cannot go on where it was: it has no state")
         return self.position.of(self)
 

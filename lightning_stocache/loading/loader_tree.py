@@ -12,8 +12,8 @@ from typing import Any, TypeAlias
 from torch.utils.data import ConcatDataset, DataLoader, Subset
 
 from lightning_stocache.loading.dataset import CachedDataset
+from lightning_stocache.loading.grows import Stream, is_stream
 from lightning_stocache.loading.stand_in import cached_in
-from lightning_stocache.loading.stream import CachedStream
 
 __all__ = [
     "Cached",
@@ -27,7 +27,7 @@ __all__ = [
     "wrapped_loader",
 ]
 
-Cached: TypeAlias = CachedDataset | CachedStream
+Cached: TypeAlias = CachedDataset | Stream
 
 
 def leaves_in(loaders: Any) -> Iterator[Any]:
@@ -72,11 +72,9 @@ def cached_behind(*leaves: Any) -> list[CachedDataset]:
     return list(found.values())
 
 
-def cached_streams(*leaves: Any) -> list[CachedStream]:
+def cached_streams(*leaves: Any) -> list[Stream]:
     """The CachedStreams that are read by what has a `dataset`, each once."""
-    found = {
-        id(leaf.dataset): leaf.dataset for leaf in leaves if isinstance(getattr(leaf, "dataset", None), CachedStream)
-    }
+    found = {id(leaf.dataset): leaf.dataset for leaf in leaves if is_stream(getattr(leaf, "dataset", None))}
     return list(found.values())
 
 

@@ -12,7 +12,6 @@ from typing import Any, SupportsIndex
 
 from lightning_stocache.loading.dataset import CachedDataset
 from lightning_stocache.loading.forwarding import Forwarding
-from lightning_stocache.loading.rolling_cache import RollingCache
 
 __all__ = ["StandIn", "cached_in"]
 
@@ -56,14 +55,11 @@ class StandIn(Forwarding):
     def __copy__(self) -> StandIn:
         return StandIn(copy.copy(self.__dataset))
 
-    @staticmethod
-    def __cached__(dataset: Any) -> CachedDataset | None:
-        """The CachedDataset behind a dataset; a dunder name, which can be nobody else's."""
-        return dataset.__dataset if isinstance(dataset, StandIn) else None
+    def __cached__(self) -> CachedDataset:
+        return self.__dataset
 
 
 def cached_in(dataset: Any) -> CachedDataset | None:
     """The CachedDataset that a loader's dataset is or stands for; None for any other dataset."""
-    if isinstance(dataset, RollingCache):
-        return dataset.dataset
-    return dataset if isinstance(dataset, CachedDataset) else StandIn.__cached__(dataset)
+    behind = getattr(type(dataset), "__cached__", None)  # a dunder name, which can be nobody else's
+    return dataset if isinstance(dataset, CachedDataset) else None if behind is None else behind(dataset)

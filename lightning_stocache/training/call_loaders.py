@@ -19,11 +19,11 @@ from weakref import WeakSet
 
 from torch.utils.data import DataLoader, IterableDataset
 
+from lightning_stocache.growing.rolling_cache import share_pools
+from lightning_stocache.growing.stream import CachedStream
 from lightning_stocache.loading.dataset import CachedDataset
 from lightning_stocache.loading.loader_tree import Cached, cached_datasets, cached_in_leaves, leaves_in
-from lightning_stocache.loading.rolling_cache import share_pools
 from lightning_stocache.loading.stand_in import StandIn
-from lightning_stocache.loading.stream import CachedStream
 from lightning_stocache.node.group import NodeGroup
 from lightning_stocache.sampling.locality_sampler import LocalitySampler
 from lightning_stocache.training.caches import CallCaches

@@ -17,10 +17,10 @@ from lightning.pytorch import LightningDataModule
 from torch.utils.data import DataLoader, Dataset, IterableDataset, SequentialSampler
 
 from lightning_stocache.cache.placement import Domain
+from lightning_stocache.growing.rolling_cache import RollingCache, share_pools
+from lightning_stocache.growing.stream import stream_with
 from lightning_stocache.loading.dataset import CachedDataset, cached_source, dataset_over
 from lightning_stocache.loading.locality import locality_sampler
-from lightning_stocache.loading.rolling_cache import RollingCache, share_pools
-from lightning_stocache.loading.stream import stream_with
 from lightning_stocache.sampling.locality_sampler import Mode
 from lightning_stocache.setup.option import check_count
 from lightning_stocache.setup.request import Form, LoaderSettings

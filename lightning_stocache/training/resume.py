@@ -23,9 +23,9 @@ from typing import Any, TypeGuard
 from lightning.pytorch import Callback, LightningModule, Trainer
 from torch.utils.data import DataLoader, DistributedSampler, IterableDataset
 
+from lightning_stocache.growing.rolling_cache import RollingCache
 from lightning_stocache.loading.loader_sampler import batches_of, drawn_from, index_sampler, set_epoch
 from lightning_stocache.loading.loader_tree import loaders_in
-from lightning_stocache.loading.rolling_cache import RollingCache
 from lightning_stocache.training.epoch_count import begin_epoch, put_batches, reopen_epoch, stands
 from lightning_stocache.training.lightning_internals import leaves_samplers_alone
 from lightning_stocache.training.loaders import TrainerLoader

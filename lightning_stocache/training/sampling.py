@@ -14,9 +14,9 @@ from typing import Any
 
 from torch.utils.data import DataLoader, DistributedSampler, RandomSampler, SequentialSampler
 
+from lightning_stocache.growing.rolling_cache import RollingCache
 from lightning_stocache.loading.dataset import CachedDataset
 from lightning_stocache.loading.locality import deals_to_ranks, locality_sampler
-from lightning_stocache.loading.rolling_cache import RollingCache
 from lightning_stocache.sampling.locality_sampler import LocalitySampler, Mode
 from lightning_stocache.sampling.rolling_sampler import RollingSampler
 from lightning_stocache.training.lightning_internals import leaves_samplers_alone

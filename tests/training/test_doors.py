@@ -14,9 +14,9 @@ from lightning.pytorch import LightningDataModule, seed_everything
 from torch.utils.data import Dataset, IterableDataset
 from torchvision.transforms import v2
 
+from lightning_stocache.growing.stream import CachedStream
 from lightning_stocache.loading.dataset import CachedDataset
 from lightning_stocache.loading.loader import CachedLoader
-from lightning_stocache.loading.stream import CachedStream
 from lightning_stocache.node.named import clean, named_segments
 from lightning_stocache.training.callbacks import StochasticCache
 from lightning_stocache.training.datamodule import StocacheDataModule

@@ -13,8 +13,9 @@ from torch.utils.data import IterableDataset
 
 from lightning_stocache.cache.counters import Counters
 from lightning_stocache.cache.stream import StreamStore
+from lightning_stocache.growing.stream_source import StreamSource
 from lightning_stocache.loading.forwarding import Forwarding
-from lightning_stocache.loading.stream_source import StreamSource
+from lightning_stocache.loading.grows import Kept
 from lightning_stocache.node.budget import Budget, format_bytes
 from lightning_stocache.node.group import NodeGroup
 from lightning_stocache.setup.open_stream import OpenStream, check_budget, open_stream
@@ -164,6 +165,9 @@ class CachedStream(Forwarding, IterableDataset[Any]):
     def __len__(self) -> int:
         """The length of the stream, if it has one."""
         return len(self.source)
+
+    def __kept__(self, workers: int, batch_size: int, drop_last: bool) -> Kept | None:
+        return self.__serving.announce(workers, batch_size, drop_last)
 
     @staticmethod
     def __stream_source__(stream: CachedStream) -> StreamSource:

@@ -413,7 +413,7 @@ def test_a_filler_that_hangs_is_told_while_training_waits(opened, caplog, monkey
     writer = RollingWriter.attach(pool.handle)
     wait_until(lambda: "loading sample 6" in pool.pool.fillers.describe())
     monkeypatch.setattr(time, "time", lambda: -1e9)  # the clock on the wall is nobody's business
-    log = logging.getLogger("lightning_stocache.loading.rolling_pool")
+    log = logging.getLogger("lightning_stocache.growing.rolling_pool")
 
     def answer(record: logging.LogRecord) -> bool:
         """When the message has come, what is missing comes from somebody else."""
@@ -625,7 +625,7 @@ def test_who_waits_behind_a_process_that_stands_still_is_told_which(tmp_path, mo
         child = Child(stand_still, pool.handle, store.roll.count, str(flag))
         wait_until(flag.exists)
         pid = child.process.pid
-        log = logging.getLogger("lightning_stocache.loading.rolling_writer")
+        log = logging.getLogger("lightning_stocache.growing.rolling_writer")
         log.addFilter(ends := lambda record: not child.ended and child.kill() is None)  # when it has been told of
         writer.append(torch.ones(10))
         log.removeFilter(ends)

@@ -25,12 +25,17 @@ from lightning_stocache.cache.ledger import MOST_WORKERS, Mode, Shard
 from lightning_stocache.cache.placement import Integers
 from lightning_stocache.cache.store import Store
 from lightning_stocache.cache.stream import StreamStore
-from lightning_stocache.loading.stream_choice import BY_HAND, NO_ROW, StreamChoice
+from lightning_stocache.growing.rolling_cache import Slots
+from lightning_stocache.growing.stream_choice import BY_HAND, NO_ROW, StreamChoice
+from lightning_stocache.loading.cached_source import CachedSource
+from lightning_stocache.loading.dataset import CachedDataset, dataset_over
+from lightning_stocache.loading.grows import Kept
 from lightning_stocache.node.budget import format_bytes
-from lightning_stocache.sampling.stream_deal import batches_in_turn, batches_of, deal, permutation
+from lightning_stocache.sampling.stream_deal import StreamBatches, batches_in_turn, batches_of, deal, permutation
 from lightning_stocache.setup.codec_choice import choose_codec
+from lightning_stocache.setup.open_cache import OpenCache
 from lightning_stocache.setup.open_stream import OpenStream
-from lightning_stocache.setup.request import Layout
+from lightning_stocache.setup.request import CacheRequest, Layout
 from lightning_stocache.source.samples import mark_of
 from lightning_stocache.source.stream import DrawsWatch, iterate
 
@@ -67,6 +72,10 @@ class StreamSource:
         self.source, self.opened, self.transform = source, opened, transform
         self.layout, self.allow_random, self.seed = layout, allow_random, seed
         self.shuffle = shuffle
+        self._kept: CachedDataset | None = None  # all of the stream
+
+    def __getstate__(self) -> dict[str, Any]:
+        return self.__dict__ | {"_kept": None}
 
     def begin(self) -> Iterator[Any]:
         """The next epoch of this process."""
@@ -83,15 +92,25 @@ class StreamSource:
             return self._from_memory(stored, self._share(shards, shard, epoch))
         return StreamPass(self, None if mode == "pass" else store, shard, epoch)
 
-    def announce(self, workers: int) -> int | None:
-        """In the process of a loader: the number of the epoch that begins now, if all of it comes from memory."""
-        store = self.opened.live
+    def announce(self, workers: int, batch_size: int, drop_last: bool) -> Kept | None:
+        """In the process of a loader: the epoch that begins now, if all of it comes from memory."""
+        store, opened = self.opened.live, self.opened
         if store is None:
             return None
-        epoch = store.ledger.announce(self.opened.rank, max(workers, 1))
-        return epoch if self._mode(store, epoch) == "cache" else None
+        epoch = store.ledger.announce(opened.rank, max(workers, 1))
+        if self._mode(store, epoch) != "cache":
+            return None
+        stored, shards = store.in_order()
+        if self._kept is None or self._kept.cache is not stored:
+            request = CacheRequest(Slots(len(stored)))
+            cache = OpenCache(request, request.source, None, stored, opened.counters, group=opened.group, borrowed=True)
+            self._kept = dataset_over(CachedSource(cache, self.transform))
+        size, last = batch_size, drop_last
+        batches = StreamBatches(lambda epoch: self._batches(epoch, shards, size, last), batch_size, drop_last)
+        batches.epoch = epoch
+        return Kept(self._kept, batches, self.source)
 
-    def batches(self, epoch: int, shards: Integers, size: int, drop_last: bool) -> list[Integers]:
+    def _batches(self, epoch: int, shards: Integers, size: int, drop_last: bool) -> list[Integers]:
         """The batches of this rank in an epoch that comes from memory, given the shard of every sample."""
         opened, samples = self.opened, len(shards)
         if self.shuffle:

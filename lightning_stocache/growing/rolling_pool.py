@@ -16,7 +16,7 @@ from lightning_stocache.cache.placement import Integers
 from lightning_stocache.cache.records import RecordCodec
 from lightning_stocache.cache.rows import SampleSpec
 from lightning_stocache.cache.store import Store, StoreHandle
-from lightning_stocache.loading.fillers import Fillers, FillJob
+from lightning_stocache.growing.fillers import Fillers, FillJob
 from lightning_stocache.node.budget import Budget
 from lightning_stocache.node.files import Backend
 from lightning_stocache.node.group import NodeGroup

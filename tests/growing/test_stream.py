@@ -15,7 +15,7 @@ from torch.utils.data import DataLoader, TensorDataset, get_worker_info
 from torch.utils.data.datapipes.iter import IterableWrapper
 
 from lightning_stocache import CachedLoader, CachedStream
-from lightning_stocache.loading import stream_choice
+from lightning_stocache.growing import stream_choice
 from tests.loading.twins import same
 from tests.sources import CountedStream
 

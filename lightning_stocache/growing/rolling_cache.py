@@ -22,9 +22,9 @@ from torch.utils.data import Dataset
 from lightning_stocache.cache.placement import Arc, Integers, Ring
 from lightning_stocache.cache.rows import SampleSpec
 from lightning_stocache.cache.store import StoreHandle
+from lightning_stocache.growing.rolling_pool import RollingPool, RollingRequest, RollingStats
 from lightning_stocache.loading.cached_source import CachedSource
 from lightning_stocache.loading.dataset import CachedDataset, cached_source, dataset_over
-from lightning_stocache.loading.rolling_pool import RollingPool, RollingRequest, RollingStats
 from lightning_stocache.node.budget import Budget
 from lightning_stocache.node.group import NodeGroup
 from lightning_stocache.sampling.rolling_sampler import RollingSampler
@@ -33,7 +33,7 @@ from lightning_stocache.setup.option import check_count
 from lightning_stocache.setup.request import CacheRequest, Layout
 from lightning_stocache.setup.segments import make_and_attach
 
-__all__ = ["RollingCache", "share_pools"]
+__all__ = ["RollingCache", "Slots", "share_pools"]
 
 log = logging.getLogger(__name__)
 
@@ -165,6 +165,12 @@ class RollingCache(Dataset[Any]):
         self.resident()  # opens the pool, and with it its group
         return RollingSampler(self, shuffle=shuffle, seed=self.request.seed, epoch_samples=self.epoch_samples)
 
+    def __loader_sampler__(self, *, shuffle: bool) -> RollingSampler:
+        return self.sampler(shuffle=shuffle)
+
+    def __cached__(self) -> CachedDataset:
+        return self.dataset
+
     @property
     def is_open(self) -> bool:
         """Whether there is a pool by now."""
@@ -247,7 +253,7 @@ class RollingCache(Dataset[Any]):
         return resident
 
     def _dataset_over(self, pool: RollingPool, group: NodeGroup) -> CachedDataset:
-        store, slots = pool.store, _Slots(pool.store.length)
+        store, slots = pool.store, Slots(pool.store.length)
         request = CacheRequest(slots, budget=self.request.budget, spec=store.codec)
         opened = OpenCache(
             request,
@@ -270,8 +276,8 @@ def share_pools(datasets: Iterable[Any], group: NodeGroup | None = None) -> None
                 dataset.share(group)
 
 
-class _Slots(Dataset[Any]):
-    """What stands for the source of a pool: every sample is resident, so nobody loads one from here."""
+class Slots(Dataset[Any]):
+    """Stands for the source of what is in memory alone: samples cannot be loaded again by their number."""
 
     def __init__(self, length: int) -> None:
         self.length = length
@@ -280,4 +286,4 @@ class _Slots(Dataset[Any]):
         return self.length
 
     def __getitem__(self, index: int) -> Any:
-        raise IndexError(f"slot {index} cannot be read: the rolling cache is closed, or has {self.length} slots")
+        raise IndexError(f"sample {index} cannot be read: what has it was closed, or has {self.length} samples")

@@ -1,0 +1,1 @@
+"""WHAT GROWS: streams that are kept, and caches that roll."""

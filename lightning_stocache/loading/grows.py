@@ -1,0 +1,98 @@
+"""What a loader asks of a dataset that grows. The room `growing` has those that there are; this one knows none.
+
+The names of the questions are dunder names of classes, which no dataset of a user's has.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from functools import partial
+from typing import Any, Protocol, TypeGuard
+
+from torch.utils.data import Sampler
+
+from lightning_stocache.cache.counters import Counters
+from lightning_stocache.loading.dataset import CachedDataset
+from lightning_stocache.node.group import NodeGroup
+from lightning_stocache.sampling.stream_deal import StreamBatches
+from lightning_stocache.torch_internals import set_worker_dataset
+
+__all__ = ["Kept", "Rolling", "Stream", "is_rolling", "is_stream"]
+
+
+class Rolling(Protocol):
+    """A map-style dataset that has samplers of its own: `RollingCache`."""
+
+    def __loader_sampler__(self, *, shuffle: bool) -> Sampler[int]:
+        """What a loader draws from that was given no sampler."""
+
+
+@dataclass(frozen=True)
+class Kept:
+    """An epoch of a stream that comes from memory.
+
+    Args:
+        dataset: the samples, in the order of their shards; the same object in each epoch from the same memory.
+        batches: which of them come together, for this epoch.
+        source: the user's stream.
+    """
+
+    dataset: CachedDataset
+    batches: StreamBatches
+    source: Any
+
+    def init(self, function: Callable[[int], None] | None) -> Callable[[int], None] | None:
+        """The user's `worker_init_fn`, which finds his stream as the worker's dataset."""
+        return None if function is None else partial(_init_on, self.source, function)
+
+
+class Stream(Protocol):
+    """An iterable-style dataset that is kept as it passes: `CachedStream`."""
+
+    def __kept__(self, workers: int, batch_size: int, drop_last: bool) -> Kept | None:
+        """Begin the next epoch of a loader; None where it is to be read as the stream is."""
+
+    @property
+    def source(self) -> Any:
+        """The user's stream."""
+
+    @property
+    def cache(self) -> Any:
+        """What is kept; None while samples pass through."""
+
+    @property
+    def counters(self) -> Counters | None:
+        """What has been served and kept."""
+
+    @property
+    def group(self) -> NodeGroup:
+        """The ranks that share the memory."""
+
+    @property
+    def budget_bytes(self) -> int:
+        """Memory that was granted on this node."""
+
+    def share(self, group: NodeGroup | None = None) -> None:
+        """Have the ranks of a node share the memory."""
+
+    def describe(self) -> str:
+        """One line on what is kept."""
+
+    def close(self) -> None:
+        """Give the memory up."""
+
+
+def is_rolling(dataset: Any) -> TypeGuard[Rolling]:
+    """Whether a dataset has samplers of its own."""
+    return hasattr(type(dataset), "__loader_sampler__")
+
+
+def is_stream(dataset: Any) -> TypeGuard[Stream]:
+    """Whether a dataset is a stream that is kept."""
+    return hasattr(type(dataset), "__kept__")
+
+
+def _init_on(source: Any, function: Callable[[int], None], worker: int) -> None:
+    set_worker_dataset(source)
+    function(worker)
