@@ -12,7 +12,7 @@ from __future__ import annotations
 
 import os
 from collections.abc import Callable, Iterable, Sequence
-from typing import Any, SupportsIndex
+from typing import Any, SupportsIndex, cast
 
 import numpy as np
 import torch
@@ -20,8 +20,7 @@ from torch.utils.data import Dataset
 
 from lightning_stocache.source.access import position_of
 from lightning_stocache.source.blob import BlobError, decode_blob
-from lightning_stocache.source.lmdb_file import LMDBError, LMDBFile
-from lightning_stocache.source.pack_manifest import MANIFEST_KEY, PackManifest, key_of
+from lightning_stocache.source.lmdb_file import MANIFEST_KEY, LMDBError, LMDBFile, PackManifest, key_of
 from lightning_stocache.source.values import decoder_of
 
 __all__ = ["LMDBSource"]
@@ -84,22 +83,17 @@ class LMDBSource(Dataset[Any]):
         self.transform, self.target_transform = transform, target_transform
         self._file = LMDBFile(path)
         self.manifest = self._find_manifest()
-        self._keys: _Keys | None = None
+        self._keys: _Keys | None = None  # those of a packed one follow from the index
+        if self.manifest is not None and any(value is not None for value in (kind, dtype, shape, keys, decode)):
+            raise ValueError(f"{self.path} is read by its manifest: leave kind, dtype, shape, keys and decode out")
         if self.manifest is None:
-            self._decode = decode or decoder_of(kind, dtype, shape)
             if decode is not None and (kind, dtype, shape) != (None, None, None):
                 raise ValueError("decode= says how values are read: leave kind, dtype and shape out")
             if isinstance(keys, str | bytes):
                 raise ValueError(f"keys must be a list of keys, got {keys!r}")
+            self._decode = decode or decoder_of(kind, dtype, shape)
             self._keys = _Keys(_found(self._file) if keys is None else keys)
-            self._length = len(self._keys)
-        else:
-            if any(argument is not None for argument in (kind, dtype, shape, keys, decode)):
-                raise ValueError(
-                    f"{self.path} says itself how it is read, by its manifest: leave kind, dtype, shape, keys and "
-                    "decode out. What is to be done with its samples is transform="
-                )
-            self._length = self.manifest.samples
+        self._length = cast(PackManifest, self.manifest).samples if self._keys is None else len(self._keys)
         self._file.close()  # a fork brings nothing along that has not been read in this process
         if not self._length:
             raise LMDBError(f"{self.path} is empty: it has no key that could be a sample")
@@ -153,7 +147,11 @@ class LMDBSource(Dataset[Any]):
             try:
                 sample = self._decode(content)
             except Exception as error:  # of PIL, JSON, or a function of the user's: they may raise anything
-                raise LMDBError(self._undecodable(content, position, error)) from error
+                raise LMDBError(
+                    f"{self.path}: the value of {self._keys[position]!r}, {len(content)} bytes that begin with "
+                    f"{content[:16]!r}, cannot be read ({error}): give kind=, dtype= or decode= that fits; nothing is "
+                    "unpickled here, unless by a function of yours"
+                ) from error
         return self._transformed(sample)
 
     def __repr__(self) -> str:
@@ -182,28 +180,15 @@ class LMDBSource(Dataset[Any]):
             return None
         try:
             manifest = PackManifest.parse(content)
-        except ValueError as error:
+        except LMDBError as error:
             raise LMDBError(f"{self.path} cannot be read: {error}") from None
         samples = self._file.entries - 1
-        if not manifest.complete:
+        if not manifest.complete or samples != manifest.samples:
             raise LMDBError(
-                f"{self.path} has {samples:,} of the {manifest.samples:,} samples of {manifest.source} so far: wait "
-                "for `pack` to end, or run the same command again, which goes on there"
-            )
-        if samples != manifest.samples:
-            raise LMDBError(
-                f"{self.path} is damaged: it has {samples:,} samples, and its manifest says {manifest.samples:,}"
+                f"{self.path} has {samples:,} of the {manifest.samples:,} samples of {manifest.source}: wait for "
+                "`pack` to end, or run the same command again, which goes on there"
             )
         return manifest
-
-    def _undecodable(self, content: bytes, position: int, error: Exception) -> str:
-        """What is wrong with a value, in words."""
-        keys: Any = self._keys
-        way = "give kind=, dtype= or decode= that fits"
-        if content[:1] == b"\x80" and content[1:2] in (b"\x02", b"\x03", b"\x04", b"\x05"):
-            way = "it looks like a pickle, and nothing is unpickled here: decode= may be a function of yours that does"
-        begin = f"{len(content)} bytes that begin with {content[:16]!r}"
-        return f"{self.path}: the value of {keys[position]!r}, {begin}, cannot be read ({error}): {way}"
 
 
 class _Keys:

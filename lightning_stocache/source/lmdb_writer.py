@@ -1,9 +1,10 @@
-"""Samples into an LMDB, by a thread that commits while others are loaded.
+"""Samples into an LMDB, committed by a thread while others are loaded.
 
-LMDB has one writer. Here that is a thread with a queue of at most 64 MiB: it takes all that is waiting, once there are
-64 MiB or two seconds have passed, and writes it in one transaction, so what a killed process leaves is a whole number
-of samples, from the first on. The map grows by doubling where LMDB says that it is full, and the transaction is run
-again. The file is locked by `flock`, so two processes do not pack into it, and the kernel frees it when they end.
+LMDB has one writer. Here that is a thread: once 64 MiB of samples wait, or the first of them has waited for two
+seconds, the thread writes them in one transaction, while the next ones are gathered. So what a killed process leaves is
+a whole number of samples, from the first on. The map grows by doubling where LMDB says that it is full, and the
+transaction is run again. The file is locked by `flock`, so two processes do not pack into it, and the kernel frees it
+when they end.
 
 The file is not made before the first sample is there.
 """
@@ -14,21 +15,25 @@ import errno
 import os
 import shutil
 import sys
-import threading
 import time
 from collections.abc import Sequence
+from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import replace
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import Any
 
-from lightning_stocache.source.lmdb_file import LMDBError, LMDBFile, bytes_needed, import_lmdb
-from lightning_stocache.source.pack_manifest import MANIFEST_KEY, PackManifest, key_of
+from lightning_stocache.source.lmdb_file import (
+    MANIFEST_KEY,
+    LMDBError,
+    LMDBFile,
+    PackManifest,
+    bytes_needed,
+    import_lmdb,
+    key_of,
+)
 
 if sys.platform != "win32":
     import fcntl
-
-if TYPE_CHECKING:
-    import lmdb
 
 __all__ = ["LMDBWriter"]
 
@@ -50,8 +55,7 @@ class LMDBWriter:
     Raises:
         LMDBError: the path is taken by something else, another process packs into it, or (`put`, `close`) it cannot be
             written.
-        FileNotFoundError: its folder does not exist.
-        PermissionError: it may not be written.
+        OSError: its folder does not exist, it may not be written, or (`put`, `close`) the disk is full.
     """
 
     def __init__(self, path: Path, manifest: PackManifest) -> None:
@@ -59,14 +63,14 @@ class LMDBWriter:
         self.done, self.known = 0, dict[int, bytes]()
         """Samples that lie there already, and the blobs of some of them, the last one's too."""
         self.complete = False
-        self._lock_file = -1
-        self._environment: lmdb.Environment | None = None
+        self.lock_file = -1
+        """Descriptor that holds the lock: whoever is forked closes it, or it is held until that one ends; -1: none."""
+        self._environment: Any = None
         self._next = 0
         self._items: list[Item] = []
         self._bytes, self._since = 0, 0.0
-        self._changed = threading.Condition()
-        self._ended, self._error = False, list[BaseException]()
-        self._thread: threading.Thread | None = None
+        self._thread = ThreadPoolExecutor(1, "lmdb-writer")
+        self._committed: Future[None] | None = None
         import_lmdb()
         if not path.parent.is_dir():
             raise FileNotFoundError(f"the folder {path.parent} does not exist: {path} cannot be made in it")
@@ -80,25 +84,17 @@ class LMDBWriter:
         elif not os.access(path.parent, os.W_OK):
             raise PermissionError(f"{path} cannot be made: the folder {path.parent} may not be written by this user")
 
-    @property
-    def lock_file(self) -> int:
-        """Descriptor that holds the lock: whoever is forked closes it, or it is held until that one ends; -1: none."""
-        return self._lock_file
-
     def put(self, blob: bytes) -> None:
         """Write the next sample, soon. Waits while too many wait to be written."""
-        if self._thread is None:
-            self._begin()
-        with self._changed:
-            while self._bytes >= BATCH_BYTES and not self._error:
-                self._changed.wait()
-            self._raise()
-            if not self._items:
-                self._since = time.monotonic()
-            self._items.append((key_of(self._next), blob))
-            self._bytes += len(blob)
-            self._next += 1
-            self._changed.notify_all()
+        if self._environment is None:
+            self._open()
+        if not self._items:
+            self._since = time.monotonic()
+        self._items.append((key_of(self._next), blob))
+        self._bytes += len(blob)
+        self._next += 1
+        if self._bytes >= BATCH_BYTES or time.monotonic() - self._since >= BATCH_SECONDS:
+            self._flush()
 
     def close(self, *, complete: bool) -> None:
         """Write what waits, and let the file go.
@@ -106,24 +102,18 @@ class LMDBWriter:
         Args:
             complete: whether that is all.
         """
-        last = (
-            [(MANIFEST_KEY, replace(self.manifest, complete=True).to_bytes())] if complete and not self.complete else []
-        )
         try:
-            if self._thread is not None:
-                with self._changed:
-                    self._items += last  # in the same commit as the last samples
-                    self._ended = True
-                    self._changed.notify_all()
-                self._thread.join()
-                self._raise()
-            elif last:
+            if complete and not self.complete:
                 self._open()
-                self._commit(last)
+                self._items.append((MANIFEST_KEY, replace(self.manifest, complete=True).to_bytes()))
+            if self._items:  # the manifest in the same commit as the last samples
+                self._flush()
+            if self._committed is not None:
+                self._committed.result()
         finally:
-            environment, self._environment = self._environment, None
-            if environment is not None:
-                environment.close()
+            self._thread.shutdown()
+            if self._environment is not None:
+                self._environment.close()
             self._unlock()
 
     # ---- what is there ----
@@ -134,49 +124,37 @@ class LMDBWriter:
         if self.path.is_dir():
             raise LMDBError(f"{self.path} is a folder: give the path of a file that does not exist yet")
         try:
-            self._lock_file = os.open(self.path, flags | os.O_CLOEXEC, 0o666)
-        except FileExistsError:
-            raise LMDBError(f"another process has begun to pack into {self.path}") from None
-        except PermissionError:
-            raise PermissionError(f"{self.path} may not be written by this user") from None
-        try:
-            fcntl.flock(self._lock_file, fcntl.LOCK_EX | fcntl.LOCK_NB)
-        except BlockingIOError:
+            self.lock_file = os.open(self.path, flags | os.O_CLOEXEC, 0o666)
+            fcntl.flock(self.lock_file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except (FileExistsError, BlockingIOError):
             raise LMDBError(f"another process is packing into {self.path}: wait for its end") from None
 
     def _unlock(self) -> None:
-        if self._lock_file >= 0:
-            os.close(self._lock_file)
-            self._lock_file = -1
+        if self.lock_file >= 0:
+            os.close(self.lock_file)
+            self.lock_file = -1
 
     def _examine(self) -> None:
         """Find out how many samples are there; refuse what is none of ours."""
         if os.path.getsize(self.path) == 0:  # a process was killed before its first commit
             return
-        other = f"{self.path} is not overwritten: it is"
-        way = "give another path, or remove it first"
         try:
             file = LMDBFile(self.path)
-        except LMDBError as error:
-            raise LMDBError(f"{other} something else ({error}): {way}") from error
-        content = file.get(MANIFEST_KEY)
-        if content is None:
-            if file.entries:
-                raise LMDBError(f"{other} an LMDB that this package has not packed: {way}")
-            return
-        try:
+            content = file.get(MANIFEST_KEY)
+            if content is None and file.entries:
+                raise LMDBError("an LMDB that this package has not packed")
+            if content is None:
+                return
             known = PackManifest.parse(content)
-        except ValueError as error:
-            raise LMDBError(f"{other} a pack that cannot be gone on with ({error}): {way}") from None
-        if differing := _differences(known, self.manifest):
-            raise LMDBError(f"{other} a pack of another source ({differing}): {way}")
+            if differing := _differences(known, self.manifest):
+                raise LMDBError(f"a pack of another source: {differing}")
+        except LMDBError as error:
+            raise LMDBError(
+                f"{self.path} is not overwritten: {error}. Give another path, or remove it first"
+            ) from error
         self.complete, self.done = known.complete, file.entries - 1
         some = {number * (self.done - 1) // (_COMPARED - 1) for number in range(_COMPARED)} if self.done else ()
         self.known = {index: file.get(key_of(index)) or b"" for index in sorted(some)}
-        if self.done > known.samples:
-            raise LMDBError(
-                f"{other} a damaged pack, of {self.done:,} samples where there were {known.samples:,}: {way}"
-            )
         self._next = self.done
         file.close()
 
@@ -185,44 +163,23 @@ class LMDBWriter:
     def _open(self) -> None:
         if self._environment is not None:
             return
-        if self._lock_file < 0:
+        if self.lock_file < 0:
             self._lock(os.O_RDWR | os.O_CREAT | os.O_EXCL)
-        size = os.path.getsize(self.path)
-        self._environment = import_lmdb().open(
-            str(self.path), subdir=False, lock=False, readahead=False, map_size=max(2 * size, FIRST_MAP_BYTES)
-        )
-
-    def _begin(self) -> None:
-        self._open()
+        size = max(2 * os.path.getsize(self.path), FIRST_MAP_BYTES)
+        path = str(self.path)
+        self._environment = import_lmdb().open(path, subdir=False, lock=False, readahead=False, map_size=size)
         if not self.done:
             self._items.append((MANIFEST_KEY, self.manifest.to_bytes()))
-        self._thread = threading.Thread(target=self._run, name="lmdb-writer", daemon=True)
-        self._thread.start()
 
-    def _run(self) -> None:
-        try:
-            while items := self._take():
-                self._commit(items)
-        except BaseException as error:
-            with self._changed:
-                self._error.append(error)
-                self._changed.notify_all()
-
-    def _take(self) -> list[Item]:
-        """All that waits, once it is enough or there will be no more."""
-        with self._changed:
-            while not self._ended and self._bytes < BATCH_BYTES:
-                left = self._since + BATCH_SECONDS - time.monotonic()
-                if self._bytes and left <= 0:
-                    break
-                self._changed.wait(left if self._bytes else None)
-            items, self._items, self._bytes = self._items, [], 0
-            self._changed.notify_all()
-            return items
+    def _flush(self) -> None:
+        """Give what waits to the thread, once it has committed what it had; its errors come here."""
+        if self._committed is not None:
+            self._committed.result()
+        self._committed = self._thread.submit(self._commit, self._items)
+        self._items, self._bytes = [], 0
 
     def _commit(self, items: Sequence[Item]) -> None:
         lmdb, environment = import_lmdb(), self._environment
-        assert environment is not None
         while True:
             try:
                 with environment.begin(write=True) as transaction:
@@ -232,34 +189,18 @@ class LMDBWriter:
                     os.truncate(self.path, size)  # free pages at the end, which LMDB does not write
                 return
             except lmdb.MapFullError:
-                self._grow(environment)
+                environment.set_mapsize(2 * environment.info()["map_size"])
             except lmdb.Error as error:
-                raise self._refusal(error, sum(len(content) for _, content in items)) from error
+                raise self._failure(error, sum(len(content) for _, content in items)) from error
 
-    def _grow(self, environment: lmdb.Environment) -> None:
-        size = environment.info()["map_size"]
-        try:
-            environment.set_mapsize(2 * size)
-        except (import_lmdb().Error, MemoryError, OverflowError) as error:
-            raise LMDBError(
-                f"{self.path} cannot grow beyond {size:,} bytes, since that much address space cannot be had "
-                f"({error}): look at `ulimit -v`"
-            ) from error
-
-    def _refusal(self, error: Exception, size: int) -> Exception:
+    def _failure(self, error: Exception, size: int) -> Exception:
         """Why it could not be written: LMDB says of a full disk that it had an input or output error."""
+        kept = "What was packed before is kept"
         free = shutil.disk_usage(self.path.parent).free
         if free < 2 * size + (1 << 20):
-            return OSError(
-                errno.ENOSPC,
-                f"the disk of {self.path} is full: {free:,} bytes are free, and the next samples need {size:,}. What "
-                "was packed before is kept: make room, and run the same command again",
-            )
-        return LMDBError(f"{self.path} cannot be written: {error}. What was packed before is kept")
-
-    def _raise(self) -> None:
-        if self._error:
-            raise self._error[0]
+            words = f"the disk of {self.path} is full: {free:,} bytes are free, and the next samples need {size:,}"
+            return OSError(errno.ENOSPC, f"{words}. {kept}: make room, and run the same command again")
+        return LMDBError(f"{self.path} cannot be written: {error}. {kept}")
 
 
 def _differences(known: PackManifest, given: PackManifest) -> str:

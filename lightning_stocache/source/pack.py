@@ -13,8 +13,7 @@ from __future__ import annotations
 import os
 import time
 import traceback
-from collections.abc import Callable, Iterator, Sequence, Sized
-from contextlib import contextmanager
+from collections.abc import Iterator, Sized
 from functools import partial
 from itertools import chain
 from pathlib import Path
@@ -30,9 +29,8 @@ from lightning_stocache.source.blob import decode_blob, encode_blob
 from lightning_stocache.source.encoded import FileSamples
 from lightning_stocache.source.generators import Generators
 from lightning_stocache.source.identity import class_name
-from lightning_stocache.source.lmdb_file import LMDBError
+from lightning_stocache.source.lmdb_file import LMDBError, PackManifest
 from lightning_stocache.source.lmdb_writer import LMDBWriter
-from lightning_stocache.source.pack_manifest import PackManifest
 from lightning_stocache.source.samples import same_sample
 
 __all__ = ["PackError", "pack"]
@@ -91,25 +89,25 @@ def pack(
     """
     check_source(source, cached=_Blobs)
     samples = FileSamples(source) if encoded else source
-    length = len(cast(Sized, source))
-    classes = getattr(source, "classes", None)
+    classes: Any = getattr(source, "classes", None)
     named = isinstance(classes, list | tuple) and all(type(name) is str for name in classes)
-    title = class_name(source)
-    manifest = PackManifest(length, title, encoded, fingerprint, tuple(cast(Any, classes)) if named else ())
+    length, title = len(cast(Sized, source)), class_name(source)
+    manifest = PackManifest(length, title, encoded, fingerprint, tuple(classes) if named else ())
     writer = LMDBWriter(Path(path), manifest)
-    written, whole = 0, False
+    if allow_random:
+        writer.known.clear()  # its samples are other ones now
+    whole = False
     try:
-        written = _pack(_Blobs(samples, allow_random or encoded), writer, workers, allow_random, progress)
+        _write(_Blobs(samples, allow_random or encoded), writer, workers, progress)
         whole = True
     finally:
         writer.close(complete=whole)
-    return written
+    return length - writer.done
 
 
 class _Failure(NamedTuple):
     """Why a sample could not be made into a blob. An exception may not be fit to be sent by a worker, its text is."""
 
-    number: int
     words: str
     traceback: str = ""
 
@@ -123,27 +121,26 @@ class _Blobs(Dataset[Any]):
     """
 
     def __init__(self, source: Any, allow_random: bool) -> None:
-        self.source, self.allow_random = source, allow_random
-        self._watched = 0
+        self.source, self._left = source, 0 if allow_random else _WATCHED
         self._generators: Generators | None = None
 
     def __len__(self) -> int:
         return len(self.source)
 
-    def __getitem__(self, index: int) -> bytes | _Failure:
+    def __getitem__(self, index: int) -> tuple[int, bytes | _Failure]:
         try:
-            return encode_blob(self._load(index), index)
+            return index, encode_blob(self._load(index), index)
         except PackError as error:
-            return _Failure(index, str(error))
+            return index, _Failure(str(error))
         except UnsupportedSampleError as error:
-            return _Failure(index, f"{error}. {_WHAT_CAN}")
+            return index, _Failure(f"{error}. {_WHAT_CAN}")
         except Exception as error:  # the source is the user's, and may raise anything
-            return _Failure(index, f"{type(error).__name__}: {error}", traceback.format_exc())
+            return index, _Failure(f"{type(error).__name__}: {error}", traceback.format_exc())
 
     def _load(self, index: int) -> Any:
-        if self.allow_random or self._watched == _WATCHED:
+        if not self._left:
             return self.source[index]
-        self._watched += 1
+        self._left -= 1
         if self._generators is None:
             self._generators = Generators(self.source)
         before = self._generators.state()
@@ -157,99 +154,72 @@ class _Blobs(Dataset[Any]):
         return sample
 
 
-class _Chunks:
-    """Indices, some at a time: as many as make a message of a megabyte, or take a quarter of a second to load.
+def _write(blobs: _Blobs, writer: LMDBWriter, workers: int, progress: bool) -> None:
+    """Compare some of what is there, and write what is not."""
+    length = writer.done if writer.complete else len(blobs)
+    done = done_bytes = 0
+    start = time.monotonic()
 
-    Args:
-        known: indices of samples that are to be compared, all at once before the others.
-        begin: the first index.
-        end: the one after the last.
-    """
-
-    def __init__(self, known: Sequence[int], begin: int, end: int) -> None:
-        self.known, self.begin, self.end = known, begin, end
-        self.blobs, self.bytes, self.start = 0, 0, time.monotonic()
-
-    def __iter__(self) -> Iterator[list[int]]:
-        begin, count = self.begin, 1
-        if self.known:
-            yield list(self.known)
-        while begin < self.end:
-            if self.blobs:
-                by_size = _CHUNK_BYTES * self.blobs // max(self.bytes, 1)
-                by_time = int(self.blobs / (time.monotonic() - self.start) * CHUNK_SECONDS)
+    def chunks() -> Iterator[list[int]]:
+        """Indices, as many as make a message of a megabyte, or take a quarter of a second to load."""
+        if writer.known:
+            yield list(writer.known)
+        begin, count = writer.done, 1
+        while begin < length:
+            if done:
+                by_size = _CHUNK_BYTES * done // max(done_bytes, 1)
+                by_time = int(CHUNK_SECONDS * done / (time.monotonic() - start))
                 count = max(min(2 * count, by_size, by_time, _MOST_PER_CHUNK), 1)
-            yield list(range(begin, min(begin + count, self.end)))
+            yield list(range(begin, min(begin + count, length)))
             begin += count
 
-
-def _pack(blobs: _Blobs, writer: LMDBWriter, workers: int, allow_random: bool, progress: bool) -> int:
-    """Compare some of what is there, and write what is not; how many samples that were."""
-    known = {} if allow_random else writer.known
-    length = writer.done if writer.complete else len(blobs)
-    if not known and writer.done == length:
-        return 0
-    chunks = _Chunks(list(known), writer.done, length)
-    numbers = chain(known, range(writer.done, length))
     loader = DataLoader(
         blobs,
-        batch_sampler=cast(Any, chunks),
+        batch_sampler=cast(Any, chunks()),
         num_workers=workers,
-        collate_fn=cast(Any, _as_they_are),
+        collate_fn=list,
         worker_init_fn=partial(_begin, writer.lock_file, writer.path),
         generator=torch.Generator(),  # nothing is drawn from the user's
     )
-    written = 0
-    with _bar(len(blobs), writer.done, progress) as tell:
-        for batch in _guarded(loader, blobs.source):
-            for blob in batch:
-                if isinstance(blob, _Failure):
-                    failure = PackError(f"sample {blob.number} of {_title(blobs.source)}: {blob.words}")
-                    if blob.traceback:
-                        failure.add_note(blob.traceback)
-                    raise failure
-                if (number := next(numbers)) in known:
-                    _compare(blob, number, writer, blobs.source)
-                else:
-                    writer.put(blob)
-                    written += 1
-                    tell()
-                chunks.blobs, chunks.bytes = chunks.blobs + 1, chunks.bytes + len(blob)
-    return written
-
-
-def _guarded(loader: DataLoader[Any], source: Any) -> Iterator[list[Any]]:
-    """Batches of a loader; a worker that dies is told of in words."""
+    title = type(blobs.source.source if isinstance(blobs.source, FileSamples) else blobs.source).__name__
+    bar = _bar(len(blobs), writer.done) if progress else None
     try:
-        yield from loader
+        for index, blob in chain.from_iterable(loader):
+            if isinstance(blob, _Failure):
+                failure = PackError(f"sample {index} of {title}: {blob.words}")
+                if blob.traceback:
+                    failure.add_note(blob.traceback)
+                raise failure
+            done, done_bytes = done + 1, done_bytes + len(blob)
+            if index >= writer.done:
+                writer.put(blob)
+                if bar is not None:
+                    bar.update()
+            elif not _same(blob, writer.known[index], index):
+                raise LMDBError(
+                    f"{writer.path} holds other data: its sample {index} is another one than {title} gives now. Give "
+                    "another path, or remove it first"
+                )
     except RuntimeError as error:
         if "exited unexpectedly" not in str(error):
             raise
         raise PackError(
-            f"a worker that loads {_title(source)} has died ({error}): if it was killed for want of memory, take fewer "
-            "workers. What was packed is kept: run the same command again"
+            f"a worker that loads {title} has died ({error}): if it was killed for want of memory, take fewer workers. "
+            "What was packed is kept: run the same command again"
         ) from error
+    finally:
+        if bar is not None:
+            bar.close()
 
 
-def _compare(blob: bytes, number: int, writer: LMDBWriter, source: Any) -> None:
-    known = writer.known[number]
-    if blob != known and not same_sample(decode_blob(blob, number), decode_blob(known, number)):
-        raise LMDBError(
-            f"{writer.path} holds other data: its sample {number} is another one than {_title(source)} gives now. Give "
-            "another path, or remove it first"
-        )
+def _same(blob: bytes, known: bytes, index: int) -> bool:
+    return blob == known or same_sample(decode_blob(blob, index), decode_blob(known, index))
 
 
-@contextmanager
-def _bar(total: int, done: int, shown: bool) -> Iterator[Callable[[], object]]:
-    """What is called once per sample."""
-    if not shown:
-        yield lambda: None
-        return
+def _bar(total: int, done: int) -> Any:
     from tqdm import tqdm  # its lock is a semaphore, which nobody needs who sees no bar
 
-    with tqdm(total=total, initial=done, unit=" samples", desc="pack", disable=None) as bar:
-        yield bar.update
+    return tqdm(total=total, initial=done, unit=" samples", desc="pack", disable=None)
 
 
 def _begin(lock_file: int, path: Path, worker: int) -> None:
@@ -260,11 +230,3 @@ def _begin(lock_file: int, path: Path, worker: int) -> None:
     except OSError:  # spawned: it was never there
         pass
     end_with_parent()  # torch's worker would wait for ever, to send what nobody reads
-
-
-def _as_they_are(batch: list[Any]) -> list[Any]:
-    return batch
-
-
-def _title(source: Any) -> str:
-    return type(source.source if isinstance(source, FileSamples) else source).__name__
