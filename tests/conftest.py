@@ -25,8 +25,7 @@ import torch
 from torch.utils.data.dataloader import _MultiProcessingDataLoaderIter
 from tqdm import tqdm
 
-from lightning_stocache.growing import stream_choice
-from lightning_stocache.setup import finding, look
+from lightning_stocache.setup import finding, first_sample, look
 from lightning_stocache.setup.reader_process import NotStartedError
 from lightning_stocache.source import random_split
 from tests import names
@@ -64,7 +63,7 @@ def looks_in_this_process(request: pytest.FixtureRequest, monkeypatch: pytest.Mo
     if rooms and not request.node.get_closest_marker("looks_apart"):
         monkeypatch.setattr(look, "shared_counts", _refuse_to_start)
     if rooms - {"training"}:  # streams are read again here, too; `tests/training/test_streams.py` has that process
-        monkeypatch.setattr(stream_choice, "read_apart", _refuse_to_start)
+        monkeypatch.setattr(first_sample, "read_apart", _refuse_to_start)
 
 
 @pytest.fixture(autouse=True)

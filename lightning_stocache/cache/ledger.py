@@ -7,11 +7,11 @@ counted per rank, without a message from the loader. An epoch of a rank is whole
 as many samples have passed as the stream's length says: a loader that knows the length stops there.
 
 The first process that asks after every rank of the node has begun an epoch decides for all shards what the epoch comes
-from (`decide`): then no shard is in the epoch before. The others wait for a rank that does not come, with a message;
-then the stream passes through for good.
+from (`decide`): then no shard is in the epoch before.
 
 Layout: columns of int64: one number each for all, then one for each rank, then one for each of the `MOST_WORKERS`
-shards of every rank; then the pickle of the samples' codec, up to 64 KiB. All of it is reserved.
+shards of every rank. What is counted has two numbers, for epochs in turn, so that the counts of an epoch stay while the
+next one begins. All of it is reserved.
 
 Writers take a lock of the lock file, which the kernel frees when they die: byte 0 for the numbers of all and of ranks,
 byte 1 for the next number, byte 2 while deciding, and a byte per shard while its process stores a sample. Locks are
@@ -22,7 +22,7 @@ from __future__ import annotations
 
 import logging
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager, ExitStack, contextmanager
 from dataclasses import dataclass
 from typing import Literal, get_args
@@ -49,13 +49,9 @@ Mode = Literal["stream", "cache", "pass"]
 """Where the samples of an epoch come from: the stream, which is stored; the store; the stream, which is not stored."""
 
 _MODES: tuple[Mode, ...] = get_args(Mode)
-_FINAL = ("cache", "pass")
-_CODEC_BYTES = 1 << 16
-_OF_ALL = dict.fromkeys(
-    ("ranks", "next", "generation", "slots", "codec_bytes", "decided", "mode", "flags", "broken"), np.int64
-)
-_OF_RANK = dict.fromkeys(("epoch", "key", "workers", "last", "whole", "passed", "stored"), np.int64)
-_OF_SHARD = dict.fromkeys(("begun", "ended", "seen", "stored"), np.int64)
+_OF_ALL = dict.fromkeys(("ranks", "next", "cleared", "decided", "mode", "broken"), np.int64)
+_OF_RANK = {"epoch": "i8", "key": "i8", "workers": "2i8"}
+_OF_SHARD = dict.fromkeys(("begun", "ended", "seen", "stored"), "2i8")
 _ALL, _NUMBER, _DECISION, _ROWS = 0, 1, 2, 8  # bytes of the lock file
 _UNCLAIMED = -1
 
@@ -99,9 +95,9 @@ class StreamLedger:
     Example:
         >>> ledger, shard = StreamLedger.create(1), Shard()
         >>> epoch = ledger.begin(shard)
-        >>> ledger.decide(epoch, lambda: "stream"), ledger.decide(epoch, lambda: "cache")
+        >>> ledger.decide(epoch, lambda late: "stream"), ledger.decide(epoch, lambda late: "cache")
         ('stream', 'stream')
-        >>> ledger.note(shard, stored=True)
+        >>> ledger.note(shard, epoch, stored=True)
         >>> ledger.end(shard, epoch)
         >>> ledger.begin(shard), ledger.totals(1)
         (2, Totals(passed=1, stored=1))
@@ -112,10 +108,10 @@ class StreamLedger:
     """Seconds to wait for a rank that does not begin an epoch."""
 
     def __init__(self, segment: Segment) -> None:
-        self.segment, self.claims = segment, Claims(segment)
+        self.segment, self._claims = segment, Claims(segment)
         self._all = columns(segment, _OF_ALL, 1)
         self.ranks = int(self._all["ranks"][0])
-        of_rank, of_shard, self._codec, _ = _starts(self.ranks)
+        of_rank, of_shard, _ = _starts(self.ranks)
         self._ranks = columns(segment, _OF_RANK, self.ranks, of_rank)
         self._shards = columns(segment, _OF_SHARD, self.ranks * MOST_WORKERS, of_shard)
 
@@ -130,7 +126,7 @@ class StreamLedger:
         Raises:
             OSError: there is no memory for it.
         """
-        size = _starts(ranks)[3]
+        size = _starts(ranks)[-1]
         segment = Segment.create(size, backend, reserved=size)
         columns(segment, _OF_ALL, 1)["ranks"][0] = ranks
         return cls(segment)
@@ -139,74 +135,70 @@ class StreamLedger:
 
     def announce(self, rank: int, workers: int) -> int:
         """Begin a rank's next epoch before its shards, which will join it. Returns its number."""
-        with self.claims.waiting(_ALL):
+        with self._claims.waiting(_ALL):
             return self._next_epoch(rank, _UNCLAIMED, workers)
 
     def begin(self, shard: Shard) -> int:
         """Begin an epoch of a shard: the current one of its rank, or the next one. Returns its number."""
         ranks, shards, rank, row = self._ranks, self._shards, shard.rank, shard.number
-        with self.claims.waiting(_ALL):
+        with self._claims.waiting(_ALL):
+            epoch = self._epoch_of(rank)
             if ranks["key"][rank] == _UNCLAIMED:
-                ranks["key"][rank], ranks["workers"][rank] = shard.key, shard.workers
-            elif ranks["key"][rank] != shard.key or shards["begun"][row] == ranks["epoch"][rank]:
-                self._next_epoch(rank, shard.key, shard.workers)
-            shards["ended"][row] = shards["seen"][row] = shards["stored"][row] = 0
-            shards["begun"][row] = epoch = self._epoch_of(rank)
+                ranks["key"][rank], ranks["workers"][rank, epoch % 2] = shard.key, shard.workers
+            elif ranks["key"][rank] != shard.key or shards["begun"][row, epoch % 2] == epoch:
+                epoch = self._next_epoch(rank, shard.key, shard.workers)
+            for name in ("ended", "seen", "stored"):
+                shards[name][row, epoch % 2] = 0
+            shards["begun"][row, epoch % 2] = epoch
         return epoch
 
     def is_current(self, shard: Shard, epoch: int) -> bool:
         """Whether a shard's rank is still in this epoch, and not in a later one."""
         return self._epoch_of(shard.rank) == epoch
 
-    def note(self, shard: Shard, *, stored: bool) -> None:
+    def note(self, shard: Shard, epoch: int, *, stored: bool) -> None:
         """Count a sample that has passed, under the lock of the shard (`locked`)."""
-        self._shards["stored"][shard.number] += stored
-        self._shards["seen"][shard.number] += 1
+        self._shards["stored"][shard.number, epoch % 2] += stored
+        self._shards["seen"][shard.number, epoch % 2] += 1
 
     def end(self, shard: Shard, epoch: int) -> None:
         """Note that a shard has come to its end."""
-        with self.claims.waiting(_ALL):
+        with self._claims.waiting(_ALL):
             if self.is_current(shard, epoch):
-                self._shards["ended"][shard.number] = 1
+                self._shards["ended"][shard.number, epoch % 2] = 1
 
     def totals(self, epoch: int, length: int | None = None) -> Totals | None:
-        """Count the samples of an epoch that is over in every rank; None if a rank has broken it off.
+        """Count the samples of the latest epoch, or of the one before, in all ranks; None if one has broken it off.
 
         Args:
-            epoch: the last epoch before the one that all ranks have begun.
+            epoch: its number.
             length: the length of the stream of one rank, if it has one.
         """
-        ranks = self._ranks
-        whole = (ranks["whole"] > 0) | (length is not None and ranks["passed"] >= length)
-        if not ((ranks["last"] == epoch) & whole).all():
-            return None
-        return Totals(int(ranks["passed"].sum()), int(ranks["stored"].sum()))
+        passed_of_all = stored_of_all = 0
+        for rank in range(self.ranks):
+            rows = slice(Shard(rank).number, Shard(rank + 1).number)
+            shards = {name: column[rows, epoch % 2] for name, column in self._shards.items()}
+            begun = shards["begun"] == epoch
+            ended, passed, stored = (int(shards[name][begun].sum()) for name in ("ended", "seen", "stored"))
+            if not 0 < ended == self._ranks["workers"][rank, epoch % 2] and (length is None or passed < length):
+                return None
+            passed_of_all, stored_of_all = passed_of_all + passed, stored_of_all + stored
+        return Totals(passed_of_all, stored_of_all)
 
     @property
     def all_stored(self) -> bool:
         """Whether the latest epoch has ended in every shard, and all of its samples were stored."""
-        counts = map(self._counts, range(self.ranks))
-        return all(ended and passed == stored for ended, passed, stored in counts)
+        totals = self.totals(self._epoch_of(0))
+        return totals is not None and totals.passed == totals.stored
 
     def _epoch_of(self, rank: int) -> int:
         """The number of a rank's latest epoch."""
         return int(self._ranks["epoch"][rank])
 
     def _next_epoch(self, rank: int, key: int, workers: int) -> int:
-        ranks, epoch = self._ranks, self._epoch_of(rank)
-        ranks["last"][rank] = epoch
-        ranks["whole"][rank], ranks["passed"][rank], ranks["stored"][rank] = self._counts(rank)
-        ranks["key"][rank], ranks["workers"][rank] = key, workers
-        ranks["epoch"][rank] = epoch + 1
-        return epoch + 1
-
-    def _counts(self, rank: int) -> tuple[bool, int, int]:
-        """Of a rank's latest epoch: whether all of its shards have ended, samples that passed, samples stored."""
-        shards = {name: column[Shard(rank).number : Shard(rank + 1).number] for name, column in self._shards.items()}
-        epoch = self._epoch_of(rank)
-        begun = (shards["begun"] == epoch) & (epoch > 0)
-        ended, passed, stored = (int(shards[name][begun].sum()) for name in ("ended", "seen", "stored"))
-        return 0 < ended == int(self._ranks["workers"][rank]), passed, stored
+        self._ranks["epoch"][rank] = epoch = self._epoch_of(rank) + 1
+        self._ranks["key"][rank], self._ranks["workers"][rank, epoch % 2] = key, workers
+        return epoch
 
     # ---- decisions ----
 
@@ -215,44 +207,36 @@ class StreamLedger:
         """What was decided last."""
         return _MODES[int(self._all["mode"][0])]
 
-    def decide(self, epoch: int, choose: Callable[[], Mode]) -> Mode:
-        """Where the samples of an epoch come from; decides it if no process has.
+    def decide(self, epoch: int, choose: Callable[[Sequence[int]], Mode]) -> Mode:
+        """Where the samples of an epoch come from; decides it if no process has. "cache" and "pass" are for good.
 
         Args:
             epoch: an epoch that a shard of this process, or its rank, has begun.
-            choose: called by one process of the node, when no shard is in an epoch before.
+            choose: called by one process of the node, when no shard is in an epoch before. It is given the ranks that
+                have not begun the epoch within `patience`.
         """
         start = time.monotonic()
         for seconds in poll(pause=0.002):
             if self._is_decided(epoch):
                 break
             late = [rank for rank in range(self.ranks) if self._epoch_of(rank) < epoch] if epoch > 1 else []
-            if (not late or time.monotonic() - start > self.patience) and self.claims.take(_DECISION):
+            if (not late or time.monotonic() - start > self.patience) and self._claims.take(_DECISION):
                 try:
                     if not self._is_decided(epoch):
-                        if late:
-                            log.warning(
-                                "a stream passes through uncached from now on: rank(s) %s of the node did not begin "
-                                "epoch %d within %.0f s.\nEvery rank must read the stream as often",
-                                ", ".join(map(str, late)),
-                                epoch,
-                                self.patience,
-                            )
-                        mode = "pass" if late else choose()
-                        with self.claims.waiting(_ALL):
-                            if self.mode not in _FINAL:
+                        mode = choose(late)
+                        with self._claims.waiting(_ALL):
+                            if self.mode == "stream":
                                 self._all["mode"][0] = _MODES.index(mode)
                             self._all["decided"][0] = epoch
                 finally:
-                    self.claims.release(_DECISION)
+                    self._claims.release(_DECISION)
             elif seconds:
-                what = f"rank(s) {', '.join(map(str, late))} to begin" if late else "another process to decide on"
-                log.warning("a stream waits for %s epoch %d", what, epoch)
+                log.warning("a stream waits for epoch %d to begin in rank(s) %s, or to be decided on", epoch, late)
         return self.mode
 
     def pass_by(self) -> Mode:
-        """Store nothing from the next epoch on. Returns what was decided before."""
-        with self.claims.waiting(_ALL):
+        """Store nothing from now on. Returns what was decided before."""
+        with self._claims.waiting(_ALL):
             before, self._all["mode"][0] = self.mode, _MODES.index("pass")
         return before
 
@@ -261,76 +245,47 @@ class StreamLedger:
         self._all["broken"][0] = count = 0 if reset else int(self._all["broken"][0]) + 1
         return count
 
-    def is_first(self, flag: int) -> bool:
-        """Raise a flag (a power of two). Returns whether no process of the node had raised it."""
-        with self.claims.waiting(_ALL):
-            first = not self.has(flag)
-            self._all["flags"][0] |= flag
-        return first
-
-    def has(self, flag: int) -> bool:
-        """Whether a flag was raised."""
-        return bool(self._all["flags"][0] & flag)
-
     def _is_decided(self, epoch: int) -> bool:
-        return self.mode in _FINAL or bool(self._all["decided"][0] >= epoch)
+        return self.mode != "stream" or bool(self._all["decided"][0] >= epoch)
 
-    # ---- what is stored ----
+    # ---- numbers ----
 
-    @property
-    def generation(self) -> int:
-        """How often the memory was laid out anew; 0 before the first sample."""
-        return int(self._all["generation"][0])
-
-    def lay_out(self, slots: int = 0, codec: bytes = b"") -> bool:
-        """Note a new layout of the samples' memory, under all locks (`alone`); numbers start from 0.
-
-        Args:
-            slots: number of slots; 0 if nothing is stored.
-            codec: the pickled codec of the samples.
-
-        Returns:
-            Whether there is room for the codec.
-        """
-        if len(codec) > _CODEC_BYTES:
-            return False
-        self.segment.store(self._codec, memoryview(codec))
-        self._all["slots"][0], self._all["codec_bytes"][0], self._all["next"][0] = slots, len(codec), 0
-        self._all["generation"][0] += 1
-        return True
-
-    def layout(self) -> tuple[int, bytes]:
-        """The number of slots and the pickled codec; 0 and nothing before the first sample."""
-        with self.segment.memory(self._codec, int(self._all["codec_bytes"][0])) as codec:
-            return int(self._all["slots"][0]), bytes(codec)
-
-    def take_number(self, shard: Shard) -> tuple[int, int]:
+    def take_number(self, shard: Shard, epoch: int) -> tuple[int, int]:
         """Take the next number for a sample of a shard, under its lock (`locked`).
 
         Returns:
             The number, and the position of the sample, which orders all samples by their shards.
         """
-        with self.claims.waiting(_NUMBER):
+        with self._claims.waiting(_NUMBER):
             number = self.count
             self._all["next"][0] = number + 1
-        return number, shard.number << POSITION_BITS | int(self._shards["seen"][shard.number])
+        return number, shard.number << POSITION_BITS | int(self._shards["seen"][shard.number, epoch % 2])
+
+    def clear(self) -> None:
+        """Begin with number 0 again, while nobody stores anything (`alone`)."""
+        self._all["next"][0] = 0
+        self._all["cleared"][0] += 1
 
     @property
     def count(self) -> int:
         """How many numbers have been taken."""
         return int(self._all["next"][0])
 
-    def locked(self, shard: Shard | None = None) -> AbstractContextManager[None]:
-        """Keep other processes from laying the memory out anew; for a shard, while its process stores a sample."""
-        return self.claims.waiting(_ALL if shard is None else _ROWS + shard.number)
+    @property
+    def cleared(self) -> int:
+        """How often the numbers have begun again."""
+        return int(self._all["cleared"][0])
+
+    def locked(self, shard: Shard) -> AbstractContextManager[None]:
+        """The lock of a shard, while its process stores a sample."""
+        return self._claims.waiting(_ROWS + shard.number)
 
     @contextmanager
     def alone(self) -> Iterator[None]:
         """Keep all shards from storing anything."""
         with ExitStack() as locks:
-            locks.enter_context(self.locked())
             for row in range(self.ranks * MOST_WORKERS):
-                locks.enter_context(self.claims.waiting(_ROWS + row))
+                locks.enter_context(self._claims.waiting(_ROWS + row))
             yield
 
     def close(self) -> None:
@@ -339,9 +294,8 @@ class StreamLedger:
         self.segment.close()
 
 
-def _starts(ranks: int) -> tuple[int, int, int, int]:
-    """Where the columns of ranks and of shards begin, and the codec, and where all end."""
+def _starts(ranks: int) -> tuple[int, int, int]:
+    """Where the columns of ranks begin, and of shards, and where all end."""
     of_rank = offsets(_OF_ALL, 1)[""]
     of_shard = offsets(_OF_RANK, ranks, of_rank)[""]
-    codec = offsets(_OF_SHARD, ranks * MOST_WORKERS, of_shard)[""]
-    return of_rank, of_shard, codec, codec + _CODEC_BYTES
+    return of_rank, of_shard, offsets(_OF_SHARD, ranks * MOST_WORKERS, of_shard)[""]

@@ -23,9 +23,9 @@ from lightning_stocache.node.group import NodeGroup
 from lightning_stocache.node.segment import Segment, SegmentHandle
 from lightning_stocache.node.waiting import poll
 from lightning_stocache.setup.first_sample import codec_of
+from lightning_stocache.setup.growing_memory import RollingMemory
 from lightning_stocache.setup.option import check_choice, check_count
 from lightning_stocache.setup.request import Layout
-from lightning_stocache.setup.rolling_memory import RollingMemory
 from lightning_stocache.source.draws import Draws, is_stream
 
 __all__ = ["RollingPool", "RollingRequest", "RollingStats"]

@@ -18,7 +18,7 @@ from lightning_stocache.loading.forwarding import Forwarding
 from lightning_stocache.loading.grows import Kept
 from lightning_stocache.node.budget import Budget, format_bytes
 from lightning_stocache.node.group import NodeGroup
-from lightning_stocache.setup.open_stream import OpenStream, check_budget, open_stream
+from lightning_stocache.setup.open_stream import OpenStream, check_budget
 from lightning_stocache.setup.option import check_choice, check_count, check_flag
 from lightning_stocache.setup.request import BackendChoice, Layout
 from lightning_stocache.source.stream import check_stream
@@ -29,14 +29,15 @@ __all__ = ["CachedStream", "stream_source", "stream_with"]
 class CachedStream(Forwarding, IterableDataset[Any]):
     """An iterable-style dataset whose samples are kept as they pass, in memory that all processes of the node share.
 
+    When its memory opens, a process that is thrown away reads its first sixteen samples, to see what samples look like.
     Epoch one is the stream itself, in every worker: order, values, errors. When it has ended everywhere, and all of it
     was kept, later epochs come from memory, every sample once, in another order each.
 
     A stream that does not fit into its budget passes through uncached, with one warning that says how large it is. So
-    does one whose samples are random, or others in every epoch. Shuffling is no such thing, unless it draws from the
-    process-wide generators with every sample, or batches are made of what was shuffled (`batched` of WebDataset after
-    its `shuffle`): have the loader make them. So does a stream of which three epochs one after the other are broken
-    off, and one on several nodes.
+    does one whose samples are of many shapes where the first sixteen are not, or random, or others in every epoch.
+    Shuffling is no such thing, unless it draws from the process-wide generators with every sample, or batches are made
+    of what was shuffled (`batched` of WebDataset after its `shuffle`): have the loader make them. So does a stream of
+    which three epochs one after the other are broken off, and one on several nodes.
 
     Give it to a CachedLoader, which makes the batches of later epochs in the main process, or to any DataLoader. All
     names but its own (`source`, `cache`, `counters`, `group`, `budget_bytes`, `share`, `close`, `describe`) are those
@@ -55,7 +56,7 @@ class CachedStream(Forwarding, IterableDataset[Any]):
         strict: memory that cannot be had is an error; else the stream passes through uncached, with one warning.
         defer: open nothing yet; samples pass through until `share` is called.
         layout: "rows" (samples of one shape, nothing but numbers), "records" (anything that can be pickled), or "auto":
-            rows where the first sample is one. If a later one is none, the stream is read once more, as records.
+            rows where the first sixteen samples are such. If a later one is none, the stream passes through.
         seed: of the order of later epochs; the same on all ranks.
         shuffle: whether later epochs have another order each; False: that of epoch one, batch for batch.
 
@@ -116,9 +117,8 @@ class CachedStream(Forwarding, IterableDataset[Any]):
         Args:
             group: which ranks share memory; by default it is found out from the running process group.
         """
-        self.close()
         group = NodeGroup.discover() if group is None else group
-        self.__serving.opened = open_stream(self.__budget, group, self.__backend, strict=self.__strict)
+        self.__serving.open(self.__budget, group, self.__backend, strict=self.__strict)
 
     @property
     def source(self) -> Any:
@@ -147,8 +147,7 @@ class CachedStream(Forwarding, IterableDataset[Any]):
 
     def close(self) -> None:
         """Give the memory up in this process; from then on the stream passes through."""
-        self.__serving.opened.close()
-        self.__serving.opened = OpenStream(group=self.__serving.opened.group)
+        self.__serving.close()
 
     def describe(self) -> str:
         """One line on what is kept, for people."""

@@ -6,7 +6,17 @@ memory is a hit.
 
 When an epoch has ended in every shard of every rank of the node, and all of it was kept, later epochs come from memory:
 a permutation of all samples by `seed` and the number of the epoch, dealt to the ranks, and to the workers of each. What
-an epoch comes from is decided before it begins (`stream_choice`).
+an epoch comes from is decided before it begins:
+
+    stream   it is read, and kept
+      -> stream   the epoch was broken off, or raised: from nothing, for no sample may come twice
+      -> cache    all of it was kept, and its first samples, read again, are among them
+      -> pass     anything else
+    cache    all comes from memory
+    pass     it is read, and nothing is kept
+
+A stream passes for good when it does not fit, is random, another one in every epoch, or never read to its end: three
+epochs that were broken off one after the other.
 """
 
 from __future__ import annotations
@@ -14,7 +24,7 @@ from __future__ import annotations
 import logging
 import os
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
 import numpy as np
@@ -26,22 +36,25 @@ from lightning_stocache.cache.placement import Integers
 from lightning_stocache.cache.store import Store
 from lightning_stocache.cache.stream import StreamStore
 from lightning_stocache.growing.rolling_cache import Slots
-from lightning_stocache.growing.stream_choice import BY_HAND, NO_ROW, StreamChoice
 from lightning_stocache.loading.cached_source import CachedSource
 from lightning_stocache.loading.dataset import CachedDataset, dataset_over
 from lightning_stocache.loading.grows import Kept
-from lightning_stocache.node.budget import format_bytes
+from lightning_stocache.node.budget import Budget, format_bytes
+from lightning_stocache.node.group import NodeGroup
 from lightning_stocache.sampling.stream_deal import StreamBatches, batches_in_turn, batches_of, deal, permutation
-from lightning_stocache.setup.codec_choice import choose_codec
+from lightning_stocache.setup.first_sample import difference
 from lightning_stocache.setup.open_cache import OpenCache
-from lightning_stocache.setup.open_stream import OpenStream
-from lightning_stocache.setup.request import CacheRequest, Layout
+from lightning_stocache.setup.open_stream import OpenStream, open_stream
+from lightning_stocache.setup.request import BackendChoice, CacheRequest, Layout
 from lightning_stocache.source.samples import mark_of
-from lightning_stocache.source.stream import DrawsWatch, iterate
+from lightning_stocache.source.stream import DrawsWatch, draws_shards, iterate
 
 __all__ = ["StreamSource"]
 
 log = logging.getLogger(__name__)
+
+BY_HAND = "Give its deterministic part to CachedStream, and the random rest as transform=; or allow_random=True"
+_MOST_BROKEN = 3
 
 _AT_ONCE, _AT_ONCE_BYTES = 64, 4 << 20  # samples that are read from memory together
 
@@ -76,6 +89,30 @@ class StreamSource:
 
     def __getstate__(self) -> dict[str, Any]:
         return self.__dict__ | {"_kept": None}
+
+    def open(
+        self,
+        budget: Budget,
+        group: NodeGroup,
+        backend: BackendChoice = "auto",
+        *,
+        strict: bool = False,
+        kept_back: int = 0,
+    ) -> None:
+        """Open the memory, in place of what was open before; arguments and errors are those of `open_stream`."""
+        self.close()
+        if not budget.off and not self.allow_random and draws_shards(self.source):
+            budget = Budget.parse(0)
+            self._tell(
+                "it draws its shards anew in every epoch (resampled=True), and what is kept would be one draw of them. "
+                "resampled=False reads each once; allow_random=True keeps the first draw"
+            )
+        self.opened = open_stream(self.source, budget, group, self.layout, backend, strict=strict, kept_back=kept_back)
+
+    def close(self) -> None:
+        """Give the memory up in this process."""
+        self.opened.close()
+        self.opened, self._kept = OpenStream(group=self.opened.group), None
 
     def begin(self) -> Iterator[Any]:
         """The next epoch of this process."""
@@ -139,34 +176,57 @@ class StreamSource:
 
     def keep(self, store: StreamStore, shard: Shard, epoch: int, sample: Any, mark: int) -> int | None:
         """Keep a copy of a sample that has come, if that is possible; its bytes."""
-        if store.ledger.mode != "stream":
-            return None
-        try:
-            if store.codec is None and not self._lay_out(store, sample):
-                return None
-            return store.put(shard, epoch, sample, mark)
-        except SampleMismatchError as error:
-            if self.layout == "rows":
+        if store.ledger.mode == "stream":
+            try:
+                return store.put(shard, epoch, sample, mark)
+            except (SampleMismatchError, UnsupportedSampleError) as error:
                 self.pass_by(store, str(error))
-            elif store.ledger.is_first(NO_ROW):
-                log.info("the next epoch reads the stream once more, and keeps records: %s", error)
-            store.pass_on(shard, epoch)
-        except UnsupportedSampleError as error:
-            self.pass_by(store, str(error))
-        except OSError as error:
-            self.pass_by(store, f"there is no memory for it: {error}")
         return None
 
-    def _lay_out(self, store: StreamStore, sample: Any) -> bool:
-        layout: Layout = "records" if store.ledger.has(NO_ROW) and self.layout == "auto" else self.layout
-        laid_out = store.lay_out(choose_codec([0], [sample], layout).codec)
-        if not laid_out:
-            self.pass_by(store, f"its first sample is larger than {format_bytes(self.opened.budget_bytes)}")
-        return laid_out
-
     def _mode(self, store: StreamStore, epoch: int) -> Mode:
-        choice = StreamChoice(self.source, store, self.allow_random, self._tell)
-        return store.ledger.decide(epoch, lambda: choice.of(epoch))
+        return store.ledger.decide(epoch, lambda late: self._choose(store, epoch, late))
+
+    def _choose(self, store: StreamStore, epoch: int, late: Sequence[int]) -> Mode:
+        """What an epoch comes from that all ranks have begun but those that are late; whatever differs passes by."""
+        ledger, reason = store.ledger, None
+        totals = ledger.totals(epoch - 1, self._length())
+        if late:
+            reason = (
+                f"rank(s) {', '.join(map(str, late))} of the node did not begin epoch {epoch} within "
+                f"{ledger.patience:.0f} s. Every rank must read the stream as often"
+            )
+        elif epoch == 1:
+            return "stream"
+        elif totals is None:
+            if ledger.count_broken() < _MOST_BROKEN:
+                store.clear()
+                return "stream"
+            reason = (
+                f"{_MOST_BROKEN} epochs were broken off before it came to its end (limit_train_batches, break, an "
+                "error), so nobody knows what is in it. Read it to its end once"
+            )
+        elif totals.stored < totals.passed:
+            size = store.memory_bytes * totals.passed // max(totals.stored, 1)
+            reason = (
+                f"its {totals.passed:,} samples take about {format_bytes(size)}, and its budget is "
+                f"{format_bytes(self.opened.budget_bytes)}. A stream is kept whole or not at all"
+            )
+        elif not self.allow_random and (found := difference(self.source, store.marked)) is not None:
+            reason = (
+                f"{found}: it is random, or another one in every epoch, as batches are that it makes of shuffled "
+                f"samples (make them in the loader).\n{BY_HAND}"
+            )
+        if reason is None:
+            return "cache"
+        self._tell(reason)
+        store.clear()
+        return "pass"
+
+    def _length(self) -> int | None:
+        try:
+            return len(self.source)
+        except Exception:  # whatever the user's code raises: most streams have none
+            return None
 
     def _shard(self) -> Shard:
         info: Any = get_worker_info()

@@ -1,7 +1,11 @@
-"""What a sample looks like, from the first two, which a process reads that is thrown away.
+"""What the first samples of a source are, which a process reads that is thrown away.
 
 As with `look`: who opens files when it is first read would otherwise hand one handle to all processes that are forked
-later. Two samples only, because a rolling cache is for sources that are slow: training is to start with the first few.
+later. Where no process can be started (in a worker of a DataLoader, which may have none) they are read here. Seeds are
+others than training's, and the generators of this process are put back.
+
+`codec_of` says what samples look like: of a rolling cache from two, because its sources are slow; of a stream from 16.
+`difference` reads those of a stream again, to see that what was kept of it is what it gives.
 """
 
 from __future__ import annotations
@@ -9,10 +13,11 @@ from __future__ import annotations
 import logging
 import multiprocessing
 import pickle
+import random
 import sys
 import time
-from collections.abc import Iterator
-from itertools import islice
+from collections.abc import Callable, Iterable, Iterator
+from functools import partial
 from typing import Any, cast
 
 from torch.utils.data import IterableDataset
@@ -21,44 +26,60 @@ from lightning_stocache.cache.codec import SampleMismatchError, UnsupportedSampl
 from lightning_stocache.cache.records import RecordCodec
 from lightning_stocache.cache.rows import SampleSpec
 from lightning_stocache.setup.codec_choice import choose_codec
+from lightning_stocache.setup.look import PATIENCE_SECONDS
 from lightning_stocache.setup.reader_process import NotStartedError, read_apart
 from lightning_stocache.setup.request import Layout
-from lightning_stocache.source.draws import Draws
+from lightning_stocache.source.draws import Draws, EndOfStreamError
+from lightning_stocache.source.generators import Generators
+from lightning_stocache.source.samples import bits, mark_of
 from lightning_stocache.torch_internals import set_worker_dataset
 
-__all__ = ["FirstSampleError", "codec_of"]
+__all__ = ["FirstSampleError", "codec_of", "difference"]
 
 log = logging.getLogger(__name__)
 
-_TRIES = 8  # draws, before the source is given up
 _SAMPLES = 2  # one would not show that shapes differ
+_OF_STREAM = 16
+_TRIES = 6  # draws that fail before the source is given up
+_SECONDS = 10.0  # after which fewer samples will do
 
 
 class FirstSampleError(RuntimeError):
-    """No sample of a source could be read."""
+    """No sample of a source could be read, or samples cannot be kept."""
 
 
 class _First(IterableDataset[bytes]):
-    """In a worker: the codec of the first samples that can be read, pickled, or the last error in words."""
+    """Reads the first samples, and answers a question about them.
 
-    def __init__(self, draws: Draws, layout: Layout) -> None:
-        self.draws, self.layout = draws, layout
+    Args:
+        draws: from the source.
+        most: how many are read, if they come within ten seconds.
+        answer: what is to be known of the samples, given their indices, and the last error in words.
+    """
+
+    def __init__(self, draws: Draws, most: int, answer: Callable[[list[int], list[Any], str], Any]) -> None:
+        self.draws, self.most, self.answer = draws, most, answer
 
     def __iter__(self) -> Iterator[bytes]:
         set_worker_dataset(self.draws.source)
-        words, samples, indices = "it gives no samples", list[Any](), list[int]()
-        for draw in islice(self.draws.share(0, 1), _TRIES):
-            try:
-                samples.append(draw.load())
-                indices.append(draw.index)
-            except Exception as error:  # the source is the user's, and may raise anything
-                words = f"{type(error).__name__}: {error}" if str(error) else words
-            if len(samples) == _SAMPLES:
-                break
-        try:
-            yield pickle.dumps(choose_codec(indices, samples, self.layout).codec if samples else words)
-        except (UnsupportedSampleError, SampleMismatchError) as error:
-            yield pickle.dumps(str(error))
+        yield pickle.dumps(self.read())
+
+    def read(self) -> Any:
+        """The answer."""
+        samples, indices, failed, words, begun = list[Any](), list[int](), 0, "", time.monotonic()
+        with Generators(self.draws.source) as generators:
+            generators.seed(random.SystemRandom().getrandbits(31))
+            for draw in self.draws.share(0, 1):
+                try:
+                    samples.append(draw.load())
+                    indices.append(draw.index)
+                except Exception as error:  # the source is the user's, and may raise anything
+                    words = words if isinstance(error, EndOfStreamError) else f"{type(error).__name__}: {error}"
+                    failed += 1
+                late = time.monotonic() - begun > _SECONDS
+                if len(samples) == self.most or failed > _TRIES or (late and len(samples) >= _SAMPLES):
+                    break
+        return self.answer(indices, samples, words)
 
 
 def codec_of(draws: Draws, layout: Layout = "auto", method: str | None = None) -> SampleSpec | RecordCodec:
@@ -70,24 +91,63 @@ def codec_of(draws: Draws, layout: Layout = "auto", method: str | None = None) -
         method: how a process is started that reads it; None: fork, where the system has it.
 
     Raises:
-        FirstSampleError: no process can be started, none of the first few could be read, or they cannot be kept.
+        FirstSampleError: none of the first few could be read, or they cannot be kept.
     """
-    method = method or ("fork" if sys.platform == "linux" else multiprocessing.get_start_method())
+    what = f"the source of a {'stream' if draws.as_stream else 'rolling cache'} ({type(draws.source).__name__})"
+    reader = _First(draws, _OF_STREAM if draws.as_stream else _SAMPLES, partial(_codec, layout))
+    try:
+        codec = _ask(reader, method, what)
+    except RuntimeError as error:
+        raise FirstSampleError(f"{what} cannot be read: {error}") from error
+    if isinstance(codec, str):
+        raise FirstSampleError(f"{what} cannot be kept: {codec}")
+    return cast("SampleSpec | RecordCodec", codec)
+
+
+def difference(source: Any, known: Callable[[int], Iterable[Any]]) -> str | None:
+    """Why a stream is not what was kept of it, in words, found by reading its first samples again; None if it is.
+
+    Args:
+        source: the stream.
+        known: gives the samples that were kept and have this mark.
+    """
+    try:
+        reader = _First(Draws(source, passes=1, as_stream=True), _OF_STREAM, partial(_differs, known))
+        return cast("str | None", _ask(reader, None, "a stream"))
+    except RuntimeError as error:
+        return f"reading it again: {str(error).splitlines()[0]}"
+
+
+def _codec(layout: Layout, indices: list[int], samples: list[Any], words: str) -> Any:
+    """The codec, or why there is none."""
+    try:
+        return choose_codec(indices, samples, layout).codec if samples else words or "it gives no samples"
+    except (UnsupportedSampleError, SampleMismatchError) as error:
+        return str(error)
+
+
+def _differs(known: Callable[[int], Iterable[Any]], indices: list[int], samples: list[Any], words: str) -> str | None:
+    for number, sample in enumerate(samples):
+        seen = bits(sample)
+        if not any(bits(other) == seen for other in known(mark_of(sample))):
+            return f"sample {number}, when it was read again, was not among those of the epoch before"
+    return f"reading it again raised {words}" if words else None
+
+
+def _ask(reader: _First, method: str | None, what: str) -> Any:
+    """The answer of a process. A stream, which a trainer may read in the meantime, is not waited for for ever."""
     begun = time.monotonic()
 
     def on_wait() -> None:
-        log.warning("%s: its first sample has been loading for %.0f s", _title(draws), time.monotonic() - begun)
+        seconds = time.monotonic() - begun
+        log.warning("%s: its first samples have been loading for %.0f s", what, seconds)
+        if reader.draws.as_stream and seconds > PATIENCE_SECONDS:
+            raise RuntimeError(f"its first samples have not come in {PATIENCE_SECONDS:.0f} s")
 
+    method = method or ("fork" if sys.platform == "linux" else multiprocessing.get_start_method())
+    if reader.draws.as_stream and method != "fork":  # a spawned process would run the user's script again
+        return reader.read()
     try:
-        answer = pickle.loads(read_apart(_First(draws, layout), method, on_wait))
-    except NotStartedError as error:
-        raise FirstSampleError(f"no process can be started to read {_title(draws)}: {error}") from error
-    except RuntimeError as error:
-        raise FirstSampleError(f"{_title(draws)} cannot be read: {error}") from error
-    if isinstance(answer, str):
-        raise FirstSampleError(f"{_title(draws)} cannot be kept: {answer}")
-    return cast("SampleSpec | RecordCodec", answer)
-
-
-def _title(draws: Draws) -> str:
-    return f"the source of a rolling cache ({type(draws.source).__name__})"
+        return pickle.loads(read_apart(reader, method, on_wait))
+    except NotStartedError:
+        return reader.read()

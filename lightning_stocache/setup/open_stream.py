@@ -1,27 +1,29 @@
 """How the memory for a stream opens: granted, made by the leader of each node, reached by its other ranks.
 
-Nothing is known of a stream before it is read: neither its length nor its size nor what its samples look like, and to
-look at it would be to read it. So there is no look: the memory is granted in bytes, and laid out by the first sample.
+Of a stream neither its length nor its size is known before it is read, so the memory is granted in bytes. What its
+samples look like its first ones tell, which the leader of a node has read by a process that is thrown away.
 """
 
 from __future__ import annotations
 
 import logging
-import os
 import sys
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 from typing import Any
 
 from lightning_stocache.cache.counters import Counters
+from lightning_stocache.cache.records import SampleCodec
 from lightning_stocache.cache.stream import StreamStore
-from lightning_stocache.node.budget import Budget, format_bytes
-from lightning_stocache.node.files import Backend, memory_directory
-from lightning_stocache.node.free import FreeMemory
-from lightning_stocache.node.grant import Reserve, grant, margin
+from lightning_stocache.node.budget import Budget
+from lightning_stocache.node.files import Backend
+from lightning_stocache.node.grant import Reserve
 from lightning_stocache.node.group import NodeGroup
 from lightning_stocache.node.segment import Segment, SegmentHandle
-from lightning_stocache.setup.request import BackendChoice
+from lightning_stocache.setup.first_sample import FirstSampleError, codec_of
+from lightning_stocache.setup.growing_memory import grant_memory
+from lightning_stocache.setup.request import BackendChoice, Layout
 from lightning_stocache.setup.segments import CacheMemoryError, make_and_attach
+from lightning_stocache.source.draws import Draws
 
 __all__ = ["OpenStream", "check_budget", "open_stream"]
 
@@ -29,7 +31,6 @@ log = logging.getLogger(__name__)
 
 _LEAST = 1 << 16  # bytes below which there is nothing to be kept
 _READERS = 4  # processes per rank that map the memory, where nobody has said how many
-_UNKNOWN = 1 << 60  # the size of a stream
 
 
 @dataclass(frozen=True)
@@ -92,7 +93,7 @@ class OpenStream:
 
 @dataclass(frozen=True)
 class _Address:
-    store: tuple[SegmentHandle, SegmentHandle] | None
+    store: tuple[Any, ...] | None
     counters: SegmentHandle
     granted: int
 
@@ -115,13 +116,22 @@ def check_budget(budget: Budget) -> None:
 
 
 def open_stream(
-    budget: Budget, group: NodeGroup, backend: BackendChoice = "auto", *, strict: bool = False, kept_back: int = 0
+    source: Any,
+    budget: Budget,
+    group: NodeGroup,
+    layout: Layout = "auto",
+    backend: BackendChoice = "auto",
+    *,
+    strict: bool = False,
+    kept_back: int = 0,
 ) -> OpenStream:
     """Open the memory of a stream. Collective: all ranks call it in the same order.
 
     Args:
+        source: the stream.
         budget: memory per node.
         group: which ranks share memory.
+        layout: how samples are to lie.
         backend: where segments lie.
         strict: whether memory that cannot be had is an error; else the stream passes through, with a warning.
         kept_back: bytes of this node's free memory that are for something else.
@@ -132,13 +142,17 @@ def open_stream(
     if sys.platform == "win32":
         log.warning("Windows has no memory that processes could share: the stream passes through uncached")
         return OpenStream(group=group)
-    if len(group.nodes) > 1 and not budget.off:
+    codec: SampleCodec | str | None = None
+    if not budget.off:
+        nodes = len(group.nodes)
+        codec = f"it is kept on one node only, and there are {nodes}" if nodes > 1 else _look(source, layout, group)
+    if isinstance(codec, str):
         if group.rank == 0:
-            log.warning("a stream is kept on one node only: on %d it passes through uncached", len(group.nodes))
-        budget = Budget.parse(0)
+            log.warning("the stream passes through uncached: %s", codec)
+        codec = None
     try:
         [opened] = make_and_attach(
-            lambda kind: [_made(budget, group, kind, kept_back)], None if backend == "auto" else backend, group
+            lambda kind: [_made(codec, budget, group, kind, kept_back)], None if backend == "auto" else backend, group
         )
         return opened
     except CacheMemoryError as error:
@@ -149,32 +163,31 @@ def open_stream(
         return OpenStream(group=group)
 
 
-def _made(budget: Budget, group: NodeGroup, backend: Backend | None, kept_back: int) -> OpenStream:
+def _look(source: Any, layout: Layout, group: NodeGroup) -> SampleCodec | str:
+    """What samples look like, or why the stream cannot be kept, in words. Collective."""
+
+    def look() -> SampleCodec | str:
+        try:
+            return codec_of(Draws(source, shuffle=False, passes=1, as_stream=True), layout)
+        except FirstSampleError as error:
+            return str(error)
+
+    return group.lead(look)
+
+
+def _made(
+    codec: SampleCodec | None, budget: Budget, group: NodeGroup, backend: Backend | None, kept_back: int
+) -> OpenStream:
     """Made by the leader of a node."""
     ranks = len(group.nodes[group.node])
     counters = Counters.create(group.rank, backend)
-    if budget.off:
+    if codec is None:
         return OpenStream(None, counters, group)
-    directory = None if backend == "memfd" else memory_directory()
-    free = FreeMemory.measure(directory)
-    reserve = Reserve(kept_back, 0, ranks * _READERS)
-    given = grant(budget, _UNKNOWN, free, reserve, ranks)
-    if backend is None and hasattr(os, "memfd_create") and given.bytes < given.wanted:
-        roomier = grant(budget, _UNKNOWN, replace(free, filesystem=None, directory=None), reserve, ranks)
-        if roomier.bytes > 2 * given.bytes:
-            backend, given = "memfd", roomier
-    if given.limited_by is not None and budget.unit == "bytes":
-        log.warning(
-            "a stream may keep %s of the %s that budget=%r asks for: limited by %s",
-            format_bytes(given.bytes),
-            format_bytes(given.wanted),
-            str(budget),
-            given.limited_by,
-        )
+    given, backend, free = grant_memory(budget, None, ranks, Reserve(kept_back, 0, ranks * _READERS), backend)
     if given.bytes < _LEAST:
         return OpenStream(None, counters, group)
     try:
-        store = StreamStore.create(given.bytes, ranks, backend, margin(free, ranks) // 2)
+        store = StreamStore.create(codec, given.bytes, ranks, backend, free)
     except OSError:
         counters.close()
         raise

@@ -22,6 +22,8 @@ from typing import Any
 import torch
 from torch.utils.data import IterableDataset
 
+from lightning_stocache.source.stream import iterate
+
 __all__ = ["Draw", "Draws", "EndOfStreamError", "is_stream"]
 
 
@@ -52,6 +54,7 @@ class Draws:
         seed: of the permutations, and of the process-wide generators of fillers.
         shuffle: whether the source's order is changed at all.
         passes: how often the source is drawn in all; None: for ever.
+        as_stream: the source is a stream, or a function that makes an iterator, whatever else it is.
 
     Example:
         >>> draws = Draws("abcd", shuffle=False, passes=1)
@@ -64,10 +67,11 @@ class Draws:
     seed: int = 0
     shuffle: bool = True
     passes: int | None = None
+    as_stream: bool = False
 
     def share(self, filler: int, fillers: int, done: int = 0) -> Iterator[Draw]:
         """The draws of one filler of so many, but the first `done`; of a stream, those of its first pass."""
-        if self.indices is None and is_stream(self.source):
+        if self.as_stream or (self.indices is None and is_stream(self.source)):
             return self._of_stream(filler, fillers, done)
         return self._of_indices(filler + done * fillers, fillers)
 
@@ -128,7 +132,7 @@ class _Pass:
 def _started(source: Any, filler: int, fillers: int, done: int) -> Iterator[Any]:
     if isinstance(source, IterableDataset):
         return islice(source, done, None)
-    return islice(source, filler + done * fillers, None, fillers)
+    return islice(iterate(source), filler + done * fillers, None, fillers)
 
 
 def is_stream(source: Any) -> bool:

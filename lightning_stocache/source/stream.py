@@ -12,15 +12,14 @@ Two things must not be frozen by keeping what a stream gives. What tells them ap
   kept (`allow_random=True` says that it may be).
 - **Another choice in every epoch**, and random samples that draw from what cannot be seen. When a stream is kept whole,
   every sample that it may give is kept, in whatever order. So the first samples of the stream are read once more, under
-  other seeds (`difference`): each must be there already, bit for bit. A stream that draws its shards anew for each
-  sample (`resampled=True` of WebDataset) is known by its class: its epoch is cut out of something that never ends.
+  other seeds (`setup.first_sample`): each must be there already, bit for bit. A stream that draws its shards anew for
+  each sample (`resampled=True` of WebDataset) is known by its class: its epoch is cut out of something that never ends.
 """
 
 from __future__ import annotations
 
-import random
 import time
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Iterator, Mapping
 from typing import Any
 
 import numpy as np
@@ -28,13 +27,11 @@ import torch
 from torch.utils.data import IterDataPipe
 
 from lightning_stocache.source.generators import Generators, State, reachable
-from lightning_stocache.source.samples import bits, mark_of
 
-__all__ = ["DrawsWatch", "check_stream", "difference", "draws_shards", "iterate"]
+__all__ = ["DrawsWatch", "check_stream", "draws_shards", "iterate"]
 
 _FIRST = 32  # samples that are watched in any case
 _SHARE = 20  # at most this part of the source's time is for watching the others
-_AGAIN, _AGAIN_SECONDS = 16, 10.0  # samples that are read once more, and how long that may take
 
 
 def check_stream(source: Any, cached: type) -> None:
@@ -130,27 +127,3 @@ class DrawsWatch:
                 self.moved = " and ".join(moved)
             self._own_ns += time.perf_counter_ns() - ended
         return ended - self._began
-
-
-def difference(source: Any, known: Callable[[int], Iterable[Any]]) -> str | None:
-    """Why the stream is not what was kept of it, in words, found by reading its first samples again; None if it is.
-
-    The generators are put back to where they were.
-
-    Args:
-        source: the stream.
-        known: gives the samples that were kept and have this mark.
-    """
-    with Generators(source) as generators:
-        began = time.monotonic()
-        generators.seed(random.SystemRandom().getrandbits(31))
-        try:
-            for number, sample in zip(range(_AGAIN), iterate(source), strict=False):
-                seen = bits(sample)
-                if not any(bits(other) == seen for other in known(mark_of(sample))):
-                    return f"sample {number}, when it was read again, was not among those of the epoch before"
-                if time.monotonic() - began > _AGAIN_SECONDS:
-                    break
-        except Exception as error:  # whatever the user's code raises when it is asked again
-            return f"reading it again raised {error!r}"
-    return None

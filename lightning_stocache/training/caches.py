@@ -36,7 +36,6 @@ from lightning_stocache.node.files import memory_directory
 from lightning_stocache.node.free import FreeMemory
 from lightning_stocache.node.group import NodeGroup
 from lightning_stocache.setup.open import open_caches
-from lightning_stocache.setup.open_stream import open_stream
 from lightning_stocache.setup.same_source import is_continued
 from lightning_stocache.training.options import CacheOptions
 from lightning_stocache.training.wanted import Wanted, agreed, together
@@ -192,8 +191,7 @@ class CallCaches:
             back += (free - min(back, free)) * (waiting - 1) // waiting
             parts = {"allow_random": options.allow_random, "shuffle": entry.stage == "train"}
             stream = CachedStream(entry.source, budget, defer=True, **parts)  # type: ignore[arg-type]
-            opened = open_stream(budget, group, strict=options.strict, kept_back=back)
-            stream_source(stream).opened = opened
+            stream_source(stream).open(budget, group, strict=options.strict, kept_back=back)
             self._open.append(_Open(entry.source, stream, pot))
 
     def close(self) -> None:

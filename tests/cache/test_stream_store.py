@@ -19,6 +19,8 @@ from lightning_stocache.cache.stream import StreamStore
 from lightning_stocache.node.segment import Segment
 from tests.processes import call
 
+SPEC = SampleSpec.infer(1)
+
 
 def filled(store: StreamStore, shard: Shard, epoch: int, samples: list[Any]) -> None:
     """Keep samples, marked by their position."""
@@ -29,9 +31,8 @@ def filled(store: StreamStore, shard: Shard, epoch: int, samples: list[Any]) -> 
 def test_what_is_kept_is_in_the_order_of_the_shards() -> None:
     """Whoever was faster, samples are numbered by shard and position."""
     shards = [Shard(0, 0, 2, key=1), Shard(0, 1, 2, key=1)]
-    with closing(StreamStore.create(1 << 20)) as store:
+    with closing(StreamStore.create(SPEC, 1 << 20)) as store:
         epochs = [store.ledger.begin(shard) for shard in shards]
-        store.lay_out(SampleSpec.infer(1))
         for number in (10, 11, 0, 12, 1, 2):
             store.put(shards[number // 10], epochs[0], number, number)
         ordered, of_shards = store.in_order()
@@ -46,9 +47,8 @@ def test_what_is_kept_is_in_the_order_of_the_shards() -> None:
 def test_an_epoch_that_is_over_keeps_nothing() -> None:
     """A process that comes late writes nothing into the memory of the next epoch."""
     late, next_one = Shard(key=1), Shard(key=2)
-    with closing(StreamStore.create(1 << 20)) as store:
+    with closing(StreamStore.create(SPEC, 1 << 20)) as store:
         before = store.ledger.begin(late)
-        store.lay_out(SampleSpec.infer(1))
         epoch = store.ledger.begin(next_one)
         assert store.put(late, before, 5, 5) is None
         assert store.put(next_one, epoch, 6, 6) is not None
@@ -56,19 +56,16 @@ def test_an_epoch_that_is_over_keeps_nothing() -> None:
 
 
 def test_clear_gives_the_memory_back() -> None:
-    """And the next sample may be of another kind."""
+    """And the next samples begin with number zero, in the columns that were given back, too."""
     shard = Shard()
-    with closing(StreamStore.create(8 << 20)) as store:
+    with closing(StreamStore.create(SampleSpec.infer(torch.zeros(1000)), 8 << 20)) as store:
         epoch = store.ledger.begin(shard)
-        store.lay_out(SampleSpec.infer(torch.zeros(1000)))
         filled(store, shard, epoch, [torch.zeros(1000)] * 500)
         assert store.memory_bytes > 1_900_000
         store.clear()
         assert store.memory_bytes == store.filled == 0
-        assert store.codec is None
-        store.lay_out(RecordCodec.infer(["a"]))
-        filled(store, shard, epoch, ["b"])
-        assert list(store.marked(0)) == ["b"]
+        filled(store, shard, epoch, [torch.ones(1000)])
+        assert [sample.sum() for sample in store.marked(0)] == [1000]
 
 
 def in_another_process(content: bytes) -> Any:
@@ -84,9 +81,8 @@ def in_another_process(content: bytes) -> Any:
 def test_another_process_opens_the_same() -> None:
     """What one keeps the other finds."""
     shard = Shard(0, 0, 2, key=9)
-    with closing(StreamStore.create(1 << 20)) as store:
+    with closing(StreamStore.create(SPEC, 1 << 20)) as store:
         epoch = store.ledger.begin(shard)
-        store.lay_out(SampleSpec.infer(1))
         store.put(shard, epoch, 4, 5)
         assert call(in_another_process, pickle.dumps(store)) == [4]
         assert list(store.marked(77)) == [7]
@@ -110,7 +106,7 @@ def test_a_ledger_counts_like_a_list() -> None:
                 assert shard.worker == 0 or ledger.begin(shard) == epoch
                 for _ in range(dice.randrange(5)):
                     stored = dice.random() < 0.9
-                    ledger.note(shard, stored=stored)
+                    ledger.note(shard, epoch, stored=stored)
                     passed, kept = passed + 1, kept + stored
                 if dice.random() < 0.9:
                     ledger.end(shard, epoch)
@@ -129,11 +125,11 @@ def test_a_decision_is_taken_once() -> None:
             return mode
 
         epoch = ledger.begin(Shard(key=1))
-        assert [ledger.decide(epoch, lambda: decide("stream")) for _ in range(2)] == ["stream"] * 2
+        assert [ledger.decide(epoch, lambda late: decide("stream")) for _ in range(2)] == ["stream"] * 2
         epoch = ledger.begin(Shard(key=2))
-        assert [ledger.decide(epoch, lambda: decide("cache")) for _ in range(2)] == ["cache"] * 2
+        assert [ledger.decide(epoch, lambda late: decide("cache")) for _ in range(2)] == ["cache"] * 2
         epoch = ledger.begin(Shard(key=3))
-        assert ledger.decide(epoch, lambda: decide("stream")) == "cache"
+        assert ledger.decide(epoch, lambda late: decide("stream")) == "cache"
         assert len(asked) == 2
         assert [ledger.pass_by(), ledger.pass_by()] == ["cache", "pass"]
         assert ledger.mode == "pass"
@@ -144,11 +140,11 @@ def test_a_stream_promises_what_it_was_granted(monkeypatch: pytest.MonkeyPatch) 
     create, made = Segment.create, list[Segment]()
     monkeypatch.setattr(Segment, "create", lambda *given, **more: made.append(create(*given, **more)) or made[-1])
     shard, granted = Shard(), 64 << 20
-    with closing(StreamStore.create(granted)) as store:
+    codec = RecordCodec.infer(["text " * 20])
+    with closing(StreamStore.create(codec, granted)) as store:
         missing = sum(segment.size - segment.allocated_bytes for segment in made)
         assert granted - 2**14 <= missing <= granted + 2**14
         epoch = store.ledger.begin(shard)
-        store.lay_out(RecordCodec.infer(["text " * 20]))
         filled(store, shard, epoch, ["text " * 20] * 2000)
         assert 2000 * 100 < store.memory_bytes < 2000 * 250
         assert store.filled == len(store.in_order()[0]) == 2000

@@ -9,7 +9,7 @@ import numpy as np
 import pytest
 import torch
 
-from lightning_stocache.source.stream import DrawsWatch, difference, iterate
+from lightning_stocache.source.stream import DrawsWatch
 
 
 @pytest.mark.parametrize("draw", [torch.rand, lambda _: np.random.rand(), lambda _: random.random()])
@@ -47,21 +47,3 @@ def test_draws_between_samples_are_nobodys() -> None:
         watch.before()
         watch.after()
     assert watch.moved is None
-
-
-def test_reading_again_leaves_nothing_behind() -> None:
-    """The generators go on where they were."""
-    state = torch.get_rng_state()
-    assert difference(lambda: iter([torch.rand(2)]), lambda mark: []) is not None
-    assert torch.equal(torch.get_rng_state(), state)
-
-
-def test_a_stream_that_cannot_be_read_again_has_changed() -> None:
-    """What it raises is told."""
-
-    def failing() -> Any:
-        raise OSError("gone")
-
-    assert "gone" in str(difference(failing, lambda mark: []))
-    with pytest.raises(OSError, match="gone"):
-        iterate(failing)

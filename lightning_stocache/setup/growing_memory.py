@@ -1,4 +1,4 @@
-"""How many samples a rolling cache has room for."""
+"""How much memory what grows may take, and of which kind; how many samples a rolling cache has room for."""
 
 from __future__ import annotations
 
@@ -14,11 +14,47 @@ from lightning_stocache.node.files import Backend, memory_directory
 from lightning_stocache.node.free import FreeMemory
 from lightning_stocache.node.grant import Grant, Reserve, grant, margin
 
-__all__ = ["RollingMemory"]
+__all__ = ["RollingMemory", "grant_memory"]
 
 log = logging.getLogger(__name__)
 
 _ROOMY = 2
+_UNKNOWN = 1 << 60  # the size of what has no end
+
+
+def grant_memory(
+    budget: Budget, size: int | None, ranks: int, reserve: Reserve, backend: Backend | None = None
+) -> tuple[Grant, Backend | None, int]:
+    """What a budget gives on this node, and warn where that is less than a number of bytes that was asked for.
+
+    Args:
+        budget: of this node.
+        size: bytes of all samples; None where nobody knows.
+        ranks: of this node.
+        reserve: memory that stays free for others.
+        backend: kind of segment; None: /dev/shm, or a memfd where /dev/shm is short of what memory allows (Docker).
+
+    Returns:
+        What is granted, the kind of segment, and the bytes that filling leaves to others (`shortage.keep_free`).
+    """
+
+    def given(directory: str | None) -> Grant:
+        return grant(budget, _UNKNOWN if size is None else size, FreeMemory.measure(directory), reserve, ranks)
+
+    granted = given(None if backend == "memfd" else memory_directory())
+    if backend is None and granted.limited_by is not None and hasattr(os, "memfd_create"):
+        roomier = given(None)
+        if roomier.bytes > granted.bytes:
+            granted, backend = roomier, "memfd"
+    if granted.limited_by is not None and budget.unit != "% of free":
+        log.warning(
+            "%s of the %s that budget=%r asks for are granted: limited by %s",
+            format_bytes(granted.bytes),
+            format_bytes(granted.wanted),
+            str(budget),
+            granted.limited_by,
+        )
+    return granted, backend, margin(FreeMemory.measure(None), ranks) // 2  # the other half has come by then
 
 
 @dataclass(frozen=True)
@@ -41,12 +77,7 @@ class RollingMemory:
 
     @classmethod
     def grant(
-        cls,
-        budget: Budget,
-        codec: SampleSpec | RecordCodec,
-        length: int | None,
-        writers: int,
-        ranks: int,
+        cls, budget: Budget, codec: SampleSpec | RecordCodec, length: int | None, writers: int, ranks: int
     ) -> RollingMemory:
         """Divide what is asked for, and free, into slots.
 
@@ -67,13 +98,7 @@ class RollingMemory:
         # How large records are, nobody knows from two of them: all have room where there is room for twice as much.
         part = budget.unit == "% of dataset" and budget.amount < 100
         size = None if length is None else length * each * (1 if rows or part else _ROOMY)
-        backend: Backend | None = None
-        given = _given(budget, size, ranks, memory_directory())
-        if given.limited_by is not None and hasattr(os, "memfd_create"):
-            roomier = _given(budget, size, ranks, None)
-            if roomier.bytes > given.bytes:
-                given, backend = roomier, "memfd"
-        kept = margin(FreeMemory.measure(None), ranks) // 2  # the other half has come by the time that slots are filled
+        given, backend, kept = grant_memory(budget, size, ranks, Reserve())
         slots = given.bytes // each
         holds_all = length is not None and slots >= length * (1 if rows else _ROOMY)
         if rows and length is not None:
@@ -85,17 +110,4 @@ class RollingMemory:
                 f"read while others are written; budget={str(budget)!r} gives {format_bytes(given.bytes)}"
                 + (f", limited by {given.limited_by}" if given.limited_by else "")
             )
-        if given.limited_by is not None:
-            log.warning(
-                "the rolling cache has room for %s samples, %s of the %s that budget=%r asks for: limited by %s",
-                f"{slots:,}",
-                format_bytes(given.bytes),
-                format_bytes(given.wanted),
-                str(budget),
-                given.limited_by,
-            )
         return cls(slots, slots * each if rows else given.bytes, backend, holds_all, kept)
-
-
-def _given(budget: Budget, size: int | None, ranks: int, directory: str | None) -> Grant:
-    return grant(budget, 2**62 if size is None else size, FreeMemory.measure(directory), Reserve(), ranks)

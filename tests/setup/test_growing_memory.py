@@ -7,7 +7,7 @@ import torch
 
 from lightning_stocache.cache.rows import SampleSpec
 from lightning_stocache.node.budget import Budget
-from lightning_stocache.setup.rolling_memory import RollingMemory
+from lightning_stocache.setup.growing_memory import RollingMemory
 
 SPEC = SampleSpec.infer(torch.zeros(1000, dtype=torch.uint8))
 EACH = 1024  # with the generation, the time and the index of a slot

@@ -1,0 +1,38 @@
+"""The first samples of a stream, read again."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+
+from lightning_stocache.setup import first_sample
+from lightning_stocache.setup.first_sample import difference
+from lightning_stocache.setup.reader_process import NotStartedError
+
+
+@pytest.fixture(autouse=True)
+def read_here(monkeypatch: pytest.MonkeyPatch) -> None:
+    """As in a worker, which may have no process of its own."""
+
+    def refuse(*_: Any) -> Any:
+        raise NotStartedError
+
+    monkeypatch.setattr(first_sample, "read_apart", refuse)
+
+
+def test_reading_again_leaves_nothing_behind() -> None:
+    """The generators go on where they were."""
+    state = torch.get_rng_state()
+    assert difference(lambda: iter([torch.rand(2)]), lambda mark: []) is not None
+    assert torch.equal(torch.get_rng_state(), state)
+
+
+def test_a_stream_that_cannot_be_read_again_has_changed() -> None:
+    """What it raises is told."""
+
+    def failing() -> Any:
+        raise OSError("gone")
+
+    assert "gone" in str(difference(failing, lambda mark: []))
