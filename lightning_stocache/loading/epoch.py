@@ -28,8 +28,8 @@ from lightning_stocache.cache.placement import Integers
 from lightning_stocache.loading.cached_source import CachedSource
 from lightning_stocache.loading.collate import Collator
 from lightning_stocache.loading.index_stream import IndexStream
-from lightning_stocache.loading.loader_state import LoaderState
 from lightning_stocache.loading.plan import BatchPlan, BatchPlanner
+from lightning_stocache.loading.position import LoaderState
 from lightning_stocache.loading.prefetch import Job, Prefetcher
 from lightning_stocache.loading.request import Collated, Reply, Written, unpacked
 from lightning_stocache.loading.resources import Resources

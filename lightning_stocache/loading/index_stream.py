@@ -25,8 +25,7 @@ from torch.utils.data import BatchSampler, DataLoader, RandomSampler, Sequential
 from torch.utils.data.distributed import DistributedSampler
 
 from lightning_stocache.cache.placement import Integers
-from lightning_stocache.loading.loader_state import LoaderState
-from lightning_stocache.loading.resumable_batches import ResumableBatches
+from lightning_stocache.loading.position import LoaderState, ResumableBatches
 from lightning_stocache.sampling.locality_sampler import LocalitySampler
 from lightning_stocache.sampling.rolling_sampler import RollingSampler
 from lightning_stocache.sampling.stream_deal import StreamBatches

@@ -39,11 +39,10 @@ from lightning_stocache.loading.epoch import Epoch
 from lightning_stocache.loading.grows import Kept, Stream, is_rolling, is_stream
 from lightning_stocache.loading.index_stream import IndexStream
 from lightning_stocache.loading.loader_sampler import batches_of, index_sampler, set_epoch
-from lightning_stocache.loading.loader_state import LoaderState
 from lightning_stocache.loading.locality import deals_to_ranks, locality_sampler, warn_of_ranks
+from lightning_stocache.loading.position import CountedBatches, LoaderState, ResumableBatches
 from lightning_stocache.loading.prefill import warn_without_workers
 from lightning_stocache.loading.resources import Resources, Route
-from lightning_stocache.loading.resumable_batches import CountedBatches, ResumableBatches
 from lightning_stocache.loading.stand_in import cached_in
 from lightning_stocache.loading.worker_pool import InitOnSource
 from lightning_stocache.sampling.locality_sampler import Mode

@@ -20,7 +20,7 @@ from typing import Any
 from torch.utils.data import BatchSampler, DataLoader, Dataset, Sampler
 
 from lightning_stocache.loading.loader import CachedLoader
-from lightning_stocache.loading.loader_state import LoaderState
+from lightning_stocache.loading.position import LoaderState
 from lightning_stocache.loading.loader_tree import Cached, cached_in_loaders, wrapped_loader
 from lightning_stocache.loading.worker_pool import InitOnSource
 from lightning_stocache.setup.request import LoaderSettings

@@ -13,7 +13,7 @@ from torch.utils.data import BatchSampler, DataLoader, DistributedSampler, Rando
 from lightning_stocache.loading.dataset import CachedDataset
 from lightning_stocache.loading.index_stream import IndexStream
 from lightning_stocache.loading.loader import CachedLoader
-from lightning_stocache.loading.loader_state import LoaderState
+from lightning_stocache.loading.position import LoaderState
 from lightning_stocache.sampling.locality_sampler import LocalitySampler
 from tests.loading.twins import LazySampler, Numbers, outcomes, run, same
 

@@ -1,10 +1,13 @@
-"""Where in its epoch a loader stands, and from where it goes on after a break.
+"""Where in its epoch a loader stands, and how the next epoch goes on there: draw, note, skip.
 
 The order of an epoch follows from the epoch's number (samplers that are told it), or from the states of the generators
-that it was drawn from. So a state is the number of batches that were handed out, the sampler's epoch and seed, and the
-generators' states at the moment at which the epoch's first index was drawn. To go on, the generators are put into these
-states, the order is drawn again, and what was handed out is left out; then the generators get the states that they had
-when the state was taken. Reading ahead plays no part in it: what workers have under way is loaded again.
+that it was drawn from. So a position is the number of batches that were handed out, the sampler's epoch and seed, and
+the generators' states at the moment at which the epoch's first index was drawn. To go on, the generators are put into
+these states, the order is drawn again, and what was handed out is left out; then the generators get the states that
+they had when the position was taken. Reading ahead plays no part in it: what workers have under way is loaded again.
+
+`ResumableBatches` stands for the loader's batch sampler: it draws an epoch, or its rest, and notes the generators'
+states. `CountedBatches`, or an `Epoch`, counts what is handed out. `LoaderState` has the numbers.
 
 A position counts samples of all ranks together, so that another batch size or another number of ranks goes on after the
 same samples. (Where their number does not divide by the ranks of now, fewer than one per rank come twice.)
@@ -14,7 +17,8 @@ The interface is that of torchdata's StatefulDataLoader. A state is plain values
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
+from itertools import chain, islice
 from typing import Any, cast
 
 from torch.utils.data import BatchSampler, DataLoader
@@ -23,9 +27,10 @@ from lightning_stocache.loading.loader_sampler import batch_size_of, batches_of,
 from lightning_stocache.sampling.locality_sampler import LocalitySampler
 from lightning_stocache.source.generators import PROCESS_WIDE, as_text, put_back, states_of
 
-__all__ = ["LoaderState", "batches_left_out", "samples_left_out"]
+__all__ = ["CountedBatches", "LoaderState", "ResumableBatches"]
 
 _VERSION = 1
+_KEYS = {"batches", "batch_size", "replicas", "length"}
 
 
 class LoaderState:
@@ -101,7 +106,7 @@ class LoaderState:
         Raises:
             ValueError: it is no state, or one of another version.
         """
-        if not _is_state(state):
+        if not isinstance(state, Mapping) or state.get("version") != _VERSION or not state.keys() >= _KEYS:
             found = ", ".join(map(str, state)) if isinstance(state, Mapping) and state else "nothing"
             raise ValueError(f"state_dict must be what the state_dict of a CachedLoader gave, got one with {found}")
         self._next = dict(state)
@@ -121,14 +126,14 @@ class LoaderState:
             self._set_epoch(sampler, None if loaded is None else loaded.get("epoch"))
         if self.origin is None:
             return
-        self.batches = self._left_out = self.asked = batches_left_out(self.origin, drawing)
+        self.batches = self._left_out = self.asked = _batches_left_out(self.origin, drawing)
         states = self.origin.get("generators", {})
         if "drawn" not in states:  # between two epochs
             put_back(drawn_from(drawing), states.get("now", {}))
         if isinstance(sampler, LocalitySampler):
             sampler.seed = self.origin.get("seed", sampler.seed)
         if isinstance(sampler, LocalitySampler) and sampler.draws is None:
-            sampler.skip = samples_left_out(self.origin, drawing)
+            sampler.skip = _samples_left_out(self.origin, drawing)
             self.origin = None
         elif not self.origin["batches"] and "drawn" not in states:
             self.origin = None
@@ -149,30 +154,106 @@ class LoaderState:
             sampler.set_epoch(sampler.epoch + self._offset)
 
 
-def _is_state(state: Any) -> bool:
-    """Whether these are the numbers and texts of a position."""
-    if not isinstance(state, Mapping) or state.get("version") != _VERSION:
-        return False
-    size = state.get("batch_size")
-    numbers: list[Any] = [state.get("batches"), state.get("replicas"), state.get("length"), 1 if size is None else size]
-    numbers += [state[name] for name in ("epoch", "seed") if name in state]
-    generators = state.get("generators", {"now": {}})
-    if any(type(number) is not int for number in numbers) or not isinstance(generators, Mapping):
-        return False
-    texts = [generators.get("now"), generators.get("drawn", {})]
-    in_range = numbers[0] >= 0 and numbers[1] >= 1 and numbers[3] >= 1 and type(generators.get("asked", 0)) is int
-    return in_range and all(isinstance(each, Mapping) for each in texts)
+class ResumableBatches:
+    """Stands for a loader's batch sampler (without batches, for its sampler), and notes what an epoch is drawn from.
+
+    Args:
+        batches: the user's own.
+        state: of the loader; an epoch that goes on is drawn without its beginning.
+    """
+
+    def __init__(self, batches: Any, state: LoaderState) -> None:
+        self._batches, self._state = batches, state
+
+    def __iter__(self) -> Iterator[Any]:
+        # A loader with workers calls this twice, and reads the second: nothing may be lost with the first.
+        if self._state.origin is not None:
+            return self._rest(self._state.origin)
+        generators = drawn_from(self._batches)
+        if not generators:
+            return iter(self._batches)
+        if type(self._batches) is BatchSampler:  # draws nothing before it is asked for its first batch
+            return self._noted(generators, iter(self._batches))
+        before, drawing = states_of(generators), cast(Iterator[Any], iter(self._batches))
+        if states_of(generators) == before:
+            return self._noted(generators, drawing)
+        self._state.drawn = before
+        return self._noted(None, drawing)
+
+    def __len__(self) -> int:
+        return len(self._batches)
+
+    def _noted(self, generators: Mapping[str, Any] | None, batches: Iterator[Any]) -> Iterator[Any]:
+        """The batches of an epoch, counted; of one whose order is drawn with the first of them."""
+        self._state.drawn = states_of(generators) if generators else self._state.drawn
+        for batch in batches:
+            self._state.asked += 1
+            yield batch
+        self._state.asked += 1
+
+    def _rest(self, origin: Mapping[str, Any]) -> Iterator[Any]:
+        """What is left of the epoch."""
+        generators = drawn_from(self._batches)
+        states, before = origin.get("generators", {}), as_text(states_of(generators))
+        put_back(generators, states.get("drawn", {}))
+        self._state.drawn = states_of(generators)
+        plain, asked = type(self._batches) is BatchSampler, max(origin["batches"], states.get("asked", 0))
+        count = _samples_left_out if plain else _batches_left_out
+        if plain and isinstance(self._batches.sampler, LocalitySampler):  # it deals what is left in batches of now
+            self._batches.sampler.skip = _samples_left_out(origin, self._batches)
+            drawing: Iterator[Any] = iter(self._batches.sampler)
+        else:
+            drawing = iter(self._batches.sampler if plain else self._batches)
+            drawn = islice(drawing, count({**origin, "batches": asked}, self._batches))
+            drawing = chain(list(drawn)[count(origin, self._batches) :], drawing)
+        if plain:
+            drawing = iter(BatchSampler(cast(Any, drawing), self._batches.batch_size, self._batches.drop_last))
+        now = states.get("now", {})
+        if asked:
+            put_back(generators, before | now)
+            yield from self._noted(None, drawing)
+        else:  # the order is drawn with the first index, as it will have been then
+            first = list(islice(drawing, 1))
+            put_back(generators, {name: state for name, state in before.items() if name not in now})
+            yield from self._noted(None, chain(first, drawing))
 
 
-def samples_left_out(origin: Mapping[str, Any], batches: Any) -> int:
+class CountedBatches:
+    """An iterator of DataLoader's own that counts what it hands out; all else is the iterator's."""
+
+    def __init__(self, iterator: Any, state: LoaderState) -> None:
+        self._iterator, self._state = iterator, state
+
+    def __iter__(self) -> CountedBatches:
+        return self
+
+    def __next__(self) -> Any:
+        try:
+            batch = next(self._iterator)
+        except StopIteration:
+            self._state.ended = True
+            raise
+        self._state.batches += 1
+        return batch
+
+    def __len__(self) -> int:
+        return len(self._iterator)
+
+    def __getattr__(self, name: str) -> Any:
+        if name == "_iterator":  # a copy that is not filled yet
+            raise AttributeError(name)
+        return getattr(self._iterator, name)
+
+
+def _samples_left_out(origin: Mapping[str, Any], batches: Any) -> int:
     """Samples of this rank that are left out, where an epoch goes on from a position."""
     samples = origin["batches"] * (origin["batch_size"] or 1) * origin["replicas"]
     return int(samples // replicas_of(sampler_of(batches)))
 
 
-def batches_left_out(origin: Mapping[str, Any], batches: Any) -> int:
+def _batches_left_out(origin: Mapping[str, Any], batches: Any) -> int:
     """Batches of this rank that are left out; where nobody knows their sizes, as many as were handed out."""
     if type(batches) is not BatchSampler or origin["batch_size"] is None or not hasattr(batches.sampler, "__len__"):
         return int(origin["batches"])
-    left = max(len(cast(Any, batches.sampler)) - samples_left_out(origin, batches), 0)
+    left = max(len(cast(Any, batches.sampler)) - _samples_left_out(origin, batches), 0)
     return len(batches) - (left // batches.batch_size if batches.drop_last else -(-left // batches.batch_size))
