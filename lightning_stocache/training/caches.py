@@ -123,24 +123,18 @@ class CallCaches:
         wanted = agreed(
             [replace(entry, domain=None) if options.is_for_all(entry.stage) else entry for entry in wanted], group
         )
-        self._let_go_of_other_parts(wanted)
         self._go_on(wanted, group)
+        self._let_go(wanted, train_to_come)
         new, streams = dict[int, Wanted](), dict[int, Wanted]()
         names, number = dict[int, str](), Counter[str]()
-        for entry in wanted:
-            if isinstance(entry.source, IterableDataset):
-                if entry.source not in self:
-                    streams.setdefault(id(entry.source), entry)
-                continue
+        for entry in wanted:  # what is in several stages has pot and name of the first
+            key, name = id(entry.source), f"{self.options.name or ''}-{entry.stage}{number[entry.stage]}"
+            stream = isinstance(entry.source, IterableDataset)
             if self._serving(entry) is None:
-                new.setdefault(id(entry.source), entry)  # in several stages: pot and name are those of the first
-                names.setdefault(id(entry.source), f"{self.options.name or ''}-{entry.stage}{number[entry.stage]}")
-            number[entry.stage] += 1
+                (streams if stream else new).setdefault(key, entry)
+                names.setdefault(key, name)
+            number[entry.stage] += not stream
         new = {key: together(entry, wanted) for key, entry in new.items()}
-        stages = {entry.stage for entry in wanted}
-        if new and train_to_come and not self.options.keep_cache:
-            stages.add("train")  # what is open for it was opened by hand, before the call
-        self._let_go(stages, wanted, [*new.values(), *streams.values()])
         options = self.options
         requests = [
             options.request(entry.source, replace(entry.loader, stage=entry.stage), names[key], entry.domain)
@@ -208,14 +202,6 @@ class CallCaches:
             opened.kept = True
         end_call(opened.dataset for opened in self._open)
 
-    def _let_go_of_other_parts(self, wanted: Collection[Wanted]) -> None:
-        """Close what was kept for a part of a dataset, if its stage draws another part now: there was no more room."""
-        for before in [opened for opened in self._open if opened.kept]:
-            asked = [entry for entry in wanted if entry.source is before.source and entry.stage in before.stages]
-            if asked and not any(before.serves(entry) for entry in asked):
-                before.dataset.close()
-                self._open.remove(before)
-
     def _go_on(self, wanted: Collection[Wanted], group: NodeGroup) -> None:
         """Have an open cache serve the object that comes in place of its dataset, if it has the same samples."""
         for entry in wanted:
@@ -231,44 +217,50 @@ class CallCaches:
                 cache = replace(before.opened, request=request, source=entry.source)
                 opened.source, opened.dataset = entry.source, dataset_over(CachedSource(cache))
 
-    def _let_go(self, stages: Collection[str], wanted: Collection[Wanted], new: Collection[Wanted]) -> None:
-        """Close what these stages do not read any more: a replaced dataset's memory is the new one's."""
-        for stage in stages:
-            still = [entry.source for entry in wanted if entry.stage == stage]
-            for before in list(self._open):
-                if stage not in before.stages or any(source is before.source for source in still):
+    def _let_go(self, wanted: Collection[Wanted], train_to_come: bool) -> None:
+        """Close what no loader of its stages reads any more: its memory is that of what comes in its place."""
+        new = [entry for entry in wanted if self._serving(entry) is None]
+        stages = {entry.stage for entry in wanted}
+        if new and train_to_come and not self.options.keep_cache:
+            stages.add("train")  # what is open for it was opened by hand, before the call
+        for before in list(self._open):
+            for stage in sorted(before.stages & stages):  # tells all ranks in one order
+                if any(entry.stage == stage and before.serves(entry) for entry in wanted):
                     continue
                 before.stages.remove(stage)
-                self._count_fruitless(stage, before, new)
-                if not before.stages:
-                    before.dataset.close()
-                    self._open.remove(before)
-                if not self._warned and self._group.rank == 0 and any(other.stage == stage for other in new):
-                    self._warned = True
-                    log.warning(
-                        "the %s loader came with a new %s: the cache of the one before is closed, and this one starts "
-                        "empty.\nMake the dataset once, outside of the loader hook (with keep_cache: outside of setup)",
-                        stage,
-                        type(before.dataset.source).__name__,
-                    )
+                if any(entry.stage == stage and entry.source is not before.source for entry in new):
+                    self._tell_of_another(stage, before)
+            if not before.stages:
+                before.dataset.close()
+                self._open.remove(before)
 
-    def _count_fruitless(self, stage: str, before: _Open, new: Collection[Wanted]) -> None:
-        """Cache a stage no more whose datasets are replaced again and again before a sample of them was hit."""
+    def _tell_of_another(self, stage: str, before: _Open) -> None:
+        """Warn of a dataset that was replaced; cache its stage no more when the second goes of which nothing was hit.
+
+        Collective.
+        """
         counters = before.dataset.counters
         counts = Counts() if counters is None else counters.totals()
-        hit = self._group.exchange(counts.hits > counts.setup_fills)  # those are hit in the first epoch already
-        if any(hit) or not any(entry.stage == stage for entry in new):
-            return
-        self._fruitless[stage] += 1
-        if self._fruitless[stage] == _MOST_FRUITLESS:
+        hit = any(self._group.exchange(counts.hits > counts.setup_fills))  # those are hit in the first epoch already
+        self._fruitless[stage] += not hit
+        kind, ended = type(before.dataset.source).__name__, not hit and self._fruitless[stage] == _MOST_FRUITLESS
+        if ended:
             self.options = replace(self.options, stage_budgets={**(self.options.stage_budgets or {}), stage: 0})
-            if self._group.rank == 0:
-                log.warning(
-                    "the %s loader is not cached any more: nothing of its last two %s was hit before another one "
-                    "came.\nMake the dataset once; for one that grows there is RollingCache",
-                    stage,
-                    type(before.dataset.source).__name__,
-                )
+        if self._group.rank == 0 and not self._warned:
+            log.warning(
+                "the %s loader came with a new %s: the cache of the one before is closed, and this one starts empty.\n"
+                "Make the dataset once, outside of the loader hook (with keep_cache: outside of setup)",
+                stage,
+                kind,
+            )
+        if self._group.rank == 0 and ended:
+            log.warning(
+                "the %s loader is not cached any more: nothing of its last two %s was hit before another one came.\n"
+                "Make the dataset once; for one that grows there is RollingCache",
+                stage,
+                kind,
+            )
+        self._warned = True
 
     def _left(self, pot: str, new: Collection[Wanted], train_to_come: bool) -> Budget:
         """What new datasets may take of a pot: of bytes, what the open caches leave, or half if train is to come."""

@@ -1,10 +1,14 @@
-"""Where a Trainer call gets its loaders: those of the user, with cached datasets.
+"""Where a Trainer call gets its loaders: those of the user, with cached datasets. All doors go through it.
+
+The doors differ in where loaders come from: `StocacheDataModule` makes them, `cache_datamodule` finds them in the hooks
+of a DataModule, `StochasticCache` in Lightning's data sources.
 
 A loader hook runs when Lightning runs it, and as often: nothing is asked for early. So the budget is divided as the
-loaders come. Loaders that were given to the Trainer directly are at hand from the start, and share it by the size of
-their datasets. Where train and val come from hooks, Lightning asks for val first (for its sanity check): val takes what
-it needs, but at most half, and train has the rest. Without a sanity check train comes first and takes what it needs,
-and val, after the first epoch or later, has what is left; `stage_budgets` keeps a share for it.
+loaders come. Loaders that were given to the Trainer directly, and those of a StocacheDataModule, are at hand from the
+start, and share it by the size of their datasets. Where train and val come from hooks, Lightning asks for val first
+(for its sanity check): val takes what it needs, but at most half, and train has the rest. Without a sanity check train
+comes first and takes what it needs, and val, after the first epoch or later, has what is left; `stage_budgets` keeps a
+share for it.
 
 Each loader stands alone: what cannot be cached is handed on as the user gave it, with one warning, and the others are
 cached. The ranks agree on each.
@@ -12,7 +16,7 @@ cached. The ranks agree on each.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection, Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import Any
 from weakref import WeakSet
@@ -20,23 +24,43 @@ from weakref import WeakSet
 from torch.utils.data import DataLoader, IterableDataset
 
 from lightning_stocache.growing.rolling_cache import share_pools
-from lightning_stocache.growing.stream import CachedStream
-from lightning_stocache.loading.dataset import CachedDataset
-from lightning_stocache.loading.loader_tree import Cached, cached_datasets, cached_in_leaves, leaves_in
+from lightning_stocache.growing.stream import stream_with
+from lightning_stocache.loading.dataset import CachedDataset, cached_source, dataset_over
+from lightning_stocache.loading.loader_tree import Cached, cached_in_leaves, leaves_in
 from lightning_stocache.loading.stand_in import StandIn
 from lightning_stocache.node.group import NodeGroup
 from lightning_stocache.sampling.locality_sampler import LocalitySampler
 from lightning_stocache.training.caches import CallCaches
-from lightning_stocache.training.loaders import rewrap, settings_of, with_dataset
+from lightning_stocache.training.loaders import (
+    TrainerLoader,
+    TransformedSet,
+    TransformedStream,
+    rewrap,
+    settings_of,
+    source_of,
+    with_dataset,
+)
 from lightning_stocache.training.model_memory import training_bytes
-from lightning_stocache.training.obstacles import check_leaf, check_loader, check_stream_loader, title
+from lightning_stocache.training.obstacles import cacheable_length, check_sweep, title
 from lightning_stocache.training.resume import ResumePoint
 from lightning_stocache.training.sampling import follow_pools, locality_for, replicas
 from lightning_stocache.training.wanted import Wanted, loader_domain
 
-__all__ = ["CallLoaders"]
+__all__ = ["CallLoaders", "begin_call"]
 
-_STREAM = -1  # stands for the length of a stream
+
+def begin_call(trainer: Any) -> None:
+    """Begin a call of a Trainer, before any of its loaders is asked for: check it, and let it keep its position.
+
+    Args:
+        trainer: of the call; None outside of one.
+
+    Raises:
+        ValueError: it is a sweep that a strategy would run in several processes at once, see `check_sweep`.
+    """
+    if trainer is not None:
+        check_sweep(trainer)
+        ResumePoint.of(trainer)
 
 
 class CallLoaders:
@@ -45,27 +69,28 @@ class CallLoaders:
     Args:
         caches: where the datasets are opened.
         getters: the user's function for every stage that may be asked for.
-        stages: those that the call will ask for, as far as that is known.
-        at_hand: loaders of these stages that are known without running a hook.
         trainer: whose call it is, if any.
+        at_hand: loaders that are known without running a hook, by stage.
     """
 
     def __init__(
         self,
         caches: CallCaches,
         getters: Mapping[str, Callable[[], Any]],
-        stages: Collection[str] = (),
-        at_hand: Mapping[str, Any] | None = None,
         trainer: Any = None,
+        at_hand: Mapping[str, Any] | None = None,
     ) -> None:
         self._caches = caches
         self._getters = dict(getters)
-        self._to_come = set(stages)
+        self._train_to_come = "train" in getters and trainer is not None and trainer.state.fn == "fit"
         self._at_hand = dict(at_hand or {})
         self._trainer = trainer
         self._shared: WeakSet[Cached] = WeakSet()
         # By stage and the id of the user's loader, of the last call: what a hook makes anew takes its workers with it.
         self._made: dict[str, dict[int, _Made]] = {}
+
+    def __contains__(self, stage: str) -> bool:
+        return stage in self._getters
 
     def __call__(self, stage: str) -> Any:
         """The loaders of a stage. Collective: every rank asks for the same stages in the same order.
@@ -75,26 +100,10 @@ class CallLoaders:
             ValueError: (`strict=True`) an empty dataset.
         """
         loaders = self._getters[stage]()
-        asked, self._at_hand = {**self._at_hand, stage: loaders}, {}
-        self._to_come -= asked.keys()
-        group = NodeGroup.discover()
-        share_pools((getattr(leaf, "dataset", None) for leaf in leaves_in(list(asked.values()))), group)
+        share_pools(getattr(leaf, "dataset", None) for leaf in leaves_in(loaders))
         if stage == "train":
             follow_pools(self._trainer, leaves_in(loaders))
-        cacheable = self._cacheable(asked, group)
-        wanted = [
-            Wanted(loader.dataset, name, settings_of(loader), loader_domain(self._trainer, name, loader))
-            for name, loader in cacheable
-        ]
-        self._caches.open(
-            wanted, group, later_bytes=training_bytes(self._trainer), train_to_come="train" in self._to_come
-        )
-        for dataset in cached_in_leaves(list(asked.values())):
-            # Cached by the user: it only has to become the node's common one, and must not start anew in every epoch.
-            if dataset not in self._shared and (dataset.counters is None or dataset.group != group):
-                dataset.share(group)
-                self._shared.add(dataset)
-        chosen = {id(loader) for name, loader in cacheable if name == stage}
+        chosen = self.open({**self._at_hand, stage: loaders})
         before, self._made[stage] = self._made.get(stage, {}), {}
         renewed = rewrap(
             loaders, lambda loader: self._renewed(stage, loader, before) if id(loader) in chosen else loader
@@ -102,6 +111,35 @@ class CallLoaders:
         if stage == "train" and self._trainer is not None and self._trainer.state.fn == "fit":
             ResumePoint.of(self._trainer).go_on(renewed)
         return renewed
+
+    def open(self, loaders: Mapping[str, Any]) -> set[int]:
+        """Open the caches of loaders, which share the budget by their size. Collective.
+
+        Args:
+            loaders: those of each stage that is known, in any nesting.
+
+        Returns:
+            The ids of the loaders that can be cached.
+        """
+        self._at_hand = {}
+        self._train_to_come &= "train" not in loaders
+        group = NodeGroup.discover()
+        cacheable = self._cacheable(loaders, group)
+        self._caches.open(
+            [
+                Wanted(source_of(loader), name, settings_of(loader), loader_domain(self._trainer, name, loader))
+                for name, loader in cacheable
+            ],
+            group,
+            later_bytes=training_bytes(self._trainer),
+            train_to_come=self._train_to_come,
+        )
+        for dataset in cached_in_leaves(list(loaders.values())):
+            # Cached by the user: it only has to become the node's common one, and must not start anew in every epoch.
+            if dataset not in self._shared and (dataset.counters is None or dataset.group != group):
+                dataset.share(group)
+                self._shared.add(dataset)
+        return {id(loader) for _, loader in cacheable}
 
     def _cacheable(self, asked: Mapping[str, Any], group: NodeGroup) -> list[tuple[str, DataLoader[Any]]]:
         """The loaders that can be cached on every rank, each with its stage; what is to be said of the others."""
@@ -121,20 +159,10 @@ class CallLoaders:
 
     def _finding(self, stage: str, leaf: Any) -> int | str | None:
         """The length of a dataset that can be cached, why one cannot, or None where there is nothing to be cached."""
+        options = self._caches.options
         try:
-            if not isinstance(leaf, DataLoader):
-                check_leaf(leaf)
-                return None
-            if cached_datasets(leaf) or isinstance(leaf.dataset, CachedStream):
-                return None
-            options = self._caches.options
-            if isinstance(leaf.dataset, IterableDataset) and options.streams and not options.is_off(stage):
-                check_stream_loader(leaf, options, stage)
-                return _STREAM
-            check_loader(leaf, replicas(self._trainer)[0])
-            return len(leaf.dataset)  # type: ignore[arg-type]
+            return cacheable_length(leaf, stage, options, replicas(self._trainer)[0])
         except (TypeError, ValueError) as error:
-            options = self._caches.options
             if options.is_off(stage):
                 return None
             if options.strict:
@@ -143,20 +171,28 @@ class CallLoaders:
 
     def _renewed(self, stage: str, loader: DataLoader[Any], before: Mapping[int, _Made]) -> DataLoader[Any]:
         """The loader around its cached dataset, made once for a loader that comes again: its workers may persist."""
-        stream = isinstance(loader.dataset, IterableDataset)
-        dataset: Any = self._caches.of(stage, loader.dataset)
+        dataset: Any = self._caches.of(stage, source_of(loader))
         attributes = dict(vars(loader))
         if dataset.counters is None:  # its cache could not be opened
             return loader
         made = self._made[stage].get(id(loader), before.get(id(loader)))
         if made is None or not made.is_of(attributes, dataset):
-            if stream:
-                renewed = with_dataset(loader, dataset)
-            else:
-                renewed = with_dataset(loader, StandIn(dataset), self._sampler(stage, loader, dataset))
-            made = _Made(loader, attributes, dataset, renewed)
+            made = _Made(loader, attributes, dataset, self._around(stage, loader, dataset))
         self._made[stage][id(loader)] = made
         return made.renewed
+
+    def _around(self, stage: str, loader: DataLoader[Any], dataset: Any) -> DataLoader[Any]:
+        """A copy of a loader around a cached dataset, with the loader's own transform after the cache."""
+        if isinstance(loader.dataset, TransformedStream):
+            return with_dataset(loader, stream_with(dataset, loader.dataset.transform))
+        if isinstance(loader.dataset, IterableDataset):
+            return with_dataset(loader, dataset)
+        sampler = self._sampler(stage, loader, dataset)
+        if isinstance(loader.dataset, TransformedSet):
+            dataset = dataset_over(cached_source(dataset).view(loader.dataset.transform))
+        if not isinstance(loader, TrainerLoader):  # one of ours shows that its dataset is cached
+            dataset = StandIn(dataset)
+        return with_dataset(loader, dataset, sampler)
 
     def _sampler(self, stage: str, loader: DataLoader[Any], dataset: CachedDataset) -> LocalitySampler | None:
         """What a training loader of several ranks draws from, where Lightning would have put a DistributedSampler.

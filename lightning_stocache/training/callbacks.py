@@ -22,14 +22,12 @@ from lightning_stocache.sampling.locality_sampler import Mode
 from lightning_stocache.setup.option import check_count, check_flag
 from lightning_stocache.setup.request import Form
 from lightning_stocache.training.caches import CallCaches
-from lightning_stocache.training.call_loaders import CallLoaders
+from lightning_stocache.training.call_loaders import CallLoaders, begin_call
 from lightning_stocache.training.lightning_internals import data_sources, forget_loaders, stall_actions
 from lightning_stocache.training.loaders import running_datasets
 from lightning_stocache.training.monitor import CacheMonitor
-from lightning_stocache.training.obstacles import check_sweep
 from lightning_stocache.training.options import CacheOptions, with_options
 from lightning_stocache.training.profiler import listen, log_every, stop_listening
-from lightning_stocache.training.resume import ResumePoint
 from lightning_stocache.training.say import say, warn
 
 __all__ = ["FillProgress", "StochasticCache"]
@@ -167,19 +165,19 @@ class StochasticCache(CacheMonitor):
 
     def setup(self, trainer: Trainer, pl_module: LightningModule, stage: str) -> None:
         """Stand before the loaders of the call."""
-        check_sweep(trainer)
+        begin_call(trainer)
         callbacks: list[Callback] = trainer.callbacks  # type: ignore[attr-defined]
         if next((other for other in callbacks if isinstance(other, StochasticCache)), self) is not self:
             self._monitors = False
             warn("there is a StochasticCache before this one in the list of callbacks: this one does nothing")
             return
         super().setup(trainer, pl_module, stage)  # only now: it moves to the front
-        found = data_sources(trainer, stage).items()
-        sources = {name: source for name, source in found if not _has_cache(source.instance)}
+        sources = {
+            name: source for name, source in data_sources(trainer, stage).items() if not _has_cache(source.instance)
+        }
         getters = {name: source.dataloader for name, source in sources.items()}
         at_hand = {name: source.instance for name, source in sources.items() if not source.is_module()}
-        call_loaders = CallLoaders(self.caches, getters, list(sources), at_hand, trainer)
-        ResumePoint.of(trainer)
+        call_loaders = CallLoaders(self.caches, getters, trainer, at_hand)
         for name, source in sources.items():
             source.dataloader = partial(call_loaders, name)
 

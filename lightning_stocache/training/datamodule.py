@@ -1,8 +1,8 @@
 """The first door: a DataModule around datasets. For a DataModule that the user already has, see `hooks`.
 
-`setup` opens the caches of a call, on every rank, with the process group up and no worker started. `teardown` closes
-them; after an exception Lightning calls `on_exception` instead. Between two Trainer calls nothing is open, unless
-`keep_cache=True`.
+It makes plain loaders, to which `CallLoaders` does what it does to anybody's. `setup` opens the caches of a call, on
+every rank, with the process group up and no worker started. `teardown` closes them; after an exception Lightning calls
+`on_exception` instead. Between two Trainer calls nothing is open, unless `keep_cache=True`.
 """
 
 from __future__ import annotations
@@ -10,28 +10,22 @@ from __future__ import annotations
 import inspect
 from collections.abc import Callable, Mapping, Sequence
 from functools import partial
-from typing import Any, Literal, TypeAlias, cast
+from typing import Any, Literal, TypeAlias
 
 import torch
 from lightning.pytorch import LightningDataModule
-from torch.utils.data import DataLoader, Dataset, IterableDataset, SequentialSampler
+from torch.utils.data import DataLoader, Dataset, IterableDataset
 
-from lightning_stocache.cache.placement import Domain
 from lightning_stocache.growing.rolling_cache import RollingCache, share_pools
-from lightning_stocache.growing.stream import stream_with
-from lightning_stocache.loading.dataset import CachedDataset, cached_source, dataset_over
 from lightning_stocache.loading.locality import locality_sampler
 from lightning_stocache.sampling.locality_sampler import Mode
 from lightning_stocache.setup.option import check_count
-from lightning_stocache.setup.request import Form, LoaderSettings
+from lightning_stocache.setup.request import Form
 from lightning_stocache.training.caches import CallCaches
-from lightning_stocache.training.loaders import TrainerLoader
-from lightning_stocache.training.model_memory import training_bytes
-from lightning_stocache.training.obstacles import check_sweep, is_cacheable
-from lightning_stocache.training.options import STAGES, CacheOptions, Source, Stream, is_plain, made, with_options
-from lightning_stocache.training.resume import ResumePoint
-from lightning_stocache.training.sampling import check_sampler, follow_pools, locality_for, replicas
-from lightning_stocache.training.wanted import Wanted, drawn_by
+from lightning_stocache.training.call_loaders import CallLoaders, begin_call
+from lightning_stocache.training.loaders import TrainerLoader, TransformedSet, TransformedStream
+from lightning_stocache.training.options import STAGES, CacheOptions, Source, is_plain, made, with_options
+from lightning_stocache.training.sampling import check_sampler, replicas
 
 __all__ = ["StocacheDataModule"]
 
@@ -73,7 +67,7 @@ class StocacheDataModule(LightningDataModule):
         ValueError: no dataset is given, or an option cannot be read; (`setup`, `strict=True`) an empty set, or
             one that is random and cannot be split.
         TypeError: (`setup`) a set that is neither a dataset nor a function that makes one, or (`strict=True`) that is
-            iterable-style; (loader hooks) a sampler that deals samples to ranks and is no DistributedSampler.
+            iterable-style; a sampler that deals samples to ranks and is no DistributedSampler.
         RuntimeError: (loader hooks) `setup` has not run, or `teardown` has.
 
     Example:
@@ -137,6 +131,7 @@ class StocacheDataModule(LightningDataModule):
         self._plain["loader"] = {name: value for name, value in self.loader.items() if is_plain(value)}
         self.hparams.update(self._plain)
         self._datasets: dict[str, list[Dataset[Any]]] = {}
+        self._call_loaders: CallLoaders | None = None
         for hook in (f"{stage}_dataloader" for stage in STAGES if getattr(self, stage) is None):
             # Lightning is to see that it is undefined, unless a subclass defines it.
             if getattr(type(self), hook) is getattr(StocacheDataModule, hook):
@@ -160,98 +155,78 @@ class StocacheDataModule(LightningDataModule):
 
     def prepare_data(self) -> None:
         """Call `prepare`, once per node. Lightning keeps the other ranks waiting meanwhile."""
-        check_sweep(self.trainer)
         if self.prepare is not None:
             self.prepare()
 
     def setup(self, stage: str) -> None:
         """Make the datasets of a Trainer call and open their caches. Collective over the ranks."""
-        if self.trainer is not None:
-            ResumePoint.of(self.trainer)
+        begin_call(self.trainer)
         stages = [name for name in _STAGES_OF_CALL[stage] if getattr(self, name) is not None]
         for name in stages:
             if name not in self._datasets:
-                self._datasets[name] = made(getattr(self, name), several=name != "train")
-        more = ("prefetch_factor", "multiprocessing_context", "worker_init_fn")
-        reader = LoaderSettings(self.batch_size, self.num_workers, *map(cast(Any, self.loader.get), more))
-        sets = [(name, dataset) for name in stages for dataset in self._datasets[name]]
-        share_pools(dataset for _, dataset in sets)
-        sets = [(name, dataset) for name, dataset in sets if not isinstance(dataset, RollingCache)]
-        wanted = [(name, dataset) for name, dataset in sets if is_cacheable(dataset, name, self.caches)]
-        self.caches.open(
-            [Wanted(dataset, name, reader, self._domain(name, dataset)) for name, dataset in wanted],
-            later_bytes=training_bytes(self.trainer),
-        )
-
-    def _domain(self, stage: str, dataset: Any) -> Domain | None:
-        """What the loaders of a stage will draw of a dataset; None for all of it, or where it is not known."""
-        if isinstance(dataset, IterableDataset):
-            return None
-        given = self.loader if stage == "train" else {"sampler": SequentialSampler(dataset)}
-        orders = given.get("sampler"), given.get("batch_sampler")
-        return drawn_by(self.trainer, stage, len(dataset), self.batch_size, *orders)
+                self._datasets[name] = made(name, getattr(self, name))
+            share_pools(self._datasets[name])
+        getters = {name: partial(self._loaders_of, name) for name in self._datasets}
+        self._call_loaders = CallLoaders(self.caches, getters, self.trainer)
+        self._call_loaders.open({name: self._loaders_of(name) for name in stages})
 
     def train_dataloader(self) -> Any:
         """The training loader, shuffled unless `loader` says otherwise."""
-        return self._loaders("train")[0]
+        return self._cached("train")[0]
 
     def val_dataloader(self) -> Any:
         """One loader per set."""
-        return self._loaders("val")
+        return self._cached("val")
 
     def test_dataloader(self) -> Any:
         """One loader per test set."""
-        return self._loaders("test")
+        return self._cached("test")
 
     def predict_dataloader(self) -> Any:
         """One loader per set to predict on."""
-        return self._loaders("predict")
+        return self._cached("predict")
 
-    def _loaders(self, stage: str) -> list[DataLoader[Any]]:
+    def _cached(self, stage: str) -> Any:
+        """The loaders of a stage, around cached datasets."""
+        if self._call_loaders is None or stage not in self._call_loaders:
+            call = next(call for call, stages in _STAGES_OF_CALL.items() if stage in stages)
+            raise RuntimeError(f"the {stage} loader needs open caches: call setup({call!r}) first")
+        return self._call_loaders(stage)
+
+    def _loaders_of(self, stage: str) -> list[DataLoader[Any]]:
+        """Loaders as anybody would make them: they serve the datasets of a stage uncached."""
+        transform = self.transform if stage == "train" else self.eval_transform
+        loaders: list[DataLoader[Any]] = []
+        for source in self._datasets[stage]:
+            dataset: Any = source
+            if isinstance(source, RollingCache) and transform is not None:
+                dataset = source.view(transform)
+            elif transform is not None:
+                dataset = (TransformedStream if isinstance(source, IterableDataset) else TransformedSet)(
+                    source, transform
+                )
+            loaders.append(TrainerLoader(dataset, **self._arguments(stage, source)))
+            check_sampler(loaders[-1], replicas(self.trainer)[0])
+        return loaders
+
+    def _arguments(self, stage: str, source: Any) -> dict[str, Any]:
+        """The arguments of a dataset's loader. Training draws by a LocalitySampler, unless `loader` has a sampler."""
         arguments: dict[str, Any] = {"batch_size": self.batch_size, "num_workers": self.num_workers}
         arguments |= {"shuffle": "sampler" not in self.loader, "persistent_workers": self.num_workers > 0} | self.loader
         if stage != "train":
             arguments |= {"shuffle": False, "drop_last": False, "sampler": None, "batch_sampler": None}
         elif "batch_sampler" in self.loader:  # it says all of this itself
             arguments = {name: value for name, value in arguments.items() if name not in _SAID_BY_BATCH_SAMPLER}
-        views = self._views(stage)
-        if any(isinstance(view, RollingCache) for view in views):  # its loader makes the sampler
-            pass
-        elif any(not isinstance(view, CachedDataset) for view in views):  # empty or a stream: in no order but its own
-            arguments = {name: value for name, value in arguments.items() if name not in _ORDER}
-        elif stage == "train" and not {"sampler", "batch_sampler"} & set(self.loader):
+        if isinstance(source, RollingCache):  # its loader makes the sampler
+            return arguments
+        if isinstance(source, IterableDataset) or not len(source):  # in no order but its own
+            return {name: value for name, value in arguments.items() if name not in _ORDER}
+        if stage == "train" and not {"sampler", "batch_sampler"} & set(self.loader):
             count, rank = replicas(self.trainer, always=True)
             shuffle, mode = bool(arguments.pop("shuffle")), self.caches.options.sampling
-            arguments["sampler"] = locality_sampler(views[0], self.batch_size, shuffle, count, rank, mode=mode)
-        elif stage == "train" and (own := self.loader.get("sampler")) is not None and self.trainer is not None:
-            mode = self.caches.options.sampling
-            arguments["sampler"] = locality_for(self.trainer, views[0], own, self.batch_size, mode) or own
-        loaders: list[DataLoader[Any]] = [TrainerLoader(dataset, **arguments) for dataset in views]
-        if stage == "train" and self.trainer is not None:
-            follow_pools(self.trainer, loaders)
-            ResumePoint.of(self.trainer).go_on(loaders)
-        for loader in loaders:
-            check_sampler(loader, replicas(self.trainer)[0])
-        return loaders
-
-    def _views(self, stage: str) -> list[Any]:
-        """The cached datasets of a stage with its transform: a dataset may be in several stages."""
-        transform = self.transform if stage == "train" else self.eval_transform
-        views: list[Any] = []
-        for dataset in self._datasets.get(stage, [getattr(self, stage)]):
-            if isinstance(dataset, RollingCache):
-                views.append(dataset if transform is None else dataset.view(transform))
-            elif dataset in self.caches and isinstance(dataset, IterableDataset):
-                views.append(stream_with(self.caches.of(stage, dataset), transform))
-            elif dataset in self.caches:
-                views.append(dataset_over(cached_source(self.caches.of(stage, dataset)).view(transform)))
-            elif stage in self._datasets and not is_cacheable(dataset, stage, self.caches):
-                transformed = transform is not None and isinstance(dataset, IterableDataset)
-                views.append(Stream(dataset, cast(Transform, transform)) if transformed else dataset)
-            else:
-                call = next(call for call, stages in _STAGES_OF_CALL.items() if stage in stages)
-                raise RuntimeError(f"the {stage} loader needs open caches: call setup({call!r}) first")
-        return views
+            dataset = self.caches.of(stage, source) if source in self.caches else source
+            arguments["sampler"] = locality_sampler(dataset, self.batch_size, shuffle, count, rank, mode=mode)
+        return arguments
 
     def _transform_batch(self, batch: Any, dataloader_idx: int) -> Any:
         """Run the batch transform of the stage, on the device."""
@@ -274,6 +249,7 @@ class StocacheDataModule(LightningDataModule):
     def _end_call(self) -> None:
         if not self.caches.options.keep_cache:
             self._close_pools()
+            self._call_loaders = None
         self.caches.end_call()
 
     def cache_state(self) -> list[dict[str, Any]]:
@@ -284,9 +260,13 @@ class StocacheDataModule(LightningDataModule):
         """Close all caches, kept ones too."""
         self.caches.close()
         self._close_pools()
+        self._call_loaders = None
         self._datasets.clear()
 
     def _close_pools(self) -> None:
         for dataset in (dataset for datasets in self._datasets.values() for dataset in datasets):
             if isinstance(dataset, RollingCache):
                 dataset.close()
+
+    def __getstate__(self) -> dict[str, Any]:
+        return self.__dict__ | {"_call_loaders": None}

@@ -1,14 +1,14 @@
 """The first door for a DataModule that the user already has: its own loader hooks, with cached datasets.
 
-The hooks are replaced on the object, not on its class, so that the object stays what it is. Each becomes a partial of a
-function of this module: such a thing can be pickled (ddp_spawn), and Lightning looks through it when it asks whether a
-hook is overridden. Loader hooks that the user does not define stay undefined. `setup` begins a call, `teardown` and
-`on_exception` end it; the user's own run first.
+The hooks are replaced on the object, not on its class, so that the object stays what it is. Each becomes a method of a
+`CachedHooks`, or a partial of one: they can be pickled (ddp_spawn), and Lightning looks through them when it asks
+whether a hook is overridden. Loader hooks that the user does not define stay undefined. `setup` begins a call,
+`teardown` and `on_exception` end it; the user's own run first.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from functools import partial
 from typing import Any, TypeVar
 
@@ -17,15 +17,13 @@ from lightning.pytorch import LightningDataModule
 from lightning_stocache.sampling.locality_sampler import Mode
 from lightning_stocache.setup.request import Form
 from lightning_stocache.training.caches import CallCaches
-from lightning_stocache.training.call_loaders import CallLoaders
-from lightning_stocache.training.obstacles import check_sweep
+from lightning_stocache.training.call_loaders import CallLoaders, begin_call
 from lightning_stocache.training.options import STAGES, CacheOptions, with_options
-from lightning_stocache.training.resume import ResumePoint
 
 __all__ = ["CachedHooks", "cache_datamodule"]
 
 M = TypeVar("M", bound=LightningDataModule)
-_LOADERS = tuple(f"{stage}_dataloader" for stage in STAGES)
+_OF_A_CALL = ("setup", "teardown", "on_exception")
 
 
 @with_options
@@ -102,74 +100,47 @@ class CachedHooks:
     """
 
     def __init__(self, datamodule: Any, caches: CallCaches) -> None:
-        self.datamodule = datamodule
-        self.caches = caches
-        hooks = (*_LOADERS, "setup", "teardown", "on_exception")
-        self._functions = {name: vars(datamodule)[name] for name in hooks if name in vars(datamodule)}  # from_datasets
+        self.datamodule, self.caches = datamodule, caches
         self._loaders: CallLoaders | None = None
+        kind = type(datamodule)
+        base = next(parent for parent in kind.__mro__ if parent.__name__ == "LightningDataModule")
+        hooks = {stage: f"{stage}_dataloader" for stage in STAGES}
+        names = (*hooks.values(), *_OF_A_CALL)
+        on_object = {name: vars(datamodule)[name] for name in names if name in vars(datamodule)}  # by from_datasets
+        self._users = {name: partial(getattr(kind, name), datamodule) for name in names} | on_object
+        self._getters = {
+            stage: self._users[name]
+            for stage, name in hooks.items()
+            if name in on_object or getattr(kind, name) is not getattr(base, name)
+        }
 
     def install(self) -> None:
         """Put the hooks on the object."""
-        for stage in filter(self._defines, STAGES):
-            setattr(self.datamodule, f"{stage}_dataloader", partial(_give_loaders, self, stage))
-        self.datamodule.setup = partial(_begin_call, self)
+        for stage in self._getters:
+            setattr(self.datamodule, f"{stage}_dataloader", partial(self.loaders, stage))
+        self.datamodule.setup = self.setup
         for hook in ("teardown", "on_exception"):
-            setattr(self.datamodule, hook, partial(_end_call, self, hook))
+            setattr(self.datamodule, hook, partial(self.end_call, hook))
 
-    def begin_call(self, *args: Any, **kwargs: Any) -> None:
+    def setup(self, *args: Any, **kwargs: Any) -> None:
         """The user's own `setup`, at the beginning of a call."""
         self._loaders = None
-        trainer = getattr(self.datamodule, "trainer", None)
-        check_sweep(trainer)
-        if trainer is not None:
-            ResumePoint.of(trainer)
-        self._original("setup")(*args, **kwargs)
+        begin_call(getattr(self.datamodule, "trainer", None))
+        self._users["setup"](*args, **kwargs)
 
     def loaders(self, stage: str) -> Any:
         """The user's loaders of a stage, with cached datasets."""
         if self._loaders is None:
-            getters = {name: self._original(f"{name}_dataloader") for name in filter(self._defines, STAGES)}
-            stages = [name for name in self._stages_of_call() if name in getters]
-            trainer = getattr(self.datamodule, "trainer", None)
-            self._loaders = CallLoaders(self.caches, getters, stages, trainer=trainer)
+            self._loaders = CallLoaders(self.caches, self._getters, getattr(self.datamodule, "trainer", None))
         return self._loaders(stage)
 
     def end_call(self, hook: str, *args: Any, **kwargs: Any) -> None:
         """The user's own hook, then the end of the call."""
         try:
-            self._original(hook)(*args, **kwargs)
+            self._users[hook](*args, **kwargs)
         finally:
             self._loaders = None
             self.caches.end_call()
 
-    def _stages_of_call(self) -> tuple[str, ...]:
-        """`fit` asks for train and val, which share the budget; outside of a Trainer nothing is known."""
-        trainer = getattr(self.datamodule, "trainer", None)
-        if trainer is None or trainer.state.fn != "fit":
-            return ()
-        return ("train", "val") if trainer.enable_validation else ("train",)
-
-    def _defines(self, stage: str) -> bool:
-        hook = f"{stage}_dataloader"
-        kind = type(self.datamodule)
-        base = next(parent for parent in kind.__mro__ if parent.__name__ == "LightningDataModule")
-        return hook in self._functions or getattr(kind, hook) is not getattr(base, hook)
-
-    def _original(self, hook: str) -> Callable[..., Any]:
-        function = self._functions.get(hook)
-        return function if function is not None else partial(getattr(type(self.datamodule), hook), self.datamodule)
-
     def __getstate__(self) -> dict[str, Any]:
         return self.__dict__ | {"_loaders": None}
-
-
-def _give_loaders(hooks: CachedHooks, stage: str) -> Any:
-    return hooks.loaders(stage)
-
-
-def _begin_call(hooks: CachedHooks, *args: Any, **kwargs: Any) -> None:
-    hooks.begin_call(*args, **kwargs)
-
-
-def _end_call(hooks: CachedHooks, hook: str, *args: Any, **kwargs: Any) -> None:
-    hooks.end_call(hook, *args, **kwargs)

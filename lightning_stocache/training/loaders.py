@@ -13,20 +13,30 @@ from __future__ import annotations
 
 import copy
 import inspect
-from collections.abc import Callable, MutableMapping
+from collections.abc import Callable, Iterator, MutableMapping
 from types import MethodType
 from typing import Any
 
-from torch.utils.data import BatchSampler, DataLoader, Dataset, Sampler
+from torch.utils.data import BatchSampler, DataLoader, Dataset, IterableDataset, Sampler
 
 from lightning_stocache.loading.loader import CachedLoader
-from lightning_stocache.loading.position import LoaderState
 from lightning_stocache.loading.loader_tree import Cached, cached_in_loaders, wrapped_loader
+from lightning_stocache.loading.position import LoaderState
 from lightning_stocache.loading.worker_pool import InitOnSource
 from lightning_stocache.setup.request import LoaderSettings
 from lightning_stocache.training.lightning_internals import ARG_NAMES, ARGS, DATASET, KWARGS
 
-__all__ = ["TrainerLoader", "hides_dataset", "rewrap", "running_datasets", "settings_of", "with_dataset"]
+__all__ = [
+    "TrainerLoader",
+    "TransformedSet",
+    "TransformedStream",
+    "hides_dataset",
+    "rewrap",
+    "running_datasets",
+    "settings_of",
+    "source_of",
+    "with_dataset",
+]
 
 
 class TrainerLoader(CachedLoader):
@@ -47,6 +57,35 @@ class TrainerLoader(CachedLoader):
     def __init__(self, dataset: Dataset[Any], *, position: LoaderState | None = None, **arguments: Any) -> None:
         super().__init__(dataset, **arguments)
         self.position = LoaderState() if position is None else position
+
+
+class TransformedSet(Dataset[Any]):
+    """A map-style dataset with a transform per sample; what caches `source` applies `transform` after the cache."""
+
+    def __init__(self, source: Any, transform: Callable[[Any], Any]) -> None:
+        self.source, self.transform = source, transform
+
+    def __len__(self) -> int:
+        return len(self.source)
+
+    def __getitem__(self, index: Any) -> Any:
+        return self.transform(self.source[index])
+
+
+class TransformedStream(IterableDataset[Any]):
+    """An iterable-style dataset with a transform per sample; see `TransformedSet`."""
+
+    def __init__(self, source: Any, transform: Callable[[Any], Any]) -> None:
+        self.source, self.transform = source, transform
+
+    def __iter__(self) -> Iterator[Any]:
+        return map(self.transform, self.source)
+
+
+def source_of(loader: DataLoader[Any]) -> Any:
+    """The dataset of a loader, without the transform of a `TransformedSet` or `TransformedStream`."""
+    dataset = loader.dataset
+    return dataset.source if isinstance(dataset, TransformedSet | TransformedStream) else dataset
 
 
 def rewrap(loaders: Any, wrap: Callable[[DataLoader[Any]], DataLoader[Any]]) -> Any:
@@ -106,13 +145,12 @@ def with_dataset(
         dataset: what the copy reads.
         sampler: what it draws from, if not from the loader's own; only for a loader with `batch_size`.
     """
-    kind: type[DataLoader[Any]] = TrainerLoader if type(loader) is DataLoader else type(loader)
-    renewed: DataLoader[Any] = object.__new__(kind)
+    renewed: DataLoader[Any] = object.__new__(TrainerLoader if type(loader) is DataLoader else type(loader))
     state = {name: _bound_to(renewed, loader, value) for name, value in vars(loader).items()}
     state |= {"dataset": dataset, "_iterator": None}
     if ARGS in state:
         state |= _replaced_arguments(loader, dataset)
-    if kind is TrainerLoader:
+    if isinstance(renewed, TrainerLoader):
         state["position"] = LoaderState()
         if ARGS in state:
             state[KWARGS] |= {"position": state["position"]}

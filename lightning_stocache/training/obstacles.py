@@ -12,129 +12,67 @@ from typing import Any
 
 import numpy as np
 import torch
-from torch.utils.data import DataLoader, Dataset, IterableDataset
+from torch.utils.data import DataLoader, IterableDataset
 
+from lightning_stocache.growing.stream import CachedStream
 from lightning_stocache.loading.loader_sampler import index_sampler
 from lightning_stocache.loading.loader_tree import cached_behind
 from lightning_stocache.setup.open_stream import check_budget
 from lightning_stocache.torch_internals import is_loader_iterator
-from lightning_stocache.training.caches import CallCaches
 from lightning_stocache.training.lightning_internals import starts_ranks_itself
-from lightning_stocache.training.loaders import hides_dataset
+from lightning_stocache.training.loaders import hides_dataset, source_of
 from lightning_stocache.training.options import CacheOptions
 from lightning_stocache.training.sampling import check_sampler
 
-__all__ = [
-    "check_dataset",
-    "check_leaf",
-    "check_loader",
-    "check_stream_loader",
-    "check_sweep",
-    "is_cacheable",
-    "title",
-]
+__all__ = ["STREAM", "cacheable_length", "check_sweep", "title"]
 
-_DATA = (torch.Tensor, np.ndarray, str, bytes, range, set, frozenset)  # in memory: a list of batches given as a loader
+STREAM = -1  # stands for the length of a stream
+
+_IN_MEMORY = (torch.Tensor, np.ndarray, str, bytes, range, set, frozenset)  # a list of batches, given as a loader
 
 
 def title(leaf: Any) -> str:
     """What a loader reads, for messages: the class of its dataset, or its own if it is no DataLoader."""
-    return type(leaf.dataset if isinstance(leaf, DataLoader) else leaf).__name__
+    return type(source_of(leaf) if isinstance(leaf, DataLoader) else leaf).__name__
 
 
-def check_dataset(dataset: Any) -> None:
-    """Refuse a dataset that cannot be cached, whatever its samples are.
-
-    Raises:
-        TypeError: it is not map-style; what to do about it.
-        ValueError: it is empty.
-    """
-    if isinstance(dataset, IterableDataset):
-        raise TypeError("it is iterable-style. streams=True keeps it as it passes, if all of it fits")
-    if isinstance(dataset, str | bytes):
-        raise TypeError(f"{dataset!r} is no dataset. Make the dataset of what lies there first")
-    if not hasattr(dataset, "__getitem__"):
-        raise TypeError("it is not map-style: it has no __getitem__")
-    try:
-        length = len(dataset)
-    except Exception as error:  # of the user's, and without a cache nobody may ask
-        raise TypeError(f"it has no length: {error!r}. Give it a __len__") from error
-    if length == 0:
-        raise ValueError("it is empty")
-
-
-def check_stream_loader(loader: DataLoader[Any], options: CacheOptions, stage: str) -> None:
-    """Refuse a loader whose stream cannot be kept.
+def cacheable_length(leaf: Any, stage: str, options: CacheOptions, world: int) -> int | None:
+    """The length of a loader's dataset; `STREAM` for a stream, None where there is nothing to be cached.
 
     Args:
-        loader: the user's own.
-        options: what was asked for.
+        leaf: what Lightning iterates over, in a nesting of the user's.
         stage: whose loader it is.
-
-    Raises:
-        TypeError: what is in the way, and what to do about it.
-        ValueError: the budget is a share of a size that nobody knows.
-    """
-    check_budget(options.budgets[options.pot(stage)])
-    _check_copy(loader, "CachedStream")
-
-
-def is_cacheable(dataset: Dataset[Any], stage: str, caches: CallCaches) -> bool:
-    """Whether a set is neither empty nor a stream, which pass these caches by; `strict`, that is an error.
-
-    Raises:
-        TypeError: it is no map-style dataset, or (`strict`) it is a stream.
-        ValueError: (`strict`) it is empty.
-    """
-    options = caches.options
-    try:
-        if isinstance(dataset, IterableDataset) and options.streams and not options.is_off(stage):
-            check_budget(options.budgets[options.pot(stage)])
-        else:
-            check_dataset(dataset)
-    except (TypeError, ValueError) as error:
-        known = isinstance(error, ValueError) or isinstance(dataset, IterableDataset)
-        if caches.options.strict or not known:
-            raise type(error)(f"the {stage} set cannot be cached, {title(dataset)}: {error}") from error
-        if not caches.options.is_off(stage):
-            caches.pass_by(stage, title(dataset), str(error))
-        return False
-    return True
-
-
-def check_loader(loader: DataLoader[Any], world: int) -> None:
-    """Refuse a DataLoader whose dataset cannot be replaced by a cached one.
-
-    Args:
-        loader: the user's own.
+        options: what was asked for.
         world: ranks among which Lightning would divide it; 1 where the Trainer leaves samplers alone.
 
     Raises:
-        TypeError: what is in the way, and what to do about it.
-        ValueError: the dataset is empty.
+        TypeError: it cannot be cached; what is in the way, and what to do about it.
+        ValueError: its dataset is empty, or the budget is a share of a size that nobody knows.
     """
-    check_dataset(loader.dataset)
-    key = _first_key(loader)
-    if not hasattr(key, "__index__"):
+    if not isinstance(leaf, DataLoader):
+        _check_other(leaf)
+        return None
+    if cached_behind(leaf) or isinstance(leaf.dataset, CachedStream):
+        return None
+    if isinstance(leaf.dataset, IterableDataset):
+        if not options.streams or options.is_off(stage):
+            raise TypeError("it is iterable-style. streams=True keeps it as it passes, if all of it fits")
+        check_budget(options.budgets[options.pot(stage)])
+        _check_copy(leaf, "CachedStream")
+        return STREAM
+    try:
+        length = len(leaf.dataset)  # type: ignore[arg-type]
+    except Exception as error:  # of the user's, and without a cache nobody may ask
+        raise TypeError(f"it has no length: {error!r}. Give it a __len__") from error
+    if not hasattr(leaf.dataset, "__getitem__"):
+        raise TypeError("it is not map-style: it has no __getitem__")
+    if length == 0:
+        raise ValueError("it is empty")
+    if not hasattr(key := _first_key(leaf), "__index__"):
         raise TypeError(f"its sampler gives keys such as {key!r}, and a cache knows samples by number")
-    _check_copy(loader, "CachedDataset")
-    check_sampler(loader, world)
-
-
-def check_leaf(leaf: Any) -> None:
-    """Refuse what Lightning would iterate over and is no DataLoader, unless it lies in memory or is cached already.
-
-    Raises:
-        TypeError: it is not torch's; what to do about it.
-    """
-    if isinstance(leaf, (DataLoader, *_DATA)) or not (isinstance(leaf, Iterable) or hasattr(leaf, "__getitem__")):
-        return
-    if cached_behind(leaf):
-        return
-    dataset = getattr(leaf, "dataset", None)
-    wrap = hasattr(dataset, "__getitem__") and not isinstance(dataset, IterableDataset)
-    advice = f"Wrap its {type(dataset).__name__} with CachedDataset where you make it" if wrap else "Use a DataLoader"
-    raise TypeError(f"it is no torch.utils.data.DataLoader. {advice}")
+    _check_copy(leaf, "CachedDataset")
+    check_sampler(leaf, world)
+    return length
 
 
 def check_sweep(trainer: Any) -> None:
@@ -160,10 +98,22 @@ def check_sweep(trainer: Any) -> None:
         )
 
 
+def _check_other(leaf: Any) -> None:
+    """Refuse what Lightning would iterate over and is no DataLoader, unless it lies in memory or is cached already."""
+    iterable = isinstance(leaf, Iterable) or hasattr(leaf, "__getitem__")
+    if not iterable or isinstance(leaf, _IN_MEMORY) or cached_behind(leaf):
+        return
+    dataset = getattr(leaf, "dataset", None)
+    wrap = hasattr(dataset, "__getitem__") and not isinstance(dataset, IterableDataset)
+    advice = f"Wrap its {type(dataset).__name__} with CachedDataset where you make it" if wrap else "Use a DataLoader"
+    raise TypeError(f"it is no torch.utils.data.DataLoader. {advice}")
+
+
 def _check_copy(loader: DataLoader[Any], cached: str) -> None:
     """Refuse a loader of which no copy can read something else, and name what can be put in it by hand."""
     kind = type(loader).__name__
-    if _has_threads(loader):
+    process = getattr(loader.multiprocessing_context, "Process", None)
+    if isinstance(process, type) and issubclass(process, Thread):  # MONAI's ThreadDataLoader
         raise TypeError(f"the workers of {kind} are threads, and a cache is shared by processes")
     if any(is_loader_iterator(value) for name, value in vars(loader).items() if name != "_iterator"):
         raise TypeError(f"{kind} reads it already. Wrap it with {cached} where you make the loader")
@@ -179,9 +129,3 @@ def _first_key(loader: DataLoader[Any]) -> Any:
             return 0
         keys = keys[0]
     return 0 if isinstance(keys, Iterable) and not isinstance(keys, str | torch.Tensor) else keys
-
-
-def _has_threads(loader: DataLoader[Any]) -> bool:
-    """Whether the workers are threads dressed up as processes: MONAI's ThreadDataLoader."""
-    process = getattr(loader.multiprocessing_context, "Process", None)
-    return isinstance(process, type) and issubclass(process, Thread)

@@ -1,35 +1,28 @@
 """What a user may give to the doors of Lightning: options of the caches, and the data of a stage.
 
-Each option is described once: in `CachedDataset` what it has, too, and in `CacheOptions` the others, and what is
-different in a Trainer call. A door's docstring points here by one line, in place of which `with_options` puts all of
-them, for `help` and for LightningCLI's `--help`.
+They are described in `CacheOptions`. A door's docstring has one line for them, in place of which `with_options` puts
+the descriptions, for `help` and for LightningCLI's `--help`. The signatures repeat them: of `**options: Unpack[...]`
+LightningCLI's `--print_config` and the configs that it saves have neither the options nor their defaults.
 """
 
 from __future__ import annotations
 
-import re
 import sys
-from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass, field, fields
 from difflib import get_close_matches
 from inspect import cleandoc
-from textwrap import fill
 from typing import TYPE_CHECKING, Any, Self, TypeAlias, TypeVar, cast
 
 from torch.utils.data import Dataset, IterableDataset
 
 from lightning_stocache.cache.placement import Domain
-from lightning_stocache.loading.dataset import CachedDataset
 from lightning_stocache.node.budget import Budget
 from lightning_stocache.sampling.locality_sampler import Mode
 from lightning_stocache.setup.option import check_choice, check_flag
-from lightning_stocache.setup.request import (
-    CacheRequest,
-    Form,
-    LoaderSettings,
-)
+from lightning_stocache.setup.request import CacheRequest, Form, LoaderSettings
 
-__all__ = ["STAGES", "CacheOptions", "Source", "Stream", "is_plain", "made", "with_options"]
+__all__ = ["STAGES", "CacheOptions", "Source", "is_plain", "made", "with_options"]
 
 Door = TypeVar("Door")
 
@@ -49,17 +42,32 @@ class CacheOptions:
     """The options, checked: those of `CachedDataset` that are for users of a Trainer, and some more.
 
     Args:
-        budget: The datasets of a Trainer call share it by their size.
+        budget: memory per node: "8GiB", "500MB", "60%" (of the datasets' cached size), "60% of free" (memory), "auto"
+            (all of them), bytes, or 0 (off). The datasets of a Trainer call share it by their size. What does not fit
+            is loaded every time.
         stage_budgets: a budget of its own for some stages, for instance {"val": "1GiB"} or {"test": 0}; None is none.
+        allow_random: cache a random source as it is, with its first draw frozen.
         keep_cache: keep the caches when the Trainer call ends, for the next call with the same door and datasets, until
             they are closed: by `close` of the door, or `datamodule.caches.close()`. Where there is no memory for all of
             a dataset, its cache is for what is drawn now, and goes when a later call draws something else.
         sampling: how what a training loader's sampler gives is dealt to several nodes: "locality" (samples go to nodes
             that have them), "global" or "sticky"; see `LocalitySampler`.
+        name: under which the caches stay in memory when the job ends, so that the next one starts warm, and which jobs
+            that run at the same time share. That of the n-th dataset of a stage is `<name>-<stage><n>`. They lie in
+            /dev/shm until `python -m lightning_stocache clean NAME`.
+        fingerprint: a word for what the data is (a version): another one is refused under a name.
+        strict: what cannot be cached, or memory that cannot be had, is an error; else samples pass through uncached,
+            with one warning.
+        store: "decoded" (samples as the source gives them, up to its first random step), "encoded" (files as they are,
+            decoded after the cache: more samples per GiB), or "auto": what saves most time in the memory that is
+            granted. See `CachedDataset` for the sources of which files are known.
+        prefill: have idle workers load what nobody has asked for yet.
+        dir: a directory on a disk of this machine, where the caches lie instead of in memory; `budget` is of the disk
+            then. With a `name` they outlive machine and job. Needs the package xxhash: `pip install
+            lightning-stocache[disk]`.
         streams: keep iterable-style datasets, too, as `CachedStream` does: epoch one is the stream, later ones come
             from memory, those of training shuffled. Without it they pass by. `name`, `store` and `prefill` are not for
             them.
-        name: That of the n-th dataset of a stage is `<name>-<stage><n>`.
 
     Raises:
         ValueError: an option that is none of these, or (`among`) a key `cache.<option>` of a Hydra app is none.
@@ -167,58 +175,39 @@ def is_plain(value: Any) -> bool:
 
 
 def with_options(door: Door) -> Door:
-    """Put the descriptions of all options into the docstring of a door, in place of its line `options: ...`."""
-    described, more = _arguments(CachedDataset), _arguments(CacheOptions)
-    names = [option.name for option in fields(CacheOptions) if option.init]
-    texts = (" ".join(filter(None, (f"{name}:", described.get(name), more.get(name)))) for name in names)
-    lines = "\n".join(fill(text, 116, initial_indent="    ", subsequent_indent=" " * 8) for text in texts)
-    door.__doc__ = re.sub("^    options: .*$", lambda _: lines, cleandoc(door.__doc__ or ""), flags=re.MULTILINE)
+    """Put the descriptions of all options into the docstring of a door, in place of its line for `options`."""
+    described = cleandoc(CacheOptions.__doc__ or "").partition("Args:\n")[2].partition("\n\n")[0]
+    line = "    options: those of `CacheOptions`, each an argument."
+    door.__doc__ = cleandoc(door.__doc__ or "").replace(line, described)
     return door
 
 
-def _arguments(described: Any) -> dict[str, str]:
-    """What a docstring says under `Args:`, by name."""
-    section = cleandoc(described.__doc__ or "").partition("Args:\n")[2].partition("\n\n")[0]
-    entries = re.findall(r"^    (\w+): (.*(?:\n {8}.*)*)", section, re.MULTILINE)
-    return {name: " ".join(text.split()) for name, text in entries}
-
-
-class Stream(IterableDataset[Any]):
-    """An iterable-style dataset with a transform per sample."""
-
-    def __init__(self, source: IterableDataset[Any], transform: Callable[[Any], Any]) -> None:
-        self.source, self.transform = source, transform
-
-    def __iter__(self) -> Iterator[Any]:
-        return map(self.transform, self.source)
-
-
-def made(sources: Source | Sequence[Source], *, several: bool) -> list[Dataset[Any]]:
-    """The datasets themselves; functions are called.
+def made(stage: str, sources: Source | Sequence[Source]) -> list[Dataset[Any]]:
+    """The datasets of a stage; functions are called.
 
     Args:
+        stage: of which `train` has one dataset alone.
         sources: what was given. A list of samples is a dataset, not a list of datasets.
-        several: whether a list of datasets is allowed here.
+
+    Raises:
+        TypeError: one of them is no dataset, or there are several to train on.
 
     Example:
         >>> samples = [(0.5, 1), (0.25, 0)]
-        >>> (
-        ...     made(samples, several=True) == [samples],
-        ...     made([lambda: samples, lambda: samples], several=True) == [samples] * 2,
-        ... )
+        >>> made("val", samples) == [samples], made("val", [lambda: samples, lambda: samples]) == [samples] * 2
         (True, True)
     """
-    if not (isinstance(sources, list | tuple) and sources and all(map(_is_source, sources))):
-        return [_make(sources)]
-    if not several:
-        raise TypeError(f"train must be one dataset, got {len(sources)}: join them with torch's ConcatDataset")
-    return list(map(_make, sources))
-
-
-def _is_source(value: Any) -> bool:
-    return isinstance(value, Dataset) or callable(value)
-
-
-def _make(source: Any) -> Dataset[Any]:
-    dataset: Dataset[Any] = source() if callable(source) and not hasattr(source, "__getitem__") else source
-    return dataset
+    given: list[Any] = [sources]
+    if isinstance(sources, list | tuple) and sources and all(isinstance(s, Dataset) or callable(s) for s in sources):
+        given = list(sources)
+    if stage == "train" and len(given) > 1:
+        raise TypeError(f"train must be one dataset, got {len(given)}: join them with torch's ConcatDataset")
+    datasets = [source() if callable(source) and not hasattr(source, "__getitem__") else source for source in given]
+    for dataset in datasets:
+        sized = hasattr(dataset, "__len__") and not isinstance(dataset, str | bytes)
+        if not sized and not isinstance(dataset, IterableDataset):
+            raise TypeError(
+                f"{stage} must be a dataset with __getitem__ and __len__, an IterableDataset, or a function that makes "
+                f"one, got {dataset!r}"
+            )
+    return datasets

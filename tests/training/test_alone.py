@@ -411,7 +411,7 @@ def test_sets_of_ours_that_cannot_be_cached_pass(tmp_path, caplog):
     assert [entry for entry in model.batches if entry[0] == "val1"] == negative.batches
     assert looking.slots["train"] == [SAMPLES]
     assert len(passing(caplog)) == 2
-    with pytest.raises(ValueError, match="val set cannot be cached, Made: it is empty"):
+    with pytest.raises(ValueError, match="val loader cannot be cached, Made: it is empty"):
         StocacheDataModule(train, [Made(float, 0), Stream()], strict=True).setup("fit")
 
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable
 from types import SimpleNamespace
 from typing import Any
+from unittest.mock import MagicMock
 
 import pytest
 import torch
@@ -79,7 +80,7 @@ def test_lightning_shuffles_what_it_deals_out_for_training():
     caches = CallCaches(CacheOptions(budget="1MiB"))
     loaders = {"train": lambda: DataLoader(NUMBERS, batch_size=3)}
     try:
-        assert CallLoaders(caches, loaders, ["train"], trainer=trainer)("train").sampler.shuffle is True
+        assert CallLoaders(caches, loaders, trainer)("train").sampler.shuffle is True
     finally:
         caches.close()
 
@@ -137,7 +138,13 @@ def test_scarce_memory_is_kept_for_train_and_promised_once(monkeypatch):
     data = {"train": Large(800), "val": Large(400)}
     caches = CallCaches(CacheOptions())
     getters = {stage: lambda stage=stage: DataLoader(data[stage]) for stage in data}  # type: ignore[misc]
-    call_loaders = CallLoaders(caches, getters, stages=("train", "val"))
+    trainer = MagicMock(
+        state=SimpleNamespace(fn="fit"), callbacks=[], overfit_batches=0, reload_dataloaders_every_n_epochs=0
+    )
+    trainer.strategy.root_device.type = "cuda"  # so the model takes no memory of the node
+    trainer.limit_val_batches, trainer.distributed_sampler_kwargs = 1.0, None
+    trainer.fit_loop.epoch_progress.current.processed = 0
+    call_loaders = CallLoaders(caches, getters, trainer)
     slots = [len(cached_datasets(call_loaders(stage))[0].cache or ()) for stage in ("val", "train")]
     caches.close()
     assert 300 < slots[0] <= 400 - 64  # a margin of 64 MiB is left
