@@ -2,7 +2,7 @@
 
 Lightning stores how many batches of an epoch have run, and after a resume it runs the others; which samples those are
 is for the loader to know. Each door puts one `ResumePoint` among the Trainer's callbacks. Its state in the checkpoint
-is where the training loaders stand (`loading.loader_state`), less what was handed out and not processed: that is where
+is where the training loaders stand (`loading.position`), less what was handed out and not processed: that is where
 Lightning goes on, whether a checkpoint was saved after a batch, at an epoch's end, or on an exception in the middle of
 a batch. Callbacks are restored before anything asks for a loader (the loops come later: a scheduler that asks for
 `estimated_stepping_batches` would see nothing of them, Lightning #20550).
