@@ -33,7 +33,6 @@ __all__ = [
     "make_file",
     "memory_directory",
     "open_own",
-    "overwrite",
     "prefix",
     "reserve",
     "write_header",
@@ -44,7 +43,6 @@ LOCKS = ".locks"
 """The end of the name of a lock file."""
 
 _REFUSED = {errno.EACCES, errno.EEXIST, errno.EISDIR, errno.ELOOP, errno.ENXIO, errno.EPERM}
-_ZEROES = bytes(1 << 20)
 _FLOCK = struct.Struct("@hhqqi4x")  # Linux: kind, whence, start, length, process
 
 
@@ -155,36 +153,13 @@ def write_header(data: int, size: int, manifest: Manifest | None = None, reserve
 
 
 def reserve(data: int, offset: int, length: int) -> None:
-    """Have the kernel promise the memory of a range, whose contents stay as they are.
+    """Have the kernel promise the memory of a range, whose contents stay as they are; macOS has no such call.
 
     Raises:
         OSError: there is no memory left (ENOSPC); nothing has changed.
     """
-    if hasattr(os, "posix_fallocate"):
+    if length and hasattr(os, "posix_fallocate"):
         os.posix_fallocate(data, offset, length)
-        return
-    # macOS: zeroes in the holes of the range take the memory, or fail with ENOSPC. Nobody writes to a hole meanwhile,
-    # because writers reserve first.
-    end = offset + length
-    while offset < end:
-        hole = _seek(data, offset, os.SEEK_HOLE, end)
-        offset = min(_seek(data, hole, os.SEEK_DATA, end), end)
-        overwrite(data, hole, offset - hole)
-
-
-def _seek(data: int, start: int, whence: int, end: int) -> int:
-    """Where the next hole or the next data begins; `end` if there is none, or the filesystem knows no holes."""
-    try:
-        return os.lseek(data, start, whence)
-    except OSError:
-        return end
-
-
-def overwrite(data: int, offset: int, length: int) -> None:
-    """Write zeroes to a range."""
-    while length > 0:
-        written = os.pwrite(data, memoryview(_ZEROES)[:length], offset)
-        offset, length = offset + written, length - written
 
 
 def lock_owner(descriptor: int, byte: int) -> int | None:

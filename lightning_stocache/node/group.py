@@ -1,11 +1,8 @@
 """Which ranks share memory, and how they agree.
 
-A node is the set of ranks that can map the same memory: same boot id, same memory filesystem, whatever NODE_RANK
-says. Two "nodes" on one machine with one /dev/shm are one node here; two containers with a /dev/shm each are two.
-
-That two processes see the same filesystem does not mean that one can open the other's files: a container per rank has
-its own process ids, another user has no right to open them. So the first rank of every node makes two empty segments,
-one without a name and one with, and the others try to open either. A rank that can open neither is a node of its own.
+A node is the set of ranks that can map the same memory: same boot id, same memory filesystem, same user, whatever
+NODE_RANK says. Two "nodes" on one machine with one /dev/shm are one node here; two containers with a /dev/shm each are
+two. Whether a rank can really open what the node's leader makes is seen when it attaches (`setup.segments`).
 
 Set-up is collective: every rank of the job makes the same calls in the same order, and `together` and `lead` end with
 the same outcome on all ranks, so that none waits for a rank that has failed. While training runs no rank may wait for
@@ -15,12 +12,10 @@ Without a process group the job is one rank on one node, and nothing is sent.
 
 from __future__ import annotations
 
-import contextlib
 import logging
 import os
 import pickle
 import socket
-import sys
 import weakref
 from collections.abc import Callable, Hashable, Sequence
 from dataclasses import dataclass
@@ -28,9 +23,8 @@ from typing import Any, TypeVar
 
 import torch.distributed as dist
 
-from lightning_stocache.node.files import Backend, default_backend, memory_directory
+from lightning_stocache.node.files import memory_directory
 from lightning_stocache.node.post import Mailbox, Posted, boot_id
-from lightning_stocache.node.segment import Segment, SegmentHandle
 from lightning_stocache.torch_internals import job_store
 
 __all__ = ["NodeGroup", "job_ranks", "memory_key"]
@@ -44,9 +38,9 @@ _mailboxes: weakref.WeakKeyDictionary[dist.ProcessGroup, Mailbox] = weakref.Weak
 _nodes: weakref.WeakKeyDictionary[dist.ProcessGroup, tuple[tuple[int, ...], ...]] = weakref.WeakKeyDictionary()
 
 
-def memory_key() -> tuple[str, int]:
-    """The machine and the filesystem of this process's memory: equal in two processes that see the same files there."""
-    return boot_id() or socket.gethostname(), os.stat(memory_directory()).st_dev
+def memory_key() -> tuple[str, int, int]:
+    """The machine, the filesystem of this process's memory, and its user: equal in processes that share files there."""
+    return boot_id() or socket.gethostname(), os.stat(memory_directory()).st_dev, getattr(os, "getuid", int)()
 
 
 def job_ranks() -> tuple[int, int]:
@@ -195,51 +189,19 @@ def _alike(keys: Sequence[Hashable]) -> tuple[tuple[int, ...], ...]:
 def _find_nodes(rank: int) -> tuple[tuple[int, ...], ...]:
     """Which ranks share memory. Collective; rank 0 warns if ranks of one machine do not."""
     keys = _mailbox().exchange(memory_key())
-    apart = _unreachable(rank, _alike(keys))
-    nodes = _alike([(key, number if number in apart else None) for number, key in enumerate(keys)])
-    for ranks in _alike([machine for machine, _ in keys]):
-        caches = [node for node in nodes if node[0] in ranks]
-        if rank == 0 and len(caches) > 1:
-            reasons = dict.fromkeys(words for number, words in apart.items() if number in ranks)
+    nodes = _alike(keys)
+    for ranks in _alike([machine for machine, *_ in keys]) if rank == 0 else ():
+        caches = [list(node) for node in nodes if node[0] in ranks]
+        if len(caches) > 1:
             log.warning(
-                "ranks %s run on one machine and do not share memory (%s). Each of %s has a cache of its own, which "
-                "takes %d times the memory for the same budget. Give them one /dev/shm and one space of process ids "
-                "(Docker: --ipc=host --pid=host; Kubernetes: one pod)",
+                "ranks %s run on one machine and do not share memory: each has a /dev/shm of its own, or another user. "
+                "Each of %s has a cache of its own, which takes %d times the memory for the same budget. Give them one "
+                "/dev/shm and one space of process ids (Docker: --ipc=host --pid=host; Kubernetes: one pod)",
                 ", ".join(map(str, ranks)),
-                "; ".join(reasons) or "each has a /dev/shm of its own",
-                " and ".join(str(list(node)) for node in caches),
+                " and ".join(map(str, caches)),
                 len(caches),
             )
     return nodes
-
-
-def _unreachable(rank: int, nodes: Sequence[Sequence[int]]) -> dict[int, str]:
-    """The ranks that cannot open the segments of the first rank of their node, each with the reason. Collective."""
-    mates = next(node for node in nodes if rank in node)
-    with contextlib.ExitStack() as cleanup:
-        handles: list[SegmentHandle] = []
-        if rank == mates[0] and len(mates) > 1 and sys.platform != "win32":
-            kinds: tuple[Backend, ...] = (default_backend(), "file")
-            for kind in dict.fromkeys(kinds):
-                with contextlib.suppress(OSError):  # no memory at all is for the first cache to report
-                    segment = Segment.create(1, kind)
-                    cleanup.callback(segment.close)
-                    handles.append(segment.handle)
-        offered: list[SegmentHandle] = _mailbox().exchange(handles)[mates[0]]
-        reasons = _mailbox().exchange(None if rank == mates[0] else _why_not_opened(offered))
-    return {number: reason for number, reason in enumerate(reasons) if reason is not None}
-
-
-def _why_not_opened(handles: Sequence[SegmentHandle]) -> str | None:
-    """Why no segment can be opened here, or None."""
-    reason = None
-    for handle in handles:
-        try:
-            Segment.attach(handle).close()
-            return None
-        except (OSError, ValueError) as error:
-            reason = str(error)
-    return reason
 
 
 def _mailbox() -> Mailbox:

@@ -69,6 +69,6 @@ def _key(request: CacheRequest) -> tuple[str, int, int] | None:
     """What two nodes have in common that see the same directory."""
     if request.dir is None:
         return None
-    machine, _ = memory_key()
+    machine, *_ = memory_key()
     facts = os.stat(request.dir)
     return machine, facts.st_dev, facts.st_ino

@@ -154,25 +154,6 @@ def test_a_handle_of_a_process_that_is_gone_is_an_error() -> None:
         Segment.attach(handle)
 
 
-def test_reserving_without_the_system_s_help_keeps_what_is_stored(monkeypatch, rng):
-    """Where there is no posix_fallocate (macOS) the holes are filled with zeroes, and nothing else is touched."""
-    monkeypatch.delattr(os, "posix_fallocate")
-    segment = Segment.create(1 << 20, "file")
-    try:
-        expected = bytearray(1 << 20)
-        for _ in range(20):
-            start, content = rng.randrange(1 << 19), rng.randbytes(rng.randrange(1, 9000))
-            segment.store(start, memoryview(content))
-            expected[start : start + len(content)] = content
-            reserved = rng.randrange(1 << 19)
-            segment.reserve(reserved, 50_000)
-            assert segment.bytes(0, 1 << 20).numpy().tobytes() == expected
-        segment.reserve(0, 1 << 20)
-        assert segment.allocated_bytes >= 1 << 20
-    finally:
-        segment.close()
-
-
 @pytest.mark.parametrize("step", ["too large to map", "posix_fallocate", "pwrite"])
 @pytest.mark.parametrize("backend", BACKENDS)
 def test_a_create_that_fails_leaves_nothing(
