@@ -13,8 +13,8 @@ Turns: two processes that miss the same sample both load it, and one of them sto
 index is drawn once an epoch. Four trials of a sweep draw the same indices in the same order. So they take turns: a slot
 is claimed before its sample is loaded, not only before it is stored, and a process that finds it claimed loads other
 samples first and waits then. No process waits while it has a claim, so none waits for ever; a claim goes with its
-process. A process that has waited in vain (the other one was stopped, takes very long, or writes to a disk that hangs)
-loads the sample too, and does not wait again for a while, which is twice as long each time.
+process. A process that has waited in vain (the other one was stopped, or writes to a disk that hangs) loads all samples
+by itself from then on.
 """
 
 from __future__ import annotations
@@ -35,7 +35,7 @@ __all__ = ["PATIENCE", "Claims", "Turns"]
 
 log = logging.getLogger(__name__)
 
-PATIENCE, _REST = 30.0, 60.0  # seconds that a process waits for others, and then does not wait after the first time
+PATIENCE = 30.0  # seconds that a process waits for others, once
 _NOBODY = (0, 0)
 _FIRST_PAUSE, _LONGEST_PAUSE = 0.0002, 0.01
 
@@ -114,7 +114,6 @@ class Turns:
         self.are_taken = segment.path is not None and isinstance(arc, Arc)
         self._claims, self._is_stored, self._slot_of = Claims(segment), is_stored, arc.slot
         self._mine: dict[int, tuple[int, int]] = {}  # by slot, the process and the thread whose turn it is
-        self._impatient_until, self._rest = 0.0, _REST
 
     def take(self, indices: Iterable[int]) -> list[int]:
         """Take the turns at some indices. Returns those that no other process is loading, to be stored or released."""
@@ -132,22 +131,21 @@ class Turns:
 
     def wait(self, indices: Sequence[int]) -> bool:
         """Wait until nobody is loading those indices; False if that takes too long."""
-        if time.monotonic() < self._impatient_until:
-            return False
         end, pause = time.monotonic() + PATIENCE, _FIRST_PAUSE
-        for slot in map(self._slot_of, indices):
-            while slot != NO_SLOT and not self._is_stored(slot) and not self._is_free(slot):
-                if time.monotonic() > end:
-                    self._impatient_until = time.monotonic() + self._rest
-                    self._rest *= 2
-                    log.warning(
-                        "another process has been loading a sample for %.0f s (is it stopped, or its disk slow?): "
-                        "it is loaded here, too",
-                        PATIENCE,
-                    )
+        for index in indices:
+            while not self.take([index]):
+                if not self.are_taken or time.monotonic() > end:
+                    if self.are_taken:
+                        log.warning(
+                            "another process has been loading a sample for %.0f s (is it stopped, or its disk slow?): "
+                            "from now on all samples are loaded here, too",
+                            PATIENCE,
+                        )
+                    self.are_taken = False
                     return False
                 time.sleep(pause)
                 pause = min(2 * pause, _LONGEST_PAUSE)
+            self.release([index])
         return True
 
     def _take(self, slot: int) -> bool:
@@ -156,12 +154,6 @@ class Turns:
         if not self._claims.take(slot):
             return False
         self._mine[slot] = _here()
-        return True
-
-    def _is_free(self, slot: int) -> bool:
-        if not self._claims.take(slot):
-            return False
-        self._claims.release(slot)
         return True
 
 

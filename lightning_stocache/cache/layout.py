@@ -3,7 +3,7 @@
     state        per slot: 0 empty, 2 ready
     ...          what the policy of the store needs per slot: a checksum, a position, a time
     begin        records: where the record begins in the segment, int64
-    nbytes       records: its size, int64
+    nbytes       records: its size, uint32
     words        a few int64 for all slots; word 0 of records: where the free part of the run begins
     rows         one array per field, `[slots, nbytes]`; or
     records      one run of bytes
@@ -27,7 +27,6 @@ These classes only move bytes. Who may write a slot, and when it becomes ready, 
 
 from __future__ import annotations
 
-import errno
 import os
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -47,6 +46,7 @@ from lightning_stocache.node.segment import Segment
 
 __all__ = [
     "EMPTY",
+    "LARGEST",
     "ONCE",
     "READY",
     "ROLLING",
@@ -69,7 +69,9 @@ ROLLING: Mapping[str, str | int] = {"form": "rolling"}
 """The fingerprint of a rolling store, whose states are int64."""
 
 _END = ""
-_PIECE = 1 << 16
+LARGEST = 2**32
+"""Bytes that a record must stay below."""
+
 _SMALL = 8  # alignment of records that have one part
 _KNOWN = 32  # records whose mean is believed, rather than that of the samples that were looked at
 _TRIES, _PAUSE = 200, 50e-6  # a process that has the lock of the run for longer than 10 ms was stopped
@@ -297,9 +299,9 @@ class Records(_Slots):
         (None, None)
     """
 
-    own_columns: Mapping[str, npt.DTypeLike] = {"begin": np.int64, "nbytes": np.int64}
+    own_columns: Mapping[str, npt.DTypeLike] = {"begin": np.int64, "nbytes": np.uint32}
 
-    slot_bytes = 1 + 2 * 8
+    slot_bytes = 1 + 8 + 4
     """Bytes that a slot takes besides its record."""
 
     fixed_bytes = 320
@@ -351,7 +353,7 @@ class Records(_Slots):
 
     def has_room(self, nbytes: int) -> bool:
         """Whether a record may find room."""
-        return bool(self.end - self.free >= nbytes)
+        return bool(nbytes <= self.end - self.free and nbytes < LARGEST)
 
     def write(self, slot: int, contents: Sequence[memoryview]) -> bool:
         """Write a record and its place; False if there is no room, or if another writer was stopped in the lock."""
@@ -460,10 +462,7 @@ class Contents:
 
 
 def contents_of(file: int) -> Contents:
-    """What lies in a segment's file that is open for reading, without mapping it.
-
-    The file may be damaged, and another process may be filling it. It is read in pieces of 64 KiB, and only where it
-    holds memory at all: what the header says never decides how much memory or time the look takes.
+    """What lies in a segment's file that is open for reading, without mapping it; another process may be filling it.
 
     Raises:
         ValueError: it is no segment.
@@ -475,23 +474,9 @@ def contents_of(file: int) -> Contents:
     except ManifestError as error:
         return Contents(None, str(error))
     rolls = manifest.fingerprint == ROLLING
-    place, end, filled = HEADER_BYTES, HEADER_BYTES + manifest.geometry.slots * (8 if rolls else 1), 0
-    while place < end:
-        try:
-            place = max(place, os.lseek(file, place, os.SEEK_DATA))
-        except OSError as error:
-            if error.errno == errno.ENXIO:  # nothing but a hole is left
-                break  # (another error: a filesystem that does not know its holes)
-        if place >= end or not (piece := os.pread(file, min(_PIECE, end - place), place)):
-            break
-        if rolls:
-            filled += int(np.count_nonzero(is_complete(np.frombuffer(piece, np.int64, len(piece) // 8))))
-        elif piece.translate(None, bytes((EMPTY, READY))):
-            return Contents(None, "is damaged: a slot is in a state that there is not")
-        else:
-            filled += piece.count(READY)
-        place += len(piece)
-    return Contents(manifest, "", filled)
+    states = np.frombuffer(os.pread(file, manifest.geometry.slots * (8 if rolls else 1), HEADER_BYTES), np.uint8)
+    ready = is_complete(states.view(np.int64)) if rolls else states == READY
+    return Contents(manifest, "", int(np.count_nonzero(ready)))
 
 
 def is_complete(generation: Integers | int) -> Any:

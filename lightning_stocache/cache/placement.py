@@ -15,8 +15,8 @@ Where it is known that only a part of the dataset is drawn, its domain, the ring
 the formula an index is its rank in the domain (`Domain`). An index outside has no slot.
 
 A cache that outlives its job keeps its arc, whatever nodes the next job has: what was stored is where it was. A node
-that comes new to such caches begins where they leave the largest gap (`beside`). So a node that is lost takes its own
-arc away and moves nothing else, and one that replaces it gets just that arc.
+that comes new to such caches takes a planned start that none of them has (`beside`). So a node that is lost takes its
+own arc away and moves nothing else, and one that replaces it gets just that arc.
 """
 
 from __future__ import annotations
@@ -314,24 +314,24 @@ class Ring:
         return cls(tuple(Arc(size, min(count, size), start, step, domain) for start, count in each))
 
     def beside(self, present: Sequence[Arc | None]) -> Ring:
-        """This ring, if some nodes have an arc already; the others' begin where there is the largest gap.
+        """This ring, if some nodes have an arc already; the others take the planned starts that nobody has, in turn.
 
         Args:
             present: per node, the arc that it has already, or None.
 
         Example:
             >>> ring = Ring.cut(size=100, shares=(0.5, 0.5), slots=(40, 40))
-            >>> [(arc.start, arc.slots) for arc in ring.beside((Arc(100, 40, 70, ring.arcs[0].step), None)).arcs]
-            [(70, 40), (10, 40)]
+            >>> [(arc.start, arc.slots) for arc in ring.beside((ring.arcs[1], None)).arcs]
+            [(50, 40), (0, 40)]
         """
-        known = [arc for arc in present if arc is not None and arc.slots]
-        arcs = []
-        for planned, arc in zip(self.arcs, present, strict=True):
-            if arc is None and known and planned.slots:
-                arc = replace(planned, start=_largest_gap(known, planned.start))
-                known.append(arc)
-            arcs.append(planned if arc is None else arc)
-        return Ring(tuple(arcs))
+        taken = {arc.start for arc in present if arc is not None and arc.slots}
+        starts = (arc.start for arc in self.arcs if arc.start not in taken)
+        return Ring(
+            tuple(
+                replace(planned, start=next(starts, planned.start)) if arc is None else arc
+                for planned, arc in zip(self.arcs, present, strict=True)
+            )
+        )
 
     @property
     def coverage(self) -> float:
@@ -344,19 +344,6 @@ class Ring:
             covered += max(end - begin, 0)
             reached = max(reached, end)
         return covered / size if size else 0.0
-
-
-def _largest_gap(arcs: Sequence[Arc], otherwise: int) -> int:
-    """Where the longest stretch of the ring begins that is in none of the arcs."""
-    size = arcs[0].size
-    ends = sorted((arc.start, arc.start + arc.slots) for arc in arcs)
-    ends += [(start + size, end + size) for start, end in ends]
-    best, longest, reached = otherwise, 0, ends[0][1]
-    for start, end in ends[1:]:
-        if start - reached > longest:
-            best, longest = reached % size, start - reached
-        reached = max(reached, end)
-    return best
 
 
 def _even_step(size: int) -> int:

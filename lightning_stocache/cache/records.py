@@ -51,7 +51,7 @@ _HEAD = struct.Struct("<II")  # bytes of the pickle, number of buffers
 
 _TABLE_ENTRY = 8
 _LONGEST_PICKLE = 2**32 - 1
-_ONCE = 24  # bytes that the columns of a slot take, and what alignment wastes of a small record
+_ONCE = 20  # bytes that the columns of a slot take, and what alignment wastes of a small record
 
 # What a spawned worker calls a class of the script: who reads its records must know it by that name, too.
 sys.modules.setdefault("__mp_main__", sys.modules["__main__"])

@@ -17,7 +17,7 @@ batches stays. Between the odd generation and the bytes lies a system call (the 
 store crosses.
 
 Writers skip a slot that is still being written. A killed writer leaves an odd generation, which readers skip; the
-kernel frees its lock, and the next writer that looks (once a second) takes that slot first.
+kernel frees its lock, and writers take that slot again when its turn comes.
 
 Rows take their slots in turn, so the oldest sample leaves first. The first sample of a slot is written through the
 file, where a lack of memory is an answer; later ones are copied through the mapping, whose pages exist by then: writes
@@ -47,7 +47,7 @@ import numpy.typing as npt
 
 from lightning_stocache.cache.claims import Claims
 from lightning_stocache.cache.codec import Memory, aligned
-from lightning_stocache.cache.layout import ROLLING, Head, Records, Rows, is_complete, layout_of
+from lightning_stocache.cache.layout import LARGEST, ROLLING, Head, Records, Rows, is_complete, layout_of
 from lightning_stocache.cache.placement import Integers
 from lightning_stocache.cache.records import RecordCodec, SampleCodec
 from lightning_stocache.cache.shortage import Shortage, refused
@@ -65,9 +65,8 @@ FILLERS = 64
 _CONTROL, _NOTES = 64, 8
 _APPENDED, _NEXT, _LIMIT, _EVICTED, _EPOCH, _REACHED, _SIZE, _END, _TAIL, _LAPPED = range(1, 11)
 _HEAD = Head({"state": np.int64, "time": np.int64}, _CONTROL + FILLERS * _NOTES)
-_COLUMN_BYTES = 4 * 8  # that a slot of records takes besides its record
+_COLUMN_BYTES = 3 * 8 + 4  # that a slot of records takes besides its record
 
-_LOOK_SECONDS = 1.0  # between two looks for slots of killed writers: one takes 1 ms per million slots
 _TRIES = 3  # of one slot, before another one is read
 _MOST_TRIES = 1000  # in all: then the writers are faster than any copy
 _SMALLER = 4  # slots for records this much smaller than the mean that is expected
@@ -116,7 +115,6 @@ class Roll:
         if isinstance(self.layout, Records) and not self._words[_SIZE]:
             self._words[_SIZE] = self.layout.end - self.layout.begin
         self.renewed = self.substituted = 0
-        self._looked = 0.0
         self._chance = np.random.default_rng()
 
     @staticmethod
@@ -156,10 +154,8 @@ class Roll:
             ValueError: it is larger than the whole store.
             OSError: there is no memory for a single sample.
         """
-        while True:
-            taken = self.take() if isinstance(self.layout, Rows) else self._take_in_turn(self.layout.size(contents))
-            if taken is None:
-                return False
+        nbytes = self.layout.size(contents)
+        while (taken := self.take(nbytes)) is not None:
             try:
                 short = self._write(taken, contents)
             except BaseException:
@@ -169,20 +165,27 @@ class Roll:
                 self.publish(taken)
                 return True
             self._stop_growing(taken, short)
+        return False
 
-    def take(self) -> Taken | None:
-        """Take the next slot of rows, to be published or dropped; None if all are being written."""
-        abandoned = self._abandoned()
+    def take(self, nbytes: int = 0) -> Taken | None:
+        """Take the next slot, with room for `nbytes` of a record, to be published or dropped; None if it has a writer.
+
+        Rows skip the slots that have one.
+        """
+        words, rows = self._words, isinstance(self.layout, Rows)
+        if not rows and (aligned(nbytes) > words[_SIZE] or nbytes >= LARGEST):
+            room, sample = format_bytes(int(words[_SIZE])), format_bytes(nbytes)
+            raise ValueError(f"a sample of {sample} is larger than the whole rolling cache of {room}")
+        limit = max(self.limit, 1) if rows else self.count
         with self._claims.waiting(self.count):
-            if abandoned is not None:
-                return self._begin(abandoned)
-            limit = max(self.limit, 1)
-            for _ in range(limit):
-                slot = int(self._words[_NEXT])
-                slot = slot if slot < limit else 0
-                self._words[_NEXT] = slot + 1
+            for _ in range(limit if rows else 1):
+                slot = int(words[_NEXT]) % limit
                 if self._claims.take(slot):
-                    return self._begin(slot)
+                    if rows or self._make_room(slot, nbytes):
+                        words[_NEXT] += 1
+                        return self._begin(slot)
+                    self._claims.release(slot)
+                words[_NEXT] += rows
         return None
 
     def publish(self, taken: Taken) -> None:
@@ -197,7 +200,11 @@ class Roll:
     @property
     def in_the_way(self) -> int | None:
         """The process that other writers wait for; None if there is none, or if it cannot be known."""
-        slots = [self.count, int(self._words[_NEXT]) % self.count, *np.flatnonzero(self.generations & 1).tolist()]
+        slots = [
+            self.count,
+            int(self._words[_NEXT]) % max(self.limit, 1),
+            *np.flatnonzero(self.generations & 1).tolist(),
+        ]
         return next(filter(None, map(self._segment.lock_owner, slots)), None)
 
     def _begin(self, slot: int) -> Taken:
@@ -214,19 +221,6 @@ class Roll:
         fence()
         self.generations[taken.slot] = generation
         self._claims.release(taken.slot)
-
-    def _abandoned(self) -> int | None:
-        """Claim a slot in which a writer was killed."""
-        now = time.monotonic()
-        if now < self._looked + _LOOK_SECONDS:
-            return None
-        self._looked = now
-        for slot in np.flatnonzero(self.generations[: self.limit] & 1).tolist():
-            if self._claims.take(slot):
-                if self.generations[slot] & 1:
-                    return int(slot)
-                self._claims.release(slot)
-        return None
 
     def _write(self, taken: Taken, contents: Sequence[memoryview]) -> str | None:
         """Write a sample. Returns the reason, in words, if memory is short."""
@@ -256,7 +250,10 @@ class Roll:
             used, most = int(self.layout.columns["begin"][taken.slot]) - self.layout.begin, _SIZE
         if used:
             with self._claims.waiting(self.count):
-                self._words[most] = min(int(self._words[most]), used)
+                if used < self._words[most]:
+                    self._words[most] = used
+                    if most == _LIMIT:
+                        self._words[_NEXT] = 0
         self.drop(taken)
         if not used:
             needed = format_bytes(self._codec.nbytes)
@@ -270,22 +267,6 @@ class Roll:
             )
 
     # ---- records ----
-
-    def _take_in_turn(self, nbytes: int) -> Taken | None:
-        """Take the next slot and bytes for its record; None if what lies there is still being written."""
-        need, size = aligned(nbytes), int(self._words[_SIZE])
-        if need > size:
-            room, sample = format_bytes(size), format_bytes(nbytes)
-            raise ValueError(f"a sample of {sample} is larger than the whole rolling cache of {room}")
-        with self._claims.waiting(self.count):
-            slot = int(self._words[_NEXT]) % self.count
-            if not self._claims.take(slot):
-                return None
-            if not self._make_room(slot, nbytes):
-                self._claims.release(slot)
-                return None
-            self._words[_NEXT] += 1
-            return self._begin(slot)
 
     def _make_room(self, slot: int, nbytes: int) -> bool:
         """Find bytes for the record of a slot, and end the samples that lie there; under the lock of the tickets."""

@@ -174,7 +174,7 @@ def test_what_another_process_loads_is_waited_for_but_not_for_ever(
         assert store.turns.take([2, 3, 4, 5]) == [2, 5]
         assert not store.turns.wait([3])
         assert not store.turns.wait([4])
-    assert len(caplog.records) == 1, "who has waited in vain does not wait again soon"
+    assert len(caplog.records) == 1, "who has waited in vain does not wait again"
     assert store.turns.take([3, 4]) == [3, 4]
     store.turns.release([2, 3, 4, 5])
     store.close()
