@@ -98,7 +98,7 @@ def make_file(backend: Backend, directory: str | None = None) -> tuple[int, str 
     return data, path
 
 
-def open_own(path: str, *, create: bool = False, exclusive: bool = False) -> int:
+def open_own(path: str, *, create: bool = False) -> int:
     """Open a regular file that only this user may open, for reading and writing. Returns its descriptor.
 
     It follows no link, waits for nothing, and refuses a file with a second name.
@@ -106,15 +106,13 @@ def open_own(path: str, *, create: bool = False, exclusive: bool = False) -> int
     Args:
         path: the file.
         create: make it, empty and for this user only, if it does not exist.
-        exclusive: with `create`, refuse a file that exists.
 
     Raises:
         FileNotFoundError: there is no such file.
         PermissionError: the file is not trusted; the message says what to do.
         OSError: the system has no room for it, or no descriptor left.
     """
-    flags = os.O_RDWR | os.O_CLOEXEC | os.O_NOFOLLOW | os.O_NONBLOCK
-    flags |= (os.O_CREAT if create else 0) | (os.O_EXCL if exclusive else 0)
+    flags = os.O_RDWR | os.O_CLOEXEC | os.O_NOFOLLOW | os.O_NONBLOCK | (os.O_CREAT if create else 0)
     refusal = PermissionError(
         f"{printable(path)} is not trusted, because it is no file that this user alone may open: give another name, or "
         "remove it"

@@ -29,7 +29,6 @@ import stat
 import sys
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
-from pathlib import Path
 from typing import Any
 
 from lightning_stocache.node.files import LOCKS, make_file, memory_directory, open_own, prefix, write_header
@@ -346,17 +345,7 @@ def _share(descriptor: int, path: str) -> None:
             return
         except BlockingIOError:
             if seconds:
-                log.warning("%s is waited for: %s has it locked", path, _exclusive_user(os.fstat(descriptor).st_ino))
-
-
-def _exclusive_user(inode: int) -> str:
-    """The process that has a file locked exclusively, for people."""
-    try:
-        lines = Path("/proc/locks").read_text()
-    except OSError:
-        lines = ""
-    lock = re.search(rf"FLOCK +\w+ +WRITE +(\d+) +\w+:\w+:{inode} ", lines)
-    return f"process {lock[1]}" if lock else "another process"
+                log.warning("%s is waited for: another process removes or repairs it", path)
 
 
 def _leads_to(path: str, descriptor: int) -> bool:

@@ -29,7 +29,6 @@ import os
 import pickle
 import time
 from collections import deque
-from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Generic, TypeVar
 
@@ -65,8 +64,8 @@ class Mailbox:
         self.exchanges = 0
         self._posts = 0  # since the last exchange
         self._old_posts: deque[str] = deque()
-        self._process = _Process.of(os.getpid())
-        self._neighbors: dict[int, _Process] = {}  # the ranks on this machine
+        self._process = _machine(), os.getpid(), _start_of(os.getpid())
+        self._neighbors: dict[int, Any] = {}  # process and start of the ranks on this machine
 
     def exchange(self, value: T) -> list[T]:
         """Every rank's value, by rank. Collective.
@@ -88,8 +87,8 @@ class Mailbox:
             last = f"{self._prefix}/{self.exchanges - 1}"
             self._delete(last)
             self._delete(f"{last}/read")
-        processes = enumerate(process for process, _ in messages)
-        self._neighbors = {rank: other for rank, other in processes if other.machine == self._process.machine != ""}
+        machine, processes = self._process[0], enumerate(process for process, _ in messages)
+        self._neighbors = {rank: process for rank, (where, *process) in processes if where == machine != ""}
         self.exchanges += 1
         self._posts = 0
         return [value for _, value in messages]
@@ -144,7 +143,7 @@ class Mailbox:
 
     def _dead_rank(self, turn: str) -> int | None:
         """A rank that has ended without a message for this turn, as far as this machine or another rank knows."""
-        dead = [rank for rank, process in self._neighbors.items() if process != _Process.of(process.pid)]
+        dead = [rank for rank, (pid, start) in self._neighbors.items() if start != _start_of(pid)]
         dead_key = f"{self._prefix}/dead"
         if self._store.check([dead_key]):
             dead.append(int(self._store.get(dead_key)))
@@ -192,23 +191,16 @@ def boot_id() -> str:
         return ""
 
 
-@dataclass(frozen=True)
-class _Process:
-    """A process: the machine on which its id means something, empty where there is no /proc, and its start time."""
+def _machine() -> str:
+    """What the ranks have in common whose process ids mean something here; empty where there is no /proc."""
+    boot = boot_id()
+    return f"{boot} {os.stat('/proc/self/ns/pid').st_ino}" if boot else ""
 
-    machine: str
-    pid: int
-    start: str
 
-    @classmethod
-    def of(cls, pid: int) -> _Process:
-        """The process that has an id here now; one that has ended has no start time."""
-        boot = boot_id()
-        if not boot:
-            return cls("", pid, "")
-        machine = f"{boot} {os.stat('/proc/self/ns/pid').st_ino}"
-        try:
-            state, *fields = Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()
-        except OSError:
-            return cls(machine, pid, "")
-        return cls(machine, pid, "" if state in ("X", "Z") else fields[18])
+def _start_of(pid: int) -> str:
+    """When the process that has an id here has started; empty if it has ended."""
+    try:
+        state, *fields = Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()
+    except OSError:
+        return ""
+    return "" if state in ("X", "Z") else fields[18]

@@ -145,7 +145,7 @@ class Segment:
                 locks, _ = files.make_file(backend, directory)
             else:
                 undo.callback(os.unlink, path)
-                locks = open_own(path + LOCKS, create=True, exclusive=True)
+                locks = open_own(path + LOCKS, create=True)
                 undo.callback(os.unlink, path + LOCKS)
             undo.callback(os.close, locks)
             files.write_header(data, size, manifest, reserved)

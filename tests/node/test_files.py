@@ -69,13 +69,6 @@ def test_what_is_own_is_opened_and_made(tmp_path: Path) -> None:
     os.close(made), os.close(again)
 
 
-def test_exclusive_refuses_what_is_there(tmp_path: Path) -> None:
-    """Even a file of this user's own."""
-    (tmp_path / "file").touch(0o600)
-    with pytest.raises(PermissionError, match="is not trusted"):
-        open_own(str(tmp_path / "file"), create=True, exclusive=True)
-
-
 def test_a_name_cannot_write_to_the_terminal(tmp_path: Path) -> None:
     """What is said of a file holds no codes for a terminal."""
     path = tmp_path / "a\x1b[2J"

@@ -214,10 +214,10 @@ def sweep(name: str, over: Path, removed: Path) -> None:
 
 
 @pytest.mark.processes
-def test_who_waits_for_a_file_is_told_for_whom(
+def test_who_waits_for_a_file_is_told(
     name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
-    """Again and again, with the process; then the lock is there."""
+    """Again and again; then the lock is there."""
     monkeypatch.setattr(waiting, "REPORT_SECONDS", 0.05)
     flag = tmp_path / "flag"
     opened(name).close()
@@ -225,11 +225,10 @@ def test_who_waits_for_a_file_is_told_for_whom(
     wait_until(flag.exists)
     threading.Timer(0.4, flag.unlink).start()
     opened(name).close()
-    pid = child.process.pid
     child.result()
     messages = [record.getMessage() for record in caplog.records]
     assert len(messages) > 1
-    assert messages[0] == f"{path_of(name)} is waited for: process {pid} has it locked"
+    assert messages[0] == f"{path_of(name)} is waited for: another process removes or repairs it"
 
 
 def hold_file(path: str, flag: Path) -> None:
@@ -427,14 +426,6 @@ def test_a_segment_goes_although_its_lock_file_is_not_ours(name: str, tmp_path: 
         assert not path_of(name).exists()
         assert os.path.lexists(locks)
         locks.unlink() if locks.is_symlink() else locks.rmdir()
-
-
-def test_names_that_nobody_could_have_given_are_left_alone(name: str) -> None:
-    """A segment whose name holds codes for a terminal was not made here."""
-    opened(name).close()
-    path_of(name).rename(path_of(name + "\x1b[2J"))
-    assert listed(name) == []
-    assert path_of(name + "\x1b[2J").exists()
 
 
 def test_of_other_users_only_owner_and_size_are_told(name: str) -> None:
