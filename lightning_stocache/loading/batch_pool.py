@@ -12,13 +12,20 @@ So batches of every size (a last one, a sampler's buckets) share them, and no si
 batches come from torch's own caching host allocator instead: a copy to the device may still be reading a tensor that
 nobody holds, and only that allocator knows.
 
-Shared memory is a number of segments, each as large as the largest batch so far (`shared_batch`). Where there is no
-memory for one more, batches do without for a while, with one warning.
+Shared memory is a number of segments, each as large as the largest batch so far. A segment belongs, in turn, to the
+pool, to this process and the one worker that was asked for rows, and to the trainer. It lies in a memfd where the
+system has that, not in /dev/shm: that one may be small (Docker's 64 MiB), and what is left of it belongs to the cache
+and to torch, which dies of SIGBUS where it finds it full. A memfd is limited by nothing but the machine's memory and
+the cgroup's, above which the kernel kills; so these are looked at before any is taken. What a cache has been granted
+but has not filled yet counts as taken: it will be, and it is not asked again. Where there is no memory for one more
+segment, batches do without for a while, with one warning.
 """
 
 from __future__ import annotations
 
+import errno
 import logging
+import os
 import time
 import weakref
 from collections.abc import Callable, Sequence
@@ -30,10 +37,11 @@ import torch
 
 from lightning_stocache.cache.codec import aligned
 from lightning_stocache.loading.interrupts import held_back
-from lightning_stocache.loading.shared_batch import SharedBatch, reserved_segment
-from lightning_stocache.node.segment import Segment
+from lightning_stocache.node.files import Backend, memory_directory
+from lightning_stocache.node.free import FreeMemory
+from lightning_stocache.node.segment import Segment, SegmentHandle
 
-__all__ = ["BatchPool"]
+__all__ = ["Attached", "BatchPool", "SharedBatch", "fields_of"]
 
 log = logging.getLogger(__name__)
 
@@ -95,19 +103,22 @@ class BatchPool:
             with held_back():  # between a file's opening and its registration Ctrl-C would leave the file open for ever
                 if segment is not None:
                     self._segments.pop(number).close()
-                segment = self._reserved()
-                if segment is None:
+                if (segment := self._reserved()) is None:
                     self._free.insert(0, number)  # those that have memory come first
                     return None
                 self._segments[number] = segment
-        return SharedBatch(number, segment, self._free)
+        return SharedBatch(segment, self._free, number)
 
     def _reserved(self) -> Segment | None:
-        """One more segment; None where there is no memory for it, or there was none a moment ago."""
+        """One more segment, all of it reserved; None without memory beside what is promised, or a moment ago."""
         if self._refused_until is not None and time.monotonic() < self._refused_until:
             return None
+        backend: Backend | None = "memfd" if hasattr(os, "memfd_create") else None
+        free, size = FreeMemory.now(memory_directory() if backend is None else None), self._size
         try:
-            segment = reserved_segment(self._size, self._promised())
+            if size > (left := max(free.bytes - self._promised(), 0)):
+                raise OSError(errno.ENOMEM, f"{size} bytes are more than the {left} that {free.limited_by} leaves")
+            return Segment.create(size, backend, reserved=size)
         except OSError as error:
             if self._refused_until is None:
                 log.warning(
@@ -115,7 +126,6 @@ class BatchPool:
                 )
             self._refused_until = time.monotonic() + _PAUSE_SECONDS
             return None
-        return segment
 
     def expect(self, nbytes: int) -> None:
         """Batches are as large as that: shared memory is, from now on."""
@@ -130,11 +140,6 @@ class BatchPool:
     def shared_left(self) -> int:
         """How many batches shared memory can still be lent to; after it was refused, those that have some."""
         return len(self._free) if self._refused_until is None else sum(map(self._segments.__contains__, self._free))
-
-    @property
-    def shared_count(self) -> int:
-        """For how many batches shared memory has been taken."""
-        return len(self._segments)
 
     @property
     def shared_bytes(self) -> int:
@@ -182,6 +187,77 @@ class BatchPool:
         lent.memory, lent.free, lent.kept = memory, free, kept
         _lent[id(lent)] = lent
         return whole[:nbytes]
+
+
+class SharedBatch:
+    """Shared memory for one batch. It is free again when this object and all tensors over its memory are gone.
+
+    Args:
+        segment: where it lies.
+        free: the pool's list, to which the number goes back.
+        number: in the pool.
+    """
+
+    def __init__(self, segment: Segment, free: list[int], number: int) -> None:
+        self.handle = segment.handle
+        self._memory = segment.memory(0, segment.size)
+        # May run in any thread, at any moment: it only appends, which is atomic.
+        weakref.finalize(self._memory, free.append, number).atexit = False
+
+    def tensor(self, offset: int, dtype: torch.dtype, shape: Sequence[int]) -> torch.Tensor:
+        """A tensor over a part of the memory."""
+        count = torch.Size(shape).numel()
+        if not count:
+            return torch.empty(tuple(shape), dtype=dtype)
+        return torch.frombuffer(self._memory, dtype=dtype, count=count, offset=offset).view(tuple(shape))
+
+    def fields(self, sizes: Sequence[int]) -> list[npt.NDArray[np.uint8]]:
+        """The memory of a batch of rows, uint8 `[size]` per field."""
+        return [self.tensor(start, torch.uint8, (size,)).numpy() for start, size in _starts(sizes)]
+
+
+class Attached:
+    """In a worker: the shared memory that it has been told of."""
+
+    def __init__(self) -> None:
+        self._segments: dict[bytes, Segment] = {}
+
+    def __len__(self) -> int:
+        """Number of segments that are mapped."""
+        return len(self._segments)
+
+    def segment(self, handle: SegmentHandle | None) -> Segment | None:
+        """The segment of a handle; None if there is none, or it cannot be reached from this process."""
+        if handle is None:
+            return None
+        if (known := self._segments.get(handle.token)) is not None:
+            return known
+        try:
+            segment = Segment.attach(handle)
+        except (OSError, ValueError):  # no descriptor is left, or the main process may not be looked into
+            return None
+        for token, other in list(self._segments.items()):
+            if other.size < segment.size:  # outgrown: it will be asked for no more
+                self._segments.pop(token).close()
+        self._segments[handle.token] = segment
+        return segment
+
+    def __getstate__(self) -> dict[str, Any]:
+        return {"_segments": {}}
+
+
+def fields_of(segment: Segment, sizes: Sequence[int]) -> list[npt.NDArray[np.uint8]]:
+    """The memory of a batch of rows in a worker, uint8 `[size]` per field."""
+    return [segment.bytes(start, size).numpy() for start, size in _starts(sizes)]
+
+
+def _starts(sizes: Sequence[int]) -> list[tuple[int, int]]:
+    """Where each field begins, and its size."""
+    starts, end = [], 0
+    for size in sizes:
+        starts.append((end, size))
+        end += aligned(size)
+    return starts
 
 
 class _Lent(weakref.ref[Any]):

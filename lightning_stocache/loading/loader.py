@@ -149,7 +149,7 @@ class CachedLoader(DataLoader[Any]):
         first = not started or (resources.route == "worker" and resources.workers is None)
         stream = IndexStream(self, first, self.position)
         self._started = True
-        whole = resources.route == "main" and resources.full and len(self.dataset) <= resources.cache.length  # type: ignore[arg-type]
+        whole = resources.route == "main" and resources.cache.full and len(self.dataset) <= resources.cache.length  # type: ignore[arg-type]
         epoch = Epoch(self, cached, stream, resources, self.position, warm=whole and stream.trusted)
         self._current = weakref.ref(epoch)
         return epoch
@@ -246,8 +246,7 @@ class CachedLoader(DataLoader[Any]):
         if cache is None or route is None:
             return None
         kept = self.resources
-        if kept is not None and kept.cache is cache and kept.route == route and not (kept.in_use or kept.ended):
-            kept.end_broken_workers()
+        if kept is not None and kept.cache is cache and kept.route == route and kept.is_usable():
             return kept
         try:
             return Resources(self, cache, route)

@@ -3,9 +3,9 @@
 While the trainer computes, a thread gathers the next batch; what the trainer waits for falls from 640 to 36 us per
 batch of 64 photographs. Without workers it gathers the hits of a batch while its misses are loaded. It only copies
 memory, and makes batches of it: it draws no index, takes no claim and counts nothing, and runs no code of the user's
-but to make a namedtuple. Where it has not begun, the consumer
-gathers itself. A consumer that comes back sooner than a thread wakes (an empty loop) is left alone: handing the
-interpreter to and fro would cost it 90 us per batch. The thread must be started after worker processes were forked.
+but to make a namedtuple. Where it has not begun, the consumer gathers itself. A consumer that comes back sooner than a
+thread wakes (an empty loop) is left alone: handing the interpreter to and fro would cost it 90 us per batch. The thread
+must be started after worker processes were forked.
 """
 
 from __future__ import annotations
@@ -24,44 +24,35 @@ _SOON = 200_000  # ns; a thread wakes in 40 to 90 us
 
 
 class Job:
-    """Work that is done once, by whoever begins first.
+    """Work that the thread does, or who wants the result: whoever begins first.
 
     Args:
-        work: what is to be done; it may run on the thread.
+        work: what is to be done. Where it fails on the thread, it is done again by who wants the result.
     """
 
     def __init__(self, work: Callable[[], Any]) -> None:
-        self._work: Callable[[], Any] | None = work
+        self._work, self._result = work, None
         self._begun, self._done = threading.Lock(), threading.Lock()
         self._done.acquire()
-        self._result: Any = None
-        self._error: BaseException | None = None
 
     def run(self) -> None:
-        """Do it, unless somebody has begun."""
-        if not self._begun.acquire(blocking=False):
-            return
-        try:
-            assert self._work is not None
-            self._result = self._work()
-        except BaseException as error:  # raised again where the result is wanted
-            trace = error.__traceback__
-            self._error = error.with_traceback(trace and trace.tb_next)  # without this frame, which holds the job
-        finally:
-            self._work = None
-            self._done.release()
+        """On the thread: do it, unless somebody has begun."""
+        if self._begun.acquire(blocking=False):
+            try:
+                self._result = self._work()
+            except Exception:  # raised where the result is wanted
+                pass
+            finally:
+                self._done.release()
 
     def result(self) -> Any:
-        """The result: done now if nobody has begun, else waited for."""
-        self.run()
+        """The result: made now if nobody has begun, else waited for."""
+        if self._begun.acquire(blocking=False):
+            self._done.release()
         with self._done:
-            error, result = self._error, self._result
-        if error is None:
-            return result
-        try:
-            raise error
-        finally:
-            del self, error, result  # the error holds this frame, and would hold itself: and who waits, for long
+            if self._result is None:
+                self._result = self._work()
+            return self._result
 
 
 class Prefetcher:

@@ -14,13 +14,12 @@ import os
 import time
 from typing import Any, Literal
 
-import numpy as np
 import torch
 from torch.utils.data import DataLoader
 
 from lightning_stocache.cache.codec import Memory
 from lightning_stocache.cache.placement import Integers
-from lightning_stocache.cache.store import NO_PLACE, Store, gathers
+from lightning_stocache.cache.store import NO_PLACE, Store
 from lightning_stocache.loading.batch_pool import BatchPool
 from lightning_stocache.loading.collate import Collator
 from lightning_stocache.loading.interrupts import held_back
@@ -43,7 +42,7 @@ class Resources:
 
     Args:
         loader: the loader.
-        cache: what its dataset is cached in.
+        cache: what its dataset is cached in; rows, where the main process puts batches together.
         route: who puts its batches together.
 
     Raises:
@@ -54,36 +53,27 @@ class Resources:
     def __init__(self, loader: DataLoader[Any], cache: Store, route: Route) -> None:
         self.cache, self.route = cache, route
         self.pins = loader.pin_memory and torch.cuda.is_available()
-        self.collator = Collator(self.rows.codec, self.pins) if route == "main" else None
+        self._collator = Collator(cache.codec, self.pins) if route == "main" else None
         self.persistent = loader.persistent_workers and loader.num_workers > 0
         self.workers: WorkerPool | None = None
         shared = under_way(loader) + _SLACK if loader.num_workers else 0
         self.pool = BatchPool(pinned=self.pins, shared=shared, promised=lambda: cache.promised_bytes)
-        self.in_use, self.idle, self.ended = False, False, False
+        self.in_use = self.ended = False
         self._gather_ns = 0  # written by who gathers, and the next by who counts: these may be two threads
         self._told_ns = 0
         self._pid = os.getpid()
 
     @property
-    def rows(self) -> Store:
-        """The cache where the main process puts batches together, which it does by gathering rows."""
-        assert gathers(self.cache)
-        return self.cache
-
-    @property
-    def full(self) -> bool:
-        """Whether every index of the dataset has a slot that is READY."""
-        return self.cache.full
-
-    def pinned(self, batch: Any) -> Any:
-        """The batch in page-locked memory, if the loader wants it there."""
-        return pinned(batch) if self.pins else batch
+    def collator(self) -> Collator:
+        """How the main process makes batches of gathered rows."""
+        assert self._collator is not None
+        return self._collator
 
     def gather(self, places: Integers, into: Memory | None = None) -> Memory:
         """The samples of READY places in the memory of a batch, by default in private one."""
         start = time.perf_counter_ns()
-        memory = self._private(len(places)) if into is None else into
-        self.rows.gather(places, memory)
+        memory = self.pool.take(self.cache.codec.sizes(len(places))) if into is None else into
+        self.cache.gather(places, memory)
         # One thread at a time.
         self._gather_ns += time.perf_counter_ns() - start
         return memory
@@ -94,47 +84,35 @@ class Resources:
         self._told_ns += taken
         return taken
 
-    def gather_ready(self, places: Integers, into: Memory | None = None) -> Memory:
-        """The samples of places in the memory of a batch; where a place is NO_PLACE, what lies there is undefined."""
-        ready = int(places.max())
-        if ready == NO_PLACE:
-            return self._private(len(places)) if into is None else into
-        # Where there is no place, one that is READY is read: a hole of the file would take a page, or fault where none
-        # is left.
-        return self.gather(np.where(places == NO_PLACE, ready, places), into)
+    def pinned(self, batch: Any) -> Any:
+        """The batch in page-locked memory, if the loader wants it there."""
+        return pinned(batch) if self.pins else batch
 
-    def handed_out(self, memory: Memory) -> Memory:
-        """A batch in shared memory as the trainer gets it: lent, or copied where it is to be pinned or none is left."""
-        if self.pool.may_lend and not self.pins:
-            return memory
-        private = self.pool.take([len(field) for field in memory])
-        for mine, field in zip(private, memory, strict=True):
-            mine[:] = field
-        return private
-
-    def _private(self, samples: int) -> Memory:
-        return self.pool.take(self.rows.codec.sizes(samples))
-
-    def end_broken_workers(self) -> None:
-        """End workers that another epoch could not use: one has ended, or Ctrl-C came while they were called back.
+    def is_usable(self) -> bool:
+        """Whether another epoch can begin with this; broken workers are ended.
 
         Raises:
-            RuntimeError: one has crashed or was killed, and no epoch has ended by that.
+            RuntimeError: a worker has crashed or was killed, and no epoch has ended by that.
         """
+        if self.in_use or self.ended:
+            return False
         if self.workers is not None and not self.workers.usable():
             self.end_workers()
+        return True
 
-    def begin_epoch(self, loader: DataLoader[Any]) -> None:
-        """End workers that have nothing to load; call others back from an epoch that was broken off.
+    def begin_epoch(self, loader: DataLoader[Any], seed_state: torch.Tensor | None) -> None:
+        """Start workers, or call them back from an epoch that was broken off; end those that have nothing to load.
 
         The memory of that epoch is not written to any more then.
         """
-        self.idle = self.route == "main" and (self.full or (loader.num_workers > 0 and self._holds_all_of(loader)))
-        if self.idle:
-            self.end_workers()
         self.in_use = True
-        if self.workers is not None:
+        if self.route == "main" and (self.cache.full or (loader.num_workers and self._holds_all_of(loader))):
+            self.end_workers()
+        elif self.workers is not None:
             self.workers.begin_epoch()
+        elif loader.num_workers:
+            with held_back():
+                self.workers = WorkerPool(loader, seed_state)
 
     def _holds_all_of(self, loader: DataLoader[Any]) -> bool:
         """Whether all that a loader's sampler can draw is READY, as far as that is known."""
@@ -149,7 +127,7 @@ class Resources:
             return  # the copy of an iterator that a worker inherited ends nothing
         with held_back():
             prefetcher.stop()
-            if not self.persistent or (self.route == "main" and self.full):
+            if not self.persistent or (self.route == "main" and self.cache.full):
                 self.end_workers()
             self.in_use = False
 

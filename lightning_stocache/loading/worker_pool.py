@@ -14,8 +14,9 @@ from __future__ import annotations
 import signal
 from collections import deque
 from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, cast
 
 import torch
 from torch.utils.data import DataLoader, get_worker_info
@@ -23,7 +24,7 @@ from torch.utils.data import DataLoader, get_worker_info
 from lightning_stocache.loading.dataset import cached_source
 from lightning_stocache.loading.interrupts import held_back
 from lightning_stocache.loading.prefill import Prefill
-from lightning_stocache.loading.request import BatchRequest, Reply, Responder
+from lightning_stocache.loading.request import Reply, Request, Responder
 from lightning_stocache.loading.stand_in import StandIn, cached_in
 from lightning_stocache.torch_internals import WorkerIterator, do_when_idle, idling_context, set_worker_dataset
 
@@ -42,12 +43,12 @@ class _Feed:
     """The requests that wait. Empty is not the end: the next one may come."""
 
     def __init__(self) -> None:
-        self.waiting: deque[BatchRequest] = deque()
+        self.waiting: deque[Request] = deque()
 
-    def __iter__(self) -> Iterator[BatchRequest]:
+    def __iter__(self) -> Iterator[Any]:
         return self
 
-    def __next__(self) -> BatchRequest:
+    def __next__(self) -> Request:
         if not self.waiting:
             raise StopIteration
         return self.waiting.popleft()
@@ -111,10 +112,6 @@ class WorkerPool:
             raise RuntimeError(f"DataLoader worker ({who}) exited unexpectedly")
         return not ended
 
-    def note_failure(self) -> None:
-        """An epoch has ended by an error: if workers have crashed, it was said."""
-        self._failed = self._failed or bool(self._workers.ended)
-
     def begin_epoch(self) -> None:
         """Wait for replies that nobody wants any more (of an epoch broken off); the first worker is next again."""
         self._feed.waiting.clear()
@@ -122,11 +119,11 @@ class WorkerPool:
         self._workers.begin_epoch()
         self._at_rest = True
 
-    def send(self, request: BatchRequest) -> None:
+    def send(self, request: Request) -> None:
         """Give a request to the next worker."""
         self._feed.waiting.append(request)
         if self._workers.outstanding < self.most:
-            with held_back(), held_back(signal.SIGCHLD):  # Ctrl-C would leave the handler of the other unset
+            with self._noting_failures(), held_back(), held_back(signal.SIGCHLD):  # which would leave a queue locked
                 self._workers.push()
 
     def receive(self) -> Reply:
@@ -136,8 +133,17 @@ class WorkerPool:
             Exception: what the dataset raised in the worker, with the worker's traceback: that is the reply. Where
                 there is none (a time-out, a worker that was killed), `replies` stays what it was.
         """
-        reply: Reply = self._workers.receive()
-        return reply
+        with self._noting_failures():
+            return cast(Reply, self._workers.receive())
+
+    @contextmanager
+    def _noting_failures(self) -> Iterator[None]:
+        """Note that an epoch ends by an error: if workers have crashed, it was said."""
+        try:
+            yield
+        except Exception:
+            self._failed = self._failed or bool(self._workers.ended)
+            raise
 
     @property
     def replies(self) -> int:

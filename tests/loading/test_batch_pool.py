@@ -12,11 +12,10 @@ import numpy as np
 import pytest
 import torch
 
-from lightning_stocache.loading import batch_pool, shared_batch
-from lightning_stocache.loading.batch_pool import BatchPool
+from lightning_stocache.loading import batch_pool
+from lightning_stocache.loading.batch_pool import Attached, BatchPool, fields_of
 from lightning_stocache.loading.dataset import CachedDataset
 from lightning_stocache.loading.loader import CachedLoader
-from lightning_stocache.loading.shared_batch import Attached
 from lightning_stocache.node.free import FreeMemory
 
 SIZE = 1 << 16
@@ -126,9 +125,9 @@ def test_it_takes_nothing_from_dev_shm_and_all_of_it_is_reserved():
     """What is left of /dev/shm belongs to the cache and to torch."""
     pool = BatchPool(shared=1)
     shared = pool.take_shared([1 << 20])
-    assert shared.place.handle.data.startswith("/proc/")
-    assert "memfd" in os.readlink(shared.place.handle.data)
-    assert os.stat(shared.place.handle.data).st_blocks * 512 >= 1 << 20
+    assert shared.handle.data.startswith("/proc/")
+    assert "memfd" in os.readlink(shared.handle.data)
+    assert os.stat(shared.handle.data).st_blocks * 512 >= 1 << 20
     del shared
     pool.close()
 
@@ -136,7 +135,7 @@ def test_it_takes_nothing_from_dev_shm_and_all_of_it_is_reserved():
 @pytest.mark.parametrize("promised", [0, 400])
 def test_memory_that_is_not_there_or_promised_to_a_cache_is_not_tried(monkeypatch, promised):
     """Above a cgroup's limit the kernel would kill: so it is asked before."""
-    monkeypatch.setattr(shared_batch.FreeMemory, "now", lambda *_: FreeMemory(None, 2**40, 1024 + promised))
+    monkeypatch.setattr(batch_pool.FreeMemory, "now", lambda *_: FreeMemory(None, 2**40, 1024 + promised))
     pool = BatchPool(shared=3, promised=lambda: promised)
     assert pool.take_shared([1024]) is not None
     assert pool.take_shared([1025]) is None
@@ -147,9 +146,9 @@ def test_shared_memory_that_was_refused_is_asked_for_again_after_a_while(monkeyp
     """Not for every batch; one warning says that it is short. What there is goes on being used meanwhile."""
     tries: list[int] = []
     now = [0.0]
-    reserve = batch_pool.reserved_segment
+    create = batch_pool.Segment.create
 
-    def refuse(size: int, promised: int) -> Any:
+    def refuse(size: int, *_: Any, **__: Any) -> Any:
         tries.append(size)
         raise OSError("no memory")
 
@@ -157,7 +156,7 @@ def test_shared_memory_that_was_refused_is_asked_for_again_after_a_while(monkeyp
     pool = BatchPool(shared=3)
     first = pool.take_shared([100])
     assert first is not None
-    monkeypatch.setattr(batch_pool, "reserved_segment", refuse)
+    monkeypatch.setattr(batch_pool.Segment, "create", refuse)
     for now[0] in (0.0, 1.0, 2.0, 60.0):
         assert pool.take_shared([100]) is None
         assert not pool.may_lend
@@ -166,7 +165,7 @@ def test_shared_memory_that_was_refused_is_asked_for_again_after_a_while(monkeyp
     assert pool.may_lend
     again = pool.take_shared([100])
     assert again is not None
-    monkeypatch.setattr(batch_pool, "reserved_segment", reserve)
+    monkeypatch.setattr(batch_pool.Segment, "create", create)
     now[0] = 120.0
     more = [pool.take_shared([100]) for _ in range(2)]
     assert None not in more
@@ -211,7 +210,7 @@ def test_what_a_worker_writes_is_what_the_batch_holds():
     for sizes in ([100, 7, 0], [1000, 70, 0]):
         shared = pool.take_shared(sizes)
         fields = shared.fields(sizes)
-        for number, field in enumerate(attached.fields(shared.place, sizes)):
+        for number, field in enumerate(fields_of(attached.segment(shared.handle), sizes)):
             field.fill(number + 1)
         assert [field.tolist() for field in fields] == [[number + 1] * size for number, size in enumerate(sizes)]
         assert all(field.ctypes.data % 64 == 0 for field in fields if field.size)
@@ -227,7 +226,7 @@ def test_what_is_free_is_given_up_and_can_be_had_again():
     field = torch.from_numpy(held.fields([100])[0]).fill_(5)
     del other, held
     pool.trim()
-    assert pool.shared_count == 1
+    assert pool.shared_bytes == 128
     assert field.tolist() == [5] * 100
     again = pool.take_shared([100])
     again.fields([100])[0].fill(6)
@@ -248,7 +247,7 @@ def test_loaders_leave_to_their_cache_what_it_has_not_filled_yet(monkeypatch, tr
         def read(*_: Any) -> FreeMemory:
             return FreeMemory(None, 2**40, size + 1000 - cache.memory_bytes)
 
-        monkeypatch.setattr(shared_batch.FreeMemory, "now", read)
+        monkeypatch.setattr(batch_pool.FreeMemory, "now", read)
         loader = CachedLoader(dataset, 4, num_workers=1, persistent_workers=True)
         for _ in range(3):
             assert [batch[:, 0].tolist() for batch in loader] == [[*range(i, i + 4)] for i in range(0, 40, 4)]

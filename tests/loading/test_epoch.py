@@ -18,11 +18,10 @@ import pytest
 import torch
 from torch.utils.data import BatchSampler, DataLoader, DistributedSampler, RandomSampler, get_worker_info
 
-from lightning_stocache.loading import shared_batch
+from lightning_stocache.loading import batch_pool
 from lightning_stocache.loading.dataset import CachedDataset
 from lightning_stocache.loading.loader import CachedLoader
-from lightning_stocache.loading.request import BatchRequest
-from lightning_stocache.loading.resources import Resources
+from lightning_stocache.loading.request import Request
 from lightning_stocache.loading.worker_pool import WorkerPool
 from lightning_stocache.node.free import FreeMemory
 from tests.loading.twins import Faulty, Numbers, Transformed, copied, outcomes, same, to_float, totals
@@ -56,8 +55,8 @@ def requests(monkeypatch: pytest.MonkeyPatch) -> list[list[int]]:
     sent: list[list[int]] = []
     send = WorkerPool.send
 
-    def noting(workers: WorkerPool, request: BatchRequest) -> None:
-        sent.append(list(request))
+    def noting(workers: WorkerPool, request: Request) -> None:
+        sent.append([request.indices[at] for at in request.missing or ()])
         send(workers, request)
 
     monkeypatch.setattr(WorkerPool, "send", noting)
@@ -343,11 +342,11 @@ def test_what_does_not_fit_shared_memory_is_sent_by_message(monkeypatch, transfo
         loader = CachedLoader(dataset, batch_sampler=batches, num_workers=2)
         assert same(list(loader), expected)
         full = SimpleNamespace(now=lambda directory: FreeMemory(0, 0, 0))
-        monkeypatch.setattr(shared_batch, "FreeMemory", full)
+        monkeypatch.setattr(batch_pool, "FreeMemory", full)
         assert same([copied(batch) for _ in range(2) for batch in loader], expected * 2)
 
 
-def test_workers_that_cannot_reach_the_memory_of_a_batch_send_their_rows(monkeypatch):
+def test_workers_that_cannot_reach_the_memory_of_a_batch_send_whole_batches(monkeypatch):
     """No descriptor is left to them, or the main process may not be looked into: the batches are the same."""
 
     def refuse(*_: Any) -> Any:
@@ -355,28 +354,10 @@ def test_workers_that_cannot_reach_the_memory_of_a_batch_send_their_rows(monkeyp
 
     expected = list(DataLoader(Numbers(LENGTH), 7))
     with closing(CachedDataset(Numbers(LENGTH), "50%")) as dataset:
-        monkeypatch.setattr(shared_batch.Segment, "attach", refuse)  # the workers are forked
+        monkeypatch.setattr(batch_pool.Segment, "attach", refuse)  # the workers are forked
         loader = CachedLoader(dataset, 7, num_workers=2, multiprocessing_context="fork")
         assert same([copied(batch) for _ in range(2) for batch in loader], expected * 2)
         assert totals(dataset).served == 2 * LENGTH
-
-
-def test_a_gather_that_fails_while_a_batch_is_planned_loses_no_other_batch(monkeypatch):
-    """The batch before it is made already; the worker is asked all the same."""
-    expected = list(DataLoader(Numbers(LENGTH), 4))
-    gather, calls = Resources.gather_ready, []
-
-    def failing(kept: Resources, places: Any, into: Any = None) -> Any:
-        calls.append(into is not None)
-        if into is not None and len(calls) % 3 == 0:
-            raise MemoryError("no memory")
-        return gather(kept, places, into)
-
-    monkeypatch.setattr(Resources, "gather_ready", failing)
-    with closing(CachedDataset(Numbers(LENGTH), "50%")) as dataset:
-        loader = CachedLoader(dataset, 4, num_workers=2)
-        assert same([copied(batch) for _ in range(2) for batch in loader], expected * 2)
-        assert any(calls)
 
 
 def test_shared_memory_goes_when_nothing_is_left_to_load():
@@ -441,6 +422,6 @@ def test_a_gather_that_fails_beside_a_load_is_an_error_and_no_hang(monkeypatch: 
         def failing(*_: Any) -> Any:
             raise MemoryError("no buffer")
 
-        monkeypatch.setattr("lightning_stocache.loading.resources.Resources.gather_ready", failing)
+        monkeypatch.setattr("lightning_stocache.loading.resources.Resources.gather", failing)
         with pytest.raises(MemoryError, match="no buffer"):
             next(iter(loader))

@@ -11,7 +11,7 @@ import torch
 from torch.utils.data import BatchSampler, DataLoader, SequentialSampler
 
 from lightning_stocache.cache.store import Store
-from lightning_stocache.loading import index_stream, plan
+from lightning_stocache.loading import epoch, index_stream
 from lightning_stocache.loading.dataset import CachedDataset
 from lightning_stocache.loading.loader import CachedLoader
 from lightning_stocache.sampling.locality_sampler import LocalitySampler
@@ -46,8 +46,8 @@ CASES = pairwise(
 def test_batches_are_those_of_a_dataloader(dataset: CachedDataset, monkeypatch: pytest.MonkeyPatch, case: Any) -> None:
     """In order and bit for bit over two epochs, wherever blocks (of so many samples) and drawn stretches end."""
     order, block, size, drop_last = (case[name] for name in ("order", "block", "size", "drop_last"))
-    monkeypatch.setattr(plan, "BLOCK_BYTES", block * SAMPLE_BYTES)
-    monkeypatch.setattr(plan, "DRAWN", 60)
+    monkeypatch.setattr(epoch, "BLOCK_BYTES", block * SAMPLE_BYTES)
+    monkeypatch.setattr(epoch, "DRAWN", 60)
     monkeypatch.setattr(index_stream, "GROUP", 50)
     made: list[list[Any]] = []
     for kind, source in ((DataLoader, dataset.source), (CachedLoader, dataset)):
@@ -91,8 +91,8 @@ def test_hits_are_counted_when_a_batch_is_handed_out(dataset: CachedDataset) -> 
 @pytest.mark.parametrize("num_workers", [0, 1])
 def test_a_cache_that_is_closed_in_the_middle_is_passed_by(monkeypatch, num_workers: int) -> None:
     """Blocks that lie in memory are handed out, and what follows is loaded, also what was not drawn yet."""
-    monkeypatch.setattr(plan, "BLOCK_BYTES", 30 * SAMPLE_BYTES)
-    monkeypatch.setattr(plan, "DRAWN", 60)
+    monkeypatch.setattr(epoch, "BLOCK_BYTES", 30 * SAMPLE_BYTES)
+    monkeypatch.setattr(epoch, "DRAWN", 60)
     expected, served = list(DataLoader(Numbers(LENGTH), 10)), []
     own = CachedDataset(Numbers(LENGTH))
     own.__getitems__(list(range(LENGTH)))

@@ -21,7 +21,7 @@ from typing import Any
 import pytest
 from torch.utils.data import DataLoader
 
-from lightning_stocache.loading import shared_batch
+from lightning_stocache.loading import batch_pool
 from lightning_stocache.loading.batch_pool import BatchPool
 from lightning_stocache.loading.dataset import CachedDataset
 from lightning_stocache.loading.interrupts import held_back
@@ -199,7 +199,7 @@ class PlentyOfMemory:
 
 def test_shared_memory_that_is_being_taken_belongs_to_the_pool(monkeypatch: pytest.MonkeyPatch) -> None:
     """Whichever step Ctrl-C interrupts, closing the pool closes every file."""
-    monkeypatch.setattr(shared_batch, "FreeMemory", PlentyOfMemory)
+    monkeypatch.setattr(batch_pool, "FreeMemory", PlentyOfMemory)
     open_files, presses = len(os.listdir("/proc/self/fd")), 0
     for moment in itertools.count(1):
         pool = BatchPool(shared=1)

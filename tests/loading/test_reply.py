@@ -15,10 +15,9 @@ import torch
 from torch.utils.data import default_collate
 from torch.utils.data._utils.collate import default_collate_fn_map
 
-from lightning_stocache.loading.batch_pool import BatchPool
+from lightning_stocache.loading.batch_pool import BatchPool, SharedBatch
 from lightning_stocache.loading.dataset import CachedDataset
-from lightning_stocache.loading.request import BatchRequest, Collated, Reply, Responder, Written, unpacked
-from lightning_stocache.loading.shared_batch import SharedBatch
+from lightning_stocache.loading.request import Reply, Request, Responder, unpacked
 from tests.loading.twins import STRUCTURES, InBatches, Numbers, same
 from tests.sources import CountedSource
 
@@ -26,7 +25,7 @@ from tests.sources import CountedSource
 def reply_to(responder: Responder, samples: Any, shared: SharedBatch | None) -> Reply:
     """What a worker replies that is asked for a batch of those samples."""
     responder.dataset = CachedDataset(samples, defer=True)
-    return responder.__getitems__(BatchRequest(range(len(samples)), None if shared is None else shared.place))
+    return responder.__getitems__(Request(list(range(len(samples))), None, None if shared is None else shared.handle))
 
 
 def sent(reply: Reply) -> Reply:
@@ -36,10 +35,7 @@ def sent(reply: Reply) -> Reply:
 
 def received(reply: Reply, shared: SharedBatch | None, pool: BatchPool) -> Any:
     """The batch in the main process."""
-    if isinstance(reply, Collated):
-        return reply.batch
-    assert isinstance(reply, Written)
-    return unpacked(reply, shared, pool)
+    return unpacked(reply.batch, shared, pool) if reply.packed else reply.batch
 
 
 def through(samples: list[Any]) -> tuple[Any, Any]:
@@ -187,7 +183,7 @@ def test_samples_are_put_away_as_they_come():
     made(pool, Responder(None), [(torch.zeros(100), 0)] * 6)
     shared = pool.take_shared()
     with closing(CachedDataset(list(range(6)), transform=image)) as dataset:
-        reply = Responder(dataset).__getitems__(BatchRequest(range(6), shared.place))
+        reply = Responder(dataset).__getitems__(Request(list(range(6)), None, shared.handle))
     assert len(alive) == 6
     batch = received(reply, shared, pool)
     assert same(batch, expected)
@@ -236,9 +232,7 @@ def without_slot(dataset: CachedDataset) -> list[int]:
 
 def asked(dataset: CachedDataset, missing: list[int], place: Any, of_batch: Iterable[int] = range(LENGTH)) -> Any:
     """The reply to a request for the samples at some positions of a batch, through a pipe."""
-    batch = list(of_batch)
-    request = BatchRequest([batch[position] for position in missing], place, missing=missing, of_batch=batch)
-    return sent(Responder(dataset).__getitems__(request))
+    return sent(Responder(dataset).__getitems__(Request(list(of_batch), missing, place)))
 
 
 @pytest.mark.processes
@@ -250,7 +244,7 @@ def test_missing_samples_are_put_into_their_rows(dataset):
     for field in memory:
         field.fill(9)
     missing = without_slot(dataset)
-    assert asked(dataset, missing, shared.place) is None
+    assert asked(dataset, missing, shared.handle) == Reply()
     samples = codec.split(memory, LENGTH)
     for position in range(LENGTH):
         image, label = samples[position]
@@ -263,13 +257,13 @@ def test_missing_samples_are_put_into_their_rows(dataset):
 
 
 @pytest.mark.processes
-def test_without_memory_the_rows_are_sent(dataset):
+def test_without_memory_the_whole_batch_is_sent(dataset):
     """As plain bytes, not as tensors in shared memory of torch's own."""
-    missing = without_slot(dataset)
-    answer = asked(dataset, missing, None)
-    assert [field.dtype for field in answer.fields] == [np.uint8, np.uint8]
-    samples = dataset.cache.codec.split([field.reshape(-1) for field in answer.fields], len(missing))
-    assert same(samples, [Numbers(LENGTH)[index] for index in missing])
+    answer = asked(dataset, without_slot(dataset), None)
+    expected = default_collate([dataset.source[index] for index in range(LENGTH)])
+    assert answer.packed
+    assert all(isinstance(part.content, np.ndarray) for part in answer.batch)
+    assert same(received(answer, None, BatchPool()), expected)
 
 
 @pytest.mark.processes
@@ -277,7 +271,7 @@ def test_a_worker_whose_cache_is_closed_makes_the_whole_batch(dataset):
     """Then nothing is READY, whatever the main process thinks, and there is no codec to hold samples to."""
     dataset.close()
     answer = asked(dataset, [3, 4], None)
-    assert same(answer.batch, default_collate([dataset.source[index] for index in range(LENGTH)]))
+    assert same(received(answer, None, BatchPool()), default_collate([dataset.source[i] for i in range(LENGTH)]))
 
 
 @pytest.mark.epoch_one_reads_all
@@ -290,7 +284,7 @@ def test_what_has_become_ready_meanwhile_is_not_loaded_again(tmp_path, batched, 
     with closing(CachedDataset(InBatches(source) if batched else source, "50%")) as dataset:
         pool = BatchPool(shared=1)
         memory = pool.take_shared([10_000]) if shared else None
-        place = None if memory is None else memory.place
+        place = None if memory is None else memory.handle
         with_slot = [index for index in range(LENGTH) if index not in without_slot(dataset)]
         dataset.__getitems__(with_slot[:2])
         loads = source.loads

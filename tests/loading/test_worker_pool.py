@@ -12,7 +12,7 @@ import torch
 from torch.utils.data import DataLoader, get_worker_info
 
 from lightning_stocache.loading.dataset import CachedDataset
-from lightning_stocache.loading.request import BatchRequest, Responder
+from lightning_stocache.loading.request import Request, Responder
 from lightning_stocache.loading.worker_pool import WorkerPool
 from tests.loading.twins import Faulty
 
@@ -21,14 +21,14 @@ pytestmark = pytest.mark.processes
 LENGTH = 12
 
 
-def labels(responder: Responder, request: BatchRequest) -> Any:
+def labels(responder: Responder, request: Request) -> Any:
     """A reply: what stands for the place, the labels, the worker and its seed."""
     info: Any = get_worker_info()
-    return request.of_batch, [responder.dataset[index][1] for index in request], info.id, info.seed
+    return request.missing, [responder.dataset[index][1] for index in request.indices], info.id, info.seed
 
 
-def request(indices: Any, mark: Any) -> BatchRequest:
-    return BatchRequest(indices, of_batch=mark)
+def request(indices: Any, mark: Any) -> Request:
+    return Request(indices, mark)
 
 
 @contextmanager
