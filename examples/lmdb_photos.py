@@ -19,7 +19,8 @@ from torchvision.datasets import ImageFolder
 from torchvision.transforms import v2
 
 import photos
-from lightning_stocache import CachedDataset, CachedLoader, LMDBSource, pack
+from lightning_stocache import CachedDataset, CachedLoader, LMDBSource
+from lightning_stocache.source.pack import pack
 from model import ConvNet
 from training import Loads
 

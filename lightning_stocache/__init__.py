@@ -21,7 +21,6 @@ if TYPE_CHECKING:
     from lightning_stocache.node.files import get_shm_size
     from lightning_stocache.sampling.locality_sampler import LocalitySampler
     from lightning_stocache.source.lmdb_source import LMDBSource
-    from lightning_stocache.source.pack import pack
     from lightning_stocache.training.callbacks import FillProgress, StochasticCache
     from lightning_stocache.training.datamodule import StocacheDataModule
     from lightning_stocache.training.hooks import cache_datamodule
@@ -50,7 +49,6 @@ __all__ = [
     "StochasticCache",
     "cache_datamodule",
     "get_shm_size",
-    "pack",
 ]
 
 _HOMES = {
@@ -71,7 +69,6 @@ _HOMES = {
     "StochasticCache": "training.callbacks",
     "cache_datamodule": "training.hooks",
     "get_shm_size": "node.files",
-    "pack": "source.pack",
 }
 
 

@@ -47,9 +47,10 @@ def hydra_and_example(monkeypatch, tmp_path):
 
 
 def composed(primary: str, *overrides: str, output: Path | None = None) -> DictConfig:
-    """The config as hydra.main hands it to the app."""
+    """The config as hydra.main hands it to the app, whose groups are the example's."""
+    app = f"hydra.searchpath=[file://{ROOT / 'examples' / 'configs'}]"
     with initialize_config_module("lightning_stocache.configs", version_base="1.3"):
-        config = compose(primary, [*overrides], return_hydra_config=True)
+        config = compose(primary, [app, *overrides], return_hydra_config=True)
     with open_dict(config):
         config.hydra.runtime.output_dir = str(output)
         HydraConfig.instance().set_config(config)
@@ -77,23 +78,23 @@ def arguments(node: dict[str, Any]) -> set[str]:
 
 @pytest.mark.parametrize(("path", "node"), leaves(SHIPPED))
 def test_shipped_keys_are_the_constructors(path, node):
-    """YAML that the wheel carries names this package, by its public names, and Lightning. Keys and constructor
-    arguments are the same sets, so that every knob can be overridden and none is invented."""
+    """YAML that the wheel carries names this package alone, by its public names. Keys and constructor arguments are
+    the same sets, so that every knob can be overridden and none is invented."""
     module, _, name = node["_target_"].rpartition(".")
     known = set(inspect.signature(hydra.utils.get_object(node["_target_"])).parameters)
-    if module == "lightning_stocache":
-        assert name in lightning_stocache.__all__
-        assert arguments(node) == known
-    else:  # Lightning's own classes: the keys that matter here
-        assert module.startswith("lightning.pytorch")
-        assert arguments(node) <= known
+    assert module == "lightning_stocache"
+    assert name in lightning_stocache.__all__
+    assert arguments(node) == known
 
 
 @pytest.mark.parametrize(("path", "node"), leaves(OWN))
 def test_example_keys_are_the_functions(path, node):
-    """The example's YAML names exactly the arguments of its modules; its DataModule inherits the shipped leaf."""
+    """The example's YAML names exactly the arguments of its modules, and of Lightning's classes those that matter
+    here; its DataModule inherits the shipped leaf."""
     parameters = inspect.signature(hydra.utils.get_object(node["_target_"])).parameters
-    if any(parameter.kind is parameter.VAR_KEYWORD for parameter in parameters.values()):
+    if node["_target_"].startswith("lightning.pytorch"):
+        assert arguments(node) <= set(parameters)
+    elif any(parameter.kind is parameter.VAR_KEYWORD for parameter in parameters.values()):
         inherited = set(inspect.signature(lightning_stocache.StocacheDataModule).parameters)
         assert arguments(node) - {"defaults"} <= {*parameters, *inherited}
     else:
@@ -199,7 +200,9 @@ def test_the_model_is_asked_for():
         composed("train")
 
 
-@pytest.mark.parametrize("experiment", [path.stem for path in (ROOT / "configs" / "experiment").glob("*.yaml")])
+@pytest.mark.parametrize(
+    "experiment", [path.stem for path in (ROOT / "examples" / "configs" / "experiment").glob("*.yaml")]
+)
 def test_experiments_compose(experiment):
     """Each experiment changes the config."""
     assert composed("train", "model=boring", f"experiment={experiment}") != composed("train", "model=boring")
@@ -260,10 +263,7 @@ def test_the_example_primary_is_the_packages():
     import train  # noqa: F401  stores its primary config
 
     ours = composed("photos")
-    theirs = composed(
-        "train", f"hydra.searchpath=[file://{ROOT / 'examples' / 'configs'}]", "data=photos", "model=conv"
-    )
-    assert ours == theirs
+    assert ours == composed("train", "data=photos", "model=conv")
 
 
 def test_the_example_instantiates(tmp_path):

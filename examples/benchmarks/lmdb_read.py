@@ -41,7 +41,8 @@ from torchvision.datasets import ImageFolder
 from torchvision.transforms import v2
 
 import photos
-from lightning_stocache import CachedDataset, CachedLoader, LMDBSource, pack
+from lightning_stocache import CachedDataset, CachedLoader, LMDBSource
+from lightning_stocache.source.pack import pack
 
 SMALL = v2.Compose([v2.PILToTensor(), v2.Resize(96, antialias=True)])
 CACHED, BARE, LSUN, EFFICIENT, MONAI = (

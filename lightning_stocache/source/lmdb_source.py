@@ -59,7 +59,8 @@ class LMDBSource(Dataset[Any]):
 
     Example:
         >>> import tempfile
-        >>> from lightning_stocache import LMDBSource, pack
+        >>> from lightning_stocache import LMDBSource
+        >>> from lightning_stocache.source.pack import pack
         >>> path = tempfile.mkdtemp() + "/numbers.lmdb"
         >>> pack([(torch.tensor([float(number)]), number) for number in range(5)], path)
         5

@@ -18,10 +18,11 @@ import torch
 from PIL import Image
 from torch.utils.data import StackDataset, Subset
 
-from lightning_stocache import CachedDataset, CachedLoader, LMDBSource, pack
+from lightning_stocache import CachedDataset, CachedLoader, LMDBSource
 from lightning_stocache.source.access import batch_reader
 from lightning_stocache.source.encoded import access_to
 from lightning_stocache.source.lmdb_file import MANIFEST_KEY, LMDBError, PackManifest, key_of
+from lightning_stocache.source.pack import pack
 from lightning_stocache.source.random_split import split
 from lightning_stocache.source.samples import bits
 from tests.logs import Log

@@ -20,11 +20,11 @@ from torchvision.datasets import ImageFolder
 from torchvision.io import read_image
 from torchvision.transforms import v2
 
-from lightning_stocache import LMDBSource, pack
+from lightning_stocache import LMDBSource
 from lightning_stocache.source import lmdb_writer
 from lightning_stocache.source import pack as packing
 from lightning_stocache.source.lmdb_file import LMDBError
-from lightning_stocache.source.pack import PackError
+from lightning_stocache.source.pack import PackError, pack
 from lightning_stocache.source.samples import bits
 from tests.processes import Child, call, wait_until, without_room
 from tests.sources import Made, write_photos

@@ -10,7 +10,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from hydra import compose, initialize_config_module
+from hydra import compose, initialize_config_dir
 from hydra.core.global_hydra import GlobalHydra
 from hydra.core.hydra_config import HydraConfig
 from hydra.utils import instantiate
@@ -23,13 +23,15 @@ from tests.training.tiny import Model, make_trainer, plain_loader, source
 
 pytestmark = [pytest.mark.processes, pytest.mark.slow]
 
+CONFIGS = Path(__file__).parents[2] / "examples" / "configs"
+
 
 @pytest.fixture
 def leaf(tmp_path):
-    """The logger that a leaf of the shipped configs describes."""
+    """The logger that a leaf of the example's configs describes."""
 
     def made(name: str, *overrides: str) -> Any:
-        with initialize_config_module("lightning_stocache.configs", version_base="1.3"):
+        with initialize_config_dir(str(CONFIGS), version_base="1.3"):
             config = compose("logger/" + name, [*overrides], return_hydra_config=True)
         with open_dict(config):
             config.hydra.runtime.output_dir = str(tmp_path)
