@@ -13,41 +13,37 @@ import os
 import re
 import sys
 import warnings
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import ExitStack, contextmanager
 from pathlib import Path
 from tempfile import TemporaryDirectory
-from typing import TYPE_CHECKING, Any
-
-from lightning_stocache.housekeeping import clean, doctor, list_
-from lightning_stocache.terminal import add_png, numbers, one_line, progress, say
+from typing import TYPE_CHECKING, Any, TypeAlias
 
 if TYPE_CHECKING:
-    from lightning_stocache.insight.curves import Curves
+    from lightning_stocache.insight.measurement import Curves
     from lightning_stocache.insight.planner import Plan
+    from lightning_stocache.node.named import NamedSegment
 
 __all__ = ["COMMANDS", "main"]
 
-Action = Callable[[argparse.Namespace], None]
+Action: TypeAlias = Callable[[argparse.Namespace], None]
 _BESIDE = Path()  # the page: what report's --png is without a path
 
 
 def report(parser: argparse.ArgumentParser) -> Action:
     """Show what the cache gave: one HTML page of the runs in these folders."""
-    parser.add_argument(
-        "folders", metavar="RUN_DIR", nargs="+", type=Path, help="folder of a run, or one above several"
-    )
+    folders = "folder of a run, or one above several"
+    parser.add_argument("folders", metavar="RUN_DIR", nargs="+", type=Path, help=folders)
     parser.add_argument("--output", type=Path, default=Path("report.html"), help="the page (default: %(default)s)")
-    add_png(parser, _BESIDE, "the same panels as a picture, too; by default beside the page")
+    _add_png(parser, _BESIDE, "the same panels as a picture, too; by default beside the page")
 
     def run(arguments: argparse.Namespace) -> None:
         from lightning_stocache.insight.report import report
         from lightning_stocache.insight.runs import LogError
 
         png = arguments.output.with_suffix(".png") if arguments.png == _BESIDE else arguments.png
-        try:
+        with _refusing(parser, LogError, ModuleNotFoundError, OSError):
             left_out = report(arguments.folders, arguments.output, png)
-        except (LogError, ModuleNotFoundError, OSError) as error:
-            parser.exit(2, f"{parser.prog}: {error}\n")
         for sentence in left_out:
             sys.stderr.write(f"{parser.prog}: left out: {sentence}\n")
         for path in (arguments.output, png):
@@ -60,41 +56,27 @@ def report(parser: argparse.ArgumentParser) -> Action:
 def plan(parser: argparse.ArgumentParser) -> Action:
     """Say what a budget would give before it is paid, for your own data and model, by Hydra's configs."""
     _add_config(parser)
-    parser.add_argument("--workers", type=numbers, default=[], metavar="N,N,..", help="measure these num_workers, too")
-    parser.add_argument("--batch-sizes", type=numbers, default=[], metavar="N,N,..", help="and these batch sizes")
+    parser.add_argument("--workers", type=_numbers, default=[], metavar="N,N,..", help="measure these num_workers, too")
+    parser.add_argument("--batch-sizes", type=_numbers, default=[], metavar="N,N,..", help="and these batch sizes")
     threads = "threads of torch, if not those that the app beside your configs sets (torch.set_num_threads)"
     parser.add_argument("--threads", type=int, metavar="N", help=threads)
     parser.add_argument("--json", action="store_true", help="plain values instead of the table")
     drawn = "seconds per epoch over the budget, and the curves, as a picture; by default plan.png"
-    add_png(parser, Path("plan.png"), drawn)
+    _add_png(parser, Path("plan.png"), drawn)
 
     def run(arguments: argparse.Namespace) -> None:
-        import torch
+        from lightning_stocache.insight.plan_table import as_json, as_text, curves_as_text, save
 
-        from lightning_stocache.insight.curves import as_text as curves_as_text
-        from lightning_stocache.insight.plan_table import as_json, as_text, save
-
-        before = torch.get_num_threads()
-        logging.disable(logging.WARNING)
-        ours, heard = logging.getLogger("lightning_stocache"), logging.NullHandler()
-        ours.addHandler(heard)  # without one, the caches of the measurements are told of on stderr
-        try:
-            with warnings.catch_warnings(), TemporaryDirectory() as folder:
-                warnings.simplefilter("ignore")  # Lightning's advice is about training, of which this is none
+        with _refusing(parser, Exception):  # configs, data and model are the user's, and may raise anything
+            with _measuring() as folder:
                 made, curves = _planned(arguments, folder)
             if arguments.json:
-                say(as_json(made, curves))
+                _say(as_json(made, curves))
             else:  # the last line stays the plan's, for the config
-                say(("" if curves is None else curves_as_text(curves) + "\n\n") + as_text(made))
+                _say(("" if curves is None else curves_as_text(curves) + "\n\n") + as_text(made))
             if arguments.png is not None:
                 save(made, arguments.png, curves)
                 sys.stderr.write(f"{arguments.png}\n")
-        except Exception as error:  # configs, data and model are the user's, and may raise anything
-            parser.exit(2, f"{parser.prog}: {one_line(error)}\n")
-        finally:
-            torch.set_num_threads(before)
-            logging.disable(logging.NOTSET)
-            ours.removeHandler(heard)
 
     return run
 
@@ -116,17 +98,115 @@ def pack(parser: argparse.ArgumentParser) -> Action:
 
         chosen = {name: getattr(arguments, name) for name in ("encoded", "workers", "fingerprint", "allow_random")}
         try:
-            with TemporaryDirectory() as folder:
-                source = source_in(_instantiated(arguments, folder))
-            written = pack(source, arguments.path, progress=True, **chosen)
+            with _refusing(parser, Exception):  # configs and data are the user's, and may raise anything
+                with TemporaryDirectory() as folder:
+                    source = source_in(_instantiated(_composed(arguments, folder), arguments.source))
+                written = pack(source, arguments.path, progress=True, **chosen)
         except KeyboardInterrupt:
             parser.exit(130, f"{parser.prog}: stopped; the same command goes on where it was\n")
-        except Exception as error:  # configs and data are the user's, and may raise anything
-            parser.exit(2, f"{parser.prog}: {one_line(error)}\n")
         size = arguments.path.stat().st_size
-        say(f"{arguments.path}: {len(source):,} samples, {written:,} of them now, {size:,} bytes")
+        _say(f"{arguments.path}: {len(source):,} samples, {written:,} of them now, {size:,} bytes")
 
     return run
+
+
+def doctor(parser: argparse.ArgumentParser) -> Action:
+    """Say what this machine allows a cache, who holds memory, and how to mend what is wrong."""
+    held = "a directory on a disk that is to hold caches; may be given several times"
+    parser.add_argument("--dir", metavar="DIR", action="append", default=[], help=held)
+
+    def run(arguments: argparse.Namespace) -> None:
+        from lightning_stocache.insight.doctor import as_text, examine
+
+        with _refusing(parser, OSError):
+            _say(as_text(examine(directories=arguments.dir)))
+
+    return run
+
+
+def list_(parser: argparse.ArgumentParser) -> Action:
+    """Show the named caches of this user on this node, by job."""
+    shown = "a directory whose caches are shown, too; may be given several times"
+    parser.add_argument("--dir", metavar="DIR", action="append", default=[], help=shown)
+
+    def run(arguments: argparse.Namespace) -> None:
+        from lightning_stocache.insight.inventory import named_lines
+        from lightning_stocache.node.header import printable
+
+        for directory in (None, *arguments.dir):
+            if directory is not None:
+                _say(f"\nin {printable(directory)}")
+            for line in named_lines(_named(parser, directory), directory):
+                _say(line)
+
+    return run
+
+
+def clean(parser: argparse.ArgumentParser) -> Action:
+    """Remove named caches that no process uses."""
+    parser.add_argument("name", metavar="NAME", nargs="?", help="only this one, or those of the job of this name")
+    parser.add_argument("--dir", metavar="DIR", help="a directory on a disk, whose caches are meant; else in memory")
+    parser.add_argument("--yes", action="store_true", help="do not ask")
+
+    def run(arguments: argparse.Namespace) -> None:
+        from lightning_stocache.insight.columns import wrapped
+        from lightning_stocache.insight.inventory import count, describe, of_job
+        from lightning_stocache.node.named import clean, is_foreign
+
+        known = _named(parser, arguments.dir)
+        if arguments.name is not None:
+            known = of_job(arguments.name, known)
+        dead = [cache for cache in known if not cache.in_use]
+        if arguments.name is not None and not dead:
+            why = "is in use" if known else "does not exist"
+            if is_foreign(arguments.name, arguments.dir):
+                why = "is none: what lies under its name is no segment of this user, and stays as it is"
+            parser.exit(2, f"{parser.prog}: the cache {arguments.name!r} {why}; python -m lightning_stocache list\n")
+        for cache in known:
+            for line in wrapped(f"{'stays, ' if cache.in_use else ''}{describe(cache)}"):
+                _say(line)
+        if dead and not arguments.yes and not _yes(f"remove {count(dead)}? [y/N] "):
+            _say("nothing removed; --yes removes without asking")
+            return
+        shown = [cache.name for cache in dead]  # what has come since was not
+        removed = [gone for cache in shown for gone in clean(cache, arguments.dir)]
+        _say(f"removed {count(removed)}" if dead else "nothing to remove")
+
+    return run
+
+
+COMMANDS: tuple[Callable[[argparse.ArgumentParser], Action], ...] = (plan, doctor, report, list_, clean, pack)
+
+
+def main(arguments: Sequence[str] | None = None) -> None:
+    """Run a command.
+
+    Args:
+        arguments: the command line, without the program's name; None: that of this process.
+
+    Raises:
+        SystemExit: with code 2, for arguments or input that are no good.
+    """
+    import lightning_stocache
+
+    about = "Stochastic caching for PyTorch Lightning."
+    parser = argparse.ArgumentParser(prog="python -m lightning_stocache", description=about)
+    parser.add_argument("--version", action="version", version=f"lightning-stocache {lightning_stocache.__version__}")
+    commands = parser.add_subparsers(metavar="COMMAND", required=True)
+    for command in COMMANDS:
+        text = command.__doc__ or ""
+        subparser = commands.add_parser(command.__name__.rstrip("_"), help=text, description=text)
+        subparser.set_defaults(run=command(subparser))
+    chosen, rest = parser.parse_known_args(arguments)
+    if rest and (not hasattr(chosen, "overrides") or any(argument.startswith("-") for argument in rest)):
+        parser.error(f"unrecognized arguments: {' '.join(rest)}")
+    if rest:  # overrides that stand between options
+        chosen.overrides += rest
+    try:
+        chosen.run(chosen)
+        sys.stdout.flush()
+    except BrokenPipeError:  # of `... | head`: what is left goes nowhere, and at exit without a word
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
 
 
 def _add_config(parser: argparse.ArgumentParser) -> None:
@@ -135,16 +215,93 @@ def _add_config(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--config-name", help="your primary config there (default: this package's `train`)")
 
 
-def _instantiated(arguments: argparse.Namespace, folder: str) -> Any:
-    """What the config has under the key that was asked for."""
-    from hydra.utils import instantiate
-    from omegaconf import OmegaConf
+def _add_png(parser: argparse.ArgumentParser, default: Path, what: str) -> None:
+    def path(text: str) -> Path:
+        if not text.endswith(".png"):  # a folder or an override that stands behind --png
+            raise argparse.ArgumentTypeError(f"a path that ends in .png, or none, got {text}; write --png last")
+        return Path(text)
 
-    from lightning_stocache.insight.measurement import PlanError
+    parser.add_argument("--png", type=path, nargs="?", const=default, help=f"{what} (needs matplotlib)")
 
-    if (node := OmegaConf.select(_composed(arguments, folder), arguments.source)) is None:
-        raise PlanError(f"the config has no `{arguments.source}`; data=photos --config-dir examples/configs gives one")
-    return instantiate(node)
+
+def _numbers(text: str) -> list[int]:
+    if not re.fullmatch(r"\d{1,6}(,\d{1,6})*", text):
+        raise argparse.ArgumentTypeError(f"whole numbers with commas between them, as 0,1,2,4, got {text}")
+    return [int(word) for word in text.split(",")]
+
+
+@contextmanager
+def _refusing(parser: argparse.ArgumentParser, *kinds: type[Exception]) -> Iterator[None]:
+    """End the program with one sentence where such an error comes."""
+    try:
+        yield
+    except kinds as error:
+        parser.exit(2, f"{parser.prog}: {_one_line(error)}\n")
+
+
+def _one_line(error: Exception) -> str:
+    """The words of an exception; of Hydra's those about the key, or what the user's own constructor raised."""
+    key = ""
+    while type(error).__name__ == "InstantiationException":
+        key = key or str(error).partition("full_key: ")[2].strip()
+        if not isinstance(error.__cause__, Exception):
+            break
+        error = error.__cause__
+    package = type(error).__module__.partition(".")[0]
+    lines = [line.strip() for line in str(error).splitlines() if line.strip()]
+    if package in ("hydra", "omegaconf"):
+        about_classes = re.compile(r"(full_key|object_type|reference_type)[:=]")
+        lines = [line.partition(", set env var")[0] for line in lines if not about_classes.match(line)]
+    ours = package in ("hydra", "omegaconf", "lightning_stocache") or isinstance(error, ModuleNotFoundError)
+    return (
+        (f"{key}: " if key else "") + ("" if ours else f"{type(error).__name__}: ") + " ".join(" ".join(lines).split())
+    )
+
+
+def _say(line: str) -> None:
+    """Write a line, and what the terminal's encoding has not as escapes."""
+    encoding = sys.stdout.encoding or "utf-8"
+    sys.stdout.write(line.encode(encoding, "backslashreplace").decode(encoding) + "\n")
+
+
+def _yes(question: str) -> bool:
+    """Ask. A script that gives no answer has not said yes."""
+    sys.stdout.write(question)
+    sys.stdout.flush()
+    try:
+        answer = sys.stdin.readline() if sys.stdin else ""
+    except (KeyboardInterrupt, UnicodeDecodeError):
+        answer = ""
+    return answer.strip().lower() in ("y", "yes")
+
+
+def _named(parser: argparse.ArgumentParser, directory: str | None) -> Sequence[NamedSegment]:
+    if sys.platform == "win32":
+        parser.exit(2, f"{parser.prog}: Windows has no named caches\n")
+    from lightning_stocache.cache.layout import contents_of
+    from lightning_stocache.node.header import printable
+    from lightning_stocache.node.named import named_segments
+
+    if directory is not None and not os.path.isdir(directory):
+        parser.exit(2, f"{parser.prog}: --dir {printable(directory)} is not a directory\n")
+    return named_segments(contents_of, directory)
+
+
+@contextmanager
+def _measuring() -> Iterator[str]:
+    """A folder for what a Trainer leaves, without the words of Lightning and of our caches; torch's threads stay."""
+    import torch
+
+    before, ours, silent = torch.get_num_threads(), logging.getLogger("lightning_stocache"), logging.NullHandler()
+    with ExitStack() as undone:
+        undone.callback(torch.set_num_threads, before)
+        undone.callback(logging.disable, logging.NOTSET)
+        undone.callback(ours.removeHandler, silent)
+        logging.disable(logging.WARNING)
+        ours.addHandler(silent)  # without one, the caches of the measurements are told of on stderr
+        undone.enter_context(warnings.catch_warnings())
+        warnings.simplefilter("ignore")  # Lightning's advice is about training, of which this is none
+        yield undone.enter_context(TemporaryDirectory())
 
 
 def _planned(arguments: argparse.Namespace, folder: str) -> tuple[Plan, Curves | None]:
@@ -153,42 +310,24 @@ def _planned(arguments: argparse.Namespace, folder: str) -> tuple[Plan, Curves |
     from hydra.utils import instantiate
     from omegaconf import OmegaConf
 
-    from lightning_stocache.insight.curves import check_numbers, measure_curves
-    from lightning_stocache.insight.measurement import PlanError, cached_bytes, measure
+    from lightning_stocache.insight.measurement import cached_bytes, measure, measure_curves
     from lightning_stocache.insight.planner import Job, plan
-    from lightning_stocache.node.free import FreeMemory
-    from lightning_stocache.training.plan_inputs import (
-        ARGUMENTS,
-        app_threads,
-        datamodule_of,
-        measure_step,
-        training_data,
-        world,
-    )
+    from lightning_stocache.training import plan_inputs
 
-    asked = arguments.workers, arguments.batch_sizes
-    check_numbers(*asked)
     config = _composed(arguments, folder)
-    if config.get("data") is None:
-        raise PlanError("the config has no `data`; give yours, for instance data=photos --config-dir examples/configs")
-    if arguments.threads is not None:
-        threads_from = "--threads"
-        torch.set_num_threads(arguments.threads)
-    elif arguments.config_dir is not None and (read := app_threads(arguments.config_dir.resolve().parent, config)):
-        threads_from = f"as {read[1]} sets them"
-        torch.set_num_threads(read[0])
-    else:
-        threads_from = "torch's default; --threads if your app sets others"
+    threads, threads_from = arguments.threads, "--threads"
+    if threads is None:
+        threads, threads_from = _app_threads(arguments, config)
+    torch.set_num_threads(threads or torch.get_num_threads())
+    datamodule = plan_inputs.datamodule_of(_instantiated(config, "data"))
+    data = plan_inputs.training_data(datamodule)
     trainer = dict(config.get("trainer") or {})
-    datamodule = datamodule_of(instantiate(config.data))
-    data = training_data(datamodule)
-    nodes, ranks = world(trainer)
-    paces = measure(data, ranks=ranks)
-    step = None
+    nodes, ranks = plan_inputs.world(trainer)
+    paces, step = measure(data, ranks=ranks), None
     if config.get("model") is not None:
         base = {"_target_": "lightning.pytorch.Trainer"}
-        made = instantiate(OmegaConf.merge(base, trainer, ARGUMENTS, {"default_root_dir": folder}))
-        step = measure_step(made, instantiate(config.model), datamodule, data)
+        made = instantiate(OmegaConf.merge(base, trainer, plan_inputs.ARGUMENTS, {"default_root_dir": folder}))
+        step = plan_inputs.measure_step(made, instantiate(config.model), datamodule, data)
     job = Job(
         samples=len(data.source),  # type: ignore[arg-type]
         batch_size=data.batch_size,
@@ -198,12 +337,47 @@ def _planned(arguments: argparse.Namespace, folder: str) -> tuple[Plan, Curves |
         mode=data.mode,
         other_bytes=sum(map(cached_bytes, data.others)),
         safe_bytes=data.safe_bytes(paces.codec.nbytes if paces.codec is not None else 0, ranks),
-        free_bytes=FreeMemory.measure(None).bytes,
-        threads=torch.get_num_threads(),
-        threads_from=threads_from,
+        threads=f"threads={torch.get_num_threads()} ({threads_from})",
     )
-    curves = measure_curves(data, *asked, progress=progress) if any(asked) else None
+    if not (arguments.workers or arguments.batch_sizes):
+        return plan(job, paces, step), None
+    curves = measure_curves(
+        data, arguments.workers, arguments.batch_sizes, progress=lambda words: sys.stderr.write(f"{words}\n")
+    )
     return plan(job, paces, step), curves
+
+
+def _app_threads(arguments: argparse.Namespace, config: Any) -> tuple[int | None, str]:
+    """The number that the Hydra app beside the configs gives `torch.set_num_threads`, and who says so.
+
+    It is a number there, or a value of the config (`config.threads`); of several that differ none is taken.
+    """
+    from omegaconf import OmegaConf
+
+    found: dict[int, str] = {}
+    for path in sorted(arguments.config_dir.resolve().parent.glob("*.py")) if arguments.config_dir else ():
+        text = path.read_text(errors="replace")
+        for given in re.findall(r"^\s*torch\.set_num_threads\(([\w.]+)\)", text, re.MULTILINE):
+            threads = int(given) if given.isdigit() else OmegaConf.select(config, given.partition(".")[2])
+            if "hydra.main" in text and type(threads) is int:
+                found.setdefault(threads, f"as {path.name} sets them")
+    return found.popitem() if len(found) == 1 else (None, "torch's default; --threads if your app sets others")
+
+
+def _instantiated(config: Any, key: str) -> Any:
+    """What the config has under a key.
+
+    Raises:
+        PlanError: it has nothing there.
+    """
+    from hydra.utils import instantiate
+    from omegaconf import OmegaConf
+
+    from lightning_stocache.insight.measurement import PlanError
+
+    if (node := OmegaConf.select(config, key)) is None:
+        raise PlanError(f"the config has no `{key}`; data=photos --config-dir examples/configs gives one")
+    return instantiate(node)
 
 
 def _composed(arguments: argparse.Namespace, folder: str) -> Any:
@@ -237,38 +411,6 @@ def _composed(arguments: argparse.Namespace, folder: str) -> Any:
         HydraConfig.instance().set_config(config)
         del config["hydra"]
     return config
-
-
-COMMANDS: tuple[Callable[[argparse.ArgumentParser], Action], ...] = (report, plan, pack, doctor, list_, clean)
-
-
-def main(arguments: Sequence[str] | None = None) -> None:
-    """Run a command.
-
-    Args:
-        arguments: The command line, without the program's name; None: that of this process.
-
-    Raises:
-        SystemExit: With code 2, for arguments or input that are no good.
-    """
-    parser = argparse.ArgumentParser(
-        prog="python -m lightning_stocache", description="Stochastic caching for PyTorch Lightning."
-    )
-    commands = parser.add_subparsers(metavar="COMMAND", required=True)
-    for command in COMMANDS:
-        text = command.__doc__ or ""
-        subparser = commands.add_parser(command.__name__.rstrip("_"), help=text, description=text)
-        subparser.set_defaults(run=command(subparser))
-    chosen, rest = parser.parse_known_args(arguments)
-    if rest and (not hasattr(chosen, "overrides") or any(argument.startswith("-") for argument in rest)):
-        parser.error(f"unrecognized arguments: {' '.join(rest)}")
-    if rest:  # overrides that stand between options
-        chosen.overrides += rest
-    try:
-        chosen.run(chosen)
-        sys.stdout.flush()
-    except BrokenPipeError:  # of `... | head`: what is left goes nowhere, and at exit without a word
-        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
 
 
 if __name__ == "__main__":

@@ -1,10 +1,11 @@
-"""Tables for people: rows of words, whose columns stand one below the other."""
+"""Text for people: rows of words whose columns stand one below the other, and lines of at most 80 characters."""
 
 from __future__ import annotations
 
 from collections.abc import Sequence
+from textwrap import wrap
 
-__all__ = ["aligned"]
+__all__ = ["aligned", "wrapped"]
 
 
 def aligned(rows: Sequence[Sequence[str]], left: int = 0) -> list[str]:
@@ -27,3 +28,12 @@ def aligned(rows: Sequence[Sequence[str]], left: int = 0) -> list[str]:
         numbers = map(str.rjust, row[left:], widths[left:])
         lines.append("  ".join([*names, *numbers]).rstrip())
     return lines
+
+
+def wrapped(text: str, indent: int = 0) -> list[str]:
+    """A sentence as lines of 80 columns, all but the first four further to the right.
+
+    Options of commands are not cut at their hyphens.
+    """
+    first, later = " " * indent, " " * (indent + 4)
+    return wrap(text, 80, initial_indent=first, subsequent_indent=later, break_on_hyphens=False)

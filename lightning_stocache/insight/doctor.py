@@ -7,7 +7,6 @@ It changes nothing. What cannot be known here (no /proc, no cgroup: macOS) is a 
 
 from __future__ import annotations
 
-import multiprocessing
 import os
 import platform
 import shlex
@@ -16,7 +15,7 @@ import sys
 from collections.abc import Iterator, Sequence
 from importlib import metadata
 from pathlib import Path
-from typing import Any, NamedTuple, cast
+from typing import NamedTuple, cast
 
 import torch
 from packaging.requirements import Requirement
@@ -24,6 +23,7 @@ from packaging.requirements import Requirement
 from lightning_stocache.cache.checksums import checksum
 from lightning_stocache.cache.layout import contents_of
 from lightning_stocache.cache.rows import SampleSpec
+from lightning_stocache.insight.columns import wrapped
 from lightning_stocache.insight.inventory import count, held_lines
 from lightning_stocache.node.budget import Budget, format_bytes
 from lightning_stocache.node.disk import check_directory
@@ -37,10 +37,15 @@ __all__ = ["Finding", "as_text", "examine", "shared_memory"]
 
 _DOCKER = 64 * 2**20  # bytes of /dev/shm in a container that was not told otherwise
 _PACKAGES = (
-    *("torch", "torchvision", "numpy", "lightning", "pytorch-lightning", "hydra-core"),
-    *("matplotlib", "tensorboard"),
+    "torch",
+    "torchvision",
+    "numpy",
+    "lightning",
+    "pytorch-lightning",
+    "hydra-core",
+    "matplotlib",
+    "tensorboard",
 )
-_HOST_PIDS = "pid:[4026531836]"  # PROC_PID_INIT_INO: the machine's own namespace has this number on every Linux
 
 
 class Finding(NamedTuple):
@@ -63,13 +68,20 @@ def examine(root: Path = Path("/"), directories: Sequence[str] = ()) -> list[Fin
     """
     if sys.platform == "win32":
         raise OSError("Windows has no memory that a cache could share between processes: samples pass through uncached")
-    free = FreeMemory.measure(memory_directory(), root)
-    machine = [*_memory(free, root), *_backends(), *(_disk(directory) for directory in directories)]
-    return [_verdict(), *machine, *_caches(root), *_processes(root), *_versions()]
+    return [
+        _verdict(),
+        *_memory(root),
+        _backend("tmpfile"),
+        _backend("memfd"),
+        *map(_disk, directories),
+        _named(),
+        *(Finding("held", line) for line in held_lines(root)),
+        *_versions(),
+    ]
 
 
 def as_text(findings: Sequence[Finding]) -> str:
-    """The findings for people: the verdict, what is to be mended, and the rest topic by topic.
+    """The findings for people, in 80 columns: the verdict, what is to be mended, and the rest topic by topic.
 
     Example:
         >>> print(as_text([Finding("a cache", "may take 1 GiB."), Finding("RAM", "2 GiB."), Finding("x", "bad.", "y")]))
@@ -84,11 +96,12 @@ def as_text(findings: Sequence[Finding]) -> str:
     """
     verdict, *rest = findings
     to_mend = [finding for finding in rest if finding.fix]
-    lines = [f"{verdict.topic} {verdict.words}", "", f"{len(to_mend) or 'nothing'} to mend"]
+    lines = [*wrapped(f"{verdict.topic} {verdict.words}"), "", f"{len(to_mend) or 'nothing'} to mend"]
     for finding in to_mend:
-        lines += [f"  {finding.topic}: {finding.words}", f"      fix: {finding.fix}"]
+        lines += [*wrapped(f"{finding.topic}: {finding.words}", 2), *wrapped(f"fix: {finding.fix}", 6)]
     lines += ["", "details"]
-    lines += [f"  {finding.topic}: {finding.words}" for finding in rest if not finding.fix]
+    for finding in rest:
+        lines += [] if finding.fix else wrapped(f"{finding.topic}: {finding.words}", 2)
     return "\n".join(lines)
 
 
@@ -105,21 +118,22 @@ def shared_memory(size: int, free: int, ram: int | None) -> Finding:
         64 MiB, of which 64 MiB free. That is Docker's default.
     """
     words = f"{format_bytes(size)}, of which {format_bytes(free)} free." if size else "without a limit of its own."
-    wanted = f"{max((ram or 2**34) // 2**31, 1)}"  # GiB: half of the memory, as Linux gives outside of containers
+    wanted = max((ram or 2**34) // 2**31, 1)  # GiB: half of the memory, as Linux gives outside of containers
     container = (
         f"docker run --shm-size={wanted}g ...; Kubernetes: volumes: [{{name: shm, emptyDir: {{medium: Memory, "
         f"sizeLimit: {wanted}Gi}}}}] and volumeMounts: [{{name: shm, mountPath: /dev/shm}}]. "
         "Until then caches take a memfd, which only RAM and the cgroup limit, but workers' batches need /dev/shm"
     )
+    fix = ""
     if size == _DOCKER:
-        return Finding("/dev/shm", f"{words} That is Docker's default.", container)
-    if size and ram is not None and size < ram // 10:
+        words, fix = f"{words} That is Docker's default.", container
+    elif size and ram is not None and size < ram // 10:
+        words = f"{words} That is little beside {format_bytes(ram)} of RAM."
         fix = f"mount -o remount,size={wanted}G /dev/shm (as root); in a container: {container}"
-        return Finding("/dev/shm", f"{words} That is little beside {format_bytes(ram)} of RAM.", fix)
-    if size and free < size // 10:
+    elif size and free < size // 10:
+        words = f"{words} It is nearly full."
         fix = "see below who holds it; python -m lightning_stocache clean removes named caches that nobody uses"
-        return Finding("/dev/shm", f"{words} It is nearly full.", fix)
-    return Finding("/dev/shm", words)
+    return Finding("/dev/shm", words, fix)
 
 
 def _verdict() -> Finding:
@@ -128,8 +142,7 @@ def _verdict() -> Finding:
     free = FreeMemory.measure(None if backend == "memfd" else memory_directory())
     words = f"may take {format_bytes(size)} here, limited by {free.limited_by}; what its loader needs comes off that."
     if backend == "memfd":
-        named, _ = _granted("tmpfile")
-        directory = memory_directory()
+        directory, (named, _) = memory_directory(), _granted("tmpfile")
         words += (
             f" It lies in a memfd, because {directory} has less room; one with a name lies in {directory}, and may "
             f"take {format_bytes(named)}."
@@ -139,14 +152,14 @@ def _verdict() -> Finding:
 
 def _granted(choice: BackendChoice) -> tuple[int, Backend | None]:
     """What is granted to a dataset that is larger than any memory, and where it would lie."""
-    endless = CacheRequest(cast(Any, range(2**48)))
+    endless = CacheRequest(cast(torch.utils.data.Dataset[object], range(2**48)))
     sample = SampleSpec.infer(torch.zeros(1023, dtype=torch.uint8))
     plan = allocate([endless], [sample], {endless.pot: Budget.parse("auto")}, ranks=1, choice=choice)
     return plan.granted[0], plan.backend
 
 
-def _memory(free: FreeMemory, root: Path) -> Iterator[Finding]:
-    ram = _meminfo(root, "MemTotal")
+def _memory(root: Path) -> Iterator[Finding]:
+    free, ram = FreeMemory.measure(memory_directory(), root), _ram(root)
     if os.path.isdir("/dev/shm"):
         stats = os.statvfs("/dev/shm")
         yield shared_memory(stats.f_frsize * stats.f_blocks, stats.f_frsize * stats.f_bavail, ram)
@@ -156,131 +169,85 @@ def _memory(free: FreeMemory, root: Path) -> Iterator[Finding]:
     yield Finding("RAM", f"{_size(ram)}, of which {_size(free.available)} available.")
     if free.cgroup is None:
         yield Finding("cgroup", "no memory limit.")
-    else:
-        room = f"limit {_size(free.cgroup_limit)}, of which {_size(free.cgroup)} may still be taken"
-        short = free.available is not None and free.cgroup < free.available // 10
-        fix = "docker run --memory=...; Kubernetes: resources.limits.memory; Slurm: --mem=..." if short else ""
-        yield Finding("cgroup", f"{room}; above it the kernel kills.", fix)
+        return
+    room = f"limit {_size(free.cgroup_limit)}, of which {_size(free.cgroup)} may still be taken"
+    short = free.available is not None and free.cgroup < free.available // 10
+    fix = "docker run --memory=...; Kubernetes: resources.limits.memory; Slurm: --mem=..." if short else ""
+    yield Finding("cgroup", f"{room}; above it the kernel kills.", fix)
 
 
-def _backends() -> Iterator[Finding]:
-    """Try each kind of segment with one page."""
-    kinds: tuple[Backend, ...] = ("tmpfile", "memfd")
-    for kind in kinds:
-        try:
-            file, path = make_file(kind)
-        except OSError as error:
-            yield Finding(kind, f"cannot be made ({error}); a named file is taken instead.")
-            continue
+def _backend(kind: Backend) -> Finding:
+    """Try a kind of segment with one page."""
+    try:
+        file, path = make_file(kind)
+    except OSError as error:
+        return Finding(kind, f"cannot be made ({error}); a named file is taken instead.")
+    try:
+        reserve(file, 0, 4096)
+    except OSError as error:
+        fix = "free memory, see below who holds it"
+        return Finding(kind, f"has no room for a single page ({error.strerror}).", fix)
+    finally:
+        os.close(file)
         if path is not None:  # macOS
-            os.close(file)
             os.unlink(path)
-            yield Finding(kind, "there is none here; a named file is taken instead.")
-            continue
-        try:
-            reserve(file, 0, 4096)
-            yield Finding(kind, "works.")
-        except OSError as error:
-            yield Finding(
-                kind, f"has no room for a single page ({error.strerror}).", "free memory, see below who holds it"
-            )
-        finally:
-            os.close(file)
+    return Finding(kind, "works." if path is None else "there is none here; a named file is taken instead.")
+
+
+def _named() -> Finding:
+    """The caches that outlive their jobs."""
+    named = named_segments(contents_of)
+    unused = [segment for segment in named if not segment.in_use]
+    words = f"{count(named)}, {len(unused)} unused: python -m lightning_stocache list." if named else "none."
+    return Finding("named caches", words)
 
 
 def _disk(directory: str) -> Finding:
     """What to make of a directory that is to hold caches."""
+    topic = f"disk {directory}"
     if not os.path.isdir(directory):
-        return Finding(f"disk {directory}", "is no directory.", f"mkdir {shlex.quote(directory)}")
+        return Finding(topic, "is no directory.", f"mkdir {shlex.quote(directory)}")
     try:
         path = check_directory(directory)
         checksum()
-    except OSError as error:
-        return Finding(f"disk {directory}", "cannot hold a cache.", str(error))
-    except ImportError as error:
-        return Finding(f"disk {directory}", "cannot hold a cache yet.", str(error))
+    except (OSError, ImportError) as error:
+        return Finding(topic, "cannot hold a cache.", str(error))
     named = named_segments(contents_of, path)
-    words = (
-        f"{_size(shutil.disk_usage(path).free)} free; it holds {count(named)} with a name"
-        if named
-        else (f"{_size(shutil.disk_usage(path).free)} free")
-    )
-    return Finding(
-        f"disk {directory}", f"{words}. What the system keeps of it in its page cache is on top of all budgets."
-    )
-
-
-def _processes(root: Path) -> Iterator[Finding]:
-    method = multiprocessing.get_start_method(allow_none=True) or multiprocessing.get_all_start_methods()[0]
-    yield Finding("start method", f"{method}; caches reach workers under fork, spawn and forkserver alike.")
-    try:
-        namespace = os.readlink(root / "proc/self/ns/pid")
-    except OSError:
-        yield Finding("processes", "there is no /proc here: ranks attach to each other's caches by name.")
-    else:
-        owner = "the machine's own" if namespace == _HOST_PIDS else "that of a container"
-        words = (
-            f"{owner} ({namespace}); ranks of a node in different ones share by a named file, if they share /dev/shm."
-        )
-        yield Finding("pid namespace", words)
-    try:
-        text = (root / "sys/kernel/mm/transparent_hugepage/shmem_enabled").read_text()
-        memfd = text.partition("[")[2].partition("]")[0] or text.strip()
-    except OSError:
-        return
-    mounts = (line.split() for line in _lines(root / "proc/self/mounts") if " /dev/shm " in line)
-    options = [option for mount in mounts for option in mount[3].split(",")]
-    option = next((option[5:] for option in options if option.startswith("huge=")), "never")
-    yield Finding("huge pages", f"{option} for /dev/shm, {memfd} for memfds; either will do (0.06 s per GiB, once).")
-
-
-def _caches(root: Path) -> Iterator[Finding]:
-    """The caches that outlive their jobs, and which living processes hold memory."""
-    named = named_segments(contents_of)
-    unused = [segment for segment in named if not segment.in_use]
-    words = f"{count(named)}; nobody uses {count(unused)}. python -m lightning_stocache list tells more"
-    yield Finding("named caches", f"{words}." if named else "none.")
-    yield from (Finding("held", line) for line in held_lines(root))
+    words = f"{_size(shutil.disk_usage(path).free)} free" + (f"; it holds {count(named)} with a name" if named else "")
+    return Finding(topic, f"{words}. What the system keeps of it in its page cache is on top of all budgets.")
 
 
 def _versions() -> Iterator[Finding]:
     """What is installed of the packages that matter, beside what this package's metadata allows."""
-    yield Finding("Python", platform.python_version())
     try:
         requirements = [Requirement(line) for line in metadata.requires("lightning-stocache") or []]
     except metadata.PackageNotFoundError:  # run from a checkout that is not installed
         requirements = []
-    allowed = {
-        requirement.name: requirement.specifier
-        for requirement in requirements
-        if requirement.marker is None or requirement.marker.evaluate({"extra": ""})  # what an extra needs is its own
-    }
+    # What an extra needs is its own.
+    needed = [each for each in requirements if each.marker is None or each.marker.evaluate({"extra": ""})]
+    allowed, found = {each.name: each.specifier for each in needed}, [f"Python {platform.python_version()}"]
     for name in _PACKAGES:
         try:
             installed = metadata.version(name)
         except metadata.PackageNotFoundError:
             continue
-        if name not in allowed or allowed[name].contains(installed, prereleases=True):
-            yield Finding(name, installed)
-        else:
-            yield Finding(name, f"{installed}, but {allowed[name]} is needed.", f'pip install "{name}{allowed[name]}"')
+        found.append(f"{name} {installed}")
+        if name in allowed and not allowed[name].contains(installed, prereleases=True):
+            fix = f'pip install "{name}{allowed[name]}"'
+            yield Finding(name, f"{installed}, but {allowed[name]} is needed.", fix)
+    yield Finding("versions", f"{', '.join(found)}.")
 
 
-def _meminfo(root: Path, key: str) -> int | None:
-    for line in _lines(root / "proc/meminfo"):
-        if line.startswith(f"{key}:"):
-            return int(line.split()[1]) * 1024
+def _ram(root: Path) -> int | None:
+    """Bytes of the machine's memory, if that can be known."""
+    try:
+        return int((root / "proc/meminfo").read_text().partition("MemTotal:")[2].split()[0]) * 1024
+    except (OSError, IndexError):
+        pass
     try:
         return os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
     except (ValueError, OSError):
         return None
-
-
-def _lines(path: Path) -> list[str]:
-    try:
-        return path.read_text(errors="replace").splitlines()
-    except OSError:
-        return []
 
 
 def _size(number: int | None) -> str:

@@ -1,7 +1,7 @@
 """The caches that lie in this machine's memory, told to people: by job, with who holds them.
 
 The doors give the caches of a job names of their own, `photos-train0` and `photos-val1` for `name="photos"`. Here they
-are put together again: one heading per job, one line per cache, and `of_job` knows which are meant by a job's name.
+are put together again: one heading per job, one entry per cache, and `of_job` knows which are meant by a job's name.
 """
 
 from __future__ import annotations
@@ -13,8 +13,10 @@ from collections.abc import Iterable, Iterator, Sequence
 from datetime import datetime
 from itertools import groupby
 from pathlib import Path
+from textwrap import shorten
 
 from lightning_stocache.cache.layout import Contents, contents_of
+from lightning_stocache.insight.columns import wrapped
 from lightning_stocache.node.budget import format_bytes
 from lightning_stocache.node.header import printable
 from lightning_stocache.node.named import NamedSegment, clean_command, segments_of_others
@@ -22,13 +24,12 @@ from lightning_stocache.node.open_files import Process, open_files
 
 __all__ = ["count", "describe", "held_lines", "named_lines", "of_job"]
 
-_PART = re.compile(r"(?P<job>.+)-(?:train|val|test|predict)[0-9]+")
 _PIDS = 8  # processes with one command line that are named
 
 
 def of_job(name: str, segments: Iterable[NamedSegment]) -> list[NamedSegment]:
     """The segments that a name means: the one that has it, and those of the job that was given it."""
-    return [segment for segment in segments if name in (segment.name, _job(segment.name))]
+    return [segment for segment in segments if name in (segment.name, _job(segment))]
 
 
 def count(segments: Sequence[NamedSegment]) -> str:
@@ -44,15 +45,20 @@ def named_lines(segments: Sequence[NamedSegment], directory: str | None = None) 
         segments: those in memory, or in a directory on a disk.
         directory: that; by default memory.
     """
-    users = _users()
-    for job, members in groupby(sorted(segments, key=lambda segment: (_job(segment.name), segment.name)), _job_of):
+    try:
+        users = {file.key: file.processes for file in open_files()[0]}
+    except OSError:  # there is no /proc
+        users = {}
+    for job, members in groupby(sorted(segments, key=lambda segment: (_job(segment), segment.name)), _job):
         caches = list(members)
-        indent = "" if [job] == [cache.name for cache in caches] else "    "
-        if indent:
+        alone = [job] == [cache.name for cache in caches]
+        if not alone:
             yield f"{job}: {count(caches)}"
-        yield from (f"{indent}{describe(cache, users.get(cache.key, ()))}" for cache in caches)
+        for cache in caches:
+            yield from wrapped(describe(cache, users.get(cache.key, ())), 0 if alone else 4)
     if unused := [segment for segment in segments if not segment.in_use]:
-        yield f"nobody uses {count(unused)}; {clean_command(directory=directory)} removes what nobody uses"
+        words = f"nobody uses {count(unused)}; {clean_command(directory=directory)} removes what nobody uses"
+        yield from wrapped(words)
     if not segments:
         where = "this machine's memory" if directory is None else printable(directory)
         yield f"no caches with a name lie in {where}"
@@ -90,12 +96,7 @@ def held_lines(root: Path = Path("/")) -> Iterator[str]:
 
 
 def describe(segment: NamedSegment, processes: Sequence[Process] = ()) -> str:
-    """A named cache in one line: its name, what it holds, how much memory, since when, and who uses it.
-
-    Args:
-        segment: the cache.
-        processes: those that have it open, as far as that can be seen.
-    """
+    """A named cache: its name, what it holds, how much memory, since when, and which processes use it."""
     manifest = segment.contents.manifest
     since = "" if manifest is None else f", since {datetime.fromtimestamp(manifest.created):%Y-%m-%d %H:%M}"
     user = "nobody" if not segment.in_use else _who(processes) or "a process that cannot be seen from here"
@@ -119,11 +120,9 @@ def _who(processes: Sequence[Process]) -> str:
     """Processes for people: the ids of those that were started alike, and how."""
     pids: dict[str, list[str]] = {}
     for process in processes:
-        pids.setdefault(process.command, []).append(str(process.pid))
-    return "; ".join(
-        f"{', '.join(alike[:_PIDS])}{f' and {len(alike) - _PIDS} more' if len(alike) > _PIDS else ''} ({command})"
-        for command, alike in pids.items()
-    )
+        pids.setdefault(shorten(process.command, 60, placeholder="..."), []).append(str(process.pid))
+    more = {command: f" and {len(ids) - _PIDS} more" if len(ids) > _PIDS else "" for command, ids in pids.items()}
+    return "; ".join(f"{', '.join(ids[:_PIDS])}{more[command]} ({command})" for command, ids in pids.items())
 
 
 def _user(uid: int) -> str:
@@ -136,18 +135,6 @@ def _user(uid: int) -> str:
         return f"uid {uid}"
 
 
-def _users() -> dict[tuple[int, int], tuple[Process, ...]]:
-    """Who has which file in memory open, as far as that can be seen."""
-    try:
-        return {file.key: file.processes for file in open_files()[0]}
-    except OSError:  # there is no /proc
-        return {}
-
-
-def _job(name: str) -> str:
-    part = _PART.fullmatch(name)
-    return name if part is None else part["job"]
-
-
-def _job_of(segment: NamedSegment) -> str:
-    return _job(segment.name)
+def _job(segment: NamedSegment) -> str:
+    part = re.fullmatch(r"(.+)-(?:train|val|test|predict)[0-9]+", segment.name)
+    return segment.name if part is None else part[1]

@@ -1,10 +1,10 @@
 """What `plan` measures of the training data: seconds a sample of the loader, uncached, with misses and with hits.
 
 The user's kind of loader, with its workers and its transport, runs over a few batches without a cache, over a few in
-which every sample is a miss that is stored, and over hits in a full cache. The three take turns in several rounds; the
-differences between rounds are the noise of the machine. A loader delivers in waves of one batch per worker. What counts
-begins after the first wave, when the workers are there. Samples of the source are new in each round as long as there
-are enough, so that a round does not find in the page cache what the round before has read.
+which every sample is a miss that is stored, and over hits in a full cache. All that is measured takes turns in three
+rounds; the differences between rounds are the noise of the machine. A loader delivers in waves of one batch per worker.
+What counts begins after the first wave, when the workers are there. Samples of the source are new in each round as long
+as there are enough, so that a round does not find in the page cache what the round before has read.
 """
 
 from __future__ import annotations
@@ -37,10 +37,9 @@ from lightning_stocache.setup.codec_choice import choose_codec
 from lightning_stocache.source.access import check_source
 from lightning_stocache.source.random_split import split
 
-__all__ = ["KINDS", "Data", "Kind", "Paces", "PlanError", "Spread", "Trial", "cached_bytes", "measure", "reading"]
+__all__ = ["Curves", "Data", "Paces", "PlanError", "Spread", "cached_bytes", "measure", "measure_curves"]
 
-Kind: TypeAlias = Literal["uncached", "missed", "hit"]
-KINDS: tuple[Kind, ...] = ("uncached", "missed", "hit")
+_Kind: TypeAlias = Literal["uncached", "missed", "hit"]
 _LARGE = 256 * 2**20  # bytes of the cache that hits are measured in: more than the processor's caches hold
 _ROUNDS = 3
 _READING = 1.0  # seconds in which samples are read, at least one
@@ -77,11 +76,6 @@ class Spread:
     def high(self) -> float:
         """The highest value."""
         return max(self.values)
-
-    @property
-    def mean(self) -> float:
-        """The mean."""
-        return statistics.fmean(self.values)
 
     @property
     def deviation(self) -> float:
@@ -123,6 +117,14 @@ class Paces:
     disk_bytes: int = 0  # read from a disk for the samples of the uncached rounds
 
 
+@dataclass(frozen=True)
+class Curves:
+    """Samples per second over `num_workers` and over `batch_size`, each from the "source" and from the "cache"."""
+
+    lines: Mapping[str, Mapping[str, Sequence[tuple[int, Spread]]]]
+    left_out: Sequence[str]  # what was not measured and why, in sentences
+
+
 def measure(data: Data, *, ranks: int = 1, seconds: float = 3.0) -> Paces:
     """Measure the three paces.
 
@@ -139,33 +141,91 @@ def measure(data: Data, *, ranks: int = 1, seconds: float = 3.0) -> Paces:
         >>> paces.codec.nbytes, paces.hit.low > 0
         (400, True)
     """
-    try:
-        check_source(data.source, CachedDataset)
-    except (TypeError, ValueError) as error:
-        raise PlanError(str(error)) from error
-    with reading(f"a sample of {type(data.source).__name__}"), Trial(data, ranks) as trial:
-        found: dict[Kind, list[float]] = {kind: [] for kind in trial.kinds}
+    with _Trial.of(data, ranks) as trial:
+        kinds: tuple[_Kind, ...] = ("uncached",) if trial.codec is None else ("uncached", "missed", "hit")
+        found: dict[_Kind, list[float]] = {kind: [] for kind in kinds}
         each, disk = seconds / _ROUNDS, 0
         small = int(each / max(trial.read_seconds, 1e-9)), len(trial.order) // (3 * max(data.num_workers, 1))
-        for _ in range(_ROUNDS):
-            for kind, values in found.items():
-                before = _read_from_disk()
-                size = data.batch_size if kind == "hit" else max(min(data.batch_size, *small), 1)
-                values.append(trial.pace(kind, size, data.num_workers, each))
-                disk += _read_from_disk() - before if kind == "uncached" else 0
-        uncached, missed, hit = (Spread(tuple(found.get(kind, found["uncached"]))) for kind in KINDS)
-        return Paces(uncached, missed, hit, trial.codec, trial.reason, disk)
+        for _, kind in itertools.product(range(_ROUNDS), kinds):
+            before = _read_from_disk()
+            size = data.batch_size if kind == "hit" else max(min(data.batch_size, *small), 1)
+            found[kind].append(trial.pace(kind, size, data.num_workers, each))
+            disk += _read_from_disk() - before if kind == "uncached" else 0
+        spreads = {kind: Spread(tuple(values)) for kind, values in found.items()}
+        missed, hit = spreads.get("missed", spreads["uncached"]), spreads.get("hit", spreads["uncached"])
+        return Paces(spreads["uncached"], missed, hit, trial.codec, trial.reason, disk)
 
 
-class Trial:
-    """Loaders over the source and over a full cache, on shuffled indices. A context: the cache is closed at its end.
+def measure_curves(
+    data: Data,
+    workers: Sequence[int] = (),
+    batch_sizes: Sequence[int] = (),
+    *,
+    seconds: float = 60.0,
+    limit: float = 120.0,
+    progress: Callable[[str], object] = lambda words: None,
+) -> Curves:
+    """Measure loading over the number of workers, and over the batch size; the other of both is the data's own.
+
+    Args:
+        data: the training data, and how one rank loads it.
+        workers: numbers of workers, 0 among them for loading in this process.
+        batch_sizes: in samples.
+        seconds: of all measurements together, about.
+        limit: seconds after which no measurement begins; batches that take longer than a 16th of it are left out.
+        progress: is told of each measurement when it is done.
+
+    Raises:
+        PlanError: the dataset raises, or there is no memory for a sample.
+
+    Example:
+        >>> curves = measure_curves(Data([1.5] * 64, batch_size=8), batch_sizes=[4, 16], seconds=0.5)
+        >>> [number for number, _ in curves.lines["batch_size"]["cache"]]
+        [4, 16]
+    """
+    asked = {"num_workers": sorted(set(workers)), "batch_size": sorted(set(batch_sizes))}
+    sizes = {(data.batch_size, number) for number in workers} | {(size, data.num_workers) for size in batch_sizes}
+    rates = dict[tuple[int, int, str], list[float]]()
+    with _Trial.of(data) as trial:
+        left_out = [] if trial.full is not None else [f"Nothing can be cached: {trial.reason}"]
+        for size, number in sorted(sizes):
+            took = trial.read_seconds * size
+            if size > max(len(trial.order), data.batch_size):
+                left_out.append(f"There are no batches of {size}: the dataset has fewer samples.")
+                continue
+            if took <= limit / 16:
+                rates[size, number, "source"] = []
+            else:
+                left_out.append(f"Batches of {size} from the source take {took:.0f} s each: left out.")
+            if trial.full is not None:
+                rates[size, number, "cache"] = []
+        begin, count = time.perf_counter(), _ROUNDS * len(rates)
+        for done, (size, number, whence) in enumerate([*rates] * _ROUNDS):
+            if (spent := time.perf_counter() - begin) > limit:
+                left_out.append(f"{spent:.0f} s were over after {done} of {count} measurements.")
+                break
+            rate = 1 / trial.pace("hit" if whence == "cache" else "uncached", size, number, seconds / count)
+            rates[size, number, whence].append(rate)
+            arm = f"num_workers={number}, batch_size={size}, batches from the {whence}"
+            progress(f"{done + 1} of {count}: {arm}: {rate:,.0f} samples/s")
+    lines: dict[str, dict[str, list[tuple[int, Spread]]]] = {"num_workers": {}, "batch_size": {}}
+    for name, numbers in asked.items():
+        for number, whence in itertools.product(numbers, ("source", "cache")):
+            arm_of = (data.batch_size, number) if name == "num_workers" else (number, data.num_workers)
+            if found := rates.get((*arm_of, whence)):
+                lines[name].setdefault(whence, []).append((number, Spread(tuple(found))))
+    return Curves(lines, left_out)
+
+
+class _Trial:
+    """Loaders over the source and over a full cache, on shuffled indices.
 
     Args:
         data: what is loaded, and how.
         ranks: of this node, beside whose batches the cache must fit.
     """
 
-    def __init__(self, data: Data, ranks: int = 1) -> None:
+    def __init__(self, data: Data, ranks: int) -> None:
         self.data, self.source, self.transform = data, data.source, data.transform
         self.codec: SampleCodec | None = None
         self.reason: str | None = None
@@ -192,19 +252,27 @@ class Trial:
         self.room = data.safe_bytes(self.codec.nbytes if self.codec is not None else 0, ranks)
         self.full = None if self.codec is None else self._full(read, self.codec.slot_bytes)
 
-    @property
-    def kinds(self) -> tuple[Kind, ...]:
-        """What can be measured of the data."""
-        return KINDS[:1] if self.codec is None else KINDS
+    @classmethod
+    @contextmanager
+    def of(cls, data: Data, ranks: int = 1) -> Iterator[_Trial]:
+        """A trial, whose cache is closed at the end; what the dataset raises is one sentence.
 
-    def __enter__(self) -> Trial:
-        return self
+        Raises:
+            PlanError: the dataset is empty, iterable-style or raises, or there is no memory for a sample.
+        """
+        try:
+            check_source(data.source, CachedDataset)
+        except (TypeError, ValueError) as error:
+            raise PlanError(str(error)) from error
+        with _reading(f"a sample of {type(data.source).__name__}"):
+            trial = cls(data, ranks)
+            try:
+                yield trial
+            finally:
+                if trial.full is not None:
+                    trial.full.close()
 
-    def __exit__(self, *_: object) -> None:
-        if self.full is not None:
-            self.full.close()
-
-    def pace(self, kind: Kind, batch_size: int, num_workers: int, seconds: float) -> float:
+    def pace(self, kind: _Kind, batch_size: int, num_workers: int, seconds: float) -> float:
         """Run a loader for so many seconds, and for two waves at least: seconds a sample after the first wave.
 
         Misses end with the dataset, whose samples would be hits then.
@@ -217,10 +285,8 @@ class Trial:
         else:
             budget = self.room if kind == "missed" else 0
             dataset = CachedDataset(self.source, budget, spec=self.codec, transform=self.transform)
-        settings = dict(self.data.settings)
-        if not num_workers:
-            for name in ("multiprocessing_context", "prefetch_factor", "timeout"):
-                settings.pop(name, None)
+        of_workers = () if num_workers else ("multiprocessing_context", "prefetch_factor", "timeout")
+        settings = {name: value for name, value in self.data.settings.items() if name not in of_workers}
         batches = cast(Any, _Batches(order, batch_size, endless=kind != "missed"))
         loader = CachedLoader(dataset, batch_sampler=batches, num_workers=num_workers, **settings)
         wave, begin, ends = max(num_workers, 1), time.perf_counter(), list[float]()
@@ -276,7 +342,7 @@ def cached_bytes(source: Dataset[Any]) -> int:
     """
     try:
         check_source(source, CachedDataset)
-        with reading(f"sample 0 of {type(source).__name__}"):
+        with _reading(f"sample 0 of {type(source).__name__}"):
             sample = source[0]
         return len(cast(Sized, source)) * choose_codec([0], [sample]).codec.slot_bytes
     except (TypeError, ValueError):
@@ -284,7 +350,7 @@ def cached_bytes(source: Dataset[Any]) -> int:
 
 
 @contextmanager
-def reading(what: str) -> Iterator[None]:
+def _reading(what: str) -> Iterator[None]:
     """Turn whatever a dataset raises, here or in a worker, into one sentence.
 
     Raises:

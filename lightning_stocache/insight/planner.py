@@ -39,9 +39,7 @@ class Job:
     mode: Mode = "locality"  # how samples are dealt to nodes
     other_bytes: int = 0  # cached size of the sets that share the budget (validation)
     safe_bytes: int = 0  # the largest budget that is safe on this node
-    free_bytes: int = 0  # memory that the page cache may use
-    threads: int = 1  # of torch, in each rank
-    threads_from: str = "torch's default"  # who says so
+    threads: str = ""  # how many torch has in each rank, and who says so
 
 
 @dataclass(frozen=True)
@@ -89,7 +87,7 @@ def plan(job: Job, paces: Paces, step: Spread | None = None) -> Plan:
     law = _Law(job, paces, step)
     pot = law.pot_bytes
     safe = min(job.safe_bytes / pot, 1.0) if pot else 0.0
-    share, sentences = _advice(law, safe)
+    share, sentences = _advice(law, safe, step is not None)
     percent = math.ceil(round(100 * share, 3))
     budget = "0" if percent == 0 else "auto" if share == safe else f"{percent}%"
     shares = {*_SHARES, safe, *([] if share == safe else [percent / 100])} if pot else {0.0}
@@ -101,7 +99,6 @@ class _Law:
 
     def __init__(self, job: Job, paces: Paces, step: Spread | None) -> None:
         self.job, self.paces, self.step = job, paces, step or Spread((0.0,))
-        self.has_step = step is not None
         self.samples = job.samples / (job.nodes * job.ranks)  # of one rank in an epoch
         self.batches = math.ceil(self.samples / job.batch_size)
         slot_bytes = paces.codec.slot_bytes if paces.codec is not None else 0
@@ -120,12 +117,9 @@ class _Law:
 
     def row(self, share: float) -> Row:
         """What a budget of a share of the dataset gives."""
-        uncached, missed, hit, step = self.paces.uncached, self.paces.missed, self.paces.hit, self.step
-        rate = self.hit_rate(share)
-        if not share:
-            missed = uncached
-        without = self._spread(0.0, uncached)
-        first, later = self._spread(0.0, missed), self._spread(rate, missed)
+        uncached, hit, step = self.paces.uncached, self.paces.hit, self.step
+        missed, rate = self.paces.missed if share else uncached, self.hit_rate(share)
+        without, first, later = (self._spread(*each) for each in ((0.0, uncached), (0.0, missed), (rate, missed)))
         faster = (
             self.epoch(0.0, uncached.low, 0.0, step.high) / self.epoch(rate, missed.high, hit.high, step.high),
             without.median / later.median,
@@ -135,10 +129,17 @@ class _Law:
         if share and faster[0] > 1:
             pays_in = max(math.floor((first.median - without.median) / (without.median - later.median)) + 2, 2)
         percent, budget_bytes = round(100 * share, 7), math.floor(share * self.pot_bytes)
-        name = f"{percent:.0f}%" if percent == int(percent) else f"{percent:.1f}%"
-        slots = round(min(self.job.nodes * share, 1.0) * self.job.samples)
-        safe = budget_bytes <= self.job.safe_bytes
-        return Row(name, budget_bytes, safe, slots, rate, first, later, Spread(faster), pays_in)
+        return Row(
+            budget=f"{percent:.0f}%" if percent == int(percent) else f"{percent:.1f}%",
+            budget_bytes=budget_bytes,
+            safe=budget_bytes <= self.job.safe_bytes,
+            samples=round(min(self.job.nodes * share, 1.0) * self.job.samples),
+            hit_rate=rate,
+            first_epoch=first,
+            later_epoch=later,
+            faster=Spread(faster),
+            pays_in=pays_in,
+        )
 
     def enough(self, safe: float) -> float:
         """The smallest share, in whole percents, that is as good as the largest safe one.
@@ -151,35 +152,31 @@ class _Law:
         return next((share for share in percents if self.epoch(self.hit_rate(share), *paces) <= goal), safe)
 
     def _spread(self, hit_rate: float, loaded: Spread) -> Spread:
-        hit, step = self.paces.hit, self.step
-        ends = ((each.low, each.median, each.high) for each in (loaded, hit, step))
+        ends = ((each.low, each.median, each.high) for each in (loaded, self.paces.hit, self.step))
         return Spread(tuple(self.epoch(hit_rate, *end) for end in zip(*ends, strict=True)))
 
 
-def _advice(law: _Law, safe: float) -> tuple[float, list[str]]:
+def _advice(law: _Law, safe: float, has_step: bool) -> tuple[float, list[str]]:
     """The share of the dataset to cache, and why."""
-    job, paces = law.job, law.paces
-    if paces.codec is None:
-        return 0.0, [f"Nothing can be cached. {paces.reason}"]
+    if law.paces.codec is None:
+        return 0.0, [f"Nothing can be cached. {law.paces.reason}"]
     sentences = []
     if safe < 1:
         sentences.append(f"This node has room for {100 * safe:.1f} % of it: see python -m lightning_stocache doctor.")
-    if paces.disk_bytes and law.pot_bytes < job.free_bytes:
+    if law.paces.disk_bytes:
         sentences.append(
             "The source was read from a disk. Later epochs may find it in the page cache, and be faster without a "
             "cache, too: run this again to see."
         )
     faster = law.row(safe).faster
     if faster.high <= 1 + _NOTHING:
-        why = "training waits for its steps, not for data" if law.has_step else "the source is as fast as the cache"
+        why = "training waits for its steps, not for data" if has_step else "the source is as fast as the cache"
         return 0.0, [*sentences, f"No budget gains anything: {why}."]
     if faster.low <= 1 + _NOTHING:
-        sentences.append(
-            "Cannot tell whether a budget gains anything: repeated measurements differ by more than a cache would gain."
-        )
-        return safe, sentences
+        why = "repeated measurements differ by more than a cache would gain"
+        return safe, [*sentences, f"Cannot tell whether a budget gains anything: {why}."]
     enough = law.enough(safe)
     if enough > 0.95 * safe:  # that near, what is free when the job starts may as well be taken
         return safe, sentences
-    why = ": training waits for its steps" if law.has_step else ""
+    why = ": training waits for its steps" if has_step else ""
     return enough, [*sentences, f"Beyond {100 * enough:.0f} % of the dataset nothing is gained{why}."]

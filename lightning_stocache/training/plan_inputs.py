@@ -1,20 +1,17 @@
 """What a plan needs from a DataModule and a LightningModule: how the training data is loaded, and what a step takes.
 
-`datamodule_of` makes a DataModule of a DataLoader, which is all that a loop of one's own has. `training_data` asks the
-DataModule for its training loader, once, as a Trainer would, and opens no cache. `app_threads` finds the number of
-threads that the user's app gives torch. `measure_step` trains in a real Trainer, with one batch again and again: the
-time between two requests for a batch is the step with all that Lightning does around it. It needs a process of its own:
-the DataModule's hooks are replaced, and the model is trained.
+`training_data` asks the DataModule for its training loader, once, as a Trainer would, and opens no cache.
+`measure_step` trains in a real Trainer, with one batch again and again: the time between two requests for a batch is
+the step with all that Lightning does around it. It needs a process of its own: the DataModule's hooks are replaced, and
+the model is trained.
 """
 
 from __future__ import annotations
 
-import ast
 import dataclasses
 import time
 from collections.abc import Callable, Iterator, Mapping
 from itertools import pairwise
-from pathlib import Path
 from typing import Any
 
 import torch
@@ -29,15 +26,7 @@ from lightning_stocache.training.caches import CallCaches
 from lightning_stocache.training.loaders import settings_of
 from lightning_stocache.training.wanted import loader_domain
 
-__all__ = [
-    "ARGUMENTS",
-    "app_threads",
-    "datamodule_of",
-    "measure_step",
-    "source_in",
-    "training_data",
-    "world",
-]
+__all__ = ["ARGUMENTS", "datamodule_of", "measure_step", "source_in", "training_data", "world"]
 
 # Of the Trainer for `measure_step`, in place of the user's own; a third of the batches warm up.
 ARGUMENTS: dict[str, Any] = {
@@ -95,16 +84,11 @@ def training_data(datamodule: Any, *, whole: bool = False) -> Data:
         source = Subset(source, drawn.indices.tolist())
     names = ["collate_fn", "pin_memory", "timeout", "worker_init_fn"]
     names += ["multiprocessing_context", "prefetch_factor"] if loader.num_workers else []
-    return Data(
-        source,
-        settings_of(loader).batch_size,
-        loader.num_workers,
-        transform,
-        {name: getattr(loader, name) for name in names},
-        others,
-        options is not None and options.allow_random,
-        "locality" if options is None else options.sampling,
-    )
+    settings = {name: getattr(loader, name) for name in names}
+    data = Data(source, settings_of(loader).batch_size, loader.num_workers, transform, settings, others)
+    if options is None:
+        return data
+    return dataclasses.replace(data, allow_random=options.allow_random, mode=options.sampling)
 
 
 def source_in(given: Any) -> Any:
@@ -119,45 +103,6 @@ def source_in(given: Any) -> Any:
     if not hasattr(made, "__getitem__") or not hasattr(made, "__len__"):
         raise PlanError(f"a dataset, or a LightningDataModule, can be packed, got {type(made).__name__}")
     return made
-
-
-def app_threads(folder: Path, config: Mapping[str, Any]) -> tuple[int, str] | None:
-    """The number of threads that the Hydra app beside the configs gives torch, and the name of its file.
-
-    Read are calls of `torch.set_num_threads` in the Python files that have a `hydra.main`: with a number, or with a
-    value of the config (`config.threads`). None where there is no such call, or where apps differ.
-
-    Args:
-        folder: of the app.
-        config: the composed config.
-    """
-    found = set()
-    for path in sorted(folder.glob("*.py")):
-        text = path.read_text(errors="replace")
-        if "hydra.main" in text:
-            found |= {(value, path.name) for value in _numbers_of_threads(text, config)}
-    return found.pop() if len({threads for threads, _ in found}) == 1 else None
-
-
-def _numbers_of_threads(text: str, config: Mapping[str, Any]) -> set[int]:
-    """What a script gives `set_num_threads`, as far as that can be read."""
-    try:
-        nodes = ast.walk(ast.parse(text))
-    except SyntaxError:
-        return set()
-    values: list[Any] = []
-    for node in nodes:
-        if isinstance(node, ast.Call) and ast.unparse(node.func).endswith("set_num_threads") and node.args:
-            given = node.args[0]
-            values.append(given.value if isinstance(given, ast.Constant) else _value_of(ast.unparse(given), config))
-    return {value for value in values if type(value) is int and value > 0}
-
-
-def _value_of(expression: str, config: Any) -> Any:
-    """The value of `config.some.key` in a config, or None."""
-    for key in expression.split(".")[1:]:
-        config = config.get(key) if isinstance(config, Mapping) else None
-    return config
 
 
 def measure_step(trainer: Any, model: Any, datamodule: Any, data: Data) -> Spread:
@@ -185,7 +130,9 @@ def measure_step(trainer: Any, model: Any, datamodule: Any, data: Data) -> Sprea
             asked.append(time.perf_counter())
             yield batch
 
-    _give(datamodule, batches)
+    for hook in ("prepare_data", "setup", "teardown"):  # they have run
+        setattr(datamodule, hook, lambda *arguments, **named: None)
+    datamodule.train_dataloader = batches
     trainer.fit(model, datamodule=datamodule)
     counted = asked[len(asked) // 3 :]
     steps = len(counted) - 1
@@ -193,13 +140,6 @@ def measure_step(trainer: Any, model: Any, datamodule: Any, data: Data) -> Sprea
         raise PlanError(f"the model ended training after {len(asked)} batches: its step cannot be measured")
     size = max(steps // _ROUNDS, 1)
     return Spread(tuple((end - begin) / size for begin, end in pairwise(counted[::size])))
-
-
-def _give(datamodule: Any, batches: Callable[[], Any]) -> None:
-    """Let a DataModule, whose hooks have run, give these batches."""
-    for hook in ("prepare_data", "setup", "teardown"):
-        setattr(datamodule, hook, lambda *arguments, **named: None)
-    datamodule.train_dataloader = batches
 
 
 def world(trainer: Mapping[str, Any]) -> tuple[int, int]:

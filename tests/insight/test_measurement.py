@@ -7,7 +7,8 @@ import pytest
 import torch
 from torch.utils.data import Dataset
 
-from lightning_stocache.insight.measurement import Data, PlanError, cached_bytes, measure
+from lightning_stocache.insight import measurement
+from lightning_stocache.insight.measurement import Data, PlanError, cached_bytes, measure, measure_curves
 from lightning_stocache.node.free import FreeMemory
 from tests.sources import CountedSource, CountedStream
 
@@ -166,3 +167,45 @@ def test_largest_safe_keeps_room_for_batches(monkeypatch):
     source = [torch.zeros(100)]
     free = Data(source, 1).safe_bytes(0, ranks=1)
     assert 0 < Data(source, 16, 2).safe_bytes(2**16, ranks=1) < free
+
+
+SOURCE = [torch.full((50,), index) for index in range(64)]
+
+
+@pytest.mark.parametrize("workers", [[0], pytest.param([0, 2], marks=pytest.mark.processes)])
+def test_every_arm_is_measured_in_every_round(workers):
+    """Each once where workers and batch size meet; from the source and from the cache; told as they come."""
+    told: list[str] = []
+    found = measure_curves(Data(SOURCE, 4), workers, [4, 60], seconds=0.05, limit=1e9, progress=told.append)
+    for name, numbers in (("num_workers", workers), ("batch_size", [4, 60])):
+        for line in found.lines[name].values():
+            assert [number for number, _ in line] == numbers
+            assert all(len(rates.values) == 3 and rates.low > 0 for _, rates in line)
+        assert list(found.lines[name]) == ["source", "cache"]
+    count = 3 * 2 * (len(workers) + 1)
+    assert [words.partition(":")[0] for words in told] == [f"{done} of {count}" for done in range(1, count + 1)]
+    assert "num_workers=0, batch_size=4, batches from the cache: " in told[1]
+    assert found.left_out == []
+
+
+def test_there_is_a_time_limit(monkeypatch):
+    """What cannot be measured in time is left out, and it is said after how many measurements."""
+    clock = Clock(monkeypatch)
+    monkeypatch.setattr(measurement._Trial, "pace", lambda *_: clock.takes(50.0, 0.001))
+    found = measure_curves(Data(SOURCE, 4), [0], [4, 16], limit=120.0)
+    rates = [rates.values for line in found.lines["batch_size"].values() for _, rates in line]
+    assert list(map(len, rates)) == [1, 1, 1]
+    assert found.left_out[0].endswith("s were over after 3 of 12 measurements.")
+
+
+def test_what_cannot_be_measured_is_left_out(monkeypatch):
+    """Samples that cannot be cached, batches that take too long or are longer than the dataset; it is said."""
+    found = measure_curves(Data(WithGradients(40), 4), [0], seconds=0.05)
+    assert list(found.lines["num_workers"]) == ["source"]
+    assert "Nothing can be cached" in found.left_out[0]
+    slow = Slow(Clock(monkeypatch))  # a quarter of a second a sample
+    found = measure_curves(Data(slow, 2), (), [1, 16, 10**9], seconds=0.05, limit=16.0)
+    numbers = {source: [number for number, _ in line] for source, line in found.lines["batch_size"].items()}
+    assert numbers == {"source": [1], "cache": [1, 16]}
+    assert "Batches of 16 from the source" in found.left_out[0]
+    assert "no batches of 1000000000" in found.left_out[1]

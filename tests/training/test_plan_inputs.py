@@ -11,7 +11,6 @@ from lightning_stocache import CachedDataset, CachedLoader, StocacheDataModule, 
 from lightning_stocache.insight.measurement import PlanError
 from lightning_stocache.training.plan_inputs import (
     ARGUMENTS,
-    app_threads,
     datamodule_of,
     measure_step,
     source_in,
@@ -172,26 +171,3 @@ def test_a_model_that_ends_training_early_cannot_be_measured(tmp_path):
     short = pl.Trainer(**ARGUMENTS, accelerator="cpu", max_steps=1, default_root_dir=tmp_path)
     with pytest.raises(PlanError, match="ended training after 1 batches"):
         measure_step(short, Slow(), module, training_data(module))
-
-
-@pytest.mark.parametrize(
-    ("calls", "threads"),
-    [
-        (["torch.set_num_threads(3)"], 3),
-        (["torch.set_num_threads(config.app.threads)"], 5),
-        (["torch.set_num_threads(config.app.missing)"], None),
-        (["torch.set_num_threads(count())"], None),
-        (["torch.set_num_threads(3)", "torch.set_num_threads(4)"], None),
-        (["not Python ("], None),
-        ([], None),
-    ],
-)
-def test_threads_are_those_of_the_app(tmp_path, calls, threads):
-    """A number, or a value of the config, is read from the one Hydra app beside the configs; else nothing is."""
-    for number, call in enumerate(calls):
-        (tmp_path / f"app{number}.py").write_text(
-            f"import hydra, torch\n@hydra.main()\ndef main(config):\n    {call}\n"
-        )
-    (tmp_path / "script.py").write_text("torch.set_num_threads(7)  # of no Hydra app")
-    found = app_threads(tmp_path, {"app": {"threads": 5}})
-    assert found == (None if threads is None else (threads, "app0.py"))
