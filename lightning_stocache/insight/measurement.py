@@ -37,7 +37,7 @@ from lightning_stocache.setup.codec_choice import choose_codec
 from lightning_stocache.source.access import check_source
 from lightning_stocache.source.random_split import split
 
-__all__ = ["Curves", "Data", "Paces", "PlanError", "Spread", "cached_bytes", "measure", "measure_curves"]
+__all__ = ["Curves", "Data", "Paces", "PlanError", "Spread", "Trial", "cached_bytes", "measure", "measure_curves"]
 
 _Kind: TypeAlias = Literal["uncached", "missed", "hit"]
 _LARGE = 256 * 2**20  # bytes of the cache that hits are measured in: more than the processor's caches hold
@@ -141,7 +141,7 @@ def measure(data: Data, *, ranks: int = 1, seconds: float = 3.0) -> Paces:
         >>> paces.codec.nbytes, paces.hit.low > 0
         (400, True)
     """
-    with _Trial.of(data, ranks) as trial:
+    with Trial.of(data, ranks) as trial:
         kinds: tuple[_Kind, ...] = ("uncached",) if trial.codec is None else ("uncached", "missed", "hit")
         found: dict[_Kind, list[float]] = {kind: [] for kind in kinds}
         each, disk = seconds / _ROUNDS, 0
@@ -186,7 +186,7 @@ def measure_curves(
     asked = {"num_workers": sorted(set(workers)), "batch_size": sorted(set(batch_sizes))}
     sizes = {(data.batch_size, number) for number in workers} | {(size, data.num_workers) for size in batch_sizes}
     rates = dict[tuple[int, int, str], list[float]]()
-    with _Trial.of(data) as trial:
+    with Trial.of(data) as trial:
         left_out = [] if trial.full is not None else [f"Nothing can be cached: {trial.reason}"]
         for size, number in sorted(sizes):
             took = trial.read_seconds * size
@@ -217,7 +217,7 @@ def measure_curves(
     return Curves(lines, left_out)
 
 
-class _Trial:
+class Trial:
     """Loaders over the source and over a full cache, on shuffled indices.
 
     Args:
@@ -254,7 +254,7 @@ class _Trial:
 
     @classmethod
     @contextmanager
-    def of(cls, data: Data, ranks: int = 1) -> Iterator[_Trial]:
+    def of(cls, data: Data, ranks: int = 1) -> Iterator[Trial]:
         """A trial, whose cache is closed at the end; what the dataset raises is one sentence.
 
         Raises:

@@ -191,7 +191,7 @@ def test_every_arm_is_measured_in_every_round(workers):
 def test_there_is_a_time_limit(monkeypatch):
     """What cannot be measured in time is left out, and it is said after how many measurements."""
     clock = Clock(monkeypatch)
-    monkeypatch.setattr(measurement._Trial, "pace", lambda *_: clock.takes(50.0, 0.001))
+    monkeypatch.setattr(measurement.Trial, "pace", lambda *_: clock.takes(50.0, 0.001))
     found = measure_curves(Data(SOURCE, 4), [0], [4, 16], limit=120.0)
     rates = [rates.values for line in found.lines["batch_size"].values() for _, rates in line]
     assert list(map(len, rates)) == [1, 1, 1]
