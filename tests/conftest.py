@@ -26,7 +26,7 @@ from torch.utils.data.dataloader import _MultiProcessingDataLoaderIter
 from tqdm import tqdm
 
 from lightning_stocache.setup import finding, first_sample, look
-from lightning_stocache.setup.reader_process import NotStartedError
+from lightning_stocache.setup.reader_process import NotStartedError, read_apart
 from lightning_stocache.source import random_split
 from tests import names
 from tests.audit import Audit
@@ -63,7 +63,7 @@ def looks_in_this_process(request: pytest.FixtureRequest, monkeypatch: pytest.Mo
     if rooms and not request.node.get_closest_marker("looks_apart"):
         monkeypatch.setattr(look, "shared_counts", _refuse_to_start)
     if rooms - {"training"}:  # streams are read again here, too; `tests/training/test_streams.py` has that process
-        monkeypatch.setattr(first_sample, "read_apart", _refuse_to_start)
+        monkeypatch.setattr(first_sample, "read_apart", _refuse_a_stream)
 
 
 @pytest.fixture(autouse=True)
@@ -74,7 +74,11 @@ def set_up_reads_as_many(request: pytest.FixtureRequest, monkeypatch: pytest.Mon
         monkeypatch.setattr(finding, "MOST_BYTES", -1)
 
 
-def _refuse_to_start(*_: Any) -> None:
+def _refuse_a_stream(reader: Any, method: str, on_wait: Any) -> bytes:
+    return _refuse_to_start() if reader.draws.as_stream else read_apart(reader, method, on_wait)
+
+
+def _refuse_to_start(*_: Any) -> Any:
     raise NotStartedError("this test reads in its own process")
 
 

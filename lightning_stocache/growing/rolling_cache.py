@@ -31,7 +31,6 @@ from lightning_stocache.sampling.rolling_sampler import RollingSampler
 from lightning_stocache.setup.open_cache import OpenCache
 from lightning_stocache.setup.option import check_count
 from lightning_stocache.setup.request import CacheRequest, Layout
-from lightning_stocache.setup.segments import make_and_attach
 
 __all__ = ["RollingCache", "Slots", "share_pools"]
 
@@ -131,17 +130,9 @@ class RollingCache(Dataset[Any]):
         """
         self.close()
         group = NodeGroup.discover() if group is None else group
-        codec, memory = group.lead(lambda: RollingPool.plan(self.request, group))
-        [pool] = make_and_attach(
-            lambda kind: [RollingPool.make(self.request, group, codec, memory, kind)], memory.backend, group
-        )
+        pool = RollingPool.open(self.request, group)
         self._pool, self._end = pool, weakref.finalize(self, pool.stop)
-        self._dataset, self.group = self._dataset_over(pool, group), group
-        try:
-            group.lead(lambda: pool.start(self.request, group.node, holds_all=memory.holds_all))
-        except BaseException:  # nobody fills it
-            self.close()
-            raise
+        self._dataset, self.group = self._dataset_over(pool), group
 
     def begin_epoch(self) -> Integers:
         """What is resident now, int64, the same on all ranks of the node; this dataset's length until the next call.
@@ -240,29 +231,28 @@ class RollingCache(Dataset[Any]):
 
     def __getstate__(self) -> dict[str, Any]:
         # A copy in another process reads the same memory, and looks after no filler.
-        pool = None if self._pool is None else (self._pool.store, self._pool.counters)
+        pool = None if self._pool is None else self._pool.memory
         return self.__dict__ | {"_pool": pool, "_end": None, "_of": None, "_borrowed": self._pool is not None}
 
     def __setstate__(self, state: dict[str, Any]) -> None:
         pool = state["_pool"]
-        self.__dict__.update(state | {"_pool": None if pool is None else RollingPool(*pool)})
+        self.__dict__.update(state | {"_pool": None if pool is None else RollingPool(pool)})
 
     def _agreed(self, look: Callable[[], Integers]) -> Integers:
         resident = self.group.lead(look)
         self._length = len(resident)
         return resident
 
-    def _dataset_over(self, pool: RollingPool, group: NodeGroup) -> CachedDataset:
-        store, slots = pool.store, Slots(pool.store.length)
-        request = CacheRequest(slots, budget=self.request.budget, spec=store.codec)
+    def _dataset_over(self, pool: RollingPool) -> CachedDataset:
+        store, memory, slots = pool.store, pool.memory, Slots(pool.store.length)
         opened = OpenCache(
-            request,
+            CacheRequest(slots, budget=self.request.budget, spec=store.codec),
             slots,
             cache=store,
             counters=pool.counters,
-            ring=Ring((Arc(store.length, store.length),) * len(group.nodes)),
-            group=group,
-            budget_bytes=store.granted_bytes,
+            ring=Ring((Arc(store.length, store.length),) * len(memory.group.nodes)),
+            group=memory.group,
+            budget_bytes=memory.budget_bytes,
         )
         return dataset_over(CachedSource(opened, self.transform))
 

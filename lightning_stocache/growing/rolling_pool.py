@@ -15,17 +15,17 @@ from lightning_stocache.cache.counters import Counters
 from lightning_stocache.cache.placement import Integers
 from lightning_stocache.cache.records import RecordCodec
 from lightning_stocache.cache.rows import SampleSpec
-from lightning_stocache.cache.store import Store, StoreHandle
+from lightning_stocache.cache.store import Store
 from lightning_stocache.growing.fillers import Fillers, FillJob
 from lightning_stocache.node.budget import Budget
 from lightning_stocache.node.files import Backend
 from lightning_stocache.node.group import NodeGroup
-from lightning_stocache.node.segment import Segment, SegmentHandle
 from lightning_stocache.node.waiting import poll
 from lightning_stocache.setup.first_sample import codec_of
-from lightning_stocache.setup.growing_memory import RollingMemory
+from lightning_stocache.setup.growing_memory import OpenMemory, RollingMemory
 from lightning_stocache.setup.option import check_choice, check_count
 from lightning_stocache.setup.request import Layout
+from lightning_stocache.setup.segments import make_and_attach
 from lightning_stocache.source.draws import Draws, is_stream
 
 __all__ = ["RollingPool", "RollingRequest", "RollingStats"]
@@ -100,42 +100,45 @@ class RollingStats:
     memory_bytes: int
 
 
-@dataclass(frozen=True)
-class _Address:
-    store: StoreHandle
-    counters: SegmentHandle
-
-    def attach(self, group: NodeGroup) -> RollingPool:
-        store = Store.attach(self.store)
-        try:
-            return RollingPool(store, Counters(Segment.attach(self.counters), group.rank))
-        except OSError:
-            store.close()
-            raise
-
-
 class RollingPool:
     """An open pool.
 
     Args:
-        store: where samples lie.
-        counters: what has been served.
+        memory: where samples lie, and what has been served.
         minimum: samples for which an epoch waits.
     """
 
-    def __init__(self, store: Store, counters: Counters, minimum: int = 1) -> None:
-        self.store, self.counters, self.minimum = store, counters, minimum
+    def __init__(self, memory: OpenMemory[Store], minimum: int = 1) -> None:
+        assert memory.store is not None
+        assert memory.counters is not None
+        self.memory, self.store, self.counters = memory, memory.store, memory.counters
+        self.minimum = max(minimum, memory.ranks)
         self.fillers: Fillers | None = None
         self._told_short = False
 
     @classmethod
-    def plan(cls, request: RollingRequest, group: NodeGroup) -> tuple[SampleSpec | RecordCodec, RollingMemory]:
-        """On the node's leader: what samples look like, and what memory there is for them.
+    def open(cls, request: RollingRequest, group: NodeGroup) -> RollingPool:
+        """Take the memory and start the fillers. Collective: the leader of each node does both, all ranks have both.
 
         Raises:
             ValueError: the budget has no room for the least number of samples.
             FirstSampleError: no sample can be read, or samples cannot be kept.
+            TypeError: the source cannot be sent to the fillers.
         """
+        codec, given = group.lead(lambda: cls._plan(request, group))
+        [memory] = make_and_attach(lambda kind: [_made(request, group, codec, given, kind)], given.backend, group)
+        pool = cls(memory, request.minimum)
+        try:
+            group.lead(lambda: pool.fill(request, holds_all=given.holds_all))
+        except BaseException:  # somewhere nobody fills it
+            pool.stop()
+            memory.close()
+            raise
+        return pool
+
+    @staticmethod
+    def _plan(request: RollingRequest, group: NodeGroup) -> tuple[SampleSpec | RecordCodec, RollingMemory]:
+        """What samples look like, and what memory there is for them."""
         if sys.platform == "win32":
             raise OSError("a rolling cache needs memory and locks that processes share, which Windows does not have")
         ranks = len(group.nodes[group.node])
@@ -143,43 +146,10 @@ class RollingPool:
         writers = 1 if request.source is None else max(request.fillers, 1)
         return codec, RollingMemory.grant(request.budget, codec, request.length, writers, ranks)
 
-    @classmethod
-    def make(
-        cls,
-        request: RollingRequest,
-        group: NodeGroup,
-        codec: SampleSpec | RecordCodec,
-        memory: RollingMemory,
-        backend: Backend | None,
-    ) -> RollingPool:
-        """On the node's leader: take the memory.
-
-        Raises:
-            OSError: there is none.
-        """
-        whose = {"dataset": f"rolling: {type(request.source).__name__}", "node": group.node, "nodes": len(group.nodes)}
-        store = Store.create_rolling(codec, memory.count, backend, whose, granted=memory.granted)
-        store.keep_free(memory.keep_free)
-        try:
-            counters = Counters.create(group.rank, backend)
-        except OSError:
-            store.close()
-            raise
-        return cls(store, counters, max(request.minimum, len(group.nodes[group.node])))
-
-    @property
-    def address(self) -> _Address:
-        """Where the memory is, for the other ranks."""
-        return _Address(self.store.handle, self.counters.segment.handle)
-
-    def start(self, request: RollingRequest, node: int, *, holds_all: bool) -> None:
-        """On the node's leader: start the fillers.
-
-        Raises:
-            TypeError: the source cannot be sent to them.
-        """
+    def fill(self, request: RollingRequest, *, holds_all: bool) -> None:
+        """On the node's leader: start the fillers."""
         if request.source is not None and request.fillers:
-            draws = request.draws(node, passes=1 if holds_all else None)
+            draws = request.draws(self.memory.group.node, passes=1 if holds_all else None)
             self.fillers = Fillers(FillJob(draws, self.store, request.fillers), request.method)
 
     def resident(self) -> Integers:
@@ -227,16 +197,6 @@ class RollingPool:
         if self.fillers is not None:
             self.fillers.stop()
 
-    def unlink(self) -> None:
-        """Take the names of its files away, if they have any."""
-        self.store.unlink()
-        self.counters.unlink()
-
-    def close(self) -> None:
-        """Give the memory up in this process."""
-        self.store.close()
-        self.counters.close()
-
     def _wait(self, have: Callable[[], int], wanted: Callable[[], int]) -> None:
         """Wait for samples, and say so. Where no more can come, what there is will do."""
         fillers = self.fillers
@@ -272,3 +232,21 @@ class RollingPool:
                 count,
                 wanted,
             )
+
+
+def _made(
+    request: RollingRequest,
+    group: NodeGroup,
+    codec: SampleSpec | RecordCodec,
+    given: RollingMemory,
+    backend: Backend | None,
+) -> OpenMemory[Store]:
+    """On the node's leader: take the memory."""
+    whose = {"dataset": f"rolling: {type(request.source).__name__}", "node": group.node, "nodes": len(group.nodes)}
+    store = Store.create_rolling(codec, given.count, backend, whose, granted=given.granted)
+    store.keep_free(given.keep_free)
+    try:
+        return OpenMemory(store, Counters.create(group.rank, backend), group, store.granted_bytes)
+    except OSError:
+        store.close()
+        raise

@@ -1,8 +1,8 @@
 """What the first samples of a source are, which a process reads that is thrown away.
 
 As with `look`: who opens files when it is first read would otherwise hand one handle to all processes that are forked
-later. Where no process can be started (in a worker of a DataLoader, which may have none) they are read here. Seeds are
-others than training's, and the generators of this process are put back.
+later. Where no process can be started (in a worker of a DataLoader, which may have none) those of a stream are read
+here. Seeds are others than training's, and the generators of this process are put back.
 
 `codec_of` says what samples look like: of a rolling cache from two, because its sources are slow; of a stream from 16.
 `difference` reads those of a stream again, to see that what was kept of it is what it gives.
@@ -97,6 +97,8 @@ def codec_of(draws: Draws, layout: Layout = "auto", method: str | None = None) -
     reader = _First(draws, _OF_STREAM if draws.as_stream else _SAMPLES, partial(_codec, layout))
     try:
         codec = _ask(reader, method, what)
+    except FirstSampleError:
+        raise
     except RuntimeError as error:
         raise FirstSampleError(f"{what} cannot be read: {error}") from error
     if isinstance(codec, str):
@@ -149,5 +151,7 @@ def _ask(reader: _First, method: str | None, what: str) -> Any:
         return reader.read()
     try:
         return pickle.loads(read_apart(reader, method, on_wait))
-    except NotStartedError:
+    except NotStartedError as error:
+        if not reader.draws.as_stream:  # a generator would have lost these samples
+            raise FirstSampleError(f"no process can be started to read {what}: {error}") from error
         return reader.read()

@@ -4,19 +4,27 @@ from __future__ import annotations
 
 import logging
 import os
-from dataclasses import dataclass
+from dataclasses import dataclass, field
+from typing import Any, Generic, TypeVar
 
+from lightning_stocache.cache.counters import Counters
 from lightning_stocache.cache.records import RecordCodec
 from lightning_stocache.cache.rolling import Roll
 from lightning_stocache.cache.rows import SampleSpec
+from lightning_stocache.cache.store import Store
+from lightning_stocache.cache.stream import StreamStore
 from lightning_stocache.node.budget import Budget, format_bytes
 from lightning_stocache.node.files import Backend, memory_directory
 from lightning_stocache.node.free import FreeMemory
 from lightning_stocache.node.grant import Grant, Reserve, grant, margin
+from lightning_stocache.node.group import NodeGroup
+from lightning_stocache.node.segment import Segment, SegmentHandle
 
-__all__ = ["RollingMemory", "grant_memory"]
+__all__ = ["OpenMemory", "RollingMemory", "grant_memory"]
 
 log = logging.getLogger(__name__)
+
+Kept = TypeVar("Kept", Store, StreamStore)
 
 _ROOMY = 2
 _UNKNOWN = 1 << 60  # the size of what has no end
@@ -55,6 +63,75 @@ def grant_memory(
             granted.limited_by,
         )
     return granted, backend, margin(FreeMemory.measure(None), ranks) // 2  # the other half has come by then
+
+
+@dataclass(frozen=True)
+class OpenMemory(Generic[Kept]):
+    """The memory of what grows, in this process.
+
+    Args:
+        store: what is kept; None while nothing is.
+        counters: what was served; None where counting is impossible.
+        group: the ranks that share it.
+        budget_bytes: memory that was granted on this node.
+    """
+
+    store: Kept | None = None
+    counters: Counters | None = None
+    group: NodeGroup = field(default_factory=NodeGroup)
+    budget_bytes: int = 0
+
+    @property
+    def live(self) -> Kept | None:
+        """The store, unless this process has closed it."""
+        return None if self.store is None or self.store.closed else self.store
+
+    @property
+    def rank(self) -> int:
+        """The number of this rank among those of its node."""
+        return self.group.nodes[self.group.node].index(self.group.rank)
+
+    @property
+    def ranks(self) -> int:
+        """How many ranks of this node share it."""
+        return len(self.group.nodes[self.group.node])
+
+    def __getstate__(self) -> dict[str, Any]:
+        # What this process has closed cannot be sent to another one, which passes samples through just the same.
+        counters = None if self.counters is None or self.counters.closed else self.counters
+        return self.__dict__ | {"store": self.live, "counters": counters}
+
+    @property
+    def address(self) -> _Address:
+        """Where the memory is, for the other ranks."""
+        assert self.counters is not None
+        handle = None if self.store is None else self.store.handle
+        return _Address(type(self.store), handle, self.counters.segment.handle, self.budget_bytes)
+
+    def unlink(self) -> None:
+        """Take the names of its files away."""
+        for part in (self.counters, self.store):
+            if part is not None:
+                part.unlink()
+
+    def close(self) -> None:
+        """Give it up in this process."""
+        if self.store is not None:
+            self.store.close()
+        if self.counters is not None and not self.counters.closed:
+            self.counters.close()
+
+
+@dataclass(frozen=True)
+class _Address:
+    kind: Any
+    store: Any
+    counters: SegmentHandle
+    granted: int
+
+    def attach(self, group: NodeGroup) -> OpenMemory[Any]:
+        store = None if self.store is None else self.kind.attach(self.store)
+        return OpenMemory(store, Counters(Segment.attach(self.counters), group.rank), group, self.granted)
 
 
 @dataclass(frozen=True)

@@ -8,8 +8,7 @@ from __future__ import annotations
 
 import logging
 import sys
-from dataclasses import dataclass, field
-from typing import Any
+from typing import Any, TypeAlias
 
 from lightning_stocache.cache.counters import Counters
 from lightning_stocache.cache.records import SampleCodec
@@ -18,9 +17,8 @@ from lightning_stocache.node.budget import Budget
 from lightning_stocache.node.files import Backend
 from lightning_stocache.node.grant import Reserve
 from lightning_stocache.node.group import NodeGroup
-from lightning_stocache.node.segment import Segment, SegmentHandle
 from lightning_stocache.setup.first_sample import FirstSampleError, codec_of
-from lightning_stocache.setup.growing_memory import grant_memory
+from lightning_stocache.setup.growing_memory import OpenMemory, grant_memory
 from lightning_stocache.setup.request import BackendChoice, Layout
 from lightning_stocache.setup.segments import CacheMemoryError, make_and_attach
 from lightning_stocache.source.draws import Draws
@@ -29,77 +27,11 @@ __all__ = ["OpenStream", "check_budget", "open_stream"]
 
 log = logging.getLogger(__name__)
 
+OpenStream: TypeAlias = OpenMemory[StreamStore]
+"""The memory of a stream in this process."""
+
 _LEAST = 1 << 16  # bytes below which there is nothing to be kept
 _READERS = 4  # processes per rank that map the memory, where nobody has said how many
-
-
-@dataclass(frozen=True)
-class OpenStream:
-    """The memory of a stream in this process.
-
-    Args:
-        store: what is kept; None while nothing is.
-        counters: what was served; None where counting is impossible.
-        group: the ranks that share it.
-        budget_bytes: memory that was granted on this node.
-    """
-
-    store: StreamStore | None = None
-    counters: Counters | None = None
-    group: NodeGroup = field(default_factory=NodeGroup)
-    budget_bytes: int = 0
-
-    @property
-    def live(self) -> StreamStore | None:
-        """The store, unless this process has closed it."""
-        return None if self.store is None or self.store.closed else self.store
-
-    @property
-    def rank(self) -> int:
-        """The number of this rank among those of its node."""
-        return self.group.nodes[self.group.node].index(self.group.rank)
-
-    @property
-    def ranks(self) -> int:
-        """How many ranks of this node share it."""
-        return len(self.group.nodes[self.group.node])
-
-    def __getstate__(self) -> dict[str, Any]:
-        # What this process has closed cannot be sent to another one, which passes samples through just the same.
-        counters = None if self.counters is None or self.counters.closed else self.counters
-        return self.__dict__ | {"store": self.live, "counters": counters}
-
-    @property
-    def address(self) -> _Address:
-        """Where the memory is, for the other ranks."""
-        assert self.counters is not None
-        return _Address(
-            None if self.store is None else self.store.handle, self.counters.segment.handle, self.budget_bytes
-        )
-
-    def unlink(self) -> None:
-        """Take the names of its files away."""
-        for part in (self.counters, self.store):
-            if part is not None:
-                part.unlink()
-
-    def close(self) -> None:
-        """Give it up in this process."""
-        if self.store is not None:
-            self.store.close()
-        if self.counters is not None and not self.counters.closed:
-            self.counters.close()
-
-
-@dataclass(frozen=True)
-class _Address:
-    store: tuple[Any, ...] | None
-    counters: SegmentHandle
-    granted: int
-
-    def attach(self, group: NodeGroup) -> OpenStream:
-        store = None if self.store is None else StreamStore.attach(self.store)
-        return OpenStream(store, Counters(Segment.attach(self.counters), group.rank), group, self.granted)
 
 
 def check_budget(budget: Budget) -> None:
@@ -141,7 +73,7 @@ def open_stream(
     """
     if sys.platform == "win32":
         log.warning("Windows has no memory that processes could share: the stream passes through uncached")
-        return OpenStream(group=group)
+        return OpenMemory(group=group)
     codec: SampleCodec | str | None = None
     if not budget.off:
         nodes = len(group.nodes)
@@ -160,7 +92,7 @@ def open_stream(
             raise
         if group.rank == 0:
             log.warning("the stream passes through uncached: %s", error)
-        return OpenStream(group=group)
+        return OpenMemory(group=group)
 
 
 def _look(source: Any, layout: Layout, group: NodeGroup) -> SampleCodec | str:
@@ -182,13 +114,13 @@ def _made(
     ranks = len(group.nodes[group.node])
     counters = Counters.create(group.rank, backend)
     if codec is None:
-        return OpenStream(None, counters, group)
+        return OpenMemory(None, counters, group)
     given, backend, free = grant_memory(budget, None, ranks, Reserve(kept_back, 0, ranks * _READERS), backend)
     if given.bytes < _LEAST:
-        return OpenStream(None, counters, group)
+        return OpenMemory(None, counters, group)
     try:
         store = StreamStore.create(codec, given.bytes, ranks, backend, free)
     except OSError:
         counters.close()
         raise
-    return OpenStream(store, counters, group, given.bytes)
+    return OpenMemory(store, counters, group, given.bytes)
