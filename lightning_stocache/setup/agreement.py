@@ -1,23 +1,30 @@
-"""Whether all ranks have the same data.
+"""What the ranks of a job agree on: that all have the same data, which indices are drawn, and the names on a disk.
 
 One cache serves the ranks of a node, by index. Ranks that hold other data under the same index (a share of the files
 each, a random split that each has drawn for itself) would get each other's samples. What a source holds is told by its
 `data_digest`.
 
 Which of the indices are drawn may differ: a rank may have a sampler of its own. What any rank draws gets a slot.
+
+A directory on a disk belongs to one machine, and its cache to one node. Where several nodes of a job see the same
+directory (containers that share a volume), the second one's cache has another name there, and so on.
 """
 
 from __future__ import annotations
 
+import os
 from collections.abc import Sequence
+from dataclasses import replace
 from functools import reduce
 
+from lightning_stocache.cache.checksums import checksum
 from lightning_stocache.cache.placement import Domain
-from lightning_stocache.node.group import NodeGroup
+from lightning_stocache.node.disk import check_directory
+from lightning_stocache.node.group import NodeGroup, memory_key
 from lightning_stocache.setup.request import CacheRequest
 from lightning_stocache.source.identity import data_digest
 
-__all__ = ["check_lengths", "drawn_by_any", "ranks_apart", "united"]
+__all__ = ["check_lengths", "drawn_by_any", "ranks_apart", "united", "with_directories"]
 
 
 def check_lengths(requests: Sequence[CacheRequest], group: NodeGroup) -> None:
@@ -61,3 +68,37 @@ def ranks_apart(requests: Sequence[CacheRequest], group: NodeGroup) -> list[bool
         return [False] * len(requests)
     digests = group.exchange([data_digest(request.source) for request in requests])
     return [len({digest[number] for digest in digests}) > 1 for number in range(len(requests))]
+
+
+def with_directories(requests: Sequence[CacheRequest], group: NodeGroup) -> list[CacheRequest]:
+    """The requests with directories that can hold a cache, and names that no other node has there. Collective.
+
+    Raises:
+        DiskError: a directory cannot hold one, on this node; a RuntimeError on the others.
+        ImportError: xxhash is not installed.
+    """
+    if all(request.dir is None for request in requests):
+        return list(requests)
+    checked = group.together(lambda: list(map(_with_directory, requests)))
+    keys = group.exchange([_directory_key(request) for request in checked])
+    nodes = [keys[ranks[0]] for ranks in group.nodes[: group.node + 1]]
+    numbers = [[node[at] for node in nodes[:-1]].count(key) for at, key in enumerate(nodes[-1])]
+    return [
+        replace(request, name=f"{request.name}-node{number}") if number and request.name is not None else request
+        for request, number in zip(checked, numbers, strict=True)
+    ]
+
+
+def _with_directory(request: CacheRequest) -> CacheRequest:
+    if request.dir is None:
+        return request
+    checksum()
+    return replace(request, dir=check_directory(request.dir))
+
+
+def _directory_key(request: CacheRequest) -> tuple[str, int, int] | None:
+    """What two nodes have in common that see the same directory."""
+    if request.dir is None:
+        return None
+    facts = os.stat(request.dir)
+    return memory_key()[0], facts.st_dev, facts.st_ino

@@ -19,7 +19,7 @@ from lightning_stocache.node.free import FreeMemory
 from lightning_stocache.node.grant import Reserve, grant, loader_reserve, margin
 from lightning_stocache.setup.request import BackendChoice, CacheRequest
 
-__all__ = ["Allocation", "allocate", "divide_disk"]
+__all__ = ["Allocation", "allocate", "allocate_on_disk"]
 
 _MIB = 2**20
 
@@ -86,23 +86,22 @@ def allocate(
     return division
 
 
-def divide_disk(
-    requests: Sequence[CacheRequest],
-    codecs: Sequence[SampleCodec | None],
-    budgets: Mapping[str, Budget],
-    free: FreeMemory,
+def allocate_on_disk(
+    requests: Sequence[CacheRequest], codecs: Sequence[SampleCodec | None], budgets: Mapping[str, Budget]
 ) -> Allocation:
-    """Divide a disk of this node. A hundredth of what is free is left to others, also while the caches fill.
+    """Divide this node's disk. A hundredth of what is free is left to others, also while the caches fill.
 
     Args:
-        requests: what is to be cached.
+        requests: what is to be cached, all in the same directory.
         codecs: what the samples of each look like; None for what is not to be cached after all.
         budgets: the budget of every pot, in the order in which they are served.
-        free: what of the disk is free.
     """
-    nothing = Reserve()
-    division = _divide(requests, codecs, budgets, 1, free, [nothing] * len(requests), nothing, SUM_BYTES)
-    kept = max((free.filesystem or 0) // 100, 16 * _MIB)  # no more than `grant` has left, or the end found no room
+    directory = next(request.dir for request in requests if request.dir is not None)
+    stats, nothing = os.statvfs(directory), Reserve()
+    free = stats.f_frsize * stats.f_bavail
+    facts = FreeMemory(free, None, None, directory)
+    division = _divide(requests, codecs, budgets, 1, facts, [nothing] * len(requests), nothing, SUM_BYTES)
+    kept = max(free // 100, 16 * _MIB)  # no more than `grant` has left, or the end found no room
     return replace(division, keep_free=(kept,) * len(requests))
 
 

@@ -24,7 +24,7 @@ import logging
 import math
 import sys
 from collections.abc import Callable, Mapping, Sequence
-from contextlib import ExitStack, closing
+from contextlib import closing
 from dataclasses import replace
 from functools import partial
 from typing import Any
@@ -37,9 +37,8 @@ from lightning_stocache.cache.store import slots_for
 from lightning_stocache.node.budget import Budget
 from lightning_stocache.node.files import Backend
 from lightning_stocache.node.group import NodeGroup
-from lightning_stocache.setup.agreement import check_lengths, drawn_by_any, ranks_apart
-from lightning_stocache.setup.allocation import Allocation, allocate
-from lightning_stocache.setup.disk_cache import allocate_on_disk, with_directories
+from lightning_stocache.setup.agreement import check_lengths, drawn_by_any, ranks_apart, with_directories
+from lightning_stocache.setup.allocation import Allocation, allocate, allocate_on_disk
 from lightning_stocache.setup.finding import Finding
 from lightning_stocache.setup.form_choice import keeps_files, told_form
 from lightning_stocache.setup.look import SourceReader
@@ -88,19 +87,6 @@ def open_caches(
         FingerprintError: what lies under a name is the cache of something else; a RuntimeError on the other ranks.
         Exception: (`strict`) what a source itself raises; on the other ranks a RuntimeError that names it.
     """
-    with ExitStack() as readers:
-        return _open(requests, budgets, group, backend, later_bytes, kept_back, readers)
-
-
-def _open(
-    requests: Sequence[CacheRequest],
-    budgets: Mapping[str, Budget],
-    group: NodeGroup,
-    backend: BackendChoice,
-    later_bytes: int,
-    kept_back: int,
-    open_readers: ExitStack,
-) -> list[OpenCache]:
     if sys.platform == "win32":
         log.warning("Windows has no memory that processes could share: all samples pass through uncached")
         return [OpenCache.without(request) for request in requests]
@@ -113,118 +99,76 @@ def _open(
         requests = with_directories(requests, group)
     except (OSError, ImportError, RuntimeError) as error:
         return _without(requests, group, error)
-    apart = ranks_apart(requests, group)
-    reader = open_readers.enter_context(closing(SourceReader(requests)))
-    findings = group.lead(
-        lambda: [
-            _look(request, partial(reader.look, number, found_before(request)), budgets[request.pot], not apart[number])
-            for number, request in enumerate(requests)
-        ]
-    )
-    ranks = len(group.nodes[group.node])
-    joined = group.together(
-        lambda: join_caches(requests, [found.codec for found in findings], budgets) if group.is_leader else {}
-    )
-    promised = sum(cache.promised_bytes for cache in joined.values())
-    codecs = [None if number in joined else found.codec for number, found in enumerate(findings)]
+    on_disk = any(request.dir is not None for request in requests)
     if named := any(request.name is not None for request in requests):
         backend = "tmpfile"  # where names are
-    worker_bytes = max((found.worker_bytes or 0 for found in findings), default=0)
+    with closing(SourceReader(requests)) as reader:
+        findings = _find(requests, budgets, group, reader)
+        joined = group.together(
+            lambda: join_caches(requests, [found.codec for found in findings], budgets) if group.is_leader else {}
+        )
+        codecs = [None if number in joined else found.codec for number, found in enumerate(findings)]
+        kept_back += sum(cache.promised_bytes for cache in joined.values())
+        worker_bytes = max((found.worker_bytes or 0 for found in findings), default=0)
 
-    def divided() -> Allocation:
-        if all(found.codec is None for found in findings):  # to measure what is free would take its time
-            nothing = (0,) * len(requests)
-            return Allocation(nothing, nothing, None if backend == "auto" else backend, (), nothing)
-        if on_disk:
-            return allocate_on_disk(requests, codecs, budgets)
-        more = {"worker_bytes": worker_bytes, "later_bytes": later_bytes}
-        return allocate(requests, codecs, budgets, ranks, backend, promised + kept_back, **more)
+        def divide(requests: Sequence[CacheRequest]) -> Allocation:
+            if all(found.codec is None for found in findings):  # to measure what is free would take its time
+                nothing = (0,) * len(requests)
+                return Allocation(nothing, nothing, None, (), nothing)
+            if on_disk:
+                return allocate_on_disk(requests, codecs, budgets)
+            more = {"worker_bytes": worker_bytes, "later_bytes": later_bytes}
+            return allocate(requests, codecs, budgets, len(group.nodes[group.node]), backend, kept_back, **more)
 
-    on_disk = any(request.dir is not None for request in requests)
-    if any(request.whole_if_room and request.domain is not None for request in requests):
-        drawn = list(requests)
-        requests = whole = [replace(request, domain=None) if request.whole_if_room else request for request in drawn]
-        room = group.exchange(group.lead(divided).slots)
-        totals = [sum(room[ranks[0]][number] for ranks in group.nodes) for number in range(len(drawn))]
-        fits = [total >= request.length for total, request in zip(totals, drawn, strict=True)]
-        requests = [every if fit else part for every, part, fit in zip(whole, drawn, fits, strict=True)]
-    plan = group.lead(divided)
-    if on_disk and backend != "auto":  # where the job counts
-        plan = replace(plan, backend=backend)
-    planned = list(plan.slots)
-    for number, (request, found) in enumerate(zip(requests, findings, strict=True)):
-        codec, granted, wanted = found.codec, plan.granted[number], budgets[request.pot].part_of(request.samples)
-        if codec is None or number in joined:
-            continue
-        as_files = found.as_files
-        if isinstance(codec, RecordCodec):
-            codec = codec.for_bytes(granted, wanted)
-        if found.encoded is not None:
-            as_files = keeps_files(granted, wanted, codec, found.encoded)
-            if group.is_leader:
-                log.info(told_form(request.title, as_files, codec, found.encoded))
-            codec = found.encoded.codec if as_files else codec
-        if codec is not found.codec:
-            seen = found.seen if as_files == found.as_files else ()
-            findings[number] = replace(found, codec=codec, as_files=as_files, seen=seen)
-            planned[number] = min(granted // codec.slot_bytes, wanted)
-    parts = group.together(lambda: list(map(_parts, requests, findings)))
-    homes = [
-        _homes(found.codec, count, granted, budgets[request.pot].part_of(request.samples), group)
-        for found, count, granted, request in zip(findings, planned, plan.granted, requests, strict=True)
-    ]
-    slots = group.exchange([planned, homes])
-    expected, rings = (
-        [
-            Ring.cut(
-                request.samples,
-                group.shares,
-                [slots[ranks[0]][which][number] for ranks in group.nodes],
-                request.domain,
-            )
-            for number, request in enumerate(requests)
+        requests = _whole_where_there_is_room(requests, divide, group)
+        plan = group.lead(lambda: divide(requests))
+        if backend != "auto":
+            plan = replace(plan, backend=backend)
+        planned = list(plan.slots)
+        for number, (request, found) in enumerate(zip(requests, findings, strict=True)):
+            if found.codec is not None and number not in joined:
+                wanted = budgets[request.pot].part_of(request.samples)
+                findings[number] = _in_its_form(request, found, plan.granted[number], wanted, group)
+                if (codec := findings[number].codec) is not found.codec and codec is not None:
+                    planned[number] = min(plan.granted[number] // codec.slot_bytes, wanted)
+        parts = group.together(lambda: list(map(_parts, requests, findings)))
+        homes = [
+            _homes(found.codec, count, granted, budgets[request.pot].part_of(request.samples), group)
+            for found, count, granted, request in zip(findings, planned, plan.granted, requests, strict=True)
         ]
-        for which in (0, 1)
-    )
-    if named:
-        held = group.exchange({number: cache.handle.arc for number, cache in joined.items()})
-        rings = [
-            ring.beside([held[ranks[0]].get(number) for ranks in group.nodes]) for number, ring in enumerate(rings)
-        ]
-    short = any(count < request.samples for count, request in zip(planned, requests, strict=True))
-    if group.is_leader and short:  # files, or packed images, may fit where decoded ones do not
-        for warning in plan.warnings:
-            log.warning(warning)
+        expected, rings = _rings(requests, [planned, homes], group)
+        if named:
+            arcs = group.exchange({number: cache.handle.arc for number, cache in joined.items()})
+            rings = [
+                ring.beside([arcs[ranks[0]].get(number) for ranks in group.nodes]) for number, ring in enumerate(rings)
+            ]
+        if group.is_leader and any(
+            count < request.samples for count, request in zip(planned, requests, strict=True)
+        ):  # files, or packed images, may fit where decoded ones do not
+            for warning in plan.warnings:
+                log.warning(warning)
 
-    def make(kind: Backend | None) -> list[Segments]:
-        made = []
-        for number, (request, found, ring) in enumerate(zip(requests, findings, rings, strict=True)):
-            cache, budget, arc = joined.pop(number, None), budgets[request.pot], ring.arcs[group.node]
-            bounds = plan.granted[number], plan.keep_free[number]
-            refuse = partial(store_or_refuse, request, found, partial(reader.read, number))
-            made.append(Segments.make(request, found, arc, group, kind, cache, budget, *bounds, refuse))
-        return made
+        def make(kind: Backend | None) -> list[Segments]:
+            made = []
+            for number, (request, found, ring) in enumerate(zip(requests, findings, rings, strict=True)):
+                cache, budget, arc = joined.pop(number, None), budgets[request.pot], ring.arcs[group.node]
+                bounds = plan.granted[number], plan.keep_free[number]
+                refuse = partial(store_or_refuse, request, found, partial(reader.read, number))
+                made.append(Segments.make(request, found, arc, group, kind, cache, budget, *bounds, refuse))
+            return made
 
-    try:
-        segments = make_and_attach(make, plan.backend, group)
-    except CacheMemoryError as error:
-        return _without(requests, group, error, wanted=named or any(arc.slots for ring in rings for arc in ring.arcs))
-    if named:
         try:
-            group.together(lambda: _tell_refusals(requests, segments, group))
-        except BaseException:
-            for made in segments:
-                made.close()
-            raise
-    for request, found, made in zip(requests, findings, segments, strict=True):
-        told = found.odd if group.is_leader and not request.strict else None
-        if told and made.counters is not None and made.counters.is_first("odd sample"):
-            warn_of_odd(request.source, told)
+            segments = make_and_attach(make, plan.backend, group)
+        except CacheMemoryError as error:
+            wanted_any = named or any(arc.slots for ring in rings for arc in ring.arcs)
+            return _without(requests, group, error, wanted=wanted_any)
+    _tell(requests, findings, segments, group)
     if named:
-        arcs = group.exchange([None if made.cache is None else made.cache.handle.arc for made in segments])
-        rings = rings_as_they_are(rings, [arcs[ranks[0]] for ranks in group.nodes])
+        held = group.exchange([None if made.cache is None else made.cache.handle.arc for made in segments])
+        rings = rings_as_they_are(rings, [held[ranks[0]] for ranks in group.nodes])
         expected = [
-            e if request.name is None else ring for ring, request, e in zip(rings, requests, expected, strict=True)
+            likely if request.name is None else ring
+            for ring, request, likely in zip(rings, requests, expected, strict=True)
         ]
     return [
         OpenCache(
@@ -243,6 +187,90 @@ def _open(
             parts, segments, rings, expected, plan.granted, requests, strict=True
         )
     ]
+
+
+def _find(
+    requests: Sequence[CacheRequest], budgets: Mapping[str, Budget], group: NodeGroup, reader: SourceReader
+) -> list[Finding]:
+    """What the leader of each node has seen of the sources. Collective."""
+    apart = ranks_apart(requests, group)
+    return group.lead(
+        lambda: [
+            _look(request, partial(reader.look, number, found_before(request)), budgets[request.pot], not apart[number])
+            for number, request in enumerate(requests)
+        ]
+    )
+
+
+def _whole_where_there_is_room(
+    requests: Sequence[CacheRequest], divide: Callable[[Sequence[CacheRequest]], Allocation], group: NodeGroup
+) -> list[CacheRequest]:
+    """Requests with slots for all indices, where they say so and the memory of all nodes is for so many. Collective."""
+    if not any(request.whole_if_room and request.domain is not None for request in requests):
+        return list(requests)
+    whole = [replace(request, domain=None) if request.whole_if_room else request for request in requests]
+    room = group.exchange(group.lead(lambda: divide(whole)).slots)
+    totals = [sum(room[ranks[0]][number] for ranks in group.nodes) for number in range(len(requests))]
+    return [every if total >= part.length else part for every, part, total in zip(whole, requests, totals, strict=True)]
+
+
+def _in_its_form(request: CacheRequest, found: Finding, granted: int, wanted: int, group: NodeGroup) -> Finding:
+    """What was found, with the codec that what was granted decides: decoded or as files, with what room for records."""
+    codec, as_files = found.codec, found.as_files
+    assert codec is not None
+    if isinstance(codec, RecordCodec):
+        codec = codec.for_bytes(granted, wanted)
+    if found.encoded is not None:
+        as_files = keeps_files(granted, wanted, codec, found.encoded)
+        if group.is_leader:
+            log.info(told_form(request.title, as_files, codec, found.encoded))
+        codec = found.encoded.codec if as_files else codec
+    if codec is found.codec:
+        return found
+    return replace(found, codec=codec, as_files=as_files, seen=found.seen if as_files == found.as_files else ())
+
+
+def _rings(
+    requests: Sequence[CacheRequest], slots: Sequence[Sequence[int]], group: NodeGroup
+) -> tuple[list[Ring], list[Ring]]:
+    """The rings of two kinds of slots, per request: as many as are expected to find room, and homes. Collective."""
+    told = group.exchange(slots)
+
+    def ring(number: int, request: CacheRequest, which: int) -> Ring:
+        counts = [told[ranks[0]][which][number] for ranks in group.nodes]
+        return Ring.cut(request.samples, group.shares, counts, request.domain)
+
+    expected, homes = ([ring(*item, which) for item in enumerate(requests)] for which in (0, 1))
+    return expected, homes
+
+
+def _tell(
+    requests: Sequence[CacheRequest], findings: Sequence[Finding], segments: Sequence[Segments], group: NodeGroup
+) -> None:
+    """Say which samples are not cached, and which caches are not used: what lies under their names is other data.
+
+    Raises:
+        FingerprintError: a request for one of these is strict; on the other ranks a RuntimeError. All are closed then.
+    """
+
+    def tell_refusals() -> None:
+        for request, made in zip(requests, segments, strict=True):
+            if made.refusal is not None and request.strict:
+                raise FingerprintError(f"{request.title} cannot be cached: {made.refusal}")
+            if made.refusal is not None and group.is_leader:
+                log.warning("%s passes through uncached: %s", request.title, made.refusal)
+
+    if any(request.name is not None for request in requests):
+        try:
+            group.together(tell_refusals)
+        except BaseException:
+            for made in segments:
+                made.close()
+            raise
+    for request, found, made in zip(requests, findings, segments, strict=True):
+        told = found.odd if group.is_leader and not request.strict else None
+        if told and made.counters is not None and made.counters.is_first("odd sample"):
+            warn_of_odd(request.source, told)
 
 
 def _without(
@@ -274,19 +302,6 @@ def _homes(codec: SampleCodec | None, expected: int, granted: int, length: int, 
         return expected
     share = math.ceil(group.shares[group.node] * length)
     return min(max(expected, share), max(slots_for(granted, codec, length), expected), length)
-
-
-def _tell_refusals(requests: Sequence[CacheRequest], segments: Sequence[Segments], group: NodeGroup) -> None:
-    """Say which caches are not used, for what lies under their names is other data.
-
-    Raises:
-        FingerprintError: a request for one of them is strict.
-    """
-    for request, made in zip(requests, segments, strict=True):
-        if made.refusal is not None and request.strict:
-            raise FingerprintError(f"{request.title} cannot be cached: {made.refusal}")
-        if made.refusal is not None and group.is_leader:
-            log.warning("%s passes through uncached: %s", request.title, made.refusal)
 
 
 def _look(request: CacheRequest, look: Callable[[], Finding], budget: Budget, same: bool) -> Finding:

@@ -1,4 +1,6 @@
-"""What set-up has read is stored in the cache, unless other data lies there under the request's name.
+"""Whether a cache holds the data of a source: what lies under a name, and what a dataset that is made anew would give.
+
+What set-up has read is stored in the cache, unless other data lies there under the request's name (`store_or_refuse`).
 
 The leader of each node does it, when the cache is open and before any rank serves from it. A cache without a name is
 empty: what was read at set-up is stored, where it has a slot, and counted apart from the fills of epochs.
@@ -18,16 +20,24 @@ folder of photographs has the same. So samples are compared:
 What is kept of a source is compared: of one that was split its deterministic part, of `store="encoded"` the files.
 A source that is cached as it is (`allow_random`) has other samples in each job. There, and where no sample could be
 compared, the user's `fingerprint` has to do; a warning says so where none was given.
+
+Some loader hooks make their dataset whenever they run, and a dataset that grows is often made anew to be longer. A few
+samples that are in the cache are read from the new object, in a process that is thrown away, and compared
+(`is_continued`).
 """
 
 from __future__ import annotations
 
 import logging
+import pickle
+import sys
+import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from itertools import islice
-from typing import Any
+from typing import Any, cast
 
 import numpy as np
+from torch.utils.data import IterableDataset
 
 from lightning_stocache.cache.counters import Counters
 from lightning_stocache.cache.records import RecordCodec, SampleCodec
@@ -35,16 +45,21 @@ from lightning_stocache.cache.rows import SampleSpec
 from lightning_stocache.cache.store import NO_PLACE, UNREADABLE, Store
 from lightning_stocache.node.named import way_out
 from lightning_stocache.setup.finding import Finding
+from lightning_stocache.setup.look import PATIENCE_SECONDS
+from lightning_stocache.setup.open_cache import OpenCache
+from lightning_stocache.setup.reader_process import read_apart
 from lightning_stocache.setup.request import CacheRequest
 from lightning_stocache.source.samples import same_sample
+from lightning_stocache.torch_internals import set_worker_dataset
 
-__all__ = ["store_or_refuse"]
+__all__ = ["is_continued", "store_or_refuse"]
 
 log = logging.getLogger(__name__)
 
 _COMPARED = 4  # samples at least, if so many are stored
 _PIECE_BYTES = 1 << 20  # of samples that are asked for at once
 _TRIED = 64  # samples that are asked for, to have so many
+_LOOKED_FOR = 256  # indices of a cache that goes on with another object
 
 
 def store_or_refuse(
@@ -105,6 +120,50 @@ def store_or_refuse(
     else:
         _warn_of_trust(request, "no sample that lies there could be compared with this job's")
     return None
+
+
+def is_continued(opened: OpenCache, dataset: Any) -> bool:
+    """Whether another dataset has the samples that are in a cache; it may have more behind them.
+
+    False also where that cannot be known: nothing is stored by now, the random part of the source was cut off, or it is
+    cached as it is, though random.
+    """
+    cache, request, length = opened.live_cache, opened.request, len(dataset)
+    if sys.platform != "linux":  # a spawned process would run the user's script again
+        return False
+    if cache is None or type(dataset) is not type(request.source) or opened.source is not request.source:
+        return False
+    if request.allow_random or request.name is not None or request.domain is not None or length < cache.length:
+        return False
+    tried = np.unique(np.linspace(0, cache.length - 1, _LOOKED_FOR).astype(np.int64))
+    stored = tried[cache.lookup(tried) != NO_PLACE]
+    if not len(stored):
+        return False
+    indices = np.unique(stored[np.linspace(0, len(stored) - 1, _COMPARED).astype(np.int64)]).tolist()
+    begun = time.monotonic()
+
+    def on_wait() -> None:
+        if time.monotonic() - begun > PATIENCE_SECONDS:
+            raise TimeoutError(f"reading {len(indices)} samples has not ended in {PATIENCE_SECONDS:.0f} s")
+
+    try:
+        return cast(bool, pickle.loads(read_apart(_Comparison(dataset, cache, indices), "fork", on_wait)))
+    except Exception as error:  # no process could be started; or of the source, which is the user's
+        log.debug("%s cannot be compared with the one before: %s", request.title, error)
+        return False
+
+
+class _Comparison(IterableDataset[bytes]):
+    """In a worker: whether samples of a source are those of a cache, pickled."""
+
+    def __init__(self, source: Any, cache: Store, indices: Sequence[int]) -> None:
+        self.source, self.cache, self.indices = source, cache, indices
+
+    def __iter__(self) -> Iterator[bytes]:
+        set_worker_dataset(self.source)
+        stored = self.cache.read(self.cache.lookup(np.array(self.indices)))
+        pairs = zip(self.indices, stored, strict=True)
+        yield pickle.dumps(all(same_sample(self.source[index], sample) for index, sample in pairs))
 
 
 def _with_slots(cache: Store, known: Mapping[int, Any]) -> list[int]:

@@ -99,8 +99,10 @@ class Segments:
         whose = {"dataset": printable(request.title, _LONGEST), "node": group.node, "nodes": len(group.nodes)}
         if codec is not None and request.name is not None:
             if joined is None:  # it may have come since, or this is the second try
-                settings = budget, granted, found.digest
-                cache = open_cache(request, codec, arc, *settings) if arc.slots else join_cache(request, codec)
+                if arc.slots:
+                    cache = open_cache(request, codec, budget, arc, granted, found.digest)
+                else:
+                    cache = join_cache(request, codec, budget)
         elif codec is not None and joined is None and arc.slots and request.dir is not None:
             cache = Store.create(codec, arc, None, whose, granted=granted, directory=request.dir)
         elif codec is not None and joined is None and arc.slots:

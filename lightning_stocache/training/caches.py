@@ -36,7 +36,7 @@ from lightning_stocache.node.files import memory_directory
 from lightning_stocache.node.free import FreeMemory
 from lightning_stocache.node.group import NodeGroup
 from lightning_stocache.setup.open import open_caches
-from lightning_stocache.setup.same_source import is_continued
+from lightning_stocache.setup.same_data import is_continued
 from lightning_stocache.training.options import CacheOptions
 from lightning_stocache.training.wanted import Wanted, agreed, together
 

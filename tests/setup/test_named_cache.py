@@ -232,32 +232,17 @@ def test_geometry_wins_over_another_budget(name: str, tmp_path: Path) -> None:
 
 
 def test_a_budget_that_does_not_count_is_told(name: str, caplog: pytest.LogCaptureFixture) -> None:
-    """A sweep over budgets under one name hears both numbers and the ways out, or is refused; the same ones do not."""
-    slot = SampleSpec.infer(CountedSource(1).expected(0)).slot_bytes
-    for budget in ("50%", "50 %", LENGTH // 2 * slot, LENGTH // 2 * slot + slot - 1):
+    """A sweep over budgets under one name hears both and the ways out, or is refused; the same ones do not."""
+    for budget in ("50%", "50 %"):
         cached(CountedSource(LENGTH), name, budget=budget, strict=True).close()
     assert [record for record in caplog.records if record.levelno >= logging.WARNING] == []
     cached(CountedSource(LENGTH), name, budget="10%").close()
     [said] = [record.getMessage() for record in caplog.records if record.levelno >= logging.WARNING]
-    assert f"the cache {name!r} was made with budget='50%' and keeps its 20 slots; budget='10%' would give 4" in said
+    assert f"the cache {name!r} was made with budget='50%' and keeps its 20 slots; budget='10%' is not" in said
     assert f"another name, or remove it: python -m lightning_stocache clean {name}" in said
     assert said.count("\n") == 1
-    with pytest.raises(FingerprintError, match=f"budget='auto' would give {LENGTH}"):
+    with pytest.raises(FingerprintError, match="budget='auto' is not looked at"):
         cached(CountedSource(LENGTH), name, strict=True)
-
-
-@pytest.mark.processes
-def test_a_pot_is_shared_as_it_was(name: str, caplog: pytest.LogCaptureFixture) -> None:
-    """Two sets on one budget have a part of it each; the next job with this budget, in other words, is silent."""
-    sets = [CountedSource(LENGTH), CountedSource(LENGTH // 2)]
-    slot = SampleSpec.infer(CountedSource(1).expected(0)).slot_bytes
-    for budget in (str(30 * slot), f"{30 * slot} B", "50%"):
-        requests = [CacheRequest(one, "", name=f"{name}-{number}") for number, one in enumerate(sets)]
-        both = open_caches(requests, {"": Budget.parse(budget)}, NodeGroup())
-        assert [len(opened.cache) for opened in both if opened.cache is not None] == [20, 10]
-        for opened in both:
-            opened.close()
-    assert [record for record in caplog.records if record.levelno >= logging.WARNING] == []
 
 
 def test_off_is_off(name: str, tmp_path: Path) -> None:
@@ -368,7 +353,7 @@ def test_a_cache_that_another_job_has_made_stays(name: str, tmp_path: Path, monk
     spec, auto = SampleSpec.infer(CountedSource(1).expected(0)), Budget.parse("auto")
     monkeypatch.setattr(Segment, "reserve", full)
     with pytest.raises(OSError, match="No space left"):
-        open_cache(CacheRequest(source(tmp_path), name=name), spec, Arc(LENGTH, LENGTH), auto)
+        open_cache(CacheRequest(source(tmp_path), name=name), spec, auto, Arc(LENGTH, LENGTH))
     monkeypatch.undo()
     assert call(read_all, str(tmp_path), name) == (0, LENGTH, LENGTH)
 
