@@ -7,8 +7,8 @@ from __future__ import annotations
 
 import hashlib
 import logging
-from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, field, replace
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, replace
 from typing import Any
 
 from lightning_stocache.cache.records import SampleCodec
@@ -32,7 +32,6 @@ _BY_HAND = (
 )
 _FROZEN = 4  # samples that are read of a source which is to be cached as it is
 _QUICK = 28  # indices that are read besides the first four, where that is quick
-_SMALL_BYTES = 1 << 20  # of all samples: to send them takes less than to ask for them later
 MOST_BYTES: float = 64 << 20  # of samples that were read to find out what they are, and are stored
 
 
@@ -52,7 +51,6 @@ class Finding:
         as_files: whether they are kept so.
         note: what cannot be done as it was asked for, in words.
         seen: the indices of samples that were read, and are at hand as they are to be kept.
-        contents: these samples, encoded, if they are small; nobody has to ask for them.
     """
 
     codec: SampleCodec | None = None
@@ -65,7 +63,6 @@ class Finding:
     as_files: bool = False
     note: str | None = None
     seen: tuple[int, ...] = ()
-    contents: Mapping[int, list[bytes]] = field(default_factory=dict)
 
     @property
     def digest(self) -> str:
@@ -103,9 +100,7 @@ class Reading:
             if self.kept_bytes + nbytes <= MOST_BYTES:
                 self._kept[index] = sample
                 self.kept_bytes += nbytes
-        found = replace(found, seen=tuple(self._kept))
-        small = found.seen and self.kept_bytes <= _SMALL_BYTES
-        return replace(found, contents=self.contents(found, found.seen)) if small else found
+        return replace(found, seen=tuple(self._kept))
 
     def contents(self, found: Finding, indices: Sequence[int], again: bool = False) -> dict[int, list[bytes]]:
         """Samples as they lie in a cache, encoded, by their index: those that were read, and others, read now.

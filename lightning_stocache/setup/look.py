@@ -62,7 +62,6 @@ class SourceReader:
         self._progress = torch.empty(0)  # int64 [2] in shared memory: how many reads have begun, the index of the last
         self._here: dict[int, Reading] = {}
         self._given_up = set[int]()
-        self._found: dict[int, Finding] = {}
 
     def look(self, number: int, known: str = "") -> Finding:
         """Look at the source of the request with this number.
@@ -82,21 +81,16 @@ class SourceReader:
         if not request.length:
             return Finding(reason="it has no samples")
         try:
-            found = cast(Finding, self._asked(number, "find", known))
+            return cast(Finding, self._asked(number, "find", known))
         except Exception as error:  # the source is the user's, and may raise anything
             if request.strict:
                 raise
             return Finding(reason=_words(error))
-        self._found[number] = found
-        return replace(found, contents={})  # other ranks are told it
 
     def read(self, number: int, found: Finding, indices: Sequence[int], again: bool = False) -> dict[int, list[bytes]]:
         """Samples of a source, encoded, by their index, as far as they can be had; see `Reading.contents`."""
         if number in self._given_up or not indices:
             return {}
-        known = self._found.get(number, Finding())
-        if found.codec == known.codec and known.contents.keys() >= set(indices) and not again:
-            return {index: known.contents[index] for index in indices}
         try:
             return cast("dict[int, list[bytes]]", self._asked(number, "contents", found, tuple(indices), again))
         except Exception as error:  # likewise

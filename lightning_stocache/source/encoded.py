@@ -114,13 +114,11 @@ class FileSamples(Dataset[Any]):
         self.source = source
         self._access: Any = access_to(source)
         inner = unwrap(source)
-        if not isinstance(access_to(inner), _Given | _OfFolder):
-            loader = getattr(inner, "loader", None)
-            which = "" if loader is None else f", with the loader {getattr(loader, '__name__', loader)!s:.60}"
+        if not hasattr(access_to(inner), "packed"):
             raise ValueError(
-                f"the files of {type(inner).__name__}{which} are not known; known are those of torchvision's "
-                "ImageFolder and its kin with torchvision's loaders, and of a source with methods `read(index)` and "
-                "`decode(content, index)`. Pack its samples as they are"
+                f"the files of {type(inner).__name__} are not known; known are those of torchvision's ImageFolder and "
+                "its kin with torchvision's loaders, and of a source with methods `read(index)` and `decode(content, "
+                "index)`. Pack its samples as they are"
             )
 
     def __len__(self) -> int:

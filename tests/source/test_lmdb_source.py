@@ -187,19 +187,6 @@ def test_two_processes_read_at_the_same_time(photos: Path, method: str) -> None:
     assert read_all(source) == expected
 
 
-def grandchild(source: LMDBSource) -> Any:
-    source[0]
-    return call(read_all, source)
-
-
-@pytest.mark.processes
-def test_a_child_of_a_child_reads(photos: Path) -> None:
-    """Each opens the file for itself, though a fork has brought two open ones along."""
-    source = LMDBSource(photos)
-    source[0]
-    assert len(call(grandchild, source)) == LENGTH
-
-
 def test_several_sources_share_a_file(photos: Path) -> None:
     """LMDB opens a file once per process; a copy, a Subset and a second source of it do not know that."""
     first, second = LMDBSource(photos), LMDBSource(photos)
