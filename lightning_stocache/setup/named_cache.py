@@ -161,11 +161,11 @@ def _over(request: CacheRequest, codec: SampleCodec, budget: Budget, segment: Se
             cache = Store.open(segment, codec, manifest.geometry, request.length, request.domain)
         except ValueError as error:
             raise ManifestError(f"the cache {request.name!r} is damaged: {error}. {_way_out(request)}") from None
-        _check_budget(request, cache, budget)
-        return cache
     except BaseException:
         segment.close()
         raise
+    _check_budget(request, cache, budget)
+    return cache
 
 
 def _mender(request: CacheRequest, codec: SampleCodec) -> Mend:
@@ -205,6 +205,7 @@ def _check_budget(request: CacheRequest, cache: Store, budget: Budget) -> None:
         f"budget={str(budget)!r} is not looked at"
     )
     if request.strict:
+        cache.close()
         raise FingerprintError(f"{words}. {_way_out(request)}")
     log.warning("%s.\n%s", words, _way_out(request))
 
