@@ -8,7 +8,7 @@ A dataset is known by its object. The same object is never opened twice within a
 reloaded loaders, but where a stage that comes later draws what has no slot there: it gets a cache of its own. So does a
 later call for which a cache was kept, if that had no room for more than was drawn then; the kept one goes. Another
 object that comes in its place within the call goes on in the same cache, if the samples that are compared are equal
-(`same_source`); it may be longer, and what is new passes through. Else its cache starts empty, and that of the one
+(`same_data`); it may be longer, and what is new passes through. Else its cache starts empty, and that of the one
 before is closed; when that has happened twice, and nothing was hit, the stage is not cached any more.
 
 Caches that were opened by other ranks than those of now (by hand, before the Trainer had started its processes) are
