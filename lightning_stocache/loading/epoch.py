@@ -239,17 +239,18 @@ class Epoch:
             self._plan_again(plan.indices)
             plan = self._plans[0]
         if plan.places is not None and not plan.missing:
-            self._made, self._block = self._gathered(plan), plan.indices
+            made = self._gathered(plan)
             self._go_on()
+            self._made, self._block = made, plan.indices
             return
         replies, self._block = 0 if workers is None else workers.replies, None
         try:
             if plan.requested:
-                self._made = [self._received(plan)]
+                batch = self._received(plan)
             elif plan.places is None:
-                self._made = [self._passed_through(plan)]
+                batch = self._passed_through(plan)
             else:
-                self._made = [self._loaded(plan)]
+                batch = self._loaded(plan)
         except Exception:
             # As in DataLoader: what the source raises takes the place of the batch. One whose reply has not come is the
             # next one again.
@@ -257,9 +258,13 @@ class Epoch:
                 self._go_on()
             raise
         self._go_on()
+        self._made = [batch]
 
     def _go_on(self) -> None:
-        """Leave the first plan behind; with workers, plan another before the batch (or its error) is handed on."""
+        """Leave the first plan behind; with workers, plan another before the batch (or its error) is handed on.
+
+        An error of the sampler takes the place of that batch, as in DataLoader.
+        """
         self._plans.popleft()
         if self._with_workers and not self._warm:
             self._plan()

@@ -49,16 +49,11 @@ class IndexStream:
 
     def __init__(self, loader: DataLoader[Any], first: bool, state: LoaderState) -> None:
         batches: Any = loader.batch_sampler
-        plain = type(batches) is BatchSampler
-        inner: Any = batches.sampler if plain else None  # not the loader's: the user may have given the BatchSampler
-        sequential = type(inner) is SequentialSampler
-        private = type(inner) is RandomSampler and inner.generator is None
-        drawing_by_itself = (DistributedSampler.__iter__, LocalitySampler.__iter__, RollingSampler.__iter__)
-        distributed = getattr(type(inner), "__iter__", None) in drawing_by_itself
-        self.ahead_unseen = sequential or private or distributed or type(batches) is StreamBatches
+        stream, plain = type(batches) is StreamBatches, type(batches) is BatchSampler
+        sampler: Any = batches.sampler if plain else None  # not the loader's: the user may have given the BatchSampler
+        self.ahead_unseen = stream or _draws_unseen(sampler)
         self.seed_state: torch.Tensor | None = None
-        kept = type(batches) is StreamBatches
-        resumable = batches if kept else ResumableBatches(batches, state)
+        resumable = batches if stream else ResumableBatches(batches, state)
         drawing = iter(resumable)
         if first:
             generator = torch.default_generator if loader.generator is None else loader.generator
@@ -66,16 +61,18 @@ class IndexStream:
             torch.empty((), dtype=torch.int64).random_(generator=loader.generator)
             if loader.num_workers:
                 drawing = iter(resumable)
-        whole = state.origin is None and (sequential or (private and draws_all_once(inner)))
-        dealt = type(inner) is LocalitySampler and inner.draws is None and inner.batch_size == batches.batch_size
-        drawn_from = inner.dataset if dealt else inner
-        rolling = type(inner) is RollingSampler  # what it draws is resident, however long the epoch is to be
-        # No index lies outside the dataset, and every batch but the last is of the same size.
-        self.trusted = kept or rolling or ((whole or dealt) and len(drawn_from) <= len(cast(Any, loader.dataset)))
-        self._size = batches.batch_size if plain or kept else 0
-        in_groups = StreamBatches.groups if kept else _of_pool if rolling else _in_groups
-        groups = in_groups(batches) if kept or rolling or dealt else None
-        self._groups = _in_one(batches, state) if whole else groups
+        self._groups: Iterator[Integers] | None = None
+        self.trusted = stream or type(sampler) is RollingSampler  # what it draws is resident, however much that is
+        if stream:
+            self._groups = batches.groups()
+        elif type(sampler) is RollingSampler:
+            self._groups = _of_pool(batches)
+        elif state.origin is None and _draws_each_once(sampler):
+            self._groups, self.trusted = _in_one(batches, state), len(sampler) <= len(cast(Any, loader.dataset))
+        elif type(sampler) is LocalitySampler and sampler.draws is None and sampler.batch_size == batches.batch_size:
+            self._groups = _in_groups(batches)
+            self.trusted = len(cast(Any, sampler.dataset)) <= len(cast(Any, loader.dataset))
+        self._size = batches.batch_size if stream or plain else 0
         self._rest: Integers = np.empty(0, dtype=np.int64)  # of a group that has been begun
         self._drawing = None if self._groups is not None else map(_as_indices, drawing)
 
@@ -99,6 +96,20 @@ class IndexStream:
         count = batches * self._size
         drawn, self._rest = self._rest[:count], self._rest[count:]
         return drawn if len(drawn) else None
+
+
+def _draws_unseen(sampler: Any) -> bool:
+    """Whether a sampler draws from nothing that anybody else draws from."""
+    if type(sampler) is RandomSampler:
+        return sampler.generator is None
+    by_itself = (DistributedSampler.__iter__, LocalitySampler.__iter__, RollingSampler.__iter__)
+    return type(sampler) is SequentialSampler or getattr(type(sampler), "__iter__", None) in by_itself
+
+
+def _draws_each_once(sampler: Any) -> bool:
+    """Whether it is a sampler of torch's that draws each index of its dataset once, from nothing of the user's."""
+    shuffled = type(sampler) is RandomSampler and sampler.generator is None and draws_all_once(sampler)
+    return shuffled or type(sampler) is SequentialSampler
 
 
 def _in_one(batches: BatchSampler, state: LoaderState) -> Iterator[Integers]:

@@ -3,107 +3,86 @@
 from __future__ import annotations
 
 import threading
-import time
 import weakref
+from collections.abc import Iterator
 
 import pytest
 
 from lightning_stocache.loading.prefetch import Job, Prefetcher
+from tests.processes import wait_until
 
 
-def threads() -> list[threading.Thread]:
-    return [thread for thread in threading.enumerate() if thread.name == "stocache-prefetch"]
+@pytest.fixture
+def thread() -> Iterator[Prefetcher]:
+    """It leaves nothing running, however often it is stopped."""
+    prefetcher = Prefetcher()
+    prefetcher.stop()
+    yield prefetcher
+    prefetcher.stop()
+    prefetcher.stop()
+    assert [thread for thread in threading.enumerate() if thread.name == "stocache-prefetch"] == []
 
 
-def test_a_job_that_nobody_has_begun_is_done_by_who_wants_it():
-    """Without a thread, or before it gets there, the consumer does the work itself."""
-    assert Job(threading.get_ident).result() == threading.get_ident()
+def test_a_job_that_nobody_has_begun_is_done_by_who_wants_it() -> None:
+    """Without a thread, or before it gets there, the consumer does the work itself, once."""
+    job = Job(lambda: [threading.get_ident()])
+    assert job.result() is job.result()
+    assert job.result() == [threading.get_ident()]
 
 
-def test_an_offered_job_is_done_by_the_thread_while_the_consumer_does_something_else():
-    """Its result is there when it is wanted, and it is done once."""
-    ahead, done = Prefetcher(), threading.Event()
-    times: list[int] = []
-
-    def work() -> int:
-        times.append(1)
-        done.set()
-        return threading.get_ident()
-
-    job = Job(work)
-    ahead.offer(job)
-    assert done.wait(120)
-    assert job.result() != threading.get_ident()
-    assert times == [1]
-    ahead.stop()
-    assert threads() == []
-
-
-def test_who_wants_a_job_that_is_under_way_waits_for_it():
-    """It is not begun a second time."""
-    ahead, begun, go_on = Prefetcher(), threading.Event(), threading.Event()
-    times: list[int] = []
+def test_who_wants_a_job_that_is_under_way_waits_for_it(thread: Prefetcher) -> None:
+    """The thread has begun it, and nobody else does; its result is there as often as it is wanted."""
+    begun, go_on, done_by = threading.Event(), threading.Event(), list[int]()
 
     def work() -> str:
-        times.append(1)
+        done_by.append(threading.get_ident())
         begun.set()
         go_on.wait(120)
         return "done"
 
     job = Job(work)
-    ahead.offer(job)
+    thread.offer(job)
     assert begun.wait(120)
     threading.Timer(0.05, go_on.set).start()
-    assert job.result() == "done"
-    assert times == [1]
-    ahead.stop()
+    assert (job.result(), job.result()) == ("done", "done")
+    assert len(done_by) == 1
+    assert done_by[0] != threading.get_ident()
 
 
 @pytest.mark.parametrize("offered", [False, True])
-def test_an_error_is_raised_where_the_result_is_wanted(offered):
+def test_an_error_is_raised_where_the_result_is_wanted(thread: Prefetcher, offered: bool) -> None:
     """Also by a job that the thread has done, which goes on with the next one."""
 
     def fail() -> None:
         raise KeyError("no such slot")
 
-    ahead, done = Prefetcher(), threading.Event()
-    job, other = Job(fail), Job(done.set)
+    done = threading.Event()
+    job = Job(fail)
     if offered:
-        ahead.offer(job)
-        ahead.offer(other)
+        thread.offer(job)
+        thread.offer(Job(done.set))
         assert done.wait(120)
-    for _ in range(2):  # whoever asks, and how often
+    for _ in range(2):  # however often one asks
         with pytest.raises(KeyError, match="no such slot"):
             job.result()
-    ahead.stop()
 
 
-def test_what_a_job_made_goes_with_the_job():
+def test_what_a_job_made_goes_with_the_job(thread: Prefetcher) -> None:
     """The thread keeps no batch alive, though it waits: its memory is needed for the next one."""
 
     class Batch:
         pass
 
-    ahead, job = Prefetcher(), Job(Batch)
-    ahead.offer(job)
+    job = Job(Batch)
+    thread.offer(job)
     reference = weakref.ref(job.result())
-    assert job.result() is reference()
     del job
-    deadline = time.monotonic() + 120
-    while reference() is not None and time.monotonic() < deadline:
-        time.sleep(0.001)  # the thread is about to let it go
-    assert reference() is None
-    ahead.stop()
+    wait_until(lambda: reference() is None)
 
 
-def test_stopping_ends_the_thread_and_may_be_done_twice_or_from_the_thread_itself():
-    """A finalizer may run anywhere."""
-    ahead = Prefetcher()
-    ahead.stop()
-    stopped = Job(ahead.stop)
-    ahead.offer(stopped)
-    [thread] = threads()
+def test_a_finalizer_may_stop_it_from_the_thread_itself(thread: Prefetcher) -> None:
+    """It may run anywhere."""
+    stopped = Job(thread.stop)
+    thread.offer(stopped)
     stopped.result()
-    thread.join(120)
-    ahead.stop()
-    assert threads() == []
+    wait_until(lambda: not any(other.name == "stocache-prefetch" for other in threading.enumerate()))
