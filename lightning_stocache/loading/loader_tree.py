@@ -21,7 +21,6 @@ __all__ = [
     "cached_datasets",
     "cached_in_leaves",
     "cached_in_loaders",
-    "cached_streams",
     "leaves_in",
     "loaders_in",
     "wrapped_loader",
@@ -58,40 +57,35 @@ def wrapped_loader(leaf: Any) -> DataLoader[Any] | None:
     return leaf.loader if isinstance(leaf.loader, DataLoader) else None
 
 
-def cached_datasets(loaders: Any) -> list[CachedDataset]:
-    """The CachedDatasets that DataLoaders read from, through Subset and ConcatDataset; one per cache."""
-    return cached_behind(*loaders_in(loaders))
-
-
-def cached_behind(*leaves: Any) -> list[CachedDataset]:
-    """The CachedDatasets that are read by what has a `dataset`, DataLoader or not (timm's PrefetchLoader)."""
-    found: dict[int, CachedDataset] = {}
+def cached_behind(*leaves: Any) -> list[Cached]:
+    """The cached datasets and streams that are read by what has a `dataset`, DataLoader or not; one per cache."""
+    found: dict[int, Cached] = {}
     for leaf in leaves:
         for dataset in _inside(getattr(leaf, "dataset", None)):
             found.setdefault(id(dataset.counters or dataset), dataset)
     return list(found.values())
 
 
-def cached_streams(*leaves: Any) -> list[Stream]:
-    """The CachedStreams that are read by what has a `dataset`, each once."""
-    found = {id(leaf.dataset): leaf.dataset for leaf in leaves if is_stream(getattr(leaf, "dataset", None))}
-    return list(found.values())
-
-
 def cached_in_leaves(loaders: Any) -> list[Cached]:
-    """All cached datasets and streams that are read in a nesting of loaders, by a DataLoader or not (Fabric's)."""
-    leaves = list(leaves_in(loaders))
-    return [*cached_behind(*leaves), *cached_streams(*leaves)]
+    """Those that are read in a nesting of loaders, by a DataLoader or not (Fabric's)."""
+    return cached_behind(*leaves_in(loaders))
 
 
 def cached_in_loaders(loaders: Any) -> list[Cached]:
-    """All cached datasets and streams that the DataLoaders in a nesting of loaders read."""
-    return cached_in_leaves(list(loaders_in(loaders)))
+    """Those that the DataLoaders in a nesting of loaders read."""
+    return cached_behind(*loaders_in(loaders))
 
 
-def _inside(dataset: Any) -> Iterator[CachedDataset]:
+def cached_datasets(loaders: Any) -> list[CachedDataset]:
+    """The CachedDatasets among those that the DataLoaders in a nesting of loaders read."""
+    return [dataset for dataset in cached_in_loaders(loaders) if isinstance(dataset, CachedDataset)]
+
+
+def _inside(dataset: Any) -> Iterator[Cached]:
     if (cached := cached_in(dataset)) is not None:
         yield cached
+    elif is_stream(dataset):
+        yield dataset
     elif isinstance(dataset, Subset):
         yield from _inside(dataset.dataset)
     elif isinstance(dataset, ConcatDataset):

@@ -14,7 +14,6 @@ import numpy as np
 import torch
 from torch.utils.data import DataLoader, IterableDataset
 
-from lightning_stocache.growing.stream import CachedStream
 from lightning_stocache.loading.loader_sampler import index_sampler
 from lightning_stocache.loading.loader_tree import cached_behind
 from lightning_stocache.setup.open_stream import check_budget
@@ -52,7 +51,7 @@ def cacheable_length(leaf: Any, stage: str, options: CacheOptions, world: int) -
     if not isinstance(leaf, DataLoader):
         _check_other(leaf)
         return None
-    if cached_behind(leaf) or isinstance(leaf.dataset, CachedStream):
+    if cached_behind(leaf):
         return None
     if isinstance(leaf.dataset, IterableDataset):
         if not options.streams or options.is_off(stage):

@@ -18,7 +18,6 @@ from lightning_stocache.loading.loader_tree import (
     cached_datasets,
     cached_in_leaves,
     cached_in_loaders,
-    cached_streams,
     leaves_in,
     loaders_in,
     wrapped_loader,
@@ -89,8 +88,7 @@ def test_what_has_a_dataset_and_is_no_dataloader(dataset: CachedDataset) -> None
     """It is asked for by its leaves, and left out where DataLoaders are asked for."""
     stream = CachedStream([1.0], budget="1MiB")
     leaves = [SimpleNamespace(dataset=dataset), SimpleNamespace(dataset=stream), SimpleNamespace(dataset=stream), 7]
-    assert cached_behind(*leaves) == [dataset]
-    assert cached_streams(*leaves) == [stream]
-    assert cached_in_leaves(leaves) == [dataset, stream]
+    assert cached_behind(*leaves) == cached_in_leaves(leaves) == [dataset, stream]
+    assert cached_datasets(leaves) == []
     assert cached_in_loaders([*leaves, DataLoader(stream)]) == [stream]
     stream.close()

@@ -30,14 +30,6 @@ def test_help_describes_every_argument(door):
     assert set(described) == set(inspect.signature(door).parameters)
 
 
-@pytest.mark.parametrize("door", DOORS[1:])
-def test_what_is_different_in_a_trainer_call_is_added(door):
-    """How a budget is written stands at every door, and that the datasets of a call share it."""
-    told = " ".join(inspect.getdoc(door).split())
-    assert '"60% of free" (memory)' in told
-    assert "The datasets of a Trainer call share it" in told
-
-
 def ours(**options: Any) -> StocacheDataModule:
     return StocacheDataModule([1], **options)
 
