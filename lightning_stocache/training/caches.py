@@ -35,10 +35,12 @@ from lightning_stocache.node.budget import Budget
 from lightning_stocache.node.files import memory_directory
 from lightning_stocache.node.free import FreeMemory
 from lightning_stocache.node.group import NodeGroup
+from lightning_stocache.setup.agreement import drawn_by_any, united
 from lightning_stocache.setup.open import open_caches
+from lightning_stocache.setup.request import CacheRequest
 from lightning_stocache.setup.same_data import is_continued
 from lightning_stocache.training.options import CacheOptions
-from lightning_stocache.training.wanted import Wanted, agreed, together
+from lightning_stocache.training.wanted import Wanted
 
 __all__ = ["CallCaches"]
 
@@ -120,37 +122,33 @@ class CallCaches:
         if group != self._group:
             self.close()
             self._group = group
-        wanted = agreed(
-            [replace(entry, domain=None) if options.is_for_all(entry.stage) else entry for entry in wanted], group
-        )
+        wanted = list(wanted)
+        domains = drawn_by_any([None if options.is_for_all(entry.stage) else entry.domain for entry in wanted], group)
+        wanted = [replace(entry, domain=domain) for entry, domain in zip(wanted, domains, strict=True)]
         self._go_on(wanted, group)
         self._let_go(wanted, train_to_come)
-        new, streams = dict[int, Wanted](), dict[int, Wanted]()
-        names, number = dict[int, str](), Counter[str]()
-        for entry in wanted:  # what is in several stages has pot and name of the first
-            key, name = id(entry.source), f"{self.options.name or ''}-{entry.stage}{number[entry.stage]}"
-            stream = isinstance(entry.source, IterableDataset)
-            if self._serving(entry) is None:
-                (streams if stream else new).setdefault(key, entry)
-                names.setdefault(key, name)
+        new, streams = dict[int, CacheRequest](), dict[int, Wanted]()
+        options, number, left = self.options, Counter[str](), dict[str, Budget]()
+        for entry in wanted:  # what is in several stages has pot and name of the first, and slots for all
+            key, stream = id(entry.source), isinstance(entry.source, IterableDataset)
+            if self._serving(entry) is None and stream:
+                streams.setdefault(key, entry)
+            elif self._serving(entry) is None and key not in new:
+                name, loader = f"{options.name or ''}-{entry.stage}{number[entry.stage]}", entry.loader
+                domain = united([other.domain for other in wanted if other.source is entry.source])
+                new[key] = options.request(entry.source, replace(loader, stage=entry.stage), name, domain)
+                left[new[key].pot] = self._left(entry.stage, entry.source, train_to_come)
             number[entry.stage] += not stream
-        new = {key: together(entry, wanted) for key, entry in new.items()}
-        options = self.options
-        requests = [
-            options.request(entry.source, replace(entry.loader, stage=entry.stage), names[key], entry.domain)
-            for key, entry in new.items()
-        ]
-        pots = {request.pot for request in requests}
         opened = open_caches(
-            requests,
-            {pot: self._left(pot, new.values(), train_to_come) for pot in options.budgets if pot in pots},
+            list(new.values()),
+            {pot: left[pot] for pot in options.budgets if pot in left},
             group,
             later_bytes=later_bytes,
-            kept_back=self._kept_back(pots, train_to_come),
+            kept_back=self._kept_back(left, train_to_come),
         )
-        for entry, cache in zip(new.values(), opened, strict=True):
-            dataset, request = dataset_over(CachedSource(cache)), cache.request
-            self._open.append(_Open(entry.source, dataset, request.pot, request.domain))
+        for cache in opened:
+            request, dataset = cache.request, dataset_over(CachedSource(cache))
+            self._open.append(_Open(request.source, dataset, request.pot, request.domain))
             cache.tell()
         self._open_streams(streams, group, train_to_come)
         for entry in wanted:
@@ -178,7 +176,7 @@ class CallCaches:
         options = self.options
         for number, entry in enumerate(streams.values()):
             pot, waiting = options.pot(entry.stage), len(streams) - number
-            budget = self._left(pot, [entry], train_to_come)
+            budget = self._left(entry.stage, entry.source, train_to_come)
             budget = Budget.parse(int(budget.amount) // waiting) if budget.unit == "bytes" else budget
             free = max(FreeMemory.measure(memory_directory()).bytes, 0)
             back = self._kept_back([pot], train_to_come)
@@ -262,20 +260,21 @@ class CallCaches:
             )
         self._warned = True
 
-    def _left(self, pot: str, new: Collection[Wanted], train_to_come: bool) -> Budget:
-        """What new datasets may take of a pot: of bytes, what the open caches leave, or half if train is to come."""
+    def _left(self, stage: str, source: Dataset[Any], train_to_come: bool) -> Budget:
+        """What a new dataset may take of its pot: of bytes, what the open caches leave, or half if train is to come."""
+        pot = self.options.pot(stage)
         budget = self.options.budgets[pot]
         if budget.unit != "bytes" or budget.off:
             return budget
-        taken = sum(opened.dataset.budget_bytes for opened in self._open if opened.pot == pot)
-        left = max(int(budget.amount) - taken, 0)
+        left = max(
+            int(budget.amount) - sum(opened.dataset.budget_bytes for opened in self._open if opened.pot == pot), 0
+        )
         if train_to_come and pot == self.options.pot("train"):
             left = min(left, int(budget.amount) // 2)
-        for entry in new:
-            if not left and self.options.pot(entry.stage) == pot:
-                advice = f"Keep a share for it: stage_budgets={{{entry.stage!r}: ...}}"
-                reason = f"the caches that are open use all of budget={str(budget)!r}. {advice}"
-                self.pass_by(entry.stage, type(entry.source).__name__, reason)
+        if not left:
+            advice = f"Keep a share for it: stage_budgets={{{stage!r}: ...}}"
+            reason = f"the caches that are open use all of budget={str(budget)!r}. {advice}"
+            self.pass_by(stage, type(source).__name__, reason)
         return Budget.parse(left)
 
     def _kept_back(self, pots: Collection[str], train_to_come: bool) -> int:

@@ -12,21 +12,18 @@ calls, where there is memory for all of it, or a part of the dataset was asked f
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
 from torch.utils.data import BatchSampler, DataLoader, Dataset, DistributedSampler, IterableDataset, SequentialSampler
 
 from lightning_stocache.cache.placement import Domain
-from lightning_stocache.node.group import NodeGroup
 from lightning_stocache.sampling.sampler_domain import sampler_domain
-from lightning_stocache.setup.agreement import drawn_by_any, united
 from lightning_stocache.setup.request import LoaderSettings
 from lightning_stocache.training.sampling import is_default, replicas
 
-__all__ = ["Wanted", "agreed", "drawn_by", "loader_domain", "together"]
+__all__ = ["Wanted", "drawn_by", "loader_domain"]
 
 
 @dataclass(frozen=True)
@@ -44,23 +41,6 @@ class Wanted:
     stage: str
     loader: LoaderSettings
     domain: Domain | None = None
-
-
-def agreed(wanted: Iterable[Wanted], group: NodeGroup) -> list[Wanted]:
-    """What is wanted, with what any rank draws of each dataset. Collective.
-
-    Args:
-        wanted: what this rank's loaders will read.
-        group: the ranks.
-    """
-    wanted = list(wanted)
-    domains = drawn_by_any([entry.domain for entry in wanted], group)
-    return [replace(entry, domain=domain) for entry, domain in zip(wanted, domains, strict=True)]
-
-
-def together(entry: Wanted, wanted: Sequence[Wanted]) -> Wanted:
-    """What the first of several loaders wants, with what all that read its dataset draw of it."""
-    return replace(entry, domain=united([other.domain for other in wanted if other.source is entry.source]))
 
 
 def loader_domain(trainer: Any, stage: str, loader: DataLoader[Any]) -> Domain | None:

@@ -21,33 +21,6 @@ def caches_of(dm: StocacheDataModule, stage: str) -> list[CachedDataset]:
 
 
 @pytest.mark.processes
-def test_all_stages_read_what_their_source_holds(tmp_path):
-    """Train, several val sets, test and predict give the batches of their sources, in loops without a Trainer, too; a
-    set that is a plain list of samples is one set, not a list of sets."""
-    sets = {name: source(tmp_path, name, 8) for name in ("train", "val", "other", "test", "predict")}
-    dm = StocacheDataModule(
-        sets["train"],
-        [sets["val"], sets["other"]],
-        sets["test"],
-        sets["predict"],
-        batch_size=4,
-        num_workers=2,
-    )
-    for call, stages in {"fit": ("train", "val"), "test": ("test",), "predict": ("predict",)}.items():
-        dm.setup(call)
-        for stage in stages:
-            loaders = getattr(dm, f"{stage}_dataloader")()
-            for loader in loaders if isinstance(loaders, list) else [loaders]:
-                seen = sorted(image.sum().item() for batch, _ in loader for image in batch)
-                assert seen == sorted(sets["train"].expected(index)[0].sum().item() for index in range(8))
-        dm.teardown(call)
-    dm = StocacheDataModule(val=[sets["val"].expected(index) for index in range(4)])
-    dm.setup("validate")
-    assert [len(dataset) for dataset in caches_of(dm, "val")] == [4]
-    dm.teardown("validate")
-
-
-@pytest.mark.processes
 @pytest.mark.parametrize(
     ("options", "slots"),
     [({"budget": 40 * (3 * 8 * 8 + 8 + 1)}, [30, 10]), ({"budget": "50%", "stage_budgets": {"val": 0}}, [30, 0])],
