@@ -13,17 +13,14 @@ from lightning.fabric.utilities.data import _update_dataloader
 from lightning.pytorch.utilities import CombinedLoader
 from torch.utils.data import (
     BatchSampler,
-    ConcatDataset,
     DataLoader,
-    RandomSampler,
     SequentialSampler,
-    Subset,
     WeightedRandomSampler,
 )
 
 from lightning_stocache.loading.dataset import CachedDataset
-from lightning_stocache.loading.loader_tree import cached_datasets, loaders_in
-from lightning_stocache.training.loaders import hides_dataset, rewrap, settings_of, with_dataset
+from lightning_stocache.loading.loader_tree import loaders_in
+from lightning_stocache.training.loaders import rewrap, settings_of, with_dataset
 
 NUMBERS: Any = [torch.tensor(i) for i in range(12)]
 TENS: Any = [torch.tensor(10 * i) for i in range(12)]
@@ -65,13 +62,6 @@ def test_nesting_and_types_are_kept(nest):
         assert len(list(renewed)) == 3  # "max_size": the shortest, the default, would be two
 
 
-def test_what_is_no_loader_comes_back_as_it_is():
-    """Batches that were given instead of a loader are left alone."""
-    batches = [torch.zeros(2), torch.ones(2)]
-    assert rewrap(batches, tens) == batches
-    assert list(loaders_in(batches)) == []
-
-
 @pytest.mark.parametrize(
     "make",
     [
@@ -96,49 +86,12 @@ def test_the_new_loader_reads_what_the_old_one_would(make):
     assert read(tens(make(NUMBERS))) == read(make(TENS))
 
 
-def test_arguments_are_kept():
-    """Collation, worker options and the generator of the old loader are those of the new one."""
-    old = DataLoader(
-        NUMBERS,
-        4,
-        num_workers=2,
-        collate_fn=torch.stack,
-        timeout=7,
-        worker_init_fn=print,
-        multiprocessing_context="spawn",
-        generator=torch.Generator(),
-        prefetch_factor=5,
-        persistent_workers=True,
-    )
-    new = tens(old)
-    for name in ("num_workers", "collate_fn", "timeout", "worker_init_fn", "generator", "prefetch_factor"):
-        assert getattr(new, name) == getattr(old, name), name
-    assert new.persistent_workers
-    assert new.multiprocessing_context.get_start_method() == "spawn"
-
-
 class Tagged(DataLoader[Any]):
     """A loader with an argument of its own, as a user would write it."""
 
     def __init__(self, dataset: Any, tag: str, **options: Any) -> None:
         super().__init__(dataset, **options)
         self.tag = tag
-
-
-class Narrow(DataLoader[Any]):
-    """Takes little and decides the rest itself."""
-
-    def __init__(self, dataset: Any, batch_size: int = 6) -> None:
-        super().__init__(dataset, batch_size=batch_size, sampler=RandomSampler(dataset))
-
-
-def test_subclasses_are_kept():
-    """A subclass is made from the arguments that it takes, its own ones read from its attributes."""
-    new = tens(Tagged(NUMBERS, "blue", batch_size=5))
-    assert (type(new), new.tag, len(new)) == (Tagged, "blue", 3)  # type: ignore[attr-defined]
-    narrow = tens(Narrow(NUMBERS, 4))
-    assert type(narrow) is Narrow
-    assert sorted(number for batch in read(narrow) for number in batch) == [10 * i for i in range(12)]
 
 
 def test_no_constructor_runs():
@@ -194,28 +147,6 @@ def test_lightning_makes_the_copy_anew_around_the_same_dataset(make, given):
     assert again.dataset is dataset
     assert read(again) == [[0, 10, 20, 30, 40], [50, 60, 70, 80, 90]]
     assert type(again) is type(new)
-
-
-def test_a_dataset_that_a_loader_makes_itself_is_seen():
-    """Lightning would make it again, so it is known, where Lightning has caught the arguments."""
-
-    class Making(DataLoader[Any]):
-        def __init__(self, length: int) -> None:
-            super().__init__(list(range(length)))
-
-    with replaced(DataLoader, "dataset"):
-        loaders = [Making(3), DataLoader(NUMBERS), DataLoader(dataset=NUMBERS)]
-    assert [hides_dataset(loader) for loader in (*loaders, Making(3))] == [True, False, False, False]
-
-
-@pytest.mark.processes
-def test_cached_datasets_are_found_inside():
-    """Subset and ConcatDataset are looked through, and each cache is found once."""
-    one, other = CachedDataset(NUMBERS), CachedDataset(TENS)
-    loaders = [DataLoader(Subset(one, [1, 2])), {"b": DataLoader(ConcatDataset([one, other]))}, DataLoader(NUMBERS)]
-    assert cached_datasets(loaders) == [one, other]
-    for dataset in (one, other):
-        dataset.close()
 
 
 def test_settings_know_batches_and_how_workers_start():
