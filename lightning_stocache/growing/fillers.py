@@ -25,7 +25,6 @@ import random
 import signal
 import time
 import traceback
-from dataclasses import dataclass
 from multiprocessing.connection import Connection
 from multiprocessing.process import BaseProcess
 from typing import Any
@@ -39,7 +38,7 @@ from lightning_stocache.node.parent import end_with_parent, not_sent, why_not_be
 from lightning_stocache.source.draws import Draw, Draws, EndOfStreamError
 from lightning_stocache.torch_internals import become_worker
 
-__all__ = ["MOST_FAILURES", "MOST_RESTARTS", "FillJob", "Fillers"]
+__all__ = ["MOST_FAILURES", "MOST_RESTARTS", "Fillers"]
 
 log = logging.getLogger(__name__)
 
@@ -50,26 +49,13 @@ _END_SECONDS = 1.0  # for a filler to end by itself
 _LONGEST = 8000  # characters of a traceback, so that it fits in a pipe that nobody reads
 
 
-@dataclass(frozen=True)
-class FillJob:
-    """What fillers do.
-
-    Args:
-        draws: what is drawn.
-        store: where it goes.
-        fillers: how many there are.
-    """
-
-    draws: Draws
-    store: Store
-    fillers: int
-
-
 class Fillers:
     """The fillers of one store, looked after by the process that has started them.
 
     Args:
-        job: what they do.
+        draws: what they draw.
+        store: where it goes.
+        count: how many there are.
         method: how they are started: fork, spawn or forkserver; None: as the system does.
 
     Raises:
@@ -77,17 +63,18 @@ class Fillers:
         TypeError: the source cannot be sent to a process that is not forked.
     """
 
-    def __init__(self, job: FillJob, method: str | None = None) -> None:
-        if not 0 <= job.fillers <= FILLERS:
-            raise ValueError(f"fillers must be between 0 and {FILLERS}, got {job.fillers}")
-        self._job, self._context = job, multiprocessing.get_context(method)
+    def __init__(self, draws: Draws, store: Store, count: int, method: str | None = None) -> None:
+        if not 0 <= count <= FILLERS:
+            raise ValueError(f"fillers must be between 0 and {FILLERS}, got {count}")
+        self._draws, self._store, self._count = draws, store, count
+        self._context = multiprocessing.get_context(method)
         self._processes: dict[int, tuple[BaseProcess, Connection]] = {}
         self._pid = os.getpid()
         self.restarts = 0
         self.last_error: str | None = None
-        self._restarted = [0] * job.fillers
+        self._restarted = [0] * count
         try:
-            for number in range(job.fillers):
+            for number in range(count):
                 self._start(number)
         except BaseException:  # what cannot be sent, or no process more
             self.stop()
@@ -168,12 +155,13 @@ class Fillers:
 
     @property
     def _notes(self) -> Any:
-        return self._job.store.roll.notes[: self._job.fillers]
+        return self._store.roll.notes[: self._count]
 
     def _start(self, number: int) -> None:
         reports, told = self._context.Pipe(duplex=False)
+        work = (self._draws, self._store, self._count, number, self._restarted[number], told)
         process: BaseProcess = self._context.Process(  # type: ignore[attr-defined]
-            target=_fill, args=(self._job, number, self._restarted[number], told), daemon=True, name=f"filler {number}"
+            target=_fill, args=work, daemon=True, name=f"filler {number}"
         )
         self._notes[number, _SINCE] = self._notes[number, _STOP] = 0
         try:
@@ -196,16 +184,16 @@ def _named(index: int) -> str:
     return "its next sample" if index < 0 else f"sample {index}"
 
 
-def _fill(job: FillJob, number: int, restarts: int, reports: Connection) -> None:
+def _fill(draws: Draws, store: Store, count: int, number: int, restarts: int, reports: Connection) -> None:
     """What a filler does."""
     signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C is the trainer's, which ends its fillers
     end_with_parent()
     torch.set_num_threads(1)
-    seed = job.draws.seed + number + restarts * job.fillers
+    seed = draws.seed + number + restarts * count
     random.seed(seed), np.random.seed(seed % 2**32), torch.manual_seed(seed)
-    become_worker(number, job.fillers, seed, job.draws.source)
-    notes, in_a_row = job.store.roll.notes[number], 0
-    for draw in job.draws.share(number, job.fillers, int(notes[_DONE])):
+    become_worker(number, count, seed, draws.source)
+    notes, in_a_row = store.roll.notes[number], 0
+    for draw in draws.share(number, count, int(notes[_DONE])):
         if notes[_STOP]:
             return
         notes[_INDEX], notes[_SINCE] = draw.index, time.monotonic_ns()
@@ -213,7 +201,7 @@ def _fill(job: FillJob, number: int, restarts: int, reports: Connection) -> None
         try:
             sample = draw.load()
             notes[_SINCE] = 0
-            while not job.store.append(sample, draw.index):
+            while not store.append(sample, draw.index):
                 if notes[_STOP]:
                     return
                 time.sleep(0.001)  # all slots are being written

@@ -101,18 +101,8 @@ class RollingCache(Dataset[Any]):
             raise TypeError(f"source must be the dataset itself, got a {type(source).__name__} that is cached already")
         if epoch_samples is not None:
             check_count("epoch_samples", epoch_samples, 1)
-        self.request = RollingRequest(
-            source,
-            Budget.parse(budget),
-            fillers,
-            minimum,
-            indices,
-            spec,
-            layout,
-            shuffle,
-            seed,
-            multiprocessing_context,
-        )
+        rolls = (spec, layout, shuffle, seed, multiprocessing_context)
+        self.request = RollingRequest(source, Budget.parse(budget), fillers, minimum, indices, *rolls)
         self.transform, self.epoch_samples = transform, epoch_samples
         self.group = NodeGroup()
         self._pool: RollingPool | None = None

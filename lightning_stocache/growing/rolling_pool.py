@@ -16,7 +16,7 @@ from lightning_stocache.cache.placement import Integers
 from lightning_stocache.cache.records import RecordCodec
 from lightning_stocache.cache.rows import SampleSpec
 from lightning_stocache.cache.store import Store
-from lightning_stocache.growing.fillers import Fillers, FillJob
+from lightning_stocache.growing.fillers import Fillers
 from lightning_stocache.node.budget import Budget
 from lightning_stocache.node.files import Backend
 from lightning_stocache.node.group import NodeGroup
@@ -150,7 +150,7 @@ class RollingPool:
         """On the node's leader: start the fillers."""
         if request.source is not None and request.fillers:
             draws = request.draws(self.memory.group.node, passes=1 if holds_all else None)
-            self.fillers = Fillers(FillJob(draws, self.store, request.fillers), request.method)
+            self.fillers = Fillers(draws, self.store, request.fillers, request.method)
 
     def resident(self) -> Integers:
         """What is resident, once the minimum has come.

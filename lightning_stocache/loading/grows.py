@@ -74,13 +74,7 @@ class Stream(Protocol):
         """Memory that was granted on this node."""
 
     def share(self, group: NodeGroup | None = None) -> None:
-        """Have the ranks of a node share the memory."""
-
-    def describe(self) -> str:
-        """One line on what is kept."""
-
-    def close(self) -> None:
-        """Give the memory up."""
+        """Have the ranks of a node share the memory. Collective."""
 
 
 def is_rolling(dataset: Any) -> TypeGuard[Rolling]:
