@@ -74,7 +74,7 @@ def set_up_reads_as_many(request: pytest.FixtureRequest, monkeypatch: pytest.Mon
         monkeypatch.setattr(finding, "MOST_BYTES", -1)
 
 
-def _refuse_a_stream(reader: Any, method: str, on_wait: Any) -> bytes:
+def _refuse_a_stream(reader: Any, method: str, on_wait: Any) -> Any:
     return _refuse_to_start() if reader.draws.as_stream else read_apart(reader, method, on_wait)
 
 

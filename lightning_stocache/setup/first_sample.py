@@ -12,15 +12,12 @@ from __future__ import annotations
 
 import logging
 import multiprocessing
-import pickle
 import random
 import sys
 import time
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable
 from functools import partial
 from typing import Any, cast
-
-from torch.utils.data import IterableDataset
 
 from lightning_stocache.cache.codec import SampleMismatchError, UnsupportedSampleError
 from lightning_stocache.cache.records import RecordCodec
@@ -48,7 +45,7 @@ class FirstSampleError(RuntimeError):
     """No sample of a source could be read, or samples cannot be kept."""
 
 
-class _First(IterableDataset[bytes]):
+class _First:
     """Reads the first samples, and answers a question about them.
 
     Args:
@@ -60,9 +57,10 @@ class _First(IterableDataset[bytes]):
     def __init__(self, draws: Draws, most: int, answer: Callable[[list[int], list[Any], str], Any]) -> None:
         self.draws, self.most, self.answer = draws, most, answer
 
-    def __iter__(self) -> Iterator[bytes]:
+    def __call__(self) -> Any:
+        """The answer, in a worker."""
         set_worker_dataset(self.draws.source)
-        yield pickle.dumps(self.read())
+        return self.read()
 
     def read(self) -> Any:
         """The answer."""
@@ -150,7 +148,7 @@ def _ask(reader: _First, method: str | None, what: str) -> Any:
     if reader.draws.as_stream and method != "fork":  # a spawned process would run the user's script again
         return reader.read()
     try:
-        return pickle.loads(read_apart(reader, method, on_wait))
+        return read_apart(reader, method, on_wait)
     except NotStartedError as error:
         if not reader.draws.as_stream:  # a generator would have lost these samples
             raise FirstSampleError(f"no process can be started to read {what}: {error}") from error

@@ -11,13 +11,14 @@ before it hands an answer out, when nobody has asked it yet: then None is sent, 
 from __future__ import annotations
 
 import logging
+import pickle
 from collections.abc import Callable, Iterator
 from contextlib import closing
 from functools import partial
 from typing import Any, cast
 
 import torch
-from torch.utils.data import DataLoader, Dataset, IterableDataset
+from torch.utils.data import DataLoader, Dataset
 
 from lightning_stocache.node.waiting import REPORT_SECONDS
 from lightning_stocache.torch_internals import shut_down
@@ -39,18 +40,11 @@ class ReaderProcess:
     Args:
         reader: what `reader[question]` returns there is the answer; `reader[None]` must be bytes, too.
         method: how the process is started: fork, spawn or forkserver.
-        worker_init_fn: called there with 0 before anything is read.
         seconds: between two calls of `on_wait`. A process that was forked and has not begun by then is replaced.
     """
 
-    def __init__(
-        self,
-        reader: Dataset[bytes],
-        method: str,
-        worker_init_fn: Callable[[int], None] | None = None,
-        seconds: float = REPORT_SECONDS,
-    ) -> None:
-        self._reader, self._method, self._worker_init_fn, self._seconds = reader, method, worker_init_fn, seconds
+    def __init__(self, reader: Dataset[bytes], method: str, seconds: float = REPORT_SECONDS) -> None:
+        self._reader, self._method, self._seconds = reader, method, seconds
         self._questions = _Questions()
         self._answers: Any = None
 
@@ -118,7 +112,7 @@ class ReaderProcess:
                     prefetch_factor=1,
                     collate_fn=cast(Any, _as_it_is),
                     timeout=self._seconds,
-                    worker_init_fn=partial(_begin, begun, self._worker_init_fn),
+                    worker_init_fn=partial(_begin, begun),
                     multiprocessing_context=self._method,
                     generator=torch.Generator(),  # the base seed of the process is not drawn from the user's
                 )
@@ -128,16 +122,10 @@ class ReaderProcess:
         return begun
 
 
-def read_apart(
-    reader: IterableDataset[bytes],
-    method: str,
-    on_wait: Callable[[], None],
-    worker_init_fn: Callable[[int], None] | None = None,
-    seconds: float = REPORT_SECONDS,
-) -> bytes:
-    """The first thing that is given by what is iterated in a process; arguments and errors are `ReaderProcess`'s."""
-    with closing(ReaderProcess(_First(reader), method, worker_init_fn, seconds)) as process:
-        return process.ask(None, on_wait)
+def read_apart(read: Callable[[], Any], method: str, on_wait: Callable[[], None]) -> Any:
+    """What a function returns in a process; `method`, `on_wait` and errors are those of `ReaderProcess`."""
+    with closing(ReaderProcess(_Called(read), method)) as process:
+        return pickle.loads(process.ask(True, on_wait))
 
 
 def shared_counts(number: int) -> torch.Tensor:
@@ -170,24 +158,18 @@ class _Questions:
         return question
 
 
-class _First(Dataset[bytes]):
-    """The first thing that an iterable gives, whatever is asked; nothing after that."""
+class _Called(Dataset[bytes]):
+    """What a function returns, pickled, when it is asked for."""
 
-    def __init__(self, reader: IterableDataset[bytes]) -> None:
-        self.reader = reader
-        self._asked = False
+    def __init__(self, read: Callable[[], Any]) -> None:
+        self.read = read
 
     def __getitem__(self, question: Any) -> bytes:
-        if self._asked:
-            return b""
-        self._asked = True
-        return next(iter(self.reader))
+        return b"" if question is None else pickle.dumps(self.read())
 
 
-def _begin(begun: torch.Tensor, worker_init_fn: Callable[[int], None] | None, worker: int) -> None:
+def _begin(begun: torch.Tensor, worker: int) -> None:
     begun.fill_(1)
-    if worker_init_fn is not None:
-        worker_init_fn(worker)
 
 
 def _as_it_is(answer: bytes) -> bytes:

@@ -29,15 +29,14 @@ samples that are in the cache are read from the new object, in a process that is
 from __future__ import annotations
 
 import logging
-import pickle
 import sys
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
+from functools import partial
 from itertools import islice
 from typing import Any, cast
 
 import numpy as np
-from torch.utils.data import IterableDataset
 
 from lightning_stocache.cache.counters import Counters
 from lightning_stocache.cache.records import RecordCodec, SampleCodec
@@ -147,23 +146,17 @@ def is_continued(opened: OpenCache, dataset: Any) -> bool:
             raise TimeoutError(f"reading {len(indices)} samples has not ended in {PATIENCE_SECONDS:.0f} s")
 
     try:
-        return cast(bool, pickle.loads(read_apart(_Comparison(dataset, cache, indices), "fork", on_wait)))
+        return cast(bool, read_apart(partial(_gives_the_same, dataset, cache, indices), "fork", on_wait))
     except Exception as error:  # no process could be started; or of the source, which is the user's
         log.debug("%s cannot be compared with the one before: %s", request.title, error)
         return False
 
 
-class _Comparison(IterableDataset[bytes]):
-    """In a worker: whether samples of a source are those of a cache, pickled."""
-
-    def __init__(self, source: Any, cache: Store, indices: Sequence[int]) -> None:
-        self.source, self.cache, self.indices = source, cache, indices
-
-    def __iter__(self) -> Iterator[bytes]:
-        set_worker_dataset(self.source)
-        stored = self.cache.read(self.cache.lookup(np.array(self.indices)))
-        pairs = zip(self.indices, stored, strict=True)
-        yield pickle.dumps(all(same_sample(self.source[index], sample) for index, sample in pairs))
+def _gives_the_same(source: Any, cache: Store, indices: Sequence[int]) -> bool:
+    """In a worker: whether samples of a source are those of a cache."""
+    set_worker_dataset(source)
+    stored = cache.read(cache.lookup(np.array(indices)))
+    return all(same_sample(source[index], sample) for index, sample in zip(indices, stored, strict=True))
 
 
 def _with_slots(cache: Store, known: Mapping[int, Any]) -> list[int]:
