@@ -248,7 +248,7 @@ def _one_line(error: Exception) -> str:
             break
         error = error.__cause__
     package = type(error).__module__.partition(".")[0]
-    lines = [line.strip() for line in str(error).splitlines() if line.strip()]
+    lines = [line.strip() for line in str(error).partition("\nConfig search path")[0].splitlines() if line.strip()]
     if package in ("hydra", "omegaconf"):
         about_classes = re.compile(r"(full_key|object_type|reference_type)[:=]")
         lines = [line.partition(", set env var")[0] for line in lines if not about_classes.match(line)]
