@@ -6,18 +6,18 @@ A Trainer with one of the callbacks at default settings, a CSVLogger and the pro
 most to do in. Its steps do nothing but write over 4 MB, so that the processor's caches are as after a step of a model.
 
 cost     what a callback adds to the main thread's CPU time per step, without the step's own work. Steps come in pairs,
-         one with the callback (and with what it leaves in the Trainer) and one without, in random order; pairs in
+         one with the callback and one without (what StepTimer times is timed in both), in random order; pairs in
          which something was logged are taken apart, because they are few and dear. Shown are medians of the
          differences, in brackets their 95 % intervals. Other work on the machine makes both steps slower and the
          intervals wider. "Empty" is a callback that does nothing: what Lightning takes to call it.
 calls    functions called for it per step, Python's and C's, over 100 steps without the progress bar: however busy the
-         machine is, it is the same. Below zero where a profiler that does nothing is replaced by one that is quicker
+         machine is, it is the same
 end      CPU time at the end of an epoch: epochs of a few steps end with the callbacks and without them in turn
 clock    what StepTimer tells its clock, by itself, ten thousand steps in a row: on the host's clock and with events
          that cost nothing (a real event takes a CUDA call more, some ten times a step)
 wait     data_wait_seconds as CacheMonitor logs it, beside what Lightning's SimpleProfiler has for `next(loader)`, in
          epoch two of a loader that is warm, and of one whose source takes 20 ms per batch; a step sleeps for 10 ms
-compute  compute_seconds, beside the profiler's `run_training_batch`
+compute  compute_seconds, beside the profiler's `run_training_batch`, which is within it
 hooks    what the profiler has for all hooks of both callbacks, over both epochs; what it costs to time them is in it
 """
 
@@ -142,11 +142,9 @@ class Alternating(Steps):
     def _change(self, with_ours: bool) -> None:
         trainer: Any = self.trainer
         if not self._steps:
-            self._all, self._profiler = trainer.callbacks, trainer.profiler
+            self._all = trainer.callbacks
             self._others = [other for other in self._all if not isinstance(other, self.ours)]
-            self._users = getattr(self._profiler, "users", self._profiler)  # as our callbacks leave it
         trainer.callbacks = self._all if with_ours else self._others
-        trainer.profiler = self._profiler if with_ours else self._users
         self._with = with_ours
 
 

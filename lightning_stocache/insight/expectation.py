@@ -7,7 +7,7 @@ The first epoch hits what was READY when it began: nothing, or what a named cach
 The rule holds for samplers that draw each index once (`sampling.sampler_domain.draws_once`), in epochs that are served
 whole. On several nodes it holds where a LocalitySampler deals samples to the nodes that have them; it leaves out the
 few per cent that go elsewhere, because batches do not come in exact proportions. Otherwise nothing is expected:
-weighted draws, batch samplers of the user's own, `limit_train_batches`, several loaders of one dataset.
+weighted draws, batch samplers of the user's own, `limit_train_batches`, several loaders of one dataset, streams.
 """
 
 from __future__ import annotations
@@ -36,92 +36,84 @@ class Expectation:
     """The expected hit rates of the training sets in use, epoch by epoch; what is wrong is said once."""
 
     def __init__(self) -> None:
-        self._drawn: dict[Counters, list[Domain | None]] = {}  # by the loaders of each dataset, in their first epoch
+        self._drawn: dict[Counters, Domain | None] = {}  # what each dataset's loader draws, in its first epoch
         self._begun: set[Counters] = set()  # datasets of which an epoch was served whole
         self._complained = False
 
     def compare(
-        self,
-        metrics: dict[str, float],
-        counts: Mapping[Counters, Counts],
-        datasets: Sequence[Cached],
-        loaders: Any,
-        *,
-        world: int,
+        self, metrics: dict[str, float], counts: Mapping[Counters, Counts], datasets: Sequence[Cached], loaders: Any
     ) -> str | None:
         """Add `hit_rate_expected` to the metrics of the epoch that ends now, unless the rule does not hold.
 
         Args:
             metrics: of this epoch.
             counts: what this rank has been served of each training set in it, the other ranks likewise.
-            datasets: the training sets; where one of them is a stream, nothing is expected.
+            datasets: the training sets.
             loaders: that read them.
-            world: number of ranks.
 
         Returns:
             What is wrong, in words, if there is something, and for the first time.
         """
-        own = sum(counts.values(), Counts())
-        served = metrics["hits"] + metrics["misses"] + metrics["bypasses"]
-        hits = [0.0 if served and datasets else math.nan]
-        complaint = None
+        hits, complaint = 0.0, None
         for dataset in datasets:
-            counters = dataset.counters
-            if not isinstance(dataset, CachedDataset) or counters is None:
-                hits.append(math.nan)
+            loader = _reader(loaders, dataset)
+            if not isinstance(dataset, CachedDataset) or dataset.counters is None or loader is None:
+                hits = math.nan
                 continue
-            of_set = counts.get(counters, Counts())
-            readers = _readers(loaders, counters)
-            drawn = [sampler_domain(batches_of(reader), len(dataset)) for reader in readers]
-            if self._drawn.setdefault(counters, drawn) != drawn:
-                hits.append(math.nan)
-                complaint = complaint or _unforeseen(dataset, readers, metrics)
+            domain = sampler_domain(batches_of(loader), len(dataset))
+            if self._drawn.setdefault(dataset.counters, domain) == domain:
+                hits += self._hits(dataset, loader, domain, metrics, counts)
                 continue
-            share = served * of_set.served / max(own.served, 1)
-            fills = metrics["fills"] * of_set.fills / max(own.fills, 1)
-            hits.append(self._hits(dataset, readers, share, fills, metrics["fill_fraction"], world))
-        if not math.isnan(expected := sum(hits)):
-            metrics["hit_rate_expected"] = expected / served
-            nodes = len(datasets[0].group.nodes)
-            tolerance = _TOLERANCE if nodes == 1 else _TOLERANCE_OF_NODES
-            if metrics["hit_rate"] < metrics["hit_rate_expected"] - tolerance:
-                complaint = complaint or _too_low(metrics)
-        complaint = None if self._complained else complaint
-        self._complained |= complaint is not None
+            hits = math.nan
+            if metrics["bypasses"] and cached_source(dataset).opened.request.domain is not None:
+                complaint = complaint or _unforeseen(loader, metrics)
+        if not math.isnan(hits) and (served := _served(metrics)):
+            expected = metrics["hit_rate_expected"] = hits / served
+            tolerance = _TOLERANCE if len(datasets[0].group.nodes) == 1 else _TOLERANCE_OF_NODES
+            if metrics["hit_rate"] < expected - tolerance:
+                complaint = _too_low(metrics)
+        if self._complained:
+            return None
+        self._complained = complaint is not None
         return complaint
 
-    def forget(self) -> None:
-        """Begin anew with the next epoch: its caches and loaders are those of another call."""
-        self._drawn.clear()
-        self._begun.clear()
-
     def _hits(
-        self, dataset: CachedDataset, readers: Sequence[Any], served: float, fills: float, filled: float, world: int
+        self,
+        dataset: CachedDataset,
+        loader: Any,
+        domain: Domain | None,
+        metrics: Mapping[str, float],
+        counts: Mapping[Counters, Counts],
     ) -> float:
         """The hits to expect of one training set, over all ranks; not a number where the rule does not hold."""
         ring, cache, counters = cached_source(dataset).opened.known_ring, dataset.cache, dataset.counters
-        if ring is None or cache is None or counters is None or len(readers) != 1:
+        sampler, group = index_sampler(loader), dataset.group
+        dealt = isinstance(sampler, LocalitySampler) and sampler.mode != "global"
+        if ring is None or cache is None or counters is None or not (dealt or len(group.nodes) == 1):
             return math.nan
-        [loader], length, nodes = readers, len(dataset), len(dataset.group.nodes)
-        sampler = index_sampler(loader)
-        in_place = nodes == 1 or (isinstance(sampler, LocalitySampler) and sampler.mode != "global")
-        if not in_place or cached_in(loader.dataset) is None or not draws_once(sampler):
+        if cached_in(loader.dataset) is None or not draws_once(sampler):
             return math.nan
-        domain = sampler_domain(sampler, length)
-        count = length if domain is None else len(domain)
-        if length != ring.arcs[0].length or not _WHOLE * count <= served <= count + world:
+        own, of_set = sum(counts.values(), Counts()), counts.get(counters, Counts())
+        served = _served(metrics) * of_set.served / max(own.served, 1)
+        count = len(dataset) if domain is None else len(domain)
+        if len(dataset) != ring.arcs[0].length or not _WHOLE * count <= served <= count + group.world:
             return math.nan
-        slots = [_slots(ring, node, domain) for node in range(nodes)]
+        slots = [_slots(ring, node, domain) for node in range(len(group.nodes))]
         if counters in self._begun:
-            return served * math.fsum(map(min, dataset.group.shares, [held / count for held in slots]))
+            return served * math.fsum(map(min, group.shares, [held / count for held in slots]))
         self._begun.add(counters)
-        if nodes > 1:
-            ready = filled * sum(slots)
+        if len(group.nodes) > 1:
+            ready = metrics["fill_fraction"] * sum(slots)
         elif domain is None or domain == ring.arcs[0].domain:
             ready = cache.filled
         else:
             ready = int(cache.is_stored(domain.indices).sum())
+        fills = metrics["fills"] * of_set.fills / max(own.fills, 1)
         return min(max(ready - fills, 0.0), served)
+
+
+def _served(metrics: Mapping[str, float]) -> float:
+    return metrics["hits"] + metrics["misses"] + metrics["bypasses"]
 
 
 def _slots(ring: Ring, node: int, domain: Domain | None) -> int:
@@ -132,14 +124,19 @@ def _slots(ring: Ring, node: int, domain: Domain | None) -> int:
     return int((arc.slots_of(domain.indices) != NO_SLOT).sum())
 
 
-def _unforeseen(dataset: CachedDataset, readers: Sequence[Any], metrics: Mapping[str, float]) -> str | None:
+def _reader(loaders: Any, dataset: Cached) -> Any:
+    """The loader that reads a cached dataset, Fabric's too; None if there are several."""
+    leaves = [leaf for leaf in leaves_in(loaders) if hasattr(leaf, "batch_sampler")]
+    readers = [leaf for leaf in leaves if any(each.counters is dataset.counters for each in cached_behind(leaf))]
+    return readers[0] if len(readers) == 1 else None
+
+
+def _unforeseen(loader: Any, metrics: Mapping[str, float]) -> str:
     """The complaint about a sampler that draws what has no slot, because it drew other samples at set-up."""
-    if not readers or not metrics["bypasses"] or cached_source(dataset).opened.request.domain is None:
-        return None
     return (
-        f"{type(index_sampler(readers[0])).__name__} draws other samples than when the cache opened, and only those "
-        f"have slots: {int(metrics['bypasses'])} samples of this epoch had none.\nWith keep_cache=True and memory for "
-        "the whole dataset all samples have slots"
+        f"{type(index_sampler(loader)).__name__} draws other samples than when the cache opened, and only those have "
+        f"slots: {int(metrics['bypasses'])} samples of this epoch had none.\nWith keep_cache=True and memory for the "
+        "whole dataset all samples have slots"
     )
 
 
@@ -153,12 +150,3 @@ def _too_low(metrics: Mapping[str, float]) -> str:
         f"the hit rate of this epoch is {100 * metrics['hit_rate']:.1f} %, where "
         f"{100 * metrics['hit_rate_expected']:.1f} % were to be expected:\n{cause}"
     )
-
-
-def _readers(loaders: Any, counters: Counters) -> list[Any]:
-    """The loaders among them that read a cached dataset, Fabric's too."""
-    return [
-        leaf
-        for leaf in leaves_in(loaders)
-        if hasattr(leaf, "batch_sampler") and any(dataset.counters is counters for dataset in cached_behind(leaf))
-    ]

@@ -16,7 +16,6 @@ from lightning_stocache.loading.dataset import CachedDataset, cached_source
 from lightning_stocache.loading.loader_sampler import index_sampler
 from lightning_stocache.loading.loader_tree import Cached, cached_in_leaves, leaves_in
 from lightning_stocache.sampling.locality_sampler import LocalitySampler
-from lightning_stocache.setup.open_cache import OpenCache
 from lightning_stocache.source.encoded import EncodedSource
 
 __all__ = ["hyperparameters"]
@@ -57,60 +56,46 @@ def _of_stage(loaders: Any) -> dict[str, Any]:
     datasets = [dataset for dataset in cached_in_leaves(loaders) if dataset.counters is not None]
     if not datasets:
         return {}
-    leaves = list(leaves_in(loaders))
-    read = [getattr(leaf, "dataset", None) for leaf in leaves]
-    pools = {id(dataset.dataset): dataset for dataset in read if isinstance(dataset, RollingCache)}
-    told = [_of_pool(pools[id(dataset)]) if id(dataset) in pools else _of_dataset(dataset) for dataset in datasets]
-    columns = {name: [each[name] for each in told] for name in told[0]}
-    joined = {name: sum(values) if name in _ADDED else _common(values) for name, values in columns.items()}
+    leaves = [leaf for leaf in leaves_in(loaders) if hasattr(leaf, "dataset")]
+    pools = {id(leaf.dataset.dataset): leaf.dataset for leaf in leaves if isinstance(leaf.dataset, RollingCache)}
+    rows = [_of_dataset(dataset, pools.get(id(dataset))) for dataset in datasets]
+    joined = {name: sum(values) if name in _ADDED else _common(values) for name, values in _columns(rows).items()}
     group = datasets[0].group
-    return joined | {
-        "coverage": coverage(datasets),
-        "sampling": _common([_sampling(leaf) for leaf in leaves if hasattr(leaf, "dataset")]),
-        "nodes": len(group.nodes),
-        "ranks": group.world,
-    }
+    joined |= {"coverage": coverage(datasets), "sampling": _common([_sampling(leaf) for leaf in leaves])}
+    return joined | {"nodes": len(group.nodes), "ranks": group.world}
 
 
-def _of_dataset(dataset: Cached) -> dict[str, Any]:
-    drawn = samples_of(dataset)
-    told: dict[str, Any] = {"dataset": type(dataset.source).__name__, "samples": drawn, "drawn": drawn}
-    told |= {"budget": None, "budget_bytes": dataset.budget_bytes, "slots": 0, "layout": "none", "store": "decoded"}
-    told |= {
-        "backend": None if dataset.counters is None else dataset.counters.segment.backend,
-        "name": None,
-        "dir": None,
-    }
+def _of_dataset(dataset: Cached, pool: RollingCache | None) -> dict[str, Any]:
+    assert dataset.counters is not None
+    cache, drawn = dataset.cache, samples_of(dataset)
+    row = {"dataset": type(dataset.source).__name__, "samples": drawn, "drawn": drawn, "budget": None}
+    row |= {"budget_bytes": dataset.budget_bytes, "slots": 0 if cache is None else len(cache), "store": "decoded"}
+    row |= {"layout": "none" if cache is None else "stream", "backend": dataset.counters.segment.backend}
+    row |= {"name": None, "dir": None}
     if isinstance(dataset, CachedDataset):
-        return told | _of_opened(cached_source(dataset).opened)
-    return told if dataset.cache is None else told | {"slots": len(dataset.cache), "layout": "stream"}
+        opened = cached_source(dataset).opened
+        request, cache = opened.request, opened.live_cache
+        row |= {"samples": request.length, "budget": str(request.budget), "name": request.name, "dir": request.dir}
+        if cache is not None:
+            row["layout"] = "rows" if gathers(cache) else "records"
+        if request.dir is not None:
+            row["backend"] = "disk"
+        if isinstance(opened.source, EncodedSource):
+            row["store"] = "encoded"
+    if pool is not None:
+        row |= {"dataset": type(pool.request.source).__name__, "budget": str(pool.request.budget)}
+    return row
 
 
-def _of_opened(opened: OpenCache) -> dict[str, Any]:
-    request, cache = opened.request, opened.live_cache
-    told: dict[str, Any] = {"samples": request.length, "budget": str(request.budget)}
-    told |= {"name": request.name, "dir": request.dir}
-    if request.dir is not None:
-        told["backend"] = "disk"
-    if cache is not None:
-        told |= {"slots": len(cache), "layout": "rows" if gathers(cache) else "records"}
-    if isinstance(opened.source, EncodedSource):
-        told["store"] = "encoded"
-    return told
-
-
-def _of_pool(pool: RollingCache) -> dict[str, Any]:
-    told = _of_dataset(pool.dataset)
-    return told | {"dataset": type(pool.request.source).__name__, "budget": str(pool.request.budget)}
+def _columns(rows: list[dict[str, Any]]) -> dict[str, list[Any]]:
+    return {name: [row[name] for row in rows] for name in rows[0]}
 
 
 def _sampling(loader: Any) -> str | None:
     if not hasattr(loader, "sampler") or not hasattr(loader, "batch_sampler"):
         return None
     sampler = index_sampler(loader)
-    if isinstance(sampler, LocalitySampler):
-        return sampler.mode
-    return type(sampler).__name__
+    return sampler.mode if isinstance(sampler, LocalitySampler) else type(sampler).__name__
 
 
 def _common(values: list[Any]) -> Any:

@@ -1,27 +1,21 @@
 """The monitor's numbers for loops of one's own: plain PyTorch, Fabric, anything that has a logger or a print.
 
-`CacheMeter` counts from one call of `epoch` to the next, and sums over the ranks as the monitor does (`tallies`): each
-posts what it has counted and waits for the others' words, in no collective of theirs. Where it is iterated over in
-place of its loader it has the monitor's clock, too (`Stall`): what passes between a request for a batch and the batch
-is waiting for data, and what passes until the next request is computing.
+`CacheMeter` counts from one call of `epoch` to the next, and sums over the ranks as the monitor does (`tallies`). The
+seconds are those of the CachedLoader itself: inside of its `__next__` the loop waits for data, and between two calls
+it computes.
 """
 
 from __future__ import annotations
 
-import logging
+import math
 from collections.abc import Iterator
 from typing import Any, Literal, get_args
 
-from lightning_stocache.insight.expectation import Expectation
 from lightning_stocache.insight.hyperparameters import hyperparameters
-from lightning_stocache.insight.pool_rates import PoolRates
-from lightning_stocache.insight.stall import Stall
-from lightning_stocache.insight.tallies import Tallies
+from lightning_stocache.insight.tallies import Seconds, Tallies, loader_seconds
 from lightning_stocache.loading.loader_tree import cached_in_leaves
 
 __all__ = ["CacheMeter"]
-
-log = logging.getLogger(__name__)
 
 Stage = Literal["train", "val", "test", "predict"]
 
@@ -44,9 +38,10 @@ class CacheMeter:
     Example:
         >>> from lightning_stocache import CachedDataset, CachedLoader, SampleSpec
         >>> dataset = CachedDataset([1.0, 2.0, 3.0, 4.0], spec=SampleSpec.infer(1.0))  # set-up reads and stores none
-        >>> meter = CacheMeter(CachedLoader(dataset, batch_size=2))
+        >>> loader = CachedLoader(dataset, batch_size=2)
+        >>> meter = CacheMeter(loader)
         >>> for epoch in range(2):
-        ...     for batch in meter:
+        ...     for batch in loader:
         ...         pass  # train on it
         ...     metrics = meter.epoch()  # fabric.log_dict(metrics, step=epoch)
         ...     print(metrics["stocache/hits"], metrics["stocache/hit_rate"], metrics["stocache/hit_rate_expected"])
@@ -61,38 +56,22 @@ class CacheMeter:
     def __init__(self, loader: Any, stage: Stage = "train") -> None:
         if stage not in get_args(Stage):
             raise ValueError(f"stage must be one of {', '.join(get_args(Stage))}, got {stage!r}")
-        self.loader, self.stage = loader, stage
-        self._tallies, self._pools = Tallies(), PoolRates()
-        self._stall, self._timed = Stall(), False
-        self._expectation = Expectation()
-        if not (datasets := cached_in_leaves(loader)):
+        if not cached_in_leaves(loader):
             raise TypeError(
                 f"there is no cached dataset behind {type(loader).__name__}: make its dataset a CachedDataset, a "
                 "CachedStream or a RollingCache"
             )
-        self._tallies.skip(datasets)
-        self._pools.start(loader)
+        self.loader, self.stage = loader, stage
+        self._tallies, self._begun = Tallies(), loader_seconds(loader)
+        self._tallies.skip(loader)
+        self._tallies.pools.metrics(loader)
 
     def __iter__(self) -> Iterator[Any]:
-        """The loader's batches, timed."""
+        """The loader's batches."""
         if isinstance(self.loader, list | tuple | dict):
             kind = type(self.loader).__name__
             raise TypeError(f"only a CacheMeter of one loader can be iterated over, this one has a {kind} of them")
-        batches = iter(self.loader)  # workers that start with an epoch do so before its first wait
-        self._timed = True
-        self._stall.resume()
-        while True:
-            try:
-                with self._stall.waiting:
-                    batch = next(batches)
-            except StopIteration:
-                self._stall.end()
-                return
-            try:
-                with self._stall.computing:
-                    yield batch
-            finally:
-                self._stall.end()
+        return iter(self.loader)
 
     def __len__(self) -> int:
         return len(self.loader)
@@ -104,19 +83,11 @@ class CacheMeter:
 
         Returns:
             The keys of `CacheMonitor` for this stage, `hit_rate_expected` among those of training. What an epoch waited
-            for and computed is left out where the loader was not read through this meter.
+            for and computed is left out where a loader is no CachedLoader.
         """
-        seconds, self._timed = self._stall.take() if self._timed else None, False
-        datasets = cached_in_leaves(self.loader)
-        self._tallies.post(self.stage, datasets, seconds)
-        metrics = self._tallies.metrics(self.stage, datasets, self.patience)
-        if metrics and self.stage == "train":
-            group, served = datasets[0].group, self._tallies.served["train"]
-            complaint = self._expectation.compare(metrics, served, datasets, self.loader, world=group.world)
-            if complaint is not None and group.rank == 0:
-                log.warning(complaint)
-        if metrics:
-            metrics |= self._pools.metrics(self.loader)
+        seconds, self._begun = self._seconds(), loader_seconds(self.loader)
+        self._tallies.post(self.stage, self.loader, seconds)
+        metrics = self._tallies.metrics(self.stage, self.loader, self.patience)
         prefix = "stocache/" if self.stage == "train" else f"stocache/{self.stage}/"
         return {prefix + name: value for name, value in metrics.items()}
 
@@ -124,8 +95,7 @@ class CacheMeter:
         """This rank's values of training's epoch so far, to be logged once in a while; no message is sent for them.
 
         Returns:
-            The keys `stocache/live/<metric>` of `CacheMonitor`; nothing for another stage than training. What was
-            waited for and computed is left out where the loader is not read through this meter.
+            The keys `stocache/live/<metric>` of `CacheMonitor`; nothing for another stage than training.
 
         Example:
             >>> from lightning_stocache import CachedDataset, CachedLoader, SampleSpec
@@ -137,9 +107,7 @@ class CacheMeter:
             0.75
             >>> dataset.close()
         """
-        if self.stage != "train":
-            return {}
-        return self._tallies.live(cached_in_leaves(self.loader), self._stall.peek() if self._timed else None)
+        return self._tallies.live(self.loader, self._seconds()) if self.stage == "train" else {}
 
     def hyperparameters(self) -> dict[str, Any]:
         """What was asked of the cache, granted and decided, as plain values under the key `stocache`.
@@ -147,3 +115,8 @@ class CacheMeter:
         For `logger.log_hyperparams`, or a config that is kept with the run; see `CacheMonitor` for the keys.
         """
         return hyperparameters({self.stage: self.loader})
+
+    def _seconds(self) -> Seconds | None:
+        """Seconds since the last epoch's end; None where the loaders do not tell."""
+        waited, away = (now - before for now, before in zip(loader_seconds(self.loader), self._begun, strict=True))
+        return None if math.isnan(waited) else Seconds(waited, away, waited + away)

@@ -40,7 +40,7 @@ class Tally:
         filled: slots of the node that are ready; of records, as large a part of them as of their bytes.
         memory_bytes: bytes in use by the caches of the node.
         budget_bytes: bytes that were granted for them.
-        wait_seconds: how long the rank's training has waited for data.
+        wait_seconds: how long the rank's training has waited for data; NaN if its loaders do not tell.
         compute_seconds: how long it has computed.
         loop_seconds: how long its loop took, with all that is neither.
         ranks: ranks whose seconds these are.
@@ -90,14 +90,11 @@ def rates(tally: Tally) -> dict[str, float]:
     }
     if tally.unsized:
         del metrics["bytes_from_source"]
+    if tally.ranks and not math.isnan(tally.wait_seconds):
+        metrics["data_wait_seconds"] = tally.wait_seconds / tally.ranks
+        metrics["compute_seconds"] = tally.compute_seconds / tally.ranks
     if tally.ranks:
-        metrics |= {
-            "data_wait_seconds": tally.wait_seconds / tally.ranks,
-            "compute_seconds": tally.compute_seconds / tally.ranks,
-            "samples_per_second": counts.served * tally.ranks / tally.loop_seconds if tally.loop_seconds else 0.0,
-        }
-        if math.isnan(tally.wait_seconds):  # some rank could not hear its loop
-            del metrics["data_wait_seconds"], metrics["compute_seconds"]
+        metrics["samples_per_second"] = counts.served * tally.ranks / (tally.loop_seconds or math.inf)
     return metrics
 
 

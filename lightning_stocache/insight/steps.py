@@ -15,7 +15,8 @@ would see how long launching takes. Events are read when the device has passed t
 from __future__ import annotations
 
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from itertools import pairwise
 from typing import Any
 
@@ -52,17 +53,22 @@ class StepClock:
         self._open: list[str] = []  # parts, the innermost last
         self._paused = True
         self._seconds, self._steps = dict.fromkeys(PARTS, 0.0), 0  # since `take`
-        self.heard: set[str] = set()
-        """The parts that ever began."""
 
-    def part(self, name: str) -> _Part:
-        """A context: what runs in it is this part of the step."""
-        return _Part(self, name)
+    def __reduce__(self) -> tuple[type[StepClock], tuple[()]]:
+        return type(self), ()  # a copy of a model whose methods tell this clock has a clock of its own
+
+    @contextmanager
+    def part(self, name: str) -> Iterator[None]:
+        """What runs in this context is this part of the step."""
+        self.start(name)
+        try:
+            yield
+        finally:
+            self.stop(name)
 
     def start(self, part: str) -> None:
         """Begin a part, inside of the part that is open."""
         if not self._paused:
-            self.heard.add(part)
             self._open.append(part)
             self._mark(part)
 
@@ -119,19 +125,6 @@ class StepClock:
         read = max(count - 1, 0)
         del self._marks[:read]
         self._ended -= read
-
-
-class _Part:
-    """A part of the step as a context, which may be entered again and again, also within itself."""
-
-    def __init__(self, clock: StepClock, name: str) -> None:
-        self._clock, self._name = clock, name
-
-    def __enter__(self) -> None:
-        self._clock.start(self._name)
-
-    def __exit__(self, *_: object) -> None:
-        self._clock.stop(self._name)
 
 
 def cuda_moment() -> torch.cuda.Event:

@@ -1,4 +1,4 @@
-"""What the ranks were served in an epoch, and how they tell each other.
+"""What the ranks were served in an epoch, and how they tell each other: the one meter of all doors.
 
 **Counting.** The counts of an epoch are the difference between two of its ends: workers run ahead of the step, so an
 epoch's first samples are served before `on_train_epoch_start`. What training has been served is put aside when a
@@ -23,19 +23,26 @@ log again.
 from __future__ import annotations
 
 import logging
+import math
+import time
 from collections.abc import Iterable, Sequence
+from dataclasses import replace
 from functools import reduce
+from typing import Any, NamedTuple
 from weakref import WeakKeyDictionary
 
 from lightning_stocache.cache.counters import Counters, Counts
+from lightning_stocache.growing.rolling_cache import RollingCache
+from lightning_stocache.growing.rolling_pool import RollingStats
+from lightning_stocache.insight.expectation import Expectation
 from lightning_stocache.insight.layout import LIVE
 from lightning_stocache.insight.metrics import LIVE_METRICS, Tally, rates, summarise
-from lightning_stocache.insight.stall import Seconds
 from lightning_stocache.loading.dataset import CachedDataset, cached_source
-from lightning_stocache.loading.loader_tree import Cached
+from lightning_stocache.loading.loader_tree import Cached, cached_in_leaves, leaves_in
+from lightning_stocache.loading.position import LoaderState
 from lightning_stocache.node.post import Posted
 
-__all__ = ["Tallies", "coverage", "end_call", "samples_of"]
+__all__ = ["PoolRates", "Seconds", "Tallies", "coverage", "end_call", "loader_seconds", "samples_of"]
 
 log = logging.getLogger(__name__)
 
@@ -44,101 +51,124 @@ _before: WeakKeyDictionary[Counters, Counts] = WeakKeyDictionary()  # when the c
 _ONCE_LATE = 1.0  # seconds to wait where the ranks were found out of step before
 
 
+class Seconds(NamedTuple):
+    """Seconds of a rank's loop in an epoch.
+
+    Args:
+        waited: for data, inside of `__next__` of its loaders; NaN if one of them is of a class that does not tell.
+        computed: on the batches; NaN likewise.
+        looped: waited, computed, and everything between.
+    """
+
+    waited: float
+    computed: float
+    looped: float
+
+
+def loader_seconds(loaders: Any) -> tuple[float, float]:
+    """Seconds, since these loaders were made, in which they were waited for, and between two batches of theirs.
+
+    NaN if one of them is no loader of this package's class.
+    """
+    positions = [getattr(leaf, "position", None) for leaf in leaves_in(loaders)]
+    clocks = [position.waiting for position in positions if isinstance(position, LoaderState)]
+    if not clocks or len(clocks) < len(positions):
+        return math.nan, math.nan
+    return sum(clock.waited_ns for clock in clocks) / 1e9, sum(clock.away_ns for clock in clocks) / 1e9
+
+
 class Tallies:
-    """The tallies of this rank, and those of all ranks at an epoch's end.
+    """The tallies of this rank, and what those of all ranks come to at an epoch's end.
+
+    `loaders` are those that a stage reads, in any nesting.
 
     Example:
+        >>> from lightning_stocache import CachedLoader
         >>> dataset = CachedDataset([1.0, 2.0])
         >>> _ = dataset[0]
-        >>> tallies = Tallies()
-        >>> tallies.post("val", [dataset])
-        >>> [tally.counts.served for tally in tallies.collect("val", patience=1)]
-        [1]
+        >>> tallies, loader = Tallies(), CachedLoader(dataset)
+        >>> tallies.post("val", loader)
+        >>> tallies.metrics("val", loader, patience=1)["misses"] + tallies.live(loader)["stocache/live/hit_rate"]
+        1.0
         >>> dataset.close()
     """
 
     def __init__(self) -> None:
+        self.pools = PoolRates()
+        self._expectation = Expectation()
         self._seen: dict[Counters, Counts] = {}
         self._aside: dict[Counters, Counts] = {}  # served to training since its last epoch's end, but seen by now
-        self._posted: dict[str, Posted[Tally]] = {}
+        self._posted: dict[str, tuple[Posted[Tally], dict[Counters, Counts]]] = {}
         self._was_late = False
-        self.served: dict[str, dict[Counters, Counts]] = {}
-        """What this rank was served of each dataset in the epoch of a stage that was posted last."""
 
-    def post(self, stage: str, datasets: Sequence[Cached], seconds: Seconds | None = None) -> None:
-        """Tell all ranks what this one brings to the epoch that ends, unless that is done.
+    def post(self, stage: str, loaders: Any, seconds: Seconds | None = None) -> None:
+        """Tell all ranks what this one brings to the epoch of a stage that ends, unless that is done.
 
-        Args:
-            stage: whose epoch it is.
-            datasets: what the stage reads; nothing is told where none of them counts.
-            seconds: those of the stage's loop, which only training has.
+        Nothing is told where no dataset counts. Only training has seconds.
         """
-        if stage in self._posted:
+        counted = _counted(loaders)
+        if stage in self._posted or not counted:
             return
-        tallies, self.served[stage] = [], {}
-        for dataset, counters in _counted(datasets):
-            counts = self._moved(dataset, counters)
-            if stage == "train":
-                counts += self._aside.pop(counters, Counts())
-            self.served[stage][counters] = counts
-            tallies.append(_tally(dataset, counts))
-        if (tally := _joined(tallies, seconds)) is not None:
-            self._posted[stage] = datasets[0].group.post(tally)
+        served = {counters: self._moved(dataset, counters) for dataset, counters in counted}
+        if stage == "train":
+            served = {counters: counts + self._aside.pop(counters, Counts()) for counters, counts in served.items()}
+        self._posted[stage] = counted[0][0].group.post(_tally(counted, served, seconds)), served
 
-    def collect(self, stage: str, patience: float) -> list[Tally]:
-        """What all ranks bring to the epoch that ends; empty if nothing was posted, or not by all.
+    def metrics(self, stage: str, loaders: Any, patience: float) -> dict[str, float]:
+        """The metrics of the epoch that ends, over all ranks, by the names of the metric keys.
+
+        Of training, with the hit rate to be expected, and a warning where the hit rate is far below it.
 
         Args:
             stage: whose epoch it is.
+            loaders: that it reads.
             patience: seconds to wait for the slowest rank.
+
+        Returns:
+            Nothing if nothing was posted, or not by all ranks.
         """
-        posted = self._posted.pop(stage, None)
-        if posted is None:
-            return []
+        if stage not in self._posted:
+            return {}
+        posted, served = self._posted.pop(stage)
         tallies = posted.collect(min(patience, _ONCE_LATE) if self._was_late else patience)
-        if tallies is None and not self._was_late:
-            self._was_late = True
-            log.warning(
-                "the cache counts of the other ranks have not come in %.0f s: this epoch's stocache/ values are left "
-                "out.\nGive all ranks the same monitor callbacks and the same number of batches",
-                patience,
-            )
-        return tallies or []
+        if tallies is None:
+            if not self._was_late:
+                self._was_late = True
+                log.warning(
+                    "the cache counts of the other ranks have not come in %.0f s: this epoch's stocache/ values are "
+                    "left out.\nGive all ranks the same monitor callbacks and the same number of batches",
+                    patience,
+                )
+            return {}
+        datasets = cached_in_leaves(loaders)
+        metrics = summarise(tallies) | {"coverage": coverage(datasets)}
+        if stage == "train" and datasets:
+            complaint = self._expectation.compare(metrics, served, datasets, loaders)
+            if complaint is not None and datasets[0].group.rank == 0:
+                log.warning(complaint)
+            metrics |= self.pools.metrics(loaders)
+        return metrics
 
-    def metrics(self, stage: str, datasets: Sequence[Cached], patience: float) -> dict[str, float]:
-        """The metrics of the epoch that ends, over all ranks, by the names of the metric keys; empty as `collect` is.
-
-        Args:
-            stage: whose epoch it is.
-            datasets: what the stage reads.
-            patience: seconds to wait for the slowest rank.
-        """
-        tallies = self.collect(stage, patience)
-        return summarise(tallies) | {"coverage": coverage(datasets)} if tallies else {}
-
-    def skip(self, datasets: Iterable[Cached]) -> None:
+    def skip(self, loaders: Any) -> None:
         """Count nothing of what was served so far."""
-        for dataset, counters in _counted(datasets):
+        for dataset, counters in _counted(loaders):
             self._moved(dataset, counters)
 
-    def peek(self, datasets: Iterable[Cached], seconds: Seconds | None = None) -> Tally | None:
-        """This rank's tally of training's epoch so far, with the seconds of its loop where they are known."""
-        tallies = []
-        for dataset, counters in _counted(datasets):
-            _, counts = self._since(dataset, counters)
-            tallies.append(_tally(dataset, counts + self._aside.get(counters, Counts())))
-        return _joined(tallies, seconds)
-
-    def live(self, datasets: Iterable[Cached], seconds: Seconds | None = None) -> dict[str, float]:
-        """This rank's values of training's epoch so far, by their metric keys; empty where nothing counts."""
-        tally = self.peek(datasets, seconds)
-        now = {} if tally is None else rates(tally)
-        return {LIVE + name: now[name] for name in LIVE_METRICS if name in now}
-
-    def put_aside(self, datasets: Iterable[Cached]) -> None:
+    def put_aside(self, loaders: Any) -> None:
         """Keep what training has been served so far for its epoch's end: another stage begins."""
-        for dataset, counters in _counted(datasets):
+        for dataset, counters in _counted(loaders):
             self._aside[counters] = self._aside.get(counters, Counts()) + self._moved(dataset, counters)
+
+    def live(self, loaders: Any, seconds: Seconds | None = None) -> dict[str, float]:
+        """This rank's values of training's epoch so far, by their metric keys; empty where nothing counts."""
+        if not (counted := _counted(loaders)):
+            return {}
+        served = {
+            counters: self._since(dataset, counters)[1] + self._aside.get(counters, Counts())
+            for dataset, counters in counted
+        }
+        now = rates(_tally(counted, served, seconds))
+        return {LIVE + name: now[name] for name in LIVE_METRICS if name in now}
 
     def _moved(self, dataset: Cached, counters: Counters) -> Counts:
         self._seen[counters], moved = self._since(dataset, counters)
@@ -150,30 +180,34 @@ class Tallies:
         return now, now - self._seen.get(counters, _before.get(counters, Counts()))
 
 
+class PoolRates:
+    """The numbers of the rolling cache that some loaders read, from one call to the next."""
+
+    def __init__(self) -> None:
+        self._before: tuple[RollingStats, float] | None = None
+
+    def metrics(self, loaders: Any) -> dict[str, float]:
+        """What is resident, and what came and went since the last call; nothing but for one rolling cache."""
+        datasets = [getattr(leaf, "dataset", None) for leaf in leaves_in(loaders)]
+        pools = [dataset for dataset in datasets if isinstance(dataset, RollingCache)]
+        if len(pools) != 1:
+            return {}
+        now, at = pools[0].stats(), time.monotonic()
+        metrics = {f"rolling/{name}": getattr(now, name) for name in ("resident", "oldest_seconds", "times_seen")}
+        if self._before is not None:
+            before, seconds = self._before[0], max(at - self._before[1], 1e-9)
+            metrics["rolling/appended_per_second"] = (now.appended - before.appended) / seconds
+            metrics["rolling/evicted_per_second"] = (now.evicted - before.evicted) / seconds
+            metrics["rolling/renewed"] = now.renewed - before.renewed
+        self._before = now, at
+        return metrics
+
+
 def end_call(datasets: Iterable[Cached]) -> None:
     """What has been counted until now is of a Trainer call that is over: the next one's epochs begin here."""
-    for dataset, counters in _counted(datasets):
-        _before[counters] = counters.totals(dataset.group.rank)
-
-
-def _counted(datasets: Iterable[Cached]) -> list[tuple[Cached, Counters]]:
-    return [(dataset, dataset.counters) for dataset in datasets if dataset.counters is not None]
-
-
-def _tally(dataset: Cached, counts: Counts) -> Tally:
-    cache, node = dataset.cache, dataset.group.node
-    if cache is None:  # nobody knows what a sample would take in a slot
-        return Tally(node, counts, unsized=counts.misses + counts.bypasses)
-    filled = cache.fill_fraction * len(cache)
-    return Tally(node, counts, len(cache), filled, cache.memory_bytes, dataset.budget_bytes)
-
-
-def _joined(tallies: Sequence[Tally], seconds: Seconds | None) -> Tally | None:
-    """One tally of all datasets, with the seconds of the loop that read them."""
-    if not tallies:
-        return None
-    joined = reduce(Tally.__add__, tallies)
-    return joined if seconds is None else joined + Tally(joined.node, Counts(), 0, 0, 0, 0, *seconds, ranks=1)
+    for dataset in datasets:
+        if dataset.counters is not None:
+            _before[dataset.counters] = dataset.counters.totals(dataset.group.rank)
 
 
 def coverage(datasets: Sequence[Cached]) -> float:
@@ -181,8 +215,7 @@ def coverage(datasets: Sequence[Cached]) -> float:
 
     Where it is known which indices are drawn, it is the share of these.
     """
-    covered = sum(map(_covered, datasets))
-    return covered / max(sum(map(samples_of, datasets)), 1)
+    return sum(map(_covered, datasets)) / max(sum(map(samples_of, datasets)), 1)
 
 
 def samples_of(dataset: Cached) -> int:
@@ -198,3 +231,26 @@ def _covered(dataset: Cached) -> float:
         return 0 if dataset.cache is None else dataset.cache.filled
     ring = cached_source(dataset).opened.known_ring
     return 0.0 if ring is None else min(samples_of(dataset), ring.arcs[0].size) * ring.coverage
+
+
+def _counted(loaders: Any) -> list[tuple[Cached, Counters]]:
+    return [(dataset, dataset.counters) for dataset in cached_in_leaves(loaders) if dataset.counters is not None]
+
+
+def _tally(
+    counted: Sequence[tuple[Cached, Counters]], served: dict[Counters, Counts], seconds: Seconds | None
+) -> Tally:
+    """One tally of all datasets, with the seconds of the loop that read them."""
+    joined = reduce(Tally.__add__, (_tally_of(dataset, served[counters]) for dataset, counters in counted))
+    if seconds is None:
+        return joined
+    waited, computed, looped = seconds
+    return replace(joined, wait_seconds=waited, compute_seconds=computed, loop_seconds=looped, ranks=1)
+
+
+def _tally_of(dataset: Cached, counts: Counts) -> Tally:
+    cache, node = dataset.cache, dataset.group.node
+    if cache is None:  # nobody knows what a sample would take in a slot
+        return Tally(node, counts, unsized=counts.misses + counts.bypasses)
+    filled = cache.fill_fraction * len(cache)
+    return Tally(node, counts, len(cache), filled, cache.memory_bytes, dataset.budget_bytes)

@@ -123,19 +123,20 @@ class Epoch:
     def __next__(self) -> Any:
         """The next batch."""
         try:
-            self._prefetcher.back()
-            if self._made and self._block is not None and self._changed:
-                self._plan_again(self._block[-sum(hits for _, hits in self._made) :])
-            if not self._made:
-                self._complete()
-            batch, hits = self._made.pop()
-            if not self._made and self._prefetcher.worthwhile:
-                self._prefetch()
-            self._prefetcher.leave()
-            if hits:
-                self._cached.count_hits(hits, self._resources.take_gather_ns())
-            self._state.batches += 1
-            return batch
+            with self._state.waiting:
+                self._prefetcher.back()
+                if self._made and self._block is not None and self._changed:
+                    self._plan_again(self._block[-sum(hits for _, hits in self._made) :])
+                if not self._made:
+                    self._complete()
+                batch, hits = self._made.pop()
+                if not self._made and self._prefetcher.worthwhile:
+                    self._prefetch()
+                self._prefetcher.leave()
+                if hits:
+                    self._cached.count_hits(hits, self._resources.take_gather_ns())
+                self._state.batches += 1
+                return batch
         except KeyboardInterrupt:
             self._break_off()
             raise

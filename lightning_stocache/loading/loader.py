@@ -127,6 +127,7 @@ class CachedLoader(DataLoader[Any]):
 
     def __iter__(self) -> Any:
         """A new epoch. With persistent workers it ends the one before, as DataLoader's does."""
+        self.position.waiting.begin()
         if is_stream(self.dataset):
             return self._iter_stream(self.dataset)
         persistent = self.persistent_workers and self.num_workers > 0
@@ -183,6 +184,7 @@ class CachedLoader(DataLoader[Any]):
             self._kept = None
         if self._kept is None:
             self._kept = self._loader_of_kept(kept)
+            self._kept.position.waiting = self.position.waiting
         cast(StreamBatches, self._kept.batch_sampler).epoch = kept.batches.epoch
         return iter(self._kept)
 

@@ -20,7 +20,6 @@ __all__ = [
     "cached_behind",
     "cached_datasets",
     "cached_in_leaves",
-    "cached_in_loaders",
     "leaves_in",
     "loaders_in",
     "wrapped_loader",
@@ -71,14 +70,9 @@ def cached_in_leaves(loaders: Any) -> list[Cached]:
     return cached_behind(*leaves_in(loaders))
 
 
-def cached_in_loaders(loaders: Any) -> list[Cached]:
-    """Those that the DataLoaders in a nesting of loaders read."""
-    return cached_behind(*loaders_in(loaders))
-
-
 def cached_datasets(loaders: Any) -> list[CachedDataset]:
     """The CachedDatasets among those that the DataLoaders in a nesting of loaders read."""
-    return [dataset for dataset in cached_in_loaders(loaders) if isinstance(dataset, CachedDataset)]
+    return [dataset for dataset in cached_behind(*loaders_in(loaders)) if isinstance(dataset, CachedDataset)]
 
 
 def _inside(dataset: Any) -> Iterator[Cached]:

@@ -17,6 +17,7 @@ The interface is that of torchdata's StatefulDataLoader. A state is plain values
 
 from __future__ import annotations
 
+import time
 from collections.abc import Iterator, Mapping
 from itertools import chain, islice
 from typing import Any, cast
@@ -27,10 +28,38 @@ from lightning_stocache.loading.loader_sampler import batch_size_of, batches_of,
 from lightning_stocache.sampling.locality_sampler import LocalitySampler
 from lightning_stocache.source.generators import PROCESS_WIDE, as_text, put_back, states_of
 
-__all__ = ["CountedBatches", "LoaderState", "ResumableBatches"]
+__all__ = ["CountedBatches", "LoaderState", "ResumableBatches", "Waiting"]
 
 _VERSION = 1
 _KEYS = {"batches", "batch_size", "replicas", "length"}
+
+
+class Waiting:
+    """How long the consumer of a loader waits for batches: a context around each `__next__` of its iterator.
+
+    Attributes:
+        waited_ns: nanoseconds in `__next__`, of all epochs together; workers that start with an epoch have begun.
+        away_ns: nanoseconds between two calls in one epoch, in which a plain loop computes.
+    """
+
+    def __init__(self) -> None:
+        self.waited_ns = self.away_ns = 0
+        self._entered = 0
+        self._left: int | None = None
+
+    def begin(self) -> None:
+        """A new epoch begins: what came before it is of no epoch."""
+        self._left = None
+
+    def __enter__(self) -> None:
+        self._entered = time.perf_counter_ns()
+        if self._left is not None:
+            self.away_ns += self._entered - self._left
+
+    def __exit__(self, error: object, *_: object) -> None:
+        now = time.perf_counter_ns()
+        self.waited_ns += now - self._entered
+        self._left = now if error is None else None
 
 
 class LoaderState:
@@ -42,6 +71,7 @@ class LoaderState:
         origin: where the epoch that begins goes on, if not at its beginning.
         drawn: states of the generators when the first index of the epoch was drawn.
         asked: batches that were drawn since then, which workers have under way; one more when there were no others.
+        waiting: how long the loader's consumer waits. A copy of this state has the same.
     """
 
     def __init__(self) -> None:
@@ -50,6 +80,7 @@ class LoaderState:
         self.origin: Mapping[str, Any] | None = None
         self.drawn: dict[str, Any] | None = None
         self.asked = 0
+        self.waiting = Waiting()
         self._next: Mapping[str, Any] | None = None  # where the next epoch is to go on
         self._under_way = False
         self._begun: Mapping[str, Any] | None = None  # where the epoch under way has gone on
@@ -229,7 +260,8 @@ class CountedBatches:
 
     def __next__(self) -> Any:
         try:
-            batch = next(self._iterator)
+            with self._state.waiting:
+                batch = next(self._iterator)
         except StopIteration:
             self._state.ended = True
             raise

@@ -14,8 +14,7 @@ from typing import Any, ClassVar
 from lightning.pytorch import Callback, LightningModule, Trainer
 
 from lightning_stocache.cache.counters import Counts
-from lightning_stocache.insight.stall import Stall
-from lightning_stocache.insight.tallies import samples_of
+from lightning_stocache.insight.tallies import loader_seconds, samples_of
 from lightning_stocache.loading.loader_tree import Cached
 from lightning_stocache.node.budget import format_bytes
 from lightning_stocache.sampling.locality_sampler import Mode
@@ -23,12 +22,11 @@ from lightning_stocache.setup.option import check_count, check_flag
 from lightning_stocache.setup.request import Form
 from lightning_stocache.training.caches import CallCaches
 from lightning_stocache.training.call_loaders import CallLoaders, begin_call
-from lightning_stocache.training.lightning_internals import data_sources, forget_loaders, stall_actions
+from lightning_stocache.training.lightning_internals import data_sources, forget_loaders
 from lightning_stocache.training.loaders import running_datasets
 from lightning_stocache.training.monitor import CacheMonitor
 from lightning_stocache.training.options import CacheOptions, with_options
-from lightning_stocache.training.profiler import listen, log_every, stop_listening
-from lightning_stocache.training.say import say, warn
+from lightning_stocache.training.say import log_every, say, warn
 
 __all__ = ["FillProgress", "StochasticCache"]
 
@@ -55,21 +53,12 @@ class FillProgress(Callback):
         check_flag("verbose", verbose)
         self.name, self.every_n_steps, self.verbose = name, every_n_steps, verbose
         self._full = False
-        self._stall = Stall()
+        self._waited_before = 0.0
 
     def on_train_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
         """Begin with the fill that the call begins with: a cache that was kept is full already."""
         self._full = _is_full(running_datasets(trainer, "train"))
-        self._stall.take()
-        listen(trainer, stall_actions(self._stall))
-
-    def on_train_end(self, trainer: Trainer, pl_module: LightningModule) -> None:
-        """Stop the clock."""
-        stop_listening(trainer, stall_actions(self._stall))
-
-    def on_exception(self, trainer: Trainer, pl_module: LightningModule, exception: BaseException) -> None:
-        """Stop the clock."""
-        stop_listening(trainer, stall_actions(self._stall))
+        self._waited_before, _ = loader_seconds(trainer.train_dataloader)
 
     def on_train_batch_end(
         self, trainer: Trainer, pl_module: LightningModule, outputs: Any, batch: Any, batch_idx: int
@@ -103,8 +92,8 @@ class FillProgress(Callback):
         memory = sum(dataset.cache.memory_bytes for dataset in datasets if dataset.cache is not None)
         nodes = len(datasets[0].group.nodes)
         where = "this node" if nodes == 1 else f"each of {nodes} nodes"
-        waited = share * self._stall.peek().waited
-        saved = f"; {waited:.1f} s of waiting for data will not be repeated" if waited else ""
+        waited = share * (loader_seconds(trainer.train_dataloader)[0] - self._waited_before)  # NaN if it is not known
+        saved = f"; {waited:.1f} s of waiting for data will not be repeated" if waited > 0 else ""
         samples = sum(map(samples_of, datasets))
         say(f"the cache is full: {filled:,} of {samples:,} samples, {format_bytes(memory)} on {where}{saved}")
 

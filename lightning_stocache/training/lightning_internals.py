@@ -8,23 +8,19 @@
   be changed.
 - `_SubprocessScriptLauncher`: the name of the launcher that starts ranks by the program's own command line. Under
   another name a sweep of such ranks is not refused.
-- The names of the actions that a `Profiler` is told (`stall_actions`): when the loop waits for a batch, and computes
-  one. Without them `data_wait_seconds` and `compute_seconds` are left out, with one warning.
-- The names of further actions (`step_actions`): moving a batch, forward, the optimiser's step. Where the loop is not
-  heard to wait and to compute, `StepTimer` times nothing, with one warning.
+- `epoch_loop._on_before_fetch`, `_on_after_fetch`: what Lightning calls before and after it asks the loaders for a
+  batch. Without them `StepTimer` times nothing, with one warning.
 
 The names are the same from Lightning 2.5.0 to 2.6.
 """
 
 from __future__ import annotations
 
-from contextlib import AbstractContextManager
 from typing import Any
 
 from lightning.pytorch.utilities import rank_zero_warn
 
 from lightning_stocache.console import PREFIX
-from lightning_stocache.insight.stall import Stall
 
 __all__ = [
     "ARGS",
@@ -35,15 +31,12 @@ __all__ = [
     "forget_loaders",
     "leaves_samplers_alone",
     "loops",
-    "stall_actions",
     "starts_ranks_itself",
-    "step_actions",
+    "step_calls",
 ]
 
 # Where Lightning keeps a loader's arguments (`lightning.fabric.utilities.data`).
 ARGS, KWARGS, ARG_NAMES, DATASET = "__pl_saved_args", "__pl_saved_kwargs", "__pl_saved_arg_names", "__dataset"
-
-_WAITING = "[_TrainingEpochLoop].train_dataloader_next"
 
 _warned: set[str] = set()
 
@@ -60,29 +53,25 @@ def leaves_samplers_alone(trainer: Any) -> bool:
     return wanted is False
 
 
-def stall_actions(stall: Stall) -> dict[str, AbstractContextManager[None]]:
-    """When the loop waits for a training batch, and when it computes one, by the names of these actions."""
-    return {_WAITING: stall.waiting, "run_training_batch": stall.computing}
+def step_calls(trainer: Any) -> list[tuple[Any, str, str, bool, bool]]:
+    """The methods of which a training step is made, all but those of waiting public.
 
-
-def step_actions(trainer: Any) -> dict[str, str]:
-    """What a training step is heard to do by the Trainer's profiler, and which part of the step that is.
-
-    `optimizer_step` is heard in manual optimisation, the module's hook in automatic. Backward is not among them: manual
-    optimisation does not tell of it, but callbacks have hooks for it. What comes after a batch's transfer, on the
-    device, is none of it: the hook for it is called next.
+    Returns:
+        Of each method its object, its name, the part of the step, and whether that begins and ends with a call.
     """
-    strategy, module = type(trainer.strategy).__name__, f"[LightningModule]{type(trainer.lightning_module).__name__}"
-    data = f"[LightningDataModule]{type(getattr(trainer, 'datamodule', None)).__name__}"
-    return {
-        _WAITING: "wait",
-        f"{module}.transfer_batch_to_device": "transfer",
-        f"{data}.transfer_batch_to_device": "transfer",
-        f"[Strategy]{strategy}.training_step": "forward",
-        f"{module}.optimizer_step": "optimizer",
-        "optimizer_step": "optimizer",
-        f"{module}.optimizer_zero_grad": "optimizer",
-    }
+    loop, strategy = trainer.fit_loop.epoch_loop, trainer.strategy
+    if not (hasattr(loop, "_on_before_fetch") and hasattr(loop, "_on_after_fetch")):
+        _warn("this version of Lightning does not say when its loop waits for a batch: StepTimer times nothing")
+        return []
+    movers = [mover for mover in (trainer.lightning_module, trainer.datamodule) if mover is not None]
+    return [
+        (loop, "_on_before_fetch", "wait", True, False),
+        (loop, "_on_after_fetch", "wait", False, True),
+        *((mover, "transfer_batch_to_device", "transfer", True, True) for mover in movers),
+        (strategy, "training_step", "forward", True, True),
+        (strategy, "backward", "backward", True, True),
+        (strategy, "optimizer_step", "optimizer", True, True),
+    ]
 
 
 def loops(trainer: Any) -> dict[str, Any]:

@@ -20,7 +20,7 @@ from typing import Any
 from torch.utils.data import BatchSampler, DataLoader, Dataset, IterableDataset, Sampler
 
 from lightning_stocache.loading.loader import CachedLoader
-from lightning_stocache.loading.loader_tree import Cached, cached_in_loaders, wrapped_loader
+from lightning_stocache.loading.loader_tree import Cached, cached_in_leaves, wrapped_loader
 from lightning_stocache.loading.position import LoaderState
 from lightning_stocache.loading.worker_pool import InitOnSource
 from lightning_stocache.setup.request import LoaderSettings
@@ -33,6 +33,7 @@ __all__ = [
     "hides_dataset",
     "rewrap",
     "running_datasets",
+    "running_loaders",
     "settings_of",
     "source_of",
     "with_dataset",
@@ -111,10 +112,14 @@ def rewrap(loaders: Any, wrap: Callable[[DataLoader[Any]], DataLoader[Any]]) -> 
     return loaders
 
 
+def running_loaders(trainer: Any, stage: str) -> Any:
+    """The loaders of a running stage, as its user gave them to the Trainer."""
+    return getattr(trainer, "train_dataloader" if stage == "train" else f"{stage}_dataloaders")
+
+
 def running_datasets(trainer: Any, stage: str) -> list[Cached]:
     """The cached datasets and streams that the loaders of a running stage read."""
-    loaders = getattr(trainer, "train_dataloader" if stage == "train" else f"{stage}_dataloaders")
-    return cached_in_loaders(loaders)
+    return cached_in_leaves(running_loaders(trainer, stage))
 
 
 def settings_of(loader: DataLoader[Any]) -> LoaderSettings:

@@ -1,24 +1,25 @@
 """What the steps of a Trainer's run are made of.
 
-The parts are heard from the Trainer's profiler, under names that stand in `lightning_internals`, and from callback
-hooks (backward: the profiler does not tell of it in manual optimisation). `insight.steps` has the clock: parts lie in
-each other, and the innermost counts. Of the last batch before a validation or an epoch's end, what comes after this
-callback's hook is not counted; of a dataset without a length Lightning fetches the first batch before training starts.
+While a fit runs, the methods that make up a step (`lightning_internals.step_calls`) are replaced on their objects by
+ones that tell a clock when they begin and end. `insight.steps` has the clock: parts lie in each other, and the
+innermost counts. Of the last batch before a validation or an epoch's end, what comes after this callback's hook is not
+counted; of a dataset without a length Lightning fetches the first batch before training starts.
 """
 
 from __future__ import annotations
 
 import time
 import warnings
+from collections.abc import Callable
+from functools import partial, update_wrapper
 from typing import Any
 
 import torch
 from lightning.pytorch import Callback, LightningModule, Trainer
 
 from lightning_stocache.insight.steps import StepClock, cuda_moment
-from lightning_stocache.training.lightning_internals import step_actions
-from lightning_stocache.training.profiler import Contexts, listen, stop_listening
-from lightning_stocache.training.say import say, warn
+from lightning_stocache.training.lightning_internals import step_calls
+from lightning_stocache.training.say import say
 
 __all__ = ["StepTimer"]
 
@@ -52,8 +53,7 @@ class StepTimer(Callback):
         self.epochs: list[dict[str, float]] = []
         """Mean seconds of each part, for every epoch of the last `fit`."""
         self._clock = StepClock()
-        self._parts: Contexts = {}
-        self._running = self._checked = self._warned = False
+        self._timed: list[tuple[Any, str, Any]] = []  # objects, names of methods, and what was set under them before
 
     def clock(self, device: torch.device) -> StepClock:
         """The clock for a model on a device; to be replaced for a device with events of its own."""
@@ -67,37 +67,22 @@ class StepTimer(Callback):
         """Start the clock."""
         clock = self._clock = self.clock(trainer.strategy.root_device)
         self.epochs = []
-        self._parts = {action: clock.part(part) for action, part in step_actions(trainer).items()}
-        self._running, self._checked = True, False
-        listen(trainer, self._parts)
+        for owner, name, part, begins, ends in step_calls(trainer):
+            method = getattr(owner, name)
+            timed = partial(_timed, clock, part, begins, ends, method)
+            self._timed.append((owner, name, vars(owner).get(name)))
+            setattr(owner, name, update_wrapper(timed, method))  # Lightning looks through it for what is overridden
+        self.on_train_epoch_start(trainer, pl_module)  # which Lightning does not call in a resumed epoch
 
     def on_train_epoch_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
         """Begin with waiting: the workers of the epoch start."""
-        if self._running:
+        if self._timed:
+            self._clock.pause()
             self._clock.resume("wait")
-
-    def on_before_backward(self, trainer: Trainer, pl_module: LightningModule, loss: torch.Tensor) -> None:
-        """Backward begins."""
-        self._clock.start("backward")
-
-    def on_after_backward(self, trainer: Trainer, pl_module: LightningModule) -> None:
-        """Backward is done."""
-        self._clock.stop("backward")
 
     def on_train_batch_end(self, trainer: Trainer, pl_module: LightningModule, *_: Any) -> None:
         """End the step."""
         self._clock.end_step()
-        if self._checked:
-            return
-        self._checked = True
-        if not {"wait", "forward"} <= self._clock.heard:
-            self._stop(trainer)
-            if not self._warned:
-                self._warned = True
-                warn(
-                    "this version of Lightning does not say when its loop waits for a batch and when it computes: "
-                    "StepTimer times nothing"
-                )
 
     def on_validation_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
         """Validation is of no step."""
@@ -105,42 +90,46 @@ class StepTimer(Callback):
 
     def on_validation_end(self, trainer: Trainer, pl_module: LightningModule) -> None:
         """Go on with the next step."""
-        if self._running:
+        if self._timed:
             self._clock.resume()
 
     def on_train_epoch_end(self, trainer: Trainer, pl_module: LightningModule) -> None:
         """Log the means of the epoch."""
-        self._end_epoch()
-        if self._running and self.epochs and not trainer.barebones:  # a barebones Trainer refuses to log
+        if self._end_epoch() and not trainer.barebones:  # a barebones Trainer refuses to log
             values = {f"stocache/step/{part}_seconds": seconds for part, seconds in self.epochs[-1].items()}
             pl_module.log_dict(values, on_step=False, on_epoch=True, batch_size=1)
 
     def on_train_end(self, trainer: Trainer, pl_module: LightningModule) -> None:
         """Say what a step of the last epoch was made of."""
-        self._stop(trainer)
+        self._stop()
         self._say()
 
     def on_exception(self, trainer: Trainer, pl_module: LightningModule, exception: BaseException) -> None:
         """Say so after Ctrl-C too; Lightning calls neither `on_train_end` nor `teardown` after an exception."""
-        if self._running:
+        if self._timed:
             self._end_epoch()
-            self._stop(trainer)
+            self._stop()
             if isinstance(exception, KeyboardInterrupt):
                 self._say()
 
     def teardown(self, trainer: Trainer, pl_module: LightningModule, stage: str) -> None:
-        """Give the profiler back."""
-        self._stop(trainer)
+        """Give the methods back."""
+        self._stop()
 
-    def _end_epoch(self) -> None:
+    def _end_epoch(self) -> bool:
+        """Note the means of an epoch; whether it had a step."""
         self._clock.pause()
-        if self._running and (means := self._clock.take()):
+        if means := self._clock.take():
             self.epochs.append(means)
+        return bool(means)
 
-    def _stop(self, trainer: Trainer) -> None:
-        stop_listening(trainer, self._parts)
+    def _stop(self) -> None:
         self._clock.pause()
-        self._running = False
+        while self._timed:
+            owner, name, before = self._timed.pop()
+            delattr(owner, name)
+            if before is not None:
+                setattr(owner, name, before)
 
     def _say(self) -> None:
         if self.epochs:
@@ -148,3 +137,16 @@ class StepTimer(Callback):
             step = sum(last.values())
             shares = ", ".join(f"{part} {100 * seconds / step:.0f} %" for part, seconds in last.items())
             say(f"a training step took {1000 * step:.2f} ms in the last epoch: {shares}")
+
+
+def _timed(
+    clock: StepClock, part: str, begins: bool, ends: bool, method: Callable[..., Any], *args: Any, **kwargs: Any
+) -> Any:
+    """Call a method with which a part of the step begins, or ends."""
+    if begins:
+        clock.start(part)
+    try:
+        return method(*args, **kwargs)
+    finally:
+        if ends:
+            clock.stop(part)

@@ -4,14 +4,17 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Iterator
+from types import SimpleNamespace
 
 import pytest
+import torch
 from hypothesis import example, given, settings
 from hypothesis import strategies as st
+from torch.utils.data import DataLoader
 
-from lightning_stocache import CachedDataset, CachedStream, SampleSpec
-from lightning_stocache.insight.stall import Seconds
-from lightning_stocache.insight.tallies import Tallies, coverage, end_call, samples_of
+from lightning_stocache import CachedDataset, CachedLoader, CachedStream, RollingCache, RollingWriter, SampleSpec
+from lightning_stocache.insight import tallies as module
+from lightning_stocache.insight.tallies import PoolRates, Seconds, Tallies, coverage, end_call, samples_of
 
 SECONDS = Seconds(0.25, 0.5, 1.0)
 
@@ -32,8 +35,8 @@ def read(dataset: CachedDataset, *indices: int) -> None:
         assert dataset[index] == float(index)
 
 
-def served(tallies: Tallies, stage: str) -> int:
-    return sum(tally.counts.served for tally in tallies.collect(stage, patience=1))
+def served(metrics: dict[str, float]) -> float:
+    return metrics["hits"] + metrics["misses"] + metrics["bypasses"]
 
 
 STEPS = st.lists(st.sampled_from(["read", "read", "put aside", "train", "val", "skip"]), max_size=30)
@@ -45,6 +48,7 @@ STEPS = st.lists(st.sampled_from(["read", "read", "put aside", "train", "val", "
 def test_every_sample_is_in_one_tally(steps: list[str]) -> None:
     """Training's epoch has what came since its last end, without what other stages have taken or what was skipped."""
     dataset, tallies = numbers(3), Tallies()
+    loader = DataLoader(dataset)
     expected: Counter[str] = Counter()
     try:
         for step in steps:
@@ -52,49 +56,44 @@ def test_every_sample_is_in_one_tally(steps: list[str]) -> None:
                 read(dataset, 1)
                 expected["new"] += 1
             elif step == "put aside":
+                tallies.put_aside(loader)
                 expected["aside"] += expected.pop("new", 0)
             elif step == "skip":
-                tallies.skip([dataset])
+                tallies.skip(loader)
                 del expected["new"]
-                continue
-            if step == "put aside":
-                tallies.put_aside([dataset])
-            elif step == "val":
-                tallies.post("val", [dataset])
-                assert served(tallies, "val") == expected.pop("new", 0)
-            elif step == "train":
-                tallies.post("train", [dataset], SECONDS)
-                assert served(tallies, "train") == expected.pop("new", 0) + expected.pop("aside", 0)
-            peeked = tallies.peek([dataset], SECONDS)
-            assert peeked is not None
-            assert peeked.counts.served == expected.total()
+            else:
+                tallies.post(step, loader)
+                due = expected.pop("new", 0) + (expected.pop("aside", 0) if step == "train" else 0)
+                assert served(tallies.metrics(step, loader, patience=1)) == due
+        tallies.post("train", loader)
+        assert served(tallies.metrics("train", loader, patience=1)) == expected.total()
     finally:
         dataset.close()
 
 
-def test_a_tally_says_what_was_counted_and_what_is_there(dataset: CachedDataset) -> None:
-    """Counts of the epoch, slots as they are now, and the seconds of the loop, for one rank."""
-    tallies = Tallies()
+def test_an_epoch_says_what_was_counted_and_what_is_there(dataset: CachedDataset) -> None:
+    """Counts of the epoch, slots as they are now, and the seconds of the loop, which live values have before."""
+    tallies, loader = Tallies(), DataLoader(dataset)
     read(dataset, 0, 1, 1)
-    tallies.post("train", [dataset], SECONDS)
-    assert dataset.counters is not None
-    [tally] = tallies.collect("train", patience=1)
-    assert (tally.counts.hits, tally.counts.misses, tally.counts.fills) == (1, 2, 2)
-    assert (tally.slots, tally.filled, tally.unsized) == (8, 2.0, 0)
-    assert (tally.wait_seconds, tally.compute_seconds, tally.loop_seconds, tally.ranks) == (*SECONDS, 1)
-    assert tallies.served["train"] == {dataset.counters: tally.counts}
+    live = tallies.live(loader, SECONDS)
+    tallies.post("train", loader, SECONDS)
+    metrics = tallies.metrics("train", loader, patience=1)
+    assert (metrics["hits"], metrics["misses"], metrics["fills"], metrics["fill_fraction"]) == (1, 2, 2, 2 / 8)
+    assert (metrics["data_wait_seconds"], metrics["compute_seconds"], metrics["samples_per_second"]) == (0.25, 0.5, 3)
+    assert live == {name: metrics[name.removeprefix("stocache/live/")] for name in live}
+    assert live["stocache/live/hit_rate"] == 1 / 3
 
 
 def test_an_epoch_is_posted_once(dataset: CachedDataset) -> None:
     """What comes after the post belongs to the next epoch, also if the post is asked for again."""
-    tallies = Tallies()
+    tallies, loader = Tallies(), DataLoader(dataset)
     read(dataset, 0)
-    tallies.post("val", [dataset])
+    tallies.post("val", loader)
     read(dataset, 1, 2)
-    tallies.post("val", [dataset])
-    assert served(tallies, "val") == 1
-    tallies.post("val", [dataset])
-    assert served(tallies, "val") == 2
+    tallies.post("val", loader)
+    assert served(tallies.metrics("val", loader, patience=1)) == 1
+    tallies.post("val", loader)
+    assert served(tallies.metrics("val", loader, patience=1)) == 2
 
 
 def test_what_was_not_posted_has_no_metrics(dataset: CachedDataset) -> None:
@@ -102,7 +101,8 @@ def test_what_was_not_posted_has_no_metrics(dataset: CachedDataset) -> None:
     tallies = Tallies()
     tallies.post("test", [])
     assert tallies.metrics("test", [], patience=1) == {}
-    assert tallies.metrics("val", [dataset], patience=1) == {}
+    assert tallies.metrics("val", DataLoader(dataset), patience=1) == {}
+    assert tallies.live([]) == {}
 
 
 def test_a_call_begins_where_the_last_one_ended(dataset: CachedDataset) -> None:
@@ -110,19 +110,20 @@ def test_a_call_begins_where_the_last_one_ended(dataset: CachedDataset) -> None:
     read(dataset, 0, 1)
     end_call([dataset])
     read(dataset, 2)
-    tallies = Tallies()
-    tallies.post("train", [dataset], SECONDS)
-    assert tallies.metrics("train", [dataset], patience=1)["misses"] == 1
+    tallies, loader = Tallies(), DataLoader(dataset)
+    tallies.post("train", loader, SECONDS)
+    assert tallies.metrics("train", loader, patience=1)["misses"] == 1
 
 
-def test_samples_without_a_cache_are_unsized() -> None:
+def test_of_samples_without_a_cache_the_bytes_are_not_known() -> None:
     """Nobody knows how many bytes they would take in a slot."""
     dataset = numbers(3, budget=0)
     read(dataset, 0, 2)
-    tallies = Tallies()
-    tallies.post("val", [dataset])
-    [tally] = tallies.collect("val", patience=1)
-    assert (tally.counts.bypasses, tally.unsized, tally.slots) == (2, 2, 0)
+    tallies, loader = Tallies(), DataLoader(dataset)
+    tallies.post("val", loader)
+    metrics = tallies.metrics("val", loader, patience=1)
+    assert metrics["bypasses"] == 2
+    assert "bytes_from_source" not in metrics
     dataset.close()
 
 
@@ -144,3 +145,27 @@ def test_of_a_stream_what_is_kept_is_known() -> None:
     assert list(stream) == [1.0, 2.0, 3.0]
     assert (samples_of(stream), coverage([stream])) == (3, 1.0)
     stream.close()
+
+
+def test_rates_of_a_pool_are_of_the_time_between_two_calls(monkeypatch: pytest.MonkeyPatch) -> None:
+    """What came and went per second, and what was renewed; levels are those of the moment. Of two pools there are
+    no numbers, which would be those of nobody knows which."""
+    clock = iter([50.0, 54.0, 55.0])
+    monkeypatch.setattr(module, "time", SimpleNamespace(monotonic=lambda: next(clock)))
+    pool = RollingCache(budget=200, spec=SampleSpec.infer(torch.zeros(3)), minimum=1)
+    rates, slots = PoolRates(), pool.stats().capacity
+    with RollingWriter.attach(pool.handle) as writer:
+        writer.append(torch.zeros(3))
+        loader = CachedLoader(pool, batch_size=1)  # waits for a sample
+        first = rates.metrics({"a": loader, "b": [torch.zeros(1)]})
+        assert first.keys() == {"rolling/resident", "rolling/oldest_seconds", "rolling/times_seen"}
+        for _ in range(slots + 1):
+            writer.append(torch.zeros(3))
+    metrics = rates.metrics(loader)
+    assert metrics["rolling/resident"] == slots
+    assert metrics["rolling/appended_per_second"] == (slots + 1) / 4
+    assert metrics["rolling/evicted_per_second"] == 2 / 4
+    again = rates.metrics(loader)
+    assert (again["rolling/appended_per_second"], again["rolling/evicted_per_second"]) == (0.0, 0.0)
+    assert rates.metrics([loader, loader]) == rates.metrics([]) == {}
+    pool.close()

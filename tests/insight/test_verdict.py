@@ -19,6 +19,7 @@ def epoch(hits=0, misses=0, bypasses=0, source=0.0, coverage=1.0, wait=1.0, comp
         "budget_bytes": 2**20,
         "data_wait_seconds": wait,
         "compute_seconds": compute,
+        "samples_per_second": served / (wait + compute) if wait + compute else 0.0,
     }
 
 
@@ -39,11 +40,25 @@ def test_saved_time_that_cannot_be_known_is_left_out():
 
 
 def test_a_run_that_was_helped_gets_no_advice():
-    """Slots, fill, memory, hit rates and the time saved, and nothing else."""
+    """Slots, fill, memory, hit rates, what epochs took and the time saved, and nothing else."""
     said = verdict([epoch(misses=10, wait=4.0), epoch(hits=10, wait=0.5)], samples=10)
     assert said == [
         "100 % of 10 samples have a slot, 100 % of the slots are filled, 1 MiB in use; hit rate per epoch: 0, 100 %",
-        "epoch one waited 4.0 s for data, later ones 3.5 s less each",
+        "epoch one took 5.0 s, later ones 1.5 s each; epoch one waited 4.0 s for data, later ones 3.5 s less each",
+    ]
+
+
+def test_epochs_that_became_shorter_without_waiting_are_said_to_have():
+    """Workers that load behind the step take the processor from it: no wait is saved, and the epochs are shorter."""
+    said = verdict([epoch(misses=10, wait=0.0, compute=6.8), epoch(hits=10, wait=0.0, compute=2.2)], samples=10)[1:]
+    assert said == ["epoch one took 6.8 s, later ones 2.2 s each"]
+
+
+def test_a_rolling_cache_has_words_of_its_own():
+    """Slots and first epochs mean nothing to it."""
+    pool = {"rolling/resident": 1200, "rolling/times_seen": 2.5}
+    assert verdict([epoch(hits=10) | pool], 10) == [
+        "1,200 samples are in the rolling cache, and each that came was served 2.5 times on average"
     ]
 
 

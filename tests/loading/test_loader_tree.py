@@ -17,7 +17,6 @@ from lightning_stocache.loading.loader_tree import (
     cached_behind,
     cached_datasets,
     cached_in_leaves,
-    cached_in_loaders,
     leaves_in,
     loaders_in,
     wrapped_loader,
@@ -74,7 +73,7 @@ def test_a_cached_dataset_is_found_through_what_wraps_it_once(dataset: CachedDat
     behind = [dataset, Subset(dataset, [1]), ConcatDataset([PLAIN.dataset, Subset(dataset, [0])]), StandIn(dataset)]
     loaders = {"each": [DataLoader(each) for each in behind], "plain": PLAIN}
     assert cached_datasets(loaders) == [dataset]
-    assert cached_in_loaders(loaders) == [dataset]
+    assert cached_in_leaves(loaders) == [dataset]
 
 
 def test_datasets_of_two_caches_are_two(dataset: CachedDataset) -> None:
@@ -85,10 +84,9 @@ def test_datasets_of_two_caches_are_two(dataset: CachedDataset) -> None:
 
 
 def test_what_has_a_dataset_and_is_no_dataloader(dataset: CachedDataset) -> None:
-    """It is asked for by its leaves, and left out where DataLoaders are asked for."""
+    """It is asked for by its leaves."""
     stream = CachedStream([1.0], budget="1MiB")
     leaves = [SimpleNamespace(dataset=dataset), SimpleNamespace(dataset=stream), SimpleNamespace(dataset=stream), 7]
     assert cached_behind(*leaves) == cached_in_leaves(leaves) == [dataset, stream]
     assert cached_datasets(leaves) == []
-    assert cached_in_loaders([*leaves, DataLoader(stream)]) == [stream]
     stream.close()

@@ -8,30 +8,15 @@ from typing import Any
 
 import pytest
 
-from lightning_stocache import StochasticCache
-from lightning_stocache.training import lightning_internals, monitor
+from lightning_stocache.training import lightning_internals
 from lightning_stocache.training.lightning_internals import data_sources, leaves_samplers_alone
 from lightning_stocache.training.sampling import replicas
-from tests.training.tiny import Model, make_trainer, plain_loader, source
 
 
 @pytest.fixture(autouse=True)
 def nothing_said() -> None:
     """Each warning is said once in a process."""
     importlib.reload(lightning_internals)
-
-
-@pytest.mark.processes
-def test_actions_of_other_names_leave_the_seconds_out(tmp_path, monkeypatch, recwarn):
-    """Neither waits of zero, nor a summary that says that training hardly waited."""
-    monkeypatch.setattr(monitor, "stall_actions", lambda stall: {"another name": stall.waiting})
-    cache = StochasticCache()
-    trainer = make_trainer(tmp_path, [cache], epochs=2)
-    trainer.fit(Model(), plain_loader(source(tmp_path)))
-    assert trainer.callback_metrics["stocache/hit_rate"] == 1
-    assert not [name for name in trainer.callback_metrics if "seconds" in name and ("wait" in name or "comp" in name)]
-    told = [str(warning.message) for warning in recwarn if "data_wait_seconds" in str(warning.message)]
-    assert len(told) == 1
 
 
 def trainer_of(**connector: Any) -> Any:
