@@ -24,6 +24,7 @@ from lightning_stocache.setup.request import Form
 from lightning_stocache.training.caches import CallCaches
 from lightning_stocache.training.call_loaders import CallLoaders, begin_call
 from lightning_stocache.training.loaders import TrainerLoader, TransformedSet, TransformedStream
+from lightning_stocache.training.obstacles import check_sweep
 from lightning_stocache.training.options import STAGES, CacheOptions, Source, is_plain, made, with_options
 from lightning_stocache.training.sampling import check_sampler, replicas
 
@@ -155,6 +156,7 @@ class StocacheDataModule(LightningDataModule):
 
     def prepare_data(self) -> None:
         """Call `prepare`, once per node. Lightning keeps the other ranks waiting meanwhile."""
+        check_sweep(self.trainer)  # before anything is prepared that no job will use
         if self.prepare is not None:
             self.prepare()
 
