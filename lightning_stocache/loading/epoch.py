@@ -35,7 +35,7 @@ from lightning_stocache.loading.batch_pool import SharedBatch
 from lightning_stocache.loading.cached_source import CachedSource
 from lightning_stocache.loading.index_stream import IndexStream
 from lightning_stocache.loading.position import LoaderState
-from lightning_stocache.loading.prefetch import Job, Prefetcher
+from lightning_stocache.loading.prefetch import WORTHWHILE_NS, Job, Prefetcher
 from lightning_stocache.loading.request import Request, unpacked
 from lightning_stocache.loading.resources import Resources
 from lightning_stocache.loading.worker_pool import under_way
@@ -123,16 +123,14 @@ class Epoch:
     def __next__(self) -> Any:
         """The next batch."""
         try:
-            with self._state.waiting:
-                self._prefetcher.back()
+            with self._state.waiting as waiting:
                 if self._made and self._block is not None and self._changed:
                     self._plan_again(self._block[-sum(hits for _, hits in self._made) :])
                 if not self._made:
                     self._complete()
                 batch, hits = self._made.pop()
-                if not self._made and self._prefetcher.worthwhile:
+                if not self._made and waiting.last_away_ns > WORTHWHILE_NS:
                     self._prefetch()
-                self._prefetcher.leave()
                 if hits:
                     self._cached.count_hits(hits, self._resources.take_gather_ns())
                 self._state.batches += 1

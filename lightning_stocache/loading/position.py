@@ -40,10 +40,11 @@ class Waiting:
     Attributes:
         waited_ns: nanoseconds in `__next__`, of all epochs together; workers that start with an epoch have begun.
         away_ns: nanoseconds between two calls in one epoch, in which a plain loop computes.
+        last_away_ns: of these, the nanoseconds before the call under way; 0 in an epoch's first.
     """
 
     def __init__(self) -> None:
-        self.waited_ns = self.away_ns = 0
+        self.waited_ns = self.away_ns = self.last_away_ns = 0
         self._entered = 0
         self._left: int | None = None
 
@@ -51,10 +52,11 @@ class Waiting:
         """A new epoch begins: what came before it is of no epoch."""
         self._left = None
 
-    def __enter__(self) -> None:
-        self._entered = time.perf_counter_ns()
-        if self._left is not None:
-            self.away_ns += self._entered - self._left
+    def __enter__(self) -> Waiting:
+        self._entered = now = time.perf_counter_ns()
+        self.last_away_ns = 0 if self._left is None else now - self._left
+        self.away_ns += self.last_away_ns
+        return self
 
     def __exit__(self, error: object, *_: object) -> None:
         now = time.perf_counter_ns()

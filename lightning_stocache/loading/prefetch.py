@@ -12,15 +12,14 @@ from __future__ import annotations
 
 import queue
 import threading
-import time
 from collections.abc import Callable
 from typing import Any
 
 from lightning_stocache.loading.interrupts import held_back
 
-__all__ = ["Prefetcher", "Job"]
+__all__ = ["Prefetcher", "Job", "WORTHWHILE_NS"]
 
-_SOON = 200_000  # ns; a thread wakes in 40 to 90 us
+WORTHWHILE_NS = 200_000  # a consumer that is away for less is left alone: a thread wakes in 40 to 90 us
 
 
 class Job:
@@ -61,17 +60,6 @@ class Prefetcher:
     def __init__(self) -> None:
         self._jobs: queue.SimpleQueue[Job | None] = queue.SimpleQueue()
         self._thread: threading.Thread | None = None
-        self._left_at = time.perf_counter_ns()
-        self.worthwhile = False
-        """Whether the consumer, when it was away, was away for longer than a thread needs to wake."""
-
-    def back(self) -> None:
-        """The consumer is back for the next batch."""
-        self.worthwhile = time.perf_counter_ns() - self._left_at > _SOON
-
-    def leave(self) -> None:
-        """The consumer goes."""
-        self._left_at = time.perf_counter_ns()
 
     def offer(self, job: Job) -> None:
         """Have a job begun as soon as the thread can."""
