@@ -25,8 +25,7 @@ import torch
 from torch.utils.data.dataloader import _MultiProcessingDataLoaderIter
 from tqdm import tqdm
 
-from lightning_stocache.setup import finding, first_sample, look
-from lightning_stocache.setup.reader_process import NotStartedError, read_apart
+from lightning_stocache.setup import find, first_samples
 from lightning_stocache.source import random_split
 from tests import names
 from tests.audit import Audit
@@ -61,9 +60,9 @@ def looks_in_this_process(request: pytest.FixtureRequest, monkeypatch: pytest.Mo
     """
     rooms = {"growing", "insight", "loading", "training"}.intersection(request.path.parts)
     if rooms and not request.node.get_closest_marker("looks_apart"):
-        monkeypatch.setattr(look, "shared_counts", _refuse_to_start)
+        monkeypatch.setattr(find, "start_method", lambda chosen: None)
     if rooms - {"training"}:  # streams are read again here, too; `tests/training/test_streams.py` has that process
-        monkeypatch.setattr(first_sample, "read_apart", _refuse_a_stream)
+        monkeypatch.setattr(first_samples, "start_method", lambda chosen: chosen)
 
 
 @pytest.fixture(autouse=True)
@@ -71,15 +70,7 @@ def set_up_reads_as_many(request: pytest.FixtureRequest, monkeypatch: pytest.Mon
     """Set-up reads as many samples on a busy machine as on another one; it stores none of them if a test says so."""
     monkeypatch.setattr(random_split, "QUICK_SECONDS", math.inf)
     if request.node.get_closest_marker("epoch_one_reads_all"):
-        monkeypatch.setattr(finding, "MOST_BYTES", -1)
-
-
-def _refuse_a_stream(reader: Any, method: str, on_wait: Any) -> Any:
-    return _refuse_to_start() if reader.draws.as_stream else read_apart(reader, method, on_wait)
-
-
-def _refuse_to_start(*_: Any) -> Any:
-    raise NotStartedError("this test reads in its own process")
+        monkeypatch.setattr(find, "MOST_BYTES", -1)
 
 
 @pytest.fixture(autouse=True)

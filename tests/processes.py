@@ -21,7 +21,7 @@ from typing import Any
 
 import pytest
 
-from lightning_stocache.setup import finding
+from lightning_stocache.setup import find
 from lightning_stocache.source import random_split
 from tests import names
 
@@ -217,8 +217,8 @@ def _check(status: int) -> None:
 
 def _bounds(*values: float) -> tuple[float, ...]:
     """How much set-up reads and stores, which a fixture has decided: this, or from now on what is given."""
-    finding.MOST_BYTES, random_split.QUICK_SECONDS = values or (finding.MOST_BYTES, random_split.QUICK_SECONDS)
-    return finding.MOST_BYTES, random_split.QUICK_SECONDS
+    find.MOST_BYTES, random_split.QUICK_SECONDS = values or (find.MOST_BYTES, random_split.QUICK_SECONDS)
+    return find.MOST_BYTES, random_split.QUICK_SECONDS
 
 
 def _run(

@@ -21,7 +21,7 @@ from lightning_stocache.node.budget import Budget
 from lightning_stocache.node.files import Backend
 from lightning_stocache.node.group import NodeGroup
 from lightning_stocache.node.waiting import poll
-from lightning_stocache.setup.first_sample import codec_of
+from lightning_stocache.setup.first_samples import codec_of
 from lightning_stocache.setup.growing_memory import OpenMemory, RollingMemory
 from lightning_stocache.setup.option import check_choice, check_count
 from lightning_stocache.setup.request import Layout

@@ -42,7 +42,7 @@ from lightning_stocache.loading.grows import Kept
 from lightning_stocache.node.budget import Budget, format_bytes
 from lightning_stocache.node.group import NodeGroup
 from lightning_stocache.sampling.stream_deal import StreamBatches, batches_in_turn, batches_of, deal, permutation
-from lightning_stocache.setup.first_sample import difference
+from lightning_stocache.setup.first_samples import difference
 from lightning_stocache.setup.open_cache import OpenCache
 from lightning_stocache.setup.open_stream import OpenStream, open_stream
 from lightning_stocache.setup.request import BackendChoice, CacheRequest, Layout

@@ -2,7 +2,7 @@
 
 All requests of one call open together, because they share budgets. The steps, each one collective over the job's ranks:
 
-1. The leader of each node looks at every source (`look`): what its samples look like gives the codec, and the random
+1. The leader of each node looks at every source (`find`): what its samples look like gives the codec, and the random
    part is found. The other ranks read nothing; they cut their own copy of the source at the same place. What cannot be
    cached passes through, with one warning.
 2. Each leader joins the named caches that lie in its node's memory (`named_cache`).
@@ -24,12 +24,9 @@ import logging
 import math
 import sys
 from collections.abc import Callable, Mapping, Sequence
-from contextlib import closing
+from contextlib import ExitStack, closing
 from dataclasses import replace
 from functools import partial
-from typing import Any
-
-from torch.utils.data import Dataset
 
 from lightning_stocache.cache.placement import Ring
 from lightning_stocache.cache.records import RecordCodec, SampleCodec
@@ -39,16 +36,14 @@ from lightning_stocache.node.files import Backend
 from lightning_stocache.node.group import NodeGroup
 from lightning_stocache.setup.agreement import check_lengths, drawn_by_any, ranks_apart, with_directories
 from lightning_stocache.setup.allocation import Allocation, allocate, allocate_on_disk
-from lightning_stocache.setup.finding import Finding
+from lightning_stocache.setup.find import Finding, SourceReader, parts_of
 from lightning_stocache.setup.form_choice import keeps_files, told_form
-from lightning_stocache.setup.look import SourceReader
 from lightning_stocache.setup.named_cache import FingerprintError, found_before, join_caches, rings_as_they_are
 from lightning_stocache.setup.open_cache import OpenCache
 from lightning_stocache.setup.request import BackendChoice, CacheRequest
 from lightning_stocache.setup.same_data import store_or_refuse
 from lightning_stocache.setup.segments import CacheMemoryError, Segments, make_and_attach
 from lightning_stocache.source.access import warn_of_odd
-from lightning_stocache.source.encoded import taken_apart
 
 __all__ = ["open_caches"]
 
@@ -102,8 +97,9 @@ def open_caches(
     on_disk = any(request.dir is not None for request in requests)
     if named := any(request.name is not None for request in requests):
         backend = "tmpfile"  # where names are
-    with closing(SourceReader(requests)) as reader:
-        findings = _find(requests, budgets, group, reader)
+    with ExitStack() as stack:
+        readers = [stack.enter_context(closing(SourceReader(request))) for request in requests]
+        findings = _find(requests, budgets, group, readers)
         joined = group.together(
             lambda: join_caches(requests, [found.codec for found in findings], budgets) if group.is_leader else {}
         )
@@ -131,7 +127,9 @@ def open_caches(
                 findings[number] = _in_its_form(request, found, plan.granted[number], wanted, group)
                 if (codec := findings[number].codec) is not found.codec and codec is not None:
                     planned[number] = min(plan.granted[number] // codec.slot_bytes, wanted)
-        parts = group.together(lambda: list(map(_parts, requests, findings)))
+        parts = group.together(
+            lambda: [parts_of(request.source, found) for request, found in zip(requests, findings, strict=True)]
+        )
         homes = [
             _homes(found.codec, count, granted, budgets[request.pot].part_of(request.samples), group)
             for found, count, granted, request in zip(findings, planned, plan.granted, requests, strict=True)
@@ -153,7 +151,7 @@ def open_caches(
             for number, (request, found, ring) in enumerate(zip(requests, findings, rings, strict=True)):
                 cache, budget, arc = joined.pop(number, None), budgets[request.pot], ring.arcs[group.node]
                 bounds = plan.granted[number], plan.keep_free[number]
-                refuse = partial(store_or_refuse, request, found, partial(reader.read, number))
+                refuse = partial(store_or_refuse, request, found, readers[number].read)
                 made.append(Segments.make(request, found, arc, group, kind, cache, budget, *bounds, refuse))
             return made
 
@@ -190,13 +188,15 @@ def open_caches(
 
 
 def _find(
-    requests: Sequence[CacheRequest], budgets: Mapping[str, Budget], group: NodeGroup, reader: SourceReader
+    requests: Sequence[CacheRequest], budgets: Mapping[str, Budget], group: NodeGroup, readers: Sequence[SourceReader]
 ) -> list[Finding]:
     """What the leader of each node has seen of the sources. Collective."""
     apart = ranks_apart(requests, group)
     return group.lead(
         lambda: [
-            _look(request, partial(reader.look, number, found_before(request)), budgets[request.pot], not apart[number])
+            _look(
+                request, partial(readers[number].look, found_before(request)), budgets[request.pot], not apart[number]
+            )
             for number, request in enumerate(requests)
         ]
     )
@@ -282,13 +282,6 @@ def _without(
     if group.rank == 0:
         log.warning("the cache is off, all samples are loaded from their source, uncounted: %s", error)
     return [OpenCache.without(request, group) for request in requests]
-
-
-def _parts(request: CacheRequest, found: Finding) -> tuple[Dataset[Any], Callable[[Any], Any] | None]:
-    """What is kept of a source, and what finishes it after the cache."""
-    if found.as_files:
-        return taken_apart(request.source)
-    return (request.source, None) if found.cut is None else found.cut.apply(request.source)
 
 
 def _homes(codec: SampleCodec | None, expected: int, granted: int, length: int, group: NodeGroup) -> int:

@@ -17,7 +17,7 @@ from lightning_stocache.node.budget import Budget
 from lightning_stocache.node.files import Backend
 from lightning_stocache.node.grant import Reserve
 from lightning_stocache.node.group import NodeGroup
-from lightning_stocache.setup.first_sample import FirstSampleError, codec_of
+from lightning_stocache.setup.first_samples import FirstSampleError, codec_of
 from lightning_stocache.setup.growing_memory import OpenMemory, grant_memory
 from lightning_stocache.setup.request import BackendChoice, Layout
 from lightning_stocache.setup.segments import CacheMemoryError, make_and_attach

@@ -29,9 +29,8 @@ samples that are in the cache are read from the new object, in a process that is
 from __future__ import annotations
 
 import logging
-import sys
-import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import closing
 from functools import partial
 from itertools import islice
 from typing import Any, cast
@@ -43,13 +42,11 @@ from lightning_stocache.cache.records import RecordCodec, SampleCodec
 from lightning_stocache.cache.rows import SampleSpec
 from lightning_stocache.cache.store import NO_PLACE, UNREADABLE, Store
 from lightning_stocache.node.named import way_out
-from lightning_stocache.setup.finding import Finding
-from lightning_stocache.setup.look import PATIENCE_SECONDS
+from lightning_stocache.setup.child import Child, Told, start_method
+from lightning_stocache.setup.find import Finding
 from lightning_stocache.setup.open_cache import OpenCache
-from lightning_stocache.setup.reader_process import read_apart
 from lightning_stocache.setup.request import CacheRequest
 from lightning_stocache.source.samples import same_sample
-from lightning_stocache.torch_internals import set_worker_dataset
 
 __all__ = ["is_continued", "store_or_refuse"]
 
@@ -128,7 +125,7 @@ def is_continued(opened: OpenCache, dataset: Any) -> bool:
     cached as it is, though random.
     """
     cache, request, length = opened.live_cache, opened.request, len(dataset)
-    if sys.platform != "linux":  # a spawned process would run the user's script again
+    if (method := start_method()) is None:
         return False
     if cache is None or type(dataset) is not type(request.source) or opened.source is not request.source:
         return False
@@ -139,24 +136,23 @@ def is_continued(opened: OpenCache, dataset: Any) -> bool:
     if not len(stored):
         return False
     indices = np.unique(stored[np.linspace(0, len(stored) - 1, _COMPARED).astype(np.int64)]).tolist()
-    begun = time.monotonic()
-
-    def on_wait() -> None:
-        if time.monotonic() - begun > PATIENCE_SECONDS:
-            raise TimeoutError(f"reading {len(indices)} samples has not ended in {PATIENCE_SECONDS:.0f} s")
-
+    answer = partial(_gives_the_same, dataset, cache, indices)
     try:
-        return cast(bool, read_apart(partial(_gives_the_same, dataset, cache, indices), "fork", on_wait))
+        with closing(Child(answer, dataset, method, request.title)) as child:
+            return cast(bool, child.ask())
     except Exception as error:  # no process could be started; or of the source, which is the user's
         log.debug("%s cannot be compared with the one before: %s", request.title, error)
         return False
 
 
-def _gives_the_same(source: Any, cache: Store, indices: Sequence[int]) -> bool:
-    """In a worker: whether samples of a source are those of a cache."""
-    set_worker_dataset(source)
+def _gives_the_same(source: Any, cache: Store, indices: Sequence[int], _: None, told: Told) -> bool:
+    """In a child: whether samples of a source are those of a cache."""
     stored = cache.read(cache.lookup(np.array(indices)))
-    return all(same_sample(source[index], sample) for index, sample in zip(indices, stored, strict=True))
+    for index, sample in zip(indices, stored, strict=True):
+        told(index)
+        if not same_sample(source[index], sample):
+            return False
+    return True
 
 
 def _with_slots(cache: Store, known: Mapping[int, Any]) -> list[int]:

@@ -18,7 +18,7 @@ from lightning_stocache.node.files import Backend
 from lightning_stocache.node.group import NodeGroup
 from lightning_stocache.node.header import printable
 from lightning_stocache.node.segment import Segment, SegmentHandle
-from lightning_stocache.setup.finding import Finding
+from lightning_stocache.setup.find import Finding
 from lightning_stocache.setup.named_cache import join_cache, open_cache
 from lightning_stocache.setup.request import CacheRequest
 

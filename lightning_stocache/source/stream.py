@@ -12,7 +12,7 @@ Two things must not be frozen by keeping what a stream gives. What tells them ap
   kept (`allow_random=True` says that it may be).
 - **Another choice in every epoch**, and random samples that draw from what cannot be seen. When a stream is kept whole,
   every sample that it may give is kept, in whatever order. So the first samples of the stream are read once more, under
-  other seeds (`setup.first_sample`): each must be there already, bit for bit. A stream that draws its shards anew for
+  other seeds (`setup.first_samples`): each must be there already, bit for bit. A stream that draws its shards anew for
   each sample (`resampled=True` of WebDataset) is known by its class: its epoch is cut out of something that never ends.
 """
 

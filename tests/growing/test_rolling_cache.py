@@ -21,7 +21,7 @@ from lightning_stocache import CachedDataset, CachedLoader, RollingCache, Rollin
 from lightning_stocache.cache.store import Store, StoreHandle
 from lightning_stocache.node import waiting
 from lightning_stocache.node.segment import Segment, SegmentHandle
-from lightning_stocache.setup.first_sample import FirstSampleError
+from lightning_stocache.setup.first_samples import FirstSampleError
 from tests.proc import is_alive
 from tests.processes import Child, call, context, wait_until
 from tests.ranks import run_ranks

@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import logging
+import os
 import random
+import time
 from collections import Counter
 from collections.abc import Iterator
 from contextlib import closing
@@ -15,7 +17,7 @@ from torch.utils.data import DataLoader, TensorDataset, get_worker_info
 from torch.utils.data.datapipes.iter import IterableWrapper
 
 from lightning_stocache import CachedLoader, CachedStream
-from lightning_stocache.setup import first_sample
+from lightning_stocache.setup import child, first_samples
 from tests.loading.twins import same
 from tests.sources import CountedStream
 
@@ -279,14 +281,24 @@ def test_another_choice_in_every_epoch_is_not_frozen(caplog: pytest.LogCaptureFi
     assert "not among those" in caplog.text
 
 
+@pytest.mark.processes
 def test_a_stream_whose_first_samples_do_not_come_passes_through(monkeypatch: Any, caplog: Any) -> None:
     """It is not waited for for ever: every epoch is the stream."""
-    monkeypatch.setattr(first_sample, "PATIENCE_SECONDS", 0.0)
-    monkeypatch.setattr(first_sample, "read_apart", lambda reader, method, on_wait: on_wait())
-    with caplog.at_level(logging.WARNING), closing(CachedStream(Numbers(), "1MiB")) as stream:
+    here = os.getpid()
+
+    class Stuck(Numbers):
+        def __iter__(self) -> Iterator[int]:
+            if os.getpid() != here:
+                time.sleep(600)
+            yield from super().__iter__()
+
+    monkeypatch.setattr(first_samples, "start_method", lambda chosen: "fork")
+    monkeypatch.setattr(child, "REPORT_SECONDS", 0.5)
+    monkeypatch.setattr(child, "PATIENCE_SECONDS", 0.0)
+    with caplog.at_level(logging.WARNING), closing(CachedStream(Stuck(), "1MiB")) as stream:
         assert [len(list(stream)) for _ in range(3)] == [LENGTH] * 3
         assert stream.counters.totals().bypasses == 3 * LENGTH
-    assert "its first samples have not come" in caplog.text
+    assert "reading its next sample has not ended in 0 s" in caplog.text
 
 
 def test_a_known_length_ends_an_epoch() -> None:

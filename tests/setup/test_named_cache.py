@@ -25,7 +25,6 @@ from lightning_stocache.node.named import clean, named_segments, open_named
 from lightning_stocache.node.segment import Segment
 from lightning_stocache.setup.named_cache import FingerprintError, open_cache
 from lightning_stocache.setup.open import open_caches
-from lightning_stocache.setup.reader_process import NotStartedError
 from lightning_stocache.setup.request import CacheRequest
 from lightning_stocache.setup.segments import CacheMemoryError
 from lightning_stocache.training.datamodule import StocacheDataModule
@@ -59,10 +58,7 @@ class StuckSource(CountedSource):
 def set_up_reads_here(monkeypatch: pytest.MonkeyPatch) -> None:
     """Most of these tests start no process."""
 
-    def refuse(*arguments: Any, **options: Any) -> None:
-        raise NotStartedError
-
-    monkeypatch.setattr("lightning_stocache.setup.look.ReaderProcess", refuse)
+    monkeypatch.setattr("lightning_stocache.setup.find.start_method", lambda chosen: None)
 
 
 def source(folder: Path | str, length: int = LENGTH) -> CountedSource:

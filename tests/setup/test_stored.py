@@ -13,7 +13,7 @@ from torch.utils.data import DataLoader, Dataset
 
 from lightning_stocache.cache.rows import SampleSpec
 from lightning_stocache.loading.dataset import CachedDataset
-from lightning_stocache.setup import finding
+from lightning_stocache.setup import find
 from lightning_stocache.source.random_split import spread
 from tests.sources import CountedSource
 
@@ -123,7 +123,7 @@ def test_what_has_no_slot_is_not_stored(tmp_path) -> None:
 
 def test_what_is_too_large_is_read_again(tmp_path, monkeypatch) -> None:
     """As many samples are kept as fit in 64 MiB, here in less; the others are loaded in the first epoch."""
-    monkeypatch.setattr(finding, "MOST_BYTES", 5 * SampleSpec.infer(made(0)).nbytes)
+    monkeypatch.setattr(find, "MOST_BYTES", 5 * SampleSpec.infer(made(0)).nbytes)
     source = Source(tmp_path / "log")
     with closing(CachedDataset(source)) as dataset:
         assert dataset.cache.filled == 5

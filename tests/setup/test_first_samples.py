@@ -7,19 +7,15 @@ from typing import Any
 import pytest
 import torch
 
-from lightning_stocache.setup import first_sample
-from lightning_stocache.setup.first_sample import difference
-from lightning_stocache.setup.reader_process import NotStartedError
+from lightning_stocache.setup import first_samples
+from lightning_stocache.setup.first_samples import difference
 
 
 @pytest.fixture(autouse=True)
 def read_here(monkeypatch: pytest.MonkeyPatch) -> None:
     """As in a worker, which may have no process of its own."""
 
-    def refuse(*_: Any) -> Any:
-        raise NotStartedError
-
-    monkeypatch.setattr(first_sample, "read_apart", refuse)
+    monkeypatch.setattr(first_samples, "start_method", lambda chosen: None)
 
 
 def test_reading_again_leaves_nothing_behind() -> None:

@@ -19,10 +19,9 @@ import pytest
 import torch
 from torch.utils.data import DataLoader, Dataset, Subset, TensorDataset, get_worker_info
 
-import lightning_stocache.setup.look as looking
 from lightning_stocache.loading.dataset import CachedDataset
-from lightning_stocache.setup.finding import Finding
-from lightning_stocache.setup.look import SourceReader
+from lightning_stocache.setup import child
+from lightning_stocache.setup.find import Finding, SourceReader
 from lightning_stocache.setup.request import CacheRequest, LoaderSettings
 from tests.logs import Log
 from tests.processes import call, context
@@ -66,8 +65,8 @@ class Own(Dataset[Any]):
 
 def look(request: CacheRequest) -> Finding:
     """What a reader finds that is closed again."""
-    with closing(SourceReader([request])) as reader:
-        return reader.look(0)
+    with closing(SourceReader(request)) as reader:
+        return reader.look()
 
 
 @pytest.fixture
@@ -243,10 +242,10 @@ def test_a_late_error_of_the_source_is_no_time_out(monkeypatch: pytest.MonkeyPat
     """Also a RuntimeError that comes when the look is about to say what it waits for is the source's own."""
 
     def late(index: int) -> Any:
-        time.sleep(0.95 * looking.REPORT_SECONDS)
+        time.sleep(0.95 * child.REPORT_SECONDS)
         raise RuntimeError("the disk is gone")
 
-    monkeypatch.setattr(looking, "REPORT_SECONDS", 0.5)
+    monkeypatch.setattr(child, "REPORT_SECONDS", 0.5)
     with pytest.raises(RuntimeError, match="the disk is gone"):
         look(CacheRequest(Made(late), strict=True))
 
@@ -265,7 +264,7 @@ def test_one_broken_sample_does_not_switch_the_cache_off() -> None:
 
 
 def test_a_source_is_looked_at_without_shared_memory(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Where none can be had for the process that looks, the source is read here."""
+    """The process that looks needs none."""
 
     def full(tensor: torch.Tensor) -> torch.Tensor:
         raise RuntimeError("unable to allocate shared memory (shm)")
@@ -273,13 +272,13 @@ def test_a_source_is_looked_at_without_shared_memory(monkeypatch: pytest.MonkeyP
     monkeypatch.setattr(torch.Tensor, "share_memory_", full)
     finding = look(CacheRequest(Made(torch.tensor), reader=LoaderSettings(4, 1)))
     assert finding.codec is not None
-    assert finding.worker_bytes is None
+    assert finding.worker_bytes is not None
 
 
 def test_a_source_that_blocks_is_given_up(monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture) -> None:
     """After a time-out, with a word on what is being read meanwhile; the process that waits for it is gone."""
-    monkeypatch.setattr(looking, "REPORT_SECONDS", 1.0)
-    monkeypatch.setattr(looking, "PATIENCE_SECONDS", 4.0)  # a busy machine takes its time to begin
+    monkeypatch.setattr(child, "REPORT_SECONDS", 1.0)
+    monkeypatch.setattr(child, "PATIENCE_SECONDS", 4.0)  # a busy machine takes its time to begin
     finding = look(CacheRequest(Made(lambda index: time.sleep(600 * (index > 0)) or torch.tensor(index))))
     assert finding.reason == "reading sample 3 has not ended in 4 s"
     assert "set-up waits for Made (12 samples, train)" in caplog.text
@@ -299,8 +298,7 @@ def look_with_forks_that_hang(forks: int, told_seconds: float) -> tuple[str | No
             time.sleep(600)
 
     os.register_at_fork(after_in_child=never_begins)
-    looking.REPORT_SECONDS, looking.PATIENCE_SECONDS = told_seconds, 3 * told_seconds
-    torch.utils.data._utils.MP_STATUS_CHECK_INTERVAL = 0.2  # before DataLoader sends SIGTERM
+    child.REPORT_SECONDS, child.PATIENCE_SECONDS = told_seconds, 3 * told_seconds
     said = Log().lines
     finding = look(CacheRequest(Made(torch.tensor), reader=LoaderSettings(4, 1)))
     return finding.reason, finding.worker_bytes is not None, said, len(multiprocessing.active_children())
@@ -323,12 +321,12 @@ def test_processes_that_all_hang_are_given_up() -> None:
 
 def test_a_process_that_has_begun_is_waited_for(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     """However long a sample takes, no other process reads it."""
-    monkeypatch.setattr(looking, "REPORT_SECONDS", 3.0)
+    monkeypatch.setattr(child, "REPORT_SECONDS", 3.0)
 
     def slow(index: int) -> torch.Tensor:
         if not (note := tmp_path / str(os.getpid())).exists():
             note.touch()
-            time.sleep(1.5 * looking.REPORT_SECONDS)
+            time.sleep(1.5 * child.REPORT_SECONDS)
         return torch.tensor(index)
 
     assert look(CacheRequest(Made(slow))).codec is not None
@@ -339,7 +337,7 @@ def test_a_process_that_imports_first_is_waited_for(
     monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
     """One that is not forked takes seconds to begin."""
-    monkeypatch.setattr(looking, "REPORT_SECONDS", 0.5)
+    monkeypatch.setattr(child, "REPORT_SECONDS", 0.5)
     source = TensorDataset(torch.arange(12))
     finding = look(CacheRequest(source, reader=LoaderSettings(4, 1, context="spawn")))
     assert finding.worker_bytes is not None
@@ -394,7 +392,7 @@ def _spawned(lazy: Lazy) -> bool:
 
 def test_workers_that_cannot_import_the_source_are_told_of(of_a_notebook, monkeypatch):
     """Where workers are forked it is cached; where they are not it passes through, and the reason names the way out."""
-    monkeypatch.setattr(looking, "REPORT_SECONDS", 1.0)
+    monkeypatch.setattr(child, "REPORT_SECONDS", 1.0)
     context("forkserver")
     for_now = {method: LoaderSettings(4, 2, context=method) for method in ("fork", "forkserver")}
     assert look(CacheRequest(of_a_notebook, reader=for_now["fork"])).codec is not None
@@ -407,7 +405,7 @@ def test_workers_that_cannot_import_the_source_are_told_of(of_a_notebook, monkey
 
 def test_where_nothing_is_forked_the_trainer_looks_itself(of_a_notebook, lazy, monkeypatch):
     """A spawned process would run the user's script once more; what was opened and remembered is put back."""
-    monkeypatch.setattr("lightning_stocache.setup.look.sys.platform", "darwin")
+    monkeypatch.setattr("lightning_stocache.setup.child.sys.platform", "darwin")
     assert look(CacheRequest(of_a_notebook)).codec is not None
     readers = set[int]()
     assert look(CacheRequest(Made(lambda index: readers.add(os.getpid()) or torch.tensor(index)))).codec is not None
@@ -429,16 +427,13 @@ class Reported(Made):
         return super().__getitem__(index)
 
 
-def test_one_process_reads_all_sources(tmp_path: Path) -> None:
-    """Each with its own look, also again after the other; it ends when the reader is closed."""
-    requests = [CacheRequest(Reported(tmp_path / "pids")), CacheRequest(Made(str))]
-    with closing(SourceReader(requests)) as reader:
-        findings = [reader.look(number) for number in (0, 1)]
-        assert [found.codec is not None for found in findings] == [True, True]
-        for number, found in enumerate(findings):
-            again = reader.read(number, found, [0, 5], True)
-            assert list(again) == [0, 5]
-            assert reader.read(number, found, [0, 5]) == again
+def test_one_process_reads_all_of_a_source(tmp_path: Path) -> None:
+    """The look, and samples that are asked for later; it ends when the reader is closed."""
+    with closing(SourceReader(CacheRequest(Reported(tmp_path / "pids")))) as reader:
+        found = reader.look()
+        again = reader.read(found, [0, 5], True)
+        assert list(again) == [0, 5]
+        assert reader.read(found, [0, 5]) == again
         [pid] = set((tmp_path / "pids").read_text().split())
         assert int(pid) != os.getpid()
     assert not os.path.exists(f"/proc/{pid}")
