@@ -24,7 +24,7 @@ from lightning_stocache.setup.codec_choice import choose_codec
 from lightning_stocache.setup.form_choice import EncodedForm, look_at_files
 from lightning_stocache.setup.request import CacheRequest
 from lightning_stocache.source.access import batch_reader
-from lightning_stocache.source.encoded import taken_apart
+from lightning_stocache.source.encoded import EncodedSource
 from lightning_stocache.source.generators import Generators, reachable
 from lightning_stocache.source.probe import Probe, sign
 from lightning_stocache.source.random_split import split, spread
@@ -230,7 +230,8 @@ class Reading:
 def parts_of(source: Any, found: Finding) -> tuple[Any, Any]:
     """What is kept of a source, and what finishes it after the cache; None for nothing."""
     if found.as_files:
-        return taken_apart(source)
+        files = EncodedSource(source)
+        return files, files
     return (source, None) if found.cut is None else found.cut.apply(source)
 
 
@@ -249,7 +250,7 @@ def _find(request: CacheRequest, told: Told, quick: int) -> tuple[Finding, dict[
         form = replace(files, codec=replace(files.codec, finished_bytes=finished))
         reads += form.reads
     if form is not None and (request.store == "encoded" or parts.reason is not None):
-        kept = taken_apart(source)[0]
+        kept = EncodedSource(source)
         return Finding(form.codec, reads=reads, as_files=True), {index: kept[index] for index in parts.indices}
     note = f"store='encoded' cannot be had: {files}" if request.store == "encoded" else None
     if request.strict and note is not None:

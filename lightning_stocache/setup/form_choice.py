@@ -19,7 +19,7 @@ from lightning_stocache.cache.placement import Domain
 from lightning_stocache.cache.records import RecordCodec, SampleCodec
 from lightning_stocache.node.budget import format_bytes
 from lightning_stocache.source.access import unwrap
-from lightning_stocache.source.encoded import EncodedSource, access_to, taken_apart
+from lightning_stocache.source.encoded import EncodedSource, access_to
 from lightning_stocache.source.probe import Probe
 
 __all__ = ["EncodedForm", "keeps_files", "look_at_files", "told_form"]
@@ -72,12 +72,12 @@ def look_at_files(
             f"the files of a {type(unwrap(source)).__name__} are not known. Give it two methods: read(index), which "
             "returns what is to be kept (bytes), and decode(content, index), which makes the sample of it"
         )
-    kept, decoder = taken_apart(source)
+    kept = EncodedSource(source)
     with Probe(source, tuple(indices), told) as probe:
         try:
             for index in indices[:_PROVEN]:
                 original = probe.read(source, index, 2 * index)
-                again = probe.read(_Finished(kept, decoder), index, 2 * index)
+                again = probe.read(_Finished(kept), index, 2 * index)
                 if again.bits != original.bits or probe.generators.moved(original.after, again.after):
                     return f"sample {index}, decoded from its file, is not the sample that the source returns"
             among = [] if chosen else range(len(kept)) if domain is None else domain.indices.tolist()
@@ -116,11 +116,11 @@ def told_form(title: str, files: bool, decoded: SampleCodec, encoded: EncodedFor
 class _Finished(Dataset[Any]):
     """Samples that are read and decoded at once."""
 
-    def __init__(self, kept: EncodedSource, decoder: Callable[[Any], Any]) -> None:
-        self._kept, self._decoder = kept, decoder
+    def __init__(self, kept: EncodedSource) -> None:
+        self._kept = kept
 
     def __getitem__(self, index: int) -> Any:
-        return self._decoder(self._kept[index])
+        return self._kept(self._kept[index])
 
 
 def _measured(

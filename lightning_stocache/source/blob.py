@@ -1,4 +1,4 @@
-"""A sample as one safetensors blob, and back, without a pickle.
+"""A sample as one safetensors blob, and back, without a pickle: an LMDB is passed on, and a pickle may run any code.
 
 Layout, that of safetensors: eight bytes of length, a header in JSON, data. The header begins with `__metadata__`:
 
@@ -21,14 +21,14 @@ import json
 import math
 import struct
 import zlib
-from collections.abc import Iterator
 from typing import Any, NamedTuple
 
 import numpy as np
 import torch
 
-from lightning_stocache.cache.codec import UnsupportedSampleError
-from lightning_stocache.source.samples import is_pil
+from lightning_stocache.cache.codec import UnsupportedSampleError, type_name
+from lightning_stocache.cache.records import written
+from lightning_stocache.source.samples import Path, is_pil
 from lightning_stocache.source.values import image_of, tensor_of
 
 __all__ = ["BlobError", "EncodedFile", "decode_blob", "encode_blob"]
@@ -42,9 +42,10 @@ _NAMES = {
 }
 _ARRAY_KINDS = "biufcSUmM"
 _TV_TENSORS = ("Image", "Mask", "Video")  # those that carry nothing beside their values
+_WHAT_CAN = (
+    "What can be packed: tensors, arrays, numbers, strings, bytes, None and images of PIL, in dicts, lists and tuples"
+)
 _to_json = json.JSONEncoder(separators=(",", ":")).encode
-
-Path = tuple[Any, ...]
 
 
 class BlobError(ValueError):
@@ -78,21 +79,21 @@ def encode_blob(sample: Any, index: int) -> bytes:
         >>> blob = encode_blob({"image": torch.zeros(2, dtype=torch.bfloat16), "label": 3}, 0)
         >>> decode_blob(blob, 0)
         {'image': tensor([0., 0.], dtype=torch.bfloat16), 'label': 3}
-        >>> encode_blob({"when": [object()]}, 0)
+        >>> encode_blob({"tags": [{1, 2}]}, 0)
         Traceback (most recent call last):
             ...
-        lightning_stocache.cache.codec.UnsupportedSampleError: sample['when'][0] is an object, which cannot be packed
+        lightning_stocache.cache.codec.UnsupportedSampleError: sample['tags'][0] is a set, which cannot be packed. ...
     """
-    leaves = _Leaves()
-    tree = json.dumps(_to_json(leaves.node(sample, ())))
-    text = f'00000000","index":"{index}","sample":{tree}}}{leaves.header}}}'.encode()
-    text = _BEGIN + text + b" " * (-len(_BEGIN + text) % 8)
+    tree = _Tree()
+    metadata = {"crc32": "00000000", "index": str(index), "sample": _to_json(tree.node(sample, ()))}
+    text = _to_json({"__metadata__": metadata} | tree.header).encode()
+    text += b" " * (-len(text) % 8)
     begin = bytearray(struct.pack("<Q", len(text)) + text)
     total = zlib.crc32(memoryview(begin)[_SUM.stop :], zlib.crc32(begin[:8]))
-    for content in leaves.contents:
+    for content in tree.contents:
         total = zlib.crc32(content, total)
     begin[_SUM] = b"%08x" % total
-    return b"".join((begin, *leaves.contents))
+    return b"".join((begin, *tree.contents))
 
 
 def decode_blob(content: bytes | memoryview, index: int) -> Any:
@@ -118,16 +119,16 @@ def decode_blob(content: bytes | memoryview, index: int) -> Any:
     raise BlobError(f"here lies sample {known['index']}, not {index}")
 
 
-class _Leaves:
-    """The leaves of a sample that lie in the data: their bytes, and what the header says of them."""
+class _Tree:
+    """A sample as JSON, by `node`, which collects the header and the bytes of the leaves that lie in the data."""
 
     def __init__(self) -> None:
-        self.header = ""
+        self.header: dict[str, Any] = {}
         self.contents: list[Any] = []
         self._end = 0
 
     def node(self, value: Any, path: Path) -> Any:
-        """A value as JSON; its leaves are put into the data."""
+        """A value as JSON; `path` says where it lies in the sample."""
         kind = type(value)
         if value is None or kind in (bool, int, str):
             return value
@@ -135,9 +136,9 @@ class _Leaves:
             return value if math.isfinite(value) else {"float": struct.pack(">d", value).hex()}
         if kind in (list, tuple, dict):
             if len(path) == _MOST_LEVELS:
-                raise UnsupportedSampleError(f"{_named(path)[:80]}... is nested more than {_MOST_LEVELS} levels deep")
+                raise UnsupportedSampleError(f"{_place(path)[:80]}... is nested more than {_MOST_LEVELS} levels deep")
             if kind is dict:
-                return {"dict": list(self._pairs(value, path))}
+                return {"dict": [self._pair(key, item, path) for key, item in value.items()]}
             nodes = [self.node(item, (*path, at)) for at, item in enumerate(value)]
             return nodes if kind is list else {"tuple": nodes}
         if kind is bytes:
@@ -150,28 +151,25 @@ class _Leaves:
             return self._array(value, path)
         if is_pil(value):
             return self._image(value)
-        raise UnsupportedSampleError(f"{_named(path)} is {_described(kind)}, which cannot be packed")
+        raise UnsupportedSampleError(f"{_place(path)} is a {type_name(kind)}, which cannot be packed. {_WHAT_CAN}")
 
-    def _pairs(self, value: dict[Any, Any], path: Path) -> Iterator[list[Any]]:
-        for key, item in value.items():
-            if type(key) not in (str, int):
-                raise UnsupportedSampleError(
-                    f"{_named(path)} has the key {key!r}: keys of what is packed are strings or ints"
-                )
-            yield [key, self.node(item, (*path, key))]
+    def _pair(self, key: Any, item: Any, path: Path) -> list[Any]:
+        if type(key) in (str, int):
+            return [key, self.node(item, (*path, key))]
+        raise UnsupportedSampleError(f"{_place(path)} has the key {key!r}: keys of what is packed are strings or ints")
 
     def _tensor(self, value: torch.Tensor, path: Path) -> Any:
         kind = type(value)
         is_vision = kind.__module__.startswith("torchvision.tv_tensors") and kind.__name__ in _TV_TENSORS
         if kind is not torch.Tensor and not is_vision:
-            raise UnsupportedSampleError(f"{_named(path)} is {_described(kind)}: of tensors, plain ones can be packed")
+            raise UnsupportedSampleError(f"{_place(path)} is a {type_name(kind)}: of tensors, plain ones can be packed")
         if value.layout is not torch.strided or value.device.type != "cpu" or value.is_quantized or value.is_nested:
             raise UnsupportedSampleError(
-                f"{_named(path)} must be a dense tensor of the CPU, is {value.layout} on {value.device}"
+                f"{_place(path)} must be a dense tensor of the CPU, is {value.layout} on {value.device}"
             )
         if value.requires_grad:
-            raise UnsupportedSampleError(f"{_named(path)} requires a gradient: give value.detach()")
-        name, shape = str(value.dtype).removeprefix("torch."), tuple(value.shape)
+            raise UnsupportedSampleError(f"{_place(path)} requires a gradient: give value.detach()")
+        name, shape = str(value.dtype).removeprefix("torch."), list(value.shape)
         flat = value.as_subclass(torch.Tensor).resolve_conj().resolve_neg().contiguous().reshape(-1)
         node = {"tensor": self._put(flat.view(torch.uint8).numpy().data, name, shape), "dtype": name, "shape": shape}
         return node | {"class": kind.__name__} if is_vision else node
@@ -179,10 +177,10 @@ class _Leaves:
     def _array(self, value: Any, path: Path) -> Any:
         array = np.asarray(value)
         if array.dtype.kind not in _ARRAY_KINDS:
-            raise UnsupportedSampleError(f"{_named(path)} is an array of dtype {array.dtype}, which cannot be packed")
-        name = array.dtype.name if array.dtype.isnative else ""
+            raise UnsupportedSampleError(f"{_place(path)} is an array of dtype {array.dtype}, which cannot be packed")
+        name, shape = array.dtype.name if array.dtype.isnative else "", list(array.shape)
         kind = "array" if type(value) is np.ndarray else "scalar"
-        return {kind: self._put(array.tobytes(), name, array.shape), "dtype": array.dtype.str, "shape": array.shape}
+        return {kind: self._put(array.tobytes(), name, shape), "dtype": array.dtype.str, "shape": shape}
 
     def _image(self, value: Any) -> Any:
         node = {"image": self._put(value.tobytes()), "mode": value.mode, "size": value.size}
@@ -192,14 +190,19 @@ class _Leaves:
             node["transparency"] = see_through.hex() if isinstance(see_through, bytes) else see_through
         return node
 
-    def _put(self, content: Any, dtype: str = "", shape: tuple[int, ...] = ()) -> int:
+    def _put(self, content: Any, dtype: str = "", shape: list[int] | None = None) -> int:
+        """The number of a new part of the data; of a dtype that safetensors does not know it is bytes."""
         number, begin = len(self.contents), self._end
         self._end += len(content)
         self.contents.append(content)
         name = _NAMES.get(dtype)
-        size = list(shape) if name else [len(content)]
-        self.header += f',"{number}":{{"dtype":"{name or "U8"}","shape":{size},"data_offsets":[{begin},{self._end}]}}'
+        size = shape if name else [len(content)]
+        self.header[str(number)] = {"dtype": name or "U8", "shape": size, "data_offsets": [begin, self._end]}
         return number
+
+
+def _place(path: Path) -> str:
+    return "sample" + written(path)
 
 
 def _decoded(node: Any, parts: list[memoryview]) -> Any:
@@ -245,18 +248,9 @@ def _image(node: dict[str, Any], content: memoryview) -> Any:
     if "palette" in node:
         mode, colours = node["palette"]
         image.putpalette(colours, mode)
-    if (known := node.get("transparency")) is not None:
-        is_bytes = isinstance(known, str)
-        image.info["transparency"] = (
-            bytes.fromhex(known) if is_bytes else tuple(known) if type(known) is list else known
-        )
+    see_through = node.get("transparency")
+    if see_through is not None:
+        if isinstance(see_through, str):
+            see_through = bytes.fromhex(see_through)
+        image.info["transparency"] = tuple(see_through) if isinstance(see_through, list) else see_through
     return image
-
-
-def _named(path: Path) -> str:
-    return "sample" + "".join(f"[{key!r}]" for key in path)
-
-
-def _described(kind: type) -> str:
-    name = kind.__name__ if kind.__module__ == "builtins" else f"{kind.__module__}.{kind.__name__}"
-    return f"{'an' if name[0] in 'aeiou' else 'a'} {name}"

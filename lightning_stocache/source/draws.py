@@ -16,7 +16,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass
 from functools import lru_cache, partial
-from itertools import count, islice, takewhile
+from itertools import count, islice
 from typing import Any
 
 import torch
@@ -75,61 +75,52 @@ class Draws:
             return self._of_stream(filler, fillers, done)
         return self._of_indices(filler + done * fillers, fillers)
 
-    def index(self, position: int) -> int:
-        """The index at a position of a map-style source."""
-        length = len(self.source)
-        if not self.shuffle:
-            return position % length
-        return int(_order(length, self.seed, position // length)[position % length])
-
     def _of_indices(self, first: int, step: int) -> Iterator[Draw]:
-        positions = takewhile(self._is_left, count(first, step))
-        indices = map(self.index, positions) if self.indices is None else islice(self.indices, first, None, step)
+        positions = count(first, step) if self.passes is None else range(first, self.passes * len(self.source), step)
+        indices = map(self._index, positions) if self.indices is None else islice(self.indices, first, None, step)
         for index in map(int, indices):
             yield Draw(index, partial(self.source.__getitem__, index))
 
-    def _is_left(self, position: int) -> bool:
-        return self.passes is None or position < self.passes * len(self.source)
+    def _index(self, position: int) -> int:
+        """The index at a position of all passes over a map-style source."""
+        number, position = divmod(position, len(self.source))
+        return int(_order(len(self.source), self.seed, number)[position]) if self.shuffle else position
 
     def _of_stream(self, filler: int, fillers: int, done: int) -> Iterator[Draw]:
-        passes = 0
-        while self.passes is None or passes < self.passes:
-            passes += 1
-            stream, done = _Pass(self.source, filler, fillers, done), 0
+        for _ in count() if self.passes is None else range(self.passes):
+            stream = _Pass(self.source, filler, fillers, done)
             while not stream.over:
                 yield Draw(-1, stream.load)
-            if not stream.tried or stream.is_source:  # it is empty, or a generator that will give nothing again
-                return
+            if not stream.tried or isinstance(self.source, Iterator):
+                return  # it is empty, or a generator that will give nothing again
+            done = 0
 
 
 class _Pass:
     """A stream once from beginning to end, as one filler gets it, but the first `done` samples."""
 
     def __init__(self, source: Any, filler: int, fillers: int, done: int) -> None:
-        self._start = partial(_started, source, filler, fillers, done)
+        self._begin = partial(_begun, source, filler, fillers, done)
         self._iterator: Iterator[Any] | None = None
-        self.is_source = isinstance(source, Iterator)
-        self.over = False
-        self.tried = done
+        self.tried, self.over = done > 0, False
 
     def load(self) -> Any:
         """The next sample."""
         try:
             if self._iterator is None:  # here, where what it raises is told
-                self._iterator = self._start()
+                self._iterator = self._begin()
             sample = next(self._iterator)
         except StopIteration:
             self.over = True
             raise EndOfStreamError from None
         except Exception:
-            self.tried += 1
-            self.over = self._iterator is None
+            self.tried, self.over = True, self._iterator is None
             raise
-        self.tried += 1
+        self.tried = True
         return sample
 
 
-def _started(source: Any, filler: int, fillers: int, done: int) -> Iterator[Any]:
+def _begun(source: Any, filler: int, fillers: int, done: int) -> Iterator[Any]:
     if isinstance(source, IterableDataset):
         return islice(source, done, None)
     return islice(iterate(source), filler + done * fillers, None, fillers)

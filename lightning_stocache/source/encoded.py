@@ -10,15 +10,15 @@ its whole transform. `EncodedAccess` is that; `access_to` finds it:
 - timm's `ImageDataset`, with any reader that gives files;
 - a Subset of one of these.
 
-A cache keeps what `EncodedSource` gives, and `Decoder` finishes it; `pack` keeps what `FileSamples` gives. Whether it
-gives the same samples is not believed here: who looks at a source tries it.
+A cache keeps what an `EncodedSource` gives and has it decoded by the same object; `pack` keeps what `packed_reader`
+gives. Whether the samples are the same is not believed here: who looks at a source tries it.
 """
 
 from __future__ import annotations
 
 import io
 import sys
-from functools import partial
+from collections.abc import Callable
 from typing import Any, NamedTuple, Protocol
 
 from torch.utils.data import Dataset, Subset
@@ -27,105 +27,7 @@ from lightning_stocache.source.access import unwrap
 from lightning_stocache.source.blob import EncodedFile
 from lightning_stocache.source.values import image_of
 
-__all__ = ["Decoder", "EncodedAccess", "EncodedSource", "FileSamples", "access_to", "taken_apart"]
-
-
-class _Encoded(NamedTuple):
-    """A sample as its file."""
-
-    number: int
-    content: Any
-
-
-class EncodedSource(Dataset[Any]):
-    """The files of a source.
-
-    Args:
-        source: the user's dataset.
-        access: to its files.
-    """
-
-    def __init__(self, source: Dataset[Any], access: EncodedAccess) -> None:
-        self._source, self._access = source, access
-
-    def __len__(self) -> int:
-        return len(self._source)  # type: ignore[arg-type]
-
-    def __getitem__(self, index: int) -> _Encoded:
-        return _Encoded(index, self._access.read(index))
-
-
-class Decoder:
-    """Decodes what an `EncodedSource` gave.
-
-    Args:
-        source: the user's dataset.
-        access: to its files.
-    """
-
-    def __init__(self, source: Dataset[Any], access: EncodedAccess) -> None:
-        self._source, self._access = source, access
-
-    @property
-    def steps(self) -> list[Any]:
-        """What it runs of the source: transforms, whose changes take effect at once."""
-        inner = unwrap(self._source)
-        transforms = (getattr(inner, name, None) for name in ("transform", "target_transform", "transforms"))
-        return [step for step in transforms if step is not None]
-
-    def __call__(self, kept: _Encoded) -> Any:
-        """The sample that the source would have returned."""
-        try:
-            return self._access.decode(kept.content, kept.number)
-        except Exception as error:
-            error.add_note(f"(sample {kept.number} of {type(self._source).__name__}, decoded after the cache)")
-            raise
-
-
-def taken_apart(source: Dataset[Any]) -> tuple[EncodedSource, Decoder]:
-    """What is kept of a source, and what finishes it.
-
-    Raises:
-        ValueError: its files are not known.
-    """
-    access = access_to(source)
-    if access is None:
-        raise ValueError(f"the files of a {type(source).__name__} are not known")
-    return EncodedSource(source, access), Decoder(source, access)
-
-
-class FileSamples(Dataset[Any]):
-    """The samples of a source, with files in place of images.
-
-    Args:
-        source: of a folder: samples are (file, label); with a `read(index)`: what that returns.
-
-    Raises:
-        ValueError: its files are not known.
-
-    Example:
-        >>> FileSamples([1, 2])
-        Traceback (most recent call last):
-            ...
-        ValueError: the files of list are not known; known are those of torchvision's ImageFolder and its kin with ...
-    """
-
-    def __init__(self, source: Any) -> None:
-        self.source = source
-        self._access: Any = access_to(source)
-        inner = unwrap(source)
-        if not hasattr(access_to(inner), "packed"):
-            raise ValueError(
-                f"the files of {type(inner).__name__} are not known; known are those of torchvision's ImageFolder and "
-                "its kin with torchvision's loaders, and of a source with methods `read(index)` and `decode(content, "
-                "index)`. Pack its samples as they are"
-            )
-
-    def __len__(self) -> int:
-        return len(self.source)
-
-    def __getitem__(self, index: int) -> Any:
-        return self._access.packed(index)
+__all__ = ["EncodedAccess", "EncodedSource", "access_to", "packed_reader"]
 
 
 class EncodedAccess(Protocol):
@@ -136,6 +38,77 @@ class EncodedAccess(Protocol):
 
     def decode(self, content: Any, index: int) -> Any:
         """The sample that the source would have returned for this index."""
+
+
+class _Encoded(NamedTuple):
+    """A sample as its file."""
+
+    number: int
+    content: Any
+
+
+class EncodedSource(Dataset[Any]):
+    """The files of a source. Called with one of them, it gives the sample that the source would have returned.
+
+    Args:
+        source: the user's dataset.
+
+    Raises:
+        ValueError: its files are not known.
+    """
+
+    def __init__(self, source: Dataset[Any]) -> None:
+        access = access_to(source)
+        if access is None:
+            raise ValueError(f"the files of a {type(source).__name__} are not known")
+        self._source, self._access = source, access
+
+    def __len__(self) -> int:
+        return len(self._source)  # type: ignore[arg-type]
+
+    def __getitem__(self, index: int) -> _Encoded:
+        return _Encoded(index, self._access.read(index))
+
+    def __call__(self, kept: _Encoded) -> Any:
+        """The sample of a file."""
+        try:
+            return self._access.decode(kept.content, kept.number)
+        except Exception as error:
+            error.add_note(f"(sample {kept.number} of {type(self._source).__name__}, decoded after the cache)")
+            raise
+
+    @property
+    def steps(self) -> list[Any]:
+        """What it runs of the source: transforms, whose changes take effect at once."""
+        inner = unwrap(self._source)
+        transforms = (getattr(inner, name, None) for name in ("transform", "target_transform", "transforms"))
+        return [step for step in transforms if step is not None]
+
+
+def packed_reader(source: Any) -> Callable[[int], Any]:
+    """What reads the samples of a source with files in place of images, for `pack`.
+
+    Args:
+        source: of a folder: samples are (file, label); with a `read(index)`: what that returns.
+
+    Raises:
+        ValueError: its files are not known.
+
+    Example:
+        >>> packed_reader([1, 2])
+        Traceback (most recent call last):
+            ...
+        ValueError: the files of list are not known; known are those of torchvision's ImageFolder and its kin with ...
+    """
+    access: Any = access_to(source)
+    if not hasattr(access_to(unwrap(source)), "packed"):
+        raise ValueError(
+            f"the files of {type(unwrap(source)).__name__} are not known; known are those of torchvision's ImageFolder "
+            "and its kin with torchvision's loaders, and of a source with methods `read(index)` and `decode(content, "
+            "index)`. Pack its samples as they are"
+        )
+    reader: Callable[[int], Any] = access.packed
+    return reader
 
 
 def access_to(source: Any) -> EncodedAccess | None:
@@ -198,7 +171,7 @@ class _OfFolder:
         return EncodedFile(self.read(index), self._form), self._source.samples[index][1]
 
     def decode(self, content: bytes, index: int) -> Any:
-        return _twin(self._source, loader=partial(_loaded, content, self._form))[index]
+        return _twin(self._source, loader=lambda path: image_of(content, self._form))[index]
 
 
 class _OfTimm:
@@ -294,8 +267,3 @@ def _twin(source: Any, **attributes: Any) -> Any:
     twin.__dict__.update(source.__dict__)
     twin.__dict__.update(attributes)
     return twin
-
-
-def _loaded(content: bytes, form: str, path: Any) -> Any:
-    """What the loader of a folder makes of a file, which it is given the path of."""
-    return image_of(content, form)

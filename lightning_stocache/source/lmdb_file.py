@@ -1,9 +1,9 @@
-"""An LMDB that many processes read, each with an environment of its own; and the keys that `pack` writes into one.
+"""An LMDB as a process has it open, and what `pack` writes into one.
 
-LMDB forbids to use an environment across a fork, and to open a file twice in one process. So an `LMDBFile` is a path:
-its environment is opened on first use in each process, closed and opened anew where a fork has brought one along, and
-shared by all LMDBFiles of that file. It is opened without locks, which a shared filesystem may not have and a read-only
-one does not allow: nobody may write to the file meanwhile.
+LMDB forbids to use an environment across a fork, and to open a file twice in one process. So each process opens a file
+on first use, and all who read it there share it; what a fork has brought along is closed and opened anew. It is opened
+without locks, which a shared filesystem may not have and a read-only one does not allow: nobody may write to the file
+meanwhile.
 
 LMDB maps the file, and a page that is missing from it is a SIGBUS. So its length is compared with what its last commit
 needs when it is opened, and before each read.
@@ -21,7 +21,6 @@ import logging
 import os
 import threading
 import weakref
-from collections.abc import Iterator
 from dataclasses import asdict, dataclass
 from typing import Any
 
@@ -59,38 +58,65 @@ def bytes_needed(environment: Any) -> int:
 
 
 class LMDBFile:
-    """An LMDB, for reading.
+    """An LMDB that this process has open, for reading; it is closed with the last reference to it.
 
     Args:
-        path: of the file, or of a folder with a `data.mdb`.
+        file: the file with the data.
 
     Raises:
-        FileNotFoundError: there is none.
         LMDBError: it is no LMDB, is truncated, or this process has it open otherwise.
-
-    Example:
-        >>> LMDBFile("photos.lmdb")
-        Traceback (most recent call last):
-            ...
-        FileNotFoundError: there is no LMDB photos.lmdb: give the path of its file, or of the folder of its data.mdb
     """
 
-    def __init__(self, path: str | os.PathLike[str]) -> None:
-        self.path = os.fspath(path)
-        self._in_folder = os.path.isdir(self.path)
-        self._file = os.path.abspath(os.path.join(self.path, "data.mdb") if self._in_folder else self.path)
-        self._version = self._find_version()
-        self._opened: _Environment | None = None
-        self.environment()
-        self._warn_of_writer()
+    def __init__(self, file: str) -> None:
+        self.pid, self.file = os.getpid(), file
+        lmdb = import_lmdb()
+        try:
+            # No readahead: for samples in random order it reads what nobody has asked for.
+            self._environment = lmdb.open(
+                file, subdir=False, readonly=True, lock=False, readahead=False, create=False, max_spare_txns=4
+            )
+        except lmdb.Error as error:
+            why = "is not an LMDB, is damaged, or may not be read"
+            if "already open" in str(error):
+                why = "is open in this process by other code, and LMDB allows that once: close that environment"
+            raise LMDBError(f"{file} {why} ({error})") from error
+        self._needed = bytes_needed(self._environment)
+        self._descriptor = os.open(file, os.O_RDONLY | os.O_CLOEXEC)
+        weakref.finalize(self, os.close, self._descriptor)
+        status = os.fstat(self._descriptor)
+        self.version = status.st_size, status.st_mtime_ns
+        """What changes when the file is written to, or replaced."""
 
-    def environment(self) -> _Environment:
-        """The environment of this process."""
-        if (opened := self._opened) is None or opened.pid != os.getpid():
-            if self._find_version() != self._version:
-                raise LMDBError(f"{self.path} has changed since it was opened by another process: open it anew")
-            self._opened = opened = _Environment.of(self.path, self._file)
-        return opened
+    @classmethod
+    def of(cls, path: str) -> LMDBFile:
+        """The one that this process has open, or a new one.
+
+        Args:
+            path: of the file, or of a folder with a `data.mdb`.
+
+        Raises:
+            FileNotFoundError: there is none.
+
+        Example:
+            >>> LMDBFile.of("photos.lmdb")
+            Traceback (most recent call last):
+                ...
+            FileNotFoundError: there is no LMDB photos.lmdb: give the path of its file, or of the folder of its data.mdb
+        """
+        file = os.path.join(path, "data.mdb") if os.path.isdir(path) else path
+        with _opening:
+            try:
+                status = os.stat(file)
+            except FileNotFoundError:
+                way = "give the path of its file, or of the folder of its data.mdb"
+                raise FileNotFoundError(f"there is no LMDB {path}: {way}") from None
+            known = _files.get((status.st_dev, status.st_ino))
+            if known is None or known.pid != os.getpid():
+                if known is not None:
+                    known.close()  # without locks that is this process's own affair
+                known = _files[status.st_dev, status.st_ino] = cls(file)
+            known.check()
+            return known
 
     def get(self, key: bytes) -> bytes | None:
         """The value of a key, or None.
@@ -98,124 +124,51 @@ class LMDBFile:
         Raises:
             LMDBError: it cannot be read.
         """
-        return self.environment().get(key)
+        self.check()
+        try:
+            with self._environment.begin() as transaction:
+                value: bytes | None = transaction.get(key)
+                return value
+        except import_lmdb().Error as error:
+            raise LMDBError(f"{self.file}: key {key!r} cannot be read: {error}") from error
 
-    def __iter__(self) -> Iterator[bytes]:
+    def keys(self) -> list[bytes]:
         """All keys, in LMDB's order, which is that of their bytes."""
-        with self.environment().lmdb.begin() as transaction, transaction.cursor() as cursor:
-            yield from cursor.iternext(keys=True, values=False)
+        with self._environment.begin() as transaction, transaction.cursor() as cursor:
+            return list(cursor.iternext(keys=True, values=False))
 
     @property
     def entries(self) -> int:
         """How many keys there are."""
-        return int(self.environment().lmdb.stat()["entries"])
+        return int(self._environment.stat()["entries"])
 
-    def close(self) -> None:
-        """Give the environment of this process up; the next read opens it again."""
-        self._opened = None
+    def check(self) -> None:
+        """Raise LMDBError if the file is shorter than LMDB needs."""
+        if (size := os.fstat(self._descriptor).st_size) < self._needed:
+            raise LMDBError(
+                f"{self.file} is truncated: it has {size:,} bytes, and its last commit needs {self._needed:,}. Copy or "
+                "pack it again. (If it was never copied, `mdb_copy -c` writes the free pages at its end)"
+            )
 
-    def _find_version(self) -> tuple[int, int]:
-        """What changes when the file is written to, or replaced."""
-        try:
-            status = os.stat(self._file)
-        except FileNotFoundError:
-            way = "give the path of its file, or of the folder of its data.mdb"
-            raise FileNotFoundError(f"there is no LMDB {self.path}: {way}") from None
-        return status.st_size, status.st_mtime_ns
-
-    def _warn_of_writer(self) -> None:
-        lock_file = os.path.join(self.path, "lock.mdb") if self._in_folder else f"{self.path}-lock"
+    def warn_of_writer(self) -> None:
+        """Say that another process has it open: it is read without locks."""
+        folder, name = os.path.split(self.file)
+        lock_file = os.path.join(folder, "lock.mdb") if name == "data.mdb" else f"{self.file}-lock"
         try:
             with open(lock_file, "rb") as file:
                 holder = lock_owner(file.fileno(), 0)
         except OSError:  # there is none, or it may not be read
             return
         if holder is not None:
-            log.warning(
-                "%s is open in process %d, too. If that writes to it, wait until it has ended: it is read without "
-                "locks, and samples could be torn",
-                self.path,
-                holder,
-            )
-
-    def __getstate__(self) -> dict[str, Any]:
-        return self.__dict__ | {"_opened": None}
-
-
-class _Environment:
-    """An environment of one process, shared by all who read this file there.
-
-    Args:
-        path: as it was given.
-        file: the file with the data.
-    """
-
-    def __init__(self, path: str, file: str) -> None:
-        self.pid, self.path, self._file = os.getpid(), path, -1
-        self.lmdb: Any = None
-        lmdb = import_lmdb()
-        self._error = lmdb.Error
-        try:
-            self.lmdb = lmdb.open(
-                path,
-                subdir=os.path.isdir(path),
-                readonly=True,
-                lock=False,
-                readahead=False,  # for samples in random order it reads what nobody has asked for
-                create=False,
-                max_spare_txns=4,
-            )
-        except lmdb.Error as error:
-            why = "is not an LMDB, is damaged, or may not be read"
-            if "already open" in str(error):
-                why = "is open in this process by other code, and LMDB allows that once: close that environment"
-            raise LMDBError(f"{path} {why} ({error})") from error
-        self._needed = bytes_needed(self.lmdb)
-        self._file = os.open(file, os.O_RDONLY | os.O_CLOEXEC)
-        self.check()
-
-    @classmethod
-    def of(cls, path: str, file: str) -> _Environment:
-        """That of this process, opened if nobody has; one that a fork has brought along is closed first."""
-        with _opening:
-            status = os.stat(file)
-            known = _environments.get((status.st_dev, status.st_ino))
-            if known is not None and known.pid == os.getpid():
-                known.check()
-                return known
-            if known is not None:
-                known.close()  # without locks that is this process's own affair
-            opened = _environments[status.st_dev, status.st_ino] = cls(path, file)
-            return opened
-
-    def check(self) -> None:
-        """Raise LMDBError if the file is shorter than LMDB needs."""
-        if (size := os.fstat(self._file).st_size) < self._needed:
-            raise LMDBError(
-                f"{self.path} is truncated: it has {size:,} bytes, and its last commit needs {self._needed:,}. Copy or "
-                "pack it again. (If it was never copied, `mdb_copy -c` writes the free pages at its end)"
-            )
-
-    def get(self, key: bytes) -> bytes | None:
-        self.check()
-        try:
-            with self.lmdb.begin() as transaction:
-                value: bytes | None = transaction.get(key)
-                return value
-        except self._error as error:
-            raise LMDBError(f"{self.path}: key {key!r} cannot be read: {error}") from error
+            words = "If that writes to it, wait until it has ended: it is read without locks, and samples could be torn"
+            log.warning("%s is open in process %d, too. %s", self.file, holder, words)
 
     def close(self) -> None:
-        if self.lmdb is not None:
-            self.lmdb.close()
-        if self._file >= 0:
-            os.close(self._file)
-            self._file = -1
-
-    __del__ = close
+        """Close it, in a process that cannot use it."""
+        self._environment.close()
 
 
-_environments: weakref.WeakValueDictionary[tuple[int, int], _Environment] = weakref.WeakValueDictionary()
+_files: weakref.WeakValueDictionary[tuple[int, int], LMDBFile] = weakref.WeakValueDictionary()
 _opening = threading.Lock()
 if hasattr(os, "register_at_fork"):
     # A thread that was opening is not there in the child, and would never let go.

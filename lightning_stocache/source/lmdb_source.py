@@ -12,7 +12,7 @@ from __future__ import annotations
 
 import os
 from collections.abc import Callable, Iterable, Sequence
-from typing import Any, SupportsIndex, cast
+from typing import Any, SupportsIndex
 
 import numpy as np
 import torch
@@ -24,8 +24,6 @@ from lightning_stocache.source.lmdb_file import MANIFEST_KEY, LMDBError, LMDBFil
 from lightning_stocache.source.values import decoder_of
 
 __all__ = ["LMDBSource"]
-
-Transform = Callable[[Any], Any]
 
 
 class LMDBSource(Dataset[Any]):
@@ -78,31 +76,33 @@ class LMDBSource(Dataset[Any]):
         shape: Sequence[int] | None = None,
         keys: Iterable[bytes | str] | None = None,
         decode: Callable[[bytes], Any] | None = None,
-        transform: Transform | None = None,
-        target_transform: Transform | None = None,
+        transform: Callable[[Any], Any] | None = None,
+        target_transform: Callable[[Any], Any] | None = None,
     ) -> None:
         self.transform, self.target_transform = transform, target_transform
-        self._file = LMDBFile(path)
+        self.path = os.fspath(path)
+        """As it was given."""
+        self._location = os.path.abspath(self.path)
+        self._opened: LMDBFile | None = LMDBFile.of(self._location)
+        self._version = self._opened.version
+        self._opened.warn_of_writer()
         self.manifest = self._find_manifest()
         self._keys: _Keys | None = None  # those of a packed one follow from the index
-        if self.manifest is not None and any(value is not None for value in (kind, dtype, shape, keys, decode)):
-            raise ValueError(f"{self.path} is read by its manifest: leave kind, dtype, shape, keys and decode out")
         if self.manifest is None:
             if decode is not None and (kind, dtype, shape) != (None, None, None):
                 raise ValueError("decode= says how values are read: leave kind, dtype and shape out")
             if isinstance(keys, str | bytes):
                 raise ValueError(f"keys must be a list of keys, got {keys!r}")
             self._decode = decode or decoder_of(kind, dtype, shape)
-            self._keys = _Keys(_found(self._file) if keys is None else keys)
-        self._length = cast(PackManifest, self.manifest).samples if self._keys is None else len(self._keys)
-        self._file.close()  # a fork brings nothing along that has not been read in this process
+            self._keys = _Keys(_sample_keys(self._opened.keys()) if keys is None else keys)
+            self._length = len(self._keys)
+        else:
+            if any(value is not None for value in (kind, dtype, shape, keys, decode)):
+                raise ValueError(f"{self.path} is read by its manifest: leave kind, dtype, shape, keys and decode out")
+            self._length = self.manifest.samples
+        self._opened = None  # a fork brings nothing along that has not been read in this process
         if not self._length:
             raise LMDBError(f"{self.path} is empty: it has no key that could be a sample")
-
-    @property
-    def path(self) -> str:
-        """As it was given."""
-        return self._file.path
 
     @property
     def classes(self) -> list[str]:
@@ -126,10 +126,9 @@ class LMDBSource(Dataset[Any]):
             LMDBError: there are none.
         """
         position = self._position(index)
-        key = key_of(position) if self._keys is None else self._keys[position]
-        if (content := self._file.get(key)) is None:
+        if (content := self._file().get(self._key(position))) is None:
             why = "it is damaged: pack it again" if self._keys is None else "give keys= that are there"
-            raise LMDBError(f"{self.path} has no key {key!r}, of sample {position}: {why}")
+            raise LMDBError(f"{self.path} has no key {self._key(position)!r}, of sample {position}: {why}")
         return content
 
     def decode(self, content: bytes, index: SupportsIndex) -> Any:
@@ -139,27 +138,16 @@ class LMDBSource(Dataset[Any]):
             LMDBError: they are damaged, or not what the values are said to be.
         """
         position = self._position(index)
-        if self._keys is None:
-            try:
-                sample = decode_blob(content, position)
-            except BlobError as error:
-                raise LMDBError(f"{self.path}, sample {position}: {error}. Copy or pack it again") from error
-        else:
-            try:
-                sample = self._decode(content)
-            except Exception as error:  # of PIL, JSON, or a function of the user's: they may raise anything
-                raise LMDBError(
-                    f"{self.path}: the value of {self._keys[position]!r}, {len(content)} bytes that begin with "
-                    f"{content[:16]!r}, cannot be read ({error}): give kind=, dtype= or decode= that fits; nothing is "
-                    "unpickled here, unless by a function of yours"
-                ) from error
-        return self._transformed(sample)
-
-    def __repr__(self) -> str:
-        packed = "" if self.manifest is None else f", packed from {self.manifest.source}"
-        return f"{type(self).__name__}({self.path!r}, {self._length} samples{packed})"
-
-    def _transformed(self, sample: Any) -> Any:
+        try:
+            sample = decode_blob(content, position) if self._keys is None else self._decode(content)
+        except BlobError as error:
+            raise LMDBError(f"{self.path}, sample {position}: {error}. Copy or pack it again") from error
+        except Exception as error:  # of PIL, JSON, or a function of the user's: they may raise anything
+            raise LMDBError(
+                f"{self.path}: the value of {self._key(position)!r}, {len(content)} bytes that begin with "
+                f"{content[:16]!r}, cannot be read ({error}): give kind=, dtype= or decode= that fits; nothing is "
+                "unpickled here, unless by a function of yours"
+            ) from error
         transform, target_transform = self.transform, self.target_transform
         if transform is None and target_transform is None:
             return sample
@@ -169,21 +157,40 @@ class LMDBSource(Dataset[Any]):
             return type(sample)((first, second if target_transform is None else target_transform(second)))
         return sample if transform is None else transform(sample)
 
+    def __repr__(self) -> str:
+        packed = "" if self.manifest is None else f", packed from {self.manifest.source}"
+        return f"{type(self).__name__}({self.path!r}, {self._length} samples{packed})"
+
+    def _file(self) -> LMDBFile:
+        """The LMDB, as this process has it open."""
+        if (opened := self._opened) is None or opened.pid != os.getpid():
+            opened = LMDBFile.of(self._location)
+            if opened.version != self._version:
+                raise LMDBError(f"{self.path} has changed since it was opened by another process: open it anew")
+            self._opened = opened
+        return opened
+
+    def __getstate__(self) -> dict[str, Any]:
+        return self.__dict__ | {"_opened": None}
+
     def _position(self, index: SupportsIndex) -> int:
         position = position_of(index, self)
         if not 0 <= position < self._length:
             raise IndexError(f"index must be one of {self._length} samples, got {index}")
         return position
 
+    def _key(self, position: int) -> bytes:
+        return key_of(position) if self._keys is None else self._keys[position]
+
     def _find_manifest(self) -> PackManifest | None:
-        content = self._file.get(MANIFEST_KEY)
+        content = self._file().get(MANIFEST_KEY)
         if content is None:
             return None
         try:
             manifest = PackManifest.parse(content)
         except LMDBError as error:
             raise LMDBError(f"{self.path} cannot be read: {error}") from None
-        samples = self._file.entries - 1
+        samples = self._file().entries - 1
         if not manifest.complete or samples != manifest.samples:
             raise LMDBError(
                 f"{self.path} has {samples:,} of the {manifest.samples:,} samples of {manifest.source}: wait for "
@@ -197,20 +204,17 @@ class _Keys:
 
     def __init__(self, keys: Iterable[bytes | str]) -> None:
         encoded = [key.encode() if isinstance(key, str) else bytes(key) for key in keys]
-        self._ends = np.cumsum([len(key) for key in encoded], dtype=np.int64)
+        self._ends = np.cumsum([0, *map(len, encoded)], dtype=np.int64)
         self._bytes = b"".join(encoded)
 
     def __len__(self) -> int:
-        return len(self._ends)
+        return len(self._ends) - 1
 
     def __getitem__(self, position: int) -> bytes:
-        return self._bytes[self._ends[position - 1] if position else 0 : self._ends[position]]
-
-    def __eq__(self, other: object) -> bool:
-        return isinstance(other, _Keys) and self._bytes == other._bytes and np.array_equal(self._ends, other._ends)
+        return self._bytes[self._ends[position] : self._ends[position + 1]]
 
 
-def _found(file: LMDBFile) -> list[bytes]:
+def _sample_keys(keys: list[bytes]) -> list[bytes]:
     """The keys of the samples of an LMDB that others have written."""
-    keys = [key for key in file if not (key.startswith(b"__") and key.endswith(b"__"))]
+    keys = [key for key in keys if not (key.startswith(b"__") and key.endswith(b"__"))]
     return sorted(keys, key=int) if keys and all(map(bytes.isdigit, keys)) else keys

@@ -17,7 +17,7 @@ from torchvision.datasets import ImageFolder
 from torchvision.io import read_image
 from torchvision.transforms import v2
 
-from lightning_stocache.source.encoded import access_to, taken_apart
+from lightning_stocache.source.encoded import EncodedSource, access_to
 from lightning_stocache.source.samples import bits
 from tests.sources import write_photos
 
@@ -103,30 +103,30 @@ SOURCES = {
 def test_a_source_taken_apart_gives_its_samples(make: Any, folder: Path) -> None:
     """Bit for bit, and from the same draws."""
     source = make(folder)
-    kept, decoder = taken_apart(source)
-    assert len(kept) == len(source)
+    files = EncodedSource(source)
+    assert len(files) == len(source)
     for index in range(len(source)):
         seed(index)
         expected = bits(source[index]), torch.get_rng_state().tolist(), random.getstate()
         seed(index)
-        assert (bits(decoder(kept[index])), torch.get_rng_state().tolist(), random.getstate()) == expected
+        assert (bits(files(files[index])), torch.get_rng_state().tolist(), random.getstate()) == expected
 
 
 @pytest.mark.parametrize("make", [of_folder, of_timm, of_hugging_face])
 def test_what_is_kept_is_the_file(make: Any, folder: Path) -> None:
     """The bytes on the disk, and little more."""
-    kept, _ = taken_apart(make(folder))
+    source = EncodedSource(make(folder))
     files = sorted(folder.rglob("*.jpg"))
-    record = pickle.dumps(kept[0])
+    record = pickle.dumps(source[0])
     assert files[0].read_bytes() in record
     assert len(record) < files[0].stat().st_size + 500
 
 
 def test_a_decoder_that_fails_names_the_sample() -> None:
     """The error is the user's, with the index."""
-    kept, decoder = taken_apart(Broken())
+    files = EncodedSource(Broken())
     with pytest.raises(ValueError, match="no image") as failure:
-        decoder(kept[4])
+        files(files[4])
     assert any("sample 4 of Broken" in note for note in failure.value.__notes__)
 
 
@@ -146,14 +146,14 @@ def test_unknown_files_are_not_guessed_at(folder: Path) -> None:
     for source in (opened, Mirrored(str(folder)), [1, 2], Subset([1, 2], [0])):
         assert access_to(source) is None
     with pytest.raises(ValueError, match="the files of a Mirrored are not known"):
-        taken_apart(Mirrored(str(folder)))
+        EncodedSource(Mirrored(str(folder)))
 
 
-def test_both_parts_can_be_sent_to_other_processes(folder: Path) -> None:
+def test_it_can_be_sent_to_other_processes(folder: Path) -> None:
     """As spawned workers get them."""
     source = ImageFolder(str(folder), v1.RandomResizedCrop(8))
-    kept, decoder = pickle.loads(pickle.dumps(taken_apart(source)))
+    files = pickle.loads(pickle.dumps(EncodedSource(source)))
     torch.manual_seed(0)
     expected = bits(source[2])
     torch.manual_seed(0)
-    assert bits(decoder(kept[2])) == expected
+    assert bits(files(files[2])) == expected

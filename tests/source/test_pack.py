@@ -21,7 +21,6 @@ from torchvision.io import read_image
 from torchvision.transforms import v2
 
 from lightning_stocache import LMDBSource
-from lightning_stocache.source import lmdb_writer
 from lightning_stocache.source import pack as packing
 from lightning_stocache.source.lmdb_file import LMDBError
 from lightning_stocache.source.pack import PackError, pack
@@ -147,7 +146,7 @@ def test_ctrl_c_keeps_what_is_loaded(tmp_path: Path) -> None:
 
 
 def slowly(path: str, folder: str, workers: int) -> None:
-    lmdb_writer.BATCH_SECONDS, packing.CHUNK_SECONDS = 0.005, 0.02
+    packing.BATCH_SECONDS, packing.CHUNK_SECONDS = 0.005, 0.02
     pack(Source(Path(folder) / "reads", seconds=0.02), path, workers=workers)
 
 
@@ -198,8 +197,8 @@ def test_one_that_was_killed_before_the_manifest_says_all_is_completed(tmp_path:
 
 def test_the_map_grows(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Nobody has to guess its size, not even for a sample that is larger than all before it."""
-    monkeypatch.setattr(lmdb_writer, "FIRST_MAP_BYTES", 1 << 16)
-    monkeypatch.setattr(lmdb_writer, "BATCH_BYTES", 1 << 14)
+    monkeypatch.setattr(packing, "FIRST_MAP_BYTES", 1 << 16)
+    monkeypatch.setattr(packing, "BATCH_BYTES", 1 << 14)
     samples = [os.urandom(size) for size in (10, 10**5, 10**3, 3 * 10**6, 10, 10**4)]
     pack(samples, tmp_path / "x")
     assert list(LMDBSource(tmp_path / "x")) == samples
@@ -208,7 +207,7 @@ def test_the_map_grows(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
 
 def fill_the_disk() -> Any:
     path, reads = Path("/dev/shm/x.lmdb"), Path("/dev/shm/reads")
-    lmdb_writer.BATCH_BYTES = 1 << 20
+    packing.BATCH_BYTES = 1 << 20
     ballast = Path("/dev/shm/ballast")
     ballast.write_bytes(bytes(60 << 20))
     try:
