@@ -21,7 +21,7 @@ from typing import TYPE_CHECKING, Any, TypeAlias
 
 if TYPE_CHECKING:
     from lightning_stocache.insight.measurement import Curves
-    from lightning_stocache.insight.planner import Plan
+    from lightning_stocache.insight.plan import Plan
     from lightning_stocache.node.named import NamedSegment
 
 __all__ = ["COMMANDS", "main"]
@@ -38,11 +38,10 @@ def report(parser: argparse.ArgumentParser) -> Action:
     _add_png(parser, _BESIDE, "the same panels as a picture, too; by default beside the page")
 
     def run(arguments: argparse.Namespace) -> None:
-        from lightning_stocache.insight.report import report
-        from lightning_stocache.insight.runs import LogError
-
         png = arguments.output.with_suffix(".png") if arguments.png == _BESIDE else arguments.png
-        with _refusing(parser, LogError, ModuleNotFoundError, OSError):
+        with _refusing(parser, ValueError, ModuleNotFoundError, OSError):
+            from lightning_stocache.insight.report import report
+
             left_out = report(arguments.folders, arguments.output, png)
         for sentence in left_out:
             sys.stderr.write(f"{parser.prog}: left out: {sentence}\n")
@@ -65,7 +64,7 @@ def plan(parser: argparse.ArgumentParser) -> Action:
     _add_png(parser, Path("plan.png"), drawn)
 
     def run(arguments: argparse.Namespace) -> None:
-        from lightning_stocache.insight.plan_table import as_json, as_text, curves_as_text, save
+        from lightning_stocache.insight.plan import as_json, as_text, curves_as_text, save
 
         with _refusing(parser, Exception):  # configs, data and model are the user's, and may raise anything
             with _measuring() as folder:
@@ -149,8 +148,7 @@ def clean(parser: argparse.ArgumentParser) -> Action:
     parser.add_argument("--yes", action="store_true", help="do not ask")
 
     def run(arguments: argparse.Namespace) -> None:
-        from lightning_stocache.insight.columns import wrapped
-        from lightning_stocache.insight.inventory import count, describe, of_job
+        from lightning_stocache.insight.inventory import count, describe, of_job, wrapped
         from lightning_stocache.node.named import clean, is_foreign
 
         known = _named(parser, arguments.dir)
@@ -252,10 +250,12 @@ def _one_line(error: Exception) -> str:
     if package in ("hydra", "omegaconf"):
         about_classes = re.compile(r"(full_key|object_type|reference_type)[:=]")
         lines = [line.partition(", set env var")[0] for line in lines if not about_classes.match(line)]
-    ours = package in ("hydra", "omegaconf", "lightning_stocache") or isinstance(error, ModuleNotFoundError)
-    return (
-        (f"{key}: " if key else "") + ("" if ours else f"{type(error).__name__}: ") + " ".join(" ".join(lines).split())
-    )
+    words = [f"{key}:"] if key else []
+    if package not in ("hydra", "omegaconf", "lightning_stocache") and not isinstance(error, ModuleNotFoundError):
+        words.append(f"{type(error).__name__}:")
+    if isinstance(error, ModuleNotFoundError) and (error.name or "").partition(".")[0] in ("matplotlib", "jinja2"):
+        lines.append('(pip install "lightning-stocache[report]")')
+    return " ".join([*words, *" ".join(lines).split()])
 
 
 def _say(line: str) -> None:
@@ -311,7 +311,7 @@ def _planned(arguments: argparse.Namespace, folder: str) -> tuple[Plan, Curves |
     from omegaconf import OmegaConf
 
     from lightning_stocache.insight.measurement import cached_bytes, measure, measure_curves
-    from lightning_stocache.insight.planner import Job, plan
+    from lightning_stocache.insight.plan import Job, plan
     from lightning_stocache.training import plan_inputs
 
     config = _composed(arguments, folder)

@@ -22,7 +22,7 @@ from torch.utils.data import DataLoader, Dataset
 
 from lightning_stocache import StocacheDataModule
 from lightning_stocache.insight.measurement import measure
-from lightning_stocache.insight.planner import Job, plan
+from lightning_stocache.insight.plan import Job, plan
 from lightning_stocache.training.plan_inputs import training_data
 
 SHARES = (0.0, 0.25, 0.5, 0.75, 1.0)

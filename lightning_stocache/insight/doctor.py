@@ -23,8 +23,7 @@ from packaging.requirements import Requirement
 from lightning_stocache.cache.checksums import checksum
 from lightning_stocache.cache.layout import contents_of
 from lightning_stocache.cache.rows import SampleSpec
-from lightning_stocache.insight.columns import wrapped
-from lightning_stocache.insight.inventory import count, held_lines
+from lightning_stocache.insight.inventory import count, held_lines, wrapped
 from lightning_stocache.node.budget import Budget, format_bytes
 from lightning_stocache.node.disk import check_directory
 from lightning_stocache.node.files import Backend, make_file, memory_directory, reserve

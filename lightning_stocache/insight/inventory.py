@@ -13,18 +13,26 @@ from collections.abc import Iterable, Iterator, Sequence
 from datetime import datetime
 from itertools import groupby
 from pathlib import Path
-from textwrap import shorten
+from textwrap import shorten, wrap
 
 from lightning_stocache.cache.layout import Contents, contents_of
-from lightning_stocache.insight.columns import wrapped
 from lightning_stocache.node.budget import format_bytes
 from lightning_stocache.node.header import printable
 from lightning_stocache.node.named import NamedSegment, clean_command, segments_of_others
 from lightning_stocache.node.open_files import Process, open_files
 
-__all__ = ["count", "describe", "held_lines", "named_lines", "of_job"]
+__all__ = ["count", "describe", "held_lines", "named_lines", "of_job", "wrapped"]
 
 _PIDS = 8  # processes with one command line that are named
+
+
+def wrapped(text: str, indent: int = 0) -> list[str]:
+    """A sentence as lines of 80 columns, all but the first four further to the right.
+
+    Options of commands are not cut at their hyphens.
+    """
+    first, later = " " * indent, " " * (indent + 4)
+    return wrap(text, 80, initial_indent=first, subsequent_indent=later, break_on_hyphens=False)
 
 
 def of_job(name: str, segments: Iterable[NamedSegment]) -> list[NamedSegment]:

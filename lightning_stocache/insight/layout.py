@@ -17,12 +17,9 @@ from __future__ import annotations
 from typing import Any
 from weakref import WeakSet
 
-from lightning_stocache.insight.metrics import LIVE_METRICS, NODE_METRICS, ROLLING_METRICS, Tally, rates
+from lightning_stocache.insight.metrics import LIVE, LIVE_METRICS, NODE_METRICS, ROLLING_METRICS, Tally, rates
 
-__all__ = ["LAYOUT", "LIVE", "axes", "lay_out"]
-
-LIVE = "stocache/live/"
-"""What the keys of live values begin with."""
+__all__ = ["LAYOUT", "axes", "lay_out"]
 
 _laid_out: WeakSet[Any] = WeakSet()
 

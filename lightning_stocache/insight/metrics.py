@@ -15,7 +15,10 @@ from functools import reduce
 
 from lightning_stocache.cache.counters import Counts
 
-__all__ = ["LIVE_METRICS", "NODE_METRICS", "ROLLING_METRICS", "Tally", "rates", "summarise"]
+__all__ = ["LIVE", "LIVE_METRICS", "NODE_METRICS", "ROLLING_METRICS", "Tally", "rates", "summarise"]
+
+LIVE = "stocache/live/"
+"""What the keys of live values begin with."""
 
 LIVE_METRICS = ("hit_rate", "fill_fraction", "memory_bytes", "data_wait_seconds", "compute_seconds")
 """What is logged while an epoch runs."""

@@ -6,12 +6,39 @@ loaded, and it forbids itself both. Names of runs were written by others: jinja2
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Mapping, Sequence
+from functools import partial
 from pathlib import Path
 
-from lightning_stocache.insight.runs import Run, find_runs, labels, table
+from jinja2 import Environment, FileSystemLoader
+from matplotlib.axes import Axes
 
-__all__ = ["report"]
+from lightning_stocache.insight.charts import (
+    BLUE,
+    COLOURS,
+    GREEN,
+    GREY,
+    ORANGE,
+    PURPLE,
+    SKY,
+    VERMILION,
+    Bar,
+    Chart,
+    Line,
+    draw_bars,
+    draw_lines,
+    save,
+    svg,
+)
+from lightning_stocache.insight.runs import Points, Run, Unit, find_runs, labels, table
+from lightning_stocache.insight.steps import PARTS
+
+__all__ = ["charts", "report"]
+
+_NODES = 6  # that are drawn
+
+Runs = Mapping[str, Run]
+"""By the names that they have in charts, at most as many as there are colours."""
 
 
 def report(folders: Sequence[Path], output: Path, png: Path | None = None) -> list[str]:
@@ -28,7 +55,6 @@ def report(folders: Sequence[Path], output: Path, png: Path | None = None) -> li
 
     Raises:
         LogError: There is no run that could be read.
-        ModuleNotFoundError: The extra `report` is not installed; the message says how to have it.
         OSError: A file cannot be written.
 
     Example:
@@ -39,17 +65,9 @@ def report(folders: Sequence[Path], output: Path, png: Path | None = None) -> li
         >>> report([folder], folder / "report.html"), (folder / "report.html").stat().st_size > 0
         ([], True)
     """
-    try:
-        from jinja2 import Environment, FileSystemLoader
-
-        from lightning_stocache.insight.charts import CHARTS, COLOURS, save, svg
-    except ModuleNotFoundError as error:
-        needed = f"the report needs {error.name}, which is not installed"
-        raise ModuleNotFoundError(f'{needed}: pip install "lightning-stocache[report]"', name=error.name) from error
     runs, left_out = find_runs(folders)
     drawn = dict(zip(labels(runs[: len(COLOURS)]), runs, strict=False))
-    timed = any(run.epochs("step/wait_seconds") for run in drawn.values())
-    charts = CHARTS if timed else CHARTS[:-1]
+    panels = charts(drawn)
     numbered = "run 1" in drawn  # the names, which the table has, are too long for the charts
     names = [f"run {number}: {run.name}" if numbered else run.name for number, run in enumerate(runs, 1)]
     notes = [f"Left out: {sentence}" for sentence in left_out]
@@ -62,13 +80,78 @@ def report(folders: Sequence[Path], output: Path, png: Path | None = None) -> li
         names=names,
         table=table(runs),
         colours=COLOURS,
-        charts=[(chart, svg(chart, drawn)) for chart in charts],
+        charts=[(panel, svg(panel)) for panel in panels],
         notes=notes,
     )
     output.write_text(text, encoding="utf-8", errors="replace")
     if png is not None:
-        save(charts, drawn, {"run": names} | table(runs), png)
+        save(panels, {"run": names} | table(runs), png)
     return left_out
+
+
+def charts(runs: Runs) -> list[Chart]:
+    """The charts of some runs, in reading order; the last one only where a StepTimer has logged."""
+    timed = any(run.epochs("step/wait_seconds") for run in runs.values())
+    return [
+        Chart(title, caption, partial(draw, runs), f"{' and '.join(metrics)} not logged here.")
+        for title, caption, metrics, draw in (_CHARTS if timed else _CHARTS[:-1])
+    ]
+
+
+def _of_runs(runs: Runs, points: Callable[[Run], Points], alone: str = "") -> list[Line]:
+    """A line for each run, with marks of its own; a run that is alone has the name that it is given here."""
+    drawn = enumerate(zip(runs.items(), COLOURS, strict=False))
+    return [Line(name or alone, points(run), colour, "osD^"[n % 4] + "-") for n, ((name, run), colour) in drawn]
+
+
+def _hit_rate(runs: Runs, axes: Axes) -> bool:
+    lines = _of_runs(runs, lambda run: run.epochs("hit_rate"), "hit rate")
+    if len(runs) == 1 and lines[0].points:
+        [run] = runs.values()
+        lines.append(Line("at most", run.epochs("coverage"), VERMILION, "--"))
+        lines.append(Line("expected", run.epochs("hit_rate_expected"), GREEN, ":"))
+        lines += [Line(stage, run.epochs("hit_rate", stage), GREY, "-.") for stage in run.stages if stage != "train"]
+        nodes = run.nodes[:_NODES]
+        lines += [Line(f"node {node}", run.epochs(f"node{node}/hit_rate"), GREY, "-.") for node in nodes]
+    return draw_lines(axes, lines, "%")
+
+
+def _fill(runs: Runs, axes: Axes) -> bool:
+    lines = _of_runs(runs, lambda run: run.live("fill_fraction", first_epoch=True), "filled")
+    return draw_lines(axes, lines, "%", "step")
+
+
+def _speed(runs: Runs, axes: Axes) -> bool:
+    return draw_lines(axes, _of_runs(runs, lambda run: run.epochs("samples_per_second")), "samples/s")
+
+
+def _epoch_bars(colours: Mapping[str, str], metrics: Sequence[str], unit: Unit) -> Callable[[Runs, Axes], bool]:
+    """What draws a bar for each epoch of each run that has logged all these metrics."""
+
+    def draw(runs: Runs, axes: Axes) -> bool:
+        bars = []
+        for name, run in runs.items():
+            columns = [dict(run.epochs(metric)) for metric in metrics]
+            for epoch in sorted(set.intersection(*map(set, columns))):
+                bars.append(Bar(name, f"{epoch:.0f}", [max(column[epoch], 0.0) for column in columns]))
+        return draw_bars(axes, bars, colours, unit)
+
+    return draw
+
+
+def _memory(runs: Runs, axes: Axes) -> bool:
+    bars = []
+    for name, run in runs.items():
+        pairs = [(name or "training", run.last("memory_bytes"), run.last("budget_bytes"))]
+        if len(runs) == 1:
+            others = [stage for stage in run.stages if stage != "train"]
+            pairs += [(stage, run.last("memory_bytes", stage), run.last("budget_bytes", stage)) for stage in others]
+            share = (run.last("budget_bytes") or 0) / max(len(run.nodes), 1)
+            pairs += [(f"node {node}", run.last(f"node{node}/memory_bytes"), share) for node in run.nodes[:_NODES]]
+        bars += [
+            Bar("", part, [used, max((budget or 0) - used, 0)]) for part, used, budget in pairs if used is not None
+        ]
+    return draw_bars(axes, bars, {"in use": BLUE, "granted": "#aab2c0"}, "bytes", "")
 
 
 def _epochs(run: Run) -> str:
@@ -76,3 +159,42 @@ def _epochs(run: Run) -> str:
     if not count:
         return "first epoch not over yet"
     return "1 epoch; a cache helps from the second epoch on" if count == 1 else f"{count} epochs"
+
+
+_WHENCE = ("bytes_from_cache", "bytes_from_source")
+_SPENT = ("data_wait_seconds", "compute_seconds")
+_STEP = tuple(f"step/{part}_seconds" for part in PARTS)
+_CHARTS = (  # title, caption, the metrics that must have been logged, and what draws them
+    (
+        "Hit rate",
+        "Samples served from memory, per epoch. Of one run dashed the share that has a slot, dotted what is expected.",
+        ("hit_rate",),
+        _hit_rate,
+    ),
+    (
+        "Fill in the first epoch",
+        "Slots that are ready, over the steps of the first epoch. Slots only: a small cache fills up as well.",
+        ("fill_fraction",),
+        _fill,
+    ),
+    (
+        "Where the bytes came from",
+        "Bytes per epoch; above them the share that came from the cache.",
+        _WHENCE,
+        _epoch_bars({"cache": BLUE, "source": ORANGE}, _WHENCE, "bytes"),
+    ),
+    (
+        "Waiting for data",
+        "Seconds of waiting and computing per epoch; above them the share spent waiting.",
+        _SPENT,
+        _epoch_bars({"waiting": ORANGE, "computing": BLUE}, _SPENT, "s"),
+    ),
+    ("Samples per second", "Of training, per epoch, over all ranks.", ("samples_per_second",), _speed),
+    ("Memory against budget", "In use, of what was granted; summed over nodes.", ("memory_bytes",), _memory),
+    (
+        "What a step is made of",
+        "Mean seconds of a step, per epoch; above them the share spent waiting.",
+        ("step/wait_seconds",),
+        _epoch_bars(dict(zip(PARTS, (ORANGE, SKY, GREEN, BLUE, PURPLE, GREY), strict=True)), _STEP, "s"),
+    ),
+)

@@ -21,7 +21,7 @@ from itertools import pairwise
 from pathlib import Path
 from typing import Any, Literal
 
-from lightning_stocache.insight.layout import LIVE
+from lightning_stocache.insight.metrics import LIVE
 from lightning_stocache.node.budget import format_bytes
 
 __all__ = ["LogError", "Points", "Run", "Unit", "find_runs", "labels", "table", "write"]
@@ -109,18 +109,6 @@ class Run:
         """Seconds of an epoch after the first: the median of all."""
         return statistics.median(self.epoch_seconds[1:]) if len(self.epoch_seconds) > 1 else None
 
-    @property
-    def wait_shares(self) -> list[float]:
-        """Share of each epoch's time that training waited for data."""
-        computes = dict(self.epochs("compute_seconds"))
-        pairs = [(wait, wait + computes.get(epoch, 0.0)) for epoch, wait in self.epochs("data_wait_seconds")]
-        return [wait / whole for wait, whole in pairs if whole > 0]
-
-    def uncached(self, runs: Sequence[Run]) -> Run | None:
-        """The run that differs from this one by its budget alone, and had none; None if there is no such run."""
-        same = (run for run in runs if _but_for_budget(run.name) == _but_for_budget(self.name))
-        return next((run for run in same if run is not self and run.last("coverage") == 0), None)
-
 
 def write(value: float | None, unit: Unit) -> str:
     """Write a value for people; what is not known is empty.
@@ -150,7 +138,11 @@ def table(runs: Sequence[Run]) -> dict[str, list[str]]:
 
 def _figures(run: Run, runs: Sequence[Run]) -> dict[str, str]:
     before, after = next(iter(run.epoch_seconds), None), run.later_seconds
-    uncached, waits = run.uncached(runs), run.wait_shares
+    same = [other for other in runs if _but_for_budget(other) == _but_for_budget(run)]
+    uncached = next((other.later_seconds for other in same if other is not run and other.last("coverage") == 0), None)
+    computes = dict(run.epochs("compute_seconds"))
+    pairs = [(wait, wait + computes.get(epoch, 0.0)) for epoch, wait in run.epochs("data_wait_seconds")]
+    waits = [wait / whole for wait, whole in pairs if whole > 0]
     return {
         "epochs": str(len(run.ends["train"])),
         "hit rate": write(run.last("hit_rate"), "%"),
@@ -159,7 +151,7 @@ def _figures(run: Run, runs: Sequence[Run]) -> dict[str, str]:
         "epoch one": write(before, "s"),
         "later epochs": write(after, "s"),
         "faster than epoch one": _times(before, after),
-        "faster than budget=0": _times(uncached.later_seconds if uncached else None, after),
+        "faster than budget=0": _times(uncached, after),
         "waiting, epoch one": write(waits[0] if waits else None, "%"),
         "waiting, last epoch": write(waits[-1] if len(waits) > 1 else None, "%"),
         "memory": write(run.last("memory_bytes"), "bytes"),
@@ -172,8 +164,8 @@ def _times(before: float | None, after: float | None) -> str:
     return f"{before / after:.1f}x" if before is not None and after else ""
 
 
-def _but_for_budget(name: str) -> list[str]:
-    return [override for override in name.split(", ") if not override.partition("=")[0].endswith("budget")]
+def _but_for_budget(run: Run) -> list[str]:
+    return [override for override in run.name.split(", ") if not override.partition("=")[0].endswith("budget")]
 
 
 def find_runs(folders: Sequence[Path]) -> tuple[list[Run], list[str]]:
@@ -200,10 +192,7 @@ def find_runs(folders: Sequence[Path]) -> tuple[list[Run], list[str]]:
         for log in found:  # outputs/date/time/csv/version_0: the Hydra folder is at most three above
             above = (each for each in (log, *log.parents[:3]) if (each / ".hydra").is_dir())
             logs.setdefault(next(above, log), log)
-    numbered = {
-        home: [int(part) if part.isdigit() else part for part in re.split(r"(\d+)", str(home))] for home in logs
-    }
-    homes = sorted(logs, key=numbered.__getitem__)  # version_10 comes after version_9
+    homes = sorted(logs, key=_numbered)
     runs, problems = [], []
     for name, home in zip(_names(homes), homes, strict=True):
         try:
@@ -234,14 +223,21 @@ def labels(runs: Sequence[Run]) -> list[str]:
     return [f"run {number}" for number in range(1, len(runs) + 1)]
 
 
+def _numbered(home: Path) -> list[int | str]:
+    """A key by which version_10 comes after version_9."""
+    return [int(part) if part.isdigit() else part for part in re.split(r"(\d+)", str(home))]
+
+
 def _names(homes: Sequence[Path]) -> list[str]:
     """Each run by the overrides that not all have; where there are none, by its path below what is common to all."""
     overrides = [_overrides(home) for home in homes]
     common = set.intersection(*map(set, overrides)) if len(homes) > 1 else set()
-    names = [", ".join(override for override in listed if override not in common) for listed in overrides]
     above = Path(os.path.commonpath([home.parent for home in homes]))
     paths = [str(home.relative_to(above)) for home in homes]
-    names = [name or path for name, path in zip(names, paths, strict=True)]
+    names = [
+        ", ".join(override for override in listed if override not in common) or path
+        for listed, path in zip(overrides, paths, strict=True)
+    ]
     return [name if names.count(name) == 1 else f"{name} ({path})" for name, path in zip(names, paths, strict=True)]
 
 

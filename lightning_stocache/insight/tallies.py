@@ -35,8 +35,7 @@ from lightning_stocache.cache.counters import Counters, Counts
 from lightning_stocache.growing.rolling_cache import RollingCache
 from lightning_stocache.growing.rolling_pool import RollingStats
 from lightning_stocache.insight.expectation import Expectation
-from lightning_stocache.insight.layout import LIVE
-from lightning_stocache.insight.metrics import LIVE_METRICS, Tally, rates, summarise
+from lightning_stocache.insight.metrics import LIVE, LIVE_METRICS, Tally, rates, summarise
 from lightning_stocache.loading.dataset import CachedDataset, cached_source
 from lightning_stocache.loading.loader_tree import Cached, cached_in_leaves, leaves_in
 from lightning_stocache.loading.position import LoaderState

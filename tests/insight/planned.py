@@ -6,7 +6,7 @@ import torch
 
 from lightning_stocache.cache.rows import SampleSpec
 from lightning_stocache.insight.measurement import Paces, Spread
-from lightning_stocache.insight.planner import Job, Plan, Row, plan
+from lightning_stocache.insight.plan import Job, Plan, Row, plan
 
 SPEC = SampleSpec.infer(torch.zeros(99, dtype=torch.uint8))  # 100 bytes with its state
 JOB = Job(samples=1000, batch_size=10, safe_bytes=10**9)

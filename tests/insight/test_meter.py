@@ -14,8 +14,7 @@ from lightning.fabric.loggers import CSVLogger
 from torch.utils.data import DataLoader, Subset, SubsetRandomSampler
 
 from lightning_stocache import CachedDataset, CachedLoader, CachedStream, CacheMeter, CacheMonitor
-from lightning_stocache.insight.layout import LIVE
-from lightning_stocache.insight.metrics import LIVE_METRICS
+from lightning_stocache.insight.metrics import LIVE, LIVE_METRICS
 from tests.insight.meter_job import loop, on_two_nodes
 from tests.ranks import run_ranks
 from tests.sources import CountedSource

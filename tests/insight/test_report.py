@@ -12,13 +12,14 @@ from matplotlib.patches import Rectangle
 from matplotlib.table import Table
 from matplotlib.text import Text
 
-from lightning_stocache.insight.charts import CHARTS, COLOURS
-from lightning_stocache.insight.report import report
+from lightning_stocache.insight.charts import COLOURS
+from lightning_stocache.insight.report import charts, report
 from lightning_stocache.insight.runs import find_runs, labels, table
+from tests.commands import refused
 from tests.insight.logged import rows_of_a_run, step_rows, write_csv, write_hydra, write_multirun
 
-TITLES = [chart.title for chart in CHARTS]
-EVERY_RUN = TITLES[:-1]  # the last is for runs with a StepTimer
+EVERY_RUN = [chart.title for chart in charts({})]
+OF_STEPS = "What a step is made of"  # for runs with a StepTimer
 NEW = ("data_wait_seconds", "compute_seconds", "samples_per_second", "hit_rate_expected")
 
 
@@ -52,7 +53,8 @@ def drawn(folder: Path, title: str):
     """The axes of a chart of the runs in a folder."""
     axes = Figure().subplots()
     runs, _ = find_runs([folder])
-    next(chart for chart in CHARTS if chart.title == title).draw(axes, dict(zip(labels(runs), runs, strict=True)))
+    found = charts(dict(zip(labels(runs), runs, strict=True)))
+    next(chart for chart in found if chart.title == title).draw(axes)
     return axes
 
 
@@ -73,7 +75,7 @@ def heights(axes) -> list[float]:
 def test_a_csv_folder_becomes_a_page_with_six_charts(tmp_path):
     """A folder of CSVLogger gives one page with every chart drawn and the run's figures in it."""
     page = page_of([write_csv(tmp_path / "version_0", rows_of_a_run())], tmp_path)
-    assert [title for title in TITLES if title in page.text] == EVERY_RUN
+    assert [title for title in (*EVERY_RUN, OF_STEPS) if title in page.text] == EVERY_RUN
     assert sum(tag == "svg" for tag, _ in page.tags) == len(EVERY_RUN)
     assert "Nothing to draw" not in page.text
     assert "at most\n50 %" in page.text
@@ -186,11 +188,11 @@ def test_parts_of_a_step_are_bars(tmp_path):
             if alone:
                 values.pop("stocache/hits", None)
         folder = write_csv(tmp_path / name, rows)
-        axes = drawn(folder, "What a step is made of")
+        axes = drawn(folder, OF_STEPS)
         assert heights(axes) == pytest.approx([0.03, 0, 0.01, 0, 0, 0, 0.02, 0, 0.01, 0, 0, 0])
         assert [label.get_text() for label in axes.get_xticklabels()] == ["0", "1"]
         assert {"75 %", "67 %", "wait", "forward"} <= {*words(axes)}
-        assert TITLES[-1] in page_of([folder], tmp_path).text
+        assert OF_STEPS in page_of([folder], tmp_path).text
 
 
 def test_more_runs_than_colours_are_all_in_the_table(tmp_path):
@@ -252,9 +254,12 @@ def test_the_picture_has_what_the_page_has(multirun, tmp_path, monkeypatch):
 
 
 @pytest.mark.parametrize("missing", ["matplotlib", "jinja2"])
-def test_a_library_that_is_missing_is_named(tmp_path, monkeypatch, missing):
+def test_a_library_that_is_missing_is_named(tmp_path, monkeypatch, capsys, missing):
     """Without matplotlib or jinja2 the sentence says what to install."""
-    monkeypatch.delitem(sys.modules, "lightning_stocache.insight.charts")
-    monkeypatch.setitem(sys.modules, missing, None)
-    with pytest.raises(ModuleNotFoundError, match=rf"{missing}.*lightning-stocache\[report\]"):
-        report([write_csv(tmp_path / "run", rows_of_a_run())], tmp_path / "report.html")
+    for module in ("charts", "report"):
+        monkeypatch.delitem(sys.modules, f"lightning_stocache.insight.{module}")
+    for name in [name for name in sys.modules if name.partition(".")[0] == missing]:
+        monkeypatch.setitem(sys.modules, name, None)
+    write_csv(tmp_path / "run", rows_of_a_run())
+    err = refused(capsys, "report", str(tmp_path), "--output", str(tmp_path / "report.html"))
+    assert re.search(rf"{missing}.*lightning-stocache\[report\]", err)

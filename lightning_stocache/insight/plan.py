@@ -1,0 +1,378 @@
+"""What a budget would give, before it is paid: the law, the advice, one table in 80 columns, one picture.
+
+The law is linear. Of the n samples of a rank the share h comes from the cache:
+
+    loading = n * ((1 - h) * missed + h * hit)
+
+In epoch one h is 0; later it is the share of the samples that have a slot on some node. Without a cache a sample takes
+`uncached`. The training steps are added to that where the main process loads, and hide it where workers do, or where
+all samples are hits: then an epoch takes the longer of the two.
+
+Advice follows from ranges. A cache gains if it is faster with the lowest uncached pace and its own highest paces; it
+gains nothing if it is no faster the other way round. In between the ranges overlap: it cannot be told, and the advice
+is `auto`, which does no harm.
+"""
+
+from __future__ import annotations
+
+import json
+import math
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass
+from functools import partial
+from pathlib import Path
+from textwrap import wrap
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+
+from lightning_stocache.insight.measurement import Curves, Paces, Spread
+from lightning_stocache.node.budget import format_bytes
+from lightning_stocache.sampling.locality_sampler import Mode
+
+if TYPE_CHECKING:
+    from matplotlib.axes import Axes
+
+__all__ = ["Job", "Plan", "Row", "aligned", "as_json", "as_text", "curves_as_text", "plan", "save"]
+
+_SHARES = (0.0, 0.25, 0.5, 0.75, 1.0)
+_NOTHING = 0.02  # of an epoch's time: less is no gain
+
+
+@dataclass(frozen=True)
+class Job:
+    """The training that is planned. All nodes are alike."""
+
+    samples: int
+    batch_size: int  # of one rank
+    num_workers: int = 0  # of one rank
+    nodes: int = 1
+    ranks: int = 1  # on each node
+    mode: Mode = "locality"  # how samples are dealt to nodes
+    other_bytes: int = 0  # cached size of the sets that share the budget (validation)
+    safe_bytes: int = 0  # the largest budget that is safe on this node
+    threads: str = ""  # how many torch has in each rank, and who says so
+
+
+@dataclass(frozen=True)
+class Row:
+    """What one budget gives. Seconds are those of training, or of the loader alone if there is no model."""
+
+    budget: str  # as it is written into a config
+    budget_bytes: int  # per node
+    safe: bool  # this node has room for it
+    samples: int  # that have a slot somewhere in the job
+    hit_rate: float  # of later epochs
+    first_epoch: Spread  # seconds; lowest, median, highest, as the next two
+    later_epoch: Spread  # seconds
+    faster: Spread  # how many times as fast a later epoch is as an uncached one
+    pays_in: int | None  # the epoch, from 1, at whose end training is ahead of uncached; None: never, or cannot tell
+
+
+@dataclass(frozen=True)
+class Plan:
+    """The table, what it is made from, and what follows from it."""
+
+    job: Job
+    paces: Paces
+    step: Spread | None  # seconds a batch, if there is a model
+    rows: tuple[Row, ...]  # by rising budget, uncached first
+    budget: str  # what to write into the config as `cache.budget`
+    sentences: tuple[str, ...]  # what follows, for people
+
+
+def plan(job: Job, paces: Paces, step: Spread | None = None) -> Plan:
+    """Make the table over shares of the dataset, with the largest safe budget and the advised one among them.
+
+    Args:
+        job: the training.
+        paces: what its loader was measured to take.
+        step: seconds of a training step, if there is a model.
+
+    Example:
+        >>> from lightning_stocache.cache.rows import SampleSpec
+        >>> slow, quick = Spread((0.009, 0.01, 0.012)), Spread((1e-5,))
+        >>> paces = Paces(slow, slow, quick, SampleSpec.infer(1.5))
+        >>> plan(Job(samples=1000, batch_size=10, safe_bytes=2**20), paces).budget
+        'auto'
+    """
+    law = _Law(job, paces, step)
+    pot = law.pot_bytes
+    safe = min(job.safe_bytes / pot, 1.0) if pot else 0.0
+    share, sentences = _advice(law, safe, step is not None)
+    percent = math.ceil(round(100 * share, 3))
+    budget = "0" if percent == 0 else "auto" if share == safe else f"{percent}%"
+    shares = {*_SHARES, safe, *([] if share == safe else [percent / 100])} if pot else {0.0}
+    return Plan(job, paces, step, tuple(map(law.row, sorted(shares))), budget, tuple(sentences))
+
+
+class _Law:
+    """Seconds of an epoch by the share of the dataset that a node caches; arrays are lowest, median, highest."""
+
+    def __init__(self, job: Job, paces: Paces, step: Spread | None) -> None:
+        self.job, self.paces = job, paces
+        spreads = (paces.uncached, paces.missed, paces.hit, step or Spread((0.0,)))
+        self.uncached, self.missed, self.hit, self.step = (np.array(_ends(spread)) for spread in spreads)
+        self.samples = job.samples / (job.nodes * job.ranks)  # of one rank in an epoch
+        self.batches = math.ceil(self.samples / job.batch_size)
+        slot_bytes = paces.codec.slot_bytes if paces.codec is not None else 0
+        self.pot_bytes = job.samples * slot_bytes + (job.other_bytes if slot_bytes else 0)
+
+    def hit_rate(self, share: float) -> float:
+        """The hit rate of later epochs. Nodes to which samples are dealt at random do not add up."""
+        slots = math.floor(round(share * self.job.samples, 6)) / self.job.samples
+        return slots if self.job.mode == "global" else min(self.job.nodes * slots, 1.0)
+
+    def epoch(self, hit_rate: float, loaded: Any, hit: Any, step: Any) -> Any:
+        """Seconds of an epoch, from seconds a sample loaded, a sample hit and a step: numbers or arrays."""
+        loading = self.samples * ((1 - hit_rate) * loaded + hit_rate * hit)
+        steps = self.batches * step
+        return loading + steps if hit_rate < 1 and not self.job.num_workers else np.maximum(loading, steps)
+
+    def row(self, share: float) -> Row:
+        """What a budget of a share of the dataset gives."""
+        missed, rate = self.missed if share else self.uncached, self.hit_rate(share)
+        without = self.epoch(0.0, self.uncached, self.hit, self.step)
+        first = self.epoch(0.0, missed, self.hit, self.step)
+        later = self.epoch(rate, missed, self.hit, self.step)
+        # The least gain is that of the lowest uncached pace over the highest of all others.
+        slowest = self.epoch(rate, missed[::-1], self.hit[::-1], self.step[::-1])
+        faster = self.epoch(0.0, self.uncached, self.hit, self.step[::-1]) / slowest
+        pays_in = None
+        if share and faster[0] > 1:
+            pays_in = max(math.floor((first[1] - without[1]) / (without[1] - later[1])) + 2, 2)
+        percent, budget_bytes = round(100 * share, 7), math.floor(share * self.pot_bytes)
+        return Row(
+            budget=f"{percent:.0f}%" if percent == int(percent) else f"{percent:.1f}%",
+            budget_bytes=budget_bytes,
+            safe=budget_bytes <= self.job.safe_bytes,
+            samples=round(min(self.job.nodes * share, 1.0) * self.job.samples),
+            hit_rate=rate,
+            first_epoch=Spread(tuple(first.tolist())),
+            later_epoch=Spread(tuple(later.tolist())),
+            faster=Spread(tuple(faster.tolist())),
+            pays_in=pays_in,
+        )
+
+    def enough(self, safe: float) -> float:
+        """The smallest share, in whole percents, that is as good as the largest safe one.
+
+        It is that for the highest miss, the lowest hit and the lowest step of those measured: they need it largest.
+        """
+        paces = self.missed[2], self.hit[0], self.step[0]
+        goal = self.epoch(self.hit_rate(safe), *paces) * (1 + _NOTHING)
+        percents = (percent / 100 for percent in range(1, math.ceil(100 * safe)))
+        return next((share for share in percents if self.epoch(self.hit_rate(share), *paces) <= goal), safe)
+
+
+def _advice(law: _Law, safe: float, has_step: bool) -> tuple[float, list[str]]:
+    """The share of the dataset to cache, and why."""
+    if law.paces.codec is None:
+        return 0.0, [f"Nothing can be cached. {law.paces.reason}"]
+    sentences = []
+    if safe < 1:
+        sentences.append(f"This node has room for {100 * safe:.1f} % of it: see python -m lightning_stocache doctor.")
+    if law.paces.disk_bytes:
+        sentences.append(
+            "The source was read from a disk. Later epochs may find it in the page cache, and be faster without a "
+            "cache, too: run this again to see."
+        )
+    faster = law.row(safe).faster
+    if faster.high <= 1 + _NOTHING:
+        why = "training waits for its steps, not for data" if has_step else "the source is as fast as the cache"
+        return 0.0, [*sentences, f"No budget gains anything: {why}."]
+    if faster.low <= 1 + _NOTHING:
+        why = "repeated measurements differ by more than a cache would gain"
+        return safe, [*sentences, f"Cannot tell whether a budget gains anything: {why}."]
+    enough = law.enough(safe)
+    if enough > 0.95 * safe:  # that near, what is free when the job starts may as well be taken
+        return safe, sentences
+    why = ": training waits for its steps" if has_step else ""
+    return enough, [*sentences, f"Beyond {100 * enough:.0f} % of the dataset nothing is gained{why}."]
+
+
+def as_text(plan: Plan) -> str:
+    """What was measured, the table, and what follows; the last line is the budget, as it is written into a config."""
+    job, paces = plan.job, plan.paces
+    size = f" of {format_bytes(paces.codec.nbytes)}" if paces.codec is not None else ""
+    measured = [("uncached", paces.uncached, "sample")]
+    if paces.codec is not None:
+        measured += [("missed", paces.missed, "sample"), ("hit", paces.hit, "sample")]
+    measured += [("step", plan.step, "batch")] if plan.step else []
+    lines = [
+        f"{job.samples:,} samples{size}, batches of {job.batch_size}, num_workers={job.num_workers}",
+        f"{job.nodes} node{'s' * (job.nodes > 1)} x {job.ranks} rank{'s' * (job.ranks > 1)}, {job.threads}",
+        "",
+        *aligned([["", "median", "lowest..highest", "deviation", ""], *(_pace(*pace) for pace in measured)], left=1),
+        "",
+        *aligned([_HEAD, *map(_cells, plan.rows)], left=1),
+    ]
+    if not all(row.safe for row in plan.rows):
+        lines.append("* more than is safely free on this node")
+    what = "with the step" if plan.step else "of the loader alone (no model was given)"
+    lines += [f"Time of an epoch {what}; [lowest..highest] measured.", ""]
+    lines += [*_wrapped(plan.sentences), ""] if plan.sentences else []
+    return "\n".join([*lines, f"cache.budget={plan.budget}"])
+
+
+def curves_as_text(curves: Curves) -> str:
+    """The curves as tables, and what follows. Ranges that overlap are no difference."""
+    lines, sentences = list[str](), list(curves.left_out)
+    for name, sources in curves.lines.items():
+        if not sources:
+            continue
+        rows = [[name, *(f"from the {source}" for source in sources)]]
+        for number in _numbers(sources.values()):
+            rows.append([str(number), *(_rate(dict(line).get(number)) for line in sources.values())])
+        lines += [*aligned(rows), "Samples per second; median +- standard deviation of the rounds.", ""]
+        for source, line in sources.items():
+            if len(line) > 1:
+                judged = _fewest_workers if name == "num_workers" else _larger_batches
+                sentences.append(f"Batches from the {source}: {judged(line)}")
+    return "\n".join([*lines, *_wrapped(sentences)])
+
+
+def as_json(plan: Plan, curves: Curves | None = None) -> str:
+    """A plan and its curves as plain values: seconds, bytes, rates from 0 to 1, samples per second."""
+    paces = plan.paces
+    values = {
+        "budget": plan.budget,
+        "sentences": plan.sentences,
+        "rows": plan.rows,
+        "job": plan.job,
+        "sample_bytes": None if paces.codec is None else paces.codec.nbytes,
+        "seconds_per_sample": {"uncached": paces.uncached, "missed": paces.missed, "hit": paces.hit},
+        "step": None if plan.step is None else {"seconds": plan.step},
+    }
+    return json.dumps(values if curves is None else values | {"curves": curves}, default=_plain)
+
+
+def save(plan: Plan, path: Path, curves: Curves | None = None) -> None:
+    """Draw the table, seconds per epoch over the budget, and the curves into a PNG file; bars: lowest to highest.
+
+    Raises:
+        ModuleNotFoundError: matplotlib is not installed.
+        OSError: the file cannot be written.
+    """
+    from lightning_stocache.insight.charts import BLUE, GREY, VERMILION, Chart, Line, draw_lines
+    from lightning_stocache.insight.charts import save as save_charts
+
+    def line(name: str, points: Sequence[tuple[float, Spread]], colour: str) -> Line:
+        ranges = [(seconds.low, seconds.high) for _, seconds in points]
+        return Line(name, [(x, seconds.median) for x, seconds in points], colour, ranges=ranges)
+
+    def draw_budgets(axes: Axes) -> bool:
+        rows = [(float(row.budget.rstrip("%")), row) for row in plan.rows]
+        first = [(percent, row.first_epoch.median) for percent, row in rows]
+        later = [(percent, row.later_epoch) for percent, row in rows]
+        if not all(row.safe for row in plan.rows):
+            axes.axvline(100 * plan.job.safe_bytes / plan.rows[-1].budget_bytes, color=VERMILION, linestyle=":")
+        lines = [line("later", later, BLUE), Line("epoch one", first, GREY, "--")]
+        return draw_lines(axes, lines, "s", "budget, % of the dataset (dotted: what is safely free)")
+
+    def draw_curve(axes: Axes, name: str, sources: Mapping[str, Sequence[tuple[int, Spread]]]) -> bool:
+        numbers, lines = _numbers(sources.values()), []
+        for source, rates in sources.items():
+            seconds = [(numbers.index(n), Spread(tuple(1000 / rate for rate in found.values))) for n, found in rates]
+            lines.append(line(f"from the {source}", seconds, BLUE if source == "cache" else VERMILION))
+        drawn = draw_lines(axes, lines, "s", name)
+        axes.set_xticks(range(len(numbers)), [str(number) for number in numbers])
+        return drawn
+
+    what = "Of training" if plan.step else "Of the loader alone"
+    charts = [Chart("Seconds per epoch", f"{what}. The advice is cache.budget={plan.budget}.", draw_budgets)]
+    for name, sources in curves.lines.items() if curves else ():
+        if sources:  # seconds: beside a rate a hundred times as high the other is flat
+            caption = "Of loading; bars reach from the lowest to the highest of the rounds."
+            draw = partial(draw_curve, name=name, sources=sources)
+            charts.append(Chart(f"Seconds per 1,000 samples over {name}", caption, draw))
+    save_charts(charts, dict(zip(_HEAD, zip(*map(_cells, plan.rows), strict=True), strict=True)), path)
+
+
+def aligned(rows: Sequence[Sequence[str]], left: int = 0) -> list[str]:
+    r"""Rows of a table as lines, with two spaces between columns; numbers stand to the right.
+
+    Args:
+        rows: all with as many cells.
+        left: how many columns, from the first on, stand to the left.
+
+    Example:
+        >>> print("\n".join(aligned([["part", "ms"], ["forward", "4.00"], ["rest", "12.50"]], left=1)))
+        part        ms
+        forward   4.00
+        rest     12.50
+    """
+    widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
+    lines = []
+    for row in rows:
+        names = map(str.ljust, row[:left], widths[:left])
+        numbers = map(str.rjust, row[left:], widths[left:])
+        lines.append("  ".join([*names, *numbers]).rstrip())
+    return lines
+
+
+_HEAD = ["budget", "per node", "hit rate", "epoch one", "later", "faster", "pays in"]
+
+
+def _cells(row: Row) -> list[str]:
+    low, median, high = (f"{value:.1f}" if value < 999 else ">999" for value in _ends(row.faster))
+    return [
+        row.budget + "*" * (not row.safe),
+        format_bytes(row.budget_bytes),
+        f"{100 * row.hit_rate:.1f} %",
+        _seconds(row.first_epoch.median),
+        _seconds(row.later_epoch.median),
+        f"{median}x [{low}..{high}]" if row.budget_bytes else "",
+        f"epoch {row.pays_in}" if row.pays_in else "",
+    ]
+
+
+def _pace(name: str, seconds: Spread, what: str) -> list[str]:
+    """Seconds at a scale at which they can be read."""
+    scales = (("s", 1.0, 2), ("ms", 1e3, 2), ("us", 1e6, 1))
+    unit, factor, digits = next((scale for scale in scales if scale[1] * seconds.median >= 1), scales[-1])
+    low, median, high = (f"{factor * value:,.{digits}f}" for value in _ends(seconds))
+    return [name, median, f"{low}..{high}", f"{factor * seconds.deviation:,.{digits}f}", f"{unit} a {what}"]
+
+
+def _ends(spread: Spread) -> tuple[float, float, float]:
+    return spread.low, spread.median, spread.high
+
+
+def _seconds(value: float) -> str:
+    if value >= 36_000:
+        return f"{value / 3600:,.0f} h"
+    return f"{value:,.0f} s" if value >= 100 else f"{value:.3g} s"
+
+
+def _rate(rates: Spread | None) -> str:
+    return "" if rates is None else f"{rates.median:,.0f} +- {rates.deviation:,.0f}"
+
+
+def _fewest_workers(line: Sequence[tuple[int, Spread]]) -> str:
+    best = max((rates for _, rates in line), key=lambda rates: rates.median)
+    number, rates = next((number, rates) for number, rates in line if rates.high >= best.low)
+    return f"num_workers={number} is as fast as any of these ({rates.median:,.0f} samples/s)."
+
+
+def _larger_batches(line: Sequence[tuple[int, Spread]]) -> str:
+    (small, before), (large, after) = line[0], line[-1]
+    same = before.high >= after.low and after.high >= before.low
+    change = "no faster, nor slower," if same else f"{after.median / before.median:.1f} times as fast"
+    return f"from {small} to {large} samples they are {change} per sample."
+
+
+def _numbers(lines: Iterable[Sequence[tuple[int, Spread]]]) -> list[int]:
+    """The numbers of workers, or of samples in a batch, for which anything was measured."""
+    return sorted({number for line in lines for number, _ in line})
+
+
+def _wrapped(sentences: Sequence[str]) -> list[str]:
+    return [line for sentence in sentences for line in wrap(sentence, 80)]
+
+
+def _plain(value: Any) -> Any:
+    """A spread as its bounds, any other record as its fields."""
+    if not isinstance(value, Spread):
+        return vars(value)
+    return {name: getattr(value, name) for name in ("low", "median", "high", "deviation", "values")}
