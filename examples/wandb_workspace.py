@@ -13,7 +13,7 @@ from typing import Any
 import wandb_workspaces.reports.v2 as reports
 import wandb_workspaces.workspaces as workspaces
 
-from lightning_stocache.insight.layout import LAYOUT
+from lightning_stocache.insight.dashboards import LAYOUT
 from lightning_stocache.insight.metrics import LIVE
 
 

@@ -5,9 +5,9 @@ has slots for a share a_k of what is drawn. A cache never evicts, so a later epo
 The first epoch hits what was READY when it began: nothing, or what a named cache or the set-up had stored.
 
 The rule holds for samplers that draw each index once (`sampling.sampler_domain.draws_once`), in epochs that are served
-whole. On several nodes it holds where a LocalitySampler deals samples to the nodes that have them; it leaves out the
-few per cent that go elsewhere, because batches do not come in exact proportions. Otherwise nothing is expected:
-weighted draws, batch samplers of the user's own, `limit_train_batches`, several loaders of one dataset, streams.
+whole; on several nodes where a LocalitySampler deals samples to the nodes that have them, but for the few per cent that
+go elsewhere, because batches do not come in exact proportions. Otherwise nothing is expected: weighted draws, batch
+samplers of the user's own, `limit_train_batches`, several loaders of one dataset, streams.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ from collections.abc import Mapping, Sequence
 from typing import Any
 
 from lightning_stocache.cache.counters import Counters, Counts
-from lightning_stocache.cache.placement import NO_SLOT, Domain, Ring
+from lightning_stocache.cache.placement import NO_SLOT, Domain
 from lightning_stocache.loading.dataset import CachedDataset, cached_source
 from lightning_stocache.loading.loader_sampler import batches_of, index_sampler
 from lightning_stocache.loading.loader_tree import Cached, cached_behind, leaves_in
@@ -54,20 +54,28 @@ class Expectation:
         Returns:
             What is wrong, in words, if there is something, and for the first time.
         """
+        served = metrics["hits"] + metrics["misses"] + metrics["bypasses"]
+        own = sum(counts.values(), Counts())
         hits, complaint = 0.0, None
         for dataset in datasets:
-            loader = _reader(loaders, dataset)
-            if not isinstance(dataset, CachedDataset) or dataset.counters is None or loader is None:
+            loader, of_set = _reader(loaders, dataset), counts.get(dataset.counters, Counts())  # type: ignore[arg-type]
+            if loader is None or not isinstance(dataset, CachedDataset) or dataset.counters is None:
                 hits = math.nan
                 continue
             domain = sampler_domain(batches_of(loader), len(dataset))
             if self._drawn.setdefault(dataset.counters, domain) == domain:
-                hits += self._hits(dataset, loader, domain, metrics, counts)
+                of_all = served * of_set.served / max(own.served, 1)
+                fills = metrics["fills"] * of_set.fills / max(own.fills, 1)
+                hits += self._hits(dataset, loader, domain, of_all, fills, metrics["fill_fraction"])
                 continue
             hits = math.nan
             if metrics["bypasses"] and cached_source(dataset).opened.request.domain is not None:
-                complaint = complaint or _unforeseen(loader, metrics)
-        if not math.isnan(hits) and (served := _served(metrics)):
+                complaint = complaint or (
+                    f"{type(index_sampler(loader)).__name__} draws other samples than when the cache opened, and only "
+                    f"those have slots: {int(metrics['bypasses'])} samples of this epoch had none.\nWith "
+                    "keep_cache=True and memory for the whole dataset all samples have slots"
+                )
+        if not math.isnan(hits) and served:
             expected = metrics["hit_rate_expected"] = hits / served
             tolerance = _TOLERANCE if len(datasets[0].group.nodes) == 1 else _TOLERANCE_OF_NODES
             if metrics["hit_rate"] < expected - tolerance:
@@ -78,12 +86,7 @@ class Expectation:
         return complaint
 
     def _hits(
-        self,
-        dataset: CachedDataset,
-        loader: Any,
-        domain: Domain | None,
-        metrics: Mapping[str, float],
-        counts: Mapping[Counters, Counts],
+        self, dataset: CachedDataset, loader: Any, domain: Domain | None, served: float, fills: float, filled: float
     ) -> float:
         """The hits to expect of one training set, over all ranks; not a number where the rule does not hold."""
         ring, cache, counters = cached_source(dataset).opened.known_ring, dataset.cache, dataset.counters
@@ -93,35 +96,19 @@ class Expectation:
             return math.nan
         if cached_in(loader.dataset) is None or not draws_once(sampler):
             return math.nan
-        own, of_set = sum(counts.values(), Counts()), counts.get(counters, Counts())
-        served = _served(metrics) * of_set.served / max(own.served, 1)
         count = len(dataset) if domain is None else len(domain)
         if len(dataset) != ring.arcs[0].length or not _WHOLE * count <= served <= count + group.world:
             return math.nan
-        slots = [_slots(ring, node, domain) for node in range(len(group.nodes))]
+        slots = [
+            arc.slots if domain is None else int((arc.slots_of(domain.indices) != NO_SLOT).sum()) for arc in ring.arcs
+        ]
         if counters in self._begun:
             return served * math.fsum(map(min, group.shares, [held / count for held in slots]))
         self._begun.add(counters)
-        if len(group.nodes) > 1:
-            ready = metrics["fill_fraction"] * sum(slots)
-        elif domain is None or domain == ring.arcs[0].domain:
-            ready = cache.filled
-        else:
-            ready = int(cache.is_stored(domain.indices).sum())
-        fills = metrics["fills"] * of_set.fills / max(own.fills, 1)
+        ready = filled * sum(slots)
+        if len(group.nodes) == 1:
+            ready = cache.filled if domain is None else int(cache.is_stored(domain.indices).sum())
         return min(max(ready - fills, 0.0), served)
-
-
-def _served(metrics: Mapping[str, float]) -> float:
-    return metrics["hits"] + metrics["misses"] + metrics["bypasses"]
-
-
-def _slots(ring: Ring, node: int, domain: Domain | None) -> int:
-    """How many of the indices that are drawn have a slot on a node."""
-    arc = ring.arcs[node]
-    if domain is None or domain == arc.domain:
-        return arc.slots
-    return int((arc.slots_of(domain.indices) != NO_SLOT).sum())
 
 
 def _reader(loaders: Any, dataset: Cached) -> Any:
@@ -129,15 +116,6 @@ def _reader(loaders: Any, dataset: Cached) -> Any:
     leaves = [leaf for leaf in leaves_in(loaders) if hasattr(leaf, "batch_sampler")]
     readers = [leaf for leaf in leaves if any(each.counters is dataset.counters for each in cached_behind(leaf))]
     return readers[0] if len(readers) == 1 else None
-
-
-def _unforeseen(loader: Any, metrics: Mapping[str, float]) -> str:
-    """The complaint about a sampler that draws what has no slot, because it drew other samples at set-up."""
-    return (
-        f"{type(index_sampler(loader)).__name__} draws other samples than when the cache opened, and only those have "
-        f"slots: {int(metrics['bypasses'])} samples of this epoch had none.\nWith keep_cache=True and memory for the "
-        "whole dataset all samples have slots"
-    )
 
 
 def _too_low(metrics: Mapping[str, float]) -> str:

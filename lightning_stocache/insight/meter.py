@@ -11,7 +11,7 @@ import math
 from collections.abc import Iterator
 from typing import Any, Literal, get_args
 
-from lightning_stocache.insight.hyperparameters import hyperparameters
+from lightning_stocache.insight.dashboards import hyperparameters
 from lightning_stocache.insight.tallies import Seconds, Tallies, loader_seconds
 from lightning_stocache.loading.loader_tree import cached_in_leaves
 

@@ -7,13 +7,11 @@ validation starts, since one dataset may be in both stages.
 **Telling.** Around an epoch's end other callbacks are in collectives of theirs. A progress bar reads the metrics on
 rank zero alone, and reading one that is reduced over the ranks waits until the other ranks reduce it too, which they do
 when their hooks are over. So nothing here waits in a collective. Each rank posts its tally (`node.post`) when the last
-step of the epoch is done, and goes on; at the epoch's end it collects what all have posted. A rank that waits there has
-posted. It waits for ranks that are in their last step, and no last step waits for what another rank does after its own.
-So the slowest rank ends all waits, and all get the same numbers. They are final: the samples of a rank's last step have
-been served before it, and what its workers serve ahead after its post belongs to the next epoch.
-
-One node is no exception, though all counters lie in its memory: an exact sum needs a word from the slowest rank that it
-has ended the epoch, and a CPU runs ahead of its GPU's reductions, which therefore hold no rank back.
+step of the epoch is done, and goes on; at the epoch's end it collects what all have posted. It waits for ranks that are
+in their last step, and no last step waits for what another rank does after its own: the slowest rank ends all waits,
+and all get the same numbers. They are final: the samples of a rank's last step have been served before its post, and
+what its workers serve ahead belongs to the next epoch. On one node it is no different, though all counters lie in its
+memory: an exact sum needs a word from the slowest rank that it has ended the epoch.
 
 The wait has a limit. Where ranks are out of step (one has no monitor, or more batches than the others), one warning is
 given, the epoch goes without values, and later ones are waited for a second at most: ranks that were only late once
@@ -25,7 +23,7 @@ from __future__ import annotations
 import logging
 import math
 import time
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import replace
 from functools import reduce
 from typing import Any, NamedTuple
@@ -105,13 +103,13 @@ class Tallies:
 
         Nothing is told where no dataset counts. Only training has seconds.
         """
-        counted = _counted(loaders)
-        if stage in self._posted or not counted:
+        datasets = _counted(loaders)
+        if stage in self._posted or not datasets:
             return
-        served = {counters: self._moved(dataset, counters) for dataset, counters in counted}
+        served = self._take(datasets)
         if stage == "train":
             served = {counters: counts + self._aside.pop(counters, Counts()) for counters, counts in served.items()}
-        self._posted[stage] = counted[0][0].group.post(_tally(counted, served, seconds)), served
+        self._posted[stage] = next(iter(datasets.values())).group.post(_tally(datasets, served, seconds)), served
 
     def metrics(self, stage: str, loaders: Any, patience: float) -> dict[str, float]:
         """The metrics of the epoch that ends, over all ranks, by the names of the metric keys.
@@ -150,33 +148,38 @@ class Tallies:
 
     def skip(self, loaders: Any) -> None:
         """Count nothing of what was served so far."""
-        for dataset, counters in _counted(loaders):
-            self._moved(dataset, counters)
+        self._take(_counted(loaders))
 
     def put_aside(self, loaders: Any) -> None:
         """Keep what training has been served so far for its epoch's end: another stage begins."""
-        for dataset, counters in _counted(loaders):
-            self._aside[counters] = self._aside.get(counters, Counts()) + self._moved(dataset, counters)
+        for counters, counts in self._take(_counted(loaders)).items():
+            self._aside[counters] = self._aside.get(counters, Counts()) + counts
 
     def live(self, loaders: Any, seconds: Seconds | None = None) -> dict[str, float]:
         """This rank's values of training's epoch so far, by their metric keys; empty where nothing counts."""
-        if not (counted := _counted(loaders)):
+        datasets = _counted(loaders)
+        if not datasets:
             return {}
-        served = {
-            counters: self._since(dataset, counters)[1] + self._aside.get(counters, Counts())
-            for dataset, counters in counted
-        }
-        now = rates(_tally(counted, served, seconds))
+        aside = self._aside
+        served = {counters: each + aside.get(counters, Counts()) for counters, each in self._served(datasets).items()}
+        now = rates(_tally(datasets, served, seconds))
         return {LIVE + name: now[name] for name in LIVE_METRICS if name in now}
 
-    def _moved(self, dataset: Cached, counters: Counters) -> Counts:
-        self._seen[counters], moved = self._since(dataset, counters)
-        return moved
+    def _take(self, datasets: Mapping[Counters, Cached]) -> dict[Counters, Counts]:
+        """What this rank has been served of each dataset since it was last taken."""
+        served = self._served(datasets)
+        for counters, counts in served.items():
+            self._seen[counters] = self._begin(counters) + counts
+        return served
 
-    def _since(self, dataset: Cached, counters: Counters) -> tuple[Counts, Counts]:
-        """What this rank has been served up to now, and since the last look."""
-        now = counters.totals(dataset.group.rank)
-        return now, now - self._seen.get(counters, _before.get(counters, Counts()))
+    def _served(self, datasets: Mapping[Counters, Cached]) -> dict[Counters, Counts]:
+        return {
+            counters: counters.totals(dataset.group.rank) - self._begin(counters)
+            for counters, dataset in datasets.items()
+        }
+
+    def _begin(self, counters: Counters) -> Counts:
+        return self._seen.get(counters, _before.get(counters, Counts()))
 
 
 class PoolRates:
@@ -232,15 +235,15 @@ def _covered(dataset: Cached) -> float:
     return 0.0 if ring is None else min(samples_of(dataset), ring.arcs[0].size) * ring.coverage
 
 
-def _counted(loaders: Any) -> list[tuple[Cached, Counters]]:
-    return [(dataset, dataset.counters) for dataset in cached_in_leaves(loaders) if dataset.counters is not None]
+def _counted(loaders: Any) -> dict[Counters, Cached]:
+    """The datasets behind loaders that count, by their counters."""
+    datasets = cached_in_leaves(loaders)
+    return {dataset.counters: dataset for dataset in datasets if dataset.counters is not None}
 
 
-def _tally(
-    counted: Sequence[tuple[Cached, Counters]], served: dict[Counters, Counts], seconds: Seconds | None
-) -> Tally:
+def _tally(datasets: Mapping[Counters, Cached], served: Mapping[Counters, Counts], seconds: Seconds | None) -> Tally:
     """One tally of all datasets, with the seconds of the loop that read them."""
-    joined = reduce(Tally.__add__, (_tally_of(dataset, served[counters]) for dataset, counters in counted))
+    joined = reduce(Tally.__add__, (_tally_of(dataset, served[counters]) for counters, dataset in datasets.items()))
     if seconds is None:
         return joined
     waited, computed, looped = seconds

@@ -22,8 +22,7 @@ from typing import Any, ClassVar
 
 from lightning.pytorch import Callback, LightningModule, Trainer
 
-from lightning_stocache.insight.hyperparameters import hyperparameters
-from lightning_stocache.insight.layout import lay_out
+from lightning_stocache.insight.dashboards import hyperparameters, lay_out
 from lightning_stocache.insight.tallies import Seconds, Tallies, loader_seconds, samples_of
 from lightning_stocache.insight.verdict import verdict
 from lightning_stocache.loading.dataset import CachedDataset, cached_source
@@ -73,7 +72,7 @@ class CacheMonitor(Callback):
     When a fit starts, what was asked of the caches, granted and decided goes to the loggers as hyperparameters, so that
     runs can be grouped by it: `stocache/budget`, `budget_bytes`, `dataset`, `samples`, `drawn`, `slots`, `coverage`,
     `layout`, `store`, `backend`, `sampling`, `nodes`, `ranks`, `name`, `dir`; of validation below `stocache/val/`.
-    TensorBoard and W&B are told how to draw the metrics (`insight.layout`).
+    TensorBoard and W&B are told how to draw the metrics (`insight.dashboards`).
 
     Args:
         live: log live values.

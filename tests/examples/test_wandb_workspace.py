@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 
-from lightning_stocache.insight.layout import LAYOUT, axes
+from lightning_stocache.insight.dashboards import LAYOUT, axes
 
 pytestmark = [pytest.mark.processes, pytest.mark.filterwarnings("ignore::DeprecationWarning")]
 

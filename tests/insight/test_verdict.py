@@ -2,7 +2,7 @@
 
 import pytest
 
-from lightning_stocache.insight.verdict import saved_seconds, verdict
+from lightning_stocache.insight.verdict import verdict
 
 
 def epoch(hits=0, misses=0, bypasses=0, source=0.0, coverage=1.0, wait=1.0, compute=1.0):
@@ -23,28 +23,12 @@ def epoch(hits=0, misses=0, bypasses=0, source=0.0, coverage=1.0, wait=1.0, comp
     }
 
 
-def test_saved_time_is_what_the_clock_showed():
-    """Per later epoch: what its samples would have waited at the first epoch's pace, less what it waited."""
-    first = epoch(misses=5, bypasses=5, source=500.0, wait=4.0)
-    assert saved_seconds([first, epoch(hits=10, wait=1.0), epoch(hits=10, wait=2.0)]) == pytest.approx(2.5)
-    assert saved_seconds([first, epoch(hits=5, wait=0.5)]) == pytest.approx(1.5)  # an epoch of half the samples
-    assert saved_seconds([first, epoch(hits=10, wait=9.0)]) == 0
-
-
-def test_saved_time_that_cannot_be_known_is_left_out():
-    """One epoch alone, a cache that was warm already, and waits that were not logged tell nothing."""
-    first, second = epoch(misses=10), epoch(hits=10)
-    unheard = {name: value for name, value in first.items() if name != "data_wait_seconds"}
-    for epochs in ([first], [second, second], [epoch(hits=6, misses=4), second], [epoch(), second], [unheard, second]):
-        assert saved_seconds(epochs) is None
-
-
 def test_a_run_that_was_helped_gets_no_advice():
-    """Slots, fill, memory, hit rates, what epochs took and the time saved, and nothing else."""
+    """Slots, fill, memory, hit rates, what epochs took and waited, and nothing else."""
     said = verdict([epoch(misses=10, wait=4.0), epoch(hits=10, wait=0.5)], samples=10)
     assert said == [
         "100 % of 10 samples have a slot, 100 % of the slots are filled, 1 MiB in use; hit rate per epoch: 0, 100 %",
-        "epoch one took 5.0 s, later ones 1.5 s each; epoch one waited 4.0 s for data, later ones 3.5 s less each",
+        "epoch one took 5.0 s, later ones 1.5 s each; epoch one waited 4.0 s for data, later ones 0.5 s each",
     ]
 
 
@@ -52,6 +36,15 @@ def test_epochs_that_became_shorter_without_waiting_are_said_to_have():
     """Workers that load behind the step take the processor from it: no wait is saved, and the epochs are shorter."""
     said = verdict([epoch(misses=10, wait=0.0, compute=6.8), epoch(hits=10, wait=0.0, compute=2.2)], samples=10)[1:]
     assert said == ["epoch one took 6.8 s, later ones 2.2 s each"]
+
+
+def test_waits_that_were_not_logged_are_not_told():
+    """Nor is it said then that training hardly waited."""
+    epochs = [epoch(misses=10, wait=0.0, compute=5.0), epoch(hits=10, wait=0.0, compute=5.0)]
+    assert "hardly waited" in verdict(epochs, 10)[-1]
+    for unheard in ([0], [1], [0, 1]):
+        told = [{name: value for name, value in each.items() if name != "data_wait_seconds"} for each in epochs]
+        assert len(verdict([told[n] if n in unheard else epochs[n] for n in (0, 1)], 10)) == 1
 
 
 def test_a_rolling_cache_has_words_of_its_own():
@@ -81,8 +74,7 @@ def test_a_run_that_began_warm_is_not_told_that_a_cache_is_of_no_use(epochs):
     """Of a named cache that was full, or a rolling one: it did not wait because of the cache."""
     said = verdict([epoch(hits=9, misses=1, wait=0.0)] * epochs, 10)[1:]
     assert said == ["epoch one came from the cache already: this run does not tell how long training waits without it"]
-    [said] = verdict([epoch(hits=4, misses=6, wait=0.04), epoch(hits=10, wait=0.0)], 10)[1:]
-    assert "hardly waited" not in said
+    assert verdict([epoch(hits=4, misses=6, wait=0.04), epoch(hits=10, wait=0.0)], 10)[1:] == []  # of 0.1 a cold one
 
 
 def test_of_a_cache_on_a_disk_no_memory_is_told():

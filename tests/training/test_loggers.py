@@ -18,7 +18,7 @@ from lightning.pytorch.loggers import MLFlowLogger
 from omegaconf import open_dict
 
 from lightning_stocache import CacheMonitor, StocacheDataModule, StochasticCache
-from lightning_stocache.insight.layout import axes as axes_of
+from lightning_stocache.insight.dashboards import axes as axes_of
 from tests.training.tiny import Model, make_trainer, plain_loader, source
 
 pytestmark = [pytest.mark.processes, pytest.mark.slow]

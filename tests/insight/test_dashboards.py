@@ -11,7 +11,7 @@ import numpy as np
 import pytest
 from PIL import Image
 
-from lightning_stocache.insight.layout import LAYOUT
+from lightning_stocache.insight.dashboards import LAYOUT
 from lightning_stocache.insight.metrics import Tally, summarise
 from tests.insight.browser import browse, needs_a_browser
 
