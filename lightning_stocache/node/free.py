@@ -38,6 +38,7 @@ class FreeMemory:
         own: This process's anonymous memory; 0 if unknown.
         promised: What caches of this user's other jobs were granted and have not taken yet.
         promised_in_cgroup: The same, of processes in this process's cgroup.
+        promised_in_filesystem: The same, of caches that lie in `filesystem`.
 
     Example:
         >>> free = FreeMemory(filesystem=64 * 2**20, available=8 * 2**30, cgroup=None, directory="/dev/shm")
@@ -53,6 +54,7 @@ class FreeMemory:
     own: int = 0
     promised: int = 0
     promised_in_cgroup: int = 0
+    promised_in_filesystem: int = 0
 
     @classmethod
     def now(cls, directory: str | None = None, root: Path = Path("/")) -> FreeMemory:
@@ -71,8 +73,14 @@ class FreeMemory:
         """What is free when a cache opens; arguments as in `now`."""
         own = _bytes(root / "proc/self/status", "RssAnon") or 0
         _limited_cgroups.cache_clear()
-        promised, in_cgroup = promised_to_others(root)
-        return replace(cls.now(directory, root), own=own, promised=promised, promised_in_cgroup=in_cgroup)
+        memory, in_cgroup, in_filesystem = promised_to_others(directory, root)
+        return replace(
+            cls.now(directory, root),
+            own=own,
+            promised=memory,
+            promised_in_cgroup=in_cgroup,
+            promised_in_filesystem=in_filesystem,
+        )
 
     @property
     def bytes(self) -> int:

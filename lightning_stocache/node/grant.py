@@ -81,9 +81,10 @@ def grant(budget: Budget, dataset_bytes: int, free: FreeMemory, reserve: Reserve
     rooms = []
     if free.filesystem is not None:
         # A full filesystem kills nobody. 16 MiB are for others' small files, yet little of Docker's 64 MiB. All that is
-        # promised counts: workers that put their batches there die when it is full.
-        room = free.filesystem - free.promised - reserve.files - max(free.filesystem // 50, 16 * _MIB)
-        rooms.append((room, f"{free.directory or 'the filesystem'} ({_free(free.filesystem, free.promised)})"))
+        # promised there counts: workers that put their batches there die when it is full.
+        promised = free.promised_in_filesystem
+        room = free.filesystem - promised - reserve.files - max(free.filesystem // 50, 16 * _MIB)
+        rooms.append((room, f"{free.directory or 'the filesystem'} ({_free(free.filesystem, promised)})"))
     for size, name, promised in free.limits_of_memory:
         spare = reserve.bytes + margin(free, ranks)
         room = max(size - spare - promised, (size - spare) // (2 if promised else 1))

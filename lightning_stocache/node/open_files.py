@@ -24,11 +24,11 @@ import stat
 from collections.abc import Callable
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 from lightning_stocache.node.header import printable, token_of
 
-__all__ = ["OpenFile", "Process", "open_files", "promised_to_others"]
+__all__ = ["OpenFile", "Process", "Promised", "open_files", "promised_to_others"]
 
 _IN_MEMORY = ("/dev/shm/", "/memfd:lightning_stocache")
 _ON_DISK = re.compile(r".*/lsc-[0-9]+-[^/]*(?<!\.locks)")
@@ -102,24 +102,38 @@ def open_files(root: Path = Path("/"), look: Callable[[int], Any] = token_of) ->
     return sorted(files, key=lambda file: -file.allocated_bytes), hidden
 
 
-def promised_to_others(root: Path = Path("/")) -> tuple[int, int]:
-    """The bytes of memory that were granted to caches of this user's other processes, and are not taken yet.
+class Promised(NamedTuple):
+    """Bytes that were granted to caches of this user's other processes, and are not taken yet.
 
     Args:
-        root: where `proc` is found; another one is for tests.
-
-    Returns:
-        The bytes of all, and of those in this process's cgroup.
+        memory: of all that lie in memory.
+        in_cgroup: of those with a process in this process's cgroup.
+        in_directory: of those that lie in the filesystem of a directory; a memfd lies in none.
     """
-    promised = in_cgroup = 0
+
+    memory: int = 0
+    in_cgroup: int = 0
+    in_directory: int = 0
+
+
+def promised_to_others(directory: str | None = None, root: Path = Path("/")) -> Promised:
+    """What other processes were promised.
+
+    Args:
+        directory: in memory, whose filesystem is asked for, as it is (not below `root`).
+        root: where `proc` is found; another one is for tests.
+    """
+    memory = in_cgroup = in_directory = 0
     with contextlib.suppress(OSError):  # there is no /proc here
+        device = None if directory is None else os.stat(directory).st_dev
         for file in _scan(root)[0]:
             size = file.facts.st_size - file.allocated_bytes
             others = size >= _LEAST and not file.on_disk and os.getpid() not in file.pids
             if others and _contents(file, token_of) is not None:
-                promised += size
+                memory += size
                 in_cgroup += size * any(_cgroup(root, pid) == _cgroup(root, "self") for pid in file.pids)
-    return promised, in_cgroup
+                in_directory += size * (file.facts.st_dev == device)
+    return Promised(memory, in_cgroup, in_directory)
 
 
 def _scan(root: Path) -> tuple[list[OpenFile], int]:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -41,39 +42,56 @@ def descriptor_of(segment: Segment) -> int:
     return int(segment.handle.data.rpartition("/")[2])
 
 
+def seen_as(monkeypatch: pytest.MonkeyPatch, segment: Segment, name: str) -> int:
+    """The descriptor of a segment, which the kernel is made to call by a name."""
+    file, readlink = descriptor_of(segment), os.readlink
+    links = {f"/proc/{os.getpid()}/fd/{file}": name}
+    monkeypatch.setattr(os, "readlink", lambda path: links.get(readlink(path), readlink(path)))
+    return file
+
+
 def test_what_others_may_still_take_is_counted_once(tmp_path, monkeypatch, sparse):
     """A segment that two processes have open counts once, and for the cgroup's limit if one of them is in it."""
-    links = {f"/proc/{os.getpid()}/fd/{descriptor_of(sparse)}": "/dev/shm/#12 (deleted)"}
-    readlink = os.readlink
-    monkeypatch.setattr(os, "readlink", lambda path: links.get(readlink(path), readlink(path)))
-    file = descriptor_of(sparse)
+    file = seen_as(monkeypatch, sparse, "/dev/shm/#12 (deleted)")
     other = machine(tmp_path, p71=(file, "theirs"), p72=(file, "theirs"))
-    promised, in_cgroup = promised_to_others(other)
+    promised, in_cgroup, in_directory = promised_to_others("/dev/shm", other)
     assert 47 * MIB < promised <= 48 * MIB
-    assert in_cgroup == 0
+    assert (in_cgroup, in_directory) == (0, promised)
     (tmp_path / "proc/72/cgroup").write_text("ours")
-    assert promised_to_others(tmp_path) == (promised, promised)
-    free = FreeMemory.measure(None, tmp_path)
-    assert (free.promised, free.promised_in_cgroup) == (promised, promised)
+    assert promised_to_others(None, tmp_path) == (promised, promised, 0)
+    free = FreeMemory.measure("/dev/shm", tmp_path)
+    assert (free.promised, free.promised_in_cgroup, free.promised_in_filesystem) == (promised, promised, promised)
+
+
+def test_what_lies_elsewhere_takes_no_room_of_a_filesystem(tmp_path, monkeypatch):
+    """A memfd of another job takes memory, and nothing of /dev/shm, where a cache with a name keeps its room."""
+    segment = Segment.create(64 * MIB, "memfd")
+    file = seen_as(monkeypatch, segment, "/memfd:lightning_stocache (deleted)")
+    free = FreeMemory.measure("/dev/shm", machine(tmp_path, p71=(file, "theirs")))
+    segment.close()
+    assert free.promised > 63 * MIB
+    assert free.promised_in_filesystem == 0
+    given = grant(Budget.parse("auto"), 2**40, replace(free, filesystem=64 * MIB, available=2**40), Reserve())
+    assert given.bytes == 48 * MIB
 
 
 def test_without_a_proc_nothing_is_known(tmp_path):
     """As on macOS."""
-    assert promised_to_others(tmp_path) == (0, 0)
+    assert promised_to_others("/dev/shm", tmp_path) == (0, 0, 0)
 
 
 @pytest.mark.processes
 def test_a_living_job_is_found(sparse):
     """Its segment holds one page, and is as long as what it was granted; those of this process are not counted."""
-    before = promised_to_others()
-    with hanging(Segment.create, 512 * MIB):
-        for promised, others in zip(promised_to_others(), before, strict=True):
-            assert 511 * MIB <= promised - others < 513 * MIB
+    before = promised_to_others("/dev/shm")
+    with hanging(Segment.create, 65536 * MIB):  # so large that the caches of tests at the same time do not matter
+        for promised, others in zip(promised_to_others("/dev/shm"), before, strict=True):
+            assert 65000 * MIB <= promised - others < 66000 * MIB
 
 
 def test_a_filesystem_is_not_promised_twice_and_memory_is_shared():
     """Of a filesystem what is promised is gone; of memory a newcomer gets half at least, and is told why."""
-    free = FreeMemory(1000 * MIB, 10_000 * MIB, None, "/dev/shm", promised=900 * MIB)
+    free = FreeMemory(1000 * MIB, 10_000 * MIB, None, "/dev/shm", promised=950 * MIB, promised_in_filesystem=900 * MIB)
     given = grant(Budget.parse("auto"), 2**40, free, Reserve())
     assert given.bytes == (1000 - 900 - 20) * MIB
     assert given.limited_by == "/dev/shm (1000 MiB free, of which caches of other jobs may take 900 MiB)"
