@@ -157,7 +157,7 @@ class SharedCache:
         if len(fields) != 1 or not isinstance(fields[0].dtype, torch.dtype):
             came = ", ".join(map(str, fields))
             raise TypeError(f"array needs samples of a single tensor; these are of {came or 'nothing'}")
-        live: torch.Tensor = fields[0].batch(torch.from_numpy(self._rows.fields[0]))
+        live: torch.Tensor = fields[0].over(self._rows.fields[0], len(self))
         return live
 
     @property

@@ -26,8 +26,9 @@ import pickle
 import random
 import struct
 import sys
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
+from pickle import PickleBuffer
 from typing import Any, TypeAlias, cast
 
 import numpy as np
@@ -40,18 +41,24 @@ from lightning_stocache.cache.codec import (
     SampleMismatchError,
     UnsupportedSampleError,
     aligned,
+    memory_of,
     named,
+    tensor_over,
     type_name,
 )
-from lightning_stocache.cache.rows import SampleSpec, bytes_of, memory_of
+from lightning_stocache.cache.rows import SampleSpec
 
 __all__ = ["RecordCodec", "Required", "SampleCodec", "canonical_bytes", "is_image", "is_opened", "written"]
 
 _HEAD = struct.Struct("<II")  # bytes of the pickle, number of buffers
-
-_TABLE_ENTRY = 8
+_ENTRY = struct.Struct("<Q")
 _LONGEST_PICKLE = 2**32 - 1
+_IN_PICKLE = 4096  # bytes; a copy of so few costs less than memory of their own
 _ONCE = 20  # bytes that the columns of a slot take, and what alignment wastes of a small record
+_DEEPEST = 8  # levels to which a sample is looked through
+_SPARSE = (torch.sparse_coo, torch.sparse_csr, torch.sparse_csc, torch.sparse_bsr, torch.sparse_bsc)
+_OF_IMAGES = ("info", "palette", "readonly", "im", "pyaccess")  # attributes of PIL's own; others are the user's
+_GENERATORS = (random.Random, np.random.Generator, np.random.RandomState, torch.Generator)
 
 # What a spawned worker calls a class of the script: who reads its records must know it by that name, too.
 sys.modules.setdefault("__mp_main__", sys.modules["__main__"])
@@ -96,22 +103,21 @@ class RecordCodec:
     @classmethod
     def infer(cls, samples: Sequence[Any], required: Required = ()) -> RecordCodec:
         """The codec of a source, from some of its samples; one that cannot be encoded is an error."""
-        codec = cls(0, required=required)
+        codec, packed = cls(0, required=required), cls(0, required=required, packed=True)
         sizes = np.array([codec.stored_size(codec.encode(sample)) for sample in samples], dtype=np.float64)
-        spread = float(sizes.std(ddof=1)) if len(sizes) > 1 else 0.0
-        mean = float(sizes.mean())
+        packed_sizes = [packed.stored_size(packed.encode(sample)) for sample in samples]
+        mean, spread = float(sizes.mean()), float(sizes.std(ddof=1)) if len(sizes) > 1 else 0.0
         # Three standard errors, and a twentieth for what so few samples do not show.
         most = 1.05 * (mean + 3 * spread / len(sizes) ** 0.5) if spread else mean
-        codec = replace(codec, nbytes=round(mean), most_bytes=int(np.ceil(most)))
-        tight = replace(codec, packed=True)
-        packed = sum(tight.stored_size(tight.encode(sample)) for sample in samples)
-        return replace(codec, packed_bytes=round(packed / len(samples)))
+        return cls(round(mean), int(np.ceil(most)), required, packed_bytes=round(sum(packed_sizes) / len(samples)))
 
     def for_bytes(self, granted: int, samples: int) -> RecordCodec:
         """This codec, packed where so many samples do not fit in so many bytes otherwise: that costs 40 us an image."""
         if samples * self.slot_bytes <= granted or not 0 < self.packed_bytes < self.nbytes:
             return self
         return replace(self, packed=True, nbytes=self.packed_bytes)
+
+    # ---- what samples cost ----
 
     @property
     def slot_bytes(self) -> int:
@@ -128,32 +134,6 @@ class RecordCodec:
         """Bytes that a sample takes in a batch."""
         return max(self.nbytes, self.finished_bytes)
 
-    @property
-    def title(self) -> str:
-        """What samples look like, in words that two jobs can compare."""
-        places = (f"{written(path) or 'sample'}: {type_name(kind)}" for path, kind in self.required)
-        return "; ".join([f"{self.form} records".strip(), *places])
-
-    def encode(self, sample: Any, index: int | None = None) -> list[memoryview]:
-        """The parts of a record, one after the other, as bytes; those of a large tensor are its own memory."""
-        for path, kind in self.required:
-            _check_place(sample, path, kind, index)
-        file, large = io.BytesIO(), list[pickle.PickleBuffer]()
-        encoder = Encoder(file, large, self.packed)
-        try:
-            encoder.dump(sample)
-        except Exception as error:  # whatever the code of the sample's classes raises when it is pickled
-            where = unpicklable(sample, error)
-            raise UnsupportedSampleError(f"{_titled(index)}: {where}") from error
-        pickled = file.getbuffer()
-        if pickled.nbytes > _LONGEST_PICKLE:
-            raise UnsupportedSampleError(f"{_titled(index)} holds more than 4 GiB in text, bytes or small objects")
-        return _laid_out(pickled, large, {id(buffer) for buffer in encoder.copied})
-
-    def contents(self, parts: Sequence[memoryview]) -> Sequence[memoryview]:
-        """The bytes of an encoded sample."""
-        return parts
-
     def stored_size(self, parts: Sequence[memoryview]) -> int:
         """Bytes that an encoded sample takes, with its alignment."""
         size = sum(part.nbytes for part in parts)
@@ -161,16 +141,43 @@ class RecordCodec:
 
     def least_bytes(self, sample: Any) -> int:
         """Least bytes of a sample's record, without encoding it: those of its arrays, images and text."""
-        return _HEAD.size + _bytes_inside(sample, 8, set())
+        return _HEAD.size + _bytes_inside(sample, _DEEPEST, set())
 
-    def is_alike(self, sample: Any) -> bool:
-        """Whether a sample has what is required."""
+    @property
+    def title(self) -> str:
+        """What samples look like, in words that two jobs can compare."""
+        places = (f"{written(path) or 'sample'}: {type_name(kind)}" for path, kind in self.required)
+        return "; ".join([f"{self.form} records".strip(), *places])
+
+    # ---- from samples to bytes, and back ----
+
+    def encode(self, sample: Any, index: int | None = None) -> list[memoryview]:
+        """The parts of a record, one after the other, as bytes; those of a large tensor are its own memory."""
+        title = "a sample" if index is None else f"sample {index}"
+        self._check_required(sample, title)
         try:
-            for path, kind in self.required:
-                _check_place(sample, path, kind, None)
-        except SampleMismatchError:
-            return False
-        return True
+            pickled, buffers = _pickled(sample, packed=self.packed)
+        except Exception as error:  # whatever the code of the sample's classes raises when it is pickled
+            raise UnsupportedSampleError(f"{title}: {_unpicklable(sample, error)}") from error
+        if pickled.nbytes > _LONGEST_PICKLE:
+            raise UnsupportedSampleError(f"{title} holds more than 4 GiB in text, bytes or small objects")
+        head = bytearray(_HEAD.pack(pickled.nbytes, len(buffers)))
+        for buffer, copies in buffers:
+            head += _ENTRY.pack(buffer.nbytes << 1 | copies)
+        head += pickled
+        if buffers:
+            head += bytes(aligned(len(head)) - len(head))
+        parts, end = [memoryview(head)], len(head)
+        for buffer, _ in buffers:
+            if gap := aligned(end) - end:
+                parts.append(memoryview(bytes(gap)))
+            parts.append(buffer)
+            end += gap + buffer.nbytes
+        return parts
+
+    def contents(self, parts: Sequence[memoryview]) -> Sequence[memoryview]:
+        """The bytes of an encoded sample."""
+        return parts
 
     def decode(self, record: memoryview, lend: Lend | None = None) -> Any:
         """The sample of a record, in memory of its own.
@@ -179,56 +186,66 @@ class RecordCodec:
             record: its bytes; they are only read.
             lend: gives the memory; by default it is new.
         """
-        content, buffers = _taken_apart(record, lend)
-        return pickle.loads(content, buffers=buffers)
+        pickled, count = _HEAD.unpack_from(record)
+        start = _HEAD.size + count * _ENTRY.size
+        end = start + pickled
+        buffers: list[memoryview] = []
+        for (entry,) in _ENTRY.iter_unpack(record[_HEAD.size : start]):
+            begin = aligned(end)
+            end = begin + (entry >> 1)
+            buffer = record[begin:end]
+            if not entry & 1:
+                memory = np.empty(buffer.nbytes, dtype=np.uint8) if lend is None else lend([buffer.nbytes])[0]
+                memory[:] = np.frombuffer(buffer, dtype=np.uint8)
+                buffer = memory.data
+            buffers.append(buffer)
+        return pickle.loads(record[start : start + pickled], buffers=buffers)
+
+    def is_alike(self, sample: Any) -> bool:
+        """Whether a sample has what is required."""
+        try:
+            self._check_required(sample, "")
+        except SampleMismatchError:
+            return False
+        return True
+
+    def _check_required(self, sample: Any, title: str) -> None:
+        purpose = "on which the random part of the transform works"
+        for path, kind in self.required:
+            node = sample
+            for depth, step in enumerate(path, start=1):
+                try:
+                    node = node[step]
+                except (LookupError, TypeError):
+                    raise SampleMismatchError(f"{title} has no {named(written(path[:depth]))}, {purpose}") from None
+            if type(node) is not kind and not (is_image(kind) and is_image(type(node))):
+                raise SampleMismatchError(
+                    f"{title}: {named(written(path))}, {purpose}, must be a {type_name(kind)}; "
+                    f"got a {type_name(type(node))}"
+                )
 
 
 SampleCodec: TypeAlias = SampleSpec | RecordCodec
 """What turns samples into bytes, and bytes into samples again. Nothing outside this room looks into the bytes."""
 
 
-# ---- layout ----
+def canonical_bytes(node: Any) -> bytes | None:
+    """An object as bytes, which are equal for equal contents; None if it cannot be pickled.
+
+    For comparisons: they cannot be read back.
+    """
+    for fast in (True, False):  # without a memo, which writes an object that comes twice as a reference
+        try:
+            pickled, buffers = _pickled(node, fast=fast)
+        except Exception:  # a cycle, if it was fast; else whatever the object's own code raises
+            continue
+        return b"".join([pickled, *(buffer for buffer, _ in buffers)])
+    return None
 
 
-def _laid_out(pickled: memoryview, large: list[pickle.PickleBuffer], copied: set[int]) -> list[memoryview]:
-    """The parts of a record: its head, with all that is small, and the buffers."""
-    if not large:
-        head = bytearray(_HEAD.size + pickled.nbytes)
-        _HEAD.pack_into(head, 0, pickled.nbytes, 0)
-        head[_HEAD.size :] = pickled
-        return [memoryview(head)]
-    start = _HEAD.size + len(large) * _TABLE_ENTRY
-    end = start + pickled.nbytes
-    buffers = [buffer.raw() for buffer in large]
-    head = bytearray(aligned(end))
-    head[start:end] = pickled
-    parts, end = [memoryview(head)], len(head)
-    for number, (buffer, raw) in enumerate(zip(large, buffers, strict=True)):
-        struct.pack_into("<Q", head, _HEAD.size + number * _TABLE_ENTRY, raw.nbytes * 2 + (id(buffer) in copied))
-        if end % 64:
-            parts.append(memoryview(bytes(aligned(end) - end)))
-        parts.append(raw)
-        end = aligned(end) + raw.nbytes
-    _HEAD.pack_into(head, 0, pickled.nbytes, len(large))
-    return parts
-
-
-def _taken_apart(record: memoryview, lend: Lend | None) -> tuple[memoryview, list[memoryview]]:
-    """The pickle of a record, and the buffers for it."""
-    pickled, count = _HEAD.unpack_from(record)
-    start = _HEAD.size + count * _TABLE_ENTRY
-    end, buffers = start + pickled, []
-    for (entry,) in struct.iter_unpack("<Q", record[_HEAD.size : start]):
-        begin = aligned(end)
-        end = begin + (entry >> 1)
-        buffers.append(record[begin:end] if entry & 1 else _copied(record[begin:end], lend))
-    return record[start : start + pickled], buffers
-
-
-def _copied(content: memoryview, lend: Lend | None) -> memoryview:
-    memory = np.empty(content.nbytes, dtype=np.uint8) if lend is None else lend([content.nbytes])[0]
-    memory[:] = np.frombuffer(content, dtype=np.uint8)
-    return memory.data
+def written(path: tuple[Any, ...]) -> str:
+    """A place in a sample, as one would write it in Python."""
+    return "".join(f"[{step!r}]" for step in path)
 
 
 def _bytes_inside(node: Any, deep: int, seen: set[int]) -> int:
@@ -252,89 +269,35 @@ def _bytes_inside(node: Any, deep: int, seen: set[int]) -> int:
     return 1
 
 
-# ---- what cannot be kept ----
-
-
-def _check_place(sample: Any, path: tuple[Any, ...], kind: type[Any], index: int | None) -> None:
-    node = sample
-    for number, step in enumerate(path):
-        try:
-            node = node[step]
-        except (LookupError, TypeError):
-            lacking = named(written(path[: number + 1]))
-            raise SampleMismatchError(
-                f"{_titled(index)} has no {lacking}, on which the random part of the transform works"
-            ) from None
-    if type(node) is not kind and not (is_image(kind) and is_image(type(node))):
-        raise SampleMismatchError(
-            f"{_titled(index)}: {named(written(path))}, on which the random part of the transform works, must be a "
-            f"{type_name(kind)}; got a {type_name(type(node))}"
-        )
-
-
-def written(path: tuple[Any, ...]) -> str:
-    """A place in a sample, as one would write it in Python."""
-    return "".join(f"[{step!r}]" for step in path)
-
-
-def _titled(index: int | None) -> str:
-    return "a sample" if index is None else f"sample {index}"
-
-
 # ---- pickling ----
 
-_DEEPEST = 8  # levels to which what cannot be pickled is looked for
-_IN_PICKLE = 4096  # bytes; a copy of so few costs less than memory of their own
-_DTYPES = {str(dtype): dtype for dtype in vars(torch).values() if isinstance(dtype, torch.dtype)}
-_ARRAY_DTYPES = {
-    str(dtype): torch.empty(0, dtype=dtype).numpy().dtype
-    for dtype in (
-        *(torch.uint8, torch.int8, torch.int16, torch.int32, torch.int64, torch.bool),
-        *(torch.float16, torch.float32, torch.float64, torch.complex64, torch.complex128),
-    )
-}
-_SPARSE = (torch.sparse_coo, torch.sparse_csr, torch.sparse_csc, torch.sparse_bsr, torch.sparse_bsc)
-_OF_IMAGES = ("info", "palette", "readonly", "im", "pyaccess")  # attributes of PIL's own; others are the user's
-_GENERATORS = (random.Random, np.random.Generator, np.random.RandomState, torch.Generator)
+
+def _pickled(node: Any, *, packed: bool = True, fast: bool = False) -> tuple[memoryview, list[tuple[memoryview, bool]]]:
+    """The pickle of an object, and the large buffers beside it, each with whether the decoder copies it."""
+    file = io.BytesIO()
+    encoder = _Encoder(file, packed)
+    encoder.fast = fast
+    encoder.dump(node)
+    return file.getbuffer(), encoder.buffers
 
 
-def canonical_bytes(node: Any) -> bytes | None:
-    """An object as bytes, which are equal for equal contents; None if it cannot be pickled.
+class _Encoder(pickle.Pickler):
+    """Pickles a sample, with large buffers beside."""
 
-    For comparisons: they cannot be read back.
-    """
-    for fast in (True, False):  # without a memo, which writes an object that comes twice as a reference
-        file, large = io.BytesIO(), list[pickle.PickleBuffer]()
-        encoder = Encoder(file, large, packed=True)
-        encoder.fast = fast
-        try:
-            encoder.dump(node)
-        except Exception:  # a cycle, if it was fast; else whatever the object's own code raises
-            continue
-        return b"".join([file.getvalue(), *(buffer.raw() for buffer in large)])
-    return None
+    def __init__(self, file: io.BytesIO, packed: bool) -> None:
+        buffers: list[tuple[memoryview, bool]] = []
+        images: list[PickleBuffer] = []
+        self.packed, self.buffers, self.images = packed, buffers, images
 
-
-class Encoder(pickle.Pickler):
-    """Pickles a sample, with large buffers beside.
-
-    Args:
-        file: where the pickle goes.
-        large: gets the buffers.
-        packed: as in the codec.
-    """
-
-    def __init__(self, file: io.BytesIO, large: list[pickle.PickleBuffer], packed: bool) -> None:
-        def is_small(buffer: pickle.PickleBuffer) -> bool:
-            if buffer.raw().nbytes < _IN_PICKLE:
+        # No method: an encoder that knows itself would keep the sample until the garbage collector runs.
+        def is_small(buffer: PickleBuffer) -> bool:
+            content = buffer.raw()
+            if content.nbytes < _IN_PICKLE:
                 return True
-            large.append(buffer)
+            buffers.append((content, any(buffer is image for image in images)))
             return False
 
         super().__init__(file, 5, buffer_callback=cast(Any, is_small))
-        self.packed = packed
-        self.copied: list[pickle.PickleBuffer] = []
-        """Buffers that the decoder copies, so that they may be read where they lie."""
 
     def reducer_override(self, node: Any) -> Any:
         """How an object is taken apart."""
@@ -356,18 +319,52 @@ class Encoder(pickle.Pickler):
     def _reduced_image(self, image: Any) -> Any:
         kind = type(image)
         if is_opened(kind):  # as PIL itself pickles it
-            state = [pickle.PickleBuffer(part) if type(part) is bytes else part for part in image.__getstate__()]
-            self.copied += [part for part in state if type(part) is pickle.PickleBuffer]
+            state = [self._image_bytes(part) if type(part) is bytes else part for part in image.__getstate__()]
             return _opened_image, (kind, state)
         raw = "RGBX" if image.mode == "RGB" and not self.packed else image.mode
-        buffer = pickle.PickleBuffer(image.tobytes("raw", raw) if raw == "RGBX" else image.tobytes())
-        self.copied.append(buffer)
+        content = self._image_bytes(image.tobytes("raw", raw) if raw == "RGBX" else image.tobytes())
         palette = None if image.palette is None else (image.palette.mode, bytes(image.getpalette(None) or b""))
         own = {name: value for name, value in vars(image).items() if name[0] != "_" and name not in _OF_IMAGES}
-        return _image, (image.mode, image.size, image.info, palette, raw, buffer, own)
+        return _image, (image.mode, image.size, image.info, palette, raw, content, own)
+
+    def _image_bytes(self, content: bytes) -> PickleBuffer:
+        """A buffer that PIL copies when it makes an image of it, so that it may be read where it lies."""
+        self.images.append(PickleBuffer(content))
+        return self.images[-1]
 
 
-# ---- tensors ----
+def _unpicklable(sample: Any, error: Exception) -> str:
+    """The innermost part of a sample that cannot be pickled, in words, given what was raised."""
+    path, node = "", sample
+    for _ in range(_DEEPEST):
+        try:
+            step, node = next(part for part in _parts(node) if not _can_be_pickled(part[1]))
+        except Exception:  # there is none, or the code of a container raises something
+            break
+        path += step
+    reason = str(error).splitlines()[0] if str(error) else type(error).__name__
+    return f"{named(path)} is a {type_name(type(node))}, which cannot be kept as bytes ({reason})"
+
+
+def _parts(node: Any) -> Iterator[tuple[str, Any]]:
+    """What is in a container or an object, and how one gets there in Python."""
+    if isinstance(node, Mapping):
+        yield from ((f"[{key!r}]", node[key]) for key in node)
+    elif isinstance(node, list | tuple):
+        yield from ((f"[{number}]", part) for number, part in enumerate(node))
+    elif isinstance(attributes := getattr(node, "__dict__", None), dict):
+        yield from ((f".{name}", part) for name, part in attributes.items())
+
+
+def _can_be_pickled(node: Any) -> bool:
+    try:
+        _pickled(node)
+    except Exception:  # whatever its code raises
+        return False
+    return True
+
+
+# ---- tensors and arrays ----
 
 
 def _reduced_tensor(tensor: torch.Tensor) -> Any:
@@ -383,45 +380,46 @@ def _reduced_tensor(tensor: torch.Tensor) -> Any:
         dispatch: Any = kind.__torch_dispatch__
         if hasattr(kind, "__tensor_flatten__") or dispatch is not torch.Tensor.__torch_dispatch__:
             return NotImplemented
+    elif tensor.is_quantized or tensor.is_nested or tensor.is_meta or tensor.layout is not torch.strided:
+        is_sparse = tensor.layout in _SPARSE and not tensor.__dict__
+        return (_sparse, cast(Any, tensor).__reduce_ex__(5)[1]) if is_sparse else NotImplemented
+    if kind is not torch.Tensor or tensor.__dict__:
         return _subclass, (kind, tensor.as_subclass(torch.Tensor), tensor.__dict__)
-    if tensor.layout not in (torch.strided, *_SPARSE) or tensor.is_quantized or tensor.is_nested or tensor.is_meta:
-        return NotImplemented
-    if tensor.layout is not torch.strided:
-        return NotImplemented if tensor.__dict__ else (_sparse, cast(Any, tensor).__reduce_ex__(5)[1])
-    if tensor.__dict__:
-        return _subclass, (kind, tensor.view_as(tensor), tensor.__dict__)
-    if tensor.is_conj() or tensor.is_neg():
-        tensor = tensor.resolve_conj().resolve_neg()
-    shape, dtype = tuple(tensor.shape), str(tensor.dtype)
-    if not tensor.numel():
-        return _empty, (dtype, shape)
-    if tensor.is_contiguous() or (order := _dense_order(tensor)) is None:
-        return _tensor, (dtype, shape, _buffer(memory_of(bytes_of(tensor))))
-    dense = tensor.permute(order)
-    buffer = _buffer(memory_of(bytes_of(dense)))
-    return _permuted, (dtype, tuple(dense.shape), tuple(np.argsort(order).tolist()), buffer)
+    axes = []  # or one permutation
+    if not tensor.is_contiguous():
+        order = _slowest_first(tensor.stride())
+        if tensor.permute(order).is_contiguous():
+            tensor, axes = tensor.permute(order), [_inverse(order)]
+    return _tensor, (str(tensor.dtype)[6:], tuple(tensor.shape), PickleBuffer(memory_of(tensor).data), *axes)
 
 
-def _dense_order(tensor: torch.Tensor) -> list[int] | None:
-    """The dimensions, the slowest first, if in this order the tensor is contiguous; None if it has gaps or overlaps."""
-    strides = tensor.stride()
-    order = sorted(range(tensor.ndim), key=lambda axis: -strides[axis])
-    return order if tensor.permute(order).is_contiguous() else None
+def _reduced_array(array: npt.NDArray[Any]) -> Any:
+    axes = []  # or one permutation
+    if not array.flags.c_contiguous:
+        order = _slowest_first(array.strides)
+        if array.transpose(order).flags.c_contiguous:
+            array, axes = array.transpose(order), [_inverse(order)]
+    whole, dtype = np.ascontiguousarray(array), array.dtype
+    if not whole.flags.writeable:  # pickle would have it read-only, and over memory that is not its own
+        whole = whole.copy()
+    by_name = dtype.names is None and dtype.metadata is None and dtype.isbuiltin != 2  # 2: another library's
+    content = whole.reshape(-1).view(np.uint8).data if array.nbytes else bytearray()
+    return _array, (dtype.str if by_name else dtype, array.shape, PickleBuffer(content), *axes)
 
 
-def _tensor(dtype: str, shape: tuple[int, ...], buffer: Any) -> torch.Tensor:
-    array_dtype = _ARRAY_DTYPES.get(dtype)
-    if array_dtype is None:  # bfloat16 and others that NumPy has not
-        return torch.frombuffer(buffer, dtype=_DTYPES[dtype]).view(shape)
-    return torch.from_numpy(np.ndarray(shape, array_dtype, buffer))  # half the time of torch's own way
+def _slowest_first(strides: Sequence[int]) -> list[int]:
+    """The dimensions in the order in which they lie in memory, if that is without gaps."""
+    return sorted(range(len(strides)), key=lambda axis: -strides[axis])
 
 
-def _permuted(dtype: str, shape: tuple[int, ...], order: tuple[int, ...], buffer: Any) -> torch.Tensor:
-    return _tensor(dtype, shape, buffer).permute(order)
+def _inverse(order: list[int]) -> tuple[int, ...]:
+    """The permutation that takes another one back."""
+    return tuple(order.index(axis) for axis in range(len(order)))
 
 
-def _empty(dtype: str, shape: tuple[int, ...]) -> torch.Tensor:
-    return torch.empty(shape, dtype=_DTYPES[dtype], device="cpu")
+def _tensor(dtype: str, shape: tuple[int, ...], buffer: Any, axes: tuple[int, ...] | None = None) -> torch.Tensor:
+    tensor = tensor_over(buffer, getattr(torch, dtype), shape)
+    return tensor if axes is None else tensor.permute(axes)
 
 
 def _sparse(layout: torch.layout, parts: tuple[Any, ...]) -> torch.Tensor:
@@ -437,24 +435,12 @@ def _subclass(kind: type[torch.Tensor], plain: torch.Tensor, attributes: dict[st
     return tensor
 
 
-# ---- arrays and images ----
-
-
-def _reduced_array(array: npt.NDArray[Any]) -> Any:
-    order = sorted(range(array.ndim), key=lambda axis: -array.strides[axis])
-    permuted = not array.flags.c_contiguous and array.transpose(order).flags.c_contiguous
-    whole = array.transpose(order) if permuted else np.ascontiguousarray(array)
-    if not whole.flags.writeable:  # pickle would have it read-only, and over memory that is not its own
-        whole = whole.copy()
-    dtype, axes = array.dtype, tuple(np.argsort(order).tolist()) if permuted else None
-    by_name = dtype.names is None and dtype.metadata is None and dtype.isbuiltin != 2  # 2: another library's
-    buffer = _buffer(whole.reshape(-1).view(np.uint8) if array.nbytes else bytearray())
-    return _array, (dtype.str if by_name else dtype, whole.shape if permuted else array.shape, axes, buffer)
-
-
-def _array(dtype: Any, shape: tuple[int, ...], axes: tuple[int, ...] | None, buffer: Any) -> npt.NDArray[Any]:
+def _array(dtype: Any, shape: tuple[int, ...], buffer: Any, axes: tuple[int, ...] | None = None) -> npt.NDArray[Any]:
     array: npt.NDArray[Any] = np.ndarray(shape, dtype, buffer)
     return array if axes is None else array.transpose(axes)
+
+
+# ---- images ----
 
 
 def is_image(kind: type) -> bool:
@@ -474,12 +460,12 @@ def _image(
     info: dict[Any, Any],
     palette: tuple[str, bytes] | None,
     raw: str,
-    data: Any,
+    content: Any,
     own: dict[str, Any],
 ) -> Any:
     from PIL import Image
 
-    image = Image.frombytes(mode, size, data, "raw", raw) if raw != mode else Image.frombytes(mode, size, data)
+    image = Image.frombytes(mode, size, content, "raw", raw) if raw != mode else Image.frombytes(mode, size, content)
     image.info = info
     if palette is not None:
         image.putpalette(palette[1], palette[0])
@@ -491,39 +477,3 @@ def _opened_image(kind: type[Any], state: list[Any]) -> Any:
     image = object.__new__(kind)
     image.__setstate__(state)
     return image
-
-
-def _buffer(content: Any) -> pickle.PickleBuffer:
-    """What a pickle may leave to lie beside it."""
-    return pickle.PickleBuffer(content)  # Any: NumPy's stubs know of no buffers before Python 3.12
-
-
-def unpicklable(sample: Any, error: Exception) -> str:
-    """What of a sample cannot be pickled, in words, given what was raised."""
-    where, node = "", sample
-    for _ in range(_DEEPEST):
-        try:
-            inner = next(iter(_failing(node)), None)
-        except Exception:  # a container that cannot even be looked through
-            break
-        if inner is None:
-            break
-        where, node = where + inner[0], inner[1]
-    said = str(error).splitlines()[0] if str(error) else type(error).__name__
-    return f"{named(where)} is a {type_name(type(node))}, which cannot be kept as bytes ({said})"
-
-
-def _failing(node: Any) -> Iterable[tuple[str, Any]]:
-    """The parts of a container that cannot be pickled by themselves."""
-    if isinstance(node, Mapping):
-        children: Iterable[tuple[str, Any]] = ((f"[{key!r}]", node[key]) for key in node)
-    elif isinstance(node, list | tuple):
-        children = ((f"[{number}]", part) for number, part in enumerate(node))
-    else:
-        attributes = getattr(node, "__dict__", None)
-        children = ((f".{name}", part) for name, part in attributes.items()) if isinstance(attributes, dict) else ()
-    for step, part in children:
-        try:
-            Encoder(io.BytesIO(), [], packed=True).dump(part)
-        except Exception:  # whatever its code raises
-            yield step, part

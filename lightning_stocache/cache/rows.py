@@ -13,10 +13,11 @@ the field. Not promised: strides (what comes out is contiguous), and `numpy.memm
 
 from __future__ import annotations
 
-import collections
+import math
 import struct
+from collections import OrderedDict
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from functools import cached_property
 from typing import Any
 
@@ -29,29 +30,31 @@ from lightning_stocache.cache.codec import (
     Parts,
     SampleMismatchError,
     UnsupportedSampleError,
+    memory_of,
     named,
+    tensor_over,
     type_name,
 )
 
-__all__ = ["Field", "FieldRows", "SampleSpec", "bytes_of", "memory_of"]
+__all__ = ["Field", "FieldRows", "SampleSpec"]
 
-_NUMBERS: dict[type, torch.dtype] = {
-    bool: torch.bool,
-    int: torch.int64,
-    float: torch.float64,
-    complex: torch.complex128,
+_NUMBERS: dict[type, np.dtype[Any]] = {
+    bool: np.dtype(np.bool_),
+    int: np.dtype(np.int64),
+    float: np.dtype(np.float64),
+    complex: np.dtype(np.complex128),
 }
-_PACKED = {bool: struct.Struct("=?"), int: struct.Struct("=q"), float: struct.Struct("=d")}  # what torch has for them
+_PACKED = {bool: struct.Struct("=?"), int: struct.Struct("=q"), float: struct.Struct("=d")}  # a third of NumPy's time
 
 
 @dataclass(frozen=True)
 class Field:
-    """One leaf of a sample: its place, its type, and how its bytes are read.
+    """One leaf of a sample: its place, its type, and how its bytes are read and written.
 
     Args:
         path: where in the sample it is, as one would write it in Python: `['image']`.
         kind: its type.
-        dtype: of torch or NumPy; None for None.
+        dtype: of torch for tensors, of NumPy for arrays and numbers; None for None.
         shape: empty for numbers.
 
     Example:
@@ -68,7 +71,7 @@ class Field:
     @cached_property  # asked for with every batch
     def nbytes(self) -> int:
         """Bytes of one sample's leaf."""
-        return 0 if self.dtype is None else self.dtype.itemsize * int(np.prod(self.shape))
+        return 0 if self.dtype is None else self.dtype.itemsize * math.prod(self.shape)
 
     @classmethod
     def of(cls, path: str, leaf: Any) -> Field:
@@ -85,10 +88,10 @@ class Field:
                 raise UnsupportedSampleError(f"{named(path)} is an int of more than 64 bits: {leaf}")
             return cls(path, kind, _NUMBERS[kind])
         if isinstance(leaf, torch.Tensor):
-            if advice := _tensor_trouble(leaf):
-                raise UnsupportedSampleError(f"{named(path)} is a tensor that {advice}")
+            if trouble := _tensor_trouble(leaf):
+                raise UnsupportedSampleError(f"{named(path)} is a tensor that {trouble}")
             return cls(path, kind, leaf.dtype, tuple(leaf.shape))
-        if kind is np.ndarray or isinstance(leaf, (np.memmap, np.generic)):
+        if kind is np.ndarray or isinstance(leaf, np.memmap | np.generic):
             if leaf.dtype.kind in "OSUV":
                 raise UnsupportedSampleError(
                     f"{named(path)} is a NumPy array of dtype {leaf.dtype}; return numbers instead"
@@ -119,87 +122,53 @@ class Field:
                 return True
         return Field.of(self.path, leaf) == self
 
-    def plain(self, leaf: Any) -> torch.Tensor:
-        """A leaf that agrees with this field as a plain tensor, of any strides; bytes where NumPy has the dtype."""
-        if isinstance(leaf, torch.Tensor):
-            plain = leaf if leaf.__class__ is torch.Tensor else leaf.as_subclass(torch.Tensor)
-            return plain.resolve_conj().resolve_neg() if plain.is_conj() or plain.is_neg() else plain
-        if self.dtype is None:
-            return torch.empty(0, dtype=torch.uint8)
-        if isinstance(self.dtype, torch.dtype):
-            return torch.scalar_tensor(leaf, dtype=self.dtype)
-        array = np.array(leaf, order="C", ndmin=1)  # a copy: torch warns about arrays that cannot be written to
-        return torch.from_numpy(array.reshape(-1).view(np.uint8))
-
     def content(self, leaf: Any) -> memoryview:
-        """The bytes of a leaf that agrees with this field; those of a contiguous tensor are its own memory."""
-        packed = _PACKED.get(self.kind)
-        return memory_of(bytes_of(self.plain(leaf))).data if packed is None else memoryview(packed.pack(leaf))
+        """The bytes of a leaf that agrees with this field; those of a contiguous tensor or array are its own memory."""
+        if (packed := _PACKED.get(self.kind)) is not None:
+            return memoryview(packed.pack(leaf))
+        if isinstance(leaf, torch.Tensor):
+            return memory_of(leaf if leaf.__class__ is torch.Tensor else leaf.as_subclass(torch.Tensor)).data
+        if leaf is None:
+            return memoryview(b"")
+        return np.ascontiguousarray(leaf).reshape(-1).view(np.uint8).data
 
-    def stack(self, leaves: Sequence[Any], rows: torch.Tensor) -> None:
+    def stack(self, leaves: Sequence[Any], rows: npt.NDArray[np.uint8]) -> None:
         """Copy leaves that agree with this field into contiguous rows, uint8 `[leaves, nbytes]`."""
         if not self.nbytes:
             return
-        if isinstance(self.dtype, np.dtype):
-            array = rows.numpy().reshape(-1).view(self.dtype).reshape(len(leaves), *self.shape)
-            np.stack(leaves, out=array)
-        elif self.kind in _NUMBERS:
-            self.batch(rows).copy_(torch.tensor(leaves, dtype=self.dtype))
+        batch = self.over(rows, len(leaves))
+        if self.kind in _NUMBERS:
+            batch[:] = leaves
+        elif isinstance(batch, np.ndarray):
+            np.stack(leaves, out=batch)
         else:
             plain = leaves if self.kind is torch.Tensor else [leaf.as_subclass(torch.Tensor) for leaf in leaves]
-            torch.stack(list(plain), out=self.batch(rows))
+            torch.stack(list(plain), out=batch)
 
-    def decode(self, rows: torch.Tensor) -> list[Any]:
-        """The leaves of many samples from their bytes, uint8 `[samples, nbytes]`, which they then own."""
-        samples = len(rows)
+    def decode(self, memory: npt.NDArray[np.uint8], samples: int) -> Sequence[Any]:
+        """The leaves of many samples from their bytes, uint8 `[samples * nbytes]`, which they then own."""
         if self.dtype is None:
             return [None] * samples
-        if isinstance(self.dtype, np.dtype):
-            array = rows.numpy().reshape(-1).view(self.dtype).reshape(samples, *self.shape)
-            return list(array) if self.shape or self.kind is not np.ndarray else [array[i, ...] for i in range(samples)]
-        batch = self.batch(rows)
+        batch = self.over(memory, samples)
         if self.kind in _NUMBERS:
-            return batch.tolist()
+            return batch.tolist()  # type: ignore[no-any-return]
+        if isinstance(batch, np.ndarray):
+            is_array = self.kind is np.ndarray and not self.shape
+            return [batch[number, ...] for number in range(samples)] if is_array else list(batch)
         leaves = batch.unbind(0)
-        return list(leaves) if self.kind is torch.Tensor else [leaf.as_subclass(self.kind) for leaf in leaves]
+        return leaves if self.kind is torch.Tensor else [leaf.as_subclass(self.kind) for leaf in leaves]
 
-    def batch(self, rows: torch.Tensor) -> torch.Tensor:
-        """The leaves of many samples as one tensor `[samples, *shape]` over their bytes, if torch has the dtype."""
-        assert isinstance(self.dtype, torch.dtype)
-        return rows.reshape(-1).view(self.dtype).reshape(len(rows), *self.shape)
+    def over(self, memory: npt.NDArray[np.uint8], samples: int) -> Any:
+        """The leaves of many samples as one tensor or array `[samples, *shape]` over their bytes."""
+        shape = (samples, *self.shape)
+        if isinstance(self.dtype, torch.dtype):
+            return tensor_over(memory, self.dtype, shape)
+        return np.ndarray(shape, self.dtype, memory)
 
     def __str__(self) -> str:
         if self.dtype is None or self.kind in _NUMBERS:
             return type_name(self.kind)
         return f"{type_name(self.kind)} of dtype {self.dtype} and shape {self.shape}"
-
-
-def bytes_of(leaf: torch.Tensor) -> torch.Tensor:
-    """The bytes of a plain tensor in row order, uint8 and contiguous; those of a contiguous one are its own memory."""
-    if leaf.numel() == 1:  # contiguous to torch, whatever its strides, which a view as bytes would mind
-        return leaf.as_strided((1,), (1,)).view(torch.uint8)
-    row = leaf.contiguous().view(-1)
-    return row if row.dtype == torch.uint8 else row.view(torch.uint8)
-
-
-class _Memory:
-    """The bytes of a tensor, which live as long as this does."""
-
-    __slots__ = ("__array_interface__", "tensor")
-
-    def __init__(self, row: torch.Tensor) -> None:
-        self.tensor = row
-        self.__array_interface__ = {
-            "version": 3,
-            "typestr": "|u1",
-            "shape": (row.numel(),),
-            "data": (row.data_ptr(), False),
-        }
-
-
-def memory_of(row: torch.Tensor) -> npt.NDArray[np.uint8]:
-    """A uint8 tensor `[nbytes]` as an array. `numpy()` would keep the user's storage from being resized ever after."""
-    return np.asarray(_Memory(row)) if row.numel() else np.empty(0, dtype=np.uint8)
 
 
 def _tensor_trouble(leaf: torch.Tensor) -> str | None:
@@ -254,74 +223,60 @@ class FieldRows:
         Returns:
             The bytes of each there, per field.
         """
-        columns, contents = self._open
         first, count = places[0], len(places)
-        together = list(places) == list(range(first, first + count))
-        for field, column, leaves in zip(self._fields, columns, zip(*samples, strict=True), strict=True):
-            if together:
+        in_a_row = list(places) == list(range(first, first + count))
+        for field, column, leaves in zip(self._fields, self._columns, zip(*samples, strict=True), strict=True):
+            if in_a_row:
                 field.stack(leaves, column[first : first + count])
             else:
-                rows = torch.empty(count, field.nbytes, dtype=torch.uint8, device="cpu")
+                rows = np.empty((count, field.nbytes), dtype=np.uint8)
                 field.stack(leaves, rows)
-                column.numpy()[places] = rows.numpy()  # torch's own ways to do this are nine times as slow
-        return [[content[place * nbytes : (place + 1) * nbytes] for content, nbytes in contents] for place in places]
-
-    def write(self, place: int, contents: Sequence[memoryview | npt.NDArray[np.uint8]]) -> None:
-        """Copy the bytes of a sample to its place, per field."""
-        for (memory, nbytes), content in zip(self._open[1], contents, strict=True):
-            part: Any = content  # NumPy's stubs know of no buffers before Python 3.12
-            memory[place * nbytes : (place + 1) * nbytes] = part
+                column[places] = rows
+        return [[column[place].data for column in self._columns] for place in places]
 
     @cached_property
-    def _open(self) -> tuple[list[torch.Tensor], list[tuple[memoryview, int]]]:
-        """The columns of the fields, uint8 `[samples, nbytes]`, and their bytes."""
-        columns, contents = [], []
-        for field, row in zip(self._fields, self._memory(), strict=True):
-            columns.append(torch.from_numpy(row).view(self._samples, field.nbytes))
-            contents.append((row.data, field.nbytes))
-        return columns, contents
+    def _columns(self) -> list[npt.NDArray[np.uint8]]:
+        """The memory of each field, uint8 `[samples, nbytes]`."""
+        pairs = zip(self._fields, self._memory(), strict=True)
+        return [memory.reshape(self._samples, field.nbytes) for field, memory in pairs]
 
 
 @dataclass(frozen=True)
 class _Branch:
-    """A container of a sample, with its keys if it is a dict; children are branches or places in the list of fields."""
+    """A container of a sample.
 
+    Args:
+        path: where in the sample it is.
+        kind: its type.
+        keys: of a dict.
+        children: what is in it: branches, and the numbers of fields.
+    """
+
+    path: str
     kind: type[Any]
     keys: tuple[Any, ...] | None
-    children: tuple[_Branch | int, ...] = ()
+    children: tuple[_Branch | int, ...]
 
     @cached_property
     def is_flat(self) -> bool:
-        """Whether only leaves hang below it."""
+        """Whether it holds leaves alone."""
         return not any(isinstance(child, _Branch) for child in self.children)
 
     def parts(self, node: Any) -> Sequence[Any]:
-        """What hangs below a container of this kind."""
+        """What is in a container of this kind, in the order of the children."""
         return node if self.keys is None else [node[key] for key in self.keys]
-
-    def steps(self, parts: int) -> list[str]:
-        """How one goes to each of them in Python."""
-        if self.keys is not None:
-            return [f"[{key!r}]" for key in self.keys]
-        names = getattr(self.kind, "_fields", None)
-        return [f"[{number}]" for number in range(parts)] if names is None else [f".{name}" for name in names]
 
     def difference(self, node: Any) -> tuple[str, str] | None:
         """What was expected and what came, unless they agree."""
         if node.__class__ is not self.kind:
             return f"a {type_name(self.kind)} of {len(self.children)}", f"a {type_name(type(node))}"
-        if self.keys is not None:
-            ordered = self.kind is collections.OrderedDict  # two of them with another order are not equal
-            if tuple(node) != self.keys if ordered else node.keys() != set(self.keys):
-                return f"a {type_name(self.kind)} with the keys {list(self.keys)}", f"the keys {list(node)}"
-        elif len(node) != len(self.children):
-            return f"a {type_name(self.kind)} of {len(self.children)}", f"one of {len(node)}"
+        if self.keys is None:
+            if len(node) != len(self.children):
+                return f"a {type_name(self.kind)} of {len(self.children)}", f"one of {len(node)}"
+        # Two OrderedDicts are not equal if their keys come in another order.
+        elif tuple(node) != self.keys if self.kind is OrderedDict else node.keys() != set(self.keys):
+            return f"a {type_name(self.kind)} with the keys {list(self.keys)}", f"the keys {list(node)}"
         return None
-
-    def build(self, children: list[Any]) -> Any:
-        if self.keys is not None:
-            return self.kind(zip(self.keys, children, strict=True))
-        return self.kind(*children) if hasattr(self.kind, "_fields") else self.kind(children)
 
 
 @dataclass(frozen=True)
@@ -348,22 +303,15 @@ class SampleSpec:
     def infer(cls, sample: Any) -> SampleSpec:
         """The spec of a sample."""
         fields: list[Field] = []
+        tree = _tree(sample, "", fields)
+        return cls(tree, tuple(fields))
 
-        def grow(node: Any, path: str) -> _Branch | int:
-            kind = type(node)
-            if kind in (dict, collections.OrderedDict):
-                branch = _Branch(kind, tuple(node))
-            elif kind in (tuple, list) or (isinstance(node, tuple) and hasattr(kind, "_fields")):
-                branch = _Branch(kind, None)
-            else:
-                branch = None
-            if branch is not None:
-                children = zip(branch.steps(len(node)), branch.parts(node), strict=True)
-                return replace(branch, children=tuple(grow(child, path + step) for step, child in children))
-            fields.append(Field.of(path, node))
-            return len(fields) - 1
+    # ---- what samples cost ----
 
-        return cls(grow(sample, ""), tuple(fields))
+    @cached_property  # asked for once per batch
+    def row_bytes(self) -> tuple[int, ...]:
+        """Bytes of one sample in each field."""
+        return tuple(field.nbytes for field in self.fields)
 
     @cached_property
     def nbytes(self) -> int:
@@ -376,60 +324,55 @@ class SampleSpec:
         return self.nbytes + 1
 
     @property
+    def most_slot_bytes(self) -> int:
+        """Upper estimate of the bytes that a sample costs: all cost the same."""
+        return self.slot_bytes
+
+    @property
     def batch_bytes(self) -> int:
         """Bytes that a sample takes in a batch."""
         return self.nbytes
+
+    def least_bytes(self, sample: Any) -> int:
+        """Least bytes of a sample: all have the same."""
+        return self.nbytes
+
+    def sizes(self, samples: int) -> tuple[int, ...]:
+        """Bytes of the memory for a batch of so many samples, in each field."""
+        return tuple(nbytes * samples for nbytes in self.row_bytes)
 
     @property
     def title(self) -> str:
         """The fields, in words that two jobs can compare."""
         return "; ".join(f"{field.path or 'sample'}: {field}" for field in self.fields)
 
-    @property
-    def most_slot_bytes(self) -> int:
-        """Upper estimate of the bytes that a sample costs: all cost the same."""
-        return self.slot_bytes
-
-    @cached_property  # asked for once per batch
-    def row_bytes(self) -> tuple[int, ...]:
-        """Bytes of one sample in each field."""
-        return tuple(field.nbytes for field in self.fields)
-
-    def sizes(self, samples: int) -> tuple[int, ...]:
-        """Bytes of the memory for a batch of so many samples, in each field."""
-        return tuple(nbytes * samples for nbytes in self.row_bytes)
-
-    def rows(self, memory: Callable[[], Memory], samples: int) -> FieldRows:
-        """Open the memory of a batch, uint8 `[samples * nbytes]` per field; it is asked for when it is needed."""
-        return FieldRows(self.fields, memory, samples)
-
-    def flatten(self, sample: Any, index: int | None = None) -> list[torch.Tensor]:
-        """Check a sample and give the bytes of its leaves, one uint8 tensor per field. `index` is named in errors."""
-        return [
-            bytes_of(field.plain(leaf)) for field, leaf in zip(self.fields, self.encode(sample, index), strict=True)
-        ]
+    # ---- from samples to bytes ----
 
     def encode(self, sample: Any, index: int | None = None) -> list[Any]:
-        """Check a sample and give its leaves as they are, in the order of the fields."""
+        """Check a sample and give its leaves as they are, in the order of the fields. `index` is named in errors."""
         leaves: list[Any] = []
-        self._walk(self.tree, sample, (), index, leaves)
-        for field_, leaf in zip(self.fields, leaves, strict=True):
+        _collect(self.tree, sample, index, leaves)
+        for field, leaf in zip(self.fields, leaves, strict=True):
             try:
-                if field_.agrees(leaf):
+                if field.agrees(leaf):
                     continue
-                came = str(Field.of(field_.path, leaf))
+                came = str(Field.of(field.path, leaf))
             except Exception as error:  # also what is raised by the code of a tensor subclass
                 came = f"something else: {error}"
-            raise SampleMismatchError(_mismatch(index, field_.path, str(field_), came))
+            raise _mismatch(index, field.path, str(field), came)
         return leaves
 
     def contents(self, parts: Sequence[Any]) -> list[memoryview]:
         """The bytes of an encoded sample, `[nbytes]` per field; those of a contiguous tensor are its own memory."""
         return [field.content(leaf) for field, leaf in zip(self.fields, parts, strict=True)]
 
-    def least_bytes(self, sample: Any) -> int:
-        """Least bytes of a sample: all have the same."""
-        return self.nbytes
+    def flatten(self, sample: Any, index: int | None = None) -> list[torch.Tensor]:
+        """Check a sample and copy the bytes of its leaves, one uint8 tensor per field. `index` is named in errors."""
+        return [torch.from_numpy(np.array(content)) for content in self.contents(self.encode(sample, index))]
+
+    def rows(self, memory: Callable[[], Memory], samples: int) -> FieldRows:
+        """Open the memory of a batch, uint8 `[samples * nbytes]` per field; it is asked for when it is needed."""
+        return FieldRows(self.fields, memory, samples)
 
     def is_alike(self, sample: Any) -> bool:
         """Whether a sample has the same containers and types of leaves, of whatever dtypes and shapes."""
@@ -437,61 +380,67 @@ class SampleSpec:
             other = SampleSpec.infer(sample)
         except Exception:  # as in `encode`
             return False
-        return other.tree == self.tree and [field.kind for field in other.fields] == [
-            field.kind for field in self.fields
-        ]
+        kinds = [[field.kind for field in spec.fields] for spec in (self, other)]
+        return other.tree == self.tree and kinds[0] == kinds[1]
+
+    # ---- from bytes to samples ----
+
+    def split(self, memory: Memory, samples: int) -> list[Any]:
+        """Make samples from the memory of a batch, uint8 `[samples * nbytes]` per field, which they own together."""
+        columns = zip(self.fields, memory, strict=True)
+        return list(_assembled(self.tree, [field.decode(column, samples) for field, column in columns], samples))
 
     def unflatten(self, rows: Sequence[torch.Tensor]) -> Any:
         """Make a sample from the bytes of its leaves, which it then owns."""
         return self.split([row.numpy() for row in rows], 1)[0]
 
-    def split(self, memory: Memory, samples: int) -> list[Any]:
-        """Make samples from the memory of a batch, uint8 `[samples * nbytes]` per field, which they own together."""
-        sized = zip(self.fields, memory, self.row_bytes, strict=True)
-        leaves = [field.decode(torch.from_numpy(column).view(samples, nbytes)) for field, column, nbytes in sized]
-        return list(map(_maker(self.tree, leaves), range(samples)))
 
-    def _walk(
-        self,
-        node: _Branch | int,
-        sample: Any,
-        above: tuple[tuple[_Branch, int], ...],
-        index: int | None,
-        leaves: list[Any],
-    ) -> None:
-        """Collect the leaves below a node, which has come by these branches and the numbers of their children."""
-        if isinstance(node, int):
-            leaves.append(sample)
-            return
-        if difference := node.difference(sample):
-            path = "".join(branch.steps(len(branch.children))[number] for branch, number in above)
-            raise SampleMismatchError(_mismatch(index, path, *difference))
-        if node.is_flat:
-            leaves.extend(node.parts(sample))
-            return
-        for number, (branch, child) in enumerate(zip(node.children, node.parts(sample), strict=True)):
-            self._walk(branch, child, (*above, (node, number)), index, leaves)
+def _tree(node: Any, path: str, fields: list[Field]) -> _Branch | int:
+    """The structure of a sample, or of a part of it; the fields in it are added to those before."""
+    kind, keys = type(node), None
+    if kind in (dict, OrderedDict):
+        keys = tuple(node)
+        parts = [(f"[{key!r}]", node[key]) for key in keys]
+    elif isinstance(node, tuple) and hasattr(kind, "_fields"):
+        parts = [(f".{name}", part) for name, part in zip(kind._fields, node, strict=True)]
+    elif kind in (tuple, list):
+        parts = [(f"[{number}]", part) for number, part in enumerate(node)]
+    else:
+        fields.append(Field.of(path, node))
+        return len(fields) - 1
+    return _Branch(path, kind, keys, tuple(_tree(part, path + step, fields) for step, part in parts))
 
 
-def _maker(node: _Branch | int, leaves: Sequence[Any]) -> Callable[[int], Any]:
-    """Makes the n-th sample of many from their leaves.
-
-    Not a function inside `split`: a closure that calls itself would keep the leaves, and the memory of the batch, alive
-    until the garbage collector runs.
-    """
+def _collect(node: _Branch | int, sample: Any, index: int | None, leaves: list[Any]) -> None:
+    """Add the leaves of a part of a sample to those before, in the order of the fields."""
     if isinstance(node, int):
-        make: Callable[[int], Any] = leaves[node].__getitem__
-        return make
-    makers = [_maker(child, leaves) for child in node.children]
-    if node.kind is tuple and len(makers) == 2:  # (image, label), by far the most common
-        first, second = makers
-        return lambda i: (first(i), second(i))
-    return lambda i: node.build([make(i) for make in makers])
+        leaves.append(sample)
+        return
+    if difference := node.difference(sample):
+        raise _mismatch(index, node.path, *difference)
+    if node.is_flat:
+        leaves.extend(node.parts(sample))
+        return
+    for child, part in zip(node.children, node.parts(sample), strict=True):
+        _collect(child, part, index, leaves)
 
 
-def _mismatch(index: int | None, path: str, expected: str, came: str) -> str:
+def _assembled(node: _Branch | int, leaves: Sequence[Sequence[Any]], samples: int) -> Sequence[Any]:
+    """A part of each of many samples, from the leaves of all samples in each field."""
+    if isinstance(node, int):
+        return leaves[node]
+    children = [_assembled(child, leaves, samples) for child in node.children]
+    rows = list(zip(*children, strict=True)) if children else [()] * samples
+    if node.keys is not None:
+        return [node.kind(zip(node.keys, row, strict=True)) for row in rows]
+    if hasattr(node.kind, "_fields"):
+        return [node.kind(*row) for row in rows]
+    return rows if node.kind is tuple else [list(row) for row in rows]
+
+
+def _mismatch(index: int | None, path: str, expected: str, came: str) -> SampleMismatchError:
     sample = "a sample" if index is None else f"sample {index}"
-    return (
+    return SampleMismatchError(
         f"{sample}: {named(path)} must be {expected}, as in the first sample; got {came}. "
         "Rows have one structure, dtype and shape: convert, resize or pad them in the source, or keep records "
         '(layout="records")'

@@ -17,7 +17,7 @@ from hypothesis import strategies as st
 
 from lightning_stocache.cache.layout import Contents, Rows, contents_of
 from lightning_stocache.cache.placement import Arc
-from lightning_stocache.cache.rows import SampleSpec, bytes_of
+from lightning_stocache.cache.rows import SampleSpec
 from lightning_stocache.cache.store import Store
 from lightning_stocache.node.files import make_file, write_header
 from lightning_stocache.node.header import HEADER_BYTES, Geometry, Manifest
@@ -51,7 +51,7 @@ def sample(row_bytes: list[int], seed: int) -> list[torch.Tensor]:
 
 
 def contents(leaves: list[torch.Tensor]) -> list[memoryview]:
-    return [bytes_of(leaf).numpy().data for leaf in leaves]
+    return [leaf.numpy().data for leaf in leaves]
 
 
 def equal(one: list[torch.Tensor], other: list[torch.Tensor]) -> bool:
