@@ -19,6 +19,7 @@ from typing import Literal, get_args
 
 import numpy as np
 
+from lightning_stocache.cache.claims import Claims
 from lightning_stocache.cache.layout import columns
 from lightning_stocache.node.files import Backend
 from lightning_stocache.node.segment import Segment
@@ -85,7 +86,6 @@ class Counts:
 
 
 _PLACE = {column.name: place for place, column in enumerate(fields(Counts), start=1)}
-_HITS, _BYTES_FROM_CACHE, _GATHER_NS = (_PLACE[name] for name in ("hits", "bytes_from_cache", "gather_ns"))
 _SAID = _COLUMNS - 1  # of the first row: one bit for each matter
 _MATTERS = {matter: 1 << place for place, matter in enumerate(get_args(Matter))}
 
@@ -125,45 +125,39 @@ class Counters:
 
     def add(self, **counts: int) -> None:
         """Add to this process's row, by the names of `Counts`. 0.2 us per number."""
-        if (row := self._own_row()) is not None:
+        if self.closed:
+            return
+        if self._pid != os.getpid():  # first use here, or after a fork
+            self._row, self._pid = self._take_row(), os.getpid()
+        if (row := self._row) is not None:
             for name, count in counts.items():
                 row[_PLACE[name]] += count
 
-    @property
-    def closed(self) -> bool:
-        """Whether this process has given them up."""
-        return self.segment.closed
-
-    def unlink(self) -> None:
-        """Take the name of their file away, if it has one."""
-        self.segment.unlink()
-
-    def add_hits(self, samples: int, nbytes: int, gather_ns: int) -> None:
-        """Add samples that were copied out of the cache: whole or, where a signal's handler raises, not at all."""
-        if (row := self._own_row()) is not None:  # no call from here on, after which Python would run the handler
-            row[_HITS] += samples
-            row[_BYTES_FROM_CACHE] += nbytes
-            row[_GATHER_NS] += gather_ns
-
     def is_first(self, matter: Matter) -> bool:
         """Whether nobody on the node has asked this before; the caller for which it is true warns for all."""
-        if self.segment.closed:
+        if self.closed:
             return False
-        self.segment.lock(_ROWS, wait=True)
-        try:
+        with Claims(self.segment).waiting(_ROWS):
             first = not self._rows[0, _SAID] & _MATTERS[matter]
             self._rows[0, _SAID] |= _MATTERS[matter]
-        finally:
-            self.segment.unlock(_ROWS)
         return first
 
     def totals(self, rank: int | None = None) -> Counts:
         """The sum over all rows, or over those of one rank."""
-        if self.segment.closed:
+        if self.closed:
             return Counts()
         owners = self._rows[:, 0]
         rows = self._rows[owners > 0 if rank is None else owners == rank + 1]
         return Counts(*rows[:, 1 : 1 + len(_PLACE)].sum(0).tolist())
+
+    @property
+    def closed(self) -> bool:
+        """Whether this process has closed them."""
+        return self.segment.closed
+
+    def unlink(self) -> None:
+        """Remove the name of their file, if it has one."""
+        self.segment.unlink()
 
     def close(self) -> None:
         """Close the rows in this process; counting goes nowhere from then on."""
@@ -171,20 +165,12 @@ class Counters:
         self._row, self._pid = None, 0
         self.segment.close()
 
-    def _own_row(self) -> memoryview | None:
-        if self.segment.closed:
-            return None
-        if self._pid != os.getpid():  # first use here, or after a fork
-            self._row, self._pid = self._take_row(), os.getpid()
-        return self._row
-
     def _take_row(self) -> memoryview | None:
         for number in range(_ROWS):
             row: memoryview = self._rows[number].data
             if row[0] in (0, self.rank + 1) and self.segment.lock(number):
-                if row[0] == 0:
+                if row[0] in (0, self.rank + 1):
                     row[0] = self.rank + 1
-                if row[0] == self.rank + 1:
                     return row
                 self.segment.unlock(number)  # another rank's process took it between our look and our lock
         if self.is_first("no row"):

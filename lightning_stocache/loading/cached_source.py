@@ -136,7 +136,8 @@ class CachedSource:
     def count_hits(self, samples: int, gather_ns: int = 0) -> None:
         """Count samples that somebody else has copied out of the cache, and the nanoseconds that it took."""
         if self.opened.cache is not None and self.opened.counters is not None:
-            self.opened.counters.add_hits(samples, samples * self.opened.cache.codec.nbytes, gather_ns)
+            nbytes = samples * self.opened.cache.codec.nbytes
+            self.opened.counters.add(hits=samples, bytes_from_cache=nbytes, gather_ns=gather_ns)
 
     # ---- the source's life ----
 
