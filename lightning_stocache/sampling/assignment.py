@@ -83,38 +83,32 @@ class Dealer:
             raise ValueError(f"nodes must name the ranks of each of the {len(arcs)} arcs of the ring, got {nodes!r}")
         if len({(arc.size, arc.step) for arc in arcs}) > 1:
             raise ValueError(f"ring must have arcs of one size and step, got {arcs!r}")
-        self._nodes = nodes
-        world = sum(len(ranks) for ranks in nodes)
-        self._ranks = np.array([len(ranks) for ranks in nodes])
+        self._nodes, self._ranks = nodes, np.array([len(ranks) for ranks in nodes])
         self._size = size = arcs[0].size
         # Its slot numbers are the positions on the ring; those of indices outside of its domain lie behind them.
         self._circle = Arc(size, size, step=arcs[0].step, domain=arcs[0].domain)
-        # Where an arc begins or ends, the ring is cut; the stretches between have the same homes throughout.
+        # The ring is cut where an arc begins or ends; all indices of a stretch between two cuts have the same homes.
         cuts = sorted({0, *(end % size for arc in arcs for end in (arc.start, arc.start + arc.slots))})
         self._edges = np.array([*cuts, size, size + 1])  # the last stretch is of what lies outside of the domain
-        starts = np.array([arc.start for arc in arcs])
-        slots = (self._edges[:-1, None] - starts) % size
-        homes = slots < np.array([arc.slots for arc in arcs])
-        homes[-1] = False
-        nowhere = len(arcs)  # a last column for the indices that no node has
-        self._first = np.where(homes.any(1), np.where(homes, slots, size).argmin(1), nowhere)
-        # Of each node, the stretches that it has, from the beginning of its arc; of each stretch, its homes (bit mask).
-        self._stretches = [
-            [int(stretch) for stretch in np.argsort(slots[:, node]) if homes[stretch, node]] for node in range(nowhere)
-        ]
-        self._homes = [sum(1 << int(node) for node in np.flatnonzero(row)) for row in homes]
-        self._overlap = bool((homes.sum(1) > 1).any())
-        # Along the ring, each stretch is divided between its homes, the one that began first at the beginning.
-        pairs = [
-            (stretch, node)
-            for stretch in range(len(homes))
-            for node in (
-                sorted(np.flatnonzero(homes[stretch]).tolist(), key=lambda node: -slots[stretch, node]) or [nowhere]
-            )
-        ]
-        self._pair_stretch, self._pair_node = np.array(pairs).T
+        nowhere = len(arcs)  # stands for the node of indices that no node has
+        first: list[int] = []  # home of each stretch
+        pairs: list[tuple[int, int]] = []  # stretches and their homes, along the ring: the one that began first before
+        stretches: list[list[tuple[int, int]]] = [[] for _ in arcs]  # of each node, with the slot in which each begins
+        self._homes: list[int] = []  # of each stretch, as a bit mask
+        for stretch, cut in enumerate(cuts):
+            slots = [(cut - arc.start) % size for arc in arcs]
+            homes = [node for node, arc in enumerate(arcs) if slots[node] < arc.slots]
+            first.append(min(homes, key=slots.__getitem__, default=nowhere))
+            pairs += [(stretch, node) for node in sorted(homes, key=slots.__getitem__, reverse=True) or [nowhere]]
+            self._homes.append(sum(1 << node for node in homes))
+            for node in homes:
+                stretches[node].append((slots[node], stretch))
+        self._first = np.array([*first, nowhere])
+        self._overlap = len(pairs) > len(cuts)
+        self._pair_stretch, self._pair_node = np.array([*pairs, (len(cuts), nowhere)]).T
+        self._stretches = [[stretch for _, stretch in sorted(begins)] for begins in stretches]
         self._starts = np.array([*(arc.start for arc in arcs), 0])
-        self._own = np.array([*(size * len(ranks) // world for ranks in nodes), 0])  # of the ring, as long as its share
+        self._own = np.array([*(size * self._ranks // self._ranks.sum()), 0])  # of the ring, as long as its share
 
     def deal(self, batch: Integers) -> Deal:
         """Deal one global batch.

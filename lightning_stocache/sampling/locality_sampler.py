@@ -3,7 +3,7 @@
 The order of an epoch, its padding and its dropped tail are DistributedSampler's for the same seed, `shuffle` and
 `drop_last`. DistributedSampler gives rank r the positions r, r + R, ... of that order, so the R ranks train together on
 `batch_size * R` consecutive positions at a time: the global batch. This sampler cuts the same global batches and
-changes only which rank takes which sample of one (`dealing.Dealer`). What the optimiser sees, the mean gradient
+changes only which rank takes which sample of one (`assignment.Dealer`). What the optimiser sees, the mean gradient
 of a global batch, is the same up to the order of summation. What a single rank computes from its own part of it, such
 as the statistics of a BatchNorm that is not synchronised, is not.
 
@@ -18,7 +18,7 @@ the ranks' generators must be in step (`seed_everything`), for that wrapper as h
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Sized
+from collections.abc import Iterable, Iterator, Sequence, Sized
 from dataclasses import replace
 from itertools import chain
 from typing import Any, Literal, cast, get_args
@@ -27,14 +27,12 @@ import numpy as np
 import torch
 from torch.utils.data import Dataset, DistributedSampler
 
-from lightning_stocache.cache.placement import Arc, Integers, Ring
+from lightning_stocache.cache.placement import Integers, Ring
 from lightning_stocache.sampling.assignment import Dealer
 
 __all__ = ["LocalitySampler", "Mode"]
 
 Mode = Literal["locality", "global", "sticky"]
-
-_PIECE = 1 << 20  # indices looked at in one go when a node picks its own out of the epoch
 
 
 class LocalitySampler(DistributedSampler[int]):
@@ -73,6 +71,7 @@ class LocalitySampler(DistributedSampler[int]):
         ValueError: batch_size, mode, nodes or ring do not fit the rest.
 
     Example:
+        >>> from lightning_stocache.cache.placement import Arc
         >>> ring = Ring((Arc(size=8, slots=4, start=0), Arc(size=8, slots=4, start=4)))  # node 0 has the first half
         >>> [list(LocalitySampler(range(8), 2, rank, batch_size=2, ring=ring, nodes=((0,), (1,)))) for rank in range(2)]
         [[0, 3, 2, 1], [4, 7, 5, 6]]
@@ -128,9 +127,11 @@ class LocalitySampler(DistributedSampler[int]):
         skip, self.skip = self.skip, 0
         self.imbalance = 0
         order = self._order()
+        ranks: Sequence[int] = range(self.num_replicas)
         if self.mode == "sticky" and self.ring is not None:
-            return self._draw_sticky(order, skip)
-        return self._draw(order, skip)
+            node, ranks = next((node, ranks) for node, ranks in enumerate(self.nodes) if self.rank in ranks)
+            order = self._shard(order, node)
+        return self._draw(order, ranks, skip)
 
     def _order(self) -> Integers:
         """DistributedSampler's order of the epoch, before padding."""
@@ -141,27 +142,19 @@ class LocalitySampler(DistributedSampler[int]):
             order = torch.randperm(size, generator=torch.Generator().manual_seed(self.seed + self.epoch)).numpy()
         return order if drawn is None else drawn[order]
 
-    def _draw(self, order: Integers, skip: int) -> Iterator[Integers]:
-        world, step = self.num_replicas, self.batch_size * self.num_replicas
-        for begin in range(skip * world, self.total_size, step):
-            end = min(begin + step, self.total_size)
+    def _draw(self, order: Integers, ranks: Sequence[int], skip: int) -> Iterator[Integers]:
+        """This rank's part of an order that some ranks train on together, but for its first `skip` samples."""
+        total, step = self.num_samples * len(ranks), self.batch_size * len(ranks)
+        for begin in range(skip * len(ranks), total, step):
+            end = min(begin + step, total)
+            # Positions beyond the order are DistributedSampler's padding: the order over again.
             if self._dealer is None or order.dtype == object:
-                positions = np.arange(begin + self.rank, end, world)
+                positions = np.arange(begin + ranks.index(self.rank), end, len(ranks))
             else:
                 deal = self._dealer.deal(order[np.arange(begin, end) % len(order)])
                 self.imbalance = max(self.imbalance, deal.imbalance)
                 positions = begin + self._dealer.share(deal, self.rank, turn=begin // step)
-            # Positions beyond the order are DistributedSampler's padding: the order over again.
             yield order[positions % len(order)]
-
-    def _draw_sticky(self, order: Integers, skip: int) -> Iterator[Integers]:
-        node, ranks = next((node, ranks) for node, ranks in enumerate(self.nodes) if self.rank in ranks)
-        shard = self._shard(order, node)
-        step = self.batch_size * len(ranks)
-        total = self.num_samples * len(ranks)
-        for begin in range(skip * len(ranks), total, step):
-            positions = np.arange(begin + ranks.index(self.rank), min(begin + step, total), len(ranks))
-            yield shard[positions % len(shard)]
 
     def _shard(self, order: Integers, node: int) -> Integers:
         """What lies on the node's own part of the ring, in the order of the epoch."""
@@ -173,12 +166,10 @@ class LocalitySampler(DistributedSampler[int]):
         begin, end = (len(order) * ranks // self.num_replicas for ranks in (before, before + len(self.nodes[node])))
         if begin == end or order.dtype == object:
             return order  # fewer indices than ranks, or what only the source understands
-        if self.draws is None and arcs[0].domain is None:
-            part = Arc(len(order), end - begin, (arcs[around[0]].start + begin) % len(order), arcs[node].step)
-            pieces = (order[first : first + _PIECE] for first in range(0, len(order), _PIECE))
-            return np.concatenate([piece[part.slots_of(piece) >= 0] for piece in pieces])
-        circle = replace(arcs[around[0]], slots=arcs[0].size)
-        return order[np.sort(np.argsort(circle.slots_of(order), kind="stable")[begin:end])]
+        slots = replace(arcs[around[0]], slots=arcs[0].size).slots_of(order)
+        if self.draws is None and arcs[0].domain is None:  # each index once: no need to sort
+            return order[(slots >= begin) & (slots < end)]
+        return order[np.sort(np.argsort(slots, kind="stable")[begin:end])]
 
 
 def _listed(draws: Iterable[int]) -> Integers:
