@@ -21,11 +21,11 @@ from lightning_stocache.node.budget import Budget
 from lightning_stocache.node.files import Backend
 from lightning_stocache.node.group import NodeGroup
 from lightning_stocache.node.waiting import poll
+from lightning_stocache.setup.allocation import Allocation, allocate_pool
 from lightning_stocache.setup.first_samples import codec_of
-from lightning_stocache.setup.growing_memory import OpenMemory, RollingMemory
 from lightning_stocache.setup.option import check_choice, check_count
 from lightning_stocache.setup.request import Layout
-from lightning_stocache.setup.segments import make_and_attach
+from lightning_stocache.setup.segments import OpenMemory, make_and_attach
 from lightning_stocache.source.draws import Draws, is_stream
 
 __all__ = ["RollingPool", "RollingRequest", "RollingStats"]
@@ -125,11 +125,11 @@ class RollingPool:
             FirstSampleError: no sample can be read, or samples cannot be kept.
             TypeError: the source cannot be sent to the fillers.
         """
-        codec, given = group.lead(lambda: cls._plan(request, group))
+        codec, given, holds_all = group.lead(lambda: cls._plan(request, group))
         [memory] = make_and_attach(lambda kind: [_made(request, group, codec, given, kind)], given.backend, group)
         pool = cls(memory, request.minimum)
         try:
-            group.lead(lambda: pool.fill(request, holds_all=given.holds_all))
+            group.lead(lambda: pool.fill(request, holds_all=holds_all))
         except BaseException:  # somewhere nobody fills it
             pool.stop()
             memory.close()
@@ -137,14 +137,14 @@ class RollingPool:
         return pool
 
     @staticmethod
-    def _plan(request: RollingRequest, group: NodeGroup) -> tuple[SampleSpec | RecordCodec, RollingMemory]:
-        """What samples look like, and what memory there is for them."""
+    def _plan(request: RollingRequest, group: NodeGroup) -> tuple[SampleSpec | RecordCodec, Allocation, bool]:
+        """What samples look like, what memory there is for them, and whether all have room."""
         if sys.platform == "win32":
             raise OSError("a rolling cache needs memory and locks that processes share, which Windows does not have")
         ranks = len(group.nodes[group.node])
         codec = request.spec or codec_of(request.draws(group.node), request.layout, request.method)
         writers = 1 if request.source is None else max(request.fillers, 1)
-        return codec, RollingMemory.grant(request.budget, codec, request.length, writers, ranks)
+        return codec, *allocate_pool(request.budget, codec, request.length, writers, ranks)
 
     def fill(self, request: RollingRequest, *, holds_all: bool) -> None:
         """On the node's leader: start the fillers."""
@@ -238,13 +238,14 @@ def _made(
     request: RollingRequest,
     group: NodeGroup,
     codec: SampleSpec | RecordCodec,
-    given: RollingMemory,
+    given: Allocation,
     backend: Backend | None,
 ) -> OpenMemory[Store]:
     """On the node's leader: take the memory."""
     whose = {"dataset": f"rolling: {type(request.source).__name__}", "node": group.node, "nodes": len(group.nodes)}
-    store = Store.create_rolling(codec, given.count, backend, whose, granted=given.granted)
-    store.keep_free(given.keep_free)
+    [slots], [granted], [keep_free] = given.slots, given.granted, given.keep_free
+    store = Store.create_rolling(codec, slots, backend, whose, granted=granted)
+    store.keep_free(keep_free)
     try:
         return OpenMemory(store, Counters.create(group.rank, backend), group, store.granted_bytes)
     except OSError:

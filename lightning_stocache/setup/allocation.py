@@ -1,27 +1,34 @@
-"""How the memory of a node is divided among the sources that are to be cached.
+"""How the memory of a node is divided among the datasets, streams and pools that are to be cached.
 
 A pot is a budget that several requests share; each gets of it by the size of its dataset. The pots are served in
 order, and what one has taken is no longer free for the next. What the loaders, their workers and the training need is
-kept back before anything is granted. This runs on the leader of a node only; nothing here touches memory.
+kept back before anything is granted. A stream or a pool has a budget of its own. This runs on the leader of a node
+only; nothing here touches memory.
 """
 
 from __future__ import annotations
 
+import logging
 import os
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 
 from lightning_stocache.cache.checksums import SUM_BYTES
-from lightning_stocache.cache.records import SampleCodec
+from lightning_stocache.cache.records import RecordCodec, SampleCodec
+from lightning_stocache.cache.rolling import Roll
 from lightning_stocache.node.budget import Budget, format_bytes
 from lightning_stocache.node.files import Backend, memory_directory
 from lightning_stocache.node.free import FreeMemory
 from lightning_stocache.node.grant import Reserve, grant, loader_reserve, margin
 from lightning_stocache.setup.request import BackendChoice, CacheRequest
 
-__all__ = ["Allocation", "allocate", "allocate_on_disk"]
+__all__ = ["Allocation", "allocate", "allocate_alone", "allocate_on_disk", "allocate_pool"]
+
+log = logging.getLogger(__name__)
 
 _MIB = 2**20
+_UNKNOWN = 1 << 60  # the size of what has no end
+_ROOMY = 2  # how large records are, nobody knows from two: all have room where there is room for twice as much
 
 
 @dataclass(frozen=True)
@@ -68,22 +75,84 @@ def allocate(
     """
     later = Reserve(promised, later_bytes * ranks)
 
-    def divide(directory: str | None) -> Allocation:
-        free = FreeMemory.measure(directory)
+    def divide(free: FreeMemory) -> Allocation:
         reserves = [
             _reserve(request, codec, ranks, worker_bytes, free.own)
             for request, codec in zip(requests, codecs, strict=True)
         ]
         return _divide(requests, codecs, budgets, ranks, free, reserves, later)
 
-    division = divide(None if choice == "memfd" else memory_directory())
-    if choice != "auto":
-        return replace(division, backend=choice)
-    if division.warnings and hasattr(os, "memfd_create"):
-        roomier = divide(None)
-        if sum(roomier.slots) > sum(division.slots):
-            return replace(roomier, backend="memfd")
-    return division
+    return _in_memory(divide, choice)
+
+
+def allocate_alone(
+    budget: Budget,
+    size: int | None,
+    ranks: int,
+    reserve: Reserve,
+    choice: BackendChoice = "auto",
+    slot_bytes: int = 1,
+) -> Allocation:
+    """Give memory of this node to a stream or a pool, with a warning where it gets less than it asks for.
+
+    Args:
+        budget: of this node.
+        size: bytes of all samples; None where nobody knows.
+        ranks: of this node.
+        reserve: memory that stays free for others.
+        choice: kind of segment, as in `allocate`.
+        slot_bytes: of one slot.
+    """
+
+    def divide(free: FreeMemory) -> Allocation:
+        given = grant(budget, _UNKNOWN if size is None else size, free, reserve, ranks)
+        words = (
+            f"{format_bytes(given.bytes)} of the {format_bytes(given.wanted)} that budget={str(budget)!r} asks for are "
+            f"granted: limited by {given.limited_by}"
+        )
+        warnings = () if given.limited_by is None else (words,)
+        return Allocation((given.bytes // slot_bytes,), (given.bytes,), None, warnings, (margin(free, ranks) // 2,))
+
+    allocation = _in_memory(divide, choice)
+    for warning in allocation.warnings:
+        log.warning(warning)
+    return allocation
+
+
+def allocate_pool(
+    budget: Budget, codec: SampleCodec, length: int | None, writers: int, ranks: int
+) -> tuple[Allocation, bool]:
+    """Give memory of this node to a rolling cache.
+
+    Args:
+        budget: of this node.
+        codec: what a sample looks like.
+        length: samples in the source; None for a stream.
+        writers: processes that append at the same time.
+        ranks: of this node.
+
+    Returns:
+        The memory, of records with the number of slots that are expected to find room, and whether all of the source
+        has room.
+
+    Raises:
+        ValueError: there is no room for the least number of samples, or the budget is a share of a stream.
+    """
+    if length is None and budget.unit == "% of dataset":
+        raise ValueError(f'budget must be bytes ("8GiB") or a share of what is free for a stream, got {budget}')
+    each, spare = Roll.slot_bytes(codec), _ROOMY if isinstance(codec, RecordCodec) else 1
+    is_part = budget.unit == "% of dataset" and budget.amount < 100
+    size = None if length is None else length * each * (1 if is_part else spare)
+    allocation = allocate_alone(budget, size, ranks, Reserve(), slot_bytes=each)
+    [slots], [granted] = allocation.slots, allocation.granted
+    holds_all = length is not None and slots >= length * spare
+    least = 1 if holds_all else writers + 2
+    if slots < least:
+        raise ValueError(
+            f"a rolling cache needs room for {least} samples of {format_bytes(each)} at least, so that one can be read "
+            f"while others are written; budget={str(budget)!r} gives {format_bytes(granted)}"
+        )
+    return allocation, holds_all
 
 
 def allocate_on_disk(
@@ -103,6 +172,20 @@ def allocate_on_disk(
     division = _divide(requests, codecs, budgets, 1, facts, [nothing] * len(requests), nothing, SUM_BYTES)
     kept = max(free // 100, 16 * _MIB)  # no more than `grant` has left, or the end found no room
     return replace(division, keep_free=(kept,) * len(requests))
+
+
+def _in_memory(divide: Callable[[FreeMemory], Allocation], choice: BackendChoice) -> Allocation:
+    """Divide what is free in /dev/shm, or what a memfd may take, where that is more."""
+    free = FreeMemory.measure(memory_directory())
+    anywhere = replace(free, filesystem=None, directory=None)  # no filesystem limits a memfd
+    allocation = divide(anywhere if choice == "memfd" else free)
+    if choice != "auto":
+        return replace(allocation, backend=choice)
+    if allocation.warnings and hasattr(os, "memfd_create"):
+        roomier = divide(anywhere)
+        if sum(roomier.granted) > sum(allocation.granted):
+            return replace(roomier, backend="memfd")
+    return allocation
 
 
 def _divide(

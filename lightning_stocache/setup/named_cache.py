@@ -11,28 +11,18 @@ from __future__ import annotations
 
 import hashlib
 import logging
-from collections.abc import Mapping, Sequence
-from dataclasses import replace
 
-from lightning_stocache.cache.placement import Arc, Ring
+from lightning_stocache.cache.placement import Arc
 from lightning_stocache.cache.records import SampleCodec
 from lightning_stocache.cache.store import Store, gathers
 from lightning_stocache.node.budget import Budget
 from lightning_stocache.node.header import Manifest, ManifestError, printable
-from lightning_stocache.node.named import Mend, clean, join_named, manifest_of, open_named, way_out
+from lightning_stocache.node.named import clean, join_named, manifest_of, open_named, way_out
 from lightning_stocache.node.segment import Segment
 from lightning_stocache.setup.request import CacheRequest
 from lightning_stocache.source.identity import identity
 
-__all__ = [
-    "FingerprintError",
-    "fingerprint",
-    "found_before",
-    "join_cache",
-    "join_caches",
-    "open_cache",
-    "rings_as_they_are",
-]
+__all__ = ["FingerprintError", "fingerprint", "found_before", "open_cache"]
 
 log = logging.getLogger(__name__)
 
@@ -70,112 +60,67 @@ def found_before(request: CacheRequest) -> str:
     return "" if manifest is None else manifest.found
 
 
-def join_cache(request: CacheRequest, codec: SampleCodec, budget: Budget) -> Store | None:
-    """The cache that lies under the request's name, or None if there is none.
+def open_cache(
+    request: CacheRequest,
+    codec: SampleCodec,
+    budget: Budget,
+    arc: Arc | None = None,
+    granted: int = 0,
+    found: str = "",
+) -> Store | None:
+    """Open the cache that lies under the request's name, or make it, if it is to have slots; else None.
 
     Args:
         request: what is to be cached.
         codec: what its samples look like.
         budget: what the job was given to spend.
+        arc: of a new cache: which samples have a slot on this node.
+        granted: bytes that a new one may take.
+        found: what was found out about the samples, as `Finding.digest`.
 
     Raises:
         FingerprintError: it is the cache of something else, or (strict) of another budget.
         ManifestError: it is damaged, or of another version.
         PermissionError: the name belongs to another user's file.
-    """
-    assert request.name is not None
-    joined = join_named(request.name, request.dir, _mender(request, codec))
-    return None if joined is None else _over(request, codec, budget, *joined)
-
-
-def open_cache(
-    request: CacheRequest, codec: SampleCodec, budget: Budget, arc: Arc, granted: int = 0, found: str = ""
-) -> Store:
-    """Make the cache of the request's name, with an arc; or join it, if another job has just made it.
-
-    Args:
-        request: what is to be cached.
-        codec: what its samples look like.
-        budget: what the job was given to spend.
-        arc: which of them have a slot on this node.
-        granted: bytes that the cache may take.
-        found: what was found out about the samples, as `Finding.digest`.
-
-    Raises:
-        FingerprintError, ManifestError: as in `join_cache`.
         OSError: there is no memory for the states of the slots.
     """
     assert request.name is not None
-    whose = {
-        "dataset": printable(request.title, _TITLE),
-        "budget": str(budget),
-        "fingerprint": fingerprint(request, codec),
-        "found": found,
-    }
-    size, manifest = Store.plan(codec, arc, whose, granted=granted, on_disk=request.dir is not None)
-    segment, there = open_named(request.name, size, manifest, request.dir, _mender(request, codec))
-    try:
-        return _over(request, codec, budget, segment, there)
-    except OSError:
-        if there is manifest:  # made here, and unless another job uses it: empty, and of this size, it is no use
-            clean(request.name, request.dir)
-        raise
+    name, directory = request.name, request.dir
 
-
-def join_caches(
-    requests: Sequence[CacheRequest], codecs: Sequence[SampleCodec | None], budgets: Mapping[str, Budget]
-) -> dict[int, Store]:
-    """The named caches that exist, by the number of their request; errors as in `join_cache`, and none stays open."""
-    joined: dict[int, Store] = {}
-    try:
-        for number, (request, codec) in enumerate(zip(requests, codecs, strict=True)):
-            if request.name is None or codec is None:
-                continue
-            if (cache := join_cache(request, codec, budgets[request.pot])) is not None:
-                joined[number] = cache
-    except BaseException:
-        for cache in joined.values():
-            cache.close()
-        raise
-    return joined
-
-
-def rings_as_they_are(rings: Sequence[Ring], arcs: Sequence[Sequence[Arc | None]]) -> list[Ring]:
-    """The rings that were planned, with the arcs that named caches brought along.
-
-    Args:
-        rings: one per request, as the budgets would have them.
-        arcs: per node, the arc that it has for each request; None for nothing.
-    """
-    return [
-        Ring(tuple(held[number] or replace(planned, slots=0) for held, planned in zip(arcs, ring.arcs, strict=True)))
-        for number, ring in enumerate(rings)
-    ]
-
-
-def _over(request: CacheRequest, codec: SampleCodec, budget: Budget, segment: Segment, manifest: Manifest) -> Store:
-    """The cache in a segment, if it is the request's."""
-    try:
-        _check(request, codec, manifest)
-        try:
-            cache = Store.open(segment, codec, manifest.geometry, request.length, request.domain)
-        except ValueError as error:
-            raise ManifestError(f"the cache {request.name!r} is damaged: {error}. {_way_out(request)}") from None
-    except BaseException:
-        segment.close()
-        raise
-    _check_budget(request, cache, budget)
-    return cache
-
-
-def _mender(request: CacheRequest, codec: SampleCodec) -> Mend:
-    """Mends what a crash may have left of the request's cache on a disk, if it is that."""
-
-    def mend(segment: Segment, manifest: Manifest) -> None:
+    def mend(segment: Segment, manifest: Manifest) -> None:  # what a crash may have left on a disk
         _check(request, codec, manifest)
         Store.mend(codec, segment, manifest, request.domain)
 
-    return mend
+    made: Manifest | None = None
+    if arc is None or not arc.slots:
+        if (joined := join_named(name, directory, mend)) is None:
+            return None
+        segment, manifest = joined
+    else:
+        whose = {
+            "dataset": printable(request.title, _TITLE),
+            "budget": str(budget),
+            "fingerprint": fingerprint(request, codec),
+            "found": found,
+        }
+        size, made = Store.plan(codec, arc, whose, granted=granted, on_disk=directory is not None)
+        segment, manifest = open_named(name, size, made, directory, mend)
+    try:
+        _check(request, codec, manifest)
+        cache = Store.open(segment, codec, manifest.geometry, request.length, request.domain)
+    except FingerprintError:
+        segment.close()
+        raise
+    except ValueError as error:
+        segment.close()
+        raise ManifestError(f"the cache {name!r} is damaged: {error}. {way_out(name, directory)}") from None
+    except OSError:
+        segment.close()
+        if manifest is made:  # made here, and unless another job uses it: empty, and of this size, it is no use
+            clean(name, directory)
+        raise
+    _check_budget(request, cache, budget)
+    return cache
 
 
 def _check(request: CacheRequest, codec: SampleCodec, manifest: Manifest) -> None:
@@ -185,7 +130,7 @@ def _check(request: CacheRequest, codec: SampleCodec, manifest: Manifest) -> Non
         differ = ", ".join(key for key in ours if theirs.get(key) != ours[key])
         raise FingerprintError(
             f"the cache {request.name!r} holds something else than {request.title} ({differ} differ). "
-            f"It holds {theirs}; this job has {ours}. {_way_out(request)}"
+            f"It holds {theirs}; this job has {ours}. {way_out(str(request.name), request.dir)}"
         )
 
 
@@ -204,15 +149,11 @@ def _check_budget(request: CacheRequest, cache: Store, budget: Budget) -> None:
         f"the cache {request.name!r} was made with budget={made!r} and keeps its {slots:,} slots; "
         f"budget={str(budget)!r} is not looked at"
     )
+    ways = way_out(str(request.name), request.dir)
     if request.strict:
         cache.close()
-        raise FingerprintError(f"{words}. {_way_out(request)}")
-    log.warning("%s.\n%s", words, _way_out(request))
-
-
-def _way_out(request: CacheRequest) -> str:
-    assert request.name is not None
-    return way_out(request.name, request.dir)
+        raise FingerprintError(f"{words}. {ways}")
+    log.warning("%s.\n%s", words, ways)
 
 
 def _short(text: str) -> str:

@@ -6,9 +6,9 @@ All requests of one call open together, because they share budgets. The steps, e
    part is found. The other ranks read nothing; they cut their own copy of the source at the same place. What cannot be
    cached passes through, with one warning.
 2. Each leader joins the named caches that lie in its node's memory (`named_cache`).
-3. Each leader divides the memory of its node among the others (`allocate`). Where samples may be kept as their files,
-   what was granted decides whether they are (`form_choice`). For a cache that later calls will read, it decides whether
-   all indices get slots or only those that are drawn now.
+3. Each leader divides the memory of its node among the others (`allocation`). For a cache that later calls will read,
+   it decides whether all indices get slots or only those that are drawn now. Where samples may be kept as their files,
+   what was granted decides whether they are (`form_choice`).
 4. The leaders tell each other their slots, and every rank lays the same rings: who is the home of which index, and how
    many are expected to find room.
 5. Each leader makes the segments of its node; the other ranks attach (`segments`). What lies under a name is compared
@@ -25,34 +25,73 @@ import math
 import sys
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import ExitStack, closing
-from dataclasses import replace
-from functools import partial
+from dataclasses import dataclass, field, replace
+from typing import TypeVar
 
+from lightning_stocache.cache.counters import Counters
 from lightning_stocache.cache.placement import Ring
-from lightning_stocache.cache.records import RecordCodec, SampleCodec
-from lightning_stocache.cache.store import slots_for
+from lightning_stocache.cache.records import RecordCodec
+from lightning_stocache.cache.store import Store, slots_for
 from lightning_stocache.node.budget import Budget
 from lightning_stocache.node.files import Backend
 from lightning_stocache.node.group import NodeGroup
+from lightning_stocache.node.header import printable
 from lightning_stocache.setup.agreement import check_lengths, drawn_by_any, ranks_apart, with_directories
 from lightning_stocache.setup.allocation import Allocation, allocate, allocate_on_disk
 from lightning_stocache.setup.find import Finding, SourceReader, parts_of
 from lightning_stocache.setup.form_choice import keeps_files, told_form
-from lightning_stocache.setup.named_cache import FingerprintError, found_before, join_caches, rings_as_they_are
+from lightning_stocache.setup.named_cache import FingerprintError, found_before, open_cache
 from lightning_stocache.setup.open_cache import OpenCache
 from lightning_stocache.setup.request import BackendChoice, CacheRequest
 from lightning_stocache.setup.same_data import store_or_refuse
-from lightning_stocache.setup.segments import CacheMemoryError, Segments, make_and_attach
+from lightning_stocache.setup.segments import CacheMemoryError, OpenMemory, make_and_attach
 from lightning_stocache.source.access import warn_of_odd
 
 __all__ = ["open_caches"]
 
 log = logging.getLogger(__name__)
 
+T = TypeVar("T")
+
 _APART = (
     "the ranks hold different data of it under the same index.\nGive every rank the whole dataset, in the same order, "
     "and let a DistributedSampler divide it"
 )
+_LONGEST = 200  # characters of a source's title that its segment tells
+
+
+@dataclass
+class _Opening:
+    """A request on its way to an open cache, on one rank.
+
+    Args:
+        request: what is asked for.
+        budget: of its pot.
+        reader: reads its source.
+        found: what the leader of this node has found of the source.
+        joined: on a leader, the cache that lies under its name.
+        granted: bytes that it may take on this node.
+        keep_free: bytes that filling leaves to others.
+        slots: samples that are expected to find room on this node.
+        ring: the arcs of all nodes.
+        expected: the arcs, with as many slots as are expected to find room.
+    """
+
+    request: CacheRequest
+    budget: Budget
+    reader: SourceReader
+    found: Finding = field(default_factory=Finding)
+    joined: Store | None = None
+    granted: int = 0
+    keep_free: int = 0
+    slots: int = 0
+    ring: Ring = field(default_factory=lambda: Ring(()))
+    expected: Ring = field(default_factory=lambda: Ring(()))
+
+    @property
+    def wanted(self) -> int:
+        """How many samples the budget is for."""
+        return self.budget.part_of(self.request.samples)
 
 
 def open_caches(
@@ -94,128 +133,157 @@ def open_caches(
         requests = with_directories(requests, group)
     except (OSError, ImportError, RuntimeError) as error:
         return _without(requests, group, error)
-    on_disk = any(request.dir is not None for request in requests)
-    if named := any(request.name is not None for request in requests):
-        backend = "tmpfile"  # where names are
+    is_named = any(request.name is not None for request in requests)
     with ExitStack() as stack:
         readers = [stack.enter_context(closing(SourceReader(request))) for request in requests]
-        findings = _find(requests, budgets, group, readers)
-        joined = group.together(
-            lambda: join_caches(requests, [found.codec for found in findings], budgets) if group.is_leader else {}
-        )
-        codecs = [None if number in joined else found.codec for number, found in enumerate(findings)]
-        kept_back += sum(cache.promised_bytes for cache in joined.values())
-        worker_bytes = max((found.worker_bytes or 0 for found in findings), default=0)
-
-        def divide(requests: Sequence[CacheRequest]) -> Allocation:
-            if all(found.codec is None for found in findings):  # to measure what is free would take its time
-                nothing = (0,) * len(requests)
-                return Allocation(nothing, nothing, None, (), nothing)
-            if on_disk:
-                return allocate_on_disk(requests, codecs, budgets)
-            more = {"worker_bytes": worker_bytes, "later_bytes": later_bytes}
-            return allocate(requests, codecs, budgets, len(group.nodes[group.node]), backend, kept_back, **more)
-
-        requests = _whole_where_there_is_room(requests, divide, group)
-        plan = group.lead(lambda: divide(requests))
-        if backend != "auto":
-            plan = replace(plan, backend=backend)
-        planned = list(plan.slots)
-        for number, (request, found) in enumerate(zip(requests, findings, strict=True)):
-            if found.codec is not None and number not in joined:
-                wanted = budgets[request.pot].part_of(request.samples)
-                findings[number] = _in_its_form(request, found, plan.granted[number], wanted, group)
-                if (codec := findings[number].codec) is not found.codec and codec is not None:
-                    planned[number] = min(plan.granted[number] // codec.slot_bytes, wanted)
-        parts = group.together(
-            lambda: [parts_of(request.source, found) for request, found in zip(requests, findings, strict=True)]
-        )
-        homes = [
-            _homes(found.codec, count, granted, budgets[request.pot].part_of(request.samples), group)
-            for found, count, granted, request in zip(findings, planned, plan.granted, requests, strict=True)
+        openings = [
+            _Opening(request, budgets[request.pot], reader) for request, reader in zip(requests, readers, strict=True)
         ]
-        expected, rings = _rings(requests, [planned, homes], group)
-        if named:
-            arcs = group.exchange({number: cache.handle.arc for number, cache in joined.items()})
-            rings = [
-                ring.beside([arcs[ranks[0]].get(number) for ranks in group.nodes]) for number, ring in enumerate(rings)
-            ]
-        if group.is_leader and any(
-            count < request.samples for count, request in zip(planned, requests, strict=True)
-        ):  # files, or packed images, may fit where decoded ones do not
-            for warning in plan.warnings:
-                log.warning(warning)
-
-        def make(kind: Backend | None) -> list[Segments]:
-            made = []
-            for number, (request, found, ring) in enumerate(zip(requests, findings, rings, strict=True)):
-                cache, budget, arc = joined.pop(number, None), budgets[request.pot], ring.arcs[group.node]
-                bounds = plan.granted[number], plan.keep_free[number]
-                refuse = partial(store_or_refuse, request, found, readers[number].read)
-                made.append(Segments.make(request, found, arc, group, kind, cache, budget, *bounds, refuse))
-            return made
-
+        _find(openings, group)
+        if is_named:
+            backend = "tmpfile"  # where names are
+            group.together(lambda: _join(openings) if group.is_leader else None)
+        kind = _grant(openings, budgets, group, backend, later_bytes, kept_back)
+        parts = group.together(lambda: [parts_of(opening.request.source, opening.found) for opening in openings])
+        _lay_rings(openings, group)
         try:
-            segments = make_and_attach(make, plan.backend, group)
+            memories = make_and_attach(lambda kind: [_make(opening, kind, group) for opening in openings], kind, group)
         except CacheMemoryError as error:
-            wanted_any = named or any(arc.slots for ring in rings for arc in ring.arcs)
-            return _without(requests, group, error, wanted=wanted_any)
-    _tell(requests, findings, segments, group)
-    if named:
-        held = group.exchange([None if made.cache is None else made.cache.handle.arc for made in segments])
-        rings = rings_as_they_are(rings, [held[ranks[0]] for ranks in group.nodes])
-        expected = [
-            likely if request.name is None else ring
-            for ring, request, likely in zip(rings, requests, expected, strict=True)
-        ]
+            wanted = is_named or any(arc.slots for opening in openings for arc in opening.ring.arcs)
+            return _without([opening.request for opening in openings], group, error, wanted=wanted)
+    if is_named:
+        _refuse(openings, memories, group)
+        held = _per_node([None if memory.store is None else memory.store.arc for memory in memories], group)
+        for number, opening in enumerate(openings):
+            arcs = [node[number] or replace(arc, slots=0) for node, arc in zip(held, opening.ring.arcs, strict=True)]
+            opening.ring = Ring(tuple(arcs))
+            if opening.request.name is not None:
+                opening.expected = opening.ring
+    for opening, memory in zip(openings, memories, strict=True):
+        odd = opening.found.odd if group.is_leader and not opening.request.strict else None
+        if odd and memory.counters is not None and memory.counters.is_first("odd sample"):
+            warn_of_odd(opening.request.source, odd)
     return [
         OpenCache(
-            replace(request, reader=None),
+            replace(opening.request, reader=None),
             source,
             tail,
-            made.cache,
-            made.counters,
-            ring,
+            memory.store,
+            memory.counters,
+            opening.ring,
             group,
-            made.bytes_of(granted),
-            off=budgets[request.pot].off,
-            expected_ring=likely,
+            memory.budget_bytes,
+            off=opening.budget.off,
+            expected_ring=opening.expected,
         )
-        for (source, tail), made, ring, likely, granted, request in zip(
-            parts, segments, rings, expected, plan.granted, requests, strict=True
-        )
+        for opening, memory, (source, tail) in zip(openings, memories, parts, strict=True)
     ]
 
 
-def _find(
-    requests: Sequence[CacheRequest], budgets: Mapping[str, Budget], group: NodeGroup, readers: Sequence[SourceReader]
-) -> list[Finding]:
-    """What the leader of each node has seen of the sources. Collective."""
-    apart = ranks_apart(requests, group)
-    return group.lead(
-        lambda: [
-            _look(
-                request, partial(readers[number].look, found_before(request)), budgets[request.pot], not apart[number]
-            )
-            for number, request in enumerate(requests)
-        ]
-    )
+def _per_node(value: T, group: NodeGroup) -> list[T]:
+    """The values of the leaders of all nodes. Collective."""
+    values = group.exchange(value)
+    return [values[ranks[0]] for ranks in group.nodes]
 
 
-def _whole_where_there_is_room(
-    requests: Sequence[CacheRequest], divide: Callable[[Sequence[CacheRequest]], Allocation], group: NodeGroup
-) -> list[CacheRequest]:
-    """Requests with slots for all indices, where they say so and the memory of all nodes is for so many. Collective."""
-    if not any(request.whole_if_room and request.domain is not None for request in requests):
-        return list(requests)
+def _find(openings: Sequence[_Opening], group: NodeGroup) -> None:
+    """Have the leader of each node look at the sources. Collective."""
+    apart = ranks_apart([opening.request for opening in openings], group)
+    findings = group.lead(lambda: list(map(_look, openings, apart)))
+    for opening, found in zip(openings, findings, strict=True):
+        opening.found = found
+
+
+def _look(opening: _Opening, is_apart: bool) -> Finding:
+    """What a source shows, told to people."""
+    request = opening.request
+    if opening.budget.off or (not request.length and not request.strict):
+        return Finding()
+    found = Finding(reason=_APART) if is_apart else opening.reader.look(found_before(request))
+    if request.strict and found.reason is not None:
+        raise ValueError(f"{request.title} cannot be cached: {found.reason}")
+    if found.reads:
+        log.info("%s: %d samples read at set-up, to learn what they are", request.title, found.reads)
+    if found.note is not None:
+        log.warning("%s: %s", request.title, found.note)
+    if found.reason is not None:
+        log.warning("%s passes through uncached: %s", request.title, found.reason)
+    return found
+
+
+def _join(openings: Sequence[_Opening]) -> None:
+    """Open the named caches that exist; after an error none stays open."""
+    try:
+        for opening in openings:
+            request, codec = opening.request, opening.found.codec
+            if request.name is not None and codec is not None:
+                opening.joined = open_cache(request, codec, opening.budget)
+    except BaseException:
+        for opening in openings:
+            if opening.joined is not None:
+                opening.joined.close()
+        raise
+
+
+def _grant(
+    openings: Sequence[_Opening],
+    budgets: Mapping[str, Budget],
+    group: NodeGroup,
+    backend: BackendChoice,
+    later_bytes: int,
+    kept_back: int,
+) -> Backend | None:
+    """Divide the memory of this node, and choose the forms of samples by what was granted. Collective.
+
+    Returns:
+        The kind of segment; None is the system's default.
+    """
+    ranks = len(group.nodes[group.node])
+
+    def divide(requests: Sequence[CacheRequest]) -> Allocation:
+        codecs = [None if opening.joined is not None else opening.found.codec for opening in openings]
+        if all(opening.found.codec is None for opening in openings):  # to measure what is free would take its time
+            nothing = (0,) * len(openings)
+            return Allocation(nothing, nothing, None, (), nothing)
+        if any(request.dir is not None for request in requests):
+            return allocate_on_disk(requests, codecs, budgets)
+        promised = kept_back + sum(opening.joined.promised_bytes for opening in openings if opening.joined is not None)
+        worker_bytes = max(opening.found.worker_bytes or 0 for opening in openings)
+        more = {"worker_bytes": worker_bytes, "later_bytes": later_bytes}
+        return allocate(requests, codecs, budgets, ranks, backend, promised, **more)
+
+    _widen(openings, divide, group)
+    plan = group.lead(lambda: divide([opening.request for opening in openings]))
+    is_short = False
+    for number, opening in enumerate(openings):
+        opening.slots, opening.granted = plan.slots[number], plan.granted[number]
+        opening.keep_free = plan.keep_free[number]
+        if opening.found.codec is not None and opening.joined is None:
+            _choose_form(opening, group)
+        is_short |= opening.slots < opening.request.samples
+    if group.is_leader and is_short:  # files, or packed images, may fit where decoded ones do not
+        for warning in plan.warnings:
+            log.warning(warning)
+    return plan.backend if backend == "auto" else backend
+
+
+def _widen(
+    openings: Sequence[_Opening], divide: Callable[[Sequence[CacheRequest]], Allocation], group: NodeGroup
+) -> None:
+    """Give all indices slots, where requests say so and the memory of all nodes is for so many. Collective."""
+    if not any(opening.request.whole_if_room and opening.request.domain is not None for opening in openings):
+        return
+    requests = [opening.request for opening in openings]
     whole = [replace(request, domain=None) if request.whole_if_room else request for request in requests]
-    room = group.exchange(group.lead(lambda: divide(whole)).slots)
-    totals = [sum(room[ranks[0]][number] for ranks in group.nodes) for number in range(len(requests))]
-    return [every if total >= part.length else part for every, part, total in zip(whole, requests, totals, strict=True)]
+    rooms = _per_node(group.lead(lambda: divide(whole)).slots, group)
+    for opening, request, *slots in zip(openings, whole, *rooms, strict=True):
+        if sum(slots) >= opening.request.length:
+            opening.request = request
 
 
-def _in_its_form(request: CacheRequest, found: Finding, granted: int, wanted: int, group: NodeGroup) -> Finding:
-    """What was found, with the codec that what was granted decides: decoded or as files, with what room for records."""
+def _choose_form(opening: _Opening, group: NodeGroup) -> None:
+    """Choose between samples decoded and as their files by what was granted, and how much room records have."""
+    found, granted, wanted = opening.found, opening.granted, opening.wanted
     codec, as_files = found.codec, found.as_files
     assert codec is not None
     if isinstance(codec, RecordCodec):
@@ -223,54 +291,90 @@ def _in_its_form(request: CacheRequest, found: Finding, granted: int, wanted: in
     if found.encoded is not None:
         as_files = keeps_files(granted, wanted, codec, found.encoded)
         if group.is_leader:
-            log.info(told_form(request.title, as_files, codec, found.encoded))
+            log.info(told_form(opening.request.title, as_files, codec, found.encoded))
         codec = found.encoded.codec if as_files else codec
-    if codec is found.codec:
-        return found
-    return replace(found, codec=codec, as_files=as_files, seen=found.seen if as_files == found.as_files else ())
+    if codec is not found.codec:
+        seen = found.seen if as_files == found.as_files else ()
+        opening.found = replace(found, codec=codec, as_files=as_files, seen=seen)
+        opening.slots = min(granted // codec.slot_bytes, wanted)
 
 
-def _rings(
-    requests: Sequence[CacheRequest], slots: Sequence[Sequence[int]], group: NodeGroup
-) -> tuple[list[Ring], list[Ring]]:
-    """The rings of two kinds of slots, per request: as many as are expected to find room, and homes. Collective."""
-    told = group.exchange(slots)
+def _lay_rings(openings: Sequence[_Opening], group: NodeGroup) -> None:
+    """Lay the rings of all nodes: of homes, and of samples that are expected to find room. Collective."""
+    told = [
+        (opening.slots, _homes(opening, group), None if opening.joined is None else opening.joined.arc)
+        for opening in openings
+    ]
+    for opening, *nodes in zip(openings, *_per_node(told, group), strict=True):
+        request = opening.request
+        slots, homes, arcs = zip(*nodes, strict=True)
+        opening.expected = Ring.cut(request.samples, group.shares, slots, request.domain)
+        opening.ring = Ring.cut(request.samples, group.shares, homes, request.domain).beside(arcs)
 
-    def ring(number: int, request: CacheRequest, which: int) -> Ring:
-        counts = [told[ranks[0]][which][number] for ranks in group.nodes]
-        return Ring.cut(request.samples, group.shares, counts, request.domain)
 
-    expected, homes = ([ring(*item, which) for item in enumerate(requests)] for which in (0, 1))
-    return expected, homes
+def _homes(opening: _Opening, group: NodeGroup) -> int:
+    """How many indices get a slot on this node.
+
+    Of records, all that the node trains on, where its memory is for fewer: who comes first finds room, and a mean that
+    was misjudged costs nothing. Beyond its share an index has several homes, and may be stored twice: there it is as
+    many as are expected to find room.
+    """
+    codec, expected, wanted = opening.found.codec, opening.slots, opening.wanted
+    if not isinstance(codec, RecordCodec) or not expected:
+        return expected
+    share = math.ceil(group.shares[group.node] * wanted)
+    return min(max(expected, share), max(slots_for(opening.granted, codec, wanted), expected), wanted)
 
 
-def _tell(
-    requests: Sequence[CacheRequest], findings: Sequence[Finding], segments: Sequence[Segments], group: NodeGroup
-) -> None:
-    """Say which samples are not cached, and which caches are not used: what lies under their names is other data.
+def _make(opening: _Opening, kind: Backend | None, group: NodeGroup) -> OpenMemory[Store]:
+    """Make a cache, or join the one of the request's name, unless other data lies there."""
+    request, found, granted = opening.request, opening.found, opening.granted
+    store, codec, arc = opening.joined, found.codec, opening.ring.arcs[group.node]
+    opening.joined = None
+    if store is None and codec is not None and request.name is not None:  # it may have come since
+        store = open_cache(request, codec, opening.budget, arc, granted, found.digest)
+    elif store is None and codec is not None and arc.slots:
+        title = printable(request.title, _LONGEST)
+        whose = {"dataset": title, "node": group.node, "nodes": len(group.nodes)}
+        store = Store.create(codec, arc, None if request.dir else kind, whose, granted=granted, directory=request.dir)
+    refusal = None
+    try:
+        counters = Counters.create(group.rank, kind)
+        if store is not None:
+            store.keep_free(opening.keep_free)
+            refusal = store_or_refuse(request, found, opening.reader.read, store, counters)
+    except BaseException:
+        if store is not None:
+            store.close()
+        raise
+    if refusal is not None and store is not None:
+        store.close()
+        return OpenMemory(None, counters, group, 0, refusal=refusal)
+    if store is None or request.name is None:
+        return OpenMemory(store, counters, group, granted)
+    return OpenMemory(store, counters, group, store.granted_bytes, keeps_name=True)
+
+
+def _refuse(openings: Sequence[_Opening], memories: Sequence[OpenMemory[Store]], group: NodeGroup) -> None:
+    """Say which caches are not used: what lies under their names is other data. Collective.
 
     Raises:
         FingerprintError: a request for one of these is strict; on the other ranks a RuntimeError. All are closed then.
     """
 
-    def tell_refusals() -> None:
-        for request, made in zip(requests, segments, strict=True):
-            if made.refusal is not None and request.strict:
-                raise FingerprintError(f"{request.title} cannot be cached: {made.refusal}")
-            if made.refusal is not None and group.is_leader:
-                log.warning("%s passes through uncached: %s", request.title, made.refusal)
+    def tell() -> None:
+        for opening, memory in zip(openings, memories, strict=True):
+            if memory.refusal is not None and opening.request.strict:
+                raise FingerprintError(f"{opening.request.title} cannot be cached: {memory.refusal}")
+            if memory.refusal is not None and group.is_leader:
+                log.warning("%s passes through uncached: %s", opening.request.title, memory.refusal)
 
-    if any(request.name is not None for request in requests):
-        try:
-            group.together(tell_refusals)
-        except BaseException:
-            for made in segments:
-                made.close()
-            raise
-    for request, found, made in zip(requests, findings, segments, strict=True):
-        told = found.odd if group.is_leader and not request.strict else None
-        if told and made.counters is not None and made.counters.is_first("odd sample"):
-            warn_of_odd(request.source, told)
+    try:
+        group.together(tell)
+    except BaseException:
+        for memory in memories:
+            memory.close()
+        raise
 
 
 def _without(
@@ -282,32 +386,3 @@ def _without(
     if group.rank == 0:
         log.warning("the cache is off, all samples are loaded from their source, uncounted: %s", error)
     return [OpenCache.without(request, group) for request in requests]
-
-
-def _homes(codec: SampleCodec | None, expected: int, granted: int, length: int, group: NodeGroup) -> int:
-    """How many indices get a slot on this node.
-
-    Of records, all that the node trains on, where its memory is for fewer: who comes first finds room, and a mean that
-    was misjudged costs nothing. Beyond its share an index has several homes, and may be stored twice: there it is as
-    many as are expected to find room.
-    """
-    if not isinstance(codec, RecordCodec) or not expected:
-        return expected
-    share = math.ceil(group.shares[group.node] * length)
-    return min(max(expected, share), max(slots_for(granted, codec, length), expected), length)
-
-
-def _look(request: CacheRequest, look: Callable[[], Finding], budget: Budget, same: bool) -> Finding:
-    """What the leader of a node has seen of a source, told to people."""
-    if budget.off or (not request.length and not request.strict):
-        return Finding()
-    finding = look() if same else Finding(reason=_APART)
-    if request.strict and finding.reason is not None:
-        raise ValueError(f"{request.title} cannot be cached: {finding.reason}")
-    if finding.reads:
-        log.info("%s: %d samples read at set-up, to learn what they are", request.title, finding.reads)
-    if finding.note is not None:
-        log.warning("%s: %s", request.title, finding.note)
-    if finding.reason is not None:
-        log.warning("%s passes through uncached: %s", request.title, finding.reason)
-    return finding

@@ -17,10 +17,10 @@ from lightning_stocache.node.budget import Budget
 from lightning_stocache.node.files import Backend
 from lightning_stocache.node.grant import Reserve
 from lightning_stocache.node.group import NodeGroup
+from lightning_stocache.setup.allocation import allocate_alone
 from lightning_stocache.setup.first_samples import FirstSampleError, codec_of
-from lightning_stocache.setup.growing_memory import OpenMemory, grant_memory
 from lightning_stocache.setup.request import BackendChoice, Layout
-from lightning_stocache.setup.segments import CacheMemoryError, make_and_attach
+from lightning_stocache.setup.segments import CacheMemoryError, OpenMemory, make_and_attach
 from lightning_stocache.source.draws import Draws
 
 __all__ = ["OpenStream", "check_budget", "open_stream"]
@@ -115,12 +115,13 @@ def _made(
     counters = Counters.create(group.rank, backend)
     if codec is None:
         return OpenMemory(None, counters, group)
-    given, backend, free = grant_memory(budget, None, ranks, Reserve(kept_back, 0, ranks * _READERS), backend)
-    if given.bytes < _LEAST:
+    given = allocate_alone(budget, None, ranks, Reserve(kept_back, 0, ranks * _READERS), backend or "auto")
+    [granted], [keep_free] = given.granted, given.keep_free
+    if granted < _LEAST:
         return OpenMemory(None, counters, group)
     try:
-        store = StreamStore.create(codec, given.bytes, ranks, backend, free)
+        store = StreamStore.create(codec, granted, ranks, given.backend, keep_free)
     except OSError:
         counters.close()
         raise
-    return OpenMemory(store, counters, group, given.bytes)
+    return OpenMemory(store, counters, group, granted)

@@ -1,4 +1,4 @@
-"""The memory of a job on one node: made by the leader, attached by the other ranks.
+"""The memory of a cache, a stream or a pool: made by the leader of each node, attached by its other ranks.
 
 Where they cannot be reached without a name (another pid namespace), named files are tried, whose names go again as soon
 as all are attached.
@@ -7,173 +7,132 @@ as all are attached.
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import dataclass
-from typing import Any, Protocol, TypeVar
+from dataclasses import dataclass, field
+from typing import Any, Generic, TypeVar
 
 from lightning_stocache.cache.counters import Counters
-from lightning_stocache.cache.placement import Arc
-from lightning_stocache.cache.store import Store, StoreHandle
-from lightning_stocache.node.budget import Budget
+from lightning_stocache.cache.store import Store
+from lightning_stocache.cache.stream import StreamStore
 from lightning_stocache.node.files import Backend
 from lightning_stocache.node.group import NodeGroup
-from lightning_stocache.node.header import printable
 from lightning_stocache.node.segment import Segment, SegmentHandle
-from lightning_stocache.setup.find import Finding
-from lightning_stocache.setup.named_cache import join_cache, open_cache
-from lightning_stocache.setup.request import CacheRequest
 
-__all__ = ["CacheMemoryError", "Segments", "make_and_attach"]
+__all__ = ["CacheMemoryError", "OpenMemory", "make_and_attach"]
 
-_LONGEST = 200  # characters of a source's title that its segment tells
+Kept = TypeVar("Kept", Store, StreamStore)
 
 
 class CacheMemoryError(OSError):
     """The memory for a cache cannot be had, or not be reached by all ranks of a node."""
 
 
-class Shareable(Protocol):
-    """What the leader of a node makes, and its other ranks reach."""
-
-    @property
-    def address(self) -> Any:
-        """Something that can be sent; its `attach(group)` gives the same in another process."""
-
-    def unlink(self) -> None:
-        """Take the names of its files away."""
-
-    def close(self) -> None:
-        """Give it up in this process."""
-
-
-Made = TypeVar("Made", bound=Shareable)
-
-
 @dataclass(frozen=True)
-class _Address:
-    """Where the segments of one request are, for the other ranks of the node."""
-
-    counters: SegmentHandle
-    cache: StoreHandle | None
-    keeps_name: bool
-    refusal: str | None
-
-    def attach(self, group: NodeGroup) -> Segments:
-        counters = Counters(Segment.attach(self.counters), group.rank)
-        if self.cache is None:
-            return Segments(counters, None, refusal=self.refusal)
-        return Segments(counters, Store.attach(self.cache), self.keeps_name)
-
-
-@dataclass(frozen=True)
-class Segments:
-    """The segments of one request, open in this process.
+class OpenMemory(Generic[Kept]):
+    """Memory that is open in this process.
 
     Args:
-        counters: what is counted.
-        cache: what is cached.
-        keeps_name: whether the cache is there for other jobs.
-        refusal: why the cache that has the name is not used, in words.
+        store: what is kept; None while nothing is.
+        counters: what was served; None where counting is impossible.
+        group: the ranks that share it.
+        budget_bytes: memory that was granted on this node.
+        keeps_name: whether the store is there for other jobs.
+        refusal: why the store that lies under the name is not used, in words.
     """
 
-    counters: Counters | None
-    cache: Store | None
+    store: Kept | None = None
+    counters: Counters | None = None
+    group: NodeGroup = field(default_factory=NodeGroup)
+    budget_bytes: int = 0
     keeps_name: bool = False
     refusal: str | None = None
 
-    @classmethod
-    def make(
-        cls,
-        request: CacheRequest,
-        found: Finding,
-        arc: Arc,
-        group: NodeGroup,
-        backend: Backend | None,
-        joined: Store | None,
-        budget: Budget,
-        granted: int,
-        keep_free: int,
-        refuse: Callable[[Store, Counters], str | None],
-    ) -> Segments:
-        """Make them, or join the cache that has the request's name, unless `refuse` says why it must not be used."""
-        cache, codec, refusal = joined, found.codec, None
-        whose = {"dataset": printable(request.title, _LONGEST), "node": group.node, "nodes": len(group.nodes)}
-        if codec is not None and request.name is not None:
-            if joined is None:  # it may have come since, or this is the second try
-                if arc.slots:
-                    cache = open_cache(request, codec, budget, arc, granted, found.digest)
-                else:
-                    cache = join_cache(request, codec, budget)
-        elif codec is not None and joined is None and arc.slots and request.dir is not None:
-            cache = Store.create(codec, arc, None, whose, granted=granted, directory=request.dir)
-        elif codec is not None and joined is None and arc.slots:
-            cache = Store.create(codec, arc, backend, whose, granted=granted)
-        counters = Counters.create(group.rank, backend)
-        if cache is not None:
-            cache.keep_free(keep_free)
-            try:
-                refusal = refuse(cache, counters)
-            except BaseException:
-                cache.close()
-                raise
-            if refusal is not None:
-                cache.close()
-                cache = None
-        return cls(counters, cache, cache is not None and request.name is not None, refusal)
+    @property
+    def live(self) -> Kept | None:
+        """The store, unless this process has closed it."""
+        return None if self.store is None or self.store.closed else self.store
 
     @property
-    def address(self) -> _Address:
-        """Where they are, for the other ranks."""
-        assert self.counters is not None
-        handle = None if self.cache is None else self.cache.handle
-        return _Address(self.counters.segment.handle, handle, self.keeps_name, self.refusal)
+    def rank(self) -> int:
+        """The number of this rank among those of its node."""
+        return self.group.nodes[self.group.node].index(self.group.rank)
 
-    def bytes_of(self, granted: int) -> int:
-        """The memory that the cache may take: what was granted, or what a named one was made with."""
-        if self.refusal is not None:
-            return 0
-        return granted if self.cache is None or not self.keeps_name else self.cache.granted_bytes
+    @property
+    def ranks(self) -> int:
+        """How many ranks of this node share it."""
+        return len(self.group.nodes[self.group.node])
+
+    def __getstate__(self) -> dict[str, Any]:
+        # What this process has closed cannot be sent to another one, which passes samples through just the same.
+        counters = None if self.counters is None or self.counters.closed else self.counters
+        return self.__dict__ | {"store": self.live, "counters": counters}
 
     def unlink(self) -> None:
-        """Take their names away, but that of a cache which keeps it."""
-        for part in (self.counters, None if self.keeps_name else self.cache):
+        """Remove the names of its files, but that of a store which keeps it."""
+        for part in (self.counters, None if self.keeps_name else self.store):
             if part is not None:
                 part.unlink()
 
     def close(self) -> None:
-        """Give them up in this process."""
-        for part in (self.counters, self.cache):
-            if part is not None:
-                part.close()
+        """Close it in this process."""
+        if self.store is not None:
+            self.store.close()
+        if self.counters is not None and not self.counters.closed:
+            self.counters.close()
+
+
+@dataclass(frozen=True)
+class _Address:
+    """Where memory is, for the other ranks of its node."""
+
+    kind: Any
+    handle: Any
+    counters: SegmentHandle
+    others: tuple[Any, ...]
+
+    @classmethod
+    def of(cls, memory: OpenMemory[Any]) -> _Address:
+        assert memory.counters is not None
+        handle = None if memory.store is None else memory.store.handle
+        others = memory.budget_bytes, memory.keeps_name, memory.refusal
+        return cls(type(memory.store), handle, memory.counters.segment.handle, others)
+
+    def attach(self, group: NodeGroup) -> OpenMemory[Any]:
+        counters = Counters(Segment.attach(self.counters), group.rank)
+        return OpenMemory(None if self.handle is None else self.kind.attach(self.handle), counters, group, *self.others)
 
 
 def make_and_attach(
-    make: Callable[[Backend | None], list[Made]], backend: Backend | None, group: NodeGroup
-) -> list[Made]:
-    """Make segments on every leader and attach elsewhere; by name, where they cannot be reached without one."""
+    make: Callable[[Backend | None], list[OpenMemory[Any]]], backend: Backend | None, group: NodeGroup
+) -> list[OpenMemory[Any]]:
+    """Make memory on every leader and attach elsewhere; by name, where it cannot be reached without one. Collective.
+
+    Raises:
+        CacheMemoryError: a rank could not make or reach it, not even by name; on all ranks alike.
+    """
     troubles: list[str | None] = []
     failure: Exception | None = None
     for kind in dict.fromkeys((backend, "file")):
-        segments: list[Made] = []
-        addresses: list[Any] = []
+        memories: list[OpenMemory[Any]] = []
+        addresses: list[_Address] = []
         failure = None
         try:
             if group.is_leader:
-                segments += make(kind)
-                addresses = [made.address for made in segments]
+                memories = make(kind)
+                addresses = list(map(_Address.of, memories))
         except Exception as error:  # whatever it is, the others are waiting for the addresses
             failure = error
         addresses = group.exchange(addresses)[group.leader]
         try:
             if not group.is_leader:
-                segments += [address.attach(group) for address in addresses]
+                memories += [address.attach(group) for address in addresses]
         except Exception as error:  # likewise
             failure = error
         troubles = group.exchange(repr(failure) if failure else None)  # by now everybody has attached, or will not
-        for made in segments:
-            made.unlink()
+        for memory in memories:
+            memory.unlink()
         if not any(troubles):
-            return segments
-        for made in segments:
-            made.close()
+            return memories
+        for memory in memories:
+            memory.close()
     rank, words = next((rank, words) for rank, words in enumerate(troubles) if words)
     raise CacheMemoryError(f"rank {rank} could not make or reach the shared memory of its node: {words}") from failure

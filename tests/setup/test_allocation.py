@@ -18,7 +18,7 @@ from lightning_stocache.node.files import memory_directory
 from lightning_stocache.node.free import FreeMemory
 from lightning_stocache.node.grant import Reserve, loader_reserve
 from lightning_stocache.setup import allocation
-from lightning_stocache.setup.allocation import Allocation, allocate
+from lightning_stocache.setup.allocation import Allocation, allocate, allocate_pool
 from lightning_stocache.setup.request import CacheRequest, LoaderSettings
 
 MIB = 2**20
@@ -210,3 +210,36 @@ def test_a_request_has_a_name_for_messages() -> None:
     """Its dataset's type, length and pot."""
     assert request(2000, "val").title == "range (2,000 samples, val)"
     assert request(2000).title == "range (2,000 samples)"
+
+
+POOL_SPEC = SampleSpec.infer(torch.zeros(1000, dtype=torch.uint8))
+POOL_SLOT = 1016  # with the generation and the time of a slot
+
+
+def pool(budget: int | str, length: int | None = None, writers: int = 1) -> tuple[int, bool]:
+    """The slots of a rolling cache, and whether all of its source has room."""
+    allocation, holds_all = allocate_pool(Budget.parse(budget), POOL_SPEC, length, writers, 1)
+    return allocation.slots[0], holds_all
+
+
+def test_the_budget_of_a_pool_is_divided_into_slots() -> None:
+    """As many as fit, and no more than the source has samples."""
+    assert pool(100 * POOL_SLOT) == (100, False)
+    assert pool(100 * POOL_SLOT, length=40) == (40, True)
+    assert pool(100 * POOL_SLOT, length=400) == (100, False)
+    assert pool("50%", length=400) == (200, False)
+
+
+def test_too_little_room_for_a_pool_is_an_error() -> None:
+    """One sample more than the writers write at a time has to be readable."""
+    with pytest.raises(ValueError, match="room for 6 samples"):
+        pool(5 * POOL_SLOT, writers=4)
+    with pytest.raises(ValueError, match="room for"):
+        pool(0)
+    assert pool(1 * POOL_SLOT, length=1, writers=4) == (1, True)
+
+
+def test_a_share_of_a_stream_is_no_number() -> None:
+    """Nobody knows how long a stream is."""
+    with pytest.raises(ValueError, match="for a stream, got auto"):
+        pool("auto")
