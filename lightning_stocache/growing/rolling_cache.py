@@ -29,8 +29,7 @@ from lightning_stocache.node.budget import Budget
 from lightning_stocache.node.group import NodeGroup
 from lightning_stocache.sampling.rolling_sampler import RollingSampler
 from lightning_stocache.setup.open_cache import OpenCache
-from lightning_stocache.setup.option import check_count
-from lightning_stocache.setup.request import CacheRequest, Layout
+from lightning_stocache.setup.request import CacheRequest, Layout, check_count
 
 __all__ = ["RollingCache", "Slots", "share_pools"]
 

@@ -23,8 +23,7 @@ from lightning_stocache.node.group import NodeGroup
 from lightning_stocache.node.waiting import poll
 from lightning_stocache.setup.allocation import Allocation, allocate_pool
 from lightning_stocache.setup.first_samples import codec_of
-from lightning_stocache.setup.option import check_choice, check_count
-from lightning_stocache.setup.request import Layout
+from lightning_stocache.setup.request import Layout, check_choice, check_count
 from lightning_stocache.setup.segments import OpenMemory, make_and_attach
 from lightning_stocache.source.draws import Draws, is_stream
 

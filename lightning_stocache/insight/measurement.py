@@ -33,7 +33,7 @@ from lightning_stocache.node.files import memory_directory
 from lightning_stocache.node.free import FreeMemory
 from lightning_stocache.node.grant import grant, loader_reserve
 from lightning_stocache.sampling.locality_sampler import Mode
-from lightning_stocache.setup.codec_choice import choose_codec
+from lightning_stocache.setup.forms import choose_codec
 from lightning_stocache.source.access import check_source
 from lightning_stocache.source.random_split import split
 

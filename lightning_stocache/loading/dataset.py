@@ -24,8 +24,7 @@ from lightning_stocache.node.budget import Budget
 from lightning_stocache.node.group import NodeGroup
 from lightning_stocache.setup.open import open_caches
 from lightning_stocache.setup.open_cache import OpenCache
-from lightning_stocache.setup.option import check_choice
-from lightning_stocache.setup.request import BackendChoice, CacheRequest, Form, Layout
+from lightning_stocache.setup.request import BackendChoice, CacheRequest, Form, Layout, check_choice
 from lightning_stocache.source.access import check_source
 
 __all__ = ["CachedDataset", "cached_source", "dataset_over"]

@@ -47,7 +47,7 @@ from lightning_stocache.loading.stand_in import cached_in
 from lightning_stocache.loading.worker_pool import InitOnSource
 from lightning_stocache.sampling.locality_sampler import Mode
 from lightning_stocache.sampling.stream_deal import StreamBatches
-from lightning_stocache.setup.option import check_choice
+from lightning_stocache.setup.request import check_choice
 from lightning_stocache.torch_internals import knows_workers, shut_down
 
 __all__ = ["CachedLoader", "Gather"]

@@ -67,7 +67,7 @@ def ranks_apart(requests: Sequence[CacheRequest], group: NodeGroup) -> list[bool
     if group.world == 1:
         return [False] * len(requests)
     digests = group.exchange([data_digest(request.source) for request in requests])
-    return [len({digest[number] for digest in digests}) > 1 for number in range(len(requests))]
+    return [len(set(told)) > 1 for told in zip(*digests, strict=True)]
 
 
 def with_directories(requests: Sequence[CacheRequest], group: NodeGroup) -> list[CacheRequest]:
@@ -79,26 +79,21 @@ def with_directories(requests: Sequence[CacheRequest], group: NodeGroup) -> list
     """
     if all(request.dir is None for request in requests):
         return list(requests)
-    checked = group.together(lambda: list(map(_with_directory, requests)))
-    keys = group.exchange([_directory_key(request) for request in checked])
-    nodes = [keys[ranks[0]] for ranks in group.nodes[: group.node + 1]]
-    numbers = [[node[at] for node in nodes[:-1]].count(key) for at, key in enumerate(nodes[-1])]
+
+    def check(request: CacheRequest) -> tuple[CacheRequest, tuple[str, int, int] | None]:
+        """The request, and what two nodes have in common that see the same directory."""
+        if request.dir is None:
+            return request, None
+        checksum()
+        directory = check_directory(request.dir)
+        facts = os.stat(directory)
+        return replace(request, dir=directory), (memory_key()[0], facts.st_dev, facts.st_ino)
+
+    checked, keys = zip(*group.together(lambda: list(map(check, requests))), strict=True)
+    told = group.exchange(keys)
+    nodes = [told[ranks[0]] for ranks in group.nodes[: group.node]]
+    numbers = [[node[at] for node in nodes].count(key) for at, key in enumerate(keys)]
     return [
         replace(request, name=f"{request.name}-node{number}") if number and request.name is not None else request
         for request, number in zip(checked, numbers, strict=True)
     ]
-
-
-def _with_directory(request: CacheRequest) -> CacheRequest:
-    if request.dir is None:
-        return request
-    checksum()
-    return replace(request, dir=check_directory(request.dir))
-
-
-def _directory_key(request: CacheRequest) -> tuple[str, int, int] | None:
-    """What two nodes have in common that see the same directory."""
-    if request.dir is None:
-        return None
-    facts = os.stat(request.dir)
-    return memory_key()[0], facts.st_dev, facts.st_ino

@@ -20,8 +20,7 @@ from typing import Any, cast
 from lightning_stocache.cache.codec import SampleMismatchError, UnsupportedSampleError
 from lightning_stocache.cache.records import SampleCodec
 from lightning_stocache.setup.child import Child, NoAnswerError, Told, start_method
-from lightning_stocache.setup.codec_choice import choose_codec
-from lightning_stocache.setup.form_choice import EncodedForm, look_at_files
+from lightning_stocache.setup.forms import EncodedForm, choose_codec, look_at_files
 from lightning_stocache.setup.request import CacheRequest
 from lightning_stocache.source.access import batch_reader
 from lightning_stocache.source.encoded import EncodedSource

@@ -18,7 +18,7 @@ from typing import Any, TypeAlias, cast
 from lightning_stocache.cache.records import RecordCodec
 from lightning_stocache.cache.rows import SampleSpec
 from lightning_stocache.setup.child import Child, NoAnswerError, Told, start_method
-from lightning_stocache.setup.codec_choice import choose_codec
+from lightning_stocache.setup.forms import choose_codec
 from lightning_stocache.setup.request import Layout
 from lightning_stocache.source.draws import Draws, EndOfStreamError
 from lightning_stocache.source.generators import Generators

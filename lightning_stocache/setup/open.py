@@ -8,7 +8,7 @@ All requests of one call open together, because they share budgets. The steps, e
 2. Each leader joins the named caches that lie in its node's memory (`named_cache`).
 3. Each leader divides the memory of its node among the others (`allocation`). For a cache that later calls will read,
    it decides whether all indices get slots or only those that are drawn now. Where samples may be kept as their files,
-   what was granted decides whether they are (`form_choice`).
+   what was granted decides whether they are (`forms`).
 4. The leaders tell each other their slots, and every rank lays the same rings: who is the home of which index, and how
    many are expected to find room.
 5. Each leader makes the segments of its node; the other ranks attach (`segments`). What lies under a name is compared
@@ -32,14 +32,14 @@ from lightning_stocache.cache.counters import Counters
 from lightning_stocache.cache.placement import Ring
 from lightning_stocache.cache.records import RecordCodec
 from lightning_stocache.cache.store import Store, slots_for
-from lightning_stocache.node.budget import Budget
+from lightning_stocache.node.budget import Budget, format_bytes
 from lightning_stocache.node.files import Backend
 from lightning_stocache.node.group import NodeGroup
 from lightning_stocache.node.header import printable
 from lightning_stocache.setup.agreement import check_lengths, drawn_by_any, ranks_apart, with_directories
 from lightning_stocache.setup.allocation import Allocation, allocate, allocate_on_disk
 from lightning_stocache.setup.find import Finding, SourceReader, parts_of
-from lightning_stocache.setup.form_choice import keeps_files, told_form
+from lightning_stocache.setup.forms import keeps_files
 from lightning_stocache.setup.named_cache import FingerprintError, found_before, open_cache
 from lightning_stocache.setup.open_cache import OpenCache
 from lightning_stocache.setup.request import BackendChoice, CacheRequest
@@ -291,7 +291,15 @@ def _choose_form(opening: _Opening, group: NodeGroup) -> None:
     if found.encoded is not None:
         as_files = keeps_files(granted, wanted, codec, found.encoded)
         if group.is_leader:
-            log.info(told_form(opening.request.title, as_files, codec, found.encoded))
+            log.info(
+                "%s keeps %s: a sample takes %s decoded, %s as its file, %.1f ms to read and %.1f ms to decode",
+                opening.request.title,
+                "files" if as_files else "samples decoded",
+                format_bytes(codec.nbytes),
+                format_bytes(found.encoded.codec.nbytes),
+                1e3 * found.encoded.read_seconds,
+                1e3 * found.encoded.decode_seconds,
+            )
         codec = found.encoded.codec if as_files else codec
     if codec is not found.codec:
         seen = found.seen if as_files == found.as_files else ()

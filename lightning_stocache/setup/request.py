@@ -1,11 +1,15 @@
-"""What is asked for: one source to be cached, and the loader that will read it."""
+"""What is asked for: one source to be cached, and the loader that will read it; what values options may have.
+
+From a YAML file or a command line values come as they were typed: "yes", 2.0, a name with a slip in it. An error names
+the option, the rule, and what was given.
+"""
 
 from __future__ import annotations
 
 from collections.abc import Callable, Sized
 from dataclasses import dataclass
 from multiprocessing.context import BaseContext
-from typing import Literal, cast
+from typing import Any, Literal, cast, get_args
 
 from torch.utils.data import Dataset
 
@@ -14,15 +18,49 @@ from lightning_stocache.cache.records import RecordCodec, SampleCodec
 from lightning_stocache.cache.rows import SampleSpec
 from lightning_stocache.node.budget import Budget
 from lightning_stocache.node.named import check_name
-from lightning_stocache.setup.option import check_choice, check_flag
 
-__all__ = ["BackendChoice", "CacheRequest", "Form", "Layout", "LoaderSettings"]
+__all__ = [
+    "BackendChoice",
+    "CacheRequest",
+    "Form",
+    "Layout",
+    "LoaderSettings",
+    "check_choice",
+    "check_count",
+    "check_flag",
+]
 
 BackendChoice = Literal["auto", "tmpfile", "memfd", "file"]
 Layout = Literal["auto", "rows", "records"]
 Form = Literal["decoded", "encoded", "auto"]
 
 _AUTO = Budget.parse("auto")
+
+
+def check_choice(name: str, value: Any, choices: Any) -> None:
+    """Refuse a value that is none of a `Literal`'s.
+
+    Example:
+        >>> from typing import Literal
+        >>> check_choice("gather", "both", Literal["auto", "main", "worker"])
+        Traceback (most recent call last):
+        ValueError: gather must be 'auto', 'main' or 'worker', got 'both'
+    """
+    *others, last = map(repr, get_args(choices))
+    if value not in get_args(choices):
+        raise ValueError(f"{name} must be {', '.join(others)} or {last}, got {value!r}")
+
+
+def check_count(name: str, value: Any, least: int) -> None:
+    """Refuse what is no whole number, or too small."""
+    if isinstance(value, bool) or not isinstance(value, int) or value < least:
+        raise ValueError(f"{name} must be a whole number of at least {least}, got {value!r}")
+
+
+def check_flag(name: str, value: Any) -> None:
+    """Refuse what is neither true nor false."""
+    if not isinstance(value, bool):
+        raise ValueError(f"{name} must be true or false, got {value!r}")
 
 
 @dataclass(frozen=True)

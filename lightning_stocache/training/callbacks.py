@@ -18,8 +18,7 @@ from lightning_stocache.insight.tallies import loader_seconds, samples_of
 from lightning_stocache.loading.loader_tree import Cached
 from lightning_stocache.node.budget import format_bytes
 from lightning_stocache.sampling.locality_sampler import Mode
-from lightning_stocache.setup.option import check_count, check_flag
-from lightning_stocache.setup.request import Form
+from lightning_stocache.setup.request import Form, check_count, check_flag
 from lightning_stocache.training.caches import CallCaches
 from lightning_stocache.training.call_loaders import CallLoaders, begin_call
 from lightning_stocache.training.lightning_internals import data_sources, forget_loaders

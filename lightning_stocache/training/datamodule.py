@@ -19,8 +19,7 @@ from torch.utils.data import DataLoader, Dataset, IterableDataset
 from lightning_stocache.growing.rolling_cache import RollingCache, share_pools
 from lightning_stocache.loading.locality import locality_sampler
 from lightning_stocache.sampling.locality_sampler import Mode
-from lightning_stocache.setup.option import check_count
-from lightning_stocache.setup.request import Form
+from lightning_stocache.setup.request import Form, check_count
 from lightning_stocache.training.caches import CallCaches
 from lightning_stocache.training.call_loaders import CallLoaders, begin_call
 from lightning_stocache.training.loaders import TrainerLoader, TransformedSet, TransformedStream

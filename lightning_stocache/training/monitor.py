@@ -26,7 +26,7 @@ from lightning_stocache.insight.dashboards import hyperparameters, lay_out
 from lightning_stocache.insight.tallies import Seconds, Tallies, loader_seconds, samples_of
 from lightning_stocache.insight.verdict import verdict
 from lightning_stocache.loading.dataset import CachedDataset, cached_source
-from lightning_stocache.setup.option import check_flag
+from lightning_stocache.setup.request import check_flag
 from lightning_stocache.training.loaders import running_datasets, running_loaders
 from lightning_stocache.training.say import log_every, say, warn
 

@@ -19,8 +19,7 @@ from torch.utils.data import Dataset, IterableDataset
 from lightning_stocache.cache.placement import Domain
 from lightning_stocache.node.budget import Budget
 from lightning_stocache.sampling.locality_sampler import Mode
-from lightning_stocache.setup.option import check_choice, check_flag
-from lightning_stocache.setup.request import CacheRequest, Form, LoaderSettings
+from lightning_stocache.setup.request import CacheRequest, Form, LoaderSettings, check_choice, check_flag
 
 __all__ = ["STAGES", "CacheOptions", "Source", "is_plain", "made", "with_options"]
 

@@ -1,0 +1,295 @@
+"""In which form samples are stored: as rows or as records, decoded or as their files.
+
+Rows where all samples that were looked at have one shape and hold nothing but numbers: a batch of them is one copy per
+field. Else records, which hold anything that can be pickled and comes out as it went in; that is tried with each.
+
+A sample that is stored as its file saves the reading; one that is stored decoded saves the decoding, too, and takes
+more memory. The seconds and bytes of both forms are measured at set-up; what was granted says how many samples each
+form would store, and so how long a later epoch would take.
+"""
+
+from __future__ import annotations
+
+import statistics
+import time
+from collections import Counter
+from collections.abc import Callable, Sequence
+from contextlib import suppress
+from dataclasses import dataclass, replace
+from itertools import islice
+from typing import Any, TypeAlias
+
+import torch
+from torch.utils.data import Dataset
+
+from lightning_stocache.cache.codec import SampleMismatchError, UnsupportedSampleError, named
+from lightning_stocache.cache.placement import Domain
+from lightning_stocache.cache.records import RecordCodec, Required, SampleCodec, is_opened, written
+from lightning_stocache.cache.rows import SampleSpec
+from lightning_stocache.setup.request import Layout
+from lightning_stocache.source.access import unwrap
+from lightning_stocache.source.encoded import EncodedSource, access_to
+from lightning_stocache.source.probe import Probe
+from lightning_stocache.source.samples import bits, difference, part_at, walk
+from lightning_stocache.source.transform_split import Cut
+
+__all__ = ["Choice", "EncodedForm", "choose_codec", "keeps_files", "look_at_files"]
+
+_DEEP = 4  # objects inside each other that are looked into
+_ODD = 0.25  # share of the samples that may differ: one by one they pass through
+_PROVEN = 4  # samples that are decoded from their files, and compared
+_TIMED = 12  # samples whose files are read for the first time, as far as there are so many
+
+_Failure: TypeAlias = UnsupportedSampleError | SampleMismatchError
+
+
+# ---- rows or records ----
+
+
+@dataclass(frozen=True)
+class Choice:
+    """A codec, and what of the samples it cannot keep.
+
+    Args:
+        codec: between samples and bytes.
+        odd: of a sample that will pass through, where most do not, in words.
+    """
+
+    codec: SampleCodec
+    odd: str | None = None
+
+
+def choose_codec(
+    indices: Sequence[int], samples: Sequence[Any], layout: Layout = "auto", cut: Cut | None = None
+) -> Choice:
+    """The codec for a source.
+
+    Args:
+        indices: of the samples, for messages.
+        samples: some of the source's.
+        layout: "rows", "records", or "auto": rows where all of the samples allow it.
+        cut: where the source was cut; the places on which its tail works have to be there in every sample.
+
+    Raises:
+        UnsupportedSampleError: they hold something that cannot be kept; the message names the field.
+        SampleMismatchError: ("rows") more than a few differ in shape, dtype or structure.
+
+    Example:
+        >>> choose_codec([0, 1], [(1, 2.0), (3, 4.0)]).codec.nbytes
+        16
+        >>> type(choose_codec([0, 1], ["a", "bc"]).codec).__name__
+        'RecordCodec'
+    """
+    if layout != "records":
+        try:
+            choice = _rows(indices, samples)
+        except SampleMismatchError:
+            if layout == "rows":
+                raise
+        except UnsupportedSampleError as error:
+            if layout == "rows":
+                raise UnsupportedSampleError(f'{error}. layout="records" keeps what can be pickled') from error
+        else:
+            if layout == "rows" or choice.odd is None:
+                return choice
+    codec = RecordCodec(0, required=_required(samples, cut))
+    failures = _failures(lambda sample, index: _check_record(codec, sample, index), indices, samples)
+    if len(failures) > len(samples) * _ODD:
+        raise next(iter(failures.values()))
+    kept = [sample for number, sample in enumerate(samples) if number not in failures]
+    return Choice(RecordCodec.infer(kept, codec.required), _told(failures))
+
+
+def _rows(indices: Sequence[int], samples: Sequence[Any]) -> Choice:
+    """Rows that are like the first sample, or like a later one where the first is odd itself."""
+    first: _Failure | None = None
+    for like in samples[: int(len(samples) * _ODD) + 1]:
+        try:
+            spec = SampleSpec.infer(like)
+        except UnsupportedSampleError as error:
+            first = first or error
+            continue
+        failures = _failures(spec.encode, indices, samples)
+        if len(failures) <= len(samples) * _ODD:
+            return Choice(spec, _told(failures))
+        first = first or next(iter(failures.values()))
+    assert first is not None
+    raise first
+
+
+def _failures(
+    check: Callable[[Any, int], object], indices: Sequence[int], samples: Sequence[Any]
+) -> dict[int, _Failure]:
+    """Why samples cannot be kept, by their position."""
+    failures = dict[int, _Failure]()
+    for position, (index, sample) in enumerate(zip(indices, samples, strict=True)):
+        try:
+            check(sample, index)
+        except (UnsupportedSampleError, SampleMismatchError) as error:
+            failures[position] = error
+    return failures
+
+
+def _told(failures: dict[int, _Failure]) -> str | None:
+    return next(map(str, failures.values()), None)
+
+
+def _check_record(codec: RecordCodec, sample: Any, index: int) -> None:
+    """Refuse a sample that does not come back from bytes as it was."""
+    record = memoryview(b"".join(codec.encode(sample, index)))
+    try:
+        copy = codec.decode(record)
+    except Exception as error:  # of the code of the sample's classes
+        raise UnsupportedSampleError(f"sample {index} cannot be read back from bytes: {error!r}") from error
+    path = difference(bits(sample), bits(copy))
+    if path is None:
+        losses = (
+            written(path) + lost
+            for (path, node), (_, again) in zip(walk(sample), walk(copy), strict=True)
+            if (lost := _lost(node, again, _DEEP)) is not None
+        )
+        path = next(losses, None)
+    if path is not None:
+        raise UnsupportedSampleError(f"sample {index}: {named(path)} does not come back from bytes as it was")
+
+
+def _lost(node: Any, again: Any, deep: int) -> str | None:
+    """Which attribute a copy lacks, also of the objects inside it: `bits` sees what a pickle sees, and no more."""
+    if isinstance(node, torch.Tensor | type) or is_opened(type(node)):
+        return None
+    names = getattr(node, "__dict__", None)
+    if not deep or not isinstance(names, dict):
+        return None
+    found = getattr(again, "__dict__", {})
+    for name, value in names.items():
+        if name not in found:
+            if name[0] == "_":  # what a library keeps for itself
+                continue
+            return f".{name}"
+        if (lost := _lost(value, found[name], deep - 1)) is not None:
+            return f".{name}{lost}"
+    return None
+
+
+def _required(samples: Sequence[Any], cut: Cut | None) -> Required:
+    """What the tail of a cut source works on, of the types that most samples have there."""
+    paths = [path for places in (cut.places if cut is not None else ()) for _, path in places]
+    found: Counter[Required] = Counter()
+    for sample in samples:
+        with suppress(KeyError, IndexError, TypeError):
+            found[tuple(dict.fromkeys((path, type(part_at(sample, path))) for path in paths))] += 1
+    return max(found, key=found.__getitem__)
+
+
+# ---- decoded or as files ----
+
+
+@dataclass(frozen=True)
+class EncodedForm:
+    """What is known of samples as their files.
+
+    Args:
+        codec: between them and records.
+        read_seconds: to read one from its source, the first time.
+        decode_seconds: from its file to what is kept decoded.
+        reads: how many samples, or files, were read to know it.
+    """
+
+    codec: RecordCodec
+    read_seconds: float
+    decode_seconds: float
+    reads: int = 0
+
+
+def look_at_files(
+    source: Dataset[Any],
+    head: Dataset[Any],
+    indices: Sequence[int],
+    told: Callable[[int], None],
+    domain: Domain | None = None,
+    *,
+    chosen: bool = False,
+) -> EncodedForm | str:
+    """Try to take a source apart into its files and their decoding.
+
+    Args:
+        source: the user's dataset.
+        head: its deterministic part.
+        indices: of samples to try.
+        told: is called with each index before it is read.
+        domain: which indices may be read; by default all.
+        chosen: whether this form has been chosen before: then no files of other indices are timed.
+
+    Returns:
+        What was measured; or why it cannot be done, in words.
+    """
+    if access_to(source) is None:
+        return (
+            f"the files of a {type(unwrap(source)).__name__} are not known. Give it two methods: read(index), which "
+            "returns what is to be kept (bytes), and decode(content, index), which makes the sample of it"
+        )
+    files = EncodedSource(source)
+    with Probe(source, tuple(indices), told) as probe:
+        try:
+            for index in indices[:_PROVEN]:
+                original = probe.read(source, index, 2 * index)
+                again = probe.read(_Decoded(files), index, 2 * index)
+                if again.bits != original.bits or probe.generators.moved(original.after, again.after):
+                    return f"sample {index}, decoded from its file, is not the sample that the source returns"
+            among = [] if chosen else range(len(files)) if domain is None else domain.indices.tolist()
+            known = set(indices)
+            fresh = islice((index for index in among[len(among) // 2 :] if index not in known), _TIMED)
+            form = _timed(files, head, list(fresh) or list(indices), told)
+            return replace(form, reads=form.reads + 2 * len(indices[:_PROVEN]))
+        except Exception as error:  # methods of these names that mean something else, a file that cannot be opened
+            return f"its files cannot be read and decoded apart: {error!r}"
+
+
+class _Decoded(Dataset[Any]):
+    """Samples that are read and decoded at once."""
+
+    def __init__(self, files: EncodedSource) -> None:
+        self._files = files
+
+    def __getitem__(self, index: int) -> Any:
+        return self._files(self._files[index])
+
+
+def _timed(files: EncodedSource, head: Any, indices: Sequence[int], told: Callable[[int], None]) -> EncodedForm:
+    """The costs of some files, of which a sample is three reads."""
+    contents, reads, decodes = [], [], []
+    for index in indices:
+        told(index)
+        try:
+            begin = time.perf_counter()
+            content = files[index]
+            read = time.perf_counter()
+            files[index]
+            again = time.perf_counter()
+            head[index]
+        except Exception:  # a broken file: who asks for it is told
+            continue
+        contents.append(content)
+        reads.append(read - begin)
+        decodes.append(max(time.perf_counter() - again - (again - read), 0.0))
+    codec = replace(RecordCodec.infer(contents), form="encoded")
+    return EncodedForm(codec, statistics.median(reads), statistics.median(decodes), 3 * len(indices))
+
+
+def keeps_files(granted: int, length: int, decoded: SampleCodec, encoded: EncodedForm) -> bool:
+    """Whether a later epoch is shorter with samples kept as their files than with decoded ones.
+
+    Args:
+        granted: bytes that may be taken.
+        length: number of samples.
+        decoded: codec of decoded samples.
+        encoded: what is known of their files.
+
+    Example:
+        >>> files = EncodedForm(RecordCodec(1000 - 16), read_seconds=2e-3, decode_seconds=1e-3)
+        >>> [keeps_files(size, 100, RecordCodec(10_000 - 16), files) for size in (10**6, 700_000, 600_000, 10**4)]
+        [False, False, True, True]
+    """
+    read, decode = encoded.read_seconds, encoded.decode_seconds
+    as_files, as_samples = (min(granted // codec.slot_bytes, length) for codec in (encoded.codec, decoded))
+    return length * decode + (length - as_files) * read < (length - as_samples) * (read + decode)
