@@ -153,7 +153,7 @@ def open_caches(
             return _without([opening.request for opening in openings], group, error, wanted=wanted)
     if is_named:
         _refuse(openings, memories, group)
-        held = _per_node([None if memory.store is None else memory.store.arc for memory in memories], group)
+        held = _per_node([None if memory.store is None else memory.store.handle.arc for memory in memories], group)
         for number, opening in enumerate(openings):
             arcs = [node[number] or replace(arc, slots=0) for node, arc in zip(held, opening.ring.arcs, strict=True)]
             opening.ring = Ring(tuple(arcs))
@@ -310,7 +310,7 @@ def _choose_form(opening: _Opening, group: NodeGroup) -> None:
 def _lay_rings(openings: Sequence[_Opening], group: NodeGroup) -> None:
     """Lay the rings of all nodes: of homes, and of samples that are expected to find room. Collective."""
     told = [
-        (opening.slots, _homes(opening, group), None if opening.joined is None else opening.joined.arc)
+        (opening.slots, _homes(opening, group), None if opening.joined is None else opening.joined.handle.arc)
         for opening in openings
     ]
     for opening, *nodes in zip(openings, *_per_node(told, group), strict=True):
