@@ -24,13 +24,10 @@ from matplotlib.transforms import Bbox
 
 from lightning_stocache.insight.runs import Points, Unit, write
 
-__all__ = ["BLUE", "COLOURS", "GREEN", "GREY", "ORANGE", "PURPLE", "SKY", "VERMILION"]
-__all__ += ["Bar", "Chart", "Line", "draw_bars", "draw_lines", "save", "svg"]
+__all__ = ["COLOURS", "Bar", "Chart", "Line", "draw_bars", "draw_lines", "save", "svg"]
 
-BLUE, VERMILION, GREEN, PURPLE, SKY, GREY = "#0072b2", "#c2500a", "#00795c", "#a34677", "#2c86c7", "#59616e"
-COLOURS = (BLUE, VERMILION, GREEN, PURPLE, "#8a6a00", SKY, GREY, "#7a4fc9")
-"""Of runs, in their order."""
-ORANGE = "#d98200"
+COLOURS = ("#0072b2", "#c2500a", "#00795c", "#a34677", "#8a6a00", "#2c86c7", "#59616e", "#7a4fc9")
+"""Blue, vermilion, green, purple, brown, sky blue, grey and violet: of runs, in their order."""
 
 _DIM, _INK, _RULE = "#667085", "#1b2330", "#e4e7ec"
 _FEW = 8  # bars, each with its share above

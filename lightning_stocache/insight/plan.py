@@ -20,12 +20,13 @@ import math
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
+from itertools import chain
 from pathlib import Path
-from textwrap import wrap
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
+from lightning_stocache.insight.inventory import wrapped
 from lightning_stocache.insight.measurement import Curves, Paces, Spread
 from lightning_stocache.node.budget import format_bytes
 from lightning_stocache.sampling.locality_sampler import Mode
@@ -211,7 +212,7 @@ def as_text(plan: Plan) -> str:
         lines.append("* more than is safely free on this node")
     what = "with the step" if plan.step else "of the loader alone (no model was given)"
     lines += [f"Time of an epoch {what}; [lowest..highest] measured.", ""]
-    lines += [*_wrapped(plan.sentences), ""] if plan.sentences else []
+    lines += [*chain.from_iterable(map(wrapped, plan.sentences)), ""] if plan.sentences else []
     return "\n".join([*lines, f"cache.budget={plan.budget}"])
 
 
@@ -229,7 +230,7 @@ def curves_as_text(curves: Curves) -> str:
             if len(line) > 1:
                 judged = _fewest_workers if name == "num_workers" else _larger_batches
                 sentences.append(f"Batches from the {source}: {judged(line)}")
-    return "\n".join([*lines, *_wrapped(sentences)])
+    return "\n".join([*lines, *chain.from_iterable(map(wrapped, sentences))])
 
 
 def as_json(plan: Plan, curves: Curves | None = None) -> str:
@@ -254,8 +255,10 @@ def save(plan: Plan, path: Path, curves: Curves | None = None) -> None:
         ModuleNotFoundError: matplotlib is not installed.
         OSError: the file cannot be written.
     """
-    from lightning_stocache.insight.charts import BLUE, GREY, VERMILION, Chart, Line, draw_lines
+    from lightning_stocache.insight.charts import COLOURS, Chart, Line, draw_lines
     from lightning_stocache.insight.charts import save as save_charts
+
+    cached, uncached, *_, grey, _ = COLOURS
 
     def line(name: str, points: Sequence[tuple[float, Spread]], colour: str) -> Line:
         ranges = [(seconds.low, seconds.high) for _, seconds in points]
@@ -266,15 +269,15 @@ def save(plan: Plan, path: Path, curves: Curves | None = None) -> None:
         first = [(percent, row.first_epoch.median) for percent, row in rows]
         later = [(percent, row.later_epoch) for percent, row in rows]
         if not all(row.safe for row in plan.rows):
-            axes.axvline(100 * plan.job.safe_bytes / plan.rows[-1].budget_bytes, color=VERMILION, linestyle=":")
-        lines = [line("later", later, BLUE), Line("epoch one", first, GREY, "--")]
+            axes.axvline(100 * plan.job.safe_bytes / plan.rows[-1].budget_bytes, color=uncached, linestyle=":")
+        lines = [line("later", later, cached), Line("epoch one", first, grey, "--")]
         return draw_lines(axes, lines, "s", "budget, % of the dataset (dotted: what is safely free)")
 
     def draw_curve(axes: Axes, name: str, sources: Mapping[str, Sequence[tuple[int, Spread]]]) -> bool:
         numbers, lines = _numbers(sources.values()), []
         for source, rates in sources.items():
             seconds = [(numbers.index(n), Spread(tuple(1000 / rate for rate in found.values))) for n, found in rates]
-            lines.append(line(f"from the {source}", seconds, BLUE if source == "cache" else VERMILION))
+            lines.append(line(f"from the {source}", seconds, cached if source == "cache" else uncached))
         drawn = draw_lines(axes, lines, "s", name)
         axes.set_xticks(range(len(numbers)), [str(number) for number in numbers])
         return drawn
@@ -365,10 +368,6 @@ def _larger_batches(line: Sequence[tuple[int, Spread]]) -> str:
 def _numbers(lines: Iterable[Sequence[tuple[int, Spread]]]) -> list[int]:
     """The numbers of workers, or of samples in a batch, for which anything was measured."""
     return sorted({number for line in lines for number, _ in line})
-
-
-def _wrapped(sentences: Sequence[str]) -> list[str]:
-    return [line for sentence in sentences for line in wrap(sentence, 80)]
 
 
 def _plain(value: Any) -> Any:

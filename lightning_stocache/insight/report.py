@@ -13,28 +13,14 @@ from pathlib import Path
 from jinja2 import Environment, FileSystemLoader
 from matplotlib.axes import Axes
 
-from lightning_stocache.insight.charts import (
-    BLUE,
-    COLOURS,
-    GREEN,
-    GREY,
-    ORANGE,
-    PURPLE,
-    SKY,
-    VERMILION,
-    Bar,
-    Chart,
-    Line,
-    draw_bars,
-    draw_lines,
-    save,
-    svg,
-)
+from lightning_stocache.insight.charts import COLOURS, Bar, Chart, Line, draw_bars, draw_lines, save, svg
 from lightning_stocache.insight.runs import Points, Run, Unit, find_runs, labels, table
 from lightning_stocache.insight.steps import PARTS
 
 __all__ = ["charts", "report"]
 
+_BLUE, _VERMILION, _GREEN, _PURPLE, _, _SKY, _GREY, _ = COLOURS
+_ORANGE, _PALE = "#d98200", "#aab2c0"
 _NODES = 6  # that are drawn
 
 Runs = Mapping[str, Run]
@@ -108,11 +94,11 @@ def _hit_rate(runs: Runs, axes: Axes) -> bool:
     lines = _of_runs(runs, lambda run: run.epochs("hit_rate"), "hit rate")
     if len(runs) == 1 and lines[0].points:
         [run] = runs.values()
-        lines.append(Line("at most", run.epochs("coverage"), VERMILION, "--"))
-        lines.append(Line("expected", run.epochs("hit_rate_expected"), GREEN, ":"))
-        lines += [Line(stage, run.epochs("hit_rate", stage), GREY, "-.") for stage in run.stages if stage != "train"]
+        lines.append(Line("at most", run.epochs("coverage"), _VERMILION, "--"))
+        lines.append(Line("expected", run.epochs("hit_rate_expected"), _GREEN, ":"))
+        lines += [Line(stage, run.epochs("hit_rate", stage), _GREY, "-.") for stage in run.stages if stage != "train"]
         nodes = run.nodes[:_NODES]
-        lines += [Line(f"node {node}", run.epochs(f"node{node}/hit_rate"), GREY, "-.") for node in nodes]
+        lines += [Line(f"node {node}", run.epochs(f"node{node}/hit_rate"), _GREY, "-.") for node in nodes]
     return draw_lines(axes, lines, "%")
 
 
@@ -151,7 +137,7 @@ def _memory(runs: Runs, axes: Axes) -> bool:
         bars += [
             Bar("", part, [used, max((budget or 0) - used, 0)]) for part, used, budget in pairs if used is not None
         ]
-    return draw_bars(axes, bars, {"in use": BLUE, "granted": "#aab2c0"}, "bytes", "")
+    return draw_bars(axes, bars, {"in use": _BLUE, "granted": _PALE}, "bytes", "")
 
 
 def _epochs(run: Run) -> str:
@@ -181,13 +167,13 @@ _CHARTS = (  # title, caption, the metrics that must have been logged, and what 
         "Where the bytes came from",
         "Bytes per epoch; above them the share that came from the cache.",
         _WHENCE,
-        _epoch_bars({"cache": BLUE, "source": ORANGE}, _WHENCE, "bytes"),
+        _epoch_bars({"cache": _BLUE, "source": _ORANGE}, _WHENCE, "bytes"),
     ),
     (
         "Waiting for data",
         "Seconds of waiting and computing per epoch; above them the share spent waiting.",
         _SPENT,
-        _epoch_bars({"waiting": ORANGE, "computing": BLUE}, _SPENT, "s"),
+        _epoch_bars({"waiting": _ORANGE, "computing": _BLUE}, _SPENT, "s"),
     ),
     ("Samples per second", "Of training, per epoch, over all ranks.", ("samples_per_second",), _speed),
     ("Memory against budget", "In use, of what was granted; summed over nodes.", ("memory_bytes",), _memory),
@@ -195,6 +181,6 @@ _CHARTS = (  # title, caption, the metrics that must have been logged, and what 
         "What a step is made of",
         "Mean seconds of a step, per epoch; above them the share spent waiting.",
         ("step/wait_seconds",),
-        _epoch_bars(dict(zip(PARTS, (ORANGE, SKY, GREEN, BLUE, PURPLE, GREY), strict=True)), _STEP, "s"),
+        _epoch_bars(dict(zip(PARTS, (_ORANGE, _SKY, _GREEN, _BLUE, _PURPLE, _GREY), strict=True)), _STEP, "s"),
     ),
 )

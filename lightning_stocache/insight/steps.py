@@ -15,8 +15,7 @@ would see how long launching takes. Events are read when the device has passed t
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from collections.abc import Callable
 from itertools import pairwise
 from typing import Any
 
@@ -38,8 +37,9 @@ class StepClock:
         >>> clock = StepClock()
         >>> clock.resume("wait")
         >>> for _ in range(5):
-        ...     with clock.part("forward"):
-        ...         time.sleep(0.001)
+        ...     clock.start("forward")
+        ...     time.sleep(0.001)
+        ...     clock.stop("forward")
         ...     clock.end_step()
         >>> means = clock.take()
         >>> list(means) == list(PARTS), 0.001 <= means["forward"] < sum(means.values()), clock.take()
@@ -56,15 +56,6 @@ class StepClock:
 
     def __reduce__(self) -> tuple[type[StepClock], tuple[()]]:
         return type(self), ()  # a copy of a model whose methods tell this clock has a clock of its own
-
-    @contextmanager
-    def part(self, name: str) -> Iterator[None]:
-        """What runs in this context is this part of the step."""
-        self.start(name)
-        try:
-            yield
-        finally:
-            self.stop(name)
 
     def start(self, part: str) -> None:
         """Begin a part, inside of the part that is open."""

@@ -2,9 +2,21 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
+from contextlib import contextmanager
 from typing import Any
 
-__all__ = ["Device", "ManualClock"]
+from lightning_stocache.insight.steps import StepClock
+
+__all__ = ["Device", "ManualClock", "part"]
+
+
+@contextmanager
+def part(clock: StepClock, name: str) -> Iterator[None]:
+    """What runs in this context is this part of the step."""
+    clock.start(name)
+    yield
+    clock.stop(name)
 
 
 class ManualClock:

@@ -8,7 +8,7 @@ import pytest
 import torch
 
 from lightning_stocache.insight.steps import StepClock, cuda_moment
-from tests.insight.devices import Device, ManualClock
+from tests.insight.devices import Device, ManualClock, part
 
 
 def started(clock: ManualClock | Device) -> StepClock:
@@ -27,14 +27,14 @@ def test_parts_in_each_other_count_once() -> None:
     """The optimiser's step has forward and backward in it, as in Lightning; its own is what is left."""
     time = ManualClock()
     clock = started(time)
-    with clock.part("wait"):
+    with part(clock, "wait"):
         time.spend(1)
-    with clock.part("optimizer"):
+    with part(clock, "optimizer"):
         time.spend(2)
-        with clock.part("forward"):
+        with part(clock, "forward"):
             time.spend(4)
         time.spend(8)
-        with clock.part("backward"):
+        with part(clock, "backward"):
             time.spend(16)
     time.spend(32)
     clock.end_step()
@@ -47,16 +47,16 @@ def test_a_step_lasts_until_the_next_one() -> None:
     time = ManualClock()
     clock = started(time)
     for wait in (1, 2):
-        with clock.part("wait"):
+        with part(clock, "wait"):
             time.spend(wait)
         clock.end_step()
         time.spend(10)
     clock.pause()
-    with clock.part("transfer"):
+    with part(clock, "transfer"):
         time.spend(100)
     clock.resume()
     time.spend(100)
-    with clock.part("wait"):
+    with part(clock, "wait"):
         time.spend(3)
     clock.end_step()
     assert taken(clock) == {"wait": 2, "rest": round(10 / 3, 9)}
@@ -68,7 +68,7 @@ def test_an_epoch_begins_with_waiting() -> None:
     clock = StepClock(time.moment)
     clock.resume("wait")
     time.spend(5)
-    with clock.part("wait"):
+    with part(clock, "wait"):
         time.spend(1)
     clock.end_step()
     clock.pause()
@@ -103,12 +103,12 @@ def test_ends_without_beginnings_do_not_count() -> None:
 def train(clock: StepClock, device: Device, steps: int, load: float = 0.0) -> None:
     """Steps that launch 3 + 4 + 1 seconds of work, which takes the host no time; loading does."""
     for _ in range(steps):
-        with clock.part("wait"):
+        with part(clock, "wait"):
             device.spend(load)
-        with clock.part("optimizer"):
-            with clock.part("forward"):
+        with part(clock, "optimizer"):
+            with part(clock, "forward"):
                 device.launch(3)
-            with clock.part("backward"):
+            with part(clock, "backward"):
                 device.launch(4)
             device.launch(1)
         clock.end_step()
@@ -157,9 +157,9 @@ def test_a_real_device() -> None:
     begin = time.perf_counter()
     clock.resume("wait")
     for _ in range(20):
-        with clock.part("forward"):
+        with part(clock, "forward"):
             matrix @ matrix
-        with clock.part("backward"):
+        with part(clock, "backward"):
             for _ in range(4):
                 matrix @ matrix
         clock.end_step()
