@@ -96,16 +96,6 @@ class CacheMeter:
 
         Returns:
             The keys `stocache/live/<metric>` of `CacheMonitor`; nothing for another stage than training.
-
-        Example:
-            >>> from lightning_stocache import CachedDataset, CachedLoader, SampleSpec
-            >>> dataset = CachedDataset([1.0, 2.0, 3.0, 4.0], spec=SampleSpec.infer(1.0))
-            >>> meter = CacheMeter(CachedLoader(dataset, batch_size=1))
-            >>> for step, batch in enumerate(meter):
-            ...     if step == 2:
-            ...         print(meter.live()["stocache/live/fill_fraction"])  # fabric.log_dict(meter.live(), step=step)
-            0.75
-            >>> dataset.close()
         """
         return self._tallies.live(self.loader, self._seconds()) if self.stage == "train" else {}
 

@@ -1,19 +1,11 @@
 """The layout of TensorBoard's Custom Scalars tab."""
 
-import itertools
 import re
-import subprocess
-import sys
-from pathlib import Path
-from typing import Any
 
-import numpy as np
 import pytest
-from PIL import Image
 
 from lightning_stocache.insight.dashboards import LAYOUT
 from lightning_stocache.insight.metrics import Tally, summarise
-from tests.insight.browser import browse, needs_a_browser
 
 LOGGED = summarise([Tally(node, ranks=1) for node in (0, 1)])
 METRICS = sorted({name for name in LOGGED if "/" not in name} | {"coverage", "hit_rate_expected"})
@@ -67,41 +59,3 @@ def test_a_summary_writer_takes_the_layout(tmp_path):
     assert [category.title for category in read.category] == list(LAYOUT)
     assert [chart.title for category in read.category for chart in category.chart] == [chart for _, chart in CHARTS]
     assert all(chart.multiline.tag for category in read.category for chart in category.chart)
-
-
-ORANGE = (255, 112, 67)  # of TensorBoard's first run
-
-
-def screenshot(address: str, folder: Path) -> np.ndarray[Any, Any]:
-    """What a browser shows after a while, as bytes `[height, width, 3]`."""
-    picture = folder / "screen.png"
-    screen = ("--window-size=1400,1100", "--virtual-time-budget=20000", f"--screenshot={picture}")
-    browse(folder / "browser", *screen, address)
-    with Image.open(picture) as image:
-        return np.asarray(image.convert("RGB")).astype(int)
-
-
-@pytest.mark.processes
-@pytest.mark.slow
-@needs_a_browser
-def test_tensorboard_shows_the_tab_in_a_browser(tmp_path):
-    """The tab draws a line in each of the six charts, for a run that logged their metrics and the layout."""
-    tensorboard = pytest.importorskip("torch.utils.tensorboard", reason="needs TensorBoard")
-    with tensorboard.SummaryWriter(tmp_path / "run") as writer:
-        writer.add_custom_scalars(LAYOUT)
-        for metric, step in itertools.product(METRICS, range(10)):
-            writer.add_scalar(f"stocache/{metric}", step * (2 + METRICS.index(metric)), step)
-    command = [sys.executable, "-m", "tensorboard.main", "--logdir", tmp_path, "--host", "127.0.0.1", "--port", "0"]
-    with subprocess.Popen(command, stderr=subprocess.PIPE, text=True) as server:
-        try:
-            said = (re.search(r"http://127.0.0.1:\d+/", line) for line in server.stderr)
-            address = next((found[0] for found in said if found), None)
-            if address is None:
-                pytest.skip("TensorBoard does not start in this environment")
-            screen = screenshot(f"{address}#custom_scalars&_smoothingWeight=0", tmp_path)
-        finally:
-            server.terminate()
-            server.stderr.read()
-    charts = screen[140:1000, 380:1080].reshape(2, 430, 2, 350, 3)  # three rows of two charts, seen as four corners
-    near = (np.abs(charts - ORANGE).sum(-1) < 60).sum(axis=(1, 3))
-    assert (near > 200).all(), near

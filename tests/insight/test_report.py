@@ -1,4 +1,4 @@
-"""The dashboard without a server: what it makes of runs, in charts, in the page, in the picture and in a browser."""
+"""The dashboard without a server: what it makes of runs, in charts, in the page and in the picture."""
 
 import re
 import sys
