@@ -22,8 +22,7 @@ if TYPE_CHECKING:
     from lightning_stocache.sampling.locality_sampler import LocalitySampler
     from lightning_stocache.source.lmdb_source import LMDBSource
     from lightning_stocache.training.callbacks import FillProgress, StochasticCache
-    from lightning_stocache.training.datamodule import StocacheDataModule
-    from lightning_stocache.training.hooks import cache_datamodule
+    from lightning_stocache.training.datamodule import StocacheDataModule, cache_datamodule
     from lightning_stocache.training.monitor import CacheMonitor
     from lightning_stocache.training.step_timer import StepTimer
 
@@ -67,7 +66,7 @@ _HOMES = {
     "StepTimer": "training.step_timer",
     "StocacheDataModule": "training.datamodule",
     "StochasticCache": "training.callbacks",
-    "cache_datamodule": "training.hooks",
+    "cache_datamodule": "training.datamodule",
     "get_shm_size": "node.files",
 }
 

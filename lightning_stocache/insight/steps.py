@@ -61,25 +61,25 @@ class StepClock:
         """Begin a part, inside of the part that is open."""
         if not self._paused:
             self._open.append(part)
-            self._mark(part)
+            self._marks.append((self._moment(), part))
 
     def stop(self, part: str) -> None:
         """End a part, and what is open in it. An end without a beginning is ignored."""
         if part in self._open:
             while self._open.pop() != part:
                 pass
-            self._mark(self._open[-1] if self._open else "rest")
+            self._marks.append((self._moment(), self._open[-1] if self._open else "rest"))
 
     def end_step(self) -> None:
         """End the step. The time until the next part begins is its rest."""
         if self._paused:
             return
         self._open.clear()
-        self._mark("rest")
+        self._marks.append((self._moment(), "rest"))
         self._ended = len(self._marks)
         self._steps += 1
         half = self._ended // 2
-        if len(self._marks) > _MANY and _is_past(self._marks[half][0]):
+        if self._ended > _MANY and _is_past(self._marks[half][0]):
             self._read(half + 1)
 
     def pause(self) -> None:
@@ -94,7 +94,7 @@ class StepClock:
         """Count again, from now on for this part, or from the beginning of the next part."""
         self._paused = False
         if part is not None:
-            self._mark(part)
+            self._marks.append((self._moment(), part))
 
     def take(self) -> dict[str, float]:
         """Mean seconds of each part over the steps since the last call; empty without a step. Waits for the device."""
@@ -105,14 +105,12 @@ class StepClock:
         self._seconds, self._steps = dict.fromkeys(PARTS, 0.0), 0
         return {part: spent / steps for part, spent in seconds.items()} if steps else {}
 
-    def _mark(self, part: str) -> None:
-        self._marks.append((self._moment(), part))
-
     def _read(self, count: int) -> None:
         """Add up the first marks; the last of them begins what is read next."""
+        of_host = count > 0 and isinstance(self._marks[0][0], float)
         for (begin, part), (end, _) in pairwise(self._marks[:count]):
             if part is not None:
-                self._seconds[part] += end - begin if isinstance(begin, float) else begin.elapsed_time(end) / 1000
+                self._seconds[part] += end - begin if of_host else begin.elapsed_time(end) / 1000
         read = max(count - 1, 0)
         del self._marks[:read]
         self._ended -= read

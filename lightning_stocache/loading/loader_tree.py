@@ -18,7 +18,6 @@ from lightning_stocache.loading.stand_in import cached_in
 __all__ = [
     "Cached",
     "cached_behind",
-    "cached_datasets",
     "cached_in_leaves",
     "leaves_in",
     "loaders_in",
@@ -68,11 +67,6 @@ def cached_behind(*leaves: Any) -> list[Cached]:
 def cached_in_leaves(loaders: Any) -> list[Cached]:
     """Those that are read in a nesting of loaders, by a DataLoader or not (Fabric's)."""
     return cached_behind(*leaves_in(loaders))
-
-
-def cached_datasets(loaders: Any) -> list[CachedDataset]:
-    """The CachedDatasets among those that the DataLoaders in a nesting of loaders read."""
-    return [dataset for dataset in cached_behind(*loaders_in(loaders)) if isinstance(dataset, CachedDataset)]
 
 
 def _inside(dataset: Any) -> Iterator[Cached]:

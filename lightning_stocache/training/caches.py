@@ -19,9 +19,9 @@ from __future__ import annotations
 
 import logging
 from collections import Counter
-from collections.abc import Collection, Iterable, Mapping
+from collections.abc import Collection, Iterable, Sequence
 from dataclasses import dataclass, field, replace
-from typing import Any, cast
+from typing import Any
 
 from torch.utils.data import Dataset, IterableDataset
 
@@ -40,7 +40,6 @@ from lightning_stocache.setup.open import open_caches
 from lightning_stocache.setup.request import CacheRequest
 from lightning_stocache.setup.same_data import is_continued
 from lightning_stocache.training.options import CacheOptions
-from lightning_stocache.training.wanted import Wanted
 
 __all__ = ["CallCaches"]
 
@@ -60,10 +59,22 @@ class _Open:
     stages: set[str] = field(default_factory=set)
     kept: bool = False  # from an earlier call, and not asked for in this one
 
-    def serves(self, entry: Wanted) -> bool:
+    def serves(self, request: CacheRequest) -> bool:
         """Whether what is open is for that loader, too."""
-        known = entry.stage in self.stages and not self.kept
-        return self.source is entry.source and (known or self.domain is None or self.domain.covers(entry.domain))
+        if self.source is not request.source:
+            return False
+        known = _stage(request) in self.stages and not self.kept
+        return known or self.domain is None or self.domain.covers(request.domain)
+
+    def state(self) -> dict[str, Any]:
+        """What is held on this node, as plain values."""
+        known: dict[str, Any] = {"dataset": type(self.source).__name__, "stages": sorted(self.stages)}
+        if isinstance(self.dataset, CachedDataset):
+            return known | cached_source(self.dataset).opened.state()
+        cache = self.dataset.cache
+        slots, filled, used = (0, 0, 0) if cache is None else (len(cache), cache.filled, cache.memory_bytes)
+        held = {"slots": slots, "filled": filled, "memory_bytes": used, "disk_bytes": 0}
+        return known | held | {"budget_bytes": self.dataset.budget_bytes}
 
 
 class CallCaches:
@@ -77,6 +88,7 @@ class CallCaches:
         self.options = options
         self._open: list[_Open] = []
         self._group = NodeGroup()
+        self._train_to_come = False
         self._warned = False
         self._said: set[str] = set()
         self._fruitless = Counter[str]()  # datasets of a stage that were replaced before a sample was hit
@@ -97,68 +109,61 @@ class CallCaches:
         self._said.add(message)
 
     def open(
-        self,
-        wanted: Iterable[Wanted],
-        group: NodeGroup | None = None,
-        *,
-        later_bytes: int = 0,
-        train_to_come: bool = False,
+        self, requests: Iterable[CacheRequest], group: NodeGroup, *, later_bytes: int = 0, train_to_come: bool = False
     ) -> None:
-        """Open what is wanted and not open yet. Collective: every rank wants the same, in the same order.
+        """Open what is asked for and not open yet. Collective: every rank asks for the same, in the same order.
 
         Args:
-            wanted: all datasets and streams of the stages that it names; what is open for these stages and not among
-                them is closed.
-            group: which ranks share memory; by default it is found out.
-            later_bytes: what the training will take, see `model_memory`.
+            requests: one for each dataset or stream that a loader will read, with that loader and its stage; what is
+                open for these stages and not among them is closed.
+            group: which ranks share memory.
+            later_bytes: memory that the training will take, and does not hold yet.
             train_to_come: whether the training set will open later, so that half of its pot is kept for it.
 
         Raises:
             CacheMemoryError: (`strict`) the memory cannot be had.
             Exception: what a source raises when its first samples are read.
         """
-        options = self.options
-        group = NodeGroup.discover() if group is None else group
         if group != self._group:
             self.close()
             self._group = group
-        wanted = list(wanted)
-        domains = drawn_by_any([None if options.is_for_all(entry.stage) else entry.domain for entry in wanted], group)
-        wanted = [replace(entry, domain=domain) for entry, domain in zip(wanted, domains, strict=True)]
-        self._go_on(wanted, group)
-        self._let_go(wanted, train_to_come)
-        new, streams = dict[int, CacheRequest](), dict[int, Wanted]()
-        options, number, left = self.options, Counter[str](), dict[str, Budget]()
-        for entry in wanted:  # what is in several stages has pot and name of the first, and slots for all
-            key, stream = id(entry.source), isinstance(entry.source, IterableDataset)
-            if self._serving(entry) is None and stream:
-                streams.setdefault(key, entry)
-            elif self._serving(entry) is None and key not in new:
-                name, loader = f"{options.name or ''}-{entry.stage}{number[entry.stage]}", entry.loader
-                domain = united([other.domain for other in wanted if other.source is entry.source])
-                new[key] = options.request(entry.source, replace(loader, stage=entry.stage), name, domain)
-                left[new[key].pot] = self._left(entry.stage, entry.source, train_to_come)
-            number[entry.stage] += not stream
+        self._train_to_come = train_to_come
+        requests = list(requests)
+        known = [None if self.options.is_for_all(_stage(request)) else request.domain for request in requests]
+        drawn = drawn_by_any(known, group)
+        requests = [replace(request, domain=domain) for request, domain in zip(requests, drawn, strict=True)]
+        self._go_on(requests)
+        self._let_go(requests)
+        new, streams, left = dict[int, CacheRequest](), dict[int, CacheRequest](), dict[str, Budget]()
+        for request in requests:  # what is in several stages has pot and name of the first, and slots for all
+            key = id(request.source)
+            if self._serving(request) is not None or key in new or key in streams:
+                continue
+            pot = self.options.pot(_stage(request))  # as it is now: `_let_go` may have given a stage up
+            asked = replace(request, pot=pot, budget=self.options.budgets[pot])
+            if isinstance(request.source, IterableDataset):
+                streams[key] = asked
+            else:
+                drawn = [other.domain for other in requests if other.source is request.source]
+                new[key] = replace(asked, domain=united(drawn))
+                left[pot] = self._left(asked)
         opened = open_caches(
             list(new.values()),
-            {pot: left[pot] for pot in options.budgets if pot in left},
+            {pot: left[pot] for pot in self.options.budgets if pot in left},
             group,
             later_bytes=later_bytes,
-            kept_back=self._kept_back(left, train_to_come),
+            kept_back=self._kept_back(left),
         )
         for cache in opened:
             request, dataset = cache.request, dataset_over(CachedSource(cache))
             self._open.append(_Open(request.source, dataset, request.pot, request.domain))
             cache.tell()
-        self._open_streams(streams, group, train_to_come)
-        for entry in wanted:
-            (serving := cast(_Open, self._serving(entry))).stages.add(entry.stage)
+        self._open_streams(list(streams.values()))
+        for request in requests:
+            serving = self._serving(request)
+            assert serving is not None
+            serving.stages.add(_stage(request))
             serving.kept = False
-
-    def _serving(self, entry: Wanted) -> _Open | None:
-        """What is open for a loader: for its stage if there is such a one, else the first that will do."""
-        serving = [opened for opened in self._open if opened.serves(entry)]
-        return max(serving, key=lambda opened: entry.stage in opened.stages, default=None)
 
     def state(self) -> list[dict[str, Any]]:
         """What is held on this node now, one entry for each dataset whose cache is open, as plain values.
@@ -166,25 +171,7 @@ class CallCaches:
         Its keys: `dataset` (class), `stages`, `slots`, `filled`, `memory_bytes`, `disk_bytes`, `budget_bytes`, and of
         what is no stream `samples`, `name` and `dir` (None where it has none).
         """
-        return [
-            {"dataset": type(opened.dataset.source).__name__, "stages": sorted(opened.stages)} | _held(opened.dataset)
-            for opened in self._open
-        ]
-
-    def _open_streams(self, streams: Mapping[int, Wanted], group: NodeGroup, train_to_come: bool) -> None:
-        """Open the memory of streams, which divide what the datasets leave of their pot evenly."""
-        options = self.options
-        for number, entry in enumerate(streams.values()):
-            pot, waiting = options.pot(entry.stage), len(streams) - number
-            budget = self._left(entry.stage, entry.source, train_to_come)
-            budget = Budget.parse(int(budget.amount) // waiting) if budget.unit == "bytes" else budget
-            free = max(FreeMemory.measure(memory_directory()).bytes, 0)
-            back = self._kept_back([pot], train_to_come)
-            back += (free - min(back, free)) * (waiting - 1) // waiting
-            parts = {"allow_random": options.allow_random, "shuffle": entry.stage == "train"}
-            stream = CachedStream(entry.source, budget, defer=True, **parts)  # type: ignore[arg-type]
-            stream_source(stream).open(budget, group, strict=options.strict, kept_back=back)
-            self._open.append(_Open(entry.source, stream, pot))
+        return [opened.state() for opened in self._open]
 
     def close(self) -> None:
         """Close all caches, kept ones too; samples of the same datasets pass through uncached from then on."""
@@ -200,33 +187,38 @@ class CallCaches:
             opened.kept = True
         end_call(opened.dataset for opened in self._open)
 
-    def _go_on(self, wanted: Collection[Wanted], group: NodeGroup) -> None:
+    def _serving(self, request: CacheRequest) -> _Open | None:
+        """What is open for a loader: for its stage if there is such a one, else the first that will do."""
+        serving = [opened for opened in self._open if opened.serves(request)]
+        return max(serving, key=lambda opened: _stage(request) in opened.stages, default=None)
+
+    def _go_on(self, requests: Sequence[CacheRequest]) -> None:
         """Have an open cache serve the object that comes in place of its dataset, if it has the same samples."""
-        for entry in wanted:
-            stages = [opened for opened in self._open if entry.stage in opened.stages]
-            if entry.source in self or len(stages) != 1 or stages[0].kept or entry.domain is not None:
+        for new in requests:
+            stages = [opened for opened in self._open if _stage(new) in opened.stages]
+            if new.source in self or len(stages) != 1 or stages[0].kept or new.domain is not None:
                 continue
             [opened] = stages
-            if not isinstance(opened.dataset, CachedDataset) or any(other.source is opened.source for other in wanted):
+            wanted = any(request.source is opened.source for request in requests)
+            if wanted or not isinstance(opened.dataset, CachedDataset):
                 continue
-            before = cached_source(opened.dataset)
-            if all(group.exchange(is_continued(before.opened, entry.source))):
-                request = replace(before.opened.request, source=entry.source)
-                cache = replace(before.opened, request=request, source=entry.source)
-                opened.source, opened.dataset = entry.source, dataset_over(CachedSource(cache))
+            before = cached_source(opened.dataset).opened
+            if all(self._group.exchange(is_continued(before, new.source))):
+                cache = replace(before, request=replace(before.request, source=new.source), source=new.source)
+                opened.source, opened.dataset = new.source, dataset_over(CachedSource(cache))
 
-    def _let_go(self, wanted: Collection[Wanted], train_to_come: bool) -> None:
+    def _let_go(self, requests: Sequence[CacheRequest]) -> None:
         """Close what no loader of its stages reads any more: its memory is that of what comes in its place."""
-        new = [entry for entry in wanted if self._serving(entry) is None]
-        stages = {entry.stage for entry in wanted}
-        if new and train_to_come and not self.options.keep_cache:
+        new = [request for request in requests if self._serving(request) is None]
+        stages = set(map(_stage, requests))
+        if new and self._train_to_come and not self.options.keep_cache:
             stages.add("train")  # what is open for it was opened by hand, before the call
         for before in list(self._open):
             for stage in sorted(before.stages & stages):  # tells all ranks in one order
-                if any(entry.stage == stage and before.serves(entry) for entry in wanted):
+                if any(_stage(request) == stage and before.serves(request) for request in requests):
                     continue
                 before.stages.remove(stage)
-                if any(entry.stage == stage and entry.source is not before.source for entry in new):
+                if any(_stage(request) == stage and request.source is not before.source for request in new):
                     self._tell_of_another(stage, before)
             if not before.stages:
                 before.dataset.close()
@@ -241,7 +233,7 @@ class CallCaches:
         counts = Counts() if counters is None else counters.totals()
         hit = any(self._group.exchange(counts.hits > counts.setup_fills))  # those are hit in the first epoch already
         self._fruitless[stage] += not hit
-        kind, ended = type(before.dataset.source).__name__, not hit and self._fruitless[stage] == _MOST_FRUITLESS
+        ended = not hit and self._fruitless[stage] == _MOST_FRUITLESS
         if ended:
             self.options = replace(self.options, stage_budgets={**(self.options.stage_budgets or {}), stage: 0})
         if self._group.rank == 0 and not self._warned:
@@ -249,54 +241,66 @@ class CallCaches:
                 "the %s loader came with a new %s: the cache of the one before is closed, and this one starts empty.\n"
                 "Make the dataset once, outside of the loader hook (with keep_cache: outside of setup)",
                 stage,
-                kind,
+                type(before.source).__name__,
             )
         if self._group.rank == 0 and ended:
             log.warning(
                 "the %s loader is not cached any more: nothing of its last two %s was hit before another one came.\n"
                 "Make the dataset once; for one that grows there is RollingCache",
                 stage,
-                kind,
+                type(before.source).__name__,
             )
         self._warned = True
 
-    def _left(self, stage: str, source: Dataset[Any], train_to_come: bool) -> Budget:
+    def _open_streams(self, requests: Sequence[CacheRequest]) -> None:
+        """Open the memory of streams, which divide what the datasets leave of their pot evenly."""
+        for number, request in enumerate(requests):
+            waiting, budget = len(requests) - number, self._left(request)
+            budget = Budget.parse(int(budget.amount) // waiting) if budget.unit == "bytes" else budget
+            back = self._kept_back([request.pot])
+            back += max(_free_bytes() - back, 0) * (waiting - 1) // waiting
+            parts = {"allow_random": request.allow_random, "shuffle": _stage(request) == "train"}
+            stream = CachedStream(request.source, budget, defer=True, **parts)  # type: ignore[arg-type]
+            stream_source(stream).open(budget, self._group, strict=request.strict, kept_back=back)
+            self._open.append(_Open(request.source, stream, request.pot))
+
+    def _left(self, request: CacheRequest) -> Budget:
         """What a new dataset may take of its pot: of bytes, what the open caches leave, or half if train is to come."""
-        pot = self.options.pot(stage)
-        budget = self.options.budgets[pot]
+        stage, pot, budget = _stage(request), request.pot, request.budget
         if budget.unit != "bytes" or budget.off:
             return budget
-        left = max(
-            int(budget.amount) - sum(opened.dataset.budget_bytes for opened in self._open if opened.pot == pot), 0
-        )
-        if train_to_come and pot == self.options.pot("train"):
+        used = sum(opened.dataset.budget_bytes for opened in self._open if opened.pot == pot)
+        left = max(int(budget.amount) - used, 0)
+        if self._train_to_come and pot == self.options.pot("train"):
             left = min(left, int(budget.amount) // 2)
         if not left:
             advice = f"Keep a share for it: stage_budgets={{{stage!r}: ...}}"
             reason = f"the caches that are open use all of budget={str(budget)!r}. {advice}"
-            self.pass_by(stage, type(source).__name__, reason)
+            self.pass_by(stage, type(request.source).__name__, reason)
         return Budget.parse(left)
 
-    def _kept_back(self, pots: Collection[str], train_to_come: bool) -> int:
+    def _kept_back(self, pots: Collection[str]) -> int:
         """Free memory that new datasets may not take: what the open caches have yet to fill, and half for train."""
-        caches = [(opened.dataset.budget_bytes, opened.dataset.cache) for opened in self._open]
-        promised = sum(max(granted - cache.memory_bytes, 0) for granted, cache in caches if cache is not None)
-        if self.options.dir is not None:  # what was granted is room on a disk
-            opened = (entry.dataset.cache for entry in self._open if isinstance(entry.dataset, CachedDataset))
-            promised = sum(cache.promised_bytes for cache in opened if cache is not None)
+        promised = 0
+        for dataset in (opened.dataset for opened in self._open):
+            on_disk = self.options.dir is not None and isinstance(dataset, CachedDataset)
+            if dataset.cache is not None and not on_disk:
+                promised += max(dataset.budget_bytes - dataset.cache.memory_bytes, 0)
         pot = self.options.pot("train")
-        if not train_to_come or pot not in pots or self.options.budgets[pot].unit == "bytes":
+        if not self._train_to_come or pot not in pots or self.options.budgets[pot].unit == "bytes":
             return promised
-        return promised + max(FreeMemory.measure(memory_directory()).bytes - promised, 0) // 2
+        return promised + max(_free_bytes() - promised, 0) // 2
 
     def __getstate__(self) -> dict[str, Any]:
         # Datasets are known by their id here, which means nothing in another process.
         return self.__dict__ | {"_open": [], "_group": NodeGroup()}
 
 
-def _held(dataset: CachedDataset | CachedStream) -> dict[str, Any]:
-    if isinstance(dataset, CachedDataset):
-        return cached_source(dataset).opened.state()
-    cache, budget = dataset.cache, dataset.budget_bytes
-    held = (0, 0, 0) if cache is None else (len(cache), cache.filled, cache.memory_bytes)
-    return dict(zip(("slots", "filled", "memory_bytes"), held, strict=True)) | {"disk_bytes": 0, "budget_bytes": budget}
+def _stage(request: CacheRequest) -> str:
+    """The stage of the loader that will read the source."""
+    assert request.reader is not None
+    return request.reader.stage
+
+
+def _free_bytes() -> int:
+    return max(FreeMemory.measure(memory_directory()).bytes, 0)

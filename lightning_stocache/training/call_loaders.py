@@ -16,20 +16,20 @@ cached. The ranks agree on each.
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass
-from typing import Any
+from typing import Any, NamedTuple
 from weakref import WeakSet
 
+from torch.nn.parameter import UninitializedParameter
 from torch.utils.data import DataLoader, IterableDataset
 
 from lightning_stocache.growing.rolling_cache import share_pools
 from lightning_stocache.growing.stream import stream_with
-from lightning_stocache.loading.dataset import CachedDataset, cached_source, dataset_over
+from lightning_stocache.loading.dataset import cached_source, dataset_over
 from lightning_stocache.loading.loader_tree import Cached, cached_in_leaves, leaves_in
 from lightning_stocache.loading.stand_in import StandIn
 from lightning_stocache.node.group import NodeGroup
-from lightning_stocache.sampling.locality_sampler import LocalitySampler
 from lightning_stocache.training.caches import CallCaches
 from lightning_stocache.training.loaders import (
     TrainerLoader,
@@ -40,20 +40,19 @@ from lightning_stocache.training.loaders import (
     source_of,
     with_dataset,
 )
-from lightning_stocache.training.model_memory import training_bytes
 from lightning_stocache.training.obstacles import cacheable_length, check_sweep, title
 from lightning_stocache.training.resume import ResumePoint
-from lightning_stocache.training.sampling import follow_pools, locality_for, replicas
-from lightning_stocache.training.wanted import Wanted, loader_domain
+from lightning_stocache.training.sampling import follow_pools, loader_domain, locality_for, replicas
 
-__all__ = ["CallLoaders", "begin_call"]
+__all__ = ["CallLoaders", "begin_call", "training_bytes"]
+
+# Bytes to come per byte of a parameter that is trained on the CPU: its gradient and Adam's two moments, and all four
+# once more, because workers that are started for a later epoch hold the pages that a step then writes to.
+_PER_PARAMETER = 7
 
 
 def begin_call(trainer: Any) -> None:
-    """Begin a call of a Trainer, before any of its loaders is asked for: check it, and let it keep its position.
-
-    Args:
-        trainer: of the call; None outside of one.
+    """Begin a call of a Trainer, if it is one, before any of its loaders is asked for: check it, keep its position.
 
     Raises:
         ValueError: it is a sweep that a strategy would run in several processes at once, see `check_sweep`.
@@ -61,6 +60,18 @@ def begin_call(trainer: Any) -> None:
     if trainer is not None:
         check_sweep(trainer)
         ResumePoint.of(trainer)
+
+
+def training_bytes(trainer: Any) -> int:
+    """Memory that a fit will take and does not hold when its caches open: gradients, and what the optimiser keeps.
+
+    On a device they are in its memory, not in this one. Without a trainer nothing is known.
+    """
+    if trainer is None or trainer.state.fn != "fit" or trainer.strategy.root_device.type != "cpu":
+        return 0
+    parameters = [parameter for parameter in trainer.lightning_module.parameters() if parameter.requires_grad]
+    known = [parameter for parameter in parameters if not isinstance(parameter, UninitializedParameter)]
+    return _PER_PARAMETER * int(sum(parameter.numel() * parameter.element_size() for parameter in known))
 
 
 class CallLoaders:
@@ -80,11 +91,10 @@ class CallLoaders:
         trainer: Any = None,
         at_hand: Mapping[str, Any] | None = None,
     ) -> None:
-        self._caches = caches
-        self._getters = dict(getters)
-        self._train_to_come = "train" in getters and trainer is not None and trainer.state.fn == "fit"
+        self._caches, self._getters, self._trainer = caches, dict(getters), trainer
+        self._fits = trainer is not None and trainer.state.fn == "fit"
+        self._train_to_come = "train" in getters and self._fits
         self._at_hand = dict(at_hand or {})
-        self._trainer = trainer
         self._shared: WeakSet[Cached] = WeakSet()
         # By stage and the id of the user's loader, of the last call: what a hook makes anew takes its workers with it.
         self._made: dict[str, dict[int, _Made]] = {}
@@ -108,7 +118,7 @@ class CallLoaders:
         renewed = rewrap(
             loaders, lambda loader: self._renewed(stage, loader, before) if id(loader) in chosen else loader
         )
-        if stage == "train" and self._trainer is not None and self._trainer.state.fn == "fit":
+        if stage == "train" and self._fits:
             ResumePoint.of(self._trainer).go_on(renewed)
         return renewed
 
@@ -123,17 +133,15 @@ class CallLoaders:
         """
         self._at_hand = {}
         self._train_to_come &= "train" not in loaders
-        group = NodeGroup.discover()
-        cacheable = self._cacheable(loaders, group)
-        self._caches.open(
-            [
-                Wanted(source_of(loader), name, settings_of(loader), loader_domain(self._trainer, name, loader))
-                for name, loader in cacheable
-            ],
-            group,
-            later_bytes=training_bytes(self._trainer),
-            train_to_come=self._train_to_come,
-        )
+        group, options = NodeGroup.discover(), self._caches.options
+        cacheable, requests, number = self._cacheable(loaders, group), [], Counter[str]()
+        for stage, loader in cacheable:
+            source, name = source_of(loader), f"{options.name or ''}-{stage}{number[stage]}"
+            domain = loader_domain(self._trainer, stage, loader)
+            requests.append(options.request(source, settings_of(loader, stage), name, domain))
+            number[stage] += not isinstance(source, IterableDataset)
+        later = training_bytes(self._trainer)
+        self._caches.open(requests, group, later_bytes=later, train_to_come=self._train_to_come)
         for dataset in cached_in_leaves(list(loaders.values())):
             # Cached by the user: it only has to become the node's common one, and must not start anew in every epoch.
             if dataset not in self._shared and (dataset.counters is None or dataset.group != group):
@@ -143,18 +151,18 @@ class CallLoaders:
 
     def _cacheable(self, asked: Mapping[str, Any], group: NodeGroup) -> list[tuple[str, DataLoader[Any]]]:
         """The loaders that can be cached on every rank, each with its stage; what is to be said of the others."""
-        leaves = [(name, leaf) for name in self._getters if name in asked for leaf in leaves_in(asked[name])]
-        findings = group.exchange(group.together(lambda: [self._finding(name, leaf) for name, leaf in leaves]))
+        leaves = [(stage, leaf) for stage in self._getters if stage in asked for leaf in leaves_in(asked[stage])]
+        findings = group.exchange(group.together(lambda: [self._finding(stage, leaf) for stage, leaf in leaves]))
         cacheable = []
-        for number, (name, leaf) in enumerate(leaves):
+        for number, (stage, leaf) in enumerate(leaves):
             found = [finding[number] if len(finding) == len(leaves) else None for finding in findings]
             reasons = [reason for reason in found if isinstance(reason, str)]
             if not reasons and len(set(found)) > 1:
                 reasons = [f"the ranks have other lengths of it, {found}. Give every rank the whole dataset"]
             if reasons:
-                self._caches.pass_by(name, title(leaf), reasons[0])
+                self._caches.pass_by(stage, title(leaf), reasons[0])
             elif found[0] is not None:
-                cacheable.append((name, leaf))
+                cacheable.append((stage, leaf))
         return cacheable
 
     def _finding(self, stage: str, leaf: Any) -> int | str | None:
@@ -172,12 +180,11 @@ class CallLoaders:
     def _renewed(self, stage: str, loader: DataLoader[Any], before: Mapping[int, _Made]) -> DataLoader[Any]:
         """The loader around its cached dataset, made once for a loader that comes again: its workers may persist."""
         dataset: Any = self._caches.of(stage, source_of(loader))
-        attributes = dict(vars(loader))
         if dataset.counters is None:  # its cache could not be opened
             return loader
         made = self._made[stage].get(id(loader), before.get(id(loader)))
-        if made is None or not made.is_of(attributes, dataset):
-            made = _Made(loader, attributes, dataset, self._around(stage, loader, dataset))
+        if made is None or not made.is_of(loader, dataset):
+            made = _Made(loader, dict(vars(loader)), dataset, self._around(stage, loader, dataset))
         self._made[stage][id(loader)] = made
         return made.renewed
 
@@ -187,26 +194,19 @@ class CallLoaders:
             return with_dataset(loader, stream_with(dataset, loader.dataset.transform))
         if isinstance(loader.dataset, IterableDataset):
             return with_dataset(loader, dataset)
-        sampler = self._sampler(stage, loader, dataset)
+        sampler = None
+        if stage == "train" and self._trainer is not None:
+            # A fit that several ranks began goes on in their order on one rank, too.
+            mode, dealt = self._caches.options.sampling, ResumePoint.of(self._trainer).dealt
+            sampler = locality_for(self._trainer, dataset, loader.sampler, loader.batch_size, mode, dealt=dealt)
         if isinstance(loader.dataset, TransformedSet):
             dataset = dataset_over(cached_source(dataset).view(loader.dataset.transform))
         if not isinstance(loader, TrainerLoader):  # one of ours shows that its dataset is cached
             dataset = StandIn(dataset)
         return with_dataset(loader, dataset, sampler)
 
-    def _sampler(self, stage: str, loader: DataLoader[Any], dataset: CachedDataset) -> LocalitySampler | None:
-        """What a training loader of several ranks draws from, where Lightning would have put a DistributedSampler.
 
-        A fit that several ranks began goes on in their order on one rank, too.
-        """
-        if stage != "train" or self._trainer is None:
-            return None
-        mode, dealt = self._caches.options.sampling, ResumePoint.of(self._trainer).dealt
-        return locality_for(self._trainer, dataset, loader.sampler, loader.batch_size, mode, dealt=dealt)
-
-
-@dataclass(frozen=True)
-class _Made:
+class _Made(NamedTuple):
     """A loader that was made of the user's around a dataset, and what attributes the user's had then."""
 
     loader: DataLoader[Any]
@@ -214,10 +214,8 @@ class _Made:
     dataset: Cached
     renewed: DataLoader[Any]
 
-    def is_of(self, attributes: dict[str, Any], dataset: Cached) -> bool:
+    def is_of(self, loader: DataLoader[Any], dataset: Cached) -> bool:
         """Whether it is around this dataset, and nobody has changed the user's loader since."""
-        return (
-            self.dataset is dataset
-            and self.attributes.keys() == attributes.keys()
-            and all(self.attributes[name] is value for name, value in attributes.items())
-        )
+        now = vars(loader)
+        same = all(now.get(name, self) is value for name, value in self.attributes.items())
+        return self.dataset is dataset and len(now) == len(self.attributes) and same

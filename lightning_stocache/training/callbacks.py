@@ -15,17 +15,15 @@ from lightning.pytorch import Callback, LightningModule, Trainer
 
 from lightning_stocache.cache.counters import Counts
 from lightning_stocache.insight.tallies import loader_seconds, samples_of
-from lightning_stocache.loading.loader_tree import Cached
 from lightning_stocache.node.budget import format_bytes
 from lightning_stocache.sampling.locality_sampler import Mode
 from lightning_stocache.setup.request import Form, check_count, check_flag
 from lightning_stocache.training.caches import CallCaches
 from lightning_stocache.training.call_loaders import CallLoaders, begin_call
-from lightning_stocache.training.lightning_internals import data_sources, forget_loaders
+from lightning_stocache.training.lightning_internals import data_sources, forget_loaders, say, warn
 from lightning_stocache.training.loaders import running_datasets
-from lightning_stocache.training.monitor import CacheMonitor
+from lightning_stocache.training.monitor import CacheMonitor, log_every
 from lightning_stocache.training.options import CacheOptions, with_options
-from lightning_stocache.training.say import log_every, say, warn
 
 __all__ = ["FillProgress", "StochasticCache"]
 
@@ -51,49 +49,48 @@ class FillProgress(Callback):
             check_count("every_n_steps", every_n_steps, 1)
         check_flag("verbose", verbose)
         self.name, self.every_n_steps, self.verbose = name, every_n_steps, verbose
-        self._full = False
-        self._waited_before = 0.0
+        self._full, self._cadence, self._waited_before = False, 1, 0.0
 
     def on_train_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
         """Begin with the fill that the call begins with: a cache that was kept is full already."""
-        self._full = _is_full(running_datasets(trainer, "train"))
+        self._full = _are_full(_training_caches(trainer))
         self._waited_before, _ = loader_seconds(trainer.train_dataloader)
+        tenth = int(min(trainer.num_training_batches, 10**6)) // 10 + 1  # inf: no length
+        # A training batch is a step, but where gradients are accumulated.
+        self._cadence = self.every_n_steps or min(log_every(trainer), tenth)
 
     def on_train_batch_end(
         self, trainer: Trainer, pl_module: LightningModule, outputs: Any, batch: Any, batch_idx: int
     ) -> None:
         """Show the fill of this node."""
-        cadence = self.every_n_steps  # a training batch is a step, but where gradients are accumulated
-        if cadence is None:
-            cadence = min(log_every(trainer), int(min(trainer.num_training_batches, 10**6)) // 10 + 1)  # inf: no length
-        if not self._full and batch_idx % cadence == 0:
-            fill, _, slots = _filled(running_datasets(trainer, "train"))
-            if slots and not trainer.barebones:  # it has no bar
-                pl_module.log(self.name, fill, prog_bar=True, logger=False, rank_zero_only=True, batch_size=1)
+        if not self._full and batch_idx % self._cadence == 0:
+            self._show(trainer, pl_module)
 
     def on_train_epoch_end(self, trainer: Trainer, pl_module: LightningModule) -> None:
         """Show the fill that the epoch has ended with, and say so when the cache is full."""
-        datasets = running_datasets(trainer, "train")
-        fill, filled, slots = _filled(datasets)
-        if self._full or not slots:
-            return
-        if not trainer.barebones:
-            pl_module.log(
-                self.name, fill, prog_bar=True, logger=False, on_epoch=True, rank_zero_only=True, batch_size=1
-            )
-        if not _is_full(datasets):
-            return
-        self._full = True
-        if not self.verbose:
-            return
+        if not self._full:
+            self._show(trainer, pl_module)
+            self._full = _are_full(_training_caches(trainer))
+            if self._full and self.verbose:
+                self._say_full(trainer)
+
+    def _show(self, trainer: Trainer, pl_module: LightningModule) -> None:
+        caches = _training_caches(trainer)
+        slots = sum(map(len, caches))
+        if slots and not trainer.barebones:  # it has no bar
+            fill = sum(cache.fill_fraction * len(cache) for cache in caches) / slots
+            pl_module.log(self.name, fill, prog_bar=True, logger=False, rank_zero_only=True, batch_size=1)
+
+    def _say_full(self, trainer: Trainer) -> None:
+        datasets, caches = running_datasets(trainer, "train"), _training_caches(trainer)
+        filled = sum(cache.filled for cache in caches)
         counts = sum((dataset.counters.totals() for dataset in datasets if dataset.counters is not None), Counts())
         share = min(filled / max(counts.misses + counts.bypasses, 1), 1.0)  # of what was loaded until now
-        memory = sum(dataset.cache.memory_bytes for dataset in datasets if dataset.cache is not None)
-        nodes = len(datasets[0].group.nodes)
-        where = "this node" if nodes == 1 else f"each of {nodes} nodes"
         waited = share * (loader_seconds(trainer.train_dataloader)[0] - self._waited_before)  # NaN if it is not known
         saved = f"; {waited:.1f} s of waiting for data will not be repeated" if waited > 0 else ""
-        samples = sum(map(samples_of, datasets))
+        memory, samples = sum(cache.memory_bytes for cache in caches), sum(map(samples_of, datasets))
+        nodes = len(datasets[0].group.nodes)
+        where = "this node" if nodes == 1 else f"each of {nodes} nodes"
         say(f"the cache is full: {filled:,} of {samples:,} samples, {format_bytes(memory)} on {where}{saved}")
 
 
@@ -160,8 +157,10 @@ class StochasticCache(CacheMonitor):
             warn("there is a StochasticCache before this one in the list of callbacks: this one does nothing")
             return
         super().setup(trainer, pl_module, stage)  # only now: it moves to the front
-        sources = {
-            name: source for name, source in data_sources(trainer, stage).items() if not _has_cache(source.instance)
+        sources = {  # but of a DataModule that caches its loaders itself
+            name: source
+            for name, source in data_sources(trainer, stage).items()
+            if not isinstance(getattr(source.instance, "caches", None), CallCaches)
         }
         getters = {name: source.dataloader for name, source in sources.items()}
         at_hand = {name: source.instance for name, source in sources.items() if not source.is_module()}
@@ -172,12 +171,14 @@ class StochasticCache(CacheMonitor):
     def teardown(self, trainer: Trainer, pl_module: LightningModule, stage: str) -> None:
         """Close the caches of the call, unless they are kept."""
         super().teardown(trainer, pl_module, stage)
-        self._release(trainer)
+        forget_loaders(trainer)
+        self.caches.end_call()
 
     def on_exception(self, trainer: Trainer, pl_module: LightningModule, exception: BaseException) -> None:
         """Close the caches of the call, unless they are kept; Lightning skips `teardown` after an exception."""
         super().on_exception(trainer, pl_module, exception)
-        self._release(trainer)
+        forget_loaders(trainer)
+        self.caches.end_call()
 
     def cache_state(self) -> list[dict[str, Any]]:
         """What is held on this node now, one entry for each dataset, as plain values; see `CallCaches.state`."""
@@ -187,25 +188,12 @@ class StochasticCache(CacheMonitor):
         """Close all caches, kept ones too."""
         self.caches.close()
 
-    def _release(self, trainer: Trainer) -> None:
-        forget_loaders(trainer)
-        self.caches.end_call()
+
+def _training_caches(trainer: Trainer) -> list[Any]:
+    """The stores behind the training loaders, on this node."""
+    return [dataset.cache for dataset in running_datasets(trainer, "train") if dataset.cache is not None]
 
 
-def _has_cache(instance: Any) -> bool:
-    """Whether what gives the loaders is a DataModule that caches them itself."""
-    return isinstance(getattr(instance, "caches", None), CallCaches)
-
-
-def _filled(datasets: list[Cached]) -> tuple[float, int, int]:
-    """Fill fraction, ready slots and slots of these datasets on this node."""
-    caches = [dataset.cache for dataset in datasets if dataset.cache is not None]
-    slots = sum(map(len, caches))
-    fill = sum(cache.fill_fraction * len(cache) for cache in caches) / max(slots, 1)
-    return fill, sum(cache.filled for cache in caches), slots
-
-
-def _is_full(datasets: list[Cached]) -> bool:
+def _are_full(caches: list[Any]) -> bool:
     """Whether there is no room left for a sample; of records, which differ in size, for one of the usual size."""
-    caches = [dataset.cache for dataset in datasets if dataset.cache is not None]
     return any(map(len, caches)) and all(cache.filled >= cache.capacity for cache in caches)

@@ -18,17 +18,21 @@ import math
 from collections.abc import MutableMapping
 from typing import Any
 
-__all__ = ["begin_epoch", "put_batches", "reopen_epoch", "stands"]
+__all__ = ["batches_begun", "begin_epoch", "put_batches", "reopen_epoch", "stands"]
 
 _COUNTS = ("ready", "started", "processed", "completed")
+
+
+def batches_begun(trainer: Any) -> int:
+    """Batches that have begun in all epochs; those of the fit before a resume count."""
+    return int(trainer.fit_loop.epoch_loop.batch_progress.total.ready)
 
 
 def stands(trainer: Any, handed: int) -> tuple[int, int | None]:
     """The epoch that a trainer is in, and its batches that have been processed; None between two epochs.
 
-    Args:
-        trainer: at any moment of a fit (a signal's handler may save a checkpoint), or after it.
-        handed: batches that the loaders have handed out.
+    At any moment of a fit (a signal's handler may save a checkpoint), or after it. `handed` counts the batches that the
+    loaders have handed out.
     """
     epochs, batches = trainer.fit_loop.epoch_progress.current, trainer.fit_loop.epoch_loop.batch_progress
     epoch, done = int(epochs.processed), int(batches.current.processed)
@@ -46,8 +50,7 @@ def stands(trainer: Any, handed: int) -> tuple[int, int | None]:
 def put_batches(trainer: Any, batches: int) -> None:
     """Put the count of batches, at the start of a fit in the middle of an epoch, to how many of it have been run."""
     progress = trainer.fit_loop.epoch_loop.batch_progress
-    more = batches - progress.current.processed
-    _put(progress.current, **{name: getattr(progress.current, name) + more for name in _COUNTS})
+    _add(progress.current, batches - progress.current.processed)
     progress.is_last_batch = False
     _put_total(trainer)
 
@@ -55,9 +58,7 @@ def put_batches(trainer: Any, batches: int) -> None:
 def begin_epoch(trainer: Any, epoch: int) -> None:
     """Have an epoch begin with its first batch, and be counted, at the start of a fit that goes on between two epochs.
 
-    Args:
-        trainer: whose loops have been restored.
-        epoch: that begins.
+    The trainer's loops have been restored.
     """
     fit, batches = trainer.fit_loop, trainer.fit_loop.epoch_loop.batch_progress
     epochs, total = fit.epoch_progress.current, fit.epoch_progress.total
@@ -65,17 +66,17 @@ def begin_epoch(trainer: Any, epoch: int) -> None:
     if epochs.ready == epochs.started == epoch + 1 == epochs.processed + 1 and batches.is_last_batch:
         put_batches(trainer, 0)  # saved in the moment before Lightning did that: they are those of the epoch before
     if epochs.ready == epochs.started == epoch == epochs.processed + 1 and not _validates(trainer, epoch):
-        _put(epochs, processed=epoch)  # saved in the moment before Lightning did that
-        _put(total, processed=total.processed + 1)
+        for count in epochs, total:
+            count.processed += 1  # saved in the moment before Lightning did that
     if epochs.ready == epochs.started == epochs.processed == epoch:
         for count in epochs, total:
-            _put(count, **dict.fromkeys(_COUNTS, count.processed))
+            count.ready = count.started = count.completed = count.processed
         fit.reset_restart_stage()
         if not fit.epoch_loop.restarted_on_train_batch_end:
             batches.reset_on_run()
         elif 0 < (more := trainer.num_training_batches - batches.current.processed) < math.inf:
             # Lightning begins anew where all batches of an epoch were run, but counts those that it has now.
-            _put(batches.current, **{name: getattr(batches.current, name) + more for name in _COUNTS})
+            _add(batches.current, more)
 
 
 def _put_total(trainer: Any) -> None:
@@ -99,12 +100,8 @@ def _validates(trainer: Any, epochs: int) -> bool:
 def reopen_epoch(checkpoint: MutableMapping[str, Any], epoch: int, batches: int) -> bool:
     """Have Lightning go on in the middle of an epoch that a checkpoint counts as over, though it was cut short.
 
-    Called before the loops are restored. False, and nothing is changed, where the checkpoint counts otherwise.
-
-    Args:
-        checkpoint: that is being loaded; its count is changed, in memory.
-        epoch: that was cut short.
-        batches: of it that have been run.
+    Called before the loops are restored; the count is changed in memory. False, and nothing is changed, where the
+    checkpoint does not say that this epoch has ended after so many batches.
     """
     loops = checkpoint.get("loops", {}).get("fit_loop", {})
     epochs, count = loops.get("epoch_progress"), loops.get("epoch_loop.batch_progress")
@@ -118,6 +115,6 @@ def reopen_epoch(checkpoint: MutableMapping[str, Any], epoch: int, batches: int)
     return True
 
 
-def _put(count: Any, **values: int) -> None:
-    for name, value in values.items():
-        setattr(count, name, value)
+def _add(count: Any, more: int) -> None:
+    for name in _COUNTS:
+        setattr(count, name, getattr(count, name) + more)

@@ -10,17 +10,19 @@
   another name a sweep of such ranks is not refused.
 - `epoch_loop._on_before_fetch`, `_on_after_fetch`: what Lightning calls before and after it asks the loaders for a
   batch. Without them `StepTimer` times nothing, with one warning.
+- The logger behind `rank_zero_info`. Under another name a progress bar may be drawn over a line.
 
 The names are the same from Lightning 2.5.0 to 2.6.
 """
 
 from __future__ import annotations
 
+from functools import cache
 from typing import Any
 
-from lightning.pytorch.utilities import rank_zero_warn
+from lightning.pytorch.utilities import rank_zero_info, rank_zero_warn
 
-from lightning_stocache.console import PREFIX
+from lightning_stocache.console import PREFIX, above_bars
 
 __all__ = [
     "ARGS",
@@ -30,15 +32,28 @@ __all__ = [
     "data_sources",
     "forget_loaders",
     "leaves_samplers_alone",
-    "loops",
+    "say",
     "starts_ranks_itself",
     "step_calls",
+    "warn",
 ]
 
 # Where Lightning keeps a loader's arguments (`lightning.fabric.utilities.data`).
 ARGS, KWARGS, ARG_NAMES, DATASET = "__pl_saved_args", "__pl_saved_kwargs", "__pl_saved_arg_names", "__dataset"
 
-_warned: set[str] = set()
+
+def say(text: str) -> None:
+    """Log a line on rank zero, above the progress bar."""
+    with above_bars("lightning.pytorch.utilities.rank_zero"):
+        rank_zero_info(f"{PREFIX}{text}")
+
+
+def warn(text: str) -> None:
+    """Warn on rank zero."""
+    rank_zero_warn(f"{PREFIX}{text}")
+
+
+_warn_once = cache(warn)
 
 
 def leaves_samplers_alone(trainer: Any) -> bool:
@@ -46,7 +61,7 @@ def leaves_samplers_alone(trainer: Any) -> bool:
     connector = getattr(trainer, "_accelerator_connector", None)
     wanted = getattr(connector, "use_distributed_sampler", None)
     if wanted is None and hasattr(trainer, "fit_loop"):
-        _warn(
+        _warn_once(
             "this version of Lightning does not show whether it was given use_distributed_sampler=False: samplers are "
             "made for all ranks, as by default"
         )
@@ -61,7 +76,7 @@ def step_calls(trainer: Any) -> list[tuple[Any, str, str, bool, bool]]:
     """
     loop, strategy = trainer.fit_loop.epoch_loop, trainer.strategy
     if not (hasattr(loop, "_on_before_fetch") and hasattr(loop, "_on_after_fetch")):
-        _warn("this version of Lightning does not say when its loop waits for a batch: StepTimer times nothing")
+        _warn_once("this version of Lightning does not say when its loop waits for a batch: StepTimer times nothing")
         return []
     movers = [mover for mover in (trainer.lightning_module, trainer.datamodule) if mover is not None]
     return [
@@ -74,34 +89,35 @@ def step_calls(trainer: Any) -> list[tuple[Any, str, str, bool, bool]]:
     ]
 
 
-def loops(trainer: Any) -> dict[str, Any]:
-    """The loop that reads each stage's loaders; what Lightning calls a data source lies on it."""
+def _loops(trainer: Any) -> dict[tuple[str, str], Any]:
+    """The loops that read loaders, by call and stage; what Lightning calls a data source lies on them."""
     return {
-        "train": trainer.fit_loop,
-        "val": trainer.fit_loop.epoch_loop.val_loop,
-        "validate": trainer.validate_loop,
-        "test": trainer.test_loop,
-        "predict": trainer.predict_loop,
+        ("fit", "train"): trainer.fit_loop,
+        ("fit", "val"): trainer.fit_loop.epoch_loop.val_loop,
+        ("validate", "val"): trainer.validate_loop,
+        ("test", "test"): trainer.test_loop,
+        ("predict", "predict"): trainer.predict_loop,
     }
 
 
-def data_sources(trainer: Any, stage: str) -> dict[str, Any]:
-    """Lightning's data sources for a call, by the stage of the loaders that they give."""
-    fit = {"train": "train", "val": "val"} if trainer.enable_validation else {"train": "train"}
-    calls = {"fit": fit, "validate": {"val": "validate"}, "test": {"test": "test"}, "predict": {"predict": "predict"}}
-    of_stage = {name: getattr(loops(trainer)[loop], "_data_source", None) for name, loop in calls[stage].items()}
-    if None in of_stage.values():
-        _warn(
+def data_sources(trainer: Any, call: str) -> dict[str, Any]:
+    """Lightning's data sources for a call ("fit", "validate", ...), by the stage of the loaders that they give."""
+    loops = {stage: loop for (of, stage), loop in _loops(trainer).items() if of == call}
+    if call == "fit" and not trainer.enable_validation:
+        del loops["val"]
+    sources = {stage: getattr(loop, "_data_source", None) for stage, loop in loops.items()}
+    if None in sources.values():
+        _warn_once(
             "this version of Lightning does not show where its loaders come from: StochasticCache caches nothing. Use "
             "cache_datamodule or StocacheDataModule"
         )
         return {}
-    return of_stage
+    return sources
 
 
 def forget_loaders(trainer: Any) -> None:
     """Have the hook that `StochasticCache` has put on Lightning's data sources gone."""
-    for loop in loops(trainer).values():
+    for loop in _loops(trainer).values():
         if (source := getattr(loop, "_data_source", None)) is not None:
             vars(source).pop("dataloader", None)
 
@@ -109,9 +125,3 @@ def forget_loaders(trainer: Any) -> None:
 def starts_ranks_itself(trainer: Any) -> bool:
     """Whether the Trainer's strategy starts its ranks once, by the program's own command line, as `ddp` does."""
     return type(trainer.strategy.launcher).__name__ == "_SubprocessScriptLauncher"
-
-
-def _warn(message: str) -> None:
-    if message not in _warned:
-        _warned.add(message)
-        rank_zero_warn(f"{PREFIX}{message}")

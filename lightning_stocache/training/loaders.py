@@ -122,11 +122,12 @@ def running_datasets(trainer: Any, stage: str) -> list[Cached]:
     return cached_in_leaves(running_loaders(trainer, stage))
 
 
-def settings_of(loader: DataLoader[Any]) -> LoaderSettings:
-    """What a loader keeps in memory besides the cache."""
+def settings_of(loader: DataLoader[Any], stage: str = "") -> LoaderSettings:
+    """What a loader of a stage keeps in memory besides the cache."""
     batch_size: Any = loader.batch_size or getattr(loader.batch_sampler, "batch_size", 1)
     context: Any = loader.multiprocessing_context
-    return LoaderSettings(batch_size, loader.num_workers, loader.prefetch_factor, context, loader.worker_init_fn)
+    init: Any = loader.worker_init_fn
+    return LoaderSettings(batch_size, loader.num_workers, loader.prefetch_factor, context, init, stage)
 
 
 def hides_dataset(loader: DataLoader[Any]) -> bool:

@@ -17,7 +17,6 @@ from __future__ import annotations
 
 import time
 import warnings
-from collections.abc import Sequence
 from typing import Any, ClassVar
 
 from lightning.pytorch import Callback, LightningModule, Trainer
@@ -27,10 +26,10 @@ from lightning_stocache.insight.tallies import Seconds, Tallies, loader_seconds,
 from lightning_stocache.insight.verdict import verdict
 from lightning_stocache.loading.dataset import CachedDataset, cached_source
 from lightning_stocache.setup.request import check_flag
+from lightning_stocache.training.lightning_internals import say, warn
 from lightning_stocache.training.loaders import running_datasets, running_loaders
-from lightning_stocache.training.say import log_every, say, warn
 
-__all__ = ["CacheMonitor"]
+__all__ = ["CacheMonitor", "log_every"]
 
 
 class CacheMonitor(Callback):
@@ -105,7 +104,7 @@ class CacheMonitor(Callback):
         self._epochs: list[dict[str, float]] = []
         self._started = self._looped_at = self._step_began = 0.0  # moments
         self._computed = self._looped = self._waited_before = 0.0  # seconds, in the epoch so far
-        self._live_step = -1
+        self._live_every, self._live_step = 0, -1  # steps between two live values; 0: none are logged
 
     @property
     def monitors(self) -> bool:
@@ -125,12 +124,14 @@ class CacheMonitor(Callback):
         self._epochs.clear()
         self.on_train_epoch_start(trainer, pl_module)  # which Lightning does not call in a resumed epoch
         self._tallies.pools.metrics(trainer.train_dataloader)  # its rates begin here
-        if not (self.monitors and trainer.is_global_zero):
+        loggers = trainer.loggers if self.monitors and trainer.is_global_zero else []
+        self._live_every = log_every(trainer) if self.live and loggers else 0
+        if not loggers:
             return
         loaders = {"train": trainer.train_dataloader, "val": trainer.val_dataloaders}
         nodes = len(datasets[0].group.nodes) if (datasets := running_datasets(trainer, "train")) else 1
-        granted = hyperparameters(loaders) if self.hyperparameters and trainer.loggers else {}
-        for logger in trainer.loggers:
+        granted = hyperparameters(loaders) if self.hyperparameters else {}
+        for logger in loggers:
             lay_out(logger, nodes)
             _log_hyperparameters(logger, granted)
 
@@ -158,14 +159,18 @@ class CacheMonitor(Callback):
         self._computed += now - self._step_began
         self._looped += now - self._looped_at
         self._looped_at = now
-        if self.live and self.monitors and trainer.is_global_zero and trainer.loggers:
-            self._log_live(trainer, trainer.global_step - 1)  # as Lightning numbers the values of a step
+        # Steps are numbered as Lightning numbers the values that it logs.
+        if self._live_every and (steps := trainer.global_step) % self._live_every == 0 and steps - 1 != self._live_step:
+            self._live_step = steps - 1
+            if values := self._tallies.live(trainer.train_dataloader, self._seconds(trainer)):
+                for logger in trainer.loggers:
+                    logger.log_metrics(values, step=self._live_step)
         if trainer.is_last_batch:
             self._post(trainer, "train")
 
     def on_train_epoch_end(self, trainer: Trainer, pl_module: LightningModule) -> None:
         """Log the epoch's values."""
-        if metrics := self._epoch_end(trainer, pl_module, "train", "stocache"):
+        if metrics := self._epoch_end(trainer, pl_module, "train"):
             self._epochs.append(metrics)
             if self.verbose:
                 say(
@@ -182,35 +187,30 @@ class CacheMonitor(Callback):
         """What validation took is not of the training's loop."""
         self._looped_at = time.perf_counter()
 
-    def on_validation_batch_end(self, trainer: Trainer, pl_module: LightningModule, *batch: Any) -> None:
-        """After the last batch, post the validation epoch's tally."""
-        if not trainer.sanity_checking and _is_last(trainer.num_val_batches, *batch):
-            self._post(trainer, "val")
-
-    def on_test_batch_end(self, trainer: Trainer, pl_module: LightningModule, *batch: Any) -> None:
-        """After the last batch, post the test epoch's tally."""
-        if _is_last(trainer.num_test_batches, *batch):
-            self._post(trainer, "test")
-
-    def on_predict_batch_end(self, trainer: Trainer, pl_module: LightningModule, *batch: Any) -> None:
-        """After the last batch, post the prediction epoch's tally."""
-        if _is_last(trainer.num_predict_batches, *batch):
-            self._post(trainer, "predict")
+    def on_validation_batch_end(
+        self,
+        trainer: Trainer,
+        pl_module: LightningModule,
+        outputs: Any,
+        batch: Any,
+        batch_idx: int,
+        dataloader_idx: int = 0,
+    ) -> None:
+        """After the last batch of the last loader, as far as that is known, post the tally of its stage."""
+        stage = _running_stage(trainer)
+        batches = getattr(trainer, f"num_{stage}_batches")
+        if dataloader_idx == len(batches) - 1 and batch_idx + 1 == batches[-1] and not trainer.sanity_checking:
+            self._post(trainer, stage)
 
     def on_validation_epoch_end(self, trainer: Trainer, pl_module: LightningModule) -> None:
-        """Log the validation epoch's values."""
+        """Log the values of the stage."""
         if trainer.sanity_checking:
             self._tallies.skip(running_loaders(trainer, "val"))
         else:
-            self._epoch_end(trainer, pl_module, "val", "stocache/val")
+            self._epoch_end(trainer, pl_module, _running_stage(trainer))
 
-    def on_test_epoch_end(self, trainer: Trainer, pl_module: LightningModule) -> None:
-        """Log the test epoch's values."""
-        self._epoch_end(trainer, pl_module, "test", "stocache/test")
-
-    def on_predict_epoch_end(self, trainer: Trainer, pl_module: LightningModule) -> None:
-        """Log the prediction epoch's values."""
-        self._epoch_end(trainer, pl_module, "predict", "stocache/predict")
+    on_test_batch_end = on_predict_batch_end = on_validation_batch_end
+    on_test_epoch_end = on_predict_epoch_end = on_validation_epoch_end
 
     def teardown(self, trainer: Trainer, pl_module: LightningModule, stage: str) -> None:
         """Forget the caches of the call."""
@@ -225,33 +225,36 @@ class CacheMonitor(Callback):
         waited, _ = loader_seconds(trainer.train_dataloader)
         return Seconds(waited - self._waited_before, self._computed, self._looped)
 
-    def _log_live(self, trainer: Trainer, step: int) -> None:
-        """Log this rank's values of the epoch so far, if it is time to."""
-        if step == self._live_step or (step + 1) % log_every(trainer):
-            return
-        self._live_step = step
-        if values := self._tallies.live(trainer.train_dataloader, self._seconds(trainer)):
-            for logger in trainer.loggers:
-                logger.log_metrics(values, step=step)
-
     def _post(self, trainer: Trainer, stage: str) -> None:
         if self.monitors:
             seconds = self._seconds(trainer) if stage == "train" else None
             self._tallies.post(stage, running_loaders(trainer, stage), seconds)
 
-    def _epoch_end(self, trainer: Trainer, pl_module: LightningModule, stage: str, prefix: str) -> dict[str, float]:
+    def _epoch_end(self, trainer: Trainer, pl_module: LightningModule, stage: str) -> dict[str, float]:
+        """Log and return the metrics of an epoch, by their names without a prefix."""
         self._post(trainer, stage)
         metrics = self._tallies.metrics(stage, running_loaders(trainer, stage), self.patience)
         if not metrics or trainer.barebones:  # which refuses to log
             return metrics
-        kept = (name for name in metrics if self.per_node or not name.startswith("node"))
-        values = {f"{prefix}/{name}": metrics[name] for name in kept}
+        prefix = "stocache/" if stage == "train" else f"stocache/{stage}/"
+        logged = [name for name in metrics if self.per_node or not name.startswith("node")]
+        values = {prefix + name: metrics[name] for name in logged}
         if trainer.state.fn == "fit":
             pl_module.log_dict(values, on_step=False, on_epoch=True, batch_size=1)
         else:
             for logger in trainer.loggers:
                 logger.log_metrics(values | {"epoch": trainer.current_epoch}, step=trainer.global_step)
         return metrics
+
+
+def log_every(trainer: Trainer) -> int:
+    """The Trainer's logging cadence in steps; a barebones Trainer has 0, and no loggers."""
+    return int(getattr(trainer, "log_every_n_steps", 0)) or 1
+
+
+def _running_stage(trainer: Trainer) -> str:
+    """The stage whose loaders are read: "val" for validation."""
+    return str(trainer.state.stage.dataloader_prefix)  # type: ignore[union-attr]
 
 
 def _log_hyperparameters(logger: Any, values: dict[str, Any]) -> None:
@@ -262,8 +265,3 @@ def _log_hyperparameters(logger: Any, values: dict[str, Any]) -> None:
         logger.log_hyperparams(values)
     except Exception as error:  # MLflow's, where a run goes on with other values
         warn(f"{type(logger).__name__} does not take the cache's hyperparameters: {error}")
-
-
-def _is_last(batches: Sequence[int | float], outputs: Any, batch: Any, batch_idx: int, dataloader_idx: int = 0) -> bool:
-    """Whether a batch is the last one of the last of these loaders; False where that is not known."""
-    return dataloader_idx == len(batches) - 1 and batch_idx + 1 == batches[-1]

@@ -38,11 +38,7 @@ def title(leaf: Any) -> str:
 def cacheable_length(leaf: Any, stage: str, options: CacheOptions, world: int) -> int | None:
     """The length of a loader's dataset; `STREAM` for a stream, None where there is nothing to be cached.
 
-    Args:
-        leaf: what Lightning iterates over, in a nesting of the user's.
-        stage: whose loader it is.
-        options: what was asked for.
-        world: ranks among which Lightning would divide it; 1 where the Trainer leaves samplers alone.
+    `leaf` is what Lightning iterates over for a stage, and divides among `world` ranks.
 
     Raises:
         TypeError: it cannot be cached; what is in the way, and what to do about it.
@@ -78,10 +74,7 @@ def check_sweep(trainer: Any) -> None:
     """Refuse a sweep (`-m`) under a strategy that starts its ranks by the program's own command line, as `ddp` does.
 
     It starts them once and for all jobs, `-m` and all: they go through the sweep beside rank zero, and where one rank's
-    job fails, the ranks train different jobs together, on caches of different jobs.
-
-    Args:
-        trainer: the Trainer of the job; None outside of one.
+    job fails, the ranks train different jobs together, on caches of different jobs. `trainer` is None outside of one.
 
     Raises:
         ValueError: this is such a sweep.

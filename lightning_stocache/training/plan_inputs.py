@@ -8,9 +8,9 @@ the model is trained.
 
 from __future__ import annotations
 
-import dataclasses
 import time
 from collections.abc import Callable, Iterator, Mapping
+from dataclasses import replace
 from itertools import pairwise
 from typing import Any
 
@@ -24,7 +24,8 @@ from lightning_stocache.loading.loader_tree import loaders_in
 from lightning_stocache.loading.stand_in import cached_in
 from lightning_stocache.training.caches import CallCaches
 from lightning_stocache.training.loaders import settings_of
-from lightning_stocache.training.wanted import loader_domain
+from lightning_stocache.training.options import CacheOptions
+from lightning_stocache.training.sampling import loader_domain
 
 __all__ = ["ARGUMENTS", "datamodule_of", "measure_step", "source_in", "training_data", "world"]
 
@@ -52,9 +53,7 @@ def datamodule_of(given: Any) -> Any:
 def training_data(datamodule: Any, *, whole: bool = False) -> Data:
     """What the training loader of a DataModule reads, and how.
 
-    Args:
-        datamodule: the user's.
-        whole: whether the source is to be all of its dataset, also where its sampler draws only some of the samples.
+    The source is what the loader's sampler draws of its dataset; all of that if `whole`.
 
     Raises:
         PlanError: it is no DataModule, or does not give one DataLoader.
@@ -63,16 +62,15 @@ def training_data(datamodule: Any, *, whole: bool = False) -> Data:
     if not hasattr(datamodule, "train_dataloader"):
         kind = type(datamodule).__name__
         raise PlanError(f"data must be a LightningDataModule with a training loader, or that DataLoader, got {kind}")
-    caches, options, together = getattr(datamodule, "caches", None), None, True
+    caches, options = getattr(datamodule, "caches", None), CacheOptions()
     if isinstance(caches, CallCaches):
         options = caches.options
-        together = options.pot("train") == options.pot("val")
-        caches.options = dataclasses.replace(options, budget=0, stage_budgets=None, keep_cache=False, name=None)
+        caches.options = replace(options, budget=0, stage_budgets=None, keep_cache=False, name=None)
     datamodule.prepare_data()
     datamodule.setup("fit")
     try:
         loaders = list(loaders_in(datamodule.train_dataloader()))
-        others = _validation_sets(datamodule) if together else ()
+        others = _validation_sets(datamodule) if options.pot("train") == options.pot("val") else ()
     finally:
         datamodule.teardown("fit")
     if len(loaders) != 1:
@@ -85,10 +83,8 @@ def training_data(datamodule: Any, *, whole: bool = False) -> Data:
     names = ["collate_fn", "pin_memory", "timeout", "worker_init_fn"]
     names += ["multiprocessing_context", "prefetch_factor"] if loader.num_workers else []
     settings = {name: getattr(loader, name) for name in names}
-    data = Data(source, settings_of(loader).batch_size, loader.num_workers, transform, settings, others)
-    if options is None:
-        return data
-    return dataclasses.replace(data, allow_random=options.allow_random, mode=options.sampling)
+    size, workers = settings_of(loader).batch_size, loader.num_workers
+    return Data(source, size, workers, transform, settings, others, options.allow_random, options.sampling)
 
 
 def source_in(given: Any) -> Any:
@@ -111,7 +107,7 @@ def measure_step(trainer: Any, model: Any, datamodule: Any, data: Data) -> Sprea
     Args:
         trainer: a Trainer with `ARGUMENTS`.
         model: the user's LightningModule.
-        datamodule: the user's DataModule, for its batch hooks.
+        datamodule: the user's, for its batch hooks.
         data: its training data, of which the first batch is loaded in this process.
 
     Raises:

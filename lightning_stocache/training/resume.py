@@ -11,7 +11,7 @@ Samplers are told their epoch when the loaders are made: Lightning tells them on
 would draw the first epoch's order again (Lightning #21938).
 
 A position counts samples. If batch size or number of ranks have changed, the loaders go on after the same samples, and
-Lightning's count of batches is put to what that makes.
+Lightning's count of batches is put to what that makes (`epoch_count`).
 """
 
 from __future__ import annotations
@@ -26,11 +26,10 @@ from torch.utils.data import DataLoader, DistributedSampler, IterableDataset
 from lightning_stocache.growing.rolling_cache import RollingCache
 from lightning_stocache.loading.loader_sampler import batches_of, drawn_from, index_sampler, set_epoch
 from lightning_stocache.loading.loader_tree import loaders_in
-from lightning_stocache.training.epoch_count import begin_epoch, put_batches, reopen_epoch, stands
-from lightning_stocache.training.lightning_internals import leaves_samplers_alone
+from lightning_stocache.training.epoch_count import batches_begun, begin_epoch, put_batches, reopen_epoch, stands
+from lightning_stocache.training.lightning_internals import leaves_samplers_alone, say, warn
 from lightning_stocache.training.loaders import TrainerLoader
 from lightning_stocache.training.sampling import epochs_done, replicas
-from lightning_stocache.training.say import say, warn
 
 __all__ = ["ResumePoint"]
 
@@ -44,8 +43,7 @@ class ResumePoint(Callback):
         self._trainer: Any = None
         self._then: Mapping[str, Any] | None = None
         self._gone_on: list[TrainerLoader] = []  # in the middle of their epoch
-        self._put_back = False
-        self._begins = False  # an epoch of which no batch has begun
+        self._begun_at: int | None = None  # batches that had begun when the epoch did
 
     @classmethod
     def of(cls, trainer: Any) -> ResumePoint:
@@ -74,39 +72,41 @@ class ResumePoint(Callback):
         Args:
             loaders: any nesting of them.
         """
-        epoch, then = epochs_done(self._trainer), self._then
-        if then is not None and epoch > then["epoch"]:
-            then = None
-        epoch = epoch if then is None else then["epoch"]
-        leaves = list(loaders_in(loaders))
-        states = [None] * len(leaves) if then is None else then["loaders"]
-        if len(states) != len(leaves):
-            warn(
-                f"the checkpoint was saved with {len(states)} training loaders, and there are {len(leaves)} now: the "
-                "epoch goes on with their first samples"
-            )
-            states = [None] * len(leaves)
-        self._gone_on, self._put_back = [], False
+        leaves, epoch, then = list(loaders_in(loaders)), epochs_done(self._trainer), self._then
+        states: list[Any] = [None] * len(leaves)
+        if then is not None and epoch <= then["epoch"]:
+            epoch = then["epoch"]
+            if len(then["loaders"]) == len(leaves):
+                states = then["loaders"]
+            else:
+                warn(
+                    f"the checkpoint was saved with {len(then['loaders'])} training loaders, and there are "
+                    f"{len(leaves)} now: the epoch goes on with their first samples"
+                )
+        self._gone_on, put_back = [], False
         for leaf, state in zip(leaves, states, strict=True):
             if epoch:
                 set_epoch(leaf, epoch)
-            if state is not None and isinstance(leaf, TrainerLoader):
+            if state is not None and isinstance(leaf, TrainerLoader) and not self._is_of_rank_zero(leaf):
                 try:
-                    self._load(leaf, state)
+                    self._load(leaf, state, put_back)
+                    put_back = True
                 except (TypeError, ValueError, KeyError):  # of another version
                     _say_nothing_is_known(state)
 
-    def _load(self, loader: TrainerLoader, state: dict[str, Any]) -> None:
-        several = replicas(self._trainer, always=True)[0] > 1
-        alone = leaves_samplers_alone(self._trainer) and not isinstance(index_sampler(loader), DistributedSampler)
-        if several and alone:
-            return  # each rank draws by itself, and the state is rank zero's
-        between = not state["batches"]  # where the first loader puts the generators back for all
-        if between:  # Lightning tells samplers their epoch; one that it does not tell is left at what it has
+    def _is_of_rank_zero(self, loader: TrainerLoader) -> bool:
+        """Whether a loader's state says nothing here: each of several ranks draws by itself, and it is rank zero's."""
+        dealt = isinstance(index_sampler(loader), DistributedSampler) or not leaves_samplers_alone(self._trainer)
+        return not dealt and replicas(self._trainer, always=True)[0] > 1
+
+    def _load(self, loader: TrainerLoader, state: dict[str, Any], put_back: bool) -> None:
+        """Have a loader go on; `put_back`: whether one before it has put the process-wide generators back."""
+        within = bool(state["batches"])
+        if not within:  # Lightning tells samplers their epoch; one that it does not tell is left at what it has
             state = {name: value for name, value in state.items() if name != "epoch"}
-        loader.position.load(state, process_wide=not several and not (between and self._put_back))
-        self._put_back = True
-        if not state["batches"]:
+        alone = replicas(self._trainer, always=True)[0] == 1
+        loader.position.load(state, process_wide=alone and (within or not put_back))
+        if not within:
             return
         self._gone_on.append(loader)
         now = loader.position.units(loader)
@@ -140,6 +140,7 @@ class ResumePoint(Callback):
 
     def on_train_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
         """Put Lightning's count to where the loaders go on: another batch size makes another number of batches."""
+        self._begun_at = None
         if self._then is None:
             return
         if not self._gone_on:
@@ -151,11 +152,7 @@ class ResumePoint(Callback):
 
     def on_train_epoch_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
         """An epoch begins, and for a moment more Lightning counts the batches of the one before."""
-        self._begins = True
-
-    def on_train_batch_start(self, trainer: Trainer, pl_module: LightningModule, batch: Any, batch_idx: int) -> None:
-        """By now it counts those of this one."""
-        self._begins = False
+        self._begun_at = batches_begun(trainer)
 
     def on_train_epoch_end(self, trainer: Trainer, pl_module: LightningModule) -> None:
         """The epoch is over, though nobody has asked the loaders for what comes after the last batch."""
@@ -169,13 +166,14 @@ class ResumePoint(Callback):
         if trainer is None or trainer.train_dataloader is None:
             return {}
         leaves = [leaf if _is_resumable(leaf) else None for leaf in loaders_in(trainer.train_dataloader)]
-        handed = [leaf.position.batches for leaf in leaves if leaf is not None]
-        if not handed:
+        known = [leaf.position for leaf in leaves if leaf is not None]
+        if not known:
             return {}
-        epoch, done = stands(trainer, max(handed))
-        if self._begins and all(leaf is None or leaf.position.ended for leaf in leaves):  # it has not begun to read
-            epoch, done = epochs_done(trainer), None
-        ahead = 0 if done is None else max(handed) - done
+        handed = max(position.batches for position in known)
+        epoch, done = stands(trainer, handed)
+        if self._begun_at == batches_begun(trainer) and all(position.ended for position in known):
+            epoch, done = epochs_done(trainer), None  # it begins, and has not begun to read
+        ahead = 0 if done is None else handed - done
         states = [
             None if leaf is None else leaf.position.of(leaf, max(leaf.position.batches - ahead, 0), ended=done is None)
             for leaf in leaves
@@ -191,7 +189,7 @@ class ResumePoint(Callback):
 
     def teardown(self, trainer: Trainer, pl_module: LightningModule, stage: str) -> None:
         """The next fit begins anew, unless it is given a checkpoint."""
-        self._then, self._gone_on, self._begins = None, [], False
+        self._then, self._gone_on, self._begun_at = None, [], None
 
     def __getstate__(self) -> dict[str, Any]:
         return self.__dict__ | {"_trainer": None, "_gone_on": []}

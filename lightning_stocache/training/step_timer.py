@@ -18,8 +18,7 @@ import torch
 from lightning.pytorch import Callback, LightningModule, Trainer
 
 from lightning_stocache.insight.steps import StepClock, cuda_moment
-from lightning_stocache.training.lightning_internals import step_calls
-from lightning_stocache.training.say import say
+from lightning_stocache.training.lightning_internals import say, step_calls
 
 __all__ = ["StepTimer"]
 

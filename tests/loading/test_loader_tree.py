@@ -15,7 +15,6 @@ from torch.utils.data import ConcatDataset, DataLoader, Subset, TensorDataset
 from lightning_stocache import CachedDataset, CachedStream, SampleSpec
 from lightning_stocache.loading.loader_tree import (
     cached_behind,
-    cached_datasets,
     cached_in_leaves,
     leaves_in,
     loaders_in,
@@ -72,14 +71,13 @@ def test_a_cached_dataset_is_found_through_what_wraps_it_once(dataset: CachedDat
     """A Subset, a ConcatDataset, a StandIn and the dataset itself are all of one cache."""
     behind = [dataset, Subset(dataset, [1]), ConcatDataset([PLAIN.dataset, Subset(dataset, [0])]), StandIn(dataset)]
     loaders = {"each": [DataLoader(each) for each in behind], "plain": PLAIN}
-    assert cached_datasets(loaders) == [dataset]
     assert cached_in_leaves(loaders) == [dataset]
 
 
 def test_datasets_of_two_caches_are_two(dataset: CachedDataset) -> None:
     """In the order in which they are read."""
     other = CachedDataset([3.0], spec=SampleSpec.infer(0.0))
-    assert cached_datasets([DataLoader(ConcatDataset([other, dataset])), DataLoader(dataset)]) == [other, dataset]
+    assert cached_in_leaves([DataLoader(ConcatDataset([other, dataset])), DataLoader(dataset)]) == [other, dataset]
     other.close()
 
 
@@ -88,5 +86,4 @@ def test_what_has_a_dataset_and_is_no_dataloader(dataset: CachedDataset) -> None
     stream = CachedStream([1.0], budget="1MiB")
     leaves = [SimpleNamespace(dataset=dataset), SimpleNamespace(dataset=stream), SimpleNamespace(dataset=stream), 7]
     assert cached_behind(*leaves) == cached_in_leaves(leaves) == [dataset, stream]
-    assert cached_datasets(leaves) == []
     stream.close()

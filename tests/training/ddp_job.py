@@ -18,12 +18,10 @@ import torch
 import torch.distributed as dist
 from lightning.pytorch import Callback, LightningDataModule
 
-from lightning_stocache.loading.loader_tree import cached_datasets
 from lightning_stocache.training.callbacks import StochasticCache
-from lightning_stocache.training.datamodule import StocacheDataModule
-from lightning_stocache.training.hooks import cache_datamodule
+from lightning_stocache.training.datamodule import StocacheDataModule, cache_datamodule
 from lightning_stocache.training.monitor import CacheMonitor
-from tests.training.tiny import Epochs, MadeInSetup, Model, make_trainer, source
+from tests.training.tiny import Epochs, MadeInSetup, Model, cached_datasets, make_trainer, source
 
 
 class Witness(Epochs):

@@ -17,7 +17,7 @@ from lightning.pytorch import Callback, LightningModule, Trainer
 from torch.utils.data import DataLoader, Dataset
 
 from lightning_stocache import StocacheDataModule, StochasticCache
-from lightning_stocache.loading.loader_tree import cached_datasets
+from lightning_stocache.loading.loader_tree import cached_in_leaves
 
 BATCH = 64
 
@@ -70,7 +70,7 @@ class Note(Callback):
         self._served = self._hits = 0
 
     def on_train_epoch_end(self, trainer: Trainer, pl_module: LightningModule) -> None:
-        datasets = cached_datasets(trainer.train_dataloader)
+        datasets = cached_in_leaves(trainer.train_dataloader)
         self.granted = sum(dataset.budget_bytes for dataset in datasets)
         self.held = sum(dataset.cache.memory_bytes for dataset in datasets if dataset.cache is not None)
         totals = [dataset.counters.totals() for dataset in datasets if dataset.counters is not None]

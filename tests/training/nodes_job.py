@@ -25,8 +25,7 @@ from torch.utils.data import DataLoader, SubsetRandomSampler, default_collate
 
 from lightning_stocache.node.segment import Segment
 from lightning_stocache.training.callbacks import StochasticCache
-from lightning_stocache.training.datamodule import StocacheDataModule
-from lightning_stocache.training.hooks import cache_datamodule
+from lightning_stocache.training.datamodule import StocacheDataModule, cache_datamodule
 from lightning_stocache.training.monitor import CacheMonitor
 from tests.sources import CountedSource
 from tests.training.tiny import Epochs, Narrow, make_trainer

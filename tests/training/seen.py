@@ -9,10 +9,9 @@ from typing import Any
 import torch
 from lightning.pytorch import Callback, LightningDataModule, LightningModule, seed_everything
 
-from lightning_stocache.loading.loader_tree import cached_datasets
 from lightning_stocache.training.callbacks import StochasticCache
-from lightning_stocache.training.hooks import cache_datamodule
-from tests.training.tiny import make_trainer
+from lightning_stocache.training.datamodule import cache_datamodule
+from tests.training.tiny import cached_datasets, make_trainer
 
 __all__ = ["Looking", "Remembers", "Watcher", "data_hooks", "fit", "through"]
 

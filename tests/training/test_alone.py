@@ -14,8 +14,7 @@ from tqdm.auto import tqdm
 
 from lightning_stocache.loading.dataset import CachedDataset
 from lightning_stocache.training.callbacks import StochasticCache
-from lightning_stocache.training.datamodule import StocacheDataModule
-from lightning_stocache.training.hooks import cache_datamodule
+from lightning_stocache.training.datamodule import StocacheDataModule, cache_datamodule
 from tests.sources import Made
 from tests.training.seen import Looking, Watcher, data_hooks, fit, through
 from tests.training.tiny import SAMPLES, announced, logged, make_trainer, plain_loader, source

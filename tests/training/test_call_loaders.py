@@ -11,7 +11,7 @@ import pytest
 import torch
 from torch.utils.data import DataLoader, DistributedSampler, Sampler
 
-from lightning_stocache.loading.loader_tree import cached_datasets, loaders_in
+from lightning_stocache.loading.loader_tree import loaders_in
 from lightning_stocache.node.free import FreeMemory
 from lightning_stocache.training.caches import CallCaches
 from lightning_stocache.training.call_loaders import CallLoaders
@@ -19,7 +19,7 @@ from lightning_stocache.training.options import CacheOptions
 from lightning_stocache.training.sampling import check_sampler, replicas
 from tests.logs import Log
 from tests.ranks import run_ranks
-from tests.training.tiny import make_trainer
+from tests.training.tiny import cached_datasets, make_trainer
 
 MIB = 2**20
 NUMBERS = [torch.tensor(number) for number in range(12)]

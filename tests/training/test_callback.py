@@ -13,7 +13,7 @@ from lightning.pytorch import LightningDataModule, Trainer
 from torch.utils.data import default_collate
 
 from lightning_stocache.training.callbacks import FillProgress, StochasticCache
-from lightning_stocache.training.hooks import cache_datamodule
+from lightning_stocache.training.datamodule import cache_datamodule
 from tests.sources import CountedSource
 from tests.training.tiny import SAMPLES, Model, announced, logged, make_trainer, plain_loader, source
 

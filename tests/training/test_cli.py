@@ -9,8 +9,7 @@ import pytest
 from lightning.pytorch import LightningDataModule
 from lightning.pytorch.cli import LightningCLI
 
-from lightning_stocache.training.datamodule import StocacheDataModule
-from lightning_stocache.training.hooks import cache_datamodule
+from lightning_stocache.training.datamodule import StocacheDataModule, cache_datamodule
 from tests.training.tiny import SAMPLES, Model, logged, plain_loader, source
 
 pytestmark = pytest.mark.processes

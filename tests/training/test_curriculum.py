@@ -12,7 +12,7 @@ from torch.utils.data import DataLoader, Dataset, Subset
 from torchvision.transforms import v2
 
 from lightning_stocache.training.callbacks import StochasticCache
-from lightning_stocache.training.hooks import cache_datamodule
+from lightning_stocache.training.datamodule import cache_datamodule
 from tests.training.tiny import Model, make_trainer
 
 pytestmark = pytest.mark.processes

@@ -19,8 +19,7 @@ from lightning_stocache.loading.dataset import CachedDataset
 from lightning_stocache.loading.loader import CachedLoader
 from lightning_stocache.node.named import clean, named_segments
 from lightning_stocache.training.callbacks import StochasticCache
-from lightning_stocache.training.datamodule import StocacheDataModule
-from lightning_stocache.training.hooks import cache_datamodule
+from lightning_stocache.training.datamodule import StocacheDataModule, cache_datamodule
 from lightning_stocache.training.monitor import CacheMonitor
 from lightning_stocache.training.step_timer import StepTimer
 from tests.sources import CountedSource

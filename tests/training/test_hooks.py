@@ -10,9 +10,8 @@ from lightning.pytorch import Callback, LightningDataModule
 from lightning.pytorch.callbacks import ModelCheckpoint
 from lightning.pytorch.utilities.model_helpers import is_overridden
 
-from lightning_stocache.loading.loader_tree import cached_datasets
-from lightning_stocache.training.hooks import cache_datamodule
-from tests.training.tiny import MadeInSetup, Model, make_trainer, plain_loader, source
+from lightning_stocache.training.datamodule import cache_datamodule
+from tests.training.tiny import MadeInSetup, Model, cached_datasets, make_trainer, plain_loader, source
 
 pytestmark = pytest.mark.processes
 

@@ -13,8 +13,7 @@ import pytest
 from lightning.pytorch import Callback, LightningDataModule
 
 from lightning_stocache.training.callbacks import StochasticCache
-from lightning_stocache.training.datamodule import StocacheDataModule
-from lightning_stocache.training.hooks import cache_datamodule
+from lightning_stocache.training.datamodule import StocacheDataModule, cache_datamodule
 from lightning_stocache.training.monitor import CacheMonitor
 from tests.sources import CountedSource
 from tests.training.tiny import SAMPLES, MadeInSetup, Model, logged, make_trainer, plain_loader, source

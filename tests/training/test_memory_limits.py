@@ -16,7 +16,7 @@ from lightning.pytorch import Callback, LightningDataModule, LightningModule
 from lightning_stocache import StocacheDataModule, StochasticCache, cache_datamodule
 from lightning_stocache.node.grant import Reserve
 from lightning_stocache.setup import allocation
-from lightning_stocache.training.model_memory import training_bytes
+from lightning_stocache.training.call_loaders import training_bytes
 from tests.cgroups import Outcome, run_limited
 from tests.training.tiny import Model, make_trainer, plain_loader, source
 

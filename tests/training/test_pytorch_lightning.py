@@ -8,7 +8,7 @@ import pytest
 import torch
 
 from lightning_stocache.training.callbacks import FillProgress, StochasticCache
-from lightning_stocache.training.hooks import cache_datamodule
+from lightning_stocache.training.datamodule import cache_datamodule
 from lightning_stocache.training.loaders import rewrap
 from lightning_stocache.training.monitor import CacheMonitor
 from tests.training.tiny import SAMPLES, announced, logged, plain_loader, source

@@ -11,8 +11,7 @@ from lightning.pytorch import LightningDataModule, seed_everything
 from torch.utils.data import random_split
 
 from lightning_stocache.training.callbacks import FillProgress, StochasticCache
-from lightning_stocache.training.datamodule import StocacheDataModule
-from lightning_stocache.training.hooks import cache_datamodule
+from lightning_stocache.training.datamodule import StocacheDataModule, cache_datamodule
 from lightning_stocache.training.monitor import CacheMonitor
 from tests.training.tiny import Data, Model, make_trainer, plain_loader, source
 

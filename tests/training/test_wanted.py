@@ -23,10 +23,9 @@ from torch.utils.data import (
 
 from lightning_stocache.loading.dataset import CachedDataset
 from lightning_stocache.training.callbacks import StochasticCache
-from lightning_stocache.training.datamodule import StocacheDataModule
-from lightning_stocache.training.hooks import cache_datamodule
+from lightning_stocache.training.datamodule import StocacheDataModule, cache_datamodule
 from lightning_stocache.training.monitor import CacheMonitor
-from lightning_stocache.training.wanted import drawn_by
+from lightning_stocache.training.sampling import loader_domain
 from tests.training.seen import Looking, Watcher, data_hooks
 from tests.training.tiny import announced, logged, make_trainer, source
 
@@ -275,7 +274,12 @@ DATA: Dataset[Any] = range(100)  # type: ignore[assignment]
 )
 def test_what_a_loader_will_draw_follows_from_sampler_and_limits(stage, order, options, count):
     """Of what comes in order only the beginning, as far as the Trainer's limit; else what the sampler can draw."""
-    orders = (None, order) if isinstance(order, BatchSampler | list) else (order, None)
-    domain = drawn_by(trainer_with(**options), stage, 100, 4, *orders)
+    given = {"batch_sampler": order} if isinstance(order, BatchSampler | list) else {"batch_size": 4, "sampler": order}
+    domain = loader_domain(trainer_with(**options), stage, DataLoader(DATA, **given))
     assert (None if domain is None else len(domain)) == count
-    assert drawn_by(None, "train", 100, 4, SubsetRandomSampler([3, 4])).indices.tolist() == [3, 4]
+
+
+def test_outside_of_a_trainer_the_sampler_alone_says_what_is_drawn():
+    """There are no limits, and one process."""
+    fold = loader_domain(None, "train", DataLoader(DATA, sampler=SubsetRandomSampler([3, 4])))
+    assert fold.indices.tolist() == [3, 4]

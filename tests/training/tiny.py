@@ -14,6 +14,8 @@ from lightning.pytorch import Callback, LightningDataModule, LightningModule, Tr
 from lightning.pytorch.loggers import CSVLogger
 from torch.utils.data import DataLoader, Dataset
 
+from lightning_stocache.loading.dataset import CachedDataset
+from lightning_stocache.loading.loader_tree import cached_in_leaves
 from tests.sources import CountedSource
 
 __all__ = [
@@ -25,6 +27,7 @@ __all__ = [
     "Narrow",
     "Numbers",
     "announced",
+    "cached_datasets",
     "logged",
     "make_trainer",
     "plain_loader",
@@ -163,6 +166,11 @@ def source(tmp_path: Path | str, name: str = "train", samples: int = SAMPLES) ->
 def plain_loader(dataset: Dataset[Any], **options: Any) -> DataLoader[Any]:
     """A loader as a user would make it."""
     return DataLoader(dataset, **{"batch_size": 4} | options)
+
+
+def cached_datasets(loaders: Any) -> list[CachedDataset]:
+    """The CachedDatasets that are read in a nesting of loaders."""
+    return [dataset for dataset in cached_in_leaves(loaders) if isinstance(dataset, CachedDataset)]
 
 
 def announced(caplog: pytest.LogCaptureFixture) -> int:
