@@ -85,9 +85,9 @@ def encode_blob(sample: Any, index: int) -> bytes:
         lightning_stocache.cache.codec.UnsupportedSampleError: sample['tags'][0] is a set, which cannot be packed. ...
     """
     tree = _Tree()
-    metadata = {"crc32": "00000000", "index": str(index), "sample": _to_json(tree.node(sample, ()))}
-    text = _to_json({"__metadata__": metadata} | tree.header).encode()
-    text += b" " * (-len(text) % 8)
+    sample_text = _to_json(_to_json(tree.node(sample, ())))
+    text = f'00000000","index":"{index}","sample":{sample_text}}}{tree.header}}}'.encode()
+    text = _BEGIN + text + b" " * (-len(_BEGIN + text) % 8)
     begin = bytearray(struct.pack("<Q", len(text)) + text)
     total = zlib.crc32(memoryview(begin)[_SUM.stop :], zlib.crc32(begin[:8]))
     for content in tree.contents:
@@ -123,7 +123,7 @@ class _Tree:
     """A sample as JSON, by `node`, which collects the header and the bytes of the leaves that lie in the data."""
 
     def __init__(self) -> None:
-        self.header: dict[str, Any] = {}
+        self.header = ""
         self.contents: list[Any] = []
         self._end = 0
 
@@ -197,7 +197,7 @@ class _Tree:
         self.contents.append(content)
         name = _NAMES.get(dtype)
         size = shape if name else [len(content)]
-        self.header[str(number)] = {"dtype": name or "U8", "shape": size, "data_offsets": [begin, self._end]}
+        self.header += f',"{number}":{{"dtype":"{name or "U8"}","shape":{size},"data_offsets":[{begin},{self._end}]}}'
         return number
 
 

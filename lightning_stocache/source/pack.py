@@ -23,11 +23,12 @@ import time
 import traceback
 from collections.abc import Iterable, Iterator, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import replace
 from functools import partial
 from itertools import chain
 from pathlib import Path
-from typing import Any, NoReturn, cast
+from typing import Any, cast
 
 import torch
 from torch.utils.data import DataLoader, Dataset
@@ -113,12 +114,9 @@ def pack(
     classes: Any = getattr(source, "classes", None)
     named = isinstance(classes, list | tuple) and all(type(name) is str for name in classes)
     manifest = PackManifest(len(blobs), class_name(source), encoded, fingerprint, tuple(classes) if named else ())
-    writer = _Writer(Path(path), manifest)
-    if allow_random:
-        writer.known.clear()  # its samples are other ones now
-    bar = _bar(len(blobs), writer.done) if progress else None
-    whole = False
-    try:
+    with _Writer(Path(path), manifest) as writer, _bar(len(blobs), writer.done, progress) as bar:
+        if allow_random:
+            writer.known.clear()  # its samples are other ones now
         for index, blob in _loaded(blobs, writer, workers):
             if index in writer.known:
                 writer.compare(index, blob, blobs.title)
@@ -126,18 +124,16 @@ def pack(
             writer.put(index, blob)
             if bar is not None:
                 bar.update()
-        whole = True
-    finally:
-        if bar is not None:
-            bar.close()
-        writer.close(complete=whole)
     return len(blobs) - writer.done
 
 
-def _bar(total: int, done: int) -> Any:
+def _bar(total: int, done: int, shown: bool) -> AbstractContextManager[Any]:
+    if not shown:
+        return nullcontext()
     from tqdm import tqdm  # its lock is a semaphore, which nobody needs who sees no bar
 
-    return tqdm(total=total, initial=done, unit=" samples", desc="pack", disable=None)
+    bar: AbstractContextManager[Any] = tqdm(total=total, initial=done, unit=" samples", desc="pack", disable=None)
+    return bar
 
 
 # ---- loading ----
@@ -256,9 +252,9 @@ class _Writer:
         manifest: what is packed.
 
     Raises:
-        LMDBError: the path is taken by something else, another process packs into it, or (`put`, `close`) it cannot be
+        LMDBError: the path is taken by something else, another process packs into it, or (`put`, the end) it cannot be
             written.
-        OSError: its folder does not exist, or (`put`, `close`) it may not be written, or the disk is full.
+        OSError: its folder does not exist, or (`put`, the end) it may not be written, or the disk is full.
     """
 
     def __init__(self, path: Path, manifest: PackManifest) -> None:
@@ -309,14 +305,13 @@ class _Writer:
         if self._bytes >= BATCH_BYTES or time.monotonic() - self._since >= BATCH_SECONDS:
             self._flush()
 
-    def close(self, *, complete: bool) -> None:
-        """Write what waits, and let the file go.
+    def __enter__(self) -> _Writer:
+        return self
 
-        Args:
-            complete: whether that is all.
-        """
+    def __exit__(self, kind: Any, *_: object) -> None:
+        """Write what waits, and let the file go; without an error, that is all."""
         try:
-            if complete and not self._complete:
+            if kind is None and not self._complete:
                 self._open()
                 self._items.append((MANIFEST_KEY, replace(self.manifest, complete=True).to_bytes()))
             if self._items:  # the manifest in the same commit as the last samples
@@ -395,13 +390,10 @@ class _Writer:
             except lmdb.MapFullError:
                 environment.set_mapsize(2 * environment.info()["map_size"])
             except lmdb.Error as error:
-                self._explain(error, sum(len(content) for _, content in items))
-
-    def _explain(self, error: Exception, size: int) -> NoReturn:
-        """Say why samples of that size were not written: LMDB calls a full disk an input or output error."""
-        kept = "What was packed before is kept"
-        free = shutil.disk_usage(self.path.parent).free
-        if free < 2 * size + (1 << 20):
-            words = f"the disk of {self.path} is full: {free:,} bytes are free, and the next samples need {size:,}"
-            raise OSError(errno.ENOSPC, f"{words}. {kept}: make room, and run the same command again") from error
-        raise LMDBError(f"{self.path} cannot be written: {error}. {kept}") from error
+                # Of a full disk LMDB says that it had an input or output error.
+                size, free = sum(len(content) for _, content in items), shutil.disk_usage(self.path.parent).free
+                kept = "What was packed before is kept"
+                if free >= 2 * size + (1 << 20):
+                    raise LMDBError(f"{self.path} cannot be written: {error}. {kept}") from error
+                words = f"the disk of {self.path} is full: {free:,} bytes are free, and the next samples need {size:,}"
+                raise OSError(errno.ENOSPC, f"{words}. {kept}: make room, and run the same command again") from error

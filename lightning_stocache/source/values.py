@@ -88,14 +88,6 @@ def image_of(content: bytes | memoryview, form: str = "rgb") -> Any:
     return Image.open(io.BytesIO(content)).convert("RGB")
 
 
-def _text(content: bytes) -> str:
-    return content.decode()
-
-
-def _bytes(content: bytes) -> bytes:
-    return content
-
-
 def _safetensors(content: bytes) -> dict[str, torch.Tensor]:
     from safetensors.torch import load
 
@@ -104,8 +96,8 @@ def _safetensors(content: bytes) -> dict[str, torch.Tensor]:
 
 _DECODERS: dict[str, Decode] = {
     "image": image_of,
-    "bytes": _bytes,
-    "text": _text,
+    "bytes": bytes,
+    "text": bytes.decode,
     "json": json.loads,
     "safetensors": _safetensors,
 }
