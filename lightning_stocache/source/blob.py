@@ -26,7 +26,7 @@ from typing import Any, NamedTuple
 import numpy as np
 import torch
 
-from lightning_stocache.cache.codec import UnsupportedSampleError, type_name
+from lightning_stocache.cache.codec import UnsupportedSampleError, memory_of, type_name
 from lightning_stocache.cache.records import written
 from lightning_stocache.source.samples import Path, is_pil
 from lightning_stocache.source.values import image_of, tensor_of
@@ -170,8 +170,8 @@ class _Tree:
         if value.requires_grad:
             raise UnsupportedSampleError(f"{_place(path)} requires a gradient: give value.detach()")
         name, shape = str(value.dtype).removeprefix("torch."), list(value.shape)
-        flat = value.as_subclass(torch.Tensor).resolve_conj().resolve_neg().contiguous().reshape(-1)
-        node = {"tensor": self._put(flat.view(torch.uint8).numpy().data, name, shape), "dtype": name, "shape": shape}
+        content = memory_of(value.as_subclass(torch.Tensor)).data
+        node = {"tensor": self._put(content, name, shape), "dtype": name, "shape": shape}
         return node | {"class": kind.__name__} if is_vision else node
 
     def _array(self, value: Any, path: Path) -> Any:
