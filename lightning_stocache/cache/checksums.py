@@ -5,10 +5,9 @@ of the sample and their number, the index, where a record begins, and the token 
 bytes, and no write waits for the disk. So after a crash a slot may be ready without its checksum, or have a checksum
 without its bytes. Both are found when a job reads the slot for the first time: by `pread`, which reports a bad block as
 an error, where the mapping would end the process. A sound slot is verified from then on, for all processes of the job
-on the node: a byte per slot, in memory. A slot that is not sound is emptied, and loaded anew. A disk with a bad block
-is left alone for a while.
-
-Slots that the job has filled itself are verified, too. Later reads go through the mapping, as from memory.
+on the node: a byte per slot, in memory, which slots have that the job has filled itself. Verified slots are read
+through the mapping, as from memory. A slot that is not sound is emptied, and loaded anew. A disk with a bad block is
+left alone for a while.
 """
 
 from __future__ import annotations
@@ -69,11 +68,14 @@ class Checksums:
         self._disk.store(self._layout.offset_in("sum", slot), memoryview(_SUM.pack(self._sum(slot, contents))))
 
     def is_sound(self, slot: int) -> bool:
-        """Whether what lies in a slot is what was stored there, read through the file.
+        """Whether what lies in a slot can be read, and is what was stored there."""
+        try:
+            return self._matches(slot)
+        except OSError:
+            return False
 
-        Raises:
-            OSError: it cannot be read.
-        """
+    def _matches(self, slot: int) -> bool:
+        """Whether the checksum of a slot is that of its bytes, read through the file; an OSError if it cannot be."""
         parts = self._layout.fetch(slot)
         if parts is None:
             return False
@@ -89,7 +91,7 @@ class Checksums:
             if slot == NO_SLOT or states[slot] == EMPTY or self.verified[slot]:
                 continue
             try:
-                if self.is_sound(slot):
+                if self._matches(slot):
                     self.verified[slot] = READY
                 else:
                     self._empty(slot)

@@ -11,8 +11,8 @@ for each, which costs 10 ns per lock.
 
 Turns: two processes that miss the same sample both load it, and one of them stores it. Within a job that is rare: each
 index is drawn once an epoch. Four trials of a sweep draw the same indices in the same order. So they take turns: a slot
-is claimed before its sample is loaded, not only before it is stored, and a process that finds it claimed loads other
-samples first and waits then. No process waits while it has a claim, so none waits for ever; a claim goes with its
+is claimed before its sample is loaded, not only before it is stored, and a thread that finds it claimed loads other
+samples first and waits then. No thread waits while it has a claim, so none waits for ever; a claim goes with its
 process. A process that has waited in vain (the other one was stopped, or writes to a disk that hangs) loads all samples
 by itself from then on.
 """
@@ -36,10 +36,9 @@ __all__ = ["PATIENCE", "Claims", "Turns"]
 log = logging.getLogger(__name__)
 
 PATIENCE = 30.0  # seconds that a process waits for others, once
-_NOBODY = (0, 0)
 _FIRST_PAUSE, _LONGEST_PAUSE = 0.0002, 0.01
 
-_taken_here: weakref.WeakKeyDictionary[Segment, dict[int, object]] = weakref.WeakKeyDictionary()
+_taken_here: weakref.WeakKeyDictionary[Segment, dict[int, list[int]]] = weakref.WeakKeyDictionary()
 
 
 def _forget() -> None:
@@ -79,7 +78,7 @@ class Claims:
 
     def take(self, slot: int, *, wait: bool = False) -> bool:
         """Claim a slot. Returns whether this thread has it now and must release it (`waiting` does both)."""
-        mine = object()
+        mine = [threading.get_ident()]
         if self._taken.setdefault(slot, mine) is not mine:
             return False
         locked = False
@@ -95,6 +94,10 @@ class Claims:
                 del self._taken[slot]
         return locked
 
+    def is_mine(self, slot: int) -> bool:
+        """Whether this thread has claimed a slot."""
+        return self._taken.get(slot) == [threading.get_ident()]
+
     def release(self, slot: int) -> None:
         """Release a slot that this thread has claimed."""
         self._segment.unlock(slot)
@@ -102,61 +105,47 @@ class Claims:
 
 
 class Turns:
-    """The turns of this process at loading samples.
+    """The turns of this process at loading samples: claims on slots that are taken before their samples are loaded.
 
     Args:
-        segment: of the store; without a name no other job can open it, and turns are not taken.
-        is_stored: whether a slot of the store has a sample.
+        claims: on the slots of the store.
         arc: which indices have a slot, and where.
+        is_stored: whether a slot of the store has a sample.
+        are_taken: whether another job can open the store.
     """
 
-    def __init__(self, segment: Segment, is_stored: Callable[[int], bool], arc: Arc) -> None:
-        self.are_taken = segment.path is not None and isinstance(arc, Arc)
-        self._claims, self._is_stored, self._slot_of = Claims(segment), is_stored, arc.slot
-        self._mine: dict[int, tuple[int, int]] = {}  # by slot, the process and the thread whose turn it is
+    def __init__(self, claims: Claims, arc: Arc, is_stored: Callable[[int], bool], *, are_taken: bool) -> None:
+        self._claims, self._arc, self._is_stored = claims, arc, is_stored
+        self.are_taken = self._were_taken = are_taken
 
     def take(self, indices: Iterable[int]) -> list[int]:
-        """Take the turns at some indices. Returns those that no other process is loading, to be stored or released."""
-        return [index for index in indices if self._take(self._slot_of(index))]
+        """Take the turns at some indices. Returns those that nobody else is loading, to be stored or released."""
+        return [index for index in indices if self._take(self._arc.slot(index))]
 
     def release(self, indices: Iterable[int]) -> None:
-        """Release the turns at some indices: other processes may load what was not stored."""
-        for index in indices if self._mine else ():
-            if self.ends(slot := self._slot_of(index)):
+        """Release the turns at some indices: others may load what was not stored."""
+        for index in indices if self._were_taken else ():
+            if self._claims.is_mine(slot := self._arc.slot(index)):
                 self._claims.release(slot)
-
-    def ends(self, slot: int) -> bool:
-        """End this thread's turn at a slot. Returns whether it had one; the claim remains."""
-        return bool(self._mine) and self._mine.get(slot) == _here() and self._mine.pop(slot, None) is not None
 
     def wait(self, indices: Sequence[int]) -> bool:
         """Wait until nobody is loading those indices; False if that takes too long."""
         end, pause = time.monotonic() + PATIENCE, _FIRST_PAUSE
-        for index in indices:
+        for index in indices if self.are_taken else ():
             while not self.take([index]):
-                if not self.are_taken or time.monotonic() > end:
-                    if self.are_taken:
-                        log.warning(
-                            "another process has been loading a sample for %.0f s (is it stopped, or its disk slow?): "
-                            "from now on all samples are loaded here, too",
-                            PATIENCE,
-                        )
+                if time.monotonic() > end:
+                    log.warning(
+                        "another process has been loading a sample for %.0f s (is it stopped, or its disk slow?): "
+                        "from now on all samples are loaded here, too",
+                        PATIENCE,
+                    )
                     self.are_taken = False
                     return False
                 time.sleep(pause)
                 pause = min(2 * pause, _LONGEST_PAUSE)
             self.release([index])
-        return True
+        return self.are_taken
 
     def _take(self, slot: int) -> bool:
-        if slot == NO_SLOT or self._is_stored(slot) or self._mine.get(slot, _NOBODY)[0] == os.getpid():
-            return True
-        if not self._claims.take(slot):
-            return False
-        self._mine[slot] = _here()
-        return True
-
-
-def _here() -> tuple[int, int]:
-    """This process and this thread: a forked child has the numbers of its parent's turns, and none of its claims."""
-    return os.getpid(), threading.get_ident()
+        claims = self._claims
+        return slot == NO_SLOT or self._is_stored(slot) or claims.is_mine(slot) or claims.take(slot)

@@ -1,7 +1,7 @@
 """How samples lie in a segment: aligned arrays, one behind the other.
 
     state        per slot: 0 empty, 2 ready
-    ...          what the policy of the store needs per slot: a checksum, a position, a time
+    ...          what the policy of the store needs per slot: a checksum, a mark, a time
     begin        records: where the record begins in the segment, int64
     nbytes       records: its size, uint32
     words        a few int64 for all slots; word 0 of records: where the free part of the run begins
@@ -60,6 +60,7 @@ __all__ = [
     "is_complete",
     "layout_of",
     "offsets",
+    "size_of",
 ]
 
 EMPTY, READY = 0, 2
@@ -68,10 +69,10 @@ EMPTY, READY = 0, 2
 ROLLING: Mapping[str, str | int] = {"form": "rolling"}
 """The fingerprint of a rolling store, whose states are int64."""
 
-_END = ""
 LARGEST = 2**32
 """Bytes that a record must stay below."""
 
+_END = ""
 _SMALL = 8  # alignment of records that have one part
 _KNOWN = 32  # records whose mean is believed, rather than that of the samples that were looked at
 _TRIES, _PAUSE = 200, 50e-6  # a process that has the lock of the run for longer than 10 ms was stopped
@@ -115,6 +116,11 @@ def columns(
     return arrays
 
 
+def size_of(contents: Sequence[memoryview]) -> int:
+    """Bytes of a sample, given its parts."""
+    return sum(part.nbytes for part in contents)
+
+
 @dataclass(frozen=True)
 class Head:
     """What lies before the samples: columns with a number per slot, and a few words for all slots."""
@@ -129,6 +135,16 @@ class Head:
     def nbytes(self, count: int) -> int:
         """Its size for `count` slots."""
         return aligned(offsets(self.columns, count)[_END] + 8 * self.words)
+
+    @property
+    def slot_bytes(self) -> int:
+        """Bytes that a slot has in its columns."""
+        return sum(np.dtype(dtype).itemsize for dtype in self.columns.values())
+
+    @property
+    def fixed_bytes(self) -> int:
+        """Bytes for the words, and the most that alignment wastes: as many whatever the number of slots."""
+        return 8 * self.words + 256
 
 
 ONCE = Head({"state": np.uint8})
@@ -173,9 +189,8 @@ class _Slots:
         Raises:
             OSError: there is none left (ENOSPC).
         """
-        for name, dtype in self._head.columns.items():
-            nbytes = np.dtype(dtype).itemsize
-            self._segment.reserve(self._starts[name] + first * nbytes, (last - first) * nbytes)
+        for name, column in self.columns.items():
+            self._segment.reserve(self.offset_in(name, first), (last - first) * column.itemsize)
         self._segment.reserve(self._starts[_END], self.begin - self._starts[_END])
 
     def offset_in(self, column: str, slot: int) -> int:
@@ -213,18 +228,13 @@ class Rows(_Slots):
         """
         return offsets(_field_dtypes(codec), count, head.nbytes(count))[_END] + 1
 
-    @staticmethod
-    def fits(size: int, codec: Any, count: int, head: Head = ONCE) -> bool:
-        """Whether a segment of `size` bytes is one for `count` slots."""
-        return size == Rows.bytes_for(codec, count, 0, head)
-
     fixed_bytes = 0
     """Bytes that are as many in every store, which budgets do not count."""
 
     @property
     def granted_bytes(self) -> int:
         """Bytes that all slots take when they are filled."""
-        return self.count * (self._nbytes + 1)
+        return self.count * (self._nbytes + self._head.slot_bytes)
 
     def fill_fraction(self, filled: int) -> float:
         """Share of the slots that are ready."""
@@ -233,10 +243,6 @@ class Rows(_Slots):
     def capacity(self, filled: int) -> int:
         """Number of slots."""
         return self.count
-
-    def size(self, contents: Sequence[memoryview]) -> int:
-        """Bytes of a sample: all have the same."""
-        return self._nbytes
 
     def has_room(self, nbytes: int) -> bool:
         """Always true: every slot has its row."""
@@ -301,15 +307,10 @@ class Records(_Slots):
 
     own_columns: Mapping[str, npt.DTypeLike] = {"begin": np.int64, "nbytes": np.uint32}
 
-    slot_bytes = 1 + 8 + 4
-    """Bytes that a slot takes besides its record."""
-
-    fixed_bytes = 320
-
     def __init__(self, segment: Segment, codec: Any, count: int, head: Head = ONCE) -> None:
         super().__init__(segment, count, head)
         # The last byte belongs to no record: a file that was cut off never gets its length again by a record.
-        self.end = segment.size - 1
+        self.end, self.fixed_bytes = segment.size - 1, head.fixed_bytes
         self._begins, self._sizes = self.columns["begin"].data, self.columns["nbytes"].data
         self._numbers: memoryview = self.words.data
         self._run = segment.memory(0, segment.size)
@@ -319,12 +320,7 @@ class Records(_Slots):
     @staticmethod
     def bytes_for(codec: Any, count: int, granted: int = 0, head: Head = ONCE) -> int:
         """Size of a segment: all that is granted, but no less than `count` slots take without any record."""
-        return max(Records.reserved_bytes(count, head) + 1, granted + Records.fixed_bytes)
-
-    @staticmethod
-    def fits(size: int, codec: Any, count: int, head: Head = ONCE) -> bool:
-        """Whether `count` slots fit in a segment of `size` bytes."""
-        return size > Records.reserved_bytes(count, head)
+        return max(Records.reserved_bytes(count, head) + 1, granted + head.fixed_bytes)
 
     @property
     def granted_bytes(self) -> int:
@@ -347,17 +343,13 @@ class Records(_Slots):
         """Where the free part of the run begins."""
         return max(int(self._numbers[0]), self.begin)
 
-    def size(self, contents: Sequence[memoryview]) -> int:
-        """Bytes of a record, given its parts."""
-        return sum(part.nbytes for part in contents)
-
     def has_room(self, nbytes: int) -> bool:
         """Whether a record may find room."""
         return bool(nbytes <= self.end - self.free and nbytes < LARGEST)
 
     def write(self, slot: int, contents: Sequence[memoryview]) -> bool:
         """Write a record and its place; False if there is no room, or if another writer was stopped in the lock."""
-        nbytes = self.size(contents)
+        nbytes = size_of(contents)
         if not self.has_room(nbytes):
             return False
         alignment = _SMALL if len(contents) == 1 else aligned(1)

@@ -32,7 +32,7 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 
-__all__ = ["NO_RANK", "NO_SLOT", "Arc", "Domain", "Each", "Integers", "Order", "Ring"]
+__all__ = ["NO_RANK", "NO_SLOT", "Arc", "Domain", "Integers", "Ring"]
 
 Integers = npt.NDArray[np.int64]
 
@@ -212,68 +212,6 @@ class Arc:
         if self.domain is not None:
             slots[ranks == NO_RANK] = NO_SLOT
         return slots
-
-
-@dataclass(frozen=True, eq=False)
-class Order:
-    """Slots in an order of their own: what was stored of a stream, numbered from 0 without a gap. Nothing is added.
-
-    Args:
-        places: the slot of each index, int64 `[samples]`.
-        in_all: number of slots in the memory of the store, ready or not.
-
-    Example:
-        >>> order = Order(np.array([7, 3]), 10)
-        >>> order.slot(1), order.slots_of(np.array([-1, 0, 2])).tolist()
-        (3, [3, 7, -1])
-    """
-
-    places: Integers
-    in_all: int
-
-    @property
-    def length(self) -> int:
-        """Number of samples."""
-        return len(self.places)
-
-    @property
-    def slots(self) -> int:
-        """Number of slots that have an index."""
-        return len(self.places)
-
-    def slot(self, index: int) -> int:
-        """The slot of any index, counted from the end if it is negative; NO_SLOT outside."""
-        return int(self.places[index]) if -self.length <= index < self.length else NO_SLOT
-
-    def slots_of(self, indices: npt.NDArray[np.integer[Any]]) -> Integers:
-        """The slots of many indices, int64 of the same shape, NO_SLOT where there is none."""
-        slots: Integers = self.places.take(indices, mode="wrap") if self.length else np.full(indices.shape, NO_SLOT)
-        slots[(indices >= self.length) | (indices < -self.length)] = NO_SLOT
-        return slots
-
-
-@dataclass(frozen=True)
-class Each:
-    """Every slot by its number: a store whose oldest samples leave, where an index is whatever lies in its slot.
-
-    Args:
-        slots: number of slots.
-    """
-
-    slots: int
-
-    @property
-    def length(self) -> int:
-        """Number of indices."""
-        return self.slots
-
-    def slot(self, index: int) -> int:
-        """The slot of any index; NO_SLOT outside of the store."""
-        return index if 0 <= index < self.slots else NO_SLOT
-
-    def slots_of(self, indices: npt.NDArray[np.integer[Any]]) -> Integers:
-        """The slots of many indices, int64 of the same shape, NO_SLOT where there is none."""
-        return np.where((indices >= 0) & (indices < self.slots), indices, NO_SLOT)
 
 
 @dataclass(frozen=True)

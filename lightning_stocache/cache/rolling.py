@@ -39,33 +39,43 @@ from __future__ import annotations
 import errno
 import logging
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from typing import Any, NamedTuple
 
 import numpy as np
 import numpy.typing as npt
 
-from lightning_stocache.cache.claims import Claims
-from lightning_stocache.cache.codec import Memory, aligned
-from lightning_stocache.cache.layout import LARGEST, ROLLING, Head, Records, Rows, is_complete, layout_of
-from lightning_stocache.cache.placement import Integers
+from lightning_stocache.cache.codec import Lend, Memory, aligned
+from lightning_stocache.cache.layout import (
+    LARGEST,
+    ROLLING,
+    Head,
+    Records,
+    Rows,
+    is_complete,
+    layout_of,
+    size_of,
+)
+from lightning_stocache.cache.placement import NO_SLOT, Arc, Integers
 from lightning_stocache.cache.records import RecordCodec, SampleCodec
-from lightning_stocache.cache.shortage import Shortage, refused
+from lightning_stocache.cache.shortage import refused
+from lightning_stocache.cache.store import Store
 from lightning_stocache.node.budget import format_bytes
 from lightning_stocache.node.fence import fence
+from lightning_stocache.node.files import Backend
 from lightning_stocache.node.header import Geometry, Manifest
 from lightning_stocache.node.segment import Segment
 from lightning_stocache.node.waiting import poll
 
-__all__ = ["FILLERS", "Roll", "Taken"]
+__all__ = ["FILLERS", "RollingStore", "Taken"]
 
 log = logging.getLogger(__name__)
 
 FILLERS = 64
 _CONTROL, _NOTES = 64, 8
-_APPENDED, _NEXT, _LIMIT, _EVICTED, _EPOCH, _REACHED, _SIZE, _END, _TAIL, _LAPPED = range(1, 11)
+_APPENDED, _NEXT, _MOST, _EVICTED, _EPOCH, _END, _TAIL, _LAPPED = range(1, 9)  # control words
 _HEAD = Head({"state": np.int64, "time": np.int64}, _CONTROL + FILLERS * _NOTES)
-_COLUMN_BYTES = 3 * 8 + 4  # that a slot of records takes besides its record
+_COLUMN_BYTES = _HEAD.plus(Records.own_columns).slot_bytes  # that a slot takes besides its record
 
 _TRIES = 3  # of one slot, before another one is read
 _MOST_TRIES = 1000  # in all: then the writers are faster than any copy
@@ -82,82 +92,91 @@ class Taken(NamedTuple):
     is_new: bool
 
 
-class Roll:
-    """The policy of a rolling store: which slot is written next, and which copies are whole.
-
-    Args:
-        segment: where the store lies.
-        codec: what a sample looks like.
-        count: number of slots.
+class RollingStore(Store):
+    """A store whose oldest samples leave when it is full. An index is the number of a slot, whatever lies there.
 
     Raises:
         RuntimeError: (when reading) no sample is resident, or writers overtake every copy.
 
     Example:
         >>> from lightning_stocache import SampleSpec
-        >>> from lightning_stocache.cache.store import Store
-        >>> store = Store.create_rolling(SampleSpec.infer(0), 3)
+        >>> store = RollingStore.empty(SampleSpec.infer(0), 3)
         >>> [store.append(number) for number in range(5)]
         [True, True, True, True, True]
-        >>> sorted(store.read(store.lookup(np.arange(3)))), store.roll.evicted
+        >>> sorted(store.read(store.lookup(np.arange(3)))), store.evicted
         ([2, 3, 4], 2)
         >>> store.close()
     """
 
-    def __init__(self, segment: Segment, codec: SampleCodec, count: int) -> None:
-        self.count, self.layout = count, layout_of(codec)(segment, codec, count, _HEAD)
-        self._segment, self._codec, self._claims, self._shortage = segment, codec, Claims(segment), Shortage(segment)
-        self.generations: npt.NDArray[np.int64] = self.layout.state
-        self._times, self._words = self.layout.columns["time"], self.layout.words[:_CONTROL]
-        self.notes = self.layout.words[_CONTROL:].reshape(FILLERS, _NOTES)
-        if not self._words[_LIMIT]:
-            self._words[_LIMIT] = count
-        if isinstance(self.layout, Records) and not self._words[_SIZE]:
-            self._words[_SIZE] = self.layout.end - self.layout.begin
+    head = _HEAD
+    stores_misses = False
+
+    def __init__(self, segment: Segment, codec: SampleCodec, arc: Arc, beside: Segment | None = None) -> None:
+        super().__init__(segment, codec, arc, beside)
+        layout, self.count = self.layout, arc.slots
+        self.generations: npt.NDArray[np.int64] = layout.state
+        self._times, self._words = layout.columns["time"], layout.words[:_CONTROL]
+        self.notes = layout.words[_CONTROL:].reshape(FILLERS, _NOTES)
+        if not self._words[_MOST]:
+            self._words[_MOST] = layout.end - layout.begin if isinstance(layout, Records) else self.count
         self.renewed = self.substituted = 0
         self._chance = np.random.default_rng()
 
-    @staticmethod
-    def plan(
-        codec: SampleCodec, count: int, granted: int, whose: Mapping[str, Any] | None = None
-    ) -> tuple[int, int, int, Manifest]:
-        """The number of slots of a new store, its size, the bytes to reserve, and its manifest.
+    @classmethod
+    def empty(
+        cls,
+        codec: SampleCodec,
+        count: int = 0,
+        backend: Backend | None = None,
+        whose: Mapping[str, Any] | None = None,
+        *,
+        granted: int = 0,
+    ) -> RollingStore:
+        """Make an empty one.
 
         Args:
             codec: what a sample looks like.
-            count: slots, of rows.
-            granted: bytes that it may take, of records.
-            whose: what the segment says about itself besides.
+            count: number of slots for rows.
+            backend: kind of segment.
+            whose: what the segment says about itself.
+            granted: bytes that a store of records may take.
+
+        Raises:
+            OSError: there is no memory.
         """
         layout = layout_of(codec)
         if isinstance(codec, RecordCodec):
             count = max(granted // (codec.nbytes // _SMALLER + _COLUMN_BYTES), 8)
-            size = max(granted + layout.reserved_bytes(0, _HEAD), layout.reserved_bytes(count, _HEAD) + 64) + 1
-        else:
-            size = layout.bytes_for(codec, count, 0, _HEAD)
         manifest = Manifest(Geometry(size=count, slots=count), fingerprint=ROLLING, **(whose or {}))
-        return count, size, layout.reserved_bytes(count, _HEAD), manifest
+        size, reserved = layout.bytes_for(codec, count, granted, _HEAD), layout.reserved_bytes(count, _HEAD)
+        return cls(Segment.create(size, backend, manifest, reserved=reserved), codec, Arc(count, count))
 
     @staticmethod
     def slot_bytes(codec: SampleCodec) -> int:
         """Bytes that a sample costs with its columns; of records, one of the expected size."""
         if isinstance(codec, RecordCodec):
             return aligned(codec.nbytes) + _COLUMN_BYTES
-        return codec.nbytes + 2 * 8
+        return codec.nbytes + _HEAD.slot_bytes
 
     # ---- in ----
 
-    def append(self, contents: Sequence[memoryview]) -> bool:
-        """Store a sample, given its parts, in the place of the oldest; False while every slot is being written.
+    def append(self, sample: Any, index: int = -1) -> bool:
+        """Check a sample and store it in the place of the oldest; False while all slots are being written.
+
+        Args:
+            sample: of the codec.
+            index: in its source, for messages; -1 where it has none.
 
         Raises:
+            SampleMismatchError: it is not of the codec.
             ValueError: it is larger than the whole store.
             OSError: there is no memory for a single sample.
         """
-        nbytes = self.layout.size(contents)
+        contents = self.codec.contents(self.codec.encode(sample, None if index < 0 else index))
+        nbytes = size_of(contents)
         while (taken := self.take(nbytes)) is not None:
             try:
-                short = self._write(taken, contents)
+                short = self._write_taken(taken, contents)
             except BaseException:
                 self.drop(taken)
                 raise
@@ -173,10 +192,10 @@ class Roll:
         Rows skip the slots that have one.
         """
         words, rows = self._words, isinstance(self.layout, Rows)
-        if not rows and (aligned(nbytes) > words[_SIZE] or nbytes >= LARGEST):
-            room, sample = format_bytes(int(words[_SIZE])), format_bytes(nbytes)
+        if not rows and (aligned(nbytes) > words[_MOST] or nbytes >= LARGEST):
+            room, sample = format_bytes(int(words[_MOST])), format_bytes(nbytes)
             raise ValueError(f"a sample of {sample} is larger than the whole rolling cache of {room}")
-        limit = max(self.limit, 1) if rows else self.count
+        limit = max(self.limit, 1)
         with self._claims.waiting(self.count):
             for _ in range(limit if rows else 1):
                 slot = int(words[_NEXT]) % limit
@@ -200,20 +219,15 @@ class Roll:
     @property
     def in_the_way(self) -> int | None:
         """The process that other writers wait for; None if there is none, or if it cannot be known."""
-        slots = [
-            self.count,
-            int(self._words[_NEXT]) % max(self.limit, 1),
-            *np.flatnonzero(self.generations & 1).tolist(),
-        ]
-        return next(filter(None, map(self._segment.lock_owner, slots)), None)
+        next_slot = int(self._words[_NEXT]) % max(self.limit, 1)
+        slots = [self.count, next_slot, *np.flatnonzero(self.generations & 1).tolist()]
+        return next(filter(None, map(self.segment.lock_owner, slots)), None)
 
     def _begin(self, slot: int) -> Taken:
-        words, generation = self._words, int(self.generations[slot])
-        ticket = int(words[_APPENDED])
-        is_evicted = is_complete(generation)
+        words, ticket = self._words, self.appended
+        is_evicted = is_complete(int(self.generations[slot]))
         words[_EVICTED] += is_evicted
         words[_APPENDED] = ticket + 1
-        words[_REACHED] = max(int(words[_REACHED]), slot + 1)
         self.generations[slot] = 2 * ticket + 1
         return Taken(slot, ticket, not is_evicted)
 
@@ -222,7 +236,7 @@ class Roll:
         self.generations[taken.slot] = generation
         self._claims.release(taken.slot)
 
-    def _write(self, taken: Taken, contents: Sequence[memoryview]) -> str | None:
+    def _write_taken(self, taken: Taken, contents: Sequence[memoryview]) -> str | None:
         """Write a sample. Returns the reason, in words, if memory is short."""
         layout = self.layout
         if isinstance(layout, Rows) and not taken.is_new:
@@ -230,48 +244,46 @@ class Roll:
                 rows[taken.slot] = np.frombuffer(content, dtype=np.uint8)
             return None
         short = None
-        if isinstance(layout, Rows) or not self._words[_LAPPED]:  # else the store takes no more memory than it has
-            short = self._shortage.comes_with(layout.size(contents))
+        if not self._words[_LAPPED]:  # else the store takes no more memory than it has
+            short = self._shortage.comes_with(size_of(contents))
         try:
             if short is None and isinstance(layout, Rows):
                 layout.write(taken.slot, contents)
             elif short is None:
-                self._segment.store(int(layout.columns["begin"][taken.slot]), *contents)
+                self.segment.store(int(layout.columns["begin"][taken.slot]), *contents)
         except OSError as error:
             if (short := refused(error)) is None:
                 raise
         return short
 
     def _stop_growing(self, taken: Taken, short: str) -> None:
-        """Roll within the present slots from now on, and warn once per node."""
-        if isinstance(self.layout, Rows):
-            used, most = taken.slot, _LIMIT
-        else:
-            used, most = int(self.layout.columns["begin"][taken.slot]) - self.layout.begin, _SIZE
+        """Roll within the slots or the bytes that are in use from now on, and warn once per node."""
+        layout, rows = self.layout, isinstance(self.layout, Rows)
+        used = taken.slot if rows else int(layout.columns["begin"][taken.slot]) - layout.begin
         if used:
             with self._claims.waiting(self.count):
-                if used < self._words[most]:
-                    self._words[most] = used
-                    if most == _LIMIT:
+                if used < self._words[_MOST]:
+                    self._words[_MOST] = used
+                    if rows:
                         self._words[_NEXT] = 0
         self.drop(taken)
         if not used:
-            needed = format_bytes(self._codec.nbytes)
+            needed = format_bytes(self.codec.nbytes)
             raise OSError(errno.ENOSPC, f"a rolling cache needs {needed} for its first sample: {short}")
-        if self._segment.lock(self.count + 1):  # until this process ends: one warning per node
+        if self.segment.lock(self.count + 1):  # until this process ends: one warning per node
             log.warning(
                 "the rolling cache stops growing at %s samples: %s.\nIt rolls within these. Give the job more memory, "
                 "or lower the budget to have no such warning",
-                f"{len(self.resident()):,}",
+                f"{self.filled:,}",
                 short,
             )
 
-    # ---- records ----
+    # ---- room for records ----
 
     def _make_room(self, slot: int, nbytes: int) -> bool:
         """Find bytes for the record of a slot, and end the samples that lie there; under the lock of the tickets."""
         words, need = self._words, aligned(nbytes)
-        begin, size = int(words[_END]), int(words[_SIZE])
+        begin, size = int(words[_END]), int(words[_MOST])
         if need > size:
             return False
         if begin + need > size:
@@ -295,7 +307,7 @@ class Roll:
             oldest = int(self._words[_TAIL]) % self.count
             first = int(columns["begin"][oldest]) - self.layout.begin
             last = first + aligned(int(columns["nbytes"][oldest]))
-            if (first >= end or last <= begin) and last <= int(self._words[_SIZE]):
+            if (first >= end or last <= begin) and last <= int(self._words[_MOST]):
                 return True
             if not self._end_oldest(slot):
                 return False
@@ -322,6 +334,14 @@ class Roll:
 
     # ---- out ----
 
+    def place(self, index: int, *, verify: bool = False) -> int:
+        """The slot of that number, whatever lies there; NO_PLACE where there is no such slot."""
+        return index if 0 <= index < self.count else NO_SLOT
+
+    def lookup(self, indices: Integers, *, verify: bool = False) -> Integers:
+        """The slots of those numbers (int64 `[samples]`), whatever lies there; NO_PLACE where there is no such slot."""
+        return np.where((indices >= 0) & (indices < self.count), indices, NO_SLOT)
+
     def gather(self, places: Integers, into: Memory) -> None:
         """Copy whole rows into the memory of a batch, waiting for nobody."""
         rows: Any = self.layout
@@ -342,11 +362,17 @@ class Roll:
             torn = torn[self.generations.take(again) != generations]
         self.renewed += self._newer(seen)
 
-    def record(self, place: int) -> memoryview:
+    def read(self, places: Integers, lend: Lend | None = None) -> Iterable[Any]:
+        """Copies of whole samples that lie in those slots, or of others; records are copied as the caller iterates."""
+        if isinstance(self.layout, Rows):
+            return super().read(places, lend)
+        return (self.codec.decode(self._record(place), lend) for place in places.tolist())
+
+    def _record(self, place: int) -> memoryview:
         """A copy of a whole record: of that slot, or of another resident one."""
         records: Any = self.layout
         for _ in range(_MOST_TRIES):
-            if self._segment.closed or not len(self._words):
+            if self.closed:
                 raise RuntimeError("the rolling cache was closed while samples were read from it")
             seen = int(self.generations[place])
             if is_complete(seen):
@@ -370,18 +396,13 @@ class Roll:
 
     def readable_slots(self) -> Integers:
         """The slots that can be read at this moment."""
-        while True:
-            appended = self.appended
-            slots = self._used()
-            if len(slots := slots[self.readable(slots)]) or self.appended == appended:
-                return slots  # else what had been written at first has left since: this process was kept waiting
+        return np.flatnonzero(is_complete(self.generations[: self.limit]))
 
     def resident(self) -> Integers:
         """The slots that hold a sample, rising; also where a newer one is being written over it."""
-        slots = self._used()
-        generations = self.generations.take(slots)  # one look: what is written now may be whole at the next
-        whole = is_complete(generations) | ((generations & 1 == 1) & (self._times.take(slots) > 0))
-        resident: Integers = slots[whole]
+        generations = self.generations[: self.limit].copy()  # one look: what is written now may be whole at the next
+        is_replaced = (generations & 1 == 1) & (self._times[: self.limit] > 0)
+        resident: Integers = np.flatnonzero(is_complete(generations) | is_replaced)
         return resident
 
     def begin_epoch(self) -> None:
@@ -391,10 +412,6 @@ class Roll:
     def _newer(self, generations: Integers) -> int:
         """How many of these samples came after the epoch had begun."""
         return int(np.count_nonzero(generations > 2 * int(self._words[_EPOCH])))
-
-    def _used(self) -> Integers:
-        """The slots that have ever been written to."""
-        return np.arange(min(int(self._words[_REACHED]), self.limit))
 
     def _whole(self, slots: Integers) -> tuple[Integers, Integers]:
         """Those slots, others in place of what cannot be read now, and their generations."""
@@ -441,7 +458,7 @@ class Roll:
     @property
     def limit(self) -> int:
         """Number of slots that there is memory for, as far as that is known."""
-        return int(self._words[_LIMIT])
+        return int(self._words[_MOST]) if isinstance(self.layout, Rows) else self.count
 
     @property
     def oldest_seconds(self) -> float:
@@ -450,24 +467,33 @@ class Roll:
         return (time.monotonic_ns() - int(self._times[slots].min())) / 1e9 if len(slots) else 0.0
 
     @property
+    def filled(self) -> int:
+        """Number of slots that hold a sample."""
+        return len(self.resident())
+
+    @property
+    def full(self) -> bool:
+        """Whether every index gives a sample: one whose own slot cannot be read gives that of another."""
+        return not self.closed and self.filled > 0
+
+    @property
+    def fill_fraction(self) -> float:
+        """Share of the slots that hold a sample."""
+        return self.filled / max(self.limit, 1)
+
+    @property
     def capacity(self) -> int:
         """Number of samples for which there is room; of records, if those to come are as large as those that came."""
         if isinstance(self.layout, Rows):
-            return min(self.count, self.limit)
+            return self.limit
         live = self._live
         if live and self._words[_LAPPED]:
             return live
-        mean = int(self._words[_END]) / live if live >= _KNOWN else aligned(max(self._codec.nbytes, 1))
-        return max(min(int(self._words[_SIZE] / max(mean, 1)), self.count), 1)
-
-    @property
-    def granted_bytes(self) -> int:
-        """Bytes that slots and samples may take."""
-        if isinstance(self.layout, Rows):
-            return self.count * self.slot_bytes(self._codec)
-        return self._segment.size - self.layout.reserved_bytes(0, _HEAD) - 1
+        mean = int(self._words[_END]) / live if live >= _KNOWN else aligned(max(self.codec.nbytes, 1))
+        return max(min(int(self._words[_MOST] / max(mean, 1)), self.count), 1)
 
     def close(self) -> None:
-        """Drop all views."""
+        """Close the store in this process; the memory is free when all processes have."""
         self.notes = np.empty((0, 0), dtype=np.int64)
         self._words = self.generations = self._times = np.empty(0, dtype=np.int64)
+        super().close()

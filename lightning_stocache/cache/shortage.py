@@ -1,7 +1,9 @@
 """When filling has to stop because memory runs short, or time.
 
 A full /dev/shm is an error that the store of a slot reports. Above a cgroup's limit the kernel kills, and the limit
-cannot be found by trying; so what is free is looked at again while a cache is filled.
+cannot be found by trying; so what is free is looked at again while a cache is filled: after a small part of what is
+left has been filled, so that many processes that fill at once do not overrun it, and at least ten times a second (0.1
+ms a look).
 
 What is free at this moment does not count. A training step takes memory and gives it back; a slot that is filled in
 between must not take what the next step needs. So every look adds the bytes of the cache to the free bytes: that much
@@ -14,9 +16,6 @@ For a store on a disk the bytes that are free on the disk now count: filling goe
 
 Time can run short, too: on a disk a sample is stored by the process that has loaded it, so a slow disk delays that
 process's batches. Where storing takes longer than loading, storing pauses, and samples are served unstored (`Pace`).
-
-A look costs 0.1 ms. A process takes one after a small part of what is left has been filled, so that many processes that
-fill at once do not overrun it, and at least ten times a second.
 """
 
 from __future__ import annotations
@@ -29,7 +28,7 @@ from lightning_stocache.node.files import memory_directory
 from lightning_stocache.node.free import FreeMemory
 from lightning_stocache.node.segment import Segment
 
-__all__ = ["PAUSE_SECONDS", "Pace", "Shortage", "keep_free", "refused"]
+__all__ = ["PAUSE_SECONDS", "Pace", "Shortage", "refused"]
 
 PAUSE_SECONDS = 10.0
 """Length of a pause; then storing is tried again."""
@@ -83,11 +82,10 @@ class Shortage:
             return f"{name} ({least} free, {kept} kept for others)"
         return f"{name} (at times {least} free, {kept} kept for the training)"
 
-
-def keep_free(segment: Segment, nbytes: int) -> None:
-    """Leave that many bytes to others from now on, and forget what was seen before. For all processes that fill it."""
-    with segment.numbers as numbers:
-        numbers[0], numbers[1] = max(nbytes, 1), 0
+    def keep_free(self, nbytes: int) -> None:
+        """Leave that many bytes to others, and forget what was seen before, in all processes that fill the cache."""
+        with self._segment.numbers as numbers:
+            numbers[0], numbers[1] = max(nbytes, 1), 0
 
 
 def refused(error: OSError, *, on_disk: bool = False) -> str | None:

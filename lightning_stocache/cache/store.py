@@ -1,10 +1,10 @@
 """Where samples are stored: the one class of this room that loaders and set-up use.
 
-A store is a segment (memory or a file on a disk), a layout (rows or records) and a policy (which index has which slot):
+A store is a segment (memory or a file on a disk), a layout (rows or records) and a policy, which is its class:
 
-    Arc     an index has a fixed slot on the ring; the store stops when there is no room
-    Order   the samples of a stream that has ended, in the order of its shards (`stream`)
-    Each    every slot by its number; the oldest samples leave for newer ones (`rolling`)
+    Store           an index has a fixed slot on the ring; the store stops when there is no room
+    StreamStore     a sample takes the next slot; when the stream has ended, samples have an order (`stream`)
+    RollingStore    a sample takes the slot of the oldest one (`rolling`)
 
 An index has a place in the store or none, which never changes. A place is the number of a slot. A loader looks places
 up, reads those that are ready, and puts the samples that were missing. Rows are also gathered into the memory of a
@@ -34,7 +34,7 @@ import time
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager
 from dataclasses import asdict, dataclass
-from typing import Any, cast
+from typing import Any, ClassVar, Self, cast
 
 import numpy as np
 import numpy.typing as npt
@@ -42,11 +42,10 @@ import numpy.typing as npt
 from lightning_stocache.cache.checksums import Checksums
 from lightning_stocache.cache.claims import Claims, Turns
 from lightning_stocache.cache.codec import Lend, Memory
-from lightning_stocache.cache.layout import EMPTY, ONCE, READY, Head, Layout, Records, layout_of
-from lightning_stocache.cache.placement import NO_SLOT, Arc, Domain, Each, Integers, Order
+from lightning_stocache.cache.layout import EMPTY, ONCE, READY, Head, Layout, Records, Rows, layout_of, size_of
+from lightning_stocache.cache.placement import NO_SLOT, Arc, Domain, Integers
 from lightning_stocache.cache.records import RecordCodec, SampleCodec
-from lightning_stocache.cache.rolling import Roll
-from lightning_stocache.cache.shortage import Shortage, keep_free, refused
+from lightning_stocache.cache.shortage import Shortage, refused
 from lightning_stocache.node.fence import fence
 from lightning_stocache.node.files import Backend
 from lightning_stocache.node.header import HEADER_BYTES, Geometry, Manifest, read_manifest
@@ -73,13 +72,13 @@ _DIRECTORY_SHARE = 28  # at most this part of the bytes granted is for slots of 
 class StoreHandle:
     """The address of a store for other processes of the node. It can be pickled and sent anywhere.
 
-    `verified` tells which slots of a store on a disk this job has verified.
+    `beside` is the second segment of a store on a disk (which slots this job has verified) or of a stream (its ledger).
     """
 
     segment: SegmentHandle
     codec: Any
     arc: Arc
-    verified: SegmentHandle | None = None
+    beside: SegmentHandle | None = None
 
 
 class Store:
@@ -88,9 +87,8 @@ class Store:
     Args:
         segment: where they lie.
         codec: what a sample looks like: the spec of rows, or the codec of records.
-        arc: the policy.
-        verified: of a store on a disk: memory that tells which slots this job may read.
-        head: what lies before the samples, by default the head of a store in memory or on a disk.
+        arc: which indices have a slot, and where.
+        beside: of a store on a disk: memory that tells which slots this job may read.
 
     Raises:
         ImportError: xxhash, which makes the checksums of a store on a disk, is not installed.
@@ -107,30 +105,21 @@ class Store:
         >>> store.close()
     """
 
-    def __init__(
-        self,
-        segment: Segment,
-        codec: Any,
-        arc: Arc | Order | Each,
-        verified: Segment | None = None,
-        head: Head | None = None,
-    ) -> None:
-        self.segment, self.codec = segment, codec
-        self.arc = cast(Arc, arc)  # Order and Each have all that this class asks of it
-        self._verified, self._head = verified, head
-        self._roll = Roll(segment, codec, arc.slots) if isinstance(arc, Each) else None
-        self._is_filled_by_misses, self._is_final = isinstance(arc, Arc), isinstance(arc, Order)
-        if self._roll is not None:
-            self.layout: Layout = self._roll.layout
-        else:
-            head = head or (ONCE if verified is None else _ON_DISK)
-            slots = arc.in_all if isinstance(arc, Order) else arc.slots
-            self.layout = layout_of(codec)(segment, codec, slots, head)
+    head: ClassVar[Head] = ONCE
+    """What lies before the samples, in memory."""
+
+    stores_misses: ClassVar[bool] = True
+    """Whether samples that were missing are put here."""
+
+    def __init__(self, segment: Segment, codec: Any, arc: Arc, beside: Segment | None = None) -> None:
+        self.segment, self.codec, self.arc, self._beside = segment, codec, arc, beside
+        self.layout: Layout = layout_of(codec)(segment, codec, arc.slots, _ON_DISK if segment.on_disk else self.head)
         self._claims = Claims(segment)
-        self._checksums = None if verified is None else Checksums(segment, self.layout, self.arc, verified)
+        self._checksums = Checksums(segment, self.layout, arc, cast(Segment, beside)) if segment.on_disk else None
         self._readable = self.layout.state if self._checksums is None else self._checksums.verified
         self._readable_bytes: memoryview = self._readable.data
-        self.turns = Turns(segment, self.layout.is_stored, self.arc)
+        takes_turns = self.stores_misses and segment.path is not None
+        self.turns = Turns(self._claims, arc, self.layout.is_stored, are_taken=takes_turns)
         self._shortage = Shortage(segment)
         self._retry_at = 0.0
         self._closed = False
@@ -161,7 +150,7 @@ class Store:
         size, manifest = cls.plan(codec, arc, whose, granted=granted, on_disk=directory is not None)
         segment = Segment.create(size, backend, manifest, directory)
         try:
-            return cls.open(segment, codec, manifest.geometry, arc.length, arc.domain)
+            return cls._over(segment, codec, arc)
         except OSError:
             segment.close()
             raise
@@ -189,49 +178,39 @@ class Store:
             ValueError: its manifest does not fit its size or the dataset, or a slot has a state that does not exist.
             OSError: the system has no memory for the columns of the slots.
         """
-        arc, layout = Arc(**asdict(geometry), domain=domain), layout_of(codec)
-        head = _ON_DISK if segment.on_disk else ONCE
-        if arc.length != length or not layout.fits(segment.size, codec, arc.slots, head):
+        arc, head = Arc(**asdict(geometry), domain=domain), _ON_DISK if segment.on_disk else ONCE
+        size = layout_of(codec).bytes_for(codec, arc.slots, segment.size - head.fixed_bytes, head)
+        if arc.length != length or size != segment.size:
             raise ValueError(f"{arc.slots:,} slots for {arc.size:,} samples do not fit in its {segment.size:,} bytes")
-        # Also by a job that joins: the maker may have been killed before it came to this.
-        segment.reserve(0, layout.reserved_bytes(arc.slots, head))
-        if segment.on_disk:
-            # What cannot be read is an error here, and would be a SIGBUS later.
-            segment.fetch(0, layout.reserved_bytes(arc.slots, head))
-            return cls(segment, codec, arc, Segment.create(arc.slots, reserved=arc.slots))
-        store = cls(segment, codec, arc)
-        if not np.isin(store.layout.state, (EMPTY, READY)).all():
+        store = cls._over(segment, codec, arc)
+        if not segment.on_disk and not np.isin(store.layout.state, (EMPTY, READY)).all():
             store.layout.close()
             raise ValueError("a slot is in a state that there is not")
         return store
 
     @classmethod
-    def create_rolling(
-        cls,
-        codec: SampleCodec,
-        count: int = 0,
-        backend: Backend | None = None,
-        whose: Mapping[str, Any] | None = None,
-        *,
-        granted: int = 0,
-    ) -> Store:
-        """Make an empty store whose oldest samples leave when it is full, see `rolling`.
-
-        Args:
-            codec: what a sample looks like.
-            count: number of slots for rows.
-            backend: kind of segment.
-            whose: what the segment says about itself.
-            granted: bytes that a store of records may take.
-
-        Raises:
-            OSError: there is no memory.
-        """
-        count, size, reserved, manifest = Roll.plan(codec, count, granted, whose)
-        return cls(Segment.create(size, backend, manifest, reserved=reserved), codec, Each(count))
+    def mend(cls, codec: SampleCodec, segment: Segment, manifest: Manifest, domain: Domain | None = None) -> None:
+        """Empty the slots that a crash has spoilt in a segment on a disk, while no other process has it open."""
+        store = cls._over(segment, codec, Arc(**asdict(manifest.geometry), domain=domain))
+        checksums = cast(Checksums, store._checksums)
+        try:
+            store.layout.mend(checksums.is_sound)
+        finally:
+            store.layout.close()
+            checksums.close()
 
     @classmethod
-    def attach(cls, handle: StoreHandle) -> Store:
+    def _over(cls, segment: Segment, codec: SampleCodec, arc: Arc) -> Store:
+        """The store in a segment whose columns have memory; a job that joins sees to it, too: its maker may be dead."""
+        head = layout_of(codec).reserved_bytes(arc.slots, _ON_DISK if segment.on_disk else ONCE)
+        segment.reserve(0, head)
+        if not segment.on_disk:
+            return cls(segment, codec, arc)
+        segment.fetch(0, head)  # what cannot be read is an error here, and would be a SIGBUS later
+        return cls(segment, codec, arc, Segment.create(arc.slots, reserved=arc.slots))
+
+    @classmethod
+    def attach(cls, handle: StoreHandle) -> Self:
         """Open a store that another process of the node has open.
 
         Raises:
@@ -239,47 +218,20 @@ class Store:
         """
         segment = Segment.attach(handle.segment)
         try:
-            verified = None if handle.verified is None else Segment.attach(handle.verified)
-            return cls(segment, handle.codec, handle.arc, verified)
+            beside = None if handle.beside is None else Segment.attach(handle.beside)
+            return cls(segment, handle.codec, handle.arc, beside)
         except BaseException:
             segment.close()
             raise
 
-    @staticmethod
-    def mend(codec: SampleCodec, segment: Segment, manifest: Manifest, domain: Domain | None = None) -> None:
-        """Empty the slots that a crash has spoilt in a segment on a disk, while no other process has it open."""
-        arc, layout = Arc(**asdict(manifest.geometry), domain=domain), layout_of(codec)
-        segment.reserve(0, layout.reserved_bytes(arc.slots, _ON_DISK))
-        store = Store(segment, codec, arc, Segment.create(arc.slots, reserved=arc.slots))
-        checksums = store._checksums
-        assert checksums is not None
-
-        def is_sound(slot: int) -> bool:
-            try:
-                return checksums.is_sound(slot)
-            except OSError:
-                return False
-
-        try:
-            store.layout.mend(is_sound)
-        finally:
-            store.layout.close()
-            checksums.close()
-
     def __reduce__(self) -> tuple[Any, ...]:
-        return type(self), (self.segment, self.codec, self.arc, self._verified, self._head)
+        return type(self), (self.segment, self.codec, self.arc, self._beside)
 
     @property
     def handle(self) -> StoreHandle:
         """The address of this store for other processes."""
-        verified = None if self._verified is None else self._verified.handle
-        return StoreHandle(self.segment.handle, self.codec, self.arc, verified)
-
-    @property
-    def roll(self) -> Roll:
-        """The policy of a rolling store: which slot is written next, and what came and went."""
-        assert self._roll is not None
-        return self._roll
+        beside = None if self._beside is None else self._beside.handle
+        return StoreHandle(self.segment.handle, self.codec, self.arc, beside)
 
     @property
     def length(self) -> int:
@@ -289,10 +241,6 @@ class Store:
     def __len__(self) -> int:
         """Number of slots."""
         return self.arc.slots
-
-    def look_at(self, slots: int) -> None:
-        """Count only the first slots from now on: to look at the columns of the others would take memory."""
-        self.layout.state = self.layout.columns["state"][:slots]
 
     # ---- out ----
 
@@ -310,7 +258,7 @@ class Store:
                 return NO_PLACE
             if verify:
                 self._checksums.verify([slot])
-        if self._readable_bytes[slot] != READY and self._roll is None:
+        if self._readable_bytes[slot] != READY:
             return NO_PLACE
         fence()
         return slot
@@ -324,7 +272,7 @@ class Store:
                 workers ask for it, not the process that trains.
         """
         slots, size = self.arc.slots_of(indices), self.length
-        if self.arc.slots == 0 or self._roll is not None:
+        if self.arc.slots == 0:
             return slots
         if self._checksums is not None:
             if not self.segment.is_whole:
@@ -338,8 +286,7 @@ class Store:
 
     def gather(self, places: Integers, into: Memory) -> None:
         """Copy ready rows (int64 `[samples]`) into the memory of a batch, uint8 `codec.sizes(samples)`."""
-        rows: Any = self._roll or self.layout
-        rows.gather(places, into)
+        cast(Rows, self.layout).gather(places, into)
 
     def read(self, places: Integers, lend: Lend | None = None) -> Iterable[Any]:
         """Copies of the samples of ready places (int64 `[samples]`), in lent or new memory, or UNREADABLE.
@@ -347,9 +294,6 @@ class Store:
         Rows own their memory together. Records are decoded one by one as the caller iterates, also after `close`.
         """
         layout, codec = self.layout, self.codec
-        if isinstance(layout, Records) and self._roll is not None:
-            copy = self._roll.record
-            return (codec.decode(copy(place), lend) for place in places.tolist())
         if isinstance(layout, Records):
             records = [layout.record(place) for place in places.tolist()]
             return (_decoded(codec, record, lend) for record in records)
@@ -387,7 +331,7 @@ class Store:
 
     def has_room(self, sample: Any) -> bool:
         """Whether a sample may find room. Where it is false, encoding the sample would be wasted work."""
-        return self._is_filled_by_misses and self.layout.has_room(self.codec.least_bytes(sample))
+        return self.stores_misses and self.layout.has_room(self.codec.least_bytes(sample))
 
     def fill(self, index: int, sample: Any) -> bool:
         """Check and store a sample, unless its index has no place or another process fills it. Returns whether stored.
@@ -396,21 +340,6 @@ class Store:
             SampleMismatchError: it is not of the codec; also where it has no place.
         """
         return any(self.put([index], [self.codec.contents(self.codec.encode(sample, index))]))
-
-    def append(self, sample: Any, index: int = -1) -> bool:
-        """Check a sample and store it in the place of the oldest; False while all slots are being written.
-
-        Args:
-            sample: of the codec.
-            index: in its source, for messages; -1 where it has none.
-
-        Raises:
-            SampleMismatchError: it is not of the codec.
-            ValueError: it is larger than the whole store.
-            OSError: there is no memory for a single sample.
-        """
-        parts = self.codec.encode(sample, None if index < 0 else index)
-        return self.roll.append(self.codec.contents(parts))
 
     def put(self, indices: Iterable[int], samples: Sequence[Sequence[memoryview]]) -> Iterator[bool | None]:
         """Store samples one by one as the caller iterates, each if its slot is empty and no other process fills it.
@@ -424,20 +353,19 @@ class Store:
             Whether this call has stored the sample; None where it has no place, or there is no room for it in any.
         """
         states, claims, may_store = self.layout.states, self._claims, None
-        has_claim = self.turns.ends
         if self._checksums is not None and not self.segment.is_whole:
             may_store = False
         for index, contents in zip(indices, samples, strict=True):
             slot = self.arc.slot(index)
-            if slot == NO_SLOT or not self._is_filled_by_misses:
+            if slot == NO_SLOT or not self.stores_misses:
                 yield None
                 continue
             stored: bool | None = False
-            if (may_store is not False and states[slot] != READY and claims.take(slot)) or has_claim(slot):
+            if (may_store is not False and states[slot] != READY and claims.take(slot)) or claims.is_mine(slot):
                 try:
                     if may_store is not False and states[slot] != READY:
                         if may_store is None:
-                            may_store = self._has_memory(sum(map(self.layout.size, samples)))
+                            may_store = self._has_memory(sum(map(size_of, samples)))
                         if may_store:
                             stored = self._write(slot, contents)
                             may_store = stored is not False
@@ -453,18 +381,18 @@ class Store:
         """
         states = self.layout.states
         with self._claims.waiting(slot):
-            if states[slot] != READY:
-                if self._has_memory(self.layout.size(contents)):
-                    self._write(slot, contents)
-                return True
-            memory = [np.empty(size, dtype=np.uint8) for size in self.codec.sizes(1)]
-            self.gather(np.array([slot]), memory)
-            if [part.data for part in memory] != list(contents):
+            if states[slot] == READY:
+                memory = [np.empty(size, dtype=np.uint8) for size in self.codec.sizes(1)]
+                self.gather(np.array([slot]), memory)
+                if [part.data for part in memory] == list(contents):
+                    return True
                 if not overwrite:
                     return False
                 states[slot] = EMPTY
                 fence()
-                self._write(slot, contents)
+            elif not self._has_memory(size_of(contents)):
+                return True
+            self._write(slot, contents)
         return True
 
     def clear(self) -> None:
@@ -507,14 +435,14 @@ class Store:
     def _stop(self, short: str) -> None:
         """Store nothing for a while, and warn once per node."""
         # The lock behind those of the slots stays locked until this process ends: one warning per node.
-        if not self._retry_at and self.segment.lock(len(self)):
+        if not self._retry_at and self.segment.lock(self.layout.count):
             log.warning(
                 "the cache stops at %s of %s samples: %s.\nThe others are loaded every time. Give %s, or lower the "
                 "budget to have no such warning",
                 f"{self.filled:,}",
-                f"{len(self):,}",
+                f"{self.layout.count:,}",
                 short,
-                "the job more memory" if self._checksums is None else "the disk more room",
+                "the disk more room" if self.segment.on_disk else "the job more memory",
             )
         self._retry_at = time.monotonic() + _RETRY_SECONDS
 
@@ -545,37 +473,29 @@ class Store:
     @property
     def filled(self) -> int:
         """Number of slots that are ready."""
-        if self._roll is not None:
-            return len(self._roll.resident())
-        return len(self) if self._is_final else int(np.count_nonzero(self._stored))
+        return int(np.count_nonzero(self._stored))
 
     @property
     def full(self) -> bool:
         """Whether every index of the dataset can be read now."""
-        if self.closed or len(self) < self.length or (self._checksums is not None and not self.segment.is_whole):
+        if self.closed or len(self) < self.length or (self.segment.on_disk and not self.segment.is_whole):
             return False
-        if self._roll is not None:  # an index whose own slot cannot be read gives another's sample
-            return self.filled > 0
-        return self._is_final or bool((self._readable == READY).all())
+        return bool((self._readable == READY).all())
 
     @property
     def fill_fraction(self) -> float:
         """Share of the slots that are filled, or of the bytes where samples differ in size."""
-        if self._roll is not None:
-            return self.filled / max(min(len(self), self._roll.limit), 1)
-        return 1.0 if self._is_final else self.layout.fill_fraction(self.filled)
+        return self.layout.fill_fraction(self.filled)
 
     @property
     def capacity(self) -> int:
         """Number of samples for which there is room, as far as that is known."""
-        if self._roll is not None:
-            return self._roll.capacity
-        return len(self) if self._is_final else self.layout.capacity(self.filled)
+        return self.layout.capacity(self.filled)
 
     @property
     def granted_bytes(self) -> int:
         """Bytes that it may take, as budgets count."""
-        return self.layout.granted_bytes if self._roll is None else self._roll.granted_bytes
+        return self.layout.granted_bytes
 
     @property
     def _used_bytes(self) -> int:
@@ -585,31 +505,34 @@ class Store:
     @property
     def memory_bytes(self) -> int:
         """Bytes that samples take in this node's memory now; the page cache of a disk does not count."""
-        return self._used_bytes if self._checksums is None else 0
+        return 0 if self.segment.on_disk else self._used_bytes
 
     @property
     def disk_bytes(self) -> int:
         """Bytes that samples take on a disk."""
-        return 0 if self._checksums is None else self._used_bytes
+        return self._used_bytes if self.segment.on_disk else 0
 
     @property
     def promised_bytes(self) -> int:
         """Bytes of memory that were granted and are still to be taken."""
-        done = self.closed or self._checksums is not None or self._is_final
-        return 0 if done else self.granted_bytes - self.memory_bytes
+        return 0 if self.closed or self.segment.on_disk else self.granted_bytes - self.memory_bytes
 
     def keep_free(self, nbytes: int) -> None:
         """Leave `nbytes` of the node's memory to others from now on, in all processes that fill."""
-        keep_free(self.segment, nbytes)
-
-    def unlink(self) -> None:
-        """Remove the name of its file, if it has one: no other process can open the store any more."""
-        self.segment.unlink()
+        self._shortage.keep_free(nbytes)
 
     @property
     def manifest(self) -> Manifest:
         """The manifest in the header; a ManifestError if it is damaged."""
         return read_manifest(self.segment.header, self.segment.size)
+
+    # ---- life ----
+
+    def unlink(self) -> None:
+        """Remove the names of its files, if they have any: no other process can open the store any more."""
+        self.segment.unlink()
+        if self._beside is not None:
+            self._beside.unlink()
 
     @property
     def closed(self) -> bool:
@@ -619,8 +542,6 @@ class Store:
     def close(self) -> None:
         """Close the store in this process; the memory is free when all processes have."""
         # Also where another copy has closed the segment: these views are our own.
-        if self._roll is not None:
-            self._roll.close()
         self.layout.close()
         self._readable = np.empty(0, dtype=np.uint8)
         self._readable_bytes.release()
@@ -643,7 +564,7 @@ def gathers(store: Any) -> bool:
     return not isinstance(store.codec, RecordCodec)
 
 
-def slots_for(granted: int, codec: RecordCodec, most: int, column_bytes: int = 0) -> int:
+def slots_for(granted: int, codec: RecordCodec, most: int, head: Head = ONCE) -> int:
     """How many slots a store of records gets for the bytes that it may take.
 
     Never fewer than will find room, and otherwise as many as a small part of the bytes has columns for: a store for
@@ -653,7 +574,8 @@ def slots_for(granted: int, codec: RecordCodec, most: int, column_bytes: int = 0
         granted: the bytes.
         codec: says how large records are expected to be.
         most: for how many samples there can be a use.
-        column_bytes: bytes of a slot's other columns.
+        head: what slots have besides their records.
     """
-    expected = granted // (codec.slot_bytes + column_bytes)
-    return min(max(expected, granted // _DIRECTORY_SHARE // (Records.slot_bytes + column_bytes)), most)
+    expected = granted // (codec.slot_bytes + head.slot_bytes - ONCE.slot_bytes)
+    column_bytes = head.plus(Records.own_columns).slot_bytes
+    return min(max(expected, granted // _DIRECTORY_SHARE // column_bytes), most)

@@ -1,71 +1,343 @@
-"""The samples of a stream, stored as they pass, by all processes of a node.
+"""The samples of a stream, stored as they pass, and how far it has come, for all processes of a node.
 
-A stream has no index: a sample takes the next number and is stored under it, in rows or records. There are two
-segments: the `ledger`, which counts what has passed, and the samples. Besides its state a slot has two columns: `mark`,
-by which a sample is found again, and `position`, the number of its shard and its number there, which orders all
-samples. The columns are written through the mapping, so their memory is reserved before, for a block of slots at a
-time. The samples' file has the length that was granted, so that other jobs see how much this one may still take.
+A stream is read by shards: one per rank and worker of its loader. A shard begins an epoch (`begin`), stores each sample
+that passes (`append`), and ends (`end`). Shards of a rank that begin with the same key (the seed of their loader's
+epoch) are in the same epoch; a shard that begins twice has begun the next one. So epochs are counted per rank, without
+a message from the loader. An epoch of a rank is whole if all of its shards have ended, or if as many samples have
+passed as the stream's length says: a loader that knows the length stops there.
 
-When a stream has ended and nothing is added any more, `in_order` gives its samples as a store of their own, in the
-order of the shards, whichever shard was faster.
+The first process that asks after every rank of the node has begun an epoch decides for all shards what the epoch comes
+from (`decide`): then no shard is in the epoch before. An epoch that is read follows on `clear`, so what is counted is
+of one epoch.
+
+There are two segments. The ledger has columns of int64: one number each for all, then one for each rank, then one for
+each of the `MOST_WORKERS` shards of every rank. Its writers take a lock of its lock file, which the kernel frees when
+they die: byte 0 for the numbers of all and of ranks, byte 1 for the next number, byte 2 while deciding, and a byte per
+shard while its process stores a sample. Locks are taken in the order 2, 0, shards, 1, never back.
+
+The other segment has the samples. A sample takes the next number, and is stored in the slot of that number, as a row or
+a record. Besides its state a slot has two columns: `mark`, by which a sample is found again, and `shard`. They are
+written through the mapping, so their memory is reserved before, for a block of slots at a time. The file has the length
+that was granted, so that other jobs see how much this one may still take.
+
+When a stream has ended and nothing is added any more, `in_order` numbers its samples from 0 without a gap: one shard
+after the other, whichever was faster, the samples of each as they came. Until then no index has a place.
 """
 
 from __future__ import annotations
 
 import errno
-from collections.abc import Iterator
-from typing import Any
+import logging
+import time
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import AbstractContextManager, ExitStack, contextmanager
+from dataclasses import dataclass
+from typing import Any, Literal, cast, get_args
 
 import numpy as np
+import numpy.typing as npt
 
-from lightning_stocache.cache.layout import ONCE, READY, layout_of
-from lightning_stocache.cache.ledger import POSITION_BITS, Shard, StreamLedger
-from lightning_stocache.cache.placement import Arc, Integers, Order
+from lightning_stocache.cache.claims import Claims
+from lightning_stocache.cache.layout import EMPTY, ONCE, READY, columns, layout_of, offsets, size_of
+from lightning_stocache.cache.placement import NO_SLOT, Arc, Integers
 from lightning_stocache.cache.records import RecordCodec, SampleCodec
-from lightning_stocache.cache.shortage import keep_free
 from lightning_stocache.cache.store import Store, slots_for
 from lightning_stocache.node.files import Backend
-from lightning_stocache.node.header import HEADER_BYTES
-from lightning_stocache.node.segment import Segment, SegmentHandle
+from lightning_stocache.node.segment import Segment
+from lightning_stocache.node.waiting import poll
 
-__all__ = ["StreamStore"]
+__all__ = ["MOST_WORKERS", "Mode", "Shard", "StreamLedger", "StreamStore"]
 
-_HEAD = ONCE.plus({"mark": np.uint64, "position": np.uint64})
-_HEAD_BYTES = 2 * 8  # more than a slot has in other stores
+log = logging.getLogger(__name__)
+
+MOST_WORKERS = 256
+"""Workers of a rank whose samples can be stored."""
+
+Mode = Literal["stream", "cache", "pass"]
+"""Where the samples of an epoch come from: the stream, which is stored; the store; the stream, which is not stored."""
+
+_MODES: tuple[Mode, ...] = get_args(Mode)
+_RANKS, _NEXT, _RESERVED, _DECIDED, _MODE, _BROKEN, _WORDS = range(7)
+_ALL, _NUMBER, _DECISION, _ROWS = 0, 1, 2, 8  # bytes of the lock file
+_UNCLAIMED = -1
 _BLOCK = 1 << 12  # slots whose columns get their memory together
 _SMALLER = 16  # how much smaller than the first samples the mean may be without running out of slots
 
 
-class StreamStore:
+@dataclass(frozen=True)
+class Shard:
+    """The part of a stream that one process reads.
+
+    Args:
+        rank: its rank, among those of the node.
+        worker: its worker, of the rank's loader; 0 without workers.
+        workers: number of workers.
+        key: the same for all workers of one epoch.
+    """
+
+    rank: int = 0
+    worker: int = 0
+    workers: int = 1
+    key: int = 0
+
+    @property
+    def number(self) -> int:
+        """Its number among all shards that there can be."""
+        return self.rank * MOST_WORKERS + self.worker
+
+
+class StreamLedger:
+    """The numbers of one stream on a node.
+
+    Args:
+        segment: where they lie.
+
+    Example:
+        >>> ledger, shard = StreamLedger.create(1), Shard()
+        >>> epoch = ledger.begin(shard)
+        >>> ledger.decide(epoch, lambda late: "stream"), ledger.decide(epoch, lambda late: "cache")
+        ('stream', 'stream')
+        >>> ledger.note(shard)
+        >>> ledger.end(shard, epoch)
+        >>> ledger.begin(shard), ledger.passed(1)
+        (2, 1)
+        >>> ledger.close()
+    """
+
+    patience = 60.0
+    """Seconds to wait for a rank that does not begin an epoch."""
+
+    def __init__(self, segment: Segment) -> None:
+        self.segment, self._claims = segment, Claims(segment)
+        self.words: npt.NDArray[np.int64] = columns(segment, {"words": np.int64}, _WORDS)["words"]
+        self.ranks = int(self.words[_RANKS])
+        self._numbers = {name: array[0] for name, array in columns(segment, _columns(self.ranks), 1).items()}
+
+    @classmethod
+    def create(cls, ranks: int, backend: Backend | None = None) -> StreamLedger:
+        """Make one for a stream that nobody has read.
+
+        Args:
+            ranks: number of ranks of the node that read the stream.
+            backend: kind of segment.
+
+        Raises:
+            OSError: there is no memory for it.
+        """
+        size = offsets(_columns(ranks), 1)[""]
+        segment = Segment.create(size, backend, reserved=size)
+        columns(segment, {"words": np.int64}, _WORDS)["words"][_RANKS] = ranks
+        return cls(segment)
+
+    # ---- epochs ----
+
+    def announce(self, rank: int) -> int:
+        """Begin a rank's next epoch before its shards, which will join it. Returns its number."""
+        with self._claims.waiting(_ALL):
+            return self._next_epoch(rank, _UNCLAIMED)
+
+    def begin(self, shard: Shard) -> int:
+        """Begin an epoch of a shard: the current one of its rank, or the next one. Returns its number."""
+        rank = shard.rank
+        with self._claims.waiting(_ALL):
+            epoch = int(self._numbers["epoch"][rank])
+            if self._numbers["key"][rank] == _UNCLAIMED:
+                self._numbers["key"][rank] = shard.key
+            elif self._numbers["key"][rank] != shard.key or self._numbers["begun"][shard.number] == epoch:
+                epoch = self._next_epoch(rank, shard.key)
+            self._numbers["begun"][shard.number] = epoch
+        return epoch
+
+    def is_current(self, shard: Shard, epoch: int) -> bool:
+        """Whether a shard's rank is still in this epoch, and not in a later one."""
+        return bool(self._numbers["epoch"][shard.rank] == epoch)
+
+    def note(self, shard: Shard) -> None:
+        """Count a sample that has passed, under the lock of the shard (`locked`)."""
+        self._numbers["passed"][shard.number] += 1
+
+    def end(self, shard: Shard, epoch: int) -> None:
+        """Note that a shard has come to its end."""
+        first = Shard(shard.rank).number
+        with self._claims.waiting(_ALL):
+            if self.is_current(shard, epoch):
+                self._numbers["ended"][shard.number] = epoch
+                ended = self._numbers["ended"][first : first + MOST_WORKERS] == epoch
+                if np.count_nonzero(ended) == shard.workers:
+                    self._numbers["whole"][shard.rank] = epoch
+
+    def passed(self, epoch: int, length: int | None = None) -> int | None:
+        """Count the samples of the epoch that was read last, in all ranks; None if one has broken it off.
+
+        Args:
+            epoch: its number.
+            length: the length of the stream of one rank, if it has one.
+        """
+        passed = self._numbers["passed"].reshape(self.ranks, MOST_WORKERS).sum(axis=1)
+        whole = self._numbers["whole"] == epoch
+        if length is not None:
+            whole |= passed >= length
+        return int(passed.sum()) if whole.all() else None
+
+    @property
+    def epoch(self) -> int:
+        """The latest epoch of the first rank."""
+        return int(self._numbers["epoch"][0])
+
+    def _next_epoch(self, rank: int, key: int) -> int:
+        self._numbers["epoch"][rank] += 1
+        self._numbers["key"][rank] = key
+        return int(self._numbers["epoch"][rank])
+
+    # ---- decisions ----
+
+    @property
+    def mode(self) -> Mode:
+        """What was decided last."""
+        return _MODES[int(self.words[_MODE])]
+
+    def decide(self, epoch: int, choose: Callable[[Sequence[int]], Mode]) -> Mode:
+        """Where the samples of an epoch come from; decides it if no process has. "cache" and "pass" are for good.
+
+        Args:
+            epoch: an epoch that a shard of this process, or its rank, has begun.
+            choose: called by one process of the node, when no shard is in an epoch before. It is given the ranks that
+                have not begun the epoch within `patience`.
+        """
+        start = time.monotonic()
+        for seconds in poll(pause=0.002):
+            if self._is_decided(epoch):
+                break
+            late = np.flatnonzero(self._numbers["epoch"] < epoch).tolist() if epoch > 1 else []
+            if (not late or time.monotonic() - start > self.patience) and self._claims.take(_DECISION):
+                try:
+                    if not self._is_decided(epoch):
+                        mode = choose(late)
+                        with self._claims.waiting(_ALL):
+                            if self.mode == "stream":
+                                self.words[_MODE] = _MODES.index(mode)
+                            self.words[_DECIDED] = epoch
+                finally:
+                    self._claims.release(_DECISION)
+            elif seconds:
+                log.warning("a stream waits for epoch %d to begin in rank(s) %s, or to be decided on", epoch, late)
+        return self.mode
+
+    def pass_by(self) -> Mode:
+        """Store nothing from now on. Returns what was decided before."""
+        with self._claims.waiting(_ALL):
+            before, self.words[_MODE] = self.mode, _MODES.index("pass")
+        return before
+
+    def count_broken(self) -> int:
+        """Count an epoch that was broken off, while deciding. Returns how many were."""
+        self.words[_BROKEN] += 1
+        return int(self.words[_BROKEN])
+
+    def _is_decided(self, epoch: int) -> bool:
+        return self.mode != "stream" or bool(self.words[_DECIDED] >= epoch)
+
+    # ---- numbers ----
+
+    def take_number(self) -> int:
+        """Take the next number for a sample of a shard, under its lock (`locked`)."""
+        with self._claims.waiting(_NUMBER):
+            self.words[_NEXT] += 1
+            return self.count - 1
+
+    @property
+    def count(self) -> int:
+        """How many numbers have been taken."""
+        return int(self.words[_NEXT])
+
+    def clear(self) -> None:
+        """Begin with number 0 again, while nobody stores anything (`alone`)."""
+        self.words[_NEXT] = self.words[_RESERVED] = 0
+        self._numbers["passed"][:] = 0
+
+    def locked(self, shard: Shard) -> AbstractContextManager[None]:
+        """The lock of a shard, while its process stores a sample."""
+        return self._claims.waiting(_ROWS + shard.number)
+
+    @contextmanager
+    def alone(self) -> Iterator[None]:
+        """Keep all shards from storing anything."""
+        with ExitStack() as locks:
+            for row in range(self.ranks * MOST_WORKERS):
+                locks.enter_context(self._claims.waiting(_ROWS + row))
+            yield
+
+    def close(self) -> None:
+        """Close it in this process."""
+        self.words, self._numbers = self.words.copy(), {}
+        self.segment.close()
+
+
+def _columns(ranks: int) -> dict[str, npt.DTypeLike]:
+    of_ranks = dict.fromkeys(("epoch", "key", "whole"), (np.int64, (ranks,)))
+    of_shards = dict.fromkeys(("begun", "ended", "passed"), (np.int64, (ranks * MOST_WORKERS,)))
+    return {"words": (np.int64, (_WORDS,)), **of_ranks, **of_shards}
+
+
+@dataclass(frozen=True, eq=False)
+class _Order:
+    """Which slot an index has: `places`, int64 `[samples]`. It has the names of an `Arc`.
+
+    Example:
+        >>> order = _Order(10, np.array([7, 3]))
+        >>> order.slot(1), order.slots_of(np.array([-1, 0, 2])).tolist()
+        (3, [3, 7, -1])
+    """
+
+    slots: int
+    places: Integers
+
+    @property
+    def length(self) -> int:
+        """Number of samples."""
+        return len(self.places)
+
+    def slot(self, index: int) -> int:
+        """The slot of any index, counted from the end if it is negative; NO_SLOT outside."""
+        return int(self.places[index]) if -self.length <= index < self.length else NO_SLOT
+
+    def slots_of(self, indices: npt.NDArray[np.integer[Any]]) -> Integers:
+        """The slots of many indices, int64 of the same shape, NO_SLOT where there is none."""
+        slots: Integers = self.places.take(indices, mode="wrap") if self.length else np.full(indices.shape, NO_SLOT)
+        slots[(indices >= self.length) | (indices < -self.length)] = NO_SLOT
+        return slots
+
+
+class StreamStore(Store):
     """The stored samples of a stream.
 
     Args:
-        ledger: how far the stream has come.
-        samples: the memory for samples.
+        segment: the memory for samples.
         codec: what a sample looks like.
-        slots: how many may be stored.
+        arc: the order of the samples.
+        beside: the memory of the ledger.
 
     Example:
         >>> from lightning_stocache import SampleSpec
-        >>> store, shard = StreamStore.create(SampleSpec.infer(1), 2**20), Shard()
+        >>> store, shard = StreamStore.empty(SampleSpec.infer(1), 2**20), Shard()
         >>> epoch = store.ledger.begin(shard)
-        >>> [store.put(shard, epoch, number * number, mark=number) for number in range(3)]
+        >>> [store.append(shard, epoch, number * number, mark=number) for number in range(3)]
         [8, 8, 8]
-        >>> ordered, shards = store.in_order()
-        >>> list(ordered.read(ordered.lookup(np.array([2, 0]))))
+        >>> shards = store.in_order()
+        >>> list(store.read(store.lookup(np.array([2, 0]))))
         [4, 0]
         >>> store.close()
     """
 
-    def __init__(self, ledger: StreamLedger, samples: Segment, codec: SampleCodec, slots: int) -> None:
-        self.ledger, self._samples, self.codec = ledger, samples, codec
-        self._store = Store(samples, codec, Arc(slots, slots), None, _HEAD)
-        self._store.look_at(0)
-        self._reserved = self._cleared = 0
-        self._ordered: tuple[Store, Integers] | None = None
+    head = ONCE.plus({"mark": np.uint64, "shard": np.int32})
+    stores_misses = False
+
+    def __init__(self, segment: Segment, codec: SampleCodec, arc: Arc, beside: Segment) -> None:
+        super().__init__(segment, codec, arc, beside)
+        self.ledger = StreamLedger(beside)
 
     @classmethod
-    def create(
+    def empty(
         cls, codec: SampleCodec, granted: int, ranks: int = 1, backend: Backend | None = None, free: int = 0
     ) -> StreamStore:
         """Make an empty one.
@@ -80,93 +352,93 @@ class StreamStore:
         Raises:
             OSError: the memory cannot be had.
         """
-        slots, layout = granted // (codec.slot_bytes + _HEAD_BYTES), layout_of(codec)
+        slots = granted // (codec.slot_bytes + cls.head.slot_bytes - ONCE.slot_bytes)
         if isinstance(codec, RecordCodec):
-            slots = slots_for(granted, codec, slots * _SMALLER, _HEAD_BYTES)
+            slots = slots_for(granted, codec, slots * _SMALLER, cls.head)
         ledger = StreamLedger.create(ranks, backend)
         try:
-            samples = Segment.create(layout.bytes_for(codec, slots, granted, _HEAD), backend)
+            segment = Segment.create(layout_of(codec).bytes_for(codec, slots, granted, cls.head), backend)
         except OSError:
             ledger.close()
             raise
+        store = cls(segment, codec, cast(Arc, _Order(slots, np.empty(0, np.int64))), ledger.segment)
         if free:
-            keep_free(samples, free)
-        return cls(ledger, samples, codec, slots)
-
-    @classmethod
-    def attach(cls, handle: tuple[SegmentHandle, SegmentHandle, SampleCodec, int]) -> StreamStore:
-        """Open the store that another process of the node made; an OSError where it cannot be reached."""
-        ledger, samples, codec, slots = handle
-        return _opened(Segment.attach(ledger), Segment.attach(samples), codec, slots)
-
-    @property
-    def handle(self) -> tuple[SegmentHandle, SegmentHandle, SampleCodec, int]:
-        """The address of this store for other processes: of its ledger and of its samples, and what these are."""
-        return self.ledger.segment.handle, self._samples.handle, self.codec, len(self._store)
-
-    def __reduce__(self) -> tuple[Any, ...]:
-        return _opened, (self.ledger.segment, self._samples, self.codec, len(self._store))
+            store.keep_free(free)
+        return store
 
     # ---- in ----
 
-    def put(self, shard: Shard, epoch: int, sample: Any, mark: int) -> int | None:
+    def append(self, shard: Shard, epoch: int, sample: Any, mark: int) -> int | None:
         """Store a sample of a shard, if there is room and its epoch goes on. Returns its bytes, or None.
 
         Raises:
             SampleMismatchError: it is not of the codec.
             UnsupportedSampleError: it cannot be stored as bytes.
         """
-        store, ledger = self._store, self.ledger
-        room = store.has_room(sample) and ledger.count < len(store)
-        contents = store.codec.contents(store.codec.encode(sample)) if room else ()
+        codec, layout, ledger = self.codec, self.layout, self.ledger
+        has_room = layout.has_room(codec.least_bytes(sample)) and ledger.count < layout.count
+        contents = codec.contents(codec.encode(sample)) if has_room else ()
+        nbytes, stored = size_of(contents), False
         with ledger.locked(shard):
             if ledger.mode != "stream" or not ledger.is_current(shard, epoch):
                 return None
-            stored = False
-            if room:
-                number, position = ledger.take_number(shard, epoch)
-                if number < len(store) and self._has_columns(number):
-                    columns = store.layout.columns
-                    columns["mark"][number], columns["position"][number] = mark, position
-                    stored = any(store.put([number], [contents]))
-            ledger.note(shard, epoch, stored=stored)
-        return sum(part.nbytes for part in contents) if stored else None
+            if has_room and self._has_columns(number := ledger.take_number()) and self._has_memory(nbytes):
+                layout.columns["mark"][number], layout.columns["shard"][number] = mark, shard.number
+                stored = self._write(number, contents) is True
+            ledger.note(shard)
+        return nbytes if stored else None
 
     def clear(self) -> None:
         """Forget all samples, and give their memory back."""
         with self.ledger.alone():
-            self._samples.discard(0)
+            self.segment.discard(0)
             self.ledger.clear()
+
+    def _has_columns(self, number: int) -> bool:
+        """Reserve the columns of a slot and of all before it. Returns whether there are such, and memory for them."""
+        reserved = int(self.ledger.words[_RESERVED])
+        if reserved <= number < self.layout.count:
+            end = min(number // _BLOCK * _BLOCK + _BLOCK, self.layout.count)
+            try:
+                self.layout.reserve(reserved, end)
+            except OSError as error:
+                if error.errno != errno.ENOSPC:
+                    raise
+                return False
+            self.ledger.words[_RESERVED] = end
+        return number < self.layout.count
 
     # ---- out ----
 
-    def in_order(self) -> tuple[Store, Integers]:
-        """The samples as a store of their own, numbered from 0 without a gap. Nothing may be added any more.
+    def in_order(self) -> Integers:
+        """Number the samples. Nothing may be added any more.
 
         Returns:
-            The store, and the number of the shard that each sample came from, in rising order, int64 `[samples]`.
+            The shard that each sample came from, in rising order, int64 `[samples]`.
         """
-        if self._ordered is None:
-            store, count = self._store, self._count
-            columns = store.layout.columns
-            order = np.argsort(columns["position"][:count], kind="stable")
-            slots = order[columns["state"][order] == READY]
-            shards = (columns["position"][slots] >> np.uint64(POSITION_BITS)).astype(np.int64)
-            self._ordered = Store(self._samples.share(), self.codec, Order(slots, len(store)), None, _HEAD), shards
-        return self._ordered
+        shards = self.layout.columns["shard"]
+        if not self.length:
+            order = np.argsort(shards[: self._count], kind="stable")
+            self.arc = cast(Arc, _Order(self.layout.count, order[self._stored[order]]))
+        return shards[cast(_Order, self.arc).places].astype(np.int64)
 
     def marked(self, mark: int) -> Iterator[Any]:
         """Copies of the samples that have a mark, each made when it is asked for."""
-        store = self._store
-        places = store.lookup(np.flatnonzero(store.layout.columns["mark"][: self._count] == np.uint64(mark)))
-        for place in places[places >= 0].tolist():
-            yield from store.read(np.array([place]))
+        marks, states = self.layout.columns["mark"], self.layout.states
+        for slot in np.flatnonzero(marks[: self._count] == np.uint64(mark)).tolist():
+            if states[slot] == READY:
+                yield from self.read(np.array([slot]))
+
+    # ---- what there is ----
 
     @property
-    def filled(self) -> int:
-        """Number of samples that are stored."""
-        self._store.look_at(self._count)
-        return self._store.filled
+    def _count(self) -> int:
+        """How many of the first slots may have a sample: to look at the columns of the others would take memory."""
+        return 0 if self.closed else min(self.ledger.count, self.layout.count)
+
+    @property
+    def _stored(self) -> npt.NDArray[np.bool_]:
+        return np.asarray(self.layout.state[: self._count] != EMPTY)
 
     def __len__(self) -> int:
         """Number of samples of an epoch, as far as it is known."""
@@ -175,7 +447,7 @@ class StreamStore:
     @property
     def full(self) -> bool:
         """Whether nothing is added any more."""
-        return self.ledger.mode == "cache"
+        return not self.closed and (self.length > 0 or self.ledger.mode == "cache")
 
     @property
     def capacity(self) -> int:
@@ -185,55 +457,17 @@ class StreamStore:
     @property
     def fill_fraction(self) -> float:
         """1 when a whole epoch is stored; before, the share of the memory that samples take."""
-        return 1.0 if self.full or self.ledger.all_stored else min(self.memory_bytes / self._samples.size, 1.0)
+        if self.full or self.ledger.passed(self.ledger.epoch) == self.filled:
+            return 1.0
+        return min(self.memory_bytes / self.segment.size, 1.0)
 
     @property
-    def memory_bytes(self) -> int:
-        """Bytes that the samples take on this node right now, with their columns."""
-        return min(max(self._samples.allocated_bytes - HEADER_BYTES, 0), self._samples.size)
-
-    @property
-    def _count(self) -> int:
-        """How many of the first slots may have a sample."""
-        return min(self.ledger.count, len(self._store))
-
-    # ---- life ----
-
-    @property
-    def closed(self) -> bool:
-        """Whether this process has closed it."""
-        return self.ledger.segment.closed
-
-    def unlink(self) -> None:
-        """Remove the names of its files, if they have any."""
-        self.ledger.segment.unlink()
-        self._samples.unlink()
+    def promised_bytes(self) -> int:
+        """Bytes of memory that were granted and are still to be taken."""
+        return 0 if self.full else super().promised_bytes
 
     def close(self) -> None:
         """Close it in this process."""
-        if not self.closed:
-            if self._ordered is not None:
-                self._ordered[0].close()
-                self._ordered = None
-            self._store.close()
+        if not self._closed:
             self.ledger.close()
-
-    def _has_columns(self, number: int) -> bool:
-        """Reserve the columns of a slot and those after it. Returns whether there is memory."""
-        if self._cleared != self.ledger.cleared:  # it cannot be again: the lock of a shard is held
-            self._reserved, self._cleared = 0, self.ledger.cleared
-        if number >= self._reserved:
-            begin = number // _BLOCK * _BLOCK
-            end = min(begin + _BLOCK, len(self._store))
-            try:
-                self._store.layout.reserve(begin, end)
-            except OSError as error:
-                if error.errno != errno.ENOSPC:
-                    raise
-                return False
-            self._reserved = end
-        return True
-
-
-def _opened(ledger: Segment, samples: Segment, codec: SampleCodec, slots: int) -> StreamStore:
-    return StreamStore(StreamLedger(ledger), samples, codec, slots)
+        super().close()

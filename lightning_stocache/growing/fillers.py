@@ -32,8 +32,7 @@ from typing import Any
 import numpy as np
 import torch
 
-from lightning_stocache.cache.rolling import FILLERS
-from lightning_stocache.cache.store import Store
+from lightning_stocache.cache.rolling import FILLERS, RollingStore
 from lightning_stocache.node.parent import end_with_parent, not_sent, why_not_begun
 from lightning_stocache.source.draws import Draw, Draws, EndOfStreamError
 from lightning_stocache.torch_internals import become_worker
@@ -63,7 +62,7 @@ class Fillers:
         TypeError: the source cannot be sent to a process that is not forked.
     """
 
-    def __init__(self, draws: Draws, store: Store, count: int, method: str | None = None) -> None:
+    def __init__(self, draws: Draws, store: RollingStore, count: int, method: str | None = None) -> None:
         if not 0 <= count <= FILLERS:
             raise ValueError(f"fillers must be between 0 and {FILLERS}, got {count}")
         self._draws, self._store, self._count = draws, store, count
@@ -155,7 +154,7 @@ class Fillers:
 
     @property
     def _notes(self) -> Any:
-        return self._store.roll.notes[: self._count]
+        return self._store.notes[: self._count]
 
     def _start(self, number: int) -> None:
         reports, told = self._context.Pipe(duplex=False)
@@ -184,7 +183,7 @@ def _named(index: int) -> str:
     return "its next sample" if index < 0 else f"sample {index}"
 
 
-def _fill(draws: Draws, store: Store, count: int, number: int, restarts: int, reports: Connection) -> None:
+def _fill(draws: Draws, store: RollingStore, count: int, number: int, restarts: int, reports: Connection) -> None:
     """What a filler does."""
     signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C is the trainer's, which ends its fillers
     end_with_parent()
@@ -192,7 +191,7 @@ def _fill(draws: Draws, store: Store, count: int, number: int, restarts: int, re
     seed = draws.seed + number + restarts * count
     random.seed(seed), np.random.seed(seed % 2**32), torch.manual_seed(seed)
     become_worker(number, count, seed, draws.source)
-    notes, in_a_row = store.roll.notes[number], 0
+    notes, in_a_row = store.notes[number], 0
     for draw in draws.share(number, count, int(notes[_DONE])):
         if notes[_STOP]:
             return

@@ -14,8 +14,8 @@ from typing import Any
 from lightning_stocache.cache.counters import Counters
 from lightning_stocache.cache.placement import Integers
 from lightning_stocache.cache.records import RecordCodec
+from lightning_stocache.cache.rolling import RollingStore
 from lightning_stocache.cache.rows import SampleSpec
-from lightning_stocache.cache.store import Store
 from lightning_stocache.growing.fillers import Fillers
 from lightning_stocache.node.budget import Budget
 from lightning_stocache.node.files import Backend
@@ -107,7 +107,7 @@ class RollingPool:
         minimum: samples for which an epoch waits.
     """
 
-    def __init__(self, memory: OpenMemory[Store], minimum: int = 1) -> None:
+    def __init__(self, memory: OpenMemory[RollingStore], minimum: int = 1) -> None:
         assert memory.store is not None
         assert memory.counters is not None
         self.memory, self.store, self.counters = memory, memory.store, memory.counters
@@ -157,16 +157,16 @@ class RollingPool:
         Raises:
             RuntimeError: nothing is, and no filler is left.
         """
-        roll, store = self.store.roll, self.store
+        store = self.store
         # Memory may end, and larger records come, while it is waited: once samples leave, no more have room.
-        self._wait(lambda: store.filled, lambda: 1 if roll.evicted else min(self.minimum, store.capacity))
-        return roll.resident()
+        self._wait(lambda: store.filled, lambda: 1 if store.evicted else min(self.minimum, store.capacity))
+        return store.resident()
 
     def begin_epoch(self) -> Integers:
         """What is resident, for a new epoch."""
         self.look_after()
         resident = self.resident()
-        self.store.roll.begin_epoch()
+        self.store.begin_epoch()
         return resident
 
     def look_after(self) -> None:
@@ -180,12 +180,12 @@ class RollingPool:
         return RollingStats(
             resident=store.filled,
             capacity=store.capacity,
-            appended=store.roll.appended,
-            evicted=store.roll.evicted,
-            oldest_seconds=store.roll.oldest_seconds,
-            times_seen=self.counters.totals().hits / max(store.roll.appended, 1),
-            renewed=store.roll.renewed,
-            substituted=store.roll.substituted,
+            appended=store.appended,
+            evicted=store.evicted,
+            oldest_seconds=store.oldest_seconds,
+            times_seen=self.counters.totals().hits / max(store.appended, 1),
+            renewed=store.renewed,
+            substituted=store.substituted,
             failed=0 if fillers is None else fillers.failed,
             restarts=0 if fillers is None else fillers.restarts,
             memory_bytes=store.memory_bytes,
@@ -205,7 +205,7 @@ class RollingPool:
             if fillers is not None and not fillers.are_at_work():
                 if (count := have()) >= least:
                     return
-                if count or seconds or not self.store.roll.appended:  # else the only sample is being replaced
+                if count or seconds or not self.store.appended:  # else the only sample is being replaced
                     self._no_more(count, least, fillers)
                     return
             if seconds:
@@ -239,11 +239,11 @@ def _made(
     codec: SampleSpec | RecordCodec,
     given: Allocation,
     backend: Backend | None,
-) -> OpenMemory[Store]:
+) -> OpenMemory[RollingStore]:
     """On the node's leader: take the memory."""
     whose = {"dataset": f"rolling: {type(request.source).__name__}", "node": group.node, "nodes": len(group.nodes)}
     [slots], [granted], [keep_free] = given.slots, given.granted, given.keep_free
-    store = Store.create_rolling(codec, slots, backend, whose, granted=granted)
+    store = RollingStore.empty(codec, slots, backend, whose, granted=granted)
     store.keep_free(keep_free)
     try:
         return OpenMemory(store, Counters.create(group.rank, backend), group, store.granted_bytes)

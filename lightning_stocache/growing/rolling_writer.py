@@ -5,7 +5,8 @@ from __future__ import annotations
 import logging
 from typing import Any
 
-from lightning_stocache.cache.store import Store, StoreHandle
+from lightning_stocache.cache.rolling import RollingStore
+from lightning_stocache.cache.store import StoreHandle
 from lightning_stocache.node.waiting import poll
 
 __all__ = ["RollingWriter"]
@@ -35,13 +36,13 @@ class RollingWriter:
         >>> pool.close()
     """
 
-    def __init__(self, store: Store) -> None:
+    def __init__(self, store: RollingStore) -> None:
         self._store = store
 
     @classmethod
     def attach(cls, handle: StoreHandle) -> RollingWriter:
         """Open the cache that has this handle, which is plain values: send it by a queue, a pipe or a file of yours."""
-        return cls(Store.attach(handle))
+        return cls(RollingStore.attach(handle))
 
     def append(self, sample: Any, index: int = -1) -> None:
         """Store a sample, in the place of the oldest once the budget is full; `index`: in its source, for messages."""
@@ -49,7 +50,7 @@ class RollingWriter:
             if self._store.append(sample, index):
                 return
             if seconds:  # every slot is being written to
-                writer = self._store.roll.in_the_way
+                writer = self._store.in_the_way
                 log.warning(
                     "a RollingWriter has been waiting for a slot for %.0f s: %s",
                     seconds,

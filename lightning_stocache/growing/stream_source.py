@@ -31,10 +31,8 @@ import numpy as np
 from torch.utils.data import get_worker_info
 
 from lightning_stocache.cache.codec import SampleMismatchError, UnsupportedSampleError
-from lightning_stocache.cache.ledger import MOST_WORKERS, Mode, Shard
 from lightning_stocache.cache.placement import Integers
-from lightning_stocache.cache.store import Store
-from lightning_stocache.cache.stream import StreamStore
+from lightning_stocache.cache.stream import MOST_WORKERS, Mode, Shard, StreamStore
 from lightning_stocache.growing.rolling_cache import Slots
 from lightning_stocache.loading.cached_source import CachedSource
 from lightning_stocache.loading.dataset import CachedDataset, dataset_over
@@ -125,8 +123,7 @@ class StreamSource:
         epoch = store.ledger.begin(shard)
         mode = self._mode(store, epoch)
         if mode == "cache":
-            stored, shards = store.in_order()
-            return self._from_memory(stored, self._share(shards, shard, epoch))
+            return self._from_memory(store, self._share(store.in_order(), shard, epoch))
         return StreamPass(self, None if mode == "pass" else store, shard, epoch)
 
     def announce(self, workers: int, batch_size: int, drop_last: bool) -> Kept | None:
@@ -134,13 +131,13 @@ class StreamSource:
         store, opened = self.opened.live, self.opened
         if store is None:
             return None
-        epoch = store.ledger.announce(opened.rank, max(workers, 1))
+        epoch = store.ledger.announce(opened.rank)
         if self._mode(store, epoch) != "cache":
             return None
-        stored, shards = store.in_order()
-        if self._kept is None or self._kept.cache is not stored:
-            request = CacheRequest(Slots(len(stored)))
-            cache = OpenCache(request, request.source, None, stored, opened.counters, group=opened.group, borrowed=True)
+        shards = store.in_order()
+        if self._kept is None or self._kept.cache is not store:
+            request = CacheRequest(Slots(len(shards)))
+            cache = OpenCache(request, request.source, None, store, opened.counters, group=opened.group, borrowed=True)
             self._kept = dataset_over(CachedSource(cache, self.transform))
         size, last = batch_size, drop_last
         batches = StreamBatches(lambda epoch: self._batches(epoch, shards, size, last), batch_size, drop_last)
@@ -178,7 +175,7 @@ class StreamSource:
         """Keep a copy of a sample that has come, if that is possible; its bytes."""
         if store.ledger.mode == "stream":
             try:
-                return store.put(shard, epoch, sample, mark)
+                return store.append(shard, epoch, sample, mark)
             except (SampleMismatchError, UnsupportedSampleError) as error:
                 self.pass_by(store, str(error))
         return None
@@ -189,7 +186,7 @@ class StreamSource:
     def _choose(self, store: StreamStore, epoch: int, late: Sequence[int]) -> Mode:
         """What an epoch comes from that all ranks have begun but those that are late; whatever differs passes by."""
         ledger, reason = store.ledger, None
-        totals = ledger.totals(epoch - 1, self._length())
+        passed, filled = ledger.passed(epoch - 1, self._length()), store.filled
         if late:
             reason = (
                 f"rank(s) {', '.join(map(str, late))} of the node did not begin epoch {epoch} within "
@@ -197,7 +194,7 @@ class StreamSource:
             )
         elif epoch == 1:
             return "stream"
-        elif totals is None:
+        elif passed is None:
             if ledger.count_broken() < _MOST_BROKEN:
                 store.clear()
                 return "stream"
@@ -205,10 +202,10 @@ class StreamSource:
                 f"{_MOST_BROKEN} epochs were broken off before it came to its end (limit_train_batches, break, an "
                 "error), so nobody knows what is in it. Read it to its end once"
             )
-        elif totals.stored < totals.passed:
-            size = store.memory_bytes * totals.passed // max(totals.stored, 1)
+        elif filled < passed:
+            size = store.memory_bytes * passed // max(filled, 1)
             reason = (
-                f"its {totals.passed:,} samples take about {format_bytes(size)}, and its budget is "
+                f"its {passed:,} samples take about {format_bytes(size)}, and its budget is "
                 f"{format_bytes(self.opened.budget_bytes)}. A stream is kept whole or not at all"
             )
         elif not self.allow_random and (found := difference(self.source, store.marked)) is not None:
@@ -249,14 +246,14 @@ class StreamSource:
             return np.flatnonzero(shards == shard.number)
         return np.flatnonzero(np.isin(shards, ours))[shard.worker :: shard.workers]
 
-    def _from_memory(self, stored: Store, mine: Integers) -> Iterator[Any]:
-        step = max(min(_AT_ONCE_BYTES // max(stored.codec.nbytes, 1), _AT_ONCE), 1)
+    def _from_memory(self, store: StreamStore, mine: Integers) -> Iterator[Any]:
+        step = max(min(_AT_ONCE_BYTES // max(store.codec.nbytes, 1), _AT_ONCE), 1)
         for first in range(0, len(mine), step):
-            if stored.closed:
+            if store.closed:
                 raise RuntimeError("the stream was closed while an epoch was served from what is kept of it")
             start = time.perf_counter_ns()
-            places = stored.lookup(mine[first : first + step])
-            samples, nbytes = list(stored.read(places)), stored.stored_bytes(places)
+            places = store.lookup(mine[first : first + step])
+            samples, nbytes = list(store.read(places)), store.stored_bytes(places)
             gather_ns = time.perf_counter_ns() - start
             for number, sample in enumerate(samples, 1):  # one by one: who stops in between has been served no more
                 share = nbytes * number // len(samples) - nbytes * (number - 1) // len(samples)

@@ -15,7 +15,7 @@ from dataclasses import dataclass, replace
 
 from lightning_stocache.cache.checksums import SUM_BYTES
 from lightning_stocache.cache.records import RecordCodec, SampleCodec
-from lightning_stocache.cache.rolling import Roll
+from lightning_stocache.cache.rolling import RollingStore
 from lightning_stocache.node.budget import Budget, format_bytes
 from lightning_stocache.node.files import Backend, memory_directory
 from lightning_stocache.node.free import FreeMemory
@@ -40,7 +40,7 @@ class Allocation:
         granted: bytes per request that these slots may take.
         backend: kind of segment; None is the system's default.
         warnings: one sentence per pot that gets less than it asked for.
-        keep_free: bytes per request that filling leaves to others, see `shortage.keep_free`.
+        keep_free: bytes per request that filling leaves to others, see `Store.keep_free`.
     """
 
     slots: tuple[int, ...]
@@ -140,7 +140,7 @@ def allocate_pool(
     """
     if length is None and budget.unit == "% of dataset":
         raise ValueError(f'budget must be bytes ("8GiB") or a share of what is free for a stream, got {budget}')
-    each, spare = Roll.slot_bytes(codec), _ROOMY if isinstance(codec, RecordCodec) else 1
+    each, spare = RollingStore.slot_bytes(codec), _ROOMY if isinstance(codec, RecordCodec) else 1
     is_part = budget.unit == "% of dataset" and budget.amount < 100
     size = None if length is None else length * each * (1 if is_part else spare)
     allocation = allocate_alone(budget, size, ranks, Reserve(), slot_bytes=each)

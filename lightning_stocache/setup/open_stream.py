@@ -120,7 +120,7 @@ def _made(
     if granted < _LEAST:
         return OpenMemory(None, counters, group)
     try:
-        store = StreamStore.create(codec, granted, ranks, given.backend, keep_free)
+        store = StreamStore.empty(codec, granted, ranks, given.backend, keep_free)
     except OSError:
         counters.close()
         raise

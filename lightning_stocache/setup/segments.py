@@ -12,14 +12,13 @@ from typing import Any, Generic, TypeVar
 
 from lightning_stocache.cache.counters import Counters
 from lightning_stocache.cache.store import Store
-from lightning_stocache.cache.stream import StreamStore
 from lightning_stocache.node.files import Backend
 from lightning_stocache.node.group import NodeGroup
 from lightning_stocache.node.segment import Segment, SegmentHandle
 
 __all__ = ["CacheMemoryError", "OpenMemory", "make_and_attach"]
 
-Kept = TypeVar("Kept", Store, StreamStore)
+Kept = TypeVar("Kept", bound=Store)
 
 
 class CacheMemoryError(OSError):

@@ -25,6 +25,7 @@ import torch
 
 from lightning_stocache.cache.placement import Ring
 from lightning_stocache.cache.records import RecordCodec
+from lightning_stocache.cache.rolling import RollingStore
 from lightning_stocache.cache.rows import SampleSpec
 from lightning_stocache.cache.store import NO_PLACE, Store, gathers
 from lightning_stocache.node.files import prefix
@@ -113,10 +114,10 @@ def path_of(directory: Path) -> Path:
 
 def rolling_store(codec: Any, samples: int) -> Any:
     """A new store for about so many samples, of which the oldest leave. `attach_rolling` opens it by its handle."""
-    return Store.create_rolling(codec, samples, granted=samples * codec.nbytes)
+    return RollingStore.empty(codec, samples, granted=samples * codec.nbytes)
 
 
-attach_rolling = Store.attach
+attach_rolling = RollingStore.attach
 
 
 # ---- what the contract of a store has no name for ----
@@ -124,12 +125,12 @@ attach_rolling = Store.attach
 
 def resident(store: Any) -> Any:
     """The places of a rolling store that can be read now."""
-    return store.roll.readable_slots()
+    return store.readable_slots()
 
 
 def evicted(store: Any) -> int:
     """How many samples have left a rolling store for newer ones."""
-    return int(store.roll.evicted)
+    return int(store.evicted)
 
 
 _store = Segment.store

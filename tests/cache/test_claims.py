@@ -188,11 +188,11 @@ def test_a_forked_child_has_none_of_its_parent_s_turns(tmp_path: Path) -> None:
     slot = store.arc.slot(7)
     reader, writer = os.pipe()
     if (child := os.fork()) == 0:
-        os.write(writer, bytes([store.turns.ends(slot), len(store.turns.take([7]))]))
+        os.write(writer, bytes([Claims(store.segment).is_mine(slot), len(store.turns.take([7]))]))
         os._exit(0)
     os.waitpid(child, 0)
     assert os.read(reader, 2) == bytes([False, 0])
     os.close(reader)
     os.close(writer)
-    assert store.turns.ends(slot)
+    assert Claims(store.segment).is_mine(slot)
     store.close()

@@ -297,7 +297,7 @@ def test_who_has_begun_to_read_goes_on_when_the_store_is_closed(records: Any) ->
 def test_what_is_stored_is_counted_to_the_byte(records: Any) -> None:
     """Number, share, bytes of records and memory, after each sample; and what is not READY has no bytes."""
     assert (records.filled, round(records.fill_fraction, 3), records.full) == (0, 0.0, False)
-    header, end, total = Records.fixed_bytes, Records.reserved_bytes(LENGTH), 0
+    header, end, total = records.layout.fixed_bytes, Records.reserved_bytes(LENGTH), 0
     for index in range(LENGTH):
         [parts] = contents(records, [index])
         nbytes = sum(part.nbytes for part in parts)
@@ -321,7 +321,7 @@ def test_what_is_stored_is_counted_to_the_byte(records: Any) -> None:
 def test_a_store_never_takes_more_than_was_granted(granted: int) -> None:
     """Filled to the brim, its memory is what it may take."""
     store = opened("records", granted=granted)
-    stored, header = filled(store), Records.fixed_bytes
+    stored, header = filled(store), store.layout.fixed_bytes
     assert served(store) == stored
     assert 0 < len(stored) < LENGTH
     assert store.granted_bytes == granted

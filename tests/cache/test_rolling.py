@@ -14,7 +14,8 @@ import torch
 
 from lightning_stocache.cache.codec import SampleMismatchError
 from lightning_stocache.cache.layout import contents_of
-from lightning_stocache.cache.store import Store, StoreHandle, gathers
+from lightning_stocache.cache.rolling import RollingStore
+from lightning_stocache.cache.store import StoreHandle, gathers
 from tests.cache.test_torn_reads import codec_of, whole
 from tests.cache.test_torn_reads import sample as sample_of
 from tests.processes import ChildError, call, without_room
@@ -32,40 +33,40 @@ def record(number: int) -> Any:
     return sample_of("records", number)
 
 
-def append(store: Store, numbers: range) -> None:
+def append(store: RollingStore, numbers: range) -> None:
     for number in numbers:
         store.append(sample(number))
 
 
-def numbers(store: Store, places: Any = None) -> list[int]:
+def numbers(store: RollingStore, places: Any = None) -> list[int]:
     """The samples of those slots, each looked at word by word."""
-    places = store.roll.readable_slots() if places is None else np.asarray(places)
+    places = store.readable_slots() if places is None else np.asarray(places)
     return [whole("rows" if gathers(store) else "records", read) for read in store.read(places)]
 
 
 @pytest.fixture
-def store() -> Iterator[Store]:
-    store = Store.create_rolling(SPEC, 8)
+def store() -> Iterator[RollingStore]:
+    store = RollingStore.empty(SPEC, 8)
     yield store
     store.close()
 
 
 @pytest.fixture
-def records() -> Iterator[Store]:
-    store = Store.create_rolling(codec_of("records"), granted=500_000)
+def records() -> Iterator[RollingStore]:
+    store = RollingStore.empty(codec_of("records"), granted=500_000)
     yield store
     store.close()
 
 
-def test_the_oldest_leave_first(store: Store) -> None:
+def test_the_oldest_leave_first(store: RollingStore) -> None:
     """After any number of appends the last ones are resident, as many as there are slots."""
     for number in range(50):
         store.append(sample(number))
         assert sorted(numbers(store)) == list(range(max(number - 7, 0), number + 1))
-    assert (store.roll.appended, store.roll.evicted, store.filled) == (50, 42, 8)
+    assert (store.appended, store.evicted, store.filled) == (50, 42, 8)
 
 
-def test_a_sample_of_another_kind_is_refused(store: Store) -> None:
+def test_a_sample_of_another_kind_is_refused(store: RollingStore) -> None:
     """What is not of the codec is an error, and nothing is replaced."""
     store.append(sample(1))
     with pytest.raises(SampleMismatchError, match="sample 3"):
@@ -73,43 +74,43 @@ def test_a_sample_of_another_kind_is_refused(store: Store) -> None:
     assert numbers(store) == [1]
 
 
-def test_an_empty_store_says_so(store: Store) -> None:
+def test_an_empty_store_says_so(store: RollingStore) -> None:
     """Who reads before anything was appended is told."""
     with pytest.raises(RuntimeError, match="no sample has been appended yet"):
         numbers(store, [0])
 
 
-def test_a_slot_that_is_being_written_gives_another_sample(store: Store) -> None:
+def test_a_slot_that_is_being_written_gives_another_sample(store: RollingStore) -> None:
     """Readers do not wait for a writer: they are served another resident sample, and count it."""
     append(store, range(8))
-    taken = store.roll.take()
+    taken = store.take()
     assert taken is not None
     read = numbers(store, [taken.slot] * 20)
     assert taken.slot not in read
     assert len(set(read)) > 2  # not always the same one
-    assert store.roll.substituted == 20
+    assert store.substituted == 20
     assert store.filled == 8  # its sample is about to come
-    store.roll.publish(taken)
+    store.publish(taken)
 
 
-def test_what_came_after_the_epoch_had_begun_is_counted(store: Store) -> None:
+def test_what_came_after_the_epoch_had_begun_is_counted(store: RollingStore) -> None:
     """A sample that left during an epoch is replaced by the newer one of its slot."""
     append(store, range(8))
-    store.roll.begin_epoch()
+    store.begin_epoch()
     assert numbers(store, [0, 1, 7]) == [0, 1, 7]
-    assert store.roll.renewed == 0
+    assert store.renewed == 0
     store.append(sample(8))
     assert numbers(store, [0, 1]) == [8, 1]
-    assert store.roll.renewed == 1
+    assert store.renewed == 1
 
 
-def test_what_changes_during_the_copy_is_taken_again(store: Store) -> None:
+def test_what_changes_during_the_copy_is_taken_again(store: RollingStore) -> None:
     """A batch in which samples are replaced while it is gathered holds whole samples only."""
     append(store, range(8))
 
     into = [np.empty(size, dtype=np.uint8) for size in SPEC.sizes(8)]
     takes = 0
-    live = [store.roll.generations]
+    live = [store.generations]
 
     class Generations(np.ndarray):  # type: ignore[type-arg]
         """The live generations; after the first look another sample comes."""
@@ -122,9 +123,9 @@ def test_what_changes_during_the_copy_is_taken_again(store: Store) -> None:
                 store.append(sample(100))
             return found
 
-    store.roll.generations = live[0].view(Generations)
+    store.generations = live[0].view(Generations)
     store.gather(np.arange(8), into)
-    store.roll.generations = live.pop()
+    store.generations = live.pop()
     read = [whole("rows", each) for each in SPEC.split(into, 8)]
     assert read == [100, 1, 2, 3, 4, 5, 6, 7]
     assert takes > 2
@@ -132,23 +133,23 @@ def test_what_changes_during_the_copy_is_taken_again(store: Store) -> None:
 
 def test_a_reader_waits_for_the_only_sample_while_it_is_replaced() -> None:
     """Where all of a few slots are being written, the store is not empty."""
-    store = Store.create_rolling(SPEC, 1)
+    store = RollingStore.empty(SPEC, 1)
     store.append(sample(7))
-    taken = store.roll.take()
-    writer = threading.Timer(0.2, store.roll.publish, [taken])
+    taken = store.take()
+    writer = threading.Timer(0.2, store.publish, [taken])
     writer.start()
     assert numbers(store, [0]) == [7]
     writer.join()  # a sample can be read before its writer has given the slot up
     store.close()
 
 
-def test_indices_outside_have_no_place(store: Store) -> None:
+def test_indices_outside_have_no_place(store: RollingStore) -> None:
     """What is no slot is no place, whatever is resident; where none is asked for, none is given."""
     assert store.lookup(np.array([-1, 0, 7, 8])).tolist() == [-1, 0, 7, -1]
     assert store.read(np.empty(0, dtype=np.int64)) == []
 
 
-def test_a_look_from_outside_says_how_many_samples_there_are(store: Store) -> None:
+def test_a_look_from_outside_says_how_many_samples_there_are(store: RollingStore) -> None:
     """Who asks what takes their memory is told the slots that hold a sample."""
     append(store, range(5))
     file = os.open(store.handle.segment.data, os.O_RDONLY)
@@ -162,26 +163,26 @@ def test_a_look_from_outside_says_how_many_samples_there_are(store: Store) -> No
 # ---- records ----
 
 
-def test_what_is_read_after_close_is_an_error_in_words(records: Store) -> None:
+def test_what_is_read_after_close_is_an_error_in_words(records: RollingStore) -> None:
     """Samples are copied out when they are asked for, which may be too late."""
     records.append(record(0))
-    samples = iter(records.read(records.roll.readable_slots()))
+    samples = iter(records.read(records.readable_slots()))
     records.close()
     with pytest.raises(RuntimeError, match="was closed while samples were read"):
         next(samples)
 
 
-def test_small_samples_end_at_the_number_of_slots(records: Store) -> None:
+def test_small_samples_end_at_the_number_of_slots(records: RollingStore) -> None:
     """Where samples are smaller than was expected, slots run out before bytes do."""
-    count = records.roll.count
+    count = records.count
     for number in range(3 * count):
         assert records.append({"number": number})
     assert records.filled == count
-    left = [read["number"] for read in records.read(records.roll.readable_slots())]
+    left = [read["number"] for read in records.read(records.readable_slots())]
     assert sorted(left) == list(range(2 * count, 3 * count))
 
 
-def test_a_sample_that_is_too_large_is_refused(records: Store) -> None:
+def test_a_sample_that_is_too_large_is_refused(records: RollingStore) -> None:
     """It could not even lie there alone; what is resident stays."""
     records.append(record(1))
     with pytest.raises(ValueError, match="larger than the whole rolling cache"):
@@ -189,60 +190,38 @@ def test_a_sample_that_is_too_large_is_refused(records: Store) -> None:
     assert numbers(records) == [1]
 
 
-def test_what_has_left_is_replaced_by_another(records: Store) -> None:
+def test_what_has_left_is_replaced_by_another(records: RollingStore) -> None:
     """A slot that cannot be read gives another resident sample."""
     for number in range(5):
         records.append(record(number))
     assert set(numbers(records, [70, 7, 1])) <= set(range(5))
-    assert records.roll.substituted >= 1
-
-
-def test_a_reader_that_is_kept_waiting_while_all_that_it_saw_leaves(
-    records: Store, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """It looks again, and finds what came instead."""
-    readable, last = records.roll.readable, 5
-    for number in range(last):
-        assert records.append(record(number))
-
-    def late(slots: Any) -> Any:
-        nonlocal last
-        while len(slots) == 5 and records.roll.evicted < 5:
-            assert records.append(record(last))
-            last += 1
-        return readable(slots)
-
-    monkeypatch.setattr(records.roll, "readable", late)
-    slots = records.roll.readable_slots()
-    assert len(slots) > 0
-    assert records.roll.evicted >= 5
-    assert numbers(records, slots) == list(range(last - len(slots), last))
+    assert records.substituted >= 1
 
 
 # ---- other processes ----
 
 
 def take_and_die(handle: StoreHandle) -> None:
-    store = Store.attach(handle)
-    store.roll.take()
+    store = RollingStore.attach(handle)
+    store.take()
     os.kill(os.getpid(), signal.SIGKILL)
 
 
 @pytest.mark.processes
-def test_the_slot_of_a_killed_writer_is_taken_in_its_turn(store: Store) -> None:
+def test_the_slot_of_a_killed_writer_is_taken_in_its_turn(store: RollingStore) -> None:
     """Readers pass over the slot in which a writer was killed, until a writer comes round to it."""
     append(store, range(3))
     with pytest.raises(ChildError, match="SIGKILL"):
         call(take_and_die, store.handle)
     assert sorted(numbers(store)) == [0, 1, 2]
     append(store, range(3, 10))
-    assert store.roll.readable(np.arange(8)).tolist() == [True] * 3 + [False] + [True] * 4
+    assert store.readable(np.arange(8)).tolist() == [True] * 3 + [False] + [True] * 4
     append(store, range(10, 12))
     assert sorted(numbers(store)) == list(range(4, 12))
 
 
 def grow_without_memory(layout: str) -> tuple[int, int, list[int]]:
-    store = Store.create_rolling(codec_of(layout), 1000, granted=10_000_000)
+    store = RollingStore.empty(codec_of(layout), 1000, granted=10_000_000)
     for number in range(300):
         assert store.append(sample_of(layout, number))
     return store.capacity, store.filled, sorted(numbers(store))

@@ -13,7 +13,6 @@ from lightning_stocache.cache import shortage
 from lightning_stocache.cache.compat import SharedCache
 from lightning_stocache.cache.placement import Arc
 from lightning_stocache.cache.rows import SampleSpec
-from lightning_stocache.cache.shortage import keep_free
 from lightning_stocache.cache.store import Store
 from lightning_stocache.node.free import FreeMemory
 from tests.cgroups import run_limited
@@ -53,7 +52,7 @@ def memory(monkeypatch: pytest.MonkeyPatch) -> Iterator[Memory]:
 
 def test_filling_stops_before_the_limit(memory: Memory, caplog: pytest.LogCaptureFixture) -> None:
     """What is to stay free stays free; what is stored is served; one warning of two lines says what to do."""
-    keep_free(memory.cache.segment, 50 * MIB)
+    memory.cache.keep_free(50 * MIB)
     assert 147 <= memory.fill(range(SLOTS)) <= 150
     assert torch.equal(memory.cache.get(100), sample(100))
     assert memory.fill(range(SLOTS)) == 0
@@ -83,7 +82,7 @@ def test_memory_is_not_asked_for_every_sample(memory: Memory, monkeypatch: pytes
 
 def test_a_peak_of_the_training_is_remembered(memory: Memory) -> None:
     """A step that takes 100 MiB and gives them back will take them again: they are not filled in between."""
-    keep_free(memory.cache.segment, 20 * MIB)
+    memory.cache.keep_free(20 * MIB)
     memory.fill(range(10))
     memory.others = 100 * MIB
     time.sleep(0.11)
@@ -95,12 +94,12 @@ def test_a_peak_of_the_training_is_remembered(memory: Memory) -> None:
 @pytest.mark.processes
 def test_what_one_process_saw_counts_for_all(memory: Memory) -> None:
     """A worker that starts in a quiet moment knows the peak that another one has seen, until the cache opens anew."""
-    keep_free(memory.cache.segment, 20 * MIB)
+    memory.cache.keep_free(20 * MIB)
     memory.others = 100 * MIB
     assert call(memory.fill, range(10)) == 10
     memory.others = 0
     assert 66 <= call(memory.fill, range(10, SLOTS)) <= 70
-    keep_free(memory.cache.segment, 20 * MIB)
+    memory.cache.keep_free(20 * MIB)
     assert 98 <= call(memory.fill, range(SLOTS)) <= 104
 
 
@@ -153,7 +152,7 @@ def test_the_last_bytes_of_dev_shm_are_for_batches() -> None:
 def _filled_up() -> tuple[int, str]:
     log = Log()
     cache = Store.create(SampleSpec.infer(sample(0)), Arc(80, 80))
-    keep_free(cache.segment, MIB)
+    cache.keep_free(MIB)
     stored = sum(cache.fill(index, sample(index)) for index in range(80))
     cache.close()
     return stored, log.lines[0]

@@ -11,11 +11,10 @@ import numpy as np
 import pytest
 import torch
 
-from lightning_stocache.cache.ledger import Shard, StreamLedger, Totals
 from lightning_stocache.cache.records import RecordCodec
 from lightning_stocache.cache.rows import SampleSpec
 from lightning_stocache.cache.store import NO_PLACE
-from lightning_stocache.cache.stream import StreamStore
+from lightning_stocache.cache.stream import Shard, StreamLedger, StreamStore
 from lightning_stocache.node.segment import Segment
 from tests.processes import call
 
@@ -25,40 +24,39 @@ SPEC = SampleSpec.infer(1)
 def filled(store: StreamStore, shard: Shard, epoch: int, samples: list[Any]) -> None:
     """Keep samples, marked by their position."""
     for mark, sample in enumerate(samples):
-        assert store.put(shard, epoch, sample, mark) is not None
+        assert store.append(shard, epoch, sample, mark) is not None
 
 
 def test_what_is_kept_is_in_the_order_of_the_shards() -> None:
     """Whoever was faster, samples are numbered by shard and position."""
     shards = [Shard(0, 0, 2, key=1), Shard(0, 1, 2, key=1)]
-    with closing(StreamStore.create(SPEC, 1 << 20)) as store:
+    with closing(StreamStore.empty(SPEC, 1 << 20)) as store:
         epochs = [store.ledger.begin(shard) for shard in shards]
         for number in (10, 11, 0, 12, 1, 2):
-            store.put(shards[number // 10], epochs[0], number, number)
-        ordered, of_shards = store.in_order()
-        assert list(ordered.read(ordered.lookup(np.arange(6)))) == [0, 1, 2, 10, 11, 12]
-        assert of_shards.tolist() == [0, 0, 0, 1, 1, 1]
+            store.append(shards[number // 10], epochs[0], number, number)
+        assert store.in_order().tolist() == [0, 0, 0, 1, 1, 1]
+        assert list(store.read(store.lookup(np.arange(6)))) == [0, 1, 2, 10, 11, 12]
         assert [list(store.marked(mark)) for mark in (11, 5)] == [[11], []]
-        places = ordered.lookup(np.array([5, 6, -1]), verify=True)
+        places = store.lookup(np.array([5, 6, -1]), verify=True)
         assert (places != NO_PLACE).tolist() == [True, False, True]
-        assert ordered.divide([6]) == ([6], [])
+        assert store.divide([6]) == ([6], [])
 
 
 def test_an_epoch_that_is_over_keeps_nothing() -> None:
     """A process that comes late writes nothing into the memory of the next epoch."""
     late, next_one = Shard(key=1), Shard(key=2)
-    with closing(StreamStore.create(SPEC, 1 << 20)) as store:
+    with closing(StreamStore.empty(SPEC, 1 << 20)) as store:
         before = store.ledger.begin(late)
         epoch = store.ledger.begin(next_one)
-        assert store.put(late, before, 5, 5) is None
-        assert store.put(next_one, epoch, 6, 6) is not None
+        assert store.append(late, before, 5, 5) is None
+        assert store.append(next_one, epoch, 6, 6) is not None
         assert store.filled == 1
 
 
 def test_clear_gives_the_memory_back() -> None:
     """And the next samples begin with number zero, in the columns that were given back, too."""
     shard = Shard()
-    with closing(StreamStore.create(SampleSpec.infer(torch.zeros(1000)), 8 << 20)) as store:
+    with closing(StreamStore.empty(SampleSpec.infer(torch.zeros(1000)), 8 << 20)) as store:
         epoch = store.ledger.begin(shard)
         filled(store, shard, epoch, [torch.zeros(1000)] * 500)
         assert store.memory_bytes > 1_900_000
@@ -71,7 +69,7 @@ def test_clear_gives_the_memory_back() -> None:
 def in_another_process(content: bytes) -> Any:
     store = pickle.loads(content)
     shard = Shard(0, 1, 2, key=9)
-    store.put(shard, store.ledger.begin(shard), 7, 77)
+    store.append(shard, store.ledger.begin(shard), 7, 77)
     found = list(store.marked(5))
     store.close()
     return found
@@ -81,38 +79,39 @@ def in_another_process(content: bytes) -> Any:
 def test_another_process_opens_the_same() -> None:
     """What one keeps the other finds."""
     shard = Shard(0, 0, 2, key=9)
-    with closing(StreamStore.create(SPEC, 1 << 20)) as store:
+    with closing(StreamStore.empty(SPEC, 1 << 20)) as store:
         epoch = store.ledger.begin(shard)
-        store.put(shard, epoch, 4, 5)
+        store.append(shard, epoch, 4, 5)
         assert call(in_another_process, pickle.dumps(store)) == [4]
         assert list(store.marked(77)) == [7]
         assert store.ledger.begin(Shard(key=10)) == 2
-        assert store.ledger.totals(1) is None  # none has ended
+        assert store.ledger.passed(1) is None  # none has ended
 
 
 def test_a_ledger_counts_like_a_list() -> None:
     """Random epochs of random shards, announced or not, whole or broken off, against plain numbers."""
     dice = random.Random(0)
     with closing(StreamLedger.create(ranks=2)) as ledger:
-        expected: Totals | None = None
+        expected: int | None = None
         for epoch in range(1, 60):
-            workers, passed, kept, whole = dice.randrange(1, 4), 0, 0, True
+            workers, passed, whole = dice.randrange(1, 4), 0, True
             for rank in range(2):
                 if dice.random() < 0.5:
-                    assert ledger.announce(rank, workers) == epoch
+                    assert ledger.announce(rank) == epoch
                 assert ledger.begin(Shard(rank, 0, workers, key=epoch)) == epoch
-            assert epoch == 1 or ledger.totals(epoch - 1) == expected
+            assert epoch == 1 or ledger.passed(epoch - 1) == expected
+            ledger.clear()
             for shard in [Shard(rank, worker, workers, key=epoch) for rank in range(2) for worker in range(workers)]:
                 assert shard.worker == 0 or ledger.begin(shard) == epoch
                 for _ in range(dice.randrange(5)):
-                    stored = dice.random() < 0.9
-                    ledger.note(shard, epoch, stored=stored)
-                    passed, kept = passed + 1, kept + stored
+                    ledger.note(shard)
+                    passed += 1
                 if dice.random() < 0.9:
                     ledger.end(shard, epoch)
                 else:
                     whole = False
-            expected = Totals(passed, kept) if whole else None
+            expected = passed if whole else None
+            assert ledger.passed(epoch, length=0) == passed
 
 
 def test_a_decision_is_taken_once() -> None:
@@ -141,10 +140,10 @@ def test_a_stream_promises_what_it_was_granted(monkeypatch: pytest.MonkeyPatch) 
     monkeypatch.setattr(Segment, "create", lambda *given, **more: made.append(create(*given, **more)) or made[-1])
     shard, granted = Shard(), 64 << 20
     codec = RecordCodec.infer(["text " * 20])
-    with closing(StreamStore.create(codec, granted)) as store:
+    with closing(StreamStore.empty(codec, granted)) as store:
         missing = sum(segment.size - segment.allocated_bytes for segment in made)
         assert granted - 2**14 <= missing <= granted + 2**14
         epoch = store.ledger.begin(shard)
         filled(store, shard, epoch, ["text " * 20] * 2000)
         assert 2000 * 100 < store.memory_bytes < 2000 * 250
-        assert store.filled == len(store.in_order()[0]) == 2000
+        assert store.filled == len(store.in_order()) == 2000

@@ -18,7 +18,8 @@ import torch
 from torch.utils.data import DataLoader, Dataset, IterableDataset, get_worker_info
 
 from lightning_stocache import CachedDataset, CachedLoader, RollingCache, RollingWriter, SampleSpec
-from lightning_stocache.cache.store import Store, StoreHandle
+from lightning_stocache.cache.rolling import RollingStore
+from lightning_stocache.cache.store import StoreHandle
 from lightning_stocache.node import waiting
 from lightning_stocache.node.segment import Segment, SegmentHandle
 from lightning_stocache.setup.first_samples import FirstSampleError
@@ -608,8 +609,8 @@ def test_a_pool_that_nobody_closes_ends_with_its_process():
 
 def stand_still(handle: StoreHandle, count: int, flag: str) -> None:
     """Begin to write to all slots, and do not get on."""
-    store = Store.attach(handle)
-    taken = [store.roll.take() for _ in range(count)]
+    store = RollingStore.attach(handle)
+    taken = [store.take() for _ in range(count)]
     assert None not in taken
     Path(flag).touch()
     time.sleep(300)
@@ -620,9 +621,9 @@ def test_who_waits_behind_a_process_that_stands_still_is_told_which(tmp_path, mo
     monkeypatch.setattr(waiting, "REPORT_SECONDS", 0.05)
     pool = RollingCache(budget=500, spec=SampleSpec.infer(torch.zeros(10)), minimum=1)
     with RollingWriter.attach(pool.handle) as writer:
-        store = Store.attach(pool.handle)
+        store = RollingStore.attach(pool.handle)
         flag = tmp_path / "flag"
-        child = Child(stand_still, pool.handle, store.roll.count, str(flag))
+        child = Child(stand_still, pool.handle, store.count, str(flag))
         wait_until(flag.exists)
         pid = child.process.pid
         log = logging.getLogger("lightning_stocache.growing.rolling_writer")
