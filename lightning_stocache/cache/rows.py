@@ -151,7 +151,7 @@ class Field:
             return [None] * samples
         batch = self.over(memory, samples)
         if self.kind in _NUMBERS:
-            return batch.tolist()  # type: ignore[no-any-return]
+            return list(batch.tolist())
         if isinstance(batch, np.ndarray):
             is_array = self.kind is np.ndarray and not self.shape
             return [batch[number, ...] for number in range(samples)] if is_array else list(batch)
@@ -261,10 +261,6 @@ class _Branch:
     def is_flat(self) -> bool:
         """Whether it holds leaves alone."""
         return not any(isinstance(child, _Branch) for child in self.children)
-
-    def parts(self, node: Any) -> Sequence[Any]:
-        """What is in a container of this kind, in the order of the children."""
-        return node if self.keys is None else [node[key] for key in self.keys]
 
     def difference(self, node: Any) -> tuple[str, str] | None:
         """What was expected and what came, unless they agree."""
@@ -418,10 +414,11 @@ def _collect(node: _Branch | int, sample: Any, index: int | None, leaves: list[A
         return
     if difference := node.difference(sample):
         raise _mismatch(index, node.path, *difference)
+    parts = sample if node.keys is None else [sample[key] for key in node.keys]
     if node.is_flat:
-        leaves.extend(node.parts(sample))
+        leaves.extend(parts)
         return
-    for child, part in zip(node.children, node.parts(sample), strict=True):
+    for child, part in zip(node.children, parts, strict=True):
         _collect(child, part, index, leaves)
 
 

@@ -72,34 +72,27 @@ class RollingSampler(DistributedSampler[int]):
 
     def groups(self, size: int) -> Iterator[Integers]:
         """The epoch in arrays of so many indices, but the last; it begins when the first of them is asked for."""
-        rest: Integers = np.empty(0, dtype=np.int64)
+        order = self._order()
         look_at = time.monotonic() + _LOOK_SECONDS
-        for order in self._rounds():
-            rest = np.concatenate([rest, order])
-            while len(rest) >= size:
-                if time.monotonic() > look_at:
-                    self.pool.look_after()
-                    look_at = time.monotonic() + _LOOK_SECONDS
-                group, rest = rest[:size], rest[size:]
-                yield group
-        if len(rest):
-            yield rest
+        for first in range(0, len(order), size):
+            if time.monotonic() > look_at:
+                self.pool.look_after()
+                look_at = time.monotonic() + _LOOK_SECONDS
+            yield order[first : first + size]
 
-    def _rounds(self) -> Iterator[Integers]:
-        """Permutations of what is resident, this rank's part, until there are enough."""
+    def _order(self) -> Integers:
+        """What this rank draws in the epoch that begins now: its part of one or more permutations."""
         resident = self.pool.begin_epoch()
         self.num_samples = self._share(len(resident))
         group, epoch = self.pool.group, self.epoch
         self.epoch += 1  # who calls `set_epoch`, as Lightning does, has the last word
         ranks = group.nodes[group.node]
-        wanted, turn = self.num_samples, 0
-        while wanted:
-            order = resident
-            if self.shuffle:
-                order = resident[permutation(len(resident), self.seed, epoch, turn, group.node)]
-            mine = order[ranks.index(group.rank) :: len(ranks)][:wanted]
-            yield mine
-            wanted, turn = wanted - len(mine), turn + 1
+        mine = slice(ranks.index(group.rank), None, len(ranks))
+        rounds = []
+        for turn in range(-(-self.num_samples // len(resident[mine]))):
+            order = permutation(len(resident), self.seed, epoch, turn, group.node) if self.shuffle else slice(None)
+            rounds.append(resident[order][mine])
+        return np.concatenate(rounds)[: self.num_samples]
 
     def _share(self, resident: int) -> int:
         """How many samples every rank draws. Collective."""

@@ -27,22 +27,16 @@ def permutation(samples: int, *seeds: int) -> Integers:
     return np.random.default_rng(seeds).permutation(samples).astype(np.int64, copy=False)
 
 
-def deal(order: Integers, rank: int, ranks: int, *, pad: bool = True) -> Integers:
-    """What one of some ranks takes of an order.
+def deal(order: Integers, rank: int, ranks: int) -> Integers:
+    """What one of some ranks takes of an order, int64 `[samples]`: as many as each, as by DistributedSampler.
 
-    Args:
-        order: the samples of all, int64 `[samples]`.
-        rank: which of them.
-        ranks: how many there are.
-        pad: whether all get the same number, and the first samples come twice for that, as by DistributedSampler.
+    Where they do not come out even the first samples come twice.
 
     Example:
         >>> [deal(np.arange(5), rank, 2).tolist() for rank in (0, 1)]
         [[0, 2, 4], [1, 3, 0]]
     """
-    if pad and len(order) % ranks:
-        order = np.resize(order, -(-len(order) // ranks) * ranks)
-    return order[rank::ranks]
+    return np.resize(order, -(-len(order) // ranks) * ranks)[rank::ranks]
 
 
 def batches_in_turn(shards: Sequence[Integers], size: int, *, drop_last: bool = False) -> list[Integers]:
@@ -79,11 +73,11 @@ def batches_of(order: Integers, rank: int, ranks: int, size: int, *, drop_last: 
         >>> [[len(batch) for batch in batches_of(np.arange(9), rank, 2, 4)] for rank in (0, 1)]
         [[4, 1], [3, 1]]
     """
+    whole = ranks * size
     if drop_last:
-        mine = deal(order[: len(order) // (ranks * size) * ranks * size], rank, ranks)
+        mine = order[: len(order) // whole * whole][rank::ranks]
         return [mine[first : first + size] for first in range(0, len(mine), size)]
-    count = -(-len(order) // (ranks * size))
-    mine = deal(order, rank, ranks, pad=False)
+    count, mine = -(-len(order) // whole), order[rank::ranks]
     if len(mine) < count:
         mine = deal(order, rank, ranks)
     cuts = [min(number * size, len(mine) - (count - number)) for number in range(count)] + [len(mine)]
