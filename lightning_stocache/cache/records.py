@@ -338,7 +338,7 @@ def _unpicklable(sample: Any, error: Exception) -> str:
     path, node = "", sample
     for _ in range(_DEEPEST):
         try:
-            step, node = next(part for part in _parts(node) if not _can_be_pickled(part[1]))
+            step, node = next(part for part in _parts(node) if canonical_bytes(part[1]) is None)
         except Exception:  # there is none, or the code of a container raises something
             break
         path += step
@@ -354,14 +354,6 @@ def _parts(node: Any) -> Iterator[tuple[str, Any]]:
         yield from ((f"[{number}]", part) for number, part in enumerate(node))
     elif isinstance(attributes := getattr(node, "__dict__", None), dict):
         yield from ((f".{name}", part) for name, part in attributes.items())
-
-
-def _can_be_pickled(node: Any) -> bool:
-    try:
-        _pickled(node)
-    except Exception:  # whatever its code raises
-        return False
-    return True
 
 
 # ---- tensors and arrays ----
