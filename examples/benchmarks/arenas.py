@@ -14,7 +14,7 @@ from measure import Report, Spread, fresh, rounds
 from torch.utils.data import Dataset
 
 from lightning_stocache import CachedDataset, CachedLoader
-from lightning_stocache.loading.misses import Misses
+from lightning_stocache.loading.serve import Misses
 
 __all__ = ["SIZES", "measure_arena"]
 

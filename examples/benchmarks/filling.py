@@ -31,7 +31,7 @@ from measure import Report, Spread, fresh, parser, rounds
 from torch.utils.data import Dataset, get_worker_info
 
 from lightning_stocache import CachedDataset, CachedLoader
-from lightning_stocache.loading.misses import Misses
+from lightning_stocache.loading.serve import Misses
 from lightning_stocache.source.generators import Generators
 
 STORE = "store"

@@ -23,8 +23,8 @@ from lightning_stocache.cache.placement import Arc, Integers, Ring
 from lightning_stocache.cache.rows import SampleSpec
 from lightning_stocache.cache.store import StoreHandle
 from lightning_stocache.growing.rolling_pool import RollingPool, RollingRequest, RollingStats
-from lightning_stocache.loading.cached_source import CachedSource
 from lightning_stocache.loading.dataset import CachedDataset, cached_source, dataset_over
+from lightning_stocache.loading.serve import CachedSource
 from lightning_stocache.node.budget import Budget
 from lightning_stocache.node.group import NodeGroup
 from lightning_stocache.sampling.rolling_sampler import RollingSampler

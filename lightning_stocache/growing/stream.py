@@ -14,7 +14,7 @@ from torch.utils.data import IterableDataset
 from lightning_stocache.cache.counters import Counters
 from lightning_stocache.cache.stream import StreamStore
 from lightning_stocache.growing.stream_source import StreamSource
-from lightning_stocache.loading.forwarding import Forwarding
+from lightning_stocache.loading.dataset import Forwarding
 from lightning_stocache.loading.grows import Kept
 from lightning_stocache.node.budget import Budget, format_bytes
 from lightning_stocache.node.group import NodeGroup

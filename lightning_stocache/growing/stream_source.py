@@ -34,9 +34,9 @@ from lightning_stocache.cache.codec import SampleMismatchError, UnsupportedSampl
 from lightning_stocache.cache.placement import Integers
 from lightning_stocache.cache.stream import MOST_WORKERS, Mode, Shard, StreamStore
 from lightning_stocache.growing.rolling_cache import Slots
-from lightning_stocache.loading.cached_source import CachedSource
 from lightning_stocache.loading.dataset import CachedDataset, dataset_over
 from lightning_stocache.loading.grows import Kept
+from lightning_stocache.loading.serve import CachedSource
 from lightning_stocache.node.budget import Budget, format_bytes
 from lightning_stocache.node.group import NodeGroup
 from lightning_stocache.sampling.stream_deal import StreamBatches, batches_in_turn, batches_of, deal, permutation

@@ -18,10 +18,9 @@ from typing import Any
 
 from lightning_stocache.cache.counters import Counters, Counts
 from lightning_stocache.cache.placement import NO_SLOT, Domain
-from lightning_stocache.loading.dataset import CachedDataset, cached_source
+from lightning_stocache.loading.dataset import CachedDataset, cached_in, cached_source
 from lightning_stocache.loading.loader_sampler import batches_of, index_sampler
 from lightning_stocache.loading.loader_tree import Cached, cached_behind, leaves_in
-from lightning_stocache.loading.stand_in import cached_in
 from lightning_stocache.sampling.locality_sampler import LocalitySampler
 from lightning_stocache.sampling.sampler_domain import draws_once, sampler_domain
 

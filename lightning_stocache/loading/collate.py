@@ -1,25 +1,34 @@
-"""The batch that `default_collate` would make, made from gathered fields.
+"""The batch that `default_collate` would make, made in place: from gathered fields, or row by row as samples come.
 
 A field that was gathered for a whole batch is collated already: it only needs its dtype, its shape and its place in the
-structure. Which structure that is, `default_collate` itself is asked once, with two samples made of zeroes; where its
-answer is anything but plain tensors that hold the fields' bytes (a field that it refuses, a subclass that it keeps),
-there is no short cut, and the loader collates samples as DataLoader does.
+structure (`Collator`). Which structure that is, `default_collate` itself is asked once, with two samples made of
+zeroes; where its answer is anything but plain tensors that hold the fields' bytes (a field that it refuses, a subclass
+that it keeps), there is no short cut, and the loader collates samples as DataLoader does.
+
+A worker that makes a whole batch stacks in place (`Rows`). `torch.stack` wants all samples first: 64 transformed
+photographs are fresh memory, page faults and one more copy. Here the first sample says what tensors the batch will
+have; each is made in the memory that is there, and every sample's tensors are copied to their rows at once. `collate`
+then finds that nothing is left to do.
 """
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Callable, Sequence
-from typing import Any, cast
+from dataclasses import dataclass
+from typing import Any
 
 import numpy as np
 import numpy.typing as npt
 import torch
 from torch.utils.data import default_collate
 
-from lightning_stocache.cache.codec import Memory
+from lightning_stocache.cache.codec import Memory, aligned
 from lightning_stocache.cache.rows import SampleSpec
+from lightning_stocache.node.segment import Segment
+from lightning_stocache.source.samples import is_plain, rebuilt
 
-__all__ = ["Collator"]
+__all__ = ["Collator", "Packed", "Rows", "is_dense"]
 
 
 class Collator:
@@ -44,46 +53,44 @@ class Collator:
     def __init__(self, codec: SampleSpec, pinned: bool = False) -> None:
         zeroes = [np.zeros(size, dtype=np.uint8) for size in codec.sizes(2)]
         pattern = default_collate(codec.split(zeroes, 2))
-        self._fields: list[_Column] = []
+        self._columns: list[_Column] = []
         self._build = self._builder(pattern)
-        if not self._fields or tuple(field.nbytes for field in self._fields) != codec.sizes(1):
+        if not self._columns or self.sizes(1) != codec.sizes(1):
             raise TypeError("default_collate does not keep the bytes of these samples")
         self._pinned = pinned
 
+    def sizes(self, samples: int) -> tuple[int, ...]:
+        """Bytes of the memory for a batch of so many samples, in each field."""
+        return tuple([column.nbytes * samples for column in self._columns])
+
     def batch(self, rows: Memory, samples: int) -> Any:
         """The batch from uint8 `[samples * nbytes]` per field, over the same memory."""
-        return self._part(rows, 0, samples)
+        return self.batches(rows, samples, samples)[0]
 
     def batches(self, rows: Memory, samples: int, size: int) -> list[Any]:
         """Several batches of `size` samples each, but the last, whose rows lie one after the other."""
-        if samples <= size or self._pinned:
-            return [self._part(rows, first, min(first + size, samples)) for first in range(0, samples, size)]
-        columns = [column.split(row, samples, size) for row, column in zip(rows, self._fields, strict=True)]
+        columns = [
+            column.split(row, samples, size, self._pinned) for row, column in zip(rows, self._columns, strict=True)
+        ]
         return [self._build(fields) for fields in zip(*columns, strict=True)]
-
-    def _part(self, rows: Memory, first: int, end: int) -> Any:
-        fields = zip(rows, self._fields, strict=True)
-        if self._pinned:  # an array of pinned memory is that of a tensor
-            return self._build([column.of_tensor(cast(Any, row).base, first, end) for row, column in fields])
-        return self._build([column.of_array(row, first, end) for row, column in fields])
 
     def _builder(self, pattern: Any) -> Callable[[Sequence[torch.Tensor]], Any]:
         """A function from fields, in the order of the spec, to the structure of the pattern."""
-        if type(pattern) is torch.Tensor:
-            place = len(self._fields)
-            self._fields.append(_Column(pattern.dtype, tuple(pattern.shape[1:])))
-            return lambda fields: fields[place]
         kind = type(pattern)
+        if kind is torch.Tensor:
+            place = len(self._columns)
+            self._columns.append(_Column(pattern.dtype, tuple(pattern.shape[1:])))
+            return lambda fields: fields[place]
         if isinstance(pattern, dict):
             named = {key: self._builder(value) for key, value in pattern.items()}
             return lambda fields: kind((key, build(fields)) for key, build in named.items())
         if isinstance(pattern, list | tuple):
-            first = len(self._fields)
+            first = len(self._columns)
             builders = [self._builder(value) for value in pattern]
+            last = len(self._columns)
             if kind in (list, tuple) and all(
                 type(value) is torch.Tensor for value in pattern
             ):  # quickly, what most are
-                last = len(self._fields)
                 return lambda fields: kind(fields[first:last])
             if hasattr(kind, "_fields"):
                 return lambda fields: kind(*(build(fields) for build in builders))
@@ -107,24 +114,111 @@ class _Column:
         except TypeError:  # bfloat16 and others that NumPy has not
             self._array_dtype = None
 
-    def of_array(self, row: npt.NDArray[np.uint8], first: int, end: int) -> torch.Tensor:
-        """The samples from `first` to `end` of a field's memory, which are made without torch as far as possible."""
-        if self._array_dtype is None or not self.nbytes:
-            return self.of_tensor(torch.from_numpy(row[first * self.nbytes : end * self.nbytes]), 0, end - first)
-        shape = (end - first, *self._shape)
-        return torch.from_numpy(np.ndarray(shape, self._array_dtype, row, first * self.nbytes))
-
-    def split(self, row: npt.NDArray[np.uint8], samples: int, size: int) -> list[torch.Tensor]:
-        """The samples of a field's memory in tensors of `size`, but the last."""
+    def split(self, row: npt.NDArray[np.uint8], samples: int, size: int, pinned: bool) -> list[torch.Tensor]:
+        """The samples of a field's memory in tensors of `size`, but the last, made without torch where possible."""
         firsts = range(0, samples, size)
-        if self._array_dtype is None or not self.nbytes:
-            return [self.of_array(row, first, min(first + size, samples)) for first in firsts]
+        if pinned or self._array_dtype is None or not self.nbytes:
+            memory: Any = row.base if pinned else row  # pinned memory is that of a tensor
+            return [self._tensor(memory, first, min(first + size, samples)) for first in firsts]
         whole = np.ndarray((samples, *self._shape), self._array_dtype, row)
         return [torch.from_numpy(whole[first : first + size]) for first in firsts]
 
-    def of_tensor(self, row: torch.Tensor, first: int, end: int) -> torch.Tensor:
-        """The samples from `first` to `end` of a field's memory, which stays the tensor's."""
+    def _tensor(self, memory: Any, first: int, end: int) -> torch.Tensor:
+        """The samples from `first` to `end` of a tensor or array of bytes, over the same memory."""
         if not self.nbytes:
             return torch.empty(end - first, *self._shape, dtype=self._dtype)
-        part = row[first * self.nbytes : end * self.nbytes]
+        part = torch.as_tensor(memory[first * self.nbytes : end * self.nbytes])
         return part.view(self._dtype).view(end - first, *self._shape).data
+
+
+@dataclass(frozen=True)
+class Packed:
+    """Stands for a tensor of a batch.
+
+    Args:
+        content: where it begins in the memory of the batch, or its bytes.
+        dtype: of the tensor.
+        shape: of the tensor.
+    """
+
+    content: int | npt.NDArray[np.uint8]
+    dtype: torch.dtype
+    shape: tuple[int, ...]
+
+
+class Rows:
+    """The memory of a batch as its tensors, each with a row for every sample.
+
+    Args:
+        segment: where it lies, if there is any.
+        samples: of the batch.
+    """
+
+    def __init__(self, segment: Segment | None, samples: int) -> None:
+        self._segment, self._samples, self._end = segment, samples, 0
+        # For each leaf of the first sample: what stands for its tensor, and that tensor's rows.
+        self._rooms: list[tuple[Packed, tuple[torch.Tensor, ...]] | None] = []
+
+    def put(self, number: int, sample: Any) -> Any:
+        """The sample, with its tensors in their rows as far as there are rows that fit."""
+        if self._segment is None or number >= self._samples or not is_plain(sample):
+            return sample
+        if number == 0:
+            rebuilt(sample, self._open)
+        rooms = itertools.chain(self._rooms, itertools.repeat(None))
+
+        def placed(leaf: Any) -> Any:
+            if (room := next(rooms)) is None:
+                return leaf
+            row = room[1][number]
+            fits = is_dense(leaf) and leaf.dtype == row.dtype and leaf.shape == row.shape
+            return row.copy_(leaf) if fits else leaf
+
+        return rebuilt(sample, placed)
+
+    def keep(self, tensor: torch.Tensor) -> Packed | None:
+        """Where a copy of a dense tensor lies now; None if there is no room left."""
+        made = self._make(tensor.dtype, tuple(tensor.shape), tensor.nbytes)
+        if made is None:
+            return None
+        made[1].copy_(tensor)
+        return made[0]
+
+    def stack(self, leaves: list[torch.Tensor], *, collate_fn_map: Any = None) -> Any:
+        """What stands for the tensor of these leaves, or the stacked tensor. `collate` calls it by its map."""
+        first = leaves[0]
+        if not all(is_dense(leaf) and leaf.dtype == first.dtype and leaf.shape == first.shape for leaf in leaves):
+            return default_collate(leaves)
+        if len(leaves) == self._samples:
+            for place, rows in filter(None, self._rooms):
+                if all(leaf.data_ptr() == row.data_ptr() for leaf, row in zip(leaves, rows, strict=True)):
+                    return place  # they lie there already
+        made = self._make(first.dtype, (len(leaves), *first.shape), first.nbytes * len(leaves))
+        if made is None:
+            return torch.stack(leaves)
+        torch.stack(leaves, out=made[1])
+        return made[0]
+
+    def _make(self, dtype: torch.dtype, shape: tuple[int, ...], size: int) -> tuple[Packed, torch.Tensor] | None:
+        """Memory for a tensor; None if it is full."""
+        if self._segment is None or not size or self._end + size > self._segment.size:
+            return None
+        start = self._end
+        self._end += aligned(size)
+        return Packed(start, dtype, shape), self._segment.bytes(start, size).view(dtype).view(shape)
+
+    def _open(self, leaf: Any) -> None:
+        samples, made = self._samples, None
+        if is_dense(leaf):
+            made = self._make(leaf.dtype, (samples, *leaf.shape), leaf.nbytes * samples)
+        self._rooms.append(None if made is None else (made[0], made[1].unbind(0)))
+
+
+def is_dense(leaf: Any) -> bool:
+    """Whether it is a tensor that is its bytes, dtype and shape, and nothing else."""
+    return (
+        type(leaf) is torch.Tensor
+        and leaf.layout is torch.strided
+        and leaf.device.type == "cpu"
+        and not (leaf.requires_grad or leaf.is_quantized or leaf.is_nested or leaf.is_conj() or leaf.is_neg())
+    )

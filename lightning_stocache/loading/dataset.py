@@ -1,8 +1,17 @@
-"""A dataset that remembers.
+"""A dataset that remembers, and leaves the user's dataset its names.
 
 `CachedDataset` stands between a loader and the user's dataset, the source. Its samples are those of the source, bit for
 bit and in the same order of random draws, cached or not; how they are served, `CachedSource` tells. Each process that
 the dataset reaches works on the same memory.
+
+A name is read, written and deleted in the source, unless the class of the wrapper has it (`Forwarding`). Private names
+are the source's too; what a wrapper keeps for itself begins with two underscores, which Python turns into a name of its
+class. Dunder names are never forwarded: a `__getitems__` of the source would be found by the loader, and go past the
+cache.
+
+The doors of the Trainer put a `StandIn` in the place of the user's dataset, which has no name of its own:
+`loader.dataset.strength = 2` and `loader.dataset.set_epoch(3)` do what they do without a cache, whatever the user's
+names are. The package finds the CachedDataset behind it by `cached_in`.
 """
 
 from __future__ import annotations
@@ -18,8 +27,7 @@ from lightning_stocache.cache.counters import Counters
 from lightning_stocache.cache.placement import Domain, Ring
 from lightning_stocache.cache.records import SampleCodec
 from lightning_stocache.cache.store import Store
-from lightning_stocache.loading.cached_source import CachedSource
-from lightning_stocache.loading.forwarding import Forwarding
+from lightning_stocache.loading.serve import CachedSource
 from lightning_stocache.node.budget import Budget
 from lightning_stocache.node.group import NodeGroup
 from lightning_stocache.setup.open import open_caches
@@ -27,7 +35,43 @@ from lightning_stocache.setup.open_cache import OpenCache
 from lightning_stocache.setup.request import BackendChoice, CacheRequest, Form, Layout, check_choice
 from lightning_stocache.source.access import check_source
 
-__all__ = ["CachedDataset", "cached_source", "dataset_over"]
+__all__ = ["CachedDataset", "Forwarding", "StandIn", "cached_in", "cached_source", "dataset_over"]
+
+
+class Forwarding(Dataset[Any]):
+    """The base of what stands in front of a source.
+
+    Args:
+        source: the user's dataset.
+    """
+
+    def __init__(self, source: Dataset[Any]) -> None:
+        self.__source = source
+
+    def __getattr__(self, name: str) -> Any:
+        # Pickle and copy ask before there is a source.
+        if self.__keeps(name) or "_Forwarding__source" not in self.__dict__:
+            raise AttributeError(f"{type(self).__name__!r} object has no attribute {name!r}")
+        return getattr(self.__source, name)
+
+    def __setattr__(self, name: str, value: Any) -> None:
+        if self.__keeps(name):
+            super().__setattr__(name, value)
+        else:
+            setattr(self.__source, name, value)
+
+    def __delattr__(self, name: str) -> None:
+        if self.__keeps(name):
+            super().__delattr__(name)
+        else:
+            delattr(self.__source, name)
+
+    def __dir__(self) -> list[str]:
+        return sorted({*dir(type(self)), *dir(self.__source)})
+
+    def __keeps(self, name: str) -> bool:
+        """Whether a name is the wrapper's own: one of its class, or with two underscores."""
+        return hasattr(type(self), name) or (name.startswith("_") and "__" in name)
 
 
 class CachedDataset(Forwarding):
@@ -227,13 +271,12 @@ class CachedDataset(Forwarding):
         super(CachedDataset, other).__init__(other.source)
         return other
 
-    @staticmethod
-    def __cached_source__(dataset: CachedDataset) -> CachedSource:
-        return dataset.__cached
+    def __cached_source__(self) -> CachedSource:
+        return self.__cached
 
-    @staticmethod
-    def __over_source__(cached: CachedSource) -> CachedDataset:
-        dataset = CachedDataset.__new__(CachedDataset)
+    @classmethod
+    def __over_source__(cls, cached: CachedSource) -> CachedDataset:
+        dataset = cls.__new__(cls)
         super(CachedDataset, dataset).__init__(cached.source)
         dataset.__cached, dataset.__lends_transform = cached, cached.transform is None
         dataset.__backend = "auto"
@@ -247,9 +290,58 @@ def _domain(indices: Sequence[int], source: Any) -> Domain:
     return domain
 
 
+class StandIn(Forwarding):
+    """A cached dataset that passes for its source.
+
+    Args:
+        dataset: what it reads from.
+
+    Example:
+        >>> class Squares:
+        ...     cache = "the user's own"
+        ...
+        ...     def __len__(self):
+        ...         return 4
+        ...
+        ...     def __getitem__(self, index):
+        ...         return index * index
+        >>> dataset = CachedDataset(Squares())
+        >>> stand_in = StandIn(dataset)
+        >>> stand_in[3], stand_in.cache
+        (9, "the user's own")
+        >>> dataset.close()
+    """
+
+    def __init__(self, dataset: CachedDataset) -> None:
+        super().__init__(dataset.source)
+        self.__dataset = dataset
+
+    def __len__(self) -> int:
+        return len(self.__dataset)
+
+    def __getitem__(self, index: SupportsIndex) -> Any:
+        return self.__dataset[index]
+
+    def __getitems__(self, indices: Sequence[SupportsIndex]) -> Any:
+        """The samples of a batch."""
+        return self.__dataset.__getitems__(indices)
+
+    def __copy__(self) -> StandIn:
+        return StandIn(copy.copy(self.__dataset))
+
+    def __cached__(self) -> CachedDataset:
+        return self.__dataset
+
+
+def cached_in(dataset: Any) -> CachedDataset | None:
+    """The CachedDataset that a loader's dataset is or stands for; None for any other dataset."""
+    behind = getattr(type(dataset), "__cached__", None)  # a dunder name, which can be nobody else's
+    return dataset if isinstance(dataset, CachedDataset) else None if behind is None else behind(dataset)
+
+
 def cached_source(dataset: CachedDataset) -> CachedSource:
     """What serves a dataset: for the package, whose names for it are none of the user's."""
-    return CachedDataset.__cached_source__(dataset)
+    return dataset.__cached_source__()
 
 
 def dataset_over(cached: CachedSource) -> CachedDataset:

@@ -1,4 +1,4 @@
-"""One epoch of a CachedLoader.
+"""One epoch of a CachedLoader, and what the loader keeps from one epoch to the next.
 
 Batches are planned when their indices are drawn, on the caller's thread. What is READY needs a gather; what is missing
 is loaded here, or by a worker, which is asked at once, and given the memory in which the rest has been gathered. Where
@@ -19,33 +19,168 @@ exhausted, closed, or no longer referred to. Ctrl-C ends the epoch, and its work
 
 from __future__ import annotations
 
+import os
+import time
 import weakref
 from collections import deque
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 from functools import partial
-from typing import Any, cast
+from typing import Any, Literal, cast
 
 import numpy as np
+import torch
 from torch.utils.data import DataLoader, default_collate
 
 from lightning_stocache.cache.codec import Memory
 from lightning_stocache.cache.placement import Integers
-from lightning_stocache.cache.store import NO_PLACE
-from lightning_stocache.loading.batch_pool import SharedBatch
-from lightning_stocache.loading.cached_source import CachedSource
+from lightning_stocache.cache.store import NO_PLACE, Store
+from lightning_stocache.loading.batch_pool import BatchPool, SharedBatch
+from lightning_stocache.loading.collate import Collator
 from lightning_stocache.loading.index_stream import IndexStream
+from lightning_stocache.loading.loader_sampler import batches_of
 from lightning_stocache.loading.position import LoaderState
-from lightning_stocache.loading.prefetch import WORTHWHILE_NS, Job, Prefetcher
-from lightning_stocache.loading.request import Request, unpacked
-from lightning_stocache.loading.resources import Resources
-from lightning_stocache.loading.worker_pool import under_way
+from lightning_stocache.loading.prefetch import WORTHWHILE_NS, Job, Prefetcher, held_back
+from lightning_stocache.loading.serve import CachedSource
+from lightning_stocache.loading.worker_pool import Request, WorkerPool, under_way, unpacked
+from lightning_stocache.sampling.sampler_domain import sampler_domain
+from lightning_stocache.torch_internals import pinned
 
-__all__ = ["Epoch"]
+__all__ = ["Epoch", "Resources", "Route"]
 
 BLOCK_BYTES = 2 << 20  # 7 us per batch of eight 3x32x32 images where a gather for each takes 80
 DRAWN = 4096  # indices that are drawn, and looked up, at a time, where all are READY
+_SLACK = 3  # in shared memory besides those under way: the batch of the step, the one fetched ahead, one to spare
+
+Route = Literal["main", "worker"]
+"""Who puts batches together: the main process, from the cache and what workers have loaded, or a worker, whole."""
 
 _Made = tuple[Any, int]  # a batch, and its hits that are still to be counted
+
+
+class Resources:
+    """What outlives an epoch: the memory of batches, and persistent workers.
+
+    They belong to one cache: workers know the cache that the dataset had when they were started, and no other. An epoch
+    takes them, and gives them back when it is exhausted, closed, or no longer referred to; a second epoch at the same
+    time gets its own.
+
+    Workers end when all that the loader's sampler can draw is READY: the whole dataset, or the fold that it leaves to
+    be drawn. Should it draw something else after all, that is loaded in the process that reads.
+
+    Args:
+        loader: the loader.
+        cache: what its dataset is cached in; rows, where the main process puts batches together.
+        route: who puts its batches together.
+
+    Raises:
+        TypeError: (also RuntimeError) it is the main process, and `default_collate` has another way to make batches
+            than one tensor per field.
+    """
+
+    def __init__(self, loader: DataLoader[Any], cache: Store, route: Route) -> None:
+        self.cache, self.route = cache, route
+        self.pins = loader.pin_memory and torch.cuda.is_available()
+        self.collator = cast(Collator, Collator(cache.codec, self.pins) if route == "main" else None)
+        self.persistent = loader.persistent_workers and loader.num_workers > 0
+        self.workers: WorkerPool | None = None
+        shared = under_way(loader) + _SLACK if loader.num_workers else 0
+        self.pool = BatchPool(pinned=self.pins, shared=shared, promised=lambda: cache.promised_bytes)
+        self.in_use = self.ended = False
+        self._gather_ns = 0  # written by who gathers, and the next by who counts: these may be two threads
+        self._told_ns = 0
+        self._pid = os.getpid()
+
+    def gather(self, places: Integers, into: Memory | None = None, missing: Sequence[int] = ()) -> Memory:
+        """The samples of READY places in the memory of a batch, by default in private one; undefined at the missing."""
+        start = time.perf_counter_ns()
+        memory = self.pool.take(self.collator.sizes(len(places))) if into is None else into
+        if len(missing) < len(places):
+            self.cache.gather(places, memory)
+        self._gather_ns += time.perf_counter_ns() - start  # one thread at a time
+        return memory
+
+    def batches(self, places: Integers, size: int) -> list[Any]:
+        """Batches of READY places, of `size` samples each, but the last."""
+        return self.collator.batches(self.gather(places), len(places), size)
+
+    def take_gather_ns(self) -> int:
+        """Nanoseconds that gathering has taken since the last call."""
+        taken = self._gather_ns - self._told_ns
+        self._told_ns += taken
+        return taken
+
+    def pinned(self, batch: Any) -> Any:
+        """The batch in page-locked memory, if the loader wants it there."""
+        return pinned(batch) if self.pins else batch
+
+    def is_usable(self) -> bool:
+        """Whether another epoch can begin with this; broken workers are ended.
+
+        Raises:
+            RuntimeError: a worker has crashed or was killed, and no epoch has ended by that.
+        """
+        if self.in_use or self.ended:
+            return False
+        if self.workers is not None and not self.workers.usable():
+            self.end_workers()
+        return True
+
+    def begin_epoch(self, loader: DataLoader[Any], seed_state: torch.Tensor | None) -> None:
+        """Start workers, or call them back from an epoch that was broken off; end those that have nothing to load.
+
+        The memory of that epoch is not written to any more then.
+        """
+        self.in_use = True
+        if self.route == "main" and (self.cache.full or (loader.num_workers and self._holds_all_of(loader))):
+            self.end_workers()
+        elif self.workers is not None:
+            self.workers.begin_epoch()
+        elif loader.num_workers:
+            with held_back():
+                self.workers = WorkerPool(loader, seed_state)
+
+    def _holds_all_of(self, loader: DataLoader[Any]) -> bool:
+        """Whether all that a loader's sampler can draw is READY, as far as that is known."""
+        drawn = sampler_domain(batches_of(loader), self.cache.length) if self.cache.filled else None
+        if drawn is None or len(drawn) > self.cache.filled:
+            return False
+        return not bool((self.cache.lookup(drawn.indices) == NO_PLACE).any())
+
+    def end_epoch(self, prefetcher: Prefetcher) -> None:
+        """Stop the epoch's thread, and the workers, unless they are persistent and may still have something to load."""
+        if os.getpid() != self._pid:
+            return  # the copy of an iterator that a worker inherited ends nothing
+        with held_back():
+            prefetcher.stop()
+            if not self.persistent or (self.route == "main" and self.cache.full):
+                self.end_workers()
+            self.in_use = False
+
+    def end_workers(self) -> None:
+        """End the workers."""
+        workers, self.workers = self.workers, None
+        if workers is not None:
+            workers.close()
+        if self.route == "main":
+            self.pool.trim()  # no other epoch may want it
+
+    def end(self) -> None:
+        """End the workers and give up all memory; for another epoch others are to be made."""
+        self.ended = True
+        self.end_workers()
+        self.pool.close()
+
+    def release(self) -> None:
+        """The loader is gone: end now, or with the epoch under way.
+
+        Left to the garbage collector, DataLoader waits for 5 s per worker: their queues may be collected before them.
+        """
+        if os.getpid() != self._pid:
+            return
+        self.persistent = False
+        if not self.in_use:
+            self.end()
 
 
 @dataclass
@@ -70,6 +205,11 @@ class Plan:
     shared: SharedBatch | None = None
     rows: Memory | None = None
     gather: Job | None = None
+
+    @property
+    def is_gather(self) -> bool:
+        """Whether all of it lies in the cache."""
+        return self.places is not None and not self.missing
 
 
 class Epoch:
@@ -100,7 +240,7 @@ class Epoch:
         self._size = int(self._batches.batch_size) if warm else 0
         self._plans: deque[Plan] = deque()
         self._made: list[_Made] = []  # of the plan that is handed out, the last first
-        self._block: Any = None  # the indices of these, if the source may still be asked for them again
+        self._block: Any = None  # the indices of that plan
         self._open = True
         self._prefetcher = Prefetcher()
         self._finalizer = weakref.finalize(self, resources.end_epoch, self._prefetcher)
@@ -124,7 +264,7 @@ class Epoch:
         """The next batch."""
         try:
             with self._state.waiting as waiting:
-                if self._made and self._block is not None and self._changed:
+                if self._made and self._changed:
                     self._plan_again(self._block[-sum(hits for _, hits in self._made) :])
                 if not self._made:
                     self._complete()
@@ -183,16 +323,14 @@ class Epoch:
         if resources.route == "worker":
             self._request(plan, resources.pool.take_shared())
         elif isinstance(indices, np.ndarray) and len(indices) and not self._closed:
-            places = resources.cache.lookup(indices)
+            plan.places = places = resources.cache.lookup(indices)
             plan.missing = np.flatnonzero(places == NO_PLACE).tolist()
-            plan.places = places
             if plan.missing:  # what is read instead: a hole of the file would take a page, or fault where none is left
                 places[plan.missing] = places.max()
             if plan.missing and resources.workers is not None:
-                sizes = resources.cache.codec.sizes(len(indices))
-                shared = resources.pool.take_shared(sizes)
-                if shared is not None:
-                    plan.rows = _gather_hits(resources, plan, shared.fields(sizes))
+                sizes = resources.collator.sizes(len(indices))
+                if (shared := resources.pool.take_shared(sizes)) is not None:
+                    plan.rows = resources.gather(places, shared.fields(sizes), plan.missing)
                 self._request(plan, shared)
         return True
 
@@ -216,7 +354,7 @@ class Epoch:
         if not self._plans and not (self._warm and self._plan()):
             return
         plan = self._plans[0]
-        if plan.places is not None and not plan.missing and plan.gather is None:
+        if plan.is_gather and plan.gather is None:
             plan.gather = self._gather_job(plan)
             self._prefetcher.offer(plan.gather)
 
@@ -237,27 +375,23 @@ class Epoch:
             self._plans.popleft()
             self._plan_again(plan.indices)
             plan = self._plans[0]
-        if plan.places is not None and not plan.missing:
-            made = self._gathered(plan)
-            self._go_on()
-            self._made, self._block = made, plan.indices
-            return
-        replies, self._block = 0 if workers is None else workers.replies, None
+        replies = 0 if workers is None else workers.replies
         try:
             if plan.requested:
-                batch = self._received(plan)
+                made = [self._received(plan)]
             elif plan.places is None:
-                batch = self._passed_through(plan)
+                made = [self._passed_through(plan)]
             else:
-                batch = self._loaded(plan)
+                made = [self._loaded(plan)] if plan.missing else self._gathered(plan)
         except Exception:
-            # As in DataLoader: what the source raises takes the place of the batch. One whose reply has not come is the
-            # next one again.
-            if not plan.requested or workers is None or workers.replies > replies:
+            # As in DataLoader, what the source raises takes the place of the batch. A gather is done again, and a batch
+            # whose reply has not come is the next one again.
+            awaited = plan.requested and workers is not None and workers.replies == replies
+            if not (awaited or plan.is_gather):
                 self._go_on()
             raise
         self._go_on()
-        self._made = [batch]
+        self._made, self._block = made, plan.indices
 
     def _go_on(self) -> None:
         """Leave the first plan behind; with workers, plan another before the batch (or its error) is handed on.
@@ -280,16 +414,14 @@ class Epoch:
 
     def _gather_job(self, plan: Plan) -> Job:
         """What gathers the batches of a plan. It does not hold the iterator, which may go while a thread is at it."""
-        return Job(
-            partial(_gather_batches, self._resources, cast(Integers, plan.places), self._size or len(plan.indices))
-        )
+        return Job(partial(self._resources.batches, cast(Integers, plan.places), self._size or len(plan.indices)))
 
     def _loaded(self, plan: Plan) -> _Made:
         """A batch with misses, which are loaded here while the thread gathers the hits."""
         resources, samples = self._resources, len(plan.indices)
         codec = resources.cache.codec
-        memory = resources.pool.take(codec.sizes(samples))
-        hits = Job(partial(_gather_hits, resources, plan, memory))
+        memory = resources.pool.take(resources.collator.sizes(samples))
+        hits = Job(partial(resources.gather, cast(Integers, plan.places), memory, plan.missing))
         if len(plan.missing) < samples:
             self._prefetcher.offer(hits)
         batch = codec.rows(hits.result, samples)
@@ -324,21 +456,10 @@ class Epoch:
     @property
     def _closed(self) -> bool:
         """Whether the dataset has let go of the cache."""
-        return self._cached.cache is not self._resources.cache
+        cache = self._resources.cache
+        return self._cached.opened.cache is not cache or cache.closed
 
     @property
     def _changed(self) -> bool:
         """Whether the source is to be seen as it is now; workers go on with the one that they were started with."""
         return not self._with_workers and self._cached.changed
-
-
-def _gather_batches(resources: Resources, places: Integers, size: int) -> list[Any]:
-    """Batches of READY places."""
-    return resources.collator.batches(resources.gather(places), len(places), size)
-
-
-def _gather_hits(resources: Resources, plan: Plan, memory: Memory) -> Memory:
-    """The memory of a batch, with what is READY gathered in it."""
-    if len(plan.missing) < len(plan.indices):
-        resources.gather(cast(Integers, plan.places), memory)
-    return memory

@@ -33,17 +33,21 @@ import torch
 from torch.utils.data import DataLoader, Dataset, IterableDataset, Sampler, default_collate
 
 from lightning_stocache.cache.store import gathers
-from lightning_stocache.loading.cached_source import CachedSource
-from lightning_stocache.loading.dataset import cached_source
-from lightning_stocache.loading.epoch import Epoch
+from lightning_stocache.loading.dataset import cached_in, cached_source
+from lightning_stocache.loading.epoch import Epoch, Resources, Route
 from lightning_stocache.loading.grows import Kept, Stream, is_rolling, is_stream
 from lightning_stocache.loading.index_stream import IndexStream
-from lightning_stocache.loading.loader_sampler import batches_of, index_sampler, set_epoch
-from lightning_stocache.loading.locality import deals_to_ranks, locality_sampler, warn_of_ranks
+from lightning_stocache.loading.loader_sampler import (
+    batches_of,
+    deals_to_ranks,
+    index_sampler,
+    locality_sampler,
+    set_epoch,
+    warn_of_ranks,
+)
 from lightning_stocache.loading.position import CountedBatches, LoaderState, ResumableBatches
 from lightning_stocache.loading.prefill import warn_without_workers
-from lightning_stocache.loading.resources import Resources, Route
-from lightning_stocache.loading.stand_in import cached_in
+from lightning_stocache.loading.serve import CachedSource
 from lightning_stocache.loading.worker_pool import InitOnSource
 from lightning_stocache.sampling.locality_sampler import Mode
 from lightning_stocache.sampling.stream_deal import StreamBatches

@@ -11,9 +11,8 @@ from typing import Any, TypeAlias
 
 from torch.utils.data import ConcatDataset, DataLoader, Subset
 
-from lightning_stocache.loading.dataset import CachedDataset
+from lightning_stocache.loading.dataset import CachedDataset, cached_in
 from lightning_stocache.loading.grows import Stream, is_stream
-from lightning_stocache.loading.stand_in import cached_in
 
 __all__ = [
     "Cached",

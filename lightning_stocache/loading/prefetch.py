@@ -1,54 +1,54 @@
-"""The next batch, gathered on a thread.
+"""The next batch, gathered on a thread; and steps that no signal interrupts.
 
-While the trainer computes, a thread gathers the next batch; what the trainer waits for falls from 640 to 36 us per
-batch of 64 photographs. Without workers it gathers the hits of a batch while its misses are loaded. It only copies
-memory, and makes batches of it: it draws no index, takes no claim and counts nothing, and runs no code of the user's
-but to make a namedtuple. Where it has not begun, the consumer gathers itself. A consumer that comes back sooner than a
-thread wakes (an empty loop) is left alone: handing the interpreter to and fro would cost it 90 us per batch. The thread
-must be started after worker processes were forked.
+While the trainer computes, a thread gathers the next batch: what the trainer waits for falls from 640 to 36 us per
+batch of 64 photographs. Without workers the thread gathers the hits of a batch while its misses are loaded. It only
+copies memory and makes batches of it: it draws no index, takes no claim, counts nothing, and runs no user code but to
+make a namedtuple. What it has not begun when the consumer comes, the consumer does. A consumer that comes back sooner
+than a thread wakes (an empty loop) is left alone: handing the interpreter to and fro would cost it 90 us per batch. The
+thread must be started after worker processes were forked.
 """
 
 from __future__ import annotations
 
+import os
 import queue
+import signal
 import threading
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from types import FrameType
 from typing import Any
 
-from lightning_stocache.loading.interrupts import held_back
-
-__all__ = ["Prefetcher", "Job", "WORTHWHILE_NS"]
+__all__ = ["Job", "Prefetcher", "WORTHWHILE_NS", "held_back"]
 
 WORTHWHILE_NS = 200_000  # a consumer that is away for less is left alone: a thread wakes in 40 to 90 us
 
 
 class Job:
-    """Work that the thread does, or who wants the result: whoever begins first.
+    """Work that the thread or the consumer does, whoever begins first.
 
     Args:
-        work: what is to be done. Where it fails on the thread, it is done again by who wants the result.
+        work: what is to be done. If it fails on the thread, the consumer does it again, and gets the error.
     """
 
     def __init__(self, work: Callable[[], Any]) -> None:
         self._work, self._result = work, None
-        self._begun, self._done = threading.Lock(), threading.Lock()
-        self._done.acquire()
+        self._lock = threading.Lock()
 
     def run(self) -> None:
-        """On the thread: do it, unless somebody has begun."""
-        if self._begun.acquire(blocking=False):
+        """On the thread: do it, unless the consumer is doing it or has done it."""
+        if self._lock.acquire(blocking=False):
             try:
-                self._result = self._work()
+                if self._result is None:
+                    self._result = self._work()
             except Exception:  # raised where the result is wanted
                 pass
             finally:
-                self._done.release()
+                self._lock.release()
 
     def result(self) -> Any:
         """The result: made now if nobody has begun, else waited for."""
-        if self._begun.acquire(blocking=False):
-            self._done.release()
-        with self._done:
+        with self._lock:
             if self._result is None:
                 self._result = self._work()
             return self._result
@@ -82,3 +82,32 @@ def _run(jobs: queue.SimpleQueue[Job | None]) -> None:
     while (job := jobs.get()) is not None:
         job.run()
         del job  # and with it the result, which is memory that is to be used again
+
+
+@contextmanager
+def held_back(number: int = signal.SIGINT) -> Iterator[None]:
+    """Call the Python handler of a signal at the end of the block. Handlers run in the main thread alone.
+
+    It stands around the start and the end of workers and of the thread, a request to a worker, and the taking of shared
+    memory: KeyboardInterrupt between a worker's start and its registration would leave a process that nobody ends, and
+    torch's handler of SIGCHLD, which raises where a worker was killed, would leave a queue's lock taken for ever.
+    Elsewhere both may come at any moment: they end the epoch.
+    """
+    handler, came, process = signal.getsignal(number), list[FrameType | None](), os.getpid()
+    if not callable(handler) or threading.current_thread() is not threading.main_thread():
+        yield
+        return
+
+    def note(number: int, frame: FrameType | None) -> None:
+        if os.getpid() == process:
+            came.append(frame)
+        else:  # a worker that was forked in the block
+            handler(number, frame)
+
+    try:
+        signal.signal(number, note)
+        yield
+    finally:
+        signal.signal(number, handler)
+    if came:
+        handler(number, came[0])

@@ -14,7 +14,7 @@ from collections.abc import Iterator
 import numpy as np
 
 from lightning_stocache.cache.store import NO_PLACE
-from lightning_stocache.loading.cached_source import CachedSource
+from lightning_stocache.loading.serve import CachedSource
 
 __all__ = ["Prefill", "warn_without_workers"]
 

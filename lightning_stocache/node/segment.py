@@ -105,10 +105,12 @@ class Segment:
         self._own_paths = [path] if owned and path else []
         self._users = 1
         self._map: mmap.mmap | None = None
+        self.closed = True  # in this process; an attribute, because a loader looks at it for each batch
         self._finalizer = weakref.finalize(self, _release, data, locks, self._own_paths, os.getpid())
         try:
             self.token = token_of(data)
             self._map = mmap.mmap(data, HEADER_BYTES + size)
+            self.closed = False
         except BaseException:
             self._finalizer()
             raise
@@ -204,11 +206,6 @@ class Segment:
     def numbers(self) -> memoryview:
         """A live view of two int64 in the header, 0 at first. Release it before `close`."""
         return memoryview(self._check_open())[NUMBERS_OFFSET:MANIFEST_OFFSET].cast("q")
-
-    @property
-    def closed(self) -> bool:
-        """Whether this process has closed the segment."""
-        return self._map is None
 
     @property
     def allocated_bytes(self) -> int:
@@ -341,7 +338,7 @@ class Segment:
         self._users -= 1
         if self._users:
             return
-        mapped, self._map = self._map, None
+        mapped, self._map, self.closed = self._map, None, True
         with contextlib.suppress(BufferError):  # a view of the user's is alive: the mapping goes when that view does
             mapped.close()
         self._finalizer()

@@ -29,8 +29,8 @@ from lightning_stocache.cache.counters import Counts
 from lightning_stocache.cache.placement import Domain
 from lightning_stocache.growing.stream import CachedStream, stream_source
 from lightning_stocache.insight.tallies import end_call
-from lightning_stocache.loading.cached_source import CachedSource
 from lightning_stocache.loading.dataset import CachedDataset, cached_source, dataset_over
+from lightning_stocache.loading.serve import CachedSource
 from lightning_stocache.node.budget import Budget
 from lightning_stocache.node.files import memory_directory
 from lightning_stocache.node.free import FreeMemory

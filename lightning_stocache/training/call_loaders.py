@@ -26,9 +26,8 @@ from torch.utils.data import DataLoader, IterableDataset
 
 from lightning_stocache.growing.rolling_cache import share_pools
 from lightning_stocache.growing.stream import stream_with
-from lightning_stocache.loading.dataset import cached_source, dataset_over
+from lightning_stocache.loading.dataset import StandIn, cached_source, dataset_over
 from lightning_stocache.loading.loader_tree import Cached, cached_in_leaves, leaves_in
-from lightning_stocache.loading.stand_in import StandIn
 from lightning_stocache.node.group import NodeGroup
 from lightning_stocache.training.caches import CallCaches
 from lightning_stocache.training.loaders import (

@@ -22,7 +22,7 @@ from lightning.pytorch import LightningDataModule
 from torch.utils.data import DataLoader, Dataset, IterableDataset
 
 from lightning_stocache.growing.rolling_cache import RollingCache, share_pools
-from lightning_stocache.loading.locality import locality_sampler
+from lightning_stocache.loading.loader_sampler import locality_sampler
 from lightning_stocache.sampling.locality_sampler import Mode
 from lightning_stocache.setup.request import Form, check_count
 from lightning_stocache.training.caches import CallCaches

@@ -19,9 +19,8 @@ from lightning.pytorch import LightningDataModule
 from torch.utils.data import DataLoader, Dataset, Subset
 
 from lightning_stocache.insight.measurement import Data, PlanError, Spread
-from lightning_stocache.loading.dataset import CachedDataset, cached_source
+from lightning_stocache.loading.dataset import CachedDataset, cached_in, cached_source
 from lightning_stocache.loading.loader_tree import loaders_in
-from lightning_stocache.loading.stand_in import cached_in
 from lightning_stocache.training.caches import CallCaches
 from lightning_stocache.training.loaders import settings_of
 from lightning_stocache.training.options import CacheOptions

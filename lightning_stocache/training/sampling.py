@@ -31,7 +31,7 @@ from torch.utils.data import (
 from lightning_stocache.cache.placement import Domain
 from lightning_stocache.growing.rolling_cache import RollingCache
 from lightning_stocache.loading.dataset import CachedDataset
-from lightning_stocache.loading.locality import deals_to_ranks, locality_sampler
+from lightning_stocache.loading.loader_sampler import deals_to_ranks, locality_sampler
 from lightning_stocache.sampling.locality_sampler import LocalitySampler, Mode
 from lightning_stocache.sampling.rolling_sampler import RollingSampler
 from lightning_stocache.sampling.sampler_domain import sampler_domain

@@ -21,8 +21,7 @@ from torch.utils.data import BatchSampler, DataLoader, DistributedSampler, Rando
 from lightning_stocache.loading import batch_pool
 from lightning_stocache.loading.dataset import CachedDataset
 from lightning_stocache.loading.loader import CachedLoader
-from lightning_stocache.loading.request import Request
-from lightning_stocache.loading.worker_pool import WorkerPool
+from lightning_stocache.loading.worker_pool import Request, WorkerPool
 from lightning_stocache.node.free import FreeMemory
 from tests.loading.twins import Faulty, Numbers, Transformed, copied, outcomes, same, to_float, totals
 from tests.sources import CountedSource
@@ -422,6 +421,6 @@ def test_a_gather_that_fails_beside_a_load_is_an_error_and_no_hang(monkeypatch: 
         def failing(*_: Any) -> Any:
             raise MemoryError("no buffer")
 
-        monkeypatch.setattr("lightning_stocache.loading.resources.Resources.gather", failing)
+        monkeypatch.setattr("lightning_stocache.loading.epoch.Resources.gather", failing)
         with pytest.raises(MemoryError, match="no buffer"):
             next(iter(loader))

@@ -24,8 +24,8 @@ from torch.utils.data import DataLoader
 from lightning_stocache.loading import batch_pool
 from lightning_stocache.loading.batch_pool import BatchPool
 from lightning_stocache.loading.dataset import CachedDataset
-from lightning_stocache.loading.interrupts import held_back
 from lightning_stocache.loading.loader import CachedLoader
+from lightning_stocache.loading.prefetch import held_back
 from lightning_stocache.torch_internals import WorkerIterator
 from tests.loading.twins import Faulty, Jitter, Numbers, Transformed, same, unchanged
 from tests.processes import wait_until

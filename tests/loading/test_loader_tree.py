@@ -13,6 +13,7 @@ from hypothesis import strategies as st
 from torch.utils.data import ConcatDataset, DataLoader, Subset, TensorDataset
 
 from lightning_stocache import CachedDataset, CachedStream, SampleSpec
+from lightning_stocache.loading.dataset import StandIn
 from lightning_stocache.loading.loader_tree import (
     cached_behind,
     cached_in_leaves,
@@ -20,7 +21,6 @@ from lightning_stocache.loading.loader_tree import (
     loaders_in,
     wrapped_loader,
 )
-from lightning_stocache.loading.stand_in import StandIn
 
 PLAIN = DataLoader(TensorDataset(torch.zeros(1)))
 LEAVES = st.sampled_from([PLAIN, range(3), "text", None, 7])

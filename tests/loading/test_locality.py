@@ -10,7 +10,7 @@ from hypothesis import strategies as st
 from torch.utils.data import DistributedSampler
 
 from lightning_stocache import CachedDataset, SampleSpec
-from lightning_stocache.loading.locality import global_seed, locality_sampler
+from lightning_stocache.loading.loader_sampler import global_seed, locality_sampler
 
 
 @given(

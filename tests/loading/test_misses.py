@@ -20,7 +20,7 @@ from lightning_stocache.cache.rows import SampleSpec
 from lightning_stocache.cache.store import Store
 from lightning_stocache.loading.dataset import CachedDataset
 from lightning_stocache.loading.loader import CachedLoader
-from lightning_stocache.loading.misses import Misses
+from lightning_stocache.loading.serve import Misses
 from lightning_stocache.source.access import Odd
 from tests.loading.twins import InBatches
 from tests.sources import Made

@@ -24,7 +24,7 @@ from torch.utils.data import (
 
 from lightning_stocache import CachedDataset, CachedLoader, SampleSpec
 from lightning_stocache.cache.placement import Domain, Ring
-from lightning_stocache.loading.locality import locality_sampler
+from lightning_stocache.loading.loader_sampler import locality_sampler
 from lightning_stocache.loading.position import LoaderState
 from lightning_stocache.sampling.locality_sampler import LocalitySampler
 from tests.loading.twins import LazySampler, UnequalBatches

@@ -17,7 +17,7 @@ from torch.utils.data._utils.collate import default_collate_fn_map
 
 from lightning_stocache.loading.batch_pool import BatchPool, SharedBatch
 from lightning_stocache.loading.dataset import CachedDataset
-from lightning_stocache.loading.request import Reply, Request, Responder, unpacked
+from lightning_stocache.loading.worker_pool import Reply, Request, Responder, unpacked
 from tests.loading.twins import STRUCTURES, InBatches, Numbers, same
 from tests.sources import CountedSource
 

@@ -13,9 +13,8 @@ from typing import Any
 import pytest
 from torch.utils.data import DataLoader, Dataset, Subset, get_worker_info
 
-from lightning_stocache.loading.dataset import CachedDataset
+from lightning_stocache.loading.dataset import CachedDataset, StandIn, cached_in
 from lightning_stocache.loading.loader import CachedLoader
-from lightning_stocache.loading.stand_in import StandIn, cached_in
 from tests.loading.twins import totals
 
 pytestmark = pytest.mark.processes

@@ -9,9 +9,8 @@ import pytest
 import torch
 from torch.utils.data import DataLoader, Dataset, get_worker_info
 
-from lightning_stocache.loading.dataset import CachedDataset
+from lightning_stocache.loading.dataset import CachedDataset, StandIn
 from lightning_stocache.loading.loader import CachedLoader
-from lightning_stocache.loading.stand_in import StandIn
 from lightning_stocache.loading.worker_pool import InitOnSource
 
 

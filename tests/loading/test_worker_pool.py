@@ -12,8 +12,7 @@ import torch
 from torch.utils.data import DataLoader, get_worker_info
 
 from lightning_stocache.loading.dataset import CachedDataset
-from lightning_stocache.loading.request import Request, Responder
-from lightning_stocache.loading.worker_pool import WorkerPool
+from lightning_stocache.loading.worker_pool import Request, Responder, WorkerPool
 from tests.loading.twins import Faulty
 
 pytestmark = pytest.mark.processes

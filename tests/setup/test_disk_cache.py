@@ -17,7 +17,7 @@ import torch.distributed as dist
 from lightning_stocache.cache import shortage
 from lightning_stocache.cache.placement import Ring
 from lightning_stocache.cache.rows import SampleSpec
-from lightning_stocache.loading import misses
+from lightning_stocache.loading import serve
 from lightning_stocache.loading.dataset import CachedDataset
 from lightning_stocache.loading.loader import CachedLoader
 from lightning_stocache.node.disk import DiskError
@@ -177,7 +177,7 @@ def test_storing_pauses_where_the_disk_is_slower_than_the_source(tmp_path: Path,
     dataset = CachedDataset(source, dir=str(tmp_path / "caches"), spec=SampleSpec.infer(source.expected(0)))
     cache = dataset.cache
     assert cache is not None
-    for module in (misses, shortage):
+    for module in (serve, shortage):
         monkeypatch.setattr(module, "time", clock)
     monkeypatch.setattr(Segment, "store", slow)
     for index in range(20):

@@ -13,8 +13,8 @@ from torch.utils.data import Dataset
 from torchvision.transforms import v2
 
 from lightning_stocache.cache.codec import SampleMismatchError
-from lightning_stocache.loading.cached_source import CachedSource
 from lightning_stocache.loading.dataset import CachedDataset
+from lightning_stocache.loading.serve import CachedSource
 from lightning_stocache.node.budget import Budget
 from lightning_stocache.node.group import NodeGroup
 from lightning_stocache.node.segment import Segment

@@ -1,0 +1,458 @@
+"""A source as this process serves it: samples from the cache where they are READY, else loaded, stored and counted.
+
+A sample is a hit (its slot is READY: a copy of it), a miss (it has a slot that is not READY: it is loaded, and stored
+if nobody else is doing so), or a bypass (it has no slot or no room, is odd, or there is no cache: it is loaded). What
+has been loaded is checked against the cache's codec; what differs is odd: served as it is, never stored, with one
+warning for the dataset on the node. What is random comes after the cache: first the tail that was cut off the source,
+then the user's transform.
+
+A batch is looked up at once. The hits of rows are copied out by one gather per field, those of records one by one when
+they are asked for; the others are loaded in one call if the source has `__getitems__`. Samples that a batch holds
+twice, that another job is loading (`turns`) or that cannot be decoded are served one by one after that. Counts are
+added when a sample has been served: of a batch whose loading fails, what was loaded before is stored and counted, its
+hits are not.
+
+The source stays its user's: as soon as it is seen to have changed, it is served as it is now, uncached.
+"""
+
+from __future__ import annotations
+
+import copy
+import logging
+import time
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from dataclasses import replace
+from functools import partial
+from typing import Any, SupportsIndex, cast
+
+import numpy as np
+from torch.utils.data import Dataset
+
+from lightning_stocache.cache.codec import Parts, SampleMismatchError, UnsupportedSampleError
+from lightning_stocache.cache.counters import Counters, Matter
+from lightning_stocache.cache.placement import Integers
+from lightning_stocache.cache.rows import FieldRows
+from lightning_stocache.cache.shortage import PAUSE_SECONDS, Pace
+from lightning_stocache.cache.store import NO_PLACE, UNREADABLE, Store, gathers
+from lightning_stocache.loading.batch_pool import BatchPool
+from lightning_stocache.setup.open_cache import OpenCache
+from lightning_stocache.source.access import Odd, batch_reader, one_per_index, position_of, warn_of_odd
+from lightning_stocache.source.generators import Generators
+from lightning_stocache.source.probe import Recheck
+from lightning_stocache.source.state import SourceState
+
+__all__ = ["CachedSource", "Misses"]
+
+log = logging.getLogger(__name__)
+
+_AT_ONCE = 1 << 20  # bytes that are copied into a batch, then stored: they are still in the processor's cache
+
+
+class CachedSource:
+    """Serves the samples of a source.
+
+    Args:
+        opened: the source, which is the user's dataset with its whole transform, and what was opened for it.
+        transform: what the user has done to each sample after the cache.
+
+    Raises:
+        SampleMismatchError: (whatever serves, `strict`) a loaded sample differs from the cache's codec.
+        TypeError: (`samples`) the source's `__getitems__` does not give one sample per index.
+    """
+
+    def __init__(self, opened: OpenCache, transform: Callable[[Any], Any] | None = None) -> None:
+        self.opened, self.transform = opened, transform
+        self._pool = BatchPool()
+        self._misses: Misses | None = None
+        self._state = SourceState(self.source, getattr(opened.tail, "steps", ()))
+
+    @property
+    def source(self) -> Dataset[Any]:
+        """The user's dataset."""
+        return self.opened.request.source
+
+    @property
+    def cache(self) -> Store | None:
+        """The cache, or None while samples pass through."""
+        return self.opened.live_cache
+
+    @property
+    def transforms(self) -> bool:
+        """Whether something is done to each sample after the cache."""
+        return self.opened.tail is not None or self.transform is not None
+
+    # ---- serving ----
+
+    def sample(self, index: SupportsIndex) -> Any:
+        """The finished sample of an index. What is no index to a cache (a list, a slice) goes to the source itself."""
+        self.refresh()
+        with self._state:
+            try:
+                position = position_of(index, self.source)
+            except TypeError:
+                return self._uncached(self.source, [index], self._transformed)[0]
+            if (cache := self.cache) is None:
+                return self._uncached(self.opened.source, [position], self._finished)[0]
+            return self._finished(self._serve_one(cache, position))
+
+    def samples(self, indices: Sequence[SupportsIndex]) -> Any:
+        """The finished samples of a batch, each made when it is asked for: who puts one away needs no memory for all.
+
+        Without a cache and without transforms they are whatever the source's own `__getitems__` makes of the batch.
+        """
+        self.refresh()
+        with self._state:
+            try:
+                positions = [position_of(index, self.source) for index in indices]
+            except TypeError:  # a sampler's keys, which only the source understands
+                return self._uncached(self.source, indices, self._transformed)
+            if (cache := self.cache) is not None:
+                return self._each_finished(self._serve(cache, positions))
+            if (read := self._read_batch) is None:
+                return self._uncached(self.opened.source, positions, self._finished)
+            start = time.perf_counter_ns()
+            samples = read(positions)
+            self.opened.count(bypasses=len(positions), source_ns=time.perf_counter_ns() - start)
+            return self._each_finished(samples)
+
+    def load_into(self, batch: FieldRows, indices: Sequence[SupportsIndex], rows: list[int]) -> dict[int, Any]:
+        """Serve samples that were not READY a moment ago, each in its row of a batch, untransformed; store them there.
+
+        Returns:
+            By row, the samples that are odd; what lies in their rows is undefined.
+        """
+        with self._state:
+            cache, positions = cast(Store, self.opened.cache), [position_of(index, self.source) for index in indices]
+            missing = bool((cache.lookup(np.array(positions, dtype=np.int64), verify=True) == NO_PLACE).all())
+            if missing and len(set(positions)) == len(positions) and not cache.divide(positions)[1]:
+                samples = self._misses_of(cache).load(positions, self._read_batch, batch=batch, rows=rows)
+            else:  # of a disk, READY by now, drawn twice, or of a job that shares its cache
+                samples = list(self._serve(cache, positions))
+                fitting = [number for number, sample in enumerate(samples) if type(sample) is not Odd]
+                parts = [cache.codec.encode(samples[number], positions[number]) for number in fitting]
+                if parts:
+                    batch.put_many([rows[number] for number in fitting], parts)
+        return {row: sample.sample for row, sample in zip(rows, samples, strict=True) if type(sample) is Odd}
+
+    def load_ahead(self, index: int) -> bool:
+        """Load a sample that nobody has asked for yet; whether there is room for such."""
+        self.refresh()
+        if (cache := self.cache) is None:
+            return False
+        with self._state:
+            mine, _ = cache.divide([index])
+            return not mine or cache.has_room(self._misses_of(cache).load(mine, served=False)[0])
+
+    def count_hits(self, samples: int, gather_ns: int = 0) -> None:
+        """Count samples that somebody else has copied out of the cache, and the nanoseconds that it took."""
+        if self.opened.cache is not None and self.opened.counters is not None:
+            nbytes = samples * self.opened.cache.codec.nbytes
+            self.opened.counters.add(hits=samples, bytes_from_cache=nbytes, gather_ns=gather_ns)
+
+    def _serve_one(self, cache: Store, index: int) -> Any:
+        """The sample of an index, unfinished. One that lies outside the dataset is the source's business."""
+        start = time.perf_counter_ns()
+        while (place := cache.place(index, verify=True)) == NO_PLACE:
+            if not (cache.divide([index])[1] and cache.turns.wait([index])):
+                return self._misses_of(cache).load([index])[0]
+        places = np.array([place])
+        [sample] = cache.read(places, self._pool.lend)
+        if sample is UNREADABLE:
+            return self._misses_of(cache).load([index])[0]
+        nbytes, gather_ns = cache.stored_bytes(places), time.perf_counter_ns() - start
+        self.opened.count(hits=1, bytes_from_cache=nbytes, gather_ns=gather_ns)
+        return sample
+
+    def _serve(self, cache: Store, indices: list[int]) -> Iterable[Any]:
+        """The samples of a batch, unfinished: those that are not READY loaded now, records read when asked for."""
+        start, rows = time.perf_counter_ns(), gathers(cache)
+        places = cache.lookup(np.array(indices, dtype=np.int64), verify=True)
+        hits = places[places != NO_PLACE]
+        ready = cache.read(hits, self._pool.take if rows else self._pool.lend)
+        nbytes, gather_ns = cache.stored_bytes(hits), time.perf_counter_ns() - start
+        loaded: list[Any] = []
+        if len(hits) < len(indices):
+            missing = [index for index, place in zip(indices, places.tolist(), strict=True) if place == NO_PLACE]
+            here = list(dict.fromkeys(cache.divide(missing)[0]))
+            made = self._misses_of(cache).load(here, self._read_batch) if here else []
+            by_index = dict(zip(here, made, strict=True))
+            # What comes again, and what another job was loading, may be READY by now.
+            loaded = [by_index.pop(index) if index in by_index else self._serve_one(cache, index) for index in missing]
+        # Only now: where loading fails or is interrupted, nobody gets the hits, and the batch may come again.
+        self.opened.count(hits=len(hits), bytes_from_cache=nbytes, gather_ns=gather_ns)
+        return ready if rows and not loaded else self._in_order(cache, indices, places, ready, loaded)
+
+    def _in_order(
+        self, cache: Store, indices: list[int], places: Integers, ready: Iterable[Any], loaded: list[Any]
+    ) -> Iterator[Any]:
+        """The samples of a batch: those that were READY, which may be made only now, and those that were loaded."""
+        hits, others, gather_ns = iter(ready), iter(loaded), 0
+        for index, place in zip(indices, places.tolist(), strict=True):
+            if place == NO_PLACE:
+                yield next(others)
+                continue
+            start = time.perf_counter_ns()
+            sample = next(hits)
+            gather_ns += time.perf_counter_ns() - start
+            if sample is UNREADABLE:
+                self.opened.count(hits=-1)
+                sample = self._misses_of(cache).load([index])[0]
+            yield sample
+        self.opened.count(gather_ns=gather_ns)
+
+    def _uncached(self, source: Any, indices: Sequence[Any], finish: Callable[[Any], Any]) -> list[Any]:
+        """Finished samples of a source, one after the other as without a cache, counted when all have come."""
+        samples, source_ns = [], 0
+        for index in indices:
+            start = time.perf_counter_ns()
+            sample = source[index]
+            source_ns += time.perf_counter_ns() - start
+            samples.append(finish(sample))
+        self.opened.count(bypasses=len(samples), source_ns=source_ns)
+        return samples
+
+    @property
+    def _read_batch(self) -> Callable[[list[int]], Any] | None:
+        return batch_reader(self.opened.source)
+
+    def _misses_of(self, cache: Store) -> Misses:
+        """What loads and stores in this process."""
+        opened, known = self.opened, self._misses
+        if known is None or known.source is not opened.source or known.cache is not cache:
+            pace = None if opened.request.dir is None else Pace()
+            strict, frozen = opened.request.strict, opened.request.allow_random
+            self._misses = known = Misses(opened.source, cache, opened.counters, strict, frozen, pace)
+        return known
+
+    # ---- after the cache ----
+
+    def _each_finished(self, samples: Iterable[Any]) -> Any:
+        # Generators, not `map`: a StopIteration of a transform must not end the batch.
+        if self._read_batch is None and self.transforms:
+            return (self._finished(sample) for sample in samples)
+        # Where the source loads whole batches, all of its draws come first, as without a cache.
+        if self.cache is not None or self.opened.tail is not None:
+            samples = [self.opened.with_tail(sample) for sample in samples]
+        return samples if self.transform is None else (self._transformed(sample) for sample in samples)
+
+    def _finished(self, sample: Any) -> Any:
+        return self._transformed(self.opened.with_tail(sample))
+
+    def _transformed(self, sample: Any) -> Any:
+        return sample if self.transform is None else self.transform(sample)
+
+    # ---- the source's life ----
+
+    @property
+    def changed(self) -> bool:
+        """Whether the source has changed since it was cached."""
+        counters = self.opened.counters if self.opened.group.rank == 0 else None
+        return self._state.look(None if counters is None else lambda: counters.is_first("changed source")) is not None
+
+    def refresh(self) -> None:
+        """Once the source has been seen to change, serve the source itself, uncached."""
+        opened = self.opened
+        if (opened.cache is not None or opened.source is not self.source) and self.changed:
+            self._let_go(opened.given_up())
+
+    def view(self, transform: Callable[[Any], Any] | None) -> CachedSource:
+        """What serves from the same cache with another transform; it does not close the cache."""
+        view = copy.copy(self)
+        view.transform, view.opened = transform, replace(self.opened, borrowed=True)
+        return view
+
+    def around(self, source: Dataset[Any]) -> CachedSource:
+        """What serves a copy of the source, which goes its own way from now on, from the same cache."""
+        self.refresh()
+        opened, request = self.opened, replace(self.opened.request, source=source)
+        inner = source if opened.source is self.source else opened.source
+        return CachedSource(replace(opened, request=request, source=inner, borrowed=True), self.transform)
+
+    def _let_go(self, opened: OpenCache) -> None:
+        """Serve from something else; the memory is free when nobody holds it."""
+        self.opened, self._misses, self._pool = opened, None, BatchPool()
+
+    def close(self) -> None:
+        """Give the cache up in this process; from then on samples pass through."""
+        self.opened.close()
+        self._let_go(OpenCache.without(self.opened.request))
+
+    def __getstate__(self) -> dict[str, Any]:
+        # For a copy, too: memory and what loads belong to one process, and to one cache.
+        return self.__dict__ | {"_pool": BatchPool(), "_misses": None}
+
+
+class Misses:
+    """Loads and stores, in one process.
+
+    Args:
+        source: what samples are loaded from.
+        cache: where they are stored; it is open.
+        counters: where they are counted.
+        strict: whether an odd sample is an error.
+        frozen: whether the user wants a random source cached as it is: then no sample is read again.
+        pace: of a cache on a disk; storing pauses where it is slower than loading.
+
+    Raises:
+        SampleMismatchError: (`strict`) a sample differs from the cache's codec.
+    """
+
+    def __init__(
+        self,
+        source: Dataset[Any],
+        cache: Store,
+        counters: Counters | None,
+        strict: bool = False,
+        frozen: bool = False,
+        pace: Pace | None = None,
+    ) -> None:
+        self.source, self.cache = source, cache
+        self._counters, self._strict, self._pace = counters, strict, pace
+        self._recheck = None if frozen else Recheck(source, partial(_is_first, counters, "random sample"))
+
+    def load(
+        self,
+        indices: list[int],
+        read: Callable[[list[int]], Any] | None = None,
+        *,
+        batch: FieldRows | None = None,
+        rows: Sequence[int] = (),
+        served: bool = True,
+    ) -> list[Any]:
+        """Load samples, then store them all: storing costs half as much when its code and memory are warm.
+
+        What has been loaded before the source raises is stored, too.
+
+        Args:
+            indices: of the samples.
+            read: loads all of them in one call, as the source's `__getitems__` does.
+            batch: where else the samples are wanted, but for odd ones.
+            rows: theirs in the batch.
+            served: whether somebody has asked for them; else they are filled, and no misses.
+
+        Raises:
+            TypeError: `read` does not give one sample per index.
+        """
+        samples: list[Any] = []
+        source_ns = 0
+        # Made anew: a forked worker has no CUDA, whatever its parent had. What has no slot cannot be frozen.
+        watched = self._recheck is not None and any(map(self.cache.has_place, indices))
+        generators = Generators() if watched else None
+        before = {} if generators is None else generators.state()
+        try:
+            start = time.perf_counter_ns()
+            if read is not None:
+                samples += one_per_index(read(indices), len(indices), self.source)
+            for index in indices[len(samples) :]:
+                samples.append(self.source[index])
+                source_ns = time.perf_counter_ns() - start
+            source_ns = time.perf_counter_ns() - start
+        finally:
+            if samples and generators is not None and generators.moved(before):
+                self._leave_random(indices, samples)
+            try:
+                self._keep(indices[: len(samples)], samples, source_ns, served, batch, rows)
+            finally:
+                self.cache.turns.release(indices)
+        if self._recheck is not None:
+            for index, sample in zip(indices, samples, strict=True):
+                if type(sample) is not Odd and self.cache.has_place(index):
+                    self._recheck.after(index, sample)
+        return samples
+
+    def _keep(
+        self,
+        indices: list[int],
+        samples: list[Any],
+        source_ns: int,
+        served: bool,
+        batch: FieldRows | None,
+        rows: Sequence[int],
+    ) -> None:
+        """Store samples and count them at once; an odd one becomes an `Odd` in the list."""
+        cache, codec, fills, misses, nbytes, store_ns = self.cache, self.cache.codec, 0, 0, 0, 0
+        pauses, start = self._pace is not None and self._pace.pauses, time.perf_counter_ns()
+        step = max(_AT_ONCE // max(codec.nbytes, 1), 1)
+        try:
+            for first in range(0, len(samples), step):
+                numbers, fitting = range(first, min(first + step, len(samples))), dict[int, Parts]()
+                try:
+                    self._check(numbers, indices, samples, fitting)
+                finally:  # also what comes before one that is an error
+                    contents = self._contents(fitting, batch, rows)
+                    nbytes += sum(part.nbytes for parts in contents for part in parts)
+                    others = [samples[number] for number in numbers if number not in fitting]
+                    nbytes += sum(codec.least_bytes(odd.sample if type(odd) is Odd else odd) for odd in others)
+                    begun, wanted = time.perf_counter_ns(), [indices[number] for number in fitting]
+                    if pauses:
+                        misses += sum(map(cache.has_place, wanted))
+                    else:
+                        for stored in cache.put(wanted, contents):
+                            misses += stored is not None
+                            fills += stored is True
+                    store_ns += time.perf_counter_ns() - begun
+        except BaseException:
+            served = False
+            raise
+        finally:
+            if self._counters is not None:
+                self._counters.add(
+                    misses=misses * served,
+                    bypasses=(len(samples) - misses) * served,
+                    fills=fills,
+                    bytes_from_source=nbytes * served,
+                    source_ns=source_ns,
+                    fill_ns=time.perf_counter_ns() - start,
+                )
+        if self._pace is not None and self._pace.note(source_ns, store_ns) and _is_first(self._counters, "slow disk"):
+            log.warning(
+                "the disk of the cache takes longer to store samples than they take to load: storing pauses for %.0f s",
+                PAUSE_SECONDS,
+            )
+
+    def _check(self, numbers: range, indices: list[int], samples: list[Any], fitting: dict[int, Parts]) -> None:
+        """Encode those of the samples that are of the cache's codec, by their numbers; the others become `Odd`."""
+        codec, has_room = self.cache.codec, self.cache.has_room
+        for number in numbers:
+            index, sample = indices[number], samples[number]
+            if type(sample) is Odd or (not has_room(sample) and codec.is_alike(sample)):
+                continue
+            try:
+                fitting[number] = codec.encode(sample, index)
+            except (SampleMismatchError, UnsupportedSampleError) as error:
+                if self._strict:
+                    raise
+                if _is_first(self._counters, "odd sample"):
+                    warn_of_odd(self.source, str(error))
+                samples[number] = Odd(index, sample, codec.is_alike(sample))
+
+    def _contents(
+        self, fitting: dict[int, Parts], batch: FieldRows | None, rows: Sequence[int]
+    ) -> Sequence[Sequence[memoryview]]:
+        """The bytes of encoded samples, which are copied to their rows of a batch if there is one."""
+        parts, codec, count = list(fitting.values()), self.cache.codec, len(fitting)
+        if batch is not None and parts:
+            return batch.put_many([rows[number] for number in fitting], parts)
+        if count < 2 or not gathers(self.cache):
+            return [codec.contents(part) for part in parts]
+        # A copy of many small ones at once costs less than a view of each.
+        memory = [np.empty(size, dtype=np.uint8) for size in codec.sizes(count)]
+        copied: list[list[memoryview]] = codec.rows(lambda: memory, count).put_many(range(count), parts)
+        return copied
+
+    def _leave_random(self, indices: list[int], samples: list[Any]) -> None:
+        """Have samples pass through, of which some drew random numbers: they would be frozen."""
+        if _is_first(self._counters, "random sample"):
+            log.warning(
+                "%s draws random numbers for some samples, as for one of %s: batches that hold such are not cached.\n"
+                "Give its deterministic part to CachedDataset, and the random rest as transform=",
+                type(self.source).__name__,
+                indices[: len(samples)][:8],
+            )
+        for number, (index, sample) in enumerate(zip(indices, samples, strict=False)):
+            samples[number] = Odd(index, sample, self.cache.codec.is_alike(sample))
+
+
+def _is_first(counters: Counters | None, matter: Matter) -> bool:
+    """Whether nobody on the node has said this yet. No method: a `Recheck` would hold it, and with it the cache."""
+    return counters is None or counters.is_first(matter)
