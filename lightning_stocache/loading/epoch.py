@@ -63,10 +63,8 @@ class Resources:
 
     They belong to one cache: workers know the cache that the dataset had when they were started, and no other. An epoch
     takes them, and gives them back when it is exhausted, closed, or no longer referred to; a second epoch at the same
-    time gets its own.
-
-    Workers end when all that the loader's sampler can draw is READY: the whole dataset, or the fold that it leaves to
-    be drawn. Should it draw something else after all, that is loaded in the process that reads.
+    time gets its own. Workers end when all that the loader's sampler can draw is READY: the whole dataset, or a fold.
+    Should it draw something else after all, that is loaded in the process that reads.
 
     Args:
         loader: the loader.
@@ -407,10 +405,7 @@ class Epoch:
         samples = len(plan.indices)
         size = self._size or samples
         contents: list[Any] = (plan.gather or self._gather_job(plan)).result()
-        made = [(content, size) for content in contents]
-        made[-1] = contents[-1], samples - (len(contents) - 1) * size
-        made.reverse()
-        return made
+        return [(content, min(size, samples - number * size)) for number, content in enumerate(contents)][::-1]
 
     def _gather_job(self, plan: Plan) -> Job:
         """What gathers the batches of a plan. It does not hold the iterator, which may go while a thread is at it."""

@@ -5,9 +5,7 @@ The names of the questions are dunder names of classes, which no dataset of a us
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from dataclasses import dataclass
-from functools import partial
 from typing import Any, Protocol, TypeGuard
 
 from torch.utils.data import Sampler
@@ -16,7 +14,6 @@ from lightning_stocache.cache.counters import Counters
 from lightning_stocache.loading.dataset import CachedDataset
 from lightning_stocache.node.group import NodeGroup
 from lightning_stocache.sampling.stream_deal import StreamBatches
-from lightning_stocache.torch_internals import set_worker_dataset
 
 __all__ = ["Kept", "Rolling", "Stream", "is_rolling", "is_stream"]
 
@@ -41,10 +38,6 @@ class Kept:
     dataset: CachedDataset
     batches: StreamBatches
     source: Any
-
-    def init(self, function: Callable[[int], None] | None) -> Callable[[int], None] | None:
-        """The user's `worker_init_fn`, which finds his stream as the worker's dataset."""
-        return None if function is None else partial(_init_on, self.source, function)
 
 
 class Stream(Protocol):
@@ -85,8 +78,3 @@ def is_rolling(dataset: Any) -> TypeGuard[Rolling]:
 def is_stream(dataset: Any) -> TypeGuard[Stream]:
     """Whether a dataset is a stream that is kept."""
     return hasattr(type(dataset), "__kept__")
-
-
-def _init_on(source: Any, function: Callable[[int], None], worker: int) -> None:
-    set_worker_dataset(source)
-    function(worker)

@@ -61,20 +61,23 @@ class IndexStream:
             torch.empty((), dtype=torch.int64).random_(generator=loader.generator)
             if loader.num_workers:
                 drawing = iter(resumable)
-        self._groups: Iterator[Integers] | None = None
-        self.trusted = stream or type(sampler) is RollingSampler  # what it draws is resident, however much that is
+        size, dataset = batches.batch_size if stream or plain else 0, cast(Any, loader.dataset)
+        self._groups: Iterator[Integers] | None
         if stream:
-            self._groups = batches.groups()
-        elif type(sampler) is RollingSampler:
-            self._groups = _of_pool(batches)
+            self._groups, self.trusted = batches.groups(), True
+        elif type(sampler) is RollingSampler:  # what it draws is resident, however much that is
+            self._groups, self.trusted = sampler.groups(_ROLLED * size), True
         elif state.origin is None and _draws_each_once(sampler):
-            self._groups, self.trusted = _in_one(batches, state), len(sampler) <= len(cast(Any, loader.dataset))
-        elif type(sampler) is LocalitySampler and sampler.draws is None and sampler.batch_size == batches.batch_size:
-            self._groups = _in_groups(batches)
-            self.trusted = len(cast(Any, sampler.dataset)) <= len(cast(Any, loader.dataset))
-        self._size = batches.batch_size if stream or plain else 0
+            self._groups, self.trusted = _in_one(sampler, state), len(sampler) <= len(dataset)
+        elif type(sampler) is LocalitySampler and sampler.draws is None and sampler.batch_size == size:
+            self._groups, self.trusted = _dealt(sampler, size), len(cast(Any, sampler.dataset)) <= len(dataset)
+        else:
+            self._groups, self.trusted = None, False
+        if plain and batches.drop_last and self._groups is not None:
+            self._groups = (group[: len(group) - len(group) % size] for group in self._groups)
+        self._size = size
         self._rest: Integers = np.empty(0, dtype=np.int64)  # of a group that has been begun
-        self._drawing = None if self._groups is not None else map(_as_indices, drawing)
+        self._drawing = map(_as_indices, drawing) if self._groups is None else None
 
     def draw(self) -> Any:
         """The next batch of indices, int64 `[samples]`; None when the epoch is over.
@@ -112,37 +115,22 @@ def _draws_each_once(sampler: Any) -> bool:
     return shuffled or type(sampler) is SequentialSampler
 
 
-def _in_one(batches: BatchSampler, state: LoaderState) -> Iterator[Integers]:
-    """The epoch of a shuffled or sequential loader at once: as lists of numbers, batches would cost 30 us each."""
-    sampler, size = batches.sampler, batches.batch_size
-    length = len(cast(Any, sampler))
-    if type(sampler) is RandomSampler:  # draws its seed here, with the first batch, as the sampler does
-        state.drawn = states_of({"torch": torch.default_generator})
-        private = torch.Generator()
-        private.manual_seed(int(torch.empty((), dtype=torch.int64).random_().item()))
-        order = torch.randperm(length, generator=private).numpy()
-    else:
-        order = np.arange(length)
-    yield order[: length - length % size] if batches.drop_last else order
+def _in_one(sampler: Any, state: LoaderState) -> Iterator[Integers]:
+    """The epoch of a shuffled or sequential sampler at once: as lists of numbers, batches would cost 30 us each."""
+    if type(sampler) is SequentialSampler:
+        yield np.arange(len(sampler))
+        return
+    state.drawn = states_of({"torch": torch.default_generator})  # drawn from with the first batch, as the sampler does
+    private = torch.Generator()
+    private.manual_seed(int(torch.empty((), dtype=torch.int64).random_().item()))
+    yield torch.randperm(len(sampler), generator=private).numpy()
 
 
-def _in_groups(batches: BatchSampler) -> Iterator[Integers]:
+def _dealt(sampler: LocalitySampler, size: int) -> Iterator[Integers]:
     """The epoch of a LocalitySampler that makes whole batches, some of them at a time."""
-    each, size = cast(LocalitySampler, batches.sampler).batches(), batches.batch_size
-    while group := list(islice(each, max(GROUP // size, 1))):
-        if batches.drop_last and len(group[-1]) < size:
-            group.pop()
-        if group:
-            yield np.concatenate(group)
-
-
-def _of_pool(batches: BatchSampler) -> Iterator[Integers]:
-    """The epoch of a RollingSampler, a few batches at a time: between them it looks after those who fill its pool."""
-    size = batches.batch_size
-    for group in cast(RollingSampler, batches.sampler).groups(_ROLLED * size):
-        whole = len(group) - len(group) % size if batches.drop_last else len(group)
-        if whole:
-            yield group[:whole]
+    batches = sampler.batches()
+    while group := list(islice(batches, max(GROUP // size, 1))):
+        yield np.concatenate(group)
 
 
 def _as_indices(batch: Any) -> Any:

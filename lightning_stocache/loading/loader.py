@@ -196,7 +196,7 @@ class CachedLoader(DataLoader[Any]):
         names = ["num_workers", "collate_fn", "pin_memory", "timeout", "generator", "prefetch_factor", "gather"]
         names += ["persistent_workers", "multiprocessing_context", "in_order"]  # the last since torch 2.6
         arguments = {name: getattr(self, name) for name in names if hasattr(self, name)}
-        init: Any = kept.init(self.worker_init_fn)
+        init = None if self.worker_init_fn is None else InitOnSource(self.worker_init_fn, kept.source)
         return CachedLoader(kept.dataset, batch_sampler=kept.batches, worker_init_fn=init, **arguments)
 
     @property

@@ -216,13 +216,12 @@ class CachedSource:
         return batch_reader(self.opened.source)
 
     def _misses_of(self, cache: Store) -> Misses:
-        """What loads and stores in this process."""
-        opened, known = self.opened, self._misses
-        if known is None or known.source is not opened.source or known.cache is not cache:
-            pace = None if opened.request.dir is None else Pace()
-            strict, frozen = opened.request.strict, opened.request.allow_random
-            self._misses = known = Misses(opened.source, cache, opened.counters, strict, frozen, pace)
-        return known
+        """What loads and stores in this process, until something else is served from."""
+        if self._misses is None:
+            request, counters = self.opened.request, self.opened.counters
+            pace = None if request.dir is None else Pace()
+            self._misses = Misses(self.opened.source, cache, counters, request.strict, request.allow_random, pace)
+        return self._misses
 
     # ---- after the cache ----
 
@@ -334,20 +333,18 @@ class Misses:
             TypeError: `read` does not give one sample per index.
         """
         samples: list[Any] = []
-        source_ns = 0
         # Made anew: a forked worker has no CUDA, whatever its parent had. What has no slot cannot be frozen.
         watched = self._recheck is not None and any(map(self.cache.has_place, indices))
         generators = Generators() if watched else None
         before = {} if generators is None else generators.state()
+        start = time.perf_counter_ns()
         try:
-            start = time.perf_counter_ns()
             if read is not None:
                 samples += one_per_index(read(indices), len(indices), self.source)
             for index in indices[len(samples) :]:
                 samples.append(self.source[index])
-                source_ns = time.perf_counter_ns() - start
-            source_ns = time.perf_counter_ns() - start
         finally:
+            source_ns = time.perf_counter_ns() - start
             if samples and generators is not None and generators.moved(before):
                 self._leave_random(indices, samples)
             try:
@@ -381,7 +378,7 @@ class Misses:
                 finally:  # also what comes before one that is an error
                     contents = self._contents(fitting, batch, rows)
                     nbytes += sum(part.nbytes for parts in contents for part in parts)
-                    others = [samples[number] for number in numbers if number not in fitting]
+                    others = (samples[number] for number in numbers if number not in fitting)
                     nbytes += sum(codec.least_bytes(odd.sample if type(odd) is Odd else odd) for odd in others)
                     begun, wanted = time.perf_counter_ns(), [indices[number] for number in fitting]
                     if pauses:

@@ -293,9 +293,11 @@ class InitOnSource:
 
     Args:
         function: the user's; None: nothing is called.
+        source: the user's dataset, where the loader's does not lead to it.
     """
 
     function: Callable[[int], None] | None
+    source: Any = None
 
     def __call__(self, worker: int) -> None:
         """In a worker, which has the number that is given."""
@@ -307,7 +309,7 @@ class InitOnSource:
             do_when_idle(Prefill(cached_source(cached), worker, info.num_workers))
         if cached is not None and isinstance(dataset, StandIn):  # a CachedDataset of the user's is what he expects
             dataset = cached.source
-        set_worker_dataset(dataset)
+        set_worker_dataset(dataset if self.source is None else self.source)
         if self.function is not None:
             self.function(worker)
 
