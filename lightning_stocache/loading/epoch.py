@@ -72,8 +72,7 @@ class Resources:
         route: who puts its batches together.
 
     Raises:
-        TypeError: (also RuntimeError) it is the main process, and `default_collate` has another way to make batches
-            than one tensor per field.
+        TypeError: (also RuntimeError) `default_collate` has another way to make batches than one tensor per field.
     """
 
     def __init__(self, loader: DataLoader[Any], cache: Store, route: Route) -> None:
@@ -107,10 +106,6 @@ class Resources:
         taken = self._gather_ns - self._told_ns
         self._told_ns += taken
         return taken
-
-    def pinned(self, batch: Any) -> Any:
-        """The batch in page-locked memory, if the loader wants it there."""
-        return pinned(batch) if self.pins else batch
 
     def is_usable(self) -> bool:
         """Whether another epoch can begin with this; broken workers are ended.
@@ -174,11 +169,10 @@ class Resources:
 
         Left to the garbage collector, DataLoader waits for 5 s per worker: their queues may be collected before them.
         """
-        if os.getpid() != self._pid:
-            return
-        self.persistent = False
-        if not self.in_use:
-            self.end()
+        if os.getpid() == self._pid:
+            self.persistent = False
+            if not self.in_use:
+                self.end()
 
 
 @dataclass
@@ -381,6 +375,8 @@ class Epoch:
                 made = [self._passed_through(plan)]
             else:
                 made = [self._loaded(plan)] if plan.missing else self._gathered(plan)
+            if self._resources.pins and not plan.is_gather:
+                made = [(pinned(batch), hits) for batch, hits in made]
         except Exception:
             # As in DataLoader, what the source raises takes the place of the batch. A gather is done again, and a batch
             # whose reply has not come is the next one again.
@@ -402,8 +398,7 @@ class Epoch:
 
     def _gathered(self, plan: Plan) -> list[_Made]:
         """The batches of a plan that is only a gather, the last first."""
-        samples = len(plan.indices)
-        size = self._size or samples
+        samples, size = len(plan.indices), self._size or len(plan.indices)
         contents: list[Any] = (plan.gather or self._gather_job(plan)).result()
         return [(content, min(size, samples - number * size)) for number, content in enumerate(contents)][::-1]
 
@@ -419,13 +414,14 @@ class Epoch:
         hits = Job(partial(resources.gather, cast(Integers, plan.places), memory, plan.missing))
         if len(plan.missing) < samples:
             self._prefetcher.offer(hits)
-        batch = codec.rows(hits.result, samples)
-        odd = self._cached.load_into(batch, plan.indices[plan.missing].tolist(), plan.missing)
+        into = codec.rows(hits.result, samples)
+        odd = self._cached.load_into(into, plan.indices[plan.missing].tolist(), plan.missing)
         rows: Memory = hits.result()
         if odd:
-            content = default_collate([odd.get(at, sample) for at, sample in enumerate(codec.split(rows, samples))])
-            return resources.pinned(content), samples - len(plan.missing)
-        return resources.collator.batch(rows, samples), samples - len(plan.missing)
+            batch = default_collate([odd.get(at, sample) for at, sample in enumerate(codec.split(rows, samples))])
+        else:
+            batch = resources.collator.batch(rows, samples)
+        return batch, samples - len(plan.missing)
 
     def _received(self, plan: Plan) -> _Made:
         """A batch of which a worker has loaded what was missing, or made all of it."""
@@ -435,16 +431,16 @@ class Epoch:
         shared, rows = plan.shared, plan.rows
         plan.shared = plan.rows = None  # what is not lent is to be free again for the next plan
         if batch is not None or rows is None:
-            return resources.pinned(unpacked(batch, shared, resources.pool) if packed else batch), 0
+            return unpacked(batch, shared, resources.pool) if packed else batch, 0
         if not (resources.pool.may_lend or resources.pins):
             rows = [row.copy() for row in rows]
-        return resources.pinned(resources.collator.batch(rows, samples)), samples - len(plan.missing)
+        return resources.collator.batch(rows, samples), samples - len(plan.missing)
 
     def _passed_through(self, plan: Plan) -> _Made:
         """A batch from the source as it is now."""
         indices = plan.indices.tolist() if isinstance(plan.indices, np.ndarray) else plan.indices
         samples = self._cached.samples(indices)
-        return self._resources.pinned(default_collate(list(samples) if self._cached.transforms else samples)), 0
+        return default_collate(list(samples) if self._cached.transforms else samples), 0
 
     # ---- what may have happened meanwhile ----
 

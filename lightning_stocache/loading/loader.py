@@ -13,13 +13,17 @@ Order, contents and the random states are those of a plain DataLoader with the s
 are made on the caller's thread at the moments at which DataLoader makes them (`index_stream`). What has no short cut
 (samples without batching, `in_order=False`, a dataset that is not cached) travels as DataLoader sends it.
 
-Not equal by nature: the storage of a batch, or of a sample out of the cache, cannot be resized, and what lies beside a
-small one in memory goes with the last of them (up to 2 MiB: who keeps one for long had better `clone` it),
-`is_shared()` is False where DataLoader's worker batches say True (and yet a process that is forked while a batch is
-held shares its memory, and sees the batch that comes there next), and the workers' random streams see only the misses
-(a source must not be random). The samples of a batch are loaded before any is transformed: after an error of the
-source, a random transform has drawn less than in DataLoader. A transform that returns the same memory each time gives
-each sample what it returned for it; DataLoader's workers stack what it returned last.
+Not equal by nature:
+
+- The storage of a batch, or of a sample out of the cache, cannot be resized.
+- What lies beside a small batch in memory goes with the last of them (up to 2 MiB): `clone` one that you keep for long.
+- `is_shared()` is False where DataLoader's worker batches say True. Yet a process that is forked while a batch is held
+  shares its memory, and sees the batch that comes there next.
+- The workers' random streams see only the misses: a source must not be random.
+- The samples of a batch are loaded before any is transformed: after an error of the source, a random transform has
+  drawn less than in DataLoader.
+- A transform that returns the same memory each time gives each sample what it returned for it; DataLoader's workers
+  stack what it returned last.
 """
 
 from __future__ import annotations
@@ -124,8 +128,10 @@ class CachedLoader(DataLoader[Any]):
         if is_rolling(dataset) and sampler is None and batch_sampler is None:
             sampler, shuffle = dataset.__loader_sampler__(shuffle=bool(shuffle)), None
         elif sampling is not None and batch_sampler is None and not deals_to_ranks(sampler):
-            shuffles, shuffle, ranks = bool(shuffle), None, (num_replicas, rank)
-            sampler = locality_sampler(dataset, batch_size, shuffles, *ranks, mode=sampling, draws=sampler)
+            sampler = locality_sampler(
+                dataset, batch_size, bool(shuffle), num_replicas, rank, mode=sampling, draws=sampler
+            )
+            shuffle = None
         super().__init__(dataset, batch_size, shuffle, sampler, batch_sampler, num_workers, **arguments)
         self.gather, self.position = gather, LoaderState()
 

@@ -108,7 +108,7 @@ class CachedSource:
                 return self._uncached(self.source, indices, self._transformed)
             if (cache := self.cache) is not None:
                 return self._each_finished(self._serve(cache, positions))
-            if (read := self._read_batch) is None:
+            if (read := batch_reader(self.opened.source)) is None:
                 return self._uncached(self.opened.source, positions, self._finished)
             start = time.perf_counter_ns()
             samples = read(positions)
@@ -125,7 +125,9 @@ class CachedSource:
             cache, positions = cast(Store, self.opened.cache), [position_of(index, self.source) for index in indices]
             missing = bool((cache.lookup(np.array(positions, dtype=np.int64), verify=True) == NO_PLACE).all())
             if missing and len(set(positions)) == len(positions) and not cache.divide(positions)[1]:
-                samples = self._misses_of(cache).load(positions, self._read_batch, batch=batch, rows=rows)
+                samples = self._misses_of(cache).load(
+                    positions, batch_reader(self.opened.source), batch=batch, rows=rows
+                )
             else:  # of a disk, READY by now, drawn twice, or of a job that shares its cache
                 samples = list(self._serve(cache, positions))
                 fitting = [number for number, sample in enumerate(samples) if type(sample) is not Odd]
@@ -174,7 +176,7 @@ class CachedSource:
         if len(hits) < len(indices):
             missing = [index for index, place in zip(indices, places.tolist(), strict=True) if place == NO_PLACE]
             here = list(dict.fromkeys(cache.divide(missing)[0]))
-            made = self._misses_of(cache).load(here, self._read_batch) if here else []
+            made = self._misses_of(cache).load(here, batch_reader(self.opened.source)) if here else []
             by_index = dict(zip(here, made, strict=True))
             # What comes again, and what another job was loading, may be READY by now.
             loaded = [by_index.pop(index) if index in by_index else self._serve_one(cache, index) for index in missing]
@@ -211,10 +213,6 @@ class CachedSource:
         self.opened.count(bypasses=len(samples), source_ns=source_ns)
         return samples
 
-    @property
-    def _read_batch(self) -> Callable[[list[int]], Any] | None:
-        return batch_reader(self.opened.source)
-
     def _misses_of(self, cache: Store) -> Misses:
         """What loads and stores in this process, until something else is served from."""
         if self._misses is None:
@@ -227,7 +225,7 @@ class CachedSource:
 
     def _each_finished(self, samples: Iterable[Any]) -> Any:
         # Generators, not `map`: a StopIteration of a transform must not end the batch.
-        if self._read_batch is None and self.transforms:
+        if batch_reader(self.opened.source) is None and self.transforms:
             return (self._finished(sample) for sample in samples)
         # Where the source loads whole batches, all of its draws come first, as without a cache.
         if self.cache is not None or self.opened.tail is not None:
