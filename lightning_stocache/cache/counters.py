@@ -125,7 +125,7 @@ class Counters:
 
     def add(self, **counts: int) -> None:
         """Add to this process's row, by the names of `Counts`. 0.2 us per number."""
-        if self.closed:
+        if self.segment.closed:
             return
         if self._pid != os.getpid():  # first use here, or after a fork
             self._row, self._pid = self._take_row(), os.getpid()
