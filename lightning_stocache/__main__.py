@@ -68,13 +68,13 @@ def plan(parser: argparse.ArgumentParser) -> Action:
 
         with _refusing(parser, Exception):  # configs, data and model are the user's, and may raise anything
             with _measuring() as folder:
-                made, curves = _planned(arguments, folder)
+                plan, curves = _planned(arguments, folder)
             if arguments.json:
-                _say(as_json(made, curves))
+                _say(as_json(plan, curves))
             else:  # the last line stays the plan's, for the config
-                _say(("" if curves is None else curves_as_text(curves) + "\n\n") + as_text(made))
+                _say(("" if curves is None else curves_as_text(curves) + "\n\n") + as_text(plan))
             if arguments.png is not None:
-                save(made, arguments.png, curves)
+                save(plan, arguments.png, curves)
                 sys.stderr.write(f"{arguments.png}\n")
 
     return run
@@ -321,13 +321,13 @@ def _planned(arguments: argparse.Namespace, folder: str) -> tuple[Plan, Curves |
     torch.set_num_threads(threads or torch.get_num_threads())
     datamodule = plan_inputs.datamodule_of(_instantiated(config, "data"))
     data = plan_inputs.training_data(datamodule)
-    trainer = dict(config.get("trainer") or {})
-    nodes, ranks = plan_inputs.world(trainer)
+    options = dict(config.get("trainer") or {})
+    nodes, ranks = plan_inputs.world(options)
     paces, step = measure(data, ranks=ranks), None
     if config.get("model") is not None:
         base = {"_target_": "lightning.pytorch.Trainer"}
-        made = instantiate(OmegaConf.merge(base, trainer, plan_inputs.ARGUMENTS, {"default_root_dir": folder}))
-        step = plan_inputs.measure_step(made, instantiate(config.model), datamodule, data)
+        trainer = instantiate(OmegaConf.merge(base, options, plan_inputs.ARGUMENTS, {"default_root_dir": folder}))
+        step = plan_inputs.measure_step(trainer, instantiate(config.model), datamodule, data)
     job = Job(
         samples=len(data.source),  # type: ignore[arg-type]
         batch_size=data.batch_size,
@@ -365,7 +365,7 @@ def _app_threads(arguments: argparse.Namespace, config: Any) -> tuple[int | None
 
 
 def _instantiated(config: Any, key: str) -> Any:
-    """What the config has under a key.
+    """The object that the config describes under a key.
 
     Raises:
         PlanError: it has nothing there.

@@ -1,4 +1,4 @@
-"""How the lines of the package reach a console: each begins with `stocache:`, and stands above a progress bar.
+"""The lines of the package on a console: each begins with `stocache:`, and stands above a progress bar.
 
 Where logging is set up (Hydra, basicConfig), its handlers decide. Elsewhere a handler of our own prints warnings, as
 Python itself would. A line that a bar of tqdm is drawn over, or is glued to, is written by `tqdm.write`; Rich puts a

@@ -1,4 +1,4 @@
-"""What is private of torch's and is used in this package, all of it; and what happens without it.
+"""Every private name of torch's that this package uses, and what happens without it.
 
 - `_MultiProcessingDataLoaderIter`: DataLoader's iterator over workers, with all it knows of starting, seeding, watching
   and ending them, is fed by us instead of by a sampler (`WorkerIterator`). `_try_put_index` pushes the feed: an
@@ -110,7 +110,7 @@ class WorkerIterator:
 
     @property
     def outstanding(self) -> int:
-        """How many answers are to come."""
+        """Number of answers that are to come."""
         return int(self._iterator._tasks_outstanding)
 
     @property
@@ -199,7 +199,7 @@ def shut_down(iterator: Any) -> None:
 
 
 def _still_alive(processes: Sequence[BaseProcess]) -> list[BaseProcess]:
-    """Those that do not end in time."""
+    """The processes that do not end in time."""
     deadline = time.monotonic() + _TERMINATED_SECONDS
     for process in processes:
         process.join(max(deadline - time.monotonic(), 0))

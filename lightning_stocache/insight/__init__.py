@@ -1,1 +1,1 @@
-"""What the counts tell."""
+"""Metrics, the plan, the report, the doctor, and the clock of steps."""

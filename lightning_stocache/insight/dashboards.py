@@ -1,4 +1,4 @@
-"""What loggers are told besides values: charts for TensorBoard, axes for W&B, and what was granted to the caches.
+"""Messages to loggers besides values: charts for TensorBoard, axes for W&B, and hyperparameters of the caches.
 
 `LAYOUT` is what `SummaryWriter.add_custom_scalars` takes: category -> chart -> ["Multiline", patterns of tags]. A
 writer takes it once; several runs with the same layout share their charts. TensorBoard matches the beginning of a tag,
@@ -103,7 +103,7 @@ def axes(nodes: int = 1) -> list[dict[str, Any]]:
 
 
 def hyperparameters(stages: Mapping[str, Any]) -> dict[str, Any]:
-    """What the caches behind the loaders of some stages are, as plain values; empty where there are none.
+    """The options and decisions of the caches behind loaders, as plain values; empty where no dataset is cached.
 
     Args:
         stages: the loaders of each stage, nested as Lightning takes them.

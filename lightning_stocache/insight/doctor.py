@@ -1,4 +1,4 @@
-"""What this machine allows a cache, and the exact fix where it allows too little.
+"""A report on this machine: how much memory a cache may take, who holds memory, and the fix where it is too little.
 
 `examine` looks at everything once and gives findings: a topic, a sentence, and a fix where something should be changed.
 The first is the verdict: what a cache would get here now, found out by asking for one that is larger than any memory.
@@ -105,7 +105,7 @@ def as_text(findings: Sequence[Finding]) -> str:
 
 
 def shared_memory(size: int, free: int, ram: int | None) -> Finding:
-    """What to make of /dev/shm.
+    """Judge /dev/shm.
 
     Args:
         size: bytes of the filesystem; 0 where it has no limit.
@@ -117,10 +117,10 @@ def shared_memory(size: int, free: int, ram: int | None) -> Finding:
         64 MiB, of which 64 MiB free. That is Docker's default.
     """
     words = f"{format_bytes(size)}, of which {format_bytes(free)} free." if size else "without a limit of its own."
-    wanted = max((ram or 2**34) // 2**31, 1)  # GiB: half of the memory, as Linux gives outside of containers
+    advised = max((ram or 2**34) // 2**31, 1)  # GiB: half of the memory, as Linux gives outside of containers
     container = (
-        f"docker run --shm-size={wanted}g ...; Kubernetes: volumes: [{{name: shm, emptyDir: {{medium: Memory, "
-        f"sizeLimit: {wanted}Gi}}}}] and volumeMounts: [{{name: shm, mountPath: /dev/shm}}]. "
+        f"docker run --shm-size={advised}g ...; Kubernetes: volumes: [{{name: shm, emptyDir: {{medium: Memory, "
+        f"sizeLimit: {advised}Gi}}}}] and volumeMounts: [{{name: shm, mountPath: /dev/shm}}]. "
         "Until then caches take a memfd, which only RAM and the cgroup limit, but workers' batches need /dev/shm"
     )
     fix = ""
@@ -128,7 +128,7 @@ def shared_memory(size: int, free: int, ram: int | None) -> Finding:
         words, fix = f"{words} That is Docker's default.", container
     elif size and ram is not None and size < ram // 10:
         words = f"{words} That is little beside {format_bytes(ram)} of RAM."
-        fix = f"mount -o remount,size={wanted}G /dev/shm (as root); in a container: {container}"
+        fix = f"mount -o remount,size={advised}G /dev/shm (as root); in a container: {container}"
     elif size and free < size // 10:
         words = f"{words} It is nearly full."
         fix = "see below who holds it; python -m lightning_stocache clean removes named caches that nobody uses"
@@ -136,7 +136,7 @@ def shared_memory(size: int, free: int, ram: int | None) -> Finding:
 
 
 def _verdict() -> Finding:
-    """What a cache would get now, and where it would lie."""
+    """The bytes that a cache would be granted now, and where it would lie."""
     size, backend = _granted("auto")
     free = FreeMemory.measure(None if backend == "memfd" else memory_directory())
     words = f"may take {format_bytes(size)} here, limited by {free.limited_by}; what its loader needs comes off that."
@@ -150,7 +150,7 @@ def _verdict() -> Finding:
 
 
 def _granted(choice: BackendChoice) -> tuple[int, Backend | None]:
-    """What is granted to a dataset that is larger than any memory, and where it would lie."""
+    """The bytes granted to a dataset that is larger than any memory, and where it would lie."""
     endless = CacheRequest(cast(torch.utils.data.Dataset[object], range(2**48)))
     sample = SampleSpec.infer(torch.zeros(1023, dtype=torch.uint8))
     plan = allocate([endless], [sample], {endless.pot: Budget.parse("auto")}, ranks=1, choice=choice)
@@ -202,7 +202,7 @@ def _named() -> Finding:
 
 
 def _disk(directory: str) -> Finding:
-    """What to make of a directory that is to hold caches."""
+    """Judge a directory that is to hold caches."""
     topic = f"disk {directory}"
     if not os.path.isdir(directory):
         return Finding(topic, "is no directory.", f"mkdir {shlex.quote(directory)}")
@@ -217,7 +217,7 @@ def _disk(directory: str) -> Finding:
 
 
 def _versions() -> Iterator[Finding]:
-    """What is installed of the packages that matter, beside what this package's metadata allows."""
+    """The installed versions of the packages that matter, and those outside of the range that this package allows."""
     try:
         requirements = [Requirement(line) for line in metadata.requires("lightning-stocache") or []]
     except metadata.PackageNotFoundError:  # run from a checkout that is not installed

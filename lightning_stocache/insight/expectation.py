@@ -51,10 +51,10 @@ class Expectation:
             loaders: that read them.
 
         Returns:
-            What is wrong, in words, if there is something, and for the first time.
+            The first time that something is wrong, a sentence about it; else None.
         """
         served = metrics["hits"] + metrics["misses"] + metrics["bypasses"]
-        own = sum(counts.values(), Counts())
+        of_rank = sum(counts.values(), Counts())
         hits, complaint = 0.0, None
         for dataset in datasets:
             loader, of_set = _reader(loaders, dataset), counts.get(dataset.counters, Counts())  # type: ignore[arg-type]
@@ -63,8 +63,8 @@ class Expectation:
                 continue
             domain = sampler_domain(batches_of(loader), len(dataset))
             if self._drawn.setdefault(dataset.counters, domain) == domain:
-                of_all = served * of_set.served / max(own.served, 1)
-                fills = metrics["fills"] * of_set.fills / max(own.fills, 1)
+                of_all = served * of_set.served / max(of_rank.served, 1)
+                fills = metrics["fills"] * of_set.fills / max(of_rank.fills, 1)
                 hits += self._hits(dataset, loader, domain, of_all, fills, metrics["fill_fraction"])
                 continue
             hits = math.nan

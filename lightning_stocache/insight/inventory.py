@@ -41,7 +41,7 @@ def of_job(name: str, segments: Iterable[NamedSegment]) -> list[NamedSegment]:
 
 
 def count(segments: Sequence[NamedSegment]) -> str:
-    """How many these are, and how much memory they hold."""
+    """The number of these caches, and the memory that they hold, in words."""
     size = format_bytes(sum(segment.allocated_bytes for segment in segments))
     return f"{len(segments)} cache{'s' * (len(segments) != 1)} ({size})"
 
@@ -75,7 +75,7 @@ def named_lines(segments: Sequence[NamedSegment], directory: str | None = None) 
 
 
 def held_lines(root: Path = Path("/")) -> Iterator[str]:
-    """Which living processes hold memory, of caches and beside them.
+    """Lines about the memory that living processes hold, of caches and beside them.
 
     Args:
         root: where `proc` is found; another one is for tests.
@@ -113,7 +113,7 @@ def describe(segment: NamedSegment, processes: Sequence[Process] = ()) -> str:
 
 
 def _what(contents: Contents) -> str:
-    """What a cache holds, on which node, and how much of it is filled."""
+    """The dataset of a cache, the share of its slots that are filled, and its node."""
     manifest = contents.manifest
     if manifest is None:
         return f"a cache that {contents.damage}"

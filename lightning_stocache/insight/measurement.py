@@ -1,4 +1,4 @@
-"""What `plan` measures of the training data: seconds a sample of the loader, uncached, with misses and with hits.
+"""The measurements of `plan`: seconds a sample that the loader takes uncached, with misses and with hits.
 
 The user's kind of loader, with its workers and its transport, runs over a few batches without a cache, over a few in
 which every sample is a miss that is stored, and over hits in a full cache. All that is measured takes turns in three
@@ -335,7 +335,7 @@ class _Batches:
 
 
 def cached_bytes(source: Dataset[Any]) -> int:
-    """What a whole dataset takes in the cache; 0 if it is empty, iterable-style or of samples that cannot be cached.
+    """The bytes of a whole dataset in the cache; 0 if it is empty, iterable-style or of samples that cannot be cached.
 
     Raises:
         PlanError: the dataset raises.

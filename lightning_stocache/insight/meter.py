@@ -100,7 +100,7 @@ class CacheMeter:
         return self._tallies.live(self.loader, self._seconds()) if self.stage == "train" else {}
 
     def hyperparameters(self) -> dict[str, Any]:
-        """What was asked of the cache, granted and decided, as plain values under the key `stocache`.
+        """The options and decisions of the cache, as plain values under the key `stocache`.
 
         For `logger.log_hyperparams`, or a config that is kept with the run; see `CacheMonitor` for the keys.
         """

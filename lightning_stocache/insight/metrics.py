@@ -18,23 +18,23 @@ from lightning_stocache.cache.counters import Counts
 __all__ = ["LIVE", "LIVE_METRICS", "NODE_METRICS", "ROLLING_METRICS", "Tally", "rates", "summarise"]
 
 LIVE = "stocache/live/"
-"""What the keys of live values begin with."""
+"""The beginning of the keys of live values."""
 
 LIVE_METRICS = ("hit_rate", "fill_fraction", "memory_bytes", "data_wait_seconds", "compute_seconds")
-"""What is logged while an epoch runs."""
+"""The metrics that are logged while an epoch runs."""
 
 NODE_METRICS = ("hit_rate", "fill_fraction", "memory_bytes")
-"""What is logged of each node, where there are several."""
+"""The metrics of each node, where there are several."""
 
 ROLLING_METRICS = ("resident", "oldest_seconds", "times_seen", "appended_per_second", "evicted_per_second", "renewed")
-"""What is logged of a rolling cache."""
+"""The metrics of a rolling cache."""
 
 _OF_MEMORY = ("slots", "filled", "memory_bytes", "budget_bytes")
 
 
 @dataclass(frozen=True)
 class Tally:
-    """What one rank knows of the caches of a stage.
+    """The numbers of one rank about the caches of a stage.
 
     Args:
         node: number of the rank's node.
@@ -63,7 +63,7 @@ class Tally:
     unsized: int = 0
 
     def __add__(self, other: Tally) -> Tally:
-        """Of several caches of one rank, or of several nodes."""
+        """Add up several caches of one rank, or several nodes."""
         summed = (getattr(self, part.name) + getattr(other, part.name) for part in fields(self)[1:])
         return Tally(self.node, *summed)
 

@@ -1,4 +1,4 @@
-"""What a budget would give, before it is paid: the law, the advice, one table in 80 columns, one picture.
+"""The gain of a budget, before it is paid: the law, the advice, one table in 80 columns, one picture.
 
 The law is linear. Of the n samples of a rank the share h comes from the cache:
 
@@ -57,7 +57,7 @@ class Job:
 
 @dataclass(frozen=True)
 class Row:
-    """What one budget gives. Seconds are those of training, or of the loader alone if there is no model."""
+    """The effect of one budget. Seconds are those of training, or of the loader alone if there is no model."""
 
     budget: str  # as it is written into a config
     budget_bytes: int  # per node
@@ -131,7 +131,7 @@ class _Law:
         return loading + steps if hit_rate < 1 and not self.job.num_workers else np.maximum(loading, steps)
 
     def row(self, share: float) -> Row:
-        """What a budget of a share of the dataset gives."""
+        """The effect of a budget of a share of the dataset."""
         missed, rate = self.missed if share else self.uncached, self.hit_rate(share)
         without = self.epoch(0.0, self.uncached, self.hit, self.step)
         first = self.epoch(0.0, missed, self.hit, self.step)
@@ -193,7 +193,7 @@ def _advice(law: _Law, safe: float, has_step: bool) -> tuple[float, list[str]]:
 
 
 def as_text(plan: Plan) -> str:
-    """What was measured, the table, and what follows; the last line is the budget, as it is written into a config."""
+    """The measurements, the table and the advice; the last line is the budget, as it is written into a config."""
     job, paces = plan.job, plan.paces
     size = f" of {format_bytes(paces.codec.nbytes)}" if paces.codec is not None else ""
     measured = [("uncached", paces.uncached, "sample")]
@@ -217,7 +217,7 @@ def as_text(plan: Plan) -> str:
 
 
 def curves_as_text(curves: Curves) -> str:
-    """The curves as tables, and what follows. Ranges that overlap are no difference."""
+    """The curves as tables, and a sentence on each. Ranges that overlap are no difference."""
     lines, sentences = list[str](), list(curves.left_out)
     for name, sources in curves.lines.items():
         if not sources:

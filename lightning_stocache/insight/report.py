@@ -112,7 +112,7 @@ def _speed(runs: Runs, axes: Axes) -> bool:
 
 
 def _epoch_bars(colours: Mapping[str, str], metrics: Sequence[str], unit: Unit) -> Callable[[Runs, Axes], bool]:
-    """What draws a bar for each epoch of each run that has logged all these metrics."""
+    """A function that draws a bar for each epoch of each run that has logged all these metrics."""
 
     def draw(runs: Runs, axes: Axes) -> bool:
         bars = []

@@ -39,7 +39,7 @@ class LogError(ValueError):
 
 @dataclass(frozen=True)
 class Run:
-    """What one run measured.
+    """The log of one run.
 
     Args:
         name: what sets it apart from the other runs.

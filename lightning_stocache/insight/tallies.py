@@ -1,4 +1,4 @@
-"""What the ranks were served in an epoch, and how they tell each other: the one meter of all doors.
+"""Counts of an epoch over all ranks: the one meter of all doors.
 
 **Counting.** The counts of an epoch are the difference between two of its ends: workers run ahead of the step, so an
 epoch's first samples are served before `on_train_epoch_start`. What training has been served is put aside when a
@@ -166,7 +166,7 @@ class Tallies:
         return {LIVE + name: now[name] for name in LIVE_METRICS if name in now}
 
     def _take(self, datasets: Mapping[Counters, Cached]) -> dict[Counters, Counts]:
-        """What this rank has been served of each dataset since it was last taken."""
+        """Counts of this rank for each dataset since the last call, which the next call leaves out."""
         served = self._served(datasets)
         for counters, counts in served.items():
             self._seen[counters] = self._begin(counters) + counts
@@ -189,7 +189,7 @@ class PoolRates:
         self._before: tuple[RollingStats, float] | None = None
 
     def metrics(self, loaders: Any) -> dict[str, float]:
-        """What is resident, and what came and went since the last call; nothing but for one rolling cache."""
+        """Samples resident, and those that came and left since the last call; empty without a rolling cache."""
         datasets = [getattr(leaf, "dataset", None) for leaf in leaves_in(loaders)]
         pools = [dataset for dataset in datasets if isinstance(dataset, RollingCache)]
         if len(pools) != 1:
@@ -206,7 +206,7 @@ class PoolRates:
 
 
 def end_call(datasets: Iterable[Cached]) -> None:
-    """What has been counted until now is of a Trainer call that is over: the next one's epochs begin here."""
+    """End a Trainer call: the epochs of the next one count from here."""
     for dataset in datasets:
         if dataset.counters is not None:
             _before[dataset.counters] = dataset.counters.totals(dataset.group.rank)

@@ -1,7 +1,7 @@
-"""What a run's caches were worth, in a few sentences at its end, from the epochs' metrics alone.
+"""The gain of a run's caches, in a few sentences at its end, from the epochs' metrics alone.
 
 What workers load behind the training step costs no wait, but it takes processor time from the training. So an epoch may
-become shorter by more than it waited, and both are said.
+become shorter by more than it waited, and both are told.
 """
 
 from __future__ import annotations
@@ -37,41 +37,44 @@ def verdict(epochs: Sequence[Epoch], samples: int, *, off: bool = False) -> list
     shares = ", ".join([f"{100 * epoch['hit_rate']:.0f}" for epoch in epochs[:8]] + ["..."] * (len(epochs) > 8))
     memory = int(last["memory_bytes"])
     used = f", {format_bytes(memory)} in use" if memory else ""  # of a cache on a disk alone there is none
-    said = [
+    sentences = [
         f"{100 * last['coverage']:.0f} % of {samples:,} samples have a slot, {100 * last['fill_fraction']:.0f} % of "
         f"the slots are filled{used}; hit rate per epoch: {shares} %",
     ]
     if last["coverage"] < first["coverage"] and _served(last) > _served(first):
-        return [*said, "the dataset has grown, and what is new has no slot. For data that grows there is RollingCache"]
+        return [
+            *sentences,
+            "the dataset has grown, and what is new has no slot. For data that grows there is RollingCache",
+        ]
     if first["hits"] > first["misses"] + first["bypasses"]:  # from a cache with a name, kept, or filled by others
         warm = "epoch one came from the cache already: this run does not tell how long training waits without it"
-        return [*said, warm]
+        return [*sentences, warm]
     if len(epochs) == 1:
-        return [*said, "a cache helps from the second epoch on; this run had one"]
+        return [*sentences, "a cache helps from the second epoch on; this run had one"]
     if not last["coverage"]:
-        return [*said, "nothing was cached: raise the budget, or see the warnings above"]
-    return [*said, *_gain(epochs)]
+        return [*sentences, "nothing was cached: raise the budget, or see the warnings above"]
+    return [*sentences, *_gain(epochs)]
 
 
 def _gain(epochs: Sequence[Epoch]) -> list[str]:
-    """What the clock showed of a run that began with an empty cache, and what follows from it."""
-    first, last, said = epochs[0], epochs[-1], []
+    """Seconds before and after, of a run that began with an empty cache, and the advice that follows from them."""
+    first, last, sentences = epochs[0], epochs[-1], []
     before, after = _seconds(first), fmean(map(_seconds, epochs[1:]))
     waits = [epoch["data_wait_seconds"] for epoch in epochs if "data_wait_seconds" in epoch]
     known = len(waits) == len(epochs)
     shorter = before - after > _MATTERS * before
     waits_less = known and waits[0] - fmean(waits[1:]) > _MATTERS * before
     if shorter or waits_less:
-        said.append(f"epoch one took {before:,.1f} s, later ones {after:,.1f} s each")
+        sentences.append(f"epoch one took {before:,.1f} s, later ones {after:,.1f} s each")
     if waits_less:
-        said[0] += f"; epoch one waited {waits[0]:,.1f} s for data, later ones {fmean(waits[1:]):,.1f} s each"
+        sentences[0] += f"; epoch one waited {waits[0]:,.1f} s for data, later ones {fmean(waits[1:]):,.1f} s each"
     loaded = (first["misses"] + first["bypasses"]) / max(_served(first), 1)
     if known and not shorter and waits[0] < _MATTERS * before * loaded:
-        said.append("training hardly waited for data even in its first epoch: a cache cannot make it faster")
+        sentences.append("training hardly waited for data even in its first epoch: a cache cannot make it faster")
     elif last["coverage"] < 1 and last["budget_bytes"]:
         whole = int(last["budget_bytes"] / last["coverage"])
-        said.append(f"a budget of {format_bytes(whole)}, over all nodes, would hold every sample")
-    return said
+        sentences.append(f"a budget of {format_bytes(whole)}, over all nodes, would hold every sample")
+    return sentences
 
 
 def _served(epoch: Epoch) -> float:
@@ -79,6 +82,6 @@ def _served(epoch: Epoch) -> float:
 
 
 def _seconds(epoch: Epoch) -> float:
-    """How long the training's loop took in an epoch, without validation; 0 where that was not logged."""
+    """Seconds of the training's loop in an epoch, without validation; 0 where they were not logged."""
     speed = epoch.get("samples_per_second", 0.0)
     return _served(epoch) / speed if speed else 0.0
