@@ -336,7 +336,7 @@ def _planned(arguments: argparse.Namespace, folder: str) -> tuple[Plan, Curves |
         ranks=ranks,
         mode=data.mode,
         other_bytes=sum(map(cached_bytes, data.others)),
-        safe_bytes=data.safe_bytes(paces.codec.nbytes if paces.codec is not None else 0, ranks),
+        safe_bytes=data.safe_bytes(paces.codec, ranks),
         threads=f"threads={torch.get_num_threads()} ({threads_from})",
     )
     if not (arguments.workers or arguments.batch_sizes):

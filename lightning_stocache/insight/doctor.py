@@ -15,7 +15,7 @@ import sys
 from collections.abc import Iterator, Sequence
 from importlib import metadata
 from pathlib import Path
-from typing import NamedTuple, cast
+from typing import NamedTuple
 
 import torch
 from packaging.requirements import Requirement
@@ -24,27 +24,18 @@ from lightning_stocache.cache.checksums import checksum
 from lightning_stocache.cache.layout import contents_of
 from lightning_stocache.cache.rows import SampleSpec
 from lightning_stocache.insight.inventory import count, held_lines, wrapped
-from lightning_stocache.node.budget import Budget, format_bytes
+from lightning_stocache.node.budget import format_bytes
 from lightning_stocache.node.disk import check_directory
 from lightning_stocache.node.files import Backend, make_file, memory_directory, reserve
 from lightning_stocache.node.free import FreeMemory
 from lightning_stocache.node.named import named_segments
-from lightning_stocache.setup.allocation import allocate
-from lightning_stocache.setup.request import BackendChoice, CacheRequest
+from lightning_stocache.setup.allocation import largest_grant
 
 __all__ = ["Finding", "as_text", "examine", "shared_memory"]
 
+_KINDS: tuple[Backend, ...] = ("tmpfile", "memfd")
 _DOCKER = 64 * 2**20  # bytes of /dev/shm in a container that was not told otherwise
-_PACKAGES = (
-    "torch",
-    "torchvision",
-    "numpy",
-    "lightning",
-    "pytorch-lightning",
-    "hydra-core",
-    "matplotlib",
-    "tensorboard",
-)
+_PACKAGES = "torch torchvision numpy lightning pytorch-lightning hydra-core matplotlib tensorboard"
 
 
 class Finding(NamedTuple):
@@ -70,8 +61,7 @@ def examine(root: Path = Path("/"), directories: Sequence[str] = ()) -> list[Fin
     return [
         _verdict(),
         *_memory(root),
-        _backend("tmpfile"),
-        _backend("memfd"),
+        *_backends(),
         *map(_disk, directories),
         _named(),
         *(Finding("held", line) for line in held_lines(root)),
@@ -137,24 +127,17 @@ def shared_memory(size: int, free: int, ram: int | None) -> Finding:
 
 def _verdict() -> Finding:
     """The bytes that a cache would be granted now, and where it would lie."""
-    size, backend = _granted("auto")
+    sample = SampleSpec.infer(torch.zeros(1023, dtype=torch.uint8))
+    size, backend = largest_grant(sample)
     free = FreeMemory.measure(None if backend == "memfd" else memory_directory())
     words = f"may take {format_bytes(size)} here, limited by {free.limited_by}; what its loader needs comes off that."
     if backend == "memfd":
-        directory, (named, _) = memory_directory(), _granted("tmpfile")
+        directory, (named, _) = memory_directory(), largest_grant(sample, choice="tmpfile")
         words += (
             f" It lies in a memfd, because {directory} has less room; one with a name lies in {directory}, and may "
             f"take {format_bytes(named)}."
         )
     return Finding("a cache", words)
-
-
-def _granted(choice: BackendChoice) -> tuple[int, Backend | None]:
-    """The bytes granted to a dataset that is larger than any memory, and where it would lie."""
-    endless = CacheRequest(cast(torch.utils.data.Dataset[object], range(2**48)))
-    sample = SampleSpec.infer(torch.zeros(1023, dtype=torch.uint8))
-    plan = allocate([endless], [sample], {endless.pot: Budget.parse("auto")}, ranks=1, choice=choice)
-    return plan.granted[0], plan.backend
 
 
 def _memory(root: Path) -> Iterator[Finding]:
@@ -175,22 +158,23 @@ def _memory(root: Path) -> Iterator[Finding]:
     yield Finding("cgroup", f"{room}; above it the kernel kills.", fix)
 
 
-def _backend(kind: Backend) -> Finding:
-    """Try a kind of segment with one page."""
-    try:
-        file, path = make_file(kind)
-    except OSError as error:
-        return Finding(kind, f"cannot be made ({error}); a named file is taken instead.")
-    try:
-        reserve(file, 0, 4096)
-    except OSError as error:
-        fix = "free memory, see below who holds it"
-        return Finding(kind, f"has no room for a single page ({error.strerror}).", fix)
-    finally:
-        os.close(file)
-        if path is not None:  # macOS
-            os.unlink(path)
-    return Finding(kind, "works." if path is None else "there is none here; a named file is taken instead.")
+def _backends() -> Iterator[Finding]:
+    """The kinds of segments without a name that do not work here, each tried with one page."""
+    for kind in _KINDS:
+        try:
+            file, path = make_file(kind)
+        except OSError as error:
+            yield Finding(kind, f"cannot be made ({error}); a named file is taken instead.")
+            continue
+        try:
+            reserve(file, 0, 4096)
+        except OSError as error:
+            fix = "free memory, see below who holds it"
+            yield Finding(kind, f"has no room for a single page ({error.strerror}).", fix)
+        finally:
+            os.close(file)
+            if path is not None:  # macOS
+                os.unlink(path)
 
 
 def _named() -> Finding:
@@ -225,7 +209,7 @@ def _versions() -> Iterator[Finding]:
     # What an extra needs is its own.
     needed = [each for each in requirements if each.marker is None or each.marker.evaluate({"extra": ""})]
     allowed, found = {each.name: each.specifier for each in needed}, [f"Python {platform.python_version()}"]
-    for name in _PACKAGES:
+    for name in _PACKAGES.split():
         try:
             installed = metadata.version(name)
         except metadata.PackageNotFoundError:

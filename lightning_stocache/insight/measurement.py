@@ -10,7 +10,6 @@ as there are enough, so that a round does not find in the page cache what the ro
 from __future__ import annotations
 
 import itertools
-import os
 import statistics
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence, Sized
@@ -28,12 +27,11 @@ from lightning_stocache.cache.codec import SampleMismatchError, UnsupportedSampl
 from lightning_stocache.cache.records import SampleCodec
 from lightning_stocache.loading.dataset import CachedDataset
 from lightning_stocache.loading.loader import CachedLoader
-from lightning_stocache.node.budget import Budget, format_bytes
-from lightning_stocache.node.files import memory_directory
-from lightning_stocache.node.free import FreeMemory
-from lightning_stocache.node.grant import grant, loader_reserve
+from lightning_stocache.node.budget import format_bytes
 from lightning_stocache.sampling.locality_sampler import Mode
+from lightning_stocache.setup.allocation import largest_grant
 from lightning_stocache.setup.forms import choose_codec
+from lightning_stocache.setup.request import LoaderSettings
 from lightning_stocache.source.access import check_source
 from lightning_stocache.source.random_split import split
 
@@ -96,13 +94,10 @@ class Data:
     allow_random: bool = False  # a random source is cached as it is
     mode: Mode = "locality"  # how samples are dealt to nodes
 
-    def safe_bytes(self, sample_bytes: int, ranks: int) -> int:
+    def safe_bytes(self, codec: SampleCodec | None, ranks: int) -> int:
         """The largest safe cache here, in /dev/shm or in a memfd, beside the batches of so many ranks."""
-        places = (memory_directory(), None) if hasattr(os, "memfd_create") else (memory_directory(),)
-        frees = [FreeMemory.measure(place) for place in places]
-        factor = self.settings.get("prefetch_factor")
-        reserve = loader_reserve(self.batch_size * sample_bytes, self.num_workers, factor, ranks, own=frees[0].own)
-        return max(grant(Budget.parse("auto"), 2**62, free, reserve, ranks).bytes for free in frees)
+        reader = LoaderSettings(self.batch_size, self.num_workers, self.settings.get("prefetch_factor"))
+        return largest_grant(codec, reader, ranks)[0]
 
 
 @dataclass(frozen=True)
@@ -249,7 +244,7 @@ class Trial:
             if time.perf_counter() - begin > _READING:
                 break
         self.read_seconds = (time.perf_counter() - begin) / len(read)
-        self.room = data.safe_bytes(self.codec.nbytes if self.codec is not None else 0, ranks)
+        self.room = data.safe_bytes(self.codec, ranks)
         self.full = None if self.codec is None else self._full(read, self.codec.slot_bytes)
 
     @classmethod

@@ -12,6 +12,9 @@ import logging
 import os
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
+from typing import cast
+
+from torch.utils.data import Dataset
 
 from lightning_stocache.cache.checksums import SUM_BYTES
 from lightning_stocache.cache.records import RecordCodec, SampleCodec
@@ -20,7 +23,7 @@ from lightning_stocache.node.budget import Budget, format_bytes
 from lightning_stocache.node.files import Backend, memory_directory
 from lightning_stocache.node.free import FreeMemory
 from lightning_stocache.node.grant import Reserve, grant, loader_reserve, margin
-from lightning_stocache.setup.request import BackendChoice, CacheRequest
+from lightning_stocache.setup.request import BackendChoice, CacheRequest, LoaderSettings
 
 __all__ = ["Allocation", "allocate", "allocate_alone", "allocate_on_disk", "allocate_pool"]
 
@@ -186,6 +189,22 @@ def _in_memory(divide: Callable[[FreeMemory], Allocation], choice: BackendChoice
         if sum(roomier.granted) > sum(allocation.granted):
             return replace(roomier, backend="memfd")
     return allocation
+
+
+def largest_grant(
+    codec: SampleCodec | None, reader: LoaderSettings | None = None, ranks: int = 1, choice: BackendChoice = "auto"
+) -> tuple[int, Backend | None]:
+    """The bytes that a dataset larger than any memory would be granted now, and the kind of segment.
+
+    Args:
+        codec: what its samples look like; None: nothing is granted.
+        reader: the loader that reads it, whose batches and workers keep their memory.
+        ranks: ranks on this node, each of which has such a loader.
+        choice: kind of segment, as in `allocate`.
+    """
+    endless = CacheRequest(cast("Dataset[object]", range(2**48)), reader=reader)
+    division = allocate([endless], [codec], {endless.pot: Budget.parse("auto")}, ranks, choice)
+    return division.granted[0], division.backend
 
 
 def _divide(
