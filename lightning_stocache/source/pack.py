@@ -272,13 +272,13 @@ class _Writer:
         import_lmdb()
         if not path.parent.is_dir():
             raise FileNotFoundError(f"the folder {path.parent} does not exist: {path} cannot be made in it")
-        if os.path.lexists(path):
-            self._lock(os.O_RDWR)
-            try:
+        try:
+            if os.path.lexists(path):
+                self._lock(os.O_RDWR)
                 self._examine()
-            except BaseException:
-                os.close(self.lock_file)
-                raise
+        except BaseException as error:
+            self.__exit__(type(error))
+            raise
 
     def compare(self, index: int, blob: bytes, title: str) -> None:
         """Refuse to go on with other data, by a sample that lies there.
