@@ -41,15 +41,10 @@ __all__ = [
 
 
 class TrainerLoader(CachedLoader):
-    """A CachedLoader of a door, which keeps its position itself (`resume`).
+    """A CachedLoader of a door, which keeps its position itself (`resume`), and hands it on to a loader made anew.
 
     Lightning is to see no state: it would store one in the checkpoint, and refuse that wherever another number of
     loaders has one, as without the cache.
-
-    Args:
-        dataset: as CachedLoader's.
-        position: where in its epoch the loader stands; Lightning hands it on when it makes the loader anew.
-        arguments: all others of `CachedLoader`.
     """
 
     state_dict = None  # type: ignore[assignment]  # None: not there, as Python's protocols have it
@@ -146,10 +141,7 @@ def with_dataset(
 ) -> DataLoader[Any]:
     """A copy of a loader that reads another dataset of the same length; a DataLoader's copy is a CachedLoader.
 
-    Args:
-        loader: the user's loader, which stays as it is.
-        dataset: what the copy reads.
-        sampler: what it draws from, if not from the loader's own; only for a loader with `batch_size`.
+    With a `sampler`, which needs a loader with `batch_size`, it draws from that, not from the loader's own.
     """
     renewed: DataLoader[Any] = object.__new__(TrainerLoader if type(loader) is DataLoader else type(loader))
     state = {name: _bound_to(renewed, loader, value) for name, value in vars(loader).items()}

@@ -23,9 +23,7 @@ from lightning_stocache.training.loaders import hides_dataset, source_of
 from lightning_stocache.training.options import CacheOptions
 from lightning_stocache.training.sampling import check_sampler
 
-__all__ = ["STREAM", "cacheable_length", "check_sweep", "title"]
-
-STREAM = -1  # stands for the length of a stream
+__all__ = ["cacheable_length", "check_sweep", "title"]
 
 _IN_MEMORY = (torch.Tensor, np.ndarray, str, bytes, range, set, frozenset)  # a list of batches, given as a loader
 
@@ -36,7 +34,7 @@ def title(leaf: Any) -> str:
 
 
 def cacheable_length(leaf: Any, stage: str, options: CacheOptions, world: int) -> int | None:
-    """The length of a loader's dataset; `STREAM` for a stream, None where there is nothing to be cached.
+    """The length of a loader's dataset; -1 for a stream, None where there is nothing to be cached.
 
     `leaf` is what Lightning iterates over for a stage, and divides among `world` ranks.
 
@@ -54,7 +52,7 @@ def cacheable_length(leaf: Any, stage: str, options: CacheOptions, world: int) -
             raise TypeError("it is iterable-style. streams=True keeps it as it passes, if all of it fits")
         check_budget(options.budgets[options.pot(stage)])
         _check_copy(leaf, "CachedStream")
-        return STREAM
+        return -1
     try:
         length = len(leaf.dataset)  # type: ignore[arg-type]
     except Exception as error:  # of the user's, and without a cache nobody may ask

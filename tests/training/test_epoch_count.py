@@ -13,7 +13,7 @@ from lightning.pytorch.callbacks import ModelCheckpoint
 from lightning.pytorch.profilers import PassThroughProfiler
 
 from lightning_stocache import StocacheDataModule, StochasticCache, cache_datamodule
-from lightning_stocache.training.epoch_count import reopen_epoch
+from lightning_stocache.training.resume import reopen_epoch
 from tests.training.tiny import SAMPLES, Data, Model, Numbers, make_trainer
 
 pytestmark = pytest.mark.processes

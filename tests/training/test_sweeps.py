@@ -26,11 +26,10 @@ from omegaconf import OmegaConf
 
 from lightning_stocache import StocacheDataModule, StochasticCache, cache_datamodule
 from lightning_stocache.node.named import clean
-from lightning_stocache.training.loaders import running_datasets
 from lightning_stocache.training.obstacles import check_sweep
 from tests import names
 from tests.sources import CountedSource
-from tests.training.sweep_job import SAMPLES, Data, main
+from tests.training.sweep_job import SAMPLES, main
 from tests.training.tiny import Model, make_trainer, plain_loader, source
 
 ROOT = Path(__file__).parents[2]
@@ -150,48 +149,7 @@ def test_trials_at_the_same_time_share_one_fill(tmp_path, name):
     assert len(removed) == 1
 
 
-# --- Optuna, and Lightning's Tuner
-
-
-class Pruning(Callback):
-    """Ends a trial as `optuna_integration`'s PyTorchLightningPruningCallback does."""
-
-    def __init__(self, trial: Any) -> None:
-        self.trial = trial
-
-    def on_train_epoch_end(self, trainer: Any, pl_module: Any) -> None:
-        import optuna
-
-        if self.trial.number % 2:
-            raise optuna.TrialPruned
-
-
-@pytest.mark.epoch_one_reads_all
-@pytest.mark.processes
-def test_pruned_trials_give_their_memory_back(tmp_path, segments):
-    """After TrialPruned nothing is open."""
-    optuna = pytest.importorskip("optuna")
-    optuna.logging.set_verbosity(optuna.logging.WARNING)
-    hits: list[int] = []
-
-    class Counting(Callback):
-        def on_train_epoch_end(self, trainer: Any, pl_module: Any) -> None:
-            [dataset] = running_datasets(trainer, "train")
-            hits.append(dataset.counters.totals().hits)  # type: ignore[union-attr]
-
-    def objective(trial: Any) -> float:
-        trial.suggest_float("lr", 1e-3, 1e-1, log=True)
-        caching = StochasticCache()
-        trainer = make_trainer(tmp_path, [caching, Counting(), Pruning(trial)], limit_val_batches=0, logger=False)
-        trainer.fit(Model(), Data(str(tmp_path), 0.0))
-        return 0.0
-
-    study = optuna.create_study()
-    study.optimize(objective, n_trials=4)
-    states = [trial.state.name for trial in study.trials]
-    assert states == ["COMPLETE", "PRUNED", "COMPLETE", "PRUNED"]
-    assert hits == [0] * 4
-    assert all(segment.closed for segment in segments)
+# --- Lightning's Tuner
 
 
 class Plain(LightningDataModule):
