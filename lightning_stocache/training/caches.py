@@ -281,11 +281,8 @@ class CallCaches:
 
     def _kept_back(self, pots: Collection[str]) -> int:
         """Free memory that new datasets may not take: what the open caches have yet to fill, and half for train."""
-        promised = 0
-        for dataset in (opened.dataset for opened in self._open):
-            on_disk = self.options.dir is not None and isinstance(dataset, CachedDataset)
-            if dataset.cache is not None and not on_disk:
-                promised += max(dataset.budget_bytes - dataset.cache.memory_bytes, 0)
+        caches = [opened.dataset.cache for opened in self._open]
+        promised = sum(cache.promised_bytes for cache in caches if cache is not None)
         pot = self.options.pot("train")
         if not self._train_to_come or pot not in pots or self.options.budgets[pot].unit == "bytes":
             return promised
