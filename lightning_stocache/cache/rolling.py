@@ -46,16 +46,7 @@ import numpy as np
 import numpy.typing as npt
 
 from lightning_stocache.cache.codec import Lend, Memory, aligned
-from lightning_stocache.cache.layout import (
-    LARGEST,
-    ROLLING,
-    Head,
-    Records,
-    Rows,
-    is_complete,
-    layout_of,
-    size_of,
-)
+from lightning_stocache.cache.layout import LARGEST, ROLLING, Head, Records, Rows, is_complete, layout_of, size_of
 from lightning_stocache.cache.placement import NO_SLOT, Arc, Integers
 from lightning_stocache.cache.records import RecordCodec, SampleCodec
 from lightning_stocache.cache.shortage import refused
@@ -119,7 +110,7 @@ class RollingStore(Store):
         self.notes = layout.words[_CONTROL:].reshape(FILLERS, _NOTES)
         if not self._words[_MOST]:
             self._words[_MOST] = layout.end - layout.begin if isinstance(layout, Records) else self.count
-        self.renewed = self.substituted = 0
+        self.renewed = self.substituted = 0  # samples served by this process in place of others: newer, or any
         self._chance = np.random.default_rng()
 
     @classmethod
@@ -173,8 +164,7 @@ class RollingStore(Store):
             OSError: there is no memory for a single sample.
         """
         contents = self.codec.contents(self.codec.encode(sample, None if index < 0 else index))
-        nbytes = size_of(contents)
-        while (taken := self.take(nbytes)) is not None:
+        while (taken := self.take(size_of(contents))) is not None:
             try:
                 short = self._write_taken(taken, contents)
             except BaseException:
@@ -199,12 +189,18 @@ class RollingStore(Store):
         with self._claims.waiting(self.count):
             for _ in range(limit if rows else 1):
                 slot = int(words[_NEXT]) % limit
-                if self._claims.take(slot):
-                    if rows or self._make_room(slot, nbytes):
-                        words[_NEXT] += 1
-                        return self._begin(slot)
+                if not self._claims.take(slot):
+                    words[_NEXT] += rows
+                    continue
+                if not rows and not self._make_room(slot, nbytes):
                     self._claims.release(slot)
-                words[_NEXT] += rows
+                    break
+                words[_NEXT] += 1
+                ticket, is_evicted = self.appended, is_complete(int(self.generations[slot]))
+                words[_EVICTED] += is_evicted
+                words[_APPENDED] += 1
+                self.generations[slot] = 2 * ticket + 1
+                return Taken(slot, ticket, not is_evicted)
         return None
 
     def publish(self, taken: Taken) -> None:
@@ -222,14 +218,6 @@ class RollingStore(Store):
         next_slot = int(self._words[_NEXT]) % max(self.limit, 1)
         slots = [self.count, next_slot, *np.flatnonzero(self.generations & 1).tolist()]
         return next(filter(None, map(self.segment.lock_owner, slots)), None)
-
-    def _begin(self, slot: int) -> Taken:
-        words, ticket = self._words, self.appended
-        is_evicted = is_complete(int(self.generations[slot]))
-        words[_EVICTED] += is_evicted
-        words[_APPENDED] = ticket + 1
-        self.generations[slot] = 2 * ticket + 1
-        return Taken(slot, ticket, not is_evicted)
 
     def _end(self, taken: Taken, generation: int) -> None:
         fence()

@@ -30,7 +30,7 @@ import errno
 import logging
 import time
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import AbstractContextManager, ExitStack, contextmanager
+from contextlib import AbstractContextManager, ExitStack
 from dataclasses import dataclass
 from typing import Any, Literal, cast, get_args
 
@@ -250,22 +250,18 @@ class StreamLedger:
         """How many numbers have been taken."""
         return int(self.words[_NEXT])
 
-    def clear(self) -> None:
-        """Begin with number 0 again, while nobody stores anything (`alone`)."""
-        self.words[_NEXT] = self.words[_RESERVED] = 0
-        self._numbers["passed"][:] = 0
-
     def locked(self, shard: Shard) -> AbstractContextManager[None]:
         """The lock of a shard, while its process stores a sample."""
         return self._claims.waiting(_ROWS + shard.number)
 
-    @contextmanager
-    def alone(self) -> Iterator[None]:
-        """Keep all shards from storing anything."""
+    def clear(self, discard: Callable[[], None]) -> None:
+        """Have all samples discarded while no shard stores any, and begin with number 0 again."""
         with ExitStack() as locks:
             for row in range(self.ranks * MOST_WORKERS):
                 locks.enter_context(self._claims.waiting(_ROWS + row))
-            yield
+            discard()
+            self.words[_NEXT] = self.words[_RESERVED] = 0
+            self._numbers["passed"][:] = 0
 
     def close(self) -> None:
         """Close it in this process."""
@@ -285,8 +281,8 @@ class _Order:
 
     Example:
         >>> order = _Order(10, np.array([7, 3]))
-        >>> order.slot(1), order.slots_of(np.array([-1, 0, 2])).tolist()
-        (3, [3, 7, -1])
+        >>> order.slot(1), order.slots_of(np.array([-1, 0])).tolist()
+        (3, [3, 7])
     """
 
     slots: int
@@ -302,10 +298,8 @@ class _Order:
         return int(self.places[index]) if -self.length <= index < self.length else NO_SLOT
 
     def slots_of(self, indices: npt.NDArray[np.integer[Any]]) -> Integers:
-        """The slots of many indices, int64 of the same shape, NO_SLOT where there is none."""
-        slots: Integers = self.places.take(indices, mode="wrap") if self.length else np.full(indices.shape, NO_SLOT)
-        slots[(indices >= self.length) | (indices < -self.length)] = NO_SLOT
-        return slots
+        """The slots of many indices, int64 of the same shape; an index outside has that at which it comes out."""
+        return self.places.take(indices, mode="wrap") if self.length else np.full(indices.shape, NO_SLOT)
 
 
 class StreamStore(Store):
@@ -390,9 +384,7 @@ class StreamStore(Store):
 
     def clear(self) -> None:
         """Forget all samples, and give their memory back."""
-        with self.ledger.alone():
-            self.segment.discard(0)
-            self.ledger.clear()
+        self.ledger.clear(self.segment.discard)
 
     def _has_columns(self, number: int) -> bool:
         """Reserve the columns of a slot and of all before it. Returns whether there are such, and memory for them."""
