@@ -60,7 +60,6 @@ __all__ = [
     "is_complete",
     "layout_of",
     "offsets",
-    "size_of",
 ]
 
 EMPTY, READY = 0, 2
@@ -114,11 +113,6 @@ def columns(
             array = np.empty(0, kind.base)
         arrays[name] = array.reshape(count, *kind.shape)
     return arrays
-
-
-def size_of(contents: Sequence[memoryview]) -> int:
-    """Bytes of a sample, given its parts."""
-    return sum(part.nbytes for part in contents)
 
 
 @dataclass(frozen=True)
@@ -244,6 +238,10 @@ class Rows(_Slots):
         """Number of slots."""
         return self.count
 
+    def size(self, contents: Sequence[memoryview]) -> int:
+        """Bytes of a sample, given its parts: all have the same."""
+        return self._nbytes
+
     def has_room(self, nbytes: int) -> bool:
         """Always true: every slot has its row."""
         return True
@@ -343,13 +341,17 @@ class Records(_Slots):
         """Where the free part of the run begins."""
         return max(int(self._numbers[0]), self.begin)
 
+    def size(self, contents: Sequence[memoryview]) -> int:
+        """Bytes of a record, given its parts."""
+        return sum(part.nbytes for part in contents)
+
     def has_room(self, nbytes: int) -> bool:
         """Whether a record may find room."""
         return bool(nbytes <= self.end - self.free and nbytes < LARGEST)
 
     def write(self, slot: int, contents: Sequence[memoryview]) -> bool:
         """Write a record and its place; False if there is no room, or if another writer was stopped in the lock."""
-        nbytes = size_of(contents)
+        nbytes = self.size(contents)
         if not self.has_room(nbytes):
             return False
         alignment = _SMALL if len(contents) == 1 else aligned(1)

@@ -46,7 +46,7 @@ import numpy as np
 import numpy.typing as npt
 
 from lightning_stocache.cache.codec import Lend, Memory, aligned
-from lightning_stocache.cache.layout import LARGEST, ROLLING, Head, Records, Rows, is_complete, layout_of, size_of
+from lightning_stocache.cache.layout import LARGEST, ROLLING, Head, Records, Rows, is_complete, layout_of
 from lightning_stocache.cache.placement import NO_SLOT, Arc, Integers
 from lightning_stocache.cache.records import RecordCodec, SampleCodec
 from lightning_stocache.cache.shortage import refused
@@ -164,7 +164,7 @@ class RollingStore(Store):
             OSError: there is no memory for a single sample.
         """
         contents = self.codec.contents(self.codec.encode(sample, None if index < 0 else index))
-        while (taken := self.take(size_of(contents))) is not None:
+        while (taken := self.take(self.layout.size(contents))) is not None:
             try:
                 short = self._write_taken(taken, contents)
             except BaseException:
@@ -233,7 +233,7 @@ class RollingStore(Store):
             return None
         short = None
         if not self._words[_LAPPED]:  # else the store takes no more memory than it has
-            short = self._shortage.comes_with(size_of(contents))
+            short = self._shortage.comes_with(self.layout.size(contents))
         try:
             if short is None and isinstance(layout, Rows):
                 layout.write(taken.slot, contents)

@@ -42,7 +42,7 @@ import numpy.typing as npt
 from lightning_stocache.cache.checksums import Checksums
 from lightning_stocache.cache.claims import Claims, Turns
 from lightning_stocache.cache.codec import Lend, Memory
-from lightning_stocache.cache.layout import EMPTY, ONCE, READY, Head, Layout, Records, Rows, layout_of, size_of
+from lightning_stocache.cache.layout import EMPTY, ONCE, READY, Head, Layout, Records, Rows, layout_of
 from lightning_stocache.cache.placement import NO_SLOT, Arc, Domain, Integers
 from lightning_stocache.cache.records import RecordCodec, SampleCodec
 from lightning_stocache.cache.shortage import Shortage, refused
@@ -365,7 +365,7 @@ class Store:
                 try:
                     if may_store is not False and states[slot] != READY:
                         if may_store is None:
-                            may_store = self._has_memory(sum(map(size_of, samples)))
+                            may_store = self._has_memory(sum(map(self.layout.size, samples)))
                         if may_store:
                             stored = self._write(slot, contents)
                             may_store = stored is not False
@@ -390,7 +390,7 @@ class Store:
                     return False
                 states[slot] = EMPTY
                 fence()
-            elif not self._has_memory(size_of(contents)):
+            elif not self._has_memory(self.layout.size(contents)):
                 return True
             self._write(slot, contents)
         return True

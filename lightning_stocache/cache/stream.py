@@ -38,7 +38,7 @@ import numpy as np
 import numpy.typing as npt
 
 from lightning_stocache.cache.claims import Claims
-from lightning_stocache.cache.layout import EMPTY, ONCE, READY, columns, layout_of, offsets, size_of
+from lightning_stocache.cache.layout import EMPTY, ONCE, READY, columns, layout_of, offsets
 from lightning_stocache.cache.placement import NO_SLOT, Arc, Integers
 from lightning_stocache.cache.records import RecordCodec, SampleCodec
 from lightning_stocache.cache.store import Store, slots_for
@@ -372,7 +372,7 @@ class StreamStore(Store):
         codec, layout, ledger = self.codec, self.layout, self.ledger
         has_room = layout.has_room(codec.least_bytes(sample)) and ledger.count < layout.count
         contents = codec.contents(codec.encode(sample)) if has_room else ()
-        nbytes, stored = size_of(contents), False
+        nbytes, stored = layout.size(contents), False
         with ledger.locked(shard):
             if ledger.mode != "stream" or not ledger.is_current(shard, epoch):
                 return None
